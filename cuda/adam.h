@@ -1,0 +1,54 @@
+// One Adam step over a list of leaves: the interface between the kernels and the FFI handlers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "dtype.h"
+
+namespace jdistadam {
+
+// What a step does with the update u. The numbers are those of kernel.py.
+enum class Mode : int32_t {
+  kStep = 0,         // param <- param - u
+  kStepAndCast = 1,  // param <- param - u; out <- the new param, in a dtype of its own
+  kUpdate = 2,       // out <- -u; param is only read (optax's `update`)
+};
+
+// Where one leaf lies. All arrays hold `size` elements, need no alignment beyond their dtype's,
+// and are not shared with another leaf. param, mu and nu are updated in place.
+struct Leaf {
+  const void* grad;
+  void* param;
+  void* mu;
+  void* nu;
+  void* out;  // null in Mode::kStep
+  size_t size;
+  int32_t group;  // row of the coefficients
+};
+
+struct Dtypes {
+  Dtype grad, param, mu, nu, out;
+};
+
+// A whole call. When *found_inf is set, param, mu and nu keep every bit and `out` is what a step
+// of zero would write. The three pointers are device memory in the CUDA kernel: nothing here is
+// read on the host, so a step needs no synchronisation and can be captured in a CUDA graph.
+struct AdamCall {
+  Mode mode;
+  bool nesterov;
+  Dtypes dtypes;
+  const float* coefficients;  // (groups, kNumCoefficients)
+  const float* inv_scale;     // multiplies every gradient
+  const bool* found_inf;
+  std::vector<Leaf> leaves;
+};
+
+// Runs a task soon, perhaps on another thread.
+using Schedule = std::function<void(std::function<void()>)>;
+
+void AdamCpu(const AdamCall& call, int num_threads, const Schedule& schedule);
+
+}  // namespace jdistadam

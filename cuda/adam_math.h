@@ -1,0 +1,52 @@
+// The Adam formula: the only copy in C++ and CUDA.
+//
+//   g <- grad * inv_scale
+//   m <- (1 - b1) * g + b1 * m
+//   v <- (1 - b2) * (g * g) + b2 * v
+//   m_hat <- m / c1                                    c1 = 1 - b1^t
+//            b1 * (m / c1_next) + (1 - b1) * (g / c1)   with Nesterov, c1_next = 1 - b1^(t+1)
+//   u <- m_hat / (sqrt(v / c2 + eps_root) + eps)       c2 = 1 - b2^t
+//   u <- lr * (u + weight_decay * p)
+//   p <- p - u
+//
+// Everything is float32. The order of the operations and the single rounding of each are part of
+// the contract: reference.py repeats them one numpy operation at a time and tests compare bits. So
+// this file must be compiled without contraction into fused multiply-adds and without fast-math;
+// the flags stand in CMakeLists.txt.
+//
+// The coefficients arrive as float32 from XLA, computed with optax's own expressions. Computing
+// `1 - b2` here would be 111 ulp off for b2 = 0.999.
+#pragma once
+
+#include <cmath>
+
+#include "dtype.h"
+
+namespace jdistadam {
+
+// One row of the `coefficients` operand. The order is that of coefficients.py.
+struct Coefficients {
+  float learning_rate;
+  float b1, one_minus_b1;
+  float b2, one_minus_b2;
+  float eps, eps_root;
+  float weight_decay;
+  float c1, c1_next, c2;
+};
+constexpr int kNumCoefficients = sizeof(Coefficients) / sizeof(float);
+
+// The update u of one element; m and v are advanced in place. p - u is the new parameter.
+// `decay` says whether the weight decay term exists: without it, p is not looked at, so that an
+// infinite parameter does not turn 0 * p into a NaN.
+JDISTADAM_INLINE float AdamUpdate(const Coefficients& c, bool nesterov, bool decay, float g, float p,
+                                  float& m, float& v) {
+  m = c.one_minus_b1 * g + c.b1 * m;
+  v = c.one_minus_b2 * (g * g) + c.b2 * v;
+  const float m_hat =
+      nesterov ? c.b1 * (m / c.c1_next) + c.one_minus_b1 * (g / c.c1) : m / c.c1;
+  float u = m_hat / (sqrtf(v / c.c2 + c.eps_root) + c.eps);
+  if (decay) u = u + c.weight_decay * p;
+  return c.learning_rate * u;
+}
+
+}  // namespace jdistadam

@@ -1,0 +1,22 @@
+// The Python module of one backend: `_cpu` or `_cuda`, the same source compiled twice.
+#include <nanobind/nanobind.h>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace nb = nanobind;
+
+namespace jdistadam {
+XLA_FFI_Error* JdistadamAdam(XLA_FFI_CallFrame* call_frame);
+}
+
+NB_MODULE(JDISTADAM_MODULE, m) {
+  m.doc() = "Compiled kernels of jdistadam. Private: jdistadam.native loads and registers them.";
+  // The FFI version of the headers used here; a jaxlib accepts modules built with its own or older.
+  m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.attr("build_info") = JDISTADAM_BUILD_INFO;
+  m.def("handlers", [] {
+    nb::dict handlers;
+    handlers["jdistadam_adam"] = nb::capsule(reinterpret_cast<void*>(jdistadam::JdistadamAdam));
+    return handlers;
+  });
+}
