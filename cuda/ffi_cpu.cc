@@ -18,6 +18,6 @@ ffi::Error AdamHandler(ffi::ThreadPool pool, Coefficients2d coefficients, FloatS
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam, AdamHandler, JDISTADAM_ADAM_BINDING(ffi::ThreadPool));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cpu, AdamHandler, JDISTADAM_ADAM_BINDING(ffi::ThreadPool));
 
 }  // namespace jdistadam

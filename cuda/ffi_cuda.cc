@@ -22,7 +22,7 @@ ffi::Error AdamHandler(cudaStream_t stream, Coefficients2d coefficients, FloatSc
 }  // namespace
 
 // kCmdBufferCompatible: the handler only enqueues kernels, so XLA may capture it in a CUDA graph.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam, AdamHandler,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cuda, AdamHandler,
                               JDISTADAM_ADAM_BINDING(ffi::PlatformStream<cudaStream_t>),
                               {ffi::Traits::kCmdBufferCompatible});
 

@@ -5,9 +5,7 @@
 
 namespace nb = nanobind;
 
-namespace jdistadam {
-XLA_FFI_Error* JdistadamAdam(XLA_FFI_CallFrame* call_frame);
-}
+extern "C" XLA_FFI_Error* JDISTADAM_ADAM_HANDLER(XLA_FFI_CallFrame* call_frame);
 
 NB_MODULE(JDISTADAM_MODULE, m) {
   m.doc() = "Compiled kernels of jdistadam. Private: jdistadam.native loads and registers them.";
@@ -16,7 +14,7 @@ NB_MODULE(JDISTADAM_MODULE, m) {
   m.attr("build_info") = JDISTADAM_BUILD_INFO;
   m.def("handlers", [] {
     nb::dict handlers;
-    handlers["jdistadam_adam"] = nb::capsule(reinterpret_cast<void*>(jdistadam::JdistadamAdam));
+    handlers["jdistadam_adam"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_ADAM_HANDLER));
     return handlers;
   });
 }

@@ -1,0 +1,56 @@
+"""Adam and AdamW for JAX: fused, sharded and precise about dtypes.
+
+Fused: one compiled kernel updates every leaf in place, on CPU and CUDA with the same bits.
+Sharded: optimizer state is spread over a mesh, with explicit reduce-scatter and all-gather.
+Precise: what is stored and what travels each has its own dtype, kept in the compiled program.
+
+Start with ``fused_adamw`` in place of ``optax.adamw``; for several devices, see
+``distributed_fused_adamw`` and ``train_step``.
+"""
+
+from importlib.metadata import PackageNotFoundError as _NotInstalled
+from importlib.metadata import version as _version
+
+from jdistadam.checkpoint import from_optax_state, to_optax_state
+from jdistadam.config import MixedPrecisionPolicy
+from jdistadam.distributed import DistributedState, distributed_fused_adamw
+from jdistadam.errors import (
+    DtypeError,
+    HyperparameterError,
+    JDistAdamError,
+    MeshError,
+    NativeError,
+    PolicyError,
+    ShapeError,
+    TreeError,
+)
+from jdistadam.optimizer import FusedTransformation, fused_adamw
+from jdistadam.training import TrainState, full_params, local_params, shard_batch, train_step
+
+try:
+    __version__ = _version("jdistadam")
+except _NotInstalled:  # imported from a source tree
+    __version__ = "unknown"
+
+__all__ = [
+    "DistributedState",
+    "DtypeError",
+    "FusedTransformation",
+    "HyperparameterError",
+    "JDistAdamError",
+    "MeshError",
+    "MixedPrecisionPolicy",
+    "NativeError",
+    "PolicyError",
+    "ShapeError",
+    "TrainState",
+    "TreeError",
+    "distributed_fused_adamw",
+    "from_optax_state",
+    "full_params",
+    "fused_adamw",
+    "local_params",
+    "shard_batch",
+    "to_optax_state",
+    "train_step",
+]

@@ -1,0 +1,67 @@
+"""Between leaves and buckets: packing, unpacking and cutting shards, inside one program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdistadam.layout import Bucket, Layout
+
+
+def bucket_array(bucket: Bucket, leaves: Sequence[Any], dtype: Any) -> jax.Array:
+    """Returns a bucket's whole content: its one leaf as it lies, or its leaves packed and padded."""
+    if bucket.dim is not None:
+        return leaves[bucket.leaves[0]].astype(dtype)
+    parts = [leaves[i].reshape(-1).astype(dtype) for i in bucket.leaves]
+    return jnp.concatenate([*parts, jnp.zeros((bucket.padding,), dtype)])
+
+
+def shard_of(layout: Layout, bucket: Bucket, whole: Any, index: Any) -> jax.Array:
+    """Returns shard ``index`` of a bucket's whole content."""
+    dim = bucket.dim or 0
+    size = whole.shape[dim] // layout.num_shards
+    return lax.dynamic_slice_in_dim(whole, index * size, size, dim)
+
+
+def flat_shard(layout: Layout, leaves: Sequence[Any], index: Any, dtype: Any) -> jax.Array:
+    """Returns what device ``index`` keeps of ``leaves``: shape ``(flat_size,)``, gaps zero."""
+    parts, end = [], 0
+    for bucket in layout.buckets:
+        parts.append(jnp.zeros((bucket.offset - end,), dtype))
+        parts.append(shard_of(layout, bucket, bucket_array(bucket, leaves, dtype), index).reshape(-1))
+        end = bucket.offset + bucket.shard_size
+    parts.append(jnp.zeros((layout.flat_size - end,), dtype))
+    return jnp.concatenate(parts)
+
+
+def leaves_of_bucket(layout: Layout, bucket: Bucket, whole: Any) -> list[tuple[int, jax.Array]]:
+    """Cuts a bucket's whole content into its leaves: pairs of leaf index and array."""
+    if bucket.dim is not None:
+        return [(bucket.leaves[0], whole)]
+    leaves, start = [], 0
+    for i in bucket.leaves:
+        leaf = layout.leaves[i]
+        leaves.append((i, whole[start : start + leaf.size].reshape(leaf.shape)))
+        start += leaf.size
+    return leaves
+
+
+def leaves_of_flat(layout: Layout, flat: Any) -> list[Any]:
+    """Puts the leaves back together from all devices' flat arrays: the inverse of flat_shard.
+
+    Args:
+      layout: The layout.
+      flat: Shape ``(num_shards * flat_size,)``, a numpy or jax array.
+    """
+    by_device = flat.reshape(layout.num_shards, layout.flat_size)
+    leaves: list[Any] = [jnp.zeros(leaf.shape, flat.dtype) for leaf in layout.leaves]
+    for bucket in layout.buckets:
+        shards = by_device[:, bucket.offset : bucket.offset + bucket.shard_size]
+        whole = jnp.concatenate(list(shards.reshape(layout.num_shards, *bucket.shard_shape)), bucket.dim or 0)
+        for i, leaf in leaves_of_bucket(layout, bucket, whole):
+            leaves[i] = leaf
+    return leaves

@@ -1,0 +1,78 @@
+"""The float32 numbers that the kernel needs, computed on the device with optax's expressions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdistadam.config import Hyperparameters
+
+NAMES = (
+    "learning_rate",
+    "b1",
+    "one_minus_b1",
+    "b2",
+    "one_minus_b2",
+    "eps",
+    "eps_root",
+    "weight_decay",
+    "c1",
+    "c1_next",
+    "c2",
+)
+"""The columns of the kernel's coefficients, in the order of ``Coefficients`` in adam_math.h."""
+
+
+def at_count(value: Any, count: jax.Array) -> Any:
+    """Returns a schedule's value at a step count, or the constant itself."""
+    return value(count) if callable(value) else value
+
+
+def coefficient_row(hyper: Hyperparameters, count: jax.Array, *, decay: bool = True) -> jax.Array:
+    r"""Returns the coefficients of the step after ``count`` steps.
+
+    With :math:`t` = ``count`` + 1: ``c1`` is :math:`1 - b_1^t`, ``c1_next`` :math:`1 - b_1^{t+1}`,
+    ``c2`` :math:`1 - b_2^t`. Schedules are evaluated at ``count``, before the increment.
+
+    The expressions are optax's, to the letter, and must run inside ``jax.jit``: ``1 - b2`` of a
+    Python float is rounded from double precision, ``b2**t`` is the compiler's power function. Any
+    other way to write them changes bits, ``1 - b2`` by 111 units in the last place.
+
+    Args:
+      hyper: The hyperparameters. Arrays and tracers are allowed.
+      count: Number of steps taken so far, shape (), int32.
+      decay: Whether weight decay applies. If not, its coefficient is zero.
+
+    Returns:
+      Shape ``(len(NAMES),)``, float32.
+
+    Example:
+      >>> row = jax.jit(lambda t: coefficient_row(Hyperparameters(1e-3, b1=0.5), t))(jnp.int32(1))
+      >>> dict(zip(NAMES, row.tolist()))["c1"]
+      0.75
+    """
+    count_inc = optax.safe_increment(count)
+    b1, b2 = hyper.b1, hyper.b2
+    values = (
+        at_count(hyper.learning_rate, count),
+        b1,
+        1 - b1,
+        b2,
+        1 - b2,
+        hyper.eps,
+        hyper.eps_root,
+        at_count(hyper.weight_decay, count) if decay else 0.0,
+        1 - b1**count_inc,
+        1 - b1 ** optax.safe_increment(count_inc),
+        1 - b2**count_inc,
+    )
+    return jnp.stack([jnp.asarray(value).astype(jnp.float32).reshape(()) for value in values])
+
+
+def coefficient_rows(hyper: Hyperparameters, count: jax.Array, decays: Sequence[bool]) -> jax.Array:
+    """Returns one row of coefficients for each group of leaves, shape ``(groups, len(NAMES))``."""
+    return jnp.stack([coefficient_row(hyper, count, decay=decay) for decay in decays])

@@ -1,0 +1,174 @@
+"""Hyperparameters and the mixed-precision policy: frozen values, checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdistadam.errors import HyperparameterError, PolicyError, describe
+
+ScalarOrSchedule = float | jax.Array | Callable[[Any], Any]
+
+SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+_FLOATS = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyperparameters:
+    """The numbers of Adam, as given: Python numbers, arrays, tracers or schedules.
+
+    Attributes:
+      learning_rate: Step size, or a schedule from the step count to it.
+      b1: Decay rate of the first moment, in [0, 1).
+      b2: Decay rate of the second moment, in [0, 1).
+      eps: Added to the square root of the second moment, >= 0.
+      eps_root: Added to the second moment under the square root, >= 0.
+      weight_decay: Decoupled weight decay, >= 0, or a schedule from the step count to it.
+      nesterov: Whether to use Nesterov momentum.
+    """
+
+    learning_rate: Any
+    b1: Any = 0.9
+    b2: Any = 0.999
+    eps: Any = 1e-8
+    eps_root: Any = 0.0
+    weight_decay: Any = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks every number that is known before tracing."""
+        _check("learning_rate", self.learning_rate, math.isfinite, "a finite number or a schedule")
+        for name in ("b1", "b2"):
+            _check(name, getattr(self, name), lambda x: 0.0 <= x < 1.0, "a number in [0, 1)")
+        for name in ("eps", "eps_root", "weight_decay"):
+            _check(name, getattr(self, name), lambda x: 0.0 <= x < math.inf, "a finite number >= 0")
+
+
+def _check(name: str, value: Any, is_valid: Callable[[float], bool], expected: str) -> None:
+    if isinstance(value, jax.Array) or callable(value):
+        return  # a traced or scheduled value is known only on the device
+    try:
+        valid = not isinstance(value, bool) and is_valid(float(value))
+    except (TypeError, ValueError):
+        valid = False
+    if not valid:
+        raise HyperparameterError(
+            describe(name, "out of range", got=repr(value), expected=expected, action=f"Change {name}.")
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """What is stored, what travels and what is summed, each in its own dtype.
+
+    Attributes:
+      main_params_dtype: Dtype of the sharded main parameters that the optimizer updates. float32.
+      main_grads_dtype: Dtype in which gradients are stored and accumulated over micro-batches.
+      grad_comm_dtype: Dtype of gradients on the wire: contributions are rounded to it once and sent.
+        float32 or bfloat16 or float16. None: ``main_grads_dtype``. Bytes sent per device and step:
+        (N - 1) / N * parameters * itemsize.
+      grad_reduce_dtype: Dtype in which contributions are summed across devices. None: the
+        collective library sums, in the wire dtype, so a 16-bit wire also rounds partial sums.
+      param_comm_dtype: Dtype of parameters on the wire. None: the parameters' own.
+      mu_dtype: Dtype in which the first moment is stored. float32, bfloat16 or float16.
+      nu_dtype: Dtype in which the second moment is stored. float32.
+
+    Raises:
+      PolicyError: A dtype is unknown, or the combination is not supported.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> policy = MixedPrecisionPolicy(grad_comm_dtype=jnp.bfloat16)
+      >>> policy.wire_dtype
+      dtype(bfloat16)
+
+    References:
+      Megatron-LM, ``MixedPrecisionPolicy`` of Megatron-FSDP.
+    """
+
+    main_params_dtype: Any = jnp.float32
+    main_grads_dtype: Any = jnp.float32
+    grad_comm_dtype: Any = None
+    grad_reduce_dtype: Any = None
+    param_comm_dtype: Any = None
+    mu_dtype: Any = jnp.float32
+    nu_dtype: Any = jnp.float32
+
+    def __post_init__(self) -> None:
+        """Normalises every field to a numpy dtype and refuses what does not work."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                object.__setattr__(self, field.name, _float_dtype(field.name, value))
+        _require(self, "main_params_dtype", ("float32",))
+        _require(self, "main_grads_dtype", ("float32",))
+        _require(self, "grad_reduce_dtype", (None,))
+        _require(self, "param_comm_dtype", (None,))
+        _require(self, "nu_dtype", ("float32",))
+        if self.mu_dtype is None:
+            object.__setattr__(self, "mu_dtype", jnp.dtype(jnp.float32))
+
+    @property
+    def wire_dtype(self) -> jnp.dtype:
+        """The dtype of gradients on the wire."""
+        return self.main_grads_dtype if self.grad_comm_dtype is None else self.grad_comm_dtype
+
+    def __str__(self) -> str:
+        """Returns the resolved policy as a table."""
+        resolved = dataclasses.asdict(self) | {"grad_comm_dtype": self.wire_dtype}
+        notes = {"grad_reduce_dtype": "wire dtype", "param_comm_dtype": "params' own"}
+        lines = [f"{name:<18}  {notes.get(name) if value is None else value}" for name, value in resolved.items()]
+        return "\n".join(lines)
+
+
+def _float_dtype(name: str, value: Any) -> jnp.dtype:
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in _FLOATS:
+        raise PolicyError(
+            describe(
+                f"MixedPrecisionPolicy.{name}",
+                "not a dtype that can be used",
+                got=repr(value),
+                expected=", ".join(_FLOATS),
+                action="Pass one of these, e.g. jnp.bfloat16.",
+            )
+        )
+    return dtype
+
+
+def _require(policy: MixedPrecisionPolicy, name: str, supported: tuple[str | None, ...]) -> None:
+    value = getattr(policy, name)
+    if (None if value is None else value.name) not in supported:
+        raise PolicyError(
+            describe(
+                f"MixedPrecisionPolicy.{name}",
+                "not supported in this version",
+                got=value,
+                expected=" or ".join(map(str, supported)),
+                action=f"Leave {name} at its default.",
+            )
+        )
+
+
+def check_strategy(sharding_strategy: str) -> None:
+    """Raises PolicyError unless the sharding strategy is one that works in this version."""
+    if sharding_strategy == "optim":
+        return
+    known = sharding_strategy in SHARDING_STRATEGIES
+    raise PolicyError(
+        describe(
+            "sharding_strategy",
+            "not supported in this version" if known else "unknown",
+            got=repr(sharding_strategy),
+            expected="'optim'",
+            action="Pass sharding_strategy='optim'.",
+        )
+    )

@@ -1,0 +1,54 @@
+"""What jdistadam raises.
+
+Every message has one form, so that it can be acted on without a debugger::
+
+    {path}: {what is wrong}: got {got}, expected {expected}. {one action}
+
+Each class is also the built-in exception that such a mistake usually raises, so ``except
+ValueError`` keeps working.
+"""
+
+from __future__ import annotations
+
+
+class JDistAdamError(Exception):
+    """Base class of all exceptions raised by jdistadam."""
+
+
+class TreeError(JDistAdamError, ValueError):
+    """Two trees that must match differ in structure."""
+
+
+class ShapeError(JDistAdamError, ValueError):
+    """An array has the wrong shape, also where NumPy would broadcast it."""
+
+
+class DtypeError(JDistAdamError, TypeError):
+    """An array has a dtype that cannot be used where it stands."""
+
+
+class HyperparameterError(JDistAdamError, ValueError):
+    """A hyperparameter is out of its range."""
+
+
+class PolicyError(JDistAdamError, ValueError):
+    """A precision policy or sharding strategy is unknown, contradictory or not supported."""
+
+
+class MeshError(JDistAdamError, ValueError):
+    """A mesh lacks an axis, or an array is not placed on the mesh as it must be."""
+
+
+class NativeError(JDistAdamError, ImportError):
+    """A compiled module is missing or does not fit the running jaxlib."""
+
+
+def describe(path: str, what: str, *, got: object, expected: object, action: str) -> str:
+    """Formats an error message.
+
+    Example:
+      >>> describe("grads['w']", "shape differs from the parameter", got=(3,), expected=(2, 3),
+      ...          action="Fix the loss.")
+      "grads['w']: shape differs from the parameter: got (3,), expected (2, 3). Fix the loss."
+    """
+    return f"{path}: {what}: got {got}, expected {expected}. {action}"

@@ -1,0 +1,177 @@
+"""One Adam step over many leaves: checks operands, picks the backend, makes the FFI call.
+
+All arrays are what one device holds. Under plain ``jax.jit`` over several devices use
+partitioning.py, inside ``jax.shard_map`` use this directly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jdistadam import coefficients, native, reference
+
+_MODES = {"step": 0, "step_and_cast": 1, "update": 2}  # enum Mode of cuda/adam.h
+_KINDS = ("grads", "params", "mu", "nu", "out")  # bits of the handler's attribute `flat`
+
+
+class Scalars(NamedTuple):
+    """The device operands that say how to step. Changing them never recompiles."""
+
+    coefficients: jax.Array  # shape (groups, len(coefficients.NAMES)), float32
+    inv_scale: jax.Array  # shape (), float32: what every gradient is multiplied by
+    found_inf: jax.Array  # shape (), bool: whether to change nothing
+
+    @classmethod
+    def plain(cls, rows: jax.Array) -> Scalars:
+        """Coefficients alone: gradients as they are, no skip."""
+        return cls(rows, jnp.ones((), jnp.float32), jnp.zeros((), jnp.bool_))
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """The static side of a call; hashable.
+
+    Attributes:
+      mode: "step": new params. "step_and_cast": new params, and a copy of them in ``out_dtype``.
+        "update": optax's updates in ``out_dtype``; params are only read.
+      groups: For each leaf, the row of the coefficients that it uses.
+      nesterov: Whether to use Nesterov momentum.
+      out_dtype: Dtype of the extra output; None in mode "step".
+      flat: Operand kinds that are one flat array instead of one array a leaf.
+      sizes: Elements of each leaf, given when anything is flat.
+      offsets: Where each leaf begins in the flat arrays, in elements.
+    """
+
+    mode: str
+    groups: tuple[int, ...]
+    nesterov: bool = False
+    out_dtype: Any = None
+    flat: frozenset[str] = frozenset()
+    sizes: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+
+
+class Operands(NamedTuple):
+    """Leaves by kind: a tuple of arrays, or a tuple of one flat array."""
+
+    grads: tuple[jax.Array, ...]
+    params: tuple[jax.Array, ...]
+    mu: tuple[jax.Array, ...]
+    nu: tuple[jax.Array, ...]
+
+
+class Results(NamedTuple):
+    """The new values, like Operands; ``out`` is empty in mode "step", params in "update"."""
+
+    params: tuple[jax.Array, ...]
+    mu: tuple[jax.Array, ...]
+    nu: tuple[jax.Array, ...]
+    out: tuple[jax.Array, ...]
+
+
+def adam(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
+    """Takes one Adam step on this device. params, mu and nu are updated in place where donated."""
+    if not operands.grads:
+        return Results(operands.params if spec.mode != "update" else (), operands.mu, operands.nu, ())
+    available = [platform for platform in native.PLATFORMS if native.status(platform).available]
+    compiled = functools.partial(_adam_native, spec)
+    if len(available) == len(native.PLATFORMS):
+        return compiled(scalars, operands)
+    native.warn_if_unavailable(native.default_platform())
+    branches = {platform: compiled for platform in available}
+    fallback = functools.partial(adam_fallback, spec)
+    return lax.platform_dependent(scalars, operands, default=fallback, **branches)
+
+
+def _adam_native(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
+    results = _result_types(spec, operands)
+    num_grads, num_params, num_mu, num_nu = (len(arrays) for arrays in operands)
+    # operands: 3 scalars, grads, params, mu, nu; results: params, mu, nu, out
+    first_param = len(Scalars._fields) + num_grads
+    first_aliased = first_param if results.params else first_param + num_params
+    num_aliased = len(results.params) + num_mu + num_nu
+    call = jax.ffi.ffi_call(
+        "jdistadam_adam",
+        jax.tree.leaves(results),
+        input_output_aliases={first_aliased + i: i for i in range(num_aliased)},
+    )
+    outputs = call(*scalars, *jax.tree.leaves(operands), **_attributes(spec))
+    return jax.tree.unflatten(jax.tree.structure(results), outputs)
+
+
+def _attributes(spec: Spec) -> dict[str, Any]:
+    """Every attribute with its exact numpy type: the handler refuses any other."""
+    return {
+        "mode": np.int32(_MODES[spec.mode]),
+        "nesterov": np.bool_(spec.nesterov),
+        "groups": np.asarray(spec.groups, np.int32),
+        "flat": np.int32(sum(1 << _KINDS.index(kind) for kind in spec.flat)),
+        "sizes": np.asarray(spec.sizes, np.int64),
+        "offsets": np.asarray(spec.offsets, np.int64),
+    }
+
+
+def _result_types(spec: Spec, operands: Operands) -> Results:
+    # jax.typeof carries shardings and varying axes; a plain ShapeDtypeStruct would claim that the
+    # results are equal on all devices.
+    def like(arrays: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(jax.typeof(x) for x in arrays)
+
+    out: tuple[Any, ...] = ()
+    if spec.mode != "step":
+        out = tuple(jax.typeof(x).update(dtype=jnp.dtype(spec.out_dtype)) for x in operands.grads)
+    params = () if spec.mode == "update" else like(operands.params)
+    return Results(params, like(operands.mu), like(operands.nu), out)
+
+
+def adam_fallback(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
+    """The same step in jax.numpy. Close to the compiled kernels, not bitwise equal."""
+    shapes = [x.shape for x in operands.grads]
+    leaves = Operands(*(_split(spec, kind, arrays, shapes) for kind, arrays in operands._asdict().items()))
+    steps = [
+        reference.adam_leaf_jax(
+            spec.mode,
+            dict(zip(coefficients.NAMES, scalars.coefficients[group], strict=True)),
+            scalars.inv_scale,
+            scalars.found_inf,
+            *leaf,
+            nesterov=spec.nesterov,
+            out_dtype=spec.out_dtype,
+        )
+        for group, leaf in zip(spec.groups, zip(*leaves, strict=True), strict=True)
+    ]
+    columns = reference.AdamResult(*(tuple(column) for column in zip(*steps, strict=True)))
+    params, mu, nu = (
+        _join(spec, kind, getattr(operands, kind), getattr(columns, kind)) for kind in ("params", "mu", "nu")
+    )
+    return Results(
+        () if spec.mode == "update" else params, mu, nu, () if spec.mode == "step" else columns.out
+    )
+
+
+def _split(spec: Spec, kind: str, arrays: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
+    """Cuts a flat array into leaves."""
+    if kind not in spec.flat:
+        return arrays
+    (flat,) = arrays
+    ends = np.add(spec.offsets, spec.sizes).tolist()
+    pieces = [flat[start:end] for start, end in zip(spec.offsets, ends, strict=True)]
+    return [x if "grads" in spec.flat else x.reshape(s) for x, s in zip(pieces, shapes, strict=False)]
+
+
+def _join(spec: Spec, kind: str, arrays: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Puts leaves back into their flat array."""
+    if kind not in spec.flat:
+        return tuple(leaves)
+    (flat,) = arrays
+    for offset, leaf in zip(spec.offsets, leaves, strict=True):
+        flat = flat.at[offset : offset + leaf.size].set(leaf.reshape(-1))
+    return (flat,)

@@ -1,0 +1,90 @@
+"""Flattening with paths, and checks that two trees belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistadam.errors import DtypeError, ShapeError, TreeError, describe
+
+STORAGE_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+"""Dtypes that the kernel reads and writes."""
+
+
+def paths(tree: Any, name: str) -> list[str]:
+    """Returns the path of every leaf, e.g. ``params['block']['w']``."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [name + jax.tree_util.keystr(path) for path, _ in flat]
+
+
+def check_same_structure(tree: Any, like: Any, *, name: str, like_name: str) -> None:
+    """Raises TreeError, naming the first leaf that only one of the two trees has."""
+    got, expected = jax.tree.structure(tree), jax.tree.structure(like)
+    if got == expected:
+        return
+    mine, theirs = paths(tree, ""), paths(like, "")
+    for path in theirs:
+        if path not in mine:
+            message = describe(
+                f"{name}{path}",
+                f"missing, {like_name} has it",
+                got=f"{len(mine)} leaves",
+                expected=f"the {len(theirs)} leaves of {like_name}",
+                action=f"Pass {name} with the tree structure of {like_name}.",
+            )
+            raise TreeError(message)
+    for path in mine:
+        if path not in theirs:
+            message = describe(
+                f"{name}{path}",
+                f"unexpected, {like_name} does not have it",
+                got=f"{len(mine)} leaves",
+                expected=f"the {len(theirs)} leaves of {like_name}",
+                action=f"Pass {name} with the tree structure of {like_name}.",
+            )
+            raise TreeError(message)
+    message = describe(
+        name,
+        f"tree structure differs from {like_name}",
+        got=got,
+        expected=expected,
+        action=f"Build {name} with the same containers as {like_name}.",
+    )
+    raise TreeError(message)
+
+
+def check_same_shapes(tree: Any, like: Any, *, name: str, like_name: str) -> None:
+    """Raises TreeError or ShapeError unless every leaf has the shape of its counterpart."""
+    check_same_structure(tree, like, name=name, like_name=like_name)
+    for path, x, y in zip(paths(tree, name), jax.tree.leaves(tree), jax.tree.leaves(like), strict=True):
+        if np.shape(x) != np.shape(y):
+            message = describe(
+                path,
+                f"shape differs from {like_name}",
+                got=np.shape(x),
+                expected=np.shape(y),
+                action="Nothing is broadcast here: fix the shape where this tree is made.",
+            )
+            raise ShapeError(message)
+
+
+def check_dtypes(
+    tree: Any, *, name: str, allowed: Sequence[Any] = STORAGE_DTYPES, action: str = ""
+) -> None:
+    """Raises DtypeError unless every leaf has one of the allowed dtypes."""
+    allowed = [jnp.dtype(dtype) for dtype in allowed]
+    for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
+        dtype = getattr(x, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, np.generic) or jnp.dtype(dtype) not in allowed:
+            message = describe(
+                path,
+                "dtype cannot be used",
+                got=type(x).__name__ if dtype is None else dtype,
+                expected=" or ".join(map(str, allowed)),
+                action=action or "Cast the leaf, or mask it out with optax.masked.",
+            )
+            raise DtypeError(message)
