@@ -1,0 +1,63 @@
+"""Random operands, the oracle applied to many leaves, and bitwise comparison."""
+
+import numpy as np
+
+from jdistadam import coefficients, kernel, reference
+
+SIZES = (0, 1, 2, 3, 7, 8, 31, 255, 256, 257, 4095, 65_537)  # around vectors, tiles and tails
+SPECIALS = (0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -3e-39, 1e-38, 3.4e38, -3.4e38, 6e-8, 65504.0, 65520.0)
+
+
+def assert_same_bits(got, want, err_msg=""):
+    """Equal shape, dtype and bits; -0.0 differs from 0.0, and a NaN from another NaN."""
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.dtype == want.dtype, f"{err_msg}: dtype {got.dtype}, expected {want.dtype}"
+    assert got.shape == want.shape, f"{err_msg}: shape {got.shape}, expected {want.shape}"
+    unsigned = {2: np.uint16, 4: np.uint32}[got.dtype.itemsize]
+    differ = np.flatnonzero(got.ravel().view(unsigned) != want.ravel().view(unsigned))
+    if differ.size:
+        i = differ[0]
+        raise AssertionError(
+            f"{err_msg}: {differ.size} of {got.size} elements differ in bits, first at {i}: "
+            f"got {got.ravel()[i]!r}, expected {want.ravel()[i]!r}"
+        )
+
+
+def random_array(rng, size, dtype, *, nonnegative=False, specials=True):
+    """Values over the whole exponent range of float32, with zeros, denormals, inf and NaN."""
+    x = rng.normal(size=size) * 10.0 ** rng.uniform(-42, 38, size)
+    plain = rng.random(size) < 0.7  # most values where the arithmetic is interesting
+    x = np.where(plain, rng.normal(size=size), x)
+    if specials and size:
+        where = rng.random(size) < 0.1
+        x = np.where(where, rng.choice(SPECIALS, size), x)
+    with np.errstate(all="ignore"):
+        return (np.abs(x) if nonnegative else x).astype(np.float32).astype(dtype)
+
+
+def random_rows(count=7, groups=2):
+    """Coefficient rows with nothing at its default; the last group has no weight decay."""
+    b1, b2 = 0.87, 0.9973
+    row = dict(
+        learning_rate=3e-3, b1=b1, one_minus_b1=1 - b1, b2=b2, one_minus_b2=1 - b2, eps=1e-7, eps_root=1e-10,
+        weight_decay=0.13, c1=1 - b1**count, c1_next=1 - b1 ** (count + 1), c2=1 - b2**count,
+    )  # fmt: skip
+    rows = np.asarray([[row[name] for name in coefficients.NAMES]] * groups, np.float32)
+    rows[-1, coefficients.NAMES.index("weight_decay")] = 0.0
+    return rows
+
+
+def oracle(spec, scalars, operands):
+    """kernel.adam by the oracle: a list of AdamResult, one a leaf."""
+    rows, inv_scale, found_inf = (np.asarray(x) for x in scalars)
+    named = [dict(zip(coefficients.NAMES, row, strict=True)) for row in rows]
+    return [
+        reference.adam_leaf(
+            spec.mode, named[group], inv_scale, found_inf, *leaf, nesterov=spec.nesterov, out_dtype=spec.out_dtype
+        )
+        for group, leaf in zip(spec.groups, zip(*operands, strict=True), strict=True)
+    ]
+
+
+def scalars(rows, inv_scale=0.37, found_inf=False):
+    return kernel.Scalars(np.asarray(rows), np.float32(inv_scale), np.bool_(found_inf))

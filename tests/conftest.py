@@ -1,0 +1,41 @@
+"""Eight CPU devices for every test, and a GPU where there is one."""
+
+import glob
+import os
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+).strip()
+HAS_NVIDIA_DEVICE = bool(glob.glob("/dev/nvidia[0-9]*"))
+if not HAS_NVIDIA_DEVICE:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_modifyitems(config, items):
+    if HAS_NVIDIA_DEVICE:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; none is visible here"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def platform(request):
+    """Runs a test on the CPU and on a GPU."""
+    with jax.default_device(jax.devices(request.param)[0]):
+        yield request.param
+
+
+@pytest.fixture
+def cpu_mesh():
+    """Makes a one-dimensional mesh of n CPU devices, with Explicit axes as make_mesh does."""
+
+    def make(n, axis="data"):
+        return jax.make_mesh((n,), (axis,), devices=jax.devices("cpu")[:n])
+
+    return make
