@@ -1,0 +1,45 @@
+"""Real text that every Python has: the source files of its standard library, as bytes."""
+
+import pathlib
+import sysconfig
+
+import numpy as np
+
+VOCABULARY_SIZE = 256
+_HOLD_OUT_EVERY = 20  # each twentieth file is for validation
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idle_test"}
+
+
+def load() -> tuple[np.ndarray, np.ndarray]:
+    """Returns (train, validation) as uint8 arrays, files in sorted order."""
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    files = sorted(
+        path.relative_to(root)
+        for path in root.rglob("*.py")
+        if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
+    )
+    if len(files) < 2 * _HOLD_OUT_EVERY:
+        raise SystemExit(f"{root} holds only {len(files)} source files; this needs a full Python")
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for i, path in enumerate(files):
+        parts[i % _HOLD_OUT_EVERY == _HOLD_OUT_EVERY - 1].append((root / path).read_bytes())
+    train, validation = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
+    return train, validation
+
+
+def batch(text: np.ndarray, size: int, length: int, rng: np.random.Generator) -> np.ndarray:
+    """Returns random windows of ``text``, shape (size, length + 1), int32."""
+    starts = rng.integers(0, len(text) - length - 1, size)
+    return text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+
+
+def bigram_entropy(text: np.ndarray) -> float:
+    """Returns the entropy of a byte given the one before it, in nats.
+
+    What a model reaches that looks at the previous byte alone; a real one must end below it.
+    """
+    counts = np.zeros((VOCABULARY_SIZE, VOCABULARY_SIZE))
+    np.add.at(counts, (text[:-1], text[1:]), 1)
+    rows = counts.sum(1, keepdims=True)
+    p = counts / np.maximum(rows, 1)
+    return float(-(counts * np.log(np.where(p > 0, p, 1))).sum() / counts.sum())

@@ -1,0 +1,83 @@
+"""A decoder-only transformer in Flax: pre-norm blocks, learned positions, tied embedding."""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a model and of its training batch."""
+
+    layers: int
+    width: int
+    heads: int
+    length: int  # context, in bytes
+    batch: int  # sequences a step, over all devices
+    vocabulary: int = 256
+
+
+PRESETS = {
+    "tiny": GPTConfig(layers=3, width=128, heads=4, length=128, batch=32),
+    "gpt2-small": GPTConfig(layers=12, width=768, heads=12, length=1024, batch=32),
+}
+
+
+class Block(nn.Module):
+    """Attention and a two-layer perceptron, each behind a layer norm and a residual."""
+
+    config: GPTConfig
+    dtype: Any
+    param_dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        c = self.config
+        types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+        scale_down = nn.initializers.normal(0.02 / (2 * c.layers) ** 0.5)
+        normal = nn.initializers.normal(0.02)
+
+        h = nn.LayerNorm(**types)(x)
+        qkv = nn.DenseGeneral((3, c.heads, c.width // c.heads), kernel_init=normal, name="qkv", **types)(h)
+        q, k, v = (qkv[..., i, :, :] for i in range(3))
+        h = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + nn.DenseGeneral(c.width, axis=(-2, -1), kernel_init=scale_down, name="out", **types)(h)
+
+        h = nn.LayerNorm(**types)(x)
+        h = nn.gelu(nn.Dense(4 * c.width, kernel_init=normal, name="up", **types)(h))
+        return x + nn.Dense(c.width, kernel_init=scale_down, name="down", **types)(h)
+
+
+class GPT(nn.Module):
+    """Maps tokens (batch, length) to float32 logits (batch, length, vocabulary)."""
+
+    config: GPTConfig
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, tokens):
+        c = self.config
+        types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+        normal = nn.initializers.normal(0.02)
+        embed = nn.Embed(c.vocabulary, c.width, embedding_init=normal, name="bytes", **types)
+        positions = self.param("positions", normal, (c.length, c.width), self.param_dtype)
+        x = embed(tokens) + positions[: tokens.shape[1]].astype(self.dtype)
+        for i in range(c.layers):
+            x = Block(c, self.dtype, self.param_dtype, name=f"block_{i}")(x)
+        x = nn.LayerNorm(name="norm", **types)(x)
+        return embed.attend(x).astype(jnp.float32)
+
+
+def loss_fn(model: GPT):
+    """Returns ``loss(params, tokens)``: mean cross-entropy of the next byte, in nats."""
+
+    def loss(params, tokens):
+        logits = model.apply({"params": params}, tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    return loss

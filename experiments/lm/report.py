@@ -1,0 +1,69 @@
+"""What a run leaves behind: metrics as JSON lines, a plot of the loss, a table of bytes."""
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import matplotlib
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+
+class MetricsFile:
+    """Appends one JSON object a line."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w")
+
+    def write(self, **values: Any) -> None:
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+
+def plot_loss(metrics: pathlib.Path, image: pathlib.Path, bigram_entropy: float) -> None:
+    """Draws train and validation loss against tokens."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    figure, axes = plt.subplots(figsize=(7, 4.2), constrained_layout=True)
+    for key, style in (("train_loss", dict(lw=1, alpha=0.7)), ("validation_loss", dict(marker="o", ms=3))):
+        points = [(row["tokens"] / 1e6, row[key]) for row in rows if key in row]
+        axes.plot(*zip(*points, strict=True), label=key.replace("_", " "), **style)
+    axes.axhline(bigram_entropy, color="0.5", ls="--", lw=1, label="bigram entropy of the text")
+    axes.set(xlabel="million bytes seen", ylabel="loss, nats a byte")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(image, dpi=130)
+    plt.close(figure)
+
+
+def bytes_on_first_device(tree: Any) -> int:
+    """Returns the bytes of a tree that lie on one device, from the arrays themselves."""
+    total = 0
+    for x in jax.tree.leaves(tree):
+        device = x.sharding.addressable_devices_indices_map(x.shape)
+        first = min(device, key=lambda d: d.id)
+        total += sum(s.data.nbytes for s in x.addressable_shards if s.device == first)
+    return total
+
+
+def print_memory(opt_state: Any, params: Any, num_devices: int) -> None:
+    """Prints optimizer bytes per device: as they lie here, and as every device would hold them."""
+    num_params = sum(x.size for x in jax.tree.leaves(params))
+    rows = {
+        name: bytes_on_first_device(part)
+        for name, part in zip(opt_state._fields, opt_state, strict=True)
+        if any(np.ndim(x) for x in jax.tree.leaves(part))
+    }
+    replicated = {name: num_params * getattr(opt_state, name).dtype.itemsize for name in rows}
+    table = Table(title=f"Optimizer state per device, {num_params:,} parameters, {num_devices} devices")
+    for heading in ("", "sharded, bytes", "replicated, bytes", "ratio"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    rows["total"], replicated["total"] = sum(rows.values()), sum(replicated.values())
+    for name, mine in rows.items():
+        table.add_row(name, f"{mine:,}", f"{replicated[name]:,}", f"{mine / replicated[name]:.3f}")
+    Console(width=100).print(table)
