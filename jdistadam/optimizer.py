@@ -30,6 +30,14 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
 
     ``step(grads, opt_state, params)`` returns the new parameters straight from the kernel. It
     moves 28 bytes a float32 parameter, ``update`` followed by ``optax.apply_updates`` 40.
+
+    To have it work in place, donate params and state, and take them in the order in which they
+    are returned, since ``jax.jit`` pairs donated buffers with results of equal shape in order::
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def train_step(params, opt_state, batch):
+            grads = jax.grad(loss)(params, batch)
+            return tx.step(grads, opt_state, params)
     """
 
     step: StepFn
