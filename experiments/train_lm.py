@@ -99,7 +99,7 @@ def setup_optax(args, mesh, loss, params):
         params, opt_state = state
         value, grads = jax.value_and_grad(loss)(params, tokens)
         updates, opt_state = tx.update(grads, opt_state, params)
-        metrics = {"loss": value, "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": value, "grad_norm": optax.tree.norm(grads)}
         return (optax.apply_updates(params, updates), opt_state), metrics
 
     return state, lambda s, tokens: update(s, jax.device_put(tokens, batch_sharding)), lambda s: s[0]

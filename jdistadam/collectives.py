@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+
+def shard_map(f: Callable[..., Any], *, mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any) -> Any:
+    """``jax.shard_map`` without vma checks, for arguments that may hold zero-size arrays.
+
+    jaxlib 0.11 crashes while compiling a program of several CPU devices that passes a zero-size
+    array into a manual region. Such arrays hold nothing: they are made anew inside.
+    """
+
+    def mapped(*args: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(args)
+        specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
+        passed = [i for i, x in enumerate(leaves) if x.size]
+
+        def local(arrays: list[Any]) -> Any:
+            given = iter(arrays)
+            return f(
+                *treedef.unflatten(
+                    next(given) if x.size else jnp.zeros(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
+                    for x, spec in zip(leaves, specs, strict=True)
+                )
+            )
+
+        inner = jax.shard_map(
+            local, mesh=mesh, in_specs=([specs[i] for i in passed],), out_specs=out_specs, check_vma=False
+        )
+        return inner([leaves[i] for i in passed])
+
+    return mapped
 
 
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:

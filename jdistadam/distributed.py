@@ -145,13 +145,7 @@ def distributed_fused_adamw(
     """
     check_strategy(sharding_strategy)
     _check_mesh(mesh, shard_axis)
-    if max_grad_norm is not None and not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
-        raise HyperparameterError(
-            describe(
-                "max_grad_norm", "out of range", got=max_grad_norm, expected="a finite number > 0, or None",
-                action="Change max_grad_norm.",
-            )
-        )  # fmt: skip
+    _check_numbers(max_grad_norm, bucket_bytes)
     config = DistributedConfig(
         Hyperparameters(learning_rate, b1, b2, eps, eps_root, weight_decay, nesterov),
         mask,
@@ -167,9 +161,8 @@ def distributed_fused_adamw(
         trees.check_dtypes(params, name="params")
         if collectives.is_bound(shard_axis):
             return _init_local(config, params)
-        specs = tx.state_specs()
-        local = jax.shard_map(
-            lambda p: _init_local(config, p), mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False
+        local = collectives.shard_map(
+            lambda p: _init_local(config, p), mesh=mesh, in_specs=(P(),), out_specs=tx.state_specs()
         )
         return jax.jit(local)(params)
 
@@ -189,6 +182,20 @@ def distributed_fused_adamw(
     tx = DistributedTransformation(init, update, step)
     tx.config = config
     return tx
+
+
+def _check_numbers(max_grad_norm: float | None, bucket_bytes: int) -> None:
+    if max_grad_norm is not None and not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
+        raise HyperparameterError(
+            describe(
+                "max_grad_norm", "out of range", got=max_grad_norm, expected="a finite number > 0, or None",
+                action="Change max_grad_norm.",
+            )
+        )  # fmt: skip
+    if bucket_bytes <= 0:
+        raise HyperparameterError(
+            describe("bucket_bytes", "out of range", got=bucket_bytes, expected="> 0", action="Raise it.")
+        )
 
 
 def _check_mesh(mesh: Any, shard_axis: str) -> None:

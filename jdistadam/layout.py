@@ -19,8 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdistadam.errors import HyperparameterError, describe
-
 ALIGNMENT = 128
 """Shards begin at multiples of this many elements: 16-byte vectors of every dtype stay aligned."""
 
@@ -116,10 +114,6 @@ def make_layout(leaves: Sequence[Leaf], num_shards: int, bucket_bytes: int) -> L
       (0,) 0 (128, 64) 0 0
       (1,) None (1,) 1 8192
     """
-    if bucket_bytes <= 0:
-        raise HyperparameterError(
-            describe("bucket_bytes", "out of range", got=bucket_bytes, expected="> 0", action="Raise it.")
-        )
     buckets: list[Bucket] = []
     offset = 0
 

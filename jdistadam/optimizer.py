@@ -224,10 +224,12 @@ def _step_by_dtype(
     mode: str, scalars: Scalars, leaves: Operands, groups: Sequence[int], nesterov: bool
 ) -> Results:
     """One kernel call for each combination of dtypes: usually one."""
+    # What leaves without elements keep; all others are replaced below.
+    new = [list(arrays) for arrays in (leaves.params, leaves.mu, leaves.nu, leaves.grads)]
     calls: dict[Any, list[int]] = {}
     for i, leaf in enumerate(zip(*leaves, strict=True)):
-        calls.setdefault(tuple(x.dtype for x in leaf), []).append(i)
-    new: list[list[Any]] = [[None] * len(groups) for _ in Results._fields]
+        if leaf[0].size:
+            calls.setdefault(tuple(x.dtype for x in leaf), []).append(i)
     for dtypes, indices in calls.items():
         spec = Spec(
             mode,

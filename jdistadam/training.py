@@ -161,14 +161,10 @@ def train_step(
         return TrainState(params, opt_state), {"loss": mean_loss, "grad_norm": opt_state.grad_norm}
 
     state_specs = TrainState(P(), tx.state_specs())
-    # check_vma=False: gradients of replicated params stay local, and models may use primitives
+    # Without vma checks: gradients of replicated params stay local, and models may use primitives
     # (Pallas, scans from a zero carry) that the check does not accept.
-    sharded = jax.shard_map(
-        local_step,
-        mesh=config.mesh,
-        in_specs=(state_specs, spec),
-        out_specs=(state_specs, P()),
-        check_vma=False,
+    sharded = collectives.shard_map(
+        local_step, mesh=config.mesh, in_specs=(state_specs, spec), out_specs=(state_specs, P())
     )
     on_gpu = config.mesh.devices.flat[0].platform in ("gpu", "cuda")
     options = (_GPU_COMPILER_OPTIONS if on_gpu else {}) | (compiler_options or {})

@@ -1,0 +1,87 @@
+"""The layout covers every element once, on any number of devices, and comes back exactly."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdistadam import buckets, layout
+
+shapes = st.lists(
+    st.one_of(
+        st.lists(st.integers(0, 5), max_size=3).map(tuple),
+        st.sampled_from([(128, 128), (24, 1000), (7, 3000), (3, 64, 100), (20_011,)]),
+    ),
+    max_size=6,
+)
+
+
+def leaves_of(shapes, groups=None):
+    dtypes = [jnp.float32, jnp.bfloat16]
+    groups = groups or [i % 2 for i in range(len(shapes))]
+    return [
+        layout.Leaf(f"p{i}", s, jnp.dtype(dtypes[i % 3 == 2]), g)
+        for i, (s, g) in enumerate(zip(shapes, groups, strict=True))
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.sampled_from([1, 2, 3, 4, 8, 13]), st.sampled_from([4, 300, 1 << 20]))
+def test_every_element_has_one_place(shapes, num_shards, bucket_bytes):
+    leaves = leaves_of(shapes)
+    made = layout.make_layout(leaves, num_shards, bucket_bytes)
+    placed = sorted(i for bucket in made.buckets for i in bucket.leaves)
+    assert placed == [i for i, leaf in enumerate(leaves) if leaf.size]
+    end = 0
+    for bucket in made.buckets:
+        assert bucket.offset % layout.ALIGNMENT == 0
+        assert bucket.offset >= end, "shards overlap"
+        end = bucket.offset + bucket.shard_size
+        sizes = [leaves[i].size for i in bucket.leaves]
+        assert bucket.shard_size * num_shards == sum(sizes) + bucket.padding
+        assert 0 <= bucket.padding < num_shards
+        assert len({(leaves[i].dtype, leaves[i].group) for i in bucket.leaves}) == 1
+        if bucket.dim is None and len(bucket.leaves) > 1:
+            assert sum(n * bucket.dtype.itemsize for n in sizes) <= bucket_bytes
+    assert end <= made.flat_size
+
+
+@settings(max_examples=20, deadline=None)
+@given(shapes, st.sampled_from([1, 3, 4]))
+def test_leaves_come_back_exactly(shapes, num_shards):
+    leaves = leaves_of(shapes)
+    made = layout.make_layout(leaves, num_shards, 1000)
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=leaf.shape).astype(np.float32) for leaf in leaves]
+    flats = [buckets.flat_shard(made, arrays, i, jnp.float32) for i in range(num_shards)]
+    assert all(flat.shape == (made.flat_size,) for flat in flats)
+    back = buckets.leaves_of_flat(made, np.concatenate(flats))
+    for array, again in zip(arrays, back, strict=True):
+        assert np.array_equal(array, again)
+
+
+def test_sizes_beyond_32_bits():
+    """Static arithmetic only: no array of this size is made."""
+    made = layout.make_layout([layout.Leaf("huge", (1 << 40, 6), jnp.dtype(jnp.float32), 0)], 8, 1 << 25)
+    assert made.buckets[0].shard_size == 6 << 37
+    assert made.flat_size >= 6 << 37
+
+
+def test_large_leaves_are_scattered_where_they_lie():
+    made = layout.make_layout(leaves_of([(12, 1, 4096), (4096, 12), (3,)], [0, 0, 0]), 8, 1 << 20)
+    assert [(b.leaves, b.dim) for b in made.buckets] == [((0,), 2), ((1,), 0), ((2,), None)]
+    assert made.buckets[0].shard_shape == (12, 1, 512)
+
+
+def test_layout_prints_as_a_table():
+    text = str(layout.make_layout(leaves_of([(128, 128), (3,), (5,)], [0, 0, 0]), 4, 1 << 20))
+    assert text.splitlines()[0].split() == ["bucket", "dtype", "dim", "shard", "pad", "%", "leaves"]
+    assert "p0" in text and "pack" in text
+
+
+def test_paths_name_the_leaf():
+    leaves = layout.describe_leaves({"a": {"w": jnp.ones((2, 3))}, "b": jnp.ones(())}, (0, 1))
+    assert [leaf.path for leaf in leaves] == ["params['a']['w']", "params['b']"]
+    assert [leaf.size for leaf in leaves] == [6, 1]
+    assert jax.tree.leaves(leaves) == list(leaves)
