@@ -28,8 +28,10 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = functools.partial(parser.add_argument)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
     add("--preset", choices=gpt.PRESETS, help="default: tiny on CPU, gpt2-small on GPU")
     add("--optimizer", choices=("jdistadam", "optax"), default="jdistadam")
     add("--steps", type=int, help="default: 400 for tiny, 2000 for gpt2-small")
@@ -37,8 +39,17 @@ def parse_args(argv=None):
     add("--layers", type=int)
     add("--width", type=int)
     add("--devices", type=int, help="default: 8 virtual CPU devices, or all GPUs")
-    add("--param-dtype", choices=DTYPES, help="dtype of the model's parameters; default: float32 on CPU, bfloat16 on GPU")
-    add("--grad-comm-dtype", choices=DTYPES, default="bfloat16", help="dtype of gradients on the wire")
+    add(
+        "--param-dtype",
+        choices=DTYPES,
+        help="dtype of the model's parameters; default: float32 on CPU, bfloat16 on GPU",
+    )
+    add(
+        "--grad-comm-dtype",
+        choices=DTYPES,
+        default="bfloat16",
+        help="dtype of gradients on the wire",
+    )
     add("--mu-dtype", choices=DTYPES, default="float32", help="dtype of the first moment")
     add("--learning-rate", type=float, help="peak; default: 3e-3 for tiny, 6e-4 for gpt2-small")
     add("--max-grad-norm", type=float, default=1.0)
@@ -62,7 +73,9 @@ def resolve(args):
 
 def make_schedule(args):
     warmup = max(1, args.steps // 20)
-    return optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, warmup, args.steps, 0.1 * args.learning_rate)
+    return optax.warmup_cosine_decay_schedule(
+        0.0, args.learning_rate, warmup, args.steps, 0.1 * args.learning_rate
+    )
 
 
 def decays(params):
@@ -102,77 +115,109 @@ def setup_optax(args, mesh, loss, params):
         metrics = {"loss": value, "grad_norm": optax.tree.norm(grads)}
         return (optax.apply_updates(params, updates), opt_state), metrics
 
-    return state, lambda s, tokens: update(s, jax.device_put(tokens, batch_sharding)), lambda s: s[0]
+    return (
+        state,
+        lambda s, tokens: update(s, jax.device_put(tokens, batch_sharding)),
+        lambda s: s[0],
+    )
 
 
-def evaluate(loss, params, text, config, mesh, num_batches):
-    """Mean loss over the same windows of the held-out files at every call."""
-    rng = np.random.default_rng(1234)
-    sharding = NamedSharding(mesh, P("data"))
-    windows = [corpus.batch(text, config.batch, config.length, rng) for _ in range(num_batches)]
-    return float(np.mean([loss(params, jax.device_put(tokens, sharding)) for tokens in windows]))
+class Run:
+    """The loop around a training step: batches, progress, metrics and validation."""
+
+    def __init__(self, args, config, mesh, loss):
+        self.args, self.config, self.mesh = args, config, mesh
+        self.train_text, self.validation_text = corpus.load()
+        self.entropy = corpus.bigram_entropy(
+            np.concatenate([self.train_text, self.validation_text])
+        )
+        self.metrics_path = args.out / "metrics.jsonl"
+        self.metrics = report.MetricsFile(self.metrics_path)
+        self.loss = jax.jit(loss)
+        self.validation_loss = float("nan")
+        self.tokens_per_step = config.batch * config.length
+
+    def evaluate(self, step, params, num_batches=4):
+        """Mean loss over the same windows of the held-out files at every call."""
+        rng = np.random.default_rng(1234)
+        sharding = NamedSharding(self.mesh, P("data"))
+        losses = []
+        for _ in range(num_batches):
+            tokens = corpus.batch(self.validation_text, self.config.batch, self.config.length, rng)
+            losses.append(self.loss(params, jax.device_put(tokens, sharding)))
+        self.validation_loss = float(np.mean(losses))
+        self.write(step, validation_loss=self.validation_loss)
+
+    def write(self, step, **values):
+        self.metrics.write(step=step, tokens=step * self.tokens_per_step, **values)
+
+    def train(self, state, step_fn, params_of):
+        """Trains to the last step; returns the state."""
+        args = self.args
+        rng = np.random.default_rng(args.seed)
+        eval_every = max(1, args.steps // args.evals)
+        seconds = 0.0  # of training, without compilation and evaluation
+        kind = self.mesh.devices.flat[0].device_kind
+        with tqdm(total=args.steps, unit="step", desc=f"{args.devices} x {kind}") as bar:
+            start = time.perf_counter()
+            for i in range(1, args.steps + 1):
+                tokens = corpus.batch(self.train_text, self.config.batch, self.config.length, rng)
+                state, metrics = step_fn(state, tokens)
+                if i == 1:
+                    jax.block_until_ready(metrics)
+                    start = time.perf_counter()  # compiled
+                if i % 10 == 0 or i == args.steps:
+                    self.report(bar, i, metrics, lambda: seconds + time.perf_counter() - start)  # noqa: B023
+                bar.update()
+                if i % eval_every == 0 or i == args.steps:
+                    jax.block_until_ready(state)
+                    seconds += time.perf_counter() - start
+                    self.evaluate(i, params_of(state))
+                    start = time.perf_counter()
+        return state
+
+    def report(self, bar, step, metrics, elapsed):
+        values = {f"train_{key}": float(value) for key, value in metrics.items()}  # waits
+        speed = (step - 1) * self.tokens_per_step / elapsed()
+        self.write(step, tokens_per_second=speed, **values)
+        bar.set_postfix(
+            loss=f"{values['train_loss']:.3f}",
+            val=f"{self.validation_loss:.3f}",
+            tokens_per_s=f"{speed:,.0f}",
+        )
 
 
 def main(argv=None):
     args = parse_args(argv)
     jax.config.update("jax_num_cpu_devices", args.devices or 8)
     config = resolve(args)
-    # Auto axes, so that the evaluation below can be an ordinary jitted function.
-    mesh = jax.make_mesh((args.devices,), ("data",), (AxisType.Auto,), devices=jax.devices()[: args.devices])
-    train, validation = corpus.load()
-    entropy = corpus.bigram_entropy(np.concatenate([train, validation]))
-    print(
-        f"{len(train) / 1e6:.1f} MB of source text, {len(validation) / 1e6:.2f} MB held out; "
-        f"bigram entropy {entropy:.3f} nats a byte"
-    )
+    # Auto axes, so that the evaluation can be an ordinary jitted function.
+    devices = jax.devices()[: args.devices]
+    mesh = jax.make_mesh((args.devices,), ("data",), (AxisType.Auto,), devices=devices)
 
     compute_dtype = DTYPES[args.param_dtype]
     # optax keeps no main parameters: it gets float32 ones, cast where the model computes.
     stored_dtype = compute_dtype if args.optimizer == "jdistadam" else jnp.float32
     model = gpt.GPT(config, compute_dtype, stored_dtype)
-    params = model.init(jax.random.key(args.seed), jnp.zeros((1, config.length), jnp.int32))["params"]
+    tokens = jnp.zeros((1, config.length), jnp.int32)
+    params = model.init(jax.random.key(args.seed), tokens)["params"]
     loss = gpt.loss_fn(model)
     setup = {"jdistadam": setup_jdistadam, "optax": setup_optax}[args.optimizer]
     state, step, params_of = setup(args, mesh, loss, params)
-    jitted_loss = jax.jit(loss)
 
-    metrics_path = args.out / "metrics.jsonl"
-    metrics_file = report.MetricsFile(metrics_path)
-    rng = np.random.default_rng(args.seed)
-    tokens_per_step = config.batch * config.length
-    eval_every = max(1, args.steps // args.evals)
-    validation_loss = float("nan")
-    seconds = 0.0  # of training, without evaluation and compilation
-    with tqdm(total=args.steps, unit="step", desc=f"{args.devices} {jax.devices()[0].device_kind} devices") as bar:
-        start = time.perf_counter()
-        for i in range(1, args.steps + 1):
-            state, metrics = step(state, corpus.batch(train, config.batch, config.length, rng))
-            if i == 1:
-                jax.block_until_ready(metrics)
-                start = time.perf_counter()  # compiled
-            if i % 10 == 0 or i == args.steps:
-                values = {f"train_{key}": float(value) for key, value in metrics.items()}
-                elapsed = seconds + time.perf_counter() - start
-                speed = (i - 1) * tokens_per_step / elapsed if i > 1 else 0.0
-                metrics_file.write(step=i, tokens=i * tokens_per_step, tokens_per_second=speed, **values)
-                bar.set_postfix(
-                    loss=f"{values['train_loss']:.3f}", val=f"{validation_loss:.3f}", tokens_per_s=f"{speed:,.0f}"
-                )
-            bar.update()
-            if i % eval_every == 0 or i == args.steps:
-                jax.block_until_ready(state)
-                seconds += time.perf_counter() - start
-                validation_loss = evaluate(jitted_loss, params_of(state), validation, config, mesh, 4)
-                metrics_file.write(step=i, tokens=i * tokens_per_step, validation_loss=validation_loss)
-                start = time.perf_counter()
-
-    report.plot_loss(metrics_path, args.out / "loss.png", entropy)
+    run = Run(args, config, mesh, loss)
+    print(
+        f"{len(run.train_text) / 1e6:.1f} MB of source text, "
+        f"{len(run.validation_text) / 1e6:.2f} MB held out; "
+        f"bigram entropy {run.entropy:.3f} nats a byte"
+    )
+    state = run.train(state, step, params_of)
+    report.plot_loss(run.metrics_path, args.out / "loss.png", run.entropy)
     if args.optimizer == "jdistadam":
         report.print_memory(state.opt_state, state.params, args.devices)
-    verdict = "below" if validation_loss < entropy else "NOT below"
-    print(f"validation loss {validation_loss:.3f} nats a byte, {verdict} the bigram entropy {entropy:.3f}")
-    print(f"wrote {metrics_path} and {args.out / 'loss.png'}")
-    return validation_loss, entropy
+    verdict = "below" if run.validation_loss < run.entropy else "NOT below"
+    print(f"validation loss {run.validation_loss:.3f} nats a byte, {verdict} the bigram entropy")
+    print(f"wrote {run.metrics_path} and {args.out / 'loss.png'}")
 
 
 if __name__ == "__main__":

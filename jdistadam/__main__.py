@@ -14,9 +14,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m jdistadam", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    info = commands.add_parser("info", help="versions, devices, which backend runs and why not the others")
+    info = commands.add_parser(
+        "info", help="versions, devices, which backend runs and why not the others"
+    )
     info.add_argument("--json", action="store_true", help="print as JSON")
-    commands.add_parser("check", help="one real step on each backend, compared bit for bit with the oracle")
+    commands.add_parser(
+        "check", help="one real step on each backend, compared bit for bit with the oracle"
+    )
     args = parser.parse_args(argv)
     return _info(as_json=args.json) if args.command == "info" else _check()
 

@@ -13,7 +13,7 @@ from jdistadam.layout import Bucket, Layout
 
 
 def bucket_array(bucket: Bucket, leaves: Sequence[Any], dtype: Any) -> jax.Array:
-    """Returns a bucket's whole content: its one leaf as it lies, or its leaves packed and padded."""
+    """Returns a bucket's whole content: its leaf as it lies, or its leaves packed and padded."""
     if bucket.dim is not None:
         return leaves[bucket.leaves[0]].astype(dtype)
     parts = [leaves[i].reshape(-1).astype(dtype) for i in bucket.leaves]
@@ -32,7 +32,9 @@ def flat_shard(layout: Layout, leaves: Sequence[Any], index: Any, dtype: Any) ->
     parts, end = [], 0
     for bucket in layout.buckets:
         parts.append(jnp.zeros((bucket.offset - end,), dtype))
-        parts.append(shard_of(layout, bucket, bucket_array(bucket, leaves, dtype), index).reshape(-1))
+        parts.append(
+            shard_of(layout, bucket, bucket_array(bucket, leaves, dtype), index).reshape(-1)
+        )
         end = bucket.offset + bucket.shard_size
     parts.append(jnp.zeros((layout.flat_size - end,), dtype))
     return jnp.concatenate(parts)
@@ -61,7 +63,9 @@ def leaves_of_flat(layout: Layout, flat: Any) -> list[Any]:
     leaves: list[Any] = [jnp.zeros(leaf.shape, flat.dtype) for leaf in layout.leaves]
     for bucket in layout.buckets:
         shards = by_device[:, bucket.offset : bucket.offset + bucket.shard_size]
-        whole = jnp.concatenate(list(shards.reshape(layout.num_shards, *bucket.shard_shape)), bucket.dim or 0)
+        whole = jnp.concatenate(
+            list(shards.reshape(layout.num_shards, *bucket.shard_shape)), bucket.dim or 0
+        )
         for i, leaf in leaves_of_bucket(layout, bucket, whole):
             leaves[i] = leaf
     return leaves

@@ -36,7 +36,9 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
     opt_state: DistributedState = state.opt_state
 
     def leaves(flat: jax.Array) -> Any:
-        return jax.tree.unflatten(treedef, map(np.asarray, buckets.leaves_of_flat(layout, np.asarray(flat))))
+        return jax.tree.unflatten(
+            treedef, map(np.asarray, buckets.leaves_of_flat(layout, np.asarray(flat)))
+        )
 
     count = np.asarray(opt_state.count)
     adam, *rest = _optax_template(tx, state.params)
@@ -61,7 +63,7 @@ def from_optax_state(
     Raises:
       TreeError, ShapeError: The state is not one of adamw for these parameters.
     """
-    template = jax.tree.structure(_optax_template(tx, main_params))
+    template: Any = jax.tree.structure(_optax_template(tx, main_params))
     if jax.tree.structure(opt_state) != template:
         raise TreeError(
             describe(
@@ -78,7 +80,9 @@ def from_optax_state(
             getattr(adam, name), main_params, name=f"opt_state[0].{name}", like_name="params"
         )
     if param_dtypes is None or not jax.tree_util.treedef_is_leaf(jax.tree.structure(param_dtypes)):
-        dtypes = jax.tree.map(lambda x: x.dtype, main_params) if param_dtypes is None else param_dtypes
+        dtypes = (
+            jax.tree.map(lambda x: x.dtype, main_params) if param_dtypes is None else param_dtypes
+        )
     else:
         dtypes = jax.tree.map(lambda _: param_dtypes, main_params)
     params = jax.tree.map(lambda x, dtype: jnp.asarray(x).astype(dtype), main_params, dtypes)
@@ -88,8 +92,12 @@ def from_optax_state(
 
     def flat(tree: Any, like: jax.Array) -> jax.Array:
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
-        shards = [buckets.flat_shard(layout, leaves, i, like.dtype) for i in range(config.num_shards)]
-        return jax.device_put(jnp.concatenate(shards), NamedSharding(config.mesh, P(config.shard_axis)))
+        shards = [
+            buckets.flat_shard(layout, leaves, i, like.dtype) for i in range(config.num_shards)
+        ]
+        return jax.device_put(
+            jnp.concatenate(shards), NamedSharding(config.mesh, P(config.shard_axis))
+        )
 
     old: DistributedState = state.opt_state
     new = old._replace(
@@ -104,7 +112,10 @@ def from_optax_state(
 def _optax_template(tx: DistributedTransformation, params: Any) -> Any:
     hyper = tx.config.hyper
     template = optax.adamw(
-        hyper.learning_rate, weight_decay=hyper.weight_decay, mask=tx.config.mask, nesterov=hyper.nesterov
+        hyper.learning_rate,
+        weight_decay=hyper.weight_decay,
+        mask=tx.config.mask,
+        nesterov=hyper.nesterov,
     )
     return jax.eval_shape(template.init, params)
 

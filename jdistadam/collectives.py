@@ -11,7 +11,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 
-def shard_map(f: Callable[..., Any], *, mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any) -> Any:
+def shard_map(
+    f: Callable[..., Any], *, mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any
+) -> Any:
     """``jax.shard_map`` without vma checks, for arguments that may hold zero-size arrays.
 
     jaxlib 0.11 crashes while compiling a program of several CPU devices that passes a zero-size
@@ -19,7 +21,8 @@ def shard_map(f: Callable[..., Any], *, mesh: Mesh, in_specs: tuple[Any, ...], o
     """
 
     def mapped(*args: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(args)
+        leaves = jax.tree.leaves(args)
+        treedef: Any = jax.tree.structure(args)
         specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
         passed = [i for i, x in enumerate(leaves) if x.size]
 
@@ -27,13 +30,19 @@ def shard_map(f: Callable[..., Any], *, mesh: Mesh, in_specs: tuple[Any, ...], o
             given = iter(arrays)
             return f(
                 *treedef.unflatten(
-                    next(given) if x.size else jnp.zeros(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
+                    next(given)
+                    if x.size
+                    else jnp.zeros(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
                     for x, spec in zip(leaves, specs, strict=True)
                 )
             )
 
         inner = jax.shard_map(
-            local, mesh=mesh, in_specs=([specs[i] for i in passed],), out_specs=out_specs, check_vma=False
+            local,
+            mesh=mesh,
+            in_specs=([specs[i] for i in passed],),
+            out_specs=out_specs,
+            check_vma=False,
         )
         return inner([leaves[i] for i in passed])
 

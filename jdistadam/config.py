@@ -58,7 +58,9 @@ def _check(name: str, value: Any, is_valid: Callable[[float], bool], expected: s
         valid = False
     if not valid:
         raise HyperparameterError(
-            describe(name, "out of range", got=repr(value), expected=expected, action=f"Change {name}.")
+            describe(
+                name, "out of range", got=repr(value), expected=expected, action=f"Change {name}."
+            )
         )
 
 
@@ -67,10 +69,10 @@ class MixedPrecisionPolicy:
     """What is stored, what travels and what is summed, each in its own dtype.
 
     Attributes:
-      main_params_dtype: Dtype of the sharded main parameters that the optimizer updates. float32.
+      main_params_dtype: Dtype of the sharded main parameters that the optimizer updates: float32.
       main_grads_dtype: Dtype in which gradients are stored and accumulated over micro-batches.
-      grad_comm_dtype: Dtype of gradients on the wire: contributions are rounded to it once and sent.
-        float32 or bfloat16 or float16. None: ``main_grads_dtype``. Bytes sent per device and step:
+      grad_comm_dtype: Dtype of gradients on the wire: contributions are rounded to it once, then
+        sent. float32, bfloat16 or float16. None: ``main_grads_dtype``. Bytes sent per device and step:
         (N - 1) / N * parameters * itemsize.
       grad_reduce_dtype: Dtype in which contributions are summed across devices. None: the
         collective library sums, in the wire dtype, so a 16-bit wire also rounds partial sums.
@@ -122,7 +124,10 @@ class MixedPrecisionPolicy:
         """Returns the resolved policy as a table."""
         resolved = dataclasses.asdict(self) | {"grad_comm_dtype": self.wire_dtype}
         notes = {"grad_reduce_dtype": "wire dtype", "param_comm_dtype": "params' own"}
-        lines = [f"{name:<18}  {notes.get(name) if value is None else value}" for name, value in resolved.items()]
+        lines = [
+            f"{name:<18}  {notes.get(name) if value is None else value}"
+            for name, value in resolved.items()
+        ]
         return "\n".join(lines)
 
 

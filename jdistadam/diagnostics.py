@@ -8,7 +8,16 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-_PACKAGES = ("jdistadam", "jax", "jaxlib", "optax", "flax", "numpy", "ml_dtypes", "jax-cuda13-plugin")
+_PACKAGES = (
+    "jdistadam",
+    "jax",
+    "jaxlib",
+    "optax",
+    "flax",
+    "numpy",
+    "ml_dtypes",
+    "jax-cuda13-plugin",
+)
 
 
 def info() -> dict[str, Any]:
@@ -38,7 +47,9 @@ def _try(probe: Callable[[], Any]) -> Any:
     try:
         return probe()
     except Exception as error:  # a report must come out of a broken installation too
-        return f"unknown: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return (
+            f"unknown: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
 
 
 def _devices() -> list[str]:
@@ -73,7 +84,10 @@ def _what_runs() -> str:
 def format_info(report: dict[str, Any]) -> str:
     """Formats ``info()`` for people: [OK] usable, [--] not."""
     lines = [f"{key:<9} {report[key]}" for key in ("python", "machine", "driver")]
-    lines.append("packages  " + ", ".join(f"{name} {version}" for name, version in report["packages"].items()))
+    lines.append(
+        "packages  "
+        + ", ".join(f"{name} {version}" for name, version in report["packages"].items())
+    )
     devices = report["devices"]
     lines.append("devices   " + (", ".join(devices) if isinstance(devices, list) else str(devices)))
     if isinstance(report["backends"], dict):
@@ -124,8 +138,12 @@ def _check_backend(name: str) -> Check:
             wrong, size = _count_wrong_bits(device, mode, dtype)
             compared += size
             if wrong:
-                return Check(name, False, f"{wrong} of {size} values differ in bits ({mode}, {dtype})")
-    return Check(name, True, f"{compared} values equal the oracle bit for bit on {device.device_kind}")
+                return Check(
+                    name, False, f"{wrong} of {size} values differ in bits ({mode}, {dtype})"
+                )
+    return Check(
+        name, True, f"{compared} values equal the oracle bit for bit on {device.device_kind}"
+    )
 
 
 def _count_wrong_bits(device: Any, mode: str, dtype: str) -> tuple[int, int]:
@@ -142,7 +160,9 @@ def _count_wrong_bits(device: Any, mode: str, dtype: str) -> tuple[int, int]:
     operands = kernel.Operands(
         *(tuple(np.abs(rng.normal(size=s)).astype(t) for s in shapes) for t in dtypes)
     )
-    row = np.asarray([3e-3, 0.87, 0.13, 0.9973, 0.0027, 1e-7, 0.0, 0.13, 0.2431, 0.3415, 0.0053], np.float32)
+    row = np.asarray(
+        [3e-3, 0.87, 0.13, 0.9973, 0.0027, 1e-7, 0.0, 0.13, 0.2431, 0.3415, 0.0053], np.float32
+    )
     spec = kernel.Spec(mode, (0,) * len(shapes), out_dtype=None if mode == "step" else low)
     scalars = kernel.Scalars(row[None], np.float32(0.37), np.bool_(False))
     with jax.default_device(device):
@@ -150,12 +170,18 @@ def _count_wrong_bits(device: Any, mode: str, dtype: str) -> tuple[int, int]:
     wrong = size = 0
     for i, leaf in enumerate(zip(*operands, strict=True)):
         want = reference.adam_leaf(
-            mode, dict(zip(coefficients.NAMES, row, strict=True)), *scalars[1:], *leaf, out_dtype=spec.out_dtype
+            mode,
+            dict(zip(coefficients.NAMES, row, strict=True)),
+            *scalars[1:],
+            *leaf,
+            out_dtype=spec.out_dtype,
         )
         for arrays, expected in zip(results, want, strict=True):
             if arrays:
                 got = np.asarray(arrays[i])
                 size += got.size
-                differ = np.frombuffer(got.tobytes(), np.uint8) != np.frombuffer(expected.tobytes(), np.uint8)
+                differ = np.frombuffer(got.tobytes(), np.uint8) != np.frombuffer(
+                    expected.tobytes(), np.uint8
+                )
                 wrong += int(differ.reshape(got.size, -1).any(1).sum())
     return wrong, size

@@ -25,11 +25,13 @@ from jdistadam.optimizer import FusedTransformation, decay_groups
 class DistributedState(NamedTuple):
     """The state of a distributed optimizer: a few flat arrays, whatever the number of leaves."""
 
-    count: jax.Array  # shape (), int32: steps taken; replicated
+    count: jax.Array  # type: ignore[assignment]  # shape (), int32: steps taken; replicated
     main_params: jax.Array  # shape (num_shards * flat_size,), float32; sharded
     mu: jax.Array  # the same shape, policy.mu_dtype; sharded
     nu: jax.Array  # the same shape, policy.nu_dtype; sharded
-    grad_norm: jax.Array  # shape (), float32: global norm of the last mean gradient, before clipping
+    grad_norm: (
+        jax.Array
+    )  # shape (), float32: global norm of the last mean gradient, before clipping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +99,11 @@ def distributed_fused_adamw(
 
     .. math::
 
-      g &= s \sum_r g_r, \qquad
-      s = \frac{1}{N} \min\left(1, \frac{\text{max\_grad\_norm}}{\lVert \frac1N \sum_r g_r \rVert}\right)
+      \bar g = \frac1N \sum_r g_r, \qquad
+      g = s \sum_r g_r, \qquad s = \frac1N \min\left(1, \frac{G}{\lVert \bar g \rVert}\right)
 
-    followed by the formula of ``fused_adamw``. The sum is in ``policy.grad_comm_dtype``, the scalar
+    with :math:`G` = ``max_grad_norm``, followed by the formula of ``fused_adamw``. The sum is in
+    ``policy.grad_comm_dtype``, the scalar
     :math:`s` is float32 and applied inside the kernel.
 
     Args:
@@ -188,13 +191,18 @@ def _check_numbers(max_grad_norm: float | None, bucket_bytes: int) -> None:
     if max_grad_norm is not None and not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
         raise HyperparameterError(
             describe(
-                "max_grad_norm", "out of range", got=max_grad_norm, expected="a finite number > 0, or None",
+                "max_grad_norm",
+                "out of range",
+                got=max_grad_norm,
+                expected="a finite number > 0, or None",
                 action="Change max_grad_norm.",
             )
-        )  # fmt: skip
+        )
     if bucket_bytes <= 0:
         raise HyperparameterError(
-            describe("bucket_bytes", "out of range", got=bucket_bytes, expected="> 0", action="Raise it.")
+            describe(
+                "bucket_bytes", "out of range", got=bucket_bytes, expected="> 0", action="Raise it."
+            )
         )
 
 
@@ -202,32 +210,43 @@ def _check_mesh(mesh: Any, shard_axis: str) -> None:
     if not isinstance(mesh, Mesh):
         raise MeshError(
             describe(
-                "mesh", "not a mesh", got=type(mesh).__name__, expected="jax.sharding.Mesh",
+                "mesh",
+                "not a mesh",
+                got=type(mesh).__name__,
+                expected="jax.sharding.Mesh",
                 action='Make one with jax.make_mesh((jax.device_count(),), ("data",)).',
             )
-        )  # fmt: skip
+        )
     if shard_axis not in mesh.shape:
         close = difflib.get_close_matches(str(shard_axis), mesh.axis_names, 1, 0.0)
         raise MeshError(
             describe(
-                f"shard_axis {shard_axis!r}", "not an axis of the mesh", got=f"axes {mesh.axis_names}",
-                expected="one of them", action=f"Pass shard_axis={close[0]!r}?",
+                f"shard_axis {shard_axis!r}",
+                "not an axis of the mesh",
+                got=f"axes {mesh.axis_names}",
+                expected="one of them",
+                action=f"Pass shard_axis={close[0]!r}?",
             )
-        )  # fmt: skip
+        )
     if mesh.size != mesh.shape[shard_axis]:
         raise MeshError(
             describe(
-                "mesh", "more than one axis is not supported in this version", got=dict(mesh.shape),
-                expected=f"only axis {shard_axis!r}", action="Use a one-dimensional mesh.",
+                "mesh",
+                "more than one axis is not supported in this version",
+                got=dict(mesh.shape),
+                expected=f"only axis {shard_axis!r}",
+                action="Use a one-dimensional mesh.",
             )
-        )  # fmt: skip
+        )
 
 
 def _init_local(config: DistributedConfig, params: Any) -> DistributedState:
     """This device's part of the initial state."""
     layout = config.layout(params)
     index = collectives.axis_index(config.shard_axis)
-    main = buckets.flat_shard(layout, jax.tree.leaves(params), index, config.policy.main_params_dtype)
+    main = buckets.flat_shard(
+        layout, jax.tree.leaves(params), index, config.policy.main_params_dtype
+    )
     return DistributedState(
         jnp.zeros((), jnp.int32),
         main,
@@ -257,7 +276,9 @@ def _step_local(
     return new_params, DistributedState(optax.safe_increment(state.count), *flats, grad_norm)
 
 
-def reduce_gradients(config: DistributedConfig, layout: Layout, grads: Sequence[Any]) -> list[jax.Array]:
+def reduce_gradients(
+    config: DistributedConfig, layout: Layout, grads: Sequence[Any]
+) -> list[jax.Array]:
     """Returns this device's shard of every bucket's summed gradient, in the wire dtype."""
     wire_dtype = config.policy.wire_dtype
     return [
@@ -319,15 +340,20 @@ def _update_shards(
     return flats, new_shards
 
 
-def _check_step(config: DistributedConfig, layout: Layout, grads: Any, state: Any, params: Any) -> None:
+def _check_step(
+    config: DistributedConfig, layout: Layout, grads: Any, state: Any, params: Any
+) -> None:
     axis = config.shard_axis
     if not collectives.is_bound(axis):
         raise MeshError(
             describe(
-                "step", "called outside of jax.shard_map", got="no manual axis", expected=f"axis {axis!r}",
+                "step",
+                "called outside of jax.shard_map",
+                got="no manual axis",
+                expected=f"axis {axis!r}",
                 action="Use train_step, or call it inside jax.shard_map over the mesh.",
             )
-        )  # fmt: skip
+        )
     trees.check_dtypes(params, name="params")
     trees.check_same_shapes(grads, params, name="grads", like_name="params")
     trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
@@ -337,19 +363,23 @@ def _check_step(config: DistributedConfig, layout: Layout, grads: Any, state: An
         if getattr(flat, "shape", None) != expected:
             raise ShapeError(
                 describe(
-                    f"opt_state.{name}", "not the state of these params on this mesh",
-                    got=getattr(flat, "shape", type(flat).__name__), expected=f"{expected} on each device",
+                    f"opt_state.{name}",
+                    "not the state of these params on this mesh",
+                    got=getattr(flat, "shape", type(flat).__name__),
+                    expected=f"{expected} on each device",
                     action="Make the state with init(params) of this optimizer.",
                 )
-            )  # fmt: skip
+            )
     if axis not in (collectives.varying_axes(state.main_params) or ()):
         return  # shard_map runs with check_vma=False: types say nothing about reductions
     for path, grad in zip(trees.paths(grads, "grads"), jax.tree.leaves(grads), strict=True):
         if axis not in (collectives.varying_axes(grad) or ()):
             raise MeshError(
                 describe(
-                    path, "already reduced over the mesh", got=f"the same on all of axis {axis!r}",
+                    path,
+                    "already reduced over the mesh",
+                    got=f"the same on all of axis {axis!r}",
                     expected="this device's own gradient",
                     action="Differentiate with respect to local_params(params, tx).",
                 )
-            )  # fmt: skip
+            )

@@ -25,9 +25,9 @@ _KINDS = ("grads", "params", "mu", "nu", "out")  # bits of the handler's attribu
 class Scalars(NamedTuple):
     """The device operands that say how to step. Changing them never recompiles."""
 
-    coefficients: jax.Array  # shape (groups, len(coefficients.NAMES)), float32
-    inv_scale: jax.Array  # shape (), float32: what every gradient is multiplied by
-    found_inf: jax.Array  # shape (), bool: whether to change nothing
+    coefficients: Any  # shape (groups, len(coefficients.NAMES)), float32
+    inv_scale: Any  # shape (), float32: what every gradient is multiplied by
+    found_inf: Any  # shape (), bool: whether to change nothing
 
     @classmethod
     def plain(cls, rows: jax.Array) -> Scalars:
@@ -60,27 +60,29 @@ class Spec:
 
 
 class Operands(NamedTuple):
-    """Leaves by kind: a tuple of arrays, or a tuple of one flat array."""
+    """Leaves by kind: a sequence of arrays, or of one flat array."""
 
-    grads: tuple[jax.Array, ...]
-    params: tuple[jax.Array, ...]
-    mu: tuple[jax.Array, ...]
-    nu: tuple[jax.Array, ...]
+    grads: Sequence[Any]
+    params: Sequence[Any]
+    mu: Sequence[Any]
+    nu: Sequence[Any]
 
 
 class Results(NamedTuple):
     """The new values, like Operands; ``out`` is empty in mode "step", params in "update"."""
 
-    params: tuple[jax.Array, ...]
-    mu: tuple[jax.Array, ...]
-    nu: tuple[jax.Array, ...]
-    out: tuple[jax.Array, ...]
+    params: Sequence[Any]
+    mu: Sequence[Any]
+    nu: Sequence[Any]
+    out: Sequence[Any]
 
 
 def adam(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
     """Takes one Adam step on this device. params, mu and nu are updated in place where donated."""
     if not operands.grads:
-        return Results(operands.params if spec.mode != "update" else (), operands.mu, operands.nu, ())
+        return Results(
+            operands.params if spec.mode != "update" else (), operands.mu, operands.nu, ()
+        )
     available = [platform for platform in native.PLATFORMS if native.status(platform).available]
     compiled = functools.partial(_adam_native, spec)
     if len(available) == len(native.PLATFORMS):
@@ -135,7 +137,9 @@ def _result_types(spec: Spec, operands: Operands) -> Results:
 def adam_fallback(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
     """The same step in jax.numpy. Close to the compiled kernels, not bitwise equal."""
     shapes = [x.shape for x in operands.grads]
-    leaves = Operands(*(_split(spec, kind, arrays, shapes) for kind, arrays in operands._asdict().items()))
+    leaves = Operands(
+        *(_split(spec, kind, arrays, shapes) for kind, arrays in operands._asdict().items())
+    )
     steps = [
         reference.adam_leaf_jax(
             spec.mode,
@@ -150,7 +154,8 @@ def adam_fallback(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
     ]
     columns = reference.AdamResult(*(tuple(column) for column in zip(*steps, strict=True)))
     params, mu, nu = (
-        _join(spec, kind, getattr(operands, kind), getattr(columns, kind)) for kind in ("params", "mu", "nu")
+        _join(spec, kind, getattr(operands, kind), getattr(columns, kind))
+        for kind in ("params", "mu", "nu")
     )
     return Results(
         () if spec.mode == "update" else params, mu, nu, () if spec.mode == "step" else columns.out
@@ -164,7 +169,9 @@ def _split(spec: Spec, kind: str, arrays: Sequence[Any], shapes: Sequence[Any]) 
     (flat,) = arrays
     ends = np.add(spec.offsets, spec.sizes).tolist()
     pieces = [flat[start:end] for start, end in zip(spec.offsets, ends, strict=True)]
-    return [x if "grads" in spec.flat else x.reshape(s) for x, s in zip(pieces, shapes, strict=False)]
+    return [
+        x if "grads" in spec.flat else x.reshape(s) for x, s in zip(pieces, shapes, strict=False)
+    ]
 
 
 def _join(spec: Spec, kind: str, arrays: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, ...]:

@@ -85,7 +85,9 @@ class Layout:
             more = f" (+{len(b.leaves) - 3})" if len(b.leaves) > 3 else ""
             dim = "pack" if b.dim is None else b.dim
             pad = 100 * b.padding / max(1, b.shard_size * self.num_shards)
-            lines.append(f"{i:>6}  {b.dtype!s:<9} {dim:>4} {b.shard_size:>12} {pad:>6.2f}  {names}{more}")
+            lines.append(
+                f"{i:>6}  {b.dtype!s:<9} {dim:>4} {b.shard_size:>12} {pad:>6.2f}  {names}{more}"
+            )
         return "\n".join(lines)
 
 
@@ -124,7 +126,11 @@ def make_layout(leaves: Sequence[Leaf], num_shards: int, bucket_bytes: int) -> L
         if dim is None:
             shard_shape: tuple[int, ...] = (-(-total // num_shards),)
         else:
-            shard_shape = (*first.shape[:dim], first.shape[dim] // num_shards, *first.shape[dim + 1 :])
+            shard_shape = (
+                *first.shape[:dim],
+                first.shape[dim] // num_shards,
+                *first.shape[dim + 1 :],
+            )
         bucket = Bucket(
             tuple(members),
             dim,

@@ -50,8 +50,8 @@ def _explain(platform: str, error: ImportError) -> str:
     here = pathlib.Path(__file__).parent
     if (here.parent / "pyproject.toml").exists():
         return (
-            f"{_MODULES[platform]} is not built: jdistadam is imported from its source tree, {here}. "
-            "Install it with `pip install .` and run from another folder."
+            f"{_MODULES[platform]} is not built: jdistadam was imported from its source tree "
+            f"{here}. Install it with `pip install .` and run from another folder."
         )
     if platform == "cuda":
         return (
@@ -67,7 +67,9 @@ def runtime_ffi_api_version() -> tuple[int, int]:
     try:
         text = header.read_text()
     except OSError as error:
-        raise NativeError(f"jaxlib's FFI version cannot be read: {error}. Reinstall jaxlib.") from None
+        raise NativeError(
+            f"jaxlib's FFI version cannot be read: {error}. Reinstall jaxlib."
+        ) from None
     major, minor = (
         int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", text)[1])  # type: ignore[index]
         for part in ("MAJOR", "MINOR")

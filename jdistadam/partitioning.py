@@ -20,9 +20,10 @@ from jdistadam.kernel import Operands, Results, Scalars, Spec
 
 
 def adam(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
-    """Like kernel.adam for leaves sharded in any way; gradients are brought to the params' sharding.
+    """Like kernel.adam, for leaves sharded in any way.
 
-    ``spec.flat`` must be empty: a flat array has no dimension that belongs to a leaf.
+    Gradients and moments are brought to the sharding of their params. ``spec.flat`` must be empty:
+    a flat array has no dimension that belongs to a leaf.
     """
     if not operands.grads:
         return kernel.adam(spec, scalars, operands)
@@ -57,10 +58,11 @@ def _partitioned(spec: Spec, ranks: tuple[int, ...]) -> Any:
 
 def _sharding_rule(spec: Spec, ranks: tuple[int, ...]) -> SdyShardingRule:
     """All arrays of a leaf share one factor for each dimension; the scalars are replicated."""
-    leaves = tuple(tuple(f"l{i}d{d}" for d in range(rank)) for i, rank in enumerate(ranks))
+    leaves: Any = tuple(tuple(f"l{i}d{d}" for d in range(rank)) for i, rank in enumerate(ranks))
+    scalars: Any = (("r", "c"), (), ())
     num_outputs = 2 + (spec.mode != "update") + (spec.mode != "step")
     return SdyShardingRule(
-        operand_mappings=(("r", "c"), (), (), *(leaves * len(Operands._fields))),
+        operand_mappings=scalars + leaves * len(Operands._fields),
         result_mappings=leaves * num_outputs,
         need_replication_factors=("r", "c"),
     )

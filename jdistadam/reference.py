@@ -23,8 +23,10 @@ class AdamResult(NamedTuple):
     out: Any  # the update or the cast parameter; None in mode "step"
 
 
-def adam_update(c: Mapping[str, Any], g: Any, p: Any, m: Any, v: Any, *, nesterov: bool, xp: Any) -> Any:
-    """Returns (update, m, v) in float32: the formula of cuda/adam_math.h, operation by operation."""
+def adam_update(
+    c: Mapping[str, Any], g: Any, p: Any, m: Any, v: Any, *, nesterov: bool, xp: Any
+) -> Any:
+    """Returns (update, m, v) in float32: cuda/adam_math.h, operation by operation."""
     m = c["one_minus_b1"] * g + c["b1"] * m
     v = c["one_minus_b2"] * (g * g) + c["b2"] * v
     if nesterov:
@@ -84,7 +86,9 @@ def adam_leaf(
             "update": (param, -u),
         }[mode]
         idle_out = p if mode == "step_and_cast" else xp.zeros_like(p)
-        out = None if new[1] is None else store(xp.where(found_inf, idle_out, new[1]), out_dtype, xp)
+        out = (
+            None if new[1] is None else store(xp.where(found_inf, idle_out, new[1]), out_dtype, xp)
+        )
         return AdamResult(
             xp.where(found_inf, param, new[0]),
             xp.where(found_inf, mu, store(m, mu.dtype, xp)),

@@ -84,7 +84,9 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
       ShapeError: A leaf has no leading dimension, or one that does not divide.
     """
     config = tx.config
-    sharding = NamedSharding(config.mesh, P(config.shard_axis) if batch_spec is None else batch_spec)
+    sharding = NamedSharding(
+        config.mesh, P(config.shard_axis) if batch_spec is None else batch_spec
+    )
     num_local = max(1, config.num_shards // jax.process_count())
 
     def place(path: str, x: Any) -> Any:
@@ -106,7 +108,8 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
         return jax.device_put(x, sharding)
 
     leaves = [
-        place(path, x) for path, x in zip(trees.paths(batch, "batch"), jax.tree.leaves(batch), strict=True)
+        place(path, x)
+        for path, x in zip(trees.paths(batch, "batch"), jax.tree.leaves(batch), strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
@@ -168,5 +171,6 @@ def train_step(
     )
     on_gpu = config.mesh.devices.flat[0].platform in ("gpu", "cuda")
     options = (_GPU_COMPILER_OPTIONS if on_gpu else {}) | (compiler_options or {})
-    return TrainStep(jax.jit(sharded, donate_argnums=0, compiler_options=options or None), tx, batch_spec)
-
+    return TrainStep(
+        jax.jit(sharded, donate_argnums=0, compiler_options=options or None), tx, batch_spec
+    )

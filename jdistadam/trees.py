@@ -23,7 +23,8 @@ def paths(tree: Any, name: str) -> list[str]:
 
 def check_same_structure(tree: Any, like: Any, *, name: str, like_name: str) -> None:
     """Raises TreeError, naming the first leaf that only one of the two trees has."""
-    got, expected = jax.tree.structure(tree), jax.tree.structure(like)
+    got: Any = jax.tree.structure(tree)
+    expected: Any = jax.tree.structure(like)
     if got == expected:
         return
     mine, theirs = paths(tree, ""), paths(like, "")
@@ -60,7 +61,9 @@ def check_same_structure(tree: Any, like: Any, *, name: str, like_name: str) -> 
 def check_same_shapes(tree: Any, like: Any, *, name: str, like_name: str) -> None:
     """Raises TreeError or ShapeError unless every leaf has the shape of its counterpart."""
     check_same_structure(tree, like, name=name, like_name=like_name)
-    for path, x, y in zip(paths(tree, name), jax.tree.leaves(tree), jax.tree.leaves(like), strict=True):
+    for path, x, y in zip(
+        paths(tree, name), jax.tree.leaves(tree), jax.tree.leaves(like), strict=True
+    ):
         if np.shape(x) != np.shape(y):
             message = describe(
                 path,
@@ -79,7 +82,11 @@ def check_dtypes(
     allowed = [jnp.dtype(dtype) for dtype in allowed]
     for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
         dtype = getattr(x, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, np.generic) or jnp.dtype(dtype) not in allowed:
+        if (
+            dtype is None
+            or not jnp.issubdtype(dtype, np.generic)
+            or jnp.dtype(dtype) not in allowed
+        ):
             message = describe(
                 path,
                 "dtype cannot be used",

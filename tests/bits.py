@@ -5,7 +5,21 @@ import numpy as np
 from jdistadam import coefficients, kernel, reference
 
 SIZES = (0, 1, 2, 3, 7, 8, 31, 255, 256, 257, 4095, 65_537)  # around vectors, tiles and tails
-SPECIALS = (0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -3e-39, 1e-38, 3.4e38, -3.4e38, 6e-8, 65504.0, 65520.0)
+SPECIALS = (
+    0.0,
+    -0.0,
+    np.inf,
+    -np.inf,
+    np.nan,
+    1e-45,
+    -3e-39,
+    1e-38,
+    3.4e38,
+    -3.4e38,
+    6e-8,
+    65504.0,
+    65520.0,
+)
 
 
 def assert_same_bits(got, want, err_msg=""):
@@ -53,7 +67,13 @@ def oracle(spec, scalars, operands):
     named = [dict(zip(coefficients.NAMES, row, strict=True)) for row in rows]
     return [
         reference.adam_leaf(
-            spec.mode, named[group], inv_scale, found_inf, *leaf, nesterov=spec.nesterov, out_dtype=spec.out_dtype
+            spec.mode,
+            named[group],
+            inv_scale,
+            found_inf,
+            *leaf,
+            nesterov=spec.nesterov,
+            out_dtype=spec.out_dtype,
         )
         for group, leaf in zip(spec.groups, zip(*operands, strict=True), strict=True)
     ]

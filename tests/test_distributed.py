@@ -18,7 +18,14 @@ from jdistadam import distributed
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-12, weight_decay=0.13)
 MESH_SIZES = (1, 2, 3, 4, 8)
 EXAMPLES = 24  # divides by every mesh size
-SHAPES = {"rows": (48, 400), "columns": (5, 7200), "prime": (20_011,), "small": (7, 3), "scalar": (), "empty": (0, 4)}
+SHAPES = {
+    "rows": (48, 400),
+    "columns": (5, 7200),
+    "prime": (20_011,),
+    "small": (7, 3),
+    "scalar": (),
+    "empty": (0, 4),
+}
 
 
 def decays(params):
@@ -27,17 +34,25 @@ def decays(params):
 
 def make_tx(mesh, wire=jnp.float32, **kwargs):
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire)
-    return jda.distributed_fused_adamw(**(dict(mesh=mesh, policy=policy, mask=decays) | HYPER | kwargs))
+    return jda.distributed_fused_adamw(
+        **(dict(mesh=mesh, policy=policy, mask=decays) | HYPER | kwargs)
+    )
 
 
 def random_params(dtype=jnp.float32, seed=0):
     rng = np.random.default_rng(seed)
-    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype) for name, shape in SHAPES.items()}
+    return {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype)
+        for name, shape in SHAPES.items()
+    }
 
 
 def exact_batch(rng):
     """One gradient for each example, small integers: every sum over examples is exact in float32."""
-    return {name: rng.integers(-64, 65, (EXAMPLES, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+    return {
+        name: rng.integers(-64, 65, (EXAMPLES, *shape)).astype(np.float32)
+        for name, shape in SHAPES.items()
+    }
 
 
 def without_empty(tree):
@@ -47,7 +62,9 @@ def without_empty(tree):
 
 def linear_loss(params, batch):
     """Its gradient is the sum of the batch over examples / 64: exact in float32."""
-    terms = jax.tree.map(lambda p, x: jnp.sum(p.astype(jnp.float32) * (jnp.sum(x, 0) / 64)), params, batch)
+    terms = jax.tree.map(
+        lambda p, x: jnp.sum(p.astype(jnp.float32) * (jnp.sum(x, 0) / 64)), params, batch
+    )
     return sum(jax.tree.leaves(terms))
 
 
@@ -69,7 +86,10 @@ def test_reduced_gradients_are_the_sum_within_a_derived_bound(cpu_mesh, n, wire)
     rng = np.random.default_rng(n)
     params = random_params()
     layout = tx.config.layout(params)
-    local = {k: rng.normal(size=(n, *s)).astype(np.float32) * 10.0 ** rng.integers(-3, 4) for k, s in SHAPES.items()}
+    local = {
+        k: rng.normal(size=(n, *s)).astype(np.float32) * 10.0 ** rng.integers(-3, 4)
+        for k, s in SHAPES.items()
+    }
 
     def reduce(grads):
         leaves = [x[0] for x in jax.tree.leaves(grads)]
@@ -77,10 +97,14 @@ def test_reduced_gradients_are_the_sum_within_a_derived_bound(cpu_mesh, n, wire)
         assert all(x.dtype == wire for x in shards)
         flat = jnp.zeros(layout.flat_size)
         for bucket, x in zip(layout.buckets, shards, strict=True):
-            flat = flat.at[bucket.offset : bucket.offset + bucket.shard_size].set(x.reshape(-1).astype(jnp.float32))
+            flat = flat.at[bucket.offset : bucket.offset + bucket.shard_size].set(
+                x.reshape(-1).astype(jnp.float32)
+            )
         return flat
 
-    sharded = jax.shard_map(reduce, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    sharded = jax.shard_map(
+        reduce, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
     flat = np.asarray(jax.jit(sharded)(jda.shard_batch(local, tx)))
     sums = jda.buckets.leaves_of_flat(layout, flat)
     unit = float(jnp.finfo(wire).eps) / 2
@@ -116,9 +140,13 @@ def test_training_step_equals_one_device_optax(cpu_mesh, n, dtype):
         want_main = optax.apply_updates(main, updates)
         got_main, got_state = jda.to_optax_state(state, tx)
         for name in SHAPES:
-            hyper = HYPER | dict(weight_decay=HYPER["weight_decay"] if len(SHAPES[name]) > 1 else 0.0)
+            hyper = HYPER | dict(
+                weight_decay=HYPER["weight_decay"] if len(SHAPES[name]) > 1 else 0.0
+            )
             got = dict(params=got_main[name], mu=got_state[0].mu[name], nu=got_state[0].nu[name])
-            want = dict(params=want_main[name], mu=want_state[0].mu[name], nu=want_state[0].nu[name])
+            want = dict(
+                params=want_main[name], mu=want_state[0].mu[name], nu=want_state[0].nu[name]
+            )
             before = dict(params=main[name], mu=old[0].mu[name], nu=old[0].nu[name])
             assert_step_close(got, want, before, grads[name], hyper, count)
         np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
@@ -135,7 +163,9 @@ def test_meshes_and_buckets_give_the_same_bits(cpu_mesh, dtype):
     def run(n, bucket_bytes):
         tx = make_tx(cpu_mesh(n), bucket_bytes=bucket_bytes)
         state = jda.TrainState.create(random_params(dtype), tx)
-        step = jda.train_step(lambda p, batch: linear_loss(p, batch) * n, tx)  # so that the mean is equal for all n
+        step = jda.train_step(
+            lambda p, batch: linear_loss(p, batch) * n, tx
+        )  # so that the mean is equal for all n
         rng = np.random.default_rng(0)
         for _ in range(10):
             # signs: a device's sum over examples is exact also in a bfloat16 gradient
@@ -202,7 +232,9 @@ def test_clipping_scales_the_mean_gradient(cpu_mesh):
     norm = float(optax.tree.norm(mean_gradient(batch, 4)))
     for max_norm, factor in ((norm / 8, 1 / 8), (norm * 2, 1.0)):
         clipped, plain = (make_tx(cpu_mesh(4), max_grad_norm=m) for m in (max_norm, None))
-        one, metrics = jda.train_step(linear_loss, clipped)(jda.TrainState.create(random_params(), clipped), batch)
+        one, metrics = jda.train_step(linear_loss, clipped)(
+            jda.TrainState.create(random_params(), clipped), batch
+        )
         scaled = functools.partial(lambda f, p, b: linear_loss(p, b) * f, factor)
         two, _ = jda.train_step(scaled, plain)(jda.TrainState.create(random_params(), plain), batch)
         np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-6)
@@ -230,7 +262,9 @@ def test_average_grads_off_sums(cpu_mesh):
     batch = exact_batch(np.random.default_rng(4))
     tx = make_tx(cpu_mesh(4), average_grads=False)
     _, metrics = jda.train_step(linear_loss, tx)(jda.TrainState.create(random_params(), tx), batch)
-    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(mean_gradient(batch, 1)), rtol=1e-6)
+    np.testing.assert_allclose(
+        metrics["grad_norm"], optax.tree.norm(mean_gradient(batch, 1)), rtol=1e-6
+    )
 
 
 def test_create_copies_and_the_step_donates(cpu_mesh):
@@ -241,7 +275,9 @@ def test_create_copies_and_the_step_donates(cpu_mesh):
         tx = make_tx(cpu_mesh(n))
         state = jda.TrainState.create(params, tx)
         new, _ = jda.train_step(linear_loss, tx)(state, exact_batch(np.random.default_rng(5)))
-        assert all(getattr(state.opt_state, name).is_deleted() for name in ("main_params", "mu", "nu"))
+        assert all(
+            getattr(state.opt_state, name).is_deleted() for name in ("main_params", "mu", "nu")
+        )
         for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(before), strict=True):
             assert_same_bits(a, b)
         assert not any(x.is_deleted() for x in jax.tree.leaves(new))
@@ -260,7 +296,9 @@ def test_state_moves_between_meshes_exactly(cpu_mesh):
     for n, bucket_bytes in ((3, 500), (1, 1), (8, 1 << 25)):
         other = make_tx(cpu_mesh(n), bucket_bytes=bucket_bytes)
         exported = jda.to_optax_state(jda.from_optax_state(*exported, other), other)
-        assert jax.tree.structure(exported[1]) == jax.tree.structure(optax.adamw(**HYPER, mask=decays).init(random_params()))
+        assert jax.tree.structure(exported[1]) == jax.tree.structure(
+            optax.adamw(**HYPER, mask=decays).init(random_params())
+        )
         for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(exported), strict=True):
             assert np.array_equal(a, b)
     again = jda.from_optax_state(*exported, tx)
@@ -269,7 +307,11 @@ def test_state_moves_between_meshes_exactly(cpu_mesh):
 
 
 def test_optax_state_with_schedules_has_their_counts(cpu_mesh):
-    tx = make_tx(cpu_mesh(2), learning_rate=optax.linear_schedule(1e-2, 1e-3, 5), weight_decay=optax.constant_schedule(0.1))
+    tx = make_tx(
+        cpu_mesh(2),
+        learning_rate=optax.linear_schedule(1e-2, 1e-3, 5),
+        weight_decay=optax.constant_schedule(0.1),
+    )
     state = jda.TrainState.create(random_params(), tx)
     for seed in range(3):
         state, _ = jda.train_step(linear_loss, tx)(state, exact_batch(np.random.default_rng(seed)))
@@ -289,10 +331,14 @@ def test_own_shard_map_equals_train_step(cpu_mesh, check_vma):
         return tx.step(jax.grad(linear_loss)(local, batch), opt_state, params)
 
     specs = (P(), tx.state_specs())
-    mapped = jax.shard_map(own, mesh=mesh, in_specs=(*specs, P("data")), out_specs=specs, check_vma=check_vma)
+    mapped = jax.shard_map(
+        own, mesh=mesh, in_specs=(*specs, P("data")), out_specs=specs, check_vma=check_vma
+    )
     got = jax.jit(mapped)(state.params, state.opt_state, batch)
     want, _ = jda.train_step(linear_loss, tx)(state, batch)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves((want.params, want.opt_state)), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(got), jax.tree.leaves((want.params, want.opt_state)), strict=True
+    ):
         assert np.array_equal(a, b)
 
 
@@ -308,7 +354,9 @@ def test_gradients_that_were_already_summed_are_refused(cpu_mesh):
     specs = (P(), tx.state_specs())
     mapped = jax.shard_map(wrong, mesh=mesh, in_specs=(*specs, P("data")), out_specs=specs)
     batch = jda.shard_batch(without_empty(exact_batch(np.random.default_rng(8))), tx)
-    with pytest.raises(jda.MeshError, match=r"grads\['.*'\]: already reduced over the mesh.*local_params"):
+    with pytest.raises(
+        jda.MeshError, match=r"grads\['.*'\]: already reduced over the mesh.*local_params"
+    ):
         jax.jit(mapped)(state.params, state.opt_state, batch)
 
 
@@ -325,9 +373,9 @@ def test_updates_land_exactly_on_16_bit_params(cpu_mesh):
         return optax.apply_updates(params, updates), tx.step(grads, opt_state, params)[0]
 
     specs = (P(), tx.state_specs(), P("data"))
-    applied, stepped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))(
-        state.params, state.opt_state, batch
-    )
+    applied, stepped = jax.jit(
+        jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    )(state.params, state.opt_state, batch)
     for a, b in zip(jax.tree.leaves(applied), jax.tree.leaves(stepped), strict=True):
         assert_same_bits(a, b)
 
@@ -362,7 +410,10 @@ def test_bad_arguments(cpu_mesh, kwargs, error, message):
 
 def test_two_axes_are_refused():
     mesh = jax.make_mesh((4, 2), ("data", "model"), devices=jax.devices("cpu")[:8])
-    with pytest.raises(jda.MeshError, match=r"mesh: more than one axis .*got \{'data': 4, 'model': 2\}, expected only"):
+    with pytest.raises(
+        jda.MeshError,
+        match=r"mesh: more than one axis .*got \{'data': 4, 'model': 2\}, expected only",
+    ):
         make_tx(mesh)
 
 
@@ -383,7 +434,10 @@ def test_bad_policies(kwargs, message):
 
 
 def test_policy_prints_what_is_resolved():
-    lines = dict(line.split(None, 1) for line in str(jda.MixedPrecisionPolicy(mu_dtype=jnp.bfloat16)).splitlines())
+    lines = dict(
+        line.split(None, 1)
+        for line in str(jda.MixedPrecisionPolicy(mu_dtype=jnp.bfloat16)).splitlines()
+    )
     assert lines["grad_comm_dtype"] == "float32"
     assert lines["mu_dtype"] == "bfloat16"
     assert lines["grad_reduce_dtype"] == "wire dtype"
@@ -393,22 +447,34 @@ def test_bad_trees_and_placements(cpu_mesh):
     tx = make_tx(cpu_mesh(2))
     params = {"w": jnp.ones((4, 2))}
     state = jda.TrainState.create(params, tx)
-    with pytest.raises(jda.DtypeError, match=r"params\['n'\]: dtype cannot be used: got int32, expected float32 or"):
+    with pytest.raises(
+        jda.DtypeError, match=r"params\['n'\]: dtype cannot be used: got int32, expected float32 or"
+    ):
         jda.TrainState.create({"n": jnp.arange(3)}, tx)
-    with pytest.raises(jda.ShapeError, match=r"batch\['x'\]: leading dimension .*got \(3, 2\), expected a multiple of 2"):
+    with pytest.raises(
+        jda.ShapeError,
+        match=r"batch\['x'\]: leading dimension .*got \(3, 2\), expected a multiple of 2",
+    ):
         jda.shard_batch({"x": np.ones((3, 2))}, tx)
-    with pytest.raises(jda.MeshError, match=r"step: called outside of jax.shard_map: .*expected axis 'data'"):
+    with pytest.raises(
+        jda.MeshError, match=r"step: called outside of jax.shard_map: .*expected axis 'data'"
+    ):
         tx.step(params, state.opt_state, params)
     other = jda.TrainState.create({"w": jnp.ones((4000, 2))}, tx)
     step = jda.train_step(lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), tx)
-    with pytest.raises(jda.ShapeError, match=r"opt_state.main_params: not the state of these params on this mesh: got"):
+    with pytest.raises(
+        jda.ShapeError,
+        match=r"opt_state.main_params: not the state of these params on this mesh: got",
+    ):
         step(jda.TrainState(state.params, other.opt_state), np.ones((2, 1)))
     with pytest.raises(ValueError, match="not passing `params`"):
         tx.update(params, state.opt_state)
     with pytest.raises(jda.TreeError, match=r"opt_state: not the state of optax.adamw"):
         jda.from_optax_state(params, optax.sgd(1e-3).init(params), tx)
     adam = jda.to_optax_state(state, tx)[1]
-    with pytest.raises(jda.ShapeError, match=r"opt_state\[0\].mu\['w'\]: shape differs from params: got \(4, 2\)"):
+    with pytest.raises(
+        jda.ShapeError, match=r"opt_state\[0\].mu\['w'\]: shape differs from params: got \(4, 2\)"
+    ):
         jda.from_optax_state({"w": jnp.ones((2, 2))}, adam, tx)
 
 
@@ -417,12 +483,22 @@ def test_wrong_gradients_inside_shard_map(cpu_mesh):
     tx = make_tx(mesh, mask=None)
     state = jda.TrainState.create({"w": jnp.ones((4, 2))}, tx)
     cases = (
-        ({"w": jnp.ones((1, 2))}, jda.ShapeError, r"grads\['w'\]: shape differs from params: got \(1, 2\), expected"),
+        (
+            {"w": jnp.ones((1, 2))},
+            jda.ShapeError,
+            r"grads\['w'\]: shape differs from params: got \(1, 2\), expected",
+        ),
         ({"v": jnp.ones((4, 2))}, jda.TreeError, r"grads\['w'\]: missing, params has it"),
-        ({"w": jnp.ones((4, 2), jnp.int32)}, jda.DtypeError, r"grads\['w'\]: dtype cannot be used: got int32"),
+        (
+            {"w": jnp.ones((4, 2), jnp.int32)},
+            jda.DtypeError,
+            r"grads\['w'\]: dtype cannot be used: got int32",
+        ),
     )
     for grads, error, message in cases:
         own = lambda p, s: tx.step(grads, s, p)  # noqa: E731, B023
         specs = (P(), tx.state_specs())
         with pytest.raises(error, match=message):
-            jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)(state.params, state.opt_state)
+            jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)(
+                state.params, state.opt_state
+            )

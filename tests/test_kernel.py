@@ -75,7 +75,9 @@ def test_second_moment_may_be_stored_in_16_bits(platform, nu):
 
 @pytest.mark.parametrize("count", [1, 2, 10, 100, 1000, 10**6])
 def test_kernel_equals_the_oracle_at_every_step_count(platform, count):
-    operands = random_operands(np.random.default_rng(count), (4099,), (F32, F32, F32, F32), specials=False)
+    operands = random_operands(
+        np.random.default_rng(count), (4099,), (F32, F32, F32, F32), specials=False
+    )
     check(Spec("step", (0,)), scalars(random_rows(count)), operands)
 
 
@@ -92,7 +94,9 @@ def test_misaligned_leaves(platform, shift):
     spec = Spec("step_and_cast", (0, 1, 0, 1, 0), False, BF16, kinds, sizes, offsets)
     got = adam(spec, scalars(random_rows()), flats)
 
-    leaves = Operands(*(tuple(x[0][o : o + n] for o, n in zip(offsets, sizes, strict=True)) for x in flats))
+    leaves = Operands(
+        *(tuple(x[0][o : o + n] for o, n in zip(offsets, sizes, strict=True)) for x in flats)
+    )
     want = oracle(spec, scalars(random_rows()), leaves)
     inside = np.zeros(total, bool)
     for i, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
@@ -108,7 +112,9 @@ def test_misaligned_leaves(platform, shift):
 @pytest.mark.parametrize("mode", ["step", "step_and_cast", "update"])
 def test_skipped_step_changes_no_bit(platform, mode):
     operands = random_operands(np.random.default_rng(5), SIZES, (F16, F32, BF16, F32))
-    spec = Spec(mode, (0,) * len(SIZES), out_dtype={"step": None, "step_and_cast": F16, "update": F16}[mode])
+    spec = Spec(
+        mode, (0,) * len(SIZES), out_dtype={"step": None, "step_and_cast": F16, "update": F16}[mode]
+    )
     skip = scalars(random_rows(), found_inf=True)
     check(spec, skip, operands)
     got = adam(spec, skip, operands)
@@ -141,7 +147,9 @@ def test_stores_round_to_nearest_even(platform, dtype):
     grid = np.arange(0, 0x7F80 if dtype == BF16 else 0x7C00, dtype=np.uint16).view(dtype)
     low, high = grid[:-1].astype(np.float64), grid[1:].astype(np.float64)
     middle = ((low + high) / 2).astype(F32)
-    tries = np.concatenate([middle, np.nextafter(middle, F32.type(0)), np.nextafter(middle, F32.type(np.inf))])
+    tries = np.concatenate(
+        [middle, np.nextafter(middle, F32.type(0)), np.nextafter(middle, F32.type(np.inf))]
+    )
     tries = np.concatenate([tries, -tries])
     rows = random_rows()
     rows[:, list(kernel.coefficients.NAMES).index("learning_rate")] = 0.0
@@ -160,7 +168,10 @@ def test_every_coefficient_reaches_the_result(platform, name):
     base = adam(spec, scalars(rows), operands)
     rows[0, list(kernel.coefficients.NAMES).index(name)] *= 1.01
     changed = adam(spec, scalars(rows), operands)
-    assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(jax.tree.leaves(base), jax.tree.leaves(changed)))
+    assert any(
+        (np.asarray(a) != np.asarray(b)).any()
+        for a, b in zip(jax.tree.leaves(base), jax.tree.leaves(changed), strict=True)
+    )
 
 
 def test_inv_scale_multiplies_the_gradient(platform):
@@ -179,12 +190,18 @@ def test_many_leaves_need_several_launches(platform):
     offsets = tuple(int(x) for x in np.cumsum((0, *sizes[:-1])))
     leaves = random_operands(rng, sizes, (F32,) * 4)
     groups = tuple(i % 2 for i in range(len(sizes)))
-    flat = leaves._replace(**{k: (np.concatenate(getattr(leaves, k)),) for k in ("params", "mu", "nu")})
+    flat = leaves._replace(
+        **{k: (np.concatenate(getattr(leaves, k)),) for k in ("params", "mu", "nu")}
+    )
     kinds = frozenset({"params", "mu", "nu"})
-    got = adam(Spec("step", groups, False, None, kinds, sizes, offsets), scalars(random_rows()), flat)
+    got = adam(
+        Spec("step", groups, False, None, kinds, sizes, offsets), scalars(random_rows()), flat
+    )
     want = oracle(Spec("step", groups), scalars(random_rows()), leaves)
     for name in ("params", "mu", "nu"):
-        assert_same_bits(getattr(got, name)[0], np.concatenate([getattr(x, name) for x in want]), name)
+        assert_same_bits(
+            getattr(got, name)[0], np.concatenate([getattr(x, name) for x in want]), name
+        )
 
 
 def test_fallback_is_close_to_the_kernel():
@@ -192,7 +209,9 @@ def test_fallback_is_close_to_the_kernel():
     for mode in ("step", "step_and_cast", "update"):
         operands = random_operands(np.random.default_rng(6), (33, 5), (F32,) * 4, specials=False)
         spec = Spec(mode, (0, 1), True, None if mode == "step" else F32)
-        got = jax.jit(kernel.adam_fallback, static_argnums=0)(spec, scalars(random_rows()), operands)
+        got = jax.jit(kernel.adam_fallback, static_argnums=0)(
+            spec, scalars(random_rows()), operands
+        )
         want = adam(spec, scalars(random_rows()), operands)
         assert jax.tree.structure(got) == jax.tree.structure(want)
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -202,7 +221,9 @@ def test_fallback_is_close_to_the_kernel():
 def test_fallback_on_flat_arrays_leaves_gaps_alone():
     flat = np.arange(1.0, 21.0, dtype=np.float32)
     grads = (np.ones(4, np.float32), np.ones((2, 3), np.float32))
-    spec = Spec("step_and_cast", (0, 1), False, BF16, frozenset({"params", "mu", "nu"}), (4, 6), (1, 8))
+    spec = Spec(
+        "step_and_cast", (0, 1), False, BF16, frozenset({"params", "mu", "nu"}), (4, 6), (1, 8)
+    )
     operands = Operands(grads, (flat,), (flat,), (flat,))
     got = jax.jit(kernel.adam_fallback, static_argnums=0)(spec, scalars(random_rows()), operands)
     want = adam(spec, scalars(random_rows()), operands)
@@ -258,7 +279,11 @@ def test_handler_refuses_bad_operands():
     bad_rows[0] = bad_rows[0][:, :5]
     bad_grad[3] = np.ones(7, np.float32)
     bad_dtype[3] = np.ones(8, np.int32)
-    for operands, message in ((bad_rows, "columns"), (bad_grad, "has 8 elements, expected 7"), (bad_dtype, "dtype must be")):
+    for operands, message in (
+        (bad_rows, "columns"),
+        (bad_grad, "has 8 elements, expected 7"),
+        (bad_dtype, "dtype must be"),
+    ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             jax.block_until_ready(raw_call(results, *operands, **GOOD_ATTRIBUTES))
 

@@ -63,7 +63,9 @@ def test_leaves_come_back_exactly(shapes, num_shards):
 
 def test_sizes_beyond_32_bits():
     """Static arithmetic only: no array of this size is made."""
-    made = layout.make_layout([layout.Leaf("huge", (1 << 40, 6), jnp.dtype(jnp.float32), 0)], 8, 1 << 25)
+    made = layout.make_layout(
+        [layout.Leaf("huge", (1 << 40, 6), jnp.dtype(jnp.float32), 0)], 8, 1 << 25
+    )
     assert made.buckets[0].shard_size == 6 << 37
     assert made.flat_size >= 6 << 37
 

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from ulp import assert_step_close
 
 import jdistadam as jda
-from jdistadam import trees
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-12, weight_decay=0.13)
 
@@ -22,8 +21,11 @@ def random_tree(rng, scale=1.0):
     def normal(*shape):
         return jnp.asarray(rng.normal(size=shape) * scale, jnp.float32)
 
-    return {"block": {"w": normal(65, 33), "b": normal(33)}, "scale": normal(), "empty": normal(0, 3)}
-
+    return {
+        "block": {"w": normal(65, 33), "b": normal(33)},
+        "scale": normal(),
+        "empty": normal(0, 3),
+    }
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -41,7 +43,9 @@ def test_parity_with_jitted_optax(platform, grad_scale, nesterov):
     state = theirs.init(params)
     their_update = jax.jit(theirs.update)
     for count in range(20):
-        grads = jax.tree.map(lambda x: x * (rng.random(x.shape) > 0.1), random_tree(rng, grad_scale))
+        grads = jax.tree.map(
+            lambda x: x * (rng.random(x.shape) > 0.1), random_tree(rng, grad_scale)
+        )
         our_params, our_state = ours.step(grads, state, params)
         our_updates, _ = ours.update(grads, state, params)
         updates, new_state = their_update(grads, state, params)
@@ -52,7 +56,10 @@ def test_parity_with_jitted_optax(platform, grad_scale, nesterov):
             *map(jax.tree.leaves, (params, state[0].mu, state[0].nu, grads)),
             strict=True,
         ):
-            got, want = (dict(zip(("params", "mu", "nu", "update"), x[i : i + 4], strict=True)) for i in (0, 4))
+            got, want = (
+                dict(zip(("params", "mu", "nu", "update"), x[i : i + 4], strict=True))
+                for i in (0, 4)
+            )
             old = dict(zip(("params", "mu", "nu"), x[8:11], strict=True))
             assert_step_close(got, want, old, x[11], kwargs, count)
         params, state = new_params, new_state
@@ -68,7 +75,9 @@ def test_step_equals_update_then_apply():
         updates, other_state = tx.update(grads, state, params)
         applied = optax.apply_updates(params, updates)
         params, state = tx.step(grads, state, params)
-        for a, b in zip(jax.tree.leaves((applied, other_state)), jax.tree.leaves((params, state)), strict=True):
+        for a, b in zip(
+            jax.tree.leaves((applied, other_state)), jax.tree.leaves((params, state)), strict=True
+        ):
             assert np.array_equal(a, b)
 
 
@@ -77,7 +86,12 @@ def test_state_is_optax_pytree():
     params = {"w": jnp.ones((3, 2), jnp.bfloat16), "b": jnp.ones(2)}
     mask = {"w": True, "b": False}
     schedule = optax.linear_schedule(1e-2, 1e-3, 10)
-    for kwargs in ({}, dict(mask=mask), dict(mu_dtype=jnp.bfloat16), dict(weight_decay=schedule, mask=mask)):
+    for kwargs in (
+        {},
+        dict(mask=mask),
+        dict(mu_dtype=jnp.bfloat16),
+        dict(weight_decay=schedule, mask=mask),
+    ):
         ours, theirs = jda.fused_adamw(schedule, **kwargs), optax.adamw(schedule, **kwargs)
         got, want = ours.init(params), theirs.init(params)
         assert jax.tree.structure(got) == jax.tree.structure(want)
@@ -120,7 +134,10 @@ def test_masked_leaf_has_no_decay_at_all():
 
 
 def test_eager_jit_and_scan_give_the_same_bits():
-    tx = jda.fused_adamw(optax.linear_schedule(1e-2, 1e-3, 10), **{k: v for k, v in HYPER.items() if k != "learning_rate"})
+    tx = jda.fused_adamw(
+        optax.linear_schedule(1e-2, 1e-3, 10),
+        **{k: v for k, v in HYPER.items() if k != "learning_rate"},
+    )
     rng = np.random.default_rng(3)
     params = random_tree(rng)
     grads = jax.tree.map(lambda *x: jnp.stack(x), *(random_tree(rng) for _ in range(10)))
@@ -128,7 +145,7 @@ def test_eager_jit_and_scan_give_the_same_bits():
     def run(step):
         carry = (params, tx.init(params))
         for i in range(10):
-            carry = step(jax.tree.map(lambda x: x[i], grads), carry[1], carry[0])
+            carry = step(jax.tree.map(lambda x: x[i], grads), carry[1], carry[0])  # noqa: B023
         return carry
 
     def scan(grads, params):
@@ -159,7 +176,9 @@ def test_sharded_arrays_are_neither_gathered_nor_changed(axis_type, method):
         assert collective not in text
     got, state = fn(grads, tx.init(params), params)
     single = jax.tree.map(jnp.asarray, host)
-    want, want_state = getattr(tx, method)(jax.tree.map(lambda x: x * 0.3, single), tx.init(single), single)
+    want, want_state = getattr(tx, method)(
+        jax.tree.map(lambda x: x * 0.3, single), tx.init(single), single
+    )
     for name, spec in specs.items():
         assert_same_bits(got[name], want[name], name)
         assert_same_bits(state[0].nu[name], want_state[0].nu[name], name)
@@ -176,7 +195,9 @@ def test_donated_step_copies_nothing():
         return tx.step(grads, state, params)
 
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), params).compile()
-    assert [line for line in compiled.as_text().splitlines() if re.search(r"f32\[.*\] copy\(", line)] == []
+    assert [
+        line for line in compiled.as_text().splitlines() if re.search(r"f32\[.*\] copy\(", line)
+    ] == []
     # all but the gradients is aliased: params, mu, nu (65 * 33 + 33 + 1 elements each) and count
     assert compiled.memory_analysis().alias_size_in_bytes == 3 * 4 * (65 * 33 + 33 + 1) + 4
 
@@ -205,7 +226,9 @@ def test_hundred_steps_compile_once():
 
 
 def test_traced_hyperparameters_through_inject_hyperparams():
-    tx = optax.inject_hyperparams(jda.fused_adamw, static_args=("nesterov",))(learning_rate=1e-2, weight_decay=0.1)
+    tx = optax.inject_hyperparams(jda.fused_adamw, static_args=("nesterov",))(
+        learning_rate=1e-2, weight_decay=0.1
+    )
     params = {"w": jnp.ones(8)}
     state = tx.init(params)
     grads = {"w": jnp.full(8, 0.5)}
@@ -303,7 +326,10 @@ def test_state_of_other_params_is_refused():
     tx = jda.fused_adamw(1e-3)
     params = {"w": jnp.ones((2, 3))}
     other = tx.init({"w": jnp.ones((1, 3))})
-    with pytest.raises(jda.ShapeError, match=r"opt_state\[0\]\.mu\['w'\]: shape differs.*got \(1, 3\), expected \(2, 3\)"):
+    with pytest.raises(
+        jda.ShapeError,
+        match=r"opt_state\[0\]\.mu\['w'\]: shape differs.*got \(1, 3\), expected \(2, 3\)",
+    ):
         tx.step(params, other, params)
 
 

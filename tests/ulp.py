@@ -13,7 +13,9 @@ MU_ULP, NU_ULP, UPDATE_RATIO, PARAM_RATIO = 4, 2, 2, 2
 
 def ulp(x):
     """Spacing of float32 at |x|; at least that of the smallest normal number."""
-    return np.spacing(np.maximum(np.abs(x), np.finfo(np.float32).tiny).astype(np.float32)).astype(np.float64)
+    return np.spacing(np.maximum(np.abs(x), np.finfo(np.float32).tiny).astype(np.float32)).astype(
+        np.float64
+    )
 
 
 def assert_step_close(got, want, old, grad, hyper, count):
@@ -27,7 +29,9 @@ def assert_step_close(got, want, old, grad, hyper, count):
       hyper: dict with learning_rate, b1, b2, eps, eps_root, weight_decay, and perhaps nesterov.
       count: Steps taken before this one.
     """
-    got, want, old = ({k: np.asarray(v, np.float64) for k, v in x.items()} for x in (got, want, old))
+    got, want, old = (
+        {k: np.asarray(v, np.float64) for k, v in x.items()} for x in (got, want, old)
+    )
     g = np.asarray(grad, np.float64)
     t, b1, b2 = count + 1, hyper["b1"], hyper["b2"]
     c1, c2 = 1 - b1**t, 1 - b2**t
@@ -61,4 +65,6 @@ def assert_step_close(got, want, old, grad, hyper, count):
     assert error.max(initial=0) <= PARAM_RATIO, f"params differ by {error.max()} times the bound"
     if "update" in got:
         error = np.abs(got["update"] - want["update"]) / bound
-        assert error.max(initial=0) <= UPDATE_RATIO, f"update differs by {error.max()} times the bound"
+        assert error.max(initial=0) <= UPDATE_RATIO, (
+            f"update differs by {error.max()} times the bound"
+        )

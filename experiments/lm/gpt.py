@@ -42,10 +42,14 @@ class Block(nn.Module):
         normal = nn.initializers.normal(0.02)
 
         h = nn.LayerNorm(**types)(x)
-        qkv = nn.DenseGeneral((3, c.heads, c.width // c.heads), kernel_init=normal, name="qkv", **types)(h)
+        qkv = nn.DenseGeneral(
+            (3, c.heads, c.width // c.heads), kernel_init=normal, name="qkv", **types
+        )(h)
         q, k, v = (qkv[..., i, :, :] for i in range(3))
         h = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + nn.DenseGeneral(c.width, axis=(-2, -1), kernel_init=scale_down, name="out", **types)(h)
+        x = x + nn.DenseGeneral(
+            c.width, axis=(-2, -1), kernel_init=scale_down, name="out", **types
+        )(h)
 
         h = nn.LayerNorm(**types)(x)
         h = nn.gelu(nn.Dense(4 * c.width, kernel_init=normal, name="up", **types)(h))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 
 class MetricsFile:
@@ -30,7 +30,10 @@ def plot_loss(metrics: pathlib.Path, image: pathlib.Path, bigram_entropy: float)
     """Draws train and validation loss against tokens."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     figure, axes = plt.subplots(figsize=(7, 4.2), constrained_layout=True)
-    for key, style in (("train_loss", dict(lw=1, alpha=0.7)), ("validation_loss", dict(marker="o", ms=3))):
+    for key, style in (
+        ("train_loss", dict(lw=1, alpha=0.7)),
+        ("validation_loss", dict(marker="o", ms=3)),
+    ):
         points = [(row["tokens"] / 1e6, row[key]) for row in rows if key in row]
         axes.plot(*zip(*points, strict=True), label=key.replace("_", " "), **style)
     axes.axhline(bigram_entropy, color="0.5", ls="--", lw=1, label="bigram entropy of the text")
@@ -60,7 +63,9 @@ def print_memory(opt_state: Any, params: Any, num_devices: int) -> None:
         if any(np.ndim(x) for x in jax.tree.leaves(part))
     }
     replicated = {name: num_params * getattr(opt_state, name).dtype.itemsize for name in rows}
-    table = Table(title=f"Optimizer state per device, {num_params:,} parameters, {num_devices} devices")
+    table = Table(
+        title=f"Optimizer state per device, {num_params:,} parameters, {num_devices} devices"
+    )
     for heading in ("", "sharded, bytes", "replicated, bytes", "ratio"):
         table.add_column(heading, justify="left" if not heading else "right")
     rows["total"], replicated["total"] = sum(rows.values()), sum(replicated.values())

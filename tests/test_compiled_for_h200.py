@@ -1,0 +1,215 @@
+"""What XLA makes of our programs for eight H200s, compiled here without any.
+
+The CPU backend cannot tell: it widens 16-bit collectives to float32.
+"""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdistadam as jda
+from jdistadam import native
+
+WIDTH = 512
+SIZES = {"bfloat16": 2, "float32": 4, "bf16": 2, "f32": 4, "f16": 2}
+
+
+@pytest.fixture(scope="module")
+def h200s():
+    """Makes a mesh of n H200s that exist only for the compiler."""
+    if not native.status("cuda").available:
+        pytest.skip(f"needs the CUDA module: {native.status('cuda').detail}")
+    config = (pathlib.Path(__file__).parent / "h200.txtpb").read_text()
+
+    def make(n, **kwargs):
+        try:
+            topology = topologies.get_topology_desc(
+                platform="cuda", target_config=config, topology=f"1x1x{n}"
+            )
+        except Exception as error:
+            version = jax.__version__
+            pytest.skip(
+                f"needs JAX's CUDA plugin (pip install --no-deps jax-cuda13-plugin=={version} "
+                f"jax-cuda13-pjrt=={version}): {error}"
+            )
+        return Mesh(np.asarray(topology.devices).reshape(n), ("data",), **kwargs)
+
+    return make
+
+
+def params_of(dtype):
+    shapes = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH), "scale": (WIDTH,)}
+    return {
+        f"layer{i}": {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+        for i in range(3)
+    }
+
+
+def loss_fn(params, x):
+    for layer in params.values():
+        x = x + jnp.tanh((x * layer["scale"][None]) @ layer["up"]) @ layer["down"]
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
+def placed(mesh, tree, specs):
+    def place(spec, subtree):
+        sharding = NamedSharding(mesh, spec)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), subtree
+        )
+
+    return jax.tree.map(place, specs, tree, is_leaf=lambda x: isinstance(x, P))
+
+
+def compile_step(mesh, param_dtype, wire, **kwargs):
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire)
+    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, policy=policy, max_grad_norm=1.0, **kwargs)
+    params = params_of(param_dtype)
+    state = jda.TrainState(params, jax.eval_shape(tx.init, params))
+    state = placed(mesh, state, jda.TrainState(P(), tx.state_specs()))
+    batch = placed(mesh, jax.ShapeDtypeStruct((64, WIDTH), param_dtype), P("data"))
+    return tx, params, jda.train_step(loss_fn, tx).lower(state, batch).compile()
+
+
+def collectives(text):
+    """Yields (op, [(dtype, elements) of each result]) of every collective in optimized HLO.
+
+    Of an asynchronous pair the -done half counts: its results are the plain ones.
+    """
+    pattern = r"= (\S.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start|-done)?\("
+    for line in text.splitlines():
+        found = re.search(pattern, line)
+        if found and found[3] != "-start":
+            arrays = re.findall(r"(bf16|f16|f32|s32|u32|pred)\[([\d,]*)\]", found[1])
+            yield (
+                found[2],
+                [(t, int(np.prod([int(n) for n in dims.split(",") if n]))) for t, dims in arrays],
+            )
+
+
+def by_op(text):
+    total = {}
+    for op, arrays in collectives(text):
+        for dtype, elements in arrays:
+            total[op, dtype] = total.get((op, dtype), 0) + elements
+    return total
+
+
+@pytest.mark.parametrize("wire", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16], ids=str)
+def test_the_wire_carries_the_policys_dtypes_and_nothing_else(h200s, param_dtype, wire):
+    """One reduce-scatter of all gradients, one all-gather of all parameters, two scalars."""
+    tx, params, compiled = compile_step(h200s(8), param_dtype, wire)
+    shard_elements = sum(b.shard_size for b in tx.config.layout(params).buckets)
+    short = {jnp.float32: "f32", jnp.bfloat16: "bf16"}
+    assert by_op(compiled.as_text()) == {
+        ("reduce-scatter", short[wire]): shard_elements,
+        ("all-gather", short[param_dtype]): 8 * shard_elements,
+        ("all-reduce", "f32"): 2,  # the norm and the loss
+    }
+
+
+def test_state_is_updated_in_place(h200s):
+    """No copy of the flat arrays, nor of a parameter; all of the state is aliased to its result."""
+    tx, params, compiled = compile_step(h200s(8), jnp.bfloat16, jnp.bfloat16)
+    text = compiled.as_text()
+    assert text.count('custom_call_target="jdistadam_adam"') == 1
+    copies = re.findall(r"= (?:\()?(\w+)\[([\d,]+)\]\S* copy(?:-start)?\(", text)
+    assert copies == []
+    assert not re.search(r"dynamic-update-slice|dynamic-slice", text)
+    flat_size = tx.config.layout(params).flat_size
+    num_params = sum(x.size for x in jax.tree.leaves(params))
+    memory = compiled.memory_analysis()
+    # params, main_params, mu, nu and count; grad_norm is an output alone
+    assert memory.alias_size_in_bytes == 2 * num_params + 3 * 4 * flat_size + 4
+
+
+def test_temporary_memory_is_gradients_and_activations(h200s):
+    """With a 16-bit wire nothing of the size of float32 gradients is ever held."""
+    _, params, compiled = compile_step(h200s(8), jnp.bfloat16, jnp.bfloat16)
+    num_params = sum(x.size for x in jax.tree.leaves(params))
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * num_params * 1.5
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_kernel_takes_the_wire_dtype_also_on_one_device(h200s, n):
+    """Over one device XLA drops the collective; the operand's dtype keeps the rounding alive."""
+    _, _, compiled = compile_step(h200s(n), jnp.float32, jnp.bfloat16)
+    (call,) = [
+        line for line in compiled.as_text().splitlines() if 'target="jdistadam_adam"' in line
+    ]
+    layouts = call.split("operand_layout_constraints=")[1].split("_", 1)[0]  # up to the next key
+    operands = re.findall(r"(bf16|f32|pred)\[", layouts)
+    # coefficients, inv_scale, found_inf, 7 buckets of gradients, main_params, mu, nu
+    assert operands == ["f32", "f32", "pred", *["bf16"] * 7, "f32", "f32", "f32"]
+    if n == 1:
+        assert "reduce-precision" in compiled.as_text()
+
+
+def test_combine_thresholds_are_ours_and_can_be_overridden(h200s):
+    """The options reach XLA: with a limit of one byte every bucket is a collective of its own."""
+    mesh = h200s(8)
+    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh)
+    params = params_of(jnp.bfloat16)
+    state = placed(
+        mesh,
+        jda.TrainState(params, jax.eval_shape(tx.init, params)),
+        jda.TrainState(P(), tx.state_specs()),
+    )
+    batch = placed(mesh, jax.ShapeDtypeStruct((64, WIDTH), jnp.bfloat16), P("data"))
+    counts = []
+    for options in (None, {"xla_gpu_reduce_scatter_combine_threshold_bytes": 1}):
+        text = (
+            jda.train_step(loss_fn, tx, compiler_options=options)
+            .lower(state, batch)
+            .compile()
+            .as_text()
+        )
+        counts.append(sum(op == "reduce-scatter" for op, _ in collectives(text)))
+    assert counts == [1, len(tx.config.layout(params).buckets)]
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
+def test_drop_in_gathers_nothing(h200s, spec):
+    """Parameters that the user sharded are updated where they lie, in place."""
+    mesh = h200s(8)
+    tx = jda.fused_adamw(1e-3)
+    params = {
+        "w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32),
+        "v": jax.ShapeDtypeStruct((64, 8), jnp.float32),
+    }
+    params = placed(mesh, params, {"w": spec, "v": P()})
+    state = jax.eval_shape(tx.init, params)
+    adam = state[0]._replace(mu=params, nu=params, count=placed(mesh, state[0].count, P()))
+
+    def step(params, state, grads):
+        return tx.step(grads, state, params)
+
+    compiled = (
+        jax.jit(step, donate_argnums=(0, 1)).lower(params, (adam, *state[1:]), params).compile()
+    )
+    assert list(collectives(compiled.as_text())) == []
+    assert re.findall(r"f32\[[\d,]+\]\S* copy\(", compiled.as_text()) == []
+    assert 'custom_call_target="jdistadam_adam"' in compiled.as_text()
+    assert compiled.memory_analysis().alias_size_in_bytes == 3 * 4 * (1024 * 1024 // 8 + 64 * 8) + 4
+
+
+def test_wire_check_can_fail(h200s):
+    """A gradient that is summed before it is rounded shows as a float32 reduce-scatter."""
+    mesh = h200s(8)
+
+    def late(x):
+        return jax.lax.psum_scatter(x, "data", tiled=True).astype(jnp.bfloat16)
+
+    shape = placed(mesh, jax.ShapeDtypeStruct((1024,), jnp.float32), P())
+    mapped = jax.shard_map(late, mesh=mesh, in_specs=P(), out_specs=P("data"), check_vma=False)
+    assert by_op(jax.jit(mapped).lower(shape).compile().as_text()) == {
+        ("reduce-scatter", "f32"): 128
+    }

@@ -1,0 +1,99 @@
+"""Loading: late, once, and never at the price of JAX's own backends."""
+
+import subprocess
+import sys
+import types
+
+import jax
+import pytest
+
+import jdistadam as jda
+from jdistadam import native
+
+
+def run(code, **env):
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd="/",
+    )
+
+
+def test_import_starts_no_backend_and_loads_no_native_code():
+    done = run(
+        "import sys, jdistadam; from jax._src import xla_bridge as x;"
+        "assert not x._backends, x._backends;"
+        "assert not [m for m in sys.modules if m in ('jdistadam._cpu', 'jdistadam._cuda')]"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_exit_reports_no_leaks():
+    done = run(
+        "import jdistadam.native as n; assert n.status('cpu').available; import jdistadam._cpu"
+    )
+    assert done.returncode == 0 and "leaked" not in done.stderr, done.stderr
+
+
+def test_version_of_the_running_jaxlib_is_read():
+    major, minor = native.runtime_ffi_api_version()
+    assert major == 0 and minor >= 3
+
+
+@pytest.mark.parametrize("built", [(0, 99), (1, 0)])
+def test_module_with_newer_headers_is_refused(built):
+    with pytest.raises(
+        jda.NativeError,
+        match=rf"FFI version does not fit jaxlib .*got {built[0]}.{built[1]}, expected at most",
+    ):
+        native.check_ffi_api_version(built, native.runtime_ffi_api_version())
+
+
+def test_module_with_newer_headers_leaves_jax_alone(monkeypatch):
+    """It is never registered: JAX keeps working and the status says what to do."""
+    module = types.SimpleNamespace(
+        ffi_api_version=(0, 99), handlers=lambda: pytest.fail("registered"), build_info=""
+    )
+    monkeypatch.setattr(native.importlib, "import_module", lambda name: module)
+    status = native.status.__wrapped__("cpu")
+    assert not status.available and "Reinstall" in status.detail
+    assert jax.jit(lambda x: x + 1)(1) == 2
+
+
+def test_missing_module_says_how_to_get_it(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(native.importlib, "import_module", missing)
+    for platform in native.PLATFORMS:
+        status = native.status.__wrapped__(platform)
+        assert not status.available
+        assert "nstall" in status.detail
+    assert "no compiled kernels for platform 'tpu'" in native.status("tpu").detail
+
+
+def test_fallback_warns_once_and_works():
+    done = run(
+        "import warnings, importlib, jax, jax.numpy as jnp, jdistadam as jda\n"
+        "from jdistadam import native\n"
+        "real = importlib.import_module\n"
+        "def fake(name, *a):\n"
+        "    if name in ('jdistadam._cpu', 'jdistadam._cuda'): raise ModuleNotFoundError(name)\n"
+        "    return real(name, *a)\n"
+        "native.importlib.import_module = fake\n"
+        "tx = jda.fused_adamw(1e-2)\n"
+        "p = {'w': jnp.ones(3), 'b': jnp.ones((2, 2))}\n"
+        "with warnings.catch_warnings(record=True) as seen:\n"
+        "    warnings.simplefilter('always')\n"
+        "    q, s = tx.step(p, tx.init(p), p)\n"
+        "    u, s = tx.update(p, s, p)\n"
+        "assert len(seen) == 1 and 'jax.numpy fallback on cpu' in str(seen[0].message), seen\n"
+        "assert abs(float(q['w'][0]) - 0.989999) < 1e-5, q\n",
+        JAX_PLATFORMS="cpu",
+    )
+    assert done.returncode == 0, done.stderr
