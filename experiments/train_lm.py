@@ -55,6 +55,7 @@ def parse_args(argv=None):
     add("--max-grad-norm", type=float, default=1.0)
     add("--evals", type=int, default=10, help="how often to compute the validation loss")
     add("--seed", type=int, default=0)
+    add("--revision", help="revision of the code to record; default: git's")
     add("--out", type=pathlib.Path, default=pathlib.Path("runs/train_lm"))
     return parser.parse_args(argv)
 
@@ -136,6 +137,7 @@ class Run:
         self.loss = jax.jit(loss)
         self.validation_loss = float("nan")
         self.tokens_per_step = config.batch * config.length
+        self.tokens_per_second = 0.0
 
     def evaluate(self, step, params, num_batches=4):
         """Mean loss over the same windows of the held-out files at every call."""
@@ -178,12 +180,12 @@ class Run:
 
     def report(self, bar, step, metrics, elapsed):
         values = {f"train_{key}": float(value) for key, value in metrics.items()}  # waits
-        speed = (step - 1) * self.tokens_per_step / elapsed()
-        self.write(step, tokens_per_second=speed, **values)
+        self.tokens_per_second = (step - 1) * self.tokens_per_step / elapsed()
+        self.write(step, tokens_per_second=self.tokens_per_second, **values)
         bar.set_postfix(
             loss=f"{values['train_loss']:.3f}",
             val=f"{self.validation_loss:.3f}",
-            tokens_per_s=f"{speed:,.0f}",
+            tokens_per_s=f"{self.tokens_per_second:,.0f}",
         )
 
 
@@ -213,8 +215,22 @@ def main(argv=None):
     )
     state = run.train(state, step, params_of)
     report.plot_loss(run.metrics_path, args.out / "loss.png", run.entropy)
+    memory = None
     if args.optimizer == "jdistadam":
-        report.print_memory(state.opt_state, state.params, args.devices)
+        memory = report.print_memory(state.opt_state, state.params, args.devices)
+    report.write_run(
+        args.out / "run.json",
+        args.revision,
+        preset=args.preset,
+        optimizer=args.optimizer,
+        devices=args.devices,
+        parameters=sum(x.size for x in jax.tree.leaves(params)),
+        validation_loss=run.validation_loss,
+        bigram_entropy=run.entropy,
+        tokens=args.steps * run.tokens_per_step,
+        tokens_per_second=run.tokens_per_second,
+        optimizer_bytes_per_device=memory,
+    )
     verdict = "below" if run.validation_loss < run.entropy else "NOT below"
     print(f"validation loss {run.validation_loss:.3f} nats a byte, {verdict} the bigram entropy")
     print(f"wrote {run.metrics_path} and {args.out / 'loss.png'}")

@@ -72,8 +72,8 @@ class MixedPrecisionPolicy:
       main_params_dtype: Dtype of the sharded main parameters that the optimizer updates: float32.
       main_grads_dtype: Dtype in which gradients are stored and accumulated over micro-batches.
       grad_comm_dtype: Dtype of gradients on the wire: contributions are rounded to it once, then
-        sent. float32, bfloat16 or float16. None: ``main_grads_dtype``. Bytes sent per device and step:
-        (N - 1) / N * parameters * itemsize.
+        sent. float32, bfloat16 or float16. None: ``main_grads_dtype``. Bytes sent per device and
+        step: (N - 1) / N * parameters * itemsize.
       grad_reduce_dtype: Dtype in which contributions are summed across devices. None: the
         collective library sums, in the wire dtype, so a 16-bit wire also rounds partial sums.
       param_comm_dtype: Dtype of parameters on the wire. None: the parameters' own.

@@ -2,6 +2,9 @@
 
 import json
 import pathlib
+import shlex
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -9,6 +12,8 @@ import matplotlib
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+
+from jdistadam import diagnostics
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -24,6 +29,28 @@ class MetricsFile:
     def write(self, **values: Any) -> None:
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
+
+
+def write_run(path: pathlib.Path, revision: str | None, **results: Any) -> None:
+    """Writes what was run, on what, and what came out."""
+    info = diagnostics.info()
+    run = {
+        "command": shlex.join(["python", *sys.argv]),
+        "revision": revision or _git_revision(),
+        "machine": {
+            key: info[key] for key in ("machine", "devices", "driver", "python", "packages")
+        },
+        "results": results,
+    }
+    path.write_text(json.dumps(run, indent=1) + "\n")
+
+
+def _git_revision() -> str:
+    command = ["git", "-C", str(pathlib.Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def plot_loss(metrics: pathlib.Path, image: pathlib.Path, bigram_entropy: float) -> None:
@@ -54,8 +81,11 @@ def bytes_on_first_device(tree: Any) -> int:
     return total
 
 
-def print_memory(opt_state: Any, params: Any, num_devices: int) -> None:
-    """Prints optimizer bytes per device: as they lie here, and as every device would hold them."""
+def print_memory(opt_state: Any, params: Any, num_devices: int) -> dict[str, int]:
+    """Prints optimizer bytes per device: as they lie here, and as every device would hold them.
+
+    Returns the two totals.
+    """
     num_params = sum(x.size for x in jax.tree.leaves(params))
     rows = {
         name: bytes_on_first_device(part)
@@ -72,3 +102,4 @@ def print_memory(opt_state: Any, params: Any, num_devices: int) -> None:
     for name, mine in rows.items():
         table.add_row(name, f"{mine:,}", f"{replicated[name]:,}", f"{mine / replicated[name]:.3f}")
     Console(width=100).print(table)
+    return {"sharded": rows["total"], "replicated": replicated["total"]}
