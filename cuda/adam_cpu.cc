@@ -21,7 +21,8 @@
 // The compiler makes one copy of the block loop for each instruction set and picks at load time.
 // Vector width changes no bits: lanes are independent and contraction is off.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(JDISTADAM_NO_CLONES)
-#define JDISTADAM_VECTORIZED __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#define JDISTADAM_VECTORIZED \
+  __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
 #else
 #define JDISTADAM_VECTORIZED
 #endif
@@ -56,14 +57,22 @@ class KeepDenormals {
 const void* At(const void* base, Dtype dtype, size_t i) {
   return static_cast<const char*>(base) + i * ItemSize(dtype);
 }
-void* At(void* base, Dtype dtype, size_t i) { return static_cast<char*>(base) + i * ItemSize(dtype); }
+void* At(void* base, Dtype dtype, size_t i) {
+  return static_cast<char*>(base) + i * ItemSize(dtype);
+}
 
 JDISTADAM_INLINE void LoadBlock(float* __restrict__ x, const void* base, Dtype dtype, size_t n) {
   const uint16_t* halves = static_cast<const uint16_t*>(base);
   switch (dtype) {
-    case Dtype::kFloat32: std::memcpy(x, base, n * sizeof(float)); break;
-    case Dtype::kBfloat16: for (size_t i = 0; i < n; ++i) x[i] = FromBfloat16(halves[i]); break;
-    case Dtype::kFloat16: for (size_t i = 0; i < n; ++i) x[i] = FromFloat16(halves[i]); break;
+    case Dtype::kFloat32:
+      std::memcpy(x, base, n * sizeof(float));
+      break;
+    case Dtype::kBfloat16:
+      for (size_t i = 0; i < n; ++i) x[i] = FromBfloat16(halves[i]);
+      break;
+    case Dtype::kFloat16:
+      for (size_t i = 0; i < n; ++i) x[i] = FromFloat16(halves[i]);
+      break;
   }
 }
 
@@ -71,9 +80,15 @@ JDISTADAM_INLINE void StoreBlock(void* base, Dtype dtype, const float* __restric
   float* floats = static_cast<float*>(base);
   uint16_t* halves = static_cast<uint16_t*>(base);
   switch (dtype) {
-    case Dtype::kFloat32: for (size_t i = 0; i < n; ++i) floats[i] = CanonicalNan(x[i]); break;
-    case Dtype::kBfloat16: for (size_t i = 0; i < n; ++i) halves[i] = ToBfloat16(x[i]); break;
-    case Dtype::kFloat16: for (size_t i = 0; i < n; ++i) halves[i] = ToFloat16(x[i]); break;
+    case Dtype::kFloat32:
+      for (size_t i = 0; i < n; ++i) floats[i] = CanonicalNan(x[i]);
+      break;
+    case Dtype::kBfloat16:
+      for (size_t i = 0; i < n; ++i) halves[i] = ToBfloat16(x[i]);
+      break;
+    case Dtype::kFloat16:
+      for (size_t i = 0; i < n; ++i) halves[i] = ToFloat16(x[i]);
+      break;
   }
 }
 
@@ -85,7 +100,8 @@ JDISTADAM_INLINE void UpdateBlock(const Coefficients& c, bool nesterov, bool dec
 }
 
 // Elements [begin, begin + n) of a leaf, n <= kBlock.
-JDISTADAM_VECTORIZED void StepBlock(const AdamCall& call, const Leaf& leaf, size_t begin, size_t n) {
+JDISTADAM_VECTORIZED void StepBlock(const AdamCall& call, const Leaf& leaf, size_t begin,
+                                    size_t n) {
   alignas(64) float g[kBlock], p[kBlock], m[kBlock], v[kBlock], u[kBlock];
   const Dtypes& t = call.dtypes;
   Coefficients c;
@@ -100,9 +116,11 @@ JDISTADAM_VECTORIZED void StepBlock(const AdamCall& call, const Leaf& leaf, size
   for (size_t i = 0; i < n; ++i) g[i] = g[i] * inv_scale;
   // Constant flags, so that each of the four loops is free of branches.
   if (call.nesterov) {
-    decay ? UpdateBlock(c, true, true, g, p, m, v, u, n) : UpdateBlock(c, true, false, g, p, m, v, u, n);
+    decay ? UpdateBlock(c, true, true, g, p, m, v, u, n)
+          : UpdateBlock(c, true, false, g, p, m, v, u, n);
   } else {
-    decay ? UpdateBlock(c, false, true, g, p, m, v, u, n) : UpdateBlock(c, false, false, g, p, m, v, u, n);
+    decay ? UpdateBlock(c, false, true, g, p, m, v, u, n)
+          : UpdateBlock(c, false, false, g, p, m, v, u, n);
   }
   StoreBlock(At(leaf.mu, t.mu, begin), t.mu, m, n);
   StoreBlock(At(leaf.nu, t.nu, begin), t.nu, v, n);

@@ -10,10 +10,9 @@
 // aliasing  a thread alone reads and writes its elements of param, mu and nu; grad and out overlap
 //           nothing.
 
-#include "adam_cuda.h"
-
 #include <algorithm>
 
+#include "adam_cuda.h"
 #include "adam_math.h"
 
 namespace jdistadam {
@@ -79,7 +78,8 @@ __device__ __forceinline__ Packed LoadPacked(const void* base, Dtype dtype, size
 
 __device__ __forceinline__ void Widen(const Packed& packed, Dtype dtype, float (&x)[kVector]) {
   const uint4& w = packed.words;
-  const uint16_t halves[4] = {uint16_t(w.x), uint16_t(w.x >> 16), uint16_t(w.y), uint16_t(w.y >> 16)};
+  const uint16_t halves[4] = {uint16_t(w.x), uint16_t(w.x >> 16), uint16_t(w.y),
+                              uint16_t(w.y >> 16)};
   const uint32_t words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
@@ -91,7 +91,8 @@ __device__ __forceinline__ void Widen(const Packed& packed, Dtype dtype, float (
   }
 }
 
-__device__ __forceinline__ void StoreVector(void* base, Dtype dtype, size_t i, const float (&x)[kVector]) {
+__device__ __forceinline__ void StoreVector(void* base, Dtype dtype, size_t i,
+                                            const float (&x)[kVector]) {
   if (dtype == Dtype::kFloat32) {
     float4 out{CanonicalNan(x[0]), CanonicalNan(x[1]), CanonicalNan(x[2]), CanonicalNan(x[3])};
     *reinterpret_cast<float4*>(static_cast<float*>(base) + i) = out;
@@ -99,8 +100,10 @@ __device__ __forceinline__ void StoreVector(void* base, Dtype dtype, size_t i, c
   }
   uint32_t h[kVector];
 #pragma unroll
-  for (int k = 0; k < kVector; ++k) h[k] = dtype == Dtype::kBfloat16 ? ToBfloat16(x[k]) : ToFloat16(x[k]);
-  *reinterpret_cast<uint2*>(static_cast<uint16_t*>(base) + i) = {h[0] | h[1] << 16, h[2] | h[3] << 16};
+  for (int k = 0; k < kVector; ++k)
+    h[k] = dtype == Dtype::kBfloat16 ? ToBfloat16(x[k]) : ToFloat16(x[k]);
+  *reinterpret_cast<uint2*>(static_cast<uint16_t*>(base) + i) = {h[0] | h[1] << 16,
+                                                                 h[2] | h[3] << 16};
 }
 
 // Applies the formula to four elements in registers: p becomes the new parameter, or the update in
@@ -121,14 +124,15 @@ __device__ __forceinline__ bool IsAligned(const void* base, Dtype dtype) {
 }
 
 __device__ __forceinline__ bool IsAligned(const Leaf& leaf, const Dtypes& t) {
-  return IsAligned(leaf.grad, t.grad) && IsAligned(leaf.param, t.param) && IsAligned(leaf.mu, t.mu) &&
-         IsAligned(leaf.nu, t.nu) && IsAligned(leaf.out, t.out);
+  return IsAligned(leaf.grad, t.grad) && IsAligned(leaf.param, t.param) &&
+         IsAligned(leaf.mu, t.mu) && IsAligned(leaf.nu, t.nu) && IsAligned(leaf.out, t.out);
 }
 
 // Four elements at once, 16 bytes of each float32 array.
 __device__ __forceinline__ void StepAligned(const Step& step, const Leaf& leaf, size_t i) {
   const Dtypes& t = step.dtypes;
-  const Packed packed_g = LoadPacked(leaf.grad, t.grad, i), packed_p = LoadPacked(leaf.param, t.param, i),
+  const Packed packed_g = LoadPacked(leaf.grad, t.grad, i),
+               packed_p = LoadPacked(leaf.param, t.param, i),
                packed_m = LoadPacked(leaf.mu, t.mu, i), packed_v = LoadPacked(leaf.nu, t.nu, i);
   const Coefficients c = reinterpret_cast<const Coefficients*>(step.coefficients)[leaf.group];
   const float inv_scale = *step.inv_scale;
@@ -161,13 +165,15 @@ __device__ void StepOne(const Step& step, const Leaf& leaf, size_t i) {
 
 // What a skipped step writes: the unchanged parameter in `out`'s dtype, or an update of zero.
 __device__ void SkipOne(const Step& step, const Leaf& leaf, size_t i) {
-  const float x = step.mode == Mode::kStepAndCast ? LoadOne(leaf.param, step.dtypes.param, i) : 0.0f;
+  const float x =
+      step.mode == Mode::kStepAndCast ? LoadOne(leaf.param, step.dtypes.param, i) : 0.0f;
   if (step.mode != Mode::kStep) StoreOne(leaf.out, step.dtypes.out, i, x);
 }
 
 template <int kCapacity>
 __global__ void __launch_bounds__(kThreads)
-    AdamKernel(const __grid_constant__ LeafTable<kCapacity> table, const __grid_constant__ Step step) {
+    AdamKernel(const __grid_constant__ LeafTable<kCapacity> table,
+               const __grid_constant__ Step step) {
   const int index = FindLeaf(table, blockIdx.x);
   const Leaf& leaf = table.leaves[index];
   const uint32_t first_tile = index == 0 ? 0 : table.end[index - 1];
@@ -197,7 +203,8 @@ cudaError_t Launch(const AdamCall& call, const Leaf* begin, const Leaf* end, cud
     table.leaves[i] = begin[i];
     table.end[i] = tiles += uint32_t(NumTiles(begin[i]));
   }
-  const Step step{call.mode, call.nesterov, call.dtypes, call.coefficients, call.inv_scale, call.found_inf};
+  const Step step{call.mode,         call.nesterov,  call.dtypes,
+                  call.coefficients, call.inv_scale, call.found_inf};
   AdamKernel<kCapacity><<<tiles, kThreads, 0, stream>>>(table, step);
   return cudaGetLastError();
 }

@@ -38,12 +38,11 @@ constexpr int kNumCoefficients = sizeof(Coefficients) / sizeof(float);
 // The update u of one element; m and v are advanced in place. p - u is the new parameter.
 // `decay` says whether the weight decay term exists: without it, p is not looked at, so that an
 // infinite parameter does not turn 0 * p into a NaN.
-JDISTADAM_INLINE float AdamUpdate(const Coefficients& c, bool nesterov, bool decay, float g, float p,
-                                  float& m, float& v) {
+JDISTADAM_INLINE float AdamUpdate(const Coefficients& c, bool nesterov, bool decay, float g,
+                                  float p, float& m, float& v) {
   m = c.one_minus_b1 * g + c.b1 * m;
   v = c.one_minus_b2 * (g * g) + c.b2 * v;
-  const float m_hat =
-      nesterov ? c.b1 * (m / c.c1_next) + c.one_minus_b1 * (g / c.c1) : m / c.c1;
+  const float m_hat = nesterov ? c.b1 * (m / c.c1_next) + c.one_minus_b1 * (g / c.c1) : m / c.c1;
   float u = m_hat / (sqrtf(v / c.c2 + c.eps_root) + c.eps);
   if (decay) u = u + c.weight_decay * p;
   return c.learning_rate * u;

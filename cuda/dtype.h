@@ -60,7 +60,9 @@ JDISTADAM_INLINE float FromFloat16(uint16_t h) {
   const float special = FloatOf(magnitude + 0x70000000u);    // exponent 31 -> 255: inf, NaN
   // A subnormal half is a multiple of 2^-24: give it the implicit one of 2^-14, then subtract it.
   const float subnormal = FloatOf(magnitude + 0x38800000u) - FloatOf(0x38800000u);
-  const float x = magnitude >= 0x0f800000u ? special : magnitude >= 0x00800000u ? normal : subnormal;
+  const float x = magnitude >= 0x0f800000u   ? special
+                  : magnitude >= 0x00800000u ? normal
+                                             : subnormal;
   return FloatOf(BitsOf(x) | sign);
 }
 
@@ -80,18 +82,27 @@ JDISTADAM_INLINE uint16_t ToFloat16(float x) {
 // One element of an array of `dtype`, for tails and misaligned leaves.
 JDISTADAM_INLINE float LoadOne(const void* base, Dtype dtype, size_t i) {
   switch (dtype) {
-    case Dtype::kFloat32: return static_cast<const float*>(base)[i];
-    case Dtype::kBfloat16: return FromBfloat16(static_cast<const uint16_t*>(base)[i]);
-    case Dtype::kFloat16: return FromFloat16(static_cast<const uint16_t*>(base)[i]);
+    case Dtype::kFloat32:
+      return static_cast<const float*>(base)[i];
+    case Dtype::kBfloat16:
+      return FromBfloat16(static_cast<const uint16_t*>(base)[i]);
+    case Dtype::kFloat16:
+      return FromFloat16(static_cast<const uint16_t*>(base)[i]);
   }
   return 0.0f;
 }
 
 JDISTADAM_INLINE void StoreOne(void* base, Dtype dtype, size_t i, float x) {
   switch (dtype) {
-    case Dtype::kFloat32: static_cast<float*>(base)[i] = CanonicalNan(x); break;
-    case Dtype::kBfloat16: static_cast<uint16_t*>(base)[i] = ToBfloat16(x); break;
-    case Dtype::kFloat16: static_cast<uint16_t*>(base)[i] = ToFloat16(x); break;
+    case Dtype::kFloat32:
+      static_cast<float*>(base)[i] = CanonicalNan(x);
+      break;
+    case Dtype::kBfloat16:
+      static_cast<uint16_t*>(base)[i] = ToBfloat16(x);
+      break;
+    case Dtype::kFloat16:
+      static_cast<uint16_t*>(base)[i] = ToFloat16(x);
+      break;
   }
 }
 

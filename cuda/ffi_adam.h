@@ -42,17 +42,22 @@ inline ffi::Error Invalid(const std::string& message) {
 
 inline std::optional<Dtype> DtypeOf(ffi::DataType type) {
   switch (type) {
-    case ffi::DataType::F32: return Dtype::kFloat32;
-    case ffi::DataType::BF16: return Dtype::kBfloat16;
-    case ffi::DataType::F16: return Dtype::kFloat16;
-    default: return std::nullopt;
+    case ffi::DataType::F32:
+      return Dtype::kFloat32;
+    case ffi::DataType::BF16:
+      return Dtype::kBfloat16;
+    case ffi::DataType::F16:
+      return Dtype::kFloat16;
+    default:
+      return std::nullopt;
   }
 }
 
 // Reads the operand kinds one after another into the leaves of an AdamCall.
 class CallBuilder {
  public:
-  CallBuilder(const AdamAttributes& attributes, AdamCall* call) : attributes_(attributes), call_(call) {
+  CallBuilder(const AdamAttributes& attributes, AdamCall* call)
+      : attributes_(attributes), call_(call) {
     call_->leaves.resize(attributes.groups.size());
   }
 
@@ -60,7 +65,7 @@ class CallBuilder {
   // Leaves take their size from the first kind, later kinds must agree.
   template <typename Buffers, typename Pointer>
   ffi::Error Take(const char* name, int kind, const Buffers& buffers, size_t* next, Dtype* dtype,
-                  Pointer Leaf::*pointer) {
+                  Pointer Leaf::* pointer) {
     const size_t count = call_->leaves.size();
     const bool flat = (attributes_.flat >> kind) & 1;
     for (size_t i = 0; i < (flat ? 1 : count); ++i) {
@@ -68,9 +73,11 @@ class CallBuilder {
       if (!buffer) return Invalid(std::string(name) + ": too few arrays");
       const auto type = DtypeOf(buffer->element_type());
       if (!type) return Invalid(std::string(name) + ": dtype must be float32, bfloat16 or float16");
-      if (i > 0 && *type != *dtype) return Invalid(std::string(name) + ": dtypes differ between leaves");
+      if (i > 0 && *type != *dtype)
+        return Invalid(std::string(name) + ": dtypes differ between leaves");
       *dtype = *type;
-      const auto error = flat ? Slice(name, *buffer, *type, pointer) : Whole(name, i, *buffer, pointer);
+      const auto error =
+          flat ? Slice(name, *buffer, *type, pointer) : Whole(name, i, *buffer, pointer);
       if (error.failure()) return error;
     }
     first_kind_ = false;
@@ -80,7 +87,7 @@ class CallBuilder {
   // Checks that result arrays lie where the operands already taken lie.
   template <typename Buffers>
   ffi::Error TakeAliased(const char* name, int kind, const Buffers& rets, size_t* next, Dtype dtype,
-                         void* Leaf::*pointer) {
+                         void* Leaf::* pointer) {
     AdamCall results = *call_;
     Dtype result_dtype = dtype;
     CallBuilder builder(attributes_, &results);
@@ -90,7 +97,8 @@ class CallBuilder {
     if (error.failure()) return error;
     for (size_t i = 0; i < results.leaves.size(); ++i) {
       const bool empty = results.leaves[i].size == 0;
-      if (result_dtype != dtype || (!empty && results.leaves[i].*pointer != call_->leaves[i].*pointer)) {
+      if (result_dtype != dtype ||
+          (!empty && results.leaves[i].*pointer != call_->leaves[i].*pointer)) {
         return Invalid(std::string(name) + ": the result is not aliased with its operand");
       }
     }
@@ -108,14 +116,15 @@ class CallBuilder {
   }
 
   template <typename Pointer>
-  ffi::Error Whole(const char* name, size_t i, const ffi::AnyBuffer& buffer, Pointer Leaf::*pointer) {
+  ffi::Error Whole(const char* name, size_t i, const ffi::AnyBuffer& buffer,
+                   Pointer Leaf::* pointer) {
     Leaf& leaf = call_->leaves[i];
     const size_t size = buffer.element_count();
     const bool sized = attributes_.sizes.size() > 0;
     const size_t expected = sized ? size_t(attributes_.sizes[i]) : first_kind_ ? size : leaf.size;
     if (size != expected) {
-      return Invalid(std::string(name) + ": leaf " + std::to_string(i) + " has " + std::to_string(size) +
-                     " elements, expected " + std::to_string(expected));
+      return Invalid(std::string(name) + ": leaf " + std::to_string(i) + " has " +
+                     std::to_string(size) + " elements, expected " + std::to_string(expected));
     }
     leaf.size = size;
     leaf.*pointer = buffer.untyped_data();
@@ -123,15 +132,18 @@ class CallBuilder {
   }
 
   template <typename Pointer>
-  ffi::Error Slice(const char* name, const ffi::AnyBuffer& buffer, Dtype dtype, Pointer Leaf::*pointer) {
+  ffi::Error Slice(const char* name, const ffi::AnyBuffer& buffer, Dtype dtype,
+                   Pointer Leaf::* pointer) {
     const int64_t total = int64_t(buffer.element_count());
     for (size_t i = 0; i < call_->leaves.size(); ++i) {
       const int64_t size = attributes_.sizes[i], offset = attributes_.offsets[i];
       if (offset > total || size > total - offset) {
-        return Invalid(std::string(name) + ": leaf " + std::to_string(i) + " ends beyond the flat array");
+        return Invalid(std::string(name) + ": leaf " + std::to_string(i) +
+                       " ends beyond the flat array");
       }
       call_->leaves[i].size = size_t(size);
-      call_->leaves[i].*pointer = static_cast<char*>(buffer.untyped_data()) + offset * ItemSize(dtype);
+      call_->leaves[i].*pointer =
+          static_cast<char*>(buffer.untyped_data()) + offset * ItemSize(dtype);
     }
     return ffi::Error::Success();
   }
@@ -146,21 +158,26 @@ inline ffi::Error CheckAttributes(const AdamAttributes& a, int64_t num_groups) {
   const size_t count = a.groups.size();
   const bool sized = a.sizes.size() == count && a.offsets.size() == count;
   const bool unsized = a.sizes.size() == 0 && a.offsets.size() == 0;
-  if (!sized && (!unsized || a.flat != 0)) return Invalid("sizes and offsets need one entry a leaf");
+  if (!sized && (!unsized || a.flat != 0))
+    return Invalid("sizes and offsets need one entry a leaf");
   for (size_t i = 0; i < count; ++i) {
-    if (a.groups[i] < 0 || a.groups[i] >= num_groups) return Invalid("a group has no row of coefficients");
-    if (a.sizes.size() > 0 && (a.sizes[i] < 0 || a.offsets[i] < 0)) return Invalid("negative size or offset");
+    if (a.groups[i] < 0 || a.groups[i] >= num_groups)
+      return Invalid("a group has no row of coefficients");
+    if (a.sizes.size() > 0 && (a.sizes[i] < 0 || a.offsets[i] < 0))
+      return Invalid("negative size or offset");
   }
   return ffi::Error::Success();
 }
 
 inline ffi::Error BuildCall(const AdamAttributes& attributes, const Coefficients2d& coefficients,
                             const FloatScalar& inv_scale, const BoolScalar& found_inf,
-                            const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, AdamCall* call) {
+                            const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                            AdamCall* call) {
   if (coefficients.dimensions()[1] != kNumCoefficients) {
     return Invalid("coefficients need " + std::to_string(kNumCoefficients) + " columns");
   }
-  if (auto error = CheckAttributes(attributes, coefficients.dimensions()[0]); error.failure()) return error;
+  if (auto error = CheckAttributes(attributes, coefficients.dimensions()[0]); error.failure())
+    return error;
   call->mode = static_cast<Mode>(attributes.mode);
   call->nesterov = attributes.nesterov;
   call->coefficients = coefficients.typed_data();
@@ -177,7 +194,8 @@ inline ffi::Error BuildCall(const AdamAttributes& attributes, const Coefficients
   if (auto e = builder.Take("mu", 2, args, &arg, &t.mu, &Leaf::mu); e.failure()) return e;
   if (auto e = builder.Take("nu", 3, args, &arg, &t.nu, &Leaf::nu); e.failure()) return e;
   if (call->mode != Mode::kUpdate) {
-    if (auto e = builder.TakeAliased("params", 1, rets, &ret, t.param, &Leaf::param); e.failure()) return e;
+    if (auto e = builder.TakeAliased("params", 1, rets, &ret, t.param, &Leaf::param); e.failure())
+      return e;
   }
   if (auto e = builder.TakeAliased("mu", 2, rets, &ret, t.mu, &Leaf::mu); e.failure()) return e;
   if (auto e = builder.TakeAliased("nu", 3, rets, &ret, t.nu, &Leaf::nu); e.failure()) return e;

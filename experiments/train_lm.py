@@ -198,11 +198,12 @@ def main(argv=None):
     mesh = jax.make_mesh((args.devices,), ("data",), (AxisType.Auto,), devices=devices)
 
     compute_dtype = DTYPES[args.param_dtype]
-    # optax keeps no main parameters: it gets float32 ones, cast where the model computes.
-    stored_dtype = compute_dtype if args.optimizer == "jdistadam" else jnp.float32
-    model = gpt.GPT(config, compute_dtype, stored_dtype)
+    model = gpt.GPT(config, compute_dtype)
     tokens = jnp.zeros((1, config.length), jnp.int32)
-    params = model.init(jax.random.key(args.seed), tokens)["params"]
+    params = jax.jit(model.init)(jax.random.key(args.seed), tokens)["params"]  # float32
+    if args.optimizer == "jdistadam":
+        params = jax.tree.map(lambda x: x.astype(compute_dtype), params)
+    # optax keeps no main parameters: its params stay float32, cast where the model computes
     loss = gpt.loss_fn(model)
     setup = {"jdistadam": setup_jdistadam, "optax": setup_optax}[args.optimizer]
     state, step, params_of = setup(args, mesh, loss, params)

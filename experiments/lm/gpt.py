@@ -32,28 +32,26 @@ class Block(nn.Module):
 
     config: GPTConfig
     dtype: Any
-    param_dtype: Any
 
     @nn.compact
     def __call__(self, x):
         c = self.config
-        types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         scale_down = nn.initializers.normal(0.02 / (2 * c.layers) ** 0.5)
         normal = nn.initializers.normal(0.02)
 
-        h = nn.LayerNorm(**types)(x)
+        h = nn.LayerNorm(dtype=self.dtype)(x)
         qkv = nn.DenseGeneral(
-            (3, c.heads, c.width // c.heads), kernel_init=normal, name="qkv", **types
+            (3, c.heads, c.width // c.heads), kernel_init=normal, name="qkv", dtype=self.dtype
         )(h)
         q, k, v = (qkv[..., i, :, :] for i in range(3))
         h = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         x = x + nn.DenseGeneral(
-            c.width, axis=(-2, -1), kernel_init=scale_down, name="out", **types
+            c.width, axis=(-2, -1), kernel_init=scale_down, name="out", dtype=self.dtype
         )(h)
 
-        h = nn.LayerNorm(**types)(x)
-        h = nn.gelu(nn.Dense(4 * c.width, kernel_init=normal, name="up", **types)(h))
-        return x + nn.Dense(c.width, kernel_init=scale_down, name="down", **types)(h)
+        h = nn.LayerNorm(dtype=self.dtype)(x)
+        h = nn.gelu(nn.Dense(4 * c.width, kernel_init=normal, name="up", dtype=self.dtype)(h))
+        return x + nn.Dense(c.width, kernel_init=scale_down, name="down", dtype=self.dtype)(h)
 
 
 class GPT(nn.Module):
@@ -61,19 +59,19 @@ class GPT(nn.Module):
 
     config: GPTConfig
     dtype: Any = jnp.float32
-    param_dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, tokens):
         c = self.config
-        types = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         normal = nn.initializers.normal(0.02)
-        embed = nn.Embed(c.vocabulary, c.width, embedding_init=normal, name="bytes", **types)
-        positions = self.param("positions", normal, (c.length, c.width), self.param_dtype)
+        embed = nn.Embed(
+            c.vocabulary, c.width, embedding_init=normal, name="bytes", dtype=self.dtype
+        )
+        positions = self.param("positions", normal, (c.length, c.width))
         x = embed(tokens) + positions[: tokens.shape[1]].astype(self.dtype)
         for i in range(c.layers):
-            x = Block(c, self.dtype, self.param_dtype, name=f"block_{i}")(x)
-        x = nn.LayerNorm(name="norm", **types)(x)
+            x = Block(c, self.dtype, name=f"block_{i}")(x)
+        x = nn.LayerNorm(name="norm", dtype=self.dtype)(x)
         return embed.attend(x).astype(jnp.float32)
 
 
