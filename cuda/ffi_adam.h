@@ -111,8 +111,10 @@ class CallBuilder {
     return buffer.has_value() ? std::optional(buffer.value()) : std::nullopt;
   }
   static std::optional<ffi::AnyBuffer> Get(const ffi::RemainingRets& rets, size_t i) {
-    const auto buffer = rets.get<ffi::AnyBuffer>(i);
-    return buffer.has_value() ? std::optional<ffi::AnyBuffer>(**buffer) : std::nullopt;
+    auto buffer = rets.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) return std::nullopt;
+    ffi::Result<ffi::AnyBuffer> result = buffer.value();  // const access came with later headers
+    return *result;
   }
 
   template <typename Pointer>

@@ -16,28 +16,56 @@ RESULTS = ROOT / "experiments" / "results"
 def training_table() -> str:
     """One line for each run of train_lm.py, from its run.json."""
     lines = [
-        "| run | parameters | devices | validation loss, nats a byte | bigram entropy | tokens/s "
-        "| optimizer state per device, sharded / replicated |",
-        "|---|---|---|---|---|---|---|",
+        "| run | parameters | devices | bytes seen | validation loss, nats a byte | bigram entropy "
+        "| tokens/s | optimizer state per device, sharded / replicated |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for path in sorted(RESULTS.glob("train_lm_*/run.json")):
         run = json.loads(path.read_text())
         r = run["results"]
         memory = r["optimizer_bytes_per_device"]
-        memory = (
-            f"{memory['sharded'] / 1e6:,.1f} / {memory['replicated'] / 1e6:,.1f} MB"
-            if memory
-            else "-"
+        megabytes = (
+            [f"{memory[key] / 1e6:,.1f}" for key in ("sharded", "replicated")] if memory else "-"
         )
         device = run["machine"]["devices"][0].split(" ", 1)[1]
-        lines.append(
-            f"| {r['preset']}, {r['optimizer']} | {r['parameters']:,} | {r['devices']} x {device} "
-            f"| {r['validation_loss']:.3f} | {r['bigram_entropy']:.3f} | {r['tokens_per_second']:,.0f} | {memory} |"
+        cells = (
+            f"{r['preset']}, {r['optimizer']}",
+            f"{r['parameters']:,}",
+            f"{r['devices']} x {device}",
+            f"{r['tokens'] / 1e6:.1f} M",
+            f"{r['validation_loss']:.3f}",
+            f"{r['bigram_entropy']:.3f}",
+            f"{r['tokens_per_second']:,.0f}",
+            " / ".join(megabytes) + " MB",
         )
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-TABLES = {"training": training_table}
+def kernel_table() -> str:
+    """One line for each tree and dtype of bench_kernel.py, ours beside optax."""
+    run = json.loads((RESULTS / "bench_kernel_h200.json").read_text())["results"]
+    lines = [
+        f"In-place copy in the same run: {run['copy_gb_per_second']:,.0f} GB/s.",
+        "",
+        "| tree | gradients | jdistadam, us a step | of copy | compile, s "
+        "| jitted optax.adamw, us a step | of copy | compile, s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    rows = run["rows"]
+    for ours, optax in zip(rows[::2], rows[1::2], strict=True):
+        cells = [f"{ours['tree']}, {ours['leaves']} leaves", ours["gradients"]]
+        for row in (ours, optax):
+            cells += [
+                f"{row['microseconds']:,.0f}",
+                f"{100 * row['share_of_copy']:.1f} %",
+                f"{row['compile_seconds']:.1f}",
+            ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+TABLES = {"training": training_table, "kernel": kernel_table}
 
 
 def render(text: str) -> str:
