@@ -21,8 +21,7 @@
 // The compiler makes one copy of the block loop for each instruction set and picks at load time.
 // Vector width changes no bits: lanes are independent and contraction is off.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(JDISTADAM_NO_CLONES)
-#define JDISTADAM_VECTORIZED \
-  __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#define JDISTADAM_VECTORIZED __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define JDISTADAM_VECTORIZED
 #endif
@@ -30,8 +29,10 @@
 namespace jdistadam {
 namespace {
 
-constexpr size_t kTile = 1 << 15;   // elements a thread takes at a time
-constexpr size_t kBlock = 1 << 10;  // elements converted at a time; four float buffers fit in L1
+constexpr size_t kTile = 1 << 15;  // elements a thread takes at a time
+constexpr size_t kBlock =
+    1 << 7;  // elements converted at a time. Small, so that the buffers do not
+             // compete for the same lines of the L1 cache: 2x the speed of 1024
 
 // Turns flush-to-zero and denormals-are-zero off for a scope.
 class KeepDenormals {
@@ -54,34 +55,35 @@ class KeepDenormals {
 #endif
 };
 
-const void* At(const void* base, Dtype dtype, size_t i) {
-  return static_cast<const char*>(base) + i * ItemSize(dtype);
-}
 void* At(void* base, Dtype dtype, size_t i) {
   return static_cast<char*>(base) + i * ItemSize(dtype);
 }
 
-JDISTADAM_INLINE void LoadBlock(float* __restrict__ x, const void* base, Dtype dtype, size_t n) {
-  const uint16_t* halves = static_cast<const uint16_t*>(base);
+// Elements [begin, begin + n) of an array as float32: where they lie, or widened into `buffer`.
+JDISTADAM_INLINE float* LoadBlock(void* base, Dtype dtype, size_t begin, float* __restrict__ buffer,
+                                  size_t n) {
+  void* block = At(base, dtype, begin);
+  const uint16_t* __restrict__ halves = static_cast<const uint16_t*>(block);
   switch (dtype) {
     case Dtype::kFloat32:
-      std::memcpy(x, base, n * sizeof(float));
-      break;
+      return static_cast<float*>(block);
     case Dtype::kBfloat16:
-      for (size_t i = 0; i < n; ++i) x[i] = FromBfloat16(halves[i]);
+      for (size_t i = 0; i < n; ++i) buffer[i] = FromBfloat16(halves[i]);
       break;
     case Dtype::kFloat16:
-      for (size_t i = 0; i < n; ++i) x[i] = FromFloat16(halves[i]);
+      for (size_t i = 0; i < n; ++i) buffer[i] = FromFloat16(halves[i]);
       break;
   }
+  return buffer;
 }
 
-JDISTADAM_INLINE void StoreBlock(void* base, Dtype dtype, const float* __restrict__ x, size_t n) {
-  float* floats = static_cast<float*>(base);
-  uint16_t* halves = static_cast<uint16_t*>(base);
+// Rounds x into elements [begin, begin + n); nothing is left to do where x lies there already.
+JDISTADAM_INLINE void StoreBlock(void* base, Dtype dtype, size_t begin, const float* x, size_t n) {
+  void* block = At(base, dtype, begin);
+  uint16_t* __restrict__ halves = static_cast<uint16_t*>(block);
   switch (dtype) {
     case Dtype::kFloat32:
-      for (size_t i = 0; i < n; ++i) floats[i] = CanonicalNan(x[i]);
+      if (block != x) std::memcpy(block, x, n * sizeof(float));
       break;
     case Dtype::kBfloat16:
       for (size_t i = 0; i < n; ++i) halves[i] = ToBfloat16(x[i]);
@@ -92,56 +94,64 @@ JDISTADAM_INLINE void StoreBlock(void* base, Dtype dtype, const float* __restric
   }
 }
 
-JDISTADAM_INLINE void UpdateBlock(const Coefficients& c, bool nesterov, bool decay,
+// Advances m and v, and writes the new parameter (or, in Mode::kUpdate, the update) to `result`.
+template <bool kNesterov, bool kDecay, bool kUpdateOnly>
+JDISTADAM_INLINE void UpdateBlock(const Coefficients c, float inv_scale,
                                   const float* __restrict__ g, const float* __restrict__ p,
                                   float* __restrict__ m, float* __restrict__ v,
-                                  float* __restrict__ u, size_t n) {
-  for (size_t i = 0; i < n; ++i) u[i] = AdamUpdate(c, nesterov, decay, g[i], p[i], m[i], v[i]);
+                                  float* __restrict__ result, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    const float u = AdamUpdate(c, kNesterov, kDecay, g[i] * inv_scale, p[i], m[i], v[i]);
+    m[i] = CanonicalNan(m[i]);
+    v[i] = CanonicalNan(v[i]);
+    result[i] = CanonicalNan(kUpdateOnly ? -u : p[i] - u);
+  }
 }
 
-// Elements [begin, begin + n) of a leaf, n <= kBlock.
+// Elements [begin, begin + n) of a leaf, n <= kBlock. Flags are constants in each case, so that
+// the loops are free of branches.
 JDISTADAM_VECTORIZED void StepBlock(const AdamCall& call, const Leaf& leaf, size_t begin,
                                     size_t n) {
-  alignas(64) float g[kBlock], p[kBlock], m[kBlock], v[kBlock], u[kBlock];
+  alignas(64) float buffers[5][kBlock];
   const Dtypes& t = call.dtypes;
   Coefficients c;
   std::memcpy(&c, call.coefficients + size_t(leaf.group) * kNumCoefficients, sizeof c);
   const float inv_scale = *call.inv_scale;
-  const bool decay = c.weight_decay != 0.0f;
-
-  LoadBlock(g, At(leaf.grad, t.grad, begin), t.grad, n);
-  LoadBlock(p, At(leaf.param, t.param, begin), t.param, n);
-  LoadBlock(m, At(leaf.mu, t.mu, begin), t.mu, n);
-  LoadBlock(v, At(leaf.nu, t.nu, begin), t.nu, n);
-  for (size_t i = 0; i < n; ++i) g[i] = g[i] * inv_scale;
-  // Constant flags, so that each of the four loops is free of branches.
-  if (call.nesterov) {
-    decay ? UpdateBlock(c, true, true, g, p, m, v, u, n)
-          : UpdateBlock(c, true, false, g, p, m, v, u, n);
-  } else {
-    decay ? UpdateBlock(c, false, true, g, p, m, v, u, n)
-          : UpdateBlock(c, false, false, g, p, m, v, u, n);
+  const float* g = LoadBlock(const_cast<void*>(leaf.grad), t.grad, begin, buffers[0], n);
+  const float* p = LoadBlock(leaf.param, t.param, begin, buffers[1], n);
+  float* m = LoadBlock(leaf.mu, t.mu, begin, buffers[2], n);
+  float* v = LoadBlock(leaf.nu, t.nu, begin, buffers[3], n);
+  float* result = buffers[4];
+  const int flags =
+      call.nesterov << 2 | (c.weight_decay != 0.0f) << 1 | (call.mode == Mode::kUpdate);
+  // clang-format off
+  switch (flags) {
+    case 0: UpdateBlock<false, false, false>(c, inv_scale, g, p, m, v, result, n); break;
+    case 1: UpdateBlock<false, false, true>(c, inv_scale, g, p, m, v, result, n); break;
+    case 2: UpdateBlock<false, true, false>(c, inv_scale, g, p, m, v, result, n); break;
+    case 3: UpdateBlock<false, true, true>(c, inv_scale, g, p, m, v, result, n); break;
+    case 4: UpdateBlock<true, false, false>(c, inv_scale, g, p, m, v, result, n); break;
+    case 5: UpdateBlock<true, false, true>(c, inv_scale, g, p, m, v, result, n); break;
+    case 6: UpdateBlock<true, true, false>(c, inv_scale, g, p, m, v, result, n); break;
+    case 7: UpdateBlock<true, true, true>(c, inv_scale, g, p, m, v, result, n); break;
   }
-  StoreBlock(At(leaf.mu, t.mu, begin), t.mu, m, n);
-  StoreBlock(At(leaf.nu, t.nu, begin), t.nu, v, n);
-  if (call.mode == Mode::kUpdate) {
-    for (size_t i = 0; i < n; ++i) u[i] = -u[i];
-    StoreBlock(At(leaf.out, t.out, begin), t.out, u, n);
-    return;
-  }
-  for (size_t i = 0; i < n; ++i) p[i] = p[i] - u[i];
-  StoreBlock(At(leaf.param, t.param, begin), t.param, p, n);
-  if (call.mode == Mode::kStepAndCast) StoreBlock(At(leaf.out, t.out, begin), t.out, p, n);
+  // clang-format on
+  StoreBlock(leaf.mu, t.mu, begin, m, n);
+  StoreBlock(leaf.nu, t.nu, begin, v, n);
+  if (call.mode != Mode::kUpdate) StoreBlock(leaf.param, t.param, begin, result, n);
+  if (call.mode != Mode::kStep) StoreBlock(leaf.out, t.out, begin, result, n);
 }
 
 // What a skipped step writes: the unchanged parameter in `out`'s dtype, or an update of zero.
 void SkipBlock(const AdamCall& call, const Leaf& leaf, size_t begin, size_t n) {
   if (call.mode == Mode::kStep) return;
-  float x[kBlock] = {};
+  float buffer[kBlock] = {};
+  const float* x = buffer;
   if (call.mode == Mode::kStepAndCast) {
-    LoadBlock(x, At(leaf.param, call.dtypes.param, begin), call.dtypes.param, n);
+    x = LoadBlock(leaf.param, call.dtypes.param, begin, buffer, n);
   }
-  StoreBlock(At(leaf.out, call.dtypes.out, begin), call.dtypes.out, x, n);
+  for (size_t i = 0; i < n; ++i) buffer[i] = CanonicalNan(x[i]);
+  StoreBlock(leaf.out, call.dtypes.out, begin, buffer, n);
 }
 
 struct Tile {
