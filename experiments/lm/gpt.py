@@ -64,15 +64,16 @@ class GPT(nn.Module):
     def __call__(self, tokens):
         c = self.config
         normal = nn.initializers.normal(0.02)
-        embed = nn.Embed(
-            c.vocabulary, c.width, embedding_init=normal, name="bytes", dtype=self.dtype
-        )
-        positions = self.param("positions", normal, (c.length, c.width))
-        x = embed(tokens) + positions[: tokens.shape[1]].astype(self.dtype)
+        table = self.param("bytes", normal, (c.vocabulary, c.width)).astype(self.dtype)
+        positions = self.param("positions", normal, (c.length, c.width)).astype(self.dtype)
+        # A product with one-hot rows, not a lookup: the gradient of a lookup adds thousands of
+        # rows into each of 256, one after the other.
+        x = jax.nn.one_hot(tokens, c.vocabulary, dtype=self.dtype) @ table
+        x = x + positions[: tokens.shape[1]]
         for i in range(c.layers):
             x = Block(c, self.dtype, name=f"block_{i}")(x)
-        x = nn.LayerNorm(name="norm", dtype=self.dtype)(x)
-        return embed.attend(x).astype(jnp.float32)
+        x = nn.LayerNorm(dtype=self.dtype, name="norm")(x)
+        return (x @ table.T).astype(jnp.float32)
 
 
 def loss_fn(model: GPT):
