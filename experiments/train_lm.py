@@ -51,7 +51,7 @@ def parse_args(argv=None):
         help="dtype of gradients on the wire",
     )
     add("--mu-dtype", choices=DTYPES, default="float32", help="dtype of the first moment")
-    add("--learning-rate", type=float, help="peak; default: 3e-3 for tiny, 6e-4 for gpt2-small")
+    add("--learning-rate", type=float, help="peak; default: 3e-3 for tiny, 3e-4 for gpt2-small")
     add("--max-grad-norm", type=float, default=1.0)
     add("--evals", type=int, default=10, help="how often to compute the validation loss")
     add("--seed", type=int, default=0)
@@ -65,7 +65,7 @@ def resolve(args):
     on_gpu = jax.default_backend() == "gpu"
     args.preset = args.preset or ("gpt2-small" if on_gpu else "tiny")
     args.steps = args.steps or {"tiny": 400, "gpt2-small": 2000}[args.preset]
-    args.learning_rate = args.learning_rate or {"tiny": 3e-3, "gpt2-small": 6e-4}[args.preset]
+    args.learning_rate = args.learning_rate or {"tiny": 3e-3, "gpt2-small": 3e-4}[args.preset]
     args.param_dtype = args.param_dtype or ("bfloat16" if on_gpu else "float32")
     args.devices = args.devices or len(jax.devices())
     chosen = {key: getattr(args, key) for key in ("layers", "width", "batch") if getattr(args, key)}
@@ -73,7 +73,7 @@ def resolve(args):
 
 
 def make_schedule(args):
-    warmup = max(1, args.steps // 20)
+    warmup = max(1, args.steps // 10)
     return optax.warmup_cosine_decay_schedule(
         0.0, args.learning_rate, warmup, args.steps, 0.1 * args.learning_rate
     )

@@ -35,7 +35,7 @@ def write_run(path: pathlib.Path, revision: str | None, **results: Any) -> None:
     """Writes what was run, on what, and what came out."""
     info = diagnostics.info()
     run = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": _command(),
         "revision": revision or _git_revision(),
         "machine": {
             key: info[key] for key in ("machine", "devices", "driver", "python", "packages")
@@ -43,6 +43,18 @@ def write_run(path: pathlib.Path, revision: str | None, **results: Any) -> None:
         "results": results,
     }
     path.write_text(json.dumps(run, indent=1) + "\n")
+
+
+def _command() -> str:
+    """The command line, without the options that say where to write and what to call it."""
+    options = iter(sys.argv[1:])
+    kept = []
+    for option in options:
+        if option in ("--out", "--revision"):
+            next(options, None)
+        else:
+            kept.append(option)
+    return shlex.join(["python", f"experiments/{pathlib.Path(sys.argv[0]).name}", *kept])
 
 
 def _git_revision() -> str:
