@@ -24,9 +24,7 @@ def training_table() -> str:
         run = json.loads(path.read_text())
         r = run["results"]
         memory = r["optimizer_bytes_per_device"]
-        megabytes = (
-            [f"{memory[key] / 1e6:,.1f}" for key in ("sharded", "replicated")] if memory else "-"
-        )
+        megabytes = [f"{memory[key] / 1e6:,.1f}" for key in ("sharded", "replicated") if memory]
         device = run["machine"]["devices"][0].split(" ", 1)[1]
         cells = (
             f"{r['preset']}, {r['optimizer']}",
@@ -36,7 +34,7 @@ def training_table() -> str:
             f"{r['validation_loss']:.3f}",
             f"{r['bigram_entropy']:.3f}",
             f"{r['tokens_per_second']:,.0f}",
-            " / ".join(megabytes) + " MB",
+            " / ".join(megabytes) + " MB" if memory else "-",
         )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -54,7 +52,7 @@ def kernel_table() -> str:
     ]
     rows = run["rows"]
     for ours, optax in zip(rows[::2], rows[1::2], strict=True):
-        cells = [f"{ours['tree']}, {ours['leaves']} leaves", ours["gradients"]]
+        cells = [f"{ours['tree']} ({ours['leaves']} arrays)", ours["gradients"]]
         for row in (ours, optax):
             cells += [
                 f"{row['microseconds']:,.0f}",

@@ -58,11 +58,19 @@ def _command() -> str:
 
 
 def _git_revision() -> str:
-    command = ["git", "-C", str(pathlib.Path(__file__).parent), "describe", "--always", "--dirty"]
+    """The commit, marked if the code differs from it; results, which a run rewrites, do not count."""
+    git = ["git", "-C", str(pathlib.Path(__file__).parents[2])]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
+        commit = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        )
+        code = [*git, "diff", "--quiet", "HEAD", "--", ".", ":!experiments/results"]
+        dirty = subprocess.run(code, capture_output=True).returncode != 0
+    except OSError:
         return "unknown"
+    return (
+        commit.stdout.strip() + ("-dirty" if dirty else "") if commit.returncode == 0 else "unknown"
+    )
 
 
 def plot_loss(metrics: pathlib.Path, image: pathlib.Path, bigram_entropy: float) -> None:
