@@ -103,8 +103,7 @@ def distributed_fused_adamw(
       g = s \sum_r g_r, \qquad s = \frac1N \min\left(1, \frac{G}{\lVert \bar g \rVert}\right)
 
     with :math:`G` = ``max_grad_norm``, followed by the formula of ``fused_adamw``. The sum is in
-    ``policy.grad_comm_dtype``, the scalar
-    :math:`s` is float32 and applied inside the kernel.
+    ``policy.grad_comm_dtype``; the scalar :math:`s` is float32 and applied inside the kernel.
 
     Args:
       learning_rate: As in ``fused_adamw``, and so are the next six.

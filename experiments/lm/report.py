@@ -58,7 +58,7 @@ def _command() -> str:
 
 
 def _git_revision() -> str:
-    """The commit, marked if the code differs from it; results, which a run rewrites, do not count."""
+    """The commit, marked if the code differs from it. Results do not count: a run rewrites them."""
     git = ["git", "-C", str(pathlib.Path(__file__).parents[2])]
     try:
         commit = subprocess.run(
