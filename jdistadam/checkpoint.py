@@ -101,7 +101,7 @@ def from_optax_state(
 
     old: DistributedState = state.opt_state
     new = old._replace(
-        count=jax.device_put(jnp.asarray(adam.count), old.count.sharding),
+        count=jax.device_put(np.array(adam.count), old.count.sharding),  # a copy: it is donated
         main_params=flat(main_params, old.main_params),
         mu=flat(adam.mu, old.mu),
         nu=flat(adam.nu, old.nu),

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdistadam.errors import HyperparameterError, PolicyError, describe
 
@@ -48,14 +49,26 @@ class Hyperparameters:
         for name in ("eps", "eps_root", "weight_decay"):
             _check(name, getattr(self, name), lambda x: 0.0 <= x < math.inf, "a finite number >= 0")
 
+    def split(self) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:
+        """Returns what is known to the compiler, hashable, and what is an operand of the program.
+
+        ``Hyperparameters(**dict(known), **operands)`` is this again.
+        """
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        operands = {k: v for k, v in values.items() if isinstance(v, jax.Array | np.ndarray)}
+        return tuple((k, v) for k, v in values.items() if k not in operands), operands
+
 
 def _check(name: str, value: Any, is_valid: Callable[[float], bool], expected: str) -> None:
-    if isinstance(value, jax.Array) or callable(value):
-        return  # a traced or scheduled value is known only on the device
-    try:
-        valid = not isinstance(value, bool) and is_valid(float(value))
-    except (TypeError, ValueError):
-        valid = False
+    if callable(value):
+        return  # a schedule
+    if isinstance(value, jax.Array | np.ndarray):
+        # Perhaps traced, and never waited for: only the shape can be looked at.
+        valid = value.shape == ()
+        expected = "a scalar"
+    else:
+        number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        valid = number and is_valid(float(value))
     if not valid:
         raise HyperparameterError(
             describe(
@@ -106,7 +119,8 @@ class MixedPrecisionPolicy:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None:
-                object.__setattr__(self, field.name, _float_dtype(field.name, value))
+                name = f"MixedPrecisionPolicy.{field.name}"
+                object.__setattr__(self, field.name, float_dtype(name, value))
         _require(self, "main_params_dtype", ("float32",))
         _require(self, "main_grads_dtype", ("float32",))
         _require(self, "grad_reduce_dtype", (None,))
@@ -131,7 +145,8 @@ class MixedPrecisionPolicy:
         return "\n".join(lines)
 
 
-def _float_dtype(name: str, value: Any) -> jnp.dtype:
+def float_dtype(name: str, value: Any) -> jnp.dtype:
+    """Returns a dtype that the kernel can store, or raises PolicyError."""
     try:
         dtype = jnp.dtype(value)
     except TypeError:
@@ -139,7 +154,7 @@ def _float_dtype(name: str, value: Any) -> jnp.dtype:
     if dtype is None or dtype.name not in _FLOATS:
         raise PolicyError(
             describe(
-                f"MixedPrecisionPolicy.{name}",
+                name,
                 "not a dtype that can be used",
                 got=repr(value),
                 expected=", ".join(_FLOATS),

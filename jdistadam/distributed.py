@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +15,12 @@ from jax.sharding import PartitionSpec as P
 from jdistadam import buckets, collectives, kernel, trees
 from jdistadam.coefficients import coefficient_rows
 from jdistadam.config import Hyperparameters, MixedPrecisionPolicy, ScalarOrSchedule, check_strategy
-from jdistadam.errors import HyperparameterError, MeshError, ShapeError, describe
+from jdistadam.distributed_checks import (
+    check_arguments,
+    check_mesh,
+    check_step,
+    refuse_empty_leaves,
+)
 from jdistadam.layout import Bucket, Layout, describe_leaves, make_layout
 from jdistadam.optimizer import FusedTransformation, decay_groups
 
@@ -146,14 +149,15 @@ def distributed_fused_adamw(
       ``DistributedFusedAdam``.
     """
     check_strategy(sharding_strategy)
-    _check_mesh(mesh, shard_axis)
-    _check_numbers(max_grad_norm, bucket_bytes)
+    check_mesh(mesh, shard_axis)
+    policy = MixedPrecisionPolicy() if policy is None else policy
+    check_arguments(policy, max_grad_norm, bucket_bytes)
     config = DistributedConfig(
         Hyperparameters(learning_rate, b1, b2, eps, eps_root, weight_decay, nesterov),
         mask,
         mesh,
         shard_axis,
-        policy or MixedPrecisionPolicy(),
+        policy,
         max_grad_norm,
         average_grads,
         bucket_bytes,
@@ -170,13 +174,15 @@ def distributed_fused_adamw(
 
     def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
         del extra_args
-        return _step_local(config, grads, state, params)
+        refuse_empty_leaves(mesh, params)
+        return step_local(config, grads, state, params)
 
     def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         del extra_args
         if params is None:
             raise ValueError(optax._src.base.NO_PARAMS_MSG)
-        new, state = _step_local(config, grads, state, params)
+        refuse_empty_leaves(mesh, params)
+        new, state = step_local(config, grads, state, params)
         # In float32, so that apply_updates lands exactly on a 16-bit parameter.
         f32 = jnp.float32
         return jax.tree.map(lambda n, p: n.astype(f32) - p.astype(f32), new, params), state
@@ -184,59 +190,6 @@ def distributed_fused_adamw(
     tx = DistributedTransformation(init, update, step)
     tx.config = config
     return tx
-
-
-def _check_numbers(max_grad_norm: float | None, bucket_bytes: int) -> None:
-    if max_grad_norm is not None and not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
-        raise HyperparameterError(
-            describe(
-                "max_grad_norm",
-                "out of range",
-                got=max_grad_norm,
-                expected="a finite number > 0, or None",
-                action="Change max_grad_norm.",
-            )
-        )
-    if bucket_bytes <= 0:
-        raise HyperparameterError(
-            describe(
-                "bucket_bytes", "out of range", got=bucket_bytes, expected="> 0", action="Raise it."
-            )
-        )
-
-
-def _check_mesh(mesh: Any, shard_axis: str) -> None:
-    if not isinstance(mesh, Mesh):
-        raise MeshError(
-            describe(
-                "mesh",
-                "not a mesh",
-                got=type(mesh).__name__,
-                expected="jax.sharding.Mesh",
-                action='Make one with jax.make_mesh((jax.device_count(),), ("data",)).',
-            )
-        )
-    if shard_axis not in mesh.shape:
-        close = difflib.get_close_matches(str(shard_axis), mesh.axis_names, 1, 0.0)
-        raise MeshError(
-            describe(
-                f"shard_axis {shard_axis!r}",
-                "not an axis of the mesh",
-                got=f"axes {mesh.axis_names}",
-                expected="one of them",
-                action=f"Pass shard_axis={close[0]!r}?",
-            )
-        )
-    if mesh.size != mesh.shape[shard_axis]:
-        raise MeshError(
-            describe(
-                "mesh",
-                "more than one axis is not supported in this version",
-                got=dict(mesh.shape),
-                expected=f"only axis {shard_axis!r}",
-                action="Use a one-dimensional mesh.",
-            )
-        )
 
 
 def _init_local(config: DistributedConfig, params: Any) -> DistributedState:
@@ -255,12 +208,12 @@ def _init_local(config: DistributedConfig, params: Any) -> DistributedState:
     )
 
 
-def _step_local(
+def step_local(
     config: DistributedConfig, grads: Any, state: DistributedState, params: Any
 ) -> tuple[Any, DistributedState]:
     """One step on one device: reduce-scatter, norm, kernel, all-gather."""
     layout = config.layout(params)
-    _check_step(config, layout, grads, state, params)
+    check_step(config.shard_axis, config.policy, layout, grads, state, params)
     shards = reduce_gradients(config, layout, jax.tree.leaves(grads))
     inv_scale, grad_norm = _scale_and_norm(config, shards)
     rows = coefficient_rows(config.hyper, state.count, (True, False))
@@ -300,7 +253,8 @@ def _scale_and_norm(config: DistributedConfig, shards: Sequence[jax.Array]) -> t
     if config.max_grad_norm is None:
         return mean, norm
     max_norm = jnp.float32(config.max_grad_norm)
-    return jnp.where(norm > max_norm, mean * (max_norm / norm), mean), norm
+    # Written so that a norm that is not a number reaches every gradient, as in optax.
+    return jnp.where(norm <= max_norm, mean, mean * (max_norm / norm)), norm
 
 
 def _update_shards(
@@ -337,48 +291,3 @@ def _update_shards(
         for i, shard in zip(indices, results.out, strict=True):
             new_shards[i] = shard
     return flats, new_shards
-
-
-def _check_step(
-    config: DistributedConfig, layout: Layout, grads: Any, state: Any, params: Any
-) -> None:
-    axis = config.shard_axis
-    if not collectives.is_bound(axis):
-        raise MeshError(
-            describe(
-                "step",
-                "called outside of jax.shard_map",
-                got="no manual axis",
-                expected=f"axis {axis!r}",
-                action="Use train_step, or call it inside jax.shard_map over the mesh.",
-            )
-        )
-    trees.check_dtypes(params, name="params")
-    trees.check_same_shapes(grads, params, name="grads", like_name="params")
-    trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
-    expected = (layout.flat_size,)
-    for name in ("main_params", "mu", "nu"):
-        flat = getattr(state, name, None)
-        if getattr(flat, "shape", None) != expected:
-            raise ShapeError(
-                describe(
-                    f"opt_state.{name}",
-                    "not the state of these params on this mesh",
-                    got=getattr(flat, "shape", type(flat).__name__),
-                    expected=f"{expected} on each device",
-                    action="Make the state with init(params) of this optimizer.",
-                )
-            )
-    if axis not in (collectives.varying_axes(state.main_params) or ()):
-        return  # shard_map runs with check_vma=False: types say nothing about reductions
-    for path, grad in zip(trees.paths(grads, "grads"), jax.tree.leaves(grads), strict=True):
-        if axis not in (collectives.varying_axes(grad) or ()):
-            raise MeshError(
-                describe(
-                    path,
-                    "already reduced over the mesh",
-                    got=f"the same on all of axis {axis!r}",
-                    expected="this device's own gradient",
-                    action="Differentiate with respect to local_params(params, tx).",
-                )
-            )

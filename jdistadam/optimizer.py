@@ -13,7 +13,7 @@ import optax
 
 from jdistadam import partitioning, trees
 from jdistadam.coefficients import coefficient_rows
-from jdistadam.config import Hyperparameters, ScalarOrSchedule
+from jdistadam.config import Hyperparameters, ScalarOrSchedule, float_dtype
 from jdistadam.errors import DtypeError, PolicyError, TreeError, describe
 from jdistadam.kernel import Operands, Results, Scalars, Spec
 
@@ -46,6 +46,10 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         """Makes the pair that optax unpacks, and hangs ``step`` beside it."""
         self = super().__new__(cls, init, update)
         self.step = step
+        return self
+
+    def __deepcopy__(self, memo: Any) -> FusedTransformation:
+        """Returns itself: there is nothing in it that changes."""
         return self
 
 
@@ -114,13 +118,17 @@ def fused_adamw(
       <https://arxiv.org/abs/1711.05101>`_, 2019.
     """
     hyper = Hyperparameters(learning_rate, b1, b2, eps, eps_root, weight_decay, nesterov)
-    _check_fixed_dtype("nu_dtype", nu_dtype, "float32")
-    _check_fixed_dtype("main_params_dtype", main_params_dtype, "None")
+    if mu_dtype is not None:
+        mu_dtype = float_dtype("mu_dtype", mu_dtype)
+    _check_only("nu_dtype", nu_dtype, None, "float32")
+    _check_only("main_params_dtype", main_params_dtype, None)
     like_optax = optax.adamw(
         learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
     )
+    known, operands = hyper.split()
 
     def init(params: Any) -> optax.OptState:
+        decay_groups(mask, params)  # a mask that does not fit should not wait for the first step
         state = like_optax.init(params)
         nu = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=jnp.float32), state[0].nu)
         return (state[0]._replace(nu=nu), *state[1:])
@@ -128,56 +136,58 @@ def fused_adamw(
     def run(mode: str, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         if params is None:
             raise ValueError(optax._src.base.NO_PARAMS_MSG)  # optax has no public name for it
-        return _run(mode, hyper, mask, grads, state, params)
-
-    # Always inside jit, also when called eagerly: the compiler contracts the expressions of the
-    # coefficients, so that an eager call would otherwise use different bits.
-    jitted = jax.jit(run, static_argnums=0)
+        groups = decay_groups(mask, params)
+        return _run(grads, state, params, operands, mode=mode, known=known, groups=groups)
 
     def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         del extra_args  # as optax's adamw, which takes none
-        return jitted("update", grads, state, params)
+        return run("update", grads, state, params)
 
     def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
         del extra_args
-        return jitted("step", grads, state, params)
+        return run("step", grads, state, params)
 
     return FusedTransformation(init, update, step)
 
 
-def _check_fixed_dtype(name: str, value: Any, only: str) -> None:
-    if (
-        value is not None
-        and str(getattr(value, "dtype", value)) != only
-        and jnp.dtype(value).name != only
-    ):
+def _check_only(name: str, value: Any, *supported: str | None) -> None:
+    try:
+        got = None if value is None else jnp.dtype(value).name
+    except TypeError:
+        got = repr(value)
+    if got not in supported:
         raise PolicyError(
             describe(
                 name,
                 "not supported in this version",
-                got=value,
-                expected=only,
+                got=got,
+                expected=" or ".join(map(str, supported)),
                 action=f"Leave {name} at None.",
             )
         )
 
 
+# Always inside jit, also for eager calls: the compiler contracts the expressions of the
+# coefficients, so that an eager call would otherwise use different bits. One function for all
+# optimizers: optax.inject_hyperparams makes a new one at each eager call.
+@functools.partial(jax.jit, static_argnames=("mode", "known", "groups"))
 def _run(
-    mode: str, hyper: Hyperparameters, mask: Any, grads: Any, state: Any, params: Any
+    grads: Any,
+    state: Any,
+    params: Any,
+    operands: dict[str, Any],
+    *,
+    mode: str,
+    known: tuple[tuple[str, Any], ...],
+    groups: tuple[int, ...],
 ) -> tuple[Any, Any]:
     """Checks the trees, steps every leaf, and advances the counts of the state."""
+    hyper = Hyperparameters(**dict(known), **operands)
     adam_state = _adam_state(state)
-    trees.check_dtypes(params, name="params")
-    trees.check_same_shapes(grads, params, name="grads", like_name="params")
-    trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
-    for name in ("mu", "nu"):
-        trees.check_same_shapes(
-            getattr(adam_state, name), params, name=f"opt_state[0].{name}", like_name="params"
-        )
-    decays = decay_groups(mask, params)
+    _check_trees(grads, adam_state, params)
     rows = coefficient_rows(hyper, adam_state.count, (True, False))
     leaves = Operands(*(jax.tree.leaves(x) for x in (grads, params, adam_state.mu, adam_state.nu)))
-    results = _step_by_dtype(mode, Scalars.plain(rows), leaves, decays, hyper.nesterov)
+    results = _step_by_dtype(mode, Scalars.plain(rows), leaves, groups, hyper.nesterov)
 
     unflatten = functools.partial(jax.tree.unflatten, jax.tree.structure(params))
     new_adam = optax.ScaleByAdamState(
@@ -185,6 +195,22 @@ def _run(
     )
     new_params = unflatten(results.out if mode == "update" else results.params)
     return new_params, (new_adam, *(advance_schedules(part) for part in state[1:]))
+
+
+def _check_trees(grads: Any, adam_state: optax.ScaleByAdamState, params: Any) -> None:
+    trees.check_dtypes(params, name="params")
+    trees.check_same_shapes(grads, params, name="grads", like_name="params")
+    trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
+    for name in ("mu", "nu"):
+        tree = getattr(adam_state, name)
+        trees.check_same_shapes(tree, params, name=f"opt_state[0].{name}", like_name="params")
+    trees.check_dtypes(adam_state.mu, name="opt_state[0].mu", action="Cast mu.")
+    trees.check_dtypes(
+        adam_state.nu,
+        name="opt_state[0].nu",
+        allowed=(jnp.float32,),
+        action="Cast nu to float32: in 16 bits it cannot decay for b2 above 0.99.",
+    )
 
 
 def _adam_state(state: Any) -> optax.ScaleByAdamState:
@@ -207,8 +233,18 @@ def decay_groups(mask: Any, params: Any) -> tuple[int, ...]:
     if mask is None:
         return (0,) * num_leaves
     mask = mask(params) if callable(mask) else mask
-    # As in optax, a mask may be a prefix of the params.
-    full = jax.tree.map(lambda keep, tree: jax.tree.map(lambda _: keep, tree), mask, params)
+    try:  # as in optax, a mask may be a prefix of the params
+        full = jax.tree.map(lambda keep, tree: jax.tree.map(lambda _: keep, tree), mask, params)
+    except (ValueError, TypeError):
+        raise TreeError(
+            describe(
+                "mask",
+                "structure differs from params",
+                got=jax.tree.structure(mask),
+                expected=jax.tree.structure(params),
+                action="Give each leaf of params, or each subtree, True or False.",
+            )
+        ) from None
     groups = []
     for path, keep in zip(trees.paths(full, "mask"), jax.tree.leaves(full), strict=True):
         if not isinstance(keep, bool | np.bool_):

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import collectives, trees
-from jdistadam.distributed import DistributedTransformation
+from jdistadam.distributed import DistributedTransformation, step_local
 from jdistadam.errors import ShapeError, describe
 
 # XLA's own limit of 30 MiB counts shards: it merges most models into one collective that begins
@@ -159,7 +159,7 @@ def train_step(
 
     def local_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
-        params, opt_state = tx.step(grads, state.opt_state, state.params)
+        params, opt_state = step_local(config, grads, state.opt_state, state.params)
         mean_loss = collectives.all_reduce_mean(loss.astype(jnp.float32), config.shard_axis)
         return TrainState(params, opt_state), {"loss": mean_loss, "grad_norm": opt_state.grad_norm}
 

@@ -18,7 +18,7 @@ LAYERS = (
     {"config", "layout"},
     {"coefficients", "reference", "native"},
     {"kernel", "buckets", "collectives"},
-    {"partitioning"},
+    {"partitioning", "distributed_checks"},
     {"optimizer"},
     {"distributed"},
     {"training"},

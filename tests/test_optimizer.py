@@ -275,7 +275,7 @@ def test_16_bit_params_and_mixed_trees(dtype):
         (dict(eps_root=float("nan")), jda.HyperparameterError, r"eps_root: out of range: got nan"),
         (dict(weight_decay=-1), jda.HyperparameterError, r"weight_decay: out of range: got -1"),
         (dict(learning_rate=float("inf")), jda.HyperparameterError, r"learning_rate: out of range: got inf"),
-        (dict(nu_dtype=jnp.bfloat16), jda.PolicyError, r"nu_dtype: not supported in this version.*expected float32"),
+        (dict(nu_dtype=jnp.bfloat16), jda.PolicyError, r"nu_dtype: not supported in this version.*expected None or float32"),
         (dict(main_params_dtype=jnp.float32), jda.PolicyError, r"main_params_dtype: not supported"),
     ],
     ids=str,

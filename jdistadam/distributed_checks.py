@@ -1,0 +1,163 @@
+"""What ``distributed_fused_adamw`` and its step refuse, and how they say so."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jdistadam import collectives, trees
+from jdistadam.config import MixedPrecisionPolicy
+from jdistadam.errors import (
+    DtypeError,
+    HyperparameterError,
+    MeshError,
+    PolicyError,
+    ShapeError,
+    describe,
+)
+from jdistadam.layout import Layout
+
+
+def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any) -> None:
+    """Raises PolicyError or HyperparameterError unless types and ranges are right."""
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise PolicyError(
+            describe(
+                "policy",
+                "not a policy",
+                got=repr(policy),
+                expected="jdistadam.MixedPrecisionPolicy",
+                action="Pass policy=jdistadam.MixedPrecisionPolicy(...).",
+            )
+        )
+    numbers = {"bucket_bytes": bucket_bytes} | (
+        {} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}
+    )
+    for name, value in numbers.items():
+        if not (isinstance(value, int | float | np.number) and 0 < value < math.inf):
+            raise HyperparameterError(
+                describe(
+                    name,
+                    "out of range",
+                    got=repr(value),
+                    expected="a finite number > 0",
+                    action=f"Change {name}.",
+                )
+            )
+
+
+def check_mesh(mesh: Any, shard_axis: str) -> None:
+    """Raises MeshError unless ``shard_axis`` is the one axis of a mesh."""
+    if not isinstance(mesh, Mesh):
+        raise MeshError(
+            describe(
+                "mesh",
+                "not a mesh",
+                got=type(mesh).__name__,
+                expected="jax.sharding.Mesh",
+                action='Make one with jax.make_mesh((jax.device_count(),), ("data",)).',
+            )
+        )
+    if shard_axis not in mesh.shape:
+        close = difflib.get_close_matches(str(shard_axis), mesh.axis_names, 1, 0.0)
+        raise MeshError(
+            describe(
+                f"shard_axis {shard_axis!r}",
+                "not an axis of the mesh",
+                got=f"axes {mesh.axis_names}",
+                expected="one of them",
+                action=f"Pass shard_axis={close[0]!r}?",
+            )
+        )
+    if mesh.size != mesh.shape[shard_axis]:
+        raise MeshError(
+            describe(
+                "mesh",
+                "more than one axis is not supported in this version",
+                got=dict(mesh.shape),
+                expected=f"only axis {shard_axis!r}",
+                action="Use a one-dimensional mesh.",
+            )
+        )
+
+
+def refuse_empty_leaves(mesh: Mesh, params: Any) -> None:
+    """Raises where XLA would end the process: see collectives.shard_map, which train_step uses."""
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if mesh.size == 1 or not on_cpu or jax.__version_info__[:2] != (0, 11):
+        return
+    for path, x in zip(trees.paths(params, "params"), jax.tree.leaves(params), strict=True):
+        if not np.size(x):
+            raise ShapeError(
+                describe(
+                    path,
+                    "zero-size arguments of jax.shard_map crash jax 0.11 on several CPU devices",
+                    got=np.shape(x),
+                    expected="at least one element",
+                    action="Use train_step, or leave such arrays out of the params.",
+                )
+            )
+
+
+def check_step(
+    axis: str, policy: MixedPrecisionPolicy, layout: Layout, grads: Any, state: Any, params: Any
+) -> None:
+    """Raises unless gradients, state and params fit each other, the policy and the mesh."""
+    if not collectives.is_bound(axis):
+        raise MeshError(
+            describe(
+                "step",
+                "called outside of jax.shard_map",
+                got="no manual axis",
+                expected=f"axis {axis!r}",
+                action="Use train_step, or call it inside jax.shard_map over the mesh.",
+            )
+        )
+    trees.check_dtypes(params, name="params")
+    trees.check_same_shapes(grads, params, name="grads", like_name="params")
+    trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
+    _check_flats(policy, layout, state)
+    if axis not in (collectives.varying_axes(state.main_params) or ()):
+        return  # shard_map runs with check_vma=False: types say nothing about reductions
+    for path, grad in zip(trees.paths(grads, "grads"), jax.tree.leaves(grads), strict=True):
+        if axis not in (collectives.varying_axes(grad) or ()):
+            raise MeshError(
+                describe(
+                    path,
+                    "already reduced over the mesh",
+                    got=f"the same on all of axis {axis!r}",
+                    expected="this device's own gradient",
+                    action="Differentiate with respect to local_params(params, tx).",
+                )
+            )
+
+
+def _check_flats(policy: MixedPrecisionPolicy, layout: Layout, state: Any) -> None:
+    for name in ("main_params", "mu", "nu"):
+        flat: Any = getattr(state, name, None)
+        if getattr(flat, "shape", None) != (layout.flat_size,):
+            raise ShapeError(
+                describe(
+                    f"opt_state.{name}",
+                    "not the state of these params on this mesh",
+                    got=getattr(flat, "shape", type(flat).__name__),
+                    expected=f"{(layout.flat_size,)} on each device",
+                    action="Make the state with init(params) of this optimizer.",
+                )
+            )
+        dtype = getattr(policy, f"{name}_dtype")
+        if flat.dtype != dtype:
+            raise DtypeError(
+                describe(
+                    f"opt_state.{name}",
+                    "dtype differs from the policy",
+                    got=flat.dtype,
+                    expected=dtype,
+                    action=f"Cast it, or set {name}_dtype in the policy.",
+                )
+            )
