@@ -129,13 +129,12 @@ def test_training_step_equals_one_device_optax(cpu_mesh, n, dtype):
     their_update = jax.jit(theirs.update)
     rng = np.random.default_rng(n)
     for count in range(10):
-        batch = exact_batch(rng)
+        # signs: a device's sum over examples is exact also in a bfloat16 gradient
+        batch = jax.tree.map(np.sign, exact_batch(rng))
         main, old = jda.to_optax_state(state, tx)
         main = jax.tree.map(jnp.asarray, main)
         state, metrics = step(state, batch)
         grads = mean_gradient(batch, n)
-        if dtype == jnp.bfloat16:  # a device's gradient has the dtype of its parameters
-            continue
         updates, want_state = their_update(grads, old, main)
         want_main = optax.apply_updates(main, updates)
         got_main, got_state = jda.to_optax_state(state, tx)
@@ -243,6 +242,16 @@ def test_clipping_scales_the_mean_gradient(cpu_mesh):
         np.testing.assert_allclose(one.opt_state.nu, two.opt_state.nu, rtol=2e-6)
 
 
+def test_clipping_with_a_norm_that_is_not_a_number(cpu_mesh):
+    """As in optax, every gradient becomes NaN: none may slip through unclipped."""
+    tx = make_tx(cpu_mesh(2), max_grad_norm=1.0, mask=None)
+    state = jda.TrainState.create({"a": jnp.ones(3), "b": jnp.ones(3)}, tx)
+    batch = {"a": np.full((2, 3), 100, np.float32), "b": np.full((2, 3), np.nan, np.float32)}
+    state, metrics = jda.train_step(linear_loss, tx)(state, batch)
+    assert np.isnan(metrics["grad_norm"])
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(state.params))
+
+
 def test_16_bit_wire_rounds_also_on_one_device(cpu_mesh):
     """XLA drops a collective over one device; the rounding of the wire must not go with it."""
     results = {}
@@ -304,6 +313,21 @@ def test_state_moves_between_meshes_exactly(cpu_mesh):
     again = jda.from_optax_state(*exported, tx)
     for a, b in zip(*(jax.tree.leaves(step(s, batches[2])) for s in (again, state)), strict=True):
         assert np.array_equal(a, b)
+
+
+def test_conversion_leaves_the_given_state_alone(cpu_mesh):
+    """The new state is donated; the caller's optax state must survive that."""
+    for n in (1, 4):
+        tx = make_tx(cpu_mesh(n), mask=None)
+        params = {"w": jnp.ones((4, 3))}
+        theirs = optax.adamw(**HYPER)
+        opt_state = theirs.init(params)
+        for _ in range(2):
+            state = jda.from_optax_state(params, opt_state, tx)
+            jda.train_step(lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), tx)(
+                state, np.ones((4, 1), np.float32)
+            )
+            assert not any(x.is_deleted() for x in jax.tree.leaves((params, opt_state)))
 
 
 def test_optax_state_with_schedules_has_their_counts(cpu_mesh):
@@ -400,6 +424,8 @@ def test_hundred_steps_compile_once(cpu_mesh):
         (dict(max_grad_norm=0.0), jda.HyperparameterError, r"max_grad_norm: out of range: got 0.0, expected a finite"),
         (dict(b2=1.0), jda.HyperparameterError, r"b2: out of range: got 1.0, expected a number in \[0, 1\)"),
         (dict(bucket_bytes=0), jda.HyperparameterError, r"bucket_bytes: out of range: got 0"),
+        (dict(max_grad_norm="1"), jda.HyperparameterError, r"max_grad_norm: out of range: got '1', expected a finite"),
+        (dict(policy="bf16"), jda.PolicyError, r"policy: not a policy: got 'bf16', expected jdistadam.MixedPrecisionPol"),
     ],
     ids=str,
 )  # fmt: skip
@@ -476,6 +502,36 @@ def test_bad_trees_and_placements(cpu_mesh):
         jda.ShapeError, match=r"opt_state\[0\].mu\['w'\]: shape differs from params: got \(4, 2\)"
     ):
         jda.from_optax_state({"w": jnp.ones((2, 2))}, adam, tx)
+
+
+def test_state_of_another_policy_is_refused(cpu_mesh):
+    tx = make_tx(cpu_mesh(2), mask=None)
+    state = jda.TrainState.create({"w": jnp.ones((4, 2))}, tx)
+    low = state.opt_state._replace(nu=state.opt_state.nu.astype(jnp.bfloat16))
+    step = jda.train_step(lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), tx)
+    with pytest.raises(
+        jda.DtypeError,
+        match=r"opt_state.nu: dtype differs from the policy: got bfloat16, expected f",
+    ):
+        step(jda.TrainState(state.params, low), np.ones((2, 1), np.float32))
+
+
+@pytest.mark.skipif(
+    jax.__version_info__[:2] != (0, 11), reason="needs jax 0.11, where XLA would crash"
+)
+def test_zero_size_leaf_in_an_own_shard_map_raises_instead_of_crashing(cpu_mesh):
+    mesh = cpu_mesh(2)
+    tx = make_tx(mesh, mask=None)
+    state = jda.TrainState.create({"w": jnp.ones(3), "e": jnp.zeros((0, 4))}, tx)
+    specs = (P(), tx.state_specs())
+    own = jax.shard_map(
+        lambda p, s: tx.step(p, s, p), mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False
+    )
+    with pytest.raises(
+        jda.ShapeError,
+        match=r"params\['e'\]: zero-size arguments .*got \(0, 4\), expected at least one",
+    ):
+        jax.jit(own)(state.params, state.opt_state)
 
 
 def test_wrong_gradients_inside_shard_map(cpu_mesh):

@@ -1,5 +1,6 @@
 """fused_adamw against optax.adamw."""
 
+import copy
 import re
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from ulp import assert_step_close
 
 import jdistadam as jda
+from jdistadam import optimizer
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-12, weight_decay=0.13)
 
@@ -276,6 +278,12 @@ def test_16_bit_params_and_mixed_trees(dtype):
         (dict(weight_decay=-1), jda.HyperparameterError, r"weight_decay: out of range: got -1"),
         (dict(learning_rate=float("inf")), jda.HyperparameterError, r"learning_rate: out of range: got inf"),
         (dict(nu_dtype=jnp.bfloat16), jda.PolicyError, r"nu_dtype: not supported in this version.*expected None or float32"),
+        (dict(learning_rate="0.1"), jda.HyperparameterError, r"learning_rate: out of range: got '0.1', expected a fin"),
+        (dict(learning_rate=np.ones(3)), jda.HyperparameterError, r"learning_rate: out of range: .* expected a scalar"),
+        (dict(b1=True), jda.HyperparameterError, r"b1: out of range: got True"),
+        (dict(mu_dtype=jnp.int8), jda.PolicyError, r"mu_dtype: not a dtype that can be used: .* expected float32, bf"),
+        (dict(nu_dtype="garbage"), jda.PolicyError, r"nu_dtype: not supported in this version: got 'garbage'"),
+        (dict(main_params_dtype="remainder16"), jda.PolicyError, r"main_params_dtype: not supported.*'remainder16'"),
         (dict(main_params_dtype=jnp.float32), jda.PolicyError, r"main_params_dtype: not supported"),
     ],
     ids=str,
@@ -340,8 +348,68 @@ def test_params_are_required_with_optax_message():
         tx.update(params, tx.init(params))
 
 
-def test_bad_mask():
-    tx = jda.fused_adamw(1e-3, mask={"w": 0.5})
+@pytest.mark.parametrize(
+    ("mask", "error", "message"),
+    [
+        ({"w": 0.5}, jda.DtypeError, r"mask\['w'\]: not a bool: got 0.5, expected True or False"),
+        (
+            {"v": True},
+            jda.TreeError,
+            r"mask: structure differs from params: got .*'v'.*, expected .*'w'",
+        ),
+    ],
+    ids=["number", "structure"],
+)
+def test_bad_mask(mask, error, message):
     params = {"w": jnp.ones(3)}
-    with pytest.raises((jda.DtypeError, ValueError, TypeError), match="mask"):
-        tx.step(params, jda.fused_adamw(1e-3).init(params), params)
+    with pytest.raises(error, match=message):
+        jda.fused_adamw(1e-3, mask=mask).init(params)
+    with pytest.raises(error, match=message):
+        jda.fused_adamw(1e-3, mask=mask).step(params, jda.fused_adamw(1e-3).init(params), params)
+
+
+def test_16_bit_second_moment_is_refused():
+    """optax's own state of bfloat16 params has one; it could not decay."""
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    tx = jda.fused_adamw(1e-3)
+    with pytest.raises(
+        jda.DtypeError,
+        match=r"opt_state\[0\]\.nu\['w'\]: dtype .*got bfloat16, expected float32\. Cast",
+    ):
+        tx.step(params, optax.adamw(1e-3).init(params), params)
+
+
+def test_eager_inject_hyperparams_compiles_once():
+    """It makes a new optimizer at each call; compiling each would take a tenth of a second."""
+    tx = optax.inject_hyperparams(jda.fused_adamw, static_args=("nesterov",))(learning_rate=0.012)
+    params = {"w": jnp.ones(17)}
+    state = tx.init(params)
+    _, state = tx.update(params, state, params)
+    before = optimizer._run._cache_size()
+    for lr in (0.1, 0.2, 0.3):
+        state.hyperparams["learning_rate"] = jnp.float32(lr)
+        _, state = tx.update(params, state, params)
+    assert optimizer._run._cache_size() == before
+
+
+def test_constant_step_count_gives_the_same_bits():
+    """Unrolled steps from a fresh state: the compiler knows every count and could fold schedules."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 12)
+    tx = jda.fused_adamw(schedule, weight_decay=optax.linear_schedule(0.5, 0.1, 7))
+    params = random_tree(np.random.default_rng(11))
+
+    def steps(params):
+        state = tx.init(params)
+        for _ in range(7):
+            params, state = tx.step(params, state, params)
+        return params, state
+
+    for a, b in zip(*(jax.tree.leaves(f(params)) for f in (steps, jax.jit(steps))), strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_transformations_can_be_copied():
+    for tx in (jda.fused_adamw(1e-3), optax.chain(jda.fused_adamw(1e-3))):
+        again = copy.deepcopy(tx)
+        params = {"w": jnp.ones(3)}
+        again.update(params, again.init(params), params)
