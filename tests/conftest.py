@@ -18,9 +18,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_collection_modifyitems(config, items):
     if HAS_NVIDIA_DEVICE:
-        return
+        return  # a test that needs several says so itself
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") or item.get_closest_marker("multigpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; none is visible here"))
 
 
