@@ -28,26 +28,20 @@ def check_same_structure(tree: Any, like: Any, *, name: str, like_name: str) -> 
     if got == expected:
         return
     mine, theirs = paths(tree, ""), paths(like, "")
-    for path in theirs:
-        if path not in mine:
-            message = describe(
-                f"{name}{path}",
-                f"missing, {like_name} has it",
-                got=f"{len(mine)} leaves",
-                expected=f"the {len(theirs)} leaves of {like_name}",
-                action=f"Pass {name} with the tree structure of {like_name}.",
-            )
-            raise TreeError(message)
-    for path in mine:
-        if path not in theirs:
-            message = describe(
-                f"{name}{path}",
-                f"unexpected, {like_name} does not have it",
-                got=f"{len(mine)} leaves",
-                expected=f"the {len(theirs)} leaves of {like_name}",
-                action=f"Pass {name} with the tree structure of {like_name}.",
-            )
-            raise TreeError(message)
+    missing = [path for path in theirs if path not in mine]
+    unexpected = [path for path in mine if path not in theirs]
+    if missing or unexpected:
+        what = f"missing, {like_name} has it"
+        if not missing:
+            what = f"unexpected, {like_name} does not have it"
+        message = describe(
+            f"{name}{(missing or unexpected)[0]}",
+            what,
+            got=f"{len(mine)} leaves",
+            expected=f"the {len(theirs)} leaves of {like_name}",
+            action=f"Pass {name} with the tree structure of {like_name}.",
+        )
+        raise TreeError(message)
     message = describe(
         name,
         f"tree structure differs from {like_name}",

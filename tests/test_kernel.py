@@ -27,7 +27,7 @@ def random_operands(rng, sizes, dtypes, **kwargs):
     )
 
 
-def check(spec, scalars, operands):
+def assert_equals_oracle(spec, scalars, operands):
     got = adam(spec, scalars, operands)
     for i, want in enumerate(oracle(spec, scalars, operands)):
         if spec.mode != "update":
@@ -64,13 +64,13 @@ def test_kernel_equals_the_oracle_bitwise(platform, dtypes, mode):
     for nesterov in (False, True):
         out_dtype = {"step": None, "step_and_cast": mu, "update": grad}[mode]
         spec = Spec(mode, tuple(i % 2 for i in range(len(SIZES))), nesterov, out_dtype)
-        check(spec, scalars(random_rows(count=3)), operands)
+        assert_equals_oracle(spec, scalars(random_rows(count=3)), operands)
 
 
 @pytest.mark.parametrize("nu", [BF16, F16], ids=str)
 def test_second_moment_may_be_stored_in_16_bits(platform, nu):
     operands = random_operands(np.random.default_rng(1), SIZES, (F32, F32, F32, nu))
-    check(Spec("step", (0,) * len(SIZES)), scalars(random_rows()), operands)
+    assert_equals_oracle(Spec("step", (0,) * len(SIZES)), scalars(random_rows()), operands)
 
 
 @pytest.mark.parametrize("count", [1, 2, 10, 100, 1000, 10**6])
@@ -78,7 +78,7 @@ def test_kernel_equals_the_oracle_at_every_step_count(platform, count):
     operands = random_operands(
         np.random.default_rng(count), (4099,), (F32, F32, F32, F32), specials=False
     )
-    check(Spec("step", (0,)), scalars(random_rows(count)), operands)
+    assert_equals_oracle(Spec("step", (0,)), scalars(random_rows(count)), operands)
 
 
 @pytest.mark.parametrize("shift", range(1, 16))
@@ -116,7 +116,7 @@ def test_skipped_step_changes_no_bit(platform, mode):
         mode, (0,) * len(SIZES), out_dtype={"step": None, "step_and_cast": F16, "update": F16}[mode]
     )
     skip = scalars(random_rows(), found_inf=True)
-    check(spec, skip, operands)
+    assert_equals_oracle(spec, skip, operands)
     got = adam(spec, skip, operands)
     for name in ("mu", "nu") if mode == "update" else ("params", "mu", "nu"):
         for i, before in enumerate(getattr(operands, name)):

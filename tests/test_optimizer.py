@@ -412,4 +412,5 @@ def test_transformations_can_be_copied():
     for tx in (jda.fused_adamw(1e-3), optax.chain(jda.fused_adamw(1e-3))):
         again = copy.deepcopy(tx)
         params = {"w": jnp.ones(3)}
-        again.update(params, again.init(params), params)
+        updates, _ = again.update(params, again.init(params), params)
+        assert updates["w"].shape == (3,) and (np.asarray(updates["w"]) < 0).all()
