@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jdistadam.config import Hyperparameters
 
@@ -56,9 +55,6 @@ def coefficient_row(hyper: Hyperparameters, count: jax.Array, *, decay: bool = T
       >>> dict(zip(NAMES, row.tolist()))["c1"]
       0.75
     """
-    # Where the count is a constant of the program, the compiler would evaluate schedules and powers
-    # itself, with other bits than the device.
-    count = lax.optimization_barrier(count)
     count_inc = optax.safe_increment(count)
     b1, b2 = hyper.b1, hyper.b2
     values = (
