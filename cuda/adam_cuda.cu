@@ -3,8 +3,7 @@
 // table     The leaves travel by value in the kernel's parameters, up to kLargeTable of them in one
 //           launch. A table in device memory would need a copy, which is fragile in CUDA graphs.
 // balance   Every block updates one tile of kTile elements of one leaf, found by binary search, so
-//           leaf sizes do not matter. One vector a thread, no loop: this ran faster than two or
-//           four vectors a thread.
+//           leaf sizes do not matter. One vector a thread, no loop.
 // indices   size_t: leaves over 2^31 elements exist.
 // traffic   each array once, e.g. 28 bytes a parameter for float32 grad, param, mu and nu.
 // aliasing  a thread alone reads and writes its elements of param, mu and nu; grad and out overlap

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from bits import assert_same_bits
+from flax.training import train_state
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ulp import assert_step_close
@@ -390,6 +391,18 @@ def test_eager_inject_hyperparams_compiles_once():
         state.hyperparams["learning_rate"] = jnp.float32(lr)
         _, state = tx.update(params, state, params)
     assert optimizer._run._cache_size() == before
+
+
+def test_works_in_flax_train_state():
+    rng = np.random.default_rng(9)
+    params, grads = random_tree(rng), random_tree(rng)
+    tx = jda.fused_adamw(**HYPER)
+    state = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+    want, _ = tx.step(grads, tx.init(params), params)
+    got = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
+    assert int(got.step) == 1
+    for a, b in zip(jax.tree.leaves(got.params), jax.tree.leaves(want), strict=True):
+        assert np.array_equal(a, b)
 
 
 def test_transformations_can_be_copied():
