@@ -95,21 +95,41 @@ JDISTADAM_INLINE void StoreBlock(void* base, Dtype dtype, size_t begin, const fl
 }
 
 // Advances m and v, and writes the new parameter (or, in Mode::kUpdate, the update) to `result`.
-template <bool kNesterov, bool kDecay, bool kUpdateOnly>
+template <int kTerms, bool kUpdateOnly>
 JDISTADAM_INLINE void UpdateBlock(const Coefficients c, float inv_scale,
                                   const float* __restrict__ g, const float* __restrict__ p,
                                   float* __restrict__ m, float* __restrict__ v,
                                   float* __restrict__ result, size_t n) {
+  constexpr Terms terms{(kTerms & 4) != 0, (kTerms & 2) != 0, (kTerms & 1) != 0};
   for (size_t i = 0; i < n; ++i) {
-    const float u = AdamUpdate(c, kNesterov, kDecay, g[i] * inv_scale, p[i], m[i], v[i]);
+    const float u = AdamUpdate(c, terms, g[i] * inv_scale, p[i], m[i], v[i]);
     m[i] = CanonicalNan(m[i]);
     v[i] = CanonicalNan(v[i]);
     result[i] = CanonicalNan(kUpdateOnly ? -u : p[i] - u);
   }
 }
 
-// Elements [begin, begin + n) of a leaf, n <= kBlock. Flags are constants in each case, so that
-// the loops are free of branches.
+// The terms are constants in each case, so that the loops are free of branches.
+template <bool kUpdateOnly>
+JDISTADAM_INLINE void UpdateBlockByTerms(const Coefficients& c, bool nesterov, float inv_scale,
+                                         const float* g, const float* p, float* m, float* v,
+                                         float* result, size_t n) {
+  const Terms terms = TermsOf(c, nesterov);
+  // clang-format off
+  switch (terms.nesterov << 2 | terms.weight_decay << 1 | int{terms.l2}) {
+    case 0: UpdateBlock<0, kUpdateOnly>(c, inv_scale, g, p, m, v, result, n); break;
+    case 1: UpdateBlock<1, kUpdateOnly>(c, inv_scale, g, p, m, v, result, n); break;
+    case 2: UpdateBlock<2, kUpdateOnly>(c, inv_scale, g, p, m, v, result, n); break;
+    case 3: UpdateBlock<3, kUpdateOnly>(c, inv_scale, g, p, m, v, result, n); break;
+    case 4: UpdateBlock<4, kUpdateOnly>(c, inv_scale, g, p, m, v, result, n); break;
+    case 5: UpdateBlock<5, kUpdateOnly>(c, inv_scale, g, p, m, v, result, n); break;
+    case 6: UpdateBlock<6, kUpdateOnly>(c, inv_scale, g, p, m, v, result, n); break;
+    case 7: UpdateBlock<7, kUpdateOnly>(c, inv_scale, g, p, m, v, result, n); break;
+  }
+  // clang-format on
+}
+
+// Elements [begin, begin + n) of a leaf, n <= kBlock.
 JDISTADAM_VECTORIZED void StepBlock(const AdamCall& call, const Leaf& leaf, size_t begin,
                                     size_t n) {
   alignas(64) float buffers[5][kBlock];
@@ -122,20 +142,11 @@ JDISTADAM_VECTORIZED void StepBlock(const AdamCall& call, const Leaf& leaf, size
   float* m = LoadBlock(leaf.mu, t.mu, begin, buffers[2], n);
   float* v = LoadBlock(leaf.nu, t.nu, begin, buffers[3], n);
   float* result = buffers[4];
-  const int flags =
-      call.nesterov << 2 | (c.weight_decay != 0.0f) << 1 | (call.mode == Mode::kUpdate);
-  // clang-format off
-  switch (flags) {
-    case 0: UpdateBlock<false, false, false>(c, inv_scale, g, p, m, v, result, n); break;
-    case 1: UpdateBlock<false, false, true>(c, inv_scale, g, p, m, v, result, n); break;
-    case 2: UpdateBlock<false, true, false>(c, inv_scale, g, p, m, v, result, n); break;
-    case 3: UpdateBlock<false, true, true>(c, inv_scale, g, p, m, v, result, n); break;
-    case 4: UpdateBlock<true, false, false>(c, inv_scale, g, p, m, v, result, n); break;
-    case 5: UpdateBlock<true, false, true>(c, inv_scale, g, p, m, v, result, n); break;
-    case 6: UpdateBlock<true, true, false>(c, inv_scale, g, p, m, v, result, n); break;
-    case 7: UpdateBlock<true, true, true>(c, inv_scale, g, p, m, v, result, n); break;
+  if (call.mode == Mode::kUpdate) {
+    UpdateBlockByTerms<true>(c, call.nesterov, inv_scale, g, p, m, v, result, n);
+  } else {
+    UpdateBlockByTerms<false>(c, call.nesterov, inv_scale, g, p, m, v, result, n);
   }
-  // clang-format on
   StoreBlock(leaf.mu, t.mu, begin, m, n);
   StoreBlock(leaf.nu, t.nu, begin, v, n);
   if (call.mode != Mode::kUpdate) StoreBlock(leaf.param, t.param, begin, result, n);

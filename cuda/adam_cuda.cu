@@ -110,10 +110,10 @@ __device__ __forceinline__ void StoreVector(void* base, Dtype dtype, size_t i,
 __device__ __forceinline__ void StepVector(const Step& step, const Coefficients& c, float inv_scale,
                                            const float (&g)[kVector], float (&p)[kVector],
                                            float (&m)[kVector], float (&v)[kVector]) {
-  const bool decay = c.weight_decay != 0.0f;
+  const Terms terms = TermsOf(c, step.nesterov);
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
-    const float u = AdamUpdate(c, step.nesterov, decay, g[k] * inv_scale, p[k], m[k], v[k]);
+    const float u = AdamUpdate(c, terms, g[k] * inv_scale, p[k], m[k], v[k]);
     p[k] = step.mode == Mode::kUpdate ? -u : p[k] - u;
   }
 }
@@ -154,7 +154,7 @@ __device__ void StepOne(const Step& step, const Leaf& leaf, size_t i) {
   const float g = LoadOne(leaf.grad, t.grad, i) * *step.inv_scale;
   const float p = LoadOne(leaf.param, t.param, i);
   float m = LoadOne(leaf.mu, t.mu, i), v = LoadOne(leaf.nu, t.nu, i);
-  const float u = AdamUpdate(c, step.nesterov, c.weight_decay != 0.0f, g, p, m, v);
+  const float u = AdamUpdate(c, TermsOf(c, step.nesterov), g, p, m, v);
   const float result = step.mode == Mode::kUpdate ? -u : p - u;
   StoreOne(leaf.mu, t.mu, i, m);
   StoreOne(leaf.nu, t.nu, i, v);

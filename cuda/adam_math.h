@@ -1,6 +1,6 @@
 // The Adam formula: the only copy in C++ and CUDA.
 //
-//   g <- grad * inv_scale
+//   g <- grad * inv_scale + l2 * p
 //   m <- (1 - b1) * g + b1 * m
 //   v <- (1 - b2) * (g * g) + b2 * v
 //   m_hat <- m / c1                                    c1 = 1 - b1^t
@@ -32,19 +32,30 @@ struct Coefficients {
   float eps, eps_root;
   float weight_decay;
   float c1, c1_next, c2;
+  float l2;
 };
 constexpr int kNumCoefficients = sizeof(Coefficients) / sizeof(float);
 
-// The update u of one element; m and v are advanced in place. p - u is the new parameter.
-// `decay` says whether the weight decay term exists: without it, p is not looked at, so that an
+// Which of the optional terms exist. A decay of zero is no term: p is not looked at, so that an
 // infinite parameter does not turn 0 * p into a NaN.
-JDISTADAM_INLINE float AdamUpdate(const Coefficients& c, bool nesterov, bool decay, float g,
-                                  float p, float& m, float& v) {
+struct Terms {
+  bool nesterov, weight_decay, l2;
+};
+
+JDISTADAM_INLINE Terms TermsOf(const Coefficients& c, bool nesterov) {
+  return {nesterov, c.weight_decay != 0.0f, c.l2 != 0.0f};
+}
+
+// The update u of one element from its unscaled gradient g; m and v are advanced in place. p - u is
+// the new parameter.
+JDISTADAM_INLINE float AdamUpdate(const Coefficients& c, const Terms& terms, float g, float p,
+                                  float& m, float& v) {
+  if (terms.l2) g = g + c.l2 * p;
   m = c.one_minus_b1 * g + c.b1 * m;
   v = c.one_minus_b2 * (g * g) + c.b2 * v;
-  const float m_hat = nesterov ? c.b1 * (m / c.c1_next) + c.one_minus_b1 * (g / c.c1) : m / c.c1;
+  const float m_hat = terms.nesterov ? c.b1 * (m / c.c1_next) + c.one_minus_b1 * (g / c.c1) : m / c.c1;
   float u = m_hat / (sqrtf(v / c.c2 + c.eps_root) + c.eps);
-  if (decay) u = u + c.weight_decay * p;
+  if (terms.weight_decay) u = u + c.weight_decay * p;
   return c.learning_rate * u;
 }
 

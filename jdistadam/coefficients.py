@@ -23,6 +23,7 @@ NAMES = (
     "c1",
     "c1_next",
     "c2",
+    "l2",
 )
 """The columns of the kernel's coefficients, in the order of ``Coefficients`` in adam_math.h."""
 
@@ -45,7 +46,7 @@ def coefficient_row(hyper: Hyperparameters, count: jax.Array, *, decay: bool = T
     Args:
       hyper: The hyperparameters. Arrays and tracers are allowed.
       count: Number of steps taken so far, shape (), int32.
-      decay: Whether weight decay applies. If not, its coefficient is zero.
+      decay: Whether decay applies. If not, ``weight_decay`` and ``l2`` are zero.
 
     Returns:
       Shape ``(len(NAMES),)``, float32.
@@ -69,6 +70,7 @@ def coefficient_row(hyper: Hyperparameters, count: jax.Array, *, decay: bool = T
         1 - b1**count_inc,
         1 - b1 ** optax.safe_increment(count_inc),
         1 - b2**count_inc,
+        hyper.l2 if decay else 0.0,
     )
     return jnp.stack([jnp.asarray(value).astype(jnp.float32).reshape(()) for value in values])
 

@@ -31,6 +31,7 @@ class Hyperparameters:
       eps_root: Added to the second moment under the square root, >= 0.
       weight_decay: Decoupled weight decay, >= 0, or a schedule from the step count to it.
       nesterov: Whether to use Nesterov momentum.
+      l2: L2 regularisation, >= 0: ``l2 * params`` is added to the gradient.
     """
 
     learning_rate: Any
@@ -40,13 +41,14 @@ class Hyperparameters:
     eps_root: Any = 0.0
     weight_decay: Any = 0.0
     nesterov: bool = False
+    l2: Any = 0.0
 
     def __post_init__(self) -> None:
         """Checks every number that is known before tracing."""
         _check("learning_rate", self.learning_rate, math.isfinite, "a finite number or a schedule")
         for name in ("b1", "b2"):
             _check(name, getattr(self, name), lambda x: 0.0 <= x < 1.0, "a number in [0, 1)")
-        for name in ("eps", "eps_root", "weight_decay"):
+        for name in ("eps", "eps_root", "weight_decay", "l2"):
             _check(name, getattr(self, name), lambda x: 0.0 <= x < math.inf, "a finite number >= 0")
 
     def split(self) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:

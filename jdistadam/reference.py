@@ -27,6 +27,7 @@ def adam_update(
     c: Mapping[str, Any], g: Any, p: Any, m: Any, v: Any, *, nesterov: bool, xp: Any
 ) -> Any:
     """Returns (update, m, v) in float32: cuda/adam_math.h, operation by operation."""
+    g = xp.where(c["l2"] != 0, g + c["l2"] * p, g)
     m = c["one_minus_b1"] * g + c["b1"] * m
     v = c["one_minus_b2"] * (g * g) + c["b2"] * v
     if nesterov:

@@ -50,14 +50,15 @@ def random_array(rng, size, dtype, *, nonnegative=False, specials=True):
 
 
 def random_rows(count=7, groups=2):
-    """Coefficient rows with nothing at its default; the last group has no weight decay."""
+    """Coefficient rows with nothing at its default; the last group has no decay."""
     b1, b2 = 0.87, 0.9973
     row = dict(
         learning_rate=3e-3, b1=b1, one_minus_b1=1 - b1, b2=b2, one_minus_b2=1 - b2, eps=1e-7, eps_root=1e-10,
-        weight_decay=0.13, c1=1 - b1**count, c1_next=1 - b1 ** (count + 1), c2=1 - b2**count,
+        weight_decay=0.13, c1=1 - b1**count, c1_next=1 - b1 ** (count + 1), c2=1 - b2**count, l2=0.021,
     )  # fmt: skip
     rows = np.asarray([[row[name] for name in coefficients.NAMES]] * groups, np.float32)
-    rows[-1, coefficients.NAMES.index("weight_decay")] = 0.0
+    for name in ("weight_decay", "l2"):
+        rows[-1, coefficients.NAMES.index(name)] = 0.0
     return rows
 
 
