@@ -12,8 +12,14 @@ from importlib.metadata import PackageNotFoundError as _NotInstalled
 from importlib.metadata import version as _version
 
 from jdistadam.checkpoint import from_optax_state, to_optax_state
+from jdistadam.combine import chain, inject_hyperparams
 from jdistadam.config import MixedPrecisionPolicy
-from jdistadam.distributed import DistributedState, distributed_fused_adamw
+from jdistadam.distributed import (
+    DistributedTransformation,
+    distributed_fused_adam,
+    distributed_fused_adamw,
+)
+from jdistadam.distributed_step import AccumulatedGrads, DistributedState
 from jdistadam.errors import (
     DtypeError,
     HyperparameterError,
@@ -24,8 +30,10 @@ from jdistadam.errors import (
     ShapeError,
     TreeError,
 )
-from jdistadam.optimizer import FusedTransformation, fused_adamw
+from jdistadam.optimizer import fused_adam, fused_adamw
 from jdistadam.training import TrainState, full_params, local_params, shard_batch, train_step
+from jdistadam.transformation import FusedTransformation
+from jdistadam.tree_step import MainParamsState
 
 try:
     __version__ = _version("jdistadam")
@@ -33,11 +41,14 @@ except _NotInstalled:  # imported from a source tree
     __version__ = "unknown"
 
 __all__ = [
+    "AccumulatedGrads",
     "DistributedState",
+    "DistributedTransformation",
     "DtypeError",
     "FusedTransformation",
     "HyperparameterError",
     "JDistAdamError",
+    "MainParamsState",
     "MeshError",
     "MixedPrecisionPolicy",
     "NativeError",
@@ -45,10 +56,14 @@ __all__ = [
     "ShapeError",
     "TrainState",
     "TreeError",
+    "chain",
+    "distributed_fused_adam",
     "distributed_fused_adamw",
     "from_optax_state",
     "full_params",
+    "fused_adam",
     "fused_adamw",
+    "inject_hyperparams",
     "local_params",
     "shard_batch",
     "to_optax_state",

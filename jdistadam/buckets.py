@@ -27,16 +27,23 @@ def shard_of(layout: Layout, bucket: Bucket, whole: Any, index: Any) -> jax.Arra
     return lax.dynamic_slice_in_dim(whole, index * size, size, dim)
 
 
-def flat_shard(layout: Layout, leaves: Sequence[Any], index: Any, dtype: Any) -> jax.Array:
-    """Returns what device ``index`` keeps of ``leaves``: shape ``(flat_size,)``, gaps zero."""
-    parts, end = [], 0
+def flat_shard(
+    layout: Layout, leaves: Sequence[Any], index: Any, dtype: Any, *, main: bool = False
+) -> jax.Array:
+    """Returns what device ``index`` keeps of ``leaves``: shape ``(flat_size,)``, gaps zero.
+
+    With ``main``, only of those that have main parameters: shape ``(main_size,)``.
+    """
+    parts, end = [jnp.zeros((0,), dtype)], 0
     for bucket in layout.buckets:
+        if main and not bucket.has_main:
+            continue
         parts.append(jnp.zeros((bucket.offset - end,), dtype))
         parts.append(
             shard_of(layout, bucket, bucket_array(bucket, leaves, dtype), index).reshape(-1)
         )
         end = bucket.offset + bucket.shard_size
-    parts.append(jnp.zeros((layout.flat_size - end,), dtype))
+    parts.append(jnp.zeros(((layout.main_size if main else layout.flat_size) - end,), dtype))
     return jnp.concatenate(parts)
 
 
@@ -57,11 +64,14 @@ def leaves_of_flat(layout: Layout, flat: Any) -> list[Any]:
 
     Args:
       layout: The layout.
-      flat: Shape ``(num_shards * flat_size,)``, a numpy or jax array.
+      flat: Shape ``(num_shards * flat_size,)``, a numpy or jax array. If shorter, leaves that do
+        not lie in it are zero.
     """
-    by_device = flat.reshape(layout.num_shards, layout.flat_size)
+    by_device = flat.reshape(layout.num_shards, -1)
     leaves: list[Any] = [jnp.zeros(leaf.shape, flat.dtype) for leaf in layout.leaves]
     for bucket in layout.buckets:
+        if bucket.offset >= by_device.shape[1]:
+            continue
         shards = by_device[:, bucket.offset : bucket.offset + bucket.shard_size]
         whole = jnp.concatenate(
             list(shards.reshape(layout.num_shards, *bucket.shard_shape)), bucket.dim or 0

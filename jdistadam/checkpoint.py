@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import buckets, trees
-from jdistadam.distributed import DistributedState, DistributedTransformation
+from jdistadam.distributed import DistributedTransformation
+from jdistadam.distributed_step import DistributedState, find_state, is_distributed_state
 from jdistadam.errors import TreeError, describe
 from jdistadam.training import TrainState
 
@@ -27,23 +28,34 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
       tx: The distributed optimizer.
 
     Returns:
-      The float32 main parameters, and exactly the pytree that ``optax.adamw(...).init`` returns
-      for the same hyperparameters, with the counts, mu and nu of ``state``. numpy arrays.
+      The float32 main parameters, and exactly the pytree that ``optax.adamw(...).init`` (or
+      ``optax.adam``, within ``optax.chain``, as ``tx`` was made) returns for the same
+      hyperparameters, with the counts, mu and nu of ``state``. numpy arrays.
     """
-    config = tx.config
-    layout = config.layout(state.params)
+    layout = tx.config.layout(state.params)
     treedef = jax.tree.structure(state.params)
-    opt_state: DistributedState = state.opt_state
+    own = find_state(state.opt_state)
 
-    def leaves(flat: jax.Array) -> Any:
-        return jax.tree.unflatten(
-            treedef, map(np.asarray, buckets.leaves_of_flat(layout, np.asarray(flat)))
-        )
+    def leaves(flat: jax.Array) -> list[Any]:
+        return list(map(np.asarray, buckets.leaves_of_flat(layout, np.asarray(flat))))
 
-    count = np.asarray(opt_state.count)
+    main = [np.asarray(x).astype(np.float32) for x in jax.tree.leaves(state.params)]
+    if own.main_params is not None:
+        kept = leaves(own.main_params)
+        for i in (i for bucket in layout.buckets if bucket.has_main for i in bucket.leaves):
+            main[i] = kept[i]
+
+    count = np.asarray(own.count)
+    mu, nu = (jax.tree.unflatten(treedef, leaves(flat)) for flat in (own.mu, own.nu))
     adam, *rest = _optax_template(tx, state.params)
-    adam = adam._replace(count=count, mu=leaves(opt_state.mu), nu=leaves(opt_state.nu))
-    return leaves(opt_state.main_params), (adam, *(_with_count(part, count) for part in rest))
+    adam = adam._replace(count=count, mu=mu, nu=nu)
+    theirs = (adam, *(_with_count(part, count) for part in rest))
+    opt_state = jax.tree.map(
+        lambda part: theirs if is_distributed_state(part) else np.asarray(part),
+        state.opt_state,
+        is_leaf=is_distributed_state,
+    )
+    return jax.tree.unflatten(treedef, main), opt_state
 
 
 def from_optax_state(
@@ -58,66 +70,87 @@ def from_optax_state(
       param_dtypes: Tree of dtypes, or one dtype, in which the model computes. None: as given.
 
     Returns:
-      A train state that continues from there.
+      A train state that continues from there, without model_state and rng.
 
     Raises:
       TreeError, ShapeError: The state is not one of adamw for these parameters.
     """
-    template: Any = jax.tree.structure(_optax_template(tx, main_params))
-    if jax.tree.structure(opt_state) != template:
+    state = TrainState.create(_cast(main_params, param_dtypes), tx)
+    adam_template = _optax_template(tx, main_params)
+    template = jax.tree.map(
+        lambda part: adam_template if is_distributed_state(part) else part,
+        state.opt_state,
+        is_leaf=is_distributed_state,
+    )
+    expected: Any = jax.tree.structure(template)
+    if jax.tree.structure(opt_state) != expected:
         raise TreeError(
             describe(
                 "opt_state",
-                "not the state of optax.adamw with these hyperparameters",
+                "not the state of optax's optimizer with these hyperparameters",
                 got=jax.tree.structure(opt_state),
-                expected=template,
+                expected=expected,
                 action="Use the same schedules and mask on both sides.",
             )
         )
-    adam: optax.ScaleByAdamState = opt_state[0]
+
+    def convert(ours: Any, theirs: Any) -> Any:
+        if is_distributed_state(ours):
+            return _shard(tx, state.params, main_params, theirs[0], ours)
+        return _owned(theirs, ours.sharding)
+
+    new = jax.tree.map(convert, state.opt_state, opt_state, is_leaf=is_distributed_state)
+    return TrainState(state.params, new)
+
+
+def _cast(params: Any, dtypes: Any) -> Any:
+    if dtypes is None:
+        return params
+    if jax.tree_util.treedef_is_leaf(jax.tree.structure(dtypes)):
+        dtypes = jax.tree.map(lambda _: dtypes, params)
+    return jax.tree.map(lambda x, dtype: jnp.asarray(x).astype(dtype), params, dtypes)
+
+
+def _shard(
+    tx: DistributedTransformation,
+    params: Any,
+    main_params: Any,
+    adam: optax.ScaleByAdamState,
+    old: DistributedState,
+) -> DistributedState:
+    """Cuts the trees of optax's Adam into the flat arrays of every device."""
+    config = tx.config
+    layout = config.layout(params)
     for name in ("mu", "nu"):
         trees.check_same_shapes(
             getattr(adam, name), main_params, name=f"opt_state[0].{name}", like_name="params"
         )
-    if param_dtypes is None or not jax.tree_util.treedef_is_leaf(jax.tree.structure(param_dtypes)):
-        dtypes = (
-            jax.tree.map(lambda x: x.dtype, main_params) if param_dtypes is None else param_dtypes
-        )
-    else:
-        dtypes = jax.tree.map(lambda _: param_dtypes, main_params)
-    params = jax.tree.map(lambda x, dtype: jnp.asarray(x).astype(dtype), main_params, dtypes)
-    state = TrainState.create(params, tx)
-    config = tx.config
-    layout = config.layout(state.params)
 
-    def flat(tree: Any, like: jax.Array) -> jax.Array:
+    def flat(tree: Any, like: jax.Array, *, main: bool = False) -> jax.Array:
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
         shards = [
-            buckets.flat_shard(layout, leaves, i, like.dtype) for i in range(config.num_shards)
+            buckets.flat_shard(layout, leaves, i, like.dtype, main=main)
+            for i in range(config.num_shards)
         ]
         return jax.device_put(
             jnp.concatenate(shards), NamedSharding(config.mesh, P(config.shard_axis))
         )
 
-    old: DistributedState = state.opt_state
-    new = old._replace(
-        count=jax.device_put(np.array(adam.count), old.count.sharding),  # a copy: it is donated
-        main_params=flat(main_params, old.main_params),
+    main = None if old.main_params is None else flat(main_params, old.main_params, main=True)
+    return old._replace(
+        count=_owned(adam.count, old.count.sharding),
+        main_params=main,
         mu=flat(adam.mu, old.mu),
         nu=flat(adam.nu, old.nu),
     )
-    return TrainState(state.params, new)
+
+
+def _owned(x: Any, sharding: Any) -> jax.Array:
+    return jax.device_put(np.array(x), sharding)  # a copy: the state is donated
 
 
 def _optax_template(tx: DistributedTransformation, params: Any) -> Any:
-    hyper = tx.config.hyper
-    template = optax.adamw(
-        hyper.learning_rate,
-        weight_decay=hyper.weight_decay,
-        mask=tx.config.mask,
-        nesterov=hyper.nesterov,
-    )
-    return jax.eval_shape(template.init, params)
+    return jax.eval_shape(tx.config.like_optax.init, params)
 
 
 def _with_count(part: Any, count: Any) -> Any:

@@ -98,9 +98,19 @@ def all_reduce_mean(x: jax.Array, axis: str) -> jax.Array:
     return lax.pmean(x, axis)
 
 
+def all_reduce_max(x: jax.Array, axis: str) -> jax.Array:
+    """Takes the largest over a mesh axis; the same array on all devices."""
+    return lax.pmax(x, axis)
+
+
 def axis_index(axis: str) -> jax.Array:
     """Returns this device's index along a mesh axis."""
     return lax.axis_index(axis)
+
+
+def to_varying(x: Any, axis: str) -> Any:
+    """Marks ``x`` as different on each device, for the types of ``shard_map(check_vma=True)``."""
+    return x if axis in (varying_axes(x) or ()) else lax.pcast(x, axis, to="varying")
 
 
 def is_bound(axis: str) -> bool:

@@ -17,6 +17,12 @@ ScalarOrSchedule = float | jax.Array | Callable[[Any], Any]
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _FLOATS = ("float32", "bfloat16", "float16")
+_SUPPORTED: dict[str, tuple[str | None, ...]] = {
+    "main_params_dtype": ("float32",),
+    "main_grads_dtype": ("float32",),
+    "grad_reduce_dtype": (None,),
+    "param_comm_dtype": (None,),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +99,7 @@ class MixedPrecisionPolicy:
         collective library sums, in the wire dtype, so a 16-bit wire also rounds partial sums.
       param_comm_dtype: Dtype of parameters on the wire. None: the parameters' own.
       mu_dtype: Dtype in which the first moment is stored. float32, bfloat16 or float16.
-      nu_dtype: Dtype in which the second moment is stored. float32.
+      nu_dtype: Dtype in which the second moment is stored. float32, or bfloat16 for b2 up to 0.99.
 
     Raises:
       PolicyError: A dtype is unknown, or the combination is not supported.
@@ -123,13 +129,11 @@ class MixedPrecisionPolicy:
             if value is not None:
                 name = f"MixedPrecisionPolicy.{field.name}"
                 object.__setattr__(self, field.name, float_dtype(name, value))
-        _require(self, "main_params_dtype", ("float32",))
-        _require(self, "main_grads_dtype", ("float32",))
-        _require(self, "grad_reduce_dtype", (None,))
-        _require(self, "param_comm_dtype", (None,))
-        _require(self, "nu_dtype", ("float32",))
-        if self.mu_dtype is None:
-            object.__setattr__(self, "mu_dtype", jnp.dtype(jnp.float32))
+        for name, supported in _SUPPORTED.items():
+            refuse_unless(f"MixedPrecisionPolicy.{name}", getattr(self, name), supported)
+        for name in ("mu_dtype", "nu_dtype"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, jnp.dtype(jnp.float32))
 
     @property
     def wire_dtype(self) -> jnp.dtype:
@@ -166,16 +170,57 @@ def float_dtype(name: str, value: Any) -> jnp.dtype:
     return dtype
 
 
-def _require(policy: MixedPrecisionPolicy, name: str, supported: tuple[str | None, ...]) -> None:
-    value = getattr(policy, name)
-    if (None if value is None else value.name) not in supported:
+def refuse_unless(name: str, value: Any, supported: tuple[str | None, ...]) -> None:
+    """Raises PolicyError unless a dtype is one that works in this version."""
+    try:
+        got = None if value is None else jnp.dtype(value).name
+    except TypeError:
+        got = repr(value)
+    if got not in supported:
         raise PolicyError(
             describe(
-                f"MixedPrecisionPolicy.{name}",
+                name,
                 "not supported in this version",
-                got=value,
+                got=got,
                 expected=" or ".join(map(str, supported)),
-                action=f"Leave {name} at its default.",
+                action=f"Leave {name.rsplit('.')[-1]} at its default.",
+            )
+        )
+
+
+def check_nu_dtype(name: str, value: Any, b2: Any) -> jnp.dtype:
+    """Returns the dtype of the second moment, or raises PolicyError where it cannot work.
+
+    Rounded to bfloat16, a second moment stays where it is as long as it changes by less than half
+    a unit in the last place, between 1/512 and 1/256 of it, in a step. float16 has no number
+    between 0 and 6e-8, the square of 2.4e-4: smaller gradients would count as zero.
+    """
+    dtype = float_dtype(name, jnp.float32 if value is None else value)
+    known = isinstance(b2, int | float | np.number)
+    if dtype.name == "float16" or (dtype.name == "bfloat16" and known and b2 > 0.99):
+        why = "loses squares below 6e-8" if dtype.name == "float16" else "cannot decay at this b2"
+        raise PolicyError(
+            describe(
+                name,
+                f"a second moment in {dtype} {why}",
+                got=f"{dtype} with b2={b2}",
+                expected="float32, or bfloat16 with b2 <= 0.99",
+                action=f"Leave {name.rsplit('.')[-1]} at float32.",
+            )
+        )
+    return dtype
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raises HyperparameterError unless ``value`` is a whole number of at least 1."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+        raise HyperparameterError(
+            describe(
+                name,
+                "out of range",
+                got=repr(value),
+                expected="a whole number of at least 1",
+                action=f"Change {name}.",
             )
         )
 

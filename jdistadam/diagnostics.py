@@ -161,7 +161,8 @@ def _count_wrong_bits(device: Any, mode: str, dtype: str) -> tuple[int, int]:
         *(tuple(np.abs(rng.normal(size=s)).astype(t) for s in shapes) for t in dtypes)
     )
     row = np.asarray(
-        [3e-3, 0.87, 0.13, 0.9973, 0.0027, 1e-7, 0.0, 0.13, 0.2431, 0.3415, 0.0053, 0.021], np.float32
+        [3e-3, 0.87, 0.13, 0.9973, 0.0027, 1e-7, 0.0, 0.13, 0.2431, 0.3415, 0.0053, 0.021],
+        np.float32,
     )
     spec = kernel.Spec(mode, (0,) * len(shapes), out_dtype=None if mode == "step" else low)
     scalars = kernel.Scalars(row[None], np.float32(0.37), np.bool_(False))

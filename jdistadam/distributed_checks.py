@@ -104,25 +104,33 @@ def refuse_empty_leaves(mesh: Mesh, params: Any) -> None:
             )
 
 
-def check_step(
-    axis: str, policy: MixedPrecisionPolicy, layout: Layout, grads: Any, state: Any, params: Any
-) -> None:
-    """Raises unless gradients, state and params fit each other, the policy and the mesh."""
+def check_inside(axis: str, function: str) -> None:
+    """Raises MeshError unless called inside of a shard_map over the axis."""
     if not collectives.is_bound(axis):
         raise MeshError(
             describe(
-                "step",
+                function,
                 "called outside of jax.shard_map",
                 got="no manual axis",
                 expected=f"axis {axis!r}",
                 action="Use train_step, or call it inside jax.shard_map over the mesh.",
             )
         )
-    trees.check_dtypes(params, name="params")
-    trees.check_same_shapes(grads, params, name="grads", like_name="params")
+
+
+def check_grads(axis: str, grads: Any, like: Any, varying: Any, *, like_name: str) -> None:
+    """Raises unless gradients fit the tree ``like`` and are this device's own.
+
+    Args:
+      axis: The mesh axis over which they will be summed.
+      grads: The gradients.
+      like: Tree of arrays.
+      varying: Something that differs between devices, as far as types say so.
+      like_name: How to call ``like`` in messages.
+    """
+    trees.check_same_shapes(grads, like, name="grads", like_name=like_name)
     trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
-    _check_flats(policy, layout, state)
-    if axis not in (collectives.varying_axes(state.main_params) or ()):
+    if axis not in (collectives.varying_axes(varying) or ()):
         return  # shard_map runs with check_vma=False: types say nothing about reductions
     for path, grad in zip(trees.paths(grads, "grads"), jax.tree.leaves(grads), strict=True):
         if axis not in (collectives.varying_axes(grad) or ()):
@@ -137,21 +145,25 @@ def check_step(
             )
 
 
-def _check_flats(policy: MixedPrecisionPolicy, layout: Layout, state: Any) -> None:
-    for name in ("main_params", "mu", "nu"):
-        flat: Any = getattr(state, name, None)
-        if getattr(flat, "shape", None) != (layout.flat_size,):
+def check_state(policy: MixedPrecisionPolicy, layout: Layout, state: Any) -> None:
+    """Raises unless the flat arrays of a state have the layout's sizes and the policy's dtypes."""
+    sizes = {"main_params": layout.main_size, "mu": layout.flat_size, "nu": layout.flat_size}
+    for name, size in sizes.items():
+        flat: Any = getattr(state, name, "no such field")
+        expected = None if name == "main_params" and size == 0 else (size,)
+        got = None if flat is None else getattr(flat, "shape", type(state).__name__)
+        if got != expected:
             raise ShapeError(
                 describe(
                     f"opt_state.{name}",
                     "not the state of these params on this mesh",
-                    got=getattr(flat, "shape", type(flat).__name__),
-                    expected=f"{(layout.flat_size,)} on each device",
+                    got=got,
+                    expected=f"{expected} on each device",
                     action="Make the state with init(params) of this optimizer.",
                 )
             )
         dtype = getattr(policy, f"{name}_dtype")
-        if flat.dtype != dtype:
+        if flat is not None and flat.dtype != dtype:
             raise DtypeError(
                 describe(
                     f"opt_state.{name}",

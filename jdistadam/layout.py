@@ -6,7 +6,9 @@ nothing is packed or unpacked. All other leaves are flattened and packed, with l
 dtype and group, into buckets of up to ``bucket_bytes``, padded at the end.
 
 The shards of all buckets that one device owns lie behind each other in a few *flat* arrays, one
-for each kind of state, at the offsets written here.
+for each kind of state, at the offsets written here. Where one device holds everything nothing is
+packed, and float32 parameters are their own main parameters: those with a copy come first, so that
+the flat array of main parameters is shorter than the others and shares their offsets.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ class Bucket:
       shard_shape: Shape of one device's shard, ``(shard_size,)`` if packed.
       padding: Elements at the end of a packed bucket that belong to no leaf.
       offset: Where the shard begins in a device's flat arrays, in elements.
+      has_main: Whether its main parameters are kept: they differ from the parameters in dtype or
+        in sharding.
     """
 
     leaves: tuple[int, ...]
@@ -61,6 +65,7 @@ class Bucket:
     shard_shape: tuple[int, ...]
     padding: int
     offset: int
+    has_main: bool
 
     @property
     def shard_size(self) -> int:
@@ -70,12 +75,21 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """All buckets, and the size of a device's flat arrays in elements."""
+    """All buckets, and the sizes of a device's flat arrays.
+
+    Attributes:
+      num_shards: Number of devices that share the state.
+      leaves: The parameters.
+      buckets: The buckets, in the order in which they lie.
+      flat_size: Elements of a device's mu and nu. Leaves without elements are in no bucket.
+      main_size: Elements of a device's main parameters.
+    """
 
     num_shards: int
     leaves: tuple[Leaf, ...]
     buckets: tuple[Bucket, ...]
     flat_size: int
+    main_size: int
 
     def __str__(self) -> str:
         """Returns a table with one line a bucket."""
@@ -139,23 +153,34 @@ def make_layout(leaves: Sequence[Leaf], num_shards: int, bucket_bytes: int) -> L
             shard_shape,
             padding=math.prod(shard_shape) * num_shards - total,
             offset=offset,
+            has_main=has_main(first),
         )
         buckets.append(bucket)
-        offset += -(-bucket.shard_size // ALIGNMENT) * ALIGNMENT
+        offset += _aligned(bucket.shard_size)
+
+    def has_main(leaf: Leaf) -> bool:
+        return num_shards > 1 or jnp.dtype(leaf.dtype) != jnp.float32
 
     packed: list[int] = []
-    for i, leaf in enumerate(leaves):
-        if (dim := _scatter_dim(leaf, num_shards)) is not None:
+    nonempty = [i for i, leaf in enumerate(leaves) if leaf.size]
+    for i in sorted(nonempty, key=lambda i: not has_main(leaves[i])):
+        dim = _scatter_dim(leaves[i], num_shards)
+        if dim is not None or num_shards == 1:
             add([i], dim)
         else:
             packed.append(i)
     for members in _pack(leaves, packed, bucket_bytes):
         add(members, None)
-    return Layout(num_shards, tuple(leaves), tuple(buckets), offset)
+    main_size = max((b.offset + _aligned(b.shard_size) for b in buckets if b.has_main), default=0)
+    return Layout(num_shards, tuple(leaves), tuple(buckets), offset, main_size)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _scatter_dim(leaf: Leaf, num_shards: int) -> int | None:
-    if leaf.size < _MIN_SCATTERED_SIZE:
+    if leaf.size < (_MIN_SCATTERED_SIZE if num_shards > 1 else 1):
         return None
     return next((dim for dim, size in enumerate(leaf.shape) if size % num_shards == 0), None)
 
@@ -166,8 +191,6 @@ def _pack(leaves: Sequence[Leaf], members: Sequence[int], bucket_bytes: int) -> 
     filled: dict[Any, int] = {}
     for i in members:
         leaf = leaves[i]
-        if leaf.size == 0:
-            continue  # nothing to store, nothing to send
         kind = (jnp.dtype(leaf.dtype), leaf.group)
         nbytes = leaf.size * jnp.dtype(leaf.dtype).itemsize
         if kind not in by_kind or filled[kind] + nbytes > bucket_bytes:

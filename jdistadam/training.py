@@ -13,8 +13,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import collectives, trees
-from jdistadam.distributed import DistributedTransformation, step_local
+from jdistadam.config import check_count
+from jdistadam.distributed import DistributedTransformation
+from jdistadam.distributed_step import find_state, mean_factor
 from jdistadam.errors import ShapeError, describe
+from jdistadam.micro_batches import LossFunction, local_gradients
 
 # XLA's own limit of 30 MiB counts shards: it merges most models into one collective that begins
 # when the last gradient is ready. This is large enough for bandwidth and leaves work to overlap.
@@ -31,16 +34,30 @@ class TrainState:
 
     params: Any
     opt_state: Any
+    model_state: Any = None
+    rng: Any = None
 
     @classmethod
-    def create(cls, params: Any, tx: DistributedTransformation) -> TrainState:
-        """Copies ``params`` onto the mesh and makes the optimizer state.
+    def create(
+        cls,
+        params: Any,
+        tx: DistributedTransformation,
+        *,
+        model_state: Any = None,
+        rng: Any = None,
+    ) -> TrainState:
+        """Copies what it is given onto the mesh and makes the optimizer state.
 
-        The state owns its arrays: train_step donates them, and the caller's stay valid.
+        The state owns its arrays: train_step donates them, and the caller's stay valid. Main
+        parameters are kept where they differ from the parameters in dtype or in sharding: always
+        on several devices, on one device for 16-bit parameters.
 
         Args:
           params: Tree of float32, bfloat16 or float16 arrays (jax or numpy).
           tx: A distributed optimizer.
+          model_state: Tree of arrays that the loss reads and renews without a gradient, such as
+            batch statistics. Averaged over the devices after each step.
+          rng: ``jax.random.key`` for dropout and the like. None: the loss gets none.
 
         Raises:
           DtypeError: A leaf has another dtype.
@@ -49,9 +66,9 @@ class TrainState:
         replicated = NamedSharding(tx.config.mesh, P())
         # device_put may hand out the caller's own buffer as the replica of its device, also with
         # may_alias=False; the outputs of a jitted copy are never shared with its inputs.
-        placed = jax.device_put(params, replicated)
-        owned = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(placed)
-        return cls(owned, tx.init(owned))
+        placed = jax.device_put((params, model_state, rng), replicated)
+        params, model_state, rng = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(placed)
+        return cls(params, tx.init(params), model_state, rng)
 
 
 def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
@@ -66,7 +83,7 @@ def local_params(params: Any, tx: DistributedTransformation) -> Any:
     Inside ``jax.shard_map(check_vma=True)`` the gradient of a replicated array is summed over the
     devices on the way; of the array that this returns, it stays local, as ``tx.step`` needs it.
     """
-    return jax.tree.map(lambda x: jax.lax.pcast(x, tx.config.shard_axis, to="varying"), params)
+    return jax.tree.map(lambda x: collectives.to_varying(x, tx.config.shard_axis), params)
 
 
 def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = None) -> Any:
@@ -132,45 +149,108 @@ class TrainStep:
 
 
 def train_step(
-    loss_fn: Callable[..., jax.Array],
+    loss_fn: Callable[..., Any],
     tx: DistributedTransformation,
     *,
+    accumulate_steps: int = 1,
+    has_aux: bool = False,
     batch_spec: Any = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> TrainStep:
-    """Makes a jitted training step from a loss and a distributed optimizer.
+    r"""Makes a jitted training step from a loss and a distributed optimizer.
+
+    The loss of a step is the mean over the micro-batches of all devices, and so is its gradient:
+
+    .. math::
+
+      L = \frac{\sum_i w_i \ell_i}{\sum_i w_i}
+
+    with :math:`w_i = 1` unless ``loss_fn`` returns weights, as it should where parts of the batch
+    hold different numbers of valid tokens. The weights are constants of the differentiation.
 
     Args:
-      loss_fn: ``loss_fn(params, batch)`` returns the scalar loss of the part of the batch that one
-        device holds, without communicating. The loss of the step is the mean over the devices.
+      loss_fn: ``loss_fn(params, batch)`` gets the part of the batch that belongs to one micro-batch
+        of one device. It returns the scalar ``loss``, or ``(loss, weight)``. If the state has a
+        ``model_state``, it gets it by this keyword and returns ``(loss, model_state)``; if the
+        state has an ``rng``, it gets by this keyword a key of its own. With has_aux it returns one
+        thing more at the end: ``(loss, aux)`` or ``(loss, model_state, aux)``.
       tx: A distributed optimizer.
-      batch_spec: PartitionSpec of the batch. None: leading dimension over ``shard_axis``.
+      accumulate_steps: Number of micro-batches into which each device cuts its part of the batch.
+        Gradients are summed on the device in ``policy.main_grads_dtype`` and sent once.
+      has_aux: Whether ``loss_fn`` returns something to report beside the loss.
+      batch_spec: PartitionSpec of the batch. None: leading dimension over ``shard_axis``. The
+        leading dimension is devices x micro-batches x examples, in this order.
       compiler_options: XLA options for this program, over the ones chosen here.
 
     Returns:
-      ``step(state, batch) -> (state, metrics)`` with the scalars ``loss`` (mean over devices) and
-      ``grad_norm`` (global norm of the mean gradient before clipping). The state is donated.
+      ``step(state, batch) -> (state, metrics)``. The state is donated. Metrics: the scalars
+      ``loss`` and ``grad_norm`` (global norm of the mean gradient before clipping), and with
+      has_aux ``aux``, every leaf with a leading dimension of devices x micro-batches.
+
+    Raises:
+      HyperparameterError: accumulate_steps is not a positive whole number.
+      ShapeError, TreeError, DtypeError: On use, where the batch does not divide, or ``loss_fn``
+        returns something else.
 
     Example:
-      See ``distributed_fused_adamw``.
+      >>> import jax, jax.numpy as jnp
+      >>> import jdistadam as jda
+      >>> tx = jda.distributed_fused_adamw(1e-2, mesh=jax.make_mesh((1,), ("data",)))
+      >>> def loss_fn(params, batch):
+      ...     weight = jnp.sum(batch["valid"])
+      ...     return jnp.sum(params["w"] * batch["x"] * batch["valid"]) / weight, weight
+      >>> step = jda.train_step(loss_fn, tx, accumulate_steps=2)
+      >>> batch = {"x": jnp.array([1.0, 2.0, 3.0, 4.0]), "valid": jnp.array([1.0, 1.0, 1.0, 0.0])}
+      >>> state = jda.TrainState.create({"w": jnp.ones(())}, tx)
+      >>> state, metrics = step(state, batch)
+      >>> float(metrics["loss"])
+      2.0
     """
+    check_count("accumulate_steps", accumulate_steps)
     config = tx.config
     spec = P(config.shard_axis) if batch_spec is None else batch_spec
+    loss_function = LossFunction(loss_fn, has_aux)
 
-    def local_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
-        params, opt_state = step_local(config, grads, state.opt_state, state.params)
-        mean_loss = collectives.all_reduce_mean(loss.astype(jnp.float32), config.shard_axis)
-        return TrainState(params, opt_state), {"loss": mean_loss, "grad_norm": opt_state.grad_norm}
+    def local_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
+        local = local_gradients(
+            loss_function, tx, accumulate_steps, state.params, batch, state.model_state, step_rng
+        )
+        params, opt_state = tx.local_step(local.grads, state.opt_state, state.params)
+        model_state = _mean_over_devices(local.model_state, config.shard_axis)
+        total = collectives.all_reduce(local.loss, config.shard_axis)
+        metrics = {
+            "loss": total * mean_factor(config, local.weight),
+            "grad_norm": find_state(opt_state).grad_norm,
+        }
+        metrics |= {"aux": local.aux} if has_aux else {}
+        return TrainState(params, opt_state, model_state, rng), metrics
 
-    state_specs = TrainState(P(), tx.state_specs())
+    state_specs = TrainState(P(), tx.state_specs(), P(), P())
+    metrics_specs = {"loss": P(), "grad_norm": P()} | (
+        {"aux": P(config.shard_axis)} if has_aux else {}
+    )
     # Without vma checks: gradients of replicated params stay local, and models may use primitives
     # (Pallas, scans from a zero carry) that the check does not accept.
     sharded = collectives.shard_map(
-        local_step, mesh=config.mesh, in_specs=(state_specs, spec), out_specs=(state_specs, P())
+        local_step,
+        mesh=config.mesh,
+        in_specs=(state_specs, spec),
+        out_specs=(state_specs, metrics_specs),
     )
     on_gpu = config.mesh.devices.flat[0].platform in ("gpu", "cuda")
     options = (_GPU_COMPILER_OPTIONS if on_gpu else {}) | (compiler_options or {})
     return TrainStep(
         jax.jit(sharded, donate_argnums=0, compiler_options=options or None), tx, batch_spec
     )
+
+
+def _mean_over_devices(model_state: Any, axis: str) -> Any:
+    """Averages floats in float32; of whole numbers, such as counters, takes the largest."""
+
+    def mean(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return collectives.all_reduce_max(x, axis)
+        return collectives.all_reduce_mean(x.astype(jnp.float32), axis).astype(x.dtype)
+
+    return jax.tree.map(mean, model_state)

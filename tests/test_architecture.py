@@ -13,14 +13,15 @@ PACKAGE = ROOT / "jdistadam"
 
 # From the ground up. A module may import only what stands on lower lines.
 LAYERS = (
-    {"errors"},
+    {"errors", "transformation", "linearity"},
     {"trees"},
-    {"config", "layout"},
+    {"config", "layout", "masks"},
     {"coefficients", "reference", "native"},
-    {"kernel", "buckets", "collectives"},
+    {"kernel", "buckets", "collectives", "optax_leaves"},
     {"partitioning", "distributed_checks"},
-    {"optimizer"},
-    {"distributed"},
+    {"tree_step", "distributed_step"},
+    {"optimizer", "distributed"},
+    {"combine", "micro_batches"},
     {"training"},
     {"checkpoint"},
     {"diagnostics"},

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ulp import assert_step_close
 
 import jdistadam as jda
-from jdistadam import optimizer
+from jdistadam.tree_step import tree_step
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-12, weight_decay=0.13)
 
@@ -278,14 +278,15 @@ def test_16_bit_params_and_mixed_trees(dtype):
         (dict(eps_root=float("nan")), jda.HyperparameterError, r"eps_root: out of range: got nan"),
         (dict(weight_decay=-1), jda.HyperparameterError, r"weight_decay: out of range: got -1"),
         (dict(learning_rate=float("inf")), jda.HyperparameterError, r"learning_rate: out of range: got inf"),
-        (dict(nu_dtype=jnp.bfloat16), jda.PolicyError, r"nu_dtype: not supported in this version.*expected None or float32"),
+        (dict(nu_dtype=jnp.bfloat16), jda.PolicyError, r"nu_dtype: a second moment in bfloat16 cannot decay at this b2: .*with b2=0.999, expected float32, or"),
         (dict(learning_rate="0.1"), jda.HyperparameterError, r"learning_rate: out of range: got '0.1', expected a fin"),
         (dict(learning_rate=np.ones(3)), jda.HyperparameterError, r"learning_rate: out of range: .* expected a scalar"),
         (dict(b1=True), jda.HyperparameterError, r"b1: out of range: got True"),
         (dict(mu_dtype=jnp.int8), jda.PolicyError, r"mu_dtype: not a dtype that can be used: .* expected float32, bf"),
-        (dict(nu_dtype="garbage"), jda.PolicyError, r"nu_dtype: not supported in this version: got 'garbage'"),
+        (dict(nu_dtype="garbage"), jda.PolicyError, r"nu_dtype: not a dtype that can be used: got 'garbage'"),
         (dict(main_params_dtype="remainder16"), jda.PolicyError, r"main_params_dtype: not supported.*'remainder16'"),
-        (dict(main_params_dtype=jnp.float32), jda.PolicyError, r"main_params_dtype: not supported"),
+        (dict(main_params_dtype=jnp.bfloat16), jda.PolicyError, r"main_params_dtype: not supported.*expected None or float32"),
+        (dict(nu_dtype=jnp.float16, b2=0.9), jda.PolicyError, r"nu_dtype: a second moment in float16 loses squares below 6e-8"),
     ],
     ids=str,
 )  # fmt: skip
@@ -311,16 +312,16 @@ def test_bad_hyperparameters(kwargs, error, message):
         (
             dict(grads={"a": {"w": np.ones((2, 3), np.int32)}, "b": np.ones(2, np.float32)}),
             jda.DtypeError,
-            r"grads\['a'\]\['w'\]: dtype cannot be used: got int32, expected float32 or bfloat16 or float16\. Cast",
+            r"grads\['a'\]\['w'\]: dtype cannot be used: got int32, expected float32 or bfloat16 or .*\. Cast",
         ),
         (
-            dict(params={"a": {"w": np.ones((2, 3), np.complex64)}, "b": np.ones(2, np.float32)}),
+            dict(params={"a": {"w": np.ones((2, 3), bool)}, "b": np.ones(2, np.float32)}),
             jda.DtypeError,
-            r"params\['a'\]\['w'\]: dtype cannot be used: got complex64",
+            r"params\['a'\]\['w'\]: dtype cannot be used: got bool",
         ),
         (dict(state=()), jda.TreeError, r"opt_state: not a state of this optimizer: got tuple"),
     ],
-    ids=["missing", "extra", "broadcast", "int", "complex", "state"],
+    ids=["missing", "extra", "broadcast", "int", "bool", "state"],
 )  # fmt: skip
 def test_bad_trees(change, error, message):
     tx = jda.fused_adamw(1e-3)
@@ -386,11 +387,11 @@ def test_eager_inject_hyperparams_compiles_once():
     params = {"w": jnp.ones(17)}
     state = tx.init(params)
     _, state = tx.update(params, state, params)
-    before = optimizer._run._cache_size()
+    before = tree_step._cache_size()
     for lr in (0.1, 0.2, 0.3):
         state.hyperparams["learning_rate"] = jnp.float32(lr)
         _, state = tx.update(params, state, params)
-    assert optimizer._run._cache_size() == before
+    assert tree_step._cache_size() == before
 
 
 def test_works_in_flax_train_state():

@@ -1,0 +1,236 @@
+"""optax's combinators, keeping the fused step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from jdistadam.distributed import DistributedTransformation
+from jdistadam.distributed_step import AccumulatedGrads
+from jdistadam.errors import PolicyError, TreeError, describe
+from jdistadam.linearity import example_params, why_not_linear
+from jdistadam.transformation import FusedTransformation
+from jdistadam.tree_step import MainParamsState
+
+
+def chain(*transformations: optax.GradientTransformation) -> FusedTransformation:
+    """``optax.chain`` with a ``step``: the same state, the same updates.
+
+    ``step`` is fused where the last transformation has a step of its own, as those of jdistadam
+    do; the ones before it change the gradients. Otherwise it is update and ``apply_updates``.
+
+    Before a distributed optimizer come unreduced gradients. What stands there must be linear in
+    them, so that the order of it and of the sum over devices is irrelevant: ``optax.scale``,
+    ``optax.masked``, schedules of scales, but no clipping and no normalisation.
+
+    Args:
+      *transformations: Gradient transformations, applied in this order.
+
+    Returns:
+      A ``FusedTransformation``; a ``DistributedTransformation`` if the last one is.
+
+    Raises:
+      PolicyError: Something before a distributed optimizer is not linear; something stands behind
+        a distributed optimizer, or behind one that keeps main parameters (raised by ``init``).
+
+    Example:
+      >>> import jax.numpy as jnp, jdistadam as jda
+      >>> tx = chain(optax.clip_by_global_norm(1.0), jda.fused_adamw(1e-2))
+      >>> params = {"w": jnp.ones(3)}
+      >>> params, state = tx.step({"w": jnp.full(3, 100.0)}, tx.init(params), params)
+      >>> round(float(params["w"][0]), 4)
+      0.99
+    """
+    if not transformations:
+        raise PolicyError(
+            describe(
+                "chain",
+                "empty",
+                got="no transformation",
+                expected="at least one",
+                action="Pass an optimizer.",
+            )
+        )
+    *before, last = transformations
+    for i, tx in enumerate(before):
+        if isinstance(tx, DistributedTransformation):
+            raise _misplaced(i, "a distributed optimizer must come last")
+    joined = optax.chain(*transformations)
+    if isinstance(last, DistributedTransformation):
+        return _distributed_chain(joined, before, last)
+
+    def init(params: Any) -> Any:
+        state = joined.init(params)
+        for i, part in enumerate(state[:-1]):
+            if isinstance(part, MainParamsState):
+                raise _misplaced(i, "params must follow its main parameters exactly")
+        return state
+
+    def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+        if not isinstance(last, FusedTransformation):
+            updates, state = _with_extra_args(joined).update(grads, state, params, **extra_args)
+            return optax.apply_updates(params, updates), state
+        return _step_through(before, last.step, grads, state, params, extra_args)
+
+    return FusedTransformation(init, _with_extra_args(joined).update, step)
+
+
+def _misplaced(i: int, why: str) -> PolicyError:
+    return PolicyError(
+        describe(
+            f"chain, transformation {i}",
+            why,
+            got="others behind it",
+            expected="the last place",
+            action="Move it to the end.",
+        )
+    )
+
+
+def _with_extra_args(tx: optax.GradientTransformation) -> Any:
+    return optax.with_extra_args_support(tx)
+
+
+def _step_through(
+    before: Sequence[optax.GradientTransformation],
+    last_step: Any,
+    grads: Any,
+    state: Any,
+    params: Any,
+    extra_args: dict[str, Any],
+) -> tuple[Any, Any]:
+    """Updates the gradients by everything before the last, whose step gives the params."""
+    if not isinstance(state, tuple) or len(state) != len(before) + 1:
+        raise TreeError(
+            describe(
+                "opt_state",
+                "not a state of this chain",
+                got=f"{len(state)} parts" if isinstance(state, tuple) else type(state).__name__,
+                expected=f"{len(before) + 1} parts",
+                action="Pass opt_state as init, update or step returned it.",
+            )
+        )
+    new_states = []
+    for tx, part in zip(before, state, strict=False):
+        grads, part = _with_extra_args(tx).update(grads, part, params, **extra_args)
+        new_states.append(part)
+    params, last_state = last_step(grads, state[-1], params, **extra_args)
+    return params, (*new_states, last_state)
+
+
+def _distributed_chain(
+    joined: optax.GradientTransformation,
+    before: Sequence[optax.GradientTransformation],
+    last: DistributedTransformation,
+) -> DistributedTransformation:
+    def check(params: Any) -> None:
+        for i, tx in enumerate(before):
+            if why := why_not_linear(tx, params):
+                raise PolicyError(
+                    describe(
+                        f"chain, transformation {i}",
+                        f"it would see each device's gradients before they are summed, and {why}",
+                        got="a distributed optimizer behind it",
+                        expected="something linear in the gradients",
+                        action="For clipping pass max_grad_norm, for decay weight_decay or l2.",
+                    )
+                )
+
+    def step_with(last_step: Any, grads: Any, state: Any, params: Any, extra: Any) -> Any:
+        check(params)
+        if not isinstance(grads, AccumulatedGrads):
+            return _step_through(before, last_step, grads, state, params, extra)
+
+        def step_weighted(sums: Any, *args: Any, **kwargs: Any) -> Any:
+            return last_step(grads._replace(sums=sums), *args, **kwargs)
+
+        return _step_through(before, step_weighted, grads.sums, state, params, extra)
+
+    def init(params: Any) -> Any:
+        check(params)
+        return joined.init(params)
+
+    def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+        return step_with(last.step, grads, state, params, extra_args)
+
+    def local_step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+        return step_with(last.local_step, grads, state, params, extra_args)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        check(params)
+        return _with_extra_args(joined).update(grads, state, params, **extra_args)
+
+    try:
+        check(example_params())
+    except PolicyError:
+        raise
+    except Exception:  # it needs the real params, e.g. for a mask: init checks with them
+        pass
+    specs = (*(jax.sharding.PartitionSpec() for _ in before), last.state_specs())
+    return DistributedTransformation.make(init, update, step, local_step, last.config, specs)
+
+
+def inject_hyperparams(
+    factory: Callable[..., FusedTransformation],
+    static_args: str | Iterable[str] = (),
+    hyperparam_dtype: Any = jax.numpy.float32,
+) -> Callable[..., FusedTransformation]:
+    """``optax.inject_hyperparams`` for an optimizer with a ``step``: the result has one too.
+
+    The numbers given to the optimizer become arrays in its state, under
+    ``state.hyperparams["learning_rate"]`` and so on: they can be read, and set between steps
+    without a recompilation. Schedules are evaluated each step and stored there for reading.
+
+    Args:
+      factory: ``fused_adamw`` or ``fused_adam``.
+      static_args: Names of arguments that stay Python values.
+      hyperparam_dtype: Dtype of the numbers in the state. float32, whatever the params are: optax
+        takes the params' dtype, in which for bfloat16 a b2 of 0.999 would be 1.
+
+    Returns:
+      A function with the arguments of ``factory``.
+
+    Raises:
+      PolicyError: The factory makes a distributed optimizer, or nothing with a step.
+
+    Example:
+      >>> import jax.numpy as jnp, jdistadam as jda
+      >>> tx = inject_hyperparams(jda.fused_adamw)(learning_rate=1e-2)
+      >>> params = {"w": jnp.ones(3)}
+      >>> state = tx.init(params)
+      >>> state.hyperparams["learning_rate"] = jnp.float32(0.0)
+      >>> params, state = tx.step({"w": jnp.ones(3)}, state, params)
+      >>> float(params["w"][0])
+      1.0
+    """
+
+    @functools.wraps(factory)
+    def stepping(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
+        tx = factory(*args, **kwargs)
+        if isinstance(tx, DistributedTransformation) or not isinstance(tx, FusedTransformation):
+            raise PolicyError(
+                describe(
+                    "inject_hyperparams",
+                    "cannot be used with this optimizer",
+                    got=getattr(factory, "__name__", repr(factory)),
+                    expected="fused_adamw or fused_adam",
+                    action="Pass a schedule, or use optax.inject_hyperparams.",
+                )
+            )
+        return optax.GradientTransformationExtraArgs(tx.init, tx.step)
+
+    inject = functools.partial(
+        optax.inject_hyperparams, static_args=static_args, hyperparam_dtype=hyperparam_dtype
+    )
+    with_update, with_step = inject(factory), inject(stepping)
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> FusedTransformation:
+        updating, stepping_too = with_update(*args, **kwargs), with_step(*args, **kwargs)
+        return FusedTransformation(stepping_too.init, updating.update, stepping_too.update)
+
+    return make

@@ -1,0 +1,168 @@
+"""Local gradients of one device, over one or several micro-batches; inside ``jax.shard_map``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistadam import collectives, trees
+from jdistadam.distributed import DistributedTransformation
+from jdistadam.errors import ShapeError, TreeError, describe
+
+
+class LossOutput(NamedTuple):
+    """What a loss function returned, by name."""
+
+    loss: jax.Array  # shape (), float32
+    weight: Any  # shape (), float32; None: 1
+    model_state: Any  # the new one; None if there is none
+    aux: Any  # None without has_aux
+
+
+class LocalResult(NamedTuple):
+    """What one device found in its part of the batch."""
+
+    grads: Any  # a tree like params, or AccumulatedGrads
+    loss: jax.Array  # shape (), float32: the weighted sum over micro-batches
+    weight: Any  # shape (), float32: the sum of weights; None: 1
+    model_state: Any
+    aux: Any  # every leaf with a leading dimension of micro-batches
+
+
+@dataclasses.dataclass(frozen=True)
+class LossFunction:
+    """A user's loss function, and how to read what it returns."""
+
+    function: Callable[..., Any]
+    has_aux: bool
+
+    def __call__(self, params: Any, batch: Any, model_state: Any, rng: Any) -> LossOutput:
+        """Calls it with the keywords that are set."""
+        given = {"model_state": model_state, "rng": rng}
+        keywords = {name: value for name, value in given.items() if value is not None}
+        out = self.function(params, batch, **keywords)
+        names = ["loss", *(["model_state"] if model_state is not None else [])]
+        names += ["aux"] if self.has_aux else []
+        if len(names) == 1:
+            out = (out,)
+        if not isinstance(out, tuple) or len(out) != len(names):
+            got = f"{len(out)} values" if isinstance(out, tuple) else type(out).__name__
+            raise TreeError(
+                describe(
+                    "loss_fn",
+                    "returned something else than asked for",
+                    got=got,
+                    expected=f"a tuple ({', '.join(names)})",
+                    action="Return these, or change has_aux or the state's model_state.",
+                )
+            )
+        value = dict(zip(names, out, strict=True))
+        loss, weight = value["loss"] if isinstance(value["loss"], tuple) else (value["loss"], None)
+        if weight is not None:
+            weight = jax.lax.stop_gradient(_scalar("weight", weight))
+        state = value.get("model_state")
+        if state is not None:
+            trees.check_same_shapes(
+                state,
+                model_state,
+                name="loss_fn's model_state",
+                like_name="the state's model_state",
+            )
+        return LossOutput(_scalar("loss", loss), weight, state, value.get("aux"))
+
+
+def _scalar(name: str, value: Any) -> jax.Array:
+    if np.shape(value) != ():
+        raise ShapeError(
+            describe(
+                f"loss_fn's {name}",
+                "not a scalar",
+                got=np.shape(value),
+                expected=(),
+                action="Take the mean over the part of the batch that loss_fn is given.",
+            )
+        )
+    return jnp.asarray(value).astype(jnp.float32)
+
+
+def local_gradients(
+    loss_fn: LossFunction,
+    tx: DistributedTransformation,
+    accumulate_steps: int,
+    params: Any,
+    batch: Any,
+    model_state: Any,
+    rng: Any,
+) -> LocalResult:
+    """Differentiates the loss of this device's part of the batch, micro-batch by micro-batch.
+
+    The model state passes from one micro-batch to the next; ``rng`` is folded with the device and
+    the micro-batch.
+    """
+    if rng is not None:
+        rng = jax.random.fold_in(rng, collectives.axis_index(tx.config.shard_axis))
+
+    def differentiate(i: Any, batch: Any, model_state: Any) -> tuple[LossOutput, Any]:
+        def loss_and_output(params: Any) -> tuple[jax.Array, LossOutput]:
+            key = None if rng is None else jax.random.fold_in(rng, i)
+            out = loss_fn(params, batch, model_state, key)
+            return out.loss, out
+
+        (_, out), grads = jax.value_and_grad(loss_and_output, has_aux=True)(params)
+        return out, grads
+
+    def body(carry: Any, i_and_batch: tuple[Any, Any]) -> tuple[Any, Any]:
+        acc, loss, model_state = carry
+        i, batch = i_and_batch
+        out, grads = differentiate(i, batch, model_state)
+        weighted = out.loss if out.weight is None else out.loss * out.weight
+        acc = tx.accumulate(acc, grads, out.weight)
+        return (acc, loss + weighted, _like(model_state, out.model_state)), out.aux
+
+    if accumulate_steps == 1:
+        out, grads = differentiate(0, batch, model_state)
+        new_state = _like(model_state, out.model_state)
+        aux = jax.tree.map(lambda x: jnp.asarray(x)[None], out.aux)
+        if out.weight is None:
+            return LocalResult(grads, out.loss, None, new_state, aux)
+        acc = tx.accumulate(tx.init_grads(params), grads, out.weight)
+        return LocalResult(acc, out.loss * out.weight, acc.weight, new_state, aux)
+    batches = _split(batch, accumulate_steps)
+    carry = (tx.init_grads(params), jnp.zeros((), jnp.float32), model_state)
+    (acc, loss, model_state), aux = jax.lax.scan(
+        body, carry, (jnp.arange(accumulate_steps), batches)
+    )
+    return LocalResult(acc, loss, acc.weight, model_state, aux)
+
+
+def _like(old: Any, new: Any) -> Any:
+    """Keeps the dtypes of a model state, which a step must not change."""
+    return jax.tree.map(lambda o, n: jnp.asarray(n).astype(o.dtype), old, new)
+
+
+def _split(batch: Any, accumulate_steps: int) -> Any:
+    """Cuts the leading dimension into micro-batches."""
+
+    def split(path: str, x: Any) -> Any:
+        if not x.ndim or x.shape[0] % accumulate_steps:
+            raise ShapeError(
+                describe(
+                    path,
+                    "a device's part does not divide into micro-batches",
+                    got=x.shape,
+                    expected=f"a leading dimension that is a multiple of {accumulate_steps}",
+                    action="Change the batch size or accumulate_steps.",
+                )
+            )
+        return x.reshape(accumulate_steps, x.shape[0] // accumulate_steps, *x.shape[1:])
+
+    leaves = [
+        split(path, x)
+        for path, x in zip(trees.paths(batch, "batch"), jax.tree.leaves(batch), strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(batch), leaves)

@@ -1,0 +1,266 @@
+"""One Adam step over a tree: checks it, then makes one kernel call for each mix of dtypes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdistadam import optax_leaves, partitioning, trees
+from jdistadam.coefficients import coefficient_rows
+from jdistadam.config import Hyperparameters
+from jdistadam.errors import DtypeError, TreeError, describe
+from jdistadam.kernel import Operands, Scalars, Spec
+
+
+class MainParamsState(NamedTuple):
+    """The state of an optimizer that keeps main parameters.
+
+    Attributes:
+      main_params: The params in float32: what the optimizer updates. ``optax.MaskedNode()`` in
+        place of each leaf that is not in 16 bits, for which the params themselves are updated.
+      inner: The state that optax would have for float32 params.
+    """
+
+    main_params: Any
+    inner: Any
+
+
+class TreeLeaf(NamedTuple):
+    """One leaf of each tree."""
+
+    grad: Any
+    param: Any
+    main: Any  # None: the parameter itself is updated
+    mu: Any
+    nu: Any
+
+
+# Always inside jit, also for eager calls: the compiler contracts the expressions of the
+# coefficients, so that an eager call would otherwise use different bits. One function for all
+# optimizers: inject_hyperparams makes a new one at each eager call.
+@functools.partial(
+    jax.jit, static_argnames=("mode", "known", "groups", "nu_dtype", "keeps_main_params")
+)
+def tree_step(
+    grads: Any,
+    state: Any,
+    params: Any,
+    operands: dict[str, Any],
+    *,
+    mode: str,
+    known: tuple[tuple[str, Any], ...],
+    groups: tuple[int, ...],
+    nu_dtype: Any,
+    keeps_main_params: bool,
+) -> tuple[Any, Any]:
+    """Steps every leaf and advances the counts of the state.
+
+    Args:
+      grads: Gradients; the structure and shapes of params.
+      state: What ``init`` of the optimizer returned, or an earlier step.
+      params: Parameters. None where nothing in the formula reads them.
+      operands: The hyperparameters that are arrays.
+      mode: "step": returns new params. "update": returns optax's updates.
+      known: The other hyperparameters, as items.
+      groups: For each leaf, 0 if decay applies to it, else 1.
+      nu_dtype: Dtype of the second moment.
+      keeps_main_params: Whether state is a MainParamsState.
+
+    Returns:
+      (new params or updates, new state).
+    """
+    hyper = Hyperparameters(**dict(known), **operands)
+    name = "opt_state.inner" if keeps_main_params else "opt_state"
+    main_params, inner = _split_state(state, keeps_main_params)
+    adam_state = _adam_state(inner, name)
+    like: Any = params
+    if params is None:
+        params = like = grads  # the kernel wants an operand, and does not look at it
+    _check_trees(grads, adam_state, like, nu_dtype, name)
+
+    treedef: Any = jax.tree.structure(like)
+    mains = _main_leaves(treedef, main_params, like) if keeps_main_params else [None] * len(groups)
+    columns = [jax.tree.leaves(x) for x in (grads, params, adam_state.mu, adam_state.nu)]
+    leaves = [TreeLeaf(*x) for x in zip(*columns[:2], mains, *columns[2:], strict=True)]
+    count = adam_state.count
+    new = step_leaves(mode, hyper, count, leaves, groups)
+
+    def tree(values: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(treedef, values)
+
+    new_adam = optax.ScaleByAdamState(
+        optax.safe_increment(count), tree([x.mu for x in new]), tree([x.nu for x in new])
+    )
+    new_state: Any = (new_adam, *(advance_schedules(part) for part in inner[1:]))
+    if keeps_main_params:
+        masked = [optax.MaskedNode() if x.main is None else x.main for x in new]
+        new_state = MainParamsState(tree(masked), new_state)
+    return tree([x.param for x in new]), new_state
+
+
+def step_leaves(
+    mode: str,
+    hyper: Hyperparameters,
+    count: jax.Array,
+    leaves: Sequence[TreeLeaf],
+    groups: Sequence[int],
+) -> list[TreeLeaf]:
+    """One kernel call for each mix of dtypes: usually one.
+
+    Returns:
+      The new leaves. In mode "update", ``param`` is the update.
+    """
+    new = list(leaves)
+    calls: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if not leaf.grad.size:  # keeps all it has
+            new[i] = leaf if mode == "step" else leaf._replace(param=_no_update(leaf))
+        else:
+            dtypes = tuple(None if x is None else jnp.dtype(x.dtype) for x in leaf)
+            key = "optax" if set(dtypes).intersection(optax_leaves.DTYPES) else dtypes
+            calls.setdefault(key, []).append(i)
+    left_to_optax = calls.pop("optax", [])
+    scalars = Scalars.plain(coefficient_rows(hyper, count, (True, False)))
+    for indices in calls.values():
+        mine = [leaves[i] for i in indices]
+        results = _call(mode, scalars, mine, tuple(groups[i] for i in indices), hyper.nesterov)
+        for i, leaf in zip(indices, results, strict=True):
+            new[i] = leaf
+    if left_to_optax:
+        theirs = [
+            optax_leaves.OptaxLeaf(x.grad, x.param, x.mu, x.nu, groups[i] == 0)
+            for i, x in ((i, leaves[i]) for i in left_to_optax)
+        ]
+        for i, (out, mu, nu) in zip(
+            left_to_optax, optax_leaves.step(mode, hyper, count, theirs), strict=True
+        ):
+            new[i] = leaves[i]._replace(param=out, mu=mu, nu=nu)
+    return new
+
+
+def _no_update(leaf: TreeLeaf) -> Any:
+    return jnp.zeros_like(leaf.grad, dtype=jnp.float32 if leaf.main is not None else None)
+
+
+def _call(
+    mode: str,
+    scalars: Scalars,
+    leaves: Sequence[TreeLeaf],
+    groups: tuple[int, ...],
+    nesterov: bool,
+) -> list[TreeLeaf]:
+    """Steps leaves of equal dtypes in one kernel call."""
+    grads, params, mains, mu, nu = zip(*leaves, strict=True)
+    has_main = mains[0] is not None
+    kernel_mode = "step_and_cast" if has_main else mode
+    out_dtype = None if kernel_mode == "step" else (params if has_main else grads)[0].dtype
+    spec = Spec(kernel_mode, groups, nesterov, out_dtype)
+    updated = mains if has_main else params
+    results = partitioning.adam(spec, scalars, Operands(grads, updated, mu, nu))
+    out: Sequence[Any] = results.params if kernel_mode == "step" else results.out
+    if has_main and mode == "update":
+        # In float32, so that params + updates lands exactly on the rounded main parameter.
+        f32 = jnp.float32
+        out = [new.astype(f32) - old.astype(f32) for new, old in zip(out, params, strict=True)]
+    new_mains = results.params if has_main else mains
+    return [
+        TreeLeaf(*new) for new in zip(grads, out, new_mains, results.mu, results.nu, strict=True)
+    ]
+
+
+def needs_main(param: Any) -> bool:
+    """Whether a parameter of this dtype loses bits of what the optimizer computes."""
+    return jnp.dtype(param.dtype).name in ("bfloat16", "float16")
+
+
+def _split_state(state: Any, keeps_main_params: bool) -> tuple[Any, Any]:
+    if keeps_main_params != isinstance(state, MainParamsState):
+        expected = "MainParamsState" if keeps_main_params else "optax's own state"
+        raise TreeError(
+            describe(
+                "opt_state",
+                "does not fit main_params_dtype",
+                got=type(state).__name__,
+                expected=expected,
+                action="Make it with init(params) of this optimizer.",
+            )
+        )
+    return (state.main_params, state.inner) if keeps_main_params else (None, state)
+
+
+def _main_leaves(treedef: Any, main_params: Any, params: Any) -> list[Any]:
+    """Returns the main parameter of each leaf, or None."""
+    try:
+        mains = treedef.flatten_up_to(main_params)
+    except (ValueError, TypeError):
+        raise TreeError(
+            describe(
+                "opt_state.main_params",
+                "tree structure differs from params",
+                got=jax.tree.structure(main_params),
+                expected=treedef,
+                action="Make the state with init(params) of this optimizer.",
+            )
+        ) from None
+    names = trees.paths(params, "opt_state.main_params")
+    for name, main, param in zip(names, mains, jax.tree.leaves(params), strict=True):
+        got = (np.shape(main), getattr(main, "dtype", None))
+        fits = got == (np.shape(param), jnp.float32)
+        if not fits and (needs_main(param) or not isinstance(main, optax.MaskedNode)):
+            raise DtypeError(
+                describe(
+                    name,
+                    "does not fit its parameter",
+                    got=got if hasattr(main, "dtype") else type(main).__name__,
+                    expected=(np.shape(param), "float32"),
+                    action="Make the state with init(params) of this optimizer.",
+                )
+            )
+    return [None if isinstance(main, optax.MaskedNode) else main for main in mains]
+
+
+def _check_trees(
+    grads: Any, adam_state: optax.ScaleByAdamState, params: Any, nu_dtype: Any, name: str
+) -> None:
+    allowed = (*trees.STORAGE_DTYPES, *optax_leaves.DTYPES)
+    trees.check_dtypes(params, name="params", allowed=allowed)
+    trees.check_same_shapes(grads, params, name="grads", like_name="params")
+    trees.check_dtypes(grads, name="grads", allowed=allowed, action="Cast the gradients.")
+    for part in ("mu", "nu"):
+        tree, part_name = getattr(adam_state, part), f"{name}[0].{part}"
+        trees.check_same_shapes(tree, params, name=part_name, like_name="params")
+        trees.check_dtypes(tree, name=part_name, allowed=allowed, action=f"Cast {part}.")
+    ours = jax.tree.map(
+        lambda x: jnp.zeros((), nu_dtype) if x.dtype in optax_leaves.DTYPES else x, adam_state.nu
+    )
+    action = f"Cast nu to {nu_dtype}, or set nu_dtype."
+    trees.check_dtypes(ours, name=f"{name}[0].nu", allowed=(nu_dtype,), action=action)
+
+
+def _adam_state(state: Any, name: str) -> optax.ScaleByAdamState:
+    if not (isinstance(state, tuple) and state and isinstance(state[0], optax.ScaleByAdamState)):
+        raise TreeError(
+            describe(
+                name,
+                "not a state of this optimizer",
+                got=type(state).__name__,
+                expected="the state that init(params) returned",
+                action="Pass opt_state as init, update or step returned it.",
+            )
+        )
+    return state[0]
+
+
+def advance_schedules(state: Any) -> Any:
+    """Increments the count of every schedule in a part of optax's state."""
+    if isinstance(state, optax.MaskedState):
+        return state._replace(inner_state=advance_schedules(state.inner_state))
+    if "count" in getattr(state, "_fields", ()):
+        return state._replace(count=optax.safe_increment(state.count))
+    return state
