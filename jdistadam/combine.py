@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -207,20 +208,14 @@ def inject_hyperparams(
       >>> float(params["w"][0])
       1.0
     """
+    if "mesh" in inspect.signature(factory).parameters:
+        raise _cannot_inject(factory)
 
     @functools.wraps(factory)
     def stepping(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
         tx = factory(*args, **kwargs)
-        if isinstance(tx, DistributedTransformation) or not isinstance(tx, FusedTransformation):
-            raise PolicyError(
-                describe(
-                    "inject_hyperparams",
-                    "cannot be used with this optimizer",
-                    got=getattr(factory, "__name__", repr(factory)),
-                    expected="fused_adamw or fused_adam",
-                    action="Pass a schedule, or use optax.inject_hyperparams.",
-                )
-            )
+        if not isinstance(tx, FusedTransformation):
+            raise _cannot_inject(factory)
         return optax.GradientTransformationExtraArgs(tx.init, tx.step)
 
     inject = functools.partial(
@@ -234,3 +229,15 @@ def inject_hyperparams(
         return FusedTransformation(stepping_too.init, updating.update, stepping_too.update)
 
     return make
+
+
+def _cannot_inject(factory: Any) -> PolicyError:
+    return PolicyError(
+        describe(
+            "inject_hyperparams",
+            "cannot be used with this optimizer",
+            got=getattr(factory, "__name__", repr(factory)),
+            expected="fused_adamw or fused_adam",
+            action="Pass a schedule to it instead.",
+        )
+    )

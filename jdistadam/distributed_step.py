@@ -139,6 +139,7 @@ def grad_norm_local(config: DistributedConfig, grads: Any) -> jax.Array:
 
 def init_grads_local(config: DistributedConfig, params: Any) -> AccumulatedGrads:
     """A sum of no gradients."""
+    check_inside(config.shard_axis, "init_grads")
     dtype = config.policy.main_grads_dtype
     zeros = AccumulatedGrads(
         jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), params), jnp.zeros((), jnp.float32)
@@ -150,6 +151,7 @@ def accumulate_local(
     config: DistributedConfig, acc: AccumulatedGrads, grads: Any, weight: Any
 ) -> AccumulatedGrads:
     """Adds one micro-batch's gradients, in main_grads_dtype."""
+    check_inside(config.shard_axis, "accumulate")
     check_grads(config.shard_axis, grads, acc.sums, acc.weight, like_name="accumulated grads")
     dtype = config.policy.main_grads_dtype
 

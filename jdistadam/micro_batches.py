@@ -62,7 +62,7 @@ class LossFunction:
                 )
             )
         value = dict(zip(names, out, strict=True))
-        loss, weight = value["loss"] if isinstance(value["loss"], tuple) else (value["loss"], None)
+        loss, weight = _loss_and_weight(value["loss"])
         if weight is not None:
             weight = jax.lax.stop_gradient(_scalar("weight", weight))
         state = value.get("model_state")
@@ -71,9 +71,25 @@ class LossFunction:
                 state,
                 model_state,
                 name="loss_fn's model_state",
-                like_name="the state's model_state",
+                like_name="the state's",
             )
         return LossOutput(_scalar("loss", loss), weight, state, value.get("aux"))
+
+
+def _loss_and_weight(value: Any) -> tuple[Any, Any]:
+    if not isinstance(value, tuple):
+        return value, None
+    if len(value) != 2:
+        raise TreeError(
+            describe(
+                "loss_fn",
+                "returned something else than asked for",
+                got=f"{len(value)} values",
+                expected="loss or (loss, weight)",
+                action="Return these, or set has_aux.",
+            )
+        )
+    return value
 
 
 def _scalar(name: str, value: Any) -> jax.Array:

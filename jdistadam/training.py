@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam import collectives, trees
 from jdistadam.config import check_count
 from jdistadam.distributed import DistributedTransformation
+from jdistadam.distributed_checks import check_inside
 from jdistadam.distributed_step import find_state, mean_factor
 from jdistadam.errors import ShapeError, describe
 from jdistadam.micro_batches import LossFunction, local_gradients
@@ -83,6 +84,7 @@ def local_params(params: Any, tx: DistributedTransformation) -> Any:
     Inside ``jax.shard_map(check_vma=True)`` the gradient of a replicated array is summed over the
     devices on the way; of the array that this returns, it stays local, as ``tx.step`` needs it.
     """
+    check_inside(tx.config.shard_axis, "local_params")
     return jax.tree.map(lambda x: collectives.to_varying(x, tx.config.shard_axis), params)
 
 

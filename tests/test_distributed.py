@@ -285,7 +285,11 @@ def test_create_copies_and_the_step_donates(cpu_mesh):
         state = jda.TrainState.create(params, tx)
         new, _ = jda.train_step(linear_loss, tx)(state, exact_batch(np.random.default_rng(5)))
         # on one device float32 params are their own main parameters
-        donated = [state.opt_state.mu, state.opt_state.nu, *jax.tree.leaves(state.opt_state.main_params)]
+        donated = [
+            state.opt_state.mu,
+            state.opt_state.nu,
+            *jax.tree.leaves(state.opt_state.main_params),
+        ]
         assert len(donated) == (2 if n == 1 else 3) and all(x.is_deleted() for x in donated)
         for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(before), strict=True):
             assert_same_bits(a, b)

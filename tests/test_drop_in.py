@@ -24,7 +24,9 @@ F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 
 def random_tree(rng, dtype=F32, scale=1.0):
     shapes = {"w": (65, 33), "b": (33,), "one": (1,), "scalar": (), "empty": (0, 3)}
-    return {k: jnp.asarray(rng.normal(size=s) * scale, F32).astype(dtype) for k, s in shapes.items()}
+    return {
+        k: jnp.asarray(rng.normal(size=s) * scale, F32).astype(dtype) for k, s in shapes.items()
+    }
 
 
 def assert_trees_same_bits(got, want):
@@ -50,7 +52,9 @@ def test_fused_adam_follows_jitted_optax(l2, nesterov):
     their_update = jax.jit(theirs.update)
     for count in range(10):
         grads = random_tree(rng)
-        decayed = jax.tree.map(lambda g, p: np.asarray(g) + np.float32(l2) * np.asarray(p), grads, params)
+        decayed = jax.tree.map(
+            lambda g, p: np.asarray(g) + np.float32(l2) * np.asarray(p), grads, params
+        )
         new, new_state = ours.step(grads, state, params)
         updates, want_state = their_update(decayed, state, params)
         want = optax.apply_updates(params, updates)
@@ -161,7 +165,9 @@ def test_apply_updates_is_exact_up_to_a_factor_of_2_16():
 def test_state_and_main_params_must_fit():
     params = {"w": jnp.ones(3, BF16)}
     tx, plain = jda.fused_adamw(1e-3, main_params_dtype=F32), jda.fused_adamw(1e-3)
-    with pytest.raises(jda.TreeError, match="opt_state: does not fit main_params_dtype: got tuple, expected MainP"):
+    with pytest.raises(
+        jda.TreeError, match="opt_state: does not fit main_params_dtype: got tuple, expected MainP"
+    ):
         tx.step(params, plain.init(params), params)
     with pytest.raises(jda.TreeError, match="got MainParamsState, expected optax's own state"):
         plain.step(params, tx.init(params), params)
@@ -175,7 +181,7 @@ def test_state_and_main_params_must_fit():
         message = r"opt_state.main_params\['w'\]: does not fit its parameter: got " + got
         with pytest.raises(jda.DtypeError, match=message):
             tx.step(params, wrong, params)
-    with pytest.raises(jda.TreeError, match="opt_state.main_params: tree structure differs"):
+    with pytest.raises(jda.TreeError, match=r"opt_state.main_params: tree structure differs"):
         tx.step(params, state._replace(main_params={"v": jnp.ones(3)}), params)
 
 
@@ -209,7 +215,9 @@ def test_donated_step_with_main_params_copies_nothing():
         return tx.step(grads, state, params)
 
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state).compile()
-    assert not [x for x in compiled.as_text().splitlines() if re.search(r"f(32|16)\[.+\] copy\(", x)]
+    assert not [
+        x for x in compiled.as_text().splitlines() if re.search(r"f(32|16)\[.+\] copy\(", x)
+    ]
     # main, mu and nu in place, the new params in the buffers of the old ones
     assert compiled.memory_analysis().alias_size_in_bytes == (3 * 4 + 2) * (65 * 33 + 33) + 4
 
@@ -278,12 +286,18 @@ def test_other_numbers_are_left_to_optax(dtype):
         def tree():
             z = rng.normal(size=(2, 50)) + 1j * rng.normal(size=(2, 50))
             z = z if dtype.startswith("complex") else z.real
-            return {"a": jnp.asarray(z[0], dtype), "b": jnp.asarray(z[1], dtype), "f": jnp.ones(5, F32)}
+            return {
+                "a": jnp.asarray(z[0], dtype),
+                "b": jnp.asarray(z[1], dtype),
+                "f": jnp.ones(5, F32),
+            }
 
         params = tree()
         state, their_state = ours.init(params), theirs.init(params)
         step = jax.jit(ours.step)
-        their_step = jax.jit(lambda g, s, p: (lambda u, n: (optax.apply_updates(p, u), n))(*theirs.update(g, s, p)))
+        their_step = jax.jit(
+            lambda g, s, p: (lambda u, n: (optax.apply_updates(p, u), n))(*theirs.update(g, s, p))
+        )
         their_params = params
         for _ in range(5):
             grads = tree()
@@ -300,7 +314,10 @@ def test_other_numbers_are_left_to_optax(dtype):
 
 def test_works_with_map_params_and_tree_get():
     """optax.tree.map_params calls init with a placeholder; sharding annotations are made so."""
-    for tx in (jda.fused_adamw(1e-3, mask={"w": True}), jda.fused_adamw(1e-3, main_params_dtype=F32)):
+    for tx in (
+        jda.fused_adamw(1e-3, mask={"w": True}),
+        jda.fused_adamw(1e-3, main_params_dtype=F32),
+    ):
         params = {"w": jnp.ones(3, BF16)}
         state = tx.init(params)
         doubled = optax.tree.map_params(tx, lambda x: x + 1, state)

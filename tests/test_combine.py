@@ -1,0 +1,222 @@
+"""jda.chain and jda.inject_hyperparams: optax's combinators, with the fused step kept."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_distributed import exact_batch, linear_loss, make_tx, random_params
+from test_drop_in import HYPER, assert_trees_same_bits, random_tree
+
+import jdistadam as jda
+from jdistadam import linearity
+
+
+def test_chain_is_optax_chain_with_a_step():
+    """10 clipped steps: state and updates of optax.chain; step equals clip, then the fused step."""
+    inner = jda.fused_adamw(**HYPER)
+    clip = optax.clip_by_global_norm(1.0)
+    ours, theirs = jda.chain(clip, inner), optax.chain(clip, inner)
+    rng = np.random.default_rng(0)
+    params = by_hand = random_tree(rng)
+    state, adam_state = ours.init(params), inner.init(params)
+    assert_trees_same_bits(state, theirs.init(params))
+
+    @jax.jit
+    def hand_step(grads, adam_state, params):
+        clipped, _ = clip.update(grads, optax.EmptyState())
+        return inner.step(clipped, adam_state, params)
+
+    for _ in range(10):
+        grads = random_tree(rng, scale=3.0)
+        assert_trees_same_bits(
+            ours.update(grads, state, params), theirs.update(grads, state, params)
+        )
+        params, state = jax.jit(ours.step)(grads, state, params)
+        by_hand, adam_state = hand_step(grads, adam_state, by_hand)
+        assert_trees_same_bits((params, state[1]), (by_hand, adam_state))
+
+
+def test_chain_whose_last_has_no_step_updates_and_applies():
+    rng = np.random.default_rng(1)
+    params, grads = random_tree(rng), random_tree(rng)
+    tx = jda.chain(jda.fused_adamw(**HYPER), optax.scale(0.5))
+    updates, want_state = tx.update(grads, tx.init(params), params)
+    got, state = tx.step(grads, tx.init(params), params)
+    assert_trees_same_bits(got, optax.apply_updates(params, updates))
+    assert_trees_same_bits(state, want_state)
+
+
+def test_chains_nest_and_pass_extra_arguments():
+    seen = []
+
+    def spy(updates, state, params=None, **extra):
+        seen.append(extra)
+        return updates, state
+
+    spying = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), spy)
+    tx = jda.chain(spying, jda.chain(optax.scale(2.0), jda.fused_adam(1e-2)))
+    params = {"w": jnp.ones(3)}
+    tx.step(params, tx.init(params), params, value=3)
+    assert seen == [{"value": 3}]
+
+
+def test_chain_refuses_what_would_go_wrong(cpu_mesh):
+    main = jda.fused_adamw(1e-3, main_params_dtype=jnp.float32)
+    with pytest.raises(
+        jda.PolicyError, match="chain, transformation 0: params must follow its main"
+    ):
+        jda.chain(main, optax.scale(0.5)).init({"w": jnp.ones(3, jnp.bfloat16)})
+    tx = make_tx(cpu_mesh(2))
+    with pytest.raises(
+        jda.PolicyError, match="transformation 1: a distributed optimizer must come last"
+    ):
+        jda.chain(optax.identity(), tx, optax.scale(0.5))
+    with pytest.raises(jda.PolicyError, match="chain: empty"):
+        jda.chain()
+    two = jda.chain(optax.scale(1.0), jda.fused_adam(1e-3))
+    with pytest.raises(
+        jda.TreeError, match="opt_state: not a state of this chain: got 3 parts, expected 2"
+    ):
+        two.step({}, (1, 2, 3), {})
+
+
+schedule = optax.linear_schedule(1.0, 0.5, 10)
+LINEAR = {
+    "identity": optax.identity(),
+    "scale": optax.scale(0.5),
+    "schedule": optax.scale_by_schedule(schedule),
+    "masked": optax.masked(optax.scale(2.0), {"a": True, "b": False}),
+    "frozen": optax.masked(optax.set_to_zero(), {"a": True, "b": False}),
+    "jitted": optax.stateless(jax.jit(lambda g, p: jax.tree.map(lambda x: jnp.where(x.shape[0] > 2, x, 3 * x), g))),
+    "sum": optax.stateless(lambda g, p: jax.tree.map(lambda x: x - jnp.mean(x), g)),
+}  # fmt: skip
+NOT_LINEAR = {
+    "clip_by_global_norm": optax.clip_by_global_norm(1e9),
+    "clip": optax.clip(1.0),
+    "clip_by_block_rms": optax.clip_by_block_rms(1.0),
+    "adaptive_grad_clip": optax.adaptive_grad_clip(0.1),
+    "normalize": optax.normalize_by_update_norm(),
+    "trust_ratio": optax.scale_by_trust_ratio(),
+    "rms": optax.scale_by_rms(),
+    "zero_nans": optax.zero_nans(),
+    "sign": optax.scale_by_sign(),
+    "hidden_sign": optax.stateless(lambda g, p: jax.tree.map(lambda x: x + jnp.round(x), g)),
+    "jitted": optax.stateless(jax.jit(lambda g, p: jax.tree.map(lambda x: x * x, g))),
+    "apply_if_finite": optax.apply_if_finite(optax.identity(), 3),
+    "decay": optax.add_decayed_weights(0.1),
+    "trace": optax.trace(0.9),
+    "ema": optax.ema(0.9),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_transformations_are_found(name):
+    assert linearity.why_not_linear(LINEAR[name], linearity.example_params()) is None
+
+
+@pytest.mark.parametrize("name", NOT_LINEAR)
+def test_others_are_refused_before_a_distributed_optimizer(cpu_mesh, name):
+    """When the chain is made, and where the tree must be known first, when the state is made."""
+    with pytest.raises(
+        jda.PolicyError, match=r"chain, transformation 1: it would see each device's gradients"
+    ):
+        jda.chain(optax.scale(0.5), NOT_LINEAR[name], make_tx(cpu_mesh(2)))
+    late = optax.masked(NOT_LINEAR[name], {k: True for k in random_params()})
+    tx = jda.chain(late, make_tx(cpu_mesh(2)))
+    with pytest.raises(
+        jda.PolicyError, match=r"transformation 0: .*For clipping pass max_grad_norm"
+    ):
+        jda.TrainState.create(random_params(), tx)
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 3])
+def test_distributed_chain_trains_exports_and_returns(cpu_mesh, accumulate_steps):
+    """Halving gradients in the chain is halving the loss: powers of two, so bit for bit."""
+    plain = make_tx(cpu_mesh(8))
+    chained = jda.chain(optax.scale(0.5), optax.scale_by_schedule(lambda count: 1.0), plain)
+    states = [jda.TrainState.create(random_params(), tx) for tx in (chained, plain)]
+    steps = [
+        jda.train_step(linear_loss, chained, accumulate_steps=accumulate_steps),
+        jda.train_step(
+            lambda p, b: linear_loss(p, b) / 2, plain, accumulate_steps=accumulate_steps
+        ),
+    ]
+    rng = np.random.default_rng(2)
+    for _ in range(10):
+        batch = exact_batch(rng)
+        (states[0], metrics), (states[1], want) = (
+            s(x, batch) for s, x in zip(steps, states, strict=True)
+        )
+    assert_trees_same_bits(states[0].params, states[1].params)
+    assert float(metrics["grad_norm"]) == float(want["grad_norm"])
+    main, opt_state = jda.to_optax_state(states[0], chained)
+    assert int(opt_state[1].count) == 10 and int(opt_state[2][0].count) == 10
+    other = jda.chain(
+        optax.scale(0.5), optax.scale_by_schedule(lambda count: 1.0), make_tx(cpu_mesh(3))
+    )
+    moved = jda.from_optax_state(main, opt_state, other)
+    again = jda.from_optax_state(*jda.to_optax_state(moved, other), chained)
+    # the norm of the last gradient is not part of what optax keeps
+    norm = states[0].opt_state[2].grad_norm
+    own = again.opt_state[2]._replace(grad_norm=norm)
+    assert_trees_same_bits(
+        (again.params, *again.opt_state[:2], own), (states[0].params, *states[0].opt_state)
+    )
+
+
+def test_injected_hyperparameters_reach_the_step():
+    """The learning rate is set between steps; one program; step and update agree."""
+    tx = jda.inject_hyperparams(jda.fused_adamw)(1e-2, weight_decay=0.1, nesterov=True)
+    theirs = optax.inject_hyperparams(optax.adamw)(1e-2, weight_decay=0.1, nesterov=True)
+    params = random_tree(np.random.default_rng(3))
+    state = tx.init(params)
+    assert jax.tree.structure(state) == jax.tree.structure(theirs.init(params))
+    step = jax.jit(tx.step)
+    for lr in (1e-2, 5e-3, 0.0, 1e-3):
+        state.hyperparams["learning_rate"] = jnp.float32(lr)
+        grads = jax.tree.map(lambda x: 0.1 * x, params)
+        updates, want_state = tx.update(grads, state, params)
+        new, state = step(grads, state, params)
+        assert_trees_same_bits(new, optax.apply_updates(params, updates))
+        assert_trees_same_bits(state, want_state)
+        assert (float(abs(new["w"] - params["w"]).max()) == 0) == (lr == 0)
+        params = new
+    assert step._cache_size() == 1
+
+
+def test_injected_schedule_equals_the_schedule():
+    kwargs = dict(
+        weight_decay=0.1, b1=0.5, b2=0.25
+    )  # exact powers: traced or not, the same numbers
+    by_schedule = jda.fused_adamw(optax.linear_schedule(1e-2, 1e-3, 8), **kwargs)
+    injected = jda.inject_hyperparams(jda.fused_adamw)(
+        optax.linear_schedule(1e-2, 1e-3, 8), **kwargs
+    )
+    one = two = random_tree(np.random.default_rng(4))
+    state, other = by_schedule.init(one), injected.init(two)
+    for _ in range(10):
+        grads = jax.tree.map(lambda x: 0.1 * x, one)
+        one, state = by_schedule.step(grads, state, one)
+        two, other = injected.step(grads, other, two)
+        assert_trees_same_bits(one, two)
+    assert float(other.hyperparams["learning_rate"]) == pytest.approx(1e-3)
+
+
+def test_injected_numbers_stay_float32_for_bfloat16_params():
+    """In bfloat16 a b2 of 0.999 is 1, and 1 - b2^t is zero."""
+    params = {"w": jnp.ones(5, jnp.bfloat16)}
+    tx = jda.inject_hyperparams(jda.fused_adamw)(1e-2)
+    state = tx.init(params)
+    assert state.hyperparams["b2"].dtype == jnp.float32
+    new, _ = tx.step(params, state, params)
+    assert np.isfinite(np.asarray(new["w"], np.float32)).all()
+
+
+def test_inject_refuses_what_has_no_plain_step():
+    with pytest.raises(
+        jda.PolicyError, match="inject_hyperparams: cannot be used with this optimizer: got distrib"
+    ):
+        jda.inject_hyperparams(jda.distributed_fused_adamw)
+    with pytest.raises(jda.PolicyError, match="got adamw, expected fused_adamw or fused_adam"):
+        jda.inject_hyperparams(optax.adamw)(1e-3).init({"w": jnp.ones(3)})
