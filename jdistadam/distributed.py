@@ -102,8 +102,8 @@ class DistributedTransformation(FusedTransformation):
     def grad_norm(self, grads: Any, state: Any = None) -> jax.Array:
         """Returns the global norm of the mean gradient before clipping, as ``step`` computes it.
 
-        It sends the gradients once more than ``step`` does alone; the norm that a step used is in
-        its new state, ``state.grad_norm``.
+        XLA merges its communication with that of a ``step`` on the same gradients in the same
+        program. The norm that a step used is also in its new state, ``state.grad_norm``.
 
         Args:
           grads: Local gradients, or what ``accumulate`` returned.

@@ -68,14 +68,15 @@ def placed(mesh, tree, specs):
     return jax.tree.map(place, specs, tree, is_leaf=lambda x: isinstance(x, P))
 
 
-def compile_step(mesh, param_dtype, wire, **kwargs):
+def compile_step(mesh, param_dtype, wire, accumulate_steps=1, **kwargs):
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire)
     tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, policy=policy, max_grad_norm=1.0, **kwargs)
     params = params_of(param_dtype)
     state = jda.TrainState(params, jax.eval_shape(tx.init, params))
     state = placed(mesh, state, jda.TrainState(P(), tx.state_specs()))
     batch = placed(mesh, jax.ShapeDtypeStruct((64, WIDTH), param_dtype), P("data"))
-    return tx, params, jda.train_step(loss_fn, tx).lower(state, batch).compile()
+    step = jda.train_step(loss_fn, tx, accumulate_steps=accumulate_steps)
+    return tx, params, step.lower(state, batch).compile()
 
 
 def collectives(text):
@@ -116,6 +117,74 @@ def test_the_wire_carries_the_policys_dtypes_and_nothing_else(h200s, param_dtype
     }
 
 
+@pytest.mark.parametrize("wire", [jnp.float32, jnp.bfloat16], ids=str)
+def test_micro_batches_are_sent_once(h200s, wire):
+    """Gradients add up in float32 in a loop without collectives; their sum travels once."""
+    tx, params, compiled = compile_step(h200s(8), jnp.bfloat16, wire, accumulate_steps=4)
+    shard_elements = sum(b.shard_size for b in tx.config.layout(params).buckets)
+    text = compiled.as_text()
+    assert by_op(text) == {
+        ("reduce-scatter", {jnp.float32: "f32", jnp.bfloat16: "bf16"}[wire]): shard_elements,
+        ("all-gather", "bf16"): 8 * shard_elements,
+        ("all-reduce", "f32"): by_op(text)["all-reduce", "f32"],
+    }
+    assert by_op(text)["all-reduce", "f32"] <= 4  # norm, loss and the weights, perhaps twice
+    (loop,) = [line for line in text.splitlines() if re.search(r"= \(.*\) while\(", line)]
+    carried = re.findall(r"(bf16|f32)\[([\d,]+)\]", loop.split(" while(")[0])
+    matrices = [t for t, dims in carried if dims in ("512,2048", "2048,512")]
+    assert matrices.count("f32") == 6  # one float32 sum a matrix
+    body = re.search(r"body=%([\w.-]+)", loop)[1]
+    inside = text.split(f"%{body} (")[1].split("\n}\n")[0]
+    assert "while(" not in inside and list(collectives(inside)) == []
+
+
+def test_own_norm_costs_nothing(h200s):
+    """tx.grad_norm before tx.step on the same gradients: they travel once."""
+    mesh = h200s(8)
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=jnp.bfloat16)
+    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, policy=policy)
+    params = params_of(jnp.bfloat16)
+    specs = (P(), tx.state_specs())
+
+    def local_step(params, state, batch):
+        grads = jax.grad(loss_fn)(jda.local_params(params, tx), batch)
+        norm = tx.grad_norm(grads, state)
+        return *tx.step(grads, state, params), norm
+
+    own = jax.shard_map(
+        local_step, mesh=mesh, in_specs=(*specs, P("data")), out_specs=(*specs, P())
+    )
+    state = placed(mesh, jax.eval_shape(tx.init, params), tx.state_specs())
+    batch = placed(mesh, jax.ShapeDtypeStruct((64, WIDTH), jnp.bfloat16), P("data"))
+    text = (
+        jax.jit(own, donate_argnums=(0, 1))
+        .lower(placed(mesh, params, P()), state, batch)
+        .compile()
+        .as_text()
+    )
+    shard_elements = sum(b.shard_size for b in tx.config.layout(params).buckets)
+    assert by_op(text) == {
+        ("reduce-scatter", "bf16"): shard_elements,
+        ("all-gather", "bf16"): 8 * shard_elements,
+        ("all-reduce", "f32"): 1,
+    }
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+def test_one_device_copies_nothing(h200s, dtype):
+    """Parameters in float32 are updated where they lie; those in 16 bits come from their copy."""
+    tx, params, compiled = compile_step(h200s(1), dtype, jnp.bfloat16)
+    assert re.findall(r"(?:f32|bf16)\[[\d,]+\]\S* copy(?:-start)?\(", compiled.as_text()) == []
+    layout = tx.config.layout(params)
+    num_params = sum(x.size for x in jax.tree.leaves(params))
+    assert layout.main_size == (0 if dtype == jnp.float32 else layout.flat_size)
+    assert compiled.memory_analysis().alias_size_in_bytes == (
+        jnp.dtype(dtype).itemsize * num_params
+        + 4 * (layout.main_size + 2 * layout.flat_size)
+        + 4  # count
+    )
+
+
 def test_state_is_updated_in_place(h200s):
     """No copy of the flat arrays, nor of a parameter; all of the state is aliased to its result."""
     tx, params, compiled = compile_step(h200s(8), jnp.bfloat16, jnp.bfloat16)
@@ -147,8 +216,10 @@ def test_kernel_takes_the_wire_dtype_also_on_one_device(h200s, n):
     ]
     layouts = call.split("operand_layout_constraints=")[1].split("_", 1)[0]  # up to the next key
     operands = re.findall(r"(bf16|f32|pred)\[", layouts)
-    # coefficients, inv_scale, found_inf, 7 buckets of gradients, main_params, mu, nu
-    assert operands == ["f32", "f32", "pred", *["bf16"] * 7, "f32", "f32", "f32"]
+    # coefficients, inv_scale, found_inf, then gradients, main params, mu and nu. Two devices: seven
+    # buckets and a flat array of main params; one: each of nine leaves, updated where it lies.
+    grads, params = (7, 1) if n == 2 else (9, 9)
+    assert operands == ["f32", "f32", "pred", *["bf16"] * grads, *["f32"] * params, "f32", "f32"]
     if n == 1:
         assert "reduce-precision" in compiled.as_text()
 
