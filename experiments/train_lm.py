@@ -53,6 +53,7 @@ def parse_args(argv=None):
     add("--mu-dtype", choices=DTYPES, default="float32", help="dtype of the first moment")
     add("--learning-rate", type=float, help="peak; default: 3e-3 for tiny, 3e-4 for gpt2-small")
     add("--max-grad-norm", type=float, default=1.0)
+    add("--accumulate-steps", type=int, default=1, help="micro-batches a step, of jdistadam")
     add("--evals", type=int, default=10, help="how often to compute the validation loss")
     add("--seed", type=int, default=0)
     add("--revision", help="revision of the code to record; default: git's")
@@ -94,7 +95,7 @@ def setup_jdistadam(args, mesh, loss, params):
         mesh=mesh, policy=policy, max_grad_norm=args.max_grad_norm,
     )  # fmt: skip
     state = jda.TrainState.create(params, tx)
-    step = jda.train_step(loss, tx)
+    step = jda.train_step(loss, tx, accumulate_steps=args.accumulate_steps)
     return state, step, lambda state: jda.full_params(state, tx)
 
 
@@ -129,9 +130,9 @@ class Run:
     def __init__(self, args, config, mesh, loss):
         self.args, self.config, self.mesh = args, config, mesh
         self.train_text, self.validation_text = corpus.load()
-        self.entropy = corpus.bigram_entropy(
-            np.concatenate([self.train_text, self.validation_text])
-        )
+        text = np.concatenate([self.train_text, self.validation_text])
+        self.entropy = corpus.bigram_entropy(text)
+        self.zlib_entropy = corpus.zlib_entropy(text)
         self.metrics_path = args.out / "metrics.jsonl"
         self.metrics = report.MetricsFile(self.metrics_path)
         self.loss = jax.jit(loss)
@@ -212,10 +213,11 @@ def main(argv=None):
     print(
         f"{len(run.train_text) / 1e6:.1f} MB of source text, "
         f"{len(run.validation_text) / 1e6:.2f} MB held out; "
-        f"bigram entropy {run.entropy:.3f} nats a byte"
+        f"bigram entropy {run.entropy:.3f} nats a byte, zlib -9 {run.zlib_entropy:.3f}"
     )
     state = run.train(state, step, params_of)
-    report.plot_loss(run.metrics_path, args.out / "loss.png", run.entropy)
+    marks = {"bigram entropy of the text": run.entropy, "zlib -9": run.zlib_entropy}
+    report.plot_loss(run.metrics_path, args.out / "loss.png", marks)
     memory = None
     if args.optimizer == "jdistadam":
         memory = report.print_memory(state.opt_state, state.params, args.devices)
@@ -228,9 +230,13 @@ def main(argv=None):
         parameters=sum(x.size for x in jax.tree.leaves(params)),
         validation_loss=run.validation_loss,
         bigram_entropy=run.entropy,
+        zlib_entropy=run.zlib_entropy,
         tokens=args.steps * run.tokens_per_step,
         tokens_per_second=run.tokens_per_second,
         optimizer_bytes_per_device=memory,
+        state_bytes_per_device=report.bytes_on_first_device(state),
+        peak_bytes_per_device=report.peak_bytes(devices[0]),
+        seed=args.seed,
     )
     verdict = "below" if run.validation_loss < run.entropy else "NOT below"
     print(f"validation loss {run.validation_loss:.3f} nats a byte, {verdict} the bigram entropy")

@@ -42,7 +42,7 @@ def assert_trees_same_bits(got, want):
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("l2", [0.0, 0.07])
-def test_fused_adam_follows_jitted_optax(l2, nesterov):
+def test_fused_adam_follows_jitted_optax(platform, l2, nesterov):
     """10 steps, each from equal state; L2 is optax.adam on the gradient plus l2 * params."""
     kwargs = ADAM | dict(nesterov=nesterov)
     ours, theirs = jda.fused_adam(**kwargs, l2=l2), optax.adam(**kwargs)
@@ -84,7 +84,7 @@ def test_fused_adam_has_optax_state_and_needs_no_params():
 
 
 @pytest.mark.parametrize("param_dtype", [F32, BF16], ids=str)
-def test_bfloat16_second_moment_is_the_oracle_bit_for_bit(param_dtype):
+def test_bfloat16_second_moment_is_the_oracle_bit_for_bit(platform, param_dtype):
     kwargs = HYPER | dict(b2=0.97)
     tx = jda.fused_adamw(**kwargs, nu_dtype=BF16, mu_dtype=BF16)
     rng = np.random.default_rng(2)
@@ -109,7 +109,7 @@ def test_bfloat16_second_moment_is_the_oracle_bit_for_bit(param_dtype):
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("make", [jda.fused_adamw, jda.fused_adam])
-def test_main_params_are_a_float32_run(make, dtype):
+def test_main_params_are_a_float32_run(platform, make, dtype):
     """20 steps of 16-bit params with main parameters: the float32 run on the same gradients.
 
     Both ways of applying land on the rounded main parameters in every bit, the unfused one with

@@ -5,7 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bits import assert_same_bits
-from test_distributed import HYPER, exact_batch, linear_loss, make_tx, random_params
+from test_distributed import (
+    HYPER,
+    exact_batch,
+    linear_loss,
+    make_tx,
+    random_params,
+    without_empty,
+)
+from test_drop_in import assert_trees_same_bits
+from test_own_loop import make_own_step, own_state
 
 import jdistadam as jda
 
@@ -20,10 +29,10 @@ def mesh_of(platform, n):
     return jax.make_mesh((n,), ("data",), devices=devices[:n])
 
 
-def train(mesh, batches, dtype, wire, **kwargs):
+def train(mesh, batches, dtype, wire, accumulate_steps=1, **kwargs):
     tx = make_tx(mesh, wire, **kwargs)
     state = jda.TrainState.create(random_params(dtype), tx)
-    step = jda.train_step(linear_loss, tx)
+    step = jda.train_step(linear_loss, tx, accumulate_steps=accumulate_steps)
     for batch in batches:
         state, _ = step(state, batch)
     return state, tx
@@ -72,3 +81,41 @@ def test_replicas_agree_and_runs_repeat(n):
         assert len(shards) == n
         for shard in shards[1:]:
             assert_same_bits(shard, shards[0])
+
+
+@pytest.mark.parametrize("wire", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize(("n", "steps"), [(2, 4), (4, 3)])
+def test_micro_batches_give_the_bits_of_one_batch(n, steps, wire):
+    """Sums are exact, also on a 16-bit wire: cutting the batch must change nothing."""
+    rng = np.random.default_rng(2)
+    batches = [jax.tree.map(np.sign, exact_batch(rng)) for _ in range(STEPS)]
+    states = [
+        train(mesh_of("gpu", n), batches, jnp.bfloat16, wire, k, average_grads=False)[0]
+        for k in (1, steps)
+    ]
+    for state in states:
+        assert np.isfinite(state.opt_state.grad_norm)
+    zero = {"grad_norm": jnp.zeros(())}
+    one, many = ((s.params, s.opt_state._replace(**zero)) for s in states)
+    assert_trees_same_bits(many, one)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_own_loop_is_train_step(check_vma):
+    """In a jax.shard_map of one's own, with micro-batches, over NCCL."""
+    mesh = mesh_of("gpu", 4)
+    tx = make_tx(mesh, jnp.bfloat16)
+    rng = np.random.default_rng(3)
+    start = without_empty(random_params(jnp.bfloat16))
+    state = jda.TrainState.create(start, tx)
+    step = jda.train_step(linear_loss, tx, accumulate_steps=3)
+    params, opt_state = own_state(tx, start, check_vma)
+    own = make_own_step(tx, linear_loss, check_vma, 3)
+    for _ in range(STEPS):
+        batch = jda.shard_batch(jax.tree.map(np.sign, without_empty(exact_batch(rng))), tx)
+        state, metrics = step(state, batch)
+        params, opt_state, norm = own(params, opt_state, batch)
+        np.testing.assert_allclose(norm, metrics["grad_norm"], rtol=1e-4)
+    zero = {"grad_norm": jnp.zeros(())}
+    want = state.params, state.opt_state._replace(**zero)
+    assert_trees_same_bits((params, opt_state._replace(**zero)), want)

@@ -26,7 +26,11 @@ def train(tmp_path, *options):
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("--optimizer", "optax"), ("--param-dtype", "bfloat16", "--mu-dtype", "bfloat16")],
+    [
+        ("--accumulate-steps", "2"),
+        ("--optimizer", "optax"),
+        ("--param-dtype", "bfloat16", "--mu-dtype", "bfloat16"),
+    ],
 )
 def test_training_learns_and_leaves_its_report(tmp_path, options):
     done, rows = train(tmp_path, "--steps", "30", *options)
@@ -58,6 +62,13 @@ def test_text_is_deterministic_and_held_out():
     assert np.array_equal(train_text, again)
     assert len(train_text) > 5e6 and len(validation) > 1e5
     assert bytes(validation[:2000]) not in bytes(train_text)
+
+
+def test_zlib_entropy_of_known_sources():
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 256, 100_000).astype(np.uint8)
+    assert corpus.zlib_entropy(noise) == pytest.approx(np.log(256), rel=1e-3)
+    assert corpus.zlib_entropy(np.zeros(100_000, np.uint8)) < 0.02
 
 
 def test_bigram_entropy_of_known_sources():

@@ -73,8 +73,8 @@ def _git_revision() -> str:
     )
 
 
-def plot_loss(metrics: pathlib.Path, image: pathlib.Path, bigram_entropy: float) -> None:
-    """Draws train and validation loss against tokens."""
+def plot_loss(metrics: pathlib.Path, image: pathlib.Path, marks: dict[str, float]) -> None:
+    """Draws train and validation loss against tokens, and horizontal lines to compare with."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     figure, axes = plt.subplots(figsize=(7, 4.2), constrained_layout=True)
     for key, style in (
@@ -83,12 +83,52 @@ def plot_loss(metrics: pathlib.Path, image: pathlib.Path, bigram_entropy: float)
     ):
         points = [(row["tokens"] / 1e6, row[key]) for row in rows if key in row]
         axes.plot(*zip(*points, strict=True), label=key.replace("_", " "), **style)
-    axes.axhline(bigram_entropy, color="0.5", ls="--", lw=1, label="bigram entropy of the text")
+    for (name, value), style in zip(marks.items(), ("--", ":"), strict=False):
+        axes.axhline(value, color="0.5", ls=style, lw=1, label=name)
     axes.set(xlabel="million bytes seen", ylabel="loss, nats a byte")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(image, dpi=130)
     plt.close(figure)
+
+
+def plot_comparison(runs: dict[str, pathlib.Path], image: pathlib.Path, marks: Any) -> None:
+    """Draws the validation losses of several runs, and below them how far each is from the first.
+
+    Args:
+      runs: Folder of each run by its label.
+      image: File to write.
+      marks: Horizontal lines by label.
+    """
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(7, 5.6), sharex=True, height_ratios=(3, 1), constrained_layout=True
+    )
+    curves = {}
+    for label, folder in runs.items():
+        rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        points = [(r["tokens"] / 1e6, r["validation_loss"]) for r in rows if "validation_loss" in r]
+        curves[label] = np.asarray(points).T
+    first = next(iter(curves.values()))
+    for label, (tokens, loss) in curves.items():
+        top.plot(tokens, loss, marker="o", ms=3, lw=1, label=label)
+        bottom.plot(tokens, loss - first[1], marker="o", ms=3, lw=1)
+    for (name, value), style in zip(marks.items(), ("--", ":"), strict=False):
+        top.axhline(value, color="0.5", ls=style, lw=1, label=name)
+    for limit in (-0.02, 0.02):
+        bottom.axhline(limit, color="0.5", ls=":", lw=1)
+    top.set(ylabel="validation loss, nats a byte")
+    bottom.set(xlabel="million bytes seen", ylabel="difference")
+    top.grid(alpha=0.3)
+    bottom.grid(alpha=0.3)
+    top.legend()
+    figure.savefig(image, dpi=130)
+    plt.close(figure)
+
+
+def peak_bytes(device: jax.Device) -> int | None:
+    """Returns the most memory that was in use on a device, None where it is not counted."""
+    stats = device.memory_stats() or {}
+    return stats.get("peak_bytes_in_use")
 
 
 def bytes_on_first_device(tree: Any) -> int:
