@@ -42,7 +42,13 @@ def parse_args(argv=None):
     add(
         "--param-dtype",
         choices=DTYPES,
-        help="dtype of the model's parameters; default: float32 on CPU, bfloat16 on GPU",
+        help="dtype of the model's matrices; default: float32 on CPU, bfloat16 on GPU",
+    )
+    add(
+        "--vector-dtype",
+        choices=DTYPES,
+        default="float32",
+        help="dtype of biases and norm scales: near 1, bfloat16 has steps of 1/128",
     )
     add(
         "--grad-comm-dtype",
@@ -203,7 +209,10 @@ def main(argv=None):
     tokens = jnp.zeros((1, config.length), jnp.int32)
     params = jax.jit(model.init)(jax.random.key(args.seed), tokens)["params"]  # float32
     if args.optimizer == "jdistadam":
-        params = jax.tree.map(lambda x: x.astype(compute_dtype), params)
+        vector_dtype = DTYPES[args.vector_dtype]
+        params = jax.tree.map(
+            lambda x: x.astype(compute_dtype if x.ndim > 1 else vector_dtype), params
+        )
     # optax keeps no main parameters: its params stay float32, cast where the model computes
     loss = gpt.loss_fn(model)
     setup = {"jdistadam": setup_jdistadam, "optax": setup_optax}[args.optimizer]
