@@ -4,7 +4,7 @@ The main job of jdistadam: a Flax model, data parallel, its optimizer state shar
 devices. Without a GPU it runs on virtual CPU devices, in minutes; with GPUs it uses them.
 
     python experiments/train_lm.py                                    # 8 virtual CPU devices
-    python experiments/train_lm.py --preset gpt2-small --steps 2000   # on GPUs
+    python experiments/train_lm.py --preset gpt2-small --steps 1000   # on GPUs
     python experiments/train_lm.py --optimizer optax                  # the same with optax.adamw
 """
 
@@ -34,7 +34,7 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--preset", choices=gpt.PRESETS, help="default: tiny on CPU, gpt2-small on GPU")
     add("--optimizer", choices=("jdistadam", "optax"), default="jdistadam")
-    add("--steps", type=int, help="default: 400 for tiny, 2000 for gpt2-small")
+    add("--steps", type=int, help="default: 400 for tiny, 1000 for gpt2-small")
     add("--batch", type=int, help="sequences a step, over all devices")
     add("--layers", type=int)
     add("--width", type=int)
@@ -71,7 +71,7 @@ def resolve(args):
     """Fills in what depends on the machine and on the preset; returns the model's config."""
     on_gpu = jax.default_backend() == "gpu"
     args.preset = args.preset or ("gpt2-small" if on_gpu else "tiny")
-    args.steps = args.steps or {"tiny": 400, "gpt2-small": 2000}[args.preset]
+    args.steps = args.steps or {"tiny": 400, "gpt2-small": 1000}[args.preset]
     args.learning_rate = args.learning_rate or {"tiny": 3e-3, "gpt2-small": 3e-4}[args.preset]
     args.param_dtype = args.param_dtype or ("bfloat16" if on_gpu else "float32")
     args.devices = args.devices or len(jax.devices())
