@@ -92,7 +92,10 @@ def decays(params):
 
 
 def setup_jdistadam(args, mesh, loss, params):
-    """Returns (state, step, params_of): sharded optimizer state, explicit collectives."""
+    """Returns (state, step, params_of): sharded optimizer state, explicit collectives.
+
+    Main parameters begin with the float32 values; the model computes with their rounded ones.
+    """
     policy = jda.MixedPrecisionPolicy(
         grad_comm_dtype=DTYPES[args.grad_comm_dtype], mu_dtype=DTYPES[args.mu_dtype]
     )
@@ -100,7 +103,9 @@ def setup_jdistadam(args, mesh, loss, params):
         make_schedule(args), b2=0.95, weight_decay=0.1, mask=decays,
         mesh=mesh, policy=policy, max_grad_norm=args.max_grad_norm,
     )  # fmt: skip
-    state = jda.TrainState.create(params, tx)
+    low, vector = DTYPES[args.param_dtype], DTYPES[args.vector_dtype]
+    dtypes = jax.tree.map(lambda x: low if x.ndim > 1 else vector, params)
+    state = jda.TrainState.create(params, tx, param_dtypes=dtypes)
     step = jda.train_step(loss, tx, accumulate_steps=args.accumulate_steps)
     return state, step, lambda state: jda.full_params(state, tx)
 
@@ -208,11 +213,6 @@ def main(argv=None):
     model = gpt.GPT(config, compute_dtype)
     tokens = jnp.zeros((1, config.length), jnp.int32)
     params = jax.jit(model.init)(jax.random.key(args.seed), tokens)["params"]  # float32
-    if args.optimizer == "jdistadam":
-        vector_dtype = DTYPES[args.vector_dtype]
-        params = jax.tree.map(
-            lambda x: x.astype(compute_dtype if x.ndim > 1 else vector_dtype), params
-        )
     # optax keeps no main parameters: its params stay float32, cast where the model computes
     loss = gpt.loss_fn(model)
     setup = {"jdistadam": setup_jdistadam, "optax": setup_optax}[args.optimizer]

@@ -16,25 +16,26 @@ RESULTS = ROOT / "experiments" / "results"
 def training_table() -> str:
     """One line for each run of train_lm.py, from its run.json."""
     lines = [
-        "| run | parameters | devices | bytes seen | validation loss, nats a byte | bigram entropy "
-        "| tokens/s | optimizer state per device, sharded / replicated |",
-        "|---|---|---|---|---|---|---|---|",
+        "| devices | model | optimizer | seed | bytes seen | validation loss, nats a byte "
+        "| zlib -9 | tokens/s | params and state per device | peak memory per device |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for path in sorted(RESULTS.glob("train_lm_*/run.json")):
         run = json.loads(path.read_text())
         r = run["results"]
-        memory = r["optimizer_bytes_per_device"]
-        megabytes = [f"{memory[key] / 1e6:,.1f}" for key in ("sharded", "replicated") if memory]
         device = run["machine"]["devices"][0].split(" ", 1)[1]
+        peak = r["peak_bytes_per_device"]
         cells = (
-            f"{r['preset']}, {r['optimizer']}",
-            f"{r['parameters']:,}",
             f"{r['devices']} x {device}",
+            f"{r['preset']}, {r['parameters'] / 1e6:.1f} M",
+            r["optimizer"],
+            f"{r['seed']}",
             f"{r['tokens'] / 1e6:.1f} M",
             f"{r['validation_loss']:.3f}",
-            f"{r['bigram_entropy']:.3f}",
+            f"{r['zlib_entropy']:.3f}",
             f"{r['tokens_per_second']:,.0f}",
-            " / ".join(megabytes) + " MB" if memory else "-",
+            f"{r['state_bytes_per_device'] / 1e6:,.1f} MB",
+            f"{peak / 1e9:,.1f} GB" if peak else "not counted",
         )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -75,7 +75,7 @@ def from_optax_state(
     Raises:
       TreeError, ShapeError: The state is not one of adamw for these parameters.
     """
-    state = TrainState.create(_cast(main_params, param_dtypes), tx)
+    state = TrainState.create(main_params, tx, param_dtypes=param_dtypes)
     adam_template = _optax_template(tx, main_params)
     template = jax.tree.map(
         lambda part: adam_template if is_distributed_state(part) else part,
@@ -96,25 +96,16 @@ def from_optax_state(
 
     def convert(ours: Any, theirs: Any) -> Any:
         if is_distributed_state(ours):
-            return _shard(tx, state.params, main_params, theirs[0], ours)
+            return _shard(tx, state.params, theirs[0], ours)
         return _owned(theirs, ours.sharding)
 
     new = jax.tree.map(convert, state.opt_state, opt_state, is_leaf=is_distributed_state)
     return TrainState(state.params, new)
 
 
-def _cast(params: Any, dtypes: Any) -> Any:
-    if dtypes is None:
-        return params
-    if jax.tree_util.treedef_is_leaf(jax.tree.structure(dtypes)):
-        dtypes = jax.tree.map(lambda _: dtypes, params)
-    return jax.tree.map(lambda x, dtype: jnp.asarray(x).astype(dtype), params, dtypes)
-
-
 def _shard(
     tx: DistributedTransformation,
     params: Any,
-    main_params: Any,
     adam: optax.ScaleByAdamState,
     old: DistributedState,
 ) -> DistributedState:
@@ -123,23 +114,20 @@ def _shard(
     layout = config.layout(params)
     for name in ("mu", "nu"):
         trees.check_same_shapes(
-            getattr(adam, name), main_params, name=f"opt_state[0].{name}", like_name="params"
+            getattr(adam, name), params, name=f"opt_state[0].{name}", like_name="params"
         )
 
-    def flat(tree: Any, like: jax.Array, *, main: bool = False) -> jax.Array:
+    def flat(tree: Any, like: jax.Array) -> jax.Array:
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
         shards = [
-            buckets.flat_shard(layout, leaves, i, like.dtype, main=main)
-            for i in range(config.num_shards)
+            buckets.flat_shard(layout, leaves, i, like.dtype) for i in range(config.num_shards)
         ]
         return jax.device_put(
             jnp.concatenate(shards), NamedSharding(config.mesh, P(config.shard_axis))
         )
 
-    main = None if old.main_params is None else flat(main_params, old.main_params, main=True)
     return old._replace(
         count=_owned(adam.count, old.count.sharding),
-        main_params=main,
         mu=flat(adam.mu, old.mu),
         nu=flat(adam.nu, old.nu),
     )

@@ -89,10 +89,7 @@ def is_distributed_state(x: Any) -> bool:
 def init_local(config: DistributedConfig, params: Any) -> DistributedState:
     """This device's part of the initial state."""
     layout = config.layout(params)
-    index = collectives.axis_index(config.shard_axis)
-    main = buckets.flat_shard(
-        layout, jax.tree.leaves(params), index, config.policy.main_params_dtype, main=True
-    )
+    main = main_shard(config, layout, params)
     # Varying over the axis also for the type checker of shard_map, as shards are.
     zeros = collectives.to_varying(jnp.zeros(layout.flat_size), config.shard_axis)
     return DistributedState(
@@ -102,6 +99,13 @@ def init_local(config: DistributedConfig, params: Any) -> DistributedState:
         zeros.astype(config.policy.nu_dtype),
         jnp.zeros((), jnp.float32),
     )
+
+
+def main_shard(config: DistributedConfig, layout: Layout, params: Any) -> jax.Array:
+    """This device's flat array of main parameters, with the values of ``params``."""
+    index = collectives.axis_index(config.shard_axis)
+    dtype = config.policy.main_params_dtype
+    return buckets.flat_shard(layout, jax.tree.leaves(params), index, dtype, main=True)
 
 
 def step_local(

@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import collectives, trees
-from jdistadam.config import check_count
+from jdistadam.config import check_count, float_dtype
 from jdistadam.distributed import DistributedTransformation
 from jdistadam.distributed_checks import check_inside
-from jdistadam.distributed_step import find_state, mean_factor
+from jdistadam.distributed_step import find_state, is_distributed_state, main_shard, mean_factor
 from jdistadam.errors import ShapeError, describe
 from jdistadam.micro_batches import LossFunction, local_gradients
 
@@ -44,6 +44,7 @@ class TrainState:
         params: Any,
         tx: DistributedTransformation,
         *,
+        param_dtypes: Any = None,
         model_state: Any = None,
         rng: Any = None,
     ) -> TrainState:
@@ -56,6 +57,10 @@ class TrainState:
         Args:
           params: Tree of float32, bfloat16 or float16 arrays (jax or numpy).
           tx: A distributed optimizer.
+          param_dtypes: Dtype in which the model computes, or a tree of them; the main parameters
+            begin as ``params`` are. So a model in bfloat16 begins with float32 values between those
+            that bfloat16 has; begun on them, it does not move at all until the first small updates
+            add up to half the distance to the next. None: the dtypes of ``params``.
           model_state: Tree of arrays that the loss reads and renews without a gradient, such as
             batch statistics. Averaged over the devices after each step.
           rng: ``jax.random.key`` for dropout and the like. None: the loss gets none.
@@ -64,12 +69,47 @@ class TrainState:
           DtypeError: A leaf has another dtype.
         """
         trees.check_dtypes(params, name="params")
+        dtypes = _dtypes_of(params, param_dtypes)
         replicated = NamedSharding(tx.config.mesh, P())
         # device_put may hand out the caller's own buffer as the replica of its device, also with
         # may_alias=False; the outputs of a jitted copy are never shared with its inputs.
         placed = jax.device_put((params, model_state, rng), replicated)
         params, model_state, rng = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(placed)
-        return cls(params, tx.init(params), model_state, rng)
+        if param_dtypes is None:
+            return cls(params, tx.init(params), model_state, rng)
+        rounded = jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes)
+        opt_state = _with_main_params(tx, tx.init(rounded), rounded, params)
+        return cls(rounded, opt_state, model_state, rng)
+
+
+def _dtypes_of(params: Any, dtypes: Any) -> Any:
+    """Returns a tree of dtypes like params, from None, one dtype or such a tree."""
+    if dtypes is None:
+        return jax.tree.map(lambda x: x.dtype, params)
+    if jax.tree_util.treedef_is_leaf(jax.tree.structure(dtypes)):
+        dtypes = jax.tree.map(lambda _: dtypes, params)
+    trees.check_same_structure(dtypes, params, name="param_dtypes", like_name="params")
+    return jax.tree.map(lambda dtype: float_dtype("param_dtypes", dtype), dtypes)
+
+
+def _with_main_params(tx: DistributedTransformation, opt_state: Any, params: Any, main: Any) -> Any:
+    """Gives a new state the main parameters ``main`` in place of the widened ``params``."""
+    config = tx.config
+    layout = config.layout(params)
+    if not layout.main_size:
+        return opt_state
+    shard = collectives.shard_map(
+        lambda tree: main_shard(config, layout, tree),
+        mesh=config.mesh,
+        in_specs=(P(),),
+        out_specs=P(config.shard_axis),
+    )
+    flat = jax.jit(shard)(main)
+    return jax.tree.map(
+        lambda part: part._replace(main_params=flat) if is_distributed_state(part) else part,
+        opt_state,
+        is_leaf=is_distributed_state,
+    )
 
 
 def full_params(state: TrainState, tx: DistributedTransformation) -> Any:

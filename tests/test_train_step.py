@@ -257,6 +257,32 @@ def test_main_params_only_where_dtype_or_sharding_differ(cpu_mesh, n):
     )
 
 
+@pytest.mark.parametrize("n", [1, 8])
+def test_main_params_begin_with_the_given_values(cpu_mesh, n):
+    """Of a model in bfloat16 made from float32 values, the main parameters keep every bit of them.
+
+    Then 10 steps of it are those of the float32 model on the same gradients.
+    """
+    tx = make_tx(cpu_mesh(n))
+    given = random_params()
+    dtypes = {name: BF16 if x.ndim > 1 else jnp.float32 for name, x in given.items()}
+    state = jda.TrainState.create(given, tx, param_dtypes=dtypes)
+    exact = jda.TrainState.create(given, tx)
+    assert jax.tree.map(lambda x: x.dtype, state.params) == jax.tree.map(jnp.dtype, dtypes)
+    assert_trees_same_bits(jda.to_optax_state(state, tx), jda.to_optax_state(exact, tx))
+    rounded = jda.TrainState.create(jax.tree.map(lambda x, d: x.astype(d), given, dtypes), tx)
+    assert not np.array_equal(*(jda.to_optax_state(s, tx)[0]["rows"] for s in (state, rounded)))
+    step = jda.train_step(linear_loss, tx)
+    rng = np.random.default_rng(9)
+    for _ in range(10):
+        batch = jax.tree.map(np.sign, exact_batch(rng))
+        (state, _), (exact, _) = step(state, batch), step(exact, batch)
+    assert_trees_same_bits(jda.to_optax_state(state, tx), jda.to_optax_state(exact, tx))
+    for bad, error in (({"rows": BF16}, jda.TreeError), (jnp.int8, jda.PolicyError)):
+        with pytest.raises(error, match="param_dtypes"):
+            jda.TrainState.create(given, tx, param_dtypes=bad)
+
+
 def test_distributed_adam_with_l2_is_fused_adam(cpu_mesh):
     """Exact sums: 10 steps on 8 devices are those of fused_adam on the mean gradient."""
     hyper = {k: v for k, v in HYPER.items() if k != "weight_decay"} | dict(l2=0.05, nesterov=True)

@@ -92,6 +92,12 @@ def plot_loss(metrics: pathlib.Path, image: pathlib.Path, marks: dict[str, float
     plt.close(figure)
 
 
+def validation_losses(folder: pathlib.Path) -> dict[int, float]:
+    """Returns the validation loss of a run at each step where it was computed."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
+
+
 def plot_comparison(runs: dict[str, pathlib.Path], image: pathlib.Path, marks: Any) -> None:
     """Draws the validation losses of several runs, and below them how far each is from the first.
 
@@ -103,21 +109,18 @@ def plot_comparison(runs: dict[str, pathlib.Path], image: pathlib.Path, marks: A
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(7, 5.6), sharex=True, height_ratios=(3, 1), constrained_layout=True
     )
-    curves = {}
-    for label, folder in runs.items():
-        rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        points = [(r["tokens"] / 1e6, r["validation_loss"]) for r in rows if "validation_loss" in r]
-        curves[label] = np.asarray(points).T
+    curves = {label: validation_losses(folder) for label, folder in runs.items()}
     first = next(iter(curves.values()))
-    for label, (tokens, loss) in curves.items():
-        top.plot(tokens, loss, marker="o", ms=3, lw=1, label=label)
-        bottom.plot(tokens, loss - first[1], marker="o", ms=3, lw=1)
+    for label, losses in curves.items():
+        style = dict(marker="o", ms=3, lw=1)
+        top.plot(list(losses), list(losses.values()), **style, label=label)
+        bottom.plot(list(losses), [loss - first[step] for step, loss in losses.items()], **style)
     for (name, value), style in zip(marks.items(), ("--", ":"), strict=False):
         top.axhline(value, color="0.5", ls=style, lw=1, label=name)
     for limit in (-0.02, 0.02):
         bottom.axhline(limit, color="0.5", ls=":", lw=1)
     top.set(ylabel="validation loss, nats a byte")
-    bottom.set(xlabel="million bytes seen", ylabel="difference")
+    bottom.set(xlabel="steps", ylabel="minus the first")
     top.grid(alpha=0.3)
     bottom.grid(alpha=0.3)
     top.legend()
