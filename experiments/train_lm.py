@@ -58,6 +58,7 @@ def parse_args(argv=None):
     )
     add("--mu-dtype", choices=DTYPES, default="float32", help="dtype of the first moment")
     add("--learning-rate", type=float, help="peak; default: 3e-3 for tiny, 3e-4 for gpt2-small")
+    add("--b2", type=float, default=0.95, help="decay rate of the second moment")
     add("--max-grad-norm", type=float, default=1.0)
     add("--accumulate-steps", type=int, default=1, help="micro-batches a step, of jdistadam")
     add("--evals", type=int, default=10, help="how often to compute the validation loss")
@@ -100,7 +101,7 @@ def setup_jdistadam(args, mesh, loss, params):
         grad_comm_dtype=DTYPES[args.grad_comm_dtype], mu_dtype=DTYPES[args.mu_dtype]
     )
     tx = jda.distributed_fused_adamw(
-        make_schedule(args), b2=0.95, weight_decay=0.1, mask=decays,
+        make_schedule(args), b2=args.b2, weight_decay=0.1, mask=decays,
         mesh=mesh, policy=policy, max_grad_norm=args.max_grad_norm,
     )  # fmt: skip
     low, vector = DTYPES[args.param_dtype], DTYPES[args.vector_dtype]
@@ -114,7 +115,7 @@ def setup_optax(args, mesh, loss, params):
     """The same with optax.adamw: parameters and state replicated, XLA inserts the collectives."""
     tx = optax.chain(
         optax.clip_by_global_norm(args.max_grad_norm),
-        optax.adamw(make_schedule(args), b2=0.95, weight_decay=0.1, mask=decays),
+        optax.adamw(make_schedule(args), b2=args.b2, weight_decay=0.1, mask=decays),
     )
     params = jax.device_put(params, NamedSharding(mesh, P()))
     state = (params, jax.jit(tx.init)(params))
