@@ -63,8 +63,7 @@ class LossFunction:
             )
         value = dict(zip(names, out, strict=True))
         loss, weight = _loss_and_weight(value["loss"])
-        if weight is not None:
-            weight = jax.lax.stop_gradient(_scalar("weight", weight))
+        weight = None if weight is None else _scalar("weight", weight)
         state = value.get("model_state")
         if state is not None:
             trees.check_same_shapes(

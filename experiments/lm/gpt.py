@@ -23,7 +23,7 @@ class GPTConfig:
 
 PRESETS = {
     "tiny": GPTConfig(layers=3, width=128, heads=4, length=128, batch=32),
-    "gpt2-small": GPTConfig(layers=12, width=768, heads=12, length=1024, batch=64),
+    "gpt2-small": GPTConfig(layers=12, width=768, heads=12, length=1024, batch=32),
 }
 
 
