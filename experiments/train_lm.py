@@ -4,7 +4,7 @@ The main job of jdistadam: a Flax model, data parallel, its optimizer state shar
 devices. Without a GPU it runs on virtual CPU devices, in minutes; with GPUs it uses them.
 
     python experiments/train_lm.py                                    # 8 virtual CPU devices
-    python experiments/train_lm.py --preset gpt2-small --steps 1400   # on GPUs
+    python experiments/train_lm.py --preset gpt2-small --steps 2000   # on GPUs
     python experiments/train_lm.py --optimizer optax                  # the same with optax.adamw
 """
 
@@ -34,7 +34,7 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--preset", choices=gpt.PRESETS, help="default: tiny on CPU, gpt2-small on GPU")
     add("--optimizer", choices=("jdistadam", "optax"), default="jdistadam")
-    add("--steps", type=int, help="default: 400 for tiny, 1400 for gpt2-small")
+    add("--steps", type=int, help="default: 400 for tiny, 2000 for gpt2-small")
     add("--batch", type=int, help="sequences a step, over all devices")
     add("--layers", type=int)
     add("--width", type=int)
@@ -57,7 +57,7 @@ def parse_args(argv=None):
         help="dtype of gradients on the wire",
     )
     add("--mu-dtype", choices=DTYPES, default="float32", help="dtype of the first moment")
-    add("--learning-rate", type=float, help="peak; default: 3e-3 for tiny, 2e-4 for gpt2-small")
+    add("--learning-rate", type=float, help="peak; default: 3e-3 for tiny, 1.5e-4 for gpt2-small")
     add("--b2", type=float, default=0.95, help="decay rate of the second moment")
     add("--max-grad-norm", type=float, default=1.0)
     add("--accumulate-steps", type=int, default=1, help="micro-batches a step, of jdistadam")
@@ -72,8 +72,8 @@ def resolve(args):
     """Fills in what depends on the machine and on the preset; returns the model's config."""
     on_gpu = jax.default_backend() == "gpu"
     args.preset = args.preset or ("gpt2-small" if on_gpu else "tiny")
-    args.steps = args.steps or {"tiny": 400, "gpt2-small": 1400}[args.preset]
-    args.learning_rate = args.learning_rate or {"tiny": 3e-3, "gpt2-small": 2e-4}[args.preset]
+    args.steps = args.steps or {"tiny": 400, "gpt2-small": 2000}[args.preset]
+    args.learning_rate = args.learning_rate or {"tiny": 3e-3, "gpt2-small": 1.5e-4}[args.preset]
     args.param_dtype = args.param_dtype or ("bfloat16" if on_gpu else "float32")
     args.devices = args.devices or len(jax.devices())
     chosen = {key: getattr(args, key) for key in ("layers", "width", "batch") if getattr(args, key)}

@@ -55,10 +55,11 @@ def test_chains_nest_and_pass_extra_arguments():
         return updates, state
 
     spying = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), spy)
-    tx = jda.chain(spying, jda.chain(optax.scale(2.0), jda.fused_adam(1e-2)))
+    tx = jda.chain(spying, jda.chain(spying, jda.fused_adam(1e-2)))
     params = {"w": jnp.ones(3)}
     tx.step(params, tx.init(params), params, value=3)
-    assert seen == [{"value": 3}]
+    tx.update(params, tx.init(params), params, value=4)
+    assert seen == [{"value": 3}] * 2 + [{"value": 4}] * 2
 
 
 def test_chain_refuses_what_would_go_wrong(cpu_mesh):
