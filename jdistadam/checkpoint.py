@@ -15,7 +15,7 @@ from jdistadam import buckets, trees
 from jdistadam.distributed import DistributedTransformation
 from jdistadam.distributed_step import DistributedState, find_state, is_distributed_state
 from jdistadam.errors import TreeError, describe
-from jdistadam.training import TrainState
+from jdistadam.training import TrainState, own
 
 
 def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[Any, Any]:
@@ -51,7 +51,7 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
     adam = adam._replace(count=count, mu=mu, nu=nu)
     theirs = (adam, *(_with_count(part, count) for part in rest))
     opt_state = jax.tree.map(
-        lambda part: theirs if is_distributed_state(part) else np.asarray(part),
+        lambda part: theirs if is_distributed_state(part) else _exported(part),
         state.opt_state,
         is_leaf=is_distributed_state,
     )
@@ -97,7 +97,7 @@ def from_optax_state(
     def convert(ours: Any, theirs: Any) -> Any:
         if is_distributed_state(ours):
             return _shard(tx, state.params, theirs[0], ours)
-        return _owned(theirs, ours.sharding)
+        return own(theirs, NamedSharding(tx.config.mesh, P()))
 
     new = jax.tree.map(convert, state.opt_state, opt_state, is_leaf=is_distributed_state)
     return TrainState(state.params, new)
@@ -127,14 +127,14 @@ def _shard(
         )
 
     return old._replace(
-        count=_owned(adam.count, old.count.sharding),
+        count=own(adam.count, old.count.sharding),
         mu=flat(adam.mu, old.mu),
         nu=flat(adam.nu, old.nu),
     )
 
 
-def _owned(x: Any, sharding: Any) -> jax.Array:
-    return jax.device_put(np.array(x), sharding)  # a copy: the state is donated
+def _exported(x: Any) -> Any:
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
 
 
 def _optax_template(tx: DistributedTransformation, params: Any) -> Any:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
+from jdistadam.errors import ShapeError, describe
+
 
 def shard_map(
     f: Callable[..., Any], *, mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any
@@ -44,9 +46,33 @@ def shard_map(
             out_specs=out_specs,
             check_vma=False,
         )
-        return inner([leaves[i] for i in passed])
+        arguments = [leaves[i] for i in passed]
+        if crashes_on_empty_arrays(mesh):
+            _refuse_empty_constants(inner, arguments)
+        return inner(arguments)
 
     return mapped
+
+
+def crashes_on_empty_arrays(mesh: Mesh) -> bool:
+    """Whether XLA ends the process where a zero-size array enters a manual region of the mesh."""
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return on_cpu and mesh.size > 1 and jax.__version_info__[:2] == (0, 11)
+
+
+def _refuse_empty_constants(mapped: Any, arguments: list[Any]) -> None:
+    """Raises where a mapped function closes over a zero-size array, which enters it unseen."""
+    for constant in jax.make_jaxpr(mapped)(arguments).consts:
+        if not jnp.size(constant):
+            raise ShapeError(
+                describe(
+                    "loss_fn",
+                    "closes over a zero-size array, on which jax 0.11 crashes",
+                    got=jnp.shape(constant),
+                    expected="at least one element",
+                    action="Make the array inside of loss_fn, or pass it in the batch.",
+                )
+            )
 
 
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:

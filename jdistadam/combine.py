@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -67,7 +68,7 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
     def init(params: Any) -> Any:
         state = joined.init(params)
         for i, part in enumerate(state[:-1]):
-            if isinstance(part, MainParamsState):
+            if any(map(_has_main_params, jax.tree.leaves(part, is_leaf=_has_main_params))):
                 raise _misplaced(i, "params must follow its main parameters exactly")
         return state
 
@@ -78,6 +79,10 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
         return _step_through(before, last.step, grads, state, params, extra_args)
 
     return FusedTransformation(init, _with_extra_args(joined).update, step)
+
+
+def _has_main_params(part: Any) -> bool:
+    return isinstance(part, MainParamsState)
 
 
 def _misplaced(i: int, why: str) -> PolicyError:
@@ -115,12 +120,17 @@ def _step_through(
                 action="Pass opt_state as init, update or step returned it.",
             )
         )
+    weight = None
+    if isinstance(grads, AccumulatedGrads):  # transformations see the sums alone
+        accumulated, grads, weight = grads, grads.sums, grads.weight
     new_states = []
     for tx, part in zip(before, state, strict=False):
         grads, part = _with_extra_args(tx).update(grads, part, params, **extra_args)
         new_states.append(part)
-    params, last_state = last_step(grads, state[-1], params, **extra_args)
-    return params, (*new_states, last_state)
+    if weight is not None:
+        grads = dataclasses.replace(accumulated, sums=grads)
+    result, last_state = last_step(grads, state[-1], params, **extra_args)
+    return result, (*new_states, last_state)
 
 
 def _distributed_chain(
@@ -141,29 +151,25 @@ def _distributed_chain(
                     )
                 )
 
-    def step_with(last_step: Any, grads: Any, state: Any, params: Any, extra: Any) -> Any:
-        check(params)
-        if not isinstance(grads, AccumulatedGrads):
-            return _step_through(before, last_step, grads, state, params, extra)
+    def through(function: Any) -> Any:
+        def call(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+            if params is None:
+                raise ValueError(optax._src.base.NO_PARAMS_MSG)
+            check(params)
+            return _step_through(before, function, grads, state, params, extra_args)
 
-        def step_weighted(sums: Any, *args: Any, **kwargs: Any) -> Any:
-            return last_step(grads._replace(sums=sums), *args, **kwargs)
+        return call
 
-        return _step_through(before, step_weighted, grads.sums, state, params, extra)
+    def norm(grads: Any, state: Any) -> Any:
+        def last_norm(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+            del params
+            return last.grad_norm(grads, state), state
+
+        return _step_through(before, last_norm, grads, state, None, {})[0]
 
     def init(params: Any) -> Any:
         check(params)
         return joined.init(params)
-
-    def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
-        return step_with(last.step, grads, state, params, extra_args)
-
-    def local_step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
-        return step_with(last.local_step, grads, state, params, extra_args)
-
-    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        check(params)
-        return _with_extra_args(joined).update(grads, state, params, **extra_args)
 
     try:
         check(example_params())
@@ -172,7 +178,11 @@ def _distributed_chain(
     except Exception:  # it needs the real params, e.g. for a mask: init checks with them
         pass
     specs = (*(jax.sharding.PartitionSpec() for _ in before), last.state_specs())
-    return DistributedTransformation.make(init, update, step, local_step, last.config, specs)
+    update, step, local_step = (through(f) for f in (last.update, last.step, last.local_step))
+    return DistributedTransformation.make(init, update, step, local_step, norm, last.config, specs)
+
+
+_MAY_BE_CALLED = ("learning_rate", "weight_decay", "mask")
 
 
 def inject_hyperparams(
@@ -188,7 +198,8 @@ def inject_hyperparams(
 
     Args:
       factory: ``fused_adamw`` or ``fused_adam``.
-      static_args: Names of arguments that stay Python values.
+      static_args: Names of arguments that stay Python values, besides mask, nesterov, the dtypes,
+        and an l2 that is not given.
       hyperparam_dtype: Dtype of the numbers in the state. float32, whatever the params are: optax
         takes the params' dtype, in which for bfloat16 a b2 of 0.999 would be 1.
 
@@ -208,24 +219,33 @@ def inject_hyperparams(
       >>> float(params["w"][0])
       1.0
     """
-    if "mesh" in inspect.signature(factory).parameters:
+    signature = inspect.signature(factory)
+    if "mesh" in signature.parameters:
         raise _cannot_inject(factory)
+    always_static = {
+        name
+        for name in signature.parameters
+        if name in ("mask", "nesterov") or name.endswith("_dtype")
+    }
+    always_static |= {static_args} if isinstance(static_args, str) else set(static_args)
 
     @functools.wraps(factory)
     def stepping(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
         tx = factory(*args, **kwargs)
-        if not isinstance(tx, FusedTransformation):
+        if isinstance(tx, DistributedTransformation) or not isinstance(tx, FusedTransformation):
             raise _cannot_inject(factory)
         return optax.GradientTransformationExtraArgs(tx.init, tx.step)
 
-    inject = functools.partial(
-        optax.inject_hyperparams, static_args=static_args, hyperparam_dtype=hyperparam_dtype
-    )
-    with_update, with_step = inject(factory), inject(stepping)
-
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> FusedTransformation:
-        updating, stepping_too = with_update(*args, **kwargs), with_step(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        # Numbers become arrays, which nothing can check: so check them before.
+        factory(**{k: v for k, v in given.items() if not callable(v) or k in _MAY_BE_CALLED})
+        absent = {"l2"} & signature.parameters.keys() - given.keys()
+        updating, stepping_too = (
+            optax.inject_hyperparams(f, always_static | absent, hyperparam_dtype)(*args, **kwargs)
+            for f in (factory, stepping)
+        )
         return FusedTransformation(stepping_too.init, updating.update, stepping_too.update)
 
     return make

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -64,11 +65,16 @@ class Hyperparameters:
         """
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         operands = {k: v for k, v in values.items() if isinstance(v, jax.Array | np.ndarray)}
-        return tuple((k, v) for k, v in values.items() if k not in operands), operands
+        return tuple((k, _hashable(v)) for k, v in values.items() if k not in operands), operands
+
+
+def _hashable(value: Any) -> Any:
+    """A schedule may be an object without a hash, e.g. of a plain dataclass."""
+    return value if getattr(value, "__hash__", None) else functools.partial(value)
 
 
 def _check(name: str, value: Any, is_valid: Callable[[float], bool], expected: str) -> None:
-    if callable(value):
+    if callable(value) and name in ("learning_rate", "weight_decay"):
         return  # a schedule
     if isinstance(value, jax.Array | np.ndarray):
         # Perhaps traced, and never waited for: only the shape can be looked at.

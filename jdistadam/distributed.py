@@ -53,13 +53,22 @@ class DistributedTransformation(FusedTransformation):
     specs: Any
     local_step: StepFn  # step, without the check for zero-size arguments that train_step keeps out
 
+    norm: Callable[[Any, Any], jax.Array]
+
     @classmethod
     def make(
-        cls, init: Any, update: Any, step: Any, local_step: Any, config: Any, specs: Any
+        cls,
+        init: Any,
+        update: Any,
+        step: Any,
+        local_step: Any,
+        norm: Any,
+        config: DistributedConfig,
+        specs: Any,
     ) -> DistributedTransformation:
         """Joins the functions and what they were made from."""
         self: Any = cls(init, update, step)
-        self.local_step, self.config, self.specs = local_step, config, specs
+        self.local_step, self.norm, self.config, self.specs = local_step, norm, config, specs
         return self
 
     def state_specs(self, params: Any = None) -> Any:
@@ -87,8 +96,9 @@ class DistributedTransformation(FusedTransformation):
         Args:
           acc: What ``init_grads`` or ``accumulate`` returned.
           grads: This device's gradients, not reduced.
-          weight: :math:`w_i` >= 0, a scalar, e.g. a number of tokens. None: 1. On a float16 wire
-            keep it near 1: the weighted sum is what travels.
+          weight: :math:`w_i` >= 0, a scalar, e.g. a number of tokens. None: 1. Gradients of weight
+            zero do not count, whatever they hold. On a float16 wire keep it near 1: the weighted
+            sum is what travels.
 
         Returns:
           The new sums, in ``policy.main_grads_dtype``.
@@ -107,13 +117,12 @@ class DistributedTransformation(FusedTransformation):
 
         Args:
           grads: Local gradients, or what ``accumulate`` returned.
-          state: The state; it has no influence on the norm.
+          state: The state. Only the one of a ``chain`` has an influence on the norm.
 
         Returns:
           Shape (), float32; the same on all devices.
         """
-        del state
-        return grad_norm_local(self.config, grads)
+        return self.norm(grads, state)
 
 
 def distributed_fused_adamw(
@@ -163,7 +172,8 @@ def distributed_fused_adamw(
       policy: The dtypes of what is stored and sent. None: float32 throughout.
       max_grad_norm: Clips the mean gradient to this global norm, as
         ``optax.clip_by_global_norm``. None: no clipping.
-      average_grads: Whether to divide the summed gradients by N.
+      average_grads: Whether to take the mean. If not, gradients are summed over devices and
+        micro-batches, with their weights if they have any.
       bucket_bytes: Upper limit of a bucket of packed small leaves, in bytes.
 
     Returns:
@@ -326,5 +336,10 @@ def _distributed(
 
     sharded = P(shard_axis)
     specs = DistributedState(P(), sharded, sharded, sharded, P())  # type: ignore[arg-type]
-    tx = DistributedTransformation.make(init, update, step, local_step, config, specs)
+
+    def norm(grads: Any, state: Any) -> jax.Array:
+        del state
+        return grad_norm_local(config, grads)
+
+    tx = DistributedTransformation.make(init, update, step, local_step, norm, config, specs)
     return tx

@@ -88,8 +88,7 @@ def check_mesh(mesh: Any, shard_axis: str) -> None:
 
 def refuse_empty_leaves(mesh: Mesh, params: Any) -> None:
     """Raises where XLA would end the process: see collectives.shard_map, which train_step uses."""
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    if mesh.size == 1 or not on_cpu or jax.__version_info__[:2] != (0, 11):
+    if not collectives.crashes_on_empty_arrays(mesh):
         return
     for path, x in zip(trees.paths(params, "params"), jax.tree.leaves(params), strict=True):
         if not np.size(x):
@@ -143,6 +142,32 @@ def check_grads(axis: str, grads: Any, like: Any, varying: Any, *, like_name: st
                     action="Differentiate with respect to local_params(params, tx).",
                 )
             )
+
+
+def check_scalar(name: str, value: Any) -> None:
+    """Raises ShapeError or DtypeError unless ``value`` is one real number, an array or not."""
+    dtype = getattr(value, "dtype", np.result_type(type(value)) if np.isscalar(value) else None)
+    real = (np.floating, np.integer, np.bool_)
+    if dtype is None or not any(jax.numpy.issubdtype(dtype, kind) for kind in real):
+        raise DtypeError(
+            describe(
+                name,
+                "not a real number",
+                got=type(value).__name__ if dtype is None else dtype,
+                expected="a floating-point scalar",
+                action=f"Return or pass {name} as one number.",
+            )
+        )
+    if np.shape(value) != ():
+        raise ShapeError(
+            describe(
+                name,
+                "not a scalar",
+                got=np.shape(value),
+                expected=(),
+                action="Take the mean, or the sum, first.",
+            )
+        )
 
 
 def check_state(policy: MixedPrecisionPolicy, layout: Layout, state: Any) -> None:

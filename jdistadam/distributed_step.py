@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 from jdistadam import buckets, collectives, kernel, trees
 from jdistadam.coefficients import coefficient_rows
 from jdistadam.config import Hyperparameters, MixedPrecisionPolicy
-from jdistadam.distributed_checks import check_grads, check_inside, check_state
+from jdistadam.distributed_checks import check_grads, check_inside, check_scalar, check_state
 from jdistadam.layout import Bucket, Layout, describe_leaves, make_layout
 from jdistadam.masks import decay_groups
 
@@ -38,16 +39,28 @@ class DistributedState(NamedTuple):
     grad_norm: jax.Array
 
 
-class AccumulatedGrads(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["sums", "weight"], meta_fields=["dtypes"]
+)
+@dataclasses.dataclass(frozen=True)
+class AccumulatedGrads:
     """Gradients of several micro-batches, as ``tx.accumulate`` returns them.
 
     Attributes:
       sums: Tree like params: the weighted sum of this device's gradients, main_grads_dtype.
       weight: Shape (), float32: the sum of the weights.
+      dtypes: The dtype of each parameter, on which the layout depends.
     """
 
     sums: Any
     weight: jax.Array
+    dtypes: tuple[str, ...]
+
+    def like_params(self) -> Any:
+        """Returns shapes and dtypes of the params."""
+        shapes = zip(jax.tree.leaves(self.sums), self.dtypes, strict=True)
+        leaves = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in shapes]
+        return jax.tree.unflatten(jax.tree.structure(self.sums), leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +148,7 @@ def step_local(
 def grad_norm_local(config: DistributedConfig, grads: Any) -> jax.Array:
     """The global norm of the mean gradient, reduced as a step reduces it."""
     check_inside(config.shard_axis, "grad_norm")
-    params = grads.sums if isinstance(grads, AccumulatedGrads) else grads
+    params = grads.like_params() if isinstance(grads, AccumulatedGrads) else grads
     layout = config.layout(params)
     grads, mean = _grads_and_mean(config, grads, params)
     return _norm(config, reduce_gradients(config, layout, jax.tree.leaves(grads)), mean)
@@ -146,7 +159,9 @@ def init_grads_local(config: DistributedConfig, params: Any) -> AccumulatedGrads
     check_inside(config.shard_axis, "init_grads")
     dtype = config.policy.main_grads_dtype
     zeros = AccumulatedGrads(
-        jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), params), jnp.zeros((), jnp.float32)
+        jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), params),
+        jnp.zeros((), jnp.float32),
+        tuple(jnp.dtype(x.dtype).name for x in jax.tree.leaves(params)),
     )
     return jax.tree.map(lambda x: collectives.to_varying(x, config.shard_axis), zeros)
 
@@ -157,14 +172,21 @@ def accumulate_local(
     """Adds one micro-batch's gradients, in main_grads_dtype."""
     check_inside(config.shard_axis, "accumulate")
     check_grads(config.shard_axis, grads, acc.sums, acc.weight, like_name="accumulated grads")
+    check_scalar("weight", 1 if weight is None else weight)
     dtype = config.policy.main_grads_dtype
 
     def add(total: jax.Array, grad: jax.Array) -> jax.Array:
         grad = grad.astype(dtype)
-        return total + (grad if weight is None else grad * jnp.asarray(weight, dtype))
+        return total + (grad if weight is None else weighted(grad, weight))
 
     new_weight = acc.weight + jnp.asarray(1 if weight is None else weight, jnp.float32)
-    return AccumulatedGrads(jax.tree.map(add, acc.sums, grads), new_weight)
+    return dataclasses.replace(acc, sums=jax.tree.map(add, acc.sums, grads), weight=new_weight)
+
+
+def weighted(x: jax.Array, weight: Any) -> jax.Array:
+    """``x * weight``, zero where the weight is: the mean over no tokens is NaN, and counts not."""
+    weight = jnp.asarray(weight, x.dtype)
+    return jnp.where(weight > 0, x * weight, jnp.zeros((), x.dtype))
 
 
 def mean_factor(config: DistributedConfig, weight: Any) -> jax.Array:
@@ -184,7 +206,7 @@ def _grads_and_mean(config: DistributedConfig, grads: Any, params: Any) -> tuple
     """Checks the gradients; returns them, and what their sum over devices is multiplied by."""
     weight = None
     if isinstance(grads, AccumulatedGrads):
-        grads, weight = grads
+        grads, weight = grads.sums, grads.weight
     marker = collectives.axis_index(config.shard_axis)  # varies, wherever types say so
     check_grads(config.shard_axis, grads, params, marker, like_name="params")
     return grads, mean_factor(config, weight) if config.average_grads else jnp.float32(1)

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, Literal
 
-# Calls whose inner program has the operands and results of the call, in order. Results of all
-# other operations are taken to depend on every operand.
-_CALLS = ("pjit", "jit", "closed_call", "remat", "checkpoint")
-_STEPS = ("sign", "floor", "ceil", "round", "stop_gradient", "nextafter")
+# Operations that are linear in all of their floating operands together.
+_LINEAR = frozenset(
+    "add add_any sub neg convert_element_type reshape broadcast_in_dim transpose squeeze"
+    " expand_dims slice dynamic_slice gather rev pad concatenate split select_n reduce_sum"
+    " cumsum copy copy_p real imag complex conj reduce_precision optimization_barrier"
+    " sharding_constraint".split()
+)
+# Operations that are linear in any one of their operands.
+_BILINEAR = frozenset("mul dot_general conv_general_dilated".split())
+# Calls whose inner program has the operands and results of the call, in order.
+_CALLS = frozenset("pjit jit closed_call remat checkpoint".split())
+
+
+class Kind(enum.Enum):
+    """How a value in a traced function depends on the gradients."""
+
+    ZERO = enum.auto()
+    FREE = enum.auto()  # not at all
+    LINEAR = enum.auto()
+    OTHER = enum.auto()  # in another way, or in one that is not known here
 
 
 def why_not_linear(tx: optax.GradientTransformation, params: Any) -> str | None:
     r"""Returns why ``tx.update`` may not come before a sum over devices; None if it may.
 
     It may where :math:`T(\sum_r g_r) = \sum_r T(g_r)` and its state is the same on all devices.
-    :math:`T` is linear where its derivative does not depend on the gradients, and nothing in it is
-    piecewise constant. Nothing is computed: the derivative is traced and its inputs are followed.
+    Nothing is computed: the traced function is followed, operation by operation.
 
     Args:
       tx: A gradient transformation.
@@ -36,73 +53,77 @@ def why_not_linear(tx: optax.GradientTransformation, params: Any) -> str | None:
     tx = optax.with_extra_args_support(tx)
     state = jax.eval_shape(tx.init, params)
 
-    def derivative(params: Any, grads: Any, tangents: Any, state: Any) -> Any:
-        def update(grads: Any) -> Any:
-            return tx.update(grads, state, params)
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        return tx.update(grads, state, params)
 
-        (updates, new_state), (d_updates, _) = jax.jvp(update, (grads,), (tangents,))
-        return updates, new_state, d_updates
-
-    jaxpr, shapes = jax.make_jaxpr(derivative, return_shape=True)(params, params, params, state)
-    counts = [len(jax.tree.leaves(part)) for part in (params, params, params, state)]
-    from_params, from_grads = (
-        follow(jaxpr, [k == wanted for k, n in enumerate(counts) for _ in range(n)])
-        for wanted in (0, 1)
-    )
-    num_updates, num_state = (len(jax.tree.leaves(part)) for part in shapes[:2])
-    new_state = slice(num_updates, num_updates + num_state)
-    if from_grads.decides or any(from_grads.results[new_state.stop :]):
-        return "it is not linear in the gradients"
-    if any(from_grads.results[new_state]):
+    jaxpr, (updates, _) = jax.make_jaxpr(update, return_shape=True)(params, state, params)
+    num_grads = len(jax.tree.leaves(params))
+    num_others = len(jaxpr.jaxpr.invars) - num_grads
+    kinds = follow(jaxpr, [Kind.LINEAR] * num_grads + [Kind.FREE] * num_others)
+    num_updates = len(jax.tree.leaves(updates))
+    if any(kind in (Kind.LINEAR, Kind.OTHER) for kind in kinds[num_updates:]):
         return "its state depends on the gradients"
-    if any(from_params.results[:num_updates]):
-        return "it adds something that depends on the params"
+    if any(kind in (Kind.FREE, Kind.OTHER) for kind in kinds[:num_updates]):
+        return "it is not linear in the gradients"
     return None
 
 
-class Influence(NamedTuple):
-    """What marked arguments of a traced function reach."""
-
-    results: list[bool]  # for each result, whether it depends on them
-    decides: bool  # whether they pass through a step: a comparison, a sign, a rounding
-
-
-def follow(closed: ClosedJaxpr, sources: Sequence[bool]) -> Influence:
-    """Follows marked arguments through a traced function.
+def follow(closed: ClosedJaxpr, arguments: Sequence[Kind]) -> list[Kind]:
+    """Returns the kind of each result of a traced function.
 
     Example:
-      >>> follow(jax.make_jaxpr(lambda x, y: (x + 1, x * y))(1.0, 2.0), [False, True])
-      Influence(results=[False, True], decides=False)
+      >>> jaxpr = jax.make_jaxpr(lambda g, x: (g * x, g + x, g * g))(1.0, 2.0)
+      >>> [kind.name for kind in follow(jaxpr, [Kind.LINEAR, Kind.FREE])]
+      ['LINEAR', 'OTHER', 'OTHER']
     """
     jaxpr = closed.jaxpr
-    marked = {var for var, source in zip(jaxpr.invars, sources, strict=True) if source}
-    decides = False
+    kinds = dict(zip(jaxpr.invars, arguments, strict=True))
+    for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
+        kinds[var] = _kind_of_constant(value)
 
-    def is_marked(var: Any) -> bool:
-        return not isinstance(var, Literal) and var in marked
+    def kind_of(var: Any) -> Kind:
+        return _kind_of_constant(var.val) if isinstance(var, Literal) else kinds[var]
 
     for eqn in jaxpr.eqns:
-        inputs = [is_marked(var) for var in eqn.invars]
+        inputs = [kind_of(var) for var in eqn.invars]
         inner = eqn.params.get("jaxpr")
         if eqn.primitive.name in _CALLS and isinstance(inner, ClosedJaxpr):
-            outputs, inner_decides = follow(inner, inputs)
-            decides |= inner_decides
+            outputs = follow(inner, inputs)
         else:
-            outputs = [any(inputs)] * len(eqn.outvars)
-            decides |= any(inputs) and _is_step(eqn)
-        marked.update(var for var, out in zip(eqn.outvars, outputs, strict=True) if out)
-    return Influence([is_marked(var) for var in jaxpr.outvars], decides)
+            outputs = [_kind_of_result(eqn, inputs)] * len(eqn.outvars)
+        kinds.update(zip(eqn.outvars, outputs, strict=True))
+    return [kind_of(var) for var in jaxpr.outvars]
 
 
-def _is_step(eqn: Any) -> bool:
-    """Whether an operation is piecewise constant, so that its derivative hides what it does."""
-    inexact = all(jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.outvars)
-    return eqn.primitive.name in _STEPS or not inexact
+def _kind_of_constant(value: Any) -> Kind:
+    is_number = isinstance(value, np.ndarray | np.generic | float | int)
+    return Kind.ZERO if is_number and not np.any(value) else Kind.FREE
+
+
+def _kind_of_result(eqn: Any, inputs: Sequence[Kind]) -> Kind:
+    """The kind of what one operation returns."""
+    is_float = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars]
+    floats = {kind for kind, inexact in zip(inputs, is_float, strict=True) if inexact}
+    name = eqn.primitive.name
+    if Kind.LINEAR not in inputs and Kind.OTHER not in inputs:
+        keeps_zero = name in _LINEAR and floats == {Kind.ZERO}
+        return Kind.ZERO if keeps_zero or (name in _BILINEAR and Kind.ZERO in inputs) else Kind.FREE
+    indices = {kind for kind, inexact in zip(inputs, is_float, strict=True) if not inexact}
+    results_inexact = all(jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.outvars)
+    if not results_inexact or indices - {Kind.ZERO, Kind.FREE} or Kind.OTHER in inputs:
+        return Kind.OTHER
+    if name in _LINEAR:
+        return Kind.OTHER if Kind.FREE in floats else Kind.LINEAR
+    if name in _BILINEAR:
+        if Kind.ZERO in inputs:
+            return Kind.ZERO
+        return Kind.LINEAR if Kind.FREE in inputs else Kind.OTHER
+    if name == "div" and inputs[1] == Kind.FREE:
+        return Kind.LINEAR
+    return Kind.OTHER
 
 
 def example_params() -> Any:
     """A small tree on which most transformations can be traced before any params are known."""
-    return {
-        "a": jax.ShapeDtypeStruct((2, 3), jnp.float32),
-        "b": jax.ShapeDtypeStruct((2,), jnp.float32),
-    }
+    shapes = {"a": (2, 3), "b": (2,)}
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}

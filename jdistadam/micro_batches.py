@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jdistadam import collectives, trees
 from jdistadam.distributed import DistributedTransformation
-from jdistadam.errors import ShapeError, TreeError, describe
+from jdistadam.distributed_checks import check_scalar
+from jdistadam.distributed_step import weighted
+from jdistadam.errors import DtypeError, ShapeError, TreeError, describe
 
 
 class LossOutput(NamedTuple):
@@ -63,22 +64,20 @@ class LossFunction:
             )
         value = dict(zip(names, out, strict=True))
         loss, weight = _loss_and_weight(value["loss"])
-        weight = None if weight is None else _scalar("weight", weight)
-        state = value.get("model_state")
-        if state is not None:
+        if model_state is not None:
             trees.check_same_shapes(
-                state,
+                value["model_state"],
                 model_state,
                 name="loss_fn's model_state",
                 like_name="the state's",
             )
-        return LossOutput(_scalar("loss", loss), weight, state, value.get("aux"))
+        return LossOutput(loss, weight, value.get("model_state"), value.get("aux"))
 
 
-def _loss_and_weight(value: Any) -> tuple[Any, Any]:
+def _loss_and_weight(value: Any) -> tuple[jax.Array, Any]:
     if not isinstance(value, tuple):
-        return value, None
-    if len(value) != 2:
+        value = (value,)
+    if len(value) > 2:
         raise TreeError(
             describe(
                 "loss_fn",
@@ -88,21 +87,20 @@ def _loss_and_weight(value: Any) -> tuple[Any, Any]:
                 action="Return these, or set has_aux.",
             )
         )
-    return value
-
-
-def _scalar(name: str, value: Any) -> jax.Array:
-    if np.shape(value) != ():
-        raise ShapeError(
+    for name, number in zip(("loss_fn's loss", "loss_fn's weight"), value, strict=False):
+        check_scalar(name, number)
+    loss, *weight = (jnp.asarray(number) for number in value)
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise DtypeError(
             describe(
-                f"loss_fn's {name}",
-                "not a scalar",
-                got=np.shape(value),
-                expected=(),
-                action="Take the mean over the part of the batch that loss_fn is given.",
+                "loss_fn's loss",
+                "cannot be differentiated",
+                got=loss.dtype,
+                expected="a floating-point scalar",
+                action="Compute the loss in floating point.",
             )
         )
-    return jnp.asarray(value).astype(jnp.float32)
+    return loss.astype(jnp.float32), weight[0].astype(jnp.float32) if weight else None
 
 
 def local_gradients(
@@ -135,9 +133,9 @@ def local_gradients(
         acc, loss, model_state = carry
         i, batch = i_and_batch
         out, grads = differentiate(i, batch, model_state)
-        weighted = out.loss if out.weight is None else out.loss * out.weight
         acc = tx.accumulate(acc, grads, out.weight)
-        return (acc, loss + weighted, _like(model_state, out.model_state)), out.aux
+        loss += out.loss if out.weight is None else weighted(out.loss, out.weight)
+        return (acc, loss, _like(model_state, out.model_state)), out.aux
 
     if accumulate_steps == 1:
         out, grads = differentiate(0, batch, model_state)
@@ -146,7 +144,7 @@ def local_gradients(
         if out.weight is None:
             return LocalResult(grads, out.loss, None, new_state, aux)
         acc = tx.accumulate(tx.init_grads(params), grads, out.weight)
-        return LocalResult(acc, out.loss * out.weight, acc.weight, new_state, aux)
+        return LocalResult(acc, weighted(out.loss, out.weight), acc.weight, new_state, aux)
     batches = _split(batch, accumulate_steps)
     carry = (tx.init_grads(params), jnp.zeros((), jnp.float32), model_state)
     (acc, loss, model_state), aux = jax.lax.scan(
@@ -157,7 +155,12 @@ def local_gradients(
 
 def _like(old: Any, new: Any) -> Any:
     """Keeps the dtypes of a model state, which a step must not change."""
-    return jax.tree.map(lambda o, n: jnp.asarray(n).astype(o.dtype), old, new)
+
+    def like(old: Any, new: Any) -> Any:
+        is_key = jnp.issubdtype(old.dtype, jax.dtypes.prng_key)
+        return new if is_key else jnp.asarray(new).astype(old.dtype)
+
+    return jax.tree.map(like, old, new)
 
 
 def _split(batch: Any, accumulate_steps: int) -> Any:

@@ -66,8 +66,10 @@ def fused_adamw(
       main_params_dtype: float32: 16-bit parameters get a float32 copy, kept in
         ``MainParamsState``; it is what the optimizer updates, and the parameters are its rounded
         values. Updates of such leaves are float32 and ``optax.apply_updates`` lands exactly on the
-        rounded value, unless a parameter shrinks by 2^16 or more in one step. To change parameters
-        from outside, make a new state. None: parameters are updated as they are.
+        rounded value, unless a parameter shrinks by 2^16 or more in one step; wrappers that want
+        updates of the gradients' dtype, such as ``optax.apply_if_finite``, need float32 gradients
+        then. To change parameters from outside, make a new state. None: parameters are updated as
+        they are.
 
     Returns:
       A ``FusedTransformation``: ``init``, ``update`` as in optax, and ``step``. Parameters,

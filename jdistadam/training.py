@@ -17,7 +17,7 @@ from jdistadam.config import check_count, float_dtype
 from jdistadam.distributed import DistributedTransformation
 from jdistadam.distributed_checks import check_inside
 from jdistadam.distributed_step import find_state, is_distributed_state, main_shard, mean_factor
-from jdistadam.errors import ShapeError, describe
+from jdistadam.errors import MeshError, ShapeError, describe
 from jdistadam.micro_batches import LossFunction, local_gradients
 
 # XLA's own limit of 30 MiB counts shards: it merges most models into one collective that begins
@@ -62,24 +62,55 @@ class TrainState:
             that bfloat16 has; begun on them, it does not move at all until the first small updates
             add up to half the distance to the next. None: the dtypes of ``params``.
           model_state: Tree of arrays that the loss reads and renews without a gradient, such as
-            batch statistics. Averaged over the devices after each step.
+            batch statistics. After each step floats are averaged over the devices; of whole
+            numbers, such as counters, the largest is kept.
           rng: ``jax.random.key`` for dropout and the like. None: the loss gets none.
 
         Raises:
           DtypeError: A leaf has another dtype.
         """
+        _check_distributed(tx)
         trees.check_dtypes(params, name="params")
         dtypes = _dtypes_of(params, param_dtypes)
         replicated = NamedSharding(tx.config.mesh, P())
-        # device_put may hand out the caller's own buffer as the replica of its device, also with
-        # may_alias=False; the outputs of a jitted copy are never shared with its inputs.
-        placed = jax.device_put((params, model_state, rng), replicated)
-        params, model_state, rng = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(placed)
-        if param_dtypes is None:
-            return cls(params, tx.init(params), model_state, rng)
+        params, model_state, rng = own((params, model_state, rng), replicated)
         rounded = jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes)
-        opt_state = _with_main_params(tx, tx.init(rounded), rounded, params)
+        opt_state = jax.tree.map(  # what a chain keeps besides may be the caller's too
+            lambda part: part if is_distributed_state(part) else own(part, replicated),
+            tx.init(rounded),
+            is_leaf=is_distributed_state,
+        )
+        if param_dtypes is not None:
+            opt_state = _with_main_params(tx, opt_state, rounded, params)
         return cls(rounded, opt_state, model_state, rng)
+
+
+def own(tree: Any, sharding: Any) -> Any:
+    """Returns copies placed as ``sharding`` says, which no one else holds, with definite types.
+
+    ``device_put`` may hand out the caller's own buffer as the replica of its device, also with
+    may_alias=False; the results of a jitted copy are never shared with its arguments. A Python
+    number would come back from a step as another type, and compile the step again.
+    """
+
+    def copy(x: Any) -> Any:
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return jnp.copy(x) if is_key else jax.lax.convert_element_type(jnp.copy(x), x.dtype)
+
+    return jax.jit(lambda tree: jax.tree.map(copy, tree))(jax.device_put(tree, sharding))
+
+
+def _check_distributed(tx: Any) -> None:
+    if not isinstance(tx, DistributedTransformation):
+        raise MeshError(
+            describe(
+                "tx",
+                "not a distributed optimizer",
+                got=type(tx).__name__,
+                expected="DistributedTransformation",
+                action="Make it with distributed_fused_adamw or distributed_fused_adam.",
+            )
+        )
 
 
 def _dtypes_of(params: Any, dtypes: Any) -> Any:
@@ -215,7 +246,8 @@ def train_step(
         of one device. It returns the scalar ``loss``, or ``(loss, weight)``. If the state has a
         ``model_state``, it gets it by this keyword and returns ``(loss, model_state)``; if the
         state has an ``rng``, it gets by this keyword a key of its own. With has_aux it returns one
-        thing more at the end: ``(loss, aux)`` or ``(loss, model_state, aux)``.
+        thing more at the end: ``(loss, aux)`` or ``(loss, model_state, aux)``; in these, too,
+        ``loss`` may be the pair ``(loss, weight)``.
       tx: A distributed optimizer.
       accumulate_steps: Number of micro-batches into which each device cuts its part of the batch.
         Gradients are summed on the device in ``policy.main_grads_dtype`` and sent once.
@@ -248,6 +280,7 @@ def train_step(
       >>> float(metrics["loss"])
       2.0
     """
+    _check_distributed(tx)
     check_count("accumulate_steps", accumulate_steps)
     config = tx.config
     spec = P(config.shard_axis) if batch_spec is None else batch_spec
@@ -288,9 +321,17 @@ def train_step(
 
 
 def _mean_over_devices(model_state: Any, axis: str) -> Any:
-    """Averages floats in float32; of whole numbers, such as counters, takes the largest."""
+    """Averages floats in float32; of whole numbers, such as counters, takes the largest.
+
+    So too of the words of random keys: they stay as they are where all devices hold the same.
+    """
 
     def mean(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            words = collectives.all_reduce_max(jax.random.key_data(x), axis)
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            return collectives.all_reduce_mean(x, axis)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return collectives.all_reduce_max(x, axis)
         return collectives.all_reduce_mean(x.astype(jnp.float32), axis).astype(x.dtype)

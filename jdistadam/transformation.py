@@ -37,6 +37,10 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         self.step = step
         return self
 
+    def __copy__(self) -> FusedTransformation:
+        """Returns itself: there is nothing in it that changes."""
+        return self
+
     def __deepcopy__(self, memo: Any) -> FusedTransformation:
         """Returns itself: there is nothing in it that changes."""
         return self

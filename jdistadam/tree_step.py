@@ -123,24 +123,17 @@ def step_leaves(
             new[i] = leaf if mode == "step" else leaf._replace(param=_no_update(leaf))
         else:
             dtypes = tuple(None if x is None else jnp.dtype(x.dtype) for x in leaf)
-            key = "optax" if set(dtypes).intersection(optax_leaves.DTYPES) else dtypes
-            calls.setdefault(key, []).append(i)
-    left_to_optax = calls.pop("optax", [])
+            calls.setdefault(dtypes, []).append(i)
     scalars = Scalars.plain(coefficient_rows(hyper, count, (True, False)))
-    for indices in calls.values():
+    for dtypes, indices in calls.items():
         mine = [leaves[i] for i in indices]
-        results = _call(mode, scalars, mine, tuple(groups[i] for i in indices), hyper.nesterov)
+        mine_groups = tuple(groups[i] for i in indices)
+        if set(dtypes).intersection(optax_leaves.DTYPES):
+            results = _call_optax(mode, hyper, count, mine, mine_groups)
+        else:
+            results = _call(mode, scalars, mine, mine_groups, hyper.nesterov)
         for i, leaf in zip(indices, results, strict=True):
             new[i] = leaf
-    if left_to_optax:
-        theirs = [
-            optax_leaves.OptaxLeaf(x.grad, x.param, x.mu, x.nu, groups[i] == 0)
-            for i, x in ((i, leaves[i]) for i in left_to_optax)
-        ]
-        for i, (out, mu, nu) in zip(
-            left_to_optax, optax_leaves.step(mode, hyper, count, theirs), strict=True
-        ):
-            new[i] = leaves[i]._replace(param=out, mu=mu, nu=nu)
     return new
 
 
@@ -165,18 +158,45 @@ def _call(
     results = partitioning.adam(spec, scalars, Operands(grads, updated, mu, nu))
     out: Sequence[Any] = results.params if kernel_mode == "step" else results.out
     if has_main and mode == "update":
-        # In float32, so that params + updates lands exactly on the rounded main parameter.
-        f32 = jnp.float32
-        out = [new.astype(f32) - old.astype(f32) for new, old in zip(out, params, strict=True)]
+        out = [_difference(*pair) for pair in zip(out, params, strict=True)]
     new_mains = results.params if has_main else mains
     return [
         TreeLeaf(*new) for new in zip(grads, out, new_mains, results.mu, results.nu, strict=True)
     ]
 
 
+def _call_optax(
+    mode: str,
+    hyper: Hyperparameters,
+    count: jax.Array,
+    leaves: Sequence[TreeLeaf],
+    groups: tuple[int, ...],
+) -> list[TreeLeaf]:
+    """Leaves that the kernel does not know, with main parameters or without."""
+    has_main = leaves[0].main is not None
+    theirs = [
+        optax_leaves.OptaxLeaf(x.grad, x.main if has_main else x.param, x.mu, x.nu, group == 0)
+        for x, group in zip(leaves, groups, strict=True)
+    ]
+    results = optax_leaves.step("step" if has_main else mode, hyper, count, theirs)
+    new = []
+    for leaf, (out, mu, nu) in zip(leaves, results, strict=True):
+        main = out if has_main else None
+        if has_main:
+            rounded = out.astype(leaf.param.dtype)
+            out = rounded if mode == "step" else _difference(rounded, leaf.param)
+        new.append(TreeLeaf(leaf.grad, out, main, mu, nu))
+    return new
+
+
+def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
+    """In float32, so that old + difference lands exactly on new."""
+    return new.astype(jnp.float32) - old.astype(jnp.float32)
+
+
 def needs_main(param: Any) -> bool:
     """Whether a parameter of this dtype loses bits of what the optimizer computes."""
-    return jnp.dtype(param.dtype).name in ("bfloat16", "float16")
+    return getattr(param, "dtype", None) in (jnp.bfloat16, jnp.float16)
 
 
 def _split_state(state: Any, keeps_main_params: bool) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from test_distributed import exact_batch, linear_loss, make_tx, random_params
 from test_drop_in import HYPER, assert_trees_same_bits, random_tree
 
@@ -90,6 +91,7 @@ LINEAR = {
     "masked": optax.masked(optax.scale(2.0), {"a": True, "b": False}),
     "frozen": optax.masked(optax.set_to_zero(), {"a": True, "b": False}),
     "jitted": optax.stateless(jax.jit(lambda g, p: jax.tree.map(lambda x: jnp.where(x.shape[0] > 2, x, 3 * x), g))),
+    "matrix": optax.stateless(lambda g, p: jax.tree.map(lambda x: jnp.ones((len(x), len(x))) @ x / 3, g)),
     "sum": optax.stateless(lambda g, p: jax.tree.map(lambda x: x - jnp.mean(x), g)),
 }  # fmt: skip
 NOT_LINEAR = {
@@ -106,6 +108,8 @@ NOT_LINEAR = {
     "jitted": optax.stateless(jax.jit(lambda g, p: jax.tree.map(lambda x: x * x, g))),
     "apply_if_finite": optax.apply_if_finite(optax.identity(), 3),
     "decay": optax.add_decayed_weights(0.1),
+    "constant": optax.stateless(lambda g, p: jax.tree.map(lambda x: x + 1, g)),
+    "noise": optax.add_noise(0.1, 0.5, jax.random.key(0)),
     "trace": optax.trace(0.9),
     "ema": optax.ema(0.9),
 }
@@ -221,3 +225,99 @@ def test_inject_refuses_what_has_no_plain_step():
         jda.inject_hyperparams(jda.distributed_fused_adamw)
     with pytest.raises(jda.PolicyError, match="got adamw, expected fused_adamw or fused_adam"):
         jda.inject_hyperparams(optax.adamw)(1e-3).init({"w": jnp.ones(3)})
+
+
+def test_injected_numbers_are_checked_as_they_are_given():
+    inject = jda.inject_hyperparams(jda.fused_adamw)
+    for kwargs, message in (
+        (dict(b1=1.5), r"b1: out of range: got 1.5"),
+        (dict(eps=-1.0), r"eps: out of range: got -1.0"),
+    ):
+        with pytest.raises(jda.HyperparameterError, match=message):
+            inject(1e-2, **kwargs)
+    with pytest.raises(jda.PolicyError, match="nu_dtype: a second moment in bfloat16 cannot decay"):
+        inject(1e-2, nu_dtype="bfloat16")
+    wrapped = jda.inject_hyperparams(lambda learning_rate: jda.fused_adam(learning_rate))(1e-2)
+    assert wrapped.init({"w": jnp.ones(3)}).hyperparams.keys() == {"learning_rate"}
+
+
+def test_injected_schedules_of_every_number_and_a_mask():
+    """As in optax any number may be a schedule; a mask is none."""
+    mask = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)  # noqa: E731
+    tx = jda.inject_hyperparams(jda.fused_adamw)(
+        0.0, b1=lambda count: 0.5, weight_decay=0.5, mask=mask, mu_dtype=jnp.float32
+    )
+    params = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
+    state = tx.init(params)
+    assert set(state.hyperparams) == {
+        "learning_rate",
+        "b1",
+        "b2",
+        "eps",
+        "eps_root",
+        "weight_decay",
+    }
+    state.hyperparams["learning_rate"] = jnp.float32(0.01)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    new, _ = tx.step(zeros, state, params)
+    assert (np.asarray(new["w"]) < 1).all() and (np.asarray(new["b"]) == 1).all()
+
+
+def test_injected_adam_needs_no_params():
+    tx = jda.inject_hyperparams(jda.fused_adam)(1e-2)
+    grads = {"w": jnp.ones(3)}
+    updates, _ = tx.update(grads, tx.init(grads))
+    np.testing.assert_allclose(updates["w"], -0.01, rtol=1e-4)
+    with_l2 = jda.inject_hyperparams(jda.fused_adam)(1e-2, l2=0.1)
+    assert "l2" in with_l2.init(grads).hyperparams
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_every_piece_of_a_distributed_chain_agrees(cpu_mesh, check_vma):
+    """update, step, grad_norm and the state's norm, for gradients and for accumulated ones."""
+    tx = jda.chain(optax.scale(0.5), make_tx(cpu_mesh(4), mask=None))
+    params = {"w": jnp.ones((4, 16))}
+    state = tx.init(params)
+    specs = (P(), tx.state_specs())
+
+    def local(params, state, batch):
+        grads = jax.grad(lambda p: jnp.sum(p["w"]) * jnp.mean(batch))(jda.local_params(params, tx))
+        acc = tx.accumulate(tx.accumulate(tx.init_grads(params), grads, 2.0), grads)
+        out = []
+        for given in (grads, acc):
+            new, after = tx.step(given, state, params)
+            updates, other = tx.update(given, state, params)
+            applied = optax.apply_updates(params, updates)
+            norms = tx.grad_norm(given, state), after[1].grad_norm, other[1].grad_norm
+            out.append((new, applied, jnp.stack(norms)))
+        return out
+
+    own = jax.shard_map(
+        local, mesh=tx.config.mesh, in_specs=(*specs, P("data")), out_specs=P(), check_vma=check_vma
+    )
+    batch = jda.shard_batch(np.ones((4, 2), np.float32), tx)
+    for new, applied, norms in jax.jit(own)(params, state, batch):
+        np.testing.assert_allclose(norms, 0.5 * 8, rtol=1e-6)
+        np.testing.assert_allclose(new["w"], applied["w"], rtol=1e-6)
+
+
+def test_a_chain_owns_its_state_and_compiles_once(cpu_mesh):
+    """What stands before a distributed optimizer may hold the caller's arrays: donation spares them."""
+    size = jnp.float32(0.5)
+    scale = optax.inject_hyperparams(optax.scale)(step_size=size)
+    key = jax.random.key(5)
+    keyed = optax.GradientTransformation(lambda params: {"key": key}, lambda g, s, p=None: (g, s))
+    tx = jda.chain(scale, keyed, make_tx(cpu_mesh(8)))
+    state = jda.TrainState.create(random_params(), tx)
+    step = jda.train_step(linear_loss, tx)
+    rng = np.random.default_rng(5)
+    for _ in range(3):
+        state, _ = step(state, exact_batch(rng))
+    assert step._jitted._cache_size() == 1
+    assert not size.is_deleted() and not key.is_deleted()
+    exported = jda.to_optax_state(state, tx)
+    again = jda.from_optax_state(*exported, tx)
+    batch = exact_batch(rng)
+    (again, _), (state, _) = step(again, batch), step(state, batch)
+    assert_trees_same_bits(again.params, state.params)
+    assert np.array_equal(jax.random.key_data(again.opt_state[1]["key"]), jax.random.key_data(key))

@@ -54,7 +54,8 @@ def params_of(dtype):
 
 def loss_fn(params, x):
     for layer in params.values():
-        x = x + jnp.tanh((x * layer["scale"][None]) @ layer["up"]) @ layer["down"]
+        scaled = x * layer["scale"][None].astype(x.dtype)
+        x = x + jnp.tanh(scaled @ layer["up"]) @ layer["down"]
     return jnp.mean(jnp.square(x.astype(jnp.float32)))
 
 
@@ -138,16 +139,21 @@ def test_micro_batches_are_sent_once(h200s, wire):
     assert "while(" not in inside and list(collectives(inside)) == []
 
 
-def test_own_norm_costs_nothing(h200s):
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_own_norm_costs_nothing(h200s, accumulated):
     """tx.grad_norm before tx.step on the same gradients: they travel once."""
     mesh = h200s(8)
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype=jnp.bfloat16)
     tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, policy=policy)
     params = params_of(jnp.bfloat16)
+    for layer in params.values():  # two dtypes, so that the layout depends on them
+        layer["scale"] = layer["scale"].update(dtype=jnp.float32)
     specs = (P(), tx.state_specs())
 
     def local_step(params, state, batch):
         grads = jax.grad(loss_fn)(jda.local_params(params, tx), batch)
+        if accumulated:
+            grads = tx.accumulate(tx.init_grads(params), grads)
         norm = tx.grad_norm(grads, state)
         return *tx.step(grads, state, params), norm
 
@@ -165,8 +171,9 @@ def test_own_norm_costs_nothing(h200s):
     shard_elements = sum(b.shard_size for b in tx.config.layout(params).buckets)
     assert by_op(text) == {
         ("reduce-scatter", "bf16"): shard_elements,
-        ("all-gather", "bf16"): 8 * shard_elements,
-        ("all-reduce", "f32"): 1,
+        ("all-gather", "bf16"): 8 * shard_elements - 3 * WIDTH,
+        ("all-gather", "f32"): 3 * WIDTH,
+        ("all-reduce", "f32"): 2 if accumulated else 1,  # the norm, and the weights
     }
 
 

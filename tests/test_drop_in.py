@@ -151,6 +151,8 @@ def test_main_params_exist_only_for_16_bit_leaves():
     assert_same_bits(new["high"], want["high"])
     assert new["low"].dtype == BF16 and state.main_params["low"].dtype == F32
     assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
+    numbers = tx.init({"low": jnp.ones(3, BF16), "python": 1.0})
+    assert isinstance(numbers.main_params["python"], optax.MaskedNode)
 
 
 def test_apply_updates_is_exact_up_to_a_factor_of_2_16():
@@ -310,6 +312,24 @@ def test_other_numbers_are_left_to_optax(dtype):
                 eps = jnp.finfo(want[name].dtype).eps
                 np.testing.assert_allclose(got[name], want[name], rtol=0, atol=float(50 * eps))
         assert params["f"].dtype == F32 and ours.update(grads, state, params)[0]["a"].dtype == dtype
+
+
+def test_main_params_of_leaves_that_optax_steps():
+    """float64 gradients of bfloat16 params: optax's arithmetic, on the main parameters."""
+    with jax.enable_x64(True):
+        tx = jda.fused_adamw(1e-3, main_params_dtype=F32)
+        params = applied = {"w": jnp.ones(5, BF16), "v": jnp.ones(4, BF16)}
+        grads = {"w": jnp.full(5, 0.3, jnp.float64), "v": jnp.full(4, 0.3, BF16)}
+        state = other = tx.init(params)
+        for _ in range(20):
+            params, state = tx.step(grads, state, params)
+            updates, other = tx.update(grads, other, applied)
+            applied = optax.apply_updates(applied, updates)
+        np.testing.assert_allclose(state.main_params["w"], 1 - 20e-3, rtol=1e-4)
+        for name in params:
+            assert params[name].dtype == BF16
+            assert_same_bits(params[name], state.main_params[name].astype(BF16))
+            assert_same_bits(applied[name], params[name])
 
 
 def test_works_with_map_params_and_tree_get():

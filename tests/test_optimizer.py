@@ -1,6 +1,7 @@
 """fused_adamw against optax.adamw."""
 
 import copy
+import dataclasses
 import re
 
 import jax
@@ -406,8 +407,33 @@ def test_works_in_flax_train_state():
         assert np.array_equal(a, b)
 
 
+def test_a_schedule_may_be_any_callable():
+    @dataclasses.dataclass
+    class Schedule:  # has no hash
+        slope: float
+
+        def __call__(self, count):
+            return self.slope * count
+
+    tx = jda.fused_adamw(Schedule(1e-2), weight_decay=Schedule(0.5))
+    same = jda.fused_adamw(lambda count: 1e-2 * count, weight_decay=lambda count: 0.5 * count)
+    params = {"w": jnp.ones(3)}
+    state = tx.init(params)
+    for _ in range(3):
+        want, _ = same.step(params, state, params)
+        params, state = tx.step(params, state, params)
+        assert_same_bits(params["w"], want["w"])
+
+
+def test_only_rates_and_decays_may_be_schedules():
+    with pytest.raises(jda.HyperparameterError, match="b2: out of range: got <function"):
+        jda.fused_adamw(1e-3, b2=lambda count: 0.9)
+
+
 def test_transformations_can_be_copied():
-    for tx in (jda.fused_adamw(1e-3), optax.chain(jda.fused_adamw(1e-3))):
+    ours = jda.fused_adamw(1e-3)
+    assert copy.copy(ours).step is ours.step
+    for tx in (ours, optax.chain(ours)):
         again = copy.deepcopy(tx)
         params = {"w": jnp.ones(3)}
         updates, _ = again.update(params, again.init(params), params)

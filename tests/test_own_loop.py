@@ -208,14 +208,25 @@ def test_outside_of_a_shard_map_every_piece_says_so(cpu_mesh):
         "grad_norm": lambda: tx.grad_norm(params, state),
         "init_grads": lambda: tx.init_grads(params),
         "local_params": lambda: jda.local_params(params, tx),
-        "accumulate": lambda: tx.accumulate(jda.AccumulatedGrads(params, jnp.zeros(())), params),
+        "accumulate": lambda: tx.accumulate(
+            jda.AccumulatedGrads(params, jnp.zeros(()), ("float32",)), params
+        ),
     }.items():
         with pytest.raises(jda.MeshError, match=f"{name}: called outside of jax.shard_map"):
             call()
 
 
-def test_accumulate_refuses_other_trees(cpu_mesh):
+def test_accumulate_refuses_other_trees_and_weights(cpu_mesh):
     tx = make_tx(cpu_mesh(2), mask=None)
+
+    def weigh(params):
+        return tx.accumulate(tx.init_grads(params), params, jnp.ones(1)).weight[None]
+
+    own = jax.shard_map(
+        weigh, mesh=tx.config.mesh, in_specs=(P(),), out_specs=P("data"), check_vma=False
+    )
+    with pytest.raises(jda.ShapeError, match=r"weight: not a scalar: got \(1,\), expected \(\)"):
+        own({"w": jnp.ones(3)})
 
     def local(params):
         return tx.accumulate(tx.init_grads(params), {"w": params["w"][:1]}).weight[None]

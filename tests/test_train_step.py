@@ -96,6 +96,44 @@ def test_no_weight_at_all_is_no_gradient(cpu_mesh):
     assert_same_bits(state.params["w"], np.ones(3, np.float32))
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_micro_batch_of_padding_does_not_count(cpu_mesh, steps):
+    """Its mean over no tokens is NaN; its weight is zero, and so is what it adds."""
+
+    def loss(params, batch):
+        weight = jnp.sum(batch["valid"])
+        return jnp.sum(jnp.square(params["w"] - batch["x"]) * batch["valid"]) / weight, weight
+
+    batch = {"x": np.arange(32, dtype=np.float32), "valid": np.ones(32, np.float32)}
+    batch["valid"][: 4 // steps] = 0  # all that the first micro-batch of the first device has
+    batch["x"][: 4 // steps] = 1e6
+    tx = make_tx(cpu_mesh(8), mask=None)
+    params = {"w": jnp.zeros(())}
+    state, metrics = train(tx, loss, [batch], params=params, accumulate_steps=steps)
+    seen = batch["x"][4 // steps :].astype(np.float64)
+    np.testing.assert_allclose(metrics["loss"], np.mean(seen**2), rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], 2 * seen.mean(), rtol=1e-5)
+    assert np.isfinite(float(state.params["w"]))
+
+
+def test_python_numbers_and_keys_in_the_state_compile_once(cpu_mesh):
+    """Weakly typed params, a Python number and random keys in the model state."""
+
+    def loss(params, x, model_state, rng):
+        del rng
+        value = jnp.sum(params["w"]) * jnp.mean(x)
+        return value, model_state | {"count": model_state["count"] + 1}
+
+    start = {"count": jnp.asarray(2), "keys": jax.random.split(jax.random.key(3), 2), "scale": 1.5}
+    tx = make_tx(cpu_mesh(4), mask=None)
+    state, _ = train(
+        tx, loss, [np.ones(4, np.float32)] * 3, params={"w": jnp.full((3,), 1.0)}, model_state=start, rng=jax.random.key(0)
+    )  # fmt: skip
+    assert int(state.model_state["count"]) == 5 and float(state.model_state["scale"]) == 1.5
+    keys = jax.random.key_data(state.model_state["keys"])
+    assert np.array_equal(keys, jax.random.key_data(start["keys"]))
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 def test_aux_has_every_micro_batch_in_the_order_of_the_batch(cpu_mesh, steps):
     batch = np.arange(24, dtype=np.float32)
@@ -325,6 +363,9 @@ def test_what_a_loss_may_not_return(cpu_mesh):
         (lambda p, x: (good(p, x), x), {}, jda.ShapeError, r"loss_fn's weight: not a scalar: got \(2,\)"),
         (good, dict(has_aux=True), jda.TreeError, r"loss_fn: returned something else .*expected a tuple \(loss, aux\)"),
         (lambda p, x: (good(p, x), 1, 2), {}, jda.TreeError, r"loss_fn: returned something else than asked for: got 3 values, expected loss or \(loss, weight\)"),
+        (lambda p, x: jnp.sum(p["w"]).astype(jnp.int32), {}, jda.DtypeError, r"loss_fn's loss: cannot be differentiated: got int32, expected a floating"),
+        (lambda p, x: jnp.sum(p["w"]) * (1 + 1j), {}, jda.DtypeError, r"loss_fn's loss: not a real number: got complex64"),
+        (lambda p, x: [good(p, x)], {}, jda.DtypeError, r"loss_fn's loss: not a real number: got list"),
         (good, dict(accumulate_steps=3), jda.ShapeError, r"batch: a device's part does not divide into micro-batches: got \(2,\), expected a leading dimension that is a multiple of 3"),
     )  # fmt: skip
     for loss, kwargs, error, message in cases:
@@ -349,9 +390,40 @@ def test_what_a_loss_may_not_return(cpu_mesh):
             params=params,
             model_state=jnp.zeros(3),
         )
+    with pytest.raises(jda.TreeError, match=r"loss_fn's model_state: .*the state's"):
+        train(
+            tx,
+            lambda p, x, model_state: (good(p, x), None),
+            [batch],
+            params=params,
+            model_state=jnp.zeros(3),
+        )
+    for function in (
+        lambda: jda.TrainState.create(params, jda.fused_adamw(1e-3)),
+        lambda: jda.train_step(good, jda.fused_adamw(1e-3)),
+    ):
+        with pytest.raises(
+            jda.MeshError, match="tx: not a distributed optimizer: got FusedTransformation"
+        ):
+            function()
     for bad in (0, -1, 1.5, True, "2"):
         with pytest.raises(
             jda.HyperparameterError,
             match=r"accumulate_steps: out of range: got .*a whole number of at least 1",
         ):
             jda.train_step(good, tx, accumulate_steps=bad)
+
+
+def test_zero_size_constants_of_a_loss_do_not_crash(cpu_mesh):
+    """jax 0.11 would end the process; where it would, an error says so before."""
+    empty = jnp.zeros((0, 2))
+    tx = make_tx(cpu_mesh(2), mask=None)
+    loss = lambda p, x: jnp.sum(p["w"]) * jnp.mean(x) + jnp.sum(empty)  # noqa: E731
+    run = lambda: train(tx, loss, [np.ones(4, np.float32)], params={"w": jnp.ones(3)})  # noqa: E731
+    if jax.__version_info__[:2] == (0, 11):
+        with pytest.raises(
+            jda.ShapeError, match=r"loss_fn: closes over a zero-size array, .*got \(0, 2\)"
+        ):
+            run()
+    else:
+        assert np.isfinite(float(run()[1]["loss"]))
