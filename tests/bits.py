@@ -1,5 +1,6 @@
-"""Random operands, the oracle applied to many leaves, and bitwise comparison."""
+"""Random operands, the oracle applied to many leaves, bitwise comparison, and compilations."""
 
+import jax
 import numpy as np
 
 from jdistadam import coefficients, kernel, reference
@@ -20,6 +21,19 @@ SPECIALS = (
     65504.0,
     65520.0,
 )
+
+
+_compilations = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *args, **kwargs: (
+        _compilations.append(event) if "backend_compile" in event else None
+    )
+)
+
+
+def num_compilations():
+    """How many programs XLA has compiled in this process."""
+    return len(_compilations)
 
 
 def assert_same_bits(got, want, err_msg=""):
