@@ -1,0 +1,184 @@
+"""Calls the raw FFI handler with whatever hypothesis makes up; run by test_handler_fuzz.py.
+
+Every call must end in a Python exception that names its cause, or succeed. Anything else ends this
+process, which is what the parent looks at.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jdistadam import coefficients, native
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.bool_, jnp.uint8)
+NUMBERS = len(coefficients.NAMES)
+HUGE = 2**62
+
+storage = st.sampled_from(DTYPES[:3])
+any_dtype = st.sampled_from(DTYPES)
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+integers = st.one_of(
+    st.sampled_from([HUGE, -HUGE, 2**40, 2**31, 2**63 - 1, -(2**63)]), st.integers(-2, 40)
+)
+
+
+@st.composite
+def nearly_right_calls(draw):
+    """A call as kernel.py makes it, with up to three things wrong."""
+    count = draw(st.sampled_from([2, 1, 3, 0]))
+    sizes = draw(st.lists(st.sampled_from([33, 1, 0, 70]), min_size=count, max_size=count))
+    offsets = np.cumsum([0, *sizes])[:-1].tolist() if count else []
+    mode = draw(st.integers(0, 2))
+    flat = draw(st.sampled_from([0b01110, 0, 0b01100, 0b11111]))
+    kinds = {name: draw(storage) for name in ("grads", "params", "mu", "nu", "out")}
+
+    def arrays(name, bit):
+        dtype = kinds[name]
+        return [((sum(sizes),), dtype)] if flat >> bit & 1 else [((n,), dtype) for n in sizes]
+
+    operands = [((2, NUMBERS), jnp.float32), ((), jnp.float32), ((), jnp.bool_)]
+    starts = {}
+    for bit, name in enumerate(("grads", "params", "mu", "nu")):
+        starts[name] = len(operands)
+        operands += arrays(name, bit)
+    results, aliases = [], {}
+    for bit, name in enumerate(("params", "mu", "nu"), start=1):
+        if name == "params" and mode == 2:
+            continue
+        for i, array in enumerate(arrays(name, bit)):
+            aliases[starts[name] + i] = len(results)
+            results.append(array)
+    results += arrays("out", 4) if mode else []
+    attributes = dict(
+        mode=np.int32(mode), nesterov=np.bool_(draw(st.booleans())), groups=np.asarray([i % 2 for i in range(count)], np.int32),
+        flat=np.int32(flat), sizes=np.asarray(sizes if flat else [], np.int64), offsets=np.asarray(offsets if flat else [], np.int64),
+    )  # fmt: skip
+    call = dict(operands=operands, results=results, aliases=aliases, attributes=attributes)
+    for _ in range(draw(st.sampled_from([1, 1, 1, 0, 2, 3]))):
+        draw(st.sampled_from(MUTATIONS))(draw, call)
+    return call
+
+
+def change_operand(draw, call):
+    if not call["operands"]:
+        return
+    i = draw(st.integers(0, len(call["operands"]) - 1))
+    call["operands"][i] = (draw(shapes), draw(any_dtype))
+    call["aliases"].pop(i, None)
+
+
+def drop_operand(draw, call):
+    call["operands"] = call["operands"][: draw(st.integers(0, len(call["operands"])))]
+    call["aliases"] = {k: v for k, v in call["aliases"].items() if k < len(call["operands"])}
+
+
+def add_operand(draw, call):
+    call["operands"].append((draw(shapes), draw(any_dtype)))
+
+
+def change_result(draw, call):
+    if call["results"]:
+        i = draw(st.integers(0, len(call["results"]) - 1))
+        call["results"][i] = (draw(shapes), draw(any_dtype))
+        call["aliases"] = {k: v for k, v in call["aliases"].items() if v != i}
+
+
+def drop_result(draw, call):
+    call["results"] = call["results"][: draw(st.integers(0, len(call["results"])))]
+    call["aliases"] = {k: v for k, v in call["aliases"].items() if v < len(call["results"])}
+
+
+def break_alias(draw, call):
+    if call["aliases"]:
+        call["aliases"].pop(draw(st.sampled_from(sorted(call["aliases"]))))
+
+
+def change_number(draw, call):
+    name = draw(st.sampled_from(["mode", "flat"]))
+    call["attributes"][name] = np.int32(draw(st.integers(-3, 70)))
+
+
+def change_list(draw, call):
+    name = draw(st.sampled_from(["groups", "sizes", "offsets"]))
+    dtype = np.int32 if name == "groups" else np.int64
+    limit = 2**31 - 1 if name == "groups" else 2**63 - 1
+    values = draw(st.lists(integers, max_size=5))
+    call["attributes"][name] = np.asarray([max(-limit, min(limit, v)) for v in values], dtype)
+
+
+def change_list_element(draw, call):
+    name = draw(st.sampled_from(["groups", "sizes", "offsets"]))
+    values = np.array(call["attributes"].get(name, []))
+    if values.ndim == 1 and values.size and values.dtype.kind == "i":
+        i = draw(st.integers(0, values.size - 1))
+        info = np.iinfo(values.dtype)
+        values[i] = max(info.min, min(info.max, draw(integers)))
+        call["attributes"][name] = values
+
+
+def change_attribute_type(draw, call):
+    if not call["attributes"]:
+        return
+    name = draw(st.sampled_from(sorted(call["attributes"])))
+    wrong = [np.float32(1), np.int64(1), "text", np.asarray([1.5], np.float32), True]
+    call["attributes"][name] = draw(st.sampled_from(wrong))
+
+
+def drop_attribute(draw, call):
+    if call["attributes"]:
+        call["attributes"].pop(draw(st.sampled_from(sorted(call["attributes"]))))
+
+
+MUTATIONS = (
+    change_list_element, change_operand, drop_operand, add_operand, change_result, drop_result, break_alias, change_number,
+    change_list, change_attribute_type, drop_attribute,
+)  # fmt: skip
+seen = {"succeeded": 0, "refused": 0}
+
+
+def assert_in_bounds(call):
+    """What was accepted reads and writes inside of its arrays only."""
+    attributes, operands = call["attributes"], call["operands"]
+    groups, starts, sizes = (attributes[name] for name in ("groups", "offsets", "sizes"))
+    assert all(0 <= group < operands[0][0][0] for group in groups), call
+    arrays = iter(operands[3:])  # after the scalars
+    expected = list(sizes) or None
+    for kind in range(4):
+        if attributes["flat"] >> kind & 1:
+            total = int(np.prod(next(arrays)[0]))
+            ends = starts.astype(object) + sizes
+            assert all(0 <= a <= b <= total for a, b in zip(starts, ends, strict=True)), call
+        else:
+            found = [int(np.prod(next(arrays)[0])) for _ in groups]
+            expected = expected or found
+            assert found == expected, call
+
+
+@settings(
+    max_examples=int(sys.argv[1]), deadline=None, database=None, derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+@given(nearly_right_calls())
+def call_handler(call):
+    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in call["results"]]
+    operands = [jnp.ones(shape, dtype) for shape, dtype in call["operands"]]
+    try:
+        function = jax.ffi.ffi_call("jdistadam_adam", results, input_output_aliases=call["aliases"])
+        jax.block_until_ready(jax.jit(lambda *x: function(*x, **call["attributes"]))(*operands))
+        if any(np.prod(shape) for shape, _ in call["results"]):  # else XLA drops the call
+            assert_in_bounds(call)
+            seen["succeeded"] += 1
+    except jax.errors.JaxRuntimeError as error:
+        assert str(error).startswith("INVALID_ARGUMENT"), error
+        seen["refused"] += 1
+
+
+if __name__ == "__main__":
+    assert native.status("cpu").available, native.status("cpu").detail
+    call_handler()
+    assert seen["succeeded"] > 20 and seen["refused"] > 20, seen
+    print(seen)

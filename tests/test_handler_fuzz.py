@@ -1,0 +1,20 @@
+"""Nothing that reaches the FFI handler may end the process: it is called in one of its own."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+SCRIPT = pathlib.Path(__file__).parent / "fuzz_handler.py"
+
+
+def test_any_call_succeeds_or_raises(tmp_path):
+    """Wrong counts, dtypes, ranks, sizes, offsets, attributes, missing ones, broken aliases."""
+    done = subprocess.run(
+        [sys.executable, "-P", str(SCRIPT), "600"], capture_output=True, text=True, timeout=600, cwd=tmp_path,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, (
+        f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-3000:]}"
+    )
+    assert "succeeded" in done.stdout
