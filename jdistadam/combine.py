@@ -103,13 +103,16 @@ def _with_extra_args(tx: optax.GradientTransformation) -> Any:
 
 def _step_through(
     before: Sequence[optax.GradientTransformation],
-    last_step: Any,
+    last_function: Any,
     grads: Any,
     state: Any,
     params: Any,
     extra_args: dict[str, Any],
 ) -> tuple[Any, Any]:
-    """Updates the gradients by everything before the last, whose step gives the params."""
+    """Updates the gradients by everything before the last, whose function gives the result.
+
+    Its step gives the params, its update the updates, its norm a scalar.
+    """
     if not isinstance(state, tuple) or len(state) != len(before) + 1:
         raise TreeError(
             describe(
@@ -120,16 +123,16 @@ def _step_through(
                 action="Pass opt_state as init, update or step returned it.",
             )
         )
-    weight = None
+    accumulated = None
     if isinstance(grads, AccumulatedGrads):  # transformations see the sums alone
-        accumulated, grads, weight = grads, grads.sums, grads.weight
+        accumulated, grads = grads, grads.sums
     new_states = []
     for tx, part in zip(before, state, strict=False):
         grads, part = _with_extra_args(tx).update(grads, part, params, **extra_args)
         new_states.append(part)
-    if weight is not None:
+    if accumulated is not None:
         grads = dataclasses.replace(accumulated, sums=grads)
-    result, last_state = last_step(grads, state[-1], params, **extra_args)
+    result, last_state = last_function(grads, state[-1], params, **extra_args)
     return result, (*new_states, last_state)
 
 

@@ -52,7 +52,6 @@ class DistributedTransformation(FusedTransformation):
     config: DistributedConfig
     specs: Any
     local_step: StepFn  # step, without the check for zero-size arguments that train_step keeps out
-
     norm: Callable[[Any, Any], jax.Array]
 
     @classmethod
@@ -83,7 +82,7 @@ class DistributedTransformation(FusedTransformation):
         """Returns a sum of no gradients, to which ``accumulate`` adds; inside shard_map.
 
         Args:
-          params: Tree of arrays: only their shapes matter.
+          params: Tree of arrays: only their shapes and dtypes matter.
         """
         return init_grads_local(self.config, params)
 

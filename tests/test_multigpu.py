@@ -102,11 +102,15 @@ def test_micro_batches_give_the_bits_of_one_batch(n, steps, wire):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_own_loop_is_train_step(check_vma):
-    """In a jax.shard_map of one's own, with micro-batches, over NCCL."""
+    """In a jax.shard_map of one's own, with micro-batches, over NCCL.
+
+    The norm is a float32 sum that XLA orders as it likes: n additions are off by n roundings.
+    """
     mesh = mesh_of("gpu", 4)
     tx = make_tx(mesh, jnp.bfloat16)
     rng = np.random.default_rng(3)
     start = without_empty(random_params(jnp.bfloat16))
+    norm_error = sum(x.size for x in jax.tree.leaves(start)) * 2.0**-24
     state = jda.TrainState.create(start, tx)
     step = jda.train_step(linear_loss, tx, accumulate_steps=3)
     params, opt_state = own_state(tx, start, check_vma)
@@ -115,7 +119,7 @@ def test_own_loop_is_train_step(check_vma):
         batch = jda.shard_batch(jax.tree.map(np.sign, without_empty(exact_batch(rng))), tx)
         state, metrics = step(state, batch)
         params, opt_state, norm = own(params, opt_state, batch)
-        np.testing.assert_allclose(norm, metrics["grad_norm"], rtol=1e-4)
+        np.testing.assert_allclose(norm, metrics["grad_norm"], rtol=norm_error)
     zero = {"grad_norm": jnp.zeros(())}
     want = state.params, state.opt_state._replace(**zero)
     assert_trees_same_bits((params, opt_state._replace(**zero)), want)

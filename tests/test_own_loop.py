@@ -41,6 +41,19 @@ def make_own_step(tx, loss, check_vma, micro_batches=1):
     )  # fmt: skip
 
 
+def jit_over_mesh(local_step, tx, check_vma):
+    """(params, state, batch) -> (params, state), each device with its part of the batch."""
+    specs = (P(), tx.state_specs())
+    own = jax.shard_map(
+        local_step,
+        mesh=tx.config.mesh,
+        in_specs=(*specs, P("data")),
+        out_specs=specs,
+        check_vma=check_vma,
+    )
+    return jax.jit(own)
+
+
 def own_state(tx, params, check_vma):
     """Params copied onto the mesh, the state made inside the shard_map."""
     params = jax.jit(
@@ -132,16 +145,9 @@ def test_update_and_apply_is_step(cpu_mesh, check_vma):
     results = []
     for function in (by_update, by_step):
         params, state = own_state(tx, without_empty(random_params(BF16)), check_vma)
-        specs = (P(), tx.state_specs())
-        own = jax.shard_map(
-            function,
-            mesh=tx.config.mesh,
-            in_specs=(*specs, P("data")),
-            out_specs=specs,
-            check_vma=check_vma,
-        )
+        own = jit_over_mesh(function, tx, check_vma)
         for _ in range(3):
-            params, state = jax.jit(own)(params, state, batch)
+            params, state = own(params, state, batch)
         results.append((params, state))
     assert_trees_same_bits(*results)
 
@@ -162,15 +168,8 @@ def test_weights_in_an_own_loop(cpu_mesh, check_vma):
         return tx.step(tx.accumulate(tx.init_grads(params), grads, weight(x)), state, params)
 
     params, state = own_state(tx, params, check_vma)
-    specs = (P(), tx.state_specs())
-    own = jax.shard_map(
-        local_step,
-        mesh=tx.config.mesh,
-        in_specs=(*specs, P("data")),
-        out_specs=specs,
-        check_vma=check_vma,
-    )
-    got, _ = jax.jit(own)(params, state, jda.shard_batch(x, tx))
+    own = jit_over_mesh(local_step, tx, check_vma)
+    got, _ = own(params, state, jda.shard_batch(x, tx))
     assert_trees_same_bits(got, want.params)
 
 
