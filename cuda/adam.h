@@ -3,10 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include "dtype.h"
+#include "parallel.h"
 
 namespace jdistadam {
 
@@ -15,6 +15,7 @@ enum class Mode : int32_t {
   kStep = 0,         // param <- param - u
   kStepAndCast = 1,  // param <- param - u; out <- the new param, in a dtype of its own
   kUpdate = 2,       // out <- -u; param is only read (optax's `update`)
+  kStepSplit = 3,    // param and out are the two halves of the parameter (dtype.h), both updated
 };
 
 // Where one leaf lies. All arrays hold `size` elements, need no alignment beyond their dtype's,
@@ -24,7 +25,7 @@ struct Leaf {
   void* param;
   void* mu;
   void* nu;
-  void* out;  // null in Mode::kStep
+  void* out;  // null in Mode::kStep; in Mode::kStepSplit the remainder, uint16
   size_t size;
   int32_t group;  // row of the coefficients
 };
@@ -40,15 +41,14 @@ struct AdamCall {
   Mode mode;
   bool nesterov;
   Dtypes dtypes;
+  int32_t contributions;      // gradients of each leaf, added pairwise (pairwise.h) before all else
+  size_t grad_stride;         // elements from one contribution to the next; 0: the leaf's size
   const float* coefficients;  // (groups, kNumCoefficients)
   const float* inv_scale;     // multiplies every gradient
   const bool* found_inf;
   std::vector<Leaf> leaves;
 };
 
-// Runs a task soon, perhaps on another thread.
-using Schedule = std::function<void(std::function<void()>)>;
-
-void AdamCpu(const AdamCall& call, int num_threads, const Schedule& schedule);
+void AdamCpu(const AdamCall& call, const Threads& threads);
 
 }  // namespace jdistadam

@@ -1,22 +1,13 @@
 // Adam on the CPU: tiles handed to threads, each tile converted and updated in cache-sized blocks.
 //
 // traffic   one read of grad, one read and write of param, mu and nu, one write of out.
-// threads   the result does not depend on their number: every element is on its own.
-// denormals XLA runs handlers with flush-to-zero on; CUDA and the oracle keep denormals. Each tile
-//           therefore turns flushing off while it works and restores the caller's setting.
+// threads, denormals   see parallel.h
 
 #include <algorithm>
-#include <atomic>
-#include <condition_variable>
-#include <memory>
-#include <mutex>
 
 #include "adam.h"
 #include "adam_math.h"
-
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
+#include "pairwise.h"
 
 // The compiler makes one copy of the block loop for each instruction set and picks at load time.
 // Vector width changes no bits: lanes are independent and contraction is off.
@@ -33,27 +24,6 @@ constexpr size_t kTile = 1 << 15;  // elements a thread takes at a time
 constexpr size_t kBlock =
     1 << 7;  // elements converted at a time. Small, so that the buffers do not
              // compete for the same lines of the L1 cache: 1.6x the speed of 1024
-
-// Turns flush-to-zero and denormals-are-zero off for a scope.
-class KeepDenormals {
- public:
-#if defined(__x86_64__)
-  KeepDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~0x8040u); }
-  ~KeepDenormals() { _mm_setcsr(saved_); }
-
- private:
-  unsigned saved_;
-#elif defined(__aarch64__)
-  KeepDenormals() {
-    asm volatile("mrs %0, fpcr" : "=r"(saved_));
-    asm volatile("msr fpcr, %0" : : "r"(saved_ & ~(uint64_t{1} << 24)));
-  }
-  ~KeepDenormals() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
-
- private:
-  uint64_t saved_;
-#endif
-};
 
 void* At(void* base, Dtype dtype, size_t i) {
   return static_cast<char*>(base) + i * ItemSize(dtype);
@@ -73,6 +43,8 @@ JDISTADAM_INLINE float* LoadBlock(void* base, Dtype dtype, size_t begin, float* 
     case Dtype::kFloat16:
       for (size_t i = 0; i < n; ++i) buffer[i] = FromFloat16(halves[i]);
       break;
+    case Dtype::kUint16:
+      break;  // half of a number
   }
   return buffer;
 }
@@ -91,6 +63,53 @@ JDISTADAM_INLINE void StoreBlock(void* base, Dtype dtype, size_t begin, const fl
     case Dtype::kFloat16:
       for (size_t i = 0; i < n; ++i) halves[i] = ToFloat16(x[i]);
       break;
+    case Dtype::kUint16:
+      break;
+  }
+}
+
+// The gradients of elements [begin, begin + n): where they lie, or their contributions added.
+JDISTADAM_INLINE const float* LoadGrad(const AdamCall& call, const Leaf& leaf, size_t begin,
+                                       float* __restrict__ buffer, size_t n) {
+  void* grad = const_cast<void*>(leaf.grad);
+  if (call.contributions == 1) return LoadBlock(grad, call.dtypes.grad, begin, buffer, n);
+  const size_t stride = call.grad_stride != 0 ? call.grad_stride : leaf.size;
+  struct Block {
+    float x[kBlock];
+  } total, loaded;
+  PairwiseSum<kMaxContributions>(
+      call.contributions,
+      [&](int k, Block* term) {
+        const float* x = LoadBlock(grad, call.dtypes.grad, k * stride + begin, loaded.x, n);
+        for (size_t i = 0; i < n; ++i) term->x[i] = x[i];
+      },
+      [n](const Block& a, Block* b) {
+        for (size_t i = 0; i < n; ++i) b->x[i] = a.x[i] + b->x[i];
+      },
+      &total);
+  for (size_t i = 0; i < n; ++i) buffer[i] = total.x[i];
+  return buffer;
+}
+
+// The parameters of elements [begin, begin + n), from their two halves where there are two.
+JDISTADAM_INLINE const float* LoadParam(const AdamCall& call, const Leaf& leaf, size_t begin,
+                                        float* __restrict__ buffer, size_t n) {
+  if (call.mode != Mode::kStepSplit)
+    return LoadBlock(leaf.param, call.dtypes.param, begin, buffer, n);
+  const uint16_t* __restrict__ high = static_cast<const uint16_t*>(leaf.param) + begin;
+  const uint16_t* __restrict__ low = static_cast<const uint16_t*>(leaf.out) + begin;
+  for (size_t i = 0; i < n; ++i) buffer[i] = Join(high[i], low[i]);
+  return buffer;
+}
+
+JDISTADAM_INLINE void StoreHalves(const Leaf& leaf, size_t begin, const float* __restrict__ x,
+                                  size_t n) {
+  uint16_t* __restrict__ high = static_cast<uint16_t*>(leaf.param) + begin;
+  uint16_t* __restrict__ low = static_cast<uint16_t*>(leaf.out) + begin;
+  for (size_t i = 0; i < n; ++i) {
+    const Halves halves = Split(x[i]);
+    high[i] = halves.high;
+    low[i] = halves.low;
   }
 }
 
@@ -137,8 +156,8 @@ JDISTADAM_VECTORIZED void StepBlock(const AdamCall& call, const Leaf& leaf, size
   Coefficients c;
   std::memcpy(&c, call.coefficients + size_t(leaf.group) * kNumCoefficients, sizeof c);
   const float inv_scale = *call.inv_scale;
-  const float* g = LoadBlock(const_cast<void*>(leaf.grad), t.grad, begin, buffers[0], n);
-  const float* p = LoadBlock(leaf.param, t.param, begin, buffers[1], n);
+  const float* g = LoadGrad(call, leaf, begin, buffers[0], n);
+  const float* p = LoadParam(call, leaf, begin, buffers[1], n);
   float* m = LoadBlock(leaf.mu, t.mu, begin, buffers[2], n);
   float* v = LoadBlock(leaf.nu, t.nu, begin, buffers[3], n);
   float* result = buffers[4];
@@ -149,13 +168,14 @@ JDISTADAM_VECTORIZED void StepBlock(const AdamCall& call, const Leaf& leaf, size
   }
   StoreBlock(leaf.mu, t.mu, begin, m, n);
   StoreBlock(leaf.nu, t.nu, begin, v, n);
+  if (call.mode == Mode::kStepSplit) return StoreHalves(leaf, begin, result, n);
   if (call.mode != Mode::kUpdate) StoreBlock(leaf.param, t.param, begin, result, n);
   if (call.mode != Mode::kStep) StoreBlock(leaf.out, t.out, begin, result, n);
 }
 
 // What a skipped step writes: the unchanged parameter in `out`'s dtype, or an update of zero.
 void SkipBlock(const AdamCall& call, const Leaf& leaf, size_t begin, size_t n) {
-  if (call.mode == Mode::kStep) return;
+  if (call.mode == Mode::kStep || call.mode == Mode::kStepSplit) return;
   float buffer[kBlock] = {};
   const float* x = buffer;
   if (call.mode == Mode::kStepAndCast) {
@@ -171,7 +191,6 @@ struct Tile {
 };
 
 void RunTile(const AdamCall& call, const Tile& tile) {
-  const KeepDenormals keep_denormals;
   for (size_t i = 0; i < tile.size; i += kBlock) {
     const size_t n = std::min(kBlock, tile.size - i);
     *call.found_inf ? SkipBlock(call, *tile.leaf, tile.begin + i, n)
@@ -179,47 +198,16 @@ void RunTile(const AdamCall& call, const Tile& tile) {
   }
 }
 
-// Tiles are taken from a shared counter by the calling thread and by helpers. The caller never
-// waits for a helper that has not started (a full pool could then deadlock): it works until the
-// counter runs out and waits only for tiles that are being worked on. A helper that starts late
-// finds the counter exhausted and touches nothing but this shared object.
-struct Work {
-  const AdamCall* call;
-  std::vector<Tile> tiles;
-  std::atomic<size_t> next{0};
-  std::mutex mutex;
-  std::condition_variable all_done;
-  size_t done = 0;  // guarded by mutex
-
-  void Run() {
-    size_t mine = 0;
-    for (size_t i; (i = next.fetch_add(1)) < tiles.size(); ++mine) RunTile(*call, tiles[i]);
-    if (mine == 0) return;
-    const std::lock_guard<std::mutex> lock(mutex);
-    done += mine;
-    if (done == tiles.size()) all_done.notify_all();
-  }
-
-  void Wait() {
-    std::unique_lock<std::mutex> lock(mutex);
-    all_done.wait(lock, [this] { return done == tiles.size(); });
-  }
-};
-
 }  // namespace
 
-void AdamCpu(const AdamCall& call, int num_threads, const Schedule& schedule) {
-  auto work = std::make_shared<Work>();
-  work->call = &call;
+void AdamCpu(const AdamCall& call, const Threads& threads) {
+  std::vector<Tile> tiles;
   for (const Leaf& leaf : call.leaves) {
     for (size_t begin = 0; begin < leaf.size; begin += kTile) {
-      work->tiles.push_back({&leaf, begin, std::min(kTile, leaf.size - begin)});
+      tiles.push_back({&leaf, begin, std::min(kTile, leaf.size - begin)});
     }
   }
-  const size_t helpers = std::min<size_t>(std::max(num_threads - 1, 0), work->tiles.size() / 2);
-  for (size_t i = 0; i < helpers; ++i) schedule([work] { work->Run(); });
-  work->Run();
-  work->Wait();
+  ParallelFor(tiles.size(), threads, [&](size_t i) { RunTile(call, tiles[i]); });
 }
 
 }  // namespace jdistadam

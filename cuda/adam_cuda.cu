@@ -1,233 +1,290 @@
-// Adam on a CUDA device: one launch for many leaves.
+// Adam on a CUDA device: one launch for many leaves (leaf_table.cuh).
 //
-// table     The leaves travel by value in the kernel's parameters, up to kLargeTable of them in one
-//           launch. A table in device memory would need a copy, which is fragile in CUDA graphs.
-// balance   Every block updates one tile of kTile elements of one leaf, found by binary search, so
-//           leaf sizes do not matter. One vector a thread, no loop.
+// threads   One vector a thread, no loop, small blocks: what reaches the speed of a copy on an
+//           H200. Two vectors a thread are 7 % slower, blocks of 256 up to 5 % on 16-bit dtypes.
+// dtypes    The common combinations are constants of a kernel each (kernels below); as arguments
+//           they cost 5 % with float32 state and 30 % with bfloat16 state. All others share one
+//           kernel for each mode.
 // indices   size_t: leaves over 2^31 elements exist.
 // traffic   each array once, e.g. 28 bytes a parameter for float32 grad, param, mu and nu.
 // aliasing  a thread alone reads and writes its elements of param, mu and nu; grad and out overlap
-//           nothing.
+//           nothing (in Mode::kStepSplit out is as param).
 
-#include <algorithm>
-
-#include "adam_cuda.h"
 #include "adam_math.h"
+#include "kernels_cuda.h"
+#include "leaf_table.cuh"
+#include "pairwise.h"
+#include "vector.cuh"
 
 namespace jdistadam {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kVector = 4;  // elements a thread: 16 bytes of float32, 8 of a 16-bit dtype
-constexpr size_t kTile = size_t{kThreads} * kVector;
-constexpr int kSmallTable = 60;   // fits the classic 4 KiB of kernel parameters
-constexpr int kLargeTable = 500;  // fits the 32 KiB of CUDA 12.1 and later
-constexpr size_t kMaxTiles = size_t{1} << 31;
+constexpr int kThreads = 128;
 
+// The arguments of a launch beside its leaves.
 struct Step {
   Mode mode;
   bool nesterov;
   Dtypes dtypes;
+  int32_t contributions;
+  size_t grad_stride;
   const float* coefficients;
   const float* inv_scale;
   const bool* found_inf;
 };
+static_assert(sizeof(LeafTable<Leaf, kSmallTable>) + sizeof(Step) <= 4096);
+static_assert(sizeof(LeafTable<Leaf, kLargeTable>) + sizeof(Step) <= kMaxParameterBytes);
 
-template <int kCapacity>
-struct LeafTable {
-  Leaf leaves[kCapacity];
-  uint32_t end[kCapacity];  // tiles of this leaf and all before it
-  int count;
-};
-static_assert(sizeof(LeafTable<kSmallTable>) + sizeof(Step) <= 4096);
-static_assert(sizeof(LeafTable<kLargeTable>) + sizeof(Step) <= 32764);
+// What is constant in a kernel. Any<mode>: only the mode is.
+template <Mode kMode_>
+struct Any {
+  static constexpr Mode kMode = kMode_;
+  static constexpr int kVector = 4, kMaxContributions = jdistadam::kMaxContributions;
+  Dtype grad, param, mu, nu, out;
+  int contributions;
 
-// The first leaf whose end lies beyond `tile`.
-template <int kCapacity>
-__device__ int FindLeaf(const LeafTable<kCapacity>& table, uint32_t tile) {
-  int low = 0, high = table.count - 1;
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    if (table.end[middle] > tile) {
-      high = middle;
-    } else {
-      low = middle + 1;
-    }
-  }
-  return low;
-}
-
-// Four elements as they lie in memory. Loading and widening are apart so that the loads of all
-// operands are in flight before the first one is waited for.
-struct Packed {
-  uint4 words;
+  __device__ explicit Any(const Step& step)
+      : grad(step.dtypes.grad),
+        param(step.dtypes.param),
+        mu(step.dtypes.mu),
+        nu(step.dtypes.nu),
+        out(step.dtypes.out),
+        contributions(step.contributions) {}
+  static bool Fits(const AdamCall& call) { return call.mode == kMode; }
 };
 
-__device__ __forceinline__ Packed LoadPacked(const void* base, Dtype dtype, size_t i) {
-  Packed packed;
-  if (dtype == Dtype::kFloat32) {
-    packed.words = *reinterpret_cast<const uint4*>(static_cast<const float*>(base) + i);
-  } else {
-    const uint2 halves = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(base) + i);
-    packed.words.x = halves.x;
-    packed.words.y = halves.y;
+// Everything is: kGrad, kParam, kMu, kNu, kOut and the number of contributions.
+template <Mode kMode_, Dtype kGrad, Dtype kParam, Dtype kMu, Dtype kNu, Dtype kOut,
+          int kContributions = 1>
+struct Fixed {
+  static constexpr Mode kMode = kMode_;
+  static constexpr Dtype grad = kGrad, param = kParam, mu = kMu, nu = kNu, out = kOut;
+  static constexpr int contributions = kContributions, kMaxContributions = kContributions;
+  // 16 bytes of the widest array
+  static constexpr int kVector = kGrad == Dtype::kFloat32 || kParam == Dtype::kFloat32 ||
+                                         kMu == Dtype::kFloat32 || kNu == Dtype::kFloat32
+                                     ? 4
+                                     : 8;
+
+  __device__ explicit Fixed(const Step&) {}
+  static bool Fits(const AdamCall& call) {
+    const Dtypes& t = call.dtypes;
+    return call.mode == kMode && t.grad == grad && t.param == param && t.mu == mu && t.nu == nu &&
+           (kMode == Mode::kStep || t.out == out) && call.contributions == contributions;
   }
-  return packed;
+};
+
+__device__ __forceinline__ size_t GradStride(const Step& step, const Leaf& leaf) {
+  return step.grad_stride != 0 ? step.grad_stride : leaf.size;
 }
 
-__device__ __forceinline__ void Widen(const Packed& packed, Dtype dtype, float (&x)[kVector]) {
-  const uint4& w = packed.words;
-  const uint16_t halves[4] = {uint16_t(w.x), uint16_t(w.x >> 16), uint16_t(w.y),
-                              uint16_t(w.y >> 16)};
-  const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+// The sum of a gradient's contributions. Loads of a fixed number are all in flight together.
+template <typename Types>
+__device__ __forceinline__ void LoadGrad(const Types& t, const Step& step, const Leaf& leaf,
+                                         size_t i, float (&g)[Types::kVector]) {
+  constexpr int n = Types::kVector;
+  struct Sum {
+    float x[n];
+  } total;
+  const size_t stride = GradStride(step, leaf);
+  PairwiseSum<Types::kMaxContributions>(
+      t.contributions,
+      [&](int k, Sum* term) {
+        Widen(LoadVector<n>(leaf.grad, t.grad, k * stride + i), t.grad, term->x);
+      },
+      [](const Sum& a, Sum* b) {
 #pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    if (dtype == Dtype::kFloat32) {
-      x[k] = FloatOf(words[k]);
-    } else {
-      x[k] = dtype == Dtype::kBfloat16 ? FromBfloat16(halves[k]) : FromFloat16(halves[k]);
-    }
-  }
+        for (int k = 0; k < n; ++k) b->x[k] = a.x[k] + b->x[k];
+      },
+      &total);
+#pragma unroll
+  for (int k = 0; k < n; ++k) g[k] = total.x[k];
 }
 
-__device__ __forceinline__ void StoreVector(void* base, Dtype dtype, size_t i,
-                                            const float (&x)[kVector]) {
-  if (dtype == Dtype::kFloat32) {
-    float4 out{CanonicalNan(x[0]), CanonicalNan(x[1]), CanonicalNan(x[2]), CanonicalNan(x[3])};
-    *reinterpret_cast<float4*>(static_cast<float*>(base) + i) = out;
+__device__ float LoadGradOne(const Step& step, const Leaf& leaf, size_t i) {
+  const size_t stride = GradStride(step, leaf);
+  float total;
+  PairwiseSum<kMaxContributions>(
+      step.contributions,
+      [&](int k, float* term) { *term = LoadOne(leaf.grad, step.dtypes.grad, k * stride + i); },
+      [](float a, float* b) { *b = a + *b; }, &total);
+  return total;
+}
+
+// One element: the tail of a leaf, every element of a misaligned one, a vector that holds a NaN,
+// and all of a step that is skipped.
+__device__ __noinline__ void StepOne(const Step& step, const Leaf& leaf, size_t i) {
+  const Dtypes& t = step.dtypes;
+  const bool split = step.mode == Mode::kStepSplit;
+  uint16_t* high = static_cast<uint16_t*>(leaf.param) + i;
+  uint16_t* low = static_cast<uint16_t*>(leaf.out) + i;
+  const float p = split ? Join(*high, *low) : LoadOne(leaf.param, t.param, i);
+  if (*step.found_inf) {  // the unchanged parameter in out's dtype, or an update of zero
+    if (step.mode == Mode::kStepAndCast) StoreOne(leaf.out, t.out, i, p);
+    if (step.mode == Mode::kUpdate) StoreOne(leaf.out, t.out, i, 0.0f);
     return;
   }
-  uint32_t h[kVector];
-#pragma unroll
-  for (int k = 0; k < kVector; ++k)
-    h[k] = dtype == Dtype::kBfloat16 ? ToBfloat16(x[k]) : ToFloat16(x[k]);
-  *reinterpret_cast<uint2*>(static_cast<uint16_t*>(base) + i) = {h[0] | h[1] << 16,
-                                                                 h[2] | h[3] << 16};
-}
-
-// Applies the formula to four elements in registers: p becomes the new parameter, or the update in
-// Mode::kUpdate.
-__device__ __forceinline__ void StepVector(const Step& step, const Coefficients& c, float inv_scale,
-                                           const float (&g)[kVector], float (&p)[kVector],
-                                           float (&m)[kVector], float (&v)[kVector]) {
-  const Terms terms = TermsOf(c, step.nesterov);
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    const float u = AdamUpdate(c, terms, g[k] * inv_scale, p[k], m[k], v[k]);
-    p[k] = step.mode == Mode::kUpdate ? -u : p[k] - u;
-  }
-}
-
-__device__ __forceinline__ bool IsAligned(const void* base, Dtype dtype) {
-  return reinterpret_cast<uintptr_t>(base) % (kVector * ItemSize(dtype)) == 0;
-}
-
-__device__ __forceinline__ bool IsAligned(const Leaf& leaf, const Dtypes& t) {
-  return IsAligned(leaf.grad, t.grad) && IsAligned(leaf.param, t.param) &&
-         IsAligned(leaf.mu, t.mu) && IsAligned(leaf.nu, t.nu) && IsAligned(leaf.out, t.out);
-}
-
-// Four elements at once, 16 bytes of each float32 array.
-__device__ __forceinline__ void StepAligned(const Step& step, const Leaf& leaf, size_t i) {
-  const Dtypes& t = step.dtypes;
-  const Packed packed_g = LoadPacked(leaf.grad, t.grad, i),
-               packed_p = LoadPacked(leaf.param, t.param, i),
-               packed_m = LoadPacked(leaf.mu, t.mu, i), packed_v = LoadPacked(leaf.nu, t.nu, i);
   const Coefficients c = reinterpret_cast<const Coefficients*>(step.coefficients)[leaf.group];
-  const float inv_scale = *step.inv_scale;
-  float g[kVector], p[kVector], m[kVector], v[kVector];
-  Widen(packed_g, t.grad, g);
-  Widen(packed_p, t.param, p);
-  Widen(packed_m, t.mu, m);
-  Widen(packed_v, t.nu, v);
-  StepVector(step, c, inv_scale, g, p, m, v);
-  StoreVector(leaf.mu, t.mu, i, m);
-  StoreVector(leaf.nu, t.nu, i, v);
-  if (step.mode != Mode::kUpdate) StoreVector(leaf.param, t.param, i, p);
-  if (step.mode != Mode::kStep) StoreVector(leaf.out, t.out, i, p);
-}
-
-// One element: the tail of a leaf, and every element of a misaligned one.
-__device__ void StepOne(const Step& step, const Leaf& leaf, size_t i) {
-  const Dtypes& t = step.dtypes;
-  const Coefficients c = reinterpret_cast<const Coefficients*>(step.coefficients)[leaf.group];
-  const float g = LoadOne(leaf.grad, t.grad, i) * *step.inv_scale;
-  const float p = LoadOne(leaf.param, t.param, i);
+  const float g = LoadGradOne(step, leaf, i) * *step.inv_scale;
   float m = LoadOne(leaf.mu, t.mu, i), v = LoadOne(leaf.nu, t.nu, i);
   const float u = AdamUpdate(c, TermsOf(c, step.nesterov), g, p, m, v);
   const float result = step.mode == Mode::kUpdate ? -u : p - u;
   StoreOne(leaf.mu, t.mu, i, m);
   StoreOne(leaf.nu, t.nu, i, v);
+  if (split) {
+    const Halves halves = Split(result);
+    *high = halves.high;
+    *low = halves.low;
+    return;
+  }
   if (step.mode != Mode::kUpdate) StoreOne(leaf.param, t.param, i, result);
   if (step.mode != Mode::kStep) StoreOne(leaf.out, t.out, i, result);
 }
 
-// What a skipped step writes: the unchanged parameter in `out`'s dtype, or an update of zero.
-__device__ void SkipOne(const Step& step, const Leaf& leaf, size_t i) {
-  const float x =
-      step.mode == Mode::kStepAndCast ? LoadOne(leaf.param, step.dtypes.param, i) : 0.0f;
-  if (step.mode != Mode::kStep) StoreOne(leaf.out, step.dtypes.out, i, x);
+// Coefficients as three loads of 16 bytes.
+struct alignas(16) Row {
+  Coefficients coefficients;
+};
+
+// One vector at once. A NaN in mu or nu is one in the result, so that the result alone is tested.
+template <typename Types>
+__device__ __forceinline__ void StepVector(const Types& t, const Step& step, const Leaf& leaf,
+                                           size_t i) {
+  constexpr int n = Types::kVector;
+  constexpr Mode mode = Types::kMode;
+  const auto packed_p = LoadVector<n>(leaf.param, t.param, i);
+  const auto packed_m = LoadVector<n>(leaf.mu, t.mu, i), packed_v = LoadVector<n>(leaf.nu, t.nu, i);
+  Packed<n> packed_low;
+  if (mode == Mode::kStepSplit) packed_low = LoadVector<n>(leaf.out, Dtype::kUint16, i);
+  float g[n], p[n], m[n], v[n];
+  LoadGrad(t, step, leaf, i, g);
+  const Coefficients c = reinterpret_cast<const Row*>(step.coefficients)[leaf.group].coefficients;
+  const float inv_scale = *step.inv_scale;
+  bool special = *step.found_inf;
+  if (mode == Mode::kStepSplit) {
+    JoinVectors(packed_p, packed_low, p);
+  } else {
+    Widen(packed_p, t.param, p);
+  }
+  Widen(packed_m, t.mu, m);
+  Widen(packed_v, t.nu, v);
+  const Terms terms = TermsOf(c, step.nesterov);
+#pragma unroll
+  for (int k = 0; k < n; ++k) {
+    const float u = AdamUpdate(c, terms, g[k] * inv_scale, p[k], m[k], v[k]);
+    p[k] = mode == Mode::kUpdate ? -u : p[k] - u;
+    special |= p[k] != p[k];
+  }
+  if (special) {
+    for (int k = 0; k < n; ++k) StepOne(step, leaf, i + k);
+    return;
+  }
+  StoreVector(leaf.mu, t.mu, i, m);
+  StoreVector(leaf.nu, t.nu, i, v);
+  if (mode == Mode::kStepSplit) {
+    StoreHalves(leaf.param, leaf.out, i, p);
+    return;
+  }
+  if (mode != Mode::kUpdate) StoreVector(leaf.param, t.param, i, p);
+  if (mode != Mode::kStep) StoreVector(leaf.out, t.out, i, p);
 }
 
-template <int kCapacity>
+template <typename Types>
+__device__ __forceinline__ bool IsAligned(const Types& t, const Step& step, const Leaf& leaf) {
+  constexpr int n = Types::kVector;
+  return IsAligned<n>(leaf.grad, t.grad) && IsAligned<n>(leaf.param, t.param) &&
+         IsAligned<n>(leaf.mu, t.mu) && IsAligned<n>(leaf.nu, t.nu) &&
+         (Types::kMode == Mode::kStep || IsAligned<n>(leaf.out, t.out)) &&
+         (t.contributions == 1 || GradStride(step, leaf) % n == 0);
+}
+
+template <typename Types, int kCapacity>
 __global__ void __launch_bounds__(kThreads)
-    AdamKernel(const __grid_constant__ LeafTable<kCapacity> table,
+    AdamKernel(const __grid_constant__ LeafTable<Leaf, kCapacity> table,
                const __grid_constant__ Step step) {
-  const int index = FindLeaf(table, blockIdx.x);
-  const Leaf& leaf = table.leaves[index];
-  const uint32_t first_tile = index == 0 ? 0 : table.end[index - 1];
-  const size_t i = (blockIdx.x - first_tile) * kTile + threadIdx.x * kVector;
+  constexpr int n = Types::kVector;
+  const TileIndex index = FindTile(table, blockIdx.x);
+  const Leaf& leaf = table.leaves[index.leaf];
+  const size_t i = (size_t{index.tile} * kThreads + threadIdx.x) * n;
   if (i >= leaf.size) return;
   const size_t left = leaf.size - i;
-  const int n = left < kVector ? int(left) : kVector;
-
-  if (*step.found_inf) {  // the same for the whole grid: no divergence
-    for (int k = 0; k < n; ++k) SkipOne(step, leaf, i + k);
-  } else if (n == kVector && IsAligned(leaf, step.dtypes)) {
-    StepAligned(step, leaf, i);
+  const Types t(step);
+  if (left >= n && IsAligned(t, step, leaf)) {
+    StepVector(t, step, leaf, i);
   } else {
-    for (int k = 0; k < n; ++k) StepOne(step, leaf, i + k);
+    for (int k = 0; k < n && k < left; ++k) StepOne(step, leaf, i + k);
   }
 }
 
-size_t NumTiles(const Leaf& leaf) { return (leaf.size + kTile - 1) / kTile; }
-
-// Launches leaves [begin, end), at most kCapacity and at most kMaxTiles tiles together.
-template <int kCapacity>
-cudaError_t Launch(const AdamCall& call, const Leaf* begin, const Leaf* end, cudaStream_t stream) {
-  LeafTable<kCapacity> table;
-  table.count = int(end - begin);
-  uint32_t tiles = 0;
-  for (int i = 0; i < table.count; ++i) {
-    table.leaves[i] = begin[i];
-    table.end[i] = tiles += uint32_t(NumTiles(begin[i]));
-  }
-  const Step step{call.mode,         call.nesterov,  call.dtypes,
-                  call.coefficients, call.inv_scale, call.found_inf};
-  AdamKernel<kCapacity><<<tiles, kThreads, 0, stream>>>(table, step);
-  return cudaGetLastError();
+template <typename Types>
+cudaError_t Launch(const AdamCall& call, cudaStream_t stream) {
+  const Step step{call.mode,        call.nesterov,     call.dtypes,    call.contributions,
+                  call.grad_stride, call.coefficients, call.inv_scale, call.found_inf};
+  return ForEachTable<Leaf>(call.leaves, size_t{kThreads} * Types::kVector,
+                            [&](const auto& table, uint32_t tiles) {
+                              AdamKernel<Types><<<tiles, kThreads, 0, stream>>>(table, step);
+                              return cudaGetLastError();
+                            });
 }
+
+constexpr Dtype F = Dtype::kFloat32, B = Dtype::kBfloat16, H = Dtype::kFloat16, U = Dtype::kUint16;
+
+template <typename... Kernels>
+struct List {};
+
+// Launches the first kernel of the lists that fits.
+template <typename... First, typename... Second>
+cudaError_t LaunchFirst(List<First...>, List<Second...>, const AdamCall& call,
+                        cudaStream_t stream) {
+  cudaError_t error = cudaErrorInvalidValue;
+  const auto try_one = [&](auto fits, auto launch) {
+    if (!fits(call)) return false;
+    error = launch(call, stream);
+    return true;
+  };
+  (void)((try_one(First::Fits, Launch<First>) || ...) ||
+         (try_one(Second::Fits, Launch<Second>) || ...));
+  return error;
+}
+
+// grad, param, mu, nu, out. Moments are float32, mu bfloat16, or both bfloat16.
+template <Mode kMode, Dtype kGrad, Dtype kParam, Dtype kOut>
+using ForMoments =
+    List<Fixed<kMode, kGrad, kParam, F, F, kOut>, Fixed<kMode, kGrad, kParam, B, F, kOut>,
+         Fixed<kMode, kGrad, kParam, B, B, kOut>>;
+
+template <Mode kMode, Dtype kGrad, Dtype kParam, Dtype kOut>
+using ForContributions =
+    List<Fixed<kMode, kGrad, kParam, F, F, kOut, 2>, Fixed<kMode, kGrad, kParam, F, F, kOut, 4>,
+         Fixed<kMode, kGrad, kParam, F, F, kOut, 8>>;
+
+template <typename... Lists>
+struct Joined;
+template <typename... A, typename... B_, typename... Rest>
+struct Joined<List<A...>, List<B_...>, Rest...> : Joined<List<A..., B_...>, Rest...> {};
+template <typename... A>
+struct Joined<List<A...>> {
+  using Type = List<A...>;
+};
+
+using Common =
+    Joined<ForMoments<Mode::kStep, F, F, F>, ForMoments<Mode::kStep, B, F, F>,
+           ForMoments<Mode::kStep, B, B, F>, List<Fixed<Mode::kStep, H, H, F, F, F>>,
+           ForMoments<Mode::kStepAndCast, B, F, B>, ForMoments<Mode::kStepAndCast, F, F, B>,
+           List<Fixed<Mode::kStepAndCast, H, F, F, F, H>, Fixed<Mode::kStepAndCast, F, F, F, F, H>>,
+           ForMoments<Mode::kUpdate, F, F, F>, List<Fixed<Mode::kUpdate, B, B, F, F, B>>,
+           ForMoments<Mode::kStepSplit, B, B, U>, ForMoments<Mode::kStepSplit, F, B, U>,
+           ForContributions<Mode::kStepAndCast, B, F, B>, ForContributions<Mode::kStep, F, F, F>,
+           ForContributions<Mode::kStep, B, F, F>>::Type;
+using Others =
+    List<Any<Mode::kStep>, Any<Mode::kStepAndCast>, Any<Mode::kUpdate>, Any<Mode::kStepSplit>>;
 
 }  // namespace
 
 cudaError_t AdamCuda(const AdamCall& call, cudaStream_t stream) {
-  std::vector<Leaf> leaves;  // without the empty ones, which would own no tile
-  for (const Leaf& leaf : call.leaves) {
-    if (leaf.size > 0) leaves.push_back(leaf);
-  }
-  for (size_t begin = 0, end; begin < leaves.size(); begin = end) {
-    size_t tiles = NumTiles(leaves[begin]);
-    for (end = begin + 1; end < leaves.size() && end - begin < kLargeTable; ++end) {
-      tiles += NumTiles(leaves[end]);
-      if (tiles >= kMaxTiles) break;
-    }
-    const Leaf *first = leaves.data() + begin, *last = leaves.data() + end;
-    const cudaError_t error = end - begin <= kSmallTable
-                                  ? Launch<kSmallTable>(call, first, last, stream)
-                                  : Launch<kLargeTable>(call, first, last, stream);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  if (reinterpret_cast<uintptr_t>(call.coefficients) % alignof(Row) != 0)
+    return cudaErrorMisalignedAddress;
+  return LaunchFirst(Common{}, Others{}, call, stream);
 }
 
 }  // namespace jdistadam

@@ -53,7 +53,8 @@ JDISTADAM_INLINE float AdamUpdate(const Coefficients& c, const Terms& terms, flo
   if (terms.l2) g = g + c.l2 * p;
   m = c.one_minus_b1 * g + c.b1 * m;
   v = c.one_minus_b2 * (g * g) + c.b2 * v;
-  const float m_hat = terms.nesterov ? c.b1 * (m / c.c1_next) + c.one_minus_b1 * (g / c.c1) : m / c.c1;
+  const float m_hat =
+      terms.nesterov ? c.b1 * (m / c.c1_next) + c.one_minus_b1 * (g / c.c1) : m / c.c1;
   float u = m_hat / (sqrtf(v / c.c2 + c.eps_root) + c.eps);
   if (terms.weight_decay) u = u + c.weight_decay * p;
   return c.learning_rate * u;

@@ -20,7 +20,7 @@
 
 namespace jdistadam {
 
-enum class Dtype : int32_t { kFloat32, kBfloat16, kFloat16 };
+enum class Dtype : int32_t { kFloat32, kBfloat16, kFloat16, kUint16 };  // kUint16: remainders alone
 
 JDISTADAM_INLINE constexpr size_t ItemSize(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
@@ -79,6 +79,25 @@ JDISTADAM_INLINE uint16_t ToFloat16(float x) {
   return static_cast<uint16_t>(sign | h);
 }
 
+// A float32 in two halves: the bfloat16 nearest to it, ties away from zero, and its low 16 bits.
+// Nearest-even has no such inverse, since an even bfloat16 is the nearest of 65,537 floats. The two
+// roundings differ at ties alone. The carry of a NaN with a large payload would run into the sign:
+// such a NaN becomes the canonical one.
+struct Halves {
+  uint16_t high, low;
+};
+
+JDISTADAM_INLINE Halves Split(float x) {
+  const uint32_t bits = BitsOf(CanonicalNan(x));
+  return {static_cast<uint16_t>((bits + 0x8000u) >> 16), static_cast<uint16_t>(bits)};
+}
+
+// The exact inverse: a low half of 0x8000 or more was rounded up, as it is below zero as an int16.
+JDISTADAM_INLINE float Join(uint16_t high, uint16_t low) {
+  return FloatOf((uint32_t{high} << 16) +
+                 static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(low))));
+}
+
 // One element of an array of `dtype`, for tails and misaligned leaves.
 JDISTADAM_INLINE float LoadOne(const void* base, Dtype dtype, size_t i) {
   switch (dtype) {
@@ -88,6 +107,8 @@ JDISTADAM_INLINE float LoadOne(const void* base, Dtype dtype, size_t i) {
       return FromBfloat16(static_cast<const uint16_t*>(base)[i]);
     case Dtype::kFloat16:
       return FromFloat16(static_cast<const uint16_t*>(base)[i]);
+    case Dtype::kUint16:
+      break;  // half of a number
   }
   return 0.0f;
 }
@@ -102,6 +123,8 @@ JDISTADAM_INLINE void StoreOne(void* base, Dtype dtype, size_t i, float x) {
       break;
     case Dtype::kFloat16:
       static_cast<uint16_t*>(base)[i] = ToFloat16(x);
+      break;
+    case Dtype::kUint16:
       break;
   }
 }

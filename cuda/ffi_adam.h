@@ -1,10 +1,12 @@
 // Turns the operands of the FFI call `jdistadam_adam` into an AdamCall, checking everything.
 //
 // operands  coefficients f32[groups, kNumCoefficients], inv_scale f32[], found_inf pred[],
-//           then grads, params, mu and nu: each either one array a leaf, or one flat array.
-// results   params (not in Mode::kUpdate), mu and nu, aliased with their operands; then out (not
-//           in Mode::kStep), one array a leaf or flat.
+//           then grads, params, mu, nu and (in Mode::kStepSplit) out: each either one array a leaf,
+//           or one flat array.
+// results   params (not in Mode::kUpdate), mu, nu, aliased with their operands; then out (not in
+//           Mode::kStep; aliased in Mode::kStepSplit).
 // mode, nesterov   see adam.h and adam_math.h.
+// contributions    gradients to be added: each array of grads holds so many, one behind the other.
 // groups    one row of the coefficients for each leaf; its length is the number of leaves.
 // flat      bit k set: operand kind k (grads, params, mu, nu, out) is flat, leaf i of it being
 //           elements [offsets[i], offsets[i] + sizes[i]).
@@ -13,45 +15,26 @@
 // Python builds these calls (kernel.py), but nothing that Python passes may crash the process.
 #pragma once
 
-#include <cstdint>
-#include <optional>
-#include <string>
-
 #include "adam.h"
 #include "adam_math.h"
-#include "xla/ffi/api/ffi.h"
+#include "ffi_common.h"
+#include "pairwise.h"
 
 namespace jdistadam {
 
-namespace ffi = xla::ffi;
 using Coefficients2d = ffi::Buffer<ffi::F32, 2>;
-using FloatScalar = ffi::Buffer<ffi::F32, 0>;
-using BoolScalar = ffi::Buffer<ffi::PRED, 0>;
 
 struct AdamAttributes {
   int32_t mode;
   bool nesterov;
+  int32_t contributions;
   ffi::Span<const int32_t> groups;
   int32_t flat;
   ffi::Span<const int64_t> sizes, offsets;
 };
 
-inline ffi::Error Invalid(const std::string& message) {
-  return ffi::Error::InvalidArgument("jdistadam: " + message);
-}
-
-inline std::optional<Dtype> DtypeOf(ffi::DataType type) {
-  switch (type) {
-    case ffi::DataType::F32:
-      return Dtype::kFloat32;
-    case ffi::DataType::BF16:
-      return Dtype::kBfloat16;
-    case ffi::DataType::F16:
-      return Dtype::kFloat16;
-    default:
-      return std::nullopt;
-  }
-}
+// Whether an array lies anywhere, or must lie where an operand lies.
+enum Place { kNew, kAliased };
 
 // Reads the operand kinds one after another into the leaves of an AdamCall.
 class CallBuilder {
@@ -62,90 +45,89 @@ class CallBuilder {
   }
 
   // Takes the next arrays of `buffers` (RemainingArgs or RemainingRets) as operand kind `kind`.
-  // Leaves take their size from the first kind, later kinds must agree.
+  // Leaves take their size from the first kind, later kinds must agree. Each array holds `copies`
+  // such kinds. kAliased: the arrays must lie where the leaves' pointers already say.
   template <typename Buffers, typename Pointer>
   ffi::Error Take(const char* name, int kind, const Buffers& buffers, size_t* next, Dtype* dtype,
-                  Pointer Leaf::* pointer) {
+                  Pointer Leaf::* pointer, size_t copies = 1, Place place = kNew) {
     const size_t count = call_->leaves.size();
     const bool flat = (attributes_.flat >> kind) & 1;
+    const Dtype expected = *dtype;
+    const bool aliased = place == kAliased;
     for (size_t i = 0; i < (flat ? 1 : count); ++i) {
-      const auto buffer = Get(buffers, (*next)++);
+      const auto buffer = GetBuffer(buffers, (*next)++);
       if (!buffer) return Invalid(std::string(name) + ": too few arrays");
       const auto type = DtypeOf(buffer->element_type());
-      if (!type) return Invalid(std::string(name) + ": dtype must be float32, bfloat16 or float16");
+      const bool is_remainder = kind == kOutKind && call_->mode == Mode::kStepSplit;
+      if (!type || (*type == Dtype::kUint16) != is_remainder) {
+        return Invalid(std::string(name) + ": dtype must be " +
+                       (is_remainder ? "uint16" : "float32, bfloat16 or float16"));
+      }
       if (i > 0 && *type != *dtype)
         return Invalid(std::string(name) + ": dtypes differ between leaves");
       *dtype = *type;
-      const auto error =
-          flat ? Slice(name, *buffer, *type, pointer) : Whole(name, i, *buffer, pointer);
+      const Target<Pointer> target{name, pointer, copies, aliased && *type == expected, aliased};
+      const auto error = flat ? Slice(target, *buffer, *type) : Whole(target, i, *buffer);
       if (error.failure()) return error;
     }
     first_kind_ = false;
     return ffi::Error::Success();
   }
 
-  // Checks that result arrays lie where the operands already taken lie.
-  template <typename Buffers>
-  ffi::Error TakeAliased(const char* name, int kind, const Buffers& rets, size_t* next, Dtype dtype,
-                         void* Leaf::* pointer) {
-    AdamCall results = *call_;
-    Dtype result_dtype = dtype;
-    CallBuilder builder(attributes_, &results);
-    builder.first_kind_ = first_kind_;
-    for (size_t i = 0; i < call_->leaves.size(); ++i) results.leaves[i] = call_->leaves[i];
-    const auto error = builder.Take(name, kind, rets, next, &result_dtype, pointer);
-    if (error.failure()) return error;
-    for (size_t i = 0; i < results.leaves.size(); ++i) {
-      const bool empty = results.leaves[i].size == 0;
-      if (result_dtype != dtype ||
-          (!empty && results.leaves[i].*pointer != call_->leaves[i].*pointer)) {
-        return Invalid(std::string(name) + ": the result is not aliased with its operand");
-      }
-    }
-    return ffi::Error::Success();
-  }
-
  private:
-  static std::optional<ffi::AnyBuffer> Get(const ffi::RemainingArgs& args, size_t i) {
-    const auto buffer = args.get<ffi::AnyBuffer>(i);
-    return buffer.has_value() ? std::optional(buffer.value()) : std::nullopt;
-  }
-  static std::optional<ffi::AnyBuffer> Get(const ffi::RemainingRets& rets, size_t i) {
-    auto buffer = rets.get<ffi::AnyBuffer>(i);
-    if (!buffer.has_value()) return std::nullopt;
-    ffi::Result<ffi::AnyBuffer> result = buffer.value();  // const access came with later headers
-    return *result;
-  }
+  static constexpr int kOutKind = 4;
 
   template <typename Pointer>
-  ffi::Error Whole(const char* name, size_t i, const ffi::AnyBuffer& buffer,
-                   Pointer Leaf::* pointer) {
+  struct Target {
+    const char* name;
+    Pointer Leaf::* pointer;
+    size_t copies;
+    bool dtype_fits, aliased;
+
+    // Where the leaf lies; or, if aliased, whether it lies there already.
+    bool Set(Leaf* leaf, char* data) const {
+      if (!aliased) {
+        leaf->*pointer = data;
+        return true;
+      }
+      return dtype_fits && (leaf->size == 0 || leaf->*pointer == data);
+    }
+    ffi::Error NotAliased() const {
+      return Invalid(std::string(name) + ": the result is not aliased with its operand");
+    }
+  };
+
+  template <typename Pointer>
+  ffi::Error Whole(const Target<Pointer>& target, size_t i, const ffi::AnyBuffer& buffer) {
     Leaf& leaf = call_->leaves[i];
-    const size_t size = buffer.element_count();
+    const size_t elements = buffer.element_count(), size = elements / target.copies;
     const bool sized = attributes_.sizes.size() > 0;
     const size_t expected = sized ? size_t(attributes_.sizes[i]) : first_kind_ ? size : leaf.size;
-    if (size != expected) {
-      return Invalid(std::string(name) + ": leaf " + std::to_string(i) + " has " +
-                     std::to_string(size) + " elements, expected " + std::to_string(expected));
+    if (elements != expected * target.copies) {
+      return Invalid(std::string(target.name) + ": leaf " + std::to_string(i) + " has " +
+                     std::to_string(elements) + " elements, expected " +
+                     std::to_string(expected * target.copies));
     }
     leaf.size = size;
-    leaf.*pointer = buffer.untyped_data();
-    return ffi::Error::Success();
+    return target.Set(&leaf, DataOf(buffer)) ? ffi::Error::Success() : target.NotAliased();
   }
 
   template <typename Pointer>
-  ffi::Error Slice(const char* name, const ffi::AnyBuffer& buffer, Dtype dtype,
-                   Pointer Leaf::* pointer) {
-    const int64_t total = int64_t(buffer.element_count());
+  ffi::Error Slice(const Target<Pointer>& target, const ffi::AnyBuffer& buffer, Dtype dtype) {
+    const std::string name = target.name;
+    const int64_t elements = int64_t(buffer.element_count());
+    const int64_t total = elements / int64_t(target.copies);
+    if (total * int64_t(target.copies) != elements)
+      return Invalid(name + ": does not divide by the number of contributions");
+    if (target.copies > 1) call_->grad_stride = size_t(total);
     for (size_t i = 0; i < call_->leaves.size(); ++i) {
       const int64_t size = attributes_.sizes[i], offset = attributes_.offsets[i];
       if (offset > total || size > total - offset) {
-        return Invalid(std::string(name) + ": leaf " + std::to_string(i) +
-                       " ends beyond the flat array");
+        return Invalid(name + ": leaf " + std::to_string(i) + " ends beyond the flat array");
       }
-      call_->leaves[i].size = size_t(size);
-      call_->leaves[i].*pointer =
-          static_cast<char*>(buffer.untyped_data()) + offset * ItemSize(dtype);
+      Leaf& leaf = call_->leaves[i];
+      leaf.size = size_t(size);
+      if (!target.Set(&leaf, DataOf(buffer) + offset * ItemSize(dtype))) return target.NotAliased();
     }
     return ffi::Error::Success();
   }
@@ -156,7 +138,9 @@ class CallBuilder {
 };
 
 inline ffi::Error CheckAttributes(const AdamAttributes& a, int64_t num_groups) {
-  if (a.mode < 0 || a.mode > 2) return Invalid("mode must be 0, 1 or 2");
+  if (a.mode < 0 || a.mode > 3) return Invalid("mode must be 0, 1, 2 or 3");
+  if (a.contributions < 1 || a.contributions > kMaxContributions)
+    return Invalid("contributions must be between 1 and " + std::to_string(kMaxContributions));
   const size_t count = a.groups.size();
   const bool sized = a.sizes.size() == count && a.offsets.size() == count;
   const bool unsized = a.sizes.size() == 0 && a.offsets.size() == 0;
@@ -182,6 +166,8 @@ inline ffi::Error BuildCall(const AdamAttributes& attributes, const Coefficients
     return error;
   call->mode = static_cast<Mode>(attributes.mode);
   call->nesterov = attributes.nesterov;
+  call->contributions = attributes.contributions;
+  call->grad_stride = 0;
   call->coefficients = coefficients.typed_data();
   call->inv_scale = inv_scale.typed_data();
   call->found_inf = found_inf.typed_data();
@@ -190,20 +176,25 @@ inline ffi::Error BuildCall(const AdamAttributes& attributes, const Coefficients
   for (size_t i = 0; i < call->leaves.size(); ++i) call->leaves[i].group = attributes.groups[i];
   Dtypes& t = call->dtypes;
   t.out = Dtype::kFloat32;
+  const bool split = call->mode == Mode::kStepSplit;
   size_t arg = 0, ret = 0;
-  if (auto e = builder.Take("grads", 0, args, &arg, &t.grad, &Leaf::grad); e.failure()) return e;
-  if (auto e = builder.Take("params", 1, args, &arg, &t.param, &Leaf::param); e.failure()) return e;
-  if (auto e = builder.Take("mu", 2, args, &arg, &t.mu, &Leaf::mu); e.failure()) return e;
-  if (auto e = builder.Take("nu", 3, args, &arg, &t.nu, &Leaf::nu); e.failure()) return e;
-  if (call->mode != Mode::kUpdate) {
-    if (auto e = builder.TakeAliased("params", 1, rets, &ret, t.param, &Leaf::param); e.failure())
-      return e;
+  ffi::Error e =
+      builder.Take("grads", 0, args, &arg, &t.grad, &Leaf::grad, size_t(call->contributions));
+  if (e.success()) e = builder.Take("params", 1, args, &arg, &t.param, &Leaf::param);
+  if (e.success()) e = builder.Take("mu", 2, args, &arg, &t.mu, &Leaf::mu);
+  if (e.success()) e = builder.Take("nu", 3, args, &arg, &t.nu, &Leaf::nu);
+  if (e.success() && split) {
+    e = builder.Take("out", 4, args, &arg, &t.out, &Leaf::out);
+    if (e.success() && t.param != Dtype::kBfloat16)
+      e = Invalid("params: dtype must be bfloat16 beside remainders");
   }
-  if (auto e = builder.TakeAliased("mu", 2, rets, &ret, t.mu, &Leaf::mu); e.failure()) return e;
-  if (auto e = builder.TakeAliased("nu", 3, rets, &ret, t.nu, &Leaf::nu); e.failure()) return e;
-  if (call->mode != Mode::kStep) {
-    if (auto e = builder.Take("out", 4, rets, &ret, &t.out, &Leaf::out); e.failure()) return e;
-  }
+  if (e.success() && call->mode != Mode::kUpdate)
+    e = builder.Take("params", 1, rets, &ret, &t.param, &Leaf::param, 1, kAliased);
+  if (e.success()) e = builder.Take("mu", 2, rets, &ret, &t.mu, &Leaf::mu, 1, kAliased);
+  if (e.success()) e = builder.Take("nu", 3, rets, &ret, &t.nu, &Leaf::nu, 1, kAliased);
+  if (e.success() && call->mode != Mode::kStep)
+    e = builder.Take("out", 4, rets, &ret, &t.out, &Leaf::out, 1, split ? kAliased : kNew);
+  if (e.failure()) return e;
   if (arg != args.size() || ret != rets.size()) return Invalid("too many arrays");
   return ffi::Error::Success();
 }
@@ -219,6 +210,7 @@ inline ffi::Error BuildCall(const AdamAttributes& attributes, const Coefficients
       .RemainingRets()                                 \
       .Attr<int32_t>("mode")                           \
       .Attr<bool>("nesterov")                          \
+      .Attr<int32_t>("contributions")                  \
       .Attr<::xla::ffi::Span<const int32_t>>("groups") \
       .Attr<int32_t>("flat")                           \
       .Attr<::xla::ffi::Span<const int64_t>>("sizes")  \

@@ -1,31 +1,56 @@
-// The XLA FFI handler of the CUDA kernel.
-#include "adam_cuda.h"
+// The XLA FFI handlers of the CUDA kernels.
 #include "ffi_adam.h"
+#include "ffi_norm.h"
+#include "ffi_sum.h"
+#include "kernels_cuda.h"
 
 namespace jdistadam {
 namespace {
 
+ffi::Error LaunchError(cudaError_t status) {
+  if (status == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string("jdistadam: launch failed: ") +
+                              cudaGetErrorString(status));
+}
+
 ffi::Error AdamHandler(cudaStream_t stream, Coefficients2d coefficients, FloatScalar inv_scale,
                        BoolScalar found_inf, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                       int32_t mode, bool nesterov, ffi::Span<const int32_t> groups, int32_t flat,
+                       int32_t mode, bool nesterov, int32_t contributions,
+                       ffi::Span<const int32_t> groups, int32_t flat,
                        ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> offsets) {
   AdamCall call;
-  const AdamAttributes attributes{mode, nesterov, groups, flat, sizes, offsets};
+  const AdamAttributes attributes{mode, nesterov, contributions, groups, flat, sizes, offsets};
   const ffi::Error error =
       BuildCall(attributes, coefficients, inv_scale, found_inf, args, rets, &call);
-  if (error.failure()) return error;
-  if (const cudaError_t status = AdamCuda(call, stream); status != cudaSuccess) {
-    return ffi::Error::Internal(std::string("jdistadam: launch failed: ") +
-                                cudaGetErrorString(status));
-  }
-  return ffi::Error::Success();
+  return error.failure() ? error : LaunchError(AdamCuda(call, stream));
+}
+
+ffi::Error NormHandler(cudaStream_t stream, FloatScalar inv_scale, ffi::RemainingArgs grads,
+                       FloatResult sum_of_squares, BoolResult found_inf, TilesResult tiles) {
+  NormCall call;
+  const ffi::Error error = BuildNormCall(inv_scale, grads, sum_of_squares, found_inf, tiles, &call);
+  return error.failure() ? error : LaunchError(NormCuda(call, stream));
+}
+
+ffi::Error SumHandler(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                      int32_t contributions, int32_t flat, ffi::Span<const int64_t> sizes,
+                      ffi::Span<const int64_t> offsets) {
+  SumCall call;
+  const ffi::Error error = BuildSumCall({contributions, flat, sizes, offsets}, args, rets, &call);
+  return error.failure() ? error : LaunchError(SumCuda(call, stream));
 }
 
 }  // namespace
 
-// kCmdBufferCompatible: the handler only enqueues kernels, so XLA may capture it in a CUDA graph.
+// kCmdBufferCompatible: handlers only enqueue kernels, so XLA may capture them in a CUDA graph.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cuda, AdamHandler,
                               JDISTADAM_ADAM_BINDING(ffi::PlatformStream<cudaStream_t>),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cuda, NormHandler,
+                              JDISTADAM_NORM_BINDING(ffi::PlatformStream<cudaStream_t>),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cuda, SumHandler,
+                              JDISTADAM_SUM_BINDING(ffi::PlatformStream<cudaStream_t>),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jdistadam

@@ -5,7 +5,16 @@
 
 namespace nb = nanobind;
 
-extern "C" XLA_FFI_Error* JDISTADAM_ADAM_HANDLER(XLA_FFI_CallFrame* call_frame);
+// JdistadamAdam_cpu and so on: the backends name their handlers after the module.
+#define JDISTADAM_JOIN_(kernel, module) Jdistadam##kernel##module
+#define JDISTADAM_JOIN(kernel, module) JDISTADAM_JOIN_(kernel, module)
+#define JDISTADAM_HANDLER(kernel) JDISTADAM_JOIN(kernel, JDISTADAM_MODULE)
+
+extern "C" {
+XLA_FFI_Error* JDISTADAM_HANDLER(Adam)(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JDISTADAM_HANDLER(Norm)(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JDISTADAM_HANDLER(Sum)(XLA_FFI_CallFrame* call_frame);
+}
 
 NB_MODULE(JDISTADAM_MODULE, m) {
   m.doc() = "Compiled kernels of jdistadam. Private: jdistadam.native loads and registers them.";
@@ -14,7 +23,9 @@ NB_MODULE(JDISTADAM_MODULE, m) {
   m.attr("build_info") = JDISTADAM_BUILD_INFO;
   m.def("handlers", [] {
     nb::dict handlers;
-    handlers["jdistadam_adam"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_ADAM_HANDLER));
+    handlers["jdistadam_adam"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Adam)));
+    handlers["jdistadam_norm"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Norm)));
+    handlers["jdistadam_sum"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Sum)));
     return handlers;
   });
 }

@@ -169,7 +169,7 @@ def _count_wrong_bits(device: Any, mode: str, dtype: str) -> tuple[int, int]:
     with jax.default_device(device):
         results = jax.jit(kernel.adam, static_argnums=0)(spec, scalars, operands)
     wrong = size = 0
-    for i, leaf in enumerate(zip(*operands, strict=True)):
+    for i, leaf in enumerate(zip(*operands[:4], strict=True)):
         want = reference.adam_leaf(
             mode,
             dict(zip(coefficients.NAMES, row, strict=True)),

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jdistadam import coefficients, native, reference
 
-_MODES = {"step": 0, "step_and_cast": 1, "update": 2}  # enum Mode of cuda/adam.h
+_MODES = {"step": 0, "step_and_cast": 1, "update": 2, "step_split": 3}  # enum Mode of cuda/adam.h
 _KINDS = ("grads", "params", "mu", "nu", "out")  # bits of the handler's attribute `flat`
 
 
@@ -42,12 +41,16 @@ class Spec:
     Attributes:
       mode: "step": new params. "step_and_cast": new params, and a copy of them in ``out_dtype``.
         "update": optax's updates in ``out_dtype``; params are only read.
+        "step_split": new params, of which the bfloat16 half lies in params and the remainder in
+        out, both updated in place.
       groups: For each leaf, the row of the coefficients that it uses.
       nesterov: Whether to use Nesterov momentum.
-      out_dtype: Dtype of the extra output; None in mode "step".
+      out_dtype: Dtype of the extra output; None in modes "step" and "step_split".
       flat: Operand kinds that are one flat array instead of one array a leaf.
       sizes: Elements of each leaf, given when anything is flat.
       offsets: Where each leaf begins in the flat arrays, in elements.
+      contributions: How many gradients each array of grads holds, stacked in a first dimension (if
+        flat, behind each other). They are added pairwise in float32, then used as one.
     """
 
     mode: str
@@ -57,6 +60,7 @@ class Spec:
     flat: frozenset[str] = frozenset()
     sizes: tuple[int, ...] = ()
     offsets: tuple[int, ...] = ()
+    contributions: int = 1
 
 
 class Operands(NamedTuple):
@@ -66,6 +70,7 @@ class Operands(NamedTuple):
     params: Sequence[Any]
     mu: Sequence[Any]
     nu: Sequence[Any]
+    out: Sequence[Any] = ()  # the remainders, uint16, in mode "step_split"
 
 
 class Results(NamedTuple):
@@ -83,23 +88,17 @@ def adam(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
         return Results(
             operands.params if spec.mode != "update" else (), operands.mu, operands.nu, ()
         )
-    available = [platform for platform in native.PLATFORMS if native.status(platform).available]
     compiled = functools.partial(_adam_native, spec)
-    if len(available) == len(native.PLATFORMS):
-        return compiled(scalars, operands)
-    native.warn_if_unavailable(native.default_platform())
-    branches = {platform: compiled for platform in available}
     fallback = functools.partial(adam_fallback, spec)
-    return lax.platform_dependent(scalars, operands, default=fallback, **branches)
+    return native.choose(compiled, fallback, scalars, operands)
 
 
 def _adam_native(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
     results = _result_types(spec, operands)
-    num_grads, num_params, num_mu, num_nu = (len(arrays) for arrays in operands)
-    # operands: 3 scalars, grads, params, mu, nu; results: params, mu, nu, out
-    first_param = len(Scalars._fields) + num_grads
-    first_aliased = first_param if results.params else first_param + num_params
-    num_aliased = len(results.params) + num_mu + num_nu
+    # operands: 3 scalars, grads, params, mu, nu, remainders; results: params, mu, nu, out
+    first_param = len(Scalars._fields) + len(operands.grads)
+    first_aliased = first_param if results.params else first_param + len(operands.params)
+    num_aliased = len(results.params) + sum(map(len, operands[2:]))
     call = jax.ffi.ffi_call(
         "jdistadam_adam",
         jax.tree.leaves(results),
@@ -114,6 +113,7 @@ def _attributes(spec: Spec) -> dict[str, Any]:
     return {
         "mode": np.int32(_MODES[spec.mode]),
         "nesterov": np.bool_(spec.nesterov),
+        "contributions": np.int32(spec.contributions),
         "groups": np.asarray(spec.groups, np.int32),
         "flat": np.int32(sum(1 << _KINDS.index(kind) for kind in spec.flat)),
         "sizes": np.asarray(spec.sizes, np.int64),
@@ -127,21 +127,38 @@ def _result_types(spec: Spec, operands: Operands) -> Results:
     def like(arrays: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(jax.typeof(x) for x in arrays)
 
-    out: tuple[Any, ...] = ()
-    if spec.mode != "step":
-        out = tuple(jax.typeof(x).update(dtype=jnp.dtype(spec.out_dtype)) for x in operands.grads)
+    out = like(operands.out)
+    if spec.mode in ("step_and_cast", "update"):
+        out = tuple(
+            _summed(spec, x).update(dtype=jnp.dtype(spec.out_dtype)) for x in operands.grads
+        )
     params = () if spec.mode == "update" else like(operands.params)
     return Results(params, like(operands.mu), like(operands.nu), out)
 
 
+def _summed(spec: Spec, grads: Any) -> Any:
+    """The type of the sum of an array's contributions."""
+    if spec.contributions == 1:
+        return jax.typeof(grads)
+    flat = "grads" in spec.flat
+    shape = (grads.size // spec.contributions,) if flat else grads.shape[1:]
+    return native.type_like(grads, shape, grads.dtype)
+
+
 def adam_fallback(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
     """The same step in jax.numpy. Close to the compiled kernels, not bitwise equal."""
+    if spec.contributions > 1:
+        stacked = [x.reshape(spec.contributions, *_summed(spec, x).shape) for x in operands.grads]
+        summed = tuple(reference.pairwise_sum(x.astype(jnp.float32), jnp) for x in stacked)
+        operands = operands._replace(grads=summed)
     shapes = [x.shape for x in operands.grads]
     leaves = Operands(
         *(_split(spec, kind, arrays, shapes) for kind, arrays in operands._asdict().items())
     )
+    if not leaves.out:
+        leaves = leaves._replace(out=(None,) * len(leaves.grads))
     steps = [
-        reference.adam_leaf_jax(
+        reference.adam_leaf(
             spec.mode,
             dict(zip(coefficients.NAMES, scalars.coefficients[group], strict=True)),
             scalars.inv_scale,
@@ -149,22 +166,23 @@ def adam_fallback(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
             *leaf,
             nesterov=spec.nesterov,
             out_dtype=spec.out_dtype,
+            xp=jnp,
         )
         for group, leaf in zip(spec.groups, zip(*leaves, strict=True), strict=True)
     ]
     columns = reference.AdamResult(*(tuple(column) for column in zip(*steps, strict=True)))
-    params, mu, nu = (
+    params, mu, nu, out = (
         _join(spec, kind, getattr(operands, kind), getattr(columns, kind))
-        for kind in ("params", "mu", "nu")
+        for kind in ("params", "mu", "nu", "out")
     )
     return Results(
-        () if spec.mode == "update" else params, mu, nu, () if spec.mode == "step" else columns.out
+        () if spec.mode == "update" else params, mu, nu, () if spec.mode == "step" else out
     )
 
 
 def _split(spec: Spec, kind: str, arrays: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
     """Cuts a flat array into leaves."""
-    if kind not in spec.flat:
+    if kind not in spec.flat or not arrays:
         return arrays
     (flat,) = arrays
     ends = np.add(spec.offsets, spec.sizes).tolist()
@@ -176,7 +194,7 @@ def _split(spec: Spec, kind: str, arrays: Sequence[Any], shapes: Sequence[Any]) 
 
 def _join(spec: Spec, kind: str, arrays: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, ...]:
     """Puts leaves back into their flat array."""
-    if kind not in spec.flat:
+    if kind not in spec.flat or not arrays:
         return tuple(leaves)
     (flat,) = arrays
     for offset, leaf in zip(spec.offsets, leaves, strict=True):

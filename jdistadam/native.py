@@ -10,10 +10,13 @@ import importlib
 import pathlib
 import re
 import warnings
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jaxlib
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jdistadam.errors import NativeError
 
@@ -104,3 +107,24 @@ def warn_if_unavailable(platform: str) -> None:
             "slower and not bitwise equal to the compiled kernels.",
             stacklevel=4,
         )
+
+
+def choose(compiled: Callable[..., Any], fallback: Callable[..., Any], *operands: Any) -> Any:
+    """Calls ``compiled`` on the platforms that have the compiled module, else ``fallback``."""
+    available = [platform for platform in PLATFORMS if status(platform).available]
+    if len(available) == len(PLATFORMS):
+        return compiled(*operands)
+    warn_if_unavailable(default_platform())
+    branches = {platform: compiled for platform in available}
+    return lax.platform_dependent(*operands, default=fallback, **branches)
+
+
+def type_like(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The type of an array that lives where ``x`` does, for results of a foreign call.
+
+    It carries the mesh and the axes along which x varies: a plain ``jax.ShapeDtypeStruct`` would
+    claim that the result is equal on all devices.
+    """
+    kind = jax.typeof(x)
+    sharding = kind.sharding.update(spec=P(*(None,) * len(shape)))
+    return kind.update(shape=shape, dtype=jax.numpy.dtype(dtype), sharding=sharding)

@@ -43,7 +43,7 @@ def _partitioned(spec: Spec, ranks: tuple[int, ...]) -> Any:
         replicated = NamedSharding(mesh, P())
         arg_shardings = (
             jax.tree.map(lambda _: replicated, arg_shapes[0]),
-            Operands(shardings, shardings, shardings, shardings),
+            Operands(*(shardings if arrays else () for arrays in operands)),
         )
         results = Results(*(shardings if arrays else () for arrays in result_shape))
 
@@ -60,9 +60,10 @@ def _sharding_rule(spec: Spec, ranks: tuple[int, ...]) -> SdyShardingRule:
     """All arrays of a leaf share one factor for each dimension; the scalars are replicated."""
     leaves: Any = tuple(tuple(f"l{i}d{d}" for d in range(rank)) for i, rank in enumerate(ranks))
     scalars: Any = (("r", "c"), (), ())
+    num_inputs = 4 + (spec.mode == "step_split")
     num_outputs = 2 + (spec.mode != "update") + (spec.mode != "step")
     return SdyShardingRule(
-        operand_mappings=scalars + leaves * len(Operands._fields),
+        operand_mappings=scalars + leaves * num_inputs,
         result_mappings=leaves * num_outputs,
         need_replication_factors=("r", "c"),
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 
@@ -20,7 +19,7 @@ class AdamResult(NamedTuple):
     params: Any
     mu: Any
     nu: Any
-    out: Any  # the update or the cast parameter; None in mode "step"
+    out: Any  # the update, the cast parameter or the remainder; None in mode "step"
 
 
 def adam_update(
@@ -44,6 +43,58 @@ def store(x: Any, dtype: Any, xp: Any) -> Any:
     return xp.where(xp.isnan(x), xp.asarray(np.nan, xp.float32), x).astype(dtype)
 
 
+def join(high: Any, low: Any, xp: Any) -> Any:
+    """The float32 whose halves are a bfloat16 and a uint16: the inverse of split."""
+    signed = low.view(xp.int16).astype(xp.int32).view(xp.uint32)
+    return ((high.view(xp.uint16).astype(xp.uint32) << 16) + signed).view(xp.float32)
+
+
+def split(x: Any, bfloat16: Any, xp: Any) -> tuple[Any, Any]:
+    """A float32 as the bfloat16 nearest to it, ties away from zero, and its low 16 bits."""
+    bits = store(x, xp.float32, xp).view(xp.uint32)
+    high = ((bits + xp.uint32(0x8000)) >> 16).astype(xp.uint16).view(bfloat16)
+    return high, bits.astype(xp.uint16)
+
+
+def pairwise_sum(terms: Any, xp: Any) -> Any:
+    """Adds along the first dimension: adjacent terms, then adjacent sums, an odd one carried."""
+    while len(terms) > 1:
+        with np.errstate(all="ignore"):
+            pairs = terms[0 : len(terms) - 1 : 2] + terms[1::2]
+        terms = xp.concatenate([pairs, terms[len(terms) // 2 * 2 :]])
+    return terms[0]
+
+
+NORM_LANES = 1024
+NORM_TILE = 8 * NORM_LANES
+"""The lanes of cuda/norm.h, and the elements of a tile."""
+
+
+def sum_of_squares(grads: Any, inv_scale: Any) -> tuple[Any, Any]:
+    """The global norm's square, and whether a gradient is not finite; numpy, as cuda/norm.h."""
+    with np.errstate(all="ignore"):
+        scaled = [np.ravel(g).astype(np.float32) * inv_scale for g in grads]
+        tiles = [
+            _sum_lanes(np.square(g[i : i + NORM_TILE]))
+            for g in scaled
+            for i in range(0, g.size, NORM_TILE)
+        ]
+        total = store(_sum_lanes(np.asarray(tiles, np.float32)), np.float32, np)
+    return total, np.bool_(any(not np.isfinite(g).all() for g in scaled))
+
+
+def _sum_lanes(terms: Any) -> Any:
+    """Each lane adds its terms one after the other; then the lanes are halved."""
+    rows = np.zeros((-(-terms.size // NORM_LANES), NORM_LANES), np.float32)
+    rows.ravel()[: terms.size] = terms
+    lanes = np.zeros(NORM_LANES, np.float32)
+    for row in rows:
+        lanes = lanes + row
+    while lanes.size > 1:
+        lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
+    return lanes[0]
+
+
 def adam_leaf(
     mode: str,
     c: Mapping[str, Any],
@@ -53,6 +104,7 @@ def adam_leaf(
     param: Any,
     mu: Any,
     nu: Any,
+    remainder: Any = None,
     *,
     nesterov: bool = False,
     out_dtype: Any = None,
@@ -61,7 +113,7 @@ def adam_leaf(
     """One Adam step of one leaf.
 
     Args:
-      mode: "step", "step_and_cast" or "update", as in kernel.py.
+      mode: "step", "step_and_cast", "update" or "step_split", as in kernel.py.
       c: The coefficients by name, float32 scalars.
       inv_scale: Multiplies the gradient, float32.
       found_inf: Whether to skip the step.
@@ -69,6 +121,7 @@ def adam_leaf(
       param: Parameter, of the gradient's shape, likewise.
       mu: First moment, likewise.
       nu: Second moment, likewise.
+      remainder: The other half of the parameter, uint16, in mode "step_split".
       nesterov: Whether to use Nesterov momentum.
       out_dtype: Dtype of ``out``.
       xp: numpy, or jax.numpy.
@@ -78,26 +131,26 @@ def adam_leaf(
     """
     f32 = xp.float32
     with np.errstate(all="ignore"):
-        p = param.astype(f32)
+        is_split = mode == "step_split"
+        p = join(param, remainder, xp) if is_split else param.astype(f32)
         g = grad.astype(f32) * inv_scale
         u, m, v = adam_update(c, g, p, mu.astype(f32), nu.astype(f32), nesterov=nesterov, xp=xp)
-        new = {
-            "step": (store(p - u, param.dtype, xp), None),
-            "step_and_cast": (store(p - u, param.dtype, xp), p - u),
-            "update": (param, -u),
-        }[mode]
-        idle_out = p if mode == "step_and_cast" else xp.zeros_like(p)
-        out = (
-            None if new[1] is None else store(xp.where(found_inf, idle_out, new[1]), out_dtype, xp)
-        )
+        if is_split:
+            new_param, out = split(p - u, param.dtype, xp)
+            idle_out = remainder
+        elif mode == "update":
+            new_param, out, idle_out = param, store(-u, out_dtype, xp), xp.zeros_like(p)
+        else:
+            new_param, out, idle_out = store(p - u, param.dtype, xp), None, None
+            if mode == "step_and_cast":
+                out, idle_out = (store(x, out_dtype, xp) for x in (p - u, p))
+
+        def unless_skipped(new: Any, old: Any) -> Any:
+            return xp.where(found_inf, old.astype(new.dtype), new)
+
         return AdamResult(
-            xp.where(found_inf, param, new[0]),
-            xp.where(found_inf, mu, store(m, mu.dtype, xp)),
-            xp.where(found_inf, nu, store(v, nu.dtype, xp)),
-            out,
+            unless_skipped(new_param, param),
+            unless_skipped(store(m, mu.dtype, xp), mu),
+            unless_skipped(store(v, nu.dtype, xp), nu),
+            None if out is None else unless_skipped(out, idle_out),
         )
-
-
-def adam_leaf_jax(*args: Any, **kwargs: Any) -> AdamResult:
-    """Like adam_leaf, traced with jax.numpy."""
-    return adam_leaf(*args, **kwargs, xp=jnp)

@@ -80,6 +80,10 @@ def oracle(spec, scalars, operands):
     """kernel.adam by the oracle: a list of AdamResult, one a leaf."""
     rows, inv_scale, found_inf = (np.asarray(x) for x in scalars)
     named = [dict(zip(coefficients.NAMES, row, strict=True)) for row in rows]
+    grads, *others, out = operands
+    if spec.contributions > 1:
+        grads = [reference.pairwise_sum(x.astype(np.float32), np) for x in grads]
+    leaves = zip(grads, *others, out or (None,) * len(grads), strict=True)
     return [
         reference.adam_leaf(
             spec.mode,
@@ -90,7 +94,7 @@ def oracle(spec, scalars, operands):
             nesterov=spec.nesterov,
             out_dtype=spec.out_dtype,
         )
-        for group, leaf in zip(spec.groups, zip(*operands, strict=True), strict=True)
+        for group, leaf in zip(spec.groups, leaves, strict=True)
     ]
 
 

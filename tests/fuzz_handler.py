@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jdistadam import coefficients, native
 
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.bool_, jnp.uint8)
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint16, jnp.int32, jnp.bool_)
 NUMBERS = len(coefficients.NAMES)
 HUGE = 2**62
 
@@ -32,29 +32,34 @@ def nearly_right_calls(draw):
     count = draw(st.sampled_from([2, 1, 3, 0]))
     sizes = draw(st.lists(st.sampled_from([33, 1, 0, 70]), min_size=count, max_size=count))
     offsets = np.cumsum([0, *sizes])[:-1].tolist() if count else []
-    mode = draw(st.integers(0, 2))
+    mode = draw(st.integers(0, 3))
+    contributions = draw(st.sampled_from([1, 1, 2, 3]))
     flat = draw(st.sampled_from([0b01110, 0, 0b01100, 0b11111]))
     kinds = {name: draw(storage) for name in ("grads", "params", "mu", "nu", "out")}
+    if mode == 3:
+        kinds |= {"params": jnp.bfloat16, "out": jnp.uint16}
 
     def arrays(name, bit):
-        dtype = kinds[name]
-        return [((sum(sizes),), dtype)] if flat >> bit & 1 else [((n,), dtype) for n in sizes]
+        dtype, copies = kinds[name], contributions if name == "grads" else 1
+        if flat >> bit & 1:
+            return [((copies * sum(sizes),), dtype)]
+        return [((copies * n,), dtype) for n in sizes]
 
     operands = [((2, NUMBERS), jnp.float32), ((), jnp.float32), ((), jnp.bool_)]
     starts = {}
-    for bit, name in enumerate(("grads", "params", "mu", "nu")):
+    for bit, name in enumerate(("grads", "params", "mu", "nu", "out")[: 5 if mode == 3 else 4]):
         starts[name] = len(operands)
         operands += arrays(name, bit)
     results, aliases = [], {}
-    for bit, name in enumerate(("params", "mu", "nu"), start=1):
+    for bit, name in enumerate(("params", "mu", "nu", "out")[: 4 if mode == 3 else 3], start=1):
         if name == "params" and mode == 2:
             continue
         for i, array in enumerate(arrays(name, bit)):
             aliases[starts[name] + i] = len(results)
             results.append(array)
-    results += arrays("out", 4) if mode else []
+    results += arrays("out", 4) if mode in (1, 2) else []
     attributes = dict(
-        mode=np.int32(mode), nesterov=np.bool_(draw(st.booleans())), groups=np.asarray([i % 2 for i in range(count)], np.int32),
+        mode=np.int32(mode), nesterov=np.bool_(draw(st.booleans())), contributions=np.int32(contributions), groups=np.asarray([i % 2 for i in range(count)], np.int32),
         flat=np.int32(flat), sizes=np.asarray(sizes if flat else [], np.int64), offsets=np.asarray(offsets if flat else [], np.int64),
     )  # fmt: skip
     call = dict(operands=operands, results=results, aliases=aliases, attributes=attributes)
@@ -98,7 +103,7 @@ def break_alias(draw, call):
 
 
 def change_number(draw, call):
-    name = draw(st.sampled_from(["mode", "flat"]))
+    name = draw(st.sampled_from(["mode", "flat", "contributions"]))
     call["attributes"][name] = np.int32(draw(st.integers(-3, 70)))
 
 
@@ -147,13 +152,14 @@ def assert_in_bounds(call):
     assert all(0 <= group < operands[0][0][0] for group in groups), call
     arrays = iter(operands[3:])  # after the scalars
     expected = list(sizes) or None
-    for kind in range(4):
+    for kind in range(5 if attributes["mode"] == 3 else 4):
+        copies = int(attributes["contributions"]) if kind == 0 else 1
         if attributes["flat"] >> kind & 1:
-            total = int(np.prod(next(arrays)[0]))
+            total = int(np.prod(next(arrays)[0])) // copies
             ends = starts.astype(object) + sizes
             assert all(0 <= a <= b <= total for a, b in zip(starts, ends, strict=True)), call
         else:
-            found = [int(np.prod(next(arrays)[0])) for _ in groups]
+            found = [int(np.prod(next(arrays)[0])) / copies for _ in groups]
             expected = expected or found
             assert found == expected, call
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from bits import SIZES, assert_same_bits, oracle, random_array, random_rows, scalars
 
-from jdistadam import kernel, native
+from jdistadam import kernel, native, reference
 from jdistadam.kernel import Operands, Spec
 
 F32, BF16, F16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
@@ -73,6 +73,132 @@ def test_second_moment_may_be_stored_in_16_bits(platform, nu):
     assert_equals_oracle(Spec("step", (0,) * len(SIZES)), scalars(random_rows()), operands)
 
 
+def split_operands(rng, sizes, dtypes, **kwargs):
+    """Operands of mode "step_split": parameters as a bfloat16 and a remainder."""
+    grad, mu, nu = dtypes
+    operands = random_operands(rng, sizes, (grad, F32, mu, nu), **kwargs)
+    high, low = zip(*(reference.split(x, BF16, np) for x in operands.params), strict=True)
+    return operands._replace(params=high, out=low)
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, DTYPES, (F32, BF16))), ids=str)
+def test_split_parameters_equal_the_oracle_bitwise(platform, dtypes):
+    operands = split_operands(np.random.default_rng(7), SIZES, dtypes)
+    for nesterov in (False, True):
+        spec = Spec("step_split", tuple(i % 2 for i in range(len(SIZES))), nesterov)
+        assert_equals_oracle(spec, scalars(random_rows(count=3)), operands)
+    skip = scalars(random_rows(), found_inf=True)
+    assert_equals_oracle(spec, skip, operands)
+    got = adam(spec, skip, operands)
+    for name in ("params", "mu", "nu", "out"):
+        for before, after in zip(getattr(operands, name), getattr(got, name), strict=True):
+            assert_same_bits(after, before, name)
+
+
+def test_split_is_lossless_over_all_remainders(platform):
+    """Every low half beside bfloat16s of all kinds: joined, left alone by a step of 0, split again.
+
+    A high half may change only where the float32 is NaN, and never hides that it is.
+    """
+    highs = [0, 1, 0x7F, 0x80, 0x3F7F, 0x3F80, 0x4000, 0x7F7F, 0x7F80, 0x7FC0]
+    bits = np.asarray([h ^ sign for h in highs for sign in (0, 0x8000)], np.uint32)
+    bits = (bits[:, None] << 16 | np.arange(65_536, dtype=np.uint32)).reshape(-1)
+    x = bits.view(F32)
+    high, low = reference.split(x, BF16, np)
+    number = ~np.isnan(x)
+    assert_same_bits(reference.join(high, low, np)[number], x[number])
+    assert np.isnan(reference.join(high, low, np)[~number]).all()
+    assert np.isnan(high.astype(F32)[~number]).all()
+    # nearest, ties away: half a spacing of bfloat16 above the truncated one rounds up
+    away = ((bits.astype(np.uint64) + 0x8000) >> 16).astype(np.uint16).view(BF16)
+    assert_same_bits(high[number], away[number])
+    with np.errstate(invalid="ignore"):
+        even = x.astype(BF16)
+    tie = number & (bits & 0xFFFF == 0x8000)
+    assert_same_bits(high[number & ~tie], even[number & ~tie])
+
+    rows = random_rows()
+    rows[:, list(kernel.coefficients.NAMES).index("learning_rate")] = 0.0
+    zeros = np.zeros(x.shape, F32)
+    operands = Operands((zeros,), (high,), (zeros,), (zeros,), (low,))
+    got = adam(Spec("step_split", (1,)), scalars(rows), operands)
+    assert_same_bits(got.params[0], high)
+    assert_same_bits(got.out[0], low)
+
+
+@pytest.mark.parametrize("moments", [(F32, F32), (BF16, BF16)], ids=str)
+def test_split_parameters_are_the_float32_run(platform, moments):
+    """20 steps: the two halves always hold the bits of float32 parameters stepped alike."""
+    rng = np.random.default_rng(8)
+    operands = random_operands(rng, (4099, 5), (BF16, F32, *moments))
+    high, low = zip(*(reference.split(x, BF16, np) for x in operands.params), strict=True)
+    halves = operands._replace(params=high, out=low)
+    for count in range(1, 21):
+        grads = random_operands(rng, (4099, 5), (BF16,) * 4).grads
+        rows = scalars(random_rows(count))
+        full = adam(Spec("step", (0, 1)), rows, operands._replace(grads=grads))
+        split = adam(Spec("step_split", (0, 1)), rows, halves._replace(grads=grads))
+        for i, want in enumerate(full.params):
+            got = reference.join(np.asarray(split.params[i]), np.asarray(split.out[i]), np)
+            assert_same_bits(got, want, f"params[{i}] after {count} steps")
+        operands = operands._replace(**{k: getattr(full, k) for k in ("params", "mu", "nu")})
+        halves = halves._replace(**{k: getattr(split, k) for k in ("params", "mu", "nu", "out")})
+
+
+@pytest.mark.parametrize("contributions", [2, 3, 4, 5, 7, 8, 16, 33])
+@pytest.mark.parametrize("grad", DTYPES, ids=str)
+def test_contributions_are_added_pairwise(platform, grad, contributions):
+    """Summed while they are read: the bits of a sum in tree order, then one step."""
+    rng = np.random.default_rng(contributions)
+    sizes = (0, 1, 5, 513, 4096)
+    operands = random_operands(rng, sizes, (grad, F32, F32, F32))
+    grads = tuple(
+        np.stack([random_array(rng, n, grad) for _ in range(contributions)]) for n in sizes
+    )
+    operands = operands._replace(grads=grads)
+    groups = tuple(i % 2 for i in range(len(sizes)))
+    for mode, out_dtype in (("step", None), ("step_and_cast", BF16), ("update", grad)):
+        spec = Spec(mode, groups, out_dtype=out_dtype, contributions=contributions)
+        assert_equals_oracle(spec, scalars(random_rows()), operands)
+    summed = tuple(reference.pairwise_sum(x.astype(F32), np) for x in grads)
+    got = adam(Spec("step", groups, contributions=contributions), scalars(random_rows()), operands)
+    want = adam(Spec("step", groups), scalars(random_rows()), operands._replace(grads=summed))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_same_bits(a, b)
+
+
+def test_contributions_may_be_flat(platform):
+    """Each a whole flat array behind the other, in a bfloat16 step on split parameters."""
+    rng = np.random.default_rng(9)
+    sizes, offsets, total, n = (100, 3, 64), (4, 107, 128), 200, 3
+    flats = split_operands(rng, (total,), (BF16, F32, F32))
+    flats = flats._replace(grads=(random_array(rng, n * total, BF16),))
+    kinds = frozenset(Operands._fields)
+    spec = Spec("step_split", (0, 1, 0), False, None, kinds, sizes, offsets, n)
+    got = adam(spec, scalars(random_rows()), flats)
+    leaves = [
+        tuple(x[0].reshape(-1, total)[:, o : o + s] for o, s in zip(offsets, sizes, strict=True))
+        for x in flats
+    ]
+    leaves = Operands(leaves[0], *(tuple(x[0] for x in column) for column in leaves[1:]))
+    want = oracle(spec, scalars(random_rows()), leaves)
+    for i, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        for name in ("params", "mu", "nu", "out"):
+            piece = np.asarray(getattr(got, name)[0])[offset : offset + size]
+            assert_same_bits(piece, getattr(want[i], name), f"{name}[{i}]")
+
+
+def test_pairwise_sum_adds_adjacent_terms():
+    names = np.asarray([f"{i}" for i in range(7)], object)
+
+    class Term(str):
+        def __add__(self, other):
+            return Term(f"({str(self)}+{str(other)})")
+
+    terms = np.asarray([Term(x) for x in names], object)
+    assert str(reference.pairwise_sum(terms, np)) == "(((0+1)+(2+3))+((4+5)+6))"
+
+
 @pytest.mark.parametrize("count", [1, 2, 10, 100, 1000, 10**6])
 def test_kernel_equals_the_oracle_at_every_step_count(platform, count):
     operands = random_operands(
@@ -95,7 +221,7 @@ def test_misaligned_leaves(platform, shift):
     got = adam(spec, scalars(random_rows()), flats)
 
     leaves = Operands(
-        *(tuple(x[0][o : o + n] for o, n in zip(offsets, sizes, strict=True)) for x in flats)
+        *(tuple(x[0][o : o + n] for o, n in zip(offsets, sizes, strict=True)) for x in flats[:4])
     )
     want = oracle(spec, scalars(random_rows()), leaves)
     inside = np.zeros(total, bool)
@@ -206,16 +332,27 @@ def test_many_leaves_need_several_launches(platform):
 
 def test_fallback_is_close_to_the_kernel():
     """What runs without a compiled module: same modes, same results but for contraction."""
-    for mode in ("step", "step_and_cast", "update"):
-        operands = random_operands(np.random.default_rng(6), (33, 5), (F32,) * 4, specials=False)
-        spec = Spec(mode, (0, 1), True, None if mode == "step" else F32)
+    for mode in ("step", "step_and_cast", "update", "step_split"):
+        rng = np.random.default_rng(6)
+        operands = random_operands(rng, (33, 5), (F32,) * 4, specials=False)
+        if mode == "step_split":
+            operands = split_operands(rng, (33, 5), (F32,) * 3, specials=False)
+        has_out = mode in ("step_and_cast", "update")
+        spec = Spec(mode, (0, 1), True, F32 if has_out else None)
         got = jax.jit(kernel.adam_fallback, static_argnums=0)(
             spec, scalars(random_rows()), operands
         )
         want = adam(spec, scalars(random_rows()), operands)
         assert jax.tree.structure(got) == jax.tree.structure(want)
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            if mode == "step_split":
+                continue
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-30)
+        if mode == "step_split":  # neither half means anything by itself
+            halves = (zip(z.params, z.out, strict=True) for z in (got, want))
+            joined = ([reference.join(*map(np.asarray, pair), np) for pair in z] for z in halves)
+            for x, y in zip(*joined, strict=True):
+                np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-30)
 
 
 def test_fallback_on_flat_arrays_leaves_gaps_alone():
@@ -239,7 +376,7 @@ def raw_call(results, *operands, **attributes):
 
 
 GOOD_ATTRIBUTES = dict(
-    mode=np.int32(0), nesterov=np.bool_(False), groups=np.zeros(1, np.int32), flat=np.int32(0),
+    mode=np.int32(0), nesterov=np.bool_(False), contributions=np.int32(1), groups=np.zeros(1, np.int32), flat=np.int32(0),
     sizes=np.zeros(0, np.int64), offsets=np.zeros(0, np.int64),
 )  # fmt: skip
 
@@ -247,7 +384,11 @@ GOOD_ATTRIBUTES = dict(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(mode=np.int32(7)), "mode must be 0, 1 or 2"),
+        (dict(mode=np.int32(7)), "mode must be 0, 1, 2 or 3"),
+        (dict(mode=np.int32(3)), "too few arrays"),
+        (dict(contributions=np.int32(0)), "contributions must be"),
+        (dict(contributions=np.int32(2)), "has 8 elements, expected"),
+        (dict(contributions=np.int32(2**20)), "contributions must be"),
         (dict(mode=np.int32(1)), "too few arrays"),
         (dict(groups=np.asarray([5], np.int32)), "no row of coefficients"),
         (dict(groups=np.asarray([-1], np.int32)), "no row of coefficients"),

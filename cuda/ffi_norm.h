@@ -1,0 +1,49 @@
+// Turns the operands of the FFI call `jdistadam_norm` into a NormCall, checking everything.
+//
+// operands  inv_scale f32[], then the gradients, all of one dtype.
+// results   sum_of_squares f32[], found_inf pred[], scratch u32[number of tiles, 2].
+#pragma once
+
+#include "ffi_common.h"
+#include "norm.h"
+
+namespace jdistadam {
+
+using FloatResult = ffi::Result<ffi::Buffer<ffi::F32, 0>>;
+using BoolResult = ffi::Result<ffi::Buffer<ffi::PRED, 0>>;
+using TilesResult = ffi::Result<ffi::Buffer<ffi::U32, 2>>;
+
+inline ffi::Error BuildNormCall(FloatScalar inv_scale, const ffi::RemainingArgs& grads,
+                                FloatResult sum_of_squares, BoolResult found_inf, TilesResult tiles,
+                                NormCall* call) {
+  call->dtype = Dtype::kFloat32;
+  call->num_tiles = 0;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    std::optional<ffi::AnyBuffer> buffer;
+    if (auto error = TakeFloat("grads", grads, i, &buffer, &call->dtype); error.failure())
+      return error;
+    const size_t size = buffer->element_count();
+    call->leaves.push_back({DataOf(*buffer), size, call->num_tiles});
+    call->num_tiles += NumNormTiles(size);
+  }
+  const auto scratch = tiles->dimensions();
+  if (size_t(scratch[0]) != call->num_tiles || scratch[1] != 2)
+    return Invalid("scratch: expected " + std::to_string(call->num_tiles) + " tiles of 2 words");
+  call->inv_scale = inv_scale.typed_data();
+  call->tiles = reinterpret_cast<TileNorm*>(tiles->typed_data());
+  call->sum_of_squares = sum_of_squares->typed_data();
+  call->found_inf = found_inf->typed_data();
+  return ffi::Error::Success();
+}
+
+// The binding that both backends share; they differ only in their execution context.
+#define JDISTADAM_NORM_BINDING(context)                                    \
+  ::xla::ffi::Ffi::Bind()                                                  \
+      .Ctx<context>()                                                      \
+      .Arg<::jdistadam::FloatScalar>() /* inv_scale */                     \
+      .RemainingArgs()                                                     \
+      .Ret<::xla::ffi::Buffer<::xla::ffi::F32, 0>>()  /* sum_of_squares */ \
+      .Ret<::xla::ffi::Buffer<::xla::ffi::PRED, 0>>() /* found_inf */      \
+      .Ret<::xla::ffi::Buffer<::xla::ffi::U32, 2>>()  /* scratch */
+
+}  // namespace jdistadam

@@ -1,0 +1,120 @@
+// Turns the operands of the FFI call `jdistadam_sum` into a SumCall, checking everything.
+//
+// operands  the inputs, all of one dtype: one array a leaf, or one flat array.
+// results   the outputs, likewise. Gaps of a flat output become zero.
+// contributions    each input holds so many, one behind the other.
+// flat             bit 0: the inputs are flat; bit 1: the outputs are.
+// sizes, offsets   one entry a leaf: elements, and where it begins in the flat arrays. Offsets
+//                  ascend, and no two leaves overlap.
+#pragma once
+
+#include "ffi_common.h"
+#include "pairwise.h"
+#include "sum.h"
+
+namespace jdistadam {
+
+struct SumAttributes {
+  int32_t contributions, flat;
+  ffi::Span<const int64_t> sizes, offsets;
+};
+
+inline ffi::Error CheckSumAttributes(const SumAttributes& a) {
+  if (a.contributions < 1 || a.contributions > kMaxContributions)
+    return Invalid("contributions must be between 1 and " + std::to_string(kMaxContributions));
+  if (a.flat < 0 || a.flat > 3) return Invalid("flat must be 0, 1, 2 or 3");
+  if (a.sizes.size() != a.offsets.size()) return Invalid("sizes and offsets need one entry a leaf");
+  int64_t end = 0;
+  for (size_t i = 0; i < a.sizes.size(); ++i) {
+    if (a.sizes[i] < 0 || a.offsets[i] < end || a.sizes[i] > INT64_MAX - a.offsets[i])
+      return Invalid("leaf " + std::to_string(i) + ": offsets must ascend without overlap");
+    end = a.offsets[i] + a.sizes[i];
+  }
+  return ffi::Error::Success();
+}
+
+// Sets one side of all leaves: set(leaf, data).
+template <typename Buffers, typename Set>
+ffi::Error TakeSide(const char* name, const SumAttributes& a, bool flat, size_t copies,
+                    const Buffers& buffers, Dtype* dtype, const Set& set) {
+  const size_t expected = flat ? 1 : a.sizes.size();
+  if (buffers.size() != expected)
+    return Invalid(std::string(name) + ": expected " + std::to_string(expected) + " arrays");
+  for (size_t i = 0; i < expected; ++i) {
+    std::optional<ffi::AnyBuffer> buffer;
+    if (auto error = TakeFloat(name, buffers, i, &buffer, dtype); error.failure()) return error;
+    const size_t elements = buffer->element_count(), total = elements / copies;
+    if (total * copies != elements)
+      return Invalid(std::string(name) + ": does not divide by the number of contributions");
+    if (!flat && total != size_t(a.sizes[i])) {
+      return Invalid(std::string(name) + ": leaf " + std::to_string(i) + " has " +
+                     std::to_string(total) + " elements, expected " + std::to_string(a.sizes[i]));
+    }
+    if (!flat) set(i, DataOf(*buffer), total);
+    for (size_t leaf = 0; flat && leaf < a.sizes.size(); ++leaf) {
+      if (size_t(a.offsets[leaf] + a.sizes[leaf]) > total) {
+        return Invalid(std::string(name) + ": leaf " + std::to_string(leaf) +
+                       " ends beyond the flat array");
+      }
+      set(leaf, DataOf(*buffer) + size_t(a.offsets[leaf]) * ItemSize(*dtype), total);
+    }
+  }
+  return ffi::Error::Success();
+}
+
+// Leaves of zeros for what no leaf covers.
+inline void FillGaps(const SumAttributes& a, char* out, size_t total, SumCall* call) {
+  size_t end = 0;
+  const auto fill = [&](size_t begin) {
+    if (begin > end)
+      call->leaves.push_back({nullptr, out + end * ItemSize(call->out), begin - end});
+  };
+  for (size_t i = 0; i < a.sizes.size(); ++i) {
+    fill(size_t(a.offsets[i]));
+    end = size_t(a.offsets[i] + a.sizes[i]);
+  }
+  fill(total);
+}
+
+inline ffi::Error BuildSumCall(const SumAttributes& a, const ffi::RemainingArgs& args,
+                               const ffi::RemainingRets& rets, SumCall* call) {
+  if (auto error = CheckSumAttributes(a); error.failure()) return error;
+  const bool flat_in = a.flat & 1, flat_out = a.flat & 2;
+  call->in = call->out = Dtype::kFloat32;
+  call->contributions = a.contributions;
+  call->stride = 0;
+  call->leaves.resize(a.sizes.size());
+  for (size_t i = 0; i < a.sizes.size(); ++i) call->leaves[i].size = size_t(a.sizes[i]);
+  auto error = TakeSide("inputs", a, flat_in, size_t(a.contributions), args, &call->in,
+                        [&](size_t leaf, const char* data, size_t total) {
+                          call->leaves[leaf].in = data;
+                          if (flat_in) call->stride = total;
+                        });
+  if (error.failure()) return error;
+  char* flat = nullptr;
+  size_t flat_size = 0;
+  error = TakeSide("outputs", a, flat_out, 1, rets, &call->out,
+                   [&](size_t leaf, char* data, size_t total) {
+                     call->leaves[leaf].out = data;
+                     if (flat_out && leaf == 0) {
+                       flat = data - size_t(a.offsets[0]) * ItemSize(call->out);
+                       flat_size = total;
+                     }
+                   });
+  if (error.failure()) return error;
+  if (flat != nullptr) FillGaps(a, flat, flat_size, call);
+  return ffi::Error::Success();
+}
+
+// The binding that both backends share; they differ only in their execution context.
+#define JDISTADAM_SUM_BINDING(context)                \
+  ::xla::ffi::Ffi::Bind()                             \
+      .Ctx<context>()                                 \
+      .RemainingArgs()                                \
+      .RemainingRets()                                \
+      .Attr<int32_t>("contributions")                 \
+      .Attr<int32_t>("flat")                          \
+      .Attr<::xla::ffi::Span<const int64_t>>("sizes") \
+      .Attr<::xla::ffi::Span<const int64_t>>("offsets")
+
+}  // namespace jdistadam

@@ -1,0 +1,53 @@
+// The global norm of a list of gradients, and whether all of them are finite.
+//
+//   sum_of_squares <- sum over all leaves of (g * inv_scale)^2
+//   found_inf      <- whether any g * inv_scale is infinite or NaN
+//
+// The order of the sum is fixed, whatever the number of threads and the shape of a launch: a leaf
+// is cut into tiles of kNormTile elements; the sums of all tiles, in the order of the leaves, are
+// summed once more. Both are sums over lanes: lane l adds its terms l, l + kNormLanes, ... one
+// after the other, beginning with zero, then the lanes are halved: lane l adds lane l + half.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "dtype.h"
+#include "parallel.h"
+
+namespace jdistadam {
+
+constexpr size_t kNormLanes = 1024;
+constexpr size_t kNormTile = 8 * kNormLanes;
+
+struct NormLeaf {
+  const void* grad;
+  size_t size;
+  size_t first_tile;  // tiles of all leaves before this one
+};
+
+// What a tile adds up to.
+struct TileNorm {
+  float sum_of_squares;
+  uint32_t found_inf;
+};
+
+// The pointers are device memory in the CUDA kernels.
+struct NormCall {
+  Dtype dtype;
+  const float* inv_scale;
+  std::vector<NormLeaf> leaves;
+  size_t num_tiles;
+  TileNorm* tiles;  // (num_tiles,), scratch
+  float* sum_of_squares;
+  bool* found_inf;
+};
+
+inline size_t NumNormTiles(size_t size) { return (size + kNormTile - 1) / kNormTile; }
+
+JDISTADAM_INLINE bool IsFinite(float x) { return (BitsOf(x) & 0x7f800000u) != 0x7f800000u; }
+
+void NormCpu(const NormCall& call, const Threads& threads);
+
+}  // namespace jdistadam

@@ -1,0 +1,135 @@
+// The global norm on a CUDA device: a block sums one tile, then one block sums the tiles.
+//
+// traffic   one read of the gradients; 16 bytes a tile of kNormTile elements besides.
+// order     as norm.h says: no atomics, nothing depends on which block runs when.
+
+#include "kernels_cuda.h"
+#include "leaf_table.cuh"
+#include "norm.h"
+#include "vector.cuh"
+
+namespace jdistadam {
+namespace {
+
+constexpr int kVector = 4;
+constexpr int kThreads = kNormLanes / kVector;  // of a tile: thread t owns lanes 4 t ... 4 t + 3
+constexpr int kRows = kNormTile / kNormLanes;
+constexpr int kFinalThreads = kNormLanes;
+
+// Halves the lanes that lie `kPerThread` a thread, until the first holds the sum of all; in thread
+// 0 only.
+template <int kPerThread>
+__device__ float SumLanes(float (&lanes)[kPerThread]) {
+  __shared__ float shared[kNormLanes];
+  constexpr int threads = kNormLanes / kPerThread;
+#pragma unroll
+  for (int half = threads / 2; half >= 32; half /= 2) {
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) shared[k * threads + threadIdx.x] = lanes[k];
+    __syncthreads();
+    if (threadIdx.x < half) {
+#pragma unroll
+      for (int k = 0; k < kPerThread; ++k) lanes[k] += shared[k * threads + threadIdx.x + half];
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int half = 16; half > 0; half /= 2) {
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) lanes[k] += __shfl_down_sync(0xffffffffu, lanes[k], half);
+  }
+#pragma unroll
+  for (int half = kPerThread / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int k = 0; k < half; ++k) lanes[k] += lanes[k + half];
+  }
+  return lanes[0];
+}
+
+template <Dtype kDtype>
+__device__ __forceinline__ void LoadRow(const NormLeaf& leaf, size_t i, bool aligned,
+                                        float (&x)[kVector]) {
+  if (aligned && i + kVector <= leaf.size) {
+    Widen(LoadVector<kVector>(leaf.grad, kDtype, i), kDtype, x);
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kVector; ++k)
+    x[k] = i + k < leaf.size ? LoadOne(leaf.grad, kDtype, i + k) : 0;
+}
+
+template <Dtype kDtype, int kCapacity>
+__global__ void __launch_bounds__(kThreads)
+    TileKernel(const __grid_constant__ LeafTable<NormLeaf, kCapacity> table,
+               const float* inv_scale_pointer, TileNorm* tiles) {
+  const TileIndex index = FindTile(table, blockIdx.x);
+  const NormLeaf& leaf = table.leaves[index.leaf];
+  const size_t begin = size_t{index.tile} * kNormTile + threadIdx.x * kVector;
+  const bool aligned = IsAligned<kVector>(leaf.grad, kDtype);
+  float x[kRows][kVector], lanes[kVector] = {};
+#pragma unroll
+  for (int row = 0; row < kRows; ++row)
+    LoadRow<kDtype>(leaf, begin + row * kNormLanes, aligned, x[row]);
+  const float inv_scale = *inv_scale_pointer;
+  bool finite = true;
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) {
+      const float g = x[row][k] * inv_scale;
+      finite &= IsFinite(g);
+      lanes[k] += g * g;
+    }
+  }
+  const bool found_inf = __syncthreads_or(!finite);
+  const float sum = SumLanes(lanes);
+  if (threadIdx.x == 0) tiles[leaf.first_tile + index.tile] = {sum, found_inf};
+}
+
+__global__ void __launch_bounds__(kFinalThreads)
+    FinalKernel(const TileNorm* tiles, size_t num_tiles, float* sum_of_squares, bool* found_inf) {
+  float lanes[1] = {};
+  uint32_t found = 0;
+  for (size_t t = threadIdx.x; t < num_tiles; t += kFinalThreads) {
+    const TileNorm tile = tiles[t];
+    lanes[0] += tile.sum_of_squares;
+    found |= tile.found_inf;
+  }
+  const bool any = __syncthreads_or(found);
+  const float sum = SumLanes(lanes);
+  if (threadIdx.x == 0) {
+    *sum_of_squares = CanonicalNan(sum);
+    *found_inf = any;
+  }
+}
+
+template <Dtype kDtype>
+cudaError_t Launch(const NormCall& call, cudaStream_t stream) {
+  const cudaError_t error =
+      ForEachTable<NormLeaf>(call.leaves, kNormTile, [&](const auto& table, uint32_t tiles) {
+        TileKernel<kDtype><<<tiles, kThreads, 0, stream>>>(table, call.inv_scale, call.tiles);
+        return cudaGetLastError();
+      });
+  if (error != cudaSuccess) return error;
+  FinalKernel<<<1, kFinalThreads, 0, stream>>>(call.tiles, call.num_tiles, call.sum_of_squares,
+                                               call.found_inf);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t NormCuda(const NormCall& call, cudaStream_t stream) {
+  switch (call.dtype) {
+    case Dtype::kFloat32:
+      return Launch<Dtype::kFloat32>(call, stream);
+    case Dtype::kBfloat16:
+      return Launch<Dtype::kBfloat16>(call, stream);
+    case Dtype::kFloat16:
+      return Launch<Dtype::kFloat16>(call, stream);
+    case Dtype::kUint16:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jdistadam

@@ -1,0 +1,132 @@
+"""The other kernels: global norm, pairwise sums, packing and unpacking of many leaves.
+
+All arrays are what one device holds, as in kernel.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistadam import native, reference
+
+_FLAT_INPUT, _FLAT_OUTPUT = 1, 2  # bits of the handler's attribute `flat`
+
+
+def sum_of_squares(grads: Sequence[Any], inv_scale: Any = None) -> tuple[jax.Array, jax.Array]:
+    r"""Returns :math:`\sum (s g)^2` over all leaves, and whether any :math:`s g` is not finite.
+
+    One read of the gradients. The order of the sum is fixed by the leaves' sizes alone.
+
+    Args:
+      grads: float32, bfloat16 or float16 arrays of any shapes.
+      inv_scale: :math:`s`, shape (), float32. None: 1.
+
+    Returns:
+      Two arrays of shape (), float32 and bool.
+    """
+    scale = jnp.ones((), jnp.float32) if inv_scale is None else inv_scale
+    by_dtype: dict[Any, list[Any]] = {}
+    for grad in grads:
+        if grad.size:
+            by_dtype.setdefault(jnp.dtype(grad.dtype), []).append(grad)
+    total, found_inf = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
+    for arrays in by_dtype.values():
+        squares, found = native.choose(_norm_native, _norm_fallback, scale, arrays)
+        total, found_inf = total + squares, found_inf | found
+    return total, found_inf
+
+
+def _norm_native(inv_scale: Any, grads: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+    tiles = sum(-(-x.size // reference.NORM_TILE) for x in grads)
+    shapes = (((), jnp.float32), ((), jnp.bool_), ((tiles, 2), jnp.uint32))
+    results = [native.type_like(grads[0], shape, dtype) for shape, dtype in shapes]
+    squares, found_inf, _ = jax.ffi.ffi_call("jdistadam_norm", results)(inv_scale, *grads)
+    return squares, found_inf
+
+
+def _norm_fallback(inv_scale: Any, grads: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+    scaled = [x.astype(jnp.float32) * inv_scale for x in grads]
+    squares = jnp.stack([jnp.sum(jnp.square(x)) for x in scaled])
+    finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in scaled])
+    return jnp.sum(squares), ~jnp.all(finite)
+
+
+def sum_contributions(stacked: Sequence[Any], dtype: Any = jnp.float32) -> list[jax.Array]:
+    """Adds arrays of shape (contributions, ...) pairwise in float32; rounds once, to ``dtype``."""
+    contributions = stacked[0].shape[0]
+    shapes = tuple(x.shape[1:] for x in stacked)
+    sizes = tuple(x.size // contributions for x in stacked)
+    offsets = tuple(np.cumsum((0, *sizes[:-1])).tolist())
+    return _sum(0, shapes, sizes, offsets, contributions, dtype, stacked)
+
+
+def pack(leaves: Sequence[Any], offsets: Sequence[int], size: int, dtype: Any) -> jax.Array:
+    """Returns a flat array with the leaves at their ascending offsets, and zeros elsewhere."""
+    if not leaves:
+        return jnp.zeros((size,), dtype)
+    sizes = tuple(x.size for x in leaves)
+    return _sum(_FLAT_OUTPUT, ((size,),), sizes, tuple(offsets), 1, dtype, leaves)[0]
+
+
+def unpack(
+    flat: Any, shapes: Sequence[tuple[int, ...]], offsets: Sequence[int], dtype: Any
+) -> list[jax.Array]:
+    """Returns the leaves that lie at ascending offsets of a flat array."""
+    sizes = tuple(int(np.prod(shape)) for shape in shapes)
+    return _sum(_FLAT_INPUT, tuple(shapes), sizes, tuple(offsets), 1, dtype, (flat,))
+
+
+def _sum(
+    flat: int,
+    shapes: tuple[tuple[int, ...], ...],
+    sizes: tuple[int, ...],
+    offsets: tuple[int, ...],
+    contributions: int,
+    dtype: Any,
+    inputs: Sequence[Any],
+) -> list[jax.Array]:
+    if not shapes:
+        return []
+    results = [native.type_like(inputs[0], shape, dtype) for shape in shapes]
+    attributes = {
+        "contributions": np.int32(contributions),
+        "flat": np.int32(flat),
+        "sizes": np.asarray(sizes, np.int64),
+        "offsets": np.asarray(offsets, np.int64),
+    }
+
+    def compiled(*arrays: Any) -> list[jax.Array]:
+        return list(jax.ffi.ffi_call("jdistadam_sum", results)(*arrays, **attributes))
+
+    fallback = functools.partial(_sum_fallback, flat, shapes, sizes, offsets, contributions, dtype)
+    return native.choose(compiled, fallback, *inputs)
+
+
+def _sum_fallback(
+    flat: int,
+    shapes: tuple[tuple[int, ...], ...],
+    sizes: tuple[int, ...],
+    offsets: tuple[int, ...],
+    contributions: int,
+    dtype: Any,
+    *inputs: Any,
+) -> list[jax.Array]:
+    if flat & _FLAT_INPUT:
+        ends = np.add(offsets, sizes).tolist()
+        leaves = [inputs[0][a:b] for a, b in zip(offsets, ends, strict=True)]
+    else:
+        stacks = [x.reshape(contributions, -1).astype(jnp.float32) for x in inputs]
+        leaves = [reference.pairwise_sum(stack, jnp) for stack in stacks]
+    if not flat & _FLAT_OUTPUT:
+        pairs = zip(leaves, shapes, strict=True)
+        return [leaf.reshape(shape).astype(dtype) for leaf, shape in pairs]
+    out = jnp.zeros(shapes[0], dtype)
+    for leaf, offset in zip(leaves, offsets, strict=True):
+        out = out.at[offset : offset + leaf.size].set(leaf.astype(dtype))
+    return [out]

@@ -1,0 +1,147 @@
+"""Norm, pairwise sums, packing and unpacking: equal to the oracle in every bit."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bits import assert_same_bits, random_array
+from jax.sharding import PartitionSpec as P
+from test_kernel import BF16, DTYPES, F16, F32
+
+from jdistadam import reductions, reference
+
+SIZES = (0, 1, 3, 1023, 1024, 8191, 8192, 8193, 40_000)
+sum_of_squares = jax.jit(reductions.sum_of_squares)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_equals_the_oracle_bitwise(platform, dtype):
+    """Ordinary values, so that the order of the sum shows, and many tiles of leaves of all sizes."""
+    rng = np.random.default_rng(0)
+    grads = [rng.normal(size=n).astype(dtype) for n in SIZES]
+    squares, found_inf = sum_of_squares(grads, np.float32(0.37))
+    want, _ = reference.sum_of_squares([g for g in grads if g.size], np.float32(0.37))
+    assert_same_bits(squares, want)
+    assert not found_inf
+    exact = sum(np.square(g.astype(np.float64) * np.float32(0.37)).sum() for g in grads)
+    terms = sum(SIZES)  # a sum of n positive terms, each rounded: off by n roundings at most
+    np.testing.assert_allclose(squares, exact, rtol=terms * 2.0**-24)
+
+
+def test_norm_of_more_tiles_than_lanes(platform):
+    """Tiles are summed over lanes too: 1100 of them, the last one short."""
+    grads = [np.random.default_rng(1).normal(size=1100 * reference.NORM_TILE - 5).astype(F32)]
+    squares, _ = sum_of_squares(grads, np.float32(1))
+    assert_same_bits(squares, reference.sum_of_squares(grads, np.float32(1))[0])
+
+
+def test_norm_of_many_leaves(platform):
+    """More leaves than one table of kernel parameters holds."""
+    rng = np.random.default_rng(2)
+    grads = [rng.normal(size=n).astype(F32) for n in rng.integers(1, 40, 1100)]
+    squares, _ = sum_of_squares(grads, np.float32(1))
+    assert_same_bits(squares, reference.sum_of_squares(grads, np.float32(1))[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("where", [0, 1022, 8191, 8192, 20_000, 39_999])
+def test_found_inf_sees_every_element(platform, dtype, where):
+    """One value that is not finite, anywhere; or that overflows only when it is scaled."""
+    clean = np.ones(40_000, dtype)
+    for value, inv_scale, expected in (
+        (np.inf, 1, True), (-np.inf, 1, True), (np.nan, 1, True), (60_000, 1, False), (60_000, 1e35, True), (60_000, 1e30, False),
+    ):  # fmt: skip
+        grads = [np.ones(7, dtype), clean.copy()]
+        grads[1][where] = value
+        squares, found_inf = sum_of_squares(grads, np.float32(inv_scale))
+        assert bool(found_inf) == expected, value
+        want, want_found = reference.sum_of_squares(grads, np.float32(inv_scale))
+        assert_same_bits(squares, want)
+        assert want_found == expected
+
+
+def test_norm_of_nothing_and_of_mixed_dtypes(platform):
+    squares, found_inf = sum_of_squares([])
+    assert float(squares) == 0 and not found_inf
+    grads = [np.full(3, 2, t) for t in (F32, BF16, F16)] + [np.zeros((0, 4), F32)]
+    squares, found_inf = sum_of_squares(grads)
+    assert float(squares) == 36 and not found_inf
+    grads[2][1] = np.inf
+    assert sum_of_squares(grads)[1]
+
+
+@pytest.mark.parametrize("contributions", [1, 2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize(("dtype", "out"), list(itertools.product(DTYPES, DTYPES)), ids=str)
+def test_sum_equals_the_oracle_bitwise(platform, dtype, out, contributions):
+    rng = np.random.default_rng(contributions)
+    stacked = [
+        np.stack([random_array(rng, n, dtype) for _ in range(contributions)])
+        for n in (0, 1, 5, 513, 4096)
+    ]
+    got = jax.jit(lambda xs: reductions.sum_contributions(xs, out))(stacked)
+    for x, y in zip(got, stacked, strict=True):
+        with np.errstate(all="ignore"):
+            want = reference.pairwise_sum(y.astype(F32), np)
+            assert_same_bits(x, reference.store(want, out, np))
+
+
+@pytest.mark.parametrize(("dtype", "out"), list(itertools.product(DTYPES, DTYPES)), ids=str)
+def test_pack_and_unpack(platform, dtype, out):
+    """Leaves of any shape and alignment; gaps are zero; unpacking is the inverse."""
+    rng = np.random.default_rng(3)
+    shapes = ((5,), (), (3, 7), (0, 2), (64, 33), (1,))
+    leaves = [np.reshape(random_array(rng, int(np.prod(s)), dtype), s) for s in shapes]
+    offsets, size = (0, 5, 16, 37, 128, 2300), 2400
+    packed = jax.jit(lambda xs: reductions.pack(xs, offsets, size, out))(leaves)
+    want = np.zeros(size, out)
+    with np.errstate(all="ignore"):
+        for leaf, offset in zip(leaves, offsets, strict=True):
+            cast = reference.store(leaf.astype(F32), out, np)
+            want[offset : offset + leaf.size] = cast.ravel()
+    assert_same_bits(packed, want)
+    unpacked = jax.jit(lambda x: reductions.unpack(x, shapes, offsets, out))(want)
+    for i, (leaf, offset) in enumerate(zip(leaves, offsets, strict=True)):
+        assert_same_bits(unpacked[i], want[offset : offset + leaf.size].reshape(leaf.shape))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_results_vary_where_their_operands_do(cpu_mesh, check_vma):
+    """In a shard_map each device has its own norm: a result that claimed to be equal would be wrong."""
+    mesh = cpu_mesh(4)
+
+    def local(x):
+        squares, found_inf = reductions.sum_of_squares([x])
+        flat = reductions.pack([x, x], (0, 4), 8, jnp.bfloat16)
+        (again, _) = reductions.unpack(flat, ((4,), (4,)), (0, 4), jnp.float32)
+        (summed,) = reductions.sum_contributions([x.reshape(2, 2)])
+        return squares[None], found_inf[None], again, summed
+
+    x = np.arange(16.0, dtype=F32)
+    placed = jax.device_put(x, jax.NamedSharding(mesh, P("data")))
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma
+    )
+    squares, found_inf, again, summed = jax.jit(run)(placed)
+    np.testing.assert_array_equal(squares, (x.reshape(4, 4) ** 2).sum(1))
+    np.testing.assert_array_equal(again, x)
+    np.testing.assert_array_equal(summed, x.reshape(4, 2, 2).sum(1).ravel())
+    assert not found_inf.any()
+
+
+def test_fallbacks_do_the_same():
+    """Exact sums, so that their order is irrelevant."""
+    rng = np.random.default_rng(4)
+    grads = [rng.integers(-8, 8, n).astype(F32) for n in (5, 8193)]
+    got = reductions._norm_fallback(np.float32(0.5), grads)
+    assert [float(x) for x in got] == [float(x) for x in reference.sum_of_squares(grads, 0.5)]
+    for flat, shapes, arrays, n in (
+        (0, ((2,), (3,)), [rng.integers(0, 9, (3, k)).astype(F32) for k in (2, 3)], 3),
+        (reductions._FLAT_OUTPUT, ((9,),), [np.ones(2, F32), np.ones(3, F32)], 1),
+        (reductions._FLAT_INPUT, ((2,), (3,)), [np.arange(9, dtype=F32)], 1),
+    ):
+        args = flat, shapes, (2, 3), (1, 5), n, jnp.bfloat16
+        got, want = reductions._sum(*args, arrays), reductions._sum_fallback(*args, *arrays)
+        for x, y in zip(got, want, strict=True):
+            assert_same_bits(x, y)
