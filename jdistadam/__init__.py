@@ -30,10 +30,10 @@ from jdistadam.errors import (
     ShapeError,
     TreeError,
 )
+from jdistadam.main_state import MainParamsState, main_params
 from jdistadam.optimizer import fused_adam, fused_adamw
 from jdistadam.training import TrainState, full_params, local_params, shard_batch, train_step
 from jdistadam.transformation import FusedTransformation
-from jdistadam.tree_step import MainParamsState
 
 try:
     __version__ = _version("jdistadam")
@@ -65,6 +65,7 @@ __all__ = [
     "fused_adamw",
     "inject_hyperparams",
     "local_params",
+    "main_params",
     "shard_batch",
     "to_optax_state",
     "train_step",

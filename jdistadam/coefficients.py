@@ -37,7 +37,8 @@ def coefficient_row(hyper: Hyperparameters, count: jax.Array, *, decay: bool = T
     r"""Returns the coefficients of the step after ``count`` steps.
 
     With :math:`t` = ``count`` + 1: ``c1`` is :math:`1 - b_1^t`, ``c1_next`` :math:`1 - b_1^{t+1}`,
-    ``c2`` :math:`1 - b_2^t`. Schedules are evaluated at ``count``, before the increment.
+    ``c2`` :math:`1 - b_2^t`; without bias correction each is 1, and the division by it exact.
+    Schedules are evaluated at ``count``, before the increment.
 
     The expressions are optax's, to the letter, and must run inside ``jax.jit``: ``1 - b2`` of a
     Python float is rounded from double precision, ``b2**t`` is the compiler's power function. Any
@@ -58,6 +59,10 @@ def coefficient_row(hyper: Hyperparameters, count: jax.Array, *, decay: bool = T
     """
     count_inc = optax.safe_increment(count)
     b1, b2 = hyper.b1, hyper.b2
+    corrections: tuple[Any, ...] = (1.0, 1.0, 1.0)
+    if hyper.bias_correction:
+        next_inc = optax.safe_increment(count_inc)
+        corrections = (1 - b1**count_inc, 1 - b1**next_inc, 1 - b2**count_inc)
     values = (
         at_count(hyper.learning_rate, count),
         b1,
@@ -67,9 +72,7 @@ def coefficient_row(hyper: Hyperparameters, count: jax.Array, *, decay: bool = T
         hyper.eps,
         hyper.eps_root,
         at_count(hyper.weight_decay, count) if decay else 0.0,
-        1 - b1**count_inc,
-        1 - b1 ** optax.safe_increment(count_inc),
-        1 - b2**count_inc,
+        *corrections,
         hyper.l2 if decay else 0.0,
     )
     return jnp.stack([jnp.asarray(value).astype(jnp.float32).reshape(()) for value in values])

@@ -15,8 +15,8 @@ from jdistadam.distributed import DistributedTransformation
 from jdistadam.distributed_step import AccumulatedGrads
 from jdistadam.errors import PolicyError, TreeError, describe
 from jdistadam.linearity import example_params, why_not_linear
+from jdistadam.main_state import MainParamsState
 from jdistadam.transformation import FusedTransformation
-from jdistadam.tree_step import MainParamsState
 
 
 def chain(*transformations: optax.GradientTransformation) -> FusedTransformation:
@@ -201,8 +201,8 @@ def inject_hyperparams(
 
     Args:
       factory: ``fused_adamw`` or ``fused_adam``.
-      static_args: Names of arguments that stay Python values, besides mask, nesterov, the dtypes,
-        and an l2 that is not given.
+      static_args: Names of arguments that stay Python values, besides mask, nesterov,
+        bias_correction, the dtypes, and an l2 that is not given.
       hyperparam_dtype: Dtype of the numbers in the state. float32, whatever the params are: optax
         takes the params' dtype, in which for bfloat16 a b2 of 0.999 would be 1.
 
@@ -228,7 +228,7 @@ def inject_hyperparams(
     always_static = {
         name
         for name in signature.parameters
-        if name in ("mask", "nesterov") or name.endswith("_dtype")
+        if name in ("mask", "nesterov", "bias_correction") or name.endswith("_dtype")
     }
     always_static |= {static_args} if isinstance(static_args, str) else set(static_args)
 

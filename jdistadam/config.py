@@ -39,6 +39,7 @@ class Hyperparameters:
       weight_decay: Decoupled weight decay, >= 0, or a schedule from the step count to it.
       nesterov: Whether to use Nesterov momentum.
       l2: L2 regularisation, >= 0: ``l2 * params`` is added to the gradient.
+      bias_correction: Whether to divide the moments by 1 - b^t.
     """
 
     learning_rate: Any
@@ -49,6 +50,7 @@ class Hyperparameters:
     weight_decay: Any = 0.0
     nesterov: bool = False
     l2: Any = 0.0
+    bias_correction: bool = True
 
     def __post_init__(self) -> None:
         """Checks every number that is known before tracing."""
@@ -192,6 +194,14 @@ def refuse_unless(name: str, value: Any, supported: tuple[str | None, ...]) -> N
                 action=f"Leave {name.rsplit('.')[-1]} at its default.",
             )
         )
+
+
+def main_params_kind(value: Any) -> str | None:
+    """Returns None, "float32" or "remainder16", or raises PolicyError."""
+    if isinstance(value, str) and value == "remainder16":
+        return value
+    refuse_unless("main_params_dtype", value, (None, "float32", "remainder16"))
+    return None if value is None else "float32"
 
 
 def check_nu_dtype(name: str, value: Any, b2: Any) -> jnp.dtype:

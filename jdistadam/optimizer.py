@@ -15,11 +15,12 @@ from jdistadam.config import (
     ScalarOrSchedule,
     check_nu_dtype,
     float_dtype,
-    refuse_unless,
+    main_params_kind,
 )
+from jdistadam.main_state import MainParamsState, needs_main, new_main_params
 from jdistadam.masks import decay_groups
 from jdistadam.transformation import FusedTransformation
-from jdistadam.tree_step import MainParamsState, needs_main, tree_step
+from jdistadam.tree_step import tree_step
 
 
 def fused_adamw(
@@ -35,6 +36,7 @@ def fused_adamw(
     nesterov: bool = False,
     nu_dtype: Any = None,
     main_params_dtype: Any = None,
+    bias_correction: bool = True,
 ) -> FusedTransformation:
     r"""AdamW in one fused kernel: a drop-in for ``optax.adamw`` with optax's state.
 
@@ -68,8 +70,12 @@ def fused_adamw(
         values. Updates of such leaves are float32 and ``optax.apply_updates`` lands exactly on the
         rounded value, unless a parameter shrinks by 2^16 or more in one step; wrappers that want
         updates of the gradients' dtype, such as ``optax.apply_if_finite``, need float32 gradients
-        then. To change parameters from outside, make a new state. None: parameters are updated as
-        they are.
+        then. To change parameters from outside, make a new state. "remainder16": the same for
+        bfloat16 parameters with 16 bits more instead of 32: a parameter is the bfloat16 nearest to
+        the float32 main parameter (ties away from zero), ``MainParamsState`` keeps the main
+        parameter's low 16 bits, and the two together are its exact value, as ``main_params`` gives
+        it. None: parameters are updated as they are.
+      bias_correction: Whether to divide by :math:`c_1` and :math:`c_2`. If not, both are 1.
 
     Returns:
       A ``FusedTransformation``: ``init``, ``update`` as in optax, and ``step``. Parameters,
@@ -94,7 +100,16 @@ def fused_adamw(
       Loshchilov and Hutter, `Decoupled Weight Decay Regularization
       <https://arxiv.org/abs/1711.05101>`_, 2019.
     """
-    hyper = Hyperparameters(learning_rate, b1, b2, eps, eps_root, weight_decay, nesterov)
+    hyper = Hyperparameters(
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        eps_root,
+        weight_decay,
+        nesterov,
+        bias_correction=bias_correction,
+    )
     mu_dtype = _mu_dtype(mu_dtype)
     like_optax = optax.adamw(
         learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
@@ -114,6 +129,7 @@ def fused_adam(
     l2: Any = 0.0,
     nu_dtype: Any = None,
     main_params_dtype: Any = None,
+    bias_correction: bool = True,
 ) -> FusedTransformation:
     r"""Adam in one fused kernel: a drop-in for ``optax.adam`` with optax's state.
 
@@ -136,6 +152,7 @@ def fused_adam(
       l2: :math:`\ell`, >= 0.
       nu_dtype: Dtype in which the second moment is stored, as in ``fused_adamw``.
       main_params_dtype: As in ``fused_adamw``.
+      bias_correction: As in ``fused_adamw``.
 
     Returns:
       A ``FusedTransformation``. ``update`` needs params only where l2 or main parameters do.
@@ -156,7 +173,9 @@ def fused_adam(
     References:
       Kingma and Ba, `Adam <https://arxiv.org/abs/1412.6980>`_, 2015.
     """
-    hyper = Hyperparameters(learning_rate, b1, b2, eps, eps_root, 0.0, nesterov, l2)
+    hyper = Hyperparameters(
+        learning_rate, b1, b2, eps, eps_root, 0.0, nesterov, l2, bias_correction
+    )
     mu_dtype = _mu_dtype(mu_dtype)
     like_optax = optax.adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov)
     has_l2 = isinstance(l2, jax.Array) or l2 != 0
@@ -174,22 +193,19 @@ def _fused(
 ) -> FusedTransformation:
     """Joins the pieces. ``like_optax`` makes the state."""
     nu_dtype = check_nu_dtype("nu_dtype", nu_dtype, hyper.b2)
-    refuse_unless("main_params_dtype", main_params_dtype, (None, "float32"))
-    keeps_main_params = main_params_dtype is not None
+    kind = main_params_kind(main_params_dtype)
     known, operands = hyper.split()
 
     def init(params: Any) -> optax.OptState:
         decay_groups(mask, params)  # a mask that does not fit should not wait for the first step
-        if not keeps_main_params:
+        if kind is None:
             return _with_nu(like_optax.init(params), nu_dtype)
         wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if needs_main(x) else x, params)
-        main_params = jax.tree.map(
-            lambda x, w: w if needs_main(x) else optax.MaskedNode(), params, wide
-        )
-        return MainParamsState(main_params, _with_nu(like_optax.init(wide), nu_dtype))
+        inner = _with_nu(like_optax.init(wide), nu_dtype)
+        return MainParamsState(new_main_params(kind, params), inner)
 
     def run(mode: str, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        if params is None and (needs_params or keeps_main_params or mode == "step"):
+        if params is None and (needs_params or kind is not None or mode == "step"):
             raise ValueError(optax._src.base.NO_PARAMS_MSG)  # optax has no public name for it
         return tree_step(
             grads,
@@ -200,7 +216,7 @@ def _fused(
             known=known,
             groups=decay_groups(mask, grads if params is None else params),
             nu_dtype=nu_dtype,
-            keeps_main_params=keeps_main_params,
+            main_kind=kind,
         )
 
     def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:

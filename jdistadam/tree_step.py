@@ -8,27 +8,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from jdistadam import optax_leaves, partitioning, trees
+from jdistadam import optax_leaves, partitioning, reference, trees
 from jdistadam.coefficients import coefficient_rows
 from jdistadam.config import Hyperparameters
-from jdistadam.errors import DtypeError, TreeError, describe
+from jdistadam.errors import TreeError, describe
 from jdistadam.kernel import Operands, Scalars, Spec
-
-
-class MainParamsState(NamedTuple):
-    """The state of an optimizer that keeps main parameters.
-
-    Attributes:
-      main_params: The params in float32: what the optimizer updates. ``optax.MaskedNode()`` in
-        place of each leaf that is not in 16 bits, for which the params themselves are updated.
-      inner: The state that optax would have for float32 params.
-    """
-
-    main_params: Any
-    inner: Any
+from jdistadam.main_state import MAIN_DTYPES, MainParamsState, main_leaves, split_state
 
 
 class TreeLeaf(NamedTuple):
@@ -36,7 +23,7 @@ class TreeLeaf(NamedTuple):
 
     grad: Any
     param: Any
-    main: Any  # None: the parameter itself is updated
+    main: Any  # None: the parameter itself is updated; uint16: the remainder beside it
     mu: Any
     nu: Any
 
@@ -44,9 +31,7 @@ class TreeLeaf(NamedTuple):
 # Always inside jit, also for eager calls: the compiler contracts the expressions of the
 # coefficients, so that an eager call would otherwise use different bits. One function for all
 # optimizers: inject_hyperparams makes a new one at each eager call.
-@functools.partial(
-    jax.jit, static_argnames=("mode", "known", "groups", "nu_dtype", "keeps_main_params")
-)
+@functools.partial(jax.jit, static_argnames=("mode", "known", "groups", "nu_dtype", "main_kind"))
 def tree_step(
     grads: Any,
     state: Any,
@@ -57,7 +42,7 @@ def tree_step(
     known: tuple[tuple[str, Any], ...],
     groups: tuple[int, ...],
     nu_dtype: Any,
-    keeps_main_params: bool,
+    main_kind: str | None,
 ) -> tuple[Any, Any]:
     """Steps every leaf and advances the counts of the state.
 
@@ -70,14 +55,14 @@ def tree_step(
       known: The other hyperparameters, as items.
       groups: For each leaf, 0 if decay applies to it, else 1.
       nu_dtype: Dtype of the second moment.
-      keeps_main_params: Whether state is a MainParamsState.
+      main_kind: "float32" or "remainder16" if state is a MainParamsState, else None.
 
     Returns:
       (new params or updates, new state).
     """
     hyper = Hyperparameters(**dict(known), **operands)
-    name = "opt_state.inner" if keeps_main_params else "opt_state"
-    main_params, inner = _split_state(state, keeps_main_params)
+    name = "opt_state" if main_kind is None else "opt_state.inner"
+    main_params, inner = split_state(state, main_kind is not None)
     adam_state = _adam_state(inner, name)
     like: Any = params
     if params is None:
@@ -85,7 +70,9 @@ def tree_step(
     _check_trees(grads, adam_state, like, nu_dtype, name)
 
     treedef: Any = jax.tree.structure(like)
-    mains = _main_leaves(treedef, main_params, like) if keeps_main_params else [None] * len(groups)
+    mains: list[Any] = [None] * len(groups)
+    if main_kind is not None:
+        mains = main_leaves(treedef, main_params, like, MAIN_DTYPES[main_kind])
     columns = [jax.tree.leaves(x) for x in (grads, params, adam_state.mu, adam_state.nu)]
     leaves = [TreeLeaf(*x) for x in zip(*columns[:2], mains, *columns[2:], strict=True)]
     count = adam_state.count
@@ -98,7 +85,7 @@ def tree_step(
         optax.safe_increment(count), tree([x.mu for x in new]), tree([x.nu for x in new])
     )
     new_state: Any = (new_adam, *(advance_schedules(part) for part in inner[1:]))
-    if keeps_main_params:
+    if main_kind is not None:
         masked = [optax.MaskedNode() if x.main is None else x.main for x in new]
         new_state = MainParamsState(tree(masked), new_state)
     return tree([x.param for x in new]), new_state
@@ -150,19 +137,25 @@ def _call(
 ) -> list[TreeLeaf]:
     """Steps leaves of equal dtypes in one kernel call."""
     grads, params, mains, mu, nu = zip(*leaves, strict=True)
-    has_main = mains[0] is not None
-    kernel_mode = "step_and_cast" if has_main else mode
-    out_dtype = None if kernel_mode == "step" else (params if has_main else grads)[0].dtype
-    spec = Spec(kernel_mode, groups, nesterov, out_dtype)
-    updated = mains if has_main else params
-    results = partitioning.adam(spec, scalars, Operands(grads, updated, mu, nu))
-    out: Sequence[Any] = results.params if kernel_mode == "step" else results.out
-    if has_main and mode == "update":
+    new_mains: Sequence[Any]
+    out: Sequence[Any]
+    if mains[0] is None:
+        out_dtype = grads[0].dtype if mode == "update" else None
+        spec = Spec(mode, groups, nesterov, out_dtype)
+        results = partitioning.adam(spec, scalars, Operands(grads, params, mu, nu))
+        new_mains, out = mains, results.params or results.out
+    elif mains[0].dtype == jnp.uint16:
+        spec = Spec("step_split", groups, nesterov)
+        results = partitioning.adam(spec, scalars, Operands(grads, params, mu, nu, mains))
+        new_mains, out = results.out, results.params
+    else:
+        spec = Spec("step_and_cast", groups, nesterov, params[0].dtype)
+        results = partitioning.adam(spec, scalars, Operands(grads, mains, mu, nu))
+        new_mains, out = results.params, results.out
+    if mains[0] is not None and mode == "update":
         out = [_difference(*pair) for pair in zip(out, params, strict=True)]
-    new_mains = results.params if has_main else mains
-    return [
-        TreeLeaf(*new) for new in zip(grads, out, new_mains, results.mu, results.nu, strict=True)
-    ]
+    columns = (grads, out, new_mains, results.mu, results.nu)
+    return [TreeLeaf(*new) for new in zip(*columns, strict=True)]
 
 
 def _call_optax(
@@ -174,16 +167,26 @@ def _call_optax(
 ) -> list[TreeLeaf]:
     """Leaves that the kernel does not know, with main parameters or without."""
     has_main = leaves[0].main is not None
+    is_split = has_main and leaves[0].main.dtype == jnp.uint16
+
+    def updated(x: TreeLeaf) -> Any:
+        if is_split:
+            return reference.join(x.param, x.main, jnp)
+        return x.main if has_main else x.param
+
     theirs = [
-        optax_leaves.OptaxLeaf(x.grad, x.main if has_main else x.param, x.mu, x.nu, group == 0)
+        optax_leaves.OptaxLeaf(x.grad, updated(x), x.mu, x.nu, group == 0)
         for x, group in zip(leaves, groups, strict=True)
     ]
     results = optax_leaves.step("step" if has_main else mode, hyper, count, theirs)
     new = []
     for leaf, (out, mu, nu) in zip(leaves, results, strict=True):
         main = out if has_main else None
-        if has_main:
+        if is_split:
+            rounded, main = reference.split(out, leaf.param.dtype, jnp)
+        elif has_main:
             rounded = out.astype(leaf.param.dtype)
+        if has_main:
             out = rounded if mode == "step" else _difference(rounded, leaf.param)
         new.append(TreeLeaf(leaf.grad, out, main, mu, nu))
     return new
@@ -192,57 +195,6 @@ def _call_optax(
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
     """In float32, so that old + difference lands exactly on new."""
     return new.astype(jnp.float32) - old.astype(jnp.float32)
-
-
-def needs_main(param: Any) -> bool:
-    """Whether a parameter of this dtype loses bits of what the optimizer computes."""
-    return getattr(param, "dtype", None) in (jnp.bfloat16, jnp.float16)
-
-
-def _split_state(state: Any, keeps_main_params: bool) -> tuple[Any, Any]:
-    if keeps_main_params != isinstance(state, MainParamsState):
-        expected = "MainParamsState" if keeps_main_params else "optax's own state"
-        raise TreeError(
-            describe(
-                "opt_state",
-                "does not fit main_params_dtype",
-                got=type(state).__name__,
-                expected=expected,
-                action="Make it with init(params) of this optimizer.",
-            )
-        )
-    return (state.main_params, state.inner) if keeps_main_params else (None, state)
-
-
-def _main_leaves(treedef: Any, main_params: Any, params: Any) -> list[Any]:
-    """Returns the main parameter of each leaf, or None."""
-    try:
-        mains = treedef.flatten_up_to(main_params)
-    except (ValueError, TypeError):
-        raise TreeError(
-            describe(
-                "opt_state.main_params",
-                "tree structure differs from params",
-                got=jax.tree.structure(main_params),
-                expected=treedef,
-                action="Make the state with init(params) of this optimizer.",
-            )
-        ) from None
-    names = trees.paths(params, "opt_state.main_params")
-    for name, main, param in zip(names, mains, jax.tree.leaves(params), strict=True):
-        got = (np.shape(main), getattr(main, "dtype", None))
-        fits = got == (np.shape(param), jnp.float32)
-        if not fits and (needs_main(param) or not isinstance(main, optax.MaskedNode)):
-            raise DtypeError(
-                describe(
-                    name,
-                    "does not fit its parameter",
-                    got=got if hasattr(main, "dtype") else type(main).__name__,
-                    expected=(np.shape(param), "float32"),
-                    action="Make the state with init(params) of this optimizer.",
-                )
-            )
-    return [None if isinstance(main, optax.MaskedNode) else main for main in mains]
 
 
 def _check_trees(

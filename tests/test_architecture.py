@@ -18,7 +18,7 @@ LAYERS = (
     {"config", "layout", "masks"},
     {"coefficients", "reference", "native"},
     {"kernel", "reductions", "buckets", "collectives", "optax_leaves"},
-    {"partitioning", "distributed_checks"},
+    {"partitioning", "distributed_checks", "main_state"},
     {"tree_step", "distributed_step"},
     {"optimizer", "distributed"},
     {"combine", "micro_batches"},

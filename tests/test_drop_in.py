@@ -35,7 +35,7 @@ def assert_trees_same_bits(got, want):
     for path, a, b in zip(paths, jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = np.asarray(a), np.asarray(b)
         if a.dtype.kind in "iu":
-            assert a == b, path
+            assert np.array_equal(a, b), path
         else:
             assert_same_bits(a, b, path)
 
@@ -133,6 +133,108 @@ def test_main_params_are_a_float32_run(platform, make, dtype):
         assert_trees_same_bits(state.inner, plain_state)
         assert_trees_same_bits(params, jax.tree.map(lambda x: x.astype(dtype), main))
         assert_trees_same_bits((applied, other_state), (params, state))
+
+
+@pytest.mark.parametrize("make", [jda.fused_adamw, jda.fused_adam])
+def test_remainders_are_the_float32_run(platform, make):
+    """20 steps of bfloat16 params and 16 bits more: the bits of float32 main parameters.
+
+    Both ways of applying agree; params are nearest to the main parameters, ties away from zero.
+    """
+    kwargs = HYPER if make is jda.fused_adamw else ADAM
+    tx, full = (make(**kwargs, main_params_dtype=kind) for kind in ("remainder16", F32))
+    rng = np.random.default_rng(3)
+    params = applied = full_params = random_tree(rng, BF16)
+    state, other, full_state = tx.init(params), tx.init(params), full.init(params)
+    assert {x.dtype for x in jax.tree.leaves(state.main_params)} == {jnp.dtype(jnp.uint16)}
+    step, update, full_step = jax.jit(tx.step), jax.jit(tx.update), jax.jit(full.step)
+    for _ in range(20):
+        grads = random_tree(rng, BF16, 10.0 ** rng.integers(-2, 2))
+        params, state = step(grads, state, params)
+        updates, other = update(grads, other, applied)
+        applied = optax.apply_updates(applied, updates)
+        full_params, full_state = full_step(grads, full_state, full_params)
+        assert_trees_same_bits(jda.main_params(params, state), full_state.main_params)
+        assert_trees_same_bits(jda.main_params(full_params, full_state), full_state.main_params)
+        assert_trees_same_bits(state.inner, full_state.inner)
+        assert_trees_same_bits((applied, other), (params, state))
+        for low, main in zip(*map(jax.tree.leaves, (params, full_state.main_params)), strict=True):
+            assert_same_bits(low, reference.split(np.asarray(main), np.asarray(low).dtype, np)[0])
+
+
+def test_remainders_move_26_bytes_and_are_updated_in_place():
+    tx = jda.fused_adamw(**HYPER, main_params_dtype="remainder16")
+    params = {"w": jnp.ones((65, 33), BF16), "f": jnp.ones(5)}
+    state = tx.init(params)
+    assert isinstance(state.main_params["f"], optax.MaskedNode)
+
+    def step(params, state):
+        return tx.step(jax.tree.map(lambda x: 0.1 * x, params), state, params)
+
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state).compile()
+    assert not re.search(r"(u16|bf16|f32)\[.+\] copy\(", compiled.as_text())
+    assert compiled.memory_analysis().alias_size_in_bytes == (2 + 2 + 8) * 65 * 33 + 12 * 5 + 4
+    new, _ = step(params, state)
+    assert new["w"].dtype == BF16 and new["f"].dtype == F32
+
+
+def test_remainders_are_refused_where_they_cannot_be():
+    tx = jda.fused_adamw(1e-3, main_params_dtype="remainder16")
+    with pytest.raises(jda.DtypeError, match=r"params\['w'\]: has no remainder: got float16"):
+        tx.init({"w": jnp.ones(3, F16)})
+    params = {"w": jnp.ones(3, BF16)}
+    full = jda.fused_adamw(1e-3, main_params_dtype=F32)
+    message = r"main_params\['w'\]: does not fit its parameter: got \(\(3,\), dtype\('float32'\)\), expected \(\(3,\), 'uint16'\)"
+    with pytest.raises(jda.DtypeError, match=message):
+        tx.step(params, full.init(params), params)
+    plain = jda.fused_adamw(1e-3)
+    assert jda.main_params(params, plain.init(params)) is params
+
+
+def test_remainders_of_leaves_that_optax_steps():
+    """float64 gradients: optax's arithmetic, on the joined halves."""
+    with jax.enable_x64(True):
+        params = {"w": jnp.ones(5, BF16)}
+        grads = {"w": jnp.full(5, 0.3, jnp.float64)}
+        results = []
+        for kind in ("remainder16", F32):
+            tx = jda.fused_adamw(1e-3, main_params_dtype=kind)
+            new, state = params, tx.init(params)
+            for _ in range(5):
+                new, state = tx.step(grads, state, new)
+            results.append((jda.main_params(new, state), state.inner))
+        assert_trees_same_bits(*results)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_without_bias_correction(platform, nesterov):
+    """The moments as they are: the formula with c1 = c2 = 1, in every bit."""
+    tx = jda.fused_adamw(**HYPER, nesterov=nesterov, bias_correction=False)
+    rng = np.random.default_rng(9)
+    params, state = {"w": jnp.asarray(rng.normal(size=300), F32)}, None
+    state = tx.init(params)
+    hyper = Hyperparameters(**HYPER, nesterov=nesterov, bias_correction=False)
+    for _ in range(3):
+        grads = {"w": jnp.asarray(rng.normal(size=300), F32)}
+        row = jax.jit(lambda t: coefficients.coefficient_row(hyper, t))(state[0].count)
+        c = dict(zip(coefficients.NAMES, np.asarray(row), strict=True))
+        assert c["c1"] == c["c2"] == c["c1_next"] == 1
+        leaf = (np.asarray(x["w"]) for x in (grads, params, state[0].mu, state[0].nu))
+        want = reference.adam_leaf(
+            "step", c, np.float32(1), np.bool_(False), *leaf, nesterov=nesterov
+        )
+        params, state = tx.step(grads, state, params)
+        assert_same_bits(params["w"], want.params)
+
+
+def test_without_bias_correction_for_leaves_that_optax_steps():
+    """Complex leaves, too: after one step mu = (1 - b1) g, and the update is mu / sqrt(nu)."""
+    tx = jda.fused_adam(0.1, b1=0.5, b2=0.75, eps=0.0, bias_correction=False)
+    params = {"z": jnp.zeros(2, jnp.complex64)}
+    grads = {"z": jnp.asarray([3 + 4j, 1j], jnp.complex64)}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    want = -0.1 * np.asarray([0.5 * (3 + 4j) / (0.5 * 5), 0.5j / 0.5])
+    np.testing.assert_allclose(updates["z"], want, rtol=1e-6)
 
 
 def test_main_params_exist_only_for_16_bit_leaves():

@@ -193,7 +193,7 @@ def test_pairwise_sum_adds_adjacent_terms():
 
     class Term(str):
         def __add__(self, other):
-            return Term(f"({str(self)}+{str(other)})")
+            return Term(f"({self!s}+{other!s})")
 
     terms = np.asarray([Term(x) for x in names], object)
     assert str(reference.pairwise_sum(terms, np)) == "(((0+1)+(2+3))+((4+5)+6))"

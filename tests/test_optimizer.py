@@ -285,7 +285,7 @@ def test_16_bit_params_and_mixed_trees(dtype):
         (dict(b1=True), jda.HyperparameterError, r"b1: out of range: got True"),
         (dict(mu_dtype=jnp.int8), jda.PolicyError, r"mu_dtype: not a dtype that can be used: .* expected float32, bf"),
         (dict(nu_dtype="garbage"), jda.PolicyError, r"nu_dtype: not a dtype that can be used: got 'garbage'"),
-        (dict(main_params_dtype="remainder16"), jda.PolicyError, r"main_params_dtype: not supported.*'remainder16'"),
+        (dict(main_params_dtype="remainder8"), jda.PolicyError, r"main_params_dtype: not supported.*'remainder8'"),
         (dict(main_params_dtype=jnp.bfloat16), jda.PolicyError, r"main_params_dtype: not supported.*expected None or float32"),
         (dict(nu_dtype=jnp.float16, b2=0.9), jda.PolicyError, r"nu_dtype: a second moment in float16 loses squares below 6e-8"),
     ],

@@ -1,0 +1,143 @@
+"""Main parameters of 16-bit leaves in one program: what the state keeps, and their exact values."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdistadam import reference, trees
+from jdistadam.errors import DtypeError, TreeError, describe
+
+
+class MainParamsState(NamedTuple):
+    """The state of an optimizer that keeps main parameters.
+
+    Attributes:
+      main_params: The params in float32: what the optimizer updates; or, with remainder16, the
+        low 16 bits of them, uint16. ``optax.MaskedNode()`` in place of each leaf that is not in 16
+        bits, for which the params themselves are updated.
+      inner: The state that optax would have for float32 params.
+    """
+
+    main_params: Any
+    inner: Any
+
+
+MAIN_DTYPES = {"float32": jnp.float32, "remainder16": jnp.uint16}
+"""Dtype of the leaves of ``MainParamsState.main_params``."""
+
+
+def needs_main(param: Any) -> bool:
+    """Whether a parameter of this dtype loses bits of what the optimizer computes."""
+    return getattr(param, "dtype", None) in (jnp.bfloat16, jnp.float16)
+
+
+def new_main_params(kind: str, params: Any) -> Any:
+    """The main parameters of a new state: the values of the params."""
+
+    def new(path: str, x: Any) -> Any:
+        if not needs_main(x):
+            return optax.MaskedNode()
+        if kind == "remainder16" and x.dtype != jnp.bfloat16:
+            raise DtypeError(
+                describe(
+                    path,
+                    "has no remainder",
+                    got=x.dtype,
+                    expected="bfloat16, the upper half of a float32",
+                    action="Use main_params_dtype=jnp.float32.",
+                )
+            )
+        # arithmetic on x, so that the result is sharded as x is
+        if kind == "remainder16":
+            return jnp.zeros_like(x, jnp.uint16)
+        return jnp.asarray(x, jnp.float32)
+
+    leaves = map(new, trees.paths(params, "params"), jax.tree.leaves(params))
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
+def split_state(state: Any, keeps_main_params: bool) -> tuple[Any, Any]:
+    """Returns main parameters, or None, and optax's own state."""
+    if keeps_main_params != isinstance(state, MainParamsState):
+        expected = "MainParamsState" if keeps_main_params else "optax's own state"
+        raise TreeError(
+            describe(
+                "opt_state",
+                "does not fit main_params_dtype",
+                got=type(state).__name__,
+                expected=expected,
+                action="Make it with init(params) of this optimizer.",
+            )
+        )
+    return (state.main_params, state.inner) if keeps_main_params else (None, state)
+
+
+def main_leaves(treedef: Any, main_params: Any, params: Any, dtype: Any) -> list[Any]:
+    """Returns the main parameter of each leaf, or None."""
+    try:
+        mains = treedef.flatten_up_to(main_params)
+    except (ValueError, TypeError):
+        raise TreeError(
+            describe(
+                "opt_state.main_params",
+                "tree structure differs from params",
+                got=jax.tree.structure(main_params),
+                expected=treedef,
+                action="Make the state with init(params) of this optimizer.",
+            )
+        ) from None
+    names = trees.paths(params, "opt_state.main_params")
+    for name, main, param in zip(names, mains, jax.tree.leaves(params), strict=True):
+        got = (np.shape(main), getattr(main, "dtype", None))
+        fits = got == (np.shape(param), dtype)
+        if not fits and (needs_main(param) or not isinstance(main, optax.MaskedNode)):
+            raise DtypeError(
+                describe(
+                    name,
+                    "does not fit its parameter",
+                    got=got if hasattr(main, "dtype") else type(main).__name__,
+                    expected=(np.shape(param), jnp.dtype(dtype).name),
+                    action="Make the state with init(params) of this optimizer.",
+                )
+            )
+    return [None if isinstance(main, optax.MaskedNode) else main for main in mains]
+
+
+def main_params(params: Any, opt_state: Any) -> Any:
+    """Returns the exact parameters that the optimizer updates.
+
+    Args:
+      params: The params, as ``step`` or ``optax.apply_updates`` left them.
+      opt_state: The state that belongs to them: of ``fused_adamw``, ``fused_adam`` or a ``chain``.
+
+    Returns:
+      A tree like params: float32 for 16-bit leaves where the state keeps main parameters, else the
+      leaves themselves.
+
+    Example:
+      >>> import jax.numpy as jnp, jdistadam as jda
+      >>> tx = jda.fused_adamw(1e-3, main_params_dtype="remainder16")
+      >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+      >>> params, state = tx.step(params, tx.init(params), params)
+      >>> main = jda.main_params(params, state)["w"]
+      >>> round(float(main[0]), 6), main.astype(jnp.bfloat16)[0].item()
+      (0.999, 1.0)
+    """
+    is_ours = lambda x: isinstance(x, MainParamsState)  # noqa: E731
+    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_ours) if is_ours(x)]
+    if not found:
+        return params
+    treedef: Any = jax.tree.structure(params)
+    pairs = zip(jax.tree.leaves(params), treedef.flatten_up_to(found[0].main_params), strict=True)
+
+    def whole(param: Any, main: Any) -> Any:
+        if isinstance(main, optax.MaskedNode):
+            return param
+        return reference.join(param, main, jnp) if main.dtype == jnp.uint16 else main
+
+    return jax.tree.unflatten(treedef, [whole(*pair) for pair in pairs])
