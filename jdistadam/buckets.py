@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdistadam import reductions
 from jdistadam.layout import Bucket, Layout
 
 
@@ -16,8 +18,11 @@ def bucket_array(bucket: Bucket, leaves: Sequence[Any], dtype: Any) -> jax.Array
     """Returns a bucket's whole content: its leaf as it lies, or its leaves packed and padded."""
     if bucket.dim is not None:
         return leaves[bucket.leaves[0]].astype(dtype)
-    parts = [leaves[i].reshape(-1).astype(dtype) for i in bucket.leaves]
-    return jnp.concatenate([*parts, jnp.zeros((bucket.padding,), dtype)])
+    members = [jnp.asarray(leaves[i]) for i in bucket.leaves]
+    if len({x.dtype for x in members}) > 1:
+        members = [x.astype(dtype) for x in members]
+    offsets = _offsets(x.size for x in members)
+    return reductions.pack(members, offsets[:-1], offsets[-1] + bucket.padding, dtype)
 
 
 def shard_of(layout: Layout, bucket: Bucket, whole: Any, index: Any) -> jax.Array:
@@ -51,12 +56,15 @@ def leaves_of_bucket(layout: Layout, bucket: Bucket, whole: Any) -> list[tuple[i
     """Cuts a bucket's whole content into its leaves: pairs of leaf index and array."""
     if bucket.dim is not None:
         return [(bucket.leaves[0], whole)]
-    leaves, start = [], 0
-    for i in bucket.leaves:
-        leaf = layout.leaves[i]
-        leaves.append((i, whole[start : start + leaf.size].reshape(leaf.shape)))
-        start += leaf.size
-    return leaves
+    shapes = [layout.leaves[i].shape for i in bucket.leaves]
+    offsets = _offsets(layout.leaves[i].size for i in bucket.leaves)
+    leaves = reductions.unpack(whole, shapes, offsets[:-1], whole.dtype)
+    return list(zip(bucket.leaves, leaves, strict=True))
+
+
+def _offsets(sizes: Iterable[int]) -> list[int]:
+    """Where each of several leaves begins behind the others, and where the last one ends."""
+    return list(itertools.accumulate(sizes, initial=0))
 
 
 def leaves_of_flat(layout: Layout, flat: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from jdistadam import buckets, collectives, kernel, trees
+from jdistadam import buckets, collectives, kernel, reductions, trees
 from jdistadam.coefficients import coefficient_rows
 from jdistadam.config import Hyperparameters, MixedPrecisionPolicy
 from jdistadam.distributed_checks import check_grads, check_inside, check_scalar, check_state
@@ -230,9 +230,8 @@ def reduce_gradients(
 
 def _norm(config: DistributedConfig, shards: Sequence[jax.Array], mean: jax.Array) -> jax.Array:
     """The global norm of the mean gradient, float32."""
-    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in shards]
-    total = collectives.all_reduce(sum(squares, start=jnp.float32(0)), config.shard_axis)
-    return jnp.sqrt(total) * mean
+    squares, _ = reductions.sum_of_squares(shards)
+    return jnp.sqrt(collectives.all_reduce(squares, config.shard_axis)) * mean
 
 
 def _clipped(config: DistributedConfig, mean: jax.Array, norm: jax.Array) -> jax.Array:

@@ -168,6 +168,7 @@ def test_own_norm_costs_nothing(h200s, accumulated):
         .compile()
         .as_text()
     )
+    assert text.count('custom_call_target="jdistadam_norm"') == 1
     shard_elements = sum(b.shard_size for b in tx.config.layout(params).buckets)
     assert by_op(text) == {
         ("reduce-scatter", "bf16"): shard_elements,
@@ -291,3 +292,74 @@ def test_wire_check_can_fail(h200s):
     assert by_op(jax.jit(mapped).lower(shape).compile().as_text()) == {
         ("reduce-scatter", "f32"): 128
     }
+
+
+def test_convolution_kernels_add_no_transpose_and_no_copy(h200s):
+    """XLA lays a convolution's gradient out as it likes: the step must not move it around.
+
+    A program with the optimizer has the transposes and copies of the one without, and no more.
+    """
+    mesh = h200s(1)
+    shapes = {"stem": (7, 7, 3, 64), "conv": (3, 3, 64, 64), "down": (3, 3, 64, 128), "head": (128, 10), "bias": (10,)}  # fmt: skip
+    params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+    tx = jda.fused_adamw(1e-3)
+
+    def loss(params, x):
+        for name, stride in (("stem", 2), ("conv", 1), ("down", 2)):
+            x = jax.nn.relu(
+                jax.lax.conv_general_dilated(
+                    x, params[name].astype(x.dtype), (stride, stride), "SAME",
+                    dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                )
+            )  # fmt: skip
+        return jnp.mean(jnp.square(x.mean((1, 2)) @ params["head"] + params["bias"][None]))
+
+    def moved(function, *args, **kwargs):
+        """Bytes that copies and transposes of parameters' shapes move."""
+        text = jax.jit(function, **kwargs).lower(*args).compile().as_text()
+        sizes = {int(np.prod(s)) for s in shapes.values()}
+        total = 0
+        for dims in re.findall(r"= f32\[([\d,]+)\]\S* (?:copy|transpose)\(", text):
+            size = int(np.prod([int(n) for n in dims.split(",")]))
+            total += size if size in sizes else 0
+        return total
+
+    params = placed(mesh, params, P())
+    state = placed(mesh, jax.eval_shape(tx.init, params), P())
+    x = placed(mesh, jax.ShapeDtypeStruct((8, 64, 64, 3), jnp.float32), P())
+    without = moved(lambda p, x: (p, jax.grad(loss)(p, x)), params, x, donate_argnums=0)
+
+    def step(params, state, x):
+        return tx.step(jax.grad(loss)(params, x), state, params)
+
+    assert moved(step, params, state, x, donate_argnums=(0, 1)) <= without
+
+
+def test_the_step_is_captured_in_a_cuda_graph(h200s, tmp_path):
+    """Handlers say that they only enqueue kernels, so XLA puts them into command buffers.
+
+    Gradients, norm, clip and step of a model with several layers: all in one graph.
+    """
+    mesh = h200s(1)
+    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, max_grad_norm=1.0)
+    params = {f"w{i}": jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(4)}
+    specs = jda.TrainState(P(), tx.state_specs())
+    state = placed(mesh, jda.TrainState(params, jax.eval_shape(tx.init, params)), specs)
+    batch = placed(mesh, jax.ShapeDtypeStruct((32, 64), jnp.float32), P("data"))
+
+    def loss(params, x):
+        for w in params.values():
+            x = jnp.tanh(x @ w)
+        return jnp.mean(jnp.square(x))
+
+    options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+    jda.train_step(loss, tx, compiler_options=options).lower(state, batch).compile()
+
+    def captured(name):
+        """For every foreign call, whether it stands indented, below a kCommandBuffer."""
+        (dump,) = tmp_path.glob(f"*.{name}.txt")
+        lines = dump.read_text().splitlines()
+        return [line.startswith("    ") for line in lines if "kCustomCall" in line]
+
+    assert captured("thunk_sequence") == [False, False]  # norm and step
+    assert captured("thunk_sequence_after_thunk_passes") == [True, True]

@@ -309,6 +309,32 @@ def test_inv_scale_multiplies_the_gradient(platform):
         assert_same_bits(x, y)
 
 
+@pytest.mark.gpu
+def test_cuda_graphs_change_no_bit():
+    """A program that XLA captures in a CUDA graph, and the same launched kernel by kernel."""
+    operands = random_operands(np.random.default_rng(10), SIZES, (BF16, F32, F32, F32))
+    spec = Spec("step_and_cast", (0,) * len(SIZES), out_dtype=BF16)
+
+    def steps(scalars, operands):
+        results = []
+        for i in range(6):  # enough thunks for a graph
+            grads = tuple(g * (i + 1) for g in operands.grads)
+            results.append(kernel.adam(spec, scalars, operands._replace(grads=grads)))
+            new = results[-1]
+            operands = operands._replace(params=new.params, mu=new.mu, nu=new.nu)
+        return results
+
+    args = jax.device_put((scalars(random_rows()), operands), jax.devices("gpu")[0])
+    runs = []
+    for buffers in ("", "FUSION,CUSTOM_CALL"):
+        step = jax.jit(steps, compiler_options={"xla_gpu_enable_command_buffer": buffers})
+        for _ in range(3):  # a graph is captured, then updated, then launched
+            runs.append(jax.tree.leaves(step(*args)))
+    for other in runs[1:]:
+        for a, b in zip(runs[0], other, strict=True):
+            assert_same_bits(b, a)
+
+
 def test_many_leaves_need_several_launches(platform):
     """More leaves than one table of kernel parameters holds, sizes mixed, some empty."""
     rng = np.random.default_rng(4)
