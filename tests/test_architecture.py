@@ -25,7 +25,7 @@ LAYERS = (
     {"combine", "micro_batches"},
     {"training"},
     {"checkpoint"},
-    {"diagnostics"},
+    {"diagnostics", "bench"},
     {"__main__"},
 )
 FLOOR = {module: floor for floor, modules in enumerate(LAYERS) for module in modules}

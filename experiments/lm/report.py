@@ -128,6 +128,23 @@ def plot_comparison(runs: dict[str, pathlib.Path], image: pathlib.Path, marks: A
     plt.close(figure)
 
 
+def plot_bandwidth(result: pathlib.Path, image: pathlib.Path) -> None:
+    """Draws the bandwidth of a step on one leaf against its size, and the copy as the roof."""
+    results = json.loads(result.read_text())["results"]
+    figure, axes = plt.subplots(figsize=(7, 4.2), constrained_layout=True)
+    sizes = [point["elements"] for point in results["sizes"]]
+    for key, label in (("device", "device time"), ("wall", "wall time, in a jitted loop")):
+        axes.plot(sizes, [point[key] for point in results["sizes"]], marker="o", ms=4, label=label)
+    copy = results["copy_gb_per_second"]
+    axes.axhline(copy, color="0.5", ls="--", lw=1, label=f"in-place copy, {copy:,.0f} GB/s")
+    axes.set(xscale="log", xlabel="float32 parameters in one leaf", ylabel="GB/s", ylim=(0, None))
+    axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(image, dpi=130)
+    plt.close(figure)
+
+
 def peak_bytes(device: jax.Device) -> int | None:
     """Returns the most memory that was in use on a device, None where it is not counted."""
     stats = device.memory_stats() or {}

@@ -1,0 +1,282 @@
+"""How fast one optimizer step runs on one device, against a copy and against optax.
+
+Every figure is per step. *Wall* is the slope of the time of a jitted program against the number of
+steps in its loop, so that the start of a call does not count; *host* is how long one jitted call of
+one step keeps the caller. The floor is the bytes that a step must move over the bandwidth of an
+in-place copy, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdistadam.distributed import distributed_fused_adamw
+from jdistadam.optimizer import fused_adamw
+
+Shapes = dict[str, tuple[int, ...]]
+HYPER: Any = dict(learning_rate=1e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.1)
+
+
+def gpt2(width: int, layers: int) -> Shapes:
+    """The leaves of GPT-2, attention kernels two-dimensional."""
+    shapes: Shapes = {"wte": (50304, width), "wpe": (1024, width)}
+    for i in range(layers):
+        dense = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width)}
+        for name, shape in (dense | {"down": (4 * width, width)}).items():
+            shapes[f"h{i}.{name}.w"], shapes[f"h{i}.{name}.b"] = shape, shape[1:]
+        for name in ("ln1.s", "ln1.b", "ln2.s", "ln2.b"):
+            shapes[f"h{i}.{name}"] = (width,)
+    return shapes
+
+
+def resnet50() -> Shapes:
+    """The leaves of ResNet-50, convolution kernels four-dimensional."""
+    shapes: Shapes = {}
+
+    def conv(size: int, inputs: int, outputs: int) -> None:
+        i = len(shapes)
+        shapes[f"{i}.kernel"] = (size, size, inputs, outputs)
+        shapes[f"{i}.scale"] = shapes[f"{i}.bias"] = (outputs,)
+
+    conv(7, 3, 64)
+    inputs = 64
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        width = 64 << stage
+        for block in range(blocks):
+            conv(1, inputs, width)
+            conv(3, width, width)
+            conv(1, width, 4 * width)
+            if block == 0:
+                conv(1, inputs, 4 * width)
+            inputs = 4 * width
+    return shapes | {"head.kernel": (2048, 1000), "head.bias": (1000,)}
+
+
+def llama(
+    width: int = 2048, layers: int = 22, hidden: int = 5632, vocabulary: int = 32000
+) -> Shapes:
+    """The leaves of a Llama-like model, by default of 1.2e9 parameters with tied embeddings."""
+    shapes: Shapes = {"embed": (vocabulary, width), "norm": (width,)}
+    for i in range(layers):
+        for name in ("q", "k", "v", "o"):
+            shapes[f"h{i}.{name}"] = (width, width)
+        for name in ("gate", "up"):
+            shapes[f"h{i}.{name}"] = (width, hidden)
+        shapes |= {f"h{i}.down": (hidden, width), f"h{i}.ln1": (width,), f"h{i}.ln2": (width,)}
+    return shapes
+
+
+TREES: dict[str, Shapes] = {
+    "flat1B": {"w": (1 << 30,)},
+    "gpt2xl": gpt2(1600, 48),
+    "llama1B": llama(2048, 22, 5632, 32000),
+    "gpt2s": gpt2(768, 12),
+    "resnet50": resnet50(),
+    "many1000x4k": {f"l{i}": (4096,) for i in range(1000)},
+}
+"""Shapes of the trees by name."""
+
+
+class Variant(NamedTuple):
+    """A way to step, and the bytes that it must move for each parameter."""
+
+    make: Callable[[], tuple[Any, Any]]  # -> (init, step(grads, state, params))
+    param_dtype: Any
+    grad_dtype: Any
+    bytes_per_parameter: int
+
+
+def _ours(**kwargs: Any) -> tuple[Any, Any]:
+    tx = fused_adamw(**HYPER, **kwargs)
+    return tx.init, tx.step
+
+
+def _optax() -> tuple[Any, Any]:
+    tx = optax.adamw(**HYPER)
+
+    def step(grads: Any, state: Any, params: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return tx.init, step
+
+
+def _flat(max_grad_norm: float | None = None) -> tuple[Any, Any]:
+    """The distributed optimizer on a mesh of this one device: moments in two flat arrays."""
+    device = jax.config.jax_default_device or jax.devices()[0]
+    mesh = jax.make_mesh((1,), ("data",), devices=[device])
+    tx = distributed_fused_adamw(**HYPER, mesh=mesh, max_grad_norm=max_grad_norm)
+    spec = jax.sharding.PartitionSpec()
+    specs = tx.state_specs()
+    step = jax.shard_map(
+        tx.step, mesh=mesh, in_specs=(spec, specs, spec), out_specs=(spec, specs), check_vma=False
+    )
+    return tx.init, step
+
+
+VARIANTS: dict[str, Variant] = {
+    "float32": Variant(_ours, jnp.float32, jnp.float32, 28),
+    "bf16 grads": Variant(_ours, jnp.float32, jnp.bfloat16, 26),
+    "bf16, float32 main": Variant(
+        functools.partial(_ours, main_params_dtype=jnp.float32), jnp.bfloat16, jnp.bfloat16, 28
+    ),
+    "bf16, remainder16": Variant(
+        functools.partial(_ours, main_params_dtype="remainder16"), jnp.bfloat16, jnp.bfloat16, 26
+    ),
+    "float32, flat state": Variant(_flat, jnp.float32, jnp.float32, 28),
+    "float32, flat state, clipped": Variant(
+        functools.partial(_flat, max_grad_norm=1.0), jnp.float32, jnp.float32, 32
+    ),
+    "optax.adamw": Variant(_optax, jnp.float32, jnp.float32, 28),
+}
+"""Ways to step by name; all are jitted and donated."""
+
+
+def median_seconds(function: Callable[..., Any], args: Any, repeats: int = 5) -> float:
+    """Median wall time of ``args = function(*args)``, after one call to warm up."""
+    args = jax.block_until_ready(function(*args))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        args = jax.block_until_ready(function(*args))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def copy_bandwidth(elements: int, loops: tuple[int, int] = (10, 40)) -> float:
+    """Bytes a second of reading and writing one float32 array in place."""
+
+    def scale(_: Any, x: Any) -> Any:
+        return jax.lax.optimization_barrier(x * 1.0001)  # two iterations are two passes
+
+    def scaled(steps: int) -> Any:
+        return jax.jit(lambda x: (jax.lax.fori_loop(0, steps, scale, x),), donate_argnums=0)
+
+    times = [median_seconds(scaled(n), (jnp.ones(elements),)) for n in loops]
+    return 8 * elements * (loops[1] - loops[0]) / (times[1] - times[0])
+
+
+def make_tree(shapes: Shapes, scale: float, dtype: Any) -> Any:
+    """Normal numbers times ``scale``."""
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    pairs = zip(keys, shapes.items(), strict=True)
+    return {name: _normal(key, shape, scale, dtype) for key, (name, shape) in pairs}
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))  # one program a shape, not a tree
+def _normal(key: Any, shape: tuple[int, ...], scale: float, dtype: Any) -> jax.Array:
+    return (jax.random.normal(key, shape) * scale).astype(dtype)
+
+
+def looped(step: Any, steps: int) -> Any:
+    """A jitted program of so many steps: (params, state, grads) -> the same."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def run(params: Any, state: Any, grads: Any) -> Any:
+        def body(_: Any, carry: Any) -> Any:
+            fresh = jax.lax.optimization_barrier(grads)  # nothing is hoisted out of the loop
+            return step(fresh, carry[1], carry[0])
+
+        return (*jax.lax.fori_loop(0, steps, body, (params, state)), grads)
+
+    return run
+
+
+def host_seconds(step: Any, args: Any, repeats: int = 20) -> float:
+    """Median time until a jitted call of one step returns, while the device is idle."""
+    one = jax.jit(lambda params, state, grads: step(grads, state, params), donate_argnums=(0, 1))
+    params, state, grads = args
+    times = []
+    for i in range(repeats + 3):
+        jax.block_until_ready((params, state))
+        start = time.perf_counter()
+        params, state = one(params, state, grads)
+        times.append(time.perf_counter() - start)
+        del i
+    jax.block_until_ready((params, state))
+    return statistics.median(times[3:])
+
+
+class Measured(NamedTuple):
+    """One row of results; the last fields are filled in by who can measure them."""
+
+    tree: str
+    leaves: int
+    parameters: int
+    variant: str
+    wall_microseconds: float
+    wall_share_of_copy: float
+    host_microseconds: float
+    compile_seconds: float
+    device_microseconds: float | None = None
+    device_share_of_copy: float | None = None
+
+
+def measure(
+    tree: str,
+    variant: str,
+    copy: float,
+    loops: tuple[int, int] = (10, 40),
+    device_seconds: Callable[..., float] | None = None,
+) -> Measured:
+    """Compiles, warms up and times one variant on one tree.
+
+    Args:
+      tree: One of ``TREES``.
+      variant: One of ``VARIANTS``.
+      copy: What ``copy_bandwidth`` returned.
+      loops: Numbers of steps of the two programs.
+      device_seconds: ``device_seconds(program, args)`` runs a compiled program of ``loops[1]``
+        steps once and returns the time of the device alone.
+    """
+    shapes, how = TREES[tree], VARIANTS[variant]
+    parameters = sum(int(np.prod(shape)) for shape in shapes.values())
+    floor = parameters * how.bytes_per_parameter / copy
+    init, step = how.make()
+
+    def fresh() -> Any:
+        params = make_tree(shapes, 0.1, how.param_dtype)
+        state = jax.jit(init)(params)
+        return params, state, make_tree(shapes, 0.01, how.grad_dtype)
+
+    times, compile_seconds, on_device = [], 0.0, None
+    for steps in loops:
+        args = fresh()
+        start = time.perf_counter()
+        program = looped(step, steps).lower(*args).compile()
+        compile_seconds = compile_seconds or time.perf_counter() - start
+        times.append(median_seconds(program, args))
+    if device_seconds is not None:
+        on_device = device_seconds(program, fresh()) / loops[1]
+    wall = (times[1] - times[0]) / (loops[1] - loops[0])
+    host = host_seconds(step, fresh())
+    return Measured(
+        tree, len(shapes), parameters, variant,
+        wall * 1e6, floor / wall, host * 1e6, compile_seconds,
+        None if on_device is None else on_device * 1e6,
+        None if on_device is None else floor / on_device,
+    )  # fmt: skip
+
+
+def format_rows(rows: Sequence[Measured]) -> str:
+    """Returns the rows as a table."""
+    lines = [f"{'tree':<12} {'variant':<28} {'wall, us':>10} {'of copy':>8} {'device, us':>10} {'of copy':>8} {'host, us':>9} {'compile, s':>10}"]  # noqa: E501  # fmt: skip
+    for r in rows:
+        device, share = "-", "-"
+        if r.device_microseconds is not None and r.device_share_of_copy is not None:
+            device, share = f"{r.device_microseconds:.0f}", f"{100 * r.device_share_of_copy:.1f} %"
+        lines.append(
+            f"{r.tree:<12} {r.variant:<28} {r.wall_microseconds:>10.0f} "
+            f"{100 * r.wall_share_of_copy:>6.1f} % {device:>10} {share:>8} "
+            f"{r.host_microseconds:>9.0f} {r.compile_seconds:>10.1f}"
+        )
+    return "\n".join(lines)
