@@ -1,13 +1,14 @@
-"""python -m jdistadam info and check."""
+"""python -m jdistadam info, check and bench."""
 
 import json
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
-from jdistadam import __main__, diagnostics, native
+from jdistadam import __main__, bench, diagnostics, native
 
 
 def test_info_as_json_in_a_process_of_its_own():
@@ -85,3 +86,40 @@ def test_check_covers_the_gpu(capsys):
 def test_unknown_command_exits_with_usage():
     with pytest.raises(SystemExit, match="2"):
         __main__.main(["nonsense"])
+
+
+def test_bench_measures_every_variant(monkeypatch, capsys):
+    """On a tree small enough for a test; the figures mean nothing, their relations must hold."""
+    monkeypatch.setitem(bench.TREES, "small", {"w": (300, 70), "b": (70,)})
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda *args: 1e9)
+    assert __main__.main(["bench", "--trees", "small", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    rows = {row["variant"]: row for row in report["rows"]}
+    assert set(rows) == {"float32", "bf16, float32 main", "bf16, remainder16", "optax.adamw"}
+    for name, row in rows.items():
+        nbytes = bench.VARIANTS[name].bytes_per_parameter * (300 * 70 + 70)
+        assert row["parameters"] == 300 * 70 + 70 and row["leaves"] == 2
+        share = nbytes / (row["wall_microseconds"] * 1e-6) / 1e9
+        np.testing.assert_allclose(row["wall_share_of_copy"], share, rtol=1e-12)
+        assert row["host_microseconds"] > 0 and row["compile_seconds"] > 0
+
+
+def test_bench_lists_its_trees_and_refuses_others(capsys):
+    assert __main__.main(["bench", "--list"]) == 0
+    out = capsys.readouterr().out
+    assert "gpt2s" in out and "124,474,368 parameters" in out and "1000 leaves" in out
+    assert __main__.main(["bench", "--trees", "gpt3"]) == 2
+    assert "unknown tree 'gpt3'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("variant", sorted(bench.VARIANTS))
+def test_every_bench_variant_steps(variant):
+    how = bench.VARIANTS[variant]
+    shapes = {"w": (30, 7), "b": (7,)}
+    init, step = how.make()
+    params = bench.make_tree(shapes, 0.1, how.param_dtype)
+    grads = bench.make_tree(shapes, 0.01, how.grad_dtype)
+    args = params, jax.jit(init)(params), grads
+    with jax.default_device(jax.devices("cpu")[0]):
+        new = bench.looped(step, 3)(*jax.tree.map(jax.numpy.copy, args))[0]
+    assert not np.array_equal(new["w"], params["w"]) and np.isfinite(np.float32(new["w"])).all()
