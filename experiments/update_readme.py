@@ -42,26 +42,47 @@ def training_table() -> str:
 
 
 def kernel_table() -> str:
-    """One line for each tree and dtype of bench_kernel.py, ours beside optax."""
-    run = json.loads((RESULTS / "bench_kernel_h200.json").read_text())["results"]
+    """One line for each tree of bench_kernel.py: every way to step, as a share of the copy."""
     lines = [
-        f"In-place copy in the same run: {run['copy_gb_per_second']:,.0f} GB/s.",
-        "",
-        "| tree | gradients | jdistadam, us a step | of copy | compile, s "
-        "| jitted optax.adamw, us a step | of copy | compile, s |",
-        "|---|---|---|---|---|---|---|---|",
+        "| tree | float32 | bf16, float32 main | bf16, remainder16 | flat state, clipped "
+        "| optax.adamw | torch fused, called | torch fused, graph | host, us: ours / optax "
+        "| compile, s: ours / optax |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    rows = run["rows"]
-    for ours, optax in zip(rows[::2], rows[1::2], strict=True):
-        cells = [f"{ours['tree']} ({ours['leaves']} arrays)", ours["gradients"]]
-        for row in (ours, optax):
-            cells += [
-                f"{row['microseconds']:,.0f}",
-                f"{100 * row['share_of_copy']:.1f} %",
-                f"{row['compile_seconds']:.1f}",
-            ]
-        lines.append("| " + " | ".join(cells) + " |")
+    for path in sorted(RESULTS.glob("bench_kernel_h200*.json"), reverse=True):
+        rows = json.loads(path.read_text())["results"]["rows"]
+        for tree in dict.fromkeys(row["tree"] for row in rows):
+            mine = {row["variant"]: row for row in rows if row["tree"] == tree}
+            first = mine["float32"]
+            cells = [f"{tree}: {first['leaves']:,} leaves, {first['parameters'] / 1e6:,.1f} M"]
+            cells += [_speed(mine.get(variant)) for variant in VARIANTS]
+            for key, digits in (("host_microseconds", 0), ("compile_seconds", 1)):
+                pair = (mine.get(variant) for variant in ("float32", "optax.adamw"))
+                cells.append(
+                    " / ".join("-" if x is None else f"{x[key]:,.{digits}f}" for x in pair)
+                )
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+VARIANTS = (
+    "float32",
+    "bf16, float32 main",
+    "bf16, remainder16",
+    "float32, flat, clipped",
+    "optax.adamw",
+    "torch fused",
+    "torch fused, CUDA graph",
+)
+
+
+def _speed(row) -> str:
+    """Wall time and share of the copy, and the share of the device's time alone."""
+    if row is None:
+        return "-"
+    text = f"{row['wall_microseconds']:,.0f} us, {100 * row['wall_share_of_copy']:.1f} %"
+    share = row["device_share_of_copy"]
+    return text if share is None else f"{text} ({100 * share:.1f} %)"
 
 
 TABLES = {"training": training_table, "kernel": kernel_table}
