@@ -10,7 +10,8 @@
 // groups    one row of the coefficients for each leaf; its length is the number of leaves.
 // flat      bit k set: operand kind k (grads, params, mu, nu, out) is flat, leaf i of it being
 //           elements [offsets[i], offsets[i] + sizes[i]).
-// sizes, offsets   one entry a leaf when anything is flat, else empty.
+// sizes, offsets   one entry a leaf when anything is flat, else empty. Offsets ascend, and no two
+//           leaves overlap.
 //
 // Python builds these calls (kernel.py), but nothing that Python passes may crash the process.
 #pragma once
@@ -141,16 +142,22 @@ inline ffi::Error CheckAttributes(const AdamAttributes& a, int64_t num_groups) {
   if (a.mode < 0 || a.mode > 3) return Invalid("mode must be 0, 1, 2 or 3");
   if (a.contributions < 1 || a.contributions > kMaxContributions)
     return Invalid("contributions must be between 1 and " + std::to_string(kMaxContributions));
+  if (a.flat < 0 || a.flat > 31) return Invalid("flat must be between 0 and 31");
   const size_t count = a.groups.size();
   const bool sized = a.sizes.size() == count && a.offsets.size() == count;
   const bool unsized = a.sizes.size() == 0 && a.offsets.size() == 0;
   if (!sized && (!unsized || a.flat != 0))
     return Invalid("sizes and offsets need one entry a leaf");
+  int64_t end = 0;
   for (size_t i = 0; i < count; ++i) {
     if (a.groups[i] < 0 || a.groups[i] >= num_groups)
       return Invalid("a group has no row of coefficients");
     if (a.sizes.size() > 0 && (a.sizes[i] < 0 || a.offsets[i] < 0))
       return Invalid("negative size or offset");
+    if (a.sizes.size() == 0) continue;
+    if (a.offsets[i] < end)
+      return Invalid("leaf " + std::to_string(i) + ": offsets must ascend without overlap");
+    end = a.sizes[i] > INT64_MAX - a.offsets[i] ? INT64_MAX : a.offsets[i] + a.sizes[i];
   }
   return ffi::Error::Success();
 }

@@ -91,18 +91,13 @@ inline ffi::Error BuildSumCall(const SumAttributes& a, const ffi::RemainingArgs&
                           if (flat_in) call->stride = total;
                         });
   if (error.failure()) return error;
-  char* flat = nullptr;
-  size_t flat_size = 0;
   error = TakeSide("outputs", a, flat_out, 1, rets, &call->out,
-                   [&](size_t leaf, char* data, size_t total) {
-                     call->leaves[leaf].out = data;
-                     if (flat_out && leaf == 0) {
-                       flat = data - size_t(a.offsets[0]) * ItemSize(call->out);
-                       flat_size = total;
-                     }
-                   });
+                   [&](size_t leaf, char* data, size_t) { call->leaves[leaf].out = data; });
   if (error.failure()) return error;
-  if (flat != nullptr) FillGaps(a, flat, flat_size, call);
+  if (flat_out) {
+    const auto buffer = GetBuffer(rets, 0);  // which TakeSide has checked
+    FillGaps(a, DataOf(*buffer), buffer->element_count(), call);
+  }
   return ffi::Error::Success();
 }
 

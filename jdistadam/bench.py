@@ -2,8 +2,8 @@
 
 Every figure is per step. *Wall* is the slope of the time of a jitted program against the number of
 steps in its loop, so that the start of a call does not count; *host* is how long one jitted call of
-one step keeps the caller, *compile* how long XLA took for that call. The floor is the bytes that a
-step must move over the bandwidth of an in-place copy, measured in the same run.
+one step keeps the caller, *compile* how long tracing and XLA took for it. The floor is the bytes
+that a step must move over the bandwidth of an in-place copy, measured in the same run.
 """
 
 from __future__ import annotations
@@ -139,15 +139,15 @@ VARIANTS: dict[str, Variant] = {
 """Ways to step by name; all are jitted and donated."""
 
 
-def median_seconds(function: Callable[..., Any], args: Any, repeats: int = 5) -> float:
-    """Median wall time of ``args = function(*args)``, after one call to warm up."""
+def median_seconds(function: Callable[..., Any], args: Any, repeats: int = 5) -> tuple[float, Any]:
+    """Median wall time of ``args = function(*args)`` after a call to warm up, and the last args."""
     args = jax.block_until_ready(function(*args))
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         args = jax.block_until_ready(function(*args))
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return statistics.median(times), args
 
 
 def copy_bandwidth(elements: int, loops: tuple[int, int] = (10, 40)) -> float:
@@ -159,7 +159,7 @@ def copy_bandwidth(elements: int, loops: tuple[int, int] = (10, 40)) -> float:
     def scaled(steps: int) -> Any:
         return jax.jit(lambda x: (jax.lax.fori_loop(0, steps, scale, x),), donate_argnums=0)
 
-    times = [median_seconds(scaled(n), (jnp.ones(elements),)) for n in loops]
+    times = [median_seconds(scaled(n), (jnp.ones(elements),))[0] for n in loops]
     return 8 * elements * (loops[1] - loops[0]) / (times[1] - times[0])
 
 
@@ -249,20 +249,22 @@ def measure(
         state = jax.jit(init)(params)
         return params, state, make_tree(shapes, 0.01, how.grad_dtype)
 
+    args = jax.block_until_ready(fresh())
     start = time.perf_counter()
-    program = one_step(step).lower(*fresh()).compile()
+    program = one_step(step).lower(*args).compile()
     compile_seconds = time.perf_counter() - start
-    host = host_seconds(program, fresh())
+    host = host_seconds(program, args)
 
     if parameters < 1 << 25:  # else the start of a call, milliseconds for many leaves, hides them
         loops = (10 * loops[0], 10 * loops[1])
+    args = fresh()
+    programs = [looped(step, steps).lower(*args).compile() for steps in loops]
     times, on_device = [], None
-    for steps in loops:
-        args = fresh()
-        program = looped(step, steps).lower(*args).compile()
-        times.append(median_seconds(program, args))
+    for program in programs:  # on the same arrays: where they lie changes the time
+        seconds, args = median_seconds(program, args)
+        times.append(seconds)
     if device_seconds is not None:
-        on_device = device_seconds(program, fresh()) / loops[1]
+        on_device = device_seconds(programs[1], args) / loops[1]
     wall = (times[1] - times[0]) / (loops[1] - loops[0])
     return Measured(
         tree, len(shapes), parameters, variant,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdistadam import reductions
+from jdistadam import reductions, trees
 from jdistadam.layout import Bucket, Layout
 
 
@@ -19,7 +19,8 @@ def bucket_array(bucket: Bucket, leaves: Sequence[Any], dtype: Any) -> jax.Array
     if bucket.dim is not None:
         return leaves[bucket.leaves[0]].astype(dtype)
     members = [jnp.asarray(leaves[i]) for i in bucket.leaves]
-    if len({x.dtype for x in members}) > 1:
+    dtypes = {x.dtype for x in members}
+    if len(dtypes) > 1 or not dtypes <= set(trees.STORAGE_DTYPES):
         members = [x.astype(dtype) for x in members]
     offsets = _offsets(x.size for x in members)
     return reductions.pack(members, offsets[:-1], offsets[-1] + bucket.padding, dtype)

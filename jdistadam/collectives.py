@@ -139,6 +139,17 @@ def to_varying(x: Any, axis: str) -> Any:
     return x if axis in (varying_axes(x) or ()) else lax.pcast(x, axis, to="varying")
 
 
+def vary_together(tree: Any) -> Any:
+    """Marks every leaf as varying over all axes over which any of them varies.
+
+    A foreign call takes the types of its results from one operand: it must know of all others.
+    """
+    axes = frozenset().union(*(varying_axes(x) or () for x in jax.tree.leaves(tree)))
+    for axis in sorted(axes):
+        tree = jax.tree.map(lambda x, axis=axis: to_varying(x, axis), tree)
+    return tree
+
+
 def is_bound(axis: str) -> bool:
     """Whether this code runs inside a shard_map over the axis."""
     return axis in jax.sharding.get_abstract_mesh().manual_axes

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam import coefficients, native, reference
+from jdistadam import coefficients, collectives, native, reference
 
 _MODES = {"step": 0, "step_and_cast": 1, "update": 2, "step_split": 3}  # enum Mode of cuda/adam.h
 _KINDS = ("grads", "params", "mu", "nu", "out")  # bits of the handler's attribute `flat`
@@ -46,7 +46,8 @@ class Spec:
       groups: For each leaf, the row of the coefficients that it uses.
       nesterov: Whether to use Nesterov momentum.
       out_dtype: Dtype of the extra output; None in modes "step" and "step_split".
-      flat: Operand kinds that are one flat array instead of one array a leaf.
+      flat: Operand kinds that are one flat array instead of one array a leaf. Of a new flat out,
+        what lies between the leaves is undefined; the fallback cannot make one.
       sizes: Elements of each leaf, given when anything is flat.
       offsets: Where each leaf begins in the flat arrays, in elements.
       contributions: How many gradients each array of grads holds, stacked in a first dimension (if
@@ -88,6 +89,7 @@ def adam(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
         return Results(
             operands.params if spec.mode != "update" else (), operands.mu, operands.nu, ()
         )
+    scalars, operands = collectives.vary_together((scalars, operands))
     compiled = functools.partial(_adam_native, spec)
     fallback = functools.partial(adam_fallback, spec)
     return native.choose(compiled, fallback, scalars, operands)

@@ -52,7 +52,6 @@ def new_main_params(kind: str, params: Any) -> Any:
                     action="Use main_params_dtype=jnp.float32.",
                 )
             )
-        # arithmetic on x, so that the result is sharded as x is
         if kind == "remainder16":
             return jnp.zeros_like(x, jnp.uint16)
         return jnp.asarray(x, jnp.float32)

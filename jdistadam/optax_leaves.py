@@ -38,10 +38,10 @@ def step(
         optax.scale(-1 * at_count(hyper.learning_rate, count)),
     )
     empty = optax.EmptyState()
-    if not hyper.bias_correction:  # optax has no such switch, but 1 - b^t is 1 after so many steps
+    count_of_adam = count
+    if not hyper.bias_correction:
+        # optax has no such switch; after so many steps 1 - b^t is 1, for b up to 1 - 1e-7
         count_of_adam = jnp.asarray(jnp.iinfo(jnp.int32).max - 1, jnp.int32)
-    else:
-        count_of_adam = count
     masked = optax.MaskedState(empty)
     state = (masked, optax.ScaleByAdamState(count_of_adam, mu, nu), masked, empty)
     updates, (_, adam, _, _) = tx.update(grads, state, params)

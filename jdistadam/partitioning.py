@@ -15,7 +15,7 @@ from jax.experimental.custom_partitioning import SdyShardingRule, custom_partiti
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam import kernel
+from jdistadam import collectives, kernel
 from jdistadam.kernel import Operands, Results, Scalars, Spec
 
 
@@ -27,6 +27,7 @@ def adam(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
     """
     if not operands.grads:
         return kernel.adam(spec, scalars, operands)
+    scalars, operands = collectives.vary_together((scalars, operands))
     ranks = tuple(x.ndim for x in operands.params)
     return _partitioned(spec, ranks)(scalars, operands)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam import native, reference
+from jdistadam import collectives, native, reference
 
 _FLAT_INPUT, _FLAT_OUTPUT = 1, 2  # bits of the handler's attribute `flat`
 
@@ -21,7 +21,7 @@ _FLAT_INPUT, _FLAT_OUTPUT = 1, 2  # bits of the handler's attribute `flat`
 def sum_of_squares(grads: Sequence[Any], inv_scale: Any = None) -> tuple[jax.Array, jax.Array]:
     r"""Returns :math:`\sum (s g)^2` over all leaves, and whether any :math:`s g` is not finite.
 
-    One read of the gradients. The order of the sum is fixed by the leaves' sizes alone.
+    One read of the gradients. The order of the sum is fixed by the leaves' sizes and dtypes alone.
 
     Args:
       grads: float32, bfloat16 or float16 arrays of any shapes.
@@ -31,12 +31,13 @@ def sum_of_squares(grads: Sequence[Any], inv_scale: Any = None) -> tuple[jax.Arr
       Two arrays of shape (), float32 and bool.
     """
     scale = jnp.ones((), jnp.float32) if inv_scale is None else inv_scale
-    by_dtype: dict[Any, list[Any]] = {}
+    scale, grads = collectives.vary_together((scale, list(grads)))
+    by_dtype: dict[str, list[Any]] = {}
     for grad in grads:
         if grad.size:
-            by_dtype.setdefault(jnp.dtype(grad.dtype), []).append(grad)
+            by_dtype.setdefault(jnp.dtype(grad.dtype).name, []).append(grad)
     total, found_inf = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
-    for arrays in by_dtype.values():
+    for _, arrays in sorted(by_dtype.items()):
         squares, found = native.choose(_norm_native, _norm_fallback, scale, arrays)
         total, found_inf = total + squares, found_inf | found
     return total, found_inf
@@ -59,6 +60,8 @@ def _norm_fallback(inv_scale: Any, grads: Sequence[Any]) -> tuple[jax.Array, jax
 
 def sum_contributions(stacked: Sequence[Any], dtype: Any = jnp.float32) -> list[jax.Array]:
     """Adds arrays of shape (contributions, ...) pairwise in float32; rounds once, to ``dtype``."""
+    if not stacked:
+        return []
     contributions = stacked[0].shape[0]
     shapes = tuple(x.shape[1:] for x in stacked)
     sizes = tuple(x.size // contributions for x in stacked)
@@ -93,6 +96,7 @@ def _sum(
 ) -> list[jax.Array]:
     if not shapes:
         return []
+    inputs = collectives.vary_together(list(inputs))
     results = [native.type_like(inputs[0], shape, dtype) for shape in shapes]
     attributes = {
         "contributions": np.int32(contributions),

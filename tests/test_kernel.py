@@ -425,6 +425,8 @@ GOOD_ATTRIBUTES = dict(
         (dict(flat=np.int32(2), sizes=np.asarray([8]), offsets=np.asarray([1])), "beyond the flat array"),
         (dict(flat=np.int32(2), sizes=np.asarray([8]), offsets=np.asarray([2**63 - 1])), "beyond the flat array"),
         (dict(flat=np.int32(2), sizes=np.asarray([-8]), offsets=np.asarray([0])), "negative"),
+        (dict(flat=np.int32(32)), "flat must be"),
+        (dict(flat=np.int32(-1)), "flat must be"),
         (dict(mode=np.float32(0)), "Wrong scalar data type|mode"),
     ],
     ids=str,
@@ -437,6 +439,14 @@ def test_handler_refuses_bad_attributes(change, message):
     raw_call(results, *flat_operands, **GOOD_ATTRIBUTES)
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=message):
         jax.block_until_ready(raw_call(results, *flat_operands, **(GOOD_ATTRIBUTES | change)))
+
+
+def test_handler_refuses_leaves_that_overlap():
+    x = np.ones(8, np.float32)
+    kinds = frozenset(Operands._fields[:4])
+    spec = Spec("step", (0, 0), False, None, kinds, (4, 4), (0, 3))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="leaf 1: offsets must ascend"):
+        jax.block_until_ready(adam(spec, scalars(random_rows()), Operands((x,), (x,), (x,), (x,))))
 
 
 def test_handler_refuses_bad_operands():

@@ -10,6 +10,7 @@ from bits import assert_same_bits, random_array
 from jax.sharding import PartitionSpec as P
 from test_kernel import BF16, DTYPES, F16, F32
 
+import jdistadam as jda
 from jdistadam import reductions, reference
 
 SIZES = (0, 1, 3, 1023, 1024, 8191, 8192, 8193, 40_000)
@@ -145,3 +146,101 @@ def test_fallbacks_do_the_same():
         got, want = reductions._sum(*args, arrays), reductions._sum_fallback(*args, *arrays)
         for x, y in zip(got, want, strict=True):
             assert_same_bits(x, y)
+
+
+@pytest.mark.parametrize("inv_scale", [np.inf, np.nan, 0.0, -1.0])
+def test_norm_with_a_scale_that_is_no_number(platform, inv_scale):
+    """A loss scale that underflowed: what lies beyond a leaf must not turn 0 * inf into a NaN."""
+    for grads in ([np.ones(3, F32)], [np.zeros(3, F32), np.ones(8193, F32)]):
+        got = sum_of_squares(grads, np.float32(inv_scale))
+        for x, y in zip(got, reference.sum_of_squares(grads, np.float32(inv_scale)), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_one_varying_operand_makes_the_result_vary(cpu_mesh, order):
+    """Replicated and local operands in one call: the result may not pass for replicated."""
+    mesh = cpu_mesh(4)
+    fixed = jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, P()))
+    local = jax.device_put(jnp.arange(16.0), jax.NamedSharding(mesh, P("data")))
+    tx = jda.fused_adamw(1e-3)
+
+    functions = {
+        "norm": lambda a, b: reductions.sum_of_squares([a, b][::order])[0],
+        "scale": lambda a, b: reductions.sum_of_squares([a], b[0])[0],
+        "pack": lambda a, b: reductions.pack([a, b][::order], (0, 4), 8, jnp.float32),
+        "step": lambda a, b: tx.step({"w": b}, tx.init({"w": a}), {"w": a})[0]["w"],
+    }
+    for function in functions.values():
+        for out, legal in ((P(), False), (P("data"), True)):
+            one = lambda a, b, f=function: jnp.atleast_1d(f(a, b))  # noqa: E731
+            run = jax.shard_map(one, mesh=mesh, in_specs=(P(), P("data")), out_specs=out)
+            if legal:
+                assert jax.jit(run)(fixed, local).shape[0] % 4 == 0
+            else:
+                with pytest.raises(ValueError, match=r"out_specs|replicat"):
+                    jax.jit(run)(fixed, local)
+
+
+def raw_sum(results, *operands, **change):
+    good = dict(contributions=np.int32(1), flat=np.int32(0), sizes=np.asarray([8]), offsets=np.asarray([0]))  # fmt: skip
+    call = jax.ffi.ffi_call("jdistadam_sum", results)
+    return jax.block_until_ready(jax.jit(lambda *xs: call(*xs, **(good | change)))(*operands))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(contributions=np.int32(0)), "contributions must be"),
+        (dict(contributions=np.int32(3)), "does not divide"),
+        (dict(contributions=np.int32(2)), "has 4 elements, expected 8"),
+        (dict(flat=np.int32(4)), "flat must be"),
+        (dict(sizes=np.asarray([8, 1])), "one entry a leaf"),
+        (dict(sizes=np.asarray([-1])), "offsets must ascend"),
+        (dict(sizes=np.asarray([2**63 - 1]), offsets=np.asarray([5])), "offsets must ascend"),
+        (dict(flat=np.int32(1), sizes=np.asarray([4, 4]), offsets=np.asarray([0, 3])), "offsets must ascend"),
+        (dict(flat=np.int32(1), offsets=np.asarray([1])), "ends beyond the flat array"),
+        (dict(flat=np.int32(2), offsets=np.asarray([1])), "ends beyond the flat array"),
+        (dict(sizes=np.asarray([4, 4]), offsets=np.asarray([0, 4])), "expected 2 arrays"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_sum_handler_refuses_bad_attributes(change, message):
+    results, x = [jax.ShapeDtypeStruct((8,), jnp.float32)], np.ones(8, F32)
+    assert_same_bits(raw_sum(results, x)[0], x)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        raw_sum(results, x, **change)
+
+
+def test_the_sum_handler_refuses_bad_arrays_and_fills_an_empty_output():
+    result = jax.ShapeDtypeStruct((8,), jnp.float32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="dtype must be"):
+        raw_sum([result], np.ones(8, np.int32))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="dtype must be"):
+        raw_sum([jax.ShapeDtypeStruct((8,), jnp.uint16)], np.ones(8, F32))
+    empty = dict(sizes=np.zeros(0, np.int64), offsets=np.zeros(0, np.int64), flat=np.int32(2))
+    (zeros,) = raw_sum([jax.ShapeDtypeStruct((4096,), jnp.float32)], **empty)
+    assert not np.asarray(zeros).any()
+
+
+def test_the_norm_handler_refuses_bad_arrays():
+    scalars = [jax.ShapeDtypeStruct((), t) for t in (jnp.float32, jnp.bool_)]
+
+    def norm(tiles, *grads):
+        call = jax.ffi.ffi_call(
+            "jdistadam_norm", [*scalars, jax.ShapeDtypeStruct(tiles, jnp.uint32)]
+        )
+        return jax.block_until_ready(jax.jit(call)(np.float32(1), *grads))
+
+    x = np.ones(8193, F32)
+    assert float(norm((2, 2), x)[0]) == 8193
+    for tiles, grads, message in (
+        ((1, 2), (x,), "expected 2 tiles"), ((2, 3), (x,), "expected 2 tiles"), ((3, 2), (x, x.astype(F16)), "dtypes differ"),
+        ((2, 2), (x.astype(np.int32),), "dtype must be"),
+    ):  # fmt: skip
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            norm(tiles, *grads)
+
+
+def test_nothing_to_sum():
+    assert reductions.sum_contributions([]) == []
