@@ -61,10 +61,8 @@ def resnet50() -> Shapes:
     return shapes | {"head.kernel": (2048, 1000), "head.bias": (1000,)}
 
 
-def llama(
-    width: int = 2048, layers: int = 22, hidden: int = 5632, vocabulary: int = 32000
-) -> Shapes:
-    """The leaves of a Llama-like model, by default of 1.2e9 parameters with tied embeddings."""
+def llama(width: int, layers: int, hidden: int, vocabulary: int) -> Shapes:
+    """The leaves of a Llama-like model with tied embeddings."""
     shapes: Shapes = {"embed": (vocabulary, width), "norm": (width,)}
     for i in range(layers):
         for name in ("q", "k", "v", "o"):
