@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,17 @@ import numpy as np
 from jdistadam import collectives, native, reference
 
 _FLAT_INPUT, _FLAT_OUTPUT = 1, 2  # bits of the handler's attribute `flat`
+
+
+class _SumSpec(NamedTuple):
+    """The static side of a call of the sum kernel."""
+
+    flat: int
+    shapes: tuple[tuple[int, ...], ...]  # of the results
+    sizes: tuple[int, ...]  # of the leaves
+    offsets: tuple[int, ...]  # where the leaves begin in a flat array
+    contributions: int
+    dtype: Any  # of the results
 
 
 def sum_of_squares(grads: Sequence[Any], inv_scale: Any = None) -> tuple[jax.Array, jax.Array]:
@@ -66,7 +77,7 @@ def sum_contributions(stacked: Sequence[Any], dtype: Any = jnp.float32) -> list[
     shapes = tuple(x.shape[1:] for x in stacked)
     sizes = tuple(x.size // contributions for x in stacked)
     offsets = tuple(np.cumsum((0, *sizes[:-1])).tolist())
-    return _sum(0, shapes, sizes, offsets, contributions, dtype, stacked)
+    return _sum(_SumSpec(0, shapes, sizes, offsets, contributions, dtype), stacked)
 
 
 def pack(leaves: Sequence[Any], offsets: Sequence[int], size: int, dtype: Any) -> jax.Array:
@@ -74,7 +85,8 @@ def pack(leaves: Sequence[Any], offsets: Sequence[int], size: int, dtype: Any) -
     if not leaves:
         return jnp.zeros((size,), dtype)
     sizes = tuple(x.size for x in leaves)
-    return _sum(_FLAT_OUTPUT, ((size,),), sizes, tuple(offsets), 1, dtype, leaves)[0]
+    spec = _SumSpec(_FLAT_OUTPUT, ((size,),), sizes, tuple(offsets), 1, dtype)
+    return _sum(spec, leaves)[0]
 
 
 def unpack(
@@ -82,55 +94,38 @@ def unpack(
 ) -> list[jax.Array]:
     """Returns the leaves that lie at ascending offsets of a flat array."""
     sizes = tuple(int(np.prod(shape)) for shape in shapes)
-    return _sum(_FLAT_INPUT, tuple(shapes), sizes, tuple(offsets), 1, dtype, (flat,))
+    return _sum(_SumSpec(_FLAT_INPUT, tuple(shapes), sizes, tuple(offsets), 1, dtype), (flat,))
 
 
-def _sum(
-    flat: int,
-    shapes: tuple[tuple[int, ...], ...],
-    sizes: tuple[int, ...],
-    offsets: tuple[int, ...],
-    contributions: int,
-    dtype: Any,
-    inputs: Sequence[Any],
-) -> list[jax.Array]:
-    if not shapes:
+def _sum(spec: _SumSpec, inputs: Sequence[Any]) -> list[jax.Array]:
+    if not spec.shapes:
         return []
     inputs = collectives.vary_together(list(inputs))
-    results = [native.type_like(inputs[0], shape, dtype) for shape in shapes]
+    results = [native.type_like(inputs[0], shape, spec.dtype) for shape in spec.shapes]
     attributes = {
-        "contributions": np.int32(contributions),
-        "flat": np.int32(flat),
-        "sizes": np.asarray(sizes, np.int64),
-        "offsets": np.asarray(offsets, np.int64),
+        "contributions": np.int32(spec.contributions),
+        "flat": np.int32(spec.flat),
+        "sizes": np.asarray(spec.sizes, np.int64),
+        "offsets": np.asarray(spec.offsets, np.int64),
     }
 
     def compiled(*arrays: Any) -> list[jax.Array]:
         return list(jax.ffi.ffi_call("jdistadam_sum", results)(*arrays, **attributes))
 
-    fallback = functools.partial(_sum_fallback, flat, shapes, sizes, offsets, contributions, dtype)
-    return native.choose(compiled, fallback, *inputs)
+    return native.choose(compiled, functools.partial(_sum_fallback, spec), *inputs)
 
 
-def _sum_fallback(
-    flat: int,
-    shapes: tuple[tuple[int, ...], ...],
-    sizes: tuple[int, ...],
-    offsets: tuple[int, ...],
-    contributions: int,
-    dtype: Any,
-    *inputs: Any,
-) -> list[jax.Array]:
-    if flat & _FLAT_INPUT:
-        ends = np.add(offsets, sizes).tolist()
-        leaves = [inputs[0][a:b] for a, b in zip(offsets, ends, strict=True)]
+def _sum_fallback(spec: _SumSpec, *inputs: Any) -> list[jax.Array]:
+    if spec.flat & _FLAT_INPUT:
+        ends = np.add(spec.offsets, spec.sizes).tolist()
+        leaves = [inputs[0][a:b] for a, b in zip(spec.offsets, ends, strict=True)]
     else:
-        stacks = [x.reshape(contributions, -1).astype(jnp.float32) for x in inputs]
+        stacks = [x.reshape(spec.contributions, -1).astype(jnp.float32) for x in inputs]
         leaves = [reference.pairwise_sum(stack, jnp) for stack in stacks]
-    if not flat & _FLAT_OUTPUT:
-        pairs = zip(leaves, shapes, strict=True)
-        return [leaf.reshape(shape).astype(dtype) for leaf, shape in pairs]
-    out = jnp.zeros(shapes[0], dtype)
-    for leaf, offset in zip(leaves, offsets, strict=True):
-        out = out.at[offset : offset + leaf.size].set(leaf.astype(dtype))
+    if not spec.flat & _FLAT_OUTPUT:
+        pairs = zip(leaves, spec.shapes, strict=True)
+        return [leaf.reshape(shape).astype(spec.dtype) for leaf, shape in pairs]
+    out = jnp.zeros(spec.shapes[0], spec.dtype)
+    for leaf, offset in zip(leaves, spec.offsets, strict=True):
+        out = out.at[offset : offset + leaf.size].set(leaf.astype(spec.dtype))
     return [out]

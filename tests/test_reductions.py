@@ -142,8 +142,8 @@ def test_fallbacks_do_the_same():
         (reductions._FLAT_OUTPUT, ((9,),), [np.ones(2, F32), np.ones(3, F32)], 1),
         (reductions._FLAT_INPUT, ((2,), (3,)), [np.arange(9, dtype=F32)], 1),
     ):
-        args = flat, shapes, (2, 3), (1, 5), n, jnp.bfloat16
-        got, want = reductions._sum(*args, arrays), reductions._sum_fallback(*args, *arrays)
+        spec = reductions._SumSpec(flat, shapes, (2, 3), (1, 5), n, jnp.bfloat16)
+        got, want = reductions._sum(spec, arrays), reductions._sum_fallback(spec, *arrays)
         for x, y in zip(got, want, strict=True):
             assert_same_bits(x, y)
 
