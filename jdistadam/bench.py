@@ -110,7 +110,7 @@ def _optax() -> tuple[Any, Any]:
 
 def _flat() -> tuple[Any, Any]:
     """The distributed optimizer on a mesh of this one device: moments in two flat arrays."""
-    device = jax.config.jax_default_device or jax.devices()[0]
+    (device,) = jnp.zeros(()).devices()  # where JAX puts what is not placed
     mesh = jax.make_mesh((1,), ("data",), devices=[device])
     tx = distributed_fused_adamw(**HYPER, mesh=mesh, max_grad_norm=1.0)
     spec = jax.sharding.PartitionSpec()
