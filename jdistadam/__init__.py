@@ -11,15 +11,13 @@ Start with ``fused_adamw`` in place of ``optax.adamw``; for several devices, see
 from importlib.metadata import PackageNotFoundError as _NotInstalled
 from importlib.metadata import version as _version
 
+from jdistadam.accumulation import AccumulatedGrads
 from jdistadam.checkpoint import from_optax_state, to_optax_state
 from jdistadam.combine import chain, inject_hyperparams
 from jdistadam.config import MixedPrecisionPolicy
-from jdistadam.distributed import (
-    DistributedTransformation,
-    distributed_fused_adam,
-    distributed_fused_adamw,
-)
-from jdistadam.distributed_step import AccumulatedGrads, DistributedState
+from jdistadam.distributed import distributed_fused_adam, distributed_fused_adamw
+from jdistadam.distributed_step import DistributedState
+from jdistadam.distributed_transformation import DistributedTransformation
 from jdistadam.errors import (
     DtypeError,
     HyperparameterError,
@@ -30,6 +28,8 @@ from jdistadam.errors import (
     ShapeError,
     TreeError,
 )
+from jdistadam.gather import gather_params
+from jdistadam.loss_scale import DynamicLossScale, LossScaleState
 from jdistadam.main_state import MainParamsState, main_params
 from jdistadam.optimizer import fused_adam, fused_adamw
 from jdistadam.training import TrainState, full_params, local_params, shard_batch, train_step
@@ -45,9 +45,11 @@ __all__ = [
     "DistributedState",
     "DistributedTransformation",
     "DtypeError",
+    "DynamicLossScale",
     "FusedTransformation",
     "HyperparameterError",
     "JDistAdamError",
+    "LossScaleState",
     "MainParamsState",
     "MeshError",
     "MixedPrecisionPolicy",
@@ -63,6 +65,7 @@ __all__ = [
     "full_params",
     "fused_adam",
     "fused_adamw",
+    "gather_params",
     "inject_hyperparams",
     "local_params",
     "main_params",

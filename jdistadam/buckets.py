@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jdistadam import reductions, trees
@@ -26,10 +27,9 @@ def bucket_array(bucket: Bucket, leaves: Sequence[Any], dtype: Any) -> jax.Array
     return reductions.pack(members, offsets[:-1], offsets[-1] + bucket.padding, dtype)
 
 
-def shard_of(layout: Layout, bucket: Bucket, whole: Any, index: Any) -> jax.Array:
-    """Returns shard ``index`` of a bucket's whole content."""
-    dim = bucket.dim or 0
-    size = whole.shape[dim] // layout.num_shards
+def shard_of(whole: Any, index: Any, num_shards: int, dim: int) -> jax.Array:
+    """Returns shard ``index`` of an array that is cut along ``dim``."""
+    size = whole.shape[dim] // num_shards
     return lax.dynamic_slice_in_dim(whole, index * size, size, dim)
 
 
@@ -40,14 +40,21 @@ def flat_shard(
 
     With ``main``, only of those that have main parameters: shape ``(main_size,)``.
     """
+    shards = [
+        shard_of(bucket_array(bucket, leaves, dtype), index, layout.num_shards, bucket.dim or 0)
+        for bucket in layout.buckets
+    ]
+    return flat_of(layout, shards, dtype, main=main)
+
+
+def flat_of(layout: Layout, shards: Sequence[Any], dtype: Any, *, main: bool = False) -> jax.Array:
+    """Puts one device's shards of all buckets into a flat array, as ``flat_shard`` returns it."""
     parts, end = [jnp.zeros((0,), dtype)], 0
-    for bucket in layout.buckets:
+    for bucket, shard in zip(layout.buckets, shards, strict=True):
         if main and not bucket.has_main:
             continue
         parts.append(jnp.zeros((bucket.offset - end,), dtype))
-        parts.append(
-            shard_of(layout, bucket, bucket_array(bucket, leaves, dtype), index).reshape(-1)
-        )
+        parts.append(shard.reshape(-1))
         end = bucket.offset + bucket.shard_size
     parts.append(jnp.zeros(((layout.main_size if main else layout.flat_size) - end,), dtype))
     return jnp.concatenate(parts)
@@ -68,23 +75,27 @@ def _offsets(sizes: Iterable[int]) -> list[int]:
     return list(itertools.accumulate(sizes, initial=0))
 
 
-def leaves_of_flat(layout: Layout, flat: Any) -> list[Any]:
+def leaves_of_flat(layout: Layout, flat: Any) -> list[np.ndarray]:
     """Puts the leaves back together from all devices' flat arrays: the inverse of flat_shard.
 
     Args:
       layout: The layout.
-      flat: Shape ``(num_shards * flat_size,)``, a numpy or jax array. If shorter, leaves that do
-        not lie in it are zero.
+      flat: Shape ``(num_shards * flat_size,)``. If shorter, leaves that do not lie in it are zero,
+        and so are those that are in no bucket.
     """
-    by_device = flat.reshape(layout.num_shards, -1)
-    leaves: list[Any] = [jnp.zeros(leaf.shape, flat.dtype) for leaf in layout.leaves]
+    by_device = np.asarray(flat).reshape(layout.num_shards, -1)
+    leaves = [np.zeros(leaf.shape, by_device.dtype) for leaf in layout.leaves]
     for bucket in layout.buckets:
         if bucket.offset >= by_device.shape[1]:
             continue
         shards = by_device[:, bucket.offset : bucket.offset + bucket.shard_size]
-        whole = jnp.concatenate(
+        whole = np.concatenate(
             list(shards.reshape(layout.num_shards, *bucket.shard_shape)), bucket.dim or 0
         )
-        for i, leaf in leaves_of_bucket(layout, bucket, whole):
-            leaves[i] = leaf
+        if bucket.dim is not None:
+            leaves[bucket.leaves[0]] = whole
+            continue
+        offsets = _offsets(layout.leaves[i].size for i in bucket.leaves)
+        for i, (start, end) in zip(bucket.leaves, itertools.pairwise(offsets), strict=True):
+            leaves[i] = whole[start:end].reshape(layout.leaves[i].shape)
     return leaves

@@ -11,10 +11,12 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam import buckets, trees
-from jdistadam.distributed import DistributedTransformation
+from jdistadam import buckets, reference, trees
+from jdistadam.distributed_config import DistributedConfig, axes_of
 from jdistadam.distributed_step import DistributedState, find_state, is_distributed_state
+from jdistadam.distributed_transformation import DistributedTransformation
 from jdistadam.errors import TreeError, describe
+from jdistadam.layout import Layout
 from jdistadam.training import TrainState, own
 
 
@@ -32,18 +34,20 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
       ``optax.adam``, within ``optax.chain``, as ``tx`` was made) returns for the same
       hyperparameters, with the counts, mu and nu of ``state``. numpy arrays.
     """
-    layout = tx.config.layout(state.params)
+    layout = tx.config.layout(tx.config.tensor_local(state.params))
     treedef = jax.tree.structure(state.params)
     own = find_state(state.opt_state)
 
     def leaves(flat: jax.Array) -> list[Any]:
-        return list(map(np.asarray, buckets.leaves_of_flat(layout, np.asarray(flat))))
+        return _global_leaves(tx.config, layout, state.params, flat)
 
-    main = [np.asarray(x).astype(np.float32) for x in jax.tree.leaves(state.params)]
+    main = [np.asarray(x) for x in jax.tree.leaves(state.params)]
     if own.main_params is not None:
         kept = leaves(own.main_params)
+        splits = tx.config.policy.keeps_remainders
         for i in (i for bucket in layout.buckets if bucket.has_main for i in bucket.leaves):
-            main[i] = kept[i]
+            main[i] = reference.join(main[i], kept[i], np) if splits else kept[i]
+    main = [x.astype(np.float32) for x in main]
 
     count = np.asarray(own.count)
     mu, nu = (jax.tree.unflatten(treedef, leaves(flat)) for flat in (own.mu, own.nu))
@@ -111,19 +115,22 @@ def _shard(
 ) -> DistributedState:
     """Cuts the trees of optax's Adam into the flat arrays of every device."""
     config = tx.config
-    layout = config.layout(params)
+    layout = config.layout(config.tensor_local(params))
     for name in ("mu", "nu"):
         trees.check_same_shapes(
             getattr(adam, name), params, name=f"opt_state[0].{name}", like_name="params"
         )
 
     def flat(tree: Any, like: jax.Array) -> jax.Array:
-        leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
+        leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
+        parts = range(config.parallel.size(config.parallel.tensor_axes))
         shards = [
-            buckets.flat_shard(layout, leaves, i, like.dtype) for i in range(config.num_shards)
+            buckets.flat_shard(layout, _tensor_part(config, params, leaves, part), i, like.dtype)
+            for i in range(config.num_shards)
+            for part in parts
         ]
         return jax.device_put(
-            jnp.concatenate(shards), NamedSharding(config.mesh, P(config.shard_axis))
+            jnp.concatenate(shards), NamedSharding(config.mesh, config.parallel.state_spec)
         )
 
     return old._replace(
@@ -131,6 +138,51 @@ def _shard(
         mu=flat(adam.mu, old.mu),
         nu=flat(adam.nu, old.nu),
     )
+
+
+def _global_leaves(
+    config: DistributedConfig, layout: Layout, params: Any, flat: Any
+) -> list[np.ndarray]:
+    """Returns the leaves that lie in the flat array of a state, put together from all devices."""
+    parts = config.parallel.size(config.parallel.tensor_axes)
+    by_part = np.asarray(flat).reshape(config.num_shards, parts, -1)
+    leaves: list[Any] = [None] * len(layout.leaves)
+    for part in range(parts):
+        local = buckets.leaves_of_flat(layout, np.ascontiguousarray(by_part[:, part]).reshape(-1))
+        if leaves[0] is None:
+            shapes = [x.shape for x in jax.tree.leaves(params)]
+            leaves = [np.empty(s, x.dtype) for s, x in zip(shapes, local, strict=True)]
+        for whole, x, where in zip(leaves, local, _blocks(config, params, part), strict=True):
+            whole[where] = x
+    return leaves
+
+
+def _tensor_part(
+    config: DistributedConfig, params: Any, leaves: list[np.ndarray], part: int
+) -> list[np.ndarray]:
+    """Cuts global leaves down to what the devices of one tensor-parallel part hold."""
+    return [x[where] for x, where in zip(leaves, _blocks(config, params, part), strict=True)]
+
+
+def _blocks(config: DistributedConfig, params: Any, part: int) -> list[tuple[slice, ...]]:
+    """Where the devices of one tensor-parallel part lie in every global leaf."""
+    axes = config.parallel.tensor_axes
+    sizes = [config.mesh.shape[axis] for axis in axes]
+    place = dict(zip(axes, np.unravel_index(part, sizes), strict=True)) if axes else {}
+    blocks = []
+    specs = jax.tree.leaves(config.tensor_specs(params), is_leaf=lambda x: isinstance(x, P))
+    for x, spec in zip(jax.tree.leaves(params), specs, strict=True):
+        where = [slice(None)] * x.ndim
+        for dim, names in enumerate(spec):
+            mine = axes_of(P(names))
+            count = config.parallel.size(mine)
+            index = 0
+            for axis in mine:
+                index = index * config.mesh.shape[axis] + int(place[axis])
+            size = x.shape[dim] // count
+            where[dim] = slice(index * size, (index + 1) * size)
+        blocks.append(tuple(where))
+    return blocks
 
 
 def _exported(x: Any) -> Any:

@@ -12,6 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from jdistadam.errors import ShapeError, describe
 
+Axes = tuple[str, ...]
+"""Names of mesh axes."""
+
 
 def shard_map(
     f: Callable[..., Any], *, mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any
@@ -82,21 +85,23 @@ def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     vanishes between them: one device would then compute other numbers than two.
     """
     dtype = jnp.dtype(dtype)
-    if x.dtype != dtype and dtype.itemsize < x.dtype.itemsize:
-        info = jnp.finfo(dtype)
-        x = lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
-    return x.astype(dtype)
+    if x.dtype == dtype or dtype.itemsize >= x.dtype.itemsize:
+        return x.astype(dtype)
+    info = jnp.finfo(dtype)
+    if dtype.itemsize == 1:  # float8_e4m3fn has no infinity: reduce_precision knows no such format
+        return lax.optimization_barrier(x.astype(dtype))
+    return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant).astype(dtype)
 
 
-def reduce_scatter(x: jax.Array, axis: str, *, dim: int, wire_dtype: Any) -> jax.Array:
-    r"""Sums ``x`` over a mesh axis and keeps this device's part.
+def reduce_scatter(x: jax.Array, axes: Axes, *, dim: int, wire_dtype: Any) -> jax.Array:
+    r"""Sums ``x`` over mesh axes and keeps this device's part.
 
     Device :math:`i` of :math:`N` returns :math:`\sum_r x_r[iS:(i+1)S]` along ``dim``. The
     collective library adds, in ``wire_dtype`` and in an order of its own.
 
     Args:
       x: This device's contribution. ``x.shape[dim]`` must divide by N.
-      axis: Mesh axis to sum over.
+      axes: Mesh axes to sum over, the most significant one first.
       dim: Dimension to scatter.
       wire_dtype: Each contribution is rounded to it once, sent and summed in it. Bytes sent per
         device: (N - 1) / N * x.size * itemsize.
@@ -105,38 +110,72 @@ def reduce_scatter(x: jax.Array, axis: str, *, dim: int, wire_dtype: Any) -> jax
       The sum (not the mean), dtype ``wire_dtype``, ``x.shape`` with dimension ``dim`` cut to 1/N.
     """
     with jax.named_scope("jdistadam/reduce_scatter"):
-        return lax.psum_scatter(round_to(x, wire_dtype), axis, scatter_dimension=dim, tiled=True)
+        return lax.psum_scatter(round_to(x, wire_dtype), axes, scatter_dimension=dim, tiled=True)
 
 
-def all_gather(shard: jax.Array, axis: str, *, dim: int) -> jax.Array:
-    """Concatenates every device's shard along ``dim``; the same array on all devices."""
+def all_to_all(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
+    """Sends slice ``i`` of dimension ``dim`` to device ``i`` of an axis.
+
+    Args:
+      x: ``x.shape[dim]`` must be the number of devices along the axis.
+      axis: The mesh axis.
+      dim: The dimension that is handed out.
+
+    Returns:
+      What the devices sent, stacked in a new first dimension; ``dim`` is gone.
+    """
+    with jax.named_scope("jdistadam/all_to_all"):
+        return lax.all_to_all(x, axis, split_axis=dim, concat_axis=0)
+
+
+def all_gather(shard: jax.Array, axes: Axes, *, dim: int, to: str = "invarying") -> jax.Array:
+    """Concatenates every device's shard along ``dim``; the same array on all devices.
+
+    Its type says that they are the same unless ``to`` is "varying".
+    """
+    if not axes:
+        return shard
     with jax.named_scope("jdistadam/all_gather"):
-        return lax.all_gather(shard, axis, axis=dim, tiled=True, to="invarying")
+        return lax.all_gather(shard, axes, axis=dim, tiled=True, to=to)
 
 
-def all_reduce(x: jax.Array, axis: str) -> jax.Array:
-    """Sums over a mesh axis; the same array on all devices."""
-    return lax.psum(x, axis)
+def all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
+    """Sums over mesh axes; the same array on all devices."""
+    return lax.psum(x, axes) if axes else x
 
 
-def all_reduce_mean(x: jax.Array, axis: str) -> jax.Array:
-    """Averages over a mesh axis; the same array on all devices."""
-    return lax.pmean(x, axis)
+def all_reduce_mean(x: jax.Array, axes: Axes) -> jax.Array:
+    """Averages over mesh axes; the same array on all devices."""
+    return lax.pmean(x, axes)
 
 
-def all_reduce_max(x: jax.Array, axis: str) -> jax.Array:
-    """Takes the largest over a mesh axis; the same array on all devices."""
-    return lax.pmax(x, axis)
+def all_reduce_max(x: jax.Array, axes: Axes) -> jax.Array:
+    """Takes the largest over mesh axes; the same array on all devices."""
+    return lax.pmax(x, axes) if axes else x
 
 
-def axis_index(axis: str) -> jax.Array:
-    """Returns this device's index along a mesh axis."""
-    return lax.axis_index(axis)
+def axis_index(axes: Axes) -> jax.Array:
+    """Returns this device's index along mesh axes, the first one most significant."""
+    return lax.axis_index(axes) if axes else jnp.zeros((), jnp.int32)
 
 
-def to_varying(x: Any, axis: str) -> Any:
+def to_varying(x: Any, axes: Axes) -> Any:
     """Marks ``x`` as different on each device, for the types of ``shard_map(check_vma=True)``."""
-    return x if axis in (varying_axes(x) or ()) else lax.pcast(x, axis, to="varying")
+    varying = varying_axes(x)
+    if varying is None:
+        return x
+    missing = tuple(axis for axis in axes if axis not in varying)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def to_invariant(x: jax.Array, axes: Axes) -> jax.Array:
+    """Tells the types of ``shard_map(check_vma=True)`` that equal arrays are equal.
+
+    Only for what is computed from the same operands on all devices; a collective is spent on it
+    where types say otherwise, none where they say nothing.
+    """
+    varying = varying_axes(x) or ()
+    return all_reduce_max(x, tuple(axis for axis in axes if axis in varying))
 
 
 def vary_together(tree: Any) -> Any:
@@ -145,14 +184,13 @@ def vary_together(tree: Any) -> Any:
     A foreign call takes the types of its results from one operand: it must know of all others.
     """
     axes = frozenset().union(*(varying_axes(x) or () for x in jax.tree.leaves(tree)))
-    for axis in sorted(axes):
-        tree = jax.tree.map(lambda x, axis=axis: to_varying(x, axis), tree)
-    return tree
+    return jax.tree.map(lambda x: to_varying(x, tuple(sorted(axes))), tree) if axes else tree
 
 
-def is_bound(axis: str) -> bool:
-    """Whether this code runs inside a shard_map over the axis."""
-    return axis in jax.sharding.get_abstract_mesh().manual_axes
+def unbound(axes: Axes) -> Axes:
+    """Returns those axes that this code does not run inside a shard_map over."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in axes if axis not in manual)
 
 
 def varying_axes(x: Any) -> frozenset[str] | None:

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import optax
 
-from jdistadam.distributed import DistributedTransformation
-from jdistadam.distributed_step import AccumulatedGrads
+from jdistadam.accumulation import AccumulatedGrads
+from jdistadam.distributed_transformation import DistributedTransformation
 from jdistadam.errors import PolicyError, TreeError, describe
 from jdistadam.linearity import example_params, why_not_linear
 from jdistadam.main_state import MainParamsState

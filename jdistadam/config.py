@@ -16,13 +16,10 @@ from jdistadam.errors import HyperparameterError, PolicyError, describe
 
 ScalarOrSchedule = float | jax.Array | Callable[[Any], Any]
 
-SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _FLOATS = ("float32", "bfloat16", "float16")
+_FLOAT8 = ("float8_e5m2", "float8_e4m3fn")
 _SUPPORTED: dict[str, tuple[str | None, ...]] = {
-    "main_params_dtype": ("float32",),
-    "main_grads_dtype": ("float32",),
-    "grad_reduce_dtype": (None,),
-    "param_comm_dtype": (None,),
+    "grad_reduce_dtype": (None, "float32"),
 }
 
 
@@ -98,25 +95,39 @@ class MixedPrecisionPolicy:
     """What is stored, what travels and what is summed, each in its own dtype.
 
     Attributes:
-      main_params_dtype: Dtype of the sharded main parameters that the optimizer updates: float32.
+      main_params_dtype: What the optimizer keeps of its own to update, sharded: float32 main
+        parameters wherever they differ from the parameters in dtype or in sharding;
+        "remainder16": beside bfloat16 parameters the low 16 bits, so that both together are a
+        float32 (other parameters are updated themselves); None: nothing, parameters are updated
+        themselves and rounded to their own dtype at every step.
       main_grads_dtype: Dtype in which gradients are stored and accumulated over micro-batches.
       grad_comm_dtype: Dtype of gradients on the wire: contributions are rounded to it once, then
         sent. float32, bfloat16 or float16. None: ``main_grads_dtype``. Bytes sent per device and
-        step: (N - 1) / N * parameters * itemsize.
+        reduction: (N - 1) / N * parameters * itemsize.
       grad_reduce_dtype: Dtype in which contributions are summed across devices. None: the
         collective library sums, in the wire dtype, so a 16-bit wire also rounds partial sums.
-      param_comm_dtype: Dtype of parameters on the wire. None: the parameters' own.
+        float32: contributions travel in the wire dtype as an all-to-all and are added in float32,
+        adjacent pairs first, an odd one carried, axis by axis from the inner one: always the same
+        bits. Sums stay float32 on their way into the kernel, also where they travel on.
+      param_comm_dtype: Dtype of parameters on the wire: float32, bfloat16, float16, float8_e5m2 or
+        float8_e4m3fn, at most as wide as the parameters. None: the parameters' own. float8 has no
+        scale factors here: e4m3fn ends at 448, e5m2 keeps two bits of mantissa.
       mu_dtype: Dtype in which the first moment is stored. float32, bfloat16 or float16.
       nu_dtype: Dtype in which the second moment is stored. float32, or bfloat16 for b2 up to 0.99.
 
     Raises:
-      PolicyError: A dtype is unknown, or the combination is not supported.
+      PolicyError: A dtype is unknown, or the combination is contradictory.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> policy = MixedPrecisionPolicy(grad_comm_dtype=jnp.bfloat16)
-      >>> policy.wire_dtype
-      dtype(bfloat16)
+      >>> print(MixedPrecisionPolicy(grad_comm_dtype=jnp.bfloat16, grad_reduce_dtype=jnp.float32))
+      main_params_dtype   float32
+      main_grads_dtype    float32
+      grad_comm_dtype     bfloat16
+      grad_reduce_dtype   float32
+      param_comm_dtype    params' own
+      mu_dtype            float32
+      nu_dtype            float32
 
     References:
       Megatron-LM, ``MixedPrecisionPolicy`` of Megatron-FSDP.
@@ -131,27 +142,59 @@ class MixedPrecisionPolicy:
     nu_dtype: Any = jnp.float32
 
     def __post_init__(self) -> None:
-        """Normalises every field to a numpy dtype and refuses what does not work."""
-        for field in dataclasses.fields(self):
+        """Normalises every field to a numpy dtype and refuses what contradicts itself."""
+        kind = main_params_kind(self.main_params_dtype)
+        main = jnp.dtype(jnp.float32) if kind == "float32" else kind
+        object.__setattr__(self, "main_params_dtype", main)
+        for field in dataclasses.fields(self)[1:]:
             value = getattr(self, field.name)
+            if value is None and field.name.startswith(("main_", "mu", "nu")):
+                value = jnp.float32
             if value is not None:
-                name = f"MixedPrecisionPolicy.{field.name}"
-                object.__setattr__(self, field.name, float_dtype(name, value))
+                known = _FLOATS + (_FLOAT8 if field.name == "param_comm_dtype" else ())
+                dtype = float_dtype(f"MixedPrecisionPolicy.{field.name}", value, known)
+                object.__setattr__(self, field.name, dtype)
         for name, supported in _SUPPORTED.items():
             refuse_unless(f"MixedPrecisionPolicy.{name}", getattr(self, name), supported)
-        for name in ("mu_dtype", "nu_dtype"):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, jnp.dtype(jnp.float32))
+        if jnp.promote_types(self.main_grads_dtype, self.wire_dtype) != self.main_grads_dtype:
+            raise PolicyError(
+                describe(
+                    "MixedPrecisionPolicy.main_grads_dtype",
+                    "gradients would lose bits in storage that the wire then carries",
+                    got=f"{self.main_grads_dtype} with grad_comm_dtype {self.wire_dtype}",
+                    expected="a main_grads_dtype that holds all of grad_comm_dtype",
+                    action="Set main_grads_dtype=jnp.float32, or the same dtype for both.",
+                )
+            )
+
+    @property
+    def keeps_remainders(self) -> bool:
+        """Whether bfloat16 parameters have a remainder beside them."""
+        return isinstance(self.main_params_dtype, str)
+
+    @property
+    def main_dtype(self) -> jnp.dtype:
+        """The dtype in which main parameters or remainders are stored, if any are."""
+        return jnp.dtype(jnp.uint16 if self.keeps_remainders else jnp.float32)
 
     @property
     def wire_dtype(self) -> jnp.dtype:
         """The dtype of gradients on the wire."""
         return self.main_grads_dtype if self.grad_comm_dtype is None else self.grad_comm_dtype
 
+    @property
+    def reduced_dtype(self) -> jnp.dtype:
+        """The dtype of a sum over devices."""
+        return self.wire_dtype if self.grad_reduce_dtype is None else self.grad_reduce_dtype
+
     def __str__(self) -> str:
         """Returns the resolved policy as a table."""
         resolved = dataclasses.asdict(self) | {"grad_comm_dtype": self.wire_dtype}
-        notes = {"grad_reduce_dtype": "wire dtype", "param_comm_dtype": "params' own"}
+        notes = {
+            "main_params_dtype": "none",
+            "grad_reduce_dtype": f"{self.wire_dtype}, by the collective library",
+            "param_comm_dtype": "params' own",
+        }
         lines = [
             f"{name:<18}  {notes.get(name) if value is None else value}"
             for name, value in resolved.items()
@@ -159,19 +202,19 @@ class MixedPrecisionPolicy:
         return "\n".join(lines)
 
 
-def float_dtype(name: str, value: Any) -> jnp.dtype:
-    """Returns a dtype that the kernel can store, or raises PolicyError."""
+def float_dtype(name: str, value: Any, known: tuple[str, ...] = _FLOATS) -> jnp.dtype:
+    """Returns a dtype that is one of ``known``, or raises PolicyError."""
     try:
         dtype = jnp.dtype(value)
     except TypeError:
         dtype = None
-    if dtype is None or dtype.name not in _FLOATS:
+    if dtype is None or dtype.name not in known:
         raise PolicyError(
             describe(
                 name,
                 "not a dtype that can be used",
                 got=repr(value),
-                expected=", ".join(_FLOATS),
+                expected=", ".join(known),
                 action="Pass one of these, e.g. jnp.bfloat16.",
             )
         )
@@ -239,19 +282,3 @@ def check_count(name: str, value: Any) -> None:
                 action=f"Change {name}.",
             )
         )
-
-
-def check_strategy(sharding_strategy: str) -> None:
-    """Raises PolicyError unless the sharding strategy is one that works in this version."""
-    if sharding_strategy == "optim":
-        return
-    known = sharding_strategy in SHARDING_STRATEGIES
-    raise PolicyError(
-        describe(
-            "sharding_strategy",
-            "not supported in this version" if known else "unknown",
-            got=repr(sharding_strategy),
-            expected="'optim'",
-            action="Pass sharding_strategy='optim'.",
-        )
-    )

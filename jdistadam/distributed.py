@@ -1,127 +1,25 @@
-"""Adam and AdamW with their state sharded over the devices of a mesh (ZeRO-1)."""
+"""Adam and AdamW for data parallelism: what is sharded, and what travels, as the caller says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
-from jdistadam import collectives, trees
 from jdistadam.config import (
     Hyperparameters,
     MixedPrecisionPolicy,
     ScalarOrSchedule,
     check_nu_dtype,
-    check_strategy,
 )
-from jdistadam.distributed_checks import check_arguments, check_mesh, refuse_empty_leaves
-from jdistadam.distributed_step import (
-    AccumulatedGrads,
-    DistributedConfig,
-    DistributedState,
-    accumulate_local,
-    grad_norm_local,
-    init_grads_local,
-    init_local,
-    step_local,
-)
-from jdistadam.transformation import FusedTransformation, StepFn
-
-
-class DistributedTransformation(FusedTransformation):
-    """``init``, ``update`` and ``step`` over a mesh, with what they were made from.
-
-    ``train_step`` calls all of this for you. In a ``jax.shard_map`` of your own, over
-    ``config.mesh``::
-
-        def local_step(params, state, batch):  # batch: this device's part
-            grads = jax.grad(loss)(jda.local_params(params, tx), batch)
-            return tx.step(grads, state, params)
-
-        specs = P(), tx.state_specs()
-        step = jax.shard_map(local_step, mesh=mesh, in_specs=(*specs, P("data")), out_specs=specs)
-
-    ``init`` also runs outside of it.
-    """
-
-    config: DistributedConfig
-    specs: Any
-    local_step: StepFn  # step, without the check for zero-size arguments that train_step keeps out
-    norm: Callable[[Any, Any], jax.Array]
-
-    @classmethod
-    def make(
-        cls,
-        init: Any,
-        update: Any,
-        step: Any,
-        local_step: Any,
-        norm: Any,
-        config: DistributedConfig,
-        specs: Any,
-    ) -> DistributedTransformation:
-        """Joins the functions and what they were made from."""
-        self: Any = cls(init, update, step)
-        self.local_step, self.norm, self.config, self.specs = local_step, norm, config, specs
-        return self
-
-    def state_specs(self, params: Any = None) -> Any:
-        """Returns the PartitionSpecs of the state, for shard_map's in_specs and out_specs.
-
-        They are the same for all params.
-        """
-        del params
-        return self.specs
-
-    def init_grads(self, params: Any) -> AccumulatedGrads:
-        """Returns a sum of no gradients, to which ``accumulate`` adds; inside shard_map.
-
-        Args:
-          params: Tree of arrays: only their shapes and dtypes matter.
-        """
-        return init_grads_local(self.config, params)
-
-    def accumulate(self, acc: AccumulatedGrads, grads: Any, weight: Any = None) -> AccumulatedGrads:
-        r"""Adds one micro-batch's local gradients; nothing is sent.
-
-        ``step`` takes the result in place of gradients and uses the mean over all micro-batches
-        of all devices, :math:`\sum_i w_i g_i / \sum_i w_i`.
-
-        Args:
-          acc: What ``init_grads`` or ``accumulate`` returned.
-          grads: This device's gradients, not reduced.
-          weight: :math:`w_i` >= 0, a scalar, e.g. a number of tokens. None: 1. Gradients of weight
-            zero do not count, whatever they hold. On a float16 wire keep it near 1: the weighted
-            sum is what travels.
-
-        Returns:
-          The new sums, in ``policy.main_grads_dtype``.
-
-        Raises:
-          TreeError, ShapeError, DtypeError: The gradients do not fit.
-          MeshError: They are reduced already.
-        """
-        return accumulate_local(self.config, acc, grads, weight)
-
-    def grad_norm(self, grads: Any, state: Any = None) -> jax.Array:
-        """Returns the global norm of the mean gradient before clipping, as ``step`` computes it.
-
-        XLA merges its communication with that of a ``step`` on the same gradients in the same
-        program. The norm that a step used is also in its new state, ``state.grad_norm``.
-
-        Args:
-          grads: Local gradients, or what ``accumulate`` returned.
-          state: The state. Only the one of a ``chain`` has an influence on the norm.
-
-        Returns:
-          Shape (), float32; the same on all devices.
-        """
-        return self.norm(grads, state)
+from jdistadam.data_parallel import make_data_parallel
+from jdistadam.distributed_checks import check_arguments
+from jdistadam.distributed_config import DistributedConfig
+from jdistadam.distributed_transformation import DistributedTransformation, make_distributed
+from jdistadam.groups import make_groups
+from jdistadam.loss_scale import DynamicLossScale, check_loss_scale
 
 
 def distributed_fused_adamw(
@@ -135,18 +33,24 @@ def distributed_fused_adamw(
     *,
     nesterov: bool = False,
     mesh: Mesh,
-    shard_axis: str = "data",
+    shard_axis: str | tuple[str, ...] = "data",
+    replica_axis: str | tuple[str, ...] | None = None,
     sharding_strategy: str = "optim",
+    outer_sharding_strategy: str = "no_shard",
     policy: MixedPrecisionPolicy | None = None,
     max_grad_norm: float | None = None,
+    loss_scale: float | DynamicLossScale | None = None,
     average_grads: bool = True,
     bucket_bytes: int = 32 << 20,
+    param_specs: Any = None,
+    param_labels: Any = None,
+    groups: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> DistributedTransformation:
-    r"""AdamW for data parallelism, its state sharded over a mesh axis.
+    r"""AdamW for data parallelism, its state sharded over a mesh.
 
-    Each of the :math:`N` devices keeps :math:`1/N` of the float32 main parameters, :math:`m` and
-    :math:`v`. A step reduce-scatters the local gradients, updates the shard with the fused kernel
-    and all-gathers the new parameters:
+    With the default strategy each of :math:`N` devices keeps :math:`1/N` of the float32 main
+    parameters, :math:`m` and :math:`v`. A step reduce-scatters the local gradients, updates the
+    shard with the fused kernel and all-gathers the new parameters:
 
     .. math::
 
@@ -154,7 +58,19 @@ def distributed_fused_adamw(
       g = s \sum_r g_r, \qquad s = \frac1N \min\left(1, \frac{G}{\lVert \bar g \rVert}\right)
 
     with :math:`G` = ``max_grad_norm``, followed by the formula of ``fused_adamw``. The sum is in
-    ``policy.grad_comm_dtype``; the scalar :math:`s` is float32 and applied inside the kernel.
+    ``policy.grad_comm_dtype``; the scalar :math:`s`, which also holds the inverse of the loss
+    scale, is float32 and applied inside the kernel.
+
+    What a device holds and sends, for :math:`P` parameters and :math:`M` micro-batches:
+
+    ==================== ================== ============== ========== ==============================
+    sharding_strategy    state              sums of grads  params     on the wire, times (N - 1) / N
+    ==================== ================== ============== ========== ==============================
+    "no_shard"           P                  P              P          grads twice
+    "optim"              P / N              P              P          grads, params
+    "optim_grads"        P / N              P / N          P          grads M times, params
+    "optim_grads_params" P / N              P / N          P / N      grads M times, params
+    ==================== ================== ============== ========== ==============================
 
     Args:
       learning_rate: As in ``fused_adamw``, and so are the next six.
@@ -165,22 +81,43 @@ def distributed_fused_adamw(
       weight_decay: Decoupled weight decay, or a schedule.
       mask: Where weight decay applies.
       nesterov: Whether to use Nesterov momentum.
-      mesh: One-dimensional mesh, e.g. ``jax.make_mesh((8,), ("data",))``.
-      shard_axis: The axis of the mesh over which state is sharded and gradients are summed.
-      sharding_strategy: "optim": optimizer state and main parameters are sharded (ZeRO-1).
+      mesh: The mesh, e.g. ``jax.make_mesh((8,), ("data",))``.
+      shard_axis: The axis of the mesh, or a tuple of axes, the outermost first, over which state
+        is sharded and gradients are summed.
+      replica_axis: Further axes that carry data, across which the shards are replicated (hybrid
+        sharding): gradients are summed over ``shard_axis`` first, the shards then over these.
+      sharding_strategy: "no_shard"; "optim": main parameters and moments are sharded (ZeRO-1);
+        "optim_grads": every micro-batch's gradients are reduced at once, and shards of them are
+        accumulated (ZeRO-2); "optim_grads_params": leaves of 16384 elements or more with a
+        dimension that divides are sharded too (ZeRO-3), see ``gather_params``.
+      outer_sharding_strategy: "optim": state is sharded over ``replica_axis`` as well.
       policy: The dtypes of what is stored and sent. None: float32 throughout.
       max_grad_norm: Clips the mean gradient to this global norm, as
         ``optax.clip_by_global_norm``. None: no clipping.
+      loss_scale: What the loss was multiplied by before it was differentiated, a number or a
+        ``DynamicLossScale``; ``train_step`` does so, in your own loop use ``scale_loss``. The
+        order is unscale, norm, clip, step. A step with a gradient that is not finite on any device
+        is skipped and counted, and changes no bit of params, moments and count. With 1.0 nothing
+        is scaled, but such steps are skipped. None: they are not.
       average_grads: Whether to take the mean. If not, gradients are summed over devices and
         micro-batches, with their weights if they have any.
       bucket_bytes: Upper limit of a bucket of packed small leaves, in bytes.
+      param_specs: For tensor parallelism: a tree of PartitionSpecs over the mesh's other axes, on
+        which the params are sharded already, a prefix of params or a function of them. The
+        optimizer leaves them there. Gradients of leaves that are not sharded over such an axis
+        must be the same along it.
+      param_labels: A tree of labels, a prefix of params or a function of them.
+      groups: For every label a dict of what differs from the arguments above: ``lr_scale``
+        (multiplies the learning rate), ``weight_decay``, ``b1``, ``b2``, or ``frozen=True``: no
+        state, nothing on the wire, params as they are. It costs no further kernel launch.
 
     Returns:
       A ``DistributedTransformation``. Its ``step(grads, state, params)`` takes local gradients,
-      not yet reduced, and the replicated params.
+      not yet reduced, and the params as ``param_specs(params)`` places them.
 
     Raises:
-      HyperparameterError, MeshError, PolicyError: An argument is out of range or not supported.
+      HyperparameterError, MeshError, PolicyError: An argument is out of range, or two contradict
+        each other.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -205,11 +142,17 @@ def distributed_fused_adamw(
         mask,
         mesh=mesh,
         shard_axis=shard_axis,
+        replica_axis=replica_axis,
         sharding_strategy=sharding_strategy,
+        outer_sharding_strategy=outer_sharding_strategy,
         policy=policy,
         max_grad_norm=max_grad_norm,
+        loss_scale=loss_scale,
         average_grads=average_grads,
         bucket_bytes=bucket_bytes,
+        param_specs=param_specs,
+        param_labels=param_labels,
+        groups=groups,
     )
 
 
@@ -223,12 +166,18 @@ def distributed_fused_adam(
     nesterov: bool = False,
     l2: Any = 0.0,
     mesh: Mesh,
-    shard_axis: str = "data",
+    shard_axis: str | tuple[str, ...] = "data",
+    replica_axis: str | tuple[str, ...] | None = None,
     sharding_strategy: str = "optim",
+    outer_sharding_strategy: str = "no_shard",
     policy: MixedPrecisionPolicy | None = None,
     max_grad_norm: float | None = None,
+    loss_scale: float | DynamicLossScale | None = None,
     average_grads: bool = True,
     bucket_bytes: int = 32 << 20,
+    param_specs: Any = None,
+    param_labels: Any = None,
+    groups: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> DistributedTransformation:
     """Adam for data parallelism: ``distributed_fused_adamw`` with the formula of ``fused_adam``.
 
@@ -243,18 +192,24 @@ def distributed_fused_adam(
       nesterov: Whether to use Nesterov momentum.
       l2: L2 regularisation.
       mesh: As in ``distributed_fused_adamw``, and so are all that follow.
-      shard_axis: The axis of the mesh over which state is sharded and gradients are summed.
-      sharding_strategy: "optim".
+      shard_axis: The axes of the mesh over which state is sharded and gradients are summed.
+      replica_axis: Further axes that carry data.
+      sharding_strategy: "no_shard", "optim", "optim_grads" or "optim_grads_params".
+      outer_sharding_strategy: "no_shard" or "optim".
       policy: The dtypes of what is stored and sent.
       max_grad_norm: Clips the mean gradient to this global norm.
+      loss_scale: What the loss was multiplied by.
       average_grads: Whether to take the mean over devices rather than the sum.
       bucket_bytes: Upper limit of a bucket of packed small leaves, in bytes.
+      param_specs: Where params are sharded over other axes.
+      param_labels: Labels of the params.
+      groups: What differs between labels; ``weight_decay`` in a group is decoupled.
 
     Returns:
       A ``DistributedTransformation``.
 
     Raises:
-      HyperparameterError, MeshError, PolicyError: An argument is out of range or not supported.
+      HyperparameterError, MeshError, PolicyError: As ``distributed_fused_adamw``.
 
     Example:
       >>> import jax
@@ -269,11 +224,17 @@ def distributed_fused_adam(
         None,
         mesh=mesh,
         shard_axis=shard_axis,
+        replica_axis=replica_axis,
         sharding_strategy=sharding_strategy,
+        outer_sharding_strategy=outer_sharding_strategy,
         policy=policy,
         max_grad_norm=max_grad_norm,
+        loss_scale=loss_scale,
         average_grads=average_grads,
         bucket_bytes=bucket_bytes,
+        param_specs=param_specs,
+        param_labels=param_labels,
+        groups=groups,
     )
 
 
@@ -283,62 +244,44 @@ def _distributed(
     mask: Any,
     *,
     mesh: Mesh,
-    shard_axis: str,
+    shard_axis: Any,
+    replica_axis: Any,
     sharding_strategy: str,
+    outer_sharding_strategy: str,
     policy: MixedPrecisionPolicy | None,
     max_grad_norm: float | None,
+    loss_scale: float | DynamicLossScale | None,
     average_grads: bool,
     bucket_bytes: int,
+    param_specs: Any,
+    param_labels: Any,
+    groups: Any,
 ) -> DistributedTransformation:
     """Checks the arguments and joins the pieces."""
-    check_strategy(sharding_strategy)
-    check_mesh(mesh, shard_axis)
+    parallel = make_data_parallel(
+        mesh,
+        shard_axis,
+        replica_axis,
+        sharding_strategy,
+        outer_sharding_strategy,
+        has_param_specs=param_specs is not None,
+    )
     policy = MixedPrecisionPolicy() if policy is None else policy
     check_arguments(policy, max_grad_norm, bucket_bytes)
-    check_nu_dtype("MixedPrecisionPolicy.nu_dtype", policy.nu_dtype, hyper.b2)
+    check_loss_scale(loss_scale)
+    made_groups = make_groups(hyper, mask, param_labels, groups)
+    for group, _ in made_groups.rows:
+        check_nu_dtype("MixedPrecisionPolicy.nu_dtype", policy.nu_dtype, group.b2)
     config = DistributedConfig(
         hyper,
         like_optax,
-        mask,
-        mesh,
-        shard_axis,
+        made_groups,
+        parallel,
         policy,
         max_grad_norm,
+        loss_scale,
         average_grads,
         bucket_bytes,
+        param_specs,
     )
-
-    def init(params: Any) -> DistributedState:
-        trees.check_dtypes(params, name="params")
-        if collectives.is_bound(shard_axis):
-            return init_local(config, params)
-        local = collectives.shard_map(
-            lambda p: init_local(config, p), mesh=mesh, in_specs=(P(),), out_specs=tx.specs
-        )
-        return jax.jit(local)(params)
-
-    def local_step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
-        del extra_args
-        return step_local(config, grads, state, params)
-
-    def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
-        refuse_empty_leaves(mesh, params)
-        return local_step(grads, state, params, **extra_args)
-
-    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        if params is None:
-            raise ValueError(optax._src.base.NO_PARAMS_MSG)
-        new, state = step(grads, state, params, **extra_args)
-        # In float32, so that apply_updates lands exactly on a 16-bit parameter.
-        f32 = jnp.float32
-        return jax.tree.map(lambda n, p: n.astype(f32) - p.astype(f32), new, params), state
-
-    sharded = P(shard_axis)
-    specs = DistributedState(P(), sharded, sharded, sharded, P())  # type: ignore[arg-type]
-
-    def norm(grads: Any, state: Any) -> jax.Array:
-        del state
-        return grad_norm_local(config, grads)
-
-    tx = DistributedTransformation.make(init, update, step, local_step, norm, config, specs)
-    return tx
+    return make_distributed(config)

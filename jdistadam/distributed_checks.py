@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from typing import Any
 
@@ -12,12 +11,15 @@ from jax.sharding import Mesh
 
 from jdistadam import collectives, trees
 from jdistadam.config import MixedPrecisionPolicy
+from jdistadam.data_parallel import DataParallel
+from jdistadam.distributed_config import DistributedConfig
 from jdistadam.errors import (
     DtypeError,
     HyperparameterError,
     MeshError,
     PolicyError,
     ShapeError,
+    TreeError,
     describe,
 )
 from jdistadam.layout import Layout
@@ -51,41 +53,6 @@ def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any) -> None:
             )
 
 
-def check_mesh(mesh: Any, shard_axis: str) -> None:
-    """Raises MeshError unless ``shard_axis`` is the one axis of a mesh."""
-    if not isinstance(mesh, Mesh):
-        raise MeshError(
-            describe(
-                "mesh",
-                "not a mesh",
-                got=type(mesh).__name__,
-                expected="jax.sharding.Mesh",
-                action='Make one with jax.make_mesh((jax.device_count(),), ("data",)).',
-            )
-        )
-    if shard_axis not in mesh.shape:
-        close = difflib.get_close_matches(str(shard_axis), mesh.axis_names, 1, 0.0)
-        raise MeshError(
-            describe(
-                f"shard_axis {shard_axis!r}",
-                "not an axis of the mesh",
-                got=f"axes {mesh.axis_names}",
-                expected="one of them",
-                action=f"Pass shard_axis={close[0]!r}?",
-            )
-        )
-    if mesh.size != mesh.shape[shard_axis]:
-        raise MeshError(
-            describe(
-                "mesh",
-                "more than one axis is not supported in this version",
-                got=dict(mesh.shape),
-                expected=f"only axis {shard_axis!r}",
-                action="Use a one-dimensional mesh.",
-            )
-        )
-
-
 def refuse_empty_leaves(mesh: Mesh, params: Any) -> None:
     """Raises where XLA would end the process: see collectives.shard_map, which train_step uses."""
     if not collectives.crashes_on_empty_arrays(mesh):
@@ -103,41 +70,56 @@ def refuse_empty_leaves(mesh: Mesh, params: Any) -> None:
             )
 
 
-def check_inside(axis: str, function: str) -> None:
-    """Raises MeshError unless called inside of a shard_map over the axis."""
-    if not collectives.is_bound(axis):
+def check_inside(parallel: DataParallel, function: str) -> None:
+    """Raises MeshError unless called inside of a shard_map over all axes of the mesh."""
+    axes = parallel.shard_axes + parallel.replica_axes + parallel.tensor_axes
+    if missing := collectives.unbound(axes):
         raise MeshError(
             describe(
                 function,
                 "called outside of jax.shard_map",
-                got="no manual axis",
-                expected=f"axis {axis!r}",
-                action="Use train_step, or call it inside jax.shard_map over the mesh.",
+                got=f"no manual axis {missing[0]!r}",
+                expected=f"axes {', '.join(map(repr, axes))}",
+                action="Use train_step, or call it inside jax.shard_map over the whole mesh.",
             )
         )
 
 
-def check_grads(axis: str, grads: Any, like: Any, varying: Any, *, like_name: str) -> None:
-    """Raises unless gradients fit the tree ``like`` and are this device's own.
+def check_grads(
+    config: DistributedConfig, grads: Any, whole: Any, varying: Any, *, like_name: str
+) -> None:
+    """Raises unless gradients fit the params and are this device's own.
 
     Args:
-      axis: The mesh axis over which they will be summed.
-      grads: The gradients.
-      like: Tree of arrays.
+      config: The configuration.
+      grads: The gradients. Of parameters that are sharded also the shards, summed already.
+      whole: Tree of shapes of the whole params.
       varying: Something that differs between devices, as far as types say so.
-      like_name: How to call ``like`` in messages.
+      like_name: How to call ``whole`` in messages.
     """
+    trees.check_same_structure(grads, whole, name="grads", like_name=like_name)
+    like: Any = jax.tree.leaves(whole)
+    given: Any = jax.tree.leaves(grads)
+    if config.parallel.shards_params:
+        for bucket in config.layout(whole).buckets:
+            (i, *_), shape = bucket.leaves, config.inner_shard_shape(bucket)
+            if config.is_sharded_param(bucket) and np.shape(given[i]) == shape:
+                like[i] = given[i]
+    like = jax.tree.structure(whole).unflatten(like)  # type: ignore[attr-defined]
     trees.check_same_shapes(grads, like, name="grads", like_name=like_name)
     trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
-    if axis not in (collectives.varying_axes(varying) or ()):
+    known = collectives.varying_axes(varying) or ()
+    axes = [axis for axis in config.parallel.data_axes if axis in known]
+    if not axes:
         return  # shard_map runs with check_vma=False: types say nothing about reductions
-    for path, grad in zip(trees.paths(grads, "grads"), jax.tree.leaves(grads), strict=True):
-        if axis not in (collectives.varying_axes(grad) or ()):
+    for path, grad in zip(trees.paths(grads, "grads"), given, strict=True):
+        missing = [axis for axis in axes if axis not in (collectives.varying_axes(grad) or ())]
+        if missing:
             raise MeshError(
                 describe(
                     path,
                     "already reduced over the mesh",
-                    got=f"the same on all of axis {axis!r}",
+                    got=f"the same on all of axis {missing[0]!r}",
                     expected="this device's own gradient",
                     action="Differentiate with respect to local_params(params, tx).",
                 )
@@ -170,9 +152,11 @@ def check_scalar(name: str, value: Any) -> None:
         )
 
 
-def check_state(policy: MixedPrecisionPolicy, layout: Layout, state: Any) -> None:
+def check_state(config: DistributedConfig, layout: Layout, state: Any) -> None:
     """Raises unless the flat arrays of a state have the layout's sizes and the policy's dtypes."""
+    policy = config.policy
     sizes = {"main_params": layout.main_size, "mu": layout.flat_size, "nu": layout.flat_size}
+    dtypes = {"main_params": policy.main_dtype, "mu": policy.mu_dtype, "nu": policy.nu_dtype}
     for name, size in sizes.items():
         flat: Any = getattr(state, name, "no such field")
         expected = None if name == "main_params" and size == 0 else (size,)
@@ -187,14 +171,23 @@ def check_state(policy: MixedPrecisionPolicy, layout: Layout, state: Any) -> Non
                     action="Make the state with init(params) of this optimizer.",
                 )
             )
-        dtype = getattr(policy, f"{name}_dtype")
-        if flat is not None and flat.dtype != dtype:
+        if flat is not None and flat.dtype != dtypes[name]:
             raise DtypeError(
                 describe(
                     f"opt_state.{name}",
                     "dtype differs from the policy",
                     got=flat.dtype,
-                    expected=dtype,
+                    expected=dtypes[name],
                     action=f"Cast it, or set {name}_dtype in the policy.",
                 )
             )
+    if (state.scaling is None) != (config.loss_scale is None):
+        raise TreeError(
+            describe(
+                "opt_state.scaling",
+                "does not fit loss_scale",
+                got=type(state.scaling).__name__,
+                expected="None" if config.loss_scale is None else "LossScaleState",
+                action="Make the state with init(params) of this optimizer.",
+            )
+        )

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
-from jdistadam import buckets, collectives, kernel, reductions, trees
-from jdistadam.coefficients import coefficient_rows
-from jdistadam.config import Hyperparameters, MixedPrecisionPolicy
-from jdistadam.distributed_checks import check_grads, check_inside, check_scalar, check_state
-from jdistadam.layout import Bucket, Layout, describe_leaves, make_layout
-from jdistadam.masks import decay_groups
+from jdistadam import buckets, collectives, kernel, reductions, reference, trees
+from jdistadam.accumulation import AccumulatedGrads, inner_shards, mean_factor
+from jdistadam.coefficients import coefficient_row
+from jdistadam.distributed_checks import check_grads, check_inside, check_state
+from jdistadam.distributed_config import DistributedConfig
+from jdistadam.gradient_reduction import gather_shards, reduce_outer
+from jdistadam.layout import Bucket, Layout
+from jdistadam.loss_scale import LossScaleState, new_loss_scale, next_loss_scale
 
 
 class DistributedState(NamedTuple):
     """The state of a distributed optimizer: a few flat arrays, whatever the number of leaves.
 
     Attributes:
-      count: Shape (), int32: steps taken; replicated.
-      main_params: Shape (num_shards * main_size,), float32, sharded. None where every parameter is
-        its own main parameter: in float32, on a mesh of one device.
+      count: Shape (), int32: steps taken, skipped ones not counted; replicated.
+      main_params: Shape (num_shards * main_size,), float32, sharded: the main parameters. uint16
+        with main_params_dtype "remainder16": their low halves. None where no parameter has one.
       mu: Shape (num_shards * flat_size,), policy.mu_dtype, sharded.
       nu: The same shape, policy.nu_dtype, sharded.
       grad_norm: Shape (), float32: global norm of the last mean gradient, before clipping.
+      scaling: The loss scale and the number of skipped steps; None without loss_scale.
     """
 
     count: jax.Array  # type: ignore[assignment]
@@ -37,55 +37,7 @@ class DistributedState(NamedTuple):
     mu: jax.Array
     nu: jax.Array
     grad_norm: jax.Array
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["sums", "weight"], meta_fields=["dtypes"]
-)
-@dataclasses.dataclass(frozen=True)
-class AccumulatedGrads:
-    """Gradients of several micro-batches, as ``tx.accumulate`` returns them.
-
-    Attributes:
-      sums: Tree like params: the weighted sum of this device's gradients, main_grads_dtype.
-      weight: Shape (), float32: the sum of the weights.
-      dtypes: The dtype of each parameter, on which the layout depends.
-    """
-
-    sums: Any
-    weight: jax.Array
-    dtypes: tuple[str, ...]
-
-    def like_params(self) -> Any:
-        """Returns shapes and dtypes of the params."""
-        shapes = zip(jax.tree.leaves(self.sums), self.dtypes, strict=True)
-        leaves = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in shapes]
-        return jax.tree.unflatten(jax.tree.structure(self.sums), leaves)
-
-
-@dataclasses.dataclass(frozen=True)
-class DistributedConfig:
-    """What the distributed optimizer was given, checked."""
-
-    hyper: Hyperparameters
-    like_optax: optax.GradientTransformation  # what state to_optax_state returns
-    mask: Any
-    mesh: Mesh
-    shard_axis: str
-    policy: MixedPrecisionPolicy
-    max_grad_norm: float | None
-    average_grads: bool
-    bucket_bytes: int
-
-    @property
-    def num_shards(self) -> int:
-        """Number of devices that share the state."""
-        return self.mesh.shape[self.shard_axis]
-
-    def layout(self, params: Any) -> Layout:
-        """Returns where everything lies, for a tree of arrays or shapes."""
-        leaves = describe_leaves(params, decay_groups(self.mask, params))
-        return make_layout(leaves, self.num_shards, self.bucket_bytes)
+    scaling: LossScaleState | None = None
 
 
 def find_state(opt_state: Any) -> DistributedState:
@@ -99,139 +51,137 @@ def is_distributed_state(x: Any) -> bool:
     return isinstance(x, DistributedState)
 
 
-def init_local(config: DistributedConfig, params: Any) -> DistributedState:
-    """This device's part of the initial state."""
-    layout = config.layout(params)
-    main = main_shard(config, layout, params)
-    # Varying over the axis also for the type checker of shard_map, as shards are.
-    zeros = collectives.to_varying(jnp.zeros(layout.flat_size), config.shard_axis)
+def init_local(config: DistributedConfig, params: Any, whole: Any) -> DistributedState:
+    """This device's part of the initial state; ``params`` are whole, or shards of ``whole``."""
+    layout = config.layout(whole)
+    main = main_shard(config, layout, jax.tree.leaves(params)) if layout.main_size else None
+    # Varying over the axes also for the type checker of shard_map, as shards are.
+    axes = config.parallel.state_axes + config.parallel.tensor_axes
+    zeros = collectives.to_varying(jnp.zeros(layout.flat_size), axes)
     return DistributedState(
         jnp.zeros((), jnp.int32),
-        main if layout.main_size else None,
+        main,
         zeros.astype(config.policy.mu_dtype),
         zeros.astype(config.policy.nu_dtype),
         jnp.zeros((), jnp.float32),
+        None if config.loss_scale is None else new_loss_scale(config.loss_scale),
     )
 
 
-def main_shard(config: DistributedConfig, layout: Layout, params: Any) -> jax.Array:
+def main_shard(config: DistributedConfig, layout: Layout, params: Sequence[Any]) -> jax.Array:
     """This device's flat array of main parameters, with the values of ``params``."""
-    index = collectives.axis_index(config.shard_axis)
-    dtype = config.policy.main_params_dtype
-    return buckets.flat_shard(layout, jax.tree.leaves(params), index, dtype, main=True)
+    axes = config.parallel.state_axes + config.parallel.tensor_axes
+    shards = [
+        _state_shard(config, bucket, params, jnp.float32) if bucket.has_main else None
+        for bucket in layout.buckets
+    ]
+    flat = collectives.to_varying(buckets.flat_of(layout, shards, jnp.float32, main=True), axes)
+    return reference.split(flat, jnp.bfloat16, jnp)[1] if config.policy.keeps_remainders else flat
 
 
 def step_local(
     config: DistributedConfig, grads: Any, state: DistributedState, params: Any
 ) -> tuple[Any, DistributedState]:
-    """One step on one device: reduce-scatter, norm, kernel, all-gather."""
-    check_inside(config.shard_axis, "step")
+    """One step on one device: reduction, norm, kernel, all-gather."""
+    check_inside(config.parallel, "step")
     trees.check_dtypes(params, name="params")
-    layout = config.layout(params)
-    check_state(config.policy, layout, state)
-    grads, mean = _grads_and_mean(config, grads, params)
-    shards = reduce_gradients(config, layout, jax.tree.leaves(grads))
-    grad_norm = _norm(config, shards, mean)
-    rows = coefficient_rows(config.hyper, state.count, (True, False))
+    whole = config.whole(params)
+    layout = config.layout(whole)
+    check_state(config, layout, state)
+    shards, mean = _reduced_gradients(config, layout, grads, whole)
+    grad_norm, found_inf = _norm_and_finite(config, layout, shards, mean, state.scaling)
+    rows = [coefficient_row(h, state.count, decay=decay) for h, decay in config.groups.rows]
     inv_scale = _clipped(config, mean, grad_norm)
-    scalars = kernel.Scalars(rows, inv_scale, jnp.zeros((), jnp.bool_))
-    leaves: list[Any] = list(jax.tree.leaves(params))  # zero-size leaves stay as they are
+    count, scaling = optax.safe_increment(state.count), state.scaling
+    if scaling is not None:
+        inv_scale = inv_scale * (1 / scaling.loss_scale)
+        count = jnp.where(found_inf, state.count, count)
+        assert config.loss_scale is not None
+        scaling = next_loss_scale(config.loss_scale, scaling, found_inf)
+    scalars = kernel.Scalars(jnp.stack(rows), inv_scale, found_inf)
+    leaves: list[Any] = list(jax.tree.leaves(params))  # frozen and zero-size ones stay as they are
     flats, new_shards = _update_shards(config, layout, scalars, shards, state, leaves)
     for bucket, shard in zip(layout.buckets, new_shards, strict=True):
-        whole = collectives.all_gather(shard, config.shard_axis, dim=bucket.dim or 0)
-        for i, leaf in buckets.leaves_of_bucket(layout, bucket, whole):
+        for i, leaf in _new_params(config, layout, bucket, shard):
+            if config.policy.param_comm_dtype is not None and scaling is not None:
+                # The rounding for the wire would change what a skipped step must leave alone.
+                leaf = jnp.where(found_inf, leaves[i], leaf)
             leaves[i] = leaf
     new_params = jax.tree.unflatten(jax.tree.structure(params), leaves)
-    return new_params, DistributedState(optax.safe_increment(state.count), *flats, grad_norm)
+    return new_params, DistributedState(count, *flats, grad_norm, scaling)
 
 
-def grad_norm_local(config: DistributedConfig, grads: Any) -> jax.Array:
+def grad_norm_local(config: DistributedConfig, grads: Any, state: Any) -> jax.Array:
     """The global norm of the mean gradient, reduced as a step reduces it."""
-    check_inside(config.shard_axis, "grad_norm")
-    params = grads.like_params() if isinstance(grads, AccumulatedGrads) else grads
-    layout = config.layout(params)
-    grads, mean = _grads_and_mean(config, grads, params)
-    return _norm(config, reduce_gradients(config, layout, jax.tree.leaves(grads)), mean)
+    check_inside(config.parallel, "grad_norm")
+    is_sum = isinstance(grads, AccumulatedGrads)
+    whole = grads.like_params() if is_sum else config.whole(grads)
+    layout = config.layout(whole)
+    shards, mean = _reduced_gradients(config, layout, grads, whole)
+    scaling = None if config.loss_scale is None else find_state(state).scaling
+    return _norm_and_finite(config, layout, shards, mean, scaling)[0]
 
 
-def init_grads_local(config: DistributedConfig, params: Any) -> AccumulatedGrads:
-    """A sum of no gradients."""
-    check_inside(config.shard_axis, "init_grads")
-    dtype = config.policy.main_grads_dtype
-    zeros = AccumulatedGrads(
-        jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), params),
-        jnp.zeros((), jnp.float32),
-        tuple(jnp.dtype(x.dtype).name for x in jax.tree.leaves(params)),
-    )
-    return jax.tree.map(lambda x: collectives.to_varying(x, config.shard_axis), zeros)
-
-
-def accumulate_local(
-    config: DistributedConfig, acc: AccumulatedGrads, grads: Any, weight: Any
-) -> AccumulatedGrads:
-    """Adds one micro-batch's gradients, in main_grads_dtype."""
-    check_inside(config.shard_axis, "accumulate")
-    check_grads(config.shard_axis, grads, acc.sums, acc.weight, like_name="accumulated grads")
-    check_scalar("weight", 1 if weight is None else weight)
-    dtype = config.policy.main_grads_dtype
-
-    def add(total: jax.Array, grad: jax.Array) -> jax.Array:
-        grad = grad.astype(dtype)
-        return total + (grad if weight is None else weighted(grad, weight))
-
-    new_weight = acc.weight + jnp.asarray(1 if weight is None else weight, jnp.float32)
-    return dataclasses.replace(acc, sums=jax.tree.map(add, acc.sums, grads), weight=new_weight)
-
-
-def weighted(x: jax.Array, weight: Any) -> jax.Array:
-    """``x * weight``, zero where the weight is: the mean over no tokens is NaN, and counts not."""
-    weight = jnp.asarray(weight, x.dtype)
-    return jnp.where(weight > 0, x * weight, jnp.zeros((), x.dtype))
-
-
-def mean_factor(config: DistributedConfig, weight: Any) -> jax.Array:
-    """What a sum over devices is multiplied by: one over the sum of all weights, or zero.
-
-    Args:
-      config: The configuration.
-      weight: This device's weight, a traced float32 scalar. None: 1 on every device.
-    """
-    if weight is None:
-        return jnp.float32(1 / config.num_shards)
-    total = collectives.all_reduce(weight, config.shard_axis)
-    return jnp.where(total > 0, 1 / total, 0)
-
-
-def _grads_and_mean(config: DistributedConfig, grads: Any, params: Any) -> tuple[Any, jax.Array]:
-    """Checks the gradients; returns them, and what their sum over devices is multiplied by."""
+def _reduced_gradients(
+    config: DistributedConfig, layout: Layout, grads: Any, whole: Any
+) -> tuple[list[jax.Array], jax.Array]:
+    """Returns each bucket's part of the gradients' sum, and what makes the mean of it."""
     weight = None
     if isinstance(grads, AccumulatedGrads):
         grads, weight = grads.sums, grads.weight
-    marker = collectives.axis_index(config.shard_axis)  # varies, wherever types say so
-    check_grads(config.shard_axis, grads, params, marker, like_name="params")
-    return grads, mean_factor(config, weight) if config.average_grads else jnp.float32(1)
+    if weight is None or not config.parallel.shards_grads:
+        marker = collectives.axis_index(config.parallel.data_axes)  # varies, where types say so
+        check_grads(config, grads, whole, marker, like_name="params")
+        grads = inner_shards(config, layout, jax.tree.leaves(grads))
+    outer = [
+        reduce_outer(config.parallel, config.policy, shard, bucket.dim or 0)
+        for bucket, shard in zip(layout.buckets, grads, strict=True)
+    ]
+    return outer, mean_factor(config, weight) if config.average_grads else jnp.float32(1)
 
 
 def reduce_gradients(
     config: DistributedConfig, layout: Layout, grads: Sequence[Any]
 ) -> list[jax.Array]:
-    """Returns this device's shard of every bucket's summed gradient, in the wire dtype."""
-    wire_dtype = config.policy.wire_dtype
+    """Returns this device's part of every bucket's summed gradient, from local gradients."""
+    shards = inner_shards(config, layout, grads)
     return [
-        collectives.reduce_scatter(
-            buckets.bucket_array(bucket, grads, jnp.promote_types(bucket.dtype, wire_dtype)),
-            config.shard_axis,
-            dim=bucket.dim or 0,
-            wire_dtype=wire_dtype,
-        )
-        for bucket in layout.buckets
+        reduce_outer(config.parallel, config.policy, shard, bucket.dim or 0)
+        for bucket, shard in zip(layout.buckets, shards, strict=True)
     ]
 
 
-def _norm(config: DistributedConfig, shards: Sequence[jax.Array], mean: jax.Array) -> jax.Array:
-    """The global norm of the mean gradient, float32."""
-    squares, _ = reductions.sum_of_squares(shards)
-    return jnp.sqrt(collectives.all_reduce(squares, config.shard_axis)) * mean
+def _norm_and_finite(
+    config: DistributedConfig,
+    layout: Layout,
+    shards: Sequence[jax.Array],
+    mean: jax.Array,
+    scaling: LossScaleState | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The global norm of the mean gradient, and whether any gradient is not finite.
+
+    Every element counts once: devices that hold the same leaf beside tensor-parallel ones leave it
+    to the first of them.
+    """
+    parallel = config.parallel
+    inv_scale = None if scaling is None else 1 / scaling.loss_scale
+    by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
+    for bucket, shard in zip(layout.buckets, shards, strict=True):
+        by_axes.setdefault(bucket.tensor_axes, []).append(shard)
+    squares, found = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
+    for axes, arrays in sorted(by_axes.items()):
+        mine, found_here = reductions.sum_of_squares(arrays, inv_scale)
+        copies = tuple(axis for axis in parallel.tensor_axes if axis not in axes)
+        if copies:
+            mine = jnp.where(collectives.axis_index(copies) == 0, mine, 0)
+        squares, found = squares + mine, found | found_here
+    everyone = parallel.state_axes + parallel.tensor_axes
+    if scaling is None:
+        squares = collectives.all_reduce(squares, everyone)
+        return jnp.sqrt(squares) * mean, jnp.zeros((), jnp.bool_)
+    both = jnp.stack([squares, found.astype(jnp.float32)])
+    squares, count = collectives.all_reduce(collectives.to_varying(both, everyone), everyone)
+    return jnp.sqrt(squares) * mean, count > 0
 
 
 def _clipped(config: DistributedConfig, mean: jax.Array, norm: jax.Array) -> jax.Array:
@@ -260,24 +210,62 @@ def _update_shards(
     new_shards: list[Any] = [None] * len(shards)
     calls: dict[Any, list[int]] = {}
     for i, bucket in enumerate(layout.buckets):
-        calls.setdefault((bucket.dtype, bucket.has_main), []).append(i)
-    for (dtype, has_main), indices in calls.items():
+        key = (bucket.dtype, bucket.has_main, shards[i].dtype)
+        calls.setdefault(key, []).append(i)
+    for (dtype, has_main, _), indices in calls.items():
         mine: list[Bucket] = [layout.buckets[i] for i in indices]
+        splits = has_main and config.policy.keeps_remainders
+        casts = has_main and not splits
+        flat = {"mu", "nu"} | ({"params"} if casts else {"out"} if splits else set())
         spec = kernel.Spec(
-            "step_and_cast" if has_main else "step",
+            "step_and_cast" if casts else "step_split" if splits else "step",
             groups=tuple(bucket.group for bucket in mine),
             nesterov=config.hyper.nesterov,
-            out_dtype=dtype if has_main else None,
-            flat=frozenset({"params", "mu", "nu"} if has_main else {"mu", "nu"}),
+            out_dtype=dtype if casts else None,
+            flat=frozenset(flat),
             sizes=tuple(bucket.shard_size for bucket in mine),
             offsets=tuple(bucket.offset for bucket in mine),
         )
         grads = tuple(shards[i] for i in indices)
-        updated = (main,) if has_main else [buckets.bucket_array(b, params, dtype) for b in mine]
-        results = kernel.adam(spec, scalars, kernel.Operands(grads, updated, (mu,), (nu,)))
+        updated = [main] if casts else [_state_shard(config, b, params, dtype) for b in mine]
+        out = (main,) if splits else ()
+        results = kernel.adam(spec, scalars, kernel.Operands(grads, updated, (mu,), (nu,), out))
         (mu,), (nu,) = results.mu, results.nu
         if has_main:
-            (main,) = results.params
-        for i, shard in zip(indices, results.out if has_main else results.params, strict=True):
+            (main,) = results.params if casts else results.out
+        for i, shard in zip(indices, results.out if casts else results.params, strict=True):
             new_shards[i] = shard
     return (main, mu, nu), new_shards
+
+
+def _state_shard(
+    config: DistributedConfig, bucket: Bucket, params: Sequence[Any], dtype: Any
+) -> jax.Array:
+    """Returns the part of a bucket's parameters of which this device has the state."""
+    parallel = config.parallel
+    axes = parallel.state_axes
+    array = buckets.bucket_array(bucket, params, dtype)
+    if config.is_sharded_param(bucket) and array.shape == config.inner_shard_shape(bucket):
+        axes = tuple(axis for axis in axes if axis in parallel.replica_axes)
+    if not axes:
+        return array
+    return buckets.shard_of(
+        array, collectives.axis_index(axes), parallel.size(axes), bucket.dim or 0
+    )
+
+
+def _new_params(
+    config: DistributedConfig, layout: Layout, bucket: Bucket, shard: jax.Array
+) -> list[tuple[int, jax.Array]]:
+    """Gathers a bucket's new parameters as far as devices hold them: index and array of leaves."""
+    parallel, dim = config.parallel, bucket.dim or 0
+    axes = parallel.state_axes
+    if config.is_sharded_param(bucket):
+        axes = tuple(axis for axis in axes if axis in parallel.replica_axes)
+    if axes:
+        shard = gather_shards(parallel, config.policy, shard, axes, dim)
+    copies = tuple(axis for axis in parallel.tensor_axes if axis not in bucket.tensor_axes)
+    shard = collectives.to_invariant(shard, copies)
+    if bucket.dim is not None:
+        return [(bucket.leaves[0], shard)]
+    return buckets.leaves_of_bucket(layout, bucket, shard)

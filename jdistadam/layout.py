@@ -7,18 +7,17 @@ dtype and group, into buckets of up to ``bucket_bytes``, padded at the end.
 
 The shards of all buckets that one device owns lie behind each other in a few *flat* arrays, one
 for each kind of state, at the offsets written here. Where one device holds everything nothing is
-packed, and float32 parameters are their own main parameters: those with a copy come first, so that
-the flat array of main parameters is shorter than the others and shares their offsets.
+packed. Parameters that have a main copy come first, so that the flat array of main parameters is
+shorter than the others and shares their offsets.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 ALIGNMENT = 128
@@ -34,7 +33,8 @@ class Leaf:
     path: str
     shape: tuple[int, ...]
     dtype: Any
-    group: int  # row of the coefficients: leaves of different groups are never packed together
+    group: int | None  # row of the coefficients; None: frozen
+    tensor_axes: tuple[str, ...] = ()  # mesh axes, besides those of data, over which it is sharded
 
     @property
     def size(self) -> int:
@@ -54,8 +54,8 @@ class Bucket:
       shard_shape: Shape of one device's shard, ``(shard_size,)`` if packed.
       padding: Elements at the end of a packed bucket that belong to no leaf.
       offset: Where the shard begins in a device's flat arrays, in elements.
-      has_main: Whether its main parameters are kept: they differ from the parameters in dtype or
-        in sharding.
+      has_main: Whether its main parameters, or their remainders, are kept.
+      tensor_axes: Mesh axes, besides those of data, over which its leaves are sharded.
     """
 
     leaves: tuple[int, ...]
@@ -66,6 +66,7 @@ class Bucket:
     padding: int
     offset: int
     has_main: bool
+    tensor_axes: tuple[str, ...] = ()
 
     @property
     def shard_size(self) -> int:
@@ -105,23 +106,24 @@ class Layout:
         return "\n".join(lines)
 
 
-def describe_leaves(params: Any, groups: Sequence[int]) -> tuple[Leaf, ...]:
-    """Returns the leaves of a tree of arrays or shapes."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(params)
-    return tuple(
-        Leaf("params" + jax.tree_util.keystr(path), tuple(x.shape), jnp.dtype(x.dtype), group)
-        for (path, x), group in zip(flat, groups, strict=True)
-    )
-
-
-def make_layout(leaves: Sequence[Leaf], num_shards: int, bucket_bytes: int) -> Layout:
+def make_layout(
+    leaves: Sequence[Leaf],
+    num_shards: int,
+    bucket_bytes: int,
+    *,
+    packs: bool | None = None,
+    keeps_main: Callable[[Any, bool], bool] = lambda dtype, scattered: True,
+) -> Layout:
     """Assigns every leaf to a bucket and every bucket to its place.
 
     Args:
-      leaves: The parameters.
+      leaves: The parameters. Frozen ones and those without elements are in no bucket.
       num_shards: Number of devices that share the state.
       bucket_bytes: Upper limit of a packed bucket, in bytes of its parameters. A leaf above it is
         a bucket of its own.
+      packs: Whether small leaves are packed, as they should be where anything travels. None: if
+        there are several shards.
+      keeps_main: ``keeps_main(dtype, scattered)``: whether main parameters are kept.
 
     Example:
       >>> leaves = [Leaf("w", (512, 64), "float32", 0), Leaf("b", (3,), "float32", 0)]
@@ -130,68 +132,62 @@ def make_layout(leaves: Sequence[Leaf], num_shards: int, bucket_bytes: int) -> L
       (0,) 0 (128, 64) 0 0
       (1,) None (1,) 1 8192
     """
+    packs = num_shards > 1 if packs is None else packs
+    scattered: list[tuple[list[int], int | None]] = []
+    packed: list[int] = []
+    for i, leaf in enumerate(leaves):
+        if leaf.size and leaf.group is not None:
+            dim = _scatter_dim(leaf, num_shards, _MIN_SCATTERED_SIZE if packs else 1)
+            if dim is None and packs:
+                packed.append(i)
+            else:
+                scattered.append(([i], dim))
+    members = scattered + [(run, None) for run in _pack(leaves, packed, bucket_bytes)]
+    # Those with main parameters first: the flat array of main parameters is the shorter one.
+    members.sort(key=lambda x: not keeps_main(leaves[x[0][0]].dtype, x[1] is not None))
     buckets: list[Bucket] = []
-    offset = 0
-
-    def add(members: Sequence[int], dim: int | None) -> None:
-        nonlocal offset
-        first = leaves[members[0]]
-        total = sum(leaves[i].size for i in members)
-        if dim is None:
-            shard_shape: tuple[int, ...] = (-(-total // num_shards),)
-        else:
-            shard_shape = (
-                *first.shape[:dim],
-                first.shape[dim] // num_shards,
-                *first.shape[dim + 1 :],
-            )
+    offset = main_size = 0
+    for indices, dim in members:
+        first, total = leaves[indices[0]], sum(leaves[i].size for i in indices)
+        shard_shape = _cut(first.shape, dim, num_shards) if dim is not None else None
         bucket = Bucket(
-            tuple(members),
+            tuple(indices),
             dim,
             first.dtype,
-            first.group,
-            shard_shape,
-            padding=math.prod(shard_shape) * num_shards - total,
+            first.group or 0,
+            shard_shape or (-(-total // num_shards),),
+            padding=0 if dim is not None else -total % num_shards,
             offset=offset,
-            has_main=has_main(first),
+            has_main=keeps_main(first.dtype, dim is not None),
+            tensor_axes=first.tensor_axes,
         )
         buckets.append(bucket)
         offset += _aligned(bucket.shard_size)
-
-    def has_main(leaf: Leaf) -> bool:
-        return num_shards > 1 or jnp.dtype(leaf.dtype) != jnp.float32
-
-    packed: list[int] = []
-    nonempty = [i for i, leaf in enumerate(leaves) if leaf.size]
-    for i in sorted(nonempty, key=lambda i: not has_main(leaves[i])):
-        dim = _scatter_dim(leaves[i], num_shards)
-        if dim is not None or num_shards == 1:
-            add([i], dim)
-        else:
-            packed.append(i)
-    for members in _pack(leaves, packed, bucket_bytes):
-        add(members, None)
-    main_size = max((b.offset + _aligned(b.shard_size) for b in buckets if b.has_main), default=0)
+        main_size = offset if bucket.has_main else main_size
     return Layout(num_shards, tuple(leaves), tuple(buckets), offset, main_size)
+
+
+def _cut(shape: tuple[int, ...], dim: int, num_shards: int) -> tuple[int, ...]:
+    return (*shape[:dim], shape[dim] // num_shards, *shape[dim + 1 :])
 
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _scatter_dim(leaf: Leaf, num_shards: int) -> int | None:
-    if leaf.size < (_MIN_SCATTERED_SIZE if num_shards > 1 else 1):
+def _scatter_dim(leaf: Leaf, num_shards: int, min_size: int) -> int | None:
+    if leaf.size < min_size:
         return None
     return next((dim for dim, size in enumerate(leaf.shape) if size % num_shards == 0), None)
 
 
 def _pack(leaves: Sequence[Leaf], members: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    """Splits leaves into runs of one dtype and group, none above bucket_bytes unless alone."""
+    """Splits leaves into runs of one kind, none above bucket_bytes unless alone."""
     by_kind: dict[Any, list[list[int]]] = {}
     filled: dict[Any, int] = {}
     for i in members:
         leaf = leaves[i]
-        kind = (jnp.dtype(leaf.dtype), leaf.group)
+        kind = (jnp.dtype(leaf.dtype), leaf.group, leaf.tensor_axes)
         nbytes = leaf.size * jnp.dtype(leaf.dtype).itemsize
         if kind not in by_kind or filled[kind] + nbytes > bucket_bytes:
             by_kind.setdefault(kind, []).append([])

@@ -1,4 +1,4 @@
-"""Where weight decay applies."""
+"""Values for each leaf, given as a prefix of the tree: where decay applies, labels, specs."""
 
 from __future__ import annotations
 
@@ -17,30 +17,65 @@ def decay_groups(mask: Any | Callable[[Any], Any] | None, params: Any) -> tuple[
     num_leaves = len(jax.tree.leaves(params))
     if mask is None or not num_leaves:
         return (0,) * num_leaves
-    mask = mask(params) if callable(mask) else mask
-    try:  # as in optax, a mask may be a prefix of the params
-        full = jax.tree.map(lambda keep, tree: jax.tree.map(lambda _: keep, tree), mask, params)
+    keeps = for_each_leaf(mask, params, "mask", bool | np.bool_, "bool", "True or False")
+    return tuple(0 if keep else 1 for keep in keeps)
+
+
+def for_each_leaf(
+    given: Any | Callable[[Any], Any],
+    params: Any,
+    name: str,
+    kind: Any,
+    what: str,
+    expected: str,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> list[Any]:
+    """Returns one value for each leaf of params.
+
+    Args:
+      given: A tree of values that is a prefix of params, as in optax, or a function that returns
+        one for params.
+      params: The tree.
+      name: How to call ``given`` in messages.
+      kind: The type that every value must have.
+      what: How to call that type.
+      expected: What may be given.
+      is_leaf: What counts as a value of ``given`` although it is a container.
+    """
+    given = given(params) if callable(given) else given
+
+    def spread(value: Any, subtree: Any) -> Any:
+        return jax.tree.map(lambda _: _Value(value), subtree)
+
+    try:
+        full = jax.tree.map(spread, given, params, is_leaf=is_leaf)
     except (ValueError, TypeError):
         raise TreeError(
             describe(
-                "mask",
+                name,
                 "structure differs from params",
-                got=jax.tree.structure(mask),
+                got=jax.tree.structure(given),
                 expected=jax.tree.structure(params),
-                action="Give each leaf of params, or each subtree, True or False.",
+                action=f"Give each leaf of params, or each subtree, {expected}.",
             )
         ) from None
-    groups = []
-    for path, keep in zip(trees.paths(full, "mask"), jax.tree.leaves(full), strict=True):
-        if not isinstance(keep, bool | np.bool_):
+    values = [leaf.value for leaf in jax.tree.leaves(full)]
+    for path, value in zip(trees.paths(full, name), values, strict=True):
+        if not isinstance(value, kind):
             raise DtypeError(
                 describe(
                     path,
-                    "not a bool",
-                    got=repr(keep),
-                    expected="True or False",
-                    action="Fix the mask.",
+                    f"not a {what}",
+                    got=repr(value),
+                    expected=expected,
+                    action=f"Fix {name}.",
                 )
             )
-        groups.append(0 if keep else 1)
-    return tuple(groups)
+    return values
+
+
+class _Value:
+    """Keeps jax.tree from looking into a value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value

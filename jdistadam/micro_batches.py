@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jdistadam import collectives, trees
-from jdistadam.distributed import DistributedTransformation
+from jdistadam.accumulation import weighted
 from jdistadam.distributed_checks import check_scalar
-from jdistadam.distributed_step import weighted
+from jdistadam.distributed_transformation import DistributedTransformation
 from jdistadam.errors import DtypeError, ShapeError, TreeError, describe
 
 
@@ -111,20 +111,21 @@ def local_gradients(
     batch: Any,
     model_state: Any,
     rng: Any,
+    loss_scale: Any = None,
 ) -> LocalResult:
     """Differentiates the loss of this device's part of the batch, micro-batch by micro-batch.
 
-    The model state passes from one micro-batch to the next; ``rng`` is folded with the device and
-    the micro-batch.
+    With a ``loss_scale``, the gradients are those of the loss times the scale. The model state
+    passes from one micro-batch to the next; ``rng`` is folded with the device and the micro-batch.
     """
     if rng is not None:
-        rng = jax.random.fold_in(rng, collectives.axis_index(tx.config.shard_axis))
+        rng = jax.random.fold_in(rng, collectives.axis_index(tx.config.parallel.data_axes))
 
     def differentiate(i: Any, batch: Any, model_state: Any) -> tuple[LossOutput, Any]:
         def loss_and_output(params: Any) -> tuple[jax.Array, LossOutput]:
             key = None if rng is None else jax.random.fold_in(rng, i)
             out = loss_fn(params, batch, model_state, key)
-            return out.loss, out
+            return out.loss if loss_scale is None else out.loss * loss_scale, out
 
         (_, out), grads = jax.value_and_grad(loss_and_output, has_aux=True)(params)
         return out, grads

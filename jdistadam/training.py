@@ -12,12 +12,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam import collectives, trees
-from jdistadam.config import check_count, float_dtype
-from jdistadam.distributed import DistributedTransformation
+from jdistadam import collectives, reference, trees
+from jdistadam.accumulation import mean_factor
+from jdistadam.config import MixedPrecisionPolicy, check_count, float_dtype
 from jdistadam.distributed_checks import check_inside
-from jdistadam.distributed_step import find_state, is_distributed_state, main_shard, mean_factor
+from jdistadam.distributed_step import find_state, is_distributed_state, main_shard
+from jdistadam.distributed_transformation import DistributedTransformation
 from jdistadam.errors import MeshError, ShapeError, describe
+from jdistadam.gather import gather_params
 from jdistadam.micro_batches import LossFunction, local_gradients
 
 # XLA's own limit of 30 MiB counts shards: it merges most models into one collective that begins
@@ -72,9 +74,12 @@ class TrainState:
         _check_distributed(tx)
         trees.check_dtypes(params, name="params")
         dtypes = _dtypes_of(params, param_dtypes)
-        replicated = NamedSharding(tx.config.mesh, P())
-        params, model_state, rng = own((params, model_state, rng), replicated)
-        rounded = jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes)
+        mesh = tx.config.mesh
+        replicated = NamedSharding(mesh, P())
+        placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), tx.param_specs(params))
+        params = own(params, placed)
+        model_state, rng = own((model_state, rng), replicated)
+        rounded = _rounded(tx.config.policy, params, dtypes)
         opt_state = jax.tree.map(  # what a chain keeps besides may be the caller's too
             lambda part: part if is_distributed_state(part) else own(part, replicated),
             tx.init(rounded),
@@ -123,17 +128,28 @@ def _dtypes_of(params: Any, dtypes: Any) -> Any:
     return jax.tree.map(lambda dtype: float_dtype("param_dtypes", dtype), dtypes)
 
 
+def _rounded(policy: MixedPrecisionPolicy, params: Any, dtypes: Any) -> Any:
+    """Params in the dtypes in which the model computes."""
+
+    def rounded(x: Any, dtype: Any) -> Any:
+        if policy.keeps_remainders and dtype == jnp.bfloat16 and x.dtype == jnp.float32:
+            return reference.split(x, jnp.bfloat16, jnp)[0]  # the half that fits a remainder
+        return x.astype(dtype)
+
+    return jax.tree.map(rounded, params, dtypes)
+
+
 def _with_main_params(tx: DistributedTransformation, opt_state: Any, params: Any, main: Any) -> Any:
     """Gives a new state the main parameters ``main`` in place of the widened ``params``."""
     config = tx.config
-    layout = config.layout(params)
+    layout = config.layout(config.tensor_local(params))
     if not layout.main_size:
         return opt_state
     shard = collectives.shard_map(
-        lambda tree: main_shard(config, layout, tree),
+        lambda tree: main_shard(config, layout, jax.tree.leaves(tree)),
         mesh=config.mesh,
-        in_specs=(P(),),
-        out_specs=P(config.shard_axis),
+        in_specs=(tx.param_specs(params),),
+        out_specs=config.parallel.state_spec,
     )
     flat = jax.jit(shard)(main)
     return jax.tree.map(
@@ -144,9 +160,16 @@ def _with_main_params(tx: DistributedTransformation, opt_state: Any, params: Any
 
 
 def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
-    """Returns the whole parameters, in the dtype the model computes with."""
-    del tx  # under strategy "optim" every device holds them
-    return state.params
+    """Returns the whole parameters, in the dtype the model computes with.
+
+    Every device gets them, but for what ``param_specs`` shards over tensor axes.
+    """
+    config = tx.config
+    if not config.parallel.shards_params:
+        return state.params
+    specs = config.tensor_specs(state.params)
+    placed = jax.tree.map(lambda spec: NamedSharding(config.mesh, spec), specs)
+    return jax.jit(lambda x: x, out_shardings=placed)(state.params)
 
 
 def local_params(params: Any, tx: DistributedTransformation) -> Any:
@@ -155,8 +178,9 @@ def local_params(params: Any, tx: DistributedTransformation) -> Any:
     Inside ``jax.shard_map(check_vma=True)`` the gradient of a replicated array is summed over the
     devices on the way; of the array that this returns, it stays local, as ``tx.step`` needs it.
     """
-    check_inside(tx.config.shard_axis, "local_params")
-    return jax.tree.map(lambda x: collectives.to_varying(x, tx.config.shard_axis), params)
+    check_inside(tx.config.parallel, "local_params")
+    axes = tx.config.parallel.data_axes
+    return jax.tree.map(lambda x: collectives.to_varying(x, axes), params)
 
 
 def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = None) -> Any:
@@ -168,16 +192,16 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
     Args:
       batch: Tree of arrays whose leading dimension divides by the number of devices.
       tx: A distributed optimizer.
-      batch_spec: PartitionSpec of all leaves. None: the leading dimension over ``shard_axis``.
+      batch_spec: PartitionSpec of all leaves. None: the leading dimension over all axes that carry
+        data.
 
     Raises:
       ShapeError: A leaf has no leading dimension, or one that does not divide.
     """
     config = tx.config
-    sharding = NamedSharding(
-        config.mesh, P(config.shard_axis) if batch_spec is None else batch_spec
-    )
-    num_local = max(1, config.num_shards // jax.process_count())
+    spec = config.parallel.batch_spec if batch_spec is None else batch_spec
+    sharding = NamedSharding(config.mesh, spec)
+    num_local = max(1, config.parallel.num_devices // jax.process_count())
 
     def place(path: str, x: Any) -> Any:
         if isinstance(x, jax.Array) and x.sharding == sharding:
@@ -283,36 +307,50 @@ def train_step(
     _check_distributed(tx)
     check_count("accumulate_steps", accumulate_steps)
     config = tx.config
-    spec = P(config.shard_axis) if batch_spec is None else batch_spec
+    parallel = config.parallel
+    spec = parallel.batch_spec if batch_spec is None else batch_spec
     loss_function = LossFunction(loss_fn, has_aux)
 
     def local_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
+        scaling = find_state(state.opt_state).scaling
         local = local_gradients(
-            loss_function, tx, accumulate_steps, state.params, batch, state.model_state, step_rng
+            loss_function,
+            tx,
+            accumulate_steps,
+            gather_params(state.params, tx) if parallel.shards_params else state.params,
+            batch,
+            state.model_state,
+            step_rng,
+            None if scaling is None else scaling.loss_scale,
         )
         params, opt_state = tx.local_step(local.grads, state.opt_state, state.params)
-        model_state = _mean_over_devices(local.model_state, config.shard_axis)
-        total = collectives.all_reduce(local.loss, config.shard_axis)
+        model_state = _mean_over_devices(local.model_state, parallel.data_axes)
+        total = collectives.all_reduce(local.loss, parallel.data_axes)
+        new = find_state(opt_state)
         metrics = {
             "loss": total * mean_factor(config, local.weight),
-            "grad_norm": find_state(opt_state).grad_norm,
+            "grad_norm": new.grad_norm,
+            "skipped": jnp.int32(0) if new.scaling is None else new.scaling.skipped,
+            "loss_scale": jnp.float32(1) if scaling is None else scaling.loss_scale,
         }
         metrics |= {"aux": local.aux} if has_aux else {}
         return TrainState(params, opt_state, model_state, rng), metrics
 
-    state_specs = TrainState(P(), tx.state_specs(), P(), P())
-    metrics_specs = {"loss": P(), "grad_norm": P()} | (
-        {"aux": P(config.shard_axis)} if has_aux else {}
-    )
+    metrics_specs = dict.fromkeys(("loss", "grad_norm", "skipped", "loss_scale"), P())
+    metrics_specs |= {"aux": parallel.batch_spec} if has_aux else {}
+
     # Without vma checks: gradients of replicated params stay local, and models may use primitives
     # (Pallas, scans from a zero carry) that the check does not accept.
-    sharded = collectives.shard_map(
-        local_step,
-        mesh=config.mesh,
-        in_specs=(state_specs, spec),
-        out_specs=(state_specs, metrics_specs),
-    )
+    def sharded(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        specs = TrainState(tx.param_specs(state.params), tx.state_specs(), P(), P())
+        return collectives.shard_map(
+            local_step,
+            mesh=config.mesh,
+            in_specs=(specs, spec),
+            out_specs=(specs, metrics_specs),
+        )(state, batch)
+
     on_gpu = config.mesh.devices.flat[0].platform in ("gpu", "cuda")
     options = (_GPU_COMPILER_OPTIONS if on_gpu else {}) | (compiler_options or {})
     return TrainStep(
@@ -320,7 +358,7 @@ def train_step(
     )
 
 
-def _mean_over_devices(model_state: Any, axis: str) -> Any:
+def _mean_over_devices(model_state: Any, axes: collectives.Axes) -> Any:
     """Averages floats in float32; of whole numbers, such as counters, takes the largest.
 
     So too of the words of random keys: they stay as they are where all devices hold the same.
@@ -328,12 +366,12 @@ def _mean_over_devices(model_state: Any, axis: str) -> Any:
 
     def mean(x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            words = collectives.all_reduce_max(jax.random.key_data(x), axis)
+            words = collectives.all_reduce_max(jax.random.key_data(x), axes)
             return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            return collectives.all_reduce_mean(x, axis)
+            return collectives.all_reduce_mean(x, axes)
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            return collectives.all_reduce_max(x, axis)
-        return collectives.all_reduce_mean(x.astype(jnp.float32), axis).astype(x.dtype)
+            return collectives.all_reduce_max(x, axes)
+        return collectives.all_reduce_mean(x.astype(jnp.float32), axes).astype(x.dtype)
 
     return jax.tree.map(mean, model_state)

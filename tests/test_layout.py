@@ -1,6 +1,7 @@
 """The layout covers every element once, on any number of devices, and comes back exactly."""
 
-import jax
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
@@ -82,8 +83,23 @@ def test_layout_prints_as_a_table():
     assert "p0" in text and "pack" in text
 
 
-def test_paths_name_the_leaf():
-    leaves = layout.describe_leaves({"a": {"w": jnp.ones((2, 3))}, "b": jnp.ones(())}, (0, 1))
-    assert [leaf.path for leaf in leaves] == ["params['a']['w']", "params['b']"]
-    assert [leaf.size for leaf in leaves] == [6, 1]
-    assert jax.tree.leaves(leaves) == list(leaves)
+def test_frozen_leaves_lie_nowhere():
+    leaves = leaves_of([(128, 128), (3,), (128, 256)], [0, 0, 0])
+    frozen = [dataclasses.replace(leaves[0], group=None), *leaves[1:]]
+    made = layout.make_layout(frozen, 4, 1 << 20)
+    assert sorted(i for bucket in made.buckets for i in bucket.leaves) == [1, 2]
+
+
+def test_leaves_of_different_tensor_axes_are_not_packed_together():
+    leaves = leaves_of([(5,), (3,), (7,)], [0, 0, 0])
+    leaves[1] = dataclasses.replace(leaves[1], tensor_axes=("model",))
+    leaves[2] = dataclasses.replace(leaves[2], dtype=leaves[0].dtype)
+    made = layout.make_layout(leaves, 4, 1 << 20)
+    assert [bucket.leaves for bucket in made.buckets] == [(0, 2), (1,)]
+
+
+def test_what_has_main_parameters_comes_first():
+    leaves = leaves_of([(128, 128), (3,), (5,)], [0, 0, 0])
+    made = layout.make_layout(leaves, 4, 1 << 20, keeps_main=lambda dtype, scattered: not scattered)
+    assert [(b.dim, b.has_main) for b in made.buckets] == [(None, True), (None, True), (0, False)]
+    assert made.main_size == made.buckets[2].offset

@@ -1,0 +1,119 @@
+"""Gradients of several micro-batches, and what their sum is multiplied by; inside shard_map."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdistadam import buckets, collectives
+from jdistadam.distributed_checks import check_grads, check_inside, check_scalar
+from jdistadam.distributed_config import DistributedConfig
+from jdistadam.gradient_reduction import reduce_inner
+from jdistadam.layout import Layout
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["sums", "weight"], meta_fields=["like"]
+)
+@dataclasses.dataclass(frozen=True)
+class AccumulatedGrads:
+    """Gradients of several micro-batches, as ``tx.accumulate`` returns them.
+
+    Attributes:
+      sums: The weighted sum of gradients, in main_grads_dtype. Under "no_shard" and "optim" a tree
+        like params, of this device's own gradients. Under "optim_grads" and "optim_grads_params"
+        a list, for each bucket of the layout this device's shard of the sum over ``shard_axis``.
+      weight: Shape (), float32: the sum of this device's weights.
+      like: Structure, shapes and dtypes of the params, on which the layout depends.
+    """
+
+    sums: Any
+    weight: jax.Array
+    like: Any
+
+    def like_params(self) -> Any:
+        """Returns shapes and dtypes of the params."""
+        treedef, leaves = self.like
+        return treedef.unflatten(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves)
+
+
+def init_grads_local(config: DistributedConfig, params: Any) -> AccumulatedGrads:
+    """A sum of no gradients."""
+    check_inside(config.parallel, "init_grads")
+    whole = config.whole(params)
+    dtype = config.policy.main_grads_dtype
+    if config.parallel.shards_grads:
+        shapes: Any = [config.inner_shard_shape(b) for b in config.layout(whole).buckets]
+        sums = [jnp.zeros(shape, dtype) for shape in shapes]
+    else:
+        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), whole)
+    leaves = tuple((tuple(x.shape), jnp.dtype(x.dtype).name) for x in jax.tree.leaves(whole))
+    zeros = AccumulatedGrads(sums, jnp.zeros((), jnp.float32), (jax.tree.structure(whole), leaves))
+    axes = config.parallel.data_axes
+    return jax.tree.map(lambda x: collectives.to_varying(x, axes), zeros)
+
+
+def accumulate_local(
+    config: DistributedConfig, acc: AccumulatedGrads, grads: Any, weight: Any
+) -> AccumulatedGrads:
+    """Adds one micro-batch's gradients, in main_grads_dtype."""
+    check_inside(config.parallel, "accumulate")
+    whole = acc.like_params()
+    check_grads(config, grads, whole, acc.weight, like_name="accumulated grads")
+    check_scalar("weight", 1 if weight is None else weight)
+    dtype = config.policy.main_grads_dtype
+    if weight is not None:
+        grads = jax.tree.map(lambda x: weighted(x.astype(dtype), weight), grads)
+    if config.parallel.shards_grads:
+        grads = inner_shards(config, config.layout(whole), jax.tree.leaves(grads))
+
+    def add(total: jax.Array, grad: jax.Array) -> jax.Array:
+        grad = collectives.to_varying(grad, tuple(collectives.varying_axes(total) or ()))
+        return (total.astype(jnp.float32) + grad.astype(jnp.float32)).astype(dtype)
+
+    new_weight = acc.weight + jnp.asarray(1 if weight is None else weight, jnp.float32)
+    return dataclasses.replace(acc, sums=jax.tree.map(add, acc.sums, grads), weight=new_weight)
+
+
+def weighted(x: jax.Array, weight: Any) -> jax.Array:
+    """``x * weight``, zero where the weight is: the mean over no tokens is NaN, and counts not."""
+    weight = jnp.asarray(weight, x.dtype)
+    return jnp.where(weight > 0, x * weight, jnp.zeros((), x.dtype))
+
+
+def mean_factor(config: DistributedConfig, weight: Any) -> jax.Array:
+    """What a sum over devices is multiplied by: one over the sum of all weights, or zero.
+
+    Args:
+      config: The configuration.
+      weight: This device's weight, a traced float32 scalar. None: 1 on every device.
+    """
+    if weight is None:
+        return jnp.float32(1 / config.parallel.num_devices)
+    total = collectives.all_reduce(weight, config.parallel.data_axes)
+    return jnp.where(total > 0, 1 / total, 0)
+
+
+def inner_shards(
+    config: DistributedConfig, layout: Layout, grads: Sequence[Any]
+) -> list[jax.Array]:
+    """Returns for every bucket this device's shard of the gradients' sum over ``shard_axis``.
+
+    A gradient that has the shape of the shard already came through ``gather_params``: it is one.
+    """
+    parallel, policy = config.parallel, config.policy
+    shards = []
+    for bucket in layout.buckets:
+        first = grads[bucket.leaves[0]]
+        if config.is_sharded_param(bucket) and first.shape != layout.leaves[bucket.leaves[0]].shape:
+            shards.append(first)
+            continue
+        dtype = jnp.promote_types(bucket.dtype, policy.wire_dtype)
+        whole = buckets.bucket_array(bucket, grads, dtype)
+        shards.append(reduce_inner(parallel, policy, whole, bucket.dim or 0))
+    return shards

@@ -1,0 +1,318 @@
+"""Every sharding strategy on every mesh: the same bits, the memory it promises, the dtypes named."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bits import assert_same_bits
+
+import jdistadam as jda
+from jdistadam import buckets, distributed_step, reference
+
+HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-12, weight_decay=0.13)
+SHAPES = {
+    "rows": (48, 400),
+    "columns": (5, 7200),
+    "prime": (20_011,),
+    "small": (7, 3),
+    "scalar": (),
+}
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+FLAT = dict(shape=(8,), names=("data",))
+SQUARE = dict(shape=(2, 4), names=("replica", "data"))
+# Every way to lay eight devices out: a mesh, and the arguments that say what its axes are for.
+PLACEMENTS = {
+    **{f"flat-{s}": (FLAT, dict(sharding_strategy=s)) for s in STRATEGIES},
+    **{
+        f"hybrid-{s}": (SQUARE, dict(sharding_strategy=s, replica_axis="replica"))
+        for s in STRATEGIES
+    },
+    **{
+        f"twice-{s}": (
+            SQUARE,
+            dict(sharding_strategy=s, replica_axis="replica", outer_sharding_strategy="optim"),
+        )
+        for s in STRATEGIES[1:]
+    },
+    **{
+        f"tuple-{s}": (SQUARE, dict(sharding_strategy=s, shard_axis=("replica", "data")))
+        for s in STRATEGIES
+    },
+}
+
+
+def decays(params):
+    return jax.tree.map(lambda x: len(x.shape) > 1, params)
+
+
+def make_mesh(shape, names):
+    size = int(np.prod(shape))
+    return jax.make_mesh(shape, names, devices=jax.devices("cpu")[:size])
+
+
+def make_tx(mesh, policy=None, **kwargs):
+    policy = policy or jda.MixedPrecisionPolicy(grad_reduce_dtype=jnp.float32)
+    return jda.distributed_fused_adamw(
+        **(dict(mesh=make_mesh(**mesh), policy=policy, mask=decays) | HYPER | kwargs)
+    )
+
+
+def random_params(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    return {
+        k: jnp.asarray(rng.normal(size=s), jnp.float32).astype(dtype) for k, s in SHAPES.items()
+    }
+
+
+def random_grads(rng, devices=8, micro=1):
+    """Different on each device and micro-batch, over many orders of magnitude."""
+    return {
+        k: (rng.normal(size=(devices, micro, *s)) * 10.0 ** rng.integers(-4, 3)).astype(np.float32)
+        for k, s in SHAPES.items()
+    }
+
+
+def own_step(tx, params, *, micro=1, check_vma=False, function=None):
+    """A jitted step over given local gradients, of shape (devices, micro-batches, ...)."""
+
+    def local(grads, state, params):
+        if micro == 1:
+            return tx.step(jax.tree.map(lambda x: x[0, 0], grads), state, params)
+        acc = tx.init_grads(params)
+        for i in range(micro):
+            acc = tx.accumulate(acc, jax.tree.map(lambda x, i=i: x[0, i], grads))
+        return tx.step(acc, state, params)
+
+    specs = tx.param_specs(params), tx.state_specs()
+    return jax.jit(
+        jax.shard_map(
+            function or local,
+            mesh=tx.config.mesh,
+            in_specs=(tx.config.parallel.batch_spec, specs[1], specs[0]),
+            out_specs=specs,
+            check_vma=check_vma,
+        )
+    )
+
+
+def run(tx, dtype=jnp.float32, *, steps=5, micro=1, devices=8, check_vma=False, params=None):
+    """The state after some steps on random gradients: params, main params and optax's state."""
+    state = jda.TrainState.create(
+        random_params(jnp.float32) if params is None else params, tx, param_dtypes=dtype
+    )
+    step = own_step(tx, state.params, micro=micro, check_vma=check_vma)
+    rng = np.random.default_rng(1)
+    params, opt_state = state.params, state.opt_state
+    for _ in range(steps):
+        params, opt_state = step(
+            jda.shard_batch(random_grads(rng, devices, micro), tx), opt_state, params
+        )
+    state = jda.TrainState(params, opt_state)
+    return jda.full_params(state, tx), *jda.to_optax_state(state, tx)
+
+
+def assert_same_trees(got, want, what):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if np.asarray(a).dtype == np.int32:
+            assert np.array_equal(a, b), what
+        else:
+            assert_same_bits(a, b, what)
+
+
+@functools.cache
+def reference_run(dtype, wire, micro):
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire, grad_reduce_dtype=jnp.float32)
+    return run(make_tx(FLAT, policy, sharding_strategy="no_shard"), dtype, micro=micro)
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_strategy_gives_the_same_bits(placement, dtype, wire):
+    """Five steps on random gradients, with masked decay and three bucket sizes.
+
+    The tree of a sum over 2 x 4 devices, inner axis first, is that over 8 devices.
+    """
+    mesh, kwargs = PLACEMENTS[placement]
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire, grad_reduce_dtype=jnp.float32)
+    want = reference_run(dtype, wire, 1)
+    for bucket_bytes in (1, 4000, 1 << 25):
+        got = run(make_tx(mesh, policy, bucket_bytes=bucket_bytes, **kwargs), dtype)
+        assert_same_trees(got, want, f"{placement}, bucket_bytes={bucket_bytes}")
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_accumulating_by_hand_under_every_strategy(placement, check_vma):
+    """Three micro-batches of small whole numbers: every order of their sums is exact."""
+    mesh, kwargs = PLACEMENTS[placement]
+    rng = np.random.default_rng(2)
+    grads = {k: rng.integers(-9, 10, (8, 3, *s)).astype(np.float32) for k, s in SHAPES.items()}
+
+    def after(tx, grads, micro, **how):
+        state = jda.TrainState.create(random_params(), tx)
+        step = own_step(tx, state.params, micro=micro, **how)
+        params, opt_state = state.params, state.opt_state
+        grads = jda.shard_batch(grads, tx)
+        for _ in range(3):
+            params, opt_state = step(grads, opt_state, params)
+        return jda.full_params(jda.TrainState(params, opt_state), tx)
+
+    policy = jda.MixedPrecisionPolicy()  # the native sum
+    got = after(make_tx(mesh, policy, **kwargs), grads, 3, check_vma=check_vma)
+    # One device, one micro-batch: the mean over 24 is the same float32 number times the sum.
+    alone = make_tx(dict(shape=(1,), names=("data",)), policy, average_grads=False)
+    scale = np.float32(1 / 24)
+    want = after(alone, {k: x.sum((0, 1), keepdims=True) * scale for k, x in grads.items()}, 1)
+    assert_same_trees(got, want, placement)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_types_are_accepted_and_change_nothing(placement):
+    mesh, kwargs = PLACEMENTS[placement]
+    tx = make_tx(mesh, **kwargs)
+    got, want = (run(tx, jnp.bfloat16, steps=2, check_vma=check) for check in (True, False))
+    assert_same_trees(got, want, placement)
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 3), (2, 3), (3, 2), (1, 7), (5, 1)])
+def test_sums_are_a_fixed_tree(replicas, shards):
+    """Against the oracle's: adjacent pairs, an odd one carried, inner axis first."""
+    mesh = dict(shape=(replicas, shards), names=("replica", "data"))
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=jnp.bfloat16, grad_reduce_dtype=jnp.float32)
+    rng = np.random.default_rng(3)
+    grads = random_grads(rng, replicas * shards)
+    for strategy, outer in itertools.product(STRATEGIES, ("no_shard", "optim")):
+        if strategy == "no_shard" and outer == "optim":
+            continue
+        tx = make_tx(
+            mesh,
+            policy,
+            replica_axis="replica",
+            sharding_strategy=strategy,
+            outer_sharding_strategy=outer,
+        )
+        layout = tx.config.layout(random_params())
+
+        def reduce(grads, tx=tx, layout=layout):
+            leaves = [x[0, 0] for x in jax.tree.leaves(grads)]
+            shards = distributed_step.reduce_gradients(tx.config, layout, leaves)
+            return buckets.flat_of(layout, shards, jnp.float32)
+
+        flat = jax.jit(
+            jax.shard_map(
+                reduce,
+                mesh=tx.config.mesh,
+                in_specs=tx.config.parallel.batch_spec,
+                out_specs=tx.config.parallel.state_spec,
+                check_vma=False,
+            )
+        )(jda.shard_batch(grads, tx))
+        sums = buckets.leaves_of_flat(layout, flat)
+        for got, x in zip(sums, jax.tree.leaves(grads), strict=True):
+            terms = np.asarray(jnp.asarray(x[:, 0]).astype(jnp.bfloat16).astype(jnp.float32))
+            terms = terms.reshape(replicas, shards, *terms.shape[1:])
+            inner = np.stack([reference.pairwise_sum(row, np) for row in terms])
+            assert_same_bits(got, reference.pairwise_sum(inner, np), f"{strategy}, {outer}")
+
+
+@pytest.mark.parametrize(
+    ("wire", "summed", "bound"),
+    [("bfloat16", "float32", 1.7e-3), ("float32", "float32", 1e-7), ("float32", None, 1e-7)],
+)
+@pytest.mark.parametrize("mesh", [FLAT, SQUARE], ids=["flat", "square"])
+def test_accuracy_of_the_mean(mesh, wire, summed, bound):
+    """Relative L2 error of the mean of N(0, 1) over 8 devices, against float64."""
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire, grad_reduce_dtype=summed)
+    tx = make_tx(mesh, policy, shard_axis=mesh["names"])
+    x = np.random.default_rng(4).normal(size=(8, 1 << 16)).astype(np.float32)
+    layout = tx.config.layout(jnp.zeros(1 << 16))
+
+    def reduce(x):
+        (shard,) = distributed_step.reduce_gradients(tx.config, layout, [x[0]])
+        return shard.astype(jnp.float32)
+
+    got = jax.jit(
+        jax.shard_map(
+            reduce,
+            mesh=tx.config.mesh,
+            in_specs=tx.config.parallel.batch_spec,
+            out_specs=tx.config.parallel.state_spec,
+        )
+    )(jda.shard_batch(x, tx))
+    exact = x.astype(np.float64).sum(0)
+    assert np.linalg.norm(got - exact) / np.linalg.norm(exact) <= bound
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_memory_is_what_the_strategy_says(placement):
+    mesh, kwargs = PLACEMENTS[placement]
+    tx = make_tx(mesh, **kwargs)
+    state = jda.TrainState.create(random_params(), tx)
+    kind, strategy = placement.split("-")
+    shards = {"flat": 8, "hybrid": 4, "twice": 8, "tuple": 8}[kind]
+    total = sum(x.size for x in jax.tree.leaves(state.params))
+    part = total if strategy == "no_shard" else total / shards
+    for flat in (state.opt_state.mu, state.opt_state.nu):
+        size = flat.addressable_shards[0].data.size
+        assert part <= size <= part + 128 * len(SHAPES)
+        assert {s.data.size for s in flat.addressable_shards} == {size}
+    held = {k: x.addressable_shards[0].data.size for k, x in state.params.items()}
+    inner = 4 if kind in ("hybrid", "twice") else 8
+    for name, x in state.params.items():
+        is_sharded = strategy == "optim_grads_params" and name in ("rows", "columns")
+        assert held[name] == x.size // (inner if is_sharded else 1), name
+    main = state.opt_state.main_params
+    if strategy == "no_shard":
+        assert main is None  # float32 parameters lie as the state does
+    elif strategy == "optim_grads_params" and kind != "twice":
+        assert main.addressable_shards[0].data.size < part / 2  # only of the packed ones
+    else:
+        assert (
+            main.addressable_shards[0].data.size
+            == state.opt_state.mu.addressable_shards[0].data.size
+        )
+
+
+def loss_fn(params, batch):
+    """Its gradient is the sum of the batch over examples / 64: exact in float32."""
+    terms = jax.tree.map(
+        lambda p, x: jnp.sum(p.astype(jnp.float32) * (jnp.sum(x, 0) / 64)), params, batch
+    )
+    return sum(jax.tree.leaves(terms))
+
+
+def train(tx, accumulate_steps, loss_fn=loss_fn):
+    """Ten steps on 32 examples of whole numbers: params, and the last metrics."""
+    empty = {"empty": jnp.zeros((0, 4))}
+    state = jda.TrainState.create(random_params() | empty, tx)
+    step = jda.train_step(loss_fn, tx, accumulate_steps=accumulate_steps)
+    rng = np.random.default_rng(5)
+    for _ in range(10):
+        shapes = SHAPES | {"empty": (0, 4)}
+        batch = {k: rng.integers(-64, 65, (32, *s)).astype(np.float32) for k, s in shapes.items()}
+        state, metrics = step(state, batch)
+    assert int(state.opt_state.count) == 10
+    return jda.full_params(state, tx), metrics
+
+
+@functools.cache
+def train_alone(parts):
+    """One device that sees all examples; the mean over so many parts is exact."""
+    tx = make_tx(dict(shape=(1,), names=("data",)), jda.MixedPrecisionPolicy())
+    return train(tx, 1, lambda params, batch: loss_fn(params, batch) / parts)
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 4])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_train_step_under_every_strategy(placement, accumulate_steps):
+    """Equal to one device in every bit; metrics agree."""
+    mesh, kwargs = PLACEMENTS[placement]
+    got, metrics = train(make_tx(mesh, jda.MixedPrecisionPolicy(), **kwargs), accumulate_steps)
+    want, want_metrics = train_alone(8 * accumulate_steps)
+    assert_same_trees(got, want, placement)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(metrics[name], want_metrics[name], rtol=1e-5)
