@@ -16,7 +16,7 @@ from jdistadam.checkpoint import from_optax_state, to_optax_state
 from jdistadam.combine import chain, inject_hyperparams
 from jdistadam.config import MixedPrecisionPolicy
 from jdistadam.distributed import distributed_fused_adam, distributed_fused_adamw
-from jdistadam.distributed_step import DistributedState
+from jdistadam.distributed_step import DistributedState, scale_loss
 from jdistadam.distributed_transformation import DistributedTransformation
 from jdistadam.errors import (
     DtypeError,
@@ -31,6 +31,7 @@ from jdistadam.errors import (
 from jdistadam.gather import gather_params
 from jdistadam.loss_scale import DynamicLossScale, LossScaleState
 from jdistadam.main_state import MainParamsState, main_params
+from jdistadam.nonfinite import count_nonfinite, nonfinite_paths
 from jdistadam.optimizer import fused_adam, fused_adamw
 from jdistadam.training import TrainState, full_params, local_params, shard_batch, train_step
 from jdistadam.transformation import FusedTransformation
@@ -59,6 +60,7 @@ __all__ = [
     "TrainState",
     "TreeError",
     "chain",
+    "count_nonfinite",
     "distributed_fused_adam",
     "distributed_fused_adamw",
     "from_optax_state",
@@ -69,6 +71,8 @@ __all__ = [
     "inject_hyperparams",
     "local_params",
     "main_params",
+    "nonfinite_paths",
+    "scale_loss",
     "shard_batch",
     "to_optax_state",
     "train_step",

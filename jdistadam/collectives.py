@@ -87,10 +87,11 @@ def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     dtype = jnp.dtype(dtype)
     if x.dtype == dtype or dtype.itemsize >= x.dtype.itemsize:
         return x.astype(dtype)
-    info = jnp.finfo(dtype)
-    if dtype.itemsize == 1:  # float8_e4m3fn has no infinity: reduce_precision knows no such format
-        return lax.optimization_barrier(x.astype(dtype))
-    return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant).astype(dtype)
+    if dtype == jnp.bfloat16:
+        return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(dtype)
+    # reduce_precision would make zeros of the subnormal numbers of narrower exponents (in float16
+    # of all below 6.1e-5), and knows no format without infinities, as float8_e4m3fn is.
+    return lax.optimization_barrier(x.astype(dtype))
 
 
 def reduce_scatter(x: jax.Array, axes: Axes, *, dim: int, wire_dtype: Any) -> jax.Array:

@@ -154,16 +154,32 @@ def _distributed_chain(
                     )
                 )
 
+    def refuse_shards(grads: Any) -> None:
+        is_sum = isinstance(grads, AccumulatedGrads)
+        if before and is_sum and last.config.parallel.shards_grads:
+            raise PolicyError(
+                describe(
+                    "chain",
+                    "accumulated gradients are reduced and cut into shards already",
+                    got="a transformation before the distributed optimizer",
+                    expected="none, under 'optim_grads' and 'optim_grads_params'",
+                    action="Use sharding_strategy='optim'.",
+                )
+            )
+
     def through(function: Any) -> Any:
         def call(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
             if params is None:
                 raise ValueError(optax._src.base.NO_PARAMS_MSG)
             check(params)
+            refuse_shards(grads)
             return _step_through(before, function, grads, state, params, extra_args)
 
         return call
 
     def norm(grads: Any, state: Any) -> Any:
+        refuse_shards(grads)
+
         def last_norm(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
             del params
             return last.grad_norm(grads, state), state

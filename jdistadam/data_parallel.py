@@ -10,6 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jdistadam.config import MixedPrecisionPolicy
 from jdistadam.errors import MeshError, PolicyError, describe
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -102,6 +103,7 @@ def make_data_parallel(
     replica_axis: Any,
     strategy: str,
     outer_strategy: str,
+    policy: MixedPrecisionPolicy,
     *,
     has_param_specs: bool,
 ) -> DataParallel:
@@ -143,6 +145,16 @@ def make_data_parallel(
                 got=f"sharding_strategy={strategy!r}, replica_axis={replica_axis!r}",
                 expected="a replica_axis and a sharding_strategy other than 'no_shard'",
                 action="To shard over one axis alone, make it the shard_axis.",
+            )
+        )
+    if strategy == "no_shard" and policy.param_comm_dtype is not None:
+        raise PolicyError(
+            describe(
+                "param_comm_dtype",
+                "no parameters travel under this strategy",
+                got=f"{policy.param_comm_dtype} with sharding_strategy='no_shard'",
+                expected="None",
+                action="Remove it, or shard something.",
             )
         )
     made = DataParallel(mesh, shard_axes, replica_axes, strategy, outer_strategy)

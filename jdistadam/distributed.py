@@ -258,16 +258,17 @@ def _distributed(
     groups: Any,
 ) -> DistributedTransformation:
     """Checks the arguments and joins the pieces."""
+    policy = MixedPrecisionPolicy() if policy is None else policy
+    check_arguments(policy, max_grad_norm, bucket_bytes)
     parallel = make_data_parallel(
         mesh,
         shard_axis,
         replica_axis,
         sharding_strategy,
         outer_sharding_strategy,
+        policy,
         has_param_specs=param_specs is not None,
     )
-    policy = MixedPrecisionPolicy() if policy is None else policy
-    check_arguments(policy, max_grad_norm, bucket_bytes)
     check_loss_scale(loss_scale)
     made_groups = make_groups(hyper, mask, param_labels, groups)
     for group, _ in made_groups.rows:

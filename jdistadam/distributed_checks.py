@@ -152,6 +152,23 @@ def check_scalar(name: str, value: Any) -> None:
         )
 
 
+def check_params(config: DistributedConfig, layout: Layout, params: Any) -> None:
+    """Raises MeshError where a device holds all of a parameter that should be sharded."""
+    leaves = jax.tree.leaves(params)
+    for bucket in layout.buckets:
+        shape = config.inner_shard_shape(bucket)
+        if config.is_sharded_param(bucket) and leaves[bucket.leaves[0]].shape != shape:
+            raise MeshError(
+                describe(
+                    layout.leaves[bucket.leaves[0]].path,
+                    "not placed as sharding_strategy says",
+                    got=leaves[bucket.leaves[0]].shape,
+                    expected=f"{shape} on each device",
+                    action="Use tx.param_specs(params) in the in_specs of shard_map.",
+                )
+            )
+
+
 def check_state(config: DistributedConfig, layout: Layout, state: Any) -> None:
     """Raises unless the flat arrays of a state have the layout's sizes and the policy's dtypes."""
     policy = config.policy

@@ -90,8 +90,8 @@ class DistributedConfig:
     def param_specs(self, params: Any) -> Any:
         """Returns the PartitionSpec of every leaf, for global params; remembers their shapes."""
         specs = self._tensor_specs(params)
+        whole = self.tensor_local(params)
         if self.parallel.shards_params:
-            whole = self.tensor_local(params)
             layout = self.layout(whole)
             self._remember(layout, whole)
             axes = self.parallel.shard_axes
@@ -145,6 +145,8 @@ class DistributedConfig:
             return False
         if self.policy.keeps_remainders:
             return bool(dtype == jnp.bfloat16)
+        if self._is_rounded_on_the_wire(dtype) and not (parallel.shards_params and scattered):
+            return True
         lies_alike = parallel.num_shards == 1 or (
             parallel.shards_params
             and scattered
@@ -210,9 +212,24 @@ class DistributedConfig:
         if not any(_key(tree) == _key(whole) for tree in known):
             known.append(treedef.unflatten(leaves))
 
+    def _is_rounded_on_the_wire(self, dtype: Any) -> bool:
+        comm = self.policy.param_comm_dtype
+        return comm is not None and comm != dtype
+
     def _check_param_comm_dtype(self, leaves: list[Leaf]) -> None:
         comm = self.policy.param_comm_dtype
         for leaf in leaves:
+            has_main = isinstance(self.policy.main_params_dtype, jnp.dtype)
+            if self._is_rounded_on_the_wire(leaf.dtype) and not has_main:
+                raise PolicyError(
+                    describe(
+                        leaf.path,
+                        "would be rounded to param_comm_dtype at every step",
+                        got=f"{comm} for {leaf.dtype} and no float32 main parameters",
+                        expected="main_params_dtype float32, or param_comm_dtype None",
+                        action="Set main_params_dtype=jnp.float32.",
+                    )
+                )
             if comm is not None and comm.itemsize > jnp.dtype(leaf.dtype).itemsize:
                 raise PolicyError(
                     describe(

@@ -12,7 +12,12 @@ import optax
 from jdistadam import buckets, collectives, kernel, reductions, reference, trees
 from jdistadam.accumulation import AccumulatedGrads, inner_shards, mean_factor
 from jdistadam.coefficients import coefficient_row
-from jdistadam.distributed_checks import check_grads, check_inside, check_state
+from jdistadam.distributed_checks import (
+    check_grads,
+    check_inside,
+    check_params,
+    check_state,
+)
 from jdistadam.distributed_config import DistributedConfig
 from jdistadam.gradient_reduction import gather_shards, reduce_outer
 from jdistadam.layout import Bucket, Layout
@@ -44,6 +49,22 @@ def find_state(opt_state: Any) -> DistributedState:
     """Returns the DistributedState inside of what may be the state of a chain."""
     parts = jax.tree.leaves(opt_state, is_leaf=is_distributed_state)
     return next(part for part in parts if is_distributed_state(part))
+
+
+def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:
+    """Returns the loss times the loss scale of the state, in float32: what to differentiate.
+
+    ``train_step`` does this by itself. In your own loop::
+
+        grads = jax.grad(lambda p: jda.scale_loss(loss(p, batch), opt_state))(params)
+
+    Args:
+      loss: The loss, shape ().
+      opt_state: The state of a distributed optimizer, or of a ``chain`` with one. Without a
+        ``loss_scale`` the loss is returned as it is.
+    """
+    scaling = find_state(opt_state).scaling
+    return loss if scaling is None else loss.astype(jnp.float32) * scaling.loss_scale
 
 
 def is_distributed_state(x: Any) -> bool:
@@ -87,6 +108,7 @@ def step_local(
     trees.check_dtypes(params, name="params")
     whole = config.whole(params)
     layout = config.layout(whole)
+    check_params(config, layout, params)
     check_state(config, layout, state)
     shards, mean = _reduced_gradients(config, layout, grads, whole)
     grad_norm, found_inf = _norm_and_finite(config, layout, shards, mean, state.scaling)

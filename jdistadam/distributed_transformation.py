@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import collectives, trees
@@ -133,6 +134,8 @@ def make_distributed(config: DistributedConfig) -> DistributedTransformation:
         if not collectives.unbound(parallel.shard_axes):
             return init_local(config, params, config.whole(params))
         specs = config.param_specs(params)
+        placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        params = jax.device_put(params, placed)
         local = collectives.shard_map(
             lambda p: init_local(config, p, config.whole(p)),
             mesh=mesh,

@@ -14,6 +14,7 @@ from jdistadam.accumulation import weighted
 from jdistadam.distributed_checks import check_scalar
 from jdistadam.distributed_transformation import DistributedTransformation
 from jdistadam.errors import DtypeError, ShapeError, TreeError, describe
+from jdistadam.nonfinite import leaves_not_finite
 
 
 class LossOutput(NamedTuple):
@@ -33,6 +34,7 @@ class LocalResult(NamedTuple):
     weight: Any  # shape (), float32: the sum of weights; None: 1
     model_state: Any
     aux: Any  # every leaf with a leading dimension of micro-batches
+    not_finite: Any = None  # shape (leaves,), bool: in any micro-batch; None unless asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,7 @@ def local_gradients(
     model_state: Any,
     rng: Any,
     loss_scale: Any = None,
+    report_nonfinite: bool = False,
 ) -> LocalResult:
     """Differentiates the loss of this device's part of the batch, micro-batch by micro-batch.
 
@@ -130,28 +133,34 @@ def local_gradients(
         (_, out), grads = jax.value_and_grad(loss_and_output, has_aux=True)(params)
         return out, grads
 
+    def look(grads: Any) -> Any:
+        return leaves_not_finite(grads) if report_nonfinite else None
+
     def body(carry: Any, i_and_batch: tuple[Any, Any]) -> tuple[Any, Any]:
-        acc, loss, model_state = carry
+        acc, loss, model_state, found = carry
         i, batch = i_and_batch
         out, grads = differentiate(i, batch, model_state)
         acc = tx.accumulate(acc, grads, out.weight)
         loss += out.loss if out.weight is None else weighted(out.loss, out.weight)
-        return (acc, loss, _like(model_state, out.model_state)), out.aux
+        found = None if found is None else found | look(grads)
+        return (acc, loss, _like(model_state, out.model_state), found), out.aux
 
     if accumulate_steps == 1:
         out, grads = differentiate(0, batch, model_state)
         new_state = _like(model_state, out.model_state)
         aux = jax.tree.map(lambda x: jnp.asarray(x)[None], out.aux)
         if out.weight is None:
-            return LocalResult(grads, out.loss, None, new_state, aux)
+            return LocalResult(grads, out.loss, None, new_state, aux, look(grads))
         acc = tx.accumulate(tx.init_grads(params), grads, out.weight)
-        return LocalResult(acc, weighted(out.loss, out.weight), acc.weight, new_state, aux)
+        loss = weighted(out.loss, out.weight)
+        return LocalResult(acc, loss, acc.weight, new_state, aux, look(grads))
     batches = _split(batch, accumulate_steps)
-    carry = (tx.init_grads(params), jnp.zeros((), jnp.float32), model_state)
-    (acc, loss, model_state), aux = jax.lax.scan(
+    found = jnp.zeros(len(jax.tree.leaves(params)), jnp.bool_) if report_nonfinite else None
+    carry = (tx.init_grads(params), jnp.zeros((), jnp.float32), model_state, found)
+    (acc, loss, model_state, found), aux = jax.lax.scan(
         body, carry, (jnp.arange(accumulate_steps), batches)
     )
-    return LocalResult(acc, loss, acc.weight, model_state, aux)
+    return LocalResult(acc, loss, acc.weight, model_state, aux, found)
 
 
 def _like(old: Any, new: Any) -> Any:

@@ -21,6 +21,7 @@ from jdistadam.distributed_transformation import DistributedTransformation
 from jdistadam.errors import MeshError, ShapeError, describe
 from jdistadam.gather import gather_params
 from jdistadam.micro_batches import LossFunction, local_gradients
+from jdistadam.nonfinite import sum_over_devices
 
 # XLA's own limit of 30 MiB counts shards: it merges most models into one collective that begins
 # when the last gradient is ready. This is large enough for bandwidth and leaves work to overlap.
@@ -252,6 +253,7 @@ def train_step(
     accumulate_steps: int = 1,
     has_aux: bool = False,
     batch_spec: Any = None,
+    report_nonfinite: bool = False,
     compiler_options: dict[str, Any] | None = None,
 ) -> TrainStep:
     r"""Makes a jitted training step from a loss and a distributed optimizer.
@@ -274,16 +276,22 @@ def train_step(
         ``loss`` may be the pair ``(loss, weight)``.
       tx: A distributed optimizer.
       accumulate_steps: Number of micro-batches into which each device cuts its part of the batch.
-        Gradients are summed on the device in ``policy.main_grads_dtype`` and sent once.
+        Under "no_shard" and "optim" gradients are summed on the device in
+        ``policy.main_grads_dtype`` and sent once; else every micro-batch's are sent, and the shards
+        summed.
       has_aux: Whether ``loss_fn`` returns something to report beside the loss.
       batch_spec: PartitionSpec of the batch. None: leading dimension over ``shard_axis``. The
         leading dimension is devices x micro-batches x examples, in this order.
+      report_nonfinite: Whether to look in every gradient for values that are not finite, which
+        reads all of them once more.
       compiler_options: XLA options for this program, over the ones chosen here.
 
     Returns:
       ``step(state, batch) -> (state, metrics)``. The state is donated. Metrics: the scalars
-      ``loss`` and ``grad_norm`` (global norm of the mean gradient before clipping), and with
-      has_aux ``aux``, every leaf with a leading dimension of devices x micro-batches.
+      ``loss``, ``grad_norm`` (global norm of the mean gradient before clipping and without the
+      loss scale), ``skipped`` (steps skipped so far) and ``loss_scale`` (of this step); with
+      report_nonfinite ``nonfinite``, for ``nonfinite_paths``; with has_aux ``aux``, every leaf with
+      a leading dimension of devices x micro-batches.
 
     Raises:
       HyperparameterError: accumulate_steps is not a positive whole number.
@@ -323,6 +331,7 @@ def train_step(
             state.model_state,
             step_rng,
             None if scaling is None else scaling.loss_scale,
+            report_nonfinite,
         )
         params, opt_state = tx.local_step(local.grads, state.opt_state, state.params)
         model_state = _mean_over_devices(local.model_state, parallel.data_axes)
@@ -334,10 +343,14 @@ def train_step(
             "skipped": jnp.int32(0) if new.scaling is None else new.scaling.skipped,
             "loss_scale": jnp.float32(1) if scaling is None else scaling.loss_scale,
         }
+        if report_nonfinite:
+            metrics["nonfinite"] = sum_over_devices(local.not_finite, tx)
         metrics |= {"aux": local.aux} if has_aux else {}
         return TrainState(params, opt_state, model_state, rng), metrics
 
-    metrics_specs = dict.fromkeys(("loss", "grad_norm", "skipped", "loss_scale"), P())
+    names = ["loss", "grad_norm", "skipped", "loss_scale"]
+    names += ["nonfinite"] if report_nonfinite else []
+    metrics_specs: dict[str, Any] = dict.fromkeys(names, P())
     metrics_specs |= {"aux": parallel.batch_spec} if has_aux else {}
 
     # Without vma checks: gradients of replicated params stay local, and models may use primitives
