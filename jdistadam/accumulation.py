@@ -113,7 +113,9 @@ def inner_shards(
         if config.is_sharded_param(bucket) and first.shape != layout.leaves[bucket.leaves[0]].shape:
             shards.append(first)
             continue
-        dtype = jnp.promote_types(bucket.dtype, policy.wire_dtype)
-        whole = buckets.bucket_array(bucket, grads, dtype)
+        whole = first  # as it lies, and in its own dtype
+        if bucket.dim is None:
+            dtype = jnp.promote_types(bucket.dtype, policy.wire_dtype)
+            whole = buckets.bucket_array(bucket, grads, dtype)
         shards.append(reduce_inner(parallel, policy, whole, bucket.dim or 0))
     return shards

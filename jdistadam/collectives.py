@@ -94,6 +94,16 @@ def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.optimization_barrier(x.astype(dtype))
 
 
+def exactly(x: jax.Array, dtype: Any) -> jax.Array:
+    """Casts to a dtype that XLA keeps also where it only moves what is returned.
+
+    It would let 16-bit numbers that were widened travel as they were.
+    """
+    if jnp.dtype(dtype).itemsize > x.dtype.itemsize:
+        return lax.optimization_barrier(x.astype(dtype))
+    return round_to(x, dtype)
+
+
 def reduce_scatter(x: jax.Array, axes: Axes, *, dim: int, wire_dtype: Any) -> jax.Array:
     r"""Sums ``x`` over mesh axes and keeps this device's part.
 

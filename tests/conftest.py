@@ -1,7 +1,9 @@
 """Eight CPU devices for every test, and a GPU where there is one."""
 
 import glob
+import math
 import os
+import pathlib
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -11,7 +13,10 @@ if not HAS_NVIDIA_DEVICE:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -37,5 +42,31 @@ def cpu_mesh():
 
     def make(n, axis="data"):
         return jax.make_mesh((n,), (axis,), devices=jax.devices("cpu")[:n])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def h200s():
+    """Makes a mesh of n H200s that exist only for the compiler."""
+    from jdistadam import native
+
+    if not native.status("cuda").available:
+        pytest.skip(f"needs the CUDA module: {native.status('cuda').detail}")
+    config = (pathlib.Path(__file__).parent / "h200.txtpb").read_text()
+
+    def make(*shape, names=("data",), **kwargs):
+        n = math.prod(shape)
+        try:
+            topology = topologies.get_topology_desc(
+                platform="cuda", target_config=config, topology=f"1x1x{n}"
+            )
+        except Exception as error:
+            version = jax.__version__
+            pytest.skip(
+                f"needs JAX's CUDA plugin (pip install --no-deps jax-cuda13-plugin=={version} "
+                f"jax-cuda13-pjrt=={version}): {error}"
+            )
+        return Mesh(np.asarray(topology.devices).reshape(shape), names, **kwargs)
 
     return make

@@ -3,105 +3,16 @@
 The CPU backend cannot tell: it widens 16-bit collectives to float32.
 """
 
-import pathlib
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
+from h200 import WIDTH, by_op, collectives, compile_step, loss_fn, params_of, placed
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam import native
-
-WIDTH = 512
-SIZES = {"bfloat16": 2, "float32": 4, "bf16": 2, "f32": 4, "f16": 2}
-
-
-@pytest.fixture(scope="module")
-def h200s():
-    """Makes a mesh of n H200s that exist only for the compiler."""
-    if not native.status("cuda").available:
-        pytest.skip(f"needs the CUDA module: {native.status('cuda').detail}")
-    config = (pathlib.Path(__file__).parent / "h200.txtpb").read_text()
-
-    def make(n, **kwargs):
-        try:
-            topology = topologies.get_topology_desc(
-                platform="cuda", target_config=config, topology=f"1x1x{n}"
-            )
-        except Exception as error:
-            version = jax.__version__
-            pytest.skip(
-                f"needs JAX's CUDA plugin (pip install --no-deps jax-cuda13-plugin=={version} "
-                f"jax-cuda13-pjrt=={version}): {error}"
-            )
-        return Mesh(np.asarray(topology.devices).reshape(n), ("data",), **kwargs)
-
-    return make
-
-
-def params_of(dtype):
-    shapes = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH), "scale": (WIDTH,)}
-    return {
-        f"layer{i}": {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
-        for i in range(3)
-    }
-
-
-def loss_fn(params, x):
-    for layer in params.values():
-        scaled = x * layer["scale"][None].astype(x.dtype)
-        x = x + jnp.tanh(scaled @ layer["up"]) @ layer["down"]
-    return jnp.mean(jnp.square(x.astype(jnp.float32)))
-
-
-def placed(mesh, tree, specs):
-    def place(spec, subtree):
-        sharding = NamedSharding(mesh, spec)
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), subtree
-        )
-
-    return jax.tree.map(place, specs, tree, is_leaf=lambda x: isinstance(x, P))
-
-
-def compile_step(mesh, param_dtype, wire, accumulate_steps=1, **kwargs):
-    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire)
-    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, policy=policy, max_grad_norm=1.0, **kwargs)
-    params = params_of(param_dtype)
-    state = jda.TrainState(params, jax.eval_shape(tx.init, params))
-    state = placed(mesh, state, jda.TrainState(P(), tx.state_specs()))
-    batch = placed(mesh, jax.ShapeDtypeStruct((64, WIDTH), param_dtype), P("data"))
-    step = jda.train_step(loss_fn, tx, accumulate_steps=accumulate_steps)
-    return tx, params, step.lower(state, batch).compile()
-
-
-def collectives(text):
-    """Yields (op, [(dtype, elements) of each result]) of every collective in optimized HLO.
-
-    Of an asynchronous pair the -done half counts: its results are the plain ones.
-    """
-    pattern = r"= (\S.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start|-done)?\("
-    for line in text.splitlines():
-        found = re.search(pattern, line)
-        if found and found[3] != "-start":
-            arrays = re.findall(r"(bf16|f16|f32|s32|u32|pred)\[([\d,]*)\]", found[1])
-            yield (
-                found[2],
-                [(t, int(np.prod([int(n) for n in dims.split(",") if n]))) for t, dims in arrays],
-            )
-
-
-def by_op(text):
-    total = {}
-    for op, arrays in collectives(text):
-        for dtype, elements in arrays:
-            total[op, dtype] = total.get((op, dtype), 0) + elements
-    return total
 
 
 @pytest.mark.parametrize("wire", [jnp.float32, jnp.bfloat16], ids=str)

@@ -1,0 +1,145 @@
+"""Compiled for eight H200s, every strategy and policy sends exactly what the plan says."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from h200 import WIDTH, collectives, loss_fn, params_of, placed
+
+import jdistadam as jda
+from jdistadam.communication import format_collectives, planned_collectives
+
+POLICIES = {
+    "float32": dict(),
+    "bf16 wire": dict(grad_comm_dtype="bfloat16"),
+    "bf16 wire, float32 sum": dict(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32"),
+    "float32 sum": dict(grad_reduce_dtype="float32"),
+    "bf16 grads": dict(main_grads_dtype="bfloat16"),
+    "f16 wire": dict(grad_comm_dtype="float16"),
+    "remainder": dict(main_params_dtype="remainder16", grad_comm_dtype="bfloat16"),
+    "fp8 params": dict(param_comm_dtype="float8_e4m3fn", grad_comm_dtype="bfloat16"),
+    "e5m2 params": dict(param_comm_dtype="float8_e5m2"),
+    "f16 params": dict(param_comm_dtype="float16"),
+}
+FLAT = (8,), ("data",), {}
+PLACEMENTS = {
+    "hybrid": ((2, 4), ("replica", "data"), dict(replica_axis="replica")),
+    "twice": (
+        (2, 4),
+        ("replica", "data"),
+        dict(replica_axis="replica", outer_sharding_strategy="optim"),
+    ),
+    "tuple": ((2, 4), ("node", "data"), dict(shard_axis=("node", "data"))),
+}
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+ROWS = [
+    ("flat", strategy, policy)
+    for strategy in STRATEGIES
+    for policy in POLICIES
+    if not (strategy == "no_shard" and "params" in policy)
+] + [
+    (placement, strategy, policy)
+    for placement in PLACEMENTS
+    for strategy in STRATEGIES
+    for policy in ("bf16 wire", "bf16 wire, float32 sum")
+    if not (placement == "twice" and strategy == "no_shard")
+]
+NAMES = {
+    "bf16": "bfloat16", "f16": "float16", "f32": "float32",
+    "f8e5m2": "float8_e5m2", "f8e4m3fn": "float8_e4m3fn",
+}  # fmt: skip
+
+
+def compile_row(h200s, placement, strategy, policy, *, accumulate_steps=1, dtype=jnp.bfloat16):
+    shape, names, kwargs = PLACEMENTS.get(placement, FLAT)
+    mesh = h200s(*shape, names=names)
+    policy = jda.MixedPrecisionPolicy(**POLICIES[policy])
+    tx = jda.distributed_fused_adamw(
+        1e-3, mesh=mesh, policy=policy, max_grad_norm=1.0, sharding_strategy=strategy, **kwargs
+    )
+    params = params_of(dtype)
+    state = jda.TrainState(params, jax.eval_shape(tx.init, params))
+    state = placed(mesh, state, jda.TrainState(tx.param_specs(params), tx.state_specs()))
+    batch = jax.ShapeDtypeStruct((64, WIDTH), dtype)
+    batch = placed(mesh, batch, tx.config.parallel.batch_spec)
+    step = jda.train_step(loss_fn, tx, accumulate_steps=accumulate_steps)
+    planned = planned_collectives(tx.config, params, accumulate_steps=accumulate_steps)
+    return planned, step.lower(state, batch).compile().as_text()
+
+
+def sent(text):
+    """Elements that devices get, by operation, dtype and number of devices."""
+    arrays = {}
+    for op, results, devices in collectives(text, with_devices=True):
+        for dtype, elements in results:
+            key = op, NAMES[dtype], devices
+            arrays[key] = arrays.get(key, 0) + elements
+    return arrays
+
+
+def as_sent(planned, *scalars):
+    """The same of a plan, and of float32 scalars that are summed over so many devices."""
+    arrays = {}
+    for c in planned:
+        key = c.op, c.dtype.name, c.devices
+        arrays[key] = arrays.get(key, 0) + c.result_elements
+    for devices in scalars:
+        key = "all-reduce", "float32", devices
+        arrays[key] = arrays.get(key, 0) + 1
+    return arrays
+
+
+@pytest.mark.parametrize(("placement", "strategy", "policy"), ROWS)
+def test_what_is_sent_is_what_is_planned(h200s, placement, strategy, policy):
+    """Operation, dtype, number of devices and of elements; besides only the loss and the norm."""
+    planned, text = compile_row(h200s, placement, strategy, policy)
+    norm = () if strategy == "no_shard" else (4 if placement == "hybrid" else 8,)
+    assert sent(text) == as_sent(planned, 8, *norm), "\n" + format_collectives(planned)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_micro_batches_reduce_as_the_strategy_says(h200s, strategy):
+    """Inside the loop under optim_grads and optim_grads_params, after it under the others."""
+    planned, text = compile_row(h200s, "flat", strategy, "bf16 wire", accumulate_steps=4)
+    arrays = sent(text)
+    scalars = arrays.pop(("all-reduce", "float32", 8))
+    assert arrays == as_sent(planned)
+    assert scalars <= 4  # loss, norm, and the weights, perhaps twice
+    reduces = "all-reduce" if strategy == "no_shard" else "reduce-scatter"
+    times = {c.times for c in planned if c.op == reduces}
+    assert times == ({4} if strategy in ("optim_grads", "optim_grads_params") else {1})
+    (loop,) = re.findall(r" while\(.*body=%?([\w.\-]+)", text)
+    body = text[text.index(f"%{loop} (") :]
+    body = body[: body.index("\n}\n")]
+    inside = [op for op, results, _ in collectives(body, with_devices=True) if results[0][1] > 2]
+    assert (reduces in inside) == (times == {4})
+    assert "all-gather" not in inside
+
+
+def test_the_plan_counts_bytes():
+    """By hand: 2 x 3 devices, a leaf that is scattered and a packed one of 7 padded to 12."""
+    mesh = jax.make_mesh((2, 3), ("replica", "data"), devices=jax.devices("cpu")[:6])
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32")
+    tx = jda.distributed_fused_adamw(
+        1e-3, mesh=mesh, replica_axis="replica", outer_sharding_strategy="optim", policy=policy,
+        sharding_strategy="optim_grads",
+    )  # fmt: skip
+    params = {"w": jnp.zeros((6, 4096), jnp.bfloat16), "b": jnp.zeros(7, jnp.bfloat16)}
+    planned = planned_collectives(tx.config, params, accumulate_steps=5)
+    got = {(c.op, c.dtype.name, c.axes, c.times, c.leaves): c.bytes_sent for c in planned}
+    w, b = ("params['w']",), ("params['b']",)
+    assert got == {
+        ("all-to-all", "bfloat16", ("data",), 5, w): 24576 * 2 * 5 * 2 // 3,
+        ("all-to-all", "float32", ("replica",), 1, w): 24576 // 3 * 4 // 2,
+        ("all-gather", "bfloat16", ("replica",), 1, w): 24576 // 3 * 2 // 2,
+        ("all-gather", "bfloat16", ("data",), 1, w): 24576 * 2 * 2 // 3,
+        ("all-to-all", "bfloat16", ("data",), 5, b): 12 * 2 * 5 * 2 // 3,
+        ("all-to-all", "float32", ("replica",), 1, b): 4 * 4 // 2,
+        ("all-gather", "bfloat16", ("replica",), 1, b): 4 * 2 // 2,
+        ("all-gather", "bfloat16", ("data",), 1, b): 12 * 2 * 2 // 3,
+    }
+    table = format_collectives(planned).splitlines()
+    assert table[0].split()[:3] == ["collective", "dtype", "over"] and len(table) == 5
+    assert np.isclose(float(table[1].split()[-1]), (24576 + 12) * 2 * 5 * 2 / 3 / 1e6, atol=0.005)
