@@ -19,7 +19,7 @@ LAYERS = (
     {"coefficients", "reference", "native", "groups", "loss_scale", "data_parallel"},
     {"collectives", "distributed_config"},
     {"kernel", "reductions", "optax_leaves"},
-    {"buckets", "gradient_reduction"},
+    {"buckets", "gradient_reduction", "communication"},
     {"partitioning", "distributed_checks", "main_state"},
     {"tree_step", "accumulation"},
     {"distributed_step"},

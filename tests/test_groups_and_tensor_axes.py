@@ -153,9 +153,15 @@ def tensor_step(tx, params, check_vma):
     return jax.jit(step), placed
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "check_vma"),
+    [
+        pytest.param(mesh, strategy, check, marks=() if (i + j) % 2 == check else pytest.mark.slow)
+        for i, mesh in enumerate(MESHES)
+        for j, strategy in enumerate(STRATEGIES)
+        for check in (False, True)
+    ],
+)
 def test_tensor_axes_change_no_bit(mesh, strategy, check_vma):
     """Four steps, masked decay, bfloat16 params; against four devices without the axis."""
     shape, kwargs = MESHES[mesh]

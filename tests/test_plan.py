@@ -91,7 +91,11 @@ def as_sent(planned, *scalars):
     return arrays
 
 
-@pytest.mark.parametrize(("placement", "strategy", "policy"), ROWS)
+ALWAYS = ("float32", "bf16 wire", "bf16 wire, float32 sum", "fp8 params")
+MARKED = [pytest.param(*row, marks=() if row[2] in ALWAYS else pytest.mark.slow) for row in ROWS]
+
+
+@pytest.mark.parametrize(("placement", "strategy", "policy"), MARKED)
 def test_what_is_sent_is_what_is_planned(h200s, placement, strategy, policy):
     """Operation, dtype, number of devices and of elements; besides only the loss and the norm."""
     planned, text = compile_row(h200s, placement, strategy, policy)
