@@ -30,6 +30,19 @@ POLICIES = {
 }
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_a_first_step_that_is_skipped_does_not_round_params(strategy):
+    """They would be rounded to the wire's dtype by the first step that is taken."""
+    tx = make_tx(SQUARE, POLICIES["comm"], sharding_strategy=strategy, loss_scale=1.0, **HYBRID)
+    params = random_params()
+    state = jda.TrainState.create(params, tx)
+    step = jda.train_step(lambda p, x: sum(map(jnp.sum, jax.tree.leaves(p))) * jnp.mean(x), tx)
+    state, metrics = step(state, np.full((8, 1), np.nan, np.float32))
+    assert int(metrics["skipped"]) == 1
+    for name, x in params.items():
+        assert_same_bits(state.params[name], x, name)
+
+
 def trained(tx, dtype="float32"):
     """A state after one ordinary step, so that nothing in it is zero; and a step function."""
     state = jda.TrainState.create(random_params(), tx, param_dtypes=dtype)

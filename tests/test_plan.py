@@ -91,7 +91,7 @@ def as_sent(planned, *scalars):
     return arrays
 
 
-ALWAYS = ("float32", "bf16 wire", "bf16 wire, float32 sum", "fp8 params")
+ALWAYS = ("float32", "float32 sum", "bf16 wire", "bf16 wire, float32 sum", "fp8 params")
 MARKED = [pytest.param(*row, marks=() if row[2] in ALWAYS else pytest.mark.slow) for row in ROWS]
 
 

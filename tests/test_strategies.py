@@ -187,7 +187,8 @@ def test_accumulating_by_hand_under_every_strategy(placement, check_vma):
 def test_sums_are_a_fixed_tree(replicas, shards):
     """Against the oracle's: adjacent pairs, an odd one carried, inner axis first."""
     mesh = dict(shape=(replicas, shards), names=("replica", "data"))
-    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=jnp.bfloat16, grad_reduce_dtype=jnp.float32)
+    # A float32 wire: the sum of a few bfloat16 numbers is mostly exact, in whatever order.
+    policy = jda.MixedPrecisionPolicy(grad_reduce_dtype=jnp.float32)
     rng = np.random.default_rng(3)
     grads = random_grads(rng, replicas * shards)
     for strategy, outer in itertools.product(STRATEGIES, ("no_shard", "optim")):
@@ -218,8 +219,7 @@ def test_sums_are_a_fixed_tree(replicas, shards):
         )(jda.shard_batch(grads, tx))
         sums = buckets.leaves_of_flat(layout, flat)
         for got, x in zip(sums, jax.tree.leaves(grads), strict=True):
-            terms = np.asarray(jnp.asarray(x[:, 0]).astype(jnp.bfloat16).astype(jnp.float32))
-            terms = terms.reshape(replicas, shards, *terms.shape[1:])
+            terms = x[:, 0].reshape(replicas, shards, *x.shape[2:])
             inner = np.stack([reference.pairwise_sum(row, np) for row in terms])
             assert_same_bits(got, reference.pairwise_sum(inner, np), f"{strategy}, {outer}")
 
