@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from jdistadam import coefficients, kernel, reference
+from jdistadam import coefficients, kernel, native, reference
 
 SIZES = (0, 1, 2, 3, 7, 8, 31, 255, 256, 257, 4095, 65_537)  # around vectors, tiles and tails
 SPECIALS = (
@@ -22,6 +22,9 @@ SPECIALS = (
     65520.0,
 )
 
+
+for _platform in native.PLATFORMS:
+    native.status(_platform)  # registers the handlers, which some tests call directly
 
 _compilations = []
 jax.monitoring.register_event_duration_secs_listener(
