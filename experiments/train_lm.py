@@ -39,6 +39,13 @@ def parse_args(argv=None):
     add("--layers", type=int)
     add("--width", type=int)
     add("--devices", type=int, help="default: 8 virtual CPU devices, or all GPUs")
+    add("--replicas", type=int, default=1, help="hybrid sharding: how often the state is held")
+    add(
+        "--strategy",
+        choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+        default="optim",
+        help="what jdistadam shards over the devices of a replica",
+    )
     add(
         "--param-dtype",
         choices=DTYPES,
@@ -55,6 +62,17 @@ def parse_args(argv=None):
         choices=DTYPES,
         default="bfloat16",
         help="dtype of gradients on the wire",
+    )
+    add(
+        "--grad-reduce-dtype",
+        choices=("float32",),
+        help="dtype of the sums over devices; default: as on the wire",
+    )
+    add(
+        "--main-grads-dtype",
+        choices=DTYPES,
+        default="float32",
+        help="dtype of the sums over micro-batches",
     )
     add("--mu-dtype", choices=DTYPES, default="float32", help="dtype of the first moment")
     add("--learning-rate", type=float, help="peak; default: 3e-3 for tiny, 1.5e-4 for gpt2-small")
@@ -98,11 +116,15 @@ def setup_jdistadam(args, mesh, loss, params):
     Main parameters begin with the float32 values; the model computes with their rounded ones.
     """
     policy = jda.MixedPrecisionPolicy(
-        grad_comm_dtype=DTYPES[args.grad_comm_dtype], mu_dtype=DTYPES[args.mu_dtype]
+        main_grads_dtype=DTYPES[args.main_grads_dtype],
+        grad_comm_dtype=DTYPES[args.grad_comm_dtype],
+        grad_reduce_dtype=args.grad_reduce_dtype,
+        mu_dtype=DTYPES[args.mu_dtype],
     )
     tx = jda.distributed_fused_adamw(
         make_schedule(args), b2=args.b2, weight_decay=0.1, mask=decays,
-        mesh=mesh, policy=policy, max_grad_norm=args.max_grad_norm,
+        mesh=mesh, replica_axis="replica" if args.replicas > 1 else None,
+        sharding_strategy=args.strategy, policy=policy, max_grad_norm=args.max_grad_norm,
     )  # fmt: skip
     low, vector = DTYPES[args.param_dtype], DTYPES[args.vector_dtype]
     dtypes = jax.tree.map(lambda x: low if x.ndim > 1 else vector, params)
@@ -119,7 +141,7 @@ def setup_optax(args, mesh, loss, params):
     )
     params = jax.device_put(params, NamedSharding(mesh, P()))
     state = (params, jax.jit(tx.init)(params))
-    batch_sharding = NamedSharding(mesh, P("data"))
+    batch_sharding = NamedSharding(mesh, P(mesh.axis_names))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state, tokens):
@@ -155,7 +177,7 @@ class Run:
     def evaluate(self, step, params, num_batches=4):
         """Mean loss over the same windows of the held-out files at every call."""
         rng = np.random.default_rng(1234)
-        sharding = NamedSharding(self.mesh, P("data"))
+        sharding = NamedSharding(self.mesh, P(self.mesh.axis_names))
         losses = []
         for _ in range(num_batches):
             tokens = corpus.batch(self.validation_text, self.config.batch, self.config.length, rng)
@@ -208,7 +230,10 @@ def main(argv=None):
     config = resolve(args)
     # Auto axes, so that the evaluation can be an ordinary jitted function.
     devices = jax.devices()[: args.devices]
-    mesh = jax.make_mesh((args.devices,), ("data",), (AxisType.Auto,), devices=devices)
+    shape = {"replica": args.replicas} if args.replicas > 1 else {}
+    shape["data"] = args.devices // args.replicas
+    auto = (AxisType.Auto,) * len(shape)
+    mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), auto, devices=devices)
 
     compute_dtype = DTYPES[args.param_dtype]
     model = gpt.GPT(config, compute_dtype)
@@ -237,6 +262,8 @@ def main(argv=None):
         preset=args.preset,
         optimizer=args.optimizer,
         devices=args.devices,
+        replicas=args.replicas,
+        strategy=args.strategy if args.optimizer == "jdistadam" else None,
         parameters=sum(x.size for x in jax.tree.leaves(params)),
         validation_loss=run.validation_loss,
         bigram_entropy=run.entropy,

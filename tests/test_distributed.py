@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ulp import assert_step_close
 
 import jdistadam as jda
-from jdistadam import distributed_step
+from jdistadam import buckets, distributed_step
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-12, weight_decay=0.13)
 MESH_SIZES = (1, 2, 3, 4, 8)
@@ -29,7 +29,7 @@ SHAPES = {
 
 
 def decays(params):
-    return jax.tree.map(lambda x: x.ndim > 1, params)
+    return jax.tree.map(lambda x: len(x.shape) > 1, params)
 
 
 def make_tx(mesh, wire=jnp.float32, **kwargs):
@@ -73,6 +73,27 @@ def mean_gradient(batch, n):
     return jax.tree.map(lambda x: jnp.asarray(x.sum(0) / np.float32(64) * np.float32(1 / n)), batch)
 
 
+def reduced(tx, layout, local_grads):
+    """The flat sums over devices of gradients (devices, ...), and the dtypes of this one's shards."""
+    dtypes = []
+
+    def reduce(grads):
+        leaves = [x[0] for x in jax.tree.leaves(grads)]
+        shards = distributed_step.reduce_gradients(tx.config, layout, leaves)
+        dtypes.extend(x.dtype for x in shards)
+        return buckets.flat_of(layout, shards, jnp.float32)
+
+    specs = tx.config.parallel
+    sharded = jax.shard_map(
+        reduce,
+        mesh=tx.config.mesh,
+        in_specs=specs.batch_spec,
+        out_specs=specs.state_spec,
+        check_vma=False,
+    )
+    return jax.jit(sharded)(jda.shard_batch(local_grads, tx)), dtypes
+
+
 @pytest.mark.parametrize("wire", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize("n", MESH_SIZES)
 def test_reduced_gradients_are_the_sum_within_a_derived_bound(cpu_mesh, n, wire):
@@ -91,22 +112,9 @@ def test_reduced_gradients_are_the_sum_within_a_derived_bound(cpu_mesh, n, wire)
         for k, s in SHAPES.items()
     }
 
-    def reduce(grads):
-        leaves = [x[0] for x in jax.tree.leaves(grads)]
-        shards = distributed_step.reduce_gradients(tx.config, layout, leaves)
-        assert all(x.dtype == wire for x in shards)
-        flat = jnp.zeros(layout.flat_size)
-        for bucket, x in zip(layout.buckets, shards, strict=True):
-            flat = flat.at[bucket.offset : bucket.offset + bucket.shard_size].set(
-                x.reshape(-1).astype(jnp.float32)
-            )
-        return flat
-
-    sharded = jax.shard_map(
-        reduce, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
-    )
-    flat = np.asarray(jax.jit(sharded)(jda.shard_batch(local, tx)))
-    sums = jda.buckets.leaves_of_flat(layout, flat)
+    flat, dtypes = reduced(tx, layout, local)
+    assert dtypes and all(dtype == wire for dtype in dtypes)
+    sums = buckets.leaves_of_flat(layout, flat)
     unit = float(jnp.finfo(wire).eps) / 2
     for got, x in zip(sums, jax.tree.leaves(local), strict=True):
         exact = x.astype(np.float64).sum(0)

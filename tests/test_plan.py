@@ -52,9 +52,11 @@ NAMES = {
 }  # fmt: skip
 
 
-def compile_row(h200s, placement, strategy, policy, *, accumulate_steps=1, dtype=jnp.bfloat16):
-    shape, names, kwargs = PLACEMENTS.get(placement, FLAT)
-    mesh = h200s(*shape, names=names)
+def compile_row(
+    make_mesh, placement, strategy, policy, *, shape=None, accumulate_steps=1, dtype=jnp.bfloat16
+):
+    eight, names, kwargs = PLACEMENTS.get(placement, FLAT)
+    mesh = make_mesh(*(shape or eight), names=names)
     policy = jda.MixedPrecisionPolicy(**POLICIES[policy])
     tx = jda.distributed_fused_adamw(
         1e-3, mesh=mesh, policy=policy, max_grad_norm=1.0, sharding_strategy=strategy, **kwargs

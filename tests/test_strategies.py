@@ -8,18 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bits import assert_same_bits
+from test_distributed import HYPER, decays, linear_loss, reduced, without_empty
+from test_distributed import SHAPES as SHAPES_AND_EMPTY
+from test_distributed import random_params as params_and_empty
 
 import jdistadam as jda
-from jdistadam import buckets, distributed_step, reference
+from jdistadam import buckets, reference
 
-HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-12, weight_decay=0.13)
-SHAPES = {
-    "rows": (48, 400),
-    "columns": (5, 7200),
-    "prime": (20_011,),
-    "small": (7, 3),
-    "scalar": (),
-}
+SHAPES = without_empty(SHAPES_AND_EMPTY)
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 FLAT = dict(shape=(8,), names=("data",))
 SQUARE = dict(shape=(2, 4), names=("replica", "data"))
@@ -44,13 +40,9 @@ PLACEMENTS = {
 }
 
 
-def decays(params):
-    return jax.tree.map(lambda x: len(x.shape) > 1, params)
-
-
-def make_mesh(shape, names):
+def make_mesh(shape, names, platform="cpu"):
     size = int(np.prod(shape))
-    return jax.make_mesh(shape, names, devices=jax.devices("cpu")[:size])
+    return jax.make_mesh(shape, names, devices=jax.devices(platform)[:size])
 
 
 def make_tx(mesh, policy=None, **kwargs):
@@ -61,10 +53,7 @@ def make_tx(mesh, policy=None, **kwargs):
 
 
 def random_params(dtype=jnp.float32):
-    rng = np.random.default_rng(0)
-    return {
-        k: jnp.asarray(rng.normal(size=s), jnp.float32).astype(dtype) for k, s in SHAPES.items()
-    }
+    return without_empty(params_and_empty(dtype))
 
 
 def random_grads(rng, devices=8, micro=1):
@@ -202,21 +191,7 @@ def test_sums_are_a_fixed_tree(replicas, shards):
             outer_sharding_strategy=outer,
         )
         layout = tx.config.layout(random_params())
-
-        def reduce(grads, tx=tx, layout=layout):
-            leaves = [x[0, 0] for x in jax.tree.leaves(grads)]
-            shards = distributed_step.reduce_gradients(tx.config, layout, leaves)
-            return buckets.flat_of(layout, shards, jnp.float32)
-
-        flat = jax.jit(
-            jax.shard_map(
-                reduce,
-                mesh=tx.config.mesh,
-                in_specs=tx.config.parallel.batch_spec,
-                out_specs=tx.config.parallel.state_spec,
-                check_vma=False,
-            )
-        )(jda.shard_batch(grads, tx))
+        flat, _ = reduced(tx, layout, {k: x[:, 0] for k, x in grads.items()})
         sums = buckets.leaves_of_flat(layout, flat)
         for got, x in zip(sums, jax.tree.leaves(grads), strict=True):
             terms = x[:, 0].reshape(replicas, shards, *x.shape[2:])
@@ -234,20 +209,7 @@ def test_accuracy_of_the_mean(mesh, wire, summed, bound):
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire, grad_reduce_dtype=summed)
     tx = make_tx(mesh, policy, shard_axis=mesh["names"])
     x = np.random.default_rng(4).normal(size=(8, 1 << 16)).astype(np.float32)
-    layout = tx.config.layout(jnp.zeros(1 << 16))
-
-    def reduce(x):
-        (shard,) = distributed_step.reduce_gradients(tx.config, layout, [x[0]])
-        return shard.astype(jnp.float32)
-
-    got = jax.jit(
-        jax.shard_map(
-            reduce,
-            mesh=tx.config.mesh,
-            in_specs=tx.config.parallel.batch_spec,
-            out_specs=tx.config.parallel.state_spec,
-        )
-    )(jda.shard_batch(x, tx))
+    got, _ = reduced(tx, tx.config.layout(jnp.zeros(1 << 16)), x)
     exact = x.astype(np.float64).sum(0)
     assert np.linalg.norm(got - exact) / np.linalg.norm(exact) <= bound
 
@@ -282,23 +244,16 @@ def test_memory_is_what_the_strategy_says(placement):
         )
 
 
-def loss_fn(params, batch):
-    """Its gradient is the sum of the batch over examples / 64: exact in float32."""
-    terms = jax.tree.map(
-        lambda p, x: jnp.sum(p.astype(jnp.float32) * (jnp.sum(x, 0) / 64)), params, batch
-    )
-    return sum(jax.tree.leaves(terms))
-
-
-def train(tx, accumulate_steps, loss_fn=loss_fn):
+def train(tx, accumulate_steps, loss_fn=linear_loss):
     """Ten steps on 32 examples of whole numbers: params, and the last metrics."""
-    empty = {"empty": jnp.zeros((0, 4))}
-    state = jda.TrainState.create(random_params() | empty, tx)
+    state = jda.TrainState.create(params_and_empty(), tx)
     step = jda.train_step(loss_fn, tx, accumulate_steps=accumulate_steps)
     rng = np.random.default_rng(5)
     for _ in range(10):
-        shapes = SHAPES | {"empty": (0, 4)}
-        batch = {k: rng.integers(-64, 65, (32, *s)).astype(np.float32) for k, s in shapes.items()}
+        batch = {
+            k: rng.integers(-64, 65, (32, *s)).astype(np.float32)
+            for k, s in SHAPES_AND_EMPTY.items()
+        }
         state, metrics = step(state, batch)
     assert int(state.opt_state.count) == 10
     return jda.full_params(state, tx), metrics
@@ -308,7 +263,7 @@ def train(tx, accumulate_steps, loss_fn=loss_fn):
 def train_alone(parts):
     """One device that sees all examples; the mean over so many parts is exact."""
     tx = make_tx(dict(shape=(1,), names=("data",)), jda.MixedPrecisionPolicy())
-    return train(tx, 1, lambda params, batch: loss_fn(params, batch) / parts)
+    return train(tx, 1, lambda params, batch: linear_loss(params, batch) / parts)
 
 
 @pytest.mark.parametrize(("placement", "accumulate_steps"), sampled((4,), (1,)))

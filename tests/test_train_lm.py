@@ -30,6 +30,7 @@ def train(tmp_path, *options):
         ("--accumulate-steps", "2"),
         ("--optimizer", "optax"),
         ("--param-dtype", "bfloat16", "--mu-dtype", "bfloat16"),
+        ("--replicas", "2", "--strategy", "optim_grads", "--grad-reduce-dtype", "float32"),
     ],
 )
 def test_training_learns_and_leaves_its_report(tmp_path, options):
@@ -40,7 +41,8 @@ def test_training_learns_and_leaves_its_report(tmp_path, options):
     assert (tmp_path / "loss.png").stat().st_size > 10_000
     assert "bigram entropy" in done.stdout and "step/s" in done.stderr
     if "optax" not in options:
-        assert "Optimizer state per device" in done.stdout and "0.25" in done.stdout
+        share = "0.50" if "--replicas" in options else "0.25"
+        assert "Optimizer state per device" in done.stdout and share in done.stdout
 
 
 def test_sharded_optimizer_follows_optax(tmp_path):

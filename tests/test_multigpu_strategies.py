@@ -1,0 +1,91 @@
+"""Strategies, float32 sums and loss scaling over four real GPUs and NCCL: pytest -m multigpu."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_distributed import reduced
+from test_loss_scale import check_that_a_skipped_step_changes_no_bit
+from test_plan import as_sent, compile_row, sent
+from test_strategies import PLACEMENTS, STRATEGIES, assert_same_trees, make_mesh, make_tx, run
+
+import jdistadam as jda
+
+pytestmark = pytest.mark.multigpu
+EXACT = dict(b1=0.5, b2=0.25)  # with exact powers: the coefficients are those of the CPU
+
+
+@pytest.fixture(autouse=True)
+def four_gpus():
+    if len(jax.devices("gpu")) < 4:
+        pytest.skip(f"needs four GPUs, found {len(jax.devices('gpu'))}")
+
+
+def four(placement, platform="gpu"):
+    """A placement of eight devices, on four: a mesh, and what its axes are for."""
+    mesh, kwargs = PLACEMENTS[placement]
+    shape = (4,) if mesh["shape"] == (8,) else (2, 2)
+    return dict(shape=shape, names=mesh["names"], platform=platform), kwargs
+
+
+@functools.cache
+def run_on_cpus(dtype, wire):
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire, grad_reduce_dtype=jnp.float32)
+    mesh, kwargs = four("flat-optim", "cpu")
+    return run(make_tx(mesh, policy, **kwargs, **EXACT), dtype, devices=4, steps=10)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_gpus_give_the_bits_of_cpus_under_every_strategy(placement):
+    """Ten steps on random gradients of many orders of magnitude, in two sizes of buckets."""
+    mesh, kwargs = four(placement)
+    narrow = PLACEMENTS[placement][1].get("sharding_strategy") != "optim"
+    dtype, wire = ("bfloat16", "bfloat16") if narrow else ("float32", "float32")
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire, grad_reduce_dtype=jnp.float32)
+    for bucket_bytes in (1, 1 << 25):
+        tx = make_tx(mesh, policy, bucket_bytes=bucket_bytes, **kwargs, **EXACT)
+        got = run(tx, dtype, devices=4, steps=10)
+        assert_same_trees(got, run_on_cpus(dtype, wire), f"{placement}, {bucket_bytes=}")
+
+
+@pytest.mark.parametrize(
+    ("policy", "bad"), [("float32", np.inf), ("bfloat16", np.nan), ("remainder16", np.nan)]
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_skipped_step_changes_no_bit(strategy, policy, bad):
+    mesh, _ = four("hybrid-optim")
+    check_that_a_skipped_step_changes_no_bit(mesh, strategy, policy, bad)
+
+
+@pytest.mark.parametrize(
+    ("wire", "summed", "bound"),
+    [("bfloat16", "float32", 1.7e-3), ("float32", "float32", 1e-7), ("float32", None, 1e-7)],
+)
+def test_accuracy_of_the_mean(wire, summed, bound):
+    """Relative L2 error of the mean of N(0, 1), against float64."""
+    mesh, kwargs = four("tuple-optim")
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire, grad_reduce_dtype=summed)
+    tx = make_tx(mesh, policy, **kwargs)
+    x = np.random.default_rng(4).normal(size=(4, 1 << 20)).astype(np.float32)
+    got, _ = reduced(tx, tx.config.layout(jnp.zeros(1 << 20)), x)
+    exact = x.astype(np.float64).sum(0)
+    assert np.linalg.norm(np.asarray(got) - exact) / np.linalg.norm(exact) <= bound
+
+
+@pytest.mark.parametrize("policy", ["bf16 wire", "bf16 wire, float32 sum"])
+@pytest.mark.parametrize("placement", ["flat", "hybrid"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_sent_is_what_is_planned(placement, strategy, policy):
+    """In the program as it runs here: bfloat16 on the wire, and nothing besides."""
+    shape = (4,) if placement == "flat" else (2, 2)
+
+    def make(*shape, names):
+        return make_mesh(shape, names, "gpu")
+
+    planned, text = compile_row(make, placement, strategy, policy, shape=shape)
+    norm = () if strategy == "no_shard" else (2 if placement == "hybrid" else 4,)
+    assert sent(text) == as_sent(planned, 4, *norm)
+    grads = [c for c in planned if c.op != "all-gather"]
+    assert grads[0].dtype == jnp.bfloat16
