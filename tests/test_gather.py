@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_distributed import linear_loss
 from test_strategies import (
     PLACEMENTS,
     SHAPES,
     assert_same_trees,
-    loss_fn,
     make_tx,
     random_params,
 )
@@ -30,7 +30,7 @@ def test_gradients_through_the_gather_equal_train_step(placement, check_vma, mic
 
     def local_step(params, opt_state, batch):
         def loss(p, batch):
-            return loss_fn(jda.gather_params(p, tx), batch)
+            return linear_loss(jda.gather_params(p, tx), batch)
 
         def gradients(part):
             return jax.grad(loss)(jda.local_params(params, tx), part)
@@ -53,7 +53,7 @@ def test_gradients_through_the_gather_equal_train_step(placement, check_vma, mic
             check_vma=check_vma,
         )
     )
-    step = jda.train_step(loss_fn, tx, accumulate_steps=micro)
+    step = jda.train_step(linear_loss, tx, accumulate_steps=micro)
     rng = np.random.default_rng(8)
     for _ in range(3):
         batch = {k: rng.integers(-9, 10, (16, *s)).astype(np.float32) for k, s in SHAPES.items()}
