@@ -1,9 +1,10 @@
-"""Calls the raw FFI handler with whatever hypothesis makes up; run by test_handler_fuzz.py.
+"""Calls the raw FFI handlers with whatever hypothesis makes up; run by test_handler_fuzz.py.
 
 Every call must end in a Python exception that names its cause, or succeed. Anything else ends this
 process, which is what the parent looks at.
 """
 
+import collections
 import sys
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jdistadam import coefficients, native
+from jdistadam import coefficients, native, reference
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint16, jnp.int32, jnp.bool_)
 NUMBERS = len(coefficients.NAMES)
@@ -26,9 +27,46 @@ integers = st.one_of(
 )
 
 
+def with_mistakes(draw, call):
+    """Up to three things wrong."""
+    for _ in range(draw(st.sampled_from([1, 1, 1, 0, 2, 3]))):
+        draw(st.sampled_from(MUTATIONS))(draw, call)
+    return call
+
+
 @st.composite
-def nearly_right_calls(draw):
-    """A call as kernel.py makes it, with up to three things wrong."""
+def sum_calls(draw):
+    """A sum, a pack or an unpack as reductions.py makes them."""
+    flat, contributions = draw(st.sampled_from([(0, 1), (0, 3), (0, 8), (1, 1), (2, 1), (3, 1)]))
+    sizes = draw(st.lists(st.sampled_from([33, 1, 0, 70]), max_size=3))
+    gap = draw(st.integers(0, 5))
+    offsets = [sum(sizes[:i]) + i * gap for i in range(len(sizes))]
+    total = sum(sizes) + len(sizes) * gap
+    dtype, out = draw(storage), draw(storage)
+    operands = [((contributions * n,), dtype) for n in ([total] if flat & 1 else sizes)]
+    results = [((n,), out) for n in ([total] if flat & 2 else sizes)]
+    attributes = dict(
+        contributions=np.int32(contributions), flat=np.int32(flat),
+        sizes=np.asarray(sizes, np.int64), offsets=np.asarray(offsets, np.int64),
+    )  # fmt: skip
+    call = dict(name="sum", operands=operands, results=results, aliases={}, attributes=attributes)
+    return with_mistakes(draw, call)
+
+
+@st.composite
+def norm_calls(draw):
+    sizes = draw(st.lists(st.sampled_from([33, 1, 0, 5000]), max_size=3))
+    dtype = draw(storage)
+    tiles = sum(-(-n // reference.NORM_TILE) for n in sizes)
+    operands = [((), jnp.float32), *(((n,), dtype) for n in sizes)]
+    results = [((), jnp.float32), ((), jnp.bool_), ((tiles, 2), jnp.uint32)]
+    call = dict(name="norm", operands=operands, results=results, aliases={}, attributes={})
+    return with_mistakes(draw, call)
+
+
+@st.composite
+def adam_calls(draw):
+    """A step as kernel.py makes it."""
     count = draw(st.sampled_from([2, 1, 3, 0]))
     sizes = draw(st.lists(st.sampled_from([33, 1, 0, 70]), min_size=count, max_size=count))
     offsets = np.cumsum([0, *sizes])[:-1].tolist() if count else []
@@ -63,9 +101,7 @@ def nearly_right_calls(draw):
         flat=np.int32(flat), sizes=np.asarray(sizes if flat else [], np.int64), offsets=np.asarray(offsets if flat else [], np.int64),
     )  # fmt: skip
     call = dict(operands=operands, results=results, aliases=aliases, attributes=attributes)
-    for _ in range(draw(st.sampled_from([1, 1, 1, 0, 2, 3]))):
-        draw(st.sampled_from(MUTATIONS))(draw, call)
-    return call
+    return with_mistakes(draw, call | {"name": "adam"})
 
 
 def change_operand(draw, call):
@@ -103,7 +139,7 @@ def break_alias(draw, call):
 
 
 def change_number(draw, call):
-    name = draw(st.sampled_from(["mode", "flat", "contributions"]))
+    name = draw(st.sampled_from(["flat", "contributions", "mode"]))
     call["attributes"][name] = np.int32(draw(st.integers(-3, 70)))
 
 
@@ -142,11 +178,34 @@ MUTATIONS = (
     change_list_element, change_operand, drop_operand, add_operand, change_result, drop_result, break_alias, change_number,
     change_list, change_attribute_type, drop_attribute,
 )  # fmt: skip
-seen = {"succeeded": 0, "refused": 0}
+seen = collections.Counter()
 
 
 def assert_in_bounds(call):
     """What was accepted reads and writes inside of its arrays only."""
+    {"adam": check_adam, "sum": check_sum, "norm": check_norm}[call["name"]](call)
+
+
+def check_norm(call):
+    sizes = [np.prod(shape, dtype=int) for shape, _ in call["operands"][1:]]
+    assert call["results"][2][0] == (sum(-(-n // reference.NORM_TILE) for n in sizes), 2), call
+
+
+def check_sum(call):
+    attributes, contributions = call["attributes"], int(call["attributes"]["contributions"])
+    sides = (call["operands"], contributions, 1), (call["results"], 1, 2)
+    starts, sizes = attributes["offsets"].astype(object), attributes["sizes"]
+    for arrays, copies, bit in sides:
+        elements = [int(np.prod(shape)) / copies for shape, _ in arrays]
+        if attributes["flat"] & bit:
+            ends = [0, *(starts + sizes)]
+            assert all(a <= b for a, b in zip(ends, starts, strict=False)), call
+            assert ends[-1] <= elements[0], call
+        else:
+            assert elements == list(sizes), call
+
+
+def check_adam(call):
     attributes, operands = call["attributes"], call["operands"]
     groups, starts, sizes = (attributes[name] for name in ("groups", "offsets", "sizes"))
     assert all(0 <= group < operands[0][0][0] for group in groups), call
@@ -168,23 +227,25 @@ def assert_in_bounds(call):
     max_examples=int(sys.argv[1]), deadline=None, database=None, derandomize=True,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
-@given(nearly_right_calls())
+@given(st.one_of(adam_calls(), sum_calls(), norm_calls()))
 def call_handler(call):
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in call["results"]]
     operands = [jnp.ones(shape, dtype) for shape, dtype in call["operands"]]
     try:
-        function = jax.ffi.ffi_call("jdistadam_adam", results, input_output_aliases=call["aliases"])
+        function = jax.ffi.ffi_call(
+            f"jdistadam_{call['name']}", results, input_output_aliases=call["aliases"]
+        )
         jax.block_until_ready(jax.jit(lambda *x: function(*x, **call["attributes"]))(*operands))
         if any(np.prod(shape) for shape, _ in call["results"]):  # else XLA drops the call
             assert_in_bounds(call)
-            seen["succeeded"] += 1
+            seen[call["name"], "succeeded"] += 1
     except jax.errors.JaxRuntimeError as error:
         assert str(error).startswith("INVALID_ARGUMENT"), error
-        seen["refused"] += 1
+        seen[call["name"], "refused"] += 1
 
 
 if __name__ == "__main__":
     assert native.status("cpu").available, native.status("cpu").detail
     call_handler()
-    assert seen["succeeded"] > 20 and seen["refused"] > 20, seen
+    assert len(seen) == 6 and min(seen.values()) > 20, seen
     print(seen)

@@ -9,6 +9,7 @@ import optax
 import pytest
 from bits import assert_same_bits
 from flax.training import train_state
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ulp import assert_step_close
@@ -476,3 +477,24 @@ def test_main_params_in_flax_train_state():
         moved[main] = 1 - float(state.params["w"][0])
     assert moved[None] == 0  # each step is a fortieth of the spacing of bfloat16 below 1
     assert abs(moved[F32] - 1e-2) < 2**-8
+
+
+@pytest.mark.parametrize("kind", [None, jnp.float32])
+def test_parameters_keep_the_layout_that_the_caller_asks_for(kind):
+    """A parameter that lies column by column comes back so, with the bits of one that does not."""
+    dtype = jnp.bfloat16 if kind else jnp.float32
+    tx = jda.fused_adamw(**HYPER, main_params_dtype=kind)
+    rng = np.random.default_rng(12)
+    params, grads = ({"w": jnp.asarray(rng.normal(size=(48, 40)), dtype)} for _ in range(2))
+    columns = Format(Layout((1, 0)), params["w"].sharding)
+    results = []
+    for placement in (params["w"].format, columns):
+        placed = jax.device_put(params, {"w": placement})
+        step = jax.jit(tx.step, donate_argnums=(1, 2), out_shardings=({"w": placement}, None))
+        state = tx.init(placed)
+        for _ in range(3):
+            placed, state = step(grads, state, placed)
+        assert placed["w"].format.layout.major_to_minor == placement.layout.major_to_minor
+        results.append((placed, state))
+    assert columns.layout.major_to_minor != params["w"].format.layout.major_to_minor
+    assert_trees_same_bits(results[1], results[0])

@@ -1,5 +1,7 @@
 """The compiled kernels equal the oracle to the last bit."""
 
+import concurrent.futures
+import functools
 import itertools
 
 import jax
@@ -471,3 +473,57 @@ def test_comparison_can_fail():
             assert_same_bits(np.float32([a]), np.float32([b]))
     with pytest.raises(AssertionError, match="dtype"):
         assert_same_bits(np.zeros(1, F32), np.zeros(1, F16))
+
+
+def test_concurrent_calls_do_not_disturb_each_other(platform):
+    """Eight threads, one compiled program, operands of their own."""
+    spec = Spec("step", (0, 1, 0))
+    many = [
+        random_operands(np.random.default_rng(i), (70_001, 5, 4096), (F32,) * 4) for i in range(8)
+    ]
+    compiled = adam.lower(spec, scalars(random_rows()), many[0]).compile()
+
+    def repeat(operands):
+        return [compiled(scalars(random_rows()), operands) for _ in range(20)]
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(repeat, many))
+    for operands, runs in zip(many, results, strict=True):
+        want = oracle(spec, scalars(random_rows()), operands)
+        for got in runs:
+            for name in ("params", "mu", "nu"):
+                for a, b in zip(getattr(got, name), want, strict=True):
+                    assert_same_bits(a, getattr(b, name), name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flat", [False, True])
+def test_leaves_above_2_31_elements(flat):
+    """By value: the operands repeat with a period, and so must every result, to the last bit."""
+    period, repeats = 8191, 2**31 // 8191 + 2
+    size = period * repeats
+    needed = 12 * size + (8 << 30)
+    limit = jax.devices("gpu")[0].memory_stats()["bytes_limit"]
+    if limit < needed:
+        pytest.skip(f"needs {needed >> 30} GiB of GPU memory for JAX, has {limit >> 30}")
+    (small,) = zip(
+        *random_operands(np.random.default_rng(11), (period,), (BF16, BF16, F32, F32))[:4],
+        strict=True,
+    )
+    kinds = frozenset(("grads", "params", "mu", "nu")) if flat else frozenset()
+    spec = Spec("step", (1,), False, None, kinds, *(((size,), (0,)) if flat else ()))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(spec, scalars, small):
+        operands = Operands(*((jnp.tile(x, repeats),) for x in small))
+        new = kernel.adam(spec, scalars, operands)
+        rows = [getattr(new, name)[0].reshape(repeats, period) for name in ("params", "mu", "nu")]
+        bits = [jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in rows]
+        return [x[0] for x in rows], [jnp.all(x == x[:1]) for x in bits]
+
+    with jax.default_device(jax.devices("gpu")[0]):
+        first, repeat = run(spec, scalars(random_rows()), small)
+    assert all(map(bool, repeat)), repeat
+    (want,) = oracle(Spec("step", (1,)), scalars(random_rows()), Operands(*((x,) for x in small)))
+    for name, got in zip(("params", "mu", "nu"), first, strict=True):
+        assert_same_bits(got, getattr(want, name), name)
