@@ -107,10 +107,7 @@ def torch_rows(tree, copy):
             times.append(begin.elapsed_time(end) / 10 / 1e3)
         seconds = statistics.median(times)
         share = 28 * parameters / copy / seconds
-        nan = float("nan")
-        rows.append(
-            bench.Measured(tree, len(shapes), parameters, name, seconds * 1e6, share, nan, nan)
-        )
+        rows.append(bench.Measured(tree, len(shapes), parameters, name, seconds * 1e6, share))
     del optimizer, graph, params
     torch.cuda.empty_cache()
     return rows

@@ -214,8 +214,8 @@ class Measured(NamedTuple):
     variant: str
     wall_microseconds: float
     wall_share_of_copy: float
-    host_microseconds: float
-    compile_seconds: float
+    host_microseconds: float | None = None
+    compile_seconds: float | None = None
     device_microseconds: float | None = None
     device_share_of_copy: float | None = None
 
@@ -276,12 +276,14 @@ def format_rows(rows: Sequence[Measured]) -> str:
     """Returns the rows as a table."""
     lines = [f"{'tree':<12} {'variant':<24} {'wall, us':>10} {'of copy':>8} {'device, us':>10} {'of copy':>8} {'host, us':>9} {'compile, s':>10}"]  # noqa: E501  # fmt: skip
     for r in rows:
-        device, share = "-", "-"
-        if r.device_microseconds is not None and r.device_share_of_copy is not None:
-            device, share = f"{r.device_microseconds:.0f}", f"{100 * r.device_share_of_copy:.1f} %"
         lines.append(
             f"{r.tree:<12} {r.variant:<24} {r.wall_microseconds:>10.0f} "
-            f"{100 * r.wall_share_of_copy:>6.1f} % {device:>10} {share:>8} "
-            f"{r.host_microseconds:>9.0f} {r.compile_seconds:>10.1f}"
+            f"{100 * r.wall_share_of_copy:>6.1f} % {_number(r.device_microseconds):>10} "
+            f"{_number(r.device_share_of_copy, 100, 1, ' %'):>8} "
+            f"{_number(r.host_microseconds):>9} {_number(r.compile_seconds, 1, 1):>10}"
         )
     return "\n".join(lines)
+
+
+def _number(value: float | None, scale: float = 1, digits: int = 0, unit: str = "") -> str:
+    return "-" if value is None else f"{scale * value:.{digits}f}{unit}"
