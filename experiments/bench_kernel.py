@@ -130,7 +130,7 @@ def measure_tree(tree, copy):
 def measure_sizes(copy):
     """Shares of the copy for one leaf of 2^12 ... 2^30 elements: device time of float32 steps."""
     points = []
-    for exponent in range(12, 31, 2):
+    for exponent in range(12, 31, 3):
         name = f"2^{exponent}"
         bench.TREES[name] = {"w": (1 << exponent,)}
         row = bench.measure(name, "float32", copy, device_seconds=device_seconds)
