@@ -49,16 +49,21 @@ def kernel_table() -> str:
         "| compile, s: ours / optax |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for path in sorted(RESULTS.glob("bench_kernel_h200*.json"), reverse=True):
+    seen: set[str] = set()
+    for path in sorted(RESULTS.glob("bench_kernel_h200*.json")):  # the latest run comes first
         rows = json.loads(path.read_text())["results"]["rows"]
         for tree in dict.fromkeys(row["tree"] for row in rows):
+            if tree in seen:
+                continue
+            seen.add(tree)
             mine = {row["variant"]: row for row in rows if row["tree"] == tree}
             first = mine["float32"]
             cells = [f"{tree}: {first['leaves']:,} leaves, {first['parameters'] / 1e6:,.1f} M"]
             cells += [_speed(mine.get(variant)) for variant in VARIANTS]
             pair = [mine.get(variant) for variant in ("float32", "optax.adamw")]
             for key, digits in (("host_microseconds", 0), ("compile_seconds", 1)):
-                both = ("-" if x is None else f"{x[key]:,.{digits}f}" for x in pair)
+                values = (x and x.get(key) for x in pair)
+                both = ("-" if x is None else f"{x:,.{digits}f}" for x in values)
                 cells.append(" / ".join(both))
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -84,7 +89,32 @@ def _speed(row) -> str:
     return text if share is None else f"{text} ({100 * share:.1f} %)"
 
 
-TABLES = {"training": training_table, "kernel": kernel_table}
+def strategies_table() -> str:
+    """One line for each strategy and mesh of four GPUs."""
+    lines = [
+        "| `sharding_strategy` | mesh | validation loss, nats a byte | tokens/s "
+        "| params and state per device | peak memory per device |",
+        "|---|---|---|---|---|---|",
+    ]
+    for folder in sorted((RESULTS / "strategies_h200_x4").iterdir()):
+        strategy, replicas = folder.name.rsplit("_", 1)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        last = {key: value for row in rows for key, value in row.items()}
+        lost = not (folder / "run.json").exists()
+        r = {} if lost else json.loads((folder / "run.json").read_text())["results"]
+        cells = (
+            f"`{strategy!r}`".replace("'", '"'),
+            "4" if replicas == "1" else f"{replicas} x {4 // int(replicas)}",
+            f"{last['validation_loss']:.3f}",
+            f"{last['tokens_per_second']:,.0f}",
+            "record lost" if lost else f"{r['state_bytes_per_device'] / 1e6:,.1f} MB",
+            "record lost" if lost else f"{r['peak_bytes_per_device'] / 1e9:,.1f} GB",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+TABLES = {"training": training_table, "kernel": kernel_table, "strategies": strategies_table}
 
 
 def render(text: str) -> str:
