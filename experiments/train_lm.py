@@ -79,6 +79,11 @@ def parse_args(argv=None):
     add("--b2", type=float, default=0.95, help="decay rate of the second moment")
     add("--max-grad-norm", type=float, default=1.0)
     add("--accumulate-steps", type=int, default=1, help="micro-batches a step, of jdistadam")
+    add(
+        "--report-nonfinite",
+        action="store_true",
+        help="look for gradients that are not finite in every parameter, of jdistadam",
+    )
     add("--evals", type=int, default=10, help="how often to compute the validation loss")
     add("--seed", type=int, default=0)
     add("--revision", help="revision of the code to record; default: git's")
@@ -129,7 +134,9 @@ def setup_jdistadam(args, mesh, loss, params):
     low, vector = DTYPES[args.param_dtype], DTYPES[args.vector_dtype]
     dtypes = jax.tree.map(lambda x: low if x.ndim > 1 else vector, params)
     state = jda.TrainState.create(params, tx, param_dtypes=dtypes)
-    step = jda.train_step(loss, tx, accumulate_steps=args.accumulate_steps)
+    step = jda.train_step(
+        loss, tx, accumulate_steps=args.accumulate_steps, report_nonfinite=args.report_nonfinite
+    )
     return state, step, lambda state: jda.full_params(state, tx)
 
 
@@ -214,7 +221,7 @@ class Run:
         return state
 
     def report(self, bar, step, metrics, elapsed):
-        values = {f"train_{key}": float(value) for key, value in metrics.items()}  # waits
+        values = {f"train_{k}": float(v) for k, v in metrics.items() if v.shape == ()}  # waits
         self.tokens_per_second = (step - 1) * self.tokens_per_step / elapsed()
         self.write(step, tokens_per_second=self.tokens_per_second, **values)
         bar.set_postfix(

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jdistadam import collectives, trees
 from jdistadam.config import MixedPrecisionPolicy
@@ -167,6 +167,28 @@ def check_params(config: DistributedConfig, layout: Layout, params: Any) -> None
                     action="Use tx.param_specs(params) in the in_specs of shard_map.",
                 )
             )
+
+
+def check_placement(config: DistributedConfig, state: Any) -> None:
+    """Raises MeshError where a state is sharded over other devices, or in another order, than ours.
+
+    JAX would move the pieces without a word, and each device would go on with those of another.
+    """
+    expected = NamedSharding(config.mesh, config.parallel.state_spec)
+    got = getattr(state.mu, "sharding", None)
+    if not isinstance(got, NamedSharding) or got.is_fully_replicated:
+        return  # no shards that could be mistaken
+    if got == expected or got.is_equivalent_to(expected, 1):
+        return
+    raise MeshError(
+        describe(
+            "opt_state.mu",
+            "sharded over another mesh, or in another order",
+            got=f"{got.spec} on {dict(got.mesh.shape)}",
+            expected=f"{expected.spec} on {dict(expected.mesh.shape)}",
+            action="Convert it: to_optax_state with the old optimizer, from_optax_state with this.",
+        )
+    )
 
 
 def check_state(config: DistributedConfig, layout: Layout, state: Any) -> None:

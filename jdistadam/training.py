@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam import collectives, reference, trees
 from jdistadam.accumulation import mean_factor
 from jdistadam.config import MixedPrecisionPolicy, check_count, float_dtype
-from jdistadam.distributed_checks import check_inside
+from jdistadam.distributed_checks import check_inside, check_placement
 from jdistadam.distributed_step import find_state, is_distributed_state, main_shard
 from jdistadam.distributed_transformation import DistributedTransformation
 from jdistadam.errors import MeshError, ShapeError, describe
@@ -238,7 +238,12 @@ class TrainStep:
         self._batch_spec = batch_spec
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Takes one step. ``state`` is donated: use the returned one from here on."""
+        """Takes one step. ``state`` is donated: use the returned one from here on.
+
+        Raises:
+          MeshError: The state is sharded over another mesh.
+        """
+        check_placement(self._tx.config, find_state(state.opt_state))
         return self._jitted(state, shard_batch(batch, self._tx, self._batch_spec))
 
     def lower(self, state: Any, batch: Any) -> Any:

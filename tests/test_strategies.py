@@ -275,3 +275,32 @@ def test_train_step_under_every_strategy(placement, accumulate_steps):
     assert_same_trees(got, want, placement)
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(metrics[name], want_metrics[name], rtol=1e-5)
+
+
+def test_a_state_of_another_mesh_is_refused():
+    """Eight pieces of equal size: sizes say nothing, and JAX would move them without a word."""
+    kwargs = dict(replica_axis="replica", outer_sharding_strategy="optim")
+    twice = make_tx(SQUARE, **kwargs)
+    turned = make_tx(dict(shape=(4, 2), names=("replica", "data")), **kwargs)
+    flat = make_tx(FLAT)
+    params = random_params()
+    layouts = [tx.config.layout(params) for tx in (twice, turned, flat)]
+    assert {layout.flat_size for layout in layouts} == {layouts[0].flat_size}
+    states = [jda.TrainState.create(params, tx) for tx in (twice, turned, flat)]
+    batch = {k: np.zeros((8, *s), np.float32) for k, s in SHAPES.items()}
+    for tx in (twice, turned, flat):
+        step = jda.train_step(linear_loss, tx)
+        accepted = 0
+        for state in states:
+            same = state.opt_state.mu.sharding.is_equivalent_to(
+                tx.init(params).mu.sharding, state.opt_state.mu.ndim
+            )
+            if same:
+                accepted += 1
+                step(jax.tree.map(jnp.copy, state), batch)
+            else:
+                with pytest.raises(
+                    jda.MeshError, match=r"opt_state\.mu: sharded over another mesh"
+                ):
+                    step(state, batch)
+        assert accepted < len(states)
