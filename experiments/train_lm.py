@@ -6,11 +6,15 @@ devices. Without a GPU it runs on virtual CPU devices, in minutes; with GPUs it 
     python experiments/train_lm.py                                    # 8 virtual CPU devices
     python experiments/train_lm.py --preset gpt2-small --steps 2000   # on GPUs
     python experiments/train_lm.py --optimizer optax                  # the same with optax.adamw
+    python experiments/train_lm.py --processes 4                      # one process for each GPU
+    srun python experiments/train_lm.py --distributed                 # on many hosts
 """
 
 import argparse
 import functools
+import os
 import pathlib
+import sys
 import time
 
 import jax
@@ -19,7 +23,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lm import corpus, gpt, report
+from lm import corpus, gpt, processes, report
 from tqdm import tqdm
 
 import jdistadam as jda
@@ -84,6 +88,8 @@ def parse_args(argv=None):
         action="store_true",
         help="look for gradients that are not finite in every parameter, of jdistadam",
     )
+    add("--processes", type=int, help="start so many on this machine, each with its devices")
+    add("--distributed", nargs="?", const="auto", help="be one of several processes")
     add("--evals", type=int, default=10, help="how often to compute the validation loss")
     add("--seed", type=int, default=0)
     add("--revision", help="revision of the code to record; default: git's")
@@ -148,7 +154,6 @@ def setup_optax(args, mesh, loss, params):
     )
     params = jax.device_put(params, NamedSharding(mesh, P()))
     state = (params, jax.jit(tx.init)(params))
-    batch_sharding = NamedSharding(mesh, P(mesh.axis_names))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state, tokens):
@@ -158,11 +163,7 @@ def setup_optax(args, mesh, loss, params):
         metrics = {"loss": value, "grad_norm": optax.tree.norm(grads)}
         return (optax.apply_updates(params, updates), opt_state), metrics
 
-    return (
-        state,
-        lambda s, tokens: update(s, jax.device_put(tokens, batch_sharding)),
-        lambda s: s[0],
-    )
+    return state, update, lambda state: state[0]
 
 
 class Run:
@@ -175,20 +176,27 @@ class Run:
         self.entropy = corpus.bigram_entropy(text)
         self.zlib_entropy = corpus.zlib_entropy(text)
         self.metrics_path = args.out / "metrics.jsonl"
-        self.metrics = report.MetricsFile(self.metrics_path)
-        self.loss = jax.jit(loss)
+        self.metrics = report.MetricsFile(
+            self.metrics_path if processes.is_first() else pathlib.Path(os.devnull)
+        )
+        self.loss = jax.jit(loss, out_shardings=NamedSharding(mesh, P()))
         self.validation_loss = float("nan")
         self.tokens_per_step = config.batch * config.length
         self.tokens_per_second = 0.0
 
+    def place(self, tokens):
+        """Puts on each device of this process its part of the batch, which all processes drew."""
+        names = self.mesh.axis_names
+        sharding = NamedSharding(self.mesh, P(names if len(names) > 1 else names[0]))
+        return jax.make_array_from_callback(tokens.shape, sharding, lambda where: tokens[where])
+
     def evaluate(self, step, params, num_batches=4):
         """Mean loss over the same windows of the held-out files at every call."""
         rng = np.random.default_rng(1234)
-        sharding = NamedSharding(self.mesh, P(self.mesh.axis_names))
         losses = []
         for _ in range(num_batches):
             tokens = corpus.batch(self.validation_text, self.config.batch, self.config.length, rng)
-            losses.append(self.loss(params, jax.device_put(tokens, sharding)))
+            losses.append(self.loss(params, self.place(tokens)))
         self.validation_loss = float(np.mean(losses))
         self.write(step, validation_loss=self.validation_loss)
 
@@ -202,11 +210,13 @@ class Run:
         eval_every = max(1, args.steps // args.evals)
         seconds = 0.0  # of training, without compilation and evaluation
         kind = self.mesh.devices.flat[0].device_kind
-        with tqdm(total=args.steps, unit="step", desc=f"{args.devices} x {kind}") as bar:
+        label = f"{args.devices} x {kind}"
+        hidden = {} if processes.is_first() else {"disable": True}
+        with tqdm(total=args.steps, unit="step", desc=label, **hidden) as bar:
             start = time.perf_counter()
             for i in range(1, args.steps + 1):
                 tokens = corpus.batch(self.train_text, self.config.batch, self.config.length, rng)
-                state, metrics = step_fn(state, tokens)
+                state, metrics = step_fn(state, self.place(tokens))
                 if i == 1:
                     jax.block_until_ready(metrics)
                     start = time.perf_counter()  # compiled
@@ -233,7 +243,12 @@ class Run:
 
 def main(argv=None):
     args = parse_args(argv)
-    jax.config.update("jax_num_cpu_devices", args.devices or 8)
+    if args.processes and not args.distributed:
+        sys.exit(processes.launch(args.processes, sys.argv))
+    if args.distributed:
+        processes.join(args.distributed, args.devices)
+    else:
+        jax.config.update("jax_num_cpu_devices", args.devices or 8)
     config = resolve(args)
     # Auto axes, so that the evaluation can be an ordinary jitted function.
     devices = jax.devices()[: args.devices]
@@ -252,12 +267,20 @@ def main(argv=None):
     state, step, params_of = setup(args, mesh, loss, params)
 
     run = Run(args, config, mesh, loss)
-    print(
+    print_first = print if processes.is_first() else lambda text: None
+    print_first(
         f"{len(run.train_text) / 1e6:.1f} MB of source text, "
         f"{len(run.validation_text) / 1e6:.2f} MB held out; "
         f"bigram entropy {run.entropy:.3f} nats a byte, zlib -9 {run.zlib_entropy:.3f}"
     )
     state = run.train(state, step, params_of)
+    if processes.is_first():
+        write_report(run, state, params)
+
+
+def write_report(run, state, params):
+    """Plots, tables and the record of the run."""
+    args = run.args
     marks = {"bigram entropy of the text": run.entropy, "zlib -9": run.zlib_entropy}
     report.plot_loss(run.metrics_path, args.out / "loss.png", marks)
     memory = None
@@ -269,6 +292,7 @@ def main(argv=None):
         preset=args.preset,
         optimizer=args.optimizer,
         devices=args.devices,
+        processes=jax.process_count(),
         replicas=args.replicas,
         strategy=args.strategy if args.optimizer == "jdistadam" else None,
         parameters=sum(x.size for x in jax.tree.leaves(params)),
@@ -279,7 +303,7 @@ def main(argv=None):
         tokens_per_second=run.tokens_per_second,
         optimizer_bytes_per_device=memory,
         state_bytes_per_device=report.bytes_on_first_device(state),
-        peak_bytes_per_device=report.peak_bytes(devices[0]),
+        peak_bytes_per_device=report.peak_bytes(jax.local_devices()[0]),
         seed=args.seed,
     )
     verdict = "below" if run.validation_loss < run.entropy else "NOT below"

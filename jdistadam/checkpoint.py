@@ -23,7 +23,8 @@ from jdistadam.training import TrainState, own
 def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[Any, Any]:
     """Returns ``(main_params, opt_state)`` of a train state as ``optax.adamw`` would hold them.
 
-    Values are exact copies, whatever the number of devices and the buckets.
+    Values are exact copies, whatever the number of devices and the buckets. Where several processes
+    share the mesh, all of them call this, and all get everything.
 
     Args:
       state: A train state made with ``tx``.
@@ -41,7 +42,7 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
     def leaves(flat: jax.Array) -> list[Any]:
         return _global_leaves(tx.config, layout, state.params, flat)
 
-    main = [np.asarray(x) for x in jax.tree.leaves(state.params)]
+    main = [_fetch(x) for x in jax.tree.leaves(state.params)]
     if own.main_params is not None:
         kept = leaves(own.main_params)
         splits = tx.config.policy.keeps_remainders
@@ -145,7 +146,7 @@ def _global_leaves(
 ) -> list[np.ndarray]:
     """Returns the leaves that lie in the flat array of a state, put together from all devices."""
     parts = config.parallel.size(config.parallel.tensor_axes)
-    by_part = np.asarray(flat).reshape(config.num_shards, parts, -1)
+    by_part = _fetch(flat).reshape(config.num_shards, parts, -1)
     leaves: list[Any] = [None] * len(layout.leaves)
     for part in range(parts):
         local = buckets.leaves_of_flat(layout, np.ascontiguousarray(by_part[:, part]).reshape(-1))
@@ -183,6 +184,15 @@ def _blocks(config: DistributedConfig, params: Any, part: int) -> list[tuple[sli
             where[dim] = slice(index * size, (index + 1) * size)
         blocks.append(tuple(where))
     return blocks
+
+
+def _fetch(x: Any) -> np.ndarray:
+    """Returns a whole array, also one of which other processes hold parts: all must call this."""
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        assert isinstance(x.sharding, NamedSharding)
+        replicated = NamedSharding(x.sharding.mesh, P())
+        x = jax.jit(lambda x: x, out_shardings=replicated)(x)
+    return np.asarray(x)
 
 
 def _exported(x: Any) -> Any:

@@ -58,6 +58,20 @@ def test_sharded_optimizer_follows_optax(tmp_path):
     np.testing.assert_allclose(curves[0], curves[1], atol=1e-3)
 
 
+def test_two_processes_train_as_one(tmp_path):
+    """The launcher, gloo, and a float32 sum: only the order of the loss's own mean may differ."""
+    curves = []
+    for count in ("1", "2"):
+        (tmp_path / count).mkdir()
+        options = ("--steps", "20", "--grad-reduce-dtype", "float32", "--processes", count)
+        _, rows = train(tmp_path / count, *options)
+        assert json.loads((tmp_path / count / "run.json").read_text())["results"][
+            "processes"
+        ] == int(count)
+        curves.append([row["train_loss"] for row in rows if "train_loss" in row])
+    np.testing.assert_allclose(curves[1], curves[0], rtol=4 * 2.0**-24)
+
+
 def test_text_is_deterministic_and_held_out():
     train_text, validation = corpus.load()
     again, _ = corpus.load()

@@ -1,0 +1,56 @@
+"""Trains as one of several processes, by test_processes.py; the first writes the final state.
+
+Usage: one_of_many_processes.py INDEX COUNT PORT STRATEGY OUT
+"""
+
+import os
+import sys
+
+index, count, port, strategy, out = (*map(int, sys.argv[1:4]), *sys.argv[4:])
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // count}"
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+if count > 1:
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
+
+from test_strategies import SHAPES, make_tx, random_params  # noqa: E402
+
+import jdistadam as jda  # noqa: E402
+
+
+def loss_fn(params, batch):
+    terms = jax.tree.map(lambda p, x: jax.numpy.vdot(p.astype("float32"), x.mean(0)), params, batch)
+    return sum(jax.tree.leaves(terms))
+
+
+def main():
+    assert jax.process_count() == count and jax.device_count() == 8
+    assert jax.local_device_count() == 8 // count
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32")
+    tx = make_tx(
+        dict(shape=(2, 4), names=("replica", "data")), policy, replica_axis="replica",
+        sharding_strategy=strategy, loss_scale=jda.DynamicLossScale(),
+    )  # fmt: skip
+    state = jda.TrainState.create(random_params(), tx, param_dtypes="bfloat16")
+    step = jda.train_step(loss_fn, tx, accumulate_steps=2)
+    rng = np.random.default_rng(0)
+    mine = slice(16 // count * index, 16 // count * (index + 1))
+    for _ in range(10):
+        batch = {k: rng.normal(size=(16, *s)).astype(np.float32) for k, s in SHAPES.items()}
+        state, metrics = step(state, {k: x[mine] for k, x in batch.items()})
+        assert int(metrics["skipped"]) == 0 and np.isfinite(metrics["loss"])
+    params = jda.full_params(state, tx)
+    main_params, opt_state = jda.to_optax_state(state, tx)
+    again = jda.from_optax_state(main_params, opt_state, tx, param_dtypes="bfloat16")
+    for a, b in zip(*map(jax.tree.leaves, (again.opt_state, state.opt_state)), strict=True):
+        for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            assert a.ndim == 0 or np.array_equal(x.data, y.data)
+    leaves = [np.asarray(x) for x in jax.tree.leaves((params, main_params, opt_state))]
+    if index == 0:
+        bits = {2: np.uint16, 4: np.uint32}
+        np.savez(out, *(x.view(bits[x.dtype.itemsize]) for x in leaves))
+
+
+main()
