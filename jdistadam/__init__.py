@@ -33,7 +33,9 @@ from jdistadam.loss_scale import DynamicLossScale, LossScaleState
 from jdistadam.main_state import MainParamsState, main_params
 from jdistadam.nonfinite import count_nonfinite, nonfinite_paths
 from jdistadam.optimizer import fused_adam, fused_adamw
-from jdistadam.training import TrainState, full_params, local_params, shard_batch, train_step
+from jdistadam.program_audit import audit
+from jdistadam.train_state import TrainState, full_params
+from jdistadam.training import local_params, shard_batch, train_step
 from jdistadam.transformation import FusedTransformation
 
 try:
@@ -59,6 +61,7 @@ __all__ = [
     "ShapeError",
     "TrainState",
     "TreeError",
+    "audit",
     "chain",
     "count_nonfinite",
     "distributed_fused_adam",

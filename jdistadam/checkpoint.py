@@ -17,7 +17,7 @@ from jdistadam.distributed_step import DistributedState, find_state, is_distribu
 from jdistadam.distributed_transformation import DistributedTransformation
 from jdistadam.errors import TreeError, describe
 from jdistadam.layout import Layout
-from jdistadam.training import TrainState, own
+from jdistadam.train_state import TrainState, own
 
 
 def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[Any, Any]:

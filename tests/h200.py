@@ -1,14 +1,12 @@
 """A small model, compiled for H200s on a machine without any, and what its HLO says."""
 
-import re
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
+from jdistadam import hlo
 
 WIDTH = 512
 SIZES = {"bfloat16": 2, "float32": 4, "bf16": 2, "f32": 4, "f16": 2}
@@ -51,39 +49,9 @@ def compile_step(mesh, param_dtype, wire, accumulate_steps=1, **kwargs):
 
 
 def collectives(text, *, with_devices=False):
-    """Yields (op, [(dtype, elements) of each result]) of every collective in optimized HLO.
-
-    Of an asynchronous pair the -start half counts, of its results those after the operands.
-    With ``with_devices`` also how many devices take part in it.
-    """
-    pattern = r"= (\S.*?) (all-gather|all-reduce|reduce-scatter|all-to-all)(-start)?\("
-    for line in text.splitlines():
-        found = re.search(pattern, line)
-        if not found:
-            continue
-        result = found[1]
-        if found[3] and (found[2] != "all-reduce" or result.startswith("((")):
-            # (operands, results), each perhaps a tuple; older all-reduces name results alone
-            result = _second_half(result)
-        arrays = re.findall(r"(bf16|f16|f32|f8e5m2|f8e4m3fn|s32|u32|pred)\[([\d,]*)\]", result)
-        sizes = [(t, int(np.prod([int(n) for n in dims.split(",") if n]))) for t, dims in arrays]
-        yield (found[2], sizes, _devices(line)) if with_devices else (found[2], sizes)
-
-
-def _second_half(result):
-    arrays = re.findall(r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?", result)
-    return ", ".join(arrays[len(arrays) // 2 :])
-
-
-def _devices(line):
-    """The size of a collective's groups, in whichever way XLA writes them."""
-    if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line):
-        return int(found[1])
-    if found := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-        return int(np.prod([int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found[2])]))
-    found = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
-    return len(found[1].split(","))
+    """Yields (op, [(dtype, elements) of each result]) of every collective, or with its devices."""
+    for c in hlo.collectives_in(text):
+        yield (c.op, c.arrays, c.devices) if with_devices else (c.op, c.arrays)
 
 
 def by_op(text):

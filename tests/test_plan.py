@@ -9,6 +9,7 @@ import pytest
 from h200 import WIDTH, collectives, loss_fn, params_of, placed
 
 import jdistadam as jda
+from jdistadam import hlo
 from jdistadam.communication import format_collectives, planned_collectives
 
 POLICIES = {
@@ -46,10 +47,6 @@ ROWS = [
     for policy in ("bf16 wire", "bf16 wire, float32 sum")
     if not (placement == "twice" and strategy == "no_shard")
 ]
-NAMES = {
-    "bf16": "bfloat16", "f16": "float16", "f32": "float32",
-    "f8e5m2": "float8_e5m2", "f8e4m3fn": "float8_e4m3fn",
-}  # fmt: skip
 
 
 def compile_row(
@@ -76,7 +73,7 @@ def sent(text):
     arrays = {}
     for op, results, devices in collectives(text, with_devices=True):
         for dtype, elements in results:
-            key = op, NAMES[dtype], devices
+            key = op, hlo.DTYPES[dtype], devices
             arrays[key] = arrays.get(key, 0) + elements
     return arrays
 
