@@ -31,9 +31,10 @@ from jdistadam.errors import (
 from jdistadam.gather import gather_params
 from jdistadam.loss_scale import DynamicLossScale, LossScaleState
 from jdistadam.main_state import MainParamsState, main_params
+from jdistadam.memory_plan import Plan, plan
 from jdistadam.nonfinite import count_nonfinite, nonfinite_paths
 from jdistadam.optimizer import fused_adam, fused_adamw
-from jdistadam.program_audit import audit
+from jdistadam.program_audit import Audit, audit
 from jdistadam.train_state import TrainState, full_params
 from jdistadam.training import local_params, shard_batch, train_step
 from jdistadam.transformation import FusedTransformation
@@ -45,6 +46,7 @@ except _NotInstalled:  # imported from a source tree
 
 __all__ = [
     "AccumulatedGrads",
+    "Audit",
     "DistributedState",
     "DistributedTransformation",
     "DtypeError",
@@ -57,6 +59,7 @@ __all__ = [
     "MeshError",
     "MixedPrecisionPolicy",
     "NativeError",
+    "Plan",
     "PolicyError",
     "ShapeError",
     "TrainState",
@@ -75,6 +78,7 @@ __all__ = [
     "local_params",
     "main_params",
     "nonfinite_paths",
+    "plan",
     "scale_loss",
     "shard_batch",
     "to_optax_state",

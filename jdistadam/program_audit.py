@@ -110,6 +110,8 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
         if c.op == "all-reduce" and small:
             scalars += 1
             continue
+        if c.devices == 1:
+            continue  # nothing travels; XLA leaves most of these out, not all
         for dtype, elements in c.arrays:
             key = c.op, hlo.DTYPES.get(dtype, dtype), c.devices
             found[key] += elements * c.times
@@ -122,13 +124,12 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
 def _planned(step: TrainStep, state: Any) -> collections.Counter[tuple[str, str, int]]:
     config = step.tx.config
     planned: collections.Counter[tuple[str, str, int]] = collections.Counter()
-    if config.parallel.num_devices == 1:
-        return planned  # XLA leaves out what stays on the device
-    for c in planned_collectives(
-        config, state.params, accumulate_steps=step.options.accumulate_steps
-    ):
-        planned[c.op, c.dtype.name, c.devices] += c.result_elements * c.times
-    devices = config.parallel.num_devices
-    if step.options.report_nonfinite and len(jax.tree.leaves(state.params)) > _MAX_SCALARS:
-        planned["all-reduce", "int32", devices] += len(jax.tree.leaves(state.params))
+    accumulate_steps = step.options.accumulate_steps
+    for c in planned_collectives(config, state.params, accumulate_steps=accumulate_steps):
+        if c.devices > 1:
+            planned[c.op, c.dtype.name, c.devices] += c.result_elements * c.times
+    devices = config.mesh.size
+    leaves = len(jax.tree.leaves(state.params))
+    if step.options.report_nonfinite and devices > 1 and leaves > _MAX_SCALARS:
+        planned["all-reduce", "int32", devices] += leaves
     return planned

@@ -24,7 +24,7 @@ LAYERS = (
     {"tree_step", "accumulation"},
     {"distributed_step"},
     {"optimizer", "distributed_transformation"},
-    {"distributed", "combine", "gather", "nonfinite"},
+    {"distributed", "combine", "gather", "nonfinite", "memory_plan"},
     {"micro_batches", "train_state"},
     {"training"},
     {"checkpoint", "program_audit"},

@@ -1,6 +1,7 @@
 """python -m jdistadam info, check and bench."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -110,6 +111,58 @@ def test_bench_lists_its_trees_and_refuses_others(capsys):
     assert "gpt2s" in out and "124,474,368 parameters" in out and "1000 leaves" in out
     assert __main__.main(["bench", "--trees", "gpt3"]) == 2
     assert "unknown tree 'gpt3'" in capsys.readouterr().out
+
+
+def run_cli(tmp_path, *args):
+    """In a process of its own, since `plan` decides how many devices JAX has."""
+    shapes = {"w": [1024, 64], "b": [64]}
+    (tmp_path / "shapes.json").write_text(json.dumps(shapes))
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
+    command = [sys.executable, "-m", "jdistadam", *args, "--tree", str(tmp_path / "shapes.json")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_plan_prints_bytes_of_devices_that_do_not_exist(tmp_path):
+    options = (
+        "--devices",
+        "64",
+        "--replicas",
+        "2",
+        "--grad-comm-dtype",
+        "bfloat16",
+        "--sharding-strategy",
+        "optim_grads",
+        "--accumulate-steps",
+        "3",
+    )
+    code, out, err = run_cli(tmp_path, "plan", *options)
+    assert code == 0, err
+    lines = {
+        line.rsplit(None, 3)[0]: line.split()[-1] for line in out.splitlines() if " held " in line
+    }
+    assert float(lines["params"]) == round(2 * 65_600 / 1e6, 2)
+    rows = [line.split() for line in out.splitlines()]
+    assert ["reduce-scatter", "bfloat16", "data", "32", "3"] in [row[:5] for row in rows]
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("float32", 0), ("bfloat16", 1)])
+def test_audit_compiles_for_the_devices_here(tmp_path, dtype, code):
+    """XLA widens 16-bit collectives on CPU devices: that program is not as planned."""
+    done, out, err = run_cli(tmp_path, "audit", "--param-dtype", dtype, "--grad-comm-dtype", dtype)
+    assert done == code, err
+    assert ("NOT as planned" in out) == bool(code) and "reduce-scatter" in out
+
+
+def test_plan_says_what_is_wrong(tmp_path):
+    code, _, err = run_cli(tmp_path, "plan", "--sharding-strategy", "optin")
+    assert code == 2 and "sharding_strategy" in err and "optim" in err and "Traceback" not in err
+    assert run_cli(tmp_path, "plan", "--replicas", "3")[0] == 1
 
 
 @pytest.mark.parametrize("variant", sorted(bench.VARIANTS))
