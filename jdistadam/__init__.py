@@ -28,7 +28,7 @@ from jdistadam.errors import (
     ShapeError,
     TreeError,
 )
-from jdistadam.gather import gather_params
+from jdistadam.gather import gather_params, remat_policy
 from jdistadam.loss_scale import DynamicLossScale, LossScaleState
 from jdistadam.main_state import MainParamsState, main_params
 from jdistadam.memory_plan import Plan, plan
@@ -79,6 +79,7 @@ __all__ = [
     "main_params",
     "nonfinite_paths",
     "plan",
+    "remat_policy",
     "scale_loss",
     "shard_batch",
     "to_optax_state",

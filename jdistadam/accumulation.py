@@ -11,7 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from jdistadam import buckets, collectives
-from jdistadam.distributed_checks import check_grads, check_inside, check_scalar
+from jdistadam.distributed_checks import (
+    check_grads,
+    check_inside,
+    check_scalar,
+    refuse_weights_of_sums,
+)
 from jdistadam.distributed_config import DistributedConfig
 from jdistadam.gradient_reduction import reduce_inner
 from jdistadam.layout import Layout
@@ -68,6 +73,7 @@ def accumulate_local(
     check_scalar("weight", 1 if weight is None else weight)
     dtype = config.policy.main_grads_dtype
     if weight is not None:
+        refuse_weights_of_sums(config, grads, whole)
         grads = jax.tree.map(lambda x: weighted(x.astype(dtype), weight), grads)
     if config.parallel.shards_grads:
         grads = inner_shards(config, config.layout(whole), jax.tree.leaves(grads))

@@ -80,6 +80,8 @@ def _of_bucket(config: DistributedConfig, bucket: Bucket, micro_batches: int) ->
     wire, is_pairwise = policy.wire_dtype, policy.grad_reduce_dtype is not None
     whole = bucket.shard_size * config.num_shards
     shard = whole // parallel.num_inner_shards
+    num_layers = bucket.num_layers or 1
+    layer, passes = whole // num_layers, num_layers * micro_batches
     shards, replicas = parallel.shard_axes, parallel.replica_axes
     if parallel.strategy == "no_shard":
         if is_pairwise:
@@ -88,9 +90,9 @@ def _of_bucket(config: DistributedConfig, bucket: Bucket, micro_batches: int) ->
             yield "all-reduce", wire, whole, parallel.data_axes, 1
         return
     if is_pairwise:
-        yield from _pairwise(config, whole, shards, wire, micro_batches)
+        yield from _pairwise(config, layer, shards, wire, passes)
     else:
-        yield "reduce-scatter", wire, whole, shards, micro_batches
+        yield "reduce-scatter", wire, layer, shards, passes
     shards_more = parallel.outer_strategy == "optim"
     if replicas and is_pairwise:
         summed = policy.grad_reduce_dtype
@@ -100,7 +102,12 @@ def _of_bucket(config: DistributedConfig, bucket: Bucket, micro_batches: int) ->
     comm = bucket.dtype if policy.param_comm_dtype is None else policy.param_comm_dtype
     if shards_more:
         yield "all-gather", comm, shard, replicas, 1
-    yield "all-gather", comm, whole, shards, 1
+    if (
+        bucket.num_layers is not None
+    ):  # in the forward pass of each layer, and again in the backward pass
+        yield "all-gather", comm, layer, shards, 2 * passes
+    else:
+        yield "all-gather", comm, whole, shards, 1
 
 
 def _pairwise(

@@ -15,7 +15,7 @@ from jdistadam.config import (
     check_nu_dtype,
 )
 from jdistadam.data_parallel import make_data_parallel
-from jdistadam.distributed_checks import check_arguments
+from jdistadam.distributed_checks import check_arguments, check_stacked
 from jdistadam.distributed_config import DistributedConfig
 from jdistadam.distributed_transformation import DistributedTransformation, make_distributed
 from jdistadam.groups import make_groups
@@ -43,6 +43,7 @@ def distributed_fused_adamw(
     average_grads: bool = True,
     bucket_bytes: int = 32 << 20,
     param_specs: Any = None,
+    stacked: Callable[[str], bool] | None = None,
     param_labels: Any = None,
     groups: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> DistributedTransformation:
@@ -106,6 +107,10 @@ def distributed_fused_adamw(
         which the params are sharded already, a prefix of params or a function of them. The
         optimizer leaves them there. Gradients of leaves that are not sharded over such an axis
         must be the same along it.
+      stacked: For models that scan over layers, under "optim_grads_params": a predicate on the
+        path of a leaf, such as ``lambda path: "layers" in path`` for ``params['layers']['w']``,
+        that says whether its first dimension is the layers. These leaves are sharded within a
+        layer; ``train_step`` leaves them so, and the model calls ``gather_params`` in its scan.
       param_labels: A tree of labels, a prefix of params or a function of them.
       groups: For every label a dict of what differs from the arguments above: ``lr_scale``
         (multiplies the learning rate), ``weight_decay``, ``b1``, ``b2``, or ``frozen=True``: no
@@ -151,6 +156,7 @@ def distributed_fused_adamw(
         average_grads=average_grads,
         bucket_bytes=bucket_bytes,
         param_specs=param_specs,
+        stacked=stacked,
         param_labels=param_labels,
         groups=groups,
     )
@@ -176,6 +182,7 @@ def distributed_fused_adam(
     average_grads: bool = True,
     bucket_bytes: int = 32 << 20,
     param_specs: Any = None,
+    stacked: Callable[[str], bool] | None = None,
     param_labels: Any = None,
     groups: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> DistributedTransformation:
@@ -202,6 +209,7 @@ def distributed_fused_adam(
       average_grads: Whether to take the mean over devices rather than the sum.
       bucket_bytes: Upper limit of a bucket of packed small leaves, in bytes.
       param_specs: Where params are sharded over other axes.
+      stacked: Which leaves are scanned layers.
       param_labels: Labels of the params.
       groups: What differs between labels; ``weight_decay`` in a group is decoupled.
 
@@ -233,6 +241,7 @@ def distributed_fused_adam(
         average_grads=average_grads,
         bucket_bytes=bucket_bytes,
         param_specs=param_specs,
+        stacked=stacked,
         param_labels=param_labels,
         groups=groups,
     )
@@ -254,6 +263,7 @@ def _distributed(
     average_grads: bool,
     bucket_bytes: int,
     param_specs: Any,
+    stacked: Callable[[str], bool] | None,
     param_labels: Any,
     groups: Any,
 ) -> DistributedTransformation:
@@ -270,6 +280,7 @@ def _distributed(
         has_param_specs=param_specs is not None,
     )
     check_loss_scale(loss_scale)
+    check_stacked(stacked, sharding_strategy)
     made_groups = make_groups(hyper, mask, param_labels, groups)
     for group, _ in made_groups.rows:
         check_nu_dtype("MixedPrecisionPolicy.nu_dtype", policy.nu_dtype, group.b2)
@@ -284,5 +295,6 @@ def _distributed(
         average_grads,
         bucket_bytes,
         param_specs,
+        stacked,
     )
     return make_distributed(config)

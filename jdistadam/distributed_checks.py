@@ -53,6 +53,50 @@ def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any) -> None:
             )
 
 
+def check_stacked(stacked: Any, sharding_strategy: str) -> None:
+    """Raises HyperparameterError unless ``stacked`` is a predicate that has something to say."""
+    if stacked is None:
+        return
+    if not callable(stacked):
+        raise HyperparameterError(
+            describe(
+                "stacked",
+                "not a predicate",
+                got=repr(stacked),
+                expected="a function of the path of a leaf that returns a bool",
+                action='Pass for example stacked=lambda path: "layers" in path.',
+            )
+        )
+    if sharding_strategy != "optim_grads_params":
+        raise HyperparameterError(
+            describe(
+                "stacked",
+                "changes nothing where params are not sharded",
+                got=f"sharding_strategy {sharding_strategy!r}",
+                expected='"optim_grads_params"',
+                action="Leave it out, or shard the params.",
+            )
+        )
+
+
+def refuse_weights_of_sums(config: DistributedConfig, grads: Any, whole: Any) -> None:
+    """Raises where a device's weight would multiply what is the sum over all of them already."""
+    pairs = zip(
+        trees.paths(grads, "grads"), jax.tree.leaves(grads), jax.tree.leaves(whole), strict=True
+    )
+    for path, grad, like in pairs:
+        if np.shape(grad) != np.shape(like):
+            raise ShapeError(
+                describe(
+                    path,
+                    "summed over the devices already: this device's weight comes too late",
+                    got=np.shape(grad),
+                    expected=f"a local gradient of shape {np.shape(like)}",
+                    action="Multiply the loss by the weight, over the sum of all, and give none.",
+                )
+            )
+
+
 def refuse_empty_leaves(mesh: Mesh, params: Any) -> None:
     """Raises where XLA would end the process: see collectives.shard_map, which train_step uses."""
     if not collectives.crashes_on_empty_arrays(mesh):

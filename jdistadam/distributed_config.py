@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -41,8 +42,13 @@ class DistributedConfig:
     average_grads: bool
     bucket_bytes: int
     given_param_specs: Any
+    stacked: Callable[[str], bool] | None = None
     # Whole params by what the shards look like: inside of shard_map only the latter are seen.
     _seen: dict[Any, list[Any]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    # Along which dimension to gather each leaf, by what one layer of stacked shards looks like.
+    _layers: dict[Any, set[Any]] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def mesh(self) -> Mesh:
@@ -60,7 +66,14 @@ class DistributedConfig:
         axes = [axes_of(spec) for spec in self._tensor_specs(whole)]
         paths = trees.paths(whole, "params")
         leaves = [
-            Leaf(path, tuple(x.shape), jnp.dtype(x.dtype), row, leaf_axes)
+            Leaf(
+                path,
+                tuple(x.shape),
+                jnp.dtype(x.dtype),
+                row,
+                leaf_axes,
+                self.stacked is not None and self.stacked(path),
+            )
             for path, x, row, leaf_axes in zip(
                 paths, jax.tree.leaves(whole), rows, axes, strict=True
             )
@@ -124,6 +137,24 @@ class DistributedConfig:
                 )
             )
         return known[0]
+
+    def layer_dims(self, layer: Any) -> tuple[int | None, ...] | None:
+        """Returns along which dimension to gather each leaf of one layer of stacked params.
+
+        None: this is not one layer of what was seen. Of a leaf that is not sharded: None.
+        """
+        known = self._layers.get(_key(layer), set())
+        if len(known) > 1:
+            raise MeshError(
+                describe(
+                    "params",
+                    "the shapes of one layer's shards do not say how to gather them",
+                    got=f"{len(known)} ways",
+                    expected="one",
+                    action="Gather a larger part of the layer at once, or use one tx a model.",
+                )
+            )
+        return next(iter(known), None)
 
     def inner_shard_shape(self, bucket: Bucket) -> tuple[int, ...]:
         """Shape of a bucket's part after the reduction over shard_axes."""
@@ -202,15 +233,28 @@ class DistributedConfig:
 
     def _remember(self, layout: Layout, whole: Any) -> None:
         leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(whole)]
-        shards = list(leaves)
+        shards, stacked = list(leaves), list(leaves)  # the latter: what train_step's loss gets
+        dims: list[int | None] = [None] * len(leaves)
         for bucket in layout.buckets:
             if self.is_sharded_param(bucket):
                 (i,) = bucket.leaves
                 shards[i] = jax.ShapeDtypeStruct(self.inner_shard_shape(bucket), leaves[i].dtype)
+                if layout.leaves[i].is_stacked:
+                    stacked[i], dims[i] = shards[i], bucket.dim
         treedef: Any = jax.tree.structure(whole)
-        known = self._seen.setdefault(_key(treedef.unflatten(shards)), [])
-        if not any(_key(tree) == _key(whole) for tree in known):
-            known.append(treedef.unflatten(leaves))
+        for form in (shards, stacked):
+            known = self._seen.setdefault(_key(treedef.unflatten(form)), [])
+            if not any(_key(tree) == _key(whole) for tree in known):
+                known.append(treedef.unflatten(leaves))
+        layers = [
+            _StackedLeaf(x, dim) if leaf.is_stacked else None
+            for x, dim, leaf in zip(stacked, dims, layout.leaves, strict=True)
+        ]
+        for subtree in _subtrees(treedef.unflatten(layers)):
+            parts = jax.tree.leaves(subtree, is_leaf=lambda x: x is None)
+            if parts and all(part is not None for part in parts):
+                where = tuple(None if part.dim is None else part.dim - 1 for part in parts)
+                self._layers.setdefault(_key(subtree), set()).add(where)
 
     def _is_rounded_on_the_wire(self, dtype: Any) -> bool:
         comm = self.policy.param_comm_dtype
@@ -240,6 +284,21 @@ class DistributedConfig:
                         action="Leave param_comm_dtype at None.",
                     )
                 )
+
+
+class _StackedLeaf:
+    """The shape of one layer of a stacked leaf, and the dimension that is scattered."""
+
+    def __init__(self, stacked: Any, dim: int | None) -> None:
+        self.shape, self.dtype, self.dim = stacked.shape[1:], stacked.dtype, dim
+
+
+def _subtrees(tree: Any) -> Iterator[Any]:
+    """Yields a tree and all trees within it, leaves too."""
+    yield tree
+    one_level = jax.tree_util.default_registry.flatten_one_level(tree)
+    for child in () if one_level is None else one_level[0]:
+        yield from _subtrees(child)
 
 
 def axes_of(spec: P) -> tuple[str, ...]:

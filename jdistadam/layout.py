@@ -35,6 +35,7 @@ class Leaf:
     dtype: Any
     group: int | None  # row of the coefficients; None: frozen
     tensor_axes: tuple[str, ...] = ()  # mesh axes, besides those of data, over which it is sharded
+    is_stacked: bool = False  # its first dimension is scanned, and never scattered
 
     @property
     def size(self) -> int:
@@ -56,6 +57,8 @@ class Bucket:
       offset: Where the shard begins in a device's flat arrays, in elements.
       has_main: Whether its main parameters, or their remainders, are kept.
       tensor_axes: Mesh axes, besides those of data, over which its leaves are sharded.
+      num_layers: First dimension of a stacked leaf, which is scattered and travels layer by layer;
+        otherwise None.
     """
 
     leaves: tuple[int, ...]
@@ -67,6 +70,7 @@ class Bucket:
     offset: int
     has_main: bool
     tensor_axes: tuple[str, ...] = ()
+    num_layers: int | None = None
 
     @property
     def shard_size(self) -> int:
@@ -160,6 +164,7 @@ def make_layout(
             offset=offset,
             has_main=keeps_main(first.dtype, dim is not None),
             tensor_axes=first.tensor_axes,
+            num_layers=first.shape[0] if first.is_stacked and dim is not None else None,
         )
         buckets.append(bucket)
         offset += _aligned(bucket.shard_size)
@@ -178,7 +183,8 @@ def _aligned(size: int) -> int:
 def _scatter_dim(leaf: Leaf, num_shards: int, min_size: int) -> int | None:
     if leaf.size < min_size:
         return None
-    return next((dim for dim, size in enumerate(leaf.shape) if size % num_shards == 0), None)
+    dims = range(1 if leaf.is_stacked else 0, len(leaf.shape))
+    return next((dim for dim in dims if leaf.shape[dim] % num_shards == 0), None)
 
 
 def _pack(leaves: Sequence[Leaf], members: Sequence[int], bucket_bytes: int) -> list[list[int]]:

@@ -126,7 +126,9 @@ def _sums(config: DistributedConfig, layout: Layout) -> int:
 def _buffers(config: DistributedConfig, bucket: Bucket) -> Iterator[tuple[str, int]]:
     """What one bucket passes through, in this order."""
     policy, parallel = config.policy, config.parallel
-    whole, inner = _whole(config, bucket), _size(config.inner_shard_shape(bucket))
+    # Stacked layers pass one after the other; the sum of gradients holds all of them.
+    whole = _whole(config, bucket) // (bucket.num_layers or 1)
+    inner = _size(config.inner_shard_shape(bucket))
     wire, reduced = policy.wire_dtype.itemsize, policy.reduced_dtype.itemsize
     pairwise = policy.grad_reduce_dtype is not None
     if bucket.dim is None:
@@ -150,6 +152,8 @@ def _buffers(config: DistributedConfig, bucket: Bucket) -> Iterator[tuple[str, i
         yield "gathered parameters", whole * jnp.dtype(comm).itemsize
     if bucket.dim is None:
         yield "gathered parameters", whole * itemsize
+    if bucket.num_layers is not None:
+        yield "gathered parameters", 2 * whole * itemsize  # of this layer and the next
 
 
 def _whole(config: DistributedConfig, bucket: Bucket) -> int:
