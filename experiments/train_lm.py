@@ -88,6 +88,7 @@ def parse_args(argv=None):
         action="store_true",
         help="look for gradients that are not finite in every parameter, of jdistadam",
     )
+    add("--scan", action="store_true", help="stack the layers' parameters and scan over them")
     add("--processes", type=int, help="start so many on this machine, each with its devices")
     add("--distributed", nargs="?", const="auto", help="be one of several processes")
     add("--evals", type=int, default=10, help="how often to compute the validation loss")
@@ -101,8 +102,8 @@ def resolve(args):
     """Fills in what depends on the machine and on the preset; returns the model's config."""
     on_gpu = jax.default_backend() == "gpu"
     args.preset = args.preset or ("gpt2-small" if on_gpu else "tiny")
-    args.steps = args.steps or {"tiny": 400, "gpt2-small": 2000}[args.preset]
-    args.learning_rate = args.learning_rate or {"tiny": 3e-3, "gpt2-small": 1.5e-4}[args.preset]
+    args.steps = args.steps or {"tiny": 400}.get(args.preset, 2000)
+    args.learning_rate = args.learning_rate or {"tiny": 3e-3}.get(args.preset, 1.5e-4)
     args.param_dtype = args.param_dtype or ("bfloat16" if on_gpu else "float32")
     args.devices = args.devices or len(jax.devices())
     chosen = {key: getattr(args, key) for key in ("layers", "width", "batch") if getattr(args, key)}
@@ -116,16 +117,25 @@ def make_schedule(args):
     )
 
 
-def decays(params):
-    """Weight decay for matrices, none for biases and norms."""
-    return jax.tree.map(lambda x: x.ndim > 1, params)
+def is_stacked(path):
+    return "layers" in path
 
 
-def setup_jdistadam(args, mesh, loss, params):
+def matrices(params):
+    """Which leaves are no vectors, such as biases and norm scales, in one layer of the model."""
+
+    def is_matrix(path, x):
+        return len(x.shape) > (2 if is_stacked(jax.tree_util.keystr(path)) else 1)
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+
+def setup_jdistadam(args, mesh, model, params):
     """Returns (state, step, params_of): sharded optimizer state, explicit collectives.
 
     Main parameters begin with the float32 values; the model computes with their rounded ones.
     """
+    gathers = args.scan and args.strategy == "optim_grads_params"
     policy = jda.MixedPrecisionPolicy(
         main_grads_dtype=DTYPES[args.main_grads_dtype],
         grad_comm_dtype=DTYPES[args.grad_comm_dtype],
@@ -133,12 +143,16 @@ def setup_jdistadam(args, mesh, loss, params):
         mu_dtype=DTYPES[args.mu_dtype],
     )
     tx = jda.distributed_fused_adamw(
-        make_schedule(args), b2=args.b2, weight_decay=0.1, mask=decays,
+        make_schedule(args), b2=args.b2, weight_decay=0.1, mask=matrices,
         mesh=mesh, replica_axis="replica" if args.replicas > 1 else None,
         sharding_strategy=args.strategy, policy=policy, max_grad_norm=args.max_grad_norm,
+        stacked=is_stacked if gathers else None,
     )  # fmt: skip
+    if gathers:
+        model = model.clone(gather=functools.partial(jda.gather_params, tx=tx))
+    loss = gpt.loss_fn(model)
     low, vector = DTYPES[args.param_dtype], DTYPES[args.vector_dtype]
-    dtypes = jax.tree.map(lambda x: low if x.ndim > 1 else vector, params)
+    dtypes = jax.tree.map(lambda is_matrix: low if is_matrix else vector, matrices(params))
     state = jda.TrainState.create(params, tx, param_dtypes=dtypes)
     step = jda.train_step(
         loss, tx, accumulate_steps=args.accumulate_steps, report_nonfinite=args.report_nonfinite
@@ -146,11 +160,12 @@ def setup_jdistadam(args, mesh, loss, params):
     return state, step, lambda state: jda.full_params(state, tx)
 
 
-def setup_optax(args, mesh, loss, params):
+def setup_optax(args, mesh, model, params):
     """The same with optax.adamw: parameters and state replicated, XLA inserts the collectives."""
+    loss = gpt.loss_fn(model)
     tx = optax.chain(
         optax.clip_by_global_norm(args.max_grad_norm),
-        optax.adamw(make_schedule(args), b2=args.b2, weight_decay=0.1, mask=decays),
+        optax.adamw(make_schedule(args), b2=args.b2, weight_decay=0.1, mask=matrices),
     )
     params = jax.device_put(params, NamedSharding(mesh, P()))
     state = (params, jax.jit(tx.init)(params))
@@ -258,13 +273,13 @@ def main(argv=None):
     mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), auto, devices=devices)
 
     compute_dtype = DTYPES[args.param_dtype]
-    model = gpt.GPT(config, compute_dtype)
+    model = gpt.GPT(config, compute_dtype, args.scan, remat_policy=jda.remat_policy)
     tokens = jnp.zeros((1, config.length), jnp.int32)
     params = jax.jit(model.init)(jax.random.key(args.seed), tokens)["params"]  # float32
     # optax keeps no main parameters: its params stay float32, cast where the model computes
     loss = gpt.loss_fn(model)
     setup = {"jdistadam": setup_jdistadam, "optax": setup_optax}[args.optimizer]
-    state, step, params_of = setup(args, mesh, loss, params)
+    state, step, params_of = setup(args, mesh, model, params)
 
     run = Run(args, config, mesh, loss)
     print_first = print if processes.is_first() else lambda text: None

@@ -15,6 +15,8 @@ from jdistadam.collectives import Axes
 from jdistadam.distributed_config import DistributedConfig
 from jdistadam.layout import Bucket
 
+_SMALL = 0.01  # of a layer's parameters: biases and norm scales are smaller, matrices larger
+
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
@@ -28,6 +30,8 @@ class Collective:
       devices: Number of devices along them.
       times: How often it runs in one step.
       leaves: Paths of the parameters.
+      is_optional: Whether XLA may leave it out: the backward pass of a scanned layer needs again
+        what it multiplied with, but not every bias.
     """
 
     op: str
@@ -37,6 +41,7 @@ class Collective:
     devices: int
     times: int
     leaves: tuple[str, ...]
+    is_optional: bool = False
 
     @property
     def result_elements(self) -> int:
@@ -63,12 +68,18 @@ def planned_collectives(
     """
     layout = config.layout(config.tensor_local(params))
     micro_batches = accumulate_steps if config.parallel.shards_grads else 1
-    found = []
+    layers: dict[Any, int] = {}
+    for bucket in layout.buckets:
+        layers[bucket.num_layers] = layers.get(bucket.num_layers, 0) + bucket.shard_size
+    found: list[Collective] = []
     for bucket in layout.buckets:
         paths = tuple(layout.leaves[i].path for i in bucket.leaves)
         for op, dtype, elements, axes, times in _of_bucket(config, bucket, micro_batches):
             devices = config.parallel.size(axes)
             found.append(Collective(op, jnp.dtype(dtype), elements, axes, devices, times, paths))
+        if bucket.num_layers is not None:  # once more in the backward pass
+            small = bucket.shard_size < _SMALL * layers[bucket.num_layers]
+            found.append(dataclasses.replace(found[-1], is_optional=small))
     return found
 
 
@@ -102,10 +113,8 @@ def _of_bucket(config: DistributedConfig, bucket: Bucket, micro_batches: int) ->
     comm = bucket.dtype if policy.param_comm_dtype is None else policy.param_comm_dtype
     if shards_more:
         yield "all-gather", comm, shard, replicas, 1
-    if (
-        bucket.num_layers is not None
-    ):  # in the forward pass of each layer, and again in the backward pass
-        yield "all-gather", comm, layer, shards, 2 * passes
+    if bucket.num_layers is not None:
+        yield "all-gather", comm, layer, shards, passes
     else:
         yield "all-gather", comm, whole, shards, 1
 

@@ -1,6 +1,8 @@
 """Models that scan over stacked layers, whose parameters are gathered one layer at a time."""
 
 import functools
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -226,3 +228,42 @@ def test_layers_that_look_alike_are_refused():
     assert tx.config.layer_dims({"c": shard, "d": shard}) == (1, 0)
     with pytest.raises(jda.MeshError, match="do not say how to gather them: got 2 ways"):
         tx.config.layer_dims(shard)
+
+
+def test_a_model_of_1_3e9_parameters_holds_two_layers_of_weights(h200s):
+    """The Flax model of train_lm.py, every layer recomputed, compiled for eight H200s.
+
+    Beside what the same model needs without its whole gradients: shards of them, and two layers.
+    """
+    sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "experiments"))
+    from lm import gpt
+
+    mesh, config = h200s(8), gpt.PRESETS["gpt-1.3b"]
+    nothing = jax.checkpoint_policies.nothing_saveable
+    tokens = jnp.zeros((1, config.length), jnp.int32)
+    model = gpt.GPT(config, jnp.bfloat16, scans=True, remat_policy=nothing)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params)
+    size = sum(x.size for x in jax.tree.leaves(params))
+    layer = sum(x.size for x in jax.tree.leaves(params["layers"])) // config.layers
+    assert 1.3e9 < size < 1.35e9
+    temporary = {}
+    for strategy in ("optim_grads", "optim_grads_params"):
+        gathers = strategy == "optim_grads_params"
+        tx = make_tx(
+            mesh, policy=dict(grad_comm_dtype="bfloat16"), sharding_strategy=strategy,
+            stacked=is_stacked if gathers else None,
+        )  # fmt: skip
+        gather = functools.partial(jda.gather_params, tx=tx) if gathers else None
+        state = jda.TrainState(params, jax.eval_shape(tx.init, params))
+        state = placed(mesh, state, jda.TrainState(tx.param_specs(params), tx.state_specs()))
+        batch = jax.ShapeDtypeStruct((32, config.length + 1), jnp.int32)
+        batch = placed(mesh, batch, tx.config.parallel.batch_spec)
+        step = jda.train_step(gpt.loss_fn(model.clone(gather=gather)), tx)
+        audit = jda.audit(step, state, batch)
+        assert audit.passed, str(audit)
+        program = step.lower(state, batch).compile()
+        temporary[strategy] = program.memory_analysis().temp_size_in_bytes
+    without_grads = temporary["optim_grads"] - 2 * size
+    limit = 1.05 * without_grads + 2 * size / 8 + 2 * 2 * layer
+    assert temporary["optim_grads_params"] <= limit

@@ -31,6 +31,7 @@ def train(tmp_path, *options):
         ("--optimizer", "optax"),
         ("--param-dtype", "bfloat16", "--mu-dtype", "bfloat16"),
         ("--replicas", "2", "--strategy", "optim_grads", "--grad-reduce-dtype", "float32"),
+        ("--scan", "--strategy", "optim_grads_params", "--width", "64"),
     ],
 )
 def test_training_learns_and_leaves_its_report(tmp_path, options):

@@ -1,6 +1,7 @@
 """A decoder-only transformer in Flax: pre-norm blocks, learned positions, tied embedding."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -24,6 +25,7 @@ class GPTConfig:
 PRESETS = {
     "tiny": GPTConfig(layers=3, width=128, heads=4, length=128, batch=32),
     "gpt2-small": GPTConfig(layers=12, width=768, heads=12, length=1024, batch=32),
+    "gpt-1.3b": GPTConfig(layers=26, width=2048, heads=16, length=1024, batch=32),
 }
 
 
@@ -55,10 +57,17 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Maps tokens (batch, length) to float32 logits (batch, length, vocabulary)."""
+    """Maps tokens (batch, length) to float32 logits (batch, length, vocabulary).
+
+    With ``scans``, the parameters of all blocks are stacked under "layers", and a scan applies one
+    after the other to its part of what ``gather`` makes of them.
+    """
 
     config: GPTConfig
     dtype: Any = jnp.float32
+    scans: bool = False
+    gather: Any = None  # None: the parameters are whole
+    remat_policy: Any = None
 
     @nn.compact
     def __call__(self, tokens):
@@ -70,10 +79,34 @@ class GPT(nn.Module):
         # rows into each of 256, one after the other.
         x = jax.nn.one_hot(tokens, c.vocabulary, dtype=self.dtype) @ table
         x = x + positions[: tokens.shape[1]]
-        for i in range(c.layers):
-            x = Block(c, self.dtype, name=f"block_{i}")(x)
+        if self.scans:
+            x = self.scan(x)
+        else:
+            for i in range(c.layers):
+                x = Block(c, self.dtype, name=f"block_{i}")(x)
         x = nn.LayerNorm(dtype=self.dtype, name="norm")(x)
         return (x @ table.T).astype(jnp.float32)
+
+    def scan(self, x):
+        """Applies all blocks, whose parameters are stacked."""
+        block = Block(self.config, self.dtype, parent=None)
+
+        def init(key):
+            keys = jax.random.split(key, self.config.layers)
+            return jax.vmap(lambda key: block.init(key, x[:1])["params"])(keys)
+
+        @functools.partial(jax.checkpoint, policy=self.remat_policy)
+        def body(x, layer):
+            layer = layer if self.gather is None else self.gather(layer)
+            return block.apply({"params": layer}, x), None
+
+        return jax.lax.scan(body, x, self.layers(init))[0]
+
+    def layers(self, init):
+        """Returns the stacked parameters; of shards, Flax's check of their shapes must not know."""
+        if self.is_initializing():
+            return self.param("layers", init)
+        return self.get_variable("params", "layers")
 
 
 def loss_fn(model: GPT):
