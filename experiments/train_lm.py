@@ -157,6 +157,7 @@ def setup_jdistadam(args, mesh, model, params):
     step = jda.train_step(
         loss, tx, accumulate_steps=args.accumulate_steps, report_nonfinite=args.report_nonfinite
     )
+    args.bytes_sent = jda.plan(state.params, tx, accumulate_steps=args.accumulate_steps).bytes_sent
     return state, step, lambda state: jda.full_params(state, tx)
 
 
@@ -178,6 +179,7 @@ def setup_optax(args, mesh, model, params):
         metrics = {"loss": value, "grad_norm": optax.tree.norm(grads)}
         return (optax.apply_updates(params, updates), opt_state), metrics
 
+    args.bytes_sent = None  # as XLA decides
     return state, update, lambda state: state[0]
 
 
@@ -317,6 +319,7 @@ def write_report(run, state, params):
         tokens=args.steps * run.tokens_per_step,
         tokens_per_second=run.tokens_per_second,
         optimizer_bytes_per_device=memory,
+        bytes_sent_per_device=args.bytes_sent,
         state_bytes_per_device=report.bytes_on_first_device(state),
         peak_bytes_per_device=report.peak_bytes(jax.local_devices()[0]),
         seed=args.seed,

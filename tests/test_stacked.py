@@ -242,7 +242,8 @@ def test_a_model_of_1_3e9_parameters_holds_two_layers_of_weights(h200s):
     nothing = jax.checkpoint_policies.nothing_saveable
     tokens = jnp.zeros((1, config.length), jnp.int32)
     model = gpt.GPT(config, jnp.bfloat16, scans=True, remat_policy=nothing)
-    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    with jax.numpy_rank_promotion("allow"):
+        params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params)
     size = sum(x.size for x in jax.tree.leaves(params))
     layer = sum(x.size for x in jax.tree.leaves(params["layers"])) // config.layers
@@ -260,9 +261,10 @@ def test_a_model_of_1_3e9_parameters_holds_two_layers_of_weights(h200s):
         batch = jax.ShapeDtypeStruct((32, config.length + 1), jnp.int32)
         batch = placed(mesh, batch, tx.config.parallel.batch_spec)
         step = jda.train_step(gpt.loss_fn(model.clone(gather=gather)), tx)
-        audit = jda.audit(step, state, batch)
+        with jax.numpy_rank_promotion("allow"):  # Flax adds biases so
+            audit = jda.audit(step, state, batch)
+            program = step.lower(state, batch).compile()
         assert audit.passed, str(audit)
-        program = step.lower(state, batch).compile()
         temporary[strategy] = program.memory_analysis().temp_size_in_bytes
     without_grads = temporary["optim_grads"] - 2 * size
     limit = 1.05 * without_grads + 2 * size / 8 + 2 * 2 * layer
