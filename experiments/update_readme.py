@@ -114,7 +114,32 @@ def strategies_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"training": training_table, "kernel": kernel_table, "strategies": strategies_table}
+def plan_table() -> str:
+    """One line for each strategy and policy on eight devices: bytes planned and compiled."""
+    lines = [
+        "| `sharding_strategy` | policy | held: plan / compiled | temporary: at most / compiled "
+        "| sent |",
+        "|---|---|---|---|---|",
+    ]
+    for row in json.loads((RESULTS / "plan_h200.json").read_text())["results"]["rows"]:
+        if row["mesh"] == "8":
+            cells = (
+                f'`"{row["strategy"]}"`',
+                row["policy"],
+                f"{row['held_planned']:,} / {row['held_compiled']:,}",
+                f"{row['buffers_planned'] / 1e6:,.1f} / {row['temporary_compiled'] / 1e6:,.1f} MB",
+                f"{row['sent'] / 1e6:,.1f} MB",
+            )
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "training": training_table,
+    "kernel": kernel_table,
+    "strategies": strategies_table,
+    "plan": plan_table,
+}
 
 
 def render(text: str) -> str:
