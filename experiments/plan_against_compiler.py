@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from lm import report
 from tqdm import tqdm
 
@@ -39,16 +38,6 @@ def h200s(shape):
     return Mesh(np.asarray(topology.devices).reshape(shape), ("replica", "data"))
 
 
-def placed(mesh, specs, tree):
-    def place(spec, part):
-        sharding = NamedSharding(mesh, spec)
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part
-        )
-
-    return jax.tree.map(place, specs, tree, is_leaf=lambda x: isinstance(x, P))
-
-
 def compare(params, mesh, strategy, policy):
     """Returns planned and compiled bytes: of a train_step, and of its step on given gradients."""
     tx = jda.distributed_fused_adamw(
@@ -59,12 +48,8 @@ def compare(params, mesh, strategy, policy):
         policy=jda.MixedPrecisionPolicy(**policy),
         max_grad_norm=1.0,
     )
-    specs = tx.param_specs(params), tx.state_specs()
-    there = [
-        placed(mesh, *pair)
-        for pair in zip(specs, (params, jax.eval_shape(tx.init, params)), strict=True)
-    ]
-    whole, alone = whole_step(tx, *there), step_alone(tx, params, specs, *there)
+    state = jda.TrainState.shapes(params, tx)
+    whole, alone = whole_step(tx, state), step_alone(tx, params, state)
     planned = jda.plan(params, tx)
     unread = 4  # grad_norm of the last step is no argument of the program
     return {
@@ -77,30 +62,38 @@ def compare(params, mesh, strategy, policy):
     }
 
 
-def whole_step(tx, params, state):
+def spread(tx, shape, dtype):
+    """An array of which every device has one row."""
+    sharding = NamedSharding(tx.config.mesh, tx.config.parallel.batch_spec)
+    return jax.ShapeDtypeStruct((8, *shape), dtype, sharding=sharding)
+
+
+def whole_step(tx, state):
     def loss(params, batch):
         terms = [jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in jax.tree.leaves(params)]
         return sum(terms) * jnp.mean(batch)
 
-    batch = jax.ShapeDtypeStruct((8,), jnp.float32)
-    batch = placed(tx.config.mesh, tx.config.parallel.batch_spec, batch)
     step = jda.train_step(loss, tx)
-    return step.lower(jda.TrainState(params, state), batch).compile().memory_analysis()
+    return step.lower(state, spread(tx, (), jnp.float32)).compile().memory_analysis()
 
 
-def step_alone(tx, shapes, specs, params, state):
+def step_alone(tx, params, state):
     """Temporary memory without the model's."""
-    spec, mesh = tx.config.parallel.batch_spec, tx.config.mesh
-    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), shapes)
+    spec, specs = tx.config.parallel.batch_spec, (tx.param_specs(params), tx.state_specs())
+    grads = jax.tree.map(lambda x: spread(tx, x.shape, x.dtype), params)
 
     def step(grads, state, params):
         return tx.step(jax.tree.map(lambda x: x[0], grads), state, params)
 
     sharded = jax.shard_map(
-        step, mesh=mesh, in_specs=(spec, specs[1], specs[0]), out_specs=specs, check_vma=False
+        step,
+        mesh=tx.config.mesh,
+        in_specs=(spec, *reversed(specs)),
+        out_specs=specs,
+        check_vma=False,
     )
-    args = placed(mesh, spec, grads), state, params
-    return jax.jit(sharded, donate_argnums=(1, 2)).lower(*args).compile().memory_analysis()
+    jitted = jax.jit(sharded, donate_argnums=(1, 2))
+    return jitted.lower(grads, state.opt_state, state.params).compile().memory_analysis()
 
 
 def main():

@@ -134,11 +134,33 @@ def plan_table() -> str:
     return "\n".join(lines)
 
 
+def scanned_table() -> str:
+    """One line for each way to hold and to recompute the layers of a scanned model."""
+    results = json.loads((RESULTS / "scanned_h200.json").read_text())["results"]
+    lines = [
+        f"| {results['parameters'] / 1e9:.2f}e9 parameters | `sharding_strategy` "
+        "| params, state and batch | temporary | elements gathered a step | audit |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in results["rows"]:
+        cells = (
+            row["name"],
+            f'`"{row["strategy"]}"`',
+            f"{row['arguments'] / 1e9:,.2f} GB",
+            f"{row['temporary'] / 1e9:,.2f} GB",
+            f"{row['gathered_found'] / 1e9:,.2f}e9",
+            "as planned" if row["passed"] else "NOT as planned",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 TABLES = {
     "training": training_table,
     "kernel": kernel_table,
     "strategies": strategies_table,
     "plan": plan_table,
+    "scanned": scanned_table,
 }
 
 

@@ -185,25 +185,11 @@ def _audit(args: argparse.Namespace) -> int:
         terms = [jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in jax.tree.leaves(params)]
         return sum(terms) * jnp.mean(batch)
 
-    def placed(specs: Any, tree: Any) -> Any:
-        return jax.tree.map(
-            lambda spec, part: jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(
-                    x.shape, x.dtype, sharding=NamedSharding(tx.config.mesh, spec)
-                ),
-                part,
-            ),
-            specs,
-            tree,
-            is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec),
-        )
-
-    specs = TrainState(tx.param_specs(params), tx.state_specs())
-    state = placed(specs, TrainState(params, jax.eval_shape(tx.init, params)))
     rows = tx.config.parallel.num_devices * args.accumulate_steps
-    batch = placed(tx.config.parallel.batch_spec, jax.ShapeDtypeStruct((rows, 1), jnp.float32))
+    sharding = NamedSharding(tx.config.mesh, tx.config.parallel.batch_spec)
+    batch = jax.ShapeDtypeStruct((rows, 1), jnp.float32, sharding=sharding)
     step = train_step(loss_fn, tx, accumulate_steps=args.accumulate_steps)
-    found = audit(step, state, batch)
+    found = audit(step, TrainState.shapes(params, tx), batch)
     print(found)
     return int(not found.passed)
 

@@ -53,10 +53,12 @@ class Audit:
     Attributes:
       rows: What travels, apart from scalars.
       scalars: All-reduces of a few scalars: the loss, the norm, weights and flags.
+      program: The compiled program, as ``jax.jit(f).lower(...).compile()`` returns it.
     """
 
     rows: tuple[AuditRow, ...]
     scalars: int
+    program: Any = dataclasses.field(repr=False, compare=False)
 
     @property
     def passed(self) -> bool:
@@ -109,7 +111,8 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
     found: _Counter = collections.Counter()
     asynchronous: _Counter = collections.Counter()
     scalars = 0
-    for c in hlo.collectives_in(step.lower(state, batch).compile().as_text()):
+    program = step.lower(state, batch).compile()
+    for c in hlo.collectives_in(program.as_text()):
         small = sum(elements for _, elements in c.arrays) <= _MAX_SCALARS
         if c.op == "all-reduce" and small:
             scalars += 1
@@ -124,7 +127,7 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
     rows = (
         AuditRow(*key, planned[key], optional[key], found[key], asynchronous[key]) for key in keys
     )
-    return Audit(tuple(rows), scalars)
+    return Audit(tuple(rows), scalars, program)
 
 
 def _planned(step: TrainStep, state: Any) -> tuple[_Counter, _Counter]:

@@ -76,6 +76,41 @@ class TrainState:
             opt_state = _with_main_params(tx, opt_state, rounded, params)
         return cls(rounded, opt_state, model_state, rng)
 
+    @classmethod
+    def shapes(
+        cls, params: Any, tx: DistributedTransformation, *, param_dtypes: Any = None
+    ) -> TrainState:
+        """Returns shapes, dtypes and shardings of what ``create`` makes, and makes no array.
+
+        For ``audit`` and ``train_step(...).lower`` before there is a state, and as the target into
+        which a checkpoint is restored.
+
+        Args:
+          params: Tree of arrays or of shapes, as ``jax.eval_shape`` of a model's initialisation.
+          tx: A distributed optimizer; its devices need not exist.
+          param_dtypes: As in ``create``.
+
+        Example:
+          >>> import jdistadam as jda
+          >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+          >>> state = TrainState.shapes({"w": jax.ShapeDtypeStruct((3,), jnp.bfloat16)}, tx)
+          >>> state.opt_state.main_params.dtype
+          dtype('float32')
+        """
+        check_distributed(tx)
+        dtypes = _dtypes_of(params, param_dtypes)
+        params = jax.tree.map(lambda x, t: jax.ShapeDtypeStruct(x.shape, t), params, dtypes)
+
+        def place(spec: P, tree: Any) -> Any:
+            sharding = NamedSharding(tx.config.mesh, spec)
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+            )
+
+        there = cls(params, jax.eval_shape(tx.init, params))
+        specs = cls(tx.param_specs(params), tx.state_specs())
+        return jax.tree.map(place, specs, there, is_leaf=lambda x: isinstance(x, P))
+
 
 def own(tree: Any, sharding: Any) -> Any:
     """Returns copies placed as ``sharding`` says, which no one else holds, with definite types.

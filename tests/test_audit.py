@@ -20,8 +20,7 @@ def prepared(h200s, loss=loss_fn, *, policy=SUMMED, accumulate_steps=1, **kwargs
         policy=jda.MixedPrecisionPolicy(**policy), **kwargs,
     )  # fmt: skip
     params = params_of(jnp.bfloat16)
-    state = jda.TrainState(params, jax.eval_shape(tx.init, params))
-    state = placed(mesh, state, jda.TrainState(tx.param_specs(params), tx.state_specs()))
+    state = jda.TrainState.shapes(params, tx)
     batch = jax.ShapeDtypeStruct((64, WIDTH), jnp.bfloat16)
     batch = placed(mesh, batch, tx.config.parallel.batch_spec)
     step = jda.train_step(

@@ -59,8 +59,7 @@ def compile_row(
         1e-3, mesh=mesh, policy=policy, max_grad_norm=1.0, sharding_strategy=strategy, **kwargs
     )
     params = params_of(dtype)
-    state = jda.TrainState(params, jax.eval_shape(tx.init, params))
-    state = placed(mesh, state, jda.TrainState(tx.param_specs(params), tx.state_specs()))
+    state = jda.TrainState.shapes(params, tx)
     batch = jax.ShapeDtypeStruct((64, WIDTH), dtype)
     batch = placed(mesh, batch, tx.config.parallel.batch_spec)
     step = jda.train_step(loss_fn, tx, accumulate_steps=accumulate_steps)

@@ -31,7 +31,9 @@ def final_state(tmp_path, count, strategy):
     return [*np.load(out).values()]
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("optim", marks=pytest.mark.slow), "optim_grads_params"]
+)
 def test_two_processes_give_the_bits_of_one(tmp_path, strategy):
     """Ten steps on 2 x 4 devices: each process feeds its own half of the batch."""
     one, two = (final_state(tmp_path, count, strategy) for count in (1, 2))

@@ -83,8 +83,14 @@ def batches():
     return [rng.normal(size=(16, 257)).astype(np.float32) for _ in range(5)]
 
 
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "accumulate_steps"),
+    [
+        pytest.param(kind, steps, marks=() if (i + steps) % 2 else pytest.mark.slow)
+        for i, kind in enumerate(KINDS)
+        for steps in (1, 2)
+    ],
+)
 def test_layers_gathered_in_the_scan_give_the_bits_of_whole_ones(kind, accumulate_steps, batches):
     """float32 throughout: the tree of the sum is the same layer by layer, and so is every bit.
 
@@ -150,8 +156,7 @@ def compile_for_h200s(h200s, policy, layers=LAYERS, width=1024, **kwargs):
     params = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s, jnp.bfloat16), shapes(layers, width), is_leaf=lambda s: type(s) is tuple
     )  # fmt: skip
-    state = jda.TrainState(params, jax.eval_shape(tx.init, params))
-    state = placed(mesh, state, jda.TrainState(tx.param_specs(params), tx.state_specs()))
+    state = jda.TrainState.shapes(params, tx)
     batch = placed(
         mesh, jax.ShapeDtypeStruct((64, 257), jnp.bfloat16), tx.config.parallel.batch_spec
     )
@@ -171,7 +176,7 @@ def test_each_layer_is_gathered_twice_and_reduced_once(h200s, accumulate_steps):
     assert audit.passed, str(audit)
     size = 4 * 1024 * 1024  # up and down travel together
     times = {"all-gather": [], "reduce-scatter": []}
-    for c in hlo.collectives_in(step.lower(state, batch).compile().as_text()):
+    for c in hlo.collectives_in(audit.program.as_text()):
         if c.arrays in ((("bf16", size),) * 2, (("bf16", size // 8),) * 2):
             assert c.is_async
             times[c.op].append(c.times)
@@ -187,13 +192,10 @@ def test_gathering_once_costs_memory_and_is_found(h200s):
         compile_for_h200s(h200s, policy, layers=12)
         for policy in (jda.remat_policy, jax.checkpoint_policies.everything_saveable)
     )
-    audit = jda.audit(*once)
-    (failed,) = [row for row in audit.rows if not row.passed]
+    audits = [jda.audit(*case) for case in (again, once)]
+    (failed,) = [row for row in audits[1].rows if not row.passed]
     assert failed.op == "all-gather" and failed.found < failed.planned
-    temporary = [
-        step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes
-        for step, state, batch in (again, once)
-    ]
+    temporary = [audit.program.memory_analysis().temp_size_in_bytes for audit in audits]
     weights = 2 * 8 * 1024 * 1024  # of a layer: up and down
     assert temporary[1] - temporary[0] >= 9 * weights
 
@@ -233,7 +235,9 @@ def test_layers_that_look_alike_are_refused():
 def test_a_model_of_1_3e9_parameters_holds_two_layers_of_weights(h200s):
     """The Flax model of train_lm.py, every layer recomputed, compiled for eight H200s.
 
-    Beside what the same model needs without its whole gradients: shards of them, and two layers.
+    The limit: 1.05 of what the same model needs besides its whole gradients; the shards of these;
+    the weights of two layers; and two layers' gradients, of which one is sent while the other is
+    computed, which the model with whole gradients writes to where they stay.
     """
     sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "experiments"))
     from lm import gpt
@@ -256,16 +260,14 @@ def test_a_model_of_1_3e9_parameters_holds_two_layers_of_weights(h200s):
             stacked=is_stacked if gathers else None,
         )  # fmt: skip
         gather = functools.partial(jda.gather_params, tx=tx) if gathers else None
-        state = jda.TrainState(params, jax.eval_shape(tx.init, params))
-        state = placed(mesh, state, jda.TrainState(tx.param_specs(params), tx.state_specs()))
+        state = jda.TrainState.shapes(params, tx)
         batch = jax.ShapeDtypeStruct((32, config.length + 1), jnp.int32)
         batch = placed(mesh, batch, tx.config.parallel.batch_spec)
         step = jda.train_step(gpt.loss_fn(model.clone(gather=gather)), tx)
         with jax.numpy_rank_promotion("allow"):  # Flax adds biases so
             audit = jda.audit(step, state, batch)
-            program = step.lower(state, batch).compile()
         assert audit.passed, str(audit)
-        temporary[strategy] = program.memory_analysis().temp_size_in_bytes
+        temporary[strategy] = audit.program.memory_analysis().temp_size_in_bytes
     without_grads = temporary["optim_grads"] - 2 * size
-    limit = 1.05 * without_grads + 2 * size / 8 + 2 * 2 * layer
+    limit = 1.05 * without_grads + 2 * size / 8 + 2 * 2 * layer + 2 * 2 * layer
     assert temporary["optim_grads_params"] <= limit
