@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam import trees
 from jdistadam.config import Hyperparameters, MixedPrecisionPolicy
 from jdistadam.data_parallel import DataParallel
-from jdistadam.errors import MeshError, PolicyError, ShapeError, describe
+from jdistadam.errors import MeshError, PolicyError, ShapeError, TreeError, describe
 from jdistadam.groups import Groups
 from jdistadam.layout import Bucket, Layout, Leaf, make_layout
 from jdistadam.loss_scale import DynamicLossScale
@@ -79,6 +79,16 @@ class DistributedConfig:
             )
         ]
         self._check_param_comm_dtype(leaves)
+        if self.stacked is not None and paths and not any(leaf.is_stacked for leaf in leaves):
+            raise TreeError(
+                describe(
+                    "stacked",
+                    "says no to every leaf",
+                    got=f"False for {paths[0]} and {len(paths) - 1} more",
+                    expected="True for the scanned layers",
+                    action="Look for a part of their paths, or leave stacked out.",
+                )
+            )
         return make_layout(
             leaves,
             self.num_shards,

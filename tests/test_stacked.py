@@ -206,6 +206,11 @@ def test_what_does_not_fit_is_refused():
         make_tx(mesh, sharding_strategy="optim", stacked=is_stacked)
     with pytest.raises(jda.HyperparameterError, match="stacked: not a predicate"):
         make_tx(mesh, sharding_strategy="optim_grads_params", stacked="layers")
+    tx = make_tx(mesh, sharding_strategy="optim_grads_params", stacked=lambda path: "lyers" in path)
+    with pytest.raises(
+        jda.TreeError, match=r"stacked: says no to every leaf: got .*'embed'.*5 more"
+    ):
+        tx.init(make_params())
     tx = make_tx(mesh, sharding_strategy="optim_grads_params", stacked=is_stacked)
     loss = loss_of(functools.partial(jda.gather_params, tx=tx))
     state = jda.TrainState.create(make_params(), tx)
