@@ -73,7 +73,7 @@ def accumulate_local(
     check_scalar("weight", 1 if weight is None else weight)
     dtype = config.policy.main_grads_dtype
     if weight is not None:
-        refuse_weights_of_sums(config, grads, whole)
+        refuse_weights_of_sums(grads, whole)
         grads = jax.tree.map(lambda x: weighted(x.astype(dtype), weight), grads)
     if config.parallel.shards_grads:
         grads = inner_shards(config, config.layout(whole), jax.tree.leaves(grads))

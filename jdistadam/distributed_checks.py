@@ -79,7 +79,7 @@ def check_stacked(stacked: Any, sharding_strategy: str) -> None:
         )
 
 
-def refuse_weights_of_sums(config: DistributedConfig, grads: Any, whole: Any) -> None:
+def refuse_weights_of_sums(grads: Any, whole: Any) -> None:
     """Raises where a device's weight would multiply what is the sum over all of them already."""
     pairs = zip(
         trees.paths(grads, "grads"), jax.tree.leaves(grads), jax.tree.leaves(whole), strict=True

@@ -90,10 +90,9 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """What ``train_step`` was given beside the loss and the optimizer."""
+    """What ``train_step`` was given that decides what a step takes and sends."""
 
     accumulate_steps: int
-    has_aux: bool
     batch_spec: Any
     report_nonfinite: bool
 
@@ -249,9 +248,7 @@ def train_step(
     on_gpu = config.mesh.devices.flat[0].platform in ("gpu", "cuda")
     for_xla = (_GPU_COMPILER_OPTIONS if on_gpu else {}) | (compiler_options or {})
     jitted = jax.jit(sharded, donate_argnums=0, compiler_options=for_xla or None)
-    return TrainStep(
-        jitted, tx, StepOptions(accumulate_steps, has_aux, batch_spec, report_nonfinite)
-    )
+    return TrainStep(jitted, tx, StepOptions(accumulate_steps, batch_spec, report_nonfinite))
 
 
 def _mean_over_devices(model_state: Any, axes: collectives.Axes) -> Any:

@@ -1,4 +1,4 @@
-"""python -m jdistadam info, check and bench."""
+"""python -m jdistadam info, check, bench, plan and audit."""
 
 import json
 import os

@@ -75,10 +75,10 @@ def test_a_skipped_step_changes_no_bit(strategy, policy, bad):
     """
     if strategy == "no_shard" and policy == "comm":
         strategy = "optim"  # no parameters travel without sharding
-    check_that_a_skipped_step_changes_no_bit(SQUARE, strategy, policy, bad)
+    assert_skipped_step_changes_no_bit(SQUARE, strategy, policy, bad)
 
 
-def check_that_a_skipped_step_changes_no_bit(mesh, strategy, policy, bad):
+def assert_skipped_step_changes_no_bit(mesh, strategy, policy, bad):
     dtype = "bfloat16" if policy in ("bfloat16", "remainder16", "none") else "float32"
     tx = make_tx(
         mesh,

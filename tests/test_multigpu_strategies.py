@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_distributed import reduced
-from test_loss_scale import check_that_a_skipped_step_changes_no_bit
+from test_loss_scale import assert_skipped_step_changes_no_bit
 from test_plan import as_sent, compile_row, sent
 from test_strategies import PLACEMENTS, STRATEGIES, assert_same_trees, make_mesh, make_tx, run
 
@@ -56,7 +56,7 @@ def test_gpus_give_the_bits_of_cpus_under_every_strategy(placement):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_skipped_step_changes_no_bit(strategy, policy, bad):
     mesh, _ = four("hybrid-optim")
-    check_that_a_skipped_step_changes_no_bit(mesh, strategy, policy, bad)
+    assert_skipped_step_changes_no_bit(mesh, strategy, policy, bad)
 
 
 @pytest.mark.parametrize(
