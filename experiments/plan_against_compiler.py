@@ -38,9 +38,8 @@ def h200s(shape):
     return Mesh(np.asarray(topology.devices).reshape(shape), ("replica", "data"))
 
 
-def compare(params, mesh, strategy, policy):
-    """Returns planned and compiled bytes: of a train_step, and of its step on given gradients."""
-    tx = jda.distributed_fused_adamw(
+def make_tx(mesh, strategy, policy):
+    return jda.distributed_fused_adamw(
         1e-3,
         mesh=mesh,
         replica_axis="replica",
@@ -48,8 +47,15 @@ def compare(params, mesh, strategy, policy):
         policy=jda.MixedPrecisionPolicy(**policy),
         max_grad_norm=1.0,
     )
+
+
+def compare(params, mesh, strategy, policy):
+    """Returns planned and compiled bytes: of a train_step, and of its step on given gradients."""
+    tx = make_tx(mesh, strategy, policy)
     state = jda.TrainState.shapes(params, tx)
-    whole, alone = whole_step(tx, state), step_alone(tx, params, state)
+    whole = whole_step(tx, state)
+    step, *shapes = step_alone(tx, state)
+    alone = step.lower(*shapes).compile().memory_analysis()
     planned = jda.plan(params, tx)
     unread = 4  # grad_norm of the last step is no argument of the program
     return {
@@ -65,7 +71,7 @@ def compare(params, mesh, strategy, policy):
 def spread(tx, shape, dtype):
     """An array of which every device has one row."""
     sharding = NamedSharding(tx.config.mesh, tx.config.parallel.batch_spec)
-    return jax.ShapeDtypeStruct((8, *shape), dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct((sharding.num_devices, *shape), dtype, sharding=sharding)
 
 
 def whole_step(tx, state):
@@ -77,23 +83,26 @@ def whole_step(tx, state):
     return step.lower(state, spread(tx, (), jnp.float32)).compile().memory_analysis()
 
 
-def step_alone(tx, params, state):
-    """Temporary memory without the model's."""
-    spec, specs = tx.config.parallel.batch_spec, (tx.param_specs(params), tx.state_specs())
-    grads = jax.tree.map(lambda x: spread(tx, x.shape, x.dtype), params)
+def step_alone(tx, state):
+    """A jitted step on given gradients, without a model: params, state, gradients -> the first two.
 
-    def step(grads, state, params):
+    And the shapes of these three, for which it was made.
+    """
+    spec, specs = tx.config.parallel.batch_spec, (tx.param_specs(state.params), tx.state_specs())
+    whole = jax.tree.map(lambda x: (x.shape, x.dtype), state.params)
+    grads = jax.tree.map(lambda x: spread(tx, *x), whole, is_leaf=lambda x: type(x) is tuple)
+
+    def step(params, state, grads):
         return tx.step(jax.tree.map(lambda x: x[0], grads), state, params)
 
     sharded = jax.shard_map(
         step,
         mesh=tx.config.mesh,
-        in_specs=(spec, *reversed(specs)),
+        in_specs=(*specs, spec),
         out_specs=specs,
         check_vma=False,
     )
-    jitted = jax.jit(sharded, donate_argnums=(1, 2))
-    return jitted.lower(grads, state.opt_state, state.params).compile().memory_analysis()
+    return jax.jit(sharded, donate_argnums=(0, 1)), state.params, state.opt_state, grads
 
 
 def main():

@@ -1,19 +1,25 @@
 """Trains as one of several processes, by test_processes.py; the first writes the final state.
 
-Usage: one_of_many_processes.py INDEX COUNT PORT STRATEGY OUT
+On eight CPU devices, or on four GPUs, all processes together.
+
+Usage: one_of_many_processes.py cpu|gpu INDEX COUNT PORT STRATEGY OUT
 """
 
 import os
 import sys
 
-index, count, port, strategy, out = (*map(int, sys.argv[1:4]), *sys.argv[4:])
+platform = sys.argv[1]
+index, count, port, strategy, out = (*map(int, sys.argv[2:5]), *sys.argv[5:])
+total = {"cpu": 8, "gpu": 4}[platform]
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // count}"
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 if count > 1:
-    jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
+    # Each process has one GPU, or its share of the CPU devices.
+    mine = [index] if platform == "gpu" else None
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, index, local_device_ids=mine)
 
 from test_strategies import SHAPES, make_tx, random_params  # noqa: E402
 
@@ -26,20 +32,20 @@ def loss_fn(params, batch):
 
 
 def main():
-    assert jax.process_count() == count and jax.device_count() == 8
-    assert jax.local_device_count() == 8 // count
+    assert jax.process_count() == count and jax.device_count() == total
+    assert jax.local_device_count() == total // count
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32")
     tx = make_tx(
-        dict(shape=(2, 4), names=("replica", "data")), policy, replica_axis="replica",
-        sharding_strategy=strategy, loss_scale=jda.DynamicLossScale(),
+        dict(shape=(2, total // 2), names=("replica", "data"), platform=platform), policy,
+        replica_axis="replica", sharding_strategy=strategy, loss_scale=jda.DynamicLossScale(),
     )  # fmt: skip
     state = jda.TrainState.create(random_params(), tx, param_dtypes="bfloat16")
     step = jda.train_step(loss_fn, tx, accumulate_steps=2)
     rng = np.random.default_rng(0)
-    mine = slice(16 // count * index, 16 // count * (index + 1))
+    rows = slice(16 // count * index, 16 // count * (index + 1))
     for _ in range(10):
         batch = {k: rng.normal(size=(16, *s)).astype(np.float32) for k, s in SHAPES.items()}
-        state, metrics = step(state, {k: x[mine] for k, x in batch.items()})
+        state, metrics = step(state, {k: x[rows] for k, x in batch.items()})
         assert int(metrics["skipped"]) == 0 and np.isfinite(metrics["loss"])
     params = jda.full_params(state, tx)
     main_params, opt_state = jda.to_optax_state(state, tx)

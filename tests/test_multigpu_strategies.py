@@ -9,6 +9,7 @@ import pytest
 from test_distributed import reduced
 from test_loss_scale import assert_skipped_step_changes_no_bit
 from test_plan import as_sent, compile_row, sent
+from test_stacked import is_stacked, make_params, scanned_products
 from test_strategies import PLACEMENTS, STRATEGIES, assert_same_trees, make_mesh, make_tx, run
 
 import jdistadam as jda
@@ -89,3 +90,24 @@ def test_what_is_sent_is_what_is_planned(placement, strategy, policy):
     assert sent(text) == as_sent(planned, 4, *norm)
     grads = [c for c in planned if c.op != "all-gather"]
     assert grads[0].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["flat", "hybrid", "twice", "tuple"])
+def test_layers_gathered_in_a_scan_give_the_bits_of_cpus(kind):
+    """Ten steps on random gradients, reduced layer by layer in the scan's backward pass."""
+    rng = np.random.default_rng(5)
+    batches = [
+        jax.tree.map(lambda x: rng.normal(size=(4, *x.shape)).astype(np.float32), make_params())
+        for _ in range(10)
+    ]
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32")
+    results = []
+    for platform in ("gpu", "cpu"):
+        mesh, kwargs = four(f"{kind}-optim_grads_params", platform)
+        tx = make_tx(mesh, policy, mask=None, stacked=is_stacked, **kwargs, **EXACT)
+        state = jda.TrainState.create(make_params(), tx)
+        step = jda.train_step(scanned_products(functools.partial(jda.gather_params, tx=tx)), tx)
+        for batch in batches:
+            state, _ = step(state, batch)
+        results.append((jda.full_params(state, tx), *jda.to_optax_state(state, tx)))
+    assert_same_trees(*results, kind)

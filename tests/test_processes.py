@@ -6,22 +6,27 @@ import socket
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 TESTS = pathlib.Path(__file__).parent
 
 
-def final_state(tmp_path, count, strategy):
-    """Runs so many processes on eight CPU devices together; the bits of every leaf at the end."""
+def final_state(tmp_path, count, strategy, platform="cpu"):
+    """Runs so many processes on all devices together; the bits of every leaf at the end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     out = tmp_path / f"{count}.npz"
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu" if platform == "cpu" else "cuda,cpu",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the process of the tests holds most of a GPU
+    }
     running = [
         subprocess.Popen(
-            [sys.executable, TESTS / "one_of_many_processes.py", str(i), str(count), str(port), strategy, out],
-            env=os.environ | {"JAX_PLATFORMS": "cpu"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [sys.executable, TESTS / "one_of_many_processes.py", platform, str(i), str(count), str(port), strategy, out],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for i in range(count)
     ]  # fmt: skip
@@ -37,6 +42,20 @@ def final_state(tmp_path, count, strategy):
 def test_two_processes_give_the_bits_of_one(tmp_path, strategy):
     """Ten steps on 2 x 4 devices: each process feeds its own half of the batch."""
     one, two = (final_state(tmp_path, count, strategy) for count in (1, 2))
-    assert len(one) == len(two) > 10
-    for a, b in zip(one, two, strict=True):
+    assert_same(one, two)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_one_process_for_each_gpu_gives_the_bits_of_one(tmp_path, strategy):
+    """Ten steps on 2 x 2 GPUs, over NCCL."""
+    if len(jax.devices("gpu")) < 4:
+        pytest.skip(f"needs four GPUs, found {len(jax.devices('gpu'))}")
+    one, four = (final_state(tmp_path, count, strategy, "gpu") for count in (1, 4))
+    assert_same(one, four)
+
+
+def assert_same(one, several):
+    assert len(one) == len(several) > 10
+    for a, b in zip(one, several, strict=True):
         np.testing.assert_array_equal(a, b)

@@ -69,6 +69,26 @@ def loss_of(gather, policy=None):
     return loss
 
 
+def scanned_products(gather):
+    """A loss whose gradient is the mean of the batch's rows, computed layer by layer in a scan."""
+
+    def products(params, x):
+        return sum(jax.tree.leaves(jax.tree.map(lambda p, x: jnp.vdot(p, x.mean(0)), params, x)))
+
+    def loss(params, batch):
+        @functools.partial(jax.checkpoint, policy=jda.remat_policy)
+        def body(total, layer_and_rows):
+            layer, rows = layer_and_rows
+            return total + products(gather(layer), rows), None
+
+        params, batch = dict(params), dict(batch)
+        layers, rows = params.pop("layers"), batch.pop("layers")
+        rows = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), rows)
+        return jax.lax.scan(body, products(params, batch), (layers, rows))[0]
+
+    return loss
+
+
 def train(tx, loss, batches, **kwargs):
     state = jda.TrainState.create(make_params(), tx)
     step = jda.train_step(loss, tx, **kwargs)

@@ -1,0 +1,99 @@
+"""The plan of bytes beside what GPUs really held, for every strategy and policy.
+
+    python experiments/plan_against_memory.py --out experiments/results/plan_memory.json
+
+Each row is a process of its own, since the allocator's peak cannot be set back: it makes state and
+gradients in place, so that nothing but the step can be the peak, and takes three steps.
+"""
+
+import argparse
+import concurrent.futures
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+from lm import report
+from plan_against_compiler import POLICIES, STRATEGIES, make_tx, step_alone
+from tqdm import tqdm
+
+import jdistadam as jda
+from jdistadam import bench
+
+SMALL = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several rows share the GPUs
+STEPS = 3
+
+
+def allocate(shape):
+    """Ones, made where they shall lie."""
+    return jax.jit(lambda: jnp.ones(shape.shape, shape.dtype), out_shardings=shape.sharding)()
+
+
+def measure(tree, strategy, policy):
+    """One row: bytes on the first GPU before a step and at its peak, and what the plan says."""
+    mesh = jax.make_mesh((1, len(jax.devices())), ("replica", "data"))
+    tx = make_tx(mesh, strategy, POLICIES[policy])
+    params = {k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in bench.TREES[tree].items()}
+    step, *shapes = step_alone(tx, jda.TrainState.shapes(params, tx))
+    device = jax.local_devices()[0]
+    before = device.memory_stats()["bytes_in_use"]
+    params, state, grads = jax.block_until_ready(jax.tree.map(allocate, shapes))
+    arguments = device.memory_stats()["bytes_in_use"] - before
+    for _ in range(STEPS):
+        params, state = step(params, state, grads)
+    jax.block_until_ready(params)
+    planned = jda.plan(shapes[0], tx)
+    grads_bytes = report.bytes_on_first_device(grads)
+    return {
+        "strategy": strategy,
+        "policy": policy,
+        "held_planned": planned.held_bytes,
+        "held_measured": arguments - grads_bytes,
+        "arrays": len(jax.tree.leaves((params, state, grads))),  # each is rounded up to 256 bytes
+        "gradients": grads_bytes,
+        "buffers_planned": planned.buffer_bytes,
+        "temporary_measured": report.peak_bytes(device) - before - arguments,
+    }
+
+
+def measure_in_a_process(tree, strategy, policy):
+    command = [sys.executable, __file__, "--tree", tree, "--row", strategy, policy]
+    done = subprocess.run(command, env=os.environ | SMALL, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{strategy}, {policy}: {done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tree", choices=bench.TREES, default="gpt2s")
+    parser.add_argument("--row", nargs=2, metavar=("STRATEGY", "POLICY"), help="print one row")
+    parser.add_argument("--jobs", type=int, default=4, help="rows at a time")
+    parser.add_argument("--revision", help="revision of the code to record; default: git's")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/plan_memory.json"))
+    args = parser.parse_args()
+    if args.row:
+        print(json.dumps(measure(args.tree, *args.row)))
+        return
+    cases = [*itertools.product(STRATEGIES, POLICIES)]
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        futures = [pool.submit(measure_in_a_process, args.tree, *case) for case in cases]
+        rows = [future.result() for future in tqdm(futures)]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    report.write_run(args.out, args.revision, tree=args.tree, rows=rows)
+    for row in rows:
+        print(
+            f"{row['strategy']:<18} {row['policy']:<26} held {row['held_planned']:>13,} "
+            f"{row['held_measured']:>13,} temporary at most {row['buffers_planned']:>13,} "
+            f"{row['temporary_measured']:>13,}"
+        )
+
+
+if __name__ == "__main__":
+    main()
