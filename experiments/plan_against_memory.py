@@ -24,7 +24,9 @@ from tqdm import tqdm
 import jdistadam as jda
 from jdistadam import bench
 
-SMALL = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several rows share the GPUs
+# Several rows share the GPUs. Of a pool that exists beforehand the allocator hands out pieces of
+# the size asked for; one that grows gives more, and counts that.
+POOL = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.06"}
 STEPS = 3
 
 
@@ -62,7 +64,7 @@ def measure(tree, strategy, policy):
 
 def measure_in_a_process(tree, strategy, policy):
     command = [sys.executable, __file__, "--tree", tree, "--row", strategy, policy]
-    done = subprocess.run(command, env=os.environ | SMALL, capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ | POOL, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{strategy}, {policy}: {done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -74,14 +76,15 @@ def main():
     )
     parser.add_argument("--tree", choices=bench.TREES, default="gpt2s")
     parser.add_argument("--row", nargs=2, metavar=("STRATEGY", "POLICY"), help="print one row")
-    parser.add_argument("--jobs", type=int, default=4, help="rows at a time")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--jobs", type=int, default=4, help="rows at a time, at most 12")
     parser.add_argument("--revision", help="revision of the code to record; default: git's")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/plan_memory.json"))
     args = parser.parse_args()
     if args.row:
         print(json.dumps(measure(args.tree, *args.row)))
         return
-    cases = [*itertools.product(STRATEGIES, POLICIES)]
+    cases = [*itertools.product(STRATEGIES, args.policies)]
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         futures = [pool.submit(measure_in_a_process, args.tree, *case) for case in cases]
         rows = [future.result() for future in tqdm(futures)]
