@@ -3,8 +3,9 @@
     python experiments/bench_kernel.py --out experiments/results/bench_kernel.json
 
 jdistadam/bench.py says what the figures mean; its short form is `python -m jdistadam bench`. Here
-the profiler gives the time of the device alone, and torch.optim.AdamW(fused=True) is timed where
-torch is installed, called and as a CUDA graph.
+the profiler gives the time of the device alone, calls of ours and of optax alternate for the host's
+time, torch.optim.AdamW(fused=True) is timed where torch is installed, called and as a CUDA graph,
+and clock and power of the GPU are noted: at its power limit it slows down.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import glob
 import os
 import pathlib
 import statistics
+import subprocess
 import tempfile
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")  # torch needs memory too
@@ -48,6 +50,37 @@ def device_seconds(program, args):
                         kernels[event.name] += event.duration_ns
     copies = ("memcpy", "Memcpy")
     return sum(ns for name, ns in kernels.items() if not name.startswith(copies)) / 1e9
+
+
+class PowerLog:
+    """Clock and power of the first GPU while a block runs, twenty times a second."""
+
+    FIELDS = ("clocks.sm", "power.draw", "clocks_event_reasons.sw_power_cap")
+
+    def __enter__(self):
+        command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(self.FIELDS)}"]
+        options = ["--format=csv,noheader,nounits", "-lms", "50"]
+        self._file = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen([*command, *options], stdout=self._file)
+        return self
+
+    def __exit__(self, *_):
+        self._process.terminate()
+        self._process.wait()
+
+    def summary(self):
+        """Of the samples at half of the highest power or more."""
+        self._file.seek(0)
+        lines = [line.strip().split(", ") for line in self._file if line.count(",") == 2]
+        samples = [(float(clock), float(watts), cap == "Active") for clock, watts, cap in lines]
+        most = max(watts for _, watts, _ in samples)
+        busy = [x for x in samples if x[1] >= most / 2]
+        return {
+            "watts_highest": most,
+            "mhz_lowest": min(clock for clock, _, _ in busy),
+            "mhz_highest": max(clock for clock, _, _ in busy),
+            "share_at_power_limit": sum(cap for *_, cap in busy) / len(busy),
+        }
 
 
 def check(tree):
@@ -113,18 +146,27 @@ def torch_rows(tree, copy):
     return rows
 
 
+def host_figures(tree, variants):
+    """Microseconds of a call and seconds of its compilation for each of several variants."""
+    compiled = [bench.compile_one_step(tree, variant) for variant in variants]
+    seconds = bench.host_seconds([(program, args) for program, args, _ in compiled], repeats=40)
+    return {
+        variant: dict(host_microseconds=1e6 * host, compile_seconds=compile_seconds)
+        for variant, host, (*_, compile_seconds) in zip(variants, seconds, compiled, strict=True)
+    }
+
+
 def measure_tree(tree, copy):
+    """Yields rows."""
     if (tree, "optax.adamw") not in SKIPPED and tree != "flat1B":
         check(tree)
     flat = () if tree == "flat1B" else (FLAT,)
-    rows = []
-    for variant in (*OURS, *flat, "optax.adamw"):
-        if (tree, variant) not in SKIPPED:
-            rows.append(bench.measure(tree, variant, copy, device_seconds=device_seconds))
-            print(bench.format_rows(rows[-1:]).splitlines()[1], flush=True)
-    rows += torch_rows(tree, copy)
-    print("\n".join(bench.format_rows(rows[-2:]).splitlines()[1:]), flush=True)
-    return rows
+    variants = [v for v in (*OURS, *flat, "optax.adamw") if (tree, v) not in SKIPPED]
+    alternating = host_figures(tree, [v for v in variants if v in ("float32", "optax.adamw")])
+    for variant in variants:
+        row = bench.measure(tree, variant, copy, device_seconds=device_seconds, host=False)
+        yield row._replace(**alternating.get(variant, {}))
+    yield from torch_rows(tree, copy)
 
 
 def measure_sizes(copy):
@@ -133,7 +175,7 @@ def measure_sizes(copy):
     for exponent in range(12, 31, 3):
         name = f"2^{exponent}"
         bench.TREES[name] = {"w": (1 << exponent,)}
-        row = bench.measure(name, "float32", copy, device_seconds=device_seconds)
+        row = bench.measure(name, "float32", copy, device_seconds=device_seconds, host=False)
         nbytes = 28 << exponent
         speeds = {
             "wall": nbytes / row.wall_microseconds / 1e3,
@@ -151,14 +193,19 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_kernel.json"))
     args = parser.parse_args()
     copy = bench.copy_bandwidth(args.copy_elements)
-    print(f"in-place copy: {copy / 1e9:.0f} GB/s")
+    print(f"in-place copy: {copy / 1e9:.0f} GB/s", flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    rows, sizes = [], measure_sizes(copy)
+    rows, power = [], {}
+    found = dict(copy_gb_per_second=copy / 1e9, rows=rows, power=power)
     for tree in args.trees:
-        rows += [row._asdict() for row in measure_tree(tree, copy)]
-        report.write_run(
-            args.out, args.revision, copy_gb_per_second=copy / 1e9, rows=rows, sizes=sizes
-        )
+        with PowerLog() as log:
+            for row in measure_tree(tree, copy):
+                rows.append(row._asdict())
+                print(bench.format_rows([row]).splitlines()[1], flush=True)
+                report.write_run(args.out, args.revision, **found)  # after each: nothing is lost
+        power[tree] = log.summary()
+        print(power[tree], flush=True)
+    report.write_run(args.out, args.revision, **found, sizes=measure_sizes(copy))
     report.plot_bandwidth(args.out, args.out.with_suffix(".png"))
     print(f"wrote {args.out}")
 

@@ -1,9 +1,10 @@
 """How fast one optimizer step runs on one device, against a copy and against optax.
 
 Every figure is per step. *Wall* is the slope of the time of a jitted program against the number of
-steps in its loop, so that the start of a call does not count; *host* is how long one jitted call of
-one step keeps the caller, *compile* how long tracing and XLA took for it. The floor is the bytes
-that a step must move over the bandwidth of an in-place copy, measured in the same run.
+steps in its loop, so that the start of a call does not count: two programs run in turn, and of the
+differences of each pair the median counts. *Host* is how long one jitted call of one step keeps the
+caller, *compile* how long tracing and XLA took for it. The floor is the bytes that a step must move
+over the bandwidth of an in-place copy, measured in the same run.
 """
 
 from __future__ import annotations
@@ -137,18 +138,39 @@ VARIANTS: dict[str, Variant] = {
 """Ways to step by name; all are jitted and donated."""
 
 
-def median_seconds(function: Callable[..., Any], args: Any, repeats: int = 5) -> tuple[float, Any]:
-    """Median wall time of ``args = function(*args)`` after a call to warm up, and the last args."""
-    args = jax.block_until_ready(function(*args))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        args = jax.block_until_ready(function(*args))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times), args
+Loops = tuple[int, int]
+Program = Callable[..., Any]
 
 
-def copy_bandwidth(elements: int, loops: tuple[int, int] = (10, 40)) -> float:
+def slope(make: Callable[[int], Program], loops: Loops, args: Any) -> tuple[float, Any]:
+    """Seconds a step of ``args = make(steps)(*args)``, and the last args.
+
+    Both programs run on the same arrays, since where they lie changes the time.
+    """
+    programs = [make(steps) for steps in loops]
+    for program in programs:
+        args = jax.block_until_ready(program(*args))
+    differences = []
+    for _ in range(5):
+        times = []
+        for program in programs:
+            start = time.perf_counter()
+            args = jax.block_until_ready(program(*args))
+            times.append(time.perf_counter() - start)
+        differences.append((times[1] - times[0]) / (loops[1] - loops[0]))
+    return statistics.median(differences), args
+
+
+def loops_for(seconds: float) -> Loops:
+    """Numbers of steps of the two programs, such that their difference takes a fifth of a second.
+
+    The start of a call takes milliseconds for many leaves, and not always as many.
+    """
+    steps = min(max(10, round(0.2 / seconds)), 20_000)
+    return steps // 3, steps // 3 + steps
+
+
+def copy_bandwidth(elements: int, loops: Loops = (10, 40)) -> float:
     """Bytes a second of reading and writing one float32 array in place."""
 
     def scale(_: Any, x: Any) -> Any:
@@ -157,13 +179,13 @@ def copy_bandwidth(elements: int, loops: tuple[int, int] = (10, 40)) -> float:
     def scaled(steps: int) -> Any:
         return jax.jit(lambda x: (jax.lax.fori_loop(0, steps, scale, x),), donate_argnums=0)
 
-    times = [median_seconds(scaled(n), (jnp.ones(elements),))[0] for n in loops]
-    return 8 * elements * (loops[1] - loops[0]) / (times[1] - times[0])
+    seconds, _ = slope(scaled, loops, (jnp.ones(elements),))
+    return 8 * elements / seconds
 
 
 def make_tree(shapes: Shapes, scale: float, dtype: Any) -> Any:
     """Normal numbers times ``scale``."""
-    keys = jax.random.split(jax.random.key(0), len(shapes))
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), len(shapes))  # compiles fast
     pairs = zip(keys, shapes.items(), strict=True)
     return {name: _normal(key, shape, scale, dtype) for key, (name, shape) in pairs}
 
@@ -192,17 +214,32 @@ def one_step(step: Any) -> Any:
     return jax.jit(lambda params, state, grads: step(grads, state, params), donate_argnums=(0, 1))
 
 
-def host_seconds(program: Any, args: Any, repeats: int = 20) -> float:
-    """Median time until a call of one step returns, the device being idle when it begins."""
-    params, state, grads = args
-    times = []
+def compile_one_step(tree: str, variant: str) -> tuple[Program, Any, float]:
+    """A compiled program of one step, arrays for it, and the seconds that compiling it took."""
+    _, step = VARIANTS[variant].make()
+    args = fresh_arrays(tree, variant)
+    start = time.perf_counter()
+    program = one_step(step).lower(*args).compile()
+    return program, args, time.perf_counter() - start
+
+
+def host_seconds(programs: Sequence[tuple[Program, Any]], repeats: int = 20) -> list[float]:
+    """Median time until a call of one step returns, the device being idle when it begins.
+
+    Args:
+      programs: Of one step, and arrays for them; they are called in turn.
+      repeats: How often each is called.
+    """
+    arrays = [jax.block_until_ready(args) for _, args in programs]
+    times: list[list[float]] = [[] for _ in programs]
     for _ in range(repeats + 3):
-        jax.block_until_ready((params, state))
-        start = time.perf_counter()
-        params, state = program(params, state, grads)
-        times.append(time.perf_counter() - start)
-    jax.block_until_ready((params, state))
-    return statistics.median(times[3:])
+        for i, (program, _) in enumerate(programs):
+            params, state, grads = arrays[i]
+            start = time.perf_counter()
+            params, state = program(params, state, grads)
+            times[i].append(time.perf_counter() - start)
+            arrays[i] = jax.block_until_ready((params, state, grads))
+    return [statistics.median(x[3:]) for x in times]
 
 
 class Measured(NamedTuple):
@@ -220,12 +257,21 @@ class Measured(NamedTuple):
     device_share_of_copy: float | None = None
 
 
+def fresh_arrays(tree: str, variant: str) -> Any:
+    """Params, state and gradients."""
+    shapes, how = TREES[tree], VARIANTS[variant]
+    params = make_tree(shapes, 0.1, how.param_dtype)
+    state = jax.jit(how.make()[0])(params)
+    return jax.block_until_ready((params, state, make_tree(shapes, 0.01, how.grad_dtype)))
+
+
 def measure(
     tree: str,
     variant: str,
     copy: float,
-    loops: tuple[int, int] = (10, 40),
+    loops: Loops | None = None,
     device_seconds: Callable[..., float] | None = None,
+    host: bool = True,
 ) -> Measured:
     """Compiles, warms up and times one variant on one tree.
 
@@ -233,40 +279,32 @@ def measure(
       tree: One of ``TREES``.
       variant: One of ``VARIANTS``.
       copy: What ``copy_bandwidth`` returned.
-      loops: Numbers of steps of the two programs; ten times as many for small trees.
-      device_seconds: ``device_seconds(program, args)`` runs the compiled program of more steps
-        once and returns the time of the device alone.
+      loops: Numbers of steps of the two programs; None: ``loops_for`` the floor.
+      device_seconds: ``device_seconds(program, args)`` runs the compiled program of fewer steps
+        and returns the time of the device alone.
+      host: Whether to time one call and its compilation, too.
     """
     shapes, how = TREES[tree], VARIANTS[variant]
     parameters = sum(int(np.prod(shape)) for shape in shapes.values())
     floor = parameters * how.bytes_per_parameter / copy
-    init, step = how.make()
+    host_us = compile_seconds = on_device = None
+    if host:
+        program, arrays, compile_seconds = compile_one_step(tree, variant)
+        (host_us,) = (1e6 * x for x in host_seconds([(program, arrays)]))
+        del program, arrays
+    loops = loops or loops_for(floor)
+    args = fresh_arrays(tree, variant)
+    programs: dict[int, Program] = {}
 
-    def fresh() -> Any:
-        params = make_tree(shapes, 0.1, how.param_dtype)
-        state = jax.jit(init)(params)
-        return params, state, make_tree(shapes, 0.01, how.grad_dtype)
+    def make(steps: int) -> Program:
+        programs[steps] = looped(how.make()[1], steps).lower(*args).compile()
+        return programs[steps]
 
-    args = jax.block_until_ready(fresh())
-    start = time.perf_counter()
-    program = one_step(step).lower(*args).compile()
-    compile_seconds = time.perf_counter() - start
-    host = host_seconds(program, args)
-
-    if parameters < 1 << 25:  # else the start of a call, milliseconds for many leaves, hides them
-        loops = (10 * loops[0], 10 * loops[1])
-    args = fresh()
-    programs = [looped(step, steps).lower(*args).compile() for steps in loops]
-    times, on_device = [], None
-    for program in programs:  # on the same arrays: where they lie changes the time
-        seconds, args = median_seconds(program, args)
-        times.append(seconds)
+    wall, args = slope(make, loops, args)
     if device_seconds is not None:
-        on_device = device_seconds(programs[1], args) / loops[1]
-    wall = (times[1] - times[0]) / (loops[1] - loops[0])
+        on_device = device_seconds(programs[loops[0]], args) / loops[0]
     return Measured(
-        tree, len(shapes), parameters, variant,
-        wall * 1e6, floor / wall, host * 1e6, compile_seconds,
+        tree, len(shapes), parameters, variant, wall * 1e6, floor / wall, host_us, compile_seconds,
         None if on_device is None else on_device * 1e6,
         None if on_device is None else floor / on_device,
     )  # fmt: skip
