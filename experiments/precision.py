@@ -2,8 +2,10 @@
 
     python experiments/precision.py --out runs/precision -- --steps 800 --accumulate-steps 2
 
-What follows "--" goes to train_lm.py. Each policy is a run of its own, from the same seed. Prints a
-table and writes it with a plot of the losses; `experiments/update_readme.py` reads the same files.
+What follows "--" goes to train_lm.py. Each policy is a run of its own, from the same seed. The
+first runs again under other placements, which add the same numbers in another order: so far apart
+are runs that mean the same. Prints a table and writes a plot; experiments/update_readme.py reads
+the same files.
 """
 
 import argparse
@@ -25,6 +27,11 @@ POLICIES = {
     ),
     "bfloat16 main gradients": ("--grad-comm-dtype", "bfloat16", "--main-grads-dtype", "bfloat16"),
 }  # fmt: skip
+AGAIN = {
+    "optim_2": ("--strategy", "optim", "--replicas", "2"),
+    "optim_grads_1": ("--strategy", "optim_grads"),
+}
+FIRST = next(iter(POLICIES))
 
 
 def folder_of(out, name):
@@ -40,52 +47,67 @@ def read(folder):
     return curves, json.loads((folder / "run.json").read_text())["results"]
 
 
+def apart(out, folder):
+    """Validation losses of a run minus those of the first policy's, by step."""
+    (mine, _), (first, _) = read(folder), read(folder_of(out, FIRST))
+    key = "validation_loss"
+    return {step: loss - first[key][step] for step, loss in mine[key].items()}
+
+
 def table(out):
-    """One line for each policy."""
+    """One line for each policy and for each time that the first ran again."""
     lines = [
         "| gradients | validation loss, nats a byte | minus float32 wire, last / furthest "
         "| gradient norm, last | tokens/s | sent per device and step | peak memory per device |",
         "|---|---|---|---|---|---|---|",
     ]
-    first = None
-    for name in POLICIES:
-        if not (folder_of(out, name) / "run.json").exists():
-            continue
-        curves, r = read(folder_of(out, name))
-        losses = curves["validation_loss"]
-        first = first or losses
-        apart = [losses[step] - first[step] for step in losses]
+    again = [(f"{FIRST}, sums in another order", folder) for folder in folders_again(out)]
+    for name, folder in [(name, folder_of(out, name)) for name in POLICIES] + again:
+        curves, r = read(folder)
+        differences = list(apart(out, folder).values())
         peak = r["peak_bytes_per_device"]
         cells = (
             name,
             f"{r['validation_loss']:.4f}",
-            f"{apart[-1]:+.4f} / {max(apart, key=abs):+.4f}",
+            f"{differences[-1]:+.4f} / {max(differences, key=abs):+.4f}",
             f"{list(curves['train_grad_norm'].values())[-1]:.3f}",
-            f"{r['tokens_per_second']:,.0f}",
-            f"{r['bytes_sent_per_device'] / 1e6:,.1f} MB",
-            f"{peak / 1e9:,.2f} GB" if peak else "not counted",
         )
+        if folder.parent == out:
+            cells += (
+                f"{r['tokens_per_second']:,.0f}",
+                f"{r['bytes_sent_per_device'] / 1e6:,.1f} MB",
+                f"{peak / 1e9:,.2f} GB" if peak else "not counted",
+            )
+        else:  # another placement: not to be compared
+            cells += ("-",) * 3
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def folders_again(out):
+    return [folder for name in AGAIN if (folder := out / "again" / name).exists()]
 
 
 def plot(out, image):
     """Validation losses minus those of the float32 wire, and gradient norms."""
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 5.6), sharex=True, layout="constrained")
-    first = None
+    label = f"{FIRST}, sums in another order"
+    for folder in folders_again(out):
+        differences = apart(out, folder)
+        top.plot(
+            list(differences), list(differences.values()), color="0.6", ls="--", lw=1, label=label
+        )
+        label = None
     for name in POLICIES:
-        curves, _ = read(folder_of(out, name))
-        losses = curves["validation_loss"]
-        first = first or losses
-        apart = [losses[step] - first[step] for step in losses]
-        top.plot(list(losses), apart, marker="o", ms=3, lw=1, label=name)
-        norms = curves["train_grad_norm"]
+        folder = folder_of(out, name)
+        differences, norms = apart(out, folder), read(folder)[0]["train_grad_norm"]
+        top.plot(list(differences), list(differences.values()), marker="o", ms=3, lw=1, label=name)
         bottom.plot(list(norms), list(norms.values()), lw=1, alpha=0.8, label=name)
     top.set(ylabel="validation loss minus float32 wire")
     bottom.set(xlabel="steps", ylabel="gradient norm", yscale="log")
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
-    top.legend()
+    top.legend(fontsize=8)
     figure.savefig(image, dpi=130)
     plt.close(figure)
 
@@ -98,10 +120,13 @@ def main():
     parser.add_argument("train_lm", nargs="*", help="arguments of train_lm.py, after --")
     args = parser.parse_args()
     script = pathlib.Path(__file__).parent / "train_lm.py"
-    for name, options in POLICIES.items():
-        print(f"== {name}", flush=True)
-        out = ("--out", str(folder_of(args.out, name)))
-        subprocess.run([sys.executable, str(script), *args.train_lm, *options, *out], check=True)
+    runs = {folder_of(args.out, name): options for name, options in POLICIES.items()}
+    for name, options in AGAIN.items():
+        runs[args.out / "again" / name] = (*POLICIES[FIRST], *options)
+    for folder, options in runs.items():
+        print(f"== {folder.name}", flush=True)
+        command = [sys.executable, str(script), *args.train_lm, *options, "--out", str(folder)]
+        subprocess.run(command, check=True)
     plot(args.out, args.out / "precision.png")
     print(table(args.out))
 

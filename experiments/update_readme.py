@@ -9,6 +9,8 @@ import pathlib
 import re
 import sys
 
+import precision
+
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "experiments" / "results"
 
@@ -100,15 +102,14 @@ def strategies_table() -> str:
         strategy, replicas = folder.name.rsplit("_", 1)
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         last = {key: value for row in rows for key, value in row.items()}
-        lost = not (folder / "run.json").exists()
-        r = {} if lost else json.loads((folder / "run.json").read_text())["results"]
+        r = json.loads((folder / "run.json").read_text())["results"]
         cells = (
             f"`{strategy!r}`".replace("'", '"'),
             "4" if replicas == "1" else f"{replicas} x {4 // int(replicas)}",
             f"{last['validation_loss']:.3f}",
             f"{last['tokens_per_second']:,.0f}",
-            "record lost" if lost else f"{r['state_bytes_per_device'] / 1e6:,.1f} MB",
-            "record lost" if lost else f"{r['peak_bytes_per_device'] / 1e9:,.1f} GB",
+            f"{r['state_bytes_per_device'] / 1e6:,.1f} MB",
+            f"{r['peak_bytes_per_device'] / 1e9:,.1f} GB",
         )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -131,6 +132,44 @@ def plan_table() -> str:
                 f"{row['sent'] / 1e6:,.1f} MB",
             )
             lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plan_memory_table() -> str:
+    """One line for each strategy and policy on four GPUs: bytes planned and counted there."""
+    lines = [
+        "| `sharding_strategy` | policy | held: plan / counted | temporary: at most / counted |",
+        "|---|---|---|---|",
+    ]
+    for row in json.loads((RESULTS / "plan_memory_h200_x4.json").read_text())["results"]["rows"]:
+        cells = (
+            f'`"{row["strategy"]}"`',
+            row["policy"],
+            f"{row['held_planned']:,} / {row['held_measured']:,}",
+            f"{row['buffers_planned'] / 1e6:,.1f} / {row['temporary_measured'] / 1e6:,.1f} MB",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def scan_runs_table() -> str:
+    """One line for each way to hold the layers of a scanned model, trained on four GPUs."""
+    lines = [
+        "| `sharding_strategy` | training loss at steps 10, 20, 30, 40 | tokens/s "
+        "| sent per device and step | params and state per device | peak memory per device |",
+        "|---|---|---|---|---|---|",
+    ]
+    for strategy in ("optim_grads", "optim_grads_params"):
+        curves, r = precision.read(RESULTS / "scan_h200_x4" / strategy)
+        cells = (
+            f'`"{strategy}"`',
+            ", ".join(f"{loss:.4f}" for loss in curves["train_loss"].values()),
+            f"{r['tokens_per_second']:,.0f}",
+            f"{r['bytes_sent_per_device'] / 1e9:,.2f} GB",
+            f"{r['state_bytes_per_device'] / 1e9:,.2f} GB",
+            f"{r['peak_bytes_per_device'] / 1e9:,.1f} GB",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -159,7 +198,10 @@ TABLES = {
     "training": training_table,
     "kernel": kernel_table,
     "strategies": strategies_table,
+    "precision": lambda: precision.table(RESULTS / "precision_h200_x4"),
     "plan": plan_table,
+    "plan_memory": plan_memory_table,
+    "scan_runs": scan_runs_table,
     "scanned": scanned_table,
 }
 
