@@ -58,14 +58,18 @@ def test_a_planted_bug_fails_the_run(tmp_path, sanitize):
     assert ("AddressSanitizer" if sanitize else "guard overwritten") in output
 
 
-def build_cuda(path, *flags):
-    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-    if nvcc is None:
+def nvcc():
+    path = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if path is None:
         pytest.skip("needs nvcc")
+    return path
+
+
+def build_cuda(path, *flags):
     exactly = ["-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true"]
     host = [f"-Xcompiler={flag}" for flag in STRICT]
     done, output = run(
-        [nvcc, "-x", "cu", "-std=c++17", "-O2", "-lineinfo", "-arch=sm_90", "-DJDISTADAM_NO_CLONES",
+        [nvcc(), "-x", "cu", "-std=c++17", "-O2", "-lineinfo", "-arch=sm_90", "-DJDISTADAM_NO_CLONES",
          "-DJDISTADAM_DRIVER_CUDA", *exactly, *host, *flags, *CPU_SOURCES, *CUDA_SOURCES, "-o", path]
     )  # fmt: skip
     assert done.returncode == 0, output
@@ -80,6 +84,13 @@ def cuda_driver(tmp_path_factory):
 
 def test_the_driver_compiles_for_cuda(cuda_driver):
     assert cuda_driver.exists()
+
+
+def test_the_experiment_on_the_kernel_compiles(tmp_path):
+    source = CUDA.parent / "experiments" / "kernel_bound.cu"
+    flags = ["-std=c++17", "-arch=sm_90", f"-I{CUDA}"]
+    done, output = run([nvcc(), *flags, "-c", source, "-o", tmp_path / "kernel_bound.o"])
+    assert done.returncode == 0, output
 
 
 @pytest.mark.gpu
