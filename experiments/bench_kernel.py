@@ -28,6 +28,7 @@ from jdistadam import bench
 
 OURS = ("float32", "bf16, float32 main", "bf16, remainder16")
 FLAT = "float32, flat, clipped"
+CAPTURED = "float32, captured"
 SKIPPED = {("many1000x4k", "optax.adamw")}  # XLA does not compile the loop in reasonable time
 
 
@@ -146,26 +147,41 @@ def torch_rows(tree, copy):
     return rows
 
 
-def host_figures(tree, variants):
-    """Microseconds of a call and seconds of its compilation for each of several variants."""
-    compiled = [bench.compile_one_step(tree, variant) for variant in variants]
-    seconds = bench.host_seconds([(program, args) for program, args, _ in compiled], repeats=40)
+def measure_hosts(tree, variants):
+    """Microseconds of a call and seconds of its compilation, of several variants in turn.
+
+    And of the first as `CAPTURED`, where XLA makes a CUDA graph of however few operations.
+    """
+    params, state, grads = bench.fresh_arrays(tree, variants[0])
+    arrays = {variants[0]: (params, state, grads)}
+    for variant in variants[1:]:  # all of float32: the gradients are the same
+        params, state, _ = bench.fresh_arrays(tree, variant)
+        arrays[variant] = (params, state, grads)
+    options = {variant: {} for variant in variants} | {
+        CAPTURED: {"xla_gpu_graph_min_graph_size": 1}
+    }
+    names = {name: variants[0] if name == CAPTURED else name for name in options}
+    compiled = {n: bench.compile_one_step(names[n], arrays[names[n]], **options[n]) for n in names}
+    programs = [(names[n], program) for n, (program, _) in compiled.items()]
+    seconds = bench.host_seconds(programs, arrays, repeats=40)
     return {
-        variant: dict(host_microseconds=1e6 * host, compile_seconds=compile_seconds)
-        for variant, host, (*_, compile_seconds) in zip(variants, seconds, compiled, strict=True)
+        name: dict(host_microseconds=1e6 * host, compile_seconds=compile_seconds)
+        for (name, (_, compile_seconds)), host in zip(compiled.items(), seconds, strict=True)
     }
 
 
-def measure_tree(tree, copy):
+def variants_of(tree):
+    flat = () if tree == "flat1B" else (FLAT,)
+    return [v for v in (*OURS, *flat, "optax.adamw") if (tree, v) not in SKIPPED]
+
+
+def measure_tree(tree, copy, hosts):
     """Yields rows."""
     if (tree, "optax.adamw") not in SKIPPED and tree != "flat1B":
         check(tree)
-    flat = () if tree == "flat1B" else (FLAT,)
-    variants = [v for v in (*OURS, *flat, "optax.adamw") if (tree, v) not in SKIPPED]
-    alternating = host_figures(tree, [v for v in variants if v in ("float32", "optax.adamw")])
-    for variant in variants:
+    for variant in variants_of(tree):
         row = bench.measure(tree, variant, copy, device_seconds=device_seconds, host=False)
-        yield row._replace(**alternating.get(variant, {}))
+        yield row._replace(**hosts.get(variant, {}))
     yield from torch_rows(tree, copy)
 
 
@@ -195,11 +211,13 @@ def main():
     copy = bench.copy_bandwidth(args.copy_elements)
     print(f"in-place copy: {copy / 1e9:.0f} GB/s", flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    rows, power = [], {}
-    found = dict(copy_gb_per_second=copy / 1e9, rows=rows, power=power)
+    rows, power, hosts = [], {}, {}
+    found = dict(copy_gb_per_second=copy / 1e9, rows=rows, power=power, hosts=hosts)
     for tree in args.trees:
         with PowerLog() as log:
-            for row in measure_tree(tree, copy):
+            hosts[tree] = measure_hosts(tree, [v for v in variants_of(tree) if v not in OURS[1:]])
+            print(hosts[tree], flush=True)
+            for row in measure_tree(tree, copy, hosts[tree]):
                 rows.append(row._asdict())
                 print(bench.format_rows([row]).splitlines()[1], flush=True)
                 report.write_run(args.out, args.revision, **found)  # after each: nothing is lost

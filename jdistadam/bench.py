@@ -214,31 +214,35 @@ def one_step(step: Any) -> Any:
     return jax.jit(lambda params, state, grads: step(grads, state, params), donate_argnums=(0, 1))
 
 
-def compile_one_step(tree: str, variant: str) -> tuple[Program, Any, float]:
-    """A compiled program of one step, arrays for it, and the seconds that compiling it took."""
+def compile_one_step(variant: str, args: Any, **options: Any) -> tuple[Program, float]:
+    """A program of one step on such arrays, and the seconds that compiling it took.
+
+    ``options`` are XLA's, for this program.
+    """
     _, step = VARIANTS[variant].make()
-    args = fresh_arrays(tree, variant)
     start = time.perf_counter()
-    program = one_step(step).lower(*args).compile()
-    return program, args, time.perf_counter() - start
+    program = one_step(step).lower(*args).compile(compiler_options=options)
+    return program, time.perf_counter() - start
 
 
-def host_seconds(programs: Sequence[tuple[Program, Any]], repeats: int = 20) -> list[float]:
+def host_seconds(programs: Sequence[tuple[str, Program]], arrays: dict[str, Any], repeats: int = 20) -> list[float]:  # noqa: E501  # fmt: skip
     """Median time until a call of one step returns, the device being idle when it begins.
 
     Args:
-      programs: Of one step, and arrays for them; they are called in turn.
+      programs: Programs of one step, each with the name of the arrays it works on. They are called
+        in turn.
+      arrays: By name, (params, state, grads); the first two are replaced.
       repeats: How often each is called.
     """
-    arrays = [jax.block_until_ready(args) for _, args in programs]
     times: list[list[float]] = [[] for _ in programs]
     for _ in range(repeats + 3):
-        for i, (program, _) in enumerate(programs):
-            params, state, grads = arrays[i]
+        for mine, (name, program) in zip(times, programs, strict=True):
+            params, state, grads = jax.block_until_ready(arrays[name])
             start = time.perf_counter()
             params, state = program(params, state, grads)
-            times[i].append(time.perf_counter() - start)
-            arrays[i] = jax.block_until_ready((params, state, grads))
+            mine.append(time.perf_counter() - start)
+            arrays[name] = params, state, grads
+    jax.block_until_ready(arrays)
     return [statistics.median(x[3:]) for x in times]
 
 
@@ -289,8 +293,9 @@ def measure(
     floor = parameters * how.bytes_per_parameter / copy
     host_us = compile_seconds = on_device = None
     if host:
-        program, arrays, compile_seconds = compile_one_step(tree, variant)
-        (host_us,) = (1e6 * x for x in host_seconds([(program, arrays)]))
+        arrays = {variant: fresh_arrays(tree, variant)}
+        program, compile_seconds = compile_one_step(variant, arrays[variant])
+        (host_us,) = (1e6 * x for x in host_seconds([(variant, program)], arrays))
         del program, arrays
     loops = loops or loops_for(floor)
     args = fresh_arrays(tree, variant)
