@@ -70,10 +70,13 @@ class PowerLog:
         self._process.wait()
 
     def summary(self):
-        """Of the samples at half of the highest power or more."""
+        """Of the samples at half of the highest power or more; None where nothing was sampled."""
         self._file.seek(0)
         lines = [line.strip().split(", ") for line in self._file if line.count(",") == 2]
-        samples = [(float(clock), float(watts), cap == "Active") for clock, watts, cap in lines]
+        known = [line for line in lines if "[N/A]" not in line]
+        samples = [(float(clock), float(watts), cap == "Active") for clock, watts, cap in known]
+        if not samples:
+            return None
         most = max(watts for _, watts, _ in samples)
         busy = [x for x in samples if x[1] >= most / 2]
         return {
@@ -223,6 +226,7 @@ def main():
                 report.write_run(args.out, args.revision, **found)  # after each: nothing is lost
         power[tree] = log.summary()
         print(power[tree], flush=True)
+        report.write_run(args.out, args.revision, **found)
     report.write_run(args.out, args.revision, **found, sizes=measure_sizes(copy))
     report.plot_bandwidth(args.out, args.out.with_suffix(".png"))
     print(f"wrote {args.out}")

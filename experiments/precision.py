@@ -14,11 +14,6 @@ import pathlib
 import subprocess
 import sys
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 POLICIES = {
     "float32 wire": ("--grad-comm-dtype", "float32"),
     "bfloat16 wire": ("--grad-comm-dtype", "bfloat16"),
@@ -27,11 +22,11 @@ POLICIES = {
     ),
     "bfloat16 main gradients": ("--grad-comm-dtype", "bfloat16", "--main-grads-dtype", "bfloat16"),
 }  # fmt: skip
-AGAIN = {
-    "optim_2": ("--strategy", "optim", "--replicas", "2"),
-    "optim_grads_1": ("--strategy", "optim_grads"),
-}
 FIRST = next(iter(POLICIES))
+AGAIN = {
+    f"{FIRST}, two replicas": ("--strategy", "optim", "--replicas", "2"),
+    f"{FIRST}, optim_grads": ("--strategy", "optim_grads"),
+}
 
 
 def folder_of(out, name):
@@ -61,8 +56,8 @@ def table(out):
         "| gradient norm, last | tokens/s | sent per device and step | peak memory per device |",
         "|---|---|---|---|---|---|---|",
     ]
-    again = [(f"{FIRST}, sums in another order", folder) for folder in folders_again(out)]
-    for name, folder in [(name, folder_of(out, name)) for name in POLICIES] + again:
+    for name in (*POLICIES, *again(out)):
+        folder = folder_of(out, name)
         curves, r = read(folder)
         differences = list(apart(out, folder).values())
         peak = r["peak_bytes_per_device"]
@@ -72,7 +67,7 @@ def table(out):
             f"{differences[-1]:+.4f} / {max(differences, key=abs):+.4f}",
             f"{list(curves['train_grad_norm'].values())[-1]:.3f}",
         )
-        if folder.parent == out:
+        if name in POLICIES:
             cells += (
                 f"{r['tokens_per_second']:,.0f}",
                 f"{r['bytes_sent_per_device'] / 1e6:,.1f} MB",
@@ -84,20 +79,22 @@ def table(out):
     return "\n".join(lines)
 
 
-def folders_again(out):
-    return [folder for name in AGAIN if (folder := out / "again" / name).exists()]
+def again(out):
+    return [name for name in AGAIN if folder_of(out, name).exists()]
 
 
 def plot(out, image):
     """Validation losses minus those of the float32 wire, and gradient norms."""
+    import matplotlib  # here, since who wants the table alone needs none
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 5.6), sharex=True, layout="constrained")
-    label = f"{FIRST}, sums in another order"
-    for folder in folders_again(out):
-        differences = apart(out, folder)
-        top.plot(
-            list(differences), list(differences.values()), color="0.6", ls="--", lw=1, label=label
-        )
-        label = None
+    for name, style in zip(again(out), ("--", ":"), strict=False):
+        differences = apart(out, folder_of(out, name))
+        steps, values = list(differences), list(differences.values())
+        top.plot(steps, values, color="0.5", ls=style, lw=1.2, label=name)
     for name in POLICIES:
         folder = folder_of(out, name)
         differences, norms = apart(out, folder), read(folder)[0]["train_grad_norm"]
@@ -122,7 +119,7 @@ def main():
     script = pathlib.Path(__file__).parent / "train_lm.py"
     runs = {folder_of(args.out, name): options for name, options in POLICIES.items()}
     for name, options in AGAIN.items():
-        runs[args.out / "again" / name] = (*POLICIES[FIRST], *options)
+        runs[folder_of(args.out, name)] = (*POLICIES[FIRST], *options)
     for folder, options in runs.items():
         print(f"== {folder.name}", flush=True)
         command = [sys.executable, str(script), *args.train_lm, *options, "--out", str(folder)]

@@ -52,8 +52,8 @@ def kernel_table() -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     seen: set[str] = set()
-    for path in sorted(RESULTS.glob("bench_kernel_h200*.json")):  # the latest run comes first
-        results = json.loads(path.read_text())["results"]
+    for name in ("bench_kernel_h200", "bench_kernel_h200_before", "bench_kernel_h200_earlier"):
+        results = json.loads((RESULTS / f"{name}.json").read_text())["results"]
         rows = results["rows"]
         for tree in dict.fromkeys(row["tree"] for row in rows):
             if tree in seen:

@@ -82,7 +82,7 @@ def _bench(trees: Sequence[str], *, list_trees: bool, as_json: bool) -> int:
         print(f"unknown tree {sorted(unknown)[0]!r}, expected one of {', '.join(bench.TREES)}")
         return 2
     on_gpu = jax.default_backend() == "gpu"
-    copy = bench.copy_bandwidth(1 << (28 if on_gpu else 26), (10, 40) if on_gpu else (1, 3))
+    copy = bench.copy_bandwidth(1 << (28 if on_gpu else 26), (130, 530) if on_gpu else (1, 3))
     rows = [
         bench.measure(tree, variant, copy)
         for tree in trees

@@ -19,10 +19,16 @@ def final_state(tmp_path, count, strategy, platform="cpu"):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     out = tmp_path / f"{count}.npz"
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu" if platform == "cpu" else "cuda,cpu",
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the process of the tests holds most of a GPU
-    }
+    env = (
+        os.environ
+        | {
+            "JAX_PLATFORMS": "cpu" if platform == "cpu" else "cuda,cpu",
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the process of the tests holds most of a GPU
+            "CUDA_VISIBLE_DEVICES": ",".join(
+                os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")[:4]
+            ),
+        }
+    )
     running = [
         subprocess.Popen(
             [sys.executable, TESTS / "one_of_many_processes.py", platform, str(i), str(count), str(port), strategy, out],
