@@ -180,8 +180,6 @@ def variants_of(tree):
 
 def measure_tree(tree, copy, hosts):
     """Yields rows."""
-    if (tree, "optax.adamw") not in SKIPPED and tree != "flat1B":
-        check(tree)
     for variant in variants_of(tree):
         row = bench.measure(tree, variant, copy, device_seconds=device_seconds, host=False)
         yield row._replace(**hosts.get(variant, {}))
@@ -217,6 +215,8 @@ def main():
     rows, power, hosts = [], {}, {}
     found = dict(copy_gb_per_second=copy / 1e9, rows=rows, power=power, hosts=hosts)
     for tree in args.trees:
+        if (tree, "optax.adamw") not in SKIPPED and tree != "flat1B":
+            check(tree)
         with PowerLog() as log:
             hosts[tree] = measure_hosts(tree, [v for v in variants_of(tree) if v not in OURS[1:]])
             print(hosts[tree], flush=True)

@@ -14,6 +14,8 @@ import pathlib
 import subprocess
 import sys
 
+from lm import markdown
+
 POLICIES = {
     "float32 wire": ("--grad-comm-dtype", "float32"),
     "bfloat16 wire": ("--grad-comm-dtype", "bfloat16"),
@@ -51,11 +53,16 @@ def apart(out, folder):
 
 def table(out):
     """One line for each policy and for each time that the first ran again."""
-    lines = [
-        "| gradients | validation loss, nats a byte | minus float32 wire, last / furthest "
-        "| gradient norm, last | tokens/s | sent per device and step | peak memory per device |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    columns = (
+        "gradients",
+        "validation loss, nats a byte",
+        "minus float32 wire, last / furthest",
+        "gradient norm, last",
+        "tokens/s",
+        "sent per device and step",
+        "peak memory per device",
+    )
+    table = []
     for name in (*POLICIES, *again(out)):
         folder = folder_of(out, name)
         curves, r = read(folder)
@@ -75,8 +82,8 @@ def table(out):
             )
         else:  # another placement: not to be compared
             cells += ("-",) * 3
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        table.append(cells)
+    return markdown.table(columns, table)
 
 
 def again(out):

@@ -10,6 +10,7 @@ import re
 import sys
 
 import precision
+from lm import markdown
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -17,11 +18,19 @@ RESULTS = ROOT / "experiments" / "results"
 
 def training_table() -> str:
     """One line for each run of train_lm.py, from its run.json."""
-    lines = [
-        "| devices | model | optimizer | seed | bytes seen | validation loss, nats a byte "
-        "| zlib -9 | tokens/s | params and state per device | peak memory per device |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    columns = (
+        "devices",
+        "model",
+        "optimizer",
+        "seed",
+        "bytes seen",
+        "validation loss, nats a byte",
+        "zlib -9",
+        "tokens/s",
+        "params and state per device",
+        "peak memory per device",
+    )
+    table = []
     for path in sorted(RESULTS.glob("train_lm_*/run.json")):
         run = json.loads(path.read_text())
         r = run["results"]
@@ -39,18 +48,25 @@ def training_table() -> str:
             f"{r['state_bytes_per_device'] / 1e6:,.1f} MB",
             f"{peak / 1e9:,.1f} GB" if peak else "not counted",
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        table.append(cells)
+    return markdown.table(columns, table)
 
 
 def kernel_table() -> str:
     """One line for each tree of bench_kernel.py: every way to step, as a share of the copy."""
-    lines = [
-        "| tree | float32 | bf16, float32 main | bf16, remainder16 | flat state, clipped "
-        "| optax.adamw | torch fused, called | torch fused, graph "
-        "| host, us: float32 / captured / flat / optax | compile, s: float32 / optax |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    columns = (
+        "tree",
+        "float32",
+        "bf16, float32 main",
+        "bf16, remainder16",
+        "flat state, clipped",
+        "optax.adamw",
+        "torch fused, called",
+        "torch fused, graph",
+        "host, us: float32 / captured / flat / optax",
+        "compile, s: float32 / optax",
+    )
+    table = []
     seen: set[str] = set()
     for name in ("bench_kernel_h200", "bench_kernel_h200_before", "bench_kernel_h200_earlier"):
         results = json.loads((RESULTS / f"{name}.json").read_text())["results"]
@@ -67,8 +83,8 @@ def kernel_table() -> str:
             for key, digits, variants in HOST_COLUMNS:
                 values = (hosts.get(variant, {}).get(key) for variant in variants)
                 cells.append(" / ".join("-" if x is None else f"{x:,.{digits}f}" for x in values))
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            table.append(cells)
+    return markdown.table(columns, table)
 
 
 VARIANTS = (
@@ -103,11 +119,15 @@ def _speed(row) -> str:
 
 def strategies_table() -> str:
     """One line for each strategy and mesh of four GPUs."""
-    lines = [
-        "| `sharding_strategy` | mesh | validation loss, nats a byte | tokens/s "
-        "| params and state per device | peak memory per device |",
-        "|---|---|---|---|---|---|",
-    ]
+    columns = (
+        "`sharding_strategy`",
+        "mesh",
+        "validation loss, nats a byte",
+        "tokens/s",
+        "params and state per device",
+        "peak memory per device",
+    )
+    table = []
     for folder in sorted((RESULTS / "strategies_h200_x4").iterdir()):
         strategy, replicas = folder.name.rsplit("_", 1)
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -121,17 +141,20 @@ def strategies_table() -> str:
             f"{r['state_bytes_per_device'] / 1e6:,.1f} MB",
             f"{r['peak_bytes_per_device'] / 1e9:,.1f} GB",
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        table.append(cells)
+    return markdown.table(columns, table)
 
 
 def plan_table() -> str:
     """One line for each strategy and policy on eight devices: bytes planned and compiled."""
-    lines = [
-        "| `sharding_strategy` | policy | held: plan / compiled | temporary: at most / compiled "
-        "| sent |",
-        "|---|---|---|---|---|",
-    ]
+    columns = (
+        "`sharding_strategy`",
+        "policy",
+        "held: plan / compiled",
+        "temporary: at most / compiled",
+        "sent",
+    )
+    table = []
     for row in json.loads((RESULTS / "plan_h200.json").read_text())["results"]["rows"]:
         if row["mesh"] == "8":
             cells = (
@@ -141,16 +164,19 @@ def plan_table() -> str:
                 f"{row['buffers_planned'] / 1e6:,.1f} / {row['temporary_compiled'] / 1e6:,.1f} MB",
                 f"{row['sent'] / 1e6:,.1f} MB",
             )
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            table.append(cells)
+    return markdown.table(columns, table)
 
 
 def plan_memory_table() -> str:
     """One line for each strategy and policy on four GPUs: bytes planned and counted there."""
-    lines = [
-        "| `sharding_strategy` | policy | held: plan / counted | temporary: at most / counted |",
-        "|---|---|---|---|",
-    ]
+    columns = (
+        "`sharding_strategy`",
+        "policy",
+        "held: plan / counted",
+        "temporary: at most / counted",
+    )
+    table = []
     for row in json.loads((RESULTS / "plan_memory_h200_x4.json").read_text())["results"]["rows"]:
         cells = (
             f'`"{row["strategy"]}"`',
@@ -158,17 +184,21 @@ def plan_memory_table() -> str:
             f"{row['held_planned']:,} / {row['held_measured']:,}",
             f"{row['buffers_planned'] / 1e6:,.1f} / {row['temporary_measured'] / 1e6:,.1f} MB",
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        table.append(cells)
+    return markdown.table(columns, table)
 
 
 def scan_runs_table() -> str:
     """One line for each way to hold the layers of a scanned model, trained on four GPUs."""
-    lines = [
-        "| `sharding_strategy` | training loss at steps 10, 20, 30, 40 | tokens/s "
-        "| sent per device and step | params and state per device | peak memory per device |",
-        "|---|---|---|---|---|---|",
-    ]
+    columns = (
+        "`sharding_strategy`",
+        "training loss at steps 10, 20, 30, 40",
+        "tokens/s",
+        "sent per device and step",
+        "params and state per device",
+        "peak memory per device",
+    )
+    table = []
     for strategy in ("optim_grads", "optim_grads_params"):
         curves, r = precision.read(RESULTS / "scan_h200_x4" / strategy)
         cells = (
@@ -179,18 +209,22 @@ def scan_runs_table() -> str:
             f"{r['state_bytes_per_device'] / 1e9:,.2f} GB",
             f"{r['peak_bytes_per_device'] / 1e9:,.1f} GB",
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        table.append(cells)
+    return markdown.table(columns, table)
 
 
 def scanned_table() -> str:
     """One line for each way to hold and to recompute the layers of a scanned model."""
     results = json.loads((RESULTS / "scanned_h200.json").read_text())["results"]
-    lines = [
-        f"| {results['parameters'] / 1e9:.2f}e9 parameters | `sharding_strategy` "
-        "| params, state and batch | temporary | elements gathered a step | audit |",
-        "|---|---|---|---|---|---|",
-    ]
+    columns = (
+        f"{results['parameters'] / 1e9:.2f}e9 parameters",
+        "`sharding_strategy`",
+        "params, state and batch",
+        "temporary",
+        "elements gathered a step",
+        "audit",
+    )
+    table = []
     for row in results["rows"]:
         cells = (
             row["name"],
@@ -200,8 +234,8 @@ def scanned_table() -> str:
             f"{row['gathered_found'] / 1e9:,.2f}e9",
             "as planned" if row["passed"] else "NOT as planned",
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        table.append(cells)
+    return markdown.table(columns, table)
 
 
 TABLES = {
