@@ -1,5 +1,6 @@
 // The XLA FFI handlers of the CPU kernels.
 #include "ffi_adam.h"
+#include "ffi_graph_node.h"
 #include "ffi_norm.h"
 #include "ffi_sum.h"
 
@@ -48,5 +49,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cpu, AdamHandler,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cpu, NormHandler,
                               JDISTADAM_NORM_BINDING(ffi::ThreadPool));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cpu, SumHandler, JDISTADAM_SUM_BINDING(ffi::ThreadPool));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamGraphNode_cpu, CheckPassed,
+                              ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 
 }  // namespace jdistadam

@@ -1,5 +1,6 @@
 // The XLA FFI handlers of the CUDA kernels.
 #include "ffi_adam.h"
+#include "ffi_graph_node.h"
 #include "ffi_norm.h"
 #include "ffi_sum.h"
 #include "kernels_cuda.h"
@@ -40,6 +41,24 @@ ffi::Error SumHandler(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaini
   return error.failure() ? error : LaunchError(SumCuda(call, stream));
 }
 
+// Captured, it leaves a node without work: XLA refuses a capture that leaves none.
+ffi::Error GraphNodeHandler(cudaStream_t stream, ffi::AnyBuffer operand,
+                            ffi::Result<ffi::AnyBuffer> result) {
+  if (ffi::Error error = CheckPassed(operand, result); error.failure()) return error;
+  cudaStreamCaptureStatus capture;
+  cudaGraph_t graph;
+  const cudaGraphNode_t* before;
+  size_t count;
+  cudaError_t error =
+      cudaStreamGetCaptureInfo(stream, &capture, nullptr, &graph, &before, nullptr, &count);
+  if (error != cudaSuccess || capture != cudaStreamCaptureStatusActive) return LaunchError(error);
+  cudaGraphNode_t node;
+  error = cudaGraphAddEmptyNode(&node, graph, before, count);
+  if (error != cudaSuccess) return LaunchError(error);
+  return LaunchError(cudaStreamUpdateCaptureDependencies(stream, &node, nullptr, 1,
+                                                         cudaStreamSetCaptureDependencies));
+}
+
 }  // namespace
 
 // kCmdBufferCompatible: handlers only enqueue kernels, so XLA may capture them in a CUDA graph.
@@ -51,6 +70,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cuda, NormHandler,
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cuda, SumHandler,
                               JDISTADAM_SUM_BINDING(ffi::PlatformStream<cudaStream_t>),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamGraphNode_cuda, GraphNodeHandler,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jdistadam

@@ -214,14 +214,11 @@ def one_step(step: Any) -> Any:
     return jax.jit(lambda params, state, grads: step(grads, state, params), donate_argnums=(0, 1))
 
 
-def compile_one_step(variant: str, args: Any, **options: Any) -> tuple[Program, float]:
-    """A program of one step on such arrays, and the seconds that compiling it took.
-
-    ``options`` are XLA's, for this program.
-    """
+def compile_one_step(variant: str, args: Any) -> tuple[Program, float]:
+    """A program of one step on such arrays, and the seconds that compiling it took."""
     _, step = VARIANTS[variant].make()
     start = time.perf_counter()
-    program = one_step(step).lower(*args).compile(compiler_options=options)
+    program = one_step(step).lower(*args).compile()
     return program, time.perf_counter() - start
 
 

@@ -14,7 +14,7 @@ from jdistadam import optax_leaves, partitioning, reference, trees
 from jdistadam.coefficients import coefficient_rows
 from jdistadam.config import Hyperparameters
 from jdistadam.errors import TreeError, describe
-from jdistadam.kernel import Operands, Scalars, Spec
+from jdistadam.kernel import Operands, Scalars, Spec, graph_nodes
 from jdistadam.main_state import MAIN_DTYPES, MainParamsState, main_leaves, split_state
 
 _LEAVES_A_CALL = 256
@@ -115,7 +115,8 @@ def step_leaves(
         else:
             dtypes = tuple(None if x is None else jnp.dtype(x.dtype) for x in leaf)
             calls.setdefault(dtypes, []).append(i)
-    scalars = Scalars.plain(coefficient_rows(hyper, count, (True, False)))
+    rows = graph_nodes(coefficient_rows(hyper, count, (True, False)))
+    scalars = Scalars.plain(rows)
     for dtypes, indices in _chunks(calls):
         mine = [leaves[i] for i in indices]
         mine_groups = tuple(groups[i] for i in indices)

@@ -65,6 +65,13 @@ def norm_calls(draw):
 
 
 @st.composite
+def graph_node_calls(draw):
+    array = (draw(shapes), draw(any_dtype))
+    call = dict(operands=[array], results=[array], aliases={0: 0}, attributes={})
+    return with_mistakes(draw, call | {"name": "graph_node"})
+
+
+@st.composite
 def adam_calls(draw):
     """A step as kernel.py makes it."""
     count = draw(st.sampled_from([2, 1, 3, 0]))
@@ -183,7 +190,12 @@ seen = collections.Counter()
 
 def assert_in_bounds(call):
     """What was accepted reads and writes inside of its arrays only."""
-    {"adam": check_adam, "sum": check_sum, "norm": check_norm}[call["name"]](call)
+    checks = {"adam": check_adam, "sum": check_sum, "norm": check_norm, "graph_node": check_node}
+    checks[call["name"]](call)
+
+
+def check_node(call):
+    assert call["operands"] == call["results"] and call["aliases"] == {0: 0}, call
 
 
 def check_norm(call):
@@ -227,7 +239,7 @@ def check_adam(call):
     max_examples=int(sys.argv[1]), deadline=None, database=None, derandomize=True,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
-@given(st.one_of(adam_calls(), sum_calls(), norm_calls()))
+@given(st.one_of(adam_calls(), sum_calls(), norm_calls(), graph_node_calls()))
 def call_handler(call):
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in call["results"]]
     operands = [jnp.ones(shape, dtype) for shape, dtype in call["operands"]]
@@ -247,5 +259,5 @@ def call_handler(call):
 if __name__ == "__main__":
     assert native.status("cpu").available, native.status("cpu").detail
     call_handler()
-    assert len(seen) == 6 and min(seen.values()) > 20, seen
+    assert len(seen) == 8 and min(seen.values()) > 20, seen
     print(seen)

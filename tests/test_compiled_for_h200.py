@@ -265,12 +265,32 @@ def test_the_step_is_captured_in_a_cuda_graph(h200s, tmp_path):
 
     options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
     jda.train_step(loss, tx, compiler_options=options).lower(state, batch).compile()
+    assert captured(tmp_path, "thunk_sequence") == [False, False]  # norm and step
+    assert captured(tmp_path, "thunk_sequence_after_thunk_passes") == [True, True]
 
-    def captured(name):
-        """For every foreign call, whether it stands indented, below a kCommandBuffer."""
-        (dump,) = tmp_path.glob(f"*.{name}.txt")
-        lines = dump.read_text().splitlines()
-        return [line.startswith("    ") for line in lines if "kCustomCall" in line]
 
-    assert captured("thunk_sequence") == [False, False]  # norm and step
-    assert captured("thunk_sequence_after_thunk_passes") == [True, True]
+@pytest.mark.parametrize("mode", ["step", "update", "main", "remainder"])
+def test_a_step_of_its_own_is_captured_in_a_cuda_graph(h200s, tmp_path, mode):
+    """Also without the gradients in the same program, where XLA finds little to put in a graph."""
+    mesh = h200s(1)
+    main = {"main": jnp.float32, "remainder": "remainder16"}.get(mode)
+    tx = jda.fused_adamw(1e-3, main_params_dtype=main)
+    dtype = jnp.bfloat16 if main else jnp.float32
+    params = {"w": jax.ShapeDtypeStruct((64, 64), dtype)}
+    args = placed(mesh, (params, jax.eval_shape(tx.init, params), params), P())
+    options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+    function = tx.update if mode == "update" else tx.step
+
+    def step(params, state, grads):  # in the order of the results, by which JAX pairs donated ones
+        return function(grads, state, params)
+
+    jax.jit(step, donate_argnums=(0, 1), compiler_options=options).lower(*args).compile()
+    assert not any(captured(tmp_path, "thunk_sequence"))
+    assert all(calls := captured(tmp_path, "thunk_sequence_after_thunk_passes")) and calls
+
+
+def captured(folder, name):
+    """For every foreign call, whether it stands indented, below a kCommandBuffer."""
+    (dump,) = folder.glob(f"*.{name}.txt")
+    lines = dump.read_text().splitlines()
+    return [line.startswith("    ") for line in lines if "kCustomCall" in line]
