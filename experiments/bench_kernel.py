@@ -33,8 +33,7 @@ UNLOOPED = {("many1000x4k", "optax.adamw")}  # XLA does not compile the loop in 
 def device_seconds(program, args):
     """Time of all kernels of one run, from the profiler.
 
-    Copies are left out: those of the loop's operands are made once for all its steps. A copy in the
-    step itself would show in the wall time alone.
+    Copies are left out. One in the step itself would show in the wall time alone.
     """
     args = jax.block_until_ready(program(*args))
     with tempfile.TemporaryDirectory() as folder:
