@@ -66,17 +66,19 @@ def kernel_table() -> str:
         "host, us: float32 / flat / optax",
         "compile, s: float32 / optax",
     )
-    results = json.loads((RESULTS / "bench_kernel_h200.json").read_text())["results"]
     table = []
-    for tree, hosts in results["hosts"].items():
-        mine = {row["variant"]: row for row in results["rows"] if row["tree"] == tree}
-        first = mine["float32"]
-        cells = [f"{tree}: {first['leaves']:,} leaves, {first['parameters'] / 1e6:,.1f} M"]
-        cells += [_speed(mine.get(variant)) for variant in VARIANTS]
-        for key, digits, variants in HOST_COLUMNS:
-            values = (hosts.get(variant, {}).get(key) for variant in variants)
-            cells.append(" / ".join("-" if x is None else f"{x:,.{digits}f}" for x in values))
-        table.append(cells)
+    for name in ("bench_kernel_h200", "bench_kernel_h200_llama1b"):
+        results = json.loads((RESULTS / f"{name}.json").read_text())["results"]
+        for tree, hosts in results["hosts"].items():
+            mine = {row["variant"]: row for row in results["rows"] if row["tree"] == tree}
+            first = mine["float32"]
+            cells = [f"{tree}: {first['leaves']:,} leaves, {first['parameters'] / 1e6:,.1f} M"]
+            cells += [_speed(mine.get(variant)) for variant in VARIANTS]
+            for key, digits, variants in HOST_COLUMNS:
+                values = (hosts.get(variant, {}).get(key) for variant in variants)
+                texts = ("-" if x is None else f"{x:,.{digits}f}" for x in values)
+                cells.append(" / ".join(texts))
+            table.append(cells)
     return markdown.table(columns, table)
 
 
