@@ -20,7 +20,6 @@ import tempfile
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")  # torch needs memory too
 
 import jax
-import jax.numpy as jnp
 from lm import report
 
 from jdistadam import bench
@@ -84,23 +83,6 @@ class PowerLog:
         }
 
 
-@jax.jit
-def furthest(a, b):
-    """Of two arrays, in units of a few last places: at most one is equal."""
-    return jnp.max(jnp.abs(a - b) / (1e-7 + 1e-6 * jnp.abs(b)))
-
-
-def check(tree, programs, arrays):
-    """Correct first: one step of ours and of optax give the same parameters."""
-    for variant in ("float32", "optax.adamw"):
-        params, state, grads = arrays[variant]
-        arrays[variant] = (*programs[variant](params, state, grads), grads)
-    pairs = zip(*(jax.tree.leaves(arrays[v][0]) for v in ("float32", "optax.adamw")), strict=True)
-    worst = max(float(furthest(a, b)) for a, b in pairs)
-    if not worst <= 1:
-        raise AssertionError(f"{tree}: steps of ours and of optax differ: {worst} times the bound")
-
-
 def torch_rows(tree, copy):
     """torch's fused AdamW: called, and replayed from a CUDA graph. One row each."""
     try:
@@ -149,26 +131,6 @@ def torch_rows(tree, copy):
     return rows
 
 
-def measure_hosts(tree, variants):
-    """Microseconds of a call and seconds of its compilation, of several variants in turn.
-
-    Checks one step of ours against optax.
-    """
-    params, state, grads = bench.fresh_arrays(tree, variants[0])
-    arrays = {variants[0]: (params, state, grads)}
-    for variant in variants[1:]:  # all of float32: the gradients are the same
-        params, state, _ = bench.fresh_arrays(tree, variant)
-        arrays[variant] = (params, state, grads)
-    compiled = {v: bench.compile_one_step(v, arrays[v]) for v in variants}
-    programs = {v: program for v, (program, _) in compiled.items()}
-    check(tree, programs, arrays)
-    seconds = bench.host_seconds(list(programs.items()), arrays, repeats=40)
-    return {
-        v: dict(host_microseconds=1e6 * host, compile_seconds=compile_seconds)
-        for (v, (_, compile_seconds)), host in zip(compiled.items(), seconds, strict=True)
-    }
-
-
 def variants_of(tree):
     flat = () if tree == "flat1B" else (FLAT,)
     return [*OURS, *flat, "optax.adamw"]
@@ -177,7 +139,7 @@ def variants_of(tree):
 def measure_tree(tree, copy, hosts):
     """Yields rows."""
     for variant in (v for v in variants_of(tree) if (tree, v) not in UNLOOPED):
-        row = bench.measure(tree, variant, copy, device_seconds=device_seconds, host=False)
+        row = bench.measure(tree, variant, copy, device_seconds=device_seconds)
         yield row._replace(**hosts.get(variant, {}))
     yield from torch_rows(tree, copy)
 
@@ -188,7 +150,7 @@ def measure_sizes(copy):
     for exponent in range(12, 31, 3):
         name = f"2^{exponent}"
         bench.TREES[name] = {"w": (1 << exponent,)}
-        row = bench.measure(name, "float32", copy, device_seconds=device_seconds, host=False)
+        row = bench.measure(name, "float32", copy, device_seconds=device_seconds)
         nbytes = 28 << exponent
         speeds = {
             "wall": nbytes / row.wall_microseconds / 1e3,
@@ -212,7 +174,8 @@ def main():
     found = dict(copy_gb_per_second=copy / 1e9, rows=rows, power=power, hosts=hosts)
     for tree in args.trees:
         with PowerLog() as log:
-            hosts[tree] = measure_hosts(tree, [v for v in variants_of(tree) if v not in OURS[1:]])
+            called = [v for v in variants_of(tree) if v not in OURS[1:]]
+            hosts[tree] = bench.measure_hosts(tree, called, repeats=40)
             print(hosts[tree], flush=True)
             for row in measure_tree(tree, copy, hosts[tree]):
                 rows.append(row._asdict())

@@ -83,11 +83,12 @@ def _bench(trees: Sequence[str], *, list_trees: bool, as_json: bool) -> int:
         return 2
     on_gpu = jax.default_backend() == "gpu"
     copy = bench.copy_bandwidth(1 << (28 if on_gpu else 26), (130, 530) if on_gpu else (1, 3))
-    rows = [
-        bench.measure(tree, variant, copy)
-        for tree in trees
-        for variant in ("float32", "bf16, float32 main", "bf16, remainder16", "optax.adamw")
-    ]
+    rows = []
+    for tree in trees:
+        hosts = bench.measure_hosts(tree, ("float32", "optax.adamw"))
+        for variant in ("float32", "bf16, float32 main", "bf16, remainder16", "optax.adamw"):
+            row = bench.measure(tree, variant, copy)
+            rows.append(row._replace(**hosts.get(variant, {})))
     kind = jax.devices()[0].device_kind
     if as_json:
         results = [row._asdict() for row in rows]

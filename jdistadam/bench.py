@@ -215,34 +215,6 @@ def one_step(step: Any) -> Any:
     return jax.jit(lambda params, state, grads: step(grads, state, params), donate_argnums=(0, 1))
 
 
-def compile_one_step(variant: str, args: Any) -> tuple[Program, float]:
-    """A program of one step on such arrays, and the seconds that compiling it took."""
-    _, step = VARIANTS[variant].make()
-    start = time.perf_counter()
-    program = one_step(step).lower(*args).compile()
-    return program, time.perf_counter() - start
-
-
-def host_seconds(programs: Sequence[tuple[str, Program]], arrays: dict[str, Any], repeats: int = 20) -> list[float]:  # noqa: E501  # fmt: skip
-    """Median time until a call of one step returns, the device being idle when it begins.
-
-    Args:
-      programs: Programs of one step, each with the name of the arrays it works on. They are called
-        in turn, and then in the reverse order: what ran before fills the caches of the host.
-      arrays: By name, (params, state, grads); the first two are replaced.
-      repeats: How often each is called.
-    """
-    times: list[list[float]] = [[] for _ in programs]
-    for i in range(repeats + 3):
-        for mine, (name, program) in list(zip(times, programs, strict=True))[:: (-1) ** i]:
-            params, state, grads = arrays[name]
-            start = time.perf_counter()
-            params, state = program(params, state, grads)
-            mine.append(time.perf_counter() - start)
-            arrays[name] = jax.block_until_ready((params, state, grads))
-    return [statistics.median(x[3:]) for x in times]
-
-
 class Measured(NamedTuple):
     """One row of results; the last fields are filled in by who can measure them."""
 
@@ -252,10 +224,10 @@ class Measured(NamedTuple):
     variant: str
     wall_microseconds: float
     wall_share_of_copy: float
-    host_microseconds: float | None = None
-    compile_seconds: float | None = None
     device_microseconds: float | None = None
     device_share_of_copy: float | None = None
+    host_microseconds: float | None = None
+    compile_seconds: float | None = None
 
 
 def fresh_arrays(tree: str, variant: str) -> Any:
@@ -272,7 +244,6 @@ def measure(
     copy: float,
     loops: Loops | None = None,
     device_seconds: Callable[..., float] | None = None,
-    host: bool = True,
 ) -> Measured:
     """Compiles, warms up and times one variant on one tree.
 
@@ -283,17 +254,11 @@ def measure(
       loops: Numbers of steps of the two programs; None: ``loops_for`` the floor.
       device_seconds: ``device_seconds(program, args)`` runs the compiled program of fewer steps
         and returns the time of the device alone.
-      host: Whether to time one call and its compilation, too.
     """
     shapes, how = TREES[tree], VARIANTS[variant]
     parameters = sum(int(np.prod(shape)) for shape in shapes.values())
     floor = parameters * how.bytes_per_parameter / copy
-    host_us = compile_seconds = on_device = None
-    if host:
-        arrays = {variant: fresh_arrays(tree, variant)}
-        program, compile_seconds = compile_one_step(variant, arrays[variant])
-        (host_us,) = (1e6 * x for x in host_seconds([(variant, program)], arrays))
-        del program, arrays
+    on_device = None
     loops = loops or loops_for(floor)
     args = fresh_arrays(tree, variant)
     programs: dict[int, Program] = {}
@@ -306,10 +271,64 @@ def measure(
     if device_seconds is not None:
         on_device = device_seconds(programs[loops[0]], args) / loops[0]
     return Measured(
-        tree, len(shapes), parameters, variant, wall * 1e6, floor / wall, host_us, compile_seconds,
+        tree, len(shapes), parameters, variant, wall * 1e6, floor / wall,
         None if on_device is None else on_device * 1e6,
         None if on_device is None else floor / on_device,
     )  # fmt: skip
+
+
+def measure_hosts(tree: str, variants: Sequence[str], repeats: int = 20) -> dict[str, Any]:
+    """Times calls of one step of several variants, and checks ours against optax.
+
+    A call is timed until it returns, the device being idle when it begins. The variants are called
+    in turn, and then in the reverse order: what ran before fills the caches of the host.
+
+    Args:
+      tree: One of ``TREES``.
+      variants: Of ``VARIANTS``; their gradients are those of the first.
+      repeats: How often each is called.
+
+    Returns:
+      For each variant the fields ``host_microseconds``, a median, and ``compile_seconds``.
+
+    Raises:
+      AssertionError: A step of "float32" and one of "optax.adamw" part by more than a few units in
+        the last place.
+    """
+    arrays = {variant: fresh_arrays(tree, variant) for variant in variants[:1]}
+    grads = arrays[variants[0]][2]
+    for variant in variants[1:]:
+        arrays[variant] = (*fresh_arrays(tree, variant)[:2], grads)
+    programs, results = {}, {}
+    for variant in variants:
+        start = time.perf_counter()
+        step = one_step(VARIANTS[variant].make()[1])
+        programs[variant] = step.lower(*arrays[variant]).compile()
+        results[variant] = {"compile_seconds": time.perf_counter() - start}
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    for i in range(repeats + 3):
+        for variant in list(variants)[:: (-1) ** i]:
+            params, state, grads = arrays[variant]
+            start = time.perf_counter()
+            params, state = programs[variant](params, state, grads)
+            times[variant].append(time.perf_counter() - start)
+            arrays[variant] = jax.block_until_ready((params, state, grads))
+        if i == 0 and {"float32", "optax.adamw"} <= set(variants):
+            _check_equal(tree, arrays["float32"][0], arrays["optax.adamw"][0])
+    for variant, seconds in times.items():
+        results[variant]["host_microseconds"] = 1e6 * statistics.median(seconds[3:])
+    return results
+
+
+def _check_equal(tree: str, ours: Any, theirs: Any) -> None:
+    worst = max(map(float, jax.tree.leaves(jax.tree.map(_furthest, ours, theirs))))
+    if not worst <= 1:
+        raise AssertionError(f"{tree}: steps of ours and of optax differ: {worst} times the bound")
+
+
+@jax.jit
+def _furthest(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.max(jnp.abs(a - b) / (1e-7 + 1e-6 * jnp.abs(b)))
 
 
 def format_rows(rows: Sequence[Measured]) -> str:

@@ -102,7 +102,27 @@ def test_bench_measures_every_variant(monkeypatch, capsys):
         assert row["parameters"] == 300 * 70 + 70 and row["leaves"] == 2
         share = nbytes / (row["wall_microseconds"] * 1e-6) / 1e9
         np.testing.assert_allclose(row["wall_share_of_copy"], share, rtol=1e-12)
-        assert row["host_microseconds"] > 0 and row["compile_seconds"] > 0
+    for name in ("float32", "optax.adamw"):
+        assert rows[name]["host_microseconds"] > 0 and rows[name]["compile_seconds"] > 0
+
+
+def test_bench_compares_with_optax_before_it_times(monkeypatch):
+    """Also a step that is wrong in one leaf, by little."""
+    monkeypatch.setitem(bench.TREES, "small", {"w": (300, 70), "b": (70,)})
+    assert set(bench.measure_hosts("small", ("float32", "optax.adamw"), 1)) == {
+        "float32",
+        "optax.adamw",
+    }
+    init, step = bench.VARIANTS["float32"].make()
+
+    def wrong(grads, state, params):
+        new, state = step(grads, state, params)
+        return new | {"b": new["b"] * (1 + 1e-5)}, state
+
+    variant = bench.VARIANTS["float32"]._replace(make=lambda: (init, wrong))
+    monkeypatch.setitem(bench.VARIANTS, "float32", variant)
+    with pytest.raises(AssertionError, match="small: steps of ours and of optax differ"):
+        bench.measure_hosts("small", ("float32", "optax.adamw"), 1)
 
 
 def test_bench_lists_its_trees_and_refuses_others(capsys):
