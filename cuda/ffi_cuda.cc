@@ -41,22 +41,35 @@ ffi::Error SumHandler(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaini
   return error.failure() ? error : LaunchError(SumCuda(call, stream));
 }
 
-// Captured, it leaves a node without work: XLA refuses a capture that leaves none.
-ffi::Error GraphNodeHandler(cudaStream_t stream, ffi::AnyBuffer operand,
-                            ffi::Result<ffi::AnyBuffer> result) {
-  if (ffi::Error error = CheckPassed(operand, result); error.failure()) return error;
+// Behind what a stream has captured so far, a node without work. Nothing if it captures nothing.
+cudaError_t CaptureEmptyNode(cudaStream_t stream) {
   cudaStreamCaptureStatus capture;
   cudaGraph_t graph;
+  cudaGraphNode_t node;
   const cudaGraphNode_t* before;
   size_t count;
+#if CUDART_VERSION >= 13000
   cudaError_t error =
       cudaStreamGetCaptureInfo(stream, &capture, nullptr, &graph, &before, nullptr, &count);
-  if (error != cudaSuccess || capture != cudaStreamCaptureStatusActive) return LaunchError(error);
-  cudaGraphNode_t node;
+#else  // without the data of edges
+  cudaError_t error = cudaStreamGetCaptureInfo(stream, &capture, nullptr, &graph, &before, &count);
+#endif
+  if (error != cudaSuccess || capture != cudaStreamCaptureStatusActive) return error;
   error = cudaGraphAddEmptyNode(&node, graph, before, count);
-  if (error != cudaSuccess) return LaunchError(error);
-  return LaunchError(cudaStreamUpdateCaptureDependencies(stream, &node, nullptr, 1,
-                                                         cudaStreamSetCaptureDependencies));
+  if (error != cudaSuccess) return error;
+#if CUDART_VERSION >= 13000
+  return cudaStreamUpdateCaptureDependencies(stream, &node, nullptr, 1,
+                                             cudaStreamSetCaptureDependencies);
+#else
+  return cudaStreamUpdateCaptureDependencies(stream, &node, 1, cudaStreamSetCaptureDependencies);
+#endif
+}
+
+// XLA refuses a capture that leaves no node.
+ffi::Error GraphNodeHandler(cudaStream_t stream, ffi::AnyBuffer operand,
+                            ffi::Result<ffi::AnyBuffer> result) {
+  const ffi::Error error = CheckPassed(operand, result);
+  return error.failure() ? error : LaunchError(CaptureEmptyNode(stream));
 }
 
 }  // namespace

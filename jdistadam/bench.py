@@ -278,10 +278,11 @@ def measure(
 
 
 def measure_hosts(tree: str, variants: Sequence[str], repeats: int = 20) -> dict[str, Any]:
-    """Times calls of one step of several variants, and checks ours against optax.
+    """Times calls of one step of several variants.
 
-    A call is timed until it returns, the device being idle when it begins. The variants are called
-    in turn, and then in the reverse order: what ran before fills the caches of the host.
+    Where both are named, "float32" is checked against "optax.adamw" first. A call is timed until
+    it returns, the device being idle when it begins. The variants are called in turn, and then in
+    the reverse order: what ran before fills the caches of the host.
 
     Args:
       tree: One of ``TREES``.
@@ -321,14 +322,14 @@ def measure_hosts(tree: str, variants: Sequence[str], repeats: int = 20) -> dict
 
 
 def _check_equal(tree: str, ours: Any, theirs: Any) -> None:
-    worst = max(map(float, jax.tree.leaves(jax.tree.map(_furthest, ours, theirs))))
-    if not worst <= 1:
-        raise AssertionError(f"{tree}: steps of ours and of optax differ: {worst} times the bound")
+    if wrong := [name for name in ours if not _is_close(ours[name], theirs[name])]:
+        raise AssertionError(f"{tree}: steps of ours and of optax differ in {', '.join(wrong)}")
 
 
 @jax.jit
-def _furthest(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.max(jnp.abs(a - b) / (1e-7 + 1e-6 * jnp.abs(b)))
+def _is_close(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Equal to a few units in the last place, and no NaN: a maximum can lose one on a CPU."""
+    return jnp.all(jnp.abs(a - b) <= 1e-7 + 1e-6 * jnp.abs(b))
 
 
 def format_rows(rows: Sequence[Measured]) -> str:

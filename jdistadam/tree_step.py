@@ -115,7 +115,9 @@ def step_leaves(
         else:
             dtypes = tuple(None if x is None else jnp.dtype(x.dtype) for x in leaf)
             calls.setdefault(dtypes, []).append(i)
-    rows = graph_nodes(coefficient_rows(hyper, count, (True, False)))
+    rows = coefficient_rows(hyper, count, (True, False))
+    if not all(set(dtypes).intersection(optax_leaves.DTYPES) for dtypes in calls):
+        rows = graph_nodes(rows)  # optax's own arithmetic can be mapped and differentiated
     scalars = Scalars.plain(rows)
     for dtypes, indices in _chunks(calls):
         mine = [leaves[i] for i in indices]
