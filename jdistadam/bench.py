@@ -230,12 +230,13 @@ class Measured(NamedTuple):
     compile_seconds: float | None = None
 
 
-def fresh_arrays(tree: str, variant: str) -> Any:
-    """Params, state and gradients."""
+def fresh_arrays(tree: str, variant: str, grads: Any = None) -> Any:
+    """Params, state and gradients: these, or new ones."""
     shapes, how = TREES[tree], VARIANTS[variant]
     params = make_tree(shapes, 0.1, how.param_dtype)
     state = jax.jit(how.make()[0])(params)
-    return jax.block_until_ready((params, state, make_tree(shapes, 0.01, how.grad_dtype)))
+    grads = make_tree(shapes, 0.01, how.grad_dtype) if grads is None else grads
+    return jax.block_until_ready((params, state, grads))
 
 
 def measure(
@@ -296,10 +297,8 @@ def measure_hosts(tree: str, variants: Sequence[str], repeats: int = 20) -> dict
       AssertionError: A step of "float32" and one of "optax.adamw" part by more than a few units in
         the last place.
     """
-    arrays = {variant: fresh_arrays(tree, variant) for variant in variants[:1]}
-    grads = arrays[variants[0]][2]
-    for variant in variants[1:]:
-        arrays[variant] = (*fresh_arrays(tree, variant)[:2], grads)
+    grads = make_tree(TREES[tree], 0.01, VARIANTS[variants[0]].grad_dtype)
+    arrays = {variant: fresh_arrays(tree, variant, grads) for variant in variants}
     programs, results = {}, {}
     for variant in variants:
         start = time.perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -116,19 +116,23 @@ def step_leaves(
             dtypes = tuple(None if x is None else jnp.dtype(x.dtype) for x in leaf)
             calls.setdefault(dtypes, []).append(i)
     rows = coefficient_rows(hyper, count, (True, False))
-    if not all(set(dtypes).intersection(optax_leaves.DTYPES) for dtypes in calls):
-        rows = graph_nodes(rows)  # optax's own arithmetic can be mapped and differentiated
+    if not all(map(_is_left_to_optax, calls)):  # a step without a foreign call stays without one
+        rows = graph_nodes(rows)
     scalars = Scalars.plain(rows)
     for dtypes, indices in _chunks(calls):
         mine = [leaves[i] for i in indices]
         mine_groups = tuple(groups[i] for i in indices)
-        if set(dtypes).intersection(optax_leaves.DTYPES):
+        if _is_left_to_optax(dtypes):
             results = _call_optax(mode, hyper, count, mine, mine_groups)
         else:
             results = _call(mode, scalars, mine, mine_groups, hyper.nesterov)
         for i, leaf in zip(indices, results, strict=True):
             new[i] = leaf
     return new
+
+
+def _is_left_to_optax(dtypes: Iterable[Any]) -> bool:
+    return not set(dtypes).isdisjoint(optax_leaves.DTYPES)
 
 
 def _chunks(calls: dict[Any, list[int]]) -> Iterator[tuple[Any, list[int]]]:
