@@ -12,7 +12,8 @@ from importlib.metadata import PackageNotFoundError as _NotInstalled
 from importlib.metadata import version as _version
 
 from jdistadam.accumulation import AccumulatedGrads
-from jdistadam.checkpoint import from_optax_state, to_optax_state
+from jdistadam.batches import shard_batch
+from jdistadam.checkpoint import from_optax_state, main_params, to_optax_state
 from jdistadam.combine import chain, inject_hyperparams
 from jdistadam.config import MixedPrecisionPolicy
 from jdistadam.distributed import distributed_fused_adam, distributed_fused_adamw
@@ -22,6 +23,7 @@ from jdistadam.errors import (
     DtypeError,
     HyperparameterError,
     JDistAdamError,
+    LayoutError,
     MeshError,
     NativeError,
     PolicyError,
@@ -30,13 +32,13 @@ from jdistadam.errors import (
 )
 from jdistadam.gather import gather_params, remat_policy
 from jdistadam.loss_scale import DynamicLossScale, LossScaleState
-from jdistadam.main_state import MainParamsState, main_params
+from jdistadam.main_state import MainParamsState
 from jdistadam.memory_plan import Plan, plan
 from jdistadam.nonfinite import count_nonfinite, nonfinite_paths
 from jdistadam.optimizer import fused_adam, fused_adamw
 from jdistadam.program_audit import Audit, audit
-from jdistadam.train_state import TrainState, full_params
-from jdistadam.training import local_params, shard_batch, train_step
+from jdistadam.train_state import TrainState, full_params, reload_main_params
+from jdistadam.training import local_params, train_step
 from jdistadam.transformation import FusedTransformation
 
 try:
@@ -54,6 +56,7 @@ __all__ = [
     "FusedTransformation",
     "HyperparameterError",
     "JDistAdamError",
+    "LayoutError",
     "LossScaleState",
     "MainParamsState",
     "MeshError",
@@ -79,6 +82,7 @@ __all__ = [
     "main_params",
     "nonfinite_paths",
     "plan",
+    "reload_main_params",
     "remat_policy",
     "scale_loss",
     "shard_batch",

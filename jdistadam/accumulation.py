@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdistadam import buckets, collectives
 from jdistadam.distributed_checks import (
@@ -33,12 +34,13 @@ class AccumulatedGrads:
       sums: The weighted sum of gradients, in main_grads_dtype. Under "no_shard" and "optim" a tree
         like params, of this device's own gradients. Under "optim_grads" and "optim_grads_params"
         a list, for each bucket of the layout this device's shard of the sum over ``shard_axis``.
-      weight: Shape (), float32: the sum of this device's weights.
+      weight: Shape (), float32: the sum of this device's weights. A numpy number where it is
+        known while compiling, the same on all devices and above zero.
       like: Structure, shapes and dtypes of the params, on which the layout depends.
     """
 
     sums: Any
-    weight: jax.Array
+    weight: Any
     like: Any
 
     def like_params(self) -> Any:
@@ -74,7 +76,8 @@ def accumulate_local(
     dtype = config.policy.main_grads_dtype
     if weight is not None:
         refuse_weights_of_sums(grads, whole)
-        grads = jax.tree.map(lambda x: weighted(x.astype(dtype), weight), grads)
+        weight = _valid(weight)
+        grads = jax.tree.map(lambda x: weighted(x.astype(jnp.float32), weight), grads)
     if config.parallel.shards_grads:
         grads = inner_shards(config, config.layout(whole), jax.tree.leaves(grads))
 
@@ -87,22 +90,36 @@ def accumulate_local(
 
 
 def weighted(x: jax.Array, weight: Any) -> jax.Array:
-    """``x * weight``, zero where the weight is: the mean over no tokens is NaN, and counts not."""
-    weight = jnp.asarray(weight, x.dtype)
-    return jnp.where(weight > 0, x * weight, jnp.zeros((), x.dtype))
+    """``x * weight`` in float32, and zero where the weight is zero, whatever x holds.
+
+    The mean over no tokens is NaN, and must not count. A weight that is NaN makes NaN of x.
+    """
+    weight = _valid(weight)
+    return jnp.where(weight == 0, jnp.zeros((), x.dtype), x * weight)
 
 
-def mean_factor(config: DistributedConfig, weight: Any) -> jax.Array:
+def _valid(weight: Any) -> jax.Array:
+    """A weight in float32. A negative one becomes NaN: a program cannot raise, this shows."""
+    weight = jnp.asarray(weight, jnp.float32)
+    return jnp.where(weight < 0, jnp.nan, weight)
+
+
+def mean_factor(config: DistributedConfig, weight: Any) -> tuple[jax.Array, jax.Array | None]:
     """What a sum over devices is multiplied by: one over the sum of all weights, or zero.
 
     Args:
       config: The configuration.
-      weight: This device's weight, a traced float32 scalar. None: 1 on every device.
+      weight: This device's weight, a float32 scalar. None: 1 on every device. A numpy number: the
+        same on every device.
+
+    Returns:
+      The factor, and whether the sum of weights is zero; None where that cannot be.
     """
-    if weight is None:
-        return jnp.float32(1 / config.parallel.num_devices)
+    num_devices = config.parallel.num_devices
+    if weight is None or isinstance(weight, np.generic):
+        return jnp.float32(1 / (num_devices * (1 if weight is None else float(weight)))), None
     total = collectives.all_reduce(weight, config.parallel.data_axes)
-    return jnp.where(total > 0, 1 / total, 0)
+    return jnp.where(total == 0, 0, 1 / total), total == 0
 
 
 def inner_shards(

@@ -17,7 +17,8 @@ from jdistadam.distributed_step import DistributedState, find_state, is_distribu
 from jdistadam.distributed_transformation import DistributedTransformation
 from jdistadam.errors import TreeError, describe
 from jdistadam.layout import Layout
-from jdistadam.train_state import TrainState, own
+from jdistadam.main_state import main_params_of
+from jdistadam.train_state import TrainState, check_layout, own, remember_params
 
 
 def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[Any, Any]:
@@ -30,28 +31,24 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
       state: A train state made with ``tx``.
       tx: The distributed optimizer.
 
+    Raises:
+      LayoutError: The state is of another layout than that of ``tx``.
+
     Returns:
       The float32 main parameters, and exactly the pytree that ``optax.adamw(...).init`` (or
       ``optax.adam``, within ``optax.chain``, as ``tx`` was made) returns for the same
       hyperparameters, with the counts, mu and nu of ``state``. numpy arrays.
     """
+    check_layout(state, tx)
     layout = tx.config.layout(tx.config.tensor_local(state.params))
     treedef = jax.tree.structure(state.params)
     own = find_state(state.opt_state)
-
-    def leaves(flat: jax.Array) -> list[Any]:
-        return _global_leaves(tx.config, layout, state.params, flat)
-
-    main = [_fetch(x) for x in jax.tree.leaves(state.params)]
-    if own.main_params is not None:
-        kept = leaves(own.main_params)
-        splits = tx.config.policy.keeps_remainders
-        for i in (i for bucket in layout.buckets if bucket.has_main for i in bucket.leaves):
-            main[i] = reference.join(main[i], kept[i], np) if splits else kept[i]
-    main = [x.astype(np.float32) for x in main]
-
+    main = [x.astype(np.float32) for x in _main_leaves(tx.config, layout, state.params, own)]
     count = np.asarray(own.count)
-    mu, nu = (jax.tree.unflatten(treedef, leaves(flat)) for flat in (own.mu, own.nu))
+    mu, nu = (
+        jax.tree.unflatten(treedef, _global_leaves(tx.config, layout, state.params, flat))
+        for flat in (own.mu, own.nu)
+    )
     adam, *rest = _optax_template(tx, state.params)
     adam = adam._replace(count=count, mu=mu, nu=nu)
     theirs = (adam, *(_with_count(part, count) for part in rest))
@@ -61,6 +58,63 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
         is_leaf=is_distributed_state,
     )
     return jax.tree.unflatten(treedef, main), opt_state
+
+
+def main_params(params: Any, opt_state: Any, tx: Any = None) -> Any:
+    """Returns the exact parameters that the optimizer updates.
+
+    Args:
+      params: The params, as ``step`` or ``optax.apply_updates`` left them.
+      opt_state: The state that belongs to them: of ``fused_adamw``, ``fused_adam``, a distributed
+        optimizer, or a ``chain`` with one of them.
+      tx: The distributed optimizer, needed for its state.
+
+    Returns:
+      A tree like params: float32 for 16-bit leaves where the state keeps main parameters, else the
+      leaves themselves. numpy arrays for the state of a distributed optimizer, unsharded.
+
+    Raises:
+      LayoutError: A distributed state is of another layout than that of ``tx``.
+
+    Example:
+      >>> import jax.numpy as jnp, jdistadam as jda
+      >>> tx = jda.fused_adamw(1e-3, main_params_dtype="remainder16")
+      >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+      >>> params, state = tx.step(params, tx.init(params), params)
+      >>> main = jda.main_params(params, state)["w"]
+      >>> round(float(main[0]), 6), main.astype(jnp.bfloat16)[0].item()
+      (0.999, 1.0)
+    """
+    parts = jax.tree.leaves(opt_state, is_leaf=is_distributed_state)
+    if not any(map(is_distributed_state, parts)):
+        return main_params_of(params, opt_state)
+    if tx is None:
+        raise TreeError(
+            describe(
+                "tx",
+                "needed to find the main parameters of a distributed state",
+                got=None,
+                expected="the distributed optimizer",
+                action="Call main_params(params, opt_state, tx).",
+            )
+        )
+    check_layout(TrainState(params, opt_state), tx)
+    layout = tx.config.layout(tx.config.tensor_local(params))
+    leaves = _main_leaves(tx.config, layout, params, find_state(opt_state))
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
+def _main_leaves(
+    config: DistributedConfig, layout: Layout, params: Any, state: DistributedState
+) -> list[np.ndarray]:
+    """The leaves that the optimizer updates: main parameters, or the params where none are kept."""
+    main = [_fetch(x) for x in jax.tree.leaves(params)]
+    if state.main_params is not None:
+        kept = _global_leaves(config, layout, params, state.main_params)
+        splits = config.policy.keeps_remainders
+        for i in (i for bucket in layout.buckets if bucket.has_main for i in bucket.leaves):
+            main[i] = reference.join(main[i], kept[i], np) if splits else kept[i]
+    return main
 
 
 def from_optax_state(
@@ -105,7 +159,7 @@ def from_optax_state(
         return own(theirs, NamedSharding(tx.config.mesh, P()))
 
     new = jax.tree.map(convert, state.opt_state, opt_state, is_leaf=is_distributed_state)
-    return TrainState(state.params, new)
+    return remember_params(TrainState(state.params, new))
 
 
 def _shard(

@@ -170,6 +170,14 @@ def axis_index(axes: Axes) -> jax.Array:
     return lax.axis_index(axes) if axes else jnp.zeros((), jnp.int32)
 
 
+def constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Brings a traced array outside of shard_map to a sharding, on Explicit and on Auto axes."""
+    explicit = jax.sharding.AxisType.Explicit
+    if explicit in sharding.mesh.axis_types:
+        return jax.sharding.reshard(x, sharding)
+    return lax.with_sharding_constraint(x, sharding)
+
+
 def to_varying(x: Any, axes: Axes) -> Any:
     """Marks ``x`` as different on each device, for the types of ``shard_map(check_vma=True)``."""
     varying = varying_axes(x)

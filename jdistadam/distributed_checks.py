@@ -16,6 +16,7 @@ from jdistadam.distributed_config import DistributedConfig
 from jdistadam.errors import (
     DtypeError,
     HyperparameterError,
+    LayoutError,
     MeshError,
     PolicyError,
     ShapeError,
@@ -23,6 +24,7 @@ from jdistadam.errors import (
     describe,
 )
 from jdistadam.layout import Layout
+from jdistadam.layout_identity import differences
 
 
 def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any) -> None:
@@ -233,6 +235,71 @@ def check_placement(config: DistributedConfig, state: Any) -> None:
             action="Convert it: to_optax_state with the old optimizer, from_optax_state with this.",
         )
     )
+
+
+def check_identity_type(expected: np.ndarray, got: Any) -> None:
+    """Raises LayoutError unless the identity of a layout has its type, and the expected length."""
+    path = "opt_state.layout_identity"
+    if got is None or not hasattr(got, "dtype"):
+        raise LayoutError(
+            describe(
+                path,
+                "missing: nothing says where the elements of the flat arrays belong",
+                got=None if got is None else type(got).__name__,
+                expected=f"uint8, shape {expected.shape}",
+                action="Keep this leaf with the state, or make a state with init(params).",
+            )
+        )
+    if got.dtype != np.uint8:
+        raise LayoutError(
+            describe(
+                path,
+                "not the text of a layout any more: it was averaged or cast",
+                got=got.dtype,
+                expected="uint8",
+                action="Leave this leaf out of arithmetic on states: take it from one of them.",
+            )
+        )
+    if np.shape(got) != expected.shape:
+        raise LayoutError(
+            describe(
+                path,
+                "the state of another layout",
+                got=f"a text of {np.size(got)} bytes",
+                expected=f"{expected.size} bytes",
+                action=_OTHER_LAYOUT,
+            )
+        )
+
+
+_OTHER_LAYOUT = (
+    "Convert it: to_optax_state with the optimizer that made it, from_optax_state with this one."
+)
+
+
+def check_identity(config: DistributedConfig, whole: Any, state: Any) -> None:
+    """Raises LayoutError where a state is of another layout; reads its identity on the host.
+
+    Args:
+      config: The configuration.
+      whole: Tree of shapes of the params on one device.
+      state: The DistributedState; of a traced one only types can be checked.
+    """
+    expected, got = config.identity(whole), state.layout_identity
+    if got is not None and getattr(got, "dtype", None) == np.uint8:
+        if isinstance(got, jax.core.Tracer):
+            return check_identity_type(expected, got)
+        if found := differences(np.asarray(got).reshape(-1), expected):
+            raise LayoutError(
+                describe(
+                    "opt_state.layout_identity",
+                    "the state of another layout",
+                    got=found,
+                    expected="the layout of this optimizer for these params",
+                    action=_OTHER_LAYOUT,
+                )
+            )
+    check_identity_type(expected, got)
 
 
 def check_state(config: DistributedConfig, layout: Layout, state: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -18,6 +19,7 @@ from jdistadam.data_parallel import DataParallel
 from jdistadam.errors import MeshError, PolicyError, ShapeError, TreeError, describe
 from jdistadam.groups import Groups
 from jdistadam.layout import Bucket, Layout, Leaf, make_layout
+from jdistadam.layout_identity import identity_of
 from jdistadam.loss_scale import DynamicLossScale
 from jdistadam.masks import for_each_leaf
 
@@ -63,7 +65,7 @@ class DistributedConfig:
     def layout(self, whole: Any) -> Layout:
         """Returns where everything lies, for a tree of whole params or their shapes."""
         rows = self.groups.row_of_leaves(whole)
-        axes = [axes_of(spec) for spec in self._tensor_specs(whole)]
+        specs = self._tensor_specs(whole)
         paths = trees.paths(whole, "params")
         leaves = [
             Leaf(
@@ -71,12 +73,11 @@ class DistributedConfig:
                 tuple(x.shape),
                 jnp.dtype(x.dtype),
                 row,
-                leaf_axes,
+                axes_of(spec),
                 self.stacked is not None and self.stacked(path),
+                self._cuts(spec),
             )
-            for path, x, row, leaf_axes in zip(
-                paths, jax.tree.leaves(whole), rows, axes, strict=True
-            )
+            for path, x, row, spec in zip(paths, jax.tree.leaves(whole), rows, specs, strict=True)
         ]
         self._check_param_comm_dtype(leaves)
         if self.stacked is not None and paths and not any(leaf.is_stacked for leaf in leaves):
@@ -96,6 +97,12 @@ class DistributedConfig:
             packs=self.parallel.num_devices > 1,
             keeps_main=self._keeps_main,
         )
+
+    def identity(self, whole: Any) -> np.ndarray:
+        """Returns the identity of the layout of a tree of whole params: bytes of its text."""
+        kind = "remainder16" if self.policy.keeps_remainders else "float32"
+        parts = tuple(self.mesh.shape[axis] for axis in self._cutting_axes)
+        return identity_of(self.layout(whole), parts, kind)
 
     def tensor_local(self, params: Any) -> Any:
         """Returns the shapes of the whole params on one device, for global params."""
@@ -194,6 +201,19 @@ class DistributedConfig:
             and parallel.num_inner_shards == parallel.num_shards
         )
         return dtype != jnp.float32 or not lies_alike
+
+    @property
+    def _cutting_axes(self) -> tuple[str, ...]:
+        """Tensor axes of more than one device: one alone cuts nothing."""
+        return tuple(axis for axis in self.parallel.tensor_axes if self.mesh.shape[axis] > 1)
+
+    def _cuts(self, spec: P) -> tuple[tuple[int, ...], ...]:
+        """For each dimension, the indices of the tensor axes that cut it."""
+        axes = self._cutting_axes
+        cuts = [tuple(axes.index(axis) for axis in _names(x) if axis in axes) for x in spec]
+        while cuts and not cuts[-1]:  # P("model", None) cuts as P("model") does
+            cuts.pop()
+        return tuple(cuts)
 
     def _tensor_specs(self, params: Any) -> list[P]:
         """One PartitionSpec for each leaf, over tensor axes alone."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +15,13 @@ from jdistadam.accumulation import AccumulatedGrads, inner_shards, mean_factor
 from jdistadam.coefficients import coefficient_row
 from jdistadam.distributed_checks import (
     check_grads,
+    check_identity_type,
     check_inside,
     check_params,
     check_state,
 )
 from jdistadam.distributed_config import DistributedConfig
+from jdistadam.errors import TreeError, describe
 from jdistadam.gradient_reduction import gather_shards, reduce_outer
 from jdistadam.layout import Bucket, Layout
 from jdistadam.loss_scale import LossScaleState, new_loss_scale, next_loss_scale
@@ -33,7 +36,11 @@ class DistributedState(NamedTuple):
         with main_params_dtype "remainder16": their low halves. None where no parameter has one.
       mu: Shape (num_shards * flat_size,), policy.mu_dtype, sharded.
       nu: The same shape, policy.nu_dtype, sharded.
-      grad_norm: Shape (), float32: global norm of the last mean gradient, before clipping.
+      grad_norm: Shape (), float32: global norm of the last mean gradient, before clipping. NaN
+        where the state is of another layout.
+      layout_identity: Shape (length,), uint8, replicated: the text of the layout, which says to
+        which leaf each element of the flat arrays belongs. Every function that takes a state
+        compares it; keep it with the arrays.
       scaling: The loss scale and the number of skipped steps; None without loss_scale.
     """
 
@@ -42,13 +49,60 @@ class DistributedState(NamedTuple):
     mu: jax.Array
     nu: jax.Array
     grad_norm: jax.Array
+    layout_identity: jax.Array | None
     scaling: LossScaleState | None = None
+
+
+class StepResult(NamedTuple):
+    """What a step on one device returns.
+
+    Attributes:
+      params: The new parameters.
+      opt_state: The new state.
+      is_skipped: Shape (), bool: whether everything stayed as it was; the same on all devices.
+        None where that cannot happen.
+      is_other_layout: Shape (), bool: whether it stayed since the state is of another layout. None
+        where that was checked before.
+    """
+
+    params: Any
+    opt_state: Any
+    is_skipped: jax.Array | None
+    is_other_layout: jax.Array | None
 
 
 def find_state(opt_state: Any) -> DistributedState:
     """Returns the DistributedState inside of what may be the state of a chain."""
     parts = jax.tree.leaves(opt_state, is_leaf=is_distributed_state)
-    return next(part for part in parts if is_distributed_state(part))
+    found = [part for part in parts if is_distributed_state(part)]
+    if len(found) != 1:
+        raise TreeError(
+            describe(
+                "opt_state",
+                "not the state of a distributed optimizer",
+                got=f"{type(opt_state).__name__} with {len(found)} DistributedState in it",
+                expected="a DistributedState, or the state of a chain with one",
+                action="Pass what init, step or TrainState.create returned; restore a checkpoint "
+                "into TrainState.shapes(params, tx), which gives it these types.",
+            )
+        )
+    return found[0]
+
+
+def map_state(function: Callable[[DistributedState], Any], opt_state: Any) -> Any:
+    """Replaces the DistributedState inside of what may be the state of a chain."""
+    return jax.tree.map(
+        lambda part: function(part) if is_distributed_state(part) else part,
+        opt_state,
+        is_leaf=is_distributed_state,
+    )
+
+
+def keep_if(is_skipped: jax.Array | None, old: Any, new: Any) -> Any:
+    """Returns ``old`` after a skipped step, else ``new``: trees of arrays of equal shapes."""
+    if is_skipped is None:
+        return new
+    return jax.tree.map(lambda a, b: jnp.where(is_skipped, a, b), old, new)
 
 
 def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:
@@ -85,6 +139,7 @@ def init_local(config: DistributedConfig, params: Any, whole: Any) -> Distribute
         zeros.astype(config.policy.mu_dtype),
         zeros.astype(config.policy.nu_dtype),
         jnp.zeros((), jnp.float32),
+        jnp.asarray(config.identity(whole)),
         None if config.loss_scale is None else new_loss_scale(config.loss_scale),
     )
 
@@ -93,7 +148,7 @@ def main_shard(config: DistributedConfig, layout: Layout, params: Sequence[Any])
     """This device's flat array of main parameters, with the values of ``params``."""
     axes = config.parallel.state_axes + config.parallel.tensor_axes
     shards = [
-        _state_shard(config, bucket, params, jnp.float32) if bucket.has_main else None
+        state_shard(config, bucket, params, jnp.float32) if bucket.has_main else None
         for bucket in layout.buckets
     ]
     flat = collectives.to_varying(buckets.flat_of(layout, shards, jnp.float32, main=True), axes)
@@ -101,36 +156,92 @@ def main_shard(config: DistributedConfig, layout: Layout, params: Sequence[Any])
 
 
 def step_local(
-    config: DistributedConfig, grads: Any, state: DistributedState, params: Any
-) -> tuple[Any, DistributedState]:
-    """One step on one device: reduction, norm, kernel, all-gather."""
+    config: DistributedConfig,
+    grads: Any,
+    state: DistributedState,
+    params: Any,
+    *,
+    is_verified: bool = False,
+) -> StepResult:
+    """One step on one device: reduction, norm, kernel, all-gather.
+
+    Args:
+      config: The configuration.
+      grads: Local gradients, or what ``accumulate`` returned.
+      state: The state.
+      params: The params as this device holds them.
+      is_verified: Whether the layout of the state was checked before this program runs. If not, the
+        program checks it: with a state of another layout everything stays as in a skipped step,
+        and the norm is NaN.
+    """
     check_inside(config.parallel, "step")
     trees.check_dtypes(params, name="params")
     whole = config.whole(params)
     layout = config.layout(whole)
     check_params(config, layout, params)
+    is_other = None if is_verified else _is_other_layout(config, whole, state)
     check_state(config, layout, state)
-    shards, mean = _reduced_gradients(config, layout, grads, whole)
-    grad_norm, found_inf = _norm_and_finite(config, layout, shards, mean, state.scaling)
+    shards, mean_scale, is_empty = _reduced_gradients(config, layout, grads, whole)
+    norm, found_inf = _norm_and_finite(config, layout, shards, mean_scale, state.scaling)
     rows = [coefficient_row(h, state.count, decay=decay) for h, decay in config.groups.rows]
-    inv_scale = _clipped(config, mean, grad_norm)
-    count, scaling = optax.safe_increment(state.count), state.scaling
+    inv_scale = _clipped(config, mean_scale, norm)
+    scaling = state.scaling
     if scaling is not None:
         inv_scale = inv_scale * (1 / scaling.loss_scale)
-        count = jnp.where(found_inf, state.count, count)
         assert config.loss_scale is not None
-        scaling = next_loss_scale(config.loss_scale, scaling, found_inf)
-    scalars = kernel.Scalars(jnp.stack(rows), inv_scale, found_inf)
+        # A step without any weight says nothing about the scale.
+        new_scaling = next_loss_scale(config.loss_scale, scaling, found_inf)
+        scaling = keep_if(is_empty, scaling, new_scaling)
+    is_skipped = _any(None if state.scaling is None else found_inf, is_empty, is_other)
+    count = keep_if(is_skipped, state.count, optax.safe_increment(state.count))
+    if is_other is not None:
+        norm = jnp.where(is_other, jnp.nan, norm)
+    skip = jnp.zeros((), jnp.bool_) if is_skipped is None else is_skipped
+    scalars = kernel.Scalars(jnp.stack(rows), inv_scale, skip)
     leaves: list[Any] = list(jax.tree.leaves(params))  # frozen and zero-size ones stay as they are
     flats, new_shards = _update_shards(config, layout, scalars, shards, state, leaves)
+    if is_other is not None:  # what is in these main parameters belongs to other leaves
+        new_shards = _keep_shards(config, layout, is_other, leaves, new_shards)
     for bucket, shard in zip(layout.buckets, new_shards, strict=True):
         for i, leaf in _new_params(config, layout, bucket, shard):
-            if config.policy.param_comm_dtype is not None and scaling is not None:
+            if config.policy.param_comm_dtype is not None:
                 # The rounding for the wire would change what a skipped step must leave alone.
-                leaf = jnp.where(found_inf, leaves[i], leaf)
+                leaf = keep_if(is_skipped, leaves[i], leaf)
             leaves[i] = leaf
     new_params = jax.tree.unflatten(jax.tree.structure(params), leaves)
-    return new_params, DistributedState(count, *flats, grad_norm, scaling)
+    new_state = DistributedState(count, *flats, norm, state.layout_identity, scaling)
+    return StepResult(new_params, new_state, is_skipped, is_other)
+
+
+def _any(*flags: jax.Array | None) -> jax.Array | None:
+    """Whether any flag is set; None where there is none."""
+    given = [flag for flag in flags if flag is not None]
+    return functools.reduce(jnp.logical_or, given) if given else None
+
+
+def _is_other_layout(config: DistributedConfig, whole: Any, state: DistributedState) -> jax.Array:
+    """Whether the state is of another layout, found by the program itself."""
+    expected = config.identity(whole)
+    check_identity_type(expected, state.layout_identity)
+    return jnp.any(state.layout_identity != expected)
+
+
+def _keep_shards(
+    config: DistributedConfig,
+    layout: Layout,
+    is_kept: jax.Array,
+    params: Sequence[Any],
+    new_shards: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """Takes the old parameters in place of new ones that come from main parameters."""
+    if config.policy.keeps_remainders:
+        return list(new_shards)  # they come from the params themselves, which the kernel left alone
+    return [
+        jnp.where(is_kept, state_shard(config, bucket, params, shard.dtype), shard)
+        if bucket.has_main
+        else shard
+        for bucket, shard in zip(layout.buckets, new_shards, strict=True)
+    ]
 
 
 def grad_norm_local(config: DistributedConfig, grads: Any, state: Any) -> jax.Array:
@@ -139,15 +250,30 @@ def grad_norm_local(config: DistributedConfig, grads: Any, state: Any) -> jax.Ar
     is_sum = isinstance(grads, AccumulatedGrads)
     whole = grads.like_params() if is_sum else config.whole(grads)
     layout = config.layout(whole)
-    shards, mean = _reduced_gradients(config, layout, grads, whole)
-    scaling = None if config.loss_scale is None else find_state(state).scaling
-    return _norm_and_finite(config, layout, shards, mean, scaling)[0]
+    shards, mean_scale, _ = _reduced_gradients(config, layout, grads, whole)
+    scaling = None
+    if config.loss_scale is not None:
+        if state is None:
+            raise TreeError(
+                describe(
+                    "grad_norm",
+                    "needs the state, whose loss scale the gradients were multiplied by",
+                    got=None,
+                    expected="tx.grad_norm(grads, opt_state)",
+                    action="Pass the state.",
+                )
+            )
+        scaling = find_state(state).scaling
+    return _norm_and_finite(config, layout, shards, mean_scale, scaling)[0]
 
 
 def _reduced_gradients(
     config: DistributedConfig, layout: Layout, grads: Any, whole: Any
-) -> tuple[list[jax.Array], jax.Array]:
-    """Returns each bucket's part of the gradients' sum, and what makes the mean of it."""
+) -> tuple[list[jax.Array], jax.Array, jax.Array | None]:
+    """Returns each bucket's part of the gradients' sum, and what turns the sum into the mean.
+
+    The third value says whether the total weight is zero; None where it cannot be.
+    """
     weight = None
     if isinstance(grads, AccumulatedGrads):
         grads, weight = grads.sums, grads.weight
@@ -159,7 +285,8 @@ def _reduced_gradients(
         reduce_outer(config.parallel, config.policy, shard, bucket.dim or 0)
         for bucket, shard in zip(layout.buckets, grads, strict=True)
     ]
-    return outer, mean_factor(config, weight) if config.average_grads else jnp.float32(1)
+    mean_scale, is_empty = mean_factor(config, weight)
+    return outer, mean_scale if config.average_grads else jnp.float32(1), is_empty
 
 
 def reduce_gradients(
@@ -249,7 +376,7 @@ def _update_shards(
             offsets=tuple(bucket.offset for bucket in mine),
         )
         grads = tuple(shards[i] for i in indices)
-        updated = [main] if casts else [_state_shard(config, b, params, dtype) for b in mine]
+        updated = [main] if casts else [state_shard(config, b, params, dtype) for b in mine]
         out = (main,) if splits else ()
         results = kernel.adam(spec, scalars, kernel.Operands(grads, updated, (mu,), (nu,), out))
         (mu,), (nu,) = results.mu, results.nu
@@ -260,7 +387,7 @@ def _update_shards(
     return (main, mu, nu), new_shards
 
 
-def _state_shard(
+def state_shard(
     config: DistributedConfig, bucket: Bucket, params: Sequence[Any], dtype: Any
 ) -> jax.Array:
     """Returns the part of a bucket's parameters of which this device has the state."""

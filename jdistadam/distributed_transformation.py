@@ -13,11 +13,19 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import collectives, trees
 from jdistadam.accumulation import AccumulatedGrads, accumulate_local, init_grads_local
-from jdistadam.distributed_checks import refuse_empty_leaves
+from jdistadam.distributed_checks import check_identity, refuse_empty_leaves
 from jdistadam.distributed_config import DistributedConfig
-from jdistadam.distributed_step import DistributedState, grad_norm_local, init_local, step_local
+from jdistadam.distributed_step import (
+    DistributedState,
+    StepResult,
+    find_state,
+    grad_norm_local,
+    init_local,
+    step_local,
+)
+from jdistadam.errors import MeshError, describe
 from jdistadam.loss_scale import LossScaleState
-from jdistadam.transformation import FusedTransformation, StepFn
+from jdistadam.transformation import FusedTransformation
 
 
 class DistributedTransformation(FusedTransformation):
@@ -38,21 +46,34 @@ class DistributedTransformation(FusedTransformation):
 
     config: DistributedConfig
     specs: Any
-    local_step: StepFn  # step, without the check for zero-size arguments that train_step keeps out
+    # step with is_verified, and without the check for zero-size arguments: train_step needs none
+    local_step: Callable[..., StepResult]
     norm: Callable[[Any, Any], jax.Array]
 
     @classmethod
     def make(
         cls,
         init: Any,
-        update: Any,
-        step: Any,
-        local_step: Any,
+        local_step: Callable[..., StepResult],
         norm: Any,
         config: DistributedConfig,
         specs: Any,
     ) -> DistributedTransformation:
-        """Joins the functions and what they were made from."""
+        """Makes ``update`` and ``step`` of a local step, and joins what they were made from."""
+
+        def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+            refuse_empty_leaves(config.mesh, params)
+            result = local_step(grads, state, params, **extra_args)
+            return result.params, result.opt_state
+
+        def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+            if params is None:
+                raise ValueError(optax._src.base.NO_PARAMS_MSG)
+            new, state = step(grads, state, params, **extra)
+            # In float32, so that apply_updates lands exactly on a 16-bit parameter.
+            f32 = jnp.float32
+            return jax.tree.map(lambda n, p: n.astype(f32) - p.astype(f32), new, params), state
+
         self: Any = cls(init, update, step)
         self.local_step, self.norm, self.config, self.specs = local_step, norm, config, specs
         return self
@@ -75,6 +96,26 @@ class DistributedTransformation(FusedTransformation):
           params: Tree of arrays or ``jax.ShapeDtypeStruct`` as they are outside of shard_map.
         """
         return self.config.param_specs(params)
+
+    def check_state(self, opt_state: Any, params: Any) -> None:
+        """Raises where a state is of another layout than the one for these params; outside of jit.
+
+        The layout depends on the paths, shapes and dtypes of the params, on ``param_labels`` that
+        freeze leaves, on the number of shards, ``bucket_bytes`` and the kind of main parameters.
+        ``train_step``, ``full_params``, ``to_optax_state`` and ``main_params`` check by themselves.
+        A ``step`` in your own ``jax.shard_map`` cannot raise: there a state of another layout, like
+        the params, stays as it is, and its ``grad_norm`` becomes NaN. Call this once after a
+        restore, or when that happens.
+
+        Args:
+          opt_state: The state.
+          params: Tree of global params, or of ``jax.ShapeDtypeStruct``.
+
+        Raises:
+          LayoutError: The layouts differ; the message says where.
+          TreeError: This is not the state of a distributed optimizer.
+        """
+        check_identity(self.config, self.config.tensor_local(params), find_state(opt_state))
 
     def init_grads(self, params: Any) -> AccumulatedGrads:
         """Returns a sum of no gradients, to which ``accumulate`` adds; inside shard_map.
@@ -125,6 +166,20 @@ class DistributedTransformation(FusedTransformation):
         return self.norm(grads, state)
 
 
+def check_distributed(tx: Any) -> None:
+    """Raises MeshError unless ``tx`` is a distributed optimizer."""
+    if not isinstance(tx, DistributedTransformation):
+        raise MeshError(
+            describe(
+                "tx",
+                "not a distributed optimizer",
+                got=type(tx).__name__,
+                expected="DistributedTransformation",
+                action="Make it with distributed_fused_adamw or distributed_fused_adam.",
+            )
+        )
+
+
 def make_distributed(config: DistributedConfig) -> DistributedTransformation:
     """Joins the pieces."""
     mesh, parallel = config.mesh, config.parallel
@@ -144,28 +199,18 @@ def make_distributed(config: DistributedConfig) -> DistributedTransformation:
         )
         return jax.jit(local)(params)
 
-    def local_step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+    def local_step(
+        grads: Any, state: Any, params: Any, *, is_verified: bool = False, **extra_args: Any
+    ) -> StepResult:
         del extra_args
-        return step_local(config, grads, state, params)
-
-    def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
-        refuse_empty_leaves(mesh, params)
-        return local_step(grads, state, params, **extra_args)
-
-    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        if params is None:
-            raise ValueError(optax._src.base.NO_PARAMS_MSG)
-        new, state = step(grads, state, params, **extra_args)
-        # In float32, so that apply_updates lands exactly on a 16-bit parameter.
-        f32 = jnp.float32
-        return jax.tree.map(lambda n, p: n.astype(f32) - p.astype(f32), new, params), state
+        return step_local(config, grads, state, params, is_verified=is_verified)
 
     sharded = parallel.state_spec
     scaling = None if config.loss_scale is None else LossScaleState(P(), P(), P(), P())  # type: ignore[arg-type]
-    specs = DistributedState(P(), sharded, sharded, sharded, P(), scaling)  # type: ignore[arg-type]
+    specs = DistributedState(P(), sharded, sharded, sharded, P(), P(), scaling)  # type: ignore[arg-type]
 
     def norm(grads: Any, state: Any) -> jax.Array:
         return grad_norm_local(config, grads, state)
 
-    tx = DistributedTransformation.make(init, update, step, local_step, norm, config, specs)
+    tx = DistributedTransformation.make(init, local_step, norm, config, specs)
     return tx

@@ -39,6 +39,10 @@ class MeshError(JDistAdamError, ValueError):
     """A mesh lacks an axis, or an array is not placed on the mesh as it must be."""
 
 
+class LayoutError(JDistAdamError, ValueError):
+    """A sharded state belongs to another layout, or nothing says to which it belongs."""
+
+
 class NativeError(JDistAdamError, ImportError):
     """A compiled module is missing or does not fit the running jaxlib."""
 

@@ -36,6 +36,7 @@ class Leaf:
     group: int | None  # row of the coefficients; None: frozen
     tensor_axes: tuple[str, ...] = ()  # mesh axes, besides those of data, over which it is sharded
     is_stacked: bool = False  # its first dimension is scanned, and never scattered
+    cuts: tuple[tuple[int, ...], ...] = ()  # for each dimension, which tensor axes cut it
 
     @property
     def size(self) -> int:

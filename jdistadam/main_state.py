@@ -107,26 +107,8 @@ def main_leaves(treedef: Any, main_params: Any, params: Any, dtype: Any) -> list
     return [None if isinstance(main, optax.MaskedNode) else main for main in mains]
 
 
-def main_params(params: Any, opt_state: Any) -> Any:
-    """Returns the exact parameters that the optimizer updates.
-
-    Args:
-      params: The params, as ``step`` or ``optax.apply_updates`` left them.
-      opt_state: The state that belongs to them: of ``fused_adamw``, ``fused_adam`` or a ``chain``.
-
-    Returns:
-      A tree like params: float32 for 16-bit leaves where the state keeps main parameters, else the
-      leaves themselves.
-
-    Example:
-      >>> import jax.numpy as jnp, jdistadam as jda
-      >>> tx = jda.fused_adamw(1e-3, main_params_dtype="remainder16")
-      >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
-      >>> params, state = tx.step(params, tx.init(params), params)
-      >>> main = jda.main_params(params, state)["w"]
-      >>> round(float(main[0]), 6), main.astype(jnp.bfloat16)[0].item()
-      (0.999, 1.0)
-    """
+def main_params_of(params: Any, opt_state: Any) -> Any:
+    """The exact parameters that ``fused_adamw`` or ``fused_adam`` updates; see ``main_params``."""
     is_ours = lambda x: isinstance(x, MainParamsState)  # noqa: E731
     found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_ours) if is_ours(x)]
     if not found:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jdistadam.communication import Collective, format_collectives, planned_collectives
 from jdistadam.distributed_config import DistributedConfig
-from jdistadam.distributed_transformation import DistributedTransformation
+from jdistadam.distributed_transformation import DistributedTransformation, check_distributed
 from jdistadam.layout import Bucket, Layout
 
 
@@ -22,7 +22,8 @@ class Plan:
     All numbers are bytes on one device.
 
     Attributes:
-      held: Between steps, by name: params, main_params, mu, nu, scalars (count, norm, loss scale).
+      held: Between steps, by name: params, main_params, mu, nu, the identity of the layout, scalars
+        (count, norm, loss scale).
         Their sum is what a compiled ``train_step`` takes besides the batch, gives back besides the
         metrics, and updates in place.
       sums: Sums of gradients over micro-batches, within a step; 0 for one micro-batch.
@@ -83,6 +84,7 @@ def plan(params: Any, tx: DistributedTransformation, *, accumulate_steps: int = 
       >>> p.held["params"], p.held["mu"], p.bytes_sent
       (4194304, 4194304, 0)
     """
+    check_distributed(tx)
     config = tx.config
     layout = config.layout(config.tensor_local(params))
     buffers: dict[str, int] = {}
@@ -90,14 +92,14 @@ def plan(params: Any, tx: DistributedTransformation, *, accumulate_steps: int = 
         for name, size in _buffers(config, bucket):
             buffers[name] = buffers.get(name, 0) + size
     return Plan(
-        _held(config, layout),
+        _held(config, layout, config.identity(config.tensor_local(params)).nbytes),
         _sums(config, layout) if accumulate_steps > 1 else 0,
         buffers,
         tuple(planned_collectives(config, params, accumulate_steps=accumulate_steps)),
     )
 
 
-def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
+def _held(config: DistributedConfig, layout: Layout, identity_bytes: int) -> dict[str, int]:
     policy = config.policy
     sharded = {b.leaves[0]: b for b in layout.buckets if config.is_sharded_param(b)}
     sizes = [
@@ -111,6 +113,7 @@ def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
         "main_params": layout.main_size * policy.main_dtype.itemsize,
         "mu": layout.flat_size * policy.mu_dtype.itemsize,
         "nu": layout.flat_size * policy.nu_dtype.itemsize,
+        "layout identity": identity_bytes,
         "scalars": 4 * scalars,
     }
 

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdistadam import collectives, trees
 from jdistadam.accumulation import weighted
-from jdistadam.distributed_checks import check_scalar
 from jdistadam.distributed_transformation import DistributedTransformation
-from jdistadam.errors import DtypeError, ShapeError, TreeError, describe
+from jdistadam.errors import ShapeError, describe
+from jdistadam.loss_function import LossFunction, LossOutput, refuse_summed_loss
 from jdistadam.nonfinite import leaves_not_finite
-
-
-class LossOutput(NamedTuple):
-    """What a loss function returned, by name."""
-
-    loss: jax.Array  # shape (), float32
-    weight: Any  # shape (), float32; None: 1
-    model_state: Any  # the new one; None if there is none
-    aux: Any  # None without has_aux
 
 
 class LocalResult(NamedTuple):
@@ -35,74 +26,6 @@ class LocalResult(NamedTuple):
     model_state: Any
     aux: Any  # every leaf with a leading dimension of micro-batches
     not_finite: Any = None  # shape (leaves,), bool: in any micro-batch; None unless asked for
-
-
-@dataclasses.dataclass(frozen=True)
-class LossFunction:
-    """A user's loss function, and how to read what it returns."""
-
-    function: Callable[..., Any]
-    has_aux: bool
-
-    def __call__(self, params: Any, batch: Any, model_state: Any, rng: Any) -> LossOutput:
-        """Calls it with the keywords that are set."""
-        given = {"model_state": model_state, "rng": rng}
-        keywords = {name: value for name, value in given.items() if value is not None}
-        out = self.function(params, batch, **keywords)
-        names = ["loss", *(["model_state"] if model_state is not None else [])]
-        names += ["aux"] if self.has_aux else []
-        if len(names) == 1:
-            out = (out,)
-        if not isinstance(out, tuple) or len(out) != len(names):
-            got = f"{len(out)} values" if isinstance(out, tuple) else type(out).__name__
-            raise TreeError(
-                describe(
-                    "loss_fn",
-                    "returned something else than asked for",
-                    got=got,
-                    expected=f"a tuple ({', '.join(names)})",
-                    action="Return these, or change has_aux or the state's model_state.",
-                )
-            )
-        value = dict(zip(names, out, strict=True))
-        loss, weight = _loss_and_weight(value["loss"])
-        if model_state is not None:
-            trees.check_same_shapes(
-                value["model_state"],
-                model_state,
-                name="loss_fn's model_state",
-                like_name="the state's",
-            )
-        return LossOutput(loss, weight, value.get("model_state"), value.get("aux"))
-
-
-def _loss_and_weight(value: Any) -> tuple[jax.Array, Any]:
-    if not isinstance(value, tuple):
-        value = (value,)
-    if len(value) > 2:
-        raise TreeError(
-            describe(
-                "loss_fn",
-                "returned something else than asked for",
-                got=f"{len(value)} values",
-                expected="loss or (loss, weight)",
-                action="Return these, or set has_aux.",
-            )
-        )
-    for name, number in zip(("loss_fn's loss", "loss_fn's weight"), value, strict=False):
-        check_scalar(name, number)
-    loss, *weight = (jnp.asarray(number) for number in value)
-    if not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise DtypeError(
-            describe(
-                "loss_fn's loss",
-                "cannot be differentiated",
-                got=loss.dtype,
-                expected="a floating-point scalar",
-                action="Compute the loss in floating point.",
-            )
-        )
-    return loss.astype(jnp.float32), weight[0].astype(jnp.float32) if weight else None
 
 
 def local_gradients(
@@ -130,6 +53,9 @@ def local_gradients(
             out = loss_fn(params, batch, model_state, key)
             return out.loss if loss_scale is None else out.loss * loss_scale, out
 
+        if tx.config.parallel.num_devices > 1:
+            axes = tx.config.parallel.data_axes
+            refuse_summed_loss(lambda params: loss_and_output(params)[1].loss, params, axes)
         (_, out), grads = jax.value_and_grad(loss_and_output, has_aux=True)(params)
         return out, grads
 
@@ -160,6 +86,8 @@ def local_gradients(
     (acc, loss, model_state, found), aux = jax.lax.scan(
         body, carry, (jnp.arange(accumulate_steps), batches)
     )
+    if not loss_fn.weighted:  # known while compiling, and the same on all devices
+        acc = dataclasses.replace(acc, weight=np.float32(accumulate_steps))
     return LocalResult(acc, loss, acc.weight, model_state, aux, found)
 
 

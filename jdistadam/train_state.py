@@ -3,29 +3,73 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam import collectives, reference, trees
+from jdistadam import reference, trees
 from jdistadam.config import MixedPrecisionPolicy, float_dtype
-from jdistadam.distributed_step import is_distributed_state, main_shard
-from jdistadam.distributed_transformation import DistributedTransformation
-from jdistadam.errors import MeshError, describe
+from jdistadam.distributed_step import find_state, is_distributed_state
+from jdistadam.distributed_transformation import DistributedTransformation, check_distributed
+from jdistadam.errors import LayoutError, TreeError, describe
+from jdistadam.layout_identity import differences
+from jdistadam.main_shards import paths_that_differ, with_main_params
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Parameters and optimizer state, as ``train_step`` takes and returns them."""
+    """Parameters and optimizer state, as ``train_step`` takes and returns them.
+
+    The optimizer updates the main parameters in ``opt_state``, of which ``params`` are rounded
+    copies. To give a state other parameters use ``replace(params=..., tx=tx)`` or
+    ``reload_main_params``; ``train_step`` raises where params were changed in another way.
+    """
 
     params: Any
     opt_state: Any
     model_state: Any = None
     rng: Any = None
+
+    def replace(self, *, tx: DistributedTransformation | None = None, **changes: Any) -> TrainState:
+        """Returns a state with some of its fields changed.
+
+        Args:
+          tx: The distributed optimizer, needed for new ``params``: its main parameters become
+            theirs, as ``reload_main_params`` says.
+          **changes: New values by name: ``params``, ``opt_state``, ``model_state``, ``rng``.
+
+        Raises:
+          TreeError: There are new params, and no ``tx``.
+
+        Example:
+          >>> import jdistadam as jda
+          >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+          >>> state = TrainState.create({"w": jnp.zeros(3)}, tx)
+          >>> state.replace(params={"w": jnp.ones(3)}, tx=tx).params["w"].tolist()
+          [1.0, 1.0, 1.0]
+        """
+        new = dataclasses.replace(self, **changes)
+        if tx is not None:
+            return reload_main_params(new, tx)
+        if "params" in changes and not _same_leaves(self.params, new.params):
+            raise TreeError(
+                describe(
+                    "params",
+                    "the optimizer would go on with its own main parameters, and drop these",
+                    got="new params and no tx",
+                    expected="state.replace(params=..., tx=tx)",
+                    action="Pass the optimizer, or call reload_main_params(state, tx).",
+                )
+            )
+        if "opt_state" not in changes and _KNOWN in self.__dict__:
+            object.__setattr__(new, _KNOWN, self.__dict__[_KNOWN])
+        return new
 
     @classmethod
     def create(
@@ -61,10 +105,8 @@ class TrainState:
         check_distributed(tx)
         trees.check_dtypes(params, name="params")
         dtypes = _dtypes_of(params, param_dtypes)
-        mesh = tx.config.mesh
-        replicated = NamedSharding(mesh, P())
-        placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), tx.param_specs(params))
-        params = own(params, placed)
+        replicated = NamedSharding(tx.config.mesh, P())
+        params = own(params, _placement(tx, params))
         model_state, rng = own((model_state, rng), replicated)
         rounded = _rounded(tx.config.policy, params, dtypes)
         opt_state = jax.tree.map(  # what a chain keeps besides may be the caller's too
@@ -73,8 +115,8 @@ class TrainState:
             is_leaf=is_distributed_state,
         )
         if param_dtypes is not None:
-            opt_state = _with_main_params(tx, opt_state, rounded, params)
-        return cls(rounded, opt_state, model_state, rng)
+            opt_state = with_main_params(tx, opt_state, rounded, params)
+        return remember_params(cls(rounded, opt_state, model_state, rng))
 
     @classmethod
     def shapes(
@@ -112,6 +154,12 @@ class TrainState:
         return jax.tree.map(place, specs, there, is_leaf=lambda x: isinstance(x, P))
 
 
+def _placement(tx: DistributedTransformation, params: Any) -> Any:
+    """The sharding of every parameter."""
+    specs = tx.param_specs(params)
+    return jax.tree.map(lambda spec: NamedSharding(tx.config.mesh, spec), specs)
+
+
 def own(tree: Any, sharding: Any) -> Any:
     """Returns copies placed as ``sharding`` says, which no one else holds, with definite types.
 
@@ -125,20 +173,6 @@ def own(tree: Any, sharding: Any) -> Any:
         return jnp.copy(x) if is_key else jax.lax.convert_element_type(jnp.copy(x), x.dtype)
 
     return jax.jit(lambda tree: jax.tree.map(copy, tree))(jax.device_put(tree, sharding))
-
-
-def check_distributed(tx: Any) -> None:
-    """Raises MeshError unless ``tx`` is a distributed optimizer."""
-    if not isinstance(tx, DistributedTransformation):
-        raise MeshError(
-            describe(
-                "tx",
-                "not a distributed optimizer",
-                got=type(tx).__name__,
-                expected="DistributedTransformation",
-                action="Make it with distributed_fused_adamw or distributed_fused_adam.",
-            )
-        )
 
 
 def _dtypes_of(params: Any, dtypes: Any) -> Any:
@@ -162,31 +196,151 @@ def _rounded(policy: MixedPrecisionPolicy, params: Any, dtypes: Any) -> Any:
     return jax.tree.map(rounded, params, dtypes)
 
 
-def _with_main_params(tx: DistributedTransformation, opt_state: Any, params: Any, main: Any) -> Any:
-    """Gives a new state the main parameters ``main`` in place of the widened ``params``."""
+def reload_main_params(state: TrainState, tx: DistributedTransformation) -> TrainState:
+    """Returns a state whose main parameters have the values of its params.
+
+    For params that were restored, averaged or edited: the optimizer reads and updates the main
+    parameters, and would drop what is put into ``state.params`` alone. Moments, counts, loss scale
+    and all else stay.
+
+    Args:
+      state: A train state with other params of the same paths, shapes and dtypes; jax or numpy
+        arrays, placed anyhow. They are copied, and placed as the optimizer needs them.
+      tx: The distributed optimizer.
+
+    Raises:
+      LayoutError: The params have other paths, shapes or dtypes than those of the state.
+
+    Example:
+      >>> import dataclasses
+      >>> import jdistadam as jda
+      >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+      >>> state = TrainState.create({"w": jnp.zeros(3, jnp.bfloat16)}, tx)
+      >>> state = dataclasses.replace(state, params={"w": jnp.ones(3, jnp.bfloat16)})
+      >>> reload_main_params(state, tx).opt_state.main_params[:3].tolist()
+      [1.0, 1.0, 1.0]
+    """
+    check_distributed(tx)
+    check_train_state(state)
     config = tx.config
-    layout = config.layout(config.tensor_local(params))
-    if not layout.main_size:
-        return opt_state
-    shard = collectives.shard_map(
-        lambda tree: main_shard(config, layout, jax.tree.leaves(tree)),
-        mesh=config.mesh,
-        in_specs=(tx.param_specs(params),),
-        out_specs=config.parallel.state_spec,
+    trees.check_dtypes(state.params, name="params")
+    identity = config.identity(config.tensor_local(state.params))
+    if found := differences(identity, np.asarray(find_state(state.opt_state).layout_identity)):
+        raise LayoutError(
+            describe(
+                "params",
+                "do not fit the state",
+                got=found,
+                expected="the paths, shapes and dtypes of the params that the state was made for",
+                action="Cast them, or make a new state with TrainState.create.",
+            )
+        )
+    params = own(state.params, _placement(tx, state.params))
+    opt_state = with_main_params(tx, state.opt_state, params, params)
+    return remember_params(dataclasses.replace(state, params=params, opt_state=opt_state))
+
+
+# A state remembers, outside of its fields, the very arrays that it was made with and that are the
+# rounded main parameters. So a step sees at no cost that nothing was put in their place; a state
+# made in another way, by a tree map or a checkpoint, remembers nothing, and is compared once.
+_KNOWN = "_params_made_with"
+
+
+def remember_params(state: TrainState) -> TrainState:
+    """Notes that the params of a state are its rounded main parameters; returns the state."""
+    object.__setattr__(state, _KNOWN, tuple(jax.tree.leaves(state.params)))
+    return state
+
+
+def _same_leaves(params: Any, like: Any) -> bool:
+    mine, theirs = jax.tree.leaves(params), jax.tree.leaves(like)
+    return len(mine) == len(theirs) and all(map(operator.is_, mine, theirs))
+
+
+def is_known(state: TrainState) -> bool:
+    """Whether the params are the arrays that the state was made with."""
+    known = state.__dict__.get(_KNOWN)
+    return known is not None and _same_leaves(state.params, known)
+
+
+def placed(state: TrainState, tx: DistributedTransformation) -> TrainState:
+    """Returns a state whose arrays are placed as the optimizer needs them; copies those that moved.
+
+    What was restored without shardings, or made for another strategy of the same layout.
+    """
+    specs = TrainState(tx.param_specs(state.params), tx.state_specs(), P(), P())
+    leaves: Any = jax.tree.leaves(state)
+    wanted = [NamedSharding(tx.config.mesh, spec) for spec in _leaf_specs(specs, state)]
+    moved = [
+        i
+        for i, (x, sharding) in enumerate(zip(leaves, wanted, strict=True))
+        if not (isinstance(x, jax.Array) and x.sharding == sharding)
+    ]
+    if not moved:
+        return state
+    copies = own([leaves[i] for i in moved], [wanted[i] for i in moved])
+    for i, x in zip(moved, copies, strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
+def _leaf_specs(specs: TrainState, state: TrainState) -> list[P]:
+    """One PartitionSpec for each leaf of a state."""
+    return jax.tree.leaves(
+        jax.tree.broadcast(specs, state, is_leaf=lambda x: isinstance(x, P)),
+        is_leaf=lambda x: isinstance(x, P),
     )
-    flat = jax.jit(shard)(main)
-    return jax.tree.map(
-        lambda part: part._replace(main_params=flat) if is_distributed_state(part) else part,
-        opt_state,
-        is_leaf=is_distributed_state,
-    )
+
+
+def check_params_follow(state: TrainState, tx: DistributedTransformation) -> None:
+    """Raises LayoutError where params are not the main parameters, rounded: a step would drop them.
+
+    A comparison of values, for states that are not known.
+    """
+    if paths := paths_that_differ(tx, state.params, state.opt_state):
+        more = f" and {len(paths) - 1} more (of {len(paths)})" if len(paths) > 1 else ""
+        raise LayoutError(
+            describe(
+                f"{paths[0]}{more}",
+                "differ from the main parameters, which the optimizer updates: they would be lost",
+                got="params that were put into the state",
+                expected="the main parameters of opt_state, rounded",
+                action="Call reload_main_params(state, tx) to train on from these params.",
+            )
+        )
+
+
+def check_train_state(state: Any) -> None:
+    """Raises TreeError unless ``state`` is a TrainState of this package."""
+    if not isinstance(state, TrainState):
+        raise TreeError(
+            describe(
+                "state",
+                "not a train state",
+                got=f"{type(state).__module__}.{type(state).__qualname__}",
+                expected="jdistadam.TrainState",
+                action="Make it with TrainState.create(params, tx); restore a checkpoint into "
+                "TrainState.shapes(params, tx).",
+            )
+        )
+
+
+def check_layout(state: TrainState, tx: DistributedTransformation) -> None:
+    """Raises unless ``state`` is a TrainState of the layout of ``tx``; on the host."""
+    check_distributed(tx)
+    check_train_state(state)
+    tx.check_state(state.opt_state, state.params)
 
 
 def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
-    """Returns the whole parameters, in the dtype the model computes with.
+    """Returns the unsharded parameters, in the dtype the model computes with.
 
     Every device gets them, but for what ``param_specs`` shards over tensor axes.
+
+    Raises:
+      LayoutError: The state is of another layout than that of ``tx``.
     """
+    check_layout(state, tx)
     config = tx.config
     if not config.parallel.shards_params:
         return state.params

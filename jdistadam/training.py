@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam import collectives, trees
+from jdistadam import collectives
 from jdistadam.accumulation import mean_factor
+from jdistadam.batches import shard_batch
 from jdistadam.config import check_count
+from jdistadam.data_parallel import DataParallel
 from jdistadam.distributed_checks import check_inside, check_placement
-from jdistadam.distributed_step import find_state
-from jdistadam.distributed_transformation import DistributedTransformation
-from jdistadam.errors import ShapeError, describe
+from jdistadam.distributed_step import DistributedState, find_state, keep_if, map_state
+from jdistadam.distributed_transformation import DistributedTransformation, check_distributed
+from jdistadam.errors import MeshError, describe
 from jdistadam.gather import gather_params
-from jdistadam.micro_batches import LossFunction, local_gradients
+from jdistadam.loss_function import LossFunction
+from jdistadam.micro_batches import local_gradients
 from jdistadam.nonfinite import sum_over_devices
-from jdistadam.train_state import TrainState, check_distributed
+from jdistadam.train_state import (
+    TrainState,
+    check_layout,
+    check_params_follow,
+    check_train_state,
+    is_known,
+    placed,
+    remember_params,
+)
 
 # XLA's own limit of 30 MiB counts shards: it merges most models into one collective that begins
 # when the last gradient is ready. This is large enough for bandwidth and leaves work to overlap.
@@ -43,51 +53,6 @@ def local_params(params: Any, tx: DistributedTransformation) -> Any:
     return jax.tree.map(lambda x: collectives.to_varying(x, axes), params)
 
 
-def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = None) -> Any:
-    """Places a batch on the mesh, its leading dimension split over the devices.
-
-    Arrays that lie there already are returned as they are. With several processes, each passes the
-    part that its own devices get.
-
-    Args:
-      batch: Tree of arrays whose leading dimension divides by the number of devices.
-      tx: A distributed optimizer.
-      batch_spec: PartitionSpec of all leaves. None: the leading dimension over all axes that carry
-        data.
-
-    Raises:
-      ShapeError: A leaf has no leading dimension, or one that does not divide.
-    """
-    config = tx.config
-    spec = config.parallel.batch_spec if batch_spec is None else batch_spec
-    sharding = NamedSharding(config.mesh, spec)
-    num_local = max(1, config.parallel.num_devices // jax.process_count())
-
-    def place(path: str, x: Any) -> Any:
-        if isinstance(x, jax.Array) and x.sharding == sharding:
-            return x
-        x = np.asarray(x) if not isinstance(x, jax.Array) else x
-        if batch_spec is None and (x.ndim == 0 or x.shape[0] % num_local):
-            raise ShapeError(
-                describe(
-                    path,
-                    "leading dimension does not divide by the number of devices",
-                    got=x.shape,
-                    expected=f"a multiple of {num_local}",
-                    action="Change the batch size, or drop the remainder.",
-                )
-            )
-        if jax.process_count() > 1:
-            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
-        return jax.device_put(x, sharding)
-
-    leaves = [
-        place(path, x)
-        for path, x in zip(trees.paths(batch, "batch"), jax.tree.leaves(batch), strict=True)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(batch), leaves)
-
-
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
     """What ``train_step`` was given that decides what a step takes and sends."""
@@ -105,26 +70,104 @@ class TrainStep:
       options: What else it was made with.
     """
 
-    def __init__(self, jitted: Any, tx: DistributedTransformation, options: StepOptions) -> None:
-        self._jitted = jitted
+    def __init__(
+        self,
+        make_step: Callable[[bool], Any],
+        tx: DistributedTransformation,
+        options: StepOptions,
+        compiler_options: dict[str, Any] | None,
+    ) -> None:
+        jit = functools.partial(jax.jit, donate_argnums=0, compiler_options=compiler_options)
+        self._step = make_step(False)  # the program itself checks the layout of the state
+        self._jitted, self._jitted_checking = jit(make_step(True)), jit(self._step)
+        self._identity: Any = None  # the array of the last state, known to be of the right layout
         self.tx = tx
         self.options = options
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Takes one step. ``state`` is donated: use the returned one from here on.
 
+        A state that this step did not return is looked at first: whether it is of the layout of the
+        optimizer, and whether its params are the rounded main parameters. Inside a program, where
+        nothing can be looked at, a state of another layout stays as it is in a skipped step, and
+        loss and norm are NaN.
+
         Raises:
+          LayoutError: The state is of another layout, or params were put into it.
           MeshError: The state is sharded over another mesh.
         """
-        check_placement(self.tx.config, find_state(state.opt_state))
-        return self._jitted(state, shard_batch(batch, self.tx, self.options.batch_spec))
+        check_train_state(state)
+        batch = shard_batch(batch, self.tx, self.options.batch_spec)
+        if _is_traced(state, batch):
+            return self._step(state, batch)
+        state = self._checked(state)
+        # The identity does not enter the program: nothing is sent, copied or read for it.
+        opt_state = map_state(_without_identity, state.opt_state)
+        inner = dataclasses.replace(state, opt_state=opt_state)
+        new, metrics = self._jitted(inner, batch)
+        opt_state = map_state(self._with_identity, new.opt_state)
+        new = TrainState(new.params, opt_state, new.model_state, new.rng)
+        return remember_params(new), metrics
 
-    def lower(self, state: Any, batch: Any) -> Any:
-        """Lowers for arrays or ``jax.ShapeDtypeStruct`` with shardings, as ``jax.jit(f).lower``."""
+    def _checked(self, state: TrainState) -> TrainState:
+        """Raises where a state cannot be stepped; costs nothing for the one returned last."""
+        own = find_state(state.opt_state)
+        _check_alive(own)
+        check_placement(self.tx.config, own)
+        if own.layout_identity is None or own.layout_identity is not self._identity:
+            check_layout(state, self.tx)
+            self._identity = own.layout_identity
+        if not is_known(state):
+            state = placed(state, self.tx)
+            check_params_follow(state, self.tx)
+        return state
+
+    def _with_identity(self, state: DistributedState) -> DistributedState:
+        return state._replace(layout_identity=self._identity)
+
+    def lower(self, state: Any, batch: Any, *, is_verified: bool = False) -> Any:
+        """Lowers for arrays or ``jax.ShapeDtypeStruct`` with shardings, as ``jax.jit(f).lower``.
+
+        Args:
+          state: A train state, or its shapes.
+          batch: A batch, or its shapes.
+          is_verified: Whether to lower the program that calls of this object run, which takes and
+            returns states without ``layout_identity``, since it is checked before. If not, the
+            program checks it, as a program must that is called by itself.
+        """
+        check_train_state(state)
         shapes = [isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)]
         if not any(shapes):
             batch = shard_batch(batch, self.tx, self.options.batch_spec)
-        return self._jitted.lower(state, batch)
+        if not is_verified:
+            return self._jitted_checking.lower(state, batch)
+        opt_state = map_state(_without_identity, state.opt_state)
+        return self._jitted.lower(dataclasses.replace(state, opt_state=opt_state), batch)
+
+
+def _is_traced(state: TrainState, batch: Any) -> bool:
+    """Whether a step is called inside of a program."""
+    others = (batch, state.opt_state, state.model_state, state.rng)
+    leaves = jax.tree.leaves(others if is_known(state) else (state.params, *others))
+    return any(isinstance(x, jax.core.Tracer) for x in leaves)
+
+
+def _without_identity(state: DistributedState) -> DistributedState:
+    return state._replace(layout_identity=None)
+
+
+def _check_alive(state: DistributedState) -> None:
+    """Raises MeshError where a state was donated to an earlier step."""
+    if isinstance(state.mu, jax.Array) and state.mu.is_deleted():
+        raise MeshError(
+            describe(
+                "state",
+                "its arrays were donated to an earlier step, and are gone",
+                got="a state that was passed to a step before",
+                expected="the state that this step returned",
+                action="Write state, metrics = step(state, batch); copy a state that you keep.",
+            )
+        )
 
 
 def train_step(
@@ -133,6 +176,7 @@ def train_step(
     *,
     accumulate_steps: int = 1,
     has_aux: bool = False,
+    weighted: bool = False,
     batch_spec: Any = None,
     report_nonfinite: bool = False,
     compiler_options: dict[str, Any] | None = None,
@@ -145,22 +189,34 @@ def train_step(
 
       L = \frac{\sum_i w_i \ell_i}{\sum_i w_i}
 
-    with :math:`w_i = 1` unless ``loss_fn`` returns weights, as it should where parts of the batch
-    hold different numbers of valid tokens. The weights are constants of the differentiation.
+    with loss :math:`\ell_i` and weight :math:`w_i` of micro-batch :math:`i`. :math:`w_i = 1` unless
+    ``weighted``, as it should be where parts of the batch hold different numbers of valid tokens.
+    The weights are constants of the differentiation. A micro-batch of weight zero does not count,
+    whatever its loss and gradients hold; if all weights are zero the step changes nothing but
+    ``rng``, as a skipped one, and its loss is 0. A weight that is NaN or negative makes the loss
+    and the gradients NaN.
+
+    A step that is skipped, since with a ``loss_scale`` a gradient was not finite, leaves params,
+    main params, mu, nu, count, ``model_state`` and the states of a chain bit-identical; ``rng``,
+    the loss scale, ``skipped`` and ``grad_norm`` advance.
 
     Args:
       loss_fn: ``loss_fn(params, batch)`` gets the part of the batch that belongs to one micro-batch
-        of one device. It returns the scalar ``loss``, or ``(loss, weight)``. If the state has a
-        ``model_state``, it gets it by this keyword and returns ``(loss, model_state)``; if the
-        state has an ``rng``, it gets by this keyword a key of its own. With has_aux it returns one
-        thing more at the end: ``(loss, aux)`` or ``(loss, model_state, aux)``; in these, too,
-        ``loss`` may be the pair ``(loss, weight)``.
+        of one device. It returns the scalar ``loss`` of this part, or with ``weighted`` the pair
+        ``(loss, weight)``. It needs no collective: a ``pmean`` of the loss changes nothing, a
+        plain ``psum`` raises. If the state has a ``model_state``, it gets it by this keyword
+        and returns ``(loss, model_state)``; if the state has an ``rng``, it gets by this keyword a
+        key of its own. With has_aux it returns one thing more at the end: ``(loss, aux)`` or
+        ``(loss, model_state, aux)``; in these, too, ``loss`` is the pair ``(loss, weight)`` if
+        ``weighted``.
       tx: A distributed optimizer.
       accumulate_steps: Number of micro-batches into which each device cuts its part of the batch.
         Under "no_shard" and "optim" gradients are summed on the device in
         ``policy.main_grads_dtype`` and sent once; else every micro-batch's are sent, and the shards
         summed.
       has_aux: Whether ``loss_fn`` returns something to report beside the loss.
+      weighted: Whether ``loss_fn`` returns weights beside losses. Without it a pair raises, since
+        the second value is most often a metric, for which ``has_aux`` is meant.
       batch_spec: PartitionSpec of the batch. None: leading dimension over ``shard_axis``. The
         leading dimension is devices x micro-batches x examples, in this order.
       report_nonfinite: Whether to look in every gradient for values that are not finite, which
@@ -172,12 +228,14 @@ def train_step(
       ``loss``, ``grad_norm`` (global norm of the mean gradient before clipping and without the
       loss scale), ``skipped`` (steps skipped so far) and ``loss_scale`` (of this step); with
       report_nonfinite ``nonfinite``, for ``nonfinite_paths``; with has_aux ``aux``, every leaf with
-      a leading dimension of devices x micro-batches.
+      a leading dimension of devices x micro-batches, in the order of the rows of the batch.
 
     Raises:
       HyperparameterError: accumulate_steps is not a positive whole number.
       ShapeError, TreeError, DtypeError: On use, where the batch does not divide, or ``loss_fn``
         returns something else.
+      PolicyError: On use, where the loss was summed over the devices already.
+      LayoutError: On use, where the state is of another layout, or params were put into it.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -186,7 +244,7 @@ def train_step(
       >>> def loss_fn(params, batch):
       ...     weight = jnp.sum(batch["valid"])
       ...     return jnp.sum(params["w"] * batch["x"] * batch["valid"]) / weight, weight
-      >>> step = jda.train_step(loss_fn, tx, accumulate_steps=2)
+      >>> step = jda.train_step(loss_fn, tx, accumulate_steps=2, weighted=True)
       >>> batch = {"x": jnp.array([1.0, 2.0, 3.0, 4.0]), "valid": jnp.array([1.0, 1.0, 1.0, 0.0])}
       >>> state = jda.TrainState.create({"w": jnp.ones(())}, tx)
       >>> state, metrics = step(state, batch)
@@ -198,9 +256,11 @@ def train_step(
     config = tx.config
     parallel = config.parallel
     spec = parallel.batch_spec if batch_spec is None else batch_spec
-    loss_function = LossFunction(loss_fn, has_aux)
+    loss_function = LossFunction(loss_fn, has_aux, weighted)
 
-    def local_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def local_step(
+        is_verified: bool, state: TrainState, batch: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
         rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
         scaling = find_state(state.opt_state).scaling
         local = local_gradients(
@@ -214,12 +274,16 @@ def train_step(
             None if scaling is None else scaling.loss_scale,
             report_nonfinite,
         )
-        params, opt_state = tx.local_step(local.grads, state.opt_state, state.params)
+        result = tx.local_step(local.grads, state.opt_state, state.params, is_verified=is_verified)
         model_state = _mean_over_devices(local.model_state, parallel.data_axes)
-        total = collectives.all_reduce(local.loss, parallel.data_axes)
-        new = find_state(opt_state)
+        model_state = keep_if(result.is_skipped, state.model_state, model_state)
+        loss = collectives.all_reduce(local.loss, parallel.data_axes)
+        loss = loss * mean_factor(config, local.weight)[0]
+        if result.is_other_layout is not None:
+            loss = jnp.where(result.is_other_layout, jnp.nan, loss)
+        new = find_state(result.opt_state)
         metrics = {
-            "loss": total * mean_factor(config, local.weight),
+            "loss": loss,
             "grad_norm": new.grad_norm,
             "skipped": jnp.int32(0) if new.scaling is None else new.scaling.skipped,
             "loss_scale": jnp.float32(1) if scaling is None else scaling.loss_scale,
@@ -227,28 +291,39 @@ def train_step(
         if report_nonfinite:
             metrics["nonfinite"] = sum_over_devices(local.not_finite, tx)
         metrics |= {"aux": local.aux} if has_aux else {}
-        return TrainState(params, opt_state, model_state, rng), metrics
+        return TrainState(result.params, result.opt_state, model_state, rng), metrics
 
     names = ["loss", "grad_norm", "skipped", "loss_scale"]
     names += ["nonfinite"] if report_nonfinite else []
     metrics_specs: dict[str, Any] = dict.fromkeys(names, P())
-    metrics_specs |= {"aux": parallel.batch_spec} if has_aux else {}
+    metrics_specs |= {"aux": _leading_spec(parallel, spec)} if has_aux else {}
 
     # Without vma checks: gradients of replicated params stay local, and models may use primitives
     # (Pallas, scans from a zero carry) that the check does not accept.
-    def sharded(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        specs = TrainState(tx.param_specs(state.params), tx.state_specs(), P(), P())
-        return collectives.shard_map(
-            local_step,
-            mesh=config.mesh,
-            in_specs=(specs, spec),
-            out_specs=(specs, metrics_specs),
-        )(state, batch)
+    def make_step(is_verified: bool) -> Callable[[TrainState, Any], Any]:
+        def sharded(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+            specs = TrainState(tx.param_specs(state.params), tx.state_specs(), P(), P())
+            return collectives.shard_map(
+                functools.partial(local_step, is_verified),
+                mesh=config.mesh,
+                in_specs=(specs, spec),
+                out_specs=(specs, metrics_specs),
+            )(state, batch)
+
+        return sharded
 
     on_gpu = config.mesh.devices.flat[0].platform in ("gpu", "cuda")
     for_xla = (_GPU_COMPILER_OPTIONS if on_gpu else {}) | (compiler_options or {})
-    jitted = jax.jit(sharded, donate_argnums=0, compiler_options=for_xla or None)
-    return TrainStep(jitted, tx, StepOptions(accumulate_steps, batch_spec, report_nonfinite))
+    options = StepOptions(accumulate_steps, batch_spec, report_nonfinite)
+    return TrainStep(make_step, tx, options, for_xla or None)
+
+
+def _leading_spec(parallel: DataParallel, batch_spec: P) -> P:
+    """PartitionSpec of what has one row for each device, in the order of the batch's rows."""
+    first = batch_spec[0] if len(batch_spec) else None
+    axes = () if first is None else (first,) if isinstance(first, str) else tuple(first)
+    axes += tuple(axis for axis in parallel.data_axes if axis not in axes)
+    return P(axes if len(axes) > 1 else axes[0])
 
 
 def _mean_over_devices(model_state: Any, axes: collectives.Axes) -> Any:

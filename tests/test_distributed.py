@@ -200,7 +200,8 @@ def test_state_is_a_few_flat_arrays_split_evenly(cpu_mesh):
     tx = make_tx(cpu_mesh(8))
     state = jda.TrainState.create(random_params(), tx)
     num_params = sum(x.size for x in jax.tree.leaves(state.params))
-    assert len(jax.tree.leaves(state.opt_state)) == 5
+    assert len(jax.tree.leaves(state.opt_state)) == 6
+    assert state.opt_state.layout_identity.dtype == np.uint8
     for name in ("main_params", "mu", "nu"):
         flat = getattr(state.opt_state, name)
         sizes = {s.data.size for s in flat.addressable_shards}
@@ -513,8 +514,8 @@ def test_bad_trees_and_placements(cpu_mesh):
     other = jda.TrainState.create({"w": jnp.ones((4000, 2))}, tx)
     step = jda.train_step(lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), tx)
     with pytest.raises(
-        jda.ShapeError,
-        match=r"opt_state.main_params: not the state of these params on this mesh: got",
+        jda.LayoutError,
+        match=r"opt_state.layout_identity: the state of another layout: got .*shape \[4000, 2\] instead",
     ):
         step(jda.TrainState(state.params, other.opt_state), np.ones((2, 1)))
     with pytest.raises(ValueError, match="not passing `params`"):

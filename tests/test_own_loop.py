@@ -161,7 +161,7 @@ def test_weights_in_an_own_loop(cpu_mesh, check_vma):
     loss = lambda p, x: jnp.mean(jnp.square(x * p["w"][None]))  # noqa: E731
     weight = lambda x: jnp.sum(x > 0).astype(jnp.float32)  # noqa: E731
     state = jda.TrainState.create(params, tx)
-    want, _ = jda.train_step(lambda p, x: (loss(p, x), weight(x)), tx)(state, x)
+    want, _ = jda.train_step(lambda p, x: (loss(p, x), weight(x)), tx, weighted=True)(state, x)
 
     def local_step(params, state, x):
         grads = jax.grad(loss)(jda.local_params(params, tx), x)
@@ -248,9 +248,8 @@ def test_hyperparameters_of_the_state_are_its_own(cpu_mesh):
     params = without_empty(random_params())
     state = tx.init(params)
     own = make_own_step(tx, linear_loss, True)
-    got, state, _ = own(
-        jax.device_put(params, jax.NamedSharding(tx.config.mesh, P())), state, batch
-    )
+    mine = jax.tree.map(jnp.copy, params)  # device_put may hand out the caller's own buffers
+    got, state, _ = own(jax.device_put(mine, jax.NamedSharding(tx.config.mesh, P())), state, batch)
     want, _ = jda.train_step(lambda p, b: 2 * linear_loss(p, b), plain)(
         jda.TrainState.create(params, plain), batch
     )

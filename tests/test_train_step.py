@@ -76,7 +76,7 @@ def test_weights_make_the_weighted_mean(cpu_mesh, steps):
 
     tx = make_tx(cpu_mesh(8), mask=None)
     batch = {"x": x, "valid": valid}
-    state, metrics = train(tx, loss, [batch], params=params, accumulate_steps=steps)
+    state, metrics = train(tx, loss, [batch], params=params, accumulate_steps=steps, weighted=True)
     w = np.asarray(params["w"], np.float64)
     total = valid.sum()
     grad = (2 * x.astype(np.float64) ** 2 * valid).sum(0) * w / total
@@ -93,7 +93,9 @@ def test_no_weight_at_all_is_no_gradient(cpu_mesh):
     """A batch of padding alone: loss 0 and a gradient of zero, not NaN."""
     tx = make_tx(cpu_mesh(2), mask=None, weight_decay=0.0)
     loss = lambda p, x: (jnp.sum(p["w"]) * jnp.mean(x), jnp.zeros(()))  # noqa: E731
-    state, metrics = train(tx, loss, [np.ones(4, np.float32)], params={"w": jnp.ones(3)})
+    state, metrics = train(
+        tx, loss, [np.ones(4, np.float32)], params={"w": jnp.ones(3)}, weighted=True
+    )
     assert float(metrics["loss"]) == float(metrics["grad_norm"]) == 0
     assert_same_bits(state.params["w"], np.ones(3, np.float32))
 
@@ -111,7 +113,7 @@ def test_a_micro_batch_of_padding_does_not_count(cpu_mesh, steps):
     batch["x"][: 4 // steps] = 1e6
     tx = make_tx(cpu_mesh(8), mask=None)
     params = {"w": jnp.zeros(())}
-    state, metrics = train(tx, loss, [batch], params=params, accumulate_steps=steps)
+    state, metrics = train(tx, loss, [batch], params=params, accumulate_steps=steps, weighted=True)
     seen = batch["x"][4 // steps :].astype(np.float64)
     np.testing.assert_allclose(metrics["loss"], np.mean(seen**2), rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], 2 * seen.mean(), rtol=1e-5)
@@ -212,7 +214,7 @@ def test_all_keywords_together_with_donation_and_bfloat16(cpu_mesh):
     count = jnp.zeros(())
     tx = make_tx(cpu_mesh(4), mask=None, learning_rate=3e-2, wire=BF16)
     state = jda.TrainState.create(params, tx, model_state=count, rng=jax.random.key(0))
-    step = jda.train_step(loss, tx, has_aux=True, accumulate_steps=2)
+    step = jda.train_step(loss, tx, has_aux=True, weighted=True, accumulate_steps=2)
     losses = []
     for _ in range(30):
         old = state
@@ -224,7 +226,7 @@ def test_all_keywords_together_with_donation_and_bfloat16(cpu_mesh):
     assert not params["w"].is_deleted() and not count.is_deleted()
 
 
-@pytest.mark.parametrize("reduce", ["pmean", "psum"])
+@pytest.mark.parametrize("reduce", ["pmean", "psum of both"])
 def test_a_loss_that_communicates_is_differentiated_once(cpu_mesh, reduce):
     """A loss averaged by the user, or statistics over all devices, as in synchronised batch norm.
 
@@ -238,12 +240,14 @@ def test_a_loss_that_communicates_is_differentiated_once(cpu_mesh, reduce):
     def synced(params, x):
         y = x * params["w"][None]
         total = jax.lax.psum(jnp.sum(y), "data") / 16
-        return getattr(jax.lax, reduce)(jnp.mean(jnp.square(y - total)), "data")
+        errors = jnp.square(y - total)
+        if reduce == "pmean":
+            return jax.lax.pmean(jnp.mean(errors), "data")
+        return jax.lax.psum(jnp.sum(errors), "data") / jax.lax.psum(errors.size, "data")
 
     def on_one_device(params):
         y = x * params["w"][None]
-        value = jnp.mean(jnp.square(y - jnp.sum(y) / 16))
-        return value * (8 if reduce == "psum" else 1)
+        return jnp.mean(jnp.square(y - jnp.sum(y) / 16))
 
     tx = make_tx(cpu_mesh(8), mask=None)
     state, metrics = train(tx, synced, [x], params=params)
@@ -362,9 +366,9 @@ def test_what_a_loss_may_not_return(cpu_mesh):
     good = lambda p, x: jnp.sum(p["w"]) * jnp.mean(x)  # noqa: E731
     cases = (
         (lambda p, x: p["w"] * jnp.mean(x), {}, jda.ShapeError, r"loss_fn's loss: not a scalar: got \(3,\), expected \(\)"),
-        (lambda p, x: (good(p, x), x), {}, jda.ShapeError, r"loss_fn's weight: not a scalar: got \(2,\)"),
+        (lambda p, x: (good(p, x), x), dict(weighted=True), jda.ShapeError, r"loss_fn's weight: not a scalar: got \(2,\)"),
         (good, dict(has_aux=True), jda.TreeError, r"loss_fn: returned something else .*expected a tuple \(loss, aux\)"),
-        (lambda p, x: (good(p, x), 1, 2), {}, jda.TreeError, r"loss_fn: returned something else than asked for: got 3 values, expected loss or \(loss, weight\)"),
+        (lambda p, x: (good(p, x), 1, 2), {}, jda.TreeError, r"loss_fn: returned something else than asked for: got 3 values, expected loss\. .*has_aux=True.*weighted=True"),
         (lambda p, x: jnp.sum(p["w"]).astype(jnp.int32), {}, jda.DtypeError, r"loss_fn's loss: cannot be differentiated: got int32, expected a floating"),
         (lambda p, x: jnp.sum(p["w"]) * (1 + 1j), {}, jda.DtypeError, r"loss_fn's loss: not a real number: got complex64"),
         (lambda p, x: [good(p, x)], {}, jda.DtypeError, r"loss_fn's loss: not a real number: got list"),
@@ -375,7 +379,7 @@ def test_what_a_loss_may_not_return(cpu_mesh):
             train(tx, loss, [batch], params=params, **kwargs)
     with pytest.raises(
         jda.ShapeError,
-        match=r"loss_fn's model_state\['m'\]: shape differs from the state's: got \(2,\)",
+        match=r"loss_fn's model_state\['m'\]: shape differs from the state's model_state: got \(2,\)",
     ):
         train(
             tx,
