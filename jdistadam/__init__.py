@@ -17,7 +17,7 @@ from jdistadam.checkpoint import from_optax_state, main_params, to_optax_state
 from jdistadam.combine import chain, inject_hyperparams
 from jdistadam.config import MixedPrecisionPolicy
 from jdistadam.distributed import distributed_fused_adam, distributed_fused_adamw
-from jdistadam.distributed_step import DistributedState, scale_loss
+from jdistadam.distributed_state import DistributedState, scale_loss
 from jdistadam.distributed_transformation import DistributedTransformation
 from jdistadam.errors import (
     DtypeError,

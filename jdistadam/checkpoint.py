@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import buckets, reference, trees
 from jdistadam.distributed_config import DistributedConfig, axes_of
-from jdistadam.distributed_step import DistributedState, find_state, is_distributed_state
+from jdistadam.distributed_state import DistributedState, find_state, is_distributed_state
 from jdistadam.distributed_transformation import DistributedTransformation
 from jdistadam.errors import TreeError, describe
 from jdistadam.layout import Layout

@@ -12,7 +12,7 @@ import jax
 import optax
 
 from jdistadam.accumulation import AccumulatedGrads
-from jdistadam.distributed_step import StepResult, keep_if
+from jdistadam.distributed_state import StepResult, keep_if
 from jdistadam.distributed_transformation import DistributedTransformation
 from jdistadam.errors import PolicyError, TreeError, describe
 from jdistadam.linearity import example_params, why_not_linear

@@ -15,14 +15,8 @@ from jdistadam import collectives, trees
 from jdistadam.accumulation import AccumulatedGrads, accumulate_local, init_grads_local
 from jdistadam.distributed_checks import check_identity, refuse_empty_leaves
 from jdistadam.distributed_config import DistributedConfig
-from jdistadam.distributed_step import (
-    DistributedState,
-    StepResult,
-    find_state,
-    grad_norm_local,
-    init_local,
-    step_local,
-)
+from jdistadam.distributed_state import DistributedState, StepResult, find_state
+from jdistadam.distributed_step import grad_norm_local, init_local, step_local
 from jdistadam.errors import MeshError, describe
 from jdistadam.loss_scale import LossScaleState
 from jdistadam.transformation import FusedTransformation

@@ -10,7 +10,8 @@ import numpy as np
 
 from jdistadam import collectives
 from jdistadam.distributed_config import DistributedConfig
-from jdistadam.distributed_step import find_state, main_shard, map_state, state_shard
+from jdistadam.distributed_state import find_state, map_state
+from jdistadam.distributed_step import main_shard, state_shard
 from jdistadam.distributed_transformation import DistributedTransformation
 from jdistadam.layout import Layout
 

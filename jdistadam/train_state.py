@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import reference, trees
 from jdistadam.config import MixedPrecisionPolicy, float_dtype
-from jdistadam.distributed_step import find_state, is_distributed_state
+from jdistadam.distributed_state import find_state, is_distributed_state
 from jdistadam.distributed_transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import LayoutError, TreeError, describe
 from jdistadam.layout_identity import differences

@@ -17,7 +17,7 @@ from jdistadam.batches import shard_batch
 from jdistadam.config import check_count
 from jdistadam.data_parallel import DataParallel
 from jdistadam.distributed_checks import check_inside, check_placement
-from jdistadam.distributed_step import DistributedState, find_state, keep_if, map_state
+from jdistadam.distributed_state import DistributedState, find_state, keep_if, map_state
 from jdistadam.distributed_transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import MeshError, describe
 from jdistadam.gather import gather_params

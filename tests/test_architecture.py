@@ -18,7 +18,7 @@ LAYERS = (
     {"config", "layout", "masks"},
     {"layout_identity"},
     {"coefficients", "reference", "native", "groups", "loss_scale", "data_parallel"},
-    {"collectives", "distributed_config"},
+    {"collectives", "distributed_config", "distributed_state"},
     {"kernel", "reductions", "optax_leaves"},
     {"buckets", "gradient_reduction", "communication"},
     {"partitioning", "distributed_checks", "main_state"},
