@@ -1,63 +1,50 @@
-"""``python -m jdistadam info``, ``check``, ``bench``, ``plan`` and ``audit``."""
+"""The command ``jdistadam``: ``info``, ``check``, ``bench``, ``plan`` and ``audit``."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import pathlib
+import math
+import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from jdistadam import diagnostics
+from jdistadam import command_line, diagnostics
 from jdistadam.errors import JDistAdamError
+
+_BROKEN_PIPE = 141  # what a shell reports of a program that nobody reads from any more
+_AXES = ("replica", "data")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand and returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m jdistadam", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    info = commands.add_parser(
-        "info", help="versions, devices, which backend runs and why not the others"
-    )
-    info.add_argument("--json", action="store_true", help="print as JSON")
-    commands.add_parser(
-        "check", help="one real step on each backend, compared bit for bit with the oracle"
-    )
-    bench = commands.add_parser(
-        "bench", help="speed of one step on this device, against a copy and optax.adamw"
-    )
-    bench.add_argument("--trees", nargs="+", default=["resnet50"], help="see --list")
-    bench.add_argument("--list", action="store_true", help="print the trees and end")
-    bench.add_argument("--json", action="store_true", help="print as JSON")
-    plan = commands.add_parser(
-        "plan", help="bytes that each device would hold and send, from shapes alone"
-    )
-    plan.add_argument("--devices", type=int, default=8, help="of the mesh; none need exist")
-    audit = commands.add_parser(
-        "audit", help="compile a step for the devices here, and compare what it sends with the plan"
-    )
-    for command in (plan, audit):
-        _add_optimizer_arguments(command)
-    args = parser.parse_args(argv)
-    if args.command in ("plan", "audit"):
+    """Runs a subcommand and returns the exit code; 2 for arguments that cannot be used."""
+    try:
         try:
-            return _plan(args) if args.command == "plan" else _audit(args)
-        except JDistAdamError as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            return 2
-    if args.command == "bench":
-        return _bench(args.trees, list_trees=args.list, as_json=args.json)
-    return _info(as_json=args.json) if args.command == "info" else _check()
+            args = command_line.make_parser().parse_args(argv)
+            return _run(args)
+        finally:
+            print(end="", flush=True)  # here, where a broken pipe is caught
+    except BrokenPipeError:
+        # Python flushes once more at its end, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
 
 
-def _info(*, as_json: bool) -> int:
+def _run(args: argparse.Namespace) -> int:
+    try:
+        return _COMMANDS[args.command](args)
+    except JDistAdamError as error:  # what the arguments ask for cannot be
+        _refuse(args, f"{type(error).__name__}: {error}")
+
+
+def _info(args: argparse.Namespace) -> int:
     report = diagnostics.info()
-    print(json.dumps(report, indent=2) if as_json else diagnostics.format_info(report))
+    print(json.dumps(report, indent=2) if args.json else diagnostics.format_info(report))
     return 0
 
 
-def _check() -> int:
+def _check(args: argparse.Namespace) -> int:
     checks = diagnostics.check()
     marks = {True: "[OK]", False: "[FAIL]", None: "[--]"}
     for name, passed, detail in checks:
@@ -67,30 +54,25 @@ def _check() -> int:
     return int(failed)
 
 
-def _bench(trees: Sequence[str], *, list_trees: bool, as_json: bool) -> int:
-    import jax
-    import numpy as np
-
+def _bench(args: argparse.Namespace) -> int:
     from jdistadam import bench
 
-    if list_trees:
+    if args.list:
         for name, shapes in bench.TREES.items():
-            size = sum(int(np.prod(shape)) for shape in shapes.values())
+            size = sum(map(math.prod, shapes.values()))
             print(f"{name:<12} {len(shapes):>5} leaves {size:>13,} parameters")
         return 0
-    if unknown := set(trees) - set(bench.TREES):
-        print(f"unknown tree {sorted(unknown)[0]!r}, expected one of {', '.join(bench.TREES)}")
-        return 2
-    on_gpu = jax.default_backend() == "gpu"
+    device = _devices(args)[0]
+    on_gpu = device.platform == "gpu"
     copy = bench.copy_bandwidth(1 << (28 if on_gpu else 26), (130, 530) if on_gpu else (1, 3))
     rows = []
-    for tree in trees:
+    for tree in args.trees:
         hosts = bench.measure_hosts(tree, ("float32", "optax.adamw"))
         for variant in ("float32", "bf16, float32 main", "bf16, remainder16", "optax.adamw"):
             row = bench.measure(tree, variant, copy)
             rows.append(row._replace(**hosts.get(variant, {})))
-    kind = jax.devices()[0].device_kind
-    if as_json:
+    kind = device.device_kind
+    if args.json:
         results = [row._asdict() for row in rows]
         print(json.dumps({"device": kind, "copy_gb_per_second": copy / 1e9, "rows": results}))
     else:
@@ -99,74 +81,17 @@ def _bench(trees: Sequence[str], *, list_trees: bool, as_json: bool) -> int:
     return 0
 
 
-def _add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Names as in ``distributed_fused_adamw`` and ``MixedPrecisionPolicy``."""
-    add = parser.add_argument
-    add("--tree", default="gpt2s", help="a tree of `bench --list`, or a JSON file {path: shape}")
-    add("--param-dtype", default="bfloat16")
-    add("--replicas", type=int, default=1, help="hybrid sharding: size of the replica axis")
-    add("--sharding-strategy", default="optim")
-    add("--outer-sharding-strategy", default="no_shard")
-    add("--accumulate-steps", type=int, default=1)
-    for field in _POLICY_FIELDS:
-        add(f"--{field.replace('_', '-')}", help="default: that of MixedPrecisionPolicy")
-
-
-_POLICY_FIELDS = (
-    "main_params_dtype",
-    "main_grads_dtype",
-    "grad_comm_dtype",
-    "grad_reduce_dtype",
-    "param_comm_dtype",
-    "mu_dtype",
-    "nu_dtype",
-)
-
-
-def _optimizer(args: argparse.Namespace, num_devices: int) -> tuple[Any, Any]:
-    """Returns the optimizer that the arguments describe, and the shapes of the params."""
-    import jax
-
-    from jdistadam import bench, config, distributed
-
-    if args.tree in bench.TREES:
-        shapes = bench.TREES[args.tree]
-    elif pathlib.Path(args.tree).is_file():
-        shapes = json.loads(pathlib.Path(args.tree).read_text())
-    else:
-        raise SystemExit(f"--tree: got {args.tree!r}, expected a file or {', '.join(bench.TREES)}")
-    if num_devices % args.replicas:
-        raise SystemExit(f"--replicas: {args.replicas} does not divide {num_devices} devices")
-    dtype = config.float_dtype("--param-dtype", args.param_dtype)
-    params = {path: jax.ShapeDtypeStruct(tuple(s), dtype) for path, s in shapes.items()}
-    mesh = jax.make_mesh(
-        (args.replicas, num_devices // args.replicas),
-        ("replica", "data"),
-        devices=jax.devices()[:num_devices],
-    )
-    given = {name: getattr(args, name) for name in _POLICY_FIELDS}
-    policy = config.MixedPrecisionPolicy(**{k: v for k, v in given.items() if v is not None})
-    tx = distributed.distributed_fused_adamw(
-        1e-3,
-        mesh=mesh,
-        replica_axis="replica",
-        sharding_strategy=args.sharding_strategy,
-        outer_sharding_strategy=args.outer_sharding_strategy,
-        policy=policy,
-        max_grad_norm=1.0,
-    )
-    return tx, params
-
-
 def _plan(args: argparse.Namespace) -> int:
-    import jax
+    import numpy as np
+    from jax.sharding import Mesh
 
     from jdistadam.memory_plan import plan
 
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", args.devices)
-    tx, params = _optimizer(args, args.devices)
-    print(f"{tx.config.policy}\n\n{plan(params, tx, accumulate_steps=args.accumulate_steps)}")
+    # Numbers stand for the devices: nothing is placed on them, and JAX starts no backend.
+    numbers = np.arange(args.devices).reshape(_mesh_shape(args, args.devices))
+    tx, params = _optimizer(args, Mesh(numbers, _AXES))
+    planned = plan(params, tx, accumulate_steps=args.accumulate_steps)
+    print(f"{_heading(args, args.devices)}\n\n{tx.config.policy}\n\n{planned}")
     return 0
 
 
@@ -179,7 +104,9 @@ def _audit(args: argparse.Namespace) -> int:
     from jdistadam.train_state import TrainState
     from jdistadam.training import train_step
 
-    tx, params = _optimizer(args, len(jax.devices()))
+    devices = _devices(args)
+    shape = _mesh_shape(args, len(devices))
+    tx, params = _optimizer(args, jax.make_mesh(shape, _AXES, devices=devices))
 
     def loss_fn(params: Any, batch: Any) -> Any:
         terms = [jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in jax.tree.leaves(params)]
@@ -190,8 +117,68 @@ def _audit(args: argparse.Namespace) -> int:
     batch = jax.ShapeDtypeStruct((rows, 1), jnp.float32, sharding=sharding)
     step = train_step(loss_fn, tx, accumulate_steps=args.accumulate_steps)
     found = audit(step, TrainState.shapes(params, tx), batch)
-    print(found)
-    return int(not found.passed)
+    print(f"{_heading(args, len(devices))}\n\n{found}")
+    return int(not (found.passed or found.only_widened))
+
+
+_COMMANDS = {"info": _info, "check": _check, "bench": _bench, "plan": _plan, "audit": _audit}
+
+
+def _refuse(args: argparse.Namespace, message: str) -> NoReturn:
+    """Ends the program with one line."""
+    parser: command_line.Parser = args.parser
+    parser.error(message)
+
+
+def _devices(args: argparse.Namespace) -> list[Any]:
+    """Returns the devices of this process, or ends it where JAX cannot start its backend."""
+    import jax
+
+    try:
+        return jax.devices()
+    except Exception as error:  # JAX raises whatever the backend does
+        _refuse(args, f"JAX finds no device: {type(error).__name__} {error}".rstrip())
+
+
+def _mesh_shape(args: argparse.Namespace, num_devices: int) -> tuple[int, int]:
+    """Returns the number of replicas, and of devices in each."""
+    if num_devices % args.replicas:
+        _refuse(args, f"argument --replicas: {args.replicas} does not divide {num_devices} devices")
+    return args.replicas, num_devices // args.replicas
+
+
+def _optimizer(args: argparse.Namespace, mesh: Any) -> tuple[Any, Any]:
+    """Returns the optimizer that the arguments describe, and the shapes of the params."""
+    import jax
+
+    from jdistadam.distributed import distributed_fused_adamw
+
+    tx = distributed_fused_adamw(
+        1e-3,
+        b2=0.99,  # the largest with which nu may be bfloat16
+        mesh=mesh,
+        replica_axis="replica",
+        sharding_strategy=args.sharding_strategy,
+        outer_sharding_strategy=args.outer_sharding_strategy,
+        policy=command_line.policy(args),
+        max_grad_norm=1.0,
+    )
+    leaves = args.tree.shapes.items()
+    return tx, {path: jax.ShapeDtypeStruct(shape, args.param_dtype) for path, shape in leaves}
+
+
+def _heading(args: argparse.Namespace, num_devices: int) -> str:
+    """Returns what the arguments describe, in lines like those of a policy."""
+    replicas, shards = _mesh_shape(args, num_devices)
+    division = f"{replicas} {'replica' if replicas == 1 else 'replicas'} of {shards}"
+    lines = {
+        "tree": args.tree,
+        "param_dtype": args.param_dtype,
+        "devices": f"{num_devices}, as {division}",
+        "sharding_strategy": f"{args.sharding_strategy}, outer {args.outer_sharding_strategy}",
+        "accumulate_steps": args.accumulate_steps,
+    }
+    return "\n".join(f"{name:<18}  {value}" for name, value in lines.items())
 
 
 if __name__ == "__main__":

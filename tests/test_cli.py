@@ -1,15 +1,22 @@
-"""python -m jdistadam info, check, bench, plan and audit."""
+"""The command jdistadam: info, check, bench, plan and audit."""
 
 import json
 import os
+import pathlib
+import pkgutil
+import re
 import subprocess
 import sys
+import tomllib
 
 import jax
 import numpy as np
 import pytest
 
-from jdistadam import __main__, bench, diagnostics, native
+import jdistadam
+from jdistadam import __main__, bench, command_line, diagnostics, native, program_audit
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 def test_info_as_json_in_a_process_of_its_own():
@@ -84,9 +91,50 @@ def test_check_covers_the_gpu(capsys):
     assert "[OK]   cuda" in capsys.readouterr().out
 
 
-def test_unknown_command_exits_with_usage():
-    with pytest.raises(SystemExit, match="2"):
-        __main__.main(["nonsense"])
+def refusal(capsys, *argv):
+    """The one line that arguments end with; nothing else may be printed."""
+    with pytest.raises(SystemExit) as end:
+        __main__.main(argv)
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and out == "" and err.count("\n") == 1
+    return err
+
+
+def test_unknown_commands_and_options_are_refused(capsys):
+    assert refusal(capsys, "nonsense").startswith("jdistadam: error: ")
+    assert "COMMAND" in refusal(capsys)
+    assert "--nonsense" in refusal(capsys, "plan", "--nonsense")
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        __main__.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"jdistadam {jdistadam.__version__}\n"
+
+
+def test_the_package_declares_its_command_and_its_types():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["scikit-build"]["wheel"]["packages"] == ["jdistadam"]
+    assert pkgutil.resolve_name(project["project"]["scripts"]["jdistadam"]) is __main__.main
+    assert (ROOT / "jdistadam" / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("command", ["info", "bench", "plan", "audit"])
+def test_help_says_what_each_option_is_and_its_default(capsys, command):
+    with pytest.raises(SystemExit) as end:
+        __main__.main([command, "--help"])
+    _, options = capsys.readouterr().out.split("\n  -h, --help ")
+    names = re.findall(r"^  --([\w-]+)", options, re.M)
+    assert end.value.code == 0 and names
+    text = " ".join(options.split())
+    assert text.count("(default: ") == len(names)
+    if command == "bench":
+        assert f"--trees TREE [TREE ...] what to update: {', '.join(bench.TREES)} (def" in text
+    if command == "plan":
+        assert "{no_shard,optim,optim_grads,optim_grads_params}" in text
+        assert "bfloat16, float16 (default: bfloat16) --replicas" in text
+        assert "JSON file {path: shape} (default: gpt2s)" in text
 
 
 def test_bench_measures_every_variant(monkeypatch, capsys):
@@ -131,17 +179,17 @@ def test_bench_lists_its_trees_and_refuses_others(capsys):
     assert __main__.main(["bench", "--list"]) == 0
     out = capsys.readouterr().out
     assert "gpt2s" in out and "124,474,368 parameters" in out and "1000 leaves" in out
-    assert __main__.main(["bench", "--trees", "gpt3"]) == 2
-    assert "unknown tree 'gpt3'" in capsys.readouterr().out
+    err = refusal(capsys, "bench", "--trees", "gpt2s", "gpt3")
+    assert "argument --trees: invalid choice: 'gpt3'" in err and "resnet50" in err
 
 
-def run_cli(tmp_path, *args):
-    """In a process of its own, since `plan` decides how many devices JAX has."""
+def run_cli(tmp_path, *args, devices=4, platforms="cpu"):
+    """In a process of its own, with as many devices as the test wants."""
     shapes = {"w": [1024, 64], "b": [64]}
     (tmp_path / "shapes.json").write_text(json.dumps(shapes))
     env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": platforms,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
     command = [sys.executable, "-m", "jdistadam", *args, "--tree", str(tmp_path / "shapes.json")]
     done = subprocess.run(
@@ -151,6 +199,7 @@ def run_cli(tmp_path, *args):
 
 
 def test_plan_prints_bytes_of_devices_that_do_not_exist(tmp_path):
+    """It starts no backend of JAX: one that does not exist is no obstacle."""
     options = (
         "--devices",
         "64",
@@ -163,7 +212,7 @@ def test_plan_prints_bytes_of_devices_that_do_not_exist(tmp_path):
         "--accumulate-steps",
         "3",
     )
-    code, out, err = run_cli(tmp_path, "plan", *options)
+    code, out, err = run_cli(tmp_path, "plan", *options, platforms="nonsense")
     assert code == 0, err
     lines = {
         line.rsplit(None, 3)[0]: line.split()[-1] for line in out.splitlines() if " held " in line
@@ -173,18 +222,171 @@ def test_plan_prints_bytes_of_devices_that_do_not_exist(tmp_path):
     assert ["reduce-scatter", "bfloat16", "data", "32", "3"] in [row[:5] for row in rows]
 
 
-@pytest.mark.parametrize(("dtype", "code"), [("float32", 0), ("bfloat16", 1)])
-def test_audit_compiles_for_the_devices_here(tmp_path, dtype, code):
-    """XLA widens 16-bit collectives on CPU devices: that program is not as planned."""
-    done, out, err = run_cli(tmp_path, "audit", "--param-dtype", dtype, "--grad-comm-dtype", dtype)
-    assert done == code, err
-    assert ("NOT as planned" in out) == bool(code) and "reduce-scatter" in out
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setitem(bench.TREES, "small", {"w": (300, 70), "b": (70,)})
+    return "--tree", "small"
 
 
-def test_plan_says_what_is_wrong(tmp_path):
-    code, _, err = run_cli(tmp_path, "plan", "--sharding-strategy", "optin")
-    assert code == 2 and "sharding_strategy" in err and "optim" in err and "Traceback" not in err
-    assert run_cli(tmp_path, "plan", "--replicas", "3")[0] == 1
+def test_plan_begins_with_what_was_planned(small, tmp_path, capsys):
+    options = ("--devices", "12", "--replicas", "3", "--accumulate-steps", "5")
+    strategies = ("--sharding-strategy", "optim_grads", "--outer-sharding-strategy", "optim")
+    assert __main__.main(["plan", *small, *options, *strategies, "--param-dtype", "float16"]) == 0
+    assert capsys.readouterr().out.splitlines()[:7] == [
+        "tree                small, 2 leaves, 21,070 parameters",
+        "param_dtype         float16",
+        "devices             12, as 3 replicas of 4",
+        "sharding_strategy   optim_grads, outer optim",
+        "accumulate_steps    5",
+        "",
+        "main_params_dtype   float32",
+    ]
+    (tmp_path / "one.json").write_text('{"w": []}')
+    assert __main__.main(["plan", "--tree", str(tmp_path / "one.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("one.json, 1 leaf, 1 parameters")
+    assert lines[2].endswith("8, as 1 replica of 8")
+
+
+def test_plan_of_a_million_devices(small, capsys):
+    assert __main__.main(["plan", *small, "--devices", "1000000", "--replicas", "10"]) == 0
+    assert "1000000, as 10 replicas of 100000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("field", sorted(command_line._POLICY))
+def test_every_dtype_that_the_help_names_is_planned(small, capsys, field):
+    choices, _ = command_line._POLICY[field]
+    for choice in choices:
+        options = (f"--{field.replace('_', '-')}", choice, "--param-dtype", "float32")
+        assert __main__.main(["plan", *small, *options]) == 0
+        value = re.search(rf"^{field} +(.*)", capsys.readouterr().out, re.M)[1]
+        wanted = {
+            "grad_comm_dtype": "float32",
+            "grad_reduce_dtype": "float32, by the collective library",
+            "param_comm_dtype": "params' own",
+        }
+        assert value == (wanted.get(field, "none") if choice == "none" else choice)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--devices 0", "argument --devices: got '0', expected a whole number from 1 to"),
+        ("--devices -1", "argument --devices: got '-1'"),
+        ("--devices 8.5", "argument --devices: got '8.5'"),
+        ("--devices 1048577", "from 1 to 1048576"),
+        (f"--devices {'9' * 5000}", "argument --devices: got '99"),
+        ("--accumulate-steps 0", "argument --accumulate-steps: got '0'"),
+        ("--replicas 0", "argument --replicas: got '0'"),
+        ("--replicas 3 --devices 8", "argument --replicas: 3 does not divide 8 devices"),
+        ("--replicas 16 --devices 8", "argument --replicas: 16 does not divide 8 devices"),
+        ("--tree missing.json", "cannot read 'missing.json' (No such file or directory)"),
+        ("--tree missing.json", "expected a JSON file or one of flat1B, "),
+        ("--tree .", "cannot read '.' (Is a directory)"),
+        ("--param-dtype int8", "argument --param-dtype: invalid choice: 'int8'"),
+        ("--sharding-strategy optin", "argument --sharding-strategy: invalid choice: 'optin'"),
+        ("--outer-sharding-strategy x", "argument --outer-sharding-strategy: invalid choice: 'x'"),
+        ("--mu-dtype float8_e5m2", "argument --mu-dtype: invalid choice: 'float8_e5m2'"),
+        ("--grad-comm-dtype nonsense", "argument --grad-comm-dtype: invalid choice: 'nonsense'"),
+        ("--param-comm-dtype float32", "PolicyError: params['h0.down.b']: param_comm_dtype is wider"),
+        ("--main-grads-dtype bfloat16 --grad-comm-dtype float32", "PolicyError: MixedPrecisionPolicy.main_grads_dtype"),
+        ("--sharding-strategy no_shard --outer-sharding-strategy optim", "PolicyError: "),
+    ],
+)  # fmt: skip
+def test_plan_says_in_a_line_what_is_wrong(capsys, options, said):
+    err = refusal(capsys, "plan", *options.split())
+    assert err.startswith("jdistadam plan: error: ") and said in err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"w": [3', "is not JSON: "),
+        ('{"w":\n\n\n[3}', "is not JSON: "),
+        ("", "is not JSON: "),
+        (b"\xff\xfe\x00", "is not JSON: "),
+        ("[" * 100_000, "is not JSON: "),
+        ("[3, 4]", 'got [3, 4], expected an object like {"w": [1024, 64]}'),
+        ("{}", "got {}, expected an object"),
+        ("null", "got None, expected an object"),
+        ('{"w": 3}', "shape of 'w': got 3, expected a list of whole numbers"),
+        ('{"w": "3"}', "shape of 'w': got '3', expected"),
+        ('{"w": {"b": [3]}}', "shape of 'w': got {'b': [3]}, expected"),
+        ('{"b": [1], "w": [3, -1]}', "shape of 'w': got [3, -1], expected"),
+        ('{"w": [3.0]}', "got [3.0], expected"),
+        ('{"w": [true]}', "got [True], expected"),
+        ('{"w": [[3]]}', "got [[3]], expected"),
+        ('{"w": [4294967296, 2147483648]}', "fewer than 2**63 elements"),
+        ('{"w": [0, 9223372036854775808]}', "fewer than 2**63 elements"),
+    ],
+)
+def test_a_file_of_another_form_is_refused(tmp_path, capsys, content, said):
+    path = tmp_path / "shapes.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    for command in ("plan", "audit"):
+        err = refusal(capsys, command, "--tree", str(path))
+        assert f"{command}: error: argument --tree: " in err and str(path) in err and said in err
+
+
+def test_empty_leaves_are_planned(tmp_path, capsys):
+    (tmp_path / "shapes.json").write_text('{"w": [0, 4], "b": []}')
+    assert __main__.main(["plan", "--tree", str(tmp_path / "shapes.json")]) == 0
+    assert "2 leaves, 1 parameters" in capsys.readouterr().out
+
+
+def test_audit_with_its_defaults_says_what_cpu_devices_cannot_show(tmp_path):
+    code, out, err = run_cli(tmp_path, "audit")
+    assert code == 0, err
+    assert out.splitlines()[2] == "devices             4, as 1 replica of 4"
+    assert "CPU backend widens bfloat16 to float32; only an audit for GPUs can check" in out
+    assert "as planned in operations and elements, NOT CHECKED in dtypes;" in out
+    gathers = [line.split() for line in out.splitlines() if line.startswith("all-gather")]
+    assert [(row[1], row[3], row[4]) for row in gathers] == [
+        ("bfloat16", "65600", "0"),
+        ("float32", "0", "65600"),
+    ]
+
+
+def test_audit_in_float32_checks_all(tmp_path):
+    code, out, err = run_cli(tmp_path, "audit", "--param-dtype", "float32")
+    assert code == 0, err
+    assert "\nas planned; besides" in out and "reduce-scatter" in out and "CPU" not in out
+
+
+def test_audit_on_one_device_has_nothing_to_check(tmp_path):
+    code, out, err = run_cli(tmp_path, "audit", devices=1)
+    assert code == 0, err
+    assert out.endswith("\none device: nothing travels, so there is nothing to check\n")
+
+
+@pytest.mark.parametrize(("found", "widened", "code"), [(8, False, 0), (0, True, 0), (0, False, 1)])
+def test_the_exit_code_of_an_audit(monkeypatch, small, capsys, found, widened, code):
+    row = program_audit.AuditRow("all-gather", "bfloat16", 2, 8, 0, found, 0, widened)
+    result = program_audit.Audit((row,), 1, 2, None)
+    monkeypatch.setattr(program_audit, "audit", lambda *args: result)
+    assert __main__.main(["audit", *small]) == code
+    assert ("NOT as planned" in capsys.readouterr().out) == bool(code)
+
+
+@pytest.mark.parametrize("command", ["audit", "bench"])
+def test_no_device_is_one_line(monkeypatch, capsys, command):
+    def broken():
+        raise RuntimeError("Unable to initialize backend 'cuda':\nno GPU")
+
+    monkeypatch.setattr(jax, "devices", broken)
+    err = refusal(capsys, command)
+    assert "JAX finds no device: RuntimeError Unable to initialize" in err and "no GPU" in err
+
+
+def test_a_reader_that_leaves_is_no_error():
+    """As `jdistadam plan | head -1` does, here before the first line."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "jdistadam", "plan"]
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}  # written at the end
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=120, env=env)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 @pytest.mark.parametrize("variant", sorted(bench.VARIANTS))
