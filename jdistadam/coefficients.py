@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jdistadam.config import Hyperparameters
+from jdistadam.errors import HyperparameterError, describe
 
 NAMES = (
     "learning_rate",
@@ -75,7 +77,23 @@ def coefficient_row(hyper: Hyperparameters, count: jax.Array, *, decay: bool = T
         *corrections,
         hyper.l2 if decay else 0.0,
     )
-    return jnp.stack([jnp.asarray(value).astype(jnp.float32).reshape(()) for value in values])
+    return jnp.stack([_scalar(*pair) for pair in zip(NAMES, values, strict=True)])
+
+
+def _scalar(name: str, value: Any) -> jax.Array:
+    """A coefficient in float32; a schedule may have returned something else."""
+    if np.shape(value) != ():
+        raise HyperparameterError(
+            describe(
+                name,
+                "not one number",
+                got=f"shape {np.shape(value)}",
+                expected="a scalar, also from a schedule",
+                action="Return a number; for several rates use param_labels and groups, or "
+                "optax.multi_transform.",
+            )
+        )
+    return jnp.asarray(value).astype(jnp.float32)
 
 
 def coefficient_rows(hyper: Hyperparameters, count: jax.Array, decays: Sequence[bool]) -> jax.Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.errors import HyperparameterError, PolicyError, describe
+
+_STACK_LEVEL = 4  # from __post_init__ to whoever called fused_adamw
 
 ScalarOrSchedule = float | jax.Array | Callable[[Any], Any]
 
@@ -51,6 +54,12 @@ class Hyperparameters:
 
     def __post_init__(self) -> None:
         """Checks every number that is known before tracing."""
+        if isinstance(self.learning_rate, int | float | np.number) and self.learning_rate < 0:
+            warnings.warn(
+                f"learning_rate: below zero, as optax allows: got {self.learning_rate!r}, expected "
+                "a number >= 0. Every step climbs the loss; maximise a negated loss instead.",
+                stacklevel=_STACK_LEVEL,
+            )
         _check("learning_rate", self.learning_rate, math.isfinite, "a finite number or a schedule")
         for name in ("b1", "b2"):
             _check(name, getattr(self, name), lambda x: 0.0 <= x < 1.0, "a number in [0, 1)")

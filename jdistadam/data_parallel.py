@@ -173,8 +173,9 @@ def make_data_parallel(
 
 
 def _axes(mesh: Mesh, name: str, value: Any) -> tuple[str, ...]:
-    axes = (value,) if isinstance(value, str) else value
-    for axis in axes if isinstance(axes, tuple) else (axes,):
+    axes: Any = (value,) if isinstance(value, str) else value
+    axes = tuple(axes) if isinstance(axes, list | tuple) else (axes,)
+    for axis in axes:
         if axis not in mesh.shape:
             close = difflib.get_close_matches(str(axis), mesh.axis_names, 1, 0.0)
             raise MeshError(
@@ -199,9 +200,31 @@ def _axes(mesh: Mesh, name: str, value: Any) -> tuple[str, ...]:
     return tuple(axes)
 
 
+# What others call the same, in lower case and without separators.
+_MEANT = {
+    "ddp": "no_shard",
+    "dp": "no_shard",
+    "noshard": "no_shard",
+    "zero0": "no_shard",
+    "zero1": "optim",
+    "shardoptim": "optim",
+    "osdp": "optim",
+    "zero2": "optim_grads",
+    "shardgradop": "optim_grads",
+    "zero3": "optim_grads_params",
+    "fsdp": "optim_grads_params",
+    "fsdp2": "optim_grads_params",
+    "hsdp": "optim_grads_params",
+    "fullshard": "optim_grads_params",
+    "hybridshard": "optim_grads_params",
+}
+
+
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        close = difflib.get_close_matches(str(value), choices, 1, 0.0)[0]
+        meant = _MEANT.get("".join(filter(str.isalnum, str(value))).lower())
+        nearest = difflib.get_close_matches(str(value), choices, 1, 0.0)[0]
+        close = meant if meant in choices else nearest
         raise PolicyError(
             describe(
                 name,

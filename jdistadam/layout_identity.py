@@ -23,6 +23,7 @@ from the layout::
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +36,8 @@ from jdistadam.layout import Bucket, Layout, Leaf
 VERSION = 1
 """Grows whenever the same text would mean another place, or another meaning, of an element."""
 
+_BLOCK = 4096  # Texts end with spaces up to a multiple: those of similar layouts are equally long,
+# so that a checkpoint can be restored far enough for an error to say where they differ.
 _MAX_SHOWN = 3  # differences in one message
 
 
@@ -50,7 +53,7 @@ def identity_of(layout: Layout, tensor_parts: tuple[int, ...], main_kind: str) -
     Example:
       >>> from jdistadam.layout import make_layout
       >>> layout = make_layout([Leaf("params['b']", (3,), "float32", 0)], 4, 1 << 20)
-      >>> print(identity_of(layout, (), "float32").tobytes().decode())
+      >>> print(identity_of(layout, (), "float32").tobytes().decode().rstrip())
       {"jdistadam_layout":1,"flat_size":128,"main_size":128,"num_shards":4,"tensor_parts":[]
       ,"leaves":[
       {"dtype":"float32","path":"['b']","shape":[3]}]
@@ -68,7 +71,8 @@ def identity_of(layout: Layout, tensor_parts: tuple[int, ...], main_kind: str) -
     buckets = [_bucket(bucket, main_kind) for bucket in layout.buckets]
     text = f'{{"jdistadam_layout":{VERSION},{_json(header)[1:-1]}\n'
     text += f',"leaves":[\n{_lines(leaves)}]\n,"buckets":[\n{_lines(buckets)}]\n}}'
-    identity = np.frombuffer(text.encode("ascii"), np.uint8)
+    padding = " " * (-len(text) % _BLOCK)
+    identity = np.frombuffer((text + padding).encode("ascii"), np.uint8)
     identity.setflags(write=False)
     return identity
 
@@ -118,23 +122,29 @@ def differences(got: np.ndarray, expected: np.ndarray) -> str | None:
     """
     if got.tobytes() == expected.tobytes():
         return None
+    mine, theirs = (x.tobytes().rstrip(b"\0 ") for x in (got, expected))  # zeros: orbax pads
     try:
-        mine, theirs = (json.loads(x.tobytes()) for x in (got, expected))
-        found = _differences(mine, theirs)
+        found = _differences(json.loads(mine), json.loads(theirs))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        return "not the text of a layout: it was cut off, averaged or edited"
+        return _first_other_line(mine, theirs)
     if not found:
-        return "written in another way: the same entries in other bytes"
+        return "the same entries in other bytes: the text was edited"
     more = f"; and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
     return "; ".join(found[:_MAX_SHOWN]) + more
 
 
+def _first_other_line(got: bytes, expected: bytes) -> str:
+    """Where a text that is no layout any more, cut off or averaged, leaves the expected one."""
+    lines = [text.decode("ascii", "replace").splitlines() for text in (got, expected)]
+    pairs = itertools.zip_longest(*lines, fillvalue="nothing")
+    mine, theirs = next((x, y) for x, y in pairs if x != y)
+    return f"a text that was cut off or changed: {mine[:120]!r} instead of {theirs[:120]!r}"
+
+
 def _differences(got: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    lists = ("leaves", "buckets")
-    found = _changed(
-        {k: v for k, v in got.items() if k not in lists},
-        {k: v for k, v in expected.items() if k not in lists},
-    )
+    follow = ("flat_size", "main_size", "leaves", "buckets")
+    headers = [{k: v for k, v in text.items() if k not in follow} for text in (got, expected)]
+    found = _changed(*headers)
     leaves, like = ({x["path"]: x for x in text["leaves"]} for text in (got, expected))
     found += [f"leaf {path} is not expected" for path in leaves if path not in like]
     found += [f"leaf {path} is missing" for path in like if path not in leaves]
@@ -147,7 +157,8 @@ def _differences(got: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     for path in theirs:
         if path in mine and mine[path] != theirs[path]:
             found.append(f"bucket of {path}: {', '.join(_changed(mine[path], theirs[path]))}")
-    return found
+    sizes = [{k: text[k] for k in ("flat_size", "main_size")} for text in (got, expected)]
+    return found or _changed(*sizes)
 
 
 def _by_leaf(text: dict[str, Any]) -> dict[str, Any]:

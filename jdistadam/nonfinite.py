@@ -11,6 +11,7 @@ import numpy as np
 from jdistadam import collectives, trees
 from jdistadam.distributed_checks import check_inside
 from jdistadam.distributed_transformation import DistributedTransformation
+from jdistadam.errors import ShapeError, describe
 
 
 def leaves_not_finite(grads: Any) -> jax.Array:
@@ -58,5 +59,16 @@ def nonfinite_paths(counts: Any, params: Any) -> dict[str, int]:
       >>> nonfinite_paths(np.array([0, 2]), {"b": jnp.ones(3), "w": jnp.ones((2, 3))})
       {"params['w']": 2}
     """
-    found = zip(trees.paths(params, "params"), np.asarray(counts).tolist(), strict=True)
+    paths = trees.paths(params, "params")
+    if np.shape(counts) != (len(paths),):
+        raise ShapeError(
+            describe(
+                "counts",
+                "not one number for each leaf of params",
+                got=type(counts).__name__ if np.shape(counts) == () else np.shape(counts),
+                expected=(len(paths),),
+                action='Pass metrics["nonfinite"] of train_step(..., report_nonfinite=True).',
+            )
+        )
+    found = zip(paths, np.asarray(counts).tolist(), strict=True)
     return {path: count for path, count in found if count}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import reference, trees
 from jdistadam.config import MixedPrecisionPolicy, float_dtype
+from jdistadam.distributed_checks import check_identity_type
 from jdistadam.distributed_state import find_state, is_distributed_state
 from jdistadam.distributed_transformation import DistributedTransformation, check_distributed
-from jdistadam.errors import LayoutError, TreeError, describe
+from jdistadam.errors import DtypeError, LayoutError, TreeError, describe
 from jdistadam.layout_identity import differences
 from jdistadam.main_shards import paths_that_differ, with_main_params
 
@@ -35,6 +37,10 @@ class TrainState:
     opt_state: Any
     model_state: Any = None
     rng: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the fields alone, for pickle and copy: not what the state remembers."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def replace(self, *, tx: DistributedTransformation | None = None, **changes: Any) -> TrainState:
         """Returns a state with some of its fields changed.
@@ -100,10 +106,11 @@ class TrainState:
           rng: ``jax.random.key`` for dropout and the like. None: the loss gets none.
 
         Raises:
-          DtypeError: A leaf has another dtype.
+          DtypeError: A leaf has another dtype, or ``rng`` is not a key.
+          TreeError: ``params`` are shapes, or all variables of a Flax model.
         """
         check_distributed(tx)
-        trees.check_dtypes(params, name="params")
+        _check_created(params, rng)
         dtypes = _dtypes_of(params, param_dtypes)
         replicated = NamedSharding(tx.config.mesh, P())
         params = own(params, _placement(tx, params))
@@ -152,6 +159,51 @@ class TrainState:
         there = cls(params, jax.eval_shape(tx.init, params))
         specs = cls(tx.param_specs(params), tx.state_specs())
         return jax.tree.map(place, specs, there, is_leaf=lambda x: isinstance(x, P))
+
+
+_FLAX_COLLECTIONS = {"batch_stats", "cache", "intermediates", "perturbations"}
+
+
+def _check_created(params: Any, rng: Any) -> None:
+    """Raises where what a state is made of is not what it is taken for."""
+    names = set(params) if isinstance(params, Mapping) else set()
+    others = names & _FLAX_COLLECTIONS
+    if "params" in names and others:
+        raise TreeError(
+            describe(
+                "params",
+                "all variables of a Flax model: the others would be trained as parameters",
+                got=", ".join(map(str, params)),
+                expected='variables["params"]',
+                action=f"Pass these, and {sorted(others)[0]!r} and the like as model_state.",
+            )
+        )
+    for path, x in zip(trees.paths(params, "params"), jax.tree.leaves(params), strict=True):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise TreeError(
+                describe(
+                    path,
+                    "a shape, not an array",
+                    got=x,
+                    expected="a jax or numpy array",
+                    action="Use TrainState.shapes(params, tx) for shapes.",
+                )
+            )
+    trees.check_dtypes(params, name="params")
+    dtype = getattr(rng, "dtype", None)
+    is_key = dtype is not None and (
+        jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and rng.ndim == 1)
+    )
+    if rng is not None and not is_key:
+        raise DtypeError(
+            describe(
+                "rng",
+                "not a random key",
+                got=repr(rng) if dtype is None else dtype,
+                expected="one key, as jax.random.key(0) returns",
+                action="Pass rng=jax.random.key(seed).",
+            )
+        )
 
 
 def _placement(tx: DistributedTransformation, params: Any) -> Any:
@@ -225,7 +277,9 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
     config = tx.config
     trees.check_dtypes(state.params, name="params")
     identity = config.identity(config.tensor_local(state.params))
-    if found := differences(identity, np.asarray(find_state(state.opt_state).layout_identity)):
+    kept = find_state(state.opt_state).layout_identity
+    check_identity_type(identity, kept)
+    if found := differences(identity, np.asarray(kept)):
         raise LayoutError(
             describe(
                 "params",
