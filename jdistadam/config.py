@@ -107,8 +107,9 @@ class MixedPrecisionPolicy:
       main_params_dtype: What the optimizer keeps of its own to update, sharded: float32 main
         parameters wherever they differ from the parameters in dtype or in sharding;
         "remainder16": beside bfloat16 parameters the low 16 bits, so that both together are a
-        float32 (other parameters are updated themselves); None: nothing, parameters are updated
-        themselves and rounded to their own dtype at every step.
+        float32, to which the parameter is the nearest bfloat16 with ties away from zero, where a
+        cast rounds ties to even (other parameters are updated themselves); None: nothing,
+        parameters are updated themselves and rounded to their own dtype at every step.
       main_grads_dtype: Dtype in which gradients are stored and accumulated over micro-batches.
       grad_comm_dtype: Dtype of gradients on the wire: contributions are rounded to it once, then
         sent. float32, bfloat16 or float16. None: ``main_grads_dtype``. Bytes sent per device and
