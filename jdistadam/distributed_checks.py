@@ -331,6 +331,11 @@ def check_state(config: DistributedConfig, layout: Layout, state: Any) -> None:
                     action=f"Cast it, or set {name}_dtype in the policy.",
                 )
             )
+    check_scaling(config, state)
+
+
+def check_scaling(config: DistributedConfig, state: Any) -> None:
+    """Raises TreeError where a state has a loss scale and the optimizer none, or the reverse."""
     if (state.scaling is None) != (config.loss_scale is None):
         raise TreeError(
             describe(

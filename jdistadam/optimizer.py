@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdistadam import optax_leaves
+from jdistadam import optax_leaves, trees
 from jdistadam.config import (
     Hyperparameters,
     ScalarOrSchedule,
@@ -49,7 +49,11 @@ def fused_adamw(
       p &\leftarrow p - \alpha \left( \frac{m / c_1}{\sqrt{v / c_2 + \bar\varepsilon} + \varepsilon}
          + \lambda p \right)
 
-    Arrays that are sharded stay so: nothing is gathered.
+    Arrays that are sharded stay so. Each leaf is updated where its moments lie, which never travel;
+    new params and moments lie where the old ones do, and updates where params do, whatever the
+    sharding of the gradients. In a plain ``jax.jit`` optax lets the sharding of its results depend
+    on all operands: with params replicated and moments sharded, its new params are sharded, here
+    they are gathered.
 
     Args:
       learning_rate: :math:`\alpha`, or a schedule of the step count.
@@ -197,6 +201,7 @@ def _fused(
     known, operands = hyper.split()
 
     def init(params: Any) -> optax.OptState:
+        trees.check_numbers(params, name="params")
         decay_groups(mask, params)  # a mask that does not fit should not wait for the first step
         if kind is None:
             return _with_nu(like_optax.init(params), nu_dtype)

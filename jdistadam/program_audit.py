@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from jdistadam import hlo
 from jdistadam.communication import planned_collectives
-from jdistadam.train_state import TrainState
+from jdistadam.errors import TreeError, describe
+from jdistadam.train_state import TrainState, check_train_state
 from jdistadam.training import TrainStep
 
 _Counter = collections.Counter[tuple[str, str, int]]
@@ -143,8 +144,10 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
       >>> audit(step, state, jnp.ones((1, 3))).passed
       True
     """
+    _check_step(step)
+    check_train_state(state)
     planned, optional = _planned(step, state)
-    program = step.lower(state, batch).compile()
+    program = step.lower(state, batch, is_verified=True).compile()
     found, asynchronous, scalars = _found(program.as_text())
     keys = sorted(planned.keys() | found.keys())
     rows = [
@@ -154,6 +157,19 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
     if mesh.devices.flat[0].platform == "cpu":
         rows = _mark_widened(rows)
     return Audit(tuple(rows), scalars, mesh.size, program)
+
+
+def _check_step(step: Any) -> None:
+    if not isinstance(step, TrainStep):
+        raise TreeError(
+            describe(
+                "step",
+                "not a training step of this package",
+                got=type(step).__name__,
+                expected="what train_step returned",
+                action="Call audit(train_step(loss_fn, tx), state, batch).",
+            )
+        )
 
 
 def _found(text: str) -> tuple[_Counter, _Counter, int]:

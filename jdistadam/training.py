@@ -16,7 +16,7 @@ from jdistadam.accumulation import mean_factor
 from jdistadam.batches import shard_batch
 from jdistadam.config import check_count
 from jdistadam.data_parallel import DataParallel
-from jdistadam.distributed_checks import check_inside, check_placement
+from jdistadam.distributed_checks import check_inside, check_placement, check_scaling
 from jdistadam.distributed_state import DistributedState, find_state, keep_if, map_state
 from jdistadam.distributed_transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import MeshError, describe
@@ -114,6 +114,7 @@ class TrainStep:
         own = find_state(state.opt_state)
         _check_alive(own)
         check_placement(self.tx.config, own)
+        check_scaling(self.tx.config, own)
         if own.layout_identity is None or own.layout_identity is not self._identity:
             check_layout(state, self.tx)
             self._identity = own.layout_identity

@@ -168,7 +168,7 @@ def _call(
         new_mains, out = results.out, results.params
     else:
         spec = Spec("step_and_cast", groups, nesterov, params[0].dtype)
-        results = partitioning.adam(spec, scalars, Operands(grads, mains, mu, nu))
+        results = partitioning.adam(spec, scalars, Operands(grads, mains, mu, nu), params)
         new_mains, out = results.params, results.out
     if mains[0] is not None and mode == "update":
         out = [_difference(*pair) for pair in zip(out, params, strict=True)]

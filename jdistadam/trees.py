@@ -69,6 +69,21 @@ def check_same_shapes(tree: Any, like: Any, *, name: str, like_name: str) -> Non
             raise ShapeError(message)
 
 
+def check_numbers(tree: Any, *, name: str) -> None:
+    """Raises DtypeError unless every leaf is an array or a Python number, as optax takes them."""
+    for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
+        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
+            raise DtypeError(
+                describe(
+                    path,
+                    "not an array",
+                    got=repr(x),
+                    expected="a jax or numpy array, or a number",
+                    action="Leave it out of the tree, or put None in its place.",
+                )
+            )
+
+
 def check_dtypes(
     tree: Any, *, name: str, allowed: Sequence[Any] = STORAGE_DTYPES, action: str = ""
 ) -> None:

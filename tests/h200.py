@@ -44,7 +44,7 @@ def compile_step(mesh, param_dtype, wire, accumulate_steps=1, **kwargs):
     state = jda.TrainState.shapes(params, tx)
     batch = placed(mesh, jax.ShapeDtypeStruct((64, WIDTH), param_dtype), P("data"))
     step = jda.train_step(loss_fn, tx, accumulate_steps=accumulate_steps)
-    return tx, params, step.lower(state, batch).compile()
+    return tx, params, step.lower(state, batch, is_verified=True).compile()
 
 
 def collectives(text, *, with_devices=False):
