@@ -53,7 +53,7 @@ def new_main_params(kind: str, params: Any) -> Any:
                 )
             )
         if kind == "remainder16":
-            return jnp.zeros_like(x, jnp.uint16)
+            return trees.placed_beside(x, jnp.zeros_like(x, jnp.uint16))
         return jnp.asarray(x, jnp.float32)
 
     leaves = map(new, trees.paths(params, "params"), jax.tree.leaves(params))
@@ -114,11 +114,15 @@ def main_params_of(params: Any, opt_state: Any) -> Any:
     if not found:
         return params
     treedef: Any = jax.tree.structure(params)
-    pairs = zip(jax.tree.leaves(params), treedef.flatten_up_to(found[0].main_params), strict=True)
+    kept = found[0].main_params
+    splits = any(x.dtype == jnp.uint16 for x in jax.tree.leaves(kept))
+    dtype = MAIN_DTYPES["remainder16" if splits else "float32"]
+    mains = main_leaves(treedef, kept, params, dtype)
 
     def whole(param: Any, main: Any) -> Any:
-        if isinstance(main, optax.MaskedNode):
+        if main is None:
             return param
-        return reference.join(param, main, jnp) if main.dtype == jnp.uint16 else main
+        return reference.join(param, main, jnp) if splits else main
 
-    return jax.tree.unflatten(treedef, [whole(*pair) for pair in pairs])
+    pairs = zip(jax.tree.leaves(params), mains, strict=True)
+    return treedef.unflatten([whole(*pair) for pair in pairs])

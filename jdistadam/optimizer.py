@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jdistadam import optax_leaves, trees
@@ -204,25 +205,31 @@ def _fused(
         trees.check_numbers(params, name="params")
         decay_groups(mask, params)  # a mask that does not fit should not wait for the first step
         if kind is None:
-            return _with_nu(like_optax.init(params), nu_dtype)
+            return _beside(params, _with_nu(like_optax.init(params), nu_dtype))
         wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if needs_main(x) else x, params)
-        inner = _with_nu(like_optax.init(wide), nu_dtype)
+        inner = _beside(params, _with_nu(like_optax.init(wide), nu_dtype))
         return MainParamsState(new_main_params(kind, params), inner)
 
     def run(mode: str, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         if params is None and (needs_params or kind is not None or mode == "step"):
             raise ValueError(optax._src.base.NO_PARAMS_MSG)  # optax has no public name for it
-        return tree_step(
-            grads,
-            state,
-            params,
-            operands,
-            mode=mode,
-            known=known,
-            groups=decay_groups(mask, grads if params is None else params),
-            nu_dtype=nu_dtype,
-            main_kind=kind,
-        )
+        groups = decay_groups(mask, grads if params is None else params)
+        try:
+            return tree_step(
+                grads,
+                state,
+                params,
+                operands,
+                mode=mode,
+                known=known,
+                groups=groups,
+                nu_dtype=nu_dtype,
+                main_kind=kind,
+            )
+        except TypeError:  # of jit, which names a leaf that is no array by its place in a call
+            for name, tree in (("grads", grads), ("opt_state", state), ("params", params)):
+                trees.check_numbers(tree, name=name)
+            raise
 
     def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         del extra_args  # as optax's own, which take none
@@ -236,9 +243,19 @@ def _fused(
 
 
 def _mu_dtype(value: Any) -> Any:
-    if value is None or value in optax_leaves.DTYPES:
+    is_array = isinstance(value, jax.Array | np.ndarray)  # of which == is no bool
+    if value is None or (not is_array and value in optax_leaves.DTYPES):
         return value
     return float_dtype("mu_dtype", value)
+
+
+def _beside(params: Any, state: Any) -> Any:
+    """Places the moments of a state that is made inside a program where its params are."""
+    adam = state[0]._replace(
+        mu=jax.tree.map(trees.placed_beside, params, state[0].mu),
+        nu=jax.tree.map(trees.placed_beside, params, state[0].nu),
+    )
+    return (adam, *state[1:])
 
 
 def _with_nu(state: Any, nu_dtype: Any) -> Any:

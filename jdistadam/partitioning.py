@@ -66,7 +66,8 @@ def _typed_like(arrays: Arrays, models: Arrays) -> tuple[Any, ...]:
 
     def move(x: Any, model: Any) -> Any:
         sharding = jax.typeof(model).sharding
-        return x if jax.typeof(x).sharding.spec == sharding.spec else jax.reshard(x, sharding)
+        is_there = sharding.mesh.empty or jax.typeof(x).sharding.spec == sharding.spec
+        return x if is_there else jax.reshard(x, sharding)
 
     return tuple(move(*pair) for pair in zip(arrays, models, strict=False))
 

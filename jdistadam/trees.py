@@ -34,10 +34,11 @@ def check_same_structure(tree: Any, like: Any, *, name: str, like_name: str) -> 
         what = f"missing, {like_name} has it"
         if not missing:
             what = f"unexpected, {like_name} does not have it"
+        instead = f", among them {unexpected[0]}" if missing and unexpected else ""
         message = describe(
             f"{name}{(missing or unexpected)[0]}",
             what,
-            got=f"{len(mine)} leaves",
+            got=f"{len(mine)} leaves{instead}",
             expected=f"the {len(theirs)} leaves of {like_name}",
             action=f"Pass {name} with the tree structure of {like_name}.",
         )
@@ -84,6 +85,68 @@ def check_numbers(tree: Any, *, name: str) -> None:
             )
 
 
+def check_arrays(tree: Any, *, name: str) -> None:
+    """Raises TreeError for a shape, DtypeError for what else is neither array nor number."""
+    for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise TreeError(
+                describe(
+                    path,
+                    "a shape, not an array",
+                    got=x,
+                    expected="a jax or numpy array",
+                    action="Pass arrays; for shapes alone use jax.eval_shape.",
+                )
+            )
+        if not is_number(x):
+            raise DtypeError(
+                describe(
+                    path,
+                    "not an array of numbers",
+                    got=repr(x),
+                    expected="a jax or numpy array, or a number",
+                    action=f"Leave it out of {name}.",
+                )
+            )
+
+
+def is_number(x: Any) -> bool:
+    """Whether ``x`` is a number, or an array of numbers or of random keys."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        return isinstance(x, bool | int | float | complex)
+    kinds = (np.number, np.bool_, jax.dtypes.prng_key)
+    return any(jnp.issubdtype(dtype, kind) for kind in kinds)
+
+
+def check_scalar(name: str, value: Any) -> None:
+    """Raises ShapeError or DtypeError unless ``value`` is one real number, an array or not."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None and isinstance(value, bool | int | float):
+        dtype = np.result_type(type(value))
+    real = (np.floating, np.integer, np.bool_)
+    if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in real):
+        raise DtypeError(
+            describe(
+                name,
+                "not a real number",
+                got=type(value).__name__ if dtype is None else dtype,
+                expected="a floating-point scalar",
+                action=f"Return or pass {name} as one number.",
+            )
+        )
+    if np.shape(value) != ():
+        raise ShapeError(
+            describe(
+                name,
+                "not a scalar",
+                got=np.shape(value),
+                expected=(),
+                action="Take the mean, or the sum, first.",
+            )
+        )
+
+
 def check_dtypes(
     tree: Any, *, name: str, allowed: Sequence[Any] = STORAGE_DTYPES, action: str = ""
 ) -> None:
@@ -104,3 +167,15 @@ def check_dtypes(
                 action=action or "Cast the leaf, or mask it out with optax.masked.",
             )
             raise DtypeError(message)
+
+
+def placed_beside(param: Any, zeros: Any) -> Any:
+    """Places zeros that are made inside a program where a parameter of the same shape is.
+
+    There zeros are constants, of which XLA would keep all on every device: a step does not tie its
+    moments to the params, whose placement may be another one. An elementwise operation does.
+    """
+    if not isinstance(param, jax.core.Tracer):
+        return zeros  # zeros_like has placed them
+    never = (param != param) & (param == param)
+    return jnp.where(never, param.astype(zeros.dtype), zeros)
