@@ -1,0 +1,185 @@
+"""Whether a step became slower since another revision: host time and wall time, in turn.
+
+    git archive 81d8c80 | tar -x -C OLD
+    pip install --no-deps --target OLD/installed OLD
+    python experiments/compare_revisions.py --old OLD/installed --out runs/compare_revisions.json
+
+Each round is a process for each of the two packages, in changing order, on the same devices, random
+parameters and gradients. *host*: from the call of a step until it returns, the devices being idle.
+*wall*: a step of a row of them. *ratio*: new over old, pair by pair; a step on the host's CPU, or
+on a GPU at its power limit, varies by some percent between processes, which the extremes show.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+
+ROUNDS, HOST_CALLS, ROWS, ROW_CALLS = 5, 60, 5, 30
+
+
+def make_cases(tree, num_devices):
+    """Returns by name a function of nothing that takes one more step, and waits for nothing."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    import jdistadam as jda
+    from jdistadam import bench
+
+    mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
+    params = bench.make_tree(bench.TREES[tree], 0.02, jnp.bfloat16)
+    replicated = jax.NamedSharding(mesh, P())
+
+    def copy(tree):
+        return jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=replicated)(tree)
+
+    def stepper(step, *state):
+        held = [state]
+
+        def call():
+            held[0] = step(*held[0])
+            return held[0]
+
+        return call
+
+    def whole_step():
+        tx = jda.distributed_fused_adamw(1e-4, mesh=mesh, max_grad_norm=1.0)
+        loss = lambda p, x: sum(jnp.sum(v.astype(jnp.float32)) for v in p.values()) * jnp.mean(x)  # noqa: E731
+        step = jda.train_step(loss, tx)
+        batch = jda.shard_batch(jnp.ones(num_devices), tx)
+        return stepper(lambda state: (step(state, batch)[0],), jda.TrainState.create(params, tx))
+
+    def own_step(**arguments):
+        tx = jda.distributed_fused_adamw(1e-4, mesh=mesh, max_grad_norm=1.0)
+        grads = copy(params)
+        specs = (P(), tx.state_specs())
+        step = jax.jit(
+            jax.shard_map(
+                lambda g, p, s: tx.step(g, s, p, **arguments),
+                mesh=mesh, in_specs=(P(), *specs), out_specs=specs, check_vma=False,
+            ),
+            donate_argnums=(1, 2),
+        )  # fmt: skip
+        return stepper(lambda p, s: step(grads, p, s), copy(params), tx.init(params))
+
+    def plain_step():
+        tx = jda.fused_adamw(1e-4, main_params_dtype=jnp.float32)
+        step = jax.jit(lambda g, p, s: tx.step(g, s, p), donate_argnums=(1, 2))
+        grads, mine = copy(params), copy(params)
+        return stepper(lambda p, s: step(grads, p, s), mine, jax.jit(tx.init)(mine))
+
+    cases = {"train_step": whole_step, "step in a shard_map": own_step, "fused_adamw": plain_step}
+    if hasattr(jda, "LayoutError"):
+        cases["step in a shard_map, verified"] = lambda: own_step(is_verified=True)
+    return cases
+
+
+def measure(package, tree, num_devices):
+    """Microseconds by case: host and wall."""
+    sys.path.insert(0, package)
+    import jax
+
+    import jdistadam
+
+    assert pathlib.Path(jdistadam.__file__).is_relative_to(pathlib.Path(package).resolve())
+    found = {}
+    for name, make in make_cases(tree, num_devices or len(jax.devices())).items():
+        call = make()
+        for _ in range(5):
+            jax.block_until_ready(call())
+        hosts, walls = [], []
+        for _ in range(HOST_CALLS):
+            start = time.perf_counter()
+            result = call()
+            hosts.append(time.perf_counter() - start)
+            jax.block_until_ready(result)
+        for _ in range(ROWS):
+            start = time.perf_counter()
+            for _ in range(ROW_CALLS):
+                result = call()
+            jax.block_until_ready(result)
+            walls.append((time.perf_counter() - start) / ROW_CALLS)
+        found[name] = {
+            "host": 1e6 * statistics.median(hosts),
+            "wall": 1e6 * statistics.median(walls),
+        }
+        del call, result
+    return found
+
+
+def run(package, args):
+    command = [sys.executable, "-P", __file__, "--measure", package, "--tree", args.tree]
+    command += ["--devices", str(args.devices)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
+    if done.returncode:
+        sys.exit(f"{package}: {done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(rounds):
+    """Medians of both, and the ratios of pairs: least, median and greatest."""
+    rows = []
+    for case in rounds[0]["new"]:
+        base = case.removesuffix(", verified")
+        row = {"case": case}
+        for kind in ("host", "wall"):
+            old = [x["old"][base][kind] for x in rounds]
+            new = [x["new"][case][kind] for x in rounds]
+            ratios = sorted(n / o for n, o in zip(new, old, strict=True))
+            row[kind] = {
+                "old_us": statistics.median(old),
+                "new_us": statistics.median(new),
+                "ratio": [ratios[0], statistics.median(ratios), ratios[-1]],
+            }
+        rows.append(row)
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--old", help="folder from which the older jdistadam is imported")
+    parser.add_argument("--new", help="the newer one; default: the installed one")
+    parser.add_argument("--tree", default="gpt2s", help="see jdistadam bench --list")
+    parser.add_argument("--devices", type=int, default=0, help="0: all")
+    parser.add_argument("--measure", metavar="PACKAGE", help="measure one, and print JSON")
+    parser.add_argument("--revision", help="revision of the code to record; default: git's")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/compare.json"))
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(measure(args.measure, args.tree, args.devices)))
+        return
+    import jdistadam
+
+    packages = {
+        "old": args.old,
+        "new": args.new or str(pathlib.Path(jdistadam.__file__).parents[1]),
+    }
+    rounds = []
+    for i in range(ROUNDS):
+        order = ("old", "new") if i % 2 else ("new", "old")
+        rounds.append({name: run(packages[name], args) for name in order})
+    rows = compare(rounds)
+    sys.path.insert(0, str(pathlib.Path(__file__).parent))
+    from lm import report
+
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    report.write_run(args.out, args.revision, tree=args.tree, rows=rows, rounds=rounds)
+    print(f"{'':<32} {'':<5} {'old us':>10} {'new us':>10}   new / old: least, median, greatest")
+    for row in rows:
+        for kind in ("host", "wall"):
+            x = row[kind]
+            ratios = " ".join(f"{r:.3f}" for r in x["ratio"])
+            print(
+                f"{row['case']:<32} {kind:<5} {x['old_us']:>10.0f} {x['new_us']:>10.0f}   {ratios}"
+            )
+
+
+if __name__ == "__main__":
+    main()
