@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 
-ROUNDS, HOST_CALLS, ROWS, ROW_CALLS = 5, 60, 5, 30
+HOST_CALLS, ROWS, ROW_CALLS = 60, 5, 30
 
 
 def make_cases(tree, num_devices):
@@ -147,6 +147,7 @@ def main():
     parser.add_argument("--old", help="folder from which the older jdistadam is imported")
     parser.add_argument("--new", help="the newer one; default: the installed one")
     parser.add_argument("--tree", default="gpt2s", help="see jdistadam bench --list")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--devices", type=int, default=0, help="0: all")
     parser.add_argument("--measure", metavar="PACKAGE", help="measure one, and print JSON")
     parser.add_argument("--revision", help="revision of the code to record; default: git's")
@@ -162,7 +163,7 @@ def main():
         "new": args.new or str(pathlib.Path(jdistadam.__file__).parents[1]),
     }
     rounds = []
-    for i in range(ROUNDS):
+    for i in range(args.rounds):
         order = ("old", "new") if i % 2 else ("new", "old")
         rounds.append({name: run(packages[name], args) for name in order})
     rows = compare(rounds)

@@ -77,9 +77,9 @@ def assert_same(got, want, where):
             assert x == y, name
 
 
-def setup(axis_type, main, names=MATRIX):
+def setup(axis_type, main, names=MATRIX, mesh=None):
     """Returns (tx, what one device would get, the same in placement): params, state, grads."""
-    mesh = cpu_mesh_of(axis_type)
+    mesh = mesh or cpu_mesh_of(axis_type)
     tx = jda.fused_adamw(**HYPER, main_params_dtype=main)
     dtype = jnp.bfloat16 if main else jnp.float32
     params, grads = (
@@ -98,6 +98,26 @@ def setup(axis_type, main, names=MATRIX):
 def test_results_lie_where_lay_what_they_replace(method, main, axis_type):
     """All combinations at once; updates lie where the params do to which they are added."""
     tx, (params, state, grads), there = setup(axis_type, main)
+    want, want_state = getattr(tx, method)(grads, state, params)
+    placed_params, placed_state, placed_grads = there
+    got, got_state = jax.jit(getattr(tx, method))(placed_grads, placed_state, placed_params)
+    assert_same(got, want, placed_params)
+    assert_same(got_state, want_state, placed_state)
+
+
+@pytest.mark.multigpu
+@AXIS_TYPES
+@pytest.mark.parametrize("main", MAINS, ids=str)
+@pytest.mark.parametrize("method", ["step", "update"])
+def test_results_on_gpus_lie_where_lay_what_they_replace(method, main, axis_type):
+    """On as many GPUs as there are, from two: the bits of one of them, in every placement."""
+    gpus = jax.devices("gpu")
+    n = max((n for n in (2, 4, 8) if n <= len(gpus)), default=0)
+    if not n:
+        pytest.skip("needs at least two NVIDIA GPUs")
+    types = (axis_type,) * 2
+    mesh = jax.make_mesh((n // 2, 2), ("data", "model"), types, devices=gpus[:n])
+    tx, (params, state, grads), there = setup(axis_type, main, mesh=mesh)
     want, want_state = getattr(tx, method)(grads, state, params)
     placed_params, placed_state, placed_grads = there
     got, got_state = jax.jit(getattr(tx, method))(placed_grads, placed_state, placed_params)
