@@ -1,6 +1,7 @@
 // The XLA FFI handlers of the CPU kernels.
 #include "ffi_adam.h"
 #include "ffi_graph_node.h"
+#include "ffi_keep.h"
 #include "ffi_norm.h"
 #include "ffi_sum.h"
 
@@ -42,6 +43,14 @@ ffi::Error SumHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remain
   return error;
 }
 
+ffi::Error KeepHandler(BoolScalar is_kept, IndexScalar index, ffi::RemainingArgs args,
+                       ffi::RemainingRets rets, int64_t parts, ffi::Span<const int64_t> rows) {
+  KeepCall call;
+  const ffi::Error error = BuildKeepCall(is_kept, index, args, rets, parts, rows, &call);
+  if (error.success()) KeepCpu(call);
+  return error;
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cpu, AdamHandler,
@@ -49,6 +58,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cpu, AdamHandler,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cpu, NormHandler,
                               JDISTADAM_NORM_BINDING(ffi::ThreadPool));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cpu, SumHandler, JDISTADAM_SUM_BINDING(ffi::ThreadPool));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamKeep_cpu, KeepHandler,
+                              ffi::Ffi::Bind() JDISTADAM_KEEP_BINDING);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamGraphNode_cpu, CheckPassed,
                               ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());

@@ -1,6 +1,7 @@
 // The XLA FFI handlers of the CUDA kernels.
 #include "ffi_adam.h"
 #include "ffi_graph_node.h"
+#include "ffi_keep.h"
 #include "ffi_norm.h"
 #include "ffi_sum.h"
 #include "kernels_cuda.h"
@@ -39,6 +40,14 @@ ffi::Error SumHandler(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaini
   SumCall call;
   const ffi::Error error = BuildSumCall({contributions, flat, sizes, offsets}, args, rets, &call);
   return error.failure() ? error : LaunchError(SumCuda(call, stream));
+}
+
+ffi::Error KeepHandler(cudaStream_t stream, BoolScalar is_kept, IndexScalar index,
+                       ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t parts,
+                       ffi::Span<const int64_t> rows) {
+  KeepCall call;
+  const ffi::Error error = BuildKeepCall(is_kept, index, args, rets, parts, rows, &call);
+  return error.failure() ? error : LaunchError(KeepCuda(call, stream));
 }
 
 // Behind what a stream has captured so far, a node without work. Nothing if it captures nothing.
@@ -83,6 +92,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cuda, NormHandler,
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cuda, SumHandler,
                               JDISTADAM_SUM_BINDING(ffi::PlatformStream<cudaStream_t>),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamKeep_cuda, KeepHandler,
+                              ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  JDISTADAM_KEEP_BINDING,
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamGraphNode_cuda, GraphNodeHandler,

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "adam.h"
+#include "keep.h"
 #include "norm.h"
 #include "sum.h"
 
@@ -12,5 +13,6 @@ namespace jdistadam {
 cudaError_t AdamCuda(const AdamCall& call, cudaStream_t stream);
 cudaError_t NormCuda(const NormCall& call, cudaStream_t stream);
 cudaError_t SumCuda(const SumCall& call, cudaStream_t stream);
+cudaError_t KeepCuda(const KeepCall& call, cudaStream_t stream);
 
 }  // namespace jdistadam

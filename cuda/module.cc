@@ -14,6 +14,7 @@ extern "C" {
 XLA_FFI_Error* JDISTADAM_HANDLER(Adam)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Norm)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Sum)(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JDISTADAM_HANDLER(Keep)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(GraphNode)(XLA_FFI_CallFrame* call_frame);
 }
 
@@ -27,6 +28,7 @@ NB_MODULE(JDISTADAM_MODULE, m) {
     handlers["jdistadam_adam"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Adam)));
     handlers["jdistadam_norm"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Norm)));
     handlers["jdistadam_sum"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Sum)));
+    handlers["jdistadam_keep"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Keep)));
     handlers["jdistadam_graph_node"] =
         nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(GraphNode)));
     return handlers;

@@ -18,12 +18,14 @@ from jdistadam.distributed_checks import (
     check_identity_type,
     check_inside,
     check_params,
+    check_scaling,
     check_state,
 )
 from jdistadam.distributed_config import DistributedConfig
 from jdistadam.distributed_state import (
     DistributedState,
     StepResult,
+    check_own_state,
     find_state,
     keep_if,
 )
@@ -82,6 +84,7 @@ def step_local(
         and the norm is NaN.
     """
     check_inside(config.parallel, "step")
+    check_own_state(state)
     trees.check_dtypes(params, name="params")
     whole = config.whole(params)
     layout = config.layout(whole)
@@ -140,15 +143,35 @@ def _keep_shards(
     params: Sequence[Any],
     new_shards: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Takes the old parameters in place of new ones that come from main parameters."""
+    """Takes the old parameters in place of new ones that come from main parameters.
+
+    One call for those that are scattered in the same way and have one dtype, which costs nothing
+    where nothing is kept. Packed leaves, which are small, are packed once more and selected.
+    """
+    shards = list(new_shards)
     if config.policy.keeps_remainders:
-        return list(new_shards)  # they come from the params themselves, which the kernel left alone
-    return [
-        jnp.where(is_kept, state_shard(config, bucket, params, shard.dtype), shard)
-        if bucket.has_main
-        else shard
-        for bucket, shard in zip(layout.buckets, new_shards, strict=True)
-    ]
+        return shards  # they come from the params themselves, which the kernel left alone
+    calls: dict[Any, list[int]] = {}
+    for i, bucket in enumerate(layout.buckets):
+        if bucket.has_main and bucket.dim is None:
+            old = state_shard(config, bucket, params, shards[i].dtype)
+            shards[i] = jnp.where(is_kept, old, shards[i])
+        elif bucket.has_main:
+            axes = _axes_of_shard(config, bucket, params[bucket.leaves[0]].shape)
+            calls.setdefault((axes, bucket.dtype), []).append(i)
+    for (axes, _), indices in calls.items():
+        mine = [layout.buckets[i] for i in indices]
+        kept = reductions.kept_shards(
+            is_kept,
+            collectives.axis_index(axes),
+            config.parallel.size(axes),
+            [bucket.dim or 0 for bucket in mine],
+            [shards[i] for i in indices],
+            [params[bucket.leaves[0]] for bucket in mine],
+        )
+        for i, shard in zip(indices, kept, strict=True):
+            shards[i] = shard
+    return shards
 
 
 def grad_norm_local(config: DistributedConfig, grads: Any, state: Any) -> jax.Array:
@@ -170,6 +193,7 @@ def grad_norm_local(config: DistributedConfig, grads: Any, state: Any) -> jax.Ar
                     action="Pass the state.",
                 )
             )
+        check_scaling(config, find_state(state))
         scaling = find_state(state).scaling
     return _norm_and_finite(config, layout, shards, mean_scale, scaling)[0]
 
@@ -298,16 +322,23 @@ def state_shard(
     config: DistributedConfig, bucket: Bucket, params: Sequence[Any], dtype: Any
 ) -> jax.Array:
     """Returns the part of a bucket's parameters of which this device has the state."""
-    parallel = config.parallel
-    axes = parallel.state_axes
     array = buckets.bucket_array(bucket, params, dtype)
-    if config.is_sharded_param(bucket) and array.shape == config.inner_shard_shape(bucket):
-        axes = tuple(axis for axis in axes if axis in parallel.replica_axes)
+    axes = _axes_of_shard(config, bucket, array.shape)
     if not axes:
         return array
     return buckets.shard_of(
-        array, collectives.axis_index(axes), parallel.size(axes), bucket.dim or 0
+        array, collectives.axis_index(axes), config.parallel.size(axes), bucket.dim or 0
     )
+
+
+def _axes_of_shard(
+    config: DistributedConfig, bucket: Bucket, shape: tuple[int, ...]
+) -> tuple[str, ...]:
+    """Axes over which an array of this shape, a whole bucket or a part of it, is still to cut."""
+    axes = config.parallel.state_axes
+    if config.is_sharded_param(bucket) and shape == config.inner_shard_shape(bucket):
+        return tuple(axis for axis in axes if axis in config.parallel.replica_axes)
+    return axes
 
 
 def _new_params(

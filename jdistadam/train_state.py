@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,9 +17,10 @@ from jdistadam.config import MixedPrecisionPolicy, float_dtype
 from jdistadam.distributed_checks import check_identity_type
 from jdistadam.distributed_state import find_state, is_distributed_state
 from jdistadam.distributed_transformation import DistributedTransformation, check_distributed
-from jdistadam.errors import DtypeError, LayoutError, TreeError, describe
+from jdistadam.errors import LayoutError, TreeError, describe
 from jdistadam.layout_identity import differences
 from jdistadam.main_shards import paths_that_differ, with_main_params
+from jdistadam.train_state_checks import check_created
 
 
 @jax.tree_util.register_dataclass
@@ -110,7 +110,7 @@ class TrainState:
           TreeError: ``params`` are shapes, or all variables of a Flax model.
         """
         check_distributed(tx)
-        _check_created(params, rng)
+        check_created(params, rng)
         dtypes = _dtypes_of(params, param_dtypes)
         replicated = NamedSharding(tx.config.mesh, P())
         params = own(params, _placement(tx, params))
@@ -159,51 +159,6 @@ class TrainState:
         there = cls(params, jax.eval_shape(tx.init, params))
         specs = cls(tx.param_specs(params), tx.state_specs())
         return jax.tree.map(place, specs, there, is_leaf=lambda x: isinstance(x, P))
-
-
-_FLAX_COLLECTIONS = {"batch_stats", "cache", "intermediates", "perturbations"}
-
-
-def _check_created(params: Any, rng: Any) -> None:
-    """Raises where what a state is made of is not what it is taken for."""
-    names = set(params) if isinstance(params, Mapping) else set()
-    others = names & _FLAX_COLLECTIONS
-    if "params" in names and others:
-        raise TreeError(
-            describe(
-                "params",
-                "all variables of a Flax model: the others would be trained as parameters",
-                got=", ".join(map(str, params)),
-                expected='variables["params"]',
-                action=f"Pass these, and {sorted(others)[0]!r} and the like as model_state.",
-            )
-        )
-    for path, x in zip(trees.paths(params, "params"), jax.tree.leaves(params), strict=True):
-        if isinstance(x, jax.ShapeDtypeStruct):
-            raise TreeError(
-                describe(
-                    path,
-                    "a shape, not an array",
-                    got=x,
-                    expected="a jax or numpy array",
-                    action="Use TrainState.shapes(params, tx) for shapes.",
-                )
-            )
-    trees.check_dtypes(params, name="params")
-    dtype = getattr(rng, "dtype", None)
-    is_key = dtype is not None and (
-        jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and rng.ndim == 1)
-    )
-    if rng is not None and not is_key:
-        raise DtypeError(
-            describe(
-                "rng",
-                "not a random key",
-                got=repr(rng) if dtype is None else dtype,
-                expected="one key, as jax.random.key(0) returns",
-                action="Pass rng=jax.random.key(seed).",
-            )
-        )
 
 
 def _placement(tx: DistributedTransformation, params: Any) -> Any:

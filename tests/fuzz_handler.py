@@ -65,6 +65,21 @@ def norm_calls(draw):
 
 
 @st.composite
+def keep_calls(draw):
+    """Old shards as reductions.py asks for them."""
+    parts, row = draw(st.integers(1, 4)), draw(st.sampled_from([1, 3]))
+    sizes = [row * n for n in draw(st.lists(st.sampled_from([11, 1, 0]), min_size=1, max_size=3))]
+    dtype = draw(storage)
+    shards, wholes = ([((n * copies,), dtype) for n in sizes] for copies in (1, parts))
+    attributes = dict(parts=np.int64(parts), rows=np.asarray([row] * len(sizes), np.int64))
+    call = dict(
+        name="keep", operands=[((), jnp.bool_), ((), jnp.int32), *shards, *wholes],
+        results=list(shards), aliases={2 + i: i for i in range(len(sizes))}, attributes=attributes,
+    )  # fmt: skip
+    return with_mistakes(draw, call)
+
+
+@st.composite
 def graph_node_calls(draw):
     array = (draw(shapes), draw(any_dtype))
     call = dict(operands=[array], results=[array], aliases={0: 0}, attributes={})
@@ -146,6 +161,9 @@ def break_alias(draw, call):
 
 
 def change_number(draw, call):
+    if call["name"] == "keep":
+        call["attributes"]["parts"] = np.int64(draw(integers))
+        return
     name = draw(st.sampled_from(["flat", "contributions", "mode"]))
     call["attributes"][name] = np.int32(draw(st.integers(-3, 70)))
 
@@ -159,7 +177,8 @@ def change_list(draw, call):
 
 
 def change_list_element(draw, call):
-    name = draw(st.sampled_from(["groups", "sizes", "offsets"]))
+    lists = ["rows"] if call["name"] == "keep" else ["groups", "sizes", "offsets"]
+    name = draw(st.sampled_from(lists))
     values = np.array(call["attributes"].get(name, []))
     if values.ndim == 1 and values.size and values.dtype.kind == "i":
         i = draw(st.integers(0, values.size - 1))
@@ -191,7 +210,16 @@ seen = collections.Counter()
 def assert_in_bounds(call):
     """What was accepted reads and writes inside of its arrays only."""
     checks = {"adam": check_adam, "sum": check_sum, "norm": check_norm, "graph_node": check_node}
-    checks[call["name"]](call)
+    (checks | {"keep": check_keep})[call["name"]](call)
+
+
+def check_keep(call):
+    parts, rows = int(call["attributes"]["parts"]), call["attributes"]["rows"]
+    sizes = [int(np.prod(shape)) for shape, _ in call["operands"][2:]]
+    shards, wholes = sizes[: len(rows)], sizes[len(rows) :]
+    assert len(shards) == len(wholes) == len(call["results"]), call
+    for shard, whole, row in zip(shards, wholes, rows, strict=True):
+        assert whole == shard * parts and row > 0 and shard % row == 0, call
 
 
 def check_node(call):
@@ -239,7 +267,7 @@ def check_adam(call):
     max_examples=int(sys.argv[1]), deadline=None, database=None, derandomize=True,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
-@given(st.one_of(adam_calls(), sum_calls(), norm_calls(), graph_node_calls()))
+@given(st.one_of(adam_calls(), sum_calls(), norm_calls(), keep_calls(), graph_node_calls()))
 def call_handler(call):
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in call["results"]]
     operands = [jnp.ones(shape, dtype) for shape, dtype in call["operands"]]
@@ -259,5 +287,5 @@ def call_handler(call):
 if __name__ == "__main__":
     assert native.status("cpu").available, native.status("cpu").detail
     call_handler()
-    assert len(seen) == 8 and min(seen.values()) > 20, seen
+    assert len(seen) == 10 and min(seen.values()) > 20, seen
     print(seen)

@@ -12,7 +12,7 @@ HOST = ["-std=c++17", "-g", "-DJDISTADAM_NO_CLONES", "-pthread"]
 STRICT = ["-ffp-contract=off", "-fno-fast-math"]
 
 
-KERNELS = ("adam", "norm", "sum")
+KERNELS = ("adam", "norm", "sum", "keep")
 CPU_SOURCES = [CUDA / "driver.cc", *(CUDA / f"{kernel}_cpu.cc" for kernel in KERNELS)]
 CUDA_SOURCES = [CUDA / f"{kernel}_cuda.cu" for kernel in KERNELS]
 
