@@ -11,14 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam import buckets, collectives
-from jdistadam.distributed_checks import (
-    check_grads,
-    check_inside,
-    check_scalar,
-    refuse_weights_of_sums,
-)
+from jdistadam import buckets, collectives, trees
+from jdistadam.distributed_checks import check_grads, check_inside, refuse_weights_of_sums
 from jdistadam.distributed_config import DistributedConfig
+from jdistadam.errors import TreeError, describe
 from jdistadam.gradient_reduction import reduce_inner
 from jdistadam.layout import Layout
 
@@ -52,6 +48,7 @@ class AccumulatedGrads:
 def init_grads_local(config: DistributedConfig, params: Any) -> AccumulatedGrads:
     """A sum of no gradients."""
     check_inside(config.parallel, "init_grads")
+    trees.check_dtypes(params, name="params")
     whole = config.whole(params)
     dtype = config.policy.main_grads_dtype
     if config.parallel.shards_grads:
@@ -70,9 +67,10 @@ def accumulate_local(
 ) -> AccumulatedGrads:
     """Adds one micro-batch's gradients, in main_grads_dtype."""
     check_inside(config.parallel, "accumulate")
+    _check_sum(acc)
     whole = acc.like_params()
     check_grads(config, grads, whole, acc.weight, like_name="accumulated grads")
-    check_scalar("weight", 1 if weight is None else weight)
+    trees.check_scalar("weight", 1 if weight is None else weight)
     dtype = config.policy.main_grads_dtype
     if weight is not None:
         refuse_weights_of_sums(grads, whole)
@@ -87,6 +85,20 @@ def accumulate_local(
 
     new_weight = acc.weight + jnp.asarray(1 if weight is None else weight, jnp.float32)
     return dataclasses.replace(acc, sums=jax.tree.map(add, acc.sums, grads), weight=new_weight)
+
+
+def _check_sum(acc: Any) -> None:
+    """Raises TreeError unless ``acc`` is a sum of gradients."""
+    if not isinstance(acc, AccumulatedGrads):
+        raise TreeError(
+            describe(
+                "acc",
+                "not a sum of gradients",
+                got=type(acc).__name__,
+                expected="what init_grads or accumulate returned",
+                action="Begin with tx.init_grads(params); call tx.accumulate(acc, grads, weight).",
+            )
+        )
 
 
 def weighted(x: jax.Array, weight: Any) -> jax.Array:

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jdistadam import collectives, trees
-from jdistadam.distributed_transformation import DistributedTransformation
-from jdistadam.errors import DtypeError, ShapeError, describe
+from jdistadam.distributed_config import axes_of
+from jdistadam.distributed_transformation import DistributedTransformation, check_distributed
+from jdistadam.errors import DtypeError, MeshError, ShapeError, describe
 
 
 def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = None) -> Any:
@@ -30,9 +32,12 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
       ShapeError: A leaf has no leading dimension, or one that does not divide, or that differs from
         the other leaves'.
       DtypeError: A leaf is not an array of numbers.
+      MeshError: ``batch_spec`` is no PartitionSpec, or names what is no axis of the mesh.
     """
+    check_distributed(tx)
     config = tx.config
     spec = config.parallel.batch_spec if batch_spec is None else batch_spec
+    check_batch_spec(spec, tx)
     sharding = NamedSharding(config.mesh, spec)
     num_local = max(1, config.parallel.num_devices // jax.process_count())
 
@@ -52,6 +57,8 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
                     action="Change the batch size, or drop the remainder.",
                 )
             )
+        if batch_spec is not None:
+            _check_divides(path, x.shape, spec, tx)
         if is_traced:
             return collectives.constrain(x, sharding)
         if jax.process_count() > 1:
@@ -73,6 +80,40 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
                 )
             )
     return jax.tree.unflatten(jax.tree.structure(batch), leaves)
+
+
+def check_batch_spec(spec: Any, tx: DistributedTransformation) -> None:
+    """Raises MeshError unless ``spec`` is a PartitionSpec over axes of the mesh, each once."""
+    axes = axes_of(spec) if isinstance(spec, P) else ()
+    unknown = [axis for axis in axes if axis not in tx.config.mesh.axis_names]
+    if not isinstance(spec, P) or unknown or len(set(axes)) < len(axes):
+        raise MeshError(
+            describe(
+                "batch_spec",
+                "not a PartitionSpec over the axes of the mesh, each at most once",
+                got=repr(spec),
+                expected=f"one PartitionSpec for all leaves, over {tx.config.mesh.axis_names}",
+                action=f"Pass PartitionSpec{(*tx.config.parallel.batch_spec,)}, or leave it out.",
+            )
+        )
+
+
+def _check_divides(
+    path: str, shape: tuple[int, ...], spec: P, tx: DistributedTransformation
+) -> None:
+    """Raises ShapeError unless a leaf can be cut as ``spec`` says. Processes hold parts of it."""
+    sizes = [tx.config.parallel.size(axes_of(P(names))) for names in spec]
+    divides = jax.process_count() > 1 or all(n % k == 0 for n, k in zip(shape, sizes, strict=False))
+    if len(sizes) > len(shape) or not divides:
+        raise ShapeError(
+            describe(
+                path,
+                "cannot be cut as batch_spec says",
+                got=f"shape {shape} and {spec}",
+                expected=f"dimensions that divide by {tuple(sizes)}",
+                action="Change the batch, or batch_spec.",
+            )
+        )
 
 
 def _as_array(path: str, x: Any) -> Any:

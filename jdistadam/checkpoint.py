@@ -12,12 +12,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import buckets, reference, trees
+from jdistadam.coefficients import check_step_count
 from jdistadam.distributed_config import DistributedConfig, axes_of
 from jdistadam.distributed_state import DistributedState, find_state, is_distributed_state
 from jdistadam.distributed_transformation import DistributedTransformation
 from jdistadam.errors import TreeError, describe
 from jdistadam.layout import Layout
-from jdistadam.main_state import main_params_of
+from jdistadam.main_state import MainParamsState, main_params_of
 from jdistadam.train_state import TrainState, check_layout, own, remember_params
 
 
@@ -75,6 +76,7 @@ def main_params(params: Any, opt_state: Any, tx: Any = None) -> Any:
 
     Raises:
       LayoutError: A distributed state is of another layout than that of ``tx``.
+      TreeError, DtypeError: ``params`` and ``opt_state`` do not belong together, or are swapped.
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda
@@ -85,6 +87,18 @@ def main_params(params: Any, opt_state: Any, tx: Any = None) -> Any:
       >>> round(float(main[0]), 6), main.astype(jnp.bfloat16)[0].item()
       (0.999, 1.0)
     """
+    _refuse_state("params", params, "main_params(params, opt_state, tx)")
+    if opt_state is None:
+        raise TreeError(
+            describe(
+                "opt_state",
+                "missing: the main parameters are in it",
+                got=None,
+                expected="what init, update or step returned",
+                action="Call main_params(params, opt_state, tx).",
+            )
+        )
+    trees.check_arrays(opt_state, name="opt_state")
     parts = jax.tree.leaves(opt_state, is_leaf=is_distributed_state)
     if not any(map(is_distributed_state, parts)):
         return main_params_of(params, opt_state)
@@ -132,8 +146,9 @@ def from_optax_state(
       A train state that continues from there, without model_state and rng.
 
     Raises:
-      TreeError, ShapeError: The state is not one of adamw for these parameters.
+      TreeError, ShapeError, DtypeError: The state is not one of adamw for these parameters.
     """
+    _refuse_state("main_params", main_params, "from_optax_state(main_params, opt_state, tx)")
     state = TrainState.create(main_params, tx, param_dtypes=param_dtypes)
     adam_template = _optax_template(tx, main_params)
     template = jax.tree.map(
@@ -153,6 +168,8 @@ def from_optax_state(
             )
         )
 
+    trees.check_arrays(opt_state, name="opt_state")
+
     def convert(ours: Any, theirs: Any) -> Any:
         if is_distributed_state(ours):
             return _shard(tx, state.params, theirs[0], ours)
@@ -160,6 +177,25 @@ def from_optax_state(
 
     new = jax.tree.map(convert, state.opt_state, opt_state, is_leaf=is_distributed_state)
     return remember_params(TrainState(state.params, new))
+
+
+_MOMENTS = (*trees.STORAGE_DTYPES, np.float64)  # what can be rounded to policy.mu_dtype
+
+
+def _refuse_state(name: str, params: Any, call: str) -> None:
+    """Raises TreeError where a state was passed as params: swapped, or a whole train state."""
+    kinds = (TrainState, DistributedState, MainParamsState, optax.ScaleByAdamState)
+    parts = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kinds))
+    if found := [type(x).__name__ for x in parts if isinstance(x, kinds)]:
+        raise TreeError(
+            describe(
+                name,
+                "a state, not parameters",
+                got=found[0],
+                expected="a tree of parameters",
+                action=f"Call {call}.",
+            )
+        )
 
 
 def _shard(
@@ -172,9 +208,12 @@ def _shard(
     config = tx.config
     layout = config.layout(config.tensor_local(params))
     for name in ("mu", "nu"):
-        trees.check_same_shapes(
-            getattr(adam, name), params, name=f"opt_state[0].{name}", like_name="params"
+        moments, path = getattr(adam, name), f"opt_state[0].{name}"
+        trees.check_same_shapes(moments, params, name=path, like_name="params")
+        trees.check_dtypes(
+            moments, name=path, allowed=_MOMENTS, action="Use the real moments of Adam."
         )
+    check_step_count("opt_state[0].count", adam.count)
 
     def flat(tree: Any, like: jax.Array) -> jax.Array:
         leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]

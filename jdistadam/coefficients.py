@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jdistadam import trees
 from jdistadam.config import Hyperparameters
-from jdistadam.errors import HyperparameterError, describe
+from jdistadam.errors import DtypeError, HyperparameterError, ShapeError, describe
 
 NAMES = (
     "learning_rate",
@@ -59,6 +60,7 @@ def coefficient_row(hyper: Hyperparameters, count: jax.Array, *, decay: bool = T
       >>> dict(zip(NAMES, row.tolist()))["c1"]
       0.75
     """
+    check_step_count("opt_state's count", count)
     count_inc = optax.safe_increment(count)
     b1, b2 = hyper.b1, hyper.b2
     corrections: tuple[Any, ...] = (1.0, 1.0, 1.0)
@@ -80,14 +82,30 @@ def coefficient_row(hyper: Hyperparameters, count: jax.Array, *, decay: bool = T
     return jnp.stack([_scalar(*pair) for pair in zip(NAMES, values, strict=True)])
 
 
+def check_step_count(name: str, count: Any) -> None:
+    """Raises ShapeError or DtypeError unless the count of a state is one whole number."""
+    dtype = jnp.result_type(count)
+    if np.shape(count) != () or not jnp.issubdtype(dtype, np.integer):
+        raise (DtypeError if np.shape(count) == () else ShapeError)(
+            describe(
+                name,
+                "not a number of steps",
+                got=f"{dtype}, shape {np.shape(count)}",
+                expected="int32, shape ()",
+                action="Pass opt_state as init, update or step returned it.",
+            )
+        )
+
+
 def _scalar(name: str, value: Any) -> jax.Array:
     """A coefficient in float32; a schedule may have returned something else."""
-    if np.shape(value) != ():
+    is_real = trees.is_number(value) and not jnp.iscomplexobj(value)
+    if not is_real or np.shape(value) != ():
         raise HyperparameterError(
             describe(
                 name,
                 "not one number",
-                got=f"shape {np.shape(value)}",
+                got=f"shape {np.shape(value)}" if is_real else repr(value),
                 expected="a scalar, also from a schedule",
                 action="Return a number; for several rates use param_labels and groups, or "
                 "optax.multi_transform.",

@@ -11,10 +11,12 @@ from typing import Any
 import jax
 import optax
 
+from jdistadam import trees
 from jdistadam.accumulation import AccumulatedGrads
+from jdistadam.config import float_dtype
 from jdistadam.distributed_state import StepResult, keep_if
 from jdistadam.distributed_transformation import DistributedTransformation
-from jdistadam.errors import PolicyError, TreeError, describe
+from jdistadam.errors import HyperparameterError, PolicyError, TreeError, describe
 from jdistadam.linearity import example_params, why_not_linear
 from jdistadam.main_state import MainParamsState
 from jdistadam.transformation import FusedTransformation
@@ -40,8 +42,9 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
       A ``FusedTransformation``; a ``DistributedTransformation`` if the last one is.
 
     Raises:
-      PolicyError: Something before a distributed optimizer is not linear; something stands behind
-        a distributed optimizer, or behind one that keeps main parameters (raised by ``init``).
+      PolicyError: Something is no transformation; something before a distributed optimizer is not
+        linear; something stands behind a distributed optimizer, or behind one that keeps main
+        parameters (raised by ``init``).
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda
@@ -61,6 +64,8 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
                 action="Pass an optimizer.",
             )
         )
+    for i, tx in enumerate(transformations):
+        _check_transformation(i, tx)
     *before, last = transformations
     for i, tx in enumerate(before):
         if isinstance(tx, DistributedTransformation):
@@ -76,15 +81,36 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
                 raise _misplaced(i, "params must follow its main parameters exactly")
         return state
 
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        _check_state(before, state)
+        return _with_extra_args(joined).update(grads, state, params, **extra)
+
     def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError(optax._src.base.NO_PARAMS_MSG)
         if not isinstance(last, FusedTransformation):
-            updates, state = _with_extra_args(joined).update(grads, state, params, **extra_args)
+            trees.check_same_structure(grads, params, name="grads", like_name="params")
+            updates, state = update(grads, state, params, **extra_args)
             return optax.apply_updates(params, updates), state
         grads, states = _pass_through(before, grads, state, params, extra_args)
         params, last_state = last.step(grads, state[-1], params, **extra_args)
         return params, (*states, last_state)
 
-    return FusedTransformation(init, _with_extra_args(joined).update, step)
+    return FusedTransformation(init, update, step)
+
+
+def _check_transformation(i: int, tx: Any) -> None:
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise PolicyError(
+            describe(
+                f"chain, transformation {i}",
+                "not a gradient transformation",
+                got=getattr(tx, "__name__", type(tx).__name__),
+                expected="what optax.scale(0.5) or fused_adamw(1e-3) returns",
+                action="Call chain(first, second), without a list; of a schedule make one with "
+                "optax.scale_by_schedule.",
+            )
+        )
 
 
 def _has_main_params(part: Any) -> bool:
@@ -115,16 +141,7 @@ def _pass_through(
     extra_args: dict[str, Any],
 ) -> tuple[Any, tuple[Any, ...]]:
     """Updates the gradients by everything before the last; returns them and the new states."""
-    if not isinstance(state, tuple) or len(state) != len(before) + 1:
-        raise TreeError(
-            describe(
-                "opt_state",
-                "not a state of this chain",
-                got=f"{len(state)} parts" if isinstance(state, tuple) else type(state).__name__,
-                expected=f"{len(before) + 1} parts",
-                action="Pass opt_state as init, update or step returned it.",
-            )
-        )
+    _check_state(before, state)
     accumulated = None
     if isinstance(grads, AccumulatedGrads):  # transformations see the sums alone
         accumulated, grads = grads, grads.sums
@@ -135,6 +152,20 @@ def _pass_through(
     if accumulated is not None:
         grads = dataclasses.replace(accumulated, sums=grads)
     return grads, tuple(new_states)
+
+
+def _check_state(before: Sequence[optax.GradientTransformation], state: Any) -> None:
+    """Raises TreeError unless a state has one part for each transformation."""
+    if not isinstance(state, tuple) or len(state) != len(before) + 1:
+        raise TreeError(
+            describe(
+                "opt_state",
+                "not a state of this chain",
+                got=f"{len(state)} parts" if isinstance(state, tuple) else type(state).__name__,
+                expected=f"{len(before) + 1} parts",
+                action="Pass opt_state as init, update or step returned it.",
+            )
+        )
 
 
 def _distributed_chain(
@@ -235,6 +266,8 @@ def inject_hyperparams(
       >>> float(params["w"][0])
       1.0
     """
+    if not callable(factory):
+        raise _cannot_inject(factory)
     signature = inspect.signature(factory)
     if "mesh" in signature.parameters:
         raise _cannot_inject(factory)
@@ -243,7 +276,9 @@ def inject_hyperparams(
         for name in signature.parameters
         if name in ("mask", "nesterov", "bias_correction") or name.endswith("_dtype")
     }
-    always_static |= {static_args} if isinstance(static_args, str) else set(static_args)
+    always_static |= _static_names(static_args, signature)
+    if hyperparam_dtype is not None:
+        float_dtype("hyperparam_dtype", hyperparam_dtype, _HYPERPARAM_DTYPES)
 
     @functools.wraps(factory)
     def stepping(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
@@ -262,9 +297,51 @@ def inject_hyperparams(
             optax.inject_hyperparams(f, always_static | absent, hyperparam_dtype)(*args, **kwargs)
             for f in (factory, stepping)
         )
-        return FusedTransformation(stepping_too.init, updating.update, stepping_too.update)
+        return FusedTransformation(
+            stepping_too.init, _checked(updating.update), _checked(stepping_too.update)
+        )
 
     return make
+
+
+_HYPERPARAM_DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+def _static_names(static_args: Any, signature: inspect.Signature) -> set[str]:
+    """The names in ``static_args``; raises HyperparameterError where one is unknown."""
+    names = static_args if isinstance(static_args, Iterable) else (static_args,)
+    names = {static_args} if isinstance(static_args, str) else set(names)
+    if unknown := [name for name in names if name not in signature.parameters]:
+        raise HyperparameterError(
+            describe(
+                "static_args",
+                "names no argument of the optimizer",
+                got=repr(unknown[0]),
+                expected=", ".join(signature.parameters),
+                action="Fix the name.",
+            )
+        )
+    return names
+
+
+def _checked(update: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which says in words that a state was not made by inject_hyperparams."""
+
+    @functools.wraps(update)
+    def checked(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        if not hasattr(state, "hyperparams"):
+            raise TreeError(
+                describe(
+                    "opt_state",
+                    "not a state of inject_hyperparams",
+                    got=type(state).__name__,
+                    expected="a state with hyperparams in it",
+                    action="Make it with init(params) of this optimizer.",
+                )
+            )
+        return update(grads, state, params, **extra)
+
+    return checked
 
 
 def _cannot_inject(factory: Any) -> PolicyError:
@@ -272,7 +349,7 @@ def _cannot_inject(factory: Any) -> PolicyError:
         describe(
             "inject_hyperparams",
             "cannot be used with this optimizer",
-            got=getattr(factory, "__name__", repr(factory)),
+            got=getattr(factory, "__name__", type(factory).__name__),
             expected="fused_adamw or fused_adam",
             action="Pass a schedule to it instead.",
         )

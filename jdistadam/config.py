@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import numpy as np
 
 from jdistadam.errors import HyperparameterError, PolicyError, describe
 
+_MAX_SHOWN = 200  # characters of a value in a message
 _STACK_LEVEL = 4  # from __post_init__ to whoever called fused_adamw
 
 ScalarOrSchedule = float | jax.Array | Callable[[Any], Any]
@@ -60,6 +62,8 @@ class Hyperparameters:
                 "a number >= 0. Every step climbs the loss; maximise a negated loss instead.",
                 stacklevel=_STACK_LEVEL,
             )
+        check_flag("nesterov", self.nesterov)
+        check_flag("bias_correction", self.bias_correction)
         _check("learning_rate", self.learning_rate, math.isfinite, "a finite number or a schedule")
         for name in ("b1", "b2"):
             _check(name, getattr(self, name), lambda x: 0.0 <= x < 1.0, "a number in [0, 1)")
@@ -83,20 +87,61 @@ def _hashable(value: Any) -> Any:
 
 def _check(name: str, value: Any, is_valid: Callable[[float], bool], expected: str) -> None:
     if callable(value) and name in ("learning_rate", "weight_decay"):
-        return  # a schedule
+        return _check_schedule(name, value)
     if isinstance(value, jax.Array | np.ndarray):
         # Perhaps traced, and never waited for: only the shape can be looked at.
-        valid = value.shape == ()
-        expected = "a scalar"
+        real = not jnp.issubdtype(value.dtype, np.complexfloating)
+        valid = value.shape == () and real
+        expected = "a scalar" if real else "a real number"
     else:
         number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         valid = number and is_valid(float(value))
     if not valid:
         raise HyperparameterError(
             describe(
-                name, "out of range", got=repr(value), expected=expected, action=f"Change {name}."
+                name, "out of range", got=_shown(value), expected=expected, action=f"Change {name}."
             )
         )
+
+
+def _check_schedule(name: str, schedule: Callable[[Any], Any]) -> None:
+    """Raises HyperparameterError where a schedule needs more than the step count."""
+    try:
+        signature = inspect.signature(schedule)
+    except (ValueError, TypeError):  # builtins have none
+        return
+    try:
+        signature.bind(0)
+    except TypeError as error:
+        raise HyperparameterError(
+            describe(
+                name,
+                f"not a schedule of the step count: {error}",
+                got=f"a function of {signature}",
+                expected="a function of one number",
+                action=f"Change {name}.",
+            )
+        ) from None
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises HyperparameterError unless ``value`` is True or False: "no" would count as yes."""
+    if not isinstance(value, bool | int | np.bool_) or value not in (0, 1):
+        raise HyperparameterError(
+            describe(
+                name,
+                "not a bool",
+                got=_shown(value),
+                expected="True or False",
+                action=f"Change {name}.",
+            )
+        )
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: the first part of a long one, such as all params."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,16 +259,13 @@ class MixedPrecisionPolicy:
 
 def float_dtype(name: str, value: Any, known: tuple[str, ...] = _FLOATS) -> jnp.dtype:
     """Returns a dtype that is one of ``known``, or raises PolicyError."""
-    try:
-        dtype = jnp.dtype(value)
-    except TypeError:
-        dtype = None
+    dtype = _dtype(value)
     if dtype is None or dtype.name not in known:
         raise PolicyError(
             describe(
                 name,
                 "not a dtype that can be used",
-                got=repr(value),
+                got=_shown(value),
                 expected=", ".join(known),
                 action="Pass one of these, e.g. jnp.bfloat16.",
             )
@@ -231,12 +273,20 @@ def float_dtype(name: str, value: Any, known: tuple[str, ...] = _FLOATS) -> jnp.
     return dtype
 
 
+def _dtype(value: Any) -> jnp.dtype | None:
+    """The dtype that ``value`` names; None for what is none, such as an array."""
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return None
+    try:
+        return jnp.dtype(value)
+    except TypeError:
+        return None
+
+
 def refuse_unless(name: str, value: Any, supported: tuple[str | None, ...]) -> None:
     """Raises PolicyError unless a dtype is one that works in this version."""
-    try:
-        got = None if value is None else jnp.dtype(value).name
-    except TypeError:
-        got = repr(value)
+    dtype = None if value is None else _dtype(value)
+    got = dtype.name if dtype is not None else None if value is None else _shown(value)
     if got not in supported:
         raise PolicyError(
             describe(

@@ -176,7 +176,7 @@ def _axes(mesh: Mesh, name: str, value: Any) -> tuple[str, ...]:
     axes: Any = (value,) if isinstance(value, str) else value
     axes = tuple(axes) if isinstance(axes, list | tuple) else (axes,)
     for axis in axes:
-        if axis not in mesh.shape:
+        if axis not in mesh.axis_names:  # a tuple: an axis may be something without a hash
             close = difflib.get_close_matches(str(axis), mesh.axis_names, 1, 0.0)
             raise MeshError(
                 describe(
@@ -224,7 +224,9 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         meant = _MEANT.get("".join(filter(str.isalnum, str(value))).lower())
         nearest = difflib.get_close_matches(str(value), choices, 1, 0.0)[0]
-        close = meant if meant in choices else nearest
+        close = meant or nearest
+        if close not in choices:  # the outer strategy shards the state alone
+            close = choices[-1]
         raise PolicyError(
             describe(
                 name,

@@ -269,7 +269,7 @@ def _distributed(
 ) -> DistributedTransformation:
     """Checks the arguments and joins the pieces."""
     policy = MixedPrecisionPolicy() if policy is None else policy
-    check_arguments(policy, max_grad_norm, bucket_bytes)
+    check_arguments(policy, max_grad_norm, bucket_bytes, average_grads)
     parallel = make_data_parallel(
         mesh,
         shard_axis,

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jdistadam import collectives, trees
-from jdistadam.config import MixedPrecisionPolicy
+from jdistadam.config import MixedPrecisionPolicy, check_flag
 from jdistadam.data_parallel import DataParallel
 from jdistadam.distributed_config import DistributedConfig
 from jdistadam.errors import (
@@ -27,7 +27,7 @@ from jdistadam.layout import Layout
 from jdistadam.layout_identity import differences
 
 
-def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any) -> None:
+def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any, average_grads: Any) -> None:
     """Raises PolicyError or HyperparameterError unless types and ranges are right."""
     if not isinstance(policy, MixedPrecisionPolicy):
         raise PolicyError(
@@ -39,17 +39,19 @@ def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any) -> None:
                 action="Pass policy=jdistadam.MixedPrecisionPolicy(...).",
             )
         )
+    check_flag("average_grads", average_grads)
     numbers = {"bucket_bytes": bucket_bytes} | (
         {} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}
     )
     for name, value in numbers.items():
-        if not (isinstance(value, int | float | np.number) and 0 < value < math.inf):
+        is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        if not (is_number and 0 < value < math.inf):
             raise HyperparameterError(
                 describe(
                     name,
                     "out of range",
                     got=repr(value),
-                    expected="a finite number > 0",
+                    expected="a finite Python number > 0",
                     action=f"Change {name}.",
                 )
             )
@@ -172,32 +174,6 @@ def check_grads(
             )
 
 
-def check_scalar(name: str, value: Any) -> None:
-    """Raises ShapeError or DtypeError unless ``value`` is one real number, an array or not."""
-    dtype = getattr(value, "dtype", np.result_type(type(value)) if np.isscalar(value) else None)
-    real = (np.floating, np.integer, np.bool_)
-    if dtype is None or not any(jax.numpy.issubdtype(dtype, kind) for kind in real):
-        raise DtypeError(
-            describe(
-                name,
-                "not a real number",
-                got=type(value).__name__ if dtype is None else dtype,
-                expected="a floating-point scalar",
-                action=f"Return or pass {name} as one number.",
-            )
-        )
-    if np.shape(value) != ():
-        raise ShapeError(
-            describe(
-                name,
-                "not a scalar",
-                got=np.shape(value),
-                expected=(),
-                action="Take the mean, or the sum, first.",
-            )
-        )
-
-
 def check_params(config: DistributedConfig, layout: Layout, params: Any) -> None:
     """Raises MeshError where a device holds all of a parameter that should be sharded."""
     leaves = jax.tree.leaves(params)
@@ -213,6 +189,20 @@ def check_params(config: DistributedConfig, layout: Layout, params: Any) -> None
                     action="Use tx.param_specs(params) in the in_specs of shard_map.",
                 )
             )
+
+
+def check_alive(state: Any) -> None:
+    """Raises MeshError where the arrays of a DistributedState were donated."""
+    if isinstance(state.mu, jax.Array) and state.mu.is_deleted():
+        raise MeshError(
+            describe(
+                "state",
+                "its arrays were donated to an earlier step, and are gone",
+                got="a state that was passed to a step before",
+                expected="the state that this step returned",
+                action="Write state, metrics = step(state, batch); copy a state that you keep.",
+            )
+        )
 
 
 def check_placement(config: DistributedConfig, state: Any) -> None:

@@ -74,7 +74,7 @@ class DistributedConfig:
                 jnp.dtype(x.dtype),
                 row,
                 axes_of(spec),
-                self.stacked is not None and self.stacked(path),
+                self.stacked is not None and bool(self.stacked(path)),
                 self._cuts(spec),
             )
             for path, x, row, spec in zip(paths, jax.tree.leaves(whole), rows, specs, strict=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jdistadam import trees
 from jdistadam.errors import TreeError, describe
 from jdistadam.loss_scale import LossScaleState
 
@@ -74,6 +75,20 @@ def find_state(opt_state: Any) -> DistributedState:
     return found[0]
 
 
+def check_own_state(state: Any) -> None:
+    """Raises TreeError unless ``state`` is a DistributedState itself."""
+    if not is_distributed_state(state):
+        raise TreeError(
+            describe(
+                "opt_state",
+                "not the state of this optimizer",
+                got=type(state).__name__,
+                expected="DistributedState",
+                action="Call step(grads, opt_state, params) with what init or step returned.",
+            )
+        )
+
+
 def map_state(function: Callable[[DistributedState], Any], opt_state: Any) -> Any:
     """Replaces the DistributedState inside of what may be the state of a chain."""
     return jax.tree.map(
@@ -101,8 +116,14 @@ def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:
       loss: The loss, shape ().
       opt_state: The state of a distributed optimizer, or of a ``chain`` with one. Without a
         ``loss_scale`` the loss is returned as it is.
+
+    Raises:
+      TreeError: There is no state of a distributed optimizer in ``opt_state``.
+      ShapeError, DtypeError: The loss is not one real number.
     """
     scaling = find_state(opt_state).scaling
+    trees.check_scalar("loss", loss)
+    loss = jnp.asarray(loss)
     return loss if scaling is None else loss.astype(jnp.float32) * scaling.loss_scale
 
 

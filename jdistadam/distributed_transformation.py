@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import collectives, trees
 from jdistadam.accumulation import AccumulatedGrads, accumulate_local, init_grads_local
-from jdistadam.distributed_checks import check_identity, refuse_empty_leaves
+from jdistadam.distributed_checks import check_alive, check_identity, refuse_empty_leaves
 from jdistadam.distributed_config import DistributedConfig
 from jdistadam.distributed_state import DistributedState, StepResult, find_state
 from jdistadam.distributed_step import grad_norm_local, init_local, step_local
@@ -56,13 +56,13 @@ class DistributedTransformation(FusedTransformation):
         """Makes ``update`` and ``step`` of a local step, and joins what they were made from."""
 
         def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+            if params is None:
+                raise ValueError(optax._src.base.NO_PARAMS_MSG)
             refuse_empty_leaves(config.mesh, params)
             result = local_step(grads, state, params, **extra_args)
             return result.params, result.opt_state
 
         def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-            if params is None:
-                raise ValueError(optax._src.base.NO_PARAMS_MSG)
             new, state = step(grads, state, params, **extra)
             # In float32, so that apply_updates lands exactly on a 16-bit parameter.
             f32 = jnp.float32
@@ -89,6 +89,7 @@ class DistributedTransformation(FusedTransformation):
         Args:
           params: Tree of arrays or ``jax.ShapeDtypeStruct`` as they are outside of shard_map.
         """
+        trees.check_dtypes(params, name="params")
         return self.config.param_specs(params)
 
     def check_state(self, opt_state: Any, params: Any) -> None:
@@ -108,8 +109,11 @@ class DistributedTransformation(FusedTransformation):
         Raises:
           LayoutError: The layouts differ; the message says where.
           TreeError: This is not the state of a distributed optimizer.
+          MeshError: Its arrays were donated to a step.
         """
-        check_identity(self.config, self.config.tensor_local(params), find_state(opt_state))
+        own = find_state(opt_state)
+        check_alive(own)
+        check_identity(self.config, self.config.tensor_local(params), own)
 
     def init_grads(self, params: Any) -> AccumulatedGrads:
         """Returns a sum of no gradients, to which ``accumulate`` adds; inside shard_map.
@@ -182,6 +186,7 @@ def make_distributed(config: DistributedConfig) -> DistributedTransformation:
         trees.check_dtypes(params, name="params")
         if not collectives.unbound(parallel.shard_axes):
             return init_local(config, params, config.whole(params))
+        trees.refuse_shapes(params, name="params")
         specs = config.param_specs(params)
         placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
         params = jax.device_put(params, placed)

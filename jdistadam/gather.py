@@ -8,7 +8,7 @@ import jax
 
 from jdistadam.distributed_checks import check_inside
 from jdistadam.distributed_config import DistributedConfig
-from jdistadam.distributed_transformation import DistributedTransformation
+from jdistadam.distributed_transformation import DistributedTransformation, check_distributed
 from jdistadam.gradient_reduction import gather_shards, reduce_inner
 
 
@@ -48,6 +48,7 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
     Raises:
       MeshError: Called outside of shard_map, or the shapes of these shards are not known.
     """
+    check_distributed(tx)
     config = tx.config
     check_inside(config.parallel, "gather_params")
     leaves: list[Any] = list(jax.tree.leaves(shards))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdistadam import trees
-from jdistadam.config import Hyperparameters
+from jdistadam.config import Hyperparameters, check_flag
 from jdistadam.errors import HyperparameterError, TreeError, describe
 from jdistadam.masks import decay_groups, for_each_leaf
 
@@ -78,9 +78,18 @@ def make_groups(hyper: Hyperparameters, mask: Any, param_labels: Any, groups: An
                 action='Pass e.g. groups={"body": {}, "head": dict(lr_scale=0.1)}.',
             )
         )
-    return Groups(
-        {k: _hyper_of(k, hyper, given) for k, given in groups.items()}, param_labels, mask
-    )
+    hypers = {k: _hyper_of(k, hyper, given) for k, given in groups.items()}
+    if not any(hypers.values()):
+        raise HyperparameterError(
+            describe(
+                "groups",
+                "all are frozen: nothing is left to train",
+                got=groups,
+                expected="a group that is not frozen",
+                action="Remove frozen=True from one of them.",
+            )
+        )
+    return Groups(hypers, param_labels, mask)
 
 
 def _hyper_of(label: str, hyper: Hyperparameters, given: Any) -> Hyperparameters | None:
@@ -96,12 +105,18 @@ def _hyper_of(label: str, hyper: Hyperparameters, given: Any) -> Hyperparameters
                 action="Remove it.",
             )
         )
+    path = f"groups[{label!r}]"
+    check_flag(f"{path}['frozen']", given.get("frozen", False))
     if given.get("frozen", False):
         return None
     changed = {k: v for k, v in given.items() if k in ("weight_decay", "b1", "b2")}
-    new = dataclasses.replace(hyper, **changed)
     scale = given.get("lr_scale", 1)
-    checked = Hyperparameters(scale)  # refuses what is no number
+    try:
+        new = dataclasses.replace(hyper, **changed)
+        checked = Hyperparameters(scale)  # refuses what is no number
+    except HyperparameterError as error:
+        message = str(error).replace("learning_rate", "lr_scale")
+        raise HyperparameterError(f"{path}, {message}") from None
     rate = hyper.learning_rate
     if "lr_scale" not in given:
         return new

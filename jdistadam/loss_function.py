@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jdistadam import trees
-from jdistadam.distributed_checks import check_scalar
+from jdistadam.config import check_flag
 from jdistadam.errors import DtypeError, PolicyError, TreeError, describe
 
 
@@ -32,6 +33,21 @@ class LossFunction:
     function: Callable[..., Any]
     has_aux: bool
     weighted: bool
+
+    def __post_init__(self) -> None:
+        """Checks the types of what ``train_step`` was given."""
+        check_flag("has_aux", self.has_aux)
+        check_flag("weighted", self.weighted)
+        if not callable(self.function):
+            raise TreeError(
+                describe(
+                    "loss_fn",
+                    "not a function",
+                    got=type(self.function).__name__,
+                    expected="loss_fn(params, batch)",
+                    action="Call train_step(loss_fn, tx).",
+                )
+            )
 
     def __call__(self, params: Any, batch: Any, model_state: Any, rng: Any) -> LossOutput:
         """Calls it with the keywords that are set."""
@@ -57,6 +73,7 @@ class LossFunction:
                 name="loss_fn's model_state",
                 like_name="the state's model_state",
             )
+            _check_kinds(value["model_state"], model_state)
         return LossOutput(loss, weight, value.get("model_state"), _arrays(value.get("aux")))
 
     def _loss_and_weight(self, value: Any, names: list[str]) -> tuple[jax.Array, Any]:
@@ -64,7 +81,7 @@ class LossFunction:
             got = f"{len(value)} values" if isinstance(value, tuple) else "the loss alone"
             raise self._unexpected(got, names)
         loss, weight = value if self.weighted else (value, None)
-        check_scalar("loss_fn's loss", loss)
+        trees.check_scalar("loss_fn's loss", loss)
         loss = jnp.asarray(loss)
         if not jnp.issubdtype(loss.dtype, jnp.floating):
             raise DtypeError(
@@ -77,7 +94,7 @@ class LossFunction:
                 )
             )
         if self.weighted:
-            check_scalar("loss_fn's weight", weight)
+            trees.check_scalar("loss_fn's weight", weight)
             weight = jnp.asarray(weight).astype(jnp.float32)
         return loss.astype(jnp.float32), weight
 
@@ -116,10 +133,42 @@ class LossFunction:
             ) from None
 
 
+def _check_kinds(new: Any, old: Any) -> None:
+    """Raises DtypeError where the dtype that a model state keeps would drop a part of the values.
+
+    A float is rounded to the width that it had; a fraction or an imaginary part would be lost.
+    """
+    name = "loss_fn's model_state"
+    trees.check_arrays(new, name=name)
+    for path, x, like in zip(
+        trees.paths(new, name), jax.tree.leaves(new), jax.tree.leaves(old), strict=True
+    ):
+        if _kind(x) > _kind(like) or (_kind(x) == _KEY) != (_kind(like) == _KEY):
+            raise DtypeError(
+                describe(
+                    path,
+                    "would lose a part of its values",
+                    got=jnp.result_type(x) if _kind(x) < _KEY else x.dtype,
+                    expected=f"{like.dtype}, as the state has it",
+                    action="Cast it in loss_fn, or begin with this dtype in TrainState.create.",
+                )
+            )
+
+
+_KINDS = (np.bool_, np.integer, np.floating, np.complexfloating, jax.dtypes.prng_key)
+_KEY = len(_KINDS) - 1
+
+
+def _kind(x: Any) -> int:
+    """The place of a dtype among kinds of numbers, of which each holds those before it."""
+    dtype = getattr(x, "dtype", None) or np.result_type(type(x))
+    return next(i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind))
+
+
 def _arrays(aux: Any) -> Any:
     """Raises DtypeError where what is to be reported is no array."""
     for path, x in zip(trees.paths(aux, "loss_fn's aux"), jax.tree.leaves(aux), strict=True):
-        if not isinstance(x, bool | int | float | complex) and not hasattr(x, "dtype"):
+        if not trees.is_number(x):
             raise DtypeError(
                 describe(
                     path,

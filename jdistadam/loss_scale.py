@@ -63,6 +63,16 @@ class DynamicLossScale:
         _check("min_scale", self.min_scale, 0, math.inf)
         check_count("growth_interval", self.growth_interval)
         check_count("hysteresis", self.hysteresis)
+        if self.min_scale > self.init_scale:
+            raise HyperparameterError(
+                describe(
+                    "min_scale",
+                    "above the first scale, which would grow where it should shrink",
+                    got=f"min_scale={self.min_scale}, init_scale={self.init_scale}",
+                    expected="min_scale <= init_scale",
+                    action="Change one of them.",
+                )
+            )
 
 
 class LossScaleState(NamedTuple):
@@ -89,16 +99,22 @@ def check_loss_scale(value: Any) -> None:
 
 def _check(name: str, value: Any, above: float, below: float) -> None:
     is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if not (is_number and above < value < below):
+    if not (is_number and above < _rounded(value) < below):
         raise HyperparameterError(
             describe(
                 name,
                 "out of range",
                 got=repr(value),
-                expected=f"a number between {above} and {below}",
+                expected=f"a number between {above} and {below} in float32",
                 action=f"Change {name}.",
             )
         )
+
+
+def _rounded(value: Any) -> float:
+    """The value that a float32 has: infinite or zero where it does not fit."""
+    with np.errstate(over="ignore", under="ignore"):
+        return float(np.float32(value))
 
 
 def new_loss_scale(config: float | DynamicLossScale) -> LossScaleState:

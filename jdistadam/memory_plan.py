@@ -9,7 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jdistadam import trees
 from jdistadam.communication import Collective, format_collectives, planned_collectives
+from jdistadam.config import check_count
 from jdistadam.distributed_config import DistributedConfig
 from jdistadam.distributed_transformation import DistributedTransformation, check_distributed
 from jdistadam.layout import Bucket, Layout
@@ -85,6 +87,8 @@ def plan(params: Any, tx: DistributedTransformation, *, accumulate_steps: int = 
       (4194304, 4194304, 0)
     """
     check_distributed(tx)
+    check_count("accumulate_steps", accumulate_steps)
+    trees.check_dtypes(params, name="params")
     config = tx.config
     layout = config.layout(config.tensor_local(params))
     buffers: dict[str, int] = {}

@@ -10,8 +10,8 @@ import numpy as np
 
 from jdistadam import collectives, trees
 from jdistadam.distributed_checks import check_inside
-from jdistadam.distributed_transformation import DistributedTransformation
-from jdistadam.errors import ShapeError, describe
+from jdistadam.distributed_transformation import DistributedTransformation, check_distributed
+from jdistadam.errors import DtypeError, ShapeError, describe
 
 
 def leaves_not_finite(grads: Any) -> jax.Array:
@@ -33,7 +33,9 @@ def count_nonfinite(grads: Any, tx: DistributedTransformation) -> jax.Array:
     Returns:
       Shape (leaves,), int32, the same on all devices; see ``nonfinite_paths``.
     """
+    check_distributed(tx)
     check_inside(tx.config.parallel, "count_nonfinite")
+    trees.check_arrays(grads, name="grads")
     return sum_over_devices(leaves_not_finite(grads), tx)
 
 
@@ -55,20 +57,35 @@ def nonfinite_paths(counts: Any, params: Any) -> dict[str, int]:
     Returns:
       The number of devices by path, of those that had any.
 
+    Raises:
+      ShapeError, DtypeError: ``counts`` is something else, or cannot be read inside of jit.
+
     Example:
       >>> nonfinite_paths(np.array([0, 2]), {"b": jnp.ones(3), "w": jnp.ones((2, 3))})
       {"params['w']": 2}
     """
     paths = trees.paths(params, "params")
-    if np.shape(counts) != (len(paths),):
+    array = counts if hasattr(counts, "dtype") else np.asarray(counts, object)
+    if array.shape != (len(paths),):
         raise ShapeError(
             describe(
                 "counts",
                 "not one number for each leaf of params",
-                got=type(counts).__name__ if np.shape(counts) == () else np.shape(counts),
+                got=array.shape or type(counts).__name__,
                 expected=(len(paths),),
                 action='Pass metrics["nonfinite"] of train_step(..., report_nonfinite=True).',
             )
         )
-    found = zip(paths, np.asarray(counts).tolist(), strict=True)
+    can_be_read = not isinstance(counts, jax.core.Tracer)
+    if not can_be_read or not all(map(trees.is_number, np.asarray(array).tolist())):
+        raise DtypeError(
+            describe(
+                "counts",
+                "not numbers that can be read",
+                got=type(counts).__name__ if array.dtype == object else array.dtype,
+                expected="an array of whole numbers, outside of jit",
+                action='Return metrics["nonfinite"] from the program, and look then.',
+            )
+        )
+    found = zip(paths, np.asarray(array).tolist(), strict=True)
     return {path: count for path, count in found if count}

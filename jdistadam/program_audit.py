@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from jdistadam import hlo
 from jdistadam.communication import planned_collectives
+from jdistadam.distributed_checks import check_scaling
+from jdistadam.distributed_state import find_state
 from jdistadam.errors import TreeError, describe
 from jdistadam.train_state import TrainState, check_train_state
 from jdistadam.training import TrainStep
@@ -146,6 +148,7 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
     """
     _check_step(step)
     check_train_state(state)
+    check_scaling(step.tx.config, find_state(state.opt_state))
     planned, optional = _planned(step, state)
     program = step.lower(state, batch, is_verified=True).compile()
     found, asynchronous, scalars = _found(program.as_text())

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import reference, trees
 from jdistadam.config import MixedPrecisionPolicy, float_dtype
-from jdistadam.distributed_checks import check_identity_type
+from jdistadam.distributed_checks import check_alive, check_identity_type
 from jdistadam.distributed_state import find_state, is_distributed_state
 from jdistadam.distributed_transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import LayoutError, TreeError, describe
@@ -110,7 +110,7 @@ class TrainState:
           TreeError: ``params`` are shapes, or all variables of a Flax model.
         """
         check_distributed(tx)
-        check_created(params, rng)
+        check_created(params, model_state, rng)
         dtypes = _dtypes_of(params, param_dtypes)
         replicated = NamedSharding(tx.config.mesh, P())
         params = own(params, _placement(tx, params))
@@ -147,6 +147,7 @@ class TrainState:
           dtype('float32')
         """
         check_distributed(tx)
+        trees.check_dtypes(params, name="params")
         dtypes = _dtypes_of(params, param_dtypes)
         params = jax.tree.map(lambda x, t: jax.ShapeDtypeStruct(x.shape, t), params, dtypes)
 
@@ -229,6 +230,7 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
     """
     check_distributed(tx)
     check_train_state(state)
+    check_alive(find_state(state.opt_state))
     config = tx.config
     trees.check_dtypes(state.params, name="params")
     identity = config.identity(config.tensor_local(state.params))

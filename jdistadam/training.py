@@ -13,13 +13,18 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import collectives
 from jdistadam.accumulation import mean_factor
-from jdistadam.batches import shard_batch
-from jdistadam.config import check_count
+from jdistadam.batches import check_batch_spec, shard_batch
+from jdistadam.config import check_count, check_flag
 from jdistadam.data_parallel import DataParallel
-from jdistadam.distributed_checks import check_inside, check_placement, check_scaling
+from jdistadam.distributed_checks import (
+    check_alive,
+    check_inside,
+    check_placement,
+    check_scaling,
+)
 from jdistadam.distributed_state import DistributedState, find_state, keep_if, map_state
 from jdistadam.distributed_transformation import DistributedTransformation, check_distributed
-from jdistadam.errors import MeshError, describe
+from jdistadam.errors import HyperparameterError, describe
 from jdistadam.gather import gather_params
 from jdistadam.loss_function import LossFunction
 from jdistadam.micro_batches import local_gradients
@@ -48,6 +53,7 @@ def local_params(params: Any, tx: DistributedTransformation) -> Any:
     Inside ``jax.shard_map(check_vma=True)`` the gradient of a replicated array is summed over the
     devices on the way; of the array that this returns, it stays local, as ``tx.step`` needs it.
     """
+    check_distributed(tx)
     check_inside(tx.config.parallel, "local_params")
     axes = tx.config.parallel.data_axes
     return jax.tree.map(lambda x: collectives.to_varying(x, axes), params)
@@ -112,7 +118,7 @@ class TrainStep:
     def _checked(self, state: TrainState) -> TrainState:
         """Raises where a state cannot be stepped; costs nothing for the one returned last."""
         own = find_state(state.opt_state)
-        _check_alive(own)
+        check_alive(own)
         check_placement(self.tx.config, own)
         check_scaling(self.tx.config, own)
         if own.layout_identity is None or own.layout_identity is not self._identity:
@@ -155,20 +161,6 @@ def _is_traced(state: TrainState, batch: Any) -> bool:
 
 def _without_identity(state: DistributedState) -> DistributedState:
     return state._replace(layout_identity=None)
-
-
-def _check_alive(state: DistributedState) -> None:
-    """Raises MeshError where a state was donated to an earlier step."""
-    if isinstance(state.mu, jax.Array) and state.mu.is_deleted():
-        raise MeshError(
-            describe(
-                "state",
-                "its arrays were donated to an earlier step, and are gone",
-                got="a state that was passed to a step before",
-                expected="the state that this step returned",
-                action="Write state, metrics = step(state, batch); copy a state that you keep.",
-            )
-        )
 
 
 def train_step(
@@ -254,9 +246,12 @@ def train_step(
     """
     check_distributed(tx)
     check_count("accumulate_steps", accumulate_steps)
+    check_flag("report_nonfinite", report_nonfinite)
+    _check_options(compiler_options)
     config = tx.config
     parallel = config.parallel
     spec = parallel.batch_spec if batch_spec is None else batch_spec
+    check_batch_spec(spec, tx)
     loss_function = LossFunction(loss_fn, has_aux, weighted)
 
     def local_step(
@@ -317,6 +312,20 @@ def train_step(
     for_xla = (_GPU_COMPILER_OPTIONS if on_gpu else {}) | (compiler_options or {})
     options = StepOptions(accumulate_steps, batch_spec, report_nonfinite)
     return TrainStep(make_step, tx, options, for_xla or None)
+
+
+def _check_options(options: Any) -> None:
+    """Raises HyperparameterError unless ``options`` are a dict, or None."""
+    if options is not None and not isinstance(options, dict):
+        raise HyperparameterError(
+            describe(
+                "compiler_options",
+                "not a dict",
+                got=repr(options),
+                expected="a dict of XLA's options by name",
+                action='Pass e.g. {"xla_gpu_enable_latency_hiding_scheduler": True}.',
+            )
+        )
 
 
 def _leading_spec(parallel: DataParallel, batch_spec: P) -> P:

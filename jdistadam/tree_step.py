@@ -13,7 +13,7 @@ import optax
 from jdistadam import optax_leaves, partitioning, reference, trees
 from jdistadam.coefficients import coefficient_rows
 from jdistadam.config import Hyperparameters
-from jdistadam.errors import TreeError, describe
+from jdistadam.errors import DtypeError, TreeError, describe
 from jdistadam.kernel import Operands, Scalars, Spec, graph_nodes
 from jdistadam.main_state import MAIN_DTYPES, MainParamsState, main_leaves, split_state
 
@@ -222,6 +222,19 @@ def _check_trees(
     trees.check_dtypes(params, name="params", allowed=allowed)
     trees.check_same_shapes(grads, params, name="grads", like_name="params")
     trees.check_dtypes(grads, name="grads", allowed=allowed, action="Cast the gradients.")
+    for path, grad, param in zip(
+        trees.paths(grads, "grads"), jax.tree.leaves(grads), jax.tree.leaves(params), strict=True
+    ):
+        if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
+            raise DtypeError(
+                describe(
+                    path,
+                    "complex, and its parameter is not: the imaginary part would be lost",
+                    got=grad.dtype,
+                    expected=f"a real dtype, as that of the parameter, {param.dtype}",
+                    action="Take jnp.real, or make the loss real.",
+                )
+            )
     for part in ("mu", "nu"):
         tree, part_name = getattr(adam_state, part), f"{name}[0].{part}"
         trees.check_same_shapes(tree, params, name=part_name, like_name="params")

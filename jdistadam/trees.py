@@ -85,8 +85,8 @@ def check_numbers(tree: Any, *, name: str) -> None:
             )
 
 
-def check_arrays(tree: Any, *, name: str) -> None:
-    """Raises TreeError for a shape, DtypeError for what else is neither array nor number."""
+def refuse_shapes(tree: Any, *, name: str, action: str = "") -> None:
+    """Raises TreeError where a leaf is a ``jax.ShapeDtypeStruct``."""
     for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
         if isinstance(x, jax.ShapeDtypeStruct):
             raise TreeError(
@@ -95,9 +95,15 @@ def check_arrays(tree: Any, *, name: str) -> None:
                     "a shape, not an array",
                     got=x,
                     expected="a jax or numpy array",
-                    action="Pass arrays; for shapes alone use jax.eval_shape.",
+                    action=action or "Pass arrays; for shapes alone use jax.eval_shape.",
                 )
             )
+
+
+def check_arrays(tree: Any, *, name: str) -> None:
+    """Raises TreeError for a shape, DtypeError for what else is neither array nor number."""
+    refuse_shapes(tree, name=name)
+    for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
         if not is_number(x):
             raise DtypeError(
                 describe(
@@ -117,6 +123,25 @@ def is_number(x: Any) -> bool:
         return isinstance(x, bool | int | float | complex)
     kinds = (np.number, np.bool_, jax.dtypes.prng_key)
     return any(jnp.issubdtype(dtype, kind) for kind in kinds)
+
+
+def check_key(name: str, value: Any) -> None:
+    """Raises DtypeError unless ``value`` is one random key, new or of the legacy kind."""
+    is_array = isinstance(value, jax.Array | np.ndarray)
+    if is_array and jnp.issubdtype(value.dtype, jax.dtypes.prng_key) and value.shape == ():
+        return
+    legacy = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+    if is_array and (value.dtype, value.shape) == (legacy.dtype, legacy.shape):
+        return
+    raise DtypeError(
+        describe(
+            name,
+            "not a random key",
+            got=f"{value.dtype}, shape {value.shape}" if is_array else repr(value),
+            expected="one key, as jax.random.key(0) returns",
+            action=f"Pass {name}=jax.random.key(seed).",
+        )
+    )
 
 
 def check_scalar(name: str, value: Any) -> None:
@@ -164,7 +189,7 @@ def check_dtypes(
                 "dtype cannot be used",
                 got=type(x).__name__ if dtype is None else dtype,
                 expected=" or ".join(map(str, allowed)),
-                action=action or "Cast the leaf, or mask it out with optax.masked.",
+                action=action or "Cast the leaf, or keep it elsewhere: optax.masked, model_state.",
             )
             raise DtypeError(message)
 

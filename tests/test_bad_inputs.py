@@ -1,0 +1,720 @@
+"""What a first user may pass wrongly, with the words that come back; and what is taken, and why.
+
+A case that is neither an error of this package nor taken on purpose does not belong here: raise in
+words, or say in the last table why it is harmless.
+"""
+
+import copy
+import dataclasses
+import functools
+import pickle
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdistadam as jda
+from jdistadam import errors
+
+BF16 = jnp.bfloat16
+PARAMS = {"w": np.ones((4, 3), np.float32), "b": np.zeros(3, np.float32)}
+GRADS = {"w": np.full((4, 3), 0.5, np.float32), "b": np.full(3, -0.5, np.float32)}
+BATCH = np.ones((4, 4), np.float32)
+NO_PARAMS = "requires the current value of parameters, but you are not passing `params`"
+
+
+def cast(tree, dtype):
+    return jax.tree.map(lambda x: np.asarray(x).astype(dtype), tree)
+
+
+# --- one program
+
+
+def fused(*args, **kwargs):
+    return jda.fused_adamw(*(args or (1e-2,)), **kwargs)
+
+
+def fused_step(tx=None, grads=GRADS, params=PARAMS, state=None):
+    tx = tx or fused()
+    return tx.step(grads, tx.init(params) if state is None else state, params)
+
+
+def adam_state(**changes):
+    """A state of fused_adamw in which something was replaced."""
+    adam, *rest = fused().init(PARAMS)
+    return (adam._replace(**changes), *rest)
+
+
+def step_of(leaf, **kwargs):
+    """Steps a tree of one leaf, which is its own gradient."""
+    return fused_step(fused(**kwargs), {"w": leaf}, {"w": leaf})
+
+
+# --- several devices
+
+
+@functools.cache
+def mesh(*shape, names=("data",)):
+    shape = shape or (2,)
+    return jax.make_mesh(shape, names, devices=jax.devices("cpu")[: int(np.prod(shape))])
+
+
+def mesh24():
+    return mesh(2, 4, names=("data", "model"))
+
+
+def make_tx(*args, **kwargs):
+    return jda.distributed_fused_adamw(*(args or (1e-2,)), **{"mesh": mesh()} | kwargs)
+
+
+@functools.cache
+def tx(**kwargs):
+    return make_tx(**kwargs)
+
+
+@functools.cache
+def state(**kwargs):
+    """A state that no step took, and none may take."""
+    return jda.TrainState.create(PARAMS, tx(**kwargs))
+
+
+def create(params=PARAMS, **kwargs):
+    return jda.TrainState.create(params, tx(), **kwargs)
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch @ params["w"] + params["b"][None] - 1) ** 2)
+
+
+def train(loss=loss_fn, batch=BATCH, state=None, tx=None, **kwargs):
+    """Takes one step of a new state; returns its metrics."""
+    tx = tx or make_tx()
+    state = jda.TrainState.create(PARAMS, tx) if state is None else state
+    return jda.train_step(loss, tx, **kwargs)(state, batch)[1]
+
+
+def train_with(loss, **create_kwargs):
+    return train(loss, state=create(**create_kwargs))
+
+
+def with_model_state(new):
+    """Trains with a loss that returns ``new`` in place of the model state {"m": zeros}."""
+    return train_with(
+        lambda p, b, model_state: (loss_fn(p, b), new), model_state={"m": np.zeros(2)}
+    )
+
+
+def inside(function, tx=None):
+    """Traces ``function(params, opt_state)`` inside of shard_map; nothing is compiled."""
+    used = tx or globals()["tx"]()
+    specs = (P(), used.state_specs())
+    mapped = jax.shard_map(
+        function, mesh=used.config.mesh, in_specs=specs, out_specs=P(), check_vma=False
+    )
+    return jax.eval_shape(mapped, PARAMS, jax.eval_shape(used.init, PARAMS))
+
+
+def donated():
+    """A state that was passed to a step."""
+    new = create()
+    jax.tree.map(lambda x: x.delete(), new.opt_state._replace(layout_identity=None))
+    return new
+
+
+def optax_state(**changes):
+    adam, *rest = optax.adamw(1e-2).init(PARAMS)
+    return (adam._replace(**changes), *rest)
+
+
+def from_optax(opt_state, params=PARAMS, **kwargs):
+    return jda.from_optax_state(params, opt_state, tx(), **kwargs)
+
+
+def mains(params, kind=jnp.float32):
+    """The exact parameters of ``params``, with a state of others in 16 bits."""
+    return jda.main_params(params, fused(main_params_dtype=kind).init({"w": jnp.ones(3, BF16)}))
+
+
+def injected(**hyperparams):
+    """Steps after numbers in the state of inject_hyperparams were set."""
+    made = jda.inject_hyperparams(jda.fused_adamw)(1e-2)
+    opt_state = made.init(PARAMS)
+    opt_state.hyperparams.update(hyperparams)
+    return made.step(GRADS, opt_state, PARAMS)
+
+
+def labelled(**settings):
+    return make_tx(param_labels={"w": "a", "b": "a"}, groups={"a": settings})
+
+
+def policy(**dtypes):
+    return jda.MixedPrecisionPolicy(**dtypes)
+
+
+NOT_DISTRIBUTED = r"^tx: not a distributed optimizer: got {}, expected DistributedTransformation\. Make it with distributed_fused_adamw"
+NOT_INSIDE = r"^{}: called outside of jax\.shard_map: got no manual axis 'data', expected axes 'data'\. Use train_step, or"
+NOT_A_TRAIN_STATE = r"^state: not a train state: got {}, expected jdistadam\.TrainState\. Make it with TrainState\.create"
+NO_DISTRIBUTED_STATE = r"^opt_state: not the state of a distributed optimizer: got {} with 0 DistributedState in it, expected a DistributedState, or .*\. Pass what init"
+DONATED = r"^state: its arrays were donated to an earlier step, and are gone: .* expected the state that this step returned\. Write state, metrics = step"
+A_STATE = r"^{}: a state, not parameters: got {}, expected a tree of parameters\. Call {}\("
+RETURNED = r"^loss_fn: returned something else than asked for: got {}, expected {}\. A second value .*has_aux=True.*weighted=True.*model_state must be given to TrainState\.create"
+CALLED = r"^loss_fn: cannot be called with what the state holds: {}: got loss_fn{}, expected a function that can be called as loss_fn\({}\)\. Take"
+BATCH_SPEC = r"^batch_spec: not a PartitionSpec over the axes of the mesh, each at most once: got {}, expected one PartitionSpec for all leaves, over \('data',\)\. Pass PartitionSpec\('data',\), or"
+NOT_A_RATE = r"^learning_rate: out of range: got {}, expected {}\. Change learning_rate\.$"
+NOT_A_DTYPE = r"^{}: not a dtype that can be used: got {}, expected float32, bfloat16, float16.*\. Pass one of these"
+NOT_A_BOOL = r"^{0}: not a bool: got {1}, expected True or False\. Change {0}\.$"
+NOT_A_STATE = r"^opt_state: not a state of this optimizer: got {}, expected the state that init\(params\) returned\. Pass opt_state as"
+CHAIN_STATE = r"^opt_state: not a state of this chain: got {}, expected 2 parts\. Pass opt_state as"
+NOT_A_TRANSFORMATION = r"^chain, transformation {}: not a gradient transformation: got {}, expected what optax\.scale\(0\.5\) or .*\. Call chain\(first, second\), without a list"
+
+# fmt: off
+ERRORS = [
+    # -- fused_adamw: leaves
+    ("an integer parameter", lambda: step_of(jnp.ones(3, jnp.int32)), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got int32, expected float32 or bfloat16 or float16 or float64 or complex64 or complex128\. Cast the leaf, or keep"),
+    ("a bool parameter", lambda: step_of(jnp.ones(3, bool)), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got bool, expected float32"),
+    ("a float8 parameter", lambda: step_of(jnp.ones(3, jnp.float8_e4m3fn)), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got float8_e4m3fn, expected float32"),
+    ("a string as parameter", lambda: fused().init({"w": "x"}), jda.DtypeError, r"^params\['w'\]: not an array: got 'x', expected a jax or numpy array, or a number\. Leave it out of the tree, or put None"),
+    ("a function among the parameters", lambda: fused().init({"act": jnp.sin}), jda.DtypeError, r"^params\['act'\]: not an array: got .*sin.*, expected a jax or numpy array"),
+    ("an object as parameters", lambda: fused().init(object()), jda.DtypeError, r"^params: not an array: got <object"),
+    ("no gradient for a parameter", lambda: fused_step(grads=GRADS | {"b": None}), jda.TreeError, r"^grads\['b'\]: missing, params has it: got 1 leaves, expected the 2 leaves of params\. Pass grads with"),
+    ("a gradient is missing", lambda: fused_step(grads={"w": GRADS["w"]}), jda.TreeError, r"^grads\['b'\]: missing, params has it: got 1 leaves, expected the 2 leaves of params\. Pass grads with"),
+    ("a gradient too many", lambda: fused_step(grads=GRADS | {"z": np.ones(1)}), jda.TreeError, r"^grads\['z'\]: unexpected, params does not have it: got 3 leaves, expected the 2 leaves of params\. Pass grads with"),
+    ("a gradient under another key", lambda: fused_step(grads={"w": GRADS["w"], "bias": GRADS["b"]}), jda.TreeError, r"^grads\['b'\]: missing, params has it: got 2 leaves, among them \['bias'\], expected the 2 leaves"),
+    ("gradients in another container", lambda: fused_step(grads=(GRADS["b"],), params=[PARAMS["b"]]), jda.TreeError, r"^grads: tree structure differs from params: got PyTreeDef\(\(\*,\)\), expected PyTreeDef\(\[\*\]\)\. Build grads with the same containers"),
+    ("no gradients", lambda: fused_step(grads=None), jda.TreeError, r"^grads\['b'\]: missing, params has it: got 0 leaves"),
+    ("a gradient of another shape", lambda: fused_step(grads=GRADS | {"w": GRADS["w"].T}), jda.ShapeError, r"^grads\['w'\]: shape differs from params: got \(3, 4\), expected \(4, 3\)\. Nothing is broadcast"),
+    ("a gradient that could be broadcast", lambda: fused_step(grads=GRADS | {"b": np.ones(1, np.float32)}), jda.ShapeError, r"^grads\['b'\]: shape differs from params: got \(1,\), expected \(3,\)\. Nothing is broadcast"),
+    ("integer gradients", lambda: fused_step(grads=cast(GRADS, np.int32)), jda.DtypeError, r"^grads\['b'\]: dtype cannot be used: got int32, expected float32 .*\. Cast the gradients\."),
+    ("complex gradients of real parameters", lambda: fused_step(grads=cast(GRADS, np.complex64)), jda.DtypeError, r"^grads\['b'\]: .*got complex64, expected "),
+    ("a string as gradient", lambda: fused_step(grads=GRADS | {"b": "x"}), jda.DtypeError, r"^grads\['b'\]: not an array: got 'x', expected a jax or numpy array"),
+    ("no params in update", lambda: fused().update(GRADS, fused().init(PARAMS)), ValueError, NO_PARAMS),
+    ("no params in step", lambda: fused().step(GRADS, fused().init(PARAMS), None), ValueError, NO_PARAMS),
+    ("no params where l2 needs them", lambda: jda.fused_adam(1e-2, l2=0.1).update(GRADS, jda.fused_adam(1e-2).init(PARAMS)), ValueError, NO_PARAMS),
+    # -- fused_adamw: states
+    ("the state of other params", lambda: fused_step(state=fused().init({"q": np.ones(3, np.float32)})), jda.TreeError, r"^opt_state\[0\]\.mu\['b'\]: missing, params has it: got 1 leaves, among them \['q'\], expected the 2 leaves"),
+    ("the state of other shapes", lambda: fused_step(state=fused().init({"w": np.ones((2, 2), np.float32), "b": np.ones(2, np.float32)})), jda.ShapeError, r"^opt_state\[0\]\.mu\['b'\]: shape differs from params: got \(2,\), expected \(3,\)"),
+    ("the state of optax.sgd", lambda: fused_step(state=optax.sgd(1e-2).init(PARAMS)), jda.TreeError, NOT_A_STATE.format("tuple")),
+    ("no state", lambda: fused().update(GRADS, None, PARAMS), jda.TreeError, NOT_A_STATE.format("NoneType")),
+    ("step(grads, params, state)", lambda: fused().step(GRADS, PARAMS, fused().init(PARAMS)), jda.TreeError, NOT_A_STATE.format("dict")),
+    ("a state without a first moment", lambda: fused_step(state=adam_state(mu=None)), jda.TreeError, r"^opt_state\[0\]\.mu\['b'\]: missing, params has it: got 0 leaves"),
+    ("strings in a state", lambda: fused_step(state=adam_state(mu={"w": "x", "b": "y"})), jda.DtypeError, r"^opt_state\[0\]\.mu\['b'\]: not an array: got 'y', expected a jax or numpy array"),
+    ("a count of several numbers", lambda: fused_step(state=adam_state(count=jnp.zeros(3, jnp.int32))), jda.ShapeError, r"^opt_state's count: not a number of steps: got int32, shape \(3,\), expected int32, shape \(\)\. Pass opt_state as"),
+    ("a count of steps in float", lambda: fused_step(state=adam_state(count=jnp.float32(0))), jda.DtypeError, r"^opt_state's count: not a number of steps: got float32, shape \(\), expected int32"),
+    ("a second moment in bfloat16", lambda: fused_step(state=fused(b2=0.9, nu_dtype=BF16).init(PARAMS)), jda.DtypeError, r"^opt_state\[0\]\.nu\['b'\]: dtype cannot be used: got bfloat16, expected float32\. Cast nu to float32, or set nu_dtype"),
+    ("a state without main parameters", lambda: fused_step(fused(main_params_dtype=jnp.float32), params=cast(PARAMS, BF16), state=fused().init(PARAMS)), jda.TreeError, r"^opt_state: does not fit main_params_dtype: got tuple, expected MainParamsState\. Make it with init"),
+    ("a state with main parameters", lambda: fused_step(params=cast(PARAMS, BF16), state=fused(main_params_dtype=jnp.float32).init(cast(PARAMS, BF16))), jda.TreeError, r"^opt_state: does not fit main_params_dtype: got MainParamsState, expected optax's own state"),
+    ("main parameters where remainders belong", lambda: fused_step(fused(main_params_dtype="remainder16"), params=cast(PARAMS, BF16), state=fused(main_params_dtype=jnp.float32).init(cast(PARAMS, BF16))), jda.DtypeError, r"^opt_state\.main_params\['b'\]: does not fit its parameter: got \(\(3,\), dtype\('float32'\)\), expected \(\(3,\), 'uint16'\)"),
+    # -- fused_adamw: numbers
+    ("a learning rate of nan", lambda: fused(float("nan")), jda.HyperparameterError, NOT_A_RATE.format("nan", "a finite number or a schedule")),
+    ("a learning rate in a string", lambda: fused("1e-3"), jda.HyperparameterError, NOT_A_RATE.format("'1e-3'", "a finite number or a schedule")),
+    ("no learning rate", lambda: fused(None), jda.HyperparameterError, NOT_A_RATE.format("None", "a finite number or a schedule")),
+    ("a learning rate of True", lambda: fused(True), jda.HyperparameterError, NOT_A_RATE.format("True", "a finite number or a schedule")),
+    ("an optimizer as learning rate", lambda: fused(optax.sgd(1e-2)), jda.HyperparameterError, NOT_A_RATE.format(r"GradientTransformationExtraArgs\(.*", "a finite number or a schedule")),
+    ("params before the learning rate, as in torch", lambda: fused(PARAMS | {"long": np.arange(999)}, 1e-3), jda.HyperparameterError, NOT_A_RATE.format(r"\{'w': array(?s:.{,200})\.\.\.", "a finite number or a schedule")),
+    ("a vector of learning rates", lambda: fused(jnp.ones(3)), jda.HyperparameterError, NOT_A_RATE.format(r"Array\(\[1., 1., 1.\].*", "a scalar")),
+    ("a complex learning rate", lambda: fused(jnp.complex64(1)), jda.HyperparameterError, NOT_A_RATE.format(r"Array\(1.*complex64\)", "a real number")),
+    ("a schedule of vectors", lambda: fused_step(fused(lambda count: jnp.ones(3))), jda.HyperparameterError, r"^learning_rate: not one number: got shape \(3,\), expected a scalar, also from a schedule\. Return a number"),
+    ("a schedule that returns nothing", lambda: fused_step(fused(lambda count: None)), jda.HyperparameterError, r"^learning_rate: not one number: got None, expected a scalar, also from a schedule"),
+    ("a schedule of strings", lambda: fused_step(fused(lambda count: "x")), jda.HyperparameterError, r"^learning_rate: not one number: got 'x', expected a scalar"),
+    ("a schedule of complex numbers", lambda: fused_step(fused(lambda count: 1j)), jda.HyperparameterError, r"^learning_rate: not one number: got 1j, expected a scalar"),
+    ("a schedule of two arguments", lambda: fused(lambda count, epoch: 1e-3), jda.HyperparameterError, r"^learning_rate: not a schedule of the step count: missing a required argument: 'epoch': got a function of \(count, epoch\), expected a function of one number"),
+    ("b1 above 1", lambda: fused(b1=1.5), jda.HyperparameterError, r"^b1: out of range: got 1\.5, expected a number in \[0, 1\)\. Change b1\.$"),
+    ("b1 below 0", lambda: fused(b1=-0.1), jda.HyperparameterError, r"^b1: out of range: got -0\.1, expected a number in \[0, 1\)"),
+    ("b2 of 1", lambda: fused(b2=1.0), jda.HyperparameterError, r"^b2: out of range: got 1\.0, expected a number in \[0, 1\)"),
+    ("both betas at once, as in torch", lambda: fused(1e-2, (0.9, 0.99)), jda.HyperparameterError, r"^b1: out of range: got \(0\.9, 0\.99\), expected a number in \[0, 1\)"),
+    ("a schedule for b1", lambda: fused(b1=lambda count: 0.9), jda.HyperparameterError, r"^b1: out of range: got <function .*, expected a number in \[0, 1\)"),
+    ("eps below 0", lambda: fused(eps=-1e-8), jda.HyperparameterError, r"^eps: out of range: got -1e-08, expected a finite number >= 0\. Change eps\.$"),
+    ("eps without end", lambda: fused(eps=float("inf")), jda.HyperparameterError, r"^eps: out of range: got inf, expected a finite number >= 0"),
+    ("weight decay below 0", lambda: fused(weight_decay=-0.1), jda.HyperparameterError, r"^weight_decay: out of range: got -0\.1, expected a finite number >= 0"),
+    ("no weight decay, but None", lambda: fused(weight_decay=None), jda.HyperparameterError, r"^weight_decay: out of range: got None, expected a finite number >= 0"),
+    ("l2 below 0", lambda: jda.fused_adam(1e-2, l2=-1.0), jda.HyperparameterError, r"^l2: out of range: got -1\.0, expected a finite number >= 0"),
+    ("nesterov as a word", lambda: fused(nesterov="no"), jda.HyperparameterError, NOT_A_BOOL.format("nesterov", "'no'")),
+    ("bias_correction of None", lambda: fused(bias_correction=None), jda.HyperparameterError, NOT_A_BOOL.format("bias_correction", "None")),
+    # -- fused_adamw: masks and dtypes
+    ("a mask of another tree", lambda: fused(mask={"q": True}).init(PARAMS), jda.TreeError, r"^mask: structure differs from params: got PyTreeDef\(\{'q': \*\}\), expected PyTreeDef\(\{'b': \*, 'w': \*\}\)\. Give each leaf of params, or each subtree, True or False\.$"),
+    ("a mask of another tree, in a step", lambda: fused_step(fused(mask={"q": True}), state=fused().init(PARAMS)), jda.TreeError, r"^mask: structure differs from params: got PyTreeDef\(\{'q': \*\}\)"),
+    ("a mask of floats", lambda: fused(mask={"w": 1.0, "b": 0.0}).init(PARAMS), jda.DtypeError, r"^mask\['b'\]: not a bool: got 0\.0, expected True or False\. Fix mask\.$"),
+    ("a mask that is a name", lambda: fused(mask="bias").init(PARAMS), jda.DtypeError, r"^mask\['b'\]: not a bool: got 'bias', expected True or False"),
+    ("a mask function that returns nothing", lambda: fused(mask=lambda params: None).init(PARAMS), jda.TreeError, r"^mask: structure differs from params: got PyTreeDef\(None\)"),
+    ("mu_dtype of whole numbers", lambda: fused(mu_dtype=jnp.int8), jda.PolicyError, NOT_A_DTYPE.format("mu_dtype", r"<class 'jax\.numpy\.int8'>")),
+    ("mu_dtype by an unknown name", lambda: fused(mu_dtype="bf16"), jda.PolicyError, NOT_A_DTYPE.format("mu_dtype", "'bf16'")),
+    ("an array as mu_dtype", lambda: fused(mu_dtype=jnp.ones(3)), jda.PolicyError, NOT_A_DTYPE.format("mu_dtype", r"Array\(.*\)")),
+    ("nu_dtype that cannot decay", lambda: fused(nu_dtype=BF16), jda.PolicyError, r"^nu_dtype: a second moment in bfloat16 cannot decay at this b2: got bfloat16 with b2=0\.999, expected float32, or bfloat16 with b2 <= 0\.99\. Leave nu_dtype"),
+    ("nu_dtype of float16", lambda: fused(nu_dtype=jnp.float16), jda.PolicyError, r"^nu_dtype: a second moment in float16 loses squares below 6e-8: got float16"),
+    ("main_params_dtype of float16", lambda: fused(main_params_dtype=jnp.float16), jda.PolicyError, r"^main_params_dtype: not supported in this version: got float16, expected None or float32 or remainder16\. Leave main_params_dtype"),
+    ("main_params_dtype of True", lambda: fused(main_params_dtype=True), jda.PolicyError, r"^main_params_dtype: not supported in this version: got True, expected None or float32"),
+    ("remainders of float16", lambda: fused(main_params_dtype="remainder16").init(cast(PARAMS, np.float16)), jda.DtypeError, r"^params\['b'\]: has no remainder: got float16, expected bfloat16, the upper half of a float32\. Use main_params_dtype=jnp\.float32"),
+    # -- chain, inject_hyperparams
+    ("a chain of nothing", lambda: jda.chain(), jda.PolicyError, r"^chain: empty: got no transformation, expected at least one\. Pass an optimizer"),
+    ("a chain of a list", lambda: jda.chain([optax.scale(1.0), fused()]), jda.PolicyError, NOT_A_TRANSFORMATION.format(0, "list")),
+    ("a chain of a number", lambda: jda.chain(1.0, fused()), jda.PolicyError, NOT_A_TRANSFORMATION.format(0, "float")),
+    ("a chain with a schedule", lambda: jda.chain(fused(), optax.constant_schedule(1.0)), jda.PolicyError, NOT_A_TRANSFORMATION.format(1, "<lambda>")),
+    ("a chain with a factory", lambda: jda.chain(optax.scale, fused()), jda.PolicyError, NOT_A_TRANSFORMATION.format(0, "scale")),
+    ("a distributed optimizer before the end", lambda: jda.chain(tx(), optax.scale(1.0)), jda.PolicyError, r"^chain, transformation 0: a distributed optimizer must come last: got others behind it, expected the last place\. Move it"),
+    ("clipping before a distributed optimizer", lambda: jda.chain(optax.clip_by_global_norm(1.0), tx()), jda.PolicyError, r"^chain, transformation 0: it would see each device's gradients .* not linear in the gradients: .*\. For clipping pass max_grad_norm"),
+    ("something behind main parameters", lambda: jda.chain(fused(main_params_dtype=jnp.float32), optax.scale(1.0)).init(cast(PARAMS, BF16)), jda.PolicyError, r"^chain, transformation 0: params must follow its main parameters exactly: got others behind it"),
+    ("a state of the last part alone", lambda: jda.chain(optax.scale(1.0), fused()).step(GRADS, fused().init(PARAMS), PARAMS), jda.TreeError, CHAIN_STATE.format("3 parts")),
+    ("a chain's step without its state", lambda: jda.chain(optax.scale(1.0), fused()).step(GRADS, PARAMS, PARAMS), jda.TreeError, CHAIN_STATE.format("dict")),
+    ("a chain's update without its state", lambda: jda.chain(optax.scale(1.0), fused()).update(GRADS, (), PARAMS), jda.TreeError, CHAIN_STATE.format("0 parts")),
+    ("a chain's step without params", lambda: jda.chain(optax.scale(1.0), optax.sgd(1e-2)).step(GRADS, jda.chain(optax.scale(1.0), optax.sgd(1e-2)).init(PARAMS), None), ValueError, NO_PARAMS),
+    ("a chain of optax and a gradient too few", lambda: jda.chain(optax.scale(1.0), optax.sgd(1e-2)).step({"w": GRADS["w"]}, jda.chain(optax.scale(1.0), optax.sgd(1e-2)).init(PARAMS), PARAMS), jda.TreeError, r"^grads\['b'\]: missing, params has it: got 1 leaves"),
+    ("injection into a distributed optimizer", lambda: jda.inject_hyperparams(jda.distributed_fused_adamw), jda.PolicyError, r"^inject_hyperparams: cannot be used with this optimizer: got distributed_fused_adamw, expected fused_adamw or fused_adam\. Pass a schedule"),
+    ("injection into an optimizer, not its factory", lambda: jda.inject_hyperparams(fused()), jda.PolicyError, r"^inject_hyperparams: cannot be used with this optimizer: got FusedTransformation, expected"),
+    ("injection into optax's own", lambda: jda.inject_hyperparams(optax.adamw)(1e-2).init(PARAMS), jda.PolicyError, r"^inject_hyperparams: cannot be used with this optimizer: got adamw, expected"),
+    ("injection of a string", lambda: jda.inject_hyperparams(jda.fused_adamw)("x"), jda.HyperparameterError, NOT_A_RATE.format("'x'", "a finite number or a schedule")),
+    ("injected numbers as integers", lambda: jda.inject_hyperparams(jda.fused_adamw, hyperparam_dtype=jnp.int32), jda.PolicyError, r"^hyperparam_dtype: not a dtype that can be used: got <class 'jax\.numpy\.int32'>, expected float32, float64"),
+    ("a static argument that there is not", lambda: jda.inject_hyperparams(jda.fused_adamw, static_args=["foo"]), jda.HyperparameterError, r"^static_args: names no argument of the optimizer: got 'foo', expected learning_rate, b1, .*\. Fix the name"),
+    ("static_args of a number", lambda: jda.inject_hyperparams(jda.fused_adamw, static_args=3), jda.HyperparameterError, r"^static_args: names no argument of the optimizer: got 3, expected learning_rate"),
+    ("a state without hyperparameters", lambda: jda.inject_hyperparams(jda.fused_adamw)(1e-2).step(GRADS, fused().init(PARAMS), PARAMS), jda.TreeError, r"^opt_state: not a state of inject_hyperparams: got tuple, expected a state with hyperparams in it\. Make it with init"),
+    ("an update without hyperparameters", lambda: jda.inject_hyperparams(jda.fused_adamw)(1e-2).update(GRADS, fused().init(PARAMS), PARAMS), jda.TreeError, r"^opt_state: not a state of inject_hyperparams: got tuple"),
+    ("an injected string", lambda: injected(learning_rate="x"), jda.HyperparameterError, NOT_A_RATE.format("'x'", "a finite number or a schedule")),
+    ("injected vectors", lambda: injected(learning_rate=jnp.ones(3)), jda.HyperparameterError, NOT_A_RATE.format(r"Array\(.*\)", "a scalar")),
+    # -- distributed_fused_adamw
+    ("no mesh", lambda: make_tx(mesh=None), jda.MeshError, r"^mesh: not a mesh: got NoneType, expected jax\.sharding\.Mesh\. Make one with jax\.make_mesh"),
+    ("a number of devices as mesh", lambda: make_tx(mesh=8), jda.MeshError, r"^mesh: not a mesh: got int, expected jax\.sharding\.Mesh"),
+    ("a list of devices as mesh", lambda: make_tx(mesh=jax.devices()), jda.MeshError, r"^mesh: not a mesh: got list, expected jax\.sharding\.Mesh"),
+    ("a mesh without devices", lambda: make_tx(mesh=mesh().abstract_mesh), jda.MeshError, r"^mesh: not a mesh: got AbstractMesh, expected jax\.sharding\.Mesh"),
+    ("an axis that is misspelt", lambda: make_tx(shard_axis="dta"), jda.MeshError, r"^shard_axis 'dta': not an axis of the mesh: got axes \('data',\), expected one of them, or a tuple of them\. Pass shard_axis='data'\?$"),
+    ("an axis by its number", lambda: make_tx(shard_axis=0), jda.MeshError, r"^shard_axis 0: not an axis of the mesh"),
+    ("an axis in two lists", lambda: make_tx(shard_axis=[["data"]]), jda.MeshError, r"^shard_axis \['data'\]: not an axis of the mesh: .*\. Pass shard_axis='data'\?$"),
+    ("a PartitionSpec as axis", lambda: make_tx(shard_axis=P("data")), jda.MeshError, r"^shard_axis P(artitionSpec)?\('data',\): not an axis of the mesh"),
+    ("no axis", lambda: make_tx(shard_axis=()), jda.MeshError, r"^shard_axis: must name axes of its own: got shard_axis=\(\), replica_axis=None, expected different axes, at least one"),
+    ("an axis twice", lambda: make_tx(shard_axis=("data", "data")), jda.MeshError, r"^shard_axis: names an axis twice: got \('data', 'data'\), expected every axis once"),
+    ("one axis for two purposes", lambda: make_tx(replica_axis="data"), jda.MeshError, r"^shard_axis: must name axes of its own: got shard_axis='data', replica_axis='data'"),
+    ("a replica axis that there is not", lambda: make_tx(replica_axis="rep"), jda.MeshError, r"^replica_axis 'rep': not an axis of the mesh"),
+    ("an axis of the mesh without a purpose", lambda: make_tx(mesh=mesh24()), jda.MeshError, r"^mesh: axis 'model' has no purpose: got \{'data': 2, 'model': 4\}, expected only axes that carry data, .*\. Name it in shard_axis or replica_axis"),
+    ("no strategy", lambda: make_tx(sharding_strategy=None), jda.PolicyError, r"^sharding_strategy: unknown: got None, expected 'no_shard' or 'optim' or"),
+    ("an outer strategy without replicas", lambda: make_tx(outer_sharding_strategy="optim"), jda.PolicyError, r"^outer_sharding_strategy: 'optim' shards what .*: got sharding_strategy='optim', replica_axis=None, expected a replica_axis"),
+    ("a gradient norm below 0", lambda: make_tx(max_grad_norm=-1.0), jda.HyperparameterError, r"^max_grad_norm: out of range: got -1\.0, expected a finite Python number > 0\. Change max_grad_norm"),
+    ("a gradient norm of 0", lambda: make_tx(max_grad_norm=0.0), jda.HyperparameterError, r"^max_grad_norm: out of range: got 0\.0, expected"),
+    ("a gradient norm of True", lambda: make_tx(max_grad_norm=True), jda.HyperparameterError, r"^max_grad_norm: out of range: got True, expected"),
+    ("a gradient norm on a device", lambda: make_tx(max_grad_norm=jnp.float32(1)), jda.HyperparameterError, r"^max_grad_norm: out of range: got Array\(1.*\), expected a finite Python number > 0"),
+    ("buckets of nothing", lambda: make_tx(bucket_bytes=0), jda.HyperparameterError, r"^bucket_bytes: out of range: got 0, expected"),
+    ("buckets in words", lambda: make_tx(bucket_bytes="32MB"), jda.HyperparameterError, r"^bucket_bytes: out of range: got '32MB', expected"),
+    ("average_grads as a word", lambda: make_tx(average_grads="no"), jda.HyperparameterError, NOT_A_BOOL.format("average_grads", "'no'")),
+    ("stacked as a word", lambda: make_tx(stacked="layers", sharding_strategy="optim_grads_params"), jda.HyperparameterError, r"^stacked: not a predicate: got 'layers', expected a function of the path"),
+    ("stacked where nothing is sharded", lambda: make_tx(stacked=lambda path: True), jda.HyperparameterError, r"^stacked: changes nothing where params are not sharded: got sharding_strategy 'optim', expected \"optim_grads_params\""),
+    ("stacked that finds no leaf", lambda: make_tx(stacked=lambda path: False, sharding_strategy="optim_grads_params").init(PARAMS), jda.TreeError, r"^stacked: says no to every leaf: got False for params\['b'\] and 1 more, expected True for the scanned layers\. Look for"),
+    # -- loss scales
+    ("a loss scale of 0", lambda: make_tx(loss_scale=0.0), jda.HyperparameterError, r"^loss_scale: out of range: got 0\.0, expected a number between 0 and inf in float32\. Change loss_scale"),
+    ("a loss scale that no float32 holds", lambda: make_tx(loss_scale=1e40), jda.HyperparameterError, r"^loss_scale: out of range: got 1e\+40, expected a number between 0 and inf in float32"),
+    ("a loss scale that is 0 in float32", lambda: make_tx(loss_scale=1e-50), jda.HyperparameterError, r"^loss_scale: out of range: got 1e-50, expected a number between 0 and inf in float32"),
+    ("the class of a loss scale", lambda: make_tx(loss_scale=jda.DynamicLossScale), jda.HyperparameterError, r"^loss_scale: out of range: got <class .*DynamicLossScale'>, expected a number"),
+    ("a loss scale of True", lambda: make_tx(loss_scale=True), jda.HyperparameterError, r"^loss_scale: out of range: got True"),
+    ("a first scale of 0", lambda: jda.DynamicLossScale(init_scale=0.0), jda.HyperparameterError, r"^init_scale: out of range: got 0\.0, expected a number between 0 and inf"),
+    ("a first scale in a string", lambda: jda.DynamicLossScale(init_scale="2**16"), jda.HyperparameterError, r"^init_scale: out of range: got '2\*\*16'"),
+    ("a scale that does not grow", lambda: jda.DynamicLossScale(growth_factor=1.0), jda.HyperparameterError, r"^growth_factor: out of range: got 1\.0, expected a number between 1 and inf"),
+    ("a scale that does not shrink", lambda: jda.DynamicLossScale(backoff_factor=1.0), jda.HyperparameterError, r"^backoff_factor: out of range: got 1\.0, expected a number between 0 and 1"),
+    ("an interval of no steps", lambda: jda.DynamicLossScale(growth_interval=0), jda.HyperparameterError, r"^growth_interval: out of range: got 0, expected a whole number of at least 1"),
+    ("an interval in float", lambda: jda.DynamicLossScale(growth_interval=2000.0), jda.HyperparameterError, r"^growth_interval: out of range: got 2000\.0, expected a whole number"),
+    ("no hysteresis", lambda: jda.DynamicLossScale(hysteresis=0), jda.HyperparameterError, r"^hysteresis: out of range: got 0, expected a whole number of at least 1"),
+    ("a smallest scale above the first", lambda: jda.DynamicLossScale(init_scale=1.0, min_scale=2.0), jda.HyperparameterError, r"^min_scale: above the first scale, .*: got min_scale=2\.0, init_scale=1\.0, expected min_scale <= init_scale"),
+    # -- policies
+    ("a dict as policy", lambda: make_tx(policy={"grad_comm_dtype": "bf16"}), jda.PolicyError, r"^policy: not a policy: got \{'grad_comm_dtype': 'bf16'\}, expected jdistadam\.MixedPrecisionPolicy\. Pass policy="),
+    ("the class of policies", lambda: make_tx(policy=jda.MixedPrecisionPolicy), jda.PolicyError, r"^policy: not a policy: got <class .*, expected jdistadam\.MixedPrecisionPolicy"),
+    ("gradients stored narrower than sent", lambda: policy(main_grads_dtype=BF16, grad_comm_dtype=jnp.float32), jda.PolicyError, r"^MixedPrecisionPolicy\.main_grads_dtype: gradients would lose bits .*: got bfloat16 with grad_comm_dtype float32, expected .*\. Set main_grads_dtype"),
+    ("a policy's nu_dtype that cannot decay", lambda: make_tx(policy=policy(nu_dtype=BF16)), jda.PolicyError, r"^MixedPrecisionPolicy\.nu_dtype: a second moment in bfloat16 cannot decay at this b2"),
+    ("sums in float16", lambda: policy(grad_reduce_dtype=jnp.float16), jda.PolicyError, r"^MixedPrecisionPolicy\.grad_reduce_dtype: not supported in this version: got float16, expected None or float32"),
+    ("gradients in float8", lambda: policy(grad_comm_dtype=jnp.float8_e5m2), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.grad_comm_dtype", r"<class 'jax\.numpy\.float8_e5m2'>")),
+    ("an unknown name of a dtype", lambda: policy(param_comm_dtype="bf16"), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.param_comm_dtype", "'bf16'")),
+    ("a number as dtype", lambda: policy(main_grads_dtype=5), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.main_grads_dtype", "5")),
+    ("moments in float64", lambda: policy(mu_dtype=jnp.float64), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.mu_dtype", r"<class .*float64'>")),
+    ("params sent where none travel", lambda: make_tx(sharding_strategy="no_shard", policy=policy(param_comm_dtype=BF16)), jda.PolicyError, r"^param_comm_dtype: no parameters travel under this strategy: got bfloat16 with sharding_strategy='no_shard', expected None"),
+    ("params sent wider than they are", lambda: make_tx(policy=policy(param_comm_dtype=jnp.float32)).init(cast(PARAMS, BF16)), jda.PolicyError, r"^params\['b'\]: param_comm_dtype is wider than the parameter: got float32 for bfloat16, expected bfloat16 or a narrower dtype"),
+    ("params rounded at every step", lambda: make_tx(policy=policy(param_comm_dtype=BF16, main_params_dtype=None)).init(PARAMS), jda.PolicyError, r"^params\['b'\]: would be rounded to param_comm_dtype at every step: got bfloat16 for float32 and no float32 main"),
+    # -- groups and param_specs
+    ("groups without labels", lambda: make_tx(groups={"a": {}}), jda.HyperparameterError, r"^groups: labels and groups belong together: got param_labels=None, groups=\{'a': \{\}\}, expected both"),
+    ("groups in a list", lambda: make_tx(param_labels="a", groups=["a"]), jda.HyperparameterError, r"^groups: labels and groups belong together: .*, groups=\['a'\], expected both, groups as a dict of dicts"),
+    ("a label without a group", lambda: make_tx(param_labels={"w": "a", "b": "z"}, groups={"a": {}}).init(PARAMS), jda.TreeError, r"^params\['b'\]: its label belongs to no group: got 'z', expected 'a'\. Add 'z' to groups"),
+    ("labels of another tree", lambda: make_tx(param_labels=lambda params: {"q": "a"}, groups={"a": {}}).init(PARAMS), jda.TreeError, r"^param_labels: structure differs from params: got PyTreeDef\(\{'q': \*\}\)"),
+    ("numbers as labels", lambda: make_tx(param_labels={"w": 1, "b": 2}, groups={1: {}, 2: {}}).init(PARAMS), jda.DtypeError, r"^param_labels\['b'\]: not a str: got 2, expected a label"),
+    ("an unknown setting of a group", lambda: labelled(lr=1.0), jda.HyperparameterError, r"^groups\['a'\]: unknown setting lr: got \{'lr': 1\.0\}, expected a dict with some of lr_scale, weight_decay"),
+    ("a group that is a number", lambda: make_tx(param_labels="a", groups={"a": 0.1}), jda.HyperparameterError, r"^groups\['a'\]: unknown setting 0\.1: got 0\.1, expected a dict"),
+    ("a group's rate in a string", lambda: labelled(lr_scale="x"), jda.HyperparameterError, r"^groups\['a'\], lr_scale: out of range: got 'x', expected a finite number or a schedule\. Change lr_scale"),
+    ("a group's b1 above 1", lambda: labelled(b1=2.0), jda.HyperparameterError, r"^groups\['a'\], b1: out of range: got 2\.0, expected a number in \[0, 1\)"),
+    ("frozen as a word", lambda: labelled(frozen="no"), jda.HyperparameterError, r"^groups\['a'\]\['frozen'\]: not a bool: got 'no', expected True or False"),
+    ("all groups frozen", lambda: labelled(frozen=True), jda.HyperparameterError, r"^groups: all are frozen: nothing is left to train: got \{'a': \{'frozen': True\}\}, expected a group that is not"),
+    ("an axis as param_specs", lambda: make_tx(mesh=mesh24(), param_specs="model").init(PARAMS), jda.DtypeError, r"^param_specs\['b'\]: not a PartitionSpec: got 'model', expected a PartitionSpec over tensor axes"),
+    ("param_specs over an unknown axis", lambda: make_tx(mesh=mesh24(), param_specs={"w": P("modl"), "b": P()}).init(PARAMS), jda.MeshError, r"^params\['w'\]: param_specs names axis 'modl': got P.*\('modl',\), expected axes that carry no data: \('model',\)"),
+    ("param_specs over an axis of data", lambda: make_tx(mesh=mesh24(), param_specs={"w": P("data"), "b": P()}).init(PARAMS), jda.MeshError, r"^params\['w'\]: param_specs names axis 'data': .*\. Leave sharding over data axes to sharding_strategy"),
+    ("param_specs that do not divide", lambda: make_tx(mesh=mesh24(), param_specs={"w": P(None, "model"), "b": P()}).init(PARAMS), jda.ShapeError, r"^params\['w'\]: does not divide as param_specs says: got shape \(4, 3\), .*, expected dimensions that divide by \(1, 4\)"),
+    ("param_specs of another tree", lambda: make_tx(mesh=mesh24(), param_specs={"w": P("model")}).init(PARAMS), jda.TreeError, r"^param_specs: structure differs from params: got PyTreeDef\(\{'w': \*\}\)"),
+    # -- TrainState
+    ("create(tx, params)", lambda: jda.TrainState.create(tx(), PARAMS), jda.MeshError, NOT_DISTRIBUTED.format("dict")),
+    ("create with optax's optimizer", lambda: jda.TrainState.create(PARAMS, optax.adamw(1e-2)), jda.MeshError, NOT_DISTRIBUTED.format("GradientTransformationExtraArgs")),
+    ("a state with an integer parameter", lambda: create(PARAMS | {"n": np.ones(3, np.int32)}), jda.DtypeError, r"^params\['n'\]: dtype cannot be used: got int32, expected float32 or bfloat16 or float16\. Cast the leaf, or keep"),
+    ("a state with a complex parameter", lambda: create({"w": np.ones(3, np.complex64)}), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got complex64, expected float32 or bfloat16 or float16\."),
+    ("a state with numpy's default dtype", lambda: create({"w": np.ones(3)}), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got float64, expected float32"),
+    ("a state with a Python number", lambda: create({"w": 1.0}), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got float, expected float32"),
+    ("a state with a string", lambda: create({"w": "x"}), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got str, expected float32"),
+    ("a state with an activation function", lambda: create({"w": PARAMS["w"], "act": jnp.sin}), jda.DtypeError, r"^params\['act'\]: dtype cannot be used: got .*, expected float32"),
+    ("all variables of a Flax model", lambda: create({"params": PARAMS, "batch_stats": {"m": np.zeros(3)}}), jda.TreeError, r"^params: all variables of a Flax model: .*: got params, batch_stats, expected variables\[\"params\"\]\. Pass these, and 'batch_stats'"),
+    ("a state of shapes", lambda: create(jax.eval_shape(lambda: PARAMS)), jda.TreeError, r"^params\['b'\]: a shape, not an array: got ShapeDtypeStruct\(.*\), expected a jax or numpy array\."),
+    ("init of shapes", lambda: tx().init(jax.eval_shape(lambda: PARAMS)), jda.TreeError, r"^params\['b'\]: a shape, not an array: got ShapeDtypeStruct\(.*\. Pass arrays; for shapes alone use jax\.eval_shape"),
+    ("init of a string", lambda: tx().init({"w": "x"}), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got str"),
+    ("param_dtypes of whole numbers", lambda: create(param_dtypes=jnp.int32), jda.PolicyError, NOT_A_DTYPE.format("param_dtypes", r"<class 'jax\.numpy\.int32'>")),
+    ("param_dtypes by an unknown name", lambda: create(param_dtypes="bf16"), jda.PolicyError, NOT_A_DTYPE.format("param_dtypes", "'bf16'")),
+    ("param_dtypes of a part", lambda: create(param_dtypes={"w": BF16}), jda.TreeError, r"^param_dtypes\['b'\]: missing, params has it: got 1 leaves"),
+    ("a model state with a string", lambda: create(model_state={"m": "x"}), jda.DtypeError, r"^model_state\['m'\]: not an array of numbers: got 'x', expected a jax or numpy array"),
+    ("a model state of shapes", lambda: create(model_state={"m": jax.ShapeDtypeStruct((2,), jnp.float32)}), jda.TreeError, r"^model_state\['m'\]: a shape, not an array"),
+    ("a seed as rng", lambda: create(rng=0), jda.DtypeError, r"^rng: not a random key: got 0, expected one key, as jax\.random\.key\(0\) returns\. Pass rng=jax\.random\.key\(seed\)"),
+    ("numpy's generator as rng", lambda: create(rng=np.random.default_rng(0)), jda.DtypeError, r"^rng: not a random key: got Generator\(PCG64\)"),
+    ("floats as rng", lambda: create(rng=np.zeros(2, np.float32)), jda.DtypeError, r"^rng: not a random key: got float32"),
+    ("several keys as rng", lambda: create(rng=jax.random.split(jax.random.key(0), 3)), jda.DtypeError, r"^rng: not a random key: got .*, expected one key"),
+    ("a key of the wrong length", lambda: create(rng=np.zeros(5, np.uint32)), jda.DtypeError, r"^rng: not a random key: got .*, expected one key"),
+    ("replace(params=...) without tx", lambda: state().replace(params=GRADS), jda.TreeError, r"^params: the optimizer would go on with its own main parameters, and drop these: got new params and no tx, expected state\.replace\(params=\.\.\., tx=tx\)"),
+    ("replace with another optimizer", lambda: state().replace(params=GRADS, tx=fused()), jda.MeshError, NOT_DISTRIBUTED.format("FusedTransformation")),
+    ("shapes(tx, params)", lambda: jda.TrainState.shapes(tx(), PARAMS), jda.MeshError, NOT_DISTRIBUTED.format("dict")),
+    ("shapes of integers", lambda: jda.TrainState.shapes({"w": jax.ShapeDtypeStruct((3,), jnp.int32)}, tx()), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got int32"),
+    ("shapes of Python numbers", lambda: jda.TrainState.shapes({"w": 1.0}, tx()), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got float"),
+    # -- reload_main_params, full_params
+    ("reload_main_params(tx, state)", lambda: jda.reload_main_params(tx(), state()), jda.MeshError, NOT_DISTRIBUTED.format("TrainState")),
+    ("reload_main_params(params, tx)", lambda: jda.reload_main_params(PARAMS, tx()), jda.TreeError, NOT_A_TRAIN_STATE.format(r"builtins\.dict")),
+    ("reloaded params of another shape", lambda: jda.reload_main_params(dataclasses.replace(state(), params=PARAMS | {"w": GRADS["w"].T}), tx()), jda.LayoutError, r"^params: do not fit the state: got leaf \['w'\]: shape \[3, 4\] instead of \[4, 3\], expected the paths, shapes and dtypes"),
+    ("reloaded params of another tree", lambda: jda.reload_main_params(dataclasses.replace(state(), params={"q": GRADS["w"]}), tx()), jda.LayoutError, r"^params: do not fit the state: got leaf \['q'\] is not expected; leaf \['b'\] is missing"),
+    ("reloaded params in whole numbers", lambda: jda.reload_main_params(dataclasses.replace(state(), params=cast(PARAMS, np.int32)), tx()), jda.DtypeError, r"^params\['b'\]: dtype cannot be used: got int32"),
+    ("full_params(params, tx)", lambda: jda.full_params(PARAMS, tx()), jda.TreeError, NOT_A_TRAIN_STATE.format(r"builtins\.dict")),
+    ("full_params(tx, state)", lambda: jda.full_params(tx(), state()), jda.MeshError, NOT_DISTRIBUTED.format("TrainState")),
+    ("full_params of a donated state", lambda: jda.full_params(donated(), tx()), jda.MeshError, DONATED),
+    # -- from_optax_state, to_optax_state, main_params
+    ("from_optax_state(opt_state, params, tx)", lambda: jda.from_optax_state(optax_state(), PARAMS, tx()), jda.TreeError, A_STATE.format("main_params", "ScaleByAdamState", "from_optax_state")),
+    ("from_optax_state(tx, params, opt_state)", lambda: jda.from_optax_state(tx(), PARAMS, optax_state()), jda.MeshError, NOT_DISTRIBUTED.format("tuple")),
+    ("from_optax_state to optax's optimizer", lambda: jda.from_optax_state(PARAMS, optax_state(), optax.adamw(1e-2)), jda.MeshError, NOT_DISTRIBUTED.format("GradientTransformationExtraArgs")),
+    ("from_optax_state of a train state", lambda: from_optax(optax_state(), params=state()), jda.TreeError, A_STATE.format("main_params", "TrainState", "from_optax_state")),
+    ("from_optax_state of sgd", lambda: from_optax(optax.sgd(1e-2).init(PARAMS)), jda.TreeError, r"^opt_state: not the state of optax's optimizer with these hyperparameters: got PyTreeDef\(.*EmptyState.*\), expected PyTreeDef\(.*ScaleByAdamState.*\)\. Use the same schedules and mask"),
+    ("from_optax_state of a distributed state", lambda: from_optax(state().opt_state), jda.TreeError, r"^opt_state: not the state of optax's optimizer .*: got PyTreeDef\(.*DistributedState"),
+    ("from_optax_state of nothing", lambda: from_optax(None), jda.TreeError, r"^opt_state: not the state of optax's optimizer .*: got PyTreeDef\(None\)"),
+    ("from_optax_state of other params", lambda: from_optax(optax.adamw(1e-2).init({"w": np.ones(2, np.float32), "b": np.ones(2, np.float32)})), jda.ShapeError, r"^opt_state\[0\]\.mu\['b'\]: shape differs from params: got \(2,\), expected \(3,\)"),
+    ("from_optax_state of strings", lambda: from_optax(jax.tree.map(lambda x: "x", optax_state())), jda.DtypeError, r"^opt_state\[0\]\.count: not an array of numbers: got 'x', expected a jax or numpy array"),
+    ("from_optax_state of shapes", lambda: from_optax(jax.eval_shape(lambda: optax_state())), jda.TreeError, r"^opt_state\[0\]\.count: a shape, not an array: got ShapeDtypeStruct"),
+    ("from_optax_state of complex moments", lambda: from_optax(optax_state(mu=cast(GRADS, np.complex64))), jda.DtypeError, r"^opt_state\[0\]\.mu\['b'\]: dtype cannot be used: got complex64, expected float32 .*\. Use the real moments"),
+    ("from_optax_state of rounded moments", lambda: from_optax(optax_state(nu=cast(GRADS, np.int32))), jda.DtypeError, r"^opt_state\[0\]\.nu\['b'\]: dtype cannot be used: got int32"),
+    ("from_optax_state with several counts", lambda: from_optax(optax_state(count=np.ones(3, np.int32))), jda.ShapeError, r"^opt_state\[0\]\.count: not a number of steps: got int32, shape \(3,\), expected int32, shape \(\)"),
+    ("from_optax_state with a count in float", lambda: from_optax(optax_state(count=np.float32(3))), jda.DtypeError, r"^opt_state\[0\]\.count: not a number of steps: got float32"),
+    ("from_optax_state into no dtype", lambda: from_optax(optax_state(), param_dtypes="x"), jda.PolicyError, NOT_A_DTYPE.format("param_dtypes", "'x'")),
+    ("to_optax_state(tx, state)", lambda: jda.to_optax_state(tx(), state()), jda.MeshError, NOT_DISTRIBUTED.format("TrainState")),
+    ("to_optax_state of the opt_state", lambda: jda.to_optax_state(state().opt_state, tx()), jda.TreeError, NOT_A_TRAIN_STATE.format(r"jdistadam\.distributed_state\.DistributedState")),
+    ("to_optax_state with optax's optimizer", lambda: jda.to_optax_state(state(), optax.adamw(1e-2)), jda.MeshError, NOT_DISTRIBUTED.format("GradientTransformationExtraArgs")),
+    ("to_optax_state of a donated state", lambda: jda.to_optax_state(donated(), tx()), jda.MeshError, DONATED),
+    ("main_params of a distributed state without tx", lambda: jda.main_params(state().params, state().opt_state), jda.TreeError, r"^tx: needed to find the main parameters of a distributed state: got None, expected the distributed optimizer\. Call main_params"),
+    ("main_params with another optimizer", lambda: jda.main_params(state().params, state().opt_state, fused()), jda.MeshError, NOT_DISTRIBUTED.format("FusedTransformation")),
+    ("main_params(opt_state, params, tx)", lambda: jda.main_params(state().opt_state, state().params, tx()), jda.TreeError, A_STATE.format("params", "DistributedState", "main_params")),
+    ("main_params(opt_state, params)", lambda: jda.main_params(fused().init(PARAMS), PARAMS), jda.TreeError, A_STATE.format("params", "ScaleByAdamState", "main_params")),
+    ("main_params(state, tx)", lambda: jda.main_params(state(), tx()), jda.TreeError, A_STATE.format("params", "TrainState", "main_params")),
+    ("main_params without a state", lambda: jda.main_params(PARAMS, None), jda.TreeError, r"^opt_state: missing: the main parameters are in it: got None, expected what init, update or step returned"),
+    ("main_params(params, tx)", lambda: jda.main_params(PARAMS, fused()), jda.DtypeError, r"^opt_state\.init: not an array of numbers: got <function"),
+    ("main_params of another tree", lambda: mains({"z": jnp.ones(3)}), jda.TreeError, r"^opt_state\.main_params: tree structure differs from params: got PyTreeDef\(\{'w': \*\}\), expected PyTreeDef\(\{'z': \*\}\)"),
+    ("main_params of another shape", lambda: mains({"w": jnp.ones(5)}), jda.DtypeError, r"^opt_state\.main_params\['w'\]: does not fit its parameter: got \(\(3,\), dtype\('float32'\)\), expected \(\(5,\), 'float32'\)"),
+    ("main_params with remainders of another shape", lambda: mains({"w": jnp.ones(5, BF16)}, "remainder16"), jda.DtypeError, r"^opt_state\.main_params\['w'\]: does not fit its parameter: got \(\(3,\), dtype\('uint16'\)\), expected \(\(5,\), 'uint16'\)"),
+    # -- train_step: how it is made and called
+    ("optax's optimizer in train_step", lambda: jda.train_step(loss_fn, optax.adamw(1e-2)), jda.MeshError, NOT_DISTRIBUTED.format("GradientTransformationExtraArgs")),
+    ("fused_adamw in train_step", lambda: jda.train_step(loss_fn, fused()), jda.MeshError, NOT_DISTRIBUTED.format("FusedTransformation")),
+    ("train_step(tx, loss_fn)", lambda: jda.train_step(tx(), loss_fn), jda.MeshError, NOT_DISTRIBUTED.format("function")),
+    ("no loss function", lambda: jda.train_step(None, tx()), jda.TreeError, r"^loss_fn: not a function: got NoneType, expected loss_fn\(params, batch\)\. Call train_step\(loss_fn, tx\)"),
+    ("a loss in place of its function", lambda: jda.train_step(1.0, tx()), jda.TreeError, r"^loss_fn: not a function: got float, expected"),
+    ("no micro-batches", lambda: train(accumulate_steps=0), jda.HyperparameterError, r"^accumulate_steps: out of range: got 0, expected a whole number of at least 1\. Change accumulate_steps"),
+    ("micro-batches in float", lambda: train(accumulate_steps=2.0), jda.HyperparameterError, r"^accumulate_steps: out of range: got 2\.0, expected"),
+    ("micro-batches in a string", lambda: train(accumulate_steps="2"), jda.HyperparameterError, r"^accumulate_steps: out of range: got '2', expected"),
+    ("has_aux as a word", lambda: train(has_aux="yes"), jda.HyperparameterError, NOT_A_BOOL.format("has_aux", "'yes'")),
+    ("weighted as a word", lambda: train(weighted="yes"), jda.HyperparameterError, NOT_A_BOOL.format("weighted", "'yes'")),
+    ("compiler options in a string", lambda: train(compiler_options="--xla_foo"), jda.HyperparameterError, r"^compiler_options: .*got '--xla_foo', expected a dict"),
+    ("step(batch, state)", lambda: jda.train_step(loss_fn, tx())(BATCH, state()), jda.TreeError, NOT_A_TRAIN_STATE.format(r"numpy\.ndarray")),
+    ("step(params, batch)", lambda: jda.train_step(loss_fn, tx())(PARAMS, BATCH), jda.TreeError, NOT_A_TRAIN_STATE.format(r"builtins\.dict")),
+    ("step(opt_state, batch)", lambda: jda.train_step(loss_fn, tx())(state().opt_state, BATCH), jda.TreeError, NOT_A_TRAIN_STATE.format(r"jdistadam\.distributed_state\.DistributedState")),
+    ("step of what a step returned, not unpacked", lambda: jda.train_step(loss_fn, tx())((state(), {}), BATCH), jda.TreeError, NOT_A_TRAIN_STATE.format(r"builtins\.tuple")),
+    ("a state without opt_state", lambda: jda.train_step(loss_fn, tx())(jda.TrainState(PARAMS, None), BATCH), jda.TreeError, NO_DISTRIBUTED_STATE.format("NoneType")),
+    ("a state with optax's state", lambda: jda.train_step(loss_fn, tx())(jda.TrainState(PARAMS, optax_state()), BATCH), jda.TreeError, NO_DISTRIBUTED_STATE.format("tuple")),
+    ("a donated state", lambda: train(state=donated()), jda.MeshError, DONATED),
+    ("a state of another mesh", lambda: train(state=state(), tx=make_tx(mesh=mesh(4))), jda.MeshError, r"^opt_state\.mu: sharded over another mesh, or in another order: got .* on \{'data': 2\}, expected .* on \{'data': 4\}\. Convert it: to_optax_state"),
+    ("a state without a loss scale", lambda: train(state=state(), tx=make_tx(loss_scale=2.0)), jda.TreeError, r"^opt_state\.scaling: does not fit loss_scale: got NoneType, expected LossScaleState"),
+    ("a state with a loss scale", lambda: train(state=state(loss_scale=2.0), tx=make_tx()), jda.TreeError, r"^opt_state\.scaling: does not fit loss_scale: got LossScaleState, expected None"),
+    ("a state of other buckets", lambda: train(state=state(), tx=make_tx(bucket_bytes=16)), jda.LayoutError, r"^opt_state\.layout_identity: the state of another layout: got bucket of \['b'\]: leaves .*, expected the layout of this optimizer for these params\. Convert it: to_optax_state"),
+    ("a state of other main parameters", lambda: train(state=jda.TrainState.create(cast(PARAMS, BF16), tx()), tx=make_tx(policy=policy(main_params_dtype="remainder16"))), jda.LayoutError, r"^opt_state\.layout_identity: the state of another layout: got .*main float32 instead of remainder16"),
+    ("params put into a state", lambda: train(state=dataclasses.replace(create(), params=GRADS)), jda.LayoutError, r"^params\['b'\].*: differ from the main parameters, which the optimizer updates: they would be lost: .*\. Call reload_main_params"),
+    ("lower(params, batch)", lambda: jda.train_step(loss_fn, tx()).lower(PARAMS, BATCH), jda.TreeError, NOT_A_TRAIN_STATE.format(r"builtins\.dict")),
+    # -- batches
+    ("a batch that does not divide", lambda: train(batch=BATCH[:3]), jda.ShapeError, r"^batch: leading dimension does not divide by the number of devices: got \(3, 4\), expected a multiple of 2\. Change the batch size"),
+    ("a batch that does not divide into micro-batches", lambda: train(batch=np.ones((6, 4), np.float32), accumulate_steps=2), jda.ShapeError, r"^batch: a device's part does not divide into micro-batches: got \(3, 4\), expected a leading dimension that is a multiple of 2"),
+    ("a number in a batch", lambda: train(batch={"x": BATCH, "s": np.float32(1)}), jda.ShapeError, r"^batch\['s'\]: leading dimension does not divide by the number of devices: got \(\)"),
+    ("a string in a batch", lambda: train(batch={"x": BATCH, "s": "id"}), jda.DtypeError, r"^batch\['s'\]: not an array of numbers: got <U2, expected a jax or numpy array\. Keep what the loss does not read"),
+    ("an object in a batch", lambda: jda.shard_batch({"x": object()}, tx()), jda.DtypeError, r"^batch\['x'\]: not an array of numbers: got object"),
+    ("a shape as batch", lambda: jda.shard_batch(jax.ShapeDtypeStruct((4, 4), jnp.float32), tx()), jda.DtypeError, r"^batch: not an array of numbers: got ShapeDtypeStruct"),
+    ("parts of a batch of unlike length", lambda: train(batch={"x": BATCH, "y": BATCH[:2]}), jda.ShapeError, r"^batch\['y'\]: leading dimension differs from that of batch\['x'\]: got 2, expected 4\. Give every leaf one row"),
+    ("shard_batch(batch, mesh)", lambda: jda.shard_batch(BATCH, mesh()), jda.MeshError, NOT_DISTRIBUTED.format("Mesh")),
+    ("shard_batch(tx, batch)", lambda: jda.shard_batch(tx(), BATCH), jda.MeshError, NOT_DISTRIBUTED.format("ndarray")),
+    ("a batch over an unknown axis", lambda: jda.shard_batch(BATCH, tx(), P("modl")), jda.MeshError, BATCH_SPEC.format(r"P.*\('modl',\)")),
+    ("an axis as batch_spec", lambda: jda.shard_batch(BATCH, tx(), "data"), jda.MeshError, BATCH_SPEC.format("'data'")),
+    ("a tuple as batch_spec", lambda: train(batch_spec=("data",)), jda.MeshError, BATCH_SPEC.format(r"\('data',\)")),
+    ("a tree as batch_spec", lambda: train(batch_spec={"x": P("data")}), jda.MeshError, BATCH_SPEC.format(r"\{'x': P.*\('data',\)\}")),
+    ("a sharding as batch_spec", lambda: jda.shard_batch(BATCH, tx(), NamedSharding(mesh(), P("data"))), jda.MeshError, BATCH_SPEC.format(r"NamedSharding\(.*\)")),
+    ("an axis twice in batch_spec", lambda: jda.shard_batch(BATCH, tx(), P("data", "data")), jda.MeshError, BATCH_SPEC.format(r"P.*\('data', 'data'\)")),
+    ("a batch_spec with too many dimensions", lambda: jda.shard_batch(BATCH, tx(), P("data", None, None)), jda.ShapeError, r"^batch: cannot be cut as batch_spec says: got shape \(4, 4\) and P.*, expected dimensions that divide by \(2, 1, 1\)"),
+    ("a batch that does not divide as batch_spec says", lambda: train(batch=BATCH[:3], batch_spec=P("data")), jda.ShapeError, r"^batch: cannot be cut as batch_spec says: got shape \(3, 4\) and P.*, expected dimensions that divide by \(2,\)"),
+    ("a batch_spec of a number, with aux", lambda: jda.train_step(loss_fn, tx(), batch_spec=5, has_aux=True), jda.MeshError, BATCH_SPEC.format("5")),
+    # -- what a loss returns, and how it is called
+    ("a loss of None", lambda: train(lambda p, b: None), jda.DtypeError, r"^loss_fn's loss: not a real number: got NoneType, expected a floating-point scalar\. Return or pass loss_fn's loss as one number"),
+    ("a loss of each example", lambda: train(lambda p, b: jnp.mean(b @ p["w"], axis=-1)), jda.ShapeError, r"^loss_fn's loss: not a scalar: got \(2,\), expected \(\)\. Take the mean, or the sum, first"),
+    ("a loss of shape (1,)", lambda: train(lambda p, b: loss_fn(p, b)[None]), jda.ShapeError, r"^loss_fn's loss: not a scalar: got \(1,\), expected \(\)"),
+    ("a loss in whole numbers", lambda: train(lambda p, b: jnp.int32(1)), jda.DtypeError, r"^loss_fn's loss: cannot be differentiated: got int32, expected a floating-point scalar\. Compute the loss in floating point"),
+    ("a complex loss", lambda: train(lambda p, b: loss_fn(p, b) + 0j), jda.DtypeError, r"^loss_fn's loss: not a real number: got complex64"),
+    ("a loss in a dict", lambda: train(lambda p, b: {"loss": loss_fn(p, b)}), jda.DtypeError, r"^loss_fn's loss: not a real number: got dict"),
+    ("a loss in a list", lambda: train(lambda p, b: [loss_fn(p, b), 1.0]), jda.DtypeError, r"^loss_fn's loss: not a real number: got list"),
+    ("a loss in a string", lambda: train(lambda p, b: "x"), jda.DtypeError, r"^loss_fn's loss: not a real number: got str"),
+    ("a loss and metrics without has_aux", lambda: train(lambda p, b: (loss_fn(p, b), {"acc": 1.0})), jda.TreeError, RETURNED.format("2 values", "loss")),
+    ("a loss and a number without has_aux", lambda: train(lambda p, b: (loss_fn(p, b), jnp.mean(b))), jda.TreeError, RETURNED.format("2 values", "loss")),
+    ("value_and_grad as loss", lambda: train(jax.value_and_grad(loss_fn)), jda.TreeError, RETURNED.format("2 values", "loss")),
+    ("a gradient as loss", lambda: train(jax.grad(loss_fn)), jda.DtypeError, r"^loss_fn's loss: not a real number: got dict"),
+    ("has_aux without aux", lambda: train(has_aux=True), jda.TreeError, RETURNED.format(".*Tracer", r"a tuple \(loss, aux\)")),
+    ("aux that is a string", lambda: train(lambda p, b: (loss_fn(p, b), "x"), has_aux=True), jda.DtypeError, r"^loss_fn's aux: cannot leave a jitted program: got 'x', expected an array or a number"),
+    ("aux that is numpy's string", lambda: train(lambda p, b: (loss_fn(p, b), np.array("x")), has_aux=True), jda.DtypeError, r"^loss_fn's aux: cannot leave a jitted program: got array\('x'"),
+    ("aux that is an object", lambda: train(lambda p, b: (loss_fn(p, b), {"a": object()}), has_aux=True), jda.DtypeError, r"^loss_fn's aux\['a'\]: cannot leave a jitted program: got <object"),
+    ("weighted without a weight", lambda: train(weighted=True), jda.TreeError, RETURNED.format("the loss alone", r"\(loss, weight\)")),
+    ("a weight of None", lambda: train(lambda p, b: (loss_fn(p, b), None), weighted=True), jda.DtypeError, r"^loss_fn's weight: not a real number: got NoneType"),
+    ("weights of each example", lambda: train(lambda p, b: (loss_fn(p, b), jnp.ones(3)), weighted=True), jda.ShapeError, r"^loss_fn's weight: not a scalar: got \(3,\), expected \(\)"),
+    ("a complex weight", lambda: train(lambda p, b: (loss_fn(p, b), 1j), weighted=True), jda.DtypeError, r"^loss_fn's weight: not a real number: got complex"),
+    ("a loss summed over the devices", lambda: train(lambda p, b: jax.lax.psum(loss_fn(p, b), "data")), jda.PolicyError, r"^loss_fn's loss: summed over the devices already: .*: got a psum over axis 'data', expected the loss of this device's part of the batch\. Return the local loss"),
+    ("a loss function without arguments", lambda: train(lambda: 1.0), jda.TreeError, CALLED.format("too many positional arguments", r"\(\)", "params, batch")),
+    ("a loss function of params alone", lambda: train(lambda p: 1.0), jda.TreeError, CALLED.format("too many positional arguments", r"\(p\)", "params, batch")),
+    ("a loss function of three arguments", lambda: train(lambda p, x, y: 1.0), jda.TreeError, CALLED.format("missing a required argument: 'y'", r"\(p, x, y\)", "params, batch")),
+    ("a loss function without rng", lambda: train_with(loss_fn, rng=jax.random.key(0)), jda.TreeError, CALLED.format("got an unexpected keyword argument 'rng'", r"\(params, batch\)", "params, batch, rng=rng")),
+    ("a loss function without model_state", lambda: train_with(loss_fn, model_state={"m": np.zeros(2)}), jda.TreeError, CALLED.format("got an unexpected keyword argument 'model_state'", r"\(params, batch\)", "params, batch, model_state=model_state")),
+    ("a loss function with the model state by position", lambda: train_with(lambda p, b, m: 1.0, model_state={"m": np.zeros(2)}), jda.TreeError, CALLED.format("missing a required argument: 'm'", r"\(p, b, m\)", "params, batch, model_state=model_state")),
+    ("a model state that was not given", lambda: train(lambda p, b, model_state: (loss_fn(p, b), model_state)), jda.TreeError, CALLED.format("missing a required argument: 'model_state'", r"\(p, b, model_state\)", "params, batch")),
+    ("a model state that is not returned", lambda: train_with(lambda p, b, model_state: loss_fn(p, b), model_state={"m": np.zeros(2)}), jda.TreeError, RETURNED.format(".*Tracer", r"a tuple \(loss, model_state\)")),
+    ("a model state that is lost", lambda: with_model_state(None), jda.TreeError, r"^loss_fn's model_state\['m'\]: missing, the state's model_state has it: got 0 leaves"),
+    ("a model state under another key", lambda: with_model_state({"z": jnp.zeros(2)}), jda.TreeError, r"^loss_fn's model_state\['m'\]: missing, the state's model_state has it: got 1 leaves, among them \['z'\], expected the 1 leaves of the state's model_state"),
+    ("a model state of another shape", lambda: with_model_state({"m": jnp.zeros(3)}), jda.ShapeError, r"^loss_fn's model_state\['m'\]: shape differs from the state's model_state: got \(3,\), expected \(2,\)"),
+    ("a model state of another kind", lambda: with_model_state({"m": jnp.zeros(2, jnp.complex64)}), jda.DtypeError, r"^loss_fn's model_state\['m'\]: would lose a part of its values: got complex64, expected float32, as the state has it\. Cast it"),
+    ("a counter that becomes a fraction", lambda: train_with(lambda p, b, model_state: (loss_fn(p, b), model_state + 0.5), model_state=np.int32(0)), jda.DtypeError, r"^loss_fn's model_state: would lose a part of its values: got float32, expected int32, as the state has it"),
+    ("a model state that becomes a string", lambda: train_with(lambda p, b, model_state: (loss_fn(p, b), "x"), model_state=np.float32(0)), jda.DtypeError, r"^loss_fn's model_state: not an array of numbers: got 'x'"),
+    ("aux before the model state", lambda: train(lambda p, b, model_state: (loss_fn(p, b), 1.0, model_state), state=create(model_state={"m": np.zeros(2)}), has_aux=True), jda.TreeError, r"^loss_fn's model_state\['m'\]: missing"),
+    # -- own loops
+    ("step outside of shard_map", lambda: tx().step(GRADS, state().opt_state, PARAMS), jda.MeshError, NOT_INSIDE.format("step")),
+    ("update outside of shard_map", lambda: tx().update(GRADS, state().opt_state, PARAMS), jda.MeshError, NOT_INSIDE.format("step")),
+    ("update without params", lambda: tx().update(GRADS, state().opt_state), ValueError, NO_PARAMS),
+    ("a step without params", lambda: inside(lambda p, s: tx().step(p, s, None)), ValueError, NO_PARAMS),
+    ("a step without gradients", lambda: inside(lambda p, s: tx().step(None, s, p)), jda.TreeError, r"^grads\['b'\]: missing, params has it: got 0 leaves"),
+    ("step(grads, params, opt_state)", lambda: inside(lambda p, s: tx().step(p, p, s)), jda.TreeError, r"^opt_state: not the state of this optimizer: got dict, expected DistributedState\. Call step\(grads, opt_state, params\)"),
+    ("step(opt_state, grads, params)", lambda: inside(lambda p, s: tx().step(s, p, p)), jda.TreeError, r"^opt_state: not the state of this optimizer: got dict"),
+    ("step with a train state", lambda: inside(lambda p, s: tx().step(p, jda.TrainState(p, s), p)), jda.TreeError, r"^opt_state: not the state of this optimizer: got TrainState"),
+    ("complex gradients in a distributed step", lambda: inside(lambda p, s: tx().step(jax.tree.map(lambda x: x + 0j, p), s, p)), jda.DtypeError, r"^grads\['b'\]: dtype cannot be used: got complex64, .*\. Cast the gradients"),
+    ("a transposed gradient in a distributed step", lambda: inside(lambda p, s: tx().step(p | {"w": p["w"].T}, s, p)), jda.ShapeError, r"^grads\['w'\]: shape differs from params: got \(3, 4\), expected \(4, 3\)"),
+    ("init_grads outside of shard_map", lambda: tx().init_grads(PARAMS), jda.MeshError, NOT_INSIDE.format("init_grads")),
+    ("init_grads of whole numbers", lambda: inside(lambda p, s: tx().init_grads({"n": jnp.ones(3, jnp.int32)})), jda.DtypeError, r"^params\['n'\]: dtype cannot be used: got int32"),
+    ("accumulate outside of shard_map", lambda: tx().accumulate(None, GRADS), jda.MeshError, NOT_INSIDE.format("accumulate")),
+    ("accumulate onto gradients", lambda: inside(lambda p, s: tx().accumulate(p, p)), jda.TreeError, r"^acc: not a sum of gradients: got dict, expected what init_grads or accumulate returned\. Begin with tx\.init_grads"),
+    ("accumulate onto nothing", lambda: inside(lambda p, s: tx().accumulate(None, p)), jda.TreeError, r"^acc: not a sum of gradients: got NoneType"),
+    ("accumulate(grads, acc)", lambda: inside(lambda p, s: tx().accumulate(p, tx().init_grads(p))), jda.TreeError, r"^acc: not a sum of gradients: got dict"),
+    ("accumulate a part of the gradients", lambda: inside(lambda p, s: tx().accumulate(tx().init_grads(p), {"w": p["w"]})), jda.TreeError, r"^grads\['b'\]: missing, accumulated grads has it: got 1 leaves"),
+    ("a vector of weights", lambda: inside(lambda p, s: tx().accumulate(tx().init_grads(p), p, jnp.ones(3))), jda.ShapeError, r"^weight: not a scalar: got \(3,\), expected \(\)"),
+    ("a weight in a string", lambda: inside(lambda p, s: tx().accumulate(tx().init_grads(p), p, "x")), jda.DtypeError, r"^weight: not a real number: got str"),
+    ("a sum of other gradients in a step", lambda: inside(lambda p, s: tx().step(tx().init_grads({"z": p["w"]}), s, p)), jda.TreeError, r"^grads\['b'\]: missing, params has it: got 1 leaves, among them \['z'\]"),
+    ("grad_norm outside of shard_map", lambda: tx().grad_norm(GRADS), jda.MeshError, NOT_INSIDE.format("grad_norm")),
+    ("grad_norm without the state, under a loss scale", lambda: inside(lambda p, s: tx(loss_scale=8.0).grad_norm(p), tx(loss_scale=8.0)), jda.TreeError, r"^grad_norm: needs the state, whose loss scale the gradients were multiplied by: got None, expected tx\.grad_norm\(grads, opt_state\)\. Pass the state"),
+    ("grad_norm with a state without a loss scale", lambda: inside(lambda p, s: tx(loss_scale=8.0).grad_norm(p, s), tx()), jda.TreeError, r"^opt_state\.scaling: does not fit loss_scale: got NoneType, expected LossScaleState"),
+    ("grad_norm(grads, params)", lambda: inside(lambda p, s: tx(loss_scale=8.0).grad_norm(p, p)), jda.TreeError, NO_DISTRIBUTED_STATE.format("dict")),
+    ("grad_norm(opt_state, grads)", lambda: inside(lambda p, s: tx().grad_norm(s, p)), jda.DtypeError, r"^grads\.count: dtype cannot be used: got int32"),
+    ("grad_norm of a chain without its state", lambda: inside(lambda p, s: jda.chain(optax.scale(1.0), tx()).grad_norm(p)), jda.TreeError, CHAIN_STATE.format("NoneType")),
+    ("check_state(params, opt_state)", lambda: tx().check_state(PARAMS, state().opt_state), jda.TreeError, NO_DISTRIBUTED_STATE.format("dict")),
+    ("check_state of a donated state", lambda: tx().check_state(donated().opt_state, PARAMS), jda.MeshError, DONATED),
+    ("param_specs of a string", lambda: tx(sharding_strategy="optim_grads_params").param_specs({"w": "x"}), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got str"),
+    ("local_params outside of shard_map", lambda: jda.local_params(PARAMS, tx()), jda.MeshError, NOT_INSIDE.format("local_params")),
+    ("local_params(tx, params)", lambda: jda.local_params(tx(), PARAMS), jda.MeshError, NOT_DISTRIBUTED.format("dict")),
+    ("gather_params outside of shard_map", lambda: jda.gather_params(PARAMS, tx()), jda.MeshError, NOT_INSIDE.format("gather_params")),
+    ("gather_params(tx, params)", lambda: jda.gather_params(tx(), PARAMS), jda.MeshError, NOT_DISTRIBUTED.format("dict")),
+    ("gather_params that no init saw", lambda: inside(lambda p, s: jda.gather_params(p, make_tx(sharding_strategy="optim_grads_params"))), jda.MeshError, r"^params: the shapes of their shards do not say what they are shards of: got 0 params with such shards, .*\. Call tx\.init\(params\)"),
+    ("scale_loss without a distributed state", lambda: jda.scale_loss(jnp.float32(1), optax_state()), jda.TreeError, NO_DISTRIBUTED_STATE.format("tuple")),
+    ("scale_loss(loss, tx)", lambda: jda.scale_loss(jnp.float32(1), tx()), jda.TreeError, NO_DISTRIBUTED_STATE.format("DistributedTransformation")),
+    ("scale_loss(opt_state, loss)", lambda: jda.scale_loss(state().opt_state, jnp.float32(1)), jda.TreeError, NO_DISTRIBUTED_STATE.format("ArrayImpl")),
+    ("scale_loss of a loss and aux", lambda: jda.scale_loss((jnp.float32(1), {}), state().opt_state), jda.DtypeError, r"^loss: not a real number: got tuple, expected a floating-point scalar"),
+    ("scale_loss of each example", lambda: jda.scale_loss(jnp.ones(3), state().opt_state), jda.ShapeError, r"^loss: not a scalar: got \(3,\), expected \(\)"),
+    # -- looking: nonfinite, plan, audit
+    ("count_nonfinite outside of shard_map", lambda: jda.count_nonfinite(GRADS, tx()), jda.MeshError, NOT_INSIDE.format("count_nonfinite")),
+    ("count_nonfinite with optax's optimizer", lambda: jda.count_nonfinite(GRADS, optax.adamw(1e-2)), jda.MeshError, NOT_DISTRIBUTED.format("GradientTransformationExtraArgs")),
+    ("count_nonfinite of a string", lambda: inside(lambda p, s: jda.count_nonfinite({"w": "x"}, tx())), jda.DtypeError, r"^grads\['w'\]: not an array of numbers: got 'x'"),
+    ("nonfinite_paths of all metrics", lambda: jda.nonfinite_paths({"loss": 1.0}, PARAMS), jda.ShapeError, r"^counts: not one number for each leaf of params: got dict, expected \(2,\)\. Pass metrics\[\"nonfinite\"\] of train_step\(\.\.\., report_nonfinite=True\)"),
+    ("nonfinite_paths(params, counts)", lambda: jda.nonfinite_paths(PARAMS, np.array([0, 1])), jda.ShapeError, r"^counts: not one number for each leaf of params: got dict, expected \(1,\)"),
+    ("nonfinite_paths of another model", lambda: jda.nonfinite_paths(np.array([1]), PARAMS), jda.ShapeError, r"^counts: not one number for each leaf of params: got \(1,\), expected \(2,\)"),
+    ("nonfinite_paths of strings", lambda: jda.nonfinite_paths(np.array(["a", "b"]), PARAMS), jda.DtypeError, r"^counts: not numbers that can be read: got <U1, expected an array of whole numbers, outside of jit"),
+    ("nonfinite_paths of lists", lambda: jda.nonfinite_paths([[1], [1, 2]], PARAMS), jda.DtypeError, r"^counts: not numbers that can be read: got list"),
+    ("nonfinite_paths inside of jit", lambda: jax.eval_shape(lambda c: jda.nonfinite_paths(c, PARAMS) and None, jnp.ones(2, jnp.int32)), jda.DtypeError, r"^counts: not numbers that can be read: got int32, expected an array of whole numbers, outside of jit\. Return metrics"),
+    ("plan(tx, params)", lambda: jda.plan(tx(), PARAMS), jda.MeshError, NOT_DISTRIBUTED.format("dict")),
+    ("a plan for fused_adamw", lambda: jda.plan(PARAMS, fused()), jda.MeshError, NOT_DISTRIBUTED.format("FusedTransformation")),
+    ("a plan of numbers", lambda: jda.plan({"w": 1}, tx()), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got int, expected float32"),
+    ("a plan of a train state", lambda: jda.plan(state(), tx()), jda.DtypeError, r"^params\.opt_state\.count: dtype cannot be used: got int32"),
+    ("a plan of no micro-batches", lambda: jda.plan(PARAMS, tx(), accumulate_steps=0), jda.HyperparameterError, r"^accumulate_steps: out of range: got 0"),
+    ("a plan of micro-batches in float", lambda: jda.plan(PARAMS, tx(), accumulate_steps=2.5), jda.HyperparameterError, r"^accumulate_steps: out of range: got 2\.5"),
+    ("an audit of a loss", lambda: jda.audit(loss_fn, state(), BATCH), jda.TreeError, r"^step: not a training step of this package: got function, expected what train_step returned\. Call audit\(train_step"),
+    ("an audit of params", lambda: jda.audit(jda.train_step(loss_fn, tx()), PARAMS, BATCH), jda.TreeError, NOT_A_TRAIN_STATE.format(r"builtins\.dict")),
+    ("audit(step, batch, state)", lambda: jda.audit(jda.train_step(loss_fn, tx()), BATCH, state()), jda.TreeError, NOT_A_TRAIN_STATE.format(r"numpy\.ndarray")),
+    ("an audit of a state without a loss scale", lambda: jda.audit(jda.train_step(loss_fn, tx(loss_scale=8.0)), state(), BATCH), jda.TreeError, r"^opt_state\.scaling: does not fit loss_scale: got NoneType, expected LossScaleState"),
+    ("an audit with a batch that does not divide", lambda: jda.audit(jda.train_step(loss_fn, tx()), state(), BATCH[:3]), jda.ShapeError, r"^batch: leading dimension does not divide by the number of devices"),
+]
+
+# Calls that do not fit a signature: Python's words name the function and the argument.
+CALLS = [
+    ("a setting by another name", lambda: fused(weightdecay=0.1), r"fused_adamw\(\) got an unexpected keyword argument 'weightdecay'"),
+    ("torch's name of the learning rate", lambda: jda.fused_adamw(lr=1e-3), r"fused_adamw\(\) got an unexpected keyword argument 'lr'"),
+    ("torch's betas", lambda: fused(betas=(0.9, 0.99)), r"fused_adamw\(\) got an unexpected keyword argument 'betas'"),
+    ("weight decay of Adam", lambda: jda.fused_adam(1e-3, weight_decay=0.1), r"fused_adam\(\) got an unexpected keyword argument 'weight_decay'"),
+    ("a dtype beside the policy", lambda: make_tx(mu_dtype=BF16), r"distributed_fused_adamw\(\) got an unexpected keyword argument 'mu_dtype'"),
+    ("a mesh by position", lambda: jda.distributed_fused_adamw(1e-3, mesh()), r"distributed_fused_adamw\(\) missing 1 required keyword-only argument: 'mesh'"),
+    ("an unknown dtype of a policy", lambda: policy(params_dtype=jnp.float32), r"__init__\(\) got an unexpected keyword argument 'params_dtype'"),
+    ("an unknown number of a loss scale", lambda: jda.DynamicLossScale(growth=2), r"__init__\(\) got an unexpected keyword argument 'growth'"),
+    ("a state without an optimizer", lambda: jda.TrainState.create(PARAMS), r"create\(\) missing 1 required positional argument: 'tx'"),
+    ("an opt_state given to create", lambda: jda.TrainState.create(PARAMS, tx(), tx), r"create\(\) takes 3 positional arguments but 4 were given"),
+    ("an unknown field of a state", lambda: state().replace(parms=PARAMS), r"__init__\(\) got an unexpected keyword argument 'parms'"),
+    ("an unknown argument of train_step", lambda: jda.train_step(loss_fn, tx(), acumulate_steps=2), r"train_step\(\) got an unexpected keyword argument 'acumulate_steps'"),
+    ("a step without a batch", lambda: jda.train_step(loss_fn, tx())(state()), r"__call__\(\) missing 1 required positional argument: 'batch'"),
+    ("from_optax_state without tx", lambda: jda.from_optax_state(PARAMS, optax_state()), r"from_optax_state\(\) missing 1 required positional argument: 'tx'"),
+    ("to_optax_state without tx", lambda: jda.to_optax_state(state()), r"to_optax_state\(\) missing 1 required positional argument: 'tx'"),
+    ("reload_main_params without tx", lambda: jda.reload_main_params(state()), r"reload_main_params\(\) missing 1 required positional argument: 'tx'"),
+    ("full_params without tx", lambda: jda.full_params(state()), r"full_params\(\) missing 1 required positional argument: 'tx'"),
+    ("count_nonfinite without tx", lambda: jda.count_nonfinite(GRADS), r"count_nonfinite\(\) missing 1 required positional argument: 'tx'"),
+    ("an audit without a batch", lambda: jda.audit(jda.train_step(loss_fn, tx()), state()), r"audit\(\) missing 1 required positional argument: 'batch'"),
+    ("a policy of jax.checkpoint that was called", lambda: jda.remat_policy(), r"remat_policy\(\) missing 1 required positional argument: 'primitive'"),
+    ("an unknown injected number", lambda: jda.inject_hyperparams(jda.fused_adamw)(1e-3, wd=0.1), r"got an unexpected keyword argument 'wd'"),
+    ("injection without a learning rate", lambda: jda.inject_hyperparams(jda.fused_adamw)(), r"missing a required argument: 'learning_rate'"),
+]
+
+# What may look wrong and is taken: why, and what comes of it.
+ACCEPTED = [
+    ("a Python number as parameter", "optax takes it", lambda: step_of(1.0, weight_decay=0.0)[0]["w"], 0.99),
+    ("numpy params and gradients", "JAX takes them", lambda: fused_step(fused(weight_decay=0.0))[0]["b"], np.full(3, 0.01)),
+    ("params that are one array", "it is a tree", lambda: fused_step(fused(weight_decay=0.0), jnp.ones(3), jnp.ones(3))[0], np.full(3, 0.99)),
+    ("no params at all", "an empty tree is a tree", lambda: len(fused_step(fused(), {}, {})[0]), 0),
+    ("None in both trees", "an absent leaf, as in optax", lambda: fused_step(fused(weight_decay=0.0), {"w": jnp.ones(3), "n": None}, {"w": jnp.ones(3), "n": None})[0]["w"], np.full(3, 0.99)),
+    ("a complex parameter", "optax's own arithmetic takes it", lambda: step_of(jnp.ones(3, jnp.complex64), weight_decay=0.0)[0]["w"], np.full(3, 0.99 + 0j)),
+    ("a real gradient of a complex parameter", "no part of it is lost", lambda: fused_step(fused(weight_decay=0.0), {"w": jnp.ones(3)}, {"w": jnp.ones(3, jnp.complex64)})[0]["w"], np.full(3, 0.99 + 0j)),
+    ("gradients in float16", "the kernel reads each dtype", lambda: fused_step(fused(weight_decay=0.0), grads=cast(GRADS, np.float16))[0]["b"], np.full(3, 0.01)),
+    ("gradients and params swapped", "their shapes are equal: nobody can tell", lambda: fused().step(PARAMS, fused(weight_decay=0.0).init(PARAMS), GRADS)[0]["b"], np.full(3, -0.5 + 0.5e-6)),
+    ("gradients of nan", "without a loss scale nothing looks at them, as in optax", lambda: np.isnan(fused_step(grads=jax.tree.map(lambda x: x * np.nan, GRADS))[0]["b"]), np.ones(3, bool)),
+    ("no gradients before the optimizer of optax", "None is a tree of no leaves", lambda: len(jax.tree.leaves(fused().init(None)[0].mu)), 0),
+    ("integer params in init", "optax's init takes them; a step does not", lambda: fused().init({"n": jnp.ones(3, jnp.int32)})[0].nu["n"], np.zeros(3)),
+    ("a count that is a Python number", "its value is exact", lambda: fused_step(state=adam_state(count=3))[1][0].count, 4),
+    ("the state of optax.adam in fused_adamw", "its moments and count are all that is read", lambda: fused_step(state=optax.adam(1e-2).init(PARAMS))[1][0].count, 1),
+    ("eps of 0", "no gradient here is 0, and optax takes it", lambda: fused_step(fused(eps=0.0, weight_decay=0.0))[0]["b"], np.full(3, 0.01)),
+    ("a schedule that returns Python numbers", "it is one number", lambda: fused_step(fused(lambda count: 0.01, weight_decay=0.0))[0]["b"], np.full(3, 0.01)),
+    ("a learning rate of nan on a device", "looking at it would wait for the device", lambda: np.isnan(fused_step(fused(jnp.float32(np.nan)))[0]["b"]), np.ones(3, bool)),
+    ("a schedule for an injected eps", "optax evaluates each", lambda: jda.inject_hyperparams(jda.fused_adamw)(1e-2, eps=lambda count: 1e-8).init(PARAMS).hyperparams["eps"], 1e-8),
+    ("1 for nesterov", "it is True", lambda: fused_step(fused(nesterov=1))[0]["b"], fused_step(fused(nesterov=True))[0]["b"]),
+    ("remainders of float32 params", "they need none and are updated themselves", lambda: fused_step(fused(main_params_dtype="remainder16", weight_decay=0.0))[0]["b"], np.full(3, 0.01)),
+    ("fused_adam's update without params", "nothing in its formula reads them", lambda: jda.fused_adam(1e-2).update(GRADS, jda.fused_adam(1e-2).init(PARAMS))[0]["b"], np.full(3, 0.01)),
+    ("main_params where none are kept", "the params are what is updated", lambda: jda.main_params(PARAMS, fused().init(PARAMS))["w"], PARAMS["w"]),
+    ("an axis in a list", "there is no doubt what is meant", lambda: make_tx(shard_axis=["data"]).config.parallel.shard_axes == ("data",), True),
+    ("bucket_bytes in float", "it is a limit", lambda: make_tx(bucket_bytes=1e6).config.bucket_bytes, 1e6),
+    ("stacked that returns a match", "it is true or false", lambda: make_tx(stacked=lambda path: re.search("w", path), sharding_strategy="optim_grads_params").config.layout(PARAMS).leaves[1].is_stacked, True),
+    ("params sent in float16", "main parameters keep the rest", lambda: train(tx=make_tx(policy=policy(param_comm_dtype=jnp.float16)))["loss"], 9.0),
+    ("a batch of None", "a loss may read no data", lambda: train(lambda p, b: jnp.sum(p["w"]), batch=None)["loss"], 12.0),
+    ("a constant loss", "its gradient is 0", lambda: train(lambda p, b: 1.0)["grad_norm"], 0.0),
+    ("a loss in bfloat16", "it is a float", lambda: train(lambda p, b: loss_fn(p, b).astype(BF16))["loss"], 9.0),
+    ("a pmean of the loss", "the mean of a mean is the mean", lambda: train(lambda p, b: jax.lax.pmean(loss_fn(p, b), "data"))["loss"], 9.0),
+    ("micro-batches in numpy's int", "it is a whole number", lambda: train(accumulate_steps=np.int64(2))["loss"], 9.0),
+    ("a batch that is not cut", "every device may see all of it", lambda: train(batch=BATCH[:3], batch_spec=P())["loss"], 9.0),
+    ("a legacy key", "jax.random takes it", lambda: train_with(lambda p, b, rng: loss_fn(p, b) + 0 * jax.random.uniform(rng), rng=jax.random.PRNGKey(0))["loss"], 9.0),
+    ("a model state in Python numbers", "create makes arrays of them", lambda: train_with(lambda p, b, model_state: (loss_fn(p, b), model_state), model_state={"m": 1.0})["loss"], 9.0),
+    ("whole numbers for a float model state", "a float32 holds them", lambda: with_model_state({"m": jnp.ones(2, jnp.int32)})["loss"], 9.0),
+    ("a step inside of jit", "it is one program then", lambda: jax.jit(lambda s: jda.train_step(loss_fn, tx())(s, BATCH)[1]["loss"])(state()), 9.0),
+    ("a state made inside of jit", "it is one program then", lambda: jax.jit(lambda p: create(p).params["w"])(PARAMS), PARAMS["w"]),
+    ("scale_loss with a train state", "the state of the optimizer is in it", lambda: jda.scale_loss(jnp.float32(2), state(loss_scale=8.0)), 16.0),
+    ("scale_loss of a Python number", "it is one number", lambda: jda.scale_loss(2.0, state(loss_scale=8.0).opt_state), 16.0),
+    ("check_state of a train state", "the state of the optimizer is in it", lambda: tx().check_state(state(), PARAMS) is None, True),
+    ("a plan of nothing", "an empty tree is a tree", lambda: jda.plan({}, tx()).held["params"], 0),
+    ("a count of optax in Python's int", "its value is exact", lambda: from_optax(optax_state(count=3)).opt_state.count, 3),
+]
+# fmt: on
+
+
+def as_params(cases):
+    """Gives each case its name as id, so that a failing one shows it."""
+    return [x if hasattr(x, "marks") else pytest.param(*x[1:], id=x[0]) for x in cases]
+
+
+def test_there_are_enough_cases_and_each_has_its_own_name():
+    names = [case.id for case in as_params(ERRORS + CALLS + ACCEPTED)]
+    assert len(names) == len(set(names)) >= 300
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), as_params(ERRORS))
+def test_is_refused_in_words(call, kind, message):
+    with pytest.raises(kind, match=message) as caught:
+        call()
+    assert caught.type is kind
+    if message != NO_PARAMS:
+        assert issubclass(kind, jda.JDistAdamError)
+        assert re.fullmatch(r"(?s)\S.*?: .+: got .+, expected .+\. .+[.?)]", str(caught.value))
+
+
+@pytest.mark.parametrize(("call", "message"), as_params(CALLS))
+def test_a_call_that_does_not_fit_is_refused_by_python(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(("why", "call", "expected"), as_params(ACCEPTED))
+def test_is_accepted_since(why, call, expected):
+    assert why
+    np.testing.assert_allclose(call(), expected, rtol=1e-5)
+
+
+def test_a_negative_learning_rate_warns():
+    with pytest.warns(
+        UserWarning, match=r"^learning_rate: below zero, as optax allows: got -0\.01"
+    ):
+        fused(-1e-2)
+
+
+def test_xla_says_which_compiler_option_it_does_not_know():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_foo'"):
+        train(compiler_options={"xla_foo": 1})
+
+
+HINTS = {
+    "no_shard": ["ddp", "DDP", "NO_SHARD", "zero0"],
+    "optim": ["zero1", "ZeRO-1", "zero_1"],
+    "optim_grads": ["zero2", "ZeRO-2", "SHARD_GRAD_OP"],
+    "optim_grads_params": ["zero3", "ZeRO-3", "FULL_SHARD", "fsdp", "FSDP2", "hsdp"],
+}
+
+
+@pytest.mark.parametrize(("meant", "given"), [(k, v) for k, names in HINTS.items() for v in names])
+def test_the_hint_is_the_strategy_that_is_meant(meant, given):
+    hint = rf"^sharding_strategy: unknown: got '{given}', .*\. Pass sharding_strategy='{meant}'\?$"
+    with pytest.raises(jda.PolicyError, match=hint):
+        make_tx(sharding_strategy=given)
+
+
+@pytest.mark.parametrize(("given", "meant"), [("fsdp", "optim"), ("ddp", "no_shard")])
+def test_the_hint_for_the_outer_strategy_is_one_that_there_is(given, meant):
+    with pytest.raises(jda.PolicyError, match=rf"Pass outer_sharding_strategy='{meant}'\?$"):
+        make_tx(outer_sharding_strategy=given)
+
+
+ALL_ERRORS = [
+    x for x in vars(errors).values() if isinstance(x, type) and issubclass(x, jda.JDistAdamError)
+]
+
+
+@pytest.mark.parametrize("kind", ALL_ERRORS, ids=lambda kind: kind.__name__)
+def test_errors_survive_pickle_and_copy(kind):
+    """As they must to cross from one process to another, e.g. out of a pool of workers."""
+    message = errors.describe("grads['w']", "wrong", got=(3,), expected=(2, 3), action="Fix it.")
+    error = kind(message)
+    error.add_note("in the first step")
+    copies = [pickle.loads(pickle.dumps(error, i)) for i in range(2, pickle.HIGHEST_PROTOCOL + 1)]
+    for same in [*copies, copy.copy(error), copy.deepcopy(error)]:
+        assert type(same) is kind and same.args == (message,) and str(same) == message
+        assert same.__notes__ == error.__notes__
+    assert kind.__name__ in jda.__all__
+
+
+def test_an_error_that_was_raised_survives_pickle():
+    with pytest.raises(jda.LayoutError) as caught:
+        train(state=state(), tx=make_tx(bucket_bytes=16))
+    same = pickle.loads(pickle.dumps(caught.value))
+    assert type(same) is jda.LayoutError and str(same) == str(caught.value)
