@@ -209,7 +209,7 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
 
     For params that were restored, averaged or edited: the optimizer reads and updates the main
     parameters, and would drop what is put into ``state.params`` alone. Moments, counts, loss scale
-    and all else stay.
+    and all else stay: the same arrays, which the next step donates.
 
     Args:
       state: A train state with other params of the same paths, shapes and dtypes; jax or numpy

@@ -1,16 +1,15 @@
 """Trains as one of several processes, by test_processes.py; the first writes the final state.
 
-On eight CPU devices, or on four GPUs, all processes together.
+On TOTAL CPU devices or GPUs, all processes together.
 
-Usage: one_of_many_processes.py cpu|gpu INDEX COUNT PORT STRATEGY OUT
+Usage: one_of_many_processes.py cpu|gpu TOTAL INDEX COUNT PORT STRATEGY OUT
 """
 
 import os
 import sys
 
 platform = sys.argv[1]
-index, count, port, strategy, out = (*map(int, sys.argv[2:5]), *sys.argv[5:])
-total = {"cpu": 8, "gpu": 4}[platform]
+total, index, count, port, strategy, out = (*map(int, sys.argv[2:6]), *sys.argv[6:])
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // count}"
 
 import jax  # noqa: E402
@@ -35,8 +34,9 @@ def main():
     assert jax.process_count() == count and jax.device_count() == total
     assert jax.local_device_count() == total // count
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32")
+    replicas = 1 if total == 2 else 2
     tx = make_tx(
-        dict(shape=(2, total // 2), names=("replica", "data"), platform=platform), policy,
+        dict(shape=(replicas, total // replicas), names=("replica", "data"), platform=platform), policy,
         replica_axis="replica", sharding_strategy=strategy, loss_scale=jda.DynamicLossScale(),
     )  # fmt: skip
     state = jda.TrainState.create(random_params(), tx, param_dtypes="bfloat16")

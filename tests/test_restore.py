@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from bits import assert_same_bits
 from test_drop_in import assert_trees_same_bits
@@ -17,7 +18,6 @@ import jdistadam as jda
 
 # orbax's, about its own future and about files that it leaves open
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-ocp = pytest.importorskip("orbax.checkpoint")
 
 DEVICES = jax.devices("cpu")
 REMAINDERS = jda.MixedPrecisionPolicy(main_params_dtype="remainder16")
@@ -149,7 +149,6 @@ def test_params_put_into_a_state_raise_and_are_reloaded(policy, strategy):
     stepped, _ = step(reloaded, BATCH)
     for x in jax.tree.leaves(jda.full_params(stepped, tx)):
         assert 9 < float(np.min(x.astype(np.float32))) and float(np.max(x)) < 11
-    assert not any(x.is_deleted() for x in jax.tree.leaves(state.opt_state))
 
 
 def test_a_change_of_one_leaf_is_noticed():

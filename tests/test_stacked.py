@@ -111,20 +111,29 @@ def batches():
         for steps in (1, 2)
     ],
 )
-def test_layers_gathered_in_the_scan_give_the_bits_of_whole_ones(kind, accumulate_steps, batches):
+def test_layers_gathered_in_the_scan_give_the_bits_of_whole_ones(kind, accumulate_steps):
     """float32 throughout: the tree of the sum is the same layer by layer, and so is every bit.
 
-    The one that is compared with has whole parameters and reduces whole gradients.
+    The one that is compared with has whole parameters and reduces whole gradients. Its gradients
+    are sums of small integers, exact in every order: a network's own arithmetic is the compiler's,
+    which may differ between two programs in the last bit.
     """
     mesh, kwargs = KINDS[kind]
     mesh = make_mesh(**mesh)
+    rng = np.random.default_rng(1)
+    batches = [
+        jax.tree.map(
+            lambda x: rng.integers(-64, 65, (16, *x.shape)).astype(np.float32), make_params()
+        )
+        for _ in range(5)
+    ]
     tx = make_tx(mesh, sharding_strategy="optim_grads_params", stacked=is_stacked, **kwargs)
-    gather = functools.partial(jda.gather_params, tx=tx)
-    got = train(tx, loss_of(gather, jda.remat_policy), batches, accumulate_steps=accumulate_steps)
+    gathered = scanned_products(functools.partial(jda.gather_params, tx=tx))
+    got = train(tx, gathered, batches, accumulate_steps=accumulate_steps)
     whole = make_tx(mesh, sharding_strategy="optim_grads", **kwargs)
-    loss = loss_of(lambda layer: layer, jda.remat_policy)
+    loss = scanned_products(lambda layer: layer)
     want = train(whole, loss, batches, accumulate_steps=accumulate_steps)
-    assert_same_trees(got, want, kind)
+    assert_same_trees(got[:-1], want[:-1], kind)  # not the loss, a product with params
 
 
 def test_layers_lie_sharded_within_themselves():
