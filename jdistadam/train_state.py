@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -63,7 +64,9 @@ class TrainState:
         new = dataclasses.replace(self, **changes)
         if tx is not None:
             return reload_main_params(new, tx)
-        if "params" in changes and not _same_leaves(self.params, new.params):
+        if "params" in changes and not _same(
+            jax.tree.leaves(self.params), jax.tree.leaves(new.params)
+        ):
             raise TreeError(
                 describe(
                     "params",
@@ -257,21 +260,26 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
 _KNOWN = "_params_made_with"
 
 
-def remember_params(state: TrainState) -> TrainState:
-    """Notes that the params of a state are its rounded main parameters; returns the state."""
-    object.__setattr__(state, _KNOWN, tuple(jax.tree.leaves(state.params)))
+def remember_params(state: TrainState, leaves: Sequence[Any] | None = None) -> TrainState:
+    """Notes that the params of a state are its rounded main parameters; returns the state.
+
+    Args:
+      state: The state.
+      leaves: Those of its params, if they are known.
+    """
+    leaves = jax.tree.leaves(state.params) if leaves is None else leaves
+    object.__setattr__(state, _KNOWN, tuple(leaves))
     return state
 
 
-def _same_leaves(params: Any, like: Any) -> bool:
-    mine, theirs = jax.tree.leaves(params), jax.tree.leaves(like)
-    return len(mine) == len(theirs) and all(map(operator.is_, mine, theirs))
+def _same(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
 
 
-def is_known(state: TrainState) -> bool:
-    """Whether the params are the arrays that the state was made with."""
+def is_known(state: TrainState, leaves: Sequence[Any]) -> bool:
+    """Whether the params, with these leaves, are the arrays that the state was made with."""
     known = state.__dict__.get(_KNOWN)
-    return known is not None and _same_leaves(state.params, known)
+    return known is not None and _same(leaves, known)
 
 
 def placed(state: TrainState, tx: DistributedTransformation) -> TrainState:

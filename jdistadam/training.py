@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import collectives
@@ -25,6 +26,7 @@ from jdistadam.distributed_checks import (
 from jdistadam.distributed_state import DistributedState, find_state, keep_if, map_state
 from jdistadam.distributed_transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import HyperparameterError, describe
+from jdistadam.flattened import Leaves, flattened
 from jdistadam.gather import gather_params
 from jdistadam.loss_function import LossFunction
 from jdistadam.micro_batches import local_gradients
@@ -85,8 +87,11 @@ class TrainStep:
     ) -> None:
         jit = functools.partial(jax.jit, donate_argnums=0, compiler_options=compiler_options)
         self._step = make_step(False)  # the program itself checks the layout of the state
-        self._jitted, self._jitted_checking = jit(make_step(True)), jit(self._step)
-        self._identity: Any = None  # the array of the last state, known to be of the right layout
+        self._jitted, self._jitted_checking = jit(flattened(make_step(True))), jit(self._step)
+        self._identity: Any = ()  # the array of the last state, known to be of the right layout
+        spec = options.batch_spec
+        spec = tx.config.parallel.batch_spec if spec is None else spec
+        self._batch_sharding = NamedSharding(tx.config.mesh, spec)
         self.tx = tx
         self.options = options
 
@@ -103,28 +108,43 @@ class TrainStep:
           MeshError: The state is sharded over another mesh.
         """
         check_train_state(state)
-        batch = shard_batch(batch, self.tx, self.options.batch_spec)
-        if _is_traced(state, batch):
-            return self._step(state, batch)
-        state = self._checked(state)
-        # The identity does not enter the program: nothing is sent, copied or read for it.
-        opt_state = map_state(_without_identity, state.opt_state)
-        inner = dataclasses.replace(state, opt_state=opt_state)
-        new, metrics = self._jitted(inner, batch)
-        opt_state = map_state(self._with_identity, new.opt_state)
-        new = TrainState(new.params, opt_state, new.model_state, new.rng)
-        return remember_params(new), metrics
-
-    def _checked(self, state: TrainState) -> TrainState:
-        """Raises where a state cannot be stepped; costs nothing for the one returned last."""
+        if not self._is_placed(batch):
+            batch = shard_batch(batch, self.tx, self.options.batch_spec)
         own = find_state(state.opt_state)
+        leaves, treedef = jax.tree.flatten(state.params)
+        is_own = own.layout_identity is self._identity and is_known(state, leaves)
+        if _is_traced(batch) or (not is_own and _is_traced(state)):
+            return self._step(state, batch)
         check_alive(own)
+        if not is_own:
+            state = self._checked(state, own)
+            leaves = jax.tree.leaves(state.params)
+        new, metrics = self._jitted(_inner(state, Leaves(leaves, treedef)), batch)
+        leaves = new.params.leaves
+        opt_state = map_state(self._with_identity, new.opt_state)
+        params = jax.tree.unflatten(treedef, leaves)
+        new = TrainState(params, opt_state, new.model_state, new.rng)
+        return remember_params(new, leaves), metrics
+
+    def _is_placed(self, batch: Any) -> bool:
+        """Whether shard_batch would return a batch as it is."""
+        leaves = jax.tree.leaves(batch)
+        return all(
+            isinstance(x, jax.Array)
+            and not isinstance(x, jax.core.Tracer)
+            and x.sharding == self._batch_sharding
+            and x.shape[:1] == leaves[0].shape[:1]
+            for x in leaves
+        )
+
+    def _checked(self, state: TrainState, own: DistributedState) -> TrainState:
+        """Raises where a state that this step did not return cannot be stepped."""
         check_placement(self.tx.config, own)
         check_scaling(self.tx.config, own)
         if own.layout_identity is None or own.layout_identity is not self._identity:
             check_layout(state, self.tx)
             self._identity = own.layout_identity
-        if not is_known(state):
+        if not is_known(state, jax.tree.leaves(state.params)):
             state = placed(state, self.tx)
             check_params_follow(state, self.tx)
         return state
@@ -148,19 +168,19 @@ class TrainStep:
             batch = shard_batch(batch, self.tx, self.options.batch_spec)
         if not is_verified:
             return self._jitted_checking.lower(state, batch)
-        opt_state = map_state(_without_identity, state.opt_state)
-        return self._jitted.lower(dataclasses.replace(state, opt_state=opt_state), batch)
+        params = Leaves(*jax.tree.flatten(state.params))
+        return self._jitted.lower(_inner(state, params), batch)
 
 
-def _is_traced(state: TrainState, batch: Any) -> bool:
-    """Whether a step is called inside of a program."""
-    others = (batch, state.opt_state, state.model_state, state.rng)
-    leaves = jax.tree.leaves(others if is_known(state) else (state.params, *others))
-    return any(isinstance(x, jax.core.Tracer) for x in leaves)
+def _is_traced(tree: Any) -> bool:
+    """Whether an argument says that a step is called inside of a program."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
-def _without_identity(state: DistributedState) -> DistributedState:
-    return state._replace(layout_identity=None)
+def _inner(state: TrainState, params: Leaves) -> TrainState:
+    """What enters the program of a call: not the identity, which is not sent, copied or read."""
+    without = map_state(lambda own: own._replace(layout_identity=None), state.opt_state)
+    return TrainState(params, without, state.model_state, state.rng)
 
 
 def train_step(

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "jdistadam"
 
 # From the ground up. A module may import only what stands on lower lines.
 LAYERS = (
-    {"errors", "transformation", "linearity", "hlo"},
+    {"errors", "transformation", "linearity", "hlo", "flattened"},
     {"trees"},
     {"config", "layout", "masks", "train_state_checks"},
     {"layout_identity"},
