@@ -40,6 +40,11 @@ def make_params(dtype=jnp.float32, a=WIDE, b=TALL):
     }
 
 
+def other_params(dtype=jnp.float32):
+    """Other leaves with other values, whose flat arrays are as large."""
+    return jax.tree.map(lambda x: -x, make_params(dtype, a=TALL, b=WIDE))
+
+
 def loss_fn(params, x):
     total = sum(jnp.sum(jnp.sin(p.astype(jnp.float32))) for p in jax.tree.leaves(params))
     return total * jnp.mean(x)
@@ -177,7 +182,7 @@ def spoilt(state, other):
 def test_every_entry_notices_another_identity():
     tx = make_tx()
     state = jda.TrainState.create(make_params(), tx)
-    other = jda.TrainState.create(make_params(a=TALL, b=WIDE), tx)
+    other = jda.TrainState.create(other_params(), tx)
     other = dataclasses.replace(other, params=state.params)
     entries = {
         "train_step": lambda s: jda.train_step(loss_fn, tx)(s, BATCH),
@@ -271,7 +276,7 @@ def keeps_everything(mesh, policy, strategy, check_vma):
     tx = make_tx(mesh=mesh, sharding_strategy=strategy, policy=policy, loss_scale=2.0)
     params = make_params(dtype)
     state = jda.TrainState.create(params, tx)
-    other = jda.TrainState.create(make_params(dtype, a=TALL, b=WIDE), tx)
+    other = jda.TrainState.create(other_params(dtype), tx)
     specs = tx.param_specs(params)
 
     def local_step(params, opt_state, x):
@@ -307,7 +312,7 @@ def test_a_traced_step_keeps_everything_and_says_nan():
     loss = lambda p, x, model_state: (loss_fn(p, x), model_state + 1)  # noqa: E731
     step = jda.train_step(loss, tx)
     state = jda.TrainState.create(make_params(), tx, model_state=jnp.zeros(()))
-    other = jda.TrainState.create(make_params(a=TALL, b=WIDE), tx, model_state=jnp.zeros(()))
+    other = jda.TrainState.create(other_params(), tx, model_state=jnp.zeros(()))
     bad = dataclasses.replace(other, params=jax.tree.map(jnp.copy, state.params))
     batch = jda.shard_batch(BATCH, tx)
     compiled = step.lower(state, batch).compile()
