@@ -100,7 +100,8 @@ class DistributedTransformation(FusedTransformation):
         ``train_step``, ``full_params``, ``to_optax_state`` and ``main_params`` check by themselves.
         A ``step`` in your own ``jax.shard_map`` cannot raise: there a state of another layout, like
         the params, stays as it is, and its ``grad_norm`` becomes NaN. Call this once after a
-        restore, or when that happens.
+        restore, or when that happens. Called before a loop it makes the program's own check
+        needless: ``tx.step(..., is_verified=True)`` and ``tx.update`` leave it out.
 
         Args:
           opt_state: The state.
