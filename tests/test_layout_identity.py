@@ -174,7 +174,7 @@ def spoilt(state, other):
         r"averaged or cast: got float32": averaged,
         r"averaged or cast: got bfloat16": without(state, layout_identity=identity.astype(BF16)),
         r"a text that was cut off or changed: .* instead of": without(state, layout_identity=identity // 2),
-        r"a text that was cut off": without(state, layout_identity=identity.at[200:].set(0)),
+        r"a text that was cut off": without(state, layout_identity=np.asarray(identity) * (np.arange(identity.size) < 200)),
         r"leaf \['a'\]: shape \[128, 256\] instead of \[256, 128\]": dataclasses.replace(state, opt_state=other.opt_state),
     }  # fmt: skip
 
