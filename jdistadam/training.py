@@ -146,6 +146,7 @@ class TrainStep:
             self._identity = own.layout_identity
         if not is_known(state, jax.tree.leaves(state.params)):
             state = placed(state, self.tx)
+            self._identity = find_state(state.opt_state).layout_identity
             check_params_follow(state, self.tx)
         return state
 

@@ -177,15 +177,22 @@ def test_a_change_of_one_leaf_is_noticed():
 def test_restored_params_that_belong_to_the_state_pass(name):
     """Copies, not the arrays that the step returned; also before the first step, also NaN."""
     dtype, policy = POLICIES[name]
-    tx = make_tx(policy=policy, loss_scale=1.0)
-    step = jda.train_step(loss_fn, tx)
-    params = make_params(dtype)
-    params["a"] = params["a"].at[0].set(1e-40).at[1, 0].set(jnp.nan)
-    state = jda.TrainState.create(params, tx)
-    for value in (BATCH, np.full_like(BATCH, np.nan), BATCH):
-        state, _ = step(jax.tree.map(jnp.copy, state), value)
+    nan = np.full_like(BATCH, np.nan)
+    with_nan = make_params(dtype)
+    with_nan["a"] = with_nan["a"].at[0].set(1e-40).at[1, 0].set(jnp.nan)
+    for params, loss_scale, batches in (
+        (with_nan, None, (BATCH, BATCH + 1)),
+        (make_params(dtype), 1.0, (nan, BATCH, nan, BATCH + 1)),  # two of them skipped
+    ):
+        tx = make_tx(policy=policy, loss_scale=loss_scale)
+        step = jda.train_step(loss_fn, tx)
+        state = jda.TrainState.create(params, tx)
+        for value in batches:
+            state, _ = step(jax.tree.map(jnp.copy, state), value)
+        assert int(state.opt_state.count) == 2
     wide = jda.TrainState.create(make_params(), tx, param_dtypes=dtype)
-    step(jax.tree.map(jnp.copy, wide), BATCH)
+    wide, _ = step(jax.tree.map(jnp.copy, wide), BATCH)
+    assert int(wide.opt_state.count) == 1
 
 
 def test_replace_of_a_state():
@@ -213,7 +220,10 @@ def test_states_placed_elsewhere_are_placed():
     want = jda.full_params(want, whole)
     for other in (jax.device_get(state), jax.device_put(state, replicated), state):
         for tx in (whole, sharded):
-            got, _ = jda.train_step(loss_fn, tx)(jax.tree.map(jnp.copy, other), BATCH)
+            on_host = isinstance(other.params["a"], np.ndarray)
+            mine = jax.tree.map(np.copy if on_host else jnp.copy, other)
+            got, _ = jda.train_step(loss_fn, tx)(mine, BATCH)
+            assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(got))
             assert_trees_same_bits(jda.full_params(got, tx), want)
 
 
