@@ -19,7 +19,7 @@ XLA_FFI_Error* JDISTADAM_HANDLER(GraphNode)(XLA_FFI_CallFrame* call_frame);
 }
 
 NB_MODULE(JDISTADAM_MODULE, m) {
-  m.doc() = "Compiled kernels of jdistadam. Private: jdistadam.native loads and registers them.";
+  m.doc() = "Compiled kernels of jdistadam. Private: jdistadam.kernels.native loads and registers them.";
   // The FFI version of the headers used here; a jaxlib accepts modules built with its own or older.
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("build_info") = JDISTADAM_BUILD_INFO;

@@ -22,7 +22,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")  # torch needs me
 import jax
 from lm import report
 
-from jdistadam import bench
+from jdistadam.tools import bench
 
 OURS = ("float32", "bf16, float32 main", "bf16, remainder16")
 FLAT = "float32, flat, clipped"

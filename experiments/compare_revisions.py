@@ -29,7 +29,7 @@ def make_cases(tree, num_devices):
     from jax.sharding import PartitionSpec as P
 
     import jdistadam as jda
-    from jdistadam import bench
+    from jdistadam.tools import bench
 
     mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
     params = bench.make_tree(bench.TREES[tree], 0.02, jnp.bfloat16)

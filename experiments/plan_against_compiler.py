@@ -18,7 +18,7 @@ from lm import report
 from tqdm import tqdm
 
 import jdistadam as jda
-from jdistadam import bench
+from jdistadam.tools import bench
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 POLICIES = {

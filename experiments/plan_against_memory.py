@@ -22,7 +22,7 @@ from plan_against_compiler import POLICIES, STRATEGIES, make_tx, step_alone
 from tqdm import tqdm
 
 import jdistadam as jda
-from jdistadam import bench
+from jdistadam.tools import bench
 
 # Several rows share the GPUs. Of a pool that exists beforehand the allocator hands out pieces of
 # the size asked for; one that grows gives more, and counts that.

@@ -11,14 +11,18 @@ Start with ``fused_adamw`` in place of ``optax.adamw``; for several devices, see
 from importlib.metadata import PackageNotFoundError as _NotInstalled
 from importlib.metadata import version as _version
 
-from jdistadam.accumulation import AccumulatedGrads
-from jdistadam.batches import shard_batch
-from jdistadam.checkpoint import from_optax_state, main_params, to_optax_state
-from jdistadam.combine import chain, inject_hyperparams
-from jdistadam.config import MixedPrecisionPolicy
-from jdistadam.distributed import distributed_fused_adam, distributed_fused_adamw
-from jdistadam.distributed_state import DistributedState, scale_loss
-from jdistadam.distributed_transformation import DistributedTransformation
+from jdistadam.compose.chain import chain
+from jdistadam.compose.inject_hyperparams import inject_hyperparams
+from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState
+from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.distributed.accumulate import AccumulatedGrads
+from jdistadam.distributed.gather import gather_params, remat_policy
+from jdistadam.distributed.optimizer import distributed_fused_adam, distributed_fused_adamw
+from jdistadam.distributed.state import DistributedState, scale_loss
+from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.drop_in.main_params import MainParamsState
+from jdistadam.drop_in.optimizer import fused_adam, fused_adamw
+from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import (
     DtypeError,
     HyperparameterError,
@@ -30,62 +34,68 @@ from jdistadam.errors import (
     ShapeError,
     TreeError,
 )
-from jdistadam.gather import gather_params, remat_policy
-from jdistadam.loss_scale import DynamicLossScale, LossScaleState
-from jdistadam.main_state import MainParamsState
-from jdistadam.memory_plan import Plan, plan
-from jdistadam.nonfinite import count_nonfinite, nonfinite_paths
-from jdistadam.optimizer import fused_adam, fused_adamw
-from jdistadam.program_audit import Audit, audit
-from jdistadam.train_state import TrainState, full_params, reload_main_params
-from jdistadam.training import local_params, train_step
-from jdistadam.transformation import FusedTransformation
+from jdistadam.tools.audit import Audit, audit
+from jdistadam.tools.plan import Plan, plan
+from jdistadam.training.batches import shard_batch
+from jdistadam.training.nonfinite import count_nonfinite, nonfinite_paths
+from jdistadam.training.optax_state import from_optax_state, main_params, to_optax_state
+from jdistadam.training.train_state import TrainState, full_params, reload_main_params
+from jdistadam.training.train_step import TrainStep, local_params, train_step
 
 try:
     __version__ = _version("jdistadam")
 except _NotInstalled:  # imported from a source tree
     __version__ = "unknown"
 
-__all__ = [
-    "AccumulatedGrads",
-    "Audit",
-    "DistributedState",
-    "DistributedTransformation",
-    "DtypeError",
-    "DynamicLossScale",
-    "FusedTransformation",
-    "HyperparameterError",
-    "JDistAdamError",
-    "LayoutError",
-    "LossScaleState",
-    "MainParamsState",
-    "MeshError",
-    "MixedPrecisionPolicy",
-    "NativeError",
-    "Plan",
-    "PolicyError",
-    "ShapeError",
-    "TrainState",
-    "TreeError",
-    "audit",
-    "chain",
-    "count_nonfinite",
-    "distributed_fused_adam",
-    "distributed_fused_adamw",
-    "from_optax_state",
-    "full_params",
+__all__ = [  # noqa: RUF022 - by task
+    # One program, any sharding: in place of optax.adamw and optax.adam.
     "fused_adam",
     "fused_adamw",
-    "gather_params",
-    "inject_hyperparams",
-    "local_params",
-    "main_params",
-    "nonfinite_paths",
-    "plan",
+    "FusedTransformation",
+    "MainParamsState",
+    # Several devices: sharded state, explicit collectives.
+    "distributed_fused_adam",
+    "distributed_fused_adamw",
+    "DistributedTransformation",
+    "DistributedState",
+    "MixedPrecisionPolicy",
+    "DynamicLossScale",
+    "LossScaleState",
+    # A whole training step.
+    "train_step",
+    "TrainStep",
+    "TrainState",
+    "shard_batch",
+    "full_params",
     "reload_main_params",
+    "count_nonfinite",
+    "nonfinite_paths",
+    # The pieces of it, inside of jax.shard_map.
+    "local_params",
+    "gather_params",
     "remat_policy",
     "scale_loss",
-    "shard_batch",
+    "AccumulatedGrads",
+    # Joined with optax's own transformations.
+    "chain",
+    "inject_hyperparams",
+    # To and from optax.
+    "main_params",
     "to_optax_state",
-    "train_step",
+    "from_optax_state",
+    # What a step holds and sends, before and after it is compiled.
+    "plan",
+    "Plan",
+    "audit",
+    "Audit",
+    # What is raised.
+    "JDistAdamError",
+    "DtypeError",
+    "HyperparameterError",
+    "LayoutError",
+    "MeshError",
+    "NativeError",
+    "PolicyError",
+    "ShapeError",
+    "TreeError",
 ]

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from jdistadam import command_line, diagnostics
 from jdistadam.errors import JDistAdamError
+from jdistadam.tools import command_line, diagnostics
 
 _BROKEN_PIPE = 141  # what a shell reports of a program that nobody reads from any more
 _AXES = ("replica", "data")
@@ -55,7 +55,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from jdistadam import bench
+    from jdistadam.tools import bench
 
     if args.list:
         for name, shapes in bench.TREES.items():
@@ -85,7 +85,7 @@ def _plan(args: argparse.Namespace) -> int:
     import numpy as np
     from jax.sharding import Mesh
 
-    from jdistadam.memory_plan import plan
+    from jdistadam.tools.plan import plan
 
     # Numbers stand for the devices: nothing is placed on them, and JAX starts no backend.
     numbers = np.arange(args.devices).reshape(_mesh_shape(args, args.devices))
@@ -100,9 +100,9 @@ def _audit(args: argparse.Namespace) -> int:
     import jax.numpy as jnp
     from jax.sharding import NamedSharding
 
-    from jdistadam.program_audit import audit
-    from jdistadam.train_state import TrainState
-    from jdistadam.training import train_step
+    from jdistadam.tools.audit import audit
+    from jdistadam.training.train_state import TrainState
+    from jdistadam.training.train_step import train_step
 
     devices = _devices(args)
     shape = _mesh_shape(args, len(devices))
@@ -151,7 +151,7 @@ def _optimizer(args: argparse.Namespace, mesh: Any) -> tuple[Any, Any]:
     """Returns the optimizer that the arguments describe, and the shapes of the params."""
     import jax
 
-    from jdistadam.distributed import distributed_fused_adamw
+    from jdistadam.distributed.optimizer import distributed_fused_adamw
 
     tx = distributed_fused_adamw(
         1e-3,

@@ -2,7 +2,7 @@
 
 Every message has one form, so that it can be acted on without a debugger::
 
-    {path}: {what is wrong}: got {got}, expected {expected}. {one action}
+    {where}: {what is wrong}: got {got}, expected {expected}. {one action}
 
 Each class is also the built-in exception that such a mistake usually raises, so ``except
 ValueError`` keeps working.
@@ -10,9 +10,40 @@ ValueError`` keeps working.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 
 class JDistAdamError(Exception):
-    """Base class of all exceptions raised by jdistadam."""
+    """Base class of all exceptions raised by jdistadam.
+
+    Attributes:
+      where: The path of a leaf, or the name of an argument.
+      what: What is wrong with it.
+      got: What was given, as text.
+      expected: What should have been, as text.
+      action: What to do.
+
+    Example:
+      >>> error = ShapeError("grads['w']", "shape differs from the parameter", got=(3,),
+      ...                    expected=(2, 3), action="Fix the loss.")
+      >>> str(error)
+      "grads['w']: shape differs from the parameter: got (3,), expected (2, 3). Fix the loss."
+      >>> error.where
+      "grads['w']"
+    """
+
+    def __init__(
+        self, where: str, what: str, *, got: object, expected: object, action: str
+    ) -> None:
+        self.where, self.what, self.action = where, what, action
+        self.got, self.expected = f"{got}", f"{expected}"  # as text, so that every error pickles
+        super().__init__(f"{where}: {what}: got {got}, expected {expected}. {action}")
+
+    def __reduce__(self) -> Any:
+        """Makes it anew from its parts: pickle knows of positional arguments alone."""
+        parts = {"got": self.got, "expected": self.expected, "action": self.action}
+        return functools.partial(type(self), self.where, self.what, **parts), (), self.__dict__
 
 
 class TreeError(JDistAdamError, ValueError):
@@ -45,14 +76,3 @@ class LayoutError(JDistAdamError, ValueError):
 
 class NativeError(JDistAdamError, ImportError):
     """A compiled module is missing or does not fit the running jaxlib."""
-
-
-def describe(path: str, what: str, *, got: object, expected: object, action: str) -> str:
-    """Formats an error message.
-
-    Example:
-      >>> describe("grads['w']", "shape differs from the parameter", got=(3,), expected=(2, 3),
-      ...          action="Fix the loss.")
-      "grads['w']: shape differs from the parameter: got (3,), expected (2, 3). Fix the loss."
-    """
-    return f"{path}: {what}: got {got}, expected {expected}. {action}"

@@ -3,7 +3,8 @@
 import jax
 import numpy as np
 
-from jdistadam import coefficients, kernel, native, reference
+from jdistadam.kernels import adam as kernel
+from jdistadam.kernels import coefficients, native, reference
 
 SIZES = (0, 1, 2, 3, 7, 8, 31, 255, 256, 257, 4095, 65_537)  # around vectors, tiles and tails
 SPECIALS = (

@@ -49,7 +49,7 @@ def cpu_mesh():
 @pytest.fixture(scope="session")
 def h200s():
     """Makes a mesh of n H200s that exist only for the compiler."""
-    from jdistadam import native
+    from jdistadam.kernels import native
 
     if not native.status("cuda").available:
         pytest.skip(f"needs the CUDA module: {native.status('cuda').detail}")

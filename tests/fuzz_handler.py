@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jdistadam import coefficients, native, reference
+from jdistadam.kernels import coefficients, native, reference
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint16, jnp.int32, jnp.bool_)
 NUMBERS = len(coefficients.NAMES)

@@ -11,73 +11,90 @@ import jdistadam
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "jdistadam"
 
-# From the ground up. A module may import only what stands on lower lines.
-LAYERS = (
-    {"errors", "transformation", "linearity", "hlo", "flattened"},
-    {"trees"},
-    {"config", "layout", "masks", "train_state_checks"},
-    {"layout_identity"},
-    {"coefficients", "reference", "native", "groups", "loss_scale", "data_parallel"},
-    {"collectives", "distributed_config", "distributed_state"},
-    {"kernel", "reductions", "optax_leaves"},
-    {"buckets", "gradient_reduction", "communication"},
-    {"partitioning", "distributed_checks", "main_state"},
-    {"tree_step", "accumulation"},
-    {"distributed_step"},
-    {"optimizer", "distributed_transformation"},
-    {
-        "distributed",
-        "combine",
-        "gather",
-        "nonfinite",
-        "memory_plan",
-        "batches",
-        "loss_function",
-        "main_shards",
-    },
-    {"micro_batches", "train_state"},
-    {"training"},
-    {"checkpoint", "program_audit"},
-    {"diagnostics", "bench"},
-    {"command_line"},
-    {"__main__"},
+# From the ground up: a file may import from its own folder and from those on lines above it.
+ORDER = (
+    "errors",
+    "core",  # values
+    "compat",
+    "kernels",  # every custom call, and the reference implementation
+    "drop_in",  # one program
+    "distributed",  # one device of several, inside of shard_map
+    "compose",
+    "training",
+    "tools",
+    "__main__",
 )
-FLOOR = {module: floor for floor, modules in enumerate(LAYERS) for module in modules}
+ABOVE_ALL = "__init__"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def place(parts):
+    """Where a module stands in ORDER, by its folder or, at the top, by its name."""
+    return ORDER.index(parts[0])
 
 
 def imports(path):
-    """Names of the package's modules that a file imports, also inside functions."""
+    """The package's modules that a file imports, as tuples of names, also inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and node.module.split(".")[0] == "jdistadam"
-        ):
-            parts = node.module.split(".")
-            yield from [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.startswith("jdistadam."):
-                    yield alias.name.split(".")[1]
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            found = []
+        for name in found:
+            parts = tuple(name.split("."))
+            if parts[0] == "jdistadam" and len(parts) > 1:
+                yield parts[1:]
 
 
-def test_every_module_has_a_layer():
-    assert {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"} == set(FLOOR)
+def module_of(parts):
+    """The file that an import leads to: a name may be a module, or something inside of one."""
+    for n in (len(parts), len(parts) - 1):
+        path = PACKAGE.joinpath(*parts[:n]).with_suffix(".py")
+        if n and path.exists():
+            return path
+    return None
 
 
-@pytest.mark.parametrize("module", sorted(FLOOR))
-def test_imports_go_downward(module):
-    for name in imports(PACKAGE / f"{module}.py"):
-        assert FLOOR[name] < FLOOR[module], (
-            f"{module} imports {name}, which does not stand below it"
-        )
+def test_every_folder_and_file_has_a_place():
+    top = {x.stem for x in PACKAGE.iterdir() if x.is_dir() or x.suffix == ".py"}
+    assert top - {ABOVE_ALL, "__pycache__"} == set(ORDER)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_imports_go_downward(path):
+    mine = path.relative_to(PACKAGE).with_suffix("").parts
+    if mine == (ABOVE_ALL,):
+        return  # names what users see
+    for theirs in imports(path):
+        if theirs[0] in ("__version__", ABOVE_ALL):
+            continue
+        assert theirs[0] in ORDER, f"{mine} imports {theirs} by way of the package itself"
+        assert place(theirs) <= place(mine), f"{mine} imports {theirs}, which stands above it"
+
+
+def test_files_of_a_folder_import_each_other_in_no_circle():
+    below = {path: {module_of(parts) for parts in imports(path)} - {None} for path in FILES}
+    seen, open_files = set(), []
+
+    def visit(path):
+        assert path not in open_files, f"a circle: {[str(x) for x in [*open_files, path]]}"
+        if path not in seen:
+            open_files.append(path)
+            for other in below[path]:
+                visit(other)
+            seen.add(open_files.pop())
+
+    for path in FILES:
+        visit(path)
 
 
 def test_only_one_module_names_collectives():
     pattern = re.compile(
         r"lax\.(psum|psum_scatter|pmean|pmax|all_gather|all_to_all|ppermute|axis_index)\b"
     )
-    users = {path.stem for path in PACKAGE.glob("*.py") if pattern.search(path.read_text())}
+    users = {path.stem for path in PACKAGE.rglob("*.py") if pattern.search(path.read_text())}
     assert users == {"collectives"}
 
 
@@ -89,7 +106,7 @@ def test_the_formula_is_written_once_in_cpp_and_once_in_python():
     }
     python = {
         path.name
-        for path in PACKAGE.glob("*.py")
+        for path in PACKAGE.rglob("*.py")
         if re.search(r"eps_root\"?\]?\)", path.read_text())
     }
     assert cpp == {"adam_math.h"}
@@ -119,7 +136,7 @@ def test_kernels_know_neither_xla_nor_python():
 
 
 def test_the_package_never_imports_its_experiments():
-    for path in PACKAGE.glob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         assert "experiments" not in {
             n.split(".")[0]
             for n in re.findall(r"^\s*(?:from|import) (\S+)", path.read_text(), re.M)
@@ -127,7 +144,7 @@ def test_the_package_never_imports_its_experiments():
 
 
 def test_files_hold_one_idea():
-    for path in [*PACKAGE.glob("*.py"), *(ROOT / "cuda").glob("*.*")]:
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "cuda").glob("*.*")]:
         assert len(path.read_text().splitlines()) <= 400, path
 
 

@@ -10,7 +10,7 @@ from h200 import WIDTH, loss_fn, params_of, placed
 from test_strategies import FLAT, SHAPES, STRATEGIES, linear_loss, make_tx, random_params
 
 import jdistadam as jda
-from jdistadam.program_audit import Audit, AuditRow, _mark_widened
+from jdistadam.tools.audit import Audit, AuditRow, _mark_widened
 
 SUMMED = dict(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32")
 

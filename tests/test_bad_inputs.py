@@ -398,7 +398,7 @@ ERRORS = [
     ("from_optax_state with a count in float", lambda: from_optax(optax_state(count=np.float32(3))), jda.DtypeError, r"^opt_state\[0\]\.count: not a number of steps: got float32"),
     ("from_optax_state into no dtype", lambda: from_optax(optax_state(), param_dtypes="x"), jda.PolicyError, NOT_A_DTYPE.format("param_dtypes", "'x'")),
     ("to_optax_state(tx, state)", lambda: jda.to_optax_state(tx(), state()), jda.MeshError, NOT_DISTRIBUTED.format("TrainState")),
-    ("to_optax_state of the opt_state", lambda: jda.to_optax_state(state().opt_state, tx()), jda.TreeError, NOT_A_TRAIN_STATE.format(r"jdistadam\.distributed_state\.DistributedState")),
+    ("to_optax_state of the opt_state", lambda: jda.to_optax_state(state().opt_state, tx()), jda.TreeError, NOT_A_TRAIN_STATE.format(r"jdistadam\.distributed\.state\.DistributedState")),
     ("to_optax_state with optax's optimizer", lambda: jda.to_optax_state(state(), optax.adamw(1e-2)), jda.MeshError, NOT_DISTRIBUTED.format("GradientTransformationExtraArgs")),
     ("to_optax_state of a donated state", lambda: jda.to_optax_state(donated(), tx()), jda.MeshError, DONATED),
     ("main_params of a distributed state without tx", lambda: jda.main_params(state().params, state().opt_state), jda.TreeError, r"^tx: needed to find the main parameters of a distributed state: got None, expected the distributed optimizer\. Call main_params"),
@@ -425,7 +425,7 @@ ERRORS = [
     ("compiler options in a string", lambda: train(compiler_options="--xla_foo"), jda.HyperparameterError, r"^compiler_options: .*got '--xla_foo', expected a dict"),
     ("step(batch, state)", lambda: jda.train_step(loss_fn, tx())(BATCH, state()), jda.TreeError, NOT_A_TRAIN_STATE.format(r"numpy\.ndarray")),
     ("step(params, batch)", lambda: jda.train_step(loss_fn, tx())(PARAMS, BATCH), jda.TreeError, NOT_A_TRAIN_STATE.format(r"builtins\.dict")),
-    ("step(opt_state, batch)", lambda: jda.train_step(loss_fn, tx())(state().opt_state, BATCH), jda.TreeError, NOT_A_TRAIN_STATE.format(r"jdistadam\.distributed_state\.DistributedState")),
+    ("step(opt_state, batch)", lambda: jda.train_step(loss_fn, tx())(state().opt_state, BATCH), jda.TreeError, NOT_A_TRAIN_STATE.format(r"jdistadam\.distributed\.state\.DistributedState")),
     ("step of what a step returned, not unpacked", lambda: jda.train_step(loss_fn, tx())((state(), {}), BATCH), jda.TreeError, NOT_A_TRAIN_STATE.format(r"builtins\.tuple")),
     ("a state without opt_state", lambda: jda.train_step(loss_fn, tx())(jda.TrainState(PARAMS, None), BATCH), jda.TreeError, NO_DISTRIBUTED_STATE.format("NoneType")),
     ("a state with optax's state", lambda: jda.train_step(loss_fn, tx())(jda.TrainState(PARAMS, optax_state()), BATCH), jda.TreeError, NO_DISTRIBUTED_STATE.format("tuple")),
@@ -703,8 +703,13 @@ ALL_ERRORS = [
 @pytest.mark.parametrize("kind", ALL_ERRORS, ids=lambda kind: kind.__name__)
 def test_errors_survive_pickle_and_copy(kind):
     """As they must to cross from one process to another, e.g. out of a pool of workers."""
-    message = errors.describe("grads['w']", "wrong", got=(3,), expected=(2, 3), action="Fix it.")
-    error = kind(message)
+    message = "grads['w']: wrong: got <object at 0x1>, expected (2, 3). Fix it."
+
+    class Unpicklable:
+        def __str__(self):
+            return "<object at 0x1>"
+
+    error = kind("grads['w']", "wrong", got=Unpicklable(), expected=(2, 3), action="Fix it.")
     error.add_note("in the first step")
     copies = [pickle.loads(pickle.dumps(error, i)) for i in range(2, pickle.HIGHEST_PROTOCOL + 1)]
     for same in [*copies, copy.copy(error), copy.deepcopy(error)]:

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 import jdistadam
-from jdistadam import __main__, bench, command_line, diagnostics, native, program_audit
+from jdistadam import __main__
+from jdistadam.kernels import native
+from jdistadam.tools import audit, bench, command_line, diagnostics
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -63,7 +65,7 @@ def test_check_passes_and_says_what_it_compared(capsys):
 
 
 def test_check_fails_on_a_wrong_bit(monkeypatch, capsys):
-    from jdistadam import reference
+    from jdistadam.kernels import reference
 
     original = reference.adam_leaf
 
@@ -361,9 +363,9 @@ def test_audit_on_one_device_has_nothing_to_check(tmp_path):
 
 @pytest.mark.parametrize(("found", "widened", "code"), [(8, False, 0), (0, True, 0), (0, False, 1)])
 def test_the_exit_code_of_an_audit(monkeypatch, small, capsys, found, widened, code):
-    row = program_audit.AuditRow("all-gather", "bfloat16", 2, 8, 0, found, 0, widened)
-    result = program_audit.Audit((row,), 1, 2, None)
-    monkeypatch.setattr(program_audit, "audit", lambda *args: result)
+    row = audit.AuditRow("all-gather", "bfloat16", 2, 8, 0, found, 0, widened)
+    result = audit.Audit((row,), 1, 2, None)
+    monkeypatch.setattr(audit, "audit", lambda *args: result)
     assert __main__.main(["audit", *small]) == code
     assert ("NOT as planned" in capsys.readouterr().out) == bool(code)
 

@@ -11,7 +11,7 @@ from test_distributed import exact_batch, linear_loss, make_tx, random_params
 from test_drop_in import HYPER, assert_trees_same_bits, random_tree
 
 import jdistadam as jda
-from jdistadam import linearity
+from jdistadam.compose import linearity
 
 
 def test_chain_is_optax_chain_with_a_step():

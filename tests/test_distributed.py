@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ulp import assert_step_close
 
 import jdistadam as jda
-from jdistadam import buckets, distributed_step
+from jdistadam.distributed import packing, step
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-12, weight_decay=0.13)
 MESH_SIZES = (1, 2, 3, 4, 8)
@@ -79,9 +79,9 @@ def reduced(tx, layout, local_grads):
 
     def reduce(grads):
         leaves = [x[0] for x in jax.tree.leaves(grads)]
-        shards = distributed_step.reduce_gradients(tx.config, layout, leaves)
+        shards = step.reduce_gradients(tx.config, layout, leaves)
         dtypes.extend(x.dtype for x in shards)
-        return buckets.flat_of(layout, shards, jnp.float32)
+        return packing.flat_of(layout, shards, jnp.float32)
 
     specs = tx.config.parallel
     sharded = jax.shard_map(
@@ -114,7 +114,7 @@ def test_reduced_gradients_are_the_sum_within_a_derived_bound(cpu_mesh, n, wire)
 
     flat, dtypes = reduced(tx, layout, local)
     assert dtypes and all(dtype == wire for dtype in dtypes)
-    sums = buckets.leaves_of_flat(layout, flat)
+    sums = packing.leaves_of_flat(layout, flat)
     unit = float(jnp.finfo(wire).eps) / 2
     for got, x in zip(sums, jax.tree.leaves(local), strict=True):
         exact = x.astype(np.float64).sum(0)

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from ulp import assert_step_close
 
 import jdistadam as jda
-from jdistadam import coefficients, reference
-from jdistadam.config import Hyperparameters
+from jdistadam.core.hyperparameters import Hyperparameters
+from jdistadam.kernels import coefficients, reference
 
 ADAM = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-12)
 HYPER = ADAM | dict(weight_decay=0.13)

@@ -20,7 +20,7 @@ from test_strategies import (
 )
 
 import jdistadam as jda
-from jdistadam import reference
+from jdistadam.kernels import reference
 
 SUMMED = dict(grad_reduce_dtype="float32")
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from bits import SIZES, assert_same_bits, oracle, random_array, random_rows, scalars
 
-from jdistadam import kernel, native, reference
-from jdistadam.kernel import Operands, Spec
+from jdistadam.kernels import adam as kernel
+from jdistadam.kernels import native, reference
+from jdistadam.kernels.adam import Operands, Spec
 
 F32, BF16, F16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 DTYPES = (F32, BF16, F16)

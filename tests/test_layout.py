@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdistadam import buckets, layout
+from jdistadam.distributed import layout, packing
 
 shapes = st.lists(
     st.one_of(
@@ -55,9 +55,9 @@ def test_leaves_come_back_exactly(shapes, num_shards):
     made = layout.make_layout(leaves, num_shards, 1000)
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=leaf.shape).astype(np.float32) for leaf in leaves]
-    flats = [buckets.flat_shard(made, arrays, i, jnp.float32) for i in range(num_shards)]
+    flats = [packing.flat_shard(made, arrays, i, jnp.float32) for i in range(num_shards)]
     assert all(flat.shape == (made.flat_size,) for flat in flats)
-    back = buckets.leaves_of_flat(made, np.concatenate(flats))
+    back = packing.leaves_of_flat(made, np.concatenate(flats))
     for array, again in zip(arrays, back, strict=True):
         assert np.array_equal(array, again)
 

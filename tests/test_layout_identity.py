@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 from test_distributed import HYPER
 
 import jdistadam as jda
-from jdistadam import training
-from jdistadam.layout import Leaf, make_layout
-from jdistadam.layout_identity import VERSION, differences, identity_of
+from jdistadam.distributed.layout import Leaf, make_layout
+from jdistadam.distributed.layout_identity import VERSION, differences, identity_of
+from jdistadam.training import train_step
 
 BF16 = jnp.bfloat16
 WIDE, TALL = (256, 128), (128, 256)  # as large as each other, under any number of shards
@@ -148,8 +148,8 @@ def test_the_text_does_not_depend_on_the_process():
     """Python's hash of strings differs between processes; checkpoints move between them."""
     code = (
         "import hashlib, jax.numpy as jnp\n"
-        "from jdistadam.layout import Leaf, make_layout\n"
-        "from jdistadam.layout_identity import identity_of\n"
+        "from jdistadam.distributed.layout import Leaf, make_layout\n"
+        "from jdistadam.distributed.layout_identity import identity_of\n"
         "leaves = [Leaf(f'params[{c!r}]', (300, 8), jnp.bfloat16, 0) for c in 'zaky']\n"
         "print(hashlib.sha256(identity_of(make_layout(leaves, 4, 9000), (), 'float32')).hexdigest())"
     )
@@ -224,8 +224,8 @@ def test_identity_survives_what_is_done_to_states():
 def test_a_state_that_the_step_returned_is_not_read_again(monkeypatch):
     """The check of values is for other states; the program of a call has no operand for it."""
     seen = []
-    check = training.check_layout
-    monkeypatch.setattr(training, "check_layout", lambda *args: (seen.append(1), check(*args)))
+    check = train_step.check_layout
+    monkeypatch.setattr(train_step, "check_layout", lambda *args: (seen.append(1), check(*args)))
     tx = make_tx()
     step = jda.train_step(loss_fn, tx)
     state = jda.TrainState.create(make_params(), tx)

@@ -18,7 +18,7 @@ from test_strategies import (
 )
 
 import jdistadam as jda
-from jdistadam.loss_scale import new_loss_scale, next_loss_scale
+from jdistadam.core.loss_scale import new_loss_scale, next_loss_scale
 
 HYBRID = dict(replica_axis="replica")
 POLICIES = {

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from ulp import assert_step_close
 
 import jdistadam as jda
-from jdistadam.tree_step import tree_step
+from jdistadam.drop_in.step import tree_step
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-12, weight_decay=0.13)
 

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam import hlo
+from jdistadam.tools import hlo
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, weight_decay=0.13)
 SPECS = {"none": P(), "rows": P("data"), "columns": P(None, "data"), "model": P("model")}

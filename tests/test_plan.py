@@ -9,8 +9,8 @@ import pytest
 from h200 import WIDTH, collectives, loss_fn, params_of, placed
 
 import jdistadam as jda
-from jdistadam import hlo
-from jdistadam.communication import format_collectives, planned_collectives
+from jdistadam.distributed.schedule import format_collectives, planned_collectives
+from jdistadam.tools import hlo
 
 POLICIES = {
     "float32": dict(),

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 from test_kernel import BF16, DTYPES, F16, F32
 
 import jdistadam as jda
-from jdistadam import reductions, reference
+from jdistadam.kernels import multi_tensor, reference
 
 SIZES = (0, 1, 3, 1023, 1024, 8191, 8192, 8193, 40_000)
-sum_of_squares = jax.jit(reductions.sum_of_squares)
+sum_of_squares = jax.jit(multi_tensor.sum_of_squares)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -81,7 +81,7 @@ def test_sum_equals_the_oracle_bitwise(platform, dtype, out, contributions):
         np.stack([random_array(rng, n, dtype) for _ in range(contributions)])
         for n in (0, 1, 5, 513, 4096)
     ]
-    got = jax.jit(lambda xs: reductions.sum_contributions(xs, out))(stacked)
+    got = jax.jit(lambda xs: multi_tensor.sum_contributions(xs, out))(stacked)
     for x, y in zip(got, stacked, strict=True):
         with np.errstate(all="ignore"):
             want = reference.pairwise_sum(y.astype(F32), np)
@@ -95,14 +95,14 @@ def test_pack_and_unpack(platform, dtype, out):
     shapes = ((5,), (), (3, 7), (0, 2), (64, 33), (1,))
     leaves = [np.reshape(random_array(rng, int(np.prod(s)), dtype), s) for s in shapes]
     offsets, size = (0, 5, 16, 37, 128, 2300), 2400
-    packed = jax.jit(lambda xs: reductions.pack(xs, offsets, size, out))(leaves)
+    packed = jax.jit(lambda xs: multi_tensor.pack(xs, offsets, size, out))(leaves)
     want = np.zeros(size, out)
     with np.errstate(all="ignore"):
         for leaf, offset in zip(leaves, offsets, strict=True):
             cast = reference.store(leaf.astype(F32), out, np)
             want[offset : offset + leaf.size] = cast.ravel()
     assert_same_bits(packed, want)
-    unpacked = jax.jit(lambda x: reductions.unpack(x, shapes, offsets, out))(want)
+    unpacked = jax.jit(lambda x: multi_tensor.unpack(x, shapes, offsets, out))(want)
     for i, (leaf, offset) in enumerate(zip(leaves, offsets, strict=True)):
         assert_same_bits(unpacked[i], want[offset : offset + leaf.size].reshape(leaf.shape))
 
@@ -113,10 +113,10 @@ def test_results_vary_where_their_operands_do(cpu_mesh, check_vma):
     mesh = cpu_mesh(4)
 
     def local(x):
-        squares, found_inf = reductions.sum_of_squares([x])
-        flat = reductions.pack([x, x], (0, 4), 8, jnp.bfloat16)
-        (again, _) = reductions.unpack(flat, ((4,), (4,)), (0, 4), jnp.float32)
-        (summed,) = reductions.sum_contributions([x.reshape(2, 2)])
+        squares, found_inf = multi_tensor.sum_of_squares([x])
+        flat = multi_tensor.pack([x, x], (0, 4), 8, jnp.bfloat16)
+        (again, _) = multi_tensor.unpack(flat, ((4,), (4,)), (0, 4), jnp.float32)
+        (summed,) = multi_tensor.sum_contributions([x.reshape(2, 2)])
         return squares[None], found_inf[None], again, summed
 
     x = np.arange(16.0, dtype=F32)
@@ -135,15 +135,15 @@ def test_fallbacks_do_the_same():
     """Exact sums, so that their order is irrelevant."""
     rng = np.random.default_rng(4)
     grads = [rng.integers(-8, 8, n).astype(F32) for n in (5, 8193)]
-    got = reductions._norm_fallback(np.float32(0.5), grads)
+    got = multi_tensor._norm_fallback(np.float32(0.5), grads)
     assert [float(x) for x in got] == [float(x) for x in reference.sum_of_squares(grads, 0.5)]
     for flat, shapes, arrays, n in (
         (0, ((2,), (3,)), [rng.integers(0, 9, (3, k)).astype(F32) for k in (2, 3)], 3),
-        (reductions._FLAT_OUTPUT, ((9,),), [np.ones(2, F32), np.ones(3, F32)], 1),
-        (reductions._FLAT_INPUT, ((2,), (3,)), [np.arange(9, dtype=F32)], 1),
+        (multi_tensor._FLAT_OUTPUT, ((9,),), [np.ones(2, F32), np.ones(3, F32)], 1),
+        (multi_tensor._FLAT_INPUT, ((2,), (3,)), [np.arange(9, dtype=F32)], 1),
     ):
-        spec = reductions._SumSpec(flat, shapes, (2, 3), (1, 5), n, jnp.bfloat16)
-        got, want = reductions._sum(spec, arrays), reductions._sum_fallback(spec, *arrays)
+        spec = multi_tensor._SumSpec(flat, shapes, (2, 3), (1, 5), n, jnp.bfloat16)
+        got, want = multi_tensor._sum(spec, arrays), multi_tensor._sum_fallback(spec, *arrays)
         for x, y in zip(got, want, strict=True):
             assert_same_bits(x, y)
 
@@ -166,9 +166,9 @@ def test_one_varying_operand_makes_the_result_vary(cpu_mesh, order):
     tx = jda.fused_adamw(1e-3)
 
     functions = {
-        "norm": lambda a, b: reductions.sum_of_squares([a, b][::order])[0],
-        "scale": lambda a, b: reductions.sum_of_squares([a], b[0])[0],
-        "pack": lambda a, b: reductions.pack([a, b][::order], (0, 4), 8, jnp.float32),
+        "norm": lambda a, b: multi_tensor.sum_of_squares([a, b][::order])[0],
+        "scale": lambda a, b: multi_tensor.sum_of_squares([a], b[0])[0],
+        "pack": lambda a, b: multi_tensor.pack([a, b][::order], (0, 4), 8, jnp.float32),
         "step": lambda a, b: tx.step({"w": b}, tx.init({"w": a}), {"w": a})[0]["w"],
     }
     for function in functions.values():
@@ -194,12 +194,12 @@ def test_kept_shards(platform, dtype):
         ]
         new = [jnp.asarray(rng.normal(size=x.shape), dtype) for x in old]
         for is_kept in (True, False):
-            got = jax.jit(lambda flag, i, new, wholes, parts=parts: reductions.kept_shards(flag, i, parts, dims, new, wholes))(
+            got = jax.jit(lambda flag, i, new, wholes, parts=parts: multi_tensor.kept_shards(flag, i, parts, dims, new, wholes))(
                 jnp.bool_(is_kept), jnp.int32(index), new, wholes
             )  # fmt: skip
             for x, want in zip(got, old if is_kept else new, strict=True):
                 assert_same_bits(x, want)
-    assert reductions.kept_shards(jnp.bool_(True), jnp.int32(0), 2, [], [], []) == []
+    assert multi_tensor.kept_shards(jnp.bool_(True), jnp.int32(0), 2, [], [], []) == []
 
 
 def raw_sum(results, *operands, **change):
@@ -263,4 +263,4 @@ def test_the_norm_handler_refuses_bad_arrays():
 
 
 def test_nothing_to_sum():
-    assert reductions.sum_contributions([]) == []
+    assert multi_tensor.sum_contributions([]) == []

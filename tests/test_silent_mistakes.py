@@ -294,7 +294,7 @@ def test_a_negative_learning_rate_warns():
 
 def test_remainders_round_ties_away_from_zero():
     """0x3f808000 lies between two bfloat16 numbers: remainders round it up, casts to even."""
-    from jdistadam import reference
+    from jdistadam.kernels import reference
 
     tie = np.asarray([0x3F808000, 0x3F818000], np.uint32).view(np.float32)
     upper, lower = reference.split(tie, BF16, np)

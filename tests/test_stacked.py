@@ -12,7 +12,7 @@ from h200 import placed
 from test_strategies import FLAT, SQUARE, assert_same_trees, make_mesh
 
 import jdistadam as jda
-from jdistadam import hlo
+from jdistadam.tools import hlo
 
 LAYERS, WIDTH = 6, 64
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)

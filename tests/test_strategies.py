@@ -13,7 +13,8 @@ from test_distributed import SHAPES as SHAPES_AND_EMPTY
 from test_distributed import random_params as params_and_empty
 
 import jdistadam as jda
-from jdistadam import buckets, reference
+from jdistadam.distributed import packing
+from jdistadam.kernels import reference
 
 SHAPES = without_empty(SHAPES_AND_EMPTY)
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -192,7 +193,7 @@ def test_sums_are_a_fixed_tree(replicas, shards):
         )
         layout = tx.config.layout(random_params())
         flat, _ = reduced(tx, layout, {k: x[:, 0] for k, x in grads.items()})
-        sums = buckets.leaves_of_flat(layout, flat)
+        sums = packing.leaves_of_flat(layout, flat)
         for got, x in zip(sums, jax.tree.leaves(grads), strict=True):
             terms = x[:, 0].reshape(replicas, shards, *x.shape[2:])
             inner = np.stack([reference.pairwise_sum(row, np) for row in terms])

@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jdistadam import diagnostics
+from jdistadam.tools import diagnostics
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

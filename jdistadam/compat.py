@@ -1,0 +1,100 @@
+"""What works around a defect of a release of JAX, with the condition for its removal.
+
+One defect: jaxlib 0.11 ends the process with a segmentation fault while it compiles a program for
+several CPU devices in which a zero-size array enters a manual region. jaxlib 0.10 and 0.12 do not,
+and no report of it is known upstream. This crashes on two CPU devices::
+
+    f = jax.shard_map(jnp.sum, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    jax.jit(f)(jnp.zeros((0, 3)))
+
+Remove ``refuse_empty_leaves`` and the special treatment in ``shard_map`` when jax 0.11 is no longer
+supported; ``tests/test_compat.py`` then says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jdistadam.core import trees
+from jdistadam.errors import ShapeError
+
+
+def shard_map(
+    f: Callable[..., Any], *, mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any
+) -> Any:
+    """``jax.shard_map`` without vma checks, for arguments that may hold zero-size arrays.
+
+    jaxlib 0.11 crashes while compiling a program of several CPU devices that passes a zero-size
+    array into a manual region. Such arrays hold nothing: they are made anew inside.
+    """
+
+    def mapped(*args: Any) -> Any:
+        leaves = jax.tree.leaves(args)
+        treedef: Any = jax.tree.structure(args)
+        specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
+        passed = [i for i, x in enumerate(leaves) if x.size]
+
+        def local(arrays: list[Any]) -> Any:
+            given = iter(arrays)
+            return f(
+                *treedef.unflatten(
+                    next(given)
+                    if x.size
+                    else jnp.zeros(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
+                    for x, spec in zip(leaves, specs, strict=True)
+                )
+            )
+
+        inner = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=([specs[i] for i in passed],),
+            out_specs=out_specs,
+            check_vma=False,
+        )
+        arguments = [leaves[i] for i in passed]
+        if crashes_on_empty_arrays(mesh):
+            _refuse_empty_constants(inner, arguments)
+        return inner(arguments)
+
+    return mapped
+
+
+def crashes_on_empty_arrays(mesh: Mesh) -> bool:
+    """Whether XLA ends the process where a zero-size array enters a manual region of the mesh."""
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return on_cpu and mesh.size > 1 and jax.__version_info__[:2] == (0, 11)
+
+
+def _refuse_empty_constants(mapped: Any, arguments: list[Any]) -> None:
+    """Raises where a mapped function closes over a zero-size array, which enters it unseen."""
+    for constant in jax.make_jaxpr(mapped)(arguments).consts:
+        if not jnp.size(constant):
+            raise ShapeError(
+                "loss_fn",
+                "closes over a zero-size array, on which jax 0.11 crashes",
+                got=jnp.shape(constant),
+                expected="at least one element",
+                action="Make the array inside of loss_fn, or pass it in the batch.",
+            )
+
+
+def refuse_empty_leaves(mesh: Mesh, params: Any) -> None:
+    """Raises where XLA would end the process: see compat.shard_map, which train_step uses."""
+    if not crashes_on_empty_arrays(mesh):
+        return
+    for path, x in zip(trees.paths(params, "params"), jax.tree.leaves(params), strict=True):
+        if not np.size(x):
+            raise ShapeError(
+                path,
+                "zero-size arguments of jax.shard_map crash jax 0.11 on several CPU devices",
+                got=np.shape(x),
+                expected="at least one element",
+                action="Use train_step, or leave such arrays out of the params.",
+            )

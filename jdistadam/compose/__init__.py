@@ -1,0 +1,1 @@
+"""``chain`` and ``inject_hyperparams`` for optimizers with a fused step."""

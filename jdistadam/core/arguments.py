@@ -1,0 +1,41 @@
+"""Checks of arguments that are Python values, and how a value is shown in a message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jdistadam.errors import HyperparameterError
+
+_MAX_SHOWN = 200  # characters of a value in a message
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises HyperparameterError unless ``value`` is True or False: "no" would count as yes."""
+    if not isinstance(value, bool | int | np.bool_) or value not in (0, 1):
+        raise HyperparameterError(
+            name,
+            "not a bool",
+            got=shown(value),
+            expected="True or False",
+            action=f"Change {name}.",
+        )
+
+
+def shown(value: Any) -> str:
+    """Returns a value as text for a message: the first part of a long one, such as all params."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raises HyperparameterError unless ``value`` is a whole number of at least 1."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+        raise HyperparameterError(
+            name,
+            "out of range",
+            got=repr(value),
+            expected="a whole number of at least 1",
+            action=f"Change {name}.",
+        )

@@ -1,0 +1,132 @@
+"""Groups of parameters: which leaf belongs to which, and the hyperparameters of each.
+
+The kernel takes one row of coefficients for each group, so that many groups cost no more launches
+than one. Every group has two rows: with weight decay, and without it for what the mask leaves out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jdistadam.core import trees
+from jdistadam.core.arguments import check_flag
+from jdistadam.core.hyperparameters import Hyperparameters
+from jdistadam.core.masks import decay_groups, for_each_leaf
+from jdistadam.errors import HyperparameterError, TreeError
+
+_KEYS = ("lr_scale", "weight_decay", "b1", "b2", "frozen")
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """The groups of an optimizer.
+
+    Attributes:
+      hypers: Hyperparameters by label; a single one, under "", where there are no labels. Frozen
+        groups have none.
+      labels: Labels of the leaves: a tree that is a prefix of params, or a function of params that
+        returns one.
+      mask: Where weight decay applies, likewise.
+    """
+
+    hypers: dict[str, Hyperparameters | None]
+    labels: Any
+    mask: Any
+
+    @property
+    def rows(self) -> list[tuple[Hyperparameters, bool]]:
+        """Hyperparameters, and whether decay applies, for each row of coefficients."""
+        used = [hyper for hyper in self.hypers.values() if hyper is not None]
+        return [(hyper, decay) for hyper in used for decay in (True, False)]
+
+    def row_of_leaves(self, params: Any) -> tuple[int | None, ...]:
+        """Returns the row that each leaf uses, None if it is frozen."""
+        masked_out = decay_groups(self.mask, params)
+        if self.labels is None:
+            return masked_out
+        labels = for_each_leaf(self.labels, params, "param_labels", str, "str", "a label")
+        used = [label for label, hyper in self.hypers.items() if hyper is not None]
+        rows: list[int | None] = []
+        paths = trees.paths(params, "params")
+        for path, label, out in zip(paths, labels, masked_out, strict=True):
+            if label not in self.hypers:
+                raise TreeError(
+                    path,
+                    "its label belongs to no group",
+                    got=repr(label),
+                    expected=" or ".join(map(repr, self.hypers)),
+                    action=f"Add {label!r} to groups, if need be as {{}}, or fix param_labels.",
+                )
+            rows.append(2 * used.index(label) + out if label in used else None)
+        return tuple(rows)
+
+
+def make_groups(hyper: Hyperparameters, mask: Any, param_labels: Any, groups: Any) -> Groups:
+    """Checks the arguments of the same names of ``distributed_fused_adamw``."""
+    if param_labels is None and groups is None:
+        return Groups({"": hyper}, None, mask)
+    if param_labels is None or not isinstance(groups, Mapping) or not groups:
+        raise HyperparameterError(
+            "groups",
+            "labels and groups belong together",
+            got=f"param_labels={param_labels!r}, groups={groups!r}",
+            expected="both, groups as a dict of dicts by label",
+            action='Pass e.g. groups={"body": {}, "head": dict(lr_scale=0.1)}.',
+        )
+    hypers = {k: _hyper_of(k, hyper, given) for k, given in groups.items()}
+    if not any(hypers.values()):
+        raise HyperparameterError(
+            "groups",
+            "all are frozen: nothing is left to train",
+            got=groups,
+            expected="a group that is not frozen",
+            action="Remove frozen=True from one of them.",
+        )
+    return Groups(hypers, param_labels, mask)
+
+
+def _hyper_of(label: str, hyper: Hyperparameters, given: Any) -> Hyperparameters | None:
+    """The hyperparameters of one group; None if it is frozen."""
+    unknown = sorted(set(given) - set(_KEYS)) if isinstance(given, Mapping) else [repr(given)]
+    if unknown:
+        raise HyperparameterError(
+            f"groups[{label!r}]",
+            f"unknown setting {unknown[0]}",
+            got=given,
+            expected=f"a dict with some of {', '.join(_KEYS)}",
+            action="Remove it.",
+        )
+    path = f"groups[{label!r}]"
+    check_flag(f"{path}['frozen']", given.get("frozen", False))
+    if given.get("frozen", False):
+        return None
+    changed = {k: v for k, v in given.items() if k in ("weight_decay", "b1", "b2")}
+    scale = given.get("lr_scale", 1)
+    try:
+        new = dataclasses.replace(hyper, **changed)
+        checked = Hyperparameters(scale)  # refuses what is no number
+    except HyperparameterError as error:
+        where, action = (
+            text.replace("learning_rate", "lr_scale") for text in (error.where, error.action)
+        )
+        raise HyperparameterError(
+            f"{path}, {where}", error.what, got=error.got, expected=error.expected, action=action
+        ) from None
+    rate = hyper.learning_rate
+    if "lr_scale" not in given:
+        return new
+    if callable(rate) or callable(scale):
+        return dataclasses.replace(new, learning_rate=_product(rate, checked.learning_rate))
+    return dataclasses.replace(new, learning_rate=rate * scale)
+
+
+def _product(rate: Any, scale: Any) -> Any:
+    """The schedule of a product, of which either side may be a schedule."""
+
+    def schedule(count: Any) -> Any:
+        factors = [x(count) if callable(x) else x for x in (rate, scale)]
+        return factors[0] * factors[1]
+
+    return schedule

@@ -1,0 +1,73 @@
+"""Values for each leaf, given as a prefix of the tree: where decay applies, labels, specs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdistadam.core import trees
+from jdistadam.errors import DtypeError, TreeError
+
+
+def decay_groups(mask: Any | Callable[[Any], Any] | None, params: Any) -> tuple[int, ...]:
+    """Returns, for each leaf, 0 if decay applies to it and 1 if it is masked out."""
+    num_leaves = len(jax.tree.leaves(params))
+    if mask is None or not num_leaves:
+        return (0,) * num_leaves
+    keeps = for_each_leaf(mask, params, "mask", bool | np.bool_, "bool", "True or False")
+    return tuple(0 if keep else 1 for keep in keeps)
+
+
+def for_each_leaf(
+    given: Any | Callable[[Any], Any],
+    params: Any,
+    name: str,
+    kind: Any,
+    what: str,
+    expected: str,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> list[Any]:
+    """Returns one value for each leaf of params.
+
+    Args:
+      given: A tree of values that is a prefix of params, as in optax, or a function that returns
+        one for params.
+      params: The tree.
+      name: How to call ``given`` in messages.
+      kind: The type that every value must have.
+      what: How to call that type.
+      expected: What may be given.
+      is_leaf: What counts as a value of ``given`` although it is a container.
+    """
+    given = given(params) if callable(given) else given
+
+    def spread(value: Any, subtree: Any) -> Any:
+        return jax.tree.map(lambda _: _Value(value), subtree)
+
+    try:
+        full = jax.tree.map(spread, given, params, is_leaf=is_leaf)
+    except (ValueError, TypeError):
+        raise TreeError(
+            name,
+            "structure differs from params",
+            got=jax.tree.structure(given),
+            expected=jax.tree.structure(params),
+            action=f"Give each leaf of params, or each subtree, {expected}.",
+        ) from None
+    values = [leaf.value for leaf in jax.tree.leaves(full)]
+    for path, value in zip(trees.paths(full, name), values, strict=True):
+        if not isinstance(value, kind):
+            raise DtypeError(
+                path, f"not a {what}", got=repr(value), expected=expected, action=f"Fix {name}."
+            )
+    return values
+
+
+class _Value:
+    """Keeps jax.tree from looking into a value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value

@@ -1,0 +1,190 @@
+"""Flattening with paths, and checks that two trees belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistadam.errors import DtypeError, ShapeError, TreeError
+
+STORAGE_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+"""Dtypes that the kernel reads and writes."""
+
+
+def paths(tree: Any, name: str) -> list[str]:
+    """Returns the path of every leaf, e.g. ``params['block']['w']``."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [name + jax.tree_util.keystr(path) for path, _ in flat]
+
+
+def check_same_structure(tree: Any, like: Any, *, name: str, like_name: str) -> None:
+    """Raises TreeError, naming the first leaf that only one of the two trees has."""
+    got: Any = jax.tree.structure(tree)
+    expected: Any = jax.tree.structure(like)
+    if got == expected:
+        return
+    mine, theirs = paths(tree, ""), paths(like, "")
+    missing = [path for path in theirs if path not in mine]
+    unexpected = [path for path in mine if path not in theirs]
+    if missing or unexpected:
+        what = f"missing, {like_name} has it"
+        if not missing:
+            what = f"unexpected, {like_name} does not have it"
+        instead = f", among them {unexpected[0]}" if missing and unexpected else ""
+        raise TreeError(
+            f"{name}{(missing or unexpected)[0]}",
+            what,
+            got=f"{len(mine)} leaves{instead}",
+            expected=f"the {len(theirs)} leaves of {like_name}",
+            action=f"Pass {name} with the tree structure of {like_name}.",
+        )
+    raise TreeError(
+        name,
+        f"tree structure differs from {like_name}",
+        got=got,
+        expected=expected,
+        action=f"Build {name} with the same containers as {like_name}.",
+    )
+
+
+def check_same_shapes(tree: Any, like: Any, *, name: str, like_name: str) -> None:
+    """Raises TreeError or ShapeError unless every leaf has the shape of its counterpart."""
+    check_same_structure(tree, like, name=name, like_name=like_name)
+    for path, x, y in zip(
+        paths(tree, name), jax.tree.leaves(tree), jax.tree.leaves(like), strict=True
+    ):
+        if np.shape(x) != np.shape(y):
+            raise ShapeError(
+                path,
+                f"shape differs from {like_name}",
+                got=np.shape(x),
+                expected=np.shape(y),
+                action="Nothing is broadcast here: fix the shape where this tree is made.",
+            )
+
+
+def check_numbers(tree: Any, *, name: str) -> None:
+    """Raises DtypeError unless every leaf is an array or a Python number, as optax takes them."""
+    for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
+        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
+            raise DtypeError(
+                path,
+                "not an array",
+                got=repr(x),
+                expected="a jax or numpy array, or a number",
+                action="Leave it out of the tree, or put None in its place.",
+            )
+
+
+def refuse_shapes(tree: Any, *, name: str, action: str = "") -> None:
+    """Raises TreeError where a leaf is a ``jax.ShapeDtypeStruct``."""
+    for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise TreeError(
+                path,
+                "a shape, not an array",
+                got=x,
+                expected="a jax or numpy array",
+                action=action or "Pass arrays; for shapes alone use jax.eval_shape.",
+            )
+
+
+def check_arrays(tree: Any, *, name: str) -> None:
+    """Raises TreeError for a shape, DtypeError for what else is neither array nor number."""
+    refuse_shapes(tree, name=name)
+    for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
+        if not is_number(x):
+            raise DtypeError(
+                path,
+                "not an array of numbers",
+                got=repr(x),
+                expected="a jax or numpy array, or a number",
+                action=f"Leave it out of {name}.",
+            )
+
+
+def is_number(x: Any) -> bool:
+    """Whether ``x`` is a number, or an array of numbers or of random keys."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        return isinstance(x, bool | int | float | complex)
+    kinds = (np.number, np.bool_, jax.dtypes.prng_key)
+    return any(jnp.issubdtype(dtype, kind) for kind in kinds)
+
+
+def check_key(name: str, value: Any) -> None:
+    """Raises DtypeError unless ``value`` is one random key, new or of the legacy kind."""
+    is_array = isinstance(value, jax.Array | np.ndarray)
+    if is_array and jnp.issubdtype(value.dtype, jax.dtypes.prng_key) and value.shape == ():
+        return
+    legacy = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+    if is_array and (value.dtype, value.shape) == (legacy.dtype, legacy.shape):
+        return
+    raise DtypeError(
+        name,
+        "not a random key",
+        got=f"{value.dtype}, shape {value.shape}" if is_array else repr(value),
+        expected="one key, as jax.random.key(0) returns",
+        action=f"Pass {name}=jax.random.key(seed).",
+    )
+
+
+def check_scalar(name: str, value: Any) -> None:
+    """Raises ShapeError or DtypeError unless ``value`` is one real number, an array or not."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None and isinstance(value, bool | int | float):
+        dtype = np.result_type(type(value))
+    real = (np.floating, np.integer, np.bool_)
+    if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in real):
+        raise DtypeError(
+            name,
+            "not a real number",
+            got=type(value).__name__ if dtype is None else dtype,
+            expected="a floating-point scalar",
+            action=f"Return or pass {name} as one number.",
+        )
+    if np.shape(value) != ():
+        raise ShapeError(
+            name,
+            "not a scalar",
+            got=np.shape(value),
+            expected=(),
+            action="Take the mean, or the sum, first.",
+        )
+
+
+def check_dtypes(
+    tree: Any, *, name: str, allowed: Sequence[Any] = STORAGE_DTYPES, action: str = ""
+) -> None:
+    """Raises DtypeError unless every leaf has one of the allowed dtypes."""
+    allowed = [jnp.dtype(dtype) for dtype in allowed]
+    for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
+        dtype = getattr(x, "dtype", None)
+        if (
+            dtype is None
+            or not jnp.issubdtype(dtype, np.generic)
+            or jnp.dtype(dtype) not in allowed
+        ):
+            raise DtypeError(
+                path,
+                "dtype cannot be used",
+                got=type(x).__name__ if dtype is None else dtype,
+                expected=" or ".join(map(str, allowed)),
+                action=action or "Cast the leaf, or keep it elsewhere: optax.masked, model_state.",
+            )
+
+
+def placed_beside(param: Any, zeros: Any) -> Any:
+    """Places zeros that are made inside a program where a parameter of the same shape is.
+
+    There zeros are constants, of which XLA would keep all on every device: a step does not tie its
+    moments to the params, whose placement may be another one. An elementwise operation does.
+    """
+    if not isinstance(param, jax.core.Tracer):
+        return zeros  # zeros_like has placed them
+    never = (param != param) & (param == param)
+    return jnp.where(never, param.astype(zeros.dtype), zeros)

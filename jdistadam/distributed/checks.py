@@ -1,0 +1,287 @@
+"""What ``distributed_fused_adamw`` and its step refuse, and how they say so."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jdistadam.core import trees, varying
+from jdistadam.core.arguments import check_flag
+from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.layout_identity import differences
+from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.errors import (
+    DtypeError,
+    HyperparameterError,
+    LayoutError,
+    MeshError,
+    PolicyError,
+    ShapeError,
+    TreeError,
+)
+
+
+def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any, average_grads: Any) -> None:
+    """Raises PolicyError or HyperparameterError unless types and ranges are right."""
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise PolicyError(
+            "policy",
+            "not a policy",
+            got=repr(policy),
+            expected="jdistadam.MixedPrecisionPolicy",
+            action="Pass policy=jdistadam.MixedPrecisionPolicy(...).",
+        )
+    check_flag("average_grads", average_grads)
+    numbers = {"bucket_bytes": bucket_bytes} | (
+        {} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}
+    )
+    for name, value in numbers.items():
+        is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        if not (is_number and 0 < value < math.inf):
+            raise HyperparameterError(
+                name,
+                "out of range",
+                got=repr(value),
+                expected="a finite Python number > 0",
+                action=f"Change {name}.",
+            )
+
+
+def check_stacked(stacked: Any, sharding_strategy: str) -> None:
+    """Raises HyperparameterError unless ``stacked`` is a predicate that has something to say."""
+    if stacked is None:
+        return
+    if not callable(stacked):
+        raise HyperparameterError(
+            "stacked",
+            "not a predicate",
+            got=repr(stacked),
+            expected="a function of the path of a leaf that returns a bool",
+            action='Pass for example stacked=lambda path: "layers" in path.',
+        )
+    if sharding_strategy != "optim_grads_params":
+        raise HyperparameterError(
+            "stacked",
+            "changes nothing where params are not sharded",
+            got=f"sharding_strategy {sharding_strategy!r}",
+            expected='"optim_grads_params"',
+            action="Leave it out, or shard the params.",
+        )
+
+
+def refuse_weights_of_sums(grads: Any, whole: Any) -> None:
+    """Raises where a device's weight would multiply what is the sum over all of them already."""
+    pairs = zip(
+        trees.paths(grads, "grads"), jax.tree.leaves(grads), jax.tree.leaves(whole), strict=True
+    )
+    for path, grad, like in pairs:
+        if np.shape(grad) != np.shape(like):
+            raise ShapeError(
+                path,
+                "summed over the devices already: this device's weight comes too late",
+                got=np.shape(grad),
+                expected=f"a local gradient of shape {np.shape(like)}",
+                action="Multiply the loss by the weight, over the sum of all, and give none.",
+            )
+
+
+def check_inside(parallel: DataParallel, function: str) -> None:
+    """Raises MeshError unless called inside of a shard_map over all axes of the mesh."""
+    axes = parallel.shard_axes + parallel.replica_axes + parallel.tensor_axes
+    if missing := varying.unbound(axes):
+        raise MeshError(
+            function,
+            "called outside of jax.shard_map",
+            got=f"no manual axis {missing[0]!r}",
+            expected=f"axes {', '.join(map(repr, axes))}",
+            action="Use train_step, or call it inside jax.shard_map over the whole mesh.",
+        )
+
+
+def check_grads(
+    config: DistributedConfig, grads: Any, whole: Any, marker: Any, *, like_name: str
+) -> None:
+    """Raises unless gradients fit the params and are this device's own.
+
+    Args:
+      config: The configuration.
+      grads: The gradients. Of parameters that are sharded also the shards, summed already.
+      whole: Tree of shapes of the whole params.
+      marker: Something that differs between devices, as far as types say so.
+      like_name: How to call ``whole`` in messages.
+    """
+    trees.check_same_structure(grads, whole, name="grads", like_name=like_name)
+    like: Any = jax.tree.leaves(whole)
+    given: Any = jax.tree.leaves(grads)
+    if config.parallel.shards_params:
+        for bucket in config.layout(whole).buckets:
+            (i, *_), shape = bucket.leaves, config.inner_shard_shape(bucket)
+            if config.is_sharded_param(bucket) and np.shape(given[i]) == shape:
+                like[i] = given[i]
+    like = jax.tree.structure(whole).unflatten(like)  # type: ignore[attr-defined]
+    trees.check_same_shapes(grads, like, name="grads", like_name=like_name)
+    trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
+    known = varying.varying_axes(marker) or ()
+    axes = [axis for axis in config.parallel.data_axes if axis in known]
+    if not axes:
+        return  # shard_map runs with check_vma=False: types say nothing about reductions
+    for path, grad in zip(trees.paths(grads, "grads"), given, strict=True):
+        missing = [axis for axis in axes if axis not in (varying.varying_axes(grad) or ())]
+        if missing:
+            raise MeshError(
+                path,
+                "already reduced over the mesh",
+                got=f"the same on all of axis {missing[0]!r}",
+                expected="this device's own gradient",
+                action="Differentiate with respect to local_params(params, tx).",
+            )
+
+
+def check_params(config: DistributedConfig, layout: Layout, params: Any) -> None:
+    """Raises MeshError where a device holds all of a parameter that should be sharded."""
+    leaves = jax.tree.leaves(params)
+    for bucket in layout.buckets:
+        shape = config.inner_shard_shape(bucket)
+        if config.is_sharded_param(bucket) and leaves[bucket.leaves[0]].shape != shape:
+            raise MeshError(
+                layout.leaves[bucket.leaves[0]].path,
+                "not placed as sharding_strategy says",
+                got=leaves[bucket.leaves[0]].shape,
+                expected=f"{shape} on each device",
+                action="Use tx.param_specs(params) in the in_specs of shard_map.",
+            )
+
+
+def check_alive(state: Any) -> None:
+    """Raises MeshError where the arrays of a DistributedState were donated."""
+    if isinstance(state.mu, jax.Array) and state.mu.is_deleted():
+        raise MeshError(
+            "state",
+            "its arrays were donated to an earlier step, and are gone",
+            got="a state that was passed to a step before",
+            expected="the state that this step returned",
+            action="Write state, metrics = step(state, batch); copy a state that you keep.",
+        )
+
+
+def check_placement(config: DistributedConfig, state: Any) -> None:
+    """Raises MeshError where a state is sharded over other devices, or in another order, than ours.
+
+    JAX would move the pieces without a word, and each device would go on with those of another.
+    """
+    expected = NamedSharding(config.mesh, config.parallel.state_spec)
+    got = getattr(state.mu, "sharding", None)
+    if not isinstance(got, NamedSharding) or got.is_fully_replicated:
+        return  # no shards that could be mistaken
+    if got == expected or got.is_equivalent_to(expected, 1):
+        return
+    raise MeshError(
+        "opt_state.mu",
+        "sharded over another mesh, or in another order",
+        got=f"{got.spec} on {dict(got.mesh.shape)}",
+        expected=f"{expected.spec} on {dict(expected.mesh.shape)}",
+        action="Convert it: to_optax_state with the old optimizer, from_optax_state with this.",
+    )
+
+
+def check_identity_type(expected: np.ndarray, got: Any) -> None:
+    """Raises LayoutError unless the identity of a layout has its type, and the expected length."""
+    path = "opt_state.layout_identity"
+    if got is None or not hasattr(got, "dtype"):
+        raise LayoutError(
+            path,
+            "missing: nothing says where the elements of the flat arrays belong",
+            got=None if got is None else type(got).__name__,
+            expected=f"uint8, shape {expected.shape}",
+            action="Keep this leaf with the state, or make a state with init(params).",
+        )
+    if got.dtype != np.uint8:
+        raise LayoutError(
+            path,
+            "not the text of a layout any more: it was averaged or cast",
+            got=got.dtype,
+            expected="uint8",
+            action="Leave this leaf out of arithmetic on states: take it from one of them.",
+        )
+    if np.shape(got) != expected.shape:
+        raise LayoutError(
+            path,
+            "the state of another layout",
+            got=f"a text of {np.size(got)} bytes",
+            expected=f"{expected.size} bytes",
+            action=_OTHER_LAYOUT,
+        )
+
+
+_OTHER_LAYOUT = (
+    "Convert it: to_optax_state with the optimizer that made it, from_optax_state with this one."
+)
+
+
+def check_identity(config: DistributedConfig, whole: Any, state: Any) -> None:
+    """Raises LayoutError where a state is of another layout; reads its identity on the host.
+
+    Args:
+      config: The configuration.
+      whole: Tree of shapes of the params on one device.
+      state: The DistributedState; of a traced one only types can be checked.
+    """
+    expected, got = config.identity(whole), state.layout_identity
+    if got is not None and getattr(got, "dtype", None) == np.uint8:
+        if isinstance(got, jax.core.Tracer):
+            return check_identity_type(expected, got)
+        if found := differences(np.asarray(got).reshape(-1), expected):
+            raise LayoutError(
+                "opt_state.layout_identity",
+                "the state of another layout",
+                got=found,
+                expected="the layout of this optimizer for these params",
+                action=_OTHER_LAYOUT,
+            )
+    check_identity_type(expected, got)
+
+
+def check_state(config: DistributedConfig, layout: Layout, state: Any) -> None:
+    """Raises unless the flat arrays of a state have the layout's sizes and the policy's dtypes."""
+    policy = config.policy
+    sizes = {"main_params": layout.main_size, "mu": layout.flat_size, "nu": layout.flat_size}
+    dtypes = {"main_params": policy.main_dtype, "mu": policy.mu_dtype, "nu": policy.nu_dtype}
+    for name, size in sizes.items():
+        flat: Any = getattr(state, name, "no such field")
+        expected = None if name == "main_params" and size == 0 else (size,)
+        got = None if flat is None else getattr(flat, "shape", type(state).__name__)
+        if got != expected:
+            raise ShapeError(
+                f"opt_state.{name}",
+                "not the state of these params on this mesh",
+                got=got,
+                expected=f"{expected} on each device",
+                action="Make the state with init(params) of this optimizer.",
+            )
+        if flat is not None and flat.dtype != dtypes[name]:
+            raise DtypeError(
+                f"opt_state.{name}",
+                "dtype differs from the policy",
+                got=flat.dtype,
+                expected=dtypes[name],
+                action=f"Cast it, or set {name}_dtype in the policy.",
+            )
+    check_scaling(config, state)
+
+
+def check_scaling(config: DistributedConfig, state: Any) -> None:
+    """Raises TreeError where a state has a loss scale and the optimizer none, or the reverse."""
+    if (state.scaling is None) != (config.loss_scale is None):
+        raise TreeError(
+            "opt_state.scaling",
+            "does not fit loss_scale",
+            got=type(state.scaling).__name__,
+            expected="None" if config.loss_scale is None else "LossScaleState",
+            action="Make the state with init(params) of this optimizer.",
+        )

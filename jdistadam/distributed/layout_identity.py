@@ -1,0 +1,185 @@
+"""What decides where an element of the flat state is, and what it means, as one canonical text.
+
+Flat arrays of two layouts can have the same size: without a name on them, a state that is restored
+into another layout gives every leaf another leaf's moments. So a state carries this text as a small
+uint8 array, which survives checkpoints, pickle and tree maps, and whatever takes a state compares
+it with the text of the layout that it expects.
+
+The text is JSON, one line for each leaf and each bucket, written always in the same way: equal
+layouts have equal bytes in every process, on every platform and in every version of Python. It
+holds no hyperparameter, no name of a strategy or of a mesh axis, and nothing of what merely follows
+from the layout::
+
+    {"jdistadam_layout":1,"flat_size":384,"main_size":384,"num_shards":4,"tensor_parts":[]
+    ,"leaves":[
+    {"dtype":"float32","path":"['b']","shape":[3]},
+    {"dtype":"float32","path":"['w']","shape":[512,64]}]
+    ,"buckets":[
+    {"dim":0,"leaves":[1],"main":"float32","offset":0,"padding":0,"shard_shape":[128,64]},
+    {"dim":null,"leaves":[0],"main":"float32","offset":8192,"padding":1,"shard_shape":[1]}]
+    }
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jdistadam.distributed.layout import Bucket, Layout, Leaf
+
+VERSION = 1
+"""Grows whenever the same text would mean another place, or another meaning, of an element."""
+
+_BLOCK = 4096  # Texts end with spaces up to a multiple: those of similar layouts are equally long,
+# so that a checkpoint can be restored far enough for an error to say where they differ.
+_MAX_SHOWN = 3  # differences in one message
+
+
+@functools.lru_cache(maxsize=16)
+def identity_of(layout: Layout, tensor_parts: tuple[int, ...], main_kind: str) -> np.ndarray:
+    """Returns the text of a layout as bytes, shape (length,), uint8.
+
+    Args:
+      layout: The layout of the parts of leaves that one device holds.
+      tensor_parts: Sizes of the mesh axes, besides those of data, over which leaves are cut.
+      main_kind: "float32" or "remainder16": what is kept of a bucket's main parameters, if any is.
+
+    Example:
+      >>> from jdistadam.distributed.layout import make_layout
+      >>> layout = make_layout([Leaf("params['b']", (3,), "float32", 0)], 4, 1 << 20)
+      >>> print(identity_of(layout, (), "float32").tobytes().decode().rstrip())
+      {"jdistadam_layout":1,"flat_size":128,"main_size":128,"num_shards":4,"tensor_parts":[]
+      ,"leaves":[
+      {"dtype":"float32","path":"['b']","shape":[3]}]
+      ,"buckets":[
+      {"dim":null,"leaves":[0],"main":"float32","offset":0,"padding":1,"shard_shape":[1]}]
+      }
+    """
+    header = {
+        "flat_size": layout.flat_size,
+        "main_size": layout.main_size,
+        "num_shards": layout.num_shards,
+        "tensor_parts": list(tensor_parts),
+    }
+    leaves = [_leaf(leaf) for leaf in layout.leaves]
+    buckets = [_bucket(bucket, main_kind) for bucket in layout.buckets]
+    text = f'{{"jdistadam_layout":{VERSION},{_json(header)[1:-1]}\n'
+    text += f',"leaves":[\n{_lines(leaves)}]\n,"buckets":[\n{_lines(buckets)}]\n}}'
+    padding = " " * (-len(text) % _BLOCK)
+    identity = np.frombuffer((text + padding).encode("ascii"), np.uint8)
+    identity.setflags(write=False)
+    return identity
+
+
+def _leaf(leaf: Leaf) -> dict[str, Any]:
+    """What identifies a leaf. Its path is that within the params."""
+    entry: dict[str, Any] = {
+        "path": leaf.path.removeprefix("params"),
+        "shape": list(leaf.shape),
+        "dtype": jnp.dtype(leaf.dtype).name,
+    }
+    if leaf.group is None:
+        entry["frozen"] = True
+    if any(leaf.cuts):
+        entry["cuts"] = [list(axes) for axes in leaf.cuts]
+    return entry
+
+
+def _bucket(bucket: Bucket, main_kind: str) -> dict[str, Any]:
+    return {
+        "leaves": list(bucket.leaves),
+        "dim": bucket.dim,
+        "shard_shape": list(bucket.shard_shape),
+        "padding": bucket.padding,
+        "offset": bucket.offset,
+        "main": main_kind if bucket.has_main else None,
+    }
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def _lines(entries: Sequence[Any]) -> str:
+    return ",\n".join(map(_json, entries))
+
+
+def differences(got: np.ndarray, expected: np.ndarray) -> str | None:
+    """Says where two identities differ, in the words of their texts; None where they are equal.
+
+    Example:
+      >>> from jdistadam.distributed.layout import make_layout
+      >>> leaves = [Leaf("params['b']", (3,), "float32", 0)]
+      >>> four, two = (make_layout(leaves, n, 1 << 20) for n in (4, 2))
+      >>> differences(identity_of(four, (), "float32"), identity_of(two, (), "float32"))
+      "num_shards 4 instead of 2; bucket of ['b']: shard_shape [1] instead of [2]"
+    """
+    if got.tobytes() == expected.tobytes():
+        return None
+    mine, theirs = (x.tobytes().rstrip(b"\0 ") for x in (got, expected))  # zeros: orbax pads
+    try:
+        found = _differences(json.loads(mine), json.loads(theirs))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return _first_other_line(mine, theirs)
+    if not found:
+        return "the same entries in other bytes: the text was edited"
+    more = f"; and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+    return "; ".join(found[:_MAX_SHOWN]) + more
+
+
+def _first_other_line(got: bytes, expected: bytes) -> str:
+    """Where a text that is no layout any more, cut off or averaged, leaves the expected one."""
+    lines = [text.decode("ascii", "replace").splitlines() for text in (got, expected)]
+    pairs = itertools.zip_longest(*lines, fillvalue="nothing")
+    mine, theirs = next((x, y) for x, y in pairs if x != y)
+    return f"a text that was cut off or changed: {mine[:120]!r} instead of {theirs[:120]!r}"
+
+
+def _differences(got: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    follow = ("flat_size", "main_size", "leaves", "buckets")
+    headers = [{k: v for k, v in text.items() if k not in follow} for text in (got, expected)]
+    found = _changed(*headers)
+    leaves, like = ({x["path"]: x for x in text["leaves"]} for text in (got, expected))
+    found += [f"leaf {path} is not expected" for path in leaves if path not in like]
+    found += [f"leaf {path} is missing" for path in like if path not in leaves]
+    for path in like:
+        if path in leaves and (changes := _changed(leaves[path], like[path])):
+            found.append(f"leaf {path}: {', '.join(changes)}")
+    if leaves.keys() == like.keys() and list(leaves) != list(like):
+        found.append("the leaves are in another order")
+    mine, theirs = (_by_leaf(text) for text in (got, expected))
+    for path in theirs:
+        if path in mine and mine[path] != theirs[path]:
+            found.append(f"bucket of {path}: {', '.join(_changed(mine[path], theirs[path]))}")
+    sizes = [{k: text[k] for k in ("flat_size", "main_size")} for text in (got, expected)]
+    return found or _changed(*sizes)
+
+
+def _by_leaf(text: dict[str, Any]) -> dict[str, Any]:
+    """The bucket of each leaf, which it names by their paths."""
+    paths = [leaf["path"] for leaf in text["leaves"]]
+    named = [
+        bucket | {"leaves": [paths[i] for i in bucket["leaves"]]} for bucket in text["buckets"]
+    ]
+    return {path: bucket for bucket in named for path in bucket["leaves"]}
+
+
+def _changed(got: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """The entries of two dictionaries that differ."""
+    return [
+        f"{key} {_short(got.get(key))} instead of {_short(expected.get(key))}"
+        for key in sorted(got.keys() | expected.keys())
+        if got.get(key) != expected.get(key)
+    ]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list) and len(value) > _MAX_SHOWN:
+        return f"[{', '.join(map(str, value[:_MAX_SHOWN]))}, ...]"
+    return "none" if value is None else str(value)

@@ -1,0 +1,222 @@
+"""Which axes of a mesh carry data, and what a sharding strategy spreads over them. Static."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from typing import Any
+
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.errors import MeshError, PolicyError
+
+SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+OUTER_SHARDING_STRATEGIES = ("no_shard", "optim")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataParallel:
+    """The mesh axes by what they are for, and the strategy.
+
+    Attributes:
+      mesh: The mesh.
+      shard_axes: Axes over which state is sharded, outermost first. Sums begin at the last one.
+      replica_axes: Axes over which the shards are replicated, or sharded once more.
+      strategy: "no_shard": nothing is sharded. "optim": optimizer state is (ZeRO-1).
+        "optim_grads": also accumulated gradients (ZeRO-2). "optim_grads_params": also the
+        parameters (ZeRO-3).
+      outer_strategy: "no_shard", or "optim": optimizer state is sharded over replica_axes too.
+    """
+
+    mesh: Mesh
+    shard_axes: tuple[str, ...]
+    replica_axes: tuple[str, ...] = ()
+    strategy: str = "optim"
+    outer_strategy: str = "no_shard"
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """All axes that carry different data, in the order of the mesh."""
+        both = self.shard_axes + self.replica_axes
+        return tuple(axis for axis in self.mesh.axis_names if axis in both)
+
+    @property
+    def tensor_axes(self) -> tuple[str, ...]:
+        """All other axes: parameters may lie sharded over them."""
+        return tuple(axis for axis in self.mesh.axis_names if axis not in self.data_axes)
+
+    @property
+    def state_axes(self) -> tuple[str, ...]:
+        """Axes over which the optimizer state is sharded, the most significant one first."""
+        if self.strategy == "no_shard":
+            return ()
+        return self.shard_axes + (self.replica_axes if self.outer_strategy == "optim" else ())
+
+    @property
+    def num_shards(self) -> int:
+        """Number of devices that share the optimizer state."""
+        return self.size(self.state_axes)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices with different data."""
+        return self.size(self.data_axes)
+
+    @property
+    def num_inner_shards(self) -> int:
+        """Number of parts into which gradients are cut over shard_axes."""
+        return 1 if self.strategy == "no_shard" else self.size(self.shard_axes)
+
+    @property
+    def shards_grads(self) -> bool:
+        """Whether every micro-batch is reduced at once, and only shards are accumulated."""
+        return self.strategy in ("optim_grads", "optim_grads_params")
+
+    @property
+    def shards_params(self) -> bool:
+        """Whether large parameters are sharded over shard_axes."""
+        return self.strategy == "optim_grads_params"
+
+    @property
+    def state_spec(self) -> P:
+        """PartitionSpec of the flat arrays of state."""
+        axes = self.state_axes + self.tensor_axes
+        return P(axes if len(axes) > 1 else axes[0]) if axes else P()
+
+    @property
+    def batch_spec(self) -> P:
+        """PartitionSpec of a batch: its leading dimension over all data axes."""
+        axes = self.data_axes
+        return P(axes if len(axes) > 1 else axes[0])
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        """Number of devices along several axes."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+
+def make_data_parallel(
+    mesh: Any,
+    shard_axis: Any,
+    replica_axis: Any,
+    strategy: str,
+    outer_strategy: str,
+    policy: MixedPrecisionPolicy,
+    *,
+    has_param_specs: bool,
+) -> DataParallel:
+    """Checks the arguments of the same names of ``distributed_fused_adamw``.
+
+    Raises:
+      MeshError: The mesh lacks an axis, or has one with no purpose.
+      PolicyError: The strategy is unknown, or the two contradict each other.
+    """
+    if not isinstance(mesh, Mesh):
+        raise MeshError(
+            "mesh",
+            "not a mesh",
+            got=type(mesh).__name__,
+            expected="jax.sharding.Mesh",
+            action='Make one with jax.make_mesh((jax.device_count(),), ("data",)).',
+        )
+    shard_axes = _axes(mesh, "shard_axis", shard_axis)
+    replica_axes = () if replica_axis is None else _axes(mesh, "replica_axis", replica_axis)
+    if not shard_axes or set(shard_axes) & set(replica_axes):
+        raise MeshError(
+            "shard_axis",
+            "must name axes of its own",
+            got=f"shard_axis={shard_axis!r}, replica_axis={replica_axis!r}",
+            expected="different axes, at least one for shard_axis",
+            action="Give each axis one purpose.",
+        )
+    _check_choice("sharding_strategy", strategy, SHARDING_STRATEGIES)
+    _check_choice("outer_sharding_strategy", outer_strategy, OUTER_SHARDING_STRATEGIES)
+    if outer_strategy == "optim" and (not replica_axes or strategy == "no_shard"):
+        raise PolicyError(
+            "outer_sharding_strategy",
+            "'optim' shards what sharding_strategy shards once more, over replica_axis",
+            got=f"sharding_strategy={strategy!r}, replica_axis={replica_axis!r}",
+            expected="a replica_axis and a sharding_strategy other than 'no_shard'",
+            action="To shard over one axis alone, make it the shard_axis.",
+        )
+    if strategy == "no_shard" and policy.param_comm_dtype is not None:
+        raise PolicyError(
+            "param_comm_dtype",
+            "no parameters travel under this strategy",
+            got=f"{policy.param_comm_dtype} with sharding_strategy='no_shard'",
+            expected="None",
+            action="Remove it, or shard something.",
+        )
+    made = DataParallel(mesh, shard_axes, replica_axes, strategy, outer_strategy)
+    idle = [axis for axis in made.tensor_axes if mesh.shape[axis] > 1]
+    if idle and not has_param_specs:
+        raise MeshError(
+            "mesh",
+            f"axis {idle[0]!r} has no purpose",
+            got=dict(mesh.shape),
+            expected="only axes that carry data, or over which params are sharded",
+            action="Name it in shard_axis or replica_axis, or pass param_specs.",
+        )
+    return made
+
+
+def _axes(mesh: Mesh, name: str, value: Any) -> tuple[str, ...]:
+    axes: Any = (value,) if isinstance(value, str) else value
+    axes = tuple(axes) if isinstance(axes, list | tuple) else (axes,)
+    for axis in axes:
+        if axis not in mesh.axis_names:  # a tuple: an axis may be something without a hash
+            close = difflib.get_close_matches(str(axis), mesh.axis_names, 1, 0.0)
+            raise MeshError(
+                f"{name} {axis!r}",
+                "not an axis of the mesh",
+                got=f"axes {mesh.axis_names}",
+                expected="one of them, or a tuple of them",
+                action=f"Pass {name}={close[0]!r}?" if close else "Name the mesh's axes.",
+            )
+    if len(set(axes)) != len(axes):
+        raise MeshError(
+            name,
+            "names an axis twice",
+            got=repr(value),
+            expected="every axis once",
+            action="Remove one.",
+        )
+    return tuple(axes)
+
+
+# What others call the same, in lower case and without separators.
+_MEANT = {
+    "ddp": "no_shard",
+    "dp": "no_shard",
+    "noshard": "no_shard",
+    "zero0": "no_shard",
+    "zero1": "optim",
+    "shardoptim": "optim",
+    "osdp": "optim",
+    "zero2": "optim_grads",
+    "shardgradop": "optim_grads",
+    "zero3": "optim_grads_params",
+    "fsdp": "optim_grads_params",
+    "fsdp2": "optim_grads_params",
+    "hsdp": "optim_grads_params",
+    "fullshard": "optim_grads_params",
+    "hybridshard": "optim_grads_params",
+}
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        meant = _MEANT.get("".join(filter(str.isalnum, str(value))).lower())
+        nearest = difflib.get_close_matches(str(value), choices, 1, 0.0)[0]
+        close = meant or nearest
+        if close not in choices:  # the outer strategy shards the state alone
+            close = choices[-1]
+        raise PolicyError(
+            name,
+            "unknown",
+            got=repr(value),
+            expected=" or ".join(map(repr, choices)),
+            action=f"Pass {name}={close!r}?",
+        )

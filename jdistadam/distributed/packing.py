@@ -1,0 +1,102 @@
+"""Between leaves and buckets: packing, unpacking and cutting shards, inside one program."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jdistadam.core import trees
+from jdistadam.distributed.layout import Bucket, Layout
+from jdistadam.kernels import multi_tensor
+
+
+def bucket_array(bucket: Bucket, leaves: Sequence[Any], dtype: Any) -> jax.Array:
+    """Returns a bucket's whole content: its leaf as it lies, or its leaves packed and padded."""
+    if bucket.dim is not None:
+        return leaves[bucket.leaves[0]].astype(dtype)
+    members = [jnp.asarray(leaves[i]) for i in bucket.leaves]
+    dtypes = {x.dtype for x in members}
+    if len(dtypes) > 1 or not dtypes <= set(trees.STORAGE_DTYPES):
+        members = [x.astype(dtype) for x in members]
+    offsets = _offsets(x.size for x in members)
+    return multi_tensor.pack(members, offsets[:-1], offsets[-1] + bucket.padding, dtype)
+
+
+def shard_of(whole: Any, index: Any, num_shards: int, dim: int) -> jax.Array:
+    """Returns shard ``index`` of an array that is cut along ``dim``."""
+    size = whole.shape[dim] // num_shards
+    return lax.dynamic_slice_in_dim(whole, index * size, size, dim)
+
+
+def flat_shard(
+    layout: Layout, leaves: Sequence[Any], index: Any, dtype: Any, *, main: bool = False
+) -> jax.Array:
+    """Returns what device ``index`` keeps of ``leaves``: shape ``(flat_size,)``, gaps zero.
+
+    With ``main``, only of those that have main parameters: shape ``(main_size,)``.
+    """
+    shards = [
+        shard_of(bucket_array(bucket, leaves, dtype), index, layout.num_shards, bucket.dim or 0)
+        for bucket in layout.buckets
+    ]
+    return flat_of(layout, shards, dtype, main=main)
+
+
+def flat_of(layout: Layout, shards: Sequence[Any], dtype: Any, *, main: bool = False) -> jax.Array:
+    """Puts one device's shards of all buckets into a flat array, as ``flat_shard`` returns it."""
+    parts, end = [jnp.zeros((0,), dtype)], 0
+    for bucket, shard in zip(layout.buckets, shards, strict=True):
+        if main and not bucket.has_main:
+            continue
+        parts.append(jnp.zeros((bucket.offset - end,), dtype))
+        parts.append(shard.reshape(-1))
+        end = bucket.offset + bucket.shard_size
+    parts.append(jnp.zeros(((layout.main_size if main else layout.flat_size) - end,), dtype))
+    return jnp.concatenate(parts)
+
+
+def leaves_of_bucket(layout: Layout, bucket: Bucket, whole: Any) -> list[tuple[int, jax.Array]]:
+    """Cuts a bucket's whole content into its leaves: pairs of leaf index and array."""
+    if bucket.dim is not None:
+        return [(bucket.leaves[0], whole)]
+    shapes = [layout.leaves[i].shape for i in bucket.leaves]
+    offsets = _offsets(layout.leaves[i].size for i in bucket.leaves)
+    leaves = multi_tensor.unpack(whole, shapes, offsets[:-1], whole.dtype)
+    return list(zip(bucket.leaves, leaves, strict=True))
+
+
+def _offsets(sizes: Iterable[int]) -> list[int]:
+    """Where each of several leaves begins behind the others, and where the last one ends."""
+    return list(itertools.accumulate(sizes, initial=0))
+
+
+def leaves_of_flat(layout: Layout, flat: Any) -> list[np.ndarray]:
+    """Puts the leaves back together from all devices' flat arrays: the inverse of flat_shard.
+
+    Args:
+      layout: The layout.
+      flat: Shape ``(num_shards * flat_size,)``. If shorter, leaves that do not lie in it are zero,
+        and so are those that are in no bucket.
+    """
+    by_device = np.asarray(flat).reshape(layout.num_shards, -1)
+    leaves = [np.zeros(leaf.shape, by_device.dtype) for leaf in layout.leaves]
+    for bucket in layout.buckets:
+        if bucket.offset >= by_device.shape[1]:
+            continue
+        shards = by_device[:, bucket.offset : bucket.offset + bucket.shard_size]
+        whole = np.concatenate(
+            list(shards.reshape(layout.num_shards, *bucket.shard_shape)), bucket.dim or 0
+        )
+        if bucket.dim is not None:
+            leaves[bucket.leaves[0]] = whole
+            continue
+        offsets = _offsets(layout.leaves[i].size for i in bucket.leaves)
+        for i, (start, end) in zip(bucket.leaves, itertools.pairwise(offsets), strict=True):
+            leaves[i] = whole[start:end].reshape(layout.leaves[i].shape)
+    return leaves

@@ -1,0 +1,128 @@
+"""The state of a distributed optimizer, and how to find it in the state of a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdistadam.core import trees
+from jdistadam.core.loss_scale import LossScaleState
+from jdistadam.errors import TreeError
+
+
+class DistributedState(NamedTuple):
+    """The state of a distributed optimizer: a few flat arrays, whatever the number of leaves.
+
+    Attributes:
+      count: Shape (), int32: steps taken, skipped ones not counted; replicated.
+      main_params: Shape (num_shards * main_size,), float32, sharded: the main parameters. uint16
+        with main_params_dtype "remainder16": their low halves. None where no parameter has one.
+      mu: Shape (num_shards * flat_size,), policy.mu_dtype, sharded.
+      nu: The same shape, policy.nu_dtype, sharded.
+      grad_norm: Shape (), float32: global norm of the last mean gradient, before clipping. NaN
+        where the state is of another layout.
+      layout_identity: Shape (length,), uint8, replicated: the text of the layout, which says to
+        which leaf each element of the flat arrays belongs. Every function that takes a state
+        compares it; keep it with the arrays.
+      scaling: The loss scale and the number of skipped steps; None without loss_scale.
+    """
+
+    count: jax.Array  # type: ignore[assignment]
+    main_params: jax.Array | None
+    mu: jax.Array
+    nu: jax.Array
+    grad_norm: jax.Array
+    layout_identity: jax.Array | None
+    scaling: LossScaleState | None = None
+
+
+class StepResult(NamedTuple):
+    """What a step on one device returns.
+
+    Attributes:
+      params: The new parameters.
+      opt_state: The new state.
+      is_skipped: Shape (), bool: whether everything stayed as it was; the same on all devices.
+        None where that cannot happen.
+      is_other_layout: Shape (), bool: whether it stayed since the state is of another layout. None
+        where that was checked before.
+    """
+
+    params: Any
+    opt_state: Any
+    is_skipped: jax.Array | None
+    is_other_layout: jax.Array | None
+
+
+def find_state(opt_state: Any) -> DistributedState:
+    """Returns the DistributedState inside of what may be the state of a chain."""
+    parts = jax.tree.leaves(opt_state, is_leaf=is_distributed_state)
+    found = [part for part in parts if is_distributed_state(part)]
+    if len(found) != 1:
+        raise TreeError(
+            "opt_state",
+            "not the state of a distributed optimizer",
+            got=f"{type(opt_state).__name__} with {len(found)} DistributedState in it",
+            expected="a DistributedState, or the state of a chain with one",
+            action="Pass what init, step or TrainState.create returned; restore a checkpoint "
+            "into TrainState.shapes(params, tx), which gives it these types.",
+        )
+    return found[0]
+
+
+def check_own_state(state: Any) -> None:
+    """Raises TreeError unless ``state`` is a DistributedState itself."""
+    if not is_distributed_state(state):
+        raise TreeError(
+            "opt_state",
+            "not the state of this optimizer",
+            got=type(state).__name__,
+            expected="DistributedState",
+            action="Call step(grads, opt_state, params) with what init or step returned.",
+        )
+
+
+def map_state(function: Callable[[DistributedState], Any], opt_state: Any) -> Any:
+    """Replaces the DistributedState inside of what may be the state of a chain."""
+    return jax.tree.map(
+        lambda part: function(part) if is_distributed_state(part) else part,
+        opt_state,
+        is_leaf=is_distributed_state,
+    )
+
+
+def keep_if(is_skipped: jax.Array | None, old: Any, new: Any) -> Any:
+    """Returns ``old`` after a skipped step, else ``new``: trees of arrays of equal shapes."""
+    if is_skipped is None:
+        return new
+    return jax.tree.map(lambda a, b: jnp.where(is_skipped, a, b), old, new)
+
+
+def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:
+    """Returns the loss times the loss scale of the state, in float32: what to differentiate.
+
+    ``train_step`` does this by itself. In your own loop::
+
+        grads = jax.grad(lambda p: jda.scale_loss(loss(p, batch), opt_state))(params)
+
+    Args:
+      loss: The loss, shape ().
+      opt_state: The state of a distributed optimizer, or of a ``chain`` with one. Without a
+        ``loss_scale`` the loss is returned as it is.
+
+    Raises:
+      TreeError: There is no state of a distributed optimizer in ``opt_state``.
+      ShapeError, DtypeError: The loss is not one real number.
+    """
+    scaling = find_state(opt_state).scaling
+    trees.check_scalar("loss", loss)
+    loss = jnp.asarray(loss)
+    return loss if scaling is None else loss.astype(jnp.float32) * scaling.loss_scale
+
+
+def is_distributed_state(x: Any) -> bool:
+    """Whether ``x`` is a DistributedState."""
+    return isinstance(x, DistributedState)

@@ -1,0 +1,215 @@
+"""A distributed optimizer: its ``init``, ``update`` and ``step``, with what they were made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdistadam import compat
+from jdistadam.core import trees, varying
+from jdistadam.core.loss_scale import LossScaleState
+from jdistadam.distributed.accumulate import AccumulatedGrads, accumulate_local, init_grads_local
+from jdistadam.distributed.checks import check_alive, check_identity
+from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.state import DistributedState, StepResult, find_state
+from jdistadam.distributed.step import grad_norm_local, init_local, step_local
+from jdistadam.drop_in.transformation import FusedTransformation
+from jdistadam.errors import MeshError
+
+
+class DistributedTransformation(FusedTransformation):
+    """``init``, ``update`` and ``step`` over a mesh, with what they were made from.
+
+    ``train_step`` calls all of this for you. In a ``jax.shard_map`` of your own, over
+    ``config.mesh``::
+
+        def local_step(params, state, batch):  # batch: this device's part
+            grads = jax.grad(loss)(jda.local_params(params, tx), batch)
+            return tx.step(grads, state, params)
+
+        specs = P(), tx.state_specs()
+        step = jax.shard_map(local_step, mesh=mesh, in_specs=(*specs, P("data")), out_specs=specs)
+
+    ``init`` also runs outside of it.
+    """
+
+    config: DistributedConfig
+    specs: Any
+    # step with is_verified, and without the check for zero-size arguments: train_step needs none
+    local_step: Callable[..., StepResult]
+    norm: Callable[[Any, Any], jax.Array]
+
+    @classmethod
+    def make(
+        cls,
+        init: Any,
+        local_step: Callable[..., StepResult],
+        norm: Any,
+        config: DistributedConfig,
+        specs: Any,
+    ) -> DistributedTransformation:
+        """Makes ``update`` and ``step`` of a local step, and joins what they were made from."""
+
+        def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+            if params is None:
+                raise ValueError(optax._src.base.NO_PARAMS_MSG)
+            compat.refuse_empty_leaves(config.mesh, params)
+            result = local_step(grads, state, params, **extra_args)
+            return result.params, result.opt_state
+
+        def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+            new, state = step(grads, state, params, **extra)
+            # In float32, so that apply_updates lands exactly on a 16-bit parameter.
+            f32 = jnp.float32
+            return jax.tree.map(lambda n, p: n.astype(f32) - p.astype(f32), new, params), state
+
+        self: Any = cls(init, update, step)
+        self.local_step, self.norm, self.config, self.specs = local_step, norm, config, specs
+        return self
+
+    def state_specs(self, params: Any = None) -> Any:
+        """Returns the PartitionSpecs of the state, for shard_map's in_specs and out_specs.
+
+        They are the same for all params.
+        """
+        del params
+        return self.specs
+
+    def param_specs(self, params: Any) -> Any:
+        """Returns the PartitionSpec of every parameter, for shard_map's in_specs and out_specs.
+
+        Under "optim_grads_params" large leaves are sharded over ``shard_axis``; besides, leaves are
+        sharded as the argument ``param_specs`` of the optimizer says.
+
+        Args:
+          params: Tree of arrays or ``jax.ShapeDtypeStruct`` as they are outside of shard_map.
+        """
+        trees.check_dtypes(params, name="params")
+        return self.config.param_specs(params)
+
+    def check_state(self, opt_state: Any, params: Any) -> None:
+        """Raises where a state is of another layout than the one for these params; outside of jit.
+
+        The layout depends on the paths, shapes and dtypes of the params, on ``param_labels`` that
+        freeze leaves, on the number of shards, ``bucket_bytes`` and the kind of main parameters.
+        ``train_step``, ``full_params``, ``to_optax_state`` and ``main_params`` check by themselves.
+        A ``step`` in your own ``jax.shard_map`` cannot raise: there a state of another layout, like
+        the params, stays as it is, and its ``grad_norm`` becomes NaN. Call this once after a
+        restore, or when that happens. Called before a loop it makes the program's own check
+        needless: ``tx.step(..., is_verified=True)`` and ``tx.update`` leave it out.
+
+        Args:
+          opt_state: The state.
+          params: Tree of global params, or of ``jax.ShapeDtypeStruct``.
+
+        Raises:
+          LayoutError: The layouts differ; the message says where.
+          TreeError: This is not the state of a distributed optimizer.
+          MeshError: Its arrays were donated to a step.
+        """
+        own = find_state(opt_state)
+        check_alive(own)
+        check_identity(self.config, self.config.tensor_local(params), own)
+
+    def init_grads(self, params: Any) -> AccumulatedGrads:
+        """Returns a sum of no gradients, to which ``accumulate`` adds; inside shard_map.
+
+        Args:
+          params: Tree of arrays: only their shapes and dtypes matter.
+        """
+        return init_grads_local(self.config, params)
+
+    def accumulate(self, acc: AccumulatedGrads, grads: Any, weight: Any = None) -> AccumulatedGrads:
+        r"""Adds one micro-batch's local gradients.
+
+        Under "no_shard" and "optim" nothing is sent until ``step``; under "optim_grads" and
+        "optim_grads_params" they are reduced over ``shard_axis`` here, and the shard is added.
+
+        ``step`` takes the result in place of gradients and uses the mean over all micro-batches
+        of all devices, :math:`\sum_i w_i g_i / \sum_i w_i`.
+
+        Args:
+          acc: What ``init_grads`` or ``accumulate`` returned.
+          grads: This device's gradients, not reduced.
+          weight: :math:`w_i` >= 0, a scalar, e.g. a number of tokens. None: 1. Gradients of weight
+            zero do not count, whatever they hold. On a float16 wire keep it near 1: the weighted
+            sum is what travels.
+
+        Returns:
+          The new sums, in ``policy.main_grads_dtype``.
+
+        Raises:
+          TreeError, ShapeError, DtypeError: The gradients do not fit.
+          MeshError: They are reduced already.
+        """
+        return accumulate_local(self.config, acc, grads, weight)
+
+    def grad_norm(self, grads: Any, state: Any = None) -> jax.Array:
+        """Returns the global norm of the mean gradient before clipping, as ``step`` computes it.
+
+        XLA merges its communication with that of a ``step`` on the same gradients in the same
+        program. The norm that a step used is also in its new state, ``state.grad_norm``.
+
+        Args:
+          grads: Local gradients, or what ``accumulate`` returned.
+          state: The state. Only the one of a ``chain`` has an influence on the norm.
+
+        Returns:
+          Shape (), float32; the same on all devices.
+        """
+        return self.norm(grads, state)
+
+
+def check_distributed(tx: Any) -> None:
+    """Raises MeshError unless ``tx`` is a distributed optimizer."""
+    if not isinstance(tx, DistributedTransformation):
+        raise MeshError(
+            "tx",
+            "not a distributed optimizer",
+            got=type(tx).__name__,
+            expected="DistributedTransformation",
+            action="Make it with distributed_fused_adamw or distributed_fused_adam.",
+        )
+
+
+def make_distributed(config: DistributedConfig) -> DistributedTransformation:
+    """Joins the pieces."""
+    mesh, parallel = config.mesh, config.parallel
+
+    def init(params: Any) -> DistributedState:
+        trees.check_dtypes(params, name="params")
+        if not varying.unbound(parallel.shard_axes):
+            return init_local(config, params, config.whole(params))
+        trees.refuse_shapes(params, name="params")
+        specs = config.param_specs(params)
+        placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        params = jax.device_put(params, placed)
+        local = compat.shard_map(
+            lambda p: init_local(config, p, config.whole(p)),
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=tx.specs,
+        )
+        return jax.jit(local)(params)
+
+    def local_step(
+        grads: Any, state: Any, params: Any, *, is_verified: bool = False, **extra_args: Any
+    ) -> StepResult:
+        del extra_args
+        return step_local(config, grads, state, params, is_verified=is_verified)
+
+    sharded = parallel.state_spec
+    scaling = None if config.loss_scale is None else LossScaleState(P(), P(), P(), P())  # type: ignore[arg-type]
+    specs = DistributedState(P(), sharded, sharded, sharded, P(), P(), scaling)  # type: ignore[arg-type]
+
+    def norm(grads: Any, state: Any) -> jax.Array:
+        return grad_norm_local(config, grads, state)
+
+    tx = DistributedTransformation.make(init, local_step, norm, config, specs)
+    return tx

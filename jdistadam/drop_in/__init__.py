@@ -1,0 +1,1 @@
+"""``fused_adamw``: one program, any sharding, in place of ``optax.adamw``."""

@@ -1,0 +1,263 @@
+"""The drop-ins: optax's Adam and AdamW with the fused kernel, for one program and any sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdistadam.core import trees
+from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
+from jdistadam.core.masks import decay_groups
+from jdistadam.core.precision import check_nu_dtype, float_dtype, main_params_kind
+from jdistadam.drop_in import optax_fallback
+from jdistadam.drop_in.main_params import MainParamsState, needs_main, new_main_params
+from jdistadam.drop_in.step import tree_step
+from jdistadam.drop_in.transformation import FusedTransformation
+
+
+def fused_adamw(
+    learning_rate: ScalarOrSchedule,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    eps_root: Any = 0.0,
+    mu_dtype: Any = None,
+    weight_decay: ScalarOrSchedule = 1e-4,
+    mask: Any | Callable[[Any], Any] | None = None,
+    *,
+    nesterov: bool = False,
+    nu_dtype: Any = None,
+    main_params_dtype: Any = None,
+    bias_correction: bool = True,
+) -> FusedTransformation:
+    r"""AdamW in one fused kernel: a drop-in for ``optax.adamw`` with optax's state.
+
+    With :math:`c_1 = 1 - b_1^t`, :math:`c_2 = 1 - b_2^t`, all in float32 registers:
+
+    .. math::
+
+      m &\leftarrow (1 - b_1) g + b_1 m \\
+      v &\leftarrow (1 - b_2) g^2 + b_2 v \\
+      p &\leftarrow p - \alpha \left( \frac{m / c_1}{\sqrt{v / c_2 + \bar\varepsilon} + \varepsilon}
+         + \lambda p \right)
+
+    Arrays that are sharded stay so. Each leaf is updated where its moments lie, which never travel;
+    new params and moments lie where the old ones do, and updates where params do, whatever the
+    sharding of the gradients. In a plain ``jax.jit`` optax lets the sharding of its results depend
+    on all operands: with params replicated and moments sharded, its new params are sharded, here
+    they are gathered.
+
+    Args:
+      learning_rate: :math:`\alpha`, or a schedule of the step count.
+      b1: :math:`b_1`, decay rate of the first moment, in [0, 1).
+      b2: :math:`b_2`, decay rate of the second moment, in [0, 1).
+      eps: :math:`\varepsilon`, added outside the square root.
+      eps_root: :math:`\bar\varepsilon`, added inside the square root.
+      mu_dtype: Dtype in which :math:`m` is stored. None: the dtype of what is updated.
+      weight_decay: :math:`\lambda`, decoupled from the gradient, or a schedule of the step count.
+      mask: Tree of bools with the structure of the params, or a function from params to it: where
+        weight decay applies. None: everywhere.
+      nesterov: Whether to use Nesterov momentum, as optax does.
+      nu_dtype: Dtype in which :math:`v` is stored: float32, which is also the default, or bfloat16
+        for b2 up to 0.99. optax stores it in the parameter's dtype, where a bfloat16 :math:`v`
+        cannot decay for a larger b2.
+      main_params_dtype: float32: 16-bit parameters get a float32 copy, kept in
+        ``MainParamsState``; it is what the optimizer updates, and the parameters are its rounded
+        values. Updates of such leaves are float32 and ``optax.apply_updates`` lands exactly on the
+        rounded value, unless a parameter shrinks by 2^16 or more in one step; wrappers that want
+        updates of the gradients' dtype, such as ``optax.apply_if_finite``, need float32 gradients
+        then. To change parameters from outside, make a new state. "remainder16": the same for
+        bfloat16 parameters with 16 bits more instead of 32: a parameter is the bfloat16 nearest to
+        the float32 main parameter (ties away from zero), ``MainParamsState`` keeps the main
+        parameter's low 16 bits, and the two together are its exact value, as ``main_params`` gives
+        it. None: parameters are updated as they are.
+      bias_correction: Whether to divide by :math:`c_1` and :math:`c_2`. If not, both are 1.
+
+    Returns:
+      A ``FusedTransformation``: ``init``, ``update`` as in optax, and ``step``. Parameters,
+      gradients and :math:`m` may be float32, bfloat16 or float16; updates have the gradients'
+      dtype. Leaves with float64 or complex numbers are left to optax's own arithmetic.
+
+    Raises:
+      HyperparameterError: A number is out of range.
+      PolicyError: A dtype cannot be used.
+      TreeError, ShapeError, DtypeError: On use, where gradients, state and params do not fit.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> tx = fused_adamw(1e-2)
+      >>> params = {"w": jnp.ones((2, 3))}
+      >>> state = tx.init(params)
+      >>> params, state = jax.jit(tx.step)({"w": jnp.full((2, 3), 0.5)}, state, params)
+      >>> round(float(params["w"][0, 0]), 6)
+      0.989999
+
+    References:
+      Loshchilov and Hutter, `Decoupled Weight Decay Regularization
+      <https://arxiv.org/abs/1711.05101>`_, 2019.
+    """
+    hyper = Hyperparameters(
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        eps_root,
+        weight_decay,
+        nesterov,
+        bias_correction=bias_correction,
+    )
+    mu_dtype = _mu_dtype(mu_dtype)
+    like_optax = optax.adamw(
+        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
+    )
+    return _fused(hyper, like_optax, mask, nu_dtype, main_params_dtype, needs_params=True)
+
+
+def fused_adam(
+    learning_rate: ScalarOrSchedule,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    eps_root: Any = 0.0,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = False,
+    l2: Any = 0.0,
+    nu_dtype: Any = None,
+    main_params_dtype: Any = None,
+    bias_correction: bool = True,
+) -> FusedTransformation:
+    r"""Adam in one fused kernel: a drop-in for ``optax.adam`` with optax's state.
+
+    The formula of ``fused_adamw`` with :math:`\lambda = 0`, its gradient being
+
+    .. math::
+
+      g \leftarrow g + \ell p
+
+    with :math:`\ell` = ``l2``, which is L2 regularisation as in the original paper.
+
+    Args:
+      learning_rate: As in ``fused_adamw``, and so are the next five.
+      b1: Decay rate of the first moment.
+      b2: Decay rate of the second moment.
+      eps: Added outside the square root.
+      eps_root: Added inside the square root.
+      mu_dtype: Dtype in which the first moment is stored.
+      nesterov: Whether to use Nesterov momentum.
+      l2: :math:`\ell`, >= 0.
+      nu_dtype: Dtype in which the second moment is stored, as in ``fused_adamw``.
+      main_params_dtype: As in ``fused_adamw``.
+      bias_correction: As in ``fused_adamw``.
+
+    Returns:
+      A ``FusedTransformation``. ``update`` needs params only where l2 or main parameters do.
+
+    Raises:
+      HyperparameterError: A number is out of range.
+      PolicyError: A dtype cannot be used.
+      TreeError, ShapeError, DtypeError: On use, where gradients, state and params do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> tx = fused_adam(1e-2, b1=0.0)
+      >>> params = {"w": jnp.zeros(3)}
+      >>> updates, _ = tx.update({"w": jnp.array([2.0, -3.0, 5.0])}, tx.init(params))
+      >>> print(updates["w"].round(4))
+      [-0.01  0.01 -0.01]
+
+    References:
+      Kingma and Ba, `Adam <https://arxiv.org/abs/1412.6980>`_, 2015.
+    """
+    hyper = Hyperparameters(
+        learning_rate, b1, b2, eps, eps_root, 0.0, nesterov, l2, bias_correction
+    )
+    mu_dtype = _mu_dtype(mu_dtype)
+    like_optax = optax.adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov)
+    has_l2 = isinstance(l2, jax.Array) or l2 != 0
+    return _fused(hyper, like_optax, None, nu_dtype, main_params_dtype, needs_params=has_l2)
+
+
+def _fused(
+    hyper: Hyperparameters,
+    like_optax: optax.GradientTransformation,
+    mask: Any,
+    nu_dtype: Any,
+    main_params_dtype: Any,
+    *,
+    needs_params: bool,
+) -> FusedTransformation:
+    """Joins the pieces. ``like_optax`` makes the state."""
+    nu_dtype = check_nu_dtype("nu_dtype", nu_dtype, hyper.b2)
+    kind = main_params_kind(main_params_dtype)
+    known, operands = hyper.split()
+
+    def init(params: Any) -> optax.OptState:
+        trees.check_numbers(params, name="params")
+        decay_groups(mask, params)  # a mask that does not fit should not wait for the first step
+        if kind is None:
+            return _beside(params, _with_nu(like_optax.init(params), nu_dtype))
+        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if needs_main(x) else x, params)
+        inner = _beside(params, _with_nu(like_optax.init(wide), nu_dtype))
+        return MainParamsState(new_main_params(kind, params), inner)
+
+    def run(mode: str, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        if params is None and (needs_params or kind is not None or mode == "step"):
+            raise ValueError(optax._src.base.NO_PARAMS_MSG)  # optax has no public name for it
+        groups = decay_groups(mask, grads if params is None else params)
+        try:
+            return tree_step(
+                grads,
+                state,
+                params,
+                operands,
+                mode=mode,
+                known=known,
+                groups=groups,
+                nu_dtype=nu_dtype,
+                main_kind=kind,
+            )
+        except TypeError:  # of jit, which names a leaf that is no array by its place in a call
+            for name, tree in (("grads", grads), ("opt_state", state), ("params", params)):
+                trees.check_numbers(tree, name=name)
+            raise
+
+    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        del extra_args  # as optax's own, which take none
+        return run("update", grads, state, params)
+
+    def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+        del extra_args
+        return run("step", grads, state, params)
+
+    return FusedTransformation(init, update, step)
+
+
+def _mu_dtype(value: Any) -> Any:
+    is_array = isinstance(value, jax.Array | np.ndarray)  # of which == is no bool
+    if value is None or (not is_array and value in optax_fallback.DTYPES):
+        return value
+    return float_dtype("mu_dtype", value)
+
+
+def _beside(params: Any, state: Any) -> Any:
+    """Places the moments of a state that is made inside a program where its params are."""
+    adam = state[0]._replace(
+        mu=jax.tree.map(trees.placed_beside, params, state[0].mu),
+        nu=jax.tree.map(trees.placed_beside, params, state[0].nu),
+    )
+    return (adam, *state[1:])
+
+
+def _with_nu(state: Any, nu_dtype: Any) -> Any:
+    """Gives optax's state a second moment in ``nu_dtype``, but for leaves that optax steps."""
+
+    def zeros(x: Any) -> Any:
+        return x if x.dtype in optax_fallback.DTYPES else jnp.zeros_like(x, dtype=nu_dtype)
+
+    return (state[0]._replace(nu=jax.tree.map(zeros, state[0].nu)), *state[1:])

@@ -1,0 +1,221 @@
+"""One Adam step over many leaves: checks operands, picks the backend, makes the FFI call.
+
+All arrays are what one device holds. Under plain ``jax.jit`` over several devices use
+partitioning.py, inside ``jax.shard_map`` use this directly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistadam.core import varying
+from jdistadam.kernels import coefficients, native, reference
+
+_MODES = {"step": 0, "step_and_cast": 1, "update": 2, "step_split": 3}  # enum Mode of cuda/adam.h
+_KINDS = ("grads", "params", "mu", "nu", "out")  # bits of the handler's attribute `flat`
+
+
+class Scalars(NamedTuple):
+    """The device operands that say how to step. Changing them never recompiles."""
+
+    coefficients: Any  # shape (groups, len(coefficients.NAMES)), float32
+    inv_scale: Any  # shape (), float32: what every gradient is multiplied by
+    found_inf: Any  # shape (), bool: whether to change nothing
+
+    @classmethod
+    def plain(cls, rows: jax.Array) -> Scalars:
+        """Coefficients alone: gradients as they are, no skip."""
+        return cls(rows, jnp.ones((), jnp.float32), jnp.zeros((), jnp.bool_))
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """The static side of a call; hashable.
+
+    Attributes:
+      mode: "step": new params. "step_and_cast": new params, and a copy of them in ``out_dtype``.
+        "update": optax's updates in ``out_dtype``; params are only read.
+        "step_split": new params, of which the bfloat16 half lies in params and the remainder in
+        out, both updated in place.
+      groups: For each leaf, the row of the coefficients that it uses.
+      nesterov: Whether to use Nesterov momentum.
+      out_dtype: Dtype of the extra output; None in modes "step" and "step_split".
+      flat: Operand kinds that are one flat array instead of one array a leaf. Of a new flat out,
+        what lies between the leaves is undefined; the fallback cannot make one.
+      sizes: Elements of each leaf, given when anything is flat.
+      offsets: Where each leaf begins in the flat arrays, in elements.
+      contributions: How many gradients each array of grads holds, stacked in a first dimension (if
+        flat, behind each other). They are added pairwise in float32, then used as one.
+    """
+
+    mode: str
+    groups: tuple[int, ...]
+    nesterov: bool = False
+    out_dtype: Any = None
+    flat: frozenset[str] = frozenset()
+    sizes: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+    contributions: int = 1
+
+
+class Operands(NamedTuple):
+    """Leaves by kind: a sequence of arrays, or of one flat array."""
+
+    grads: Sequence[Any]
+    params: Sequence[Any]
+    mu: Sequence[Any]
+    nu: Sequence[Any]
+    out: Sequence[Any] = ()  # the remainders, uint16, in mode "step_split"
+
+
+class Results(NamedTuple):
+    """The new values, like Operands; ``out`` is empty in mode "step", params in "update"."""
+
+    params: Sequence[Any]
+    mu: Sequence[Any]
+    nu: Sequence[Any]
+    out: Sequence[Any]
+
+
+def adam(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
+    """Takes one Adam step on this device. params, mu and nu are updated in place where donated."""
+    if not operands.grads:
+        return Results(
+            operands.params if spec.mode != "update" else (), operands.mu, operands.nu, ()
+        )
+    scalars, operands = varying.vary_together((scalars, operands))
+    compiled = functools.partial(_adam_native, spec)
+    fallback = functools.partial(adam_fallback, spec)
+    return native.choose(compiled, fallback, scalars, operands)
+
+
+def _adam_native(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
+    results = _result_types(spec, operands)
+    # operands: 3 scalars, grads, params, mu, nu, remainders; results: params, mu, nu, out
+    first_param = len(Scalars._fields) + len(operands.grads)
+    first_aliased = first_param if results.params else first_param + len(operands.params)
+    num_aliased = len(results.params) + sum(map(len, operands[2:]))
+    call = jax.ffi.ffi_call(
+        "jdistadam_adam",
+        jax.tree.leaves(results),
+        input_output_aliases={first_aliased + i: i for i in range(num_aliased)},
+    )
+    outputs = call(*scalars, *jax.tree.leaves(operands), **_attributes(spec))
+    return jax.tree.unflatten(jax.tree.structure(results), outputs)
+
+
+def graph_nodes(x: Any) -> Any:
+    """Passes an array through two operations that do nothing, and returns it.
+
+    XLA makes a CUDA graph of five operations or more (``xla_gpu_graph_min_graph_size``). A step of
+    its own, jitted without the gradients, has three: the count, the coefficients, the kernel. With
+    these two it becomes a graph, and a call no longer prepares all its arrays.
+    """
+
+    def node(x: Any) -> Any:
+        aliased = {0: 0}
+        call = jax.ffi.ffi_call("jdistadam_graph_node", jax.typeof(x), input_output_aliases=aliased)
+        return call(x)
+
+    return native.choose(lambda x: node(node(x)), lambda x: x, x)
+
+
+def _attributes(spec: Spec) -> dict[str, Any]:
+    """Every attribute with its exact numpy type: the handler refuses any other."""
+    return {
+        "mode": np.int32(_MODES[spec.mode]),
+        "nesterov": np.bool_(spec.nesterov),
+        "contributions": np.int32(spec.contributions),
+        "groups": np.asarray(spec.groups, np.int32),
+        "flat": np.int32(sum(1 << _KINDS.index(kind) for kind in spec.flat)),
+        "sizes": np.asarray(spec.sizes, np.int64),
+        "offsets": np.asarray(spec.offsets, np.int64),
+    }
+
+
+def _result_types(spec: Spec, operands: Operands) -> Results:
+    # jax.typeof carries shardings and varying axes; a plain ShapeDtypeStruct would claim that the
+    # results are equal on all devices.
+    def like(arrays: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(jax.typeof(x) for x in arrays)
+
+    out = like(operands.out)
+    if spec.mode in ("step_and_cast", "update"):
+        out = tuple(
+            _summed(spec, x).update(dtype=jnp.dtype(spec.out_dtype)) for x in operands.grads
+        )
+    params = () if spec.mode == "update" else like(operands.params)
+    return Results(params, like(operands.mu), like(operands.nu), out)
+
+
+def _summed(spec: Spec, grads: Any) -> Any:
+    """The type of the sum of an array's contributions."""
+    if spec.contributions == 1:
+        return jax.typeof(grads)
+    flat = "grads" in spec.flat
+    shape = (grads.size // spec.contributions,) if flat else grads.shape[1:]
+    return native.type_like(grads, shape, grads.dtype)
+
+
+def adam_fallback(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
+    """The same step in jax.numpy. Close to the compiled kernels, not bitwise equal."""
+    if spec.contributions > 1:
+        stacked = [x.reshape(spec.contributions, *_summed(spec, x).shape) for x in operands.grads]
+        summed = tuple(reference.pairwise_sum(x.astype(jnp.float32), jnp) for x in stacked)
+        operands = operands._replace(grads=summed)
+    shapes = [x.shape for x in operands.grads]
+    leaves = Operands(
+        *(_split(spec, kind, arrays, shapes) for kind, arrays in operands._asdict().items())
+    )
+    if not leaves.out:
+        leaves = leaves._replace(out=(None,) * len(leaves.grads))
+    steps = [
+        reference.adam_leaf(
+            spec.mode,
+            dict(zip(coefficients.NAMES, scalars.coefficients[group], strict=True)),
+            scalars.inv_scale,
+            scalars.found_inf,
+            *leaf,
+            nesterov=spec.nesterov,
+            out_dtype=spec.out_dtype,
+            xp=jnp,
+        )
+        for group, leaf in zip(spec.groups, zip(*leaves, strict=True), strict=True)
+    ]
+    columns = reference.AdamResult(*(tuple(column) for column in zip(*steps, strict=True)))
+    params, mu, nu, out = (
+        _join(spec, kind, getattr(operands, kind), getattr(columns, kind))
+        for kind in ("params", "mu", "nu", "out")
+    )
+    return Results(
+        () if spec.mode == "update" else params, mu, nu, () if spec.mode == "step" else out
+    )
+
+
+def _split(spec: Spec, kind: str, arrays: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
+    """Cuts a flat array into leaves."""
+    if kind not in spec.flat or not arrays:
+        return arrays
+    (flat,) = arrays
+    ends = np.add(spec.offsets, spec.sizes).tolist()
+    pieces = [flat[start:end] for start, end in zip(spec.offsets, ends, strict=True)]
+    return [
+        x if "grads" in spec.flat else x.reshape(s) for x, s in zip(pieces, shapes, strict=False)
+    ]
+
+
+def _join(spec: Spec, kind: str, arrays: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Puts leaves back into their flat array."""
+    if kind not in spec.flat or not arrays:
+        return tuple(leaves)
+    (flat,) = arrays
+    for offset, leaf in zip(spec.offsets, leaves, strict=True):
+        flat = flat.at[offset : offset + leaf.size].set(leaf.reshape(-1))
+    return (flat,)

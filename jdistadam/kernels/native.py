@@ -1,0 +1,137 @@
+"""Loads the compiled modules, registers their FFI handlers once, and says why not otherwise.
+
+Nothing here runs at import: ``status(platform)`` loads the module of a platform on its first call.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pathlib
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jaxlib
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jdistadam.errors import NativeError
+
+PLATFORMS = ("cpu", "cuda")
+_MODULES = {"cpu": "jdistadam._cpu", "cuda": "jdistadam._cuda"}
+_XLA_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
+
+
+class Status(NamedTuple):
+    """Whether the compiled kernels of a platform can be used, and why not."""
+
+    available: bool
+    detail: str  # build information, or the reason
+
+
+@functools.cache
+def status(platform: str) -> Status:
+    """Loads and registers the compiled module of ``platform``, "cpu" or "cuda"."""
+    if platform not in PLATFORMS:
+        return Status(False, f"jdistadam has no compiled kernels for platform {platform!r}")
+    try:
+        module = importlib.import_module(_MODULES[platform])
+        check_ffi_api_version(module.ffi_api_version, runtime_ffi_api_version())
+    except ImportError as error:
+        return Status(False, _explain(platform, error))
+    for name, handler in module.handlers().items():
+        jax.ffi.register_ffi_target(name, handler, platform=_XLA_PLATFORMS[platform])
+    return Status(True, module.build_info)
+
+
+def _explain(platform: str, error: ImportError) -> str:
+    if not isinstance(error, ModuleNotFoundError):
+        return str(error)
+    package = pathlib.Path(__file__).parent.parent
+    if (package.parent / "pyproject.toml").exists():
+        return (
+            f"{_MODULES[platform]} is not built: jdistadam was imported from its source tree "
+            f"{package}. Install it with `pip install .` and run from another folder."
+        )
+    if platform == "cuda":
+        return (
+            "jdistadam was installed without a CUDA compiler. Reinstall with nvcc on the PATH, "
+            "or with CUDACXX or CUDA_HOME set."
+        )
+    return f"{_MODULES[platform]} is not built. Reinstall jdistadam with a C++17 compiler present."
+
+
+def runtime_ffi_api_version() -> tuple[int, int]:
+    """Returns the XLA FFI version of the running jaxlib, read from the headers it ships."""
+    header = pathlib.Path(jaxlib.__file__).parent / "include/xla/ffi/api/c_api.h"
+    try:
+        text = header.read_text()
+    except OSError as error:
+        raise NativeError(
+            "jaxlib",
+            "its FFI version cannot be read",
+            got=error,
+            expected="the header that it ships",
+            action="Reinstall jaxlib.",
+        ) from None
+    major, minor = (
+        int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", text)[1])  # type: ignore[index]
+        for part in ("MAJOR", "MINOR")
+    )
+    return major, minor
+
+
+def check_ffi_api_version(built: tuple[int, int], runtime: tuple[int, int]) -> None:
+    """Raises NativeError if a module's FFI headers are newer than the running jaxlib.
+
+    Registering such a module would make JAX's backend itself fail to start.
+    """
+    if built[0] != runtime[0] or built[1] > runtime[1]:
+        raise NativeError(
+            "compiled module",
+            f"XLA FFI version does not fit jaxlib {jaxlib.__version__}",
+            got=f"{built[0]}.{built[1]}",
+            expected=f"at most {runtime[0]}.{runtime[1]}",
+            action="Reinstall with `pip install .` (which builds against old headers), or upgrade "
+            "jaxlib.",
+        )
+
+
+def default_platform() -> str:
+    """Returns the platform that JAX uses by default, in this module's words."""
+    return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+
+
+@functools.cache
+def warn_if_unavailable(platform: str) -> None:
+    """Warns, once for each platform, that the jax.numpy fallback will run there."""
+    if not (found := status(platform)).available:
+        warnings.warn(
+            f"jdistadam runs its jax.numpy fallback on {platform}: {found.detail} The fallback is "
+            "slower and not bitwise equal to the compiled kernels.",
+            stacklevel=4,
+        )
+
+
+def choose(compiled: Callable[..., Any], fallback: Callable[..., Any], *operands: Any) -> Any:
+    """Calls ``compiled`` on the platforms that have the compiled module, else ``fallback``."""
+    available = [platform for platform in PLATFORMS if status(platform).available]
+    if len(available) == len(PLATFORMS):
+        return compiled(*operands)
+    warn_if_unavailable(default_platform())
+    branches = {platform: compiled for platform in available}
+    return lax.platform_dependent(*operands, default=fallback, **branches)
+
+
+def type_like(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The type of an array that lives where ``x`` does, for results of a foreign call.
+
+    It carries the mesh and the axes along which x varies: a plain ``jax.ShapeDtypeStruct`` would
+    claim that the result is equal on all devices.
+    """
+    kind = jax.typeof(x)
+    sharding = kind.sharding.update(spec=P(*(None,) * len(shape)))
+    return kind.update(shape=shape, dtype=jax.numpy.dtype(dtype), sharding=sharding)

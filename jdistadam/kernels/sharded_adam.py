@@ -1,0 +1,234 @@
+"""The kernel under plain ``jax.jit`` over several devices.
+
+XLA gathers every operand of a foreign call that it knows nothing about. Here it is told that the
+step is elementwise, and where to take it: each leaf is updated where its moments lie, so that they
+never travel. Results lie where the arrays lie that they replace, wherever the gradients come from.
+Inside ``jax.shard_map``, or on one device, this is the kernel itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
+from jax.extend.core import Primitive
+from jax.extend.mlir.dialects import sdy
+from jax.interpreters import mlir
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from jdistadam.core import collectives, varying
+from jdistadam.kernels import adam as kernel
+from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
+
+Arrays = Sequence[Any]
+DimAxes = list[tuple[str, ...]]
+"""For each dimension of an array the mesh axes that cut it, the most significant one first."""
+
+
+def adam(
+    spec: Spec, scalars: Scalars, operands: Operands, out_like: Arrays | None = None
+) -> Results:
+    """Like kernel.adam, for leaves sharded in any way.
+
+    Gradients, params, second moments and remainders are brought to the sharding of the first
+    moments. ``spec.flat`` must be empty: a flat array has no dimension that belongs to a leaf.
+
+    Args:
+      spec: As for the kernel, and so are the next two.
+      scalars: The same on all devices.
+      operands: The leaves.
+      out_like: In mode "step_and_cast", arrays that lie where ``out`` is to lie.
+
+    Returns:
+      The results of the kernel. New params, moments and remainders lie where the old ones do,
+      updates where params do.
+    """
+    if not operands.grads:
+        return kernel.adam(spec, scalars, operands)
+    scalars, operands = varying.vary_together((scalars, operands))
+    models = operands._replace(out=operands.out or out_like or operands.params)
+    # The types of an Explicit mesh say where arrays lie, and a call gets its types from operands.
+    moved = Operands(*(_typed_like(arrays, operands.mu) for arrays in operands))
+    draws = tuple(map(_draw_p.bind, operands.mu))
+    ranks = tuple(x.ndim for x in operands.mu)
+    results = _partitioned(spec, ranks)((models.out, draws), scalars, moved)
+    return Results(*map(_typed_like, results, models[1:]))
+
+
+def _typed_like(arrays: Arrays, models: Arrays) -> tuple[Any, ...]:
+    """Moves arrays to where, as far as types know, those of ``models`` lie."""
+
+    def move(x: Any, model: Any) -> Any:
+        sharding = jax.typeof(model).sharding
+        is_there = sharding.mesh.empty or jax.typeof(x).sharding.spec == sharding.spec
+        return x if is_there else jax.reshard(x, sharding)
+
+    return tuple(move(*pair) for pair in zip(arrays, models, strict=False))
+
+
+# What Shardy sees of a moment in order to shard gradients likewise: shardings pass through it
+# forward only. Were it the moment itself, gradients would draw the carry of a loop to themselves.
+_draw_p = Primitive("jdistadam_draw")
+_draw_p.def_impl(lambda x: x)
+_draw_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(
+    _draw_p,
+    lambda ctx, x: [sdy.PropagationBarrierOp(x, sdy.PropagationDirection.FORWARD).result],
+)
+
+
+@functools.lru_cache(maxsize=256)
+def _partitioned(spec: Spec, ranks: tuple[int, ...]) -> Any:
+    """The kernel behind an argument that it does not read, whose arrays only lie somewhere."""
+
+    @custom_partitioning
+    def adam_step(placed: Any, scalars: Scalars, operands: Operands) -> Results:
+        del placed
+        return kernel.adam(spec, scalars, operands)
+
+    def partition(mesh: Mesh, arg_shapes: Any, result_shapes: Results) -> Any:
+        placed, scalars, operands = arg_shapes
+        homes = [x.sharding for x in operands.mu]
+
+        def routes(kinds: Any, *, inward: bool) -> Any:
+            of_leaf = functools.partial(_route, inward=inward)
+            # zip ends with the arrays of a kind, which may be none
+            return [[of_leaf(*x) for x in zip(arrays, homes, strict=False)] for arrays in kinds]
+
+        def along(routes: Any, kinds: Any) -> Any:
+            moved = functools.partial(_moved, mesh)
+            return type(kinds)(*(tuple(map(moved, *x)) for x in zip(routes, kinds, strict=True)))
+
+        def lower_fn(placed: Any, scalars: Scalars, operands: Operands) -> Results:
+            del placed
+            return along(outward, kernel.adam(spec, scalars, along(inward, operands)))
+
+        inward, outward = routes(operands, inward=True), routes(result_shapes, inward=False)
+        arg_shardings = (
+            jax.tree.map(lambda x: x.sharding, placed),
+            jax.tree.map(lambda _: NamedSharding(mesh, P()), scalars),
+            Operands(*(tuple(x.sharding for x in kind) for kind in inward)),
+        )
+        results = Results(*(tuple(x.sharding for x in kind) for kind in outward))
+        return mesh, lower_fn, results, arg_shardings
+
+    adam_step.def_partition(partition=partition, sharding_rule=_sharding_rule(spec, ranks))
+    return adam_step
+
+
+def _sharding_rule(spec: Spec, ranks: tuple[int, ...]) -> SdyShardingRule:
+    """Each kind of array shares factors with the results that replace it, and with no other."""
+
+    def leaves(kind: str) -> Any:
+        return tuple(tuple(f"{kind}{i}d{d}" for d in range(rank)) for i, rank in enumerate(ranks))
+
+    scalars: Any = (("r", "c"), (), ())
+    grads, params, mu, nu = map(leaves, ("g", "p", "m", "n"))
+    # Updates are added to params; every other `out` has arrays of its own that say where it lies.
+    out = params if spec.mode == "update" else leaves("o")
+    remainders = out if spec.mode == "step_split" else ()
+    new_params = () if spec.mode == "update" else params
+    new_out = () if spec.mode == "step" else out
+    return SdyShardingRule(
+        operand_mappings=out + grads + scalars + grads + params + mu + nu + remainders,
+        result_mappings=new_params + mu + nu + new_out,
+        need_replication_factors=("r", "c"),
+    )
+
+
+class _Step(NamedTuple):
+    """A change of an array's sharding by one mesh axis."""
+
+    op: str  # "slice", "all_to_all" or "all_gather"
+    axis: str
+    source: int  # the dimension that the axis cuts before; -1: none
+    target: int  # the dimension that it cuts afterwards; -1: none
+
+
+class _Route(NamedTuple):
+    """How an array travels between the place that Shardy gave it and that of its moments."""
+
+    sharding: Sharding  # what XLA is told
+    steps: tuple[_Step, ...]  # what the devices then do themselves
+
+
+def _route(x: Any, home: Sharding, *, inward: bool) -> _Route:
+    steps = _steps(x.shape, *((x.sharding, home) if inward else (home, x.sharding)))
+    return _Route(x.sharding if steps else home, steps)
+
+
+def _steps(shape: tuple[int, ...], source: Sharding, target: Sharding) -> tuple[_Step, ...]:
+    """How to bring an array from one sharding to another; () if XLA does it as well.
+
+    XLA slices, gathers and permutes as one would. But where an axis goes over to another dimension
+    it may gather the whole array, as it does in jaxlib 0.11 between the shardings of Shardy and
+    those that a partition rule returns.
+    """
+    if not (isinstance(source, NamedSharding) and isinstance(target, NamedSharding)):
+        return ()
+    now, goal = (_dim_axes(x, len(shape)) for x in (source, target))
+    sizes = source.mesh.shape
+    if not (_divides(shape, now, sizes) and _divides(shape, goal, sizes)):
+        return ()
+    if any(a[: len(b)] != b[: len(a)] for a, b in zip(now, goal, strict=True)):
+        return ()
+    steps: list[_Step] = []
+    while now != goal:
+        steps.append(step := _next_step(now, goal))
+        if step.source >= 0:
+            now[step.source] = now[step.source][:-1]
+        if step.target >= 0:
+            now[step.target] += (step.axis,)
+    simple = len({x.op for x in steps}) == 1 and steps[0].op != "all_to_all"
+    return () if simple else tuple(steps)
+
+
+def _dim_axes(sharding: NamedSharding, rank: int) -> DimAxes:
+    entries = (*sharding.spec, *(None,) * (rank - len(sharding.spec)))
+    names = [(x,) if isinstance(x, str) else tuple(x or ()) for x in entries]
+    return [tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1) for axes in names]
+
+
+def _divides(shape: tuple[int, ...], dim_axes: DimAxes, sizes: Any) -> bool:
+    pairs = zip(shape, dim_axes, strict=True)
+    return all(n % math.prod(sizes[axis] for axis in axes) == 0 for n, axes in pairs)
+
+
+def _next_step(now: DimAxes, goal: DimAxes) -> _Step:
+    """The cheapest: first what makes shards smaller, last what makes them larger.
+
+    Of each dimension one list of axes begins with the other.
+    """
+    missing = [y[len(x) : len(x) + 1] for x, y in zip(now, goal, strict=True)]
+    for d, axes in enumerate(missing):
+        if axes and not any(axes[0] in x for x in now):
+            return _Step("slice", axes[0], -1, d)
+    surplus = [d for d, axes in enumerate(now) if len(axes) > len(goal[d])]
+    for d in surplus:
+        if (axes := now[d][-1:]) in missing:
+            return _Step("all_to_all", axes[0], d, missing.index(axes))
+    return _Step("all_gather", now[surplus[0]][-1], surplus[0], -1)
+
+
+def _moved(mesh: Mesh, route: _Route, x: jax.Array) -> jax.Array:
+    """Takes the steps of a route, on what one device holds."""
+    for op, axis, source, target in route.steps:
+        n = mesh.shape[axis]
+        if op == "slice":
+            size = x.shape[target] // n
+            start = collectives.axis_index((axis,)) * size
+            x = lax.dynamic_slice_in_dim(x, start, size, target)
+        elif op == "all_gather":
+            x = collectives.all_gather(x, (axis,), dim=source, to="varying")
+        else:
+            stacked = jnp.stack(jnp.split(x, n, target))
+            pieces = collectives.all_to_all(stacked, axis, dim=0)
+            x = jnp.concatenate([pieces[i] for i in range(n)], source)
+    return x

@@ -1,0 +1,235 @@
+"""Whether a compiled training step sends what the plan says, and nothing else."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdistadam.distributed.checks import check_scaling
+from jdistadam.distributed.schedule import planned_collectives
+from jdistadam.distributed.state import find_state
+from jdistadam.errors import TreeError
+from jdistadam.tools import hlo
+from jdistadam.training.train_state import TrainState, check_train_state
+from jdistadam.training.train_step import TrainStep
+
+_Counter = collections.Counter[tuple[str, str, int]]
+_MAX_SCALARS = 8  # elements of one all-reduce: losses, norms, weights, flags
+
+# What XLA's CPU backend neither computes nor sends, and what it does instead, whatever the
+# operation. float16 stays as it is.
+_WIDENED_ON_CPU = {"bfloat16": "float32", "float8_e5m2": "float16", "float8_e4m3fn": "float16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditRow:
+    """All collectives of one operation and dtype over so many devices, of one step.
+
+    Attributes:
+      op: "reduce-scatter", "all-gather", "all-reduce", "all-to-all" or "collective-permute".
+      dtype: What travels.
+      devices: How many devices take part in each.
+      planned: Elements of the results by the plan.
+      optional: How many of these XLA may leave out: gathers of small leaves in the backward pass.
+      found: Elements of the results in the compiled program.
+      asynchronous: How many of these stand in instructions during which other work can run.
+      widened: Whether it does not pass for one reason alone: XLA's CPU backend widened the dtype.
+        Nothing is found in the dtype of the plan, and as many elements more in the wider one.
+    """
+
+    op: str
+    dtype: str
+    devices: int
+    planned: int
+    optional: int
+    found: int
+    asynchronous: int
+    widened: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """Whether the program sends what is planned."""
+        return self.planned - self.optional <= self.found <= self.planned
+
+    @property
+    def note(self) -> str:
+        """What is wrong, in a word; "" for what passed."""
+        if self.passed:
+            return ""
+        if self.widened:
+            return "WIDENED"
+        return "MISSING" if self.found < self.planned else "NOT PLANNED"
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """What ``audit`` found; prints as a table with a verdict.
+
+    Attributes:
+      rows: What travels, apart from scalars.
+      scalars: All-reduces with a few scalars: the loss, the norm, weights and flags.
+      num_devices: Size of the mesh.
+      program: The compiled program, as ``jax.jit(f).lower(...).compile()`` returns it.
+    """
+
+    rows: tuple[AuditRow, ...]
+    scalars: int
+    num_devices: int
+    program: Any = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the program sends what is planned, in its dtypes, and nothing else."""
+        return all(row.passed for row in self.rows)
+
+    @property
+    def only_widened(self) -> bool:
+        """Whether it would pass but for dtypes that XLA's CPU backend widened.
+
+        Whether those travel as planned can then be found out for a GPU alone.
+        """
+        return not self.passed and all(row.passed or row.widened for row in self.rows)
+
+    def __str__(self) -> str:
+        """Returns a table with one line a row, and the verdict."""
+        if self.num_devices == 1 and not self.rows:
+            return "one device: nothing travels, so there is nothing to check"
+        lines = [
+            f"{'collective':<19} {'dtype':<14} {'devices':>7} {'planned':>13} {'found':>13} "
+            f"{'MB':>9} {'async':>6}"
+        ]
+        for r in self.rows:
+            size = r.found * jnp.dtype(r.dtype).itemsize / 1e6
+            share = f"{100 * r.asynchronous / r.found:.0f} %" if r.found else "-"
+            line = (
+                f"{r.op:<19} {r.dtype:<14} {r.devices:>7} {r.planned:>13} {r.found:>13} "
+                f"{size:>9.2f} {share:>6}  {r.note}"
+            )
+            lines.append(line.rstrip())
+        verdict = "as planned" if self.passed else "NOT as planned"
+        if self.only_widened:
+            verdict = "as planned in operations and elements, NOT CHECKED in dtypes"
+            lines.append(self._about_widening())
+        return "\n".join([*lines, f"{verdict}; besides {self.scalars} all-reduces of scalars"])
+
+    def _about_widening(self) -> str:
+        dtypes = {row.dtype for row in self.rows if row.widened and row.dtype in _WIDENED_ON_CPU}
+        widened = " and ".join(f"{dtype} to {_WIDENED_ON_CPU[dtype]}" for dtype in sorted(dtypes))
+        return f"XLA's CPU backend widens {widened}; only an audit for GPUs can check that"
+
+
+def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
+    """Compiles a training step and compares its collectives with the plan.
+
+    Every operation, dtype, number of devices and of elements counts, those of loops as often as
+    they run. So a cast that XLA moved across a collective shows, and a gather that it added.
+
+    Args:
+      step: What ``train_step`` returned.
+      state: A train state, or a tree of ``jax.ShapeDtypeStruct`` with shardings.
+      batch: A batch, or a tree of ``jax.ShapeDtypeStruct`` with shardings.
+
+    Returns:
+      An ``Audit``: ``print`` it, or look at ``passed`` and ``rows``. XLA's CPU backend widens
+      bfloat16 and float8 itself: such a program does not pass, and where nothing else differs
+      ``only_widened`` is True.
+
+    Example:
+      >>> import jdistadam as jda
+      >>> tx = jda.distributed_fused_adamw(1e-2, mesh=jax.make_mesh((1,), ("data",)))
+      >>> step = jda.train_step(lambda params, batch: jnp.sum(batch @ params["w"]), tx)
+      >>> state = jda.TrainState.create({"w": jnp.ones(3)}, tx)
+      >>> audit(step, state, jnp.ones((1, 3))).passed
+      True
+    """
+    _check_step(step)
+    check_train_state(state)
+    check_scaling(step.tx.config, find_state(state.opt_state))
+    planned, optional = _planned(step, state)
+    program = step.lower(state, batch, is_verified=True).compile()
+    found, asynchronous, scalars = _found(program.as_text())
+    keys = sorted(planned.keys() | found.keys())
+    rows = [
+        AuditRow(*key, planned[key], optional[key], found[key], asynchronous[key]) for key in keys
+    ]
+    mesh = step.tx.config.mesh
+    if mesh.devices.flat[0].platform == "cpu":
+        rows = _mark_widened(rows)
+    return Audit(tuple(rows), scalars, mesh.size, program)
+
+
+def _check_step(step: Any) -> None:
+    if not isinstance(step, TrainStep):
+        raise TreeError(
+            "step",
+            "not a training step of this package",
+            got=type(step).__name__,
+            expected="what train_step returned",
+            action="Call audit(train_step(loss_fn, tx), state, batch).",
+        )
+
+
+def _found(text: str) -> tuple[_Counter, _Counter, int]:
+    """Elements of a program, those in asynchronous instructions, and all-reduces with scalars."""
+    found: _Counter = collections.Counter()
+    asynchronous: _Counter = collections.Counter()
+    scalars = 0
+    for c in hlo.collectives_in(text):
+        arrays = c.arrays
+        small = [elements for _, elements in arrays if elements <= _MAX_SCALARS]
+        if c.op == "all-reduce" and small and sum(small) <= _MAX_SCALARS:
+            scalars += 1  # perhaps combined with gradients
+            arrays = tuple(a for a in arrays if a[1] > _MAX_SCALARS)
+        if c.devices == 1:
+            continue  # nothing travels; XLA leaves most of these out, not all
+        for dtype, elements in arrays:
+            key = c.op, hlo.DTYPES.get(dtype, dtype), c.devices
+            found[key] += elements * c.times
+            asynchronous[key] += elements * c.times * c.is_async
+    return found, asynchronous, scalars
+
+
+def _mark_widened(rows: list[AuditRow]) -> list[AuditRow]:
+    """Marks rows of programs for CPU devices where the dtype is all that differs."""
+    groups: dict[tuple[str, str, int], list[AuditRow]] = {}
+    for row in rows:
+        key = row.op, _WIDENED_ON_CPU.get(row.dtype, row.dtype), row.devices
+        groups.setdefault(key, []).append(row)
+    marked: list[AuditRow] = []
+    for group in groups.values():
+        widened = _is_widening(group)
+        marked += [dataclasses.replace(r, widened=widened and not r.passed) for r in group]
+    return sorted(marked, key=lambda r: (r.op, r.dtype, r.devices))
+
+
+def _is_widening(group: list[AuditRow]) -> bool:
+    """Whether all of the plan is found in the wide dtype, and nothing beside it."""
+    narrow = [row for row in group if row.dtype in _WIDENED_ON_CPU]
+    planned = sum(row.planned for row in group)
+    optional = sum(row.optional for row in group)
+    found = sum(row.found for row in group)
+    nothing_left = not any(row.found for row in narrow)
+    return nothing_left and planned - optional <= found <= planned
+
+
+def _planned(step: TrainStep, state: Any) -> tuple[_Counter, _Counter]:
+    """Elements by operation, dtype and number of devices; and those that XLA may leave out."""
+    config = step.tx.config
+    planned: _Counter = collections.Counter()
+    optional: _Counter = collections.Counter()
+    accumulate_steps = step.options.accumulate_steps
+    for c in planned_collectives(config, state.params, accumulate_steps=accumulate_steps):
+        is_scalar = c.op == "all-reduce" and c.result_elements <= _MAX_SCALARS
+        if c.devices > 1 and not is_scalar:
+            key = c.op, c.dtype.name, c.devices
+            planned[key] += c.result_elements * c.times
+            optional[key] += c.result_elements * c.times * c.is_optional
+    devices = config.mesh.size
+    leaves = len(jax.tree.leaves(state.params))
+    if step.options.report_nonfinite and devices > 1 and leaves > _MAX_SCALARS:
+        planned["all-reduce", "int32", devices] += leaves
+    return planned, optional

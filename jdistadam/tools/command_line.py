@@ -1,0 +1,197 @@
+"""The arguments of the command ``jdistadam``: read, checked and explained."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pathlib
+import reprlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import jdistadam
+from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.distributed.mesh_axes import OUTER_SHARDING_STRATEGIES, SHARDING_STRATEGIES
+from jdistadam.tools import bench
+
+_LARGEST = 1 << 20  # of a count: more than any machine has, and still planned at once
+_FLOATS = ("float32", "bfloat16", "float16")
+_FLOAT8 = ("float8_e5m2", "float8_e4m3fn")
+
+# Fields of MixedPrecisionPolicy: what may be given, and what it is the dtype of.
+_POLICY: dict[str, tuple[tuple[str, ...], str]] = {
+    "main_params_dtype": (
+        ("float32", "remainder16", "none"),
+        "parameters that the optimizer updates; none: it has none but the model's",
+    ),
+    "main_grads_dtype": (_FLOATS, "gradients in storage"),
+    "grad_comm_dtype": (("none", *_FLOATS), "gradients on the wire; none: main-grads-dtype"),
+    "grad_reduce_dtype": (
+        ("none", "float32"),
+        "sums over devices; none: that of the wire, summed by the collective library",
+    ),
+    "param_comm_dtype": (("none", *_FLOATS, *_FLOAT8), "parameters on the wire; none: their own"),
+    "mu_dtype": (_FLOATS, "first moments"),
+    "nu_dtype": (("float32", "bfloat16"), "second moments"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the arguments, and shows defaults in its help."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with exit code 2."""
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+class Tree(NamedTuple):
+    """Parameters by path, and where they come from: a name, or a file."""
+
+    name: str
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def __str__(self) -> str:
+        """Returns the name and the sizes."""
+        leaves = f"{len(self.shapes)} {'leaf' if len(self.shapes) == 1 else 'leaves'}"
+        return f"{self.name}, {leaves}, {sum(map(math.prod, self.shapes.values())):,} parameters"
+
+
+def make_parser() -> Parser:
+    """Returns the parser; what it returns has the name of the ``command`` and its ``parser``."""
+    parser = Parser(prog="jdistadam", description="Fused and sharded Adam for JAX.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {jdistadam.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, text: str) -> Parser:
+        added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        added.set_defaults(parser=added)
+        return added
+
+    info = command("info", "versions, devices, which backend runs and why not the others")
+    _add_json(info)
+    command("check", "one real step on each backend, compared bit for bit with the oracle")
+    bench = command("bench", "speed of one step on this device, against a copy and optax.adamw")
+    _add_bench_arguments(bench)
+    plan = command("plan", "bytes that each device would hold and send, from shapes alone")
+    plan.add_argument(
+        "--devices", type=_count, metavar="N", default=8, help="how many; none need exist"
+    )
+    _add_optimizer_arguments(plan)
+    audit = command(
+        "audit", "compile a step for the devices here, and compare what it sends with the plan"
+    )
+    _add_optimizer_arguments(audit)
+    return parser
+
+
+def policy(args: argparse.Namespace) -> MixedPrecisionPolicy:
+    """Returns the policy that the arguments describe."""
+    given = {name: getattr(args, name) for name in _POLICY}
+    return MixedPrecisionPolicy(**{k: None if v == "none" else v for k, v in given.items()})
+
+
+def _add_json(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def _add_bench_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "--trees",
+        nargs="+",
+        default=["resnet50"],
+        choices=bench.TREES,
+        metavar="TREE",
+        help="what to update: %(choices)s",
+    )
+    parser.add_argument("--list", action="store_true", help="print the trees and end")
+    _add_json(parser)
+
+
+def _add_optimizer_arguments(parser: Parser) -> None:
+    """Names as in ``distributed_fused_adamw`` and ``MixedPrecisionPolicy``."""
+    add = parser.add_argument
+    names = ", ".join(bench.TREES)
+    add("--tree", type=_tree, default="gpt2s", help=f"{names}, or a JSON file {{path: shape}}")
+    _add_dtype(parser, "param_dtype", _FLOATS, "bfloat16", "parameters")
+    add(
+        "--replicas",
+        type=_count,
+        metavar="N",
+        default=1,
+        help="into how many the devices are divided",
+    )
+    add(
+        "--sharding-strategy",
+        choices=SHARDING_STRATEGIES,
+        default="optim",
+        help="what is sharded over the devices of a replica",
+    )
+    add(
+        "--outer-sharding-strategy",
+        choices=OUTER_SHARDING_STRATEGIES,
+        default="no_shard",
+        help="what is sharded over the replicas too",
+    )
+    add(
+        "--accumulate-steps",
+        type=_count,
+        metavar="N",
+        default=1,
+        help="how many micro-batches in a step",
+    )
+    defaults = MixedPrecisionPolicy()
+    for name, (choices, use) in _POLICY.items():
+        _add_dtype(parser, name, choices, str(getattr(defaults, name)).lower(), use)
+
+
+def _add_dtype(parser: Parser, name: str, choices: tuple[str, ...], default: str, use: str) -> None:
+    parser.add_argument(
+        f"--{name.replace('_', '-')}",
+        choices=choices,
+        default=default,
+        metavar="DTYPE",
+        help=f"dtype of {use}: %(choices)s",
+    )
+
+
+def _count(text: str) -> int:
+    """Returns a number of devices, replicas or micro-batches."""
+    if text.isdecimal() and len(text) < 20 and 1 <= int(text) <= _LARGEST:
+        return int(text)
+    expected = f"a whole number from 1 to {_LARGEST}"
+    raise argparse.ArgumentTypeError(f"got {reprlib.repr(text)}, expected {expected}")
+
+
+def _tree(text: str) -> Tree:
+    """Returns a tree of the bench, or what a JSON file says."""
+    if text in bench.TREES:
+        return Tree(text, bench.TREES[text])
+    try:
+        shapes = json.loads(pathlib.Path(text).read_text(encoding="utf-8"))
+    except OSError as error:
+        names = ", ".join(bench.TREES)
+        raise argparse.ArgumentTypeError(
+            f"cannot read {text!r} ({error.strerror}), expected a JSON file or one of {names}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    _check(text, isinstance(shapes, dict) and shapes, shapes, 'an object like {"w": [1024, 64]}')
+    for path, shape in shapes.items():
+        expected = "a list of whole numbers, with fewer than 2**63 elements"
+        _check(f"{text}: shape of {path!r}", _is_shape(shape), shape, expected)
+    return Tree(text, {path: tuple(shape) for path, shape in shapes.items()})
+
+
+def _is_shape(value: Any) -> bool:
+    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
+        return False
+    return math.prod(max(n, 1) for n in value) < 1 << 63
+
+
+def _check(where: str, is_valid: Any, got: Any, expected: str) -> None:
+    if not is_valid:
+        raise argparse.ArgumentTypeError(f"{where}: got {reprlib.repr(got)}, expected {expected}")

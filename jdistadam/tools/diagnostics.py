@@ -1,0 +1,189 @@
+"""What is installed, what will run and why, and whether it computes the right bits."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+_PACKAGES = (
+    "jdistadam",
+    "jax",
+    "jaxlib",
+    "optax",
+    "flax",
+    "numpy",
+    "ml_dtypes",
+    "jax-cuda13-plugin",
+)
+
+
+def info() -> dict[str, Any]:
+    """Returns versions, devices and backends as JSON-ready values. Never raises.
+
+    What cannot be found out becomes a value that says why.
+    """
+    return {
+        "python": sys.version.split()[0],
+        "machine": f"{platform.system()} {platform.machine()}",
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "devices": _try(_devices),
+        "driver": _try(_driver),
+        "backends": _try(_backends),
+        "runs": _try(_what_runs),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _try(probe: Callable[[], Any]) -> Any:
+    try:
+        return probe()
+    except Exception as error:  # a report must come out of a broken installation too
+        return (
+            f"unknown: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
+
+
+def _devices() -> list[str]:
+    import jax
+
+    return [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()]
+
+
+def _driver() -> str:
+    import jax
+
+    return jax.devices()[0].client.platform_version.splitlines()[0]
+
+
+def _backends() -> dict[str, dict[str, Any]]:
+    from jdistadam.kernels import native
+
+    found = {name: native.status(name) for name in native.PLATFORMS}
+    return {name: {"available": s.available, "detail": s.detail} for name, s in found.items()}
+
+
+def _what_runs() -> str:
+    from jdistadam.kernels import native
+
+    default = native.default_platform()
+    status = native.status(default)
+    if status.available:
+        return f"compiled {default} kernels"
+    return f"jax.numpy fallback on {default}: {status.detail}"
+
+
+def format_info(report: dict[str, Any]) -> str:
+    """Formats ``info()`` for people: [OK] usable, [--] not."""
+    lines = [f"{key:<9} {report[key]}" for key in ("python", "machine", "driver")]
+    lines.append(
+        "packages  "
+        + ", ".join(f"{name} {version}" for name, version in report["packages"].items())
+    )
+    devices = report["devices"]
+    lines.append("devices   " + (", ".join(devices) if isinstance(devices, list) else str(devices)))
+    if isinstance(report["backends"], dict):
+        for name, status in report["backends"].items():
+            lines.append(f"[{'OK' if status['available'] else '--'}] {name:<5} {status['detail']}")
+    else:
+        lines.append(f"backends  {report['backends']}")
+    lines.append(f"runs      {report['runs']}")
+    return "\n".join(lines)
+
+
+class Check(NamedTuple):
+    """The outcome of one check: passed True, failed False, not possible here None."""
+
+    name: str
+    passed: bool | None
+    detail: str
+
+
+def check() -> list[Check]:
+    """Takes a real step on every backend present and compares it with the oracle, bit for bit."""
+    from jdistadam.kernels import native
+
+    checks = []
+    for name in native.PLATFORMS:
+        status = native.status(name)
+        if not status.available:
+            # Without the CPU kernels an installation is broken; CUDA kernels are optional.
+            checks.append(Check(name, False if name == "cpu" else None, status.detail))
+            continue
+        try:
+            checks.append(_check_backend(name))
+        except Exception as error:
+            checks.append(Check(name, False, f"{type(error).__name__}: {error}"))
+    return checks
+
+
+def _check_backend(name: str) -> Check:
+    import jax
+
+    try:
+        device = jax.devices({"cuda": "gpu"}.get(name, name))[0]
+    except RuntimeError as error:
+        return Check(name, None, f"JAX has no such device: {str(error).splitlines()[0]}")
+    compared = 0
+    for dtype in ("float32", "bfloat16", "float16"):
+        for mode in ("step", "step_and_cast", "update"):
+            wrong, size = _count_wrong_bits(device, mode, dtype)
+            compared += size
+            if wrong:
+                return Check(
+                    name, False, f"{wrong} of {size} values differ in bits ({mode}, {dtype})"
+                )
+    return Check(
+        name, True, f"{compared} values equal the oracle bit for bit on {device.device_kind}"
+    )
+
+
+def _count_wrong_bits(device: Any, mode: str, dtype: str) -> tuple[int, int]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jdistadam.kernels import adam as kernel
+    from jdistadam.kernels import coefficients, reference
+
+    rng = np.random.default_rng(0)
+    low = jnp.dtype(dtype)
+    shapes = ((), (3,), (17, 61), (4099,))
+    dtypes = (low, low if mode == "step" else np.dtype(np.float32), low, np.dtype(np.float32))
+    operands = kernel.Operands(
+        *(tuple(np.abs(rng.normal(size=s)).astype(t) for s in shapes) for t in dtypes)
+    )
+    row = np.asarray(
+        [3e-3, 0.87, 0.13, 0.9973, 0.0027, 1e-7, 0.0, 0.13, 0.2431, 0.3415, 0.0053, 0.021],
+        np.float32,
+    )
+    spec = kernel.Spec(mode, (0,) * len(shapes), out_dtype=None if mode == "step" else low)
+    scalars = kernel.Scalars(row[None], np.float32(0.37), np.bool_(False))
+    with jax.default_device(device):
+        results = jax.jit(kernel.adam, static_argnums=0)(spec, scalars, operands)
+    wrong = size = 0
+    for i, leaf in enumerate(zip(*operands[:4], strict=True)):
+        want = reference.adam_leaf(
+            mode,
+            dict(zip(coefficients.NAMES, row, strict=True)),
+            *scalars[1:],
+            *leaf,
+            out_dtype=spec.out_dtype,
+        )
+        for arrays, expected in zip(results, want, strict=True):
+            if arrays:
+                got = np.asarray(arrays[i])
+                size += got.size
+                differ = np.frombuffer(got.tobytes(), np.uint8) != np.frombuffer(
+                    expected.tobytes(), np.uint8
+                )
+                wrong += int(differ.reshape(got.size, -1).any(1).sum())
+    return wrong, size

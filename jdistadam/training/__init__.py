@@ -1,0 +1,1 @@
+"""``train_step`` and ``TrainState``: a whole training step as one program."""

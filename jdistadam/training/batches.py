@@ -1,0 +1,126 @@
+"""Batches: checked, and placed on the mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdistadam.core import collectives, trees
+from jdistadam.distributed.config import axes_of
+from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
+from jdistadam.errors import DtypeError, MeshError, ShapeError
+
+
+def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = None) -> Any:
+    """Places a batch on the mesh, its leading dimension split over the devices.
+
+    Arrays that lie there already are returned as they are. With several processes, each passes the
+    part that its own devices get.
+
+    Args:
+      batch: Tree of arrays whose leading dimension divides by the number of devices.
+      tx: A distributed optimizer.
+      batch_spec: PartitionSpec of all leaves. None: the leading dimension over all axes that carry
+        data.
+
+    Raises:
+      ShapeError: A leaf has no leading dimension, or one that does not divide, or that differs from
+        the other leaves'.
+      DtypeError: A leaf is not an array of numbers.
+      MeshError: ``batch_spec`` is no PartitionSpec, or names what is no axis of the mesh.
+    """
+    check_distributed(tx)
+    config = tx.config
+    spec = config.parallel.batch_spec if batch_spec is None else batch_spec
+    check_batch_spec(spec, tx)
+    sharding = NamedSharding(config.mesh, spec)
+    num_local = max(1, config.parallel.num_devices // jax.process_count())
+
+    def place(path: str, x: Any) -> Any:
+        is_traced = isinstance(x, jax.core.Tracer)
+        if isinstance(x, jax.Array) and not is_traced and x.sharding == sharding:
+            return x
+        x = _as_array(path, x)
+        divides_by = config.parallel.num_devices if is_traced else num_local
+        if batch_spec is None and (x.ndim == 0 or x.shape[0] % divides_by):
+            raise ShapeError(
+                path,
+                "leading dimension does not divide by the number of devices",
+                got=x.shape,
+                expected=f"a multiple of {divides_by}",
+                action="Change the batch size, or drop the remainder.",
+            )
+        if batch_spec is not None:
+            _check_divides(path, x.shape, spec, tx)
+        if is_traced:
+            return collectives.constrain(x, sharding)
+        if jax.process_count() > 1:
+            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+        return jax.device_put(x, sharding)
+
+    given: list[Any] = jax.tree.leaves(batch)
+    paths = trees.paths(batch, "batch")
+    leaves = [place(path, x) for path, x in zip(paths, given, strict=True)]
+    for path, x in zip(paths, given, strict=True):
+        if np.ndim(x) and np.ndim(given[0]) and np.shape(x)[0] != np.shape(given[0])[0]:
+            raise ShapeError(
+                path,
+                f"leading dimension differs from that of {paths[0]}",
+                got=np.shape(x)[0],
+                expected=np.shape(given[0])[0],
+                action="Give every leaf one row for each example.",
+            )
+    return jax.tree.unflatten(jax.tree.structure(batch), leaves)
+
+
+def check_batch_spec(spec: Any, tx: DistributedTransformation) -> None:
+    """Raises MeshError unless ``spec`` is a PartitionSpec over axes of the mesh, each once."""
+    axes = axes_of(spec) if isinstance(spec, P) else ()
+    unknown = [axis for axis in axes if axis not in tx.config.mesh.axis_names]
+    if not isinstance(spec, P) or unknown or len(set(axes)) < len(axes):
+        raise MeshError(
+            "batch_spec",
+            "not a PartitionSpec over the axes of the mesh, each at most once",
+            got=repr(spec),
+            expected=f"one PartitionSpec for all leaves, over {tx.config.mesh.axis_names}",
+            action=f"Pass PartitionSpec{(*tx.config.parallel.batch_spec,)}, or leave it out.",
+        )
+
+
+def _check_divides(
+    path: str, shape: tuple[int, ...], spec: P, tx: DistributedTransformation
+) -> None:
+    """Raises ShapeError unless a leaf can be cut as ``spec`` says. Processes hold parts of it."""
+    sizes = [tx.config.parallel.size(axes_of(P(names))) for names in spec]
+    divides = jax.process_count() > 1 or all(n % k == 0 for n, k in zip(shape, sizes, strict=False))
+    if len(sizes) > len(shape) or not divides:
+        raise ShapeError(
+            path,
+            "cannot be cut as batch_spec says",
+            got=f"shape {shape} and {spec}",
+            expected=f"dimensions that divide by {tuple(sizes)}",
+            action="Change the batch, or batch_spec.",
+        )
+
+
+def _as_array(path: str, x: Any) -> Any:
+    """Raises DtypeError unless ``x`` is an array of numbers, or what makes one."""
+    if isinstance(x, jax.Array):
+        return x
+    array = np.asarray(x)
+    if array.dtype == object or not (
+        jnp.issubdtype(array.dtype, np.number) or array.dtype == np.bool_
+    ):
+        raise DtypeError(
+            path,
+            "not an array of numbers",
+            got=type(x).__name__ if array.dtype == object else array.dtype,
+            expected="a jax or numpy array",
+            action="Keep what the loss does not read out of the batch.",
+        )
+    return array

@@ -1,0 +1,218 @@
+"""A user's loss function: how it is called, what it may return, and what that means."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
+
+from jdistadam.core import trees
+from jdistadam.core.arguments import check_flag
+from jdistadam.errors import DtypeError, PolicyError, TreeError
+
+
+class LossOutput(NamedTuple):
+    """What a loss function returned, by name."""
+
+    loss: jax.Array  # shape (), float32
+    weight: Any  # shape (), float32; None: 1
+    model_state: Any  # the new one; None if there is none
+    aux: Any  # None without has_aux
+
+
+@dataclasses.dataclass(frozen=True)
+class LossFunction:
+    """A user's loss function, and how to read what it returns."""
+
+    function: Callable[..., Any]
+    has_aux: bool
+    weighted: bool
+
+    def __post_init__(self) -> None:
+        """Checks the types of what ``train_step`` was given."""
+        check_flag("has_aux", self.has_aux)
+        check_flag("weighted", self.weighted)
+        if not callable(self.function):
+            raise TreeError(
+                "loss_fn",
+                "not a function",
+                got=type(self.function).__name__,
+                expected="loss_fn(params, batch)",
+                action="Call train_step(loss_fn, tx).",
+            )
+
+    def __call__(self, params: Any, batch: Any, model_state: Any, rng: Any) -> LossOutput:
+        """Calls it with the keywords that are set."""
+        given = {"model_state": model_state, "rng": rng}
+        keywords = {name: value for name, value in given.items() if value is not None}
+        self._check_signature(params, batch, keywords)
+        out = self.function(params, batch, **keywords)
+        names = ["(loss, weight)" if self.weighted else "loss"]
+        names += ["model_state"] if model_state is not None else []
+        names += ["aux"] if self.has_aux else []
+        if len(names) == 1:
+            out = (out,)
+        if not isinstance(out, tuple) or len(out) != len(names):
+            raise self._unexpected(
+                f"{len(out)} values" if isinstance(out, tuple) else type(out).__name__, names
+            )
+        value = dict(zip(names, out, strict=True))
+        loss, weight = self._loss_and_weight(out[0], names)
+        if model_state is not None:
+            trees.check_same_shapes(
+                value["model_state"],
+                model_state,
+                name="loss_fn's model_state",
+                like_name="the state's model_state",
+            )
+            _check_kinds(value["model_state"], model_state)
+        return LossOutput(loss, weight, value.get("model_state"), _arrays(value.get("aux")))
+
+    def _loss_and_weight(self, value: Any, names: list[str]) -> tuple[jax.Array, Any]:
+        if isinstance(value, tuple) != self.weighted or (self.weighted and len(value) != 2):
+            got = f"{len(value)} values" if isinstance(value, tuple) else "the loss alone"
+            raise self._unexpected(got, names)
+        loss, weight = value if self.weighted else (value, None)
+        trees.check_scalar("loss_fn's loss", loss)
+        loss = jnp.asarray(loss)
+        if not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise DtypeError(
+                "loss_fn's loss",
+                "cannot be differentiated",
+                got=loss.dtype,
+                expected="a floating-point scalar",
+                action="Compute the loss in floating point.",
+            )
+        if self.weighted:
+            trees.check_scalar("loss_fn's weight", weight)
+            weight = jnp.asarray(weight).astype(jnp.float32)
+        return loss.astype(jnp.float32), weight
+
+    def _unexpected(self, got: str, names: list[str]) -> TreeError:
+        expected = names[0] if len(names) == 1 else f"a tuple ({', '.join(names)})"
+        return TreeError(
+            "loss_fn",
+            "returned something else than asked for",
+            got=got,
+            expected=expected,
+            action="A second value to report needs train_step(..., has_aux=True); a weight of "
+            "this micro-batch needs train_step(..., weighted=True); a model_state must be "
+            "given to TrainState.create.",
+        )
+
+    def _check_signature(self, params: Any, batch: Any, keywords: dict[str, Any]) -> None:
+        """Raises TreeError where the function cannot be called so."""
+        try:
+            signature = inspect.signature(self.function)
+        except (ValueError, TypeError):  # builtins have none
+            return
+        try:
+            signature.bind(params, batch, **keywords)
+        except TypeError as error:
+            called = ", ".join(["params", "batch", *(f"{name}={name}" for name in keywords)])
+            raise TreeError(
+                "loss_fn",
+                f"cannot be called with what the state holds: {error}",
+                got=f"loss_fn{signature}",
+                expected=f"a function that can be called as loss_fn({called})",
+                action="Take these arguments, or change model_state and rng of the state.",
+            ) from None
+
+
+def _check_kinds(new: Any, old: Any) -> None:
+    """Raises DtypeError where the dtype that a model state keeps would drop a part of the values.
+
+    A float is rounded to the width that it had; a fraction or an imaginary part would be lost.
+    """
+    name = "loss_fn's model_state"
+    trees.check_arrays(new, name=name)
+    for path, x, like in zip(
+        trees.paths(new, name), jax.tree.leaves(new), jax.tree.leaves(old), strict=True
+    ):
+        if _kind(x) > _kind(like) or (_kind(x) == _KEY) != (_kind(like) == _KEY):
+            raise DtypeError(
+                path,
+                "would lose a part of its values",
+                got=jnp.result_type(x) if _kind(x) < _KEY else x.dtype,
+                expected=f"{like.dtype}, as the state has it",
+                action="Cast it in loss_fn, or begin with this dtype in TrainState.create.",
+            )
+
+
+_KINDS = (np.bool_, np.integer, np.floating, np.complexfloating, jax.dtypes.prng_key)
+_KEY = len(_KINDS) - 1
+
+
+def _kind(x: Any) -> int:
+    """The place of a dtype among kinds of numbers, of which each holds those before it."""
+    dtype = getattr(x, "dtype", None) or np.result_type(type(x))
+    return next(i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind))
+
+
+def _arrays(aux: Any) -> Any:
+    """Raises DtypeError where what is to be reported is no array."""
+    for path, x in zip(trees.paths(aux, "loss_fn's aux"), jax.tree.leaves(aux), strict=True):
+        if not trees.is_number(x):
+            raise DtypeError(
+                path,
+                "cannot leave a jitted program",
+                got=repr(x),
+                expected="an array or a number",
+                action="Return it from outside of loss_fn.",
+            )
+    return aux
+
+
+def refuse_summed_loss(loss_fn: Callable[[Any], Any], params: Any, axes: tuple[str, ...]) -> None:
+    """Raises PolicyError where a loss is the plain sum over devices, as ``psum`` returns it.
+
+    The loss of a step is the mean over devices already. A ``pmean``, or a sum that is divided by a
+    sum, leaves it and its gradient as they should be; a plain sum makes both too large by the
+    number of devices. The function is traced once more to find this.
+
+    Args:
+      loss_fn: A function of params whose result is a tree with the loss as first leaf.
+      params: The params.
+      axes: The mesh axes that carry data.
+    """
+    jaxpr = jax.make_jaxpr(loss_fn)(params)
+    summed = [axis for axis in _summed_over(jaxpr.jaxpr, 0) if axis in axes]
+    if summed:
+        raise PolicyError(
+            "loss_fn's loss",
+            "summed over the devices already: its gradient would count each of them again",
+            got=f"a psum over axis {summed[0]!r}",
+            expected="the loss of this device's part of the batch",
+            action="Return the local loss, of which train_step takes the mean; for a mean by "
+            "numbers of tokens return (loss, weight) with weighted=True.",
+        )
+
+
+_PASSED_ON = frozenset("convert_element_type reshape squeeze broadcast_in_dim copy".split())
+
+
+def _summed_over(jaxpr: Any, result: int) -> tuple[str, ...]:
+    """The axes of the psum whose result a result of a program is; none if it is something else."""
+    var = jaxpr.outvars[result]
+    made_by = {} if isinstance(var, Literal) else {v: e for e in jaxpr.eqns for v in e.outvars}
+    while not isinstance(var, Literal) and var in made_by:
+        eqn = made_by[var]
+        name = eqn.primitive.name
+        if name.startswith("psum") and not name.startswith("psum_scatter"):
+            return tuple(eqn.params["axes"])
+        inner = next((x for k, x in eqn.params.items() if k in ("jaxpr", "call_jaxpr")), None)
+        if name not in _PASSED_ON and inner is None:
+            return ()
+        if inner is not None:
+            inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+            place = eqn.outvars.index(var)
+            same_results = len(inner.outvars) == len(eqn.outvars)
+            return _summed_over(inner, place) if same_results else ()
+        var = eqn.invars[0]
+    return ()

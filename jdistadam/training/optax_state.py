@@ -1,0 +1,294 @@
+"""State that does not depend on the mesh: optax's own pytree, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdistadam.core import trees
+from jdistadam.distributed import packing
+from jdistadam.distributed.config import DistributedConfig, axes_of
+from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.state import DistributedState, find_state, is_distributed_state
+from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.drop_in.main_params import MainParamsState, main_params_of
+from jdistadam.errors import TreeError
+from jdistadam.kernels import reference
+from jdistadam.kernels.coefficients import check_step_count
+from jdistadam.training.train_state import TrainState, check_layout, own, remember_params
+
+
+def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[Any, Any]:
+    """Returns ``(main_params, opt_state)`` of a train state as ``optax.adamw`` would hold them.
+
+    Values are exact copies, whatever the number of devices and the buckets. Where several processes
+    share the mesh, all of them call this, and all get everything.
+
+    Args:
+      state: A train state made with ``tx``.
+      tx: The distributed optimizer.
+
+    Raises:
+      LayoutError: The state is of another layout than that of ``tx``.
+
+    Returns:
+      The float32 main parameters, and exactly the pytree that ``optax.adamw(...).init`` (or
+      ``optax.adam``, within ``optax.chain``, as ``tx`` was made) returns for the same
+      hyperparameters, with the counts, mu and nu of ``state``. numpy arrays.
+    """
+    check_layout(state, tx)
+    layout = tx.config.layout(tx.config.tensor_local(state.params))
+    treedef = jax.tree.structure(state.params)
+    own = find_state(state.opt_state)
+    main = [x.astype(np.float32) for x in _main_leaves(tx.config, layout, state.params, own)]
+    count = np.asarray(own.count)
+    mu, nu = (
+        jax.tree.unflatten(treedef, _global_leaves(tx.config, layout, state.params, flat))
+        for flat in (own.mu, own.nu)
+    )
+    adam, *rest = _optax_template(tx, state.params)
+    adam = adam._replace(count=count, mu=mu, nu=nu)
+    theirs = (adam, *(_with_count(part, count) for part in rest))
+    opt_state = jax.tree.map(
+        lambda part: theirs if is_distributed_state(part) else _exported(part),
+        state.opt_state,
+        is_leaf=is_distributed_state,
+    )
+    return jax.tree.unflatten(treedef, main), opt_state
+
+
+def main_params(params: Any, opt_state: Any, tx: Any = None) -> Any:
+    """Returns the exact parameters that the optimizer updates.
+
+    Args:
+      params: The params, as ``step`` or ``optax.apply_updates`` left them.
+      opt_state: The state that belongs to them: of ``fused_adamw``, ``fused_adam``, a distributed
+        optimizer, or a ``chain`` with one of them.
+      tx: The distributed optimizer, needed for its state.
+
+    Returns:
+      A tree like params: float32 for 16-bit leaves where the state keeps main parameters, else the
+      leaves themselves. numpy arrays for the state of a distributed optimizer, unsharded.
+
+    Raises:
+      LayoutError: A distributed state is of another layout than that of ``tx``.
+      TreeError, DtypeError: ``params`` and ``opt_state`` do not belong together, or are swapped.
+
+    Example:
+      >>> import jax.numpy as jnp, jdistadam as jda
+      >>> tx = jda.fused_adamw(1e-3, main_params_dtype="remainder16")
+      >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+      >>> params, state = tx.step(params, tx.init(params), params)
+      >>> main = jda.main_params(params, state)["w"]
+      >>> round(float(main[0]), 6), main.astype(jnp.bfloat16)[0].item()
+      (0.999, 1.0)
+    """
+    _refuse_state("params", params, "main_params(params, opt_state, tx)")
+    if opt_state is None:
+        raise TreeError(
+            "opt_state",
+            "missing: the main parameters are in it",
+            got=None,
+            expected="what init, update or step returned",
+            action="Call main_params(params, opt_state, tx).",
+        )
+    trees.check_arrays(opt_state, name="opt_state")
+    parts = jax.tree.leaves(opt_state, is_leaf=is_distributed_state)
+    if not any(map(is_distributed_state, parts)):
+        return main_params_of(params, opt_state)
+    if tx is None:
+        raise TreeError(
+            "tx",
+            "needed to find the main parameters of a distributed state",
+            got=None,
+            expected="the distributed optimizer",
+            action="Call main_params(params, opt_state, tx).",
+        )
+    check_layout(TrainState(params, opt_state), tx)
+    layout = tx.config.layout(tx.config.tensor_local(params))
+    leaves = _main_leaves(tx.config, layout, params, find_state(opt_state))
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
+def _main_leaves(
+    config: DistributedConfig, layout: Layout, params: Any, state: DistributedState
+) -> list[np.ndarray]:
+    """The leaves that the optimizer updates: main parameters, or the params where none are kept."""
+    main = [_fetch(x) for x in jax.tree.leaves(params)]
+    if state.main_params is not None:
+        kept = _global_leaves(config, layout, params, state.main_params)
+        splits = config.policy.keeps_remainders
+        for i in (i for bucket in layout.buckets if bucket.has_main for i in bucket.leaves):
+            main[i] = reference.join(main[i], kept[i], np) if splits else kept[i]
+    return main
+
+
+def from_optax_state(
+    main_params: Any, opt_state: Any, tx: DistributedTransformation, *, param_dtypes: Any = None
+) -> TrainState:
+    """Shards parameters and a state of ``optax.adamw`` over the mesh of ``tx``.
+
+    Args:
+      main_params: Tree of parameters, exact in float32.
+      opt_state: The state that ``optax.adamw`` or ``to_optax_state`` returned for it.
+      tx: The distributed optimizer.
+      param_dtypes: Tree of dtypes, or one dtype, in which the model computes. None: as given.
+
+    Returns:
+      A train state that continues from there, without model_state and rng.
+
+    Raises:
+      TreeError, ShapeError, DtypeError: The state is not one of adamw for these parameters.
+    """
+    _refuse_state("main_params", main_params, "from_optax_state(main_params, opt_state, tx)")
+    state = TrainState.create(main_params, tx, param_dtypes=param_dtypes)
+    adam_template = _optax_template(tx, main_params)
+    template = jax.tree.map(
+        lambda part: adam_template if is_distributed_state(part) else part,
+        state.opt_state,
+        is_leaf=is_distributed_state,
+    )
+    expected: Any = jax.tree.structure(template)
+    if jax.tree.structure(opt_state) != expected:
+        raise TreeError(
+            "opt_state",
+            "not the state of optax's optimizer with these hyperparameters",
+            got=jax.tree.structure(opt_state),
+            expected=expected,
+            action="Use the same schedules and mask on both sides.",
+        )
+
+    trees.check_arrays(opt_state, name="opt_state")
+
+    def convert(ours: Any, theirs: Any) -> Any:
+        if is_distributed_state(ours):
+            return _shard(tx, state.params, theirs[0], ours)
+        return own(theirs, NamedSharding(tx.config.mesh, P()))
+
+    new = jax.tree.map(convert, state.opt_state, opt_state, is_leaf=is_distributed_state)
+    return remember_params(TrainState(state.params, new))
+
+
+_MOMENTS = (*trees.STORAGE_DTYPES, np.float64)  # what can be rounded to policy.mu_dtype
+
+
+def _refuse_state(name: str, params: Any, call: str) -> None:
+    """Raises TreeError where a state was passed as params: swapped, or a whole train state."""
+    kinds = (TrainState, DistributedState, MainParamsState, optax.ScaleByAdamState)
+    parts = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kinds))
+    if found := [type(x).__name__ for x in parts if isinstance(x, kinds)]:
+        raise TreeError(
+            name,
+            "a state, not parameters",
+            got=found[0],
+            expected="a tree of parameters",
+            action=f"Call {call}.",
+        )
+
+
+def _shard(
+    tx: DistributedTransformation,
+    params: Any,
+    adam: optax.ScaleByAdamState,
+    old: DistributedState,
+) -> DistributedState:
+    """Cuts the trees of optax's Adam into the flat arrays of every device."""
+    config = tx.config
+    layout = config.layout(config.tensor_local(params))
+    for name in ("mu", "nu"):
+        moments, path = getattr(adam, name), f"opt_state[0].{name}"
+        trees.check_same_shapes(moments, params, name=path, like_name="params")
+        trees.check_dtypes(
+            moments, name=path, allowed=_MOMENTS, action="Use the real moments of Adam."
+        )
+    check_step_count("opt_state[0].count", adam.count)
+
+    def flat(tree: Any, like: jax.Array) -> jax.Array:
+        leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
+        parts = range(config.parallel.size(config.parallel.tensor_axes))
+        shards = [
+            packing.flat_shard(layout, _tensor_part(config, params, leaves, part), i, like.dtype)
+            for i in range(config.num_shards)
+            for part in parts
+        ]
+        return jax.device_put(
+            jnp.concatenate(shards), NamedSharding(config.mesh, config.parallel.state_spec)
+        )
+
+    return old._replace(
+        count=own(adam.count, old.count.sharding),
+        mu=flat(adam.mu, old.mu),
+        nu=flat(adam.nu, old.nu),
+    )
+
+
+def _global_leaves(
+    config: DistributedConfig, layout: Layout, params: Any, flat: Any
+) -> list[np.ndarray]:
+    """Returns the leaves that lie in the flat array of a state, put together from all devices."""
+    parts = config.parallel.size(config.parallel.tensor_axes)
+    by_part = _fetch(flat).reshape(config.num_shards, parts, -1)
+    leaves: list[Any] = [None] * len(layout.leaves)
+    for part in range(parts):
+        local = packing.leaves_of_flat(layout, np.ascontiguousarray(by_part[:, part]).reshape(-1))
+        if leaves[0] is None:
+            shapes = [x.shape for x in jax.tree.leaves(params)]
+            leaves = [np.empty(s, x.dtype) for s, x in zip(shapes, local, strict=True)]
+        for whole, x, where in zip(leaves, local, _blocks(config, params, part), strict=True):
+            whole[where] = x
+    return leaves
+
+
+def _tensor_part(
+    config: DistributedConfig, params: Any, leaves: list[np.ndarray], part: int
+) -> list[np.ndarray]:
+    """Cuts global leaves down to what the devices of one tensor-parallel part hold."""
+    return [x[where] for x, where in zip(leaves, _blocks(config, params, part), strict=True)]
+
+
+def _blocks(config: DistributedConfig, params: Any, part: int) -> list[tuple[slice, ...]]:
+    """Where the devices of one tensor-parallel part lie in every global leaf."""
+    axes = config.parallel.tensor_axes
+    sizes = [config.mesh.shape[axis] for axis in axes]
+    place = dict(zip(axes, np.unravel_index(part, sizes), strict=True)) if axes else {}
+    blocks = []
+    specs = jax.tree.leaves(config.tensor_specs(params), is_leaf=lambda x: isinstance(x, P))
+    for x, spec in zip(jax.tree.leaves(params), specs, strict=True):
+        where = [slice(None)] * x.ndim
+        for dim, names in enumerate(spec):
+            mine = axes_of(P(names))
+            count = config.parallel.size(mine)
+            index = 0
+            for axis in mine:
+                index = index * config.mesh.shape[axis] + int(place[axis])
+            size = x.shape[dim] // count
+            where[dim] = slice(index * size, (index + 1) * size)
+        blocks.append(tuple(where))
+    return blocks
+
+
+def _fetch(x: Any) -> np.ndarray:
+    """Returns a whole array, also one of which other processes hold parts: all must call this."""
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        assert isinstance(x.sharding, NamedSharding)
+        replicated = NamedSharding(x.sharding.mesh, P())
+        x = jax.jit(lambda x: x, out_shardings=replicated)(x)
+    return np.asarray(x)
+
+
+def _exported(x: Any) -> Any:
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
+
+
+def _optax_template(tx: DistributedTransformation, params: Any) -> Any:
+    return jax.eval_shape(tx.config.like_optax.init, params)
+
+
+def _with_count(part: Any, count: Any) -> Any:
+    return jax.tree.map(lambda _: count, part)  # the only leaves beside Adam's are step counts

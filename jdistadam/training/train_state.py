@@ -1,0 +1,361 @@
+"""Parameters and optimizer state over a mesh: made, placed, and put together again."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdistadam.core import trees
+from jdistadam.core.precision import MixedPrecisionPolicy, float_dtype
+from jdistadam.distributed.checks import check_alive, check_identity_type
+from jdistadam.distributed.layout_identity import differences
+from jdistadam.distributed.main_params import paths_that_differ, with_main_params
+from jdistadam.distributed.state import find_state, is_distributed_state
+from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
+from jdistadam.errors import LayoutError, TreeError
+from jdistadam.kernels import reference
+from jdistadam.training.train_state_checks import check_created
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Parameters and optimizer state, as ``train_step`` takes and returns them.
+
+    The optimizer updates the main parameters in ``opt_state``, of which ``params`` are rounded
+    copies. To give a state other parameters use ``replace(params=..., tx=tx)`` or
+    ``reload_main_params``; ``train_step`` raises where params were changed in another way.
+    """
+
+    params: Any
+    opt_state: Any
+    model_state: Any = None
+    rng: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the fields alone, for pickle and copy: not what the state remembers."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def replace(self, *, tx: DistributedTransformation | None = None, **changes: Any) -> TrainState:
+        """Returns a state with some of its fields changed.
+
+        Args:
+          tx: The distributed optimizer, needed for new ``params``: its main parameters become
+            theirs, as ``reload_main_params`` says.
+          **changes: New values by name: ``params``, ``opt_state``, ``model_state``, ``rng``.
+
+        Raises:
+          TreeError: There are new params, and no ``tx``.
+
+        Example:
+          >>> import jdistadam as jda
+          >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+          >>> state = TrainState.create({"w": jnp.zeros(3)}, tx)
+          >>> state.replace(params={"w": jnp.ones(3)}, tx=tx).params["w"].tolist()
+          [1.0, 1.0, 1.0]
+        """
+        new = dataclasses.replace(self, **changes)
+        if tx is not None:
+            return reload_main_params(new, tx)
+        if "params" in changes and not _same(
+            jax.tree.leaves(self.params), jax.tree.leaves(new.params)
+        ):
+            raise TreeError(
+                "params",
+                "the optimizer would go on with its own main parameters, and drop these",
+                got="new params and no tx",
+                expected="state.replace(params=..., tx=tx)",
+                action="Pass the optimizer, or call reload_main_params(state, tx).",
+            )
+        if "opt_state" not in changes and _KNOWN in self.__dict__:
+            object.__setattr__(new, _KNOWN, self.__dict__[_KNOWN])
+        return new
+
+    @classmethod
+    def create(
+        cls,
+        params: Any,
+        tx: DistributedTransformation,
+        *,
+        param_dtypes: Any = None,
+        model_state: Any = None,
+        rng: Any = None,
+    ) -> TrainState:
+        """Copies what it is given onto the mesh and makes the optimizer state.
+
+        The state owns its arrays: train_step donates them, and the caller's stay valid. Main
+        parameters are kept where they differ from the parameters in dtype or in sharding: always
+        on several devices, on one device for 16-bit parameters.
+
+        Args:
+          params: Tree of float32, bfloat16 or float16 arrays (jax or numpy).
+          tx: A distributed optimizer.
+          param_dtypes: Dtype in which the model computes, or a tree of them; the main parameters
+            begin as ``params`` are. So a model in bfloat16 begins with float32 values between those
+            that bfloat16 has; begun on them, it does not move at all until the first small updates
+            add up to half the distance to the next. None: the dtypes of ``params``.
+          model_state: Tree of arrays that the loss reads and renews without a gradient, such as
+            batch statistics. After each step floats are averaged over the devices; of whole
+            numbers, such as counters, the largest is kept.
+          rng: ``jax.random.key`` for dropout and the like. None: the loss gets none.
+
+        Raises:
+          DtypeError: A leaf has another dtype, or ``rng`` is not a key.
+          TreeError: ``params`` are shapes, or all variables of a Flax model.
+        """
+        check_distributed(tx)
+        check_created(params, model_state, rng)
+        dtypes = _dtypes_of(params, param_dtypes)
+        replicated = NamedSharding(tx.config.mesh, P())
+        params = own(params, _placement(tx, params))
+        model_state, rng = own((model_state, rng), replicated)
+        rounded = _rounded(tx.config.policy, params, dtypes)
+        opt_state = jax.tree.map(  # what a chain keeps besides may be the caller's too
+            lambda part: part if is_distributed_state(part) else own(part, replicated),
+            tx.init(rounded),
+            is_leaf=is_distributed_state,
+        )
+        if param_dtypes is not None:
+            opt_state = with_main_params(tx, opt_state, rounded, params)
+        return remember_params(cls(rounded, opt_state, model_state, rng))
+
+    @classmethod
+    def shapes(
+        cls, params: Any, tx: DistributedTransformation, *, param_dtypes: Any = None
+    ) -> TrainState:
+        """Returns shapes, dtypes and shardings of what ``create`` makes, and makes no array.
+
+        For ``audit`` and ``train_step(...).lower`` before there is a state, and as the target into
+        which a checkpoint is restored.
+
+        Args:
+          params: Tree of arrays or of shapes, as ``jax.eval_shape`` of a model's initialisation.
+          tx: A distributed optimizer; its devices need not exist.
+          param_dtypes: As in ``create``.
+
+        Example:
+          >>> import jdistadam as jda
+          >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+          >>> state = TrainState.shapes({"w": jax.ShapeDtypeStruct((3,), jnp.bfloat16)}, tx)
+          >>> state.opt_state.main_params.dtype
+          dtype('float32')
+        """
+        check_distributed(tx)
+        trees.check_dtypes(params, name="params")
+        dtypes = _dtypes_of(params, param_dtypes)
+        params = jax.tree.map(lambda x, t: jax.ShapeDtypeStruct(x.shape, t), params, dtypes)
+
+        def place(spec: P, tree: Any) -> Any:
+            sharding = NamedSharding(tx.config.mesh, spec)
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+            )
+
+        there = cls(params, jax.eval_shape(tx.init, params))
+        specs = cls(tx.param_specs(params), tx.state_specs())
+        return jax.tree.map(place, specs, there, is_leaf=lambda x: isinstance(x, P))
+
+
+def _placement(tx: DistributedTransformation, params: Any) -> Any:
+    """The sharding of every parameter."""
+    specs = tx.param_specs(params)
+    return jax.tree.map(lambda spec: NamedSharding(tx.config.mesh, spec), specs)
+
+
+def own(tree: Any, sharding: Any) -> Any:
+    """Returns copies placed as ``sharding`` says, which no one else holds, with definite types.
+
+    ``device_put`` may hand out the caller's own buffer as the replica of its device, also with
+    may_alias=False; the results of a jitted copy are never shared with its arguments. A Python
+    number would come back from a step as another type, and compile the step again.
+    """
+
+    def copy(x: Any) -> Any:
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return jnp.copy(x) if is_key else jax.lax.convert_element_type(jnp.copy(x), x.dtype)
+
+    return jax.jit(lambda tree: jax.tree.map(copy, tree))(jax.device_put(tree, sharding))
+
+
+def _dtypes_of(params: Any, dtypes: Any) -> Any:
+    """Returns a tree of dtypes like params, from None, one dtype or such a tree."""
+    if dtypes is None:
+        return jax.tree.map(lambda x: x.dtype, params)
+    if jax.tree_util.treedef_is_leaf(jax.tree.structure(dtypes)):
+        dtypes = jax.tree.map(lambda _: dtypes, params)
+    trees.check_same_structure(dtypes, params, name="param_dtypes", like_name="params")
+    return jax.tree.map(lambda dtype: float_dtype("param_dtypes", dtype), dtypes)
+
+
+def _rounded(policy: MixedPrecisionPolicy, params: Any, dtypes: Any) -> Any:
+    """Params in the dtypes in which the model computes."""
+
+    def rounded(x: Any, dtype: Any) -> Any:
+        if policy.keeps_remainders and dtype == jnp.bfloat16 and x.dtype == jnp.float32:
+            return reference.split(x, jnp.bfloat16, jnp)[0]  # the half that fits a remainder
+        return x.astype(dtype)
+
+    return jax.tree.map(rounded, params, dtypes)
+
+
+def reload_main_params(state: TrainState, tx: DistributedTransformation) -> TrainState:
+    """Returns a state whose main parameters have the values of its params.
+
+    For params that were restored, averaged or edited: the optimizer reads and updates the main
+    parameters, and would drop what is put into ``state.params`` alone. Moments, counts, loss scale
+    and all else stay: the same arrays, which the next step donates.
+
+    Args:
+      state: A train state with other params of the same paths, shapes and dtypes; jax or numpy
+        arrays, placed anyhow. They are copied, and placed as the optimizer needs them.
+      tx: The distributed optimizer.
+
+    Raises:
+      LayoutError: The params have other paths, shapes or dtypes than those of the state.
+
+    Example:
+      >>> import dataclasses
+      >>> import jdistadam as jda
+      >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+      >>> state = TrainState.create({"w": jnp.zeros(3, jnp.bfloat16)}, tx)
+      >>> state = dataclasses.replace(state, params={"w": jnp.ones(3, jnp.bfloat16)})
+      >>> reload_main_params(state, tx).opt_state.main_params[:3].tolist()
+      [1.0, 1.0, 1.0]
+    """
+    check_distributed(tx)
+    check_train_state(state)
+    check_alive(find_state(state.opt_state))
+    config = tx.config
+    trees.check_dtypes(state.params, name="params")
+    identity = config.identity(config.tensor_local(state.params))
+    kept = find_state(state.opt_state).layout_identity
+    check_identity_type(identity, kept)
+    if found := differences(identity, np.asarray(kept)):
+        raise LayoutError(
+            "params",
+            "do not fit the state",
+            got=found,
+            expected="the paths, shapes and dtypes of the params that the state was made for",
+            action="Cast them, or make a new state with TrainState.create.",
+        )
+    params = own(state.params, _placement(tx, state.params))
+    opt_state = with_main_params(tx, state.opt_state, params, params)
+    return remember_params(dataclasses.replace(state, params=params, opt_state=opt_state))
+
+
+# A state remembers, outside of its fields, the very arrays that it was made with and that are the
+# rounded main parameters. So a step sees at no cost that nothing was put in their place; a state
+# made in another way, by a tree map or a checkpoint, remembers nothing, and is compared once.
+_KNOWN = "_params_made_with"
+
+
+def remember_params(state: TrainState, leaves: Sequence[Any] | None = None) -> TrainState:
+    """Notes that the params of a state are its rounded main parameters; returns the state.
+
+    Args:
+      state: The state.
+      leaves: Those of its params, if they are known.
+    """
+    leaves = jax.tree.leaves(state.params) if leaves is None else leaves
+    object.__setattr__(state, _KNOWN, tuple(leaves))
+    return state
+
+
+def _same(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
+
+
+def is_known(state: TrainState, leaves: Sequence[Any]) -> bool:
+    """Whether the params, with these leaves, are the arrays that the state was made with."""
+    known = state.__dict__.get(_KNOWN)
+    return known is not None and _same(leaves, known)
+
+
+def placed(state: TrainState, tx: DistributedTransformation) -> TrainState:
+    """Returns a state whose arrays are placed as the optimizer needs them; copies those that moved.
+
+    What was restored without shardings, or made for another strategy of the same layout.
+    """
+    specs = TrainState(tx.param_specs(state.params), tx.state_specs(), P(), P())
+    leaves: Any = jax.tree.leaves(state)
+    wanted = [NamedSharding(tx.config.mesh, spec) for spec in _leaf_specs(specs, state)]
+    moved = [
+        i
+        for i, (x, sharding) in enumerate(zip(leaves, wanted, strict=True))
+        if not (isinstance(x, jax.Array) and x.sharding == sharding)
+    ]
+    if not moved:
+        return state
+    copies = own([leaves[i] for i in moved], [wanted[i] for i in moved])
+    for i, x in zip(moved, copies, strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
+def _leaf_specs(specs: TrainState, state: TrainState) -> list[P]:
+    """One PartitionSpec for each leaf of a state."""
+    return jax.tree.leaves(
+        jax.tree.broadcast(specs, state, is_leaf=lambda x: isinstance(x, P)),
+        is_leaf=lambda x: isinstance(x, P),
+    )
+
+
+def check_params_follow(state: TrainState, tx: DistributedTransformation) -> None:
+    """Raises LayoutError where params are not the main parameters, rounded: a step would drop them.
+
+    A comparison of values, for states that are not known.
+    """
+    if paths := paths_that_differ(tx, state.params, state.opt_state):
+        more = f" and {len(paths) - 1} more (of {len(paths)})" if len(paths) > 1 else ""
+        raise LayoutError(
+            f"{paths[0]}{more}",
+            "differ from the main parameters, which the optimizer updates: they would be lost",
+            got="params that were put into the state",
+            expected="the main parameters of opt_state, rounded",
+            action="Call reload_main_params(state, tx) to train on from these params.",
+        )
+
+
+def check_train_state(state: Any) -> None:
+    """Raises TreeError unless ``state`` is a TrainState of this package."""
+    if not isinstance(state, TrainState):
+        raise TreeError(
+            "state",
+            "not a train state",
+            got=f"{type(state).__module__}.{type(state).__qualname__}",
+            expected="jdistadam.TrainState",
+            action="Make it with TrainState.create(params, tx); restore a checkpoint into "
+            "TrainState.shapes(params, tx).",
+        )
+
+
+def check_layout(state: TrainState, tx: DistributedTransformation) -> None:
+    """Raises unless ``state`` is a TrainState of the layout of ``tx``; on the host."""
+    check_distributed(tx)
+    check_train_state(state)
+    tx.check_state(state.opt_state, state.params)
+
+
+def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
+    """Returns the unsharded parameters, in the dtype the model computes with.
+
+    Every device gets them, but for what ``param_specs`` shards over tensor axes.
+
+    Raises:
+      LayoutError: The state is of another layout than that of ``tx``.
+    """
+    check_layout(state, tx)
+    config = tx.config
+    if not config.parallel.shards_params:
+        return state.params
+    specs = config.tensor_specs(state.params)
+    placed = jax.tree.map(lambda spec: NamedSharding(config.mesh, spec), specs)
+    return jax.jit(lambda x: x, out_shardings=placed)(state.params)

@@ -1,0 +1,375 @@
+"""A whole training step: local gradients, distributed optimizer, metrics, in one jitted program."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdistadam import compat
+from jdistadam.core import collectives, varying
+from jdistadam.core.arguments import check_count, check_flag
+from jdistadam.distributed.accumulate import mean_factor
+from jdistadam.distributed.checks import (
+    check_alive,
+    check_inside,
+    check_placement,
+    check_scaling,
+)
+from jdistadam.distributed.gather import gather_params
+from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.state import DistributedState, find_state, keep_if, map_state
+from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
+from jdistadam.errors import HyperparameterError
+from jdistadam.training.batches import check_batch_spec, shard_batch
+from jdistadam.training.flattened import Leaves, flattened
+from jdistadam.training.local_gradients import local_gradients
+from jdistadam.training.loss_function import LossFunction
+from jdistadam.training.nonfinite import sum_over_devices
+from jdistadam.training.train_state import (
+    TrainState,
+    check_layout,
+    check_params_follow,
+    check_train_state,
+    is_known,
+    placed,
+    remember_params,
+)
+
+# XLA's own limit of 30 MiB counts shards: it merges most models into one collective that begins
+# when the last gradient is ready. This is large enough for bandwidth and leaves work to overlap.
+_GPU_COMPILER_OPTIONS = {
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 256 << 20,
+    "xla_gpu_all_gather_combine_threshold_bytes": 256 << 20,
+}
+
+
+def local_params(params: Any, tx: DistributedTransformation) -> Any:
+    """Marks replicated params as different on each device, BEFORE ``jax.grad``.
+
+    Inside ``jax.shard_map(check_vma=True)`` the gradient of a replicated array is summed over the
+    devices on the way; of the array that this returns, it stays local, as ``tx.step`` needs it.
+    """
+    check_distributed(tx)
+    check_inside(tx.config.parallel, "local_params")
+    axes = tx.config.parallel.data_axes
+    return jax.tree.map(lambda x: varying.to_varying(x, axes), params)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """What ``train_step`` was given that decides what a step takes and sends."""
+
+    accumulate_steps: int
+    batch_spec: Any
+    report_nonfinite: bool
+
+
+class TrainStep:
+    """What ``train_step`` returns: call it with ``(state, batch)``.
+
+    Attributes:
+      tx: The optimizer.
+      options: What else it was made with.
+    """
+
+    def __init__(
+        self,
+        make_step: Callable[[bool], Any],
+        tx: DistributedTransformation,
+        options: StepOptions,
+        compiler_options: dict[str, Any] | None,
+    ) -> None:
+        jit = functools.partial(jax.jit, donate_argnums=0, compiler_options=compiler_options)
+        self._step = make_step(False)  # the program itself checks the layout of the state
+        self._jitted, self._jitted_checking = jit(flattened(make_step(True))), jit(self._step)
+        self._identity: Any = ()  # the array of the last state, known to be of the right layout
+        spec = options.batch_spec
+        spec = tx.config.parallel.batch_spec if spec is None else spec
+        self._batch_sharding = NamedSharding(tx.config.mesh, spec)
+        self.tx = tx
+        self.options = options
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Takes one step. ``state`` is donated: use the returned one from here on.
+
+        A state that this step did not return is looked at first: whether it is of the layout of the
+        optimizer, and whether its params are the rounded main parameters. Inside a program, where
+        nothing can be looked at, a state of another layout stays as it is in a skipped step, and
+        loss and norm are NaN.
+
+        Raises:
+          LayoutError: The state is of another layout, or params were put into it.
+          MeshError: The state is sharded over another mesh.
+        """
+        check_train_state(state)
+        if not self._is_placed(batch):
+            batch = shard_batch(batch, self.tx, self.options.batch_spec)
+        own = find_state(state.opt_state)
+        leaves, treedef = jax.tree.flatten(state.params)
+        is_own = own.layout_identity is self._identity and is_known(state, leaves)
+        if _is_traced(batch) or (not is_own and _is_traced(state)):
+            return self._step(state, batch)
+        check_alive(own)
+        if not is_own:
+            state = self._checked(state, own)
+            leaves = jax.tree.leaves(state.params)
+        new, metrics = self._jitted(_inner(state, Leaves(leaves, treedef)), batch)
+        leaves = new.params.leaves
+        opt_state = map_state(self._with_identity, new.opt_state)
+        params = jax.tree.unflatten(treedef, leaves)
+        new = TrainState(params, opt_state, new.model_state, new.rng)
+        return remember_params(new, leaves), metrics
+
+    def _is_placed(self, batch: Any) -> bool:
+        """Whether shard_batch would return a batch as it is."""
+        leaves = jax.tree.leaves(batch)
+        return all(
+            isinstance(x, jax.Array)
+            and not isinstance(x, jax.core.Tracer)
+            and x.sharding == self._batch_sharding
+            and x.shape[:1] == leaves[0].shape[:1]
+            for x in leaves
+        )
+
+    def _checked(self, state: TrainState, own: DistributedState) -> TrainState:
+        """Raises where a state that this step did not return cannot be stepped."""
+        check_placement(self.tx.config, own)
+        check_scaling(self.tx.config, own)
+        if own.layout_identity is None or own.layout_identity is not self._identity:
+            check_layout(state, self.tx)
+            self._identity = own.layout_identity
+        if not is_known(state, jax.tree.leaves(state.params)):
+            state = placed(state, self.tx)
+            self._identity = find_state(state.opt_state).layout_identity
+            check_params_follow(state, self.tx)
+        return state
+
+    def _with_identity(self, state: DistributedState) -> DistributedState:
+        return state._replace(layout_identity=self._identity)
+
+    def lower(self, state: Any, batch: Any, *, is_verified: bool = False) -> Any:
+        """Lowers for arrays or ``jax.ShapeDtypeStruct`` with shardings, as ``jax.jit(f).lower``.
+
+        Args:
+          state: A train state, or its shapes.
+          batch: A batch, or its shapes.
+          is_verified: Whether to lower the program that calls of this object run, which takes and
+            returns states without ``layout_identity``, since it is checked before. If not, the
+            program checks it, as a program must that is called by itself.
+        """
+        check_train_state(state)
+        shapes = [isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)]
+        if not any(shapes):
+            batch = shard_batch(batch, self.tx, self.options.batch_spec)
+        if not is_verified:
+            return self._jitted_checking.lower(state, batch)
+        params = Leaves(*jax.tree.flatten(state.params))
+        return self._jitted.lower(_inner(state, params), batch)
+
+
+def _is_traced(tree: Any) -> bool:
+    """Whether an argument says that a step is called inside of a program."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
+def _inner(state: TrainState, params: Leaves) -> TrainState:
+    """What enters the program of a call: not the identity, which is not sent, copied or read."""
+    without = map_state(lambda own: own._replace(layout_identity=None), state.opt_state)
+    return TrainState(params, without, state.model_state, state.rng)
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    tx: DistributedTransformation,
+    *,
+    accumulate_steps: int = 1,
+    has_aux: bool = False,
+    weighted: bool = False,
+    batch_spec: Any = None,
+    report_nonfinite: bool = False,
+    compiler_options: dict[str, Any] | None = None,
+) -> TrainStep:
+    r"""Makes a jitted training step from a loss and a distributed optimizer.
+
+    The loss of a step is the mean over the micro-batches of all devices, and so is its gradient:
+
+    .. math::
+
+      L = \frac{\sum_i w_i \ell_i}{\sum_i w_i}
+
+    with loss :math:`\ell_i` and weight :math:`w_i` of micro-batch :math:`i`. :math:`w_i = 1` unless
+    ``weighted``, as it should be where parts of the batch hold different numbers of valid tokens.
+    The weights are constants of the differentiation. A micro-batch of weight zero does not count,
+    whatever its loss and gradients hold; if all weights are zero the step changes nothing but
+    ``rng``, as a skipped one, and its loss is 0. A weight that is NaN or negative makes the loss
+    and the gradients NaN.
+
+    A step that is skipped, since with a ``loss_scale`` a gradient was not finite, leaves params,
+    main params, mu, nu, count, ``model_state`` and the states of a chain bit-identical; ``rng``,
+    the loss scale, ``skipped`` and ``grad_norm`` advance.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch)`` gets the part of the batch that belongs to one micro-batch
+        of one device. It returns the scalar ``loss`` of this part, or with ``weighted`` the pair
+        ``(loss, weight)``. It needs no collective: a ``pmean`` of the loss changes nothing, a
+        plain ``psum`` raises. If the state has a ``model_state``, it gets it by this keyword
+        and returns ``(loss, model_state)``; if the state has an ``rng``, it gets by this keyword a
+        key of its own. With has_aux it returns one thing more at the end: ``(loss, aux)`` or
+        ``(loss, model_state, aux)``; in these, too, ``loss`` is the pair ``(loss, weight)`` if
+        ``weighted``.
+      tx: A distributed optimizer.
+      accumulate_steps: Number of micro-batches into which each device cuts its part of the batch.
+        Under "no_shard" and "optim" gradients are summed on the device in
+        ``policy.main_grads_dtype`` and sent once; else every micro-batch's are sent, and the shards
+        summed.
+      has_aux: Whether ``loss_fn`` returns something to report beside the loss.
+      weighted: Whether ``loss_fn`` returns weights beside losses. Without it a pair raises, since
+        the second value is most often a metric, for which ``has_aux`` is meant.
+      batch_spec: PartitionSpec of the batch. None: leading dimension over ``shard_axis``. The
+        leading dimension is devices x micro-batches x examples, in this order.
+      report_nonfinite: Whether to look in every gradient for values that are not finite, which
+        reads all of them once more.
+      compiler_options: XLA options for this program, over the ones chosen here.
+
+    Returns:
+      ``step(state, batch) -> (state, metrics)``. The state is donated. Metrics: the scalars
+      ``loss``, ``grad_norm`` (global norm of the mean gradient before clipping and without the
+      loss scale), ``skipped`` (steps skipped so far) and ``loss_scale`` (of this step); with
+      report_nonfinite ``nonfinite``, for ``nonfinite_paths``; with has_aux ``aux``, every leaf with
+      a leading dimension of devices x micro-batches, in the order of the rows of the batch.
+
+    Raises:
+      HyperparameterError: accumulate_steps is not a positive whole number.
+      ShapeError, TreeError, DtypeError: On use, where the batch does not divide, or ``loss_fn``
+        returns something else.
+      PolicyError: On use, where the loss was summed over the devices already.
+      LayoutError: On use, where the state is of another layout, or params were put into it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jdistadam as jda
+      >>> tx = jda.distributed_fused_adamw(1e-2, mesh=jax.make_mesh((1,), ("data",)))
+      >>> def loss_fn(params, batch):
+      ...     weight = jnp.sum(batch["valid"])
+      ...     return jnp.sum(params["w"] * batch["x"] * batch["valid"]) / weight, weight
+      >>> step = jda.train_step(loss_fn, tx, accumulate_steps=2, weighted=True)
+      >>> batch = {"x": jnp.array([1.0, 2.0, 3.0, 4.0]), "valid": jnp.array([1.0, 1.0, 1.0, 0.0])}
+      >>> state = jda.TrainState.create({"w": jnp.ones(())}, tx)
+      >>> state, metrics = step(state, batch)
+      >>> float(metrics["loss"])
+      2.0
+    """
+    check_distributed(tx)
+    check_count("accumulate_steps", accumulate_steps)
+    check_flag("report_nonfinite", report_nonfinite)
+    _check_options(compiler_options)
+    config = tx.config
+    parallel = config.parallel
+    spec = parallel.batch_spec if batch_spec is None else batch_spec
+    check_batch_spec(spec, tx)
+    loss_function = LossFunction(loss_fn, has_aux, weighted)
+
+    def local_step(
+        is_verified: bool, state: TrainState, batch: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
+        rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
+        scaling = find_state(state.opt_state).scaling
+        local = local_gradients(
+            loss_function,
+            tx,
+            accumulate_steps,
+            gather_params(state.params, tx) if parallel.shards_params else state.params,
+            batch,
+            state.model_state,
+            step_rng,
+            None if scaling is None else scaling.loss_scale,
+            report_nonfinite,
+        )
+        result = tx.local_step(local.grads, state.opt_state, state.params, is_verified=is_verified)
+        model_state = _mean_over_devices(local.model_state, parallel.data_axes)
+        model_state = keep_if(result.is_skipped, state.model_state, model_state)
+        loss = collectives.all_reduce(local.loss, parallel.data_axes)
+        loss = loss * mean_factor(config, local.weight)[0]
+        if result.is_other_layout is not None:
+            loss = jnp.where(result.is_other_layout, jnp.nan, loss)
+        new = find_state(result.opt_state)
+        metrics = {
+            "loss": loss,
+            "grad_norm": new.grad_norm,
+            "skipped": jnp.int32(0) if new.scaling is None else new.scaling.skipped,
+            "loss_scale": jnp.float32(1) if scaling is None else scaling.loss_scale,
+        }
+        if report_nonfinite:
+            metrics["nonfinite"] = sum_over_devices(local.not_finite, tx)
+        metrics |= {"aux": local.aux} if has_aux else {}
+        return TrainState(result.params, result.opt_state, model_state, rng), metrics
+
+    names = ["loss", "grad_norm", "skipped", "loss_scale"]
+    names += ["nonfinite"] if report_nonfinite else []
+    metrics_specs: dict[str, Any] = dict.fromkeys(names, P())
+    metrics_specs |= {"aux": _leading_spec(parallel, spec)} if has_aux else {}
+
+    # Without vma checks: gradients of replicated params stay local, and models may use primitives
+    # (Pallas, scans from a zero carry) that the check does not accept.
+    def make_step(is_verified: bool) -> Callable[[TrainState, Any], Any]:
+        def sharded(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+            specs = TrainState(tx.param_specs(state.params), tx.state_specs(), P(), P())
+            return compat.shard_map(
+                functools.partial(local_step, is_verified),
+                mesh=config.mesh,
+                in_specs=(specs, spec),
+                out_specs=(specs, metrics_specs),
+            )(state, batch)
+
+        return sharded
+
+    on_gpu = config.mesh.devices.flat[0].platform in ("gpu", "cuda")
+    for_xla = (_GPU_COMPILER_OPTIONS if on_gpu else {}) | (compiler_options or {})
+    options = StepOptions(accumulate_steps, batch_spec, report_nonfinite)
+    return TrainStep(make_step, tx, options, for_xla or None)
+
+
+def _check_options(options: Any) -> None:
+    """Raises HyperparameterError unless ``options`` are a dict, or None."""
+    if options is not None and not isinstance(options, dict):
+        raise HyperparameterError(
+            "compiler_options",
+            "not a dict",
+            got=repr(options),
+            expected="a dict of XLA's options by name",
+            action='Pass e.g. {"xla_gpu_enable_latency_hiding_scheduler": True}.',
+        )
+
+
+def _leading_spec(parallel: DataParallel, batch_spec: P) -> P:
+    """PartitionSpec of what has one row for each device, in the order of the batch's rows."""
+    first = batch_spec[0] if len(batch_spec) else None
+    axes = () if first is None else (first,) if isinstance(first, str) else tuple(first)
+    axes += tuple(axis for axis in parallel.data_axes if axis not in axes)
+    return P(axes if len(axes) > 1 else axes[0])
+
+
+def _mean_over_devices(model_state: Any, axes: collectives.Axes) -> Any:
+    """Averages floats in float32; of whole numbers, such as counters, takes the largest.
+
+    So too of the words of random keys: they stay as they are where all devices hold the same.
+    """
+
+    def mean(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            words = collectives.all_reduce_max(jax.random.key_data(x), axes)
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            return collectives.all_reduce_mean(x, axes)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return collectives.all_reduce_max(x, axes)
+        return collectives.all_reduce_mean(x.astype(jnp.float32), axes).astype(x.dtype)
+
+    return jax.tree.map(mean, model_state)
