@@ -310,6 +310,8 @@ def describe(compiled):
 def compile_all(args):
     args.out.mkdir(parents=True, exist_ok=True)
     wanted = [(n, f) for n, f in programs(args.target) if args.only in n]
+    part, parts = map(int, args.part.split("/"))
+    wanted = wanted[part::parts]
     for name, lower in tqdm(wanted, mininterval=5):
         path = args.out / (re.sub(r"\W+", "_", name) + ".json.gz")
         if path.exists():

@@ -16,7 +16,7 @@ from jdistadam.compose.inject_hyperparams import inject_hyperparams
 from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.accumulate import AccumulatedGrads
-from jdistadam.distributed.gather import gather_params, remat_policy
+from jdistadam.distributed.gather_params import gather_params, local_params, remat_policy
 from jdistadam.distributed.optimizer import distributed_fused_adam, distributed_fused_adamw
 from jdistadam.distributed.state import DistributedState, scale_loss
 from jdistadam.distributed.transformation import DistributedTransformation
@@ -40,7 +40,7 @@ from jdistadam.training.batches import shard_batch
 from jdistadam.training.nonfinite import count_nonfinite, nonfinite_paths
 from jdistadam.training.optax_state import from_optax_state, main_params, to_optax_state
 from jdistadam.training.train_state import TrainState, full_params, reload_main_params
-from jdistadam.training.train_step import TrainStep, local_params, train_step
+from jdistadam.training.train_step import TrainStep, train_step
 
 try:
     __version__ = _version("jdistadam")

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ulp import assert_step_close
 
 import jdistadam as jda
-from jdistadam.distributed import packing, step
+from jdistadam.distributed import accumulate, packing
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-12, weight_decay=0.13)
 MESH_SIZES = (1, 2, 3, 4, 8)
@@ -73,15 +73,16 @@ def mean_gradient(batch, n):
     return jax.tree.map(lambda x: jnp.asarray(x.sum(0) / np.float32(64) * np.float32(1 / n)), batch)
 
 
-def reduced(tx, layout, local_grads):
+def reduced(tx, params, local_grads):
     """The flat sums over devices of gradients (devices, ...), and the dtypes of this one's shards."""
     dtypes = []
+    schedule = tx.config.schedule(params)
 
     def reduce(grads):
         leaves = [x[0] for x in jax.tree.leaves(grads)]
-        shards = step.reduce_gradients(tx.config, layout, leaves)
+        shards = accumulate.summed_shards(tx.config, schedule, leaves, includes_outer=True)
         dtypes.extend(x.dtype for x in shards)
-        return packing.flat_of(layout, shards, jnp.float32)
+        return packing.flat_of(schedule.layout, shards, jnp.float32)
 
     specs = tx.config.parallel
     sharded = jax.shard_map(
@@ -112,7 +113,7 @@ def test_reduced_gradients_are_the_sum_within_a_derived_bound(cpu_mesh, n, wire)
         for k, s in SHAPES.items()
     }
 
-    flat, dtypes = reduced(tx, layout, local)
+    flat, dtypes = reduced(tx, params, local)
     assert dtypes and all(dtype == wire for dtype in dtypes)
     sums = packing.leaves_of_flat(layout, flat)
     unit = float(jnp.finfo(wire).eps) / 2

@@ -54,7 +54,7 @@ BATCH = np.linspace(0.5, 1.5, 8, dtype=np.float32)
 
 
 def text_of(tx, params):
-    return tx.config.identity(tx.config.tensor_local(params)).tobytes().decode()
+    return tx.config.identity(tx.layout(params)).tobytes().decode()
 
 
 def test_the_text_is_written_once_and_for_all():
@@ -99,7 +99,7 @@ OTHER_LAYOUTS = {
 def test_what_the_text_depends_on(name):
     params, make, message = OTHER_LAYOUTS[name]
     other, mine = (
-        tx.config.identity(p) for tx, p in ((make(), params), (make_tx(), make_params()))
+        tx.config.identity(tx.layout(p)) for tx, p in ((make(), params), (make_tx(), make_params()))
     )
     assert re.search(message, differences(other, mine)), differences(other, mine)
     assert differences(mine, mine.copy()) is None

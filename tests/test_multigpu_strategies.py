@@ -84,7 +84,7 @@ def test_accuracy_of_the_mean(wire, summed, bound):
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire, grad_reduce_dtype=summed)
     tx = make_tx(mesh, policy, **kwargs)
     x = np.random.default_rng(4).normal(size=(count(), 1 << 20)).astype(np.float32)
-    got, _ = reduced(tx, tx.config.layout(jnp.zeros(1 << 20)), x)
+    got, _ = reduced(tx, jnp.zeros(1 << 20), x)
     exact = x.astype(np.float64).sum(0)
     assert np.linalg.norm(np.asarray(got) - exact) / np.linalg.norm(exact) <= bound
 

@@ -9,7 +9,7 @@ import pytest
 from h200 import WIDTH, collectives, loss_fn, params_of, placed
 
 import jdistadam as jda
-from jdistadam.distributed.schedule import format_collectives, planned_collectives
+from jdistadam.tools.traffic import format_collectives, planned_collectives
 from jdistadam.tools import hlo
 
 POLICIES = {

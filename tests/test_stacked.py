@@ -258,13 +258,13 @@ def test_layers_that_look_alike_are_refused():
     other = {"layers": {"c": jnp.zeros((6, 9, 64)), "d": jnp.zeros((6, 72, 8))}}
     tx.param_specs(other)  # shards of (9, 8) along the second, and of (9, 8) along the first
     shard = jax.ShapeDtypeStruct((9, 8), jnp.float32)
-    assert tx.config.layer_dims({"c": shard, "d": shard}) is None  # too small to be scattered
+    assert tx.seen.layer({"c": shard, "d": shard}) is None  # too small to be scattered
     large = {"layers": {"c": jnp.zeros((6, 999, 64)), "d": jnp.zeros((6, 999 * 8, 8))}}
     tx.param_specs(large)
     shard = jax.ShapeDtypeStruct((999, 8), jnp.float32)
-    assert tx.config.layer_dims({"c": shard, "d": shard}) == (1, 0)
+    assert [x.dim for x in tx.seen.layer({"c": shard, "d": shard})] == [1, 0]
     with pytest.raises(jda.MeshError, match="do not say how to gather them: got 2 ways"):
-        tx.config.layer_dims(shard)
+        tx.seen.layer(shard)
 
 
 def test_a_model_of_1_3e9_parameters_holds_two_layers_of_weights(h200s):

@@ -192,7 +192,7 @@ def test_sums_are_a_fixed_tree(replicas, shards):
             outer_sharding_strategy=outer,
         )
         layout = tx.config.layout(random_params())
-        flat, _ = reduced(tx, layout, {k: x[:, 0] for k, x in grads.items()})
+        flat, _ = reduced(tx, random_params(), {k: x[:, 0] for k, x in grads.items()})
         sums = packing.leaves_of_flat(layout, flat)
         for got, x in zip(sums, jax.tree.leaves(grads), strict=True):
             terms = x[:, 0].reshape(replicas, shards, *x.shape[2:])
@@ -210,7 +210,7 @@ def test_accuracy_of_the_mean(mesh, wire, summed, bound):
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire, grad_reduce_dtype=summed)
     tx = make_tx(mesh, policy, shard_axis=mesh["names"])
     x = np.random.default_rng(4).normal(size=(8, 1 << 16)).astype(np.float32)
-    got, _ = reduced(tx, tx.config.layout(jnp.zeros(1 << 16)), x)
+    got, _ = reduced(tx, jnp.zeros(1 << 16), x)
     exact = x.astype(np.float64).sum(0)
     assert np.linalg.norm(got - exact) / np.linalg.norm(exact) <= bound
 

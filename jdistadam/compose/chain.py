@@ -211,4 +211,4 @@ def _distributed_chain(
     except Exception:  # it needs the real params, e.g. for a mask: init checks with them
         pass
     specs = (*(jax.sharding.PartitionSpec() for _ in before), last.state_specs())
-    return DistributedTransformation.make(init, local_step, norm, last.config, specs)
+    return DistributedTransformation.make(init, local_step, norm, last.seen, last.config, specs)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import collectives, trees, varying
-from jdistadam.distributed import packing
+from jdistadam.distributed import packing, transport
 from jdistadam.distributed.checks import check_grads, check_inside, refuse_weights_of_sums
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.layout import Layout
-from jdistadam.distributed.reduce import reduce_inner
+from jdistadam.distributed.schedule import Schedule
+from jdistadam.distributed.seen_params import SeenParams
 from jdistadam.errors import TreeError
 
 
@@ -46,39 +46,40 @@ class AccumulatedGrads:
         return treedef.unflatten(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves)
 
 
-def init_grads_local(config: DistributedConfig, params: Any) -> AccumulatedGrads:
+def init_grads_local(config: DistributedConfig, seen: SeenParams, params: Any) -> AccumulatedGrads:
     """A sum of no gradients."""
     check_inside(config.parallel, "init_grads")
     trees.check_dtypes(params, name="params")
-    whole = config.whole(params)
+    layout = seen.schedule(params).layout
+    treedef: Any = jax.tree.structure(params)
     dtype = config.policy.main_grads_dtype
+    sums: Any
     if config.parallel.shards_grads:
-        shapes: Any = [config.inner_shard_shape(b) for b in config.layout(whole).buckets]
-        sums = [jnp.zeros(shape, dtype) for shape in shapes]
+        sums = [jnp.zeros(bucket.inner_shape, dtype) for bucket in layout.buckets]
     else:
-        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), whole)
-    leaves = tuple((tuple(x.shape), jnp.dtype(x.dtype).name) for x in jax.tree.leaves(whole))
-    zeros = AccumulatedGrads(sums, jnp.zeros((), jnp.float32), (jax.tree.structure(whole), leaves))
+        sums = treedef.unflatten(jnp.zeros(leaf.shape, dtype) for leaf in layout.leaves)
+    leaves = tuple((leaf.shape, jnp.dtype(leaf.dtype).name) for leaf in layout.leaves)
+    zeros = AccumulatedGrads(sums, jnp.zeros((), jnp.float32), (treedef, leaves))
     axes = config.parallel.data_axes
     return jax.tree.map(lambda x: varying.to_varying(x, axes), zeros)
 
 
 def accumulate_local(
-    config: DistributedConfig, acc: AccumulatedGrads, grads: Any, weight: Any
+    config: DistributedConfig, seen: SeenParams, acc: AccumulatedGrads, grads: Any, weight: Any
 ) -> AccumulatedGrads:
     """Adds one micro-batch's gradients, in main_grads_dtype."""
     check_inside(config.parallel, "accumulate")
     _check_sum(acc)
-    whole = acc.like_params()
-    check_grads(config, grads, whole, acc.weight, like_name="accumulated grads")
+    schedule = seen.schedule_of_whole(acc.like_params())
+    check_grads(config, schedule.layout, grads, acc.like_params(), acc.weight, "accumulated grads")
     trees.check_scalar("weight", 1 if weight is None else weight)
     dtype = config.policy.main_grads_dtype
     if weight is not None:
-        refuse_weights_of_sums(grads, whole)
+        refuse_weights_of_sums(grads, acc.like_params())
         weight = _valid(weight)
         grads = jax.tree.map(lambda x: weighted(x.astype(jnp.float32), weight), grads)
     if config.parallel.shards_grads:
-        grads = inner_shards(config, config.layout(whole), jax.tree.leaves(grads))
+        grads = summed_shards(config, schedule, jax.tree.leaves(grads), includes_outer=False)
 
     def add(total: jax.Array, grad: jax.Array) -> jax.Array:
         grad = varying.to_varying(grad, tuple(varying.varying_axes(total) or ()))
@@ -133,23 +134,66 @@ def mean_factor(config: DistributedConfig, weight: Any) -> tuple[jax.Array, jax.
     return jnp.where(total == 0, 0, 1 / total), total == 0
 
 
-def inner_shards(
-    config: DistributedConfig, layout: Layout, grads: Sequence[Any]
-) -> list[jax.Array]:
-    """Returns for every bucket this device's shard of the gradients' sum over ``shard_axis``.
+class SummedGrads(NamedTuple):
+    """The gradients of all devices, as a step uses them.
 
-    A gradient that has the shape of the shard already came through ``gather_params``: it is one.
+    Attributes:
+      shards: For every bucket this device's part of the sum.
+      mean_scale: What turns the sum into the mean, shape (), float32; 1 without average_grads.
+      is_empty: Whether the total weight is zero, shape (), bool; None where it cannot be.
     """
-    parallel, policy = config.parallel, config.policy
+
+    shards: list[jax.Array]
+    mean_scale: jax.Array
+    is_empty: jax.Array | None
+
+
+def sum_over_devices(
+    config: DistributedConfig, schedule: Schedule, grads: Any, treedef: Any
+) -> SummedGrads:
+    """Sums local gradients, or what ``accumulate`` returned, over all devices.
+
+    Args:
+      config: The configuration.
+      schedule: The schedule of the params.
+      grads: The gradients.
+      treedef: Structure of the params.
+    """
+    sums, weight = grads, None
+    if isinstance(grads, AccumulatedGrads):
+        sums, weight = grads.sums, grads.weight
+    if weight is None or not config.parallel.shards_grads:
+        marker = collectives.axis_index(config.parallel.data_axes)  # varies, where types say so
+        whole = treedef.unflatten(schedule.layout.shapes())
+        check_grads(config, schedule.layout, sums, whole, marker, "params")
+        shards = summed_shards(config, schedule, jax.tree.leaves(sums), includes_outer=True)
+    else:  # summed over shard_axes, micro-batch by micro-batch
+        pairs = zip(schedule.buckets, sums, strict=True)
+        shards = [
+            transport.sum_gradients([entry.reduce_outer], shard, entry.bucket.cut_dim)
+            for entry, shard in pairs
+        ]
+    mean_scale, is_empty = mean_factor(config, weight)
+    return SummedGrads(shards, mean_scale if config.average_grads else jnp.float32(1), is_empty)
+
+
+def summed_shards(
+    config: DistributedConfig, schedule: Schedule, grads: Sequence[Any], *, includes_outer: bool
+) -> list[jax.Array]:
+    """Returns for every bucket this device's part of the gradients' sum over ``shard_axes``.
+
+    With ``includes_outer`` also over ``replica_axes``. A gradient that has the shape of the shard
+    came through ``gather_params``: it is summed over ``shard_axes`` already.
+    """
     shards = []
-    for bucket in layout.buckets:
-        first = grads[bucket.leaves[0]]
-        if config.is_sharded_param(bucket) and first.shape != layout.leaves[bucket.leaves[0]].shape:
-            shards.append(first)
-            continue
-        whole = first  # as it lies, and in its own dtype
-        if bucket.dim is None:
-            dtype = jnp.promote_types(bucket.dtype, policy.wire_dtype)
-            whole = packing.bucket_array(bucket, grads, dtype)
-        shards.append(reduce_inner(parallel, policy, whole, bucket.dim or 0))
+    for entry in schedule.buckets:
+        bucket = entry.bucket
+        array = grads[bucket.leaves[0]]  # as it is, and in its own dtype
+        phases = [entry.reduce, entry.reduce_outer] if includes_outer else [entry.reduce]
+        if bucket.is_packed:
+            dtype = jnp.promote_types(bucket.dtype, config.policy.wire_dtype)
+            array = packing.bucket_array(bucket, grads, dtype)
+        elif bucket.is_sharded_param and array.shape != schedule.layout.leaves[bucket.leaf].shape:
+            phases = phases[1:]
+        shards.append(transport.sum_gradients(phases, array, bucket.cut_dim))
     return shards

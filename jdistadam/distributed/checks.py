@@ -16,6 +16,7 @@ from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.layout_identity import differences
 from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.state import is_distributed_state
 from jdistadam.errors import (
     DtypeError,
     HyperparameterError,
@@ -105,12 +106,13 @@ def check_inside(parallel: DataParallel, function: str) -> None:
 
 
 def check_grads(
-    config: DistributedConfig, grads: Any, whole: Any, marker: Any, *, like_name: str
+    config: DistributedConfig, layout: Layout, grads: Any, whole: Any, marker: Any, like_name: str
 ) -> None:
     """Raises unless gradients fit the params and are this device's own.
 
     Args:
       config: The configuration.
+      layout: The layout of the params.
       grads: The gradients. Of parameters that are sharded also the shards, summed already.
       whole: Tree of shapes of the whole params.
       marker: Something that differs between devices, as far as types say so.
@@ -119,11 +121,9 @@ def check_grads(
     trees.check_same_structure(grads, whole, name="grads", like_name=like_name)
     like: Any = jax.tree.leaves(whole)
     given: Any = jax.tree.leaves(grads)
-    if config.parallel.shards_params:
-        for bucket in config.layout(whole).buckets:
-            (i, *_), shape = bucket.leaves, config.inner_shard_shape(bucket)
-            if config.is_sharded_param(bucket) and np.shape(given[i]) == shape:
-                like[i] = given[i]
+    for bucket in layout.buckets:
+        if bucket.is_sharded_param and np.shape(given[bucket.leaf]) == bucket.inner_shape:
+            like[bucket.leaf] = given[bucket.leaf]
     like = jax.tree.structure(whole).unflatten(like)  # type: ignore[attr-defined]
     trees.check_same_shapes(grads, like, name="grads", like_name=like_name)
     trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
@@ -143,19 +143,40 @@ def check_grads(
             )
 
 
-def check_params(config: DistributedConfig, layout: Layout, params: Any) -> None:
-    """Raises MeshError where a device holds all of a parameter that should be sharded."""
+def check_step(
+    config: DistributedConfig, layout: Layout, state: Any, params: Any, identity: Any
+) -> None:
+    """Raises unless params and state are what a device holds of them.
+
+    Args:
+      config: The configuration.
+      layout: The layout of the params.
+      state: The state.
+      params: The params.
+      identity: The identity that the state must have; None where it was compared before.
+    """
+    if not is_distributed_state(state):
+        raise TreeError(
+            "opt_state",
+            "not the state of this optimizer",
+            got=type(state).__name__,
+            expected="DistributedState",
+            action="Call step(grads, opt_state, params) with what init or step returned.",
+        )
     leaves = jax.tree.leaves(params)
     for bucket in layout.buckets:
-        shape = config.inner_shard_shape(bucket)
-        if config.is_sharded_param(bucket) and leaves[bucket.leaves[0]].shape != shape:
+        if bucket.is_sharded_param and leaves[bucket.leaf].shape != bucket.inner_shape:
             raise MeshError(
-                layout.leaves[bucket.leaves[0]].path,
+                layout.leaves[bucket.leaf].path,
                 "not placed as sharding_strategy says",
-                got=leaves[bucket.leaves[0]].shape,
-                expected=f"{shape} on each device",
+                got=leaves[bucket.leaf].shape,
+                expected=f"{bucket.inner_shape} on each device",
                 action="Use tx.param_specs(params) in the in_specs of shard_map.",
             )
+    if identity is not None:
+        check_identity_type(identity, state.layout_identity)
+    _check_flat_arrays(config, layout, state)
+    check_scaling(config, state)
 
 
 def check_alive(state: Any) -> None:
@@ -224,15 +245,14 @@ _OTHER_LAYOUT = (
 )
 
 
-def check_identity(config: DistributedConfig, whole: Any, state: Any) -> None:
+def check_identity(expected: np.ndarray, state: Any) -> None:
     """Raises LayoutError where a state is of another layout; reads its identity on the host.
 
     Args:
-      config: The configuration.
-      whole: Tree of shapes of the params on one device.
+      expected: The identity of the layout that the state must have.
       state: The DistributedState; of a traced one only types can be checked.
     """
-    expected, got = config.identity(whole), state.layout_identity
+    got = state.layout_identity
     if got is not None and getattr(got, "dtype", None) == np.uint8:
         if isinstance(got, jax.core.Tracer):
             return check_identity_type(expected, got)
@@ -247,7 +267,7 @@ def check_identity(config: DistributedConfig, whole: Any, state: Any) -> None:
     check_identity_type(expected, got)
 
 
-def check_state(config: DistributedConfig, layout: Layout, state: Any) -> None:
+def _check_flat_arrays(config: DistributedConfig, layout: Layout, state: Any) -> None:
     """Raises unless the flat arrays of a state have the layout's sizes and the policy's dtypes."""
     policy = config.policy
     sizes = {"main_params": layout.main_size, "mu": layout.flat_size, "nu": layout.flat_size}
@@ -272,7 +292,6 @@ def check_state(config: DistributedConfig, layout: Layout, state: Any) -> None:
                 expected=dtypes[name],
                 action=f"Cast it, or set {name}_dtype in the policy.",
             )
-    check_scaling(config, state)
 
 
 def check_scaling(config: DistributedConfig, state: Any) -> None:

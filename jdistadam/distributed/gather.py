@@ -1,118 +1,26 @@
-"""Whole parameters from shards, differentiable: the transpose is the policy's reduction."""
+"""New parameters from their shards, as far as devices hold them; at the end of a step."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 
-from jdistadam.distributed.checks import check_inside
-from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.reduce import gather_shards, reduce_inner
-from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
+from jdistadam.core import collectives
+from jdistadam.distributed import packing, transport
+from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.schedule import Schedule
 
 
-def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
-    r"""Gathers sharded parameters over ``shard_axis``; inside ``jax.shard_map``.
-
-    For "optim_grads_params". Leaves that are not sharded are returned as they are, and so are
-    stacked ones, unless ``shards`` is one layer of them inside of ``jax.lax.scan``. Shards travel
-    in ``policy.param_comm_dtype``. The gradient with respect to a shard is this device's part of
-
-    .. math:: \sum_r g_r
-
-    summed over ``shard_axis`` as the policy says, rounded to the dtype of the parameter; ``step``
-    takes it as it is, and gradients with respect to the whole leaf likewise. In your own loop::
-
-        grads = jax.grad(lambda p: loss(jda.gather_params(p, tx)))(jda.local_params(params, tx))
-
-    In a model that scans over stacked layers, also under ``train_step``::
-
-        @functools.partial(jax.checkpoint, policy=jda.remat_policy)
-        def body(x, layer):
-            return block(jda.gather_params(layer, tx), x), None
-
-        x, _ = jax.lax.scan(body, x, params["layers"])
-
-    so that one layer's parameters are gathered at a time, forward and backward, and each layer's
-    gradients are reduced while the backward pass computes those of the next.
-
-    Args:
-      shards: The params as this device holds them, or one layer of stacked params: any part of the
-        tree of which all leaves are stacked.
-      tx: The optimizer. ``tx.init`` or ``tx.param_specs`` must have seen the params.
-
-    Returns:
-      The whole params, on every device.
-
-    Raises:
-      MeshError: Called outside of shard_map, or the shapes of these shards are not known.
-    """
-    check_distributed(tx)
-    config = tx.config
-    check_inside(config.parallel, "gather_params")
-    leaves: list[Any] = list(jax.tree.leaves(shards))
-    for i, dim in _where(config, shards).items():
-        leaves[i] = _gather_leaf(config, dim, leaves[i])
-    return jax.tree.unflatten(jax.tree.structure(shards), leaves)
-
-
-def remat_policy(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Says what ``jax.checkpoint`` saves: not what ``gather_params`` returned, so it gathers again.
-
-    Saved is what costs time to compute: products, reductions, exponentials, foreign calls. What
-    only moves or converts is done again, so that no gathered parameter stays in memory from the
-    forward to the backward pass::
-
-        body = jax.checkpoint(body, policy=jda.remat_policy)
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> f = jax.checkpoint(lambda w, x: jnp.tanh(x @ w), policy=remat_policy)
-      >>> jax.grad(lambda w: f(w, jnp.ones((1, 2))).sum())(jnp.zeros((2, 2))).tolist()
-      [[1.0, 1.0], [1.0, 1.0]]
-    """
-    return primitive.name not in _GATHERED_AGAIN
-
-
-# The collective itself, and what may lie between it and the first use: saved, these would keep a
-# whole parameter alive.
-_GATHERED_AGAIN = frozenset(
-    "all_gather all_gather_invariant pvary pcast reduce_precision optimization_barrier name "
-    "convert_element_type bitcast_convert_type reshape squeeze expand_dims transpose "
-    "broadcast_in_dim slice concatenate copy custom_vjp_call jit".split()
-)
-
-
-def _where(config: DistributedConfig, shards: Any) -> dict[int, int]:
-    """Which leaves to gather, along which dimension: of all params, or of one scanned layer."""
-    dims = config.layer_dims(shards)
-    if dims is not None:
-        return {i: dim for i, dim in enumerate(dims) if dim is not None}
-    leaves, where = jax.tree.leaves(shards), {}
-    for bucket in config.layout(config.whole(shards)).buckets:
-        i, shape = bucket.leaves[0], config.inner_shard_shape(bucket)
-        scanned = bucket.num_layers is not None  # gathered layer by layer
-        if config.is_sharded_param(bucket) and leaves[i].shape == shape and not scanned:
-            assert bucket.dim is not None
-            where[i] = bucket.dim
-    return where
-
-
-def _gather_leaf(config: DistributedConfig, dim: int, shard: jax.Array) -> jax.Array:
-    parallel, policy = config.parallel, config.policy
-
-    @jax.custom_vjp
-    def gather(shard: jax.Array) -> jax.Array:
-        # Typed as varying: otherwise types would have every use of it summed over the devices.
-        return gather_shards(parallel, policy, shard, parallel.shard_axes, dim, to="varying")
-
-    def forward(shard: jax.Array) -> tuple[jax.Array, None]:
-        return gather(shard), None
-
-    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        summed = reduce_inner(parallel, policy, cotangent, dim)
-        return (summed.astype(shard.dtype),)
-
-    gather.defvjp(forward, backward)
-    return gather(shard)
+def gather_new_params(
+    parallel: DataParallel, schedule: Schedule, shards: Sequence[jax.Array]
+) -> dict[int, jax.Array]:
+    """Returns the new parameters by the index of the leaf, of all leaves that are in a bucket."""
+    leaves: dict[int, jax.Array] = {}
+    for entry, shard in zip(schedule.buckets, shards, strict=True):
+        bucket = entry.bucket
+        new = transport.gather_parameters(entry.after_update, shard, bucket.cut_dim)
+        copies = tuple(axis for axis in parallel.tensor_axes if axis not in bucket.tensor_axes)
+        new = collectives.to_invariant(new, copies)
+        leaves.update(packing.leaves_of_bucket(schedule.layout, bucket, new))
+    return leaves

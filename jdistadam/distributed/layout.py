@@ -5,10 +5,25 @@ number of shards is a bucket of its own and is scattered along that dimension, w
 nothing is packed or unpacked. All other leaves are flattened and packed, with leaves of the same
 dtype and group, into buckets of up to ``bucket_bytes``, padded at the end.
 
-The shards of all buckets that one device owns lie behind each other in a few *flat* arrays, one
-for each kind of state, at the offsets written here. Where one device holds everything nothing is
-packed. Parameters that have a main copy come first, so that the flat array of main parameters is
-shorter than the others and shares their offsets.
+The shards of all buckets that one device owns are stored one behind the other in a few *flat*
+arrays, one for each kind of state, at the offsets written here. Where one device holds everything
+nothing is packed. Parameters that have a main copy come first, so that the flat array of main
+parameters is shorter than the others and shares their offsets.
+
+Two devices, and the params w (256, 128) and b (3,) in bfloat16, s (128, 128) in float32, of which
+only the first two have main parameters::
+
+                   device 0                                 device 1
+    bucket 0: w    w[0:128]                                 w[128:256]
+    bucket 1: b    b[0], b[1]                               b[2], padding
+    bucket 2: s    s[0:64]                                  s[64:128]
+
+    offset         0            16384       16512           24704
+    mu, nu         | w (16384)  | b (2) --- | s (8192)      |    flat_size = 24704
+    main_params    | w (16384)  | b (2) --- |                    main_size = 16512
+
+Dashes are a gap: every shard begins at a multiple of ``ALIGNMENT`` elements. The global array of mu
+is the flat arrays of all devices, one behind the other.
 """
 
 from __future__ import annotations
@@ -18,6 +33,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 ALIGNMENT = 128
@@ -60,6 +76,9 @@ class Bucket:
       tensor_axes: Mesh axes, besides those of data, over which its leaves are sharded.
       num_layers: First dimension of a stacked leaf, which is scattered and travels layer by layer;
         otherwise None.
+      inner_shape: Shape of one device's part after the sum over shard_axes: that of the shard,
+        unless the state is sharded over replica_axes too.
+      is_sharded_param: Whether devices hold of its parameters only the part of this shape.
     """
 
     leaves: tuple[int, ...]
@@ -72,11 +91,34 @@ class Bucket:
     has_main: bool
     tensor_axes: tuple[str, ...] = ()
     num_layers: int | None = None
+    inner_shape: tuple[int, ...] = ()
+    is_sharded_param: bool = False
 
     @property
     def shard_size(self) -> int:
         """Number of elements in one device's shard."""
         return math.prod(self.shard_shape)
+
+    @property
+    def inner_size(self) -> int:
+        """Number of elements in one device's part after the sum over shard_axes."""
+        return math.prod(self.inner_shape)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its leaves are flattened and packed, rather than one leaf as it is."""
+        return self.dim is None
+
+    @property
+    def cut_dim(self) -> int:
+        """The dimension along which its array is cut into shards: a packed one has but one."""
+        return 0 if self.dim is None else self.dim
+
+    @property
+    def leaf(self) -> int:
+        """Index of its one leaf, of a bucket that is not packed."""
+        (leaf,) = self.leaves
+        return leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,14 +139,22 @@ class Layout:
     flat_size: int
     main_size: int
 
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Returns shape and dtype of every leaf, as whole params have them."""
+        return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
+
+    def whole_size(self, bucket: Bucket) -> int:
+        """Returns the number of elements of a bucket on all devices, padding included."""
+        return bucket.shard_size * self.num_shards
+
     def __str__(self) -> str:
         """Returns a table with one line a bucket."""
         lines = [f"{'bucket':>6}  {'dtype':<9} {'dim':>4} {'shard':>12} {'pad %':>6}  leaves"]
         for i, b in enumerate(self.buckets):
             names = ", ".join(self.leaves[k].path for k in b.leaves[:3])
             more = f" (+{len(b.leaves) - 3})" if len(b.leaves) > 3 else ""
-            dim = "pack" if b.dim is None else b.dim
-            pad = 100 * b.padding / max(1, b.shard_size * self.num_shards)
+            dim = "pack" if b.is_packed else b.dim
+            pad = 100 * b.padding / max(1, self.whole_size(b))
             lines.append(
                 f"{i:>6}  {b.dtype!s:<9} {dim:>4} {b.shard_size:>12} {pad:>6.2f}  {names}{more}"
             )
@@ -118,6 +168,8 @@ def make_layout(
     *,
     packs: bool | None = None,
     keeps_main: Callable[[Any, bool], bool] = lambda dtype, scattered: True,
+    num_inner_shards: int | None = None,
+    shards_params: bool = False,
 ) -> Layout:
     """Assigns every leaf to a bucket and every bucket to its place.
 
@@ -129,6 +181,8 @@ def make_layout(
       packs: Whether small leaves are packed, as they should be where anything travels. None: if
         there are several shards.
       keeps_main: ``keeps_main(dtype, scattered)``: whether main parameters are kept.
+      num_inner_shards: Number of parts into which the sum over shard_axes cuts. None: num_shards.
+      shards_params: Whether devices hold only shards of the parameters that are scattered.
 
     Example:
       >>> leaves = [Leaf("w", (512, 64), "float32", 0), Leaf("b", (3,), "float32", 0)]
@@ -138,6 +192,34 @@ def make_layout(
       (1,) None (1,) 1 8192
     """
     packs = num_shards > 1 if packs is None else packs
+    members = _members(leaves, num_shards, bucket_bytes, packs)
+    # Those with main parameters first: the flat array of main parameters is the shorter one.
+    has_main = [keeps_main(leaves[run[0]].dtype, dim is not None) for run, dim in members]
+    buckets: list[Bucket] = []
+    offset = main_size = 0
+    for i in sorted(range(len(members)), key=lambda i: not has_main[i]):
+        run, dim = members[i]
+        bucket = _bucket([leaves[k] for k in run], dim, num_shards)
+        bucket = dataclasses.replace(
+            bucket,
+            leaves=tuple(run),
+            offset=offset,
+            has_main=has_main[i],
+            inner_shape=_scaled(
+                bucket.shard_shape, bucket.cut_dim, num_shards // (num_inner_shards or num_shards)
+            ),
+            is_sharded_param=shards_params and not bucket.is_packed,
+        )
+        buckets.append(bucket)
+        offset += _aligned(bucket.shard_size)
+        main_size = offset if bucket.has_main else main_size
+    return Layout(num_shards, tuple(leaves), tuple(buckets), offset, main_size)
+
+
+def _members(
+    leaves: Sequence[Leaf], num_shards: int, bucket_bytes: int, packs: bool
+) -> list[tuple[list[int], int | None]]:
+    """The leaves of each bucket, and the dimension along which it is scattered."""
     scattered: list[tuple[list[int], int | None]] = []
     packed: list[int] = []
     for i, leaf in enumerate(leaves):
@@ -147,34 +229,34 @@ def make_layout(
                 packed.append(i)
             else:
                 scattered.append(([i], dim))
-    members = scattered + [(run, None) for run in _pack(leaves, packed, bucket_bytes)]
-    # Those with main parameters first: the flat array of main parameters is the shorter one.
-    members.sort(key=lambda x: not keeps_main(leaves[x[0][0]].dtype, x[1] is not None))
-    buckets: list[Bucket] = []
-    offset = main_size = 0
-    for indices, dim in members:
-        first, total = leaves[indices[0]], sum(leaves[i].size for i in indices)
-        shard_shape = _cut(first.shape, dim, num_shards) if dim is not None else None
-        bucket = Bucket(
-            tuple(indices),
-            dim,
-            first.dtype,
-            first.group or 0,
-            shard_shape or (-(-total // num_shards),),
-            padding=0 if dim is not None else -total % num_shards,
-            offset=offset,
-            has_main=keeps_main(first.dtype, dim is not None),
-            tensor_axes=first.tensor_axes,
-            num_layers=first.shape[0] if first.is_stacked and dim is not None else None,
-        )
-        buckets.append(bucket)
-        offset += _aligned(bucket.shard_size)
-        main_size = offset if bucket.has_main else main_size
-    return Layout(num_shards, tuple(leaves), tuple(buckets), offset, main_size)
+    return scattered + [(run, None) for run in _pack(leaves, packed, bucket_bytes)]
+
+
+def _bucket(members: Sequence[Leaf], dim: int | None, num_shards: int) -> Bucket:
+    """A bucket, without what depends on the others."""
+    first, total = members[0], sum(leaf.size for leaf in members)
+    is_packed = dim is None
+    whole_shape = (total + -total % num_shards,) if is_packed else first.shape
+    return Bucket(
+        leaves=(),
+        dim=dim,
+        dtype=first.dtype,
+        group=first.group or 0,
+        shard_shape=_cut(whole_shape, dim or 0, num_shards),
+        padding=-total % num_shards if is_packed else 0,
+        offset=0,
+        has_main=False,
+        tensor_axes=first.tensor_axes,
+        num_layers=first.shape[0] if first.is_stacked and not is_packed else None,
+    )
 
 
 def _cut(shape: tuple[int, ...], dim: int, num_shards: int) -> tuple[int, ...]:
     return (*shape[:dim], shape[dim] // num_shards, *shape[dim + 1 :])
+
+
+def _scaled(shape: tuple[int, ...], dim: int, factor: int) -> tuple[int, ...]:
+    return (*shape[:dim], shape[dim] * factor, *shape[dim + 1 :])
 
 
 def _aligned(size: int) -> int:

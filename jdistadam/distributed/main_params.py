@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,38 +10,68 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam import compat
-from jdistadam.core import collectives
+from jdistadam.core import collectives, varying
+from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.state import find_state, map_state
-from jdistadam.distributed.step import main_shard, state_shard
-from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.kernels import reference
 
 
-def with_main_params(tx: DistributedTransformation, opt_state: Any, params: Any, main: Any) -> Any:
-    """Returns the state with main parameters of the values of ``main``, a tree like ``params``."""
-    config = tx.config
+def main_shard(config: DistributedConfig, layout: Layout, params: Sequence[Any]) -> jax.Array:
+    """This device's flat array of main parameters, with the values of ``params``."""
+    shards = [
+        packing.state_shard(config.parallel, bucket, params, jnp.float32)
+        if bucket.has_main
+        else None
+        for bucket in layout.buckets
+    ]
+    flat = packing.flat_of(layout, shards, jnp.float32, main=True)
+    # Varying also for the type checker of shard_map, as shards are.
+    flat = varying.to_varying(flat, config.parallel.state_axes + config.parallel.tensor_axes)
+    return reference.split(flat, jnp.bfloat16, jnp)[1] if config.policy.keeps_remainders else flat
+
+
+def with_main_params(
+    config: DistributedConfig, specs: Any, opt_state: Any, params: Any, main: Any
+) -> Any:
+    """Returns the state with main parameters of the values of ``main``.
+
+    Args:
+      config: The configuration.
+      specs: PartitionSpecs of the params.
+      opt_state: The state, or that of a chain.
+      params: Tree of global params, or of their shapes.
+      main: Tree of arrays like params, in float32 or in a dtype that float32 holds.
+    """
     layout = config.layout(config.tensor_local(params))
     if not layout.main_size:
         return opt_state
     shard = compat.shard_map(
         lambda tree: main_shard(config, layout, jax.tree.leaves(tree)),
         mesh=config.mesh,
-        in_specs=(tx.param_specs(params),),
+        in_specs=(specs,),
         out_specs=config.parallel.state_spec,
     )
     flat = jax.jit(shard)(main)
     return map_state(lambda state: state._replace(main_params=flat), opt_state)
 
 
-def paths_that_differ(tx: DistributedTransformation, params: Any, opt_state: Any) -> list[str]:
+def paths_that_differ(
+    config: DistributedConfig, specs: Any, params: Any, opt_state: Any
+) -> list[str]:
     """Returns the paths of params that are not the rounded main parameters of the state.
 
     Each device compares the shard of which it has the main parameters; nothing is gathered. Leaves
     that share a bucket are named together. Remainders are not compared: with them the parameters
     are a part of the main parameters themselves, and what they hold is what is updated.
+
+    Args:
+      config: The configuration.
+      specs: PartitionSpecs of the params.
+      params: Tree of global params.
+      opt_state: The state, or that of a chain.
     """
-    config = tx.config
     main = find_state(opt_state).main_params
     if main is None or config.policy.keeps_remainders:
         return []
@@ -48,7 +79,7 @@ def paths_that_differ(tx: DistributedTransformation, params: Any, opt_state: Any
     compare = compat.shard_map(
         lambda params, main: _differ_local(config, layout, params, main),
         mesh=config.mesh,
-        in_specs=(tx.param_specs(params), config.parallel.state_spec),
+        in_specs=(specs, config.parallel.state_spec),
         out_specs=jax.sharding.PartitionSpec(),
     )
     differ = np.asarray(jax.jit(compare)(params, main))
@@ -68,7 +99,7 @@ def _differ_local(config: DistributedConfig, layout: Layout, params: Any, main: 
     for bucket in (bucket for bucket in layout.buckets if bucket.has_main):
         kept = main[bucket.offset : bucket.offset + bucket.shard_size].reshape(bucket.shard_shape)
         rounded = kept.astype(bucket.dtype)
-        have = state_shard(config, bucket, leaves, bucket.dtype)
+        have = packing.state_shard(config.parallel, bucket, leaves, bucket.dtype)
         equal = (have == rounded) | (jnp.isnan(have) & jnp.isnan(rounded))
         if config.policy.param_comm_dtype is not None:  # as they arrived, not before the first step
             arrived = collectives.round_to(rounded, config.policy.param_comm_dtype)

@@ -99,12 +99,12 @@ class DataParallel:
 
 def make_data_parallel(
     mesh: Any,
+    *,
     shard_axis: Any,
     replica_axis: Any,
     strategy: str,
     outer_strategy: str,
     policy: MixedPrecisionPolicy,
-    *,
     has_param_specs: bool,
 ) -> DataParallel:
     """Checks the arguments of the same names of ``distributed_fused_adamw``.

@@ -135,7 +135,15 @@ def distributed_fused_adamw(
       Rajbhandari et al., `ZeRO <https://arxiv.org/abs/1910.02054>`_, 2020. NVIDIA Apex,
       ``DistributedFusedAdam``.
     """
-    hyper = Hyperparameters(learning_rate, b1, b2, eps, eps_root, weight_decay, nesterov)
+    hyper = Hyperparameters(
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        eps_root=eps_root,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+    )
     like_optax = optax.adamw(learning_rate, weight_decay=weight_decay, mask=mask, nesterov=nesterov)
     return _distributed(
         hyper,
@@ -221,7 +229,15 @@ def distributed_fused_adam(
       >>> tx.config.hyper.l2
       0.1
     """
-    hyper = Hyperparameters(learning_rate, b1, b2, eps, eps_root, 0.0, nesterov, l2)
+    hyper = Hyperparameters(
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        eps_root=eps_root,
+        nesterov=nesterov,
+        l2=l2,
+    )
     return _distributed(
         hyper,
         optax.adam(learning_rate, nesterov=nesterov),
@@ -268,11 +284,11 @@ def _distributed(
     check_arguments(policy, max_grad_norm, bucket_bytes, average_grads)
     parallel = make_data_parallel(
         mesh,
-        shard_axis,
-        replica_axis,
-        sharding_strategy,
-        outer_sharding_strategy,
-        policy,
+        shard_axis=shard_axis,
+        replica_axis=replica_axis,
+        strategy=sharding_strategy,
+        outer_strategy=outer_sharding_strategy,
+        policy=policy,
         has_param_specs=param_specs is not None,
     )
     check_loss_scale(loss_scale)
@@ -281,16 +297,16 @@ def _distributed(
     for group, _ in made_groups.rows:
         check_nu_dtype("MixedPrecisionPolicy.nu_dtype", policy.nu_dtype, group.b2)
     config = DistributedConfig(
-        hyper,
-        like_optax,
-        made_groups,
-        parallel,
-        policy,
-        max_grad_norm,
-        loss_scale,
-        average_grads,
-        bucket_bytes,
-        param_specs,
-        stacked,
+        hyper=hyper,
+        like_optax=like_optax,
+        groups=made_groups,
+        parallel=parallel,
+        policy=policy,
+        max_grad_norm=max_grad_norm,
+        loss_scale=loss_scale,
+        average_grads=average_grads,
+        bucket_bytes=bucket_bytes,
+        given_param_specs=param_specs,
+        stacked=stacked,
     )
     return make_distributed(config)

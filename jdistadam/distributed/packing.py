@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdistadam.core import trees
+from jdistadam.core import collectives, trees
 from jdistadam.distributed.layout import Bucket, Layout
+from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.kernels import multi_tensor
 
 
 def bucket_array(bucket: Bucket, leaves: Sequence[Any], dtype: Any) -> jax.Array:
-    """Returns a bucket's whole content: its leaf as it lies, or its leaves packed and padded."""
-    if bucket.dim is not None:
-        return leaves[bucket.leaves[0]].astype(dtype)
+    """Returns a bucket's whole content: its leaf as it is, or its leaves packed and padded."""
+    if not bucket.is_packed:
+        return leaves[bucket.leaf].astype(dtype)
     members = [jnp.asarray(leaves[i]) for i in bucket.leaves]
     dtypes = {x.dtype for x in members}
     if len(dtypes) > 1 or not dtypes <= set(trees.STORAGE_DTYPES):
@@ -34,6 +35,31 @@ def shard_of(whole: Any, index: Any, num_shards: int, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(whole, index * size, size, dim)
 
 
+def state_shard(
+    parallel: DataParallel, bucket: Bucket, params: Sequence[Any], dtype: Any
+) -> jax.Array:
+    """Returns the part of a bucket's parameters of which this device has the state."""
+    array = bucket_array(bucket, params, dtype)
+    axes = axes_left_to_cut(parallel, bucket, array.shape)
+    if not axes:
+        return array
+    index = collectives.axis_index(axes)
+    return shard_of(array, index, parallel.size(axes), bucket.cut_dim)
+
+
+def axes_left_to_cut(
+    parallel: DataParallel, bucket: Bucket, shape: tuple[int, ...]
+) -> tuple[str, ...]:
+    """Returns the axes over which a bucket's array of this shape is still to cut into shards.
+
+    All over which the state is sharded, but of what devices hold a part already only replica_axes.
+    """
+    axes = parallel.state_axes
+    if bucket.is_sharded_param and shape == bucket.inner_shape:
+        return tuple(axis for axis in axes if axis in parallel.replica_axes)
+    return axes
+
+
 def flat_shard(
     layout: Layout, leaves: Sequence[Any], index: Any, dtype: Any, *, main: bool = False
 ) -> jax.Array:
@@ -42,7 +68,7 @@ def flat_shard(
     With ``main``, only of those that have main parameters: shape ``(main_size,)``.
     """
     shards = [
-        shard_of(bucket_array(bucket, leaves, dtype), index, layout.num_shards, bucket.dim or 0)
+        shard_of(bucket_array(bucket, leaves, dtype), index, layout.num_shards, bucket.cut_dim)
         for bucket in layout.buckets
     ]
     return flat_of(layout, shards, dtype, main=main)
@@ -63,8 +89,8 @@ def flat_of(layout: Layout, shards: Sequence[Any], dtype: Any, *, main: bool = F
 
 def leaves_of_bucket(layout: Layout, bucket: Bucket, whole: Any) -> list[tuple[int, jax.Array]]:
     """Cuts a bucket's whole content into its leaves: pairs of leaf index and array."""
-    if bucket.dim is not None:
-        return [(bucket.leaves[0], whole)]
+    if not bucket.is_packed:
+        return [(bucket.leaf, whole)]
     shapes = [layout.leaves[i].shape for i in bucket.leaves]
     offsets = _offsets(layout.leaves[i].size for i in bucket.leaves)
     leaves = multi_tensor.unpack(whole, shapes, offsets[:-1], whole.dtype)
@@ -91,10 +117,10 @@ def leaves_of_flat(layout: Layout, flat: Any) -> list[np.ndarray]:
             continue
         shards = by_device[:, bucket.offset : bucket.offset + bucket.shard_size]
         whole = np.concatenate(
-            list(shards.reshape(layout.num_shards, *bucket.shard_shape)), bucket.dim or 0
+            list(shards.reshape(layout.num_shards, *bucket.shard_shape)), bucket.cut_dim
         )
-        if bucket.dim is not None:
-            leaves[bucket.leaves[0]] = whole
+        if not bucket.is_packed:
+            leaves[bucket.leaf] = whole
             continue
         offsets = _offsets(layout.leaves[i].size for i in bucket.leaves)
         for i, (start, end) in zip(bucket.leaves, itertools.pairwise(offsets), strict=True):

@@ -1,19 +1,36 @@
-"""What one step sends: every collective by operation, dtype and size, from shapes alone.
+"""What one step sends: for each bucket its collectives, in the order in which they run.
 
-Scalars (norm, loss, weights) are left out.
+This is the one place that decides how gradients are summed and parameters gathered under each
+strategy and policy. A step runs these collectives (``transport.py``), ``plan`` prices them and
+``audit`` compares them with the compiled program. Made from shapes alone.
+
+A bucket passes through four phases, of which a strategy leaves out some::
+
+    reduce         gradients, over shard_axes: every micro-batch where gradients are sharded
+                   ("no_shard": over all data axes at once)
+    reduce_outer   that sum, over replica_axes: once a step
+    gather_outer   new parameters, over replica_axes, where the state is sharded over them too
+    gather         parameters, over shard_axes: after the update, or before the forward pass where
+                   devices hold shards of them ("optim_grads_params")
+
+[Note: sums in float32] With ``grad_reduce_dtype`` a reduce-scatter is an all-to-all along one axis
+after the other, the last one first, each followed by a sum of adjacent pairs in float32. What was
+summed once travels on in float32. An all-reduce is the same, followed by an all-gather of the sums.
+
+Scalars (norm, loss, weights) are not listed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from jdistadam.core.collectives import Axes
-from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.layout import Bucket
+from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.core.varying import Axes
+from jdistadam.distributed.layout import Bucket, Layout
+from jdistadam.distributed.mesh_axes import DataParallel
 
 _SMALL = 0.01  # of a layer's parameters: biases and norm scales are smaller, matrices larger
 
@@ -32,6 +49,9 @@ class Collective:
       leaves: Paths of the parameters.
       is_optional: Whether XLA may leave it out: the backward pass of a scanned layer needs again
         what it multiplied with, but not every bias.
+      when: "step": once; "micro-batch": for each of them; "layer": for each layer of a scan, in
+        each micro-batch.
+      means: How bytes move between devices: "xla", by a collective of the compiler.
     """
 
     op: str
@@ -42,6 +62,8 @@ class Collective:
     times: int
     leaves: tuple[str, ...]
     is_optional: bool = False
+    when: str = "step"
+    means: str = "xla"
 
     @property
     def result_elements(self) -> int:
@@ -56,104 +78,172 @@ class Collective:
         return size * (self.devices - 1) // self.devices
 
 
-def planned_collectives(
-    config: DistributedConfig, params: Any, *, accumulate_steps: int = 1
-) -> list[Collective]:
-    """Returns the collectives of one call of ``train_step`` that are larger than scalars.
+Phase = tuple[Collective, ...]
+"""Collectives that run one after the other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketSchedule:
+    """The collectives of one bucket; see the module for the four phases.
+
+    Attributes:
+      bucket: The bucket.
+      reduce: Sums gradients over shard_axes.
+      reduce_outer: Sums over replica_axes what ``reduce`` left.
+      gather_outer: Gathers new parameters over replica_axes.
+      gather: Gathers parameters over shard_axes.
+      gather_again: The same in the backward pass of scanned layers, which keeps none of them.
+    """
+
+    bucket: Bucket
+    reduce: Phase
+    reduce_outer: Phase
+    gather_outer: Phase
+    gather: Phase
+    gather_again: Phase = ()
+
+    @property
+    def after_update(self) -> Phase:
+        """The gathers that a step does with new parameters, until they are as devices hold them."""
+        return self.gather_outer + (() if self.bucket.is_sharded_param else self.gather)
+
+    @property
+    def collectives(self) -> Phase:
+        """All of them."""
+        reductions = self.reduce + self.reduce_outer
+        return reductions + self.gather_outer + self.gather + self.gather_again
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A layout, and the collectives of each of its buckets.
+
+    Attributes:
+      layout: Where everything belongs.
+      buckets: One entry for each bucket of the layout, in its order.
+    """
+
+    layout: Layout
+    buckets: tuple[BucketSchedule, ...]
+
+    @property
+    def collectives(self) -> Phase:
+        """All collectives of a step that are larger than scalars."""
+        return tuple(c for entry in self.buckets for c in entry.collectives)
+
+
+def make_schedule(
+    layout: Layout,
+    parallel: DataParallel,
+    policy: MixedPrecisionPolicy,
+    accumulate_steps: int = 1,
+) -> Schedule:
+    """Decides what every bucket of a layout sends.
 
     Args:
-      config: ``tx.config``.
-      params: Tree of global params or their shapes.
-      accumulate_steps: As given to ``train_step``.
+      layout: The layout.
+      parallel: The axes and the strategy.
+      policy: The dtypes.
+      accumulate_steps: Number of micro-batches; counts in ``times`` alone.
+
+    Example:
+      >>> import jax
+      >>> from jdistadam.distributed.layout import Leaf, make_layout
+      >>> mesh = jax.sharding.AbstractMesh((4,), ("data",))
+      >>> layout = make_layout([Leaf("w", (512, 64), jnp.dtype("float32"), 0)], 4, 1 << 20)
+      >>> parallel = DataParallel(mesh, ("data",))
+      >>> for c in make_schedule(layout, parallel, MixedPrecisionPolicy()).collectives:
+      ...     print(c.op, c.dtype, c.axes, c.elements, c.when)
+      reduce-scatter float32 ('data',) 32768 step
+      all-gather float32 ('data',) 32768 step
     """
-    layout = config.layout(config.tensor_local(params))
-    micro_batches = accumulate_steps if config.parallel.shards_grads else 1
-    layers: dict[Any, int] = {}
+    layer_sizes: dict[int | None, int] = {}
     for bucket in layout.buckets:
-        layers[bucket.num_layers] = layers.get(bucket.num_layers, 0) + bucket.shard_size
-    found: list[Collective] = []
+        size = layer_sizes.get(bucket.num_layers, 0)
+        layer_sizes[bucket.num_layers] = size + bucket.shard_size
+    maker = _PhaseMaker(parallel, policy, accumulate_steps if parallel.shards_grads else 1)
+    entries = []
     for bucket in layout.buckets:
         paths = tuple(layout.leaves[i].path for i in bucket.leaves)
-        for op, dtype, elements, axes, times in _of_bucket(config, bucket, micro_batches):
-            devices = config.parallel.size(axes)
-            found.append(Collective(op, jnp.dtype(dtype), elements, axes, devices, times, paths))
-        if bucket.num_layers is not None:  # once more in the backward pass
-            small = bucket.shard_size < _SMALL * layers[bucket.num_layers]
-            found.append(dataclasses.replace(found[-1], is_optional=small))
-    return found
+        entry = maker.bucket_schedule(bucket, paths, layout.whole_size(bucket))
+        if bucket.num_layers is not None:
+            is_small = bucket.shard_size < _SMALL * layer_sizes[bucket.num_layers]
+            again = tuple(dataclasses.replace(c, is_optional=is_small) for c in entry.gather)
+            entry = dataclasses.replace(entry, gather_again=again)
+        entries.append(entry)
+    return Schedule(layout, tuple(entries))
 
 
-_Planned = tuple[str, Any, int, Axes, int]
+@dataclasses.dataclass(frozen=True)
+class _PhaseMaker:
+    """Makes the phases of buckets; holds what is the same for all of them."""
 
+    parallel: DataParallel
+    policy: MixedPrecisionPolicy
+    num_reductions: int  # how often a step reduces gradients over shard_axes
 
-def _of_bucket(config: DistributedConfig, bucket: Bucket, micro_batches: int) -> Iterator[_Planned]:
-    parallel, policy = config.parallel, config.policy
-    wire, is_pairwise = policy.wire_dtype, policy.grad_reduce_dtype is not None
-    whole = bucket.shard_size * config.num_shards
-    shard = whole // parallel.num_inner_shards
-    num_layers = bucket.num_layers or 1
-    layer, passes = whole // num_layers, num_layers * micro_batches
-    shards, replicas = parallel.shard_axes, parallel.replica_axes
-    if parallel.strategy == "no_shard":
-        if is_pairwise:
-            yield from _pairwise(config, whole, replicas + shards, wire, 1, gathers=True)
-        else:
-            yield "all-reduce", wire, whole, parallel.data_axes, 1
-        return
-    if is_pairwise:
-        yield from _pairwise(config, layer, shards, wire, passes)
-    else:
-        yield "reduce-scatter", wire, layer, shards, passes
-    shards_more = parallel.outer_strategy == "optim"
-    if replicas and is_pairwise:
-        summed = policy.grad_reduce_dtype
-        yield from _pairwise(config, shard, replicas, summed, 1, gathers=not shards_more)
-    elif replicas:
-        yield ("reduce-scatter" if shards_more else "all-reduce"), wire, shard, replicas, 1
-    comm = bucket.dtype if policy.param_comm_dtype is None else policy.param_comm_dtype
-    if shards_more:
-        yield "all-gather", comm, shard, replicas, 1
-    if bucket.num_layers is not None:
-        yield "all-gather", comm, layer, shards, passes
-    else:
-        yield "all-gather", comm, whole, shards, 1
+    def bucket_schedule(
+        self, bucket: Bucket, paths: tuple[str, ...], whole_size: int
+    ) -> BucketSchedule:
+        """The phases of one bucket, by the strategy."""
+        parallel, policy = self.parallel, self.policy
+        shard_axes, replica_axes = parallel.shard_axes, parallel.replica_axes
+        sent, summed = policy.wire_dtype, policy.reduced_dtype
+        if parallel.strategy == "no_shard":
+            in_float32 = policy.grad_reduce_dtype is not None
+            axes = replica_axes + shard_axes if in_float32 else parallel.data_axes
+            everywhere = self._all_reduce(paths, whole_size, axes, sent)
+            return BucketSchedule(bucket, everywhere, (), (), ())
+        num_layers = bucket.num_layers or 1
+        layer_size, inner_size = whole_size // num_layers, whole_size // parallel.num_inner_shards
+        comm = bucket.dtype if policy.param_comm_dtype is None else policy.param_comm_dtype
+        reduce = self._reduce_scatter(paths, layer_size, shard_axes, sent)
+        gather: Phase = (self._one("all-gather", paths, layer_size, shard_axes, comm),)
+        if bucket.num_layers is not None:
+            times = num_layers * self.num_reductions
+            reduce, gather = (_repeated(phase, "layer", times) for phase in (reduce, gather))
+        elif parallel.shards_grads:
+            reduce = _repeated(reduce, "micro-batch", self.num_reductions)
+        reduce_outer: Phase = ()
+        gather_outer: Phase = ()
+        if parallel.outer_strategy == "optim":
+            reduce_outer = self._reduce_scatter(paths, inner_size, replica_axes, summed)
+            gather_outer = (self._one("all-gather", paths, inner_size, replica_axes, comm),)
+        elif replica_axes:
+            reduce_outer = self._all_reduce(paths, inner_size, replica_axes, summed)
+        return BucketSchedule(bucket, reduce, reduce_outer, gather_outer, gather)
 
+    def _reduce_scatter(
+        self, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any
+    ) -> Phase:
+        """Sums an array, of which each device keeps a part."""
+        if self.policy.grad_reduce_dtype is None:
+            return (self._one("reduce-scatter", paths, elements, axes, dtype),)
+        exchanges = []
+        for axis in reversed(axes):
+            exchange = self._one("all-to-all", paths, elements, (axis,), dtype)
+            exchanges.append(exchange)
+            elements //= exchange.devices
+            dtype = self.policy.grad_reduce_dtype  # [Note: sums in float32]
+        return tuple(exchanges)
 
-def _pairwise(
-    config: DistributedConfig,
-    elements: int,
-    axes: Axes,
-    wire_dtype: Any,
-    times: int,
-    *,
-    gathers: bool = False,
-) -> Iterator[_Planned]:
-    """One exchange an axis, the last one first; what is summed once stays float32."""
-    if gathers:
-        elements += -elements % config.parallel.size(axes)
-    remaining, dtype = elements, wire_dtype
-    for axis in reversed(axes):
-        yield "all-to-all", dtype, remaining, (axis,), times
-        remaining //= config.parallel.size((axis,))
-        dtype = jnp.float32
-    if gathers:
-        yield "all-gather", jnp.float32, elements, axes, times
-
-
-def format_collectives(planned: Sequence[Collective]) -> str:
-    """Returns a table, one line for each operation, dtype and set of axes."""
-    rows: dict[Any, list[int]] = {}
-    for c in planned:
-        row = rows.setdefault((c.op, c.dtype.name, c.axes, c.devices, c.times), [0, 0, 0])
-        for i, value in enumerate((1, c.elements, c.bytes_sent)):
-            row[i] += value
-    lines = [
-        f"{'collective':<15} {'dtype':<14} {'over':<16} {'devices':>7} {'times':>5} {'arrays':>6} "
-        f"{'elements':>13} {'MB sent':>10}"
-    ]
-    for (op, dtype, axes, devices, times), (count, elements, sent) in rows.items():
-        lines.append(
-            f"{op:<15} {dtype:<14} {','.join(axes):<16} {devices:>7} {times:>5} {count:>6} "
-            f"{elements:>13} {sent / 1e6:>10.2f}"
+    def _all_reduce(self, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any) -> Phase:
+        """Sums an array, of which each device gets all."""
+        if self.policy.grad_reduce_dtype is None:
+            return (self._one("all-reduce", paths, elements, axes, dtype),)
+        elements += -elements % self.parallel.size(axes)
+        summed = self.policy.grad_reduce_dtype
+        return (
+            *self._reduce_scatter(paths, elements, axes, dtype),
+            self._one("all-gather", paths, elements, axes, summed),
         )
-    return "\n".join(lines)
+
+    def _one(
+        self, op: str, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any
+    ) -> Collective:
+        devices = self.parallel.size(axes)
+        return Collective(op, jnp.dtype(dtype), elements, axes, devices, 1, paths)
+
+
+def _repeated(phase: Phase, when: str, times: int) -> Phase:
+    return tuple(dataclasses.replace(c, when=when, times=times) for c in phase)

@@ -73,18 +73,6 @@ def find_state(opt_state: Any) -> DistributedState:
     return found[0]
 
 
-def check_own_state(state: Any) -> None:
-    """Raises TreeError unless ``state`` is a DistributedState itself."""
-    if not is_distributed_state(state):
-        raise TreeError(
-            "opt_state",
-            "not the state of this optimizer",
-            got=type(state).__name__,
-            expected="DistributedState",
-            action="Call step(grads, opt_state, params) with what init or step returned.",
-        )
-
-
 def map_state(function: Callable[[DistributedState], Any], opt_state: Any) -> Any:
     """Replaces the DistributedState inside of what may be the state of a chain."""
     return jax.tree.map(

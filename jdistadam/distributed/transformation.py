@@ -16,7 +16,9 @@ from jdistadam.core import trees, varying
 from jdistadam.core.loss_scale import LossScaleState
 from jdistadam.distributed.accumulate import AccumulatedGrads, accumulate_local, init_grads_local
 from jdistadam.distributed.checks import check_alive, check_identity
-from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.config import DistributedConfig, global_specs
+from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.seen_params import SeenParams
 from jdistadam.distributed.state import DistributedState, StepResult, find_state
 from jdistadam.distributed.step import grad_norm_local, init_local, step_local
 from jdistadam.drop_in.transformation import FusedTransformation
@@ -40,6 +42,7 @@ class DistributedTransformation(FusedTransformation):
     """
 
     config: DistributedConfig
+    seen: SeenParams
     specs: Any
     # step with is_verified, and without the check for zero-size arguments: train_step needs none
     local_step: Callable[..., StepResult]
@@ -51,6 +54,7 @@ class DistributedTransformation(FusedTransformation):
         init: Any,
         local_step: Callable[..., StepResult],
         norm: Any,
+        seen: SeenParams,
         config: DistributedConfig,
         specs: Any,
     ) -> DistributedTransformation:
@@ -70,7 +74,8 @@ class DistributedTransformation(FusedTransformation):
             return jax.tree.map(lambda n, p: n.astype(f32) - p.astype(f32), new, params), state
 
         self: Any = cls(init, update, step)
-        self.local_step, self.norm, self.config, self.specs = local_step, norm, config, specs
+        self.local_step, self.norm, self.seen = local_step, norm, seen
+        self.config, self.specs = config, specs
         return self
 
     def state_specs(self, params: Any = None) -> Any:
@@ -91,7 +96,24 @@ class DistributedTransformation(FusedTransformation):
           params: Tree of arrays or ``jax.ShapeDtypeStruct`` as they are outside of shard_map.
         """
         trees.check_dtypes(params, name="params")
-        return self.config.param_specs(params)
+        schedule = self.seen.schedule_of_whole(self.config.tensor_local(params))
+        return global_specs(self.config, schedule.layout, params)
+
+    def layout(self, params: Any) -> Layout:
+        """Returns where each element of the state belongs; ``print`` shows it as a table.
+
+        Args:
+          params: Tree of arrays or ``jax.ShapeDtypeStruct`` as they are outside of shard_map.
+
+        Example:
+          >>> import jdistadam as jda
+          >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+          >>> layout = tx.layout({"w": jax.ShapeDtypeStruct((512, 64), jnp.float32)})
+          >>> layout.flat_size, layout.buckets[0].shard_shape
+          (32768, (512, 64))
+        """
+        trees.check_dtypes(params, name="params")
+        return self.config.layout(self.config.tensor_local(params))
 
     def check_state(self, opt_state: Any, params: Any) -> None:
         """Raises where a state is of another layout than the one for these params; outside of jit.
@@ -113,9 +135,9 @@ class DistributedTransformation(FusedTransformation):
           TreeError: This is not the state of a distributed optimizer.
           MeshError: Its arrays were donated to a step.
         """
-        own = find_state(opt_state)
-        check_alive(own)
-        check_identity(self.config, self.config.tensor_local(params), own)
+        state = find_state(opt_state)
+        check_alive(state)
+        check_identity(self.config.identity(self.layout(params)), state)
 
     def init_grads(self, params: Any) -> AccumulatedGrads:
         """Returns a sum of no gradients, to which ``accumulate`` adds; inside shard_map.
@@ -123,7 +145,7 @@ class DistributedTransformation(FusedTransformation):
         Args:
           params: Tree of arrays: only their shapes and dtypes matter.
         """
-        return init_grads_local(self.config, params)
+        return init_grads_local(self.config, self.seen, params)
 
     def accumulate(self, acc: AccumulatedGrads, grads: Any, weight: Any = None) -> AccumulatedGrads:
         r"""Adds one micro-batch's local gradients.
@@ -148,7 +170,7 @@ class DistributedTransformation(FusedTransformation):
           TreeError, ShapeError, DtypeError: The gradients do not fit.
           MeshError: They are reduced already.
         """
-        return accumulate_local(self.config, acc, grads, weight)
+        return accumulate_local(self.config, self.seen, acc, grads, weight)
 
     def grad_norm(self, grads: Any, state: Any = None) -> jax.Array:
         """Returns the global norm of the mean gradient before clipping, as ``step`` computes it.
@@ -180,18 +202,18 @@ def check_distributed(tx: Any) -> None:
 
 def make_distributed(config: DistributedConfig) -> DistributedTransformation:
     """Joins the pieces."""
-    mesh, parallel = config.mesh, config.parallel
+    mesh, parallel, seen = config.mesh, config.parallel, SeenParams(config)
 
     def init(params: Any) -> DistributedState:
         trees.check_dtypes(params, name="params")
         if not varying.unbound(parallel.shard_axes):
-            return init_local(config, params, config.whole(params))
+            return init_local(config, seen.schedule(params).layout, params)
         trees.refuse_shapes(params, name="params")
-        specs = config.param_specs(params)
+        specs = tx.param_specs(params)
         placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
         params = jax.device_put(params, placed)
         local = compat.shard_map(
-            lambda p: init_local(config, p, config.whole(p)),
+            lambda p: init_local(config, seen.schedule(p).layout, p),
             mesh=mesh,
             in_specs=(specs,),
             out_specs=tx.specs,
@@ -202,14 +224,14 @@ def make_distributed(config: DistributedConfig) -> DistributedTransformation:
         grads: Any, state: Any, params: Any, *, is_verified: bool = False, **extra_args: Any
     ) -> StepResult:
         del extra_args
-        return step_local(config, grads, state, params, is_verified=is_verified)
+        return step_local(config, seen, grads, state, params, is_verified=is_verified)
 
     sharded = parallel.state_spec
     scaling = None if config.loss_scale is None else LossScaleState(P(), P(), P(), P())  # type: ignore[arg-type]
     specs = DistributedState(P(), sharded, sharded, sharded, P(), P(), scaling)  # type: ignore[arg-type]
 
     def norm(grads: Any, state: Any) -> jax.Array:
-        return grad_norm_local(config, grads, state)
+        return grad_norm_local(config, seen, grads, state)
 
-    tx = DistributedTransformation.make(init, local_step, norm, config, specs)
+    tx = DistributedTransformation.make(init, local_step, norm, seen, config, specs)
     return tx

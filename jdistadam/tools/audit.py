@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jdistadam.distributed.checks import check_scaling
-from jdistadam.distributed.schedule import planned_collectives
 from jdistadam.distributed.state import find_state
 from jdistadam.errors import TreeError
 from jdistadam.tools import hlo
+from jdistadam.tools.traffic import planned_collectives
 from jdistadam.training.train_state import TrainState, check_train_state
 from jdistadam.training.train_step import TrainStep
 

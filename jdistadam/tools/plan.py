@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.layout import Bucket, Layout
-from jdistadam.distributed.schedule import Collective, format_collectives, planned_collectives
+from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.schedule import BucketSchedule, Collective
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
+from jdistadam.tools.traffic import format_collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,65 +90,63 @@ def plan(params: Any, tx: DistributedTransformation, *, accumulate_steps: int = 
     check_count("accumulate_steps", accumulate_steps)
     trees.check_dtypes(params, name="params")
     config = tx.config
-    layout = config.layout(config.tensor_local(params))
+    whole = config.tensor_local(params)
+    schedule = config.schedule(whole, accumulate_steps=accumulate_steps)
     buffers: dict[str, int] = {}
-    for bucket in layout.buckets:
-        for name, size in _buffers(config, bucket):
+    for entry in schedule.buckets:
+        for name, size in _buffers(config, schedule.layout, entry):
             buffers[name] = buffers.get(name, 0) + size
     return Plan(
-        _held(config, layout, config.identity(config.tensor_local(params)).nbytes),
-        _sums(config, layout) if accumulate_steps > 1 else 0,
-        buffers,
-        tuple(planned_collectives(config, params, accumulate_steps=accumulate_steps)),
+        held=_held(config, schedule.layout),
+        sums=_sums(config, schedule.layout) if accumulate_steps > 1 else 0,
+        buffers=buffers,
+        collectives=schedule.collectives,
     )
 
 
-def _held(config: DistributedConfig, layout: Layout, identity_bytes: int) -> dict[str, int]:
+def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
     policy = config.policy
-    sharded = {b.leaves[0]: b for b in layout.buckets if config.is_sharded_param(b)}
-    sizes = [
-        _size(config.inner_shard_shape(sharded[i])) if i in sharded else leaf.size
-        for i, leaf in enumerate(layout.leaves)
-    ]
-    leaves = zip(sizes, layout.leaves, strict=True)
+    inner_sizes = {b.leaf: b.inner_size for b in layout.buckets if b.is_sharded_param}
     scalars = 2 + (0 if config.loss_scale is None else 4)  # of LossScaleState
     return {
-        "params": sum(size * jnp.dtype(leaf.dtype).itemsize for size, leaf in leaves),
+        "params": sum(
+            inner_sizes.get(i, leaf.size) * jnp.dtype(leaf.dtype).itemsize
+            for i, leaf in enumerate(layout.leaves)
+        ),
         "main_params": layout.main_size * policy.main_dtype.itemsize,
         "mu": layout.flat_size * policy.mu_dtype.itemsize,
         "nu": layout.flat_size * policy.nu_dtype.itemsize,
-        "layout identity": identity_bytes,
+        "layout identity": config.identity(layout).nbytes,
         "scalars": 4 * scalars,
     }
 
 
 def _sums(config: DistributedConfig, layout: Layout) -> int:
     shards = config.parallel.shards_grads
-    elements = sum(
-        _size(config.inner_shard_shape(b)) if shards else _whole(config, b) for b in layout.buckets
-    )
+    elements = sum(b.inner_size if shards else layout.whole_size(b) for b in layout.buckets)
     return elements * config.policy.main_grads_dtype.itemsize
 
 
-def _buffers(config: DistributedConfig, bucket: Bucket) -> Iterator[tuple[str, int]]:
+def _buffers(
+    config: DistributedConfig, layout: Layout, entry: BucketSchedule
+) -> Iterator[tuple[str, int]]:
     """What one bucket passes through, in this order."""
-    policy, parallel = config.policy, config.parallel
+    policy, bucket = config.policy, entry.bucket
     # Stacked layers pass one after the other; the sum of gradients holds all of them.
-    whole = _whole(config, bucket) // (bucket.num_layers or 1)
-    inner = _size(config.inner_shard_shape(bucket))
-    wire, reduced = policy.wire_dtype.itemsize, policy.reduced_dtype.itemsize
-    pairwise = policy.grad_reduce_dtype is not None
-    if bucket.dim is None:
+    whole = layout.whole_size(bucket) // (bucket.num_layers or 1)
+    inner = bucket.inner_size
+    sent, reduced = policy.wire_dtype.itemsize, policy.reduced_dtype.itemsize
+    if bucket.is_packed:
         widest = jnp.promote_types(bucket.dtype, policy.wire_dtype)
         yield "packed gradients", whole * jnp.dtype(widest).itemsize
-    if bucket.dim is None or policy.wire_dtype != bucket.dtype:
-        yield "gradients for the wire", whole * wire
-    if pairwise:
-        yield "received contributions", whole * wire
+    if bucket.is_packed or policy.wire_dtype != bucket.dtype:
+        yield "gradients for the wire", whole * sent
+    if entry.reduce[0].op == "all-to-all":
+        yield "received contributions", whole * sent
     yield "reduced gradients", inner * reduced
-    if parallel.strategy == "no_shard" and pairwise:
+    if entry.reduce[-1].op == "all-gather":  # of the parts of a sum in float32
         yield "reduced gradients", whole * reduced
-    elif parallel.strategy != "no_shard" and parallel.replica_axes:
+    if entry.reduce_outer:
         yield "reduced gradients", 2 * inner * reduced
     itemsize = jnp.dtype(bucket.dtype).itemsize
     comm = bucket.dtype if policy.param_comm_dtype is None else policy.param_comm_dtype
@@ -157,15 +155,7 @@ def _buffers(config: DistributedConfig, bucket: Bucket) -> Iterator[tuple[str, i
         yield "new shards", bucket.shard_size * itemsize  # cut out of the params
     if comm != bucket.dtype:
         yield "gathered parameters", whole * jnp.dtype(comm).itemsize
-    if bucket.dim is None:
+    if bucket.is_packed:
         yield "gathered parameters", whole * itemsize
     if bucket.num_layers is not None:
         yield "gathered parameters", 2 * whole * itemsize  # of this layer and the next
-
-
-def _whole(config: DistributedConfig, bucket: Bucket) -> int:
-    return bucket.shard_size * config.num_shards
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape))

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import collectives, trees
-from jdistadam.distributed.config import axes_of
+from jdistadam.distributed.param_specs import axes_of
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import DtypeError, MeshError, ShapeError
 

@@ -13,15 +13,16 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
 from jdistadam.distributed import packing
-from jdistadam.distributed.config import DistributedConfig, axes_of
+from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.param_specs import axes_of
 from jdistadam.distributed.state import DistributedState, find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.main_params import MainParamsState, main_params_of
 from jdistadam.errors import TreeError
 from jdistadam.kernels import reference
 from jdistadam.kernels.coefficients import check_step_count
-from jdistadam.training.train_state import TrainState, check_layout, own, remember_params
+from jdistadam.training.train_state import TrainState, check_layout, copy_to, remember_params
 
 
 def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[Any, Any]:
@@ -43,14 +44,14 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
       hyperparameters, with the counts, mu and nu of ``state``. numpy arrays.
     """
     check_layout(state, tx)
-    layout = tx.config.layout(tx.config.tensor_local(state.params))
+    layout = tx.layout(state.params)
     treedef = jax.tree.structure(state.params)
-    own = find_state(state.opt_state)
-    main = [x.astype(np.float32) for x in _main_leaves(tx.config, layout, state.params, own)]
-    count = np.asarray(own.count)
+    sharded = find_state(state.opt_state)
+    main = [x.astype(np.float32) for x in _main_leaves(tx.config, layout, state.params, sharded)]
+    count = np.asarray(sharded.count)
     mu, nu = (
         jax.tree.unflatten(treedef, _global_leaves(tx.config, layout, state.params, flat))
-        for flat in (own.mu, own.nu)
+        for flat in (sharded.mu, sharded.nu)
     )
     adam, *rest = _optax_template(tx, state.params)
     adam = adam._replace(count=count, mu=mu, nu=nu)
@@ -111,7 +112,7 @@ def main_params(params: Any, opt_state: Any, tx: Any = None) -> Any:
             action="Call main_params(params, opt_state, tx).",
         )
     check_layout(TrainState(params, opt_state), tx)
-    layout = tx.config.layout(tx.config.tensor_local(params))
+    layout = tx.layout(params)
     leaves = _main_leaves(tx.config, layout, params, find_state(opt_state))
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
@@ -169,7 +170,7 @@ def from_optax_state(
     def convert(ours: Any, theirs: Any) -> Any:
         if is_distributed_state(ours):
             return _shard(tx, state.params, theirs[0], ours)
-        return own(theirs, NamedSharding(tx.config.mesh, P()))
+        return copy_to(theirs, NamedSharding(tx.config.mesh, P()))
 
     new = jax.tree.map(convert, state.opt_state, opt_state, is_leaf=is_distributed_state)
     return remember_params(TrainState(state.params, new))
@@ -200,7 +201,7 @@ def _shard(
 ) -> DistributedState:
     """Cuts the trees of optax's Adam into the flat arrays of every device."""
     config = tx.config
-    layout = config.layout(config.tensor_local(params))
+    layout = tx.layout(params)
     for name in ("mu", "nu"):
         moments, path = getattr(adam, name), f"opt_state[0].{name}"
         trees.check_same_shapes(moments, params, name=path, like_name="params")
@@ -222,7 +223,7 @@ def _shard(
         )
 
     return old._replace(
-        count=own(adam.count, old.count.sharding),
+        count=copy_to(adam.count, old.count.sharding),
         mu=flat(adam.mu, old.mu),
         nu=flat(adam.nu, old.nu),
     )

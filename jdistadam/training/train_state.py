@@ -115,16 +115,17 @@ class TrainState:
         check_created(params, model_state, rng)
         dtypes = _dtypes_of(params, param_dtypes)
         replicated = NamedSharding(tx.config.mesh, P())
-        params = own(params, _placement(tx, params))
-        model_state, rng = own((model_state, rng), replicated)
+        params = copy_to(params, _placement(tx, params))
+        model_state, rng = copy_to((model_state, rng), replicated)
         rounded = _rounded(tx.config.policy, params, dtypes)
         opt_state = jax.tree.map(  # what a chain keeps besides may be the caller's too
-            lambda part: part if is_distributed_state(part) else own(part, replicated),
+            lambda part: part if is_distributed_state(part) else copy_to(part, replicated),
             tx.init(rounded),
             is_leaf=is_distributed_state,
         )
         if param_dtypes is not None:
-            opt_state = with_main_params(tx, opt_state, rounded, params)
+            specs = tx.param_specs(rounded)
+            opt_state = with_main_params(tx.config, specs, opt_state, rounded, params)
         return remember_params(cls(rounded, opt_state, model_state, rng))
 
     @classmethod
@@ -159,9 +160,9 @@ class TrainState:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
             )
 
-        there = cls(params, jax.eval_shape(tx.init, params))
+        shapes = cls(params, jax.eval_shape(tx.init, params))
         specs = cls(tx.param_specs(params), tx.state_specs())
-        return jax.tree.map(place, specs, there, is_leaf=lambda x: isinstance(x, P))
+        return jax.tree.map(place, specs, shapes, is_leaf=lambda x: isinstance(x, P))
 
 
 def _placement(tx: DistributedTransformation, params: Any) -> Any:
@@ -170,7 +171,7 @@ def _placement(tx: DistributedTransformation, params: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(tx.config.mesh, spec), specs)
 
 
-def own(tree: Any, sharding: Any) -> Any:
+def copy_to(tree: Any, sharding: Any) -> Any:
     """Returns copies placed as ``sharding`` says, which no one else holds, with definite types.
 
     ``device_put`` may hand out the caller's own buffer as the replica of its device, also with
@@ -235,7 +236,7 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
     check_alive(find_state(state.opt_state))
     config = tx.config
     trees.check_dtypes(state.params, name="params")
-    identity = config.identity(config.tensor_local(state.params))
+    identity = config.identity(tx.layout(state.params))
     kept = find_state(state.opt_state).layout_identity
     check_identity_type(identity, kept)
     if found := differences(identity, np.asarray(kept)):
@@ -246,8 +247,9 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
             expected="the paths, shapes and dtypes of the params that the state was made for",
             action="Cast them, or make a new state with TrainState.create.",
         )
-    params = own(state.params, _placement(tx, state.params))
-    opt_state = with_main_params(tx, state.opt_state, params, params)
+    params = copy_to(state.params, _placement(tx, state.params))
+    specs = tx.param_specs(params)
+    opt_state = with_main_params(config, specs, state.opt_state, params, params)
     return remember_params(dataclasses.replace(state, params=params, opt_state=opt_state))
 
 
@@ -294,7 +296,7 @@ def placed(state: TrainState, tx: DistributedTransformation) -> TrainState:
     ]
     if not moved:
         return state
-    copies = own([leaves[i] for i in moved], [wanted[i] for i in moved])
+    copies = copy_to([leaves[i] for i in moved], [wanted[i] for i in moved])
     for i, x in zip(moved, copies, strict=True):
         leaves[i] = x
     return jax.tree.unflatten(jax.tree.structure(state), leaves)
@@ -313,7 +315,8 @@ def check_params_follow(state: TrainState, tx: DistributedTransformation) -> Non
 
     A comparison of values, for states that are not known.
     """
-    if paths := paths_that_differ(tx, state.params, state.opt_state):
+    specs = tx.param_specs(state.params)
+    if paths := paths_that_differ(tx.config, specs, state.params, state.opt_state):
         more = f" and {len(paths) - 1} more (of {len(paths)})" if len(paths) > 1 else ""
         raise LayoutError(
             f"{paths[0]}{more}",

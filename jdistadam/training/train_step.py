@@ -1,37 +1,27 @@
-"""A whole training step: local gradients, distributed optimizer, metrics, in one jitted program."""
+"""``train_step``: a whole training step, jitted, with what is looked at before it runs."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jdistadam import compat
-from jdistadam.core import collectives, varying
 from jdistadam.core.arguments import check_count, check_flag
-from jdistadam.distributed.accumulate import mean_factor
 from jdistadam.distributed.checks import (
     check_alive,
-    check_inside,
     check_placement,
     check_scaling,
 )
-from jdistadam.distributed.gather import gather_params
-from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.state import DistributedState, find_state, keep_if, map_state
+from jdistadam.distributed.state import DistributedState, find_state, map_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import HyperparameterError
 from jdistadam.training.batches import check_batch_spec, shard_batch
 from jdistadam.training.flattened import Leaves, flattened
-from jdistadam.training.local_gradients import local_gradients
 from jdistadam.training.loss_function import LossFunction
-from jdistadam.training.nonfinite import sum_over_devices
+from jdistadam.training.step_program import StepOptions, StepProgram
 from jdistadam.training.train_state import (
     TrainState,
     check_layout,
@@ -50,27 +40,6 @@ _GPU_COMPILER_OPTIONS = {
 }
 
 
-def local_params(params: Any, tx: DistributedTransformation) -> Any:
-    """Marks replicated params as different on each device, BEFORE ``jax.grad``.
-
-    Inside ``jax.shard_map(check_vma=True)`` the gradient of a replicated array is summed over the
-    devices on the way; of the array that this returns, it stays local, as ``tx.step`` needs it.
-    """
-    check_distributed(tx)
-    check_inside(tx.config.parallel, "local_params")
-    axes = tx.config.parallel.data_axes
-    return jax.tree.map(lambda x: varying.to_varying(x, axes), params)
-
-
-@dataclasses.dataclass(frozen=True)
-class StepOptions:
-    """What ``train_step`` was given that decides what a step takes and sends."""
-
-    accumulate_steps: int
-    batch_spec: Any
-    report_nonfinite: bool
-
-
 class TrainStep:
     """What ``train_step`` returns: call it with ``(state, batch)``.
 
@@ -79,22 +48,16 @@ class TrainStep:
       options: What else it was made with.
     """
 
-    def __init__(
-        self,
-        make_step: Callable[[bool], Any],
-        tx: DistributedTransformation,
-        options: StepOptions,
-        compiler_options: dict[str, Any] | None,
-    ) -> None:
+    def __init__(self, program: StepProgram, compiler_options: dict[str, Any] | None) -> None:
         jit = functools.partial(jax.jit, donate_argnums=0, compiler_options=compiler_options)
-        self._step = make_step(False)  # the program itself checks the layout of the state
-        self._jitted, self._jitted_checking = jit(flattened(make_step(True))), jit(self._step)
+        # Inside of a caller's program nothing can be looked at: there it checks the layout itself.
+        self._step = functools.partial(program, is_verified=False)
+        self._jitted_checking = jit(self._step)
+        self._jitted = jit(flattened(functools.partial(program, is_verified=True)))
         self._identity: Any = ()  # the array of the last state, known to be of the right layout
-        spec = options.batch_spec
-        spec = tx.config.parallel.batch_spec if spec is None else spec
-        self._batch_sharding = NamedSharding(tx.config.mesh, spec)
-        self.tx = tx
-        self.options = options
+        self._batch_sharding = NamedSharding(program.tx.config.mesh, program.batch_spec)
+        self.tx = program.tx
+        self.options = program.options
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Takes one step. ``state`` is donated: use the returned one from here on.
@@ -111,16 +74,17 @@ class TrainStep:
         check_train_state(state)
         if not self._is_placed(batch):
             batch = shard_batch(batch, self.tx, self.options.batch_spec)
-        own = find_state(state.opt_state)
+        optimizer_state = find_state(state.opt_state)
         leaves, treedef = jax.tree.flatten(state.params)
-        is_own = own.layout_identity is self._identity and is_known(state, leaves)
-        if _is_traced(batch) or (not is_own and _is_traced(state)):
+        has_our_layout = optimizer_state.layout_identity is self._identity
+        is_ours = has_our_layout and is_known(state, leaves)
+        if _is_traced(batch) or (not is_ours and _is_traced(state)):
             return self._step(state, batch)
-        check_alive(own)
-        if not is_own:
-            state = self._checked(state, own)
+        check_alive(optimizer_state)
+        if not is_ours:
+            state = self._checked(state, optimizer_state)
             leaves = jax.tree.leaves(state.params)
-        new, metrics = self._jitted(_inner(state, Leaves(leaves, treedef)), batch)
+        new, metrics = self._jitted(_without_identity(state, Leaves(leaves, treedef)), batch)
         leaves = new.params.leaves
         opt_state = map_state(self._with_identity, new.opt_state)
         params = jax.tree.unflatten(treedef, leaves)
@@ -138,13 +102,14 @@ class TrainStep:
             for x in leaves
         )
 
-    def _checked(self, state: TrainState, own: DistributedState) -> TrainState:
+    def _checked(self, state: TrainState, optimizer_state: DistributedState) -> TrainState:
         """Raises where a state that this step did not return cannot be stepped."""
-        check_placement(self.tx.config, own)
-        check_scaling(self.tx.config, own)
-        if own.layout_identity is None or own.layout_identity is not self._identity:
+        check_placement(self.tx.config, optimizer_state)
+        check_scaling(self.tx.config, optimizer_state)
+        identity = optimizer_state.layout_identity
+        if identity is None or identity is not self._identity:
             check_layout(state, self.tx)
-            self._identity = own.layout_identity
+            self._identity = identity
         if not is_known(state, jax.tree.leaves(state.params)):
             state = placed(state, self.tx)
             self._identity = find_state(state.opt_state).layout_identity
@@ -171,7 +136,7 @@ class TrainStep:
         if not is_verified:
             return self._jitted_checking.lower(state, batch)
         params = Leaves(*jax.tree.flatten(state.params))
-        return self._jitted.lower(_inner(state, params), batch)
+        return self._jitted.lower(_without_identity(state, params), batch)
 
 
 def _is_traced(tree: Any) -> bool:
@@ -179,10 +144,10 @@ def _is_traced(tree: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
-def _inner(state: TrainState, params: Leaves) -> TrainState:
+def _without_identity(state: TrainState, params: Leaves) -> TrainState:
     """What enters the program of a call: not the identity, which is not sent, copied or read."""
-    without = map_state(lambda own: own._replace(layout_identity=None), state.opt_state)
-    return TrainState(params, without, state.model_state, state.rng)
+    opt_state = map_state(lambda part: part._replace(layout_identity=None), state.opt_state)
+    return TrainState(params, opt_state, state.model_state, state.rng)
 
 
 def train_step(
@@ -270,70 +235,13 @@ def train_step(
     check_count("accumulate_steps", accumulate_steps)
     check_flag("report_nonfinite", report_nonfinite)
     _check_options(compiler_options)
-    config = tx.config
-    parallel = config.parallel
-    spec = parallel.batch_spec if batch_spec is None else batch_spec
+    spec = tx.config.parallel.batch_spec if batch_spec is None else batch_spec
     check_batch_spec(spec, tx)
-    loss_function = LossFunction(loss_fn, has_aux, weighted)
-
-    def local_step(
-        is_verified: bool, state: TrainState, batch: Any
-    ) -> tuple[TrainState, dict[str, Any]]:
-        rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-        scaling = find_state(state.opt_state).scaling
-        local = local_gradients(
-            loss_function,
-            tx,
-            accumulate_steps,
-            gather_params(state.params, tx) if parallel.shards_params else state.params,
-            batch,
-            state.model_state,
-            step_rng,
-            None if scaling is None else scaling.loss_scale,
-            report_nonfinite,
-        )
-        result = tx.local_step(local.grads, state.opt_state, state.params, is_verified=is_verified)
-        model_state = _mean_over_devices(local.model_state, parallel.data_axes)
-        model_state = keep_if(result.is_skipped, state.model_state, model_state)
-        loss = collectives.all_reduce(local.loss, parallel.data_axes)
-        loss = loss * mean_factor(config, local.weight)[0]
-        if result.is_other_layout is not None:
-            loss = jnp.where(result.is_other_layout, jnp.nan, loss)
-        new = find_state(result.opt_state)
-        metrics = {
-            "loss": loss,
-            "grad_norm": new.grad_norm,
-            "skipped": jnp.int32(0) if new.scaling is None else new.scaling.skipped,
-            "loss_scale": jnp.float32(1) if scaling is None else scaling.loss_scale,
-        }
-        if report_nonfinite:
-            metrics["nonfinite"] = sum_over_devices(local.not_finite, tx)
-        metrics |= {"aux": local.aux} if has_aux else {}
-        return TrainState(result.params, result.opt_state, model_state, rng), metrics
-
-    names = ["loss", "grad_norm", "skipped", "loss_scale"]
-    names += ["nonfinite"] if report_nonfinite else []
-    metrics_specs: dict[str, Any] = dict.fromkeys(names, P())
-    metrics_specs |= {"aux": _leading_spec(parallel, spec)} if has_aux else {}
-
-    # Without vma checks: gradients of replicated params stay local, and models may use primitives
-    # (Pallas, scans from a zero carry) that the check does not accept.
-    def make_step(is_verified: bool) -> Callable[[TrainState, Any], Any]:
-        def sharded(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-            specs = TrainState(tx.param_specs(state.params), tx.state_specs(), P(), P())
-            return compat.shard_map(
-                functools.partial(local_step, is_verified),
-                mesh=config.mesh,
-                in_specs=(specs, spec),
-                out_specs=(specs, metrics_specs),
-            )(state, batch)
-
-        return sharded
-
-    on_gpu = config.mesh.devices.flat[0].platform in ("gpu", "cuda")
-    for_xla = (_GPU_COMPILER_OPTIONS if on_gpu else {}) | (compiler_options or {})
     options = StepOptions(accumulate_steps, batch_spec, report_nonfinite)
-    return TrainStep(make_step, tx, options, for_xla or None)
+    program = StepProgram(tx, LossFunction(loss_fn, has_aux, weighted), options)
+    on_gpu = tx.config.mesh.devices.flat[0].platform in ("gpu", "cuda")
+    for_xla = (_GPU_COMPILER_OPTIONS if on_gpu else {}) | (compiler_options or {})
+    return TrainStep(program, for_xla or None)
 
 
 def _check_options(options: Any) -> None:
@@ -346,30 +254,3 @@ def _check_options(options: Any) -> None:
             expected="a dict of XLA's options by name",
             action='Pass e.g. {"xla_gpu_enable_latency_hiding_scheduler": True}.',
         )
-
-
-def _leading_spec(parallel: DataParallel, batch_spec: P) -> P:
-    """PartitionSpec of what has one row for each device, in the order of the batch's rows."""
-    first = batch_spec[0] if len(batch_spec) else None
-    axes = () if first is None else (first,) if isinstance(first, str) else tuple(first)
-    axes += tuple(axis for axis in parallel.data_axes if axis not in axes)
-    return P(axes if len(axes) > 1 else axes[0])
-
-
-def _mean_over_devices(model_state: Any, axes: collectives.Axes) -> Any:
-    """Averages floats in float32; of whole numbers, such as counters, takes the largest.
-
-    So too of the words of random keys: they stay as they are where all devices hold the same.
-    """
-
-    def mean(x: jax.Array) -> jax.Array:
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            words = collectives.all_reduce_max(jax.random.key_data(x), axes)
-            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-        if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            return collectives.all_reduce_mean(x, axes)
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return collectives.all_reduce_max(x, axes)
-        return collectives.all_reduce_mean(x.astype(jnp.float32), axes).astype(x.dtype)
-
-    return jax.tree.map(mean, model_state)

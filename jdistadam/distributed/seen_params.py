@@ -1,0 +1,145 @@
+"""What an optimizer has seen of params: their schedules, by the shapes that devices hold.
+
+A layout is made of the shapes of whole params. Inside of ``jax.shard_map`` a device that holds only
+shards of them sees other shapes. So ``init`` and ``param_specs``, which run outside and see whole
+ones, note down here what the shards will look like, and what one layer of stacked ones will.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.schedule import BucketSchedule, Schedule
+from jdistadam.errors import MeshError
+
+
+class SeenParams:
+    """The schedules of the params that one optimizer has seen. Each is made once."""
+
+    def __init__(self, config: DistributedConfig) -> None:
+        self._config = config
+        self._schedules: dict[Any, Schedule] = {}  # by the shapes of whole params
+        self._of_shards: dict[Any, list[Any]] = {}  # keys of whole params, by those of shards
+        # By the shapes of one layer, then by the dimensions that are scattered.
+        self._layers: dict[Any, dict[Any, tuple[LayerLeaf | None, ...]]] = {}
+
+    def schedule_of_whole(self, whole: Any) -> Schedule:
+        """Returns the schedule for whole params, arrays or shapes; remembers their shards."""
+        key = _key(whole)
+        if key not in self._schedules:
+            schedule = self._config.schedule(whole)
+            self._schedules[key] = schedule
+            if self._config.parallel.shards_params:
+                self._remember_shards(key, schedule, whole)
+        return self._schedules[key]
+
+    def schedule(self, params: Any) -> Schedule:
+        """Returns the schedule for params as a device holds them inside of shard_map.
+
+        Raises:
+          MeshError: The shapes of shards do not say what they are shards of.
+        """
+        if not self._config.parallel.shards_params:
+            return self.schedule_of_whole(params)
+        key = _key(params)
+        known = self._of_shards.get(key, [])
+        if not known and key in self._schedules:
+            return self._schedules[key]  # gathered already
+        if len(known) != 1:
+            raise MeshError(
+                "params",
+                "the shapes of their shards do not say what they are shards of",
+                got=f"{len(known)} params with such shards",
+                expected="the params of one init, or of one param_specs",
+                action="Call tx.init(params) or tx.param_specs(params) outside of shard_map "
+                "first, with this tx; use one tx for each model.",
+            )
+        return self._schedules[known[0]]
+
+    def layer(self, shards: Any) -> tuple[LayerLeaf | None, ...] | None:
+        """Returns how to gather each leaf of one layer of stacked params.
+
+        Of a leaf that is not scattered: None. In all None: this is not one layer of what was seen.
+
+        Raises:
+          MeshError: Two layers that are sharded in different ways look like this one.
+        """
+        known = list(self._layers.get(_key(shards), {}).values())
+        if len(known) > 1:
+            raise MeshError(
+                "params",
+                "the shapes of one layer's shards do not say how to gather them",
+                got=f"{len(known)} ways",
+                expected="one",
+                action="Gather a larger part of the layer at once, or use one tx a model.",
+            )
+        return known[0] if known else None
+
+    def _remember_shards(self, key: Any, schedule: Schedule, whole: Any) -> None:
+        """Notes what devices hold, and what the loss of train_step gets: stacked leaves alone."""
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(whole)]
+        held, in_loss = list(shapes), list(shapes)
+        sharded: dict[int, BucketSchedule] = {}
+        for entry in schedule.buckets:
+            if entry.bucket.is_sharded_param:
+                i = entry.bucket.leaf
+                sharded[i] = entry
+                held[i] = jax.ShapeDtypeStruct(entry.bucket.inner_shape, shapes[i].dtype)
+                in_loss[i] = held[i] if schedule.layout.leaves[i].is_stacked else shapes[i]
+        treedef: Any = jax.tree.structure(whole)
+        for form in (held, in_loss):
+            known = self._of_shards.setdefault(_key(treedef.unflatten(form)), [])
+            if key not in known:
+                known.append(key)
+        leaves = [
+            _StackedLeaf(shape, _layer_leaf(sharded.get(i))) if leaf.is_stacked else None
+            for i, (shape, leaf) in enumerate(zip(in_loss, schedule.layout.leaves, strict=True))
+        ]
+        for subtree in _subtrees(treedef.unflatten(leaves)):
+            parts = jax.tree.leaves(subtree, is_leaf=lambda x: x is None)
+            if parts and all(part is not None for part in parts):
+                gathered = tuple(part.layer for part in parts)
+                dims = tuple(layer and layer.dim for layer in gathered)
+                self._layers.setdefault(_key(subtree), {})[dims] = gathered
+
+
+class LayerLeaf(NamedTuple):
+    """How one layer of a stacked leaf is gathered.
+
+    Attributes:
+      dim: The dimension of the layer that is scattered.
+      schedule: What its bucket sends for each layer.
+    """
+
+    dim: int
+    schedule: BucketSchedule
+
+
+def _layer_leaf(entry: BucketSchedule | None) -> LayerLeaf | None:
+    """How a layer of a leaf with this schedule is gathered; None if it is not scattered."""
+    return None if entry is None else LayerLeaf(entry.bucket.cut_dim - 1, entry)
+
+
+class _StackedLeaf:
+    """The shape of one layer of a stacked leaf, and how it is gathered."""
+
+    def __init__(self, stacked: Any, layer: LayerLeaf | None) -> None:
+        self.shape, self.dtype, self.layer = stacked.shape[1:], stacked.dtype, layer
+
+
+def _subtrees(tree: Any) -> Iterator[Any]:
+    """Yields a tree and all trees within it, leaves too."""
+    yield tree
+    one_level = jax.tree_util.default_registry.flatten_one_level(tree)
+    for child in () if one_level is None else one_level[0]:
+        yield from _subtrees(child)
+
+
+def _key(tree: Any) -> Any:
+    leaves = tuple((tuple(x.shape), jnp.dtype(x.dtype).name) for x in jax.tree.leaves(tree))
+    return jax.tree.structure(tree), leaves

@@ -1,0 +1,151 @@
+"""The update of one device's flat state, and the shards of new parameters that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdistadam.core import collectives
+from jdistadam.distributed import packing
+from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.layout import Bucket, Layout
+from jdistadam.distributed.state import DistributedState
+from jdistadam.kernels import multi_tensor
+from jdistadam.kernels.adam import Operands, Scalars, Spec, adam
+
+
+class FlatState(NamedTuple):
+    """This device's flat arrays."""
+
+    main_params: Any
+    mu: Any
+    nu: Any
+
+
+def update_shards(
+    config: DistributedConfig,
+    layout: Layout,
+    scalars: Scalars,
+    grads: Sequence[jax.Array],
+    state: DistributedState,
+    params: Sequence[Any],
+    is_other_layout: jax.Array | None,
+) -> tuple[FlatState, list[jax.Array]]:
+    """Updates the flat state in place; returns it and each bucket's new parameter shard.
+
+    One kernel call for each parameter dtype, each in place on its part of the whole flat arrays:
+    slicing them in XLA would copy the state. Parameters without a main copy are updated themselves.
+
+    Args:
+      config: The configuration.
+      layout: The layout.
+      scalars: What the kernel is told besides arrays.
+      grads: For each bucket this device's part of the summed gradient.
+      state: The state.
+      params: Leaves of the params, as this device holds them.
+      is_other_layout: Whether the state belongs to another layout, so that the old parameters must
+        be kept in place of what its main parameters say; None where that cannot be.
+    """
+    casts = config.policy.main_params_dtype is not None and not config.policy.keeps_remainders
+    # Where parameters are casts of main parameters, the old ones are read only to be kept.
+    old = [
+        packing.state_shard(config.parallel, bucket, params, bucket.dtype)
+        if not (casts and bucket.has_main) or (bucket.is_packed and is_other_layout is not None)
+        else None
+        for bucket in layout.buckets
+    ]
+    flat = FlatState(state.main_params, state.mu, state.nu)
+    shards: list[Any] = [None] * len(grads)
+    for indices in _kernel_calls(layout, grads):
+        flat, new = _call_kernel(config, layout, scalars, indices, grads, flat, old)
+        for i, shard in zip(indices, new, strict=True):
+            shards[i] = shard
+    if is_other_layout is not None and casts:
+        shards = _keep_shards(config, layout, is_other_layout, params, shards, old)
+    return flat, shards
+
+
+def _kernel_calls(layout: Layout, grads: Sequence[jax.Array]) -> list[list[int]]:
+    """The buckets of each kernel call: those of equal dtypes that have main parameters, or not."""
+    calls: dict[Any, list[int]] = {}
+    for i, bucket in enumerate(layout.buckets):
+        calls.setdefault((bucket.dtype, bucket.has_main, grads[i].dtype), []).append(i)
+    return list(calls.values())
+
+
+def _call_kernel(
+    config: DistributedConfig,
+    layout: Layout,
+    scalars: Scalars,
+    indices: Sequence[int],
+    grads: Sequence[jax.Array],
+    flat: FlatState,
+    params: Sequence[Any],
+) -> tuple[FlatState, Sequence[jax.Array]]:
+    """One kernel call, for buckets of equal dtypes: the new flat state, and their new shards."""
+    buckets: list[Bucket] = [layout.buckets[i] for i in indices]
+    has_main, dtype = buckets[0].has_main, buckets[0].dtype
+    splits = has_main and config.policy.keeps_remainders
+    casts = has_main and not splits
+    spec = Spec(
+        "step_and_cast" if casts else "step_split" if splits else "step",
+        groups=tuple(bucket.group for bucket in buckets),
+        nesterov=config.hyper.nesterov,
+        out_dtype=dtype if casts else None,
+        flat=frozenset({"mu", "nu"} | ({"params"} if casts else {"out"} if splits else set())),
+        sizes=tuple(bucket.shard_size for bucket in buckets),
+        offsets=tuple(bucket.offset for bucket in buckets),
+    )
+    operands = Operands(
+        grads=tuple(grads[i] for i in indices),
+        params=[flat.main_params] if casts else [params[i] for i in indices],
+        mu=(flat.mu,),
+        nu=(flat.nu,),
+        out=(flat.main_params,) if splits else (),
+    )
+    results = adam(spec, scalars, operands)
+    main = flat.main_params
+    if has_main:
+        (main,) = results.params if casts else results.out
+    return FlatState(main, *results.mu, *results.nu), results.out if casts else results.params
+
+
+def _keep_shards(
+    config: DistributedConfig,
+    layout: Layout,
+    is_kept: jax.Array,
+    params: Sequence[Any],
+    new_shards: Sequence[jax.Array],
+    old_packed: Sequence[Any],
+) -> list[jax.Array]:
+    """Takes the old parameters in place of new ones that come from main parameters.
+
+    One call for those that are scattered in the same way and have one dtype, which costs nothing
+    where nothing is kept. Packed leaves, which are small, are packed once more and selected.
+    Remainders need none of this: with them parameters come from the params, which the kernel left.
+    """
+    shards = list(new_shards)
+    calls: dict[Any, list[int]] = {}
+    for i, bucket in enumerate(layout.buckets):
+        if bucket.has_main and bucket.is_packed:
+            shards[i] = jnp.where(is_kept, old_packed[i], shards[i])
+        elif bucket.has_main:
+            shape = params[bucket.leaf].shape
+            axes = packing.axes_left_to_cut(config.parallel, bucket, shape)
+            calls.setdefault((axes, bucket.dtype), []).append(i)
+    for (axes, _), indices in calls.items():
+        buckets = [layout.buckets[i] for i in indices]
+        kept = multi_tensor.kept_shards(
+            is_kept,
+            index=collectives.axis_index(axes),
+            parts=config.parallel.size(axes),
+            dims=[bucket.cut_dim for bucket in buckets],
+            shards=[shards[i] for i in indices],
+            wholes=[params[bucket.leaf] for bucket in buckets],
+        )
+        for i, shard in zip(indices, kept, strict=True):
+            shards[i] = shard
+    return shards
