@@ -383,6 +383,7 @@ def main():
     compiling = commands.add_parser("compile")
     compiling.add_argument("--out", type=pathlib.Path, required=True)
     compiling.add_argument("--only", default="", help="a part of the names")
+    compiling.add_argument("--part", default="0/1", help="0/4: the first of four parts")
     compiling.add_argument(
         "--target", type=pathlib.Path, required=True, help="description of the GPU"
     )
