@@ -12,7 +12,7 @@ import optax
 from jdistadam.compose.linearity import example_params, why_not_linear
 from jdistadam.core import trees
 from jdistadam.distributed.accumulate import AccumulatedGrads
-from jdistadam.distributed.state import StepResult, keep_if
+from jdistadam.distributed.state import StepResult
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.main_params import MainParamsState
 from jdistadam.drop_in.transformation import FusedTransformation
@@ -192,7 +192,7 @@ def _distributed_chain(
         grads, states = _pass_through(before, grads, state, params, extra_args)
         result = last.local_step(grads, state[-1], params, is_verified=is_verified, **extra_args)
         # Schedules and other states before the optimizer stay with its own where it skips a step.
-        states = keep_if(result.is_skipped, state[:-1], states)
+        states = trees.keep_if(result.is_skipped, state[:-1], states)
         return result._replace(opt_state=(*states, result.opt_state))
 
     def norm(grads: Any, state: Any) -> Any:

@@ -188,3 +188,10 @@ def placed_beside(param: Any, zeros: Any) -> Any:
         return zeros  # zeros_like has placed them
     never = (param != param) & (param == param)
     return jnp.where(never, param.astype(zeros.dtype), zeros)
+
+
+def keep_if(is_skipped: jax.Array | None, old: Any, new: Any) -> Any:
+    """Returns ``old`` after a skipped step, else ``new``: trees of arrays of equal shapes."""
+    if is_skipped is None:
+        return new
+    return jax.tree.map(lambda a, b: jnp.where(is_skipped, a, b), old, new)

@@ -16,7 +16,6 @@ from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.layout_identity import differences
 from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.state import is_distributed_state
 from jdistadam.errors import (
     DtypeError,
     HyperparameterError,
@@ -155,14 +154,6 @@ def check_step(
       params: The params.
       identity: The identity that the state must have; None where it was compared before.
     """
-    if not is_distributed_state(state):
-        raise TreeError(
-            "opt_state",
-            "not the state of this optimizer",
-            got=type(state).__name__,
-            expected="DistributedState",
-            action="Call step(grads, opt_state, params) with what init or step returned.",
-        )
     leaves = jax.tree.leaves(params)
     for bucket in layout.buckets:
         if bucket.is_sharded_param and leaves[bucket.leaf].shape != bucket.inner_shape:

@@ -73,6 +73,18 @@ def find_state(opt_state: Any) -> DistributedState:
     return found[0]
 
 
+def check_own_state(state: Any) -> None:
+    """Raises TreeError unless ``state`` is a DistributedState itself."""
+    if not is_distributed_state(state):
+        raise TreeError(
+            "opt_state",
+            "not the state of this optimizer",
+            got=type(state).__name__,
+            expected="DistributedState",
+            action="Call step(grads, opt_state, params) with what init or step returned.",
+        )
+
+
 def map_state(function: Callable[[DistributedState], Any], opt_state: Any) -> Any:
     """Replaces the DistributedState inside of what may be the state of a chain."""
     return jax.tree.map(
@@ -80,13 +92,6 @@ def map_state(function: Callable[[DistributedState], Any], opt_state: Any) -> An
         opt_state,
         is_leaf=is_distributed_state,
     )
-
-
-def keep_if(is_skipped: jax.Array | None, old: Any, new: Any) -> Any:
-    """Returns ``old`` after a skipped step, else ``new``: trees of arrays of equal shapes."""
-    if is_skipped is None:
-        return new
-    return jax.tree.map(lambda a, b: jnp.where(is_skipped, a, b), old, new)
 
 
 def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:

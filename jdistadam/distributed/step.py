@@ -19,7 +19,12 @@ from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import main_shard
 from jdistadam.distributed.norm import clipped_scale, norm_and_finite
 from jdistadam.distributed.seen_params import SeenParams
-from jdistadam.distributed.state import DistributedState, StepResult, find_state, keep_if
+from jdistadam.distributed.state import (
+    DistributedState,
+    StepResult,
+    check_own_state,
+    find_state,
+)
 from jdistadam.distributed.update import update_shards
 from jdistadam.errors import TreeError
 from jdistadam.kernels.adam import Scalars
@@ -65,6 +70,7 @@ def step_local(
         and the norm is NaN.
     """
     check_inside(config.parallel, "step")
+    check_own_state(state)
     trees.check_dtypes(params, name="params")
     schedule = seen.schedule(params)
     layout = schedule.layout
@@ -81,10 +87,10 @@ def step_local(
     for i, leaf in gather_new_params(config.parallel, schedule, shards).items():
         if config.policy.param_comm_dtype is not None:
             # The rounding to send it would change what a skipped step must leave alone.
-            leaf = keep_if(is_skipped, leaves[i], leaf)
+            leaf = trees.keep_if(is_skipped, leaves[i], leaf)
         leaves[i] = leaf  # frozen and zero-size ones stay as they are
     new_state = DistributedState(
-        count=keep_if(is_skipped, state.count, optax.safe_increment(state.count)),
+        count=trees.keep_if(is_skipped, state.count, optax.safe_increment(state.count)),
         main_params=flat.main_params,
         mu=flat.mu,
         nu=flat.nu,
@@ -121,7 +127,7 @@ def _next_scaling(
     if scaling is None:
         return None
     assert config.loss_scale is not None
-    return keep_if(is_empty, scaling, next_loss_scale(config.loss_scale, scaling, found_inf))
+    return trees.keep_if(is_empty, scaling, next_loss_scale(config.loss_scale, scaling, found_inf))
 
 
 def _any(*flags: jax.Array | None) -> jax.Array | None:

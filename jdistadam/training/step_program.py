@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import collectives
+from jdistadam.core import collectives, trees
 from jdistadam.core.varying import Axes
 from jdistadam.distributed.accumulate import mean_factor
 from jdistadam.distributed.gather_params import gather_params
 from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.state import StepResult, find_state, keep_if
+from jdistadam.distributed.state import StepResult, find_state
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.training.local_gradients import LocalResult, local_gradients
 from jdistadam.training.loss_function import LossFunction
@@ -84,7 +84,7 @@ class StepProgram:
         )
         result = tx.local_step(local.grads, state.opt_state, state.params, is_verified=is_verified)
         model_state = _mean_over_devices(local.model_state, axes)
-        model_state = keep_if(result.is_skipped, state.model_state, model_state)
+        model_state = trees.keep_if(result.is_skipped, state.model_state, model_state)
         new = TrainState(result.params, result.opt_state, model_state, rng)
         return new, self._metrics(local, result, scaling)
 
