@@ -211,4 +211,11 @@ def _distributed_chain(
     except Exception:  # it needs the real params, e.g. for a mask: init checks with them
         pass
     specs = (*(jax.sharding.PartitionSpec() for _ in before), last.state_specs())
-    return DistributedTransformation.make(init, local_step, norm, last.seen, last.config, specs)
+    return DistributedTransformation.make(
+        init=init,
+        local_step=local_step,
+        norm=norm,
+        seen=last.seen,
+        config=last.config,
+        specs=specs,
+    )

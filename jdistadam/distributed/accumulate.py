@@ -71,7 +71,14 @@ def accumulate_local(
     check_inside(config.parallel, "accumulate")
     _check_sum(acc)
     schedule = seen.schedule_of_whole(acc.like_params())
-    check_grads(config, schedule.layout, grads, acc.like_params(), acc.weight, "accumulated grads")
+    check_grads(
+        config,
+        schedule.layout,
+        grads,
+        whole=acc.like_params(),
+        marker=acc.weight,
+        like_name="accumulated grads",
+    )
     trees.check_scalar("weight", 1 if weight is None else weight)
     dtype = config.policy.main_grads_dtype
     if weight is not None:
@@ -165,7 +172,7 @@ def sum_over_devices(
     if weight is None or not config.parallel.shards_grads:
         marker = collectives.axis_index(config.parallel.data_axes)  # varies, where types say so
         whole = treedef.unflatten(schedule.layout.shapes())
-        check_grads(config, schedule.layout, sums, whole, marker, "params")
+        check_grads(config, schedule.layout, sums, whole=whole, marker=marker, like_name="params")
         shards = summed_shards(config, schedule, jax.tree.leaves(sums), includes_outer=True)
     else:  # summed over shard_axes, micro-batch by micro-batch
         pairs = zip(schedule.buckets, sums, strict=True)

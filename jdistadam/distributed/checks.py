@@ -105,7 +105,13 @@ def check_inside(parallel: DataParallel, function: str) -> None:
 
 
 def check_grads(
-    config: DistributedConfig, layout: Layout, grads: Any, whole: Any, marker: Any, like_name: str
+    config: DistributedConfig,
+    layout: Layout,
+    grads: Any,
+    *,
+    whole: Any,
+    marker: Any,
+    like_name: str,
 ) -> None:
     """Raises unless gradients fit the params and are this device's own.
 

@@ -242,7 +242,15 @@ class _PhaseMaker:
         self, op: str, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any
     ) -> Collective:
         devices = self.parallel.size(axes)
-        return Collective(op, jnp.dtype(dtype), elements, axes, devices, 1, paths)
+        return Collective(
+            op=op,
+            dtype=jnp.dtype(dtype),
+            elements=elements,
+            axes=axes,
+            devices=devices,
+            times=1,
+            leaves=paths,
+        )
 
 
 def _repeated(phase: Phase, when: str, times: int) -> Phase:

@@ -83,7 +83,15 @@ def step_local(
     norm, found_inf = norm_and_finite(config, layout, summed, state.scaling)
     is_skipped = _any(None if state.scaling is None else found_inf, summed.is_empty, is_other)
     scalars = _scalars(config, state, summed, norm, is_skipped)
-    flat, shards = update_shards(config, layout, scalars, summed.shards, state, leaves, is_other)
+    flat, shards = update_shards(
+        config,
+        layout,
+        scalars,
+        grads=summed.shards,
+        state=state,
+        params=leaves,
+        is_other_layout=is_other,
+    )
     for i, leaf in gather_new_params(config.parallel, schedule, shards).items():
         if config.policy.param_comm_dtype is not None:
             # The rounding to send it would change what a skipped step must leave alone.

@@ -226,12 +226,31 @@ def make_distributed(config: DistributedConfig) -> DistributedTransformation:
         del extra_args
         return step_local(config, seen, grads, state, params, is_verified=is_verified)
 
-    sharded = parallel.state_spec
-    scaling = None if config.loss_scale is None else LossScaleState(P(), P(), P(), P())  # type: ignore[arg-type]
-    specs = DistributedState(P(), sharded, sharded, sharded, P(), P(), scaling)  # type: ignore[arg-type]
-
     def norm(grads: Any, state: Any) -> jax.Array:
         return grad_norm_local(config, seen, grads, state)
 
-    tx = DistributedTransformation.make(init, local_step, norm, seen, config, specs)
+    tx = DistributedTransformation.make(
+        init=init,
+        local_step=local_step,
+        norm=norm,
+        seen=seen,
+        config=config,
+        specs=_state_specs(config),
+    )
     return tx
+
+
+def _state_specs(config: DistributedConfig) -> DistributedState:
+    """PartitionSpecs of the state."""
+    flat: Any = config.parallel.state_spec
+    everywhere: Any = P()
+    scaling = LossScaleState(*(everywhere for _ in LossScaleState._fields))
+    return DistributedState(
+        count=everywhere,
+        main_params=flat,
+        mu=flat,
+        nu=flat,
+        grad_norm=everywhere,
+        layout_identity=everywhere,
+        scaling=None if config.loss_scale is None else scaling,
+    )

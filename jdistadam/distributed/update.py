@@ -29,6 +29,7 @@ def update_shards(
     config: DistributedConfig,
     layout: Layout,
     scalars: Scalars,
+    *,
     grads: Sequence[jax.Array],
     state: DistributedState,
     params: Sequence[Any],
@@ -60,11 +61,15 @@ def update_shards(
     flat = FlatState(state.main_params, state.mu, state.nu)
     shards: list[Any] = [None] * len(grads)
     for indices in _kernel_calls(layout, grads):
-        flat, new = _call_kernel(config, layout, scalars, indices, grads, flat, old)
+        flat, new = _call_kernel(
+            config, layout, scalars, indices, grads=grads, flat=flat, params=old
+        )
         for i, shard in zip(indices, new, strict=True):
             shards[i] = shard
     if is_other_layout is not None and casts:
-        shards = _keep_shards(config, layout, is_other_layout, params, shards, old)
+        shards = _keep_shards(
+            config, layout, is_other_layout, params=params, new_shards=shards, old_packed=old
+        )
     return flat, shards
 
 
@@ -81,6 +86,7 @@ def _call_kernel(
     layout: Layout,
     scalars: Scalars,
     indices: Sequence[int],
+    *,
     grads: Sequence[jax.Array],
     flat: FlatState,
     params: Sequence[Any],
@@ -117,6 +123,7 @@ def _keep_shards(
     config: DistributedConfig,
     layout: Layout,
     is_kept: jax.Array,
+    *,
     params: Sequence[Any],
     new_shards: Sequence[jax.Array],
     old_packed: Sequence[Any],

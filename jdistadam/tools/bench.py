@@ -272,10 +272,15 @@ def measure(
     if device_seconds is not None:
         on_device = device_seconds(programs[loops[0]], args) / loops[0]
     return Measured(
-        tree, len(shapes), parameters, variant, wall * 1e6, floor / wall,
-        None if on_device is None else on_device * 1e6,
-        None if on_device is None else floor / on_device,
-    )  # fmt: skip
+        tree=tree,
+        leaves=len(shapes),
+        parameters=parameters,
+        variant=variant,
+        wall_microseconds=wall * 1e6,
+        wall_share_of_copy=floor / wall,
+        device_microseconds=None if on_device is None else on_device * 1e6,
+        device_share_of_copy=None if on_device is None else floor / on_device,
+    )
 
 
 def measure_hosts(tree: str, variants: Sequence[str], repeats: int = 20) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class LocalResult(NamedTuple):
 def local_gradients(
     loss_fn: LossFunction,
     tx: DistributedTransformation,
+    *,
     accumulate_steps: int,
     params: Any,
     batch: Any,
@@ -46,49 +47,88 @@ def local_gradients(
     """
     if rng is not None:
         rng = jax.random.fold_in(rng, collectives.axis_index(tx.config.parallel.data_axes))
+    gradient = _Gradient(loss_fn, tx, params, rng, loss_scale, report_nonfinite)
+    if accumulate_steps == 1:
+        return _of_one_batch(gradient, batch, model_state)
+    batches = _split(batch, accumulate_steps)
+    return _of_micro_batches(gradient, batches, accumulate_steps, model_state)
 
-    def differentiate(i: Any, batch: Any, model_state: Any) -> tuple[LossOutput, Any]:
+
+@dataclasses.dataclass(frozen=True)
+class _Gradient:
+    """The gradient of a loss at some params, as a function of the batch."""
+
+    loss_fn: LossFunction
+    tx: DistributedTransformation
+    params: Any
+    rng: Any
+    loss_scale: Any
+    report_nonfinite: bool
+
+    def __call__(self, i: Any, batch: Any, model_state: Any) -> tuple[LossOutput, Any, Any]:
+        """Returns for micro-batch ``i`` its output, gradients, and which are not finite."""
+
         def loss_and_output(params: Any) -> tuple[jax.Array, LossOutput]:
-            key = None if rng is None else jax.random.fold_in(rng, i)
-            out = loss_fn(params, batch, model_state, key)
-            return out.loss if loss_scale is None else out.loss * loss_scale, out
+            key = None if self.rng is None else jax.random.fold_in(self.rng, i)
+            out = self.loss_fn(params, batch, model_state, key)
+            return out.loss if self.loss_scale is None else out.loss * self.loss_scale, out
 
-        if tx.config.parallel.num_devices > 1:
-            axes = tx.config.parallel.data_axes
-            refuse_summed_loss(lambda params: loss_and_output(params)[1].loss, params, axes)
-        (_, out), grads = jax.value_and_grad(loss_and_output, has_aux=True)(params)
-        return out, grads
+        parallel = self.tx.config.parallel
+        if parallel.num_devices > 1:
+            loss = lambda params: loss_and_output(params)[1].loss  # noqa: E731
+            refuse_summed_loss(loss, self.params, parallel.data_axes)
+        (_, out), grads = jax.value_and_grad(loss_and_output, has_aux=True)(self.params)
+        out = out._replace(model_state=_like(model_state, out.model_state))
+        return out, grads, leaves_not_finite(grads) if self.report_nonfinite else None
 
-    def look(grads: Any) -> Any:
-        return leaves_not_finite(grads) if report_nonfinite else None
+
+def _of_one_batch(gradient: _Gradient, batch: Any, model_state: Any) -> LocalResult:
+    out, grads, not_finite = gradient(0, batch, model_state)
+    loss = out.loss
+    if out.weight is not None:
+        tx = gradient.tx
+        grads = tx.accumulate(tx.init_grads(gradient.params), grads, out.weight)
+        loss = weighted(out.loss, out.weight)
+    return LocalResult(
+        grads=grads,
+        loss=loss,
+        weight=None if out.weight is None else grads.weight,
+        model_state=out.model_state,
+        aux=jax.tree.map(lambda x: jnp.asarray(x)[None], out.aux),
+        not_finite=not_finite,
+    )
+
+
+def _of_micro_batches(
+    gradient: _Gradient, batches: Any, accumulate_steps: int, model_state: Any
+) -> LocalResult:
+    tx, params = gradient.tx, gradient.params
 
     def body(carry: Any, i_and_batch: tuple[Any, Any]) -> tuple[Any, Any]:
         acc, loss, model_state, found = carry
         i, batch = i_and_batch
-        out, grads = differentiate(i, batch, model_state)
+        out, grads, not_finite = gradient(i, batch, model_state)
         acc = tx.accumulate(acc, grads, out.weight)
         loss += out.loss if out.weight is None else weighted(out.loss, out.weight)
-        found = None if found is None else found | look(grads)
-        return (acc, loss, _like(model_state, out.model_state), found), out.aux
+        found = None if found is None else found | not_finite
+        return (acc, loss, out.model_state, found), out.aux
 
-    if accumulate_steps == 1:
-        out, grads = differentiate(0, batch, model_state)
-        new_state = _like(model_state, out.model_state)
-        aux = jax.tree.map(lambda x: jnp.asarray(x)[None], out.aux)
-        if out.weight is None:
-            return LocalResult(grads, out.loss, None, new_state, aux, look(grads))
-        acc = tx.accumulate(tx.init_grads(params), grads, out.weight)
-        loss = weighted(out.loss, out.weight)
-        return LocalResult(acc, loss, acc.weight, new_state, aux, look(grads))
-    batches = _split(batch, accumulate_steps)
-    found = jnp.zeros(len(jax.tree.leaves(params)), jnp.bool_) if report_nonfinite else None
+    num_leaves = len(jax.tree.leaves(params))
+    found = jnp.zeros(num_leaves, jnp.bool_) if gradient.report_nonfinite else None
     carry = (tx.init_grads(params), jnp.zeros((), jnp.float32), model_state, found)
     (acc, loss, model_state, found), aux = jax.lax.scan(
         body, carry, (jnp.arange(accumulate_steps), batches)
     )
-    if not loss_fn.weighted:  # known while compiling, and the same on all devices
+    if not gradient.loss_fn.weighted:  # known while compiling, and the same on all devices
         acc = dataclasses.replace(acc, weight=np.float32(accumulate_steps))
-    return LocalResult(acc, loss, acc.weight, model_state, aux, found)
+    return LocalResult(
+        grads=acc,
+        loss=loss,
+        weight=acc.weight,
+        model_state=model_state,
+        aux=aux,
+        not_finite=found,
+    )
 
 
 def _like(old: Any, new: Any) -> Any:
