@@ -46,7 +46,9 @@ class Groups:
         masked_out = decay_groups(self.mask, params)
         if self.labels is None:
             return masked_out
-        labels = for_each_leaf(self.labels, params, "param_labels", str, "str", "a label")
+        labels = for_each_leaf(
+            self.labels, params, name="param_labels", kind=str, what="str", expected="a label"
+        )
         used = [label for label, hyper in self.hypers.items() if hyper is not None]
         rows: list[int | None] = []
         paths = trees.paths(params, "params")

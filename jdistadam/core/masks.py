@@ -17,7 +17,9 @@ def decay_groups(mask: Any | Callable[[Any], Any] | None, params: Any) -> tuple[
     num_leaves = len(jax.tree.leaves(params))
     if mask is None or not num_leaves:
         return (0,) * num_leaves
-    keeps = for_each_leaf(mask, params, "mask", bool | np.bool_, "bool", "True or False")
+    keeps = for_each_leaf(
+        mask, params, name="mask", kind=bool | np.bool_, what="bool", expected="True or False"
+    )
     return tuple(0 if keep else 1 for keep in keeps)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,14 @@ import numpy as np
 import optax
 
 from jdistadam.core import trees
+from jdistadam.core.dtypes import float_dtype
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
+from jdistadam.core.main_params import MainParams
 from jdistadam.core.masks import decay_groups
-from jdistadam.core.precision import check_nu_dtype, float_dtype, main_params_kind
+from jdistadam.core.precision import check_nu_dtype
+from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
-from jdistadam.drop_in.main_params import MainParamsState, needs_main, new_main_params
+from jdistadam.drop_in.main_params import MainParamsState, new_main_params
 from jdistadam.drop_in.step import tree_step
 from jdistadam.drop_in.transformation import FusedTransformation
 
@@ -102,20 +106,34 @@ def fused_adamw(
       <https://arxiv.org/abs/1711.05101>`_, 2019.
     """
     hyper = Hyperparameters(
-        learning_rate,
-        b1,
-        b2,
-        eps,
-        eps_root,
-        weight_decay,
-        nesterov,
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        eps_root=eps_root,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
         bias_correction=bias_correction,
     )
-    mu_dtype = _mu_dtype(mu_dtype)
     like_optax = optax.adamw(
-        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        eps_root=eps_root,
+        mu_dtype=_mu_dtype(mu_dtype),
+        weight_decay=weight_decay,
+        mask=mask,
+        nesterov=nesterov,
     )
-    return _fused(hyper, like_optax, mask, nu_dtype, main_params_dtype, needs_params=True)
+    return _fused(
+        hyper,
+        like_optax,
+        mask=mask,
+        nu_dtype=nu_dtype,
+        main_params_dtype=main_params_dtype,
+        needs_params=True,
+    )
 
 
 def fused_adam(
@@ -175,67 +193,128 @@ def fused_adam(
       Kingma and Ba, `Adam <https://arxiv.org/abs/1412.6980>`_, 2015.
     """
     hyper = Hyperparameters(
-        learning_rate, b1, b2, eps, eps_root, 0.0, nesterov, l2, bias_correction
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        eps_root=eps_root,
+        nesterov=nesterov,
+        l2=l2,
+        bias_correction=bias_correction,
     )
-    mu_dtype = _mu_dtype(mu_dtype)
-    like_optax = optax.adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov)
-    has_l2 = isinstance(l2, jax.Array) or l2 != 0
-    return _fused(hyper, like_optax, None, nu_dtype, main_params_dtype, needs_params=has_l2)
+    like_optax = optax.adam(
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        eps_root=eps_root,
+        mu_dtype=_mu_dtype(mu_dtype),
+        nesterov=nesterov,
+    )
+    return _fused(
+        hyper,
+        like_optax,
+        mask=None,
+        nu_dtype=nu_dtype,
+        main_params_dtype=main_params_dtype,
+        needs_params=isinstance(l2, jax.Array) or l2 != 0,
+    )
 
 
 def _fused(
     hyper: Hyperparameters,
     like_optax: optax.GradientTransformation,
+    *,
     mask: Any,
     nu_dtype: Any,
     main_params_dtype: Any,
-    *,
     needs_params: bool,
 ) -> FusedTransformation:
-    """Joins the pieces. ``like_optax`` makes the state."""
+    """Joins the pieces, and checks the arguments that nothing has checked before."""
     nu_dtype = check_nu_dtype("nu_dtype", nu_dtype, hyper.b2)
-    kind = main_params_kind(main_params_dtype)
+    main_kind = MainParams.parse(main_params_dtype)
     known, operands = hyper.split()
+    optimizer = _Optimizer(
+        known=known,
+        operands=operands,
+        like_optax=like_optax,
+        mask=mask,
+        nu_dtype=nu_dtype,
+        main_kind=main_kind,
+        needs_params=needs_params or main_kind.is_kept,
+    )
+    return FusedTransformation(optimizer.init, optimizer.update, optimizer.step)
 
-    def init(params: Any) -> optax.OptState:
+
+@dataclasses.dataclass(frozen=True, eq=False)  # compared and hashed by identity, as functions are
+class _Optimizer:
+    """The functions of a drop-in optimizer, and the arguments that they share.
+
+    Attributes:
+      known: The hyperparameters that are known to the compiler, as items.
+      operands: The hyperparameters that are operands of the program, by name.
+      like_optax: The optimizer of optax that makes the state.
+      mask: Where weight decay applies.
+      nu_dtype: Dtype of the second moment.
+      main_kind: What is kept of main parameters.
+      needs_params: Whether ``update`` cannot do without params.
+    """
+
+    known: tuple[tuple[str, Any], ...]
+    operands: dict[str, Any]
+    like_optax: optax.GradientTransformation
+    mask: Any
+    nu_dtype: Any
+    main_kind: MainParams
+    needs_params: bool
+
+    def init(self, params: Params) -> OptState:
         trees.check_numbers(params, name="params")
-        decay_groups(mask, params)  # a mask that does not fit should not wait for the first step
-        if kind is None:
-            return _beside(params, _with_nu(like_optax.init(params), nu_dtype))
-        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if needs_main(x) else x, params)
-        inner = _beside(params, _with_nu(like_optax.init(wide), nu_dtype))
-        return MainParamsState(new_main_params(kind, params), inner)
+        decay_groups(self.mask, params)  # one that does not fit should not wait for the first step
+        if not self.main_kind.is_kept:
+            return self._new_optax_state(params, params)
+        is_kept_for = self.main_kind.is_kept_for
+        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if is_kept_for(x) else x, params)
+        inner = self._new_optax_state(wide, params)
+        return MainParamsState(new_main_params(self.main_kind, params), inner)
 
-    def run(mode: str, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        if params is None and (needs_params or kind is not None or mode == "step"):
+    def update(
+        self, grads: Grads, state: OptState, params: Params = None, **extra_args: Any
+    ) -> tuple[Any, OptState]:
+        del extra_args  # as optax's own, which take none
+        return self._run("update", grads, state, params)
+
+    def step(
+        self, grads: Grads, state: OptState, params: Params, **extra_args: Any
+    ) -> tuple[Params, OptState]:
+        del extra_args
+        return self._run("step", grads, state, params)
+
+    def _new_optax_state(self, updated: Any, params: Params) -> OptState:
+        """The state of optax for what is updated, placed where params are."""
+        return _beside(params, _with_nu(self.like_optax.init(updated), self.nu_dtype))
+
+    def _run(
+        self, mode: str, grads: Grads, state: OptState, params: Params
+    ) -> tuple[Any, OptState]:
+        if params is None and (self.needs_params or mode == "step"):
             raise ValueError(optax._src.base.NO_PARAMS_MSG)  # optax has no public name for it
-        groups = decay_groups(mask, grads if params is None else params)
         try:
             return tree_step(
                 grads,
                 state,
                 params,
-                operands,
+                self.operands,
                 mode=mode,
-                known=known,
-                groups=groups,
-                nu_dtype=nu_dtype,
-                main_kind=kind,
+                known=self.known,
+                groups=decay_groups(self.mask, grads if params is None else params),
+                nu_dtype=self.nu_dtype,
+                main_kind=self.main_kind,
             )
         except TypeError:  # of jit, which names a leaf that is no array by its place in a call
             for name, tree in (("grads", grads), ("opt_state", state), ("params", params)):
                 trees.check_numbers(tree, name=name)
             raise
-
-    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        del extra_args  # as optax's own, which take none
-        return run("update", grads, state, params)
-
-    def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
-        del extra_args
-        return run("step", grads, state, params)
-
-    return FusedTransformation(init, update, step)
 
 
 def _mu_dtype(value: Any) -> Any:
