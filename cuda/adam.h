@@ -10,7 +10,7 @@
 
 namespace jdistadam {
 
-// What a step does with the update u. The numbers are those of kernel.py.
+// What a step does with the update u. The numbers are those of kernels/adam.py.
 enum class Mode : int32_t {
   kStep = 0,         // param <- param - u
   kStepAndCast = 1,  // param <- param - u; out <- the new param, in a dtype of its own

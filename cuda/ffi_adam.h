@@ -13,7 +13,7 @@
 // sizes, offsets   one entry a leaf when anything is flat, else empty. Offsets ascend, and no two
 //           leaves overlap.
 //
-// Python builds these calls (kernel.py), but nothing that Python passes may crash the process.
+// kernels/adam.py builds these calls, but nothing that Python passes may crash the process.
 #pragma once
 
 #include "adam.h"

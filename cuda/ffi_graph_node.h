@@ -3,7 +3,7 @@
 // operand   any array.
 // result    the same, aliased.
 //
-// What it is for: kernel.py, graph_nodes.
+// What it is for: kernels/adam.py, graph_nodes.
 #pragma once
 
 #include "ffi_common.h"
