@@ -67,7 +67,7 @@ def _pairwise_reduce_scatter(
     sizes = [parallel.mesh.shape[axis] for axis in axes]
     parts = math.prod(sizes)
     shape = (*x.shape[:dim], *sizes, x.shape[dim] // parts, *x.shape[dim + 1 :])
-    x = collectives.exactly(x.reshape(shape), wire_dtype)
+    x = collectives.keep_cast(x.reshape(shape), wire_dtype)
     for i in reversed(range(len(axes))):
         received = collectives.all_to_all(x, axes[i], dim=dim + i)
         (x,) = multi_tensor.sum_contributions([received])

@@ -50,11 +50,11 @@ def fused_adamw(
       p &\leftarrow p - \alpha \left( \frac{m / c_1}{\sqrt{v / c_2 + \bar\varepsilon} + \varepsilon}
          + \lambda p \right)
 
-    Arrays that are sharded stay so. Each leaf is updated where its moments lie, which never travel;
-    new params and moments lie where the old ones do, and updates where params do, whatever the
-    sharding of the gradients. In a plain ``jax.jit`` optax lets the sharding of its results depend
-    on all operands: with params replicated and moments sharded, its new params are sharded, here
-    they are gathered.
+    Shardings are kept. Each leaf is updated in the sharding of its moments, which are never sent;
+    new params and moments have the sharding of the old ones, and updates that of the params,
+    whatever the sharding of the gradients. In a plain ``jax.jit`` optax lets the sharding of its
+    results depend on all operands: with params replicated and moments sharded, its new params are
+    sharded, here they are gathered.
 
     Args:
       learning_rate: :math:`\alpha`, or a schedule of the step count.
@@ -233,7 +233,7 @@ def _fused(
     """Joins the pieces, and checks the arguments that nothing has checked before."""
     nu_dtype = check_nu_dtype("nu_dtype", nu_dtype, hyper.b2)
     main_kind = MainParams.parse(main_params_dtype)
-    known, operands = hyper.split()
+    known, operands = hyper.known_and_operands()
     optimizer = _Optimizer(
         known=known,
         operands=operands,
