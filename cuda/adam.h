@@ -18,8 +18,8 @@ enum class Mode : int32_t {
   kStepSplit = 3,    // param and out are the two halves of the parameter (dtype.h), both updated
 };
 
-// Where one leaf lies. All arrays hold `size` elements, need no alignment beyond their dtype's,
-// and are not shared with another leaf. param, mu and nu are updated in place.
+// Where one leaf is in memory. All arrays hold `size` elements, need no alignment beyond their
+// dtype's, and are not shared with another leaf. param, mu and nu are updated in place.
 struct Leaf {
   const void* grad;
   void* param;

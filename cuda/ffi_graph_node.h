@@ -1,4 +1,4 @@
-// The FFI call `jdistadam_graph_node` gives its operand back, where it lies, and computes nothing.
+// The FFI call `jdistadam_graph_node` gives its operand back, where it is, and computes nothing.
 //
 // operand   any array.
 // result    the same, aliased.

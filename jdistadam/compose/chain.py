@@ -86,7 +86,8 @@ class _Chain:
         self, grads: Grads, state: OptState, params: Params = None, **extra_args: Any
     ) -> tuple[Any, OptState]:
         _check_state(self.before, state)
-        return _update_in_turn((*self.before, self.last), grads, state, params, extra_args)
+        everything = (*self.before, self.last)
+        return _update_in_turn(everything, grads, state, params, extra_args=extra_args)
 
     def step(
         self, grads: Grads, state: OptState, params: Params, **extra_args: Any
@@ -98,7 +99,9 @@ class _Chain:
             updates, state = self.update(grads, state, params, **extra_args)
             return optax.apply_updates(params, updates), state
         _check_state(self.before, state)
-        grads, states = _update_in_turn(self.before, grads, state[:-1], params, extra_args)
+        grads, states = _update_in_turn(
+            self.before, grads, state[:-1], params, extra_args=extra_args
+        )
         params, last_state = self.last.step(grads, state[-1], params, **extra_args)
         return params, (*states, last_state)
 
@@ -181,7 +184,9 @@ class _DistributedChain:
             )
         _check_state(self.before, state)
         given = grads.sums if is_accumulated else grads
-        updated, states = _update_in_turn(self.before, given, state[:-1], params, extra_args)
+        updated, states = _update_in_turn(
+            self.before, given, state[:-1], params, extra_args=extra_args
+        )
         return dataclasses.replace(grads, sums=updated) if is_accumulated else updated, states
 
 
@@ -190,6 +195,7 @@ def _update_in_turn(
     grads: Grads,
     states: Sequence[OptState],
     params: Params,
+    *,
     extra_args: dict[str, Any],
 ) -> tuple[Any, tuple[Any, ...]]:
     """What ``optax.chain`` does: each transformation updates what the one before it returned."""

@@ -45,7 +45,7 @@ def reduce_scatter(x: jax.Array, axes: Axes, *, dim: int, wire_dtype: Any) -> ja
     r"""Sums ``x`` over mesh axes and keeps this device's part.
 
     Device :math:`i` of :math:`N` returns :math:`\sum_r x_r[iS:(i+1)S]` along ``dim``. The
-    collective library adds, in ``wire_dtype`` and in an order of its own.
+    collective library adds, in ``wire_dtype`` and in an order that it chooses.
 
     Args:
       x: This device's contribution. ``x.shape[dim]`` must divide by N.

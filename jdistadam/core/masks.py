@@ -9,10 +9,11 @@ import jax
 import numpy as np
 
 from jdistadam.core import trees
+from jdistadam.core.types import Params
 from jdistadam.errors import DtypeError, TreeError
 
 
-def decay_groups(mask: Any | Callable[[Any], Any] | None, params: Any) -> tuple[int, ...]:
+def decay_groups(mask: Any | Callable[[Any], Any] | None, params: Params) -> tuple[int, ...]:
     """Returns, for each leaf, 0 if decay applies to it and 1 if it is masked out."""
     num_leaves = len(jax.tree.leaves(params))
     if mask is None or not num_leaves:
@@ -25,7 +26,7 @@ def decay_groups(mask: Any | Callable[[Any], Any] | None, params: Any) -> tuple[
 
 def for_each_leaf(
     given: Any | Callable[[Any], Any],
-    params: Any,
+    params: Params,
     name: str,
     kind: Any,
     what: str,

@@ -23,24 +23,26 @@ class MixedPrecisionPolicy:
     """What is stored, what travels and what is summed, each in its own dtype.
 
     Attributes:
-      main_params_dtype: What the optimizer keeps of its own to update, sharded: float32 main
+      main_params_dtype: What the optimizer keeps, sharded, and updates: float32 main
         parameters wherever they differ from the parameters in dtype or in sharding;
         "remainder16": beside bfloat16 parameters the low 16 bits, so that both together are a
         float32, to which the parameter is the nearest bfloat16 with ties away from zero, where a
         cast rounds ties to even (other parameters are updated themselves); None: nothing,
         parameters are updated themselves and rounded to their own dtype at every step.
       main_grads_dtype: Dtype in which gradients are stored and accumulated over micro-batches.
-      grad_comm_dtype: Dtype of gradients on the wire: contributions are rounded to it once, then
-        sent. float32, bfloat16 or float16. None: ``main_grads_dtype``. Bytes sent per device and
-        reduction: (N - 1) / N * parameters * itemsize.
+      grad_comm_dtype: The communication dtype of gradients: contributions are rounded to it once,
+        then sent. float32, bfloat16 or float16. None: ``main_grads_dtype``. Bytes sent per device
+        and reduction: (N - 1) / N * parameters * itemsize.
       grad_reduce_dtype: Dtype in which contributions are summed across devices. None: the
-        collective library sums, in the wire dtype, so a 16-bit wire also rounds partial sums.
-        float32: contributions travel in the wire dtype as an all-to-all and are added in float32,
-        adjacent pairs first, an odd one carried, axis by axis from the inner one: always the same
-        bits. Sums stay float32 on their way into the kernel, also where they travel on.
-      param_comm_dtype: Dtype of parameters on the wire: float32, bfloat16, float16, float8_e5m2 or
-        float8_e4m3fn, at most as wide as the parameters. None: the parameters' own. float8 has no
-        scale factors here: e4m3fn ends at 448, e5m2 keeps two bits of mantissa.
+        collective library sums, in the communication dtype; one of 16 bits then also rounds partial
+        sums. float32: contributions are sent in the communication dtype as an all-to-all and added
+        in float32, adjacent pairs first, an odd one carried, axis by axis from the inner one:
+        always the same bits. Sums stay float32 on their way into the kernel, also where they are
+        sent on.
+      param_comm_dtype: The communication dtype of parameters: float32, bfloat16, float16,
+        float8_e5m2 or float8_e4m3fn, at most as wide as the parameters. None: that of the
+        parameters. float8 has no scale factors here: e4m3fn ends at 448, e5m2 keeps two bits of
+        mantissa.
       mu_dtype: Dtype in which the first moment is stored. float32, bfloat16 or float16.
       nu_dtype: Dtype in which the second moment is stored. float32, or bfloat16 for b2 up to 0.99.
 
@@ -113,7 +115,7 @@ class MixedPrecisionPolicy:
 
     @property
     def wire_dtype(self) -> jnp.dtype:
-        """The dtype of gradients on the wire."""
+        """The communication dtype of gradients."""
         return self.main_grads_dtype if self.grad_comm_dtype is None else self.grad_comm_dtype
 
     @property

@@ -82,11 +82,16 @@ def tree_step(
     columns = [jax.tree.leaves(x) for x in (grads, params, adam_state.mu, adam_state.nu)]
     leaves = [TreeLeaf(*x) for x in zip(*columns[:2], mains, *columns[2:], strict=True)]
     new = step_leaves(leaves, groups, mode=mode, hyper=hyper, count=adam_state.count)
-    return _new_trees(like, new, adam_state.count, inner[1:], main_kind)
+    return _new_trees(like, new, adam_state.count, other_states=inner[1:], main_kind=main_kind)
 
 
 def _new_trees(
-    like: Params, new: Sequence[TreeLeaf], count: Any, others: Any, main_kind: MainParams
+    like: Params,
+    new: Sequence[TreeLeaf],
+    count: jax.Array,
+    *,
+    other_states: Sequence[Any],
+    main_kind: MainParams,
 ) -> tuple[Any, OptState]:
     """Puts new leaves into trees like ``like``: returns new params or updates, and the state."""
     treedef: Any = jax.tree.structure(like)
@@ -97,7 +102,7 @@ def _new_trees(
     new_adam = optax.ScaleByAdamState(
         optax.safe_increment(count), tree([x.mu for x in new]), tree([x.nu for x in new])
     )
-    new_state: Any = (new_adam, *(advance_schedules(part) for part in others))
+    new_state: Any = (new_adam, *(advance_schedules(part) for part in other_states))
     if main_kind.is_kept:
         masked = [optax.MaskedNode() if x.main is None else x.main for x in new]
         new_state = MainParamsState(tree(masked), new_state)
@@ -254,7 +259,7 @@ def _check_trees(
     trees.check_dtypes(nu_of_kernel, name=f"{state_name}[0].nu", allowed=(nu_dtype,), action=action)
 
 
-def _adam_state(state: Any, name: str) -> optax.ScaleByAdamState:
+def _adam_state(state: OptState, name: str) -> optax.ScaleByAdamState:
     if not (isinstance(state, tuple) and state and isinstance(state[0], optax.ScaleByAdamState)):
         raise TreeError(
             name,
@@ -266,7 +271,7 @@ def _adam_state(state: Any, name: str) -> optax.ScaleByAdamState:
     return state[0]
 
 
-def advance_schedules(state: Any) -> Any:
+def advance_schedules(state: OptState) -> OptState:
     """Increments the count of every schedule in a part of optax's state."""
     if isinstance(state, optax.MaskedState):
         return state._replace(inner_state=advance_schedules(state.inner_state))

@@ -55,7 +55,7 @@ class Spec:
       nesterov: Whether to use Nesterov momentum.
       out_dtype: Dtype of the extra output; None in modes "step" and "step_split".
       flat: Operand kinds that are one flat array instead of one array a leaf. Of a new flat out,
-        what lies between the leaves is undefined; the fallback cannot make one.
+        what is between the leaves is undefined; the fallback cannot make one.
       sizes: Elements of each leaf, given when anything is flat.
       offsets: Where each leaf begins in the flat arrays, in elements.
       contributions: How many gradients each array of grads holds, stacked in a first dimension (if
@@ -121,8 +121,8 @@ def _adam_native(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
 def graph_nodes(x: Any) -> Any:
     """Passes an array through two operations that do nothing, and returns it.
 
-    XLA makes a CUDA graph of five operations or more (``xla_gpu_graph_min_graph_size``). A step of
-    its own, jitted without the gradients, has three: the count, the coefficients, the kernel. With
+    XLA makes a CUDA graph of five operations or more (``xla_gpu_graph_min_graph_size``). A step
+    that is jitted without the gradients has three: the count, the coefficients, the kernel. With
     these two it becomes a graph, and a call no longer prepares all its arrays.
     """
 

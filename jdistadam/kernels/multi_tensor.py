@@ -146,7 +146,7 @@ def pack(leaves: Sequence[Any], offsets: Sequence[int], size: int, dtype: Any) -
 def unpack(
     flat: Any, shapes: Sequence[tuple[int, ...]], offsets: Sequence[int], dtype: Any
 ) -> list[jax.Array]:
-    """Returns the leaves that lie at ascending offsets of a flat array."""
+    """Returns the leaves that begin at ascending offsets of a flat array."""
     spec = _SumSpec(
         flat=_FLAT_INPUT,
         shapes=tuple(shapes),
