@@ -156,11 +156,12 @@ class _DistributedChain:
                 )
 
     def check_before_params_are_known(self) -> None:
-        """Raises what ``check_linear`` does, if that can be found with params of our own making.
+        """Raises what ``check_linear`` does, if example params are enough to find it.
 
         A transformation may hold functions that only work on the user's params, such as a mask or
-        a label for each of their names. Those functions are user code, which can raise anything
-        here; ``init`` checks again with the real params, and raises there what is really wrong.
+        a label for each of their names. They are user code: on example params they raise anything,
+        a ValueError of jax.tree, a KeyError, an AttributeError or an assertion. That says nothing
+        about the transformation; ``init`` checks it with the real params.
         """
         try:
             self.check_linear(example_params())
