@@ -68,7 +68,7 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
     return FusedTransformation(chained.init, chained.update, chained.step)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # compared and hashed by identity, as functions are
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)  # by identity, as functions are
 class _Chain:
     """The functions of a chain in one program."""
 
@@ -106,7 +106,7 @@ class _Chain:
         return params, (*states, last_state)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _DistributedChain:
     """The functions of a chain whose last transformation is a distributed optimizer."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -230,91 +229,62 @@ def _fused(
     main_params_dtype: Any,
     needs_params: bool,
 ) -> FusedTransformation:
-    """Joins the pieces, and checks the arguments that nothing has checked before."""
+    """Joins the pieces. ``like_optax`` makes the state."""
     nu_dtype = check_nu_dtype("nu_dtype", nu_dtype, hyper.b2)
     main_kind = MainParams.parse(main_params_dtype)
     known, operands = hyper.known_and_operands()
-    optimizer = _Optimizer(
-        known=known,
-        operands=operands,
-        like_optax=like_optax,
-        mask=mask,
-        nu_dtype=nu_dtype,
-        main_kind=main_kind,
-        needs_params=needs_params or main_kind.is_kept,
-    )
-    return FusedTransformation(optimizer.init, optimizer.update, optimizer.step)
+    needs_params = needs_params or main_kind.is_kept
 
-
-@dataclasses.dataclass(frozen=True, eq=False)  # compared and hashed by identity, as functions are
-class _Optimizer:
-    """The functions of a drop-in optimizer, and the arguments that they share.
-
-    Attributes:
-      known: The hyperparameters that are known to the compiler, as items.
-      operands: The hyperparameters that are operands of the program, by name.
-      like_optax: The optimizer of optax that makes the state.
-      mask: Where weight decay applies.
-      nu_dtype: Dtype of the second moment.
-      main_kind: What is kept of main parameters.
-      needs_params: Whether ``update`` cannot do without params.
-    """
-
-    known: tuple[tuple[str, Any], ...]
-    operands: dict[str, Any]
-    like_optax: optax.GradientTransformation
-    mask: Any
-    nu_dtype: Any
-    main_kind: MainParams
-    needs_params: bool
-
-    def init(self, params: Params) -> OptState:
+    def init(params: Params) -> OptState:
         trees.check_numbers(params, name="params")
-        decay_groups(self.mask, params)  # one that does not fit should not wait for the first step
-        if not self.main_kind.is_kept:
-            return self._new_optax_state(params, params)
-        is_kept_for = self.main_kind.is_kept_for
-        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if is_kept_for(x) else x, params)
-        inner = self._new_optax_state(wide, params)
-        return MainParamsState(new_main_params(self.main_kind, params), inner)
+        decay_groups(mask, params)  # a mask that does not fit should not wait for the first step
+        return _new_state(like_optax, params, nu_dtype=nu_dtype, main_kind=main_kind)
 
-    def update(
-        self, grads: Grads, state: OptState, params: Params = None, **extra_args: Any
-    ) -> tuple[Any, OptState]:
-        del extra_args  # as optax's own, which take none
-        return self._run("update", grads, state, params)
-
-    def step(
-        self, grads: Grads, state: OptState, params: Params, **extra_args: Any
-    ) -> tuple[Params, OptState]:
-        del extra_args
-        return self._run("step", grads, state, params)
-
-    def _new_optax_state(self, updated: Any, params: Params) -> OptState:
-        """The state of optax for what is updated, placed where params are."""
-        return _beside(params, _with_nu(self.like_optax.init(updated), self.nu_dtype))
-
-    def _run(
-        self, mode: str, grads: Grads, state: OptState, params: Params
-    ) -> tuple[Any, OptState]:
-        if params is None and (self.needs_params or mode == "step"):
+    def run(mode: str, grads: Grads, state: OptState, params: Params) -> tuple[Any, OptState]:
+        if params is None and (needs_params or mode == "step"):
             raise ValueError(optax._src.base.NO_PARAMS_MSG)  # optax has no public name for it
+        groups = decay_groups(mask, grads if params is None else params)
+        static = dict(known=known, groups=groups, nu_dtype=nu_dtype, main_kind=main_kind)
         try:
-            return tree_step(
-                grads,
-                state,
-                params,
-                self.operands,
-                mode=mode,
-                known=self.known,
-                groups=decay_groups(self.mask, grads if params is None else params),
-                nu_dtype=self.nu_dtype,
-                main_kind=self.main_kind,
-            )
+            return tree_step(grads, state, params, operands, mode=mode, **static)
         except TypeError:  # of jit, which names a leaf that is no array by its place in a call
             for name, tree in (("grads", grads), ("opt_state", state), ("params", params)):
                 trees.check_numbers(tree, name=name)
             raise
+
+    def update(
+        grads: Grads, state: OptState, params: Params = None, **extra_args: Any
+    ) -> tuple[Any, OptState]:
+        del extra_args  # as optax's own, which take none
+        return run("update", grads, state, params)
+
+    def step(
+        grads: Grads, state: OptState, params: Params, **extra_args: Any
+    ) -> tuple[Params, OptState]:
+        del extra_args
+        return run("step", grads, state, params)
+
+    return FusedTransformation(init, update, step)
+
+
+def _new_state(
+    like_optax: optax.GradientTransformation,
+    params: Params,
+    *,
+    nu_dtype: Any,
+    main_kind: MainParams,
+) -> OptState:
+    """The state before the first step; with main parameters, optax's state is that for them."""
+
+    def optax_state(updated: Any) -> OptState:
+        return _beside(params, _with_nu(like_optax.init(updated), nu_dtype))
+
+    if not main_kind.is_kept:
+        return optax_state(params)
+    is_kept_for = main_kind.is_kept_for
+    wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if is_kept_for(x) else x, params)
+    inner = optax_state(wide)
+    return MainParamsState(new_main_params(main_kind, params), inner)
 
 
 def _mu_dtype(value: Any) -> Any:
