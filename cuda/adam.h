@@ -10,7 +10,7 @@
 
 namespace jdistadam {
 
-// What a step does with the update u. The numbers are those of kernel.py.
+// What a step does with the update u. The numbers are those of kernels/adam.py.
 enum class Mode : int32_t {
   kStep = 0,         // param <- param - u
   kStepAndCast = 1,  // param <- param - u; out <- the new param, in a dtype of its own
@@ -18,8 +18,8 @@ enum class Mode : int32_t {
   kStepSplit = 3,    // param and out are the two halves of the parameter (dtype.h), both updated
 };
 
-// Where one leaf lies. All arrays hold `size` elements, need no alignment beyond their dtype's,
-// and are not shared with another leaf. param, mu and nu are updated in place.
+// Where one leaf is in memory. All arrays hold `size` elements, need no alignment beyond their
+// dtype's, and are not shared with another leaf. param, mu and nu are updated in place.
 struct Leaf {
   const void* grad;
   void* param;

@@ -29,7 +29,7 @@ void* At(void* base, Dtype dtype, size_t i) {
   return static_cast<char*>(base) + i * ItemSize(dtype);
 }
 
-// Elements [begin, begin + n) of an array as float32: where they lie, or widened into `buffer`.
+// Elements [begin, begin + n) of an array as float32: where they are, or widened into `buffer`.
 JDISTADAM_INLINE float* LoadBlock(void* base, Dtype dtype, size_t begin, float* __restrict__ buffer,
                                   size_t n) {
   void* block = At(base, dtype, begin);
@@ -49,7 +49,7 @@ JDISTADAM_INLINE float* LoadBlock(void* base, Dtype dtype, size_t begin, float* 
   return buffer;
 }
 
-// Rounds x into elements [begin, begin + n); nothing is left to do where x lies there already.
+// Rounds x into elements [begin, begin + n); nothing is left to do where x is there already.
 JDISTADAM_INLINE void StoreBlock(void* base, Dtype dtype, size_t begin, const float* x, size_t n) {
   void* block = At(base, dtype, begin);
   uint16_t* __restrict__ halves = static_cast<uint16_t*>(block);
@@ -68,7 +68,7 @@ JDISTADAM_INLINE void StoreBlock(void* base, Dtype dtype, size_t begin, const fl
   }
 }
 
-// The gradients of elements [begin, begin + n): where they lie, or their contributions added.
+// The gradients of elements [begin, begin + n): where they are, or their contributions added.
 JDISTADAM_INLINE const float* LoadGrad(const AdamCall& call, const Leaf& leaf, size_t begin,
                                        float* __restrict__ buffer, size_t n) {
   void* grad = const_cast<void*>(leaf.grad);

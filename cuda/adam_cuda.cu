@@ -2,13 +2,33 @@
 //
 // threads   One vector a thread, no loop, small blocks: what reaches the speed of a copy on an
 //           H200. Two vectors a thread are 7 % slower, blocks of 256 up to 5 % on 16-bit dtypes.
-// dtypes    The common combinations are constants of a kernel each (kernels below); as arguments
-//           they cost 5 % with float32 state and 30 % with bfloat16 state. All others share one
-//           kernel for each mode.
 // indices   size_t: leaves over 2^31 elements exist.
 // traffic   each array once, e.g. 28 bytes a parameter for float32 grad, param, mu and nu.
 // aliasing  a thread alone reads and writes its elements of param, mu and nu; grad and out overlap
 //           nothing (in Mode::kStepSplit out is as param).
+//
+// Read it from AdamKernel: a thread finds its leaf and its elements, then takes StepVector, or
+// StepOne where a vector does not fit. Both do the same: load, widen to float32, AdamUpdate
+// (adam_math.h), round, store.
+//
+// The kernel is a template of `Types`: which mode it runs in, and in which dtypes the five arrays
+// are stored. A variant of it is one such type:
+//
+//   Fixed<mode, dtypes...>  All is constant. A thread takes 16 bytes of the widest array, and its
+//                           conversions have no branches.
+//   Any<mode>               The mode alone is constant; dtypes are arguments of the launch. That
+//                           costs 5 % with float32 state and 30 % with bfloat16 state.
+//
+// The lists at the end of this file say which variants exist: Common holds those that training
+// uses, Others one Any for each mode, which takes all that is not common. AdamCuda launches the
+// first one whose Fits(call) is true. Dtypes are known only when a call runs, template arguments
+// only when this is compiled: so the search is a chain of comparisons that the compiler writes out
+// from the lists, one for each variant. It runs on the host, once for a call.
+//
+// To add a variant, add a Fixed to Common (ForMoments: for mu and nu in their usual dtypes;
+// ForContributions: for several gradients a parameter). It takes no time on the device where
+// another one runs, but one kernel more for each architecture, for each capacity of a leaf table,
+// in the compiled module. tests/test_kernel.py compares both kinds with the reference.
 
 #include "adam_math.h"
 #include "kernels_cuda.h"
@@ -35,45 +55,7 @@ struct Step {
 static_assert(sizeof(LeafTable<Leaf, kSmallTable>) + sizeof(Step) <= 4096);
 static_assert(sizeof(LeafTable<Leaf, kLargeTable>) + sizeof(Step) <= kMaxParameterBytes);
 
-// What is constant in a kernel. Any<mode>: only the mode is.
-template <Mode kMode_>
-struct Any {
-  static constexpr Mode kMode = kMode_;
-  static constexpr int kVector = 4, kMaxContributions = jdistadam::kMaxContributions;
-  Dtype grad, param, mu, nu, out;
-  int contributions;
-
-  __device__ explicit Any(const Step& step)
-      : grad(step.dtypes.grad),
-        param(step.dtypes.param),
-        mu(step.dtypes.mu),
-        nu(step.dtypes.nu),
-        out(step.dtypes.out),
-        contributions(step.contributions) {}
-  static bool Fits(const AdamCall& call) { return call.mode == kMode; }
-};
-
-// Everything is: kGrad, kParam, kMu, kNu, kOut and the number of contributions.
-template <Mode kMode_, Dtype kGrad, Dtype kParam, Dtype kMu, Dtype kNu, Dtype kOut,
-          int kContributions = 1>
-struct Fixed {
-  static constexpr Mode kMode = kMode_;
-  static constexpr Dtype grad = kGrad, param = kParam, mu = kMu, nu = kNu, out = kOut;
-  static constexpr int contributions = kContributions, kMaxContributions = kContributions;
-  // 16 bytes of the widest array
-  static constexpr int kVector = kGrad == Dtype::kFloat32 || kParam == Dtype::kFloat32 ||
-                                         kMu == Dtype::kFloat32 || kNu == Dtype::kFloat32
-                                     ? 4
-                                     : 8;
-
-  __device__ explicit Fixed(const Step&) {}
-  static bool Fits(const AdamCall& call) {
-    const Dtypes& t = call.dtypes;
-    return call.mode == kMode && t.grad == grad && t.param == param && t.mu == mu && t.nu == nu &&
-           (kMode == Mode::kStep || t.out == out) && call.contributions == contributions;
-  }
-};
-
+// Elements from one contribution to a leaf's gradient to the next.
 __device__ __forceinline__ size_t GradStride(const Step& step, const Leaf& leaf) {
   return step.grad_stride != 0 ? step.grad_stride : leaf.size;
 }
@@ -101,6 +83,7 @@ __device__ __forceinline__ void LoadGrad(const Types& t, const Step& step, const
   for (int k = 0; k < n; ++k) g[k] = total.x[k];
 }
 
+// The same of one element.
 __device__ float LoadGradOne(const Step& step, const Leaf& leaf, size_t i) {
   const size_t stride = GradStride(step, leaf);
   float total;
@@ -189,6 +172,7 @@ __device__ __forceinline__ void StepVector(const Types& t, const Step& step, con
   if (mode != Mode::kStep) StoreVector(leaf.out, t.out, i, p);
 }
 
+// Whether all arrays of a leaf can be read and written as vectors.
 template <typename Types>
 __device__ __forceinline__ bool IsAligned(const Types& t, const Step& step, const Leaf& leaf) {
   constexpr int n = Types::kVector;
@@ -198,6 +182,7 @@ __device__ __forceinline__ bool IsAligned(const Types& t, const Step& step, cons
          (t.contributions == 1 || GradStride(step, leaf) % n == 0);
 }
 
+// One tile of one leaf in each block, one vector of it in each thread.
 template <typename Types, int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     AdamKernel(const __grid_constant__ LeafTable<Leaf, kCapacity> table,
@@ -216,6 +201,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Launches one variant for all leaves of a call, in as few launches as tables hold them.
 template <typename Types>
 cudaError_t Launch(const AdamCall& call, cudaStream_t stream) {
   const Step step{call.mode,        call.nesterov,     call.dtypes,    call.contributions,
@@ -227,12 +213,55 @@ cudaError_t Launch(const AdamCall& call, cudaStream_t stream) {
                             });
 }
 
+// ---- Variants: what `Types` of the kernel above can be, and which of them a call launches. ----
+
+// Any<mode>: the mode is constant; dtypes and the number of contributions are members.
+template <Mode kMode_>
+struct Any {
+  static constexpr Mode kMode = kMode_;
+  static constexpr int kVector = 4, kMaxContributions = jdistadam::kMaxContributions;
+  Dtype grad, param, mu, nu, out;
+  int contributions;
+
+  __device__ explicit Any(const Step& step)
+      : grad(step.dtypes.grad),
+        param(step.dtypes.param),
+        mu(step.dtypes.mu),
+        nu(step.dtypes.nu),
+        out(step.dtypes.out),
+        contributions(step.contributions) {}
+  static bool Fits(const AdamCall& call) { return call.mode == kMode; }
+};
+
+// Fixed<mode, dtypes..., contributions>: all of it is constant, under the same names.
+template <Mode kMode_, Dtype kGrad, Dtype kParam, Dtype kMu, Dtype kNu, Dtype kOut,
+          int kContributions = 1>
+struct Fixed {
+  static constexpr Mode kMode = kMode_;
+  static constexpr Dtype grad = kGrad, param = kParam, mu = kMu, nu = kNu, out = kOut;
+  static constexpr int contributions = kContributions, kMaxContributions = kContributions;
+  // 16 bytes of the widest array
+  static constexpr int kVector = kGrad == Dtype::kFloat32 || kParam == Dtype::kFloat32 ||
+                                         kMu == Dtype::kFloat32 || kNu == Dtype::kFloat32
+                                     ? 4
+                                     : 8;
+
+  __device__ explicit Fixed(const Step&) {}
+  static bool Fits(const AdamCall& call) {
+    const Dtypes& t = call.dtypes;
+    return call.mode == kMode && t.grad == grad && t.param == param && t.mu == mu && t.nu == nu &&
+           (kMode == Mode::kStep || t.out == out) && call.contributions == contributions;
+  }
+};
+
 constexpr Dtype F = Dtype::kFloat32, B = Dtype::kBfloat16, H = Dtype::kFloat16, U = Dtype::kUint16;
 
+// A list of variants: a type without members, that only carries its arguments.
 template <typename... Kernels>
 struct List {};
 
-// Launches the first kernel of the lists that fits.
+// Launches the first variant of the lists that fits: `||` ends the search at the first one that
+// was launched. An error if none fits, which Others exclude.
 template <typename... First, typename... Second>
 cudaError_t LaunchFirst(List<First...>, List<Second...>, const AdamCall& call,
                         cudaStream_t stream) {
@@ -247,17 +276,20 @@ cudaError_t LaunchFirst(List<First...>, List<Second...>, const AdamCall& call,
   return error;
 }
 
-// grad, param, mu, nu, out. Moments are float32, mu bfloat16, or both bfloat16.
+// The three variants in which grad, param and out are as given, and mu and nu are float32, or mu
+// bfloat16, or both bfloat16.
 template <Mode kMode, Dtype kGrad, Dtype kParam, Dtype kOut>
 using ForMoments =
     List<Fixed<kMode, kGrad, kParam, F, F, kOut>, Fixed<kMode, kGrad, kParam, B, F, kOut>,
          Fixed<kMode, kGrad, kParam, B, B, kOut>>;
 
+// The three variants that add 2, 4 or 8 gradients of each parameter, with float32 moments.
 template <Mode kMode, Dtype kGrad, Dtype kParam, Dtype kOut>
 using ForContributions =
     List<Fixed<kMode, kGrad, kParam, F, F, kOut, 2>, Fixed<kMode, kGrad, kParam, F, F, kOut, 4>,
          Fixed<kMode, kGrad, kParam, F, F, kOut, 8>>;
 
+// Joined<List<A>, List<B>, ...>::Type is List<A, B, ...>.
 template <typename... Lists>
 struct Joined;
 template <typename... A, typename... B_, typename... Rest>
@@ -267,6 +299,8 @@ struct Joined<List<A...>> {
   using Type = List<A...>;
 };
 
+// Dtypes are in the order grad, param, (mu, nu,) out: F float32, B bfloat16, H float16, U uint16
+// (remainders). Mode::kStep has no out; F stands in its place.
 using Common =
     Joined<ForMoments<Mode::kStep, F, F, F>, ForMoments<Mode::kStep, B, F, F>,
            ForMoments<Mode::kStep, B, B, F>, List<Fixed<Mode::kStep, H, H, F, F, F>>,
@@ -276,6 +310,7 @@ using Common =
            ForMoments<Mode::kStepSplit, B, B, U>, ForMoments<Mode::kStepSplit, F, B, U>,
            ForContributions<Mode::kStepAndCast, B, F, B>, ForContributions<Mode::kStep, F, F, F>,
            ForContributions<Mode::kStep, B, F, F>>::Type;
+// All other dtypes.
 using Others =
     List<Any<Mode::kStep>, Any<Mode::kStepAndCast>, Any<Mode::kUpdate>, Any<Mode::kStepSplit>>;
 

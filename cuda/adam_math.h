@@ -14,8 +14,8 @@
 // this file must be compiled without contraction into fused multiply-adds and without fast-math;
 // the flags stand in CMakeLists.txt.
 //
-// The coefficients arrive as float32 from XLA, computed with optax's own expressions. Computing
-// `1 - b2` here would be 111 ulp off for b2 = 0.999.
+// The coefficients arrive as float32 from XLA. Computed here they would have other bits:
+// kernels/coefficients.py, [Note: coefficients in optax's own expressions].
 #pragma once
 
 #include <cmath>

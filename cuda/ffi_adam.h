@@ -13,7 +13,7 @@
 // sizes, offsets   one entry a leaf when anything is flat, else empty. Offsets ascend, and no two
 //           leaves overlap.
 //
-// Python builds these calls (kernel.py), but nothing that Python passes may crash the process.
+// kernels/adam.py builds these calls, but nothing that Python passes may crash the process.
 #pragma once
 
 #include "adam.h"
@@ -34,7 +34,7 @@ struct AdamAttributes {
   ffi::Span<const int64_t> sizes, offsets;
 };
 
-// Whether an array lies anywhere, or must lie where an operand lies.
+// Whether an array may be anywhere in memory, or must be where an operand is.
 enum Place { kNew, kAliased };
 
 // Reads the operand kinds one after another into the leaves of an AdamCall.
@@ -47,7 +47,7 @@ class CallBuilder {
 
   // Takes the next arrays of `buffers` (RemainingArgs or RemainingRets) as operand kind `kind`.
   // Leaves take their size from the first kind, later kinds must agree. Each array holds `copies`
-  // such kinds. kAliased: the arrays must lie where the leaves' pointers already say.
+  // such kinds. kAliased: the arrays must be where the leaves' pointers already say.
   template <typename Buffers, typename Pointer>
   ffi::Error Take(const char* name, int kind, const Buffers& buffers, size_t* next, Dtype* dtype,
                   Pointer Leaf::* pointer, size_t copies = 1, Place place = kNew) {
@@ -85,7 +85,7 @@ class CallBuilder {
     size_t copies;
     bool dtype_fits, aliased;
 
-    // Where the leaf lies; or, if aliased, whether it lies there already.
+    // Sets where the leaf is; or, if aliased, returns whether it is there already.
     bool Set(Leaf* leaf, char* data) const {
       if (!aliased) {
         leaf->*pointer = data;

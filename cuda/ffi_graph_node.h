@@ -1,9 +1,9 @@
-// The FFI call `jdistadam_graph_node` gives its operand back, where it lies, and computes nothing.
+// The FFI call `jdistadam_graph_node` gives its operand back, where it is, and computes nothing.
 //
 // operand   any array.
 // result    the same, aliased.
 //
-// What it is for: kernel.py, graph_nodes.
+// What it is for: kernels/adam.py, graph_nodes.
 #pragma once
 
 #include "ffi_common.h"

@@ -1,8 +1,8 @@
 // Tasks shared between the calling thread and a pool, on the CPU.
 //
 // threads   No result depends on their number: tasks share nothing.
-// denormals XLA runs handlers with flush-to-zero on; CUDA and the oracle keep denormals. Each task
-//           therefore runs with flushing off, and the caller's setting is restored.
+// denormals XLA runs handlers with flush-to-zero on; CUDA and reference.py keep denormals. Each
+//           task therefore runs with flushing off, and the caller's setting is restored.
 #pragma once
 
 #include <algorithm>

@@ -9,7 +9,7 @@
 
 namespace jdistadam {
 
-// kVector elements as they lie in memory: 16 bytes of float32 or 8 of 16 bits for kVector = 4.
+// kVector elements as they are in memory: 16 bytes of float32 or 8 of 16 bits for kVector = 4.
 template <int kVector>
 struct Packed {
   uint32_t words[kVector];  // 16-bit dtypes use the first half
@@ -96,7 +96,7 @@ __device__ __forceinline__ void StoreVector(void* base, Dtype dtype, size_t i,
   StoreWords<kVector>(base, i, words);
 }
 
-// The float32s whose halves (dtype.h) lie in two vectors of 16 bits, and back. x holds no NaN.
+// The float32s whose halves (dtype.h) are in two vectors of 16 bits, and back. x holds no NaN.
 template <int kVector>
 __device__ __forceinline__ void JoinVectors(const Packed<kVector>& high, const Packed<kVector>& low,
                                             float (&x)[kVector]) {

@@ -9,8 +9,8 @@ import pytest
 from h200 import WIDTH, collectives, loss_fn, params_of, placed
 
 import jdistadam as jda
-from jdistadam.tools.traffic import format_collectives, planned_collectives
 from jdistadam.tools import hlo
+from jdistadam.tools.traffic import format_collectives, planned_collectives
 
 POLICIES = {
     "float32": dict(),

@@ -15,6 +15,7 @@ from test_drop_in import assert_trees_same_bits
 from test_layout_identity import BATCH, BF16, POLICIES, loss_fn, make_params, make_tx
 
 import jdistadam as jda
+from jdistadam.core.main_params import MainParams
 
 # orbax's, about its own future and about files that it leaves open
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -137,7 +138,7 @@ def test_params_put_into_a_state_raise_and_are_reloaded(policy, strategy):
     new = jax.tree.map(lambda x: np.full(x.shape, 10, x.dtype), make_params(dtype))
     edited = dataclasses.replace(state, params=new)
     has_main = state.opt_state.main_params is not None
-    if has_main and not policy.keeps_remainders:
+    if has_main and policy.main_params is not MainParams.REMAINDER16:
         with pytest.raises(jda.LayoutError, match=r"params\['\w+'\].*Call reload_main_params"):
             step(edited, BATCH)
     reloaded = jda.reload_main_params(edited, tx)

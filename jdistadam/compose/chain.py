@@ -1,4 +1,4 @@
-"""optax's combinators, keeping the fused step."""
+"""``optax.chain``, keeping the fused step of what comes last."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import optax
 
 from jdistadam.compose.linearity import example_params, why_not_linear
 from jdistadam.core import trees
+from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.distributed.accumulate import AccumulatedGrads
 from jdistadam.distributed.state import StepResult
 from jdistadam.distributed.transformation import DistributedTransformation
@@ -51,6 +52,165 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
       >>> round(float(params["w"][0]), 4)
       0.99
     """
+    _check_transformations(transformations)
+    *before, last = transformations
+    if isinstance(last, DistributedTransformation):
+        distributed = _DistributedChain(tuple(before), last)
+        distributed.check_before_params_are_known()
+        return DistributedTransformation.make(
+            init=distributed.init,
+            local_step=distributed.local_step,
+            norm=distributed.norm,
+            seen=last.seen,
+            config=last.config,
+            specs=distributed.state_specs(),
+        )
+    chained = _Chain(tuple(before), last)
+    return FusedTransformation(chained.init, chained.update, chained.step)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)  # by identity, as functions are
+class _Chain:
+    """The functions of a chain in one program."""
+
+    before: tuple[optax.GradientTransformation, ...]
+    last: optax.GradientTransformation
+
+    def init(self, params: Params) -> OptState:
+        states = tuple(tx.init(params) for tx in (*self.before, self.last))
+        for i, state in enumerate(states[:-1]):
+            if any(map(_is_main_state, jax.tree.leaves(state, is_leaf=_is_main_state))):
+                raise _misplaced(i, "params must follow its main parameters exactly")
+        return states
+
+    def update(
+        self, grads: Grads, state: OptState, params: Params = None, **extra_args: Any
+    ) -> tuple[Any, OptState]:
+        _check_state(self.before, state)
+        everything = (*self.before, self.last)
+        return _update_in_turn(everything, grads, state, params, extra_args=extra_args)
+
+    def step(
+        self, grads: Grads, state: OptState, params: Params, **extra_args: Any
+    ) -> tuple[Params, OptState]:
+        if params is None:
+            raise ValueError(optax._src.base.NO_PARAMS_MSG)
+        if not isinstance(self.last, FusedTransformation):
+            trees.check_same_structure(grads, params, name="grads", like_name="params")
+            updates, state = self.update(grads, state, params, **extra_args)
+            return optax.apply_updates(params, updates), state
+        _check_state(self.before, state)
+        grads, states = _update_in_turn(
+            self.before, grads, state[:-1], params, extra_args=extra_args
+        )
+        params, last_state = self.last.step(grads, state[-1], params, **extra_args)
+        return params, (*states, last_state)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _DistributedChain:
+    """The functions of a chain whose last transformation is a distributed optimizer."""
+
+    before: tuple[optax.GradientTransformation, ...]
+    last: DistributedTransformation
+
+    def init(self, params: Params) -> OptState:
+        self.check_linear(params)
+        return tuple(tx.init(params) for tx in (*self.before, self.last))
+
+    def local_step(
+        self,
+        grads: Grads,
+        state: OptState,
+        params: Params,
+        *,
+        is_verified: bool = False,
+        **extra_args: Any,
+    ) -> StepResult:
+        self.check_linear(params)
+        grads, states = self._update_before(grads, state, params, extra_args)
+        result = self.last.local_step(
+            grads, state[-1], params, is_verified=is_verified, **extra_args
+        )
+        # Where the optimizer skips a step, schedules before it do not advance either.
+        states = trees.keep_if(result.is_skipped, state[:-1], states)
+        return result._replace(opt_state=(*states, result.opt_state))
+
+    def norm(self, grads: Grads, state: OptState) -> jax.Array:
+        grads, _ = self._update_before(grads, state, None, {})
+        return self.last.grad_norm(grads, state[-1])
+
+    def state_specs(self) -> Any:
+        """The PartitionSpecs of the state: everything before the optimizer is replicated."""
+        return (*(jax.sharding.PartitionSpec() for _ in self.before), self.last.state_specs())
+
+    def check_linear(self, params: Params) -> None:
+        """Raises PolicyError where a transformation may not come before a sum over devices."""
+        for i, tx in enumerate(self.before):
+            if why := why_not_linear(tx, params):
+                raise PolicyError(
+                    f"chain, transformation {i}",
+                    f"it would see each device's gradients before they are summed, and {why}",
+                    got="a distributed optimizer behind it",
+                    expected="something linear in the gradients",
+                    action="For clipping pass max_grad_norm, for decay weight_decay or l2.",
+                )
+
+    def check_before_params_are_known(self) -> None:
+        """Raises what ``check_linear`` does, if example params are enough to find it.
+
+        A transformation may hold functions that only work on the user's params, such as a mask or
+        a label for each of their names. They are user code: on example params they raise anything,
+        a ValueError of jax.tree, a KeyError, an AttributeError or an assertion. That says nothing
+        about the transformation; ``init`` checks it with the real params.
+        """
+        try:
+            self.check_linear(example_params())
+        except PolicyError:
+            raise
+        except Exception:
+            return
+
+    def _update_before(
+        self, grads: Grads, state: OptState, params: Params, extra_args: dict[str, Any]
+    ) -> tuple[Grads, tuple[Any, ...]]:
+        """Updates gradients, or the sums of accumulated ones, by all but the optimizer."""
+        is_accumulated = isinstance(grads, AccumulatedGrads)
+        if is_accumulated and self.before and self.last.config.parallel.shards_grads:
+            raise PolicyError(
+                "chain",
+                "accumulated gradients are reduced and cut into shards already",
+                got="a transformation before the distributed optimizer",
+                expected="none, under 'optim_grads' and 'optim_grads_params'",
+                action="Use sharding_strategy='optim'.",
+            )
+        _check_state(self.before, state)
+        given = grads.sums if is_accumulated else grads
+        updated, states = _update_in_turn(
+            self.before, given, state[:-1], params, extra_args=extra_args
+        )
+        return dataclasses.replace(grads, sums=updated) if is_accumulated else updated, states
+
+
+def _update_in_turn(
+    transformations: Sequence[optax.GradientTransformation],
+    grads: Grads,
+    states: Sequence[OptState],
+    params: Params,
+    *,
+    extra_args: dict[str, Any],
+) -> tuple[Any, tuple[Any, ...]]:
+    """What ``optax.chain`` does: each transformation updates what the one before it returned."""
+    new_states = []
+    for tx, state in zip(transformations, states, strict=True):
+        tx = optax.with_extra_args_support(tx)
+        grads, new_state = tx.update(grads, state, params, **extra_args)
+        new_states.append(new_state)
+    return grads, tuple(new_states)
+
+
+def _check_transformations(transformations: Sequence[Any]) -> None:
+    """Raises PolicyError unless all are transformations, a distributed one the last of them."""
     if not transformations:
         raise PolicyError(
             "chain",
@@ -60,89 +220,18 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
             action="Pass an optimizer.",
         )
     for i, tx in enumerate(transformations):
-        _check_transformation(i, tx)
-    *before, last = transformations
-    for i, tx in enumerate(before):
+        if not (hasattr(tx, "init") and hasattr(tx, "update")):
+            raise PolicyError(
+                f"chain, transformation {i}",
+                "not a gradient transformation",
+                got=getattr(tx, "__name__", type(tx).__name__),
+                expected="what optax.scale(0.5) or fused_adamw(1e-3) returns",
+                action="Call chain(first, second), without a list; of a schedule make one with "
+                "optax.scale_by_schedule.",
+            )
+    for i, tx in enumerate(transformations[:-1]):
         if isinstance(tx, DistributedTransformation):
             raise _misplaced(i, "a distributed optimizer must come last")
-    joined = optax.chain(*transformations)
-    if isinstance(last, DistributedTransformation):
-        return _distributed_chain(joined, before, last)
-
-    def init(params: Any) -> Any:
-        state = joined.init(params)
-        for i, part in enumerate(state[:-1]):
-            if any(map(_has_main_params, jax.tree.leaves(part, is_leaf=_has_main_params))):
-                raise _misplaced(i, "params must follow its main parameters exactly")
-        return state
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        _check_state(before, state)
-        return _with_extra_args(joined).update(grads, state, params, **extra)
-
-    def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
-        if params is None:
-            raise ValueError(optax._src.base.NO_PARAMS_MSG)
-        if not isinstance(last, FusedTransformation):
-            trees.check_same_structure(grads, params, name="grads", like_name="params")
-            updates, state = update(grads, state, params, **extra_args)
-            return optax.apply_updates(params, updates), state
-        grads, states = _pass_through(before, grads, state, params, extra_args)
-        params, last_state = last.step(grads, state[-1], params, **extra_args)
-        return params, (*states, last_state)
-
-    return FusedTransformation(init, update, step)
-
-
-def _check_transformation(i: int, tx: Any) -> None:
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise PolicyError(
-            f"chain, transformation {i}",
-            "not a gradient transformation",
-            got=getattr(tx, "__name__", type(tx).__name__),
-            expected="what optax.scale(0.5) or fused_adamw(1e-3) returns",
-            action="Call chain(first, second), without a list; of a schedule make one with "
-            "optax.scale_by_schedule.",
-        )
-
-
-def _has_main_params(part: Any) -> bool:
-    return isinstance(part, MainParamsState)
-
-
-def _misplaced(i: int, why: str) -> PolicyError:
-    return PolicyError(
-        f"chain, transformation {i}",
-        why,
-        got="others behind it",
-        expected="the last place",
-        action="Move it to the end.",
-    )
-
-
-def _with_extra_args(tx: optax.GradientTransformation) -> Any:
-    return optax.with_extra_args_support(tx)
-
-
-def _pass_through(
-    before: Sequence[optax.GradientTransformation],
-    grads: Any,
-    state: Any,
-    params: Any,
-    extra_args: dict[str, Any],
-) -> tuple[Any, tuple[Any, ...]]:
-    """Updates the gradients by everything before the last; returns them and the new states."""
-    _check_state(before, state)
-    accumulated = None
-    if isinstance(grads, AccumulatedGrads):  # transformations see the sums alone
-        accumulated, grads = grads, grads.sums
-    new_states = []
-    for tx, part in zip(before, state, strict=False):
-        grads, part = _with_extra_args(tx).update(grads, part, params, **extra_args)
-        new_states.append(part)
-    if accumulated is not None:
-        grads = dataclasses.replace(accumulated, sums=grads)
-    return grads, tuple(new_states)
 
 
 def _check_state(before: Sequence[optax.GradientTransformation], state: Any) -> None:
@@ -157,65 +246,15 @@ def _check_state(before: Sequence[optax.GradientTransformation], state: Any) -> 
         )
 
 
-def _distributed_chain(
-    joined: optax.GradientTransformation,
-    before: Sequence[optax.GradientTransformation],
-    last: DistributedTransformation,
-) -> DistributedTransformation:
-    def check(params: Any) -> None:
-        for i, tx in enumerate(before):
-            if why := why_not_linear(tx, params):
-                raise PolicyError(
-                    f"chain, transformation {i}",
-                    f"it would see each device's gradients before they are summed, and {why}",
-                    got="a distributed optimizer behind it",
-                    expected="something linear in the gradients",
-                    action="For clipping pass max_grad_norm, for decay weight_decay or l2.",
-                )
-
-    def refuse_shards(grads: Any) -> None:
-        is_sum = isinstance(grads, AccumulatedGrads)
-        if before and is_sum and last.config.parallel.shards_grads:
-            raise PolicyError(
-                "chain",
-                "accumulated gradients are reduced and cut into shards already",
-                got="a transformation before the distributed optimizer",
-                expected="none, under 'optim_grads' and 'optim_grads_params'",
-                action="Use sharding_strategy='optim'.",
-            )
-
-    def local_step(
-        grads: Any, state: Any, params: Any, *, is_verified: bool = False, **extra_args: Any
-    ) -> StepResult:
-        check(params)
-        refuse_shards(grads)
-        grads, states = _pass_through(before, grads, state, params, extra_args)
-        result = last.local_step(grads, state[-1], params, is_verified=is_verified, **extra_args)
-        # Schedules and other states before the optimizer stay with its own where it skips a step.
-        states = trees.keep_if(result.is_skipped, state[:-1], states)
-        return result._replace(opt_state=(*states, result.opt_state))
-
-    def norm(grads: Any, state: Any) -> Any:
-        refuse_shards(grads)
-        grads, _ = _pass_through(before, grads, state, None, {})
-        return last.grad_norm(grads, state[-1])
-
-    def init(params: Any) -> Any:
-        check(params)
-        return joined.init(params)
-
-    try:
-        check(example_params())
-    except PolicyError:
-        raise
-    except Exception:  # it needs the real params, e.g. for a mask: init checks with them
-        pass
-    specs = (*(jax.sharding.PartitionSpec() for _ in before), last.state_specs())
-    return DistributedTransformation.make(
-        init=init,
-        local_step=local_step,
-        norm=norm,
-        seen=last.seen,
-        config=last.config,
-        specs=specs,
+def _misplaced(i: int, why: str) -> PolicyError:
+    return PolicyError(
+        f"chain, transformation {i}",
+        why,
+        got="others behind it",
+        expected="the last place",
+        action="Move it to the end.",
     )
+
+
+def _is_main_state(part: Any) -> bool:
+    return isinstance(part, MainParamsState)

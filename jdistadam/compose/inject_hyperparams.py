@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import optax
 
-from jdistadam.core.precision import float_dtype
+from jdistadam.core.dtypes import float_dtype
+from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import HyperparameterError, PolicyError, TreeError
@@ -57,21 +58,9 @@ def inject_hyperparams(
     signature = inspect.signature(factory)
     if "mesh" in signature.parameters:
         raise _cannot_inject(factory)
-    always_static = {
-        name
-        for name in signature.parameters
-        if name in ("mask", "nesterov", "bias_correction") or name.endswith("_dtype")
-    }
-    always_static |= _static_names(static_args, signature)
+    static_names = _static_names(static_args, signature)
     if hyperparam_dtype is not None:
         float_dtype("hyperparam_dtype", hyperparam_dtype, _HYPERPARAM_DTYPES)
-
-    @functools.wraps(factory)
-    def stepping(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
-        tx = factory(*args, **kwargs)
-        if isinstance(tx, DistributedTransformation) or not isinstance(tx, FusedTransformation):
-            raise _cannot_inject(factory)
-        return optax.GradientTransformationExtraArgs(tx.init, tx.step)
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> FusedTransformation:
@@ -79,22 +68,38 @@ def inject_hyperparams(
         # Numbers become arrays, which nothing can check: so check them before.
         factory(**{k: v for k, v in given.items() if not callable(v) or k in _MAY_BE_CALLED})
         absent = {"l2"} & signature.parameters.keys() - given.keys()
-        updating, stepping_too = (
-            optax.inject_hyperparams(f, always_static | absent, hyperparam_dtype)(*args, **kwargs)
-            for f in (factory, stepping)
+        updating, stepping = (
+            optax.inject_hyperparams(f, static_names | absent, hyperparam_dtype)(*args, **kwargs)
+            for f in (factory, _with_step_as_update(factory))
         )
         return FusedTransformation(
-            stepping_too.init, _checked(updating.update), _checked(stepping_too.update)
+            init=stepping.init, update=_checked(updating.update), step=_checked(stepping.update)
         )
 
     return make
 
 
 _HYPERPARAM_DTYPES = ("float32", "float64", "bfloat16", "float16")
+_NEVER_INJECTED = ("mask", "nesterov", "bias_correction")
+
+
+def _with_step_as_update(
+    factory: Callable[..., FusedTransformation],
+) -> Callable[..., optax.GradientTransformationExtraArgs]:
+    """Has optax, which knows of ``update`` alone, inject hyperparameters into ``step``."""
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
+        tx = factory(*args, **kwargs)
+        if isinstance(tx, DistributedTransformation) or not isinstance(tx, FusedTransformation):
+            raise _cannot_inject(factory)
+        return optax.GradientTransformationExtraArgs(tx.init, tx.step)
+
+    return make
 
 
 def _static_names(static_args: Any, signature: inspect.Signature) -> set[str]:
-    """The names in ``static_args``; raises HyperparameterError where one is unknown."""
+    """The names in ``static_args``, checked, and of what is never an array."""
     names = static_args if isinstance(static_args, Iterable) else (static_args,)
     names = {static_args} if isinstance(static_args, str) else set(names)
     if unknown := [name for name in names if name not in signature.parameters]:
@@ -105,14 +110,15 @@ def _static_names(static_args: Any, signature: inspect.Signature) -> set[str]:
             expected=", ".join(signature.parameters),
             action="Fix the name.",
         )
-    return names
+    never = {x for x in signature.parameters if x in _NEVER_INJECTED or x.endswith("_dtype")}
+    return names | never
 
 
 def _checked(update: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, which says in words that a state was not made by inject_hyperparams."""
 
     @functools.wraps(update)
-    def checked(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def checked(grads: Grads, state: OptState, params: Params = None, **extra: Any) -> Any:
         if not hasattr(state, "hyperparams"):
             raise TreeError(
                 "opt_state",

@@ -12,6 +12,8 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, Literal
 
+from jdistadam.core.types import Grads, OptState, Params
+
 # Operations that are linear in all of their floating operands together.
 _LINEAR = frozenset(
     "add add_any sub neg convert_element_type reshape broadcast_in_dim transpose squeeze"
@@ -34,7 +36,7 @@ class Kind(enum.Enum):
     OTHER = enum.auto()  # in another way, or in one that is not known here
 
 
-def why_not_linear(tx: optax.GradientTransformation, params: Any) -> str | None:
+def why_not_linear(tx: optax.GradientTransformation, params: Params) -> str | None:
     r"""Returns why ``tx.update`` may not come before a sum over devices; None if it may.
 
     It may where :math:`T(\sum_r g_r) = \sum_r T(g_r)` and its state is the same on all devices.
@@ -53,7 +55,7 @@ def why_not_linear(tx: optax.GradientTransformation, params: Any) -> str | None:
     tx = optax.with_extra_args_support(tx)
     state = jax.eval_shape(tx.init, params)
 
-    def update(grads: Any, state: Any, params: Any) -> Any:
+    def update(grads: Grads, state: OptState, params: Params) -> Any:
         return tx.update(grads, state, params)
 
     jaxpr, (updates, _) = jax.make_jaxpr(update, return_shape=True)(params, state, params)
@@ -123,7 +125,7 @@ def _kind_of_result(eqn: Any, inputs: Sequence[Kind]) -> Kind:
     return Kind.OTHER
 
 
-def example_params() -> Any:
+def example_params() -> Params:
     """A small tree on which most transformations can be traced before any params are known."""
     shapes = {"a": (2, 3), "b": (2,)}
     return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}

@@ -1,4 +1,11 @@
-"""The only module that talks to other devices. Everything here runs inside ``jax.shard_map``."""
+"""The only module that talks to other devices. Everything here runs inside ``jax.shard_map``.
+
+[Note: casts that XLA deletes]
+XLA may delete a cast to 16 bits and back, and does so where a collective over one device vanishes
+between the two: one device would then compute other numbers than two. It may also move a cast to
+float32 behind a collective that only copies, so that other bytes travel than the policy says.
+``round_to`` keeps the first kind, ``keep_cast`` both.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +20,7 @@ from jdistadam.core.varying import Axes, varying_axes
 
 
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:
-    """Casts, and makes sure that the rounding happens.
-
-    XLA may delete a cast to 16 bits and back, and does so where a collective over one device
-    vanishes between them: one device would then compute other numbers than two.
-    """
+    """Casts, and makes sure that the rounding happens: [Note: casts that XLA deletes]."""
     dtype = jnp.dtype(dtype)
     if x.dtype == dtype or dtype.itemsize >= x.dtype.itemsize:
         return x.astype(dtype)
@@ -28,10 +31,10 @@ def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.optimization_barrier(x.astype(dtype))
 
 
-def exactly(x: jax.Array, dtype: Any) -> jax.Array:
-    """Casts to a dtype that XLA keeps also where it only moves what is returned.
+def keep_cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """Casts, and makes sure that a result that is sent is sent in ``dtype``.
 
-    It would let 16-bit numbers that were widened travel as they were.
+    See [Note: casts that XLA deletes].
     """
     if jnp.dtype(dtype).itemsize > x.dtype.itemsize:
         return lax.optimization_barrier(x.astype(dtype))
@@ -42,7 +45,7 @@ def reduce_scatter(x: jax.Array, axes: Axes, *, dim: int, wire_dtype: Any) -> ja
     r"""Sums ``x`` over mesh axes and keeps this device's part.
 
     Device :math:`i` of :math:`N` returns :math:`\sum_r x_r[iS:(i+1)S]` along ``dim``. The
-    collective library adds, in ``wire_dtype`` and in an order of its own.
+    collective library adds, in ``wire_dtype`` and in an order that it chooses.
 
     Args:
       x: This device's contribution. ``x.shape[dim]`` must divide by N.

@@ -14,6 +14,7 @@ from jdistadam.core import trees
 from jdistadam.core.arguments import check_flag
 from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.core.masks import decay_groups, for_each_leaf
+from jdistadam.core.types import Params
 from jdistadam.errors import HyperparameterError, TreeError
 
 _KEYS = ("lr_scale", "weight_decay", "b1", "b2", "frozen")
@@ -41,12 +42,14 @@ class Groups:
         used = [hyper for hyper in self.hypers.values() if hyper is not None]
         return [(hyper, decay) for hyper in used for decay in (True, False)]
 
-    def row_of_leaves(self, params: Any) -> tuple[int | None, ...]:
+    def row_of_leaves(self, params: Params) -> tuple[int | None, ...]:
         """Returns the row that each leaf uses, None if it is frozen."""
         masked_out = decay_groups(self.mask, params)
         if self.labels is None:
             return masked_out
-        labels = for_each_leaf(self.labels, params, "param_labels", str, "str", "a label")
+        labels = for_each_leaf(
+            self.labels, params, name="param_labels", kind=str, what="str", expected="a label"
+        )
         used = [label for label, hyper in self.hypers.items() if hyper is not None]
         rows: list[int | None] = []
         paths = trees.paths(params, "params")

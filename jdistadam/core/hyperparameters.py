@@ -65,7 +65,7 @@ class Hyperparameters:
         for name in ("eps", "eps_root", "weight_decay", "l2"):
             _check(name, getattr(self, name), lambda x: 0.0 <= x < math.inf, "a finite number >= 0")
 
-    def split(self) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:
+    def known_and_operands(self) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:
         """Returns what is known to the compiler, hashable, and what is an operand of the program.
 
         ``Hyperparameters(**dict(known), **operands)`` is this again.

@@ -9,21 +9,24 @@ import jax
 import numpy as np
 
 from jdistadam.core import trees
+from jdistadam.core.types import Params
 from jdistadam.errors import DtypeError, TreeError
 
 
-def decay_groups(mask: Any | Callable[[Any], Any] | None, params: Any) -> tuple[int, ...]:
+def decay_groups(mask: Any | Callable[[Any], Any] | None, params: Params) -> tuple[int, ...]:
     """Returns, for each leaf, 0 if decay applies to it and 1 if it is masked out."""
     num_leaves = len(jax.tree.leaves(params))
     if mask is None or not num_leaves:
         return (0,) * num_leaves
-    keeps = for_each_leaf(mask, params, "mask", bool | np.bool_, "bool", "True or False")
+    keeps = for_each_leaf(
+        mask, params, name="mask", kind=bool | np.bool_, what="bool", expected="True or False"
+    )
     return tuple(0 if keep else 1 for keep in keeps)
 
 
 def for_each_leaf(
     given: Any | Callable[[Any], Any],
-    params: Any,
+    params: Params,
     name: str,
     kind: Any,
     what: str,

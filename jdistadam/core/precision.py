@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core.arguments import shown
+from jdistadam.core.dtypes import FLOATS, check_supported, float_dtype
+from jdistadam.core.main_params import MainParams
 from jdistadam.errors import PolicyError
 
-_FLOATS = ("float32", "bfloat16", "float16")
 _FLOAT8 = ("float8_e5m2", "float8_e4m3fn")
 _SUPPORTED: dict[str, tuple[str | None, ...]] = {
     "grad_reduce_dtype": (None, "float32"),
@@ -24,24 +23,26 @@ class MixedPrecisionPolicy:
     """What is stored, what travels and what is summed, each in its own dtype.
 
     Attributes:
-      main_params_dtype: What the optimizer keeps of its own to update, sharded: float32 main
+      main_params_dtype: What the optimizer keeps, sharded, and updates: float32 main
         parameters wherever they differ from the parameters in dtype or in sharding;
         "remainder16": beside bfloat16 parameters the low 16 bits, so that both together are a
         float32, to which the parameter is the nearest bfloat16 with ties away from zero, where a
         cast rounds ties to even (other parameters are updated themselves); None: nothing,
         parameters are updated themselves and rounded to their own dtype at every step.
       main_grads_dtype: Dtype in which gradients are stored and accumulated over micro-batches.
-      grad_comm_dtype: Dtype of gradients on the wire: contributions are rounded to it once, then
-        sent. float32, bfloat16 or float16. None: ``main_grads_dtype``. Bytes sent per device and
-        reduction: (N - 1) / N * parameters * itemsize.
+      grad_comm_dtype: The communication dtype of gradients: contributions are rounded to it once,
+        then sent. float32, bfloat16 or float16. None: ``main_grads_dtype``. Bytes sent per device
+        and reduction: (N - 1) / N * parameters * itemsize.
       grad_reduce_dtype: Dtype in which contributions are summed across devices. None: the
-        collective library sums, in the wire dtype, so a 16-bit wire also rounds partial sums.
-        float32: contributions travel in the wire dtype as an all-to-all and are added in float32,
-        adjacent pairs first, an odd one carried, axis by axis from the inner one: always the same
-        bits. Sums stay float32 on their way into the kernel, also where they travel on.
-      param_comm_dtype: Dtype of parameters on the wire: float32, bfloat16, float16, float8_e5m2 or
-        float8_e4m3fn, at most as wide as the parameters. None: the parameters' own. float8 has no
-        scale factors here: e4m3fn ends at 448, e5m2 keeps two bits of mantissa.
+        collective library sums, in the communication dtype; one of 16 bits then also rounds partial
+        sums. float32: contributions are sent in the communication dtype as an all-to-all and added
+        in float32, adjacent pairs first, an odd one carried, axis by axis from the inner one:
+        always the same bits. Sums stay float32 on their way into the kernel, also where they are
+        sent on.
+      param_comm_dtype: The communication dtype of parameters: float32, bfloat16, float16,
+        float8_e5m2 or float8_e4m3fn, at most as wide as the parameters. None: that of the
+        parameters. float8 has no scale factors here: e4m3fn ends at 448, e5m2 keeps two bits of
+        mantissa.
       mu_dtype: Dtype in which the first moment is stored. float32, bfloat16 or float16.
       nu_dtype: Dtype in which the second moment is stored. float32, or bfloat16 for b2 up to 0.99.
 
@@ -72,20 +73,20 @@ class MixedPrecisionPolicy:
     nu_dtype: Any = jnp.float32
 
     def __post_init__(self) -> None:
-        """Normalises every field to a numpy dtype and refuses what contradicts itself."""
-        kind = main_params_kind(self.main_params_dtype)
-        main = jnp.dtype(jnp.float32) if kind == "float32" else kind
-        object.__setattr__(self, "main_params_dtype", main)
+        """Normalises every field to a numpy dtype and checks that they fit each other."""
+        main = MainParams.parse(self.main_params_dtype)
+        as_given = main.stored_dtype if main is MainParams.FLOAT32 else main.value
+        object.__setattr__(self, "main_params_dtype", as_given)
         for field in dataclasses.fields(self)[1:]:
             value = getattr(self, field.name)
             if value is None and field.name.startswith(("main_", "mu", "nu")):
                 value = jnp.float32
             if value is not None:
-                known = _FLOATS + (_FLOAT8 if field.name == "param_comm_dtype" else ())
+                known = FLOATS + (_FLOAT8 if field.name == "param_comm_dtype" else ())
                 dtype = float_dtype(f"MixedPrecisionPolicy.{field.name}", value, known)
                 object.__setattr__(self, field.name, dtype)
         for name, supported in _SUPPORTED.items():
-            refuse_unless(f"MixedPrecisionPolicy.{name}", getattr(self, name), supported)
+            check_supported(f"MixedPrecisionPolicy.{name}", getattr(self, name), supported)
         if jnp.promote_types(self.main_grads_dtype, self.wire_dtype) != self.main_grads_dtype:
             raise PolicyError(
                 "MixedPrecisionPolicy.main_grads_dtype",
@@ -96,18 +97,13 @@ class MixedPrecisionPolicy:
             )
 
     @property
-    def keeps_remainders(self) -> bool:
-        """Whether bfloat16 parameters have a remainder beside them."""
-        return isinstance(self.main_params_dtype, str)
-
-    @property
-    def main_dtype(self) -> jnp.dtype:
-        """The dtype in which main parameters or remainders are stored, if any are."""
-        return jnp.dtype(jnp.uint16 if self.keeps_remainders else jnp.float32)
+    def main_params(self) -> MainParams:
+        """What is kept of the parameters' float32 values: what ``main_params_dtype`` means."""
+        return MainParams.parse(self.main_params_dtype)
 
     @property
     def wire_dtype(self) -> jnp.dtype:
-        """The dtype of gradients on the wire."""
+        """The communication dtype of gradients."""
         return self.main_grads_dtype if self.grad_comm_dtype is None else self.grad_comm_dtype
 
     @property
@@ -128,52 +124,6 @@ class MixedPrecisionPolicy:
             for name, value in resolved.items()
         ]
         return "\n".join(lines)
-
-
-def float_dtype(name: str, value: Any, known: tuple[str, ...] = _FLOATS) -> jnp.dtype:
-    """Returns a dtype that is one of ``known``, or raises PolicyError."""
-    dtype = _dtype(value)
-    if dtype is None or dtype.name not in known:
-        raise PolicyError(
-            name,
-            "not a dtype that can be used",
-            got=shown(value),
-            expected=", ".join(known),
-            action="Pass one of these, e.g. jnp.bfloat16.",
-        )
-    return dtype
-
-
-def _dtype(value: Any) -> jnp.dtype | None:
-    """The dtype that ``value`` names; None for what is none, such as an array."""
-    if isinstance(value, jax.Array | np.ndarray | np.generic):
-        return None
-    try:
-        return jnp.dtype(value)
-    except TypeError:
-        return None
-
-
-def refuse_unless(name: str, value: Any, supported: tuple[str | None, ...]) -> None:
-    """Raises PolicyError unless a dtype is one that works in this version."""
-    dtype = None if value is None else _dtype(value)
-    got = dtype.name if dtype is not None else None if value is None else shown(value)
-    if got not in supported:
-        raise PolicyError(
-            name,
-            "not supported in this version",
-            got=got,
-            expected=" or ".join(map(str, supported)),
-            action=f"Leave {name.rsplit('.')[-1]} at its default.",
-        )
-
-
-def main_params_kind(value: Any) -> str | None:
-    """Returns None, "float32" or "remainder16", or raises PolicyError."""
-    if isinstance(value, str) and value == "remainder16":
-        return value
-    refuse_unless("main_params_dtype", value, (None, "float32", "remainder16"))
-    return None if value is None else "float32"
 
 
 def check_nu_dtype(name: str, value: Any, b2: Any) -> jnp.dtype:

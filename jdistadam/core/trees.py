@@ -27,9 +27,9 @@ def check_same_structure(tree: Any, like: Any, *, name: str, like_name: str) -> 
     expected: Any = jax.tree.structure(like)
     if got == expected:
         return
-    mine, theirs = paths(tree, ""), paths(like, "")
-    missing = [path for path in theirs if path not in mine]
-    unexpected = [path for path in mine if path not in theirs]
+    given_paths, like_paths = paths(tree, ""), paths(like, "")
+    missing = [path for path in like_paths if path not in given_paths]
+    unexpected = [path for path in given_paths if path not in like_paths]
     if missing or unexpected:
         what = f"missing, {like_name} has it"
         if not missing:
@@ -38,8 +38,8 @@ def check_same_structure(tree: Any, like: Any, *, name: str, like_name: str) -> 
         raise TreeError(
             f"{name}{(missing or unexpected)[0]}",
             what,
-            got=f"{len(mine)} leaves{instead}",
-            expected=f"the {len(theirs)} leaves of {like_name}",
+            got=f"{len(given_paths)} leaves{instead}",
+            expected=f"the {len(like_paths)} leaves of {like_name}",
             action=f"Pass {name} with the tree structure of {like_name}.",
         )
     raise TreeError(
@@ -179,10 +179,11 @@ def check_dtypes(
 
 
 def placed_beside(param: Any, zeros: Any) -> Any:
-    """Places zeros that are made inside a program where a parameter of the same shape is.
+    """Gives zeros that are made inside a program the sharding of a parameter of the same shape.
 
-    There zeros are constants, of which XLA would keep all on every device: a step does not tie its
-    moments to the params, whose placement may be another one. An elementwise operation does.
+    Inside a program zeros are constants, and XLA would keep all of them on every device: nothing in
+    a step says that the moments are sharded as the params are. An elementwise operation on both
+    does.
     """
     if not isinstance(param, jax.core.Tracer):
         return zeros  # zeros_like has placed them

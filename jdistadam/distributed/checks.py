@@ -268,7 +268,11 @@ def _check_flat_arrays(config: DistributedConfig, layout: Layout, state: Any) ->
     """Raises unless the flat arrays of a state have the layout's sizes and the policy's dtypes."""
     policy = config.policy
     sizes = {"main_params": layout.main_size, "mu": layout.flat_size, "nu": layout.flat_size}
-    dtypes = {"main_params": policy.main_dtype, "mu": policy.mu_dtype, "nu": policy.nu_dtype}
+    dtypes = {
+        "main_params": policy.main_params.stored_dtype,
+        "mu": policy.mu_dtype,
+        "nu": policy.nu_dtype,
+    }
     for name, size in sizes.items():
         flat: Any = getattr(state, name, "no such field")
         expected = None if name == "main_params" and size == 0 else (size,)

@@ -17,6 +17,7 @@ from jdistadam.core import trees
 from jdistadam.core.groups import Groups
 from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.core.loss_scale import DynamicLossScale
+from jdistadam.core.main_params import MainParams
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed import param_specs
 from jdistadam.distributed.layout import Layout, Leaf, make_layout
@@ -105,16 +106,16 @@ class DistributedConfig:
 
     def identity(self, layout: Layout) -> np.ndarray:
         """Returns the identity of a layout: bytes of its text."""
-        kind = "remainder16" if self.policy.keeps_remainders else "float32"
+        kind = self.policy.main_params.value or ""  # no bucket has any, then
         parts = tuple(self.mesh.shape[axis] for axis in self._cutting_axes)
         return identity_of(layout, parts, kind)
 
     def _keeps_main(self, dtype: Any, scattered: bool) -> bool:
         """Whether parameters of a dtype, scattered or packed, need main parameters."""
         parallel, policy = self.parallel, self.policy
-        if policy.main_params_dtype is None:
+        if not policy.main_params.is_kept:
             return False
-        if policy.keeps_remainders:
+        if policy.main_params is MainParams.REMAINDER16:
             return bool(dtype == jnp.bfloat16)
         if _is_rounded_to_send(policy, dtype) and not (parallel.shards_params and scattered):
             return True
@@ -158,7 +159,7 @@ def _check_param_comm_dtype(policy: MixedPrecisionPolicy, leaves: Sequence[Leaf]
     """Raises PolicyError where parameters would lose bits as they travel, or gain none."""
     comm = policy.param_comm_dtype
     for leaf in leaves:
-        has_main = isinstance(policy.main_params_dtype, jnp.dtype)
+        has_main = policy.main_params is MainParams.FLOAT32
         if _is_rounded_to_send(policy, leaf.dtype) and not has_main:
             raise PolicyError(
                 leaf.path,

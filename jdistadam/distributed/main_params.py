@@ -11,11 +11,11 @@ import numpy as np
 
 from jdistadam import compat
 from jdistadam.core import collectives, varying
+from jdistadam.core.main_params import MainParams
 from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.state import find_state, map_state
-from jdistadam.kernels import reference
 
 
 def main_shard(config: DistributedConfig, layout: Layout, params: Sequence[Any]) -> jax.Array:
@@ -29,7 +29,8 @@ def main_shard(config: DistributedConfig, layout: Layout, params: Sequence[Any])
     flat = packing.flat_of(layout, shards, jnp.float32, main=True)
     # Varying also for the type checker of shard_map, as shards are.
     flat = varying.to_varying(flat, config.parallel.state_axes + config.parallel.tensor_axes)
-    return reference.split(flat, jnp.bfloat16, jnp)[1] if config.policy.keeps_remainders else flat
+    _, stored = config.policy.main_params.split(flat, jnp.bfloat16, jnp)
+    return stored
 
 
 def with_main_params(
@@ -73,7 +74,7 @@ def paths_that_differ(
       opt_state: The state, or that of a chain.
     """
     main = find_state(opt_state).main_params
-    if main is None or config.policy.keeps_remainders:
+    if main is None or config.policy.main_params is MainParams.REMAINDER16:
         return []
     layout = config.layout(config.tensor_local(params))
     compare = compat.shard_map(

@@ -51,7 +51,7 @@ def _exchange_and_sum(exchanges: Phase, x: jax.Array, dim: int) -> jax.Array:
     sizes = [c.devices for c in reversed(exchanges)]  # in the order of the axes, outermost first
     part = x.shape[dim] // math.prod(sizes)
     shape = (*x.shape[:dim], *sizes, part, *x.shape[dim + 1 :])
-    x = collectives.exactly(x.reshape(shape), exchanges[0].dtype)
+    x = collectives.keep_cast(x.reshape(shape), exchanges[0].dtype)
     for position, exchange in zip(reversed(range(len(sizes))), exchanges, strict=True):
         received = collectives.all_to_all(x, *exchange.axes, dim=dim + position)
         (x,) = multi_tensor.sum_contributions([received])

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from jdistadam.core import collectives
+from jdistadam.core.main_params import MainParams
 from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.state import DistributedState
 from jdistadam.kernels import multi_tensor
-from jdistadam.kernels.adam import Operands, Scalars, Spec, adam
+from jdistadam.kernels.adam import STEP_MODES, Operands, Scalars, Spec, adam
 
 
 class FlatState(NamedTuple):
@@ -50,7 +51,7 @@ def update_shards(
       is_other_layout: Whether the state belongs to another layout, so that the old parameters must
         be kept in place of what its main parameters say; None where that cannot be.
     """
-    casts = config.policy.main_params_dtype is not None and not config.policy.keeps_remainders
+    casts = config.policy.main_params is MainParams.FLOAT32
     # Where parameters are casts of main parameters, the old ones are read only to be kept.
     old = [
         packing.state_shard(config.parallel, bucket, params, bucket.dtype)
@@ -94,10 +95,10 @@ def _call_kernel(
     """One kernel call, for buckets of equal dtypes: the new flat state, and their new shards."""
     buckets: list[Bucket] = [layout.buckets[i] for i in indices]
     has_main, dtype = buckets[0].has_main, buckets[0].dtype
-    splits = has_main and config.policy.keeps_remainders
-    casts = has_main and not splits
+    kind = config.policy.main_params if has_main else MainParams.NONE
+    casts, splits = kind is MainParams.FLOAT32, kind is MainParams.REMAINDER16
     spec = Spec(
-        "step_and_cast" if casts else "step_split" if splits else "step",
+        STEP_MODES[kind],
         groups=tuple(bucket.group for bucket in buckets),
         nesterov=config.hyper.nesterov,
         out_dtype=dtype if casts else None,

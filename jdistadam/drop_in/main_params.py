@@ -1,4 +1,4 @@
-"""Main parameters of 16-bit leaves in one program: what the state keeps, and their exact values."""
+"""The state of an optimizer of one program that keeps main parameters, and how it is checked."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 import optax
 
 from jdistadam.core import trees
+from jdistadam.core.main_params import MainParams
+from jdistadam.core.types import OptState, Params
 from jdistadam.errors import DtypeError, TreeError
-from jdistadam.kernels import reference
 
 
 class MainParamsState(NamedTuple):
@@ -28,41 +29,23 @@ class MainParamsState(NamedTuple):
     inner: Any
 
 
-MAIN_DTYPES = {"float32": jnp.float32, "remainder16": jnp.uint16}
-"""Dtype of the leaves of ``MainParamsState.main_params``."""
+def new_main_params(kind: MainParams, params: Params) -> Any:
+    """Returns the main parameters of a new state: the values of the params."""
 
-
-def needs_main(param: Any) -> bool:
-    """Whether a parameter of this dtype loses bits of what the optimizer computes."""
-    return getattr(param, "dtype", None) in (jnp.bfloat16, jnp.float16)
-
-
-def new_main_params(kind: str, params: Any) -> Any:
-    """The main parameters of a new state: the values of the params."""
-
-    def new(path: str, x: Any) -> Any:
-        if not needs_main(x):
+    def new(path: str, param: Any) -> Any:
+        if not kind.is_kept_for(param):
             return optax.MaskedNode()
-        if kind == "remainder16" and x.dtype != jnp.bfloat16:
-            raise DtypeError(
-                path,
-                "has no remainder",
-                got=x.dtype,
-                expected="bfloat16, the upper half of a float32",
-                action="Use main_params_dtype=jnp.float32.",
-            )
-        if kind == "remainder16":
-            return trees.placed_beside(x, jnp.zeros_like(x, jnp.uint16))
-        return jnp.asarray(x, jnp.float32)
+        kind.check_dtype(path, param.dtype)
+        return kind.new(param)
 
     leaves = map(new, trees.paths(params, "params"), jax.tree.leaves(params))
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
-def split_state(state: Any, keeps_main_params: bool) -> tuple[Any, Any]:
+def split_state(state: OptState, kind: MainParams) -> tuple[Any, Any]:
     """Returns main parameters, or None, and optax's own state."""
-    if keeps_main_params != isinstance(state, MainParamsState):
-        expected = "MainParamsState" if keeps_main_params else "optax's own state"
+    if kind.is_kept != isinstance(state, MainParamsState):
+        expected = "MainParamsState" if kind.is_kept else "optax's own state"
         raise TreeError(
             "opt_state",
             "does not fit main_params_dtype",
@@ -70,11 +53,14 @@ def split_state(state: Any, keeps_main_params: bool) -> tuple[Any, Any]:
             expected=expected,
             action="Make it with init(params) of this optimizer.",
         )
-    return (state.main_params, state.inner) if keeps_main_params else (None, state)
+    return (state.main_params, state.inner) if kind.is_kept else (None, state)
 
 
-def main_leaves(treedef: Any, main_params: Any, params: Any, dtype: Any) -> list[Any]:
-    """Returns the main parameter of each leaf, or None."""
+def main_leaves(kind: MainParams, main_params: Any, params: Params) -> list[Any]:
+    """Returns the main parameter of each leaf of params, or None where it has none."""
+    treedef: Any = jax.tree.structure(params)
+    if not kind.is_kept:
+        return [None] * treedef.num_leaves
     try:
         mains = treedef.flatten_up_to(main_params)
     except (ValueError, TypeError):
@@ -87,35 +73,39 @@ def main_leaves(treedef: Any, main_params: Any, params: Any, dtype: Any) -> list
         ) from None
     names = trees.paths(params, "opt_state.main_params")
     for name, main, param in zip(names, mains, jax.tree.leaves(params), strict=True):
-        got = (np.shape(main), getattr(main, "dtype", None))
-        fits = got == (np.shape(param), dtype)
-        if not fits and (needs_main(param) or not isinstance(main, optax.MaskedNode)):
-            raise DtypeError(
-                name,
-                "does not fit its parameter",
-                got=got if hasattr(main, "dtype") else type(main).__name__,
-                expected=(np.shape(param), jnp.dtype(dtype).name),
-                action="Make the state with init(params) of this optimizer.",
-            )
+        _check_main(name, kind, main, param)
     return [None if isinstance(main, optax.MaskedNode) else main for main in mains]
 
 
-def main_params_of(params: Any, opt_state: Any) -> Any:
-    """The exact parameters that ``fused_adamw`` or ``fused_adam`` updates; see ``main_params``."""
-    is_ours = lambda x: isinstance(x, MainParamsState)  # noqa: E731
-    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_ours) if is_ours(x)]
+def _check_main(name: str, kind: MainParams, main: Any, param: Any) -> None:
+    """Raises DtypeError unless a main parameter fits its parameter."""
+    assert kind.stored_dtype is not None
+    got = (np.shape(main), getattr(main, "dtype", None))
+    if got == (np.shape(param), kind.stored_dtype):
+        return
+    if kind.is_kept_for(param) or not isinstance(main, optax.MaskedNode):
+        raise DtypeError(
+            name,
+            "does not fit its parameter",
+            got=got if hasattr(main, "dtype") else type(main).__name__,
+            expected=(np.shape(param), kind.stored_dtype.name),
+            action="Make the state with init(params) of this optimizer.",
+        )
+
+
+def main_params_of(params: Params, opt_state: OptState) -> Any:
+    """Returns the exact parameters that ``fused_adamw`` updates; see ``main_params``."""
+    is_kept_here = lambda x: isinstance(x, MainParamsState)  # noqa: E731
+    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_kept_here) if is_kept_here(x)]
     if not found:
         return params
-    treedef: Any = jax.tree.structure(params)
     kept = found[0].main_params
-    splits = any(x.dtype == jnp.uint16 for x in jax.tree.leaves(kept))
-    dtype = MAIN_DTYPES["remainder16" if splits else "float32"]
-    mains = main_leaves(treedef, kept, params, dtype)
-
-    def whole(param: Any, main: Any) -> Any:
-        if main is None:
-            return param
-        return reference.join(param, main, jnp) if splits else main
-
-    pairs = zip(jax.tree.leaves(params), mains, strict=True)
-    return treedef.unflatten([whole(*pair) for pair in pairs])
+    kinds = {MainParams.of(x) for x in jax.tree.leaves(kept)}
+    kind = MainParams.REMAINDER16 if MainParams.REMAINDER16 in kinds else MainParams.FLOAT32
+    values = [
+        MainParams.of(main).join(param, main, jnp)
+        for param, main in zip(
+            jax.tree.leaves(params), main_leaves(kind, kept, params), strict=True
+        )
+    ]
+    return jax.tree.unflatten(jax.tree.structure(params), values)

@@ -11,11 +11,14 @@ import numpy as np
 import optax
 
 from jdistadam.core import trees
+from jdistadam.core.dtypes import float_dtype
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
+from jdistadam.core.main_params import MainParams
 from jdistadam.core.masks import decay_groups
-from jdistadam.core.precision import check_nu_dtype, float_dtype, main_params_kind
+from jdistadam.core.precision import check_nu_dtype
+from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
-from jdistadam.drop_in.main_params import MainParamsState, needs_main, new_main_params
+from jdistadam.drop_in.main_params import MainParamsState, new_main_params
 from jdistadam.drop_in.step import tree_step
 from jdistadam.drop_in.transformation import FusedTransformation
 
@@ -46,11 +49,11 @@ def fused_adamw(
       p &\leftarrow p - \alpha \left( \frac{m / c_1}{\sqrt{v / c_2 + \bar\varepsilon} + \varepsilon}
          + \lambda p \right)
 
-    Arrays that are sharded stay so. Each leaf is updated where its moments lie, which never travel;
-    new params and moments lie where the old ones do, and updates where params do, whatever the
-    sharding of the gradients. In a plain ``jax.jit`` optax lets the sharding of its results depend
-    on all operands: with params replicated and moments sharded, its new params are sharded, here
-    they are gathered.
+    Shardings are kept. Each leaf is updated in the sharding of its moments, which are never sent;
+    new params and moments have the sharding of the old ones, and updates that of the params,
+    whatever the sharding of the gradients. In a plain ``jax.jit`` optax lets the sharding of its
+    results depend on all operands: with params replicated and moments sharded, its new params are
+    sharded, here they are gathered.
 
     Args:
       learning_rate: :math:`\alpha`, or a schedule of the step count.
@@ -102,20 +105,34 @@ def fused_adamw(
       <https://arxiv.org/abs/1711.05101>`_, 2019.
     """
     hyper = Hyperparameters(
-        learning_rate,
-        b1,
-        b2,
-        eps,
-        eps_root,
-        weight_decay,
-        nesterov,
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        eps_root=eps_root,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
         bias_correction=bias_correction,
     )
-    mu_dtype = _mu_dtype(mu_dtype)
     like_optax = optax.adamw(
-        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        eps_root=eps_root,
+        mu_dtype=_mu_dtype(mu_dtype),
+        weight_decay=weight_decay,
+        mask=mask,
+        nesterov=nesterov,
     )
-    return _fused(hyper, like_optax, mask, nu_dtype, main_params_dtype, needs_params=True)
+    return _fused(
+        hyper,
+        like_optax,
+        mask=mask,
+        nu_dtype=nu_dtype,
+        main_params_dtype=main_params_dtype,
+        needs_params=True,
+    )
 
 
 def fused_adam(
@@ -175,67 +192,99 @@ def fused_adam(
       Kingma and Ba, `Adam <https://arxiv.org/abs/1412.6980>`_, 2015.
     """
     hyper = Hyperparameters(
-        learning_rate, b1, b2, eps, eps_root, 0.0, nesterov, l2, bias_correction
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        eps_root=eps_root,
+        nesterov=nesterov,
+        l2=l2,
+        bias_correction=bias_correction,
     )
-    mu_dtype = _mu_dtype(mu_dtype)
-    like_optax = optax.adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov)
-    has_l2 = isinstance(l2, jax.Array) or l2 != 0
-    return _fused(hyper, like_optax, None, nu_dtype, main_params_dtype, needs_params=has_l2)
+    like_optax = optax.adam(
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        eps_root=eps_root,
+        mu_dtype=_mu_dtype(mu_dtype),
+        nesterov=nesterov,
+    )
+    return _fused(
+        hyper,
+        like_optax,
+        mask=None,
+        nu_dtype=nu_dtype,
+        main_params_dtype=main_params_dtype,
+        needs_params=isinstance(l2, jax.Array) or l2 != 0,
+    )
 
 
 def _fused(
     hyper: Hyperparameters,
     like_optax: optax.GradientTransformation,
+    *,
     mask: Any,
     nu_dtype: Any,
     main_params_dtype: Any,
-    *,
     needs_params: bool,
 ) -> FusedTransformation:
     """Joins the pieces. ``like_optax`` makes the state."""
     nu_dtype = check_nu_dtype("nu_dtype", nu_dtype, hyper.b2)
-    kind = main_params_kind(main_params_dtype)
-    known, operands = hyper.split()
+    main_kind = MainParams.parse(main_params_dtype)
+    known, operands = hyper.known_and_operands()
+    needs_params = needs_params or main_kind.is_kept
 
-    def init(params: Any) -> optax.OptState:
+    def init(params: Params) -> OptState:
         trees.check_numbers(params, name="params")
         decay_groups(mask, params)  # a mask that does not fit should not wait for the first step
-        if kind is None:
-            return _beside(params, _with_nu(like_optax.init(params), nu_dtype))
-        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if needs_main(x) else x, params)
-        inner = _beside(params, _with_nu(like_optax.init(wide), nu_dtype))
-        return MainParamsState(new_main_params(kind, params), inner)
+        return _new_state(like_optax, params, nu_dtype=nu_dtype, main_kind=main_kind)
 
-    def run(mode: str, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        if params is None and (needs_params or kind is not None or mode == "step"):
+    def run(mode: str, grads: Grads, state: OptState, params: Params) -> tuple[Any, OptState]:
+        if params is None and (needs_params or mode == "step"):
             raise ValueError(optax._src.base.NO_PARAMS_MSG)  # optax has no public name for it
         groups = decay_groups(mask, grads if params is None else params)
+        static = dict(known=known, groups=groups, nu_dtype=nu_dtype, main_kind=main_kind)
         try:
-            return tree_step(
-                grads,
-                state,
-                params,
-                operands,
-                mode=mode,
-                known=known,
-                groups=groups,
-                nu_dtype=nu_dtype,
-                main_kind=kind,
-            )
+            return tree_step(grads, state, params, operands, mode=mode, **static)
         except TypeError:  # of jit, which names a leaf that is no array by its place in a call
             for name, tree in (("grads", grads), ("opt_state", state), ("params", params)):
                 trees.check_numbers(tree, name=name)
             raise
 
-    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+    def update(
+        grads: Grads, state: OptState, params: Params = None, **extra_args: Any
+    ) -> tuple[Any, OptState]:
         del extra_args  # as optax's own, which take none
         return run("update", grads, state, params)
 
-    def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+    def step(
+        grads: Grads, state: OptState, params: Params, **extra_args: Any
+    ) -> tuple[Params, OptState]:
         del extra_args
         return run("step", grads, state, params)
 
     return FusedTransformation(init, update, step)
+
+
+def _new_state(
+    like_optax: optax.GradientTransformation,
+    params: Params,
+    *,
+    nu_dtype: Any,
+    main_kind: MainParams,
+) -> OptState:
+    """The state before the first step; with main parameters, optax's state is that for them."""
+
+    def optax_state(updated: Any) -> OptState:
+        return _beside(params, _with_nu(like_optax.init(updated), nu_dtype))
+
+    if not main_kind.is_kept:
+        return optax_state(params)
+    is_kept_for = main_kind.is_kept_for
+    wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if is_kept_for(x) else x, params)
+    inner = optax_state(wide)
+    return MainParamsState(new_main_params(main_kind, params), inner)
 
 
 def _mu_dtype(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,11 +13,13 @@ import optax
 
 from jdistadam.core import trees
 from jdistadam.core.hyperparameters import Hyperparameters
+from jdistadam.core.main_params import MainParams
+from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
-from jdistadam.drop_in.main_params import MAIN_DTYPES, MainParamsState, main_leaves, split_state
+from jdistadam.drop_in.main_params import MainParamsState, main_leaves, split_state
 from jdistadam.errors import DtypeError, TreeError
-from jdistadam.kernels import reference, sharded_adam
-from jdistadam.kernels.adam import Operands, Scalars, Spec, graph_nodes
+from jdistadam.kernels import sharded_adam
+from jdistadam.kernels.adam import STEP_MODES, Operands, Scalars, Spec, graph_nodes
 from jdistadam.kernels.coefficients import coefficient_rows
 
 _LEAVES_A_CALL = 256
@@ -29,27 +32,26 @@ class TreeLeaf(NamedTuple):
 
     grad: Any
     param: Any
-    main: Any  # None: the parameter itself is updated; uint16: the remainder beside it
+    main: Any  # what MainParams stores beside the parameter, or None
     mu: Any
     nu: Any
 
 
-# Always inside jit, also for eager calls: the compiler contracts the expressions of the
-# coefficients, so that an eager call would otherwise use different bits. One function for all
-# optimizers: inject_hyperparams makes a new one at each eager call.
+# Always inside jit, also for eager calls: [Note: coefficients in optax's own expressions]. One
+# function for all optimizers: inject_hyperparams makes a new one at each eager call.
 @functools.partial(jax.jit, static_argnames=("mode", "known", "groups", "nu_dtype", "main_kind"))
 def tree_step(
-    grads: Any,
-    state: Any,
-    params: Any,
+    grads: Grads,
+    state: OptState,
+    params: Params,
     operands: dict[str, Any],
     *,
     mode: str,
     known: tuple[tuple[str, Any], ...],
     groups: tuple[int, ...],
     nu_dtype: Any,
-    main_kind: str | None,
-) -> tuple[Any, Any]:
+    main_kind: MainParams,
+) -> tuple[Any, OptState]:
     """Steps every leaf and advances the counts of the state.
 
     Args:
@@ -61,28 +63,38 @@ def tree_step(
       known: The other hyperparameters, as items.
       groups: For each leaf, 0 if decay applies to it, else 1.
       nu_dtype: Dtype of the second moment.
-      main_kind: "float32" or "remainder16" if state is a MainParamsState, else None.
+      main_kind: What is kept of main parameters. If anything is, state is a MainParamsState.
 
     Returns:
       (new params or updates, new state).
     """
     hyper = Hyperparameters(**dict(known), **operands)
-    name = "opt_state" if main_kind is None else "opt_state.inner"
-    main_params, inner = split_state(state, main_kind is not None)
+    name = "opt_state.inner" if main_kind.is_kept else "opt_state"
+    main_params, inner = split_state(state, main_kind)
     adam_state = _adam_state(inner, name)
-    like: Any = params
     if params is None:
         params = like = grads  # the kernel wants an operand, and does not look at it
-    _check_trees(grads, adam_state, like, nu_dtype, name)
+    else:
+        like = params
+    _check_trees(grads, adam_state, like, nu_dtype=nu_dtype, state_name=name)
 
-    treedef: Any = jax.tree.structure(like)
-    mains: list[Any] = [None] * len(groups)
-    if main_kind is not None:
-        mains = main_leaves(treedef, main_params, like, MAIN_DTYPES[main_kind])
+    mains = main_leaves(main_kind, main_params, like)
     columns = [jax.tree.leaves(x) for x in (grads, params, adam_state.mu, adam_state.nu)]
     leaves = [TreeLeaf(*x) for x in zip(*columns[:2], mains, *columns[2:], strict=True)]
-    count = adam_state.count
-    new = step_leaves(mode, hyper, count, leaves, groups)
+    new = step_leaves(leaves, groups, mode=mode, hyper=hyper, count=adam_state.count)
+    return _new_trees(like, new, adam_state.count, other_states=inner[1:], main_kind=main_kind)
+
+
+def _new_trees(
+    like: Params,
+    new: Sequence[TreeLeaf],
+    count: jax.Array,
+    *,
+    other_states: Sequence[Any],
+    main_kind: MainParams,
+) -> tuple[Any, OptState]:
+    """Puts new leaves into trees like ``like``: returns new params or updates, and the state."""
+    treedef: Any = jax.tree.structure(like)
 
     def tree(values: Sequence[Any]) -> Any:
         return jax.tree.unflatten(treedef, values)
@@ -90,19 +102,20 @@ def tree_step(
     new_adam = optax.ScaleByAdamState(
         optax.safe_increment(count), tree([x.mu for x in new]), tree([x.nu for x in new])
     )
-    new_state: Any = (new_adam, *(advance_schedules(part) for part in inner[1:]))
-    if main_kind is not None:
+    new_state: Any = (new_adam, *(advance_schedules(part) for part in other_states))
+    if main_kind.is_kept:
         masked = [optax.MaskedNode() if x.main is None else x.main for x in new]
         new_state = MainParamsState(tree(masked), new_state)
     return tree([x.param for x in new]), new_state
 
 
 def step_leaves(
+    leaves: Sequence[TreeLeaf],
+    groups: Sequence[int],
+    *,
     mode: str,
     hyper: Hyperparameters,
     count: jax.Array,
-    leaves: Sequence[TreeLeaf],
-    groups: Sequence[int],
 ) -> list[TreeLeaf]:
     """One kernel call for each mix of dtypes: usually one.
 
@@ -122,12 +135,13 @@ def step_leaves(
         rows = graph_nodes(rows)
     scalars = Scalars.plain(rows)
     for dtypes, indices in _chunks(calls):
-        mine = [leaves[i] for i in indices]
-        mine_groups = tuple(groups[i] for i in indices)
+        call_leaves = [leaves[i] for i in indices]
+        call_groups = tuple(groups[i] for i in indices)
         if _is_left_to_optax(dtypes):
-            results = _call_optax(mode, hyper, count, mine, mine_groups)
+            results = _call_optax(call_leaves, call_groups, mode=mode, hyper=hyper, count=count)
         else:
-            results = _call(mode, scalars, mine, mine_groups, hyper.nesterov)
+            spec = Spec(mode, call_groups, hyper.nesterov)
+            results = _call(spec, scalars, call_leaves)
         for i, leaf in zip(indices, results, strict=True):
             new[i] = leaf
     return new
@@ -148,68 +162,61 @@ def _no_update(leaf: TreeLeaf) -> Any:
     return jnp.zeros_like(leaf.grad, dtype=jnp.float32 if leaf.main is not None else None)
 
 
-def _call(
-    mode: str,
-    scalars: Scalars,
-    leaves: Sequence[TreeLeaf],
-    groups: tuple[int, ...],
-    nesterov: bool,
-) -> list[TreeLeaf]:
-    """Steps leaves of equal dtypes in one kernel call."""
+def _call(spec: Spec, scalars: Scalars, leaves: Sequence[TreeLeaf]) -> list[TreeLeaf]:
+    """Steps leaves of equal dtypes in one kernel call, as ``spec`` says for leaves without main."""
     grads, params, mains, mu, nu = zip(*leaves, strict=True)
+    operands = Operands(grads=grads, params=params, mu=mu, nu=nu)
+    kind = MainParams.of(mains[0])
     new_mains: Sequence[Any]
-    out: Sequence[Any]
-    if mains[0] is None:
-        out_dtype = grads[0].dtype if mode == "update" else None
-        spec = Spec(mode, groups, nesterov, out_dtype)
-        results = sharded_adam.adam(spec, scalars, Operands(grads, params, mu, nu))
-        new_mains, out = mains, results.params or results.out
-    elif mains[0].dtype == jnp.uint16:
-        spec = Spec("step_split", groups, nesterov)
-        results = sharded_adam.adam(spec, scalars, Operands(grads, params, mu, nu, mains))
-        new_mains, out = results.out, results.params
+    new: Sequence[Any]  # params; where the kernel makes them, updates
+    if kind is MainParams.NONE:
+        out_dtype = grads[0].dtype if spec.mode == "update" else None
+        spec = dataclasses.replace(spec, out_dtype=out_dtype)
+        results = sharded_adam.adam(spec, scalars, operands)
+        new_mains, new = mains, results.params or results.out
+    elif kind is MainParams.REMAINDER16:
+        split = dataclasses.replace(spec, mode=STEP_MODES[kind])
+        results = sharded_adam.adam(split, scalars, operands._replace(out=mains))
+        new_mains, new = results.out, results.params
     else:
-        spec = Spec("step_and_cast", groups, nesterov, params[0].dtype)
-        results = sharded_adam.adam(spec, scalars, Operands(grads, mains, mu, nu), params)
-        new_mains, out = results.params, results.out
-    if mains[0] is not None and mode == "update":
-        out = [_difference(*pair) for pair in zip(out, params, strict=True)]
-    columns = (grads, out, new_mains, results.mu, results.nu)
-    return [TreeLeaf(*new) for new in zip(*columns, strict=True)]
+        cast = dataclasses.replace(spec, mode=STEP_MODES[kind], out_dtype=params[0].dtype)
+        results = sharded_adam.adam(cast, scalars, operands._replace(params=mains), params)
+        new_mains, new = results.params, results.out
+    if kind.is_kept and spec.mode == "update":
+        new = [_difference(*pair) for pair in zip(new, params, strict=True)]
+    columns = (grads, new, new_mains, results.mu, results.nu)
+    return [TreeLeaf(*leaf) for leaf in zip(*columns, strict=True)]
 
 
 def _call_optax(
+    leaves: Sequence[TreeLeaf],
+    groups: tuple[int, ...],
+    *,
     mode: str,
     hyper: Hyperparameters,
     count: jax.Array,
-    leaves: Sequence[TreeLeaf],
-    groups: tuple[int, ...],
 ) -> list[TreeLeaf]:
-    """Leaves that the kernel does not know, with main parameters or without."""
-    has_main = leaves[0].main is not None
-    is_split = has_main and leaves[0].main.dtype == jnp.uint16
-
-    def updated(x: TreeLeaf) -> Any:
-        if is_split:
-            return reference.join(x.param, x.main, jnp)
-        return x.main if has_main else x.param
-
-    theirs = [
-        optax_fallback.OptaxLeaf(x.grad, updated(x), x.mu, x.nu, group == 0)
-        for x, group in zip(leaves, groups, strict=True)
+    """Steps leaves that the kernel does not know, with main parameters or without."""
+    kind = MainParams.of(leaves[0].main)
+    optax_leaves = [
+        optax_fallback.OptaxLeaf(
+            grad=leaf.grad,
+            param=kind.join(leaf.param, leaf.main, jnp),
+            mu=leaf.mu,
+            nu=leaf.nu,
+            decays=group == 0,
+        )
+        for leaf, group in zip(leaves, groups, strict=True)
     ]
-    results = optax_fallback.step("step" if has_main else mode, hyper, count, theirs)
-    new = []
-    for leaf, (out, mu, nu) in zip(leaves, results, strict=True):
-        main = out if has_main else None
-        if is_split:
-            rounded, main = reference.split(out, leaf.param.dtype, jnp)
-        elif has_main:
-            rounded = out.astype(leaf.param.dtype)
-        if has_main:
-            out = rounded if mode == "step" else _difference(rounded, leaf.param)
-        new.append(TreeLeaf(leaf.grad, out, main, mu, nu))
-    return new
+    results = optax_fallback.step("step" if kind.is_kept else mode, hyper, count, optax_leaves)
+    new_leaves = []
+    for leaf, (new, mu, nu) in zip(leaves, results, strict=True):
+        main = None
+        if kind.is_kept:
+            new, main = kind.split(new, leaf.param.dtype, jnp)
+            new = new if mode == "step" else _difference(new, leaf.param)
+        new_leaves.append(TreeLeaf(grad=leaf.grad, param=new, main=main, mu=mu, nu=nu))
+    return new_leaves
 
 
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -218,8 +225,14 @@ def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 def _check_trees(
-    grads: Any, adam_state: optax.ScaleByAdamState, params: Any, nu_dtype: Any, name: str
+    grads: Grads,
+    adam_state: optax.ScaleByAdamState,
+    params: Params,
+    *,
+    nu_dtype: Any,
+    state_name: str,
 ) -> None:
+    """Raises unless gradients and moments have the structure and shapes of params, and dtypes."""
     allowed = (*trees.STORAGE_DTYPES, *optax_fallback.DTYPES)
     trees.check_dtypes(params, name="params", allowed=allowed)
     trees.check_same_shapes(grads, params, name="grads", like_name="params")
@@ -236,17 +249,17 @@ def _check_trees(
                 action="Take jnp.real, or make the loss real.",
             )
     for part in ("mu", "nu"):
-        tree, part_name = getattr(adam_state, part), f"{name}[0].{part}"
+        tree, part_name = getattr(adam_state, part), f"{state_name}[0].{part}"
         trees.check_same_shapes(tree, params, name=part_name, like_name="params")
         trees.check_dtypes(tree, name=part_name, allowed=allowed, action=f"Cast {part}.")
-    ours = jax.tree.map(
+    nu_of_kernel = jax.tree.map(
         lambda x: jnp.zeros((), nu_dtype) if x.dtype in optax_fallback.DTYPES else x, adam_state.nu
     )
     action = f"Cast nu to {nu_dtype}, or set nu_dtype."
-    trees.check_dtypes(ours, name=f"{name}[0].nu", allowed=(nu_dtype,), action=action)
+    trees.check_dtypes(nu_of_kernel, name=f"{state_name}[0].nu", allowed=(nu_dtype,), action=action)
 
 
-def _adam_state(state: Any, name: str) -> optax.ScaleByAdamState:
+def _adam_state(state: OptState, name: str) -> optax.ScaleByAdamState:
     if not (isinstance(state, tuple) and state and isinstance(state[0], optax.ScaleByAdamState)):
         raise TreeError(
             name,
@@ -258,7 +271,7 @@ def _adam_state(state: Any, name: str) -> optax.ScaleByAdamState:
     return state[0]
 
 
-def advance_schedules(state: Any) -> Any:
+def advance_schedules(state: OptState) -> OptState:
     """Increments the count of every schedule in a part of optax's state."""
     if isinstance(state, optax.MaskedState):
         return state._replace(inner_state=advance_schedules(state.inner_state))

@@ -6,11 +6,15 @@ from typing import Any, Protocol
 
 import optax
 
+from jdistadam.core.types import Grads, OptState, Params
+
 
 class StepFn(Protocol):
     """``(grads, opt_state, params) -> (params, opt_state)``."""
 
-    def __call__(self, grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+    def __call__(
+        self, grads: Grads, state: OptState, params: Params, **extra_args: Any
+    ) -> tuple[Params, OptState]:
         """Takes one step."""
 
 
@@ -27,15 +31,32 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         def train_step(params, opt_state, batch):
             grads = jax.grad(loss)(params, batch)
             return tx.step(grads, opt_state, params)
+
+    ``tx._replace(init=..., update=..., step=...)`` returns a transformation with other functions.
+    What is not given stays as it is: with another ``update`` alone, ``step`` still does what it did
+    before. Give both where both should change.
     """
 
     step: StepFn
 
     def __new__(cls, init: Any, update: Any, step: StepFn) -> FusedTransformation:
-        """Makes the pair that optax unpacks, and hangs ``step`` beside it."""
+        """Makes the pair that optax unpacks, with ``step`` as an attribute of it."""
         self = super().__new__(cls, init, update)
         self.step = step
         return self
+
+    def _replace(self, **changes: Any) -> FusedTransformation:
+        """As of every named tuple, for ``step`` and other attributes as well."""
+        attributes = {name: changes.pop(name, value) for name, value in vars(self).items()}
+        new = super()._replace(**changes)
+        vars(new).update(attributes)
+        return new
+
+    __replace__ = _replace  # of copy.replace
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """What pickle makes it from; it pickles where its functions do."""
+        return (*self, self.step)
 
     def __copy__(self) -> FusedTransformation:
         """Returns itself: there is nothing in it that changes."""

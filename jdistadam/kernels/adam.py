@@ -1,7 +1,7 @@
 """One Adam step over many leaves: checks operands, picks the backend, makes the FFI call.
 
 All arrays are what one device holds. Under plain ``jax.jit`` over several devices use
-partitioning.py, inside ``jax.shard_map`` use this directly.
+sharded_adam.py, inside ``jax.shard_map`` use this directly.
 """
 
 from __future__ import annotations
@@ -16,9 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import varying
+from jdistadam.core.main_params import MainParams
 from jdistadam.kernels import coefficients, native, reference
 
 _MODES = {"step": 0, "step_and_cast": 1, "update": 2, "step_split": 3}  # enum Mode of cuda/adam.h
+STEP_MODES = {
+    MainParams.NONE: "step",
+    MainParams.FLOAT32: "step_and_cast",
+    MainParams.REMAINDER16: "step_split",
+}
+"""The mode that makes new params, for each kind of main parameters."""
 _KINDS = ("grads", "params", "mu", "nu", "out")  # bits of the handler's attribute `flat`
 
 
@@ -42,13 +49,13 @@ class Spec:
     Attributes:
       mode: "step": new params. "step_and_cast": new params, and a copy of them in ``out_dtype``.
         "update": optax's updates in ``out_dtype``; params are only read.
-        "step_split": new params, of which the bfloat16 half lies in params and the remainder in
-        out, both updated in place.
+        "step_split": new params, of which the bfloat16 half is in params and the remainder in
+        out, both updated in place; [Note: remainders].
       groups: For each leaf, the row of the coefficients that it uses.
       nesterov: Whether to use Nesterov momentum.
       out_dtype: Dtype of the extra output; None in modes "step" and "step_split".
       flat: Operand kinds that are one flat array instead of one array a leaf. Of a new flat out,
-        what lies between the leaves is undefined; the fallback cannot make one.
+        what is between the leaves is undefined; the fallback cannot make one.
       sizes: Elements of each leaf, given when anything is flat.
       offsets: Where each leaf begins in the flat arrays, in elements.
       contributions: How many gradients each array of grads holds, stacked in a first dimension (if
@@ -114,8 +121,8 @@ def _adam_native(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
 def graph_nodes(x: Any) -> Any:
     """Passes an array through two operations that do nothing, and returns it.
 
-    XLA makes a CUDA graph of five operations or more (``xla_gpu_graph_min_graph_size``). A step of
-    its own, jitted without the gradients, has three: the count, the coefficients, the kernel. With
+    XLA makes a CUDA graph of five operations or more (``xla_gpu_graph_min_graph_size``). A step
+    that is jitted without the gradients has three: the count, the coefficients, the kernel. With
     these two it becomes a graph, and a call no longer prepares all its arrays.
     """
 
@@ -141,8 +148,8 @@ def _attributes(spec: Spec) -> dict[str, Any]:
 
 
 def _result_types(spec: Spec, operands: Operands) -> Results:
-    # jax.typeof carries shardings and varying axes; a plain ShapeDtypeStruct would claim that the
-    # results are equal on all devices.
+    """The types of all results: [Note: types of results]."""
+
     def like(arrays: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(jax.typeof(x) for x in arrays)
 
@@ -178,16 +185,20 @@ def adam_fallback(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
         leaves = leaves._replace(out=(None,) * len(leaves.grads))
     steps = [
         reference.adam_leaf(
-            spec.mode,
-            dict(zip(coefficients.NAMES, scalars.coefficients[group], strict=True)),
-            scalars.inv_scale,
-            scalars.found_inf,
-            *leaf,
+            mode=spec.mode,
+            c=dict(zip(coefficients.NAMES, scalars.coefficients[group], strict=True)),
+            inv_scale=scalars.inv_scale,
+            found_inf=scalars.found_inf,
+            grad=grad,
+            param=param,
+            mu=mu,
+            nu=nu,
+            remainder=out,
             nesterov=spec.nesterov,
             out_dtype=spec.out_dtype,
             xp=jnp,
         )
-        for group, leaf in zip(spec.groups, zip(*leaves, strict=True), strict=True)
+        for group, grad, param, mu, nu, out in zip(spec.groups, *leaves, strict=True)
     ]
     columns = reference.AdamResult(*(tuple(column) for column in zip(*steps, strict=True)))
     params, mu, nu, out = (

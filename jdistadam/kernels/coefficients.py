@@ -1,4 +1,13 @@
-"""The float32 numbers that the kernel needs, computed on the device with optax's expressions."""
+"""The float32 numbers that the kernel needs, computed on the device with optax's expressions.
+
+[Note: coefficients in optax's own expressions]
+Updates equal optax's only if every coefficient does, bit for bit. So the expressions are optax's,
+to the letter: ``1 - b2`` of a Python float is rounded once, from double precision, and ``b2**t`` is
+the compiler's power function. Computed from a float32 ``b2``, as the kernel would have to, ``1 -
+b2`` is 111 units in the last place off for 0.999. They must run inside ``jax.jit``, for eager calls
+of an optimizer as well, since the compiler contracts them: one operation at a time they would have
+other bits.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +52,7 @@ def coefficient_row(hyper: Hyperparameters, count: jax.Array, *, decay: bool = T
     ``c2`` :math:`1 - b_2^t`; without bias correction each is 1, and the division by it exact.
     Schedules are evaluated at ``count``, before the increment.
 
-    The expressions are optax's, to the letter, and must run inside ``jax.jit``: ``1 - b2`` of a
-    Python float is rounded from double precision, ``b2**t`` is the compiler's power function. Any
-    other way to write them changes bits, ``1 - b2`` by 111 units in the last place.
+    Call it inside ``jax.jit``: [Note: coefficients in optax's own expressions].
 
     Args:
       hyper: The hyperparameters. Arrays and tracers are allowed.

@@ -1,6 +1,6 @@
 """The other kernels: global norm, pairwise sums, packing, unpacking and keeping of many leaves.
 
-All arrays are what one device holds, as in kernel.py.
+All arrays are what one device holds, as in adam.py.
 """
 
 from __future__ import annotations
@@ -117,24 +117,45 @@ def sum_contributions(stacked: Sequence[Any], dtype: Any = jnp.float32) -> list[
     shapes = tuple(x.shape[1:] for x in stacked)
     sizes = tuple(x.size // contributions for x in stacked)
     offsets = tuple(np.cumsum((0, *sizes[:-1])).tolist())
-    return _sum(_SumSpec(0, shapes, sizes, offsets, contributions, dtype), stacked)
+    spec = _SumSpec(
+        flat=0,
+        shapes=shapes,
+        sizes=sizes,
+        offsets=offsets,
+        contributions=contributions,
+        dtype=dtype,
+    )
+    return _sum(spec, stacked)
 
 
 def pack(leaves: Sequence[Any], offsets: Sequence[int], size: int, dtype: Any) -> jax.Array:
     """Returns a flat array with the leaves at their ascending offsets, and zeros elsewhere."""
     if not leaves:
         return jnp.zeros((size,), dtype)
-    sizes = tuple(x.size for x in leaves)
-    spec = _SumSpec(_FLAT_OUTPUT, ((size,),), sizes, tuple(offsets), 1, dtype)
+    spec = _SumSpec(
+        flat=_FLAT_OUTPUT,
+        shapes=((size,),),
+        sizes=tuple(x.size for x in leaves),
+        offsets=tuple(offsets),
+        contributions=1,
+        dtype=dtype,
+    )
     return _sum(spec, leaves)[0]
 
 
 def unpack(
     flat: Any, shapes: Sequence[tuple[int, ...]], offsets: Sequence[int], dtype: Any
 ) -> list[jax.Array]:
-    """Returns the leaves that lie at ascending offsets of a flat array."""
-    sizes = tuple(int(np.prod(shape)) for shape in shapes)
-    return _sum(_SumSpec(_FLAT_INPUT, tuple(shapes), sizes, tuple(offsets), 1, dtype), (flat,))
+    """Returns the leaves that begin at ascending offsets of a flat array."""
+    spec = _SumSpec(
+        flat=_FLAT_INPUT,
+        shapes=tuple(shapes),
+        sizes=tuple(int(np.prod(shape)) for shape in shapes),
+        offsets=tuple(offsets),
+        contributions=1,
+        dtype=dtype,
+    )
+    return _sum(spec, (flat,))
 
 
 def _sum(spec: _SumSpec, inputs: Sequence[Any]) -> list[jax.Array]:

@@ -1,6 +1,11 @@
 """Loads the compiled modules, registers their FFI handlers once, and says why not otherwise.
 
 Nothing here runs at import: ``status(platform)`` loads the module of a platform on its first call.
+
+[Note: types of results]
+A foreign call gets the types of its results from its caller. They are made from ``jax.typeof`` of
+an operand, which carries the mesh and the axes along which it varies: a plain
+``jax.ShapeDtypeStruct`` would claim that a result is equal on all devices.
 """
 
 from __future__ import annotations
@@ -127,11 +132,7 @@ def choose(compiled: Callable[..., Any], fallback: Callable[..., Any], *operands
 
 
 def type_like(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """The type of an array that lives where ``x`` does, for results of a foreign call.
-
-    It carries the mesh and the axes along which x varies: a plain ``jax.ShapeDtypeStruct`` would
-    claim that the result is equal on all devices.
-    """
+    """Returns the type of an array that varies as ``x`` does: [Note: types of results]."""
     kind = jax.typeof(x)
     sharding = kind.sharding.update(spec=P(*(None,) * len(shape)))
     return kind.update(shape=shape, dtype=jax.numpy.dtype(dtype), sharding=sharding)

@@ -1,4 +1,4 @@
-"""The oracle: the Adam formula once more, in Python, one operation at a time.
+"""The reference implementation: the Adam formula in Python, one operation at a time.
 
 With numpy it is what the compiled kernels must equal to the last bit. With jax.numpy the same
 lines are the fallback where no compiled kernel exists; there XLA may contract operations, so it is
@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jdistadam.core.dtypes import store
+from jdistadam.core.main_params import join, split
+
 
 class AdamResult(NamedTuple):
     """What one step writes for one leaf."""
@@ -23,7 +26,7 @@ class AdamResult(NamedTuple):
 
 
 def adam_update(
-    c: Mapping[str, Any], g: Any, p: Any, m: Any, v: Any, *, nesterov: bool, xp: Any
+    c: Mapping[str, Any], *, g: Any, p: Any, m: Any, v: Any, nesterov: bool, xp: Any
 ) -> Any:
     """Returns (update, m, v) in float32: cuda/adam_math.h, operation by operation."""
     g = xp.where(c["l2"] != 0, g + c["l2"] * p, g)
@@ -36,24 +39,6 @@ def adam_update(
     u = m_hat / (xp.sqrt(v / c["c2"] + c["eps_root"]) + c["eps"])
     u = xp.where(c["weight_decay"] != 0, u + c["weight_decay"] * p, u)
     return c["learning_rate"] * u, m, v
-
-
-def store(x: Any, dtype: Any, xp: Any) -> Any:
-    """Rounds float32 once to ``dtype``, ties to even; every NaN becomes the positive quiet NaN."""
-    return xp.where(xp.isnan(x), xp.asarray(np.nan, xp.float32), x).astype(dtype)
-
-
-def join(high: Any, low: Any, xp: Any) -> Any:
-    """The float32 whose halves are a bfloat16 and a uint16: the inverse of split."""
-    signed = low.view(xp.int16).astype(xp.int32).view(xp.uint32)
-    return ((high.view(xp.uint16).astype(xp.uint32) << 16) + signed).view(xp.float32)
-
-
-def split(x: Any, bfloat16: Any, xp: Any) -> tuple[Any, Any]:
-    """A float32 as the bfloat16 nearest to it, ties away from zero, and its low 16 bits."""
-    bits = store(x, xp.float32, xp).view(xp.uint32)
-    high = ((bits + xp.uint32(0x8000)) >> 16).astype(xp.uint16).view(bfloat16)
-    return high, bits.astype(xp.uint16)
 
 
 def pairwise_sum(terms: Any, xp: Any) -> Any:
@@ -113,7 +98,7 @@ def adam_leaf(
     """One Adam step of one leaf.
 
     Args:
-      mode: "step", "step_and_cast", "update" or "step_split", as in kernel.py.
+      mode: "step", "step_and_cast", "update" or "step_split", as in adam.py.
       c: The coefficients by name, float32 scalars.
       inv_scale: Multiplies the gradient, float32.
       found_inf: Whether to skip the step.
@@ -134,16 +119,17 @@ def adam_leaf(
         is_split = mode == "step_split"
         p = join(param, remainder, xp) if is_split else param.astype(f32)
         g = grad.astype(f32) * inv_scale
-        u, m, v = adam_update(c, g, p, mu.astype(f32), nu.astype(f32), nesterov=nesterov, xp=xp)
+        m, v = mu.astype(f32), nu.astype(f32)
+        u, m, v = adam_update(c, g=g, p=p, m=m, v=v, nesterov=nesterov, xp=xp)
         if is_split:
             new_param, out = split(p - u, param.dtype, xp)
-            idle_out = remainder
+            out_if_skipped = remainder
         elif mode == "update":
-            new_param, out, idle_out = param, store(-u, out_dtype, xp), xp.zeros_like(p)
+            new_param, out, out_if_skipped = param, store(-u, out_dtype, xp), xp.zeros_like(p)
         else:
-            new_param, out, idle_out = store(p - u, param.dtype, xp), None, None
+            new_param, out, out_if_skipped = store(p - u, param.dtype, xp), None, None
             if mode == "step_and_cast":
-                out, idle_out = (store(x, out_dtype, xp) for x in (p - u, p))
+                out, out_if_skipped = (store(x, out_dtype, xp) for x in (p - u, p))
 
         def unless_skipped(new: Any, old: Any) -> Any:
             return xp.where(found_inf, old.astype(new.dtype), new)
@@ -152,5 +138,5 @@ def adam_leaf(
             unless_skipped(new_param, param),
             unless_skipped(store(m, mu.dtype, xp), mu),
             unless_skipped(store(v, nu.dtype, xp), nu),
-            None if out is None else unless_skipped(out, idle_out),
+            None if out is None else unless_skipped(out, out_if_skipped),
         )

@@ -1,9 +1,9 @@
 """The kernel under plain ``jax.jit`` over several devices.
 
-XLA gathers every operand of a foreign call that it knows nothing about. Here it is told that the
-step is elementwise, and where to take it: each leaf is updated where its moments lie, so that they
-never travel. Results lie where the arrays lie that they replace, wherever the gradients come from.
-Inside ``jax.shard_map``, or on one device, this is the kernel itself.
+XLA gathers every operand of a custom call that it knows nothing about. Here it is told that the
+step is elementwise, and where to take it: each leaf is updated in the sharding of its first moment,
+so that moments are never sent. Results have the sharding of the arrays that they replace, whatever
+that of the gradients. Inside ``jax.shard_map``, or on one device, this is the kernel itself.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def adam(
       spec: As for the kernel, and so are the next two.
       scalars: The same on all devices.
       operands: The leaves.
-      out_like: In mode "step_and_cast", arrays that lie where ``out`` is to lie.
+      out_like: In mode "step_and_cast", arrays of the sharding that ``out`` is to have.
 
     Returns:
-      The results of the kernel. New params, moments and remainders lie where the old ones do,
-      updates where params do.
+      The results of the kernel. New params, moments and remainders have the sharding of the old
+      ones, updates that of the params.
     """
     if not operands.grads:
         return kernel.adam(spec, scalars, operands)
     scalars, operands = varying.vary_together((scalars, operands))
     models = operands._replace(out=operands.out or out_like or operands.params)
-    # The types of an Explicit mesh say where arrays lie, and a call gets its types from operands.
+    # The types of an Explicit mesh say how arrays are sharded, and a call gets them from operands.
     moved = Operands(*(_typed_like(arrays, operands.mu) for arrays in operands))
     draws = tuple(map(_draw_p.bind, operands.mu))
     ranks = tuple(x.ndim for x in operands.mu)
@@ -63,12 +63,12 @@ def adam(
 
 
 def _typed_like(arrays: Arrays, models: Arrays) -> tuple[Any, ...]:
-    """Moves arrays to where, as far as types know, those of ``models`` lie."""
+    """Brings arrays to the sharding of ``models``, as far as types know it."""
 
     def move(x: Any, model: Any) -> Any:
         sharding = jax.typeof(model).sharding
-        is_there = sharding.mesh.empty or jax.typeof(x).sharding.spec == sharding.spec
-        return x if is_there else jax.reshard(x, sharding)
+        is_placed = sharding.mesh.empty or jax.typeof(x).sharding.spec == sharding.spec
+        return x if is_placed else jax.reshard(x, sharding)
 
     return tuple(move(*pair) for pair in zip(arrays, models, strict=False))
 
@@ -86,7 +86,7 @@ mlir.register_lowering(
 
 @functools.lru_cache(maxsize=256)
 def _partitioned(spec: Spec, ranks: tuple[int, ...]) -> Any:
-    """The kernel behind an argument that it does not read, whose arrays only lie somewhere."""
+    """The kernel with one more argument, of which only the shardings are read."""
 
     @custom_partitioning
     def adam_step(placed: Any, scalars: Scalars, operands: Operands) -> Results:
@@ -95,22 +95,16 @@ def _partitioned(spec: Spec, ranks: tuple[int, ...]) -> Any:
 
     def partition(mesh: Mesh, arg_shapes: Any, result_shapes: Results) -> Any:
         placed, scalars, operands = arg_shapes
-        homes = [x.sharding for x in operands.mu]
-
-        def routes(kinds: Any, *, inward: bool) -> Any:
-            of_leaf = functools.partial(_route, inward=inward)
-            # zip ends with the arrays of a kind, which may be none
-            return [[of_leaf(*x) for x in zip(arrays, homes, strict=False)] for arrays in kinds]
-
-        def along(routes: Any, kinds: Any) -> Any:
-            moved = functools.partial(_moved, mesh)
-            return type(kinds)(*(tuple(map(moved, *x)) for x in zip(routes, kinds, strict=True)))
+        moment_shardings = [x.sharding for x in operands.mu]
+        inward = [_routes(kind, moment_shardings, inward=True) for kind in operands]
+        outward = [_routes(kind, moment_shardings, inward=False) for kind in result_shapes]
 
         def lower_fn(placed: Any, scalars: Scalars, operands: Operands) -> Results:
             del placed
-            return along(outward, kernel.adam(spec, scalars, along(inward, operands)))
+            moved = Operands(*map(functools.partial(_along, mesh), inward, operands))
+            results = kernel.adam(spec, scalars, moved)
+            return Results(*map(functools.partial(_along, mesh), outward, results))
 
-        inward, outward = routes(operands, inward=True), routes(result_shapes, inward=False)
         arg_shardings = (
             jax.tree.map(lambda x: x.sharding, placed),
             jax.tree.map(lambda _: NamedSharding(mesh, P()), scalars),
@@ -131,7 +125,7 @@ def _sharding_rule(spec: Spec, ranks: tuple[int, ...]) -> SdyShardingRule:
 
     scalars: Any = (("r", "c"), (), ())
     grads, params, mu, nu = map(leaves, ("g", "p", "m", "n"))
-    # Updates are added to params; every other `out` has arrays of its own that say where it lies.
+    # Updates are added to params; every other `out` has arrays of its own that give its sharding.
     out = params if spec.mode == "update" else leaves("o")
     remainders = out if spec.mode == "step_split" else ()
     new_params = () if spec.mode == "update" else params
@@ -159,9 +153,16 @@ class _Route(NamedTuple):
     steps: tuple[_Step, ...]  # what the devices then do themselves
 
 
-def _route(x: Any, home: Sharding, *, inward: bool) -> _Route:
-    steps = _steps(x.shape, *((x.sharding, home) if inward else (home, x.sharding)))
-    return _Route(x.sharding if steps else home, steps)
+def _routes(kind: Arrays, moment_shardings: Sequence[Sharding], *, inward: bool) -> list[_Route]:
+    """The routes of all arrays of a kind, to their moments or back. There may be no arrays."""
+    pairs = zip(kind, moment_shardings, strict=False)
+    return [_route(x, sharding, inward=inward) for x, sharding in pairs]
+
+
+def _route(x: Any, moment_sharding: Sharding, *, inward: bool) -> _Route:
+    ends = (x.sharding, moment_sharding) if inward else (moment_sharding, x.sharding)
+    steps = _steps(x.shape, *ends)
+    return _Route(x.sharding if steps else moment_sharding, steps)
 
 
 def _steps(shape: tuple[int, ...], source: Sharding, target: Sharding) -> tuple[_Step, ...]:
@@ -215,6 +216,11 @@ def _next_step(now: DimAxes, goal: DimAxes) -> _Step:
         if (axes := now[d][-1:]) in missing:
             return _Step("all_to_all", axes[0], d, missing.index(axes))
     return _Step("all_gather", now[surplus[0]][-1], surplus[0], -1)
+
+
+def _along(mesh: Mesh, routes: Sequence[_Route], kind: Arrays) -> tuple[jax.Array, ...]:
+    """Takes the steps of the routes of all arrays of a kind."""
+    return tuple(_moved(mesh, *pair) for pair in zip(routes, kind, strict=True))
 
 
 def _moved(mesh: Mesh, route: _Route, x: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count
+from jdistadam.core.main_params import MainParams
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.schedule import BucketSchedule, Collective
@@ -106,6 +107,8 @@ def plan(params: Any, tx: DistributedTransformation, *, accumulate_steps: int = 
 
 def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
     policy = config.policy
+    main_dtype = policy.main_params.stored_dtype
+    main_itemsize = 0 if main_dtype is None else main_dtype.itemsize
     inner_sizes = {b.leaf: b.inner_size for b in layout.buckets if b.is_sharded_param}
     scalars = 2 + (0 if config.loss_scale is None else 4)  # of LossScaleState
     return {
@@ -113,7 +116,7 @@ def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
             inner_sizes.get(i, leaf.size) * jnp.dtype(leaf.dtype).itemsize
             for i, leaf in enumerate(layout.leaves)
         ),
-        "main_params": layout.main_size * policy.main_dtype.itemsize,
+        "main_params": layout.main_size * main_itemsize,
         "mu": layout.flat_size * policy.mu_dtype.itemsize,
         "nu": layout.flat_size * policy.nu_dtype.itemsize,
         "layout identity": config.identity(layout).nbytes,
@@ -151,7 +154,7 @@ def _buffers(
     itemsize = jnp.dtype(bucket.dtype).itemsize
     comm = bucket.dtype if policy.param_comm_dtype is None else policy.param_comm_dtype
     yield "new shards", bucket.shard_size * itemsize
-    if not bucket.has_main or policy.keeps_remainders:
+    if not bucket.has_main or policy.main_params is MainParams.REMAINDER16:
         yield "new shards", bucket.shard_size * itemsize  # cut out of the params
     if comm != bucket.dtype:
         yield "gathered parameters", whole * jnp.dtype(comm).itemsize

@@ -20,7 +20,6 @@ from jdistadam.distributed.state import DistributedState, find_state, is_distrib
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.main_params import MainParamsState, main_params_of
 from jdistadam.errors import TreeError
-from jdistadam.kernels import reference
 from jdistadam.kernels.coefficients import check_step_count
 from jdistadam.training.train_state import TrainState, check_layout, copy_to, remember_params
 
@@ -124,9 +123,8 @@ def _main_leaves(
     main = [_fetch(x) for x in jax.tree.leaves(params)]
     if state.main_params is not None:
         kept = _global_leaves(config, layout, params, state.main_params)
-        splits = config.policy.keeps_remainders
         for i in (i for bucket in layout.buckets if bucket.has_main for i in bucket.leaves):
-            main[i] = reference.join(main[i], kept[i], np) if splits else kept[i]
+            main[i] = config.policy.main_params.join(main[i], kept[i], np)
     return main
 
 

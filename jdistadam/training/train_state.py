@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
+from jdistadam.core.main_params import MainParams
 from jdistadam.core.precision import MixedPrecisionPolicy, float_dtype
 from jdistadam.distributed.checks import check_alive, check_identity_type
 from jdistadam.distributed.layout_identity import differences
@@ -21,7 +22,6 @@ from jdistadam.distributed.main_params import paths_that_differ, with_main_param
 from jdistadam.distributed.state import find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import LayoutError, TreeError
-from jdistadam.kernels import reference
 from jdistadam.training.train_state_checks import check_created
 
 
@@ -200,8 +200,9 @@ def _rounded(policy: MixedPrecisionPolicy, params: Any, dtypes: Any) -> Any:
     """Params in the dtypes in which the model computes."""
 
     def rounded(x: Any, dtype: Any) -> Any:
-        if policy.keeps_remainders and dtype == jnp.bfloat16 and x.dtype == jnp.float32:
-            return reference.split(x, jnp.bfloat16, jnp)[0]  # the half that fits a remainder
+        kind = policy.main_params
+        if kind is MainParams.REMAINDER16 and dtype == jnp.bfloat16 and x.dtype == jnp.float32:
+            return kind.split(x, dtype, jnp)[0]  # the half that fits a remainder
         return x.astype(dtype)
 
     return jax.tree.map(rounded, params, dtypes)

@@ -1,0 +1,58 @@
+"""Dtypes that are given as arguments: which can be used; and how a float32 is stored in one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistadam.core.arguments import shown
+from jdistadam.errors import PolicyError
+
+FLOATS = ("float32", "bfloat16", "float16")
+"""Names of the dtypes that the kernel reads and writes."""
+
+
+def float_dtype(name: str, value: Any, known: tuple[str, ...] = FLOATS) -> jnp.dtype:
+    """Returns a dtype that is one of ``known``, or raises PolicyError."""
+    dtype = _dtype(value)
+    if dtype is None or dtype.name not in known:
+        raise PolicyError(
+            name,
+            "not a dtype that can be used",
+            got=shown(value),
+            expected=", ".join(known),
+            action="Pass one of these, e.g. jnp.bfloat16.",
+        )
+    return dtype
+
+
+def check_supported(name: str, value: Any, supported: tuple[str | None, ...]) -> None:
+    """Raises PolicyError unless a dtype is one that works in this version."""
+    dtype = None if value is None else _dtype(value)
+    got = dtype.name if dtype is not None else None if value is None else shown(value)
+    if got not in supported:
+        raise PolicyError(
+            name,
+            "not supported in this version",
+            got=got,
+            expected=" or ".join(map(str, supported)),
+            action=f"Leave {name.rsplit('.')[-1]} at its default.",
+        )
+
+
+def _dtype(value: Any) -> jnp.dtype | None:
+    """The dtype that ``value`` names; None for what is none, such as an array."""
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return None
+    try:
+        return jnp.dtype(value)
+    except TypeError:
+        return None
+
+
+def store(x: Any, dtype: Any, xp: Any) -> Any:
+    """Rounds float32 once to ``dtype``, ties to even; every NaN becomes the positive quiet NaN."""
+    return xp.where(xp.isnan(x), xp.asarray(np.nan, xp.float32), x).astype(dtype)
