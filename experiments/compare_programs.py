@@ -381,8 +381,9 @@ def main():
     compiling = commands.add_parser("compile")
     compiling.add_argument("--out", type=pathlib.Path, required=True)
     compiling.add_argument("--only", default="", help="a part of the names")
+    h200 = pathlib.Path(__file__).parent.parent / "tests" / "support" / "h200.txtpb"
     compiling.add_argument(
-        "--target", type=pathlib.Path, required=True, help="description of the GPU"
+        "--target", type=pathlib.Path, default=h200, help="description of the GPU"
     )
     compiling.set_defaults(run=compile_all)
     comparing = commands.add_parser("compare")
