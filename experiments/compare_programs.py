@@ -384,8 +384,9 @@ def main():
     compiling.add_argument("--out", type=pathlib.Path, required=True)
     compiling.add_argument("--only", default="", help="a part of the names")
     compiling.add_argument("--part", default="0/1", help="0/4: the first of four parts")
+    h200 = pathlib.Path(__file__).parent.parent / "tests" / "support" / "h200.txtpb"
     compiling.add_argument(
-        "--target", type=pathlib.Path, required=True, help="description of the GPU"
+        "--target", type=pathlib.Path, default=h200, help="description of the GPU"
     )
     compiling.set_defaults(run=compile_all)
     comparing = commands.add_parser("compare")

@@ -2,7 +2,7 @@
 
     python experiments/plan_against_compiler.py --out experiments/results/plan_h200.json
 
-Needs no GPU: JAX's CUDA plugin compiles for devices that are described in tests/h200.txtpb.
+Needs no GPU: JAX's CUDA plugin compiles for devices that are described in tests/support/h200.txtpb.
 """
 
 import argparse
@@ -33,7 +33,7 @@ MESHES = {"8": (1, 8), "2 x 4": (2, 4)}
 
 
 def h200s(shape):
-    config = (pathlib.Path(__file__).parent.parent / "tests" / "h200.txtpb").read_text()
+    config = (pathlib.Path(__file__).parent.parent / "tests" / "support" / "h200.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x8")
     return Mesh(np.asarray(topology.devices).reshape(shape), ("replica", "data"))
 

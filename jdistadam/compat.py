@@ -1,11 +1,12 @@
 """What works around a defect of a release of JAX, with the condition for its removal.
 
 One defect: jaxlib 0.11 ends the process with a segmentation fault while it compiles a program for
-several CPU devices in which a zero-size array enters a manual region. jaxlib 0.10 and 0.12 do not,
-and no report of it is known upstream. This crashes on two CPU devices::
+several CPU devices in which a zero-size array enters a manual region beside another array. jaxlib
+0.10 and 0.12 do not, and no report of it is known upstream. This crashes on two CPU devices::
 
-    f = jax.shard_map(jnp.sum, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    jax.jit(f)(jnp.zeros((0, 3)))
+    f = lambda x, y: (x, y + 1)
+    f = jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    jax.jit(f)(jnp.zeros((0, 3)), jnp.ones(3))
 
 Remove ``refuse_empty_leaves`` and the special treatment in ``shard_map`` when jax 0.11 is no longer
 supported; ``tests/test_compat.py`` then says so.

@@ -19,9 +19,14 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+pytest.register_assert_rewrite("support")  # its assertions say what they compared, too
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if "h200s" in item.fixturenames:
+            item.add_marker("h200")
     if HAS_NVIDIA_DEVICE:
         return  # a test that needs several says so itself
     for item in items:
@@ -53,7 +58,7 @@ def h200s():
 
     if not native.status("cuda").available:
         pytest.skip(f"needs the CUDA module: {native.status('cuda').detail}")
-    config = (pathlib.Path(__file__).parent / "h200.txtpb").read_text()
+    config = (pathlib.Path(__file__).parent / "support" / "h200.txtpb").read_text()
 
     def make(*shape, names=("data",), **kwargs):
         n = math.prod(shape)

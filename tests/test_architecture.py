@@ -1,14 +1,13 @@
-"""The layers hold: imports go downward, and each idea has one place."""
+"""The layers hold: imports go downward, and each idea has one place; the tests lie as they do."""
 
 import ast
-import pathlib
 import re
 
 import pytest
 
 import jdistadam
+from support.paths import ROOT, TESTS
 
-ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "jdistadam"
 
 # From the ground up: a file may import from its own folder and from those on lines above it.
@@ -116,9 +115,9 @@ def test_the_formula_is_written_once_in_cpp_and_once_in_python():
 def test_kernels_know_neither_xla_nor_python():
     """adam_math -> kernels -> FFI handlers -> module: each include points down."""
     floors = [
-        {"dtype.h", "parallel.h", "leaf_table.cuh", "driver_memory.h"}, {"pairwise.h", "vector.cuh"}, {"adam_math.h", "adam.h", "norm.h", "sum.h", "keep.h"},
+        {"dtype.h", "parallel.h", "leaf_table.cuh"}, {"pairwise.h", "vector.cuh"}, {"adam_math.h", "adam.h", "norm.h", "sum.h", "keep.h"},
         {"kernels_cuda.h"},
-        {"adam_cpu.cc", "norm_cpu.cc", "sum_cpu.cc", "keep_cpu.cc", "keep_cuda.cu", "adam_cuda.cu", "norm_cuda.cu", "sum_cuda.cu", "driver.cc", "ffi_common.h"},
+        {"adam_cpu.cc", "norm_cpu.cc", "sum_cpu.cc", "keep_cpu.cc", "keep_cuda.cu", "adam_cuda.cu", "norm_cuda.cu", "sum_cuda.cu", "ffi_common.h"},
         {"ffi_adam.h", "ffi_norm.h", "ffi_sum.h", "ffi_keep.h", "ffi_graph_node.h"}, {"ffi_cpu.cc", "ffi_cuda.cc"}, {"module.cc"},
     ]  # fmt: skip
     floor = {name: i for i, names in enumerate(floors) for name in names}
@@ -133,6 +132,18 @@ def test_kernels_know_neither_xla_nor_python():
             assert floor[included] < floor[name], (name, included)
         if not name.startswith("ffi_") and name != "module.cc":
             assert "xla/" not in text and "nanobind" not in text and "Python.h" not in text, name
+
+
+def test_the_driver_of_the_kernels_knows_only_them():
+    """It lies with the tests, and runs what stands below the FFI handlers."""
+    folder = TESTS / "kernels" / "driver"
+    mine = {path.name: path.read_text() for path in folder.iterdir()}
+    assert set(mine) == {"driver.cc", "driver_memory.h"}
+    for name, text in mine.items():
+        included = set(re.findall(r'#include "([^"]+)"', text))
+        assert {x for x in included - set(mine) if not (ROOT / "cuda" / x).is_file()} == set()
+        assert not any(x.startswith(("ffi_", "module")) for x in included), name
+        assert "xla/" not in text and "nanobind" not in text and "Python.h" not in text, name
 
 
 def test_the_package_never_imports_its_experiments():
@@ -151,3 +162,34 @@ def test_files_hold_one_idea():
 def test_every_public_name_is_documented():
     for name in jdistadam.__all__:
         assert (getattr(jdistadam, name).__doc__ or "").strip(), name
+
+
+def folders_of(root):
+    """The folders in which a Python file lies, by their paths from the root."""
+    folders = {path.parent.relative_to(root).as_posix() for path in root.rglob("*.py")}
+    return folders - {"."}
+
+
+def test_folders_of_tests_are_those_of_the_package():
+    assert folders_of(TESTS) - {"support"} == folders_of(PACKAGE)
+
+
+def names_imported_by(path):
+    """Every name that a file imports, in parts; of ``from a import b`` both a and b."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = (node.module or "").split(".")
+            yield from ([*module, alias.name] for alias in node.names)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(TESTS.rglob("*.py")), ids=lambda path: path.relative_to(TESTS).as_posix()
+)
+def test_tests_share_by_way_of_support_alone(path):
+    """No file imports a test file or conftest.py, and no folder of tests but support."""
+    others = {"tests", "conftest"} | folders_of(TESTS) - {"support"}
+    for parts in names_imported_by(path):
+        assert parts[0] not in others, parts
+        assert not any(x.startswith("test_") for x in parts), parts

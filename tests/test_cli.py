@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import pkgutil
 import re
 import subprocess
@@ -17,8 +16,7 @@ import jdistadam
 from jdistadam import __main__
 from jdistadam.kernels import native
 from jdistadam.tools import audit, bench, command_line, diagnostics
-
-ROOT = pathlib.Path(__file__).parent.parent
+from support.paths import ROOT
 
 
 def test_info_as_json_in_a_process_of_its_own():

@@ -8,17 +8,21 @@ import pytest
 
 import jdistadam
 
-MODULES = [m.name for m in pkgutil.iter_modules(jdistadam.__path__) if not m.name.startswith("_")]
+MODULES = [
+    m.name
+    for m in pkgutil.walk_packages(jdistadam.__path__, "jdistadam.")
+    if not m.name.rpartition(".")[2].startswith("_")
+]
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_run(name):
-    module = importlib.import_module(f"jdistadam.{name}")
-    failed, _ = doctest.testmod(module)
+    failed, _ = doctest.testmod(importlib.import_module(name))
     assert failed == 0
 
 
 def test_there_are_examples():
-    modules = [importlib.import_module(f"jdistadam.{name}") for name in MODULES]
+    assert "jdistadam.core.trees" in MODULES  # also in folders
+    modules = [importlib.import_module(name) for name in MODULES]
     attempted = sum(len(test.examples) for m in modules for test in doctest.DocTestFinder().find(m))
     assert attempted >= 15

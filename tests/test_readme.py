@@ -1,14 +1,15 @@
 """README's examples run as they stand, each in a program of its own, and train."""
 
 import os
-import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
 
-README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+from support.paths import ROOT
+
+README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
 
 

@@ -1,16 +1,16 @@
 """The main job, small: it learns, and both optimizers and every option reach the run."""
 
 import json
-import pathlib
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
+from support.paths import ROOT
+
 sys.path.insert(0, str(ROOT / "experiments"))
-from lm import corpus  # noqa: E402
+from lm import corpus
 
 
 def train(tmp_path, *options):

@@ -1,0 +1,211 @@
+"""What XLA makes of our programs for eight H200s, compiled here without any.
+
+The CPU backend cannot tell: it widens 16-bit collectives to float32.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jdistadam as jda
+from support.h200 import (
+    WIDTH,
+    by_op,
+    captured,
+    collectives,
+    compile_step,
+    loss_fn,
+    params_of,
+    placed,
+)
+
+
+@pytest.mark.parametrize("wire", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16], ids=str)
+def test_the_wire_carries_the_policys_dtypes_and_nothing_else(h200s, param_dtype, wire):
+    """One reduce-scatter of all gradients, one all-gather of all parameters, two scalars."""
+    tx, params, compiled = compile_step(h200s(8), param_dtype, wire)
+    shard_elements = sum(b.shard_size for b in tx.config.layout(params).buckets)
+    short = {jnp.float32: "f32", jnp.bfloat16: "bf16"}
+    assert by_op(compiled.as_text()) == {
+        ("reduce-scatter", short[wire]): shard_elements,
+        ("all-gather", short[param_dtype]): 8 * shard_elements,
+        ("all-reduce", "f32"): 2,  # the norm and the loss
+    }
+
+
+@pytest.mark.parametrize("wire", [jnp.float32, jnp.bfloat16], ids=str)
+def test_micro_batches_are_sent_once(h200s, wire):
+    """Gradients add up in float32 in a loop without collectives; their sum travels once."""
+    tx, params, compiled = compile_step(h200s(8), jnp.bfloat16, wire, accumulate_steps=4)
+    shard_elements = sum(b.shard_size for b in tx.config.layout(params).buckets)
+    text = compiled.as_text()
+    assert by_op(text) == {
+        ("reduce-scatter", {jnp.float32: "f32", jnp.bfloat16: "bf16"}[wire]): shard_elements,
+        ("all-gather", "bf16"): 8 * shard_elements,
+        ("all-reduce", "f32"): by_op(text)["all-reduce", "f32"],
+    }
+    assert by_op(text)["all-reduce", "f32"] <= 4  # norm, loss and the weights, perhaps twice
+    (loop,) = [line for line in text.splitlines() if re.search(r"= \(.*\) while\(", line)]
+    carried = re.findall(r"(bf16|f32)\[([\d,]+)\]", loop.split(" while(")[0])
+    matrices = [t for t, dims in carried if dims in ("512,2048", "2048,512")]
+    assert matrices.count("f32") == 6  # one float32 sum a matrix
+    body = re.search(r"body=%([\w.-]+)", loop)[1]
+    inside = text.split(f"%{body} (")[1].split("\n}\n")[0]
+    assert "while(" not in inside and list(collectives(inside)) == []
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_own_norm_costs_nothing(h200s, accumulated):
+    """tx.grad_norm before tx.step on the same gradients: they travel once."""
+    mesh = h200s(8)
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=jnp.bfloat16)
+    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, policy=policy)
+    params = params_of(jnp.bfloat16)
+    for layer in params.values():  # two dtypes, so that the layout depends on them
+        layer["scale"] = layer["scale"].update(dtype=jnp.float32)
+    specs = (P(), tx.state_specs())
+
+    def local_step(params, state, batch):
+        grads = jax.grad(loss_fn)(jda.local_params(params, tx), batch)
+        if accumulated:
+            grads = tx.accumulate(tx.init_grads(params), grads)
+        norm = tx.grad_norm(grads, state)
+        return *tx.step(grads, state, params), norm
+
+    own = jax.shard_map(
+        local_step, mesh=mesh, in_specs=(*specs, P("data")), out_specs=(*specs, P())
+    )
+    state = placed(mesh, jax.eval_shape(tx.init, params), tx.state_specs())
+    batch = placed(mesh, jax.ShapeDtypeStruct((64, WIDTH), jnp.bfloat16), P("data"))
+    text = (
+        jax.jit(own, donate_argnums=(0, 1))
+        .lower(placed(mesh, params, P()), state, batch)
+        .compile()
+        .as_text()
+    )
+    assert text.count('custom_call_target="jdistadam_norm"') == 1
+    shard_elements = sum(b.shard_size for b in tx.config.layout(params).buckets)
+    assert by_op(text) == {
+        ("reduce-scatter", "bf16"): shard_elements,
+        ("all-gather", "bf16"): 8 * shard_elements - 3 * WIDTH,
+        ("all-gather", "f32"): 3 * WIDTH,
+        ("all-reduce", "f32"): 2 if accumulated else 1,  # the norm, and the weights
+    }
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+def test_one_device_copies_nothing(h200s, dtype):
+    """Parameters in float32 are updated where they lie; those in 16 bits come from their copy."""
+    tx, params, compiled = compile_step(h200s(1), dtype, jnp.bfloat16)
+    assert re.findall(r"(?:f32|bf16)\[[\d,]+\]\S* copy(?:-start)?\(", compiled.as_text()) == []
+    layout = tx.config.layout(params)
+    num_params = sum(x.size for x in jax.tree.leaves(params))
+    assert layout.main_size == (0 if dtype == jnp.float32 else layout.flat_size)
+    assert compiled.memory_analysis().alias_size_in_bytes == (
+        jnp.dtype(dtype).itemsize * num_params
+        + 4 * (layout.main_size + 2 * layout.flat_size)
+        + 4  # count
+    )
+
+
+def test_state_is_updated_in_place(h200s):
+    """No copy of the flat arrays, nor of a parameter; all of the state is aliased to its result."""
+    tx, params, compiled = compile_step(h200s(8), jnp.bfloat16, jnp.bfloat16)
+    text = compiled.as_text()
+    assert text.count('custom_call_target="jdistadam_adam"') == 1
+    copies = re.findall(r"= (?:\()?(\w+)\[([\d,]+)\]\S* copy(?:-start)?\(", text)
+    assert copies == []
+    assert not re.search(r"dynamic-update-slice|dynamic-slice", text)
+    flat_size = tx.config.layout(params).flat_size
+    num_params = sum(x.size for x in jax.tree.leaves(params))
+    memory = compiled.memory_analysis()
+    # params, main_params, mu, nu and count; grad_norm is an output alone
+    assert memory.alias_size_in_bytes == 2 * num_params + 3 * 4 * flat_size + 4
+
+
+def test_temporary_memory_is_gradients_and_activations(h200s):
+    """With a 16-bit wire nothing of the size of float32 gradients is ever held."""
+    _, params, compiled = compile_step(h200s(8), jnp.bfloat16, jnp.bfloat16)
+    num_params = sum(x.size for x in jax.tree.leaves(params))
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * num_params * 1.5
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_kernel_takes_the_wire_dtype_also_on_one_device(h200s, n):
+    """Over one device XLA drops the collective; the operand's dtype keeps the rounding alive."""
+    _, _, compiled = compile_step(h200s(n), jnp.float32, jnp.bfloat16)
+    (call,) = [
+        line for line in compiled.as_text().splitlines() if 'target="jdistadam_adam"' in line
+    ]
+    layouts = call.split("operand_layout_constraints=")[1].split("_", 1)[0]  # up to the next key
+    operands = re.findall(r"(bf16|f32|pred)\[", layouts)
+    # coefficients, inv_scale, found_inf, then gradients, main params, mu and nu. Two devices: seven
+    # buckets and a flat array of main params; one: each of nine leaves, updated where it lies.
+    grads, params = (7, 1) if n == 2 else (9, 9)
+    assert operands == ["f32", "f32", "pred", *["bf16"] * grads, *["f32"] * params, "f32", "f32"]
+    if n == 1:
+        assert "reduce-precision" in compiled.as_text()
+
+
+def test_combine_thresholds_are_ours_and_can_be_overridden(h200s):
+    """The options reach XLA: with a limit of one byte every bucket is a collective of its own."""
+    mesh = h200s(8)
+    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh)
+    params = params_of(jnp.bfloat16)
+    state = placed(
+        mesh,
+        jda.TrainState(params, jax.eval_shape(tx.init, params)),
+        jda.TrainState(P(), tx.state_specs()),
+    )
+    batch = placed(mesh, jax.ShapeDtypeStruct((64, WIDTH), jnp.bfloat16), P("data"))
+    counts = []
+    for options in (None, {"xla_gpu_reduce_scatter_combine_threshold_bytes": 1}):
+        text = (
+            jda.train_step(loss_fn, tx, compiler_options=options)
+            .lower(state, batch)
+            .compile()
+            .as_text()
+        )
+        counts.append(sum(op == "reduce-scatter" for op, _ in collectives(text)))
+    assert counts == [1, len(tx.config.layout(params).buckets)]
+
+
+def test_wire_check_can_fail(h200s):
+    """A gradient that is summed before it is rounded shows as a float32 reduce-scatter."""
+    mesh = h200s(8)
+
+    def late(x):
+        return jax.lax.psum_scatter(x, "data", tiled=True).astype(jnp.bfloat16)
+
+    shape = placed(mesh, jax.ShapeDtypeStruct((1024,), jnp.float32), P())
+    mapped = jax.shard_map(late, mesh=mesh, in_specs=P(), out_specs=P("data"), check_vma=False)
+    assert by_op(jax.jit(mapped).lower(shape).compile().as_text()) == {
+        ("reduce-scatter", "f32"): 128
+    }
+
+
+def test_the_step_is_captured_in_a_cuda_graph(h200s, tmp_path):
+    """Handlers say that they only enqueue kernels, so XLA puts them into command buffers.
+
+    Gradients, norm, clip and step of a model with several layers: all in one graph.
+    """
+    mesh = h200s(1)
+    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, max_grad_norm=1.0)
+    params = {f"w{i}": jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(4)}
+    specs = jda.TrainState(P(), tx.state_specs())
+    state = placed(mesh, jda.TrainState(params, jax.eval_shape(tx.init, params)), specs)
+    batch = placed(mesh, jax.ShapeDtypeStruct((32, 64), jnp.float32), P("data"))
+
+    def loss(params, x):
+        for w in params.values():
+            x = jnp.tanh(x @ w)
+        return jnp.mean(jnp.square(x))
+
+    options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+    jda.train_step(loss, tx, compiler_options=options).lower(state, batch).compile()
+    assert captured(tmp_path, "thunk_sequence") == [False, False]  # norm and step
+    assert captured(tmp_path, "thunk_sequence_after_thunk_passes") == [True, True]

@@ -1,0 +1,191 @@
+"""What is stored and what travels: every field of the policy, under every strategy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jdistadam as jda
+from jdistadam.kernels import coefficients, reference
+from support.bits import assert_same_bits, assert_same_trees
+from support.given_gradients import SHAPES, make_tx, own_step, random_grads, random_params, run
+from support.placements import FLAT, PLACEMENTS, STRATEGIES
+
+SUMMED = dict(grad_reduce_dtype="float32")
+
+
+@pytest.mark.parametrize("placement", ["flat-no_shard", "flat-optim", "flat-optim_grads_params", "twice-optim_grads", "twice-optim_grads_params"])  # fmt: skip
+def test_remainders_equal_float32_main_params(placement):
+    """Six steps from float32 values: the moments and the exact parameters, in every bit.
+
+    The bfloat16 half is rounded half away from zero: at ties, one value in 2^17, it differs from
+    the parameters of the other run, and so would the gradients of a model. Here they are given.
+    """
+    mesh, kwargs = PLACEMENTS[placement]
+    runs = []
+    for main in ("float32", "remainder16"):
+        policy = jda.MixedPrecisionPolicy(main_params_dtype=main, **SUMMED)
+        tx = make_tx(mesh, policy, **kwargs)
+        runs.append(run(tx, "bfloat16", steps=6))
+        flat = tx.init(random_params(jnp.bfloat16)).main_params
+        assert flat.dtype == (jnp.float32 if main == "float32" else jnp.uint16)
+    (_, want_main, want_state), (params, main, state) = runs
+    assert_same_trees((main, state), (want_main, want_state), placement)
+    for name, x in params.items():
+        assert_same_bits(x, reference.split(want_main[name], jnp.bfloat16, np)[0], name)
+
+
+def test_remainders_leave_other_leaves_to_themselves():
+    """float32 leaves beside bfloat16 ones have no copy; their steps are those of float32 runs."""
+    dtypes = dict.fromkeys(SHAPES, "bfloat16") | {"rows": "float32", "scalar": "float32"}
+    policy = jda.MixedPrecisionPolicy(main_params_dtype="remainder16", **SUMMED)
+    tx = make_tx(FLAT, policy)
+    got = run(tx, dtypes)
+    want = run(make_tx(FLAT), dtypes)
+    assert_same_trees(got[1:], want[1:], "remainder16")
+    layout = tx.config.layout(got[0])
+    assert {layout.leaves[b.leaves[0]].dtype for b in layout.buckets if not b.has_main} == {
+        jnp.dtype(jnp.float32)
+    }
+
+
+@pytest.mark.parametrize("placement", ["flat-no_shard", "flat-optim", "flat-optim_grads_params", "twice-optim_grads_params"])  # fmt: skip
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_without_main_params_the_params_themselves_are_updated(placement, dtype):
+    """Against the oracle applied to the parameters as they are, in their dtype."""
+    mesh, kwargs = PLACEMENTS[placement]
+    policy = jda.MixedPrecisionPolicy(main_params_dtype=None, **SUMMED)
+    tx = make_tx(mesh, policy, mask=None, **kwargs)
+    params = random_params(dtype)
+    state = jda.TrainState.create(params, tx)
+    assert state.opt_state.main_params is None
+    step = own_step(tx, state.params)
+    grads = random_grads(np.random.default_rng(7))
+    new, opt_state = step(jda.shard_batch(grads, tx), state.opt_state, state.params)
+    rows = jax.jit(lambda: coefficients.coefficient_row(tx.config.hyper, jnp.int32(0)))()
+    named = dict(zip(coefficients.NAMES, np.asarray(rows), strict=True))
+    full = jda.full_params(jda.TrainState(new, opt_state), tx)
+    for name, x in params.items():
+        total = reference.pairwise_sum(grads[name][:, 0], np)
+        zeros = np.zeros(total.shape, np.float32)
+        want = reference.adam_leaf(
+            "step", named, np.float32(1 / 8), np.bool_(False), total, np.asarray(x), zeros, zeros, None,
+            nesterov=False, out_dtype=None,
+        )  # fmt: skip
+        assert_same_bits(full[name], want.params, name)
+
+
+COMMS = [
+    ("float32", "bfloat16"), ("float32", "float16"), ("float32", "float8_e5m2"),
+    ("float32", "float8_e4m3fn"), ("bfloat16", "float8_e4m3fn"), ("bfloat16", "float16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+@pytest.mark.parametrize(("dtype", "comm"), COMMS)
+def test_params_are_what_arrived(strategy, dtype, comm):
+    """Every device computes with the main parameters rounded to the wire's dtype, its own too."""
+    policy = jda.MixedPrecisionPolicy(param_comm_dtype=comm, **SUMMED)
+    plain = jda.MixedPrecisionPolicy(**SUMMED)
+    for shape in ((8,), (1,)):
+        mesh = dict(shape=shape, names=("data",))
+        kwargs = dict(sharding_strategy=strategy)
+        devices = shape[0]
+        params, main, state = run(make_tx(mesh, policy, **kwargs), dtype, devices=devices)
+        _, want_main, want_state = run(make_tx(mesh, plain, **kwargs), dtype, devices=devices)
+        assert_same_trees(state, want_state, comm)
+        for name, x in params.items():
+            if shape == (8,) or dtype == "bfloat16":
+                assert_same_bits(main[name], want_main[name], name)
+            rounded = jnp.asarray(want_main[name]).astype(dtype).astype(comm).astype(dtype)
+            assert_same_bits(x, rounded, name)
+
+
+def test_gathered_params_travel_in_param_comm_dtype():
+    """Under optim_grads_params the shards keep their bits; what the model sees is rounded."""
+    policy = jda.MixedPrecisionPolicy(param_comm_dtype="bfloat16")
+    tx = make_tx(FLAT, policy, sharding_strategy="optim_grads_params")
+    state = jda.TrainState.create(random_params(), tx)
+    seen = jax.jit(
+        jax.shard_map(
+            lambda p: jda.gather_params(p, tx),
+            mesh=tx.config.mesh,
+            in_specs=(tx.param_specs(state.params),),
+            out_specs=P(),
+            check_vma=False,
+        )
+    )(state.params)
+    for name, x in random_params().items():
+        is_sharded = name in ("rows", "columns")
+        want = x.astype(jnp.bfloat16).astype(jnp.float32) if is_sharded else x
+        assert_same_bits(seen[name], want, name)
+        assert_same_bits(state.params[name], x, name)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulation_is_in_main_grads_dtype(strategy):
+    """In bfloat16 a sum of many small gradients stands still; in float32 it does not."""
+    sums = {}
+    for dtype in ("float32", "bfloat16"):
+        policy = jda.MixedPrecisionPolicy(main_grads_dtype=dtype, **SUMMED)
+        tx = make_tx(FLAT, policy, sharding_strategy=strategy, average_grads=False)
+        params = {"w": jnp.zeros((64, 512))}
+        state = jda.TrainState.create(params, tx)
+        grads = {"w": np.full((8, 3, 64, 512), 2.0**-9, np.float32)}
+        grads["w"][:, 0] = 1.0
+        _, opt_state = own_step(tx, state.params, micro=3)(
+            jda.shard_batch(grads, tx), state.opt_state, state.params
+        )
+        sums[dtype] = float(np.asarray(opt_state.mu)[0]) / (1 - 0.87)
+        acc = jax.eval_shape(
+            jax.shard_map(
+                lambda p, tx=tx: tx.init_grads(p).sums, mesh=tx.config.mesh,
+                in_specs=(tx.param_specs(params),), out_specs=P("data"), check_vma=False,
+            ),
+            state.params,
+        )  # fmt: skip
+        assert {x.dtype for x in jax.tree.leaves(acc)} == {jnp.dtype(dtype)}
+    assert sums["float32"] == pytest.approx(8 * (1 + 2 * 2.0**-9), rel=1e-6)
+    assert sums["bfloat16"] == pytest.approx(8, rel=1e-6)  # 1 + 2^-9 rounds to 1
+
+
+@pytest.mark.parametrize("summed", [None, "float32"])
+@pytest.mark.parametrize("shape", [(1,), (8,)])
+def test_small_numbers_survive_a_float16_wire(shape, summed):
+    """Subnormal in float16, and exact in it: 3 * 2^-24 on each device."""
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype="float16", grad_reduce_dtype=summed)
+    tx = make_tx(dict(shape=shape, names=("data",)), policy)
+    state = jda.TrainState.create({"w": jnp.zeros((64, 512))}, tx)
+    grads = {"w": np.full((*shape, 1, 64, 512), 3 * 2.0**-24, np.float32)}
+    _, opt_state = own_step(tx, state.params)(
+        jda.shard_batch(grads, tx), state.opt_state, state.params
+    )
+    assert np.asarray(opt_state.mu)[0] == np.float32(1 - 0.87) * np.float32(3 * 2.0**-24)
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype", "message"),
+    [
+        (dict(main_params_dtype=None, param_comm_dtype="bfloat16"), "float32", "would be rounded to param_comm_dtype at every step: got bfloat16 for float32 and no"),
+        (dict(main_params_dtype="remainder16", param_comm_dtype="float8_e5m2"), "bfloat16", "would be rounded to param_comm_dtype at every step: got float8_e5m2 for bfloat16"),
+    ],
+)  # fmt: skip
+def test_a_wire_that_would_round_the_only_copy_is_refused(policy, dtype, message):
+    with pytest.raises(jda.PolicyError, match=message):
+        make_tx(FLAT, jda.MixedPrecisionPolicy(**policy)).init({"w": jnp.ones(3, dtype)})
+
+
+def test_a_param_wire_without_sharding_is_refused():
+    policy = jda.MixedPrecisionPolicy(param_comm_dtype="bfloat16")
+    with pytest.raises(jda.PolicyError, match="param_comm_dtype: no parameters travel under this"):
+        make_tx(FLAT, policy, sharding_strategy="no_shard")
+
+
+def test_a_wire_wider_than_the_params_is_refused():
+    policy = jda.MixedPrecisionPolicy(param_comm_dtype="float32")
+    with pytest.raises(
+        jda.PolicyError,
+        match=r"params\['w'\]: param_comm_dtype is wider than the parameter: got float32 for bfl",
+    ):
+        make_tx(FLAT, policy).init({"w": jnp.ones(3, jnp.bfloat16)})

@@ -1,0 +1,92 @@
+"""Parameters that are gathered inside the loss: their gradients arrive reduced, once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdistadam as jda
+from support.bits import assert_same_trees
+from support.exact_sums import linear_loss
+from support.given_gradients import SHAPES, make_tx, random_params
+from support.placements import PLACEMENTS
+
+KINDS = [name for name in PLACEMENTS if name.endswith("optim_grads_params")]
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("placement", KINDS)
+def test_gradients_through_the_gather_equal_train_step(placement, check_vma, micro):
+    """Whole numbers: every order of the sums is exact, so three steps agree in every bit."""
+    mesh, kwargs = PLACEMENTS[placement]
+    tx = make_tx(mesh, jda.MixedPrecisionPolicy(), **kwargs)
+    state = jda.TrainState.create(random_params(), tx)
+    params, opt_state = state.params, state.opt_state
+
+    def local_step(params, opt_state, batch):
+        def loss(p, batch):
+            return linear_loss(jda.gather_params(p, tx), batch)
+
+        def gradients(part):
+            return jax.grad(loss)(jda.local_params(params, tx), part)
+
+        if micro == 1:
+            return tx.step(gradients(batch), opt_state, params)
+        acc = tx.init_grads(params)
+        for i in range(micro):
+            part = jax.tree.map(lambda x, i=i: x.reshape(micro, -1, *x.shape[1:])[i], batch)
+            acc = tx.accumulate(acc, gradients(part))
+        return tx.step(acc, opt_state, params)
+
+    specs = tx.param_specs(params), tx.state_specs()
+    own = jax.jit(
+        jax.shard_map(
+            local_step,
+            mesh=tx.config.mesh,
+            in_specs=(*specs, tx.config.parallel.batch_spec),
+            out_specs=specs,
+            check_vma=check_vma,
+        )
+    )
+    step = jda.train_step(linear_loss, tx, accumulate_steps=micro)
+    rng = np.random.default_rng(8)
+    for _ in range(3):
+        batch = {k: rng.integers(-9, 10, (16, *s)).astype(np.float32) for k, s in SHAPES.items()}
+        params, opt_state = own(params, opt_state, jda.shard_batch(batch, tx))
+        state, _ = step(state, batch)
+    assert_same_trees(params, state.params, placement)
+    assert_same_trees((opt_state.mu, opt_state.nu), (state.opt_state.mu, state.opt_state.nu), "")
+
+
+def test_unknown_shards_are_refused():
+    mesh, kwargs = PLACEMENTS["flat-optim_grads_params"]
+    tx = make_tx(mesh, **kwargs)
+    gather = jax.shard_map(
+        lambda p: jda.gather_params(p, tx),
+        mesh=tx.config.mesh,
+        in_specs=jax.sharding.PartitionSpec("data"),
+        out_specs=jax.sharding.PartitionSpec("data"),
+    )
+    with pytest.raises(
+        jda.MeshError, match=r"params: the shapes of their shards do not say .*got 0 params with"
+    ):
+        gather(jda.shard_batch({"w": jnp.ones((64, 512))}, tx))
+
+
+def test_whole_params_where_shards_belong_are_refused():
+    mesh, kwargs = PLACEMENTS["flat-optim_grads_params"]
+    tx = make_tx(mesh, **kwargs)
+    params = random_params()
+    opt_state = tx.init(params)
+    step = jax.shard_map(
+        lambda g, s, p: tx.step(g, s, p),
+        mesh=tx.config.mesh,
+        in_specs=(jax.sharding.PartitionSpec(), tx.state_specs(), jax.sharding.PartitionSpec()),
+        out_specs=(jax.sharding.PartitionSpec(), tx.state_specs()),
+        check_vma=False,
+    )
+    with pytest.raises(
+        jda.MeshError, match=r"params\['columns'\]: not placed as sharding_strategy"
+    ):
+        step(params, opt_state, params)

@@ -1,0 +1,345 @@
+"""ZeRO-1 on one to eight devices against one device, bit for bit wherever sums are exact."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jdistadam as jda
+from jdistadam.distributed import packing
+from support.bits import assert_same_bits
+from support.exact_sums import (
+    HYPER,
+    SHAPES,
+    decays,
+    exact_batch,
+    linear_loss,
+    make_tx,
+    mean_gradient,
+    random_params,
+    without_empty,
+)
+from support.reduced import reduced
+from support.ulp import assert_step_close
+
+MESH_SIZES = (1, 2, 3, 4, 8)
+
+
+@pytest.mark.parametrize("wire", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("n", MESH_SIZES)
+def test_reduced_gradients_are_the_sum_within_a_derived_bound(cpu_mesh, n, wire):
+    """Different data on each device; a contribution that is lost or counted twice shows at once.
+
+    Bound: each of N contributions is rounded once to the wire dtype and enters at most N - 1
+    rounded additions, so |error| <= ((1 + u)^N - 1) * sum |x_r|, u the unit roundoff of the wire.
+    """
+    mesh = cpu_mesh(n)
+    tx = make_tx(mesh, wire)
+    rng = np.random.default_rng(n)
+    params = random_params()
+    layout = tx.config.layout(params)
+    local = {
+        k: rng.normal(size=(n, *s)).astype(np.float32) * 10.0 ** rng.integers(-3, 4)
+        for k, s in SHAPES.items()
+    }
+
+    flat, dtypes = reduced(tx, params, local)
+    assert dtypes and all(dtype == wire for dtype in dtypes)
+    sums = packing.leaves_of_flat(layout, flat)
+    unit = float(jnp.finfo(wire).eps) / 2
+    for got, x in zip(sums, jax.tree.leaves(local), strict=True):
+        exact = x.astype(np.float64).sum(0)
+        bound = ((1 + unit) ** n - 1) * np.abs(x).astype(np.float64).sum(0)
+        assert (np.abs(np.asarray(got, np.float64) - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("n", MESH_SIZES)
+def test_training_step_equals_one_device_optax(cpu_mesh, n, dtype):
+    """10 steps, each from equal state, with masked decay, against jitted optax on the mean gradient.
+
+    The gradients' sums are exact, so what remains is the step itself; main parameters are float32
+    on both sides also where the model computes in bfloat16.
+    """
+    tx = make_tx(cpu_mesh(n))
+    state = jda.TrainState.create(random_params(dtype), tx)
+    step = jda.train_step(linear_loss, tx)
+    theirs = optax.adamw(**HYPER, mask=decays)
+    their_update = jax.jit(theirs.update)
+    rng = np.random.default_rng(n)
+    for count in range(10):
+        # signs: a device's sum over examples is exact also in a bfloat16 gradient
+        batch = jax.tree.map(np.sign, exact_batch(rng))
+        main, old = jda.to_optax_state(state, tx)
+        main = jax.tree.map(jnp.asarray, main)
+        state, metrics = step(state, batch)
+        grads = mean_gradient(batch, n)
+        updates, want_state = their_update(grads, old, main)
+        want_main = optax.apply_updates(main, updates)
+        got_main, got_state = jda.to_optax_state(state, tx)
+        for name in SHAPES:
+            hyper = HYPER | dict(
+                weight_decay=HYPER["weight_decay"] if len(SHAPES[name]) > 1 else 0.0
+            )
+            got = dict(params=got_main[name], mu=got_state[0].mu[name], nu=got_state[0].nu[name])
+            want = dict(
+                params=want_main[name], mu=want_state[0].mu[name], nu=want_state[0].nu[name]
+            )
+            before = dict(params=main[name], mu=old[0].mu[name], nu=old[0].nu[name])
+            assert_step_close(got, want, before, grads[name], hyper, count)
+        np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
+    main, opt_state = jda.to_optax_state(state, tx)
+    assert int(opt_state[0].count) == 10
+    for name in SHAPES:  # the model's parameters are the rounded main parameters, exactly
+        assert_same_bits(state.params[name], main[name].astype(dtype), name)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+def test_meshes_and_buckets_give_the_same_bits(cpu_mesh, dtype):
+    """With exact sums and an exact 1/N nothing is left that may differ, packing included."""
+
+    def run(n, bucket_bytes):
+        tx = make_tx(cpu_mesh(n), bucket_bytes=bucket_bytes)
+        state = jda.TrainState.create(random_params(dtype), tx)
+        step = jda.train_step(
+            lambda p, batch: linear_loss(p, batch) * n, tx
+        )  # so that the mean is equal for all n
+        rng = np.random.default_rng(0)
+        for _ in range(10):
+            # signs: a device's sum over examples is exact also in a bfloat16 gradient
+            state, _ = step(state, jax.tree.map(np.sign, exact_batch(rng)))
+        return state.params, *jda.to_optax_state(state, tx)
+
+    want = run(1, 1 << 25)
+    for n in (2, 4, 8):
+        for bucket_bytes in (1, 4000, 1 << 25):
+            got = run(n, bucket_bytes)
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                assert np.array_equal(a, b), f"{n} devices, bucket_bytes={bucket_bytes}"
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_meshes_as_they_come(axis_type):
+    mesh = jax.make_mesh((8,), ("data",), (axis_type,), devices=jax.devices("cpu")[:8])
+    tx = make_tx(mesh)
+    state = jda.TrainState.create(random_params(), tx)
+    state, metrics = jda.train_step(linear_loss, tx)(state, exact_batch(np.random.default_rng(0)))
+    assert np.isfinite(metrics["loss"]) and metrics["loss"].sharding.is_fully_replicated
+
+
+def test_state_is_a_few_flat_arrays_split_evenly(cpu_mesh):
+    tx = make_tx(cpu_mesh(8))
+    state = jda.TrainState.create(random_params(), tx)
+    num_params = sum(x.size for x in jax.tree.leaves(state.params))
+    assert len(jax.tree.leaves(state.opt_state)) == 6
+    assert state.opt_state.layout_identity.dtype == np.uint8
+    for name in ("main_params", "mu", "nu"):
+        flat = getattr(state.opt_state, name)
+        sizes = {s.data.size for s in flat.addressable_shards}
+        assert sizes == {flat.size // 8}
+        assert num_params / 8 <= sizes.pop() <= num_params / 8 + 128 * len(SHAPES)
+
+
+def test_all_replicas_hold_the_same_params(cpu_mesh):
+    tx = make_tx(cpu_mesh(8), wire=jnp.bfloat16)
+    state = jda.TrainState.create(random_params(jnp.bfloat16), tx)
+    state, _ = jda.train_step(linear_loss, tx)(state, exact_batch(np.random.default_rng(1)))
+    for x in jax.tree.leaves(jda.full_params(state, tx)):
+        shards = [np.asarray(s.data) for s in x.addressable_shards]
+        assert len(shards) == 8 and shards[0].shape == x.shape
+        for shard in shards[1:]:
+            assert_same_bits(shard, shards[0])
+
+
+def test_two_runs_give_the_same_bits(cpu_mesh):
+    def run():
+        tx = make_tx(cpu_mesh(8), wire=jnp.bfloat16, max_grad_norm=0.5)
+        state = jda.TrainState.create(random_params(), tx)
+        step = jda.train_step(linear_loss, tx)
+        rng = np.random.default_rng(2)
+        for _ in range(5):
+            state, _ = step(state, exact_batch(rng))
+        return jax.tree.leaves(state)
+
+    for a, b in zip(run(), run(), strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_clipping_scales_the_mean_gradient(cpu_mesh):
+    """The clipped step equals an unclipped one on gradients scaled by the same factor."""
+    batch = exact_batch(np.random.default_rng(3))
+    norm = float(optax.tree.norm(mean_gradient(batch, 4)))
+    for max_norm, factor in ((norm / 8, 1 / 8), (norm * 2, 1.0)):
+        clipped, plain = (make_tx(cpu_mesh(4), max_grad_norm=m) for m in (max_norm, None))
+        one, metrics = jda.train_step(linear_loss, clipped)(
+            jda.TrainState.create(random_params(), clipped), batch
+        )
+        scaled = functools.partial(lambda f, p, b: linear_loss(p, b) * f, factor)
+        two, _ = jda.train_step(scaled, plain)(jda.TrainState.create(random_params(), plain), batch)
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-6)
+        # the factor is computed from a norm: off by a few ulp, which mu takes over
+        np.testing.assert_allclose(one.opt_state.mu, two.opt_state.mu, rtol=1e-6)
+        np.testing.assert_allclose(one.opt_state.nu, two.opt_state.nu, rtol=2e-6)
+
+
+def test_clipping_with_a_norm_that_is_not_a_number(cpu_mesh):
+    """As in optax, every gradient becomes NaN: none may slip through unclipped."""
+    tx = make_tx(cpu_mesh(2), max_grad_norm=1.0, mask=None)
+    state = jda.TrainState.create({"a": jnp.ones(3), "b": jnp.ones(3)}, tx)
+    batch = {"a": np.full((2, 3), 100, np.float32), "b": np.full((2, 3), np.nan, np.float32)}
+    state, metrics = jda.train_step(linear_loss, tx)(state, batch)
+    assert np.isnan(metrics["grad_norm"])
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(state.params))
+
+
+def test_16_bit_wire_rounds_also_on_one_device(cpu_mesh):
+    """XLA drops a collective over one device; the rounding of the wire must not go with it."""
+    results = {}
+    for wire in (jnp.float32, jnp.bfloat16):
+        tx = make_tx(cpu_mesh(1), wire)
+        state = jda.TrainState.create({"w": jnp.zeros(1000)}, tx)
+        x = np.random.default_rng(0).normal(size=(1, 1000)).astype(np.float32)
+        state, _ = jda.train_step(linear_loss, tx)(state, {"w": x})
+        (results[wire],) = jax.tree.leaves(jda.to_optax_state(state, tx)[1][0].mu)
+    g = (x[0] / 64).astype(jnp.bfloat16).astype(np.float32)
+    one_minus_b1 = np.float32(1 - HYPER["b1"])
+    assert_same_bits(results[jnp.bfloat16], one_minus_b1 * g + np.float32(0))
+    assert not np.array_equal(results[jnp.float32], results[jnp.bfloat16])
+
+
+def test_average_grads_off_sums(cpu_mesh):
+    batch = exact_batch(np.random.default_rng(4))
+    tx = make_tx(cpu_mesh(4), average_grads=False)
+    _, metrics = jda.train_step(linear_loss, tx)(jda.TrainState.create(random_params(), tx), batch)
+    np.testing.assert_allclose(
+        metrics["grad_norm"], optax.tree.norm(mean_gradient(batch, 1)), rtol=1e-6
+    )
+
+
+def test_create_copies_and_the_step_donates(cpu_mesh):
+    """Device 0's replica is where the caller's array lies: donating it must not delete that."""
+    params = random_params()
+    before = jax.tree.map(np.array, params)
+    for n in (1, 2):
+        tx = make_tx(cpu_mesh(n))
+        state = jda.TrainState.create(params, tx)
+        new, _ = jda.train_step(linear_loss, tx)(state, exact_batch(np.random.default_rng(5)))
+        # on one device float32 params are their own main parameters
+        donated = [
+            state.opt_state.mu,
+            state.opt_state.nu,
+            *jax.tree.leaves(state.opt_state.main_params),
+        ]
+        assert len(donated) == (2 if n == 1 else 3) and all(x.is_deleted() for x in donated)
+        for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(before), strict=True):
+            assert_same_bits(a, b)
+        assert not any(x.is_deleted() for x in jax.tree.leaves(new))
+
+
+def test_state_moves_between_meshes_exactly(cpu_mesh):
+    """8 -> 3 -> 1 devices with other buckets: same bits, and the next step does not notice."""
+    rng = np.random.default_rng(6)
+    batches = [exact_batch(rng) for _ in range(3)]
+    tx = make_tx(cpu_mesh(8))
+    state = jda.TrainState.create(random_params(), tx)
+    step = jda.train_step(linear_loss, tx)
+    for batch in batches[:2]:
+        state, _ = step(state, batch)
+    first = exported = jda.to_optax_state(state, tx)
+    for n, bucket_bytes in ((3, 500), (1, 1), (8, 1 << 25)):
+        other = make_tx(cpu_mesh(n), bucket_bytes=bucket_bytes)
+        exported = jda.to_optax_state(jda.from_optax_state(*exported, other), other)
+        assert jax.tree.structure(exported[1]) == jax.tree.structure(
+            optax.adamw(**HYPER, mask=decays).init(random_params())
+        )
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(exported), strict=True):
+            assert np.array_equal(a, b)
+    again = jda.from_optax_state(*exported, tx)
+    for a, b in zip(*(jax.tree.leaves(step(s, batches[2])) for s in (again, state)), strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_conversion_leaves_the_given_state_alone(cpu_mesh):
+    """The new state is donated; the caller's optax state must survive that."""
+    for n in (1, 4):
+        tx = make_tx(cpu_mesh(n), mask=None)
+        params = {"w": jnp.ones((4, 3))}
+        theirs = optax.adamw(**HYPER)
+        opt_state = theirs.init(params)
+        for _ in range(2):
+            state = jda.from_optax_state(params, opt_state, tx)
+            jda.train_step(lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), tx)(
+                state, np.ones((4, 1), np.float32)
+            )
+            assert not any(x.is_deleted() for x in jax.tree.leaves((params, opt_state)))
+
+
+def test_optax_state_with_schedules_has_their_counts(cpu_mesh):
+    tx = make_tx(
+        cpu_mesh(2),
+        learning_rate=optax.linear_schedule(1e-2, 1e-3, 5),
+        weight_decay=optax.constant_schedule(0.1),
+    )
+    state = jda.TrainState.create(random_params(), tx)
+    for seed in range(3):
+        state, _ = jda.train_step(linear_loss, tx)(state, exact_batch(np.random.default_rng(seed)))
+    _, opt_state = jda.to_optax_state(state, tx)
+    assert [int(x) for x in jax.tree.leaves(opt_state[1:])] == [3, 3]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_own_shard_map_equals_train_step(cpu_mesh, check_vma):
+    mesh = cpu_mesh(4)
+    tx = make_tx(mesh, max_grad_norm=2.0)
+    batch = jda.shard_batch(without_empty(exact_batch(np.random.default_rng(7))), tx)
+    state = jda.TrainState.create(without_empty(random_params()), tx)
+
+    def own(params, opt_state, batch):
+        local = jda.local_params(params, tx) if check_vma else params
+        return tx.step(jax.grad(linear_loss)(local, batch), opt_state, params)
+
+    specs = (P(), tx.state_specs())
+    mapped = jax.shard_map(
+        own, mesh=mesh, in_specs=(*specs, P("data")), out_specs=specs, check_vma=check_vma
+    )
+    got = jax.jit(mapped)(state.params, state.opt_state, batch)
+    want, _ = jda.train_step(linear_loss, tx)(state, batch)
+    for a, b in zip(
+        jax.tree.leaves(got), jax.tree.leaves((want.params, want.opt_state)), strict=True
+    ):
+        assert np.array_equal(a, b)
+
+
+def test_updates_land_exactly_on_16_bit_params(cpu_mesh):
+    mesh = cpu_mesh(2)
+    tx = make_tx(mesh)
+    state = jda.TrainState.create(without_empty(random_params(jnp.bfloat16)), tx)
+    batch = jda.shard_batch(without_empty(exact_batch(np.random.default_rng(9))), tx)
+
+    def run(params, opt_state, batch):
+        grads = jax.grad(linear_loss)(params, batch)
+        updates, _ = tx.update(grads, opt_state, params)
+        assert all(u.dtype == jnp.float32 for u in jax.tree.leaves(updates))
+        return optax.apply_updates(params, updates), tx.step(grads, opt_state, params)[0]
+
+    specs = (P(), tx.state_specs(), P("data"))
+    applied, stepped = jax.jit(
+        jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    )(state.params, state.opt_state, batch)
+    for a, b in zip(jax.tree.leaves(applied), jax.tree.leaves(stepped), strict=True):
+        assert_same_bits(a, b)
+
+
+def test_hundred_steps_compile_once(cpu_mesh):
+    tx = make_tx(cpu_mesh(2), learning_rate=optax.cosine_decay_schedule(1e-2, 100))
+    state = jda.TrainState.create({"w": jnp.ones(10)}, tx)
+    step = jda.train_step(lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), tx)
+    for _ in range(100):
+        state, _ = step(state, np.ones((2, 1), np.float32))
+    assert step._jitted._cache_size() == 1
+    assert int(state.opt_state.count) == 100

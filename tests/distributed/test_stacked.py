@@ -1,0 +1,266 @@
+"""Models that scan over stacked layers, whose parameters are gathered one layer at a time."""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdistadam as jda
+from jdistadam.tools import hlo
+from support.bits import assert_same_trees
+from support.h200 import placed
+from support.paths import ROOT
+from support.placements import FLAT, SQUARE, make_mesh
+from support.scanned import LAYERS, is_stacked, make_params, scanned_products, shapes
+
+HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
+SUMMED = dict(grad_reduce_dtype="float32")
+KINDS = {
+    "flat": (FLAT, {}),
+    "hybrid": (SQUARE, dict(replica_axis="replica")),
+    "twice": (SQUARE, dict(replica_axis="replica", outer_sharding_strategy="optim")),
+    "tuple": (SQUARE, dict(shard_axis=("replica", "data"))),
+}
+
+
+def make_tx(mesh, *, policy=SUMMED, **kwargs):
+    policy = jda.MixedPrecisionPolicy(**policy)
+    return jda.distributed_fused_adamw(**HYPER, mesh=mesh, policy=policy, **kwargs)
+
+
+def loss_of(gather, policy=None):
+    """A residual network; ``gather`` gets one layer's parameters inside of the scan."""
+
+    def loss(params, x):
+        @functools.partial(jax.checkpoint, policy=policy)
+        def body(x, layer):
+            layer = gather(layer)
+            h = jnp.tanh((x * layer["scale"][None]) @ layer["mlp"]["up"])
+            return x + h @ layer["mlp"]["down"] + jnp.mean(layer["odd"]), None
+
+        x, _ = jax.lax.scan(body, x @ params["embed"], params["layers"])
+        return jnp.mean(jnp.square((x @ params["head"]).astype(jnp.float32)))
+
+    return loss
+
+
+def train(tx, loss, batches, **kwargs):
+    state = jda.TrainState.create(make_params(), tx)
+    step = jda.train_step(loss, tx, **kwargs)
+    for batch in batches:
+        state, metrics = step(state, batch)
+    return jda.full_params(state, tx), *jda.to_optax_state(state, tx), metrics["loss"]
+
+
+@pytest.fixture(scope="module")
+def batches():
+    rng = np.random.default_rng(1)
+    return [rng.normal(size=(16, 257)).astype(np.float32) for _ in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "accumulate_steps"),
+    [
+        pytest.param(kind, steps, marks=() if (i + steps) % 2 else pytest.mark.slow)
+        for i, kind in enumerate(KINDS)
+        for steps in (1, 2)
+    ],
+)
+def test_layers_gathered_in_the_scan_give_the_bits_of_whole_ones(kind, accumulate_steps):
+    """float32 throughout: the tree of the sum is the same layer by layer, and so is every bit.
+
+    The one that is compared with has whole parameters and reduces whole gradients. Its gradients
+    are sums of small integers, exact in every order: a network's own arithmetic is the compiler's,
+    which may differ between two programs in the last bit.
+    """
+    mesh, kwargs = KINDS[kind]
+    mesh = make_mesh(**mesh)
+    rng = np.random.default_rng(1)
+    batches = [
+        jax.tree.map(
+            lambda x: rng.integers(-64, 65, (16, *x.shape)).astype(np.float32), make_params()
+        )
+        for _ in range(5)
+    ]
+    tx = make_tx(mesh, sharding_strategy="optim_grads_params", stacked=is_stacked, **kwargs)
+    gathered = scanned_products(functools.partial(jda.gather_params, tx=tx))
+    got = train(tx, gathered, batches, accumulate_steps=accumulate_steps)
+    whole = make_tx(mesh, sharding_strategy="optim_grads", **kwargs)
+    loss = scanned_products(lambda layer: layer)
+    want = train(whole, loss, batches, accumulate_steps=accumulate_steps)
+    assert_same_trees(got[:-1], want[:-1], kind)  # not the loss, a product with params
+
+
+def test_layers_lie_sharded_within_themselves():
+    tx = make_tx(make_mesh(**FLAT), sharding_strategy="optim_grads_params", stacked=is_stacked)
+    state = jda.TrainState.create(make_params(), tx)
+    held = jax.tree.map(lambda x: x.addressable_shards[0].data.shape, state.params)
+    assert held["layers"] == {
+        "mlp": {"up": (6, 8, 256), "down": (6, 32, 64)}, "scale": (6, 64), "odd": (6, 3001),
+    }  # fmt: skip
+    assert held["head"] == (8, 512) and held["embed"] == (257, 8)
+    assert_same_trees(jda.full_params(state, tx), make_params(), "full_params")
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_in_a_shard_map_of_ones_own(check_vma, batches):
+    """With types on and off, as train_step."""
+    mesh = make_mesh(**FLAT)
+    tx = make_tx(mesh, sharding_strategy="optim_grads_params", stacked=is_stacked)
+    loss = loss_of(functools.partial(jda.gather_params, tx=tx), jda.remat_policy)
+
+    def local_step(params, state, x):
+        def whole_loss(params, x):
+            return loss(jda.gather_params(params, tx), x)
+
+        grads = jax.grad(whole_loss)(jda.local_params(params, tx), x)
+        return tx.step(grads, state, params)
+
+    state = jda.TrainState.create(make_params(), tx)
+    specs = tx.param_specs(make_params()), tx.state_specs()
+    step = jax.jit(
+        jax.shard_map(
+            local_step, mesh=mesh, in_specs=(*specs, tx.config.parallel.batch_spec), out_specs=specs,
+            check_vma=check_vma,
+        )
+    )  # fmt: skip
+    params, opt_state = state.params, state.opt_state
+    for batch in batches:
+        params, opt_state = step(params, opt_state, jda.shard_batch(batch, tx))
+    want, *_ = train(tx, loss, batches)
+    assert_same_trees(jda.full_params(jda.TrainState(params, opt_state), tx), want, "own loop")
+
+
+def compile_for_h200s(h200s, policy, layers=LAYERS, width=1024, **kwargs):
+    mesh = h200s(8)
+    tx = make_tx(
+        mesh, policy=dict(grad_comm_dtype="bfloat16"), sharding_strategy="optim_grads_params",
+        stacked=is_stacked,
+    )  # fmt: skip
+    params = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.bfloat16), shapes(layers, width), is_leaf=lambda s: type(s) is tuple
+    )  # fmt: skip
+    state = jda.TrainState.shapes(params, tx)
+    batch = placed(
+        mesh, jax.ShapeDtypeStruct((64, 257), jnp.bfloat16), tx.config.parallel.batch_spec
+    )
+    step = jda.train_step(
+        loss_of(functools.partial(jda.gather_params, tx=tx), policy), tx, **kwargs
+    )
+    return step, state, batch
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_each_layer_is_gathered_twice_and_reduced_once(h200s, accumulate_steps):
+    """Asynchronously, in bfloat16, inside of the loops over layers; the audit agrees."""
+    step, state, batch = compile_for_h200s(
+        h200s, jda.remat_policy, accumulate_steps=accumulate_steps
+    )
+    audit = jda.audit(step, state, batch)
+    assert audit.passed, str(audit)
+    size = 4 * 1024 * 1024  # up and down travel together
+    times = {"all-gather": [], "reduce-scatter": []}
+    for c in hlo.collectives_in(audit.program.as_text()):
+        if c.arrays in ((("bf16", size),) * 2, (("bf16", size // 8),) * 2):
+            assert c.is_async
+            times[c.op].append(c.times)
+    assert sum(times["reduce-scatter"]) == LAYERS * accumulate_steps
+    assert sum(times["all-gather"]) == 2 * LAYERS * accumulate_steps
+    # XLA may take the first or the last iteration out of a loop, not more.
+    assert max(times["reduce-scatter"]) >= (LAYERS - 1) * accumulate_steps
+
+
+def test_gathering_once_costs_memory_and_is_found(h200s):
+    """Without remat_policy, all gathered layers wait for the backward pass."""
+    again, once = (
+        compile_for_h200s(h200s, policy, layers=12)
+        for policy in (jda.remat_policy, jax.checkpoint_policies.everything_saveable)
+    )
+    audits = [jda.audit(*case) for case in (again, once)]
+    (failed,) = [row for row in audits[1].rows if not row.passed]
+    assert failed.op == "all-gather" and failed.found < failed.planned
+    temporary = [audit.program.memory_analysis().temp_size_in_bytes for audit in audits]
+    weights = 2 * 8 * 1024 * 1024  # of a layer: up and down
+    assert temporary[1] - temporary[0] >= 9 * weights
+
+
+def test_what_does_not_fit_is_refused():
+    mesh = make_mesh(**FLAT)
+    with pytest.raises(jda.HyperparameterError, match="stacked: changes nothing"):
+        make_tx(mesh, sharding_strategy="optim", stacked=is_stacked)
+    with pytest.raises(jda.HyperparameterError, match="stacked: not a predicate"):
+        make_tx(mesh, sharding_strategy="optim_grads_params", stacked="layers")
+    tx = make_tx(mesh, sharding_strategy="optim_grads_params", stacked=lambda path: "lyers" in path)
+    with pytest.raises(
+        jda.TreeError, match=r"stacked: says no to every leaf: got .*'embed'.*5 more"
+    ):
+        tx.init(make_params())
+    tx = make_tx(mesh, sharding_strategy="optim_grads_params", stacked=is_stacked)
+    loss = loss_of(functools.partial(jda.gather_params, tx=tx))
+    state = jda.TrainState.create(make_params(), tx)
+    weighted = lambda params, x: (loss(params, x), jnp.float32(1))  # noqa: E731
+    step = jda.train_step(weighted, tx, weighted=True)
+    with pytest.raises(jda.ShapeError, match=r"grads\['layers'\].*weight comes too late"):
+        step(state, np.zeros((8, 257), np.float32))
+
+
+def test_layers_that_look_alike_are_refused():
+    """Two leaves with shards of equal shape, cut along different dimensions, gathered alone."""
+    tx = make_tx(make_mesh(**FLAT), sharding_strategy="optim_grads_params", stacked=is_stacked)
+    params = {"layers": {"a": jnp.zeros((6, 64, 513)), "b": jnp.zeros((6, 8, 513 * 8))}}
+    specs = tx.param_specs(params)
+    assert specs["layers"]["a"][1] == "data" and specs["layers"]["b"][1] == "data"
+    other = {"layers": {"c": jnp.zeros((6, 9, 64)), "d": jnp.zeros((6, 72, 8))}}
+    tx.param_specs(other)  # shards of (9, 8) along the second, and of (9, 8) along the first
+    shard = jax.ShapeDtypeStruct((9, 8), jnp.float32)
+    assert tx.seen.layer({"c": shard, "d": shard}) is None  # too small to be scattered
+    large = {"layers": {"c": jnp.zeros((6, 999, 64)), "d": jnp.zeros((6, 999 * 8, 8))}}
+    tx.param_specs(large)
+    shard = jax.ShapeDtypeStruct((999, 8), jnp.float32)
+    assert [x.dim for x in tx.seen.layer({"c": shard, "d": shard})] == [1, 0]
+    with pytest.raises(jda.MeshError, match="do not say how to gather them: got 2 ways"):
+        tx.seen.layer(shard)
+
+
+def test_a_model_of_1_3e9_parameters_holds_two_layers_of_weights(h200s):
+    """The Flax model of train_lm.py, every layer recomputed, compiled for eight H200s.
+
+    The limit: 1.05 of what the same model needs besides its whole gradients; the shards of these;
+    the weights of two layers; and two layers' gradients, of which one is sent while the other is
+    computed, which the model with whole gradients writes to where they stay.
+    """
+    sys.path.insert(0, str(ROOT / "experiments"))
+    from lm import gpt
+
+    mesh, config = h200s(8), gpt.PRESETS["gpt-1.3b"]
+    nothing = jax.checkpoint_policies.nothing_saveable
+    tokens = jnp.zeros((1, config.length), jnp.int32)
+    model = gpt.GPT(config, jnp.bfloat16, scans=True, remat_policy=nothing)
+    with jax.numpy_rank_promotion("allow"):
+        params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params)
+    size = sum(x.size for x in jax.tree.leaves(params))
+    layer = sum(x.size for x in jax.tree.leaves(params["layers"])) // config.layers
+    assert 1.3e9 < size < 1.35e9
+    temporary = {}
+    for strategy in ("optim_grads", "optim_grads_params"):
+        gathers = strategy == "optim_grads_params"
+        tx = make_tx(
+            mesh, policy=dict(grad_comm_dtype="bfloat16"), sharding_strategy=strategy,
+            stacked=is_stacked if gathers else None,
+        )  # fmt: skip
+        gather = functools.partial(jda.gather_params, tx=tx) if gathers else None
+        state = jda.TrainState.shapes(params, tx)
+        batch = jax.ShapeDtypeStruct((32, config.length + 1), jnp.int32)
+        batch = placed(mesh, batch, tx.config.parallel.batch_spec)
+        step = jda.train_step(gpt.loss_fn(model.clone(gather=gather)), tx)
+        with jax.numpy_rank_promotion("allow"):  # Flax adds biases so
+            audit = jda.audit(step, state, batch)
+        assert audit.passed, str(audit)
+        temporary[strategy] = audit.program.memory_analysis().temp_size_in_bytes
+    without_grads = temporary["optim_grads"] - 2 * size
+    limit = 1.05 * without_grads + 2 * size / 8 + 2 * 2 * layer + 2 * 2 * layer
+    assert temporary["optim_grads_params"] <= limit

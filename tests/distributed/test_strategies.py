@@ -1,0 +1,206 @@
+"""Every sharding strategy on every mesh: the same bits, the memory it promises, the dtypes named."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdistadam as jda
+from jdistadam.distributed import packing
+from jdistadam.kernels import reference
+from support.bits import assert_same_bits, assert_same_trees
+from support.exact_sums import SHAPES as SHAPES_AND_EMPTY
+from support.exact_sums import linear_loss
+from support.exact_sums import random_params as params_and_empty
+from support.given_gradients import SHAPES, make_tx, own_step, random_grads, random_params, run
+from support.placements import FLAT, PLACEMENTS, SQUARE, STRATEGIES, sampled
+from support.reduced import reduced
+
+
+@functools.cache
+def reference_run(dtype, wire, micro):
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire, grad_reduce_dtype=jnp.float32)
+    return run(make_tx(FLAT, policy, sharding_strategy="no_shard"), dtype, micro=micro)
+
+
+@pytest.mark.parametrize(
+    ("placement", "dtype", "wire"),
+    sampled(
+        ("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32"),
+        ("float32", "float32"),
+    ),
+)  # fmt: skip
+def test_every_strategy_gives_the_same_bits(placement, dtype, wire):
+    """Five steps on random gradients, with masked decay, two bucket sizes, types on and off.
+
+    The tree of a sum over 2 x 4 devices, inner axis first, is that over 8 devices.
+    """
+    mesh, kwargs = PLACEMENTS[placement]
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire, grad_reduce_dtype=jnp.float32)
+    want = reference_run(dtype, wire, 1)
+    for bucket_bytes, check_vma in ((1, False), (1 << 25, True)):
+        tx = make_tx(mesh, policy, bucket_bytes=bucket_bytes, **kwargs)
+        got = run(tx, dtype, check_vma=check_vma)
+        assert_same_trees(got, want, f"{placement}, bucket_bytes={bucket_bytes}")
+
+
+@pytest.mark.parametrize(("placement", "check_vma"), sampled((True,), (False,)))
+def test_accumulating_by_hand_under_every_strategy(placement, check_vma):
+    """Three micro-batches of small whole numbers: every order of their sums is exact."""
+    mesh, kwargs = PLACEMENTS[placement]
+    rng = np.random.default_rng(2)
+    grads = {k: rng.integers(-9, 10, (8, 3, *s)).astype(np.float32) for k, s in SHAPES.items()}
+
+    def after(tx, grads, micro, **how):
+        state = jda.TrainState.create(random_params(), tx)
+        step = own_step(tx, state.params, micro=micro, **how)
+        params, opt_state = state.params, state.opt_state
+        grads = jda.shard_batch(grads, tx)
+        for _ in range(3):
+            params, opt_state = step(grads, opt_state, params)
+        return jda.full_params(jda.TrainState(params, opt_state), tx)
+
+    policy = jda.MixedPrecisionPolicy()  # the native sum
+    got = after(make_tx(mesh, policy, **kwargs), grads, 3, check_vma=check_vma)
+    # One device, one micro-batch: the mean over 24 is the same float32 number times the sum.
+    alone = make_tx(dict(shape=(1,), names=("data",)), policy, average_grads=False)
+    scale = np.float32(1 / 24)
+    want = after(alone, {k: x.sum((0, 1), keepdims=True) * scale for k, x in grads.items()}, 1)
+    assert_same_trees(got, want, placement)
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 3), (2, 3), (3, 2), (1, 7), (5, 1)])
+def test_sums_are_a_fixed_tree(replicas, shards):
+    """Against the oracle's: adjacent pairs, an odd one carried, inner axis first."""
+    mesh = dict(shape=(replicas, shards), names=("replica", "data"))
+    # A float32 wire: the sum of a few bfloat16 numbers is mostly exact, in whatever order.
+    policy = jda.MixedPrecisionPolicy(grad_reduce_dtype=jnp.float32)
+    rng = np.random.default_rng(3)
+    grads = random_grads(rng, replicas * shards)
+    for strategy, outer in itertools.product(STRATEGIES, ("no_shard", "optim")):
+        if strategy == "no_shard" and outer == "optim":
+            continue
+        tx = make_tx(
+            mesh,
+            policy,
+            replica_axis="replica",
+            sharding_strategy=strategy,
+            outer_sharding_strategy=outer,
+        )
+        layout = tx.config.layout(random_params())
+        flat, _ = reduced(tx, random_params(), {k: x[:, 0] for k, x in grads.items()})
+        sums = packing.leaves_of_flat(layout, flat)
+        for got, x in zip(sums, jax.tree.leaves(grads), strict=True):
+            terms = x[:, 0].reshape(replicas, shards, *x.shape[2:])
+            inner = np.stack([reference.pairwise_sum(row, np) for row in terms])
+            assert_same_bits(got, reference.pairwise_sum(inner, np), f"{strategy}, {outer}")
+
+
+@pytest.mark.parametrize(
+    ("wire", "summed", "bound"),
+    [("bfloat16", "float32", 1.7e-3), ("float32", "float32", 1e-7), ("float32", None, 1e-7)],
+)
+@pytest.mark.parametrize("mesh", [FLAT, SQUARE], ids=["flat", "square"])
+def test_accuracy_of_the_mean(mesh, wire, summed, bound):
+    """Relative L2 error of the mean of N(0, 1) over 8 devices, against float64."""
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire, grad_reduce_dtype=summed)
+    tx = make_tx(mesh, policy, shard_axis=mesh["names"])
+    x = np.random.default_rng(4).normal(size=(8, 1 << 16)).astype(np.float32)
+    got, _ = reduced(tx, jnp.zeros(1 << 16), x)
+    exact = x.astype(np.float64).sum(0)
+    assert np.linalg.norm(got - exact) / np.linalg.norm(exact) <= bound
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_memory_is_what_the_strategy_says(placement):
+    mesh, kwargs = PLACEMENTS[placement]
+    tx = make_tx(mesh, **kwargs)
+    state = jda.TrainState.create(random_params(), tx)
+    kind, strategy = placement.split("-")
+    shards = {"flat": 8, "hybrid": 4, "twice": 8, "tuple": 8}[kind]
+    total = sum(x.size for x in jax.tree.leaves(state.params))
+    part = total if strategy == "no_shard" else total / shards
+    for flat in (state.opt_state.mu, state.opt_state.nu):
+        size = flat.addressable_shards[0].data.size
+        assert part <= size <= part + 128 * len(SHAPES)
+        assert {s.data.size for s in flat.addressable_shards} == {size}
+    held = {k: x.addressable_shards[0].data.size for k, x in state.params.items()}
+    inner = 4 if kind in ("hybrid", "twice") else 8
+    for name, x in state.params.items():
+        is_sharded = strategy == "optim_grads_params" and name in ("rows", "columns")
+        assert held[name] == x.size // (inner if is_sharded else 1), name
+    main = state.opt_state.main_params
+    if strategy == "no_shard":
+        assert main is None  # float32 parameters lie as the state does
+    elif strategy == "optim_grads_params" and kind != "twice":
+        assert main.addressable_shards[0].data.size < part / 2  # only of the packed ones
+    else:
+        assert (
+            main.addressable_shards[0].data.size
+            == state.opt_state.mu.addressable_shards[0].data.size
+        )
+
+
+def train(tx, accumulate_steps, loss_fn=linear_loss):
+    """Ten steps on 32 examples of whole numbers: params, and the last metrics."""
+    state = jda.TrainState.create(params_and_empty(), tx)
+    step = jda.train_step(loss_fn, tx, accumulate_steps=accumulate_steps)
+    rng = np.random.default_rng(5)
+    for _ in range(10):
+        batch = {
+            k: rng.integers(-64, 65, (32, *s)).astype(np.float32)
+            for k, s in SHAPES_AND_EMPTY.items()
+        }
+        state, metrics = step(state, batch)
+    assert int(state.opt_state.count) == 10
+    return jda.full_params(state, tx), metrics
+
+
+@functools.cache
+def train_alone(parts):
+    """One device that sees all examples; the mean over so many parts is exact."""
+    tx = make_tx(dict(shape=(1,), names=("data",)), jda.MixedPrecisionPolicy())
+    return train(tx, 1, lambda params, batch: linear_loss(params, batch) / parts)
+
+
+@pytest.mark.parametrize(("placement", "accumulate_steps"), sampled((4,), (1,)))
+def test_train_step_under_every_strategy(placement, accumulate_steps):
+    """Equal to one device in every bit; metrics agree."""
+    mesh, kwargs = PLACEMENTS[placement]
+    got, metrics = train(make_tx(mesh, jda.MixedPrecisionPolicy(), **kwargs), accumulate_steps)
+    want, want_metrics = train_alone(8 * accumulate_steps)
+    assert_same_trees(got, want, placement)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(metrics[name], want_metrics[name], rtol=1e-5)
+
+
+def test_a_state_of_another_mesh_is_refused():
+    """Eight pieces of equal size: sizes say nothing, and JAX would move them without a word."""
+    kwargs = dict(replica_axis="replica", outer_sharding_strategy="optim")
+    twice = make_tx(SQUARE, **kwargs)
+    turned = make_tx(dict(shape=(4, 2), names=("replica", "data")), **kwargs)
+    flat = make_tx(FLAT)
+    params = random_params()
+    layouts = [tx.config.layout(params) for tx in (twice, turned, flat)]
+    assert {layout.flat_size for layout in layouts} == {layouts[0].flat_size}
+    states = [jda.TrainState.create(params, tx) for tx in (twice, turned, flat)]
+    batch = {k: np.zeros((8, *s), np.float32) for k, s in SHAPES.items()}
+    for tx in (twice, turned, flat):
+        step = jda.train_step(linear_loss, tx)
+        accepted = 0
+        for state in states:
+            same = state.opt_state.mu.sharding.is_equivalent_to(
+                tx.init(params).mu.sharding, state.opt_state.mu.ndim
+            )
+            if same:
+                accepted += 1
+                step(jax.tree.map(jnp.copy, state), batch)
+            else:
+                with pytest.raises(
+                    jda.MeshError, match=r"opt_state\.mu: sharded over another mesh"
+                ):
+                    step(state, batch)
+        assert accepted < len(states)

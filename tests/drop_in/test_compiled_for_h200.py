@@ -1,0 +1,102 @@
+"""What XLA makes of one program's step, compiled for H200s without any."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jdistadam as jda
+from support.h200 import (
+    captured,
+    collectives,
+    placed,
+)
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
+def test_drop_in_gathers_nothing(h200s, spec):
+    """Parameters that the user sharded are updated where they lie, in place."""
+    mesh = h200s(8)
+    tx = jda.fused_adamw(1e-3)
+    params = {
+        "w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32),
+        "v": jax.ShapeDtypeStruct((64, 8), jnp.float32),
+    }
+    params = placed(mesh, params, {"w": spec, "v": P()})
+    state = jax.eval_shape(tx.init, params)
+    adam = state[0]._replace(mu=params, nu=params, count=placed(mesh, state[0].count, P()))
+
+    def step(params, state, grads):
+        return tx.step(grads, state, params)
+
+    compiled = (
+        jax.jit(step, donate_argnums=(0, 1)).lower(params, (adam, *state[1:]), params).compile()
+    )
+    assert list(collectives(compiled.as_text())) == []
+    assert re.findall(r"f32\[[\d,]+\]\S* copy\(", compiled.as_text()) == []
+    assert 'custom_call_target="jdistadam_adam"' in compiled.as_text()
+    assert compiled.memory_analysis().alias_size_in_bytes == 3 * 4 * (1024 * 1024 // 8 + 64 * 8) + 4
+
+
+def test_convolution_kernels_add_no_transpose_and_no_copy(h200s):
+    """XLA lays a convolution's gradient out as it likes: the step must not move it around.
+
+    A program with the optimizer has the transposes and copies of the one without, and no more.
+    """
+    mesh = h200s(1)
+    shapes = {"stem": (7, 7, 3, 64), "conv": (3, 3, 64, 64), "down": (3, 3, 64, 128), "head": (128, 10), "bias": (10,)}  # fmt: skip
+    params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+    tx = jda.fused_adamw(1e-3)
+
+    def loss(params, x):
+        for name, stride in (("stem", 2), ("conv", 1), ("down", 2)):
+            x = jax.nn.relu(
+                jax.lax.conv_general_dilated(
+                    x, params[name].astype(x.dtype), (stride, stride), "SAME",
+                    dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                )
+            )  # fmt: skip
+        return jnp.mean(jnp.square(x.mean((1, 2)) @ params["head"] + params["bias"][None]))
+
+    def moved(function, *args, **kwargs):
+        """Bytes that copies and transposes of parameters' shapes move."""
+        text = jax.jit(function, **kwargs).lower(*args).compile().as_text()
+        sizes = {int(np.prod(s)) for s in shapes.values()}
+        total = 0
+        for dims in re.findall(r"= f32\[([\d,]+)\]\S* (?:copy|transpose)\(", text):
+            size = int(np.prod([int(n) for n in dims.split(",")]))
+            total += size if size in sizes else 0
+        return total
+
+    params = placed(mesh, params, P())
+    state = placed(mesh, jax.eval_shape(tx.init, params), P())
+    x = placed(mesh, jax.ShapeDtypeStruct((8, 64, 64, 3), jnp.float32), P())
+    without = moved(lambda p, x: (p, jax.grad(loss)(p, x)), params, x, donate_argnums=0)
+
+    def step(params, state, x):
+        return tx.step(jax.grad(loss)(params, x), state, params)
+
+    assert moved(step, params, state, x, donate_argnums=(0, 1)) <= without
+
+
+@pytest.mark.parametrize("mode", ["step", "update", "main", "remainder"])
+def test_a_step_of_its_own_is_captured_in_a_cuda_graph(h200s, tmp_path, mode):
+    """Also without the gradients in the same program, where XLA finds little to put in a graph."""
+    mesh = h200s(1)
+    main = {"main": jnp.float32, "remainder": "remainder16"}.get(mode)
+    tx = jda.fused_adamw(1e-3, main_params_dtype=main)
+    dtype = jnp.bfloat16 if main else jnp.float32
+    params = {"w": jax.ShapeDtypeStruct((64, 64), dtype)}
+    args = placed(mesh, (params, jax.eval_shape(tx.init, params), params), P())
+    options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+    function = tx.update if mode == "update" else tx.step
+
+    def step(params, state, grads):  # in the order of the results, by which JAX pairs donated ones
+        return function(grads, state, params)
+
+    jax.jit(step, donate_argnums=(0, 1), compiler_options=options).lower(*args).compile()
+    assert captured(tmp_path, "thunk_sequence") == [False] * 3  # two nodes and the step
+    assert captured(tmp_path, "thunk_sequence_after_thunk_passes") == [True] * 3

@@ -1,0 +1,37 @@
+"""optax's own tests pass with jdistadam's Adam and AdamW in place of optax's."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import optax
+
+from support.paths import environment
+
+FOLDER = pathlib.Path(optax.__file__).parent
+FILES = (
+    "_src/alias_test.py",
+    "_src/float64_test.py",
+    "_src/sharding_test.py",
+    "contrib/_common_test.py",
+    "schedules/_inject_test.py",
+    "transforms/_accumulation_test.py",
+    "transforms/_combining_test.py",
+    "transforms/_masking_test.py",
+    "tree_utils/_state_utils_test.py",
+)
+
+
+def test_optax_own_tests_pass_with_ours(tmp_path):
+    """In a process of its own: some of its tests change the configuration of JAX."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "support.optax_with_ours", "--import-mode=importlib",
+         "-p", "no:cacheprovider", *(str(FOLDER / name) for name in FILES)],
+        capture_output=True, text=True, timeout=600, cwd=tmp_path,
+        env=environment(XLA_FLAGS="", JAX_PLATFORMS="cpu"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:]
+    made = dict(re.findall(r"'(adamw?)': (\d+)", done.stdout))
+    assert int(made["adam"]) >= 40 and int(made["adamw"]) >= 40, done.stdout[-500:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 80

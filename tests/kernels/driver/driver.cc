@@ -1,0 +1,390 @@
+// Runs every kernel without Python and JAX, over awkward sizes and alignments, for the checkers.
+//
+//   cd cuda
+//   g++ -std=c++17 -O1 -g -fsanitize=address,undefined -DJDISTADAM_NO_CLONES -ffp-contract=off
+//       -fno-fast-math -I. ../tests/kernels/driver/driver.cc {adam,norm,sum,keep}_cpu.cc -pthread
+//       -o /tmp/driver && /tmp/driver
+//   nvcc -x cu -std=c++17 -arch=native -fmad=false -DJDISTADAM_NO_CLONES -DJDISTADAM_DRIVER_CUDA
+//       -Xcompiler -ffp-contract=off -I. ../tests/kernels/driver/driver.cc
+//       {adam,norm,sum,keep}_cpu.cc {adam,norm,sum,keep}_cuda.cu -o /tmp/driver
+//   compute-sanitizer --tool memcheck --error-exitcode 1 /tmp/driver --exact
+//
+// tests/kernels/test_driver.py does so.
+//
+// Every array stands between guard words, which must survive, as must every array that is only
+// read. The CUDA kernels must give the bits of the CPU kernels. With --exact there are no guards:
+// an array ends where its allocation ends, so that a checker sees the first byte beyond it.
+// With -DJDISTADAM_PLANT_BUG every leaf claims one element too many: the run must fail.
+
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "adam.h"
+#include "adam_math.h"
+#include "driver_memory.h"
+#include "keep.h"
+#include "norm.h"
+#include "sum.h"
+
+#ifdef JDISTADAM_DRIVER_CUDA
+#include "kernels_cuda.h"
+#include "vector.cuh"
+#endif
+
+namespace jdistadam {
+namespace {
+
+uint64_t random_state = 0x9e3779b97f4a7c15u;
+uint32_t Random() {
+  random_state ^= random_state << 13;
+  random_state ^= random_state >> 7;
+  random_state ^= random_state << 17;
+  return uint32_t(random_state >> 32);
+}
+
+// Bits of all kinds: half of the values moderate, the others whatever the bits say, NaN included.
+std::vector<char> RandomContent(size_t size, Dtype dtype, bool nonnegative = false) {
+  std::vector<char> content(size * ItemSize(dtype));
+  for (size_t i = 0; i < size; ++i) {
+    const float moderate = float(Random() % 20001) / 10000.0f - 1.0f;
+    float x = Random() % 2 ? moderate : FloatOf(Random());
+    if (nonnegative) x = FloatOf(BitsOf(x) & 0x7fffffffu);
+    if (dtype == Dtype::kUint16) {
+      const auto word = uint16_t(Random());
+      std::memcpy(content.data() + 2 * i, &word, 2);
+    } else {
+      StoreOne(content.data(), dtype, i, x);
+    }
+  }
+  return content;
+}
+
+// A few threads that run tasks as they come; joined at the end.
+class Pool {
+ public:
+  ~Pool() {
+    for (auto& thread : threads_) thread.join();
+  }
+  Threads threads() {
+    return {4, [this](std::function<void()> task) { threads_.emplace_back(std::move(task)); }};
+  }
+
+ private:
+  std::vector<std::thread> threads_;
+};
+
+#ifdef JDISTADAM_PLANT_BUG
+constexpr size_t kPlanted = 1;
+#else
+constexpr size_t kPlanted = 0;
+#endif
+
+struct Scalars {
+  Coefficients rows[2] = {
+      {3e-3f, 0.87f, 0.13f, 0.9973f, 0.0027f, 1e-7f, 1e-10f, 0.13f, 0.34f, 0.43f, 0.008f, 0.021f},
+      {1e-2f, 0.5f, 0.5f, 0.25f, 0.75f, 1e-3f, 0.0f, 0.0f, 0.5f, 0.75f, 0.75f, 0.0f}};
+  float inv_scale = 0.37f;
+  bool found_inf = false;
+};
+
+template <typename T>
+std::vector<char> Bytes(const T& value) {
+  const char* data = reinterpret_cast<const char*>(&value);
+  return {data, data + sizeof value};
+}
+
+struct AdamCase {
+  Mode mode;
+  bool nesterov, found_inf;
+  Dtypes dtypes;
+  int contributions;
+  size_t shift;  // elements that every leaf is off alignment
+  std::vector<size_t> sizes;
+};
+
+// The arrays of a case before and after: grad, param, mu, nu, out of each leaf.
+using Contents = std::vector<std::vector<char>>;
+
+Contents RandomContents(const AdamCase& c) {
+  Contents contents;
+  const Dtypes& t = c.dtypes;
+  for (const size_t n : c.sizes) {
+    contents.push_back(RandomContent(n * size_t(c.contributions), t.grad));
+    contents.push_back(RandomContent(n, t.param));
+    contents.push_back(RandomContent(n, t.mu));
+    contents.push_back(RandomContent(n, t.nu, true));
+    contents.push_back(c.mode == Mode::kStep ? std::vector<char>() : RandomContent(n, t.out));
+  }
+  return contents;
+}
+
+Contents RunAdam(const AdamCase& c, const Contents& before, bool on_device) {
+  Scalars scalars;
+  scalars.found_inf = c.found_inf;
+  const Array rows(Bytes(scalars.rows), 0, on_device);
+  const Array inv_scale(Bytes(scalars.inv_scale), 0, on_device);
+  const Array found_inf(Bytes(scalars.found_inf), 0, on_device);
+  const Dtypes& t = c.dtypes;
+  const Dtype dtypes[] = {t.grad, t.param, t.mu, t.nu, t.out};
+  std::vector<std::unique_ptr<Array>> arrays;
+  for (size_t i = 0; i < before.size(); ++i) {
+    arrays.push_back(
+        std::make_unique<Array>(before[i], c.shift * ItemSize(dtypes[i % 5]), on_device));
+  }
+  AdamCall call{c.mode,
+                c.nesterov,
+                t,
+                c.contributions,
+                0,
+                reinterpret_cast<const float*>(rows.data()),
+                reinterpret_cast<const float*>(inv_scale.data()),
+                reinterpret_cast<const bool*>(found_inf.data()),
+                {}};
+  for (size_t i = 0; i < c.sizes.size(); ++i) {
+    const auto at = [&](size_t k) { return arrays[5 * i + k]->data(); };
+    call.leaves.push_back({at(0), at(1), at(2), at(3), c.mode == Mode::kStep ? nullptr : at(4),
+                           c.sizes[i] + kPlanted, int32_t(i % 2)});
+  }
+  if (on_device) {
+#ifdef JDISTADAM_DRIVER_CUDA
+    Check(AdamCuda(call, nullptr));
+    Check(cudaDeviceSynchronize());
+#endif
+  } else {
+    Pool pool;
+    AdamCpu(call, pool.threads());
+  }
+  Contents after;
+  for (const auto& array : arrays) after.push_back(array->Read("adam"));
+  for (size_t i = 0; i < before.size(); i += 5) {
+    if (after[i] != before[i]) Fail("adam: a gradient was written");
+    if (c.mode == Mode::kUpdate && after[i + 1] != before[i + 1])
+      Fail("adam: an update wrote a parameter");
+  }
+  return after;
+}
+
+std::vector<char> RunNorm(Dtype dtype, const Contents& grads, size_t shift, bool on_device) {
+  const Array inv_scale(Bytes(0.37f), 0, on_device);
+  std::vector<std::unique_ptr<Array>> arrays;
+  NormCall call{dtype,  reinterpret_cast<const float*>(inv_scale.data()), {}, 0, nullptr, nullptr,
+                nullptr};
+  for (const auto& grad : grads) {
+    const size_t size = grad.size() / ItemSize(dtype) + kPlanted;
+    arrays.push_back(std::make_unique<Array>(grad, shift * ItemSize(dtype), on_device));
+    call.leaves.push_back({arrays.back()->data(), size, call.num_tiles});
+    call.num_tiles += NumNormTiles(size);
+  }
+  const Array tiles(std::vector<char>(call.num_tiles * sizeof(TileNorm)), 0, on_device);
+  const Array sum(Bytes(0.0f), 0, on_device), found_inf(Bytes(false), 0, on_device);
+  call.tiles = reinterpret_cast<TileNorm*>(tiles.data());
+  call.sum_of_squares = reinterpret_cast<float*>(sum.data());
+  call.found_inf = reinterpret_cast<bool*>(found_inf.data());
+  if (on_device) {
+#ifdef JDISTADAM_DRIVER_CUDA
+    Check(NormCuda(call, nullptr));
+    Check(cudaDeviceSynchronize());
+#endif
+  } else {
+    Pool pool;
+    NormCpu(call, pool.threads());
+  }
+  tiles.Read("tiles");
+  std::vector<char> result = sum.Read("sum of squares");
+  result.push_back(found_inf.Read("found_inf")[0]);
+  return result;
+}
+
+Contents RunSum(Dtype in, Dtype out, int contributions, const Contents& inputs, size_t shift,
+                bool on_device) {
+  std::vector<std::unique_ptr<Array>> arrays;
+  SumCall call{in, out, contributions, 0, {}};
+  for (const auto& input : inputs) {
+    const size_t size = input.size() / ItemSize(in) / size_t(contributions);
+    arrays.push_back(std::make_unique<Array>(input, shift * ItemSize(in), on_device));
+    const char* data = arrays.back()->data();
+    arrays.push_back(std::make_unique<Array>(std::vector<char>(size * ItemSize(out)),
+                                             shift * ItemSize(out), on_device));
+    call.leaves.push_back({size == 3 ? nullptr : data, arrays.back()->data(), size + kPlanted});
+  }
+  if (on_device) {
+#ifdef JDISTADAM_DRIVER_CUDA
+    Check(SumCuda(call, nullptr));
+    Check(cudaDeviceSynchronize());
+#endif
+  } else {
+    Pool pool;
+    SumCpu(call, pool.threads());
+  }
+  Contents after;
+  for (const auto& array : arrays) after.push_back(array->Read("sum"));
+  return after;
+}
+
+// Shards of parameters that were cut into `parts`, in rows of `row` bytes.
+Contents RunKeep(bool is_kept, int32_t index, size_t parts, size_t row, const Contents& wholes,
+                 size_t shift, bool on_device) {
+  const Array flag(Bytes(is_kept), 0, on_device), part(Bytes(index), 0, on_device);
+  std::vector<std::unique_ptr<Array>> arrays;
+  KeepCall call{reinterpret_cast<const bool*>(flag.data()),
+                reinterpret_cast<const int32_t*>(part.data()),
+                parts,
+                {}};
+  for (const auto& whole : wholes) {
+    const size_t size = whole.size() / parts;
+    arrays.push_back(std::make_unique<Array>(whole, shift, on_device));
+    const char* data = arrays.back()->data();
+    arrays.push_back(std::make_unique<Array>(std::vector<char>(size, 7), shift, on_device));
+    call.leaves.push_back({arrays.back()->data(), data, size + kPlanted * row, row});
+  }
+  if (on_device) {
+#ifdef JDISTADAM_DRIVER_CUDA
+    Check(KeepCuda(call, nullptr));
+    Check(cudaDeviceSynchronize());
+#endif
+  } else {
+    KeepCpu(call);
+  }
+  Contents after;
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    after.push_back(arrays[i]->Read("keep"));
+    if (i % 2 == 0) continue;
+    for (size_t k = 0; k < after[i].size(); ++k) {  // byte k of the shard
+      const bool taken = is_kept && size_t(index) < parts;
+      const char old = wholes[i / 2][(k / row * parts + size_t(index)) * row * taken + k % row];
+      if (after[i][k] != (taken ? old : 7)) return Fail("keep: a wrong byte"), after;
+    }
+  }
+  return after;
+}
+
+// Runs on the CPU and, where it is compiled in, on the GPU: the bits must be the same.
+template <typename Run>
+void Compare(const std::string& name, const Run& run) {
+  const auto cpu = run(false);
+#ifdef JDISTADAM_DRIVER_CUDA
+  if (run(true) != cpu) Fail(name + ": CUDA and CPU differ in bits");
+#else
+  (void)cpu;
+  (void)name;
+#endif
+}
+
+constexpr Dtype F = Dtype::kFloat32, B = Dtype::kBfloat16, H = Dtype::kFloat16, U = Dtype::kUint16;
+const std::vector<size_t> kSizes = {0, 1, 3, 4, 7, 8, 31, 127, 128, 511, 513, 1025, 33000};
+
+void RunAllAdam() {
+  const Dtypes combinations[] = {{F, F, F, F, F}, {B, F, F, F, B}, {B, B, B, B, B},
+                                 {H, F, B, F, H}, {F, H, H, F, F}, {B, F, B, B, H}};
+  const Dtypes split[] = {{B, B, F, F, U}, {F, B, B, B, U}, {B, B, B, B, U}, {H, B, F, F, U}};
+  const auto run = [](const AdamCase& c) {
+    const Contents before = RandomContents(c);
+    Compare("adam", [&](bool on_device) { return RunAdam(c, before, on_device); });
+  };
+  for (const size_t shift : {0, 1, 3}) {
+    for (const bool found_inf : {false, true}) {
+      for (const int contributions : {1, 2, 3, 4, 8}) {
+        for (const Mode mode : {Mode::kStep, Mode::kStepAndCast, Mode::kUpdate}) {
+          for (const Dtypes& t : combinations)
+            run({mode, contributions == 2, found_inf, t, contributions, shift, kSizes});
+        }
+        for (const Dtypes& t : split)
+          run({Mode::kStepSplit, shift == 1, found_inf, t, contributions, shift, kSizes});
+      }
+    }
+  }
+  for (const size_t leaves : {59, 60, 61, 500, 501, 1100}) {  // around the tables' capacities
+    std::vector<size_t> sizes;
+    for (size_t i = 0; i < leaves; ++i) sizes.push_back(Random() % 70);
+    run({Mode::kStep, false, false, {F, F, F, F, F}, 1, 0, sizes});
+  }
+}
+
+void RunAllLists() {
+  for (const size_t shift : {0, 1, 3}) {
+    for (const Dtype in : {F, B, H}) {
+      Contents grads;
+      for (const size_t n : kSizes) grads.push_back(RandomContent(n, in));
+      Compare("norm", [&](bool on_device) { return RunNorm(in, grads, shift, on_device); });
+      for (const Dtype out : {F, B, H}) {
+        for (const int contributions : {1, 2, 3, 4, 5, 8}) {
+          Contents inputs;
+          for (const size_t n : kSizes)
+            inputs.push_back(RandomContent(n * size_t(contributions), in));
+          Compare("sum", [&](bool on_device) {
+            return RunSum(in, out, contributions, inputs, shift, on_device);
+          });
+        }
+      }
+    }
+  }
+}
+
+void RunAllKeep() {
+  for (const size_t parts : {1, 2, 7}) {
+    for (const size_t row : {1, 2, 32}) {
+      Contents wholes;
+      for (const size_t rows : {0, 1, 3, 700}) {
+        wholes.push_back(RandomContent(rows * row * parts, B));  // two bytes each
+        wholes.back().resize(rows * row * parts);
+      }
+      for (const int32_t index : {0, int32_t(parts) - 1, int32_t(parts), -1}) {
+        for (const bool is_kept : {false, true}) {
+          Compare("keep", [&](bool on_device) {
+            return RunKeep(is_kept, index, parts, row, wholes, parts, on_device);
+          });
+        }
+      }
+    }
+  }
+}
+
+#ifdef JDISTADAM_DRIVER_CUDA
+// The hardware's conversions against dtype.h for all 2^32 floats but NaN.
+__global__ void CompareConversions(uint32_t first, unsigned long long* wrong) {
+  const uint32_t bits = first + 4 * (blockIdx.x * blockDim.x + threadIdx.x);
+  float x[4];
+  alignas(8) uint16_t bfloat16[4], float16[4];
+  bool special = false;
+  for (int k = 0; k < 4; ++k) {
+    x[k] = FloatOf(bits + k);
+    special |= x[k] != x[k];
+  }
+  if (special) return;
+  StoreVector<4>(bfloat16, Dtype::kBfloat16, 0, x);
+  StoreVector<4>(float16, Dtype::kFloat16, 0, x);
+  for (int k = 0; k < 4; ++k) {
+    if (bfloat16[k] != ToBfloat16(x[k]) || float16[k] != ToFloat16(x[k])) atomicAdd(wrong, 1);
+  }
+}
+
+void CompareAllConversions() {
+  unsigned long long *wrong, host = 0;
+  Check(cudaMalloc(&wrong, sizeof *wrong));
+  Check(cudaMemset(wrong, 0, sizeof *wrong));
+  for (uint64_t first = 0; first < uint64_t{1} << 32; first += 1 << 28)
+    CompareConversions<<<(1 << 28) / 4 / 256, 256>>>(uint32_t(first), wrong);
+  Check(cudaMemcpy(&host, wrong, sizeof host, cudaMemcpyDeviceToHost));
+  cudaFree(wrong);
+  if (host != 0) Fail(std::to_string(host) + " conversions differ from the hardware's");
+}
+#endif
+
+}  // namespace
+}  // namespace jdistadam
+
+int main(int argc, char** argv) {
+  using namespace jdistadam;
+  exact = argc > 1 && std::string(argv[1]) == "--exact";
+  RunAllAdam();
+  RunAllLists();
+  RunAllKeep();
+#ifdef JDISTADAM_DRIVER_CUDA
+  if (!exact) CompareAllConversions();  // minutes under a checker
+#endif
+  std::printf(failures == 0 ? "SUCCESS\n" : "%d FAILURES\n", failures);
+  return failures == 0 ? 0 : 1;
+}

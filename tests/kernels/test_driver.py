@@ -1,0 +1,128 @@
+"""The kernels without Python and JAX, under the checkers: driver/driver.cc."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from support.paths import ROOT, TESTS
+
+CUDA = ROOT / "cuda"
+DRIVER = TESTS / "kernels" / "driver"
+HOST = ["-std=c++17", "-g", "-DJDISTADAM_NO_CLONES", "-pthread", f"-I{CUDA}"]
+STRICT = ["-ffp-contract=off", "-fno-fast-math"]
+
+
+KERNELS = ("adam", "norm", "sum", "keep")
+CPU_SOURCES = [DRIVER / "driver.cc", *(CUDA / f"{kernel}_cpu.cc" for kernel in KERNELS)]
+CUDA_SOURCES = [CUDA / f"{kernel}_cuda.cu" for kernel in KERNELS]
+
+
+def run(command, **kwargs):
+    done = subprocess.run(
+        [str(x) for x in command], capture_output=True, text=True, timeout=600, **kwargs
+    )
+    return done, done.stdout + done.stderr
+
+
+def build_cpu(path, *flags):
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    done, output = run([compiler, *HOST, *STRICT, *flags, *CPU_SOURCES, "-o", path])
+    if done.returncode and "cannot find -l" in output:
+        pytest.skip(f"needs the compiler's sanitizer libraries: {output}")
+    assert done.returncode == 0, output
+
+
+def test_address_and_undefined_behaviour_sanitizers_are_clean(tmp_path):
+    flags = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    build_cpu(tmp_path / "driver", *flags)
+    for options in ((), ("--exact",)):
+        done, output = run([tmp_path / "driver", *options])
+        assert done.returncode == 0 and "SUCCESS" in output, output
+
+
+def test_thread_sanitizer_is_clean(tmp_path):
+    build_cpu(tmp_path / "driver", "-O1", "-fsanitize=thread")
+    done, output = run([tmp_path / "driver"])
+    assert done.returncode == 0 and "SUCCESS" in output, output
+
+
+@pytest.mark.parametrize("sanitize", [True, False])
+def test_a_planted_bug_fails_the_run(tmp_path, sanitize):
+    """One element too many: seen by the guard words alone, and by the sanitizer."""
+    flags = ["-fsanitize=address"] if sanitize else []
+    build_cpu(tmp_path / "driver", "-O1", "-DJDISTADAM_PLANT_BUG", *flags)
+    done, output = run([tmp_path / "driver", *(["--exact"] if sanitize else [])])
+    assert done.returncode != 0
+    assert ("AddressSanitizer" if sanitize else "guard overwritten") in output
+
+
+def nvcc():
+    path = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if path is None:
+        pytest.skip("needs nvcc")
+    return path
+
+
+def build_cuda(path, *flags):
+    exactly = ["-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true"]
+    host = [f"-Xcompiler={flag}" for flag in STRICT]
+    done, output = run(
+        [nvcc(), "-x", "cu", "-std=c++17", "-O2", "-lineinfo", "-arch=sm_90", "-DJDISTADAM_NO_CLONES",
+         "-DJDISTADAM_DRIVER_CUDA", f"-I{CUDA}", *exactly, *host, *flags, *CPU_SOURCES, *CUDA_SOURCES, "-o", path]
+    )  # fmt: skip
+    assert done.returncode == 0, output
+
+
+@pytest.fixture(scope="module")
+def cuda_driver(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cuda") / "driver"
+    build_cuda(path)
+    return path
+
+
+def test_the_driver_compiles_for_cuda(cuda_driver):
+    assert cuda_driver.exists()
+
+
+def test_the_experiment_on_the_kernel_compiles(tmp_path):
+    source = ROOT / "experiments" / "kernel_bound.cu"
+    flags = ["-std=c++17", "-arch=sm_90", f"-I{CUDA}"]
+    done, output = run([nvcc(), *flags, "-c", source, "-o", tmp_path / "kernel_bound.o"])
+    assert done.returncode == 0, output
+
+
+@pytest.mark.gpu
+def test_cuda_gives_the_bits_of_the_cpu_and_keeps_in_bounds(cuda_driver):
+    """All kernels, and the hardware's rounding of all 2^32 floats."""
+    done, output = run([cuda_driver])
+    assert done.returncode == 0 and "SUCCESS" in output, output
+
+
+def sanitizer():
+    path = shutil.which("compute-sanitizer") or shutil.which(
+        "/usr/local/cuda/bin/compute-sanitizer"
+    )
+    if path is None:
+        pytest.skip("needs compute-sanitizer")
+    return path
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
+def test_compute_sanitizer_is_clean(cuda_driver, tool):
+    options = ["--leak-check", "full"] if tool == "memcheck" else []
+    command = [sanitizer(), "--tool", tool, *options, "--error-exitcode", "7"]
+    done, output = run([*command, cuda_driver, "--exact"])
+    assert done.returncode == 0 and "SUCCESS" in output, output
+
+
+@pytest.mark.gpu
+def test_compute_sanitizer_sees_a_planted_bug(tmp_path):
+    build_cuda(tmp_path / "driver", "-DJDISTADAM_PLANT_BUG")
+    command = [sanitizer(), "--tool", "memcheck", "--error-exitcode", "7"]
+    done, output = run([*command, tmp_path / "driver", "--exact"])
+    assert done.returncode != 0 and "Invalid" in output, output

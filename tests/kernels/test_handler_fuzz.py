@@ -1,0 +1,21 @@
+"""Nothing that reaches the FFI handlers may end the process: it is called in one of its own."""
+
+import os
+import subprocess
+import sys
+
+from support.paths import TESTS
+
+SCRIPT = TESTS / "support" / "fuzz_handler.py"
+
+
+def test_any_call_succeeds_or_raises(tmp_path):
+    """Wrong counts, dtypes, ranks, sizes, offsets, attributes, missing ones, broken aliases."""
+    done = subprocess.run(
+        [sys.executable, "-P", str(SCRIPT), "900"], capture_output=True, text=True, timeout=600, cwd=tmp_path,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, (
+        f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-3000:]}"
+    )
+    assert "succeeded" in done.stdout

@@ -1,0 +1,38 @@
+"""Comparison bit for bit, of arrays and of trees."""
+
+import jax
+import numpy as np
+
+
+def assert_same_bits(got, want, err_msg=""):
+    """Equal shape, dtype and bits; -0.0 differs from 0.0, and a NaN from another NaN."""
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.dtype == want.dtype, f"{err_msg}: dtype {got.dtype}, expected {want.dtype}"
+    assert got.shape == want.shape, f"{err_msg}: shape {got.shape}, expected {want.shape}"
+    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32}[got.dtype.itemsize]
+    differ = np.flatnonzero(got.ravel().view(unsigned) != want.ravel().view(unsigned))
+    if differ.size:
+        i = differ[0]
+        raise AssertionError(
+            f"{err_msg}: {differ.size} of {got.size} elements differ in bits, first at {i}: "
+            f"got {got.ravel()[i]!r}, expected {want.ravel()[i]!r}"
+        )
+
+
+def assert_same_trees(got, want, what):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if np.asarray(a).dtype == np.int32:
+            assert np.array_equal(a, b), what
+        else:
+            assert_same_bits(a, b, what)
+
+
+def assert_trees_same_bits(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(got)[0]]
+    for path, a, b in zip(paths, jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        if a.dtype.kind in "iu":
+            assert np.array_equal(a, b), path
+        else:
+            assert_same_bits(a, b, path)

@@ -1,0 +1,68 @@
+"""A small model, compiled for H200s on a machine without any, and what its HLO says."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdistadam as jda
+from jdistadam.tools import hlo
+
+WIDTH = 512
+SIZES = {"bfloat16": 2, "float32": 4, "bf16": 2, "f32": 4, "f16": 2}
+
+
+def params_of(dtype):
+    shapes = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH), "scale": (WIDTH,)}
+    return {
+        f"layer{i}": {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+        for i in range(3)
+    }
+
+
+def loss_fn(params, x):
+    for layer in params.values():
+        scaled = x * layer["scale"][None].astype(x.dtype)
+        x = x + jnp.tanh(scaled @ layer["up"]) @ layer["down"]
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
+def placed(mesh, tree, specs):
+    def place(spec, subtree):
+        sharding = NamedSharding(mesh, spec)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), subtree
+        )
+
+    return jax.tree.map(place, specs, tree, is_leaf=lambda x: isinstance(x, P))
+
+
+def compile_step(mesh, param_dtype, wire, accumulate_steps=1, **kwargs):
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire)
+    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, policy=policy, max_grad_norm=1.0, **kwargs)
+    params = params_of(param_dtype)
+    state = jda.TrainState.shapes(params, tx)
+    batch = placed(mesh, jax.ShapeDtypeStruct((64, WIDTH), param_dtype), P("data"))
+    step = jda.train_step(loss_fn, tx, accumulate_steps=accumulate_steps)
+    return tx, params, step.lower(state, batch, is_verified=True).compile()
+
+
+def collectives(text, *, with_devices=False):
+    """Yields (op, [(dtype, elements) of each result]) of every collective, or with its devices."""
+    for c in hlo.collectives_in(text):
+        yield (c.op, c.arrays, c.devices) if with_devices else (c.op, c.arrays)
+
+
+def by_op(text):
+    total = {}
+    for op, arrays in collectives(text):
+        for dtype, elements in arrays:
+            total[op, dtype] = total.get((op, dtype), 0) + elements
+    return total
+
+
+def captured(folder, name):
+    """For every foreign call, whether it stands indented, below a kCommandBuffer."""
+    (dump,) = folder.glob(f"*.{name}.txt")
+    lines = dump.read_text().splitlines()
+    return [line.startswith("    ") for line in lines if "kCustomCall" in line]

@@ -1,0 +1,48 @@
+"""Two trees of other leaves whose flat arrays are as large, and an optimizer for them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jdistadam as jda
+from support.exact_sums import HYPER
+
+BF16 = jnp.bfloat16
+
+
+WIDE, TALL = (256, 128), (128, 256)  # as large as each other, under any number of shards
+
+
+def make_tx(n=8, mesh=None, **kwargs):
+    mesh = mesh or jax.make_mesh((n,), ("data",), devices=jax.devices("cpu")[:n])
+    return jda.distributed_fused_adamw(**(dict(mesh=mesh) | HYPER | kwargs))
+
+
+def make_params(dtype=jnp.float32, a=WIDE, b=TALL):
+    rng = np.random.default_rng(0)
+    return {
+        name: jnp.asarray(rng.normal(size=shape), dtype)
+        for name, shape in {"a": a, "b": b, "bias": (5,)}.items()
+    }
+
+
+def other_params(dtype=jnp.float32):
+    """Other leaves with other values, whose flat arrays are as large."""
+    return jax.tree.map(lambda x: -x, make_params(dtype, a=TALL, b=WIDE))
+
+
+def loss_fn(params, x):
+    total = sum(jnp.sum(jnp.sin(p.astype(jnp.float32))) for p in jax.tree.leaves(params))
+    return total * jnp.mean(x)
+
+
+BATCH = np.linspace(0.5, 1.5, 8, dtype=np.float32)
+
+
+POLICIES = {
+    "float32": (jnp.float32, jda.MixedPrecisionPolicy()),
+    "bfloat16": (BF16, jda.MixedPrecisionPolicy()),
+    "remainder16": (BF16, jda.MixedPrecisionPolicy(main_params_dtype="remainder16")),
+    "no main": (BF16, jda.MixedPrecisionPolicy(main_params_dtype=None)),
+    "comm": (jnp.float32, jda.MixedPrecisionPolicy(param_comm_dtype=BF16)),
+}

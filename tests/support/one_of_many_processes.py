@@ -1,0 +1,61 @@
+"""Trains as one of several processes, by test_processes.py; the first writes the final state.
+
+On TOTAL CPU devices or GPUs, all processes together. ``support`` must be on the PYTHONPATH.
+
+Usage: one_of_many_processes.py cpu|gpu TOTAL INDEX COUNT PORT STRATEGY OUT
+"""
+
+import os
+import sys
+
+platform = sys.argv[1]
+total, index, count, port, strategy, out = (*map(int, sys.argv[2:6]), *sys.argv[6:])
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // count}"
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+if count > 1:
+    # Each process has one GPU, or its share of the CPU devices.
+    mine = [index] if platform == "gpu" else None
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, index, local_device_ids=mine)
+
+import jdistadam as jda  # noqa: E402
+from support.given_gradients import SHAPES, make_tx, random_params  # noqa: E402
+
+
+def loss_fn(params, batch):
+    terms = jax.tree.map(lambda p, x: jax.numpy.vdot(p.astype("float32"), x.mean(0)), params, batch)
+    return sum(jax.tree.leaves(terms))
+
+
+def main():
+    assert jax.process_count() == count and jax.device_count() == total
+    assert jax.local_device_count() == total // count
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32")
+    replicas = 1 if total == 2 else 2
+    tx = make_tx(
+        dict(shape=(replicas, total // replicas), names=("replica", "data"), platform=platform), policy,
+        replica_axis="replica", sharding_strategy=strategy, loss_scale=jda.DynamicLossScale(),
+    )  # fmt: skip
+    state = jda.TrainState.create(random_params(), tx, param_dtypes="bfloat16")
+    step = jda.train_step(loss_fn, tx, accumulate_steps=2)
+    rng = np.random.default_rng(0)
+    rows = slice(16 // count * index, 16 // count * (index + 1))
+    for _ in range(10):
+        batch = {k: rng.normal(size=(16, *s)).astype(np.float32) for k, s in SHAPES.items()}
+        state, metrics = step(state, {k: x[rows] for k, x in batch.items()})
+        assert int(metrics["skipped"]) == 0 and np.isfinite(metrics["loss"])
+    params = jda.full_params(state, tx)
+    main_params, opt_state = jda.to_optax_state(state, tx)
+    again = jda.from_optax_state(main_params, opt_state, tx, param_dtypes="bfloat16")
+    for a, b in zip(*map(jax.tree.leaves, (again.opt_state, state.opt_state)), strict=True):
+        for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            assert a.ndim == 0 or np.array_equal(x.data, y.data)
+    leaves = [np.asarray(x) for x in jax.tree.leaves((params, main_params, opt_state))]
+    if index == 0:
+        bits = {2: np.uint16, 4: np.uint32}
+        np.savez(out, *(x.view(bits[x.dtype.itemsize]) for x in leaves))
+
+
+main()

@@ -1,0 +1,83 @@
+"""Random operands of the kernels, and the oracle applied to many leaves."""
+
+import ml_dtypes
+import numpy as np
+
+from jdistadam.kernels import adam as kernel
+from jdistadam.kernels import coefficients, native, reference
+
+F32, BF16, F16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
+DTYPES = (F32, BF16, F16)
+SIZES = (0, 1, 2, 3, 7, 8, 31, 255, 256, 257, 4095, 65_537)  # around vectors, tiles and tails
+
+
+SPECIALS = (
+    0.0,
+    -0.0,
+    np.inf,
+    -np.inf,
+    np.nan,
+    1e-45,
+    -3e-39,
+    1e-38,
+    3.4e38,
+    -3.4e38,
+    6e-8,
+    65504.0,
+    65520.0,
+)
+
+
+def random_array(rng, size, dtype, *, nonnegative=False, specials=True):
+    """Values over the whole exponent range of float32, with zeros, denormals, inf and NaN."""
+    x = rng.normal(size=size) * 10.0 ** rng.uniform(-42, 38, size)
+    plain = rng.random(size) < 0.7  # most values where the arithmetic is interesting
+    x = np.where(plain, rng.normal(size=size), x)
+    if specials and size:
+        where = rng.random(size) < 0.1
+        x = np.where(where, rng.choice(SPECIALS, size), x)
+    with np.errstate(all="ignore"):
+        return (np.abs(x) if nonnegative else x).astype(np.float32).astype(dtype)
+
+
+def random_rows(count=7, groups=2):
+    """Coefficient rows with nothing at its default; the last group has no decay."""
+    b1, b2 = 0.87, 0.9973
+    row = dict(
+        learning_rate=3e-3, b1=b1, one_minus_b1=1 - b1, b2=b2, one_minus_b2=1 - b2, eps=1e-7, eps_root=1e-10,
+        weight_decay=0.13, c1=1 - b1**count, c1_next=1 - b1 ** (count + 1), c2=1 - b2**count, l2=0.021,
+    )  # fmt: skip
+    rows = np.asarray([[row[name] for name in coefficients.NAMES]] * groups, np.float32)
+    for name in ("weight_decay", "l2"):
+        rows[-1, coefficients.NAMES.index(name)] = 0.0
+    return rows
+
+
+def oracle(spec, scalars, operands):
+    """kernel.adam by the oracle: a list of AdamResult, one a leaf."""
+    rows, inv_scale, found_inf = (np.asarray(x) for x in scalars)
+    named = [dict(zip(coefficients.NAMES, row, strict=True)) for row in rows]
+    grads, *others, out = operands
+    if spec.contributions > 1:
+        grads = [reference.pairwise_sum(x.astype(np.float32), np) for x in grads]
+    leaves = zip(grads, *others, out or (None,) * len(grads), strict=True)
+    return [
+        reference.adam_leaf(
+            spec.mode,
+            named[group],
+            inv_scale,
+            found_inf,
+            *leaf,
+            nesterov=spec.nesterov,
+            out_dtype=spec.out_dtype,
+        )
+        for group, leaf in zip(spec.groups, leaves, strict=True)
+    ]
+
+
+def scalars(rows, inv_scale=0.37, found_inf=False):
+    return kernel.Scalars(np.asarray(rows), np.float32(inv_scale), np.bool_(found_inf))
+
+
+for _platform in native.PLATFORMS:
+    native.status(_platform)  # registers the handlers, which some tests call directly

@@ -1,0 +1,48 @@
+"""Every strategy on every mesh: the ways to lay eight devices out."""
+
+import jax
+import numpy as np
+import pytest
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+FLAT = dict(shape=(8,), names=("data",))
+
+
+SQUARE = dict(shape=(2, 4), names=("replica", "data"))
+
+
+# Every way to lay eight devices out: a mesh, and the arguments that say what its axes are for.
+PLACEMENTS = {
+    **{f"flat-{s}": (FLAT, dict(sharding_strategy=s)) for s in STRATEGIES},
+    **{
+        f"hybrid-{s}": (SQUARE, dict(sharding_strategy=s, replica_axis="replica"))
+        for s in STRATEGIES
+    },
+    **{
+        f"twice-{s}": (
+            SQUARE,
+            dict(sharding_strategy=s, replica_axis="replica", outer_sharding_strategy="optim"),
+        )
+        for s in STRATEGIES[1:]
+    },
+    **{
+        f"tuple-{s}": (SQUARE, dict(sharding_strategy=s, shard_axis=("replica", "data")))
+        for s in STRATEGIES
+    },
+}
+
+
+def make_mesh(shape, names, platform="cpu"):
+    size = int(np.prod(shape))
+    return jax.make_mesh(shape, names, devices=jax.devices(platform)[:size])
+
+
+def sampled(*rows):
+    """Of several rows of dtypes for each placement one runs always, in turn; the rest are slow."""
+    return [
+        pytest.param(placement, *row, marks=() if i % len(rows) == j else pytest.mark.slow)
+        for i, placement in enumerate(PLACEMENTS)
+        for j, row in enumerate(rows)
+    ]

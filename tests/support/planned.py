@@ -1,0 +1,79 @@
+"""Rows of strategies and policies, compiled; what their programs send and what was planned."""
+
+import jax
+import jax.numpy as jnp
+
+import jdistadam as jda
+from jdistadam.distributed.schedule import planned_collectives
+from jdistadam.tools import hlo
+from support.h200 import WIDTH, collectives, loss_fn, params_of, placed
+
+POLICIES = {
+    "float32": dict(),
+    "bf16 wire": dict(grad_comm_dtype="bfloat16"),
+    "bf16 wire, float32 sum": dict(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32"),
+    "float32 sum": dict(grad_reduce_dtype="float32"),
+    "bf16 grads": dict(main_grads_dtype="bfloat16"),
+    "f16 wire": dict(grad_comm_dtype="float16"),
+    "remainder": dict(main_params_dtype="remainder16", grad_comm_dtype="bfloat16"),
+    "fp8 params": dict(param_comm_dtype="float8_e4m3fn", grad_comm_dtype="bfloat16"),
+    "e5m2 params": dict(param_comm_dtype="float8_e5m2"),
+    "f16 params": dict(param_comm_dtype="float16"),
+}
+
+
+FLAT = (8,), ("data",), {}
+
+
+PLACEMENTS = {
+    "hybrid": ((2, 4), ("replica", "data"), dict(replica_axis="replica")),
+    "twice": (
+        (2, 4),
+        ("replica", "data"),
+        dict(replica_axis="replica", outer_sharding_strategy="optim"),
+    ),
+    "tuple": ((2, 4), ("node", "data"), dict(shard_axis=("node", "data"))),
+}
+
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+def compile_row(
+    make_mesh, placement, strategy, policy, *, shape=None, accumulate_steps=1, dtype=jnp.bfloat16
+):
+    eight, names, kwargs = PLACEMENTS.get(placement, FLAT)
+    mesh = make_mesh(*(shape or eight), names=names)
+    policy = jda.MixedPrecisionPolicy(**POLICIES[policy])
+    tx = jda.distributed_fused_adamw(
+        1e-3, mesh=mesh, policy=policy, max_grad_norm=1.0, sharding_strategy=strategy, **kwargs
+    )
+    params = params_of(dtype)
+    state = jda.TrainState.shapes(params, tx)
+    batch = jax.ShapeDtypeStruct((64, WIDTH), dtype)
+    batch = placed(mesh, batch, tx.config.parallel.batch_spec)
+    step = jda.train_step(loss_fn, tx, accumulate_steps=accumulate_steps)
+    planned = planned_collectives(tx.config, params, accumulate_steps=accumulate_steps)
+    return planned, step.lower(state, batch, is_verified=True).compile().as_text()
+
+
+def sent(text):
+    """Elements that devices get, by operation, dtype and number of devices."""
+    arrays = {}
+    for op, results, devices in collectives(text, with_devices=True):
+        for dtype, elements in results:
+            key = op, hlo.DTYPES[dtype], devices
+            arrays[key] = arrays.get(key, 0) + elements
+    return arrays
+
+
+def as_sent(planned, *scalars):
+    """The same of a plan, and of float32 scalars that are summed over so many devices."""
+    arrays = {}
+    for c in planned:
+        key = c.op, c.dtype.name, c.devices
+        arrays[key] = arrays.get(key, 0) + c.result_elements
+    for devices in scalars:
+        key = "all-reduce", "float32", devices
+        arrays[key] = arrays.get(key, 0) + 1
+    return arrays

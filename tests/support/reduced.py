@@ -1,0 +1,29 @@
+"""The sum of gradients over devices, without the step behind it."""
+
+import jax
+import jax.numpy as jnp
+
+import jdistadam as jda
+from jdistadam.distributed import accumulate, packing
+
+
+def reduced(tx, params, local_grads):
+    """The flat sums over devices of gradients (devices, ...), and the dtypes of this one's shards."""
+    dtypes = []
+    schedule = tx.config.schedule(params)
+
+    def reduce(grads):
+        leaves = [x[0] for x in jax.tree.leaves(grads)]
+        shards = accumulate.summed_shards(tx.config, schedule, leaves, includes_outer=True)
+        dtypes.extend(x.dtype for x in shards)
+        return packing.flat_of(schedule.layout, shards, jnp.float32)
+
+    specs = tx.config.parallel
+    sharded = jax.shard_map(
+        reduce,
+        mesh=tx.config.mesh,
+        in_specs=specs.batch_spec,
+        out_specs=specs.state_spec,
+        check_vma=False,
+    )
+    return jax.jit(sharded)(jda.shard_batch(local_grads, tx)), dtypes
