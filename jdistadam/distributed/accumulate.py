@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import collectives, trees, varying
+from jdistadam.core.types import Grads, Params
 from jdistadam.distributed import packing, transport
 from jdistadam.distributed.checks import check_grads, check_inside, refuse_weights_of_sums
 from jdistadam.distributed.config import DistributedConfig
@@ -46,7 +47,9 @@ class AccumulatedGrads:
         return treedef.unflatten(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves)
 
 
-def init_grads_local(config: DistributedConfig, seen: SeenParams, params: Any) -> AccumulatedGrads:
+def init_grads_local(
+    config: DistributedConfig, seen: SeenParams, params: Params
+) -> AccumulatedGrads:
     """A sum of no gradients."""
     check_inside(config.parallel, "init_grads")
     trees.check_dtypes(params, name="params")
@@ -65,7 +68,7 @@ def init_grads_local(config: DistributedConfig, seen: SeenParams, params: Any) -
 
 
 def accumulate_local(
-    config: DistributedConfig, seen: SeenParams, acc: AccumulatedGrads, grads: Any, weight: Any
+    config: DistributedConfig, seen: SeenParams, acc: AccumulatedGrads, grads: Grads, weight: Any
 ) -> AccumulatedGrads:
     """Adds one micro-batch's gradients, in main_grads_dtype."""
     check_inside(config.parallel, "accumulate")
@@ -156,7 +159,7 @@ class SummedGrads(NamedTuple):
 
 
 def sum_over_devices(
-    config: DistributedConfig, schedule: Schedule, grads: Any, treedef: Any
+    config: DistributedConfig, schedule: Schedule, grads: Grads, treedef: Any
 ) -> SummedGrads:
     """Sums local gradients, or what ``accumulate`` returned, over all devices.
 

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jdistadam.core import trees, varying
 from jdistadam.core.arguments import check_flag
 from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.core.types import Grads, Params
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.layout_identity import differences
@@ -75,7 +76,7 @@ def check_stacked(stacked: Any, sharding_strategy: str) -> None:
         )
 
 
-def refuse_weights_of_sums(grads: Any, whole: Any) -> None:
+def refuse_weights_of_sums(grads: Grads, whole: Params) -> None:
     """Raises where a device's weight would multiply what is the sum over all of them already."""
     pairs = zip(
         trees.paths(grads, "grads"), jax.tree.leaves(grads), jax.tree.leaves(whole), strict=True
@@ -107,9 +108,9 @@ def check_inside(parallel: DataParallel, function: str) -> None:
 def check_grads(
     config: DistributedConfig,
     layout: Layout,
-    grads: Any,
+    grads: Grads,
     *,
-    whole: Any,
+    whole: Params,
     marker: Any,
     like_name: str,
 ) -> None:
@@ -149,7 +150,7 @@ def check_grads(
 
 
 def check_step(
-    config: DistributedConfig, layout: Layout, state: Any, params: Any, identity: Any
+    config: DistributedConfig, layout: Layout, state: Any, params: Params, identity: Any
 ) -> None:
     """Raises unless params and state are what a device holds of them.
 

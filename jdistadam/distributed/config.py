@@ -19,6 +19,7 @@ from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.core.loss_scale import DynamicLossScale
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.core.types import Params
 from jdistadam.distributed import param_specs
 from jdistadam.distributed.layout import Layout, Leaf, make_layout
 from jdistadam.distributed.layout_identity import identity_of
@@ -59,17 +60,17 @@ class DistributedConfig:
         """Number of devices that share the optimizer state."""
         return self.parallel.num_shards
 
-    def tensor_local(self, params: Any) -> Any:
+    def tensor_local(self, params: Params) -> Any:
         """Returns the shapes of the whole params on one device, for global params."""
         specs = param_specs.tensor_specs(self.given_param_specs, params)
         return param_specs.shapes_on_a_device(self.parallel, params, specs)
 
-    def tensor_specs(self, params: Any) -> Any:
+    def tensor_specs(self, params: Params) -> Any:
         """Returns the PartitionSpec of every leaf over tensor axes alone."""
         specs = param_specs.tensor_specs(self.given_param_specs, params)
         return jax.tree.unflatten(jax.tree.structure(params), specs)
 
-    def layout(self, whole: Any) -> Layout:
+    def layout(self, whole: Params) -> Layout:
         """Returns where every element of the state belongs, for a tree of whole params."""
         rows = self.groups.row_of_leaves(whole)
         specs = param_specs.tensor_specs(self.given_param_specs, whole)
@@ -99,7 +100,7 @@ class DistributedConfig:
             shards_params=self.parallel.shards_params,
         )
 
-    def schedule(self, whole: Any, *, accumulate_steps: int = 1) -> Schedule:
+    def schedule(self, whole: Params, *, accumulate_steps: int = 1) -> Schedule:
         """Returns what one step sends, in which order, with the layout; for whole params."""
         layout = self.layout(whole)
         return make_schedule(layout, self.parallel, self.policy, accumulate_steps)
@@ -132,7 +133,7 @@ class DistributedConfig:
         return tuple(axis for axis in self.parallel.tensor_axes if self.mesh.shape[axis] > 1)
 
 
-def global_specs(config: DistributedConfig, layout: Layout, params: Any) -> Any:
+def global_specs(config: DistributedConfig, layout: Layout, params: Params) -> Any:
     """Returns the PartitionSpec of every leaf of global params, over tensor and data axes."""
     specs: list[P] = param_specs.tensor_specs(config.given_param_specs, params)
     specs = param_specs.with_data_axes(layout, config.parallel, specs)

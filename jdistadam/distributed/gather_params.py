@@ -7,13 +7,14 @@ from typing import Any
 import jax
 
 from jdistadam.core import varying
+from jdistadam.core.types import Params
 from jdistadam.distributed import transport
 from jdistadam.distributed.checks import check_inside
 from jdistadam.distributed.schedule import BucketSchedule
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 
 
-def local_params(params: Any, tx: DistributedTransformation) -> Any:
+def local_params(params: Params, tx: DistributedTransformation) -> Any:
     """Marks replicated params as different on each device, BEFORE ``jax.grad``.
 
     Inside ``jax.shard_map(check_vma=True)`` the gradient of a replicated array is summed over the

@@ -12,6 +12,7 @@ import numpy as np
 from jdistadam import compat
 from jdistadam.core import collectives, varying
 from jdistadam.core.main_params import MainParams
+from jdistadam.core.types import OptState, Params
 from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
@@ -34,18 +35,17 @@ def main_shard(config: DistributedConfig, layout: Layout, params: Sequence[Any])
 
 
 def with_main_params(
-    config: DistributedConfig, specs: Any, opt_state: Any, params: Any, main: Any
+    config: DistributedConfig, layout: Layout, specs: Any, opt_state: OptState, main: Params
 ) -> Any:
     """Returns the state with main parameters of the values of ``main``.
 
     Args:
       config: The configuration.
+      layout: The layout of the params.
       specs: PartitionSpecs of the params.
       opt_state: The state, or that of a chain.
-      params: Tree of global params, or of their shapes.
-      main: Tree of arrays like params, in float32 or in a dtype that float32 holds.
+      main: Tree of global arrays like params, in float32 or in a dtype that float32 holds.
     """
-    layout = config.layout(config.tensor_local(params))
     if not layout.main_size:
         return opt_state
     shard = compat.shard_map(
@@ -59,7 +59,7 @@ def with_main_params(
 
 
 def paths_that_differ(
-    config: DistributedConfig, specs: Any, params: Any, opt_state: Any
+    config: DistributedConfig, layout: Layout, specs: Any, params: Params, opt_state: OptState
 ) -> list[str]:
     """Returns the paths of params that are not the rounded main parameters of the state.
 
@@ -69,6 +69,7 @@ def paths_that_differ(
 
     Args:
       config: The configuration.
+      layout: The layout of the params.
       specs: PartitionSpecs of the params.
       params: Tree of global params.
       opt_state: The state, or that of a chain.
@@ -76,7 +77,6 @@ def paths_that_differ(
     main = find_state(opt_state).main_params
     if main is None or config.policy.main_params is MainParams.REMAINDER16:
         return []
-    layout = config.layout(config.tensor_local(params))
     compare = compat.shard_map(
         lambda params, main: _differ_local(config, layout, params, main),
         mesh=config.mesh,
@@ -93,7 +93,9 @@ def paths_that_differ(
     ]
 
 
-def _differ_local(config: DistributedConfig, layout: Layout, params: Any, main: Any) -> jax.Array:
+def _differ_local(
+    config: DistributedConfig, layout: Layout, params: Params, main: Any
+) -> jax.Array:
     """For each bucket with main parameters, whether any device's shard of the params differs."""
     leaves = jax.tree.leaves(params)
     found = []

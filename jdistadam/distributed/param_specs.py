@@ -10,12 +10,13 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
 from jdistadam.core.masks import for_each_leaf
+from jdistadam.core.types import Params
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.errors import MeshError, ShapeError
 
 
-def tensor_specs(given: Any, params: Any) -> list[P]:
+def tensor_specs(given: Any, params: Params) -> list[P]:
     """Returns the PartitionSpec of each leaf over tensor axes alone.
 
     Args:
@@ -35,7 +36,7 @@ def tensor_specs(given: Any, params: Any) -> list[P]:
     )
 
 
-def shapes_on_a_device(parallel: DataParallel, params: Any, specs: Iterable[P]) -> Any:
+def shapes_on_a_device(parallel: DataParallel, params: Params, specs: Iterable[P]) -> Any:
     """Returns the shapes that global params have on one device, as far as tensor axes cut them."""
     specs = list(specs)
     if not any(map(axes_of, specs)):

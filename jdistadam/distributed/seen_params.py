@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jdistadam.core.types import Params
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.schedule import BucketSchedule, Schedule
 from jdistadam.errors import MeshError
@@ -28,7 +29,7 @@ class SeenParams:
         # By the shapes of one layer, then by the dimensions that are scattered.
         self._layers: dict[Any, dict[Any, tuple[LayerLeaf | None, ...]]] = {}
 
-    def schedule_of_whole(self, whole: Any) -> Schedule:
+    def schedule_of_whole(self, whole: Params) -> Schedule:
         """Returns the schedule for whole params, arrays or shapes; remembers their shards."""
         key = _key(whole)
         if key not in self._schedules:
@@ -38,7 +39,7 @@ class SeenParams:
                 self._remember_shards(key, schedule, whole)
         return self._schedules[key]
 
-    def schedule(self, params: Any) -> Schedule:
+    def schedule(self, params: Params) -> Schedule:
         """Returns the schedule for params as a device holds them inside of shard_map.
 
         Raises:
@@ -80,7 +81,7 @@ class SeenParams:
             )
         return known[0] if known else None
 
-    def _remember_shards(self, key: Any, schedule: Schedule, whole: Any) -> None:
+    def _remember_shards(self, key: Any, schedule: Schedule, whole: Params) -> None:
         """Notes what devices hold, and what the loss of train_step gets: stacked leaves alone."""
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(whole)]
         held, in_loss = list(shapes), list(shapes)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jdistadam.core import trees
 from jdistadam.core.loss_scale import LossScaleState
+from jdistadam.core.types import OptState, Params
 from jdistadam.errors import TreeError
 
 
@@ -51,13 +52,13 @@ class StepResult(NamedTuple):
         where that was checked before.
     """
 
-    params: Any
-    opt_state: Any
+    params: Params
+    opt_state: OptState
     is_skipped: jax.Array | None
     is_other_layout: jax.Array | None
 
 
-def find_state(opt_state: Any) -> DistributedState:
+def find_state(opt_state: OptState) -> DistributedState:
     """Returns the DistributedState inside of what may be the state of a chain."""
     parts = jax.tree.leaves(opt_state, is_leaf=is_distributed_state)
     found = [part for part in parts if is_distributed_state(part)]
@@ -85,7 +86,7 @@ def check_own_state(state: Any) -> None:
         )
 
 
-def map_state(function: Callable[[DistributedState], Any], opt_state: Any) -> Any:
+def map_state(function: Callable[[DistributedState], Any], opt_state: OptState) -> Any:
     """Replaces the DistributedState inside of what may be the state of a chain."""
     return jax.tree.map(
         lambda part: function(part) if is_distributed_state(part) else part,
@@ -94,7 +95,7 @@ def map_state(function: Callable[[DistributedState], Any], opt_state: Any) -> An
     )
 
 
-def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:
+def scale_loss(loss: jax.Array, opt_state: OptState) -> jax.Array:
     """Returns the loss times the loss scale of the state, in float32: what to differentiate.
 
     ``train_step`` does this by itself. In your own loop::

@@ -11,6 +11,7 @@ import optax
 
 from jdistadam.core import trees, varying
 from jdistadam.core.loss_scale import LossScaleState, new_loss_scale, next_loss_scale
+from jdistadam.core.types import Grads, Params
 from jdistadam.distributed.accumulate import AccumulatedGrads, SummedGrads, sum_over_devices
 from jdistadam.distributed.checks import check_inside, check_scaling, check_step
 from jdistadam.distributed.config import DistributedConfig
@@ -31,7 +32,7 @@ from jdistadam.kernels.adam import Scalars
 from jdistadam.kernels.coefficients import coefficient_row
 
 
-def init_local(config: DistributedConfig, layout: Layout, params: Any) -> DistributedState:
+def init_local(config: DistributedConfig, layout: Layout, params: Params) -> DistributedState:
     """This device's part of the initial state; ``params`` are whole, or shards."""
     main = main_shard(config, layout, jax.tree.leaves(params)) if layout.main_size else None
     # Varying over the axes also for the type checker of shard_map, as shards are.
@@ -51,9 +52,9 @@ def init_local(config: DistributedConfig, layout: Layout, params: Any) -> Distri
 def step_local(
     config: DistributedConfig,
     seen: SeenParams,
-    grads: Any,
+    grads: Grads,
     state: DistributedState,
-    params: Any,
+    params: Params,
     *,
     is_verified: bool = False,
 ) -> StepResult:
@@ -145,7 +146,7 @@ def _any(*flags: jax.Array | None) -> jax.Array | None:
 
 
 def grad_norm_local(
-    config: DistributedConfig, seen: SeenParams, grads: Any, state: Any
+    config: DistributedConfig, seen: SeenParams, grads: Grads, state: Any
 ) -> jax.Array:
     """The global norm of the mean gradient, reduced as a step reduces it."""
     check_inside(config.parallel, "grad_norm")

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam import compat
 from jdistadam.core import trees, varying
 from jdistadam.core.loss_scale import LossScaleState
+from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.distributed.accumulate import AccumulatedGrads, accumulate_local, init_grads_local
 from jdistadam.distributed.checks import check_alive, check_identity
 from jdistadam.distributed.config import DistributedConfig, global_specs
@@ -60,14 +61,16 @@ class DistributedTransformation(FusedTransformation):
     ) -> DistributedTransformation:
         """Makes ``update`` and ``step`` of a local step, and joins what they were made from."""
 
-        def step(grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+        def step(grads: Grads, state: Any, params: Params, **extra_args: Any) -> tuple[Any, Any]:
             if params is None:
                 raise ValueError(optax._src.base.NO_PARAMS_MSG)
             compat.refuse_empty_leaves(config.mesh, params)
             result = local_step(grads, state, params, **extra_args)
             return result.params, result.opt_state
 
-        def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        def update(
+            grads: Grads, state: Any, params: Params = None, **extra: Any
+        ) -> tuple[Any, Any]:
             new, state = step(grads, state, params, **extra)
             # In float32, so that apply_updates lands exactly on a 16-bit parameter.
             f32 = jnp.float32
@@ -78,7 +81,7 @@ class DistributedTransformation(FusedTransformation):
         self.config, self.specs = config, specs
         return self
 
-    def state_specs(self, params: Any = None) -> Any:
+    def state_specs(self, params: Params = None) -> Any:
         """Returns the PartitionSpecs of the state, for shard_map's in_specs and out_specs.
 
         They are the same for all params.
@@ -86,7 +89,7 @@ class DistributedTransformation(FusedTransformation):
         del params
         return self.specs
 
-    def param_specs(self, params: Any) -> Any:
+    def param_specs(self, params: Params) -> Any:
         """Returns the PartitionSpec of every parameter, for shard_map's in_specs and out_specs.
 
         Under "optim_grads_params" large leaves are sharded over ``shard_axis``; besides, leaves are
@@ -96,10 +99,9 @@ class DistributedTransformation(FusedTransformation):
           params: Tree of arrays or ``jax.ShapeDtypeStruct`` as they are outside of shard_map.
         """
         trees.check_dtypes(params, name="params")
-        schedule = self.seen.schedule_of_whole(self.config.tensor_local(params))
-        return global_specs(self.config, schedule.layout, params)
+        return global_specs(self.config, self.layout(params), params)
 
-    def layout(self, params: Any) -> Layout:
+    def layout(self, params: Params) -> Layout:
         """Returns where each element of the state belongs; ``print`` shows it as a table.
 
         Args:
@@ -113,9 +115,9 @@ class DistributedTransformation(FusedTransformation):
           (32768, (512, 64))
         """
         trees.check_dtypes(params, name="params")
-        return self.config.layout(self.config.tensor_local(params))
+        return self.seen.schedule_of_whole(self.config.tensor_local(params)).layout
 
-    def check_state(self, opt_state: Any, params: Any) -> None:
+    def check_state(self, opt_state: OptState, params: Params) -> None:
         """Raises where a state is of another layout than the one for these params; outside of jit.
 
         The layout depends on the paths, shapes and dtypes of the params, on ``param_labels`` that
@@ -139,7 +141,7 @@ class DistributedTransformation(FusedTransformation):
         check_alive(state)
         check_identity(self.config.identity(self.layout(params)), state)
 
-    def init_grads(self, params: Any) -> AccumulatedGrads:
+    def init_grads(self, params: Params) -> AccumulatedGrads:
         """Returns a sum of no gradients, to which ``accumulate`` adds; inside shard_map.
 
         Args:
@@ -147,7 +149,9 @@ class DistributedTransformation(FusedTransformation):
         """
         return init_grads_local(self.config, self.seen, params)
 
-    def accumulate(self, acc: AccumulatedGrads, grads: Any, weight: Any = None) -> AccumulatedGrads:
+    def accumulate(
+        self, acc: AccumulatedGrads, grads: Grads, weight: Any = None
+    ) -> AccumulatedGrads:
         r"""Adds one micro-batch's local gradients.
 
         Under "no_shard" and "optim" nothing is sent until ``step``; under "optim_grads" and
@@ -172,7 +176,7 @@ class DistributedTransformation(FusedTransformation):
         """
         return accumulate_local(self.config, self.seen, acc, grads, weight)
 
-    def grad_norm(self, grads: Any, state: Any = None) -> jax.Array:
+    def grad_norm(self, grads: Grads, state: Any = None) -> jax.Array:
         """Returns the global norm of the mean gradient before clipping, as ``step`` computes it.
 
         XLA merges its communication with that of a ``step`` on the same gradients in the same
@@ -204,7 +208,7 @@ def make_distributed(config: DistributedConfig) -> DistributedTransformation:
     """Joins the pieces."""
     mesh, parallel, seen = config.mesh, config.parallel, SeenParams(config)
 
-    def init(params: Any) -> DistributedState:
+    def init(params: Params) -> DistributedState:
         trees.check_dtypes(params, name="params")
         if not varying.unbound(parallel.shard_axes):
             return init_local(config, seen.schedule(params).layout, params)
@@ -221,12 +225,12 @@ def make_distributed(config: DistributedConfig) -> DistributedTransformation:
         return jax.jit(local)(params)
 
     def local_step(
-        grads: Any, state: Any, params: Any, *, is_verified: bool = False, **extra_args: Any
+        grads: Grads, state: Any, params: Params, *, is_verified: bool = False, **extra_args: Any
     ) -> StepResult:
         del extra_args
         return step_local(config, seen, grads, state, params, is_verified=is_verified)
 
-    def norm(grads: Any, state: Any) -> jax.Array:
+    def norm(grads: Grads, state: Any) -> jax.Array:
         return grad_norm_local(config, seen, grads, state)
 
     tx = DistributedTransformation.make(

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jdistadam.core.types import Grads, Params
 from jdistadam.distributed.optimizer import distributed_fused_adamw
 from jdistadam.drop_in.optimizer import fused_adamw
 
@@ -102,7 +103,7 @@ def _ours(**kwargs: Any) -> tuple[Any, Any]:
 def _optax() -> tuple[Any, Any]:
     tx = optax.adamw(**HYPER)
 
-    def step(grads: Any, state: Any, params: Any) -> Any:
+    def step(grads: Grads, state: Any, params: Params) -> Any:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -200,7 +201,7 @@ def looped(step: Any, steps: int) -> Any:
 
     # all is donated: gradients that were copied would lie elsewhere in every other program
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
-    def run(params: Any, state: Any, grads: Any) -> Any:
+    def run(params: Params, state: Any, grads: Grads) -> Any:
         def body(_: Any, carry: Any) -> Any:
             fresh = jax.lax.optimization_barrier(grads)  # nothing is hoisted out of the loop
             return step(fresh, carry[1], carry[0])
@@ -230,12 +231,12 @@ class Measured(NamedTuple):
     compile_seconds: float | None = None
 
 
-def fresh_arrays(tree: str, variant: str, grads: Any = None) -> Any:
+def fresh_arrays(tree: str, variant: str, grads: Grads = None) -> Any:
     """Params, state and gradients: these, or new ones."""
-    shapes, how = TREES[tree], VARIANTS[variant]
-    params = make_tree(shapes, 0.1, how.param_dtype)
-    state = jax.jit(how.make()[0])(params)
-    grads = make_tree(shapes, 0.01, how.grad_dtype) if grads is None else grads
+    shapes, settings = TREES[tree], VARIANTS[variant]
+    params = make_tree(shapes, 0.1, settings.param_dtype)
+    state = jax.jit(settings.make()[0])(params)
+    grads = make_tree(shapes, 0.01, settings.grad_dtype) if grads is None else grads
     return jax.block_until_ready((params, state, grads))
 
 
@@ -256,16 +257,16 @@ def measure(
       device_seconds: ``device_seconds(program, args)`` runs the compiled program of fewer steps
         and returns the time of the device alone.
     """
-    shapes, how = TREES[tree], VARIANTS[variant]
+    shapes, settings = TREES[tree], VARIANTS[variant]
     parameters = sum(int(np.prod(shape)) for shape in shapes.values())
-    floor = parameters * how.bytes_per_parameter / copy
+    floor = parameters * settings.bytes_per_parameter / copy
     on_device = None
     loops = loops or loops_for(floor)
     args = fresh_arrays(tree, variant)
     programs: dict[int, Program] = {}
 
     def make(steps: int) -> Program:
-        programs[steps] = looped(how.make()[1], steps).lower(*args).compile()
+        programs[steps] = looped(settings.make()[1], steps).lower(*args).compile()
         return programs[steps]
 
     wall, args = slope(make, loops, args)

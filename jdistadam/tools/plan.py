@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax.numpy as jnp
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count
 from jdistadam.core.main_params import MainParams
+from jdistadam.core.types import Params
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.schedule import BucketSchedule, Collective
@@ -66,7 +66,7 @@ class Plan:
         return "\n".join([*lines, "", format_collectives(self.collectives)])
 
 
-def plan(params: Any, tx: DistributedTransformation, *, accumulate_steps: int = 1) -> Plan:
+def plan(params: Params, tx: DistributedTransformation, *, accumulate_steps: int = 1) -> Plan:
     r"""Says what a step of ``train_step`` needs on each device, before any array exists.
 
     With :math:`P` parameters on :math:`N` devices, float32 state and bfloat16 params, "optim" holds

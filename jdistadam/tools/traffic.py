@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jdistadam.core.types import Params
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.schedule import Collective
 
 
 def planned_collectives(
-    config: DistributedConfig, params: Any, *, accumulate_steps: int = 1
+    config: DistributedConfig, params: Params, *, accumulate_steps: int = 1
 ) -> list[Collective]:
     """Returns the collectives of one call of ``train_step`` that are larger than scalars.
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import collectives, trees
+from jdistadam.core.types import Grads, Params
 from jdistadam.distributed.accumulate import weighted
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import ShapeError
@@ -20,7 +21,7 @@ from jdistadam.training.nonfinite import leaves_not_finite
 class LocalResult(NamedTuple):
     """What one device found in its part of the batch."""
 
-    grads: Any  # a tree like params, or AccumulatedGrads
+    grads: Grads  # a tree like params, or AccumulatedGrads
     loss: jax.Array  # shape (), float32: the weighted sum over micro-batches
     weight: Any  # shape (), float32: the sum of weights; None: 1
     model_state: Any
@@ -33,7 +34,7 @@ def local_gradients(
     tx: DistributedTransformation,
     *,
     accumulate_steps: int,
-    params: Any,
+    params: Params,
     batch: Any,
     model_state: Any,
     rng: Any,
@@ -60,7 +61,7 @@ class _Gradient:
 
     loss_fn: LossFunction
     tx: DistributedTransformation
-    params: Any
+    params: Params
     rng: Any
     loss_scale: Any
     report_nonfinite: bool
@@ -68,7 +69,7 @@ class _Gradient:
     def __call__(self, i: Any, batch: Any, model_state: Any) -> tuple[LossOutput, Any, Any]:
         """Returns for micro-batch ``i`` its output, gradients, and which are not finite."""
 
-        def loss_and_output(params: Any) -> tuple[jax.Array, LossOutput]:
+        def loss_and_output(params: Params) -> tuple[jax.Array, LossOutput]:
             key = None if self.rng is None else jax.random.fold_in(self.rng, i)
             out = self.loss_fn(params, batch, model_state, key)
             return out.loss if self.loss_scale is None else out.loss * self.loss_scale, out

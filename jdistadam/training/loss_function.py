@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_flag
+from jdistadam.core.types import Params
 from jdistadam.errors import DtypeError, PolicyError, TreeError
 
 
@@ -47,7 +48,7 @@ class LossFunction:
                 action="Call train_step(loss_fn, tx).",
             )
 
-    def __call__(self, params: Any, batch: Any, model_state: Any, rng: Any) -> LossOutput:
+    def __call__(self, params: Params, batch: Any, model_state: Any, rng: Any) -> LossOutput:
         """Calls it with the keywords that are set."""
         given = {"model_state": model_state, "rng": rng}
         keywords = {name: value for name, value in given.items() if value is not None}
@@ -106,7 +107,7 @@ class LossFunction:
             "given to TrainState.create.",
         )
 
-    def _check_signature(self, params: Any, batch: Any, keywords: dict[str, Any]) -> None:
+    def _check_signature(self, params: Params, batch: Any, keywords: dict[str, Any]) -> None:
         """Raises TreeError where the function cannot be called so."""
         try:
             signature = inspect.signature(self.function)
@@ -169,7 +170,9 @@ def _arrays(aux: Any) -> Any:
     return aux
 
 
-def refuse_summed_loss(loss_fn: Callable[[Any], Any], params: Any, axes: tuple[str, ...]) -> None:
+def refuse_summed_loss(
+    loss_fn: Callable[[Any], Any], params: Params, axes: tuple[str, ...]
+) -> None:
     """Raises PolicyError where a loss is the plain sum over devices, as ``psum`` returns it.
 
     The loss of a step is the mean over devices already. A ``pmean``, or a sum that is divided by a

@@ -9,18 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import collectives, trees, varying
+from jdistadam.core.types import Grads, Params
 from jdistadam.distributed.checks import check_inside
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import DtypeError, ShapeError
 
 
-def leaves_not_finite(grads: Any) -> jax.Array:
+def leaves_not_finite(grads: Grads) -> jax.Array:
     """Whether each leaf holds a value that is not finite; shape (leaves,), bool."""
     found = [~jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(grads)]
     return jnp.stack(found) if found else jnp.zeros((0,), jnp.bool_)
 
 
-def count_nonfinite(grads: Any, tx: DistributedTransformation) -> jax.Array:
+def count_nonfinite(grads: Grads, tx: DistributedTransformation) -> jax.Array:
     """Counts, for each leaf, the devices whose own gradient is not finite; inside shard_map.
 
     One more read of the gradients, and one all-reduce of four bytes a leaf. ``train_step`` does it
@@ -47,7 +48,7 @@ def sum_over_devices(found: jax.Array, tx: DistributedTransformation) -> jax.Arr
     return collectives.all_reduce(count, everyone)
 
 
-def nonfinite_paths(counts: Any, params: Any) -> dict[str, int]:
+def nonfinite_paths(counts: Any, params: Params) -> dict[str, int]:
     """Names the parameters whose gradient was not finite somewhere.
 
     Args:

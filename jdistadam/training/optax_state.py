@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
+from jdistadam.core.types import OptState, Params
 from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
@@ -63,7 +64,7 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
     return jax.tree.unflatten(treedef, main), opt_state
 
 
-def main_params(params: Any, opt_state: Any, tx: Any = None) -> Any:
+def main_params(params: Params, opt_state: OptState, tx: Any = None) -> Any:
     """Returns the exact parameters that the optimizer updates.
 
     Args:
@@ -117,7 +118,7 @@ def main_params(params: Any, opt_state: Any, tx: Any = None) -> Any:
 
 
 def _main_leaves(
-    config: DistributedConfig, layout: Layout, params: Any, state: DistributedState
+    config: DistributedConfig, layout: Layout, params: Params, state: DistributedState
 ) -> list[np.ndarray]:
     """The leaves that the optimizer updates: main parameters, or the params where none are kept."""
     main = [_fetch(x) for x in jax.tree.leaves(params)]
@@ -129,7 +130,11 @@ def _main_leaves(
 
 
 def from_optax_state(
-    main_params: Any, opt_state: Any, tx: DistributedTransformation, *, param_dtypes: Any = None
+    main_params: Params,
+    opt_state: OptState,
+    tx: DistributedTransformation,
+    *,
+    param_dtypes: Any = None,
 ) -> TrainState:
     """Shards parameters and a state of ``optax.adamw`` over the mesh of ``tx``.
 
@@ -177,7 +182,7 @@ def from_optax_state(
 _MOMENTS = (*trees.STORAGE_DTYPES, np.float64)  # what can be rounded to policy.mu_dtype
 
 
-def _refuse_state(name: str, params: Any, call: str) -> None:
+def _refuse_state(name: str, params: Params, call: str) -> None:
     """Raises TreeError where a state was passed as params: swapped, or a whole train state."""
     kinds = (TrainState, DistributedState, MainParamsState, optax.ScaleByAdamState)
     parts = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kinds))
@@ -193,7 +198,7 @@ def _refuse_state(name: str, params: Any, call: str) -> None:
 
 def _shard(
     tx: DistributedTransformation,
-    params: Any,
+    params: Params,
     adam: optax.ScaleByAdamState,
     old: DistributedState,
 ) -> DistributedState:
@@ -228,7 +233,7 @@ def _shard(
 
 
 def _global_leaves(
-    config: DistributedConfig, layout: Layout, params: Any, flat: Any
+    config: DistributedConfig, layout: Layout, params: Params, flat: Any
 ) -> list[np.ndarray]:
     """Returns the leaves that lie in the flat array of a state, put together from all devices."""
     parts = config.parallel.size(config.parallel.tensor_axes)
@@ -245,13 +250,13 @@ def _global_leaves(
 
 
 def _tensor_part(
-    config: DistributedConfig, params: Any, leaves: list[np.ndarray], part: int
+    config: DistributedConfig, params: Params, leaves: list[np.ndarray], part: int
 ) -> list[np.ndarray]:
     """Cuts global leaves down to what the devices of one tensor-parallel part hold."""
     return [x[where] for x, where in zip(leaves, _blocks(config, params, part), strict=True)]
 
 
-def _blocks(config: DistributedConfig, params: Any, part: int) -> list[tuple[slice, ...]]:
+def _blocks(config: DistributedConfig, params: Params, part: int) -> list[tuple[slice, ...]]:
     """Where the devices of one tensor-parallel part lie in every global leaf."""
     axes = config.parallel.tensor_axes
     sizes = [config.mesh.shape[axis] for axis in axes]
@@ -285,7 +290,7 @@ def _exported(x: Any) -> Any:
     return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
 
 
-def _optax_template(tx: DistributedTransformation, params: Any) -> Any:
+def _optax_template(tx: DistributedTransformation, params: Params) -> Any:
     return jax.eval_shape(tx.config.like_optax.init, params)
 
 

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import trees
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.precision import MixedPrecisionPolicy, float_dtype
+from jdistadam.core.types import OptState, Params
 from jdistadam.distributed.checks import check_alive, check_identity_type
 from jdistadam.distributed.layout_identity import differences
 from jdistadam.distributed.main_params import paths_that_differ, with_main_params
@@ -35,8 +36,8 @@ class TrainState:
     ``reload_main_params``; ``train_step`` raises where params were changed in another way.
     """
 
-    params: Any
-    opt_state: Any
+    params: Params
+    opt_state: OptState
     model_state: Any = None
     rng: Any = None
 
@@ -82,7 +83,7 @@ class TrainState:
     @classmethod
     def create(
         cls,
-        params: Any,
+        params: Params,
         tx: DistributedTransformation,
         *,
         param_dtypes: Any = None,
@@ -124,13 +125,13 @@ class TrainState:
             is_leaf=is_distributed_state,
         )
         if param_dtypes is not None:
-            specs = tx.param_specs(rounded)
-            opt_state = with_main_params(tx.config, specs, opt_state, rounded, params)
+            layout, specs = tx.layout(rounded), tx.param_specs(rounded)
+            opt_state = with_main_params(tx.config, layout, specs, opt_state, params)
         return remember_params(cls(rounded, opt_state, model_state, rng))
 
     @classmethod
     def shapes(
-        cls, params: Any, tx: DistributedTransformation, *, param_dtypes: Any = None
+        cls, params: Params, tx: DistributedTransformation, *, param_dtypes: Any = None
     ) -> TrainState:
         """Returns shapes, dtypes and shardings of what ``create`` makes, and makes no array.
 
@@ -165,7 +166,7 @@ class TrainState:
         return jax.tree.map(place, specs, shapes, is_leaf=lambda x: isinstance(x, P))
 
 
-def _placement(tx: DistributedTransformation, params: Any) -> Any:
+def _placement(tx: DistributedTransformation, params: Params) -> Any:
     """The sharding of every parameter."""
     specs = tx.param_specs(params)
     return jax.tree.map(lambda spec: NamedSharding(tx.config.mesh, spec), specs)
@@ -186,7 +187,7 @@ def copy_to(tree: Any, sharding: Any) -> Any:
     return jax.jit(lambda tree: jax.tree.map(copy, tree))(jax.device_put(tree, sharding))
 
 
-def _dtypes_of(params: Any, dtypes: Any) -> Any:
+def _dtypes_of(params: Params, dtypes: Any) -> Any:
     """Returns a tree of dtypes like params, from None, one dtype or such a tree."""
     if dtypes is None:
         return jax.tree.map(lambda x: x.dtype, params)
@@ -196,7 +197,7 @@ def _dtypes_of(params: Any, dtypes: Any) -> Any:
     return jax.tree.map(lambda dtype: float_dtype("param_dtypes", dtype), dtypes)
 
 
-def _rounded(policy: MixedPrecisionPolicy, params: Any, dtypes: Any) -> Any:
+def _rounded(policy: MixedPrecisionPolicy, params: Params, dtypes: Any) -> Any:
     """Params in the dtypes in which the model computes."""
 
     def rounded(x: Any, dtype: Any) -> Any:
@@ -237,7 +238,8 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
     check_alive(find_state(state.opt_state))
     config = tx.config
     trees.check_dtypes(state.params, name="params")
-    identity = config.identity(tx.layout(state.params))
+    layout = tx.layout(state.params)
+    identity = config.identity(layout)
     kept = find_state(state.opt_state).layout_identity
     check_identity_type(identity, kept)
     if found := differences(identity, np.asarray(kept)):
@@ -250,7 +252,7 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
         )
     params = copy_to(state.params, _placement(tx, state.params))
     specs = tx.param_specs(params)
-    opt_state = with_main_params(config, specs, state.opt_state, params, params)
+    opt_state = with_main_params(config, layout, specs, state.opt_state, params)
     return remember_params(dataclasses.replace(state, params=params, opt_state=opt_state))
 
 
@@ -316,8 +318,8 @@ def check_params_follow(state: TrainState, tx: DistributedTransformation) -> Non
 
     A comparison of values, for states that are not known.
     """
-    specs = tx.param_specs(state.params)
-    if paths := paths_that_differ(tx.config, specs, state.params, state.opt_state):
+    layout, specs = tx.layout(state.params), tx.param_specs(state.params)
+    if paths := paths_that_differ(tx.config, layout, specs, state.params, state.opt_state):
         more = f" and {len(paths) - 1} more (of {len(paths)})" if len(paths) > 1 else ""
         raise LayoutError(
             f"{paths[0]}{more}",

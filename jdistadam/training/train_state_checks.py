@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdistadam.core import trees
+from jdistadam.core.types import Params
 from jdistadam.errors import TreeError
 
 _FLAX_COLLECTIONS = {"batch_stats", "cache", "intermediates", "perturbations"}
 
 
-def check_created(params: Any, model_state: Any, rng: Any) -> None:
+def check_created(params: Params, model_state: Any, rng: Any) -> None:
     """Raises TreeError or DtypeError unless these are params, other arrays and a key of a model."""
     names = set(params) if isinstance(params, Mapping) else set()
     others = names & _FLAX_COLLECTIONS

@@ -48,6 +48,24 @@ def test_every_element_has_one_place(shapes, num_shards, bucket_bytes):
     assert end <= made.flat_size
 
 
+def test_the_picture_in_the_docstring_is_true():
+    leaves = [
+        layout.Leaf("w", (256, 128), jnp.dtype(jnp.bfloat16), 0),
+        layout.Leaf("s", (128, 128), jnp.dtype(jnp.float32), 0),
+        layout.Leaf("b", (3,), jnp.dtype(jnp.bfloat16), 0),
+    ]
+    made = layout.make_layout(
+        leaves, 2, 1 << 20, keeps_main=lambda dtype, scattered: dtype == jnp.bfloat16
+    )
+    assert [leaves[i].path for bucket in made.buckets for i in bucket.leaves] == ["w", "b", "s"]
+    assert [bucket.offset for bucket in made.buckets] == [0, 16384, 16512]
+    assert [bucket.shard_shape for bucket in made.buckets] == [(128, 128), (2,), (64, 128)]
+    assert [bucket.padding for bucket in made.buckets] == [0, 1, 0]
+    assert (made.flat_size, made.main_size) == (24704, 16512)
+    for number in ("16384", "16512", "24704"):
+        assert number in layout.__doc__
+
+
 @settings(max_examples=20, deadline=None)
 @given(shapes, st.sampled_from([1, 3, 4]))
 def test_leaves_come_back_exactly(shapes, num_shards):

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 import jdistadam as jda
-from jdistadam.distributed.schedule import planned_collectives
 from jdistadam.tools import hlo
+from jdistadam.tools.traffic import planned_collectives
 from support.h200 import WIDTH, collectives, loss_fn, params_of, placed
 
 POLICIES = {
