@@ -1,8 +1,8 @@
 """Whether two revisions of the package compile to the same programs for eight H200s.
 
-    python experiments/compare_programs.py compile --out /tmp/before     # with one revision
-    python experiments/compare_programs.py compile --out /tmp/after      # with the other
-    python experiments/compare_programs.py compare /tmp/before /tmp/after --out result.json
+    python experiments/compare_programs.py compile --out /tmp/f855107      # with one revision
+    python experiments/compare_programs.py compile --out /tmp/c617cfb      # with the other
+    python experiments/compare_programs.py compare /tmp/f855107 /tmp/c617cfb --out result.json
 
 Every sharding strategy with every precision policy, mesh, number of micro-batches and feature, and
 the drop-in with every placement of params and moments. Programs are compared as XLA scheduled them,
@@ -368,7 +368,8 @@ def compare(args):
     for verdict, count in counts.most_common():
         print(f"{count:>5} {verdict}")
     if args.out:
-        report.write_run(args.out, None, verdicts=dict(counts), others=rows)
+        folders = {"before": args.before.name, "after": args.after.name}
+        report.write_run(args.out, None, **folders, verdicts=dict(counts), others=rows)
     return int(
         any(
             v not in ("same program", "raises the same", "same operations and memory")

@@ -36,7 +36,7 @@ def with_mistakes(draw, call):
 
 @st.composite
 def sum_calls(draw):
-    """A sum, a pack or an unpack as reductions.py makes them."""
+    """A sum, a pack or an unpack as kernels/multi_tensor.py makes them."""
     flat, contributions = draw(st.sampled_from([(0, 1), (0, 3), (0, 8), (1, 1), (2, 1), (3, 1)]))
     sizes = draw(st.lists(st.sampled_from([33, 1, 0, 70]), max_size=3))
     gap = draw(st.integers(0, 5))
@@ -66,7 +66,7 @@ def norm_calls(draw):
 
 @st.composite
 def keep_calls(draw):
-    """Old shards as reductions.py asks for them."""
+    """Old shards as kernels/multi_tensor.py asks for them."""
     parts, row = draw(st.integers(1, 4)), draw(st.sampled_from([1, 3]))
     sizes = [row * n for n in draw(st.lists(st.sampled_from([11, 1, 0]), min_size=1, max_size=3))]
     dtype = draw(storage)
@@ -88,7 +88,7 @@ def graph_node_calls(draw):
 
 @st.composite
 def adam_calls(draw):
-    """A step as kernel.py makes it."""
+    """A step as kernels/adam.py makes it."""
     count = draw(st.sampled_from([2, 1, 3, 0]))
     sizes = draw(st.lists(st.sampled_from([33, 1, 0, 70]), min_size=count, max_size=count))
     offsets = np.cumsum([0, *sizes])[:-1].tolist() if count else []
