@@ -44,6 +44,7 @@ def test_address_and_undefined_behaviour_sanitizers_are_clean(tmp_path):
         assert done.returncode == 0 and "SUCCESS" in output, output
 
 
+@pytest.mark.slow
 def test_thread_sanitizer_is_clean(tmp_path):
     build_cpu(tmp_path / "driver", "-O1", "-fsanitize=thread")
     done, output = run([tmp_path / "driver"])
@@ -84,6 +85,7 @@ def cuda_driver(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_the_driver_compiles_for_cuda(cuda_driver):
     assert cuda_driver.exists()
 

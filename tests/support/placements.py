@@ -39,10 +39,21 @@ def make_mesh(shape, names, platform="cpu"):
     return jax.make_mesh(shape, names, devices=jax.devices(platform)[:size])
 
 
-def sampled(*rows):
-    """Of several rows of dtypes for each placement one runs always, in turn; the rest are slow."""
+def half(which, placement):
+    """Whether a placement is in one of two halves, each of all strategies and all kinds."""
+    kind, strategy = placement.split("-")
+    kinds = ("flat", "hybrid", "twice", "tuple")
+    return (kinds.index(kind) + STRATEGIES.index(strategy)) % 2 == which
+
+
+def sampled(*rows, which):
+    """Of a half of the placements one of several rows runs always, in turn; the rest are slow."""
+    always = [placement for placement in PLACEMENTS if half(which, placement)]
+    in_turn = {placement: rows[i % len(rows)] for i, placement in enumerate(always)}
     return [
-        pytest.param(placement, *row, marks=() if i % len(rows) == j else pytest.mark.slow)
-        for i, placement in enumerate(PLACEMENTS)
-        for j, row in enumerate(rows)
+        pytest.param(
+            placement, *row, marks=() if in_turn.get(placement) == row else pytest.mark.slow
+        )
+        for placement in PLACEMENTS
+        for row in rows
     ]

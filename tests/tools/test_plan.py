@@ -21,7 +21,7 @@ ROWS = [
     if strategy != "no_shard" or (where != "twice" and policy != "fp8 params")
 ]
 MARKED = [
-    pytest.param(*row, marks=() if i % 5 == 0 else pytest.mark.slow) for i, row in enumerate(ROWS)
+    pytest.param(*row, marks=() if i % 11 == 0 else pytest.mark.slow) for i, row in enumerate(ROWS)
 ]
 
 
