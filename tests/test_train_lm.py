@@ -49,6 +49,7 @@ def test_training_learns_and_leaves_its_report(tmp_path, options):
         assert "Optimizer state per device" in done.stdout and share in done.stdout
 
 
+@pytest.mark.slow
 def test_sharded_optimizer_follows_optax(tmp_path):
     """Same seed, same batches, float32 wire: the two curves are one curve."""
     curves = []

@@ -61,6 +61,7 @@ def test_reduced_gradients_are_the_sum_within_a_derived_bound(cpu_mesh, n, wire)
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize("n", MESH_SIZES)
+@often(lambda n, dtype: MESH_SIZES.index(n) % 2 == (dtype == jnp.bfloat16))
 def test_training_step_equals_one_device_optax(cpu_mesh, n, dtype):
     """10 steps, each from equal state, with masked decay, against jitted optax on the mean gradient.
 

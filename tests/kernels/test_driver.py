@@ -51,7 +51,7 @@ def test_thread_sanitizer_is_clean(tmp_path):
     assert done.returncode == 0 and "SUCCESS" in output, output
 
 
-@pytest.mark.parametrize("sanitize", [True, False])
+@pytest.mark.parametrize("sanitize", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_planted_bug_fails_the_run(tmp_path, sanitize):
     """One element too many: seen by the guard words alone, and by the sanitizer."""
     flags = ["-fsanitize=address"] if sanitize else []

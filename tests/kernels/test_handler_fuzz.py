@@ -11,7 +11,7 @@ from support.paths import TESTS
 SCRIPT = TESTS / "support" / "fuzz_handler.py"
 
 
-@pytest.mark.parametrize("calls", [225, pytest.param(900, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("calls", [450, pytest.param(900, marks=pytest.mark.slow)])
 def test_any_call_succeeds_or_raises(tmp_path, calls):
     """Wrong counts, dtypes, ranks, sizes, offsets, attributes, missing ones, broken aliases."""
     done = subprocess.run(

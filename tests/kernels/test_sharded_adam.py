@@ -102,7 +102,8 @@ def setup(axis_type, main, names=MATRIX, mesh=None):
 @pytest.mark.parametrize("method", ["step", "update"])
 @often(
     lambda method, main, axis_type: (
-        (MAINS.index(main) + (method == "step") + is_explicit(axis_type)) % 2 == 0
+        (method == "step") == (main != "remainder16")
+        and is_explicit(axis_type) == (main is not None)
     )
 )
 def test_results_lie_where_lay_what_they_replace(method, main, axis_type):
