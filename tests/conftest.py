@@ -1,6 +1,7 @@
 """Eight CPU devices for every test, and a GPU where there is one."""
 
 import glob
+import inspect
 import math
 import os
 import pathlib
@@ -22,11 +23,18 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 pytest.register_assert_rewrite("support")  # its assertions say what they compared, too
 
 
+def is_case(when, item):
+    """Whether a function of some of a test's parameters, by their names, is true."""
+    return when(*(item.callspec.params[name] for name in inspect.signature(when).parameters))
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if "h200s" in item.fixturenames:
             item.add_marker("h200")
+        if (mark := item.get_closest_marker("often")) and not is_case(mark.kwargs["when"], item):
+            item.add_marker("slow")
     if HAS_NVIDIA_DEVICE:
         return  # a test that needs several says so itself
     for item in items:

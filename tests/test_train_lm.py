@@ -24,15 +24,18 @@ def train(tmp_path, *options):
     return done, rows
 
 
+ALONE = [
+    ("--accumulate-steps", "2"),
+    ("--optimizer", "optax"),
+    ("--param-dtype", "bfloat16", "--mu-dtype", "bfloat16"),
+    ("--replicas", "2", "--strategy", "optim_grads", "--grad-reduce-dtype", "float32"),
+    ("--scan", "--strategy", "optim_grads_params", "--width", "64"),
+]
+ALL = [option for options in ALONE if "optax" not in options for option in options]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        ("--accumulate-steps", "2"),
-        ("--optimizer", "optax"),
-        ("--param-dtype", "bfloat16", "--mu-dtype", "bfloat16"),
-        ("--replicas", "2", "--strategy", "optim_grads", "--grad-reduce-dtype", "float32"),
-        ("--scan", "--strategy", "optim_grads_params", "--width", "64"),
-    ],
+    "options", [*(pytest.param(options, marks=pytest.mark.slow) for options in ALONE), ALL]
 )
 def test_training_learns_and_leaves_its_report(tmp_path, options):
     done, rows = train(tmp_path, "--steps", "30", *options)
@@ -46,6 +49,7 @@ def test_training_learns_and_leaves_its_report(tmp_path, options):
         assert "Optimizer state per device" in done.stdout and share in done.stdout
 
 
+@pytest.mark.slow
 def test_sharded_optimizer_follows_optax(tmp_path):
     """Same seed, same batches, float32 wire: the two curves are one curve."""
     curves = []
@@ -59,6 +63,7 @@ def test_sharded_optimizer_follows_optax(tmp_path):
     np.testing.assert_allclose(curves[0], curves[1], atol=1e-3)
 
 
+@pytest.mark.slow  # see distributed/test_processes.py
 def test_two_processes_train_as_one(tmp_path):
     """The launcher, gloo, and a float32 sum: only the order of the loss's own mean may differ."""
     curves = []

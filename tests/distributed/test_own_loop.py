@@ -18,6 +18,7 @@ from support.exact_sums import (
     without_empty,
 )
 from support.own_loop import jit_over_mesh, make_own_step, own_state
+from support.samples import often
 
 BF16 = jnp.bfloat16
 
@@ -25,6 +26,11 @@ BF16 = jnp.bfloat16
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize(("n", "dtype", "wire"), [(8, jnp.float32, jnp.float32), (8, BF16, BF16), (1, BF16, jnp.float32), (1, jnp.float32, BF16)], ids=str)  # fmt: skip
+@often(
+    lambda n, dtype, micro_batches, check_vma: (
+        check_vma == (dtype == jnp.float32) and (micro_batches == 3) == ((n == 8) == check_vma)
+    )
+)
 def test_own_loop_is_train_step(cpu_mesh, n, dtype, wire, micro_batches, check_vma):
     """10 steps of decayed, different data: params and state in every bit, and one program.
 

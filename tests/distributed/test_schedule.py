@@ -11,6 +11,7 @@ import jdistadam as jda
 from jdistadam.tools.traffic import format_collectives, planned_collectives
 from support.h200 import collectives
 from support.planned import PLACEMENTS, POLICIES, STRATEGIES, as_sent, compile_row, sent
+from support.samples import often
 
 ROWS = [
     ("flat", strategy, policy)
@@ -26,11 +27,21 @@ ROWS = [
 ]
 
 
-ALWAYS = ("float32", "float32 sum", "bf16 wire", "bf16 wire, float32 sum", "fp8 params")
-MARKED = [pytest.param(*row, marks=() if row[2] in ALWAYS else pytest.mark.slow) for row in ROWS]
+SAMPLE = {
+    ("flat", "no_shard", "float32"),
+    ("flat", "optim", "float32 sum"),
+    ("flat", "optim_grads", "fp8 params"),
+    ("flat", "optim_grads_params", "bf16 wire"),
+    ("hybrid", "no_shard", "bf16 wire"),
+    ("hybrid", "optim_grads_params", "bf16 wire, float32 sum"),
+    ("twice", "optim", "bf16 wire"),
+    ("twice", "optim_grads", "bf16 wire, float32 sum"),
+    ("tuple", "optim", "bf16 wire, float32 sum"),
+}
 
 
-@pytest.mark.parametrize(("placement", "strategy", "policy"), MARKED)
+@pytest.mark.parametrize(("placement", "strategy", "policy"), ROWS)
+@often(lambda placement, strategy, policy: (placement, strategy, policy) in SAMPLE)
 def test_what_is_sent_is_what_is_planned(h200s, placement, strategy, policy):
     """Operation, dtype, number of devices and of elements; besides only the loss and the norm."""
     planned, text = compile_row(h200s, placement, strategy, policy)
@@ -39,6 +50,7 @@ def test_what_is_sent_is_what_is_planned(h200s, placement, strategy, policy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@often(lambda strategy: strategy in ("optim", "optim_grads_params"))  # after, and in the loop
 def test_micro_batches_reduce_as_the_strategy_says(h200s, strategy):
     """Inside the loop under optim_grads and optim_grads_params, after it under the others."""
     planned, text = compile_row(h200s, "flat", strategy, "bf16 wire", accumulate_steps=4)

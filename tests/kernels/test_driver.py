@@ -44,13 +44,14 @@ def test_address_and_undefined_behaviour_sanitizers_are_clean(tmp_path):
         assert done.returncode == 0 and "SUCCESS" in output, output
 
 
+@pytest.mark.slow
 def test_thread_sanitizer_is_clean(tmp_path):
     build_cpu(tmp_path / "driver", "-O1", "-fsanitize=thread")
     done, output = run([tmp_path / "driver"])
     assert done.returncode == 0 and "SUCCESS" in output, output
 
 
-@pytest.mark.parametrize("sanitize", [True, False])
+@pytest.mark.parametrize("sanitize", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_planted_bug_fails_the_run(tmp_path, sanitize):
     """One element too many: seen by the guard words alone, and by the sanitizer."""
     flags = ["-fsanitize=address"] if sanitize else []
@@ -84,6 +85,7 @@ def cuda_driver(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_the_driver_compiles_for_cuda(cuda_driver):
     assert cuda_driver.exists()
 

@@ -18,6 +18,7 @@ import jdistadam as jda
 from jdistadam.tools import hlo
 from support.bits import assert_same_bits
 from support.h200 import SIZES
+from support.samples import often
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, weight_decay=0.13)
 SPECS = {"none": P(), "rows": P("data"), "columns": P(None, "data"), "model": P("model")}
@@ -26,6 +27,10 @@ MATRIX = {"_".join(names): names for names in itertools.product(SPECS, repeat=3)
 SHAPE = (16, 8)
 MAINS = [None, jnp.float32, "remainder16"]
 AXIS_TYPES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+
+
+def is_explicit(axis_type):
+    return axis_type == AxisType.Explicit
 
 
 def cpu_mesh_of(axis_type):
@@ -95,6 +100,12 @@ def setup(axis_type, main, names=MATRIX, mesh=None):
 @AXIS_TYPES
 @pytest.mark.parametrize("main", MAINS, ids=str)
 @pytest.mark.parametrize("method", ["step", "update"])
+@often(
+    lambda method, main, axis_type: (
+        (method == "step") == (main != "remainder16")
+        and is_explicit(axis_type) == (main is not None)
+    )
+)
 def test_results_lie_where_lay_what_they_replace(method, main, axis_type):
     """All combinations at once; updates lie where the params do to which they are added."""
     tx, (params, state, grads), there = setup(axis_type, main)
@@ -127,6 +138,7 @@ def test_results_on_gpus_lie_where_lay_what_they_replace(method, main, axis_type
 
 @AXIS_TYPES
 @pytest.mark.parametrize("method", ["step", "update"])
+@often(lambda method, axis_type: (method == "step") == is_explicit(axis_type))
 def test_a_loop_carries_params_and_state_in_their_placement(method, axis_type):
     """A carry has no sharding of its own: the gradients of the body must not draw it to theirs."""
 
@@ -148,6 +160,7 @@ def test_a_loop_carries_params_and_state_in_their_placement(method, axis_type):
 
 
 @AXIS_TYPES
+@often(is_explicit)
 def test_flax_train_state_keeps_its_placement(axis_type):
     tx, here, there = setup(axis_type, None)
 
@@ -163,6 +176,7 @@ def test_flax_train_state_keeps_its_placement(axis_type):
 
 
 @AXIS_TYPES
+@often(is_explicit)
 def test_nnx_optimizer_keeps_its_placement(axis_type):
     names = list(MATRIX)[::5]  # every placement of every kind is among them
     tx, here, there = setup(axis_type, None, names)
@@ -225,6 +239,7 @@ def test_moves_between_all_kinds_of_shardings_change_no_bit():
 
 
 @AXIS_TYPES
+@often(is_explicit)
 def test_updates_without_params_lie_where_gradients_do(axis_type):
     tx, (params, _, grads), (_, _, placed_grads) = setup(axis_type, None)
     tx = jda.fused_adam(1e-3)
@@ -304,6 +319,7 @@ SAMPLE = {ZERO1, ("rows", "rows", "columns"), ("model", "columns", "rows"), ("ro
     [x if x in SAMPLE else pytest.param(x, marks=pytest.mark.slow) for x in MATRIX.values()],
     ids="-".join,
 )
+@often(lambda names, method: names == ZERO1 or method == "step")
 def test_no_more_travels_than_with_optax(h200s, names, method):
     """optax's results are pinned to where ours are by themselves."""
     mesh = h200s(4, 2, names=("data", "model"))
@@ -360,6 +376,7 @@ def loss(params, x):
 @pytest.mark.parametrize(
     "params_at", ["none", "rows", pytest.param("columns", marks=pytest.mark.slow)]
 )
+@often(lambda params_at, accumulated: accumulated == (params_at == "rows"))
 def test_gradients_of_the_same_program_are_reduced_to_where_moments_lie(
     h200s, params_at, accumulated
 ):

@@ -7,11 +7,7 @@ import numpy as np
 import jdistadam as jda
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-12, weight_decay=0.13)
-
-
 EXAMPLES = 24  # divides by every mesh size
-
-
 SHAPES = {
     "rows": (48, 400),
     "columns": (5, 7200),

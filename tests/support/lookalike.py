@@ -8,8 +8,6 @@ import jdistadam as jda
 from support.exact_sums import HYPER
 
 BF16 = jnp.bfloat16
-
-
 WIDE, TALL = (256, 128), (128, 256)  # as large as each other, under any number of shards
 
 
@@ -37,8 +35,6 @@ def loss_fn(params, x):
 
 
 BATCH = np.linspace(0.5, 1.5, 8, dtype=np.float32)
-
-
 POLICIES = {
     "float32": (jnp.float32, jda.MixedPrecisionPolicy()),
     "bfloat16": (BF16, jda.MixedPrecisionPolicy()),

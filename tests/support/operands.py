@@ -9,8 +9,6 @@ from jdistadam.kernels import coefficients, native, reference
 F32, BF16, F16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 DTYPES = (F32, BF16, F16)
 SIZES = (0, 1, 2, 3, 7, 8, 31, 255, 256, 257, 4095, 65_537)  # around vectors, tiles and tails
-
-
 SPECIALS = (
     0.0,
     -0.0,

@@ -5,14 +5,8 @@ import numpy as np
 import pytest
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-
-
 FLAT = dict(shape=(8,), names=("data",))
-
-
 SQUARE = dict(shape=(2, 4), names=("replica", "data"))
-
-
 # Every way to lay eight devices out: a mesh, and the arguments that say what its axes are for.
 PLACEMENTS = {
     **{f"flat-{s}": (FLAT, dict(sharding_strategy=s)) for s in STRATEGIES},
@@ -39,10 +33,19 @@ def make_mesh(shape, names, platform="cpu"):
     return jax.make_mesh(shape, names, devices=jax.devices(platform)[:size])
 
 
-def sampled(*rows):
-    """Of several rows of dtypes for each placement one runs always, in turn; the rest are slow."""
+# Three times each kind of mesh once, and each strategy once.
+FIRST = ("flat-no_shard", "hybrid-optim", "twice-optim_grads", "tuple-optim_grads_params")
+SECOND = ("flat-optim", "hybrid-optim_grads", "twice-optim_grads_params", "tuple-no_shard")
+THIRD = ("flat-optim_grads", "hybrid-no_shard", "twice-optim_grads_params", "tuple-optim")
+
+
+def sampled(*rows, always):
+    """Of some of the placements one of several rows runs always, in turn; the rest are slow."""
+    in_turn = {placement: rows[i % len(rows)] for i, placement in enumerate(always)}
     return [
-        pytest.param(placement, *row, marks=() if i % len(rows) == j else pytest.mark.slow)
-        for i, placement in enumerate(PLACEMENTS)
-        for j, row in enumerate(rows)
+        pytest.param(
+            placement, *row, marks=() if in_turn.get(placement) == row else pytest.mark.slow
+        )
+        for placement in PLACEMENTS
+        for row in rows
     ]

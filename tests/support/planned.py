@@ -20,11 +20,7 @@ POLICIES = {
     "e5m2 params": dict(param_comm_dtype="float8_e5m2"),
     "f16 params": dict(param_comm_dtype="float16"),
 }
-
-
 FLAT = (8,), ("data",), {}
-
-
 PLACEMENTS = {
     "hybrid": ((2, 4), ("replica", "data"), dict(replica_axis="replica")),
     "twice": (
@@ -34,8 +30,6 @@ PLACEMENTS = {
     ),
     "tuple": ((2, 4), ("node", "data"), dict(shard_axis=("node", "data"))),
 }
-
-
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 

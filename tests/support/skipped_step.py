@@ -10,8 +10,6 @@ from support.bits import assert_same_bits
 from support.given_gradients import SHAPES, make_tx, random_params
 
 HYBRID = dict(replica_axis="replica")
-
-
 POLICIES = {
     "float32": jda.MixedPrecisionPolicy(),
     "bfloat16": jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32"),

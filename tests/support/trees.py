@@ -4,8 +4,6 @@ import jax.numpy as jnp
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 ADAM = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-12)
-
-
 HYPER = ADAM | dict(weight_decay=0.13)
 
 
