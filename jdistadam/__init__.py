@@ -20,6 +20,7 @@ from jdistadam.distributed.gather_params import gather_params, local_params, rem
 from jdistadam.distributed.optimizer import distributed_fused_adam, distributed_fused_adamw
 from jdistadam.distributed.state import DistributedState, scale_loss
 from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.drop_in.jit_step import jit_step
 from jdistadam.drop_in.main_params import MainParamsState
 from jdistadam.drop_in.optimizer import fused_adam, fused_adamw
 from jdistadam.drop_in.transformation import FusedTransformation
@@ -51,6 +52,7 @@ __all__ = [  # noqa: RUF022 - by task
     # One program, any sharding: in place of optax.adamw and optax.adam.
     "fused_adam",
     "fused_adamw",
+    "jit_step",
     "FusedTransformation",
     "MainParamsState",
     # Several devices: sharded state, explicit collectives.

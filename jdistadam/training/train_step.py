@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -43,21 +44,34 @@ _GPU_COMPILER_OPTIONS = {
 class TrainStep:
     """What ``train_step`` returns: call it with ``(state, batch)``.
 
+    It may also be called inside of a program, under ``jax.jit``, ``jax.lax.scan`` over batches,
+    ``jax.eval_shape`` or ``jax.make_jaxpr``. There it becomes a part of that program, for which JAX
+    takes compiler options only where the outermost function is jitted::
+
+        run = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches),
+                      donate_argnums=0, compiler_options=step.compiler_options)
+
     Attributes:
       tx: The optimizer.
       options: What else it was made with.
+      compiler_options: XLA's options by name with which a call is compiled, those that were given
+        over those chosen here; empty on CPU if none were given.
     """
 
-    def __init__(self, program: StepProgram, compiler_options: dict[str, Any] | None) -> None:
-        jit = functools.partial(jax.jit, donate_argnums=0, compiler_options=compiler_options)
+    def __init__(self, program: StepProgram, compiler_options: dict[str, Any]) -> None:
+        jit = functools.partial(
+            jax.jit, donate_argnums=0, compiler_options=compiler_options or None
+        )
         # Inside of a caller's program nothing can be looked at: there it checks the layout itself.
         self._step = functools.partial(program, is_verified=False)
         self._jitted_checking = jit(self._step)
         self._jitted = jit(flattened(functools.partial(program, is_verified=True)))
         self._identity: Any = ()  # the array of the last state, known to be of the right layout
         self._batch_sharding = NamedSharding(program.tx.config.mesh, program.batch_spec)
+        self._has_warned = False
         self.tx = program.tx
         self.options = program.options
+        self.compiler_options = compiler_options
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Takes one step. ``state`` is donated: use the returned one from here on.
@@ -79,6 +93,7 @@ class TrainStep:
         has_our_layout = optimizer_state.layout_identity is self._identity
         is_ours = has_our_layout and is_known(state, leaves)
         if _is_traced(batch) or (not is_ours and _is_traced(state)):
+            self._warn_of_lost_options()
             return self._step(state, batch)
         check_alive(optimizer_state)
         if not is_ours:
@@ -90,6 +105,18 @@ class TrainStep:
         params = jax.tree.unflatten(treedef, leaves)
         new = TrainState(params, opt_state, new.model_state, new.rng)
         return remember_params(new, leaves), metrics
+
+    def _warn_of_lost_options(self) -> None:
+        """Warns, once, that the options of a step do not reach the program that it is a part of."""
+        on_gpu = _is_on_gpu(self.tx) and self.tx.config.mesh.size > 1
+        if on_gpu and self.compiler_options and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "train_step: traced into another program, whose compiler options count: without "
+                "those of the step its collectives are merged into few, and it may take a third "
+                "longer. Pass jax.jit(..., compiler_options=step.compiler_options).",
+                stacklevel=3,
+            )
 
     def _is_placed(self, batch: Any) -> bool:
         """Whether shard_batch would return a batch as it is."""
@@ -239,9 +266,13 @@ def train_step(
     check_batch_spec(spec, tx)
     options = StepOptions(accumulate_steps, batch_spec, report_nonfinite)
     program = StepProgram(tx, LossFunction(loss_fn, has_aux, weighted), options)
-    on_gpu = tx.config.mesh.devices.flat[0].platform in ("gpu", "cuda")
-    for_xla = (_GPU_COMPILER_OPTIONS if on_gpu else {}) | (compiler_options or {})
-    return TrainStep(program, for_xla or None)
+    chosen = _GPU_COMPILER_OPTIONS if _is_on_gpu(tx) else {}
+    return TrainStep(program, chosen | (compiler_options or {}))
+
+
+def _is_on_gpu(tx: DistributedTransformation) -> bool:
+    platform: str = tx.config.mesh.devices.flat[0].platform
+    return platform in ("gpu", "cuda")
 
 
 def _check_options(options: Any) -> None:

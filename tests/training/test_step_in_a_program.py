@@ -1,0 +1,113 @@
+"""A training step as a part of a larger program: jit, a scan over batches, shapes alone."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jdistadam as jda
+from support.bits import assert_trees_same_bits
+from support.h200 import WIDTH, collectives, loss_fn, params_of, placed
+
+HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+
+def loss(params, x):
+    return jnp.mean(jnp.square(x @ params["w"].astype(jnp.float32) - params["b"][None]))
+
+
+def made(cpu_mesh, strategy="optim", **kwargs):
+    tx = jda.distributed_fused_adamw(
+        mesh=cpu_mesh(4), sharding_strategy=strategy, loss_scale=8.0, **HYPER
+    )
+    rng = np.random.default_rng(0)
+    params = {
+        "w": jnp.asarray(rng.normal(size=(256, 128)), jnp.bfloat16),
+        "b": jnp.asarray(rng.normal(size=128), jnp.float32),
+    }
+    batches = rng.normal(size=(10, 16, 256)).astype(np.float32)
+    step = jda.train_step(loss, tx, accumulate_steps=2, **kwargs)
+    return step, jda.TrainState.create(params, tx), batches
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_scan_over_batches_gives_the_bits_of_calls(cpu_mesh, strategy):
+    """The gradients of both come from the same program, once inlined in a loop."""
+    step, state, batches = made(cpu_mesh, strategy)
+    scanned, metrics = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches))(
+        state, batches
+    )
+    losses = []
+    for batch in batches:
+        state, one = step(state, batch)
+        losses.append(float(one["loss"]))
+    assert losses[-1] < losses[0]
+    np.testing.assert_array_equal(np.asarray(metrics["loss"]), np.float32(losses))
+    assert_trees_same_bits(scanned.params, state.params)
+    assert_trees_same_bits(scanned.opt_state, state.opt_state)
+    after, _ = step(scanned, batches[0])  # and goes on outside of the program
+    assert int(after.opt_state.count) == 11
+
+
+def test_shapes_and_jaxpr_of_a_step(cpu_mesh):
+    step, state, batches = made(cpu_mesh)
+    shapes, metrics = jax.eval_shape(step, state, batches[0])
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), state
+    )
+    assert metrics["loss"].shape == ()
+    assert "jdistadam" in str(jax.make_jaxpr(step)(state, batches[0]))
+
+
+def test_options_are_those_given_over_those_chosen(cpu_mesh, h200s):
+    step, *_ = made(cpu_mesh)
+    assert step.compiler_options == {}
+    given = {"xla_gpu_all_gather_combine_threshold_bytes": 1}
+    tx = jda.distributed_fused_adamw(1e-3, mesh=h200s(2))
+    step = jda.train_step(loss, tx, compiler_options=given)
+    chosen = step.compiler_options
+    assert chosen["xla_gpu_all_gather_combine_threshold_bytes"] == 1
+    assert chosen["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 256 << 20
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_options_that_do_not_reach_the_program_warn_once_on_gpus(h200s, n):
+    tx = jda.distributed_fused_adamw(1e-3, mesh=h200s(n))
+    state = jda.TrainState.shapes(params_of(jnp.float32), tx)
+    batch = placed(h200s(n), jax.ShapeDtypeStruct((16, WIDTH), jnp.float32), P("data"))
+    step = jda.train_step(loss_fn, tx)
+    if n == 1:  # nothing is sent: no option is missed
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            jax.eval_shape(step, state, batch)
+        return
+    with pytest.warns(UserWarning, match="compiler_options=step.compiler_options"):
+        jax.eval_shape(step, state, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(step, state, batch)
+
+
+def test_options_of_the_outer_program_make_the_same_collectives(h200s):
+    """With them a traced step sends as many arrays one by one as a call of it does."""
+    mesh = h200s(2)
+    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh)
+    state = jda.TrainState.shapes(params_of(jnp.float32), tx)
+    batch = placed(mesh, jax.ShapeDtypeStruct((16, WIDTH), jnp.float32), P("data"))
+    options = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 1}
+    step = jda.train_step(loss_fn, tx, compiler_options=options)
+
+    def count(program):
+        text = program.compile().as_text()
+        return sum(op == "reduce-scatter" for op, _ in collectives(text))
+
+    alone = count(step.lower(state, batch))
+    with pytest.warns(UserWarning, match="compiler_options"):
+        traced = jax.jit(step, donate_argnums=0, compiler_options=step.compiler_options)
+        inside = count(traced.lower(state, batch))
+    assert inside == alone > 1
+    assert count(jax.jit(step, donate_argnums=0).lower(state, batch)) < alone
