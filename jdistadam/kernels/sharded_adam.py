@@ -133,12 +133,11 @@ def _with_equal_members(mesh: Mesh, mu: Arrays, member_dims: int) -> tuple[list[
     shardings = [x.sharding for x in mu]
     if not member_dims:
         return shardings, P()
-    specs = [tuple(x.spec) + (None,) * member_dims for x in shardings]
-    members = {spec[:member_dims] for spec in specs}
+    whole = (None,) * member_dims
+    members = {(*x.spec, *whole)[:member_dims] for x in shardings}
     if len(members) == 1:
         return shardings, P(*members.pop())
-    whole = (None,) * member_dims
-    return [NamedSharding(mesh, P(*whole, *spec[member_dims:])) for spec in specs], P()
+    return [NamedSharding(mesh, P(*whole, *x.spec[member_dims:])) for x in shardings], P()
 
 
 def _sharding_rule(spec: Spec, ranks: tuple[int, ...], member_dims: int) -> SdyShardingRule:
@@ -163,6 +162,26 @@ def _sharding_rule(spec: Spec, ranks: tuple[int, ...], member_dims: int) -> SdyS
         result_mappings=new_params + mu + nu + new_out,
         need_replication_factors=("r", "c"),
     )
+
+
+def graph_nodes(rows: Any) -> Any:
+    """kernel.graph_nodes for coefficients, whose dimensions of members may be sharded."""
+    return _partitioned_nodes(rows.ndim)(rows) if rows.ndim > 2 else kernel.graph_nodes(rows)
+
+
+@functools.lru_cache
+def _partitioned_nodes(rank: int) -> Any:
+    nodes = custom_partitioning(kernel.graph_nodes)
+
+    def partition(mesh: Mesh, arg_shapes: Any, result_shape: Any) -> Any:
+        del result_shape
+        sharding = arg_shapes[0].sharding
+        return mesh, kernel.graph_nodes, sharding, (sharding,)
+
+    factors = tuple(f"d{d}" for d in range(rank))
+    rule = SdyShardingRule(operand_mappings=(factors,), result_mappings=(factors,))
+    nodes.def_partition(partition=partition, sharding_rule=rule)
+    return nodes
 
 
 class _Step(NamedTuple):

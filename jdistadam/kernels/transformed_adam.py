@@ -138,13 +138,15 @@ def _check_differentiable(spec: Spec) -> None:
 
 
 def graph_nodes(x: Any) -> Any:
-    """kernel.graph_nodes, which changes nothing; it can be batched and differentiated."""
+    """Like kernel.graph_nodes, which changes nothing; it can be batched and differentiated."""
     return _graph_nodes_p.bind(x)
 
 
 _graph_nodes_p = Primitive("jdistadam_graph_nodes")
-_graph_nodes_p.def_impl(kernel.graph_nodes)
+_graph_nodes_p.def_impl(sharded_adam.graph_nodes)
 _graph_nodes_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(_graph_nodes_p, mlir.lower_fun(kernel.graph_nodes, multiple_results=False))
+mlir.register_lowering(
+    _graph_nodes_p, mlir.lower_fun(sharded_adam.graph_nodes, multiple_results=False)
+)
 batching.primitive_batchers[_graph_nodes_p] = lambda args, dims: (graph_nodes(*args), *dims)
 ad.primitive_jvps[_graph_nodes_p] = lambda args, tangents: (graph_nodes(*args), *tangents)
