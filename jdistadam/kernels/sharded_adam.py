@@ -178,7 +178,7 @@ def _partitioned_nodes(rank: int) -> Any:
         sharding = arg_shapes[0].sharding
         return mesh, kernel.graph_nodes, sharding, (sharding,)
 
-    factors = tuple(f"d{d}" for d in range(rank))
+    factors: Any = tuple(f"d{d}" for d in range(rank))
     rule = SdyShardingRule(operand_mappings=(factors,), result_mappings=(factors,))
     nodes.def_partition(partition=partition, sharding_rule=rule)
     return nodes

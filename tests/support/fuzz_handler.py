@@ -5,6 +5,7 @@ process, which is what the parent looks at.
 """
 
 import collections
+import math
 import sys
 
 import jax
@@ -95,6 +96,10 @@ def adam_calls(draw):
     mode = draw(st.integers(0, 3))
     contributions = draw(st.sampled_from([1, 1, 2, 3]))
     flat = draw(st.sampled_from([0b01110, 0, 0b01100, 0b11111]))
+    members = draw(st.sampled_from([(), (), (3,), (1,), (2, 2), (0,)]))
+    if members:
+        contributions, flat = 1, 0
+        sizes = [n * math.prod(members) for n in sizes]
     kinds = {name: draw(storage) for name in ("grads", "params", "mu", "nu", "out")}
     if mode == 3:
         kinds |= {"params": jnp.bfloat16, "out": jnp.uint16}
@@ -105,7 +110,7 @@ def adam_calls(draw):
             return [((copies * sum(sizes),), dtype)]
         return [((copies * n,), dtype) for n in sizes]
 
-    operands = [((2, NUMBERS), jnp.float32), ((), jnp.float32), ((), jnp.bool_)]
+    operands = [((*members, 2, NUMBERS), jnp.float32), ((), jnp.float32), ((), jnp.bool_)]
     starts = {}
     for bit, name in enumerate(("grads", "params", "mu", "nu", "out")[: 5 if mode == 3 else 4]):
         starts[name] = len(operands)
@@ -132,6 +137,13 @@ def change_operand(draw, call):
     i = draw(st.integers(0, len(call["operands"]) - 1))
     call["operands"][i] = (draw(shapes), draw(any_dtype))
     call["aliases"].pop(i, None)
+
+
+def change_rows(draw, call):
+    """Coefficients for other members than the leaves have."""
+    if call["name"] == "adam" and call["operands"]:
+        members = draw(st.lists(st.sampled_from([2, 1, 0, 3, 7]), max_size=3))
+        call["operands"][0] = ((*members, draw(st.integers(0, 3)), NUMBERS), jnp.float32)
 
 
 def drop_operand(draw, call):
@@ -202,9 +214,15 @@ def drop_attribute(draw, call):
 
 MUTATIONS = (
     change_list_element, change_operand, drop_operand, add_operand, change_result, drop_result, break_alias, change_number,
-    change_list, change_attribute_type, drop_attribute,
+    change_list, change_attribute_type, drop_attribute, change_rows,
 )  # fmt: skip
 seen = collections.Counter()
+
+
+def kind_of(call):
+    rows = call["operands"][:1]
+    has_members = call["name"] == "adam" and rows and len(rows[0][0]) > 2
+    return "adam of members" if has_members else call["name"]
 
 
 def assert_in_bounds(call):
@@ -248,7 +266,13 @@ def check_sum(call):
 def check_adam(call):
     attributes, operands = call["attributes"], call["operands"]
     groups, starts, sizes = (attributes[name] for name in ("groups", "offsets", "sizes"))
-    assert all(0 <= group < operands[0][0][0] for group in groups), call
+    *members, rows, _ = operands[0][0]
+    assert all(0 <= group < rows for group in groups), call
+    if members:
+        assert attributes["flat"] == 0 and attributes["contributions"] == 1, call
+        leaves = [math.prod(shape) for shape, _ in operands[3:]]
+        assert all(n % max(math.prod(members), 1) == 0 for n in leaves), call
+        assert math.prod(members) or not any(leaves), call
     arrays = iter(operands[3:])  # after the scalars
     expected = list(sizes) or None
     for kind in range(5 if attributes["mode"] == 3 else 4):
@@ -278,14 +302,14 @@ def call_handler(call):
         jax.block_until_ready(jax.jit(lambda *x: function(*x, **call["attributes"]))(*operands))
         if any(np.prod(shape) for shape, _ in call["results"]):  # else XLA drops the call
             assert_in_bounds(call)
-            seen[call["name"], "succeeded"] += 1
+            seen[kind_of(call), "succeeded"] += 1
     except jax.errors.JaxRuntimeError as error:
         assert str(error).startswith("INVALID_ARGUMENT"), error
-        seen[call["name"], "refused"] += 1
+        seen[kind_of(call), "refused"] += 1
 
 
 if __name__ == "__main__":
     assert native.status("cpu").available, native.status("cpu").detail
     call_handler()
-    assert len(seen) == 10 and min(seen.values()) > 20, seen
+    assert len(seen) == 12 and min(seen.values()) > 20, seen
     print(seen)
