@@ -1,6 +1,6 @@
 // Turns the operands of the FFI call `jdistadam_adam` into an AdamCall, checking everything.
 //
-// operands  coefficients f32[groups, kNumCoefficients], inv_scale f32[], found_inf pred[],
+// operands  coefficients f32[..., groups, kNumCoefficients], inv_scale f32[], found_inf pred[],
 //           then grads, params, mu, nu and (in Mode::kStepSplit) out: each either one array a leaf,
 //           or one flat array.
 // results   params (not in Mode::kUpdate), mu, nu, aliased with their operands; then out (not in
@@ -13,8 +13,17 @@
 // sizes, offsets   one entry a leaf when anything is flat, else empty. Offsets ascend, and no two
 //           leaves overlap.
 //
+// Coefficients of more than two dimensions have rows for several members, as many as the product of
+// the dimensions before the last two. Every array then holds that many leaves of equal size, one
+// behind the other, and the m-th of them uses row m * groups + group. Nothing is flat in such a
+// call, and there is one contribution.
+//
 // kernels/adam.py builds these calls, but nothing that Python passes may crash the process.
 #pragma once
+
+#include <optional>
+#include <type_traits>
+#include <utility>
 
 #include "adam.h"
 #include "adam_math.h"
@@ -23,7 +32,7 @@
 
 namespace jdistadam {
 
-using Coefficients2d = ffi::Buffer<ffi::F32, 2>;
+using CoefficientRows = ffi::Buffer<ffi::F32>;
 
 struct AdamAttributes {
   int32_t mode;
@@ -162,15 +171,68 @@ inline ffi::Error CheckAttributes(const AdamAttributes& a, int64_t num_groups) {
   return ffi::Error::Success();
 }
 
-inline ffi::Error BuildCall(const AdamAttributes& attributes, const Coefficients2d& coefficients,
+// How many rows the coefficients have for each member, and how many members.
+struct Rows {
+  int64_t groups;
+  std::optional<int64_t> members;  // none: each array is one leaf
+};
+
+inline ffi::Error ReadRows(const CoefficientRows& coefficients, Rows* rows) {
+  const auto dims = coefficients.dimensions();
+  if (dims.size() < 2 || dims.back() != kNumCoefficients)
+    return Invalid("coefficients need " + std::to_string(kNumCoefficients) + " columns");
+  rows->groups = dims[dims.size() - 2];
+  if (dims.size() == 2) return ffi::Error::Success();
+  int64_t members = 1;
+  for (size_t i = 0; i + 2 < dims.size(); ++i) {
+    // Leaf::group counts rows in 32 bits. Checked at each factor, so that no product overflows.
+    if (dims[i] > INT32_MAX || (members *= dims[i]) > INT32_MAX)
+      return Invalid("coefficients have rows for too many members");
+  }
+  if (rows->groups > INT32_MAX || members * rows->groups > INT32_MAX)
+    return Invalid("coefficients have too many rows");
+  rows->members = members;
+  return ffi::Error::Success();
+}
+
+// Replaces every leaf by one for each of its members. Empty ones are left out.
+inline ffi::Error CutIntoMembers(size_t members, int32_t groups, AdamCall* call) {
+  constexpr size_t kMaxParts = size_t{1} << 24;  // a table of 1 GiB on the host
+  const Dtypes& t = call->dtypes;
+  std::vector<Leaf> parts;
+  for (size_t i = 0; i < call->leaves.size(); ++i) {
+    const Leaf& leaf = call->leaves[i];
+    if (leaf.size == 0) continue;
+    if (members == 0 || leaf.size % members != 0) {
+      return Invalid("leaf " + std::to_string(i) + " does not divide into " +
+                     std::to_string(members) + " members");
+    }
+    if (members > kMaxParts - parts.size()) return Invalid("too many members");
+    const size_t size = leaf.size / members;
+    const auto at = [size](auto* base, size_t m, Dtype dtype) {
+      using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(base)>>,
+                                      const char, char>;
+      return base == nullptr ? base : static_cast<Byte*>(base) + m * size * ItemSize(dtype);
+    };
+    for (size_t m = 0; m < members; ++m) {
+      parts.push_back({at(leaf.grad, m, t.grad), at(leaf.param, m, t.param), at(leaf.mu, m, t.mu),
+                       at(leaf.nu, m, t.nu), at(leaf.out, m, t.out), size,
+                       leaf.group + int32_t(m) * groups});
+    }
+  }
+  call->leaves = std::move(parts);
+  return ffi::Error::Success();
+}
+
+inline ffi::Error BuildCall(const AdamAttributes& attributes, const CoefficientRows& coefficients,
                             const FloatScalar& inv_scale, const BoolScalar& found_inf,
                             const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                             AdamCall* call) {
-  if (coefficients.dimensions()[1] != kNumCoefficients) {
-    return Invalid("coefficients need " + std::to_string(kNumCoefficients) + " columns");
-  }
-  if (auto error = CheckAttributes(attributes, coefficients.dimensions()[0]); error.failure())
-    return error;
+  Rows rows;
+  if (auto error = ReadRows(coefficients, &rows); error.failure()) return error;
+  if (auto error = CheckAttributes(attributes, rows.groups); error.failure()) return error;
+  if (rows.members && (attributes.flat != 0 || attributes.contributions != 1))
+    return Invalid("with several members nothing may be flat, and contributions must be 1");
   call->mode = static_cast<Mode>(attributes.mode);
   call->nesterov = attributes.nesterov;
   call->contributions = attributes.contributions;
@@ -203,6 +265,7 @@ inline ffi::Error BuildCall(const AdamAttributes& attributes, const Coefficients
     e = builder.Take("out", 4, rets, &ret, &t.out, &Leaf::out, 1, split ? kAliased : kNew);
   if (e.failure()) return e;
   if (arg != args.size() || ret != rets.size()) return Invalid("too many arrays");
+  if (rows.members) return CutIntoMembers(size_t(*rows.members), int32_t(rows.groups), call);
   return ffi::Error::Success();
 }
 
@@ -210,7 +273,7 @@ inline ffi::Error BuildCall(const AdamAttributes& attributes, const Coefficients
 #define JDISTADAM_ADAM_BINDING(context)                \
   ::xla::ffi::Ffi::Bind()                              \
       .Ctx<context>()                                  \
-      .Arg<::jdistadam::Coefficients2d>()              \
+      .Arg<::jdistadam::CoefficientRows>()             \
       .Arg<::jdistadam::FloatScalar>() /* inv_scale */ \
       .Arg<::jdistadam::BoolScalar>()  /* found_inf */ \
       .RemainingArgs()                                 \

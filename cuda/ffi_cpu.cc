@@ -13,7 +13,7 @@ Threads ThreadsOf(ffi::ThreadPool& pool) {
           [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }};
 }
 
-ffi::Error AdamHandler(ffi::ThreadPool pool, Coefficients2d coefficients, FloatScalar inv_scale,
+ffi::Error AdamHandler(ffi::ThreadPool pool, CoefficientRows coefficients, FloatScalar inv_scale,
                        BoolScalar found_inf, ffi::RemainingArgs args, ffi::RemainingRets rets,
                        int32_t mode, bool nesterov, int32_t contributions,
                        ffi::Span<const int32_t> groups, int32_t flat,

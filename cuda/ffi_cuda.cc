@@ -15,7 +15,7 @@ ffi::Error LaunchError(cudaError_t status) {
                               cudaGetErrorString(status));
 }
 
-ffi::Error AdamHandler(cudaStream_t stream, Coefficients2d coefficients, FloatScalar inv_scale,
+ffi::Error AdamHandler(cudaStream_t stream, CoefficientRows coefficients, FloatScalar inv_scale,
                        BoolScalar found_inf, ffi::RemainingArgs args, ffi::RemainingRets rets,
                        int32_t mode, bool nesterov, int32_t contributions,
                        ffi::Span<const int32_t> groups, int32_t flat,

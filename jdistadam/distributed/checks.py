@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding
 
 from jdistadam.core import trees, varying
@@ -103,6 +104,30 @@ def check_inside(parallel: DataParallel, function: str) -> None:
             expected=f"axes {', '.join(map(repr, axes))}",
             action="Use train_step, or call it inside jax.shard_map over the whole mesh.",
         )
+
+
+def refuse_vmap(function: str, tree: Any) -> Any:
+    """Returns the arrays of ``tree``; PolicyError where ``jax.vmap`` runs over one of them.
+
+    Inside of a jit nothing tells a batched array from another one, but the batching rule is called.
+    """
+
+    @custom_vmap
+    def passed(*leaves: Any) -> Any:
+        return leaves
+
+    @passed.def_vmap
+    def refuse(size: int, is_batched: Any, *leaves: Any) -> Any:
+        raise PolicyError(
+            function,
+            "a distributed optimizer cannot run under jax.vmap",
+            got=f"vmap over {size}",
+            expected="one model, on all devices of the mesh",
+            action="Step ensembles and sweeps with jax.vmap(fused_adamw(...).step).",
+        )
+
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, passed(*leaves))
 
 
 def check_grads(

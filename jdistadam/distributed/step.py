@@ -13,7 +13,7 @@ from jdistadam.core import trees, varying
 from jdistadam.core.loss_scale import LossScaleState, new_loss_scale, next_loss_scale
 from jdistadam.core.types import Grads, Params
 from jdistadam.distributed.accumulate import AccumulatedGrads, SummedGrads, sum_over_devices
-from jdistadam.distributed.checks import check_inside, check_scaling, check_step
+from jdistadam.distributed.checks import check_inside, check_scaling, check_step, refuse_vmap
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.gather import gather_new_params
 from jdistadam.distributed.layout import Layout
@@ -72,6 +72,7 @@ def step_local(
     """
     check_inside(config.parallel, "step")
     check_own_state(state)
+    grads, state, params = refuse_vmap("step", (grads, state, params))
     trees.check_dtypes(params, name="params")
     schedule = seen.schedule(params)
     layout = schedule.layout

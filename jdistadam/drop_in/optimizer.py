@@ -55,6 +55,13 @@ def fused_adamw(
     results depend on all operands: with params replicated and moments sharded, its new params are
     sharded, here they are gathered.
 
+    ``jax.vmap`` steps ensembles, and sweeps over hyperparameters that are arrays, in one kernel
+    call for all members; each gets the bits of a call of its own. A step can be differentiated, to
+    any order and in both modes, by gradients, state, params and hyperparameters: the derivative is
+    that of the formula in jax.numpy, the values remain the kernel's. As in optax it needs
+    ``eps_root`` above zero where a second moment may be zero; and main parameters of "remainder16"
+    have no derivative.
+
     Args:
       learning_rate: :math:`\alpha`, or a schedule of the step count.
       b1: :math:`b_1`, decay rate of the first moment, in [0, 1).
@@ -99,6 +106,17 @@ def fused_adamw(
       >>> params, state = jax.jit(tx.step)({"w": jnp.full((2, 3), 0.5)}, state, params)
       >>> round(float(params["w"][0, 0]), 6)
       0.989999
+
+      Three learning rates at once, and the derivative of a step by one of them:
+
+      >>> def stepped(learning_rate, params, grads):
+      ...     tx = fused_adamw(learning_rate, weight_decay=0.0)
+      ...     return tx.step(grads, tx.init(params), params)[0]
+      >>> rates = jnp.array([0.25, 0.5, 0.75])
+      >>> print(jax.vmap(stepped, in_axes=(0, None, None))(rates, 1.0, 0.5).round(2))
+      [0.75 0.5  0.25]
+      >>> print(jax.grad(stepped)(0.1, 1.0, 0.5).round(4))
+      -1.0
 
     References:
       Loshchilov and Hutter, `Decoupled Weight Decay Regularization

@@ -18,8 +18,8 @@ from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
 from jdistadam.drop_in.main_params import MainParamsState, main_leaves, split_state
 from jdistadam.errors import DtypeError, TreeError
-from jdistadam.kernels import sharded_adam
-from jdistadam.kernels.adam import STEP_MODES, Operands, Scalars, Spec, graph_nodes
+from jdistadam.kernels import transformed_adam
+from jdistadam.kernels.adam import STEP_MODES, Operands, Scalars, Spec
 from jdistadam.kernels.coefficients import coefficient_rows
 
 _LEAVES_A_CALL = 256
@@ -132,7 +132,7 @@ def step_leaves(
             calls.setdefault(dtypes, []).append(i)
     rows = coefficient_rows(hyper, count, (True, False))
     if not all(map(_is_left_to_optax, calls)):  # a step without a foreign call stays without one
-        rows = graph_nodes(rows)
+        rows = transformed_adam.graph_nodes(rows)
     scalars = Scalars.plain(rows)
     for dtypes, indices in _chunks(calls):
         call_leaves = [leaves[i] for i in indices]
@@ -172,15 +172,15 @@ def _call(spec: Spec, scalars: Scalars, leaves: Sequence[TreeLeaf]) -> list[Tree
     if kind is MainParams.NONE:
         out_dtype = grads[0].dtype if spec.mode == "update" else None
         spec = dataclasses.replace(spec, out_dtype=out_dtype)
-        results = sharded_adam.adam(spec, scalars, operands)
+        results = transformed_adam.adam(spec, scalars, operands)
         new_mains, new = mains, results.params or results.out
     elif kind is MainParams.REMAINDER16:
         split = dataclasses.replace(spec, mode=STEP_MODES[kind])
-        results = sharded_adam.adam(split, scalars, operands._replace(out=mains))
+        results = transformed_adam.adam(split, scalars, operands._replace(out=mains))
         new_mains, new = results.out, results.params
     else:
         cast = dataclasses.replace(spec, mode=STEP_MODES[kind], out_dtype=params[0].dtype)
-        results = sharded_adam.adam(cast, scalars, operands._replace(params=mains), params)
+        results = transformed_adam.adam(cast, scalars, operands._replace(params=mains), params)
         new_mains, new = results.params, results.out
     if kind.is_kept and spec.mode == "update":
         new = [_difference(*pair) for pair in zip(new, params, strict=True)]

@@ -32,7 +32,7 @@ _KINDS = ("grads", "params", "mu", "nu", "out")  # bits of the handler's attribu
 class Scalars(NamedTuple):
     """The device operands that say how to step. Changing them never recompiles."""
 
-    coefficients: Any  # shape (groups, len(coefficients.NAMES)), float32
+    coefficients: Any  # shape (*members, groups, len(coefficients.NAMES)), float32
     inv_scale: Any  # shape (), float32: what every gradient is multiplied by
     found_inf: Any  # shape (), bool: whether to change nothing
 
@@ -91,8 +91,17 @@ class Results(NamedTuple):
     out: Sequence[Any]
 
 
+def member_dims(scalars: Scalars) -> int:
+    """How many dimensions of members the coefficients have, and every leaf then has in front."""
+    return scalars.coefficients.ndim - 2
+
+
 def adam(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
-    """Takes one Adam step on this device. params, mu and nu are updated in place where donated."""
+    """Takes one Adam step on this device. params, mu and nu are updated in place where donated.
+
+    Coefficients may have dimensions of members in front. Then every leaf has them too, and each
+    member is stepped with rows of its own; nothing may be flat.
+    """
     if not operands.grads:
         return Results(
             operands.params if spec.mode != "update" else (), operands.mu, operands.nu, ()
@@ -171,8 +180,16 @@ def _summed(spec: Spec, grads: Any) -> Any:
     return native.type_like(grads, shape, grads.dtype)
 
 
-def adam_fallback(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
-    """The same step in jax.numpy. Close to the compiled kernels, not bitwise equal."""
+def adam_fallback(
+    spec: Spec, scalars: Scalars, operands: Operands, *, every_term: bool = False
+) -> Results:
+    """The same step in jax.numpy. Close to the compiled kernels, not bitwise equal.
+
+    ``every_term`` is for derivatives: see reference.adam_update.
+    """
+    if member_dims(scalars):
+        one = functools.partial(adam_fallback, spec, every_term=every_term)
+        return jax.vmap(one, (Scalars(0, None, None), 0))(scalars, operands)
     if spec.contributions > 1:
         stacked = [x.reshape(spec.contributions, *_summed(spec, x).shape) for x in operands.grads]
         summed = tuple(reference.pairwise_sum(x.astype(jnp.float32), jnp) for x in stacked)
@@ -196,6 +213,7 @@ def adam_fallback(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
             remainder=out,
             nesterov=spec.nesterov,
             out_dtype=spec.out_dtype,
+            every_term=every_term,
             xp=jnp,
         )
         for group, grad, param, mu, nu, out in zip(spec.groups, *leaves, strict=True)

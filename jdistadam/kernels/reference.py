@@ -26,10 +26,26 @@ class AdamResult(NamedTuple):
 
 
 def adam_update(
-    c: Mapping[str, Any], *, g: Any, p: Any, m: Any, v: Any, nesterov: bool, xp: Any
+    c: Mapping[str, Any],
+    *,
+    g: Any,
+    p: Any,
+    m: Any,
+    v: Any,
+    nesterov: bool,
+    every_term: bool,
+    xp: Any,
 ) -> Any:
-    """Returns (update, m, v) in float32: cuda/adam_math.h, operation by operation."""
-    g = xp.where(c["l2"] != 0, g + c["l2"] * p, g)
+    """Returns (update, m, v) in float32: cuda/adam_math.h, operation by operation.
+
+    A term whose coefficient is zero is left out, so that an infinite parameter does not become a
+    NaN. With ``every_term`` none is: the derivative by a coefficient that is zero is not zero.
+    """
+
+    def with_term(name: str, x: Any) -> Any:
+        return xp.where(every_term | (c[name] != 0), x + c[name] * p, x)
+
+    g = with_term("l2", g)
     m = c["one_minus_b1"] * g + c["b1"] * m
     v = c["one_minus_b2"] * (g * g) + c["b2"] * v
     if nesterov:
@@ -37,7 +53,7 @@ def adam_update(
     else:
         m_hat = m / c["c1"]
     u = m_hat / (xp.sqrt(v / c["c2"] + c["eps_root"]) + c["eps"])
-    u = xp.where(c["weight_decay"] != 0, u + c["weight_decay"] * p, u)
+    u = with_term("weight_decay", u)
     return c["learning_rate"] * u, m, v
 
 
@@ -93,6 +109,7 @@ def adam_leaf(
     *,
     nesterov: bool = False,
     out_dtype: Any = None,
+    every_term: bool = False,
     xp: Any = np,
 ) -> AdamResult:
     """One Adam step of one leaf.
@@ -109,6 +126,7 @@ def adam_leaf(
       remainder: The other half of the parameter, uint16, in mode "step_split".
       nesterov: Whether to use Nesterov momentum.
       out_dtype: Dtype of ``out``.
+      every_term: As in ``adam_update``.
       xp: numpy, or jax.numpy.
 
     Returns:
@@ -120,7 +138,9 @@ def adam_leaf(
         p = join(param, remainder, xp) if is_split else param.astype(f32)
         g = grad.astype(f32) * inv_scale
         m, v = mu.astype(f32), nu.astype(f32)
-        u, m, v = adam_update(c, g=g, p=p, m=m, v=v, nesterov=nesterov, xp=xp)
+        u, m, v = adam_update(
+            c, g=g, p=p, m=m, v=v, nesterov=nesterov, every_term=every_term, xp=xp
+        )
         if is_split:
             new_param, out = split(p - u, param.dtype, xp)
             out_if_skipped = remainder

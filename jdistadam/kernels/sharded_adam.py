@@ -23,7 +23,7 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core import collectives, varying
+from jdistadam.core import collectives
 from jdistadam.kernels import adam as kernel
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
 
@@ -32,33 +32,38 @@ DimAxes = list[tuple[str, ...]]
 """For each dimension of an array the mesh axes that cut it, the most significant one first."""
 
 
-def adam(
-    spec: Spec, scalars: Scalars, operands: Operands, out_like: Arrays | None = None
-) -> Results:
+def adam(spec: Spec, scalars: Scalars, operands: Operands, out_like: Arrays) -> Results:
     """Like kernel.adam, for leaves sharded in any way.
 
     Gradients, params, second moments and remainders are brought to the sharding of the first
     moments. ``spec.flat`` must be empty: a flat array has no dimension that belongs to a leaf.
+    Dimensions of members may be sharded too: each device takes the rows of its own members.
 
     Args:
-      spec: As for the kernel, and so are the next two.
+      spec: As for the kernel.
       scalars: The same on all devices.
-      operands: The leaves.
-      out_like: In mode "step_and_cast", arrays of the sharding that ``out`` is to have.
+      operands: The leaves, as ``beside_moments`` returns them.
+      out_like: Arrays of the sharding that ``out`` is to have.
 
     Returns:
-      The results of the kernel. New params, moments and remainders have the sharding of the old
-      ones, updates that of the params.
+      The results of the kernel, for ``back_in_place``.
     """
-    if not operands.grads:
-        return kernel.adam(spec, scalars, operands)
-    scalars, operands = varying.vary_together((scalars, operands))
-    models = operands._replace(out=operands.out or out_like or operands.params)
-    # The types of an Explicit mesh say how arrays are sharded, and a call gets them from operands.
-    moved = Operands(*(_typed_like(arrays, operands.mu) for arrays in operands))
     draws = tuple(map(_draw_p.bind, operands.mu))
     ranks = tuple(x.ndim for x in operands.mu)
-    results = _partitioned(spec, ranks)((models.out, draws), scalars, moved)
+    partitioned = _partitioned(spec, ranks, kernel.member_dims(scalars))
+    return partitioned((out_like, draws), scalars, operands)
+
+
+def beside_moments(operands: Operands) -> Operands:
+    """Brings every leaf to the sharding of its first moment, as far as types know it.
+
+    The types of an Explicit mesh say how arrays are sharded, and a call gets them from operands.
+    """
+    return Operands(*(_typed_like(arrays, operands.mu) for arrays in operands))
+
+
+def back_in_place(results: Results, models: Operands) -> Results:
+    """Brings results to the sharding of what they replace, as far as types know it."""
     return Results(*map(_typed_like, results, models[1:]))
 
 
@@ -85,7 +90,7 @@ mlir.register_lowering(
 
 
 @functools.lru_cache(maxsize=256)
-def _partitioned(spec: Spec, ranks: tuple[int, ...]) -> Any:
+def _partitioned(spec: Spec, ranks: tuple[int, ...], member_dims: int) -> Any:
     """The kernel with one more argument, of which only the shardings are read."""
 
     @custom_partitioning
@@ -94,8 +99,8 @@ def _partitioned(spec: Spec, ranks: tuple[int, ...]) -> Any:
         return kernel.adam(spec, scalars, operands)
 
     def partition(mesh: Mesh, arg_shapes: Any, result_shapes: Results) -> Any:
-        placed, scalars, operands = arg_shapes
-        moment_shardings = [x.sharding for x in operands.mu]
+        placed, _, operands = arg_shapes
+        moment_shardings, members = _with_equal_members(mesh, operands.mu, member_dims)
         inward = [_routes(kind, moment_shardings, inward=True) for kind in operands]
         outward = [_routes(kind, moment_shardings, inward=False) for kind in result_shapes]
 
@@ -105,25 +110,47 @@ def _partitioned(spec: Spec, ranks: tuple[int, ...]) -> Any:
             results = kernel.adam(spec, scalars, moved)
             return Results(*map(functools.partial(_along, mesh), outward, results))
 
+        replicated = NamedSharding(mesh, P())
         arg_shardings = (
             jax.tree.map(lambda x: x.sharding, placed),
-            jax.tree.map(lambda _: NamedSharding(mesh, P()), scalars),
+            Scalars(NamedSharding(mesh, members), replicated, replicated),
             Operands(*(tuple(x.sharding for x in kind) for kind in inward)),
         )
         results = Results(*(tuple(x.sharding for x in kind) for kind in outward))
         return mesh, lower_fn, results, arg_shardings
 
-    adam_step.def_partition(partition=partition, sharding_rule=_sharding_rule(spec, ranks))
+    rule = _sharding_rule(spec, ranks, member_dims)
+    adam_step.def_partition(partition=partition, sharding_rule=rule)
     return adam_step
 
 
-def _sharding_rule(spec: Spec, ranks: tuple[int, ...]) -> SdyShardingRule:
-    """Each kind of array shares factors with the results that replace it, and with no other."""
+def _with_equal_members(mesh: Mesh, mu: Arrays, member_dims: int) -> tuple[list[Sharding], P]:
+    """The shardings of the moments, and that of the members, which is the same for all of them.
+
+    A device needs the coefficients of those members that it holds. Where leaves disagree about
+    that, every device takes all members.
+    """
+    shardings = [x.sharding for x in mu]
+    if not member_dims:
+        return shardings, P()
+    whole = (None,) * member_dims
+    members = {(*x.spec, *whole)[:member_dims] for x in shardings}
+    if len(members) == 1:
+        return shardings, P(*members.pop())
+    return [NamedSharding(mesh, P(*whole, *x.spec[member_dims:])) for x in shardings], P()
+
+
+def _sharding_rule(spec: Spec, ranks: tuple[int, ...], member_dims: int) -> SdyShardingRule:
+    """Each kind of array shares factors with the results that replace it, and with no other.
+
+    So do the members of the coefficients: they are brought to those of the moments afterwards.
+    """
 
     def leaves(kind: str) -> Any:
         return tuple(tuple(f"{kind}{i}d{d}" for d in range(rank)) for i, rank in enumerate(ranks))
 
-    scalars: Any = (("r", "c"), (), ())
+    members = tuple(f"b{d}" for d in range(member_dims))
+    scalars: Any = ((*members, "r", "c"), (), ())
     grads, params, mu, nu = map(leaves, ("g", "p", "m", "n"))
     # Updates are added to params; every other `out` has arrays of its own that give its sharding.
     out = params if spec.mode == "update" else leaves("o")
@@ -135,6 +162,26 @@ def _sharding_rule(spec: Spec, ranks: tuple[int, ...]) -> SdyShardingRule:
         result_mappings=new_params + mu + nu + new_out,
         need_replication_factors=("r", "c"),
     )
+
+
+def graph_nodes(rows: Any) -> Any:
+    """kernel.graph_nodes for coefficients, whose dimensions of members may be sharded."""
+    return _partitioned_nodes(rows.ndim)(rows) if rows.ndim > 2 else kernel.graph_nodes(rows)
+
+
+@functools.lru_cache
+def _partitioned_nodes(rank: int) -> Any:
+    nodes = custom_partitioning(kernel.graph_nodes)
+
+    def partition(mesh: Mesh, arg_shapes: Any, result_shape: Any) -> Any:
+        del result_shape
+        sharding = arg_shapes[0].sharding
+        return mesh, kernel.graph_nodes, sharding, (sharding,)
+
+    factors: Any = tuple(f"d{d}" for d in range(rank))
+    rule = SdyShardingRule(operand_mappings=(factors,), result_mappings=(factors,))
+    nodes.def_partition(partition=partition, sharding_rule=rule)
+    return nodes
 
 
 class _Step(NamedTuple):

@@ -12,7 +12,7 @@ SCRIPT = TESTS / "support" / "fuzz_handler.py"
 
 
 @pytest.mark.parametrize(
-    ("calls", "least"), [(450, 5), pytest.param(900, 20, marks=pytest.mark.slow)]
+    ("calls", "least"), [(750, 5), pytest.param(1500, 20, marks=pytest.mark.slow)]
 )
 def test_any_call_succeeds_or_raises(tmp_path, calls, least):
     """Wrong counts, dtypes, ranks, sizes, offsets, attributes, missing ones, broken aliases."""

@@ -7,6 +7,7 @@ Usage: fuzz_handler.py CALLS LEAST
 """
 
 import collections
+import math
 import sys
 
 import jax
@@ -89,7 +90,7 @@ def graph_node_calls(draw):
 
 
 @st.composite
-def adam_calls(draw):
+def adam_calls(draw, with_members):
     """A step as kernels/adam.py makes it."""
     count = draw(st.sampled_from([2, 1, 3, 0]))
     sizes = draw(st.lists(st.sampled_from([33, 1, 0, 70]), min_size=count, max_size=count))
@@ -97,6 +98,11 @@ def adam_calls(draw):
     mode = draw(st.integers(0, 3))
     contributions = draw(st.sampled_from([1, 1, 2, 3]))
     flat = draw(st.sampled_from([0b01110, 0, 0b01100, 0b11111]))
+    members = ()
+    if with_members:
+        members = draw(st.sampled_from([(3,), (1,), (2, 2), (0,)]))
+        contributions, flat = 1, 0
+        sizes = [n * math.prod(members) for n in sizes]
     kinds = {name: draw(storage) for name in ("grads", "params", "mu", "nu", "out")}
     if mode == 3:
         kinds |= {"params": jnp.bfloat16, "out": jnp.uint16}
@@ -107,7 +113,7 @@ def adam_calls(draw):
             return [((copies * sum(sizes),), dtype)]
         return [((copies * n,), dtype) for n in sizes]
 
-    operands = [((2, NUMBERS), jnp.float32), ((), jnp.float32), ((), jnp.bool_)]
+    operands = [((*members, 2, NUMBERS), jnp.float32), ((), jnp.float32), ((), jnp.bool_)]
     starts = {}
     for bit, name in enumerate(("grads", "params", "mu", "nu", "out")[: 5 if mode == 3 else 4]):
         starts[name] = len(operands)
@@ -134,6 +140,13 @@ def change_operand(draw, call):
     i = draw(st.integers(0, len(call["operands"]) - 1))
     call["operands"][i] = (draw(shapes), draw(any_dtype))
     call["aliases"].pop(i, None)
+
+
+def change_rows(draw, call):
+    """Coefficients for other members than the leaves have."""
+    if call["name"] == "adam" and call["operands"]:
+        members = draw(st.lists(st.sampled_from([2, 1, 0, 3, 7]), max_size=3))
+        call["operands"][0] = ((*members, draw(st.integers(0, 3)), NUMBERS), jnp.float32)
 
 
 def drop_operand(draw, call):
@@ -204,9 +217,15 @@ def drop_attribute(draw, call):
 
 MUTATIONS = (
     change_list_element, change_operand, drop_operand, add_operand, change_result, drop_result, break_alias, change_number,
-    change_list, change_attribute_type, drop_attribute,
+    change_list, change_attribute_type, drop_attribute, change_rows,
 )  # fmt: skip
 seen = collections.Counter()
+
+
+def kind_of(call):
+    rows = call["operands"][:1]
+    has_members = call["name"] == "adam" and rows and len(rows[0][0]) > 2
+    return "adam of members" if has_members else call["name"]
 
 
 def assert_in_bounds(call):
@@ -250,7 +269,13 @@ def check_sum(call):
 def check_adam(call):
     attributes, operands = call["attributes"], call["operands"]
     groups, starts, sizes = (attributes[name] for name in ("groups", "offsets", "sizes"))
-    assert all(0 <= group < operands[0][0][0] for group in groups), call
+    *members, rows, _ = operands[0][0]
+    assert all(0 <= group < rows for group in groups), call
+    if members:
+        assert attributes["flat"] == 0 and attributes["contributions"] == 1, call
+        leaves = [math.prod(shape) for shape, _ in operands[3:]]
+        assert all(n % max(math.prod(members), 1) == 0 for n in leaves), call
+        assert math.prod(members) or not any(leaves), call
     arrays = iter(operands[3:])  # after the scalars
     expected = list(sizes) or None
     for kind in range(5 if attributes["mode"] == 3 else 4):
@@ -269,7 +294,12 @@ def check_adam(call):
     max_examples=int(sys.argv[1]), deadline=None, database=None, derandomize=True,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
-@given(st.one_of(adam_calls(), sum_calls(), norm_calls(), keep_calls(), graph_node_calls()))
+@given(
+    st.one_of(
+        adam_calls(False), adam_calls(True), sum_calls(), norm_calls(), keep_calls(),
+        graph_node_calls(),
+    )
+)  # fmt: skip
 def call_handler(call):
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in call["results"]]
     operands = [jnp.ones(shape, dtype) for shape, dtype in call["operands"]]
@@ -280,14 +310,14 @@ def call_handler(call):
         jax.block_until_ready(jax.jit(lambda *x: function(*x, **call["attributes"]))(*operands))
         if any(np.prod(shape) for shape, _ in call["results"]):  # else XLA drops the call
             assert_in_bounds(call)
-            seen[call["name"], "succeeded"] += 1
+            seen[kind_of(call), "succeeded"] += 1
     except jax.errors.JaxRuntimeError as error:
         assert str(error).startswith("INVALID_ARGUMENT"), error
-        seen[call["name"], "refused"] += 1
+        seen[kind_of(call), "refused"] += 1
 
 
 if __name__ == "__main__":
     assert native.status("cpu").available, native.status("cpu").detail
     call_handler()
-    assert len(seen) == 10 and min(seen.values()) > int(sys.argv[2]), seen
+    assert len(seen) == 12 and min(seen.values()) > int(sys.argv[2]), seen
     print(seen)

@@ -1,0 +1,152 @@
+"""The step under ``jax.vmap`` and under differentiation.
+
+``vmap`` over many members makes one kernel call of one kernel call: arrays get a dimension of
+members in front, and so do the coefficients where they differ between members. The derivative is
+that of the formula in jax.numpy; the values remain those of the kernel.
+
+[Note: primitives of our own]
+``jax.custom_jvp`` and ``custom_vmap`` would do, were it not for second derivatives of a loop: where
+``lax.scan`` looks for what is the same in all iterations, it drops the rule of ``custom_jvp``, and
+JAX then tries to differentiate the foreign call. The rules of a primitive are never dropped. What
+it computes is a parameter of it, as a jaxpr: in those JAX looks for ``custom_partitioning``, which
+has to know the devices.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from jdistadam.core import varying
+from jdistadam.errors import PolicyError
+from jdistadam.kernels import adam as kernel
+from jdistadam.kernels import sharded_adam
+from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
+
+
+def adam(
+    spec: Spec,
+    scalars: Scalars,
+    operands: Operands,
+    out_like: Sequence[Any] | None = None,
+) -> Results:
+    """Like kernel.adam, for leaves sharded in any way; it can be batched and differentiated.
+
+    Args:
+      spec: As for the kernel; nothing is flat, and there is one contribution.
+      scalars: The same on all devices. ``inv_scale`` and ``found_inf`` are the same for all members
+        too, and constants to a derivative.
+      operands: The leaves.
+      out_like: In mode "step_and_cast", arrays of the sharding that ``out`` is to have.
+
+    Returns:
+      The results of the kernel. New params, moments and remainders have the sharding of the old
+      ones, updates that of the params.
+    """
+    if not operands.grads:
+        return kernel.adam(spec, scalars, operands)
+    scalars, operands = varying.vary_together((scalars, operands))
+    models = operands._replace(out=operands.out or out_like or operands.params)
+    args = (scalars, sharded_adam.beside_moments(operands), models.out)
+    step = functools.partial(sharded_adam.adam, spec)
+    call, results = jax.make_jaxpr(step, return_shape=True)(*args)
+    leaves, treedef = jax.tree.flatten(args)
+    new = _step_p.bind(*leaves, call=call, spec=spec, treedef=treedef)
+    return sharded_adam.back_in_place(jax.tree.unflatten(jax.tree.structure(results), new), models)
+
+
+_step_p = Primitive("jdistadam_step")  # operands: the leaves of (scalars, operands, out_like)
+_step_p.multiple_results = True
+
+
+@_step_p.def_impl
+def _step(*leaves: Any, call: Any, **params: Any) -> Any:
+    del params
+    return jaxpr_as_fun(call)(*leaves)
+
+
+_step_p.def_abstract_eval(lambda *leaves, call, **params: call.out_avals)
+mlir.register_lowering(_step_p, mlir.lower_fun(_step, multiple_results=True))
+
+
+def _batched(leaves: Any, dims: Any, *, call: Any, spec: Spec, treedef: Any) -> tuple[Any, Any]:
+    """One step for all members.
+
+    Leaves that are the same for all members are repeated, since one call has one size for each. The
+    coefficients are not, unless they have a dimension of other members already: a leaf has its
+    dimensions of members in the same order.
+    """
+    del call  # is for one member
+    (size,) = {x.shape[d] for x, d in zip(leaves, dims, strict=True) if d is not None}
+
+    def with_members(x: Any, dim: int | None) -> Any:
+        return jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+
+    rows, inv_scale, found_inf = leaves[:3]
+    assert dims[1] is None and dims[2] is None
+    if dims[0] is not None or kernel.member_dims(Scalars(rows, inv_scale, found_inf)):
+        rows = with_members(rows, dims[0])
+    arrays = [with_members(*pair) for pair in zip(leaves[3:], dims[3:], strict=True)]
+    leaves = (rows, inv_scale, found_inf, *arrays)
+    results = jax.tree.leaves(adam(spec, *jax.tree.unflatten(treedef, leaves)))
+    return results, [0] * len(results)
+
+
+batching.primitive_batchers[_step_p] = _batched
+
+
+def _jvp(leaves: Any, tangents: Any, *, spec: Spec, treedef: Any, **params: Any) -> tuple[Any, Any]:
+    """The kernel's results, and the derivative of the formula.
+
+    Operands whose tangent is zero are constants, so that nothing is computed from zeros.
+    """
+    _check_differentiable(spec)
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def formula(*values: Any) -> list[Any]:
+        changed = list(leaves)
+        for i, value in zip(moving, values, strict=True):
+            changed[i] = value
+        scalars, operands, _ = jax.tree.unflatten(treedef, changed)
+        return jax.tree.leaves(kernel.adam_fallback(spec, scalars, operands, every_term=True))
+
+    given, directions = ([x[i] for i in moving] for x in (leaves, tangents))
+    results = _step_p.bind(*leaves, spec=spec, treedef=treedef, **params)
+    return results, jax.jvp(formula, given, directions)[1]
+
+
+ad.primitive_jvps[_step_p] = _jvp
+
+
+def _check_differentiable(spec: Spec) -> None:
+    """Raises PolicyError where parameters are halves of a number, which have no derivative."""
+    if spec.mode == "step_split":
+        raise PolicyError(
+            "main_params_dtype",
+            "a step cannot be differentiated",
+            got="remainder16, with which a parameter is two integers",
+            expected="float32 or None",
+            action="Set main_params_dtype=jnp.float32, or put jax.lax.stop_gradient around "
+            "gradients, state, params and hyperparameters.",
+        )
+
+
+def graph_nodes(x: Any) -> Any:
+    """Like kernel.graph_nodes, which changes nothing; it can be batched and differentiated."""
+    return _graph_nodes_p.bind(x)
+
+
+_graph_nodes_p = Primitive("jdistadam_graph_nodes")
+_graph_nodes_p.def_impl(sharded_adam.graph_nodes)
+_graph_nodes_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(
+    _graph_nodes_p, mlir.lower_fun(sharded_adam.graph_nodes, multiple_results=False)
+)
+batching.primitive_batchers[_graph_nodes_p] = lambda args, dims: (graph_nodes(*args), *dims)
+ad.primitive_jvps[_graph_nodes_p] = lambda args, tangents: (graph_nodes(*args), *tangents)
