@@ -129,7 +129,10 @@ def adam_calls(draw, with_members):
         flat=np.int32(flat), sizes=np.asarray(sizes if flat else [], np.int64), offsets=np.asarray(offsets if flat else [], np.int64),
     )  # fmt: skip
     call = dict(operands=operands, results=results, aliases=aliases, attributes=attributes)
-    return with_mistakes(draw, call | {"name": "adam"})
+    call["name"] = "adam"
+    if with_members and draw(st.booleans()):
+        change_rows(draw, call)
+    return with_mistakes(draw, call)
 
 
 def change_operand(draw, call):
