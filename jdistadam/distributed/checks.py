@@ -106,10 +106,11 @@ def check_inside(parallel: DataParallel, function: str) -> None:
         )
 
 
-def refuse_vmap(function: str, tree: Any) -> Any:
-    """Returns the arrays of ``tree``; PolicyError where ``jax.vmap`` runs over one of them.
+def refuse_vmap(function: str, tree: Any) -> None:
+    """Raises PolicyError where ``jax.vmap`` runs over an array of ``tree``.
 
-    Inside of a jit nothing tells a batched array from another one, but the batching rule is called.
+    Inside of a jit nothing tells a batched array from another one, but a batching rule is called;
+    nobody uses the results, so that the compiled program has nothing of it.
     """
 
     @custom_vmap
@@ -126,8 +127,7 @@ def refuse_vmap(function: str, tree: Any) -> Any:
             action="Step ensembles and sweeps with jax.vmap(fused_adamw(...).step).",
         )
 
-    leaves, treedef = jax.tree.flatten(tree)
-    return jax.tree.unflatten(treedef, passed(*leaves))
+    passed(*jax.tree.leaves(tree))
 
 
 def check_grads(

@@ -72,7 +72,7 @@ def step_local(
     """
     check_inside(config.parallel, "step")
     check_own_state(state)
-    grads, state, params = refuse_vmap("step", (grads, state, params))
+    refuse_vmap("step", (grads, state, params))
     trees.check_dtypes(params, name="params")
     schedule = seen.schedule(params)
     layout = schedule.layout
