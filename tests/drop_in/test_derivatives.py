@@ -14,6 +14,7 @@ import jdistadam as jda
 from jdistadam.errors import PolicyError
 from jdistadam.tools import hlo
 from support.bits import assert_trees_same_bits
+from support.samples import often
 
 # Far from the points where Adam has no derivative; decay of zero, where it has one.
 NUMBERS = dict(learning_rate=0.05, b1=0.8, b2=0.95, eps=1e-3, eps_root=1e-4, weight_decay=0.0)
@@ -114,6 +115,16 @@ def directional(function):
 )  # fmt: skip
 @pytest.mark.parametrize("transform", [gradients, directional])
 @METHODS
+@often(
+    lambda method, transform, jitted, scanned: (
+        (method, transform.__name__, jitted, scanned)
+        in {
+            ("step", "gradients", True, True),
+            ("update", "directional", True, False),
+            ("step", "directional", False, False),
+        }
+    )
+)
 def test_derivatives_are_those_of_optax(method, transform, jitted, scanned):
     """By every hyperparameter and by the initial params, through the state of all steps."""
     function, numbers, params = ours(method, scanned)
