@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from optax.schedules import StatefulSchedule
 
+from jdistadam.compose.inject_distributed import inject_distributed
 from jdistadam.core.dtypes import float_dtype
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import HyperparameterError, PolicyError, TreeError
 
-_MAY_BE_CALLED = ("learning_rate", "weight_decay", "mask")
+# Arguments of the optimizers that are numbers or functions, and no hyperparameters of Adam.
+_NEVER_INJECTED = frozenset(
+    "mask nesterov bias_correction bucket_bytes loss_scale mesh param_specs "
+    "param_labels stacked".split()
+)
+_ALWAYS_FLOAT = frozenset("learning_rate weight_decay b1 b2 eps eps_root l2 max_grad_norm".split())
 
 
 def inject_hyperparams(
@@ -30,10 +39,23 @@ def inject_hyperparams(
     ``state.hyperparams["learning_rate"]`` and so on: they can be read, and set between steps
     without a recompilation. Schedules are evaluated each step and stored there for reading.
 
+    Of a distributed optimizer they are learning_rate, weight_decay, b1, b2, eps, eps_root, l2 and,
+    where it is given, max_grad_norm; groups go on to differ from them as they say. ``train_step``
+    takes them as Python numbers too::
+
+        tx = jda.inject_hyperparams(jda.distributed_fused_adamw)(1e-3, mesh=mesh)
+        state = jda.TrainState.create(params, tx)
+        state.opt_state.hyperparams["learning_rate"] = 5e-4
+
+    Checks that need a value, such as that b2 is below 1, are made of the first one, which is given
+    to the optimizer or is the schedule's value at step 0. What is set later is not checked.
+
     Args:
-      factory: ``fused_adamw`` or ``fused_adam``.
-      static_args: Names of arguments that stay Python values, besides mask, nesterov,
-        bias_correction, the dtypes, and an l2 that is not given.
+      factory: ``fused_adamw``, ``fused_adam``, ``distributed_fused_adamw``,
+        ``distributed_fused_adam``, or a function that returns what one of them does.
+      static_args: Names of arguments that stay as they are, besides those that are no
+        hyperparameters, such as mask, nesterov, bucket_bytes, loss_scale and the dtypes, and an l2
+        that is not given.
       hyperparam_dtype: Dtype of the numbers in the state. float32, whatever the params are: optax
         takes the params' dtype, in which for bfloat16 a b2 of 0.999 would be 1.
 
@@ -41,7 +63,9 @@ def inject_hyperparams(
       A function with the arguments of ``factory``.
 
     Raises:
-      PolicyError: The factory makes a distributed optimizer, or nothing with a step.
+      PolicyError: The factory returns nothing with a step.
+      HyperparameterError: A first value is out of range; when a step is traced, a name was put into
+        the state that is no hyperparameter, or one was removed.
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda
@@ -56,46 +80,84 @@ def inject_hyperparams(
     if not callable(factory):
         raise _cannot_inject(factory)
     signature = inspect.signature(factory)
-    if "mesh" in signature.parameters:
-        raise _cannot_inject(factory)
     static_names = _static_names(static_args, signature)
     if hyperparam_dtype is not None:
         float_dtype("hyperparam_dtype", hyperparam_dtype, _HYPERPARAM_DTYPES)
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> FusedTransformation:
-        given = signature.bind(*args, **kwargs).arguments
-        # Numbers become arrays, which nothing can check: so check them before.
-        factory(**{k: v for k, v in given.items() if not callable(v) or k in _MAY_BE_CALLED})
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        for name in _ALWAYS_FLOAT & given.keys() - static_names:
+            if type(given[name]) is int:  # optax would keep it an integer, also when it is set
+                given[name] = float(given[name])
         absent = {"l2"} & signature.parameters.keys() - given.keys()
-        updating, stepping = (
-            optax.inject_hyperparams(f, static_names | absent, hyperparam_dtype)(*args, **kwargs)
-            for f in (factory, _with_step_as_update(factory))
-        )
-        return FusedTransformation(
-            init=stepping.init, update=_checked(updating.update), step=_checked(stepping.update)
-        )
+        static = static_names | absent
+        first = factory(**_first_values(given, static))
+        if not isinstance(first, FusedTransformation):
+            raise _cannot_inject(factory)
+
+        names = _hyperparam_names(signature, given, static)
+
+        def inject(function_of: Callable[[Any], Any]) -> optax.GradientTransformationExtraArgs:
+            """Has optax, which knows of ``update`` alone, inject into another function."""
+
+            @functools.wraps(factory)
+            def with_update(**kwargs: Any) -> optax.GradientTransformationExtraArgs:
+                tx = factory(**kwargs)
+                return optax.GradientTransformationExtraArgs(tx.init, function_of(tx))
+
+            injected = optax.inject_hyperparams(with_update, static, hyperparam_dtype)(**given)
+            return injected._replace(update=_checked(injected.update, names))
+
+        if isinstance(first, DistributedTransformation):
+            return inject_distributed(first, inject)
+        updating, stepping = inject(lambda tx: tx.update), inject(lambda tx: tx.step)
+        return FusedTransformation(init=stepping.init, update=updating.update, step=stepping.update)
 
     return make
 
 
 _HYPERPARAM_DTYPES = ("float32", "float64", "bfloat16", "float16")
-_NEVER_INJECTED = ("mask", "nesterov", "bias_correction")
 
 
-def _with_step_as_update(
-    factory: Callable[..., FusedTransformation],
-) -> Callable[..., optax.GradientTransformationExtraArgs]:
-    """Has optax, which knows of ``update`` alone, inject hyperparameters into ``step``."""
+def _first_values(given: Mapping[str, Any], static_names: Iterable[str]) -> dict[str, Any]:
+    """The arguments with every schedule replaced by its value at step 0.
 
-    @functools.wraps(factory)
-    def make(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
-        tx = factory(*args, **kwargs)
-        if isinstance(tx, DistributedTransformation) or not isinstance(tx, FusedTransformation):
-            raise _cannot_inject(factory)
-        return optax.GradientTransformationExtraArgs(tx.init, tx.step)
+    Numbers become arrays, which nothing can check: so an optimizer is made of them before.
+    """
 
-    return make
+    def first(name: str, value: Any) -> Any:
+        if name in static_names or not callable(value):
+            return value
+        is_stateful = isinstance(value, StatefulSchedule)
+        try:
+            with jax.ensure_compile_time_eval():
+                return float(value(value.init() if is_stateful else jnp.zeros((), jnp.int32)))
+        except (TypeError, ValueError) as error:
+            raise HyperparameterError(
+                name,
+                f"not a schedule: {error}",
+                got=repr(value),
+                expected="a function from the step count to a number",
+                action=f"If it is none, pass static_args={name!r} to inject_hyperparams.",
+            ) from error
+
+    return {name: first(name, value) for name, value in given.items()}
+
+
+def _hyperparam_names(
+    signature: inspect.Signature, given: Mapping[str, Any], static_names: Iterable[str]
+) -> frozenset[str]:
+    """The names that optax puts into the state: of numbers and schedules, also by default."""
+    bound = signature.bind(**given)
+    bound.apply_defaults()
+    return frozenset(
+        name
+        for name, value in bound.arguments.items()
+        if name not in static_names
+        and not isinstance(value, bool)
+        and (callable(value) or isinstance(value, int | float | jax.Array | np.ndarray))
+    )
 
 
 def _static_names(static_args: Any, signature: inspect.Signature) -> set[str]:
@@ -114,8 +176,8 @@ def _static_names(static_args: Any, signature: inspect.Signature) -> set[str]:
     return names | never
 
 
-def _checked(update: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which says in words that a state was not made by inject_hyperparams."""
+def _checked(update: Callable[..., Any], names: frozenset[str]) -> Callable[..., Any]:
+    """The same function, which says in words that a state is not of this optimizer."""
 
     @functools.wraps(update)
     def checked(grads: Grads, state: OptState, params: Params = None, **extra: Any) -> Any:
@@ -127,6 +189,15 @@ def _checked(update: Callable[..., Any]) -> Callable[..., Any]:
                 expected="a state with hyperparams in it",
                 action="Make it with init(params) of this optimizer.",
             )
+        if wrong := sorted(names ^ state.hyperparams.keys()):
+            raise HyperparameterError(
+                f"opt_state.hyperparams[{wrong[0]!r}]",
+                "missing" if wrong[0] in names else "no hyperparameter of this optimizer",
+                got=", ".join(sorted(state.hyperparams)),
+                expected=", ".join(sorted(names)),
+                action="Set the numbers that the optimizer was made with; max_grad_norm is one "
+                "of them if it was given.",
+            )
         return update(grads, state, params, **extra)
 
     return checked
@@ -137,6 +208,6 @@ def _cannot_inject(factory: Any) -> PolicyError:
         "inject_hyperparams",
         "cannot be used with this optimizer",
         got=getattr(factory, "__name__", type(factory).__name__),
-        expected="fused_adamw or fused_adam",
-        action="Pass a schedule to it instead.",
+        expected="an optimizer of this package, such as fused_adamw, or what returns one",
+        action="For optax's own optimizers use optax.inject_hyperparams.",
     )

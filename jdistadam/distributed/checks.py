@@ -40,9 +40,10 @@ def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any, average_
             action="Pass policy=jdistadam.MixedPrecisionPolicy(...).",
         )
     check_flag("average_grads", average_grads)
-    numbers = {"bucket_bytes": bucket_bytes} | (
-        {} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}
-    )
+    numbers = {"bucket_bytes": bucket_bytes}
+    # An array is a number that inject_hyperparams put into the state, where nothing can look at it.
+    if max_grad_norm is not None and not isinstance(max_grad_norm, jax.Array):
+        numbers["max_grad_norm"] = max_grad_norm
     for name, value in numbers.items():
         is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if not (is_number and 0 < value < math.inf):
@@ -53,6 +54,14 @@ def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any, average_
                 expected="a finite Python number > 0",
                 action=f"Change {name}.",
             )
+    if np.shape(max_grad_norm) != ():
+        raise HyperparameterError(
+            "max_grad_norm",
+            "not one number",
+            got=f"shape {np.shape(max_grad_norm)}",
+            expected="a scalar",
+            action="Change max_grad_norm.",
+        )
 
 
 def check_stacked(stacked: Any, sharding_strategy: str) -> None:

@@ -29,6 +29,11 @@ class SeenParams:
         # By the shapes of one layer, then by the dimensions that are scattered.
         self._layers: dict[Any, dict[Any, tuple[LayerLeaf | None, ...]]] = {}
 
+    def share(self, other: SeenParams) -> None:
+        """Knows from here on what an optimizer with the same layouts has seen, and the reverse."""
+        self._schedules, self._of_shards = other._schedules, other._of_shards
+        self._layers = other._layers
+
     def schedule_of_whole(self, whole: Params) -> Schedule:
         """Returns the schedule for whole params, arrays or shapes; remembers their shards."""
         key = _key(whole)

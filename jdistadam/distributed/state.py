@@ -50,12 +50,14 @@ class StepResult(NamedTuple):
         None where that cannot happen.
       is_other_layout: Shape (), bool: whether it stayed since the state is of another layout. None
         where that was checked before.
+      learning_rate: Shape (), float32: of this step, before ``lr_scale`` of groups.
     """
 
     params: Params
     opt_state: OptState
     is_skipped: jax.Array | None
     is_other_layout: jax.Array | None
+    learning_rate: jax.Array
 
 
 def find_state(opt_state: OptState) -> DistributedState:

@@ -29,7 +29,7 @@ from jdistadam.distributed.state import (
 from jdistadam.distributed.update import update_shards
 from jdistadam.errors import TreeError
 from jdistadam.kernels.adam import Scalars
-from jdistadam.kernels.coefficients import coefficient_row
+from jdistadam.kernels.coefficients import at_count, coefficient_row
 
 
 def init_local(config: DistributedConfig, layout: Layout, params: Params) -> DistributedState:
@@ -108,7 +108,8 @@ def step_local(
         layout_identity=state.layout_identity,
         scaling=_next_scaling(config, state.scaling, found_inf, summed.is_empty),
     )
-    return StepResult(treedef.unflatten(leaves), new_state, is_skipped, is_other)
+    learning_rate = jnp.float32(at_count(config.hyper.learning_rate, state.count))
+    return StepResult(treedef.unflatten(leaves), new_state, is_skipped, is_other, learning_rate)
 
 
 def _scalars(

@@ -99,6 +99,7 @@ class StepProgram:
         metrics = {
             "loss": loss,
             "grad_norm": new.grad_norm,
+            "learning_rate": result.learning_rate,
             "skipped": jnp.int32(0) if new.scaling is None else new.scaling.skipped,
             "loss_scale": jnp.float32(1) if scaling is None else scaling.loss_scale,
         }
@@ -107,7 +108,7 @@ class StepProgram:
         return metrics | ({"aux": local.aux} if self.loss_function.has_aux else {})
 
     def _metrics_specs(self) -> dict[str, P]:
-        names = ["loss", "grad_norm", "skipped", "loss_scale"]
+        names = ["loss", "grad_norm", "learning_rate", "skipped", "loss_scale"]
         names += ["nonfinite"] if self.options.report_nonfinite else []
         specs = dict.fromkeys(names, P())
         if self.loss_function.has_aux:

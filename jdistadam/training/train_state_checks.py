@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+from jax.sharding import PartitionSpec as P
+
 from jdistadam.core import trees
-from jdistadam.core.types import Params
+from jdistadam.core.types import OptState, Params
+from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import TreeError
 
 _FLAX_COLLECTIONS = {"batch_stats", "cache", "intermediates", "perturbations"}
@@ -30,3 +34,17 @@ def check_created(params: Params, model_state: Any, rng: Any) -> None:
     trees.check_arrays(model_state, name="model_state")
     if rng is not None:
         trees.check_key("rng", rng)
+
+
+def check_structure(opt_state: OptState, tx: DistributedTransformation) -> None:
+    """Raises TreeError unless a state has the parts of the optimizer: those of its chain, say."""
+    try:
+        jax.tree.broadcast(tx.state_specs(), opt_state, is_leaf=lambda x: isinstance(x, P))
+    except ValueError as error:
+        raise TreeError(
+            "opt_state",
+            "not the state of this optimizer",
+            got=type(opt_state).__name__,
+            expected=f"{type(tx.state_specs()).__name__}, of the structure that init returns",
+            action="Make it with TrainState.create(params, tx) or from_optax_state.",
+        ) from error

@@ -21,6 +21,7 @@ from jdistadam.distributed.transformation import DistributedTransformation, chec
 from jdistadam.errors import HyperparameterError
 from jdistadam.training.batches import check_batch_spec, shard_batch
 from jdistadam.training.flattened import Leaves, flattened
+from jdistadam.training.injected_numbers import with_numbers_as_arrays
 from jdistadam.training.loss_function import LossFunction
 from jdistadam.training.step_program import StepOptions, StepProgram
 from jdistadam.training.train_state import (
@@ -32,6 +33,7 @@ from jdistadam.training.train_state import (
     placed,
     remember_params,
 )
+from jdistadam.training.train_state_checks import check_structure
 
 # XLA's own limit of 30 MiB counts shards: it merges most models into one collective that begins
 # when the last gradient is ready. This is large enough for bandwidth and leaves work to overlap.
@@ -96,6 +98,7 @@ class TrainStep:
             self._warn_of_lost_options()
             return self._step(state, batch)
         check_alive(optimizer_state)
+        state = with_numbers_as_arrays(state, self.tx.config.mesh)
         if not is_ours:
             state = self._checked(state, optimizer_state)
             leaves = jax.tree.leaves(state.params)
@@ -133,6 +136,7 @@ class TrainStep:
         """Raises where a state that this step did not return cannot be stepped."""
         check_placement(self.tx.config, optimizer_state)
         check_scaling(self.tx.config, optimizer_state)
+        check_structure(state.opt_state, self.tx)
         identity = optimizer_state.layout_identity
         if identity is None or identity is not self._identity:
             check_layout(state, self.tx)
@@ -233,7 +237,8 @@ def train_step(
     Returns:
       ``step(state, batch) -> (state, metrics)``. The state is donated. Metrics: the scalars
       ``loss``, ``grad_norm`` (global norm of the mean gradient before clipping and without the
-      loss scale), ``skipped`` (steps skipped so far) and ``loss_scale`` (of this step); with
+      loss scale), ``learning_rate`` (of this step, before ``lr_scale`` of groups), ``skipped``
+      (steps skipped so far) and ``loss_scale`` (of this step); with
       report_nonfinite ``nonfinite``, for ``nonfinite_paths``; with has_aux ``aux``, every leaf with
       a leading dimension of devices x micro-batches, in the order of the rows of the batch.
 

@@ -59,13 +59,25 @@ def test_injected_numbers_stay_float32_for_bfloat16_params():
     assert np.isfinite(np.asarray(new["w"], np.float32)).all()
 
 
-def test_inject_refuses_what_has_no_plain_step():
-    with pytest.raises(
-        jda.PolicyError, match="inject_hyperparams: cannot be used with this optimizer: got distrib"
-    ):
-        jda.inject_hyperparams(jda.distributed_fused_adamw)
-    with pytest.raises(jda.PolicyError, match="got adamw, expected fused_adamw or fused_adam"):
-        jda.inject_hyperparams(optax.adamw)(1e-3).init({"w": jnp.ones(3)})
+def test_inject_refuses_what_has_no_step():
+    with pytest.raises(jda.PolicyError, match="cannot be used with this optimizer: got adamw, exp"):
+        jda.inject_hyperparams(optax.adamw)(1e-3)
+
+
+def test_names_in_the_state_are_checked():
+    params = {"w": jnp.ones(3)}
+    tx = jda.inject_hyperparams(jda.fused_adamw)(1e-3)
+    state = tx.init(params)
+    state.hyperparams["learning_rates"] = 1.0
+    with pytest.raises(jda.HyperparameterError, match=r"\['learning_rates'\]: no hyperparameter"):
+        tx.step(params, state, params)
+
+
+def test_whole_numbers_become_floats():
+    """weight_decay=0 may be set to 0.1 later, which is no integer, in the same program."""
+    tx = jda.inject_hyperparams(jda.fused_adamw)(1, weight_decay=0)
+    hyperparams = tx.init({"w": jnp.ones(3)}).hyperparams
+    assert {x.dtype for x in hyperparams.values()} == {jnp.dtype("float32")}
 
 
 def test_injected_numbers_are_checked_as_they_are_given():

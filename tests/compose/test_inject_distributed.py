@@ -1,0 +1,285 @@
+"""jda.inject_hyperparams of a distributed optimizer: numbers as state, in one program."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jdistadam as jda
+from support.bits import assert_trees_same_bits
+from support.compilations import num_compilations
+from support.exact_sums import (
+    HYPER,
+    decays,
+    exact_batch,
+    linear_loss,
+    random_params,
+    without_empty,
+)
+from support.own_loop import jit_over_mesh
+
+BF16 = jnp.bfloat16
+NUMBERS = dict(HYPER, max_grad_norm=20.0)
+LABELS = {"rows": "slow", "columns": "", "prime": "", "small": "own", "scalar": "", "empty": ""}
+GROUPS = {"": {}, "slow": dict(lr_scale=0.5), "own": dict(weight_decay=0.7, b1=0.5)}
+SETTINGS = {
+    "optim": dict(mask=decays, param_labels=LABELS, groups=GROUPS),
+    "optim_grads_params": dict(mask=decays),
+    "no_shard": {},
+    "optim_grads": {},
+}
+
+
+def numbers_of_step(i):
+    """Other numbers in each step, all of them; the norm of the batches is above and below."""
+    return {
+        "learning_rate": 3e-3 * (1 - i / 20),
+        "b1": 0.8 + i / 100,
+        "b2": 0.99 + i / 2000,
+        "eps": 1e-7 * (1 + i),
+        "eps_root": 1e-12 * (1 + i),
+        "weight_decay": 0.13 / (1 + i),
+        "max_grad_norm": 10.0 + 500.0 * (i % 3),
+    }
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16], ids=str)
+@pytest.mark.parametrize("strategy", list(SETTINGS))
+def test_numbers_in_the_state_are_those_of_the_step(cpu_mesh, strategy, dtype):
+    """Ten steps, all numbers changed before each: the bits of an optimizer made with them.
+
+    That one is made within a program that takes the numbers as operands. Sums are exact.
+    """
+    fixed = dict(mesh=cpu_mesh(8), sharding_strategy=strategy, **SETTINGS[strategy])
+    tx = jda.inject_hyperparams(jda.distributed_fused_adamw)(**NUMBERS, **fixed)
+    step = jda.train_step(linear_loss, tx, accumulate_steps=3)
+    state = jda.TrainState.create(random_params(dtype), tx)
+    plain = jda.distributed_fused_adamw(**NUMBERS, **fixed)
+    want = jda.TrainState.create(random_params(dtype), plain)
+
+    @jax.jit
+    def plain_step(numbers, state, batch):
+        made = jda.distributed_fused_adamw(**numbers, **fixed)
+        made.param_specs(state.params)  # the shapes of the whole params, which init saw
+        return jda.train_step(linear_loss, made, accumulate_steps=3)(state, batch)
+
+    rng = np.random.default_rng(0)
+    compiled = None
+    for i in range(10):
+        batch = exact_batch(rng)
+        numbers = numbers_of_step(i)
+        want, want_metrics = plain_step(
+            {k: jnp.float32(x) for k, x in numbers.items()}, want, batch
+        )
+        for name, x in numbers.items():
+            state.opt_state.hyperparams[name] = x
+        if compiled is None:
+            before = num_compilations()
+        state, metrics = step(state, batch)
+        compiled = num_compilations() - before if compiled is None else compiled
+        assert metrics.keys() == want_metrics.keys()
+        assert float(metrics["learning_rate"]) == np.float32(numbers["learning_rate"])
+        assert_trees_same_bits(metrics, want_metrics)
+    assert step._jitted._cache_size() == 1
+    assert_trees_same_bits(state.params, want.params)
+    got = state.opt_state.inner_state
+    for name in ("count", "main_params", "mu", "nu"):
+        assert_trees_same_bits(getattr(got, name), getattr(want.opt_state, name))
+
+
+def test_a_hundred_steps_compile_one_program(cpu_mesh):
+    """Python numbers, NumPy scalars, arrays anywhere: whatever is put into the state."""
+    tx = jda.inject_hyperparams(jda.distributed_fused_adamw)(
+        optax.cosine_decay_schedule(1e-2, 100), b2=0.99, max_grad_norm=1, mesh=cpu_mesh(4)
+    )
+    step = jda.train_step(lambda params, x: jnp.mean(jnp.square(x @ params["w"])), tx)
+    state = jda.TrainState.create({"w": jnp.ones((8, 4))}, tx)
+    x = jda.shard_batch(np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32), tx)
+    forms = (float, int, np.float32, np.float64, np.asarray, jnp.float32, np.int32)
+    state, _ = step(state, x)
+    compiled, rates = num_compilations(), set()
+    for i in range(100):
+        state.opt_state.hyperparams["max_grad_norm"] = forms[i % len(forms)](1 + i % 5)
+        state.opt_state.hyperparams["b2"] = 0.9 + i / 2000
+        state, metrics = step(state, x)
+        rates.add(float(metrics["learning_rate"]))
+        assert float(state.opt_state.hyperparams["max_grad_norm"]) == 1 + i % 5
+    assert num_compilations() == compiled
+    assert len(rates) > 90  # and the schedule went on
+    assert int(state.opt_state.inner_state.count) == 101
+
+
+def test_a_hundred_fused_steps_compile_one_program():
+    tx = jda.inject_hyperparams(jda.fused_adamw)(1e-2, weight_decay=0.1)
+    step = jda.jit_step(tx)
+    params = {"w": jnp.ones((8, 4))}
+    state = tx.init(params)
+    grads = {"w": jnp.full((8, 4), 0.5)}
+    params, state = step(grads, state, params)
+    compiled = num_compilations()
+    for i in range(100):
+        state.hyperparams["learning_rate"] = np.float32(1e-2 / (1 + i))
+        params, state = step(grads, state, params)
+    assert num_compilations() == compiled
+
+
+def test_a_skipped_step_leaves_the_schedule_where_it_was(cpu_mesh):
+    """As the schedule of an optimizer that is not injected, whose count stays as well."""
+    schedule = optax.linear_schedule(0.5, 0.0, 8)  # exact values
+    kwargs = dict(mesh=cpu_mesh(4), loss_scale=jda.DynamicLossScale(8.0), b1=0.5, b2=0.25)
+    txs = (
+        jda.distributed_fused_adamw(schedule, **kwargs),
+        jda.inject_hyperparams(jda.distributed_fused_adamw)(schedule, **kwargs),
+    )
+    results = []
+    for tx in txs:
+        step = jda.train_step(lambda params, x: jnp.sum(params["w"] * jnp.mean(x, 0)), tx)
+        state = jda.TrainState.create({"w": jnp.ones(8)}, tx)
+        rates = []
+        for i in range(6):
+            x = np.full((8, 8), np.nan if i in (1, 2) else i + 1, np.float32)
+            state, metrics = step(state, x)
+            rates.append(float(metrics["learning_rate"]))
+        results.append((state, rates))
+    (plain, rates), (injected, injected_rates) = results
+    assert rates == injected_rates == [0.5, 0.4375, 0.4375, 0.4375, 0.375, 0.3125]
+    assert int(injected.opt_state.count) == int(plain.opt_state.count) == 4
+    assert int(injected.opt_state.inner_state.scaling.skipped) == 2
+    assert_trees_same_bits(plain.params, injected.params)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_a_shard_map_and_in_a_chain(cpu_mesh, check_vma):
+    """A custom training loop takes the state of a chain, with numbers changed outside of it."""
+    make = functools.partial(jda.distributed_fused_adamw, mesh=cpu_mesh(8), b1=0.5, b2=0.25)
+    inject = jda.inject_hyperparams(make)
+    chained = jda.chain(optax.scale(0.5), inject(learning_rate=1e-2, max_grad_norm=1.0))
+    within = jda.inject_hyperparams(
+        lambda learning_rate, scale: jda.chain(
+            optax.scale(scale), make(learning_rate, max_grad_norm=1.0)
+        )
+    )(1e-2, scale=0.5)
+    plain = jda.chain(optax.scale(0.5), make(optax.linear_schedule(1e-2, 0, 4), max_grad_norm=1.0))
+    rng = np.random.default_rng(2)
+    batches = [without_empty(exact_batch(rng)) for _ in range(4)]
+    results = []
+    for tx, find in (
+        (plain, None),
+        (chained, lambda state: state[1]),
+        (within, lambda state: state),
+    ):
+        params = without_empty(random_params())
+        state = tx.init(params)
+
+        def local_step(params, state, batch, tx=tx):
+            grads = jax.grad(linear_loss)(jda.local_params(params, tx), batch)
+            return tx.step(grads, state, params)
+
+        step = jit_over_mesh(local_step, tx, check_vma)
+        for i, batch in enumerate(batches):
+            if find is not None:
+                find(state).hyperparams["learning_rate"] = optax.linear_schedule(1e-2, 0, 4)(i)
+            params, state = step(params, state, jda.shard_batch(batch, tx))
+        results.append(params)
+    assert_trees_same_bits(results[1], results[0])
+    assert_trees_same_bits(results[2], results[0])
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_conversions_and_the_audit(cpu_mesh, strategy):
+    """The state of optax's injection and back, onto another mesh; the next steps are the same."""
+    inject = jda.inject_hyperparams(jda.distributed_fused_adamw)
+    tx = inject(**HYPER, mesh=cpu_mesh(8), sharding_strategy=strategy)
+    theirs = optax.inject_hyperparams(optax.adamw)(**HYPER)
+    rng = np.random.default_rng(3)
+    step = jda.train_step(linear_loss, tx)
+    state = jda.TrainState.create(random_params(), tx)
+    for _ in range(3):
+        state.opt_state.hyperparams["weight_decay"] = 0.3
+        state, _ = step(state, exact_batch(rng))
+    main, opt_state, *_ = jda.to_optax_state(state, tx)
+    assert jax.tree.structure(opt_state) == jax.tree.structure(theirs.init(main))
+    assert float(opt_state.hyperparams["weight_decay"]) == np.float32(0.3)
+    batch = exact_batch(rng)
+    if strategy == "optim":
+        found = jda.audit(step, state, batch)
+        assert found.passed, found
+    other = inject(**HYPER, mesh=cpu_mesh(3), bucket_bytes=4096)
+    moved = jda.from_optax_state(main, opt_state, other)
+    scale = np.float32(3 / 8)  # the mean over three devices of sums that are the same
+    moved_batch = jax.tree.map(lambda x: x * scale, batch)
+    moved, _ = jda.train_step(linear_loss, other)(moved, moved_batch)
+    state, _ = step(state, batch)
+    assert_trees_same_bits(jda.full_params(moved, other), jda.full_params(state, tx))
+    assert moved.opt_state.hyperparams.keys() == state.opt_state.hyperparams.keys()
+
+
+def test_the_learning_rate_of_every_kind_of_optimizer(cpu_mesh):
+    """Of the step that was taken: a number, a schedule, beside groups and in a chain."""
+    mesh, loss = cpu_mesh(2), lambda params, x: jnp.sum(params["w"] * jnp.mean(x))
+    schedule = optax.linear_schedule(0.5, 0.0, 4)
+    groups = dict(param_labels={"w": "head"}, groups={"head": dict(lr_scale=0.1)})
+    for tx, want in (
+        (jda.distributed_fused_adamw(0.25, mesh=mesh), [0.25, 0.25]),
+        (jda.distributed_fused_adam(schedule, mesh=mesh), [0.5, 0.375]),
+        (jda.distributed_fused_adamw(schedule, mesh=mesh, **groups), [0.5, 0.375]),
+        (
+            jda.chain(optax.scale(2.0), jda.distributed_fused_adamw(schedule, mesh=mesh)),
+            [0.5, 0.375],
+        ),
+    ):
+        state, got = jda.TrainState.create({"w": jnp.ones(4)}, tx), []
+        step = jda.train_step(loss, tx)
+        for _ in want:
+            state, metrics = step(state, np.ones((2, 3), np.float32))
+            assert metrics["learning_rate"].dtype == jnp.float32
+            got.append(float(metrics["learning_rate"]))
+        assert got == want
+
+
+def test_what_is_wrong_is_loud(cpu_mesh):
+    inject = jda.inject_hyperparams(jda.distributed_fused_adamw)
+    mesh = cpu_mesh(2)
+    with pytest.raises(jda.HyperparameterError, match=r"b2: out of range: got 1.5"):
+        inject(1e-3, b2=1.5, mesh=mesh)
+    with pytest.raises(jda.HyperparameterError, match=r"max_grad_norm: out of range: got -1"):
+        inject(1e-3, max_grad_norm=-1, mesh=mesh)
+    with pytest.raises(jda.HyperparameterError, match=r"b1: not a schedule: .* static_args='b1'"):
+        inject(1e-3, b1=lambda count: "many", mesh=mesh)
+    with pytest.raises(jda.HyperparameterError, match="max_grad_norm: not one number"):
+        jda.distributed_fused_adamw(1e-3, max_grad_norm=jnp.ones(2), mesh=mesh)
+    tx = inject(1e-3, mesh=mesh)
+    loss = lambda params, x: jnp.sum(params["w"] * jnp.mean(x))  # noqa: E731
+    step, x = jda.train_step(loss, tx), np.ones((2, 3), np.float32)
+    params = {"w": jnp.ones(4)}
+    for name, value, message in (
+        ("max_grad_norm", 1.0, r"\['max_grad_norm'\]: no hyperparameter of this optimizer"),
+        ("learning_rate", jnp.ones(2), r"\['learning_rate'\]: not one real number"),
+        ("b1", "half", r"\['b1'\]: not one real number: got 'half'"),
+        ("b2", True, r"\['b2'\]: not one real number: got True"),
+    ):
+        state = jda.TrainState.create(params, tx)
+        state.opt_state.hyperparams[name] = value
+        with pytest.raises(jda.HyperparameterError, match=message):
+            step(state, x)
+    state = jda.TrainState.create(params, tx)
+    del state.opt_state.hyperparams["b1"]
+    with pytest.raises(jda.HyperparameterError, match=r"\['b1'\]: missing"):
+        step(state, x)
+    plain = jda.TrainState.create(params, jda.distributed_fused_adamw(1e-3, mesh=mesh))
+    with pytest.raises(
+        jda.TreeError, match="opt_state: not the state of this optimizer: got Distr"
+    ):
+        step(plain, x)
+
+
+def test_its_state_has_specs(cpu_mesh):
+    tx = jda.inject_hyperparams(jda.distributed_fused_adamw)(1e-3, mesh=cpu_mesh(2))
+    specs = tx.state_specs()
+    assert specs.hyperparams == P() and specs.inner_state.mu == P("data")
+    shapes = jda.TrainState.shapes({"w": jax.ShapeDtypeStruct((4,), jnp.float32)}, tx)
+    assert shapes.opt_state.hyperparams["learning_rate"].sharding.spec == P()
