@@ -170,7 +170,7 @@ def test_what_the_third_value_holds(kind):
     exported = jda.to_optax_state(state, tx)
     extra = exported[2]
     assert isinstance(extra, jda.ExtraState)
-    before, copied = on_host(extra), pickle.loads(pickle.dumps(exported))
+    before, copied = on_host(exported), pickle.loads(pickle.dumps(exported))
     for path, x in jax.tree_util.tree_leaves_with_path(extra):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         assert isinstance(x, np.ndarray) != is_key, path
@@ -186,7 +186,7 @@ def test_what_the_third_value_holds(kind):
     batch = batches()[0]
     (state, want), (again, got) = step(state, batch), step(again, batch)
     assert_same((again, got), (state, want))
-    assert_same(extra, before)  # what was exported is the caller's
+    assert_same(exported, before)  # it is the caller's
 
 
 STATIC = 8.0
