@@ -38,6 +38,7 @@ from jdistadam.errors import (
 from jdistadam.tools.audit import Audit, audit
 from jdistadam.tools.plan import Plan, plan
 from jdistadam.training.batches import shard_batch
+from jdistadam.training.extra_state import ExtraState
 from jdistadam.training.nonfinite import count_nonfinite, nonfinite_paths
 from jdistadam.training.optax_state import from_optax_state, main_params, to_optax_state
 from jdistadam.training.train_state import TrainState, full_params, reload_main_params
@@ -85,6 +86,7 @@ __all__ = [  # noqa: RUF022 - by task
     "main_params",
     "to_optax_state",
     "from_optax_state",
+    "ExtraState",
     # What a step holds and sends, before and after it is compiled.
     "plan",
     "Plan",

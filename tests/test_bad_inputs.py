@@ -135,6 +135,19 @@ def from_optax(opt_state, params=PARAMS, **kwargs):
     return jda.from_optax_state(params, opt_state, tx(), **kwargs)
 
 
+def extra_state():
+    return jda.to_optax_state(state(), tx())[2]
+
+
+def with_extra(scaling=(), **changes):
+    """A state made with a third value of which something is changed."""
+    *exported, extra = jda.to_optax_state(
+        state(loss_scale=jda.DynamicLossScale()), tx(loss_scale=jda.DynamicLossScale())
+    )
+    scaling = extra.scaling._replace(**dict(scaling))
+    return jda.from_optax_state(*exported, tx(), extra._replace(**dict(scaling=scaling) | changes))
+
+
 def mains(params, kind=jnp.float32):
     """The exact parameters of ``params``, with a state of others in 16 bits."""
     return jda.main_params(params, fused(main_params_dtype=kind).init({"w": jnp.ones(3, BF16)}))
@@ -397,6 +410,24 @@ ERRORS = [
     ("from_optax_state with several counts", lambda: from_optax(optax_state(count=np.ones(3, np.int32))), jda.ShapeError, r"^opt_state\[0\]\.count: not a number of steps: got int32, shape \(3,\), expected int32, shape \(\)"),
     ("from_optax_state with a count in float", lambda: from_optax(optax_state(count=np.float32(3))), jda.DtypeError, r"^opt_state\[0\]\.count: not a number of steps: got float32"),
     ("from_optax_state into no dtype", lambda: from_optax(optax_state(), param_dtypes="x"), jda.PolicyError, NOT_A_DTYPE.format("param_dtypes", "'x'")),
+    ("from_optax_state(*to_optax_state(state, tx), tx)", lambda: jda.from_optax_state(*jda.to_optax_state(state(), tx()), tx()), jda.MeshError, NOT_DISTRIBUTED.format("ExtraState")),
+    ("from_optax_state of an extra state", lambda: from_optax(optax_state(), params=extra_state()), jda.TreeError, A_STATE.format("main_params", "ExtraState", "from_optax_state")),
+    ("an extra state as opt_state", lambda: from_optax(extra_state()), jda.TreeError, r"^opt_state: not the state of optax's optimizer .*: got PyTreeDef\(.*ExtraState"),
+    ("an extra state without types", lambda: from_optax(optax_state(), extra_state=extra_state()._asdict()), jda.TreeError, r"^extra_state: not an ExtraState: got dict, expected the third value .*restore a checkpoint into what"),
+    ("a train state as extra state", lambda: from_optax(optax_state(), extra_state=state()), jda.TreeError, r"^extra_state: not an ExtraState: got TrainState"),
+    ("an extra state of shapes", lambda: with_extra(model_state={"a": jax.ShapeDtypeStruct((2,), np.int32)}), jda.TreeError, r"^extra_state\.model_state\['a'\]: a shape, not an array"),
+    ("an extra state with strings", lambda: with_extra(model_state=["x"]), jda.DtypeError, r"^extra_state\.model_state\[0\]: not an array of numbers: got 'x'"),
+    ("an extra state of another step", lambda: with_extra(step=np.int32(3)), jda.TreeError, r"^extra_state\.step: differs from the count of opt_state: .*: got 3, expected 0"),
+    ("an extra state of half a step", lambda: with_extra(step=np.float32(0.5)), jda.DtypeError, r"^extra_state\.step: not a number of steps: got float32"),
+    ("an extra state without a step", lambda: with_extra(step=None), jda.TreeError, r"^extra_state\.step: missing: got None, expected"),
+    ("an extra state with several norms", lambda: with_extra(grad_norm=np.ones(2)), jda.ShapeError, r"^extra_state\.grad_norm: not a scalar: got \(2,\)"),
+    ("an extra state with words as rng", lambda: with_extra(rng=np.ones(3, np.uint32)), jda.DtypeError, r"^extra_state\.rng: not a random key: got uint32, shape \(3,\)"),
+    ("an extra state with a number as scaling", lambda: from_optax(optax_state(), extra_state=extra_state()._replace(scaling=2.0)), jda.TreeError, r"^extra_state\.scaling: not the state of a loss scale: got float"),
+    ("an extra state with one count", lambda: with_extra(scaling=dict(growth_count=None)), jda.TreeError, r"^extra_state\.scaling: not the state of a loss scale: .* with both counts or none"),
+    ("an extra state with a scale of NaN", lambda: with_extra(scaling=dict(loss_scale=np.float32(np.nan))), jda.HyperparameterError, r"^extra_state\.scaling\.loss_scale: out of range: got nan"),
+    ("an extra state with scales", lambda: with_extra(scaling=dict(loss_scale=np.ones(2))), jda.ShapeError, r"^extra_state\.scaling\.loss_scale: not a scalar"),
+    ("an extra state without skipped steps", lambda: with_extra(scaling=dict(skipped=None)), jda.TreeError, r"^extra_state\.scaling\.skipped: missing"),
+    ("an extra state with a count in float", lambda: with_extra(scaling=dict(growth_count=np.float32(1))), jda.DtypeError, r"^extra_state\.scaling\.growth_count: not a number of steps"),
     ("to_optax_state(tx, state)", lambda: jda.to_optax_state(tx(), state()), jda.MeshError, NOT_DISTRIBUTED.format("TrainState")),
     ("to_optax_state of the opt_state", lambda: jda.to_optax_state(state().opt_state, tx()), jda.TreeError, NOT_A_TRAIN_STATE.format(r"jdistadam\.distributed\.state\.DistributedState")),
     ("to_optax_state with optax's optimizer", lambda: jda.to_optax_state(state(), optax.adamw(1e-2)), jda.MeshError, NOT_DISTRIBUTED.format("GradientTransformationExtraArgs")),

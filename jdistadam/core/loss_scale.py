@@ -146,3 +146,30 @@ def next_loss_scale(
         jnp.where(grows, jnp.int32(config.hysteresis), hysteresis),
         skipped,
     )
+
+
+def continued_loss_scale(
+    config: float | DynamicLossScale | None, saved: LossScaleState | None
+) -> Any:
+    """Returns the state with which an optimizer goes on from what another one saved, on the host.
+
+    What training has found moves: a dynamic scale with its counts, and how many steps were skipped.
+    What was chosen is the new optimizer's: a constant scale, the first dynamic one, the limits.
+
+    Args:
+      config: The ``loss_scale`` of the new optimizer.
+      saved: The state of the old one, None if it had none; the counts of a constant scale are None.
+    """
+    if config is None:
+        return None
+    new: Any = jax.tree.map(np.asarray, new_loss_scale(config))
+    if saved is None:
+        return new
+    new = new._replace(skipped=np.int32(saved.skipped))
+    if not isinstance(config, DynamicLossScale) or saved.growth_count is None:
+        return new
+    return new._replace(
+        loss_scale=np.maximum(np.float32(saved.loss_scale), np.float32(config.min_scale)),
+        growth_count=np.int32(saved.growth_count),
+        hysteresis_count=np.minimum(np.int32(saved.hysteresis_count), np.int32(config.hysteresis)),
+    )

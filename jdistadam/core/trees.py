@@ -116,11 +116,16 @@ def is_number(x: Any) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
+def is_key(x: Any) -> bool:
+    """Whether ``x`` is an array of random keys, not of the legacy kind."""
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def check_key(name: str, value: Any) -> None:
     """Raises DtypeError unless ``value`` is one random key, new or of the legacy kind."""
-    is_array = isinstance(value, jax.Array | np.ndarray)
-    if is_array and jnp.issubdtype(value.dtype, jax.dtypes.prng_key) and value.shape == ():
+    if is_key(value) and value.shape == ():
         return
+    is_array = isinstance(value, jax.Array | np.ndarray)
     legacy = jax.eval_shape(lambda: jax.random.PRNGKey(0))
     if is_array and (value.dtype, value.shape) == (legacy.dtype, legacy.shape):
         return

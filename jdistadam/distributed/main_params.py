@@ -16,6 +16,7 @@ from jdistadam.core.types import OptState, Params
 from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import find_state, map_state
 
 
@@ -56,6 +57,17 @@ def with_main_params(
     )
     flat = jax.jit(shard)(main)
     return map_state(lambda state: state._replace(main_params=flat), opt_state)
+
+
+def as_they_arrive(schedule: Schedule, params: Params) -> Any:
+    """Returns global params rounded as a step rounds those that it sends, to param_comm_dtype."""
+    leaves: list[Any] = jax.tree.leaves(params)
+    for entry in schedule.buckets:
+        for gather in entry.after_update:
+            for i in entry.bucket.leaves:
+                sent = collectives.round_to(leaves[i], gather.dtype)
+                leaves[i] = sent.astype(leaves[i].dtype)
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
 def paths_that_differ(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -16,20 +17,29 @@ from jdistadam.core.types import OptState, Params
 from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.main_params import as_they_arrive
 from jdistadam.distributed.param_specs import axes_of
 from jdistadam.distributed.state import DistributedState, find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.main_params import MainParamsState, main_params_of
 from jdistadam.errors import TreeError
 from jdistadam.kernels.coefficients import check_step_count
+from jdistadam.training.extra_state import (
+    ExtraState,
+    check_extra_state,
+    extra_state_of,
+    with_extra_state,
+)
+from jdistadam.training.host_arrays import copy_of, fetch
 from jdistadam.training.train_state import TrainState, check_layout, copy_to, remember_params
 
 
-def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[Any, Any]:
-    """Returns ``(main_params, opt_state)`` of a train state as ``optax.adamw`` would hold them.
+def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[Any, Any, ExtraState]:
+    """Returns ``(main_params, opt_state, extra_state)``: a train state that no mesh is needed for.
 
-    Values are exact copies, whatever the number of devices and the buckets. Where several processes
-    share the mesh, all of them call this, and all get everything.
+    The first two are what ``optax.adamw`` would hold, the third is all else. Values are exact
+    copies, whatever the number of devices and the buckets. Where several processes share the mesh,
+    all of them call this, and all get everything.
 
     Args:
       state: A train state made with ``tx``.
@@ -41,7 +51,20 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
     Returns:
       The float32 main parameters, and exactly the pytree that ``optax.adamw(...).init`` (or
       ``optax.adam``, within ``optax.chain``, as ``tx`` was made) returns for the same
-      hyperparameters, with the counts, mu and nu of ``state``. numpy arrays.
+      hyperparameters, with the counts, mu and nu of ``state``; then an ``ExtraState``. numpy
+      arrays, except for random keys.
+
+    Example:
+      >>> import jdistadam as jda
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> old = jda.distributed_fused_adamw(1e-3, mesh=mesh, loss_scale=jda.DynamicLossScale())
+      >>> new = jda.distributed_fused_adamw(1e-3, mesh=mesh, loss_scale=jda.DynamicLossScale())
+      >>> state = TrainState.create({"w": jnp.ones(3)}, old, rng=jax.random.key(0))
+      >>> main_params, opt_state, extra_state = to_optax_state(state, old)
+      >>> float(extra_state.scaling.loss_scale)
+      65536.0
+      >>> int(from_optax_state(main_params, opt_state, new, extra_state).step)
+      0
     """
     check_layout(state, tx)
     layout = tx.layout(state.params)
@@ -57,11 +80,11 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
     adam = adam._replace(count=count, mu=mu, nu=nu)
     theirs = (adam, *(_with_count(part, count) for part in rest))
     opt_state = jax.tree.map(
-        lambda part: theirs if is_distributed_state(part) else _exported(part),
+        lambda part: theirs if is_distributed_state(part) else copy_of(part),
         state.opt_state,
         is_leaf=is_distributed_state,
     )
-    return jax.tree.unflatten(treedef, main), opt_state
+    return jax.tree.unflatten(treedef, main), opt_state, extra_state_of(state, tx)
 
 
 def main_params(params: Params, opt_state: OptState, tx: Any = None) -> Any:
@@ -121,7 +144,7 @@ def _main_leaves(
     config: DistributedConfig, layout: Layout, params: Params, state: DistributedState
 ) -> list[np.ndarray]:
     """The leaves that the optimizer updates: main parameters, or the params where none are kept."""
-    main = [_fetch(x) for x in jax.tree.leaves(params)]
+    main = [fetch(x) for x in jax.tree.leaves(params)]
     if state.main_params is not None:
         kept = _global_leaves(config, layout, params, state.main_params)
         for i in (i for bucket in layout.buckets if bucket.has_main for i in bucket.leaves):
@@ -133,24 +156,35 @@ def from_optax_state(
     main_params: Params,
     opt_state: OptState,
     tx: DistributedTransformation,
+    extra_state: ExtraState | None = None,
     *,
     param_dtypes: Any = None,
 ) -> TrainState:
     """Shards parameters and a state of ``optax.adamw`` over the mesh of ``tx``.
 
+    With the three values of ``to_optax_state``, training goes on as if the state had never moved.
+    A dynamic loss scale goes on from where it was, though not below the ``min_scale`` of ``tx``.
+    Where it or ``tx`` is not dynamic, the scale is the one of ``tx``, its first one if that is
+    dynamic; the number of skipped steps stays. If ``tx`` has no ``loss_scale``, both are dropped.
+
     Args:
       main_params: Tree of parameters, exact in float32.
       opt_state: The state that ``optax.adamw`` or ``to_optax_state`` returned for it.
       tx: The distributed optimizer.
+      extra_state: The third value of ``to_optax_state``. None: a new loss scale, no model_state and
+        no rng.
       param_dtypes: Tree of dtypes, or one dtype, in which the model computes. None: as given.
 
     Returns:
-      A train state that continues from there, without model_state and rng.
+      A train state that continues from there.
 
     Raises:
-      TreeError, ShapeError, DtypeError: The state is not one of adamw for these parameters.
+      TreeError, ShapeError, DtypeError: The state is not one of adamw for these parameters;
+        ``extra_state`` is something else, or of another step.
+      HyperparameterError: The loss scale of ``extra_state`` is not a positive number.
     """
-    _refuse_state("main_params", main_params, "from_optax_state(main_params, opt_state, tx)")
+    call = "from_optax_state(main_params, opt_state, tx, extra_state)"
+    _refuse_state("main_params", main_params, call)
     state = TrainState.create(main_params, tx, param_dtypes=param_dtypes)
     adam_template = _optax_template(tx, main_params)
     template = jax.tree.map(
@@ -176,7 +210,20 @@ def from_optax_state(
         return copy_to(theirs, NamedSharding(tx.config.mesh, P()))
 
     new = jax.tree.map(convert, state.opt_state, opt_state, is_leaf=is_distributed_state)
-    return remember_params(TrainState(state.params, new))
+    state = TrainState(_as_after(int(find_state(new).count), tx, state.params), new)
+    if extra_state is not None:
+        check_extra_state(extra_state, state.step)
+        state = with_extra_state(state, tx, extra_state)
+    return remember_params(state)
+
+
+def _as_after(steps: int, tx: DistributedTransformation, params: Params) -> Params:
+    """Params as so many steps leave them: from the first one on as they arrived."""
+    if steps == 0 or tx.config.policy.param_comm_dtype is None:
+        return params
+    schedule = tx.seen.schedule_of_whole(tx.config.tensor_local(params))
+    placed = jax.tree.map(lambda x: x.sharding, params)
+    return jax.jit(functools.partial(as_they_arrive, schedule), out_shardings=placed)(params)
 
 
 _MOMENTS = (*trees.STORAGE_DTYPES, np.float64)  # what can be rounded to policy.mu_dtype
@@ -184,7 +231,7 @@ _MOMENTS = (*trees.STORAGE_DTYPES, np.float64)  # what can be rounded to policy.
 
 def _refuse_state(name: str, params: Params, call: str) -> None:
     """Raises TreeError where a state was passed as params: swapped, or a whole train state."""
-    kinds = (TrainState, DistributedState, MainParamsState, optax.ScaleByAdamState)
+    kinds = (TrainState, DistributedState, MainParamsState, optax.ScaleByAdamState, ExtraState)
     parts = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kinds))
     if found := [type(x).__name__ for x in parts if isinstance(x, kinds)]:
         raise TreeError(
@@ -237,7 +284,7 @@ def _global_leaves(
 ) -> list[np.ndarray]:
     """Returns the leaves that lie in the flat array of a state, put together from all devices."""
     parts = config.parallel.size(config.parallel.tensor_axes)
-    by_part = _fetch(flat).reshape(config.num_shards, parts, -1)
+    by_part = fetch(flat).reshape(config.num_shards, parts, -1)
     leaves: list[Any] = [None] * len(layout.leaves)
     for part in range(parts):
         local = packing.leaves_of_flat(layout, np.ascontiguousarray(by_part[:, part]).reshape(-1))
@@ -275,19 +322,6 @@ def _blocks(config: DistributedConfig, params: Params, part: int) -> list[tuple[
             where[dim] = slice(index * size, (index + 1) * size)
         blocks.append(tuple(where))
     return blocks
-
-
-def _fetch(x: Any) -> np.ndarray:
-    """Returns a whole array, also one of which other processes hold parts: all must call this."""
-    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
-        assert isinstance(x.sharding, NamedSharding)
-        replicated = NamedSharding(x.sharding.mesh, P())
-        x = jax.jit(lambda x: x, out_shardings=replicated)(x)
-    return np.asarray(x)
-
-
-def _exported(x: Any) -> Any:
-    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
 
 
 def _optax_template(tx: DistributedTransformation, params: Params) -> Any:

@@ -41,6 +41,28 @@ class TrainState:
     model_state: Any = None
     rng: Any = None
 
+    @property
+    def step(self) -> jax.Array:
+        """The number of updates applied so far: the optimizer's count, without skipped steps.
+
+        Shape (), int32; also inside of ``jax.jit`` and of a ``chain``. Of ``TrainState.shapes`` a
+        shape.
+
+        Raises:
+          TreeError: ``opt_state`` is not the state of a distributed optimizer.
+
+        Example:
+          >>> import jdistadam as jda
+          >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+          >>> step = jda.train_step(lambda params, x: params["w"] @ x, tx)
+          >>> state, _ = step(TrainState.create({"w": jnp.zeros(3)}, tx), jnp.ones(3))
+          >>> int(state.step)
+          1
+        """
+        count = find_state(self.opt_state).count
+        on_host = isinstance(count, np.ndarray | np.generic)  # as restored without shardings
+        return jnp.asarray(count) if on_host else count
+
     def __getstate__(self) -> dict[str, Any]:
         """Returns the fields alone, for pickle and copy: not what the state remembers."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -177,14 +199,22 @@ def copy_to(tree: Any, sharding: Any) -> Any:
 
     ``device_put`` may hand out the caller's own buffer as the replica of its device, also with
     may_alias=False; the results of a jitted copy are never shared with its arguments. A Python
-    number would come back from a step as another type, and compile the step again.
+    number would come back from a step as another type, and compile the step again. Of random keys
+    the words are placed: ``device_put`` cannot bring keys to devices of other processes.
     """
+    leaves = jax.tree.leaves(tree)
+    treedef: Any = jax.tree.structure(tree)
+    kinds = [jax.random.key_impl(x) if trees.is_key(x) else None for x in leaves]
+    words = [jax.random.key_data(x) if trees.is_key(x) else x for x in leaves]
 
-    def copy(x: Any) -> Any:
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return jnp.copy(x) if is_key else jax.lax.convert_element_type(jnp.copy(x), x.dtype)
+    def copy(x: Any, kind: Any) -> Any:
+        copied = jax.lax.convert_element_type(jnp.copy(x), x.dtype)
+        return copied if kind is None else jax.random.wrap_key_data(copied, impl=kind)
 
-    return jax.jit(lambda tree: jax.tree.map(copy, tree))(jax.device_put(tree, sharding))
+    def copy_all(tree: Any) -> Any:
+        return treedef.unflatten(map(copy, jax.tree.leaves(tree), kinds))
+
+    return jax.jit(copy_all)(jax.device_put(treedef.unflatten(words), sharding))
 
 
 def _dtypes_of(params: Params, dtypes: Any) -> Any:

@@ -52,7 +52,7 @@ def test_gpus_give_the_bits_of_cpus(n, dtype, wire):
     results = []
     for platform in ("cpu", "gpu"):
         state, tx = train(mesh_of(platform, n), batches, dtype, wire, **exact)
-        results.append((state.params, *jda.to_optax_state(state, tx)))
+        results.append((state.params, *jda.to_optax_state(state, tx)[:2]))
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         a, b = np.asarray(a), np.asarray(b)
         if a.dtype == np.int32:

@@ -131,5 +131,5 @@ def test_layers_gathered_in_a_scan_give_the_bits_of_cpus(kind):
         step = jda.train_step(scanned_products(functools.partial(jda.gather_params, tx=tx)), tx)
         for batch in batches:
             state, _ = step(state, batch)
-        results.append((jda.full_params(state, tx), *jda.to_optax_state(state, tx)))
+        results.append((jda.full_params(state, tx), *jda.to_optax_state(state, tx)[:2]))
     assert_same_trees(*results, kind)

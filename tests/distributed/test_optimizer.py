@@ -77,13 +77,13 @@ def test_training_step_equals_one_device_optax(cpu_mesh, n, dtype):
     for count in range(10):
         # signs: a device's sum over examples is exact also in a bfloat16 gradient
         batch = jax.tree.map(np.sign, exact_batch(rng))
-        main, old = jda.to_optax_state(state, tx)
+        main, old, _ = jda.to_optax_state(state, tx)
         main = jax.tree.map(jnp.asarray, main)
         state, metrics = step(state, batch)
         grads = mean_gradient(batch, n)
         updates, want_state = their_update(grads, old, main)
         want_main = optax.apply_updates(main, updates)
-        got_main, got_state = jda.to_optax_state(state, tx)
+        got_main, got_state, _ = jda.to_optax_state(state, tx)
         for name in SHAPES:
             hyper = HYPER | dict(
                 weight_decay=HYPER["weight_decay"] if len(SHAPES[name]) > 1 else 0.0
@@ -95,7 +95,7 @@ def test_training_step_equals_one_device_optax(cpu_mesh, n, dtype):
             before = dict(params=main[name], mu=old[0].mu[name], nu=old[0].nu[name])
             assert_step_close(got, want, before, grads[name], hyper, count)
         np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
-    main, opt_state = jda.to_optax_state(state, tx)
+    main, opt_state, _ = jda.to_optax_state(state, tx)
     assert int(opt_state[0].count) == 10
     for name in SHAPES:  # the model's parameters are the rounded main parameters, exactly
         assert_same_bits(state.params[name], main[name].astype(dtype), name)
@@ -116,7 +116,7 @@ def test_meshes_and_buckets_give_the_same_bits(cpu_mesh, dtype):
         for _ in range(10):
             # signs: a device's sum over examples is exact also in a bfloat16 gradient
             state, _ = step(state, jax.tree.map(np.sign, exact_batch(rng)))
-        return state.params, *jda.to_optax_state(state, tx)
+        return state.params, *jda.to_optax_state(state, tx)[:2]
 
     want = run(1, 1 << 25)
     for n in (2, 4, 8):
@@ -256,13 +256,16 @@ def test_state_moves_between_meshes_exactly(cpu_mesh):
     first = exported = jda.to_optax_state(state, tx)
     for n, bucket_bytes in ((3, 500), (1, 1), (8, 1 << 25)):
         other = make_tx(cpu_mesh(n), bucket_bytes=bucket_bytes)
-        exported = jda.to_optax_state(jda.from_optax_state(*exported, other), other)
+        main, opt_state, extra = exported
+        moved = jda.from_optax_state(main, opt_state, other, extra)
+        exported = jda.to_optax_state(moved, other)
         assert jax.tree.structure(exported[1]) == jax.tree.structure(
             optax.adamw(**HYPER, mask=decays).init(random_params())
         )
         for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(exported), strict=True):
             assert np.array_equal(a, b)
-    again = jda.from_optax_state(*exported, tx)
+    main, opt_state, extra = exported
+    again = jda.from_optax_state(main, opt_state, tx, extra)
     for a, b in zip(*(jax.tree.leaves(step(s, batches[2])) for s in (again, state)), strict=True):
         assert np.array_equal(a, b)
 
@@ -291,7 +294,7 @@ def test_optax_state_with_schedules_has_their_counts(cpu_mesh):
     state = jda.TrainState.create(random_params(), tx)
     for seed in range(3):
         state, _ = jda.train_step(linear_loss, tx)(state, exact_batch(np.random.default_rng(seed)))
-    _, opt_state = jda.to_optax_state(state, tx)
+    _, opt_state, _ = jda.to_optax_state(state, tx)
     assert [int(x) for x in jax.tree.leaves(opt_state[1:])] == [3, 3]
 
 

@@ -24,9 +24,18 @@ import jdistadam as jda  # noqa: E402
 from support.given_gradients import SHAPES, make_tx, random_params  # noqa: E402
 
 
-def loss_fn(params, batch):
+def loss_fn(params, batch, model_state, rng):
+    noise = 1 + jax.random.normal(rng, ()) / 8
     terms = jax.tree.map(lambda p, x: jax.numpy.vdot(p.astype("float32"), x.mean(0)), params, batch)
-    return sum(jax.tree.leaves(terms))
+    loss = noise * sum(jax.tree.leaves(terms))
+    # Whole numbers, whose mean over the devices has no rounding that may depend on its order.
+    last = jax.numpy.round(batch["rows"].sum() + jax.numpy.zeros(3))
+    return loss, model_state | {"last": last, "steps": model_state["steps"] + 1}
+
+
+def without_keys(tree):
+    is_key = lambda x: jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 
 def main():
@@ -38,7 +47,10 @@ def main():
         dict(shape=(replicas, total // replicas), names=("replica", "data"), platform=platform), policy,
         replica_axis="replica", sharding_strategy=strategy, loss_scale=jda.DynamicLossScale(),
     )  # fmt: skip
-    state = jda.TrainState.create(random_params(), tx, param_dtypes="bfloat16")
+    model_state = {"last": np.zeros(3, np.float32), "steps": np.int32(0), "key": jax.random.key(1)}
+    state = jda.TrainState.create(
+        random_params(), tx, param_dtypes="bfloat16", model_state=model_state, rng=jax.random.key(2)
+    )
     step = jda.train_step(loss_fn, tx, accumulate_steps=2)
     rng = np.random.default_rng(0)
     rows = slice(16 // count * index, 16 // count * (index + 1))
@@ -47,12 +59,15 @@ def main():
         state, metrics = step(state, {k: x[rows] for k, x in batch.items()})
         assert int(metrics["skipped"]) == 0 and np.isfinite(metrics["loss"])
     params = jda.full_params(state, tx)
-    main_params, opt_state = jda.to_optax_state(state, tx)
-    again = jda.from_optax_state(main_params, opt_state, tx, param_dtypes="bfloat16")
-    for a, b in zip(*map(jax.tree.leaves, (again.opt_state, state.opt_state)), strict=True):
+    main_params, opt_state, extra_state = jda.to_optax_state(state, tx)
+    again = jda.from_optax_state(main_params, opt_state, tx, extra_state, param_dtypes="bfloat16")
+    for a, b in zip(*map(jax.tree.leaves, map(without_keys, (again, state))), strict=True):
+        assert a.sharding == b.sharding
         for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
-            assert a.ndim == 0 or np.array_equal(x.data, y.data)
-    leaves = [np.asarray(x) for x in jax.tree.leaves((params, main_params, opt_state))]
+            assert np.array_equal(x.data, y.data)
+    assert int(state.step) == int(extra_state.step) == 10
+    exported = without_keys((params, main_params, opt_state, extra_state))
+    leaves = [np.asarray(x) for x in jax.tree.leaves(exported)]
     if index == 0:
         bits = {2: np.uint16, 4: np.uint32}
         np.savez(out, *(x.view(bits[x.dtype.itemsize]) for x in leaves))

@@ -1,0 +1,149 @@
+"""What a train state holds beside parameters and the state of optax's optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdistadam.core import trees
+from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState, continued_loss_scale
+from jdistadam.distributed.state import find_state, map_state
+from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.errors import HyperparameterError, TreeError
+from jdistadam.kernels.coefficients import check_step_count
+from jdistadam.training import host_arrays
+from jdistadam.training.train_state import TrainState, copy_to
+
+
+class ExtraState(NamedTuple):
+    """What a train state holds beside ``main_params`` and the state of ``optax.adamw``.
+
+    ``to_optax_state`` returns it and ``from_optax_state`` takes it. A tree of numpy arrays, but for
+    random keys; it depends neither on the mesh nor on the number of processes, nor on the strategy,
+    and can be saved by pickle or orbax.
+
+    Attributes:
+      step: Shape (), int32: steps taken, skipped ones not counted; the count of the optimizer.
+      grad_norm: Shape (), float32: global norm of the last mean gradient, before clipping.
+      scaling: The loss scale, its counters and the number of skipped steps. None without
+        ``loss_scale``; of a constant one ``growth_count`` and ``hysteresis_count`` are None.
+      model_state: As in ``TrainState``.
+      rng: As in ``TrainState``: a key of ``jax.random.key``, or of the legacy kind.
+    """
+
+    step: Any
+    grad_norm: Any
+    scaling: LossScaleState | None
+    model_state: Any
+    rng: Any
+
+
+def extra_state_of(state: TrainState, tx: DistributedTransformation) -> ExtraState:
+    """Returns what a train state made with ``tx`` holds besides; on the host."""
+    sharded = find_state(state.opt_state)
+    scaling: Any = sharded.scaling
+    if scaling is not None and not isinstance(tx.config.loss_scale, DynamicLossScale):
+        # A dynamic scale may have the counts of a constant one, which say nothing: both zero.
+        scaling = scaling._replace(growth_count=None, hysteresis_count=None)
+    extra = ExtraState(sharded.count, sharded.grad_norm, scaling, state.model_state, state.rng)
+    copies: ExtraState = jax.tree.map(host_arrays.copy_of, extra)
+    return copies
+
+
+def with_extra_state(
+    state: TrainState, tx: DistributedTransformation, extra: ExtraState
+) -> TrainState:
+    """Returns a state made with ``tx`` that also holds copies of what ``extra`` does."""
+    scaling = continued_loss_scale(tx.config.loss_scale, extra.scaling)
+    scalars = np.float32(extra.grad_norm), scaling
+    replicated = NamedSharding(tx.config.mesh, P())
+    (grad_norm, scaling), model_state, rng = copy_to(
+        (scalars, extra.model_state, extra.rng), replicated
+    )
+    opt_state = map_state(
+        lambda part: part._replace(grad_norm=grad_norm, scaling=scaling), state.opt_state
+    )
+    return dataclasses.replace(state, opt_state=opt_state, model_state=model_state, rng=rng)
+
+
+def check_extra_state(extra: Any, count: Any) -> None:
+    """Raises unless ``extra`` is an ExtraState that belongs to a state of so many steps."""
+    if not isinstance(extra, ExtraState):
+        raise TreeError(
+            "extra_state",
+            "not an ExtraState",
+            got=type(extra).__name__,
+            expected="the third value that to_optax_state returned",
+            action="Pass it as it was; restore a checkpoint into what to_optax_state returns for "
+            "a new state, which gives it its types.",
+        )
+    trees.check_arrays(extra, name="extra_state")
+    _check_count("extra_state.step", extra.step)
+    if int(extra.step) != int(count):
+        raise TreeError(
+            "extra_state.step",
+            "differs from the count of opt_state: they are of different steps",
+            got=int(extra.step),
+            expected=int(count),
+            action="Pass the three values of one to_optax_state.",
+        )
+    _check_scalar("extra_state.grad_norm", extra.grad_norm)
+    if extra.scaling is not None:
+        _check_scaling("extra_state.scaling", extra.scaling)
+    if extra.rng is not None:
+        trees.check_key("extra_state.rng", extra.rng)
+
+
+def _check_scaling(path: str, scaling: Any) -> None:
+    """Raises unless a loss scale can be continued."""
+    has_both = isinstance(scaling, LossScaleState) and (
+        (scaling.growth_count is None) == (scaling.hysteresis_count is None)
+    )
+    if not has_both:
+        raise TreeError(
+            path,
+            "not the state of a loss scale",
+            got=scaling if isinstance(scaling, LossScaleState) else type(scaling).__name__,
+            expected="None, or LossScaleState with both counts or none",
+            action="Pass what to_optax_state returned.",
+        )
+    _check_scalar(f"{path}.loss_scale", scaling.loss_scale)
+    if not 0 < float(scaling.loss_scale) < math.inf:
+        raise HyperparameterError(
+            f"{path}.loss_scale",
+            "out of range",
+            got=float(scaling.loss_scale),
+            expected="a positive number",
+            action="Pass what to_optax_state returned.",
+        )
+    _check_count(f"{path}.skipped", scaling.skipped)
+    if scaling.growth_count is not None:
+        _check_count(f"{path}.growth_count", scaling.growth_count)
+        _check_count(f"{path}.hysteresis_count", scaling.hysteresis_count)
+
+
+def _check_count(path: str, value: Any) -> None:
+    _check_given(path, value)
+    check_step_count(path, value)
+
+
+def _check_scalar(path: str, value: Any) -> None:
+    _check_given(path, value)
+    trees.check_scalar(path, value)
+
+
+def _check_given(path: str, value: Any) -> None:
+    if value is None:
+        raise TreeError(
+            path,
+            "missing",
+            got=None,
+            expected="a number",
+            action="Pass what to_optax_state returned.",
+        )
