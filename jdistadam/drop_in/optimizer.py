@@ -91,7 +91,9 @@ def fused_adamw(
     Returns:
       A ``FusedTransformation``: ``init``, ``update`` as in optax, and ``step``. Parameters,
       gradients and :math:`m` may be float32, bfloat16 or float16; updates have the gradients'
-      dtype. Leaves with float64 or complex numbers are left to optax's own arithmetic.
+      dtype. Leaves with float64 or complex numbers are left to optax's own arithmetic, and so are
+      integers: their updates are fractions, their new values and :math:`v` are truncated, and
+      their :math:`m`, at first in integers, becomes floating-point.
 
     Raises:
       HyperparameterError: A number is out of range.
@@ -325,6 +327,6 @@ def _with_nu(state: Any, nu_dtype: Any) -> Any:
     """Gives optax's state a second moment in ``nu_dtype``, but for leaves that optax steps."""
 
     def zeros(x: Any) -> Any:
-        return x if x.dtype in optax_fallback.DTYPES else jnp.zeros_like(x, dtype=nu_dtype)
+        return x if optax_fallback.takes(x.dtype) else jnp.zeros_like(x, dtype=nu_dtype)
 
     return (state[0]._replace(nu=jax.tree.map(zeros, state[0].nu)), *state[1:])
