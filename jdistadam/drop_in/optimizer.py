@@ -81,7 +81,11 @@ def fused_adamw(
         values. Updates of such leaves are float32 and ``optax.apply_updates`` lands exactly on the
         rounded value, unless a parameter shrinks by 2^16 or more in one step; wrappers that want
         updates of the gradients' dtype, such as ``optax.apply_if_finite``, need float32 gradients
-        then. To change parameters from outside, make a new state. "remainder16": the same for
+        then. Wrappers may skip steps or leaves, but not change updates or parameters, which the
+        main parameters would not follow: ``optax.lookahead``, ``optax.ema`` and
+        ``reduce_on_plateau`` behind the optimizer, ``schedule_free`` and ``mechanize`` need
+        main_params_dtype=None. ``jda.chain`` raises where anything stands behind; optax's cannot.
+        To change parameters from outside, make a new state. "remainder16": the same for
         bfloat16 parameters with 16 bits more instead of 32: a parameter is the bfloat16 nearest to
         the float32 main parameter (ties away from zero), ``MainParamsState`` keeps the main
         parameter's low 16 bits, and the two together are its exact value, as ``main_params`` gives
@@ -93,7 +97,7 @@ def fused_adamw(
       gradients and :math:`m` may be float32, bfloat16 or float16; updates have the gradients'
       dtype. Leaves with float64 or complex numbers are left to optax's own arithmetic, and so are
       integers: their updates are fractions, their new values and :math:`v` are truncated, and
-      their :math:`m`, at first in integers, becomes floating-point.
+      their :math:`m`, without ``mu_dtype`` at first in integers, becomes floating-point.
 
     Raises:
       HyperparameterError: A number is out of range.
