@@ -9,6 +9,7 @@ from optax import contrib
 
 import jdistadam as jda
 from support.bits import assert_same_bits, assert_trees_same_bits
+from support.samples import often
 from support.trees import BF16, F32, HYPER, random_tree
 
 FROZEN = {"w": False, "b": True, "one": False, "scalar": True, "empty": False}
@@ -121,6 +122,7 @@ def of_trained(name, tree):
     return {key: x for key, x in tree.items() if TRAINED[key]}
 
 
+@often(lambda name, kind: name == "partition" or (kind == F32 and name != "MultiSteps skipping"))
 @pytest.mark.parametrize("kind", [F32, "remainder16"], ids=["float32", "remainder16"])
 @pytest.mark.parametrize("name", PASS_UPDATES_ON)
 def test_main_params_under_a_wrapper_are_the_float32_run_under_it(name, kind):
