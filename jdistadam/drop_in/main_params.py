@@ -82,7 +82,8 @@ def _check_main(name: str, kind: MainParams, main: Any, param: Any) -> None:
     assert kind.stored_dtype is not None
     got = (np.shape(main), getattr(main, "dtype", None))
     is_kept = kind.is_kept_for(param)
-    if is_kept and got == (np.shape(param), kind.stored_dtype):
+    fits = is_kept or kind is not MainParams.REMAINDER16  # which is half of a number without it
+    if fits and got == (np.shape(param), kind.stored_dtype):
         return
     if is_kept or not isinstance(main, optax.MaskedNode):
         raise DtypeError(
@@ -90,7 +91,7 @@ def _check_main(name: str, kind: MainParams, main: Any, param: Any) -> None:
             "does not fit its parameter",
             got=got if hasattr(main, "dtype") else type(main).__name__,
             expected=(np.shape(param), kind.stored_dtype.name)
-            if is_kept
+            if fits
             else f"none beside {getattr(param, 'dtype', type(param).__name__)}",
             action="Make the state with init(params) of this optimizer.",
         )
