@@ -40,6 +40,14 @@ class DistributedTransformation(FusedTransformation):
         step = jax.shard_map(local_step, mesh=mesh, in_specs=(*specs, P("data")), out_specs=specs)
 
     ``init`` also runs outside of it.
+
+    optax's wrappers see one device's gradients, not reduced: ``optax.chain`` clips each device's
+    own, ``apply_if_finite`` has some devices wait for others that skip the step, ``masked`` hands
+    unreduced gradients on, and the main parameters do not follow changed updates. ``train_step``
+    and ``TrainState.create`` raise for a wrapped optimizer; in your own ``jax.shard_map`` nothing
+    but its ``check_vma`` can notice some of this. Use ``jda.chain``, ``accumulate`` or
+    ``accumulate_steps``, ``max_grad_norm``, ``loss_scale``, which skips steps that are not finite,
+    and ``groups`` with ``frozen``.
     """
 
     config: DistributedConfig
@@ -200,7 +208,8 @@ def check_distributed(tx: Any) -> None:
             "not a distributed optimizer",
             got=type(tx).__name__,
             expected="DistributedTransformation",
-            action="Make it with distributed_fused_adamw or distributed_fused_adam.",
+            action="Make it with distributed_fused_adamw or distributed_fused_adam. In place of "
+            "optax.chain use jda.chain; of optax's wrappers accumulate_steps, loss_scale, groups.",
         )
 
 

@@ -81,31 +81,61 @@ def _check_main(name: str, kind: MainParams, main: Any, param: Any) -> None:
     """Raises DtypeError unless a main parameter fits its parameter."""
     assert kind.stored_dtype is not None
     got = (np.shape(main), getattr(main, "dtype", None))
-    if got == (np.shape(param), kind.stored_dtype):
+    is_kept = kind.is_kept_for(param)
+    fits = is_kept or kind is not MainParams.REMAINDER16  # which is half of a number without it
+    if fits and got == (np.shape(param), kind.stored_dtype):
         return
-    if kind.is_kept_for(param) or not isinstance(main, optax.MaskedNode):
+    if is_kept or not isinstance(main, optax.MaskedNode):
         raise DtypeError(
             name,
             "does not fit its parameter",
             got=got if hasattr(main, "dtype") else type(main).__name__,
-            expected=(np.shape(param), kind.stored_dtype.name),
+            expected=(np.shape(param), kind.stored_dtype.name)
+            if fits
+            else f"none beside {getattr(param, 'dtype', type(param).__name__)}",
             action="Make the state with init(params) of this optimizer.",
         )
 
 
 def main_params_of(params: Params, opt_state: OptState) -> Any:
-    """Returns the exact parameters that ``fused_adamw`` updates; see ``main_params``."""
+    """Returns the exact parameters that ``fused_adamw`` updates; see ``main_params``.
+
+    Under ``optax.masked`` or ``optax.partition`` a state has main parameters of some leaves only.
+    """
     is_kept_here = lambda x: isinstance(x, MainParamsState)  # noqa: E731
     found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_kept_here) if is_kept_here(x)]
-    if not found:
-        return params
-    kept = found[0].main_params
-    kinds = {MainParams.of(x) for x in jax.tree.leaves(kept)}
+    for state in found:
+        params = _joined(params, state)
+    return params
+
+
+def _joined(params: Params, state: MainParamsState) -> Params:
+    """Puts the main parameters of one state in the place of its params."""
+    kinds = {MainParams.of(x) for x in jax.tree.leaves(state.main_params)}
     kind = MainParams.REMAINDER16 if MainParams.REMAINDER16 in kinds else MainParams.FLOAT32
+    own = _masked_as(state.inner[0].mu, params)  # every leaf that it steps has one
+    mains = iter(main_leaves(kind, state.main_params, own))
+    treedef: Any = jax.tree.structure(params)
     values = [
-        MainParams.of(main).join(param, main, jnp)
-        for param, main in zip(
-            jax.tree.leaves(params), main_leaves(kind, kept, params), strict=True
-        )
+        param if isinstance(part, optax.MaskedNode) else _exact(param, next(mains))
+        for param, part in zip(jax.tree.leaves(params), treedef.flatten_up_to(own), strict=True)
     ]
-    return jax.tree.unflatten(jax.tree.structure(params), values)
+    return jax.tree.unflatten(treedef, values)
+
+
+def _exact(param: Any, main: Any) -> Any:
+    return MainParams.of(main).join(param, main, jnp)
+
+
+def _masked_as(tree: Any, params: Params) -> Params:
+    """Masks the leaves of params that ``tree`` lacks, as ``optax.masked`` does."""
+    treedef: Any = jax.tree.structure(params)
+    try:
+        parts = treedef.flatten_up_to(tree)
+    except (ValueError, TypeError):
+        return params  # which do not belong to this state: main_leaves says so
+    masked = [
+        part if isinstance(part, optax.MaskedNode) else param
+        for part, param in zip(parts, jax.tree.leaves(params), strict=True)
+    ]
+    return jax.tree.unflatten(treedef, masked)

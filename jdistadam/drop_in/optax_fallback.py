@@ -1,4 +1,4 @@
-"""Leaves that the kernel does not know, complex and float64: optax's own arithmetic."""
+"""Leaves that the kernel does not know: complex, float64, integers: optax's own arithmetic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,20 @@ from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.kernels.coefficients import at_count
 
 DTYPES = tuple(jnp.dtype(name) for name in ("float64", "complex64", "complex128"))
-"""Dtypes that are left to optax."""
+"""Dtypes that are left to optax wherever they are."""
+
+INTEGERS = tuple(jnp.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
+"""Dtypes of parameters that are left to optax, with the gradients and moments of these."""
+
+
+def is_integer(x: Any) -> bool:
+    """Whether an array has one of the dtypes in ``INTEGERS``."""
+    return x.dtype in INTEGERS
+
+
+def takes(dtype: jnp.dtype) -> bool:
+    """Whether optax steps a leaf whose parameter, gradient or moments have this dtype."""
+    return dtype in DTYPES or dtype in INTEGERS
 
 
 class OptaxLeaf(NamedTuple):
@@ -31,11 +44,12 @@ def step(
 ) -> list[tuple[Any, Any, Any]]:
     """Returns (new parameter or update, mu, nu) of every leaf, as optax computes them."""
     grads, params, mu, nu, decays = (list(column) for column in zip(*leaves, strict=True))
+    rate = hyper.learning_rate
     tx = optax.chain(
         optax.add_decayed_weights(hyper.l2, decays),
         optax.scale_by_adam(hyper.b1, hyper.b2, hyper.eps, hyper.eps_root, nesterov=hyper.nesterov),
         optax.add_decayed_weights(at_count(hyper.weight_decay, count), decays),
-        optax.scale(-1 * at_count(hyper.learning_rate, count)),
+        optax.scale_by_learning_rate(rate),
     )
     empty = optax.EmptyState()
     count_of_adam = count
@@ -43,9 +57,28 @@ def step(
         # optax has no such switch; after so many steps 1 - b^t is 1, for b up to 1 - 1e-7
         count_of_adam = jnp.asarray(jnp.iinfo(jnp.int32).max - 1, jnp.int32)
     masked = optax.MaskedState(empty)
-    state = (masked, optax.ScaleByAdamState(count_of_adam, mu, nu), masked, empty)
+    of_rate = optax.ScaleByScheduleState(count) if callable(rate) else empty
+    state = (masked, optax.ScaleByAdamState(count_of_adam, mu, nu), masked, of_rate)
     updates, (_, adam, _, _) = tx.update(grads, state, params)
-    out = updates if mode == "update" else optax.apply_updates(params, updates)
-    # scale_by_adam was not told mu_dtype: the state says it
-    new_mu = [new.astype(old.dtype) for new, old in zip(adam.mu, mu, strict=True)]
+    out = updates if mode == "update" else _apply(params, updates)
+    # scale_by_adam was not told mu_dtype: the state says it. The mu of integers are integers in a
+    # new state alone: optax adds fractions to them, and so do the steps that follow.
+    new_mu = [
+        new.astype(new.dtype if is_integer(old) else old.dtype)
+        for new, old in zip(adam.mu, mu, strict=True)
+    ]
     return list(zip(out, new_mu, adam.nu, strict=True))
+
+
+def _apply(params: Sequence[Any], updates: Sequence[Any]) -> Any:
+    """``optax.apply_updates``, which truncates p + u where p is an integer.
+
+    The compiler would compute p - rate * x with one rounding instead of two. Where p + u is near a
+    whole number the truncated result would be another integer than that of ``update`` followed by
+    ``apply_updates``; so it must not see the two together.
+    """
+    separate = [
+        jax.lax.optimization_barrier(u) if is_integer(p) else u
+        for p, u in zip(params, updates, strict=True)
+    ]
+    return optax.apply_updates(params, separate)

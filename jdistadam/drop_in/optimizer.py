@@ -81,7 +81,11 @@ def fused_adamw(
         values. Updates of such leaves are float32 and ``optax.apply_updates`` lands exactly on the
         rounded value, unless a parameter shrinks by 2^16 or more in one step; wrappers that want
         updates of the gradients' dtype, such as ``optax.apply_if_finite``, need float32 gradients
-        then. To change parameters from outside, make a new state. "remainder16": the same for
+        then. Wrappers may skip steps or leaves, but not change updates or parameters, which the
+        main parameters would not follow: ``optax.lookahead``, ``optax.ema`` and
+        ``reduce_on_plateau`` behind the optimizer, ``schedule_free`` and ``mechanize`` need
+        main_params_dtype=None. ``jda.chain`` raises where anything stands behind; optax's cannot.
+        To change parameters from outside, make a new state. "remainder16": the same for
         bfloat16 parameters with 16 bits more instead of 32: a parameter is the bfloat16 nearest to
         the float32 main parameter (ties away from zero), ``MainParamsState`` keeps the main
         parameter's low 16 bits, and the two together are its exact value, as ``main_params`` gives
@@ -91,7 +95,9 @@ def fused_adamw(
     Returns:
       A ``FusedTransformation``: ``init``, ``update`` as in optax, and ``step``. Parameters,
       gradients and :math:`m` may be float32, bfloat16 or float16; updates have the gradients'
-      dtype. Leaves with float64 or complex numbers are left to optax's own arithmetic.
+      dtype. Leaves with float64 or complex numbers are left to optax's own arithmetic, and so are
+      integers: their updates are fractions, their new values and :math:`v` are truncated, and
+      their :math:`m`, without ``mu_dtype`` at first in integers, becomes floating-point.
 
     Raises:
       HyperparameterError: A number is out of range.
@@ -325,6 +331,6 @@ def _with_nu(state: Any, nu_dtype: Any) -> Any:
     """Gives optax's state a second moment in ``nu_dtype``, but for leaves that optax steps."""
 
     def zeros(x: Any) -> Any:
-        return x if x.dtype in optax_fallback.DTYPES else jnp.zeros_like(x, dtype=nu_dtype)
+        return x if optax_fallback.takes(x.dtype) else jnp.zeros_like(x, dtype=nu_dtype)
 
     return (state[0]._replace(nu=jax.tree.map(zeros, state[0].nu)), *state[1:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,8 @@ from jdistadam.kernels.coefficients import coefficient_rows
 _LEAVES_A_CALL = 256
 """XLA's time to compile a foreign call grows faster than its operands: a step of 1000 leaves takes
 half as long in calls of 256, and runs as fast."""
+
+_FLOATS = (*trees.STORAGE_DTYPES, *optax_fallback.DTYPES)
 
 
 class TreeLeaf(NamedTuple):
@@ -72,17 +74,14 @@ def tree_step(
     name = "opt_state.inner" if main_kind.is_kept else "opt_state"
     main_params, inner = split_state(state, main_kind)
     adam_state = _adam_state(inner, name)
+    _check_trees(grads, adam_state, params, nu_dtype=nu_dtype, state_name=name)
     if params is None:
-        params = like = grads  # the kernel wants an operand, and does not look at it
-    else:
-        like = params
-    _check_trees(grads, adam_state, like, nu_dtype=nu_dtype, state_name=name)
-
-    mains = main_leaves(main_kind, main_params, like)
+        params = grads  # the kernel wants an operand, and does not look at it
+    mains = main_leaves(main_kind, main_params, params)
     columns = [jax.tree.leaves(x) for x in (grads, params, adam_state.mu, adam_state.nu)]
     leaves = [TreeLeaf(*x) for x in zip(*columns[:2], mains, *columns[2:], strict=True)]
     new = step_leaves(leaves, groups, mode=mode, hyper=hyper, count=adam_state.count)
-    return _new_trees(like, new, adam_state.count, other_states=inner[1:], main_kind=main_kind)
+    return _new_trees(params, new, adam_state.count, other_states=inner[1:], main_kind=main_kind)
 
 
 def _new_trees(
@@ -125,11 +124,11 @@ def step_leaves(
     new = list(leaves)
     calls: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        if not leaf.grad.size:  # keeps all it has
-            new[i] = leaf if mode == "step" else leaf._replace(param=_no_update(leaf))
-        else:
-            dtypes = tuple(None if x is None else jnp.dtype(x.dtype) for x in leaf)
+        dtypes = TreeLeaf(*(None if x is None else jnp.dtype(x.dtype) for x in leaf))
+        if leaf.grad.size or _is_left_to_optax(dtypes):
             calls.setdefault(dtypes, []).append(i)
+        else:  # keeps all it has
+            new[i] = leaf if mode == "step" else leaf._replace(param=_no_update(leaf))
     rows = coefficient_rows(hyper, count, (True, False))
     if not all(map(_is_left_to_optax, calls)):  # a step without a foreign call stays without one
         rows = transformed_adam.graph_nodes(rows)
@@ -147,8 +146,12 @@ def step_leaves(
     return new
 
 
-def _is_left_to_optax(dtypes: Iterable[Any]) -> bool:
-    return not set(dtypes).isdisjoint(optax_fallback.DTYPES)
+def _is_left_to_optax(dtypes: TreeLeaf) -> bool:
+    """Whether optax steps leaves of these dtypes, or else the kernel.
+
+    A remainder, uint16, is none of these integers: it is kept for bfloat16 parameters.
+    """
+    return any(map(optax_fallback.takes, (dtypes.grad, dtypes.param, dtypes.mu, dtypes.nu)))
 
 
 def _chunks(calls: dict[Any, list[int]]) -> Iterator[tuple[Any, list[int]]]:
@@ -233,12 +236,17 @@ def _check_trees(
     state_name: str,
 ) -> None:
     """Raises unless gradients and moments have the structure and shapes of params, and dtypes."""
-    allowed = (*trees.STORAGE_DTYPES, *optax_fallback.DTYPES)
-    trees.check_dtypes(params, name="params", allowed=allowed)
-    trees.check_same_shapes(grads, params, name="grads", like_name="params")
-    trees.check_dtypes(grads, name="grads", allowed=allowed, action="Cast the gradients.")
+    mu_name, nu_name = (f"{state_name}[0].{part}" for part in ("mu", "nu"))
+    if params is not None:
+        trees.check_dtypes(params, name="params", allowed=(*_FLOATS, *optax_fallback.INTEGERS))
+    like = grads if params is None else params
+    for name, tree in (("grads", grads), (mu_name, adam_state.mu), (nu_name, adam_state.nu)):
+        trees.check_same_shapes(tree, like, name=name, like_name="params")
+    # optax keeps nu in the dtype of the params: without these it says which are integers
+    beside = adam_state.nu if params is None else params
+    _check_dtypes(grads, beside, name="grads", action="Cast the gradients.")
     for path, grad, param in zip(
-        trees.paths(grads, "grads"), jax.tree.leaves(grads), jax.tree.leaves(params), strict=True
+        trees.paths(grads, "grads"), jax.tree.leaves(grads), jax.tree.leaves(like), strict=True
     ):
         if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
             raise DtypeError(
@@ -248,15 +256,25 @@ def _check_trees(
                 expected=f"a real dtype, as that of the parameter, {param.dtype}",
                 action="Take jnp.real, or make the loss real.",
             )
-    for part in ("mu", "nu"):
-        tree, part_name = getattr(adam_state, part), f"{state_name}[0].{part}"
-        trees.check_same_shapes(tree, params, name=part_name, like_name="params")
-        trees.check_dtypes(tree, name=part_name, allowed=allowed, action=f"Cast {part}.")
-    nu_of_kernel = jax.tree.map(
-        lambda x: jnp.zeros((), nu_dtype) if x.dtype in optax_fallback.DTYPES else x, adam_state.nu
-    )
+    _check_dtypes(adam_state.mu, beside, name=mu_name, action="Cast mu.")
+    _check_dtypes(adam_state.nu, beside, name=nu_name, action="Cast nu.")
+    takes = optax_fallback.takes
+    nu_of_kernel = jax.tree.map(lambda x: None if takes(x.dtype) else x, adam_state.nu)
     action = f"Cast nu to {nu_dtype}, or set nu_dtype."
-    trees.check_dtypes(nu_of_kernel, name=f"{state_name}[0].nu", allowed=(nu_dtype,), action=action)
+    trees.check_dtypes(nu_of_kernel, name=nu_name, allowed=(nu_dtype,), action=action)
+
+
+def _check_dtypes(tree: Any, beside: Any, *, name: str, action: str) -> None:
+    """Raises DtypeError for a dtype that no step takes, and for integers beside a float."""
+
+    def of(integers: bool) -> Any:
+        """The leaves beside integers, or the others."""
+        is_one = optax_fallback.is_integer
+        return jax.tree.map(lambda x, y: x if is_one(y) == integers else None, tree, beside)
+
+    trees.check_dtypes(of(False), name=name, allowed=_FLOATS, action=action)
+    both = (*_FLOATS, *optax_fallback.INTEGERS)
+    trees.check_dtypes(of(True), name=name, allowed=both, action=action)
 
 
 def _adam_state(state: OptState, name: str) -> optax.ScaleByAdamState:

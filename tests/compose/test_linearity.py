@@ -63,3 +63,32 @@ def test_others_are_refused_before_a_distributed_optimizer(cpu_mesh, name):
         jda.PolicyError, match=r"transformation 0: .*For clipping pass max_grad_norm"
     ):
         jda.TrainState.create(random_params(), tx)
+
+
+WRAPPERS = {
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
+    "masked": lambda tx: optax.masked(tx, {name: True for name in random_params()}),
+    "partition": lambda tx: optax.partition({"a": tx}, {name: "a" for name in random_params()}),
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "flatten": optax.flatten,
+    "lookahead": lambda tx: optax.lookahead(tx, 3, 0.5),
+    "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 1e-2),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_optax_wrappers_around_a_distributed_optimizer_are_refused(cpu_mesh, name):
+    """They would see unreduced gradients; the message names what to use in place of them."""
+    tx = make_tx(cpu_mesh(2))
+    wrapped = WRAPPERS[name](tx)
+    message = (
+        r"tx: not a distributed optimizer: .*optax\.chain use jda\.chain; of .*accumulate_steps"
+    )
+    for entry in (
+        lambda: jda.TrainState.create(random_params(), wrapped),
+        lambda: jda.train_step(lambda params, batch: 0.0, wrapped),
+        lambda: jda.plan(random_params(), wrapped),
+    ):
+        with pytest.raises(jda.MeshError, match=message):
+            entry()

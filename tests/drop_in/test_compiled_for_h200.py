@@ -100,3 +100,14 @@ def test_a_step_of_its_own_is_captured_in_a_cuda_graph(h200s, tmp_path, mode):
     jax.jit(step, donate_argnums=(0, 1), compiler_options=options).lower(*args).compile()
     assert captured(tmp_path, "thunk_sequence") == [False] * 3  # two nodes and the step
     assert captured(tmp_path, "thunk_sequence_after_thunk_passes") == [True] * 3
+
+
+def test_integers_are_truncated_apart_from_their_updates(h200s):
+    """In one fusion the GPU's compiler would round p - rate * x once: another integer."""
+    mesh = h200s(1)
+    tx = jda.fused_adamw(0.7, weight_decay=0.1)
+    n = jax.ShapeDtypeStruct((4096,), jnp.int32)
+    grads, state, params = placed(mesh, (n, jax.eval_shape(tx.init, n), n), (P(), P(), P()))
+    text = jax.jit(tx.step).lower(grads, state, params).compile().as_text()
+    computations = [re.findall(r"= \S+ ([a-z-]+)\(", part) for part in re.split(r"\n}\n", text)]
+    assert ["add", "convert", "convert", "parameter", "parameter"] in map(sorted, computations)

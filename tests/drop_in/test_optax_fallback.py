@@ -110,3 +110,77 @@ def test_main_params_of_leaves_that_optax_steps():
             assert params[name].dtype == BF16
             assert_same_bits(params[name], state.main_params[name].astype(BF16))
             assert_same_bits(applied[name], params[name])
+
+
+INTEGERS = ("int8", "int32", "uint16")
+
+
+def whole_numbers(rng, dtype, size=4096):
+    low = 0 if jnp.dtype(dtype).kind == "u" else -10
+    return jnp.asarray(rng.integers(low, 10, size), dtype)
+
+
+@pytest.mark.parametrize("grad_dtype", [None, F32, BF16], ids=["integers", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_are_what_jitted_optax_makes_of_them(dtype, grad_dtype):
+    """Three steps: updates, params, and a state that begins in integers, whose mu becomes float."""
+    schedule = optax.linear_schedule(0.7, 0.1, 5)
+    kwargs = dict(b1=0.87, b2=0.9, weight_decay=0.13, mask={"a": True, "b": False})
+    for rate in (0.7, schedule):
+        ours, theirs = jda.fused_adamw(rate, **kwargs), optax.adamw(rate, **kwargs)
+        rng = np.random.default_rng(7)
+        params = {"a": whole_numbers(rng, dtype), "b": whole_numbers(rng, dtype)}
+        state = ours.init(params)
+        assert_trees_same_bits(state, theirs.init(params))
+        for _ in range(3):
+            grads = {name: whole_numbers(rng, grad_dtype or dtype) for name in params}
+            got = ours.update(grads, state, params)
+            want = jax.jit(theirs.update)(grads, state, params)
+            assert_trees_same_bits(got, want)
+            updates, state = got
+            assert updates["a"].dtype == (grad_dtype or F32)
+            params = optax.apply_updates(params, updates)
+            assert params["a"].dtype == dtype
+
+
+@pytest.mark.parametrize("grad_dtype", [jnp.int32, F32], ids=str)
+def test_a_step_of_integers_is_an_update_and_apply_updates(grad_dtype):
+    """To the last element, beside leaves of the kernel and main parameters; both truncate.
+
+    Compiled together, p - rate * x would be rounded once, and of a million sums that end near a
+    whole number thousands would be truncated to another one.
+    """
+    tx = jda.fused_adamw(0.7, weight_decay=1.4285714, main_params_dtype=F32)
+    rng = np.random.default_rng(8)
+    params = {
+        "n": whole_numbers(rng, jnp.int32, 1 << 18),
+        "empty": jnp.zeros((0, 3), jnp.int32),
+        "f": jnp.ones(5, BF16),
+    }
+    state, near = tx.init(params), 0
+    for _ in range(3):
+        grads = {
+            "n": whole_numbers(rng, grad_dtype, 1 << 18),
+            "empty": jnp.zeros((0, 3), grad_dtype),
+            "f": jnp.full(5, 0.3, BF16),
+        }
+        updates, want_state = jax.jit(tx.update)(grads, state, params)
+        want = optax.apply_updates(params, updates)
+        near += int((abs(updates["n"] - jnp.round(updates["n"])) < 1e-5).sum())
+        params, state = jax.jit(tx.step)(grads, state, params)
+        assert_trees_same_bits((params, state), (want, want_state))
+        assert updates["empty"].dtype == state.inner[0].mu["empty"].dtype == F32
+    assert near > 1000
+
+
+def test_integers_without_params():
+    """fused_adam reads none; that they are integers is seen by their second moment."""
+    tx = jda.fused_adam(0.7)
+    params = {"n": jnp.asarray([10, 3], jnp.int32), "f": jnp.ones(2)}
+    state = tx.init(params)
+    for n in ([100, -3], [0.5, 2.0]):
+        grads = {"n": jnp.asarray(n), "f": jnp.ones(2)}
+        without = tx.update(grads, state)
+        assert_trees_same_bits(without, tx.update(grads, state, params))
+        state = without[1]
+        assert state[0].mu["n"].dtype == F32 and state[0].nu["n"].dtype == jnp.int32

@@ -171,20 +171,6 @@ def test_works_with_map_params_and_tree_get():
     assert (np.asarray(doubled.main_params["w"]) == 2).all()
 
 
-def test_multi_steps_and_apply_if_finite():
-    params = {"w": jnp.ones(4)}
-    tx = optax.MultiSteps(jda.fused_adamw(1e-2), 2)
-    state = tx.init(params)
-    for expected in (True, False):
-        updates, state = tx.update({"w": jnp.ones(4)}, state, params)
-        assert bool((updates["w"] == 0).all()) == expected
-    tx = optax.apply_if_finite(jda.fused_adamw(1e-2), 5)
-    state = tx.init(params)
-    updates, state = tx.update({"w": jnp.array([1.0, np.nan, 1.0, 1.0])}, state, params)
-    assert not np.asarray(updates["w"]).any() and int(state.total_notfinite) == 1
-    assert not np.asarray(state.inner_state[0].mu["w"]).any()
-
-
 @pytest.mark.parametrize("kind", [None, jnp.float32])
 def test_parameters_keep_the_layout_that_the_caller_asks_for(kind):
     """A parameter that lies column by column comes back so, with the bits of one that does not."""
