@@ -18,6 +18,7 @@ from jdistadam.core.main_params import MainParams
 from jdistadam.core.precision import MixedPrecisionPolicy, float_dtype
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed.checks import check_alive, check_identity_type
+from jdistadam.distributed.config import global_specs
 from jdistadam.distributed.layout_identity import differences
 from jdistadam.distributed.main_params import paths_that_differ, with_main_params
 from jdistadam.distributed.state import find_state, is_distributed_state
@@ -167,8 +168,9 @@ class TrainState:
 
 
 def _placement(tx: DistributedTransformation, params: Params) -> Any:
-    """The sharding of every parameter."""
-    specs = tx.param_specs(params)
+    """The sharding of every parameter; not ``tx.param_specs``, which takes note of their dtypes."""
+    config = tx.config
+    specs = global_specs(config, config.layout(config.tensor_local(params)), params)
     return jax.tree.map(lambda spec: NamedSharding(tx.config.mesh, spec), specs)
 
 
