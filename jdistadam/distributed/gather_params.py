@@ -1,18 +1,18 @@
 """Parameters as a loss takes them: local to a device, and whole, with local or summed gradients.
 
-[Note: widened shards] JAX gives a gradient the dtype of what it belongs to. That of a bfloat16 shard
-would round the float32 sum which ``gather_params`` makes of the gradients. So shards are widened
-before they are differentiated, to a dtype that holds their sums too, and rounded to their own before
-they travel; both are exact. It costs a float32 copy of those shards while the loss is
-differentiated: 4 / N bytes a parameter. A zero of that shape and dtype beside each shard would cost
-as much, and change the tree that the loss sees.
+[Note: widened shards] JAX gives a gradient the dtype of what it belongs to. That of a bfloat16
+shard would round the float32 sum that ``gather_params`` makes of gradients. So shards are widened
+before they are differentiated, to a dtype that holds the sums too, and rounded to their own before
+they travel; both are exact. It costs a copy of the shards while the loss is differentiated: in
+float32 4 / N bytes per parameter. A zero of that shape beside each shard would cost as much, and
+change the tree that the loss sees.
 
 [Note: weights before the sum] The gradients of scanned layers are summed over devices inside of the
-backward pass, so a device's weight must be applied there. But a backward pass may only use what its
-forward pass knew, and ``loss_fn`` returns the weight at the end. So ``train_step`` evaluates it once
-more, before, for the weight alone, of which XLA keeps what the weight depends on; and hands it to
-``gather_params`` in a context, since ``loss_fn`` calls it. The context is one of JAX's own, which is
-part of the keys of its caches: a traced function is never used again with the weight of another.
+backward pass, so a device's weight must be applied there. But a backward pass can use only what its
+forward pass knew, and ``loss_fn`` returns the weight at the end. So ``train_step`` calls
+``loss_fn`` once more, before, for the weight alone: XLA keeps of this what the weight depends on.
+``gather_params``, which ``loss_fn`` calls, finds the weight in a context of JAX's own kind, a part
+of the keys of JAX's caches: nothing that was traced with another weight is used again.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def local_params(params: Params, tx: DistributedTransformation) -> Any:
     Inside ``jax.shard_map(check_vma=True)`` the gradient of a replicated array is summed over the
     devices on the way; of the array that this returns, it stays local, as ``tx.step`` needs it.
 
-    Under "optim_grads_params" it also widens the shards of parameters to a dtype that holds the sums
-    of their gradients, float32 unless ``policy`` says that these have 16 bits: so a gradient
+    Under "optim_grads_params" it also widens the shards of parameters to a dtype that holds the
+    sums of their gradients, float32 unless ``policy`` says that these have 16 bits: so a gradient
     is not rounded between its sum and ``tx.step``. ``gather_params`` rounds the shards back before
-    they travel. That copy takes 4 / N bytes a parameter.
+    they travel. In float32 that copy takes 4 / N bytes per parameter.
 
     Raises:
       MeshError: Called outside of shard_map, or the shapes of these shards are not known.
@@ -64,7 +64,8 @@ def local_params(params: Params, tx: DistributedTransformation) -> Any:
 def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
     r"""Gathers sharded parameters over ``shard_axis``; inside ``jax.shard_map``.
 
-    For "optim_grads_params". Leaves that are not sharded are returned as they are, and so are
+    For "optim_grads_params"; under other strategies it returns what it is given, so that a model
+    need not know the strategy. Leaves that are not sharded are returned as they are, and so are
     stacked ones, unless ``shards`` is one layer of them inside of ``jax.lax.scan``. Shards travel
     in ``policy.param_comm_dtype``. The gradient with respect to a shard is this device's part of
 
@@ -102,6 +103,8 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
     """
     check_distributed(tx)
     check_inside(tx.config.parallel, "gather_params")
+    if not tx.config.parallel.shards_params:
+        return shards
     leaves: list[Any] = list(jax.tree.leaves(shards))
     layer = tx.seen.layer(shards)
     if layer is not None:

@@ -121,7 +121,7 @@ class SeenParams:
             self._remember_layers(treedef.unflatten(leaves))
 
     def _remember_layers(self, stacked: Any) -> None:
-        """Notes what one layer looks like, for a tree that has None where leaves are not stacked."""
+        """Notes what one layer looks like; in the tree are None where leaves are not stacked."""
         for subtree in _subtrees(stacked):
             parts = jax.tree.leaves(subtree, is_leaf=lambda x: x is None)
             if parts and all(part is not None for part in parts):

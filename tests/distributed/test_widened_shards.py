@@ -176,7 +176,7 @@ def test_params_of_two_dtypes_are_not_mistaken():
     assert tx.seen.schedule(tree(shard)).buckets[0].bucket.dtype == jnp.bfloat16
     assert tx.seen.layer(layer)[0].schedule.bucket.dtype == jnp.bfloat16
     tx.param_specs(params)
-    with pytest.raises(jda.MeshError, match="got 2 params with such shards.*model and dtype"):
+    with pytest.raises(jda.MeshError, match=r"got 2 params with such shards.*model and dtype"):
         tx.seen.schedule(tree(shard))
     with pytest.raises(jda.MeshError, match="do not say how to gather them: got 2 ways"):
         tx.seen.layer(layer)

@@ -50,7 +50,9 @@ def make_batches(micro_batches, steps=4, examples=32):
         return x
 
     rows = jax.tree.map(rows, shapes(), is_leaf=lambda s: type(s) is tuple)
-    return [{"rows": jax.tree.map(lambda x: x[i], rows), "weight": weight[i]} for i in range(steps)]
+    return [
+        {"rows": jax.tree.map(lambda x, i=i: x[i], rows), "weight": weight[i]} for i in range(steps)
+    ]
 
 
 def train(tx, loss, batches, dtype, **kwargs):
