@@ -61,6 +61,15 @@ def local_gradients(
     return _of_micro_batches(gradient, batches, accumulate_steps, model_state)
 
 
+class _MicroBatch(NamedTuple):
+    """What differentiating one micro-batch gave."""
+
+    out: LossOutput
+    grads: Grads
+    not_finite: Any  # shape (leaves,), bool; None unless asked for
+    is_weighted_in_gather: bool  # whether gradients of stacked layers are weighted already
+
+
 @dataclasses.dataclass(frozen=True)
 class _Gradient:
     """The gradient of a loss at some params, as a function of the batch."""
@@ -118,15 +127,6 @@ class _Gradient:
             batch.out.weight,
             is_weighted_in_gather=batch.is_weighted_in_gather,
         )
-
-
-class _MicroBatch(NamedTuple):
-    """What differentiating one micro-batch gave."""
-
-    out: LossOutput
-    grads: Grads
-    not_finite: Any  # shape (leaves,), bool; None unless asked for
-    is_weighted_in_gather: bool  # whether gradients of stacked layers are weighted already
 
 
 def _of_one_batch(gradient: _Gradient, batch: Any, model_state: Any) -> LocalResult:
