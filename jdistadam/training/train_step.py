@@ -211,8 +211,9 @@ def train_step(
 
     Args:
       loss_fn: ``loss_fn(params, batch)`` gets the part of the batch that belongs to one micro-batch
-        of one device, and whole params; ``stacked`` leaves under "optim_grads_params" as shards,
-        in float32 where gradients are summed in float32, to be gathered layer by layer. It returns the scalar ``loss`` of this part, or with ``weighted`` the pair
+        of one device, and whole params; only ``stacked`` leaves under "optim_grads_params" as
+        shards, in float32 where gradients are summed in it, which ``gather_params`` gathers layer
+        by layer. It returns the scalar ``loss`` of this part, or with ``weighted`` the pair
         ``(loss, weight)``. It needs no collective: a ``pmean`` of the loss changes nothing, a
         plain ``psum`` raises. If the state has a ``model_state``, it gets it by this keyword
         and returns ``(loss, model_state)``; if the state has an ``rng``, it gets by this keyword a

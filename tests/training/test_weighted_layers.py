@@ -104,6 +104,36 @@ def test_layers_that_are_not_gathered_are_weighted_all_the_same():
     assert_same_trees(*(run[:-1] for run in runs), "not gathered")
 
 
+def test_with_all_else_that_a_loss_takes_and_returns():
+    """The call for the weight alone has the same key and model state, and changes neither."""
+    batches, results = make_batches(16), []
+    for kwargs in (
+        dict(sharding_strategy="optim_grads_params", stacked=is_stacked),
+        dict(sharding_strategy="optim_grads"),
+    ):
+        tx = make_tx(make_mesh(**FLAT), loss_scale=2.0**7, **kwargs)
+        loss = weighted_products(functools.partial(jda.gather_params, tx=tx))
+
+        def noisy(params, batch, model_state, rng, loss=loss):
+            factor = jax.random.randint(rng, (), 1, 4).astype(jnp.float32)
+            value, weight = loss(params, batch)
+            weight *= factor + model_state["calls"]  # known in the call for the weight alone, too
+            return (value * factor, weight), {"calls": model_state["calls"] + 1}, factor
+
+        state = jda.TrainState.create(
+            make_params(jnp.bfloat16), tx, rng=jax.random.key(5), model_state={"calls": 1.0}
+        )
+        step = jda.train_step(noisy, tx, weighted=True, has_aux=True, accumulate_steps=2)
+        factors = []
+        for batch in batches[:-1]:
+            state, metrics = step(state, batch)
+            factors.append(metrics["aux"])
+        main = jda.main_params(state.params, state.opt_state, tx)
+        results.append((main, state.model_state, jax.random.key_data(state.rng), factors))
+        assert state.model_state["calls"] == 1 + 2 * 3 and len(np.unique(factors)) > 1
+    assert_same_trees(*results, "with all else")
+
+
 def test_a_weight_below_zero_makes_nothing_but_nan():
     tx = make_tx(make_mesh(**FLAT), sharding_strategy="optim_grads_params", stacked=is_stacked)
     state = jda.TrainState.create(make_params(), tx)
