@@ -169,12 +169,16 @@ def test_in_a_shard_map_of_ones_own(check_vma, batches):
     assert_same_trees(jda.full_params(jda.TrainState(params, opt_state), tx), want, "own loop")
 
 
-def compile_for_h200s(h200s, policy, layers=LAYERS, width=1024, **kwargs):
+def compile_for_h200s(
+    h200s, policy, layers=LAYERS, width=1024, strategy="optim_grads_params", **kwargs
+):
     mesh = h200s(8)
     tx = make_tx(
-        mesh, policy=dict(grad_comm_dtype="bfloat16"), sharding_strategy="optim_grads_params",
+        mesh,
+        policy=dict(grad_comm_dtype="bfloat16"),
+        sharding_strategy=strategy,
         stacked=is_stacked,
-    )  # fmt: skip
+    )
     params = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s, jnp.bfloat16), shapes(layers, width), is_leaf=lambda s: type(s) is tuple
     )  # fmt: skip
@@ -207,6 +211,21 @@ def test_each_layer_is_gathered_twice_and_reduced_once(h200s, accumulate_steps):
     assert sum(times["all-gather"]) == 2 * LAYERS * accumulate_steps
     # XLA may take the first or the last iteration out of a loop, not more.
     assert max(times["reduce-scatter"]) >= (LAYERS - 1) * accumulate_steps
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@often(lambda strategy: strategy == "optim")
+def test_whole_layers_are_never_gathered_in_a_scan(h200s, strategy):
+    """What is planned is one reduction of each micro-batch or step, and one gather."""
+    case = compile_for_h200s(
+        h200s, jda.remat_policy, width=256, strategy=strategy, accumulate_steps=2
+    )
+    audit = jda.audit(*case)
+    assert audit.passed, str(audit)
+    times = {"no_shard": 1, "optim": 1, "optim_grads": 2}[strategy]
+    up = [c for c in jda.plan(case[1].params, case[0].tx, accumulate_steps=2).collectives if "up" in str(c.leaves)]  # fmt: skip
+    assert [c.times for c in up] == ([1] if strategy == "no_shard" else [times, 1])
+    assert {c.elements for c in up} == {LAYERS * 256 * 1024}
 
 
 def test_gathering_once_costs_memory_and_is_found(h200s):
