@@ -18,7 +18,6 @@ from jdistadam.core.main_params import MainParams
 from jdistadam.core.precision import MixedPrecisionPolicy, float_dtype
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed.checks import check_alive, check_identity_type
-from jdistadam.distributed.config import global_specs
 from jdistadam.distributed.layout_identity import differences
 from jdistadam.distributed.main_params import paths_that_differ, with_main_params
 from jdistadam.distributed.state import find_state, is_distributed_state
@@ -117,7 +116,9 @@ class TrainState:
         check_created(params, model_state, rng)
         dtypes = _dtypes_of(params, param_dtypes)
         replicated = NamedSharding(tx.config.mesh, P())
-        params = copy_to(params, _placement(tx, params))
+        # Placed as the ones that are trained: tx takes note of the dtypes that it sees.
+        trained = jax.tree.map(lambda x, t: jax.ShapeDtypeStruct(x.shape, t), params, dtypes)
+        params = copy_to(params, _placement(tx, trained))
         model_state, rng = copy_to((model_state, rng), replicated)
         rounded = _rounded(tx.config.policy, params, dtypes)
         opt_state = jax.tree.map(  # what a chain keeps besides may be the caller's too
@@ -168,9 +169,8 @@ class TrainState:
 
 
 def _placement(tx: DistributedTransformation, params: Params) -> Any:
-    """The sharding of every parameter; not ``tx.param_specs``, which takes note of their dtypes."""
-    config = tx.config
-    specs = global_specs(config, config.layout(config.tensor_local(params)), params)
+    """The sharding of every parameter."""
+    specs = tx.param_specs(params)
     return jax.tree.map(lambda spec: NamedSharding(tx.config.mesh, spec), specs)
 
 
