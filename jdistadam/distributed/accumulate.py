@@ -16,6 +16,7 @@ from jdistadam.core.types import Grads, Params
 from jdistadam.distributed import packing, transport
 from jdistadam.distributed.checks import check_grads, check_inside, refuse_weights_of_sums
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.seen_params import SeenParams
 from jdistadam.errors import TreeError
@@ -68,9 +69,19 @@ def init_grads_local(
 
 
 def accumulate_local(
-    config: DistributedConfig, seen: SeenParams, acc: AccumulatedGrads, grads: Grads, weight: Any
+    config: DistributedConfig,
+    seen: SeenParams,
+    acc: AccumulatedGrads,
+    grads: Grads,
+    weight: Any,
+    *,
+    is_weighted_in_gather: bool = False,
 ) -> AccumulatedGrads:
-    """Adds one micro-batch's gradients, in main_grads_dtype."""
+    """Adds one micro-batch's gradients, in main_grads_dtype.
+
+    With ``is_weighted_in_gather``, those of stacked leaves were multiplied by the weight before
+    ``gather_params`` summed them.
+    """
     check_inside(config.parallel, "accumulate")
     _check_sum(acc)
     schedule = seen.schedule_of_whole(acc.like_params())
@@ -85,9 +96,9 @@ def accumulate_local(
     trees.check_scalar("weight", 1 if weight is None else weight)
     dtype = config.policy.main_grads_dtype
     if weight is not None:
-        refuse_weights_of_sums(grads, acc.like_params())
         weight = _valid(weight)
-        grads = jax.tree.map(lambda x: weighted(x.astype(jnp.float32), weight), grads)
+        done = stacked_shards(schedule.layout) if is_weighted_in_gather else frozenset()
+        grads = _weighted_leaves(grads, acc.like_params(), weight, done)
     if config.parallel.shards_grads:
         grads = summed_shards(config, schedule, jax.tree.leaves(grads), includes_outer=False)
 
@@ -97,6 +108,26 @@ def accumulate_local(
 
     new_weight = acc.weight + jnp.asarray(1 if weight is None else weight, jnp.float32)
     return dataclasses.replace(acc, sums=jax.tree.map(add, acc.sums, grads), weight=new_weight)
+
+
+def stacked_shards(layout: Layout) -> frozenset[int]:
+    """Returns which leaves ``gather_params`` gathers, and their gradients sums, layer by layer."""
+    return frozenset(
+        bucket.leaf
+        for bucket in layout.buckets
+        if bucket.is_sharded_param and bucket.num_layers is not None
+    )
+
+
+def _weighted_leaves(grads: Grads, whole: Params, weight: Any, done: frozenset[int]) -> Grads:
+    """Gradients times this device's weight, but for those leaves that are weighted already."""
+    treedef: Any = jax.tree.structure(grads)
+    given, like = jax.tree.leaves(grads), jax.tree.leaves(whole)
+    likes = [given[i] if i in done else x for i, x in enumerate(like)]
+    refuse_weights_of_sums(grads, treedef.unflatten(likes))
+    return treedef.unflatten(
+        x if i in done else weighted(x.astype(jnp.float32), weight) for i, x in enumerate(given)
+    )
 
 
 def _check_sum(acc: Any) -> None:

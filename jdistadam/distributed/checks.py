@@ -64,25 +64,15 @@ def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any, average_
         )
 
 
-def check_stacked(stacked: Any, sharding_strategy: str) -> None:
-    """Raises HyperparameterError unless ``stacked`` is a predicate that has something to say."""
-    if stacked is None:
-        return
-    if not callable(stacked):
+def check_stacked(stacked: Any) -> None:
+    """Raises HyperparameterError unless ``stacked`` is a predicate, or None."""
+    if stacked is not None and not callable(stacked):
         raise HyperparameterError(
             "stacked",
             "not a predicate",
             got=repr(stacked),
             expected="a function of the path of a leaf that returns a bool",
             action='Pass for example stacked=lambda path: "layers" in path.',
-        )
-    if sharding_strategy != "optim_grads_params":
-        raise HyperparameterError(
-            "stacked",
-            "changes nothing where params are not sharded",
-            got=f"sharding_strategy {sharding_strategy!r}",
-            expected='"optim_grads_params"',
-            action="Leave it out, or shard the params.",
         )
 
 

@@ -60,6 +60,14 @@ class DistributedConfig:
         """Number of devices that share the optimizer state."""
         return self.parallel.num_shards
 
+    def differentiated_dtype(self, dtype: Any) -> jnp.dtype:
+        """Returns the dtype in which shards of parameters are differentiated.
+
+        It holds every parameter of ``dtype`` and every sum of their gradients: [Note: widened
+        shards] in gather_params.py.
+        """
+        return jnp.promote_types(dtype, self.policy.reduced_dtype)
+
     def tensor_local(self, params: Params) -> Any:
         """Returns the shapes of the whole params on one device, for global params."""
         specs = param_specs.tensor_specs(self.given_param_specs, params)

@@ -1,42 +1,79 @@
-"""Parameters as a loss takes them: local to a device, and whole, with local or summed gradients."""
+"""Parameters as a loss takes them: local to a device, and whole, with local or summed gradients.
+
+[Note: widened shards] JAX gives a gradient the dtype of what it belongs to. That of a bfloat16
+shard would round the float32 sum that ``gather_params`` makes of gradients. So shards are widened
+before they are differentiated, to a dtype that holds the sums too, and rounded to their own before
+they travel; both are exact. It costs a copy of the shards while the loss is differentiated: in
+float32 4 / N bytes per parameter. A zero of that shape beside each shard would cost as much, and
+change the tree that the loss sees.
+
+[Note: weights before the sum] The gradients of scanned layers are summed over devices inside of the
+backward pass, so a device's weight must be applied there. But a backward pass can use only what its
+forward pass knew, and ``loss_fn`` returns the weight at the end. So ``train_step`` calls
+``loss_fn`` once more, before, for the weight alone: XLA keeps of this what the weight depends on.
+``gather_params``, which ``loss_fn`` calls, finds the weight in a context of JAX's own kind, a part
+of the keys of JAX's caches: nothing that was traced with another weight is used again.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jdistadam.core import varying
 from jdistadam.core.types import Params
 from jdistadam.distributed import transport
+from jdistadam.distributed.accumulate import weighted
 from jdistadam.distributed.checks import check_inside
 from jdistadam.distributed.schedule import BucketSchedule
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 
 
 def local_params(params: Params, tx: DistributedTransformation) -> Any:
-    """Marks replicated params as different on each device, BEFORE ``jax.grad``.
+    """Makes params what ``jax.grad`` may differentiate by; BEFORE it, inside ``jax.shard_map``.
 
     Inside ``jax.shard_map(check_vma=True)`` the gradient of a replicated array is summed over the
     devices on the way; of the array that this returns, it stays local, as ``tx.step`` needs it.
+
+    Under "optim_grads_params" it also widens the shards of parameters to a dtype that holds the
+    sums of their gradients, float32 unless ``policy`` says that these have 16 bits: so a gradient
+    is not rounded between its sum and ``tx.step``. ``gather_params`` rounds the shards back before
+    they travel. In float32 that copy takes 4 / N bytes per parameter.
+
+    Raises:
+      MeshError: Called outside of shard_map, or the shapes of these shards are not known.
     """
     check_distributed(tx)
     check_inside(tx.config.parallel, "local_params")
     axes = tx.config.parallel.data_axes
-    return jax.tree.map(lambda x: varying.to_varying(x, axes), params)
+    leaves: list[Any] = list(jax.tree.leaves(params))
+    if tx.config.parallel.shards_params:
+        for entry in tx.seen.schedule(params).buckets:
+            bucket = entry.bucket
+            if bucket.is_sharded_param and leaves[bucket.leaf].shape == bucket.inner_shape:
+                dtype = tx.config.differentiated_dtype(bucket.dtype)
+                leaves[bucket.leaf] = jnp.asarray(leaves[bucket.leaf]).astype(dtype)
+    treedef: Any = jax.tree.structure(params)
+    return treedef.unflatten(varying.to_varying(x, axes) for x in leaves)
 
 
 def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
     r"""Gathers sharded parameters over ``shard_axis``; inside ``jax.shard_map``.
 
-    For "optim_grads_params". Leaves that are not sharded are returned as they are, and so are
+    For "optim_grads_params"; under other strategies it returns what it is given, so that a model
+    need not know the strategy. Leaves that are not sharded are returned as they are, and so are
     stacked ones, unless ``shards`` is one layer of them inside of ``jax.lax.scan``. Shards travel
     in ``policy.param_comm_dtype``. The gradient with respect to a shard is this device's part of
 
     .. math:: \sum_r g_r
 
-    summed over ``shard_axis`` as the policy says, rounded to the dtype of the parameter; ``step``
-    takes it as it is, and gradients with respect to the whole leaf likewise. In your own loop::
+    summed over ``shard_axis`` as the policy says; ``step`` takes it as it is, and gradients with
+    respect to the whole leaf likewise. It has the dtype of the shard, so differentiate by what
+    ``local_params`` returns, whose shards are wide enough for it. In your own loop::
 
         grads = jax.grad(lambda p: loss(jda.gather_params(p, tx)))(jda.local_params(params, tx))
 
@@ -49,25 +86,69 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
         x, _ = jax.lax.scan(body, x, params["layers"])
 
     so that one layer's parameters are gathered at a time, forward and backward, and each layer's
-    gradients are reduced while the backward pass computes those of the next.
+    gradients are reduced while the backward pass computes those of the next. ``train_step`` hands
+    stacked leaves to ``loss_fn`` as ``local_params`` returns them; with ``weighted``, a layer's
+    gradients are multiplied by the weight before they are summed.
 
     Args:
-      shards: The params as this device holds them, or one layer of stacked params: any part of the
-        tree of which all leaves are stacked.
+      shards: The params as this device holds them, or as ``local_params`` returned them; or one
+        layer of stacked params: any part of the tree of which all leaves are stacked.
       tx: The optimizer. ``tx.init`` or ``tx.param_specs`` must have seen the params.
 
     Returns:
-      The whole params, on every device.
+      The whole params, on every device, in their own dtypes.
 
     Raises:
       MeshError: Called outside of shard_map, or the shapes of these shards are not known.
     """
     check_distributed(tx)
     check_inside(tx.config.parallel, "gather_params")
+    if not tx.config.parallel.shards_params:
+        return shards
     leaves: list[Any] = list(jax.tree.leaves(shards))
-    for i, (dim, entry) in _gathered_leaves(tx, shards).items():
-        leaves[i] = _gather_leaf(entry, dim, leaves[i])
+    layer = tx.seen.layer(shards)
+    if layer is not None:
+        weight = _weight_of_layers()
+        for i, leaf in enumerate(layer):
+            if leaf is not None:
+                leaves[i] = _gather_leaf(leaf.schedule, leaf.dim, leaves[i], weight)
+    else:
+        for i, entry in _sharded_leaves(tx, shards).items():
+            leaves[i] = _gather_leaf(entry, entry.bucket.cut_dim, leaves[i], None)
     return jax.tree.unflatten(jax.tree.structure(shards), leaves)
+
+
+class LayerWeight:
+    """The weight of one micro-batch, while its loss is traced: [Note: weights before the sum].
+
+    Attributes:
+      weight: Shape (), float32.
+      is_used: Whether a layer was gathered, so that its gradients will be weighted.
+    """
+
+    def __init__(self, weight: Any) -> None:
+        self.weight: Any = weight
+        self.is_used = False
+
+
+_layer_weight = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def weighting_layers(weight: Any) -> Iterator[LayerWeight]:
+    """Has ``gather_params`` multiply the gradients of layers by a weight before it sums them."""
+    current = LayerWeight(weight)
+    with _layer_weight(current):
+        yield current
+    current.weight = None  # JAX's caches keep their keys: not the traced program too
+
+
+def _weight_of_layers() -> Any:
+    current = _layer_weight.value
+    if current is None:
+        return None
+    current.is_used = True
+    return current.weight
 
 
 def remat_policy(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -97,35 +178,33 @@ _GATHERED_AGAIN = frozenset(
 )
 
 
-def _gathered_leaves(
-    tx: DistributedTransformation, shards: Any
-) -> dict[int, tuple[int, BucketSchedule]]:
-    """Which leaves to gather, and how: of all params, or of one scanned layer."""
-    layer = tx.seen.layer(shards)
-    if layer is not None:
-        return {i: (x.dim, x.schedule) for i, x in enumerate(layer) if x is not None}
+def _sharded_leaves(tx: DistributedTransformation, shards: Any) -> dict[int, BucketSchedule]:
+    """Which leaves of all params to gather at once, and how."""
     leaves, gathered = jax.tree.leaves(shards), {}
     for entry in tx.seen.schedule(shards).buckets:
         bucket = entry.bucket
         is_scanned = bucket.num_layers is not None  # gathered layer by layer
         if bucket.is_sharded_param and not is_scanned:
             if leaves[bucket.leaf].shape == bucket.inner_shape:
-                gathered[bucket.leaf] = bucket.cut_dim, entry
+                gathered[bucket.leaf] = entry
     return gathered
 
 
-def _gather_leaf(entry: BucketSchedule, dim: int, shard: jax.Array) -> jax.Array:
+def _gather_leaf(entry: BucketSchedule, dim: int, shard: jax.Array, weight: Any) -> jax.Array:
     @jax.custom_vjp
-    def gather(shard: jax.Array) -> jax.Array:
+    def gather(shard: jax.Array, weight: Any) -> jax.Array:
+        own = shard.astype(entry.bucket.dtype)  # exact: [Note: widened shards]
         # Typed as varying: otherwise types would have every use of it summed over the devices.
-        return transport.gather_parameters(entry.gather, shard, dim, to="varying")
+        return transport.gather_parameters(entry.gather, own, dim, to="varying")
 
-    def forward(shard: jax.Array) -> tuple[jax.Array, None]:
-        return gather(shard), None
+    def forward(shard: jax.Array, weight: Any) -> tuple[jax.Array, Any]:
+        return gather(shard, weight), weight
 
-    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    def backward(weight: Any, cotangent: jax.Array) -> tuple[jax.Array, Any]:
+        if weight is not None:
+            cotangent = weighted(cotangent.astype(jnp.float32), weight)
         summed = transport.sum_gradients([entry.reduce], cotangent, dim)
-        return (summed.astype(shard.dtype),)
+        return summed.astype(shard.dtype), None if weight is None else jnp.zeros_like(weight)
 
     gather.defvjp(forward, backward)
-    return gather(shard)
+    return gather(shard, weight)

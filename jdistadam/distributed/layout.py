@@ -74,8 +74,8 @@ class Bucket:
       offset: Where the shard begins in a device's flat arrays, in elements.
       has_main: Whether its main parameters, or their remainders, are kept.
       tensor_axes: Mesh axes, besides those of data, over which its leaves are sharded.
-      num_layers: First dimension of a stacked leaf, which is scattered and travels layer by layer;
-        otherwise None.
+      num_layers: First dimension of a stacked leaf of which devices hold shards, and which travels
+        layer by layer; otherwise None.
       inner_shape: Shape of one device's part after the sum over shard_axes: that of the shard,
         unless the state is sharded over replica_axes too.
       is_sharded_param: Whether devices hold of its parameters only the part of this shape.
@@ -209,6 +209,7 @@ def make_layout(
                 bucket.shard_shape, bucket.cut_dim, num_shards // (num_inner_shards or num_shards)
             ),
             is_sharded_param=shards_params and not bucket.is_packed,
+            num_layers=bucket.num_layers if shards_params else None,
         )
         buckets.append(bucket)
         offset += _aligned(bucket.shard_size)

@@ -103,10 +103,12 @@ def distributed_fused_adamw(
         which the params are sharded already, a prefix of params or a function of them. The
         optimizer leaves them there. Gradients of leaves that are not sharded over such an axis
         must be the same along it.
-      stacked: For models that scan over layers, under "optim_grads_params": a predicate on the
-        path of a leaf, such as ``lambda path: "layers" in path`` for ``params['layers']['w']``,
-        that says whether its first dimension is the layers. These leaves are sharded within a
-        layer; ``train_step`` leaves them so, and the model calls ``gather_params`` in its scan.
+      stacked: For models that scan over layers: a predicate on the path of a leaf, such as
+        ``lambda path: "layers" in path`` for ``params['layers']['w']``, that says whether its first
+        dimension is the layers. What is sharded of these leaves is sharded within a layer. The
+        model calls ``gather_params`` in its scan: under "optim_grads_params" ``train_step`` leaves
+        these leaves sharded, and their gradients are reduced layer by layer in the backward pass;
+        else layers are whole already, and gradients reduced with the others.
       param_labels: A tree of labels, a prefix of params or a function of them.
       groups: For every label a dict of what differs from the arguments above: ``lr_scale``
         (multiplies the learning rate), ``weight_decay``, ``b1``, ``b2``, or ``frozen=True``: no
@@ -292,7 +294,7 @@ def _distributed(
         has_param_specs=param_specs is not None,
     )
     check_loss_scale(loss_scale)
-    check_stacked(stacked, sharding_strategy)
+    check_stacked(stacked)
     made_groups = make_groups(hyper, mask, param_labels, groups)
     for group, _ in made_groups.rows:
         check_nu_dtype("MixedPrecisionPolicy.nu_dtype", policy.nu_dtype, group.b2)

@@ -25,8 +25,10 @@ class SeenParams:
     def __init__(self, config: DistributedConfig) -> None:
         self._config = config
         self._schedules: dict[Any, Schedule] = {}  # by the shapes of whole params
-        self._of_shards: dict[Any, list[Any]] = {}  # keys of whole params, by those of shards
-        # By the shapes of one layer, then by the dimensions that are scattered.
+        # Keys of whole params, by those of what devices hold, and of the same widened.
+        self._held: dict[Any, list[Any]] = {}
+        self._widened: dict[Any, list[Any]] = {}
+        # By the shapes of one layer, then by the dimensions that are scattered, and the dtypes.
         self._layers: dict[Any, dict[Any, tuple[LayerLeaf | None, ...]]] = {}
 
     def share(self, other: SeenParams) -> None:
@@ -44,8 +46,12 @@ class SeenParams:
                 self._remember_shards(key, schedule, whole)
         return self._schedules[key]
 
-    def schedule(self, params: Params) -> Schedule:
+    def schedule(self, params: Params, *, may_be_widened: bool = True) -> Schedule:
         """Returns the schedule for params as a device holds them inside of shard_map.
+
+        Args:
+          params: The params, arrays or shapes.
+          may_be_widened: Whether they may also be what ``local_params`` returned, or gradients.
 
         Raises:
           MeshError: The shapes of shards do not say what they are shards of.
@@ -53,7 +59,8 @@ class SeenParams:
         if not self._config.parallel.shards_params:
             return self.schedule_of_whole(params)
         key = _key(params)
-        known = self._of_shards.get(key, [])
+        found = self._held.get(key, []) + (self._widened.get(key, []) if may_be_widened else [])
+        known = list(dict.fromkeys(found))
         if not known and key in self._schedules:
             return self._schedules[key]  # gathered already
         if len(known) != 1:
@@ -63,7 +70,7 @@ class SeenParams:
                 got=f"{len(known)} params with such shards",
                 expected="the params of one init, or of one param_specs",
                 action="Call tx.init(params) or tx.param_specs(params) outside of shard_map "
-                "first, with this tx; use one tx for each model.",
+                "first, with this tx; use one tx for each model and dtype.",
             )
         return self._schedules[known[0]]
 
@@ -90,28 +97,45 @@ class SeenParams:
         """Notes what devices hold, and what the loss of train_step gets: stacked leaves alone."""
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(whole)]
         held, in_loss = list(shapes), list(shapes)
+        widened, widened_in_loss = list(shapes), list(shapes)
         sharded: dict[int, BucketSchedule] = {}
         for entry in schedule.buckets:
             if entry.bucket.is_sharded_param:
                 i = entry.bucket.leaf
                 sharded[i] = entry
                 held[i] = jax.ShapeDtypeStruct(entry.bucket.inner_shape, shapes[i].dtype)
-                in_loss[i] = held[i] if schedule.layout.leaves[i].is_stacked else shapes[i]
+                widened[i] = held[i].update(
+                    dtype=self._config.differentiated_dtype(shapes[i].dtype)
+                )
+                if schedule.layout.leaves[i].is_stacked:
+                    in_loss[i], widened_in_loss[i] = held[i], widened[i]
         treedef: Any = jax.tree.structure(whole)
-        for form in (held, in_loss):
-            known = self._of_shards.setdefault(_key(treedef.unflatten(form)), [])
-            if key not in known:
-                known.append(key)
-        leaves = [
-            _StackedLeaf(shape, _layer_leaf(sharded.get(i))) if leaf.is_stacked else None
-            for i, (shape, leaf) in enumerate(zip(in_loss, schedule.layout.leaves, strict=True))
-        ]
-        for subtree in _subtrees(treedef.unflatten(leaves)):
+        for table, forms in (
+            (self._held, (held, in_loss)),
+            (self._widened, (widened, widened_in_loss)),
+        ):
+            for form in forms:
+                known = table.setdefault(_key(treedef.unflatten(form)), [])
+                if key not in known:
+                    known.append(key)
+        for form in (in_loss, widened_in_loss):
+            leaves = [
+                _StackedLeaf(shape, _layer_leaf(sharded.get(i))) if leaf.is_stacked else None
+                for i, (shape, leaf) in enumerate(zip(form, schedule.layout.leaves, strict=True))
+            ]
+            self._remember_layers(treedef.unflatten(leaves))
+
+    def _remember_layers(self, stacked: Any) -> None:
+        """Notes what one layer looks like; in the tree are None where leaves are not stacked."""
+        for subtree in _subtrees(stacked):
             parts = jax.tree.leaves(subtree, is_leaf=lambda x: x is None)
             if parts and all(part is not None for part in parts):
                 gathered = tuple(part.layer for part in parts)
-                dims = tuple(layer and layer.dim for layer in gathered)
-                self._layers.setdefault(_key(subtree), {})[dims] = gathered
+                ways = tuple(
+                    layer and (layer.dim, jnp.dtype(layer.schedule.bucket.dtype))
+                    for layer in gathered
+                )
+                self._layers.setdefault(_key(subtree), {})[ways] = gathered
 
 
 class LayerLeaf(NamedTuple):

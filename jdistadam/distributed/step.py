@@ -74,7 +74,7 @@ def step_local(
     check_own_state(state)
     refuse_vmap("step", (grads, state, params))
     trees.check_dtypes(params, name="params")
-    schedule = seen.schedule(params)
+    schedule = seen.schedule(params, may_be_widened=False)
     layout = schedule.layout
     identity = None if is_verified else config.identity(layout)
     check_step(config, layout, state, params, identity)

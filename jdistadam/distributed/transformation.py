@@ -220,13 +220,14 @@ def make_distributed(config: DistributedConfig) -> DistributedTransformation:
     def init(params: Params) -> DistributedState:
         trees.check_dtypes(params, name="params")
         if not varying.unbound(parallel.shard_axes):
-            return init_local(config, seen.schedule(params).layout, params)
+            schedule = seen.schedule(params, may_be_widened=False)
+            return init_local(config, schedule.layout, params)
         trees.refuse_shapes(params, name="params")
         specs = tx.param_specs(params)
         placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
         params = jax.device_put(params, placed)
         local = compat.shard_map(
-            lambda p: init_local(config, seen.schedule(p).layout, p),
+            lambda p: init_local(config, seen.schedule(p, may_be_widened=False).layout, p),
             mesh=mesh,
             in_specs=(specs,),
             out_specs=tx.specs,

@@ -162,3 +162,6 @@ def _buffers(
         yield "gathered parameters", whole * itemsize
     if bucket.num_layers is not None:
         yield "gathered parameters", 2 * whole * itemsize  # of this layer and the next
+        wide = config.differentiated_dtype(bucket.dtype)  # [Note: widened shards]
+        if wide != bucket.dtype:
+            yield "widened shards", inner * wide.itemsize

@@ -11,7 +11,13 @@ import numpy as np
 
 from jdistadam.core import collectives, trees
 from jdistadam.core.types import Grads, Params
-from jdistadam.distributed.accumulate import weighted
+from jdistadam.distributed.accumulate import (
+    AccumulatedGrads,
+    accumulate_local,
+    stacked_shards,
+    weighted,
+)
+from jdistadam.distributed.gather_params import weighting_layers
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import ShapeError
 from jdistadam.training.loss_function import LossFunction, LossOutput, refuse_summed_loss
@@ -55,6 +61,15 @@ def local_gradients(
     return _of_micro_batches(gradient, batches, accumulate_steps, model_state)
 
 
+class _MicroBatch(NamedTuple):
+    """What differentiating one micro-batch gave."""
+
+    out: LossOutput
+    grads: Grads
+    not_finite: Any  # shape (leaves,), bool; None unless asked for
+    is_weighted_in_gather: bool  # whether gradients of stacked layers are weighted already
+
+
 @dataclasses.dataclass(frozen=True)
 class _Gradient:
     """The gradient of a loss at some params, as a function of the batch."""
@@ -66,29 +81,60 @@ class _Gradient:
     loss_scale: Any
     report_nonfinite: bool
 
-    def __call__(self, i: Any, batch: Any, model_state: Any) -> tuple[LossOutput, Any, Any]:
-        """Returns for micro-batch ``i`` its output, gradients, and which are not finite."""
+    def __call__(self, i: Any, batch: Any, model_state: Any) -> _MicroBatch:
+        """Differentiates micro-batch ``i``."""
+
+        def output(params: Params) -> LossOutput:
+            key = None if self.rng is None else jax.random.fold_in(self.rng, i)
+            return self.loss_fn(params, batch, model_state, key)
 
         def loss_and_output(params: Params) -> tuple[jax.Array, LossOutput]:
-            key = None if self.rng is None else jax.random.fold_in(self.rng, i)
-            out = self.loss_fn(params, batch, model_state, key)
+            out = output(params)
             return out.loss if self.loss_scale is None else out.loss * self.loss_scale, out
 
         parallel = self.tx.config.parallel
         if parallel.num_devices > 1:
-            loss = lambda params: loss_and_output(params)[1].loss  # noqa: E731
+            loss = lambda params: output(params).loss  # noqa: E731
             refuse_summed_loss(loss, self.params, parallel.data_axes)
-        (_, out), grads = jax.value_and_grad(loss_and_output, has_aux=True)(self.params)
-        out = out._replace(model_state=_like(model_state, out.model_state))
-        return out, grads, leaves_not_finite(grads) if self.report_nonfinite else None
+        differentiate = jax.value_and_grad(loss_and_output, has_aux=True)
+        is_weighted_in_gather = False
+        if self.loss_fn.weighted and self._has_layers:
+            weight = output(self.params).weight  # [Note: weights before the sum]
+            with weighting_layers(weight) as layers:
+                (_, out), grads = differentiate(self.params)
+            out, is_weighted_in_gather = out._replace(weight=weight), layers.is_used
+        else:
+            (_, out), grads = differentiate(self.params)
+        return _MicroBatch(
+            out._replace(model_state=_like(model_state, out.model_state)),
+            grads,
+            leaves_not_finite(grads) if self.report_nonfinite else None,
+            is_weighted_in_gather,
+        )
+
+    @property
+    def _has_layers(self) -> bool:
+        """Whether the loss gets shards of stacked layers, to be gathered one by one."""
+        return bool(stacked_shards(self.tx.seen.schedule(self.params).layout))
+
+    def add(self, acc: AccumulatedGrads, batch: _MicroBatch) -> AccumulatedGrads:
+        """Adds the gradients of a micro-batch, by its weight."""
+        return accumulate_local(
+            self.tx.config,
+            self.tx.seen,
+            acc,
+            batch.grads,
+            batch.out.weight,
+            is_weighted_in_gather=batch.is_weighted_in_gather,
+        )
 
 
 def _of_one_batch(gradient: _Gradient, batch: Any, model_state: Any) -> LocalResult:
-    out, grads, not_finite = gradient(0, batch, model_state)
+    result = gradient(0, batch, model_state)
+    out, grads = result.out, result.grads
     loss = out.loss
     if out.weight is not None:
-        tx = gradient.tx
-        grads = tx.accumulate(tx.init_grads(gradient.params), grads, out.weight)
+        grads = gradient.add(gradient.tx.init_grads(gradient.params), result)
         loss = weighted(out.loss, out.weight)
     return LocalResult(
         grads=grads,
@@ -96,7 +142,7 @@ def _of_one_batch(gradient: _Gradient, batch: Any, model_state: Any) -> LocalRes
         weight=None if out.weight is None else grads.weight,
         model_state=out.model_state,
         aux=jax.tree.map(lambda x: jnp.asarray(x)[None], out.aux),
-        not_finite=not_finite,
+        not_finite=result.not_finite,
     )
 
 
@@ -108,10 +154,11 @@ def _of_micro_batches(
     def body(carry: Any, i_and_batch: tuple[Any, Any]) -> tuple[Any, Any]:
         acc, loss, model_state, found = carry
         i, batch = i_and_batch
-        out, grads, not_finite = gradient(i, batch, model_state)
-        acc = tx.accumulate(acc, grads, out.weight)
+        result = gradient(i, batch, model_state)
+        out = result.out
+        acc = gradient.add(acc, result)
         loss += out.loss if out.weight is None else weighted(out.loss, out.weight)
-        found = None if found is None else found | not_finite
+        found = None if found is None else found | result.not_finite
         return (acc, loss, out.model_state, found), out.aux
 
     num_leaves = len(jax.tree.leaves(params))

@@ -13,7 +13,7 @@ from jdistadam import compat
 from jdistadam.core import collectives, trees
 from jdistadam.core.varying import Axes
 from jdistadam.distributed.accumulate import mean_factor
-from jdistadam.distributed.gather_params import gather_params
+from jdistadam.distributed.gather_params import gather_params, local_params
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.state import StepResult, find_state
 from jdistadam.distributed.transformation import DistributedTransformation
@@ -70,12 +70,14 @@ class StepProgram:
         tx, axes = self.tx, self.tx.config.parallel.data_axes
         rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
         scaling = find_state(state.opt_state).scaling
-        shards_params = tx.config.parallel.shards_params
+        params = state.params
+        if tx.config.parallel.shards_params:  # stacked leaves stay shards
+            params = gather_params(local_params(params, tx), tx)
         local = local_gradients(
             self.loss_function,
             tx,
             accumulate_steps=self.options.accumulate_steps,
-            params=gather_params(state.params, tx) if shards_params else state.params,
+            params=params,
             batch=batch,
             model_state=state.model_state,
             rng=step_rng,

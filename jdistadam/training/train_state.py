@@ -138,7 +138,9 @@ class TrainState:
         check_created(params, model_state, rng)
         dtypes = _dtypes_of(params, param_dtypes)
         replicated = NamedSharding(tx.config.mesh, P())
-        params = copy_to(params, _placement(tx, params))
+        # Placed as the ones that are trained: tx takes note of the dtypes that it sees.
+        trained = jax.tree.map(lambda x, t: jax.ShapeDtypeStruct(x.shape, t), params, dtypes)
+        params = copy_to(params, _placement(tx, trained))
         model_state, rng = copy_to((model_state, rng), replicated)
         rounded = _rounded(tx.config.policy, params, dtypes)
         opt_state = jax.tree.map(  # what a chain keeps besides may be the caller's too

@@ -205,7 +205,9 @@ def train_step(
     The weights are constants of the differentiation. A micro-batch of weight zero does not count,
     whatever its loss and gradients hold; if all weights are zero the step changes nothing but
     ``rng``, as a skipped one, and its loss is 0. A weight that is NaN or negative makes the loss
-    and the gradients NaN.
+    and the gradients NaN. Gradients of ``stacked`` leaves are weighted before they are summed in
+    the backward pass, with a weight that is computed beforehand: of ``loss_fn`` what the weight
+    depends on runs twice, which is little where that is the batch alone.
 
     A step that is skipped, since with a ``loss_scale`` a gradient was not finite, leaves params,
     main params, mu, nu, count, ``model_state`` and the states of a chain bit-identical; ``rng``,
@@ -213,7 +215,9 @@ def train_step(
 
     Args:
       loss_fn: ``loss_fn(params, batch)`` gets the part of the batch that belongs to one micro-batch
-        of one device. It returns the scalar ``loss`` of this part, or with ``weighted`` the pair
+        of one device, and whole params; only ``stacked`` leaves under "optim_grads_params" as
+        shards, in float32 where gradients are summed in it, which ``gather_params`` gathers layer
+        by layer. It returns the scalar ``loss`` of this part, or with ``weighted`` the pair
         ``(loss, weight)``. It needs no collective: a ``pmean`` of the loss changes nothing, a
         plain ``psum`` raises. If the state has a ``model_state``, it gets it by this keyword
         and returns ``(loss, model_state)``; if the state has an ``rng``, it gets by this keyword a

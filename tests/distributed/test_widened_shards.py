@@ -1,0 +1,226 @@
+"""Sums of gradients that gather_params made: in float32 from there into the kernel."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdistadam as jda
+from jdistadam.distributed.config import DistributedConfig
+from support.bits import assert_same_trees
+from support.h200 import placed
+from support.placements import FLAT, SQUARE, make_mesh
+from support.samples import often
+from support.scanned import is_stacked, make_params, scanned_products, shapes
+
+HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
+KINDS = {
+    "flat": (FLAT, {}),
+    "hybrid": (SQUARE, dict(replica_axis="replica")),
+    "one device": (dict(shape=(1,), names=("data",)), {}),
+}
+
+
+def make_tx(mesh, policy=None, **kwargs):
+    policy = jda.MixedPrecisionPolicy(**({"grad_reduce_dtype": "float32"} | (policy or {})))
+    return jda.distributed_fused_adamw(**HYPER, mesh=mesh, policy=policy, **kwargs)
+
+
+def make_batches(steps):
+    """Local gradients that bfloat16 holds, of which it does not hold the sums."""
+    rng = np.random.default_rng(1)
+    return [
+        jax.tree.map(
+            lambda x: rng.integers(-64, 65, (16, *x.shape)).astype(np.float32), make_params()
+        )
+        for _ in range(steps)
+    ]
+
+
+def train(tx, loss, batches, **kwargs):
+    state = jda.TrainState.create(make_params(jnp.bfloat16), tx)
+    step = jda.train_step(loss, tx, **kwargs)
+    norms = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        norms.append(metrics["grad_norm"])
+    main = jda.main_params(state.params, state.opt_state, tx)
+    return main, jda.full_params(state, tx), *jda.to_optax_state(state, tx), norms
+
+
+@functools.cache
+def trained_whole(kind, accumulate_steps, steps):
+    """What the same model with whole parameters gives, whose gradients are summed in a step."""
+    mesh, kwargs = KINDS[kind]
+    tx = make_tx(make_mesh(**mesh), sharding_strategy="optim_grads", **kwargs)
+    loss = scanned_products(lambda layer: layer)
+    return train(tx, loss, make_batches(steps), accumulate_steps=accumulate_steps)
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+@often(lambda kind, accumulate_steps: (kind, accumulate_steps) in (("flat", 1), ("hybrid", 2)))
+def test_stacked_layers_take_the_bits_of_float32_sums(kind, accumulate_steps):
+    """Ten steps of bfloat16 params: the same main parameters, moments and norms as of whole ones."""
+    mesh, kwargs = KINDS[kind]
+    tx = make_tx(
+        make_mesh(**mesh), sharding_strategy="optim_grads_params", stacked=is_stacked, **kwargs
+    )
+    loss = scanned_products(functools.partial(jda.gather_params, tx=tx))
+    got = train(tx, loss, make_batches(10), accumulate_steps=accumulate_steps)
+    want = trained_whole(kind, accumulate_steps, 10)
+    assert_same_trees(got, want, kind)  # also norms: the layouts are the same
+
+
+def own_step(tx, loss, check_vma, micro_batches):
+    """A step of a custom training loop, and its own norm; all shards are gathered in the loss."""
+
+    def local_step(params, state, batch):
+        local = jda.local_params(params, tx)
+
+        def whole_loss(shards, batch):
+            return loss(jda.gather_params(shards, tx), batch)
+
+        if micro_batches == 1:
+            grads = jax.grad(whole_loss)(local, batch)
+        else:
+            parts = jax.tree.map(lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), batch)
+
+            def body(acc, part):
+                return tx.accumulate(acc, jax.grad(whole_loss)(local, part)), None
+
+            grads, _ = jax.lax.scan(body, tx.init_grads(local), parts)
+        return *tx.step(grads, state, params), tx.grad_norm(grads, state)
+
+    specs = tx.param_specs(make_params(jnp.bfloat16)), tx.state_specs()
+    mapped = jax.shard_map(
+        local_step, mesh=tx.config.mesh, in_specs=(*specs, tx.config.parallel.batch_spec), out_specs=(*specs, jax.P()), check_vma=check_vma
+    )  # fmt: skip
+    return jax.jit(mapped)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("check_vma", [False, True])
+@often(lambda check_vma, micro_batches: check_vma == (micro_batches == 2))
+def test_so_do_all_shards_in_a_custom_training_loop(check_vma, micro_batches):
+    mesh = make_mesh(**FLAT)
+    tx = make_tx(mesh, sharding_strategy="optim_grads_params", stacked=is_stacked)
+    loss = scanned_products(functools.partial(jda.gather_params, tx=tx))
+    step = own_step(tx, loss, check_vma, micro_batches)
+    state = jda.TrainState.create(make_params(jnp.bfloat16), tx)
+    params, opt_state = state.params, state.opt_state
+    for batch in make_batches(3):
+        params, opt_state, norm = step(params, opt_state, jda.shard_batch(batch, tx))
+        assert norm == opt_state.grad_norm
+    got = jda.main_params(params, opt_state, tx)
+    assert_same_trees(got, trained_whole("flat", micro_batches, 3)[0], "main params")
+
+
+@pytest.mark.parametrize("policy", [{}, dict(grad_comm_dtype="bfloat16", grad_reduce_dtype=None)])
+def test_what_the_loss_sees(policy):
+    """Shards that hold the sums of their gradients; what it gathers, and all else, as it is."""
+    tx = make_tx(
+        make_mesh(**FLAT), policy, sharding_strategy="optim_grads_params", stacked=is_stacked
+    )
+    wide = tx.config.policy.reduced_dtype
+    assert wide == (jnp.bfloat16 if policy else jnp.float32)
+    loss = scanned_products(functools.partial(jda.gather_params, tx=tx))
+
+    def looking(params, batch):
+        seen = jax.tree.map(lambda x: x.dtype, params)
+        narrow = jnp.dtype(jnp.bfloat16)
+        assert seen == {
+            "embed": narrow, "head": narrow,
+            "layers": {"mlp": {"up": wide, "down": wide}, "scale": narrow, "odd": narrow},
+        }  # fmt: skip
+        layer = jax.tree.map(lambda x: x[0], params["layers"])
+        assert jax.tree.leaves(jda.gather_params(layer, tx))[-1].dtype == narrow
+        assert jda.gather_params(params, tx)["layers"]["mlp"]["up"].dtype == wide  # as it is
+        return loss(params, batch)
+
+    train(tx, looking, make_batches(1))
+
+
+def test_scaled_gradients_that_are_not_finite_skip_the_step():
+    tx = make_tx(
+        make_mesh(**FLAT), sharding_strategy="optim_grads_params", stacked=is_stacked, loss_scale=jda.DynamicLossScale(init_scale=2.0**10),
+    )  # fmt: skip
+    loss = scanned_products(functools.partial(jda.gather_params, tx=tx))
+    plain = make_tx(make_mesh(**FLAT), sharding_strategy="optim_grads_params", stacked=is_stacked)
+    batches = make_batches(2)
+    bad = jax.tree.map(np.copy, batches[0])
+    bad["layers"]["mlp"]["up"][3, 2, 1, 5] = np.inf
+    state = jda.TrainState.create(make_params(jnp.bfloat16), tx)
+    step = jda.train_step(loss, tx)
+    skipped = []
+    for batch in (batches[0], bad, batches[1]):
+        state, metrics = step(state, batch)
+        skipped.append(int(metrics["skipped"]))
+    assert skipped == [0, 1, 1]
+    got = jda.main_params(state.params, state.opt_state, tx)
+    want = train(plain, loss, batches)[0]  # scales that are powers of two change no bit
+    assert_same_trees(got, want, "main params")
+
+
+def test_params_of_two_dtypes_are_not_mistaken():
+    """Shards of float32 params, and widened ones of bfloat16 params, look alike."""
+    tx = make_tx(make_mesh(**FLAT), sharding_strategy="optim_grads_params", stacked=is_stacked)
+    params = {"layers": {"w": jnp.zeros((6, 64, 256))}}
+    # It places float32 params, and trains others.
+    jda.TrainState.create(params, tx, param_dtypes=jnp.bfloat16)
+    shard = jax.ShapeDtypeStruct((6, 8, 256), jnp.float32)
+    layer = jax.ShapeDtypeStruct((8, 256), jnp.float32)
+    tree = lambda x: {"layers": {"w": x}}  # noqa: E731
+    assert tx.seen.schedule(tree(shard)).buckets[0].bucket.dtype == jnp.bfloat16
+    assert tx.seen.layer(layer)[0].schedule.bucket.dtype == jnp.bfloat16
+    tx.param_specs(params)
+    with pytest.raises(jda.MeshError, match=r"got 2 params with such shards.*model and dtype"):
+        tx.seen.schedule(tree(shard))
+    with pytest.raises(jda.MeshError, match="do not say how to gather them: got 2 ways"):
+        tx.seen.layer(layer)
+    held = tx.seen.schedule(tree(shard), may_be_widened=False)  # as a step takes params
+    assert held.buckets[0].bucket.dtype == jnp.float32
+    narrow = tree(shard.update(dtype=jnp.bfloat16))
+    assert tx.seen.schedule(narrow).buckets[0].bucket.dtype == jnp.bfloat16
+
+
+def test_the_float32_copy_is_all_that_it_costs(h200s, monkeypatch):
+    """Compiled for eight H200s: 4 bytes for each element of a shard, and 2 for its wider gradient.
+
+    Without the copy the program is the one with bfloat16 gradients of the shards.
+    """
+    mesh = h200s(8)
+    params = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.bfloat16), shapes(12, 1024), is_leaf=lambda s: type(s) is tuple
+    )  # fmt: skip
+
+    def compiled():
+        tx = make_tx(
+            mesh, dict(grad_comm_dtype="bfloat16"), sharding_strategy="optim_grads_params", stacked=is_stacked
+        )  # fmt: skip
+
+        def loss(params, x):
+            @functools.partial(jax.checkpoint, policy=jda.remat_policy)
+            def body(x, layer):
+                layer = jda.gather_params(layer, tx)
+                h = jnp.tanh((x * layer["scale"][None]) @ layer["mlp"]["up"])
+                return x + h @ layer["mlp"]["down"] + jnp.mean(layer["odd"]), None
+
+            x, _ = jax.lax.scan(body, x @ params["embed"], params["layers"])
+            return jnp.mean(jnp.square((x @ params["head"]).astype(jnp.float32)))
+
+        batch = jax.ShapeDtypeStruct((64, 257), jnp.bfloat16)
+        batch = placed(mesh, batch, tx.config.parallel.batch_spec)
+        audit = jda.audit(jda.train_step(loss, tx), jda.TrainState.shapes(params, tx), batch)
+        assert audit.passed, str(audit)
+        return jda.plan(params, tx), audit.program.memory_analysis().temp_size_in_bytes
+
+    plan, wide = compiled()
+    elements = 12 * 8 * 1024 * 1024 // 8  # of the shards of up and down
+    assert plan.buffers["widened shards"] == 4 * elements
+    monkeypatch.setattr(DistributedConfig, "differentiated_dtype", lambda self, dtype: dtype)
+    plan, narrow = compiled()
+    assert "widened shards" not in plan.buffers
+    assert 0 < wide - narrow <= (4 + 2) * elements * 1.02

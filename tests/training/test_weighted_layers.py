@@ -1,0 +1,186 @@
+"""Weights of micro-batches where gradients of scanned layers are summed in the backward pass."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdistadam as jda
+from support.bits import assert_same_trees
+from support.h200 import placed
+from support.placements import FLAT, SQUARE, make_mesh
+from support.samples import often
+from support.scanned import is_stacked, make_params, scanned_products, shapes
+
+HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
+KINDS = {
+    "flat": (FLAT, {}),
+    "twice": (SQUARE, dict(replica_axis="replica", outer_sharding_strategy="optim")),
+    "one device": (dict(shape=(1,), names=("data",)), {}),
+}
+
+
+def make_tx(mesh, **kwargs):
+    policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
+    return jda.distributed_fused_adamw(**HYPER, mesh=mesh, policy=policy, **kwargs)
+
+
+def weighted_products(gather):
+    """The loss of each part of the batch, with the sum of its examples' weights."""
+    products = scanned_products(gather)
+
+    def loss(params, batch):
+        return products(params, batch["rows"]), jnp.sum(batch["weight"])
+
+    return loss
+
+
+def make_batches(micro_batches, steps=4, examples=32):
+    """Small integers, with weights that round; those of weight zero hold no number at all."""
+    rng = np.random.default_rng(3)
+    weight = rng.uniform(0.3, 2, (steps, examples)).astype(np.float32)
+    weight.reshape(steps, micro_batches, -1)[:, 1::3] = 0
+    weight[-1] = 0  # a step without any weight
+
+    def rows(shape):
+        x = rng.integers(-64, 65, (steps, examples, *shape)).astype(np.float32)
+        x[weight == 0] = rng.choice([np.nan, np.inf, -np.inf])
+        return x
+
+    rows = jax.tree.map(rows, shapes(), is_leaf=lambda s: type(s) is tuple)
+    return [
+        {"rows": jax.tree.map(lambda x, i=i: x[i], rows), "weight": weight[i]} for i in range(steps)
+    ]
+
+
+def train(tx, loss, batches, dtype, **kwargs):
+    state = jda.TrainState.create(make_params(dtype), tx)
+    step = jda.train_step(loss, tx, weighted=True, **kwargs)
+    norms = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        assert np.isfinite(metrics["loss"])
+        norms.append(metrics["grad_norm"])
+    return jda.full_params(state, tx), *jda.to_optax_state(state, tx), norms
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@often(lambda kind, dtype, accumulate_steps: (kind == "twice") == (accumulate_steps == 1) and dtype == jnp.bfloat16)  # fmt: skip
+def test_the_bits_of_weights_of_whole_gradients(kind, dtype, accumulate_steps):
+    """Each device's gradient times its weight, in float32, is summed: by layers as at once.
+
+    The gather is jitted by itself, so that JAX could take it from its cache for the weight before.
+    """
+    mesh, kwargs = KINDS[kind]
+    mesh = make_mesh(**mesh)
+    batches = make_batches(mesh.size * accumulate_steps)
+    tx = make_tx(mesh, sharding_strategy="optim_grads_params", stacked=is_stacked, **kwargs)
+    gather = jax.jit(functools.partial(jda.gather_params, tx=tx))
+    loss = weighted_products(gather)
+    got = train(tx, loss, batches, dtype, accumulate_steps=accumulate_steps)
+    whole = make_tx(mesh, sharding_strategy="optim_grads", **kwargs)
+    loss = weighted_products(lambda layer: layer)
+    want = train(whole, loss, batches, dtype, accumulate_steps=accumulate_steps)
+    assert_same_trees(got[:-1], want[:-1], kind)
+    assert got[-1][-1] == 0  # of no weight at all
+    assert all(np.isfinite(norm) and norm > 0 for norm in got[-1][:-1])
+
+
+def test_layers_that_are_not_gathered_are_weighted_all_the_same():
+    """On one device a model works without gather_params."""
+    mesh, batches = make_mesh(**KINDS["one device"][0]), make_batches(1)
+    loss = weighted_products(lambda layer: layer)
+    runs = [
+        train(make_tx(mesh, **kwargs), loss, batches, jnp.float32)
+        for kwargs in (
+            dict(sharding_strategy="optim_grads_params", stacked=is_stacked),
+            dict(sharding_strategy="optim_grads"),
+        )
+    ]
+    assert_same_trees(*(run[:-1] for run in runs), "not gathered")
+
+
+def test_with_all_else_that_a_loss_takes_and_returns():
+    """The call for the weight alone has the same key and model state, and changes neither."""
+    batches, results = make_batches(16), []
+    for kwargs in (
+        dict(sharding_strategy="optim_grads_params", stacked=is_stacked),
+        dict(sharding_strategy="optim_grads"),
+    ):
+        tx = make_tx(make_mesh(**FLAT), loss_scale=2.0**7, **kwargs)
+        loss = weighted_products(functools.partial(jda.gather_params, tx=tx))
+
+        def noisy(params, batch, model_state, rng, loss=loss):
+            factor = jax.random.randint(rng, (), 1, 4).astype(jnp.float32)
+            value, weight = loss(params, batch)
+            weight *= factor + model_state["calls"]  # known in the call for the weight alone, too
+            return (value * factor, weight), {"calls": model_state["calls"] + 1}, factor
+
+        state = jda.TrainState.create(
+            make_params(jnp.bfloat16), tx, rng=jax.random.key(5), model_state={"calls": 1.0}
+        )
+        step = jda.train_step(noisy, tx, weighted=True, has_aux=True, accumulate_steps=2)
+        factors = []
+        for batch in batches[:-1]:
+            state, metrics = step(state, batch)
+            factors.append(metrics["aux"])
+        main = jda.main_params(state.params, state.opt_state, tx)
+        results.append((main, state.model_state, jax.random.key_data(state.rng), factors))
+        assert state.model_state["calls"] == 1 + 2 * 3 and len(np.unique(factors)) > 1
+    assert_same_trees(*results, "with all else")
+
+
+def test_a_weight_below_zero_makes_nothing_but_nan():
+    tx = make_tx(make_mesh(**FLAT), sharding_strategy="optim_grads_params", stacked=is_stacked)
+    state = jda.TrainState.create(make_params(), tx)
+    loss = weighted_products(functools.partial(jda.gather_params, tx=tx))
+    batch = make_batches(8)[0] | {"weight": np.full(32, -1, np.float32)}
+    state, metrics = jda.train_step(loss, tx, weighted=True)(state, batch)
+    assert np.isnan(metrics["loss"]) and np.isnan(metrics["grad_norm"])
+    assert np.isnan(state.params["layers"]["mlp"]["up"]).all()
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@often(lambda accumulate_steps: accumulate_steps == 2)
+def test_the_weight_before_costs_nothing(h200s, accumulate_steps):
+    """What loss_fn computes besides the weight is not computed, gathered or sent once more."""
+    mesh = h200s(8)
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16")
+    tx = jda.distributed_fused_adamw(
+        **HYPER, mesh=mesh, policy=policy, sharding_strategy="optim_grads_params", stacked=is_stacked
+    )  # fmt: skip
+    params = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.bfloat16), shapes(6, 512), is_leaf=lambda s: type(s) is tuple
+    )  # fmt: skip
+    batch = {"x": jax.ShapeDtypeStruct((64, 257), jnp.bfloat16), "weight": jax.ShapeDtypeStruct((64,), jnp.float32)}  # fmt: skip
+    batch = placed(mesh, batch, tx.config.parallel.batch_spec)
+
+    def model(params, x):
+        @functools.partial(jax.checkpoint, policy=jda.remat_policy)
+        def body(x, layer):
+            layer = jda.gather_params(layer, tx)
+            h = jnp.tanh((x * layer["scale"][None]) @ layer["mlp"]["up"])
+            return x + h @ layer["mlp"]["down"] + jnp.mean(layer["odd"]), None
+
+        x, _ = jax.lax.scan(body, x @ params["embed"], params["layers"])
+        return jnp.mean(jnp.square((x @ params["head"]).astype(jnp.float32)))
+
+    programs = {}
+    for weighted in (False, True):
+
+        def loss(params, batch, weighted=weighted):
+            loss = model(params, batch["x"])
+            return (loss, jnp.sum(batch["weight"])) if weighted else loss
+
+        step = jda.train_step(loss, tx, weighted=weighted, accumulate_steps=accumulate_steps)
+        audit = jda.audit(step, jda.TrainState.shapes(params, tx), batch)
+        assert audit.passed, str(audit)
+        text = audit.program.as_text()
+        programs[weighted] = [text.count(f" {op}(") for op in ("while", "tanh", "dot")] + [
+            text.count("__cublas")
+        ]
+    assert programs[True] == programs[False] and programs[True][0] and any(programs[True][2:])
