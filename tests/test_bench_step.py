@@ -13,7 +13,7 @@ from jdistadam.tools import bench
 from support.paths import ROOT, environment
 
 sys.path.insert(0, str(ROOT / "experiments"))
-from step_bench import alone, budget, check, group, rows, tables, trace
+from step_bench import alone, budget, chart, check, group, rows, tables, trace
 
 FAST_COMPILATION = (
     "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 "
@@ -124,7 +124,7 @@ planes { name: "/device:GPU:0"
 
 
 @pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
-def test_phases_of_a_profile():
+def test_phases_of_a_profile(tmp_path):
     """A fusion of the model 0..4 ms, a reduce-scatter 3..5 beside its end, an update 6..7."""
     hlo = '  %fusion.3 = f32[] fusion(), metadata={op_name="jit(step)/transpose(jvp(model))/add"}'
     profile = jax.profiler.ProfileData.from_serialized_xspace(
@@ -147,6 +147,9 @@ def test_phases_of_a_profile():
     printed = tables.text({"rows": [row], "left_out": []})
     assert "reduce-scatter 0.50+0.50" in printed and "update 0.50+0.00 (0.25)" in printed
     assert "norm 0.00+0.00 (0.12)" in printed  # predicted, not found
+    image = tmp_path / "phases.png"
+    assert not chart.draw([{"name": "a/b"}], image) and not image.exists()
+    assert chart.draw([row, row], image) and image.stat().st_size > 5000
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ COLLECTIVES = ("reduce-scatter", "all-gather", "all-to-all", "all-reduce")
 
 def bandwidths(mesh, is_small):
     """Bytes a second: "copy" reads plus writes of one GPU, each collective sends of one GPU."""
-    found = {"copy": bench.copy_bandwidth(1 << (20 if is_small else 28), (10, 60))}
+    found = {"copy": bench.copy_bandwidth(1 << (16 if is_small else 28), (10, 60))}
     if mesh.size > 1:
         elements = mesh.size << (14 if is_small else 27)
         found |= {op: _bandwidth(mesh, op, elements) for op in COLLECTIVES}
