@@ -164,7 +164,10 @@ def test_phases_of_a_profile(tmp_path):
         ("loop_multiply_fusion_1", "jit(step)/optimizer/mul", "update"),
         ("loop_multiply_fusion_1", "jit(step)/clip/mul", "norm"),
         ("loop_multiply_fusion_1", "jit(step)/concatenate", "other"),
-        ("wrapped_copy_2", "jit(step)/concatenate", "copies"),
+        ("wrapped_copy_2", "jit(step)/model/while", "copies"),
+        ("loop_copy_fusion_1", "", "copies"),
+        ("copy_17_1", "", "copies"),
+        ("loop_copy_multiply_fusion", "jit(step)/model/mul", "model"),
     ],
 )
 def test_phase_of_a_kernel(kernel, origin, phase):

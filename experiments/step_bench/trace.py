@@ -18,6 +18,7 @@ PHASES = (
 )  # fmt: skip
 _NCCL = {"ReduceScatter": "reduce-scatter", "AllGather": "all-gather", "AllReduce": "all-reduce"}
 _OURS = {"AdamKernel": "update", "TileKernel": "norm", "FinalKernel": "norm", "SumKernel": "sum"}
+_COPY = re.compile(r"(?:mem(?:cpy|set).*|(?:\w+_)?copy(?:_fusion)?(?:_\d+)*)", re.I)
 _MODEL = re.compile(r"gemm|nvjet|cutlass|cudnn|sdpa|flash|fmha|xmma", re.I)
 
 
@@ -38,7 +39,7 @@ def phase_of(kernel, instruction, origins):
         return found[0] if found else "all-to-all"  # sends and receives
     if "MemcpyP2P" in kernel:
         return "peer copies"
-    if kernel.lower().startswith(("memcpy", "memset")):
+    if _COPY.fullmatch(kernel):  # those between the model's own operations, too
         return "copies"
     for word, phase in _OURS.items():
         if word in kernel:
@@ -49,7 +50,7 @@ def phase_of(kernel, instruction, origins):
     for scope, phase in (("optimizer", "update"), ("clip", "norm"), ("model", "model")):
         if re.search(rf"\b{scope}\b", origin):
             return phase
-    return "copies" if "copy" in kernel else "other"
+    return "other"
 
 
 def record(run):
