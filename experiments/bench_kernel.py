@@ -14,13 +14,13 @@ import glob
 import os
 import pathlib
 import statistics
-import subprocess
 import tempfile
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")  # torch needs memory too
 
 import jax
 from lm import report
+from lm.power import PowerLog
 
 from jdistadam.tools import bench
 
@@ -47,40 +47,6 @@ def device_seconds(program, args):
                         kernels[event.name] += event.duration_ns
     copies = ("memcpy", "Memcpy")
     return sum(ns for name, ns in kernels.items() if not name.startswith(copies)) / 1e9
-
-
-class PowerLog:
-    """Clock and power of the first GPU while a block runs, twenty times a second."""
-
-    FIELDS = ("clocks.sm", "power.draw", "clocks_event_reasons.sw_power_cap")
-
-    def __enter__(self):
-        command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(self.FIELDS)}"]
-        options = ["--format=csv,noheader,nounits", "-lms", "50"]
-        self._file = tempfile.TemporaryFile("w+")
-        self._process = subprocess.Popen([*command, *options], stdout=self._file)
-        return self
-
-    def __exit__(self, *_):
-        self._process.terminate()
-        self._process.wait()
-
-    def summary(self):
-        """Of the samples at half of the highest power or more; None where nothing was sampled."""
-        self._file.seek(0)
-        lines = [line.strip().split(", ") for line in self._file if line.count(",") == 2]
-        known = [line for line in lines if "[N/A]" not in line]
-        samples = [(float(clock), float(watts), cap == "Active") for clock, watts, cap in known]
-        if not samples:
-            return None
-        most = max(watts for _, watts, _ in samples)
-        busy = [x for x in samples if x[1] >= most / 2]
-        return {
-            "watts_highest": most,
-            "mhz_lowest": min(clock for clock, _, _ in busy),
-            "mhz_highest": max(clock for clock, _, _ in busy),
-            "share_at_power_limit": sum(cap for *_, cap in busy) / len(busy),
-        }
 
 
 def torch_rows(tree, copy):

@@ -7,6 +7,7 @@ Needs no GPU: JAX's CUDA plugin compiles for devices that are described in tests
 
 import argparse
 import itertools
+import math
 import pathlib
 
 import jax
@@ -34,7 +35,9 @@ MESHES = {"8": (1, 8), "2 x 4": (2, 4)}
 
 def h200s(shape):
     config = (pathlib.Path(__file__).parent.parent / "tests" / "support" / "h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x8")
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=config, topology=f"1x1x{math.prod(shape)}"
+    )
     return Mesh(np.asarray(topology.devices).reshape(shape), ("replica", "data"))
 
 
@@ -85,7 +88,7 @@ def whole_step(tx, state):
     return lowered.compile().memory_analysis()
 
 
-def step_alone(tx, state):
+def step_alone(tx, state, compiler_options=None):
     """A jitted step on given gradients, without a model: params, state, gradients -> the first two.
 
     And the shapes of these three, for which it was made.
@@ -104,7 +107,8 @@ def step_alone(tx, state):
         out_specs=specs,
         check_vma=False,
     )
-    return jax.jit(sharded, donate_argnums=(0, 1)), state.params, state.opt_state, grads
+    step = jax.jit(sharded, donate_argnums=(0, 1), compiler_options=compiler_options)
+    return step, state.params, state.opt_state, grads
 
 
 def main():

@@ -1,0 +1,116 @@
+"""Whether a variant computes the step: beside optax.adamw on the floor's own gradients.
+
+The reference takes the local gradients of the floor (forward and backward pass alone), averages
+them over the devices in float32, and gives them to optax.adamw on float32 parameters. What is
+compared is how far each leaf has moved after CHECKED_STEPS steps, without its decay, as a relative
+L2 distance; and the losses.
+
+The bound. With eps far above the gradients an update is nearly linear in the gradient, so that the
+distance is that of two gradients of one function, computed in bfloat16 by two programs. Between the
+parameters and a gradient stand about 20 tensors per layer that are rounded to bfloat16 (forward and
+backward), and N roundings in a sum over N devices. One rounding is uniform within half a unit in
+the last place, of at most 2^-7 relative: 2^-7 / sqrt(12) root mean square. Roundings that are
+independent add as squares, those of two programs too, and three standard deviations are allowed:
+
+    3 * sqrt(2 * (20 * layers + N)) * 2^-7 / sqrt(12)
+
+A gradient that is not reduced, or summed instead of averaged, is off by 0.7 to N - 1.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from step_bench.variants import (
+    CHECKED_LEARNING_RATE,
+    CHECKED_STEPS,
+    HYPER,
+    AnnotatedUpdate,
+)
+
+SAMPLED = 1 << 16  # elements of a leaf that are compared
+ROUNDING = 2**-7 / math.sqrt(12)
+
+
+def tolerance(layers, num_devices):
+    """Largest relative distance between the updates of two programs, and of losses in nats.
+
+    Logits are of the size of 1 and are rounded as often; a loss is a mean over their errors.
+    """
+    return 3 * math.sqrt(2 * (20 * layers + num_devices)) * ROUNDING
+
+
+def sample(tree):
+    """Some elements of every leaf, by path, in float64."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): _some(x) for path, x in leaves}
+
+
+def _some(x):
+    step = max(1, x.size // SAMPLED) | 1  # odd: it meets every device's part, and every column
+    some = x.reshape(-1)[::step] if isinstance(x, np.ndarray) else _strided(x.size, step)(x)
+    return np.asarray(some, np.float64)
+
+
+@functools.cache
+def _strided(size, step):
+    return jax.jit(lambda x: x.reshape(-1)[::step])
+
+
+class Reference:
+    """Where the parameters must be after the checked steps, with clipping or without.
+
+    Args:
+      setting: Of the group.
+      loss_and_grads: Of (bfloat16 params, batch), both with a leading dimension of devices.
+      batch: Its second argument.
+      clips: Whether gradients are clipped.
+    """
+
+    def __init__(self, setting, loss_and_grads, batch, clips):
+        update = AnnotatedUpdate(setting.shapes, setting.mesh, False, clips)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(state, grads):
+            mean = jax.tree.map(lambda g: jnp.mean(g.astype(jnp.float32), axis=0), grads)
+            return update(mean, *state[1:])
+
+        start = setting.draw()
+        self.start = sample(start)
+        state = update.start(start)
+        del start
+        self.losses = []
+        for _ in range(CHECKED_STEPS):
+            loss, grads = loss_and_grads(state[0], batch)
+            self.losses.append(None if loss is None else float(np.mean(loss)))
+            state = step(state, grads)
+            del grads
+        self.end = sample(state[1])
+
+    def distances(self, end):
+        """Relative distance of every leaf's update, by path; ``end``: of ``sample``."""
+        found = {}
+        decay = CHECKED_STEPS * CHECKED_LEARNING_RATE * HYPER["weight_decay"]
+        for path, start in self.start.items():
+            by_gradient = self.end[path] - start + decay * start
+            error = np.linalg.norm(end[path] - self.end[path])
+            found[path] = error / np.linalg.norm(by_gradient)
+        return found
+
+
+def compare(reference, end, losses, bound):
+    """A record of how far a variant is from the reference, and whether that is near enough."""
+    distances = reference.distances(end)
+    worst = max(distances, key=lambda path: np.nan_to_num(distances[path], nan=np.inf))
+    pairs = [(a, b) for a, b in zip(losses, reference.losses, strict=True) if b is not None]
+    apart = float(np.max([0.0, *(abs(float(a) - b) for a, b in pairs)]))  # NaN stays NaN
+    return {
+        "worst_leaf": worst,
+        "distance": float(distances[worst]),
+        "losses_apart": apart,
+        "bound": bound,
+        "passed": bool(distances[worst] <= bound and apart <= bound),
+    }

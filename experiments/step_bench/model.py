@@ -1,0 +1,153 @@
+"""A decoder-only transformer in plain functions, and how much of it a step trains.
+
+No biases, root mean square norms, learned positions, tied embedding, attention kernels of two
+dimensions. Every weight is drawn at random: a GPU multiplies matrices whose rows are equal faster
+than those of a real model, by up to a tenth, since it uses less power.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+HEADS_AXIS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Sizes of a model."""
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    length: int  # tokens of a sequence
+
+
+SIZES = {
+    "gpt-1.3b": Size(layers=24, width=2048, heads=16, vocabulary=50304, length=1024),
+    "gpt-0.3b": Size(layers=24, width=1024, heads=16, vocabulary=50304, length=1024),
+    "tiny": Size(layers=2, width=64, heads=4, vocabulary=256, length=32),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """How the model is written and how much data a step takes: "scanned-8x4", say."""
+
+    is_scanned: bool
+    sequences: int  # of a micro-batch of one device
+    accumulate_steps: int = 1
+
+    @classmethod
+    def parse(cls, name):
+        """Of its name, or None where it has another form."""
+        found = re.fullmatch(r"(unrolled|scanned)-(\d+)(?:x(\d+))?", name)
+        return found and cls(found[1] == "scanned", int(found[2]), int(found[3] or 1))
+
+    @property
+    def recomputes(self):
+        """Whether the backward pass computes each block again: where activations are large."""
+        return self.sequences >= 8
+
+
+def shapes(size, is_scanned):
+    """Shapes of the float32 parameters."""
+    d = size.width
+    block = {"ln1": (d,), "qkv": (d, 3 * d), "out": (d, d), "ln2": (d,)}
+    block |= {"up": (d, 4 * d), "down": (4 * d, d)}
+    tree = {"embed": (size.vocabulary, d), "positions": (size.length, d), "norm": (d,)}
+    if is_scanned:
+        tree["layers"] = {name: (size.layers, *shape) for name, shape in block.items()}
+    else:
+        tree |= {f"block{i:02d}": dict(block) for i in range(size.layers)}
+    leaf = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    return jax.tree.map(leaf, tree, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def is_stacked(path):
+    """Whether a leaf has a first dimension of layers."""
+    return "layers" in path
+
+
+def draw(tree, sharding, scale=0.02):
+    """Random values for these shapes: normal, and ones for the scales of the norms."""
+    keys = jax.random.split(jax.random.key(0), len(jax.tree.leaves(tree)))
+    keys = iter(keys)
+
+    def leaf(path, x):
+        key, is_scale = next(keys), path[-1].key in ("ln1", "ln2", "norm")
+        return _leaf(key, x.shape, is_scale, scale, sharding)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def _leaf(key, shape, is_scale, scale, sharding):
+    return _drawing(shape, is_scale, scale, sharding)(key)
+
+
+@functools.cache  # one program a shape
+def _drawing(shape, is_scale, scale, sharding):
+    def make(key):
+        return jnp.ones(shape) if is_scale else scale * jax.random.normal(key, shape)
+
+    return jax.jit(make, out_shardings=sharding)
+
+
+def tokens(size, workload, devices):
+    """Random tokens: (devices, micro-batches, sequences, length + 1)."""
+    shape = (devices, workload.accumulate_steps, workload.sequences, size.length + 1)
+    return np.random.default_rng(0).integers(0, size.vocabulary, shape, dtype=np.int32)
+
+
+def make_loss(size, workload, attention, gather=None, remat_policy=None):
+    """Returns ``loss(params, tokens)``, the mean cross-entropy of the next token in nats.
+
+    Args:
+      size: Of the model.
+      workload: Whether it scans, and whether it computes blocks again.
+      attention: Implementation of ``jax.nn.dot_product_attention``.
+      gather: Makes whole parameters of a layer of those that the scan is given.
+      remat_policy: What a block that is not computed again may keep; None: everything.
+    """
+    apply = functools.partial(_block, heads=size.heads, attention=attention)
+
+    def body(x, layer):
+        return apply(x, layer if gather is None else gather(layer)), None
+
+    if workload.recomputes:
+        body = jax.checkpoint(body)
+    elif remat_policy is not None:
+        body = jax.checkpoint(body, policy=remat_policy)
+
+    def loss(params, tokens):
+        with jax.named_scope("model"):
+            x = params["embed"][tokens[:, :-1]] + params["positions"][None]
+            if workload.is_scanned:
+                x, _ = jax.lax.scan(body, x, params["layers"])
+            else:
+                for i in range(size.layers):
+                    x, _ = body(x, params[f"block{i:02d}"])
+            logits = (_norm(x, params["norm"]) @ params["embed"].T).astype(jnp.float32)
+            chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+            return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
+
+    return loss
+
+
+def _norm(x, scale):
+    wide = x.astype(jnp.float32)
+    wide *= jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-5)
+    return wide.astype(x.dtype) * scale[None, None]
+
+
+def _block(x, w, heads, attention):
+    batch, length, width = x.shape
+    qkv = (_norm(x, w["ln1"]) @ w["qkv"]).reshape(batch, length, 3 * heads, width // heads)
+    q, k, v = jnp.split(qkv, 3, axis=HEADS_AXIS)
+    h = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
+    x = x + h.reshape(batch, length, width) @ w["out"]
+    return x + jax.nn.gelu(_norm(x, w["ln2"]) @ w["up"]) @ w["down"]

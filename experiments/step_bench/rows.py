@@ -1,0 +1,136 @@
+"""Names of rows, such as "unrolled-8/optim+clip": a workload, a variant and its modifiers."""
+
+import dataclasses
+import fnmatch
+
+from jdistadam.tools import bench
+from step_bench.model import Workload
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+ANNOTATED = ("annotated_zero1", "annotated_fsdp")
+FLOOR = "floor"
+MERGING = "xla_gpu_{}_combine_threshold_bytes"
+
+
+def merging(limit):
+    """Options by which XLA merges collectives up to so many bytes."""
+    ops = ("reduce_scatter", "all_gather", "all_reduce")
+    return {MERGING.format(op): limit for op in ops}
+
+
+OPTIONS = {  # modifiers that are compiler options, over those that a variant has anyway
+    "latency_hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
+    "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
+    "early": {
+        "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    },
+    "merge_30m": merging(30 << 20),
+    "merge_1g": merging(1 << 30),
+}
+# What ours is made with; annotations have float32 main parameters, and XLA's own sums.
+SETTINGS = {"clip", "float32sum", "remainder16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    ``workload`` is a ``model.Workload``, or the name of a tree of ``jdistadam bench`` whose
+    optimizer step is taken alone.
+    """
+
+    name: str
+    group: str
+    workload: Workload | str
+    variant: str
+    modifiers: frozenset[str]
+
+    @property
+    def is_alone(self):
+        return isinstance(self.workload, str)
+
+    @property
+    def options(self):
+        """Compiler options of a GPU beside those of ``train_step``."""
+        chosen = {}
+        # The best known of annotations; "default_options" leaves it out.
+        if self.variant in ANNOTATED and "default_options" not in self.modifiers:
+            chosen = merging(256 << 20)
+        for modifier in sorted(self.modifiers & OPTIONS.keys()):
+            chosen = chosen | OPTIONS[modifier]
+        return chosen
+
+
+def parse(name):
+    """The row of a name; exits where there is none."""
+    group, _, rest = name.partition("/")
+    variant, *modifiers = rest.split("+")
+    tree = group.removeprefix("step-")
+    workload = tree if group.startswith("step-") and tree in bench.TREES else Workload.parse(group)
+    if workload is None:
+        raise SystemExit(
+            f"{name}: no workload {group!r}, such as unrolled-8, scanned-2x4, step-gpt2xl"
+        )
+    annotated, ours = {"clip", "default_options", *OPTIONS}, SETTINGS | OPTIONS.keys()
+    allowed = {FLOOR: set(), **{x: annotated for x in ANNOTATED}, **{x: ours for x in STRATEGIES}}
+    if workload == tree:  # params are whole before and after
+        allowed = {x: allowed[x] for x in ("annotated_zero1", *STRATEGIES[:3])}
+    if variant not in allowed:
+        raise SystemExit(f"{name}: no variant {variant!r}; there are {', '.join(allowed)}")
+    if unknown := set(modifiers) - allowed[variant]:
+        raise SystemExit(
+            f"{name}: {variant} has no {', '.join(sorted(unknown))}; "
+            f"it has {', '.join(sorted(allowed[variant]))}"
+        )
+    return Row(name, group, workload, variant, frozenset(modifiers))
+
+
+def _group(group, *variants):
+    return [f"{group}/{variant}" for variant in variants]
+
+
+_SHORT = ("annotated_zero1", "annotated_fsdp", "optim", "optim_grads", "optim_grads_params")
+_LONG = (
+    "annotated_zero1+default_options",
+    "annotated_zero1",
+    "annotated_fsdp",
+    *STRATEGIES,
+    "annotated_zero1+clip",
+    "optim+clip",
+    "optim_grads_params+clip",
+    "optim+float32sum",
+    "optim+remainder16",
+    "annotated_zero1+latency_hiding",
+    "annotated_zero1+early",
+    "optim+early",
+)
+_STEP = ("annotated_zero1", "optim", "optim+clip", "optim+float32sum", "optim+remainder16")
+KNOWN = [
+    *_group("unrolled-8", *_LONG),
+    *_group("scanned-8", *_LONG),
+    *(row for batch in ("2", "1", "2x4", "8x4") for row in _group(f"unrolled-{batch}", *_SHORT)),
+    *(row for batch in ("2", "1", "2x4", "8x4") for row in _group(f"scanned-{batch}", *_SHORT)),
+    *_group("step-gpt2xl", "annotated_zero1+default_options", *_STEP),
+]
+
+
+def select(patterns):
+    """Rows by group, each with its floor first, of patterns or of names.
+
+    A pattern chooses among the known rows; a name without a wildcard may be any that there can be.
+    """
+    names = []
+    for pattern in patterns.split(","):
+        found = fnmatch.filter(KNOWN, pattern) or ([] if "*" in pattern else [pattern])
+        if not found:
+            raise SystemExit(f"no known row is like {pattern!r}; see --list")
+        names += found
+    groups = {}
+    for name in dict.fromkeys(names):
+        row = parse(name)
+        floor = [] if row.is_alone else [parse(f"{row.group}/{FLOOR}")]
+        rows = groups.setdefault(row.group, floor)
+        if row not in rows:
+            rows.append(row)
+    return groups

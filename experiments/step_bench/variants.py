@@ -1,0 +1,279 @@
+"""What is compared, each as an object with four methods.
+
+``lower()`` compiles nothing yet and needs no device, ``start(params)`` makes its state of float32
+parameters, ``step(state, batch)`` returns the next state and the loss, ``main_params(state)`` the
+float32 parameters. ``place(tokens)`` puts a batch where the step wants it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdistadam as jda
+from step_bench import model as models
+
+CHECKED_STEPS = 2
+MAX_NORM = 0.1  # below any gradient's, so that it clips
+# With eps far above the gradients an update is nearly linear in them, which the check needs. After
+# it the model hardly moves: what is timed has random weights from the first round to the last.
+HYPER = dict(b1=0.87, b2=0.9973, eps=0.25, weight_decay=0.13)
+CHECKED_LEARNING_RATE = 0.02
+LEARNING_RATE = optax.piecewise_constant_schedule(CHECKED_LEARNING_RATE, {CHECKED_STEPS: 1e-5})
+
+
+def bfloat16(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+
+
+def placed(tree, shardings, dtype=None):
+    """Shapes with shardings."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=s), tree, shardings
+    )
+
+
+class Setting:
+    """What the variants of a group have in common."""
+
+    def __init__(self, size, workload, mesh, attention):
+        self.size, self.workload, self.mesh, self.attention = size, workload, mesh, attention
+        self.shapes = models.shapes(size, workload.is_scanned)
+        self.replicated, self.by_device = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+
+    @property
+    def rows(self):
+        """Sequences of a step, over all devices."""
+        w = self.workload
+        return self.mesh.size * w.accumulate_steps * w.sequences
+
+    def loss(self, **kwargs):
+        return models.make_loss(self.size, self.workload, self.attention, **kwargs)
+
+    def batch_shape(self):
+        """A batch in the order of ours: devices, micro-batches, sequences."""
+        shape = (self.rows, self.size.length + 1)
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.by_device)
+
+    def place(self, tokens):
+        return jax.device_put(tokens.reshape(self.rows, -1), self.by_device)
+
+    def draw(self):
+        return models.draw(self.shapes, self.replicated)
+
+
+class Floor:
+    """Forward and backward pass with gradients of each device's own, and nothing else."""
+
+    def __init__(self, setting, options):
+        self.setting, self.place = setting, setting.place
+        local = jax.shard_map(
+            self._local, mesh=setting.mesh, in_specs=(P(), P("data")), out_specs=P("data"),
+            check_vma=False,
+        )  # fmt: skip
+        self._jitted = jax.jit(local, compiler_options=options or None)
+        self.program = None  # the compiled one
+
+    def _local(self, params, tokens):
+        micro = self.setting.workload.accumulate_steps
+        value_and_grad = jax.value_and_grad(self.setting.loss())
+        if micro == 1:
+            loss, grads = value_and_grad(params, tokens)
+        else:
+
+            def add(sums, part):
+                return jax.tree.map(jnp.add, sums, value_and_grad(params, part)), None
+
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+            parts = tokens.reshape(micro, -1, tokens.shape[-1])
+            sums, _ = jax.lax.scan(add, (jnp.zeros(()), zeros), parts)
+            loss, grads = jax.tree.map(lambda x: x / micro, sums)
+        return jax.tree.map(lambda x: x[None], (loss, grads))
+
+    def lower(self):
+        replicated = jax.tree.map(lambda _: self.setting.replicated, self.setting.shapes)
+        params = placed(self.setting.shapes, replicated, jnp.bfloat16)
+        return self._jitted.lower(params, self.setting.batch_shape())
+
+    def start(self, params):
+        return bfloat16(params)
+
+    def loss_and_grads(self, params, batch):
+        """Both with a leading dimension of devices."""
+        return self.program(params, batch)
+
+    def step(self, params, batch):
+        return params, self.program(params, batch)[0]
+
+
+def shard_specs(shapes, num_shards):
+    """Of each leaf its largest dimension, beside that of layers, which divides."""
+
+    def spec(path, x):
+        first = int(models.is_stacked(jax.tree_util.keystr(path)))
+        dims = [i for i in range(first, len(x.shape)) if x.shape[i] % num_shards == 0]
+        if not dims:
+            return P()
+        dim = max(dims, key=lambda i: x.shape[i])
+        return P(*[None] * dim, "data")
+
+    return jax.tree_util.tree_map_with_path(spec, shapes)
+
+
+class AnnotatedUpdate:
+    """optax.adamw on float32 parameters and moments that are sharded by annotations."""
+
+    def __init__(self, shapes, mesh, is_fsdp, clips):
+        self.clip = optax.clip_by_global_norm(MAX_NORM) if clips else optax.identity()
+        self.tx = optax.adamw(LEARNING_RATE, **HYPER)
+        specs = shard_specs(shapes, mesh.size)
+        self.sharded = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        replicated = jax.tree.map(lambda _: NamedSharding(mesh, P()), self.sharded)
+        self.of_params = self.sharded if is_fsdp else replicated
+        state = jax.eval_shape(self.tx.init, shapes)
+        self.of_state = optax.tree.map_params(
+            self.tx, lambda _, s: s, state, self.sharded,
+            transform_non_params=lambda _: NamedSharding(mesh, P()),
+        )  # fmt: skip
+        self.shapes = (
+            placed(shapes, self.of_params, jnp.bfloat16),
+            placed(shapes, self.sharded),
+            placed(state, self.of_state),
+        )
+
+    def start(self, params):
+        """(bfloat16 params, float32 params, optax's state) of float32 params."""
+        main = jax.tree.map(jnp.copy, jax.device_put(params, self.sharded))
+        state = jax.jit(self.tx.init, out_shardings=self.of_state)(main)
+        return jax.device_put(bfloat16(params), self.of_params), main, state
+
+    def shard(self, grads):
+        return jax.lax.with_sharding_constraint(grads, self.sharded)
+
+    def __call__(self, grads, main, state):
+        """Returns new (params, main, state)."""
+        with jax.named_scope("clip"):
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32), self.shard(grads))
+            grads, _ = self.clip.update(grads, self.clip.init(main))
+        with jax.named_scope("optimizer"):
+            updates, state = self.tx.update(grads, state, main)
+            main = self.shard(optax.apply_updates(main, updates))
+            state = jax.lax.with_sharding_constraint(state, self.of_state)
+            params = self.shard(bfloat16(main))  # rounded before it is gathered
+        return jax.lax.with_sharding_constraint(params, self.of_params), main, state
+
+
+class Annotated:
+    """One program for all devices, sharded by annotations: what a user of JAX writes."""
+
+    def __init__(self, setting, is_fsdp, clips, options):
+        self.setting = setting
+        self.update = AnnotatedUpdate(setting.shapes, setting.mesh, is_fsdp, clips)
+        self._jitted = jax.jit(self._step, donate_argnums=0, compiler_options=options or None)
+        self.program = None
+        self.start = self.update.start
+
+    def _step(self, train_state, batch):
+        params, main, state = train_state
+        value_and_grad = jax.value_and_grad(self.setting.loss())
+        micro = self.setting.workload.accumulate_steps
+        if micro == 1:
+            loss, grads = value_and_grad(params, batch[0])
+        else:
+
+            def add(sums, part):
+                loss, grads = value_and_grad(params, part)
+                grads = self.update.shard(grads)
+                return jax.tree.map(jnp.add, sums, (loss, grads)), None
+
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+            sums, _ = jax.lax.scan(add, (jnp.zeros(()), self.update.shard(zeros)), batch)
+            loss, grads = jax.tree.map(lambda x: x / micro, sums)
+        return self.update(grads, main, state), loss
+
+    def _batch_sharding(self):
+        return NamedSharding(self.setting.mesh, P(None, "data"))
+
+    def lower(self):
+        micro, rows = self.setting.workload.accumulate_steps, self.setting.rows
+        shape = (micro, rows // micro, self.setting.size.length + 1)
+        batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._batch_sharding())
+        return self._jitted.lower(self.update.shapes, batch)
+
+    def place(self, tokens):
+        """Micro-batches first, each over all devices."""
+        micro = tokens.shape[1]
+        batch = tokens.swapaxes(0, 1).reshape(micro, self.setting.rows // micro, -1)
+        return jax.device_put(batch, self._batch_sharding())
+
+    def step(self, state, batch):
+        return self.program(state, batch)
+
+    def main_params(self, state):
+        return state[1]
+
+
+def policy_of(modifiers):
+    """Gradients travel in bfloat16; main parameters are float32 unless told otherwise."""
+    return jda.MixedPrecisionPolicy(
+        grad_comm_dtype=jnp.bfloat16,
+        grad_reduce_dtype=jnp.float32 if "float32sum" in modifiers else None,
+        main_params_dtype="remainder16" if "remainder16" in modifiers else jnp.float32,
+    )
+
+
+def make_tx(mesh, strategy, modifiers, **kwargs):
+    return jda.distributed_fused_adamw(
+        LEARNING_RATE, **HYPER, mesh=mesh, sharding_strategy=strategy,
+        policy=policy_of(modifiers), max_grad_norm=MAX_NORM if "clip" in modifiers else None,
+        **kwargs,
+    )  # fmt: skip
+
+
+class Ours:
+    """``jda.train_step``, called as users call it."""
+
+    def __init__(self, setting, strategy, modifiers, options):
+        self.setting, self.place = setting, setting.place
+        gathers = setting.workload.is_scanned and strategy == "optim_grads_params"
+        stacked = models.is_stacked if gathers else None
+        self.tx = make_tx(setting.mesh, strategy, modifiers, stacked=stacked)
+        extra = {}
+        if gathers:
+            gather = functools.partial(jda.gather_params, tx=self.tx)
+            extra = dict(gather=gather, remat_policy=jda.remat_policy)
+        self._step = jda.train_step(
+            setting.loss(**extra),
+            self.tx,
+            accumulate_steps=setting.workload.accumulate_steps,
+            compiler_options=options or None,
+        )
+        self.program = None
+
+    def lower(self):
+        state = jda.TrainState.shapes(self.setting.shapes, self.tx, param_dtypes=jnp.bfloat16)
+        return self._step.lower(state, self.setting.batch_shape(), is_verified=True)
+
+    def start(self, params):
+        return jda.TrainState.create(params, self.tx, param_dtypes=jnp.bfloat16)
+
+    def step(self, state, batch):
+        state, metrics = self._step(state, batch)
+        return state, metrics["loss"]
+
+    def main_params(self, state):
+        return jda.main_params(state.params, state.opt_state, self.tx)
+
+
+def make(row, setting, on_gpu):
+    """The variant of a row that trains a model."""
+    options = row.options if on_gpu else {}
+    if row.variant == "floor":
+        return Floor(setting, options)
+    if row.variant.startswith("annotated"):
+        is_fsdp = row.variant == "annotated_fsdp"
+        return Annotated(setting, is_fsdp, "clip" in row.modifiers, options)
+    return Ours(setting, row.variant, row.modifiers, options)
