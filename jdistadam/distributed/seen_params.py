@@ -33,8 +33,8 @@ class SeenParams:
 
     def share(self, other: SeenParams) -> None:
         """Knows from here on what an optimizer with the same layouts has seen, and the reverse."""
-        self._schedules, self._of_shards = other._schedules, other._of_shards
-        self._layers = other._layers
+        self._schedules, self._layers = other._schedules, other._layers
+        self._held, self._widened = other._held, other._widened
 
     def schedule_of_whole(self, whole: Params) -> Schedule:
         """Returns the schedule for whole params, arrays or shapes; remembers their shards."""
