@@ -16,6 +16,7 @@ from jdistadam.core.types import Grads, Params
 from jdistadam.distributed import packing, transport
 from jdistadam.distributed.checks import check_grads, check_inside, refuse_weights_of_sums
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.seen_params import SeenParams
 from jdistadam.errors import TreeError
@@ -47,6 +48,11 @@ class AccumulatedGrads:
         return treedef.unflatten(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves)
 
 
+def likeness(layout: Layout, treedef: Any) -> Any:
+    """Returns structure, shapes and dtypes of params: what ``AccumulatedGrads.like`` holds."""
+    return treedef, tuple((leaf.shape, jnp.dtype(leaf.dtype).name) for leaf in layout.leaves)
+
+
 def init_grads_local(
     config: DistributedConfig, seen: SeenParams, params: Params
 ) -> AccumulatedGrads:
@@ -61,8 +67,7 @@ def init_grads_local(
         sums = [jnp.zeros(bucket.inner_shape, dtype) for bucket in layout.buckets]
     else:
         sums = treedef.unflatten(jnp.zeros(leaf.shape, dtype) for leaf in layout.leaves)
-    leaves = tuple((leaf.shape, jnp.dtype(leaf.dtype).name) for leaf in layout.leaves)
-    zeros = AccumulatedGrads(sums, jnp.zeros((), jnp.float32), (treedef, leaves))
+    zeros = AccumulatedGrads(sums, jnp.zeros((), jnp.float32), likeness(layout, treedef))
     axes = config.parallel.data_axes
     return jax.tree.map(lambda x: varying.to_varying(x, axes), zeros)
 

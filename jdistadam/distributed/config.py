@@ -60,6 +60,11 @@ class DistributedConfig:
         """Number of devices that share the optimizer state."""
         return self.parallel.num_shards
 
+    @property
+    def has_model_axes(self) -> bool:
+        """Whether ``train_step`` leaves axes of the mesh to XLA: see [Note: model axes]."""
+        return bool(self.parallel.tensor_axes) and self.given_param_specs is not None
+
     def tensor_local(self, params: Params) -> Any:
         """Returns the shapes of the whole params on one device, for global params."""
         specs = param_specs.tensor_specs(self.given_param_specs, params)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jdistadam.core import varying
 from jdistadam.core.types import Params
-from jdistadam.distributed import transport
+from jdistadam.distributed import model_axes, transport
 from jdistadam.distributed.checks import check_inside
 from jdistadam.distributed.schedule import BucketSchedule
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
@@ -21,7 +22,7 @@ def local_params(params: Params, tx: DistributedTransformation) -> Any:
     devices on the way; of the array that this returns, it stays local, as ``tx.step`` needs it.
     """
     check_distributed(tx)
-    check_inside(tx.config.parallel, "local_params")
+    check_inside(tx.config.parallel, "local_params", over_data_alone=True)
     axes = tx.config.parallel.data_axes
     return jax.tree.map(lambda x: varying.to_varying(x, axes), params)
 
@@ -63,10 +64,11 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
       MeshError: Called outside of shard_map, or the shapes of these shards are not known.
     """
     check_distributed(tx)
-    check_inside(tx.config.parallel, "gather_params")
+    check_inside(tx.config.parallel, "gather_params", over_data_alone=True)
     leaves: list[Any] = list(jax.tree.leaves(shards))
-    for i, (dim, entry) in _gathered_leaves(tx, shards).items():
-        leaves[i] = _gather_leaf(entry, dim, leaves[i])
+    on_a_device, run = model_axes.each_leaf(tx.config, shards)
+    for i, (dim, entry) in _gathered_leaves(tx, on_a_device).items():
+        leaves[i] = _gather_leaf(entry, dim, leaves[i], run(i))
     return jax.tree.unflatten(jax.tree.structure(shards), leaves)
 
 
@@ -114,17 +116,21 @@ def _gathered_leaves(
     return gathered
 
 
-def _gather_leaf(entry: BucketSchedule, dim: int, shard: jax.Array) -> jax.Array:
+def _gather_leaf(
+    entry: BucketSchedule, dim: int, shard: jax.Array, run: Callable[..., jax.Array]
+) -> jax.Array:
+    """Gathers one leaf; ``run(f, x)`` is ``f(x)``, manual over all axes of the mesh."""
+
     @jax.custom_vjp
     def gather(shard: jax.Array) -> jax.Array:
         # Typed as varying: otherwise types would have every use of it summed over the devices.
-        return transport.gather_parameters(entry.gather, shard, dim, to="varying")
+        return run(lambda x: transport.gather_parameters(entry.gather, x, dim, to="varying"), shard)
 
     def forward(shard: jax.Array) -> tuple[jax.Array, None]:
         return gather(shard), None
 
     def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        summed = transport.sum_gradients([entry.reduce], cotangent, dim)
+        summed = run(lambda x: transport.sum_gradients([entry.reduce], x, dim), cotangent)
         return (summed.astype(shard.dtype),)
 
     gather.defvjp(forward, backward)

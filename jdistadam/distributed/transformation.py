@@ -15,13 +15,14 @@ from jdistadam import compat
 from jdistadam.core import trees, varying
 from jdistadam.core.loss_scale import LossScaleState
 from jdistadam.core.types import Grads, OptState, Params
-from jdistadam.distributed.accumulate import AccumulatedGrads, accumulate_local, init_grads_local
+from jdistadam.distributed import model_axes
+from jdistadam.distributed.accumulate import AccumulatedGrads
 from jdistadam.distributed.checks import check_alive, check_identity
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.seen_params import SeenParams
 from jdistadam.distributed.state import DistributedState, StepResult, find_state
-from jdistadam.distributed.step import grad_norm_local, init_local, step_local
+from jdistadam.distributed.step import init_local
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import MeshError
 
@@ -65,6 +66,7 @@ class DistributedTransformation(FusedTransformation):
             if params is None:
                 raise ValueError(optax._src.base.NO_PARAMS_MSG)
             compat.refuse_empty_leaves(config.mesh, params)
+            model_axes.check_own_region(config, seen, params)
             result = local_step(grads, state, params, **extra_args)
             return result.params, result.opt_state
 
@@ -147,7 +149,7 @@ class DistributedTransformation(FusedTransformation):
         Args:
           params: Tree of arrays: only their shapes and dtypes matter.
         """
-        return init_grads_local(self.config, self.seen, params)
+        return model_axes.init_grads(self.config, self.seen, params)
 
     def accumulate(
         self, acc: AccumulatedGrads, grads: Grads, weight: Any = None
@@ -174,7 +176,7 @@ class DistributedTransformation(FusedTransformation):
           TreeError, ShapeError, DtypeError: The gradients do not fit.
           MeshError: They are reduced already.
         """
-        return accumulate_local(self.config, self.seen, acc, grads, weight)
+        return model_axes.accumulate(self.config, self.seen, acc, grads, weight)
 
     def grad_norm(self, grads: Grads, state: Any = None) -> jax.Array:
         """Returns the global norm of the mean gradient before clipping, as ``step`` computes it.
@@ -211,7 +213,7 @@ def make_distributed(config: DistributedConfig) -> DistributedTransformation:
     def init(params: Params) -> DistributedState:
         trees.check_dtypes(params, name="params")
         if not varying.unbound(parallel.shard_axes):
-            return init_local(config, seen.schedule(params).layout, params)
+            return model_axes.init(config, seen, specs=tx.specs, params=params)
         trees.refuse_shapes(params, name="params")
         specs = tx.param_specs(params)
         placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
@@ -228,10 +230,12 @@ def make_distributed(config: DistributedConfig) -> DistributedTransformation:
         grads: Grads, state: Any, params: Params, *, is_verified: bool = False, **extra_args: Any
     ) -> StepResult:
         del extra_args
-        return step_local(config, seen, grads, state, params, is_verified=is_verified)
+        return model_axes.step(
+            config, seen, tx.specs, grads, state, params, is_verified=is_verified
+        )
 
     def norm(grads: Grads, state: Any) -> jax.Array:
-        return grad_norm_local(config, seen, grads, state)
+        return model_axes.grad_norm(config, seen, grads, state)
 
     tx = DistributedTransformation.make(
         init=init,
