@@ -1,10 +1,10 @@
 """Model axes: what a step does over mesh axes over which the model is left to XLA.
 
 [Note: model axes]
-Params may be sharded over mesh axes that carry no data, the tensor axes of ``param_specs``. Where a
-model is written for ``jax.jit``, it runs in a region that is manual over the data axes alone, and
-XLA partitions it over the others. What the optimizer does there runs in a region *nested* in it that
-is manual over all axes: each function of this file enters one, unless it is inside of one already.
+Params may be sharded over mesh axes that carry no data, the tensor axes of ``param_specs``. Where
+a model is written for ``jax.jit``, it runs in a region that is manual over the data axes alone, and
+XLA partitions it over the others. What the optimizer does there runs in a region *nested* in it,
+manual over all axes: each function of this file enters one, unless it is inside of one already.
 
 Without it a reduce-scatter over the data axes makes XLA gather the model axes first, and XLA's CPU
 backend ends the process at a bfloat16 sum. The other way, to hand stacked local gradients to a
@@ -12,11 +12,11 @@ second region beside the first, compiles to the same collectives and copies: com
 H200s as 4 x 2, for each sharding strategy, with one and with four micro-batches. The nested region
 was chosen since it also stands within a loop over micro-batches and in a user's own region.
 
-In a region over the data axes an array is the parts of all devices along the tensor axes, one behind
-the other along the dimensions that its PartitionSpec cuts: so too of shards of parameters, and of
-the flat arrays. Where the tensor axes and the shards cut the same dimension this is another order
-than that of the whole parameter, whose blocks over tensor axes are the larger ones: ``train_step``
-enters and leaves its region with such shards stacked (``training/partitioned.py``).
+In a region over the data axes an array is the parts of all devices along the tensor axes, one
+behind the other along the dimensions that its PartitionSpec cuts: so too of shards of parameters,
+and of the flat arrays. Where the tensor axes and the shards cut the same dimension, this is another
+order than that of the whole parameter, whose blocks over tensor axes are the larger ones:
+``train_step`` enters and leaves its region with such shards stacked (``training/partitioned.py``).
 """
 
 from __future__ import annotations
