@@ -20,6 +20,7 @@ from jdistadam.distributed.accumulate import AccumulatedGrads
 from jdistadam.distributed.checks import check_alive, check_identity
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.param_specs import over_axes
 from jdistadam.distributed.seen_params import SeenParams
 from jdistadam.distributed.state import DistributedState, StepResult, find_state
 from jdistadam.distributed.step import init_local
@@ -102,6 +103,29 @@ class DistributedTransformation(FusedTransformation):
         """
         trees.check_dtypes(params, name="params")
         return global_specs(self.config, self.layout(params), params)
+
+    def data_specs(self, specs: Any) -> Any:
+        """Returns what PartitionSpecs say about the axes that carry data alone.
+
+        For a ``jax.shard_map`` that is manual over these and leaves the axes of ``param_specs`` to
+        XLA, where ``init``, ``update``, ``step``, ``accumulate`` and ``grad_norm`` work too::
+
+            specs = tx.data_specs((tx.param_specs(params), tx.state_specs()))
+            step = jax.shard_map(local_step, mesh=mesh, axis_names={"data"},
+                                 in_specs=(*specs, P("data")), out_specs=specs)
+
+        Args:
+          specs: Tree of PartitionSpecs, such as ``param_specs(params)`` and ``state_specs()``.
+
+        Example:
+          >>> import jdistadam as jda
+          >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
+          >>> tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, param_specs=P("model"))
+          >>> tx.data_specs(tx.state_specs()).mu == P("data")
+          True
+        """
+        axes = self.config.parallel.data_axes
+        return jax.tree.map(lambda spec: over_axes(spec, axes), specs)
 
     def layout(self, params: Params) -> Layout:
         """Returns where each element of the state belongs; ``print`` shows it as a table.

@@ -47,13 +47,13 @@ def over_data_axes(
     """
     config = tx.config
     mesh, axes = config.mesh, config.parallel.data_axes
-    _check_supported(config)
 
     def mapped(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         stacked = _StackedShards(config.parallel, specs.params, config.tensor_specs(state.params))
 
         def region(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-            new, metrics = on_a_device(_with_params(state, stacked.each(lambda x: x[0])), batch)
+            state = _with_params(state, stacked.each(lambda x: x[0]))
+            new, metrics = _naming_no_axis_left_to_xla(config, on_a_device, state, batch)
             return _with_params(new, stacked.each(lambda x: x[None])), metrics
 
         inside = dataclasses.replace(specs, params=stacked.specs)
@@ -140,8 +140,31 @@ def _placed(state: TrainState, specs: TrainState, config: DistributedConfig) -> 
     return placed
 
 
-def _check_supported(config: DistributedConfig) -> None:
-    """Raises where a step cannot leave axes to XLA."""
+def _naming_no_axis_left_to_xla(
+    config: DistributedConfig, on_a_device: _Region, state: TrainState, batch: Any
+) -> tuple[TrainState, dict[str, Any]]:
+    """Calls the program of a device; raises MeshError where a loss names what is no manual axis."""
+    try:
+        return on_a_device(state, batch)
+    except NameError as error:  # as JAX raises it
+        named = [axis for axis in config.parallel.tensor_axes if str(error).endswith(f" {axis}")]
+        if not named or "unbound axis name" not in str(error):
+            raise
+        raise MeshError(
+            "loss_fn",
+            f"names axis {named[0]!r}, over which XLA partitions the model",
+            got=str(error),
+            expected="what is written for jax.jit, with jax.lax.with_sharding_constraint or, on "
+            "Explicit axes, jax.sharding.reshard and out_sharding",
+            action="Leave the collective out, or write it in a jax.shard_map(..., axis_names="
+            f"{{{named[0]!r}}}) in loss_fn.",
+        ) from error
+
+
+def check_model_axes(config: DistributedConfig) -> None:
+    """Raises MeshError or PolicyError where a step cannot leave axes to XLA."""
+    if not config.has_model_axes:
+        return
     if len(set(config.mesh.axis_types)) > 1:
         raise MeshError(
             "mesh",
@@ -170,14 +193,14 @@ def _check_supported(config: DistributedConfig) -> None:
         )
 
 
-# What the partitioner hands to the pass of XLA's CPU backend that widens bfloat16, which ends the
-# process at it: jaxlib 0.10 to 0.12. Over Auto axes XLA's own sums do not end it.
-_SUMS = ("psum", "pmax", "pmin", "reduce_scatter", "psum_scatter")
+# Sums whose computation XLA's CPU backend cannot widen in a region that leaves axes to it: jaxlib
+# 0.10 to 0.12. XLA's own sums over those axes do not end the process, nor do nested regions.
+_SUMS = ("psum", "pmax", "pmin", "reduce_scatter")
 
 
 def _refuse_bfloat16_sums(jaxpr: Jaxpr, parallel: DataParallel) -> None:
     """Raises DtypeError where XLA's CPU backend would end the process."""
-    for eqn in _in_region(jaxpr):
+    for eqn in _left_to_xla(jaxpr, parallel, frozenset()):
         is_sum = eqn.primitive.name.startswith(_SUMS)
         if is_sum and any(v.aval.dtype == jnp.bfloat16 for v in eqn.invars):
             raise DtypeError(
@@ -190,12 +213,16 @@ def _refuse_bfloat16_sums(jaxpr: Jaxpr, parallel: DataParallel) -> None:
             )
 
 
-def _in_region(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Yields the equations of regions that leave axes to XLA."""
+def _left_to_xla(jaxpr: Jaxpr, parallel: DataParallel, manual: frozenset[str]) -> Iterator[Any]:
+    """Yields the equations of regions that are manual over some axes and leave others to XLA."""
+    if manual >= set(parallel.tensor_axes):
+        return
     for eqn in jaxpr.eqns:
         yield eqn
+        inside = manual | frozenset(eqn.params.get("newly_manual_axes", ()))
         for inner in jax.tree.leaves(
             list(eqn.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
         ):
             if isinstance(inner, ClosedJaxpr | Jaxpr):
-                yield from _in_region(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+                inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+                yield from _left_to_xla(inner, parallel, inside)

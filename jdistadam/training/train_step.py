@@ -22,6 +22,7 @@ from jdistadam.errors import HyperparameterError
 from jdistadam.training.batches import check_batch_spec, shard_batch
 from jdistadam.training.flattened import Leaves, flattened
 from jdistadam.training.loss_function import LossFunction
+from jdistadam.training.partitioned import check_model_axes
 from jdistadam.training.step_program import StepOptions, StepProgram
 from jdistadam.training.train_state import (
     TrainState,
@@ -264,6 +265,7 @@ def train_step(
     _check_options(compiler_options)
     spec = tx.config.parallel.batch_spec if batch_spec is None else batch_spec
     check_batch_spec(spec, tx)
+    check_model_axes(tx.config)
     options = StepOptions(accumulate_steps, batch_spec, report_nonfinite)
     program = StepProgram(tx, LossFunction(loss_fn, has_aux, weighted), options)
     chosen = _GPU_COMPILER_OPTIONS if _is_on_gpu(tx) else {}
