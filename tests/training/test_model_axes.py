@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from support.bits import assert_same_trees
 from support.exact_sums import HYPER, decays, exact_batch, linear_loss, random_params
+from support.model_axes import MESHES, TYPES, mesh_of
 from support.placements import STRATEGIES
 from support.samples import often
 
@@ -23,21 +23,6 @@ SPECS = {
     "scalar": None,
     "empty": None,
 }
-MESHES = {
-    "4x2": dict(shape=(4, 2), names=("data", "model")),
-    "2x4": dict(shape=(2, 4), names=("data", "model")),
-    "2x2x2": dict(shape=(2, 2, 2), names=("replica", "data", "model")),
-    "model first": dict(shape=(2, 4), names=("model", "data")),
-    "1x2": dict(shape=(1, 2), names=("data", "model")),
-    "8x1": dict(shape=(8, 1), names=("data", "model")),
-}
-TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
-
-
-def mesh_of(name, kind="explicit"):
-    shape, names = MESHES[name]["shape"], MESHES[name]["names"]
-    devices = jax.devices("cpu")[: int(np.prod(shape))]
-    return jax.make_mesh(shape, names, axis_types=(TYPES[kind],) * len(names), devices=devices)
 
 
 def make_tx(mesh, **kwargs):
