@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jdistadam.core.varying import Axes, varying_axes
 
@@ -113,20 +113,6 @@ def constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     if explicit in sharding.mesh.axis_types:
         return jax.sharding.reshard(x, sharding)
     return lax.with_sharding_constraint(x, sharding)
-
-
-def follow(x: Any, spec: PartitionSpec) -> Any:
-    """Brings ``x`` to the type that a manual region asks for; only types of Explicit axes say one.
-
-    ``spec`` names axes that the region is yet to become manual over. Nothing moves where the type
-    is the same already, as that of a gradient and its parameter.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    is_explicit = any(t is jax.sharding.AxisType.Explicit for t in types.values())
-    typed = jax.typeof(x).sharding.spec if is_explicit else spec
-    padded = [(*s, *[None] * (jnp.ndim(x) - len(s))) for s in (typed, spec)]
-    return x if padded[0] == padded[1] else jax.sharding.reshard(x, spec)
 
 
 def to_invariant(x: jax.Array, axes: Axes) -> jax.Array:

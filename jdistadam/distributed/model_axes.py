@@ -221,7 +221,7 @@ def _manual(
         out_specs=left(out_specs),
         axis_names=axes,
         check_vma=bool(varying.varying_axes(index)),
-    )([collectives.follow(leaves[i], specs[i]) for i in passed])
+    )([leaves[i] for i in passed])
 
 
 def _on_a_device(config: DistributedConfig, params: Params) -> Any:

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -292,3 +293,45 @@ def test_a_tensor_parallel_layer_has_the_gradients_of_one_device(mesh, strategy,
         # Besides the error of the gradient, that of a sum of squares in float32.
         assert abs(float(metrics["grad_norm"]) - norm) <= off + 70_000 * 2**-24 * norm
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@often(lambda strategy: strategy == "optim_grads_params")
+def test_steps_are_those_of_optax_under_gspmd(strategy):
+    """Five steps with clipping, each from the same state: jitted optax with sharded arrays."""
+    mesh, max_norm = mesh_of("4x2", "auto"), 0.05
+    tx = make_tx(mesh, sharding_strategy=strategy, param_specs=LAYER_SPECS, max_grad_norm=max_norm)
+    theirs = optax.chain(optax.clip_by_global_norm(max_norm), optax.adamw(**HYPER, mask=decays))
+    placed = {name: jax.NamedSharding(mesh, spec or P()) for name, spec in LAYER_SPECS.items()}
+    rows = jax.NamedSharding(mesh, P("data"))
+
+    @jax.jit
+    def step_of_optax(params, adam, x):
+        grads = jax.grad(gspmd_loss)(params, x)
+        _, (_, state) = theirs.update(grads, (optax.EmptyState(), adam), params)
+        return state[0].mu
+
+    def gspmd_loss(params, x):
+        hidden = jnp.square((x * params["scale"][None]) @ params["up"])
+        return jnp.mean(jnp.square(x + hidden @ params["down"]))
+
+    state = jda.TrainState.create(layer_params(), tx)
+    step, rng, b1 = jda.train_step(layer_loss("auto"), tx), np.random.default_rng(9), HYPER["b1"]
+    for _ in range(5):
+        main, adam = jda.to_optax_state(state, tx)
+        x = np.float32(rng.normal(size=(BATCH, WIDTH)))
+        mu = step_of_optax(jax.device_put(main, placed), adam, jax.device_put(x, rows))
+        state, _ = step(state, x)
+        _, (new, *_) = jda.to_optax_state(state, tx)
+        grads, errors = exact_layer(main, x)
+        norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
+        off = np.sqrt(sum((e**2).sum() for e in errors.values())) / norm + 70_000 * 2**-24
+        clip = max_norm / norm
+        assert clip < 0.9  # it clips
+        for name, grad in grads.items():
+            # Each is off by the errors of its gradient and of its norm, and by four roundings.
+            mine = clip * (errors[name] + off * np.abs(grad))
+            roundings = 4 * 2**-24 * (np.abs(adam[0].mu[name]) + clip * np.abs(grad))
+            assert np.all(np.abs(new.mu[name] - mu[name]) <= 2 * ((1 - b1) * mine + roundings)), (
+                name
+            )

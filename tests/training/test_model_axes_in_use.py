@@ -136,6 +136,48 @@ def test_init_in_such_a_region():
     assert_same_trees(jax.jit(init)(params_of()), tx.init(params_of()), "state")
 
 
+def test_a_gradient_that_was_reduced_raises_in_such_a_region():
+    """Types say so, where they are checked."""
+    tx = make_tx()
+    state = jda.TrainState.create(params_of(), tx)
+    specs = tx.data_specs((tx.param_specs(params_of()), tx.state_specs()))
+    step = jax.shard_map(
+        lambda params, state, x: tx.step(jax.grad(loss_fn)(params, x), state, params),
+        mesh=tx.config.mesh,
+        in_specs=(*specs, P("data")),
+        out_specs=specs,
+        axis_names={"data"},
+    )
+    with pytest.raises(jda.MeshError, match=r"grads\['b'\]: already reduced over the mesh"):
+        jax.jit(step)(state.params, state.opt_state, batches(1)[0])
+
+
+def test_gradients_may_be_of_other_types_than_their_params():
+    """On Explicit axes: the optimizer's region brings them to where their params are."""
+    tx, found = make_tx(kind="explicit"), []
+    specs = tx.data_specs((tx.param_specs(params_of()), tx.state_specs()))
+    x = jda.shard_batch(batches(1)[0], tx)
+    for spec in (None, P()):
+
+        def local(params, state, x, spec=spec):
+            grads = jax.grad(loss_fn)(params, x)
+            if spec is not None:
+                grads = jax.tree.map(lambda g: jax.sharding.reshard(g, spec), grads)
+            return tx.step(grads, state, params)
+
+        step = jax.shard_map(
+            local,
+            mesh=tx.config.mesh,
+            in_specs=(*specs, P("data")),
+            out_specs=specs,
+            axis_names={"data"},
+            check_vma=False,
+        )
+        state = jda.TrainState.create(params_of(), tx)
+        found.append(jax.jit(step)(state.params, state.opt_state, x))
+    assert_same_trees(*found, "params and state")
+
+
 def test_a_dimension_that_is_cut_twice_raises_in_such_a_region():
     tx = make_tx(sharding_strategy="optim_grads_params", param_specs={"w": P("model"), "b": None})
     state = jda.TrainState.create(params_of(), tx)
@@ -175,6 +217,22 @@ def test_a_chain_and_a_restored_state():
     assert_same_trees(again.opt_state[1][:4], state.opt_state[1][:4], "moments")
     step, x = jda.train_step(loss_fn, tx), batches(1)[0]
     assert_same_trees(step(again, x)[0].params, step(state, x)[0].params, "params")
+
+
+def test_a_state_without_shardings_and_other_params_go_on():
+    """As a checkpoint gives it; and with params that were put into it."""
+    tx = make_tx(
+        sharding_strategy="optim_grads_params", param_specs={"w": P("model"), "b": P("model")}
+    )
+    state, _ = trained(tx)
+    plain = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), state)
+    other = jax.tree.map(jnp.copy, state).replace(params=jax.device_get(state.params), tx=tx)
+    step, x = jda.train_step(loss_fn, tx), batches(1)[0]
+    want = step(state, x)[0]
+    for again in (plain, other):
+        got = step(again, x)[0]
+        assert_same_trees((got.params, got.opt_state), (want.params, want.opt_state), "state")
+        assert got.params["w"].sharding.is_equivalent_to(want.params["w"].sharding, 2)
 
 
 @pytest.mark.parametrize("spec", [P("data", "model"), P(("data", "model"))])
@@ -276,6 +334,12 @@ def test_specs_of_nnx():
 
 MIXED = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
 BF16 = jnp.bfloat16
+
+
+def by_size(params):
+    return jax.tree.map(lambda x: P("model") if x.size > 300 else None, params)
+
+
 ERRORS = [
     (
         lambda: make_tx(param_specs=None),
@@ -329,6 +393,11 @@ ERRORS = [
         lambda: trained(make_tx(param_specs={"w": P("embed", "mlp"), "b": None})),
         jda.MeshError,
         r"params\['w'\]: param_specs names axis 'embed': .*flax.linen.logical_to_mesh",
+    ),
+    (
+        lambda: trained(make_tx(param_specs=by_size)),
+        jda.MeshError,
+        r"param_specs: a function that decides by the sizes of leaves",
     ),
     (
         lambda: trained(make_tx(param_specs={"w": P(P.UNCONSTRAINED, "model"), "b": None})),
