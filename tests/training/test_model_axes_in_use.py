@@ -264,6 +264,35 @@ def project_loss(params, x):
     return jnp.mean(jnp.square(lax.with_sharding_constraint(hidden @ params["w"].T, P())))
 
 
+def test_the_number_of_micro_batches_is_known_while_compiling():
+    """So that no sum of weights travels, as it does where the loss has weights."""
+
+    def sums(**kwargs):
+        tx = make_tx()
+        state = jda.TrainState.shapes(params_of(), tx)
+        step = jda.train_step(kwargs.pop("loss", loss_fn), tx, **kwargs)
+        return step.lower(state, batches(1)[0]).as_text().count("stablehlo.all_reduce")
+
+    weighted = lambda p, x: (loss_fn(p, x), x.shape[0])  # noqa: E731
+    assert sums(accumulate_steps=2) == sums() < sums(loss=weighted, weighted=True)
+
+
+def test_a_model_state_stays_where_it_is():
+    """Whole on each device, although the model returns it sharded."""
+
+    def loss(params, x, model_state):
+        seen = lax.with_sharding_constraint(model_state + jnp.mean(params["b"]), P("model"))
+        return loss_fn(params, x), seen
+
+    tx = make_tx()
+    state = jda.TrainState.create(params_of(), tx, model_state=jnp.zeros(8))
+    step = jda.train_step(loss, tx)
+    for x in batches():
+        state, _ = step(state, x)
+        assert state.model_state.sharding.is_fully_replicated
+    assert step._jitted._cache_size() == 1
+
+
 # -- Flax's metadata
 
 
