@@ -21,6 +21,7 @@ from support.model_axes import TYPES, mesh_of
 from support.placements import STRATEGIES
 from support.samples import often
 
+BF16 = jnp.bfloat16
 WIDTH, HIDDEN = 64, 512
 SPECS = {"w": P(None, "model"), "b": P("model")}
 
@@ -199,6 +200,36 @@ def test_a_dimension_that_is_cut_twice_raises_in_such_a_region():
 # -- what else train_step promises
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@often(lambda strategy: strategy == "optim_grads_params")
+def test_remainders_have_the_bits_of_one_device(strategy):
+    """Gradients are small whole numbers: exact sums."""
+    policy = jda.MixedPrecisionPolicy(main_params_dtype="remainder16")
+    params, rng = params_of(BF16), np.random.default_rng(3)
+    given = [
+        {name: rng.integers(-5, 6, (8, *x.shape)).astype(np.float32) for name, x in params.items()}
+        for _ in range(3)
+    ]
+
+    def loss(params, batch):
+        return sum(jnp.sum(params[k].astype(jnp.float32) * batch[k].sum(0)) for k in params)
+
+    found = []
+    one = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
+    for kwargs in (
+        dict(mesh=mesh_of("4x2"), sharding_strategy=strategy, param_specs=SPECS),
+        dict(mesh=one),
+    ):
+        tx = jda.distributed_fused_adamw(
+            3e-3, b1=0.87, weight_decay=0.13, policy=policy, average_grads=False, **kwargs
+        )
+        state, step = jda.TrainState.create(params, tx), jda.train_step(loss, tx)
+        for batch in given:
+            state, _ = step(state, batch)
+        found.append(jax.device_get((jda.full_params(state, tx), jda.to_optax_state(state, tx))))
+    assert_same_trees(*found, strategy)
+
+
 def test_a_scan_over_batches_takes_the_same_steps():
     tx = make_tx(sharding_strategy="optim_grads_params")
     want, _ = trained(tx)
@@ -362,7 +393,6 @@ def test_specs_of_nnx():
 # -- what raises
 
 MIXED = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
-BF16 = jnp.bfloat16
 
 
 def by_size(params):
