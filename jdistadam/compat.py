@@ -14,7 +14,7 @@ supported; ``tests/test_compat.py`` then says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -27,13 +27,21 @@ from jdistadam.errors import ShapeError
 
 
 def shard_map(
-    f: Callable[..., Any], *, mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any
+    f: Callable[..., Any],
+    *,
+    mesh: Mesh,
+    in_specs: tuple[Any, ...],
+    out_specs: Any,
+    axis_names: Iterable[str] = (),
+    check_vma: bool = False,
 ) -> Any:
-    """``jax.shard_map`` without vma checks, for arguments that may hold zero-size arrays.
+    """``jax.shard_map`` for arguments that may hold zero-size arrays; also inside of another one.
 
     jaxlib 0.11 crashes while compiling a program of several CPU devices that passes a zero-size
     array into a manual region. Such arrays hold nothing: they are made anew inside.
     """
+    context = jax.sharding.get_abstract_mesh()
+    is_nested = bool(context.manual_axes)
 
     def mapped(*args: Any) -> Any:
         leaves = jax.tree.leaves(args)
@@ -54,13 +62,14 @@ def shard_map(
 
         inner = jax.shard_map(
             local,
-            mesh=mesh,
+            mesh=context if is_nested else mesh,
             in_specs=([specs[i] for i in passed],),
             out_specs=out_specs,
-            check_vma=False,
+            axis_names=frozenset(axis_names),
+            check_vma=check_vma,
         )
         arguments = [leaves[i] for i in passed]
-        if crashes_on_empty_arrays(mesh):
+        if crashes_on_empty_arrays(mesh) and not is_nested:
             _refuse_empty_constants(inner, arguments)
         return inner(arguments)
 

@@ -25,7 +25,7 @@ def test_example_runs_and_learns(tmp_path, index):
     assert len(values) == 20 and values[-1] < 0.9 * values[0], values
 
 
-def test_there_are_five_examples():
-    assert len(EXAMPLES) == 5
-    for name in ("optax.chain(", "tx.step(", "jda.train_step(", "jax.shard_map("):
+def test_there_are_six_examples():
+    assert len(EXAMPLES) == 6
+    for name in ("optax.chain(", "tx.step(", "jda.train_step(", "jax.shard_map(", "param_specs="):
         assert any(name in example for example in EXAMPLES)

@@ -48,6 +48,11 @@ class AccumulatedGrads:
         return treedef.unflatten(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves)
 
 
+def likeness(layout: Layout, treedef: Any) -> Any:
+    """Returns structure, shapes and dtypes of params: what ``AccumulatedGrads.like`` holds."""
+    return treedef, tuple((leaf.shape, jnp.dtype(leaf.dtype).name) for leaf in layout.leaves)
+
+
 def init_grads_local(
     config: DistributedConfig, seen: SeenParams, params: Params
 ) -> AccumulatedGrads:
@@ -62,8 +67,7 @@ def init_grads_local(
         sums = [jnp.zeros(bucket.inner_shape, dtype) for bucket in layout.buckets]
     else:
         sums = treedef.unflatten(jnp.zeros(leaf.shape, dtype) for leaf in layout.leaves)
-    leaves = tuple((leaf.shape, jnp.dtype(leaf.dtype).name) for leaf in layout.leaves)
-    zeros = AccumulatedGrads(sums, jnp.zeros((), jnp.float32), (treedef, leaves))
+    zeros = AccumulatedGrads(sums, jnp.zeros((), jnp.float32), likeness(layout, treedef))
     axes = config.parallel.data_axes
     return jax.tree.map(lambda x: varying.to_varying(x, axes), zeros)
 

@@ -92,9 +92,10 @@ def refuse_weights_of_sums(grads: Grads, whole: Params) -> None:
             )
 
 
-def check_inside(parallel: DataParallel, function: str) -> None:
-    """Raises MeshError unless called inside of a shard_map over all axes of the mesh."""
-    axes = parallel.shard_axes + parallel.replica_axes + parallel.tensor_axes
+def check_inside(parallel: DataParallel, function: str, *, over_data_alone: bool = False) -> None:
+    """Raises MeshError unless called inside of a shard_map over all axes, or those of data."""
+    axes = parallel.shard_axes + parallel.replica_axes
+    axes += () if over_data_alone else parallel.tensor_axes
     if missing := varying.unbound(axes):
         raise MeshError(
             function,

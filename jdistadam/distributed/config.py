@@ -25,7 +25,7 @@ from jdistadam.distributed.layout import Layout, Leaf, make_layout
 from jdistadam.distributed.layout_identity import identity_of
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule, make_schedule
-from jdistadam.errors import PolicyError, TreeError
+from jdistadam.errors import MeshError, PolicyError, TreeError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +68,18 @@ class DistributedConfig:
         """
         return jnp.promote_types(dtype, self.policy.reduced_dtype)
 
+    @property
+    def has_model_axes(self) -> bool:
+        """Whether ``train_step`` leaves axes of the mesh to XLA: see [Note: model axes]."""
+        return bool(self.parallel.tensor_axes) and self.given_param_specs is not None
+
     def tensor_local(self, params: Params) -> Any:
         """Returns the shapes of the whole params on one device, for global params."""
         specs = param_specs.tensor_specs(self.given_param_specs, params)
-        return param_specs.shapes_on_a_device(self.parallel, params, specs)
+        local = param_specs.shapes_on_a_device(self.parallel, params, specs)
+        if callable(self.given_param_specs):
+            _check_same_specs(specs, param_specs.tensor_specs(self.given_param_specs, local))
+        return local
 
     def tensor_specs(self, params: Params) -> Any:
         """Returns the PartitionSpec of every leaf over tensor axes alone."""
@@ -146,6 +154,18 @@ def global_specs(config: DistributedConfig, layout: Layout, params: Params) -> A
     specs: list[P] = param_specs.tensor_specs(config.given_param_specs, params)
     specs = param_specs.with_data_axes(layout, config.parallel, specs)
     return jax.tree.unflatten(jax.tree.structure(params), specs)
+
+
+def _check_same_specs(specs: list[P], of_local: list[P]) -> None:
+    """Raises MeshError where a function says something else about what a device has of params."""
+    if specs != of_local:
+        raise MeshError(
+            "param_specs",
+            "a function that decides by the sizes of leaves: a device's part of them is smaller",
+            got=f"{of_local} for these",
+            expected=f"{specs}, as for whole ones",
+            action="Pass the tree that the function returns for the whole params.",
+        )
 
 
 def _is_rounded_to_send(policy: MixedPrecisionPolicy, dtype: Any) -> bool:

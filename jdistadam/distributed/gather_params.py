@@ -18,7 +18,7 @@ of the keys of JAX's caches: nothing that was traced with another weight is used
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from jdistadam.core import varying
 from jdistadam.core.types import Params
-from jdistadam.distributed import transport
+from jdistadam.distributed import model_axes, transport
 from jdistadam.distributed.accumulate import weighted
 from jdistadam.distributed.checks import check_inside
 from jdistadam.distributed.schedule import BucketSchedule
@@ -48,13 +48,15 @@ def local_params(params: Params, tx: DistributedTransformation) -> Any:
       MeshError: Called outside of shard_map, or the shapes of these shards are not known.
     """
     check_distributed(tx)
-    check_inside(tx.config.parallel, "local_params")
+    check_inside(tx.config.parallel, "local_params", over_data_alone=True)
     axes = tx.config.parallel.data_axes
     leaves: list[Any] = list(jax.tree.leaves(params))
     if tx.config.parallel.shards_params:
-        for entry in tx.seen.schedule(params).buckets:
+        on_a_device, _ = model_axes.each_leaf(tx.config, params)
+        held = jax.tree.leaves(on_a_device)
+        for entry in tx.seen.schedule(on_a_device).buckets:
             bucket = entry.bucket
-            if bucket.is_sharded_param and leaves[bucket.leaf].shape == bucket.inner_shape:
+            if bucket.is_sharded_param and held[bucket.leaf].shape == bucket.inner_shape:
                 dtype = tx.config.differentiated_dtype(bucket.dtype)
                 leaves[bucket.leaf] = jnp.asarray(leaves[bucket.leaf]).astype(dtype)
     treedef: Any = jax.tree.structure(params)
@@ -102,19 +104,20 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
       MeshError: Called outside of shard_map, or the shapes of these shards are not known.
     """
     check_distributed(tx)
-    check_inside(tx.config.parallel, "gather_params")
+    check_inside(tx.config.parallel, "gather_params", over_data_alone=True)
     if not tx.config.parallel.shards_params:
         return shards
     leaves: list[Any] = list(jax.tree.leaves(shards))
-    layer = tx.seen.layer(shards)
+    on_a_device, run = model_axes.each_leaf(tx.config, shards)
+    layer = tx.seen.layer(on_a_device)
     if layer is not None:
         weight = _weight_of_layers()
         for i, leaf in enumerate(layer):
             if leaf is not None:
-                leaves[i] = _gather_leaf(leaf.schedule, leaf.dim, leaves[i], weight)
+                leaves[i] = _gather_leaf(leaf.schedule, leaf.dim, leaves[i], weight, run(i))
     else:
-        for i, entry in _sharded_leaves(tx, shards).items():
-            leaves[i] = _gather_leaf(entry, entry.bucket.cut_dim, leaves[i], None)
+        for i, entry in _sharded_leaves(tx, on_a_device).items():
+            leaves[i] = _gather_leaf(entry, entry.bucket.cut_dim, leaves[i], None, run(i))
     return jax.tree.unflatten(jax.tree.structure(shards), leaves)
 
 
@@ -190,12 +193,20 @@ def _sharded_leaves(tx: DistributedTransformation, shards: Any) -> dict[int, Buc
     return gathered
 
 
-def _gather_leaf(entry: BucketSchedule, dim: int, shard: jax.Array, weight: Any) -> jax.Array:
+def _gather_leaf(
+    entry: BucketSchedule,
+    dim: int,
+    shard: jax.Array,
+    weight: Any,
+    run: Callable[..., jax.Array],
+) -> jax.Array:
+    """Gathers one leaf; ``run(f, x)`` is ``f(x)``, manual over all axes of the mesh."""
+
     @jax.custom_vjp
     def gather(shard: jax.Array, weight: Any) -> jax.Array:
         own = shard.astype(entry.bucket.dtype)  # exact: [Note: widened shards]
         # Typed as varying: otherwise types would have every use of it summed over the devices.
-        return transport.gather_parameters(entry.gather, own, dim, to="varying")
+        return run(lambda x: transport.gather_parameters(entry.gather, x, dim, to="varying"), own)
 
     def forward(shard: jax.Array, weight: Any) -> tuple[jax.Array, Any]:
         return gather(shard, weight), weight
@@ -203,7 +214,7 @@ def _gather_leaf(entry: BucketSchedule, dim: int, shard: jax.Array, weight: Any)
     def backward(weight: Any, cotangent: jax.Array) -> tuple[jax.Array, Any]:
         if weight is not None:
             cotangent = weighted(cotangent.astype(jnp.float32), weight)
-        summed = transport.sum_gradients([entry.reduce], cotangent, dim)
+        summed = run(lambda x: transport.sum_gradients([entry.reduce], x, dim), cotangent)
         return summed.astype(shard.dtype), None if weight is None else jnp.zeros_like(weight)
 
     gather.defvjp(forward, backward)

@@ -157,7 +157,9 @@ def make_data_parallel(
             f"axis {idle[0]!r} has no purpose",
             got=dict(mesh.shape),
             expected="only axes that carry data, or over which params are sharded",
-            action="Name it in shard_axis or replica_axis, or pass param_specs.",
+            action="Name it in shard_axis or replica_axis if it carries data. If the model is "
+            "partitioned over it, say how params lie: param_specs={'w': PartitionSpec(None, "
+            f"{idle[0]!r}), ...}}, with PartitionSpec() for those that are whole on each device.",
         )
     return made
 

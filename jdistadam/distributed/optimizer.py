@@ -99,10 +99,12 @@ def distributed_fused_adamw(
       average_grads: Whether to take the mean. If not, gradients are summed over devices and
         micro-batches, with their weights if they have any.
       bucket_bytes: Upper limit of a bucket of packed small leaves, in bytes.
-      param_specs: For tensor parallelism: a tree of PartitionSpecs over the mesh's other axes, on
-        which the params are sharded already, a prefix of params or a function of them. The
-        optimizer leaves them there. Gradients of leaves that are not sharded over such an axis
-        must be the same along it.
+      param_specs: For models that are partitioned over the mesh's other axes: a tree of
+        PartitionSpecs over these, or of NamedShardings, with None for leaves that are not sharded;
+        a prefix of params or a function of them. ``flax.linen.get_partition_spec`` and
+        ``nnx.get_partition_spec`` give one. ``train_step`` leaves these axes to XLA. In a
+        ``jax.shard_map`` of your own over all axes, gradients of leaves that are not sharded over
+        such an axis must be the same along it.
       stacked: For models that scan over layers: a predicate on the path of a leaf, such as
         ``lambda path: "layers" in path`` for ``params['layers']['w']``, that says whether its first
         dimension is the layers. What is sharded of these leaves is sharded within a layer. The

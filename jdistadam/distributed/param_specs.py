@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
@@ -20,20 +21,47 @@ def tensor_specs(given: Any, params: Params) -> list[P]:
     """Returns the PartitionSpec of each leaf over tensor axes alone.
 
     Args:
-      given: The argument ``param_specs`` of the optimizer.
+      given: The argument ``param_specs`` of the optimizer: of PartitionSpecs, of NamedShardings, or
+        None where a leaf is not sharded, as Flax returns them.
       params: Tree of params or of their shapes.
     """
     if given is None:
         return [P()] * len(jax.tree.leaves(params))
-    return for_each_leaf(
+    found = for_each_leaf(
         given,
         params,
         name="param_specs",
-        kind=P,
+        kind=_SPECS,
         what="PartitionSpec",
         expected="a PartitionSpec over tensor axes",
-        is_leaf=lambda x: isinstance(x, P),
+        is_leaf=lambda x: isinstance(x, _SPECS),
     )
+    return [_spec_of(x) for x in found]
+
+
+_SPECS = (P, NamedSharding, type(None))
+
+
+def _spec_of(given: P | NamedSharding | None) -> P:
+    """One leaf's PartitionSpec, from what stands for it."""
+    spec = P() if given is None else given.spec if isinstance(given, NamedSharding) else given
+    if any(entry is P.UNCONSTRAINED for entry in spec):
+        raise MeshError(
+            "param_specs",
+            "leaves open over which axes a parameter is sharded",
+            got=spec,
+            expected="the names of axes, or None, for each dimension",
+            action="Replace PartitionSpec.UNCONSTRAINED.",
+        )
+    return spec
+
+
+def over_axes(spec: P, axes: Iterable[str]) -> P:
+    """Returns what a PartitionSpec says about some axes alone."""
+    kept = [tuple(name for name in names_of(entry) if name in axes) for entry in spec]
+    while kept and not kept[-1]:
+        kept.pop()
+    return P(*(names if len(names) > 1 else names[0] if names else None for names in kept))
 
 
 def shapes_on_a_device(parallel: DataParallel, params: Params, specs: Iterable[P]) -> Any:
@@ -89,7 +117,7 @@ def _cut(parallel: DataParallel, path: str, shape: tuple[int, ...], spec: P) -> 
             f"param_specs names axis {unknown[0]!r}",
             got=spec,
             expected=f"axes that carry no data: {parallel.tensor_axes}",
-            action="Leave sharding over data axes to sharding_strategy.",
+            action=_instead_of(parallel, unknown[0]),
         )
     sizes = [1] * len(shape)
     for dim, entry in enumerate(spec):
@@ -105,6 +133,16 @@ def _cut(parallel: DataParallel, path: str, shape: tuple[int, ...], spec: P) -> 
             action="Change param_specs for this leaf.",
         )
     return tuple(n // k for n, k in zip(shape, sizes, strict=True))
+
+
+def _instead_of(parallel: DataParallel, axis: str) -> str:
+    """What to do where a spec names an axis that carries data, or none of the mesh."""
+    if axis in parallel.data_axes:
+        return (
+            "Leave sharding over data axes to sharding_strategy. Experts that differ along an axis "
+            "of data are not supported: give them an axis of their own in the mesh."
+        )
+    return "Name axes of the mesh; flax.linen.logical_to_mesh turns logical names into them."
 
 
 def _with_axes(spec: P, dim: int, axes: tuple[str, ...]) -> P:

@@ -15,13 +15,15 @@ from jdistadam import compat
 from jdistadam.core import trees, varying
 from jdistadam.core.loss_scale import LossScaleState
 from jdistadam.core.types import Grads, OptState, Params
-from jdistadam.distributed.accumulate import AccumulatedGrads, accumulate_local, init_grads_local
+from jdistadam.distributed import model_axes
+from jdistadam.distributed.accumulate import AccumulatedGrads
 from jdistadam.distributed.checks import check_alive, check_identity
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.param_specs import over_axes
 from jdistadam.distributed.seen_params import SeenParams
 from jdistadam.distributed.state import DistributedState, StepResult, find_state
-from jdistadam.distributed.step import grad_norm_local, init_local, step_local
+from jdistadam.distributed.step import init_local
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import MeshError
 
@@ -73,6 +75,7 @@ class DistributedTransformation(FusedTransformation):
             if params is None:
                 raise ValueError(optax._src.base.NO_PARAMS_MSG)
             compat.refuse_empty_leaves(config.mesh, params)
+            model_axes.check_own_region(config, seen, params)
             result = local_step(grads, state, params, **extra_args)
             return result.params, result.opt_state
 
@@ -108,6 +111,29 @@ class DistributedTransformation(FusedTransformation):
         """
         trees.check_dtypes(params, name="params")
         return global_specs(self.config, self.layout(params), params)
+
+    def data_specs(self, specs: Any) -> Any:
+        """Returns what PartitionSpecs say about the axes that carry data alone.
+
+        For a ``jax.shard_map`` that is manual over these and leaves the axes of ``param_specs`` to
+        XLA, where ``init``, ``update``, ``step``, ``accumulate`` and ``grad_norm`` work too::
+
+            specs = tx.data_specs((tx.param_specs(params), tx.state_specs()))
+            step = jax.shard_map(local_step, mesh=mesh, axis_names={"data"},
+                                 in_specs=(*specs, P("data")), out_specs=specs)
+
+        Args:
+          specs: Tree of PartitionSpecs, such as ``param_specs(params)`` and ``state_specs()``.
+
+        Example:
+          >>> import jdistadam as jda
+          >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
+          >>> tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, param_specs=P("model"))
+          >>> tx.data_specs(tx.state_specs()).mu == P("data")
+          True
+        """
+        axes = self.config.parallel.data_axes
+        return jax.tree.map(lambda spec: over_axes(spec, axes), specs)
 
     def layout(self, params: Params) -> Layout:
         """Returns where each element of the state belongs; ``print`` shows it as a table.
@@ -155,7 +181,7 @@ class DistributedTransformation(FusedTransformation):
         Args:
           params: Tree of arrays: only their shapes and dtypes matter.
         """
-        return init_grads_local(self.config, self.seen, params)
+        return model_axes.init_grads(self.config, self.seen, params)
 
     def accumulate(
         self, acc: AccumulatedGrads, grads: Grads, weight: Any = None
@@ -182,7 +208,7 @@ class DistributedTransformation(FusedTransformation):
           TreeError, ShapeError, DtypeError: The gradients do not fit.
           MeshError: They are reduced already.
         """
-        return accumulate_local(self.config, self.seen, acc, grads, weight)
+        return model_axes.accumulate(self.config, self.seen, acc, grads, weight)
 
     def grad_norm(self, grads: Grads, state: Any = None) -> jax.Array:
         """Returns the global norm of the mean gradient before clipping, as ``step`` computes it.
@@ -220,8 +246,7 @@ def make_distributed(config: DistributedConfig) -> DistributedTransformation:
     def init(params: Params) -> DistributedState:
         trees.check_dtypes(params, name="params")
         if not varying.unbound(parallel.shard_axes):
-            schedule = seen.schedule(params, may_be_widened=False)
-            return init_local(config, schedule.layout, params)
+            return model_axes.init(config, seen, specs=tx.specs, params=params)
         trees.refuse_shapes(params, name="params")
         specs = tx.param_specs(params)
         placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
@@ -238,10 +263,12 @@ def make_distributed(config: DistributedConfig) -> DistributedTransformation:
         grads: Grads, state: Any, params: Params, *, is_verified: bool = False, **extra_args: Any
     ) -> StepResult:
         del extra_args
-        return step_local(config, seen, grads, state, params, is_verified=is_verified)
+        return model_axes.step(
+            config, seen, tx.specs, grads, state, params, is_verified=is_verified
+        )
 
     def norm(grads: Grads, state: Any) -> jax.Array:
-        return grad_norm_local(config, seen, grads, state)
+        return model_axes.grad_norm(config, seen, grads, state)
 
     tx = DistributedTransformation.make(
         init=init,

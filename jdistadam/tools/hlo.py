@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 # XLA's names of dtypes, as they stand in HLO, and JAX's.
 DTYPES = {
     "bf16": "bfloat16",
@@ -33,6 +35,8 @@ class CompiledCollective(NamedTuple):
       devices: How many devices take part in it together.
       times: How often it runs, as far as XLA knows the lengths of loops.
       is_async: Whether other work can run while it does.
+      groups: The devices that take part in it together, by their places in the mesh; of a
+        collective-permute each sender and receiver. Empty where XLA writes them in a way not known.
     """
 
     op: str
@@ -40,6 +44,7 @@ class CompiledCollective(NamedTuple):
     devices: int
     times: int
     is_async: bool
+    groups: tuple[tuple[int, ...], ...] = ()
 
 
 def collectives_in(text: str) -> Iterator[CompiledCollective]:
@@ -57,7 +62,9 @@ def collectives_in(text: str) -> Iterator[CompiledCollective]:
             (dtype, math.prod(int(n) for n in dims.split(",") if n))
             for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", result)
         )
-        yield CompiledCollective(op, arrays, _devices(line), times.get(name, 1), bool(start))
+        groups = _groups(line)
+        devices = 0 if op == "collective-permute" or not groups else len(groups[0])
+        yield CompiledCollective(op, arrays, devices, times.get(name, 1), bool(start), groups)
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str]]:
@@ -90,12 +97,45 @@ def _second_half(result: str) -> str:
     return ", ".join(arrays[len(arrays) // 2 :])
 
 
-def _devices(line: str) -> int:
-    """The size of a collective's groups, in whichever way XLA writes them; 0 if it does not."""
-    if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line):
-        return int(found[1])
-    if found := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found[2]))
-    found = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
-    return len(found[1].split(",")) if found else 0
+def _groups(line: str) -> tuple[tuple[int, ...], ...]:
+    """The groups of a collective, in whichever way XLA writes them; none if in another one.
+
+    Example:
+      >>> _groups("replica_groups={{0,2},{1,3}}")
+      ((0, 2), (1, 3))
+      >>> _groups("replica_groups=[2,2]<=[2,2]T(1,0)")
+      ((0, 2), (1, 3))
+      >>> _groups("replica_groups=mesh['data'=2,'model'=2] {'data'}")
+      ((0, 2), (1, 3))
+    """
+    if found := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]+\})\}", line):
+        return tuple(_numbers(group) for group in re.findall(r"\{([\d,]+)\}", found[1]))
+    if found := re.search(r"replica_groups=\[(\d+,\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", line):
+        return _rows(_iota(found[2]).reshape(_numbers(found[1])))
+    mesh = r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((\[.*?\].*?)\))? \{([^}]*)\}"
+    if found := re.search(mesh, line):
+        sizes = re.findall(r"'(\w+)'=(\d+)", found[1])
+        grouped = re.findall(r"'(\w+)'", found[3])
+        names = [name for name, _ in sizes]
+        devices = _iota(found[2]) if found[2] else np.arange(math.prod(int(n) for _, n in sizes))
+        devices = devices.reshape([int(n) for _, n in sizes])
+        last = [names.index(name) for name in grouped]
+        order = [i for i in range(len(names)) if i not in last] + last
+        count = math.prod(devices.shape[i] for i in last)
+        return _rows(devices.transpose(order).reshape(-1, count))
+    return ()
+
+
+def _iota(text: str) -> np.ndarray:
+    """The numbers of "[4,2]T(1,0)": of an array of this shape, transposed."""
+    shape, *order = re.findall(r"[\d,]+", text)
+    numbers = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
+    return (numbers.transpose(_numbers(order[0])) if order else numbers).reshape(-1)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(","))
+
+
+def _rows(groups: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, groups.tolist()))

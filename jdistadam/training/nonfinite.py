@@ -35,15 +35,20 @@ def count_nonfinite(grads: Grads, tx: DistributedTransformation) -> jax.Array:
       Shape (leaves,), int32, the same on all devices; see ``nonfinite_paths``.
     """
     check_distributed(tx)
-    check_inside(tx.config.parallel, "count_nonfinite")
+    check_inside(tx.config.parallel, "count_nonfinite", over_data_alone=True)
     trees.check_arrays(grads, name="grads")
     return sum_over_devices(leaves_not_finite(grads), tx)
 
 
 def sum_over_devices(found: jax.Array, tx: DistributedTransformation) -> jax.Array:
-    """Counts devices; those that hold parts of the same tensor-parallel leaf count each."""
+    """Counts devices; those that hold parts of the same tensor-parallel leaf count each.
+
+    Unless the model is partitioned by XLA: then their parts are one gradient, and count once.
+    """
     parallel = tx.config.parallel
     everyone = parallel.data_axes + parallel.tensor_axes
+    left_to_xla = varying.unbound(parallel.tensor_axes)
+    everyone = tuple(axis for axis in everyone if axis not in left_to_xla)
     count = varying.to_varying(found.astype(jnp.int32), everyone)
     return collectives.all_reduce(count, everyone)
 

@@ -15,11 +15,13 @@ from jdistadam.core.varying import Axes
 from jdistadam.distributed.accumulate import mean_factor
 from jdistadam.distributed.gather_params import gather_params, local_params
 from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.param_specs import over_axes
 from jdistadam.distributed.state import StepResult, find_state
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.training.local_gradients import LocalResult, local_gradients
 from jdistadam.training.loss_function import LossFunction
 from jdistadam.training.nonfinite import sum_over_devices
+from jdistadam.training.partitioned import over_data_axes
 from jdistadam.training.train_state import TrainState
 
 
@@ -55,6 +57,14 @@ class StepProgram:
         def on_a_device(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
             return self._on_a_device(state, batch, is_verified)
 
+        if self.tx.config.has_model_axes:
+            return over_data_axes(
+                self.tx,
+                on_a_device,
+                specs=specs,
+                batch_spec=self.batch_spec,
+                metrics_specs=self._metrics_specs(),
+            )(state, batch)
         # Without vma checks: gradients of replicated params stay local, and models may use
         # primitives (Pallas, scans from a zero carry) that the check does not accept.
         return compat.shard_map(
@@ -114,7 +124,10 @@ class StepProgram:
         names += ["nonfinite"] if self.options.report_nonfinite else []
         specs = dict.fromkeys(names, P())
         if self.loss_function.has_aux:
-            specs["aux"] = _leading_spec(self.tx.config.parallel, self.batch_spec)
+            parallel, rows = self.tx.config.parallel, self.batch_spec
+            if self.tx.config.has_model_axes:
+                rows = over_axes(rows, parallel.data_axes)
+            specs["aux"] = _leading_spec(parallel, rows)
         return specs
 
 

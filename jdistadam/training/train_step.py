@@ -23,6 +23,7 @@ from jdistadam.training.batches import check_batch_spec, shard_batch
 from jdistadam.training.flattened import Leaves, flattened
 from jdistadam.training.injected_numbers import with_numbers_as_arrays
 from jdistadam.training.loss_function import LossFunction
+from jdistadam.training.partitioned import check_model_axes
 from jdistadam.training.step_program import StepOptions, StepProgram
 from jdistadam.training.train_state import (
     TrainState,
@@ -221,9 +222,12 @@ def train_step(
         ``(loss, weight)``. It needs no collective: a ``pmean`` of the loss changes nothing, a
         plain ``psum`` raises. If the state has a ``model_state``, it gets it by this keyword
         and returns ``(loss, model_state)``; if the state has an ``rng``, it gets by this keyword a
-        key of its own. With has_aux it returns one thing more at the end: ``(loss, aux)`` or
-        ``(loss, model_state, aux)``; in these, too, ``loss`` is the pair ``(loss, weight)`` if
-        ``weighted``.
+        key of its own. Where the optimizer has ``param_specs``, XLA partitions the function over
+        the axes that carry no data, so that it is written as for ``jax.jit``: with
+        ``jax.lax.with_sharding_constraint`` where that helps or, on Explicit axes, with the
+        shardings that its types need. With has_aux it returns one thing more at the end:
+        ``(loss, aux)`` or ``(loss, model_state, aux)``; in these, too, ``loss`` is the pair
+        ``(loss, weight)`` if ``weighted``.
       tx: A distributed optimizer.
       accumulate_steps: Number of micro-batches into which each device cuts its part of the batch.
         Under "no_shard" and "optim" gradients are summed on the device in
@@ -251,6 +255,8 @@ def train_step(
       ShapeError, TreeError, DtypeError: On use, where the batch does not divide, or ``loss_fn``
         returns something else.
       PolicyError: On use, where the loss was summed over the devices already.
+      MeshError: Some axes of the mesh are Explicit and some Auto, and the model is partitioned over
+        them; on use, where the loss names an axis that is left to XLA.
       LayoutError: On use, where the state is of another layout, or params were put into it.
 
     Example:
@@ -273,6 +279,7 @@ def train_step(
     _check_options(compiler_options)
     spec = tx.config.parallel.batch_spec if batch_spec is None else batch_spec
     check_batch_spec(spec, tx)
+    check_model_axes(tx.config)
     options = StepOptions(accumulate_steps, batch_spec, report_nonfinite)
     program = StepProgram(tx, LossFunction(loss_fn, has_aux, weighted), options)
     chosen = _GPU_COMPILER_OPTIONS if _is_on_gpu(tx) else {}

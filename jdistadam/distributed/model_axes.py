@@ -1,0 +1,266 @@
+"""Model axes: what a step does over mesh axes over which the model is left to XLA.
+
+[Note: model axes]
+Params may be sharded over mesh axes that carry no data, the tensor axes of ``param_specs``. Where
+a model is written for ``jax.jit``, it runs in a region that is manual over the data axes alone, and
+XLA partitions it over the others. What the optimizer does there runs in a region *nested* in it,
+manual over all axes: each function of this file enters one, unless it is inside of one already.
+
+Without it a reduce-scatter over the data axes makes XLA gather the model axes first, and XLA's CPU
+backend ends the process at a bfloat16 sum. The other way, to hand stacked local gradients to a
+second region beside the first, compiles to the same collectives and copies: compared for eight
+H200s as 4 x 2, for each sharding strategy, with one and with four micro-batches. The nested region
+was chosen since it also stands within a loop over micro-batches and in a user's own region.
+
+In a region over the data axes an array is the parts of all devices along the tensor axes, one
+behind the other along the dimensions that its PartitionSpec cuts: so too of shards of parameters,
+and of the flat arrays. Where the tensor axes and the shards cut the same dimension, this is another
+order than that of the whole parameter, whose blocks over tensor axes are the larger ones:
+``train_step`` enters and leaves its region with such shards stacked (``training/partitioned.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jdistadam import compat
+from jdistadam.core import collectives, trees, varying
+from jdistadam.core.types import Grads, Params
+from jdistadam.core.varying import Axes
+from jdistadam.distributed import param_specs
+from jdistadam.distributed.accumulate import (
+    AccumulatedGrads,
+    accumulate_local,
+    init_grads_local,
+    likeness,
+)
+from jdistadam.distributed.config import DistributedConfig, global_specs
+from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.seen_params import SeenParams
+from jdistadam.distributed.state import DistributedState, StepResult, check_own_state
+from jdistadam.distributed.step import grad_norm_local, init_local, step_local
+from jdistadam.errors import PolicyError
+
+
+def axes_left_to_xla(parallel: DataParallel) -> Axes:
+    """The tensor axes, as far as the code that calls this is manual over the data axes alone."""
+    return () if varying.unbound(parallel.data_axes) else varying.unbound(parallel.tensor_axes)
+
+
+def init(
+    config: DistributedConfig, seen: SeenParams, specs: DistributedState, params: Params
+) -> DistributedState:
+    """``init_local`` on params as they are in this region."""
+
+    def local(params: Params) -> DistributedState:
+        schedule = seen.schedule(params, may_be_widened=False)
+        return init_local(config, schedule.layout, params)
+
+    if not axes_left_to_xla(config.parallel):
+        return local(params)
+    _check_strategy(config)
+    new: DistributedState = _manual(config, local, (params,), (config.tensor_specs(params),), specs)
+    return new
+
+
+def step(
+    config: DistributedConfig,
+    seen: SeenParams,
+    specs: DistributedState,
+    grads: Grads,
+    state: Any,
+    params: Params,
+    *,
+    is_verified: bool,
+) -> StepResult:
+    """``step_local``; ``specs`` are those of the state."""
+
+    def local(grads: Grads, state: DistributedState, params: Params) -> StepResult:
+        return step_local(config, seen, grads, state, params, is_verified=is_verified)
+
+    if not axes_left_to_xla(config.parallel):
+        return local(grads, state, params)
+    check_own_state(state)
+    trees.check_dtypes(params, name="params")
+    of_grads, of_params = _specs_of(config, seen, grads, params), config.tensor_specs(params)
+    everywhere: Any = P()
+    results = StepResult(of_params, specs, everywhere, everywhere, everywhere)
+    new: StepResult = _manual(
+        config, local, (grads, state, params), (of_grads, specs, of_params), results
+    )
+    return new
+
+
+def init_grads(config: DistributedConfig, seen: SeenParams, params: Params) -> AccumulatedGrads:
+    """``init_grads_local``."""
+    if not axes_left_to_xla(config.parallel):
+        return init_grads_local(config, seen, params)
+
+    def local(params: Params) -> tuple[Any, Any]:
+        zeros = init_grads_local(config, seen, params)
+        return zeros.sums, zeros.weight
+
+    trees.check_dtypes(params, name="params")
+    specs = config.tensor_specs(params)
+    layout = seen.schedule(_on_a_device(config, params)).layout
+    sums, weight = _manual(
+        config, local, (params,), (specs,), (_specs_of_sums(config, layout, specs), P())
+    )
+    return AccumulatedGrads(sums, weight, likeness(layout, jax.tree.structure(params)))
+
+
+def accumulate(
+    config: DistributedConfig, seen: SeenParams, acc: AccumulatedGrads, grads: Grads, weight: Any
+) -> AccumulatedGrads:
+    """``accumulate_local``."""
+    if not axes_left_to_xla(config.parallel) or not isinstance(acc, AccumulatedGrads):
+        return accumulate_local(config, seen, acc, grads, weight)
+
+    def local(acc: AccumulatedGrads, grads: Grads, weight: Any) -> tuple[Any, Any]:
+        acc = accumulate_local(config, seen, acc, grads, weight)
+        return acc.sums, acc.weight
+
+    of_acc = _specs_of(config, seen, acc, None)
+    like = acc.like_params()
+    trees.check_same_structure(grads, like, name="grads", like_name="accumulated grads")
+    trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
+    specs = (of_acc, config.tensor_specs(grads), P())
+    sums, weight = _manual(config, local, (acc, grads, weight), specs, (of_acc.sums, P()))
+    return dataclasses.replace(acc, sums=sums, weight=weight)
+
+
+def grad_norm(config: DistributedConfig, seen: SeenParams, grads: Grads, state: Any) -> jax.Array:
+    """``grad_norm_local``."""
+
+    def local(grads: Grads) -> jax.Array:
+        return grad_norm_local(config, seen, grads, state)  # reads no more than the loss scale
+
+    if not axes_left_to_xla(config.parallel):
+        return local(grads)
+    norm: jax.Array = _manual(
+        config, local, (grads,), (_specs_of(config, seen, grads, grads),), P()
+    )
+    return norm
+
+
+def each_leaf(
+    config: DistributedConfig, shards: Any
+) -> tuple[Any, Callable[[int], Callable[..., jax.Array]]]:
+    """How to call a function of one leaf of ``shards`` at a time, and their shapes on a device.
+
+    Returns:
+      The tree, or that of its shapes on one device; and ``run(i)``, which gives what calls a
+      function of leaf ``i``, whose result is sharded as the leaf is.
+    """
+    if not axes_left_to_xla(config.parallel):
+        return shards, lambda i: lambda function, x: function(x)
+    _check_strategy(config)
+    specs = jax.tree.leaves(config.tensor_specs(shards))
+    return _on_a_device(
+        config, shards
+    ), lambda i: lambda function, x: _manual(config, function, (x,), (specs[i],), specs[i])
+
+
+def check_own_region(config: DistributedConfig, seen: SeenParams, params: Params) -> None:
+    """Raises PolicyError where shards of params in a user's own region are in another order."""
+    if not axes_left_to_xla(config.parallel) or not config.parallel.shards_params:
+        return
+    layout = seen.schedule(_on_a_device(config, params)).layout
+    specs = jax.tree.leaves(global_specs(config, layout, params))
+    for path, spec in zip(trees.paths(params, "params"), specs, strict=True):
+        if cut_twice(config.parallel, spec):
+            raise PolicyError(
+                path,
+                "one dimension is cut by tensor axes and into shards, in a region that is manual "
+                "over the data axes alone",
+                got=spec,
+                expected="dimensions that are cut once",
+                action="Use train_step, a shard_map over all axes, or 'optim_grads'.",
+            )
+
+
+def cut_twice(parallel: DataParallel, spec: P) -> bool:
+    """Whether both tensor axes and data axes cut one dimension."""
+    names = [set(param_specs.names_of(entry)) for entry in spec]
+    return any(n & set(parallel.tensor_axes) and n & set(parallel.data_axes) for n in names)
+
+
+def _manual(
+    config: DistributedConfig,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    in_specs: tuple[Any, ...],
+    out_specs: Any,
+) -> Any:
+    """Calls a function manual over all axes; specs are prefixes, and say where over any axes."""
+    axes = axes_left_to_xla(config.parallel)
+    left = lambda specs: jax.tree.map(lambda spec: param_specs.over_axes(spec, axes), specs)  # noqa: E731
+    leaves: list[Any] = jax.tree.leaves(arguments)
+    treedef: Any = jax.tree.structure(arguments)
+    specs = jax.tree.leaves(jax.tree.broadcast(left(in_specs), arguments))
+    # A numpy number is known while compiling; it stays so.
+    passed = [i for i, x in enumerate(leaves) if not isinstance(x, np.generic)]
+
+    def local(arrays: list[Any]) -> Any:
+        inside = list(leaves)
+        for i, x in zip(passed, arrays, strict=True):
+            inside[i] = x
+        return function(*treedef.unflatten(inside))
+
+    index = collectives.axis_index(config.parallel.data_axes)  # varies, where types say so
+    return compat.shard_map(
+        local,
+        mesh=config.mesh,
+        in_specs=([specs[i] for i in passed],),
+        out_specs=left(out_specs),
+        axis_names=axes,
+        check_vma=bool(varying.varying_axes(index)),
+    )([leaves[i] for i in passed])
+
+
+def _on_a_device(config: DistributedConfig, params: Params) -> Any:
+    """Shapes on one device of params, or of their shards, as they are in this region."""
+    axes = axes_left_to_xla(config.parallel)
+    specs = jax.tree.leaves(config.tensor_specs(params))
+    left = [param_specs.over_axes(spec, axes) for spec in specs]
+    return param_specs.shapes_on_a_device(config.parallel, params, left)
+
+
+def _specs_of(config: DistributedConfig, seen: SeenParams, grads: Grads, params: Params) -> Any:
+    """PartitionSpecs of gradients, or of what ``accumulate`` returned."""
+    if not isinstance(grads, AccumulatedGrads):
+        trees.check_same_structure(grads, params, name="grads", like_name="params")
+        trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
+        return config.tensor_specs(params)
+    like = grads.like_params()
+    layout = seen.schedule_of_whole(like).layout
+    sums = _specs_of_sums(config, layout, config.tensor_specs(like))
+    return dataclasses.replace(grads, sums=sums, weight=P())
+
+
+def _specs_of_sums(config: DistributedConfig, layout: Layout, specs: Any) -> Any:
+    """PartitionSpecs of accumulated sums; those of packed buckets lie one behind the other."""
+    if not config.parallel.shards_grads:
+        return specs
+    of_leaves = jax.tree.leaves(specs)
+    packed = P(config.parallel.tensor_axes)
+    return [packed if b.is_packed else of_leaves[b.leaf] for b in layout.buckets]
+
+
+def _check_strategy(config: DistributedConfig) -> None:
+    """Raises PolicyError for what cannot be gathered layer by layer in such a region."""
+    if config.stacked is not None:
+        raise PolicyError(
+            "stacked",
+            "layers cannot be gathered one by one in a region that leaves axes to XLA",
+            got=f"stacked, and axes {config.parallel.tensor_axes} of param_specs",
+            expected="None",
+            action="Leave stacked out, or write the model in a shard_map over all axes.",
+        )

@@ -1,0 +1,228 @@
+"""The region of a training step whose model XLA partitions: manual over the data axes alone.
+
+See [Note: model axes].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdistadam import compat
+from jdistadam.core import collectives
+from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.model_axes import cut_twice
+from jdistadam.distributed.param_specs import over_axes
+from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.errors import DtypeError, MeshError, PolicyError
+from jdistadam.training.train_state import TrainState
+
+_Region = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
+
+
+def over_data_axes(
+    tx: DistributedTransformation,
+    on_a_device: _Region,
+    *,
+    specs: TrainState,
+    batch_spec: P,
+    metrics_specs: dict[str, P],
+) -> _Region:
+    """Maps the program of a device over the data axes, and leaves all others to XLA.
+
+    Args:
+      tx: The optimizer.
+      on_a_device: What each device does with its part of a state and of a batch.
+      specs: PartitionSpecs of the state, over all axes.
+      batch_spec: PartitionSpec of the batch, over all axes.
+      metrics_specs: PartitionSpecs of the metrics, over data axes.
+    """
+    config = tx.config
+    mesh, axes = config.mesh, config.parallel.data_axes
+
+    def mapped(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        stacked = _StackedShards(config.parallel, specs.params, config.tensor_specs(state.params))
+
+        def region(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+            state = _with_params(state, stacked.each(lambda x: x[0]))
+            new, metrics = _naming_no_axis_left_to_xla(config, on_a_device, state, batch)
+            return _with_params(new, stacked.each(lambda x: x[None])), metrics
+
+        inside = dataclasses.replace(specs, params=stacked.specs)
+        inside = jax.tree.map(lambda spec: over_axes(spec, axes), inside)
+        run = compat.shard_map(
+            region,
+            mesh=mesh,
+            in_specs=(inside, over_axes(batch_spec, axes)),
+            out_specs=(inside, metrics_specs),
+            axis_names=axes,
+        )
+        arguments = _with_params(state, stacked.enter(mesh)), batch
+        if mesh.devices.flat[0].platform == "cpu":
+            _refuse_bfloat16_sums(jax.make_jaxpr(run)(*arguments).jaxpr, config.parallel)
+        new, metrics = run(*arguments)
+        return _placed(_with_params(new, stacked.leave(mesh)), specs, config), metrics
+
+    return mapped
+
+
+class _StackedShards:
+    """Shards of params whose tensor axes cut the same dimension, stacked while in the region.
+
+    There the blocks over data axes would be the larger ones; in the params those over tensor axes
+    are. A new first dimension for the data axes keeps the two apart, and moves nothing.
+    """
+
+    def __init__(self, parallel: DataParallel, specs: Any, tensor_specs: Any) -> None:
+        leaves: list[P] = jax.tree.leaves(specs)
+        of_tensor_axes: list[P] = jax.tree.leaves(tensor_specs)
+        self._whole = {i: s for i, s in enumerate(leaves) if cut_twice(parallel, s)}
+        self._stacked = {i: P(parallel.shard_axes, *of_tensor_axes[i]) for i in self._whole}
+        treedef: Any = jax.tree.structure(specs)
+        self.specs = treedef.unflatten(self._stacked.get(i, s) for i, s in enumerate(leaves))
+
+    def each(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A function of params that maps these shards, and leaves the others as they are."""
+        return lambda params: self._replaced(params, [function(x) for x in self._chosen(params)])
+
+    def enter(self, mesh: Any) -> Callable[[Any], Any]:
+        """A function that stacks them, outside of the region."""
+        return self._moved(mesh, self._whole, self._stacked, lambda x: x[None])
+
+    def leave(self, mesh: Any) -> Callable[[Any], Any]:
+        """A function that undoes it."""
+        return self._moved(mesh, self._stacked, self._whole, lambda x: x[0])
+
+    def _moved(
+        self, mesh: Any, before: dict[int, P], after: dict[int, P], function: Callable[[Any], Any]
+    ) -> Callable[[Any], Any]:
+        if not before:
+            return lambda params: params
+        run = jax.shard_map(
+            lambda shards: [function(x) for x in shards],
+            mesh=mesh,
+            in_specs=(list(before.values()),),
+            out_specs=list(after.values()),
+            check_vma=False,
+        )
+        return lambda params: self._replaced(params, run(self._chosen(params)))
+
+    def _chosen(self, params: Any) -> list[Any]:
+        leaves: list[Any] = jax.tree.leaves(params)
+        return [leaves[i] for i in self._whole]
+
+    def _replaced(self, params: Any, shards: list[Any]) -> Any:
+        leaves: list[Any] = jax.tree.leaves(params)
+        for i, x in zip(self._whole, shards, strict=True):
+            leaves[i] = x
+        return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
+def _with_params(state: TrainState, function: Callable[[Any], Any]) -> TrainState:
+    return dataclasses.replace(state, params=function(state.params))
+
+
+def _placed(state: TrainState, specs: TrainState, config: DistributedConfig) -> TrainState:
+    """Says to XLA where a state is sharded over the axes that were left to it."""
+
+    def place(spec: P, x: jax.Array) -> jax.Array:
+        return collectives.constrain(x, NamedSharding(config.mesh, spec)) if x.size else x
+
+    placed: TrainState = jax.tree.map(place, jax.tree.broadcast(specs, state), state)
+    return placed
+
+
+def _naming_no_axis_left_to_xla(
+    config: DistributedConfig, on_a_device: _Region, state: TrainState, batch: Any
+) -> tuple[TrainState, dict[str, Any]]:
+    """Calls the program of a device; raises MeshError where a loss names what is no manual axis."""
+    try:
+        return on_a_device(state, batch)
+    except NameError as error:  # as JAX raises it
+        named = [axis for axis in config.parallel.tensor_axes if str(error).endswith(f" {axis}")]
+        if not named or "unbound axis name" not in str(error):
+            raise
+        raise MeshError(
+            "loss_fn",
+            f"names axis {named[0]!r}, over which XLA partitions the model",
+            got=str(error),
+            expected="what is written for jax.jit, with jax.lax.with_sharding_constraint or, on "
+            "Explicit axes, jax.sharding.reshard and out_sharding",
+            action="Leave the collective out, or write it in a jax.shard_map(..., axis_names="
+            f"{{{named[0]!r}}}) in loss_fn.",
+        ) from error
+
+
+def check_model_axes(config: DistributedConfig) -> None:
+    """Raises MeshError or PolicyError where a step cannot leave axes to XLA."""
+    if not config.has_model_axes:
+        return
+    if len(set(config.mesh.axis_types)) > 1:
+        raise MeshError(
+            "mesh",
+            "axes of different types, and a model that is partitioned over some",
+            got=config.mesh.axis_types,
+            expected="all Explicit, as jax.make_mesh makes them, or all Auto",
+            action="Pass axis_types=(jax.sharding.AxisType.Auto,) * "
+            f"{len(config.mesh.axis_types)} to jax.make_mesh.",
+        )
+    if AxisType.Manual in config.mesh.axis_types:
+        raise MeshError(
+            "mesh",
+            "its axes are manual already",
+            got=config.mesh.axis_types,
+            expected="Explicit or Auto axes",
+            action="Call train_step outside of jax.shard_map.",
+        )
+    if config.stacked is not None:
+        raise PolicyError(
+            "stacked",
+            "layers cannot be gathered one by one while XLA partitions the model",
+            got=f"stacked, and axes {config.parallel.tensor_axes} of param_specs",
+            expected="None",
+            action="Leave stacked out: layers are gathered before the forward pass; or write the "
+            "model in a jax.shard_map of your own over all axes.",
+        )
+
+
+# Sums whose computation XLA's CPU backend cannot widen in a region that leaves axes to it: jaxlib
+# 0.10 to 0.12. XLA's own sums over those axes do not end the process, nor do nested regions.
+_SUMS = ("psum", "pmax", "pmin", "reduce_scatter")
+
+
+def _refuse_bfloat16_sums(jaxpr: Jaxpr, parallel: DataParallel) -> None:
+    """Raises DtypeError where XLA's CPU backend would end the process."""
+    for eqn in _left_to_xla(jaxpr, parallel, frozenset()):
+        is_sum = eqn.primitive.name.startswith(_SUMS)
+        if is_sum and any(v.aval.dtype == jnp.bfloat16 for v in eqn.invars):
+            raise DtypeError(
+                "loss_fn",
+                f"{eqn.primitive.name} of bfloat16 over data axes, at which XLA's CPU backend ends "
+                f"the process while axes {parallel.tensor_axes} are left to it",
+                got="bfloat16 on CPU",
+                expected="float32, or a GPU",
+                action="Cast to float32 before the sum, and back.",
+            )
+
+
+def _left_to_xla(jaxpr: Jaxpr, parallel: DataParallel, manual: frozenset[str]) -> Iterator[Any]:
+    """Yields the equations of regions that are manual over some axes and leave others to XLA."""
+    if manual >= set(parallel.tensor_axes):
+        return
+    for eqn in jaxpr.eqns:
+        yield eqn
+        inside = manual | frozenset(eqn.params.get("newly_manual_axes", ()))
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
+        ):
+            if isinstance(inner, ClosedJaxpr | Jaxpr):
+                inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+                yield from _left_to_xla(inner, parallel, inside)
