@@ -73,6 +73,28 @@ class DistributedConfig:
         """Whether ``train_step`` leaves axes of the mesh to XLA: see [Note: model axes]."""
         return bool(self.parallel.tensor_axes) and self.given_param_specs is not None
 
+    def numbers(self) -> Any:
+        """Returns hyperparameters that are arrays, as ``inject_hyperparams`` makes them: a tree."""
+        hypers = {"": self.hyper} | {f".{k}": h for k, h in self.groups.hypers.items() if h}
+        found = {name: hyper.known_and_operands()[1] for name, hyper in hypers.items()}
+        clip = self.max_grad_norm
+        return found, clip if isinstance(clip, jax.Array) else None
+
+    def with_numbers(self, numbers: Any) -> DistributedConfig:
+        """Returns this with others in their place."""
+        found, clip = numbers
+        if not any(found.values()) and clip is None:
+            return self
+        groups = {
+            k: h and dataclasses.replace(h, **found[f".{k}"]) for k, h in self.groups.hypers.items()
+        }
+        return dataclasses.replace(
+            self,
+            hyper=dataclasses.replace(self.hyper, **found[""]),
+            groups=dataclasses.replace(self.groups, hypers=groups),
+            max_grad_norm=self.max_grad_norm if clip is None else clip,
+        )
+
     def tensor_local(self, params: Params) -> Any:
         """Returns the shapes of the whole params on one device, for global params."""
         specs = param_specs.tensor_specs(self.given_param_specs, params)

@@ -82,18 +82,24 @@ def step(
 ) -> StepResult:
     """``step_local``; ``specs`` are those of the state."""
 
-    def local(grads: Grads, state: DistributedState, params: Params) -> StepResult:
-        return step_local(config, seen, grads, state, params, is_verified=is_verified)
+    def local(numbers: Any, grads: Grads, state: DistributedState, params: Params) -> StepResult:
+        made = config.with_numbers(numbers)
+        return step_local(made, seen, grads, state, params, is_verified=is_verified)
 
+    numbers = config.numbers()
     if not axes_left_to_xla(config.parallel):
-        return local(grads, state, params)
+        return local(numbers, grads, state, params)
     check_own_state(state)
     trees.check_dtypes(params, name="params")
     of_grads, of_params = _specs_of(config, seen, grads, params), config.tensor_specs(params)
     everywhere: Any = P()
     results = StepResult(of_params, specs, everywhere, everywhere, everywhere)
     new: StepResult = _manual(
-        config, local, (grads, state, params), (of_grads, specs, of_params), results
+        config,
+        local,
+        (numbers, grads, state, params),
+        (P(), of_grads, specs, of_params),
+        results,
     )
     return new
 
@@ -117,11 +123,19 @@ def init_grads(config: DistributedConfig, seen: SeenParams, params: Params) -> A
 
 
 def accumulate(
-    config: DistributedConfig, seen: SeenParams, acc: AccumulatedGrads, grads: Grads, weight: Any
+    config: DistributedConfig,
+    seen: SeenParams,
+    acc: AccumulatedGrads,
+    grads: Grads,
+    weight: Any,
+    *,
+    is_weighted_in_gather: bool = False,
 ) -> AccumulatedGrads:
     """``accumulate_local``."""
     if not axes_left_to_xla(config.parallel) or not isinstance(acc, AccumulatedGrads):
-        return accumulate_local(config, seen, acc, grads, weight)
+        return accumulate_local(
+            config, seen, acc, grads, weight, is_weighted_in_gather=is_weighted_in_gather
+        )
 
     def local(acc: AccumulatedGrads, grads: Grads, weight: Any) -> tuple[Any, Any]:
         acc = accumulate_local(config, seen, acc, grads, weight)

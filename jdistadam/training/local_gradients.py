@@ -11,9 +11,9 @@ import numpy as np
 
 from jdistadam.core import collectives, trees
 from jdistadam.core.types import Grads, Params
+from jdistadam.distributed import model_axes
 from jdistadam.distributed.accumulate import (
     AccumulatedGrads,
-    accumulate_local,
     stacked_shards,
     weighted,
 )
@@ -115,11 +115,13 @@ class _Gradient:
     @property
     def _has_layers(self) -> bool:
         """Whether the loss gets shards of stacked layers, to be gathered one by one."""
+        if self.tx.config.stacked is None or not self.tx.config.parallel.shards_params:
+            return False
         return bool(stacked_shards(self.tx.seen.schedule(self.params).layout))
 
     def add(self, acc: AccumulatedGrads, batch: _MicroBatch) -> AccumulatedGrads:
         """Adds the gradients of a micro-batch, by its weight."""
-        return accumulate_local(
+        return model_axes.accumulate(
             self.tx.config,
             self.tx.seen,
             acc,
