@@ -3,6 +3,7 @@
 #include "ffi_graph_node.h"
 #include "ffi_keep.h"
 #include "ffi_norm.h"
+#include "ffi_peer.h"
 #include "ffi_sum.h"
 
 namespace jdistadam {
@@ -51,7 +52,57 @@ ffi::Error KeepHandler(BoolScalar is_kept, IndexScalar index, ffi::RemainingArgs
   return error;
 }
 
+// The second meeting: nobody reads or writes a peer's arrays after it.
+ffi::Error RunPeer(const PeerAttributes& a, const PeerCall& call, int64_t run, int32_t ordinal,
+                   const Threads& threads) {
+  using Meeting = PeerMeeting<char>;
+  int me;
+  if (auto error = FindDevice(a, ordinal, &me); error.failure()) return error;
+  Meeting meeting(a, run, me);
+  Meeting::Entries entries;
+  if (auto error = meeting.Meet(0, EntryOf<char>(call, 0), &entries); error.failure()) return error;
+  PeerCpu(call, Meeting::ArraysOf(entries, me), threads);
+  return meeting.Meet(1, {}, &entries);
+}
+
+ffi::Error PeerSumHandler(ffi::ThreadPool pool, ffi::RunId run, int32_t ordinal,
+                          FloatScalar norm_scale, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                          ffi::Span<const int64_t> devices, int64_t site, int64_t limit_seconds,
+                          ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> runs) {
+  PeerCall call;
+  const PeerAttributes a{false, false, false, devices, site, limit_seconds, sizes, runs, {}, {}};
+  call.norm_scale = norm_scale.typed_data();
+  if (auto error = BuildPeerCall(a, args, rets, &call); error.failure()) return error;
+  return RunPeer(a, call, run.run_id, ordinal, ThreadsOf(pool));
+}
+
+ffi::Error PeerStepHandler(ffi::ThreadPool pool, ffi::RunId run, int32_t ordinal,
+                           FloatScalar norm_scale, ffi::Buffer<ffi::F32, 2> coefficients,
+                           FloatScalar inv_scale, BoolScalar found_inf, ffi::RemainingArgs args,
+                           ffi::RemainingRets rets, ffi::Span<const int64_t> devices, int64_t site,
+                           int64_t limit_seconds, ffi::Span<const int64_t> sizes,
+                           ffi::Span<const int64_t> runs, ffi::Span<const int64_t> offsets,
+                           ffi::Span<const int32_t> groups, bool nesterov, bool summed) {
+  PeerCall call;
+  const PeerAttributes a{true,          summed, nesterov, devices, site,
+                         limit_seconds, sizes,  runs,     offsets, groups};
+  call.norm_scale = norm_scale.typed_data();
+  if (auto error = BuildPeerCall(a, args, rets, &call); error.failure()) return error;
+  if (auto error = SetScalars(coefficients, inv_scale, found_inf, &call); error.failure())
+    return error;
+  return RunPeer(a, call, run.run_id, ordinal, ThreadsOf(pool));
+}
+
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cpu, PeerSumHandler,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>() JDISTADAM_PEER_CONTEXT
+                                  JDISTADAM_PEER_SUM_BINDING);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerStep_cpu, PeerStepHandler,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>() JDISTADAM_PEER_CONTEXT
+                                  JDISTADAM_PEER_STEP_BINDING);
+
+extern "C" bool JdistadamCanReach_cpu(int, int) { return true; }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cpu, AdamHandler,
                               JDISTADAM_ADAM_BINDING(ffi::ThreadPool));

@@ -1,8 +1,12 @@
 // The XLA FFI handlers of the CUDA kernels.
+#include <map>
+#include <set>
+
 #include "ffi_adam.h"
 #include "ffi_graph_node.h"
 #include "ffi_keep.h"
 #include "ffi_norm.h"
+#include "ffi_peer.h"
 #include "ffi_sum.h"
 #include "kernels_cuda.h"
 
@@ -50,6 +54,113 @@ ffi::Error KeepHandler(cudaStream_t stream, BoolScalar is_kept, IndexScalar inde
   return error.failure() ? error : LaunchError(KeepCuda(call, stream));
 }
 
+// Two events of one device at one call site, made once and recorded in every call. "Ready": what
+// the stream did before is done, so that peers may read my gradients and write my parameters.
+// "Done": my kernel is. An event is recorded again only after the peers have put their waits for
+// it: for "ready" they do so before the second meeting, which I pass before my next call, and for
+// "done" before they come to the next call's first meeting, which I pass before I record it.
+struct PeerEvents {
+  cudaEvent_t ready = nullptr, done = nullptr;
+};
+
+cudaError_t EventsOf(int64_t site, int32_t ordinal, PeerEvents* events) {
+  static std::mutex mutex;
+  static auto* all = new std::map<std::pair<int64_t, int32_t>, PeerEvents>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  PeerEvents& found = (*all)[{site, ordinal}];
+  for (cudaEvent_t* event : {&found.ready, &found.done}) {
+    if (*event != nullptr) continue;
+    const cudaError_t error = cudaEventCreateWithFlags(event, cudaEventDisableTiming);
+    if (error != cudaSuccess) return error;
+  }
+  *events = found;
+  return cudaSuccess;
+}
+
+// Lets the current device reach all others of a call, once. XLA's allocator does this for its own
+// memory; for plain memory it takes this call.
+cudaError_t ReachPeers(const PeerAttributes& a, int32_t ordinal) {
+  static std::mutex mutex;
+  static auto* reached = new std::set<std::pair<int32_t, int64_t>>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (const int64_t peer : a.devices) {
+    if (peer == ordinal || !reached->insert({ordinal, peer}).second) continue;
+    const cudaError_t error = cudaDeviceEnablePeerAccess(int(peer), 0);
+    if (error == cudaErrorPeerAccessAlreadyEnabled) {
+      (void)cudaGetLastError();
+    } else if (error != cudaSuccess) {
+      return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+cudaError_t WaitForPeers(cudaStream_t stream, const PeerMeeting<PeerEvents>::Entries& entries,
+                         int me, cudaEvent_t PeerEvents::* event) {
+  for (int i = 0; i < int(entries->size()); ++i) {
+    if (i == me) continue;
+    const cudaError_t error = cudaStreamWaitEvent(stream, (*entries)[i].extra.*event, 0);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+#define JDISTADAM_CUDA(expression) \
+  if (cudaError_t status_ = (expression); status_ != cudaSuccess) return LaunchError(status_)
+
+// My stream: "ready"; wait for all "ready"; the kernel; "done"; wait for all "done", after which
+// no peer reads my gradients or writes my parameters any more.
+ffi::Error RunPeer(cudaStream_t stream, const PeerAttributes& a, const PeerCall& call, int64_t run,
+                   int32_t ordinal) {
+  using Meeting = PeerMeeting<PeerEvents>;
+  int me;
+  if (auto error = FindDevice(a, ordinal, &me); error.failure()) return error;
+  PeerEvents events;
+  JDISTADAM_CUDA(cudaSetDevice(ordinal));
+  JDISTADAM_CUDA(EventsOf(a.site, ordinal, &events));
+  JDISTADAM_CUDA(ReachPeers(a, ordinal));
+  Meeting meeting(a, run, me);
+  Meeting::Entries entries;
+  JDISTADAM_CUDA(cudaEventRecord(events.ready, stream));
+  if (auto error = meeting.Meet(0, EntryOf(call, events), &entries); error.failure()) return error;
+  JDISTADAM_CUDA(WaitForPeers(stream, entries, me, &PeerEvents::ready));
+  const cudaError_t launched = PeerCuda(call, Meeting::ArraysOf(entries, me), stream);
+  JDISTADAM_CUDA(cudaEventRecord(events.done, stream));
+  Meeting::Entries after;
+  if (auto error = meeting.Meet(1, {}, &after); error.failure()) return error;
+  JDISTADAM_CUDA(WaitForPeers(stream, entries, me, &PeerEvents::done));
+  return LaunchError(launched);
+}
+
+ffi::Error PeerSumHandler(cudaStream_t stream, ffi::RunId run, int32_t ordinal,
+                          FloatScalar norm_scale, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                          ffi::Span<const int64_t> devices, int64_t site, int64_t limit_seconds,
+                          ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> runs) {
+  PeerCall call;
+  const PeerAttributes a{false, false, false, devices, site, limit_seconds, sizes, runs, {}, {}};
+  call.coefficients = nullptr;
+  call.norm_scale = norm_scale.typed_data();
+  if (auto error = BuildPeerCall(a, args, rets, &call); error.failure()) return error;
+  return RunPeer(stream, a, call, run.run_id, ordinal);
+}
+
+ffi::Error PeerStepHandler(cudaStream_t stream, ffi::RunId run, int32_t ordinal,
+                           FloatScalar norm_scale, ffi::Buffer<ffi::F32, 2> coefficients,
+                           FloatScalar inv_scale, BoolScalar found_inf, ffi::RemainingArgs args,
+                           ffi::RemainingRets rets, ffi::Span<const int64_t> devices, int64_t site,
+                           int64_t limit_seconds, ffi::Span<const int64_t> sizes,
+                           ffi::Span<const int64_t> runs, ffi::Span<const int64_t> offsets,
+                           ffi::Span<const int32_t> groups, bool nesterov, bool summed) {
+  PeerCall call;
+  const PeerAttributes a{true,          summed, nesterov, devices, site,
+                         limit_seconds, sizes,  runs,     offsets, groups};
+  call.norm_scale = norm_scale.typed_data();
+  if (auto error = BuildPeerCall(a, args, rets, &call); error.failure()) return error;
+  if (auto error = SetScalars(coefficients, inv_scale, found_inf, &call); error.failure())
+    return error;
+  return RunPeer(stream, a, call, run.run_id, ordinal);
+}
+
 // Behind what a stream has captured so far, a node without work. Nothing if it captures nothing.
 cudaError_t CaptureEmptyNode(cudaStream_t stream) {
   cudaStreamCaptureStatus capture;
@@ -83,6 +194,15 @@ ffi::Error GraphNodeHandler(cudaStream_t stream, ffi::AnyBuffer operand,
 
 }  // namespace
 
+extern "C" bool JdistadamCanReach_cuda(int device, int peer) {
+  int can = device == peer;
+  if (!can && cudaDeviceCanAccessPeer(&can, device, peer) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  return can != 0;
+}
+
 // kCmdBufferCompatible: handlers only enqueue kernels, so XLA may capture them in a CUDA graph.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cuda, AdamHandler,
                               JDISTADAM_ADAM_BINDING(ffi::PlatformStream<cudaStream_t>),
@@ -98,6 +218,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamKeep_cuda, KeepHandler,
                               ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   JDISTADAM_KEEP_BINDING,
                               {ffi::Traits::kCmdBufferCompatible});
+
+// Not for CUDA graphs: these handlers wait for other devices' host threads in every call.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cuda, PeerSumHandler,
+                              ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  JDISTADAM_PEER_CONTEXT JDISTADAM_PEER_SUM_BINDING);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerStep_cuda, PeerStepHandler,
+                              ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  JDISTADAM_PEER_CONTEXT JDISTADAM_PEER_STEP_BINDING);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamGraphNode_cuda, GraphNodeHandler,
                               ffi::Ffi::Bind()

@@ -6,12 +6,17 @@
 #include "adam.h"
 #include "keep.h"
 #include "norm.h"
+#include "peer.h"
 #include "sum.h"
 
 namespace jdistadam {
 
 cudaError_t AdamCuda(const AdamCall& call, cudaStream_t stream);
 cudaError_t NormCuda(const NormCall& call, cudaStream_t stream);
+// The second half of a norm: the sum over tiles.
+cudaError_t SumTilesCuda(const TileNorm* tiles, size_t num_tiles, float* sum_of_squares,
+                         bool* found_inf, cudaStream_t stream);
+cudaError_t PeerCuda(const PeerCall& call, const PeerArrays& arrays, cudaStream_t stream);
 cudaError_t SumCuda(const SumCall& call, cudaStream_t stream);
 cudaError_t KeepCuda(const KeepCall& call, cudaStream_t stream);
 

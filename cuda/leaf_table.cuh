@@ -46,17 +46,18 @@ __device__ __forceinline__ TileIndex FindTile(const LeafTable<Leaf, kCapacity>& 
 
 // Calls launch(table, number of tiles) for as few tables as hold all leaves that are not empty.
 // `launch` takes a table of either capacity.
-template <typename Leaf, typename Leaves, typename Launch>
+template <typename Leaf, int kSmall = kSmallTable, int kLarge = kLargeTable, typename Leaves,
+          typename Launch>
 cudaError_t ForEachTable(const Leaves& leaves, size_t tile_size, const Launch& launch) {
-  LeafTable<Leaf, kLargeTable> table;
+  LeafTable<Leaf, kLarge> table;
   size_t tiles = 0;
   table.count = 0;
   const auto flush = [&]() -> cudaError_t {
     if (table.count == 0) return cudaSuccess;
     const auto num_tiles = static_cast<uint32_t>(tiles);
     cudaError_t error;
-    if (table.count <= kSmallTable) {
-      LeafTable<Leaf, kSmallTable> small;
+    if (table.count <= kSmall) {
+      LeafTable<Leaf, kSmall> small;
       for (int i = 0; i < table.count; ++i) {
         small.leaves[i] = table.leaves[i];
         small.end[i] = table.end[i];
@@ -74,7 +75,7 @@ cudaError_t ForEachTable(const Leaves& leaves, size_t tile_size, const Launch& l
     if (leaf.size == 0) continue;  // would own no tile
     const size_t mine = (leaf.size + tile_size - 1) / tile_size;
     if (mine > kMaxTiles) return cudaErrorInvalidValue;  // beyond the memory of any device
-    if (table.count == kLargeTable || tiles + mine > kMaxTiles) {
+    if (table.count == kLarge || tiles + mine > kMaxTiles) {
       if (const cudaError_t error = flush(); error != cudaSuccess) return error;
     }
     tiles += mine;

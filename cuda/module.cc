@@ -15,7 +15,10 @@ XLA_FFI_Error* JDISTADAM_HANDLER(Adam)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Norm)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Sum)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Keep)(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JDISTADAM_HANDLER(PeerSum)(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JDISTADAM_HANDLER(PeerStep)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(GraphNode)(XLA_FFI_CallFrame* call_frame);
+bool JDISTADAM_HANDLER(CanReach)(int device, int peer);
 }
 
 NB_MODULE(JDISTADAM_MODULE, m) {
@@ -23,12 +26,18 @@ NB_MODULE(JDISTADAM_MODULE, m) {
   // The FFI version of the headers used here; a jaxlib accepts modules built with its own or older.
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("build_info") = JDISTADAM_BUILD_INFO;
+  // Whether a device can read and write the memory of another one of this process.
+  m.def("can_reach", &JDISTADAM_HANDLER(CanReach));
   m.def("handlers", [] {
     nb::dict handlers;
     handlers["jdistadam_adam"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Adam)));
     handlers["jdistadam_norm"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Norm)));
     handlers["jdistadam_sum"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Sum)));
     handlers["jdistadam_keep"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Keep)));
+    handlers["jdistadam_peer_sum"] =
+        nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(PeerSum)));
+    handlers["jdistadam_peer_step"] =
+        nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(PeerStep)));
     handlers["jdistadam_graph_node"] =
         nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(GraphNode)));
     return handlers;

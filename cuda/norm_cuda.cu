@@ -5,7 +5,7 @@
 
 #include "kernels_cuda.h"
 #include "leaf_table.cuh"
-#include "norm.h"
+#include "norm.cuh"
 #include "vector.cuh"
 
 namespace jdistadam {
@@ -15,36 +15,6 @@ constexpr int kVector = 4;
 constexpr int kThreads = kNormLanes / kVector;  // of a tile: thread t owns lanes 4 t ... 4 t + 3
 constexpr int kRows = kNormTile / kNormLanes;
 constexpr int kFinalThreads = kNormLanes;
-
-// Halves the lanes that lie `kPerThread` a thread, until the first holds the sum of all; in thread
-// 0 only.
-template <int kPerThread>
-__device__ float SumLanes(float (&lanes)[kPerThread]) {
-  __shared__ float shared[kNormLanes];
-  constexpr int threads = kNormLanes / kPerThread;
-#pragma unroll
-  for (int half = threads / 2; half >= 32; half /= 2) {
-#pragma unroll
-    for (int k = 0; k < kPerThread; ++k) shared[k * threads + threadIdx.x] = lanes[k];
-    __syncthreads();
-    if (threadIdx.x < half) {
-#pragma unroll
-      for (int k = 0; k < kPerThread; ++k) lanes[k] += shared[k * threads + threadIdx.x + half];
-    }
-    __syncthreads();
-  }
-#pragma unroll
-  for (int half = 16; half > 0; half /= 2) {
-#pragma unroll
-    for (int k = 0; k < kPerThread; ++k) lanes[k] += __shfl_down_sync(0xffffffffu, lanes[k], half);
-  }
-#pragma unroll
-  for (int half = kPerThread / 2; half > 0; half /= 2) {
-#pragma unroll
-    for (int k = 0; k < half; ++k) lanes[k] += lanes[k + half];
-  }
-  return lanes[0];
-}
 
 template <Dtype kDtype>
 __device__ __forceinline__ void LoadRow(const NormLeaf& leaf, size_t i, bool aligned,
@@ -113,12 +83,16 @@ cudaError_t Launch(const NormCall& call, cudaStream_t stream) {
         return cudaGetLastError();
       });
   if (error != cudaSuccess) return error;
-  FinalKernel<<<1, kFinalThreads, 0, stream>>>(call.tiles, call.num_tiles, call.sum_of_squares,
-                                               call.found_inf);
-  return cudaGetLastError();
+  return SumTilesCuda(call.tiles, call.num_tiles, call.sum_of_squares, call.found_inf, stream);
 }
 
 }  // namespace
+
+cudaError_t SumTilesCuda(const TileNorm* tiles, size_t num_tiles, float* sum_of_squares,
+                         bool* found_inf, cudaStream_t stream) {
+  FinalKernel<<<1, kFinalThreads, 0, stream>>>(tiles, num_tiles, sum_of_squares, found_inf);
+  return cudaGetLastError();
+}
 
 cudaError_t NormCuda(const NormCall& call, cudaStream_t stream) {
   switch (call.dtype) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -179,6 +179,56 @@ def mean_factor(config: DistributedConfig, weight: Any) -> tuple[jax.Array, jax.
     return jnp.where(total == 0, 0, 1 / total), total == 0
 
 
+class LocalGrads(NamedTuple):
+    """This device's gradients, checked, as a step over peer memory takes them.
+
+    Attributes:
+      buckets: The whole gradient of every bucket, in the communication dtype.
+      mean_scale: As in SummedGrads, and so is the next.
+      is_empty: Whether the total weight is zero.
+    """
+
+    buckets: list[jax.Array]
+    mean_scale: jax.Array
+    is_empty: jax.Array | None
+
+
+def local_grads(
+    config: DistributedConfig, schedule: Schedule, grads: Grads, treedef: Any
+) -> LocalGrads:
+    """Checks local gradients, or what ``accumulate`` returned; nothing is sent but weights."""
+    sums, weight = grads, None
+    if isinstance(grads, AccumulatedGrads):
+        sums, weight = grads.sums, grads.weight
+    _check_local(config, schedule, sums, treedef)
+    buckets = [
+        collectives.keep_cast(array, config.policy.wire_dtype)
+        for array in _whole_buckets(config, schedule, jax.tree.leaves(sums))
+    ]
+    mean_scale, is_empty = mean_factor(config, weight)
+    return LocalGrads(buckets, mean_scale if config.average_grads else jnp.float32(1), is_empty)
+
+
+def _check_local(config: DistributedConfig, schedule: Schedule, grads: Grads, treedef: Any) -> None:
+    """Raises unless gradients are like the params and this device's own."""
+    marker = collectives.axis_index(config.parallel.data_axes)  # varies, where types say so
+    whole = treedef.unflatten(schedule.layout.shapes())
+    check_grads(config, schedule.layout, grads, whole=whole, marker=marker, like_name="params")
+
+
+def _whole_buckets(
+    config: DistributedConfig, schedule: Schedule, grads: Sequence[Any]
+) -> Iterator[jax.Array]:
+    """The gradient of each bucket, in its own dtype; small leaves are packed."""
+    for entry in schedule.buckets:
+        bucket = entry.bucket
+        if bucket.is_packed:
+            dtype = jnp.promote_types(bucket.dtype, config.policy.wire_dtype)
+            yield packing.bucket_array(bucket, grads, dtype)
+        else:
+            yield grads[bucket.leaf]
+
+
 class SummedGrads(NamedTuple):
     """The gradients of all devices, as a step uses them.
 
@@ -208,9 +258,7 @@ def sum_over_devices(
     if isinstance(grads, AccumulatedGrads):
         sums, weight = grads.sums, grads.weight
     if weight is None or not config.parallel.shards_grads:
-        marker = collectives.axis_index(config.parallel.data_axes)  # varies, where types say so
-        whole = treedef.unflatten(schedule.layout.shapes())
-        check_grads(config, schedule.layout, sums, whole=whole, marker=marker, like_name="params")
+        _check_local(config, schedule, sums, treedef)
         shards = summed_shards(config, schedule, jax.tree.leaves(sums), includes_outer=True)
     else:  # summed over shard_axes, micro-batch by micro-batch
         pairs = zip(schedule.buckets, sums, strict=True)
@@ -231,14 +279,11 @@ def summed_shards(
     came through ``gather_params``: it is summed over ``shard_axes`` already.
     """
     shards = []
-    for entry in schedule.buckets:
+    arrays = _whole_buckets(config, schedule, grads)
+    for entry, array in zip(schedule.buckets, arrays, strict=True):
         bucket = entry.bucket
-        array = grads[bucket.leaves[0]]  # as it is, and in its own dtype
         phases = [entry.reduce, entry.reduce_outer] if includes_outer else [entry.reduce]
-        if bucket.is_packed:
-            dtype = jnp.promote_types(bucket.dtype, config.policy.wire_dtype)
-            array = packing.bucket_array(bucket, grads, dtype)
-        elif bucket.is_sharded_param and array.shape != schedule.layout.leaves[bucket.leaf].shape:
+        if bucket.is_sharded_param and array.shape != schedule.layout.leaves[bucket.leaf].shape:
             phases = phases[1:]
         shards.append(transport.sum_gradients(phases, array, bucket.cut_dim))
     return shards

@@ -21,6 +21,7 @@ from jdistadam.core.main_params import MainParams
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.types import Params
 from jdistadam.distributed import param_specs
+from jdistadam.distributed.communication import OVER_XLA, Communication
 from jdistadam.distributed.layout import Layout, Leaf, make_layout
 from jdistadam.distributed.layout_identity import identity_of
 from jdistadam.distributed.mesh_axes import DataParallel
@@ -49,6 +50,7 @@ class DistributedConfig:
     bucket_bytes: int
     given_param_specs: Any
     stacked: Callable[[str], bool] | None = None
+    communication: Communication = OVER_XLA
 
     @property
     def mesh(self) -> Mesh:
@@ -141,7 +143,8 @@ class DistributedConfig:
     def schedule(self, whole: Params, *, accumulate_steps: int = 1) -> Schedule:
         """Returns what one step sends, in which order, with the layout; for whole params."""
         layout = self.layout(whole)
-        return make_schedule(layout, self.parallel, self.policy, accumulate_steps)
+        means = self.communication.means
+        return make_schedule(layout, self.parallel, self.policy, accumulate_steps, means)
 
     def identity(self, layout: Layout) -> np.ndarray:
         """Returns the identity of a layout: bytes of its text."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -33,16 +35,27 @@ def norm_and_finite(
         if copies:
             partial_squares = jnp.where(collectives.axis_index(copies) == 0, partial_squares, 0)
         squares, found = squares + partial_squares, found | found_here
-    everyone = parallel.state_axes + parallel.tensor_axes
+    return norm_of_squares(config, squares, found, grads.mean_scale, scaling)
+
+
+def norm_of_squares(
+    config: DistributedConfig,
+    squares: jax.Array,
+    found: jax.Array,
+    mean_scale: jax.Array,
+    scaling: LossScaleState | None,
+) -> tuple[jax.Array, jax.Array]:
+    """What ``norm_and_finite`` returns, of what one device found in its shards."""
+    everyone = config.parallel.state_axes + config.parallel.tensor_axes
     if scaling is None:
         squares = collectives.all_reduce(squares, everyone)
-        return jnp.sqrt(squares) * grads.mean_scale, jnp.zeros((), jnp.bool_)
+        return jnp.sqrt(squares) * mean_scale, jnp.zeros((), jnp.bool_)
     both = jnp.stack([squares, found.astype(jnp.float32)])
     squares, count = collectives.all_reduce(varying.to_varying(both, everyone), everyone)
-    return jnp.sqrt(squares) * grads.mean_scale, count > 0
+    return jnp.sqrt(squares) * mean_scale, count > 0
 
 
-def clipped_scale(max_grad_norm: float | None, mean_scale: jax.Array, norm: jax.Array) -> jax.Array:
+def clipped_scale(max_grad_norm: float | None, mean_scale: jax.Array, norm: Any) -> jax.Array:
     """What every summed gradient is multiplied by: the mean, and the clip on top of it."""
     if max_grad_norm is None:
         return mean_scale

@@ -13,6 +13,7 @@ from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
 from jdistadam.core.loss_scale import DynamicLossScale, check_loss_scale
 from jdistadam.core.precision import MixedPrecisionPolicy, check_nu_dtype
 from jdistadam.distributed.checks import check_arguments, check_stacked
+from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.mesh_axes import make_data_parallel
 from jdistadam.distributed.transformation import DistributedTransformation, make_distributed
@@ -39,6 +40,7 @@ def distributed_fused_adamw(
     average_grads: bool = True,
     bucket_bytes: int = 32 << 20,
     param_specs: Any = None,
+    communication: str = "auto",
     stacked: Callable[[str], bool] | None = None,
     param_labels: Any = None,
     groups: Mapping[str, Mapping[str, Any]] | None = None,
@@ -105,6 +107,11 @@ def distributed_fused_adamw(
         ``nnx.get_partition_spec`` give one. ``train_step`` leaves these axes to XLA. In a
         ``jax.shard_map`` of your own over all axes, gradients of leaves that are not sharded over
         such an axis must be the same along it.
+      communication: By which means a step moves bytes. "xla": its collectives. "peer": one kernel
+        that reads the other GPUs' gradients, updates, and writes into their parameters, for GPUs
+        (or virtual CPU devices) of one process; raises where it is not supported, as in
+        ``distributed/communication.py``. "auto": "peer" on GPUs where it is supported, with
+        ``grad_reduce_dtype=jnp.float32`` among the conditions, else "xla". Both give the same bits.
       stacked: For models that scan over layers: a predicate on the path of a leaf, such as
         ``lambda path: "layers" in path`` for ``params['layers']['w']``, that says whether its first
         dimension is the layers. What is sharded of these leaves is sharded within a layer. The
@@ -164,6 +171,7 @@ def distributed_fused_adamw(
         average_grads=average_grads,
         bucket_bytes=bucket_bytes,
         param_specs=param_specs,
+        communication=communication,
         stacked=stacked,
         param_labels=param_labels,
         groups=groups,
@@ -190,6 +198,7 @@ def distributed_fused_adam(
     average_grads: bool = True,
     bucket_bytes: int = 32 << 20,
     param_specs: Any = None,
+    communication: str = "auto",
     stacked: Callable[[str], bool] | None = None,
     param_labels: Any = None,
     groups: Mapping[str, Mapping[str, Any]] | None = None,
@@ -217,6 +226,7 @@ def distributed_fused_adam(
       average_grads: Whether to take the mean over devices rather than the sum.
       bucket_bytes: Upper limit of a bucket of packed small leaves, in bytes.
       param_specs: Where params are sharded over other axes.
+      communication: As in ``distributed_fused_adamw``.
       stacked: Which leaves are scanned layers.
       param_labels: Labels of the params.
       groups: What differs between labels; ``weight_decay`` in a group is decoupled.
@@ -257,6 +267,7 @@ def distributed_fused_adam(
         average_grads=average_grads,
         bucket_bytes=bucket_bytes,
         param_specs=param_specs,
+        communication=communication,
         stacked=stacked,
         param_labels=param_labels,
         groups=groups,
@@ -279,6 +290,7 @@ def _distributed(
     average_grads: bool,
     bucket_bytes: int,
     param_specs: Any,
+    communication: str,
     stacked: Callable[[str], bool] | None,
     param_labels: Any,
     groups: Any,
@@ -312,5 +324,6 @@ def _distributed(
         bucket_bytes=bucket_bytes,
         given_param_specs=param_specs,
         stacked=stacked,
+        communication=choose_communication(communication, parallel, policy),
     )
     return make_distributed(config)

@@ -51,7 +51,8 @@ class Collective:
         what it multiplied with, but not every bias.
       when: "step": once; "micro-batch": for each of them; "layer": for each layer of a scan, in
         each micro-batch.
-      means: How bytes move between devices: "xla", by a collective of the compiler.
+      means: How bytes move between devices: "xla", by a collective of the compiler; "peer", read
+        from and written to the memory of the others by the kernels of communication.py.
     """
 
     op: str
@@ -137,6 +138,7 @@ def make_schedule(
     parallel: DataParallel,
     policy: MixedPrecisionPolicy,
     accumulate_steps: int = 1,
+    means: str = "xla",
 ) -> Schedule:
     """Decides what every bucket of a layout sends.
 
@@ -145,6 +147,7 @@ def make_schedule(
       parallel: The axes and the strategy.
       policy: The dtypes.
       accumulate_steps: Number of micro-batches; counts in ``times`` alone.
+      means: "xla", or "peer".
 
     Example:
       >>> import jax
@@ -161,7 +164,8 @@ def make_schedule(
     for bucket in layout.buckets:
         size = layer_sizes.get(bucket.num_layers, 0)
         layer_sizes[bucket.num_layers] = size + bucket.shard_size
-    maker = _PhaseMaker(parallel, policy, accumulate_steps if parallel.shards_grads else 1)
+    num_reductions = accumulate_steps if parallel.shards_grads else 1
+    maker = _PhaseMaker(parallel, policy, num_reductions, means)
     entries = []
     for bucket in layout.buckets:
         paths = tuple(layout.leaves[i].path for i in bucket.leaves)
@@ -181,6 +185,7 @@ class _PhaseMaker:
     parallel: DataParallel
     policy: MixedPrecisionPolicy
     num_reductions: int  # how often a step reduces gradients over shard_axes
+    means: str
 
     def bucket_schedule(
         self, bucket: Bucket, paths: tuple[str, ...], whole_size: int
@@ -250,6 +255,7 @@ class _PhaseMaker:
             devices=devices,
             times=1,
             leaves=paths,
+            means=self.means,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -12,13 +11,15 @@ import optax
 from jdistadam.core import trees, varying
 from jdistadam.core.loss_scale import LossScaleState, new_loss_scale, next_loss_scale
 from jdistadam.core.types import Grads, Params
-from jdistadam.distributed.accumulate import AccumulatedGrads, SummedGrads, sum_over_devices
+from jdistadam.distributed.accumulate import AccumulatedGrads, sum_over_devices
 from jdistadam.distributed.checks import check_inside, check_scaling, check_step, refuse_vmap
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.gather import gather_new_params
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import main_shard
-from jdistadam.distributed.norm import clipped_scale, norm_and_finite
+from jdistadam.distributed.norm import norm_and_finite
+from jdistadam.distributed.peer_step import step_over_peer_memory
+from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.seen_params import SeenParams
 from jdistadam.distributed.state import (
     DistributedState,
@@ -26,10 +27,9 @@ from jdistadam.distributed.state import (
     check_own_state,
     find_state,
 )
-from jdistadam.distributed.update import update_shards
+from jdistadam.distributed.update import Updated, any_flag, step_scalars, update_shards
 from jdistadam.errors import TreeError
-from jdistadam.kernels.adam import Scalars
-from jdistadam.kernels.coefficients import at_count, coefficient_row
+from jdistadam.kernels.coefficients import at_count
 
 
 def init_local(config: DistributedConfig, layout: Layout, params: Params) -> DistributedState:
@@ -81,51 +81,53 @@ def step_local(
     leaves: list[Any] = jax.tree.leaves(params)
     treedef: Any = jax.tree.structure(params)
     is_other = None if identity is None else jnp.any(state.layout_identity != identity)
+    is_peer = config.communication.is_peer and schedule.buckets
+    step = step_over_peer_memory if is_peer else _step_over_xla
+    done = step(config, schedule, grads, state, treedef, leaves, is_other)
+    for i, leaf in done.leaves.items():
+        leaves[i] = leaf  # frozen and zero-size ones stay as they are
+    is_skipped = done.is_skipped
+    new_state = DistributedState(
+        count=trees.keep_if(is_skipped, state.count, optax.safe_increment(state.count)),
+        main_params=done.flat.main_params,
+        mu=done.flat.mu,
+        nu=done.flat.nu,
+        grad_norm=done.norm if is_other is None else jnp.where(is_other, jnp.nan, done.norm),
+        layout_identity=state.layout_identity,
+        scaling=_next_scaling(config, state.scaling, done.found_inf, done.is_empty),
+    )
+    learning_rate = jnp.float32(at_count(config.hyper.learning_rate, state.count))
+    return StepResult(treedef.unflatten(leaves), new_state, is_skipped, is_other, learning_rate)
+
+
+def _step_over_xla(
+    config: DistributedConfig,
+    schedule: Schedule,
+    grads: Grads,
+    state: DistributedState,
+    treedef: Any,
+    leaves: list[Any],
+    is_other: jax.Array | None,
+) -> Updated:
+    """Reduction, norm, kernel and all-gather with XLA's collectives."""
     summed = sum_over_devices(config, schedule, grads, treedef)
-    norm, found_inf = norm_and_finite(config, layout, summed, state.scaling)
-    is_skipped = _any(None if state.scaling is None else found_inf, summed.is_empty, is_other)
-    scalars = _scalars(config, state, summed, norm, is_skipped)
+    norm, found_inf = norm_and_finite(config, schedule.layout, summed, state.scaling)
+    is_skipped = any_flag(None if state.scaling is None else found_inf, summed.is_empty, is_other)
+    scalars = step_scalars(config, state, summed.mean_scale, norm, is_skipped)
     flat, shards = update_shards(
         config,
-        layout,
+        schedule.layout,
         scalars,
         grads=summed.shards,
         state=state,
         params=leaves,
         is_other_layout=is_other,
     )
-    for i, leaf in gather_new_params(config.parallel, schedule, shards).items():
-        if config.policy.param_comm_dtype is not None:
-            # The rounding to send it would change what a skipped step must leave alone.
-            leaf = trees.keep_if(is_skipped, leaves[i], leaf)
-        leaves[i] = leaf  # frozen and zero-size ones stay as they are
-    new_state = DistributedState(
-        count=trees.keep_if(is_skipped, state.count, optax.safe_increment(state.count)),
-        main_params=flat.main_params,
-        mu=flat.mu,
-        nu=flat.nu,
-        grad_norm=norm if is_other is None else jnp.where(is_other, jnp.nan, norm),
-        layout_identity=state.layout_identity,
-        scaling=_next_scaling(config, state.scaling, found_inf, summed.is_empty),
-    )
-    learning_rate = jnp.float32(at_count(config.hyper.learning_rate, state.count))
-    return StepResult(treedef.unflatten(leaves), new_state, is_skipped, is_other, learning_rate)
-
-
-def _scalars(
-    config: DistributedConfig,
-    state: DistributedState,
-    grads: SummedGrads,
-    norm: jax.Array,
-    is_skipped: jax.Array | None,
-) -> Scalars:
-    """What the kernel is told besides arrays; the loss scale, the mean and the clip are one."""
-    rows = [coefficient_row(h, state.count, decay=decay) for h, decay in config.groups.rows]
-    inv_scale = clipped_scale(config.max_grad_norm, grads.mean_scale, norm)
-    if state.scaling is not None:
-        inv_scale = inv_scale * (1 / state.scaling.loss_scale)
-    skip = jnp.zeros((), jnp.bool_) if is_skipped is None else is_skipped
-    return Scalars(jnp.stack(rows), inv_scale, skip)
+    new = gather_new_params(config.parallel, schedule, shards)
+    if config.policy.param_comm_dtype is not None:
+        # The rounding to send them would change what a skipped step must leave alone.
+        new = {i: trees.keep_if(is_skipped, leaves[i], leaf) for i, leaf in new.items()}
+    return Updated(flat, new, norm, found_inf, is_skipped, summed.is_empty)
 
 
 def _next_scaling(
@@ -139,12 +141,6 @@ def _next_scaling(
         return None
     assert config.loss_scale is not None
     return trees.keep_if(is_empty, scaling, next_loss_scale(config.loss_scale, scaling, found_inf))
-
-
-def _any(*flags: jax.Array | None) -> jax.Array | None:
-    """Whether any flag is set; None where there is none."""
-    given = [flag for flag in flags if flag is not None]
-    return functools.reduce(jnp.logical_or, given) if given else None
 
 
 def grad_norm_local(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +14,11 @@ from jdistadam.core.main_params import MainParams
 from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket, Layout
+from jdistadam.distributed.norm import clipped_scale
 from jdistadam.distributed.state import DistributedState
 from jdistadam.kernels import multi_tensor
 from jdistadam.kernels.adam import STEP_MODES, Operands, Scalars, Spec, adam
+from jdistadam.kernels.coefficients import coefficient_row
 
 
 class FlatState(NamedTuple):
@@ -24,6 +27,48 @@ class FlatState(NamedTuple):
     main_params: Any
     mu: Any
     nu: Any
+
+
+class Updated(NamedTuple):
+    """What a step has changed, whatever means it communicated by.
+
+    Attributes:
+      flat: The new state.
+      leaves: New parameters by the index of the leaf.
+      norm: The global norm of the mean gradient.
+      found_inf: Whether a gradient is not finite; only with a loss scale.
+      is_skipped: Whether everything stayed as it was; None where that cannot happen.
+      is_empty: Whether the total weight is zero; None where it cannot be.
+    """
+
+    flat: FlatState
+    leaves: dict[int, jax.Array]
+    norm: jax.Array
+    found_inf: jax.Array
+    is_skipped: jax.Array | None
+    is_empty: jax.Array | None
+
+
+def any_flag(*flags: jax.Array | None) -> jax.Array | None:
+    """Whether any flag is set; None where there is none."""
+    given = [flag for flag in flags if flag is not None]
+    return functools.reduce(jnp.logical_or, given) if given else None
+
+
+def step_scalars(
+    config: DistributedConfig,
+    state: DistributedState,
+    mean_scale: jax.Array,
+    norm: jax.Array | None,
+    is_skipped: jax.Array | None,
+) -> Scalars:
+    """What the kernel is told besides arrays; the loss scale, the mean and the clip are one."""
+    rows = [coefficient_row(h, state.count, decay=decay) for h, decay in config.groups.rows]
+    inv_scale = clipped_scale(config.max_grad_norm, mean_scale, norm)
+    if state.scaling is not None:
+        inv_scale = inv_scale * (1 / state.scaling.loss_scale)
+    skip = jnp.zeros((), jnp.bool_) if is_skipped is None else is_skipped
+    return Scalars(jnp.stack(rows), inv_scale, skip)
 
 
 def update_shards(

@@ -105,6 +105,12 @@ def check_ffi_api_version(built: tuple[int, int], runtime: tuple[int, int]) -> N
         )
 
 
+def reachable_peers() -> Callable[[int, int], bool]:
+    """Returns a function of two local GPU numbers: whether one can use the other's memory."""
+    reaches: Callable[[int, int], bool] = importlib.import_module(_MODULES["cuda"]).can_reach
+    return reaches
+
+
 def default_platform() -> str:
     """Returns the platform that JAX uses by default, in this module's words."""
     return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())

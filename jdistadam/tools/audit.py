@@ -250,7 +250,7 @@ def _planned(step: TrainStep, state: Any) -> tuple[_Counter, _Counter]:
     accumulate_steps = step.options.accumulate_steps
     for c in planned_collectives(config, state.params, accumulate_steps=accumulate_steps):
         is_scalar = c.op == "all-reduce" and c.result_elements <= _MAX_SCALARS
-        if c.devices > 1 and not is_scalar:
+        if c.devices > 1 and not is_scalar and c.means == "xla":
             key = c.op, c.dtype.name, c.devices
             planned[key] += c.result_elements * c.times
             optional[key] += c.result_elements * c.times * c.is_optional

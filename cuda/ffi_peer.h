@@ -1,0 +1,326 @@
+// Turns the operands of the FFI calls `jdistadam_peer_sum` and `jdistadam_peer_step` into a
+// PeerCall, and has the devices of the process meet around it.
+//
+// peer_sum
+//   operands  norm_scale f32[]; the whole gradients, one array a leaf.
+//   results   the sums, f32, one array a leaf; sum_of_squares f32[], found_inf pred[], scratch
+//             u32[number of tiles, 2].
+// peer_step
+//   operands  norm_scale f32[], coefficients f32[groups, kNumCoefficients], inv_scale f32[],
+//             found_inf pred[]; the whole gradients (or with `summed` the sums), one array a leaf;
+//             main, mu, nu, one flat array each.
+//   results   the whole new parameters, one array a leaf; main, mu, nu, aliased with their operands;
+//             without `summed` the three results of the norm, as above.
+// devices     local numbers of the devices that meet, in the order of the shards.
+// site        differs between the calls of a program.
+// limit_seconds   how long to wait for a device.
+// sizes, runs     of each leaf's shard (peer.h).
+// groups, offsets, nesterov   as in ffi_adam.h.
+#pragma once
+
+#include <algorithm>
+#include <string>
+
+#include "adam_math.h"
+#include "ffi_common.h"
+#include "meeting.h"
+#include "peer.h"
+
+namespace jdistadam {
+
+struct PeerAttributes {
+  bool is_step, summed, nesterov;
+  ffi::Span<const int64_t> devices;
+  int64_t site, limit_seconds;
+  ffi::Span<const int64_t> sizes, runs, offsets;
+  ffi::Span<const int32_t> groups;
+
+  PeerWork work() const {
+    return !is_step ? PeerWork::kSum : summed ? PeerWork::kStepOnSums : PeerWork::kStep;
+  }
+};
+
+inline ffi::Error CheckPeerAttributes(const PeerAttributes& a) {
+  const size_t count = a.sizes.size(), n = a.devices.size();
+  if (n < 1 || n > kMaxPeers) return Invalid("devices: 1 to 8 can meet");
+  if (a.limit_seconds < 1) return Invalid("limit_seconds must be positive");
+  if (a.runs.size() != count || (a.is_step && (a.offsets.size() != count || a.groups.size() != count)))
+    return Invalid("sizes, runs, offsets and groups need one entry a leaf");
+  int64_t end = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const int64_t size = a.sizes[i], run = a.runs[i];
+    if (size < 0 || size > INT64_MAX / int64_t(n) || run < 0 || (size == 0) != (run == 0) ||
+        (size != 0 && size % run != 0))
+      return Invalid("leaf " + std::to_string(i) + ": a shard is so many whole runs");
+    if (!a.is_step) continue;
+    if (a.offsets[i] < end || a.offsets[i] > INT64_MAX - size)
+      return Invalid("leaf " + std::to_string(i) + ": offsets must ascend without overlap");
+    end = a.offsets[i] + size;
+  }
+  return ffi::Error::Success();
+}
+
+// Reads arrays in order, of operands or of results.
+template <typename Buffers>
+class Reader {
+ public:
+  explicit Reader(const Buffers& buffers) : buffers_(buffers) {}
+
+  // The next array, of a float dtype and `elements` elements. The first of a kind sets `*dtype`,
+  // the others must agree.
+  ffi::Error Float(const char* name, size_t elements, bool is_first, Dtype* dtype, void** data) {
+    const auto buffer = GetBuffer(buffers_, next_++);
+    if (!buffer) return Invalid(std::string(name) + ": too few arrays");
+    const auto type = DtypeOf(buffer->element_type());
+    if (!type || *type == Dtype::kUint16)
+      return Invalid(std::string(name) + ": dtype must be float32, bfloat16 or float16");
+    if (!is_first && *type != *dtype)
+      return Invalid(std::string(name) + ": dtypes differ between leaves");
+    *dtype = *type;
+    *data = buffer->untyped_data();
+    return CheckSize(name, buffer->element_count(), elements);
+  }
+
+  // The same of a given dtype.
+  ffi::Error Exactly(const char* name, ffi::DataType type, size_t elements, void** data) {
+    const auto buffer = GetBuffer(buffers_, next_++);
+    if (!buffer) return Invalid(std::string(name) + ": too few arrays");
+    if (buffer->element_type() != type) return Invalid(std::string(name) + ": wrong dtype");
+    *data = buffer->untyped_data();
+    return CheckSize(name, buffer->element_count(), elements);
+  }
+
+  bool is_at_end() const { return next_ == buffers_.size(); }
+
+ private:
+  static ffi::Error CheckSize(const char* name, size_t got, size_t expected) {
+    if (got == expected) return ffi::Error::Success();
+    return Invalid(std::string(name) + ": has " + std::to_string(got) + " elements, expected " +
+                   std::to_string(expected));
+  }
+
+  const Buffers& buffers_;
+  size_t next_ = 0;
+};
+
+#define JDISTADAM_RETURN_IF_ERROR(expression) \
+  if (ffi::Error error_ = (expression); error_.failure()) return error_
+
+// The three results of the norm.
+inline ffi::Error ReadNorm(Reader<ffi::RemainingRets>* results, PeerCall* call) {
+  void* data[3];
+  JDISTADAM_RETURN_IF_ERROR(results->Exactly("sum_of_squares", ffi::DataType::F32, 1, &data[0]));
+  JDISTADAM_RETURN_IF_ERROR(results->Exactly("found_inf", ffi::DataType::PRED, 1, &data[1]));
+  JDISTADAM_RETURN_IF_ERROR(
+      results->Exactly("scratch", ffi::DataType::U32, 2 * call->num_tiles, &data[2]));
+  call->sum_of_squares = static_cast<float*>(data[0]);
+  call->norm_found_inf = static_cast<bool*>(data[1]);
+  call->tiles = static_cast<TileNorm*>(data[2]);
+  return ffi::Error::Success();
+}
+
+// One flat array of the state: an operand, and the result that is aliased with it.
+template <typename Set>
+ffi::Error ReadFlat(const char* name, const PeerAttributes& a, const ffi::RemainingArgs& args,
+                    const ffi::RemainingRets& rets, size_t arg, size_t ret, Dtype* dtype,
+                    const Set& set) {
+  const auto in = GetBuffer(args, arg), out = GetBuffer(rets, ret);
+  if (!in || !out) return Invalid(std::string(name) + ": too few arrays");
+  const auto type = DtypeOf(in->element_type());
+  if (!type || *type == Dtype::kUint16 || in->element_type() != out->element_type())
+    return Invalid(std::string(name) + ": dtype must be float32, bfloat16 or float16");
+  *dtype = *type;
+  if (in->element_count() != out->element_count() ||
+      (in->element_count() > 0 && in->untyped_data() != out->untyped_data()))
+    return Invalid(std::string(name) + ": the result is not aliased with its operand");
+  for (size_t i = 0; i < a.sizes.size(); ++i) {
+    if (size_t(a.offsets[i]) + size_t(a.sizes[i]) > in->element_count())
+      return Invalid(std::string(name) + ": leaf " + std::to_string(i) + " ends beyond it");
+    set(i, DataOf(*in) + size_t(a.offsets[i]) * ItemSize(*type));
+  }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error ReadState(const PeerAttributes& a, const ffi::RemainingArgs& args,
+                            const ffi::RemainingRets& rets, PeerCall* call) {
+  const size_t count = a.sizes.size();
+  Dtype main = Dtype::kFloat32;
+  JDISTADAM_RETURN_IF_ERROR(ReadFlat("main", a, args, rets, count, count, &main,
+                                     [&](size_t i, char* data) {
+                                       call->leaves[i].main = reinterpret_cast<float*>(data);
+                                     }));
+  if (main != Dtype::kFloat32) return Invalid("main: dtype must be float32");
+  JDISTADAM_RETURN_IF_ERROR(ReadFlat("mu", a, args, rets, count + 1, count + 1, &call->dtypes.mu,
+                                     [&](size_t i, char* data) { call->leaves[i].mu = data; }));
+  return ReadFlat("nu", a, args, rets, count + 2, count + 2, &call->dtypes.nu,
+                  [&](size_t i, char* data) { call->leaves[i].nu = data; });
+}
+
+inline ffi::Error BuildPeerCall(const PeerAttributes& a, const ffi::RemainingArgs& args,
+                                const ffi::RemainingRets& rets, PeerCall* call) {
+  JDISTADAM_RETURN_IF_ERROR(CheckPeerAttributes(a));
+  const size_t count = a.sizes.size(), n = a.devices.size();
+  call->work = a.work();
+  call->nesterov = a.nesterov;
+  call->num_tiles = 0;
+  call->leaves.assign(count, {});
+  Reader<ffi::RemainingArgs> operands(args);
+  Reader<ffi::RemainingRets> results(rets);
+  for (size_t i = 0; i < count; ++i) {
+    PeerLeaf& leaf = call->leaves[i];
+    leaf.size = size_t(a.sizes[i]), leaf.run = size_t(a.runs[i]);
+    leaf.first_tile = call->num_tiles;
+    call->num_tiles += NumNormTiles(leaf.size);
+    if (a.is_step) leaf.group = a.groups[i];
+    void* data;
+    const size_t size = leaf.size * (a.summed ? 1 : n);
+    JDISTADAM_RETURN_IF_ERROR(operands.Float("grads", size, i == 0, &call->dtypes.grad, &data));
+    a.summed ? void(leaf.sum = static_cast<float*>(data)) : void(leaf.grad = data);
+  }
+  if (a.summed && count > 0 && call->dtypes.grad != Dtype::kFloat32)
+    return Invalid("sums: dtype must be float32");
+  for (size_t i = 0; i < count; ++i) {
+    PeerLeaf& leaf = call->leaves[i];
+    void* data;
+    if (a.is_step) {
+      JDISTADAM_RETURN_IF_ERROR(
+          results.Float("params", leaf.size * n, true, &leaf.out_dtype, &leaf.out));
+    } else {
+      JDISTADAM_RETURN_IF_ERROR(results.Exactly("sums", ffi::DataType::F32, leaf.size, &data));
+      leaf.sum = static_cast<float*>(data);
+    }
+  }
+  if (a.is_step) {
+    JDISTADAM_RETURN_IF_ERROR(ReadState(a, args, rets, call));
+    if (args.size() != count + 3) return Invalid("too many operands");
+    void* skipped;
+    for (int k = 0; k < 3; ++k) {  // which ReadState has looked at
+      Dtype dtype;
+      const auto buffer = GetBuffer(rets, count + k);
+      JDISTADAM_RETURN_IF_ERROR(
+          results.Float("state", buffer->element_count(), true, &dtype, &skipped));
+    }
+  } else if (!operands.is_at_end()) {
+    return Invalid("too many operands");
+  }
+  if (call->work != PeerWork::kStepOnSums) JDISTADAM_RETURN_IF_ERROR(ReadNorm(&results, call));
+  return results.is_at_end() ? ffi::Error::Success() : Invalid("too many results");
+}
+
+// Sets the scalars of a step.
+inline ffi::Error SetScalars(ffi::Buffer<ffi::F32, 2> coefficients, FloatScalar inv_scale,
+                             BoolScalar found_inf, PeerCall* call) {
+  const auto dims = coefficients.dimensions();
+  if (dims[1] != kNumCoefficients)
+    return Invalid("coefficients need " + std::to_string(kNumCoefficients) + " columns");
+  for (const PeerLeaf& leaf : call->leaves) {
+    if (leaf.group < 0 || leaf.group >= dims[0])
+      return Invalid("a group has no row of coefficients");
+  }
+  call->coefficients = coefficients.typed_data();
+  call->inv_scale = inv_scale.typed_data();
+  call->found_inf = found_inf.typed_data();
+  return ffi::Error::Success();
+}
+
+// Which of the devices that meet this one is; an error if it is none of them.
+inline ffi::Error FindDevice(const PeerAttributes& a, int32_t ordinal, int* me) {
+  for (size_t i = 0; i < a.devices.size(); ++i) {
+    if (a.devices[i] == ordinal) {
+      *me = int(i);
+      return ffi::Error::Success();
+    }
+  }
+  return Invalid("device " + std::to_string(ordinal) + " is not one of those that meet");
+}
+
+// What a device brings to a meeting: where its arrays are, and what the backend needs besides.
+template <typename Extra>
+struct PeerEntry {
+  std::vector<const void*> grads;
+  std::vector<void*> outs;
+  Extra extra;
+};
+
+// Who meets, when and where; one object for a call of one device.
+template <typename Extra>
+class PeerMeeting {
+ public:
+  using Entries = typename Meetings<PeerEntry<Extra>>::Entries;
+
+  PeerMeeting(const PeerAttributes& a, int64_t run, int me)
+      : attributes_(a), run_(run), me_(me), visit_(All().Visit(run, a.site, me)) {}
+
+  // The n-th meeting (`stage`) of this call.
+  ffi::Error Meet(int stage, PeerEntry<Extra> entry, Entries* entries) {
+    std::string missing;
+    *entries = All().Meet({run_, attributes_.site, visit_, stage}, int(attributes_.devices.size()),
+                          me_, std::move(entry), std::chrono::seconds(attributes_.limit_seconds),
+                          &missing);
+    if (*entries != nullptr) return ffi::Error::Success();
+    return ffi::Error::Internal(
+        "jdistadam: devices did not come to a step over peer memory within " +
+        std::to_string(attributes_.limit_seconds) + " s: those at places " + missing +
+        " of the mesh axis. The state is lost. Restore a checkpoint; with communication=\"xla\" "
+        "devices do not wait for each other in this way.");
+  }
+
+  // The arrays of all devices, leaf by leaf.
+  static PeerArrays ArraysOf(const Entries& entries, int me) {
+    PeerArrays arrays{int(entries->size()), me, {}, {}};
+    const auto& first = entries->front();
+    for (size_t l = 0; l < first.grads.size(); ++l)
+      for (const auto& entry : *entries) arrays.grads.push_back(entry.grads[l]);
+    for (size_t l = 0; l < first.outs.size(); ++l)
+      for (const auto& entry : *entries) arrays.outs.push_back(entry.outs[l]);
+    return arrays;
+  }
+
+ private:
+  static Meetings<PeerEntry<Extra>>& All() {
+    static auto* all = new Meetings<PeerEntry<Extra>>;  // outlives threads at exit
+    return *all;
+  }
+
+  const PeerAttributes& attributes_;
+  const int64_t run_;
+  const int me_;
+  const int64_t visit_;
+};
+
+// What this device's call has that others read or write.
+template <typename Extra>
+PeerEntry<Extra> EntryOf(const PeerCall& call, Extra extra) {
+  PeerEntry<Extra> entry{{}, {}, extra};
+  for (const PeerLeaf& leaf : call.leaves) {
+    if (call.work != PeerWork::kStepOnSums) entry.grads.push_back(leaf.grad);
+    if (call.work != PeerWork::kSum) entry.outs.push_back(leaf.out);
+  }
+  return entry;
+}
+
+// The bindings that both backends share, behind their execution contexts.
+#define JDISTADAM_PEER_CONTEXT .Ctx<::xla::ffi::RunId>().Ctx<::xla::ffi::DeviceOrdinal>()
+#define JDISTADAM_PEER_WHERE                           \
+  .Attr<::xla::ffi::Span<const int64_t>>("devices")    \
+      .Attr<int64_t>("site")                           \
+      .Attr<int64_t>("limit_seconds")                  \
+      .Attr<::xla::ffi::Span<const int64_t>>("sizes")  \
+      .Attr<::xla::ffi::Span<const int64_t>>("runs")
+#define JDISTADAM_PEER_SUM_BINDING                     \
+  .Arg<::jdistadam::FloatScalar>() /* norm_scale */    \
+      .RemainingArgs()                                 \
+      .RemainingRets() JDISTADAM_PEER_WHERE
+#define JDISTADAM_PEER_STEP_BINDING                                         \
+  .Arg<::jdistadam::FloatScalar>()                        /* norm_scale */  \
+      .Arg<::xla::ffi::Buffer<::xla::ffi::F32, 2>>()      /* coefficients */ \
+      .Arg<::jdistadam::FloatScalar>()                    /* inv_scale */   \
+      .Arg<::jdistadam::BoolScalar>()                     /* found_inf */   \
+      .RemainingArgs()                                                      \
+      .RemainingRets() JDISTADAM_PEER_WHERE                                 \
+      .Attr<::xla::ffi::Span<const int64_t>>("offsets")                     \
+      .Attr<::xla::ffi::Span<const int32_t>>("groups")                      \
+      .Attr<bool>("nesterov")                                               \
+      .Attr<bool>("summed")
+
+}  // namespace jdistadam

@@ -1,0 +1,38 @@
+// What kernels that take a norm share on a CUDA device; the order of the sums is that of norm.h.
+#pragma once
+
+#include "norm.h"
+
+namespace jdistadam {
+
+// Halves the lanes that lie `kPerThread` a thread, until the first holds the sum of all; in thread
+// 0 only.
+template <int kPerThread>
+__device__ float SumLanes(float (&lanes)[kPerThread]) {
+  __shared__ float shared[kNormLanes];
+  constexpr int threads = kNormLanes / kPerThread;
+#pragma unroll
+  for (int half = threads / 2; half >= 32; half /= 2) {
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) shared[k * threads + threadIdx.x] = lanes[k];
+    __syncthreads();
+    if (threadIdx.x < half) {
+#pragma unroll
+      for (int k = 0; k < kPerThread; ++k) lanes[k] += shared[k * threads + threadIdx.x + half];
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int half = 16; half > 0; half /= 2) {
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) lanes[k] += __shfl_down_sync(0xffffffffu, lanes[k], half);
+  }
+#pragma unroll
+  for (int half = kPerThread / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int k = 0; k < half; ++k) lanes[k] += lanes[k + half];
+  }
+  return lanes[0];
+}
+
+}  // namespace jdistadam

@@ -1,0 +1,89 @@
+// A step of Adam over the memory of several devices of one process: the interface between the
+// kernels and the FFI handlers.
+//
+// Every device owns one shard of each leaf. It reads this shard of the gradients of all devices,
+// where they are, adds them in float32, updates its part of the state, and writes the new
+// parameters into the arrays of all devices:
+//
+//   sum    <- grad of device 0 + ... + grad of device n - 1       pairwise (pairwise.h), float32
+//   main, mu, nu <- Adam of sum * inv_scale                       adam_math.h
+//   out of every device <- main, rounded
+//
+// A leaf of shape (rows, n * d, inner) is cut along its middle dimension: shard `me` is `rows` runs
+// of run = d * inner elements, each of them run `me` of n that are behind one another in the leaf.
+// Flat arrays of the state hold the runs without gaps.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "dtype.h"
+#include "norm.h"
+#include "parallel.h"
+
+namespace jdistadam {
+
+constexpr int kMaxPeers = 8;
+
+// Which parts of a step a call does.
+enum class PeerWork {
+  kSum,         // sum <- gradients; and their norm
+  kStep,        // the whole step; and the norm of the gradients, for who wants to know it
+  kStepOnSums,  // the step on what kSum made, which a norm was taken of in between
+};
+
+// One leaf as one device sees it. Null where a call does not use it.
+struct PeerLeaf {
+  const void* grad;  // the whole gradient of this device
+  float* sum;        // this device's shard of the sum, without gaps
+  float* main;
+  void* mu;
+  void* nu;
+  void* out;    // the whole new parameter of this device
+  size_t size;  // elements of a shard
+  size_t run;
+  size_t first_tile;  // of the norm: those of all leaves before
+  int32_t group;      // row of the coefficients
+  Dtype out_dtype;
+};
+
+struct PeerDtypes {
+  Dtype grad, mu, nu;
+};
+
+// The pointers are device memory in the CUDA kernels. `tiles` and what follows it are of the norm,
+// which kStepOnSums does not take.
+struct PeerCall {
+  PeerWork work;
+  bool nesterov;
+  PeerDtypes dtypes;
+  const float* coefficients;
+  const float* inv_scale;
+  const bool* found_inf;
+  std::vector<PeerLeaf> leaves;
+  const float* norm_scale;  // multiplies the sums before they are squared
+  size_t num_tiles;
+  TileNorm* tiles;
+  float* sum_of_squares;
+  bool* norm_found_inf;
+};
+
+// Where the arrays of all devices are: leaf by leaf, within a leaf device by device.
+struct PeerArrays {
+  int count;  // of devices
+  int me;
+  std::vector<const void*> grads;  // empty in kStepOnSums
+  std::vector<void*> outs;         // empty in kSum
+};
+
+// Where element i of a shard is in the whole leaf.
+JDISTADAM_INLINE size_t WholeIndex(size_t size, size_t run, int count, int me, size_t i) {
+  if (run == size) return size_t(me) * size + i;
+  const size_t row = size < (size_t{1} << 32) ? uint32_t(i) / uint32_t(run) : i / run;
+  return row * run * size_t(count) + size_t(me) * run + (i - row * run);
+}
+
+void PeerCpu(const PeerCall& call, const PeerArrays& arrays, const Threads& threads);
+
+}  // namespace jdistadam

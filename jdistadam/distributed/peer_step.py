@@ -1,0 +1,99 @@
+"""A step whose bytes move over peer memory; inside ``jax.shard_map``.
+
+    gradients of all devices -> sum -> update -> parameters of all devices
+
+is one kernel where nothing must be known of the sum before the update: without ``max_grad_norm``
+and without ``loss_scale``. The norm is taken on the way. Else it is two, with the norm between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdistadam.core import trees
+from jdistadam.core.types import Grads
+from jdistadam.distributed import packing
+from jdistadam.distributed.accumulate import local_grads
+from jdistadam.distributed.communication import places
+from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.layout import Bucket
+from jdistadam.distributed.norm import norm_of_squares
+from jdistadam.distributed.schedule import Schedule
+from jdistadam.distributed.state import DistributedState
+from jdistadam.distributed.update import FlatState, Updated, any_flag, step_scalars
+from jdistadam.kernels import native, peer
+
+
+def step_over_peer_memory(
+    config: DistributedConfig,
+    schedule: Schedule,
+    grads: Grads,
+    state: DistributedState,
+    treedef: Any,
+    leaves: list[Any],
+    is_other: jax.Array | None,
+) -> Updated:
+    """Reduction, norm, update and new parameters, with the bits of float32 sums over XLA.
+
+    Args:
+      config: The configuration.
+      schedule: The schedule of the params.
+      grads: Local gradients, or what ``accumulate`` returned.
+      state: The state.
+      treedef: The structure of the params.
+      leaves: Their leaves.
+      is_other: Whether the state is of another layout; None where that was checked before.
+    """
+    local = local_grads(config, schedule, grads, treedef)
+    scaling, buckets = state.scaling, schedule.layout.buckets
+    norm_scale = jnp.float32(1) if scaling is None else 1 / scaling.loss_scale
+    flat, spec = FlatState(state.main_params, state.mu, state.nu), _spec(config, buckets)
+    arrays, norm, found_inf = local.buckets, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
+    is_norm_first = config.max_grad_norm is not None or scaling is not None
+    if is_norm_first:
+        arrays, squares, found = peer.sum_over_peers(spec, norm_scale, arrays)
+        norm, found_inf = norm_of_squares(config, squares, found, local.mean_scale, scaling)
+    skip = None if scaling is None else found_inf
+    is_skipped = any_flag(skip, local.is_empty, is_other)
+    params, flat_arrays, of_sums = peer.step_over_peers(
+        spec,
+        step_scalars(config, state, local.mean_scale, norm, is_skipped),
+        arrays,
+        flat,
+        norm_scale=norm_scale,
+        param_types=[_type_of_params(bucket, schedule, leaves) for bucket in buckets],
+        summed=is_norm_first,
+    )
+    if of_sums is not None:
+        norm, found_inf = norm_of_squares(config, *of_sums, local.mean_scale, scaling)
+    new: dict[int, jax.Array] = {}
+    for bucket, whole in zip(buckets, params, strict=True):
+        new.update(packing.leaves_of_bucket(schedule.layout, bucket, whole))
+    flat = FlatState(*flat_arrays)
+    new = {i: trees.keep_if(is_other, leaves[i], leaf) for i, leaf in new.items()}
+    return Updated(flat, new, norm, found_inf, is_skipped, local.is_empty)
+
+
+def _spec(config: DistributedConfig, buckets: Sequence[Bucket]) -> peer.PeerSpec:
+    """The static side of the calls."""
+    return peer.PeerSpec(
+        devices=places(config.mesh),
+        sizes=tuple(bucket.shard_size for bucket in buckets),
+        runs=tuple(math.prod(bucket.shard_shape[bucket.cut_dim :]) for bucket in buckets),
+        offsets=tuple(bucket.offset for bucket in buckets),
+        groups=tuple(bucket.group for bucket in buckets),
+        nesterov=config.hyper.nesterov,
+    )
+
+
+def _type_of_params(bucket: Bucket, schedule: Schedule, leaves: list[Any]) -> Any:
+    """The type of a bucket's new parameters: it says what that of the old ones says."""
+    if not bucket.is_packed:
+        return jax.typeof(leaves[bucket.leaf])
+    size = schedule.layout.whole_size(bucket)
+    return native.type_like(leaves[bucket.leaves[0]], (size,), bucket.dtype)

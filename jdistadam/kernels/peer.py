@@ -1,0 +1,131 @@
+"""A step over the memory of several devices of one process: the two FFI calls.
+
+Inside of ``jax.shard_map``. The devices wait for each other in every call (cuda/meeting.h). On CPU
+two meetings that do not depend on each other's data may be run in another order by another device,
+and never end: so a step makes one such call, or two with the norm of the first in the second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistadam.core import varying
+from jdistadam.kernels import native, reference
+from jdistadam.kernels.adam import Scalars
+
+LIMIT_SECONDS = 300
+"""How long a device waits for the others of a step before it gives up."""
+
+_SITES = itertools.count(1)  # a number for each call that is traced
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerSpec:
+    """The static side of a call; one entry for each leaf.
+
+    Attributes:
+      devices: Local numbers of the devices that meet, in the order of the shards.
+      sizes: Elements of a shard.
+      runs: Elements of it that are behind each other in the whole leaf.
+      offsets: Where the shard begins in the flat arrays of state.
+      groups: The row of the coefficients that it uses.
+      nesterov: Whether to use Nesterov momentum.
+    """
+
+    devices: tuple[int, ...]
+    sizes: tuple[int, ...]
+    runs: tuple[int, ...]
+    offsets: tuple[int, ...]
+    groups: tuple[int, ...]
+    nesterov: bool
+
+    def _where(self) -> dict[str, Any]:
+        return {
+            "devices": np.asarray(self.devices, np.int64),
+            "site": np.int64(next(_SITES)),
+            "limit_seconds": np.int64(LIMIT_SECONDS),
+            "sizes": np.asarray(self.sizes, np.int64),
+            "runs": np.asarray(self.runs, np.int64),
+        }
+
+    def _norm_types(self, like: Any) -> list[Any]:
+        tiles = sum(-(-size // reference.NORM_TILE) for size in self.sizes)
+        shapes = (((), jnp.float32), ((), jnp.bool_), ((tiles, 2), jnp.uint32))
+        return [native.type_like(like, shape, dtype) for shape, dtype in shapes]
+
+
+def sum_over_peers(
+    spec: PeerSpec, norm_scale: Any, grads: Sequence[Any]
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """Adds this device's shards of the gradients of all devices, pairwise in float32.
+
+    Args:
+      spec: The leaves.
+      norm_scale: What the sums are multiplied by before their norm is taken, shape (), float32.
+      grads: The whole gradients of this device, of one dtype.
+
+    Returns:
+      The sums, each of shape (size,), float32; the sum of their squares; whether one is not finite.
+    """
+    norm_scale, grads = varying.vary_together((norm_scale, list(grads)))
+    types = [native.type_like(grads[0], (size,), jnp.float32) for size in spec.sizes]
+    call = jax.ffi.ffi_call("jdistadam_peer_sum", [*types, *spec._norm_types(grads[0])])
+    *sums, squares, found_inf, _ = call(norm_scale, *grads, **spec._where())
+    return sums, squares, found_inf
+
+
+def step_over_peers(
+    spec: PeerSpec,
+    scalars: Scalars,
+    grads: Sequence[Any],
+    state: Sequence[Any],
+    *,
+    norm_scale: Any,
+    param_types: Sequence[Any],
+    summed: bool,
+) -> tuple[list[jax.Array], tuple[Any, ...], tuple[jax.Array, jax.Array] | None]:
+    """Takes an Adam step on this device's shards, and writes new parameters to all devices.
+
+    Args:
+      spec: The leaves.
+      scalars: How to step.
+      grads: The whole gradients of this device; with ``summed`` what ``sum_over_peers`` returned.
+      state: Main parameters, mu and nu: this device's flat arrays, updated in place.
+      norm_scale: As in ``sum_over_peers``.
+      param_types: The types of the whole new parameters.
+      summed: Whether the gradients are summed already.
+
+    Returns:
+      The whole parameters; the new state; and, unless ``summed``, the sum of squares of the summed
+      gradients, and whether one is not finite.
+    """
+    operands = (norm_scale, scalars, list(grads), tuple(state))
+    norm_scale, scalars, grads, state = varying.vary_together(operands)
+    norm_types = [] if summed else spec._norm_types(grads[0])
+    first_state = 1 + len(scalars) + len(grads)
+    call = jax.ffi.ffi_call(
+        "jdistadam_peer_step",
+        [*param_types, *(jax.typeof(x) for x in state), *norm_types],
+        input_output_aliases={first_state + i: len(grads) + i for i in range(len(state))},
+    )
+    results = call(
+        norm_scale,
+        *scalars,
+        *grads,
+        *state,
+        **spec._where(),
+        offsets=np.asarray(spec.offsets, np.int64),
+        groups=np.asarray(spec.groups, np.int32),
+        nesterov=np.bool_(spec.nesterov),
+        summed=np.bool_(summed),
+    )
+    params, state = list(results[: len(grads)]), tuple(results[len(grads) :][: len(state)])
+    norm = None if summed else (results[-3], results[-2])
+    return params, state, norm

@@ -1,0 +1,206 @@
+"""Steps over peer memory: the bits of float32 sums over XLA, and what is not supported."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdistadam as jda
+from support.bits import assert_trees_same_bits
+from support.exact_sums import HYPER, decays, random_params
+from support.samples import often
+
+BF16 = jnp.bfloat16
+LABELS = {"rows": "slow", "columns": "", "prime": "", "small": "own", "scalar": "", "empty": "ice"}
+GROUPS = {"": {}, "slow": dict(lr_scale=0.5), "own": dict(weight_decay=0.7, b1=0.5)}
+GROUPS |= {"ice": dict(frozen=True)}
+SETTINGS = {
+    "plain": {},
+    "clipped": dict(max_grad_norm=1.0),
+    "scaled": dict(loss_scale=jda.DynamicLossScale(8.0)),
+    "groups": dict(param_labels=LABELS, groups=GROUPS, nesterov=True, bucket_bytes=4096),
+}
+
+
+def loss_fn(params, x):
+    """Gradients that differ between elements, devices and steps, and are rounded."""
+    terms = [
+        jnp.sum(v.astype(jnp.float32).ravel() * jnp.cos(jnp.arange(v.size) * x[0, 0]))
+        for v in jax.tree.leaves(params)
+        if v.size
+    ]
+    return sum(terms)
+
+
+def trained(mesh, means, wire, dtype, steps=10, **kwargs):
+    policy = jda.MixedPrecisionPolicy(
+        grad_comm_dtype=wire,
+        grad_reduce_dtype="float32",
+        mu_dtype=kwargs.pop("mu_dtype", "float32"),
+    )
+    hyper = HYPER | {k: kwargs.pop(k) for k in ("nesterov",) if k in kwargs}
+    tx = jda.distributed_fused_adamw(
+        **hyper, mesh=mesh, policy=policy, mask=decays, communication=means, **kwargs
+    )
+    assert tx.config.communication.means == means
+    params = random_params()
+    state = jda.TrainState.create(params, tx, param_dtypes=dtype)
+    step = jda.train_step(loss_fn, tx, accumulate_steps=2)
+    rng, metrics = np.random.default_rng(1), []
+    for i in range(steps):
+        x = rng.normal(size=(2 * mesh.size, 3)).astype(np.float32)
+        if kwargs.get("loss_scale") is not None and i in (3, 4):
+            x[2, 0] = np.nan  # on one device
+        state, found = step(state, x)
+        metrics.append(found)
+    return state, metrics
+
+
+def mixed(params):
+    """Leaves of two dtypes: two calls, one after the other."""
+    return {k: BF16 if k in ("rows", "prime", "scalar") else jnp.float32 for k in params}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "mixed"])
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("setting", list(SETTINGS))
+@pytest.mark.parametrize("n", [2, 4, 8])
+@often(
+    lambda n, setting, wire, dtype: (
+        (n, setting, wire, dtype)
+        in {
+            (2, "plain", "bfloat16", "bfloat16"),
+            (4, "clipped", "float32", "mixed"),
+            (8, "scaled", "bfloat16", "float32"),
+            (8, "groups", "float16", "mixed"),
+        }
+    )
+)
+def test_it_has_the_bits_of_float32_sums_over_xla(cpu_mesh, n, setting, wire, dtype):
+    """Ten steps of two micro-batches: params, state and metrics; padded, cut along any dimension."""
+    dtype = mixed(random_params()) if dtype == "mixed" else dtype
+    one, two = (
+        trained(cpu_mesh(n), means, wire, dtype, **SETTINGS[setting]) for means in ("xla", "peer")
+    )
+    assert_trees_same_bits(two[1], one[1])
+    assert_trees_same_bits(two[0].params, one[0].params)
+    assert_trees_same_bits(two[0].opt_state, one[0].opt_state)
+    if setting == "scaled":
+        assert int(two[1][-1]["skipped"]) == 2
+
+
+def test_moments_of_16_bits(cpu_mesh):
+    one, two = (
+        trained(cpu_mesh(4), means, "bfloat16", "bfloat16", mu_dtype="bfloat16")
+        for means in ("xla", "peer")
+    )
+    assert_trees_same_bits(two[0], one[0])
+
+
+UNSUPPORTED = [
+    (dict(sharding_strategy="optim_grads"), "sharding_strategy 'optim_grads'"),
+    (dict(policy=jda.MixedPrecisionPolicy()), "grad_reduce_dtype None"),
+    (
+        dict(
+            policy=jda.MixedPrecisionPolicy(
+                grad_reduce_dtype="float32", main_params_dtype="remainder16"
+            )
+        ),
+        "main_params_dtype remainder16",
+    ),
+    (
+        dict(
+            policy=jda.MixedPrecisionPolicy(
+                grad_reduce_dtype="float32", param_comm_dtype="bfloat16"
+            )
+        ),
+        "param_comm_dtype bfloat16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "why"), UNSUPPORTED, ids=[why for _, why in UNSUPPORTED])
+def test_what_is_not_supported_goes_over_xla_or_raises(cpu_mesh, kwargs, why):
+    policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
+    kwargs = dict(learning_rate=1e-3, mesh=cpu_mesh(4), policy=policy) | kwargs
+    tx = jda.distributed_fused_adamw(**kwargs)
+    assert tx.config.communication.means == "xla"
+    assert tx.config.communication.why_not_peer == why
+    with pytest.raises(jda.PolicyError, match=f"communication: .* not supported here: got {why}"):
+        jda.distributed_fused_adamw(communication="peer", **kwargs)
+
+
+def test_three_devices_and_two_axes_and_unknown_means(cpu_mesh):
+    policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
+    make = lambda mesh, **kwargs: jda.distributed_fused_adamw(  # noqa: E731
+        1e-3, mesh=mesh, policy=policy, **kwargs
+    )
+    with pytest.raises(jda.PolicyError, match="got 3 devices"):
+        make(cpu_mesh(3), communication="peer")
+    mesh = jax.make_mesh((4, 2), ("data", "replica"))
+    with pytest.raises(jda.PolicyError, match="got a mesh with axes data, replica"):
+        make(mesh, replica_axis="replica", communication="peer")
+    with pytest.raises(
+        jda.PolicyError, match="communication: unknown: got 'nccl', expected 'auto'"
+    ):
+        make(cpu_mesh(2), communication="nccl")
+    # CPU devices share memory for tests: nothing is won by it, so that "auto" does not choose it.
+    assert make(cpu_mesh(2)).config.communication.why_not_peer == "platform cpu"
+
+
+def test_plan_and_audit_know_the_means(cpu_mesh):
+    """No collective of the gradients or the parameters is in the program, and none is planned."""
+    policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
+    tx = jda.distributed_fused_adamw(1e-3, mesh=cpu_mesh(4), policy=policy, communication="peer")
+    planned = jda.plan(random_params(), tx)
+    assert {c.means for c in planned.collectives} == {"peer"}
+    assert planned.bytes_sent > 0
+    state = jda.TrainState.create(random_params(), tx)
+    found = jda.audit(jda.train_step(loss_fn, tx), state, np.ones((8, 3), np.float32))
+    assert found.passed, found
+    assert not found.rows
+
+
+def test_in_a_loop_and_in_a_custom_training_loop(cpu_mesh):
+    """A scan comes to one call many times; a region of the user's own, checked and not."""
+    from support.exact_sums import without_empty
+    from support.own_loop import make_own_step, own_state
+
+    policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
+    make = lambda means: jda.distributed_fused_adamw(  # noqa: E731
+        **HYPER, mesh=cpu_mesh(4), policy=policy, communication=means
+    )
+    batches = np.random.default_rng(0).normal(size=(6, 8, 3)).astype(np.float32)
+    results = []
+    for means in ("xla", "peer"):
+        tx = make(means)
+        step = jda.train_step(loss_fn, tx)
+        state = jda.TrainState.create(random_params(), tx)
+        results.append(jax.jit(lambda s, b, step=step: jax.lax.scan(step, s, b))(state, batches))
+    assert_trees_same_bits(results[1], results[0])
+    for check_vma in (True, False):
+        results = []
+        for means in ("xla", "peer"):
+            tx = make(means)
+            params, state = own_state(tx, without_empty(random_params()), check_vma)
+            step = make_own_step(tx, loss_fn, check_vma, micro_batches=2)
+            for batch in batches:
+                params, state, norm = step(params, state, jda.shard_batch(batch, tx))
+            results.append((params, state, norm))
+        assert_trees_same_bits(results[1], results[0])
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("setting", list(SETTINGS))
+def test_on_gpus_it_has_the_bits_of_float32_sums_over_xla(setting):
+    gpus = jax.devices("gpu")
+    n = max(n for n in (1, 2, 4, 8) if n <= len(gpus))
+    if n < 2:
+        pytest.skip("needs two GPUs")
+    mesh = jax.make_mesh((n,), ("data",), devices=gpus[:n])
+    for wire, dtype in (("bfloat16", "bfloat16"), ("float32", "mixed")):
+        dtype = mixed(random_params()) if dtype == "mixed" else dtype
+        one, two = (
+            trained(mesh, means, wire, dtype, **SETTINGS[setting]) for means in ("xla", "peer")
+        )
+        assert_trees_same_bits(two, one)
