@@ -57,6 +57,8 @@ def predict(row, parameters, num_devices, rates):
     two moments, and writes these three and a bfloat16 parameter: 28 bytes, 26 with remainders; the
     norm reads the gradients.
     """
+    if _is_over_peers(row, num_devices):
+        return _predict_over_peers(row, parameters, num_devices, rates)
     share = parameters / num_devices
     updated = parameters if row.variant == "no_shard" else share
     sends = _sends(row, 2 * parameters * (num_devices - 1) / num_devices)
@@ -69,6 +71,34 @@ def predict(row, parameters, num_devices, rates):
     if row.variant in STRATEGIES or "clip" in row.modifiers:
         phases["norm"] = (4 if "float32sum" in row.modifiers else 2) * updated / rates["copy"]
     return {name: 1e3 * seconds for name, seconds in phases.items()}
+
+
+def _is_over_peers(row, num_devices):
+    """As communication="auto" decides."""
+    return (
+        row.variant == "optim"
+        and {"float32sum"} <= row.modifiers <= {"float32sum", "clip"}
+        and num_devices in (2, 4, 8)
+    )
+
+
+def _predict_over_peers(row, parameters, num_devices, rates):
+    """One kernel is bound by memory or by the links, which an all-gather shows the speed of.
+
+    It reads a gradient of every device and the state, and writes the state and the parameter of
+    every device; over the links go gradients and parameters of all other devices. With clipping a
+    first kernel writes float32 sums, which the second reads.
+    """
+    share = parameters / num_devices
+    whole = 2 * parameters * (num_devices - 1) / num_devices  # over a link in one direction
+    copy, link = rates["copy"], rates["all-gather"]
+    gradients, state, written = 2 * num_devices * share, 24 * share, 2 * num_devices * share
+    sums = 4 * share
+    if "clip" in row.modifiers:
+        kernels = [(gradients + sums, whole), (sums + state + written, whole)]
+    else:
+        kernels = [(gradients + state + written, 2 * whole)]
+    return {"peer step": 1e3 * sum(max(here / copy, sent / link) for here, sent in kernels)}
 
 
 def _sends(row, whole):

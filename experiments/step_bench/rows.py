@@ -28,8 +28,8 @@ OPTIONS = {  # modifiers that are compiler options, over those that a variant ha
     "merge_30m": merging(30 << 20),
     "merge_1g": merging(1 << 30),
 }
-# What ours is made with; annotations have float32 main parameters, and XLA's own sums.
-SETTINGS = {"clip", "float32sum", "remainder16"}
+# What ours is made with ("float32sum" goes over peer memory where it can); annotations have float32 main parameters, and XLA's own sums.
+SETTINGS = {"clip", "float32sum", "remainder16", "over_xla"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +100,22 @@ _LONG = (
     "optim+clip",
     "optim_grads_params+clip",
     "optim+float32sum",
+    "optim+float32sum+clip",
+    "optim+float32sum+over_xla",
     "optim+remainder16",
     "annotated_zero1+latency_hiding",
     "annotated_zero1+early",
     "optim+early",
 )
-_STEP = ("annotated_zero1", "optim", "optim+clip", "optim+float32sum", "optim+remainder16")
+_STEP = (
+    "annotated_zero1",
+    "optim",
+    "optim+clip",
+    "optim+float32sum",
+    "optim+float32sum+clip",
+    "optim+float32sum+over_xla",
+    "optim+remainder16",
+)
 KNOWN = [
     *_group("unrolled-8", *_LONG),
     *_group("scanned-8", *_LONG),

@@ -13,11 +13,17 @@ import tempfile
 import jax
 
 PHASES = (
-    "model", "update", "sum", "norm", "other", "copies",
+    "model", "peer step", "update", "sum", "norm", "other", "copies",
     "reduce-scatter", "all-gather", "all-reduce", "all-to-all", "peer copies",
 )  # fmt: skip
 _NCCL = {"ReduceScatter": "reduce-scatter", "AllGather": "all-gather", "AllReduce": "all-reduce"}
-_OURS = {"AdamKernel": "update", "TileKernel": "norm", "FinalKernel": "norm", "SumKernel": "sum"}
+_OURS = {
+    "AdamKernel": "update",
+    "PeerKernel": "peer step",
+    "TileKernel": "norm",
+    "FinalKernel": "norm",
+    "SumKernel": "sum",
+}
 _COPY = re.compile(r"(?:mem(?:cpy|set).*|(?:\w+_)?copy(?:_fusion)?(?:_\d+)*)", re.I)
 _MODEL = re.compile(r"gemm|nvjet|cutlass|cudnn|sdpa|flash|fmha|xmma", re.I)
 

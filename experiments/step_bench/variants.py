@@ -229,6 +229,7 @@ def make_tx(mesh, strategy, modifiers, **kwargs):
     return jda.distributed_fused_adamw(
         LEARNING_RATE, **HYPER, mesh=mesh, sharding_strategy=strategy,
         policy=policy_of(modifiers), max_grad_norm=MAX_NORM if "clip" in modifiers else None,
+        communication="xla" if "over_xla" in modifiers else "auto",
         **kwargs,
     )  # fmt: skip
 
