@@ -28,7 +28,8 @@ OPTIONS = {  # modifiers that are compiler options, over those that a variant ha
     "merge_30m": merging(30 << 20),
     "merge_1g": merging(1 << 30),
 }
-# What ours is made with ("float32sum" goes over peer memory where it can); annotations have float32 main parameters, and XLA's own sums.
+# What ours is made with; annotations have float32 main parameters, and XLA's own sums. On GPUs that
+# reach each other "float32sum" goes over peer memory, unless with "over_xla".
 SETTINGS = {"clip", "float32sum", "remainder16", "over_xla"}
 
 
