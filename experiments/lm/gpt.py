@@ -91,7 +91,7 @@ def partition_specs(params, axis):
 
 
 class GPT(nn.Module):
-    """Maps tokens (batch, length) to float32 logits (batch, length, vocabulary).
+    """Maps tokens (batch, length) to logits (batch, length, vocabulary), float32 or wider.
 
     With ``scans``, the parameters of all blocks are stacked under "layers", and a scan applies one
     after the other to its part of what ``gather`` makes of them.
@@ -120,7 +120,7 @@ class GPT(nn.Module):
             for i in range(c.layers):
                 x = Block(c, self.dtype, self.axis, name=f"block_{i}")(x)
         x = nn.LayerNorm(dtype=self.dtype, name="norm")(x)
-        return (x @ table.T).astype(jnp.float32)
+        return (x @ table.T).astype(jnp.promote_types(self.dtype, jnp.float32))
 
     def scan(self, x):
         """Applies all blocks, whose parameters are stacked."""
