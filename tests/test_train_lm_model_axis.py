@@ -14,7 +14,7 @@ from support.samples import often
 
 sys.path.insert(0, str(ROOT / "experiments"))
 import train_lm
-from lm import report
+from lm import gpt, report
 
 WIDTH = 32
 # Never clipped: a norm is a sum in the order of a layout.
@@ -52,14 +52,17 @@ def run(batches, *options):
     ],
 )
 @often(lambda options, replicas: (options[1:], replicas) == (("optim_grads",), 1))
-def test_a_split_model_trains_as_a_whole_one(options, replicas):
+def test_a_split_model_trains_as_a_whole_one(monkeypatch, options, replicas):
     """4 x 2 devices, and 2 x 2 x 2, against 8: six steps with data of their own on all, in bits.
 
     Computed in float64, the gradient of two sequences is the same but for its last bits, in
     whatever order XLA sums over the model axis; sent as float16 it is the same. Numbers of float16
     are multiples of 2^-24, and float32 holds all of those below 1: so its sums over eight devices,
-    or over four and two micro-batches, are exact in every order; these gradients are below 1 / 16.
+    or over four and two micro-batches, are exact in every order. An eighth of the loss keeps them
+    there: absolute gradients of an element add up to at most 0.25 in the first step.
     """
+    whole_loss = gpt.loss_fn
+    monkeypatch.setattr(gpt, "loss_fn", lambda model: lambda *args: whole_loss(model)(*args) / 8)
     rng = np.random.default_rng(3)
     batches = [rng.integers(97, 123, (16, 17), np.int32) for _ in range(6)]
     split = ("--model-axis", "2", "--accumulate-steps", "2", "--replicas", str(replicas))
@@ -67,7 +70,7 @@ def test_a_split_model_trains_as_a_whole_one(options, replicas):
         want, whole, bytes_of_whole = run(batches, *options)
         got, parts, bytes_of_parts = run(batches, *options, *split)
     assert_same_trees(parts, whole, "4 x 2")
-    assert want[-1] < want[0] - 0.5
+    assert want[-1] < 0.9 * want[0]
     # A mean of at most eight losses in float32, each rounded once, on both sides.
     np.testing.assert_allclose(got, want, rtol=2 * 9 * 2.0**-24)
     if "optim_grads" in options:  # half of the matrices, and of the biases of heads and units
