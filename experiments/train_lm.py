@@ -6,6 +6,7 @@ devices. Without a GPU it runs on virtual CPU devices, in minutes; with GPUs it 
     python experiments/train_lm.py                                    # 8 virtual CPU devices
     python experiments/train_lm.py --preset gpt2-small --steps 2000   # on GPUs
     python experiments/train_lm.py --optimizer optax                  # the same with optax.adamw
+    python experiments/train_lm.py --model-axis 2                     # heads and MLP split by XLA
     python experiments/train_lm.py --processes 4                      # one process for each GPU
     srun python experiments/train_lm.py --distributed                 # on many hosts
 """
@@ -44,6 +45,7 @@ def parse_args(argv=None):
     add("--width", type=int)
     add("--devices", type=int, help="default: 8 virtual CPU devices, or all GPUs")
     add("--replicas", type=int, default=1, help="hybrid sharding: how often the state is held")
+    add("--model-axis", type=int, default=1, help="devices over which XLA splits heads and MLP")
     add(
         "--strategy",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
@@ -107,7 +109,47 @@ def resolve(args):
     args.param_dtype = args.param_dtype or ("bfloat16" if on_gpu else "float32")
     args.devices = args.devices or len(jax.devices())
     chosen = {key: getattr(args, key) for key in ("layers", "width", "batch") if getattr(args, key)}
-    return gpt.GPTConfig(**(vars(gpt.PRESETS[args.preset]) | chosen))
+    config = gpt.GPTConfig(**(vars(gpt.PRESETS[args.preset]) | chosen))
+    check_model_axis(args, config)
+    return config
+
+
+def check_model_axis(args, config):
+    """Ends the run, in words, where a model axis does not go with the other options."""
+    size = args.model_axis
+    if size < 1 or args.devices % (size * args.replicas):
+        sys.exit(
+            f"--model-axis {size} with --replicas {args.replicas} does not divide "
+            f"{args.devices} devices: choose numbers whose product does"
+        )
+    if config.heads % size:
+        sys.exit(f"--model-axis {size} does not divide {config.heads} heads: choose one that does")
+    if size > 1 and args.scan and args.strategy == "optim_grads_params":
+        sys.exit(
+            "--model-axis with --scan and --strategy optim_grads_params: layers that XLA splits "
+            "cannot be gathered one by one; leave one of the three out"
+        )
+
+
+def make_mesh(args):
+    """Axes "replica" and "model" are there only if asked for; the model's is the innermost."""
+    # Auto axes, so that the evaluation can be an ordinary jitted function.
+    shape = {"replica": args.replicas} if args.replicas > 1 else {}
+    shape["data"] = args.devices // args.replicas // args.model_axis
+    shape |= {"model": args.model_axis} if args.model_axis > 1 else {}
+    auto = (AxisType.Auto,) * len(shape)
+    devices = jax.devices()[: args.devices]
+    return jax.make_mesh(tuple(shape.values()), tuple(shape), auto, devices=devices)
+
+
+def make_model(args, config, mesh):
+    """Returns (model, params, specs): float32, and over which axis the model splits each leaf."""
+    model = gpt.GPT(config, DTYPES[args.param_dtype], args.scan, remat_policy=jda.remat_policy)
+    tokens = jnp.zeros((1, config.length), jnp.int32)
+    params = jax.jit(model.init)(jax.random.key(args.seed), tokens)["params"]  # float32
+    if "model" not in mesh.axis_names:
+        return model, params, jax.tree.map(lambda x: P(), params)
+    return model.clone(axis="model"), params, gpt.partition_specs(params, "model")
 
 
 def make_schedule(args):
@@ -130,7 +172,7 @@ def matrices(params):
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
-def setup_jdistadam(args, mesh, model, params):
+def setup_jdistadam(args, mesh, model, params, specs):
     """Returns (state, step, params_of): sharded optimizer state, explicit collectives.
 
     Main parameters begin with the float32 values; the model computes with their rounded ones.
@@ -147,6 +189,7 @@ def setup_jdistadam(args, mesh, model, params):
         mesh=mesh, replica_axis="replica" if args.replicas > 1 else None,
         sharding_strategy=args.strategy, policy=policy, max_grad_norm=args.max_grad_norm,
         stacked=is_stacked if gathers else None,
+        param_specs=specs if args.model_axis > 1 else None,
     )  # fmt: skip
     if gathers:
         model = model.clone(gather=functools.partial(jda.gather_params, tx=tx))
@@ -161,17 +204,23 @@ def setup_jdistadam(args, mesh, model, params):
     return state, step, lambda state: jda.full_params(state, tx)
 
 
-def setup_optax(args, mesh, model, params):
-    """The same with optax.adamw: parameters and state replicated, XLA inserts the collectives."""
+def setup_optax(args, mesh, model, params, specs):
+    """The same with optax.adamw: state placed as the model, XLA inserts the collectives."""
     loss = gpt.loss_fn(model)
     tx = optax.chain(
         optax.clip_by_global_norm(args.max_grad_norm),
         optax.adamw(make_schedule(args), b2=args.b2, weight_decay=0.1, mask=matrices),
     )
-    params = jax.device_put(params, NamedSharding(mesh, P()))
-    state = (params, jax.jit(tx.init)(params))
+    everywhere = NamedSharding(mesh, P())
+    of_params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    of_state = optax.tree.map_params(
+        tx, lambda _, sharding: sharding, jax.eval_shape(tx.init, params), of_params,
+        transform_non_params=lambda _: everywhere,
+    )  # fmt: skip
+    params = jax.device_put(params, of_params)
+    state = (params, jax.jit(tx.init, out_shardings=of_state)(params))
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=((of_params, of_state), everywhere))
     def update(state, tokens):
         params, opt_state = state
         value, grads = jax.value_and_grad(loss)(params, tokens)
@@ -203,7 +252,7 @@ class Run:
 
     def place(self, tokens):
         """Puts on each device of this process its part of the batch, which all processes drew."""
-        names = self.mesh.axis_names
+        names = tuple(name for name in self.mesh.axis_names if name != "model")
         sharding = NamedSharding(self.mesh, P(names if len(names) > 1 else names[0]))
         return jax.make_array_from_callback(tokens.shape, sharding, lambda where: tokens[where])
 
@@ -267,21 +316,12 @@ def main(argv=None):
     else:
         jax.config.update("jax_num_cpu_devices", args.devices or 8)
     config = resolve(args)
-    # Auto axes, so that the evaluation can be an ordinary jitted function.
-    devices = jax.devices()[: args.devices]
-    shape = {"replica": args.replicas} if args.replicas > 1 else {}
-    shape["data"] = args.devices // args.replicas
-    auto = (AxisType.Auto,) * len(shape)
-    mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), auto, devices=devices)
-
-    compute_dtype = DTYPES[args.param_dtype]
-    model = gpt.GPT(config, compute_dtype, args.scan, remat_policy=jda.remat_policy)
-    tokens = jnp.zeros((1, config.length), jnp.int32)
-    params = jax.jit(model.init)(jax.random.key(args.seed), tokens)["params"]  # float32
+    mesh = make_mesh(args)
+    model, params, specs = make_model(args, config, mesh)
     # optax keeps no main parameters: its params stay float32, cast where the model computes
     loss = gpt.loss_fn(model)
     setup = {"jdistadam": setup_jdistadam, "optax": setup_optax}[args.optimizer]
-    state, step, params_of = setup(args, mesh, model, params)
+    state, step, params_of = setup(args, mesh, model, params, specs)
 
     run = Run(args, config, mesh, loss)
     print_first = print if processes.is_first() else lambda text: None
@@ -290,7 +330,8 @@ def main(argv=None):
         f"{len(run.validation_text) / 1e6:.2f} MB held out; "
         f"bigram entropy {run.entropy:.3f} nats a byte, zlib -9 {run.zlib_entropy:.3f}"
     )
-    state = run.train(state, step, params_of)
+    with jax.set_mesh(mesh):  # for the model's constraints
+        state = run.train(state, step, params_of)
     if processes.is_first():
         write_report(run, state, params)
 
@@ -311,6 +352,7 @@ def write_report(run, state, params):
         devices=args.devices,
         processes=jax.process_count(),
         replicas=args.replicas,
+        model_axis=args.model_axis,
         strategy=args.strategy if args.optimizer == "jdistadam" else None,
         parameters=sum(x.size for x in jax.tree.leaves(params)),
         validation_loss=run.validation_loss,

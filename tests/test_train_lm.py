@@ -50,14 +50,14 @@ def test_training_learns_and_leaves_its_report(tmp_path, options):
 
 
 @pytest.mark.slow
-def test_sharded_optimizer_follows_optax(tmp_path):
+@pytest.mark.parametrize("options", [(), ("--model-axis", "2"), ("--model-axis", "4", "--scan")])
+def test_sharded_optimizer_follows_optax(tmp_path, options):
     """Same seed, same batches, float32 wire: the two curves are one curve."""
     curves = []
+    options = ("--steps", "20", "--grad-comm-dtype", "float32", *options)
     for name in ("jdistadam", "optax"):
         (tmp_path / name).mkdir()
-        _, rows = train(
-            tmp_path / name, "--steps", "20", "--optimizer", name, "--grad-comm-dtype", "float32"
-        )
+        _, rows = train(tmp_path / name, "--optimizer", name, *options)
         curves.append([row["train_loss"] for row in rows if "train_loss" in row])
     # Rounding differs, and Adam amplifies it: 20 steps of at most 3e-3 keep it below 1e-3 nats.
     np.testing.assert_allclose(curves[0], curves[1], atol=1e-3)

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +31,18 @@ PRESETS = {
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each behind a layer norm and a residual."""
+    """Attention and a two-layer perceptron, each behind a layer norm and a residual.
+
+    With ``axis``, heads and hidden units are split over this axis of the mesh of jax.set_mesh.
+    """
 
     config: GPTConfig
     dtype: Any
+    axis: str | None = None
 
     @nn.compact
     def __call__(self, x):
-        c = self.config
+        c, axis = self.config, self.axis
         scale_down = nn.initializers.normal(0.02 / (2 * c.layers) ** 0.5)
         normal = nn.initializers.normal(0.02)
 
@@ -46,18 +51,47 @@ class Block(nn.Module):
             (3, c.heads, c.width // c.heads), kernel_init=normal, name="qkv", dtype=self.dtype
         )(h)
         q, k, v = (qkv[..., i, :, :] for i in range(3))
-        h = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        h = self.place(jax.nn.dot_product_attention(q, k, v, is_causal=True), axis, None)
         x = x + nn.DenseGeneral(
             c.width, axis=(-2, -1), kernel_init=scale_down, name="out", dtype=self.dtype
         )(h)
+        x = self.place(x, None)
 
         h = nn.LayerNorm(dtype=self.dtype)(x)
         h = nn.gelu(nn.Dense(4 * c.width, kernel_init=normal, name="up", dtype=self.dtype)(h))
-        return x + nn.Dense(c.width, kernel_init=scale_down, name="down", dtype=self.dtype)(h)
+        h = self.place(h, axis)
+        x = x + nn.Dense(c.width, kernel_init=scale_down, name="down", dtype=self.dtype)(h)
+        return self.place(x, None)
+
+    def place(self, x, *names):
+        """Says to XLA over which axis the last dimensions of an activation are split."""
+        if self.axis is None:
+            return x
+        batch = (P.UNCONSTRAINED,) * (x.ndim - len(names))  # stays as it lies
+        return jax.lax.with_sharding_constraint(x, P(*batch, *names))
+
+
+def partition_specs(params, axis):
+    """Returns over which axis each parameter is split, as a ``Block`` with this axis needs it."""
+    split = {
+        ("qkv", "kernel"): P(None, None, axis),  # (width, 3, heads, width / heads)
+        ("qkv", "bias"): P(None, axis),
+        ("out", "kernel"): P(axis),
+        ("up", "kernel"): P(None, axis),
+        ("up", "bias"): P(axis),
+        ("down", "kernel"): P(axis),
+    }
+
+    def spec(path, x):
+        names = tuple(key.key for key in path)
+        found = split.get(names[-2:], P())
+        return P(None, *found) if "layers" in names else found
+
+    return jax.tree_util.tree_map_with_path(spec, params)
 
 
 class GPT(nn.Module):
-    """Maps tokens (batch, length) to float32 logits (batch, length, vocabulary).
+    """Maps tokens (batch, length) to logits (batch, length, vocabulary), float32 or wider.
 
     With ``scans``, the parameters of all blocks are stacked under "layers", and a scan applies one
     after the other to its part of what ``gather`` makes of them.
@@ -68,6 +102,7 @@ class GPT(nn.Module):
     scans: bool = False
     gather: Any = None  # None: the parameters are whole
     remat_policy: Any = None
+    axis: str | None = None  # of the mesh, over which blocks are split
 
     @nn.compact
     def __call__(self, tokens):
@@ -83,13 +118,13 @@ class GPT(nn.Module):
             x = self.scan(x)
         else:
             for i in range(c.layers):
-                x = Block(c, self.dtype, name=f"block_{i}")(x)
+                x = Block(c, self.dtype, self.axis, name=f"block_{i}")(x)
         x = nn.LayerNorm(dtype=self.dtype, name="norm")(x)
-        return (x @ table.T).astype(jnp.float32)
+        return (x @ table.T).astype(jnp.promote_types(self.dtype, jnp.float32))
 
     def scan(self, x):
         """Applies all blocks, whose parameters are stacked."""
-        block = Block(self.config, self.dtype, parent=None)
+        block = Block(self.config, self.dtype, self.axis, parent=None)
 
         def init(key):
             keys = jax.random.split(key, self.config.layers)
