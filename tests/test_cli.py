@@ -248,6 +248,16 @@ def test_plan_begins_with_what_was_planned(small, tmp_path, capsys):
     assert lines[2].endswith("8, as 1 replica of 8")
 
 
+def test_plan_says_by_which_means(small, capsys):
+    """Devices that do not exist share no memory."""
+    for options, why in (
+        ((), "grad_reduce_dtype None"),
+        (("--grad-reduce-dtype", "float32"), "devices that do not exist"),
+    ):
+        assert __main__.main(["plan", *small, "--devices", "8", *options]) == 0
+        assert f"communication: xla ({why})" in capsys.readouterr().out
+
+
 def test_plan_of_a_million_devices(small, capsys):
     assert __main__.main(["plan", *small, "--devices", "1000000", "--replicas", "10"]) == 0
     assert "1000000, as 10 replicas of 100000" in capsys.readouterr().out

@@ -112,6 +112,9 @@ def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator
     if policy.param_comm_dtype is not None:
         yield f"param_comm_dtype {policy.param_comm_dtype}"
     devices = list(parallel.mesh.devices.flat)
+    if not hasattr(devices[0], "platform"):  # numbers, as the command `plan` has them
+        yield "devices that do not exist"
+        return
     if len({device.process_index for device in devices}) > 1:
         yield "devices of several processes"
     platform = {"gpu": "cuda"}.get(devices[0].platform, devices[0].platform)

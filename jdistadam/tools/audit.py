@@ -109,7 +109,7 @@ class Audit:
 
         A plan over peer memory needs its custom calls in the program, one over XLA none.
         """
-        return all(row.passed for row in (*self.rows, *self.peer_calls))
+        return all(row.passed for row in self.rows) and all(c.passed for c in self.peer_calls)
 
     @property
     def only_widened(self) -> bool:
@@ -237,7 +237,7 @@ def _found(text: str, config: DistributedConfig) -> tuple[_Elements, _Elements, 
 
 
 def _peer_calls(config: DistributedConfig, state: Any, text: str) -> tuple[PeerCall, ...]:
-    """The calls over peer memory: in a program that went over XLA all the same, they are missing."""
+    """The calls over peer memory; a program that went over XLA all the same lacks them."""
     found = hlo.custom_calls_in(text)
     schedule = config.schedule(config.tensor_local(state.params))
     is_peer = config.communication.is_peer and bool(schedule.buckets)

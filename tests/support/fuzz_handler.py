@@ -226,7 +226,9 @@ def change_number(draw, call):
         call["attributes"]["parts"] = np.int64(draw(integers))
         return
     if call["name"].startswith("peer"):
-        call["attributes"][draw(st.sampled_from(["site", "limit_seconds"]))] = np.int64(draw(integers))
+        call["attributes"][draw(st.sampled_from(["site", "limit_seconds"]))] = np.int64(
+            draw(integers)
+        )
         return
     name = draw(st.sampled_from(["flat", "contributions", "mode"]))
     call["attributes"][name] = np.int32(draw(st.integers(-3, 70)))
@@ -296,7 +298,9 @@ def check_peer(call):
     attributes, is_step = call["attributes"], call["name"] == "peer_step"
     sizes, runs = attributes["sizes"].tolist(), attributes["runs"].tolist()
     assert attributes["devices"].tolist() == [0] and attributes["limit_seconds"] > 0, call
-    assert all(n == run == 0 or run > 0 == n % run for n, run in zip(sizes, runs, strict=True)), call
+    assert all(n == run == 0 or run > 0 == n % run for n, run in zip(sizes, runs, strict=True)), (
+        call
+    )
     first = 4 if is_step else 1
     elements = [math.prod(shape) for shape, _ in call["operands"][first:]]
     assert elements[: len(sizes)] == sizes, call
