@@ -73,7 +73,8 @@ ffi::Error PeerSumHandler(ffi::ThreadPool pool, ffi::RunId run, int32_t ordinal,
   PeerCall call;
   const PeerAttributes a{false, false, false, devices, site, limit_seconds, sizes, runs, {}, {}};
   call.norm_scale = norm_scale.typed_data();
-  return RunPeer(a, BuildPeerCall(a, args, rets, &call), call, run.run_id, ordinal, ThreadsOf(pool));
+  return RunPeer(a, BuildPeerCall(a, args, rets, &call), call, run.run_id, ordinal,
+                 ThreadsOf(pool));
 }
 
 ffi::Error PeerStepHandler(ffi::ThreadPool pool, ffi::RunId run, int32_t ordinal,
@@ -95,11 +96,11 @@ ffi::Error PeerStepHandler(ffi::ThreadPool pool, ffi::RunId run, int32_t ordinal
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cpu, PeerSumHandler,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>() JDISTADAM_PEER_CONTEXT
-                                  JDISTADAM_PEER_SUM_BINDING);
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
+                                  JDISTADAM_PEER_CONTEXT JDISTADAM_PEER_SUM_BINDING);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerStep_cpu, PeerStepHandler,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>() JDISTADAM_PEER_CONTEXT
-                                  JDISTADAM_PEER_STEP_BINDING);
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
+                                  JDISTADAM_PEER_CONTEXT JDISTADAM_PEER_STEP_BINDING);
 
 extern "C" bool JdistadamCanReach_cpu(int, int) { return true; }
 

@@ -9,7 +9,8 @@
 //   operands  norm_scale f32[], coefficients f32[groups, kNumCoefficients], inv_scale f32[],
 //             found_inf pred[]; the whole gradients (or with `summed` the sums), one array a leaf;
 //             main, mu, nu, one flat array each.
-//   results   the whole new parameters, one array a leaf; main, mu, nu, aliased with their operands;
+//   results   the whole new parameters, one array a leaf; main, mu, nu, aliased with their
+//   operands;
 //             without `summed` the three results of the norm, as above.
 // devices     local numbers of the devices that meet, in the order of the shards.
 // site        differs between the calls of a program.
@@ -51,7 +52,8 @@ inline ffi::Error CheckPeerAttributes(const PeerAttributes& a) {
     if (std::find(a.devices.begin(), a.devices.begin() + i, a.devices[i]) != a.devices.begin() + i)
       return Invalid("devices: one stands there twice");
   }
-  if (a.runs.size() != count || (a.is_step && (a.offsets.size() != count || a.groups.size() != count)))
+  if (a.runs.size() != count ||
+      (a.is_step && (a.offsets.size() != count || a.groups.size() != count)))
     return Invalid("sizes, runs, offsets and groups need one entry a leaf");
   int64_t end = 0;
   for (size_t i = 0; i < count; ++i) {
@@ -152,10 +154,9 @@ inline ffi::Error ReadState(const PeerAttributes& a, const ffi::RemainingArgs& a
                             const ffi::RemainingRets& rets, PeerCall* call) {
   const size_t count = a.sizes.size();
   Dtype main = Dtype::kFloat32;
-  JDISTADAM_RETURN_IF_ERROR(ReadFlat("main", a, args, rets, count, count, &main,
-                                     [&](size_t i, char* data) {
-                                       call->leaves[i].main = reinterpret_cast<float*>(data);
-                                     }));
+  JDISTADAM_RETURN_IF_ERROR(ReadFlat(
+      "main", a, args, rets, count, count, &main,
+      [&](size_t i, char* data) { call->leaves[i].main = reinterpret_cast<float*>(data); }));
   if (main != Dtype::kFloat32) return Invalid("main: dtype must be float32");
   JDISTADAM_RETURN_IF_ERROR(ReadFlat("mu", a, args, rets, count + 1, count + 1, &call->dtypes.mu,
                                      [&](size_t i, char* data) { call->leaves[i].mu = data; }));
@@ -315,26 +316,25 @@ PeerEntry<Extra> EntryOf(const PeerCall& call, Extra extra) {
 
 // The bindings that both backends share, behind their execution contexts.
 #define JDISTADAM_PEER_CONTEXT .Ctx<::xla::ffi::RunId>().Ctx<::xla::ffi::DeviceOrdinal>()
-#define JDISTADAM_PEER_WHERE                           \
-  .Attr<::xla::ffi::Span<const int64_t>>("devices")    \
-      .Attr<int64_t>("site")                           \
-      .Attr<int64_t>("limit_seconds")                  \
-      .Attr<::xla::ffi::Span<const int64_t>>("sizes")  \
+#define JDISTADAM_PEER_WHERE                          \
+  .Attr<::xla::ffi::Span<const int64_t>>("devices")   \
+      .Attr<int64_t>("site")                          \
+      .Attr<int64_t>("limit_seconds")                 \
+      .Attr<::xla::ffi::Span<const int64_t>>("sizes") \
       .Attr<::xla::ffi::Span<const int64_t>>("runs")
-#define JDISTADAM_PEER_SUM_BINDING                     \
-  .Arg<::jdistadam::FloatScalar>() /* norm_scale */    \
-      .RemainingArgs()                                 \
+#define JDISTADAM_PEER_SUM_BINDING                  \
+  .Arg<::jdistadam::FloatScalar>() /* norm_scale */ \
+      .RemainingArgs()                              \
       .RemainingRets() JDISTADAM_PEER_WHERE
-#define JDISTADAM_PEER_STEP_BINDING                                         \
-  .Arg<::jdistadam::FloatScalar>()                        /* norm_scale */  \
-      .Arg<::xla::ffi::Buffer<::xla::ffi::F32, 2>>()      /* coefficients */ \
-      .Arg<::jdistadam::FloatScalar>()                    /* inv_scale */   \
-      .Arg<::jdistadam::BoolScalar>()                     /* found_inf */   \
-      .RemainingArgs()                                                      \
-      .RemainingRets() JDISTADAM_PEER_WHERE                                 \
-      .Attr<::xla::ffi::Span<const int64_t>>("offsets")                     \
-      .Attr<::xla::ffi::Span<const int32_t>>("groups")                      \
-      .Attr<bool>("nesterov")                                               \
+#define JDISTADAM_PEER_STEP_BINDING                                                          \
+  .Arg<::jdistadam::FloatScalar>()                   /* norm_scale */                        \
+      .Arg<::xla::ffi::Buffer<::xla::ffi::F32, 2>>() /* coefficients */                      \
+      .Arg<::jdistadam::FloatScalar>()               /* inv_scale */                         \
+      .Arg<::jdistadam::BoolScalar>()                /* found_inf */                         \
+      .RemainingArgs()                                                                       \
+      .RemainingRets() JDISTADAM_PEER_WHERE.Attr<::xla::ffi::Span<const int64_t>>("offsets") \
+      .Attr<::xla::ffi::Span<const int32_t>>("groups")                                       \
+      .Attr<bool>("nesterov")                                                                \
       .Attr<bool>("summed")
 
 }  // namespace jdistadam

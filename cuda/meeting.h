@@ -92,9 +92,9 @@ class Meetings {
   }
 
  private:
-  using Site = std::pair<int64_t, int64_t>;                   // execution, site
-  using Key = std::pair<Site, std::pair<int64_t, int>>;       // with visit, stage
-  static constexpr size_t kMaxRuns = 64;  // more than any backend lets be in flight
+  using Site = std::pair<int64_t, int64_t>;              // execution, site
+  using Key = std::pair<Site, std::pair<int64_t, int>>;  // with visit, stage
+  static constexpr size_t kMaxRuns = 64;                 // more than any backend lets be in flight
 
   struct Meeting {
     explicit Meeting(int count)

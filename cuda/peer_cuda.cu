@@ -136,8 +136,7 @@ __device__ __forceinline__ void StepVector(const Types& t, const Step& step,
     grads[0] = LoadVector<kVector>(leaf.sum, Dtype::kFloat32, at.i);
   } else {
 #pragma unroll
-    for (int k = 0; k < kPeers; ++k)
-      grads[k] = LoadVector<kVector>(leaf.grad[k], t.grad, at.whole);
+    for (int k = 0; k < kPeers; ++k) grads[k] = LoadVector<kVector>(leaf.grad[k], t.grad, at.whole);
   }
   if constexpr (is_step) {
     packed_p = LoadVector<kVector>(leaf.main, Dtype::kFloat32, at.i);
@@ -206,8 +205,8 @@ __device__ __forceinline__ bool IsAligned(const Types& t, const DeviceLeaf<kPeer
   if constexpr (kWork != PeerWork::kSum) {
 #pragma unroll
     for (int k = 0; k < kPeers; ++k) aligned &= IsAligned<kVector>(leaf.out[k], Types::Out(leaf));
-    aligned &= IsAligned<kVector>(leaf.main, Dtype::kFloat32) && IsAligned<kVector>(leaf.mu, t.mu) &&
-               IsAligned<kVector>(leaf.nu, t.nu);
+    aligned &= IsAligned<kVector>(leaf.main, Dtype::kFloat32) &&
+               IsAligned<kVector>(leaf.mu, t.mu) && IsAligned<kVector>(leaf.nu, t.nu);
   }
   return aligned;
 }
@@ -229,8 +228,8 @@ __global__ void __launch_bounds__(kThreads)
     if (i >= leaf.size) break;
     float sum[kVector] = {};
     if (aligned && i + kVector <= leaf.size) {
-      StepVector<kPeers, kWork>(
-          t, step, leaf, {i, WholeIndex(leaf.size, leaf.run, kPeers, step.me, i)}, sum);
+      StepVector<kPeers, kWork>(t, step, leaf,
+                                {i, WholeIndex(leaf.size, leaf.run, kPeers, step.me, i)}, sum);
     } else {
       for (int k = 0; k < kVector && i + k < leaf.size; ++k) {
         const Coordinates at{i + k, WholeIndex(leaf.size, leaf.run, kPeers, step.me, i + k)};
@@ -256,13 +255,14 @@ __global__ void __launch_bounds__(kThreads)
 
 template <int kPeers, PeerWork kWork, typename Types>
 cudaError_t Launch(const PeerCall& call, const PeerArrays& arrays, cudaStream_t stream) {
-  const Step step{arrays.me,        call.nesterov,  call.dtypes,     call.coefficients,
-                  call.inv_scale,   call.found_inf, call.norm_scale, call.tiles};
+  const Step step{arrays.me,      call.nesterov,  call.dtypes,     call.coefficients,
+                  call.inv_scale, call.found_inf, call.norm_scale, call.tiles};
   std::vector<DeviceLeaf<kPeers>> leaves;
   for (size_t l = 0; l < call.leaves.size(); ++l) {
     const PeerLeaf& from = call.leaves[l];
-    DeviceLeaf<kPeers> leaf{{},        {},       from.sum,        from.main,  from.mu,       from.nu,
-                            from.size, from.run, from.first_tile, from.group, from.out_dtype};
+    DeviceLeaf<kPeers> leaf{
+        {},        {},       from.sum,        from.main,  from.mu,       from.nu,
+        from.size, from.run, from.first_tile, from.group, from.out_dtype};
     for (int k = 0; k < kPeers; ++k) {
       if constexpr (kWork != PeerWork::kStepOnSums) leaf.grad[k] = arrays.grads[l * kPeers + k];
       if constexpr (kWork != PeerWork::kSum) leaf.out[k] = arrays.outs[l * kPeers + k];
@@ -281,9 +281,9 @@ cudaError_t Launch(const PeerCall& call, const PeerArrays& arrays, cudaStream_t 
 template <int kPeers, PeerWork kWork, typename... Types>
 cudaError_t LaunchTypes(const PeerCall& call, const PeerArrays& arrays, cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidValue;
-  const bool is_fixed =
-      ((Types::Fits(call) && ((error = Launch<kPeers, kWork, Types>(call, arrays, stream)), true)) ||
-       ...);
+  const bool is_fixed = ((Types::Fits(call) &&
+                          ((error = Launch<kPeers, kWork, Types>(call, arrays, stream)), true)) ||
+                         ...);
   return is_fixed ? error : Launch<kPeers, kWork, AnyTypes>(call, arrays, stream);
 }
 

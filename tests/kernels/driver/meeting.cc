@@ -96,7 +96,8 @@ void TestOneDoesNotCome(bool says, bool comes_late) {
     }
     std::string why;
     const auto limit = seconds(says ? 60 : 1);
-    Expect(meetings.Meet(who, visit, 0, me, limit, &why) == nullptr, "missing: a meeting all the same");
+    Expect(meetings.Meet(who, visit, 0, me, limit, &why) == nullptr,
+           "missing: a meeting all the same");
     const char* expected = says ? "the device at place 2 failed: wrong operands"
                                 : "the devices at places 2 did not come within 1 s";
     Expect(why == expected, "missing: says " + why);
@@ -118,7 +119,8 @@ void TestNobodyWaitsAfterAFailure() {
   Expect(!meetings.Meet({7, 3, 2, 1}, 5, 1, 0, M::kNoLimit, &why), "met one that had failed");
   Expect(why == "the device at place 0 failed: broken", "after a failure: says " + why);
   std::string other;
-  Expect(meetings.Meet({7, 4, 1, 0}, 0, 0, 0, seconds(1), &other) != nullptr, "another site failed");
+  Expect(meetings.Meet({7, 4, 1, 0}, 0, 0, 0, seconds(1), &other) != nullptr,
+         "another site failed");
   Expect(meetings.Meet({8, 3, 1, 0}, 0, 0, 0, seconds(1), &other) != nullptr, "another run failed");
 }
 
@@ -136,8 +138,8 @@ void TestSteps() {
   constexpr size_t run = 3, size = 7 * run;
   const float scale = 1.0f;
   const bool skip = false;
-  const Coefficients row = {3e-3f, 0.87f, 0.13f, 0.9973f, 0.0027f, 1e-7f,
-                            1e-10f, 0.13f, 0.34f, 0.43f, 0.008f, 0.021f};
+  const Coefficients row = {3e-3f,  0.87f, 0.13f, 0.9973f, 0.0027f, 1e-7f,
+                            1e-10f, 0.13f, 0.34f, 0.43f,   0.008f,  0.021f};
   std::vector<Device> devices(n);
   for (Device& d : devices) {
     d.grad.resize(n * size), d.out.resize(n * size), d.tiles.resize(NumNormTiles(size));
@@ -153,9 +155,18 @@ void TestSteps() {
       std::string why;
       const auto all = meetings.Meet(who, visit, 0, &d, seconds(60), &why);
       if (!all) return Expect(false, why);
-      PeerCall call{PeerWork::kStep, false, {Dtype::kFloat32, Dtype::kFloat32, Dtype::kFloat32},
-                    reinterpret_cast<const float*>(&row), &scale, &skip, {}, &scale,
-                    d.tiles.size(), d.tiles.data(), &d.squares, &d.found_inf};
+      PeerCall call{PeerWork::kStep,
+                    false,
+                    {Dtype::kFloat32, Dtype::kFloat32, Dtype::kFloat32},
+                    reinterpret_cast<const float*>(&row),
+                    &scale,
+                    &skip,
+                    {},
+                    &scale,
+                    d.tiles.size(),
+                    d.tiles.data(),
+                    &d.squares,
+                    &d.found_inf};
       call.leaves.push_back({d.grad.data(), nullptr, d.main.data(), d.mu.data(), d.nu.data(),
                              d.out.data(), size, run, 0, 0, Dtype::kFloat32});
       PeerArrays arrays{n, me, {}, {}};
