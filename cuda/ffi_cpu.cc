@@ -52,17 +52,18 @@ ffi::Error KeepHandler(BoolScalar is_kept, IndexScalar index, ffi::RemainingArgs
   return error;
 }
 
-// The second meeting: nobody reads or writes a peer's arrays after it.
-ffi::Error RunPeer(const PeerAttributes& a, const PeerCall& call, int64_t run, int32_t ordinal,
-                   const Threads& threads) {
+// The second meeting: nobody reads or writes a peer's arrays after it. It has no limit: who has
+// passed the first comes, and until then my arrays must not be released.
+ffi::Error RunPeer(const PeerAttributes& a, ffi::Error error, const PeerCall& call, int64_t run,
+                   int32_t ordinal, const Threads& threads) {
   using Meeting = PeerMeeting<char>;
-  int me;
-  if (auto error = FindDevice(a, ordinal, &me); error.failure()) return error;
-  Meeting meeting(a, run, me);
+  Meeting meeting(a, run, ordinal);
   Meeting::Entries entries;
-  if (auto error = meeting.Meet(0, EntryOf<char>(call, 0), &entries); error.failure()) return error;
-  PeerCpu(call, Meeting::ArraysOf(entries, me), threads);
-  return meeting.Meet(1, {}, &entries);
+  if (error = meeting.Tell(std::move(error)); error.failure()) return error;
+  error = meeting.Meet(0, EntryOf<char>(call, 0), meeting.limit(), &entries);
+  if (error.failure()) return error;
+  PeerCpu(call, Meeting::ArraysOf(entries, meeting.me()), threads);
+  return meeting.Meet(1, {}, Meeting::All::kNoLimit, &entries);
 }
 
 ffi::Error PeerSumHandler(ffi::ThreadPool pool, ffi::RunId run, int32_t ordinal,
@@ -72,8 +73,8 @@ ffi::Error PeerSumHandler(ffi::ThreadPool pool, ffi::RunId run, int32_t ordinal,
   PeerCall call;
   const PeerAttributes a{false, false, false, devices, site, limit_seconds, sizes, runs, {}, {}};
   call.norm_scale = norm_scale.typed_data();
-  if (auto error = BuildPeerCall(a, args, rets, &call); error.failure()) return error;
-  return RunPeer(a, call, run.run_id, ordinal, ThreadsOf(pool));
+  return RunPeer(a, BuildPeerCall(a, args, rets, &call), call, run.run_id, ordinal,
+                 ThreadsOf(pool));
 }
 
 ffi::Error PeerStepHandler(ffi::ThreadPool pool, ffi::RunId run, int32_t ordinal,
@@ -87,20 +88,19 @@ ffi::Error PeerStepHandler(ffi::ThreadPool pool, ffi::RunId run, int32_t ordinal
   const PeerAttributes a{true,          summed, nesterov, devices, site,
                          limit_seconds, sizes,  runs,     offsets, groups};
   call.norm_scale = norm_scale.typed_data();
-  if (auto error = BuildPeerCall(a, args, rets, &call); error.failure()) return error;
-  if (auto error = SetScalars(coefficients, inv_scale, found_inf, &call); error.failure())
-    return error;
-  return RunPeer(a, call, run.run_id, ordinal, ThreadsOf(pool));
+  ffi::Error error = BuildPeerCall(a, args, rets, &call);
+  if (error.success()) error = SetScalars(coefficients, inv_scale, found_inf, &call);
+  return RunPeer(a, std::move(error), call, run.run_id, ordinal, ThreadsOf(pool));
 }
 
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cpu, PeerSumHandler,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>() JDISTADAM_PEER_CONTEXT
-                                  JDISTADAM_PEER_SUM_BINDING);
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
+                                  JDISTADAM_PEER_CONTEXT JDISTADAM_PEER_SUM_BINDING);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerStep_cpu, PeerStepHandler,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>() JDISTADAM_PEER_CONTEXT
-                                  JDISTADAM_PEER_STEP_BINDING);
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
+                                  JDISTADAM_PEER_CONTEXT JDISTADAM_PEER_STEP_BINDING);
 
 extern "C" bool JdistadamCanReach_cpu(int, int) { return true; }
 

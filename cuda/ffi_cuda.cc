@@ -61,6 +61,7 @@ ffi::Error KeepHandler(cudaStream_t stream, BoolScalar is_kept, IndexScalar inde
 // "done" before they come to the next call's first meeting, which I pass before I record it.
 struct PeerEvents {
   cudaEvent_t ready = nullptr, done = nullptr;
+  cudaError_t status = cudaSuccess;  // of the launch, in the second meeting
 };
 
 cudaError_t EventsOf(int64_t site, int32_t ordinal, PeerEvents* events) {
@@ -84,13 +85,15 @@ cudaError_t ReachPeers(const PeerAttributes& a, int32_t ordinal) {
   static auto* reached = new std::set<std::pair<int32_t, int64_t>>;
   const std::lock_guard<std::mutex> lock(mutex);
   for (const int64_t peer : a.devices) {
-    if (peer == ordinal || !reached->insert({ordinal, peer}).second) continue;
+    if (peer == ordinal || reached->count({ordinal, peer}) > 0) continue;
     const cudaError_t error = cudaDeviceEnablePeerAccess(int(peer), 0);
     if (error == cudaErrorPeerAccessAlreadyEnabled) {
       (void)cudaGetLastError();
     } else if (error != cudaSuccess) {
+      (void)cudaGetLastError();
       return error;
     }
+    reached->insert({ordinal, peer});
   }
   return cudaSuccess;
 }
@@ -105,31 +108,52 @@ cudaError_t WaitForPeers(cudaStream_t stream, const PeerMeeting<PeerEvents>::Ent
   return cudaSuccess;
 }
 
-#define JDISTADAM_CUDA(expression) \
-  if (cudaError_t status_ = (expression); status_ != cudaSuccess) return LaunchError(status_)
+// What can fail on one device alone, before it meets the others.
+cudaError_t Prepare(cudaStream_t stream, const PeerAttributes& a, int32_t ordinal,
+                    PeerEvents* events) {
+  if (auto error = cudaSetDevice(ordinal); error != cudaSuccess) return error;
+  if (auto error = EventsOf(a.site, ordinal, events); error != cudaSuccess) return error;
+  if (auto error = ReachPeers(a, ordinal); error != cudaSuccess) return error;
+  return cudaEventRecord(events->ready, stream);
+}
+
+// Behind all "ready" the kernel, then "done". Whatever fails, nothing of it runs on when peers are
+// told so: they release arrays that it writes.
+cudaError_t Enqueue(cudaStream_t stream, const PeerCall& call, const PeerEvents& events,
+                    const PeerMeeting<PeerEvents>::Entries& entries, int me) {
+  cudaError_t error = WaitForPeers(stream, entries, me, &PeerEvents::ready);
+  if (error == cudaSuccess)
+    error = PeerCuda(call, PeerMeeting<PeerEvents>::ArraysOf(entries, me), stream);
+  const cudaError_t recorded = cudaEventRecord(events.done, stream);
+  if (error == cudaSuccess) error = recorded;
+  if (error != cudaSuccess) (void)cudaStreamSynchronize(stream);
+  return error;
+}
 
 // My stream: "ready"; wait for all "ready"; the kernel; "done"; wait for all "done", after which
 // no peer reads my gradients or writes my parameters any more.
-ffi::Error RunPeer(cudaStream_t stream, const PeerAttributes& a, const PeerCall& call, int64_t run,
-                   int32_t ordinal) {
+ffi::Error RunPeer(cudaStream_t stream, const PeerAttributes& a, ffi::Error error,
+                   const PeerCall& call, int64_t run, int32_t ordinal) {
   using Meeting = PeerMeeting<PeerEvents>;
-  int me;
-  if (auto error = FindDevice(a, ordinal, &me); error.failure()) return error;
+  Meeting meeting(a, run, ordinal);
   PeerEvents events;
-  JDISTADAM_CUDA(cudaSetDevice(ordinal));
-  JDISTADAM_CUDA(EventsOf(a.site, ordinal, &events));
-  JDISTADAM_CUDA(ReachPeers(a, ordinal));
-  Meeting meeting(a, run, me);
-  Meeting::Entries entries;
-  JDISTADAM_CUDA(cudaEventRecord(events.ready, stream));
-  if (auto error = meeting.Meet(0, EntryOf(call, events), &entries); error.failure()) return error;
-  JDISTADAM_CUDA(WaitForPeers(stream, entries, me, &PeerEvents::ready));
-  const cudaError_t launched = PeerCuda(call, Meeting::ArraysOf(entries, me), stream);
-  JDISTADAM_CUDA(cudaEventRecord(events.done, stream));
-  Meeting::Entries after;
-  if (auto error = meeting.Meet(1, {}, &after); error.failure()) return error;
-  JDISTADAM_CUDA(WaitForPeers(stream, entries, me, &PeerEvents::done));
-  return LaunchError(launched);
+  if (error.success() && meeting.me() >= 0)
+    error = LaunchError(Prepare(stream, a, ordinal, &events));
+  if (error = meeting.Tell(std::move(error)); error.failure()) return error;
+  Meeting::Entries entries, after;
+  error = meeting.Meet(0, EntryOf(call, events), meeting.limit(), &entries);
+  if (error.failure()) return error;
+  events.status = Enqueue(stream, call, events, entries, meeting.me());
+  // Who does not come now hangs inside of CUDA: memory cannot be waited for, the message says so.
+  error = meeting.Meet(1, {{}, {}, events}, meeting.limit(), &after);
+  if (error.failure()) return error;
+  const cudaError_t waited = WaitForPeers(stream, entries, meeting.me(), &PeerEvents::done);
+  for (size_t i = 0; i < after->size(); ++i) {
+    if (const cudaError_t status = (*after)[i].extra.status; status != cudaSuccess)
+      return Meeting::StateIsLost("the device at place " + std::to_string(i) +
+                                  " failed: " + cudaGetErrorString(status));
+  }
+  return LaunchError(waited);
 }
 
 ffi::Error PeerSumHandler(cudaStream_t stream, ffi::RunId run, int32_t ordinal,
@@ -140,8 +164,7 @@ ffi::Error PeerSumHandler(cudaStream_t stream, ffi::RunId run, int32_t ordinal,
   const PeerAttributes a{false, false, false, devices, site, limit_seconds, sizes, runs, {}, {}};
   call.coefficients = nullptr;
   call.norm_scale = norm_scale.typed_data();
-  if (auto error = BuildPeerCall(a, args, rets, &call); error.failure()) return error;
-  return RunPeer(stream, a, call, run.run_id, ordinal);
+  return RunPeer(stream, a, BuildPeerCall(a, args, rets, &call), call, run.run_id, ordinal);
 }
 
 ffi::Error PeerStepHandler(cudaStream_t stream, ffi::RunId run, int32_t ordinal,
@@ -155,10 +178,9 @@ ffi::Error PeerStepHandler(cudaStream_t stream, ffi::RunId run, int32_t ordinal,
   const PeerAttributes a{true,          summed, nesterov, devices, site,
                          limit_seconds, sizes,  runs,     offsets, groups};
   call.norm_scale = norm_scale.typed_data();
-  if (auto error = BuildPeerCall(a, args, rets, &call); error.failure()) return error;
-  if (auto error = SetScalars(coefficients, inv_scale, found_inf, &call); error.failure())
-    return error;
-  return RunPeer(stream, a, call, run.run_id, ordinal);
+  ffi::Error error = BuildPeerCall(a, args, rets, &call);
+  if (error.success()) error = SetScalars(coefficients, inv_scale, found_inf, &call);
+  return RunPeer(stream, a, std::move(error), call, run.run_id, ordinal);
 }
 
 // Behind what a stream has captured so far, a node without work. Nothing if it captures nothing.

@@ -9,7 +9,8 @@
 //   operands  norm_scale f32[], coefficients f32[groups, kNumCoefficients], inv_scale f32[],
 //             found_inf pred[]; the whole gradients (or with `summed` the sums), one array a leaf;
 //             main, mu, nu, one flat array each.
-//   results   the whole new parameters, one array a leaf; main, mu, nu, aliased with their operands;
+//   results   the whole new parameters, one array a leaf; main, mu, nu, aliased with their
+//   operands;
 //             without `summed` the three results of the norm, as above.
 // devices     local numbers of the devices that meet, in the order of the shards.
 // site        differs between the calls of a program.
@@ -28,6 +29,8 @@
 
 namespace jdistadam {
 
+constexpr int64_t kMaxLimitSeconds = 7 * 24 * 3600;  // far from the overflow of a clock
+
 struct PeerAttributes {
   bool is_step, summed, nesterov;
   ffi::Span<const int64_t> devices;
@@ -43,8 +46,14 @@ struct PeerAttributes {
 inline ffi::Error CheckPeerAttributes(const PeerAttributes& a) {
   const size_t count = a.sizes.size(), n = a.devices.size();
   if (n < 1 || n > kMaxPeers) return Invalid("devices: 1 to 8 can meet");
-  if (a.limit_seconds < 1) return Invalid("limit_seconds must be positive");
-  if (a.runs.size() != count || (a.is_step && (a.offsets.size() != count || a.groups.size() != count)))
+  if (a.limit_seconds < 1 || a.limit_seconds > kMaxLimitSeconds)
+    return Invalid("limit_seconds must be positive, and at most a week");
+  for (size_t i = 0; i < n; ++i) {
+    if (std::find(a.devices.begin(), a.devices.begin() + i, a.devices[i]) != a.devices.begin() + i)
+      return Invalid("devices: one stands there twice");
+  }
+  if (a.runs.size() != count ||
+      (a.is_step && (a.offsets.size() != count || a.groups.size() != count)))
     return Invalid("sizes, runs, offsets and groups need one entry a leaf");
   int64_t end = 0;
   for (size_t i = 0; i < count; ++i) {
@@ -145,10 +154,9 @@ inline ffi::Error ReadState(const PeerAttributes& a, const ffi::RemainingArgs& a
                             const ffi::RemainingRets& rets, PeerCall* call) {
   const size_t count = a.sizes.size();
   Dtype main = Dtype::kFloat32;
-  JDISTADAM_RETURN_IF_ERROR(ReadFlat("main", a, args, rets, count, count, &main,
-                                     [&](size_t i, char* data) {
-                                       call->leaves[i].main = reinterpret_cast<float*>(data);
-                                     }));
+  JDISTADAM_RETURN_IF_ERROR(ReadFlat(
+      "main", a, args, rets, count, count, &main,
+      [&](size_t i, char* data) { call->leaves[i].main = reinterpret_cast<float*>(data); }));
   if (main != Dtype::kFloat32) return Invalid("main: dtype must be float32");
   JDISTADAM_RETURN_IF_ERROR(ReadFlat("mu", a, args, rets, count + 1, count + 1, &call->dtypes.mu,
                                      [&](size_t i, char* data) { call->leaves[i].mu = data; }));
@@ -223,15 +231,10 @@ inline ffi::Error SetScalars(ffi::Buffer<ffi::F32, 2> coefficients, FloatScalar 
   return ffi::Error::Success();
 }
 
-// Which of the devices that meet this one is; an error if it is none of them.
-inline ffi::Error FindDevice(const PeerAttributes& a, int32_t ordinal, int* me) {
-  for (size_t i = 0; i < a.devices.size(); ++i) {
-    if (a.devices[i] == ordinal) {
-      *me = int(i);
-      return ffi::Error::Success();
-    }
-  }
-  return Invalid("device " + std::to_string(ordinal) + " is not one of those that meet");
+// Which of the devices that meet this one is; -1 if it is none of them.
+inline int PlaceOf(const PeerAttributes& a, int32_t ordinal) {
+  const auto found = std::find(a.devices.begin(), a.devices.end(), int64_t{ordinal});
+  return found == a.devices.end() ? -1 : int(found - a.devices.begin());
 }
 
 // What a device brings to a meeting: where its arrays are, and what the backend needs besides.
@@ -246,23 +249,36 @@ struct PeerEntry {
 template <typename Extra>
 class PeerMeeting {
  public:
-  using Entries = typename Meetings<PeerEntry<Extra>>::Entries;
+  using All = Meetings<PeerEntry<Extra>>;
+  using Entries = typename All::Entries;
 
-  PeerMeeting(const PeerAttributes& a, int64_t run, int me)
-      : attributes_(a), run_(run), me_(me), visit_(All().Visit(run, a.site, me)) {}
+  PeerMeeting(const PeerAttributes& a, int64_t run, int32_t ordinal)
+      : limit_(a.limit_seconds),
+        who_{run, a.site, int(a.devices.size()), PlaceOf(a, ordinal)},
+        visit_(TheMeetings().Visit(who_)) {}
+
+  int me() const { return who_.me; }
+
+  // Returns `error` of this device, and if it is one, tells the others.
+  ffi::Error Tell(ffi::Error error) {
+    if (error.success() && me() < 0) error = Invalid("this device is not one of those that meet");
+    if (error.failure()) TheMeetings().Fail(who_, error.message());
+    return error;
+  }
 
   // The n-th meeting (`stage`) of this call.
-  ffi::Error Meet(int stage, PeerEntry<Extra> entry, Entries* entries) {
-    std::string missing;
-    *entries = All().Meet({run_, attributes_.site, visit_, stage}, int(attributes_.devices.size()),
-                          me_, std::move(entry), std::chrono::seconds(attributes_.limit_seconds),
-                          &missing);
-    if (*entries != nullptr) return ffi::Error::Success();
-    return ffi::Error::Internal(
-        "jdistadam: devices did not come to a step over peer memory within " +
-        std::to_string(attributes_.limit_seconds) + " s: those at places " + missing +
-        " of the mesh axis. The state is lost. Restore a checkpoint; with communication=\"xla\" "
-        "devices do not wait for each other in this way.");
+  ffi::Error Meet(int stage, PeerEntry<Extra> entry, std::chrono::seconds limit, Entries* entries) {
+    std::string why;
+    *entries = TheMeetings().Meet(who_, visit_, stage, std::move(entry), limit, &why);
+    return *entries != nullptr ? ffi::Error::Success() : StateIsLost(why);
+  }
+
+  std::chrono::seconds limit() const { return limit_; }
+
+  static ffi::Error StateIsLost(const std::string& why) {
+    return ffi::Error::Internal("jdistadam: a step over peer memory was not finished: " + why +
+                                " (places along the axis of the mesh). Parameters and state are "
+                                "lost: start this process again and restore a checkpoint.");
   }
 
   // The arrays of all devices, leaf by leaf.
@@ -277,14 +293,13 @@ class PeerMeeting {
   }
 
  private:
-  static Meetings<PeerEntry<Extra>>& All() {
-    static auto* all = new Meetings<PeerEntry<Extra>>;  // outlives threads at exit
+  static All& TheMeetings() {
+    static auto* all = new All;  // outlives threads at exit
     return *all;
   }
 
-  const PeerAttributes& attributes_;
-  const int64_t run_;
-  const int me_;
+  const std::chrono::seconds limit_;
+  const Visitor who_;
   const int64_t visit_;
 };
 
@@ -301,26 +316,25 @@ PeerEntry<Extra> EntryOf(const PeerCall& call, Extra extra) {
 
 // The bindings that both backends share, behind their execution contexts.
 #define JDISTADAM_PEER_CONTEXT .Ctx<::xla::ffi::RunId>().Ctx<::xla::ffi::DeviceOrdinal>()
-#define JDISTADAM_PEER_WHERE                           \
-  .Attr<::xla::ffi::Span<const int64_t>>("devices")    \
-      .Attr<int64_t>("site")                           \
-      .Attr<int64_t>("limit_seconds")                  \
-      .Attr<::xla::ffi::Span<const int64_t>>("sizes")  \
+#define JDISTADAM_PEER_WHERE                          \
+  .Attr<::xla::ffi::Span<const int64_t>>("devices")   \
+      .Attr<int64_t>("site")                          \
+      .Attr<int64_t>("limit_seconds")                 \
+      .Attr<::xla::ffi::Span<const int64_t>>("sizes") \
       .Attr<::xla::ffi::Span<const int64_t>>("runs")
-#define JDISTADAM_PEER_SUM_BINDING                     \
-  .Arg<::jdistadam::FloatScalar>() /* norm_scale */    \
-      .RemainingArgs()                                 \
+#define JDISTADAM_PEER_SUM_BINDING                  \
+  .Arg<::jdistadam::FloatScalar>() /* norm_scale */ \
+      .RemainingArgs()                              \
       .RemainingRets() JDISTADAM_PEER_WHERE
-#define JDISTADAM_PEER_STEP_BINDING                                         \
-  .Arg<::jdistadam::FloatScalar>()                        /* norm_scale */  \
-      .Arg<::xla::ffi::Buffer<::xla::ffi::F32, 2>>()      /* coefficients */ \
-      .Arg<::jdistadam::FloatScalar>()                    /* inv_scale */   \
-      .Arg<::jdistadam::BoolScalar>()                     /* found_inf */   \
-      .RemainingArgs()                                                      \
-      .RemainingRets() JDISTADAM_PEER_WHERE                                 \
-      .Attr<::xla::ffi::Span<const int64_t>>("offsets")                     \
-      .Attr<::xla::ffi::Span<const int32_t>>("groups")                      \
-      .Attr<bool>("nesterov")                                               \
+#define JDISTADAM_PEER_STEP_BINDING                                                          \
+  .Arg<::jdistadam::FloatScalar>()                   /* norm_scale */                        \
+      .Arg<::xla::ffi::Buffer<::xla::ffi::F32, 2>>() /* coefficients */                      \
+      .Arg<::jdistadam::FloatScalar>()               /* inv_scale */                         \
+      .Arg<::jdistadam::BoolScalar>()                /* found_inf */                         \
+      .RemainingArgs()                                                                       \
+      .RemainingRets() JDISTADAM_PEER_WHERE.Attr<::xla::ffi::Span<const int64_t>>("offsets") \
+      .Attr<::xla::ffi::Span<const int32_t>>("groups")                                       \
+      .Attr<bool>("nesterov")                                                                \
       .Attr<bool>("summed")
 
 }  // namespace jdistadam

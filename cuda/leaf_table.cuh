@@ -45,7 +45,7 @@ __device__ __forceinline__ TileIndex FindTile(const LeafTable<Leaf, kCapacity>& 
 }
 
 // Calls launch(table, number of tiles) for as few tables as hold all leaves that are not empty.
-// `launch` takes a table of either capacity.
+// `launch` takes a table of either capacity; they may be equal.
 template <typename Leaf, int kSmall = kSmallTable, int kLarge = kLargeTable, typename Leaves,
           typename Launch>
 cudaError_t ForEachTable(const Leaves& leaves, size_t tile_size, const Launch& launch) {
@@ -56,7 +56,7 @@ cudaError_t ForEachTable(const Leaves& leaves, size_t tile_size, const Launch& l
     if (table.count == 0) return cudaSuccess;
     const auto num_tiles = static_cast<uint32_t>(tiles);
     cudaError_t error;
-    if (table.count <= kSmall) {
+    if (kSmall < kLarge && table.count <= kSmall) {
       LeafTable<Leaf, kSmall> small;
       for (int i = 0; i < table.count; ++i) {
         small.leaves[i] = table.leaves[i];

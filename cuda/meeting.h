@@ -7,75 +7,155 @@
 // A meeting is known by the execution it belongs to (equal on all devices, different for each
 // execution), by its call site in the program, and by how often this execution has come there: a
 // loop comes to one site many times.
+//
+// A device that cannot go on says so (Fail), and one that is waited for too long has failed: all
+// meetings of this execution at this site fail then, for those that wait and for those that come
+// later, until every device has heard of it.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 namespace jdistadam {
 
+// Who comes to meetings: device `me` of `count`, in an execution, at a call site.
+struct Visitor {
+  int64_t run, site;
+  int count, me;
+};
+
 template <typename Entry>
 class Meetings {
  public:
-  using Key = std::tuple<int64_t, int64_t, int64_t, int>;  // execution, site, visit, stage
   using Entries = std::shared_ptr<const std::vector<Entry>>;
+  static constexpr std::chrono::seconds kNoLimit = std::chrono::seconds::max();
 
-  // Which visit of a site this is in an execution, for device `me`.
-  int64_t Visit(int64_t run, int64_t site, int me) {
+  // Which visit of its site this is in its execution. Executions may take turns on a device.
+  int64_t Visit(const Visitor& who) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    auto& last = visits_[{site, me}];
-    last = last.first == run ? std::pair(run, last.second + 1) : std::pair(run, int64_t{0});
-    return last.second;
+    auto& runs = visits_[{who.site, who.me}];
+    const auto found = std::find_if(runs.begin(), runs.end(),
+                                    [&](const auto& known) { return known.first == who.run; });
+    if (found != runs.end()) return ++found->second;
+    if (runs.size() == kMaxRuns) runs.pop_front();
+    runs.emplace_back(who.run, 0);
+    return 0;
   }
 
-  // Waits until all `count` devices have come, and returns what they brought, in their order. Null
-  // after `limit`, then for all of them; `*missing` names who did not come.
-  Entries Meet(const Key& key, int count, int me, Entry entry, std::chrono::seconds limit,
-               std::string* missing) {
+  // Waits until all devices have come to the `stage`-th meeting of a visit, and returns what they
+  // brought, in their order. Null if one has failed, or has not come within `limit`; then for all,
+  // and `*why` says who.
+  Entries Meet(const Visitor& who, int64_t visit, int stage, Entry entry,
+               std::chrono::seconds limit, std::string* why) {
     std::unique_lock<std::mutex> lock(mutex_);
+    const Site site{who.run, who.site};
+    const Key key{site, {visit, stage}};
     auto& open = open_[key];
-    if (!open) open = std::make_shared<Meeting>(count);
+    if (!open) open = std::make_shared<Meeting>(who.count);
     const std::shared_ptr<Meeting> meeting = open;
-    (*meeting->entries)[me] = std::move(entry);
-    meeting->has_come[me] = true;
-    if (++meeting->num_come == count) {
-      open_.erase(key);
-      meeting->changed.notify_all();
+    if (meeting->has_come[who.me]) RecordFailure(site, Place(who.me) + " came twice");
+    if (!HasFailed(site)) {
+      (*meeting->entries)[who.me] = std::move(entry);
+      meeting->has_come[who.me] = true;
+      if (++meeting->num_come == who.count) {
+        open_.erase(key);
+        meeting->changed.notify_all();
+      }
+      const auto over = [&] { return meeting->num_come == who.count || HasFailed(site); };
+      if (limit == kNoLimit) {
+        meeting->changed.wait(lock, over);
+      } else if (!meeting->changed.wait_for(lock, limit, over)) {
+        RecordFailure(site, Missing(*meeting) + " did not come within " +
+                                std::to_string(limit.count()) + " s");
+      }
+      if (meeting->num_come == who.count) return meeting->entries;
     }
-    const auto over = [&] { return meeting->num_come == count || meeting->has_failed; };
-    if (!meeting->changed.wait_for(lock, limit, over)) {
-      meeting->has_failed = true;  // whoever comes now finds a new meeting, and waits in vain too
-      open_.erase(key);
-      meeting->changed.notify_all();
-    }
-    if (!meeting->has_failed) return meeting->entries;
-    for (int i = 0; i < count; ++i) {
-      if (!meeting->has_come[i]) *missing += (missing->empty() ? "" : ", ") + std::to_string(i);
-    }
+    *why = failures_[site].why;
+    HearOfFailure(who);
     return nullptr;
   }
 
+  // For a device that cannot go on: nobody waits for it.
+  void Fail(const Visitor& who, const std::string& why) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    RecordFailure({who.run, who.site}, Place(who.me) + " failed: " + why);
+    HearOfFailure(who);
+  }
+
  private:
+  using Site = std::pair<int64_t, int64_t>;              // execution, site
+  using Key = std::pair<Site, std::pair<int64_t, int>>;  // with visit, stage
+  static constexpr size_t kMaxRuns = 64;                 // more than any backend lets be in flight
+
   struct Meeting {
     explicit Meeting(int count)
         : entries(std::make_shared<std::vector<Entry>>(count)), has_come(count, false) {}
     std::shared_ptr<std::vector<Entry>> entries;
     std::vector<bool> has_come;
     int num_come = 0;
-    bool has_failed = false;
     std::condition_variable changed;
   };
+  struct Failure {
+    std::string why;
+    std::vector<int> heard_by;
+  };
 
-  std::mutex mutex_;
-  std::map<Key, std::shared_ptr<Meeting>> open_;                             // guarded by mutex_
-  std::map<std::pair<int64_t, int>, std::pair<int64_t, int64_t>> visits_;  // guarded by mutex_
+  static std::string Place(int me) {
+    return me < 0 ? "a device that was not asked" : "the device at place " + std::to_string(me);
+  }
+
+  static std::string Missing(const Meeting& meeting) {
+    std::string places;
+    for (size_t i = 0; i < meeting.has_come.size(); ++i) {
+      if (!meeting.has_come[i]) places += (places.empty() ? "" : ", ") + std::to_string(i);
+    }
+    return "the devices at places " + places;
+  }
+
+  // The rest is called with mutex_ held.
+  bool HasFailed(const Site& site) const { return failures_.count(site) > 0; }
+
+  // The first reason is kept.
+  void RecordFailure(const Site& site, const std::string& why) {
+    failures_.insert({site, {why, {}}});
+    for (auto it = open_.lower_bound({site, {INT64_MIN, 0}});
+         it != open_.end() && it->first.first == site; ++it)
+      it->second->changed.notify_all();
+  }
+
+  // Forgets a failure, and with it where devices stood, when all have heard of it.
+  void HearOfFailure(const Visitor& who) {
+    const Site site{who.run, who.site};
+    std::vector<int>& heard = failures_[site].heard_by;
+    if (who.me >= 0 && std::find(heard.begin(), heard.end(), who.me) == heard.end())
+      heard.push_back(who.me);
+    if (int(heard.size()) < who.count) return;
+    failures_.erase(site);
+    const auto first = open_.lower_bound({site, {INT64_MIN, 0}});
+    auto last = first;
+    while (last != open_.end() && last->first.first == site) ++last;
+    open_.erase(first, last);
+    for (int i = 0; i < who.count; ++i) {
+      auto& runs = visits_[{who.site, i}];
+      runs.erase(std::remove_if(runs.begin(), runs.end(),
+                                [&](const auto& known) { return known.first == who.run; }),
+                 runs.end());
+    }
+  }
+
+  std::mutex mutex_;  // of all that follows, and of what is in a Meeting
+  std::map<Key, std::shared_ptr<Meeting>> open_;
+  std::map<Site, Failure> failures_;
+  std::map<std::pair<int64_t, int>, std::deque<std::pair<int64_t, int64_t>>> visits_;
 };
 
 }  // namespace jdistadam

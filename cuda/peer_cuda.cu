@@ -40,11 +40,11 @@ struct DeviceLeaf {
   Dtype out_dtype;
 };
 
-// How many such leaves fit the parameters of a kernel, as kSmallTable and kLargeTable.
+// How many such leaves fit the parameters of a kernel. One capacity for all: a launch with a small
+// table is a few microseconds faster, but each kernel would be there twice.
 template <int kPeers>
-constexpr int Capacity(size_t bytes) {
-  return int((bytes - 256) / (sizeof(DeviceLeaf<kPeers>) + sizeof(uint32_t)));
-}
+constexpr int kPeerTable =
+    int((kMaxParameterBytes - 256) / (sizeof(DeviceLeaf<kPeers>) + sizeof(uint32_t)));
 
 // The arguments of a launch beside its leaves.
 struct Step {
@@ -136,8 +136,7 @@ __device__ __forceinline__ void StepVector(const Types& t, const Step& step,
     grads[0] = LoadVector<kVector>(leaf.sum, Dtype::kFloat32, at.i);
   } else {
 #pragma unroll
-    for (int k = 0; k < kPeers; ++k)
-      grads[k] = LoadVector<kVector>(leaf.grad[k], t.grad, at.whole);
+    for (int k = 0; k < kPeers; ++k) grads[k] = LoadVector<kVector>(leaf.grad[k], t.grad, at.whole);
   }
   if constexpr (is_step) {
     packed_p = LoadVector<kVector>(leaf.main, Dtype::kFloat32, at.i);
@@ -206,8 +205,8 @@ __device__ __forceinline__ bool IsAligned(const Types& t, const DeviceLeaf<kPeer
   if constexpr (kWork != PeerWork::kSum) {
 #pragma unroll
     for (int k = 0; k < kPeers; ++k) aligned &= IsAligned<kVector>(leaf.out[k], Types::Out(leaf));
-    aligned &= IsAligned<kVector>(leaf.main, Dtype::kFloat32) && IsAligned<kVector>(leaf.mu, t.mu) &&
-               IsAligned<kVector>(leaf.nu, t.nu);
+    aligned &= IsAligned<kVector>(leaf.main, Dtype::kFloat32) &&
+               IsAligned<kVector>(leaf.mu, t.mu) && IsAligned<kVector>(leaf.nu, t.nu);
   }
   return aligned;
 }
@@ -229,8 +228,8 @@ __global__ void __launch_bounds__(kThreads)
     if (i >= leaf.size) break;
     float sum[kVector] = {};
     if (aligned && i + kVector <= leaf.size) {
-      StepVector<kPeers, kWork>(
-          t, step, leaf, {i, WholeIndex(leaf.size, leaf.run, kPeers, step.me, i)}, sum);
+      StepVector<kPeers, kWork>(t, step, leaf,
+                                {i, WholeIndex(leaf.size, leaf.run, kPeers, step.me, i)}, sum);
     } else {
       for (int k = 0; k < kVector && i + k < leaf.size; ++k) {
         const Coordinates at{i + k, WholeIndex(leaf.size, leaf.run, kPeers, step.me, i + k)};
@@ -256,49 +255,53 @@ __global__ void __launch_bounds__(kThreads)
 
 template <int kPeers, PeerWork kWork, typename Types>
 cudaError_t Launch(const PeerCall& call, const PeerArrays& arrays, cudaStream_t stream) {
-  const Step step{arrays.me,        call.nesterov,  call.dtypes,     call.coefficients,
-                  call.inv_scale,   call.found_inf, call.norm_scale, call.tiles};
+  const Step step{arrays.me,      call.nesterov,  call.dtypes,     call.coefficients,
+                  call.inv_scale, call.found_inf, call.norm_scale, call.tiles};
   std::vector<DeviceLeaf<kPeers>> leaves;
   for (size_t l = 0; l < call.leaves.size(); ++l) {
     const PeerLeaf& from = call.leaves[l];
-    DeviceLeaf<kPeers> leaf{{},        {},       from.sum,        from.main,  from.mu,       from.nu,
-                            from.size, from.run, from.first_tile, from.group, from.out_dtype};
+    DeviceLeaf<kPeers> leaf{
+        {},        {},       from.sum,        from.main,  from.mu,       from.nu,
+        from.size, from.run, from.first_tile, from.group, from.out_dtype};
     for (int k = 0; k < kPeers; ++k) {
       if constexpr (kWork != PeerWork::kStepOnSums) leaf.grad[k] = arrays.grads[l * kPeers + k];
       if constexpr (kWork != PeerWork::kSum) leaf.out[k] = arrays.outs[l * kPeers + k];
     }
     leaves.push_back(leaf);
   }
-  constexpr int small = Capacity<kPeers>(4096), large = Capacity<kPeers>(kMaxParameterBytes);
-  return ForEachTable<DeviceLeaf<kPeers>, small, large>(
+  constexpr int capacity = kPeerTable<kPeers>;
+  return ForEachTable<DeviceLeaf<kPeers>, capacity, capacity>(
       leaves, kNormTile, [&](const auto& table, uint32_t tiles) {
         PeerKernel<kPeers, kWork, Types><<<tiles, kThreads, 0, stream>>>(table, step);
         return cudaGetLastError();
       });
 }
 
-template <int kPeers, typename Types>
-cudaError_t LaunchWork(const PeerCall& call, const PeerArrays& arrays, cudaStream_t stream) {
-  switch (call.work) {
-    case PeerWork::kSum:
-      return Launch<kPeers, PeerWork::kSum, Types>(call, arrays, stream);
-    case PeerWork::kStep:
-      return Launch<kPeers, PeerWork::kStep, Types>(call, arrays, stream);
-    case PeerWork::kStepOnSums:
-      return Launch<kPeers, PeerWork::kStepOnSums, Types>(call, arrays, stream);
-  }
-  return cudaErrorInvalidValue;
+// The first of `Types` that fits, or arguments of the launch.
+template <int kPeers, PeerWork kWork, typename... Types>
+cudaError_t LaunchTypes(const PeerCall& call, const PeerArrays& arrays, cudaStream_t stream) {
+  cudaError_t error = cudaErrorInvalidValue;
+  const bool is_fixed = ((Types::Fits(call) &&
+                          ((error = Launch<kPeers, kWork, Types>(call, arrays, stream)), true)) ||
+                         ...);
+  return is_fixed ? error : Launch<kPeers, kWork, AnyTypes>(call, arrays, stream);
 }
 
+// A sum writes no parameters, and a step on sums reads no gradients: one type each is enough.
 template <int kPeers>
-cudaError_t LaunchTypes(const PeerCall& call, const PeerArrays& arrays, cudaStream_t stream) {
+cudaError_t LaunchWork(const PeerCall& call, const PeerArrays& arrays, cudaStream_t stream) {
   using BB = FixedTypes<Dtype::kBfloat16, Dtype::kBfloat16>;
   using FB = FixedTypes<Dtype::kFloat32, Dtype::kBfloat16>;
   using FF = FixedTypes<Dtype::kFloat32, Dtype::kFloat32>;
-  if (BB::Fits(call)) return LaunchWork<kPeers, BB>(call, arrays, stream);
-  if (FB::Fits(call)) return LaunchWork<kPeers, FB>(call, arrays, stream);
-  if (FF::Fits(call)) return LaunchWork<kPeers, FF>(call, arrays, stream);
-  return LaunchWork<kPeers, AnyTypes>(call, arrays, stream);
+  switch (call.work) {
+    case PeerWork::kSum:
+      return LaunchTypes<kPeers, PeerWork::kSum, BB, FF>(call, arrays, stream);
+    case PeerWork::kStep:
+      return LaunchTypes<kPeers, PeerWork::kStep, BB, FB, FF>(call, arrays, stream);
+    case PeerWork::kStepOnSums:
+      return LaunchTypes<kPeers, PeerWork::kStepOnSums, BB, FF>(call, arrays, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace
@@ -307,9 +310,9 @@ cudaError_t PeerCuda(const PeerCall& call, const PeerArrays& arrays, cudaStream_
   if (reinterpret_cast<uintptr_t>(call.coefficients) % alignof(Row) != 0)
     return cudaErrorMisalignedAddress;
   cudaError_t error = cudaErrorInvalidValue;
-  if (arrays.count == 2) error = LaunchTypes<2>(call, arrays, stream);
-  if (arrays.count == 4) error = LaunchTypes<4>(call, arrays, stream);
-  if (arrays.count == 8) error = LaunchTypes<8>(call, arrays, stream);
+  if (arrays.count == 2) error = LaunchWork<2>(call, arrays, stream);
+  if (arrays.count == 4) error = LaunchWork<4>(call, arrays, stream);
+  if (arrays.count == 8) error = LaunchWork<8>(call, arrays, stream);
   if (error != cudaSuccess || call.work == PeerWork::kStepOnSums) return error;
   return SumTilesCuda(call.tiles, call.num_tiles, call.sum_of_squares, call.norm_found_inf, stream);
 }

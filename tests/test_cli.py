@@ -248,6 +248,12 @@ def test_plan_begins_with_what_was_planned(small, tmp_path, capsys):
     assert lines[2].endswith("8, as 1 replica of 8")
 
 
+def test_plan_says_by_which_means(small, capsys):
+    assert __main__.main(["plan", *small, "--devices", "8"]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == "communication: xla (a mesh with axes replica, data)"
+
+
 def test_plan_of_a_million_devices(small, capsys):
     assert __main__.main(["plan", *small, "--devices", "1000000", "--replicas", "10"]) == 0
     assert "1000000, as 10 replicas of 100000" in capsys.readouterr().out

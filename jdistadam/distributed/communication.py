@@ -19,7 +19,9 @@ raises where the table says no.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import itertools
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +35,7 @@ from jdistadam.kernels import native
 
 MEANS = ("auto", "xla", "peer")
 _NUM_DEVICES = (2, 4, 8)
+_ALLOCATORS = ("default", "bfc", "platform")  # of XLA, with memory that a peer can open
 
 
 class Communication(NamedTuple):
@@ -45,6 +48,10 @@ class Communication(NamedTuple):
     def is_peer(self) -> bool:
         """Whether a step goes over peer memory."""
         return self.means == "peer"
+
+    def __str__(self) -> str:
+        """Returns the means, and why it is not peer memory."""
+        return f"{self.means} ({self.why_not_peer})" if self.why_not_peer else self.means
 
 
 OVER_XLA = Communication("xla", 'communication="xla"')
@@ -74,8 +81,8 @@ def choose_communication(
     if requested == "xla":
         return OVER_XLA
     reasons = [*_obstacles(parallel, policy)]
-    if not reasons and requested == "auto":
-        reasons += _obstacles_on_gpus(parallel.mesh)
+    if not reasons:
+        reasons += _obstacles_of_devices(parallel.mesh, is_asked_for=requested == "peer")
     if not reasons:
         return Communication("peer", "")
     if requested == "peer":
@@ -104,7 +111,10 @@ def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator
         yield f"main_params_dtype {policy.main_params_dtype}"
     if policy.param_comm_dtype is not None:
         yield f"param_comm_dtype {policy.param_comm_dtype}"
-    devices = parallel.mesh.devices.flat
+    devices = list(parallel.mesh.devices.flat)
+    if not hasattr(devices[0], "platform"):  # numbers, as the command `plan` has them
+        yield "devices that do not exist"
+        return
     if len({device.process_index for device in devices}) > 1:
         yield "devices of several processes"
     platform = {"gpu": "cuda"}.get(devices[0].platform, devices[0].platform)
@@ -112,29 +122,47 @@ def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator
         yield f"no compiled kernels: {native.status(platform).detail}"
 
 
-def _obstacles_on_gpus(mesh: Any) -> Iterator[str]:
-    """What keeps the GPUs of this process apart."""
-    devices = mesh.devices.flat
+def _obstacles_of_devices(mesh: Any, *, is_asked_for: bool) -> Iterator[str]:
+    """Why peer memory is not used on these devices; fewer reasons if it is asked for."""
+    devices = list(mesh.devices.flat)
     if devices[0].platform not in ("gpu", "cuda"):
-        yield f"platform {devices[0].platform}"
-        return
-    if any(device not in jax.local_devices() for device in devices):
-        yield "devices that this process does not have"
-        return
+        if not is_asked_for:  # CPU devices share memory, by which nothing is won
+            yield f"platform {devices[0].platform}"
+    elif not all(map(_is_here, devices)):
+        if not is_asked_for:  # programs can be compiled for GPUs that are elsewhere
+            yield "devices that this process does not have"
+    elif why := why_gpus_are_apart(devices):
+        yield why
+
+
+def _is_here(device: Any) -> bool:
+    """Whether this process has a device."""
+    try:
+        return device in jax.local_devices(backend=device.platform)
+    except RuntimeError:  # JAX has no such platform here
+        return False
+
+
+def why_gpus_are_apart(devices: Sequence[Any]) -> str:
+    """Says why these GPUs of this process do not use each other's memory; "" if they do."""
+    allocator = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
+    if allocator not in _ALLOCATORS:
+        return f"XLA_PYTHON_CLIENT_ALLOCATOR={allocator}, whose memory peers do not reach"
     reached = native.reachable_peers()
-    ordinals = [device.local_hardware_id for device in devices]
-    apart = [(a, b) for a in ordinals for b in ordinals if not reached(a, b)]
-    if apart:
-        yield f"GPU {apart[0][0]} cannot reach the memory of GPU {apart[0][1]}"
+    ordinals = [local_number(device) for device in devices]
+    for one, other in itertools.permutations(ordinals, 2):
+        if not reached(one, other):
+            return f"GPU {one} cannot reach the memory of GPU {other}"
+    return ""
 
 
 @functools.cache
 def places(mesh: Any) -> tuple[int, ...]:
     """The local numbers of the devices of a mesh, in its order, as handlers know them."""
-    return tuple(int(_ordinal(device)) for device in mesh.devices.flat)
+    return tuple(int(local_number(device)) for device in mesh.devices.flat)
 
 
-def _ordinal(device: Any) -> int:
+def local_number(device: Any) -> int:
     """The number of a device within its process; of one that does not exist, its id."""
     ordinal = getattr(device, "local_hardware_id", None)
     return device.id if ordinal is None or ordinal < 0 else ordinal

@@ -53,6 +53,11 @@ class DistributedConfig:
     communication: Communication = OVER_XLA
 
     @property
+    def takes_norm_first(self) -> bool:
+        """Whether something must be known of all gradients before the update."""
+        return self.max_grad_norm is not None or self.loss_scale is not None
+
+    @property
     def mesh(self) -> Mesh:
         """The mesh."""
         return self.parallel.mesh

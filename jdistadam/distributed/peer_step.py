@@ -54,8 +54,7 @@ def step_over_peer_memory(
     norm_scale = jnp.float32(1) if scaling is None else 1 / scaling.loss_scale
     flat, spec = FlatState(state.main_params, state.mu, state.nu), _spec(config, buckets)
     arrays, norm, found_inf = local.buckets, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
-    is_norm_first = config.max_grad_norm is not None or scaling is not None
-    if is_norm_first:
+    if config.takes_norm_first:
         arrays, squares, found = peer.sum_over_peers(spec, norm_scale, arrays)
         norm, found_inf = norm_of_squares(config, squares, found, local.mean_scale, scaling)
     skip = None if scaling is None else found_inf
@@ -67,7 +66,7 @@ def step_over_peer_memory(
         flat,
         norm_scale=norm_scale,
         param_types=[_type_of_params(bucket, schedule, leaves) for bucket in buckets],
-        summed=is_norm_first,
+        summed=config.takes_norm_first,
     )
     if of_sums is not None:
         norm, found_inf = norm_of_squares(config, *of_sums, local.mean_scale, scaling)

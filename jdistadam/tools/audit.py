@@ -72,6 +72,19 @@ class AuditRow:
         return "MISSING" if self.found < self.planned else "NOT PLANNED"
 
 
+class PeerCall(NamedTuple):
+    """A custom call over peer memory, and how often a step should run it and does."""
+
+    target: str
+    planned: int
+    found: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether the program has it as often as planned."""
+        return self.planned == self.found
+
+
 @dataclasses.dataclass(frozen=True)
 class Audit:
     """What ``audit`` found; prints as a table with a verdict.
@@ -81,17 +94,22 @@ class Audit:
       scalars: All-reduces with a few scalars: the loss, the norm, weights and flags.
       num_devices: Size of the mesh.
       program: The compiled program, as ``jax.jit(f).lower(...).compile()`` returns it.
+      peer_calls: The custom calls over peer memory that are planned or found.
     """
 
     rows: tuple[AuditRow, ...]
     scalars: int
     num_devices: int
     program: Any = dataclasses.field(repr=False, compare=False)
+    peer_calls: tuple[PeerCall, ...] = ()
 
     @property
     def passed(self) -> bool:
-        """Whether the program sends what is planned, in its dtypes, and nothing else."""
-        return all(row.passed for row in self.rows)
+        """Whether the program sends what is planned, in its dtypes, and nothing else.
+
+        A plan over peer memory needs its custom calls in the program, one over XLA none.
+        """
+        return all(row.passed for row in self.rows) and all(c.passed for c in self.peer_calls)
 
     @property
     def only_widened(self) -> bool:
@@ -99,7 +117,8 @@ class Audit:
 
         Whether those travel as planned can then be found out for a GPU alone.
         """
-        return not self.passed and all(row.passed or row.widened for row in self.rows)
+        calls = all(call.passed for call in self.peer_calls)
+        return not self.passed and calls and all(row.passed or row.widened for row in self.rows)
 
     def __str__(self) -> str:
         """Returns a table with one line a row, and the verdict."""
@@ -117,6 +136,10 @@ class Audit:
                 f"{size:>9.2f} {share:>6}  {r.note}"
             )
             lines.append(line.rstrip())
+        for call in self.peer_calls:
+            note = "" if call.passed else "MISSING" if call.found < call.planned else "NOT PLANNED"
+            counts = f"planned {call.planned}, found {call.found}"
+            lines.append(f"{call.target} over peer memory: {counts}  {note}".rstrip())
         verdict = "as planned" if self.passed else "NOT as planned"
         if self.only_widened:
             verdict = "as planned in operations and elements, NOT CHECKED in dtypes"
@@ -159,7 +182,8 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
     planned, optional = _planned(step, state)
     program = step.lower(state, batch, is_verified=True).compile()
     config, mesh = step.tx.config, step.tx.config.mesh
-    ours, models, scalars = _found(program.as_text(), config)
+    text = program.as_text()
+    ours, models, scalars = _found(text, config)
     rows = [
         AuditRow(*key, planned[key], optional[key], ours.elements[key], ours.asynchronous[key])
         for key in sorted(planned.keys() | ours.elements.keys())
@@ -170,7 +194,8 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
         AuditRow(*key, 0, 0, elements, models.asynchronous[key], of_model=True)
         for key, elements in sorted(models.elements.items())
     ]
-    return Audit(tuple(rows), scalars, mesh.size, program)
+    calls = _peer_calls(config, state, text)
+    return Audit(tuple(rows), scalars, mesh.size, program, calls)
 
 
 def _check_step(step: Any) -> None:
@@ -209,6 +234,17 @@ def _found(text: str, config: DistributedConfig) -> tuple[_Elements, _Elements, 
             found.elements[key] += elements * c.times
             found.asynchronous[key] += elements * c.times * c.is_async
     return ours, models, scalars
+
+
+def _peer_calls(config: DistributedConfig, state: Any, text: str) -> tuple[PeerCall, ...]:
+    """The calls over peer memory; a program that went over XLA all the same lacks them."""
+    found = hlo.custom_calls_in(text)
+    schedule = config.schedule(config.tensor_local(state.params))
+    is_peer = config.communication.is_peer and bool(schedule.buckets)
+    has_sum = is_peer and config.takes_norm_first
+    planned = {"jdistadam_peer_sum": int(has_sum), "jdistadam_peer_step": int(is_peer)}
+    calls = (PeerCall(target, count, found[target]) for target, count in planned.items())
+    return tuple(call for call in calls if call.planned or call.found)
 
 
 def _is_of_model(c: hlo.CompiledCollective, config: DistributedConfig) -> bool:

@@ -33,6 +33,7 @@ def info() -> dict[str, Any]:
         "driver": _try(_driver),
         "backends": _try(_backends),
         "runs": _try(_what_runs),
+        "peers": _try(_peers),
     }
 
 
@@ -81,6 +82,36 @@ def _what_runs() -> str:
     return f"jax.numpy fallback on {default}: {status.detail}"
 
 
+def _peers() -> dict[str, Any]:
+    """Which GPU of this process reaches whose memory, and why peer memory cannot be used."""
+    import jax
+
+    from jdistadam.distributed.communication import local_number, why_gpus_are_apart
+    from jdistadam.kernels import native
+
+    gpus = [d for d in jax.local_devices() if d.platform == "gpu"]
+    if len(gpus) < 2:
+        return {"reached": {}, "why_not": f"{len(gpus)} GPUs in this process"}
+    if not native.status("cuda").available:
+        return {"reached": {}, "why_not": "no CUDA kernels"}
+    reaches, numbers = native.reachable_peers(), [local_number(d) for d in gpus]
+    reached = {str(a): [b for b in numbers if b != a and reaches(a, b)] for a in numbers}
+    return {"reached": reached, "why_not": why_gpus_are_apart(gpus)}
+
+
+def _format_peers(peers: Any) -> list[str]:
+    """The matrix of peers: a row for each GPU, x where it reaches the memory of the column's."""
+    if not isinstance(peers, dict):
+        return [f"peers     {peers}"]
+    numbers = [int(a) for a in peers["reached"]]
+    lines = [f"peers     {'    '.join(str(b) for b in numbers)}"] if numbers else []
+    for a in numbers:
+        marks = ["-" if a == b else "x" if b in peers["reached"][str(a)] else "." for b in numbers]
+        lines.append(f"  GPU {a:<3} {'    '.join(marks)}")
+    usable = f"not used: {peers['why_not']}" if peers["why_not"] else "usable between all GPUs here"
+    return [*lines, f"peers     memory {usable}"]
+
+
 def format_info(report: dict[str, Any]) -> str:
     """Formats ``info()`` for people: [OK] usable, [--] not."""
     lines = [f"{key:<9} {report[key]}" for key in ("python", "machine", "driver")]
@@ -96,6 +127,7 @@ def format_info(report: dict[str, Any]) -> str:
     else:
         lines.append(f"backends  {report['backends']}")
     lines.append(f"runs      {report['runs']}")
+    lines += _format_peers(report["peers"])
     return "\n".join(lines)
 
 

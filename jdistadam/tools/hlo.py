@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import re
 from collections.abc import Iterator
@@ -65,6 +66,16 @@ def collectives_in(text: str) -> Iterator[CompiledCollective]:
         groups = _groups(line)
         devices = 0 if op == "collective-permute" or not groups else len(groups[0])
         yield CompiledCollective(op, arrays, devices, times.get(name, 1), bool(start), groups)
+
+
+def custom_calls_in(text: str) -> collections.Counter[str]:
+    """Returns how often each custom call of a program runs, by its target."""
+    times = _times_of_computations(text)
+    found: collections.Counter[str] = collections.Counter()
+    for name, line in _instructions(text):
+        if target := re.search(r' custom-call\(.*\bcustom_call_target="([^"]+)"', line):
+            found[target[1]] += times.get(name, 1)
+    return found
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str]]:

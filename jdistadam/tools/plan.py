@@ -11,6 +11,7 @@ from jdistadam.core import trees
 from jdistadam.core.arguments import check_count
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.types import Params
+from jdistadam.distributed.communication import Communication
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.schedule import BucketSchedule, Collective
@@ -33,12 +34,14 @@ class Plan:
       buffers: What a step needs for a moment beside the model's own and the gradients, in the
         params' dtype, by use; an upper bound: XLA lets some of it share memory.
       collectives: What travels.
+      communication: By which means, and why not over peer memory.
     """
 
     held: dict[str, int]
     sums: int
     buffers: dict[str, int]
     collectives: tuple[Collective, ...]
+    communication: Communication
 
     @property
     def held_bytes(self) -> int:
@@ -63,7 +66,8 @@ class Plan:
         parts += [(name, "in a step", size) for name, size in self.buffers.items()]
         lines = [f"{'on each device':<24} {'when':<10} {'MB':>12}"]
         lines += [f"{name:<24} {when:<10} {size / 1e6:>12.2f}" for name, when, size in parts]
-        return "\n".join([*lines, "", format_collectives(self.collectives)])
+        means = f"communication: {self.communication}"
+        return "\n".join([*lines, "", format_collectives(self.collectives), means])
 
 
 def plan(params: Params, tx: DistributedTransformation, *, accumulate_steps: int = 1) -> Plan:
@@ -102,6 +106,7 @@ def plan(params: Params, tx: DistributedTransformation, *, accumulate_steps: int
         sums=_sums(config, schedule.layout) if accumulate_steps > 1 else 0,
         buffers=buffers,
         collectives=schedule.collectives,
+        communication=config.communication,
     )
 
 
@@ -144,6 +149,12 @@ def _buffers(
         yield "packed gradients", whole * jnp.dtype(widest).itemsize
     if bucket.is_packed or policy.wire_dtype != bucket.dtype:
         yield "gradients for the wire", whole * sent
+    if config.communication.is_peer:  # which packs nothing else, and receives nothing
+        if config.takes_norm_first:
+            yield "reduced gradients", inner * 4  # a norm is taken of them before the update
+        if bucket.is_packed:
+            yield "gathered parameters", whole * jnp.dtype(bucket.dtype).itemsize
+        return
     if entry.reduce[0].op == "all-to-all":
         yield "received contributions", whole * sent
     yield "reduced gradients", inner * reduced

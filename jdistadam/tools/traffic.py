@@ -25,19 +25,24 @@ def planned_collectives(
 
 
 def format_collectives(planned: Sequence[Collective]) -> str:
-    """Returns a table, one line for each operation, dtype and set of axes."""
+    """Returns a table, one line for each operation, dtype and set of axes.
+
+    The last column says by which means, where that is not "xla" for all.
+    """
     rows: dict[Any, list[int]] = {}
     for c in planned:
-        row = rows.setdefault((c.op, c.dtype.name, c.axes, c.devices, c.times), [0, 0, 0])
+        key = c.op, c.dtype.name, c.axes, c.devices, c.times, c.means
+        row = rows.setdefault(key, [0, 0, 0])
         for i, value in enumerate((1, c.elements, c.bytes_sent)):
             row[i] += value
+    is_said = any(c.means != "xla" for c in planned)
     lines = [
         f"{'collective':<15} {'dtype':<14} {'over':<16} {'devices':>7} {'times':>5} {'arrays':>6} "
-        f"{'elements':>13} {'MB sent':>10}"
+        f"{'elements':>13} {'MB sent':>10}{'  means' if is_said else ''}"
     ]
-    for (op, dtype, axes, devices, times), (count, elements, sent) in rows.items():
+    for (op, dtype, axes, devices, times, means), (count, elements, sent) in rows.items():
         lines.append(
             f"{op:<15} {dtype:<14} {','.join(axes):<16} {devices:>7} {times:>5} {count:>6} "
-            f"{elements:>13} {sent / 1e6:>10.2f}"
+            f"{elements:>13} {sent / 1e6:>10.2f}{f'  {means}' if is_said else ''}"
         )
     return "\n".join(lines)

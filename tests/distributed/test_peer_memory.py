@@ -1,11 +1,16 @@
 """Steps over peer memory: the bits of float32 sums over XLA, and what is not supported."""
 
+import dataclasses
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jdistadam as jda
+from jdistadam.distributed.communication import choose_communication
+from jdistadam.tools import diagnostics
 from support.bits import assert_trees_same_bits
 from support.exact_sums import HYPER, decays, random_params
 from support.samples import often
@@ -159,6 +164,97 @@ def test_plan_and_audit_know_the_means(cpu_mesh):
     found = jda.audit(jda.train_step(loss_fn, tx), state, np.ones((8, 3), np.float32))
     assert found.passed, found
     assert not found.rows
+    assert str(planned).endswith("\ncommunication: peer")
+    assert all(line.endswith("  peer") for line in str(planned).splitlines()[-3:-1])
+    assert [tuple(call) for call in found.peer_calls] == [("jdistadam_peer_step", 1, 1)]
+    tx = jda.distributed_fused_adamw(1e-3, mesh=cpu_mesh(4))
+    over_xla = str(jda.plan(random_params(), tx))
+    assert over_xla.endswith("\ncommunication: xla (grad_reduce_dtype None)")
+    assert "means" not in over_xla
+
+
+def test_a_program_that_fell_back_fails_the_audit(cpu_mesh, monkeypatch):
+    """It was planned over peer memory and went over XLA; and the other way round."""
+    policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
+
+    def made(means):
+        tx = jda.distributed_fused_adamw(
+            1e-3, mesh=cpu_mesh(4), policy=policy, max_grad_norm=1.0, communication=means
+        )
+        return jda.train_step(loss_fn, tx), jda.TrainState.create(random_params(), tx)
+
+    batch = np.ones((8, 3), np.float32)
+    assert jda.audit(*made("peer"), batch).passed
+    for planned, run, word in (("peer", "xla", "MISSING"), ("xla", "peer", "NOT PLANNED")):
+        (step, state), (other, _) = made(planned), made(run)
+        step.lower = other.lower
+        found = jda.audit(step, state, batch)
+        names = [call.target for call in found.peer_calls if not call.passed]
+        assert names == ["jdistadam_peer_sum", "jdistadam_peer_step"]
+        assert not found.passed and not found.only_widened
+        assert not dataclasses.replace(found, rows=()).passed  # by the calls alone
+        assert f"{names[0]} over peer memory: planned" in str(found) and word in str(found)
+
+
+class Gpu:
+    """A GPU as far as the choice of the means looks at it."""
+
+    platform, process_index = "gpu", 0
+
+    def __init__(self, number):
+        self.id = self.local_hardware_id = number
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Four GPUs of this process, of which number 2 and 3 do not reach each other."""
+    from jdistadam.distributed import communication
+    from jdistadam.kernels import native
+
+    found = [Gpu(i) for i in range(4)]
+    monkeypatch.setattr(communication.jax, "local_devices", lambda backend=None: found)
+    monkeypatch.setattr(native, "reachable_peers", lambda: lambda a, b: a == b or a + b != 5)
+    monkeypatch.setattr(native, "status", lambda name: native.Status(True, ""))
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
+    return found
+
+
+def chosen(means, devices):
+    """What a mesh of these devices gets."""
+    mesh = types.SimpleNamespace(devices=np.asarray(devices), axis_names=("data",))
+    parallel = types.SimpleNamespace(strategy="optim", mesh=mesh, num_devices=len(devices))
+    policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
+    return choose_communication(means, parallel, policy)
+
+
+def test_gpus_that_do_not_reach_each_other_go_over_xla(gpus, monkeypatch):
+    assert str(chosen("auto", gpus[:2])) == str(chosen("peer", gpus[:2])) == "peer"
+    why = "GPU 2 cannot reach the memory of GPU 3"
+    assert str(chosen("auto", gpus)) == f"xla ({why})"
+    with pytest.raises(jda.PolicyError, match=why):
+        chosen("peer", gpus)
+    elsewhere = [Gpu(8), Gpu(9)]
+    assert chosen("auto", elsewhere).why_not_peer == "devices that this process does not have"
+    assert chosen("peer", elsewhere).is_peer  # to be compiled alone
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
+    assert "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async" in chosen("auto", gpus[:2]).why_not_peer
+
+
+def test_info_prints_the_matrix_of_peers(gpus, monkeypatch):
+    report = diagnostics.info()
+    assert report["peers"]["reached"]["2"] == [0, 1]
+    report = diagnostics.info() | {"backends": "", "devices": ""}
+    assert diagnostics.format_info(report).splitlines()[-6:] == [
+        "peers     0    1    2    3",
+        "  GPU 0   -    x    x    x",
+        "  GPU 1   x    -    x    x",
+        "  GPU 2   x    x    -    .",
+        "  GPU 3   x    x    .    -",
+        "peers     memory not used: GPU 2 cannot reach the memory of GPU 3",
+    ]
+    monkeypatch.undo()
+    no_gpus = "peers     memory not used: 0 GPUs in this process"
+    assert diagnostics.format_info(diagnostics.info()).endswith(no_gpus)
 
 
 def test_in_a_loop_and_in_a_custom_training_loop(cpu_mesh):

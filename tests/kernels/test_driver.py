@@ -14,8 +14,9 @@ HOST = ["-std=c++17", "-g", "-DJDISTADAM_NO_CLONES", "-pthread", f"-I{CUDA}"]
 STRICT = ["-ffp-contract=off", "-fno-fast-math"]
 
 
-KERNELS = ("adam", "norm", "sum", "keep")
-CPU_SOURCES = [DRIVER / "driver.cc", *(CUDA / f"{kernel}_cpu.cc" for kernel in KERNELS)]
+KERNELS = ("adam", "norm", "sum", "keep", "peer")
+CPU_KERNELS = [CUDA / f"{kernel}_cpu.cc" for kernel in KERNELS]
+CPU_SOURCES = [DRIVER / "driver.cc", *CPU_KERNELS]
 CUDA_SOURCES = [CUDA / f"{kernel}_cuda.cu" for kernel in KERNELS]
 
 
@@ -26,11 +27,12 @@ def run(command, **kwargs):
     return done, done.stdout + done.stderr
 
 
-def build_cpu(path, *flags):
+def build_cpu(path, *flags, main="driver.cc"):
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
-    done, output = run([compiler, *HOST, *STRICT, *flags, *CPU_SOURCES, "-o", path])
+    sources = [DRIVER / main, *CPU_KERNELS]
+    done, output = run([compiler, *HOST, *STRICT, *flags, *sources, "-o", path])
     if done.returncode and "cannot find -l" in output:
         pytest.skip(f"needs the compiler's sanitizer libraries: {output}")
     assert done.returncode == 0, output
@@ -49,6 +51,26 @@ def test_thread_sanitizer_is_clean(tmp_path):
     build_cpu(tmp_path / "driver", "-O1", "-fsanitize=thread")
     done, output = run([tmp_path / "driver"])
     assert done.returncode == 0 and "SUCCESS" in output, output
+
+
+@pytest.mark.parametrize(
+    "sanitize", ["thread", pytest.param("address,undefined", marks=pytest.mark.slow)]
+)
+def test_devices_meet(tmp_path, sanitize):
+    """Loops, executions that take turns, devices that fail or do not come, steps in meetings."""
+    build_cpu(tmp_path / "meeting", "-O1", f"-fsanitize={sanitize}", main="meeting.cc")
+    done, output = run([tmp_path / "meeting"])
+    assert done.returncode == 0 and "SUCCESS" in output, output
+
+
+@pytest.mark.slow
+def test_a_step_without_the_second_meeting_is_a_race(tmp_path):
+    build_cpu(
+        tmp_path / "meeting", "-O1", "-fsanitize=thread", "-DJDISTADAM_PLANT_BUG",
+        main="meeting.cc",
+    )  # fmt: skip
+    done, output = run([tmp_path / "meeting"])
+    assert done.returncode != 0 and "data race" in output, output
 
 
 @pytest.mark.parametrize("sanitize", [pytest.param(True, marks=pytest.mark.slow), False])

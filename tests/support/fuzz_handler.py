@@ -83,6 +83,45 @@ def keep_calls(draw):
 
 
 @st.composite
+def peer_calls(draw):
+    """A sum or a step over the memory of one device, as kernels/peer.py makes them."""
+    kind = draw(st.sampled_from(["sum", "step", "step on sums"]))
+    runs = draw(st.lists(st.sampled_from([3, 1, 0, 50]), max_size=3))
+    sizes = [run * draw(st.integers(1, 3)) for run in runs]
+    offsets = [sum(sizes[:i]) + i for i in range(len(sizes))]
+    grad, out = (jnp.float32 if kind == "step on sums" else draw(storage)), draw(storage)
+    tiles = sum(-(-n // reference.NORM_TILE) for n in sizes)
+    norm = [((), jnp.float32), ((), jnp.bool_), ((tiles, 2), jnp.uint32)]
+    grads = [((n,), grad) for n in sizes]
+    attributes = dict(
+        devices=np.asarray([0], np.int64), site=np.int64(1), limit_seconds=np.int64(1),
+        sizes=np.asarray(sizes, np.int64), runs=np.asarray(runs, np.int64),
+    )  # fmt: skip
+    if kind == "sum":
+        call = dict(
+            name="peer_sum", operands=[((), jnp.float32), *grads],
+            results=[*(((n,), jnp.float32) for n in sizes), *norm], aliases={},
+            attributes=attributes,
+        )  # fmt: skip
+        return with_mistakes(draw, call)
+    total = sum(sizes) + len(sizes)
+    state = [((total,), dtype) for dtype in (jnp.float32, draw(storage), draw(storage))]
+    scalars = [((), jnp.float32), ((2, NUMBERS), jnp.float32), ((), jnp.float32), ((), jnp.bool_)]
+    attributes |= dict(
+        offsets=np.asarray(offsets, np.int64), nesterov=np.bool_(draw(st.booleans())),
+        groups=np.asarray([i % 2 for i in range(len(sizes))], np.int32),
+        summed=np.bool_(kind == "step on sums"),
+    )  # fmt: skip
+    count = len(sizes)
+    call = dict(
+        name="peer_step", operands=[*scalars, *grads, *state],
+        results=[*(((n,), out) for n in sizes), *state, *([] if kind == "step on sums" else norm)],
+        aliases={4 + count + i: count + i for i in range(3)}, attributes=attributes,
+    )  # fmt: skip
+    return with_mistakes(draw, call)
+
+
+@st.composite
 def graph_node_calls(draw):
     array = (draw(shapes), draw(any_dtype))
     call = dict(operands=[array], results=[array], aliases={0: 0}, attributes={})
@@ -186,12 +225,25 @@ def change_number(draw, call):
     if call["name"] == "keep":
         call["attributes"]["parts"] = np.int64(draw(integers))
         return
+    if call["name"].startswith("peer"):
+        call["attributes"][draw(st.sampled_from(["site", "limit_seconds"]))] = np.int64(
+            draw(integers)
+        )
+        return
     name = draw(st.sampled_from(["flat", "contributions", "mode"]))
     call["attributes"][name] = np.int32(draw(st.integers(-3, 70)))
 
 
+LISTS = collections.defaultdict(
+    lambda: ["groups", "sizes", "offsets"],
+    keep=["rows"],
+    peer_sum=["devices", "sizes", "runs"],
+    peer_step=["devices", "sizes", "runs", "offsets", "groups"],
+)
+
+
 def change_list(draw, call):
-    name = draw(st.sampled_from(["groups", "sizes", "offsets"]))
+    name = draw(st.sampled_from(LISTS[call["name"]]))
     dtype = np.int32 if name == "groups" else np.int64
     limit = 2**31 - 1 if name == "groups" else 2**63 - 1
     values = draw(st.lists(integers, max_size=5))
@@ -199,8 +251,7 @@ def change_list(draw, call):
 
 
 def change_list_element(draw, call):
-    lists = ["rows"] if call["name"] == "keep" else ["groups", "sizes", "offsets"]
-    name = draw(st.sampled_from(lists))
+    name = draw(st.sampled_from(LISTS[call["name"]]))
     values = np.array(call["attributes"].get(name, []))
     if values.ndim == 1 and values.size and values.dtype.kind == "i":
         i = draw(st.integers(0, values.size - 1))
@@ -238,7 +289,32 @@ def kind_of(call):
 def assert_in_bounds(call):
     """What was accepted reads and writes inside of its arrays only."""
     checks = {"adam": check_adam, "sum": check_sum, "norm": check_norm, "graph_node": check_node}
-    (checks | {"keep": check_keep})[call["name"]](call)
+    checks |= {"keep": check_keep, "peer_sum": check_peer, "peer_step": check_peer}
+    checks[call["name"]](call)
+
+
+def check_peer(call):
+    """One device, whole runs, and shards that lie in the arrays without overlap."""
+    attributes, is_step = call["attributes"], call["name"] == "peer_step"
+    sizes, runs = attributes["sizes"].tolist(), attributes["runs"].tolist()
+    assert attributes["devices"].tolist() == [0] and attributes["limit_seconds"] > 0, call
+    assert all(n == run == 0 or run > 0 == n % run for n, run in zip(sizes, runs, strict=True)), (
+        call
+    )
+    first = 4 if is_step else 1
+    elements = [math.prod(shape) for shape, _ in call["operands"][first:]]
+    assert elements[: len(sizes)] == sizes, call
+    assert [math.prod(shape) for shape, _ in call["results"][: len(sizes)]] == sizes, call
+    if not is_step:
+        return
+    end = 0
+    for start, size in zip(attributes["offsets"].tolist(), sizes, strict=True):
+        assert end <= start, call
+        end = start + size
+    assert len(elements) == len(sizes) + 3 and end <= min(elements[len(sizes) :]), call
+    rows = call["operands"][1][0][0]
+    assert all(0 <= group < rows for group in attributes["groups"]), call
+    assert call["aliases"] == {4 + len(sizes) + i: len(sizes) + i for i in range(3)}, call
 
 
 def check_keep(call):
@@ -304,7 +380,7 @@ def check_adam(call):
 @given(
     st.one_of(
         adam_calls(False), adam_calls(True), sum_calls(), norm_calls(), keep_calls(),
-        graph_node_calls(),
+        graph_node_calls(), peer_calls(),
     )
 )  # fmt: skip
 def call_handler(call):
@@ -319,12 +395,13 @@ def call_handler(call):
             assert_in_bounds(call)
             seen[kind_of(call), "succeeded"] += 1
     except jax.errors.JaxRuntimeError as error:
-        assert str(error).startswith("INVALID_ARGUMENT"), error
+        did_not_come = call["name"].startswith("peer") and "did not come within" in str(error)
+        assert did_not_come or str(error).startswith("INVALID_ARGUMENT"), error
         seen[kind_of(call), "refused"] += 1
 
 
 if __name__ == "__main__":
     assert native.status("cpu").available, native.status("cpu").detail
     call_handler()
-    assert len(seen) == 12 and min(seen.values()) > int(sys.argv[2]), seen
+    assert len(seen) == 16 and min(seen.values()) > int(sys.argv[2]), seen
     print(seen)
