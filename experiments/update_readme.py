@@ -229,7 +229,35 @@ def scanned_table() -> str:
     return markdown.table(columns, table)
 
 
+STEP_ROWS = {
+    "floor": "forward and backward pass, no optimizer",
+    "annotated_zero1": "annotations: float32 params and moments sharded, 256 MiB thresholds",
+    "optim": '"optim", sums in bfloat16, over XLA',
+    "optim+float32sum": '"optim", sums in float32, over peer memory',
+    "annotated_zero1+clip": "annotations, clipped by the global norm",
+    "optim+float32sum+clip": '"optim", sums in float32, over peer memory, clipped',
+}
+
+
+def step_table() -> str:
+    """One line for each way to take a whole training step, of bench_step.py."""
+    columns = ("whole step", "ms", "above the floor", "ratio to it", "tokens/s")
+    results = json.loads((RESULTS / "bench_step_h200_x2.json").read_text())["results"]
+    table = []
+    for row in results["rows"]:
+        cells = (
+            STEP_ROWS[row["name"].split("/")[1]],
+            f"{row['ms']:.1f}",
+            f"{row['above_floor_ms']:.1f}",
+            f"{row['ratio_to_floor']:.3f}",
+            f"{row['tokens_per_second']:,.0f}",
+        )
+        table.append(cells)
+    return markdown.table(columns, table)
+
+
 TABLES = {
+    "step": step_table,
     "training": training_table,
     "kernel": kernel_table,
     "strategies": strategies_table,
