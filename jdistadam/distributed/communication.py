@@ -12,6 +12,9 @@ The sum is that of ``grad_reduce_dtype=float32`` over XLA, bit for bit.
     main_params_dtype             float32
     param_comm_dtype              None
 
+Such steps must be started from one thread: devices wait for each other in every one, so two threads
+whose programs reach two GPUs in different orders would wait until the limit (kernels/peer.py).
+
 All else goes over XLA. "auto" decides by this table, and on GPUs alone, never by a timing; "peer"
 raises where the table says no.
 """
