@@ -229,6 +229,12 @@ def _manual(
         return function(*treedef.unflatten(inside))
 
     index = collectives.axis_index(config.parallel.data_axes)  # varies, where types say so
+    kinds = dict(zip(config.mesh.axis_names, config.mesh.axis_types, strict=True))
+    if any(kinds[axis] is jax.sharding.AxisType.Explicit for axis in axes):
+        leaves = [
+            x if i not in passed else jax.sharding.reshard(x, specs[i])
+            for i, x in enumerate(leaves)
+        ]
     return compat.shard_map(
         local,
         mesh=config.mesh,
