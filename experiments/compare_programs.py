@@ -176,18 +176,36 @@ def drop_in_program(mesh, dtype, main, mode, param_spec, moment_spec):
     return jax.jit(lambda p, s, g: run(g, s, p), donate_argnums=(0, 1)).lower(params, state, grads)
 
 
+F32, BF16 = "float32", "bfloat16"
+SCANNED_POLICIES = ("bf16 sent", "bf16 sent, f32 sum", "remainder16", "f8 gathered")
+OWN_POLICIES = ("bf16 sent", "remainder16")
+MAIN_PARAMS = ((F32, None), (BF16, None), (BF16, "float32"), (BF16, "remainder16"))
+
+
 def programs(target):
     """Yields (name, function that lowers it)."""
     one = h200s(target, (8,), ("data",))
     two = h200s(target, (2, 4), ("replica", "data"))
-    with_model = h200s(target, (4, 2), ("data", "model"))
-    plain = lambda p, x, tx: loss_fn(p, x)  # noqa: E731
-    f32, bf16 = "float32", "bfloat16"
+    by_name = {mesh: one if mesh == "8" else two for mesh in MESHES}
+    yield from with_every_policy(by_name)
+    yield from with_every_feature(two)
+    yield from with_a_tensor_axis(h200s(target, (4, 2), ("data", "model")))
+    yield from with_scanned_layers(by_name)
+    yield from in_a_shard_map(one)
+    yield from drop_ins(one)
 
-    def train(name, mesh, outer, dtype, policy, **kwargs):
-        kwargs = dict(loss=plain) | kwargs
-        return name, lambda: train_program(mesh, outer, dtype, POLICIES[policy], **kwargs)
 
+def plain_loss(params, x, tx):
+    return loss_fn(params, x)
+
+
+def train(name, mesh, outer, dtype, policy, **kwargs):
+    """A whole train_step."""
+    kwargs = dict(loss=plain_loss) | kwargs
+    return name, lambda: train_program(mesh, outer, dtype, POLICIES[policy], **kwargs)
+
+
+def with_every_policy(meshes):
     for strategy, policy, (mesh, outer), steps in itertools.product(
         STRATEGIES, POLICIES, MESHES.items(), (1, 4)
     ):
@@ -196,18 +214,21 @@ def programs(target):
             continue
         yield train(
             f"train_step, {strategy}, {policy}, {mesh}, {steps} micro-batches",
-            one if mesh == "8" else two,
+            meshes[mesh],
             outer,
-            f32 if policy == "no main" else bf16,
+            F32 if policy == "no main" else BF16,
             policy,
             sharding_strategy=strategy,
             steps=steps,
         )
+
+
+def with_every_feature(mesh):
     for strategy, (feature, kwargs) in itertools.product(STRATEGIES, FEATURES.items()):
-        for dtype in (f32, bf16):
+        for dtype in (F32, BF16):
             yield train(
                 f"train_step, {strategy}, {feature}, {dtype}",
-                two,
+                mesh,
                 "no_shard",
                 dtype,
                 "bf16 sent",
@@ -215,61 +236,69 @@ def programs(target):
                 steps=2,
                 **kwargs,
             )
+
+
+def with_a_tensor_axis(mesh):
+    specs = {
+        f"layer{i}": {"up": P(None, "model"), "down": P("model"), "scale": P()} for i in range(3)
+    }
+
+    def loss(params, x, tx):
+        terms = [jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in jax.tree.leaves(params)]
+        return sum(terms) * jnp.mean(x.astype(jnp.float32))
+
     for strategy in STRATEGIES:
-        specs = {
-            f"layer{i}": {"up": P(None, "model"), "down": P("model"), "scale": P()}
-            for i in range(3)
-        }
         yield train(
             f"train_step, {strategy}, tensor axis",
-            with_model,
+            mesh,
             "no_shard",
-            bf16,
+            BF16,
             "bf16 sent, f32 sum",
             sharding_strategy=strategy,
-            loss=lambda p, x, tx: (
-                sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in jax.tree.leaves(p))
-                * jnp.mean(x.astype(jnp.float32))
-            ),
+            loss=loss,
             param_specs=specs,
             max_grad_norm=1.0,
         )
-    for policy, (mesh, outer), steps in itertools.product(
-        ("bf16 sent", "bf16 sent, f32 sum", "remainder16", "f8 gathered"), MESHES.items(), (1, 4)
-    ):
+
+
+def with_scanned_layers(meshes):
+    for policy, (mesh, outer), steps in itertools.product(SCANNED_POLICIES, MESHES.items(), (1, 4)):
         yield train(
             f"train_step, scanned layers, {policy}, {mesh}, {steps} micro-batches",
-            one if mesh == "8" else two,
+            meshes[mesh],
             outer,
-            bf16,
+            BF16,
             policy,
             sharding_strategy="optim_grads_params",
             stacked=lambda path: "layers" in path,
-            params=stacked_params(bf16),
+            params=stacked_params(BF16),
             loss=scanned_loss,
             steps=steps,
             max_grad_norm=1.0,
         )
-    for strategy, policy, checks in itertools.product(
-        STRATEGIES, ("bf16 sent", "remainder16"), (False, True)
-    ):
+
+
+def in_a_shard_map(mesh):
+    for strategy, policy, checks in itertools.product(STRATEGIES, OWN_POLICIES, (False, True)):
         yield (
             f"shard_map, {strategy}, {policy}, {'checks' if checks else 'verified'}",
-            lambda s=strategy, p=policy, c=checks: own_program(one, s, bf16, POLICIES[p], c),
+            lambda s=strategy, p=policy, c=checks: own_program(mesh, s, BF16, POLICIES[p], c),
         )
-    for strategy, policy in itertools.product(STRATEGIES, ("bf16 sent", "remainder16")):
+    for strategy, policy in itertools.product(STRATEGIES, OWN_POLICIES):
         yield (
             f"init, {strategy}, {policy}",
-            lambda s=strategy, p=policy: init_program(one, s, bf16, POLICIES[p]),
+            lambda s=strategy, p=policy: init_program(mesh, s, BF16, POLICIES[p]),
         )
+
+
+def drop_ins(mesh):
     specs = (P(), P("data"), P(None, "data"))
-    kinds = ((f32, None), (bf16, None), (bf16, "float32"), (bf16, "remainder16"))
     for (dtype, main), mode, param_spec, moment_spec in itertools.product(
-        kinds, ("step", "update"), specs, specs
+        MAIN_PARAMS, ("step", "update"), specs, specs
     ):
         yield (
             f"fused_adamw {mode}, {dtype}, main {main}, params {param_spec}, mu nu {moment_spec}",
-            lambda a=(dtype, main, mode, param_spec, moment_spec): drop_in_program(one, *a),
+            lambda a=(dtype, main, mode, param_spec, moment_spec): drop_in_program(mesh, *a),
         )
 
 

@@ -233,7 +233,7 @@ CASES = [
 @often(lambda policy, strategy, check_vma: CASES.index((policy, strategy)) % 4 == 3 * check_vma)
 def test_a_program_keeps_everything_and_says_nan(policy, strategy, check_vma):
     """Where nothing can be raised: a step in a shard_map, with the state of another layout."""
-    keeps_everything(make_tx().config.mesh, policy, strategy, check_vma)
+    assert_keeps_everything(make_tx().config.mesh, policy, strategy, check_vma)
 
 
 @pytest.mark.gpu
@@ -242,10 +242,12 @@ def test_a_program_on_gpus_keeps_everything_and_says_nan(policy, strategy):
     """On as many GPUs as there are, up to eight that divide the leaves."""
     devices = jax.devices("gpu")
     n = max(n for n in (1, 2, 4, 8) if n <= len(devices))
-    keeps_everything(jax.make_mesh((n,), ("data",), devices=devices[:n]), policy, strategy, False)
+    assert_keeps_everything(
+        jax.make_mesh((n,), ("data",), devices=devices[:n]), policy, strategy, False
+    )
 
 
-def keeps_everything(mesh, policy, strategy, check_vma):
+def assert_keeps_everything(mesh, policy, strategy, check_vma):
     dtype, policy = POLICIES[policy]
     tx = make_tx(mesh=mesh, sharding_strategy=strategy, policy=policy, loss_scale=2.0)
     params = make_params(dtype)
