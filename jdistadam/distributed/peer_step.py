@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdistadam.core import trees
 from jdistadam.core.types import Grads
 from jdistadam.distributed import packing
 from jdistadam.distributed.accumulate import local_grads
@@ -26,7 +25,7 @@ from jdistadam.distributed.norm import norm_of_squares
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import DistributedState
 from jdistadam.distributed.update import FlatState, Updated, any_flag, step_scalars
-from jdistadam.kernels import native, peer
+from jdistadam.kernels import multi_tensor, native, peer
 
 
 def step_over_peer_memory(
@@ -74,7 +73,8 @@ def step_over_peer_memory(
     for bucket, whole in zip(buckets, params, strict=True):
         new.update(packing.leaves_of_bucket(schedule.layout, bucket, whole))
     flat = FlatState(*flat_arrays)
-    new = {i: trees.keep_if(is_other, leaves[i], leaf) for i, leaf in new.items()}
+    if is_other is not None:
+        new = _kept(is_other, buckets, leaves, new)
     return Updated(flat, new, norm, found_inf, is_skipped, local.is_empty)
 
 
@@ -96,3 +96,30 @@ def _type_of_params(bucket: Bucket, schedule: Schedule, leaves: list[Any]) -> An
         return jax.typeof(leaves[bucket.leaf])
     size = schedule.layout.whole_size(bucket)
     return native.type_like(leaves[bucket.leaves[0]], (size,), bucket.dtype)
+
+
+def _kept(
+    is_kept: jax.Array, buckets: Sequence[Bucket], old: list[Any], new: dict[int, jax.Array]
+) -> dict[int, jax.Array]:
+    """Takes the old parameters where the state, of which new ones were made, is another layout's.
+
+    One call for large leaves of one dtype, which costs nothing where nothing is kept.
+    """
+    kept, large = dict(new), dict[Any, list[int]]()
+    for bucket in buckets:
+        for i in bucket.leaves:
+            if bucket.is_packed:
+                kept[i] = jnp.where(is_kept, old[i], new[i])
+            else:
+                large.setdefault(bucket.dtype, []).append(i)
+    for indices in large.values():
+        shards = multi_tensor.kept_shards(
+            is_kept,
+            index=jnp.int32(0),
+            parts=1,
+            dims=[0] * len(indices),
+            shards=[new[i] for i in indices],
+            wholes=[old[i] for i in indices],
+        )
+        kept.update(zip(indices, shards, strict=True))
+    return kept
