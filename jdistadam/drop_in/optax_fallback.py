@@ -75,7 +75,7 @@ def _apply(params: Sequence[Any], updates: Sequence[Any]) -> Any:
 
     The compiler would compute p - rate * x with one rounding instead of two. Where p + u is near a
     whole number the truncated result would be another integer than that of ``update`` followed by
-    ``apply_updates``; so it must not see the two together.
+    ``apply_updates``; so it must not see the two together. (XLA of jax 0.10 does on CPU.)
     """
     separate = [
         jax.lax.optimization_barrier(u) if is_integer(p) else u

@@ -143,6 +143,10 @@ def test_integers_are_what_jitted_optax_makes_of_them(dtype, grad_dtype):
             assert params["a"].dtype == dtype
 
 
+@pytest.mark.skipif(
+    jax.version.__version_info__ < (0, 11),
+    reason="needs jax 0.11: XLA of 0.10 joins the two on CPU, whatever stands between them",
+)
 @pytest.mark.parametrize("grad_dtype", [jnp.int32, F32], ids=str)
 def test_a_step_of_integers_is_an_update_and_apply_updates(grad_dtype):
     """To the last element, beside leaves of the kernel and main parameters; both truncate.
