@@ -197,16 +197,25 @@ def local_grads(
     config: DistributedConfig, schedule: Schedule, grads: Grads, treedef: Any
 ) -> LocalGrads:
     """Checks local gradients, or what ``accumulate`` returned; nothing is sent but weights."""
-    sums, weight = grads, None
-    if isinstance(grads, AccumulatedGrads):
-        sums, weight = grads.sums, grads.weight
+    sums, weight = _sums_and_weight(grads)
     _check_local(config, schedule, sums, treedef)
     buckets = [
         collectives.keep_cast(array, config.policy.wire_dtype)
         for array in _whole_buckets(config, schedule, jax.tree.leaves(sums))
     ]
-    mean_scale, is_empty = mean_factor(config, weight)
-    return LocalGrads(buckets, mean_scale if config.average_grads else jnp.float32(1), is_empty)
+    return LocalGrads(buckets, *_mean_scale(config, weight))
+
+
+def _sums_and_weight(grads: Grads) -> tuple[Any, Any]:
+    """Gradients, or sums of them, and this device's weight; None: 1."""
+    is_accumulated = isinstance(grads, AccumulatedGrads)
+    return (grads.sums, grads.weight) if is_accumulated else (grads, None)
+
+
+def _mean_scale(config: DistributedConfig, weight: Any) -> tuple[jax.Array, jax.Array | None]:
+    """``mean_factor``, or 1 without average_grads."""
+    factor, is_empty = mean_factor(config, weight)
+    return factor if config.average_grads else jnp.float32(1), is_empty
 
 
 def _check_local(config: DistributedConfig, schedule: Schedule, grads: Grads, treedef: Any) -> None:
@@ -254,9 +263,7 @@ def sum_over_devices(
       grads: The gradients.
       treedef: Structure of the params.
     """
-    sums, weight = grads, None
-    if isinstance(grads, AccumulatedGrads):
-        sums, weight = grads.sums, grads.weight
+    sums, weight = _sums_and_weight(grads)
     if weight is None or not config.parallel.shards_grads:
         _check_local(config, schedule, sums, treedef)
         shards = summed_shards(config, schedule, jax.tree.leaves(sums), includes_outer=True)
@@ -266,8 +273,7 @@ def sum_over_devices(
             transport.sum_gradients([entry.reduce_outer], shard, entry.bucket.cut_dim)
             for entry, shard in pairs
         ]
-    mean_scale, is_empty = mean_factor(config, weight)
-    return SummedGrads(shards, mean_scale if config.average_grads else jnp.float32(1), is_empty)
+    return SummedGrads(shards, *_mean_scale(config, weight))
 
 
 def summed_shards(

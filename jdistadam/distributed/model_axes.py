@@ -132,13 +132,17 @@ def accumulate(
     is_weighted_in_gather: bool = False,
 ) -> AccumulatedGrads:
     """``accumulate_local``."""
-    if not axes_left_to_xla(config.parallel) or not isinstance(acc, AccumulatedGrads):
+
+    def add(acc: AccumulatedGrads, grads: Grads, weight: Any) -> AccumulatedGrads:
         return accumulate_local(
             config, seen, acc, grads, weight, is_weighted_in_gather=is_weighted_in_gather
         )
 
+    if not axes_left_to_xla(config.parallel) or not isinstance(acc, AccumulatedGrads):
+        return add(acc, grads, weight)
+
     def local(acc: AccumulatedGrads, grads: Grads, weight: Any) -> tuple[Any, Any]:
-        acc = accumulate_local(config, seen, acc, grads, weight)
+        acc = add(acc, grads, weight)
         return acc.sums, acc.weight
 
     of_acc = _specs_of(config, seen, acc, None)

@@ -15,7 +15,7 @@ from support.h200 import placed
 from support.paths import ROOT
 from support.placements import FLAT, SQUARE, make_mesh
 from support.samples import often
-from support.scanned import LAYERS, is_stacked, make_params, scanned_products, shapes
+from support.scanned import LAYERS, is_stacked, loss_of, make_params, scanned_products, shapes
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
 SUMMED = dict(grad_reduce_dtype="float32")
@@ -30,22 +30,6 @@ KINDS = {
 def make_tx(mesh, *, policy=SUMMED, **kwargs):
     policy = jda.MixedPrecisionPolicy(**policy)
     return jda.distributed_fused_adamw(**HYPER, mesh=mesh, policy=policy, **kwargs)
-
-
-def loss_of(gather, policy=None):
-    """A residual network; ``gather`` gets one layer's parameters inside of the scan."""
-
-    def loss(params, x):
-        @functools.partial(jax.checkpoint, policy=policy)
-        def body(x, layer):
-            layer = gather(layer)
-            h = jnp.tanh((x * layer["scale"][None]) @ layer["mlp"]["up"])
-            return x + h @ layer["mlp"]["down"] + jnp.mean(layer["odd"]), None
-
-        x, _ = jax.lax.scan(body, x @ params["embed"], params["layers"])
-        return jnp.mean(jnp.square((x @ params["head"]).astype(jnp.float32)))
-
-    return loss
 
 
 def train(tx, loss, batches, **kwargs):

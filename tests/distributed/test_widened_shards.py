@@ -13,7 +13,13 @@ from support.bits import assert_same_trees
 from support.h200 import placed
 from support.placements import FLAT, SQUARE, make_mesh
 from support.samples import often
-from support.scanned import is_stacked, make_params, scanned_products, shapes
+from support.scanned import (
+    is_stacked,
+    loss_of,
+    make_params,
+    scanned_products,
+    shapes,
+)
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
 KINDS = {
@@ -201,15 +207,7 @@ def test_the_float32_copy_is_all_that_it_costs(h200s, monkeypatch):
             mesh, dict(grad_comm_dtype="bfloat16"), sharding_strategy="optim_grads_params", stacked=is_stacked
         )  # fmt: skip
 
-        def loss(params, x):
-            @functools.partial(jax.checkpoint, policy=jda.remat_policy)
-            def body(x, layer):
-                layer = jda.gather_params(layer, tx)
-                h = jnp.tanh((x * layer["scale"][None]) @ layer["mlp"]["up"])
-                return x + h @ layer["mlp"]["down"] + jnp.mean(layer["odd"]), None
-
-            x, _ = jax.lax.scan(body, x @ params["embed"], params["layers"])
-            return jnp.mean(jnp.square((x @ params["head"]).astype(jnp.float32)))
+        loss = loss_of(functools.partial(jda.gather_params, tx=tx), jda.remat_policy)
 
         batch = jax.ShapeDtypeStruct((64, 257), jnp.bfloat16)
         batch = placed(mesh, batch, tx.config.parallel.batch_spec)

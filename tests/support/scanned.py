@@ -52,3 +52,19 @@ def scanned_products(gather):
         return jax.lax.scan(body, products(params, batch), (layers, rows))[0]
 
     return loss
+
+
+def loss_of(gather, policy=None):
+    """A residual network; ``gather`` gets one layer's parameters inside of the scan."""
+
+    def loss(params, x):
+        @functools.partial(jax.checkpoint, policy=policy)
+        def body(x, layer):
+            layer = gather(layer)
+            h = jnp.tanh((x * layer["scale"][None]) @ layer["mlp"]["up"])
+            return x + h @ layer["mlp"]["down"] + jnp.mean(layer["odd"]), None
+
+        x, _ = jax.lax.scan(body, x @ params["embed"], params["layers"])
+        return jnp.mean(jnp.square((x @ params["head"]).astype(jnp.float32)))
+
+    return loss

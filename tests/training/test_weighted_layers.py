@@ -12,7 +12,13 @@ from support.bits import assert_same_trees
 from support.h200 import placed
 from support.placements import FLAT, SQUARE, make_mesh
 from support.samples import often
-from support.scanned import is_stacked, make_params, scanned_products, shapes
+from support.scanned import (
+    is_stacked,
+    loss_of,
+    make_params,
+    scanned_products,
+    shapes,
+)
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
 KINDS = {
@@ -159,21 +165,12 @@ def test_the_weight_before_costs_nothing(h200s, accumulate_steps):
     batch = {"x": jax.ShapeDtypeStruct((64, 257), jnp.bfloat16), "weight": jax.ShapeDtypeStruct((64,), jnp.float32)}  # fmt: skip
     batch = placed(mesh, batch, tx.config.parallel.batch_spec)
 
-    def model(params, x):
-        @functools.partial(jax.checkpoint, policy=jda.remat_policy)
-        def body(x, layer):
-            layer = jda.gather_params(layer, tx)
-            h = jnp.tanh((x * layer["scale"][None]) @ layer["mlp"]["up"])
-            return x + h @ layer["mlp"]["down"] + jnp.mean(layer["odd"]), None
-
-        x, _ = jax.lax.scan(body, x @ params["embed"], params["layers"])
-        return jnp.mean(jnp.square((x @ params["head"]).astype(jnp.float32)))
-
+    network = loss_of(functools.partial(jda.gather_params, tx=tx), jda.remat_policy)
     programs = {}
     for weighted in (False, True):
 
         def loss(params, batch, weighted=weighted):
-            loss = model(params, batch["x"])
+            loss = network(params, batch["x"])
             return (loss, jnp.sum(batch["weight"])) if weighted else loss
 
         step = jda.train_step(loss, tx, weighted=weighted, accumulate_steps=accumulate_steps)
