@@ -395,7 +395,12 @@ def test_specs_of_nnx():
 
 # -- what raises
 
-MIXED = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
+MIXED = jax.make_mesh(
+    (4, 2),
+    ("data", "model"),
+    axis_types=(AxisType.Explicit, AxisType.Auto),
+    devices=jax.devices("cpu")[:8],  # also where JAX's own are GPUs
+)
 
 
 def by_size(params):
