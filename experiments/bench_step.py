@@ -118,6 +118,9 @@ class Run:
             group.measure(names, data, references, args.rounds, args.trace_steps)
             self.found["rows"] += [dict(group.records[name]) for name in names]
             self.write()
+        failed = (name for name, record in group.records.items() if "failed" in record)
+        written = {row["name"] for row in self.found["rows"]}
+        self.found["rows"] += [group.records[name] for name in failed if name not in written]
 
 
 def predict(group, rates):
@@ -164,7 +167,10 @@ def main():
     wrong = [r["name"] for r in run.found["rows"] if not r.get("check", {"passed": True})["passed"]]
     if wrong:
         print("results differ from the reference:", ", ".join(wrong))
-    return int(bool(wrong))
+    failed = [r["name"] for r in run.found["rows"] if "failed" in r]
+    if failed:
+        print("failed:", ", ".join(failed))
+    return int(bool(wrong or failed))
 
 
 if __name__ == "__main__":

@@ -55,8 +55,25 @@ class Group:
         names = list(self.variants)
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             self._compile(names[0])
-            for _ in pool.map(self._compile, names[1:]):
+            for _ in pool.map(self._compile_or_drop, names[1:]):
                 pass
+
+    def _compile_or_drop(self, name):
+        with self._dropping(name):
+            self._compile(name)
+
+    @contextlib.contextmanager
+    def _dropping(self, name):
+        """Goes on without a row that fails: it says why, and the others keep their results."""
+        try:
+            yield
+        except Exception as error:  # of any library below
+            if name == self.rows[0].name:
+                raise  # nothing to compare with
+            message = f"{type(error).__name__}: {error}"
+            self.records[name]["failed"] = message[:2000]
+            del self.variants[name]
+            print(f"  FAILED {name}: {message[:600]}", flush=True)
 
     def _compile(self, name):
         start = time.perf_counter()
@@ -81,7 +98,7 @@ class Group:
     def batches(self, limit):
         """Rows that fit into memory together, each batch with the floor; ``limit``: bytes."""
         held = {name: self.records[name]["argument_bytes"] for name in self.variants}
-        most = max(record["temporary_bytes"] for record in self.records.values())
+        most = max(self.records[name]["temporary_bytes"] for name in self.variants)
         # The float32 values that a state is made of, and a copy of them.
         fixed = most + 8 * next(iter(self.records.values()))["parameters"]
         first, *others = self.variants
@@ -140,7 +157,11 @@ class Group:
 
     def measure(self, names, data, references, rounds, traced_steps):
         """Times these rows in turn, each round in the other order, and fills in their records."""
-        states = {name: self.start(name, data, references) for name in names}
+        states = {}
+        for name in names:
+            with self._dropping(name):
+                states[name] = self.start(name, data, references)
+        names = list(states)
         steps, times = {}, {name: [] for name in names}
         for name in names:
             states[name], _ = self._turn(name, states[name], data, 1)

@@ -118,10 +118,12 @@ def make_loss(size, workload, attention, gather=None, remat_policy=None):
     def body(x, layer):
         return apply(x, layer if gather is None else gather(layer)), None
 
+    # A loop keeps the passes apart by itself; without the barriers XLA can move collectives.
+    checkpoint = functools.partial(jax.checkpoint, prevent_cse=not workload.is_scanned)
     if workload.recomputes:
-        body = jax.checkpoint(body)
+        body = checkpoint(body)
     elif remat_policy is not None:
-        body = jax.checkpoint(body, policy=remat_policy)
+        body = checkpoint(body, policy=remat_policy)
 
     def loss(params, tokens):
         with jax.named_scope("model"):

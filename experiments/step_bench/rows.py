@@ -25,6 +25,11 @@ OPTIONS = {  # modifiers that are compiler options, over those that a variant ha
         "xla_gpu_experimental_collective_start_as_early_as_possible": True,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     },
+    "pipelined": {
+        "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
+        "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
+    },
+    "single_gathers": {MERGING.format("all_gather"): 1},
     "merge_30m": merging(30 << 20),
     "merge_1g": merging(1 << 30),
 }

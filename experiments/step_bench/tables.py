@@ -45,6 +45,8 @@ def _rows(records):
             cells.append(f"{shown:>{width + 1}}")
         if record.get("check", {}).get("passed") is False:
             cells.append("  WRONG")
+        if "failed" in record:
+            cells.append("  FAILED: " + record["failed"][:60])
         lines.append("".join(cells))
     return "\n".join(lines)
 
