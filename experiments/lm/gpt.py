@@ -130,7 +130,9 @@ class GPT(nn.Module):
             keys = jax.random.split(key, self.config.layers)
             return jax.vmap(lambda key: block.init(key, x[:1])["params"])(keys)
 
-        @functools.partial(jax.checkpoint, policy=self.remat_policy)
+        # A scan keeps the passes apart; the barriers that checkpoint adds would keep XLA from
+        # gathering the next layer beside this one.
+        @functools.partial(jax.checkpoint, policy=self.remat_policy, prevent_cse=False)
         def body(x, layer):
             layer = layer if self.gather is None else self.gather(layer)
             return block.apply({"params": layer}, x), None

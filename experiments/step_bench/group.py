@@ -160,11 +160,11 @@ class Group:
         states = {}
         for name in names:
             with self._dropping(name):
-                states[name] = self.start(name, data, references)
+                state = self.start(name, data, references)
+                states[name], _ = self._turn(name, state, data, 1)
         names = list(states)
         steps, times = {}, {name: [] for name in names}
         for name in names:
-            states[name], _ = self._turn(name, states[name], data, 1)
             states[name], seconds = self._turn(name, states[name], data, 2)
             wanted = round(TURN_SECONDS / seconds) if self.on_gpu else 3
             steps[name] = min(max(3, wanted), MOST_STEPS)

@@ -25,10 +25,19 @@ OPTIONS = {  # modifiers that are compiler options, over those that a variant ha
         "xla_gpu_experimental_collective_start_as_early_as_possible": True,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     },
+    # What train_step compiles with by itself where layers are gathered in a scan.
     "pipelined": {
         "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
         "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
     },
+    "not_pipelined": {
+        "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_OFF",
+        "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_AUTO_UNROLL",
+        "xla_gpu_experimental_collective_start_as_early_as_possible": False,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 1,
+    },
+    # Fewer channels take fewer multiprocessors from the products beside them.
+    **{f"channels_{n}": {"xla_gpu_nccl_collective_max_nchannels": n} for n in (2, 4, 8)},
     "single_gathers": {MERGING.format("all_gather"): 1},
     "merge_30m": merging(30 << 20),
     "merge_1g": merging(1 << 30),

@@ -81,16 +81,18 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
 
     In a model that scans over stacked layers, also under ``train_step``::
 
-        @functools.partial(jax.checkpoint, policy=jda.remat_policy)
+        @functools.partial(jax.checkpoint, policy=jda.remat_policy, prevent_cse=False)
         def body(x, layer):
             return block(jda.gather_params(layer, tx), x), None
 
         x, _ = jax.lax.scan(body, x, params["layers"])
 
-    so that one layer's parameters are gathered at a time, forward and backward, and each layer's
-    gradients are reduced while the backward pass computes those of the next. ``train_step`` hands
-    stacked leaves to ``loss_fn`` as ``local_params`` returns them; with ``weighted``, a layer's
-    gradients are multiplied by the weight before they are summed.
+    so that two layers' parameters are whole at a time: on GPUs ``train_step`` compiles the loops
+    such that the next layer is gathered, and the last layer's gradients are reduced, while this
+    layer is computed. ``prevent_cse=False``, which is safe inside of a scan, lets XLA do this in
+    the backward pass too. ``train_step`` hands stacked leaves to ``loss_fn`` as ``local_params``
+    returns them; with ``weighted``, a layer's gradients are multiplied by the weight before they
+    are summed.
 
     Args:
       shards: The params as this device holds them, or as ``local_params`` returned them; or one
@@ -161,7 +163,7 @@ def remat_policy(primitive: Any, *_: Any, **__: Any) -> bool:
     only moves or converts is done again, so that no gathered parameter stays in memory from the
     forward to the backward pass::
 
-        body = jax.checkpoint(body, policy=jda.remat_policy)
+        body = jax.checkpoint(body, policy=jda.remat_policy, prevent_cse=False)  # in a scan
 
     Example:
       >>> import jax, jax.numpy as jnp

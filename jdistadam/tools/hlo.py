@@ -51,7 +51,7 @@ class CompiledCollective(NamedTuple):
 def collectives_in(text: str) -> Iterator[CompiledCollective]:
     """Yields every collective of a program: ``compiled.as_text()``."""
     times = _times_of_computations(text)
-    for name, line in _instructions(text):
+    for name, line in instructions(text):
         found = re.search(rf"= (\S.*?) ({_OPS})(-start)?\(", line)
         if not found:
             continue
@@ -72,14 +72,14 @@ def custom_calls_in(text: str) -> collections.Counter[str]:
     """Returns how often each custom call of a program runs, by its target."""
     times = _times_of_computations(text)
     found: collections.Counter[str] = collections.Counter()
-    for name, line in _instructions(text):
+    for name, line in instructions(text):
         if target := re.search(r' custom-call\(.*\bcustom_call_target="([^"]+)"', line):
             found[target[1]] += times.get(name, 1)
     return found
 
 
-def _instructions(text: str) -> Iterator[tuple[str, str]]:
-    """Yields (name of the computation, line)."""
+def instructions(text: str) -> Iterator[tuple[str, str]]:
+    """Yields (name of the computation, line), in the order in which they run."""
     name = ""
     for line in text.splitlines():
         if line.endswith("{") and (found := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(", line)):
@@ -90,7 +90,7 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
 def _times_of_computations(text: str) -> dict[str, int]:
     """How often each computation runs: bodies of loops as often as XLA knows, others once."""
     callers: dict[str, list[tuple[str, int]]] = {}
-    for name, line in _instructions(text):
+    for name, line in instructions(text):
         if found := re.search(r" while\(.*\bbody=%?([\w.\-]+)", line):
             count = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
             callers.setdefault(found[1], []).append((name, int(count[1]) if count else 1))

@@ -20,6 +20,7 @@ from jdistadam.distributed.state import DistributedState, find_state, map_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import HyperparameterError
 from jdistadam.training.batches import check_batch_spec, shard_batch
+from jdistadam.training.compiler_options import is_on_gpu, options_for
 from jdistadam.training.flattened import Leaves, flattened
 from jdistadam.training.injected_numbers import with_numbers_as_arrays
 from jdistadam.training.loss_function import LossFunction
@@ -35,13 +36,6 @@ from jdistadam.training.train_state import (
     remember_params,
 )
 from jdistadam.training.train_state_checks import check_structure
-
-# XLA's own limit of 30 MiB counts shards: it merges most models into one collective that begins
-# when the last gradient is ready. This is large enough for bandwidth and leaves work to overlap.
-_GPU_COMPILER_OPTIONS = {
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 256 << 20,
-    "xla_gpu_all_gather_combine_threshold_bytes": 256 << 20,
-}
 
 
 class TrainStep:
@@ -112,7 +106,7 @@ class TrainStep:
 
     def _warn_of_lost_options(self) -> None:
         """Warns, once, that the options of a step do not reach the program that it is a part of."""
-        on_gpu = _is_on_gpu(self.tx) and self.tx.config.mesh.size > 1
+        on_gpu = is_on_gpu(self.tx.config) and self.tx.config.mesh.size > 1
         if on_gpu and self.compiler_options and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -282,13 +276,7 @@ def train_step(
     check_model_axes(tx.config)
     options = StepOptions(accumulate_steps, batch_spec, report_nonfinite)
     program = StepProgram(tx, LossFunction(loss_fn, has_aux, weighted), options)
-    chosen = _GPU_COMPILER_OPTIONS if _is_on_gpu(tx) else {}
-    return TrainStep(program, chosen | (compiler_options or {}))
-
-
-def _is_on_gpu(tx: DistributedTransformation) -> bool:
-    platform: str = tx.config.mesh.devices.flat[0].platform
-    return platform in ("gpu", "cuda")
+    return TrainStep(program, options_for(tx.config) | (compiler_options or {}))
 
 
 def _check_options(options: Any) -> None:

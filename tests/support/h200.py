@@ -1,5 +1,7 @@
 """A small model, compiled for H200s on a machine without any, and what its HLO says."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -59,6 +61,23 @@ def by_op(text):
         for dtype, elements in arrays:
             total[op, dtype] = total.get((op, dtype), 0) + elements
     return total
+
+
+def products_beside(text):
+    """Of collectives in bodies of loops: (op, matrix products between their start and done)."""
+    bodies = set(re.findall(r" while\(.*\bbody=%?([\w.\-]+)", text))
+    found, running = [], {}
+    for computation, line in hlo.instructions(text):
+        if computation not in bodies:
+            continue
+        if start := re.search(r"%?([\w.\-]+) = .* (all-gather|reduce-scatter)-start\(", line):
+            running[start[1]] = [start[2], 0]
+        elif done := re.search(r" (?:all-gather|reduce-scatter)-done\(%?([\w.\-]+)\)", line):
+            found.append(tuple(running.pop(done[1])))
+        elif re.match(r"\s+%?gemm_fusion\S* = |.*__cublas", line):
+            for collective in running.values():
+                collective[1] += 1
+    return found
 
 
 def captured(folder, name):

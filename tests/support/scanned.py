@@ -54,11 +54,11 @@ def scanned_products(gather):
     return loss
 
 
-def loss_of(gather, policy=None):
+def loss_of(gather, policy=None, checkpoint=jax.checkpoint):
     """A residual network; ``gather`` gets one layer's parameters inside of the scan."""
 
     def loss(params, x):
-        @functools.partial(jax.checkpoint, policy=policy)
+        @functools.partial(checkpoint, policy=policy)
         def body(x, layer):
             layer = gather(layer)
             h = jnp.tanh((x * layer["scale"][None]) @ layer["mlp"]["up"])

@@ -1,0 +1,68 @@
+"""The options of XLA with which a training step is compiled for GPUs.
+
+[Note: pipelined loops] Where a scan gathers one layer at a time, a turn of the loop needs its
+parameters first thing, and hands its gradients over last: nothing lies beside either. So XLA is
+asked to gather the next layer, and to reduce the last one, in the turn before and after
+(``pipeline_all_gather``; it does so with reductions anyway), to unroll the loop by two, so that
+what passes from turn to turn is never copied, and to begin as early as the operands are there.
+On two H200s this took 1.09 times the forward and backward pass where 1.13 was without, for one
+layer's parameters more in memory. ``jax.checkpoint`` hides the gathers of the backward pass behind
+a barrier unless it is told ``prevent_cse=False``, which is enough in a scan.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdistadam.distributed.config import DistributedConfig
+
+# XLA's own limit of 30 MiB counts shards: it merges most models into one collective that begins
+# when the last gradient is ready. This is large enough for bandwidth and leaves work to overlap.
+_MERGED = {
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 256 << 20,
+    "xla_gpu_all_gather_combine_threshold_bytes": 256 << 20,
+}
+_PIPELINED = {
+    "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
+    "xla_gpu_enable_pipelined_all_gather": True,  # its name in jaxlib 0.10
+    "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+}
+
+
+def options_for(config: DistributedConfig) -> dict[str, Any]:
+    """Options for the training step of an optimizer; empty where its devices are not GPUs."""
+    if not is_on_gpu(config):
+        return {}
+    if not (config.parallel.shards_params and config.stacked):
+        return dict(_MERGED)
+    known = {
+        name: value for name, value in _PIPELINED.items() if _is_known(name, value, config.mesh)
+    }
+    return _MERGED | known
+
+
+def is_on_gpu(config: DistributedConfig) -> bool:
+    """Whether the devices of the mesh are GPUs."""
+    platform: str = config.mesh.devices.flat[0].platform
+    return platform in ("gpu", "cuda")
+
+
+@functools.cache
+def _is_known(name: str, value: Any, mesh: Mesh) -> bool:
+    """Whether this XLA has the option: it tells by compiling with it, and names change."""
+    # Of the whole mesh: a process cannot compile for another one's device alone.
+    x = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    try:
+        jax.jit(lambda x: x, compiler_options={name: value}).lower(x).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        return False
+    return True
