@@ -62,16 +62,18 @@ ffi::Error RunPeer(const PeerAttributes& a, ffi::Error error, const PeerCall& ca
   if (error = meeting.Tell(std::move(error)); error.failure()) return error;
   error = meeting.Meet(0, EntryOf<char>(call, 0), meeting.limit(), &entries);
   if (error.failure()) return error;
-  PeerCpu(call, Meeting::ArraysOf(entries, meeting.me()), threads);
+  PeerCpu(call, Meeting::ArraysOf(call, entries, meeting.me()), threads);
   return meeting.Meet(1, {}, Meeting::All::kNoLimit, &entries);
 }
 
 ffi::Error PeerSumHandler(ffi::ThreadPool pool, ffi::RunId run, int32_t ordinal,
                           FloatScalar norm_scale, ffi::RemainingArgs args, ffi::RemainingRets rets,
                           ffi::Span<const int64_t> devices, int64_t site, int64_t limit_seconds,
-                          ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> runs) {
+                          ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> runs,
+                          ffi::Span<const int32_t> received) {
   PeerCall call;
-  const PeerAttributes a{false, false, false, devices, site, limit_seconds, sizes, runs, {}, {}};
+  const PeerAttributes a{false, false, false,    devices, site, limit_seconds,
+                         sizes, runs,  received, {},      {}};
   call.norm_scale = norm_scale.typed_data();
   return RunPeer(a, BuildPeerCall(a, args, rets, &call), call, run.run_id, ordinal,
                  ThreadsOf(pool));
@@ -82,11 +84,12 @@ ffi::Error PeerStepHandler(ffi::ThreadPool pool, ffi::RunId run, int32_t ordinal
                            FloatScalar inv_scale, BoolScalar found_inf, ffi::RemainingArgs args,
                            ffi::RemainingRets rets, ffi::Span<const int64_t> devices, int64_t site,
                            int64_t limit_seconds, ffi::Span<const int64_t> sizes,
-                           ffi::Span<const int64_t> runs, ffi::Span<const int64_t> offsets,
-                           ffi::Span<const int32_t> groups, bool nesterov, bool summed) {
+                           ffi::Span<const int64_t> runs, ffi::Span<const int32_t> received,
+                           ffi::Span<const int64_t> offsets, ffi::Span<const int32_t> groups,
+                           bool nesterov, bool summed) {
   PeerCall call;
-  const PeerAttributes a{true,          summed, nesterov, devices, site,
-                         limit_seconds, sizes,  runs,     offsets, groups};
+  const PeerAttributes a{true,  summed, nesterov, devices, site,  limit_seconds,
+                         sizes, runs,   received, offsets, groups};
   call.norm_scale = norm_scale.typed_data();
   ffi::Error error = BuildPeerCall(a, args, rets, &call);
   if (error.success()) error = SetScalars(coefficients, inv_scale, found_inf, &call);

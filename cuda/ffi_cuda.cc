@@ -123,7 +123,7 @@ cudaError_t Enqueue(cudaStream_t stream, const PeerCall& call, const PeerEvents&
                     const PeerMeeting<PeerEvents>::Entries& entries, int me) {
   cudaError_t error = WaitForPeers(stream, entries, me, &PeerEvents::ready);
   if (error == cudaSuccess)
-    error = PeerCuda(call, PeerMeeting<PeerEvents>::ArraysOf(entries, me), stream);
+    error = PeerCuda(call, PeerMeeting<PeerEvents>::ArraysOf(call, entries, me), stream);
   const cudaError_t recorded = cudaEventRecord(events.done, stream);
   if (error == cudaSuccess) error = recorded;
   if (error != cudaSuccess) (void)cudaStreamSynchronize(stream);
@@ -159,9 +159,11 @@ ffi::Error RunPeer(cudaStream_t stream, const PeerAttributes& a, ffi::Error erro
 ffi::Error PeerSumHandler(cudaStream_t stream, ffi::RunId run, int32_t ordinal,
                           FloatScalar norm_scale, ffi::RemainingArgs args, ffi::RemainingRets rets,
                           ffi::Span<const int64_t> devices, int64_t site, int64_t limit_seconds,
-                          ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> runs) {
+                          ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> runs,
+                          ffi::Span<const int32_t> received) {
   PeerCall call;
-  const PeerAttributes a{false, false, false, devices, site, limit_seconds, sizes, runs, {}, {}};
+  const PeerAttributes a{false, false, false,    devices, site, limit_seconds,
+                         sizes, runs,  received, {},      {}};
   call.coefficients = nullptr;
   call.norm_scale = norm_scale.typed_data();
   return RunPeer(stream, a, BuildPeerCall(a, args, rets, &call), call, run.run_id, ordinal);
@@ -172,11 +174,12 @@ ffi::Error PeerStepHandler(cudaStream_t stream, ffi::RunId run, int32_t ordinal,
                            FloatScalar inv_scale, BoolScalar found_inf, ffi::RemainingArgs args,
                            ffi::RemainingRets rets, ffi::Span<const int64_t> devices, int64_t site,
                            int64_t limit_seconds, ffi::Span<const int64_t> sizes,
-                           ffi::Span<const int64_t> runs, ffi::Span<const int64_t> offsets,
-                           ffi::Span<const int32_t> groups, bool nesterov, bool summed) {
+                           ffi::Span<const int64_t> runs, ffi::Span<const int32_t> received,
+                           ffi::Span<const int64_t> offsets, ffi::Span<const int32_t> groups,
+                           bool nesterov, bool summed) {
   PeerCall call;
-  const PeerAttributes a{true,          summed, nesterov, devices, site,
-                         limit_seconds, sizes,  runs,     offsets, groups};
+  const PeerAttributes a{true,  summed, nesterov, devices, site,  limit_seconds,
+                         sizes, runs,   received, offsets, groups};
   call.norm_scale = norm_scale.typed_data();
   ffi::Error error = BuildPeerCall(a, args, rets, &call);
   if (error.success()) error = SetScalars(coefficients, inv_scale, found_inf, &call);

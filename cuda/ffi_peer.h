@@ -2,13 +2,13 @@
 // PeerCall, and has the devices of the process meet around it.
 //
 // peer_sum
-//   operands  norm_scale f32[]; the whole gradients, one array a leaf.
+//   operands  norm_scale f32[]; the whole gradients, one array a leaf; what was received.
 //   results   the sums, f32, one array a leaf; sum_of_squares f32[], found_inf pred[], scratch
 //             u32[number of tiles, 2].
 // peer_step
 //   operands  norm_scale f32[], coefficients f32[groups, kNumCoefficients], inv_scale f32[],
 //             found_inf pred[]; the whole gradients (or with `summed` the sums), one array a leaf;
-//             main, mu, nu, one flat array each.
+//             what was received; main, mu, nu, one flat array each.
 //   results   the whole new parameters, one array a leaf; main, mu, nu, aliased with their
 //   operands;
 //             without `summed` the three results of the norm, as above.
@@ -16,6 +16,8 @@
 // site        differs between the calls of a program.
 // limit_seconds   how long to wait for a device.
 // sizes, runs     of each leaf's shard (peer.h).
+// received        for each leaf 1 where this device has received its shard of the others'
+//             gradients: one array from each, the next lower place first. Else 0.
 // groups, offsets, nesterov   as in ffi_adam.h.
 #pragma once
 
@@ -35,7 +37,9 @@ struct PeerAttributes {
   bool is_step, summed, nesterov;
   ffi::Span<const int64_t> devices;
   int64_t site, limit_seconds;
-  ffi::Span<const int64_t> sizes, runs, offsets;
+  ffi::Span<const int64_t> sizes, runs;
+  ffi::Span<const int32_t> received;
+  ffi::Span<const int64_t> offsets;
   ffi::Span<const int32_t> groups;
 
   PeerWork work() const {
@@ -52,9 +56,13 @@ inline ffi::Error CheckPeerAttributes(const PeerAttributes& a) {
     if (std::find(a.devices.begin(), a.devices.begin() + i, a.devices[i]) != a.devices.begin() + i)
       return Invalid("devices: one stands there twice");
   }
-  if (a.runs.size() != count ||
+  if (a.runs.size() != count || a.received.size() != count ||
       (a.is_step && (a.offsets.size() != count || a.groups.size() != count)))
-    return Invalid("sizes, runs, offsets and groups need one entry a leaf");
+    return Invalid("sizes, runs, received, offsets and groups need one entry a leaf");
+  for (const int32_t received : a.received) {
+    if (received != 0 && (received != 1 || a.summed))
+      return Invalid("received: must be 0 or 1, and 0 for sums");
+  }
   int64_t end = 0;
   for (size_t i = 0; i < count; ++i) {
     const int64_t size = a.sizes[i], run = a.runs[i];
@@ -151,16 +159,16 @@ ffi::Error ReadFlat(const char* name, const PeerAttributes& a, const ffi::Remain
 }
 
 inline ffi::Error ReadState(const PeerAttributes& a, const ffi::RemainingArgs& args,
-                            const ffi::RemainingRets& rets, PeerCall* call) {
-  const size_t count = a.sizes.size();
+                            const ffi::RemainingRets& rets, size_t first, PeerCall* call) {
+  const size_t count = a.sizes.size();  // of the results before those of the state
   Dtype main = Dtype::kFloat32;
   JDISTADAM_RETURN_IF_ERROR(ReadFlat(
-      "main", a, args, rets, count, count, &main,
+      "main", a, args, rets, first, count, &main,
       [&](size_t i, char* data) { call->leaves[i].main = reinterpret_cast<float*>(data); }));
   if (main != Dtype::kFloat32) return Invalid("main: dtype must be float32");
-  JDISTADAM_RETURN_IF_ERROR(ReadFlat("mu", a, args, rets, count + 1, count + 1, &call->dtypes.mu,
+  JDISTADAM_RETURN_IF_ERROR(ReadFlat("mu", a, args, rets, first + 1, count + 1, &call->dtypes.mu,
                                      [&](size_t i, char* data) { call->leaves[i].mu = data; }));
-  return ReadFlat("nu", a, args, rets, count + 2, count + 2, &call->dtypes.nu,
+  return ReadFlat("nu", a, args, rets, first + 2, count + 2, &call->dtypes.nu,
                   [&](size_t i, char* data) { call->leaves[i].nu = data; });
 }
 
@@ -187,6 +195,17 @@ inline ffi::Error BuildPeerCall(const PeerAttributes& a, const ffi::RemainingArg
   }
   if (a.summed && count > 0 && call->dtypes.grad != Dtype::kFloat32)
     return Invalid("sums: dtype must be float32");
+  size_t num_grads = count;
+  for (size_t i = 0; i < count; ++i) {
+    PeerLeaf& leaf = call->leaves[i];
+    leaf.is_received = a.received[i] != 0;
+    for (size_t k = 0; leaf.is_received && k + 1 < n; ++k, ++num_grads) {
+      void* data;
+      JDISTADAM_RETURN_IF_ERROR(
+          operands.Float("received", leaf.size, false, &call->dtypes.grad, &data));
+      leaf.received[k] = data;
+    }
+  }
   for (size_t i = 0; i < count; ++i) {
     PeerLeaf& leaf = call->leaves[i];
     void* data;
@@ -199,8 +218,8 @@ inline ffi::Error BuildPeerCall(const PeerAttributes& a, const ffi::RemainingArg
     }
   }
   if (a.is_step) {
-    JDISTADAM_RETURN_IF_ERROR(ReadState(a, args, rets, call));
-    if (args.size() != count + 3) return Invalid("too many operands");
+    JDISTADAM_RETURN_IF_ERROR(ReadState(a, args, rets, num_grads, call));
+    if (args.size() != num_grads + 3) return Invalid("too many operands");
     void* skipped;
     for (int k = 0; k < 3; ++k) {  // which ReadState has looked at
       Dtype dtype;
@@ -281,14 +300,20 @@ class PeerMeeting {
                                 "lost: start this process again and restore a checkpoint.");
   }
 
-  // The arrays of all devices, leaf by leaf.
-  static PeerArrays ArraysOf(const Entries& entries, int me) {
-    PeerArrays arrays{int(entries->size()), me, {}, {}};
+  // The arrays of all devices, leaf by leaf; in place of their gradients what they have sent.
+  static PeerArrays ArraysOf(const PeerCall& call, const Entries& entries, int me) {
+    const int count = int(entries->size());
+    PeerArrays arrays{count, me, {}, {}};
     const auto& first = entries->front();
     for (size_t l = 0; l < first.grads.size(); ++l)
       for (const auto& entry : *entries) arrays.grads.push_back(entry.grads[l]);
     for (size_t l = 0; l < first.outs.size(); ++l)
       for (const auto& entry : *entries) arrays.outs.push_back(entry.outs[l]);
+    for (size_t l = 0; l < first.grads.size(); ++l) {
+      const PeerLeaf& leaf = call.leaves[l];
+      for (int k = 0; leaf.is_received && k < count; ++k)
+        if (k != me) arrays.grads[l * count + k] = leaf.received[ReceivedIndex(count, me, k)];
+    }
     return arrays;
   }
 
@@ -321,7 +346,8 @@ PeerEntry<Extra> EntryOf(const PeerCall& call, Extra extra) {
       .Attr<int64_t>("site")                          \
       .Attr<int64_t>("limit_seconds")                 \
       .Attr<::xla::ffi::Span<const int64_t>>("sizes") \
-      .Attr<::xla::ffi::Span<const int64_t>>("runs")
+      .Attr<::xla::ffi::Span<const int64_t>>("runs")  \
+      .Attr<::xla::ffi::Span<const int32_t>>("received")
 #define JDISTADAM_PEER_SUM_BINDING                  \
   .Arg<::jdistadam::FloatScalar>() /* norm_scale */ \
       .RemainingArgs()                              \

@@ -2,8 +2,8 @@
 // kernels and the FFI handlers.
 //
 // Every device owns one shard of each leaf. It reads this shard of the gradients of all devices,
-// where they are, adds them in float32, updates its part of the state, and writes the new
-// parameters into the arrays of all devices:
+// where they are or from arrays of its own where the others have sent it, adds them in float32,
+// updates its part of the state, and writes the new parameters into the arrays of all devices:
 //
 //   sum    <- grad of device 0 + ... + grad of device n - 1       pairwise (pairwise.h), float32
 //   main, mu, nu <- Adam of sum * inv_scale                       adam_math.h
@@ -35,8 +35,9 @@ enum class PeerWork {
 
 // One leaf as one device sees it. Null where a call does not use it.
 struct PeerLeaf {
-  const void* grad;  // the whole gradient of this device
-  float* sum;        // this device's shard of the sum, without gaps
+  const void* grad;                     // the whole gradient of this device
+  const void* received[kMaxPeers - 1];  // if is_received: ReceivedIndex says from whom
+  float* sum;                           // this device's shard of the sum, without gaps
   float* main;
   void* mu;
   void* nu;
@@ -46,6 +47,7 @@ struct PeerLeaf {
   size_t first_tile;  // of the norm: those of all leaves before
   int32_t group;      // row of the coefficients
   Dtype out_dtype;
+  bool is_received;  // whether this shard of the others' gradients is in arrays of this device
 };
 
 struct PeerDtypes {
@@ -82,6 +84,11 @@ JDISTADAM_INLINE size_t WholeIndex(size_t size, size_t run, int count, int me, s
   if (run == size) return size_t(me) * size + i;
   const size_t row = size < (size_t{1} << 32) ? uint32_t(i) / uint32_t(run) : i / run;
   return row * run * size_t(count) + size_t(me) * run + (i - row * run);
+}
+
+// Which of the received arrays came from device `from`: those of the next lower place come first.
+JDISTADAM_INLINE int ReceivedIndex(int count, int me, int from) {
+  return (me - from + count) % count - 1;
 }
 
 void PeerCpu(const PeerCall& call, const PeerArrays& arrays, const Threads& threads);

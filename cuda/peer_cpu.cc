@@ -37,7 +37,11 @@ void Sum(const PeerCall& call, const PeerArrays& arrays, const Threads& threads,
       const size_t at = WholeIndex(leaf.size, leaf.run, arrays.count, arrays.me, i);
       float total;
       PairwiseSum<kMaxPeers>(
-          arrays.count, [&](int k, float* x) { *x = LoadOne(grads[k], call.dtypes.grad, at); },
+          arrays.count,
+          [&](int k, float* x) {
+            const bool is_shard = leaf.is_received && k != arrays.me;
+            *x = LoadOne(grads[k], call.dtypes.grad, is_shard ? i : at);
+          },
           [](float a, float* b) { *b = a + *b; }, &total);
       StoreOne(sums[l], Dtype::kFloat32, i, total);
     }

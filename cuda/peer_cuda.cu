@@ -3,8 +3,8 @@
 // order     A block takes one tile of the norm (norm.h) and goes through it row by row, so that the
 //           norm of the sums has the bits of norm_cuda.cu; the sums have those of pairwise.h.
 // traffic   kStep, per element of this device's shard: the gradient of every device (all but one
-//           through the links between GPUs), main, mu and nu read and written, the new parameter
-//           written to every device. The norm costs no further read.
+//           through the links between GPUs, unless it was received before), main, mu and nu read
+//           and written, the new parameter written to every device. The norm costs no further read.
 // links     Loads from peers take a microsecond or two. Many small blocks keep enough of them on
 //           the way; within a thread the loads of all operands come before the first use.
 //
@@ -38,6 +38,7 @@ struct DeviceLeaf {
   size_t size, run, first_tile;
   int32_t group;
   Dtype out_dtype;
+  bool is_received;
 };
 
 // How many such leaves fit the parameters of a kernel. One capacity for all: a launch with a small
@@ -91,13 +92,24 @@ struct Coordinates {
   size_t whole;  // in the leaf
 };
 
+// Where the gradient of device k is in its array.
+template <int kPeers>
+__device__ __forceinline__ size_t GradIndex(const DeviceLeaf<kPeers>& leaf, int me, int k,
+                                            const Coordinates& at) {
+  return leaf.is_received && k != me ? at.i : at.whole;
+}
+
 // The sum of one element over all devices, or what was summed before.
 template <int kPeers, PeerWork kWork, typename Types>
-__device__ float LoadSumOne(const Types& t, const DeviceLeaf<kPeers>& leaf, const Coordinates& at) {
+__device__ float LoadSumOne(const Types& t, int me, const DeviceLeaf<kPeers>& leaf,
+                            const Coordinates& at) {
   if constexpr (kWork == PeerWork::kStepOnSums) return leaf.sum[at.i];
   float total;
   PairwiseSum<kPeers>(
-      kPeers, [&](int k, float* term) { *term = LoadOne(leaf.grad[k], t.grad, at.whole); },
+      kPeers,
+      [&](int k, float* term) {
+        *term = LoadOne(leaf.grad[k], t.grad, GradIndex(leaf, me, k, at));
+      },
       [](float a, float* b) { *b = a + *b; }, &total);
   return CanonicalNan(total);
 }
@@ -136,7 +148,8 @@ __device__ __forceinline__ void StepVector(const Types& t, const Step& step,
     grads[0] = LoadVector<kVector>(leaf.sum, Dtype::kFloat32, at.i);
   } else {
 #pragma unroll
-    for (int k = 0; k < kPeers; ++k) grads[k] = LoadVector<kVector>(leaf.grad[k], t.grad, at.whole);
+    for (int k = 0; k < kPeers; ++k)
+      grads[k] = LoadVector<kVector>(leaf.grad[k], t.grad, GradIndex(leaf, step.me, k, at));
   }
   if constexpr (is_step) {
     packed_p = LoadVector<kVector>(leaf.main, Dtype::kFloat32, at.i);
@@ -233,7 +246,7 @@ __global__ void __launch_bounds__(kThreads)
     } else {
       for (int k = 0; k < kVector && i + k < leaf.size; ++k) {
         const Coordinates at{i + k, WholeIndex(leaf.size, leaf.run, kPeers, step.me, i + k)};
-        sum[k] = LoadSumOne<kPeers, kWork>(t, leaf, at);
+        sum[k] = LoadSumOne<kPeers, kWork>(t, step.me, leaf, at);
         StepOne<kPeers, kWork>(t, step, leaf, at, sum[k]);
       }
     }
@@ -261,8 +274,8 @@ cudaError_t Launch(const PeerCall& call, const PeerArrays& arrays, cudaStream_t 
   for (size_t l = 0; l < call.leaves.size(); ++l) {
     const PeerLeaf& from = call.leaves[l];
     DeviceLeaf<kPeers> leaf{
-        {},        {},       from.sum,        from.main,  from.mu,       from.nu,
-        from.size, from.run, from.first_tile, from.group, from.out_dtype};
+        {},        {},       from.sum,        from.main,  from.mu,        from.nu,
+        from.size, from.run, from.first_tile, from.group, from.out_dtype, from.is_received};
     for (int k = 0; k < kPeers; ++k) {
       if constexpr (kWork != PeerWork::kStepOnSums) leaf.grad[k] = arrays.grads[l * kPeers + k];
       if constexpr (kWork != PeerWork::kSum) leaf.out[k] = arrays.outs[l * kPeers + k];

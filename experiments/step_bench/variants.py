@@ -240,7 +240,7 @@ class Ours:
     def __init__(self, setting, strategy, modifiers, options):
         self.setting, self.place = setting, setting.place
         gathers = setting.workload.is_scanned and strategy == "optim_grads_params"
-        stacked = models.is_stacked if gathers else None
+        stacked = models.is_stacked if setting.workload.is_scanned else None
         self.tx = make_tx(setting.mesh, strategy, modifiers, stacked=stacked)
         extra = {}
         if gathers:

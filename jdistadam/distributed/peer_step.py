@@ -4,6 +4,13 @@
 
 is one kernel where nothing must be known of the sum before the update: without ``max_grad_norm``
 and without ``loss_scale``. The norm is taken on the way. Else it is two, with the norm between.
+
+[Note: sent ahead] In ``train_step``, which knows that a backward pass makes the gradients one after
+the other, each is sent to the device that sums it as soon as it is known (schedule.py says which).
+Of N devices' gradients (N - 1) / N so travel beside the backward pass, by the copy engines where
+``train_step`` asks XLA for them, and the kernel reads them from this device's own memory. It costs
+one copy of that part, since XLA sends whole arrays. A custom training loop may hand over gradients
+that were there before the program began: those are read by the kernel where they are.
 """
 
 from __future__ import annotations
@@ -14,10 +21,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from jdistadam.core import collectives
 from jdistadam.core.types import Grads
 from jdistadam.distributed import packing
-from jdistadam.distributed.accumulate import local_grads
+from jdistadam.distributed.accumulate import AccumulatedGrads, local_grads
 from jdistadam.distributed.communication import places
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket
@@ -27,6 +36,8 @@ from jdistadam.distributed.state import DistributedState
 from jdistadam.distributed.update import FlatState, Updated, any_flag, step_scalars
 from jdistadam.kernels import multi_tensor, native, peer
 
+sending_ahead: Any = jax.make_user_context(False)
+"""Whether gradients come one by one from a backward pass of this program: [Note: sent ahead]."""
 
 def step_over_peer_memory(
     config: DistributedConfig,
@@ -51,10 +62,14 @@ def step_over_peer_memory(
     local = local_grads(config, schedule, grads, treedef)
     scaling, buckets = state.scaling, schedule.layout.buckets
     norm_scale = jnp.float32(1) if scaling is None else 1 / scaling.loss_scale
-    flat, spec = FlatState(state.main_params, state.mu, state.nu), _spec(config, buckets)
+    is_early = sending_ahead.value and not isinstance(grads, AccumulatedGrads)
+    is_sent = [is_early and x.reduce[0].op == "collective-permute" for x in schedule.buckets]
+    flat, spec = FlatState(state.main_params, state.mu, state.nu), _spec(config, buckets, is_sent)
+    received = _receive(config, buckets, is_sent, local.buckets)
     arrays, norm, found_inf = local.buckets, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
     if config.takes_norm_first:
-        arrays, squares, found = peer.sum_over_peers(spec, norm_scale, arrays)
+        arrays, squares, found = peer.sum_over_peers(spec, norm_scale, arrays, received)
+        received = []
         norm, found_inf = norm_of_squares(config, squares, found, local.mean_scale, scaling)
     skip = None if scaling is None else found_inf
     is_skipped = any_flag(skip, local.is_empty, is_other)
@@ -62,6 +77,7 @@ def step_over_peer_memory(
         spec,
         step_scalars(config, state, local.mean_scale, norm, is_skipped),
         arrays,
+        received,
         flat,
         norm_scale=norm_scale,
         param_types=[_type_of_params(bucket, schedule, leaves) for bucket in buckets],
@@ -77,8 +93,26 @@ def step_over_peer_memory(
         new = _kept(is_other, buckets, leaves, new)
     return Updated(flat, new, norm, found_inf, is_skipped, local.is_empty)
 
+def _receive(
+    config: DistributedConfig,
+    buckets: Sequence[Bucket],
+    is_sent: Sequence[bool],
+    grads: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """This device's shard of the gradients of all others; those of the next lower place first."""
+    axes, n = config.parallel.data_axes, config.parallel.num_devices
+    me, received = collectives.axis_index(axes), list[jax.Array]()
+    for bucket, grad, sent in zip(buckets, grads, is_sent, strict=True):
+        for distance in range(1, n) if sent else ():
+            length = bucket.shard_shape[bucket.cut_dim]
+            start = (me + distance) % n * length
+            part = lax.dynamic_slice_in_dim(grad, start, length, bucket.cut_dim)
+            received.append(collectives.send_around(part, axes, distance=distance, devices=n))
+    return received
 
-def _spec(config: DistributedConfig, buckets: Sequence[Bucket]) -> peer.PeerSpec:
+def _spec(
+    config: DistributedConfig, buckets: Sequence[Bucket], is_sent: Sequence[bool]
+) -> peer.PeerSpec:
     """The static side of the calls."""
     return peer.PeerSpec(
         devices=places(config.mesh),
@@ -87,8 +121,8 @@ def _spec(config: DistributedConfig, buckets: Sequence[Bucket]) -> peer.PeerSpec
         offsets=tuple(bucket.offset for bucket in buckets),
         groups=tuple(bucket.group for bucket in buckets),
         nesterov=config.hyper.nesterov,
+        received=tuple(is_sent),
     )
-
 
 def _type_of_params(bucket: Bucket, schedule: Schedule, leaves: list[Any]) -> Any:
     """The type of a bucket's new parameters: it says what that of the old ones says."""
@@ -96,7 +130,6 @@ def _type_of_params(bucket: Bucket, schedule: Schedule, leaves: list[Any]) -> An
         return jax.typeof(leaves[bucket.leaf])
     size = schedule.layout.whole_size(bucket)
     return native.type_like(leaves[bucket.leaves[0]], (size,), bucket.dtype)
-
 
 def _kept(
     is_kept: jax.Array, buckets: Sequence[Bucket], old: list[Any], new: dict[int, jax.Array]

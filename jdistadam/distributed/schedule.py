@@ -40,15 +40,17 @@ class Collective:
     """One collective operation of a step.
 
     Attributes:
-      op: "reduce-scatter", "all-gather", "all-reduce" or "all-to-all".
+      op: "reduce-scatter", "all-gather", "all-reduce", "all-to-all" or "collective-permute": the
+        parts of an all-to-all, one by one.
       dtype: What travels.
       elements: Size of the whole array: what every device adds to, exchanges, or holds at the end.
       axes: The mesh axes it runs over.
       devices: Number of devices along them.
       times: How often it runs in one step.
       leaves: Paths of the parameters.
-      is_optional: Whether XLA may leave it out: the backward pass of a scanned layer needs again
-        what it multiplied with, but not every bias.
+      is_optional: Whether it may be left out: the backward pass of a scanned layer needs again
+        what it multiplied with, but not every bias; and sums of gradients that ``accumulate`` made
+        are not sent ahead.
       when: "step": once; "micro-batch": for each of them; "layer": for each layer of a scan, in
         each micro-batch.
       means: How bytes move between devices: "xla", by a collective of the compiler; "peer", read
@@ -69,6 +71,8 @@ class Collective:
     @property
     def result_elements(self) -> int:
         """Size of the array that a device gets."""
+        if self.op == "collective-permute":  # what it has itself does not travel
+            return self.elements // self.devices * (self.devices - 1)
         return self.elements // (self.devices if self.op == "reduce-scatter" else 1)
 
     @property
@@ -165,11 +169,12 @@ def make_schedule(
         size = layer_sizes.get(bucket.num_layers, 0)
         layer_sizes[bucket.num_layers] = size + bucket.shard_size
     num_reductions = accumulate_steps if parallel.shards_grads else 1
-    maker = _PhaseMaker(parallel, policy, num_reductions, means)
+    maker = _PhaseMaker(parallel, policy, num_reductions, means, accumulate_steps == 1)
     entries = []
     for bucket in layout.buckets:
         paths = tuple(layout.leaves[i].path for i in bucket.leaves)
-        entry = maker.bucket_schedule(bucket, paths, layout.whole_size(bucket))
+        is_early = not bucket.is_packed and not layout.leaves[bucket.leaf].is_stacked
+        entry = maker.bucket_schedule(bucket, paths, layout.whole_size(bucket), is_early)
         if bucket.num_layers is not None:
             is_small = bucket.shard_size < _SMALL * layer_sizes[bucket.num_layers]
             again = tuple(dataclasses.replace(c, is_optional=is_small) for c in entry.gather)
@@ -186,11 +191,15 @@ class _PhaseMaker:
     policy: MixedPrecisionPolicy
     num_reductions: int  # how often a step reduces gradients over shard_axes
     means: str
+    is_one_batch: bool  # and no sum over several
 
     def bucket_schedule(
-        self, bucket: Bucket, paths: tuple[str, ...], whole_size: int
+        self, bucket: Bucket, paths: tuple[str, ...], whole_size: int, is_early: bool
     ) -> BucketSchedule:
-        """The phases of one bucket, by the strategy."""
+        """The phases of one bucket, by the strategy.
+
+        ``is_early``: whether its gradient is one that the backward pass makes before its end.
+        """
         parallel, policy = self.parallel, self.policy
         shard_axes, replica_axes = parallel.shard_axes, parallel.replica_axes
         sent, summed = policy.wire_dtype, policy.reduced_dtype
@@ -209,6 +218,11 @@ class _PhaseMaker:
             reduce, gather = (_repeated(phase, "layer", times) for phase in (reduce, gather))
         elif parallel.shards_grads:
             reduce = _repeated(reduce, "micro-batch", self.num_reductions)
+        elif self.means == "peer" and self.is_one_batch and is_early:
+            # [Note: sent ahead]. Others are known at the end of the backward pass alone: sums over
+            # micro-batches, and what a scan over layers returns.
+            ahead = self._one("collective-permute", paths, whole_size, shard_axes, sent)
+            reduce = (dataclasses.replace(ahead, means="xla", is_optional=True),)
         reduce_outer: Phase = ()
         gather_outer: Phase = ()
         if parallel.outer_strategy == "optim":

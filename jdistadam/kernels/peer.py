@@ -37,6 +37,7 @@ class PeerSpec:
       offsets: Where the shard begins in the flat arrays of state.
       groups: The row of the coefficients that it uses.
       nesterov: Whether to use Nesterov momentum.
+      received: Whether the others have sent their gradients of this device's shard.
     """
 
     devices: tuple[int, ...]
@@ -45,14 +46,17 @@ class PeerSpec:
     offsets: tuple[int, ...]
     groups: tuple[int, ...]
     nesterov: bool
+    received: tuple[bool, ...]
 
-    def _where(self) -> dict[str, Any]:
+    def _where(self, *, summed: bool = False) -> dict[str, Any]:
+        received = [0] * len(self.sizes) if summed else self.received
         return {
             "devices": np.asarray(self.devices, np.int64),
             "site": np.int64(next(_SITES)),
             "limit_seconds": np.int64(LIMIT_SECONDS),
             "sizes": np.asarray(self.sizes, np.int64),
             "runs": np.asarray(self.runs, np.int64),
+            "received": np.asarray(received, np.int32),
         }
 
     def _norm_types(self, like: Any) -> list[Any]:
@@ -62,7 +66,7 @@ class PeerSpec:
 
 
 def sum_over_peers(
-    spec: PeerSpec, norm_scale: Any, grads: Sequence[Any]
+    spec: PeerSpec, norm_scale: Any, grads: Sequence[Any], received: Sequence[Any] = ()
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """Adds this device's shards of the gradients of all devices, pairwise in float32.
 
@@ -70,14 +74,17 @@ def sum_over_peers(
       spec: The leaves.
       norm_scale: What the sums are multiplied by before their norm is taken, shape (), float32.
       grads: The whole gradients of this device, of one dtype.
+      received: For each leaf that ``spec.received`` names, this device's shard of the gradients of
+        the others, beginning with that of the next lower place; in the order of the leaves.
 
     Returns:
       The sums, each of shape (size,), float32; the sum of their squares; whether one is not finite.
     """
-    norm_scale, grads = varying.vary_together((norm_scale, list(grads)))
+    operands = norm_scale, list(grads), list(received)
+    norm_scale, grads, received = varying.vary_together(operands)
     types = [native.type_like(grads[0], (size,), jnp.float32) for size in spec.sizes]
     call = jax.ffi.ffi_call("jdistadam_peer_sum", [*types, *spec._norm_types(grads[0])])
-    *sums, squares, found_inf, _ = call(norm_scale, *grads, **spec._where())
+    *sums, squares, found_inf, _ = call(norm_scale, *grads, *received, **spec._where())
     return sums, squares, found_inf
 
 
@@ -85,6 +92,7 @@ def step_over_peers(
     spec: PeerSpec,
     scalars: Scalars,
     grads: Sequence[Any],
+    received: Sequence[Any],
     state: Sequence[Any],
     *,
     norm_scale: Any,
@@ -97,6 +105,7 @@ def step_over_peers(
       spec: The leaves.
       scalars: How to step.
       grads: The whole gradients of this device; with ``summed`` what ``sum_over_peers`` returned.
+      received: As in ``sum_over_peers``; empty with ``summed``.
       state: Main parameters, mu and nu: this device's flat arrays, updated in place.
       norm_scale: As in ``sum_over_peers``.
       param_types: The types of the whole new parameters.
@@ -106,10 +115,10 @@ def step_over_peers(
       The whole parameters; the new state; and, unless ``summed``, the sum of squares of the summed
       gradients, and whether one is not finite.
     """
-    operands = (norm_scale, scalars, list(grads), tuple(state))
-    norm_scale, scalars, grads, state = varying.vary_together(operands)
+    operands = (norm_scale, scalars, list(grads), list(received), tuple(state))
+    norm_scale, scalars, grads, received, state = varying.vary_together(operands)
     norm_types = [] if summed else spec._norm_types(grads[0])
-    first_state = 1 + len(scalars) + len(grads)
+    first_state = 1 + len(scalars) + len(grads) + len(received)
     call = jax.ffi.ffi_call(
         "jdistadam_peer_step",
         [*param_types, *(jax.typeof(x) for x in state), *norm_types],
@@ -119,8 +128,9 @@ def step_over_peers(
         norm_scale,
         *scalars,
         *grads,
+        *received,
         *state,
-        **spec._where(),
+        **spec._where(summed=summed),
         offsets=np.asarray(spec.offsets, np.int64),
         groups=np.asarray(spec.groups, np.int32),
         nesterov=np.bool_(spec.nesterov),

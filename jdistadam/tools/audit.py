@@ -287,7 +287,9 @@ def _planned(step: TrainStep, state: Any) -> tuple[_Counter, _Counter]:
     for c in planned_collectives(config, state.params, accumulate_steps=accumulate_steps):
         is_scalar = c.op == "all-reduce" and c.result_elements <= _MAX_SCALARS
         if c.devices > 1 and not is_scalar and c.means == "xla":
-            key = c.op, c.dtype.name, c.devices
+            # Devices send to one another, each for itself.
+            together = 0 if c.op == "collective-permute" else c.devices
+            key = c.op, c.dtype.name, together
             planned[key] += c.result_elements * c.times
             optional[key] += c.result_elements * c.times * c.is_optional
     devices = config.parallel.num_devices if config.has_model_axes else config.mesh.size

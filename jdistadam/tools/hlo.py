@@ -57,8 +57,9 @@ def collectives_in(text: str) -> Iterator[CompiledCollective]:
             continue
         result, op, start = found.groups()
         if start and (op != "all-reduce" or result.startswith("((")):
-            # (operands, results), each perhaps a tuple; older all-reduces name results alone
-            result = _second_half(result)
+            # (operands, results), each perhaps a tuple; older all-reduces name results alone.
+            # Permutes may have contexts beside them.
+            result = _second_half(result.replace(", u32[]", ""))
         arrays = tuple(
             (dtype, math.prod(int(n) for n in dims.split(",") if n))
             for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", result)

@@ -149,7 +149,9 @@ def _buffers(
         yield "packed gradients", whole * jnp.dtype(widest).itemsize
     if bucket.is_packed or policy.wire_dtype != bucket.dtype:
         yield "gradients for the wire", whole * sent
-    if config.communication.is_peer:  # which packs nothing else, and receives nothing
+    if config.communication.is_peer:  # which packs nothing else
+        if entry.reduce[0].op == "collective-permute":
+            yield "received contributions", entry.reduce[0].result_elements * sent
         if config.takes_norm_first:
             yield "reduced gradients", inner * 4  # a norm is taken of them before the update
         if bucket.is_packed:

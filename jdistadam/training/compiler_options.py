@@ -27,6 +27,9 @@ _MERGED = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 256 << 20,
     "xla_gpu_all_gather_combine_threshold_bytes": 256 << 20,
 }
+# Gradients that are sent ahead to peers (distributed/schedule.py) take no multiprocessor from the
+# backward pass.
+_BY_COPY_ENGINES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 _PIPELINED = {
     "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
     "xla_gpu_enable_pipelined_all_gather": True,  # its name in jaxlib 0.10
@@ -40,12 +43,13 @@ def options_for(config: DistributedConfig) -> dict[str, Any]:
     """Options for the training step of an optimizer; empty where its devices are not GPUs."""
     if not is_on_gpu(config):
         return {}
-    if not (config.parallel.shards_params and config.stacked):
-        return dict(_MERGED)
-    known = {
-        name: value for name, value in _PIPELINED.items() if _is_known(name, value, config.mesh)
-    }
-    return _MERGED | known
+    wanted = dict[str, Any]()
+    if config.communication.is_peer:
+        wanted |= _BY_COPY_ENGINES
+    if config.parallel.shards_params and config.stacked:
+        wanted |= _PIPELINED
+    mesh = config.mesh
+    return _MERGED | {name: x for name, x in wanted.items() if _is_known(name, x, mesh)}
 
 
 def is_on_gpu(config: DistributedConfig) -> bool:

@@ -16,6 +16,7 @@ from jdistadam.distributed.accumulate import mean_factor
 from jdistadam.distributed.gather_params import gather_params, local_params
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.param_specs import over_axes
+from jdistadam.distributed.peer_step import sending_ahead
 from jdistadam.distributed.state import StepResult, find_state
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.training.local_gradients import LocalResult, local_gradients
@@ -94,7 +95,10 @@ class StepProgram:
             loss_scale=None if scaling is None else scaling.loss_scale,
             report_nonfinite=self.options.report_nonfinite,
         )
-        result = tx.local_step(local.grads, state.opt_state, state.params, is_verified=is_verified)
+        with sending_ahead(self.options.accumulate_steps == 1):
+            result = tx.local_step(
+                local.grads, state.opt_state, state.params, is_verified=is_verified
+            )
         model_state = _mean_over_devices(local.model_state, axes)
         model_state = trees.keep_if(result.is_skipped, state.model_state, model_state)
         new = TrainState(result.params, result.opt_state, model_state, rng)

@@ -20,11 +20,13 @@ BF16 = jnp.bfloat16
 LABELS = {"rows": "slow", "columns": "", "prime": "", "small": "own", "scalar": "", "empty": "ice"}
 GROUPS = {"": {}, "slow": dict(lr_scale=0.5), "own": dict(weight_decay=0.7, b1=0.5)}
 GROUPS |= {"ice": dict(frozen=True)}
-SETTINGS = {
+SETTINGS = {  # one micro-batch, whose large gradients are sent ahead, unless said otherwise
     "plain": {},
+    "summed": dict(accumulate_steps=2),
     "clipped": dict(max_grad_norm=1.0),
     "scaled": dict(loss_scale=jda.DynamicLossScale(8.0)),
     "groups": dict(param_labels=LABELS, groups=GROUPS, nesterov=True, bucket_bytes=4096),
+    "clipped sums": dict(max_grad_norm=1.0, accumulate_steps=2),
 }
 
 
@@ -38,7 +40,7 @@ def loss_fn(params, x):
     return sum(terms)
 
 
-def trained(mesh, means, wire, dtype, steps=10, **kwargs):
+def trained(mesh, means, wire, dtype, steps=10, accumulate_steps=1, **kwargs):
     policy = jda.MixedPrecisionPolicy(
         grad_comm_dtype=wire,
         grad_reduce_dtype="float32",
@@ -51,7 +53,7 @@ def trained(mesh, means, wire, dtype, steps=10, **kwargs):
     assert tx.config.communication.means == means
     params = random_params()
     state = jda.TrainState.create(params, tx, param_dtypes=dtype)
-    step = jda.train_step(loss_fn, tx, accumulate_steps=2)
+    step = jda.train_step(loss_fn, tx, accumulate_steps=accumulate_steps)
     rng, metrics = np.random.default_rng(1), []
     for i in range(steps):
         x = rng.normal(size=(2 * mesh.size, 3)).astype(np.float32)
@@ -155,18 +157,22 @@ def test_three_devices_and_two_axes_and_unknown_means(cpu_mesh):
 
 
 def test_plan_and_audit_know_the_means(cpu_mesh):
-    """No collective of the gradients or the parameters is in the program, and none is planned."""
+    """Large gradients are sent ahead one by one; no other collective is planned, or there."""
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
     tx = jda.distributed_fused_adamw(1e-3, mesh=cpu_mesh(4), policy=policy, communication="peer")
     planned = jda.plan(random_params(), tx)
-    assert {c.means for c in planned.collectives} == {"peer"}
+    ahead = {(c.op, path) for c in planned.collectives if c.means != "peer" for path in c.leaves}
+    assert ahead == {("collective-permute", f"params['{name}']") for name in ("rows", "columns")}
+    summed = jda.plan(random_params(), tx, accumulate_steps=2)
+    assert {c.means for c in summed.collectives} == {"peer"}
     assert planned.bytes_sent > 0
     state = jda.TrainState.create(random_params(), tx)
     found = jda.audit(jda.train_step(loss_fn, tx), state, np.ones((8, 3), np.float32))
     assert found.passed, found
-    assert not found.rows
+    (row,) = found.rows
+    size = sum(random_params()[name].size for name in ("rows", "columns")) // 4 * 3
+    assert (row.op, row.planned, row.found) == ("collective-permute", size, size)
     assert str(planned).endswith("\ncommunication: peer")
-    assert all(line.endswith("  peer") for line in str(planned).splitlines()[-3:-1])
     assert [tuple(call) for call in found.peer_calls] == [("jdistadam_peer_step", 1, 1)]
     tx = jda.distributed_fused_adamw(1e-3, mesh=cpu_mesh(4))
     over_xla = str(jda.plan(random_params(), tx))

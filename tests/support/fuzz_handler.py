@@ -96,6 +96,7 @@ def peer_calls(draw):
     attributes = dict(
         devices=np.asarray([0], np.int64), site=np.int64(1), limit_seconds=np.int64(1),
         sizes=np.asarray(sizes, np.int64), runs=np.asarray(runs, np.int64),
+        received=np.asarray([0] * len(sizes), np.int32),
     )  # fmt: skip
     if kind == "sum":
         call = dict(
@@ -237,15 +238,15 @@ def change_number(draw, call):
 LISTS = collections.defaultdict(
     lambda: ["groups", "sizes", "offsets"],
     keep=["rows"],
-    peer_sum=["devices", "sizes", "runs"],
-    peer_step=["devices", "sizes", "runs", "offsets", "groups"],
+    peer_sum=["devices", "sizes", "runs", "received"],
+    peer_step=["devices", "sizes", "runs", "received", "offsets", "groups"],
 )
 
 
 def change_list(draw, call):
     name = draw(st.sampled_from(LISTS[call["name"]]))
-    dtype = np.int32 if name == "groups" else np.int64
-    limit = 2**31 - 1 if name == "groups" else 2**63 - 1
+    dtype = np.int32 if name in ("groups", "received") else np.int64
+    limit = np.iinfo(dtype).max
     values = draw(st.lists(integers, max_size=5))
     call["attributes"][name] = np.asarray([max(-limit, min(limit, v)) for v in values], dtype)
 
@@ -301,6 +302,8 @@ def check_peer(call):
     assert all(n == run == 0 or run > 0 == n % run for n, run in zip(sizes, runs, strict=True)), (
         call
     )
+    assert len(attributes["received"]) == len(sizes), call
+    assert set(attributes["received"].tolist()) <= {0, 1}, call
     first = 4 if is_step else 1
     elements = [math.prod(shape) for shape, _ in call["operands"][first:]]
     assert elements[: len(sizes)] == sizes, call
