@@ -236,17 +236,29 @@ STEP_ROWS = {
     "optim+float32sum": '"optim", sums in float32, over peer memory',
     "annotated_zero1+clip": "annotations, clipped by the global norm",
     "optim+float32sum+clip": '"optim", sums in float32, over peer memory, clipped',
+    "optim_grads_params": '"optim_grads_params", layers gathered one by one, over XLA',
+    "optim_grads_params+clip": '"optim_grads_params", layers gathered one by one, clipped',
+    "annotated_fsdp": "annotations: params sharded too",
+}
+STEP_WORKLOADS = {
+    "unrolled-8": "8 sequences",
+    "scanned-8": "8 sequences, `lax.scan` over layers",
+    "unrolled-1": "1 sequence, nothing recomputed",
 }
 
 
 def step_table() -> str:
     """One line for each way to take a whole training step, of bench_step.py."""
-    columns = ("whole step", "ms", "above the floor", "ratio to it", "tokens/s")
-    results = json.loads((RESULTS / "bench_step_h200_x2.json").read_text())["results"]
+    columns = ("per GPU", "whole step", "ms", "above the floor", "ratio to it", "tokens/s")
+    rows = []
+    for name in ("bench_step_h200_x2", "bench_step_1_sequence_h200_x2"):
+        rows += json.loads((RESULTS / f"{name}.json").read_text())["results"]["rows"]
     table = []
-    for row in results["rows"]:
+    for row in rows:
+        workload, variant = row["name"].split("/")
         cells = (
-            STEP_ROWS[row["name"].split("/")[1]],
+            STEP_WORKLOADS[workload],
+            STEP_ROWS[variant],
             f"{row['ms']:.1f}",
             f"{row['above_floor_ms']:.1f}",
             f"{row['ratio_to_floor']:.3f}",
