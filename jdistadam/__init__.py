@@ -25,6 +25,7 @@ from jdistadam.drop_in.main_params import MainParamsState
 from jdistadam.drop_in.optimizer import fused_adam, fused_adamw
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import (
+    AgreementError,
     DtypeError,
     HyperparameterError,
     JDistAdamError,
@@ -94,6 +95,7 @@ __all__ = [  # noqa: RUF022 - by task
     "Audit",
     # What is raised.
     "JDistAdamError",
+    "AgreementError",
     "DtypeError",
     "HyperparameterError",
     "LayoutError",

@@ -108,3 +108,14 @@ def refuse_empty_leaves(mesh: Mesh, params: Any) -> None:
                 expected="at least one element",
                 action="Use train_step, or leave such arrays out of the params.",
             )
+
+
+def coordination_client() -> Any:
+    """The client of the coordination service of ``jax.distributed``; None in a single process.
+
+    JAX gives no public way to its key-value store, whose functions have been the same since jax
+    0.4. ``multihost_utils`` offers comparisons of arrays instead, by collectives.
+    """
+    from jax._src import distributed
+
+    return distributed.global_state.client

@@ -74,5 +74,9 @@ class LayoutError(JDistAdamError, ValueError):
     """A sharded state belongs to another layout, or nothing says to which it belongs."""
 
 
+class AgreementError(JDistAdamError, RuntimeError):
+    """The processes of a run are not about to do the same."""
+
+
 class NativeError(JDistAdamError, ImportError):
     """A compiled module is missing or does not fit the running jaxlib."""

@@ -39,6 +39,7 @@ from jdistadam.kernels import multi_tensor, native, peer
 sending_ahead: Any = jax.make_user_context(False)
 """Whether gradients come one by one from a backward pass of this program: [Note: sent ahead]."""
 
+
 def step_over_peer_memory(
     config: DistributedConfig,
     schedule: Schedule,
@@ -93,6 +94,7 @@ def step_over_peer_memory(
         new = _kept(is_other, buckets, leaves, new)
     return Updated(flat, new, norm, found_inf, is_skipped, local.is_empty)
 
+
 def _receive(
     config: DistributedConfig,
     buckets: Sequence[Bucket],
@@ -110,6 +112,7 @@ def _receive(
             received.append(collectives.send_around(part, axes, distance=distance, devices=n))
     return received
 
+
 def _spec(
     config: DistributedConfig, buckets: Sequence[Bucket], is_sent: Sequence[bool]
 ) -> peer.PeerSpec:
@@ -124,12 +127,14 @@ def _spec(
         received=tuple(is_sent),
     )
 
+
 def _type_of_params(bucket: Bucket, schedule: Schedule, leaves: list[Any]) -> Any:
     """The type of a bucket's new parameters: it says what that of the old ones says."""
     if not bucket.is_packed:
         return jax.typeof(leaves[bucket.leaf])
     size = schedule.layout.whole_size(bucket)
     return native.type_like(leaves[bucket.leaves[0]], (size,), bucket.dtype)
+
 
 def _kept(
     is_kept: jax.Array, buckets: Sequence[Bucket], old: list[Any], new: dict[int, jax.Array]

@@ -23,6 +23,7 @@ from jdistadam.distributed.main_params import paths_that_differ, with_main_param
 from jdistadam.distributed.state import find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import LayoutError, TreeError
+from jdistadam.training.agreement import agree
 from jdistadam.training.train_state_checks import check_created
 
 
@@ -133,6 +134,7 @@ class TrainState:
         Raises:
           DtypeError: A leaf has another dtype, or ``rng`` is not a key.
           TreeError: ``params`` are shapes, or all variables of a Flax model.
+          AgreementError: Several processes make different states.
         """
         check_distributed(tx)
         check_created(params, model_state, rng)
@@ -140,6 +142,7 @@ class TrainState:
         replicated = NamedSharding(tx.config.mesh, P())
         # Placed as the ones that are trained: tx takes note of the dtypes that it sees.
         trained = jax.tree.map(lambda x, t: jax.ShapeDtypeStruct(x.shape, t), params, dtypes)
+        agree(tx.config, trained)
         params = copy_to(params, _placement(tx, trained))
         model_state, rng = copy_to((model_state, rng), replicated)
         rounded = _rounded(tx.config.policy, params, dtypes)

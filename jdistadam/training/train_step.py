@@ -19,6 +19,7 @@ from jdistadam.distributed.checks import (
 from jdistadam.distributed.state import DistributedState, find_state, map_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import HyperparameterError
+from jdistadam.training.agreement import agree
 from jdistadam.training.batches import check_batch_spec, shard_batch
 from jdistadam.training.compiler_options import is_on_gpu, options_for
 from jdistadam.training.flattened import Leaves, flattened
@@ -65,7 +66,7 @@ class TrainStep:
         self._jitted = jit(flattened(functools.partial(program, is_verified=True)))
         self._identity: Any = ()  # the array of the last state, known to be of the right layout
         self._batch_sharding = NamedSharding(program.tx.config.mesh, program.batch_spec)
-        self._has_warned = False
+        self._has_warned = self._has_agreed = False
         self.tx = program.tx
         self.options = program.options
         self.compiler_options = compiler_options
@@ -78,7 +79,10 @@ class TrainStep:
         nothing can be looked at, a state of another layout stays as it is in a skipped step, and
         loss and norm are NaN.
 
+        Several processes first tell each other what they are about to run, once.
+
         Raises:
+          AgreementError: The processes do not all run the same program.
           LayoutError: The state is of another layout, or params were put into it.
           MeshError: The state is sharded over another mesh.
         """
@@ -93,6 +97,7 @@ class TrainStep:
             self._warn_of_lost_options()
             return self._step(state, batch)
         check_alive(optimizer_state)
+        self._agree_once(state, batch)
         state = with_numbers_as_arrays(state, self.tx.config.mesh)
         if not is_ours:
             state = self._checked(state, optimizer_state)
@@ -103,6 +108,13 @@ class TrainStep:
         params = jax.tree.unflatten(treedef, leaves)
         new = TrainState(params, opt_state, new.model_state, new.rng)
         return remember_params(new, leaves), metrics
+
+    def _agree_once(self, state: TrainState, batch: Any) -> None:
+        """Before the first step of several processes, has them compare what they will run."""
+        if not self._has_agreed:
+            self._has_agreed = True
+            lower = functools.partial(self.lower, state, batch, is_verified=True)
+            agree(self.tx.config, state.params, lower)
 
     def _warn_of_lost_options(self) -> None:
         """Warns, once, that the options of a step do not reach the program that it is a part of."""

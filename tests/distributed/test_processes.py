@@ -1,6 +1,7 @@
 """Several processes, each with some of the devices, compute the bits of one process with all."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -10,29 +11,41 @@ import numpy as np
 import pytest
 
 from support.paths import TESTS, environment
+from support.samples import often
 
 SCRIPT = TESTS / "support" / "one_of_many_processes.py"
+DIFFER = TESTS / "support" / "processes_that_differ.py"
+
+
+def started(script, count, arguments, **env):
+    """Starts processes with ``arguments(index, port)``."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [
+        subprocess.Popen(
+            [sys.executable, "-P", script, *arguments(i, port)],
+            env=environment(**({"JAX_PLATFORMS": "cpu"} | env)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(count)
+    ]
 
 
 def final_state(tmp_path, count, strategy, platform="cpu", total=8):
     """Runs so many processes on all devices together; the bits of every leaf at the end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     out = tmp_path / f"{count}.npz"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
-    env = environment(
+    running = started(
+        SCRIPT,
+        count,
+        lambda i, port: [platform, str(total), str(i), str(count), str(port), strategy, str(out)],
         JAX_PLATFORMS="cpu" if platform == "cpu" else "cuda,cpu",
         XLA_PYTHON_CLIENT_PREALLOCATE="false",  # the process of the tests holds most of a GPU
         CUDA_VISIBLE_DEVICES=",".join(visible[:total]),
     )
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-P", SCRIPT, platform, str(total), str(i), str(count), str(port), strategy, out],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for i in range(count)
-    ]  # fmt: skip
     outputs = [process.communicate(timeout=300)[0] for process in running]
     for process, output in zip(running, outputs, strict=True):
         assert process.returncode == 0, output[-4000:]
@@ -64,3 +77,28 @@ def assert_same(one, several):
     assert len(one) == len(several) > 10
     for a, b in zip(one, several, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+DIFFERENCES = {
+    "nothing": None,
+    "policy": "policy: differs between process 1 and process 0: got .*bfloat16",
+    "layout": r"layout: differs between process 1 and process 0: got leaf \['w'\]: shape .*512",
+    "program": "program: differs between process 1 and process 0: .* look for what loss_fn",
+    "versions": "versions: differs between process 1 and process 0: got jdistadam 0.0.0",
+    "raises": "program: differs .* got ValueError: the data of this process is missing",
+    "never comes": "process 1: did not come to its first step within 5 s: got no word",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+@often(lambda what: what in ("nothing", "layout", "program", "never comes"))
+def test_processes_that_differ_stop_before_the_first_step(what):
+    """All that are there raise the same, which names the process and the difference."""
+    running = started(DIFFER, 2, lambda i, port: [str(i), str(port), what])
+    outputs = [process.communicate(timeout=100)[0] for process in running]
+    for i, (process, output) in enumerate(zip(running, outputs, strict=True)):
+        if DIFFERENCES[what] is None:
+            assert process.returncode == 0 and "loss" in output, output[-3000:]
+        elif not (what == "never comes" and i == 1):
+            assert process.returncode != 0, output[-3000:]
+            assert re.search("AgreementError: " + DIFFERENCES[what], output), output[-3000:]
