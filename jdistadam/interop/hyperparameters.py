@@ -1,0 +1,156 @@
+"""Hyperparameters of two frameworks: compared on the way in, translated on the way out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdistadam.core import trees
+from jdistadam.core.arguments import shown
+from jdistadam.core.hyperparameters import Hyperparameters
+from jdistadam.errors import HyperparameterError
+from jdistadam.interop.named_state import Group, NamedState, our_arguments
+
+_COMPARED = ("learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay", "l2", "nesterov",
+             "bias_correction")  # fmt: skip
+# A schedule is float32 arithmetic here and float64 there: some ten operations, of half an ulp each.
+_SCHEDULE_TOLERANCE = 10 * 2.0**-24
+
+Numbers = dict[str, Any]
+
+
+def numbers_of(hyper: Hyperparameters, has_decay: bool, step: int) -> Numbers:
+    """Returns hyperparameters as numbers, those of the step after ``step``; None if not known."""
+
+    def value(x: Any) -> Any:
+        x = x(step) if callable(x) else x
+        if isinstance(x, jax.core.Tracer):
+            return None
+        return x if isinstance(x, bool) else float(x)
+
+    found = {name: value(getattr(hyper, name)) for name in _COMPARED}
+    return found if has_decay else found | {"weight_decay": 0.0}
+
+
+def compare(
+    theirs: NamedState,
+    ours: Sequence[Numbers | None] | None,
+    like: Any,
+    names: Sequence[str],
+    differences: str,
+) -> None:
+    """Raises, or warns, where the other optimizer stepped with other hyperparameters than ours.
+
+    Args:
+      theirs: The state.
+      ours: Hyperparameters of each leaf; None for frozen ones. None: not known.
+      like: Our parameters.
+      names: Their names of the leaves.
+      differences: "raise" or "warn".
+
+    Raises:
+      HyperparameterError: They differ, and that was not to warn.
+    """
+    if differences not in ("raise", "warn"):
+        raise HyperparameterError(
+            "differences",
+            "unknown",
+            got=repr(differences),
+            expected='"raise" or "warn"',
+            action="Change it.",
+        )
+    if ours is None:
+        warnings.warn(
+            "tx: its hyperparameters cannot be seen from outside, as of a chain, and were not "
+            "compared with those of the other optimizer. Compare them with "
+            f"{[shown(our_arguments(group.settings)) for group in theirs.groups]}.",
+            stacklevel=4,
+        )
+        return
+    settings = {name: group.settings for group in theirs.groups for name in group.names}
+    for path, name, mine in zip(trees.paths(like, "params"), names, ours, strict=True):
+        found = None if mine is None else _difference(mine, settings.get(name, {}))
+        if found is None or mine is None:
+            continue
+        error = HyperparameterError(
+            f"tx, {found[0]} for {path}",
+            f"differs from what the other optimizer has for {name!r}",
+            got=mine[found[0]],
+            expected=found[1],
+            action="Make tx with the hyperparameters in NamedState.groups, or pass "
+            'differences="warn".',
+        )
+        if differences == "raise":
+            raise error
+        warnings.warn(str(error), stacklevel=4)
+        return
+
+
+def _difference(mine: Numbers, settings: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The first hyperparameter that differs, with theirs."""
+    theirs = {"eps_root": 0.0, "nesterov": False, "bias_correction": True}
+    theirs |= our_arguments(settings)
+    if "weight_decay" in settings:
+        theirs = {"weight_decay": 0.0, "l2": 0.0} | theirs
+    for key in _COMPARED:
+        if key in theirs and mine[key] is not None and not _equal(mine[key], theirs[key], key):
+            return key, theirs[key]
+    return None
+
+
+def _equal(mine: Any, theirs: Any, key: str) -> bool:
+    a, b = np.float32(mine), np.float32(theirs)
+    tolerance = _SCHEDULE_TOLERANCE * abs(b) if key in ("learning_rate", "weight_decay") else 0
+    return bool(abs(a - b) <= tolerance)
+
+
+def groups_of(ours: Sequence[Numbers | None] | None, names: Sequence[str]) -> tuple[Group, ...]:
+    """Returns groups of parameters with equal hyperparameters, by torch's names.
+
+    Args:
+      ours: Hyperparameters of each leaf, None for frozen ones, which are in no group. None: not
+        known, so that all are in one group without settings.
+      names: Their names of the leaves.
+
+    Raises:
+      HyperparameterError: torch's Adam has no such hyperparameter.
+    """
+    if ours is None:
+        return (Group(tuple(names), {}),)
+    groups: list[Group] = []
+    for name, mine in zip(names, ours, strict=True):
+        if mine is None:
+            continue
+        settings = _torch_settings(name, mine)
+        for i, group in enumerate(groups):
+            if group.settings == settings:
+                groups[i] = Group((*group.names, name), settings)
+                break
+        else:
+            groups.append(Group((name,), settings))
+    return tuple(groups)
+
+
+def _torch_settings(name: str, mine: Numbers) -> dict[str, Any]:
+    both_decay = mine["weight_decay"] and mine["l2"]
+    for key in ("eps_root", "nesterov", "l2") if both_decay else ("eps_root", "nesterov"):
+        if mine[key]:
+            raise HyperparameterError(
+                f"{key} for {name!r}",
+                "Adam of torch's layout has no such hyperparameter, or not beside weight_decay",
+                got=mine[key],
+                expected=0,
+                action="Pass groups with the settings that it is to go on with.",
+            )
+    return {
+        "lr": mine["learning_rate"],
+        "betas": (mine["b1"], mine["b2"]),
+        "eps": mine["eps"],
+        "weight_decay": mine["weight_decay"] or mine["l2"],
+        "decoupled_weight_decay": not mine["l2"],
+        "bias_correction": mine["bias_correction"],
+    }
