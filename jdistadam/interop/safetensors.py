@@ -19,12 +19,12 @@ import numpy as np
 
 from jdistadam.errors import DtypeError, TreeError
 
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16), "BOOL": np.dtype(np.bool_),
-    "I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8), "U64": np.dtype(np.uint64), "U32": np.dtype(np.uint32),
-    "U16": np.dtype(np.uint16), "U8": np.dtype(np.uint8),
+_DTYPES: dict[str, np.dtype[Any]] = {  # in the order in which the package writes tensors
+    "U64": np.dtype(np.uint64), "I64": np.dtype(np.int64), "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32), "U32": np.dtype(np.uint32), "I32": np.dtype(np.int32),
+    "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16),
+    "U16": np.dtype(np.uint16), "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8), "BOOL": np.dtype(np.bool_),
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _METADATA = "__metadata__"
@@ -148,7 +148,8 @@ def write_safetensors(path: str | os.PathLike[str], tree: Mapping[str, Any]) -> 
         else:
             metadata[name] = _encoded(name, value)
     # In the package's own order: wide dtypes first, so that all are aligned.
-    names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
+    order = list(_DTYPES.values())
+    names = sorted(arrays, key=lambda name: (order.index(arrays[name].dtype), name))
     header: dict[str, Any] = {_METADATA: metadata} if metadata else {}
     end = 0
     for name in names:
@@ -168,7 +169,9 @@ def _is_array(x: Any) -> bool:
 
 
 def _has_array(x: Any) -> bool:
-    return any(map(_is_array, jax.tree.leaves(x)))
+    if isinstance(x, Mapping | list | tuple):
+        return any(map(_has_array, x.values() if isinstance(x, Mapping) else x))
+    return _is_array(x)
 
 
 def _entries(path: str, tree: Any) -> Iterator[tuple[str, Any]]:

@@ -194,7 +194,16 @@ def joined(name: str, param: Any, remainder: np.ndarray) -> np.ndarray:
             expected="the model's bfloat16 parameter",
             action="Pass it in params.",
         )
-    return np.asarray(join(param, np.ascontiguousarray(remainder).view(np.uint16), np))
+    if param.shape != remainder.shape:
+        raise ShapeError(
+            f"parameter {name!r}",
+            "has another shape than its remainder",
+            got=param.shape,
+            expected=remainder.shape,
+            action="Check that names are in the order in which the optimizer got its parameters.",
+        )
+    flat = join(param.reshape(-1), remainder.reshape(-1).view(np.uint16), np)
+    return np.asarray(flat).reshape(param.shape)
 
 
 def check_shapes(name: str, leaf: NamedLeaf) -> None:

@@ -5,10 +5,11 @@ Run it where torch and safetensors are installed, from this folder:
     python make_golden.py
 
 The file in the repository was made by torch 2.15.0 (CPU). It has the parameters and the state after
-STEPS steps, with the output of the model for an input, then the gradients and the results of each
-of STEPS more.
+STEPS steps, with the output of the model for an input in float64, then the gradients and the
+results of each of STEPS more, and the last parameters in bfloat16 as torch rounds them.
 """
 
+import copy
 import json
 
 import torch
@@ -65,7 +66,7 @@ def main():
         step()
     tokens = torch.randint(5, (2, 5, 4))
     tensors |= parameters_of(model) | state_of(optimizer)
-    tensors |= {"tokens": tokens, "logits": model(tokens).detach()}
+    tensors |= {"tokens": tokens, "logits": copy.deepcopy(model).double()(tokens).detach()}
     for i in range(STEPS):
         step()
         tensors |= {f"later/{i}/grads/{k}": x.grad.clone() for k, x in model.named_parameters()}
@@ -75,7 +76,6 @@ def main():
         "names": [*others, *decayed],
         "optimizer/param_groups": optimizer.state_dict()["param_groups"],
         "torch": torch.__version__,
-        "bfloat16": "of the parameters, as torch rounds them",
     }
     tensors |= {f"rounded/{name}": x.detach().bfloat16() for name, x in model.named_parameters()}
     metadata = {key: json.dumps(value) for key, value in metadata.items()}
