@@ -12,6 +12,7 @@ import numpy as np
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.masks import decay_groups
 from jdistadam.core.types import OptState, Params
+from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.main_params import MainParamsState
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import TreeError
@@ -132,7 +133,7 @@ def from_fused(
 
 def _numbers(tx: FusedTransformation, like: Params, step: int) -> list[Numbers] | None:
     """The hyperparameters of each leaf; None where they cannot be seen."""
-    if not isinstance(tx, FusedTransformation):
+    if not isinstance(tx, FusedTransformation) or isinstance(tx, DistributedTransformation):
         raise TreeError(
             "tx",
             "not a fused optimizer",

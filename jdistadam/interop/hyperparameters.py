@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -72,34 +72,35 @@ def compare(
         )
         return
     settings = {name: group.settings for group in theirs.groups for name in group.names}
+    seen: list[Any] = []  # each difference once, whatever the number of its leaves
     for path, name, mine in zip(trees.paths(like, "params"), names, ours, strict=True):
-        found = None if mine is None else _difference(mine, settings.get(name, {}))
-        if found is None or mine is None:
-            continue
-        error = HyperparameterError(
-            f"tx, {found[0]} for {path}",
-            f"differs from what the other optimizer has for {name!r}",
-            got=mine[found[0]],
-            expected=found[1],
-            action="Make tx with the hyperparameters in NamedState.groups, or pass "
-            'differences="warn".',
-        )
-        if differences == "raise":
-            raise error
-        warnings.warn(str(error), stacklevel=4)
-        return
+        for found in _differences(mine or {}, settings.get(name, {})):
+            if found in seen:
+                continue
+            seen.append(found)
+            key, got, expected = found
+            error = HyperparameterError(
+                f"tx, {key} for {path}",
+                f"differs from what the other optimizer has for {name!r}",
+                got=got,
+                expected=expected,
+                action="Make tx with the hyperparameters in NamedState.groups, or pass "
+                'differences="warn".',
+            )
+            if differences == "raise":
+                raise error
+            warnings.warn(str(error), stacklevel=4)
 
 
-def _difference(mine: Numbers, settings: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """The first hyperparameter that differs, with theirs."""
+def _differences(mine: Numbers, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the hyperparameters that differ, with ours and theirs."""
     theirs = {"eps_root": 0.0, "nesterov": False, "bias_correction": True}
     theirs |= our_arguments(settings)
     if "weight_decay" in settings:
         theirs = {"weight_decay": 0.0, "l2": 0.0} | theirs
-    for key in _COMPARED:
-        if key in theirs and mine[key] is not None and not _equal(mine[key], theirs[key], key):
-            return key, theirs[key]
-    return None
+    for key, value in mine.items():
+        if key in theirs and value is not None and not _equal(value, theirs[key], key):
+            yield key, value, theirs[key]
 
 
 def _equal(mine: Any, theirs: Any, key: str) -> bool:
