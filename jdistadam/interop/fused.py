@@ -20,7 +20,7 @@ from jdistadam.interop import hyperparameters, name_map
 from jdistadam.interop.filling import adam_of, filled
 from jdistadam.interop.hyperparameters import Numbers
 from jdistadam.interop.name_map import Rename, Transpose
-from jdistadam.interop.named_state import Group, NamedState
+from jdistadam.interop.named_state import Group, NamedState, check_named_state
 from jdistadam.interop.our_trees import AdamTrees, check_kept, to_leaves, to_trees
 from jdistadam.training.host_arrays import fetch
 from jdistadam.training.optax_state import main_params
@@ -50,7 +50,7 @@ def to_fused(
     Returns:
       Parameters, in the dtypes of ``like``, and the state that ``tx.init`` makes for them with the
       moments and the step count of ``theirs``; both are numpy arrays, for ``jax.device_put`` to
-      place.
+      place. Moments have the dtypes in which ``tx`` stores them.
 
     Raises:
       TreeError, ShapeError, DtypeError: A leaf is missing, unexpected or of another shape, or would
@@ -71,9 +71,9 @@ def to_fused(
       >>> int(opt_state[0].count), opt_state[0].mu["w"].tolist()
       (5, [1.0, 1.0, 1.0])
     """
+    check_named_state(theirs)
     numbers = _numbers(tx, like, theirs.step)
-    name_of = name_map.their_name_by_path(theirs.leaves, rename, like)
-    names = [name_of[path] for path in name_map.our_paths(like)]
+    names = list(name_map.their_name_by_path(theirs.leaves, rename, like).values())
     hyperparameters.compare(theirs, numbers, like, names, differences)
     ours = to_trees(theirs, like, rename, transpose, [False] * len(names))
     opt_state = _host(tx.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)))
@@ -115,19 +115,21 @@ def from_fused(
     Raises:
       TreeError, ShapeError: The names do not fit.
       HyperparameterError: Adam of torch's layout has no such hyperparameter.
+
+    Example:
+      >>> import jdistadam as jda
+      >>> tx, params = jda.fused_adamw(1e-3, b2=0.99), {"w": jnp.ones(3)}
+      >>> theirs = from_fused(params, tx.init(params), tx, ["w"])
+      >>> theirs.groups[0].settings["betas"]
+      (0.9, 0.99)
     """
     adam = adam_of(opt_state)
     step = int(adam.count)
     ours = AdamTrees(*map(_host, (main_params(params, opt_state), adam.mu, adam.nu)))
     leaves = to_leaves(ours, names, rename, transpose, [False] * len(jax.tree.leaves(params)))
     if groups is None:
-        numbers = _numbers(tx, params, step)
-        by_path = name_map.their_name_by_path(names, rename, params)
-        order = [by_path[path] for path in name_map.our_paths(params)]
-        known = None if numbers is None else dict(zip(order, numbers, strict=True))
-        groups = hyperparameters.groups_of(
-            known if known is None else [known[name] for name in leaves], list(leaves)
-        )
+        order = list(name_map.their_name_by_path(names, rename, params).values())
+        groups = hyperparameters.groups_of(_numbers(tx, params, step), order, list(leaves))
     return NamedState(step, leaves, tuple(groups))
 
 

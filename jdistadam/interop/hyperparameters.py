@@ -109,30 +109,37 @@ def _equal(mine: Any, theirs: Any, key: str) -> bool:
     return bool(abs(a - b) <= tolerance)
 
 
-def groups_of(ours: Sequence[Numbers | None] | None, names: Sequence[str]) -> tuple[Group, ...]:
+def groups_of(
+    ours: Sequence[Numbers | None] | None, order: Sequence[str], names: Sequence[str]
+) -> tuple[Group, ...]:
     """Returns groups of parameters with equal hyperparameters, by torch's names.
 
     Args:
       ours: Hyperparameters of each leaf, None for frozen ones, which are in no group. None: not
         known, so that all are in one group without settings.
-      names: Their names of the leaves.
+      order: Their names of the leaves.
+      names: The same, in the order that their groups are to have.
 
     Raises:
       HyperparameterError: torch's Adam has no such hyperparameter.
     """
     if ours is None:
         return (Group(tuple(names), {}),)
+    numbers = dict(zip(order, ours, strict=True))
+    found = {name: mine for name in names if (mine := numbers[name]) is not None}
+    return joined_groups({name: _torch_settings(name, mine) for name, mine in found.items()})
+
+
+def joined_groups(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
+    """Returns groups of parameters with equal settings, in the order of their first ones."""
     groups: list[Group] = []
-    for name, mine in zip(names, ours, strict=True):
-        if mine is None:
-            continue
-        settings = _torch_settings(name, mine)
+    for name, given in settings.items():
         for i, group in enumerate(groups):
-            if group.settings == settings:
-                groups[i] = Group((*group.names, name), settings)
+            if group.settings == given:
+                groups[i] = Group((*group.names, name), given)
                 break
         else:
-            groups.append(Group((name,), settings))
+            groups.append(Group((name,), given))
     return tuple(groups)
 
 

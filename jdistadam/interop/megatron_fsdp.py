@@ -7,7 +7,8 @@ from typing import Any
 
 from jdistadam.errors import TreeError
 from jdistadam.interop import torch_layout
-from jdistadam.interop.named_state import Group, NamedState
+from jdistadam.interop.hyperparameters import joined_groups
+from jdistadam.interop.named_state import NamedState
 from jdistadam.interop.their_arrays import mapping
 
 
@@ -66,7 +67,13 @@ def from_megatron_fsdp(
             expected="its name in param_to_group_meta",
             action="Pass the state of one optimizer, as it was saved.",
         )
-    groups = _groups(metas)
+    where = "param_to_group_meta"
+    groups = joined_groups(
+        {
+            name: torch_layout.settings_of(mapping(f"{where}[{name!r}]", meta), where)
+            for name, meta in metas.items()
+        }
+    )
     leaves = {
         name: torch_layout.leaf_of(name, entries.get(name), found.get(name)) for name in metas
     }
@@ -92,18 +99,3 @@ def _by_plain_name(where: str, named: Any) -> dict[str, Any]:
             )
         plain[key] = value
     return plain
-
-
-def _groups(metas: Mapping[str, Any]) -> tuple[Group, ...]:
-    """Groups of parameters with equal hyperparameters, in the order of their first ones."""
-    groups: list[Group] = []
-    for name, meta in metas.items():
-        where = "param_to_group_meta"
-        settings = torch_layout.settings_of(mapping(f"{where}[{name!r}]", meta), where)
-        for i, group in enumerate(groups):
-            if group.settings == settings:
-                groups[i] = Group((*group.names, name), settings)
-                break
-        else:
-            groups.append(Group((name,), settings))
-    return tuple(groups)

@@ -41,7 +41,7 @@ def flax_kernels(path: str, ndim: int) -> tuple[int, ...] | None:
 
 
 def their_name_by_path(names: Iterable[str], rename: Rename, like: Any) -> dict[str, str]:
-    """Returns their name of each of our leaves, by its path.
+    """Returns their name of each of our leaves, by its path, in the order of our leaves.
 
     Args:
       names: Their names.
@@ -78,7 +78,7 @@ def their_name_by_path(names: Iterable[str], rename: Rename, like: Any) -> dict[
             expected=f"one that rename brings to {missing[0]!r}",
             action="Fix rename, or give the optimizer's whole state.",
         )
-    return found
+    return {path: found[path] for path in ours}
 
 
 def _renamed(name: str, rename: Rename) -> str | None:

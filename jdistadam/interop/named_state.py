@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jdistadam.errors import HyperparameterError
+from jdistadam.errors import HyperparameterError, TreeError
 
 
 class NamedLeaf(NamedTuple):
@@ -92,3 +92,15 @@ def our_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     if not settings.get("bias_correction", True):
         arguments["bias_correction"] = False
     return arguments
+
+
+def check_named_state(theirs: Any) -> None:
+    """Raises TreeError unless ``theirs`` is a NamedState."""
+    if not isinstance(theirs, NamedState):
+        raise TreeError(
+            "theirs",
+            "not a NamedState",
+            got=type(theirs).__name__,
+            expected="what from_torch, from_train_state or another reader returned",
+            action="Read the other framework's dictionary with one of them first.",
+        )

@@ -51,6 +51,7 @@ def to_trees(
       ShapeError: One has another shape than ours.
       DtypeError: One has a dtype that float32 does not hold.
     """
+    trees.check_dtypes(like, name="like", action="Pass our parameters, or their shapes.")
     names = name_map.their_name_by_path(theirs.leaves, rename, like)
     axes = name_map.axes_by_path(like, transpose)
     ours = zip(trees.paths(like, "params"), jax.tree.leaves(like), is_frozen, strict=True)

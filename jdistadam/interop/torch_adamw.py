@@ -9,7 +9,7 @@ import numpy as np
 
 from jdistadam.errors import HyperparameterError
 from jdistadam.interop import torch_layout
-from jdistadam.interop.named_state import NamedState
+from jdistadam.interop.named_state import NamedState, check_named_state
 from jdistadam.interop.torch_layout import Names
 
 
@@ -104,6 +104,7 @@ def to_torch(theirs: NamedState, **settings: Any) -> TorchState:
       >>> exported.optimizer["param_groups"][0]["params"], exported.names
       ([0], ['w'])
     """
+    check_named_state(theirs)
     names = [name for group in theirs.groups for name in group.names]
     groups, first = [], 0
     for group in theirs.groups:

@@ -12,7 +12,7 @@ from jdistadam.interop import hyperparameters, name_map
 from jdistadam.interop.filling import adam_of, filled, is_injected
 from jdistadam.interop.hyperparameters import Numbers
 from jdistadam.interop.name_map import Rename, Transpose
-from jdistadam.interop.named_state import Group, NamedState
+from jdistadam.interop.named_state import Group, NamedState, check_named_state
 from jdistadam.interop.our_trees import AdamTrees, check_kept, to_leaves, to_trees
 from jdistadam.training.optax_state import from_optax_state, to_optax_state
 from jdistadam.training.train_state import TrainState
@@ -71,9 +71,9 @@ def to_train_state(
       (5, (3, 2))
     """
     check_distributed(tx)
+    check_named_state(theirs)
     numbers = _numbers(tx, like, theirs.step)
-    name_of = name_map.their_name_by_path(theirs.leaves, rename, like)
-    names = [name_of[path] for path in name_map.our_paths(like)]
+    names = list(name_map.their_name_by_path(theirs.leaves, rename, like).values())
     hyperparameters.compare(theirs, numbers, like, names, differences)
     ours = to_trees(theirs, like, rename, transpose, [x is None for x in numbers])
     check_kept(ours.params, like, keeps_main=tx.config.policy.main_params.is_kept)
@@ -113,6 +113,14 @@ def from_train_state(
       LayoutError: The state is of another layout than that of ``tx``.
       TreeError, ShapeError: The names do not fit.
       HyperparameterError: Adam of torch's layout has no such hyperparameter.
+
+    Example:
+      >>> import jax.numpy as jnp, jdistadam as jda
+      >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+      >>> state = TrainState.create({"w": jnp.ones(3)}, tx)
+      >>> theirs = from_train_state(state, tx, ["w"])
+      >>> jda.interop.to_torch(theirs).optimizer["state"][0]["exp_avg"].tolist()
+      [0.0, 0.0, 0.0]
     """
     main_params, opt_state, _ = to_optax_state(state, tx)
     adam = adam_of(opt_state)
@@ -122,13 +130,9 @@ def from_train_state(
     ours = AdamTrees(main_params, adam.mu, adam.nu)
     leaves = to_leaves(ours, names, rename, transpose, is_frozen)
     if groups is None:
-        by_path = name_map.their_name_by_path(names, rename, state.params)
-        known = dict(
-            zip((by_path[x] for x in name_map.our_paths(state.params)), numbers, strict=True)
-        )
-        groups = hyperparameters.groups_of(
-            None if is_injected(opt_state) else [known[name] for name in leaves], list(leaves)
-        )
+        order = list(name_map.their_name_by_path(names, rename, state.params).values())
+        known = None if is_injected(opt_state) else numbers
+        groups = hyperparameters.groups_of(known, order, list(leaves))
     return NamedState(step, leaves, tuple(groups))
 
 

@@ -73,6 +73,10 @@ WRONG = {
     "fused for a train state": (lambda: interop.to_train_state(named(), fused(), LIKE, **TO_OURS), "not a distributed optimizer"),
     "distributed for fused": (lambda: interop.to_fused(named(), distributed(), LIKE, **TO_OURS), "to_train_state"),
     "optax": (lambda: interop.to_fused(named(), optax.adamw(1e-3), LIKE, **TO_OURS), "to_train_state"),
+    "a dictionary": (lambda: into({"state": {}}), "not a NamedState"),
+    "a dictionary, distributed": (lambda: into({"state": {}}, distributed()), "not a NamedState"),
+    "a dictionary, to torch": (lambda: interop.to_torch({"state": {}}), "not a NamedState"),
+    "like a number": (lambda: into(named(), like={"a": {"bias": 1.0, "kernel": 1.0}}), r"like\['a'\]\['bias'\]"),
     "differences": (lambda: into(named(), differences="ignore"), '"raise" or "warn"'),
     "groups": (lambda: interop.NamedState(0, {}, (interop.Group(("a",), {"lr": 1.0}), interop.Group(("b",), {"lr": 2.0}))).arguments(), "different hyperparameters"),
 }  # fmt: skip
