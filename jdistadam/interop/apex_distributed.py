@@ -1,4 +1,4 @@
-"""Apex's DistributedFusedAdam: states of whole parameters, and of the shards of every process."""
+"""Apex's DistributedFusedAdam: states by parameter, and the shards of every process."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def from_apex_distributed(
 ) -> NamedState:
     """Reads the state of Apex's ``DistributedFusedAdam``, in format 1 or 2.
 
-    Format 2 holds whole parameters, made of scaled states and of remainders too. Format 1 holds the
-    buckets of each process: flat shards, and the fragments of parameters that lie in them. Unpack
+    Format 2 holds unsharded arrays, made of scaled states and of remainders too. Format 1 holds the
+    buckets of each process: flat shards, and the fragments of parameters that are in them. Unpack
     what it gathered where Apex is installed::
 
         gathered = state_dict["gathered_states"]

@@ -1,6 +1,6 @@
 """The buckets of Apex's DistributedFusedAdam, put together from the shards of every process.
 
-A parameter is flattened and cut into fragments, each of which lies in one bucket; a bucket is cut
+A parameter is flattened and cut into fragments, each of which is in one bucket; a bucket is cut
 into one shard for each process. A process saves its shards and, for each fragment that reaches
 into one, ``shard_range``, its place in the shard, and ``shard_param_range``, its place in the
 flattened parameter.
@@ -22,7 +22,7 @@ _KINDS = ("params_shard", "param_remainders_shard", "exp_avg_shard", "exp_avg_sq
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """Where a part of a flattened parameter lies."""
+    """A part of a flattened parameter, and its place there."""
 
     where: str
     name: str

@@ -72,7 +72,7 @@ def _filled(part: Any, ours: AdamTrees, count: np.ndarray, where: str, left: lis
     """The same for a part of a state; notes the paths of arrays that it left as they are."""
     if _is_adam(part):
         mu, nu = (
-            jax.tree.map(lambda x, like: x.astype(like.dtype), tree, like)
+            jax.tree.map(lambda x, like: x.astype(like.dtype, copy=False), tree, like)
             for tree, like in ((ours.mu, part.mu), (ours.nu, part.nu))
         )
         return part._replace(count=count, mu=mu, nu=nu)

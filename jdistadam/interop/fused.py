@@ -79,7 +79,7 @@ def to_fused(
     opt_state = _host(tx.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)))
     kinds = [x for x in jax.tree.leaves(opt_state, is_leaf=_keeps_main) if _keeps_main(x)]
     check_kept(ours.params, like, keeps_main=bool(kinds))
-    params = jax.tree.map(lambda x, y: x.astype(y.dtype), ours.params, like)
+    params = jax.tree.map(lambda x, y: x.astype(y.dtype, copy=False), ours.params, like)
     if kinds:
         params, mains = _split(ours.params, like, kinds[0])
         opt_state = jax.tree.map(

@@ -89,7 +89,7 @@ def _tensor(where: str, info: Mapping[str, Any], data: np.ndarray) -> np.ndarray
     ):
         raise TreeError(
             where,
-            "lies outside of the file, or has not the bytes of its shape",
+            "is outside of the file, or has not the bytes of its shape",
             got=f"bytes {begin} to {end} of {len(data)}",
             expected=f"{dtype} of shape {info['shape']}",
             action="Write the file anew: it is damaged.",

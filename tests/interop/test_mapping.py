@@ -231,6 +231,15 @@ def test_what_torch_has_not_is_not_exported(changes):
         interop.from_fused(params, tx.init(params), tx, ["w"])
 
 
+def test_decay_in_the_gradient_is_said_on_the_way_out():
+    tx, params = jda.fused_adam(0.02, l2=0.3), {"w": jnp.ones(2)}
+    theirs = interop.from_fused(params, tx.init(params), tx, ["w"])
+    group = interop.to_torch(theirs).optimizer["param_groups"][0]
+    assert (group["weight_decay"], group["decoupled_weight_decay"]) == (0.3, False)
+    again = interop.to_torch(theirs, lr=0.5, foreach=True).optimizer["param_groups"][0]
+    assert again == group | {"lr": 0.5, "foreach": True}
+
+
 def test_without_bias_correction_torch_cannot_go_on():
     tx, params = fused(bias_correction=False), {"w": jnp.ones(2)}
     theirs = interop.from_fused(params, tx.init(params), tx, ["w"])
@@ -258,7 +267,7 @@ def test_damaged_files_raise(tmp_path):
     data = (tmp_path / "x").read_bytes()
     for changed in (data[:-1], data.replace(b'"shape":[4]', b'"shape":[5]')):
         (tmp_path / "x").write_bytes(changed)
-        with pytest.raises(jda.TreeError, match="x: w: lies outside"):
+        with pytest.raises(jda.TreeError, match="x: w: is outside"):
             interop.read_safetensors(tmp_path / "x")
     (tmp_path / "x").write_bytes(data.replace(b'"F32"', b'"F99"'))
     with pytest.raises(jda.DtypeError, match="F99"):
@@ -277,6 +286,12 @@ def test_damaged_files_raise(tmp_path):
 def test_what_cannot_be_written_raises(tree, message, tmp_path):
     with pytest.raises(jda.JDistAdamError, match=message):
         interop.write_safetensors(tmp_path / "x", tree)
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+def test_tensors_are_aligned(length, tmp_path):
+    interop.write_safetensors(tmp_path / "x", {"w" * length: np.ones(1)})
+    assert int.from_bytes((tmp_path / "x").read_bytes()[:8], "little") % 8 == 0
 
 
 def test_empty_and_scalar_arrays_are_kept(tmp_path):
