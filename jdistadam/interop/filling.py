@@ -35,7 +35,7 @@ def filled(opt_state: Any, ours: AdamTrees, step: int) -> Any:
         warnings.warn(
             f"{left[0]}: begins anew, since the other optimizer's state says nothing of it "
             f"({len(left)} such arrays).",
-            stacklevel=4,
+            stacklevel=3,
         )
     return new
 

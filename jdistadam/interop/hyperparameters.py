@@ -68,7 +68,7 @@ def compare(
             "tx: its hyperparameters cannot be seen from outside, as of a chain, and were not "
             "compared with those of the other optimizer. Compare them with "
             f"{[shown(our_arguments(group.settings)) for group in theirs.groups]}.",
-            stacklevel=4,
+            stacklevel=3,
         )
         return
     settings = {name: group.settings for group in theirs.groups for name in group.names}
@@ -89,7 +89,7 @@ def compare(
             )
             if differences == "raise":
                 raise error
-            warnings.warn(str(error), stacklevel=4)
+            warnings.warn(str(error), stacklevel=3)
 
 
 def _differences(mine: Numbers, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdistadam.errors import HyperparameterError
+from jdistadam.errors import HyperparameterError, TreeError
 from jdistadam.interop import torch_layout
 from jdistadam.interop.named_state import NamedState, check_named_state
 from jdistadam.interop.torch_layout import Names
@@ -97,6 +97,7 @@ def to_torch(theirs: NamedState, **settings: Any) -> TorchState:
 
     Raises:
       HyperparameterError: One is missing that torch needs.
+      TreeError: A group names a parameter that is not there.
 
     Example:
       >>> theirs = from_torch({"state": {}, "param_groups": [dict(params=[0])]}, None, ["w"])
@@ -106,6 +107,14 @@ def to_torch(theirs: NamedState, **settings: Any) -> TorchState:
     """
     check_named_state(theirs)
     names = [name for group in theirs.groups for name in group.names]
+    if missing := [name for name in names if name not in theirs.leaves]:
+        raise TreeError(
+            f"groups, {missing[0]!r}",
+            "is in a group, and is no parameter of the state",
+            got=f"{len(missing)} such names",
+            expected="names of its leaves",
+            action="Pass groups of the parameters that are exported.",
+        )
     groups, first = [], 0
     for group in theirs.groups:
         given = {k: x for k, x in group.settings.items() if k not in ("step", "bias_correction")}

@@ -69,7 +69,9 @@ def parse(
                 "'gathered_states', from_megatron_fsdp for 'param_to_group_meta'.",
             )
     raw = [mapping(f"{where}['param_groups']", x) for x in sequence(where, given["param_groups"])]
-    indices = [[int(i) for i in sequence(where, group["params"])] for group in raw]
+    indices = [
+        [int(i) for i in sequence(f"{where}['param_groups']", group.get("params"))] for group in raw
+    ]
     name_of = _name_of(raw, indices, names, where)
     groups = tuple(
         Group(tuple(name_of[i] for i in found), settings_of(group, where))
@@ -147,8 +149,8 @@ def _plain(where: str, x: Any) -> Any:
     """A tensor of one number, or a list of them, as Python numbers."""
     if isinstance(x, list | tuple):
         return tuple(_plain(where, y) for y in x)
-    is_array = hasattr(x, "dtype") and hasattr(x, "shape") and not tuple(x.shape)
-    return as_numpy(where, x).item() if is_array else x
+    is_one = hasattr(x, "dtype") and hasattr(x, "shape") and tuple(x.shape) in ((), (1,))
+    return as_numpy(where, x).item() if is_one else x
 
 
 def leaf_of(name: str, entry: Mapping[str, Any] | None, param: Any) -> NamedLeaf:
@@ -235,13 +237,27 @@ def one_step(steps: Iterable[tuple[str, Any]]) -> int:
 
 
 def steps_of(layout: TorchLayout) -> Iterable[tuple[str, Any]]:
-    """Yields the step counts of a layout, with the names of what they belong to."""
-    for name, entry in layout.entries.items():
-        if "step" in entry:
-            yield repr(name), entry["step"]
+    """Yields the step count of each parameter that has a state, with the name that it goes by.
+
+    Raises:
+      TreeError: A parameter has moments, and no step count.
+    """
     for i, group in enumerate(layout.groups):
-        if "step" in group.settings and group.names:
-            yield f"param_groups[{i}]", group.settings["step"]
+        of_group = group.settings.get("step")
+        if of_group is not None and group.names:
+            yield f"param_groups[{i}]", of_group
+        for name in group.names:
+            step = layout.entries.get(name, {}).get("step")
+            if step is not None:
+                yield repr(name), step
+            elif name in layout.entries and of_group is None:
+                raise TreeError(
+                    f"state of {name!r}",
+                    "has no step count, and neither has its group",
+                    got=sorted(map(str, layout.entries[name])),
+                    expected="'step', without which the bias cannot be corrected",
+                    action="Pass the state dictionary as the optimizer made it.",
+                )
 
 
 def param_of(params: Any, name: str) -> Any:

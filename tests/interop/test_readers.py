@@ -144,7 +144,7 @@ def test_tensors_are_taken_as_they_are():
         [Tensor(x) for x in group] for group in layout["fp32_from_fp16_params"]
     ]
     for group in layout["optimizer"]["param_groups"]:
-        group["lr"] = Tensor(np.asarray(0.02))
+        group["lr"], group["step"] = Tensor(np.asarray(0.02)), Tensor(np.asarray([STEP]))
     params = {name: Tensor(x) for name, x in NARROW.items()}
     theirs = interop.from_nemo(layout, params, NAMES)
     assert_is_state(theirs)
@@ -172,7 +172,7 @@ def torch_like(**entry):
 
 
 W = {"w": np.ones(2, np.float32)}
-M = dict(exp_avg=W["w"], exp_avg_sq=W["w"])
+M = dict(step=3, exp_avg=W["w"], exp_avg_sq=W["w"])
 DTENSOR = types.SimpleNamespace(full_tensor=None)
 
 BAD = {
@@ -185,7 +185,10 @@ BAD = {
     "maximize": (lambda: interop.from_torch({"state": {0: M}, "param_groups": [dict(params=[0], maximize=True)]}, W, ["w"]), "negated loss"),
     "another optimizer": (lambda: interop.from_torch(torch_like(momentum_buffer=W["w"]), W, ["w"]), "'momentum_buffer'"),
     "steps that differ": (lambda: interop.from_torch({"state": {0: M | {"step": 3}, 1: M | {"step": 4}}, "param_groups": [dict(params=[0, 1])]}, {"w": W["w"], "v": W["w"]}, ["w", "v"]), r"\{3.0: \"'w'\", 4.0: \"'v'\"\}"),
-    "half a step": (lambda: interop.from_torch(torch_like(step=1.5, **M), W, ["w"]), "whole number"),
+    "no step": (lambda: interop.from_torch(torch_like(exp_avg=W["w"], exp_avg_sq=W["w"]), W, ["w"]), "state of 'w': has no step count"),
+    "no params": (lambda: interop.from_torch({"state": {}, "param_groups": [{}]}, W, ["w"]), "not a list"),
+    "a group of others": (lambda: interop.to_torch(interop.NamedState(0, {}, (interop.Group(("w",), SETTINGS),))), "'w': is in a group"),
+    "half a step": (lambda: interop.from_torch(torch_like(**M | dict(step=1.5)), W, ["w"]), "whole number"),
     "a shard": (lambda: interop.from_torch(torch_like(exp_avg=DTENSOR, exp_avg_sq=W["w"]), W, ["w"]), "dcp_to_torch_save"),
     "an object": (lambda: interop.from_torch(torch_like(exp_avg="x", exp_avg_sq=W["w"]), W, ["w"]), "exp_avg of 'w'"),
     "nemo's for torch": (lambda: interop.from_torch(their_layouts.nemo(STATE), PARAMS, NAMES), "from_nemo"),
