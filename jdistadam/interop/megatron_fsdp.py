@@ -77,7 +77,7 @@ def from_megatron_fsdp(
     leaves = {
         name: torch_layout.leaf_of(name, entries.get(name), found.get(name)) for name in metas
     }
-    layout = torch_layout.TorchLayout(groups, {}, entries, {})
+    layout = torch_layout.TorchLayout(groups, entries, {})
     return NamedState(torch_layout.one_step(torch_layout.steps_of(layout)), leaves, groups)
 
 

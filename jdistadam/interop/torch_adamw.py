@@ -49,7 +49,8 @@ def from_torch(
         than the optimizer got, such as buffers.
       names: The names of the parameters in the order in which the optimizer got them, or a
         dictionary of them by index. None: the dictionary has them, as that of an optimizer made
-        with ``model.named_parameters()``.
+        with ``model.named_parameters()``, or of ``get_optimizer_state_dict`` of torch's
+        distributed checkpoints.
 
     Raises:
       TreeError, ShapeError, DtypeError: It is no such state, or the names do not fit it.

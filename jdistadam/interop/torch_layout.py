@@ -1,8 +1,8 @@
 """The layout of ``torch.optim.Optimizer.state_dict()``, which several optimizers share.
 
 ``param_groups`` is a list of dictionaries, each with the hyperparameters of a group and, under
-``params``, the indices of its parameters; ``state`` has a dictionary for each index. A step count
-stands in the state of each parameter (torch) or in each group (Apex, Transformer Engine).
+``params``, the indices of its parameters, or their names; ``state`` has a dictionary for each. A
+step count is in the state of each parameter (torch) or in each group (Apex, Transformer Engine).
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ class TorchLayout:
 
     Attributes:
       groups: The groups.
-      name_of: The name of each index.
       entries: What ``state`` holds, by name.
-      beside: What ``state`` holds under keys that are no index.
+      beside: What ``state`` holds under keys of no parameter.
     """
 
     groups: tuple[Group, ...]
-    name_of: dict[int, str]
     entries: dict[str, Mapping[str, Any]]
     beside: dict[str, Any]
 
@@ -53,9 +51,9 @@ def parse(
 
     Args:
       state_dict: The dictionary.
-      names: The name of each parameter, by its index.
+      names: The name of each parameter, by its index; None where the dictionary has them.
       where: How to call the dictionary in messages.
-      beside: Keys of ``state`` that are no index.
+      beside: Keys of ``state`` that are no parameter.
     """
     given = mapping(where, state_dict)
     for key in ("state", "param_groups"):
@@ -69,62 +67,62 @@ def parse(
                 "'gathered_states', from_megatron_fsdp for 'param_to_group_meta'.",
             )
     raw = [mapping(f"{where}['param_groups']", x) for x in sequence(where, given["param_groups"])]
-    indices = [
-        [int(i) for i in sequence(f"{where}['param_groups']", group.get("params"))] for group in raw
+    keys = [
+        [str(key) for key in sequence(f"{where}['param_groups']", group.get("params"))]
+        for group in raw
     ]
-    name_of = _name_of(raw, indices, names, where)
+    name_of = _name_of(raw, [key for found in keys for key in found], names, where)
     groups = tuple(
-        Group(tuple(name_of[i] for i in found), settings_of(group, where))
-        for group, found in zip(raw, indices, strict=True)
+        Group(tuple(name_of[key] for key in found), settings_of(group, where))
+        for group, found in zip(raw, keys, strict=True)
     )
     state = mapping(f"{where}['state']", given["state"])
     entries = {key: value for key, value in state.items() if key not in beside}
     for key in entries:
-        if not str(key).isdigit() or int(key) not in name_of:
+        if str(key) not in name_of:
             raise TreeError(
                 f"{where}['state'][{key!r}]",
                 "belongs to no parameter of param_groups",
                 got=key,
-                expected=f"an index below {len(name_of)}",
+                expected=f"one of the {len(name_of)} in its groups",
                 action="Pass the state dictionary as the optimizer made it.",
             )
     return TorchLayout(
         groups,
-        name_of,
-        {name_of[int(k)]: mapping(where, v) for k, v in entries.items()},
+        {name_of[str(key)]: mapping(where, value) for key, value in entries.items()},
         {key: value for key, value in state.items() if key not in entries},
     )
 
 
 def _name_of(
-    raw: Sequence[Mapping[str, Any]], indices: list[list[int]], names: Names, where: str
-) -> dict[int, str]:
-    """The name of each index, from the argument or from the groups themselves."""
-    flat = [i for found in indices for i in found]
-    if names is None and all("param_names" in group for group in raw):
-        names = dict(zip(flat, (n for group in raw for n in group["param_names"]), strict=True))
-    if names is None:
+    raw: Sequence[Mapping[str, Any]], keys: list[str], names: Names, where: str
+) -> dict[str, str]:
+    """The name of each key, from the argument or from the groups themselves."""
+    by_key: dict[str, str] = {}
+    if names is None and not all(key.isdigit() for key in keys):
+        by_key = {key: key for key in keys}
+    elif names is None and all("param_names" in group for group in raw):
+        by_key = dict(zip(keys, (n for group in raw for n in group["param_names"]), strict=True))
+    elif names is None:
         raise TreeError(
             "names",
             "missing: the dictionary has parameters by index alone",
             got=None,
-            expected=f"{len(flat)} names in the order in which the optimizer got its parameters",
+            expected=f"{len(keys)} names in the order in which the optimizer got its parameters",
             action="Pass names=[name for name, _ in model.named_parameters()].",
         )
-    by_index: dict[int, str]
-    if isinstance(names, Mapping):
-        by_index = {int(i): str(name) for i, name in names.items()}
     else:
-        by_index = dict(enumerate(map(str, names)))
-    if sorted(by_index) != sorted(flat) or len(set(by_index.values())) != len(by_index):
+        items = names.items() if isinstance(names, Mapping) else enumerate(names)
+        by_key = {str(key): str(name) for key, name in items}
+    if sorted(by_key) != sorted(keys) or len(set(by_key.values())) != len(by_key):
         raise TreeError(
             "names",
             f"do not fit the parameters of {where}",
-            got=f"{len(by_index)} names, {len(set(by_index.values()))} different ones",
-            expected=f"one name for each of the {len(flat)} indices",
+            got=f"{len(by_key)} names, {len(set(by_key.values()))} different ones",
+            expected=f"one name for each of the {len(keys)} parameters",
             action="Leave out parameters that the optimizer did not get.",
         )
-    return by_index
+    return by_key
 
 
 def settings_of(group: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -90,6 +90,14 @@ def test_names_may_be_in_the_groups():
     assert_is_state(interop.from_torch(layout, PARAMS))
 
 
+def test_parameters_may_be_by_name():
+    layout = their_layouts.fused_adam(STATE)
+    layout["state"] = {NAMES[i]: x for i, x in layout["state"].items()}
+    for group, names in zip(layout["param_groups"], GROUPS, strict=True):
+        group["params"] = names
+    assert_is_state(interop.from_torch(layout, PARAMS))
+
+
 def test_nemo_main_params_belong_to_those_in_16_bits_that_were_trained():
     params = NARROW | {"conv": PARAMS["conv"], "a.bias": NARROW["a.bias"]}
     layout = their_layouts.nemo(STATE, narrow=["a.weight", "scale", "empty"])
