@@ -25,7 +25,8 @@ def flax_kernels(path: str, ndim: int) -> tuple[int, ...] | None:
     """Says how the weights of torch's layers become kernels of Flax.
 
     A linear weight (out, in) becomes (in, out); a convolution's (out, in, ...) becomes
-    (..., in, out): OIHW to HWIO. What is not called ``kernel``, such as an embedding, stays.
+    (..., in, out): OIHW to HWIO. What is not called ``kernel``, such as an embedding, stays. In a
+    state of nnx such a leaf is ``kernel/value``.
 
     Args:
       path: The path of our leaf.
@@ -34,8 +35,10 @@ def flax_kernels(path: str, ndim: int) -> tuple[int, ...] | None:
     Example:
       >>> flax_kernels("Conv_0/kernel", 4), flax_kernels("Dense_0/kernel", 2)
       ((2, 3, 1, 0), (1, 0))
+      >>> flax_kernels("out/kernel/value", 2), flax_kernels("Embed_0/embedding", 2)
+      ((1, 0), None)
     """
-    if path.rpartition("/")[2] != "kernel" or ndim < 2:
+    if path.removesuffix("/value").rpartition("/")[2] != "kernel" or ndim < 2:
         return None
     return (*range(2, ndim), 1, 0)
 
