@@ -156,6 +156,7 @@ def test_tensors_are_taken_as_they_are():
     params = {name: Tensor(x) for name, x in NARROW.items()}
     theirs = interop.from_nemo(layout, params, NAMES)
     assert_is_state(theirs)
+    assert [type(group.settings["step"]) for group in theirs.groups] == [int, int]
     narrow = interop.from_torch({"state": {}, "param_groups": [{"params": [0]}]}, params, NAMES[:1])
     assert_same_bits(narrow.leaves[NAMES[0]].param, NARROW[NAMES[0]])
 
