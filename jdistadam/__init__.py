@@ -11,6 +11,7 @@ Start with ``fused_adamw`` in place of ``optax.adamw``; for several devices, see
 from importlib.metadata import PackageNotFoundError as _NotInstalled
 from importlib.metadata import version as _version
 
+from jdistadam import interop
 from jdistadam.compose.chain import chain
 from jdistadam.compose.inject_hyperparams import inject_hyperparams
 from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState
@@ -88,6 +89,8 @@ __all__ = [  # noqa: RUF022 - by task
     "to_optax_state",
     "from_optax_state",
     "ExtraState",
+    # To and from torch, Apex, Megatron-FSDP and NeMo.
+    "interop",
     # What a step holds and sends, before and after it is compiled.
     "plan",
     "Plan",

@@ -288,7 +288,9 @@ def _fused(
         del extra_args
         return run("step", grads, state, params)
 
-    return FusedTransformation(init, update, step)
+    tx = FusedTransformation(init, update, step)
+    tx.hyper, tx.mask = hyper, mask
+    return tx
 
 
 def _new_state(

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import optax
 
+from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.core.types import Grads, OptState, Params
 
 
@@ -38,6 +39,10 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     """
 
     step: StepFn
+    hyper: Hyperparameters | None = None
+    """Of the optimizer itself, to be compared; None where it is a part of something else."""
+    mask: Any = None
+    """Where weight decay applies, as given."""
 
     def __new__(cls, init: Any, update: Any, step: StepFn) -> FusedTransformation:
         """Makes the pair that optax unpacks, with ``step`` as an attribute of it."""

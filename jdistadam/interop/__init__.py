@@ -1,0 +1,35 @@
+"""Optimizer states of other frameworks: read, continued, and written in torch's layout.
+
+A reader such as ``from_torch`` returns a ``NamedState``: arrays by the other framework's names.
+``to_train_state`` and ``to_fused`` make a state of ours of it; ``from_train_state`` and
+``from_fused`` go back, and ``to_torch`` writes. No other framework needs to be installed.
+"""
+
+from jdistadam.interop.apex_distributed import from_apex_distributed
+from jdistadam.interop.fused import from_fused, to_fused
+from jdistadam.interop.megatron_fsdp import from_megatron_fsdp
+from jdistadam.interop.name_map import flax_kernels
+from jdistadam.interop.named_state import Group, NamedLeaf, NamedState
+from jdistadam.interop.nemo import from_nemo
+from jdistadam.interop.safetensors import read_safetensors, write_safetensors
+from jdistadam.interop.torch_adamw import TorchState, from_torch, to_torch
+from jdistadam.interop.train_state import from_train_state, to_train_state
+
+__all__ = [
+    "Group",
+    "NamedLeaf",
+    "NamedState",
+    "TorchState",
+    "flax_kernels",
+    "from_apex_distributed",
+    "from_fused",
+    "from_megatron_fsdp",
+    "from_nemo",
+    "from_torch",
+    "from_train_state",
+    "read_safetensors",
+    "to_fused",
+    "to_torch",
+    "to_train_state",
+    "write_safetensors",
+]

@@ -1,0 +1,164 @@
+"""Hyperparameters of two frameworks: compared on the way in, translated on the way out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdistadam.core import trees
+from jdistadam.core.arguments import shown
+from jdistadam.core.hyperparameters import Hyperparameters
+from jdistadam.errors import HyperparameterError
+from jdistadam.interop.named_state import Group, NamedState, our_arguments
+
+_COMPARED = ("learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay", "l2", "nesterov",
+             "bias_correction")  # fmt: skip
+# A schedule is float32 arithmetic here and float64 there: some ten operations, of half an ulp each.
+_SCHEDULE_TOLERANCE = 10 * 2.0**-24
+
+Numbers = dict[str, Any]
+
+
+def numbers_of(hyper: Hyperparameters, has_decay: bool, step: int) -> Numbers:
+    """Returns hyperparameters as numbers, those of the step after ``step``; None if not known."""
+
+    def value(x: Any) -> Any:
+        x = x(step) if callable(x) else x
+        if isinstance(x, jax.core.Tracer):
+            return None
+        return x if isinstance(x, bool) else float(x)
+
+    found = {name: value(getattr(hyper, name)) for name in _COMPARED}
+    return found if has_decay else found | {"weight_decay": 0.0}
+
+
+def compare(
+    theirs: NamedState,
+    ours: Sequence[Numbers | None] | None,
+    like: Any,
+    names: Sequence[str],
+    differences: str,
+) -> None:
+    """Raises, or warns, where the other optimizer stepped with other hyperparameters than ours.
+
+    Args:
+      theirs: The state.
+      ours: Hyperparameters of each leaf; None for frozen ones. None: not known.
+      like: Our parameters.
+      names: Their names of the leaves.
+      differences: "raise" or "warn".
+
+    Raises:
+      HyperparameterError: They differ, and that was not to warn.
+    """
+    if differences not in ("raise", "warn"):
+        raise HyperparameterError(
+            "differences",
+            "unknown",
+            got=repr(differences),
+            expected='"raise" or "warn"',
+            action="Change it.",
+        )
+    if ours is None:
+        warnings.warn(
+            "tx: its hyperparameters cannot be seen from outside, as of a chain, and were not "
+            "compared with those of the other optimizer. Compare them with "
+            f"{[shown(our_arguments(group.settings)) for group in theirs.groups]}.",
+            stacklevel=3,
+        )
+        return
+    settings = {name: group.settings for group in theirs.groups for name in group.names}
+    seen: list[Any] = []  # each difference once, whatever the number of its leaves
+    for path, name, mine in zip(trees.paths(like, "params"), names, ours, strict=True):
+        for found in _differences(mine or {}, settings.get(name, {})):
+            if found in seen:
+                continue
+            seen.append(found)
+            key, got, expected = found
+            error = HyperparameterError(
+                f"tx, {key} for {path}",
+                f"differs from what the other optimizer has for {name!r}",
+                got=got,
+                expected=expected,
+                action="Make tx with the hyperparameters in NamedState.groups, or pass "
+                'differences="warn".',
+            )
+            if differences == "raise":
+                raise error
+            warnings.warn(str(error), stacklevel=3)
+
+
+def _differences(mine: Numbers, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the hyperparameters that differ, with ours and theirs."""
+    theirs = {"eps_root": 0.0, "nesterov": False, "bias_correction": True}
+    theirs |= our_arguments(settings)
+    if "weight_decay" in settings:
+        theirs = {"weight_decay": 0.0, "l2": 0.0} | theirs
+    for key, value in mine.items():
+        if key in theirs and value is not None and not _equal(value, theirs[key], key):
+            yield key, value, theirs[key]
+
+
+def _equal(mine: Any, theirs: Any, key: str) -> bool:
+    a, b = np.float32(mine), np.float32(theirs)
+    tolerance = _SCHEDULE_TOLERANCE * abs(b) if key in ("learning_rate", "weight_decay") else 0
+    return bool(abs(a - b) <= tolerance)
+
+
+def groups_of(
+    ours: Sequence[Numbers | None] | None, order: Sequence[str], names: Sequence[str]
+) -> tuple[Group, ...]:
+    """Returns groups of parameters with equal hyperparameters, by torch's names.
+
+    Args:
+      ours: Hyperparameters of each leaf, None for frozen ones, which are in no group. None: not
+        known, so that all are in one group without settings.
+      order: Their names of the leaves.
+      names: The same, in the order that their groups are to have.
+
+    Raises:
+      HyperparameterError: torch's Adam has no such hyperparameter.
+    """
+    if ours is None:
+        return (Group(tuple(names), {}),)
+    numbers = dict(zip(order, ours, strict=True))
+    found = {name: mine for name in names if (mine := numbers[name]) is not None}
+    return joined_groups({name: _torch_settings(name, mine) for name, mine in found.items()})
+
+
+def joined_groups(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
+    """Returns groups of parameters with equal settings, in the order of their first ones."""
+    groups: list[Group] = []
+    for name, given in settings.items():
+        for i, group in enumerate(groups):
+            if group.settings == given:
+                groups[i] = Group((*group.names, name), given)
+                break
+        else:
+            groups.append(Group((name,), given))
+    return tuple(groups)
+
+
+def _torch_settings(name: str, mine: Numbers) -> dict[str, Any]:
+    both_decay = mine["weight_decay"] and mine["l2"]
+    for key in ("eps_root", "nesterov", "l2") if both_decay else ("eps_root", "nesterov"):
+        if mine[key]:
+            raise HyperparameterError(
+                f"{key} for {name!r}",
+                "Adam of torch's layout has no such hyperparameter, or not beside weight_decay",
+                got=mine[key],
+                expected=0,
+                action="Pass groups with the settings that it is to go on with.",
+            )
+    return {
+        "lr": mine["learning_rate"],
+        "betas": (mine["b1"], mine["b2"]),
+        "eps": mine["eps"],
+        "weight_decay": mine["weight_decay"] or mine["l2"],
+        "decoupled_weight_decay": not mine["l2"],
+        "bias_correction": mine["bias_correction"],
+    }
