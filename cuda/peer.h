@@ -35,9 +35,8 @@ enum class PeerWork {
 
 // One leaf as one device sees it. Null where a call does not use it.
 struct PeerLeaf {
-  const void* grad;                     // the whole gradient of this device
-  const void* received[kMaxPeers - 1];  // if is_received: ReceivedIndex says from whom
-  float* sum;                           // this device's shard of the sum, without gaps
+  const void* grad;  // the whole gradient of this device
+  float* sum;        // this device's shard of the sum, without gaps
   float* main;
   void* mu;
   void* nu;
@@ -47,7 +46,10 @@ struct PeerLeaf {
   size_t first_tile;  // of the norm: those of all leaves before
   int32_t group;      // row of the coefficients
   Dtype out_dtype;
-  bool is_received;  // whether this shard of the others' gradients is in arrays of this device
+  // Whether this shard of the others' gradients is in arrays of this device, and which:
+  // ReceivedIndex says from whom.
+  bool is_received;
+  const void* received[kMaxPeers - 1];
 };
 
 struct PeerDtypes {
