@@ -7,7 +7,6 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-
 from update_readme import RESULTS, step_rows
 
 NAME = "bench_step_h200_x2"
