@@ -338,7 +338,7 @@ ERRORS = [
     ("an unknown name of a dtype", lambda: policy(param_comm_dtype="bf16"), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.param_comm_dtype", "'bf16'")),
     ("a number as dtype", lambda: policy(main_grads_dtype=5), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.main_grads_dtype", "5")),
     ("moments in float64", lambda: policy(mu_dtype=jnp.float64), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.mu_dtype", r"<class .*float64'>")),
-    ("params sent where none travel", lambda: make_tx(sharding_strategy="no_shard", policy=policy(param_comm_dtype=BF16)), jda.PolicyError, r"^param_comm_dtype: no parameters travel under this strategy: got bfloat16 with sharding_strategy='no_shard', expected None"),
+    ("params sent where none are sent", lambda: make_tx(sharding_strategy="no_shard", policy=policy(param_comm_dtype=BF16)), jda.PolicyError, r"^param_comm_dtype: no parameters are communicated under this strategy: got bfloat16 with sharding_strategy='no_shard', expected None"),
     ("params sent wider than they are", lambda: make_tx(policy=policy(param_comm_dtype=jnp.float32)).init(cast(PARAMS, BF16)), jda.PolicyError, r"^params\['b'\]: param_comm_dtype is wider than the parameter: got float32 for bfloat16, expected bfloat16 or a narrower dtype"),
     ("params rounded at every step", lambda: make_tx(policy=policy(param_comm_dtype=BF16, main_params_dtype=None)).init(PARAMS), jda.PolicyError, r"^params\['b'\]: would be rounded to param_comm_dtype at every step: got bfloat16 for float32 and no float32 main"),
     # -- groups and param_specs
@@ -525,7 +525,7 @@ ERRORS = [
     ("a counter that becomes a fraction", lambda: train_with(lambda p, b, model_state: (loss_fn(p, b), model_state + 0.5), model_state=np.int32(0)), jda.DtypeError, r"^loss_fn's model_state: would lose a part of its values: got float32, expected int32, as the state has it"),
     ("a model state that becomes a string", lambda: train_with(lambda p, b, model_state: (loss_fn(p, b), "x"), model_state=np.float32(0)), jda.DtypeError, r"^loss_fn's model_state: not an array of numbers: got 'x'"),
     ("aux before the model state", lambda: train(lambda p, b, model_state: (loss_fn(p, b), 1.0, model_state), state=create(model_state={"m": np.zeros(2)}), has_aux=True), jda.TreeError, r"^loss_fn's model_state\['m'\]: missing"),
-    # -- own loops
+    # -- custom training loops
     ("step outside of shard_map", lambda: tx().step(GRADS, state().opt_state, PARAMS), jda.MeshError, NOT_INSIDE.format("step")),
     ("update outside of shard_map", lambda: tx().update(GRADS, state().opt_state, PARAMS), jda.MeshError, NOT_INSIDE.format("step")),
     ("update without params", lambda: tx().update(GRADS, state().opt_state), ValueError, NO_PARAMS),

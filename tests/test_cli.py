@@ -58,7 +58,9 @@ def test_check_passes_and_says_what_it_compared(capsys):
     assert __main__.main(["check"]) == 0
     out = capsys.readouterr().out
     assert (
-        "[OK]" in out and "values equal the oracle bit for bit" in out and out.endswith("SUCCESS\n")
+        "[OK]" in out
+        and "values equal the reference bit for bit" in out
+        and out.endswith("SUCCESS\n")
     )
 
 
@@ -362,7 +364,7 @@ def test_audit_in_float32_checks_all(tmp_path):
 def test_audit_on_one_device_has_nothing_to_check(tmp_path):
     code, out, err = run_cli(tmp_path, "audit", devices=1)
     assert code == 0, err
-    assert out.endswith("\none device: nothing travels, so there is nothing to check\n")
+    assert out.endswith("\none device: nothing is sent, so there is nothing to check\n")
 
 
 @pytest.mark.parametrize(("found", "widened", "code"), [(8, False, 0), (0, True, 0), (0, False, 1)])

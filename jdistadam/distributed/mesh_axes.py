@@ -45,7 +45,7 @@ class DataParallel:
 
     @property
     def tensor_axes(self) -> tuple[str, ...]:
-        """All other axes: parameters may lie sharded over them."""
+        """All other axes: parameters may be sharded over them."""
         return tuple(axis for axis in self.mesh.axis_names if axis not in self.data_axes)
 
     @property
@@ -144,7 +144,7 @@ def make_data_parallel(
     if strategy == "no_shard" and policy.param_comm_dtype is not None:
         raise PolicyError(
             "param_comm_dtype",
-            "no parameters travel under this strategy",
+            "no parameters are communicated under this strategy",
             got=f"{policy.param_comm_dtype} with sharding_strategy='no_shard'",
             expected="None",
             action="Remove it, or shard something.",
@@ -158,8 +158,9 @@ def make_data_parallel(
             got=dict(mesh.shape),
             expected="only axes that carry data, or over which params are sharded",
             action="Name it in shard_axis or replica_axis if it carries data. If the model is "
-            "partitioned over it, say how params lie: param_specs={'w': PartitionSpec(None, "
-            f"{idle[0]!r}), ...}}, with PartitionSpec() for those that are whole on each device.",
+            "partitioned over it, say how params are sharded: param_specs={'w': "
+            f"PartitionSpec(None, {idle[0]!r}), ...}}, "
+            "with PartitionSpec() for those that are whole on each device.",
         )
     return made
 

@@ -1,8 +1,8 @@
 """What an optimizer has seen of params: their schedules, by the shapes that devices hold.
 
-A layout is made of the shapes of whole params. Inside of ``jax.shard_map`` a device that holds only
-shards of them sees other shapes. So ``init`` and ``param_specs``, which run outside and see whole
-ones, note down here what the shards will look like, and what one layer of stacked ones will.
+A layout is made of the shapes of unsharded params. Inside of ``jax.shard_map`` a device that holds
+only shards of them sees other shapes. So ``init`` and ``param_specs``, which run outside and see
+whole ones, note down here what the shards will look like, and what one layer of stacked ones will.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class SeenParams:
 
     def __init__(self, config: DistributedConfig) -> None:
         self._config = config
-        self._schedules: dict[Any, Schedule] = {}  # by the shapes of whole params
-        # Keys of whole params, by those of what devices hold, and of the same widened.
+        self._schedules: dict[Any, Schedule] = {}  # by the shapes of unsharded params
+        # Keys of unsharded params, by those of what devices hold, and of the same widened.
         self._held: dict[Any, list[Any]] = {}
         self._widened: dict[Any, list[Any]] = {}
         # By the shapes of one layer, then by the dimensions that are scattered, and the dtypes.
@@ -37,7 +37,7 @@ class SeenParams:
         self._held, self._widened = other._held, other._widened
 
     def schedule_of_whole(self, whole: Params) -> Schedule:
-        """Returns the schedule for whole params, arrays or shapes; remembers their shards."""
+        """Returns the schedule for unsharded params, arrays or shapes; remembers their shards."""
         key = _key(whole)
         if key not in self._schedules:
             schedule = self._config.schedule(whole)

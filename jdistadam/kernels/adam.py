@@ -144,7 +144,7 @@ def graph_nodes(x: Any) -> Any:
 
 
 def _attributes(spec: Spec) -> dict[str, Any]:
-    """Every attribute with its exact numpy type: the handler refuses any other."""
+    """Every attribute with its exact numpy type: the handler takes no other."""
     return {
         "mode": np.int32(_MODES[spec.mode]),
         "nesterov": np.bool_(spec.nesterov),

@@ -72,7 +72,7 @@ def sum_over_peers(
       grads: The whole gradients of this device, of one dtype.
 
     Returns:
-      The sums, each of shape (size,), float32; the sum of their squares; whether one is not finite.
+      The sums, each of shape (size,), float32; the sum of their squares; whether one is non-finite.
     """
     norm_scale, grads = varying.vary_together((norm_scale, list(grads)))
     types = [native.type_like(grads[0], (size,), jnp.float32) for size in spec.sizes]
@@ -103,8 +103,8 @@ def step_over_peers(
       summed: Whether the gradients are summed already.
 
     Returns:
-      The whole parameters; the new state; and, unless ``summed``, the sum of squares of the summed
-      gradients, and whether one is not finite.
+      The unsharded parameters; the new state; and, unless ``summed``, the sum of squares of the
+      summed gradients, and whether one is non-finite.
     """
     operands = (norm_scale, scalars, list(grads), tuple(state))
     norm_scale, scalars, grads, state = varying.vary_together(operands)

@@ -1,4 +1,4 @@
-"""Arguments, trees, placements and gradients that a distributed optimizer refuses."""
+"""Arguments, trees, placements and gradients for which a distributed optimizer raises."""
 
 import jax
 import jax.numpy as jnp

@@ -24,7 +24,7 @@ KINDS = [name for name in PLACEMENTS if name.endswith("optim_grads_params")]
     )
 )
 def test_gradients_through_the_gather_equal_train_step(placement, check_vma, micro):
-    """Whole numbers: every order of the sums is exact, so three steps agree in every bit."""
+    """Whole numbers: every order of the sums is exact, so three steps agree bitwise."""
     mesh, kwargs = PLACEMENTS[placement]
     tx = make_tx(mesh, jda.MixedPrecisionPolicy(), **kwargs)
     state = jda.TrainState.create(random_params(), tx)

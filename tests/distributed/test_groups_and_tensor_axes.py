@@ -1,4 +1,4 @@
-"""Groups of parameters, and meshes on which parameters lie sharded over an axis of their own."""
+"""Groups of parameters, and meshes on which parameters are sharded over an axis of their own."""
 
 import jax
 import jax.numpy as jnp

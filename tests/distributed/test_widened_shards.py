@@ -1,4 +1,4 @@
-"""Sums of gradients that gather_params made: in float32 from there into the kernel."""
+"""Gradients that gather_params summed: in float32 from there into the kernel."""
 
 import functools
 
@@ -58,7 +58,7 @@ def train(tx, loss, batches, **kwargs):
 
 @functools.cache
 def trained_whole(kind, accumulate_steps, steps):
-    """What the same model with whole parameters gives, whose gradients are summed in a step."""
+    """What the same model with unsharded parameters gives, whose gradients are summed in a step."""
     mesh, kwargs = KINDS[kind]
     tx = make_tx(make_mesh(**mesh), sharding_strategy="optim_grads", **kwargs)
     loss = scanned_products(lambda layer: layer)

@@ -22,7 +22,7 @@ from support.trees import ADAM, BF16, F16, F32, HYPER, random_tree
 def test_main_params_are_a_float32_run(platform, make, dtype):
     """20 steps of 16-bit params with main parameters: the float32 run on the same gradients.
 
-    Both ways of applying land on the rounded main parameters in every bit, the unfused one with
+    Both ways of applying land on the rounded main parameters bitwise, the unfused one with
     optax's own apply_updates.
     """
     kwargs = HYPER if make is jda.fused_adamw else ADAM

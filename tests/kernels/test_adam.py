@@ -1,4 +1,4 @@
-"""The compiled kernels equal the oracle to the last bit."""
+"""The compiled kernels equal the reference to the last bit."""
 
 import concurrent.futures
 import functools
@@ -19,7 +19,7 @@ from support.operands import (
     F16,
     F32,
     SIZES,
-    oracle,
+    by_reference,
     random_array,
     random_rows,
     scalars,
@@ -40,7 +40,7 @@ def random_operands(rng, sizes, dtypes, **kwargs):
 
 def assert_equals_oracle(spec, scalars, operands):
     got = adam(spec, scalars, operands)
-    for i, want in enumerate(oracle(spec, scalars, operands)):
+    for i, want in enumerate(by_reference(spec, scalars, operands)):
         if spec.mode != "update":
             assert_same_bits(got.params[i], want.params, f"params[{i}]")
         assert_same_bits(got.mu[i], want.mu, f"mu[{i}]")
@@ -192,7 +192,7 @@ def test_contributions_may_be_flat(platform):
         for x in flats
     ]
     leaves = Operands(leaves[0], *(tuple(x[0] for x in column) for column in leaves[1:]))
-    want = oracle(spec, scalars(random_rows()), leaves)
+    want = by_reference(spec, scalars(random_rows()), leaves)
     for i, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         for name in ("params", "mu", "nu", "out"):
             piece = np.asarray(getattr(got, name)[0])[offset : offset + size]
@@ -234,7 +234,7 @@ def test_misaligned_leaves(platform, shift):
     leaves = Operands(
         *(tuple(x[0][o : o + n] for o, n in zip(offsets, sizes, strict=True)) for x in flats[:4])
     )
-    want = oracle(spec, scalars(random_rows()), leaves)
+    want = by_reference(spec, scalars(random_rows()), leaves)
     inside = np.zeros(total, bool)
     for i, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         inside[offset : offset + size] = True
@@ -360,7 +360,7 @@ def test_many_leaves_need_several_launches(platform):
     got = adam(
         Spec("step", groups, False, None, kinds, sizes, offsets), scalars(random_rows()), flat
     )
-    want = oracle(Spec("step", groups), scalars(random_rows()), leaves)
+    want = by_reference(Spec("step", groups), scalars(random_rows()), leaves)
     for name in ("params", "mu", "nu"):
         assert_same_bits(
             getattr(got, name)[0], np.concatenate([getattr(x, name) for x in want]), name
@@ -498,7 +498,7 @@ def test_concurrent_calls_do_not_disturb_each_other(platform):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         results = list(pool.map(repeat, many))
     for operands, runs in zip(many, results, strict=True):
-        want = oracle(spec, scalars(random_rows()), operands)
+        want = by_reference(spec, scalars(random_rows()), operands)
         for got in runs:
             for name in ("params", "mu", "nu"):
                 for a, b in zip(getattr(got, name), want, strict=True):
@@ -533,6 +533,8 @@ def test_leaves_above_2_31_elements(flat):
     with jax.default_device(jax.devices("gpu")[0]):
         first, repeat = run(spec, scalars(random_rows()), small)
     assert all(map(bool, repeat)), repeat
-    (want,) = oracle(Spec("step", (1,)), scalars(random_rows()), Operands(*((x,) for x in small)))
+    (want,) = by_reference(
+        Spec("step", (1,)), scalars(random_rows()), Operands(*((x,) for x in small))
+    )
     for name, got in zip(("params", "mu", "nu"), first, strict=True):
         assert_same_bits(got, getattr(want, name), name)

@@ -1,4 +1,4 @@
-"""Norm, pairwise sums, packing and unpacking: equal to the oracle in every bit."""
+"""Norm, pairwise sums, packing and unpacking: bitwise equal to the reference."""
 
 import itertools
 
@@ -49,7 +49,7 @@ def test_norm_of_many_leaves(platform):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("where", [0, 1022, 8191, 8192, 20_000, 39_999])
 def test_found_inf_sees_every_element(platform, dtype, where):
-    """One value that is not finite, anywhere; or that overflows only when it is scaled."""
+    """One non-finite value, anywhere; or that overflows only when it is scaled."""
     clean = np.ones(40_000, dtype)
     for value, inv_scale, expected in (
         (np.inf, 1, True), (-np.inf, 1, True), (np.nan, 1, True), (60_000, 1, False), (60_000, 1e35, True), (60_000, 1e30, False),
@@ -150,7 +150,7 @@ def test_fallbacks_do_the_same():
 
 @pytest.mark.parametrize("inv_scale", [np.inf, np.nan, 0.0, -1.0])
 def test_norm_with_a_scale_that_is_no_number(platform, inv_scale):
-    """A loss scale that underflowed: what lies beyond a leaf must not turn 0 * inf into a NaN."""
+    """A loss scale that underflowed: what is beyond a leaf must not turn 0 * inf into a NaN."""
     for grads in ([np.ones(3, F32)], [np.zeros(3, F32), np.ones(8193, F32)]):
         got = sum_of_squares(grads, np.float32(inv_scale))
         for x, y in zip(got, reference.sum_of_squares(grads, np.float32(inv_scale)), strict=True):

@@ -294,7 +294,7 @@ def assert_in_bounds(call):
 
 
 def check_peer(call):
-    """One device, whole runs, and shards that lie in the arrays without overlap."""
+    """One device, whole runs, and shards in the arrays without overlap."""
     attributes, is_step = call["attributes"], call["name"] == "peer_step"
     sizes, runs = attributes["sizes"].tolist(), attributes["runs"].tolist()
     assert attributes["devices"].tolist() == [0] and attributes["limit_seconds"] > 0, call
@@ -397,7 +397,7 @@ def call_handler(call):
     except jax.errors.JaxRuntimeError as error:
         did_not_come = call["name"].startswith("peer") and "did not come within" in str(error)
         assert did_not_come or str(error).startswith("INVALID_ARGUMENT"), error
-        seen[kind_of(call), "refused"] += 1
+        seen[kind_of(call), "raised"] += 1
 
 
 if __name__ == "__main__":

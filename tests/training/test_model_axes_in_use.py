@@ -299,7 +299,7 @@ def project_loss(params, x):
 
 
 def test_the_number_of_micro_batches_is_known_while_compiling():
-    """So that no sum of weights travels, as it does where the loss has weights."""
+    """So that no sum of weights is sent, as it is where the loss has weights."""
 
     def sums(**kwargs):
         tx = make_tx()
@@ -411,7 +411,7 @@ ERRORS = [
     (
         lambda: make_tx(param_specs=None),
         jda.MeshError,
-        r"mesh: axis 'model' has no purpose: .* say how params lie: param_specs=\{'w': "
+        r"mesh: axis 'model' has no purpose: .* say how params are sharded: param_specs=\{'w': "
         r"PartitionSpec\(None, 'model'\)",
     ),
     (
