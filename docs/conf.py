@@ -30,5 +30,9 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
 html_theme = "sphinx_book_theme"
-html_theme_options = {"show_toc_level": 2, "use_download_button": False}
+html_theme_options = {
+    "navbar_persistent": [],  # one search field is enough
+    "show_toc_level": 2,
+    "use_download_button": False,
+}
 html_copy_source = False

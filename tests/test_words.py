@@ -7,7 +7,7 @@ import pytest
 
 from support.paths import ROOT
 
-UNITS = "nats|bytes?|tokens|MB|GB|ms|us|elements|sequences|vectors?|all-gathers?|reduce-scatters?"
+UNITS = "arrays?|scalars?|nats|bytes?|tokens|MB|GB|ms|us|elements|sequences|vectors?|all-gathers?|reduce-scatters?"
 OF = "byte|parameter|second|step|device|layer|thread|vector|leaf|micro-batch|process|GPU"
 # A pattern, in which a space also stands for a new line, and what to write instead.
 WORDS = {

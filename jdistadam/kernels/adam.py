@@ -54,7 +54,7 @@ class Spec:
       groups: For each leaf, the row of the coefficients that it uses.
       nesterov: Whether to use Nesterov momentum.
       out_dtype: Dtype of the extra output; None in modes "step" and "step_split".
-      flat: Operand kinds that are one flat array instead of one array a leaf. Of a new flat out,
+      flat: Operand kinds that are one flat array instead of one array per leaf. Of a new flat out,
         what is between the leaves is undefined; the fallback cannot make one.
       sizes: Elements of each leaf, given when anything is flat.
       offsets: Where each leaf begins in the flat arrays, in elements.
