@@ -21,6 +21,7 @@ myst_heading_anchors = 3
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
+nb_merge_streams = True  # what a cell prints stays together
 
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

@@ -98,7 +98,7 @@ class MixedPrecisionPolicy:
 
     @property
     def main_params(self) -> MainParams:
-        """What is kept of the parameters' float32 values: what ``main_params_dtype`` means."""
+        """What is kept of the parameters' float32 values, as ``main_params_dtype`` says."""
         return MainParams.parse(self.main_params_dtype)
 
     @property

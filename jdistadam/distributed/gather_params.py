@@ -34,7 +34,7 @@ from jdistadam.distributed.transformation import DistributedTransformation, chec
 
 
 def local_params(params: Params, tx: DistributedTransformation) -> Any:
-    """Makes params what ``jax.grad`` may differentiate by; BEFORE it, inside ``jax.shard_map``.
+    """Marks params as this device's own; called before ``jax.grad``, inside ``jax.shard_map``.
 
     Inside ``jax.shard_map(check_vma=True)`` the gradient of a replicated array is summed over the
     devices on the way; of the array that this returns, it stays local, as ``tx.step`` needs it.
@@ -155,9 +155,9 @@ def _weight_of_layers() -> Any:
 
 
 def remat_policy(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Says what ``jax.checkpoint`` saves: not what ``gather_params`` returned: that is re-gathered.
+    """Says what ``jax.checkpoint`` saves; what ``gather_params`` returned is re-gathered.
 
-    Saved is what costs time to compute: products, reductions, exponentials, foreign calls. What
+    Saved is what costs time to compute: products, reductions, exponentials, custom calls. What
     only moves or converts is done again, so that no gathered parameter stays in memory from the
     forward to the backward pass::
 

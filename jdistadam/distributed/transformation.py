@@ -176,7 +176,7 @@ class DistributedTransformation(FusedTransformation):
         check_identity(self.config.identity(self.layout(params)), state)
 
     def init_grads(self, params: Params) -> AccumulatedGrads:
-        """Returns a sum of no gradients, to which ``accumulate`` adds; inside shard_map.
+        """Returns accumulated gradients of no micro-batch, for ``accumulate``; inside shard_map.
 
         Args:
           params: Tree of arrays: only their shapes and dtypes matter.

@@ -211,8 +211,8 @@ def train_step(
     depends on runs twice, which is little where that is the batch alone.
 
     A step that is skipped, since with a ``loss_scale`` a gradient was non-finite, leaves params,
-    main params, mu, nu, count, ``model_state`` and the states of a chain bit-identical; ``rng``,
-    the loss scale, ``skipped`` and ``grad_norm`` advance.
+    main params, mu, nu, count, ``model_state`` and the states of a chain bitwise as they were;
+    ``rng``, the loss scale, ``skipped`` and ``grad_norm`` advance.
 
     Args:
       loss_fn: ``loss_fn(params, batch)`` gets the part of the batch that belongs to one micro-batch
@@ -243,7 +243,7 @@ def train_step(
       compiler_options: XLA options for this program, over the ones chosen here.
 
     Returns:
-      ``step(state, batch) -> (state, metrics)``. The state is donated. Metrics: the scalars
+      ``step(state, batch) -> (state, metrics)``. The state is donated. Metrics are the scalars
       ``loss``, ``grad_norm`` (global norm of the mean gradient before clipping and without the
       loss scale), ``learning_rate`` (of this step, before ``lr_scale`` of groups), ``skipped``
       (steps skipped so far) and ``loss_scale`` (of this step); with
