@@ -12,7 +12,10 @@ from support.paths import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
-EXAMPLES = {name: re.findall(r"```python\n(.*?)```", text, re.S) for name, text in TEXTS.items()}
+EXAMPLES = {  # what imports the package is a program, all else a part of one
+    name: [x for x in re.findall(r"```python\n(.*?)```", text, re.S) if "import jdistadam" in x]
+    for name, text in TEXTS.items()
+}
 DOCTESTS = [name for name, text in TEXTS.items() if "```pycon\n" in text]
 SEPARATOR = "-- the next example --"
 
