@@ -41,6 +41,7 @@ PATTERNS = {
     re.compile(rf"\b(?:{re.sub('(?<!Nesterov) ', SPACE, words)})\b", re.I): instead
     for words, instead in WORDS.items()
 }
+NAMES = re.compile(r"def (test_\w*(?:refus|wire|oracle)\w*)")  # also of tests
 HERE = "tests/test_words.py"
 PLACES = "jdistadam cuda tests experiments docs .ci README.md CONTRIBUTING.md CHANGELOG.md pyproject.toml"
 RECORDS = "experiments/results/"
@@ -55,7 +56,7 @@ def find(name, text):
         for match in pattern.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
             found.append(f"{name}:{line}: {match[0]!r}: write {instead!r}")
-    return found
+    return found + [f"{name}: rename {test}" for test in NAMES.findall(text)]
 
 
 def sources():
@@ -93,6 +94,7 @@ def test_no_other_words_are_used():
         "a value that is not\n    finite",
         "where arrays lie",
         "sums of gradients",
+        "def test_that_it_is_refused():",
     ],
 )
 def test_such_a_word_is_found(text):

@@ -66,7 +66,7 @@ class DynamicLossScale:
         if self.min_scale > self.init_scale:
             raise HyperparameterError(
                 "min_scale",
-                "above the first scale, which would grow where it should shrink",
+                "above init_scale, so the scale would grow where it should shrink",
                 got=f"min_scale={self.min_scale}, init_scale={self.init_scale}",
                 expected="min_scale <= init_scale",
                 action="Change one of them.",

@@ -203,11 +203,11 @@ def _is_rounded_to_send(policy: MixedPrecisionPolicy, dtype: Any) -> bool:
 
 
 def _check_any_stacked(leaves: Sequence[Leaf]) -> None:
-    """Raises TreeError where the predicate ``stacked`` says no to every leaf."""
+    """Raises TreeError where the predicate ``stacked`` selects no leaf."""
     if leaves and not any(leaf.is_stacked for leaf in leaves):
         raise TreeError(
             "stacked",
-            "says no to every leaf",
+            "selects no leaf",
             got=f"False for {leaves[0].path} and {len(leaves) - 1} more",
             expected="True for the scanned layers",
             action="Look for a part of their paths, or leave stacked out.",

@@ -126,7 +126,7 @@ def make_data_parallel(
     if not shard_axes or set(shard_axes) & set(replica_axes):
         raise MeshError(
             "shard_axis",
-            "must name axes of its own",
+            "names no axis, or one of replica_axis",
             got=f"shard_axis={shard_axis!r}, replica_axis={replica_axis!r}",
             expected="different axes, at least one for shard_axis",
             action="Give each axis one purpose.",
@@ -136,7 +136,7 @@ def make_data_parallel(
     if outer_strategy == "optim" and (not replica_axes or strategy == "no_shard"):
         raise PolicyError(
             "outer_sharding_strategy",
-            "'optim' shards what sharding_strategy shards once more, over replica_axis",
+            "'optim' shards the optimizer state over replica_axis too",
             got=f"sharding_strategy={strategy!r}, replica_axis={replica_axis!r}",
             expected="a replica_axis and a sharding_strategy other than 'no_shard'",
             action="To shard over one axis alone, make it the shard_axis.",
@@ -147,7 +147,7 @@ def make_data_parallel(
             "no parameters are communicated under this strategy",
             got=f"{policy.param_comm_dtype} with sharding_strategy='no_shard'",
             expected="None",
-            action="Remove it, or shard something.",
+            action="Leave it at None, or choose a strategy that shards.",
         )
     made = DataParallel(mesh, shard_axes, replica_axes, strategy, outer_strategy)
     idle = [axis for axis in made.tensor_axes if mesh.shape[axis] > 1]

@@ -54,7 +54,7 @@ class SeenParams:
           may_be_widened: Whether they may also be what ``local_params`` returned, or gradients.
 
         Raises:
-          MeshError: The shapes of shards do not say what they are shards of.
+          MeshError: Shards of these shapes belong to no known params, or to several.
         """
         if not self._config.parallel.shards_params:
             return self.schedule_of_whole(params)
@@ -66,7 +66,7 @@ class SeenParams:
         if len(known) != 1:
             raise MeshError(
                 "params",
-                "the shapes of their shards do not say what they are shards of",
+                "shards of these shapes belong to no known params, or to several",
                 got=f"{len(known)} params with such shards",
                 expected="the params of one init, or of one param_specs",
                 action="Call tx.init(params) or tx.param_specs(params) outside of shard_map "
@@ -86,10 +86,10 @@ class SeenParams:
         if len(known) > 1:
             raise MeshError(
                 "params",
-                "the shapes of one layer's shards do not say how to gather them",
+                "one layer's shards of these shapes can be gathered in several ways",
                 got=f"{len(known)} ways",
                 expected="one",
-                action="Gather a larger part of the layer at once, or use one tx a model.",
+                action="Gather a larger part of the layer at once, or use one tx per model.",
             )
         return known[0] if known else None
 

@@ -137,7 +137,7 @@ def test_temporary_memory_is_gradients_and_activations(h200s):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_kernel_takes_the_wire_dtype_also_on_one_device(h200s, n):
+def test_kernel_takes_the_communication_dtype_also_on_one_device(h200s, n):
     """Over one device XLA drops the collective; the operand's dtype keeps the rounding alive."""
     _, _, compiled = compile_step(h200s(n), jnp.float32, jnp.bfloat16)
     (call,) = [
@@ -176,7 +176,7 @@ def test_combine_thresholds_are_ours_and_can_be_overridden(h200s):
     assert counts == [1, len(tx.config.layout(params).buckets)]
 
 
-def test_wire_check_can_fail(h200s):
+def test_the_check_of_dtypes_can_fail(h200s):
     """A gradient that is summed before it is rounded shows as a float32 reduce-scatter."""
     mesh = h200s(8)
 

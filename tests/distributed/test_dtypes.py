@@ -181,7 +181,7 @@ def test_accumulation_is_in_main_grads_dtype(strategy):
 
 @pytest.mark.parametrize("summed", [None, "float32"])
 @pytest.mark.parametrize("shape", [(1,), (8,)])
-def test_small_numbers_survive_a_float16_wire(shape, summed):
+def test_small_numbers_survive_communication_in_float16(shape, summed):
     """Subnormal in float16, and exact in it: 3 * 2^-24 on each device."""
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype="float16", grad_reduce_dtype=summed)
     tx = make_tx(dict(shape=shape, names=("data",)), policy)
@@ -200,12 +200,12 @@ def test_small_numbers_survive_a_float16_wire(shape, summed):
         (dict(main_params_dtype="remainder16", param_comm_dtype="float8_e5m2"), "bfloat16", "would be rounded to param_comm_dtype at every step: got float8_e5m2 for bfloat16"),
     ],
 )  # fmt: skip
-def test_a_wire_that_would_round_the_only_copy_is_refused(policy, dtype, message):
+def test_communication_that_would_round_the_only_copy_raises(policy, dtype, message):
     with pytest.raises(jda.PolicyError, match=message):
         make_tx(FLAT, jda.MixedPrecisionPolicy(**policy)).init({"w": jnp.ones(3, dtype)})
 
 
-def test_a_param_wire_without_sharding_is_refused():
+def test_param_comm_dtype_without_sharding_raises():
     policy = jda.MixedPrecisionPolicy(param_comm_dtype="bfloat16")
     with pytest.raises(
         jda.PolicyError, match="param_comm_dtype: no parameters are communicated under this"
@@ -213,7 +213,7 @@ def test_a_param_wire_without_sharding_is_refused():
         make_tx(FLAT, policy, sharding_strategy="no_shard")
 
 
-def test_a_wire_wider_than_the_params_is_refused():
+def test_communication_wider_than_the_params_raises():
     policy = jda.MixedPrecisionPolicy(param_comm_dtype="float32")
     with pytest.raises(
         jda.PolicyError,

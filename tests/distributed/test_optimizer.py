@@ -200,7 +200,7 @@ def test_clipping_with_a_norm_that_is_not_a_number(cpu_mesh):
     assert all(np.isnan(x).all() for x in jax.tree.leaves(state.params))
 
 
-def test_16_bit_wire_rounds_also_on_one_device(cpu_mesh):
+def test_16_bit_communication_rounds_also_on_one_device(cpu_mesh):
     """XLA drops a collective over one device; its rounding must not go with it."""
     results = {}
     for comm in (jnp.float32, jnp.bfloat16):

@@ -173,7 +173,7 @@ def test_outside_of_a_shard_map_every_piece_says_so(cpu_mesh):
             call()
 
 
-def test_accumulate_refuses_other_trees_and_weights(cpu_mesh):
+def test_accumulate_raises_for_other_trees_and_weights(cpu_mesh):
     tx = make_tx(cpu_mesh(2), mask=None)
 
     def weigh(params):

@@ -123,7 +123,7 @@ def test_scale_loss_in_an_own_loop():
     assert jda.scale_loss(jnp.float16(1.5), plain).dtype == jnp.float16
 
 
-def test_a_state_without_a_scale_is_refused():
+def test_a_state_without_a_scale_raises():
     params = {"w": jnp.ones((8, 2))}
     plain = jda.TrainState.create(params, make_tx(SQUARE, **HYBRID))
     tx = make_tx(SQUARE, loss_scale=1.0, **HYBRID)

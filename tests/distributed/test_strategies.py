@@ -179,7 +179,7 @@ def test_train_step_under_every_strategy(placement, accumulate_steps):
         np.testing.assert_allclose(metrics[name], want_metrics[name], rtol=1e-5)
 
 
-def test_a_state_of_another_mesh_is_refused():
+def test_a_state_of_another_mesh_raises():
     """Eight pieces of equal size: sizes say nothing, and JAX would move them without a word."""
     kwargs = dict(replica_axis="replica", outer_sharding_strategy="optim")
     twice = make_tx(SQUARE, **kwargs)

@@ -184,7 +184,7 @@ def test_params_of_two_dtypes_are_not_mistaken():
     tx.param_specs(params)
     with pytest.raises(jda.MeshError, match=r"got 2 params with such shards.*model and dtype"):
         tx.seen.schedule(tree(shard))
-    with pytest.raises(jda.MeshError, match="do not say how to gather them: got 2 ways"):
+    with pytest.raises(jda.MeshError, match="can be gathered in several ways: got 2 ways"):
         tx.seen.layer(layer)
     held = tx.seen.schedule(tree(shard), may_be_widened=False)  # as a step takes params
     assert held.buckets[0].bucket.dtype == jnp.float32

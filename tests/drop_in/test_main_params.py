@@ -88,7 +88,7 @@ def test_remainders_move_26_bytes_and_are_updated_in_place():
     assert new["w"].dtype == BF16 and new["f"].dtype == F32
 
 
-def test_remainders_are_refused_where_they_cannot_be():
+def test_remainders_raise_where_they_cannot_be():
     tx = jda.fused_adamw(1e-3, main_params_dtype="remainder16")
     with pytest.raises(jda.DtypeError, match=r"params\['w'\]: has no remainder: got float16"):
         tx.init({"w": jnp.ones(3, F16)})

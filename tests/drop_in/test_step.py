@@ -60,7 +60,7 @@ def test_fused_adam_has_optax_state_and_needs_no_params():
 
 
 @pytest.mark.parametrize("param_dtype", [F32, BF16], ids=str)
-def test_bfloat16_second_moment_is_the_oracle_bit_for_bit(platform, param_dtype):
+def test_bfloat16_second_moment_is_the_reference_bit_for_bit(platform, param_dtype):
     kwargs = HYPER | dict(b2=0.97)
     tx = jda.fused_adamw(**kwargs, nu_dtype=BF16, mu_dtype=BF16)
     rng = np.random.default_rng(2)

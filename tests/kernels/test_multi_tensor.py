@@ -18,7 +18,7 @@ sum_of_squares = jax.jit(multi_tensor.sum_of_squares)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norm_equals_the_oracle_bitwise(platform, dtype):
+def test_norm_equals_the_reference_bitwise(platform, dtype):
     """Ordinary values, so that the order of the sum shows, and many tiles of leaves of all sizes."""
     rng = np.random.default_rng(0)
     grads = [rng.normal(size=n).astype(dtype) for n in SIZES]
@@ -75,7 +75,7 @@ def test_norm_of_nothing_and_of_mixed_dtypes(platform):
 
 @pytest.mark.parametrize("contributions", [1, 2, 3, 4, 5, 8, 9])
 @pytest.mark.parametrize(("dtype", "out"), list(itertools.product(DTYPES, DTYPES)), ids=str)
-def test_sum_equals_the_oracle_bitwise(platform, dtype, out, contributions):
+def test_sum_equals_the_reference_bitwise(platform, dtype, out, contributions):
     rng = np.random.default_rng(contributions)
     stacked = [
         np.stack([random_array(rng, n, dtype) for _ in range(contributions)])
@@ -225,14 +225,14 @@ def raw_sum(results, *operands, **change):
     ],
     ids=str,
 )  # fmt: skip
-def test_the_sum_handler_refuses_bad_attributes(change, message):
+def test_the_sum_handler_raises_for_bad_attributes(change, message):
     results, x = [jax.ShapeDtypeStruct((8,), jnp.float32)], np.ones(8, F32)
     assert_same_bits(raw_sum(results, x)[0], x)
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         raw_sum(results, x, **change)
 
 
-def test_the_sum_handler_refuses_bad_arrays_and_fills_an_empty_output():
+def test_the_sum_handler_raises_for_bad_arrays_and_fills_an_empty_output():
     result = jax.ShapeDtypeStruct((8,), jnp.float32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="dtype must be"):
         raw_sum([result], np.ones(8, np.int32))
@@ -243,7 +243,7 @@ def test_the_sum_handler_refuses_bad_arrays_and_fills_an_empty_output():
     assert not np.asarray(zeros).any()
 
 
-def test_the_norm_handler_refuses_bad_arrays():
+def test_the_norm_handler_raises_for_bad_arrays():
     scalars = [jax.ShapeDtypeStruct((), t) for t in (jnp.float32, jnp.bool_)]
 
     def norm(tiles, *grads):

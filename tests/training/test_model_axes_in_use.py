@@ -502,7 +502,7 @@ def test_sums_in_bfloat16_of_the_optimizer_and_over_the_model_axis_do_not_raise(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["psum", "pmax", "psum_scatter"])
-def test_xla_still_ends_the_process_at_what_we_refuse(op):
+def test_xla_still_ends_the_process_at_what_raises_here(op):
     """When this fails, remove the check in training/partitioned.py."""
     program = f"""
 import jax, jax.numpy as jnp
