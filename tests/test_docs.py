@@ -64,3 +64,14 @@ def test_a_record_is_listed_with_its_revisions(path):
     runs = path.rglob("run.json") if path.is_dir() else [path] if path.suffix == ".json" else []
     for run in runs:
         assert json.loads(run.read_text())["revision"][:7] in row
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "experiments/README.md"]
+)
+def test_links_lead_somewhere(name):
+    """Those of pages in docs are followed when they are built."""
+    page = ROOT / name
+    links = re.findall(r"\]\(([^)\s#]+)[^)]*\)", page.read_text())
+    missing = [x for x in links if "://" not in x and not (page.parent / x).exists()]
+    assert not missing
