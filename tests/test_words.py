@@ -45,6 +45,7 @@ NAMES = re.compile(r"def (test_\w*(?:refus|wire|oracle)\w*)")  # also of tests
 HERE = "tests/test_words.py"
 PLACES = "jdistadam cuda tests experiments docs .ci README.md CONTRIBUTING.md CHANGELOG.md pyproject.toml"
 RECORDS = "experiments/results/"
+TEXTS = ("", ".cc", ".cu", ".cuh", ".h", ".ipynb", ".md", ".py", ".toml", ".txt")
 
 
 def find(name, text):
@@ -67,9 +68,8 @@ def sources():
     ).stdout  # fmt: skip
     for name in listed.splitlines():
         path = ROOT / name
-        if path.suffix in (".png", ".txtpb") or name.startswith(RECORDS) or name == HERE:
-            continue
-        if path.exists():
+        is_text = path.suffix in TEXTS and not name.startswith(RECORDS)
+        if is_text and path.exists() and name != HERE:
             yield name, path.read_text()
 
 
