@@ -25,9 +25,15 @@ def texts_of_code():
 
 def test_the_reference_has_every_public_name():
     """On its own page, or on the one of what it belongs to."""
-    pages = "\n".join(path.read_text() for path in DOCS.glob("*.md"))
-    named = re.findall(r"^\.\. auto\w+:: (?:jdistadam\.)?(\w+)", pages, re.M)
-    assert set(named) == set(jdistadam.__all__)
+    named, module = set(), ""
+    for page in DOCS.glob("*.md"):
+        directives = re.findall(r"^\.\. (currentmodule|auto\w+):: (\S+)$", page.read_text(), re.M)
+        for directive, name in directives:
+            if directive == "currentmodule":
+                module = name
+            else:
+                named.add(f"{module}.{name}".split(".")[1])  # jdistadam.NAME or .MODULE.NAME
+    assert named == set(jdistadam.__all__)
 
 
 HEADINGS = re.findall(r"^### `(.*)`$", (DOCS / "troubleshooting.md").read_text(), re.M)
