@@ -20,7 +20,7 @@
 namespace jdistadam {
 namespace {
 
-constexpr size_t kTile = 1 << 15;  // elements a thread takes at a time
+constexpr size_t kTile = 1 << 15;  // elements that a thread takes at a time
 constexpr size_t kBlock =
     1 << 7;  // elements converted at a time. Small, so that the buffers do not
              // compete for the same lines of the L1 cache: 1.6x the speed of 1024

@@ -1,9 +1,9 @@
 // Adam on a CUDA device: one launch for many leaves (leaf_table.cuh).
 //
-// threads   One vector a thread, no loop, small blocks: what reaches the speed of a copy on an
-//           H200. Two vectors a thread are 7 % slower, blocks of 256 up to 5 % on 16-bit dtypes.
+// threads   One vector per thread, no loop, small blocks: what reaches the speed of a copy on an
+//           H200. Two vectors per thread are 7 % slower, blocks of 256 up to 5 % on 16-bit dtypes.
 // indices   size_t: leaves over 2^31 elements exist.
-// traffic   each array once, e.g. 28 bytes a parameter for float32 grad, param, mu and nu.
+// traffic   each array once, e.g. 28 bytes per parameter for float32 grad, param, mu and nu.
 // aliasing  a thread alone reads and writes its elements of param, mu and nu; grad and out overlap
 //           nothing (in Mode::kStepSplit out is as param).
 //

@@ -1,8 +1,8 @@
 // Turns the operands of the FFI call `jdistadam_adam` into an AdamCall, checking everything.
 //
 // operands  coefficients f32[..., groups, kNumCoefficients], inv_scale f32[], found_inf pred[],
-//           then grads, params, mu, nu and (in Mode::kStepSplit) out: each either one array a leaf,
-//           or one flat array.
+//           then grads, params, mu, nu and (in Mode::kStepSplit) out: each either one array per
+//           leaf, or one flat array.
 // results   params (not in Mode::kUpdate), mu, nu, aliased with their operands; then out (not in
 //           Mode::kStep; aliased in Mode::kStepSplit).
 // mode, nesterov   see adam.h and adam_math.h.

@@ -1,4 +1,4 @@
-// What all FFI handlers share: reading a variable number of arrays, and refusing them.
+// What all FFI handlers share: reading a variable number of arrays, and errors for wrong ones.
 #pragma once
 
 #include <cstdint>

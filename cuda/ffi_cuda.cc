@@ -210,7 +210,7 @@ cudaError_t CaptureEmptyNode(cudaStream_t stream) {
 #endif
 }
 
-// XLA refuses a capture that leaves no node.
+// XLA fails on a capture that leaves no node.
 ffi::Error GraphNodeHandler(cudaStream_t stream, ffi::AnyBuffer operand,
                             ffi::Result<ffi::AnyBuffer> result) {
   const ffi::Error error = CheckPassed(operand, result);

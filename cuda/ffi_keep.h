@@ -4,7 +4,7 @@
 //           of one dtype.
 // results   the shards, aliased with their operands.
 // parts     into how many parts each parameter is cut.
-// rows      for each leaf the number of elements of a shard that lie behind one another.
+// rows      for each leaf the number of elements of a shard that are behind one another.
 #pragma once
 
 #include "ffi_common.h"

@@ -2,14 +2,14 @@
 // PeerCall, and has the devices of the process meet around it.
 //
 // peer_sum
-//   operands  norm_scale f32[]; the whole gradients, one array a leaf; what was received.
-//   results   the sums, f32, one array a leaf; sum_of_squares f32[], found_inf pred[], scratch
+//   operands  norm_scale f32[]; the whole gradients, one array per leaf; what was received.
+//   results   the sums, f32, one array per leaf; sum_of_squares f32[], found_inf pred[], scratch
 //             u32[number of tiles, 2].
 // peer_step
 //   operands  norm_scale f32[], coefficients f32[groups, kNumCoefficients], inv_scale f32[],
-//             found_inf pred[]; the whole gradients (or with `summed` the sums), one array a leaf;
+//             found_inf pred[]; the whole gradients (or the sums, with `summed`), one array per leaf;
 //             what was received; main, mu, nu, one flat array each.
-//   results   the whole new parameters, one array a leaf; main, mu, nu, aliased with their
+//   results   the whole new parameters, one array per leaf; main, mu, nu, aliased with their
 //   operands;
 //             without `summed` the three results of the norm, as above.
 // devices     local numbers of the devices that meet, in the order of the shards.

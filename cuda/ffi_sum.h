@@ -1,6 +1,6 @@
 // Turns the operands of the FFI call `jdistadam_sum` into a SumCall, checking everything.
 //
-// operands  the inputs, all of one dtype: one array a leaf, or one flat array.
+// operands  the inputs, all of one dtype: one array per leaf, or one flat array.
 // results   the outputs, likewise. Gaps of a flat output become zero.
 // contributions    each input holds so many, one behind the other.
 // flat             bit 0: the inputs are flat; bit 1: the outputs are.

@@ -2,7 +2,7 @@
 // shard gets back what the old parameter holds in its place. Where it is not, nothing is read.
 //
 // A parameter of shape (outer, parts * d, inner) is cut along its middle dimension. Its shard
-// `index` is outer rows of d * inner elements, each of them row `index` of `parts` that lie behind
+// `index` is outer rows of d * inner elements, each of them row `index` of `parts` that are behind
 // one another in the parameter.
 #pragma once
 

@@ -33,7 +33,7 @@ template <typename Leaf, int kCapacity>
 __device__ __forceinline__ TileIndex FindTile(const LeafTable<Leaf, kCapacity>& table,
                                               uint32_t tile) {
   int low = 0, high = table.count - 1;
-  while (low < high) {  // the first leaf whose end lies beyond `tile`
+  while (low < high) {  // the first leaf whose end is beyond `tile`
     const int middle = (low + high) / 2;
     if (table.end[middle] > tile) {
       high = middle;

@@ -5,7 +5,7 @@
 
 namespace jdistadam {
 
-// Halves the lanes that lie `kPerThread` a thread, until the first holds the sum of all; in thread
+// Halves the lanes that are `kPerThread` to a thread, until the first holds the sum of all; in thread
 // 0 only.
 template <int kPerThread>
 __device__ float SumLanes(float (&lanes)[kPerThread]) {

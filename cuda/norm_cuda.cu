@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int row = 0; row < kRows; ++row) {
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      // not what lies beyond the leaf: 0 * inf is NaN
+      // not what is beyond the leaf: 0 * inf is NaN
       const bool inside = begin + row * kNormLanes + k < leaf.size;
       const float g = inside ? x[row][k] * inv_scale : 0.0f;
       finite &= IsFinite(g);

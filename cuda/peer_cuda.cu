@@ -1,7 +1,7 @@
 // A step over the memory of several GPUs: one launch for many leaves (leaf_table.cuh).
 //
 // order     A block takes one tile of the norm (norm.h) and goes through it row by row, so that the
-//           norm of the sums has the bits of norm_cuda.cu; the sums have those of pairwise.h.
+//           norm of the sums is bitwise that of norm_cuda.cu; the sums are those of pairwise.h.
 // traffic   kStep, per element of this device's shard: the gradient of every device (all but one
 //           through the links between GPUs, unless it was received before), main, mu and nu read
 //           and written, the new parameter written to every device. The norm costs no further read.

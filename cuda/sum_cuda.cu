@@ -1,4 +1,4 @@
-// Sums and copies on a CUDA device: one vector a thread, one launch for many leaves.
+// Sums and copies on a CUDA device: one vector per thread, one launch for many leaves.
 //
 // traffic   each contribution once, the result once.
 

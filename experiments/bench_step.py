@@ -3,7 +3,7 @@
     python experiments/bench_step.py --rows 'unrolled-8/*' --out runs/bench_step.json
 
 A row is WORKLOAD/VARIANT+MODIFIERS; --list prints those that are known, and any other that can be
-parsed may be named. "unrolled-8x4": layers unrolled, 8 sequences a micro-batch and device, 4
+parsed may be named. "unrolled-8x4": layers unrolled, 8 sequences per micro-batch and device, 4
 micro-batches; from 8 sequences on, blocks are computed again in the backward pass. "scanned-1": a
 scan over layers. "step-gpt2xl": the optimizer step alone on a tree of `jdistadam bench`.
 

@@ -23,9 +23,11 @@ from jdistadam.tools import bench
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 POLICIES = {
-    "float32 wire": {},
-    "bfloat16 wire": dict(grad_comm_dtype="bfloat16"),
-    "bfloat16 wire, float32 sum": dict(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32"),
+    "float32 communication": {},
+    "bfloat16 communication": dict(grad_comm_dtype="bfloat16"),
+    "bfloat16 communication, float32 sum": dict(
+        grad_comm_dtype="bfloat16", grad_reduce_dtype="float32"
+    ),
     "bfloat16 gradients": dict(main_grads_dtype="bfloat16"),
     "remainder16": dict(main_params_dtype="remainder16", grad_comm_dtype="bfloat16"),
 }

@@ -31,7 +31,7 @@ STEPS = 3
 
 
 def allocate(shape):
-    """Ones, made where they shall lie."""
+    """Ones, made where they shall be."""
     return jax.jit(lambda: jnp.ones(shape.shape, shape.dtype), out_shardings=shape.sharding)()
 
 

@@ -3,9 +3,9 @@
     python experiments/precision.py --out runs/precision -- --steps 800 --accumulate-steps 2
 
 What follows "--" goes to train_lm.py. Each policy is a run of its own, from the same seed. The
-first runs again under other placements, which add the same numbers in another order: so far apart
-are runs that mean the same. Prints a table and writes a plot; experiments/update_readme.py reads
-the same files.
+first runs again under other placements, which add the same numbers in another order, to show how
+far apart two runs are that mean the same. Prints a table and writes a plot;
+experiments/update_readme.py reads the same files.
 """
 
 import argparse
@@ -17,9 +17,9 @@ import sys
 from lm import markdown
 
 POLICIES = {
-    "float32 wire": ("--grad-comm-dtype", "float32"),
-    "bfloat16 wire": ("--grad-comm-dtype", "bfloat16"),
-    "bfloat16 wire, float32 sum": (
+    "float32 communication": ("--grad-comm-dtype", "float32"),
+    "bfloat16 communication": ("--grad-comm-dtype", "bfloat16"),
+    "bfloat16 communication, float32 sum": (
         "--grad-comm-dtype", "bfloat16", "--grad-reduce-dtype", "float32",
     ),
     "bfloat16 main gradients": ("--grad-comm-dtype", "bfloat16", "--main-grads-dtype", "bfloat16"),
@@ -55,8 +55,8 @@ def table(out):
     """One line for each policy and for each time that the first ran again."""
     columns = (
         "gradients",
-        "validation loss, nats a byte",
-        "minus float32 wire, last / furthest",
+        "validation loss, nats per byte",
+        "minus the first, last / furthest",
         "gradient norm, last",
         "tokens/s",
         "sent per device and step",
@@ -91,7 +91,7 @@ def again(out):
 
 
 def plot(out, image):
-    """Validation losses minus those of the float32 wire, and gradient norms."""
+    """Validation losses minus those of the float32 communication, and gradient norms."""
     import matplotlib  # here, since who wants the table alone needs none
 
     matplotlib.use("Agg")
@@ -107,7 +107,7 @@ def plot(out, image):
         differences, norms = apart(out, folder), read(folder)[0]["train_grad_norm"]
         top.plot(list(differences), list(differences.values()), marker="o", ms=3, lw=1, label=name)
         bottom.plot(list(norms), list(norms.values()), lw=1, alpha=0.8, label=name)
-    top.set(ylabel="validation loss minus float32 wire")
+    top.set(ylabel="validation loss minus the first")
     bottom.set(xlabel="steps", ylabel="gradient norm", yscale="log")
     for axes in (top, bottom):
         axes.grid(alpha=0.3)

@@ -2,8 +2,8 @@
 
     python experiments/scanned_memory.py --out experiments/results/scanned_h200.json
 
-The same model with whole parameters, and with layers gathered in the scan under several policies
-of rematerialisation, of which one keeps what it gathered: the audit must say so.
+The same model with unsharded parameters, and with layers gathered in the scan under several
+policies of rematerialisation, of which one keeps what it gathered: the audit must say so.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import jdistadam as jda
 EVERYTHING = jax.checkpoint_policies.everything_saveable
 NOTHING = jax.checkpoint_policies.nothing_saveable
 ROWS = {
-    "whole parameters, all recomputed": ("optim_grads", NOTHING),
+    "unsharded parameters, all recomputed": ("optim_grads", NOTHING),
     "gathered twice, all recomputed": ("optim_grads_params", NOTHING),
     "gathered twice, remat_policy": ("optim_grads_params", jda.remat_policy),
     "gathered once, nothing recomputed": ("optim_grads_params", EVERYTHING),

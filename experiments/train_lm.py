@@ -40,7 +40,7 @@ def parse_args(argv=None):
     add("--preset", choices=gpt.PRESETS, help="default: tiny on CPU, gpt2-small on GPU")
     add("--optimizer", choices=("jdistadam", "optax"), default="jdistadam")
     add("--steps", type=int, help="default: 400 for tiny, 2000 for gpt2-small")
-    add("--batch", type=int, help="sequences a step, over all devices")
+    add("--batch", type=int, help="sequences per step, over all devices")
     add("--layers", type=int)
     add("--width", type=int)
     add("--devices", type=int, help="default: 8 virtual CPU devices, or all GPUs")
@@ -67,12 +67,12 @@ def parse_args(argv=None):
         "--grad-comm-dtype",
         choices=DTYPES,
         default="bfloat16",
-        help="dtype of gradients on the wire",
+        help="communication dtype of gradients",
     )
     add(
         "--grad-reduce-dtype",
         choices=("float32",),
-        help="dtype of the sums over devices; default: as on the wire",
+        help="dtype of the sums over devices; default: the communication dtype",
     )
     add(
         "--main-grads-dtype",
@@ -88,7 +88,7 @@ def parse_args(argv=None):
     add(
         "--report-nonfinite",
         action="store_true",
-        help="look for gradients that are not finite in every parameter, of jdistadam",
+        help="look for non-finite gradients in every parameter, of jdistadam",
     )
     add("--scan", action="store_true", help="stack the layers' parameters and scan over them")
     add("--processes", type=int, help="start so many on this machine, each with its devices")
@@ -328,7 +328,7 @@ def main(argv=None):
     print_first(
         f"{len(run.train_text) / 1e6:.1f} MB of source text, "
         f"{len(run.validation_text) / 1e6:.2f} MB held out; "
-        f"bigram entropy {run.entropy:.3f} nats a byte, zlib -9 {run.zlib_entropy:.3f}"
+        f"bigram entropy {run.entropy:.3f} nats per byte, zlib -9 {run.zlib_entropy:.3f}"
     )
     with jax.set_mesh(mesh):  # for the model's constraints
         state = run.train(state, step, params_of)
@@ -367,7 +367,7 @@ def write_report(run, state, params):
         seed=args.seed,
     )
     verdict = "below" if run.validation_loss < run.entropy else "NOT below"
-    print(f"validation loss {run.validation_loss:.3f} nats a byte, {verdict} the bigram entropy")
+    print(f"validation loss {run.validation_loss:.3f} nats per byte, {verdict} the bigram entropy")
     print(f"wrote {run.metrics_path} and {args.out / 'loss.png'}")
 
 

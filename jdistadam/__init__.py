@@ -2,7 +2,7 @@
 
 Fused: one compiled kernel updates every leaf in place, on CPU and CUDA with the same bits.
 Sharded: optimizer state is spread over a mesh, with explicit reduce-scatter and all-gather.
-Precise: what is stored and what travels each has its own dtype, kept in the compiled program.
+Precise: what is stored and what is communicated each has its own dtype in the compiled program.
 
 Start with ``fused_adamw`` in place of ``optax.adamw``; for several devices, see
 ``distributed_fused_adamw`` and ``train_step``.

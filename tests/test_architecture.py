@@ -1,4 +1,4 @@
-"""The layers hold: imports go downward, and each idea has one place; the tests lie as they do."""
+"""The layers hold: imports go downward, and each idea has one place; the tests stand as they do."""
 
 import ast
 import re
@@ -136,7 +136,7 @@ def test_kernels_know_neither_xla_nor_python():
 
 
 def test_the_driver_of_the_kernels_knows_only_them():
-    """It lies with the tests, and runs what stands below the FFI handlers."""
+    """It is with the tests, and runs what stands below the FFI handlers."""
     folder = TESTS / "kernels" / "driver"
     mine = {path.name: path.read_text() for path in folder.iterdir()}
     assert set(mine) == {"driver.cc", "driver_memory.h", "meeting.cc"}
@@ -166,7 +166,7 @@ def test_every_public_name_is_documented():
 
 
 def folders_of(root):
-    """The folders in which a Python file lies, by their paths from the root."""
+    """The folders in which a Python file is, by their paths from the root."""
     folders = {path.parent.relative_to(root).as_posix() for path in root.rglob("*.py")}
     return folders - {"."}
 

@@ -298,13 +298,13 @@ ERRORS = [
     ("an axis by its number", lambda: make_tx(shard_axis=0), jda.MeshError, r"^shard_axis 0: not an axis of the mesh"),
     ("an axis in two lists", lambda: make_tx(shard_axis=[["data"]]), jda.MeshError, r"^shard_axis \['data'\]: not an axis of the mesh: .*\. Pass shard_axis='data'\?$"),
     ("a PartitionSpec as axis", lambda: make_tx(shard_axis=P("data")), jda.MeshError, r"^shard_axis P(artitionSpec)?\('data',\): not an axis of the mesh"),
-    ("no axis", lambda: make_tx(shard_axis=()), jda.MeshError, r"^shard_axis: must name axes of its own: got shard_axis=\(\), replica_axis=None, expected different axes, at least one"),
+    ("no axis", lambda: make_tx(shard_axis=()), jda.MeshError, r"^shard_axis: names no axis, or one of replica_axis: got shard_axis=\(\), replica_axis=None, expected different axes, at least one"),
     ("an axis twice", lambda: make_tx(shard_axis=("data", "data")), jda.MeshError, r"^shard_axis: names an axis twice: got \('data', 'data'\), expected every axis once"),
-    ("one axis for two purposes", lambda: make_tx(replica_axis="data"), jda.MeshError, r"^shard_axis: must name axes of its own: got shard_axis='data', replica_axis='data'"),
+    ("one axis for two purposes", lambda: make_tx(replica_axis="data"), jda.MeshError, r"^shard_axis: names no axis, or one of replica_axis: got shard_axis='data', replica_axis='data'"),
     ("a replica axis that there is not", lambda: make_tx(replica_axis="rep"), jda.MeshError, r"^replica_axis 'rep': not an axis of the mesh"),
     ("an axis of the mesh without a purpose", lambda: make_tx(mesh=mesh24()), jda.MeshError, r"^mesh: axis 'model' has no purpose: got \{'data': 2, 'model': 4\}, expected only axes that carry data, .*\. Name it in shard_axis or replica_axis"),
     ("no strategy", lambda: make_tx(sharding_strategy=None), jda.PolicyError, r"^sharding_strategy: unknown: got None, expected 'no_shard' or 'optim' or"),
-    ("an outer strategy without replicas", lambda: make_tx(outer_sharding_strategy="optim"), jda.PolicyError, r"^outer_sharding_strategy: 'optim' shards what .*: got sharding_strategy='optim', replica_axis=None, expected a replica_axis"),
+    ("an outer strategy without replicas", lambda: make_tx(outer_sharding_strategy="optim"), jda.PolicyError, r"^outer_sharding_strategy: 'optim' shards the optimizer state .*: got sharding_strategy='optim', replica_axis=None, expected a replica_axis"),
     ("a gradient norm below 0", lambda: make_tx(max_grad_norm=-1.0), jda.HyperparameterError, r"^max_grad_norm: out of range: got -1\.0, expected a finite Python number > 0\. Change max_grad_norm"),
     ("a gradient norm of 0", lambda: make_tx(max_grad_norm=0.0), jda.HyperparameterError, r"^max_grad_norm: out of range: got 0\.0, expected"),
     ("a gradient norm of True", lambda: make_tx(max_grad_norm=True), jda.HyperparameterError, r"^max_grad_norm: out of range: got True, expected"),
@@ -313,7 +313,7 @@ ERRORS = [
     ("buckets in words", lambda: make_tx(bucket_bytes="32MB"), jda.HyperparameterError, r"^bucket_bytes: out of range: got '32MB', expected"),
     ("average_grads as a word", lambda: make_tx(average_grads="no"), jda.HyperparameterError, NOT_A_BOOL.format("average_grads", "'no'")),
     ("stacked as a word", lambda: make_tx(stacked="layers", sharding_strategy="optim_grads_params"), jda.HyperparameterError, r"^stacked: not a predicate: got 'layers', expected a function of the path"),
-    ("stacked that finds no leaf", lambda: make_tx(stacked=lambda path: False, sharding_strategy="optim_grads_params").init(PARAMS), jda.TreeError, r"^stacked: says no to every leaf: got False for params\['b'\] and 1 more, expected True for the scanned layers\. Look for"),
+    ("stacked that finds no leaf", lambda: make_tx(stacked=lambda path: False, sharding_strategy="optim_grads_params").init(PARAMS), jda.TreeError, r"^stacked: selects no leaf: got False for params\['b'\] and 1 more, expected True for the scanned layers\. Look for"),
     # -- loss scales
     ("a loss scale of 0", lambda: make_tx(loss_scale=0.0), jda.HyperparameterError, r"^loss_scale: out of range: got 0\.0, expected a number between 0 and inf in float32\. Change loss_scale"),
     ("a loss scale that no float32 holds", lambda: make_tx(loss_scale=1e40), jda.HyperparameterError, r"^loss_scale: out of range: got 1e\+40, expected a number between 0 and inf in float32"),
@@ -327,7 +327,7 @@ ERRORS = [
     ("an interval of no steps", lambda: jda.DynamicLossScale(growth_interval=0), jda.HyperparameterError, r"^growth_interval: out of range: got 0, expected a whole number of at least 1"),
     ("an interval in float", lambda: jda.DynamicLossScale(growth_interval=2000.0), jda.HyperparameterError, r"^growth_interval: out of range: got 2000\.0, expected a whole number"),
     ("no hysteresis", lambda: jda.DynamicLossScale(hysteresis=0), jda.HyperparameterError, r"^hysteresis: out of range: got 0, expected a whole number of at least 1"),
-    ("a smallest scale above the first", lambda: jda.DynamicLossScale(init_scale=1.0, min_scale=2.0), jda.HyperparameterError, r"^min_scale: above the first scale, .*: got min_scale=2\.0, init_scale=1\.0, expected min_scale <= init_scale"),
+    ("a smallest scale above the first", lambda: jda.DynamicLossScale(init_scale=1.0, min_scale=2.0), jda.HyperparameterError, r"^min_scale: above init_scale, .*: got min_scale=2\.0, init_scale=1\.0, expected min_scale <= init_scale"),
     # -- policies
     ("a dict as policy", lambda: make_tx(policy={"grad_comm_dtype": "bf16"}), jda.PolicyError, r"^policy: not a policy: got \{'grad_comm_dtype': 'bf16'\}, expected jdistadam\.MixedPrecisionPolicy\. Pass policy="),
     ("the class of policies", lambda: make_tx(policy=jda.MixedPrecisionPolicy), jda.PolicyError, r"^policy: not a policy: got <class .*, expected jdistadam\.MixedPrecisionPolicy"),
@@ -338,7 +338,7 @@ ERRORS = [
     ("an unknown name of a dtype", lambda: policy(param_comm_dtype="bf16"), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.param_comm_dtype", "'bf16'")),
     ("a number as dtype", lambda: policy(main_grads_dtype=5), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.main_grads_dtype", "5")),
     ("moments in float64", lambda: policy(mu_dtype=jnp.float64), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.mu_dtype", r"<class .*float64'>")),
-    ("params sent where none travel", lambda: make_tx(sharding_strategy="no_shard", policy=policy(param_comm_dtype=BF16)), jda.PolicyError, r"^param_comm_dtype: no parameters travel under this strategy: got bfloat16 with sharding_strategy='no_shard', expected None"),
+    ("params sent where none are sent", lambda: make_tx(sharding_strategy="no_shard", policy=policy(param_comm_dtype=BF16)), jda.PolicyError, r"^param_comm_dtype: no parameters are communicated under this strategy: got bfloat16 with sharding_strategy='no_shard', expected None"),
     ("params sent wider than they are", lambda: make_tx(policy=policy(param_comm_dtype=jnp.float32)).init(cast(PARAMS, BF16)), jda.PolicyError, r"^params\['b'\]: param_comm_dtype is wider than the parameter: got float32 for bfloat16, expected bfloat16 or a narrower dtype"),
     ("params rounded at every step", lambda: make_tx(policy=policy(param_comm_dtype=BF16, main_params_dtype=None)).init(PARAMS), jda.PolicyError, r"^params\['b'\]: would be rounded to param_comm_dtype at every step: got bfloat16 for float32 and no float32 main"),
     # -- groups and param_specs
@@ -525,7 +525,7 @@ ERRORS = [
     ("a counter that becomes a fraction", lambda: train_with(lambda p, b, model_state: (loss_fn(p, b), model_state + 0.5), model_state=np.int32(0)), jda.DtypeError, r"^loss_fn's model_state: would lose a part of its values: got float32, expected int32, as the state has it"),
     ("a model state that becomes a string", lambda: train_with(lambda p, b, model_state: (loss_fn(p, b), "x"), model_state=np.float32(0)), jda.DtypeError, r"^loss_fn's model_state: not an array of numbers: got 'x'"),
     ("aux before the model state", lambda: train(lambda p, b, model_state: (loss_fn(p, b), 1.0, model_state), state=create(model_state={"m": np.zeros(2)}), has_aux=True), jda.TreeError, r"^loss_fn's model_state\['m'\]: missing"),
-    # -- own loops
+    # -- custom training loops
     ("step outside of shard_map", lambda: tx().step(GRADS, state().opt_state, PARAMS), jda.MeshError, NOT_INSIDE.format("step")),
     ("update outside of shard_map", lambda: tx().update(GRADS, state().opt_state, PARAMS), jda.MeshError, NOT_INSIDE.format("step")),
     ("update without params", lambda: tx().update(GRADS, state().opt_state), ValueError, NO_PARAMS),
@@ -559,7 +559,7 @@ ERRORS = [
     ("local_params(tx, params)", lambda: jda.local_params(tx(), PARAMS), jda.MeshError, NOT_DISTRIBUTED.format("dict")),
     ("gather_params outside of shard_map", lambda: jda.gather_params(PARAMS, tx()), jda.MeshError, NOT_INSIDE.format("gather_params")),
     ("gather_params(tx, params)", lambda: jda.gather_params(tx(), PARAMS), jda.MeshError, NOT_DISTRIBUTED.format("dict")),
-    ("gather_params that no init saw", lambda: inside(lambda p, s: jda.gather_params(p, make_tx(sharding_strategy="optim_grads_params"))), jda.MeshError, r"^params: the shapes of their shards do not say what they are shards of: got 0 params with such shards, .*\. Call tx\.init\(params\)"),
+    ("gather_params that no init saw", lambda: inside(lambda p, s: jda.gather_params(p, make_tx(sharding_strategy="optim_grads_params"))), jda.MeshError, r"^params: shards of these shapes belong to no known params, or to several: got 0 params with such shards, .*\. Call tx\.init\(params\)"),
     ("scale_loss without a distributed state", lambda: jda.scale_loss(jnp.float32(1), optax_state()), jda.TreeError, NO_DISTRIBUTED_STATE.format("tuple")),
     ("scale_loss(loss, tx)", lambda: jda.scale_loss(jnp.float32(1), tx()), jda.TreeError, NO_DISTRIBUTED_STATE.format("DistributedTransformation")),
     ("scale_loss(opt_state, loss)", lambda: jda.scale_loss(state().opt_state, jnp.float32(1)), jda.TreeError, NO_DISTRIBUTED_STATE.format("ArrayImpl")),
@@ -673,7 +673,7 @@ def test_there_are_enough_cases_and_each_has_its_own_name():
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), as_params(ERRORS))
-def test_is_refused_in_words(call, kind, message):
+def test_raises_in_words(call, kind, message):
     with pytest.raises(kind, match=message) as caught:
         call()
     assert caught.type is kind
@@ -683,7 +683,7 @@ def test_is_refused_in_words(call, kind, message):
 
 
 @pytest.mark.parametrize(("call", "message"), as_params(CALLS))
-def test_a_call_that_does_not_fit_is_refused_by_python(call, message):
+def test_a_call_that_does_not_fit_raises_in_python(call, message):
     with pytest.raises(TypeError, match=message):
         call()
 

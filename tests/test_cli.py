@@ -58,7 +58,9 @@ def test_check_passes_and_says_what_it_compared(capsys):
     assert __main__.main(["check"]) == 0
     out = capsys.readouterr().out
     assert (
-        "[OK]" in out and "values equal the oracle bit for bit" in out and out.endswith("SUCCESS\n")
+        "[OK]" in out
+        and "values equal the reference bit for bit" in out
+        and out.endswith("SUCCESS\n")
     )
 
 
@@ -91,7 +93,7 @@ def test_check_covers_the_gpu(capsys):
     assert "[OK]   cuda" in capsys.readouterr().out
 
 
-def refusal(capsys, *argv):
+def error_of(capsys, *argv):
     """The one line that arguments end with; nothing else may be printed."""
     with pytest.raises(SystemExit) as end:
         __main__.main(argv)
@@ -100,10 +102,10 @@ def refusal(capsys, *argv):
     return err
 
 
-def test_unknown_commands_and_options_are_refused(capsys):
-    assert refusal(capsys, "nonsense").startswith("jdistadam: error: ")
-    assert "COMMAND" in refusal(capsys)
-    assert "--nonsense" in refusal(capsys, "plan", "--nonsense")
+def test_unknown_commands_and_options_raise(capsys):
+    assert error_of(capsys, "nonsense").startswith("jdistadam: error: ")
+    assert "COMMAND" in error_of(capsys)
+    assert "--nonsense" in error_of(capsys, "plan", "--nonsense")
 
 
 def test_the_version(capsys):
@@ -175,11 +177,11 @@ def test_bench_compares_with_optax_before_it_times(monkeypatch, leaf, factor):
         bench.measure_hosts("small", ("float32", "optax.adamw"), 1)
 
 
-def test_bench_lists_its_trees_and_refuses_others(capsys):
+def test_bench_lists_its_trees_and_raises_for_others(capsys):
     assert __main__.main(["bench", "--list"]) == 0
     out = capsys.readouterr().out
     assert "gpt2s" in out and "124,474,368 parameters" in out and "1000 leaves" in out
-    err = refusal(capsys, "bench", "--trees", "gpt2s", "gpt3")
+    err = error_of(capsys, "bench", "--trees", "gpt2s", "gpt3")
     assert "argument --trees: invalid choice: 'gpt3'" in err and "resnet50" in err
 
 
@@ -300,7 +302,7 @@ def test_every_dtype_that_the_help_names_is_planned(small, capsys, field):
     ],
 )  # fmt: skip
 def test_plan_says_in_a_line_what_is_wrong(capsys, options, said):
-    err = refusal(capsys, "plan", *options.split())
+    err = error_of(capsys, "plan", *options.split())
     assert err.startswith("jdistadam plan: error: ") and said in err
 
 
@@ -326,11 +328,11 @@ def test_plan_says_in_a_line_what_is_wrong(capsys, options, said):
         ('{"w": [0, 9223372036854775808]}', "fewer than 2**63 elements"),
     ],
 )
-def test_a_file_of_another_form_is_refused(tmp_path, capsys, content, said):
+def test_a_file_of_another_form_raises(tmp_path, capsys, content, said):
     path = tmp_path / "shapes.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     for command in ("plan", "audit"):
-        err = refusal(capsys, command, "--tree", str(path))
+        err = error_of(capsys, command, "--tree", str(path))
         assert f"{command}: error: argument --tree: " in err and str(path) in err and said in err
 
 
@@ -362,7 +364,7 @@ def test_audit_in_float32_checks_all(tmp_path):
 def test_audit_on_one_device_has_nothing_to_check(tmp_path):
     code, out, err = run_cli(tmp_path, "audit", devices=1)
     assert code == 0, err
-    assert out.endswith("\none device: nothing travels, so there is nothing to check\n")
+    assert out.endswith("\none device: nothing is sent, so there is nothing to check\n")
 
 
 @pytest.mark.parametrize(("found", "widened", "code"), [(8, False, 0), (0, True, 0), (0, False, 1)])
@@ -380,7 +382,7 @@ def test_no_device_is_one_line(monkeypatch, capsys, command):
         raise RuntimeError("Unable to initialize backend 'cuda':\nno GPU")
 
     monkeypatch.setattr(jax, "devices", broken)
-    err = refusal(capsys, command)
+    err = error_of(capsys, command)
     assert "JAX finds no device: RuntimeError Unable to initialize" in err and "no GPU" in err
 
 

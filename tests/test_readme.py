@@ -1,5 +1,6 @@
-"""README's examples run as they stand, each in a program of its own, and train."""
+"""The examples of README and of the pages in docs run as they stand."""
 
+import doctest
 import os
 import re
 import subprocess
@@ -9,23 +10,49 @@ import pytest
 
 from support.paths import ROOT
 
-README = (ROOT / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
+EXAMPLES = {  # what imports the package is a program, all else a part of one
+    name: [x for x in re.findall(r"```python\n(.*?)```", text, re.S) if "import jdistadam" in x]
+    for name, text in TEXTS.items()
+}
+DOCTESTS = [name for name, text in TEXTS.items() if "```pycon\n" in text]
+SEPARATOR = "-- the next example --"
 
 
-@pytest.mark.parametrize("index", range(len(EXAMPLES)))
-def test_example_runs_and_learns(tmp_path, index):
-    """On 8 devices. Each prints what falls as it trains, first on its line."""
+@pytest.mark.parametrize("name", [name for name, found in EXAMPLES.items() if found])
+def test_examples_run_and_learn(tmp_path, name):
+    """Those of a page in one program, on 8 devices; what is printed falls as it trains."""
+    program = f"\nprint({SEPARATOR!r})\n".join(EXAMPLES[name])
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-P", "-c", EXAMPLES[index]], capture_output=True, text=True, timeout=300,
+        [sys.executable, "-W", "error", "-P", "-c", program], capture_output=True, text=True, timeout=300,
         cwd=tmp_path, env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    values = [float(line.split()[0]) for line in done.stdout.splitlines()]
-    assert len(values) == 20 and values[-1] < 0.9 * values[0], values
+    printed = done.stdout.split(f"{SEPARATOR}\n")
+    for example, text in zip(EXAMPLES[name], printed, strict=True):
+        if "for _ in range(20):" in example:
+            values = [float(line.split()[0]) for line in text.splitlines()]
+            assert len(values) == 20 and values[-1] < 0.9 * values[0], values
 
 
-def test_there_are_six_examples():
-    assert len(EXAMPLES) == 6
+@pytest.mark.parametrize("name", DOCTESTS)
+def test_sessions_show_what_they_say(name):
+    """What a page shows of a Python session is what Python prints."""
+    sessions = "\n".join(re.findall(r"```pycon\n(.*?)```", TEXTS[name], re.S))
+    test = doctest.DocTestParser().get_doctest(sessions, {}, name, name, 0)
+    assert test.examples
+    assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed == 0
+
+
+def test_every_way_to_train_has_an_example():
+    examples = [example for found in EXAMPLES.values() for example in found]
+    training = [example for example in examples if "for _ in range(20):" in example]
+    assert len(training) >= 8
     for name in ("optax.chain(", "tx.step(", "jda.train_step(", "jax.shard_map(", "param_specs="):
-        assert any(name in example for example in EXAMPLES)
+        assert any(name in example for example in training)
+    assert any("jda.train_step(" in example for example in EXAMPLES["README.md"])
+
+
+def test_readme_is_short():
+    assert len(TEXTS["README.md"].splitlines()) <= 170

@@ -52,7 +52,7 @@ def test_training_learns_and_leaves_its_report(tmp_path, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--model-axis", "2"), ("--model-axis", "4", "--scan")])
 def test_sharded_optimizer_follows_optax(tmp_path, options):
-    """Same seed, same batches, float32 wire: the two curves are one curve."""
+    """Same seed, same batches, communication in float32: the two curves are one curve."""
     curves = []
     options = ("--steps", "20", "--grad-comm-dtype", "float32", *options)
     for name in ("jdistadam", "optax"):

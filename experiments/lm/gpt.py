@@ -19,7 +19,7 @@ class GPTConfig:
     width: int
     heads: int
     length: int  # context, in bytes
-    batch: int  # sequences a step, over all devices
+    batch: int  # sequences per step, over all devices
     vocabulary: int = 256
 
 
@@ -67,7 +67,7 @@ class Block(nn.Module):
         """Says to XLA over which axis the last dimensions of an activation are split."""
         if self.axis is None:
             return x
-        batch = (P.UNCONSTRAINED,) * (x.ndim - len(names))  # stays as it lies
+        batch = (P.UNCONSTRAINED,) * (x.ndim - len(names))  # stays as it is
         return jax.lax.with_sharding_constraint(x, P(*batch, *names))
 
 

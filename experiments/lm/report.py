@@ -85,7 +85,7 @@ def plot_loss(metrics: pathlib.Path, image: pathlib.Path, marks: dict[str, float
         axes.plot(*zip(*points, strict=True), label=key.replace("_", " "), **style)
     for (name, value), style in zip(marks.items(), ("--", ":"), strict=False):
         axes.axhline(value, color="0.5", ls=style, lw=1, label=name)
-    axes.set(xlabel="million bytes seen", ylabel="loss, nats a byte")
+    axes.set(xlabel="million bytes seen", ylabel="loss, nats per byte")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(image, dpi=130)
@@ -119,7 +119,7 @@ def plot_comparison(runs: dict[str, pathlib.Path], image: pathlib.Path, marks: A
         top.axhline(value, color="0.5", ls=style, lw=1, label=name)
     for limit in (-0.02, 0.02):
         bottom.axhline(limit, color="0.5", ls=":", lw=1)
-    top.set(ylabel="validation loss, nats a byte")
+    top.set(ylabel="validation loss, nats per byte")
     bottom.set(xlabel="steps", ylabel="minus the first")
     top.grid(alpha=0.3)
     bottom.grid(alpha=0.3)
@@ -152,7 +152,7 @@ def peak_bytes(device: jax.Device) -> int | None:
 
 
 def bytes_on_first_device(tree: Any) -> int:
-    """Returns the bytes of a tree that lie on one device, from the arrays themselves."""
+    """Returns the bytes of a tree that are on one device, from the arrays themselves."""
     total = 0
     for x in jax.tree.leaves(tree):
         device = x.sharding.addressable_devices_indices_map(x.shape)
@@ -162,7 +162,7 @@ def bytes_on_first_device(tree: Any) -> int:
 
 
 def print_memory(opt_state: Any, params: Any, num_devices: int) -> dict[str, int]:
-    """Prints optimizer bytes per device: as they lie here, and as every device would hold them.
+    """Prints optimizer bytes per device: as they are here, and as every device would hold them.
 
     Returns the two totals.
     """

@@ -16,7 +16,7 @@ COLLECTIVES = ("reduce-scatter", "all-gather", "all-to-all", "all-reduce")
 
 
 def bandwidths(mesh, is_small):
-    """Bytes a second: "copy" reads plus writes of one GPU, each collective sends of one GPU."""
+    """Bytes per second: "copy" reads plus writes of one GPU, each collective sends of one GPU."""
     found = {"copy": bench.copy_bandwidth(1 << (16 if is_small else 28), (10, 60))}
     if mesh.size > 1:
         elements = mesh.size << (14 if is_small else 27)
@@ -53,9 +53,9 @@ def _bandwidth(mesh, op, elements):
 def predict(row, parameters, num_devices, rates):
     """Milliseconds of each phase beside the model, were nothing else to run beside it.
 
-    Gradients and parameters travel in bfloat16. An update reads a gradient, the main parameter and
-    two moments, and writes these three and a bfloat16 parameter: 28 bytes, 26 with remainders; the
-    norm reads the gradients.
+    Gradients and parameters are sent in bfloat16. An update reads a gradient, the main parameter
+    and two moments, and writes these three and a bfloat16 parameter: 28 bytes, 26 with remainders;
+    the norm reads the gradients.
     """
     if _is_over_peers(row, num_devices):
         return _predict_over_peers(row, parameters, num_devices, rates)

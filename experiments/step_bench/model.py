@@ -110,7 +110,7 @@ def make_loss(size, workload, attention, gather=None, remat_policy=None):
       size: Of the model.
       workload: Whether it scans, and whether it computes blocks again.
       attention: Implementation of ``jax.nn.dot_product_attention``.
-      gather: Makes whole parameters of a layer of those that the scan is given.
+      gather: Makes unsharded parameters of a layer of those that the scan is given.
       remat_policy: What a block that is not computed again may keep; None: everything.
     """
     apply = functools.partial(_block, heads=size.heads, attention=attention)

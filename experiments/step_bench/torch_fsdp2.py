@@ -121,7 +121,7 @@ def seconds(step, steps):
 
 
 def measure(size, name, rounds):
-    """Records of one workload: floor, FSDP2 that keeps what it gathered, and that gathers again."""
+    """Records of one workload: floor, FSDP2 that keeps what it gathered, and that re-gathers."""
     workload = Workload.parse(name)
     shape = (workload.accumulate_steps, workload.sequences, size.length + 1)
     torch.manual_seed(dist.get_rank())

@@ -217,7 +217,7 @@ class Annotated:
 
 
 def policy_of(modifiers):
-    """Gradients travel in bfloat16; main parameters are float32 unless told otherwise."""
+    """Gradients are sent in bfloat16; main parameters are float32 unless told otherwise."""
     return jda.MixedPrecisionPolicy(
         grad_comm_dtype=jnp.bfloat16,
         grad_reduce_dtype=jnp.float32 if "float32sum" in modifiers else None,

@@ -3,7 +3,7 @@
 [Note: casts that XLA deletes]
 XLA may delete a cast to 16 bits and back, and does so where a collective over one device vanishes
 between the two: one device would then compute other numbers than two. It may also move a cast to
-float32 behind a collective that only copies, so that other bytes travel than the policy says.
+float32 behind a collective that only copies, so that other bytes are sent than the policy says.
 ``round_to`` keeps the first kind, ``keep_cast`` both.
 """
 

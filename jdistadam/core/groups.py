@@ -109,7 +109,7 @@ def _hyper_of(label: str, hyper: Hyperparameters, given: Any) -> Hyperparameters
     scale = given.get("lr_scale", 1)
     try:
         new = dataclasses.replace(hyper, **changed)
-        checked = Hyperparameters(scale)  # refuses what is no number
+        checked = Hyperparameters(scale)  # raises for what is no number
     except HyperparameterError as error:
         where, action = (
             text.replace("learning_rate", "lr_scale") for text in (error.where, error.action)

@@ -19,7 +19,7 @@ class DynamicLossScale:
     r"""A loss scale that grows while gradients are finite and shrinks where they are not.
 
     After ``growth_interval`` finite steps in a row the scale is multiplied by ``growth_factor``.
-    A step with a gradient that is not finite is skipped; from the ``hysteresis``-th such step
+    A step with a non-finite gradient is skipped; from the ``hysteresis``-th such step
     since the last growth on, the scale is multiplied by ``backoff_factor``.
 
     Attributes:
@@ -66,7 +66,7 @@ class DynamicLossScale:
         if self.min_scale > self.init_scale:
             raise HyperparameterError(
                 "min_scale",
-                "above the first scale, which would grow where it should shrink",
+                "above init_scale, so the scale would grow where it should shrink",
                 got=f"min_scale={self.min_scale}, init_scale={self.init_scale}",
                 expected="min_scale <= init_scale",
                 action="Change one of them.",
@@ -126,7 +126,7 @@ def new_loss_scale(config: float | DynamicLossScale) -> LossScaleState:
 def next_loss_scale(
     config: float | DynamicLossScale, state: LossScaleState, found_inf: jax.Array
 ) -> LossScaleState:
-    """Returns the state after a step that found gradients that are not finite, or found none."""
+    """Returns the state after a step that found non-finite gradients, or found none."""
     skipped = state.skipped + found_inf.astype(jnp.int32)
     if not isinstance(config, DynamicLossScale):
         return state._replace(skipped=skipped)

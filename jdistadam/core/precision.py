@@ -1,4 +1,4 @@
-"""The mixed-precision policy: what is stored, what travels and what is summed."""
+"""The mixed-precision policy: what is stored, communicated and summed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SUPPORTED: dict[str, tuple[str | None, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """What is stored, what travels and what is summed, each in its own dtype.
+    """What is stored, communicated and summed, each in its own dtype.
 
     Attributes:
       main_params_dtype: What the optimizer keeps, sharded, and updates: float32 main
@@ -90,7 +90,7 @@ class MixedPrecisionPolicy:
         if jnp.promote_types(self.main_grads_dtype, self.wire_dtype) != self.main_grads_dtype:
             raise PolicyError(
                 "MixedPrecisionPolicy.main_grads_dtype",
-                "gradients would lose bits in storage that the wire then carries",
+                "gradients would lose bits in storage that are then communicated",
                 got=f"{self.main_grads_dtype} with grad_comm_dtype {self.wire_dtype}",
                 expected="a main_grads_dtype that holds all of grad_comm_dtype",
                 action="Set main_grads_dtype=jnp.float32, or the same dtype for both.",
@@ -98,7 +98,7 @@ class MixedPrecisionPolicy:
 
     @property
     def main_params(self) -> MainParams:
-        """What is kept of the parameters' float32 values: what ``main_params_dtype`` means."""
+        """What is kept of the parameters' float32 values, as ``main_params_dtype`` says."""
         return MainParams.parse(self.main_params_dtype)
 
     @property

@@ -1,4 +1,4 @@
-"""What ``distributed_fused_adamw`` and its step refuse, and how they say so."""
+"""What ``distributed_fused_adamw`` and its step raise for, and how they say so."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def refuse_vmap(function: str, tree: Any) -> None:
         return leaves
 
     @passed.def_vmap
-    def refuse(size: int, is_batched: Any, *leaves: Any) -> Any:
+    def raise_it(size: int, is_batched: Any, *leaves: Any) -> Any:
         raise PolicyError(
             function,
             "a distributed optimizer cannot run under jax.vmap",
@@ -145,7 +145,7 @@ def check_grads(
       config: The configuration.
       layout: The layout of the params.
       grads: The gradients. Of parameters that are sharded also the shards, summed already.
-      whole: Tree of shapes of the whole params.
+      whole: Tree of shapes of the unsharded params.
       marker: Something that differs between devices, as far as types say so.
       like_name: How to call ``whole`` in messages.
     """

@@ -103,7 +103,7 @@ class DistributedConfig:
         )
 
     def tensor_local(self, params: Params) -> Any:
-        """Returns the shapes of the whole params on one device, for global params."""
+        """Returns the shapes of the unsharded params on one device, for global params."""
         specs = param_specs.tensor_specs(self.given_param_specs, params)
         local = param_specs.shapes_on_a_device(self.parallel, params, specs)
         if callable(self.given_param_specs):
@@ -116,7 +116,7 @@ class DistributedConfig:
         return jax.tree.unflatten(jax.tree.structure(params), specs)
 
     def layout(self, whole: Params) -> Layout:
-        """Returns where every element of the state belongs, for a tree of whole params."""
+        """Returns where every element of the state belongs, for a tree of unsharded params."""
         rows = self.groups.row_of_leaves(whole)
         specs = param_specs.tensor_specs(self.given_param_specs, whole)
         paths = trees.paths(whole, "params")
@@ -146,7 +146,7 @@ class DistributedConfig:
         )
 
     def schedule(self, whole: Params, *, accumulate_steps: int = 1) -> Schedule:
-        """Returns what one step sends, in which order, with the layout; for whole params."""
+        """Returns what one step sends, in which order, with the layout; for unsharded params."""
         layout = self.layout(whole)
         means = self.communication.means
         return make_schedule(layout, self.parallel, self.policy, accumulate_steps, means)
@@ -194,7 +194,7 @@ def _check_same_specs(specs: list[P], of_local: list[P]) -> None:
             "a function that decides by the sizes of leaves: a device's part of them is smaller",
             got=f"{of_local} for these",
             expected=f"{specs}, as for whole ones",
-            action="Pass the tree that the function returns for the whole params.",
+            action="Pass the tree that the function returns for the unsharded params.",
         )
 
 
@@ -203,11 +203,11 @@ def _is_rounded_to_send(policy: MixedPrecisionPolicy, dtype: Any) -> bool:
 
 
 def _check_any_stacked(leaves: Sequence[Leaf]) -> None:
-    """Raises TreeError where the predicate ``stacked`` says no to every leaf."""
+    """Raises TreeError where the predicate ``stacked`` selects no leaf."""
     if leaves and not any(leaf.is_stacked for leaf in leaves):
         raise TreeError(
             "stacked",
-            "says no to every leaf",
+            "selects no leaf",
             got=f"False for {leaves[0].path} and {len(leaves) - 1} more",
             expected="True for the scanned layers",
             action="Look for a part of their paths, or leave stacked out.",
@@ -215,7 +215,7 @@ def _check_any_stacked(leaves: Sequence[Leaf]) -> None:
 
 
 def _check_param_comm_dtype(policy: MixedPrecisionPolicy, leaves: Sequence[Leaf]) -> None:
-    """Raises PolicyError where parameters would lose bits as they travel, or gain none."""
+    """Raises PolicyError where parameters would lose bits when they are sent, or gain none."""
     comm = policy.param_comm_dtype
     for leaf in leaves:
         has_main = policy.main_params is MainParams.FLOAT32

@@ -3,7 +3,7 @@
 [Note: widened shards] JAX gives a gradient the dtype of what it belongs to. That of a bfloat16
 shard would round the float32 sum that ``gather_params`` makes of gradients. So shards are widened
 before they are differentiated, to a dtype that holds the sums too, and rounded to their own before
-they travel; both are exact. It costs a copy of the shards while the loss is differentiated: in
+they are sent; both are exact. It costs a copy of the shards while the loss is differentiated: in
 float32 4 / N bytes per parameter. A zero of that shape beside each shard would cost as much, and
 change the tree that the loss sees.
 
@@ -34,7 +34,7 @@ from jdistadam.distributed.transformation import DistributedTransformation, chec
 
 
 def local_params(params: Params, tx: DistributedTransformation) -> Any:
-    """Makes params what ``jax.grad`` may differentiate by; BEFORE it, inside ``jax.shard_map``.
+    """Marks params as this device's own; called before ``jax.grad``, inside ``jax.shard_map``.
 
     Inside ``jax.shard_map(check_vma=True)`` the gradient of a replicated array is summed over the
     devices on the way; of the array that this returns, it stays local, as ``tx.step`` needs it.
@@ -42,7 +42,7 @@ def local_params(params: Params, tx: DistributedTransformation) -> Any:
     Under "optim_grads_params" it also widens the shards of parameters to a dtype that holds the
     sums of their gradients, float32 unless ``policy`` says that these have 16 bits: so a gradient
     is not rounded between its sum and ``tx.step``. ``gather_params`` rounds the shards back before
-    they travel. In float32 that copy takes 4 / N bytes per parameter.
+    they are sent. In float32 that copy takes 4 / N bytes per parameter.
 
     Raises:
       MeshError: Called outside of shard_map, or the shapes of these shards are not known.
@@ -68,14 +68,14 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
 
     For "optim_grads_params"; under other strategies it returns what it is given, so that a model
     need not know the strategy. Leaves that are not sharded are returned as they are, and so are
-    stacked ones, unless ``shards`` is one layer of them inside of ``jax.lax.scan``. Shards travel
+    stacked ones, unless ``shards`` is one layer of them inside of ``jax.lax.scan``. Shards are sent
     in ``policy.param_comm_dtype``. The gradient with respect to a shard is this device's part of
 
     .. math:: \sum_r g_r
 
     summed over ``shard_axis`` as the policy says; ``step`` takes it as it is, and gradients with
     respect to the whole leaf likewise. It has the dtype of the shard, so differentiate by what
-    ``local_params`` returns, whose shards are wide enough for it. In your own loop::
+    ``local_params`` returns, whose shards are wide enough for it. In a custom training loop::
 
         grads = jax.grad(lambda p: loss(jda.gather_params(p, tx)))(jda.local_params(params, tx))
 
@@ -100,7 +100,7 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
       tx: The optimizer. ``tx.init`` or ``tx.param_specs`` must have seen the params.
 
     Returns:
-      The whole params, on every device, in their own dtypes.
+      The unsharded params, on every device, in their own dtypes.
 
     Raises:
       MeshError: Called outside of shard_map, or the shapes of these shards are not known.
@@ -157,9 +157,9 @@ def _weight_of_layers() -> Any:
 
 
 def remat_policy(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Says what ``jax.checkpoint`` saves: not what ``gather_params`` returned, so it gathers again.
+    """Says what ``jax.checkpoint`` saves; what ``gather_params`` returned is re-gathered.
 
-    Saved is what costs time to compute: products, reductions, exponentials, foreign calls. What
+    Saved is what costs time to compute: products, reductions, exponentials, custom calls. What
     only moves or converts is done again, so that no gathered parameter stays in memory from the
     forward to the backward pass::
 
@@ -174,7 +174,7 @@ def remat_policy(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in _GATHERED_AGAIN
 
 
-# The collective itself, and what may lie between it and the first use: saved, these would keep a
+# The collective itself, and what may be between it and the first use: saved, these would keep a
 # whole parameter alive.
 _GATHERED_AGAIN = frozenset(
     "all_gather all_gather_invariant pvary pcast reduce_precision optimization_barrier name "

@@ -1,7 +1,7 @@
-"""Where every parameter lies when the optimizer state is sharded. Static: made from shapes alone.
+"""Where every parameter is when the optimizer state is sharded. Static: made from shapes alone.
 
-A *bucket* is what travels in one collective. A large leaf with a dimension that divides by the
-number of shards is a bucket of its own and is scattered along that dimension, where it lies:
+A *bucket* is what one collective sends. A large leaf with a dimension that divides by the
+number of shards is a bucket of its own and is scattered along that dimension, where it is:
 nothing is packed or unpacked. All other leaves are flattened and packed, with leaves of the same
 dtype and group, into buckets of up to ``bucket_bytes``, padded at the end.
 
@@ -62,7 +62,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """What travels in one collective.
+    """What one collective sends.
 
     Attributes:
       leaves: Indices of its leaves.
@@ -74,7 +74,7 @@ class Bucket:
       offset: Where the shard begins in a device's flat arrays, in elements.
       has_main: Whether its main parameters, or their remainders, are kept.
       tensor_axes: Mesh axes, besides those of data, over which its leaves are sharded.
-      num_layers: First dimension of a stacked leaf of which devices hold shards, and which travels
+      num_layers: First dimension of a stacked leaf of which devices hold shards, and which is sent
         layer by layer; otherwise None.
       inner_shape: Shape of one device's part after the sum over shard_axes: that of the shard,
         unless the state is sharded over replica_axes too.
@@ -128,7 +128,7 @@ class Layout:
     Attributes:
       num_shards: Number of devices that share the state.
       leaves: The parameters.
-      buckets: The buckets, in the order in which they lie.
+      buckets: The buckets, in their order in the flat arrays.
       flat_size: Elements of a device's mu and nu. Leaves without elements are in no bucket.
       main_size: Elements of a device's main parameters.
     """
@@ -140,7 +140,7 @@ class Layout:
     main_size: int
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Returns shape and dtype of every leaf, as whole params have them."""
+        """Returns shape and dtype of every leaf, as unsharded params have them."""
         return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
 
     def whole_size(self, bucket: Bucket) -> int:
@@ -178,7 +178,7 @@ def make_layout(
       num_shards: Number of devices that share the state.
       bucket_bytes: Upper limit of a packed bucket, in bytes of its parameters. A leaf above it is
         a bucket of its own.
-      packs: Whether small leaves are packed, as they should be where anything travels. None: if
+      packs: Whether small leaves are packed, as they should be where anything is sent. None: if
         there are several shards.
       keeps_main: ``keeps_main(dtype, scattered)``: whether main parameters are kept.
       num_inner_shards: Number of parts into which the sum over shard_axes cuts. None: num_shards.

@@ -45,7 +45,7 @@ class DataParallel:
 
     @property
     def tensor_axes(self) -> tuple[str, ...]:
-        """All other axes: parameters may lie sharded over them."""
+        """All other axes: parameters may be sharded over them."""
         return tuple(axis for axis in self.mesh.axis_names if axis not in self.data_axes)
 
     @property
@@ -126,7 +126,7 @@ def make_data_parallel(
     if not shard_axes or set(shard_axes) & set(replica_axes):
         raise MeshError(
             "shard_axis",
-            "must name axes of its own",
+            "names no axis, or one of replica_axis",
             got=f"shard_axis={shard_axis!r}, replica_axis={replica_axis!r}",
             expected="different axes, at least one for shard_axis",
             action="Give each axis one purpose.",
@@ -136,7 +136,7 @@ def make_data_parallel(
     if outer_strategy == "optim" and (not replica_axes or strategy == "no_shard"):
         raise PolicyError(
             "outer_sharding_strategy",
-            "'optim' shards what sharding_strategy shards once more, over replica_axis",
+            "'optim' shards the optimizer state over replica_axis too",
             got=f"sharding_strategy={strategy!r}, replica_axis={replica_axis!r}",
             expected="a replica_axis and a sharding_strategy other than 'no_shard'",
             action="To shard over one axis alone, make it the shard_axis.",
@@ -144,10 +144,10 @@ def make_data_parallel(
     if strategy == "no_shard" and policy.param_comm_dtype is not None:
         raise PolicyError(
             "param_comm_dtype",
-            "no parameters travel under this strategy",
+            "no parameters are communicated under this strategy",
             got=f"{policy.param_comm_dtype} with sharding_strategy='no_shard'",
             expected="None",
-            action="Remove it, or shard something.",
+            action="Leave it at None, or choose a strategy that shards.",
         )
     made = DataParallel(mesh, shard_axes, replica_axes, strategy, outer_strategy)
     idle = [axis for axis in made.tensor_axes if mesh.shape[axis] > 1]
@@ -158,8 +158,9 @@ def make_data_parallel(
             got=dict(mesh.shape),
             expected="only axes that carry data, or over which params are sharded",
             action="Name it in shard_axis or replica_axis if it carries data. If the model is "
-            "partitioned over it, say how params lie: param_specs={'w': PartitionSpec(None, "
-            f"{idle[0]!r}), ...}}, with PartitionSpec() for those that are whole on each device.",
+            "partitioned over it, say how params are sharded: param_specs={'w': "
+            f"PartitionSpec(None, {idle[0]!r}), ...}}, "
+            "with PartitionSpec() for those that are whole on each device.",
         )
     return made
 

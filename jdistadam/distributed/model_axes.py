@@ -270,7 +270,7 @@ def _specs_of(config: DistributedConfig, seen: SeenParams, grads: Grads, params:
 
 
 def _specs_of_sums(config: DistributedConfig, layout: Layout, specs: Any) -> Any:
-    """PartitionSpecs of accumulated sums; those of packed buckets lie one behind the other."""
+    """PartitionSpecs of accumulated sums; those of packed buckets are one behind the other."""
     if not config.parallel.shards_grads:
         return specs
     of_leaves = jax.tree.leaves(specs)

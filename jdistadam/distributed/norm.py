@@ -18,7 +18,7 @@ from jdistadam.kernels import multi_tensor
 def norm_and_finite(
     config: DistributedConfig, layout: Layout, grads: SummedGrads, scaling: LossScaleState | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The global norm of the mean gradient, and whether any gradient is not finite.
+    """The global norm of the mean gradient, and whether any gradient is non-finite.
 
     Every element counts once: devices that hold the same leaf beside tensor-parallel ones leave it
     to the first of them.

@@ -1,4 +1,4 @@
-"""Adam and AdamW for data parallelism: what is sharded, and what travels, as the caller says."""
+"""Adam and AdamW for data parallelism: what is sharded and communicated, as the caller says."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def distributed_fused_adamw(
 
     What a device holds and sends, for :math:`P` parameters and :math:`M` micro-batches:
 
-    ==================== ================== ============== ========== ==============================
-    sharding_strategy    state              sums of grads  params     on the wire, times (N - 1) / N
-    ==================== ================== ============== ========== ==============================
-    "no_shard"           P                  P              P          grads twice
-    "optim"              P / N              P              P          grads, params
-    "optim_grads"        P / N              P / N          P          grads M times, params
-    "optim_grads_params" P / N              P / N          P / N      grads M times, params
-    ==================== ================== ============== ========== ==============================
+    ============================ ======= ================= ======= =======================
+    sharding_strategy            state   accumulated grads params  sent, times (N - 1) / N
+    ============================ ======= ================= ======= =======================
+    "no_shard" (DDP)             P       P                 P       grads twice
+    "optim" (ZeRO-1)             P / N   P                 P       grads, params
+    "optim_grads" (ZeRO-2)       P / N   P / N             P       grads M times, params
+    "optim_grads_params" (FSDP)  P / N   P / N             P / N   grads M times, params
+    ============================ ======= ================= ======= =======================
 
     Args:
       learning_rate: As in ``fused_adamw``, and so are the next six.
@@ -94,8 +94,8 @@ def distributed_fused_adamw(
       max_grad_norm: Clips the mean gradient to this global norm, as
         ``optax.clip_by_global_norm``. None: no clipping.
       loss_scale: What the loss was multiplied by before it was differentiated, a number or a
-        ``DynamicLossScale``; ``train_step`` does so, in your own loop use ``scale_loss``. The
-        order is unscale, norm, clip, step. A step with a gradient that is not finite on any device
+        ``DynamicLossScale``; ``train_step`` does so, in a custom training loop use ``scale_loss``.
+        The order is unscale, norm, clip, step. A step with a non-finite gradient on any device
         is skipped and counted, and changes no bit of params, moments and count. With 1.0 nothing
         is scaled, but such steps are skipped. None: they are not.
       average_grads: Whether to take the mean. If not, gradients are summed over devices and
@@ -121,7 +121,7 @@ def distributed_fused_adamw(
       param_labels: A tree of labels, a prefix of params or a function of them.
       groups: For every label a dict of what differs from the arguments above: ``lr_scale``
         (multiplies the learning rate), ``weight_decay``, ``b1``, ``b2``, or ``frozen=True``: no
-        state, nothing on the wire, params as they are. It costs no further kernel launch.
+        state, nothing communicated, params as they are. It costs no further kernel launch.
 
     Returns:
       A ``DistributedTransformation``. Its ``step(grads, state, params)`` takes local gradients,

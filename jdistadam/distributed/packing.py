@@ -107,7 +107,7 @@ def leaves_of_flat(layout: Layout, flat: Any) -> list[np.ndarray]:
 
     Args:
       layout: The layout.
-      flat: Shape ``(num_shards * flat_size,)``. If shorter, leaves that do not lie in it are zero,
+      flat: Shape ``(num_shards * flat_size,)``. If shorter, leaves that are not in it are zero,
         and so are those that are in no bucket.
     """
     by_device = np.asarray(flat).reshape(layout.num_shards, -1)

@@ -49,7 +49,7 @@ def step_over_peer_memory(
     leaves: list[Any],
     is_other: jax.Array | None,
 ) -> Updated:
-    """Reduction, norm, update and new parameters, with the bits of float32 sums over XLA.
+    """Reduction, norm, update and new parameters, bitwise those of float32 sums over XLA.
 
     Args:
       config: The configuration.

@@ -15,7 +15,7 @@ A bucket passes through four phases, of which a strategy leaves out some::
 
 [Note: sums in float32] With ``grad_reduce_dtype`` a reduce-scatter is an all-to-all along one axis
 after the other, the last one first, each followed by a sum of adjacent pairs in float32. What was
-summed once travels on in float32. An all-reduce is the same, followed by an all-gather of the sums.
+summed once is sent on in float32. An all-reduce is the same, followed by an all-gather of the sums.
 
 Scalars (norm, loss, weights) are not listed.
 """
@@ -42,7 +42,7 @@ class Collective:
     Attributes:
       op: "reduce-scatter", "all-gather", "all-reduce", "all-to-all" or "collective-permute": the
         parts of an all-to-all, one by one.
-      dtype: What travels.
+      dtype: The dtype that is sent.
       elements: Size of the whole array: what every device adds to, exchanges, or holds at the end.
       axes: The mesh axes it runs over.
       devices: Number of devices along them.

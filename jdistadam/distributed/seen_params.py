@@ -1,8 +1,8 @@
 """What an optimizer has seen of params: their schedules, by the shapes that devices hold.
 
-A layout is made of the shapes of whole params. Inside of ``jax.shard_map`` a device that holds only
-shards of them sees other shapes. So ``init`` and ``param_specs``, which run outside and see whole
-ones, note down here what the shards will look like, and what one layer of stacked ones will.
+A layout is made of the shapes of unsharded params. Inside of ``jax.shard_map`` a device that holds
+only shards of them sees other shapes. So ``init`` and ``param_specs``, which run outside and see
+whole ones, note down here what the shards will look like, and what one layer of stacked ones will.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class SeenParams:
 
     def __init__(self, config: DistributedConfig) -> None:
         self._config = config
-        self._schedules: dict[Any, Schedule] = {}  # by the shapes of whole params
-        # Keys of whole params, by those of what devices hold, and of the same widened.
+        self._schedules: dict[Any, Schedule] = {}  # by the shapes of unsharded params
+        # Keys of unsharded params, by those of what devices hold, and of the same widened.
         self._held: dict[Any, list[Any]] = {}
         self._widened: dict[Any, list[Any]] = {}
         # By the shapes of one layer, then by the dimensions that are scattered, and the dtypes.
@@ -37,7 +37,7 @@ class SeenParams:
         self._held, self._widened = other._held, other._widened
 
     def schedule_of_whole(self, whole: Params) -> Schedule:
-        """Returns the schedule for whole params, arrays or shapes; remembers their shards."""
+        """Returns the schedule for unsharded params, arrays or shapes; remembers their shards."""
         key = _key(whole)
         if key not in self._schedules:
             schedule = self._config.schedule(whole)
@@ -54,7 +54,7 @@ class SeenParams:
           may_be_widened: Whether they may also be what ``local_params`` returned, or gradients.
 
         Raises:
-          MeshError: The shapes of shards do not say what they are shards of.
+          MeshError: Shards of these shapes belong to no known params, or to several.
         """
         if not self._config.parallel.shards_params:
             return self.schedule_of_whole(params)
@@ -66,7 +66,7 @@ class SeenParams:
         if len(known) != 1:
             raise MeshError(
                 "params",
-                "the shapes of their shards do not say what they are shards of",
+                "shards of these shapes belong to no known params, or to several",
                 got=f"{len(known)} params with such shards",
                 expected="the params of one init, or of one param_specs",
                 action="Call tx.init(params) or tx.param_specs(params) outside of shard_map "
@@ -86,10 +86,10 @@ class SeenParams:
         if len(known) > 1:
             raise MeshError(
                 "params",
-                "the shapes of one layer's shards do not say how to gather them",
+                "one layer's shards of these shapes can be gathered in several ways",
                 got=f"{len(known)} ways",
                 expected="one",
-                action="Gather a larger part of the layer at once, or use one tx a model.",
+                action="Gather a larger part of the layer at once, or use one tx per model.",
             )
         return known[0] if known else None
 

@@ -100,7 +100,7 @@ def map_state(function: Callable[[DistributedState], Any], opt_state: OptState) 
 def scale_loss(loss: jax.Array, opt_state: OptState) -> jax.Array:
     """Returns the loss times the loss scale of the state, in float32: what to differentiate.
 
-    ``train_step`` does this by itself. In your own loop::
+    ``train_step`` does this by itself. In a custom training loop::
 
         grads = jax.grad(lambda p: jda.scale_loss(loss(p, batch), opt_state))(params)
 

@@ -48,7 +48,7 @@ class DistributedTransformation(FusedTransformation):
     unreduced gradients on, and the main parameters do not follow changed updates. ``train_step``
     and ``TrainState.create`` raise for a wrapped optimizer; in your own ``jax.shard_map`` nothing
     but its ``check_vma`` can notice some of this. Use ``jda.chain``, ``accumulate`` or
-    ``accumulate_steps``, ``max_grad_norm``, ``loss_scale``, which skips steps that are not finite,
+    ``accumulate_steps``, ``max_grad_norm``, ``loss_scale``, which skips non-finite steps,
     and ``groups`` with ``frozen``.
     """
 
@@ -176,7 +176,7 @@ class DistributedTransformation(FusedTransformation):
         check_identity(self.config.identity(self.layout(params)), state)
 
     def init_grads(self, params: Params) -> AccumulatedGrads:
-        """Returns a sum of no gradients, to which ``accumulate`` adds; inside shard_map.
+        """Returns accumulated gradients of no micro-batch, for ``accumulate``; inside shard_map.
 
         Args:
           params: Tree of arrays: only their shapes and dtypes matter.
@@ -198,8 +198,8 @@ class DistributedTransformation(FusedTransformation):
           acc: What ``init_grads`` or ``accumulate`` returned.
           grads: This device's gradients, not reduced.
           weight: :math:`w_i` >= 0, a scalar, e.g. a number of tokens. None: 1. Gradients of weight
-            zero do not count, whatever they hold. On a float16 wire keep it near 1: the weighted
-            sum is what travels.
+            zero do not count, whatever they hold. Sent in float16, keep it near 1: the weighted
+            sum is what is sent.
 
         Returns:
           The new sums, in ``policy.main_grads_dtype``.

@@ -61,7 +61,7 @@ def _exchange_and_sum(exchanges: Phase, x: jax.Array, dim: int) -> jax.Array:
 def gather_parameters(phase: Phase, shard: jax.Array, dim: int, to: str = "invarying") -> jax.Array:
     """Concatenates parameter shards along ``dim``, as a phase says.
 
-    They travel in ``param_comm_dtype``; what arrives, and the device's own, is rounded to it.
+    They are sent in ``param_comm_dtype``; what arrives, and the device's own, is rounded to it.
 
     Args:
       phase: All-gathers. From the least significant axis on: each makes what the next one's

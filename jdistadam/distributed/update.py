@@ -36,7 +36,7 @@ class Updated(NamedTuple):
       flat: The new state.
       leaves: New parameters by the index of the leaf.
       norm: The global norm of the mean gradient.
-      found_inf: Whether a gradient is not finite; only with a loss scale.
+      found_inf: Whether a gradient is non-finite; only with a loss scale.
       is_skipped: Whether everything stayed as it was; None where that cannot happen.
       is_empty: Whether the total weight is zero; None where it cannot be.
     """

@@ -56,9 +56,9 @@ def fused_adamw(
     sharded, here they are gathered.
 
     ``jax.vmap`` steps ensembles, and sweeps over hyperparameters that are arrays, in one kernel
-    call for all members; each gets the bits of a call of its own. A step can be differentiated, to
-    any order and in both modes, by gradients, state, params and hyperparameters: the derivative is
-    that of the formula in jax.numpy, the values remain the kernel's. As in optax it needs
+    call for all members, each bitwise identical to a separate call. A step can be differentiated,
+    to any order and in both modes, by gradients, state, params and hyperparameters: the derivative
+    is that of the formula in jax.numpy, the values remain the kernel's. As in optax it needs
     ``eps_root`` above zero where a second moment may be zero; and main parameters of "remainder16"
     have no derivative.
 

@@ -23,7 +23,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     """An ``optax.GradientTransformationExtraArgs`` (init, update) that also has ``step``.
 
     ``step(grads, opt_state, params)`` returns the new parameters straight from the kernel. It
-    moves 28 bytes a float32 parameter, ``update`` followed by ``optax.apply_updates`` 40.
+    moves 28 bytes per float32 parameter, ``update`` followed by ``optax.apply_updates`` 40.
 
     To have it work in place, donate params and state, and take them in the order in which they
     are returned, since ``jax.jit`` pairs donated buffers with results of equal shape in order::

@@ -54,7 +54,7 @@ class Spec:
       groups: For each leaf, the row of the coefficients that it uses.
       nesterov: Whether to use Nesterov momentum.
       out_dtype: Dtype of the extra output; None in modes "step" and "step_split".
-      flat: Operand kinds that are one flat array instead of one array a leaf. Of a new flat out,
+      flat: Operand kinds that are one flat array instead of one array per leaf. Of a new flat out,
         what is between the leaves is undefined; the fallback cannot make one.
       sizes: Elements of each leaf, given when anything is flat.
       offsets: Where each leaf begins in the flat arrays, in elements.
@@ -144,7 +144,7 @@ def graph_nodes(x: Any) -> Any:
 
 
 def _attributes(spec: Spec) -> dict[str, Any]:
-    """Every attribute with its exact numpy type: the handler refuses any other."""
+    """Every attribute with its exact numpy type: the handler takes no other."""
     return {
         "mode": np.int32(_MODES[spec.mode]),
         "nesterov": np.bool_(spec.nesterov),

@@ -31,7 +31,7 @@ class _SumSpec(NamedTuple):
 
 
 def sum_of_squares(grads: Sequence[Any], inv_scale: Any = None) -> tuple[jax.Array, jax.Array]:
-    r"""Returns :math:`\sum (s g)^2` over all leaves, and whether any :math:`s g` is not finite.
+    r"""Returns :math:`\sum (s g)^2` over all leaves, and whether any :math:`s g` is non-finite.
 
     One read of the gradients. The order of the sum is fixed by the leaves' sizes and dtypes alone.
 

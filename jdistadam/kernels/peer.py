@@ -78,7 +78,7 @@ def sum_over_peers(
         the others, beginning with that of the next lower place; in the order of the leaves.
 
     Returns:
-      The sums, each of shape (size,), float32; the sum of their squares; whether one is not finite.
+      The sums, each of shape (size,), float32; the sum of their squares; whether one is non-finite.
     """
     operands = norm_scale, list(grads), list(received)
     norm_scale, grads, received = varying.vary_together(operands)
@@ -112,8 +112,8 @@ def step_over_peers(
       summed: Whether the gradients are summed already.
 
     Returns:
-      The whole parameters; the new state; and, unless ``summed``, the sum of squares of the summed
-      gradients, and whether one is not finite.
+      The unsharded parameters; the new state; and, unless ``summed``, the sum of squares of the
+      summed gradients, and whether one is non-finite.
     """
     operands = (norm_scale, scalars, list(grads), list(received), tuple(state))
     norm_scale, scalars, grads, received, state = varying.vary_together(operands)

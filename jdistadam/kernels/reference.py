@@ -72,7 +72,7 @@ NORM_TILE = 8 * NORM_LANES
 
 
 def sum_of_squares(grads: Any, inv_scale: Any) -> tuple[Any, Any]:
-    """The global norm's square, and whether a gradient is not finite; numpy, as cuda/norm.h."""
+    """The global norm's square, and whether a gradient is non-finite; numpy, as cuda/norm.h."""
     with np.errstate(all="ignore"):
         scaled = [np.ravel(g).astype(np.float32) * inv_scale for g in grads]
         tiles = [

@@ -194,7 +194,7 @@ class _Step(NamedTuple):
 
 
 class _Route(NamedTuple):
-    """How an array travels between the place that Shardy gave it and that of its moments."""
+    """How an array is moved between the place that Shardy gave it and that of its moments."""
 
     sharding: Sharding  # what XLA is told
     steps: tuple[_Step, ...]  # what the devices then do themselves

@@ -33,7 +33,7 @@ class AuditRow:
 
     Attributes:
       op: "reduce-scatter", "all-gather", "all-reduce", "all-to-all" or "collective-permute".
-      dtype: What travels.
+      dtype: The dtype that is sent.
       devices: How many devices take part in each.
       planned: Elements of the results by the plan.
       optional: How many of these XLA may leave out: gathers of small leaves in the backward pass.
@@ -90,7 +90,7 @@ class Audit:
     """What ``audit`` found; prints as a table with a verdict.
 
     Attributes:
-      rows: What travels, apart from scalars.
+      rows: What is sent, apart from scalars.
       scalars: All-reduces with a few scalars: the loss, the norm, weights and flags.
       num_devices: Size of the mesh.
       program: The compiled program, as ``jax.jit(f).lower(...).compile()`` returns it.
@@ -115,7 +115,7 @@ class Audit:
     def only_widened(self) -> bool:
         """Whether it would pass but for dtypes that XLA's CPU backend widened.
 
-        Whether those travel as planned can then be found out for a GPU alone.
+        Whether those are sent as planned can then be found out for a GPU alone.
         """
         calls = all(call.passed for call in self.peer_calls)
         return not self.passed and calls and all(row.passed or row.widened for row in self.rows)
@@ -123,7 +123,7 @@ class Audit:
     def __str__(self) -> str:
         """Returns a table with one line a row, and the verdict."""
         if self.num_devices == 1 and not self.rows:
-            return "one device: nothing travels, so there is nothing to check"
+            return "one device: nothing is sent, so there is nothing to check"
         lines = [
             f"{'collective':<19} {'dtype':<14} {'devices':>7} {'planned':>13} {'found':>13} "
             f"{'MB':>9} {'async':>6}"
@@ -227,7 +227,7 @@ def _found(text: str, config: DistributedConfig) -> tuple[_Elements, _Elements, 
             scalars += 1  # perhaps combined with gradients
             arrays = tuple(a for a in arrays if a[1] > _MAX_SCALARS)
         if c.devices == 1:
-            continue  # nothing travels; XLA leaves most of these out, not all
+            continue  # nothing is sent; XLA leaves most of these out, not all
         found = models if config.has_model_axes and _is_of_model(c, config) else ours
         for dtype, elements in arrays:
             key = c.op, hlo.DTYPES.get(dtype, dtype), c.devices

@@ -146,7 +146,7 @@ Program = Callable[..., Any]
 def slope(make: Callable[[int], Program], loops: Loops, args: Any) -> tuple[float, Any]:
     """Seconds a step of ``args = make(steps)(*args)``, and the last args.
 
-    Both programs run on the same arrays, since where they lie changes the time.
+    Both programs run on the same arrays, since where they are changes the time.
     """
     programs = [make(steps) for steps in loops]
     for program in programs:
@@ -172,7 +172,7 @@ def loops_for(seconds: float) -> Loops:
 
 
 def copy_bandwidth(elements: int, loops: Loops = (30, 130)) -> float:
-    """Bytes a second of reading and writing one float32 array in place."""
+    """Bytes per second of reading and writing one float32 array in place."""
 
     def scale(_: Any, x: Any) -> Any:
         return jax.lax.optimization_barrier(x * 1.0001)  # two iterations are two passes
@@ -199,7 +199,7 @@ def _normal(key: Any, shape: tuple[int, ...], scale: float, dtype: Any) -> jax.A
 def looped(step: Any, steps: int) -> Any:
     """A jitted program of so many steps: (params, state, grads) -> the same."""
 
-    # all is donated: gradients that were copied would lie elsewhere in every other program
+    # all is donated: gradients that were copied would be elsewhere in every other program
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def run(params: Params, state: Any, grads: Grads) -> Any:
         def body(_: Any, carry: Any) -> Any:

@@ -26,12 +26,12 @@ _POLICY: dict[str, tuple[tuple[str, ...], str]] = {
         "parameters that the optimizer updates; none: it has none but the model's",
     ),
     "main_grads_dtype": (_FLOATS, "gradients in storage"),
-    "grad_comm_dtype": (("none", *_FLOATS), "gradients on the wire; none: main-grads-dtype"),
+    "grad_comm_dtype": (("none", *_FLOATS), "communicated gradients; none: main-grads-dtype"),
     "grad_reduce_dtype": (
         ("none", "float32"),
-        "sums over devices; none: that of the wire, summed by the collective library",
+        "sums over devices; none: grad-comm-dtype, summed by the collective library",
     ),
-    "param_comm_dtype": (("none", *_FLOATS, *_FLOAT8), "parameters on the wire; none: their own"),
+    "param_comm_dtype": (("none", *_FLOATS, *_FLOAT8), "communicated parameters; none: their own"),
     "mu_dtype": (_FLOATS, "first moments"),
     "nu_dtype": (("float32", "bfloat16"), "second moments"),
 }
@@ -73,7 +73,10 @@ def make_parser() -> Parser:
 
     info = command("info", "versions, devices, which backend runs and why not the others")
     _add_json(info)
-    command("check", "one real step on each backend, compared bit for bit with the oracle")
+    command(
+        "check",
+        "one real step on each backend, bit for bit against the reference",
+    )
     bench = command("bench", "speed of one step on this device, against a copy and optax.adamw")
     _add_bench_arguments(bench)
     plan = command("plan", "bytes that each device would hold and send, from shapes alone")

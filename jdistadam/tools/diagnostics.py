@@ -140,7 +140,7 @@ class Check(NamedTuple):
 
 
 def check() -> list[Check]:
-    """Takes a real step on every backend present and compares it with the oracle, bit for bit."""
+    """Takes a real step on every backend present and compares its bits with the reference's."""
     from jdistadam.kernels import native
 
     checks = []
@@ -174,7 +174,7 @@ def _check_backend(name: str) -> Check:
                     name, False, f"{wrong} of {size} values differ in bits ({mode}, {dtype})"
                 )
     return Check(
-        name, True, f"{compared} values equal the oracle bit for bit on {device.device_kind}"
+        name, True, f"{compared} values equal the reference bit for bit on {device.device_kind}"
     )
 
 

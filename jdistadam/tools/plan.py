@@ -1,4 +1,4 @@
-"""How many bytes a device holds and sends in a training step, from shapes alone."""
+"""The bytes that a device holds and sends in a training step, from shapes alone."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Plan:
         (count, norm, loss scale).
         Their sum is what a compiled ``train_step`` takes besides the batch, gives back besides the
         metrics, and updates in place.
-      sums: Sums of gradients over micro-batches, within a step; 0 for one micro-batch.
-      buffers: What a step needs for a moment beside the model's own and the gradients, in the
+      sums: Gradients accumulated over micro-batches, within a step; 0 for one micro-batch.
+      buffers: What a step needs temporarily beside the model's own and the gradients, in the
         params' dtype, by use; an upper bound: XLA lets some of it share memory.
-      collectives: What travels.
+      collectives: What is sent.
       communication: By which means, and why not over peer memory.
     """
 
@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def buffer_bytes(self) -> int:
-        """Upper bound of what the step needs for a moment, without the model's own."""
+        """Upper bound of the peak temporary memory of a step, without the model's own."""
         return sum(self.buffers.values())
 
     @property
@@ -62,7 +62,7 @@ class Plan:
         """Returns the tables."""
         parts = [(name, "held", size) for name, size in self.held.items()]
         parts += [("total", "held", self.held_bytes)]
-        parts += [("sums of gradients", "in a step", self.sums)]
+        parts += [("accumulated gradients", "in a step", self.sums)]
         parts += [(name, "in a step", size) for name, size in self.buffers.items()]
         lines = [f"{'on each device':<24} {'when':<10} {'MB':>12}"]
         lines += [f"{name:<24} {when:<10} {size / 1e6:>12.2f}" for name, when, size in parts]
@@ -148,7 +148,7 @@ def _buffers(
         widest = jnp.promote_types(bucket.dtype, policy.wire_dtype)
         yield "packed gradients", whole * jnp.dtype(widest).itemsize
     if bucket.is_packed or policy.wire_dtype != bucket.dtype:
-        yield "gradients for the wire", whole * sent
+        yield "gradients as sent", whole * sent
     if config.communication.is_peer:  # which packs nothing else
         if entry.reduce[0].op == "collective-permute":
             yield "received contributions", entry.reduce[0].result_elements * sent

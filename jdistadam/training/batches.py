@@ -19,7 +19,7 @@ from jdistadam.errors import DtypeError, MeshError, ShapeError
 def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = None) -> Any:
     """Places a batch on the mesh, its leading dimension split over the devices.
 
-    Arrays that lie there already are returned as they are. With several processes, each passes the
+    Arrays that are there already are returned as they are. With several processes, each passes the
     part that its own devices get.
 
     Args:

@@ -1,4 +1,4 @@
-"""Which parameters had a gradient that is not finite, and on how many devices."""
+"""Which parameters had a non-finite gradient, and on how many devices."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from jdistadam.errors import DtypeError, ShapeError
 
 
 def leaves_not_finite(grads: Grads) -> jax.Array:
-    """Whether each leaf holds a value that is not finite; shape (leaves,), bool."""
+    """Whether each leaf holds a non-finite value; shape (leaves,), bool."""
     found = [~jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(grads)]
     return jnp.stack(found) if found else jnp.zeros((0,), jnp.bool_)
 
 
 def count_nonfinite(grads: Grads, tx: DistributedTransformation) -> jax.Array:
-    """Counts, for each leaf, the devices whose own gradient is not finite; inside shard_map.
+    """Counts, for each leaf, the devices whose own gradient is non-finite; inside shard_map.
 
-    One more read of the gradients, and one all-reduce of four bytes a leaf. ``train_step`` does it
-    with ``report_nonfinite=True``.
+    One more read of the gradients, and one all-reduce of four bytes per leaf. ``train_step`` does
+    it with ``report_nonfinite=True``.
 
     Args:
       grads: Tree of local gradients, before they are reduced.
@@ -54,7 +54,7 @@ def sum_over_devices(found: jax.Array, tx: DistributedTransformation) -> jax.Arr
 
 
 def nonfinite_paths(counts: Any, params: Params) -> dict[str, int]:
-    """Names the parameters whose gradient was not finite somewhere.
+    """Names the parameters whose gradient was non-finite somewhere.
 
     Args:
       counts: What ``count_nonfinite`` returned, or ``metrics["nonfinite"]``.

@@ -282,7 +282,7 @@ def _shard(
 def _global_leaves(
     config: DistributedConfig, layout: Layout, params: Params, flat: Any
 ) -> list[np.ndarray]:
-    """Returns the leaves that lie in the flat array of a state, put together from all devices."""
+    """Returns the leaves that are in the flat array of a state, put together from all devices."""
     parts = config.parallel.size(config.parallel.tensor_axes)
     by_part = fetch(flat).reshape(config.num_shards, parts, -1)
     leaves: list[Any] = [None] * len(layout.leaves)
@@ -304,7 +304,7 @@ def _tensor_part(
 
 
 def _blocks(config: DistributedConfig, params: Params, part: int) -> list[tuple[slice, ...]]:
-    """Where the devices of one tensor-parallel part lie in every global leaf."""
+    """Where the devices of one tensor-parallel part are in every global leaf."""
     axes = config.parallel.tensor_axes
     sizes = [config.mesh.shape[axis] for axis in axes]
     place = dict(zip(axes, np.unravel_index(part, sizes), strict=True)) if axes else {}

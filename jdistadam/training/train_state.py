@@ -44,7 +44,7 @@ class TrainState:
 
     @property
     def step(self) -> jax.Array:
-        """The number of updates applied so far: the optimizer's count, without skipped steps.
+        """The number of updates applied so far, without skipped steps.
 
         Shape (), int32; also inside of ``jax.jit`` and of a ``chain``. Of ``TrainState.shapes`` a
         shape.

@@ -216,13 +216,13 @@ def train_step(
     the backward pass, with a weight that is computed beforehand: of ``loss_fn`` what the weight
     depends on runs twice, which is little where that is the batch alone.
 
-    A step that is skipped, since with a ``loss_scale`` a gradient was not finite, leaves params,
-    main params, mu, nu, count, ``model_state`` and the states of a chain bit-identical; ``rng``,
-    the loss scale, ``skipped`` and ``grad_norm`` advance.
+    A step that is skipped, since with a ``loss_scale`` a gradient was non-finite, leaves params,
+    main params, mu, nu, count, ``model_state`` and the states of a chain bitwise as they were;
+    ``rng``, the loss scale, ``skipped`` and ``grad_norm`` advance.
 
     Args:
       loss_fn: ``loss_fn(params, batch)`` gets the part of the batch that belongs to one micro-batch
-        of one device, and whole params; only ``stacked`` leaves under "optim_grads_params" as
+        of one device, and unsharded params; only ``stacked`` leaves under "optim_grads_params" as
         shards, in float32 where gradients are summed in it, which ``gather_params`` gathers layer
         by layer. It returns the scalar ``loss`` of this part, or with ``weighted`` the pair
         ``(loss, weight)``. It needs no collective: a ``pmean`` of the loss changes nothing, a
@@ -244,12 +244,12 @@ def train_step(
         the second value is most often a metric, for which ``has_aux`` is meant.
       batch_spec: PartitionSpec of the batch. None: leading dimension over ``shard_axis``. The
         leading dimension is devices x micro-batches x examples, in this order.
-      report_nonfinite: Whether to look in every gradient for values that are not finite, which
+      report_nonfinite: Whether to look in every gradient for non-finite values, which
         reads all of them once more.
       compiler_options: XLA options for this program, over the ones chosen here.
 
     Returns:
-      ``step(state, batch) -> (state, metrics)``. The state is donated. Metrics: the scalars
+      ``step(state, batch) -> (state, metrics)``. The state is donated. Metrics are the scalars
       ``loss``, ``grad_norm`` (global norm of the mean gradient before clipping and without the
       loss scale), ``learning_rate`` (of this step, before ``lr_scale`` of groups), ``skipped``
       (steps skipped so far) and ``loss_scale`` (of this step); with

@@ -64,7 +64,7 @@ def test_chains_nest_and_pass_extra_arguments():
     assert seen == [{"value": 3}] * 2 + [{"value": 4}] * 2
 
 
-def test_chain_refuses_what_would_go_wrong(cpu_mesh):
+def test_chain_raises_for_what_would_go_wrong(cpu_mesh):
     main = jda.fused_adamw(1e-3, main_params_dtype=jnp.float32)
     with pytest.raises(
         jda.PolicyError, match="chain, transformation 0: params must follow its main"

@@ -66,7 +66,7 @@ def test_numbers_in_the_state_are_those_of_the_step(cpu_mesh, strategy, dtype):
     @jax.jit
     def plain_step(numbers, state, batch):
         made = jda.distributed_fused_adamw(**numbers, **fixed)
-        made.param_specs(state.params)  # the shapes of the whole params, which init saw
+        made.param_specs(state.params)  # the shapes of the unsharded params, which init saw
         return jda.train_step(linear_loss, made, accumulate_steps=3)(state, batch)
 
     rng = np.random.default_rng(0)

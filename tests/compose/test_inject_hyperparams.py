@@ -59,7 +59,7 @@ def test_injected_numbers_stay_float32_for_bfloat16_params():
     assert np.isfinite(np.asarray(new["w"], np.float32)).all()
 
 
-def test_inject_refuses_what_has_no_step():
+def test_inject_raises_for_what_has_no_step():
     with pytest.raises(jda.PolicyError, match="cannot be used with this optimizer: got adamw, exp"):
         jda.inject_hyperparams(optax.adamw)(1e-3)
 

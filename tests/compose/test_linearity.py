@@ -51,7 +51,7 @@ def test_linear_transformations_are_found(name):
 
 
 @pytest.mark.parametrize("name", NOT_LINEAR)
-def test_others_are_refused_before_a_distributed_optimizer(cpu_mesh, name):
+def test_others_raise_before_a_distributed_optimizer(cpu_mesh, name):
     """When the chain is made, and where the tree must be known first, when the state is made."""
     with pytest.raises(
         jda.PolicyError, match=r"chain, transformation 1: it would see each device's gradients"
@@ -78,7 +78,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_optax_wrappers_around_a_distributed_optimizer_are_refused(cpu_mesh, name):
+def test_optax_wrappers_around_a_distributed_optimizer_raise(cpu_mesh, name):
     """They would see unreduced gradients; the message names what to use in place of them."""
     tx = make_tx(cpu_mesh(2))
     wrapped = WRAPPERS[name](tx)

@@ -1,4 +1,4 @@
-"""The scale by itself: how it grows and shrinks, and what it refuses."""
+"""The scale by itself: how it grows and shrinks, and what raises."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""MixedPrecisionPolicy by itself: what it refuses, and what it prints."""
+"""MixedPrecisionPolicy by itself: what raises, and what it prints."""
 
 import jax.numpy as jnp
 import pytest

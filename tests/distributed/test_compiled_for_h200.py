@@ -24,29 +24,29 @@ from support.h200 import (
 from support.samples import often
 
 
-@pytest.mark.parametrize("wire", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("comm", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16], ids=str)
-@often(lambda param_dtype, wire: wire == jnp.bfloat16)  # float32: see test_schedule.py
-def test_the_wire_carries_the_policys_dtypes_and_nothing_else(h200s, param_dtype, wire):
+@often(lambda param_dtype, comm: comm == jnp.bfloat16)  # float32: see test_schedule.py
+def test_the_policys_dtypes_are_communicated_and_nothing_else(h200s, param_dtype, comm):
     """One reduce-scatter of all gradients, one all-gather of all parameters, two scalars."""
-    tx, params, compiled = compile_step(h200s(8), param_dtype, wire)
+    tx, params, compiled = compile_step(h200s(8), param_dtype, comm)
     shard_elements = sum(b.shard_size for b in tx.config.layout(params).buckets)
     short = {jnp.float32: "f32", jnp.bfloat16: "bf16"}
     assert by_op(compiled.as_text()) == {
-        ("reduce-scatter", short[wire]): shard_elements,
+        ("reduce-scatter", short[comm]): shard_elements,
         ("all-gather", short[param_dtype]): 8 * shard_elements,
         ("all-reduce", "f32"): 2,  # the norm and the loss
     }
 
 
-@pytest.mark.parametrize("wire", [jnp.float32, jnp.bfloat16], ids=str)
-def test_micro_batches_are_sent_once(h200s, wire):
-    """Gradients add up in float32 in a loop without collectives; their sum travels once."""
-    tx, params, compiled = compile_step(h200s(8), jnp.bfloat16, wire, accumulate_steps=4)
+@pytest.mark.parametrize("comm", [jnp.float32, jnp.bfloat16], ids=str)
+def test_micro_batches_are_sent_once(h200s, comm):
+    """Gradients add up in float32 in a loop without collectives; their sum is sent once."""
+    tx, params, compiled = compile_step(h200s(8), jnp.bfloat16, comm, accumulate_steps=4)
     shard_elements = sum(b.shard_size for b in tx.config.layout(params).buckets)
     text = compiled.as_text()
     assert by_op(text) == {
-        ("reduce-scatter", {jnp.float32: "f32", jnp.bfloat16: "bf16"}[wire]): shard_elements,
+        ("reduce-scatter", {jnp.float32: "f32", jnp.bfloat16: "bf16"}[comm]): shard_elements,
         ("all-gather", "bf16"): 8 * shard_elements,
         ("all-reduce", "f32"): by_op(text)["all-reduce", "f32"],
     }
@@ -62,7 +62,7 @@ def test_micro_batches_are_sent_once(h200s, wire):
 
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_own_norm_costs_nothing(h200s, accumulated):
-    """tx.grad_norm before tx.step on the same gradients: they travel once."""
+    """tx.grad_norm before tx.step on the same gradients: they are sent once."""
     mesh = h200s(8)
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype=jnp.bfloat16)
     tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, policy=policy)
@@ -101,7 +101,7 @@ def test_own_norm_costs_nothing(h200s, accumulated):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 def test_one_device_copies_nothing(h200s, dtype):
-    """Parameters in float32 are updated where they lie; those in 16 bits come from their copy."""
+    """Parameters in float32 are updated where they are; those in 16 bits come from their copy."""
     tx, params, compiled = compile_step(h200s(1), dtype, jnp.bfloat16)
     assert re.findall(r"(?:f32|bf16)\[[\d,]+\]\S* copy(?:-start)?\(", compiled.as_text()) == []
     layout = tx.config.layout(params)
@@ -130,14 +130,14 @@ def test_state_is_updated_in_place(h200s):
 
 
 def test_temporary_memory_is_gradients_and_activations(h200s):
-    """With a 16-bit wire nothing of the size of float32 gradients is ever held."""
+    """With communication in 16 bits nothing of the size of float32 gradients is ever held."""
     _, params, compiled = compile_step(h200s(8), jnp.bfloat16, jnp.bfloat16)
     num_params = sum(x.size for x in jax.tree.leaves(params))
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * num_params * 1.5
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_kernel_takes_the_wire_dtype_also_on_one_device(h200s, n):
+def test_kernel_takes_the_communication_dtype_also_on_one_device(h200s, n):
     """Over one device XLA drops the collective; the operand's dtype keeps the rounding alive."""
     _, _, compiled = compile_step(h200s(n), jnp.float32, jnp.bfloat16)
     (call,) = [
@@ -146,7 +146,7 @@ def test_kernel_takes_the_wire_dtype_also_on_one_device(h200s, n):
     layouts = call.split("operand_layout_constraints=")[1].split("_", 1)[0]  # up to the next key
     operands = re.findall(r"(bf16|f32|pred)\[", layouts)
     # coefficients, inv_scale, found_inf, then gradients, main params, mu and nu. Two devices: seven
-    # buckets and a flat array of main params; one: each of nine leaves, updated where it lies.
+    # buckets and a flat array of main params; one: each of nine leaves, updated where it is.
     grads, params = (7, 1) if n == 2 else (9, 9)
     assert operands == ["f32", "f32", "pred", *["bf16"] * grads, *["f32"] * params, "f32", "f32"]
     if n == 1:
@@ -176,7 +176,7 @@ def test_combine_thresholds_are_ours_and_can_be_overridden(h200s):
     assert counts == [1, len(tx.config.layout(params).buckets)]
 
 
-def test_wire_check_can_fail(h200s):
+def test_the_check_of_dtypes_can_fail(h200s):
     """A gradient that is summed before it is rounded shows as a float32 reduce-scatter."""
     mesh = h200s(8)
 

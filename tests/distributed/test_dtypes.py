@@ -1,4 +1,4 @@
-"""What is stored and what travels: every field of the policy, under every strategy."""
+"""What is stored and communicated: every field of the policy, under every strategy."""
 
 import functools
 
@@ -21,7 +21,7 @@ SUMMED = dict(grad_reduce_dtype="float32")
 @pytest.mark.parametrize("placement", ["flat-no_shard", "flat-optim", "flat-optim_grads_params", "twice-optim_grads", "twice-optim_grads_params"])  # fmt: skip
 @often(lambda placement: placement in ("flat-optim", "twice-optim_grads_params"))
 def test_remainders_equal_float32_main_params(placement):
-    """Six steps from float32 values: the moments and the exact parameters, in every bit.
+    """Six steps from float32 values: the moments and the exact parameters, bitwise.
 
     The bfloat16 half is rounded half away from zero: at ties, one value in 2^17, it differs from
     the parameters of the other run, and so would the gradients of a model. Here they are given.
@@ -68,7 +68,7 @@ def test_remainders_leave_other_leaves_to_themselves():
     )
 )
 def test_without_main_params_the_params_themselves_are_updated(placement, dtype):
-    """Against the oracle applied to the parameters as they are, in their dtype."""
+    """Against the reference implementation applied to the parameters as they are, in their dtype."""
     mesh, kwargs = PLACEMENTS[placement]
     policy = jda.MixedPrecisionPolicy(main_params_dtype=None, **SUMMED)
     tx = make_tx(mesh, policy, mask=None, **kwargs)
@@ -105,7 +105,7 @@ OFTEN = {
 
 @functools.cache
 def plain_run(dtype, strategy, devices):
-    """Without a dtype of its own for the wire of parameters."""
+    """Without a dtype of its own for the communication of parameters."""
     mesh = dict(shape=(devices,), names=("data",))
     tx = make_tx(mesh, jda.MixedPrecisionPolicy(**SUMMED), sharding_strategy=strategy)
     return run(tx, dtype, devices=devices)
@@ -115,7 +115,7 @@ def plain_run(dtype, strategy, devices):
 @pytest.mark.parametrize(("dtype", "comm"), COMMS)
 @often(lambda strategy, dtype, comm: (dtype, comm) in OFTEN[strategy])
 def test_params_are_what_arrived(strategy, dtype, comm):
-    """Every device computes with the main parameters rounded to the wire's dtype, its own too."""
+    """Every device computes with the main parameters rounded to the communication dtype, its own too."""
     policy = jda.MixedPrecisionPolicy(param_comm_dtype=comm, **SUMMED)
     for shape in ((8,), (1,)):
         mesh = dict(shape=shape, names=("data",))
@@ -181,7 +181,7 @@ def test_accumulation_is_in_main_grads_dtype(strategy):
 
 @pytest.mark.parametrize("summed", [None, "float32"])
 @pytest.mark.parametrize("shape", [(1,), (8,)])
-def test_small_numbers_survive_a_float16_wire(shape, summed):
+def test_small_numbers_survive_communication_in_float16(shape, summed):
     """Subnormal in float16, and exact in it: 3 * 2^-24 on each device."""
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype="float16", grad_reduce_dtype=summed)
     tx = make_tx(dict(shape=shape, names=("data",)), policy)
@@ -200,18 +200,20 @@ def test_small_numbers_survive_a_float16_wire(shape, summed):
         (dict(main_params_dtype="remainder16", param_comm_dtype="float8_e5m2"), "bfloat16", "would be rounded to param_comm_dtype at every step: got float8_e5m2 for bfloat16"),
     ],
 )  # fmt: skip
-def test_a_wire_that_would_round_the_only_copy_is_refused(policy, dtype, message):
+def test_communication_that_would_round_the_only_copy_raises(policy, dtype, message):
     with pytest.raises(jda.PolicyError, match=message):
         make_tx(FLAT, jda.MixedPrecisionPolicy(**policy)).init({"w": jnp.ones(3, dtype)})
 
 
-def test_a_param_wire_without_sharding_is_refused():
+def test_param_comm_dtype_without_sharding_raises():
     policy = jda.MixedPrecisionPolicy(param_comm_dtype="bfloat16")
-    with pytest.raises(jda.PolicyError, match="param_comm_dtype: no parameters travel under this"):
+    with pytest.raises(
+        jda.PolicyError, match="param_comm_dtype: no parameters are communicated under this"
+    ):
         make_tx(FLAT, policy, sharding_strategy="no_shard")
 
 
-def test_a_wire_wider_than_the_params_is_refused():
+def test_communication_wider_than_the_params_raises():
     policy = jda.MixedPrecisionPolicy(param_comm_dtype="float32")
     with pytest.raises(
         jda.PolicyError,

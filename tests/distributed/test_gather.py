@@ -24,7 +24,7 @@ KINDS = [name for name in PLACEMENTS if name.endswith("optim_grads_params")]
     )
 )
 def test_gradients_through_the_gather_equal_train_step(placement, check_vma, micro):
-    """Whole numbers: every order of the sums is exact, so three steps agree in every bit."""
+    """Whole numbers: every order of the sums is exact, so three steps agree bitwise."""
     mesh, kwargs = PLACEMENTS[placement]
     tx = make_tx(mesh, jda.MixedPrecisionPolicy(), **kwargs)
     state = jda.TrainState.create(random_params(), tx)
@@ -65,7 +65,7 @@ def test_gradients_through_the_gather_equal_train_step(placement, check_vma, mic
     assert_same_trees((opt_state.mu, opt_state.nu), (state.opt_state.mu, state.opt_state.nu), "")
 
 
-def test_unknown_shards_are_refused():
+def test_unknown_shards_raise():
     mesh, kwargs = PLACEMENTS["flat-optim_grads_params"]
     tx = make_tx(mesh, **kwargs)
     gather = jax.shard_map(
@@ -75,12 +75,13 @@ def test_unknown_shards_are_refused():
         out_specs=jax.sharding.PartitionSpec("data"),
     )
     with pytest.raises(
-        jda.MeshError, match=r"params: the shapes of their shards do not say .*got 0 params with"
+        jda.MeshError,
+        match=r"params: shards of these shapes belong to no known params, .*got 0 params with",
     ):
         gather(jda.shard_batch({"w": jnp.ones((64, 512))}, tx))
 
 
-def test_whole_params_where_shards_belong_are_refused():
+def test_whole_params_where_shards_belong_raise():
     mesh, kwargs = PLACEMENTS["flat-optim_grads_params"]
     tx = make_tx(mesh, **kwargs)
     params = random_params()

@@ -1,4 +1,4 @@
-"""Groups of parameters, and meshes on which parameters lie sharded over an axis of their own."""
+"""Groups of parameters, and meshes on which parameters are sharded over an axis of their own."""
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ def test_groups_equal_optimizers_of_their_own(strategy):
             assert_step_close(got, want, before, mean, hyper, count)
 
 
-def test_frozen_leaves_have_no_state_and_no_wire():
+def test_frozen_leaves_have_no_state_and_are_not_sent():
     all_frozen = dict.fromkeys(SHAPES, "ice") | {"rows": "body"}
     tx = make_tx(FLAT, param_labels=all_frozen, groups=GROUPS)
     state = jda.TrainState.create(random_params(), tx)

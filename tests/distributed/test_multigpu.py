@@ -28,8 +28,8 @@ def mesh_of(platform, n):
     return jax.make_mesh((n,), ("data",), devices=devices[:n])
 
 
-def train(mesh, batches, dtype, wire, accumulate_steps=1, **kwargs):
-    tx = make_tx(mesh, wire, **kwargs)
+def train(mesh, batches, dtype, comm, accumulate_steps=1, **kwargs):
+    tx = make_tx(mesh, comm, **kwargs)
     state = jda.TrainState.create(random_params(dtype), tx)
     step = jda.train_step(linear_loss, tx, accumulate_steps=accumulate_steps)
     for batch in batches:
@@ -37,10 +37,10 @@ def train(mesh, batches, dtype, wire, accumulate_steps=1, **kwargs):
     return state, tx
 
 
-@pytest.mark.parametrize("wire", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("comm", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [2, 4])
-def test_gpus_give_the_bits_of_cpus(n, dtype, wire):
+def test_gpus_give_the_bits_of_cpus(n, dtype, comm):
     """Sums of signs / 64 are exact in every order and dtype; b1 and b2 have exact powers.
 
     So gradients and coefficients are equal on both platforms, and all that is left are the
@@ -51,7 +51,7 @@ def test_gpus_give_the_bits_of_cpus(n, dtype, wire):
     exact = HYPER | dict(b1=0.5, b2=0.25)
     results = []
     for platform in ("cpu", "gpu"):
-        state, tx = train(mesh_of(platform, n), batches, dtype, wire, **exact)
+        state, tx = train(mesh_of(platform, n), batches, dtype, comm, **exact)
         results.append((state.params, *jda.to_optax_state(state, tx)[:2]))
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         a, b = np.asarray(a), np.asarray(b)
@@ -63,7 +63,7 @@ def test_gpus_give_the_bits_of_cpus(n, dtype, wire):
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_replicas_agree_and_runs_repeat(n):
-    """Sums that are not exact, on a 16-bit wire, with clipping."""
+    """Sums that are not exact, communicated in 16 bits, with clipping."""
     rng = np.random.default_rng(1)
     batches = [
         jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), exact_batch(rng))
@@ -82,14 +82,14 @@ def test_replicas_agree_and_runs_repeat(n):
             assert_same_bits(shard, shards[0])
 
 
-@pytest.mark.parametrize("wire", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("comm", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize(("n", "steps"), [(2, 4), (4, 3)])
-def test_micro_batches_give_the_bits_of_one_batch(n, steps, wire):
-    """Sums are exact, also on a 16-bit wire: cutting the batch must change nothing."""
+def test_micro_batches_give_the_bits_of_one_batch(n, steps, comm):
+    """Sums are exact, also communicated in 16 bits: cutting the batch must change nothing."""
     rng = np.random.default_rng(2)
     batches = [jax.tree.map(np.sign, exact_batch(rng)) for _ in range(STEPS)]
     states = [
-        train(mesh_of("gpu", n), batches, jnp.bfloat16, wire, k, average_grads=False)[0]
+        train(mesh_of("gpu", n), batches, jnp.bfloat16, comm, k, average_grads=False)[0]
         for k in (1, steps)
     ]
     for state in states:
@@ -101,7 +101,7 @@ def test_micro_batches_give_the_bits_of_one_batch(n, steps, wire):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_own_loop_is_train_step(check_vma):
-    """In a jax.shard_map of one's own, with micro-batches, over NCCL.
+    """In a custom training loop, with micro-batches, over NCCL.
 
     The norm is a float32 sum that XLA orders as it likes: n additions are off by n roundings.
     """

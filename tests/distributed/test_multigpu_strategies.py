@@ -48,8 +48,8 @@ def here(placement, platform="gpu"):
 
 
 @functools.cache
-def run_on_cpus(dtype, wire):
-    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire, grad_reduce_dtype=jnp.float32)
+def run_on_cpus(dtype, comm):
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=comm, grad_reduce_dtype=jnp.float32)
     mesh, kwargs = here("flat-optim", "cpu")
     return run(make_tx(mesh, policy, **kwargs, **EXACT), dtype, devices=count(), steps=10)
 
@@ -59,12 +59,12 @@ def test_gpus_give_the_bits_of_cpus_under_every_strategy(placement):
     """Ten steps on random gradients of many orders of magnitude, in two sizes of buckets."""
     mesh, kwargs = here(placement)
     narrow = PLACEMENTS[placement][1].get("sharding_strategy") != "optim"
-    dtype, wire = ("bfloat16", "bfloat16") if narrow else ("float32", "float32")
-    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire, grad_reduce_dtype=jnp.float32)
+    dtype, comm = ("bfloat16", "bfloat16") if narrow else ("float32", "float32")
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=comm, grad_reduce_dtype=jnp.float32)
     for bucket_bytes in (1, 1 << 25):
         tx = make_tx(mesh, policy, bucket_bytes=bucket_bytes, **kwargs, **EXACT)
         got = run(tx, dtype, devices=count(), steps=10)
-        assert_same_trees(got, run_on_cpus(dtype, wire), f"{placement}, {bucket_bytes=}")
+        assert_same_trees(got, run_on_cpus(dtype, comm), f"{placement}, {bucket_bytes=}")
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def test_a_skipped_step_changes_no_bit(strategy, policy, bad):
 
 
 @pytest.mark.parametrize(
-    ("wire", "summed", "bound"),
+    ("comm", "summed", "bound"),
     [("bfloat16", "float32", 1.7e-3), ("float32", "float32", 1e-7), ("float32", None, 1e-7)],
 )
-def test_accuracy_of_the_mean(wire, summed, bound):
+def test_accuracy_of_the_mean(comm, summed, bound):
     """Relative L2 error of the mean of N(0, 1), against float64."""
     mesh, kwargs = here("tuple-optim")
-    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire, grad_reduce_dtype=summed)
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=comm, grad_reduce_dtype=summed)
     tx = make_tx(mesh, policy, **kwargs)
     x = np.random.default_rng(4).normal(size=(count(), 1 << 20)).astype(np.float32)
     got, _ = reduced(tx, jnp.zeros(1 << 20), x)
@@ -91,11 +91,11 @@ def test_accuracy_of_the_mean(wire, summed, bound):
     assert np.linalg.norm(np.asarray(got) - exact) / np.linalg.norm(exact) <= bound
 
 
-@pytest.mark.parametrize("policy", ["bf16 wire", "bf16 wire, float32 sum"])
+@pytest.mark.parametrize("policy", ["bf16 communication", "bf16 communication, float32 sum"])
 @pytest.mark.parametrize("placement", ["flat", "hybrid"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_sent_is_what_is_planned(placement, strategy, policy):
-    """In the program as it runs here: bfloat16 on the wire, and nothing besides."""
+    """In the program as it runs here: bfloat16 is communicated, and nothing besides."""
     shape = shape_of(square=placement != "flat")
 
     def make(*shape, names):

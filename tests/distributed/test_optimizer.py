@@ -31,16 +31,16 @@ from support.ulp import assert_step_close
 MESH_SIZES = (1, 2, 3, 4, 8)
 
 
-@pytest.mark.parametrize("wire", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("comm", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize("n", MESH_SIZES)
-def test_reduced_gradients_are_the_sum_within_a_derived_bound(cpu_mesh, n, wire):
+def test_reduced_gradients_are_the_sum_within_a_derived_bound(cpu_mesh, n, comm):
     """Different data on each device; a contribution that is lost or counted twice shows at once.
 
-    Bound: each of N contributions is rounded once to the wire dtype and enters at most N - 1
-    rounded additions, so |error| <= ((1 + u)^N - 1) * sum |x_r|, u the unit roundoff of the wire.
+    Bound: each of N contributions is rounded once to the communication dtype and enters at most N - 1
+    rounded additions, so |error| <= ((1 + u)^N - 1) * sum |x_r|, u its unit roundoff.
     """
     mesh = cpu_mesh(n)
-    tx = make_tx(mesh, wire)
+    tx = make_tx(mesh, comm)
     rng = np.random.default_rng(n)
     params = random_params()
     layout = tx.config.layout(params)
@@ -50,9 +50,9 @@ def test_reduced_gradients_are_the_sum_within_a_derived_bound(cpu_mesh, n, wire)
     }
 
     flat, dtypes = reduced(tx, params, local)
-    assert dtypes and all(dtype == wire for dtype in dtypes)
+    assert dtypes and all(dtype == comm for dtype in dtypes)
     sums = packing.leaves_of_flat(layout, flat)
-    unit = float(jnp.finfo(wire).eps) / 2
+    unit = float(jnp.finfo(comm).eps) / 2
     for got, x in zip(sums, jax.tree.leaves(local), strict=True):
         exact = x.astype(np.float64).sum(0)
         bound = ((1 + unit) ** n - 1) * np.abs(x).astype(np.float64).sum(0)
@@ -149,7 +149,7 @@ def test_state_is_a_few_flat_arrays_split_evenly(cpu_mesh):
 
 
 def test_all_replicas_hold_the_same_params(cpu_mesh):
-    tx = make_tx(cpu_mesh(8), wire=jnp.bfloat16)
+    tx = make_tx(cpu_mesh(8), comm=jnp.bfloat16)
     state = jda.TrainState.create(random_params(jnp.bfloat16), tx)
     state, _ = jda.train_step(linear_loss, tx)(state, exact_batch(np.random.default_rng(1)))
     for x in jax.tree.leaves(jda.full_params(state, tx)):
@@ -161,7 +161,7 @@ def test_all_replicas_hold_the_same_params(cpu_mesh):
 
 def test_two_runs_give_the_same_bits(cpu_mesh):
     def run():
-        tx = make_tx(cpu_mesh(8), wire=jnp.bfloat16, max_grad_norm=0.5)
+        tx = make_tx(cpu_mesh(8), comm=jnp.bfloat16, max_grad_norm=0.5)
         state = jda.TrainState.create(random_params(), tx)
         step = jda.train_step(linear_loss, tx)
         rng = np.random.default_rng(2)
@@ -200,15 +200,15 @@ def test_clipping_with_a_norm_that_is_not_a_number(cpu_mesh):
     assert all(np.isnan(x).all() for x in jax.tree.leaves(state.params))
 
 
-def test_16_bit_wire_rounds_also_on_one_device(cpu_mesh):
-    """XLA drops a collective over one device; the rounding of the wire must not go with it."""
+def test_16_bit_communication_rounds_also_on_one_device(cpu_mesh):
+    """XLA drops a collective over one device; its rounding must not go with it."""
     results = {}
-    for wire in (jnp.float32, jnp.bfloat16):
-        tx = make_tx(cpu_mesh(1), wire)
+    for comm in (jnp.float32, jnp.bfloat16):
+        tx = make_tx(cpu_mesh(1), comm)
         state = jda.TrainState.create({"w": jnp.zeros(1000)}, tx)
         x = np.random.default_rng(0).normal(size=(1, 1000)).astype(np.float32)
         state, _ = jda.train_step(linear_loss, tx)(state, {"w": x})
-        (results[wire],) = jax.tree.leaves(jda.to_optax_state(state, tx)[1][0].mu)
+        (results[comm],) = jax.tree.leaves(jda.to_optax_state(state, tx)[1][0].mu)
     g = (x[0] / 64).astype(jnp.bfloat16).astype(np.float32)
     one_minus_b1 = np.float32(1 - HYPER["b1"])
     assert_same_bits(results[jnp.bfloat16], one_minus_b1 * g + np.float32(0))
@@ -225,7 +225,7 @@ def test_average_grads_off_sums(cpu_mesh):
 
 
 def test_create_copies_and_the_step_donates(cpu_mesh):
-    """Device 0's replica is where the caller's array lies: donating it must not delete that."""
+    """Device 0's replica is where the caller's array is: donating it must not delete that."""
     params = random_params()
     before = jax.tree.map(np.array, params)
     for n in (1, 2):

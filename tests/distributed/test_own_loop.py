@@ -1,4 +1,4 @@
-"""The pieces inside a jax.shard_map of one's own, with and without vma checks."""
+"""The pieces of a custom training loop, with and without vma checks."""
 
 import jax
 import jax.numpy as jnp
@@ -25,19 +25,19 @@ BF16 = jnp.bfloat16
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize(("n", "dtype", "wire"), [(8, jnp.float32, jnp.float32), (8, BF16, BF16), (1, BF16, jnp.float32), (1, jnp.float32, BF16)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("n", "dtype", "comm"), [(8, jnp.float32, jnp.float32), (8, BF16, BF16), (1, BF16, jnp.float32), (1, jnp.float32, BF16)], ids=str)  # fmt: skip
 @often(
     lambda n, dtype, micro_batches, check_vma: (
         check_vma == (dtype == jnp.float32) and (micro_batches == 3) == ((n == 8) == check_vma)
     )
 )
-def test_own_loop_is_train_step(cpu_mesh, n, dtype, wire, micro_batches, check_vma):
-    """10 steps of decayed, different data: params and state in every bit, and one program.
+def test_own_loop_is_train_step(cpu_mesh, n, dtype, comm, micro_batches, check_vma):
+    """10 steps of decayed, different data: params and state bitwise, and one program.
 
     The norm is a sum that XLA orders as it likes, in each program anew: n additions of float32
     are off by at most n roundings.
     """
-    tx = make_tx(cpu_mesh(n), wire)
+    tx = make_tx(cpu_mesh(n), comm)
     rng = np.random.default_rng(0)
     noise = 0.0 if dtype == BF16 else 1.0
 
@@ -88,7 +88,7 @@ def test_clipping_in_an_own_loop(cpu_mesh):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_update_and_apply_is_step(cpu_mesh, check_vma):
-    """The optax way in an own loop: float32 updates land exactly on the 16-bit params."""
+    """The optax way in a custom training loop: float32 updates land exactly on the 16-bit params."""
     tx = make_tx(cpu_mesh(4), BF16)
     batch = jda.shard_batch(without_empty(exact_batch(np.random.default_rng(1))), tx)
 
@@ -173,7 +173,7 @@ def test_outside_of_a_shard_map_every_piece_says_so(cpu_mesh):
             call()
 
 
-def test_accumulate_refuses_other_trees_and_weights(cpu_mesh):
+def test_accumulate_raises_for_other_trees_and_weights(cpu_mesh):
     tx = make_tx(cpu_mesh(2), mask=None)
 
     def weigh(params):
@@ -199,7 +199,7 @@ def test_accumulate_refuses_other_trees_and_weights(cpu_mesh):
 
 
 def test_hyperparameters_of_the_state_are_its_own(cpu_mesh):
-    """A distributed optimizer inside a chain, in an own loop: specs are those of the chain."""
+    """A distributed optimizer inside a chain, in a custom training loop: specs are those of the chain."""
     tx = jda.chain(optax.scale(2.0), make_tx(cpu_mesh(4), mask=None))
     plain = make_tx(cpu_mesh(4), mask=None)
     batch = jda.shard_batch(without_empty(exact_batch(np.random.default_rng(3))), tx)

@@ -40,9 +40,9 @@ def loss_fn(params, x):
     return sum(terms)
 
 
-def trained(mesh, means, wire, dtype, steps=10, accumulate_steps=1, **kwargs):
+def trained(mesh, means, comm, dtype, steps=10, accumulate_steps=1, **kwargs):
     policy = jda.MixedPrecisionPolicy(
-        grad_comm_dtype=wire,
+        grad_comm_dtype=comm,
         grad_reduce_dtype="float32",
         mu_dtype=kwargs.pop("mu_dtype", "float32"),
     )
@@ -70,12 +70,12 @@ def mixed(params):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "mixed"])
-@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("comm", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("setting", list(SETTINGS))
 @pytest.mark.parametrize("n", [2, 4, 8])
 @often(
-    lambda n, setting, wire, dtype: (
-        (n, setting, wire, dtype)
+    lambda n, setting, comm, dtype: (
+        (n, setting, comm, dtype)
         in {
             (2, "plain", "bfloat16", "bfloat16"),
             (4, "clipped", "float32", "mixed"),
@@ -84,11 +84,11 @@ def mixed(params):
         }
     )
 )
-def test_it_has_the_bits_of_float32_sums_over_xla(cpu_mesh, n, setting, wire, dtype):
+def test_it_has_the_bits_of_float32_sums_over_xla(cpu_mesh, n, setting, comm, dtype):
     """Ten steps of two micro-batches: params, state and metrics; padded, cut along any dimension."""
     dtype = mixed(random_params()) if dtype == "mixed" else dtype
     one, two = (
-        trained(cpu_mesh(n), means, wire, dtype, **SETTINGS[setting]) for means in ("xla", "peer")
+        trained(cpu_mesh(n), means, comm, dtype, **SETTINGS[setting]) for means in ("xla", "peer")
     )
     assert_trees_same_bits(two[1], one[1])
     assert_trees_same_bits(two[0].params, one[0].params)
@@ -329,9 +329,9 @@ def test_on_gpus_it_has_the_bits_of_float32_sums_over_xla(setting):
     if n < 2:
         pytest.skip("needs two GPUs")
     mesh = jax.make_mesh((n,), ("data",), devices=gpus[:n])
-    for wire, dtype in (("bfloat16", "bfloat16"), ("float32", "mixed")):
+    for comm, dtype in (("bfloat16", "bfloat16"), ("float32", "mixed")):
         dtype = mixed(random_params()) if dtype == "mixed" else dtype
         one, two = (
-            trained(mesh, means, wire, dtype, **SETTINGS[setting]) for means in ("xla", "peer")
+            trained(mesh, means, comm, dtype, **SETTINGS[setting]) for means in ("xla", "peer")
         )
         assert_trees_same_bits(two, one)

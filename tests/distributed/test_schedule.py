@@ -22,7 +22,7 @@ ROWS = [
     (placement, strategy, policy)
     for placement in PLACEMENTS
     for strategy in STRATEGIES
-    for policy in ("bf16 wire", "bf16 wire, float32 sum")
+    for policy in ("bf16 communication", "bf16 communication, float32 sum")
     if not (placement == "twice" and strategy == "no_shard")
 ]
 
@@ -31,12 +31,12 @@ SAMPLE = {
     ("flat", "no_shard", "float32"),
     ("flat", "optim", "float32 sum"),
     ("flat", "optim_grads", "fp8 params"),
-    ("flat", "optim_grads_params", "bf16 wire"),
-    ("hybrid", "no_shard", "bf16 wire"),
-    ("hybrid", "optim_grads_params", "bf16 wire, float32 sum"),
-    ("twice", "optim", "bf16 wire"),
-    ("twice", "optim_grads", "bf16 wire, float32 sum"),
-    ("tuple", "optim", "bf16 wire, float32 sum"),
+    ("flat", "optim_grads_params", "bf16 communication"),
+    ("hybrid", "no_shard", "bf16 communication"),
+    ("hybrid", "optim_grads_params", "bf16 communication, float32 sum"),
+    ("twice", "optim", "bf16 communication"),
+    ("twice", "optim_grads", "bf16 communication, float32 sum"),
+    ("tuple", "optim", "bf16 communication, float32 sum"),
 }
 
 
@@ -53,7 +53,7 @@ def test_what_is_sent_is_what_is_planned(h200s, placement, strategy, policy):
 @often(lambda strategy: strategy in ("optim", "optim_grads_params"))  # after, and in the loop
 def test_micro_batches_reduce_as_the_strategy_says(h200s, strategy):
     """Inside the loop under optim_grads and optim_grads_params, after it under the others."""
-    planned, text = compile_row(h200s, "flat", strategy, "bf16 wire", accumulate_steps=4)
+    planned, text = compile_row(h200s, "flat", strategy, "bf16 communication", accumulate_steps=4)
     arrays = sent(text)
     scalars = arrays.pop(("all-reduce", "float32", 8))
     assert arrays == as_sent(planned)

@@ -22,7 +22,7 @@ from support.skipped_step import (
 
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
 def test_a_first_step_that_is_skipped_does_not_round_params(strategy):
-    """They would be rounded to the wire's dtype by the first step that is taken."""
+    """They would be rounded to the communication dtype by the first step that is taken."""
     tx = make_tx(SQUARE, POLICIES["comm"], sharding_strategy=strategy, loss_scale=1.0, **HYBRID)
     params = random_params()
     state = jda.TrainState.create(params, tx)
@@ -53,7 +53,7 @@ def test_a_skipped_step_changes_no_bit(strategy, policy, bad):
     1e38 is finite, and overflows when it is multiplied by the scale.
     """
     if strategy == "no_shard" and policy == "comm":
-        strategy = "optim"  # no parameters travel without sharding
+        strategy = "optim"  # no parameters are communicated without sharding
     assert_skipped_step_changes_no_bit(SQUARE, strategy, policy, bad)
 
 
@@ -123,7 +123,7 @@ def test_scale_loss_in_an_own_loop():
     assert jda.scale_loss(jnp.float16(1.5), plain).dtype == jnp.float16
 
 
-def test_a_state_without_a_scale_is_refused():
+def test_a_state_without_a_scale_raises():
     params = {"w": jnp.ones((8, 2))}
     plain = jda.TrainState.create(params, make_tx(SQUARE, **HYBRID))
     tx = make_tx(SQUARE, loss_scale=1.0, **HYBRID)

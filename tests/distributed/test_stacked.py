@@ -57,7 +57,7 @@ def batches():
 def test_layers_gathered_in_the_scan_give_the_bits_of_whole_ones(kind, accumulate_steps):
     """float32 throughout: the tree of the sum is the same layer by layer, and so is every bit.
 
-    The one that is compared with has whole parameters and reduces whole gradients. Its gradients
+    The one that is compared with has unsharded parameters and reduces whole gradients. Its gradients
     are sums of small integers, exact in every order: a network's own arithmetic is the compiler's,
     which may differ between two programs in the last bit.
     """
@@ -83,7 +83,7 @@ def test_layers_gathered_in_the_scan_give_the_bits_of_whole_ones(kind, accumulat
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 @often(lambda strategy, kind: (strategy == "optim") == (kind == "flat"))
 def test_the_same_model_trains_under_every_strategy(strategy, kind):
-    """Whole params at rest: the layers are whole, and gather_params gathers nothing.
+    """Unsharded params at rest: the layers are whole, and gather_params gathers nothing.
 
     Compared with a scan over shards, whose sums are made layer by layer.
     """
@@ -150,7 +150,9 @@ def test_in_a_shard_map_of_ones_own(check_vma, batches):
     for batch in batches:
         params, opt_state = step(params, opt_state, jda.shard_batch(batch, tx))
     want, *_ = train(tx, loss, batches)
-    assert_same_trees(jda.full_params(jda.TrainState(params, opt_state), tx), want, "own loop")
+    assert_same_trees(
+        jda.full_params(jda.TrainState(params, opt_state), tx), want, "custom training loop"
+    )
 
 
 def compile_for_h200s(
@@ -191,7 +193,7 @@ def test_each_layer_is_gathered_twice_and_reduced_once(h200s, accumulate_steps):
     )
     audit = jda.audit(step, state, batch)
     assert audit.passed, str(audit)
-    size = 4 * 1024 * 1024  # up and down travel together
+    size = 4 * 1024 * 1024  # up and down are sent together
     times = {"all-gather": [], "reduce-scatter": []}
     for c in hlo.collectives_in(audit.program.as_text()):
         if c.arrays in ((("bf16", size),) * 2, (("bf16", size // 8),) * 2):
@@ -245,18 +247,16 @@ def test_gathering_once_costs_memory_and_is_found(h200s):
     assert temporary[1] - temporary[0] >= 9 * weights
 
 
-def test_what_does_not_fit_is_refused():
+def test_what_does_not_fit_raises():
     mesh = make_mesh(**FLAT)
     with pytest.raises(jda.HyperparameterError, match="stacked: not a predicate"):
         make_tx(mesh, sharding_strategy="optim_grads_params", stacked="layers")
     tx = make_tx(mesh, sharding_strategy="optim_grads_params", stacked=lambda path: "lyers" in path)
-    with pytest.raises(
-        jda.TreeError, match=r"stacked: says no to every leaf: got .*'embed'.*5 more"
-    ):
+    with pytest.raises(jda.TreeError, match=r"stacked: selects no leaf: got .*'embed'.*5 more"):
         tx.init(make_params())
 
 
-def test_layers_that_look_alike_are_refused():
+def test_layers_that_look_alike_raise():
     """Two leaves with shards of equal shape, cut along different dimensions, gathered alone."""
     tx = make_tx(make_mesh(**FLAT), sharding_strategy="optim_grads_params", stacked=is_stacked)
     params = {"layers": {"a": jnp.zeros((6, 64, 513)), "b": jnp.zeros((6, 8, 513 * 8))}}
@@ -270,7 +270,7 @@ def test_layers_that_look_alike_are_refused():
     tx.param_specs(large)
     shard = jax.ShapeDtypeStruct((999, 8), jnp.float32)
     assert [x.dim for x in tx.seen.layer({"c": shard, "d": shard})] == [1, 0]
-    with pytest.raises(jda.MeshError, match="do not say how to gather them: got 2 ways"):
+    with pytest.raises(jda.MeshError, match="can be gathered in several ways: got 2 ways"):
         tx.seen.layer(shard)
 
 

@@ -22,26 +22,26 @@ from support.samples import often
 
 
 @functools.cache
-def reference_run(dtype, wire, micro):
-    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire, grad_reduce_dtype=jnp.float32)
+def reference_run(dtype, comm, micro):
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=comm, grad_reduce_dtype=jnp.float32)
     return run(make_tx(FLAT, policy, sharding_strategy="no_shard"), dtype, micro=micro)
 
 
 @pytest.mark.parametrize(
-    ("placement", "dtype", "wire"),
+    ("placement", "dtype", "comm"),
     sampled(
         ("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32"),
         ("float32", "float32"), always=SECOND,
     ),
 )  # fmt: skip
-def test_every_strategy_gives_the_same_bits(placement, dtype, wire):
+def test_every_strategy_gives_the_same_bits(placement, dtype, comm):
     """Five steps on random gradients, with masked decay, two bucket sizes, types on and off.
 
     The tree of a sum over 2 x 4 devices, inner axis first, is that over 8 devices.
     """
     mesh, kwargs = PLACEMENTS[placement]
-    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire, grad_reduce_dtype=jnp.float32)
-    want = reference_run(dtype, wire, 1)
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=comm, grad_reduce_dtype=jnp.float32)
+    want = reference_run(dtype, comm, 1)
     for bucket_bytes, check_vma in ((1, False), (1 << 25, True)):
         tx = make_tx(mesh, policy, bucket_bytes=bucket_bytes, **kwargs)
         got = run(tx, dtype, check_vma=check_vma)
@@ -76,9 +76,9 @@ def test_accumulating_by_hand_under_every_strategy(placement, check_vma):
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 3), (2, 3), (3, 2), (1, 7), (5, 1)])
 @often(lambda replicas, shards: (replicas, shards) == (2, 3))  # two axes, one of them odd
 def test_sums_are_a_fixed_tree(replicas, shards):
-    """Against the oracle's: adjacent pairs, an odd one carried, inner axis first."""
+    """Against the reference implementation: adjacent pairs, an odd one carried, inner axis first."""
     mesh = dict(shape=(replicas, shards), names=("replica", "data"))
-    # A float32 wire: the sum of a few bfloat16 numbers is mostly exact, in whatever order.
+    # Communicated in float32: the sum of a few bfloat16 numbers is mostly exact, in whatever order.
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype=jnp.float32)
     rng = np.random.default_rng(3)
     grads = random_grads(rng, replicas * shards)
@@ -102,13 +102,13 @@ def test_sums_are_a_fixed_tree(replicas, shards):
 
 
 @pytest.mark.parametrize(
-    ("wire", "summed", "bound"),
+    ("comm", "summed", "bound"),
     [("bfloat16", "float32", 1.7e-3), ("float32", "float32", 1e-7), ("float32", None, 1e-7)],
 )
 @pytest.mark.parametrize("mesh", [FLAT, SQUARE], ids=["flat", "square"])
-def test_accuracy_of_the_mean(mesh, wire, summed, bound):
+def test_accuracy_of_the_mean(mesh, comm, summed, bound):
     """Relative L2 error of the mean of N(0, 1) over 8 devices, against float64."""
-    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire, grad_reduce_dtype=summed)
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=comm, grad_reduce_dtype=summed)
     tx = make_tx(mesh, policy, shard_axis=mesh["names"])
     x = np.random.default_rng(4).normal(size=(8, 1 << 16)).astype(np.float32)
     got, _ = reduced(tx, jnp.zeros(1 << 16), x)
@@ -136,7 +136,7 @@ def test_memory_is_what_the_strategy_says(placement):
         assert held[name] == x.size // (inner if is_sharded else 1), name
     main = state.opt_state.main_params
     if strategy == "no_shard":
-        assert main is None  # float32 parameters lie as the state does
+        assert main is None  # float32 parameters are placed as the state is
     elif strategy == "optim_grads_params" and kind != "twice":
         assert main.addressable_shards[0].data.size < part / 2  # only of the packed ones
     else:
@@ -170,7 +170,7 @@ def train_alone(parts):
 
 @pytest.mark.parametrize(("placement", "accumulate_steps"), sampled((4,), (1,), always=THIRD))
 def test_train_step_under_every_strategy(placement, accumulate_steps):
-    """Equal to one device in every bit; metrics agree."""
+    """Bitwise equal to one device; metrics agree."""
     mesh, kwargs = PLACEMENTS[placement]
     got, metrics = train(make_tx(mesh, jda.MixedPrecisionPolicy(), **kwargs), accumulate_steps)
     want, want_metrics = train_alone(8 * accumulate_steps)
@@ -179,7 +179,7 @@ def test_train_step_under_every_strategy(placement, accumulate_steps):
         np.testing.assert_allclose(metrics[name], want_metrics[name], rtol=1e-5)
 
 
-def test_a_state_of_another_mesh_is_refused():
+def test_a_state_of_another_mesh_raises():
     """Eight pieces of equal size: sizes say nothing, and JAX would move them without a word."""
     kwargs = dict(replica_axis="replica", outer_sharding_strategy="optim")
     twice = make_tx(SQUARE, **kwargs)

@@ -1,4 +1,4 @@
-"""Sums of gradients that gather_params made: in float32 from there into the kernel."""
+"""Gradients that gather_params summed: in float32 from there into the kernel."""
 
 import functools
 
@@ -58,7 +58,7 @@ def train(tx, loss, batches, **kwargs):
 
 @functools.cache
 def trained_whole(kind, accumulate_steps, steps):
-    """What the same model with whole parameters gives, whose gradients are summed in a step."""
+    """What the same model with unsharded parameters gives, whose gradients are summed in a step."""
     mesh, kwargs = KINDS[kind]
     tx = make_tx(make_mesh(**mesh), sharding_strategy="optim_grads", **kwargs)
     loss = scanned_products(lambda layer: layer)
@@ -184,7 +184,7 @@ def test_params_of_two_dtypes_are_not_mistaken():
     tx.param_specs(params)
     with pytest.raises(jda.MeshError, match=r"got 2 params with such shards.*model and dtype"):
         tx.seen.schedule(tree(shard))
-    with pytest.raises(jda.MeshError, match="do not say how to gather them: got 2 ways"):
+    with pytest.raises(jda.MeshError, match="can be gathered in several ways: got 2 ways"):
         tx.seen.layer(layer)
     held = tx.seen.schedule(tree(shard), may_be_widened=False)  # as a step takes params
     assert held.buckets[0].bucket.dtype == jnp.float32

@@ -18,7 +18,7 @@ from support.h200 import (
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
 def test_drop_in_gathers_nothing(h200s, spec):
-    """Parameters that the user sharded are updated where they lie, in place."""
+    """Parameters that the user sharded are updated where they are, in place."""
     mesh = h200s(8)
     tx = jda.fused_adamw(1e-3)
     params = {

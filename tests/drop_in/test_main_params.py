@@ -22,7 +22,7 @@ from support.trees import ADAM, BF16, F16, F32, HYPER, random_tree
 def test_main_params_are_a_float32_run(platform, make, dtype):
     """20 steps of 16-bit params with main parameters: the float32 run on the same gradients.
 
-    Both ways of applying land on the rounded main parameters in every bit, the unfused one with
+    Both ways of applying land on the rounded main parameters bitwise, the unfused one with
     optax's own apply_updates.
     """
     kwargs = HYPER if make is jda.fused_adamw else ADAM
@@ -88,7 +88,7 @@ def test_remainders_move_26_bytes_and_are_updated_in_place():
     assert new["w"].dtype == BF16 and new["f"].dtype == F32
 
 
-def test_remainders_are_refused_where_they_cannot_be():
+def test_remainders_raise_where_they_cannot_be():
     tx = jda.fused_adamw(1e-3, main_params_dtype="remainder16")
     with pytest.raises(jda.DtypeError, match=r"params\['w'\]: has no remainder: got float16"):
         tx.init({"w": jnp.ones(3, F16)})

@@ -126,7 +126,7 @@ def of_trained(name, tree):
 @pytest.mark.parametrize("kind", [F32, "remainder16"], ids=["float32", "remainder16"])
 @pytest.mark.parametrize("name", PASS_UPDATES_ON)
 def test_main_params_under_a_wrapper_are_the_float32_run_under_it(name, kind):
-    """To the bit, skipped and accumulated steps too; params are always their rounded values."""
+    """Bitwise, skipped and accumulated steps too; params are always their rounded values."""
     ours = made_around(name, lambda **kwargs: jda.fused_adamw(main_params_dtype=kind, **kwargs))
     plain = made_around(name, jda.fused_adamw)
     update, plain_update = jax.jit(ours.update), jax.jit(plain.update)

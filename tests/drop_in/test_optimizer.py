@@ -333,7 +333,7 @@ def test_bad_trees(change, error, message):
             method(*args.values())
 
 
-def test_state_of_other_params_is_refused():
+def test_state_of_other_params_raises():
     tx = jda.fused_adamw(1e-3)
     params = {"w": jnp.ones((2, 3))}
     other = tx.init({"w": jnp.ones((1, 3))})
@@ -371,7 +371,7 @@ def test_bad_mask(mask, error, message):
         jda.fused_adamw(1e-3, mask=mask).step(params, jda.fused_adamw(1e-3).init(params), params)
 
 
-def test_16_bit_second_moment_is_refused():
+def test_16_bit_second_moment_raises():
     """optax's own state of bfloat16 params has one; it could not decay."""
     params = {"w": jnp.ones(3, jnp.bfloat16)}
     tx = jda.fused_adamw(1e-3)

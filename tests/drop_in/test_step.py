@@ -60,7 +60,7 @@ def test_fused_adam_has_optax_state_and_needs_no_params():
 
 
 @pytest.mark.parametrize("param_dtype", [F32, BF16], ids=str)
-def test_bfloat16_second_moment_is_the_oracle_bit_for_bit(platform, param_dtype):
+def test_bfloat16_second_moment_is_the_reference_bit_for_bit(platform, param_dtype):
     kwargs = HYPER | dict(b2=0.97)
     tx = jda.fused_adamw(**kwargs, nu_dtype=BF16, mu_dtype=BF16)
     rng = np.random.default_rng(2)
@@ -85,7 +85,7 @@ def test_bfloat16_second_moment_is_the_oracle_bit_for_bit(platform, param_dtype)
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_without_bias_correction(platform, nesterov):
-    """The moments as they are: the formula with c1 = c2 = 1, in every bit."""
+    """The moments as they are: the formula with c1 = c2 = 1, bitwise."""
     tx = jda.fused_adamw(**HYPER, nesterov=nesterov, bias_correction=False)
     rng = np.random.default_rng(9)
     params, state = {"w": jnp.asarray(rng.normal(size=300), F32)}, None
@@ -173,7 +173,7 @@ def test_works_with_map_params_and_tree_get():
 
 @pytest.mark.parametrize("kind", [None, jnp.float32])
 def test_parameters_keep_the_layout_that_the_caller_asks_for(kind):
-    """A parameter that lies column by column comes back so, with the bits of one that does not."""
+    """A parameter that is stored column by column comes back so, with the bits of one that does not."""
     dtype = jnp.bfloat16 if kind else jnp.float32
     tx = jda.fused_adamw(**HYPER, main_params_dtype=kind)
     rng = np.random.default_rng(12)

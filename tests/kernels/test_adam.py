@@ -1,4 +1,4 @@
-"""The compiled kernels equal the oracle to the last bit."""
+"""The compiled kernels equal the reference to the last bit."""
 
 import concurrent.futures
 import functools
@@ -19,7 +19,7 @@ from support.operands import (
     F16,
     F32,
     SIZES,
-    oracle,
+    by_reference,
     random_array,
     random_rows,
     scalars,
@@ -38,9 +38,9 @@ def random_operands(rng, sizes, dtypes, **kwargs):
     )
 
 
-def assert_equals_oracle(spec, scalars, operands):
+def assert_equals_reference(spec, scalars, operands):
     got = adam(spec, scalars, operands)
-    for i, want in enumerate(oracle(spec, scalars, operands)):
+    for i, want in enumerate(by_reference(spec, scalars, operands)):
         if spec.mode != "update":
             assert_same_bits(got.params[i], want.params, f"params[{i}]")
         assert_same_bits(got.mu[i], want.mu, f"mu[{i}]")
@@ -63,7 +63,7 @@ def test_cuda_kernels_are_present():
 
 @pytest.mark.parametrize("mode", ["step", "step_and_cast", "update"])
 @pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, DTYPES, DTYPES)), ids=str)
-def test_kernel_equals_the_oracle_bitwise(platform, dtypes, mode):
+def test_kernel_equals_the_reference_bitwise(platform, dtypes, mode):
     """Changed order, contraction, flushed denormals, another rounding or NaN payload all show.
 
     Values span the exponent range with infinities, NaN, -0.0 and denormals; sizes surround vector
@@ -75,13 +75,13 @@ def test_kernel_equals_the_oracle_bitwise(platform, dtypes, mode):
     for nesterov in (False, True):
         out_dtype = {"step": None, "step_and_cast": mu, "update": grad}[mode]
         spec = Spec(mode, tuple(i % 2 for i in range(len(SIZES))), nesterov, out_dtype)
-        assert_equals_oracle(spec, scalars(random_rows(count=3)), operands)
+        assert_equals_reference(spec, scalars(random_rows(count=3)), operands)
 
 
 @pytest.mark.parametrize("nu", [BF16, F16], ids=str)
 def test_second_moment_may_be_stored_in_16_bits(platform, nu):
     operands = random_operands(np.random.default_rng(1), SIZES, (F32, F32, F32, nu))
-    assert_equals_oracle(Spec("step", (0,) * len(SIZES)), scalars(random_rows()), operands)
+    assert_equals_reference(Spec("step", (0,) * len(SIZES)), scalars(random_rows()), operands)
 
 
 def split_operands(rng, sizes, dtypes, **kwargs):
@@ -93,13 +93,13 @@ def split_operands(rng, sizes, dtypes, **kwargs):
 
 
 @pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, DTYPES, (F32, BF16))), ids=str)
-def test_split_parameters_equal_the_oracle_bitwise(platform, dtypes):
+def test_split_parameters_equal_the_reference_bitwise(platform, dtypes):
     operands = split_operands(np.random.default_rng(7), SIZES, dtypes)
     for nesterov in (False, True):
         spec = Spec("step_split", tuple(i % 2 for i in range(len(SIZES))), nesterov)
-        assert_equals_oracle(spec, scalars(random_rows(count=3)), operands)
+        assert_equals_reference(spec, scalars(random_rows(count=3)), operands)
     skip = scalars(random_rows(), found_inf=True)
-    assert_equals_oracle(spec, skip, operands)
+    assert_equals_reference(spec, skip, operands)
     got = adam(spec, skip, operands)
     for name in ("params", "mu", "nu", "out"):
         for before, after in zip(getattr(operands, name), getattr(got, name), strict=True):
@@ -170,7 +170,7 @@ def test_contributions_are_added_pairwise(platform, grad, contributions):
     groups = tuple(i % 2 for i in range(len(sizes)))
     for mode, out_dtype in (("step", None), ("step_and_cast", BF16), ("update", grad)):
         spec = Spec(mode, groups, out_dtype=out_dtype, contributions=contributions)
-        assert_equals_oracle(spec, scalars(random_rows()), operands)
+        assert_equals_reference(spec, scalars(random_rows()), operands)
     summed = tuple(reference.pairwise_sum(x.astype(F32), np) for x in grads)
     got = adam(Spec("step", groups, contributions=contributions), scalars(random_rows()), operands)
     want = adam(Spec("step", groups), scalars(random_rows()), operands._replace(grads=summed))
@@ -192,7 +192,7 @@ def test_contributions_may_be_flat(platform):
         for x in flats
     ]
     leaves = Operands(leaves[0], *(tuple(x[0] for x in column) for column in leaves[1:]))
-    want = oracle(spec, scalars(random_rows()), leaves)
+    want = by_reference(spec, scalars(random_rows()), leaves)
     for i, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         for name in ("params", "mu", "nu", "out"):
             piece = np.asarray(getattr(got, name)[0])[offset : offset + size]
@@ -211,11 +211,11 @@ def test_pairwise_sum_adds_adjacent_terms():
 
 
 @pytest.mark.parametrize("count", [1, 2, 10, 100, 1000, 10**6])
-def test_kernel_equals_the_oracle_at_every_step_count(platform, count):
+def test_kernel_equals_the_reference_at_every_step_count(platform, count):
     operands = random_operands(
         np.random.default_rng(count), (4099,), (F32, F32, F32, F32), specials=False
     )
-    assert_equals_oracle(Spec("step", (0,)), scalars(random_rows(count)), operands)
+    assert_equals_reference(Spec("step", (0,)), scalars(random_rows(count)), operands)
 
 
 @pytest.mark.parametrize("shift", range(1, 16))
@@ -234,7 +234,7 @@ def test_misaligned_leaves(platform, shift):
     leaves = Operands(
         *(tuple(x[0][o : o + n] for o, n in zip(offsets, sizes, strict=True)) for x in flats[:4])
     )
-    want = oracle(spec, scalars(random_rows()), leaves)
+    want = by_reference(spec, scalars(random_rows()), leaves)
     inside = np.zeros(total, bool)
     for i, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         inside[offset : offset + size] = True
@@ -253,7 +253,7 @@ def test_skipped_step_changes_no_bit(platform, mode):
         mode, (0,) * len(SIZES), out_dtype={"step": None, "step_and_cast": F16, "update": F16}[mode]
     )
     skip = scalars(random_rows(), found_inf=True)
-    assert_equals_oracle(spec, skip, operands)
+    assert_equals_reference(spec, skip, operands)
     got = adam(spec, skip, operands)
     for name in ("mu", "nu") if mode == "update" else ("params", "mu", "nu"):
         for i, before in enumerate(getattr(operands, name)):
@@ -360,7 +360,7 @@ def test_many_leaves_need_several_launches(platform):
     got = adam(
         Spec("step", groups, False, None, kinds, sizes, offsets), scalars(random_rows()), flat
     )
-    want = oracle(Spec("step", groups), scalars(random_rows()), leaves)
+    want = by_reference(Spec("step", groups), scalars(random_rows()), leaves)
     for name in ("params", "mu", "nu"):
         assert_same_bits(
             getattr(got, name)[0], np.concatenate([getattr(x, name) for x in want]), name
@@ -442,7 +442,7 @@ GOOD_ATTRIBUTES = dict(
     ],
     ids=str,
 )  # fmt: skip
-def test_handler_refuses_bad_attributes(change, message):
+def test_handler_raises_for_bad_attributes(change, message):
     """Nothing that reaches the handler may crash the process, whoever built the call."""
     operands = scalars(random_rows()), *(np.ones(8, np.float32) for _ in range(4))
     results = [jax.ShapeDtypeStruct((8,), jnp.float32)] * 3
@@ -452,7 +452,7 @@ def test_handler_refuses_bad_attributes(change, message):
         jax.block_until_ready(raw_call(results, *flat_operands, **(GOOD_ATTRIBUTES | change)))
 
 
-def test_handler_refuses_leaves_that_overlap():
+def test_handler_raises_for_leaves_that_overlap():
     x = np.ones(8, np.float32)
     kinds = frozenset(Operands._fields[:4])
     spec = Spec("step", (0, 0), False, None, kinds, (4, 4), (0, 3))
@@ -460,7 +460,7 @@ def test_handler_refuses_leaves_that_overlap():
         jax.block_until_ready(adam(spec, scalars(random_rows()), Operands((x,), (x,), (x,), (x,))))
 
 
-def test_handler_refuses_bad_operands():
+def test_handler_raises_for_bad_operands():
     good = [*scalars(random_rows()), *(np.ones(8, np.float32) for _ in range(4))]
     results = [jax.ShapeDtypeStruct((8,), jnp.float32)] * 3
     bad_rows, bad_grad, bad_dtype = list(good), list(good), list(good)
@@ -498,7 +498,7 @@ def test_concurrent_calls_do_not_disturb_each_other(platform):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         results = list(pool.map(repeat, many))
     for operands, runs in zip(many, results, strict=True):
-        want = oracle(spec, scalars(random_rows()), operands)
+        want = by_reference(spec, scalars(random_rows()), operands)
         for got in runs:
             for name in ("params", "mu", "nu"):
                 for a, b in zip(getattr(got, name), want, strict=True):
@@ -533,6 +533,8 @@ def test_leaves_above_2_31_elements(flat):
     with jax.default_device(jax.devices("gpu")[0]):
         first, repeat = run(spec, scalars(random_rows()), small)
     assert all(map(bool, repeat)), repeat
-    (want,) = oracle(Spec("step", (1,)), scalars(random_rows()), Operands(*((x,) for x in small)))
+    (want,) = by_reference(
+        Spec("step", (1,)), scalars(random_rows()), Operands(*((x,) for x in small))
+    )
     for name, got in zip(("params", "mu", "nu"), first, strict=True):
         assert_same_bits(got, getattr(want, name), name)

@@ -15,7 +15,7 @@ SCRIPT = TESTS / "support" / "fuzz_handler.py"
     ("calls", "least"), [(750, 5), pytest.param(1500, 20, marks=pytest.mark.slow)]
 )
 def test_any_call_succeeds_or_raises(tmp_path, calls, least):
-    """Wrong counts, dtypes, ranks, sizes, offsets, attributes, missing ones, broken aliases."""
+    """Wrong counts, dtypes, dimensions, sizes, offsets, attributes, missing ones, broken aliases."""
     done = subprocess.run(
         [sys.executable, "-P", str(SCRIPT), str(calls), str(least)], capture_output=True, text=True, timeout=600, cwd=tmp_path,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},

@@ -1,4 +1,4 @@
-"""Norm, pairwise sums, packing and unpacking: equal to the oracle in every bit."""
+"""Norm, pairwise sums, packing and unpacking: bitwise equal to the reference."""
 
 import itertools
 
@@ -18,7 +18,7 @@ sum_of_squares = jax.jit(multi_tensor.sum_of_squares)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norm_equals_the_oracle_bitwise(platform, dtype):
+def test_norm_equals_the_reference_bitwise(platform, dtype):
     """Ordinary values, so that the order of the sum shows, and many tiles of leaves of all sizes."""
     rng = np.random.default_rng(0)
     grads = [rng.normal(size=n).astype(dtype) for n in SIZES]
@@ -49,7 +49,7 @@ def test_norm_of_many_leaves(platform):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("where", [0, 1022, 8191, 8192, 20_000, 39_999])
 def test_found_inf_sees_every_element(platform, dtype, where):
-    """One value that is not finite, anywhere; or that overflows only when it is scaled."""
+    """One non-finite value, anywhere; or that overflows only when it is scaled."""
     clean = np.ones(40_000, dtype)
     for value, inv_scale, expected in (
         (np.inf, 1, True), (-np.inf, 1, True), (np.nan, 1, True), (60_000, 1, False), (60_000, 1e35, True), (60_000, 1e30, False),
@@ -75,7 +75,7 @@ def test_norm_of_nothing_and_of_mixed_dtypes(platform):
 
 @pytest.mark.parametrize("contributions", [1, 2, 3, 4, 5, 8, 9])
 @pytest.mark.parametrize(("dtype", "out"), list(itertools.product(DTYPES, DTYPES)), ids=str)
-def test_sum_equals_the_oracle_bitwise(platform, dtype, out, contributions):
+def test_sum_equals_the_reference_bitwise(platform, dtype, out, contributions):
     rng = np.random.default_rng(contributions)
     stacked = [
         np.stack([random_array(rng, n, dtype) for _ in range(contributions)])
@@ -150,7 +150,7 @@ def test_fallbacks_do_the_same():
 
 @pytest.mark.parametrize("inv_scale", [np.inf, np.nan, 0.0, -1.0])
 def test_norm_with_a_scale_that_is_no_number(platform, inv_scale):
-    """A loss scale that underflowed: what lies beyond a leaf must not turn 0 * inf into a NaN."""
+    """A loss scale that underflowed: what is beyond a leaf must not turn 0 * inf into a NaN."""
     for grads in ([np.ones(3, F32)], [np.zeros(3, F32), np.ones(8193, F32)]):
         got = sum_of_squares(grads, np.float32(inv_scale))
         for x, y in zip(got, reference.sum_of_squares(grads, np.float32(inv_scale)), strict=True):
@@ -225,14 +225,14 @@ def raw_sum(results, *operands, **change):
     ],
     ids=str,
 )  # fmt: skip
-def test_the_sum_handler_refuses_bad_attributes(change, message):
+def test_the_sum_handler_raises_for_bad_attributes(change, message):
     results, x = [jax.ShapeDtypeStruct((8,), jnp.float32)], np.ones(8, F32)
     assert_same_bits(raw_sum(results, x)[0], x)
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         raw_sum(results, x, **change)
 
 
-def test_the_sum_handler_refuses_bad_arrays_and_fills_an_empty_output():
+def test_the_sum_handler_raises_for_bad_arrays_and_fills_an_empty_output():
     result = jax.ShapeDtypeStruct((8,), jnp.float32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="dtype must be"):
         raw_sum([result], np.ones(8, np.int32))
@@ -243,7 +243,7 @@ def test_the_sum_handler_refuses_bad_arrays_and_fills_an_empty_output():
     assert not np.asarray(zeros).any()
 
 
-def test_the_norm_handler_refuses_bad_arrays():
+def test_the_norm_handler_raises_for_bad_arrays():
     scalars = [jax.ShapeDtypeStruct((), t) for t in (jnp.float32, jnp.bool_)]
 
     def norm(tiles, *grads):

@@ -46,7 +46,7 @@ def test_version_of_the_running_jaxlib_is_read():
 
 
 @pytest.mark.parametrize("built", [(0, 99), (1, 0)])
-def test_module_with_newer_headers_is_refused(built):
+def test_module_with_newer_headers_raises(built):
     with pytest.raises(
         jda.NativeError,
         match=rf"FFI version does not fit jaxlib .*got {built[0]}.{built[1]}, expected at most",

@@ -1,4 +1,4 @@
-"""Under plain jit: where results lie, what travels there, and that no bit depends on it."""
+"""Under plain jit: where results are, what is sent there, and that no bit depends on it."""
 
 import itertools
 import math
@@ -45,7 +45,7 @@ def random_leaves(names, dtype, seed):
 
 
 def placed(mesh, tree, index):
-    """Each leaf where its name says that params (0), moments (1) or gradients (2) lie."""
+    """Each leaf where its name says that params (0), moments (1) or gradients (2) are."""
 
     def place(path, x):
         names = [str(getattr(part, "key", "")) for part in path]
@@ -56,7 +56,7 @@ def placed(mesh, tree, index):
 
 
 def placed_state(mesh, state):
-    """Moments, float32 main parameters and remainders all lie where moments do."""
+    """Moments, float32 main parameters and remainders are all where moments are."""
     leaves, treedef = jax.tree.flatten(state)
     arrays = placed(mesh, jax.tree.map(lambda x: x if x.shape else None, state), 1)
     arrays = iter(jax.tree.leaves(arrays))
@@ -67,7 +67,7 @@ def placed_state(mesh, state):
 
 
 def assert_same(got, want, where):
-    """The same bits, and each array of ``got`` where the one in ``where`` lies."""
+    """The same bits, and each array of ``got`` where the one in ``where`` is."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, x), y, z in zip(
         jax.tree_util.tree_leaves_with_path(got),
@@ -107,7 +107,7 @@ def setup(axis_type, main, names=MATRIX, mesh=None):
     )
 )
 def test_results_lie_where_lay_what_they_replace(method, main, axis_type):
-    """All combinations at once; updates lie where the params do to which they are added."""
+    """All combinations at once; updates are where the params are to which they are added."""
     tx, (params, state, grads), there = setup(axis_type, main)
     want, want_state = getattr(tx, method)(grads, state, params)
     placed_params, placed_state, placed_grads = there
@@ -251,7 +251,7 @@ def test_updates_without_params_lie_where_gradients_do(axis_type):
     assert_same(got_state, want_state, placed)
 
 
-# What travels, in programs compiled for 8 H200s.
+# What is sent, in programs compiled for 8 H200s.
 
 
 def received(text, unknown=8):
@@ -301,13 +301,13 @@ def shapes(mesh, tx, names, shape=(1024, 512), leaves=("w",)):
 
 
 def compiled(function, args, *, pinned=False):
-    """Pinned: results lie where the first two arguments do because the caller says so."""
+    """Pinned: results are where the first two arguments are because the caller says so."""
     out = jax.tree.map(lambda x: x.sharding, args[:2]) if pinned else None
     return jax.jit(function, donate_argnums=(0, 1), out_shardings=out).lower(*args).compile()
 
 
 ZERO1 = ("none", "rows", "rows")
-# Params cut along the dimension of their moments, by another axis: they travel to the moments and
+# Params cut along the dimension of their moments, by another axis: they are sent to the moments and
 # back, where optax makes an update and moves that. One kernel call cannot.
 CUT_OTHERWISE = {("rows", "model"), ("model", "rows")}
 SAMPLE = {ZERO1, ("rows", "rows", "columns"), ("model", "columns", "rows"), ("rows", "model", "none")}  # fmt: skip
@@ -448,7 +448,7 @@ def test_a_state_made_in_the_program_adds_no_traffic(h200s):
 
 
 def test_one_device_runs_the_kernel_alone(h200s):
-    """What only says where arrays lie leaves no trace: operands are the kernel's, in place."""
+    """What only says where arrays are leaves no trace: operands are the kernel's, in place."""
     mesh = h200s(1)
     tx = jda.fused_adamw(**HYPER)
     replicated = NamedSharding(mesh, P())

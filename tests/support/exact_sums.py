@@ -22,8 +22,8 @@ def decays(params):
     return jax.tree.map(lambda x: len(x.shape) > 1, params)
 
 
-def make_tx(mesh, wire=jnp.float32, **kwargs):
-    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire)
+def make_tx(mesh, comm=jnp.float32, **kwargs):
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=comm)
     return jda.distributed_fused_adamw(
         **(dict(mesh=mesh, policy=policy, mask=decays) | HYPER | kwargs)
     )

@@ -295,7 +295,7 @@ def assert_in_bounds(call):
 
 
 def check_peer(call):
-    """One device, whole runs, and shards that lie in the arrays without overlap."""
+    """One device, whole runs, and shards in the arrays without overlap."""
     attributes, is_step = call["attributes"], call["name"] == "peer_step"
     sizes, runs = attributes["sizes"].tolist(), attributes["runs"].tolist()
     assert attributes["devices"].tolist() == [0] and attributes["limit_seconds"] > 0, call
@@ -317,7 +317,9 @@ def check_peer(call):
     assert len(elements) == len(sizes) + 3 and end <= min(elements[len(sizes) :]), call
     rows = call["operands"][1][0][0]
     assert all(0 <= group < rows for group in attributes["groups"]), call
-    assert call["aliases"] == {4 + len(sizes) + i: len(sizes) + i for i in range(3)}, call
+    wanted = {4 + len(sizes) + i: len(sizes) + i for i in range(3)}
+    needed = {i: wanted[i] for i in wanted if elements[i - 4]}  # of an empty one nothing is written
+    assert needed.items() <= call["aliases"].items() <= wanted.items(), call
 
 
 def check_keep(call):
@@ -400,7 +402,7 @@ def call_handler(call):
     except jax.errors.JaxRuntimeError as error:
         did_not_come = call["name"].startswith("peer") and "did not come within" in str(error)
         assert did_not_come or str(error).startswith("INVALID_ARGUMENT"), error
-        seen[kind_of(call), "refused"] += 1
+        seen[kind_of(call), "raised"] += 1
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ def placed(mesh, tree, specs):
     return jax.tree.map(place, specs, tree, is_leaf=lambda x: isinstance(x, P))
 
 
-def compile_step(mesh, param_dtype, wire, accumulate_steps=1, **kwargs):
-    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=wire)
+def compile_step(mesh, param_dtype, comm, accumulate_steps=1, **kwargs):
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=comm)
     tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, policy=policy, max_grad_norm=1.0, **kwargs)
     params = params_of(param_dtype)
     state = jda.TrainState.shapes(params, tx)

@@ -1,4 +1,4 @@
-"""Random operands of the kernels, and the oracle applied to many leaves."""
+"""Random operands of the kernels, and the reference applied to many leaves."""
 
 import ml_dtypes
 import numpy as np
@@ -51,8 +51,8 @@ def random_rows(count=7, groups=2):
     return rows
 
 
-def oracle(spec, scalars, operands):
-    """kernel.adam by the oracle: a list of AdamResult, one a leaf."""
+def by_reference(spec, scalars, operands):
+    """kernel.adam by the reference implementation: a list of AdamResult, one per leaf."""
     rows, inv_scale, found_inf = (np.asarray(x) for x in scalars)
     named = [dict(zip(coefficients.NAMES, row, strict=True)) for row in rows]
     grads, *others, out = operands

@@ -1,4 +1,4 @@
-"""Where the repository lies, and its tests: for reading its files and starting its programs."""
+"""Where the repository is, and its tests: for reading its files and starting its programs."""
 
 import os
 import pathlib

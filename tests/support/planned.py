@@ -10,11 +10,13 @@ from support.h200 import WIDTH, collectives, loss_fn, params_of, placed
 
 POLICIES = {
     "float32": dict(),
-    "bf16 wire": dict(grad_comm_dtype="bfloat16"),
-    "bf16 wire, float32 sum": dict(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32"),
+    "bf16 communication": dict(grad_comm_dtype="bfloat16"),
+    "bf16 communication, float32 sum": dict(
+        grad_comm_dtype="bfloat16", grad_reduce_dtype="float32"
+    ),
     "float32 sum": dict(grad_reduce_dtype="float32"),
     "bf16 grads": dict(main_grads_dtype="bfloat16"),
-    "f16 wire": dict(grad_comm_dtype="float16"),
+    "f16 communication": dict(grad_comm_dtype="float16"),
     "remainder": dict(main_params_dtype="remainder16", grad_comm_dtype="bfloat16"),
     "fp8 params": dict(param_comm_dtype="float8_e4m3fn", grad_comm_dtype="bfloat16"),
     "e5m2 params": dict(param_comm_dtype="float8_e5m2"),

@@ -51,7 +51,7 @@ def test_what_is_planned_passes(h200s, strategy, accumulate_steps):
 
 
 def test_another_dtype_is_found(h200s):
-    """The program of a float32 wire against the plan of a bfloat16 one."""
+    """The program of a step in float32 against the plan of one that communicates bfloat16."""
     wide, state, batch = prepared(h200s, policy=dict())
     planned, _, _ = prepared(h200s, policy=dict(grad_comm_dtype="bfloat16"))
     planned.lower = wide.lower
@@ -101,15 +101,15 @@ def audit_on_cpu(
 
 
 @pytest.mark.parametrize(
-    ("wire", "passed"), [("float32", True), ("float16", True), ("bfloat16", False)]
+    ("comm", "passed"), [("float32", True), ("float16", True), ("bfloat16", False)]
 )
-def test_an_audit_on_cpu_devices(wire, passed):
-    """float32 and float16 travel as they are there, bfloat16 does not, which the audit says."""
-    found = audit_on_cpu(dict(grad_comm_dtype=wire))
+def test_an_audit_on_cpu_devices(comm, passed):
+    """float32 and float16 are sent as they are there, bfloat16 does not, which the audit says."""
+    found = audit_on_cpu(dict(grad_comm_dtype=comm))
     assert (found.passed, found.only_widened) == (passed, not passed)
     rows = {(row.op, row.dtype): row for row in found.rows}
     assert rows["all-gather", "float32"].passed
-    scattered = rows["reduce-scatter", wire]
+    scattered = rows["reduce-scatter", comm]
     assert scattered.planned > 0 and scattered.passed == passed
     if passed:
         assert str(found).count("as planned;") == 1 and "CPU" not in str(found)
@@ -143,11 +143,11 @@ def test_cpu_devices_only_widen_what_is_planned(strategy, policy):
     assert found.only_widened == bool(widened) and found.scalars >= 1
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
-def test_more_micro_batches_are_found_on_cpu_devices_too(wire):
-    policy = dict(grad_comm_dtype=wire)
+@pytest.mark.parametrize("comm", ["float32", "bfloat16"])
+def test_more_micro_batches_are_found_on_cpu_devices_too(comm):
+    policy = dict(grad_comm_dtype=comm)
     kwargs = dict(sharding_strategy="optim_grads", planned_steps=2)
-    assert audit_on_cpu(policy, accumulate_steps=2, **kwargs).only_widened == (wire == "bfloat16")
+    assert audit_on_cpu(policy, accumulate_steps=2, **kwargs).only_widened == (comm == "bfloat16")
     found = audit_on_cpu(policy, accumulate_steps=4, **kwargs)
     assert not found.passed and not found.only_widened and "NOT as planned" in str(found)
 
@@ -221,4 +221,4 @@ def test_one_device_has_nothing_to_check(cpu_mesh):
     step = jda.train_step(lambda params, batch: jnp.sum(batch @ params["w"]), tx)
     found = jda.audit(step, state, jda.shard_batch(np.ones((8, 400), np.float32), tx))
     assert found.passed and not found.only_widened
-    assert str(found) == "one device: nothing travels, so there is nothing to check"
+    assert str(found) == "one device: nothing is sent, so there is nothing to check"

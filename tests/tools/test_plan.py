@@ -16,7 +16,13 @@ ROWS = [
     for where, strategy, policy in itertools.product(
         ("flat", "hybrid", "twice"),
         STRATEGIES,
-        ("float32", "bf16 wire", "bf16 wire, float32 sum", "remainder", "fp8 params"),
+        (
+            "float32",
+            "bf16 communication",
+            "bf16 communication, float32 sum",
+            "remainder",
+            "fp8 params",
+        ),
     )
     if strategy != "no_shard" or (where != "twice" and policy != "fp8 params")
 ]
@@ -24,7 +30,7 @@ SAMPLE = {
     ("flat", "no_shard", "float32"),
     ("flat", "optim", "remainder"),
     ("hybrid", "optim_grads", "fp8 params"),
-    ("twice", "optim_grads_params", "bf16 wire, float32 sum"),
+    ("twice", "optim_grads_params", "bf16 communication, float32 sum"),
 }
 MARKED = [pytest.param(*row, marks=() if row in SAMPLE else pytest.mark.slow) for row in ROWS]
 

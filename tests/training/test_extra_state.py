@@ -25,7 +25,7 @@ DYNAMIC = jda.DynamicLossScale(init_scale=64.0, growth_interval=3, hysteresis=2)
 SUMS = jda.MixedPrecisionPolicy(grad_comm_dtype=BF16, grad_reduce_dtype=jnp.float32)
 REMAINDERS = jda.MixedPrecisionPolicy(main_params_dtype="remainder16")
 KEYS = {"typed": jax.random.key, "raw": jax.random.PRNGKey}
-NAN = 3  # the step whose batch is not finite; another one comes later
+NAN = 3  # the step whose batch is non-finite; another one comes later
 
 
 def loss_fn(params, x, model_state, rng):

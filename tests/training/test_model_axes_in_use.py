@@ -299,7 +299,7 @@ def project_loss(params, x):
 
 
 def test_the_number_of_micro_batches_is_known_while_compiling():
-    """So that no sum of weights travels, as it does where the loss has weights."""
+    """So that no sum of weights is sent, as it is where the loss has weights."""
 
     def sums(**kwargs):
         tx = make_tx()
@@ -411,7 +411,7 @@ ERRORS = [
     (
         lambda: make_tx(param_specs=None),
         jda.MeshError,
-        r"mesh: axis 'model' has no purpose: .* say how params lie: param_specs=\{'w': "
+        r"mesh: axis 'model' has no purpose: .* say how params are sharded: param_specs=\{'w': "
         r"PartitionSpec\(None, 'model'\)",
     ),
     (
@@ -502,7 +502,7 @@ def test_sums_in_bfloat16_of_the_optimizer_and_over_the_model_axis_do_not_raise(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["psum", "pmax", "psum_scatter"])
-def test_xla_still_ends_the_process_at_what_we_refuse(op):
+def test_xla_still_ends_the_process_at_what_raises_here(op):
     """When this fails, remove the check in training/partitioned.py."""
     program = f"""
 import jax, jax.numpy as jnp

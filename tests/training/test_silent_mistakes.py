@@ -204,7 +204,7 @@ def test_a_skipped_step_is_as_if_it_had_not_been():
 
 @pytest.mark.parametrize("update", [True, False])
 def test_skips_in_an_own_loop_keep_the_chain(update):
-    """step and update of a chain in one's own shard_map keep the counts of schedules, too."""
+    """step and update of a chain in a custom training loop keep the counts of schedules, too."""
     tx = jda.chain(
         optax.scale_by_schedule(lambda count: 1.0 / (1 + count)), make_tx(loss_scale=1.0)
     )
@@ -317,7 +317,7 @@ def test_a_negative_learning_rate_warns():
 
 
 def test_remainders_round_ties_away_from_zero():
-    """0x3f808000 lies between two bfloat16 numbers: remainders round it up, casts to even."""
+    """0x3f808000 is between two bfloat16 numbers: remainders round it up, casts to even."""
     from jdistadam.kernels import reference
 
     tie = np.asarray([0x3F808000, 0x3F818000], np.uint32).view(np.float32)

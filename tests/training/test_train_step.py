@@ -214,7 +214,7 @@ def test_all_keywords_together_with_donation_and_bfloat16(cpu_mesh):
 
     params = {"w": jnp.asarray(np.random.default_rng(4).normal(size=(6, 2)), BF16)}
     count = jnp.zeros(())
-    tx = make_tx(cpu_mesh(4), mask=None, learning_rate=3e-2, wire=BF16)
+    tx = make_tx(cpu_mesh(4), mask=None, learning_rate=3e-2, comm=BF16)
     state = jda.TrainState.create(params, tx, model_state=count, rng=jax.random.key(0))
     step = jda.train_step(loss, tx, has_aux=True, weighted=True, accumulate_steps=2)
     losses = []

@@ -1,0 +1,39 @@
+"""Sphinx builds these pages: ``sphinx-build -W docs docs/_build/html``."""
+
+import importlib.metadata
+
+project = "jdistadam"
+author = "the authors of jdistadam"
+release = importlib.metadata.version("jdistadam")
+html_title = "jdistadam"
+
+extensions = [
+    "myst_nb",  # pages in Markdown, and the notebook, which runs when it is built
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+]
+source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
+exclude_patterns = ["_build", "jupyter_execute"]
+
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 3
+nb_execution_mode = "cache"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+nb_merge_streams = True  # what a cell prints stays together
+
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_member_order = "bysource"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+html_theme = "sphinx_book_theme"
+html_theme_options = {
+    "navbar_persistent": [],  # one search field is enough
+    "show_toc_level": 2,
+    "use_download_button": False,
+}
+html_copy_source = False

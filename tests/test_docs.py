@@ -1,0 +1,84 @@
+"""The pages in docs name what the package has, and the messages that it raises."""
+
+import ast
+import json
+import re
+import tomllib
+
+import pytest
+
+import jdistadam
+from support.paths import ROOT
+
+DOCS = ROOT / "docs"
+
+
+def texts_of_code():
+    """The string literals of the package, joined where a value is put into them by \\0."""
+    for path in sorted((ROOT / "jdistadam").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(x.value if isinstance(x, ast.Constant) else "\0" for x in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_reference_has_every_public_name():
+    """On its own page, or on the one of what it belongs to."""
+    named, module = set(), ""
+    for page in DOCS.glob("*.md"):
+        directives = re.findall(r"^\.\. (currentmodule|auto\w+):: (\S+)$", page.read_text(), re.M)
+        for directive, name in directives:
+            if directive == "currentmodule":
+                module = name
+            else:
+                named.add(f"{module}.{name}".split(".")[1])  # jdistadam.NAME or .MODULE.NAME
+    assert named == set(jdistadam.__all__)
+
+
+HEADINGS = re.findall(r"^### `(.*)`$", (DOCS / "troubleshooting.md").read_text(), re.M)
+
+
+@pytest.mark.parametrize("text", HEADINGS)
+def test_a_message_that_can_be_looked_up_is_one_that_is_raised(text):
+    assert any(text in literal for literal in texts_of_code())
+
+
+def test_messages_can_be_looked_up():
+    assert len(HEADINGS) == len(set(HEADINGS)) >= 30
+
+
+def test_the_quickstart_is_committed_without_results():
+    notebook = json.loads((DOCS / "quickstart.ipynb").read_text())
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert code and not any(cell["outputs"] or cell["execution_count"] for cell in code)
+
+
+def test_the_source_distribution_leaves_records_out():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "/experiments/results" in settings["tool"]["scikit-build"]["sdist"]["exclude"]
+
+
+RECORDS = sorted((ROOT / "experiments" / "results").iterdir())
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+def test_a_record_is_listed_with_its_revisions(path):
+    """experiments/README.md says of each what it answers."""
+    page = (ROOT / "experiments" / "README.md").read_text()
+    row = next((line for line in page.splitlines() if f"| `{path.name}` |" in line), None)
+    assert row, f"experiments/README.md lacks {path.name}"
+    runs = path.rglob("run.json") if path.is_dir() else [path] if path.suffix == ".json" else []
+    for run in runs:
+        assert json.loads(run.read_text())["revision"][:7] in row
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "experiments/README.md"]
+)
+def test_links_lead_somewhere(name):
+    """Those of pages in docs are followed when they are built."""
+    page = ROOT / name
+    links = re.findall(r"\]\(([^)\s#]+)[^)]*\)", page.read_text())
+    missing = [x for x in links if "://" not in x and not (page.parent / x).exists()]
+    assert not missing
