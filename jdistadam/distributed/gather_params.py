@@ -67,10 +67,11 @@ def local_params(params: Params, tx: DistributedTransformation) -> Any:
 def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
     r"""Gathers sharded parameters over ``shard_axis``; inside ``jax.shard_map``.
 
-    For "optim_grads_params" and for ``params_at_rest="shard"``; else it returns what it is given, so
-    that a model need not know the strategy. Leaves that are not sharded are returned as they are, and so are
-    stacked ones, unless ``shards`` is one layer of them inside of ``jax.lax.scan``. Shards travel
-    in ``policy.param_comm_dtype``. The gradient with respect to a shard is this device's part of
+    For "optim_grads_params" and for ``params_at_rest="shard"``; else it returns what it is given,
+    so that a model need not know the strategy. Leaves that are not sharded are returned as they
+    are, and under "optim_grads_params" so are stacked ones, unless ``shards`` is one layer of them
+    inside of ``jax.lax.scan``. Shards travel in ``policy.param_comm_dtype``. The gradient with
+    respect to a shard is this device's part of
 
     .. math:: \sum_r g_r
 
@@ -93,9 +94,9 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
     stacked leaves to ``loss_fn`` as ``local_params`` returns them; with ``weighted``, a layer's
     gradients are multiplied by the weight before they are summed.
 
-    With ``params_at_rest="shard"`` under "optim" and "optim_grads", ``train_step`` does it, also for
-    stacked leaves, and so ``loss_fn`` sees whole params. In your own loop gather once per step, all
-    params, before they are differentiated; micro-batches share what was gathered::
+    With ``params_at_rest="shard"`` under "optim" and "optim_grads", ``train_step`` gathers all
+    params, stacked ones too, and ``loss_fn`` gets whole ones. In your own loop gather once per
+    step, before they are differentiated; micro-batches share what was gathered::
 
         whole = jda.local_params(jda.gather_params(params, tx), tx)
         grads = jax.grad(loss)(whole, batch)

@@ -41,8 +41,8 @@ from jdistadam.distributed.accumulate import (
     likeness,
 )
 from jdistadam.distributed.config import DistributedConfig, global_specs
-from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.gather import gather_params_at_rest
+from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.seen_params import SeenParams
 from jdistadam.distributed.state import DistributedState, StepResult, check_own_state

@@ -19,11 +19,7 @@ from jdistadam.core.precision import MixedPrecisionPolicy, float_dtype
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed.checks import check_alive, check_identity_type
 from jdistadam.distributed.layout_identity import differences
-from jdistadam.distributed.main_params import (
-    as_they_arrive,
-    paths_that_differ,
-    with_main_params,
-)
+from jdistadam.distributed.main_params import paths_that_differ, with_main_params
 from jdistadam.distributed.state import find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import LayoutError, TreeError
@@ -384,28 +380,3 @@ def check_layout(state: TrainState, tx: DistributedTransformation) -> None:
     check_distributed(tx)
     check_train_state(state)
     tx.check_state(state.opt_state, state.params)
-
-
-def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
-    """Returns the unsharded parameters, in the dtype the model computes with.
-
-    Every device gets them, but for what ``param_specs`` shards over tensor axes. Those that rest as
-    shards are what the next forward pass gets: rounded to ``policy.param_comm_dtype`` if it is set.
-
-    Raises:
-      LayoutError: The state is of another layout than that of ``tx``.
-    """
-    check_layout(state, tx)
-    config = tx.config
-    if not config.parallel.shards_params:
-        return state.params
-    specs = config.tensor_specs(state.params)
-    placed = jax.tree.map(lambda spec: NamedSharding(config.mesh, spec), specs)
-    schedule = tx.seen.schedule_of_whole(config.tensor_local(state.params))
-
-    def whole(params: Params) -> Any:
-        if not config.parallel.gathers_once:
-            return params
-        return as_they_arrive(schedule, params, before_forward=True)
-
-    return jax.jit(whole, out_shardings=placed)(state.params)

@@ -42,6 +42,9 @@ _GPU_COMPILER_OPTIONS = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 256 << 20,
     "xla_gpu_all_gather_combine_threshold_bytes": 256 << 20,
 }
+# Merged, parameters at rest would all be gathered before the forward pass begins. One by one, each
+# is begun a few operations before its first use: see [Note: parameters at rest].
+_GATHERS_APART = {"xla_gpu_all_gather_combine_threshold_bytes": 1}
 
 
 class TrainStep:
@@ -282,8 +285,15 @@ def train_step(
     check_model_axes(tx.config)
     options = StepOptions(accumulate_steps, batch_spec, report_nonfinite)
     program = StepProgram(tx, LossFunction(loss_fn, has_aux, weighted), options)
-    chosen = _GPU_COMPILER_OPTIONS if _is_on_gpu(tx) else {}
-    return TrainStep(program, chosen | (compiler_options or {}))
+    return TrainStep(program, _chosen_options(tx) | (compiler_options or {}))
+
+
+def _chosen_options(tx: DistributedTransformation) -> dict[str, Any]:
+    """XLA's options for the steps of an optimizer."""
+    if not _is_on_gpu(tx):
+        return {}
+    apart = _GATHERS_APART if tx.config.parallel.gathers_once else {}
+    return _GPU_COMPILER_OPTIONS | apart
 
 
 def _is_on_gpu(tx: DistributedTransformation) -> bool:
