@@ -52,5 +52,7 @@ def gather_params_at_rest(schedule: Schedule, held: Sequence[jax.Array]) -> list
             shard = packing.bucket_array(bucket, held, bucket.dtype)
             whole = transport.gather_parameters(entry.gather, shard, bucket.cut_dim, to="varying")
             for i, leaf in packing.leaves_of_bucket(schedule.layout, bucket, whole):
-                leaves[i] = leaf
+                # Else XLA may fuse the unpacking with the model, and sum in another order than
+                # where parameters are arguments.
+                leaves[i] = jax.lax.optimization_barrier(leaf)
     return leaves

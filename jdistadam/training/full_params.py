@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 
 from jdistadam.core.types import Params
 from jdistadam.distributed.main_params import as_they_arrive
+from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.training.train_state import TrainState, check_layout
 
@@ -28,11 +29,13 @@ def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
         return state.params
     specs = config.tensor_specs(state.params)
     placed = jax.tree.map(lambda spec: NamedSharding(config.mesh, spec), specs)
-    schedule = tx.seen.schedule_of_whole(config.tensor_local(state.params))
+    is_rounded = config.parallel.gathers_once and config.policy.param_comm_dtype is not None
+    whole = config.tensor_local(state.params)
+    schedule = tx.seen.schedule_of_whole(whole) if is_rounded else None
+    # One function for all calls, which are compiled once.
+    return jax.jit(_gathered, static_argnums=0, out_shardings=placed)(schedule, state.params)
 
-    def whole(params: Params) -> Any:
-        if not config.parallel.gathers_once:
-            return params
-        return as_they_arrive(schedule, params, before_forward=True)
 
-    return jax.jit(whole, out_shardings=placed)(state.params)
+def _gathered(schedule: Schedule | None, params: Params) -> Any:
+    """Params as the forward pass gets them: rounded where a schedule is given."""
+    return params if schedule is None else as_they_arrive(schedule, params, before_forward=True)
