@@ -129,6 +129,42 @@ def test_state_is_updated_in_place(h200s):
     assert memory.alias_size_in_bytes == 2 * num_params + 3 * 4 * flat_size + 4
 
 
+@pytest.mark.parametrize(
+    ("dtype", "main"),
+    [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "remainder16")],
+)
+def test_parameters_at_rest_are_gathered_beside_the_forward_pass(h200s, dtype, main):
+    """One gather for each bucket, all before the update, some of them while products run."""
+    policy = dict(main_params_dtype=main)
+    tx, params, compiled = compile_step(
+        h200s(8), dtype, jnp.bfloat16, policy, rows=1 << 16, params_at_rest="shard"
+    )
+    text = compiled.as_text()
+    program = text[text.index("\nENTRY ") :].splitlines()  # in the order in which it runs
+    place = {
+        op: [i for i, line in enumerate(program) if re.search(rf" {op}\(", line)]
+        for op in ("all-gather", "all-gather-start", "all-gather-done")
+    }
+    (update,) = [i for i, line in enumerate(program) if '"jdistadam_adam"' in line]
+    layout = tx.config.layout(params)
+    assert len(place["all-gather"] + place["all-gather-start"]) == len(layout.buckets) == 7
+    assert max(sum(place.values(), [])) < update
+    products = [i for i, line in enumerate(program) if re.search(r"gemm|cublas", line)]
+    pairs = zip(place["all-gather-start"], place["all-gather-done"], strict=True)
+    overlapped = [any(a < i < b for i in products) for a, b in pairs]
+    assert sum(overlapped) >= 5  # all but those of the first layer, which nothing can hide
+    short = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+    assert by_op(text) == {
+        ("reduce-scatter", "bf16"): sum(b.shard_size for b in layout.buckets),
+        ("all-gather", short): 8 * sum(b.shard_size for b in layout.buckets),
+        ("all-reduce", "f32"): 2,
+    }
+    assert re.findall(r"= (?:\()?(\w+)\[([\d,]+)\]\S* copy(?:-start)?\(", text) == []
+    held = jda.plan(params, tx).held
+    aliased = sum(held[name] for name in ("params", "main_params", "mu", "nu")) + 4  # count
+    assert compiled.memory_analysis().alias_size_in_bytes == aliased
+
+
 def test_temporary_memory_is_gradients_and_activations(h200s):
     """With a 16-bit wire nothing of the size of float32 gradients is ever held."""
     _, params, compiled = compile_step(h200s(8), jnp.bfloat16, jnp.bfloat16)
