@@ -4,10 +4,9 @@
 With ``params_at_rest="shard"`` a step begins with these gathers, one for each bucket, each of
 which depends on nothing but the shards: the compiler is free to run them beside the forward pass.
 They are outside of what is differentiated, so gradients are local and have the shape of whole
-parameters. ``train_step`` has XLA for GPUs leave them apart. In the program of a GPT for 8 H200s
-each is then begun just before the one whose result is used next, with products and attention
-between its start and its end; merged, they are one that runs before all else. Layers of a scan are
-one leaf each, gathered before the scan.
+parameters. ``train_step`` tells XLA for GPUs not to merge them: merged, they are one that runs
+before all else. Apart, in the program of a GPT for 8 H200s most are in flight while products run,
+and end just before their first use. Layers of a scan are one leaf each, gathered before the scan.
 """
 
 from __future__ import annotations

@@ -215,7 +215,8 @@ def check_own_region(config: DistributedConfig, seen: SeenParams, params: Params
                 "over the data axes alone",
                 got=spec,
                 expected="dimensions that are cut once",
-                action="Use train_step, a shard_map over all axes, or 'optim_grads'.",
+                action="Use train_step, a shard_map over all axes, or 'optim_grads' with "
+                "params_at_rest='full'.",
             )
 
 
