@@ -285,15 +285,16 @@ def train_step(
     check_model_axes(tx.config)
     options = StepOptions(accumulate_steps, batch_spec, report_nonfinite)
     program = StepProgram(tx, LossFunction(loss_fn, has_aux, weighted), options)
-    return TrainStep(program, _chosen_options(tx) | (compiler_options or {}))
+    return TrainStep(program, _chosen_options(tx, accumulate_steps) | (compiler_options or {}))
 
 
-def _chosen_options(tx: DistributedTransformation) -> dict[str, Any]:
+def _chosen_options(tx: DistributedTransformation, accumulate_steps: int) -> dict[str, Any]:
     """XLA's options for the steps of an optimizer."""
     if not _is_on_gpu(tx):
         return {}
-    apart = _GATHERS_APART if tx.config.parallel.gathers_once else {}
-    return _GPU_COMPILER_OPTIONS | apart
+    # A loop over micro-batches begins when all parameters are there.
+    is_hidden = tx.config.parallel.gathers_once and accumulate_steps == 1
+    return _GPU_COMPILER_OPTIONS | (_GATHERS_APART if is_hidden else {})
 
 
 def _is_on_gpu(tx: DistributedTransformation) -> bool:
