@@ -2,9 +2,9 @@
 
     python experiments/params_at_rest.py --out experiments/results/params_at_rest_h200.json
 
-A GPT in bfloat16 with float32 main parameters under "optim", compiled for eight H200s, of which none
-need be. From 8 sequences on blocks are computed again in the backward pass. A gather is counted as
-beside the model where other instructions run between its start and its end.
+A GPT in bfloat16 with float32 main parameters under "optim", compiled for eight H200s, of which
+none need be. From 8 sequences on blocks are computed again in the backward pass. A gather is
+counted as beside the model where other instructions run between its start and its end.
 """
 
 import argparse
