@@ -165,6 +165,27 @@ def test_parameters_at_rest_are_gathered_beside_the_forward_pass(h200s, dtype, m
     assert compiled.memory_analysis().alias_size_in_bytes == aliased
 
 
+def test_parameters_at_rest_travel_as_planned_over_both_axes(h200s):
+    """In float8, from state that is sharded over replicas too; the audit counts dtypes and times."""
+    mesh = h200s(2, 4, names=("replica", "data"))
+    policy = dict(grad_reduce_dtype="float32", param_comm_dtype="float8_e4m3fn")
+    tx = jda.distributed_fused_adamw(
+        1e-3,
+        mesh=mesh,
+        replica_axis="replica",
+        outer_sharding_strategy="optim",
+        params_at_rest="shard",
+        policy=jda.MixedPrecisionPolicy(**policy),
+    )
+    state = jda.TrainState.shapes(params_of(jnp.bfloat16), tx)
+    batch = jax.ShapeDtypeStruct((64, WIDTH), jnp.bfloat16)
+    batch = placed(mesh, batch, tx.config.parallel.batch_spec)
+    found = jda.audit(jda.train_step(loss_fn, tx, accumulate_steps=2), state, batch)
+    assert found.passed, found
+    gathers = {(row.dtype, row.devices) for row in found.rows if row.op == "all-gather"}
+    assert gathers == {("float8_e4m3fn", 2), ("float8_e4m3fn", 4)}
+
+
 def test_temporary_memory_is_gradients_and_activations(h200s):
     """With a 16-bit wire nothing of the size of float32 gradients is ever held."""
     _, params, compiled = compile_step(h200s(8), jnp.bfloat16, jnp.bfloat16)
