@@ -41,9 +41,10 @@ from jdistadam.tools.audit import Audit, audit
 from jdistadam.tools.plan import Plan, plan
 from jdistadam.training.batches import shard_batch
 from jdistadam.training.extra_state import ExtraState
+from jdistadam.training.full_params import full_params
 from jdistadam.training.nonfinite import count_nonfinite, nonfinite_paths
 from jdistadam.training.optax_state import from_optax_state, main_params, to_optax_state
-from jdistadam.training.train_state import TrainState, full_params, reload_main_params
+from jdistadam.training.train_state import TrainState, reload_main_params
 from jdistadam.training.train_step import TrainStep, train_step
 
 try:

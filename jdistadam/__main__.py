@@ -160,6 +160,7 @@ def _optimizer(args: argparse.Namespace, mesh: Any) -> tuple[Any, Any]:
         replica_axis="replica",
         sharding_strategy=args.sharding_strategy,
         outer_sharding_strategy=args.outer_sharding_strategy,
+        params_at_rest=args.params_at_rest,
         policy=command_line.policy(args),
         max_grad_norm=1.0,
     )
@@ -176,6 +177,7 @@ def _heading(args: argparse.Namespace, num_devices: int) -> str:
         "param_dtype": args.param_dtype,
         "devices": f"{num_devices}, as {division}",
         "sharding_strategy": f"{args.sharding_strategy}, outer {args.outer_sharding_strategy}",
+        "params_at_rest": args.params_at_rest,
         "accumulate_steps": args.accumulate_steps,
     }
     return "\n".join(f"{name:<18}  {value}" for name, value in lines.items())

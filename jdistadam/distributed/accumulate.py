@@ -289,7 +289,7 @@ def summed_shards(
     for entry, array in zip(schedule.buckets, arrays, strict=True):
         bucket = entry.bucket
         phases = [entry.reduce, entry.reduce_outer] if includes_outer else [entry.reduce]
-        if bucket.is_sharded_param and array.shape != schedule.layout.leaves[bucket.leaf].shape:
+        if not bucket.is_packed and array.shape != schedule.layout.leaves[bucket.leaf].shape:
             phases = phases[1:]
         shards.append(transport.sum_gradients(phases, array, bucket.cut_dim))
     return shards

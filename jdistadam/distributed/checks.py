@@ -152,9 +152,10 @@ def check_grads(
     trees.check_same_structure(grads, whole, name="grads", like_name=like_name)
     like: Any = jax.tree.leaves(whole)
     given: Any = jax.tree.leaves(grads)
-    for bucket in layout.buckets:
-        if bucket.is_sharded_param and np.shape(given[bucket.leaf]) == bucket.inner_shape:
-            like[bucket.leaf] = given[bucket.leaf]
+    held = [held for bucket in layout.buckets for held in bucket.held]
+    for i, _, shape in held if not config.parallel.gathers_once else ():
+        if np.shape(given[i]) == shape:
+            like[i] = given[i]
     like = jax.tree.structure(whole).unflatten(like)  # type: ignore[attr-defined]
     trees.check_same_shapes(grads, like, name="grads", like_name=like_name)
     trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
@@ -187,13 +188,13 @@ def check_step(
       identity: The identity that the state must have; None where it was compared before.
     """
     leaves = jax.tree.leaves(params)
-    for bucket in layout.buckets:
-        if bucket.is_sharded_param and leaves[bucket.leaf].shape != bucket.inner_shape:
+    for i, _, shape in (held for bucket in layout.buckets for held in bucket.held):
+        if leaves[i].shape != shape:
             raise MeshError(
-                layout.leaves[bucket.leaf].path,
-                "not placed as sharding_strategy says",
-                got=leaves[bucket.leaf].shape,
-                expected=f"{bucket.inner_shape} on each device",
+                layout.leaves[i].path,
+                "not placed as sharding_strategy and params_at_rest say",
+                got=leaves[i].shape,
+                expected=f"{shape} on each device",
                 action="Use tx.param_specs(params) in the in_specs of shard_map.",
             )
     if identity is not None:

@@ -35,8 +35,8 @@ class DistributedConfig:
 
     Params come in three forms. *Global* ones are what the caller holds outside of shard_map. Inside
     of it, a device has its part of what is sharded over tensor axes; such *whole* params are what
-    the model computes with and what layouts are made from. Under "optim_grads_params" a device
-    holds of the large ones only a *shard*.
+    the model computes with and what layouts are made from. Under "optim_grads_params", and where
+    ``params_at_rest`` is "shard", a device holds of the large ones only a *shard*.
     """
 
     hyper: Hyperparameters
@@ -143,6 +143,7 @@ class DistributedConfig:
             keeps_main=self._keeps_main,
             num_inner_shards=self.parallel.num_inner_shards,
             shards_params=self.parallel.shards_params,
+            rests_with_state=self.parallel.gathers_once,
         )
 
     def schedule(self, whole: Params, *, accumulate_steps: int = 1) -> Schedule:
@@ -157,19 +158,21 @@ class DistributedConfig:
         parts = tuple(self.mesh.shape[axis] for axis in self._cutting_axes)
         return identity_of(layout, parts, kind)
 
-    def _keeps_main(self, dtype: Any, scattered: bool) -> bool:
-        """Whether parameters of a dtype, scattered or packed, need main parameters."""
+    def _keeps_main(self, dtype: Any, is_held: bool) -> bool:
+        """Whether parameters of a dtype need main parameters.
+
+        Those of which devices hold shards (``is_held``) need none in the dtype of these.
+        """
         parallel, policy = self.parallel, self.policy
+        is_held = is_held and parallel.shards_params
         if not policy.main_params.is_kept:
             return False
         if policy.main_params is MainParams.REMAINDER16:
             return bool(dtype == jnp.bfloat16)
-        if _is_rounded_to_send(policy, dtype) and not (parallel.shards_params and scattered):
+        if _is_rounded_to_send(policy, dtype) and not is_held:
             return True
         is_placed_alike = parallel.num_shards == 1 or (
-            parallel.shards_params
-            and scattered
-            and parallel.num_inner_shards == parallel.num_shards
+            is_held and parallel.size(parallel.held_axes) == parallel.num_shards
         )
         return dtype != jnp.float32 or not is_placed_alike
 

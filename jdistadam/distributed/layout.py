@@ -3,7 +3,9 @@
 A *bucket* is what one collective sends. A large leaf with a dimension that divides by the
 number of shards is a bucket of its own and is scattered along that dimension, where it is:
 nothing is packed or unpacked. All other leaves are flattened and packed, with leaves of the same
-dtype and group, into buckets of up to ``bucket_bytes``, padded at the end.
+dtype and group, into buckets of up to ``bucket_bytes``, padded at the end. Where parameters rest as
+shards (``params_at_rest``), small leaves that divide are packed apart, shard by shard: device i
+owns its shard of each of them, rather than the i-th part of all of them one behind the other.
 
 The shards of all buckets that one device owns are stored one behind the other in a few *flat*
 arrays, one for each kind of state, at the offsets written here. Where one device holds everything
@@ -31,7 +33,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +62,20 @@ class Leaf:
         return math.prod(self.shape)
 
 
+class HeldLeaf(NamedTuple):
+    """What a device holds of a parameter between steps, where that is a shard.
+
+    Attributes:
+      leaf: Its index.
+      dim: The dimension along which it is cut.
+      shape: Shape of the shard.
+    """
+
+    leaf: int
+    dim: int
+    shape: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Bucket:
     """What one collective sends.
@@ -78,7 +94,8 @@ class Bucket:
         layer by layer; otherwise None.
       inner_shape: Shape of one device's part after the sum over shard_axes: that of the shard,
         unless the state is sharded over replica_axes too.
-      is_sharded_param: Whether devices hold of its parameters only the part of this shape.
+      held: What devices hold of its parameters, if that is shards. If packed, a device's shard of
+        the bucket then consists of its shards of the leaves, one behind the other.
     """
 
     leaves: tuple[int, ...]
@@ -92,7 +109,17 @@ class Bucket:
     tensor_axes: tuple[str, ...] = ()
     num_layers: int | None = None
     inner_shape: tuple[int, ...] = ()
-    is_sharded_param: bool = False
+    held: tuple[HeldLeaf, ...] = ()
+
+    @property
+    def is_sharded_param(self) -> bool:
+        """Whether devices hold shards of its parameters, rather than whole ones."""
+        return bool(self.held)
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """Shape of the part of its array that devices hold, where that is a shard."""
+        return self.shard_shape if self.is_packed else self.held[0].shape
 
     @property
     def shard_size(self) -> int:
@@ -170,6 +197,7 @@ def make_layout(
     keeps_main: Callable[[Any, bool], bool] = lambda dtype, scattered: True,
     num_inner_shards: int | None = None,
     shards_params: bool = False,
+    rests_with_state: bool = False,
 ) -> Layout:
     """Assigns every leaf to a bucket and every bucket to its place.
 
@@ -180,9 +208,12 @@ def make_layout(
         a bucket of its own.
       packs: Whether small leaves are packed, as they should be where anything is sent. None: if
         there are several shards.
-      keeps_main: ``keeps_main(dtype, scattered)``: whether main parameters are kept.
+      keeps_main: ``keeps_main(dtype, is_held)``: whether main parameters are kept, of leaves of
+        which devices hold shards if ``shards_params``.
       num_inner_shards: Number of parts into which the sum over shard_axes cuts. None: num_shards.
       shards_params: Whether devices hold only shards of the parameters that are scattered.
+      rests_with_state: Whether these are the parts of which they have the state; then small
+        parameters that divide are held as shards too, and packed shard by shard.
 
     Example:
       >>> leaves = [Leaf("w", (512, 64), "float32", 0), Leaf("b", (3,), "float32", 0)]
@@ -192,24 +223,23 @@ def make_layout(
       (1,) None (1,) 1 8192
     """
     packs = num_shards > 1 if packs is None else packs
-    members = _members(leaves, num_shards, bucket_bytes, packs)
+    members = _members(leaves, num_shards, bucket_bytes, packs, rests_with_state)
     # Those with main parameters first: the flat array of main parameters is the shorter one.
-    has_main = [keeps_main(leaves[run[0]].dtype, dim is not None) for run, dim in members]
+    has_main = [keeps_main(leaves[m.leaves[0]].dtype, bool(m.dims)) for m in members]
     buckets: list[Bucket] = []
     offset = main_size = 0
     for i in sorted(range(len(members)), key=lambda i: not has_main[i]):
-        run, dim = members[i]
-        bucket = _bucket([leaves[k] for k in run], dim, num_shards)
+        bucket = _bucket(leaves, members[i], num_shards)
+        num_held = num_shards if rests_with_state else num_inner_shards or num_shards
         bucket = dataclasses.replace(
             bucket,
-            leaves=tuple(run),
             offset=offset,
             has_main=has_main[i],
             inner_shape=_scaled(
                 bucket.shard_shape, bucket.cut_dim, num_shards // (num_inner_shards or num_shards)
             ),
-            is_sharded_param=shards_params and not bucket.is_packed,
-            num_layers=bucket.num_layers if shards_params else None,
+            held=_held(leaves, members[i], num_held) if shards_params else (),
+            num_layers=bucket.num_layers if shards_params and not rests_with_state else None,
         )
         buckets.append(bucket)
         offset += _aligned(bucket.shard_size)
@@ -217,29 +247,48 @@ def make_layout(
     return Layout(num_shards, tuple(leaves), tuple(buckets), offset, main_size)
 
 
+class _Members(NamedTuple):
+    """The leaves of a bucket, and along which dimensions they are cut; () if they are not."""
+
+    leaves: list[int]
+    dims: tuple[int, ...]
+    is_packed: bool
+
+
 def _members(
-    leaves: Sequence[Leaf], num_shards: int, bucket_bytes: int, packs: bool
-) -> list[tuple[list[int], int | None]]:
-    """The leaves of each bucket, and the dimension along which it is scattered."""
-    scattered: list[tuple[list[int], int | None]] = []
-    packed: list[int] = []
+    leaves: Sequence[Leaf], num_shards: int, bucket_bytes: int, packs: bool, cuts_small: bool
+) -> list[_Members]:
+    """The leaves of each bucket; with ``cuts_small``, packed ones that divide stand together."""
+    scattered: list[_Members] = []
+    packed: dict[bool, list[int]] = {True: [], False: []}  # by whether they are cut
+    dims: dict[int, int] = {}
     for i, leaf in enumerate(leaves):
         if leaf.size and leaf.group is not None:
-            dim = _scatter_dim(leaf, num_shards, _MIN_SCATTERED_SIZE if packs else 1)
-            if dim is None and packs:
-                packed.append(i)
+            dim = _scatter_dim(leaf, num_shards)
+            is_small = packs and leaf.size < _MIN_SCATTERED_SIZE
+            if dim is not None and not is_small:
+                scattered.append(_Members([i], (dim,), is_packed=False))
+            elif packs:
+                if dim is not None and cuts_small:
+                    dims[i] = dim
+                packed[i in dims].append(i)
             else:
-                scattered.append(([i], dim))
-    return scattered + [(run, None) for run in _pack(leaves, packed, bucket_bytes)]
+                scattered.append(_Members([i], (), is_packed=True))
+    runs = [run for is_cut in packed for run in _pack(leaves, packed[is_cut], bucket_bytes)]
+    return scattered + [
+        _Members(run, tuple(dims[i] for i in run if i in dims), is_packed=True) for run in runs
+    ]
 
 
-def _bucket(members: Sequence[Leaf], dim: int | None, num_shards: int) -> Bucket:
+def _bucket(leaves: Sequence[Leaf], members: _Members, num_shards: int) -> Bucket:
     """A bucket, without what depends on the others."""
-    first, total = members[0], sum(leaf.size for leaf in members)
-    is_packed = dim is None
+    first = leaves[members.leaves[0]]
+    total = sum(leaves[i].size for i in members.leaves)
+    is_packed = members.is_packed
+    dim = None if is_packed else members.dims[0]
     whole_shape = (total + -total % num_shards,) if is_packed else first.shape
     return Bucket(
-        leaves=(),
+        leaves=tuple(members.leaves),
         dim=dim,
         dtype=first.dtype,
         group=first.group or 0,
@@ -249,6 +298,16 @@ def _bucket(members: Sequence[Leaf], dim: int | None, num_shards: int) -> Bucket
         has_main=False,
         tensor_axes=first.tensor_axes,
         num_layers=first.shape[0] if first.is_stacked and not is_packed else None,
+    )
+
+
+def _held(leaves: Sequence[Leaf], members: _Members, num_held: int) -> tuple[HeldLeaf, ...]:
+    """What devices hold of the leaves of a bucket; nothing if they are not cut."""
+    if not members.dims:
+        return ()
+    return tuple(
+        HeldLeaf(i, dim, _cut(leaves[i].shape, dim, num_held))
+        for i, dim in zip(members.leaves, members.dims, strict=True)
     )
 
 
@@ -264,9 +323,8 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _scatter_dim(leaf: Leaf, num_shards: int, min_size: int) -> int | None:
-    if leaf.size < min_size:
-        return None
+def _scatter_dim(leaf: Leaf, num_shards: int) -> int | None:
+    """The first dimension that divides; None if there is none."""
     dims = range(1 if leaf.is_stacked else 0, len(leaf.shape))
     return next((dim for dim in dims if leaf.shape[dim] % num_shards == 0), None)
 

@@ -92,7 +92,7 @@ def _leaf(leaf: Leaf) -> dict[str, Any]:
 
 
 def _bucket(bucket: Bucket, main_kind: str) -> dict[str, Any]:
-    return {
+    entry: dict[str, Any] = {
         "leaves": list(bucket.leaves),
         "dim": bucket.dim,
         "shard_shape": list(bucket.shard_shape),
@@ -100,6 +100,9 @@ def _bucket(bucket: Bucket, main_kind: str) -> dict[str, Any]:
         "offset": bucket.offset,
         "main": main_kind if bucket.has_main else None,
     }
+    if bucket.is_packed and bucket.held:  # shard by shard
+        entry["dims"] = [held.dim for held in bucket.held]
+    return entry
 
 
 def _json(value: Any) -> str:

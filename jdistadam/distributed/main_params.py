@@ -59,11 +59,16 @@ def with_main_params(
     return map_state(lambda state: state._replace(main_params=flat), opt_state)
 
 
-def as_they_arrive(schedule: Schedule, params: Params) -> Any:
-    """Returns global params rounded as a step rounds those that it sends, to param_comm_dtype."""
+def as_they_arrive(schedule: Schedule, params: Params, *, before_forward: bool = False) -> Any:
+    """Returns global params rounded as a step rounds those that it sends, to param_comm_dtype.
+
+    Those that it sends after the update; or those that it gathers before the forward pass.
+    """
     leaves: list[Any] = jax.tree.leaves(params)
     for entry in schedule.buckets:
-        for gather in entry.after_update:
+        is_held = entry.bucket.is_sharded_param
+        before = entry.gather if is_held else ()
+        for gather in before if before_forward else entry.after_update:
             for i in entry.bucket.leaves:
                 sent = collectives.round_to(leaves[i], gather.dtype)
                 leaves[i] = sent.astype(leaves[i].dtype)

@@ -41,6 +41,7 @@ from jdistadam.distributed.accumulate import (
     likeness,
 )
 from jdistadam.distributed.config import DistributedConfig, global_specs
+from jdistadam.distributed.gather import gather_params_at_rest
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.seen_params import SeenParams
@@ -115,7 +116,7 @@ def init_grads(config: DistributedConfig, seen: SeenParams, params: Params) -> A
 
     trees.check_dtypes(params, name="params")
     specs = config.tensor_specs(params)
-    layout = seen.schedule(_on_a_device(config, params)).layout
+    layout = seen.schedule(on_a_device(config, params)).layout
     sums, weight = _manual(
         config, local, (params,), (specs,), (_specs_of_sums(config, layout, specs), P())
     )
@@ -181,16 +182,30 @@ def each_leaf(
         return shards, lambda i: lambda function, x: function(x)
     _check_strategy(config)
     specs = jax.tree.leaves(config.tensor_specs(shards))
-    return _on_a_device(
+    return on_a_device(
         config, shards
     ), lambda i: lambda function, x: _manual(config, function, (x,), (specs[i],), specs[i])
+
+
+def gather_at_rest(config: DistributedConfig, seen: SeenParams, held: Params) -> Any:
+    """``gather_params_at_rest`` of a tree: all params, as devices hold them."""
+
+    def local(held: Params) -> Any:
+        leaves = gather_params_at_rest(seen.schedule(held), jax.tree.leaves(held))
+        treedef: Any = jax.tree.structure(held)
+        return treedef.unflatten(leaves)
+
+    if not axes_left_to_xla(config.parallel):
+        return local(held)
+    specs = config.tensor_specs(held)
+    return _manual(config, local, (held,), (specs,), specs)
 
 
 def check_own_region(config: DistributedConfig, seen: SeenParams, params: Params) -> None:
     """Raises PolicyError where shards of params in a user's own region are in another order."""
     if not axes_left_to_xla(config.parallel) or not config.parallel.shards_params:
         return
-    layout = seen.schedule(_on_a_device(config, params)).layout
+    layout = seen.schedule(on_a_device(config, params)).layout
     specs = jax.tree.leaves(global_specs(config, layout, params))
     for path, spec in zip(trees.paths(params, "params"), specs, strict=True):
         if cut_twice(config.parallel, spec):
@@ -200,7 +215,8 @@ def check_own_region(config: DistributedConfig, seen: SeenParams, params: Params
                 "over the data axes alone",
                 got=spec,
                 expected="dimensions that are cut once",
-                action="Use train_step, a shard_map over all axes, or 'optim_grads'.",
+                action="Use train_step, a shard_map over all axes, or 'optim_grads' with "
+                "params_at_rest='full'.",
             )
 
 
@@ -249,7 +265,7 @@ def _manual(
     )([leaves[i] for i in passed])
 
 
-def _on_a_device(config: DistributedConfig, params: Params) -> Any:
+def on_a_device(config: DistributedConfig, params: Params) -> Any:
     """Shapes on one device of params, or of their shards, as they are in this region."""
     axes = axes_left_to_xla(config.parallel)
     specs = jax.tree.leaves(config.tensor_specs(params))

@@ -34,6 +34,7 @@ def distributed_fused_adamw(
     replica_axis: str | tuple[str, ...] | None = None,
     sharding_strategy: str = "optim",
     outer_sharding_strategy: str = "no_shard",
+    params_at_rest: str = "full",
     policy: MixedPrecisionPolicy | None = None,
     max_grad_norm: float | None = None,
     loss_scale: float | DynamicLossScale | None = None,
@@ -90,6 +91,12 @@ def distributed_fused_adamw(
         accumulated (ZeRO-2); "optim_grads_params": leaves of 16384 elements or more with a
         dimension that divides are sharded too (ZeRO-3), see ``gather_params``.
       outer_sharding_strategy: "optim": state is sharded over ``replica_axis`` as well.
+      params_at_rest: What devices hold of the parameters between steps under "optim" and
+        "optim_grads". "full": all. "shard": the part of which they have the state, of every leaf
+        with a dimension that divides; a step then begins with their all-gathers, once for all
+        micro-batches, beside the forward pass, and ends with none. Parameters that are not rounded
+        copies of main parameters are then the main parameters. Under "optim_grads_params" they are
+        shards anyway, and both values are the same. See docs/params_at_rest.md.
       policy: The dtypes of what is stored and sent. None: float32 throughout.
       max_grad_norm: Clips the mean gradient to this global norm, as
         ``optax.clip_by_global_norm``. None: no clipping.
@@ -165,6 +172,7 @@ def distributed_fused_adamw(
         replica_axis=replica_axis,
         sharding_strategy=sharding_strategy,
         outer_sharding_strategy=outer_sharding_strategy,
+        params_at_rest=params_at_rest,
         policy=policy,
         max_grad_norm=max_grad_norm,
         loss_scale=loss_scale,
@@ -192,6 +200,7 @@ def distributed_fused_adam(
     replica_axis: str | tuple[str, ...] | None = None,
     sharding_strategy: str = "optim",
     outer_sharding_strategy: str = "no_shard",
+    params_at_rest: str = "full",
     policy: MixedPrecisionPolicy | None = None,
     max_grad_norm: float | None = None,
     loss_scale: float | DynamicLossScale | None = None,
@@ -220,6 +229,7 @@ def distributed_fused_adam(
       replica_axis: Further axes that carry data.
       sharding_strategy: "no_shard", "optim", "optim_grads" or "optim_grads_params".
       outer_sharding_strategy: "no_shard" or "optim".
+      params_at_rest: "full" or "shard".
       policy: The dtypes of what is stored and sent.
       max_grad_norm: Clips the mean gradient to this global norm.
       loss_scale: What the loss was multiplied by.
@@ -261,6 +271,7 @@ def distributed_fused_adam(
         replica_axis=replica_axis,
         sharding_strategy=sharding_strategy,
         outer_sharding_strategy=outer_sharding_strategy,
+        params_at_rest=params_at_rest,
         policy=policy,
         max_grad_norm=max_grad_norm,
         loss_scale=loss_scale,
@@ -284,6 +295,7 @@ def _distributed(
     replica_axis: Any,
     sharding_strategy: str,
     outer_sharding_strategy: str,
+    params_at_rest: str,
     policy: MixedPrecisionPolicy | None,
     max_grad_norm: float | None,
     loss_scale: float | DynamicLossScale | None,
@@ -304,6 +316,7 @@ def _distributed(
         replica_axis=replica_axis,
         strategy=sharding_strategy,
         outer_strategy=outer_sharding_strategy,
+        params_at_rest=params_at_rest,
         policy=policy,
         has_param_specs=param_specs is not None,
     )

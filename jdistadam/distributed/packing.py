@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,16 +13,27 @@ import numpy as np
 from jax import lax
 
 from jdistadam.core import collectives, trees
-from jdistadam.distributed.layout import Bucket, Layout
+from jdistadam.distributed.layout import Bucket, HeldLeaf, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.kernels import multi_tensor
 
 
 def bucket_array(bucket: Bucket, leaves: Sequence[Any], dtype: Any) -> jax.Array:
-    """Returns a bucket's whole content: its leaf as it is, or its leaves packed and padded."""
+    """Returns a bucket's whole content: its leaf as it is, or its leaves packed and padded.
+
+    Of shards of its leaves, as devices hold them, that is the shard of the bucket.
+    """
     if not bucket.is_packed:
         return leaves[bucket.leaf].astype(dtype)
     members = [jnp.asarray(leaves[i]) for i in bucket.leaves]
+    if bucket.held and any(x.shape != h.shape for x, h in zip(members, bucket.held, strict=True)):
+        # As the kernel gets the members of other buckets: [Note: casts that XLA deletes].
+        members = lax.optimization_barrier(members)
+        rows = [
+            _shards_as_rows(collectives.round_to(x, dtype), held)
+            for x, held in zip(members, bucket.held, strict=True)
+        ]
+        return jnp.concatenate(rows, axis=1).reshape(-1)
     dtypes = {x.dtype for x in members}
     if len(dtypes) > 1 or not dtypes <= set(trees.STORAGE_DTYPES):
         members = [x.astype(dtype) for x in members]
@@ -52,11 +64,11 @@ def axes_left_to_cut(
 ) -> tuple[str, ...]:
     """Returns the axes over which a bucket's array of this shape is still to cut into shards.
 
-    All over which the state is sharded, but of what devices hold a part already only replica_axes.
+    All over which the state is sharded, but for those over which it is cut already.
     """
     axes = parallel.state_axes
-    if bucket.is_sharded_param and shape == bucket.inner_shape:
-        return tuple(axis for axis in axes if axis in parallel.replica_axes)
+    if bucket.is_sharded_param and shape == bucket.held_shape:
+        return tuple(axis for axis in axes if axis not in parallel.held_axes)
     return axes
 
 
@@ -91,10 +103,41 @@ def leaves_of_bucket(layout: Layout, bucket: Bucket, whole: Any) -> list[tuple[i
     """Cuts a bucket's whole content into its leaves: pairs of leaf index and array."""
     if not bucket.is_packed:
         return [(bucket.leaf, whole)]
+    if bucket.held:
+        return _leaves_of_rows(layout, bucket, whole)
     shapes = [layout.leaves[i].shape for i in bucket.leaves]
     offsets = _offsets(layout.leaves[i].size for i in bucket.leaves)
     leaves = multi_tensor.unpack(whole, shapes, offsets[:-1], whole.dtype)
     return list(zip(bucket.leaves, leaves, strict=True))
+
+
+def held_of_shard(bucket: Bucket, shard: jax.Array) -> list[tuple[int, jax.Array]]:
+    """Cuts a device's shard of a bucket into what it holds of its leaves: leaf index and array."""
+    if not bucket.is_packed:
+        return [(bucket.leaf, shard)]
+    shapes = [held.shape for held in bucket.held]
+    offsets = _offsets(map(math.prod, shapes))
+    leaves = multi_tensor.unpack(shard, shapes, offsets[:-1], shard.dtype)
+    return list(zip(bucket.leaves, leaves, strict=True))
+
+
+def _shards_as_rows(whole: jax.Array, held: HeldLeaf) -> jax.Array:
+    """Returns a leaf as one row for each shard."""
+    dim = held.dim
+    split = whole.reshape(*whole.shape[:dim], -1, *held.shape[dim:])
+    return jnp.moveaxis(split, dim, 0).reshape(split.shape[dim], -1)
+
+
+def _leaves_of_rows(layout: Layout, bucket: Bucket, whole: Any) -> list[tuple[int, Any]]:
+    """The leaves of a bucket that is packed shard by shard; jax or numpy arrays."""
+    rows, leaves = whole.reshape(layout.num_shards, -1), []
+    offsets = _offsets(math.prod(held.shape) for held in bucket.held)
+    for held, (start, end) in zip(bucket.held, itertools.pairwise(offsets), strict=True):
+        shards = rows[:, start:end].reshape(-1, *held.shape)
+        order = [*range(1, held.dim + 1), 0, *range(held.dim + 1, shards.ndim)]
+        leaf = shards.transpose(order).reshape(layout.leaves[held.leaf].shape)
+        leaves.append((held.leaf, leaf))
+    return leaves
 
 
 def _offsets(sizes: Iterable[int]) -> list[int]:
@@ -119,6 +162,10 @@ def leaves_of_flat(layout: Layout, flat: Any) -> list[np.ndarray]:
         whole = np.concatenate(
             list(shards.reshape(layout.num_shards, *bucket.shard_shape)), bucket.cut_dim
         )
+        if bucket.held and bucket.is_packed:
+            for i, leaf in _leaves_of_rows(layout, bucket, whole):
+                leaves[i] = leaf
+            continue
         if not bucket.is_packed:
             leaves[bucket.leaf] = whole
             continue

@@ -78,12 +78,11 @@ def shapes_on_a_device(parallel: DataParallel, params: Params, specs: Iterable[P
 
 
 def with_data_axes(layout: Layout, parallel: DataParallel, specs: list[P]) -> list[P]:
-    """Returns the specs with shard_axes added where devices hold shards of the parameters."""
+    """Returns the specs with data axes added where devices hold shards of the parameters."""
     specs = list(specs)
     for bucket in layout.buckets:
-        if bucket.is_sharded_param:
-            i = bucket.leaf
-            specs[i] = _with_axes(specs[i], bucket.cut_dim, parallel.shard_axes)
+        for held in bucket.held:
+            specs[held.leaf] = _with_axes(specs[held.leaf], held.dim, parallel.held_axes)
     return specs
 
 

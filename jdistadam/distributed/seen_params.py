@@ -99,11 +99,13 @@ class SeenParams:
         held, in_loss = list(shapes), list(shapes)
         widened, widened_in_loss = list(shapes), list(shapes)
         sharded: dict[int, BucketSchedule] = {}
+        gathers_once = self._config.parallel.gathers_once
         for entry in schedule.buckets:
-            if entry.bucket.is_sharded_param:
-                i = entry.bucket.leaf
+            for i, _, shape in entry.bucket.held:
+                held[i] = jax.ShapeDtypeStruct(shape, shapes[i].dtype)
+                if gathers_once:  # all of it, before it is differentiated
+                    continue
                 sharded[i] = entry
-                held[i] = jax.ShapeDtypeStruct(entry.bucket.inner_shape, shapes[i].dtype)
                 widened[i] = held[i].update(
                     dtype=self._config.differentiated_dtype(shapes[i].dtype)
                 )

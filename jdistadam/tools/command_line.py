@@ -12,7 +12,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import jdistadam
 from jdistadam.core.precision import MixedPrecisionPolicy
-from jdistadam.distributed.mesh_axes import OUTER_SHARDING_STRATEGIES, SHARDING_STRATEGIES
+from jdistadam.distributed.mesh_axes import (
+    OUTER_SHARDING_STRATEGIES,
+    PARAMS_AT_REST,
+    SHARDING_STRATEGIES,
+)
 from jdistadam.tools import bench
 
 _LARGEST = 1 << 20  # of a count: more than any machine has, and still planned at once
@@ -138,6 +142,12 @@ def _add_optimizer_arguments(parser: Parser) -> None:
         choices=OUTER_SHARDING_STRATEGIES,
         default="no_shard",
         help="what is sharded over the replicas too",
+    )
+    add(
+        "--params-at-rest",
+        choices=PARAMS_AT_REST,
+        default="full",
+        help="what devices hold of the parameters between steps",
     )
     add(
         "--accumulate-steps",

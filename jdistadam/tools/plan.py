@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import jax.numpy as jnp
@@ -114,11 +115,12 @@ def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
     policy = config.policy
     main_dtype = policy.main_params.stored_dtype
     main_itemsize = 0 if main_dtype is None else main_dtype.itemsize
-    inner_sizes = {b.leaf: b.inner_size for b in layout.buckets if b.is_sharded_param}
+    held = (held for bucket in layout.buckets for held in bucket.held)
+    held_sizes = {i: math.prod(shape) for i, _, shape in held}
     scalars = 2 + (0 if config.loss_scale is None else 4)  # of LossScaleState
     return {
         "params": sum(
-            inner_sizes.get(i, leaf.size) * jnp.dtype(leaf.dtype).itemsize
+            held_sizes.get(i, leaf.size) * jnp.dtype(leaf.dtype).itemsize
             for i, leaf in enumerate(layout.leaves)
         ),
         "main_params": layout.main_size * main_itemsize,
@@ -171,7 +173,7 @@ def _buffers(
         yield "new shards", bucket.shard_size * itemsize  # cut out of the params
     if comm != bucket.dtype:
         yield "gathered parameters", whole * jnp.dtype(comm).itemsize
-    if bucket.is_packed:
+    if bucket.is_packed or (config.parallel.gathers_once and bucket.is_sharded_param):
         yield "gathered parameters", whole * itemsize
     if bucket.num_layers is not None:
         yield "gathered parameters", 2 * whole * itemsize  # of this layer and the next

@@ -27,6 +27,9 @@ _MERGED = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 256 << 20,
     "xla_gpu_all_gather_combine_threshold_bytes": 256 << 20,
 }
+# Merged, parameters at rest would all be gathered before the forward pass begins. One by one, each
+# is begun a few operations before its first use: see [Note: parameters at rest].
+_GATHERS_APART = {"xla_gpu_all_gather_combine_threshold_bytes": 1}
 # Gradients that are sent ahead to peers (distributed/schedule.py) take no multiprocessor from the
 # backward pass.
 _BY_COPY_ENGINES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
@@ -39,7 +42,7 @@ _PIPELINED = {
 }
 
 
-def options_for(config: DistributedConfig) -> dict[str, Any]:
+def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, Any]:
     """Options for the training step of an optimizer; empty where its devices are not GPUs."""
     if not is_on_gpu(config):
         return {}
@@ -48,8 +51,10 @@ def options_for(config: DistributedConfig) -> dict[str, Any]:
         wanted |= _BY_COPY_ENGINES
     if config.parallel.shards_params and config.stacked:
         wanted |= _PIPELINED
-    mesh = config.mesh
-    return _MERGED | {name: x for name, x in wanted.items() if _is_known(name, x, mesh)}
+    # A loop over micro-batches begins when all parameters are there.
+    is_hidden = config.parallel.gathers_once and accumulate_steps == 1
+    merged, mesh = _MERGED | (_GATHERS_APART if is_hidden else {}), config.mesh
+    return merged | {name: x for name, x in wanted.items() if _is_known(name, x, mesh)}
 
 
 def is_on_gpu(config: DistributedConfig) -> bool:

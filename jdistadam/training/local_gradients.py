@@ -115,7 +115,8 @@ class _Gradient:
     @property
     def _has_layers(self) -> bool:
         """Whether the loss gets shards of stacked layers, to be gathered one by one."""
-        if self.tx.config.stacked is None or not self.tx.config.parallel.shards_params:
+        parallel = self.tx.config.parallel
+        if self.tx.config.stacked is None or not parallel.shards_params or parallel.gathers_once:
             return False
         return bool(stacked_shards(self.tx.seen.schedule(self.params).layout))
 

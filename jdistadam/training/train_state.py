@@ -383,20 +383,3 @@ def check_layout(state: TrainState, tx: DistributedTransformation) -> None:
     check_distributed(tx)
     check_train_state(state)
     tx.check_state(state.opt_state, state.params)
-
-
-def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
-    """Returns the unsharded parameters, in the dtype the model computes with.
-
-    Every device gets them, but for what ``param_specs`` shards over tensor axes.
-
-    Raises:
-      LayoutError: The state is of another layout than that of ``tx``.
-    """
-    check_layout(state, tx)
-    config = tx.config
-    if not config.parallel.shards_params:
-        return state.params
-    specs = config.tensor_specs(state.params)
-    placed = jax.tree.map(lambda spec: NamedSharding(config.mesh, spec), specs)
-    return jax.jit(lambda x: x, out_shardings=placed)(state.params)

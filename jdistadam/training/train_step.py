@@ -288,7 +288,8 @@ def train_step(
     check_model_axes(tx.config)
     options = StepOptions(accumulate_steps, batch_spec, report_nonfinite)
     program = StepProgram(tx, LossFunction(loss_fn, has_aux, weighted), options)
-    return TrainStep(program, options_for(tx.config) | (compiler_options or {}))
+    chosen = options_for(tx.config, accumulate_steps)
+    return TrainStep(program, chosen | (compiler_options or {}))
 
 
 def _check_options(options: Any) -> None:

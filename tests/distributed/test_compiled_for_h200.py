@@ -129,6 +129,63 @@ def test_state_is_updated_in_place(h200s):
     assert memory.alias_size_in_bytes == 2 * num_params + 3 * 4 * flat_size + 4
 
 
+@pytest.mark.parametrize(
+    ("dtype", "main"),
+    [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "remainder16")],
+)
+def test_parameters_at_rest_are_gathered_beside_the_forward_pass(h200s, dtype, main):
+    """One gather for each bucket, all before the update, some of them while products run."""
+    policy = dict(main_params_dtype=main)
+    tx, params, compiled = compile_step(
+        h200s(8), dtype, jnp.bfloat16, policy, rows=1 << 16, params_at_rest="shard"
+    )
+    text = compiled.as_text()
+    program = text[text.index("\nENTRY ") :].splitlines()  # in the order in which it runs
+    place = {
+        op: [i for i, line in enumerate(program) if re.search(rf" {op}\(", line)]
+        for op in ("all-gather", "all-gather-start", "all-gather-done")
+    }
+    (update,) = [i for i, line in enumerate(program) if '"jdistadam_adam"' in line]
+    layout = tx.config.layout(params)
+    assert len(place["all-gather"] + place["all-gather-start"]) == len(layout.buckets) == 7
+    assert max(i for found in place.values() for i in found) < update
+    products = [i for i, line in enumerate(program) if re.search(r"gemm|cublas", line)]
+    pairs = zip(place["all-gather-start"], place["all-gather-done"], strict=True)
+    overlapped = [any(a < i < b for i in products) for a, b in pairs]
+    assert sum(overlapped) >= 5  # all but those of the first layer, which nothing can hide
+    short = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+    assert by_op(text) == {
+        ("reduce-scatter", "bf16"): sum(b.shard_size for b in layout.buckets),
+        ("all-gather", short): 8 * sum(b.shard_size for b in layout.buckets),
+        ("all-reduce", "f32"): 2,
+    }
+    assert re.findall(r"= (?:\()?(\w+)\[([\d,]+)\]\S* copy(?:-start)?\(", text) == []
+    held = jda.plan(params, tx).held
+    aliased = sum(held[name] for name in ("params", "main_params", "mu", "nu")) + 4  # count
+    assert compiled.memory_analysis().alias_size_in_bytes == aliased
+
+
+def test_parameters_at_rest_travel_as_planned_over_both_axes(h200s):
+    """In float8, from state that is sharded over replicas too; the audit counts dtypes and times."""
+    mesh = h200s(2, 4, names=("replica", "data"))
+    policy = dict(grad_reduce_dtype="float32", param_comm_dtype="float8_e4m3fn")
+    tx = jda.distributed_fused_adamw(
+        1e-3,
+        mesh=mesh,
+        replica_axis="replica",
+        outer_sharding_strategy="optim",
+        params_at_rest="shard",
+        policy=jda.MixedPrecisionPolicy(**policy),
+    )
+    state = jda.TrainState.shapes(params_of(jnp.bfloat16), tx)
+    batch = jax.ShapeDtypeStruct((64, WIDTH), jnp.bfloat16)
+    batch = placed(mesh, batch, tx.config.parallel.batch_spec)
+    found = jda.audit(jda.train_step(loss_fn, tx, accumulate_steps=2), state, batch)
+    assert found.passed, found
+    gathers = {(row.dtype, row.devices) for row in found.rows if row.op == "all-gather"}
+    assert gathers == {("float8_e4m3fn", 2), ("float8_e4m3fn", 4)}
+
+
 def test_temporary_memory_is_gradients_and_activations(h200s):
     """With communication in 16 bits nothing of the size of float32 gradients is ever held."""
     _, params, compiled = compile_step(h200s(8), jnp.bfloat16, jnp.bfloat16)

@@ -39,12 +39,12 @@ def placed(mesh, tree, specs):
     return jax.tree.map(place, specs, tree, is_leaf=lambda x: isinstance(x, P))
 
 
-def compile_step(mesh, param_dtype, comm, accumulate_steps=1, **kwargs):
-    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=comm)
+def compile_step(mesh, param_dtype, comm, policy=None, *, accumulate_steps=1, rows=64, **kwargs):
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=comm, **(policy or {}))
     tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, policy=policy, max_grad_norm=1.0, **kwargs)
     params = params_of(param_dtype)
     state = jda.TrainState.shapes(params, tx)
-    batch = placed(mesh, jax.ShapeDtypeStruct((64, WIDTH), param_dtype), P("data"))
+    batch = placed(mesh, jax.ShapeDtypeStruct((rows, WIDTH), param_dtype), P("data"))
     step = jda.train_step(loss_fn, tx, accumulate_steps=accumulate_steps)
     return tx, params, step.lower(state, batch, is_verified=True).compile()
 

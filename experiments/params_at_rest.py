@@ -1,0 +1,64 @@
+"""What a step holds with whole and with resting parameters, and which gathers products hide.
+
+    python experiments/params_at_rest.py --out experiments/results/params_at_rest_h200.json
+
+A GPT in bfloat16 with float32 main parameters under "optim", compiled for eight H200s, of which
+none need be. From 8 sequences on blocks are computed again in the backward pass. A gather is
+counted as beside the model where other instructions run between its start and its end.
+"""
+
+import argparse
+import pathlib
+
+import jax
+from jax.sharding import Mesh
+from lm import report
+from plan_against_compiler import h200s
+from step_bench import model, variants
+
+from jdistadam.tools import hlo
+
+SIZE = model.Size(layers=6, width=1024, heads=16, vocabulary=8192, length=256)
+TWO_AT_A_TIME = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
+ROWS = [  # workload, modifiers, compiler options
+    (workload, modifiers, options)
+    for workload in ("unrolled-2", "unrolled-8", "unrolled-8x4")
+    for modifiers, options in ((set(), {}), ({"at_rest"}, {}), ({"at_rest"}, TWO_AT_A_TIME))
+]
+
+
+def compile_row(mesh, workload, modifiers, options):
+    setting = variants.Setting(SIZE, model.Workload.parse(workload), mesh, "xla")
+    program = variants.Ours(setting, "optim", modifiers, options).lower().compile()
+    memory = program.memory_analysis()
+    gathers = [c for c in hlo.collectives_in(program.as_text()) if c.op == "all-gather"]
+    return {
+        "workload": workload,
+        "params_at_rest": "shard" if modifiers else "full",
+        "options": options,
+        "parameters": sum(x.size for x in jax.tree.leaves(setting.shapes)),
+        "arguments": memory.argument_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "peak": memory.peak_memory_in_bytes,
+        "gathers": len(gathers),
+        "beside": sum(c.is_async for c in gathers),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--revision", help="revision of the code to record; default: git's")
+    args = parser.parse_args()
+    mesh = Mesh(h200s((1, 8)).devices.reshape(-1), ("data",))
+    rows = []
+    for row in ROWS:
+        rows.append(compile_row(mesh, *row))
+        print({k: v for k, v in rows[-1].items() if k != "parameters"}, flush=True)
+    report.write_run(args.out, args.revision, rows=rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The unsharded parameters of a train state, for evaluation and export."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jdistadam.core.types import Params
+from jdistadam.distributed.main_params import as_they_arrive
+from jdistadam.distributed.schedule import Schedule
+from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.training.train_state import TrainState, check_layout
+
+
+def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
+    """Returns the unsharded parameters, in the dtype the model computes with.
+
+    Every device gets them, but for what ``param_specs`` shards over tensor axes. Those that rest as
+    shards are what the next forward pass gets: rounded to ``policy.param_comm_dtype`` if it is set.
+
+    Raises:
+      LayoutError: The state is of another layout than that of ``tx``.
+    """
+    check_layout(state, tx)
+    config = tx.config
+    if not config.parallel.shards_params:
+        return state.params
+    specs = config.tensor_specs(state.params)
+    placed = jax.tree.map(lambda spec: NamedSharding(config.mesh, spec), specs)
+    is_rounded = config.parallel.gathers_once and config.policy.param_comm_dtype is not None
+    whole = config.tensor_local(state.params)
+    schedule = tx.seen.schedule_of_whole(whole) if is_rounded else None
+    # One function for all calls, which are compiled once.
+    return jax.jit(_gathered, static_argnums=0, out_shardings=placed)(schedule, state.params)
+
+
+def _gathered(schedule: Schedule | None, params: Params) -> Any:
+    """Params as the forward pass gets them: rounded where a schedule is given."""
+    return params if schedule is None else as_they_arrive(schedule, params, before_forward=True)
