@@ -319,7 +319,7 @@ def facts() -> str:
             f"than its forward and backward pass, against {unrolled['annotated_zero1']} with "
             f"annotations; over XLA's collectives {unrolled['optim']}. With a scan over layers, "
             f"whose parameters are sharded too, {scanned['optim_grads_params']} against "
-            f"{scanned['annotated_zero1']} with whole parameters and annotations.",
+            f"{scanned['annotated_zero1']} with unsharded parameters and annotations.",
             "- On one H200 the kernel updates GPT-2 small at "
             f"{100 * ours['wall_share_of_copy']:.0f} % of the speed of a copy, in "
             f"{ours['wall_microseconds']:,.0f} us; XLA's program for `optax.adamw` takes "

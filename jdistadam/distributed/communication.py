@@ -8,7 +8,7 @@ The sum is that of ``grad_reduce_dtype=float32`` over XLA, bit for bit.
     ----------------------------  -------------------------------------------------------
     devices                       2, 4 or 8 of one process, along one axis of the mesh
     sharding_strategy             "optim", without replica_axis and tensor axes
-    params_at_rest                "full": the kernel writes whole parameters to all devices
+    params_at_rest                "full": the kernel writes unsharded parameters to all devices
     grad_reduce_dtype             float32
     main_params_dtype             float32
     param_comm_dtype              None
@@ -94,7 +94,7 @@ def choose_communication(
             "communication",
             "a step over peer memory is not supported here",
             got=reasons[0],
-            expected='"optim" with whole parameters, float32 sums and main parameters on 2, 4 or 8 '
+            expected='"optim" with unsharded parameters, float32 sums and main parameters on 2, 4 or 8 '
             "devices of one process",
             action='Pass communication="auto", which goes over XLA here, or change the setting.',
         )

@@ -3,7 +3,7 @@
 [Note: parameters at rest]
 With ``params_at_rest="shard"`` a step begins with these gathers, one for each bucket, each of
 which depends on nothing but the shards: the compiler is free to run them beside the forward pass.
-They are outside of what is differentiated, so gradients are local and have the shape of whole
+They are outside of what is differentiated, so gradients are local and have the shape of unsharded
 parameters. ``train_step`` tells XLA for GPUs not to merge them: merged, they are one that runs
 before all else. Apart, in the program of a GPT for 8 H200s most are in flight while products run,
 and end just before their first use. Layers of a scan are one leaf each, gathered before the scan.
@@ -39,7 +39,7 @@ def gather_new_params(
 
 
 def gather_params_at_rest(schedule: Schedule, held: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the leaves of whole params, of what a device holds of them; whole ones as they are.
+    """Returns the leaves of unsharded params, of what a device holds of them.
 
     Their types say that they may differ between devices: else types would have every use of them
     summed over the devices in the backward pass.

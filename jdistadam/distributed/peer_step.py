@@ -7,7 +7,7 @@ and without ``loss_scale``. The norm is taken on the way. Else it is two, with t
 
 [Note: sent ahead] In ``train_step``, which knows that a backward pass makes the gradients one after
 the other, each is sent to the device that sums it as soon as it is known (schedule.py says which).
-Of N devices' gradients (N - 1) / N so travel beside the backward pass, by the copy engines where
+Of N devices' gradients (N - 1) / N so are sent beside the backward pass, by the copy engines where
 ``train_step`` asks XLA for them, and the kernel reads them from this device's own memory. It costs
 one copy of that part, since XLA sends whole arrays. A custom training loop may hand over gradients
 that were there before the program began: those are read by the kernel where they are.

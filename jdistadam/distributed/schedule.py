@@ -50,7 +50,7 @@ class Collective:
       times: How often it runs in one step.
       leaves: Paths of the parameters.
       is_optional: Whether it may be left out: the backward pass of a scanned layer needs again
-        what it multiplied with, but not every bias; and sums of gradients that ``accumulate`` made
+        what it multiplied with, but not every bias; and accumulated gradients
         are not sent ahead.
       when: "step": once; "micro-batch": for each of them; "layer": for each layer of a scan, in
         each micro-batch.
@@ -72,7 +72,7 @@ class Collective:
     @property
     def result_elements(self) -> int:
         """Size of the array that a device gets."""
-        if self.op == "collective-permute":  # what it has itself does not travel
+        if self.op == "collective-permute":  # what it has itself is not sent
             return self.elements // self.devices * (self.devices - 1)
         return self.elements // (self.devices if self.op == "reduce-scatter" else 1)
 

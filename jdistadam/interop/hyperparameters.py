@@ -1,4 +1,4 @@
-"""Hyperparameters of two frameworks: compared on the way in, translated on the way out."""
+"""Hyperparameters of two frameworks: compared on import, translated on export."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The options of XLA with which a training step is compiled for GPUs.
 
 [Note: pipelined loops] Where a scan gathers one layer at a time, a turn of the loop needs its
-parameters first thing, and hands its gradients over last: nothing lies beside either. So XLA is
+parameters first thing, and hands its gradients over last: nothing runs beside either. So XLA is
 asked to gather the next layer, and to reduce the last one, in the turn before and after
 (``pipeline_all_gather``; it does so with reductions anyway), to unroll the loop by two, so that
 what passes from turn to turn is never copied, and to begin as early as the operands are there.
@@ -49,7 +49,8 @@ def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, A
     wanted = dict[str, Any]()
     if config.communication.is_peer:
         wanted |= _BY_COPY_ENGINES
-    if config.parallel.shards_params and config.stacked:
+    gathers_layers = config.parallel.shards_params and not config.parallel.gathers_once
+    if gathers_layers and config.stacked:
         wanted |= _PIPELINED
     # A loop over micro-batches begins when all parameters are there.
     is_hidden = config.parallel.gathers_once and accumulate_steps == 1

@@ -58,7 +58,7 @@ def make_tx(mesh="flat", kind="explicit", *, policy=None, **kwargs):
 
 
 def params_of(dtype, names=SHAPES):
-    """Numbers that float16 holds too: what is rounded to travel is so from the first step on."""
+    """Numbers that float16 holds too: what is rounded to be sent is so from the first step on."""
     rng = np.random.default_rng(0)
     return {
         k: jnp.asarray(jnp.asarray(rng.normal(size=SHAPES[k]), jnp.float16), dtype) for k in names
@@ -217,7 +217,7 @@ def test_a_step_of_another_layout_keeps_the_shards(policy):
 
 
 def test_skipped_steps_and_injected_numbers():
-    """A gradient that is not finite leaves all shards; chain and inject_hyperparams know of rest."""
+    """A non-finite gradient leaves all shards; chain and inject_hyperparams know of rest."""
 
     def make(at_rest):
         shape, names, _ = MESHES["flat"]
