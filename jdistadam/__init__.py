@@ -11,6 +11,8 @@ Start with ``fused_adamw`` in place of ``optax.adamw``; for several devices, see
 from importlib.metadata import PackageNotFoundError as _NotInstalled
 from importlib.metadata import version as _version
 
+from jdistadam.checkpoint.checkpointer import Checkpointer, save
+from jdistadam.checkpoint.restore import restore, restore_params
 from jdistadam.compose.chain import chain
 from jdistadam.compose.inject_hyperparams import inject_hyperparams
 from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState
@@ -25,6 +27,7 @@ from jdistadam.drop_in.main_params import MainParamsState
 from jdistadam.drop_in.optimizer import fused_adam, fused_adamw
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import (
+    CheckpointError,
     DtypeError,
     HyperparameterError,
     JDistAdamError,
@@ -82,6 +85,11 @@ __all__ = [  # noqa: RUF022 - by task
     # Joined with optax's own transformations.
     "chain",
     "inject_hyperparams",
+    # Checkpoints.
+    "save",
+    "restore",
+    "restore_params",
+    "Checkpointer",
     # To and from optax.
     "main_params",
     "to_optax_state",
@@ -94,6 +102,7 @@ __all__ = [  # noqa: RUF022 - by task
     "Audit",
     # What is raised.
     "JDistAdamError",
+    "CheckpointError",
     "DtypeError",
     "HyperparameterError",
     "LayoutError",

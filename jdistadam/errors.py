@@ -74,5 +74,9 @@ class LayoutError(JDistAdamError, ValueError):
     """A sharded state belongs to another layout, or nothing says to which it belongs."""
 
 
+class CheckpointError(JDistAdamError, ValueError):
+    """A checkpoint is missing, damaged or of another form, or it could not be written."""
+
+
 class NativeError(JDistAdamError, ImportError):
     """A compiled module is missing or does not fit the running jaxlib."""

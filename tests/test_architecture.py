@@ -20,6 +20,7 @@ ORDER = (
     "distributed",  # one device of several, inside of shard_map
     "compose",
     "training",
+    "checkpoint",
     "tools",
     "__main__",
 )

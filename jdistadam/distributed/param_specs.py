@@ -83,8 +83,18 @@ def with_data_axes(layout: Layout, parallel: DataParallel, specs: list[P]) -> li
     for bucket in layout.buckets:
         if bucket.is_sharded_param:
             i = bucket.leaf
-            specs[i] = _with_axes(specs[i], bucket.cut_dim, parallel.shard_axes)
+            specs[i] = with_axes(specs[i], bucket.cut_dim, parallel.shard_axes)
     return specs
+
+
+def with_axes(spec: P, dim: int, axes: tuple[str, ...]) -> P:
+    """Adds axes to one dimension: inside of what tensor axes leave to a device."""
+    if not axes:
+        return spec
+    entries = list(spec) + [None] * (dim + 1 - len(spec))
+    both = (*names_of(entries[dim]), *axes)
+    entries[dim] = both if len(both) > 1 else both[0]
+    return P(*entries)
 
 
 def cuts_of(spec: P, cutting_axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -143,11 +153,3 @@ def _instead_of(parallel: DataParallel, axis: str) -> str:
             "of data are not supported: give them an axis of their own in the mesh."
         )
     return "Name axes of the mesh; flax.linen.logical_to_mesh turns logical names into them."
-
-
-def _with_axes(spec: P, dim: int, axes: tuple[str, ...]) -> P:
-    """Adds axes to one dimension: inside of what tensor axes leave to a device."""
-    entries = list(spec) + [None] * (dim + 1 - len(spec))
-    both = (*names_of(entries[dim]), *axes)
-    entries[dim] = both if len(both) > 1 else both[0]
-    return P(*entries)
