@@ -2,6 +2,11 @@
 
 An array that is scattered where it lies keeps its shards: nothing is sent. The leaves of a packed
 bucket are gathered, as one of them may lie on several devices; a bucket is small.
+
+[Note: one collective at a time]
+Virtual CPU devices share a pool of threads. Of two programs with collectives that are started one
+after the other, and need nothing of each other, each can get a part of the threads and wait forever
+for the devices that have none. So whoever starts such a program waits for it.
 """
 
 from __future__ import annotations
@@ -71,7 +76,8 @@ def extract(
     """Returns the leaves of a bucket, from a flat array: in the order of ``bucket.leaves``."""
     form = _form(config, layout, bucket, specs)
     leaves: list[jax.Array] = _extractor(form)(flat, bucket.offset // ALIGNMENT)
-    return leaves
+    # [Note: one collective at a time]
+    return jax.block_until_ready(leaves) if bucket.is_packed else leaves
 
 
 def insert(

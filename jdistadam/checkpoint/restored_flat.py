@@ -146,7 +146,8 @@ class RestoredFlat(Restored):
                 self._params[i] = arrived
             else:
                 rounded = _rounder(kind, like.dtype, sent, self._places[i])
-                self._params[i] = rounded(exact)
+                param = jax.block_until_ready(rounded(exact))
+                self._params[i] = jax.device_put(param, self._places[i])  # the same, spelled so
             if bucket.has_main:
                 mains.append(_stored(kind)(exact))
         if bucket.has_main:
@@ -156,7 +157,7 @@ class RestoredFlat(Restored):
         """The value of a parameter that the file lacks: that of the template."""
         param = self.of_template(self._names[i], self._shapes[i])
         place = self._placed(bucket)[j][1]
-        param = _rounder(MainParams.NONE, param.dtype, None, place)(param)
+        param = jax.block_until_ready(_rounder(MainParams.NONE, param.dtype, None, place)(param))
         if not bucket.has_main:
             return param
         stored = self._extract(bucket, self.adam.main_params)[j]
@@ -181,9 +182,8 @@ class RestoredFlat(Restored):
         norm: Any = np.float32(0)
         if self.wanted.has("grad_norm"):
             (norm,) = self.reader.read([("grad_norm", everywhere)])
-        norm, scaling, identity = copy_to(
-            (norm, scaling, config.identity(self._layout)), everywhere
-        )
+        scalars = norm, scaling, config.identity(self._layout)
+        norm, scaling, identity = jax.device_put(copy_to(scalars, everywhere), everywhere)
         return self.adam._replace(
             count=count,
             main_params=flats.main_params,
@@ -224,7 +224,7 @@ class RestoredFlat(Restored):
         )
 
     def _copy(self, param: Any, i: int) -> Any:
-        return copy_to(param, self._places[i])
+        return jax.device_put(copy_to(param, self._places[i]), self._places[i])
 
     def _placed(self, bucket: Bucket) -> list[tuple[int, NamedSharding]]:
         """The leaves of a bucket, and how their arrays lie while they are moved."""
@@ -243,7 +243,10 @@ class RestoredFlat(Restored):
 
 @functools.lru_cache(maxsize=4096)
 def _rounder(kind: MainParams, dtype: Any, sent: Any, place: NamedSharding) -> Any:
-    """A program that makes a parameter of its exact value: rounded, sent and placed."""
+    """A program that makes a parameter of its exact value: rounded, sent and placed.
+
+    [Note: one collective at a time]
+    """
 
     def rounded(value: jax.Array) -> jax.Array:
         if kind is MainParams.REMAINDER16:

@@ -28,7 +28,7 @@ from jdistadam.errors import CheckpointError
 ITEM = "state"
 """Name of the folder with the arrays, in that of a step."""
 
-BATCH_BYTES = 64 << 20
+BATCH_BYTES = 32 << 20
 """Arrays are made, written and read so many bytes of a device at once, or one if it is larger."""
 
 
@@ -238,7 +238,8 @@ class Reader:
         args = ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
         with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True)) as reader:
             found = reader.restore(self._folder, args=args)
-        arrays = [found[escaped(name)] for name, _ in wanted]
+        # On Explicit axes shardings come back spelled in another way: device_put copies nothing.
+        arrays = [jax.device_put(found[escaped(name)], place) for name, place in wanted]
         for (name, _), x in zip(wanted, arrays, strict=True):
             entry = self.head.entries[name]
             if not isinstance(x, jax.Array) or (x.shape, x.dtype) != (entry.shape, entry.dtype):

@@ -56,12 +56,13 @@ class Wanted:
         Returns:
           The name; None where the parameter stays as the template has it.
         """
+        main = name.replace("params", "main_params", 1)
+        self._used.add(main)
         if not self._has_shape(name, like.shape):
             return None
-        main = name.replace("params", "main_params", 1)
         source = main if main in self.head.entries else name
         self._check_dtype(name, source, jnp.float32 if keeps_main else like.dtype)
-        self._used |= {name, source}
+        self._used.add(name)
         return source
 
     def has(self, name: str) -> bool:
