@@ -3,8 +3,8 @@
     python experiments/bench_checkpoint.py --out experiments/results/bench_checkpoint_cpu.json
 
 A state with float32 main parameters, mu and nu on virtual CPU devices. By hand means
-``to_optax_state`` and ``numpy.savez``, and back by ``numpy.load`` and ``from_optax_state``: all in one
-process, on one host. Each is done several times in the same process; the first compiles.
+``to_optax_state`` and ``numpy.savez``, and back by ``numpy.load`` and ``from_optax_state``: all in
+one process, on one host. Each is done several times in the same process; the first compiles.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def parse_args():
     )
     add = parser.add_argument
     add("--devices", type=int, default=8)
-    add("--layers", type=int, default=8, help="of a GPT; 8 of width 768 have 66.9 million parameters")
+    add("--layers", type=int, default=8, help="of a GPT; so there are 67.7 million parameters")
     add("--width", type=int, default=768)
     add("--repeats", type=int, default=4)
     add("--folder", default="/dev/shm", help="where to write; the default is memory")
@@ -97,7 +97,7 @@ def run_part(args):
         1e-3, mesh=mesh, policy=policy, sharding_strategy=args.strategy
     )
     rng = np.random.default_rng(0)
-    make = lambda shape: (0.02 * rng.standard_normal(shape, np.float32))  # noqa: E731
+    make = lambda shape: 0.02 * rng.standard_normal(shape, np.float32)  # noqa: E731
     tree = jax.tree.map(make, make_shapes(args.layers, args.width), is_leaf=is_shape)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     create = lambda: jda.TrainState.create(tree, tx, param_dtypes=jnp.bfloat16)  # noqa: E731

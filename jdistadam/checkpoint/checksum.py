@@ -64,14 +64,20 @@ def _sums_by_device(x: jax.Array) -> dict[Any, Any]:
     sharding = x.sharding
     if not isinstance(sharding, NamedSharding):
         where = sharding.devices_indices_map(x.shape)
-        local = jax.jit(functools.partial(_local_sums, shape=x.shape))
         return {
-            shard.device: local(shard.data, _starts_of(where[shard.device], x.ndim)[None])
+            shard.device: _local_program(x.shape)(
+                shard.data, _starts_of(where[shard.device], x.ndim)[None]
+            )
             for shard in x.addressable_shards
         }
     mesh: Any = sharding.mesh
     sums = _program(mesh, sharding.spec, x.shape)(x, _starts(sharding, x.shape))
     return {shard.device: shard.data for shard in sums.addressable_shards}
+
+
+@functools.lru_cache(maxsize=4096)
+def _local_program(shape: tuple[int, ...]) -> Any:
+    return jax.jit(functools.partial(_local_sums, shape=shape))
 
 
 @functools.lru_cache(maxsize=4096)

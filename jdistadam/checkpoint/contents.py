@@ -228,7 +228,8 @@ def _placed(name: str, x: Any, mesh: Mesh) -> jax.Array:
             action="Leave it out of the state.",
         )
     dtype = getattr(x, "dtype", None)
-    array = np.asarray(x, jnp.result_type(x))
+    # A copy: on a CPU, JAX may share the memory of numpy arrays, which change while they are saved.
+    array = np.array(x, jax.eval_shape(lambda x: x, x).dtype)
     if dtype not in (None, array.dtype):
         raise DtypeError(
             name,
