@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError as _NotInstalled
 from importlib.metadata import version as _version
 
 from jdistadam.checkpoint.checkpointer import Checkpointer, save
-from jdistadam.checkpoint.restore import restore, restore_params
+from jdistadam.checkpoint.restore import checkpoint_steps, restore, restore_params
 from jdistadam.compose.chain import chain
 from jdistadam.compose.inject_hyperparams import inject_hyperparams
 from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState
@@ -90,6 +90,7 @@ __all__ = [  # noqa: RUF022 - by task
     "restore",
     "restore_params",
     "Checkpointer",
+    "checkpoint_steps",
     # To and from optax.
     "main_params",
     "to_optax_state",

@@ -22,12 +22,12 @@ from jdistadam.training.train_state import TrainState, remember_params
 Predicate = Callable[[str], bool]
 
 
-def steps(folder: str | os.PathLike[str]) -> list[int]:
+def checkpoint_steps(folder: str | os.PathLike[str]) -> list[int]:
     """Returns the steps of which a folder has checkpoints, in order; of those that are complete.
 
     Example:
       >>> import tempfile
-      >>> steps(tempfile.mkdtemp())
+      >>> checkpoint_steps(tempfile.mkdtemp())
       []
     """
     path = Path(folder)
@@ -141,7 +141,7 @@ def _sharding_of(x: Any) -> Sharding:
 def _reader(folder: str | os.PathLike[str], step: int | None) -> storage.Reader:
     """Finds a checkpoint, and reads its header."""
     storage.orbax()
-    found = steps(folder)
+    found = checkpoint_steps(folder)
     path = Path(os.path.abspath(folder))
     if not found or (step is not None and step not in found):
         raise CheckpointError(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import signal
 import socket
 import subprocess
@@ -17,7 +16,6 @@ import pytest
 
 import jdistadam as jda
 from jdistadam.checkpoint import header, lock
-from jdistadam.checkpoint.restore import steps
 from support import save_again_and_again
 from support.bits import assert_trees_same_bits
 from support.paths import TESTS
@@ -38,7 +36,7 @@ def test_the_newest_are_kept(tmp_path):
     with jda.Checkpointer(tmp_path / "new" / "folder", every=2, keep=2) as checkpointer:
         saved = [checkpointer.after_step(step, state_of(float(step))) for step in range(1, 8)]
     assert saved == [False, True] * 3 + [False]
-    assert steps(checkpointer.folder) == [4, 6]
+    assert jda.checkpoint_steps(checkpointer.folder) == [4, 6]
     for step, want in ((None, 6.0), (4, 4.0)):
         assert jda.restore_params(checkpointer.folder, step=step)["w"].tolist() == [[want] * 3] * 4
 
@@ -71,9 +69,9 @@ def test_a_failure_in_the_background_is_raised_by_the_next_step(tmp_path, monkey
                 time.sleep(0.01)
         assert "FileNotFoundError" in e.value.got and e.value.where == str(tmp_path)
         monkeypatch.undo()
-        assert steps(tmp_path) == [5]
+        assert jda.checkpoint_steps(tmp_path) == [5]
         checkpointer.save(state_of(4.0), step=20)  # and goes on
-    assert steps(tmp_path) == [5, 20]
+    assert jda.checkpoint_steps(tmp_path) == [5, 20]
     assert jda.restore_params(tmp_path, step=5)["b"].tolist() == [-1.0] * 5
 
 
@@ -121,7 +119,7 @@ def test_what_other_machines_say_counts_for_minutes(tmp_path):
 
 def restored(folder):
     """The newest checkpoint, after comparing all of it with what was saved as this step."""
-    newest = steps(folder)[-1]
+    newest = jda.checkpoint_steps(folder)[-1]
     want = save_again_and_again.state_of(newest)
     got = jda.restore(folder, jax.eval_shape(lambda: want))
     assert_trees_same_bits(got, want)
@@ -145,7 +143,7 @@ def test_kill_9_leaves_the_old_checkpoint_or_the_new_one(tmp_path, kills):
         # Step n begins to be written when step n - 1 is there; the last one said has begun.
         assert before < last - 1 <= newest <= last + 1, (before, newest, last)
         before = newest
-    assert len(steps(tmp_path)) <= 3
+    assert len(jda.checkpoint_steps(tmp_path)) <= 3
 
 
 @pytest.mark.slow
@@ -166,4 +164,4 @@ def test_another_process_is_kept_out(tmp_path):
         assert done.returncode == 1, done.stdout
         assert f"another one saves into this folder: got pid {os.getpid()}" in done.stderr
         checkpointer.save(state_of(1.0))
-    assert steps(pathlib.Path(tmp_path)) == [0]
+    assert jda.checkpoint_steps(tmp_path) == [0]

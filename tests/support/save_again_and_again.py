@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import optax
 
 import jdistadam as jda
-from jdistadam.checkpoint.restore import steps
 
 SHAPES = {"a": (256, 1024), "b": (300_000,), "c": (5,)}
 
@@ -25,7 +24,7 @@ def state_of(step):
 
 def main():
     folder = sys.argv[1]
-    first = max(steps(folder), default=0) + 1
+    first = max(jda.checkpoint_steps(folder), default=0) + 1
     with jda.Checkpointer(folder, every=1, keep=2) as checkpointer:
         for step in range(first, 10_000):
             if "full" in sys.argv and step == 3:
