@@ -15,7 +15,7 @@ from jdistadam.checkpoint import storage
 from jdistadam.checkpoint.contents import contents_of
 from jdistadam.checkpoint.lock import FolderLock
 from jdistadam.core.arguments import check_count
-from jdistadam.errors import CheckpointError
+from jdistadam.errors import CheckpointError, HyperparameterError
 
 
 class Checkpointer:
@@ -61,7 +61,7 @@ class Checkpointer:
             if value is not None:
                 check_count(name, value)
         storage.orbax()
-        self.folder = Path(os.path.abspath(folder))
+        self.folder = storage.local_folder(folder)
         self.every, self._tx = every, tx
         self._lock = _locked(self.folder)
         try:
@@ -87,6 +87,8 @@ class Checkpointer:
           LayoutError, TreeError, DtypeError: The state cannot be saved, or not with this ``tx``.
         """
         self.check()
+        if step is not None:
+            check_step(step)
         contents = contents_of(state, self._tx)
         number = contents.count if step is None else int(step)
         if (self.folder / str(number)).exists():
@@ -172,6 +174,18 @@ class Checkpointer:
             got=f"{type(error).__name__}: {text[:300]}",
             expected="a folder that can be written",
             action="See to the folder and its disk, and save again.",
+        )
+
+
+def check_step(step: Any) -> None:
+    """Raises HyperparameterError unless a step is a whole number that is not negative."""
+    if not isinstance(step, int | np.integer) or isinstance(step, bool) or step < 0:
+        raise HyperparameterError(
+            "step",
+            "not the number of a checkpoint",
+            got=repr(step),
+            expected="a whole number, 0 or more",
+            action="Pass how many steps were taken, or leave it out.",
         )
 
 

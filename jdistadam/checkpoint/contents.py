@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ class Group:
     Attributes:
       entries: What they are.
       make: Returns them, in this order.
-      nbytes: What they take on a device beside the state.
+      nbytes: What they take on a device: beside the state, or as a part of it.
     """
 
     entries: tuple[Entry, ...]
@@ -214,7 +215,8 @@ def _whole(name: str, x: Any, mesh: Mesh, **kwargs: Any) -> Group:
     if not isinstance(x, jax.Array):
         x = _placed(name, x, mesh)
     entry = Entry(name, tuple(x.shape), jnp.dtype(x.dtype), **kwargs)
-    return Group((entry,), lambda: [x])
+    part = x.sharding.shard_shape(x.shape)
+    return Group((entry,), lambda: [x], math.prod(part) * entry.dtype.itemsize)
 
 
 def _placed(name: str, x: Any, mesh: Mesh) -> jax.Array:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,7 +29,7 @@ def checkpoint_steps(folder: str | os.PathLike[str]) -> list[int]:
       >>> checkpoint_steps(tempfile.mkdtemp())
       []
     """
-    path = Path(folder)
+    path = storage.local_folder(folder)
     names = [x.name for x in path.iterdir() if x.is_dir()] if path.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal())
 
@@ -87,7 +86,8 @@ def restore(
         values[field] = structure.unflatten(restored.others(names))
     treedef: Any = jax.tree.structure(template, is_leaf=lambda x: x is not template)
     state = treedef.unflatten(values[name] for name in fields)
-    return remember_params(state) if isinstance(state, TrainState) else state
+    is_whole = isinstance(state, TrainState) and new is None  # its params are what was saved
+    return remember_params(state) if is_whole else state
 
 
 def restore_params(
@@ -142,7 +142,7 @@ def _reader(folder: str | os.PathLike[str], step: int | None) -> storage.Reader:
     """Finds a checkpoint, and reads its header."""
     storage.orbax()
     found = checkpoint_steps(folder)
-    path = Path(os.path.abspath(folder))
+    path = storage.local_folder(folder)
     if not found or (step is not None and step not in found):
         raise CheckpointError(
             str(path),

@@ -50,7 +50,7 @@ class Restored:
         values = dict(zip([n for n, saved in self._is_saved.items() if saved], others, strict=True))
         for name, leaf in self._others.items():
             if name not in values:
-                values[name] = self.count() if name not in self._is_saved else leaf.value
+                values[name] = leaf.value if name in self._is_saved else self.count(leaf.value)
         new = {
             name: parts.rebuilt(name, tree, values, adam, main)
             for name, tree in self.fields.items()
@@ -79,9 +79,9 @@ class Restored:
             )
         return new
 
-    def count(self) -> jax.Array:
-        """Reads the number of steps."""
-        (found,) = self.reader.read([("count", self.place(None))])
+    def count(self, like: Any = None) -> jax.Array:
+        """Reads the number of steps, placed like a part of the template."""
+        (found,) = self.reader.read([("count", self.place(like))])
         return found
 
     def place(self, like: Any) -> Sharding:
@@ -142,7 +142,7 @@ class Restored:
                 main.append(stored)
         treedef: Any = jax.tree.structure(kept)
         new = {section: self._read_moments(section) for section in parts.MOMENTS}
-        adam = self.adam._replace(count=self.count(), **new)
+        adam = self.adam._replace(count=self.count(self.adam.count), **new)
         return params, adam, None if kept is None else treedef.unflatten(main)
 
     def _read_moments(self, section: str) -> Any:

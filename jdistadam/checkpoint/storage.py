@@ -12,6 +12,8 @@ import contextlib
 import functools
 import importlib
 import logging
+import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,12 +53,30 @@ def orbax() -> Any:
     return ocp
 
 
+def local_folder(folder: str | os.PathLike[str]) -> Path:
+    """Returns a folder as an absolute path.
+
+    Raises:
+      CheckpointError: It is no folder of a file system.
+    """
+    text = os.fspath(folder)
+    if "://" in text:
+        raise CheckpointError(
+            text,
+            "not a folder of a file system",
+            got=text,
+            expected="a path",
+            action="Save into a file system, and copy the complete folders of steps.",
+        )
+    return Path(os.path.abspath(text))
+
+
 class Lazy:
     """Stands for an array of a group, which is not made yet."""
 
     def __init__(self, entry: Entry, group: Group, index: int) -> None:
         """Takes what it is, and its place in its group."""
-        self.shape, self.dtype, self.size = entry.shape, entry.dtype, _size(entry.shape)
+        self.shape, self.dtype, self.size = entry.shape, entry.dtype, math.prod(entry.shape)
         self.group, self.index = group, index
 
 
@@ -133,7 +153,7 @@ def _classes() -> Any:
                     escaped(entry.name): Lazy(entry, group, i)
                     for group in contents.groups
                     for i, entry in enumerate(group.entries)
-                    if _size(entry.shape)
+                    if math.prod(entry.shape)
                 }
             )
             self.contents = contents
@@ -170,7 +190,9 @@ def save(checkpoints: Any, step: int, contents: Contents) -> None:
     _, save_args = _classes()
     args = orbax().args.Composite(**{ITEM: save_args(contents)})
     with _quiet():
-        checkpoints.save(step, args=args, force=True)
+        is_saved = checkpoints.save(step, args=args, force=True)
+    if not is_saved:
+        raise OSError(f"orbax did not save step {step}")
 
 
 class Reader:
@@ -187,10 +209,10 @@ class Reader:
           CheckpointError: One of them is damaged.
         """
         entries = [self.head.entries[name] for name, _ in wanted]
-        filled = [(n, s) for (n, s), e in zip(wanted, entries, strict=True) if _size(e.shape)]
+        filled = [(n, s) for (n, s), e in zip(wanted, entries, strict=True) if math.prod(e.shape)]
         found = iter(self._load(filled))
         arrays = [
-            next(found) if _size(e.shape) else _empty(e, sharding)
+            next(found) if math.prod(e.shape) else _empty(e, sharding)
             for (_, sharding), e in zip(wanted, entries, strict=True)
         ]
         sums = totals([PartialSums(x) for x in arrays])
@@ -207,7 +229,7 @@ class Reader:
         for name, sharding in wanted:
             entry = self.head.entries[name]
             part = sharding.shard_shape(entry.shape)
-            nbytes = _size(part) * jnp.dtype(entry.dtype).itemsize
+            nbytes = math.prod(part) * jnp.dtype(entry.dtype).itemsize
             if batch and filled + nbytes > BATCH_BYTES:
                 found += self.read(batch)
                 batch, filled = [], 0
@@ -221,7 +243,8 @@ class Reader:
         try:
             return self._load_all(wanted)
         except Exception as error:  # orbax's own are of many kinds, and thousands of lines long
-            for one in wanted if len(wanted) > 1 else []:
+            # Of several processes each would read others again.
+            for one in wanted if len(wanted) > 1 and jax.process_count() == 1 else []:
                 self._load([one])  # says which it is
             text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
             raise self._damaged(wanted[0][0], text, "an array that can be read") from None
@@ -286,13 +309,6 @@ def _made(group: Group) -> list[jax.Array]:
 
 def _key(value: Lazy) -> tuple[int, int]:
     return id(value.group), value.index
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
 
 
 def _empty(entry: Entry, sharding: Sharding) -> jax.Array:

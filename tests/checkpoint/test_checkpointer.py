@@ -93,6 +93,15 @@ def test_a_step_is_saved_once(tmp_path):
     with pytest.raises(jda.CheckpointError, match="0: there is a checkpoint of this step already"):
         jda.save(tmp_path, state_of(2.0))
     assert jda.restore_params(tmp_path)["w"][0, 0] == 1
+    jda.save(tmp_path, state_of(5.0), step=5)
+    jda.save(tmp_path, state_of(3.0), step=np.int64(3))  # also before the newest
+    assert jda.checkpoint_steps(tmp_path) == [0, 3, 5]
+    for step in (-1, 1.5, True):
+        with pytest.raises(jda.HyperparameterError, match="step: not the number of a checkpoint"):
+            jda.save(tmp_path, state_of(5.0), step=step)
+    for call in (jda.restore_params, jda.checkpoint_steps, lambda x: jda.save(x, state_of(1.0))):
+        with pytest.raises(jda.CheckpointError, match="gs://bucket/x: not a folder"):
+            call("gs://bucket/x")
 
 
 def test_one_saves_at_a_time(tmp_path):

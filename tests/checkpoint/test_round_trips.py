@@ -251,6 +251,17 @@ def test_states_of_one_program_move_to_the_mesh_and_back(tmp_path, kind):
     assert_trees_same_bits(back, jax.tree.map(jnp.asarray, first))
 
 
+def test_states_of_optax_are_placed_like_the_template(tmp_path):
+    tx, params = optax.adamw(optax.constant_schedule(0.1)), params_of(jnp.float32)
+    jda.save(tmp_path, {"params": params, "opt_state": tx.init(params)})
+    everywhere = jax.NamedSharding(mesh(4), P())
+    template = jax.device_put({"params": params, "opt_state": tx.init(params)}, everywhere)
+    template["params"]["a"] = jax.device_put(params["a"], jax.NamedSharding(mesh(4), P("data")))
+    got = jda.restore(tmp_path, template)
+    for x, like in zip(jax.tree.leaves(got), jax.tree.leaves(template), strict=True):
+        assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
+
+
 def test_params_alone(tmp_path):
     tx = scaled(sharding_strategy="optim_grads_params")
     state, _ = trained(tx)
