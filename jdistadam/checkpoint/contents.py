@@ -232,7 +232,7 @@ def _placed(name: str, x: Any, mesh: Mesh) -> jax.Array:
     dtype = getattr(x, "dtype", None)
     # A copy: on a CPU, JAX may share the memory of numpy arrays, which change while they are saved.
     array = np.array(x, jax.eval_shape(lambda x: x, x).dtype)
-    if dtype not in (None, array.dtype):
+    if dtype is not None and dtype != array.dtype:  # numpy's float64 equals None
         raise DtypeError(
             name,
             "would lose bits: JAX has no such arrays without jax_enable_x64",

@@ -14,6 +14,7 @@ import pytest
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
 from support.lookalike import make_params, make_tx
+from support.samples import often
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -74,7 +75,7 @@ def flip(path, position, bit):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("every", [24, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [12, pytest.param(400, marks=pytest.mark.slow)])
 def test_flipped_bits(saved, copied, every):
     """Anywhere in the files: an error, or the very state, where a byte is read by none. Never else.
 
@@ -151,6 +152,7 @@ def test_headers(saved, copied):
 
 
 @pytest.mark.parametrize("how", ["missing", "empty", "half", "byte"])
+@often(lambda how: how == "half")
 def test_truncated_and_missing_files(saved, copied, how):
     """Each file of a checkpoint: an error, or the very state where no part of it is needed."""
     _, tx, state = saved
