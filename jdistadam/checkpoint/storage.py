@@ -9,6 +9,7 @@ compares a checksum of each: orbax loads changed bits, casts and pads without a 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import logging
@@ -103,11 +104,10 @@ def _classes() -> Any:
                 where = {_key(v): i for i, v in enumerate(values)}
                 places = [where[id(g), k] for g in batch for k in range(len(g.entries))]
                 self.sums |= {e.name: PartialSums(x) for e, x in zip(entries, arrays, strict=True)}
-                kept = [(x, i) for x, i in zip(arrays, places, strict=True) if x.size]
                 written = await super().serialize(
-                    [x for x, _ in kept], [infos[i] for _, i in kept], [args[i] for _, i in kept]
+                    arrays, _with_own_limit(infos, places), [args[i] for i in places]
                 )
-                del arrays, kept
+                del arrays
                 if self._waits:
                     for future in written:
                         future.result()
@@ -301,6 +301,19 @@ def _batches(values: Sequence[Lazy]) -> Iterator[list[Group]]:
         filled += group.nbytes
     if batch:
         yield batch
+
+
+def _with_own_limit(infos: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """What orbax knows of some arrays, with a limit of bytes that no other batch shares.
+
+    It has a lock of asyncio, and orbax writes each batch in an event loop of its own.
+    """
+    found = [copy.copy(infos[i]) for i in places]
+    shared = found[0].byte_limiter
+    own = type(shared)(shared.max_bytes) if hasattr(shared, "max_bytes") else shared
+    for info in found:
+        info.byte_limiter = own
+    return found
 
 
 def _made(group: Group) -> list[jax.Array]:
