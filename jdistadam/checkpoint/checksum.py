@@ -42,7 +42,9 @@ class PartialSums:
     def value(self) -> np.ndarray:
         """Returns the two sums, shape (2,), uint64, modulo 2**32; waits for them."""
         parts = [np.asarray(x).reshape(2).astype(np.uint64) for x in self._arrays]
-        return sum(parts, np.zeros(2, np.uint64)) & np.uint64(0xFFFFFFFF)
+        total = sum(parts, np.zeros(2, np.uint64)) & np.uint64(0xFFFFFFFF)
+        self._arrays = [total]
+        return total
 
 
 def totals(sums: Sequence[PartialSums]) -> list[str]:

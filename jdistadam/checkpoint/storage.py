@@ -108,10 +108,14 @@ def _classes() -> Any:
                     arrays, _with_own_limit(infos, places), [args[i] for i in places]
                 )
                 del arrays
-                if self._waits:
-                    for future in written:
-                        future.result()
-                futures += written
+                for entry in entries:  # the sums hold the arrays until they are there
+                    self.sums[entry.name].value()
+                if not self._waits:
+                    futures += written
+                    continue
+                for future in written:
+                    future.result()
+                del written  # which holds the copies on the host
             return futures
 
     class Handler(ocp.PyTreeCheckpointHandler):
