@@ -9,6 +9,13 @@ devices. Without a GPU it runs on virtual CPU devices, in minutes; with GPUs it 
     python experiments/train_lm.py --model-axis 2                     # heads and MLP split by XLA
     python experiments/train_lm.py --processes 4                      # one process for each GPU
     srun python experiments/train_lm.py --distributed                 # on many hosts
+    python experiments/train_lm.py --save-every 100 --resume          # goes on where it was ended
+
+With --save-every, SIGTERM ends the run after the step that is running: it saves, and exits with 75
+(EX_TEMPFAIL of sysexits.h, "try again"), so that whoever started it can tell a run to go on with
+from one that failed (1) or was ended without a checkpoint (143). --resume goes on from the newest
+checkpoint in the folder of --out, if there is one, also on other devices, with another --strategy
+or --param-dtype. On the same devices every loss has the bits that it would have had.
 """
 
 import argparse
@@ -29,6 +36,7 @@ from tqdm import tqdm
 
 import jdistadam as jda
 
+CHECKPOINTS = "checkpoints"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
@@ -97,6 +105,9 @@ def parse_args(argv=None):
     add("--seed", type=int, default=0)
     add("--revision", help="revision of the code to record; default: git's")
     add("--out", type=pathlib.Path, default=pathlib.Path("runs/train_lm"))
+    add("--save-every", type=int, help="steps between checkpoints, in OUT/checkpoints")
+    add("--keep", type=int, default=2, help="how many checkpoints stay")
+    add("--resume", action="store_true", help="go on from the newest checkpoint")
     return parser.parse_args(argv)
 
 
@@ -196,7 +207,12 @@ def setup_jdistadam(args, mesh, model, params, specs):
     loss = gpt.loss_fn(model)
     low, vector = DTYPES[args.param_dtype], DTYPES[args.vector_dtype]
     dtypes = jax.tree.map(lambda is_matrix: low if is_matrix else vector, matrices(params))
-    state = jda.TrainState.create(params, tx, param_dtypes=dtypes)
+    if can_resume(args):
+        shapes = jda.TrainState.shapes(params, tx, param_dtypes=dtypes)
+        state = jda.restore(args.out / CHECKPOINTS, shapes, tx)
+    else:
+        state = jda.TrainState.create(params, tx, param_dtypes=dtypes)
+    args.checkpointer = make_checkpointer(args, tx)
     step = jda.train_step(
         loss, tx, accumulate_steps=args.accumulate_steps, report_nonfinite=args.report_nonfinite
     )
@@ -218,18 +234,35 @@ def setup_optax(args, mesh, model, params, specs):
         transform_non_params=lambda _: everywhere,
     )  # fmt: skip
     params = jax.device_put(params, of_params)
-    state = (params, jax.jit(tx.init, out_shardings=of_state)(params))
+    state = {"params": params, "opt_state": jax.jit(tx.init, out_shardings=of_state)(params)}
+    if can_resume(args):
+        state = jda.restore(args.out / CHECKPOINTS, state)
+    args.checkpointer = make_checkpointer(args)
+    of_both = {"params": of_params, "opt_state": of_state}
 
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=((of_params, of_state), everywhere))
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(of_both, everywhere))
     def update(state, tokens):
-        params, opt_state = state
+        params, opt_state = state["params"], state["opt_state"]
         value, grads = jax.value_and_grad(loss)(params, tokens)
         updates, opt_state = tx.update(grads, opt_state, params)
         metrics = {"loss": value, "grad_norm": optax.tree.norm(grads)}
-        return (optax.apply_updates(params, updates), opt_state), metrics
+        return {"params": optax.apply_updates(params, updates), "opt_state": opt_state}, metrics
 
     args.bytes_sent = None  # as XLA decides
-    return state, update, lambda state: state[0]
+    return state, update, lambda state: state["params"]
+
+
+def can_resume(args):
+    return args.resume and bool(jda.checkpoint_steps(args.out / CHECKPOINTS))
+
+
+def make_checkpointer(args, tx=None):
+    if not args.save_every:
+        return None
+    folder = args.out / CHECKPOINTS
+    if not args.resume and jda.checkpoint_steps(folder):
+        sys.exit(f"{folder} has checkpoints: add --resume, or choose another --out")
+    return jda.Checkpointer(folder, tx, every=args.save_every, keep=args.keep)
 
 
 class Run:
@@ -242,8 +275,10 @@ class Run:
         self.entropy = corpus.bigram_entropy(text)
         self.zlib_entropy = corpus.zlib_entropy(text)
         self.metrics_path = args.out / "metrics.jsonl"
+        resumed = jda.checkpoint_steps(args.out / CHECKPOINTS) if can_resume(args) else [0]
+        self.first = resumed[-1]  # the last step that was taken before
         self.metrics = report.MetricsFile(
-            self.metrics_path if processes.is_first() else pathlib.Path(os.devnull)
+            self.metrics_path if processes.is_first() else pathlib.Path(os.devnull), self.first
         )
         self.loss = jax.jit(loss, out_shardings=NamedSharding(mesh, P()))
         self.validation_loss = float("nan")
@@ -277,13 +312,16 @@ class Run:
         seconds = 0.0  # of training, without compilation and evaluation
         kind = self.mesh.devices.flat[0].device_kind
         label = f"{args.devices} x {kind}"
+        for _ in range(self.first):  # the batches that were trained on already
+            corpus.batch(self.train_text, self.config.batch, self.config.length, rng)
+        stop = processes.StopSignal() if args.checkpointer else None
         hidden = {} if processes.is_first() else {"disable": True}
-        with tqdm(total=args.steps, unit="step", desc=label, **hidden) as bar:
+        with tqdm(total=args.steps, initial=self.first, unit="step", desc=label, **hidden) as bar:
             start = time.perf_counter()
-            for i in range(1, args.steps + 1):
+            for i in range(self.first + 1, args.steps + 1):
                 tokens = corpus.batch(self.train_text, self.config.batch, self.config.length, rng)
                 state, metrics = step_fn(state, self.place(tokens))
-                if i == 1:
+                if i == self.first + 1:
                     jax.block_until_ready(metrics)
                     start = time.perf_counter()  # compiled
                 if i % 10 == 0 or i == args.steps:
@@ -294,11 +332,25 @@ class Run:
                     seconds += time.perf_counter() - start
                     self.evaluate(i, params_of(state))
                     start = time.perf_counter()
+                if args.checkpointer:
+                    self.save(i, state, stop.is_set(i))
         return state
+
+    def save(self, step, state, stops):
+        """Saves every so many steps, after the last one, and where the run is to stop."""
+        checkpointer = self.args.checkpointer
+        saved = checkpointer.after_step(step, state)
+        if (stops or step == self.args.steps) and not saved:
+            checkpointer.save(state, step=step)
+        if stops or step == self.args.steps:
+            checkpointer.close()
+        if stops and step < self.args.steps:
+            print(f"saved step {step}; --resume goes on from there", flush=True)
+            sys.exit(processes.TRY_AGAIN)
 
     def report(self, bar, step, metrics, elapsed):
         values = {f"train_{k}": float(v) for k, v in metrics.items() if v.shape == ()}  # waits
-        self.tokens_per_second = (step - 1) * self.tokens_per_step / elapsed()
+        self.tokens_per_second = (step - self.first - 1) * self.tokens_per_step / elapsed()
         self.write(step, tokens_per_second=self.tokens_per_second, **values)
         bar.set_postfix(
             loss=f"{values['train_loss']:.3f}",

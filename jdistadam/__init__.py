@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError as _NotInstalled
 from importlib.metadata import version as _version
 
 from jdistadam import interop
+from jdistadam.checkpoint.checkpointer import Checkpointer, save
+from jdistadam.checkpoint.restore import checkpoint_steps, restore, restore_params
 from jdistadam.compose.chain import chain
 from jdistadam.compose.inject_hyperparams import inject_hyperparams
 from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState
@@ -27,6 +29,7 @@ from jdistadam.drop_in.optimizer import fused_adam, fused_adamw
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import (
     AgreementError,
+    CheckpointError,
     DtypeError,
     HyperparameterError,
     JDistAdamError,
@@ -85,6 +88,12 @@ __all__ = [  # noqa: RUF022 - by task
     # Joined with optax's own transformations.
     "chain",
     "inject_hyperparams",
+    # Checkpoints.
+    "save",
+    "restore",
+    "restore_params",
+    "Checkpointer",
+    "checkpoint_steps",
     # To and from optax.
     "main_params",
     "to_optax_state",
@@ -100,6 +109,7 @@ __all__ = [  # noqa: RUF022 - by task
     # What is raised.
     "JDistAdamError",
     "AgreementError",
+    "CheckpointError",
     "DtypeError",
     "HyperparameterError",
     "LayoutError",

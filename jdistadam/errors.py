@@ -78,5 +78,9 @@ class AgreementError(JDistAdamError, RuntimeError):
     """The processes of a run are not about to do the same."""
 
 
+class CheckpointError(JDistAdamError, ValueError):
+    """A checkpoint is missing, damaged or of another form, or it could not be written."""
+
+
 class NativeError(JDistAdamError, ImportError):
     """A compiled module is missing or does not fit the running jaxlib."""

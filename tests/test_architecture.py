@@ -21,6 +21,7 @@ ORDER = (
     "compose",
     "training",
     "interop",  # states of other frameworks
+    "checkpoint",
     "tools",
     "__main__",
 )

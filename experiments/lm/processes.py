@@ -1,11 +1,35 @@
 """One process of several: how they find each other, and a launcher for those of one machine."""
 
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 
 import jax
+from jax.experimental import multihost_utils
+
+TRY_AGAIN = 75
+"""Exit code of a run that was asked to end, and saved: EX_TEMPFAIL of sysexits.h."""
+
+
+class StopSignal:
+    """Whether SIGTERM has asked this run to end; of several processes, all of them or none."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        if jax.process_count() == 1:  # else jax.distributed.initialize listens
+            signal.signal(signal.SIGTERM, self._set)
+
+    def is_set(self, step: int) -> bool:
+        """Whether to end after this step."""
+        if jax.process_count() > 1:
+            return bool(multihost_utils.reached_preemption_sync_point(step))
+        return self._is_set
+
+    def _set(self, number: int, frame: object) -> None:
+        self._is_set = True
 
 
 def join(place: str, total_devices: int | None) -> None:
@@ -35,6 +59,8 @@ def launch(count: int, argv: list[str]) -> int:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, *argv, "--distributed"]
     running = [subprocess.Popen([*command, f"{i}/{count}@{address}"]) for i in range(count)]
+    # Asked to end, it asks them, and waits for what they save.
+    signal.signal(signal.SIGTERM, lambda *_: [os.kill(x.pid, signal.SIGTERM) for x in running])
     codes: dict[int, int] = {}
     while len(codes) < count:
         for i, process in enumerate(running):
@@ -43,7 +69,7 @@ def launch(count: int, argv: list[str]) -> int:
                     codes[i] = process.wait(timeout=0.2)
                 except subprocess.TimeoutExpired:
                     continue
-                if codes[i] != 0:  # the others would wait for it for minutes
+                if codes[i] not in (0, TRY_AGAIN):  # the others would wait for it for minutes
                     for other in running:
                         other.terminate()
     return next((code for code in codes.values() if code), 0)

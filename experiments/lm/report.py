@@ -20,11 +20,15 @@ import matplotlib.pyplot as plt
 
 
 class MetricsFile:
-    """Appends one JSON object a line."""
+    """Appends one JSON object a line, behind those of an earlier run up to a step."""
 
-    def __init__(self, path: pathlib.Path) -> None:
+    def __init__(self, path: pathlib.Path, last_step: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        old = path.read_text().splitlines() if last_step and path.is_file() else []
         self._file = path.open("w")
+        for row in map(json.loads, old):
+            if row["step"] <= last_step:
+                self.write(**row)
 
     def write(self, **values: Any) -> None:
         self._file.write(json.dumps(values) + "\n")

@@ -94,8 +94,8 @@ def choose_communication(
             "communication",
             "a step over peer memory is not supported here",
             got=reasons[0],
-            expected='"optim" with unsharded parameters, float32 sums and main parameters on 2, 4 or 8 '
-            "devices of one process",
+            expected='"optim" with unsharded parameters, float32 sums and main parameters, on 2, 4 '
+            "or 8 devices of one process",
             action='Pass communication="auto", which goes over XLA here, or change the setting.',
         )
     return Communication("xla", reasons[0])

@@ -97,8 +97,8 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
     are summed.
 
     With ``params_at_rest="shard"`` under "optim" and "optim_grads", ``train_step`` gathers all
-    params, stacked ones too, and ``loss_fn`` gets whole ones. In a custom training loop gather once per
-    step, before they are differentiated; micro-batches share what was gathered::
+    params, stacked ones too, and ``loss_fn`` gets whole ones. In a custom training loop gather
+    once per step, before they are differentiated; micro-batches share what was gathered::
 
         whole = jda.local_params(jda.gather_params(params, tx), tx)
         grads = jax.grad(loss)(whole, batch)

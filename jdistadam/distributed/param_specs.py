@@ -82,8 +82,18 @@ def with_data_axes(layout: Layout, parallel: DataParallel, specs: list[P]) -> li
     specs = list(specs)
     for bucket in layout.buckets:
         for held in bucket.held:
-            specs[held.leaf] = _with_axes(specs[held.leaf], held.dim, parallel.held_axes)
+            specs[held.leaf] = with_axes(specs[held.leaf], held.dim, parallel.held_axes)
     return specs
+
+
+def with_axes(spec: P, dim: int, axes: tuple[str, ...]) -> P:
+    """Adds axes to one dimension: inside of what tensor axes leave to a device."""
+    if not axes:
+        return spec
+    entries = list(spec) + [None] * (dim + 1 - len(spec))
+    both = (*names_of(entries[dim]), *axes)
+    entries[dim] = both if len(both) > 1 else both[0]
+    return P(*entries)
 
 
 def cuts_of(spec: P, cutting_axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -142,11 +152,3 @@ def _instead_of(parallel: DataParallel, axis: str) -> str:
             "of data are not supported: give them an axis of their own in the mesh."
         )
     return "Name axes of the mesh; flax.linen.logical_to_mesh turns logical names into them."
-
-
-def _with_axes(spec: P, dim: int, axes: tuple[str, ...]) -> P:
-    """Adds axes to one dimension: inside of what tensor axes leave to a device."""
-    entries = list(spec) + [None] * (dim + 1 - len(spec))
-    both = (*names_of(entries[dim]), *axes)
-    entries[dim] = both if len(both) > 1 else both[0]
-    return P(*entries)

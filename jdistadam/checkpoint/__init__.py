@@ -1,0 +1,1 @@
+"""Checkpoints: states of training as files, and back, on any mesh."""

@@ -1,0 +1,250 @@
+"""Saving: once, or every so many steps with the newest checkpoints kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jdistadam.checkpoint import storage
+from jdistadam.checkpoint.contents import contents_of
+from jdistadam.checkpoint.lock import FolderLock
+from jdistadam.core.arguments import check_count
+from jdistadam.errors import CheckpointError, HyperparameterError
+
+
+class Checkpointer:
+    """Saves states of a training into a folder, one after the other.
+
+    Use it in a ``with`` block, or call ``close``: it waits for what is being written, and lets
+    others save into the folder. Each checkpoint is a folder named by its step, which gets this name
+    when it is complete; what an earlier process left unfinished is deleted.
+
+    Args:
+      folder: The folder, on a file system that renames atomically. It is made if it is missing.
+      tx: The distributed optimizer; None for states of ``fused_adamw`` and of optax.
+      every: ``after_step`` saves where the step divides by it. None: never.
+      keep: How many of the newest checkpoints stay. None: all.
+      in_background: Whether to write while training goes on. A device then holds one bucket beside
+        the state while ``save`` runs, and the host this process's part of the state until it is
+        written; otherwise the host holds one bucket.
+
+    Raises:
+      CheckpointError: Another one saves into the folder, it cannot be written, or
+        orbax-checkpoint is not installed.
+
+    Example:
+      >>> import tempfile
+      >>> import jax.numpy as jnp, jdistadam as jda
+      >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+      >>> state = jda.TrainState.create({"w": jnp.ones(3)}, tx)
+      >>> with Checkpointer(tempfile.mkdtemp(), tx, every=100, keep=2) as checkpointer:
+      ...     checkpointer.after_step(99, state), checkpointer.after_step(100, state)
+      (False, True)
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        tx: Any = None,
+        *,
+        every: int | None = None,
+        keep: int | None = None,
+        in_background: bool = True,
+    ) -> None:
+        for name, value in (("every", every), ("keep", keep)):
+            if value is not None:
+                check_count(name, value)
+        storage.orbax()
+        self.folder = storage.local_folder(folder)
+        self.every, self._tx = every, tx
+        self._lock = _locked(self.folder)
+        try:
+            self._manager = storage.manager(self.folder, keep=keep, in_background=in_background)
+        except BaseException:
+            self._release()
+            raise
+
+    def save(self, state: Any, *, step: int | None = None) -> int:
+        """Saves a state; where it writes in the background, the state may change from then on.
+
+        Args:
+          state: A TrainState of this package or of Flax, or a dictionary with ``params`` and
+            ``opt_state``.
+          step: The number of the checkpoint. None: the count of the optimizer.
+
+        Returns:
+          The number of the checkpoint.
+
+        Raises:
+          CheckpointError: There is a checkpoint of this number; this save failed, or the one before
+            it in the background.
+          LayoutError, TreeError, DtypeError: The state cannot be saved, or not with this ``tx``.
+        """
+        self.check()
+        if step is not None:
+            check_step(step)
+        contents = contents_of(state, self._tx)
+        number = contents.count if step is None else int(step)
+        if (self.folder / str(number)).exists():
+            raise CheckpointError(
+                str(self.folder / str(number)),
+                "there is a checkpoint of this step already",
+                got=f"step {number}",
+                expected="another step",
+                action="Pass another step, or delete that checkpoint.",
+            )
+        try:
+            storage.save(self._manager, number, contents)
+        except Exception as error:
+            raise self._failed(error) from error
+        return number
+
+    def after_step(self, step: int, state: Any) -> bool:
+        """Saves if ``every`` divides the step; call it after each step, also between saves.
+
+        Returns:
+          Whether it saved.
+
+        Raises:
+          CheckpointError: A save failed, also one that ran in the background.
+        """
+        self.check()
+        if self.every is None or step % self.every:
+            return False
+        self.save(state, step=step)
+        return True
+
+    def check(self) -> None:
+        """Raises CheckpointError if a save in the background has failed; does not wait for it."""
+        try:
+            self._manager.check_for_errors()
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def wait(self) -> None:
+        """Waits until all is written; raises CheckpointError if that failed."""
+        try:
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def close(self) -> None:
+        """Waits as ``wait`` does, and raises what it does; then others may save."""
+        try:
+            self.wait()
+        finally:
+            try:
+                self._manager.close()
+            finally:
+                self._release()
+
+    def __enter__(self) -> Checkpointer:
+        """Returns itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Closes; after another error, without one about a save that failed."""
+        try:
+            self.close()
+        except CheckpointError:
+            if error is None:
+                raise
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def _failed(self, error: Exception) -> CheckpointError:
+        text = (str(error).strip().splitlines() or [""])[0]
+        return CheckpointError(
+            str(self.folder),
+            "a checkpoint could not be written; the ones before it are whole",
+            got=f"{type(error).__name__}: {text[:300]}",
+            expected="a folder that can be written",
+            action="See to the folder and its disk, and save again.",
+        )
+
+
+def check_step(step: Any) -> None:
+    """Raises HyperparameterError unless a step is a whole number that is not negative."""
+    if not isinstance(step, int | np.integer) or isinstance(step, bool) or step < 0:
+        raise HyperparameterError(
+            "step",
+            "not the number of a checkpoint",
+            got=repr(step),
+            expected="a whole number, 0 or more",
+            action="Pass how many steps were taken, or leave it out.",
+        )
+
+
+def save(
+    folder: str | os.PathLike[str], state: Any, tx: Any = None, *, step: int | None = None
+) -> int:
+    """Saves a state into ``folder/STEP`` and returns the step when all is written.
+
+    The files do not depend on the mesh, the strategy or the number of processes: ``restore`` reads
+    them under any other. All processes call this. To save every so many steps, in the background,
+    use ``Checkpointer``.
+
+    Args:
+      folder: The folder of all checkpoints of a training.
+      state: A TrainState of this package or of Flax, or a dictionary with ``params`` and
+        ``opt_state``.
+      tx: The distributed optimizer; None for a state of ``fused_adamw`` or of optax.
+      step: The number of the checkpoint. None: the count of the optimizer.
+
+    Raises:
+      CheckpointError: There is a checkpoint of this step, another one saves into the folder, or
+        it cannot be written.
+      LayoutError, TreeError, DtypeError: The state cannot be saved, or not with this ``tx``.
+
+    Example:
+      >>> import tempfile
+      >>> import jax.numpy as jnp, jdistadam as jda
+      >>> folder = tempfile.mkdtemp()
+      >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+      >>> save(folder, jda.TrainState.create({"w": jnp.ones(3)}, tx), tx)
+      0
+      >>> shapes = jda.TrainState.shapes({"w": jax.ShapeDtypeStruct((3,), jnp.float32)}, tx)
+      >>> jda.restore(folder, shapes, tx).params["w"].tolist()
+      [1.0, 1.0, 1.0]
+    """
+    with Checkpointer(folder, tx, in_background=False) as checkpointer:
+        return checkpointer.save(state, step=step)
+
+
+def _locked(folder: Path) -> FolderLock | None:
+    """Makes and locks a folder, on the first process; all raise if that fails."""
+    lock, failure = None, None
+    if jax.process_index() == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(folder)
+        except (OSError, CheckpointError) as error:
+            failure = error
+    is_taken = failure is not None
+    if jax.process_count() > 1:
+        is_taken = bool(multihost_utils.broadcast_one_to_all(np.asarray(is_taken)))
+    if isinstance(failure, CheckpointError):
+        raise failure
+    if is_taken:
+        raise CheckpointError(
+            str(folder),
+            "cannot be made or locked",
+            got=failure or "an error of the first process",
+            expected="a folder that can be written",
+            action="Choose another folder, or see the error of the first process.",
+        )
+    return lock

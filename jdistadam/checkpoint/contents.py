@@ -1,0 +1,268 @@
+"""The arrays of a state as a checkpoint holds them, made from it a few at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdistadam.checkpoint import flat_arrays, parts
+from jdistadam.core import trees
+from jdistadam.core.loss_scale import DynamicLossScale
+from jdistadam.core.main_params import MainParams
+from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.state import DistributedState, is_distributed_state
+from jdistadam.distributed.transformation import check_distributed
+from jdistadam.errors import DtypeError, TreeError
+from jdistadam.training.train_state import TrainState, check_params_follow, is_known
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One array of a checkpoint.
+
+    Attributes:
+      name: Its name; see parts.py.
+      shape: Its shape, without padding.
+      dtype: Its dtype.
+      key: Of random keys the implementation, else None; the array holds their words then.
+      keys: As in ``parts.Leaf``.
+      is_count: Whether it is a step counter equal to that of Adam.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    key: str | None = None
+    keys: tuple[str, ...] | None = None
+    is_count: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Arrays that are made together.
+
+    Attributes:
+      entries: What they are.
+      make: Returns them, in this order.
+      nbytes: What they take on a device: beside the state, or as a part of it.
+    """
+
+    entries: tuple[Entry, ...]
+    make: Callable[[], Sequence[jax.Array]]
+    nbytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """All that a checkpoint holds.
+
+    Attributes:
+      groups: The arrays.
+      count: Steps taken.
+      layout_identity: The text of the layout; None without a distributed optimizer.
+      main_params: The kind of main parameters, by its name.
+    """
+
+    groups: tuple[Group, ...]
+    count: int
+    layout_identity: str | None
+    main_params: str | None
+
+
+def contents_of(state: Any, tx: Any) -> Contents:
+    """Returns what a checkpoint of a state holds; makes no array yet.
+
+    Raises:
+      TreeError: This is no state of one Adam.
+      LayoutError: It is of another layout than that of ``tx``, or its params are not the rounded
+        main parameters.
+    """
+    fields = parts.fields_of(state)
+    adam = parts.adam_of(fields["opt_state"])
+    if is_distributed_state(adam):
+        _check_distributed(state, TrainState(fields["params"], fields["opt_state"]), tx)
+        mesh, identity = tx.config.mesh, _text_of(adam.layout_identity)
+        kind = tx.config.policy.main_params.value
+    else:
+        mesh, identity = _mesh_of(fields["params"]), None
+        kept = parts.kept_main_params(fields["opt_state"])
+        kinds = {MainParams.of(x) for x in jax.tree.leaves(kept)} or {MainParams.NONE}
+        kind = max(kind.value or "" for kind in kinds) or None
+    count = int(adam.count)
+    groups = [*_params(fields["params"], mesh), *_scalars(adam, tx, mesh)]
+    if is_distributed_state(adam):
+        groups += _of_flat(tx, fields["params"], adam)
+    else:
+        groups += _of_optax(fields, adam, mesh)
+    for leaf in parts.other_leaves(fields):
+        is_count = _is_count(leaf, count)
+        groups.append(_whole(leaf.name, leaf.value, mesh, keys=leaf.keys, is_count=is_count))
+    _check_names(groups)
+    return Contents(tuple(groups), count, identity, kind)
+
+
+def _check_distributed(given: Any, state: TrainState, tx: Any) -> None:
+    """Raises unless a state is whole, of the layout of ``tx``, and its params are what it says."""
+    check_distributed(tx)
+    tx.check_state(state.opt_state, state.params)
+    if not (isinstance(given, TrainState) and is_known(given, jax.tree.leaves(given.params))):
+        check_params_follow(state, tx)
+
+
+def _text_of(layout_identity: Any) -> str:
+    return np.asarray(layout_identity).tobytes().decode("ascii").rstrip()
+
+
+def _params(params: Any, mesh: Mesh) -> Iterator[Group]:
+    for name, x, keys in parts.with_keys("params", params):
+        yield _whole(name, x, mesh, keys=keys)
+
+
+def _scalars(adam: Any, tx: Any, mesh: Mesh) -> Iterator[Group]:
+    yield _whole("count", adam.count, mesh)
+    if not isinstance(adam, DistributedState):
+        return
+    yield _whole("grad_norm", adam.grad_norm, mesh)
+    if adam.scaling is not None:
+        is_dynamic = isinstance(tx.config.loss_scale, DynamicLossScale)
+        for name, x in adam.scaling._asdict().items():
+            # The counts of a constant scale say nothing; see extra_state.py.
+            if is_dynamic or name not in ("growth_count", "hysteresis_count"):
+                yield _whole(f"scaling.{name}", x, mesh)
+
+
+def _of_flat(tx: Any, params: Any, state: DistributedState) -> Iterator[Group]:
+    """Moments and main parameters of a distributed state, bucket by bucket."""
+    config: DistributedConfig = tx.config
+    layout: Layout = tx.layout(params)
+    specs = jax.tree.leaves(config.tensor_specs(params), is_leaf=lambda x: isinstance(x, P))
+    leaves = jax.tree.leaves(params)
+    names = trees.paths(params, "")
+    for bucket in layout.buckets:
+        wanted: dict[str, Any] = {"mu": state.mu, "nu": state.nu}
+        if bucket.has_main and not is_function_of_params(config, bucket.dtype):
+            wanted["main_params"] = state.main_params
+        for section, flat in wanted.items():
+            dtype = jnp.dtype(jnp.float32) if section == "main_params" else flat.dtype
+            entries = tuple(
+                Entry(f"{section}{names[i]}", leaves[i].shape, dtype) for i in bucket.leaves
+            )
+            make = functools.partial(flat_arrays.extract, config, layout, bucket, specs, flat)
+            if section == "main_params" and config.policy.main_params is MainParams.REMAINDER16:
+                make = functools.partial(_joined, make, [leaves[i] for i in bucket.leaves])
+            size = layout.whole_size(bucket) if bucket.is_packed else bucket.shard_size
+            yield Group(entries, make, size * dtype.itemsize)
+
+
+def is_function_of_params(config: DistributedConfig, dtype: Any) -> bool:
+    """Whether params of a dtype say the value of their main parameters."""
+    sent = config.policy.param_comm_dtype
+    return bool(dtype == jnp.float32) and sent in (None, dtype)
+
+
+def _joined(make: Callable[[], Any], params: Sequence[jax.Array]) -> list[jax.Array]:
+    """Remainders and the params beside them as float32, where the remainders lie."""
+    lows = make()
+    highs = [jax.device_put(x, low.sharding) for x, low in zip(params, lows, strict=True)]
+    return [_join(high, low) for high, low in zip(highs, lows, strict=True)]
+
+
+@jax.jit
+def _join(param: jax.Array, stored: jax.Array) -> jax.Array:
+    joined: jax.Array = MainParams.of(stored).join(param, stored, jnp)
+    return joined
+
+
+def _of_optax(fields: dict[str, Any], adam: Any, mesh: Mesh) -> Iterator[Group]:
+    """Moments and main parameters of the state of one program."""
+    for section in parts.MOMENTS:
+        for name, x in parts.named(section, getattr(adam, section)).items():
+            yield _whole(name, x, mesh)
+    params = parts.named("main_params", fields["params"])
+    main = parts.named("main_params", parts.kept_main_params(fields["opt_state"]))
+    for name, x in main.items():
+        if x.dtype == jnp.float32:
+            yield _whole(name, x, mesh)
+        else:
+            make = functools.partial(lambda p, x: [_join(p, x)], params[name], x)
+            yield Group((Entry(name, x.shape, jnp.dtype(jnp.float32)),), make, 4 * x.size)
+
+
+def _is_count(leaf: parts.Leaf, count: int) -> bool:
+    """Whether a leaf is a step counter, of a schedule or of Flax, that agrees with Adam's."""
+    if not (leaf.is_schedule_count or leaf.name == "step"):
+        return False
+    return np.shape(leaf.value) == () and int(leaf.value) == count
+
+
+def _whole(name: str, x: Any, mesh: Mesh, **kwargs: Any) -> Group:
+    """An array that a state has as it is; of random keys the words."""
+    if trees.is_key(x):
+        key = str(jax.random.key_impl(x))
+        words = jax.eval_shape(jax.random.key_data, x)
+        entry = Entry(name, words.shape, jnp.dtype(words.dtype), key, **kwargs)
+        return Group((entry,), lambda: [jax.random.key_data(x)])
+    if not isinstance(x, jax.Array):
+        x = _placed(name, x, mesh)
+    entry = Entry(name, tuple(x.shape), jnp.dtype(x.dtype), **kwargs)
+    part = x.sharding.shard_shape(x.shape)
+    return Group((entry,), lambda: [x], math.prod(part) * entry.dtype.itemsize)
+
+
+def _placed(name: str, x: Any, mesh: Mesh) -> jax.Array:
+    """A number or numpy array on every device."""
+    if isinstance(x, jax.ShapeDtypeStruct) or not trees.is_number(x):
+        raise TreeError(
+            name,
+            "not an array",
+            got=repr(x),
+            expected="a jax or numpy array, or a number",
+            action="Leave it out of the state.",
+        )
+    dtype = getattr(x, "dtype", None)
+    # A copy: on a CPU, JAX may share the memory of numpy arrays, which change while they are saved.
+    array = np.array(x, jax.eval_shape(lambda x: x, x).dtype)
+    if dtype is not None and dtype != array.dtype:  # numpy's float64 equals None
+        raise DtypeError(
+            name,
+            "would lose bits: JAX has no such arrays without jax_enable_x64",
+            got=dtype,
+            expected=array.dtype,
+            action="Cast it.",
+        )
+    sharding = NamedSharding(mesh, P())
+    return jax.make_array_from_callback(array.shape, sharding, lambda i: array[i])
+
+
+def _mesh_of(params: Any) -> Mesh:
+    """A mesh for what is not on devices yet, of all devices that the params are on."""
+    for x in jax.tree.leaves(params):
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    devices = jax.devices() if jax.process_count() > 1 else jax.devices()[:1]
+    return Mesh(np.asarray(devices), ("devices",))
+
+
+def _check_names(groups: Sequence[Group]) -> None:
+    seen: set[str] = set()
+    for name in (entry.name for group in groups for entry in group.entries):
+        if name in seen:
+            raise TreeError(
+                name,
+                "two arrays of the state have this name in a checkpoint",
+                got="a field of that name",
+                expected="fields other than main_params, mu, nu, count, grad_norm, scaling",
+                action="Rename the field.",
+            )
+        seen.add(name)

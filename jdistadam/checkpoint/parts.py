@@ -1,0 +1,190 @@
+"""What the states of training that are saved and restored consist of, and what it is called.
+
+A state is a tree with ``params`` and ``opt_state``: a TrainState of this package or of Flax, or a
+dictionary. Its arrays have names of which a part says what they are and the rest where::
+
+    params['w']         a parameter, in the dtype of the model
+    main_params['w']    its exact value, where params do not say it
+    mu['w'], nu['w']    its moments
+    count               steps taken
+    opt_state[0].x      what transforms of a chain keep; any other field: model_state['mean'], rng
+
+The state of a distributed optimizer and the one of ``optax.adamw`` have the same names, so that
+one is restored from the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jdistadam.core import trees
+from jdistadam.distributed.state import DistributedState
+from jdistadam.drop_in.main_params import MainParamsState
+from jdistadam.errors import TreeError
+
+MOMENTS = ("mu", "nu")
+_ADAM = (DistributedState, optax.ScaleByAdamState)
+_PARTS = (*_ADAM, optax.ScaleByScheduleState)
+
+
+class Leaf(NamedTuple):
+    """An array of a state that has a name of its own.
+
+    Attributes:
+      name: Its name in a checkpoint.
+      value: The array, or its shape.
+      keys: The keys that lead to it from the field, if all are names in dictionaries; else None.
+      is_schedule_count: Whether it is the step counter of a schedule beside Adam.
+    """
+
+    name: str
+    value: Any
+    keys: tuple[str, ...] | None
+    is_schedule_count: bool = False
+
+
+def fields_of(state: Any) -> dict[str, Any]:
+    """Returns the fields of a state by name.
+
+    Raises:
+      TreeError: It has no ``params`` and ``opt_state``.
+    """
+    children, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: x is not state)
+    fields = {_name_of(path): child for path, child in children}
+    if not {"params", "opt_state"} <= fields.keys():
+        raise TreeError(
+            "state",
+            "has no params and opt_state",
+            got=f"{type(state).__name__} with {sorted(fields) or 'no fields'}",
+            expected="a TrainState, or a dictionary with these two",
+            action="Pass {'params': params, 'opt_state': opt_state}.",
+        )
+    return fields
+
+
+def _name_of(path: Any) -> str:
+    key = path[0] if path else None
+    return str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", ""))))
+
+
+def adam_of(opt_state: Any) -> Any:
+    """Returns the DistributedState or ScaleByAdamState in the state of an optimizer.
+
+    Raises:
+      TreeError: There is none, or more than one.
+    """
+    parts = jax.tree.leaves(opt_state, is_leaf=_is(_ADAM))
+    found = [part for part in parts if isinstance(part, _ADAM)]
+    if len(found) != 1:
+        raise TreeError(
+            "opt_state",
+            "not the state of one Adam",
+            got=f"{type(opt_state).__name__} with {len(found)} of them",
+            expected="that of a distributed optimizer, of fused_adamw or of optax.adamw, or of a "
+            "chain with one",
+            action="Use groups of one optimizer in place of several optimizers.",
+        )
+    return found[0]
+
+
+def kept_main_params(opt_state: Any) -> Any:
+    """Returns the main parameters in the state of an optimizer of one program, or None."""
+    parts = jax.tree.leaves(opt_state, is_leaf=_is(MainParamsState))
+    return next((part.main_params for part in parts if isinstance(part, MainParamsState)), None)
+
+
+def other_leaves(fields: dict[str, Any]) -> Iterator[Leaf]:
+    """Yields what is neither a parameter nor of Adam: of chains, and of the other fields."""
+    for name, tree in fields.items():
+        if name == "params":
+            continue
+        tree = map_main_params(tree, lambda part: part.inner)
+        flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is(_PARTS))
+        for path, x in flat:
+            if isinstance(x, optax.ScaleByScheduleState):
+                yield Leaf(f"{name}{jax.tree_util.keystr(path)}", x.count, None, True)
+            elif not isinstance(x, _ADAM):
+                yield Leaf(f"{name}{jax.tree_util.keystr(path)}", x, _dict_keys(path))
+
+
+def map_main_params(tree: Any, function: Any) -> Any:
+    """Replaces the MainParamsState in the state of an optimizer."""
+    return jax.tree.map(
+        lambda part: function(part) if isinstance(part, MainParamsState) else part,
+        tree,
+        is_leaf=_is(MainParamsState),
+    )
+
+
+def rebuilt(name: str, tree: Any, others: dict[str, Any], adam: Any, main: Any) -> Any:
+    """Returns a field like ``tree`` with other values.
+
+    Args:
+      name: Name of the field.
+      tree: The field of the template.
+      others: The values of ``other_leaves``, by name.
+      adam: What stands for the DistributedState or ScaleByAdamState.
+      main: What stands for the main parameters of a MainParamsState.
+    """
+
+    def value(path: Any, x: Any) -> Any:
+        if isinstance(x, _ADAM):
+            return adam
+        found = others[f"{name}{jax.tree_util.keystr(path)}"]
+        return x._replace(count=found) if isinstance(x, optax.ScaleByScheduleState) else found
+
+    bare = map_main_params(tree, lambda part: part.inner)
+    new = jax.tree_util.tree_map_with_path(value, bare, is_leaf=_is(_PARTS))
+    if kept_main_params(tree) is None:
+        return new
+    return _wrapped(tree, new, main)
+
+
+def _wrapped(tree: Any, inner: Any, main: Any) -> Any:
+    """Puts a MainParamsState back where ``tree`` has one; ``inner`` is a tree without it."""
+    treedef: Any = jax.tree.structure(tree, is_leaf=_is(MainParamsState))
+    parts = jax.tree.leaves(tree, is_leaf=_is(MainParamsState))
+    return treedef.unflatten(
+        MainParamsState(main, new) if isinstance(part, MainParamsState) else new
+        for part, new in zip(parts, treedef.flatten_up_to(inner), strict=True)
+    )
+
+
+def named(section: str, tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a tree like params by name."""
+    return dict(zip(trees.paths(tree, section), jax.tree.leaves(tree), strict=True))
+
+
+def with_keys(section: str, tree: Any) -> Iterator[tuple[str, Any, tuple[str, ...] | None]]:
+    """Yields the leaves of a tree with their names, and their keys as in ``Leaf``."""
+    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        yield f"{section}{jax.tree_util.keystr(path)}", x, _dict_keys(path)
+
+
+def path_of(name: str) -> str:
+    """Returns the path of a parameter, from the name of what belongs to it; else the name itself.
+
+    Example:
+      >>> path_of("main_params['w']"), path_of("opt_state[0].mu['w']")
+      ("params['w']", "opt_state[0].mu['w']")
+    """
+    for section in ("main_params", *MOMENTS):
+        rest = name.removeprefix(section)
+        if rest != name and (not rest or rest[0] in "[."):
+            return f"params{rest}"
+    return name
+
+
+def _is(kinds: Any) -> Any:
+    return lambda x: isinstance(x, kinds)
+
+
+def _dict_keys(path: Any) -> tuple[str, ...] | None:
+    if not all(isinstance(part, jax.tree_util.DictKey) for part in path):
+        return None
+    keys = tuple(part.key for part in path)
+    return keys if all(isinstance(key, str) for key in keys) else None

@@ -1,0 +1,190 @@
+"""Restoring: what a template asks for, found in a checkpoint and compared, before it is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from jdistadam.checkpoint import header, parts, storage
+from jdistadam.checkpoint.restored import Restored
+from jdistadam.checkpoint.restored_flat import RestoredFlat
+from jdistadam.checkpoint.wanted import Wanted
+from jdistadam.distributed.state import is_distributed_state
+from jdistadam.distributed.transformation import check_distributed
+from jdistadam.errors import CheckpointError, TreeError
+from jdistadam.training.train_state import TrainState, remember_params
+
+Predicate = Callable[[str], bool]
+
+
+def checkpoint_steps(folder: str | os.PathLike[str]) -> list[int]:
+    """Returns the steps of which a folder has checkpoints, in order; of those that are complete.
+
+    Example:
+      >>> import tempfile
+      >>> checkpoint_steps(tempfile.mkdtemp())
+      []
+    """
+    path = storage.local_folder(folder)
+    names = [x.name for x in path.iterdir() if x.is_dir()] if path.is_dir() else []
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def restore(
+    folder: str | os.PathLike[str],
+    template: Any,
+    tx: Any = None,
+    *,
+    step: int | None = None,
+    cast: bool = False,
+    new: Predicate | None = None,
+    unused: Predicate | None = None,
+) -> Any:
+    """Returns the state of a checkpoint, for any number of devices, mesh and strategy.
+
+    Main parameters and moments come back bit for bit, and where the kind of main parameters is the
+    same, training goes on as if it had not stopped. All is compared with the checksums that were
+    computed on the devices that saved. All processes call this.
+
+    Args:
+      folder: What ``save`` or ``Checkpointer`` wrote.
+      template: A state of shapes, ``TrainState.shapes(params, tx)``, or of arrays; a TrainState of
+        Flax, or a dictionary with ``params`` and ``opt_state``, of optax's Adam. Where its
+        ``model_state`` or ``rng`` are None, they are as they were saved.
+      tx: The distributed optimizer. None for a state of ``fused_adamw`` or of optax.
+      step: Which checkpoint. None: the newest.
+      cast: Whether arrays that were saved in another dtype are cast where that loses bits.
+      new: ``new(path)``: whether a parameter, its moments or another array need not be in the file
+        in the shape of the template. It stays as the template has it, which must have arrays then;
+        moments that the file lacks are zero. Paths as in errors: ``params['head']['kernel']``
+        stands for the moments too; ``opt_state[0].x``, ``model_state['mean']``.
+      unused: ``unused(path)``: whether what the file has need not be in the template.
+
+    Raises:
+      CheckpointError: There is no checkpoint, or it is damaged.
+      TreeError, ShapeError, DtypeError: It is not one of such a state; the message names the file
+        and the leaf.
+    """
+    reader = _reader(folder, step)
+    fields = parts.fields_of(template)
+    adam = parts.adam_of(fields["opt_state"])
+    wanted = Wanted(reader.head, cast=cast, new=new, unused=unused)
+    if is_distributed_state(adam):
+        check_distributed(tx)
+        restored: Restored = RestoredFlat(reader, wanted, fields, tx)
+    else:
+        restored = Restored(reader, wanted, fields, None)
+    restored.look()
+    extra = _extra_of(template, reader.head)
+    wanted.finish(ignored=[name for _, names in extra.values() for name in names])
+    values = restored.read()
+    for field, (structure, names) in extra.items():
+        values[field] = structure.unflatten(restored.others(names))
+    treedef: Any = jax.tree.structure(template, is_leaf=lambda x: x is not template)
+    state = treedef.unflatten(values[name] for name in fields)
+    is_whole = isinstance(state, TrainState) and new is None  # its params are what was saved
+    return remember_params(state) if is_whole else state
+
+
+def restore_params(
+    folder: str | os.PathLike[str], like: Any = None, *, step: int | None = None, cast: bool = False
+) -> Any:
+    """Returns the parameters of a checkpoint alone, without an optimizer: for inference.
+
+    Args:
+      folder: What ``save`` or ``Checkpointer`` wrote.
+      like: Tree of arrays or of ``jax.ShapeDtypeStruct``, whose shardings say where parameters are
+        to lie; without one on the first device. None: dictionaries, as they were saved.
+      step: Which checkpoint. None: the newest.
+      cast: Whether they are cast to the dtypes of ``like`` where that loses bits.
+
+    Raises:
+      CheckpointError: There is no checkpoint, or it is damaged.
+      TreeError, ShapeError, DtypeError: It has other parameters.
+
+    Example:
+      >>> import tempfile
+      >>> import jax.numpy as jnp, jdistadam as jda, optax
+      >>> folder, params = tempfile.mkdtemp(), {"w": jnp.ones(3)}
+      >>> opt_state = optax.adamw(1e-3).init(params)
+      >>> jda.save(folder, {"params": params, "opt_state": opt_state})
+      0
+      >>> jda.restore_params(folder)["w"].tolist()
+      [1.0, 1.0, 1.0]
+    """
+    reader = _reader(folder, step)
+    names = [name for name in reader.head.entries if name.startswith(("params[", "params."))]
+    if like is None:
+        like = _nested(reader.head, names)
+    wanted = Wanted(reader.head, cast=cast)
+    leaves = parts.named("params", like)
+    for name, x in leaves.items():
+        wanted.array(name, x)
+    if rest := [name for name in names if name not in leaves]:
+        raise wanted.unexpected(rest)
+    requests = [(name, _sharding_of(x)) for name, x in leaves.items()]
+    found = reader.read_many(requests)
+    new = [x.astype(like.dtype) for x, like in zip(found, leaves.values(), strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(like), new)
+
+
+def _sharding_of(x: Any) -> Sharding:
+    """Returns where an array of a template is to lie: as it says, else on the first device."""
+    sharding = getattr(x, "sharding", None)
+    return sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _reader(folder: str | os.PathLike[str], step: int | None) -> storage.Reader:
+    """Finds a checkpoint, and reads its header."""
+    storage.orbax()
+    found = checkpoint_steps(folder)
+    path = storage.local_folder(folder)
+    if not found or (step is not None and step not in found):
+        raise CheckpointError(
+            str(path),
+            "no checkpoint" if step is None else f"no checkpoint of step {step}",
+            got=f"steps {found}" if found else "none",
+            expected="a folder that save or Checkpointer wrote",
+            action="Check the path; it is that of the folder of all steps.",
+        )
+    arrays = path / str(found[-1] if step is None else step) / storage.ITEM
+    return storage.Reader(arrays, header.read(arrays / header.FILE))
+
+
+def _nested(head: header.Header, names: list[str]) -> Any:
+    """Shapes of params in dictionaries."""
+    tree: dict[str, Any] = {}
+    for name in names:
+        entry = head.entries[name]
+        if not entry.keys:
+            raise TreeError(
+                f"{head.path}: {name}",
+                "not in dictionaries alone: its tree cannot be told from its path",
+                got="a list, a class or a single array",
+                expected="like=",
+                action="Pass restore_params(folder, like=shapes).",
+            )
+        inner = tree
+        for key in entry.keys[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[entry.keys[-1]] = jax.ShapeDtypeStruct(entry.shape, entry.dtype)
+    return tree
+
+
+def _extra_of(template: Any, head: header.Header) -> dict[str, tuple[Any, list[str]]]:
+    """Of a TrainState without model_state or rng, those that were saved: structure and names."""
+    found: dict[str, tuple[Any, list[str]]] = {}
+    for field in ("model_state", "rng") if isinstance(template, TrainState) else ():
+        if getattr(template, field) is not None:
+            continue
+        names = [name for name in head.entries if name == field or name.startswith(f"{field}[")]
+        if names == [field]:
+            found[field] = (jax.tree.structure(0), names)
+        elif names and all(head.entries[name].keys for name in names):
+            tree = _nested(head, names)
+            found[field] = (jax.tree.structure(tree), list(parts.named(field, tree)))
+    return found

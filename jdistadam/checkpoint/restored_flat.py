@@ -1,0 +1,264 @@
+"""The state of a distributed optimizer put together again, bucket by bucket."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from jdistadam.checkpoint import flat_arrays, parts
+from jdistadam.checkpoint.contents import is_function_of_params
+from jdistadam.checkpoint.restored import Restored
+from jdistadam.checkpoint.storage import BATCH_BYTES, Reader
+from jdistadam.checkpoint.wanted import Wanted
+from jdistadam.core import collectives, trees
+from jdistadam.core.loss_scale import LossScaleState, continued_loss_scale
+from jdistadam.core.main_params import MainParams
+from jdistadam.distributed.layout import Bucket
+from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.training.train_state import copy_to
+
+
+@dataclasses.dataclass
+class _Flats:
+    """The flat arrays that are being filled."""
+
+    main_params: Any
+    mu: Any
+    nu: Any
+
+
+class RestoredFlat(Restored):
+    """The fields of a state with a distributed optimizer; first ``look``, then ``read``."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        wanted: Wanted,
+        fields: dict[str, Any],
+        tx: DistributedTransformation,
+    ) -> None:
+        """Takes where to read, how to compare, the template, and the optimizer."""
+        super().__init__(reader, wanted, fields, tx.config.mesh)
+        self._tx, self._config, params = tx, tx.config, fields["params"]
+        self._layout = tx.layout(params)
+        is_spec = lambda x: isinstance(x, P)  # noqa: E731
+        self._specs = jax.tree.leaves(tx.config.tensor_specs(params), is_leaf=is_spec)
+        placed = jax.tree.leaves(tx.param_specs(params), is_leaf=is_spec)
+        self._places = [NamedSharding(tx.config.mesh, spec) for spec in placed]
+        self._names, self._shapes = list(self.params), list(self.params.values())
+        self._paths = trees.paths(params, "")
+        self._sources: dict[str, str | None] = {}
+        self._saved: dict[str, bool] = {}
+        self._params: list[Any] = [None] * len(self._names)
+
+    def look_at_adam(self) -> None:
+        """Compares params, moments, main parameters and the loss scale."""
+        in_buckets = {i: bucket for bucket in self._layout.buckets for i in bucket.leaves}
+        for i, (name, like) in enumerate(self.params.items()):
+            bucket = in_buckets.get(i)
+            if bucket is None:  # frozen, or without elements: no more than the parameter
+                self._saved[name] = self.wanted.array(name, like)
+                continue
+            self._sources[name] = self.wanted.exact(name, like, keeps_main=bucket.has_main)
+            for section in parts.MOMENTS:
+                dtype = getattr(self._config.policy, f"{section}_dtype")
+                shape = jax.ShapeDtypeStruct(like.shape, dtype)
+                moment = f"{section}{self._paths[i]}"
+                self._saved[moment] = self.wanted.array(moment, shape)
+
+    def read_adam(self) -> tuple[list[Any], Any, Any]:
+        """Reads them; returns the params and the state."""
+        layout, policy = self._layout, self._config.policy
+        main, config = policy.main_params.stored_dtype, self._config
+        flats = _Flats(
+            flat_arrays.zeros(config, layout.main_size, main) if layout.main_size else None,
+            flat_arrays.zeros(config, layout.flat_size, policy.mu_dtype),
+            flat_arrays.zeros(config, layout.flat_size, policy.nu_dtype),
+        )
+        count = self.count()
+        batch: list[Bucket] = []
+        filled = 0
+        for bucket in layout.buckets:
+            nbytes = self._bytes(bucket)
+            if batch and filled + nbytes > BATCH_BYTES:
+                self._read_buckets(batch, flats, int(count))
+                batch, filled = [], 0
+            batch.append(bucket)
+            filled += nbytes
+        self._read_buckets(batch, flats, int(count))
+        self._read_frozen()
+        return self._params, self._state(flats, count), None
+
+    def _bytes(self, bucket: Bucket) -> int:
+        size = self._layout.whole_size(bucket) if bucket.is_packed else bucket.shard_size
+        return size * 12
+
+    def _read_buckets(self, buckets: list[Bucket], flats: _Flats, count: int) -> None:
+        """Reads some buckets at once, and puts them where they belong."""
+        requests: list[tuple[str, Sharding]] = []
+        for bucket in buckets:
+            for i, place in self._placed(bucket):
+                names = [self._sources[self._names[i]]]
+                names += [n for n in self._moments_of(i) if self._saved[n]]
+                requests += [(name, place) for name in names if name is not None]
+                if self._arrives_as_saved(i):
+                    requests.append((self._names[i], self._places[i]))
+        found = self.reader.read(requests)
+        values = dict(zip([(name, place) for name, place in requests], found, strict=True))
+        for bucket in buckets:
+            self._fill_moments(bucket, flats, values)
+            self._fill_params(bucket, flats, values, count)
+
+    def _fill_moments(self, bucket: Bucket, flats: _Flats, values: dict[Any, jax.Array]) -> None:
+        for k, section in enumerate(parts.MOMENTS):
+            flat, old = getattr(flats, section), getattr(self.adam, section)
+            leaves = []
+            for j, (i, place) in enumerate(self._placed(bucket)):
+                x = values.get((self._moments_of(i)[k], place))
+                if x is None and isinstance(old, jax.ShapeDtypeStruct):
+                    x = jnp.zeros(self._shapes[i].shape, flat.dtype, device=place)
+                elif x is None:
+                    x = self._extract(bucket, old)[j]
+                leaves.append(x.astype(flat.dtype))
+            setattr(flats, section, self._insert(bucket, flat, leaves))
+
+    def _fill_params(
+        self, bucket: Bucket, flats: _Flats, values: dict[Any, jax.Array], count: int
+    ) -> None:
+        """Params, rounded as a step rounds them, and the main parameters beside them."""
+        kind = self._config.policy.main_params if bucket.has_main else MainParams.NONE
+        mains = []
+        for j, (i, place) in enumerate(self._placed(bucket)):
+            source, like = self._sources[self._names[i]], self._shapes[i]
+            exact = values[source, place] if source else self._exact_of_template(bucket, i, j)
+            arrived = values.get((self._names[i], self._places[i]))
+            sent = self._config.policy.param_comm_dtype if count else None
+            if source is None:
+                self._params[i] = self._copy(self.of_template(self._names[i], like), i)
+            elif self._arrives_as_saved(i) and arrived is not None:
+                self._params[i] = arrived
+            else:
+                rounded = _rounder(kind, like.dtype, sent, self._places[i])
+                param = jax.block_until_ready(rounded(exact))
+                self._params[i] = jax.device_put(param, self._places[i])  # the same, spelled so
+            if bucket.has_main:
+                mains.append(_stored(kind)(exact))
+        if bucket.has_main:
+            flats.main_params = self._insert(bucket, flats.main_params, mains)
+
+    def _exact_of_template(self, bucket: Bucket, i: int, j: int) -> jax.Array:
+        """The value of a parameter that the file lacks: that of the template."""
+        param = self.of_template(self._names[i], self._shapes[i])
+        place = self._placed(bucket)[j][1]
+        param = jax.block_until_ready(_rounder(MainParams.NONE, param.dtype, None, place)(param))
+        if not bucket.has_main:
+            return param
+        stored = self._extract(bucket, self.adam.main_params)[j]
+        kind = self._config.policy.main_params
+        joined: jax.Array = jax.jit(lambda p, s: kind.join(p, s, jnp))(param, stored)
+        return joined
+
+    def _read_frozen(self) -> None:
+        """Reads the params that are in no bucket."""
+        left = [i for i, x in enumerate(self._params) if x is None]
+        saved = [i for i in left if self._saved[self._names[i]]]
+        found = self.reader.read_many([(self._names[i], self._places[i]) for i in saved])
+        for i, x in zip(saved, found, strict=True):
+            self._params[i] = x.astype(self._shapes[i].dtype)
+        for i in set(left) - set(saved):
+            self._params[i] = self._copy(self.of_template(self._names[i], self._shapes[i]), i)
+
+    def _state(self, flats: _Flats, count: jax.Array) -> Any:
+        config = self._config
+        everywhere = NamedSharding(config.mesh, P())
+        scaling: Any = continued_loss_scale(config.loss_scale, self._saved_scale())
+        norm: Any = np.float32(0)
+        if self.wanted.has("grad_norm"):
+            (norm,) = self.reader.read([("grad_norm", everywhere)])
+        scalars = norm, scaling, config.identity(self._layout)
+        norm, scaling, identity = jax.device_put(copy_to(scalars, everywhere), everywhere)
+        return self.adam._replace(
+            count=count,
+            main_params=flats.main_params,
+            mu=flats.mu,
+            nu=flats.nu,
+            grad_norm=norm,
+            layout_identity=identity,
+            scaling=scaling,
+        )
+
+    def _saved_scale(self) -> LossScaleState | None:
+        """The loss scale in the file; of a constant one without its counts."""
+        everywhere = NamedSharding(self._config.mesh, P())
+        names = [n for n in LossScaleState._fields if self.wanted.has(f"scaling.{n}")]
+        if not names:
+            return None
+        found = self.reader.read([(f"scaling.{n}", everywhere) for n in names])
+        values: Any = dict.fromkeys(LossScaleState._fields)
+        return LossScaleState(
+            **values | {n: np.asarray(x) for n, x in zip(names, found, strict=True)}
+        )
+
+    def _arrives_as_saved(self, i: int) -> bool:
+        """Whether a parameter is read, rather than rounded as one that was sent would be.
+
+        Before the first step, and after ``reload_main_params``, it is not rounded.
+        """
+        head, policy = self.reader.head, self._config.policy
+        name, dtype = self._names[i], self._shapes[i].dtype
+        entry = head.entries.get(name)
+        return (
+            policy.param_comm_dtype is not None
+            and not is_function_of_params(self._config, dtype)
+            and head.main_params == policy.main_params.value
+            and self._sources.get(name) not in (None, name)
+            and entry is not None
+            and entry.dtype == dtype
+        )
+
+    def _copy(self, param: Any, i: int) -> Any:
+        return jax.device_put(copy_to(param, self._places[i]), self._places[i])
+
+    def _placed(self, bucket: Bucket) -> list[tuple[int, NamedSharding]]:
+        """The leaves of a bucket, and how their arrays lie while they are moved."""
+        shardings = flat_arrays.shardings_of(self._config, self._layout, bucket, self._specs)
+        return list(zip(bucket.leaves, shardings, strict=True))
+
+    def _moments_of(self, i: int) -> list[str]:
+        return [f"{section}{self._paths[i]}" for section in parts.MOMENTS]
+
+    def _extract(self, bucket: Bucket, flat: Any) -> list[jax.Array]:
+        return flat_arrays.extract(self._config, self._layout, bucket, self._specs, flat)
+
+    def _insert(self, bucket: Bucket, flat: Any, leaves: list[jax.Array]) -> jax.Array:
+        return flat_arrays.insert(self._config, self._layout, bucket, self._specs, flat, leaves)
+
+
+@functools.lru_cache(maxsize=4096)
+def _rounder(kind: MainParams, dtype: Any, sent: Any, place: NamedSharding) -> Any:
+    """A program that makes a parameter of its exact value: rounded, sent and placed.
+
+    [Note: one collective at a time]
+    """
+
+    def rounded(value: jax.Array) -> jax.Array:
+        if kind is MainParams.REMAINDER16:
+            param: jax.Array = kind.split(value.astype(jnp.float32), dtype, jnp)[0]
+        else:
+            param = collectives.round_to(value, dtype)
+        return param if sent is None else collectives.round_to(param, sent).astype(dtype)
+
+    return jax.jit(rounded, out_shardings=place)
+
+
+@functools.cache
+def _stored(kind: MainParams) -> Any:
+    """A program that makes what is kept beside a parameter, of its exact value."""
+    return jax.jit(lambda value: kind.split(value.astype(jnp.float32), jnp.bfloat16, jnp)[1])

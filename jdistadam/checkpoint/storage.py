@@ -1,0 +1,346 @@
+"""The files of one checkpoint, which orbax writes and reads; orbax is imported here alone.
+
+orbax does what is hard about files: arrays of which each process writes its shards, a folder that
+gets its name when all is in it, writing in the background, and deleting old steps. Beside that this
+module makes the arrays a few at a time, so that they are never there all at once, and computes and
+compares a checksum of each: orbax loads changed bits, casts and pads without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+
+from jdistadam.checkpoint import header
+from jdistadam.checkpoint.checksum import PartialSums, totals
+from jdistadam.checkpoint.contents import Contents, Entry, Group
+from jdistadam.errors import CheckpointError
+
+ITEM = "state"
+"""Name of the folder with the arrays, in that of a step."""
+
+BATCH_BYTES = 32 << 20
+"""Arrays are made, written and read so many bytes of a device at once, or one if it is larger."""
+
+
+def orbax() -> Any:
+    """Returns the module ``orbax.checkpoint``.
+
+    Raises:
+      CheckpointError: It is not installed.
+    """
+    try:
+        ocp = importlib.import_module("orbax.checkpoint")
+    except ImportError as error:
+        raise CheckpointError(
+            "orbax-checkpoint",
+            "needed for checkpoints, and cannot be imported",
+            got=f"{type(error).__name__}: {error}",
+            expected="orbax-checkpoint >= 0.11",
+            action='Run pip install "jdistadam[checkpoint]".',
+        ) from error
+    return ocp
+
+
+def local_folder(folder: str | os.PathLike[str]) -> Path:
+    """Returns a folder as an absolute path.
+
+    Raises:
+      CheckpointError: It is no folder of a file system.
+    """
+    text = os.fspath(folder)
+    if "://" in text:
+        raise CheckpointError(
+            text,
+            "not a folder of a file system",
+            got=text,
+            expected="a path",
+            action="Save into a file system, and copy the complete folders of steps.",
+        )
+    return Path(os.path.abspath(text))
+
+
+class Lazy:
+    """Stands for an array of a group, which is not made yet."""
+
+    def __init__(self, entry: Entry, group: Group, index: int) -> None:
+        """Takes what it is, and its place in its group."""
+        self.shape, self.dtype, self.size = entry.shape, entry.dtype, math.prod(entry.shape)
+        self.group, self.index = group, index
+
+
+@functools.cache
+def _classes() -> Any:
+    """The handlers, which need orbax's classes to be defined."""
+    ocp: Any = orbax()
+
+    class ArrayHandler(ocp.type_handlers.ArrayHandler):
+        """Makes arrays as it writes them; when it returns, what it wrote is on the host."""
+
+        def __init__(self, waits: bool) -> None:
+            # One file for all shardings, and one for all metadata, do not go with batches.
+            super().__init__(enable_write_sharding_file=False, array_metadata_store=None)
+            self._waits = waits
+            self.sums: dict[str, PartialSums] = {}
+
+        async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
+            """Writes the arrays in batches; if it waits, one after the other."""
+            self.sums, futures = {}, []
+            for batch in _batches(values):
+                arrays = [x for group in batch for x in _made(group)]
+                entries = [entry for group in batch for entry in group.entries]
+                where = {_key(v): i for i, v in enumerate(values)}
+                places = [where[id(g), k] for g in batch for k in range(len(g.entries))]
+                self.sums |= {e.name: PartialSums(x) for e, x in zip(entries, arrays, strict=True)}
+                written = await super().serialize(
+                    arrays, _with_own_limit(infos, places), [args[i] for i in places]
+                )
+                del arrays
+                for entry in entries:  # the sums hold the arrays until they are there
+                    self.sums[entry.name].value()
+                if not self._waits:
+                    futures += written
+                    continue
+                for future in written:
+                    future.result()
+                del written  # which holds the copies on the host
+            return futures
+
+    class Handler(ocp.PyTreeCheckpointHandler):
+        """Writes the arrays of a state, and a header beside them."""
+
+        def __init__(self, waits: bool = True) -> None:
+            self._arrays = ArrayHandler(waits)
+            super().__init__(
+                use_zarr3=True,
+                use_compression=False,
+                type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+                    (Lazy, self._arrays)
+                ),
+            )
+            self._text = ""
+
+        async def async_save(self, directory: Any, args: Any) -> Any:
+            """Starts to write; returns when the state may change."""
+            futures = await super().async_save(directory, args=args)
+            contents: Contents = args.contents
+            sums = self._arrays.sums
+            names = [entry.name for group in contents.groups for entry in group.entries]
+            empty = PartialSums(jnp.zeros(0))
+            self._text = header.text_of(contents, totals([sums.get(n, empty) for n in names]))
+            return futures
+
+        def finalize(self, directory: Any) -> None:
+            """Writes the header, before the folder gets its name."""
+            super().finalize(directory)
+            if jax.process_index() == 0:
+                (directory / header.FILE).write_text(self._text)
+
+    class Save(ocp.args.PyTreeSave):
+        """The arguments of a save."""
+
+        def __init__(self, contents: Contents) -> None:
+            super().__init__(
+                {
+                    escaped(entry.name): Lazy(entry, group, i)
+                    for group in contents.groups
+                    for i, entry in enumerate(group.entries)
+                    if math.prod(entry.shape)
+                }
+            )
+            self.contents = contents
+
+    ocp.args.register_with_handler(Handler, for_save=True)(Save)
+    restore = type("Restore", (ocp.args.PyTreeRestore,), {})
+    ocp.args.register_with_handler(Handler, for_restore=True)(restore)
+    return Handler, Save
+
+
+def manager(folder: Path, *, keep: int | None, in_background: bool) -> Any:
+    """Returns the CheckpointManager of a folder of steps; what a save left unfinished is deleted.
+
+    Args:
+      folder: The folder.
+      keep: How many of the newest checkpoints to keep. None: all.
+      in_background: Whether ``save`` returns when the state may change, before all is written.
+    """
+    ocp = orbax()
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep,
+        enable_async_checkpointing=in_background,
+        cleanup_tmp_directories=True,
+    )
+    handler, _ = _classes()
+    with _quiet():
+        return ocp.CheckpointManager(
+            folder, options=options, item_handlers={ITEM: handler(not in_background)}
+        )
+
+
+def save(checkpoints: Any, step: int, contents: Contents) -> None:
+    """Saves a step with a CheckpointManager."""
+    _, save_args = _classes()
+    args = orbax().args.Composite(**{ITEM: save_args(contents)})
+    with _quiet():
+        is_saved = checkpoints.save(step, args=args, force=True)
+    if not is_saved:
+        raise OSError(f"orbax did not save step {step}")
+
+
+class Reader:
+    """Reads arrays of one checkpoint, a few at a time."""
+
+    def __init__(self, folder: Path, head: header.Header) -> None:
+        """Takes the folder of the arrays, and what its header says."""
+        self._folder, self.head = folder, head
+
+    def read(self, wanted: Sequence[tuple[str, Sharding]]) -> list[jax.Array]:
+        """Returns arrays by name, placed as asked for, after comparing their checksums.
+
+        Raises:
+          CheckpointError: One of them is damaged.
+        """
+        entries = [self.head.entries[name] for name, _ in wanted]
+        filled = [(n, s) for (n, s), e in zip(wanted, entries, strict=True) if math.prod(e.shape)]
+        found = iter(self._load(filled))
+        arrays = [
+            next(found) if math.prod(e.shape) else _empty(e, sharding)
+            for (_, sharding), e in zip(wanted, entries, strict=True)
+        ]
+        sums = totals([PartialSums(x) for x in arrays])
+        for entry, got in zip(entries, sums, strict=True):
+            if got != self.head.sums[entry.name]:
+                raise self._damaged(entry.name, f"checksum {got}", self.head.sums[entry.name])
+        return arrays
+
+    def read_many(self, wanted: Sequence[tuple[str, Sharding]]) -> list[jax.Array]:
+        """The same for many arrays, of which some are read at once."""
+        found: list[jax.Array] = []
+        batch: list[tuple[str, Sharding]] = []
+        filled = 0
+        for name, sharding in wanted:
+            entry = self.head.entries[name]
+            part = sharding.shard_shape(entry.shape)
+            nbytes = math.prod(part) * jnp.dtype(entry.dtype).itemsize
+            if batch and filled + nbytes > BATCH_BYTES:
+                found += self.read(batch)
+                batch, filled = [], 0
+            batch.append((name, sharding))
+            filled += nbytes
+        return found + self.read(batch)
+
+    def _load(self, wanted: Sequence[tuple[str, Sharding]]) -> list[jax.Array]:
+        if not wanted:
+            return []
+        try:
+            return self._load_all(wanted)
+        except Exception as error:  # orbax's own are of many kinds, and thousands of lines long
+            # Of several processes each would read others again.
+            for one in wanted if len(wanted) > 1 and jax.process_count() == 1 else []:
+                self._load([one])  # says which it is
+            text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+            raise self._damaged(wanted[0][0], text, "an array that can be read") from None
+
+    def _load_all(self, wanted: Sequence[tuple[str, Sharding]]) -> list[jax.Array]:
+        ocp = orbax()
+        item, how = {}, {}
+        for name, sharding in wanted:
+            entry = self.head.entries[name]
+            item[escaped(name)] = jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=sharding)
+            how[escaped(name)] = ocp.ArrayRestoreArgs(
+                sharding=sharding, global_shape=entry.shape, dtype=entry.dtype
+            )
+        args = ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
+        with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True)) as reader:
+            found = reader.restore(self._folder, args=args)
+        # On Explicit axes shardings come back spelled in another way: device_put copies nothing.
+        arrays = [jax.device_put(found[escaped(name)], place) for name, place in wanted]
+        for (name, _), x in zip(wanted, arrays, strict=True):
+            entry = self.head.entries[name]
+            if not isinstance(x, jax.Array) or (x.shape, x.dtype) != (entry.shape, entry.dtype):
+                raise self._damaged(name, f"{x!r:.100}", f"{entry.dtype}, shape {entry.shape}")
+        return arrays
+
+    def _damaged(self, name: str, got: str, expected: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder}: {name}",
+            "damaged in the files",
+            got=got,
+            expected=expected,
+            action="Restore another step.",
+        )
+
+
+def escaped(name: str) -> str:
+    """Returns a name that orbax can use as a part of a path."""
+    return name.replace("%", "%25").replace("/", "%2F")
+
+
+def _batches(values: Sequence[Lazy]) -> Iterator[list[Group]]:
+    """The groups of arrays, as many at once as fit in a batch."""
+    batch: list[Group] = []
+    seen: set[int] = set()
+    filled = 0
+    for value in values:
+        group = value.group
+        if id(group) in seen:
+            continue
+        seen.add(id(group))
+        if batch and filled + group.nbytes > BATCH_BYTES:
+            yield batch
+            batch, filled = [], 0
+        batch.append(group)
+        filled += group.nbytes
+    if batch:
+        yield batch
+
+
+def _with_own_limit(infos: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """What orbax knows of some arrays, with a limit of bytes that no other batch shares.
+
+    It has a lock of asyncio, and orbax writes each batch in an event loop of its own.
+    """
+    found = [copy.copy(infos[i]) for i in places]
+    shared = found[0].byte_limiter
+    own = type(shared)(shared.max_bytes) if hasattr(shared, "max_bytes") else shared
+    for info in found:
+        info.byte_limiter = own
+    return found
+
+
+def _made(group: Group) -> list[jax.Array]:
+    return list(group.make())
+
+
+def _key(value: Lazy) -> tuple[int, int]:
+    return id(value.group), value.index
+
+
+def _empty(entry: Entry, sharding: Sharding) -> jax.Array:
+    make = jax.jit(lambda: jnp.zeros(entry.shape, entry.dtype), out_shardings=sharding)
+    array: jax.Array = make()
+    return array
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps orbax's warnings about its own future, and its reports of what we raise, off."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

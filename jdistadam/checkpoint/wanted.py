@@ -1,0 +1,172 @@
+"""What of a checkpoint is asked for, compared with its header before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdistadam.checkpoint import parts
+from jdistadam.checkpoint.header import Header
+from jdistadam.core import trees
+from jdistadam.errors import DtypeError, ShapeError, TreeError
+
+_ALWAYS_OPTIONAL = ("grad_norm", "scaling.")  # what another optimizer does not have
+
+
+class Wanted:
+    """Compares what a template asks for with what a checkpoint has, and notes what is used."""
+
+    def __init__(
+        self,
+        head: Header,
+        *,
+        cast: bool = False,
+        new: Callable[[str], bool] | None = None,
+        unused: Callable[[str], bool] | None = None,
+    ) -> None:
+        """Takes the header and the arguments of ``restore``."""
+        self.head = head
+        self._cast, self._new, self._unused = cast, new, unused
+        self._used: set[str] = set()
+
+    def array(self, name: str, like: Any) -> bool:
+        """Returns whether an array is in the file; if not, it may stay as the template has it.
+
+        Raises:
+          TreeError, ShapeError, DtypeError: It is not there, or differs from the template.
+        """
+        if not self._has_shape(name, _words(like).shape):
+            return False
+        self._check_dtype(name, name, _words(like).dtype)
+        self._check_key(name, like)
+        self._used.add(name)
+        return True
+
+    def exact(self, name: str, like: Any, *, keeps_main: bool) -> str | None:
+        """Returns the name under which the file has the exact value of a parameter.
+
+        Args:
+          name: Name of the parameter.
+          like: Its shape and dtype.
+          keeps_main: Whether the value is kept in float32 beside a parameter of 16 bits.
+
+        Returns:
+          The name; None where the parameter stays as the template has it.
+        """
+        main = name.replace("params", "main_params", 1)
+        self._used.add(main)
+        if not self._has_shape(name, like.shape):
+            return None
+        source = main if main in self.head.entries else name
+        self._check_dtype(name, source, jnp.float32 if keeps_main else like.dtype)
+        self._used.add(name)
+        return source
+
+    def has(self, name: str) -> bool:
+        """Returns whether the file has something, which is used then."""
+        self._used.add(name)
+        return name in self.head.entries
+
+    def may_be_new(self, name: str) -> bool:
+        """Returns whether something need not be in the file."""
+        return self._new is not None and bool(self._new(parts.path_of(name)))
+
+    def finish(self, ignored: Iterable[str] = ()) -> None:
+        """Raises TreeError if the file has what was not asked for.
+
+        Args:
+          ignored: Names of what is used in another way.
+        """
+        rest = [
+            name
+            for name, entry in self.head.entries.items()
+            if name not in self._used
+            and name not in set(ignored)
+            and not (entry.is_count or name.startswith(_ALWAYS_OPTIONAL))
+            and not (self._unused is not None and self._unused(parts.path_of(name)))
+        ]
+        if rest:
+            raise self.unexpected(rest)
+
+    def unexpected(self, names: list[str]) -> TreeError:
+        """Returns the error about arrays that the template has no place for."""
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return TreeError(
+            f"{self.head.path}: {names[0]}",
+            "in the file, and not in the template",
+            got=f"{names[0]}{more}",
+            expected="a template that has all that was saved",
+            action="Restore into such a state, or name what may be left with unused=.",
+        )
+
+    def _has_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether the file has an array of this shape; raises unless it does or need not."""
+        entry = self.head.entries.get(name)
+        if entry is not None and entry.shape == tuple(shape):
+            return True
+        self._used.add(name)
+        if self.may_be_new(name):
+            return False
+        error = TreeError if entry is None else ShapeError
+        raise error(
+            f"{self.head.path}: {name}",
+            "missing in the file" if entry is None else "has another shape in the file",
+            got=f"{len(self.head.entries)} others" if entry is None else entry.shape,
+            expected=f"shape {tuple(shape)}",
+            action="Restore into the state that was saved, or name what begins anew with new=.",
+        )
+
+    def _check_dtype(self, name: str, source: str, dtype: Any) -> None:
+        """Raises DtypeError where a cast to the template's dtype would lose bits."""
+        saved = self.head.entries[source].dtype
+        if saved == dtype or self._cast or _holds(dtype, saved):
+            return
+        raise DtypeError(
+            f"{self.head.path}: {source}",
+            f"a cast for {name} of the template would lose bits",
+            got=saved,
+            expected=jnp.dtype(dtype),
+            action="Restore into that dtype or with main parameters, or pass cast=True.",
+        )
+
+    def _check_key(self, name: str, like: Any) -> None:
+        """Raises DtypeError where a random key was saved and none is asked for, or the reverse."""
+        saved, asked = self.head.entries[name].key, _key_of(like)
+        if saved != asked:
+            raise DtypeError(
+                f"{self.head.path}: {name}",
+                "random keys of another kind",
+                got=saved or "an array",
+                expected=asked or "an array",
+                action="Make the template with keys of that kind.",
+            )
+
+
+def _holds(dtype: Any, other: Any) -> bool:
+    """Whether every value of another float dtype is one of a dtype."""
+    floats = all(jnp.issubdtype(x, jnp.floating) for x in (dtype, other))
+    return bool(floats and jnp.promote_types(dtype, other) == dtype)
+
+
+def _is_key(like: Any) -> bool:
+    return jnp.issubdtype(getattr(like, "dtype", None) or float, jax.dtypes.prng_key)
+
+
+def _key_of(like: Any) -> str | None:
+    if not _is_key(like):
+        return None
+    if trees.is_key(like):
+        return str(jax.random.key_impl(like))
+    return str(like.dtype._impl.name)
+
+
+def _words(like: Any) -> Any:
+    """Shape and dtype in which something is saved."""
+    if _is_key(like):
+        return jax.eval_shape(jax.random.key_data, like)
+    if hasattr(like, "dtype"):
+        return like
+    return jax.eval_shape(lambda: jnp.asarray(like))

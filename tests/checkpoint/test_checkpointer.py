@@ -1,0 +1,176 @@
+"""Saving step after step: what is kept, what fails in the background, who may save, and kill -9."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdistadam as jda
+from jdistadam.checkpoint import header, lock
+from support import save_again_and_again
+from support.bits import assert_trees_same_bits
+from support.paths import TESTS
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+WORKER = [sys.executable, str(TESTS / "support" / "save_again_and_again.py")]
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
+def state_of(x):
+    params = {"w": jnp.full((4, 3), x), "b": jnp.full(5, -x)}
+    opt_state = optax.adamw(0.1).init(params)
+    return {"params": params, "opt_state": opt_state}
+
+
+def test_the_newest_are_kept(tmp_path):
+    with jda.Checkpointer(tmp_path / "new" / "folder", every=2, keep=2) as checkpointer:
+        saved = [checkpointer.after_step(step, state_of(float(step))) for step in range(1, 8)]
+    assert saved == [False, True] * 3 + [False]
+    assert jda.checkpoint_steps(checkpointer.folder) == [4, 6]
+    for step, want in ((None, 6.0), (4, 4.0)):
+        assert jda.restore_params(checkpointer.folder, step=step)["w"].tolist() == [[want] * 3] * 4
+
+
+def test_a_state_may_change_while_it_is_written(tmp_path):
+    """Donated to a step as soon as save returns; a numpy array changed in place."""
+    step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    state, counts = state_of(1.0), np.arange(3, dtype=np.float32)
+    state["counts"] = counts
+    with jda.Checkpointer(tmp_path) as checkpointer:
+        for k in range(4):
+            checkpointer.save(state, step=k)
+            counts += 1
+            state = step({k: v for k, v in state.items() if k != "counts"}) | {"counts": counts}
+    for k in range(4):
+        got = jda.restore(tmp_path, jax.eval_shape(lambda: state), step=k)
+        assert got["params"]["w"].tolist() == [[1.0 + k] * 3] * 4
+        assert got["counts"].tolist() == [k, k + 1, k + 2] and int(got["opt_state"][0].count) == k
+
+
+def test_a_failure_in_the_background_is_raised_by_the_next_step(tmp_path, monkeypatch):
+    with jda.Checkpointer(tmp_path, every=5) as checkpointer:
+        checkpointer.after_step(5, state_of(1.0))
+        checkpointer.wait()
+        monkeypatch.setattr(header, "FILE", "no such folder/header.json")
+        assert checkpointer.after_step(10, state_of(2.0))
+        with pytest.raises(jda.CheckpointError, match="could not be written; the ones before") as e:
+            for step in range(11, 10_000):
+                assert not checkpointer.after_step(step, state_of(3.0)) or step > 5_000
+                time.sleep(0.01)
+        assert "FileNotFoundError" in e.value.got and e.value.where == str(tmp_path)
+        monkeypatch.undo()
+        assert jda.checkpoint_steps(tmp_path) == [5]
+        checkpointer.save(state_of(4.0), step=20)  # and goes on
+    assert jda.checkpoint_steps(tmp_path) == [5, 20]
+    assert jda.restore_params(tmp_path, step=5)["b"].tolist() == [-1.0] * 5
+
+
+def test_close_raises_what_failed_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(header, "FILE", "no such folder/header.json")
+    with pytest.raises(jda.CheckpointError, match="could not be written"):
+        with jda.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(state_of(1.0))
+    with pytest.raises(ZeroDivisionError):  # which is why the block ended
+        with jda.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(state_of(1.0))
+            raise ZeroDivisionError
+    monkeypatch.undo()
+    jda.save(tmp_path, state_of(1.0))  # the folder is free
+
+
+def test_a_step_is_saved_once(tmp_path):
+    jda.save(tmp_path, state_of(1.0))
+    with pytest.raises(jda.CheckpointError, match="0: there is a checkpoint of this step already"):
+        jda.save(tmp_path, state_of(2.0))
+    assert jda.restore_params(tmp_path)["w"][0, 0] == 1
+    jda.save(tmp_path, state_of(5.0), step=5)
+    jda.save(tmp_path, state_of(3.0), step=np.int64(3))  # also before the newest
+    assert jda.checkpoint_steps(tmp_path) == [0, 3, 5]
+    for step in (-1, 1.5, True):
+        with pytest.raises(jda.HyperparameterError, match="step: not the number of a checkpoint"):
+            jda.save(tmp_path, state_of(5.0), step=step)
+    for call in (jda.restore_params, jda.checkpoint_steps, lambda x: jda.save(x, state_of(1.0))):
+        with pytest.raises(jda.CheckpointError, match="gs://bucket/x: not a folder"):
+            call("gs://bucket/x")
+
+
+def test_one_saves_at_a_time(tmp_path):
+    with jda.Checkpointer(tmp_path):
+        mine = f"got pid {os.getpid()} on {socket.gethostname()}"
+        with pytest.raises(jda.CheckpointError, match=f"another one saves into .*{mine}"):
+            jda.save(tmp_path, state_of(1.0))
+    jda.save(tmp_path, state_of(1.0))
+
+
+def test_what_other_machines_say_counts_for_minutes(tmp_path):
+    """Their lock may not be seen here; the one of this machine is free."""
+    path = tmp_path / lock.FILE
+    path.write_text(json.dumps({"pid": 1, "host": "another machine"}))
+    with pytest.raises(jda.CheckpointError, match=r"pid 1 on another machine .renewed 0 s ago"):
+        jda.save(tmp_path, state_of(1.0))
+    os.utime(path, (time.time() - lock.STALE_AFTER - 1,) * 2)
+    jda.save(tmp_path, state_of(1.0))
+    path.write_text(json.dumps({"pid": 1, "host": socket.gethostname()}))
+    jda.save(tmp_path, state_of(1.0), step=2)  # a process of this machine that ended
+    path.write_text("not JSON")
+    jda.save(tmp_path, state_of(1.0), step=3)
+
+
+def restored(folder):
+    """The newest checkpoint, after comparing all of it with what was saved as this step."""
+    newest = jda.checkpoint_steps(folder)[-1]
+    want = save_again_and_again.state_of(newest)
+    got = jda.restore(folder, jax.eval_shape(lambda: want))
+    assert_trees_same_bits(got, want)
+    return newest
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(25, marks=pytest.mark.slow)])
+def test_kill_9_leaves_the_old_checkpoint_or_the_new_one(tmp_path, kills):
+    """At random moments; each process goes on where the last one was killed."""
+    rng = np.random.default_rng(kills)
+    before = 0
+    for _ in range(kills):
+        worker = subprocess.Popen([*WORKER, str(tmp_path)], stdout=subprocess.PIPE, env=ENVIRONMENT)
+        for _ in range(3):  # it goes on: the lock and what was left unfinished are no obstacle
+            said = int(worker.stdout.readline())
+        time.sleep(rng.uniform(0, 0.3))
+        worker.send_signal(signal.SIGKILL)
+        last = [said, *map(int, worker.stdout.read().split())][-1]
+        worker.wait()
+        newest = restored(tmp_path)
+        # Step n begins to be written when step n - 1 is there; the last one said has begun.
+        assert before < last - 1 <= newest <= last + 1, (before, newest, last)
+        before = newest
+    assert len(jda.checkpoint_steps(tmp_path)) <= 3
+
+
+@pytest.mark.slow
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path):
+    done = subprocess.run(
+        [*WORKER, str(tmp_path), "full"], capture_output=True, text=True, env=ENVIRONMENT, timeout=300
+    )  # fmt: skip
+    assert done.returncode == 1 and "CheckpointError" in done.stderr.splitlines()[-1], done.stderr
+    assert "3" not in done.stdout.split() or "5" not in done.stdout.split()
+    assert restored(tmp_path) == 2
+
+
+def test_another_process_is_kept_out(tmp_path):
+    with jda.Checkpointer(tmp_path) as checkpointer:
+        done = subprocess.run(
+            [*WORKER, str(tmp_path)], capture_output=True, text=True, env=ENVIRONMENT, timeout=300
+        )
+        assert done.returncode == 1, done.stdout
+        assert f"another one saves into this folder: got pid {os.getpid()}" in done.stderr
+        checkpointer.save(state_of(1.0))
+    assert jda.checkpoint_steps(tmp_path) == [0]

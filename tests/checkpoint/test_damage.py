@@ -1,0 +1,258 @@
+"""Files that are changed, cut off, missing or of something else: an error that names them."""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdistadam as jda
+from support.bits import assert_trees_same_bits
+from support.lookalike import make_params, make_tx
+from support.samples import often
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+HEADER = "3/state/header.json"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of a state with noise in all of it, the optimizer and the state."""
+    tx = make_tx(2, bucket_bytes=64)
+    state = jda.TrainState.create(make_params(jnp.float32), tx, param_dtypes=jnp.bfloat16)
+    noise = lambda x: x + jnp.arange(1.0, 1 + x.size, dtype=x.dtype).reshape(x.shape)  # noqa: E731
+    opt_state = state.opt_state._replace(
+        mu=noise(state.opt_state.mu), nu=noise(state.opt_state.nu), count=state.opt_state.count + 3
+    )
+    state = jda.TrainState(state.params, opt_state)
+    folder = tmp_path_factory.mktemp("saved")
+    jda.save(folder, state, tx)
+    return folder, tx, state
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(saved[0], folder)
+    return folder
+
+
+def shapes_of(tx):
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_params())
+    return jda.TrainState.shapes(shapes, tx, param_dtypes=jnp.bfloat16)
+
+
+def exported(state, tx):
+    return jda.to_optax_state(state, tx)[:2]
+
+
+def data_files(folder):
+    """The files that hold the arrays, the largest first."""
+    files = [path for path in (folder / "3" / "state").rglob("d/*") if path.is_file()]
+    return sorted(files, key=lambda path: (-path.stat().st_size, path))
+
+
+def outcome(folder, tx, want):
+    """ "error", or "same" if a restore gave the very state; anything else fails."""
+    try:
+        got = jda.restore(folder, shapes_of(tx), tx)
+    except jda.CheckpointError as error:
+        assert str(folder) in str(error)
+        return "error"
+    assert_trees_same_bits(exported(got, tx), want)
+    return "same"
+
+
+def flip(path, position, bit):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("every", [12, pytest.param(400, marks=pytest.mark.slow)])
+def test_flipped_bits(saved, copied, every):
+    """Anywhere in the files: an error, or the very state, where a byte is read by none. Never else.
+
+    In the two large arrays' data a flip is always an error.
+    """
+    _, tx, state = saved
+    want, rng = exported(state, tx), np.random.default_rng(0)
+    everything = [x for x in (copied / "3").rglob("*") if x.is_file() and x.stat().st_size]
+    files, large = data_files(copied), data_files(copied)[0]
+    assert large.stat().st_size > 500_000
+    found = {"error": 0, "same": 0}
+    for k in range(every):
+        path = (
+            large if k % 2 else files[k % len(files)] if k % 4 else everything[k % len(everything)]
+        )
+        position, bit = rng.integers(path.stat().st_size), rng.integers(8)
+        flip(path, position, bit)
+        found[outcome(copied, tx, want)] += 1
+        flip(path, position, bit)
+    assert found["error"] >= every // 2, found
+    assert outcome(copied, tx, want) == "same"
+
+
+def test_every_leaf_is_compared(saved, copied, monkeypatch):
+    """A changed checksum in the header, as a changed array: the error names the leaf."""
+    _, tx, _ = saved
+    path = copied / HEADER
+    text = path.read_text()
+    names = list(json.loads(text)["header"]["leaves"])
+    assert len(names) == 3 * 4 + 2  # params, main_params, mu, nu; count, grad_norm
+    for name in names:
+        rewrite(path, lambda header: header["leaves"][name].update(sum="0" * 16))  # noqa: B023
+        if name.startswith("params"):  # their exact values are read
+            with pytest.raises(jda.CheckpointError, match="damaged in the files") as caught:
+                jda.restore_params(copied)
+        else:
+            with pytest.raises(jda.CheckpointError, match="damaged in the files") as caught:
+                jda.restore(copied, shapes_of(tx), tx)
+        assert caught.value.where.endswith(f"state: {name}")
+        path.write_text(text)
+
+
+def rewrite(path, change):
+    """Changes a header, and makes its own checksum fit."""
+    parsed = json.loads(path.read_text())
+    change(parsed["header"])
+    text = json.dumps(parsed["header"], sort_keys=True, separators=(",", ":"))
+    parsed["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    path.write_text(json.dumps(parsed))
+
+
+def test_headers(saved, copied):
+    _, tx, _ = saved
+    path, text = copied / HEADER, (copied / HEADER).read_text()
+    texts = {
+        "damaged: its own checksum differs": text.replace('"count": 3', '"count": 4'),
+        "damaged, or of something else": text[: len(text) // 2],
+        "missing: this is no checkpoint": None,
+        "a checkpoint of another version": lambda h: h.update(version=2),
+        "the header of something else": lambda h: h.update(format="other"),
+    }
+    for message, change in texts.items():
+        if change is None:
+            path.unlink()
+        elif callable(change):
+            rewrite(path, change)
+        else:
+            path.write_text(change)
+        with pytest.raises(jda.CheckpointError, match=message) as caught:
+            jda.restore(copied, shapes_of(tx), tx)
+        assert str(path) in caught.value.where
+        path.write_text(text)
+    assert outcome(copied, tx, exported(saved[2], tx)) == "same"
+
+
+@pytest.mark.parametrize("how", ["missing", "empty", "half", "byte"])
+@often(lambda how: how == "half")
+def test_truncated_and_missing_files(saved, copied, how):
+    """Each file of a checkpoint: an error, or the very state where no part of it is needed."""
+    _, tx, state = saved
+    want, errors = exported(state, tx), []
+    for path in sorted(x for x in copied.rglob("*") if x.is_file() and x.stat().st_size):
+        data = path.read_bytes()
+        if how == "missing":
+            path.unlink()
+        else:
+            path.write_bytes({"empty": b"", "half": data[: len(data) // 2], "byte": data[:-1]}[how])
+        if outcome(copied, tx, want) == "error":
+            errors.append(path)
+        path.write_bytes(data)
+    assert copied / HEADER in errors or how == "byte"  # which ends with a line feed
+    if how != "byte":  # orbax pads its data files; the one that holds the large arrays is needed
+        assert data_files(copied)[0] in errors
+
+
+def test_folders_of_something_else(saved, tmp_path):
+    _, tx, _ = saved
+    with pytest.raises(jda.CheckpointError, match="no checkpoint: got none"):
+        jda.restore(tmp_path / "nowhere", shapes_of(tx), tx)
+    with pytest.raises(jda.CheckpointError, match=r"no checkpoint of step 5: got steps \[3\]"):
+        jda.restore(saved[0], shapes_of(tx), tx, step=5)
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "7" / "state", {"w": jnp.ones(3)})
+    with pytest.raises(jda.CheckpointError, match="missing: this is no checkpoint of jdistadam"):
+        jda.restore(tmp_path, shapes_of(tx), tx)
+
+
+def test_templates_of_something_else(saved):
+    """orbax would cast, pad and cut off: dtypes and shapes are compared before it may."""
+    folder, tx, _ = saved
+    shapes = shapes_of(tx)
+    float32 = {k: jax.ShapeDtypeStruct(x.shape, jnp.float32) for k, x in shapes.params.items()}
+    half = make_tx(2, policy=jda.MixedPrecisionPolicy(mu_dtype=jnp.bfloat16))
+    no_main = make_tx(2, policy=jda.MixedPrecisionPolicy(main_params_dtype=None))
+    wider = shapes.params | {"a": jax.ShapeDtypeStruct((256, 129), jnp.bfloat16)}
+    fewer = {k: x for k, x in shapes.params.items() if k != "a"}
+    more = shapes.params | {"c": jax.ShapeDtypeStruct((2,), jnp.bfloat16)}
+    of = jda.TrainState.shapes
+    cases = [
+        (of(wider, tx), tx, jda.ShapeError, r"header.json: params\['a'\]: has another shape in the file: got \(256, 128\), expected shape \(256, 129\)"),
+        (of(fewer, tx), tx, jda.TreeError, r"params\['a'\]: in the file, and not in the template: got params\['a'\] and 3 more"),
+        (of(more, tx), tx, jda.TreeError, r"params\['c'\]: missing in the file"),
+        (of(shapes.params, half), half, jda.DtypeError, r"mu\['a'\]: a cast for mu\['a'\] .* got float32, expected bfloat16"),
+        (of(shapes.params, no_main), no_main, jda.DtypeError, r"main_params\['a'\]: a cast for params\['a'\]"),
+        ({"params": 1}, None, jda.TreeError, "state: has no params and opt_state"),
+        ({"params": {}, "opt_state": optax.sgd(0.1).init({})}, None, jda.TreeError, "not the state of one Adam"),
+        (shapes, None, jda.MeshError, "tx: not a distributed optimizer"),
+        (dataclasses.replace(shapes, rng=jax.random.key(0)), tx, jda.TreeError, "rng: missing in the file"),
+    ]  # fmt: skip
+    for template, optimizer, error, message in cases:
+        with pytest.raises(error, match=message):
+            jda.restore(folder, template, optimizer)
+    assert jda.restore(folder, of(shapes.params, half), half, cast=True).opt_state.mu.dtype == "bfloat16"  # fmt: skip
+    assert jda.restore(folder, of(float32, tx), tx).params["a"].dtype == jnp.float32  # exact
+    with pytest.raises(jda.TreeError, match=r"params\['b'\]: in the file, and not in the template"):
+        jda.restore_params(folder, {"a": shapes.params["a"]})
+    with pytest.raises(jda.DtypeError, match=r"params\['a'\]: a cast"):
+        jda.restore_params(folder, shapes.params | {"a": jax.ShapeDtypeStruct((256, 128), jnp.float16)})  # fmt: skip
+
+
+def test_states_that_cannot_be_saved(saved, tmp_path):
+    _, tx, state = saved
+    edited = jda.TrainState(state.params | {"a": state.params["a"] + 1}, state.opt_state)
+    with pytest.raises(jda.LayoutError, match=r"params\['a'\]: differ from the main parameters"):
+        jda.save(tmp_path, edited, tx)
+    with pytest.raises(jda.LayoutError, match="num_shards 2 instead of 4"):
+        jda.save(tmp_path, state, make_tx(4, bucket_bytes=64))
+    with pytest.raises(jda.TreeError, match=r"model_state\['x'\]: not an array"):
+        jda.save(tmp_path, dataclasses.replace(state, model_state={"x": "text"}), tx)
+    with pytest.raises(jda.DtypeError, match=r"model_state\['x'\]: would lose bits"):
+        jda.save(tmp_path, dataclasses.replace(state, model_state={"x": np.ones(2)}), tx)
+    with pytest.raises(jda.MeshError, match="tx: not a distributed optimizer"):
+        jda.save(tmp_path, state)
+    assert [x.name for x in tmp_path.iterdir()] == [".jdistadam.lock"]
+
+
+def test_empty_arrays_and_odd_names(tmp_path):
+    """orbax refuses arrays without elements, and would take a slash for a folder."""
+    params = {"a/b": {"%": jnp.ones((0, 3))}, "c.d": [jnp.arange(3.0)], "": jnp.ones(())}
+    state = {"params": params, "opt_state": optax.adamw(0.1).init(params), "key": jax.random.key(1, impl="rbg")}  # fmt: skip
+    jda.save(tmp_path, state)
+    got = jda.restore(tmp_path, jax.eval_shape(lambda: state))
+    assert got["key"].dtype == state["key"].dtype
+    words = [jax.random.key_data(x["key"]) for x in (got, state)]
+    assert_trees_same_bits(*({k: v for k, v in x.items() if k != "key"} | {"words": w} for x, w in zip((got, state), words, strict=True)))  # fmt: skip
+    with pytest.raises(jda.TreeError, match=r"params\['c.d'\]\[0\]: not in dictionaries alone"):
+        jda.restore_params(tmp_path)
+    assert_trees_same_bits(jda.restore_params(tmp_path, params), params)
+
+
+def test_without_orbax(saved, monkeypatch):
+    import sys
+
+    folder, tx, state = saved
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    for call in (lambda: jda.save(folder, state, tx), lambda: jda.restore_params(folder)):
+        with pytest.raises(jda.CheckpointError, match=r'pip install "jdistadam\[checkpoint\]"'):
+            call()
