@@ -28,8 +28,8 @@ from jdistadam import compat
 from jdistadam.core import collectives
 from jdistadam.distributed import param_specs
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout
-from jdistadam.distributed.packing import shard_of
+from jdistadam.distributed.layout import ALIGNMENT, Bucket, HeldLeaf, Layout
+from jdistadam.distributed.packing import rows_as_leaves, shard_of, shards_as_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,7 @@ class _Form:
     state_axes: tuple[str, ...]
     state_spec: P
     is_packed: bool
+    held: tuple[HeldLeaf, ...]  # of a packed bucket: what devices hold of it at rest
     shard_shape: tuple[int, ...]
     padding: int
     shapes: tuple[tuple[int, ...], ...]  # of the parts of leaves that a tensor-parallel part has
@@ -114,6 +115,7 @@ def _form(config: DistributedConfig, layout: Layout, bucket: Bucket, specs: Sequ
         state_axes=parallel.state_axes,
         state_spec=parallel.state_spec,
         is_packed=bucket.is_packed,
+        held=tuple(bucket.held) if bucket.is_packed else (),
         shard_shape=bucket.shard_shape,
         padding=bucket.padding,
         shapes=tuple(layout.leaves[i].shape for i in bucket.leaves),
@@ -129,6 +131,9 @@ def _extractor(form: _Form) -> Any:
         if not form.is_packed:
             return [shard.reshape(form.shard_shape)]
         whole = collectives.all_gather(shard, form.state_axes, dim=0, to="varying")
+        if form.held:
+            rows = whole.reshape(-1, form.size)
+            return rows_as_leaves(rows, form.held, form.shapes)
         ends = itertools.accumulate(map(math.prod, form.shapes), initial=0)
         return [
             whole[start:end].reshape(shape)
@@ -148,7 +153,11 @@ def _extractor(form: _Form) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _inserter(form: _Form) -> Any:
     def local(flat: jax.Array, row: jax.Array, leaves: list[jax.Array]) -> jax.Array:
-        if form.is_packed:
+        if form.held:
+            parts = [shards_as_rows(x, held) for x, held in zip(leaves, form.held, strict=True)]
+            index = collectives.axis_index(form.state_axes)
+            shard = jnp.concatenate(parts, axis=1)[index]
+        elif form.is_packed:
             parts = [*(x.reshape(-1) for x in leaves), jnp.zeros((form.padding,), flat.dtype)]
             whole = jnp.concatenate(parts)
             num_shards = whole.size // form.size

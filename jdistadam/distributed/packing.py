@@ -30,7 +30,7 @@ def bucket_array(bucket: Bucket, leaves: Sequence[Any], dtype: Any) -> jax.Array
         # As the kernel gets the members of other buckets: [Note: casts that XLA deletes].
         members = lax.optimization_barrier(members)
         rows = [
-            _shards_as_rows(collectives.round_to(x, dtype), held)
+            shards_as_rows(collectives.round_to(x, dtype), held)
             for x, held in zip(members, bucket.held, strict=True)
         ]
         return jnp.concatenate(rows, axis=1).reshape(-1)
@@ -121,7 +121,7 @@ def held_of_shard(bucket: Bucket, shard: jax.Array) -> list[tuple[int, jax.Array
     return list(zip(bucket.leaves, leaves, strict=True))
 
 
-def _shards_as_rows(whole: jax.Array, held: HeldLeaf) -> jax.Array:
+def shards_as_rows(whole: jax.Array, held: HeldLeaf) -> jax.Array:
     """Returns a leaf as one row for each shard."""
     dim = held.dim
     split = whole.reshape(*whole.shape[:dim], -1, *held.shape[dim:])
@@ -130,13 +130,20 @@ def _shards_as_rows(whole: jax.Array, held: HeldLeaf) -> jax.Array:
 
 def _leaves_of_rows(layout: Layout, bucket: Bucket, whole: Any) -> list[tuple[int, Any]]:
     """The leaves of a bucket that is packed shard by shard; jax or numpy arrays."""
-    rows, leaves = whole.reshape(layout.num_shards, -1), []
-    offsets = _offsets(math.prod(held.shape) for held in bucket.held)
-    for held, (start, end) in zip(bucket.held, itertools.pairwise(offsets), strict=True):
-        shards = rows[:, start:end].reshape(-1, *held.shape)
-        order = [*range(1, held.dim + 1), 0, *range(held.dim + 1, shards.ndim)]
-        leaf = shards.transpose(order).reshape(layout.leaves[held.leaf].shape)
-        leaves.append((held.leaf, leaf))
+    shapes = [layout.leaves[held.leaf].shape for held in bucket.held]
+    leaves = rows_as_leaves(whole.reshape(layout.num_shards, -1), bucket.held, shapes)
+    return [(held.leaf, leaf) for held, leaf in zip(bucket.held, leaves, strict=True)]
+
+
+def rows_as_leaves(
+    rows: Any, held: Sequence[HeldLeaf], shapes: Iterable[tuple[int, ...]]
+) -> list[Any]:
+    """Returns leaves of these shapes, of what ``shards_as_rows`` made of them side by side."""
+    offsets, leaves = _offsets(math.prod(part.shape) for part in held), []
+    for part, shape, (start, end) in zip(held, shapes, itertools.pairwise(offsets), strict=True):
+        shards = rows[:, start:end].reshape(-1, *part.shape)
+        order = [*range(1, part.dim + 1), 0, *range(part.dim + 1, shards.ndim)]
+        leaves.append(shards.transpose(order).reshape(shape))
     return leaves
 
 
