@@ -58,14 +58,14 @@ def test_a_state_may_change_while_it_is_written(tmp_path):
 
 
 def test_a_failure_in_the_background_is_raised_by_the_next_step(tmp_path, monkeypatch):
-    with jda.Checkpointer(tmp_path, every=5) as checkpointer:
-        checkpointer.after_step(5, state_of(1.0))
+    with jda.Checkpointer(tmp_path, every=20_000) as checkpointer:
+        checkpointer.save(state_of(1.0), step=5)
         checkpointer.wait()
         monkeypatch.setattr(header, "FILE", "no such folder/header.json")
-        assert checkpointer.after_step(10, state_of(2.0))
+        checkpointer.save(state_of(2.0), step=10)
         with pytest.raises(jda.CheckpointError, match="could not be written; the ones before") as e:
             for step in range(11, 10_000):
-                assert not checkpointer.after_step(step, state_of(3.0)) or step > 5_000
+                assert not checkpointer.after_step(step, state_of(3.0)) and step < 5_000
                 time.sleep(0.01)
         assert "FileNotFoundError" in e.value.got and e.value.where == str(tmp_path)
         monkeypatch.undo()
