@@ -1,4 +1,4 @@
-r"""Checksums of arrays that do not depend on how they lie on devices.
+r"""Checksums of arrays that do not depend on how they are placed on devices.
 
 The bits :math:`b_i` of each element are mixed with its position :math:`i` in the whole array, and
 the results are added modulo :math:`2^{32}`: :math:`\sum_i m(b_i \oplus m(i))`, where :math:`m` is

@@ -171,7 +171,7 @@ def is_function_of_params(config: DistributedConfig, dtype: Any) -> bool:
 
 
 def _joined(make: Callable[[], Any], params: Sequence[jax.Array]) -> list[jax.Array]:
-    """Remainders and the params beside them as float32, where the remainders lie."""
+    """Remainders and the params beside them as float32, where the remainders are."""
     lows = make()
     highs = [jax.device_put(x, low.sharding) for x, low in zip(params, lows, strict=True)]
     return [_join(high, low) for high, low in zip(highs, lows, strict=True)]

@@ -1,7 +1,7 @@
 """Between the flat arrays of a distributed state and arrays of the shapes of leaves, by bucket.
 
-An array that is scattered where it lies keeps its shards: nothing is sent. The leaves of a packed
-bucket are gathered, as one of them may lie on several devices; a bucket is small.
+An array that is scattered where it is keeps its shards: nothing is sent. The leaves of a packed
+bucket are gathered, as one of them may be on several devices; a bucket is small.
 
 [Note: one collective at a time]
 Virtual CPU devices share a pool of threads. Of two programs with collectives that are started one
@@ -59,7 +59,7 @@ class _Form:
 def shardings_of(
     config: DistributedConfig, layout: Layout, bucket: Bucket, specs: Sequence[P]
 ) -> list[NamedSharding]:
-    """Returns how the arrays of a bucket's leaves lie: as ``extract`` returns them.
+    """Returns how the arrays of a bucket's leaves are placed: as ``extract`` returns them.
 
     Args:
       config: The configuration.

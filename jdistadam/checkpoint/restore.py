@@ -98,7 +98,7 @@ def restore_params(
     Args:
       folder: What ``save`` or ``Checkpointer`` wrote.
       like: Tree of arrays or of ``jax.ShapeDtypeStruct``, whose shardings say where parameters are
-        to lie; without one on the first device. None: dictionaries, as they were saved.
+        to be placed; without one on the first device. None: dictionaries, as they were saved.
       step: Which checkpoint. None: the newest.
       cast: Whether they are cast to the dtypes of ``like`` where that loses bits.
 
@@ -133,7 +133,7 @@ def restore_params(
 
 
 def _sharding_of(x: Any) -> Sharding:
-    """Returns where an array of a template is to lie: as it says, else on the first device."""
+    """Returns where an array of a template is placed: as it says, else on the first device."""
     sharding = getattr(x, "sharding", None)
     return sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 

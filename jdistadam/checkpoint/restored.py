@@ -85,7 +85,7 @@ class Restored:
         return found
 
     def place(self, like: Any) -> Sharding:
-        """Where an array is to lie: as the template says, else everywhere on the mesh."""
+        """Where an array is placed: as the template says, else everywhere on the mesh."""
         sharding = getattr(like, "sharding", None)
         if isinstance(sharding, Sharding) and not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
             return sharding

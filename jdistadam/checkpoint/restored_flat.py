@@ -227,7 +227,7 @@ class RestoredFlat(Restored):
         return jax.device_put(copy_to(param, self._places[i]), self._places[i])
 
     def _placed(self, bucket: Bucket) -> list[tuple[int, NamedSharding]]:
-        """The leaves of a bucket, and how their arrays lie while they are moved."""
+        """The leaves of a bucket, and how their arrays are placed while they are moved."""
         shardings = flat_arrays.shardings_of(self._config, self._layout, bucket, self._specs)
         return list(zip(bucket.leaves, shardings, strict=True))
 

@@ -1,4 +1,4 @@
-"""Checksums: of bits and positions, the same however an array lies on devices."""
+"""Checksums: of bits and positions, the same however an array is placed on devices."""
 
 import itertools
 

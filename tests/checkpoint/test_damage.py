@@ -235,7 +235,7 @@ def test_states_that_cannot_be_saved(saved, tmp_path):
 
 
 def test_empty_arrays_and_odd_names(tmp_path):
-    """orbax refuses arrays without elements, and would take a slash for a folder."""
+    """orbax does not take arrays without elements, and would take a slash for a folder."""
     params = {"a/b": {"%": jnp.ones((0, 3))}, "c.d": [jnp.arange(3.0)], "": jnp.ones(())}
     state = {"params": params, "opt_state": optax.adamw(0.1).init(params), "key": jax.random.key(1, impl="rbg")}  # fmt: skip
     jda.save(tmp_path, state)
