@@ -122,8 +122,10 @@ class Checkpointer:
 
     def check(self) -> None:
         """Raises CheckpointError if a save in the background has failed; does not wait for it."""
-        try:
-            self._manager.check_for_errors()
+        if self._manager.is_saving_in_progress():
+            return
+        try:  # What failed is told by this alone; check_for_errors has lost it by then.
+            self._manager.wait_until_finished()
         except Exception as error:
             raise self._failed(error) from error
 

@@ -52,7 +52,7 @@ def totals(sums: Sequence[PartialSums]) -> list[str]:
 
     Example:
       >>> totals([PartialSums(jnp.arange(3.0)), PartialSums(jnp.arange(3.0)[::-1])])
-      ['da7a30c1945e0d29', '92c7e5d1f1bf9d9e']
+      ['1e8bbc6133297692', '2e109d8871c592a3']
     """
     values = np.stack([x.value() for x in sums]) if sums else np.zeros((0, 2), np.uint64)
     if jax.process_count() > 1 and len(values):
