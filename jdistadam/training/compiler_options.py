@@ -23,9 +23,10 @@ from jdistadam.distributed.config import DistributedConfig
 
 # XLA's own limit of 30 MiB counts shards: it merges most models into one collective that begins
 # when the last gradient is ready. This is large enough for bandwidth and leaves work to overlap.
+MERGED_BYTES = 256 << 20
 _MERGED = {
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 256 << 20,
-    "xla_gpu_all_gather_combine_threshold_bytes": 256 << 20,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": MERGED_BYTES,
+    "xla_gpu_all_gather_combine_threshold_bytes": MERGED_BYTES,
 }
 # Gradients that are sent ahead to peers (distributed/schedule.py) take no multiprocessor from the
 # backward pass.
