@@ -65,7 +65,12 @@ class Scaling:
 
     def __str__(self) -> str:
         """Returns the table: milliseconds and GB on each device."""
-        return "\n".join("".join(f"{x:>10}" for x in line).rstrip() for line in self.table())
+        lines = self.table()
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(f"{x:>{width}}" for x, width in zip(line, widths, strict=True))
+            for line in lines
+        )
 
     def table(self) -> list[tuple[str, ...]]:
         """Returns the titles and the cells of each row as text.
