@@ -2,14 +2,13 @@
 
     python experiments/scaling_check.py --out experiments/results/scaling_check.json
 
-Needs no GPU: it reads the recorded runs. Nothing is fitted but two things, each once:
+Needs no GPU: it reads the recorded runs, and fills in the tables of docs/scaling.md. Constants are
+taken from elsewhere than the rows they predict:
 
-- rows of bench_step: the model's time is that of the floor, and the bandwidths are those of a copy
-  and of an all-gather, all measured in the same run;
-- rows of train_lm: the rate of operations is that of one run on one GPU ("fitted"), bandwidths are
-  those of bench_step on two GPUs.
-
-It also writes the table by which docs/scaling.md extrapolates to 1024 GPUs.
+- rows of bench_step: the model's time is that of the floor, bandwidths are those of a copy and of
+  an all-gather, all measured in the same run;
+- rows of train_lm: the rate of operations is that of one run of the same model, which is marked
+  "fitted", and bandwidths are those of bench_step on two GPUs.
 """
 
 import argparse
@@ -22,25 +21,28 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import plan_against_compiler
+import train_lm
 from jax.sharding import Mesh
 from lm import gpt, markdown, report
-from step_bench import model, rows
+from step_bench import budget, model, rows
 from step_bench.variants import make_tx
 
 import jdistadam as jda
-import train_lm
 from jdistadam.tools import bench
 
-RESULTS = pathlib.Path(__file__).parent / "results"
+RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+RECORDED = RESULTS / "scaling_check.json"
+DOCS = RESULTS.parent.parent / "docs" / "scaling.md"
 STEPS = (
     "bench_step_h200_x2",
     "bench_step_1_sequence_h200_x2",
     "bench_step_alone_h200_x2",
     "bench_step_scanned_options_h200_x2",
 )
-FITTED = "train_lm_h200"
-TRAINED = (
-    FITTED,
+# For each model the run of which the rate is taken, and those that it predicts.
+SMALL = (
+    "train_lm_h200",
     "report_nonfinite_h200/without_1",
     "lm_axes_h200_x2/2x1_jdistadam",
     "train_lm_h200_x4",
@@ -48,9 +50,8 @@ TRAINED = (
     "precision_h200_x4/float32_wire",
     "processes_h200_x4/one",
     "processes_h200_x4/four",
-    "scan_h200_x4/optim_grads",
-    "scan_h200_x4/optim_grads_params",
 )
+SCANNED = ("scan_h200_x4/optim_grads", "scan_h200_x4/optim_grads_params")
 NO_MODEL = 1e-12  # seconds: a step alone
 NETWORK = 50e9  # bytes a second per GPU: a port of 400 Gbit/s each
 EXTRAPOLATED = {
@@ -72,7 +73,7 @@ def machine_of(run):
     return jda.Machine(rates["copy"], rates["all-gather"], network_bandwidth=NETWORK)
 
 
-def record(name, devices, row, measured_ms, held_measured, **more):
+def record(name, devices, row, measured_ms, **more):
     """One line of the results."""
     time = row.time
     return {
@@ -89,18 +90,12 @@ def record(name, devices, row, measured_ms, held_measured, **more):
         "exposed_ms": 1e3 * time.exposed,
         "means": row.plan.communication.means,
         "held_planned": row.plan.held_bytes,
-        "held_measured": held_measured,
         **more,
     }
 
 
-def make_step_tx(row, mesh):
-    stacked = model.is_stacked if not row.is_alone and row.workload.is_scanned else None
-    return make_tx(mesh, row.variant, row.modifiers, stacked=stacked)
-
-
-def bfloat16(tree):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), tree)
+def tree_shapes(name):
+    return {k: jax.ShapeDtypeStruct(v, jnp.bfloat16) for k, v in bench.TREES[name].items()}
 
 
 def step_shapes(row, size):
@@ -108,64 +103,66 @@ def step_shapes(row, size):
         return {
             k: jax.ShapeDtypeStruct(v, jnp.bfloat16) for k, v in bench.TREES[row.group[5:]].items()
         }
-    return bfloat16(model.shapes(model.SIZES[size], row.workload.is_scanned))
+    return budget.bfloat16_shapes(model.shapes(model.SIZES[size], row.workload.is_scanned))
 
 
 def check_steps(name):
     """The rows of ours in a run of bench_step."""
     run = read(f"{name}.json")
     found, n = run["results"], run["results"]["devices"]
-    floors = {
-        r["name"].split("/")[0]: r["ms"] for r in found["rows"] if r["name"].endswith("/floor")
-    }
+    by_name = {row["name"]: row for row in found["rows"]}
     for measured in found["rows"]:
         row = rows.parse(measured["name"])
         if row.variant not in rows.STRATEGIES or "ms" not in measured:
             continue
+        floor = 0.0 if row.is_alone else by_name[f"{row.group}/floor"]["ms"]
+        workload = row.workload
         (predicted,) = jda.scaling(
             step_shapes(row, found["size"]),
-            functools.partial(make_step_tx, row),
+            functools.partial(budget.make_row_tx, row),
             machine_of(run),
-            model_seconds=NO_MODEL if row.is_alone else floors[row.group] / 1e3,
-            recomputes=not row.is_alone and row.workload.recomputes,
-            accumulate_steps=1 if row.is_alone else row.workload.accumulate_steps,
+            model_seconds=floor / 1e3 or NO_MODEL,
+            recomputes=not row.is_alone and workload.recomputes,
+            accumulate_steps=1 if row.is_alone else workload.accumulate_steps,
             devices=(n,),
         ).rows
-        phases = measured.get("phases", {})
-        sent = {k: phases[k] for k in phases if k in (*predicted.time.collectives, "peer copies")}
-        # Arguments: what is held, and the batch or, of a step alone, the gradients.
-        argument = measured["argument_bytes"]
         yield record(
-            row.name, n, predicted, measured["ms"], None, run=name,
-            exposed_measured_ms=sum(phase["exposed_ms"] for phase in sent.values()),
-            argument_bytes=argument,
-        )  # fmt: skip
+            row.name,
+            n,
+            predicted,
+            measured["ms"],
+            run=name,
+            above_model_measured_ms=measured["ms"] - floor,
+            above_model_predicted_ms=1e3 * (predicted.time.step - predicted.time.model),
+            phases=measured.get("phases"),
+            argument_bytes=measured["argument_bytes"],  # what is held, and a batch or gradients
+        )
 
 
-def check_trained(names, flops=None):
-    """Runs of train_lm; the first is that of which the rate of operations is taken."""
-    machine = machine_of(read("bench_step_h200_x2.json"))
+def check_trained(names):
+    """Runs of train_lm; of the first one the rate of operations is taken."""
+    machine, flops = machine_of(read("bench_step_h200_x2.json")), None
     for name in names:
         run = read(f"{name}/run.json")
         found = run["results"]
-        argv = shlex.split(run["command"])[2:]
-        args = train_lm.parse_args([x for x in argv])
+        args = train_lm.parse_args(shlex.split(run["command"])[2:])
         args.param_dtype = args.param_dtype or "bfloat16"
-        config = config_of(args, found)
-        tokens = found["tokens"] / args.steps / found["devices"]
-        measured = found["tokens"] / args.steps / found["tokens_per_second"]
-        predict = functools.partial(
-            predict_trained, args, config, machine, found["devices"], tokens
-        )
+        tokens = found["tokens"] / args.steps
+        measured = tokens / found["tokens_per_second"]
+        operations = (8 if args.scan else 6) * found["parameters"] * tokens / found["devices"]
+        predict = functools.partial(predict_trained, args, found, machine)
         if flops is None:
-            kernels = predict(1.0).time.kernels
-            flops = 6 * found["parameters"] * tokens / (measured - sum(kernels.values()))
-        recomputes = 8 if args.scan else 6
-        seconds = recomputes * found["parameters"] * tokens / flops
+            time = predict(measured).time
+            flops = operations / (2 * measured - time.step)
         yield record(
-            name, found["devices"], predict(seconds), 1e3 * measured,
-            found["state_bytes_per_device"], run=name, flops=flops, is_fitted=name == FITTED,
-        )  # fmt: skip
+            name,
+            found["devices"],
+            predict(operations / flops),
+            1e3 * measured,
+            held_measured=found["state_bytes_per_device"],
+            flops=flops,
+            is_fitted=name == names[0],
+        )
 
 
 def config_of(args, found):
@@ -173,8 +170,9 @@ def config_of(args, found):
     return gpt.GPTConfig(**(vars(gpt.PRESETS[found["preset"]]) | chosen))
 
 
-def predict_trained(args, config, machine, devices, tokens, seconds):
+def predict_trained(args, found, machine, seconds):
     """One row; over XLA, since these runs are older than peer memory."""
+    config, devices = config_of(args, found), found["devices"]
     net = gpt.GPT(config, jnp.bfloat16, args.scan)
     example = jnp.zeros((1, config.length), jnp.int32)
     params = jax.eval_shape(net.init, jax.random.key(0), example)["params"]
@@ -199,7 +197,7 @@ def predict_trained(args, config, machine, devices, tokens, seconds):
         )  # fmt: skip
 
     (row,) = jda.scaling(
-        shapes, make, machine, tokens=tokens, model_seconds=seconds, recomputes=args.scan,
+        shapes, make, machine, model_seconds=seconds, recomputes=args.scan,
         accumulate_steps=args.accumulate_steps, devices=(devices,),
         devices_per_replica=devices // args.replicas if args.replicas > 1 else None,
     ).rows  # fmt: skip
@@ -208,13 +206,13 @@ def predict_trained(args, config, machine, devices, tokens, seconds):
 
 def check_memory():
     """Bytes between steps that an allocator counted, without a model."""
-    from plan_against_compiler import POLICIES, make_tx as make_alone
-
     run = read("plan_memory_h200_x4.json")["results"]
-    tree = {k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in bench.TREES[run["tree"]].items()}
+    tree = tree_shapes(run["tree"])
     for row in run["rows"]:
         make = functools.partial(
-            make_alone, strategy=row["strategy"], policy=POLICIES[row["policy"]]
+            plan_against_compiler.make_tx,
+            strategy=row["strategy"],
+            policy=plan_against_compiler.POLICIES[row["policy"]],
         )
         (found,) = jda.scaling(
             tree, make, jda.Machine(1e12, 1e11), model_seconds=NO_MODEL, devices=(4,),
@@ -238,7 +236,7 @@ def extrapolate():
     for label, (strategy, modifiers, per_replica) in EXTRAPOLATED.items():
         is_scanned = strategy == "optim_grads_params"
         group = "scanned-8" if is_scanned else "unrolled-8"
-        shapes = bfloat16(model.shapes(model.SIZES["gpt-1.3b"], is_scanned))
+        shapes = budget.bfloat16_shapes(model.shapes(model.SIZES["gpt-1.3b"], is_scanned))
 
         def make(mesh, strategy=strategy, modifiers=modifiers, is_scanned=is_scanned):
             axis = "replica" if "replica" in mesh.axis_names else None
@@ -252,18 +250,88 @@ def extrapolate():
     return tables
 
 
-def table(found):
-    """Measured beside predicted."""
-    titles = ("row", "GPUs", "measured ms", "predicted ms", "from", "to", "error")
-    cells = [
+def errors(found):
+    """The sentence below a table."""
+    sizes = [abs(r["relative_error"]) for r in found if not r.get("is_fitted")]
+    return (
+        f"\n\nOf {len(sizes)} predictions the median of the absolute error is "
+        f"{statistics.median(sizes):.1%}, the largest {max(sizes):.1%}."
+    )
+
+
+def steps_table(found):
+    """Rows of bench_step."""
+    titles = (
+        "row", "GPUs", "measured ms", "predicted ms", "from - to", "error",
+        "above the model: measured ms", "predicted ms",
+    )  # fmt: skip
+    lines = (
         (
-            r["name"], f"{r['devices']}", f"{r['measured_ms']:.2f}", f"{r['predicted_ms']:.2f}",
-            f"{r['least_ms']:.2f}", f"{r['most_ms']:.2f}",
-            "fitted" if r.get("is_fitted") else f"{r['relative_error']:+.1%}",
+            f"{r['name']}{' (2)' if r['run'] == STEPS[-1] else ''}",
+            *_common(r),
+            f"{r['above_model_measured_ms']:.2f}",
+            f"{r['above_model_predicted_ms']:.2f}",
         )
         for r in found
-    ]  # fmt: skip
-    return markdown.table(titles, cells)
+    )
+    return markdown.table(titles, lines) + errors(found)
+
+
+def _common(r):
+    return (
+        f"{r['devices']}",
+        f"{r['measured_ms']:.2f}",
+        f"{r['predicted_ms']:.2f}",
+        f"{r['least_ms']:.2f} - {r['most_ms']:.2f}",
+        "fitted" if r.get("is_fitted") else f"{r['relative_error']:+.1%}",
+    )
+
+
+def trained_table(found):
+    """Runs of train_lm."""
+    titles = (
+        "run", "GPUs", "measured ms", "predicted ms", "from - to", "error", "held MB", "planned MB",
+    )  # fmt: skip
+    lines = (
+        (
+            r["name"],
+            *_common(r),
+            f"{r['held_measured'] / 1e6:.2f}",
+            f"{r['held_planned'] / 1e6:.2f}",
+        )
+        for r in found
+    )
+    return markdown.table(titles, lines) + errors(found)
+
+
+def memory_table(found):
+    """Bytes that an allocator counted."""
+    titles = ("row", "held MB", "planned MB", "in a step MB", "at most MB")
+    names = ("held_measured", "held_planned", "step_measured", "step_planned")
+    lines = ((r["name"], *(f"{r[name] / 1e6:.2f}" for name in names)) for r in found)
+    return markdown.table(titles, lines)
+
+
+def extrapolated_table(found):
+    """One table for each strategy, without what is the same in all rows."""
+    parts = []
+    for name, (titles, *lines) in found.items():
+        kept = [i for i, title in enumerate(titles) if title not in ("tokens/s", "model")]
+        cells = [[line[i] for i in kept] for line in lines]
+        head = markdown.table([titles[i] for i in kept], cells)
+        parts.append(f"{name}: model {lines[0][titles.index('model')]} ms\n\n{head}")
+    return "\n\n".join(parts)
+
+
+def tables_of(results):
+    """What docs/scaling.md shows of the recorded results, by the names of its markers."""
+    makers = {
+        "steps": steps_table,
+        "trained": trained_table,
+        "memory": memory_table,
+        "extrapolated": extrapolated_table,
+    }
+    return {name: functools.partial(make, results[name]) for name, make in makers.items()}
 
 
 def main():
@@ -273,30 +341,21 @@ def main():
     parser.add_argument("--revision", help="revision of the code to record; default: git's")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/scaling_check.json"))
     args = parser.parse_args()
-    steps = [row for name in STEPS for row in check_steps(name)]
-    trained = list(check_trained(TRAINED))
-    memory = list(check_memory())
-    tables = extrapolate()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     report.write_run(
-        args.out, args.revision, steps=steps, trained=trained, memory=memory,
-        extrapolated={name: found.table() for name, found in tables.items()},
-    )  # fmt: skip
-    parts = [table(steps), table(trained)]
-    for rows_ in (steps, trained):
-        errors = [abs(r["relative_error"]) for r in rows_ if not r.get("is_fitted")]
-        parts.append(
-            f"{len(errors)} rows: median of the absolute error {statistics.median(errors):.1%}, "
-            f"largest {max(errors):.1%}"
-        )
-    for name, found in tables.items():
-        titles, *cells = found.table()
-        parts.append(f"### {name}\n\n{markdown.table(titles, cells)}")
-    text = "\n\n".join(parts) + "\n"
+        args.out,
+        args.revision,
+        steps=[row for name in STEPS for row in check_steps(name)],
+        trained=[row for names in (SMALL, SCANNED) for row in check_trained(names)],
+        memory=list(check_memory()),
+        extrapolated={name: found.table() for name, found in extrapolate().items()},
+    )
+    tables = tables_of(json.loads(args.out.read_text())["results"])
+    text = "\n\n".join(make() for make in tables.values()) + "\n"
     args.out.with_suffix(".md").write_text(text)
     print(text)
-    for row in memory:
-        print(row)
+    if args.out.resolve() == RECORDED:
+        DOCS.write_text(markdown.fill(DOCS.read_text(), tables, DOCS.name))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ python experiments/update_readme.py --check   # exit code 1 if README.md is out 
 
 import json
 import pathlib
-import re
 import sys
 
 import precision
@@ -283,14 +282,7 @@ TABLES = {
 
 def render(text: str) -> str:
     """Replaces what stands between each pair of markers."""
-    for name, make in TABLES.items():
-        pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
-        text, count = re.subn(
-            pattern, lambda m, make=make: m[1] + make() + "\n" + m[2], text, flags=re.S
-        )
-        if count != 1:
-            raise SystemExit(f"README.md needs one pair of markers for table {name}, has {count}")
-    return text
+    return markdown.fill(text, TABLES, "README.md")
 
 
 def main() -> int:

@@ -6,7 +6,8 @@ Where a collective can run::
 
     beside                   which
     -----------------------  --------------------------------------------------------------------
-    the forward pass         gathers of parameters that devices hold shards of
+    the forward pass         gathers of parameters that devices hold shards of, without
+                             micro-batches or of layers that are gathered one by one
     the backward pass        the second gather of scanned layers; reductions of gradients that the
                              backward pass hands over before its end: of leaves that are neither
                              packed nor stacked, without sums over micro-batches or with
@@ -174,10 +175,12 @@ def _phases(
     gathers: list[Collective] = []
     reductions: list[Collective] = []
     for entry in schedule.buckets:
-        is_sharded = entry.bucket.is_sharded_param
-        if where == "forward" and is_sharded:
+        bucket = entry.bucket
+        # Whole leaves are gathered once, before the loop over micro-batches.
+        is_early = bucket.num_layers is not None or accumulate_steps == 1
+        if bucket.is_sharded_param and where == ("forward" if is_early else "nothing"):
             gathers += entry.gather
-        elif where == "backward":
+        if where == "backward":
             gathers += entry.gather_again
         elif where == "nothing":
             gathers += entry.after_update

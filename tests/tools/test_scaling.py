@@ -111,6 +111,15 @@ def test_sums_over_micro_batches_are_reduced_beside_nothing_unless_each_is():
     np.testing.assert_allclose(each.exposed, micro * 2 * leaf + 2 * leaf, rtol=1e-12)
 
 
+def test_whole_leaves_are_gathered_beside_the_forward_pass_but_before_several_micro_batches():
+    tree, leaf = shapes(*[(128 * MIB,)] * 4), 128 * MIB / 1e8
+    tx = make(numbers(2), sharding_strategy="optim_grads_params")
+    # Of four leaves one each is a message of a gather, and two are one of a reduction.
+    np.testing.assert_allclose(predict(tx, tree, model=300.0).exposed, 3 * leaf, rtol=1e-12)
+    twice = predict(tx, tree, model=300.0, accumulate_steps=2)
+    np.testing.assert_allclose(twice.exposed, 4 * leaf + 2 * 2 * leaf, rtol=1e-12)
+
+
 def test_layers_are_gathered_and_reduced_beside_others():
     """Ten layers of 2 Mi parameters: 2 MiB sent for each, three times; one of each is exposed."""
     tree = {"layers": jax.ShapeDtypeStruct((10, 2048, 1024), jnp.bfloat16)}
