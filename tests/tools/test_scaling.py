@@ -78,6 +78,14 @@ def test_bytes_of_kernels_per_parameter_of_a_shard(policy, strategy, micro, expe
     assert {name: size / (MIB / 4) for name, size in found.items()} == expected
 
 
+def test_float32_parameters_of_one_device_are_updated_themselves():
+    config = make(numbers(1), {}).config
+    found = kernel_bytes(
+        config, scheduled(config, {"w": jax.ShapeDtypeStruct((1000,), jnp.float32)})
+    )
+    assert found == {"norm": 4000, "update": 28_000}
+
+
 def test_an_optimizer_step_alone_is_its_bytes_over_bandwidths():
     """Two leaves of 1 Mi parameters on two devices: a device sends half of 4 MiB, twice."""
     time = predict(make(numbers(2)), shapes((1024, 1024), (1024, 1024)), model=0.0)
@@ -101,14 +109,21 @@ def test_the_backward_pass_hides_all_reductions_but_the_last_message():
     np.testing.assert_allclose(again.exposed, 2 * sent - 0.3, rtol=1e-12)
 
 
+def test_packed_leaves_are_reduced_at_the_end():
+    tree, leaf = shapes(*[(128 * MIB,)] * 4, (100,)), 128 * MIB / 1e8
+    time = predict(make(numbers(2)), tree, model=300.0)
+    packed = 100 / 1e8  # half of 200 bytes
+    np.testing.assert_allclose(time.exposed, 2 * leaf + 4 * leaf + 2 * packed, rtol=1e-12)
+
+
 def test_sums_over_micro_batches_are_reduced_beside_nothing_unless_each_is():
-    tree, micro, leaf = shapes(*[(128 * MIB,)] * 2), 4, 128 * MIB / 1e8
+    tree, micro, leaf = shapes(*[(128 * MIB,)] * 4), 3, 128 * MIB / 1e8
     once = predict(make(numbers(2)), tree, model=300.0, accumulate_steps=micro)
-    np.testing.assert_allclose(once.exposed, 2 * 2 * leaf, rtol=1e-12)
+    np.testing.assert_allclose(once.exposed, 2 * 4 * leaf, rtol=1e-12)
     each = make(numbers(2), sharding_strategy="optim_grads")
     each = predict(each, tree, model=300.0, accumulate_steps=micro)
-    # Both leaves make one message of each micro-batch, and are gathered once.
-    np.testing.assert_allclose(each.exposed, micro * 2 * leaf + 2 * leaf, rtol=1e-12)
+    # Two leaves are a message, one in each micro-batch is exposed; all are gathered once.
+    np.testing.assert_allclose(each.exposed, micro * 2 * leaf + 4 * leaf, rtol=1e-12)
 
 
 def test_whole_leaves_are_gathered_beside_the_forward_pass_but_before_several_micro_batches():
@@ -131,12 +146,16 @@ def test_layers_are_gathered_and_reduced_beside_others():
         k: round(v, 12) for k, v in found.items()
     }
     np.testing.assert_allclose(time.exposed, 3 * one, rtol=1e-12)
+    # Sums over two replicas follow at the end, of all layers' shards of 20 MiB: there and back.
+    hybrid = make(numbers(2, 2), sharding_strategy="optim_grads_params", stacked=lambda path: True)
+    time = predict(hybrid, tree, model=30.0)
+    np.testing.assert_allclose(time.exposed, 3 * one + 20 * MIB / 1e8, rtol=1e-12)
 
 
 def test_a_stacked_leaf_that_devices_hold_whole_is_reduced_at_the_end():
-    tree = {"layers": jax.ShapeDtypeStruct((10, 2048, 1024), jnp.bfloat16)}
-    time = predict(make(numbers(2), stacked=lambda path: True), tree, model=30.0)
-    np.testing.assert_allclose(time.exposed, 2 * 20 * MIB / 1e8, rtol=1e-12)
+    tree = shapes(*[(2, 64 * MIB)] * 4)  # two messages
+    time = predict(make(numbers(2), stacked=lambda path: True), tree, model=300.0)
+    np.testing.assert_allclose(time.exposed, 2 * 4 * 128 * MIB / 1e8, rtol=1e-12)
 
 
 @pytest.mark.parametrize("clips", [False, True])
