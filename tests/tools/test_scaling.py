@@ -347,8 +347,14 @@ def test_the_command_prints_the_table(small, capsys):
     assert [row[-1] for row in rows] == ["xla", "peer", "peer", "peer", "xla"]
     model = 6 * 21_070 * 1000 / 500e12
     assert all(row[4] == f"{1e3 * model:.2f}" for row in rows)
-    assert __main__.main([*small, *PREDICTION, "--model-ms", "3", "--communication", "xla"]) == 0
+    assert __main__.main([*small, *PREDICTION, *options, "--communication", "xla"]) == 0
     assert "peer" not in capsys.readouterr().out.split("predicted")[1]
+
+
+def test_the_command_takes_a_measured_time_of_the_model(small, capsys):
+    assert __main__.main([*small, *PREDICTION, "--model-ms", "3.5", "--most-devices", "1"]) == 0
+    row = capsys.readouterr().out.splitlines()[-1].split()
+    assert row[0] == "1" and row[4] == "3.50" and row[9] == "-"
 
 
 @pytest.mark.parametrize(
