@@ -127,8 +127,7 @@ def predict(group, rates):
     for row in group.rows:
         record = group.records[row.name]
         if row.variant != rows.FLOOR:
-            parameters, n = record["parameters"], group.mesh.size
-            record["predicted_ms"] = budget.predict(row, parameters, n, rates)
+            record["predicted_ms"] = budget.predict(row, group.setting, rates)
 
 
 def main():

@@ -41,7 +41,9 @@ from jdistadam.errors import (
     TreeError,
 )
 from jdistadam.tools.audit import Audit, audit
+from jdistadam.tools.machine import Machine
 from jdistadam.tools.plan import Plan, plan
+from jdistadam.tools.scaling import Scaling, scaling
 from jdistadam.training.batches import shard_batch
 from jdistadam.training.extra_state import ExtraState
 from jdistadam.training.full_params import full_params
@@ -104,6 +106,9 @@ __all__ = [  # noqa: RUF022 - by task
     # What a step holds and sends, before and after it is compiled.
     "plan",
     "Plan",
+    "scaling",
+    "Scaling",
+    "Machine",
     "audit",
     "Audit",
     # What is raised.

@@ -91,8 +91,46 @@ def _plan(args: argparse.Namespace) -> int:
     numbers = np.arange(args.devices).reshape(_mesh_shape(args, args.devices))
     tx, params = _optimizer(args, Mesh(numbers, _AXES))
     planned = plan(params, tx, accumulate_steps=args.accumulate_steps)
-    print(f"{_heading(args, args.devices)}\n\n{tx.config.policy}\n\n{planned}")
+    predicted = _predicted(args, params)
+    print(f"{_heading(args, args.devices)}\n\n{tx.config.policy}\n\n{planned}{predicted}")
     return 0
+
+
+def _predicted(args: argparse.Namespace, params: Any) -> str:
+    """Returns the table of numbers of devices, or nothing if no speeds are given."""
+    from jdistadam.tools.machine import Machine
+    from jdistadam.tools.scaling import scaling
+
+    speeds = ("bandwidth", "link_bandwidth", "network_bandwidth", "tokens", "flops", "model_ms")
+    given = {name for name in speeds if getattr(args, name) is not None}
+    if not given and not command_line.shapes_a_prediction(args):
+        return ""
+    for name in ("bandwidth", "link_bandwidth"):
+        if name not in given:
+            option = name.replace("_", "-")
+            _refuse(args, f"argument --{option}: not given, expected GB/s for a prediction")
+    if args.replicas > 1:
+        _refuse(args, "argument --replicas: expected --devices-per-replica for a prediction")
+    giga = {name: 1e9 * getattr(args, name) for name in given if name.endswith("bandwidth")}
+    machine = Machine(
+        giga["bandwidth"],
+        giga["link_bandwidth"],
+        giga.get("network_bandwidth"),
+        args.devices_per_node,
+    )
+    found = scaling(
+        params,
+        lambda mesh: _optimizer(args, mesh)[0],
+        machine,
+        tokens=args.tokens,
+        flops=args.flops and 1e12 * args.flops,
+        model_seconds=args.model_ms and args.model_ms / 1e3,
+        recomputes=args.recomputes,
+        accumulate_steps=args.accumulate_steps,
+        devices=[1 << i for i in range(args.most_devices.bit_length())],
+        devices_per_replica=args.devices_per_replica,
+    )
+    return f"\n\npredicted, by the number of devices\n{found}"
 
 
 def _audit(args: argparse.Namespace) -> int:
@@ -157,7 +195,8 @@ def _optimizer(args: argparse.Namespace, mesh: Any) -> tuple[Any, Any]:
         1e-3,
         b2=0.99,  # the largest with which nu may be bfloat16
         mesh=mesh,
-        replica_axis="replica",
+        replica_axis="replica" if "replica" in mesh.axis_names else None,
+        communication=getattr(args, "communication", "auto"),
         sharding_strategy=args.sharding_strategy,
         outer_sharding_strategy=args.outer_sharding_strategy,
         params_at_rest=args.params_at_rest,

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -174,17 +175,29 @@ def test_phase_of_a_kernel(kernel, origin, phase):
     assert trace.phase_of(kernel, "", {kernel: origin}) == phase
 
 
-def test_prediction_counts_bytes():
+@pytest.mark.parametrize(
+    ("row", "devices", "expected"),
+    [
+        ("unrolled-8/optim", 2, {"reduce-scatter": 4.0, "all-gather": 2.0, "update": 3.5, "norm": 0.25}),
+        ("scanned-1x4/optim_grads_params", 2, {"reduce-scatter": 16.0, "all-gather": 16.0, "update": 3.5, "norm": 0.25}),
+        ("scanned-1x4/annotated_fsdp", 2, {"reduce-scatter": 16.0, "all-gather": 16.0, "update": 3.5}),
+        ("unrolled-1x4/annotated_fsdp", 2, {"reduce-scatter": 16.0, "all-gather": 8.0, "update": 3.5}),
+        ("unrolled-8/no_shard", 2, {"all-reduce": 8.0, "update": 7.0, "norm": 0.5}),
+        ("unrolled-8/annotated_zero1", 1, {"update": 7.0}),
+        ("unrolled-1x2/annotated_zero1", 2, {"reduce-scatter": 8.0, "all-gather": 2.0, "update": 3.5}),
+        ("unrolled-8/optim+float32sum+over_xla", 2,
+         {"all-to-all": 8.0, "all-gather": 2.0, "sum": 1.0, "update": 3.75, "norm": 0.5}),
+    ],
+)  # fmt: skip
+def test_prediction_counts_bytes(row, devices, expected):
     """1e9 parameters on 2 devices: 28e9 / 2 bytes updated, 2e9 / 2 sent each way, 2e9 / 2 normed."""
     rates = {"copy": 4e12, "reduce-scatter": 250e9, "all-gather": 500e9, "all-reduce": 250e9}
-    found = budget.predict(rows.parse("unrolled-8/optim"), 1e9, 2, rates)
-    assert found == {"reduce-scatter": 4.0, "all-gather": 2.0, "update": 3.5, "norm": 0.25}
-    found = budget.predict(rows.parse("scanned-1x4/optim_grads_params"), 1e9, 2, rates)
-    assert (found["reduce-scatter"], found["all-gather"]) == (16.0, 16.0)
-    found = budget.predict(rows.parse("unrolled-8/no_shard"), 1e9, 2, rates)
-    assert found == {"all-reduce": 8.0, "update": 7.0, "norm": 0.5}
-    found = budget.predict(rows.parse("unrolled-8/annotated_zero1"), 1e9, 1, rates)
-    assert found == {"update": 7.0}
+    rates["all-to-all"] = 125e9
+    setting = types.SimpleNamespace(
+        mesh=Mesh(np.arange(devices), ("data",)),
+        shapes={"layers": jax.ShapeDtypeStruct((10, 10_000, 10_000), np.float32)},
+    )
+    assert budget.predict(rows.parse(row), setting, rates) == expected
 
 
 def test_rows_by_pattern_and_by_name():

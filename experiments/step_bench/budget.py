@@ -10,7 +10,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.tools import bench
+from jdistadam.tools.kernel_bytes import kernel_bytes, peer_kernel_bytes
+from step_bench.model import is_stacked
 from step_bench.rows import STRATEGIES
+from step_bench.variants import make_tx
 
 COLLECTIVES = ("reduce-scatter", "all-gather", "all-to-all", "all-reduce")
 
@@ -50,72 +53,53 @@ def _bandwidth(mesh, op, elements):
     return sent / statistics.median(times)
 
 
-def predict(row, parameters, num_devices, rates):
+def predict(row, setting, rates):
     """Milliseconds of each phase beside the model, were nothing else to run beside it.
 
-    Gradients and parameters are sent in bfloat16. An update reads a gradient, the main parameter
-    and two moments, and writes these three and a bfloat16 parameter: 28 bytes, 26 with remainders;
-    the norm reads the gradients.
+    Args:
+      row: The row.
+      setting: Its mesh and the shapes of its parameters, which a step holds in bfloat16.
+      rates: What ``bandwidths`` returned.
     """
-    if _is_over_peers(row, num_devices):
-        return _predict_over_peers(row, parameters, num_devices, rates)
-    share = parameters / num_devices
-    updated = parameters if row.variant == "no_shard" else share
-    sends = _sends(row, 2 * parameters * (num_devices - 1) / num_devices)
-    phases = {op: nbytes / rates[op] for op, nbytes in sends.items() if nbytes}
-    nbytes = 26 if "remainder16" in row.modifiers else 28
-    if "float32sum" in row.modifiers:
-        nbytes += 2  # float32 gradients
-        phases["sum"] = (2 * num_devices + 4) * share / rates["copy"]
-    phases["update"] = nbytes * updated / rates["copy"]
-    if row.variant in STRATEGIES or "clip" in row.modifiers:
-        phases["norm"] = (4 if "float32sum" in row.modifiers else 2) * updated / rates["copy"]
+    config = make_row_tx(row, setting.mesh).config
+    micro = 1 if row.is_alone else row.workload.accumulate_steps
+    schedule = config.schedule(bfloat16_shapes(setting.shapes), accumulate_steps=micro)
+    phases = {}
+    for c in schedule.collectives:
+        if c.means == "xla" and c.bytes_sent:
+            seconds = c.bytes_sent / rates.get(c.op, rates["all-gather"])
+            phases[c.op] = phases.get(c.op, 0.0) + seconds
+    if row.variant == "annotated_fsdp" and "all-gather" in phases:
+        phases["all-gather"] *= micro * (2 if _gathers_again(row) else 1)  # ours: once a step
+    if config.communication.is_peer:
+        phases["peer step"] = sum(
+            max(here / rates["copy"], sent / rates["all-gather"])
+            for here, sent in peer_kernel_bytes(config, schedule)
+        )
+    else:
+        sizes = kernel_bytes(config, schedule)
+        if row.variant not in STRATEGIES and "clip" not in row.modifiers:
+            del sizes["norm"]  # of which ours make a metric
+        phases |= {name: size / rates["copy"] for name, size in sizes.items()}
     return {name: 1e3 * seconds for name, seconds in phases.items()}
 
 
-def _is_over_peers(row, num_devices):
-    """As communication="auto" decides."""
-    return (
-        row.variant == "optim"
-        and {"float32sum"} <= row.modifiers <= {"float32sum", "clip"}
-        and num_devices in (2, 4, 8)
-    )
+# What ours shards as annotations do: they reduce every micro-batch.
+_LIKE_OURS = {"annotated_zero1": "optim_grads", "annotated_fsdp": "optim_grads_params"}
 
 
-def _predict_over_peers(row, parameters, num_devices, rates):
-    """One kernel is bound by memory or by the links, which an all-gather shows the speed of.
-
-    It reads a gradient of every device and the state, and writes the state and the parameter of
-    every device; over the links go gradients and parameters of all other devices. With clipping a
-    first kernel writes float32 sums, which the second reads.
-    """
-    share = parameters / num_devices
-    whole = 2 * parameters * (num_devices - 1) / num_devices  # over a link in one direction
-    copy, link = rates["copy"], rates["all-gather"]
-    gradients, state, written = 2 * num_devices * share, 24 * share, 2 * num_devices * share
-    sums = 4 * share
-    if "clip" in row.modifiers:
-        kernels = [(gradients + sums, whole), (sums + state + written, whole)]
-    else:
-        kernels = [(gradients + state + written, 2 * whole)]
-    return {"peer step": 1e3 * sum(max(here / copy, sent / link) for here, sent in kernels)}
+def make_row_tx(row, mesh):
+    """The optimizer of a row, or the one of ours that is most like its annotations."""
+    is_ours = row.variant in STRATEGIES
+    is_scanned = is_ours and not row.is_alone and row.workload.is_scanned
+    strategy = _LIKE_OURS.get(row.variant, row.variant)
+    stacked = is_stacked if is_scanned else None
+    return make_tx(mesh, strategy, row.modifiers, stacked=stacked)
 
 
-def _sends(row, whole):
-    """Bytes that a device sends in each direction; ``whole``: a reduction or a gather of all."""
-    workload, strategy = row.workload, row.variant
-    micro = 1 if row.is_alone else workload.accumulate_steps
-    twice = not row.is_alone and (workload.is_scanned or workload.recomputes)
-    if not whole:
-        return {}
-    reduce = "all-to-all" if "float32sum" in row.modifiers else "reduce-scatter"
-    if strategy == "no_shard":  # sums that are float32 are sent on as such
-        is_native = reduce == "reduce-scatter"
-        return {"all-reduce": 2 * whole} if is_native else {reduce: whole, "all-gather": 2 * whole}
-    reductions = 1 if strategy == "optim" else micro
-    gathers = 1
-    if strategy == "annotated_fsdp":
-        gathers = micro * (2 if twice else 1)
-    elif strategy == "optim_grads_params" and not row.is_alone and workload.is_scanned:
-        gathers = 2 * micro  # a layer at a time, forward and backward
-    return {reduce: reductions * whole, "all-gather": gathers * whole}
+def _gathers_again(row):
+    return not row.is_alone and (row.workload.is_scanned or row.workload.recomputes)
+
+
+def bfloat16_shapes(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), tree)

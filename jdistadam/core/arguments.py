@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -37,5 +38,18 @@ def check_count(name: str, value: Any) -> None:
             "out of range",
             got=repr(value),
             expected="a whole number of at least 1",
+            action=f"Change {name}.",
+        )
+
+
+def check_positive(name: str, value: Any, unit: str) -> None:
+    """Raises HyperparameterError unless ``value`` is a finite number above 0."""
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value <= 0:
+        raise HyperparameterError(
+            name,
+            "out of range",
+            got=shown(value),
+            expected=f"a finite number of {unit}, above 0",
             action=f"Change {name}.",
         )

@@ -59,6 +59,8 @@ class Communication(NamedTuple):
 
 
 OVER_XLA = Communication("xla", 'communication="xla"')
+NO_DEVICES = "devices that do not exist"
+"""Why not peer memory, where the settings allow it and a mesh of numbers stands for devices."""
 
 
 def choose_communication(
@@ -119,7 +121,7 @@ def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator
         yield f"param_comm_dtype {policy.param_comm_dtype}"
     devices = list(parallel.mesh.devices.flat)
     if not hasattr(devices[0], "platform"):  # numbers, as the command `plan` has them
-        yield "devices that do not exist"
+        yield NO_DEVICES
         return
     if len({device.process_index for device in devices}) > 1:
         yield "devices of several processes"

@@ -15,7 +15,7 @@ from jdistadam.core.types import Params
 from jdistadam.distributed.communication import Communication
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
-from jdistadam.distributed.schedule import BucketSchedule, Collective
+from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.tools.traffic import format_collectives
 
@@ -95,9 +95,13 @@ def plan(params: Params, tx: DistributedTransformation, *, accumulate_steps: int
     check_distributed(tx)
     check_count("accumulate_steps", accumulate_steps)
     trees.check_dtypes(params, name="params")
-    config = tx.config
-    whole = config.tensor_local(params)
-    schedule = config.schedule(whole, accumulate_steps=accumulate_steps)
+    whole = tx.config.tensor_local(params)
+    schedule = tx.config.schedule(whole, accumulate_steps=accumulate_steps)
+    return plan_of(tx.config, schedule, accumulate_steps=accumulate_steps)
+
+
+def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: int) -> Plan:
+    """Returns the plan of a schedule that ``config.schedule`` made."""
     buffers: dict[str, int] = {}
     for entry in schedule.buckets:
         for name, size in _buffers(config, schedule.layout, entry):

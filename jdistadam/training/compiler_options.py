@@ -23,9 +23,10 @@ from jdistadam.distributed.config import DistributedConfig
 
 # XLA's own limit of 30 MiB counts shards: it merges most models into one collective that begins
 # when the last gradient is ready. This is large enough for bandwidth and leaves work to overlap.
+MERGED_BYTES = 256 << 20
 _MERGED = {
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 256 << 20,
-    "xla_gpu_all_gather_combine_threshold_bytes": 256 << 20,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": MERGED_BYTES,
+    "xla_gpu_all_gather_combine_threshold_bytes": MERGED_BYTES,
 }
 # Merged, parameters at rest would all be gathered before the forward pass begins. One by one, each
 # is begun a few operations before its first use: see [Note: parameters at rest].

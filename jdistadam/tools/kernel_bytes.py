@@ -1,0 +1,111 @@
+"""Bytes that the kernels of a step read and write in a device's memory, from its schedule."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.layout import Bucket
+from jdistadam.distributed.schedule import Schedule
+
+_FLOAT32 = 4  # bytes of the sums that kernels keep
+
+
+def kernel_bytes(
+    config: DistributedConfig, schedule: Schedule, *, accumulate_steps: int = 1
+) -> dict[str, int]:
+    r"""Returns the bytes that each kernel of a step over XLA reads and writes on one device.
+
+    For each of the :math:`z` parameters of a device's shard, of which :math:`m` have main
+    parameters of :math:`s` bytes, with gradients of :math:`g` bytes after the sum over devices,
+    params of :math:`p` bytes and moments of :math:`\mu` and :math:`\nu` bytes::
+
+        accumulate   A (2 a + c) z'      sums over A > 1 micro-batches, of a bytes; contributions
+                                         of c bytes; z': the shard of "optim_grads", else all
+        sum          (n c + g) z         n received contributions, with grad_reduce_dtype
+        norm         g z
+        update       (g + 2 mu + 2 nu + p) z + 2 s m
+                                         and p more where the parameter itself is read
+
+    Casts, packing and copies are not counted.
+
+    Args:
+      config: ``tx.config``.
+      schedule: What ``config.schedule`` returned.
+      accumulate_steps: As given to ``train_step``.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> import jdistadam as jda
+      >>> mesh = jax.sharding.Mesh(np.arange(4), ("data",))
+      >>> policy = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16")
+      >>> config = jda.distributed_fused_adamw(1e-3, mesh=mesh, policy=policy).config
+      >>> w = jax.ShapeDtypeStruct((1024, 1024), "bfloat16")
+      >>> found = kernel_bytes(config, config.schedule({"w": w}))
+      >>> {name: 4 * size / 1024**2 for name, size in found.items()}  # per parameter
+      {'norm': 2.0, 'update': 28.0}
+    """
+    reduced = config.policy.reduced_dtype.itemsize
+    found = {"accumulate": 0, "sum": 0, "norm": 0, "update": 0}
+    for entry in schedule.buckets:
+        bucket = entry.bucket
+        if accumulate_steps > 1:
+            found["accumulate"] += accumulate_steps * _accumulated(config, schedule, bucket)
+        for c in entry.reduce + entry.reduce_outer:
+            if c.op == "all-to-all":
+                received = c.elements * c.dtype.itemsize
+                found["sum"] += c.times * (received + c.elements // c.devices * reduced)
+        found["norm"] += bucket.shard_size * reduced
+        found["update"] += bucket.shard_size * (
+            reduced + state_itemsize(config, bucket) + jnp.dtype(bucket.dtype).itemsize
+        )
+    return {name: size for name, size in found.items() if size}
+
+
+def state_itemsize(config: DistributedConfig, bucket: Bucket) -> int:
+    """Bytes per parameter of a bucket that an update reads and writes of the state.
+
+    The parameter itself is counted where it is read: without main parameters, or with remainders.
+    """
+    policy = config.policy
+    dtype = policy.main_params.stored_dtype
+    size = 2 * (policy.mu_dtype.itemsize + policy.nu_dtype.itemsize)
+    if bucket.has_main and dtype is not None:
+        size += 2 * dtype.itemsize
+    if not bucket.has_main or dtype is None or dtype.itemsize < _FLOAT32:
+        size += jnp.dtype(bucket.dtype).itemsize
+    return size
+
+
+def peer_kernel_bytes(config: DistributedConfig, schedule: Schedule) -> list[tuple[int, int]]:
+    """Returns for each kernel of a step over peer memory its bytes in memory and over links.
+
+    A kernel reads the contributions of all devices and the state, and writes the state and the
+    params of all devices. What was sent ahead of the step is read from the device's own memory, all
+    else goes over the links, in each direction as much. Where a norm is needed first, a first
+    kernel writes float32 sums and a second one reads them.
+    """
+    contributions = state = written = sums = reduced = gathered = 0
+    for entry in schedule.buckets:
+        bucket = entry.bucket
+        whole = schedule.layout.whole_size(bucket)
+        contributions += whole * config.policy.wire_dtype.itemsize
+        state += bucket.shard_size * state_itemsize(config, bucket)
+        written += whole * jnp.dtype(bucket.dtype).itemsize
+        sums += bucket.shard_size * _FLOAT32
+        reduced += sum(c.bytes_sent for c in entry.reduce if c.means == "peer")
+        gathered += sum(c.bytes_sent for c in entry.gather if c.means == "peer")
+    if config.takes_norm_first:
+        return [(contributions + sums, reduced), (sums + state + written, gathered)]
+    return [(contributions + state + written, reduced + gathered)]
+
+
+def _accumulated(config: DistributedConfig, schedule: Schedule, bucket: Bucket) -> int:
+    """Bytes of adding one micro-batch's gradients to their sums."""
+    policy = config.policy
+    if config.parallel.shards_grads:
+        return bucket.inner_size * (
+            policy.reduced_dtype.itemsize + 2 * policy.main_grads_dtype.itemsize
+        )
+    whole = schedule.layout.whole_size(bucket)
+    return whole * (jnp.dtype(bucket.dtype).itemsize + 2 * policy.main_grads_dtype.itemsize)

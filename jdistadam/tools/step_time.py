@@ -1,0 +1,243 @@
+"""How long a training step takes: bytes over bandwidths, and what of it other work hides.
+
+A step is made of a forward pass of F seconds, a backward pass of B seconds, kernels of the
+optimizer and collectives, in which the schedule says what travels (``distributed/schedule.py``).
+Where a collective can run::
+
+    beside                   which
+    -----------------------  --------------------------------------------------------------------
+    the forward pass         gathers of parameters that devices hold shards of, without
+                             micro-batches or of layers that are gathered one by one
+    the backward pass        the second gather of scanned layers; reductions of gradients that the
+                             backward pass hands over before its end: of leaves that are neither
+                             packed nor stacked, without sums over micro-batches or with
+                             "optim_grads"; of layers that are gathered one by one
+    nothing                  all others: gathers of new parameters, reductions of sums over
+                             micro-batches, of packed and of stacked leaves
+
+Of the C seconds of collectives beside a pass of W seconds, in E equal executions (micro-batches),
+these are exposed, that is, nothing else runs meanwhile::
+
+    least      max(0, C - W)                 all that can be hidden is
+    expected   min(C, max(C - W, E u))       u: one message that has nothing beside it: the first
+                                             gather, before the first layer can begin, and the last
+                                             reduction, after the last gradient
+    most       C                             nothing is hidden
+
+Messages are what XLA merges: reduce-scatters and all-gathers up to MERGED_BYTES of results, as
+``train_step`` asks for, all-reduces up to 30 MiB. Results of a reduce-scatter are shards: on many
+devices all of them are one message, and nothing of it is hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
+from jdistadam.tools.kernel_bytes import kernel_bytes, peer_kernel_bytes
+from jdistadam.tools.machine import DIRECT, Machine, members_per_node
+from jdistadam.training.compiler_options import MERGED_BYTES
+
+_MERGED_BY_XLA = 30 << 20  # XLA's own limit, of all-reduces
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """What ``predict_step`` returns, in seconds per step.
+
+    Attributes:
+      model: Forward and backward pass.
+      kernels: The optimizer's kernels by name, of which nothing is hidden.
+      collectives: All collectives by operation, as if nothing ran beside them.
+      exposed: What is expected of the collectives while nothing else runs.
+      exposed_least: The same if all is hidden that can be.
+      exposed_most: The same if nothing is.
+    """
+
+    model: float
+    kernels: dict[str, float]
+    collectives: dict[str, float]
+    exposed: float
+    exposed_least: float
+    exposed_most: float
+
+    @property
+    def step(self) -> float:
+        """The whole step, as expected."""
+        return self.beside_communication + self.exposed
+
+    @property
+    def least(self) -> float:
+        """The whole step, if all is hidden that can be."""
+        return self.beside_communication + self.exposed_least
+
+    @property
+    def most(self) -> float:
+        """The whole step, if nothing is hidden."""
+        return self.beside_communication + self.exposed_most
+
+    @property
+    def beside_communication(self) -> float:
+        """The model and the kernels."""
+        return self.model + sum(self.kernels.values())
+
+    @property
+    def communication(self) -> float:
+        """All collectives, as if nothing ran beside them."""
+        return sum(self.collectives.values())
+
+
+def predict_step(
+    config: DistributedConfig,
+    schedule: Schedule,
+    machine: Machine,
+    model: float,
+    *,
+    accumulate_steps: int = 1,
+    recomputes: bool = False,
+) -> StepTime:
+    r"""Predicts the time of one step.
+
+    Each kernel takes its bytes (``kernel_bytes``) over the memory's bandwidth. A kernel over peer
+    memory takes as long as its bytes in memory or those over links, whichever are slower; what
+    links add to memory counts as exposed. Of ``model``, a third is the forward pass, or a quarter
+    if the backward pass ``recomputes`` it.
+
+    Args:
+      config: ``tx.config``.
+      schedule: What ``config.schedule`` returned.
+      machine: Speeds.
+      model: Seconds of the forward and backward passes of all micro-batches of a device.
+      accumulate_steps: As given to ``train_step``.
+      recomputes: Whether the backward pass computes the forward pass again.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> import jdistadam as jda
+      >>> mesh = jax.sharding.Mesh(np.arange(2), ("data",))
+      >>> config = jda.distributed_fused_adamw(1e-3, mesh=mesh).config
+      >>> schedule = config.schedule({"w": jax.ShapeDtypeStruct((1000, 1000), "float32")})
+      >>> machine = Machine(1e12, 1e11, latency=0, link_hop=0)
+      >>> found = predict_step(config, schedule, machine, model=1e-3)
+      >>> {name: round(1e6 * x, 1) for name, x in (found.kernels | found.collectives).items()}
+      {'norm': 2.0, 'update': 16.0, 'reduce-scatter': 20.0, 'all-gather': 20.0}
+      >>> f"{1e6 * found.step:.1f}, from {1e6 * found.least:.1f} to {1e6 * found.most:.1f}"
+      '1058.0, from 1038.0 to 1058.0'
+    """
+    kernels, waiting = _kernels(config, schedule, machine, accumulate_steps)
+    forward = model / (4 if recomputes else 3)
+    windows = {"forward": forward, "backward": model - forward, "nothing": 0.0}
+    collectives: dict[str, float] = {}
+    least = expected = most = waiting
+    for where, window in windows.items():
+        total = alone = 0.0
+        for phases in _phases(config, schedule, where, accumulate_steps):
+            longest = 0.0
+            for messages in _groups(phases):
+                seconds, one = _time(config, machine, messages, accumulate_steps)
+                op = messages[0].op
+                collectives[op] = collectives.get(op, 0.0) + seconds
+                total += seconds
+                longest = max(longest, one)
+            alone += longest
+        least += max(0.0, total - window)
+        expected += min(total, max(total - window, alone))
+        most += total
+    if waiting:
+        collectives["peer step"] = waiting
+    collectives = {op: x for op, x in collectives.items() if x}
+    return StepTime(model, kernels, collectives, expected, least, most)
+
+
+def _kernels(
+    config: DistributedConfig, schedule: Schedule, machine: Machine, accumulate_steps: int
+) -> tuple[dict[str, float], float]:
+    """Seconds of each kernel, and how much longer the links take than memory."""
+    sizes = kernel_bytes(config, schedule, accumulate_steps=accumulate_steps)
+    waiting = 0.0
+    if config.communication.is_peer:
+        found = peer_kernel_bytes(config, schedule)
+        sizes = {k: sizes[k] for k in sizes if k == "accumulate"}
+        sizes["peer step"] = sum(here for here, _ in found)
+        waiting = sum(
+            max(0.0, sent / machine.link_bandwidth - here / machine.memory_bandwidth)
+            for here, sent in found
+        )
+    return {name: size / machine.memory_bandwidth for name, size in sizes.items()}, waiting
+
+
+def _phases(
+    config: DistributedConfig, schedule: Schedule, where: str, accumulate_steps: int
+) -> tuple[list[Collective], list[Collective]]:
+    """Gathers and reductions over XLA that can run beside a pass, or beside nothing."""
+    gathers: list[Collective] = []
+    reductions: list[Collective] = []
+    for entry in schedule.buckets:
+        bucket = entry.bucket
+        # Whole leaves are gathered once, before the loop over micro-batches.
+        is_early = bucket.num_layers is not None or accumulate_steps == 1
+        if bucket.is_sharded_param and where == ("forward" if is_early else "nothing"):
+            gathers += entry.gather
+        if where == "backward":
+            gathers += entry.gather_again
+        elif where == "nothing":
+            gathers += entry.after_update
+        early, late = _reductions(config, schedule, entry, accumulate_steps)
+        reductions += {"forward": [], "backward": early, "nothing": late}[where]
+    return [c for c in gathers if c.means == "xla"], [c for c in reductions if c.means == "xla"]
+
+
+def _reductions(
+    config: DistributedConfig, schedule: Schedule, entry: BucketSchedule, accumulate_steps: int
+) -> tuple[list[Collective], list[Collective]]:
+    """What of them can run beside the backward pass, and what cannot."""
+    bucket, both = entry.bucket, [*entry.reduce, *entry.reduce_outer]
+    if bucket.num_layers is not None:
+        return list(entry.reduce), list(entry.reduce_outer)
+    if bucket.is_packed or any(schedule.layout.leaves[i].is_stacked for i in bucket.leaves):
+        return [], both
+    if accumulate_steps == 1:
+        return both, []
+    if config.parallel.shards_grads:
+        return list(entry.reduce), list(entry.reduce_outer)
+    return [], both
+
+
+def _groups(collectives: Sequence[Collective]) -> list[list[Collective]]:
+    """Those that XLA may merge: alike but for their arrays."""
+    groups: dict[tuple[object, ...], list[Collective]] = {}
+    for c in collectives:
+        if c.devices > 1:
+            groups.setdefault((c.op, c.dtype, c.axes, c.when, c.times), []).append(c)
+    return list(groups.values())
+
+
+def _time(
+    config: DistributedConfig,
+    machine: Machine,
+    group: Sequence[Collective],
+    accumulate_steps: int,
+) -> tuple[float, float]:
+    """Seconds of collectives that are alike, and of their largest message once per execution."""
+    first = group[0]
+    per_node = members_per_node(config.parallel, first.axes, machine.devices_per_node)
+    sizes = [float(c.bytes_sent) for c in group]
+    if first.op in DIRECT:
+        messages, largest = len(group), max(sizes)
+    else:
+        limit = _MERGED_BY_XLA if first.op == "all-reduce" else MERGED_BYTES
+        results = sum(c.result_elements for c in group) * first.dtype.itemsize
+        messages = min(len(group), -(-results // limit))
+        largest = max(max(sizes), sum(sizes) / messages)
+    # Of the layers of a scan, one in each micro-batch has nothing beside it.
+    alone = accumulate_steps if first.when == "layer" else first.times
+
+    def seconds(sent: float, count: int) -> float:
+        return machine.seconds(
+            first.op, sent, devices=first.devices, per_node=per_node, messages=count
+        )
+
+    whole = seconds(sum(sizes), messages * first.times)
+    return whole, seconds(largest * alone / first.times, alone)

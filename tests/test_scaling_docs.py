@@ -1,0 +1,42 @@
+"""docs/scaling.md: its example runs, its tables are those recorded, and those are today's."""
+
+import json
+import re
+import sys
+
+import jax
+import pytest
+
+from support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "experiments"))
+import scaling_check
+from lm import markdown
+
+DOCS = (ROOT / "docs" / "scaling.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return json.loads(scaling_check.RECORDED.read_text())["results"]
+
+
+def test_the_example_runs(capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", DOCS, re.S)
+    exec(compile(example, "scaling.md", "exec"), {})
+    titles, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert titles[0] == "devices" and [int(row[0]) for row in rows] == [1 << i for i in range(11)]
+
+
+def test_the_tables_are_what_is_recorded(recorded):
+    assert markdown.fill(DOCS, scaling_check.tables_of(recorded), "scaling.md") == DOCS
+
+
+def test_the_record_is_what_is_predicted_today(recorded):
+    """If this fails after a change that was meant, run experiments/scaling_check.py again."""
+    name = "bench_step_h200_x2"
+    found = json.loads(json.dumps([*scaling_check.check_steps(name)]))
+    assert found == [row for row in recorded["steps"] if row["run"] == name]
+    with jax.numpy_rank_promotion("allow"):  # which the model of train_lm relies on
+        found = json.loads(json.dumps([*scaling_check.check_trained(scaling_check.SCANNED)]))
+    assert found == recorded["trained"][-2:]
