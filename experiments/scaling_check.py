@@ -47,13 +47,13 @@ SMALL = (
     "lm_axes_h200_x2/2x1_jdistadam",
     "train_lm_h200_x4",
     *(f"strategies_h200_x4/{name}_{n}" for name in rows.STRATEGIES[:3] for n in (1, 2)),
-    "precision_h200_x4/float32_wire",
+    "precision_h200_x4/float32_communication",
     "processes_h200_x4/one",
     "processes_h200_x4/four",
 )
 SCANNED = ("scan_h200_x4/optim_grads", "scan_h200_x4/optim_grads_params")
 NO_MODEL = 1e-12  # seconds: a step alone
-NETWORK = 50e9  # bytes a second per GPU: a port of 400 Gbit/s each
+NETWORK = 50e9  # bytes per second per GPU: a port of 400 Gbit/s each
 EXTRAPOLATED = {
     "optim": ("optim", {}, None),
     "optim, float32 sums": ("optim", {"float32sum"}, None),
@@ -209,17 +209,18 @@ def check_memory():
     run = read("plan_memory_h200_x4.json")["results"]
     tree = tree_shapes(run["tree"])
     for row in run["rows"]:
+        policy = row["policy"].replace("wire", "communication")  # as it was called
         make = functools.partial(
             plan_against_compiler.make_tx,
             strategy=row["strategy"],
-            policy=plan_against_compiler.POLICIES[row["policy"]],
+            policy=plan_against_compiler.POLICIES[policy],
         )
         (found,) = jda.scaling(
             tree, make, jda.Machine(1e12, 1e11), model_seconds=NO_MODEL, devices=(4,),
             devices_per_replica=4,
         ).rows  # fmt: skip
         yield {
-            "name": f"{row['strategy']}, {row['policy']}",
+            "name": f"{row['strategy']}, {policy}",
             "held_planned": found.plan.held_bytes,
             "held_measured": row["held_measured"],
             "step_planned": found.plan.buffer_bytes,

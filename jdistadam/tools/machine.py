@@ -17,7 +17,7 @@ DIRECT = ("all-to-all", "collective-permute")
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Speeds of one device and of its links, in bytes a second and seconds.
+    """Speeds of one device and of its links, in bytes per second and seconds.
 
     Measured figures are better than those of data sheets: ``jdistadam bench`` prints the first.
 
@@ -33,7 +33,7 @@ class Machine:
       network_hop: One hop between nodes.
 
     Raises:
-      HyperparameterError: A number is not finite or not above 0 (hops and latency: below 0).
+      HyperparameterError: A number is non-finite or not above 0 (hops and latency: below 0).
 
     Example:
       >>> machine = Machine(4.2e12, 200e9, network_bandwidth=50e9, latency=0, link_hop=0,
@@ -59,7 +59,7 @@ class Machine:
         check_count("devices_per_node", self.devices_per_node)
         for name in ("memory_bandwidth", "link_bandwidth", "network_bandwidth"):
             if name != "network_bandwidth" or self.network_bandwidth is not None:
-                check_positive(name, getattr(self, name), "bytes a second")
+                check_positive(name, getattr(self, name), "bytes per second")
         for name in ("latency", "link_hop", "network_hop"):
             if getattr(self, name) != 0:
                 check_positive(name, getattr(self, name), "seconds, or 0")
@@ -106,7 +106,7 @@ class Machine:
                 "network_bandwidth",
                 "not given, and some devices are in other nodes",
                 got=f"None for {devices} devices and devices_per_node {self.devices_per_node}",
-                expected="bytes a second that a device sends to other nodes",
+                expected="bytes per second that a device sends to other nodes",
                 action="Pass network_bandwidth, or ask for no more devices than a node has.",
             )
         return self.network_bandwidth

@@ -1,7 +1,7 @@
 """How long a training step takes: bytes over bandwidths, and what of it other work hides.
 
 A step is made of a forward pass of F seconds, a backward pass of B seconds, kernels of the
-optimizer and collectives, in which the schedule says what travels (``distributed/schedule.py``).
+optimizer and collectives, in which the schedule says what is sent (``distributed/schedule.py``).
 Where a collective can run::
 
     beside                   which
