@@ -171,7 +171,7 @@ def _add_optimizer_arguments(parser: Parser) -> None:
 
 
 def _add_scaling_arguments(parser: Parser) -> None:
-    """Names as in ``scaling`` and ``Machine``; bandwidths in GB per second, times in milliseconds."""
+    """Names as in ``scaling`` and ``Machine``; bandwidths in GB per second, times in ms."""
     group = parser.add_argument_group(
         "prediction",
         "With --bandwidth and --link-bandwidth also the time of a step and the memory for 1, 2, 4, "
