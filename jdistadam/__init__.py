@@ -36,6 +36,7 @@ from jdistadam.errors import (
     LayoutError,
     MeshError,
     NativeError,
+    NonfiniteError,
     PolicyError,
     ShapeError,
     TreeError,
@@ -49,6 +50,7 @@ from jdistadam.training.extra_state import ExtraState
 from jdistadam.training.full_params import full_params
 from jdistadam.training.nonfinite import count_nonfinite, nonfinite_paths
 from jdistadam.training.optax_state import from_optax_state, main_params, to_optax_state
+from jdistadam.training.skip_limit import SkipLimit
 from jdistadam.training.train_state import TrainState, reload_main_params
 from jdistadam.training.train_step import TrainStep, train_step
 
@@ -81,6 +83,7 @@ __all__ = [  # noqa: RUF022 - by task
     "reload_main_params",
     "count_nonfinite",
     "nonfinite_paths",
+    "SkipLimit",
     # The pieces of it, inside of jax.shard_map.
     "local_params",
     "gather_params",
@@ -120,6 +123,7 @@ __all__ = [  # noqa: RUF022 - by task
     "LayoutError",
     "MeshError",
     "NativeError",
+    "NonfiniteError",
     "PolicyError",
     "ShapeError",
     "TreeError",

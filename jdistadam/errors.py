@@ -82,5 +82,9 @@ class CheckpointError(JDistAdamError, ValueError):
     """A checkpoint is missing, damaged or of another form, or it could not be written."""
 
 
+class NonfiniteError(JDistAdamError, FloatingPointError):
+    """Gradients stay non-finite: a run that goes on would change nothing any more."""
+
+
 class NativeError(JDistAdamError, ImportError):
     """A compiled module is missing or does not fit the running jaxlib."""

@@ -1,0 +1,69 @@
+"""A storm of non-finite gradients ends a run, and the host does not wait to notice it."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdistadam as jda
+
+
+class Count:
+    """What ``train_step`` counts, and whether somebody looked at it."""
+
+    def __init__(self, value):
+        self.value, self.was_read = value, False
+
+    def __int__(self):
+        self.was_read = True
+        return self.value
+
+
+def test_metrics_are_read_late_and_once():
+    limit, counts = jda.SkipLimit(3, lag=2), [Count(0) for _ in range(6)]
+    for i, count in enumerate(counts):
+        limit({"skipped": count, "loss_scale": 1.0})
+        assert [x.was_read for x in counts] == [j <= i - 2 for j in range(6)]
+
+
+@pytest.mark.parametrize(("most", "lag"), [(1, 1), (3, 2), (5, 4)])
+def test_it_raises_in_the_call_that_is_promised(most, lag):
+    """Ten good steps, a skip, one more good step, and then skips alone."""
+    limit, totals = jda.SkipLimit(most, lag=lag), [7] * 10 + [8, 8]
+    before = len(totals)
+    for total in totals:
+        limit({"skipped": total, "loss_scale": 1.0})
+    for i in range(1, most + lag + 1):
+        limit({"skipped": 8 + i, "loss_scale": 1.0})
+    assert before + i == before + most + lag
+    with pytest.raises(jda.NonfiniteError, match=rf"got {most + 1} steps.*at most {most}\. Rest"):
+        limit({"skipped": 9 + i, "loss_scale": 1.0})
+
+
+def test_a_run_that_goes_on_from_skipped_steps_begins_anew():
+    limit = jda.SkipLimit(1, lag=1)
+    for total in (40, 40, 40, 41, 41):
+        limit({"skipped": total, "loss_scale": 1.0})
+    assert limit.in_a_row == 1
+
+
+def test_a_storm_in_train_step(cpu_mesh):
+    tx = jda.distributed_fused_adamw(
+        1e-2, mesh=cpu_mesh(2), loss_scale=jda.DynamicLossScale(2.0**15), weight_decay=0.1
+    )
+    state = jda.TrainState.create({"w": jnp.ones(3)}, tx)
+    step = jda.train_step(lambda params, x: jnp.sum(x @ params["w"]), tx)
+    limit, taken = jda.SkipLimit(5, lag=2), 0
+    with pytest.raises(jda.NonfiniteError, match="got 6 steps"):
+        for i in range(100):
+            bad = np.nan if i >= 10 else 1.0
+            state, metrics = step(state, np.full((2, 3), bad, np.float32))
+            taken += 1
+            limit(metrics)
+    assert taken == 10 + 5 + 2 + 1
+    assert int(state.step) == 10  # the parameters are those of the last good step
+
+
+def test_bad_arguments():
+    for kwargs in (dict(most_in_a_row=0), dict(most_in_a_row=3, lag=0), dict(most_in_a_row=2.5)):
+        with pytest.raises(jda.HyperparameterError):
+            jda.SkipLimit(**kwargs)
