@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -109,3 +110,38 @@ def test_resume_on_other_devices(folders):
     assert len(losses[0]) == 2 and len(losses[1]) == 1
     # Ten steps of at most 3e-3 from the same state; see test_sharded_optimizer_follows_optax.
     np.testing.assert_allclose(losses[1][-1], losses[0][-1], atol=1e-3)
+
+
+LIMIT_SECONDS = 30
+"""From the death of one process until the last of the others has ended."""
+
+
+def children_of(process):
+    """The processes that a launcher has started, in their order."""
+    pids = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return sorted(map(int, pids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_kill_9_of_one_process_ends_the_others_and_resume_goes_on(folders, count):
+    """In the middle of a step: the others end soon, and what is resumed has the same bits."""
+    whole, ended = folders
+    options = ("--devices", "4", "--processes", str(count), "--grad-reduce-dtype", "float32")
+    run(whole, *options)
+    launcher = subprocess.Popen(
+        [*COMMAND, "--out", str(ended), *options, "--save-every", "2"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ended,
+    )  # fmt: skip
+    deadline = time.time() + 240
+    while not list((ended / "checkpoints").glob("[2-9]")) and time.time() < deadline:
+        time.sleep(0.01)
+    others = children_of(launcher)
+    os.kill(others.pop(), signal.SIGKILL)  # not the one that coordinates
+    begun = time.time()
+    output, _ = launcher.communicate(timeout=240)
+    assert launcher.returncode != 0, output
+    assert time.time() - begun < LIMIT_SECONDS, output
+    assert not any(pathlib.Path(f"/proc/{pid}").exists() for pid in others)
+    run(ended, *options, "--resume")
+    assert rows_of(ended) == rows_of(whole)

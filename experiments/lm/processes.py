@@ -6,12 +6,17 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 from jax.experimental import multihost_utils
 
 TRY_AGAIN = 75
 """Exit code of a run that was asked to end, and saved: EX_TEMPFAIL of sysexits.h."""
+
+
+GRACE_SECONDS = 10
+"""How long processes may go on after one of them has failed, to say why."""
 
 
 class StopSignal:
@@ -62,16 +67,21 @@ def launch(count: int, argv: list[str]) -> int:
     # Asked to end, it asks them, and waits for what they save.
     signal.signal(signal.SIGTERM, lambda *_: [os.kill(x.pid, signal.SIGTERM) for x in running])
     codes: dict[int, int] = {}
+    kill_at = float("inf")
     while len(codes) < count:
+        if time.monotonic() > kill_at:
+            for process in running:
+                process.kill()
         for i, process in enumerate(running):
             if i not in codes:
                 try:
                     codes[i] = process.wait(timeout=0.2)
                 except subprocess.TimeoutExpired:
                     continue
-                if codes[i] not in (0, TRY_AGAIN):  # the others would wait for it for minutes
-                    for other in running:
-                        other.terminate()
+                if codes[i] not in (0, TRY_AGAIN):
+                    # The others wait for it in a collective, where they cannot save either: JAX
+                    # notices after more than a minute, and does not end by SIGTERM before.
+                    kill_at = min(kill_at, time.monotonic() + GRACE_SECONDS)
     return next((code for code in codes.values() if code), 0)
 
 
