@@ -82,3 +82,11 @@ def test_links_lead_somewhere(name):
     links = re.findall(r"\]\(([^)\s#]+)[^)]*\)", page.read_text())
     missing = [x for x in links if "://" not in x and not (page.parent / x).exists()]
     assert not missing
+
+
+def test_every_test_that_a_page_names_exists():
+    named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", (DOCS / "reliability.md").read_text())
+    assert len(named) > 40
+    for file, test in named:
+        source = (ROOT / "tests" / file).read_text()
+        assert re.search(rf"^def {test}\(", source, re.M), f"{file} has no {test}"
