@@ -6,6 +6,7 @@ devices. Without a GPU it runs on virtual CPU devices, in minutes; with GPUs it 
     python experiments/train_lm.py                                    # 8 virtual CPU devices
     python experiments/train_lm.py --preset gpt2-small --steps 2000   # on GPUs
     python experiments/train_lm.py --optimizer optax                  # the same with optax.adamw
+    python experiments/train_lm.py --optimizer optax_sharded          # its moments sharded by XLA
     python experiments/train_lm.py --model-axis 2                     # heads and MLP split by XLA
     python experiments/train_lm.py --processes 4                      # one process for each GPU
     srun python experiments/train_lm.py --distributed                 # on many hosts
@@ -46,7 +47,7 @@ def parse_args(argv=None):
     )
     add = parser.add_argument
     add("--preset", choices=gpt.PRESETS, help="default: tiny on CPU, gpt2-small on GPU")
-    add("--optimizer", choices=("jdistadam", "optax"), default="jdistadam")
+    add("--optimizer", choices=("jdistadam", "optax", "optax_sharded"), default="jdistadam")
     add("--steps", type=int, help="default: 400 for tiny, 2000 for gpt2-small")
     add("--batch", type=int, help="sequences per step, over all devices")
     add("--layers", type=int)
@@ -221,7 +222,11 @@ def setup_jdistadam(args, mesh, model, params, specs):
 
 
 def setup_optax(args, mesh, model, params, specs):
-    """The same with optax.adamw: state placed as the model, XLA inserts the collectives."""
+    """The same with optax.adamw: XLA inserts the collectives.
+
+    The moments are placed as the parameters are; as "optax_sharded", over the data axis too
+    (ZeRO-1 by annotations), where a dimension divides.
+    """
     loss = gpt.loss_fn(model)
     tx = optax.chain(
         optax.clip_by_global_norm(args.max_grad_norm),
@@ -229,8 +234,13 @@ def setup_optax(args, mesh, model, params, specs):
     )
     everywhere = NamedSharding(mesh, P())
     of_params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    of_moments = of_params
+    if args.optimizer == "optax_sharded":
+        of_moments = jax.tree.map(
+            lambda x, s: sharded_over_data(mesh, x, s.spec), params, of_params
+        )
     of_state = optax.tree.map_params(
-        tx, lambda _, sharding: sharding, jax.eval_shape(tx.init, params), of_params,
+        tx, lambda _, sharding: sharding, jax.eval_shape(tx.init, params), of_moments,
         transform_non_params=lambda _: everywhere,
     )  # fmt: skip
     params = jax.device_put(params, of_params)
@@ -250,6 +260,16 @@ def setup_optax(args, mesh, model, params, specs):
 
     args.bytes_sent = None  # as XLA decides
     return state, update, lambda state: state["params"]
+
+
+def sharded_over_data(mesh, x, spec):
+    """Adds the data axis to the largest dimension that is free and divides, if there is one."""
+    entries = [*spec, *[None] * (x.ndim - len(spec))]
+    count = mesh.shape["data"]
+    free = [i for i in range(x.ndim) if entries[i] is None and x.shape[i] % count == 0]
+    if free:
+        entries[max(free, key=lambda i: x.shape[i])] = "data"
+    return NamedSharding(mesh, P(*entries))
 
 
 def can_resume(args):
@@ -372,7 +392,7 @@ def main(argv=None):
     model, params, specs = make_model(args, config, mesh)
     # optax keeps no main parameters: its params stay float32, cast where the model computes
     loss = gpt.loss_fn(model)
-    setup = {"jdistadam": setup_jdistadam, "optax": setup_optax}[args.optimizer]
+    setup = setup_jdistadam if args.optimizer == "jdistadam" else setup_optax
     state, step, params_of = setup(args, mesh, model, params, specs)
 
     run = Run(args, config, mesh, loss)
