@@ -206,16 +206,20 @@ def test_each_layer_is_gathered_twice_and_reduced_once(h200s, accumulate_steps):
     assert sum(looped) >= (LAYERS - 2) * accumulate_steps
 
 
-@pytest.mark.parametrize("prevent_cse", [False, True])
-def test_layers_travel_beside_the_products_of_others(h200s, prevent_cse):
-    """Every gather and reduction in a loop; with the barriers of a checkpoint, forward alone."""
-    checkpoint = functools.partial(jax.checkpoint, prevent_cse=prevent_cse)
-    case = compile_for_h200s(h200s, jda.remat_policy, layers=8, checkpoint=checkpoint)
-    found = products_beside(case[0].lower(*case[1:], is_verified=True).compile().as_text())
-    gathers = [n for op, n in found if op == "all-gather"]
-    assert len(gathers) == 4 and min(gathers[:2]) > 0  # two loops that are unrolled by two
-    assert (min(gathers[2:]) > 0) is not prevent_cse
-    assert all(n > 0 for op, n in found if op == "reduce-scatter")
+def test_layers_are_sent_beside_the_products_of_others(h200s):
+    """Every gather and reduction in a loop; fewer in the backward one behind a barrier."""
+    found = {}
+    for prevent_cse in (False, True):
+        checkpoint = functools.partial(jax.checkpoint, prevent_cse=prevent_cse)
+        case = compile_for_h200s(h200s, jda.remat_policy, layers=8, checkpoint=checkpoint)
+        found[prevent_cse] = products_beside(
+            case[0].lower(*case[1:], is_verified=True).compile().as_text()
+        )
+    gathers = {key: [n for op, n in rows if op == "all-gather"] for key, rows in found.items()}
+    # Two loops, which are unrolled by two.
+    assert len(gathers[False]) == len(gathers[True]) == 4
+    assert all(n > 0 for _, n in found[False])
+    assert sum(gathers[True][2:]) < sum(gathers[False][2:])
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
