@@ -7,8 +7,8 @@
 //             u32[number of tiles, 2].
 // peer_step
 //   operands  norm_scale f32[], coefficients f32[groups, kNumCoefficients], inv_scale f32[],
-//             found_inf pred[]; the whole gradients (or the sums, with `summed`), one array per leaf;
-//             what was received; main, mu, nu, one flat array each.
+//             found_inf pred[]; the whole gradients (or the sums, with `summed`), one array per
+//             leaf; what was received; main, mu, nu, one flat array each.
 //   results   the whole new parameters, one array per leaf; main, mu, nu, aliased with their
 //   operands;
 //             without `summed` the three results of the norm, as above.

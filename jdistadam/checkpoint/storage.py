@@ -81,9 +81,12 @@ class Lazy:
         self.group, self.index = group, index
 
 
+# orbax is imported on use, and its classes are needed to define these.
+
+
 @functools.cache
-def _classes() -> Any:
-    """The handlers, which need orbax's classes to be defined."""
+def _array_handler() -> Any:
+    """The class that makes arrays as orbax writes them."""
     ocp: Any = orbax()
 
     class ArrayHandler(ocp.type_handlers.ArrayHandler):
@@ -118,11 +121,19 @@ def _classes() -> Any:
                 del written  # which holds the copies on the host
             return futures
 
+    return ArrayHandler
+
+
+@functools.cache
+def _handler() -> Any:
+    """The class that writes a state."""
+    ocp: Any = orbax()
+
     class Handler(ocp.PyTreeCheckpointHandler):
         """Writes the arrays of a state, and a header beside them."""
 
         def __init__(self, waits: bool = True) -> None:
-            self._arrays = ArrayHandler(waits)
+            self._arrays = _array_handler()(waits)
             super().__init__(
                 use_zarr3=True,
                 use_compression=False,
@@ -148,6 +159,13 @@ def _classes() -> Any:
             if jax.process_index() == 0:
                 (directory / header.FILE).write_text(self._text)
 
+    return Handler
+
+
+def _save() -> Any:
+    """The class of the arguments of a save."""
+    ocp: Any = orbax()
+
     class Save(ocp.args.PyTreeSave):
         """The arguments of a save."""
 
@@ -162,10 +180,18 @@ def _classes() -> Any:
             )
             self.contents = contents
 
-    ocp.args.register_with_handler(Handler, for_save=True)(Save)
+    return Save
+
+
+@functools.cache
+def _classes() -> Any:
+    """The handler and the arguments of a save, which orbax knows to belong together."""
+    ocp: Any = orbax()
+    handler, save = _handler(), _save()
+    ocp.args.register_with_handler(handler, for_save=True)(save)
     restore = type("Restore", (ocp.args.PyTreeRestore,), {})
-    ocp.args.register_with_handler(Handler, for_restore=True)(restore)
-    return Handler, Save
+    ocp.args.register_with_handler(handler, for_restore=True)(restore)
+    return handler, save
 
 
 def manager(folder: Path, *, keep: int | None, in_background: bool) -> Any:

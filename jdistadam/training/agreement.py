@@ -8,6 +8,7 @@ all raise the same error. A process that has ended, or never came, is named afte
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import itertools
 import json
@@ -27,7 +28,10 @@ from jdistadam.errors import AgreementError
 LIMIT_SECONDS = 300
 """How long processes wait for the slowest to come to its first step."""
 
-_NUMBERS = itertools.count(1)  # of agreements: processes make the same ones in the same order
+# How many agreements each set of processes has made: its processes make them in the same order.
+_NUMBERS: collections.defaultdict[tuple[int, ...], itertools.count[int]] = collections.defaultdict(
+    itertools.count
+)
 _MAX_SHOWN = 3  # processes in one message
 
 Facts = dict[str, str]
@@ -85,7 +89,10 @@ def check_agreement(facts: Facts, processes: Sequence[int], *, limit: float | No
     client = compat.coordination_client()
     if client is None:
         return
-    store = _Store(client, f"jdistadam/agreement/{next(_NUMBERS)}", limit or LIMIT_SECONDS)
+    name = f"{'-'.join(map(str, processes))}/{next(_NUMBERS[tuple(processes)])}"
+    # The key may not grow with the number of processes.
+    prefix = f"jdistadam/agreement/{hashlib.sha256(name.encode()).hexdigest()}"
+    store = _Store(client, prefix, limit or LIMIT_SECONDS)
     leader = processes[0]
     store.put(str(jax.process_index()), facts)
     if jax.process_index() == leader:

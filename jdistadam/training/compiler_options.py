@@ -67,13 +67,13 @@ def is_on_gpu(config: DistributedConfig) -> bool:
 
 @functools.cache
 def _is_known(name: str, value: Any, mesh: Mesh) -> bool:
-    """Whether this XLA has the option: it tells by compiling with it, and names change."""
+    """Whether this XLA has the option and the value: both change, and only compiling tells."""
     # Of the whole mesh: a process cannot compile for another one's device alone.
     x = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
     try:
         jax.jit(lambda x: x, compiler_options={name: value}).lower(x).compile()
     except jax.errors.JaxRuntimeError as error:
-        if "No such compile option" not in str(error):
+        if "INVALID_ARGUMENT" not in str(error):  # which nothing else of this program can be
             raise
         return False
     return True

@@ -26,6 +26,9 @@ class SkipLimit:
     feeding the device. With :math:`n` = ``most_in_a_row``, and call :math:`i` the last one before
     all steps are skipped, call :math:`i + n + 1 + \mathrm{lag}` raises.
 
+    It needs an optimizer with a ``loss_scale``: without one no step is skipped, and non-finite
+    gradients reach the parameters.
+
     Args:
       most_in_a_row: How many steps in a row may be skipped.
       lag: After how many further calls the metrics of a step are read. Where the device is further

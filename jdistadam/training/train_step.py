@@ -112,9 +112,9 @@ class TrainStep:
     def _agree_once(self, state: TrainState, batch: Any) -> None:
         """Before the first step of several processes, has them compare what they will run."""
         if not self._has_agreed:
-            self._has_agreed = True
             lower = functools.partial(self.lower, state, batch, is_verified=True)
             agree(self.tx.config, state.params, lower)
+            self._has_agreed = True
 
     def _warn_of_lost_options(self) -> None:
         """Warns, once, that the options of a step do not reach the program that it is a part of."""
