@@ -15,7 +15,7 @@ from jdistadam.checkpoint import storage
 from jdistadam.checkpoint.contents import contents_of
 from jdistadam.checkpoint.lock import FolderLock
 from jdistadam.core.arguments import check_count
-from jdistadam.errors import CheckpointError, HyperparameterError
+from jdistadam.errors import CheckpointError, HyperparameterError, TreeError
 
 
 class Checkpointer:
@@ -84,11 +84,13 @@ class Checkpointer:
         Raises:
           CheckpointError: There is a checkpoint of this number; this save failed, or the one before
             it in the background.
-          LayoutError, TreeError, DtypeError: The state cannot be saved, or not with this ``tx``.
+          LayoutError, TreeError, DtypeError: The state cannot be saved, or not with this ``tx``; it
+            is traced.
         """
         self.check()
         if step is not None:
             check_step(step)
+        _check_concrete(state)
         contents = contents_of(state, self._tx)
         number = contents.count if step is None else int(step)
         if (self.folder / str(number)).exists():
@@ -225,6 +227,18 @@ def save(
     """
     with Checkpointer(folder, tx, in_background=False) as checkpointer:
         return checkpointer.save(state, step=step)
+
+
+def _check_concrete(state: Any) -> None:
+    """Raises TreeError inside of a traced function, where a state holds no values."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
+        raise TreeError(
+            "state",
+            "traced, so that it holds no values to save",
+            got="a state inside of jax.jit, lax.scan or the like",
+            expected="the arrays that a step returned",
+            action="Save after the step, outside of the jitted function.",
+        )
 
 
 def _locked(folder: Path) -> FolderLock | None:

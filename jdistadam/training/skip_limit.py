@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdistadam.core.arguments import check_count
-from jdistadam.errors import NonfiniteError
+from jdistadam.errors import NonfiniteError, TreeError
 
 
 class SkipLimit:
@@ -36,6 +36,7 @@ class SkipLimit:
 
     Raises:
       HyperparameterError: An argument is not a positive whole number.
+      TreeError: On use, where metrics are not those of ``train_step``.
       NonfiniteError: On use, when more steps in a row were skipped.
 
     Example:
@@ -57,6 +58,14 @@ class SkipLimit:
 
     def __call__(self, metrics: Mapping[str, Any]) -> None:
         """Takes the metrics that ``train_step`` returned for one step."""
+        if not {"skipped", "loss_scale"} <= set(metrics):
+            raise TreeError(
+                "metrics",
+                "not those of train_step",
+                got=f"the entries {', '.join(metrics) or 'of nothing'}",
+                expected="skipped and loss_scale among them",
+                action="Pass the metrics that the step returned, as they are.",
+            )
         self._waiting.append({name: metrics[name] for name in ("skipped", "loss_scale")})
         if len(self._waiting) <= self.lag:
             return

@@ -231,6 +231,8 @@ def test_states_that_cannot_be_saved(saved, tmp_path):
         jda.save(tmp_path, dataclasses.replace(state, model_state={"x": np.ones(2)}), tx)
     with pytest.raises(jda.MeshError, match="tx: not a distributed optimizer"):
         jda.save(tmp_path, state)
+    with pytest.raises(jda.TreeError, match="state: traced, so that it holds no values to save"):
+        jax.jit(lambda state: jda.save(tmp_path, state, tx))(state)
     assert [x.name for x in tmp_path.iterdir()] == [".jdistadam.lock"]
 
 

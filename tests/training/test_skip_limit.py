@@ -67,3 +67,7 @@ def test_bad_arguments():
     for kwargs in (dict(most_in_a_row=0), dict(most_in_a_row=3, lag=0), dict(most_in_a_row=2.5)):
         with pytest.raises(jda.HyperparameterError):
             jda.SkipLimit(**kwargs)
+    with pytest.raises(
+        jda.TreeError, match="metrics: not those of train_step: got the entries loss"
+    ):
+        jda.SkipLimit(3)({"loss": 1.0})
