@@ -8,6 +8,7 @@ compares a checksum of each: orbax loads changed bits, casts and pads without a 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import functools
@@ -86,13 +87,13 @@ class Lazy:
 
 @functools.cache
 def _array_handler() -> Any:
-    """The class that makes arrays as orbax writes them."""
+    """The class that makes arrays as orbax writes them, and reads them."""
     ocp: Any = orbax()
 
     class ArrayHandler(ocp.type_handlers.ArrayHandler):
         """Makes arrays as it writes them; when it returns, what it wrote is on the host."""
 
-        def __init__(self, waits: bool) -> None:
+        def __init__(self, waits: bool = True) -> None:
             # One file for all shardings, and one for all metadata, do not go with batches.
             super().__init__(enable_write_sharding_file=False, array_metadata_store=None)
             self._waits = waits
@@ -120,6 +121,18 @@ def _array_handler() -> Any:
                     future.result()
                 del written  # which holds the copies on the host
             return futures
+
+        async def deserialize(self, infos: Any, args: Any = None) -> Any:
+            """Reads arrays; where one cannot be read, raises when the others are done."""
+            before = asyncio.all_tasks()
+            try:
+                return await super().deserialize(infos, args)
+            except Exception:
+                # orbax raises at the first error. A read that is left half done would print a page
+                # when it is deleted, or when it finds its event loop closed.
+                left = asyncio.all_tasks() - before
+                await asyncio.gather(*left, return_exceptions=True)
+                raise
 
     return ArrayHandler
 
@@ -273,11 +286,11 @@ class Reader:
         try:
             return self._load_all(wanted)
         except Exception as error:  # orbax's own are of many kinds, and thousands of lines long
-            # Of several processes each would read others again.
-            for one in wanted if len(wanted) > 1 and jax.process_count() == 1 else []:
-                self._load([one])  # says which it is
             text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-            raise self._damaged(wanted[0][0], text, "an array that can be read") from None
+        # Of several processes each would read others again.
+        for one in wanted if len(wanted) > 1 and jax.process_count() == 1 else []:
+            self._load([one])  # says which it is
+        raise self._damaged(wanted[0][0], text, "an array that can be read")
 
     def _load_all(self, wanted: Sequence[tuple[str, Sharding]]) -> list[jax.Array]:
         ocp = orbax()
@@ -289,7 +302,9 @@ class Reader:
                 sharding=sharding, global_shape=entry.shape, dtype=entry.dtype
             )
         args = ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
-        with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True)) as reader:
+        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _array_handler()()))
+        handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, type_handler_registry=registry)
+        with _quiet(), ocp.Checkpointer(handler) as reader:
             found = reader.restore(self._folder, args=args)
         # On Explicit axes shardings come back spelled in another way: device_put copies nothing.
         arrays = [jax.device_put(found[escaped(name)], place) for name, place in wanted]

@@ -1,9 +1,11 @@
 """Files that are changed, cut off, missing or of something else: an error that names them."""
 
 import dataclasses
+import gc
 import hashlib
 import json
 import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -151,10 +153,21 @@ def test_headers(saved, copied):
     assert outcome(copied, tx, exported(saved[2], tx)) == "same"
 
 
+@pytest.fixture
+def unraisable(monkeypatch):
+    """What was raised where nothing can catch it."""
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda x: told.append(repr(x.exc_value)[:200]))
+    return told
+
+
 @pytest.mark.parametrize("how", ["missing", "empty", "half", "byte"])
 @often(lambda how: how == "half")
-def test_truncated_and_missing_files(saved, copied, how):
-    """Each file of a checkpoint: an error, or the very state where no part of it is needed."""
+def test_truncated_and_missing_files(saved, copied, how, unraisable):
+    """Each file of a checkpoint: an error, or the very state where no part of it is needed.
+
+    And no read is left half done, which would print a page when it is deleted.
+    """
     _, tx, state = saved
     want, errors = exported(state, tx), []
     for path in sorted(x for x in copied.rglob("*") if x.is_file() and x.stat().st_size):
@@ -169,6 +182,8 @@ def test_truncated_and_missing_files(saved, copied, how):
     assert copied / HEADER in errors or how == "byte"  # which ends with a line feed
     if how != "byte":  # orbax pads its data files; the one that holds the large arrays is needed
         assert data_files(copied)[0] in errors
+    gc.collect()
+    assert not unraisable
 
 
 def test_folders_of_something_else(saved, tmp_path):
