@@ -43,8 +43,9 @@ JDISTADAM_INLINE float* LoadBlock(void* base, Dtype dtype, size_t begin, float* 
     case Dtype::kFloat16:
       for (size_t i = 0; i < n; ++i) buffer[i] = FromFloat16(halves[i]);
       break;
-    case Dtype::kUint16:
-      break;  // half of a number
+    case Dtype::kUint16:  // half of a number
+    case Dtype::kBlock8:
+      break;
   }
   return buffer;
 }
@@ -64,6 +65,7 @@ JDISTADAM_INLINE void StoreBlock(void* base, Dtype dtype, size_t begin, const fl
       for (size_t i = 0; i < n; ++i) halves[i] = ToFloat16(x[i]);
       break;
     case Dtype::kUint16:
+    case Dtype::kBlock8:
       break;
   }
 }

@@ -20,9 +20,12 @@
 
 namespace jdistadam {
 
-enum class Dtype : int32_t { kFloat32, kBfloat16, kFloat16, kUint16 };  // kUint16: remainders alone
+// kUint16: remainders alone. kBlock8: codes of moments alone (rounding.h), as uint8.
+enum class Dtype : int32_t { kFloat32, kBfloat16, kFloat16, kUint16, kBlock8 };
 
-JDISTADAM_INLINE constexpr size_t ItemSize(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+JDISTADAM_INLINE constexpr size_t ItemSize(Dtype dtype) {
+  return dtype == Dtype::kFloat32 ? 4 : dtype == Dtype::kBlock8 ? 1 : 2;
+}
 
 JDISTADAM_INLINE uint32_t BitsOf(float x) {
 #ifdef __CUDA_ARCH__
@@ -107,8 +110,9 @@ JDISTADAM_INLINE float LoadOne(const void* base, Dtype dtype, size_t i) {
       return FromBfloat16(static_cast<const uint16_t*>(base)[i]);
     case Dtype::kFloat16:
       return FromFloat16(static_cast<const uint16_t*>(base)[i]);
-    case Dtype::kUint16:
-      break;  // half of a number
+    case Dtype::kUint16:  // half of a number
+    case Dtype::kBlock8:  // a number with the scale of its block alone
+      break;
   }
   return 0.0f;
 }
@@ -125,6 +129,7 @@ JDISTADAM_INLINE void StoreOne(void* base, Dtype dtype, size_t i, float x) {
       static_cast<uint16_t*>(base)[i] = ToFloat16(x);
       break;
     case Dtype::kUint16:
+    case Dtype::kBlock8:
       break;
   }
 }

@@ -49,8 +49,8 @@ enum Place { kNew, kAliased };
 // Reads the operand kinds one after another into the leaves of an AdamCall.
 class CallBuilder {
  public:
-  CallBuilder(const AdamAttributes& attributes, AdamCall* call)
-      : attributes_(attributes), call_(call) {
+  CallBuilder(const AdamAttributes& attributes, bool moments_may_be_block8, AdamCall* call)
+      : attributes_(attributes), may_be_block8_(moments_may_be_block8), call_(call) {
     call_->leaves.resize(attributes.groups.size());
   }
 
@@ -67,7 +67,7 @@ class CallBuilder {
     for (size_t i = 0; i < (flat ? 1 : count); ++i) {
       const auto buffer = GetBuffer(buffers, (*next)++);
       if (!buffer) return Invalid(std::string(name) + ": too few arrays");
-      const auto type = DtypeOf(buffer->element_type());
+      const auto type = TypeOf(kind, *buffer);
       const bool is_remainder = kind == kOutKind && call_->mode == Mode::kStepSplit;
       if (!type || (*type == Dtype::kUint16) != is_remainder) {
         return Invalid(std::string(name) + ": dtype must be " +
@@ -85,7 +85,14 @@ class CallBuilder {
   }
 
  private:
-  static constexpr int kOutKind = 4;
+  static constexpr int kMuKind = 2, kNuKind = 3, kOutKind = 4;
+
+  std::optional<Dtype> TypeOf(int kind, const ffi::AnyBuffer& buffer) const {
+    const bool is_moment = kind == kMuKind || kind == kNuKind;
+    if (may_be_block8_ && is_moment && buffer.element_type() == ffi::DataType::U8)
+      return Dtype::kBlock8;
+    return DtypeOf(buffer.element_type());
+  }
 
   template <typename Pointer>
   struct Target {
@@ -143,6 +150,7 @@ class CallBuilder {
   }
 
   const AdamAttributes& attributes_;
+  const bool may_be_block8_;
   AdamCall* call_;
   bool first_kind_ = true;
 };
@@ -224,15 +232,18 @@ inline ffi::Error CutIntoMembers(size_t members, int32_t groups, AdamCall* call)
   return ffi::Error::Success();
 }
 
-inline ffi::Error BuildCall(const AdamAttributes& attributes, const CoefficientRows& coefficients,
-                            const FloatScalar& inv_scale, const BoolScalar& found_inf,
-                            const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                            AdamCall* call) {
-  Rows rows;
-  if (auto error = ReadRows(coefficients, &rows); error.failure()) return error;
+// How many arrays were read.
+struct Taken {
+  size_t args = 0, rets = 0;
+};
+
+// All but the members, and without a look at how many arrays there are.
+inline ffi::Error BuildLeaves(const AdamAttributes& attributes, const CoefficientRows& coefficients,
+                              const FloatScalar& inv_scale, const BoolScalar& found_inf,
+                              const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                              bool moments_may_be_block8, const Rows& rows, Taken* taken,
+                              AdamCall* call) {
   if (auto error = CheckAttributes(attributes, rows.groups); error.failure()) return error;
-  if (rows.members && (attributes.flat != 0 || attributes.contributions != 1))
-    return Invalid("with several members nothing may be flat, and contributions must be 1");
   call->mode = static_cast<Mode>(attributes.mode);
   call->nesterov = attributes.nesterov;
   call->contributions = attributes.contributions;
@@ -241,12 +252,12 @@ inline ffi::Error BuildCall(const AdamAttributes& attributes, const CoefficientR
   call->inv_scale = inv_scale.typed_data();
   call->found_inf = found_inf.typed_data();
 
-  CallBuilder builder(attributes, call);
+  CallBuilder builder(attributes, moments_may_be_block8, call);
   for (size_t i = 0; i < call->leaves.size(); ++i) call->leaves[i].group = attributes.groups[i];
   Dtypes& t = call->dtypes;
   t.out = Dtype::kFloat32;
   const bool split = call->mode == Mode::kStepSplit;
-  size_t arg = 0, ret = 0;
+  size_t &arg = taken->args, &ret = taken->rets;
   ffi::Error e =
       builder.Take("grads", 0, args, &arg, &t.grad, &Leaf::grad, size_t(call->contributions));
   if (e.success()) e = builder.Take("params", 1, args, &arg, &t.param, &Leaf::param);
@@ -263,8 +274,22 @@ inline ffi::Error BuildCall(const AdamAttributes& attributes, const CoefficientR
   if (e.success()) e = builder.Take("nu", 3, rets, &ret, &t.nu, &Leaf::nu, 1, kAliased);
   if (e.success() && call->mode != Mode::kStep)
     e = builder.Take("out", 4, rets, &ret, &t.out, &Leaf::out, 1, split ? kAliased : kNew);
-  if (e.failure()) return e;
-  if (arg != args.size() || ret != rets.size()) return Invalid("too many arrays");
+  return e;
+}
+
+inline ffi::Error BuildCall(const AdamAttributes& attributes, const CoefficientRows& coefficients,
+                            const FloatScalar& inv_scale, const BoolScalar& found_inf,
+                            const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                            AdamCall* call) {
+  Rows rows;
+  if (auto error = ReadRows(coefficients, &rows); error.failure()) return error;
+  Taken taken;
+  auto error = BuildLeaves(attributes, coefficients, inv_scale, found_inf, args, rets,
+                           /*moments_may_be_block8=*/false, rows, &taken, call);
+  if (error.failure()) return error;
+  if (rows.members && (attributes.flat != 0 || attributes.contributions != 1))
+    return Invalid("with several members nothing may be flat, and contributions must be 1");
+  if (taken.args != args.size() || taken.rets != rets.size()) return Invalid("too many arrays");
   if (rows.members) return CutIntoMembers(size_t(*rows.members), int32_t(rows.groups), call);
   return ffi::Error::Success();
 }

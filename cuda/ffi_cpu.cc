@@ -1,5 +1,6 @@
 // The XLA FFI handlers of the CPU kernels.
 #include "ffi_adam.h"
+#include "ffi_compact.h"
 #include "ffi_graph_node.h"
 #include "ffi_keep.h"
 #include "ffi_norm.h"
@@ -24,6 +25,22 @@ ffi::Error AdamHandler(ffi::ThreadPool pool, CoefficientRows coefficients, Float
   const ffi::Error error =
       BuildCall(attributes, coefficients, inv_scale, found_inf, args, rets, &call);
   if (error.success()) AdamCpu(call, ThreadsOf(pool));
+  return error;
+}
+
+ffi::Error CompactHandler(ffi::ThreadPool pool, CoefficientRows coefficients, FloatScalar inv_scale,
+                          BoolScalar found_inf, Key key, CountScalar count, ffi::RemainingArgs args,
+                          ffi::RemainingRets rets, int32_t mode, bool nesterov,
+                          int32_t contributions, ffi::Span<const int32_t> groups, int32_t flat,
+                          ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> offsets,
+                          bool random, ffi::Span<const int64_t> starts,
+                          ffi::Span<const int32_t> ids) {
+  CompactCall call;
+  const CompactAttributes attributes{
+      {mode, nesterov, contributions, groups, flat, sizes, offsets}, random, starts, ids};
+  const ffi::Error error = BuildCompactCall(attributes, coefficients, inv_scale, found_inf, key,
+                                            count, args, rets, &call);
+  if (error.success()) CompactCpu(call, ThreadsOf(pool));
   return error;
 }
 
@@ -109,6 +126,8 @@ extern "C" bool JdistadamCanReach_cpu(int, int) { return true; }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cpu, AdamHandler,
                               JDISTADAM_ADAM_BINDING(ffi::ThreadPool));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCompact_cpu, CompactHandler,
+                              JDISTADAM_COMPACT_BINDING(ffi::ThreadPool));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cpu, NormHandler,
                               JDISTADAM_NORM_BINDING(ffi::ThreadPool));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cpu, SumHandler, JDISTADAM_SUM_BINDING(ffi::ThreadPool));

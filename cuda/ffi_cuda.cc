@@ -3,6 +3,7 @@
 #include <set>
 
 #include "ffi_adam.h"
+#include "ffi_compact.h"
 #include "ffi_graph_node.h"
 #include "ffi_keep.h"
 #include "ffi_norm.h"
@@ -29,6 +30,21 @@ ffi::Error AdamHandler(cudaStream_t stream, CoefficientRows coefficients, FloatS
   const ffi::Error error =
       BuildCall(attributes, coefficients, inv_scale, found_inf, args, rets, &call);
   return error.failure() ? error : LaunchError(AdamCuda(call, stream));
+}
+
+ffi::Error CompactHandler(cudaStream_t stream, CoefficientRows coefficients, FloatScalar inv_scale,
+                          BoolScalar found_inf, Key key, CountScalar count, ffi::RemainingArgs args,
+                          ffi::RemainingRets rets, int32_t mode, bool nesterov,
+                          int32_t contributions, ffi::Span<const int32_t> groups, int32_t flat,
+                          ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> offsets,
+                          bool random, ffi::Span<const int64_t> starts,
+                          ffi::Span<const int32_t> ids) {
+  CompactCall call;
+  const CompactAttributes attributes{
+      {mode, nesterov, contributions, groups, flat, sizes, offsets}, random, starts, ids};
+  const ffi::Error error = BuildCompactCall(attributes, coefficients, inv_scale, found_inf, key,
+                                            count, args, rets, &call);
+  return error.failure() ? error : LaunchError(CompactCuda(call, stream));
 }
 
 ffi::Error NormHandler(cudaStream_t stream, FloatScalar inv_scale, ffi::RemainingArgs grads,
@@ -231,6 +247,9 @@ extern "C" bool JdistadamCanReach_cuda(int device, int peer) {
 // kCmdBufferCompatible: handlers only enqueue kernels, so XLA may capture them in a CUDA graph.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cuda, AdamHandler,
                               JDISTADAM_ADAM_BINDING(ffi::PlatformStream<cudaStream_t>),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCompact_cuda, CompactHandler,
+                              JDISTADAM_COMPACT_BINDING(ffi::PlatformStream<cudaStream_t>),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cuda, NormHandler,
                               JDISTADAM_NORM_BINDING(ffi::PlatformStream<cudaStream_t>),

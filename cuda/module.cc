@@ -12,6 +12,7 @@ namespace nb = nanobind;
 
 extern "C" {
 XLA_FFI_Error* JDISTADAM_HANDLER(Adam)(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JDISTADAM_HANDLER(Compact)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Norm)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Sum)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Keep)(XLA_FFI_CallFrame* call_frame);
@@ -22,7 +23,8 @@ bool JDISTADAM_HANDLER(CanReach)(int device, int peer);
 }
 
 NB_MODULE(JDISTADAM_MODULE, m) {
-  m.doc() = "Compiled kernels of jdistadam. Private: jdistadam.kernels.native loads and registers them.";
+  m.doc() =
+      "Compiled kernels of jdistadam. Private: jdistadam.kernels.native loads and registers them.";
   // The FFI version of the headers used here; a jaxlib accepts modules built with its own or older.
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("build_info") = JDISTADAM_BUILD_INFO;
@@ -31,6 +33,8 @@ NB_MODULE(JDISTADAM_MODULE, m) {
   m.def("handlers", [] {
     nb::dict handlers;
     handlers["jdistadam_adam"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Adam)));
+    handlers["jdistadam_compact"] =
+        nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Compact)));
     handlers["jdistadam_norm"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Norm)));
     handlers["jdistadam_sum"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Sum)));
     handlers["jdistadam_keep"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Keep)));

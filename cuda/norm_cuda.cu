@@ -103,6 +103,7 @@ cudaError_t NormCuda(const NormCall& call, cudaStream_t stream) {
     case Dtype::kFloat16:
       return Launch<Dtype::kFloat16>(call, stream);
     case Dtype::kUint16:
+    case Dtype::kBlock8:
       break;
   }
   return cudaErrorInvalidValue;

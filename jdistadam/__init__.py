@@ -17,6 +17,7 @@ from jdistadam.checkpoint.restore import checkpoint_steps, restore, restore_para
 from jdistadam.compose.chain import chain
 from jdistadam.compose.inject_hyperparams import inject_hyperparams
 from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState
+from jdistadam.core.moments import Block8
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.accumulate import AccumulatedGrads
 from jdistadam.distributed.gather_params import gather_params, local_params, remat_policy
@@ -24,6 +25,7 @@ from jdistadam.distributed.optimizer import distributed_fused_adam, distributed_
 from jdistadam.distributed.state import DistributedState, scale_loss
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.jit_step import jit_step
+from jdistadam.drop_in.low_precision import RoundingState, decoded
 from jdistadam.drop_in.main_params import MainParamsState
 from jdistadam.drop_in.optimizer import fused_adam, fused_adamw
 from jdistadam.drop_in.transformation import FusedTransformation
@@ -66,6 +68,9 @@ __all__ = [  # noqa: RUF022 - by task
     "jit_step",
     "FusedTransformation",
     "MainParamsState",
+    "Block8",
+    "RoundingState",
+    "decoded",
     # Several devices: sharded state, explicit collectives.
     "distributed_fused_adam",
     "distributed_fused_adamw",

@@ -18,6 +18,13 @@ from jdistadam.core.masks import decay_groups
 from jdistadam.core.precision import check_nu_dtype
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
+from jdistadam.drop_in.low_precision import (
+    LowPrecision,
+    new_state,
+    parse,
+    with_key,
+    without_block8,
+)
 from jdistadam.drop_in.main_params import MainParamsState, new_main_params
 from jdistadam.drop_in.step import tree_step
 from jdistadam.drop_in.transformation import FusedTransformation
@@ -37,6 +44,9 @@ def fused_adamw(
     nu_dtype: Any = None,
     main_params_dtype: Any = None,
     bias_correction: bool = True,
+    rounding: str = "nearest",
+    seed: int = 0,
+    float32_moments: Callable[[str], bool] | None = None,
 ) -> FusedTransformation:
     r"""AdamW in one fused kernel: a drop-in for ``optax.adamw`` with optax's state.
 
@@ -68,14 +78,16 @@ def fused_adamw(
       b2: :math:`b_2`, decay rate of the second moment, in [0, 1).
       eps: :math:`\varepsilon`, added outside the square root.
       eps_root: :math:`\bar\varepsilon`, added inside the square root.
-      mu_dtype: Dtype in which :math:`m` is stored. None: the dtype of what is updated.
+      mu_dtype: Dtype in which :math:`m` is stored. None: the dtype of what is updated. "block8":
+        8 bits, with one float32 scale for 128 elements (``Block8``).
       weight_decay: :math:`\lambda`, decoupled from the gradient, or a schedule of the step count.
       mask: Tree of bools with the structure of the params, or a function from params to it: where
         weight decay applies. None: everywhere.
       nesterov: Whether to use Nesterov momentum, as optax does.
       nu_dtype: Dtype in which :math:`v` is stored: float32, which is also the default, or bfloat16
         for b2 up to 0.99. optax stores it in the parameter's dtype, where a bfloat16 :math:`v`
-        cannot decay for a larger b2.
+        cannot decay for a larger b2. "block8": 8 bits as for :math:`m`, of which none rounds to
+        zero; for b2 above 0.95 with rounding="stochastic".
       main_params_dtype: float32: 16-bit parameters get a float32 copy, kept in
         ``MainParamsState``; it is what the optimizer updates, and the parameters are its rounded
         values. Updates of such leaves are float32 and ``optax.apply_updates`` lands exactly on the
@@ -91,6 +103,13 @@ def fused_adamw(
         parameter's low 16 bits, and the two together are its exact value, as ``main_params`` gives
         it. None: parameters are updated as they are.
       bias_correction: Whether to divide by :math:`c_1` and :math:`c_2`. If not, both are 1.
+      rounding: "nearest", or "stochastic": moments of 16 and 8 bits, and by ``step`` parameters of
+        16 bits without main parameters, are rounded up or down at random, so that their mean is the
+        exact value. The random bits depend on the seed, the count, and the leaf's and the element's
+        number alone: a run can be repeated bit for bit, on CPU and GPU.
+      seed: The seed of "stochastic", which the state then holds (``RoundingState``).
+      float32_moments: A function of a leaf's path, such as "['block']['w']": where it is true,
+        moments stay float32 instead of "block8". None: only in leaves of less than 4096 elements.
 
     Returns:
       A ``FusedTransformation``: ``init``, ``update`` as in optax, and ``step``. Parameters,
@@ -144,14 +163,23 @@ def fused_adamw(
         b2=b2,
         eps=eps,
         eps_root=eps_root,
-        mu_dtype=_mu_dtype(mu_dtype),
+        mu_dtype=_mu_dtype(without_block8(mu_dtype)),
         weight_decay=weight_decay,
         mask=mask,
         nesterov=nesterov,
     )
+    low = parse(
+        mu_dtype=mu_dtype,
+        nu_dtype=nu_dtype,
+        rounding=rounding,
+        seed=seed,
+        float32_moments=float32_moments,
+        b2=b2,
+    )
     return _fused(
         hyper,
         like_optax,
+        low,
         mask=mask,
         nu_dtype=nu_dtype,
         main_params_dtype=main_params_dtype,
@@ -172,6 +200,9 @@ def fused_adam(
     nu_dtype: Any = None,
     main_params_dtype: Any = None,
     bias_correction: bool = True,
+    rounding: str = "nearest",
+    seed: int = 0,
+    float32_moments: Callable[[str], bool] | None = None,
 ) -> FusedTransformation:
     r"""Adam in one fused kernel: a drop-in for ``optax.adam`` with optax's state.
 
@@ -193,8 +224,11 @@ def fused_adam(
       nesterov: Whether to use Nesterov momentum.
       l2: :math:`\ell`, >= 0.
       nu_dtype: Dtype in which the second moment is stored, as in ``fused_adamw``.
-      main_params_dtype: As in ``fused_adamw``.
-      bias_correction: As in ``fused_adamw``.
+      main_params_dtype: As in ``fused_adamw``, and so are the next four.
+      bias_correction: Whether to divide by :math:`c_1` and :math:`c_2`.
+      rounding: "nearest" or "stochastic".
+      seed: The seed of "stochastic".
+      float32_moments: Which leaves keep float32 moments beside "block8".
 
     Returns:
       A ``FusedTransformation``. ``update`` needs params only where l2 or main parameters do.
@@ -231,12 +265,21 @@ def fused_adam(
         b2=b2,
         eps=eps,
         eps_root=eps_root,
-        mu_dtype=_mu_dtype(mu_dtype),
+        mu_dtype=_mu_dtype(without_block8(mu_dtype)),
         nesterov=nesterov,
+    )
+    low = parse(
+        mu_dtype=mu_dtype,
+        nu_dtype=nu_dtype,
+        rounding=rounding,
+        seed=seed,
+        float32_moments=float32_moments,
+        b2=b2,
     )
     return _fused(
         hyper,
         like_optax,
+        low,
         mask=None,
         nu_dtype=nu_dtype,
         main_params_dtype=main_params_dtype,
@@ -247,6 +290,7 @@ def fused_adam(
 def _fused(
     hyper: Hyperparameters,
     like_optax: optax.GradientTransformation,
+    low: LowPrecision,
     *,
     mask: Any,
     nu_dtype: Any,
@@ -254,7 +298,8 @@ def _fused(
     needs_params: bool,
 ) -> FusedTransformation:
     """Joins the pieces. ``like_optax`` makes the state."""
-    nu_dtype = check_nu_dtype("nu_dtype", nu_dtype, hyper.b2)
+    slowest = 0.0 if low.is_random else hyper.b2  # rounded at random, it decays at any b2
+    nu_dtype = check_nu_dtype("nu_dtype", without_block8(nu_dtype), slowest)
     main_kind = MainParams.parse(main_params_dtype)
     known, operands = hyper.known_and_operands()
     needs_params = needs_params or main_kind.is_kept
@@ -262,13 +307,13 @@ def _fused(
     def init(params: Params) -> OptState:
         trees.check_numbers(params, name="params")
         decay_groups(mask, params)  # a mask that does not fit should not wait for the first step
-        return _new_state(like_optax, params, nu_dtype=nu_dtype, main_kind=main_kind)
+        return _new_state(like_optax, params, low, nu_dtype=nu_dtype, main_kind=main_kind)
 
     def run(mode: str, grads: Grads, state: OptState, params: Params) -> tuple[Any, OptState]:
         if params is None and (needs_params or mode == "step"):
             raise ValueError(optax._src.base.NO_PARAMS_MSG)  # optax has no public name for it
         groups = decay_groups(mask, grads if params is None else params)
-        static = dict(known=known, groups=groups, nu_dtype=nu_dtype, main_kind=main_kind)
+        static = dict(known=known, groups=groups, nu_dtype=nu_dtype, main_kind=main_kind, low=low)
         try:
             return tree_step(grads, state, params, operands, mode=mode, **static)
         except TypeError:  # of jit, which names a leaf that is no array by its place in a call
@@ -296,6 +341,7 @@ def _fused(
 def _new_state(
     like_optax: optax.GradientTransformation,
     params: Params,
+    low: LowPrecision,
     *,
     nu_dtype: Any,
     main_kind: MainParams,
@@ -303,14 +349,15 @@ def _new_state(
     """The state before the first step; with main parameters, optax's state is that for them."""
 
     def optax_state(updated: Any) -> OptState:
-        return _beside(params, _with_nu(like_optax.init(updated), nu_dtype))
+        state = _beside(params, _with_nu(like_optax.init(updated), nu_dtype))
+        return new_state(low, params, state)
 
     if not main_kind.is_kept:
-        return optax_state(params)
+        return with_key(low, optax_state(params))
     is_kept_for = main_kind.is_kept_for
     wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if is_kept_for(x) else x, params)
     inner = optax_state(wide)
-    return MainParamsState(new_main_params(main_kind, params), inner)
+    return with_key(low, MainParamsState(new_main_params(main_kind, params), inner))
 
 
 def _mu_dtype(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,13 +14,16 @@ import optax
 from jdistadam.core import trees
 from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.core.main_params import MainParams
+from jdistadam.core.moments import BLOCK8, is_block8, moment_leaves
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
+from jdistadam.drop_in.low_precision import LowPrecision, RoundingState, check_coded, split_key
 from jdistadam.drop_in.main_params import MainParamsState, main_leaves, split_state
-from jdistadam.errors import DtypeError, TreeError
-from jdistadam.kernels import transformed_adam
-from jdistadam.kernels.adam import STEP_MODES, Operands, Scalars, Spec
+from jdistadam.errors import DtypeError, PolicyError, TreeError
+from jdistadam.kernels import compact_adam, transformed_adam
+from jdistadam.kernels.adam import STEP_MODES, Operands, Results, Scalars, Spec
 from jdistadam.kernels.coefficients import coefficient_rows
+from jdistadam.kernels.compact_adam import CompactSpec, Rounding
 
 _LEAVES_A_CALL = 256
 """XLA's time to compile a foreign call grows faster than its operands: a step of 1000 leaves takes
@@ -41,7 +44,9 @@ class TreeLeaf(NamedTuple):
 
 # Always inside jit, also for eager calls: [Note: coefficients in optax's own expressions]. One
 # function for all optimizers: inject_hyperparams makes a new one at each eager call.
-@functools.partial(jax.jit, static_argnames=("mode", "known", "groups", "nu_dtype", "main_kind"))
+@functools.partial(
+    jax.jit, static_argnames=("mode", "known", "groups", "nu_dtype", "main_kind", "low")
+)
 def tree_step(
     grads: Grads,
     state: OptState,
@@ -53,6 +58,7 @@ def tree_step(
     groups: tuple[int, ...],
     nu_dtype: Any,
     main_kind: MainParams,
+    low: LowPrecision,
 ) -> tuple[Any, OptState]:
     """Steps every leaf and advances the counts of the state.
 
@@ -66,22 +72,44 @@ def tree_step(
       groups: For each leaf, 0 if decay applies to it, else 1.
       nu_dtype: Dtype of the second moment.
       main_kind: What is kept of main parameters. If anything is, state is a MainParamsState.
+      low: Which moments have 8 bits, and how to round. At random: state is a RoundingState.
 
     Returns:
       (new params or updates, new state).
     """
     hyper = Hyperparameters(**dict(known), **operands)
-    name = "opt_state.inner" if main_kind.is_kept else "opt_state"
+    name = "opt_state" + ".inner" * (main_kind.is_kept + low.is_random)
+    key, state = split_key(low, state)
     main_params, inner = split_state(state, main_kind)
     adam_state = _adam_state(inner, name)
-    _check_trees(grads, adam_state, params, nu_dtype=nu_dtype, state_name=name)
+    _check_trees(grads, adam_state, params, nu_dtype=nu_dtype, state_name=name, low=low)
     if params is None:
         params = grads  # the kernel wants an operand, and does not look at it
     mains = main_leaves(main_kind, main_params, params)
-    columns = [jax.tree.leaves(x) for x in (grads, params, adam_state.mu, adam_state.nu)]
+    columns = [*map(jax.tree.leaves, (grads, params))]
+    columns += [*map(moment_leaves, (adam_state.mu, adam_state.nu))]
     leaves = [TreeLeaf(*x) for x in zip(*columns[:2], mains, *columns[2:], strict=True)]
-    new = step_leaves(leaves, groups, mode=mode, hyper=hyper, count=adam_state.count)
-    return _new_trees(params, new, adam_state.count, other_states=inner[1:], main_kind=main_kind)
+    if low.is_random and mode == "update":
+        _check_rounded_by_step(trees.paths(params, "params"), leaves)
+    new = step_leaves(leaves, groups, mode=mode, hyper=hyper, count=adam_state.count, key=key)
+    updates, new_state = _new_trees(
+        params, new, adam_state.count, other_states=inner[1:], main_kind=main_kind
+    )
+    return updates, new_state if key is None else RoundingState(key, new_state)
+
+
+def _check_rounded_by_step(paths: Sequence[str], leaves: Sequence[TreeLeaf]) -> None:
+    """Raises PolicyError where parameters are to be rounded by ``optax.apply_updates``."""
+    for path, leaf in zip(paths, leaves, strict=True):
+        if leaf.main is None and leaf.param.dtype in (jnp.bfloat16, jnp.float16):
+            raise PolicyError(
+                path,
+                "an update cannot round the parameter that it is added to",
+                got=f'{leaf.param.dtype} without main parameters, rounding="stochastic"',
+                expected="tx.step, which rounds parameters at random, or main parameters",
+                action="Call tx.step in place of tx.update and optax.apply_updates, or set "
+                "main_params_dtype.",
+            )
 
 
 def _new_trees(
@@ -115,8 +143,9 @@ def step_leaves(
     mode: str,
     hyper: Hyperparameters,
     count: jax.Array,
+    key: Any = None,
 ) -> list[TreeLeaf]:
-    """One kernel call for each mix of dtypes: usually one.
+    """One kernel call for each mix of dtypes: usually one. With a key it rounds at random.
 
     Returns:
       The new leaves. In mode "update", ``param`` is the update.
@@ -124,7 +153,7 @@ def step_leaves(
     new = list(leaves)
     calls: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        dtypes = TreeLeaf(*(None if x is None else jnp.dtype(x.dtype) for x in leaf))
+        dtypes = TreeLeaf(*map(_dtype, leaf))
         if leaf.grad.size or _is_left_to_optax(dtypes):
             calls.setdefault(dtypes, []).append(i)
         else:  # keeps all it has
@@ -140,10 +169,49 @@ def step_leaves(
             results = _call_optax(call_leaves, call_groups, mode=mode, hyper=hyper, count=count)
         else:
             spec = Spec(mode, call_groups, hyper.nesterov)
-            results = _call(spec, scalars, call_leaves)
+            run = functools.partial(_run, scalars)
+            if _is_compact(dtypes, mode=mode, is_random=key is not None):
+                rounded = Rounding(jnp.zeros(2, jnp.uint32) if key is None else key, count)
+                run = functools.partial(
+                    _run_compact, scalars, rounded, is_random=key is not None, ids=tuple(indices)
+                )
+            results = _call(run, spec, call_leaves)
         for i, leaf in zip(indices, results, strict=True):
             new[i] = leaf
     return new
+
+
+def _dtype(x: Any) -> Any:
+    """The dtype of an array, which tells apart what needs a call of its own; None for None."""
+    return x if x is None else BLOCK8 if is_block8(x) else jnp.dtype(x.dtype)
+
+
+def _is_compact(dtypes: TreeLeaf, *, mode: str, is_random: bool) -> bool:
+    """Whether anything of these leaves is stored in 8 bits, or rounded at random."""
+    stored = [dtypes.mu, dtypes.nu]
+    if mode == "step" and dtypes.main is None:
+        stored.append(dtypes.param)
+    return BLOCK8 in stored or (is_random and any(x != jnp.float32 for x in stored))
+
+
+def _run(
+    scalars: Scalars, spec: Spec, operands: Operands, out_like: Sequence[Any] | None = None
+) -> Results:
+    return transformed_adam.adam(spec, scalars, operands, out_like)
+
+
+def _run_compact(
+    scalars: Scalars,
+    rounded: Rounding,
+    spec: Spec,
+    operands: Operands,
+    out_like: Sequence[Any] | None = None,
+    *,
+    is_random: bool,
+    ids: tuple[int, ...],
+) -> Results:
+    del out_like  # nothing is sharded
+    return compact_adam.adam(CompactSpec(spec, is_random, ids), scalars, rounded, operands)
 
 
 def _is_left_to_optax(dtypes: TreeLeaf) -> bool:
@@ -151,7 +219,8 @@ def _is_left_to_optax(dtypes: TreeLeaf) -> bool:
 
     A remainder, uint16, is none of these integers: it is kept for bfloat16 parameters.
     """
-    return any(map(optax_fallback.takes, (dtypes.grad, dtypes.param, dtypes.mu, dtypes.nu)))
+    stored = (dtypes.grad, dtypes.param, dtypes.mu, dtypes.nu)
+    return any(optax_fallback.takes(x) for x in stored if x != BLOCK8)
 
 
 def _chunks(calls: dict[Any, list[int]]) -> Iterator[tuple[Any, list[int]]]:
@@ -165,7 +234,7 @@ def _no_update(leaf: TreeLeaf) -> Any:
     return jnp.zeros_like(leaf.grad, dtype=jnp.float32 if leaf.main is not None else None)
 
 
-def _call(spec: Spec, scalars: Scalars, leaves: Sequence[TreeLeaf]) -> list[TreeLeaf]:
+def _call(run: Callable[..., Results], spec: Spec, leaves: Sequence[TreeLeaf]) -> list[TreeLeaf]:
     """Steps leaves of equal dtypes in one kernel call, as ``spec`` says for leaves without main."""
     grads, params, mains, mu, nu = zip(*leaves, strict=True)
     operands = Operands(grads=grads, params=params, mu=mu, nu=nu)
@@ -175,15 +244,15 @@ def _call(spec: Spec, scalars: Scalars, leaves: Sequence[TreeLeaf]) -> list[Tree
     if kind is MainParams.NONE:
         out_dtype = grads[0].dtype if spec.mode == "update" else None
         spec = dataclasses.replace(spec, out_dtype=out_dtype)
-        results = transformed_adam.adam(spec, scalars, operands)
+        results = run(spec, operands)
         new_mains, new = mains, results.params or results.out
     elif kind is MainParams.REMAINDER16:
         split = dataclasses.replace(spec, mode=STEP_MODES[kind])
-        results = transformed_adam.adam(split, scalars, operands._replace(out=mains))
+        results = run(split, operands._replace(out=mains))
         new_mains, new = results.out, results.params
     else:
         cast = dataclasses.replace(spec, mode=STEP_MODES[kind], out_dtype=params[0].dtype)
-        results = transformed_adam.adam(cast, scalars, operands._replace(params=mains), params)
+        results = run(cast, operands._replace(params=mains), params)
         new_mains, new = results.params, results.out
     if kind.is_kept and spec.mode == "update":
         new = [_difference(*pair) for pair in zip(new, params, strict=True)]
@@ -234,16 +303,20 @@ def _check_trees(
     *,
     nu_dtype: Any,
     state_name: str,
+    low: LowPrecision,
 ) -> None:
     """Raises unless gradients and moments have the structure and shapes of params, and dtypes."""
     mu_name, nu_name = (f"{state_name}[0].{part}" for part in ("mu", "nu"))
     if params is not None:
         trees.check_dtypes(params, name="params", allowed=(*_FLOATS, *optax_fallback.INTEGERS))
     like = grads if params is None else params
-    for name, tree in (("grads", grads), (mu_name, adam_state.mu), (nu_name, adam_state.nu)):
+    mu, nu = (_as_arrays(x) for x in (adam_state.mu, adam_state.nu))
+    for name, tree in (("grads", grads), (mu_name, mu), (nu_name, nu)):
         trees.check_same_shapes(tree, like, name=name, like_name="params")
+    check_coded(low, like, adam_state.mu, name=mu_name, coded=low.mu_is_coded)
+    check_coded(low, like, adam_state.nu, name=nu_name, coded=low.nu_is_coded)
     # optax keeps nu in the dtype of the params: without these it says which are integers
-    beside = adam_state.nu if params is None else params
+    beside = nu if params is None else params
     _check_dtypes(grads, beside, name="grads", action="Cast the gradients.")
     for path, grad, param in zip(
         trees.paths(grads, "grads"), jax.tree.leaves(grads), jax.tree.leaves(like), strict=True
@@ -256,12 +329,21 @@ def _check_trees(
                 expected=f"a real dtype, as that of the parameter, {param.dtype}",
                 action="Take jnp.real, or make the loss real.",
             )
-    _check_dtypes(adam_state.mu, beside, name=mu_name, action="Cast mu.")
-    _check_dtypes(adam_state.nu, beside, name=nu_name, action="Cast nu.")
+    _check_dtypes(mu, beside, name=mu_name, action="Cast mu.")
+    _check_dtypes(nu, beside, name=nu_name, action="Cast nu.")
     takes = optax_fallback.takes
-    nu_of_kernel = jax.tree.map(lambda x: None if takes(x.dtype) else x, adam_state.nu)
+    nu_of_kernel = jax.tree.map(lambda x: None if takes(x.dtype) else x, nu)
     action = f"Cast nu to {nu_dtype}, or set nu_dtype."
     trees.check_dtypes(nu_of_kernel, name=nu_name, allowed=(nu_dtype,), action=action)
+
+
+def _as_arrays(moments: Any) -> Any:
+    """Moments with what they mean, a float32 array, in the place of those in 8 bits."""
+
+    def meant(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, jnp.float32) if is_block8(x) else x
+
+    return jax.tree.map(meant, moments, is_leaf=is_block8)
 
 
 def _check_dtypes(tree: Any, beside: Any, *, name: str, action: str) -> None:

@@ -1,0 +1,164 @@
+// The step with rounding to 8 bits or at random, on the CPU: tiles handed to threads, block by
+// block. Simple loops of scalars; the formula is adam_math.h's.
+
+#include <algorithm>
+
+#include "adam_math.h"
+#include "compact.h"
+#include "pairwise.h"
+
+namespace jdistadam {
+namespace {
+
+constexpr size_t kTile = 1 << 13;  // elements that a thread takes at a time: whole blocks
+constexpr size_t kBlock = kBlock8Size;
+
+struct Block {
+  float g[kBlock], p[kBlock], m[kBlock], v[kBlock];
+  uint32_t words[kBlock] = {};  // random bits
+};
+
+void LoadMoment(const void* base, Dtype dtype, const float* scales, size_t begin, size_t n,
+                bool is_mu, float* x) {
+  if (dtype != Dtype::kBlock8) {
+    for (size_t i = 0; i < n; ++i) x[i] = LoadOne(base, dtype, begin + i);
+    return;
+  }
+  const uint8_t* codes = static_cast<const uint8_t*>(base) + begin;
+  const float scale = scales[begin / kBlock];
+  for (size_t i = 0; i < n; ++i)
+    x[i] = is_mu ? Decode<Moment::kMu>(codes[i], scale) : Decode<Moment::kNu>(codes[i], scale);
+}
+
+template <bool kRandom>
+void StoreRounded(void* base, Dtype dtype, size_t i, float x, uint32_t random) {
+  if (dtype == Dtype::kBfloat16) {
+    static_cast<uint16_t*>(base)[i] = RoundToBfloat16<kRandom>(x, random);
+  } else if (dtype == Dtype::kFloat16) {
+    static_cast<uint16_t*>(base)[i] = RoundToFloat16<kRandom>(x, random);
+  } else {
+    StoreOne(base, dtype, i, x);
+  }
+}
+
+template <Moment kMoment, bool kRandom>
+void StoreMoment(void* base, Dtype dtype, float* scales, size_t begin, size_t n, const float* x,
+                 const uint32_t* words) {
+  const auto random = [&](size_t i) {
+    return kMoment == Moment::kMu ? BitsForMu(words[i]) : BitsForNu(words[i]);
+  };
+  if (dtype != Dtype::kBlock8) {
+    for (size_t i = 0; i < n; ++i) StoreRounded<kRandom>(base, dtype, begin + i, x[i], random(i));
+    return;
+  }
+  uint32_t largest = 0;
+  for (size_t i = 0; i < n; ++i)
+    largest = std::max(largest, RoundedMagnitude<kRandom>(x[i], random(i)));
+  const float scale = ScaleOf<kMoment>(largest);
+  scales[begin / kBlock] = scale;
+  uint8_t* codes = static_cast<uint8_t*>(base) + begin;
+  for (size_t i = 0; i < n; ++i)
+    codes[i] = static_cast<uint8_t>(Encode<kMoment, kRandom>(x[i], scale, random(i)));
+}
+
+void LoadGrad(const AdamCall& call, const Leaf& leaf, size_t begin, size_t n, float* g) {
+  const size_t stride = call.grad_stride != 0 ? call.grad_stride : leaf.size;
+  for (size_t i = 0; i < n; ++i) {
+    PairwiseSum<kMaxContributions>(
+        call.contributions,
+        [&](int k, float* term) {
+          *term = LoadOne(leaf.grad, call.dtypes.grad, k * stride + begin + i);
+        },
+        [](float a, float* b) { *b = a + *b; }, &g[i]);
+  }
+}
+
+void LoadRandom(const CompactCall& call, const CompactLeaf& leaf, size_t begin, size_t n,
+                uint32_t* words) {
+  const uint32_t count = static_cast<uint32_t>(*call.count);
+  Random4 drawn{};
+  for (size_t i = 0; i < n; ++i) {
+    const uint64_t index = leaf.start + begin + i;
+    if (i == 0 || index % 4 == 0)
+      drawn = Philox(call.key[0], call.key[1], index / 4, leaf.id, count);
+    words[i] = drawn.words[index % 4];
+  }
+}
+
+template <bool kRandom>
+void StepBlock(const CompactCall& call, const CompactLeaf& leaf, size_t begin, size_t n) {
+  const AdamCall& adam = call.adam;
+  const Dtypes& t = adam.dtypes;
+  const bool split = adam.mode == Mode::kStepSplit;
+  uint16_t* high = static_cast<uint16_t*>(leaf.param) + begin;
+  uint16_t* low = static_cast<uint16_t*>(leaf.out) + begin;
+  Block b;
+  Coefficients c;
+  std::memcpy(&c, adam.coefficients + size_t(leaf.group) * kNumCoefficients, sizeof c);
+  const Terms terms = TermsOf(c, adam.nesterov);
+  LoadGrad(adam, leaf, begin, n, b.g);
+  LoadMoment(leaf.mu, t.mu, leaf.mu_scales, begin, n, true, b.m);
+  LoadMoment(leaf.nu, t.nu, leaf.nu_scales, begin, n, false, b.v);
+  for (size_t i = 0; i < n; ++i)
+    b.p[i] = split ? Join(high[i], low[i]) : LoadOne(leaf.param, t.param, begin + i);
+  if (kRandom) LoadRandom(call, leaf, begin, n, b.words);
+  for (size_t i = 0; i < n; ++i) {
+    const float u = AdamUpdate(c, terms, b.g[i] * *adam.inv_scale, b.p[i], b.m[i], b.v[i]);
+    b.p[i] = adam.mode == Mode::kUpdate ? -u : b.p[i] - u;
+  }
+  StoreMoment<Moment::kMu, kRandom>(leaf.mu, t.mu, leaf.mu_scales, begin, n, b.m, b.words);
+  StoreMoment<Moment::kNu, kRandom>(leaf.nu, t.nu, leaf.nu_scales, begin, n, b.v, b.words);
+  for (size_t i = 0; i < n; ++i) {
+    if (split) {
+      const Halves halves = Split(b.p[i]);
+      high[i] = halves.high;
+      low[i] = halves.low;
+    } else if (adam.mode == Mode::kStep) {
+      StoreRounded<kRandom>(leaf.param, t.param, begin + i, b.p[i], BitsForParam(b.words[i]));
+    } else {
+      if (adam.mode == Mode::kStepAndCast) StoreOne(leaf.param, t.param, begin + i, b.p[i]);
+      StoreOne(leaf.out, t.out, begin + i, b.p[i]);
+    }
+  }
+}
+
+// What a skipped step writes: the unchanged parameter in `out`'s dtype, or an update of zero.
+void SkipBlock(const AdamCall& call, const Leaf& leaf, size_t begin, size_t n) {
+  if (call.mode == Mode::kStep || call.mode == Mode::kStepSplit) return;
+  for (size_t i = begin; i < begin + n; ++i) {
+    const bool casts = call.mode == Mode::kStepAndCast;
+    StoreOne(leaf.out, call.dtypes.out, i,
+             casts ? LoadOne(leaf.param, call.dtypes.param, i) : 0.0f);
+  }
+}
+
+struct Tile {
+  const CompactLeaf* leaf;
+  size_t begin, end;
+};
+
+void RunTile(const CompactCall& call, const Tile& tile) {
+  for (size_t i = tile.begin; i < tile.end; i += kBlock) {
+    const size_t n = std::min(kBlock, tile.end - i);
+    if (*call.adam.found_inf) {
+      SkipBlock(call.adam, *tile.leaf, i, n);
+    } else if (call.is_random) {
+      StepBlock<true>(call, *tile.leaf, i, n);
+    } else {
+      StepBlock<false>(call, *tile.leaf, i, n);
+    }
+  }
+}
+
+}  // namespace
+
+void CompactCpu(const CompactCall& call, const Threads& threads) {
+  std::vector<Tile> tiles;
+  for (const CompactLeaf& leaf : call.leaves) {
+    for (size_t begin = 0; begin < leaf.size; begin += kTile)
+      tiles.push_back({&leaf, begin, std::min(begin + kTile, leaf.size)});
+  }
+  ParallelFor(tiles.size(), threads, [&](size_t i) { RunTile(call, tiles[i]); });
+}
+
+}  // namespace jdistadam

@@ -1,0 +1,130 @@
+// Turns the operands of the FFI call `jdistadam_compact` into a CompactCall, checking everything.
+//
+// operands  as those of `jdistadam_adam` (ffi_adam.h), but between found_inf and the arrays key
+//           u32[2] and count s32[]; mu and nu may be uint8. Behind the arrays come, for each moment
+//           that is, its scales f32: one array per leaf, or a flat one where the moment is flat.
+// results   as there; then the scales, aliased with their operands.
+// random    whether to round at random.
+// starts, ids   for each leaf where it begins in the whole leaf, and the number of that.
+//
+// A flat moment has the scales of leaf i at offsets[i] / 128, which must divide.
+#pragma once
+
+#include <utility>
+
+#include "compact.h"
+#include "ffi_adam.h"
+
+namespace jdistadam {
+
+using Key = ffi::Buffer<ffi::U32, 1>;
+using CountScalar = ffi::Buffer<ffi::S32, 0>;
+
+struct CompactAttributes {
+  AdamAttributes adam;
+  bool random;
+  ffi::Span<const int64_t> starts;
+  ffi::Span<const int32_t> ids;
+};
+
+// Takes the next arrays of scales; in `buffers` of results they must be where operands are.
+template <typename Buffers>
+ffi::Error TakeScales(const char* name, const AdamAttributes& a, bool flat, const Buffers& buffers,
+                      size_t* next, bool aliased, float* CompactLeaf::* pointer,
+                      std::vector<CompactLeaf>* leaves) {
+  const auto scales_of = [](size_t size) { return (size + kBlock8Size - 1) / kBlock8Size; };
+  for (size_t i = 0; i < leaves->size(); ++i) {
+    const auto buffer = GetBuffer(buffers, flat ? *next : *next + i);
+    if (!buffer) return Invalid(std::string(name) + ": too few arrays");
+    if (buffer->element_type() != ffi::DataType::F32)
+      return Invalid(std::string(name) + ": dtype must be float32");
+    CompactLeaf& leaf = (*leaves)[i];
+    if (flat && a.offsets[i] % kBlock8Size != 0)
+      return Invalid("leaf " + std::to_string(i) + ": does not begin with a block");
+    const size_t first = flat ? size_t(a.offsets[i]) / kBlock8Size : 0;
+    const size_t needed = first + scales_of(leaf.size), have = buffer->element_count();
+    if (flat ? have < needed : have != needed) {
+      return Invalid(std::string(name) + ": leaf " + std::to_string(i) + " has " +
+                     std::to_string(have) + " scales, expected " + std::to_string(needed));
+    }
+    float* data = reinterpret_cast<float*>(DataOf(*buffer)) + first;
+    if (aliased && leaf.size > 0 && leaf.*pointer != data)
+      return Invalid(std::string(name) + ": the result is not aliased with its operand");
+    leaf.*pointer = data;
+  }
+  *next += flat ? 1 : leaves->size();
+  return ffi::Error::Success();
+}
+
+inline ffi::Error BuildCompactCall(const CompactAttributes& a, const CoefficientRows& coefficients,
+                                   const FloatScalar& inv_scale, const BoolScalar& found_inf,
+                                   const Key& key, const CountScalar& count,
+                                   const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                                   CompactCall* call) {
+  Rows rows;
+  Taken taken;
+  if (auto error = ReadRows(coefficients, &rows); error.failure()) return error;
+  if (rows.members) return Invalid("members have no step with low precision");
+  const size_t leaves = a.adam.groups.size();
+  if (a.starts.size() != leaves || a.ids.size() != leaves)
+    return Invalid("starts and ids need one entry a leaf");
+  if (key.element_count() != 2) return Invalid("key needs 2 elements");
+  auto error = BuildLeaves(a.adam, coefficients, inv_scale, found_inf, args, rets,
+                           /*moments_may_be_block8=*/true, rows, &taken, &call->adam);
+  if (error.failure()) return error;
+  call->is_random = a.random;
+  call->key = key.typed_data();
+  call->count = count.typed_data();
+  const bool has_block8 =
+      call->adam.dtypes.mu == Dtype::kBlock8 || call->adam.dtypes.nu == Dtype::kBlock8;
+  for (size_t i = 0; i < leaves; ++i) {
+    if (a.starts[i] < 0) return Invalid("negative start");
+    if (has_block8 && a.starts[i] % kBlock8Size != 0)
+      return Invalid("leaf " + std::to_string(i) + ": does not begin with a block");
+    call->leaves.push_back(
+        {call->adam.leaves[i], nullptr, nullptr, uint64_t(a.starts[i]), uint32_t(a.ids[i])});
+  }
+  call->adam.leaves.clear();
+  using Scales = float* CompactLeaf::*;
+  const auto take = [&](const auto& buffers, size_t* next, bool aliased) {
+    const std::pair<Dtype, std::pair<const char*, Scales>> moments[] = {
+        {call->adam.dtypes.mu, {"mu_scales", &CompactLeaf::mu_scales}},
+        {call->adam.dtypes.nu, {"nu_scales", &CompactLeaf::nu_scales}}};
+    for (int k = 0; k < 2; ++k) {
+      if (moments[k].first != Dtype::kBlock8) continue;
+      const auto& [name, pointer] = moments[k].second;
+      const bool flat = (a.adam.flat >> (2 + k)) & 1;
+      auto failed = TakeScales(name, a.adam, flat, buffers, next, aliased, pointer, &call->leaves);
+      if (failed.failure()) return failed;
+    }
+    return ffi::Error::Success();
+  };
+  error = take(args, &taken.args, false);
+  if (error.success()) error = take(rets, &taken.rets, true);
+  if (error.failure()) return error;
+  if (taken.args != args.size() || taken.rets != rets.size()) return Invalid("too many arrays");
+  return ffi::Error::Success();
+}
+
+#define JDISTADAM_COMPACT_BINDING(context)              \
+  ::xla::ffi::Ffi::Bind()                               \
+      .Ctx<context>()                                   \
+      .Arg<::jdistadam::CoefficientRows>()              \
+      .Arg<::jdistadam::FloatScalar>() /* inv_scale */  \
+      .Arg<::jdistadam::BoolScalar>()  /* found_inf */  \
+      .Arg<::jdistadam::Key>()                          \
+      .Arg<::jdistadam::CountScalar>()                  \
+      .RemainingArgs()                                  \
+      .RemainingRets()                                  \
+      .Attr<int32_t>("mode")                            \
+      .Attr<bool>("nesterov")                           \
+      .Attr<int32_t>("contributions")                   \
+      .Attr<::xla::ffi::Span<const int32_t>>("groups")  \
+      .Attr<int32_t>("flat")                            \
+      .Attr<::xla::ffi::Span<const int64_t>>("sizes")   \
+      .Attr<::xla::ffi::Span<const int64_t>>("offsets") \
+      .Attr<bool>("random")                             \
+      .Attr<::xla::ffi::Span<const int64_t>>("starts")  \
+      .Attr<::xla::ffi::Span<const int32_t>>("ids")
+
+}  // namespace jdistadam

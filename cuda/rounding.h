@@ -1,0 +1,135 @@
+// Rounding to what has 16 or 8 bits, to nearest or at random. kernels/rounding.py does the same.
+//
+// [Note: random bits]
+// Rounded at random, a number x between two neighbours a < b of a dtype becomes b with the
+// probability (x - a) / (b - a), so that its mean is x. The random bits of an element come from
+// Philox 4x32 with 7 rounds: key is the seed; the counter is (index / 4 in 64 bits, leaf, count)
+// with the element's row-major index in the whole leaf; word index % 4 of the result is its own. So
+// they do not depend on how an array is cut or on which device computes it. The upper half of the
+// word rounds nu, its lower half a parameter, a mix of both mu.
+//
+// [Note: block8]
+// A moment in 8 bits: blocks of 128 elements in row-major order share a float32 scale, a power of
+// two. A code of nu is an unsigned number of 5 bits of exponent and 3 of mantissa; one of mu has a
+// sign and 4 and 3 bits. All codes are finite. The scale is chosen such that the largest element,
+// rounded to its 4 leading bits, has the highest exponent. So encode(decode(x)) is x, and decoding
+// is exact. nu has 2^-34 of the largest element as its smallest number, and what is not zero never
+// becomes zero; below 2^-17 of the largest element mu may. A block with an infinite element, one
+// that is NaN or one of 2^127 and more has the scale NaN, and all of it is NaN from then on.
+#pragma once
+
+#include "dtype.h"
+
+namespace jdistadam {
+
+constexpr int kBlock8Size = 128;
+
+struct Random4 {
+  uint32_t words[4];
+};
+
+JDISTADAM_INLINE Random4 Philox(uint32_t key0, uint32_t key1, uint64_t index, uint32_t leaf,
+                                uint32_t count) {
+  uint32_t x0 = static_cast<uint32_t>(index), x1 = static_cast<uint32_t>(index >> 32);
+  uint32_t x2 = leaf, x3 = count;
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+  for (int round = 0; round < 7; ++round) {
+    const uint64_t a = uint64_t{0xD2511F53u} * x0, b = uint64_t{0xCD9E8D57u} * x2;
+    x0 = static_cast<uint32_t>(b >> 32) ^ x1 ^ key0;
+    x2 = static_cast<uint32_t>(a >> 32) ^ x3 ^ key1;
+    x1 = static_cast<uint32_t>(b);
+    x3 = static_cast<uint32_t>(a);
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return {{x0, x1, x2, x3}};
+}
+
+// 16 random bits each, of one word.
+JDISTADAM_INLINE uint32_t BitsForNu(uint32_t word) { return word >> 16; }
+JDISTADAM_INLINE uint32_t BitsForParam(uint32_t word) { return word & 0xffffu; }
+JDISTADAM_INLINE uint32_t BitsForMu(uint32_t word) { return (word * 0x9E3779B9u) >> 16; }
+
+// What to add to a magnitude before its lowest `dropped` bits, 13 to 20, are dropped: with kRandom
+// 16 random bits, in the middle of what lies between two of their values, else what rounds to
+// nearest even.
+template <bool kRandom>
+JDISTADAM_INLINE uint32_t Increment(uint32_t bits, int dropped, uint32_t random) {
+  if (!kRandom) return (1u << (dropped - 1)) - 1u + ((bits >> dropped) & 1u);
+  if (dropped <= 16) return random >> (16 - dropped);
+  return random << (dropped - 16) | 1u << (dropped - 17);
+}
+
+template <bool kRandom>
+JDISTADAM_INLINE uint16_t RoundToBfloat16(float x, uint32_t random) {
+  const uint32_t bits = BitsOf(CanonicalNan(x));
+  return static_cast<uint16_t>((bits + Increment<kRandom>(bits, 16, random)) >> 16);
+}
+
+template <bool kRandom>
+JDISTADAM_INLINE uint16_t RoundToFloat16(float x, uint32_t random) {
+  if (!kRandom) return ToFloat16(x);
+  const uint32_t bits = BitsOf(CanonicalNan(x)), magnitude = bits & 0x7fffffffu;
+  // Times 2^-112 a float32 has the exponent of a float16, also where that is subnormal.
+  const uint32_t low = BitsOf(FloatOf(magnitude) * FloatOf(0x07800000u));
+  uint32_t h = (low + Increment<kRandom>(low, 13, random)) >> 13;
+  h = h > 0x7c00u || magnitude == 0x7f800000u ? 0x7c00u : h;
+  h = magnitude > 0x7f800000u ? 0x7e00u : h;
+  return static_cast<uint16_t>((bits >> 16 & 0x8000u) | h);
+}
+
+// ---- Moments in 8 bits, [Note: block8] ----
+
+enum class Moment { kMu, kNu };
+
+// Magnitude of x, rounded to its 4 leading bits. The largest one of a block gives its scale.
+template <bool kRandom>
+JDISTADAM_INLINE uint32_t RoundedMagnitude(float x, uint32_t random) {
+  const uint32_t magnitude = BitsOf(x) & 0x7fffffffu;
+  if (magnitude >= 0x7f000000u) return 0x7f000000u;
+  const uint32_t rounded = (magnitude + Increment<kRandom>(magnitude, 20, random)) & 0xfff00000u;
+  return rounded == 0 && magnitude != 0 ? 1u : rounded;
+}
+
+// The scale of a block, 2^-(highest exponent of a code) times which a code is.
+template <Moment kMoment>
+JDISTADAM_INLINE float ScaleOf(uint32_t largest) {
+  constexpr uint32_t kSmallest = (kMoment == Moment::kMu ? 127u - 109u : 127u - 93u) << 23;
+  constexpr uint32_t kZero = kMoment == Moment::kMu ? 0x00800000u : 1u;  // no code of mu is less
+  if (largest < kZero) return 0.0f;
+  if (largest >= 0x7f000000u) return FloatOf(0x7fc00000u);
+  const uint32_t exponent = largest & 0x7f800000u;
+  return FloatOf(exponent < kSmallest ? kSmallest : exponent);  // no code means a subnormal
+}
+
+// 2^(127 - the highest exponent of a code), and its inverse.
+template <Moment kMoment>
+JDISTADAM_INLINE float CodeUp() {
+  return FloatOf(kMoment == Moment::kMu ? 0x77800000u : 0x6f800000u);  // 2^112, 2^96
+}
+template <Moment kMoment>
+JDISTADAM_INLINE float CodeDown() {
+  return FloatOf(kMoment == Moment::kMu ? 0x07800000u : 0x0f800000u);
+}
+
+template <Moment kMoment>
+JDISTADAM_INLINE float Decode(uint32_t code, float scale) {
+  constexpr uint32_t kMask = kMoment == Moment::kMu ? 0x7fu : 0xffu;
+  const float x = FloatOf((code & kMask) << 20) * CodeUp<kMoment>() * scale;
+  return kMoment == Moment::kMu ? FloatOf(BitsOf(x) | (code & 0x80u) << 24) : x;
+}
+
+template <Moment kMoment, bool kRandom>
+JDISTADAM_INLINE uint32_t Encode(float x, float scale, uint32_t random) {
+  if (!(scale > 0.0f)) return 0;                               // all are zero, or one is NaN
+  const float inverse = FloatOf(0x7f000000u - BitsOf(scale));  // exact: a power of two
+  const uint32_t magnitude = BitsOf(x) & 0x7fffffffu;
+  const uint32_t low = BitsOf(FloatOf(magnitude) * inverse * CodeDown<kMoment>());
+  uint32_t code = (low + Increment<kRandom>(low, 20, random)) >> 20;
+  if (kMoment == Moment::kMu) return code | (BitsOf(x) >> 24 & 0x80u);
+  return code == 0 && magnitude != 0 ? 1u : code;
+}
+
+}  // namespace jdistadam

@@ -1,0 +1,237 @@
+"""Moments of 8 bits and rounding at random: what is asked for, and what the state then holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistadam.core import trees
+from jdistadam.core.arguments import shown
+from jdistadam.core.moments import (
+    BLOCK8,
+    SMALLEST_CODED,
+    Block8,
+    is_block8,
+    moment_leaves,
+)
+from jdistadam.core.types import OptState, Params
+from jdistadam.errors import DtypeError, PolicyError, TreeError
+from jdistadam.kernels import rounding
+
+ROUNDINGS = ("nearest", "stochastic")
+
+
+class RoundingState(NamedTuple):
+    """The state of an optimizer that rounds at random.
+
+    Attributes:
+      key: Shape (2,), uint32: the seed. Together with the count it says which bits are drawn, so
+        that it never changes.
+      inner: The state without it.
+    """
+
+    key: Any
+    inner: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LowPrecision:
+    """What ``fused_adamw`` was asked for.
+
+    Attributes:
+      mu_is_coded: Whether mu is stored in 8 bits.
+      nu_is_coded: Whether nu is.
+      is_random: Whether to round at random.
+      seed: The seed of that.
+      float32_moments: Which leaves keep float32 moments, beside the small ones: a function of the
+        path, as in "['block']['w']". None: none.
+    """
+
+    mu_is_coded: bool = False
+    nu_is_coded: bool = False
+    is_random: bool = False
+    seed: int = 0
+    float32_moments: Callable[[str], bool] | None = None
+
+    def is_coded(self, path: str, param: Any) -> bool:
+        """Whether a leaf has moments of 8 bits, where any leaf does."""
+        is_float = getattr(param, "dtype", None) in trees.STORAGE_DTYPES
+        if not is_float or np.size(param) < SMALLEST_CODED:
+            return False
+        return self.float32_moments is None or not self.float32_moments(path)
+
+
+def parse(
+    *, mu_dtype: Any, nu_dtype: Any, rounding: Any, seed: Any, float32_moments: Any, b2: Any
+) -> LowPrecision:
+    """Checks arguments of ``fused_adamw``; raises PolicyError where they do not fit each other."""
+    mu, nu = _is_block8(mu_dtype), _is_block8(nu_dtype)
+    if rounding not in ROUNDINGS:
+        raise PolicyError(
+            "rounding",
+            "unknown",
+            got=shown(rounding),
+            expected=" or ".join(map(repr, ROUNDINGS)),
+            action='Use "nearest" unless moments or parameters have 16 bits or less.',
+        )
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
+        raise PolicyError(
+            "seed",
+            "not a seed",
+            got=shown(seed),
+            expected="an integer from 0 to 2**64 - 1",
+            action="Pass seed=0, or another number for other random bits.",
+        )
+    if float32_moments is not None and not (callable(float32_moments) and (mu or nu)):
+        raise PolicyError(
+            "float32_moments",
+            "has no effect" if callable(float32_moments) else "not a function of a path",
+            got=shown(float32_moments),
+            expected='a function of a path, beside mu_dtype or nu_dtype "block8"',
+            action="Leave it out.",
+        )
+    if (
+        nu
+        and rounding == "nearest"
+        and not (isinstance(b2, int | float | np.number) and b2 <= 0.95)
+    ):
+        raise PolicyError(
+            "nu_dtype",
+            "a second moment in 8 bits, rounded to nearest, cannot decay at this b2",
+            got=f'"block8" with rounding="nearest" and b2={shown(b2)}',
+            expected='rounding="stochastic", or b2 <= 0.95',
+            action='Set rounding="stochastic".',
+        )
+    return LowPrecision(mu, nu, rounding == "stochastic", int(seed), float32_moments)
+
+
+def _is_block8(dtype: Any) -> bool:
+    return isinstance(dtype, str) and dtype == BLOCK8
+
+
+def without_block8(dtype: Any) -> Any:
+    """Returns the dtype of moments that are not coded: float32 in place of "block8"."""
+    return jnp.float32 if _is_block8(dtype) else dtype
+
+
+def new_state(low: LowPrecision, params: Params, state: OptState) -> OptState:
+    """Codes the moments of optax's state, all zero, where they are to be."""
+
+    def coded(tree: Any, is_coded: bool) -> Any:
+        if not is_coded:
+            return tree
+        paths = trees.paths(params, "")
+        leaves = [
+            _zeros(param) if low.is_coded(path, param) else zeros
+            for path, param, zeros in zip(
+                paths, jax.tree.leaves(params), jax.tree.leaves(tree), strict=True
+            )
+        ]
+        return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+    adam = state[0]._replace(
+        mu=coded(state[0].mu, low.mu_is_coded), nu=coded(state[0].nu, low.nu_is_coded)
+    )
+    return (adam, *state[1:])
+
+
+def _zeros(param: Any) -> Block8:
+    codes = trees.placed_beside(param, jnp.zeros_like(param, dtype=jnp.uint8))
+    return Block8(codes, jnp.zeros(rounding.num_blocks(param.size), jnp.float32))
+
+
+def with_key(low: LowPrecision, state: OptState) -> OptState:
+    """Puts the key of the random bits around a state, if there is one."""
+    if not low.is_random:
+        return state
+    words = [low.seed & 0xFFFFFFFF, low.seed >> 32]
+    return RoundingState(jnp.asarray(words, jnp.uint32), state)
+
+
+def split_key(low: LowPrecision, state: OptState) -> tuple[Any, OptState]:
+    """Returns the key, or None, and the state without it."""
+    if low.is_random != isinstance(state, RoundingState):
+        raise TreeError(
+            "opt_state",
+            "does not fit rounding",
+            got=type(state).__name__,
+            expected="RoundingState" if low.is_random else "a state without RoundingState",
+            action="Make it with init(params) of this optimizer.",
+        )
+    return (state.key, state.inner) if low.is_random else (None, state)
+
+
+def check_coded(low: LowPrecision, params: Params, moments: Any, *, name: str, coded: bool) -> None:
+    """Raises DtypeError unless those moments are coded that this optimizer codes."""
+    paths = trees.paths(params, "")
+    for path, param, moment in zip(
+        paths, jax.tree.leaves(params), moment_leaves(moments), strict=True
+    ):
+        expected = coded and low.is_coded(path, param)
+        if is_block8(moment) != expected:
+            raise DtypeError(
+                name + path,
+                "is not stored as this optimizer stores it",
+                got="block8" if is_block8(moment) else moment.dtype,
+                expected="block8" if expected else "an array",
+                action="Make the state with init(params) of this optimizer.",
+            )
+        if is_block8(moment):
+            _check_block8(name + path, param, moment)
+
+
+def _check_block8(path: str, param: Any, moment: Block8) -> None:
+    scales = (rounding.num_blocks(param.size),)
+    got = [(x.shape, x.dtype.name) for x in moment]
+    if got != [(param.shape, "uint8"), (scales, "float32")]:
+        raise DtypeError(
+            path,
+            "does not fit its parameter",
+            got=got,
+            expected=f"codes of shape {param.shape}, uint8, and {scales[0]} scales, float32",
+            action="Make the state with init(params) of this optimizer.",
+        )
+
+
+def decoded(opt_state: OptState) -> OptState:
+    """Returns a state with every moment in 8 bits as float32, and without the key of random bits.
+
+    What ``optax.adamw`` would hold in the place of the state of ``fused_adamw``; exact.
+
+    Args:
+      opt_state: The state of ``fused_adamw`` or ``fused_adam``, or a tree with one.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jdistadam as jda
+      >>> tx = jda.fused_adamw(1e-2, b2=0.95, mu_dtype="block8", nu_dtype="block8")
+      >>> params = {"w": jnp.ones((64, 64))}
+      >>> _, state = tx.step({"w": jnp.full((64, 64), 0.5)}, tx.init(params), params)
+      >>> state[0].mu["w"].codes.dtype, jda.decoded(state)[0].mu["w"].dtype
+      (dtype('uint8'), dtype('float32'))
+    """
+
+    def is_part(x: Any) -> bool:
+        return isinstance(x, RoundingState) or (hasattr(x, "mu") and hasattr(x, "nu"))
+
+    def part(x: Any) -> Any:
+        if isinstance(x, RoundingState):
+            return decoded(x.inner)
+        if not is_part(x):
+            return x
+        return x._replace(mu=_decoded(rounding.MU, x.mu), nu=_decoded(rounding.NU, x.nu))
+
+    return jax.tree.map(part, opt_state, is_leaf=is_part)
+
+
+def _decoded(code: rounding.Code, tree: Any) -> Any:
+    def one(x: Any) -> Any:
+        return rounding.decode(code, x.codes, x.scales, jnp) if is_block8(x) else x
+
+    return jax.tree.map(one, tree, is_leaf=is_block8)
+
