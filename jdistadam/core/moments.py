@@ -42,4 +42,3 @@ def is_block8(x: Any) -> bool:
 def moment_leaves(tree: Any) -> list[Any]:
     """Returns the leaves of a tree of moments: arrays, and Block8."""
     return jax.tree.leaves(tree, is_leaf=is_block8)
-

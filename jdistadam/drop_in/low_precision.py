@@ -234,4 +234,3 @@ def _decoded(code: rounding.Code, tree: Any) -> Any:
         return rounding.decode(code, x.codes, x.scales, jnp) if is_block8(x) else x
 
     return jax.tree.map(one, tree, is_leaf=is_block8)
-

@@ -217,15 +217,15 @@ def _leaf(
     if wide is not param:
         made = rounding.round_at_random(new_param, param.dtype, bits.param, xp)
         new_param = keep_if_skipped(param, made)
-    moments = []
-    for code, old, made, random in (
-        (rounding.MU, mu, new.mu, bits.mu),
-        (rounding.NU, nu, new.nu, bits.nu),
-    ):
+
+    def stored(code: rounding.Code, old: Any, made: Any, random: Any) -> Any:
         with np.errstate(all="ignore"):
-            stored = _rounded(code, old, made, random, xp)
-        moments.append(jax.tree.map(keep_if_skipped, old, stored))
-    return reference.AdamResult(new_param, *moments, new.out)
+            rounded_to = _rounded(code, old, made, random, xp)
+        return jax.tree.map(keep_if_skipped, old, rounded_to)
+
+    new_mu = stored(rounding.MU, mu, new.mu, bits.mu)
+    new_nu = stored(rounding.NU, nu, new.nu, bits.nu)
+    return reference.AdamResult(new_param, new_mu, new_nu, new.out)
 
 
 def _widened(code: rounding.Code, moment: Any, xp: Any) -> Any:

@@ -195,7 +195,9 @@ def test_rounding_at_random_has_no_bias(platform, dtype):
             column.append(np.asarray(value, np.float64))
     stored = (operands.params[0], operands.mu[0], operands.nu[0])
     exact = (exact.params[0], exact.mu[0], exact.nu[0])
-    for code, column, like, x in zip((None, rounding.MU, rounding.NU), got, stored, exact, strict=True):
+    for code, column, like, x in zip(
+        (None, rounding.MU, rounding.NU), got, stored, exact, strict=True
+    ):
         a, b = neighbours(code, like, x)
         column, x = np.stack(column), np.float64(x)
         assert ((column == a) | (column == b)).all()

@@ -1,0 +1,252 @@
+"""Moments of 8 bits and rounding at random in ``fused_adamw``: same bits on every path."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdistadam as jda
+from jdistadam.core.moments import Block8
+from support.bits import assert_trees_same_bits
+
+BOTH = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic", seed=2**33 + 7)
+OPTIONS = {
+    "params of 16 bits": BOTH,
+    "remainders": BOTH | dict(main_params_dtype="remainder16"),
+    "float32 main params": BOTH | dict(main_params_dtype=jnp.float32),
+    "bfloat16 moments": dict(mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16, rounding="stochastic"),
+    "to nearest": dict(b2=0.93, mu_dtype="block8", nu_dtype="block8"),
+    "nu alone": dict(nu_dtype="block8", rounding="stochastic"),
+}
+HYPER = dict(learning_rate=3e-3, b1=0.87, eps=1e-7, weight_decay=0.13)
+each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def make_params(dtype=jnp.bfloat16):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"kernel": (70, 130), "bias": (130,), "embedding": (33, 3, 64)}
+    return {
+        name: jax.random.normal(key, shape).astype(dtype)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def grads_at(step, params):
+    key = jax.random.fold_in(jax.random.key(1), step)
+    noise = lambda i, x: jax.random.normal(jax.random.fold_in(key, i), x.shape)  # noqa: E731
+    leaves, treedef = jax.tree.flatten(params)
+    return treedef.unflatten([noise(i, x).astype(x.dtype) for i, x in enumerate(leaves)])
+
+
+def run(tx, params, steps=12, step=None):
+    state = tx.init(params)
+    step = step or jax.jit(tx.step)
+    for i in range(steps):
+        params, state = step(grads_at(i, params), state, params)
+    return params, state
+
+
+@each_option
+def test_eager_jit_scan_and_a_restart_give_the_same_bits(options):
+    tx = jda.fused_adamw(**HYPER | options)
+    params = make_params()
+    want = run(tx, params)
+    assert_trees_same_bits(run(tx, params, step=tx.step), want)
+
+    def body(carry, grads):
+        return tx.step(grads, carry[1], carry[0]), None
+
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *[grads_at(i, params) for i in range(12)])
+    scanned = jax.jit(lambda p, s: jax.lax.scan(body, (p, s), stacked)[0])(params, tx.init(params))
+    assert_trees_same_bits(scanned, want)
+    half = run(tx, params, steps=7)
+    later = jda.fused_adamw(**HYPER | options | ({"seed": 99} if "seed" in options else {}))
+    state, params = half[1], half[0]
+    for i in range(7, 12):  # the key is in the state
+        params, state = later.step(grads_at(i, params), state, params)
+    assert_trees_same_bits((params, state), want)
+
+
+def test_seeds_leaves_and_counts_differ():
+    params = {name: jnp.zeros((64, 128)) for name in "ab"}
+    grads = jax.tree.map(lambda x: jnp.full_like(x, 0.3), params)
+    options = dict(mu_dtype=jnp.bfloat16, nu_dtype="block8", rounding="stochastic")
+    one, two = (jda.fused_adamw(**HYPER | options | dict(seed=s)) for s in (1, 2))
+    a, b = (jda.decoded(tx.step(grads, tx.init(params), params)[1])[0] for tx in (one, two))
+    differ = lambda x, y: 0.05 < np.mean(np.asarray(x != y, float)) < 0.95  # noqa: E731
+    assert differ(a.nu["a"], b.nu["a"]) and differ(a.mu["a"], b.mu["a"])
+    assert differ(a.nu["a"], a.nu["b"])
+    _, state = one.step(grads, one.init(params), params)
+    again = state.inner[0]._replace(
+        mu=one.init(params).inner[0].mu, nu=one.init(params).inner[0].nu
+    )
+    _, later = one.step(grads, state._replace(inner=(again, *state.inner[1:])), params)
+    assert differ(jda.decoded(later)[0].nu["a"], a.nu["a"])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@each_option
+def test_replicated_on_several_devices(options, kind):
+    mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices("cpu")[:4])
+    tx = jda.fused_adamw(**HYPER | options)
+    want = run(tx, make_params(), steps=3)
+    placed = jax.device_put(make_params(), NamedSharding(mesh, P()))
+    with jax.set_mesh(mesh):
+        got = run(tx, placed, steps=3)
+    assert_trees_same_bits(got, want)
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(got))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_sharded_leaves_raise(kind):
+    mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices("cpu")[:4])
+    tx = jda.fused_adamw(**HYPER | BOTH)
+    params = {"w": jax.device_put(jnp.ones((64, 128)), NamedSharding(mesh, P("data")))}
+    with jax.set_mesh(mesh), pytest.raises(Exception, match="is not supported on sharded leaves"):
+        jax.jit(tx.step)(params, tx.init(params), params)
+
+
+def test_vmap_and_derivatives_raise():
+    tx = jda.fused_adamw(**HYPER | BOTH)
+    params = {"w": jnp.ones((2, 64, 128))}
+    with pytest.raises(jda.PolicyError, match="is not supported under jax.vmap"):
+        jax.vmap(lambda p: tx.step(p, tx.init(p), p)[0])(params)
+    params = {"w": jnp.ones((64, 128))}
+    state = tx.init(params)
+    with pytest.raises(jda.PolicyError, match="is not supported where it is differentiated"):
+        jax.grad(lambda p: tx.step(params, state, p)[0]["w"].sum())(params)
+
+
+def test_which_leaves_are_coded():
+    params = make_params(jnp.float32) | {"small": jnp.ones((63, 65)), "count": jnp.ones(5000, int)}
+    tx = jda.fused_adamw(**HYPER | BOTH | dict(float32_moments=lambda path: "embed" in path))
+    mu = tx.init(params).inner[0].mu
+    assert {k for k, x in mu.items() if isinstance(x, Block8)} == {"kernel"}
+    assert mu["kernel"].scales.shape == (-(-70 * 130 // 128),)
+    new, state = jax.jit(tx.step)(grads_at(0, params), tx.init(params), params)
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
+    plain = jda.fused_adamw(**HYPER)
+    want = plain.step(grads_at(0, params), plain.init(params), params)
+    for name in ("embedding", "bias", "small", "count"):
+        assert_trees_same_bits(new[name], want[0][name])
+        assert_trees_same_bits(state.inner[0].nu[name], want[1][0].nu[name])
+
+
+@each_option
+def test_the_first_update_is_exact(options):
+    """What is rounded is what is stored, not what the update is computed from."""
+    params = make_params(jnp.float32)
+    if options.get("main_params_dtype"):
+        params = make_params()
+    tx, plain = (jda.fused_adamw(**HYPER | x) for x in (options, {"b2": options.get("b2", 0.999)}))
+    got, _ = jax.jit(tx.update)(grads_at(0, params), tx.init(params), params)
+    want, _ = jax.jit(plain.update)(grads_at(0, params), plain.init(params), params)
+    if not options.get("main_params_dtype"):
+        assert_trees_same_bits(got, want)
+
+
+def test_close_to_float32_state():
+    """100 steps: the parameters' distance, relative to how far they went, as measured, doubled."""
+    params = make_params(jnp.float32)
+    moved = lambda x, y: jnp.sqrt(sum(jnp.sum((x[k] - y[k]) ** 2) for k in x))  # noqa: E731
+    hyper = HYPER | dict(b2=0.99)
+    want, _ = run(jda.fused_adamw(**hyper), params, 100)
+    got, _ = run(jda.fused_adamw(**hyper | BOTH), params, 100)
+    assert moved(got, want) < 0.1 * moved(want, params)
+
+
+def test_updates_of_rounded_params_raise():
+    tx = jda.fused_adamw(**HYPER | BOTH)
+    params = make_params()
+    with pytest.raises(jda.PolicyError, match=r"params\['bias'\]: an update cannot round"):
+        tx.update(params, tx.init(params), params)
+    main = jda.fused_adamw(**HYPER | BOTH | dict(main_params_dtype=jnp.float32))
+    updates, _ = main.update(params, main.init(params), params)
+    stepped, _ = main.step(params, main.init(params), params)
+    assert_trees_same_bits(optax.apply_updates(params, updates), stepped)
+
+
+BAD = [
+    (dict(nu_dtype="block8"), "nu_dtype: a second moment in 8 bits, rounded to nearest"),
+    (dict(rounding="up"), "rounding: unknown: got 'up', expected 'nearest' or"),
+    (dict(seed=-1), "seed: not a seed"),
+    (dict(seed=2**64), "seed: not a seed"),
+    (dict(seed=True), "seed: not a seed"),
+    (dict(float32_moments=lambda path: True), "float32_moments: has no effect"),
+    (dict(mu_dtype="block8", float32_moments="w"), "float32_moments: not a function"),
+    (dict(mu_dtype="block7"), "mu_dtype: not a dtype"),
+    (dict(nu_dtype=jnp.float16, rounding="stochastic"), "nu_dtype: a second moment in float16"),
+    (dict(nu_dtype=jnp.bfloat16), "nu_dtype: a second moment in bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD, ids=str)
+def test_bad_options(options, message):
+    with pytest.raises(jda.PolicyError, match=message):
+        jda.fused_adamw(**HYPER | options)
+
+
+def test_states_of_another_optimizer():
+    params = make_params()
+    plain, random, coded = (
+        jda.fused_adamw(**HYPER | x)
+        for x in (
+            {},
+            dict(rounding="stochastic"),
+            dict(b2=0.9, mu_dtype="block8", nu_dtype="block8"),
+        )
+    )
+    states = [tx.init(params) for tx in (plain, random, coded)]
+    for tx, state, error, message in (
+        (plain, states[1], jda.TreeError, "opt_state: does not fit rounding: got RoundingState"),
+        (random, states[0], jda.TreeError, "opt_state: does not fit rounding: got tuple"),
+        (plain, states[2], jda.DtypeError, r"opt_state\[0\].mu\['embedding'\]: is not stored as"),
+        (coded, states[0], jda.DtypeError, r"opt_state\[0\].mu\['embedding'\]: is not stored as"),
+    ):
+        with pytest.raises(error, match=message):
+            tx.step(params, state, params)
+    adam = states[2][0]
+    cut = adam.nu["kernel"]._replace(scales=adam.nu["kernel"].scales[1:])
+    bad = (adam._replace(nu=adam.nu | {"kernel": cut}), *states[2][1:])
+    with pytest.raises(jda.DtypeError, match=r"nu\['kernel'\]: does not fit its parameter"):
+        coded.step(params, bad, params)
+
+
+def test_inside_of_optax_wrappers():
+    """Masked, chained, skipped: what stands around does not change what is rounded."""
+    params = make_params(jnp.float32)
+    tx = jda.fused_adamw(**HYPER | BOTH)
+    want = tx.update(params, tx.init(params), params)
+    chained = optax.chain(optax.clip_by_global_norm(1e9), tx)
+    got = chained.update(params, chained.init(params), params)
+    assert_trees_same_bits(got[0], want[0])
+    safe = optax.apply_if_finite(tx, 3)
+    state = safe.init(params)
+    updates, after = safe.update(jax.tree.map(lambda x: x * jnp.nan, params), state, params)
+    assert_trees_same_bits(after.inner_state, state.inner_state)
+    assert_trees_same_bits(safe.update(params, after, params)[0], want[0])
+    masked = optax.masked(tx, {"kernel": True, "bias": False, "embedding": True})
+    got, _ = masked.update(params, masked.init(params), params)
+    assert_trees_same_bits(got["bias"], params["bias"])
+    injected = jda.inject_hyperparams(jda.fused_adamw)(**HYPER | BOTH)
+    got, _ = injected.update(params, injected.init(params), params)
+    numbers = {k: jnp.float32(x) for k, x in (HYPER | dict(b2=0.999, eps_root=0)).items()}
+    given = jda.fused_adamw(**numbers | BOTH)
+    assert_trees_same_bits(got, given.update(params, given.init(params), params)[0])
+
+
+def test_decoded_is_what_optax_continues_from():
+    params = make_params(jnp.float32)
+    tx = jda.fused_adamw(**HYPER | BOTH)
+    _, state = run(tx, params, 5)
+    like = optax.adamw(**HYPER)
+    decoded = jda.decoded(state)
+    assert jax.tree.structure(decoded) == jax.tree.structure(like.init(params))
+    like.update(params, decoded, params)
+    functools.partial(jda.decoded)(decoded)  # what has nothing in 8 bits stays as it is
+    assert_trees_same_bits(jda.decoded(decoded), decoded)
