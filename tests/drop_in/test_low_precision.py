@@ -114,7 +114,7 @@ def test_sharded_leaves_raise(kind):
 def test_vmap_and_derivatives_raise():
     tx = jda.fused_adamw(**HYPER | BOTH)
     params = {"w": jnp.ones((2, 64, 128))}
-    with pytest.raises(jda.PolicyError, match="is not supported under jax.vmap"):
+    with pytest.raises(jda.PolicyError, match=r"is not supported under jax\.vmap"):
         jax.vmap(lambda p: tx.step(p, tx.init(p), p)[0])(params)
     params = {"w": jnp.ones((64, 128))}
     state = tx.init(params)
@@ -227,7 +227,7 @@ def test_inside_of_optax_wrappers():
     assert_trees_same_bits(got[0], want[0])
     safe = optax.apply_if_finite(tx, 3)
     state = safe.init(params)
-    updates, after = safe.update(jax.tree.map(lambda x: x * jnp.nan, params), state, params)
+    _updates, after = safe.update(jax.tree.map(lambda x: x * jnp.nan, params), state, params)
     assert_trees_same_bits(after.inner_state, state.inner_state)
     assert_trees_same_bits(safe.update(params, after, params)[0], want[0])
     masked = optax.masked(tx, {"kernel": True, "bias": False, "embedding": True})

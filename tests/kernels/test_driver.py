@@ -14,7 +14,7 @@ HOST = ["-std=c++17", "-g", "-DJDISTADAM_NO_CLONES", "-pthread", f"-I{CUDA}"]
 STRICT = ["-ffp-contract=off", "-fno-fast-math"]
 
 
-KERNELS = ("adam", "norm", "sum", "keep", "peer")
+KERNELS = ("adam", "compact", "norm", "sum", "keep", "peer")
 CPU_KERNELS = [CUDA / f"{kernel}_cpu.cc" for kernel in KERNELS]
 CPU_SOURCES = [DRIVER / "driver.cc", *CPU_KERNELS]
 CUDA_SOURCES = [CUDA / f"{kernel}_cuda.cu" for kernel in KERNELS]

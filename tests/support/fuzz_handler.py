@@ -16,9 +16,10 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jdistadam.core.moments import BLOCK
 from jdistadam.kernels import coefficients, native, reference
 
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint16, jnp.int32, jnp.bool_)
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint16, jnp.uint8, jnp.int32, jnp.bool_)
 NUMBERS = len(coefficients.NAMES)
 HUGE = 2**62
 
@@ -178,6 +179,52 @@ def adam_calls(draw, with_members):
     return with_mistakes(draw, call)
 
 
+@st.composite
+def compact_calls(draw):
+    """A step with 8 bits or at random, as kernels/compact_adam.py makes it."""
+    count = draw(st.sampled_from([2, 1, 3, 0]))
+    sizes = draw(st.lists(st.sampled_from([130, 1, 0, 300]), min_size=count, max_size=count))
+    blocks = [-(-n // BLOCK) for n in sizes]
+    offsets = (BLOCK * np.cumsum([0, *blocks]))[:-1].tolist() if count else []
+    mode, is_flat = draw(st.integers(0, 3)), draw(st.booleans())
+    kinds = {name: draw(storage) for name in ("grads", "params", "out")}
+    kinds |= {name: draw(st.sampled_from([jnp.uint8, jnp.bfloat16])) for name in ("mu", "nu")}
+    if mode == 3:
+        kinds |= {"params": jnp.bfloat16, "out": jnp.uint16}
+
+    def arrays(name):
+        lengths = blocks if name.endswith("scales") else sizes
+        if is_flat and name[:2] in ("mu", "nu"):
+            lengths = [sum(blocks) * (1 if name.endswith("scales") else BLOCK)]
+        return [((n,), kinds.get(name, jnp.float32)) for n in lengths]
+
+    operands = [
+        ((2, NUMBERS), jnp.float32), ((), jnp.float32), ((), jnp.bool_), ((2,), jnp.uint32), ((), jnp.int32)
+    ]  # fmt: skip
+    scales = [f"{name}_scales" for name in ("mu", "nu") if kinds[name] == jnp.uint8]
+    given = ["grads", "params", "mu", "nu", *(["out"] if mode == 3 else []), *scales]
+    made = [*([] if mode == 2 else ["params"]), "mu", "nu", *(["out"] if mode else []), *scales]
+    starts, results, aliases = {}, [], {}
+    for name in given:
+        starts[name] = len(operands)
+        operands += arrays(name)
+    for name in made:
+        for i, array in enumerate(arrays(name)):
+            if name in starts:
+                aliases[starts[name] + i] = len(results)
+            results.append(array)
+    attributes = dict(
+        mode=np.int32(mode), nesterov=np.bool_(False), contributions=np.int32(1),
+        groups=np.asarray([i % 2 for i in range(count)], np.int32), flat=np.int32(0b01100 * is_flat),
+        sizes=np.asarray(sizes if is_flat else [], np.int64),
+        offsets=np.asarray(offsets if is_flat else [], np.int64), random=np.bool_(draw(st.booleans())),
+        starts=np.asarray([BLOCK * i for i in range(count)], np.int64),
+        ids=np.asarray(range(count), np.int32),
+    )  # fmt: skip
+    call = dict(operands=operands, results=results, aliases=aliases, attributes=attributes)
+    return with_mistakes(draw, call | {"name": "compact"})
+
+
 def change_operand(draw, call):
     if not call["operands"]:
         return
@@ -238,6 +285,7 @@ def change_number(draw, call):
 LISTS = collections.defaultdict(
     lambda: ["groups", "sizes", "offsets"],
     keep=["rows"],
+    compact=["groups", "sizes", "offsets", "starts", "ids"],
     peer_sum=["devices", "sizes", "runs", "received"],
     peer_step=["devices", "sizes", "runs", "received", "offsets", "groups"],
 )
@@ -245,7 +293,7 @@ LISTS = collections.defaultdict(
 
 def change_list(draw, call):
     name = draw(st.sampled_from(LISTS[call["name"]]))
-    dtype = np.int32 if name in ("groups", "received") else np.int64
+    dtype = np.int32 if name in ("groups", "received", "ids") else np.int64
     limit = np.iinfo(dtype).max
     values = draw(st.lists(integers, max_size=5))
     call["attributes"][name] = np.asarray([max(-limit, min(limit, v)) for v in values], dtype)
@@ -290,7 +338,12 @@ def kind_of(call):
 def assert_in_bounds(call):
     """What was accepted reads and writes inside of its arrays only."""
     checks = {"adam": check_adam, "sum": check_sum, "norm": check_norm, "graph_node": check_node}
-    checks |= {"keep": check_keep, "peer_sum": check_peer, "peer_step": check_peer}
+    checks |= {
+        "compact": check_compact,
+        "keep": check_keep,
+        "peer_sum": check_peer,
+        "peer_step": check_peer,
+    }
     checks[call["name"]](call)
 
 
@@ -378,6 +431,31 @@ def check_adam(call):
             assert found == expected, call
 
 
+def check_compact(call):
+    """As a step without, and of each leaf all blocks have a scale."""
+    attributes, operands = call["attributes"], call["operands"]
+    check_adam(call | {"operands": operands[:3] + operands[5:]})
+    assert [x[0] for x in operands[3:5]] == [(2,), ()], call
+    count, flat = len(attributes["groups"]), int(attributes["flat"])
+    assert len(attributes["starts"]) == len(attributes["ids"]) == count, call
+    arrays = iter(operands[5:])
+    sizes, coded = list(attributes["sizes"]), []
+    for kind in range(5 if attributes["mode"] == 3 else 4):
+        taken = [next(arrays) for _ in range(1 if flat >> kind & 1 else count)]
+        sizes = sizes or [math.prod(shape) for shape, _ in taken]
+        coded += [kind] * (kind in (2, 3) and bool(taken) and taken[0][1] == jnp.uint8)
+    for kind in coded:
+        assert all(start % BLOCK == 0 for start in attributes["starts"]), call
+        if flat >> kind & 1:
+            have = math.prod(next(arrays)[0])
+            for start, size in zip(attributes["offsets"].tolist(), sizes, strict=True):
+                assert start % BLOCK == 0 and start // BLOCK + -(-size // BLOCK) <= have, call
+        else:
+            have = [math.prod(next(arrays)[0]) for _ in range(count)]
+            assert have == [-(-size // BLOCK) for size in sizes], call
+    assert next(arrays, None) is None, call
+
+
 @settings(
     max_examples=int(sys.argv[1]), deadline=None, database=None, derandomize=True,
     suppress_health_check=list(HealthCheck),
@@ -385,7 +463,7 @@ def check_adam(call):
 @given(
     st.one_of(
         adam_calls(False), adam_calls(True), sum_calls(), norm_calls(), keep_calls(),
-        graph_node_calls(), peer_calls(),
+        graph_node_calls(), peer_calls(), compact_calls(),
     )
 )  # fmt: skip
 def call_handler(call):
@@ -408,5 +486,5 @@ def call_handler(call):
 if __name__ == "__main__":
     assert native.status("cpu").available, native.status("cpu").detail
     call_handler()
-    assert len(seen) == 16 and min(seen.values()) > int(sys.argv[2]), seen
+    assert len(seen) == 18 and min(seen.values()) > int(sys.argv[2]), seen
     print(seen)

@@ -2,11 +2,11 @@
 //
 //   cd cuda
 //   g++ -std=c++17 -O1 -g -fsanitize=address,undefined -DJDISTADAM_NO_CLONES -ffp-contract=off
-//       -fno-fast-math -I. ../tests/kernels/driver/driver.cc {adam,norm,sum,keep}_cpu.cc -pthread
-//       -o /tmp/driver && /tmp/driver
+//       -fno-fast-math -I. ../tests/kernels/driver/driver.cc {adam,compact,norm,sum,keep}_cpu.cc
+//       -pthread -o /tmp/driver && /tmp/driver
 //   nvcc -x cu -std=c++17 -arch=native -fmad=false -DJDISTADAM_NO_CLONES -DJDISTADAM_DRIVER_CUDA
 //       -Xcompiler -ffp-contract=off -I. ../tests/kernels/driver/driver.cc
-//       {adam,norm,sum,keep}_cpu.cc {adam,norm,sum,keep}_cuda.cu -o /tmp/driver
+//       {adam,compact,norm,sum,keep}_cpu.cc {adam,compact,norm,sum,keep}_cuda.cu -o /tmp/driver
 //   compute-sanitizer --tool memcheck --error-exitcode 1 /tmp/driver --exact
 //
 // tests/kernels/test_driver.py does so.
@@ -24,6 +24,7 @@
 
 #include "adam.h"
 #include "adam_math.h"
+#include "compact.h"
 #include "driver_memory.h"
 #include "keep.h"
 #include "norm.h"
@@ -52,7 +53,9 @@ std::vector<char> RandomContent(size_t size, Dtype dtype, bool nonnegative = fal
     const float moderate = float(Random() % 20001) / 10000.0f - 1.0f;
     float x = Random() % 2 ? moderate : FloatOf(Random());
     if (nonnegative) x = FloatOf(BitsOf(x) & 0x7fffffffu);
-    if (dtype == Dtype::kUint16) {
+    if (dtype == Dtype::kBlock8) {
+      content[i] = char(Random());
+    } else if (dtype == Dtype::kUint16) {
       const auto word = uint16_t(Random());
       std::memcpy(content.data() + 2 * i, &word, 2);
     } else {
@@ -167,6 +170,70 @@ Contents RunAdam(const AdamCase& c, const Contents& before, bool on_device) {
   return after;
 }
 
+struct CompactCase {
+  AdamCase adam;
+  bool is_random;
+  uint64_t start;
+};
+
+// A step with 8 bits or at random; beside the arrays of AdamCase each leaf has two of scales.
+Contents RunCompact(const CompactCase& c, const Contents& before, bool on_device) {
+  Scalars scalars;
+  scalars.found_inf = c.adam.found_inf;
+  const Array rows(Bytes(scalars.rows), 0, on_device);
+  const Array inv_scale(Bytes(scalars.inv_scale), 0, on_device);
+  const Array found_inf(Bytes(scalars.found_inf), 0, on_device);
+  const Array key(Bytes(uint64_t{0x123456789abcdef0}), 0, on_device);
+  const Array count(Bytes(int32_t{77}), 0, on_device);
+  const Dtypes& t = c.adam.dtypes;
+  const Dtype dtypes[] = {t.grad, t.param, t.mu, t.nu, t.out, Dtype::kFloat32, Dtype::kFloat32};
+  std::vector<std::unique_ptr<Array>> arrays;
+  for (size_t i = 0; i < before.size(); ++i) {
+    arrays.push_back(
+        std::make_unique<Array>(before[i], c.adam.shift * ItemSize(dtypes[i % 7]), on_device));
+  }
+  CompactCall call{{c.adam.mode,
+                    c.adam.nesterov,
+                    t,
+                    c.adam.contributions,
+                    0,
+                    reinterpret_cast<const float*>(rows.data()),
+                    reinterpret_cast<const float*>(inv_scale.data()),
+                    reinterpret_cast<const bool*>(found_inf.data()),
+                    {}},
+                   c.is_random,
+                   reinterpret_cast<const uint32_t*>(key.data()),
+                   reinterpret_cast<const int32_t*>(count.data()),
+                   {}};
+  for (size_t i = 0; i < c.adam.sizes.size(); ++i) {
+    const auto at = [&](size_t k) { return arrays[7 * i + k]->data(); };
+    const Leaf leaf{at(0),
+                    at(1),
+                    at(2),
+                    at(3),
+                    c.adam.mode == Mode::kStep ? nullptr : at(4),
+                    c.adam.sizes[i] + kPlanted,
+                    int32_t(i % 2)};
+    call.leaves.push_back({leaf, reinterpret_cast<float*>(at(5)), reinterpret_cast<float*>(at(6)),
+                           c.start, uint32_t(i)});
+  }
+  if (on_device) {
+#ifdef JDISTADAM_DRIVER_CUDA
+    Check(CompactCuda(call, nullptr));
+    Check(cudaDeviceSynchronize());
+#endif
+  } else {
+    Pool pool;
+    CompactCpu(call, pool.threads());
+  }
+  Contents after;
+  for (const auto& array : arrays) after.push_back(array->Read("compact"));
+  for (size_t i = 0; i < before.size(); i += 7) {
+    if (after[i] != before[i]) Fail("compact: a gradient was written");
+  }
+  return after;
+}
+
 std::vector<char> RunNorm(Dtype dtype, const Contents& grads, size_t shift, bool on_device) {
   const Array inv_scale(Bytes(0.37f), 0, on_device);
   std::vector<std::unique_ptr<Array>> arrays;
@@ -273,7 +340,8 @@ void Compare(const std::string& name, const Run& run) {
 #endif
 }
 
-constexpr Dtype F = Dtype::kFloat32, B = Dtype::kBfloat16, H = Dtype::kFloat16, U = Dtype::kUint16;
+constexpr Dtype F = Dtype::kFloat32, B = Dtype::kBfloat16, H = Dtype::kFloat16, U = Dtype::kUint16,
+                E = Dtype::kBlock8;
 const std::vector<size_t> kSizes = {0, 1, 3, 4, 7, 8, 31, 127, 128, 511, 513, 1025, 33000};
 
 void RunAllAdam() {
@@ -300,6 +368,47 @@ void RunAllAdam() {
     std::vector<size_t> sizes;
     for (size_t i = 0; i < leaves; ++i) sizes.push_back(Random() % 70);
     run({Mode::kStep, false, false, {F, F, F, F, F}, 1, 0, sizes});
+  }
+}
+
+void RunAllCompact() {
+  const auto run = [](const CompactCase& c) {
+    const Contents arrays = RandomContents(c.adam);
+    Contents before;
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      before.push_back(arrays[i]);
+      if (i % 5 != 4) continue;
+      const size_t blocks = (c.adam.sizes[i / 5] + kBlock8Size - 1) / kBlock8Size;
+      before.push_back(RandomContent(blocks, Dtype::kFloat32));
+      before.push_back(RandomContent(blocks, Dtype::kFloat32));
+    }
+    Compare("compact", [&](bool on_device) { return RunCompact(c, before, on_device); });
+  };
+  const Dtypes moments[] = {{F, B, E, E, B}, {B, B, E, E, B}, {B, F, E, E, B}, {F, F, E, E, F},
+                            {B, B, B, B, B}, {H, H, H, B, H}, {F, H, E, F, B}, {B, F, B, E, H}};
+  for (const size_t shift : {0, 1, 3}) {
+    for (const bool is_random : {false, true}) {
+      for (const bool found_inf : {false, true}) {
+        for (const int contributions : {1, 3}) {
+          for (Dtypes t : moments) {
+            const bool has_blocks = t.mu == E || t.nu == E;
+            const uint64_t start = has_blocks ? 128 * 5 : (uint64_t{1} << 34) + shift;
+            for (const Mode mode :
+                 {Mode::kStep, Mode::kStepAndCast, Mode::kUpdate, Mode::kStepSplit}) {
+              if (mode == Mode::kStepSplit) t.param = B, t.out = U;
+              run({{mode, shift == 1, found_inf, t, contributions, shift, kSizes},
+                   is_random,
+                   start});
+            }
+          }
+        }
+      }
+    }
+  }
+  for (const size_t leaves : {39, 40, 41, 350, 351, 800}) {  // around the tables' capacities
+    std::vector<size_t> sizes;
+    for (size_t i = 0; i < leaves; ++i) sizes.push_back(Random() % 300);
+    run({{Mode::kStep, false, false, {B, B, E, E, B}, 1, 0, sizes}, true, 0});
   }
 }
 
@@ -380,6 +489,7 @@ int main(int argc, char** argv) {
   using namespace jdistadam;
   exact = argc > 1 && std::string(argv[1]) == "--exact";
   RunAllAdam();
+  RunAllCompact();
   RunAllLists();
   RunAllKeep();
 #ifdef JDISTADAM_DRIVER_CUDA
