@@ -210,8 +210,8 @@ def _run_compact(
     is_random: bool,
     ids: tuple[int, ...],
 ) -> Results:
-    del out_like  # nothing is sharded
-    return compact_adam.adam(CompactSpec(spec, is_random, ids), scalars, rounded, operands)
+    compact = CompactSpec(spec, is_random, ids)
+    return compact_adam.adam(compact, scalars, rounded, operands, out_like or ())
 
 
 def _is_left_to_optax(dtypes: TreeLeaf) -> bool:

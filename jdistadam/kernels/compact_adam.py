@@ -51,7 +51,13 @@ class Rounding(NamedTuple):
     count: Any  # shape (), int32: steps taken before this one
 
 
-def adam(spec: CompactSpec, scalars: Scalars, rounded: Rounding, operands: Operands) -> Results:
+def adam(
+    spec: CompactSpec,
+    scalars: Scalars,
+    rounded: Rounding,
+    operands: Operands,
+    out_like: Sequence[Any] = (),
+) -> Results:
     """Takes one Adam step. params, mu and nu are updated in place where donated.
 
     Args:
@@ -59,12 +65,14 @@ def adam(spec: CompactSpec, scalars: Scalars, rounded: Rounding, operands: Opera
       scalars: As for the kernel without rounding, without members.
       rounded: What random bits depend on.
       operands: The leaves; all of mu may be Block8, and all of nu.
+      out_like: Arrays that are donated, whose memory ``out`` may take; they are not read.
 
     Raises:
       PolicyError: Under ``jax.vmap``, when differentiated, or where a leaf is sharded.
     """
     rows, inv_scale, found_inf = scalars
-    args = varying.vary_together((Scalars(rows, inv_scale, found_inf), rounded, operands))
+    scalars = Scalars(rows, inv_scale, found_inf)
+    args = varying.vary_together((scalars, rounded, operands, tuple(out_like)))
     call, results = jax.make_jaxpr(_partitioned(spec), return_shape=True)(*args)
     new = _compact_p.bind(*jax.tree.leaves(args), call=call)
     return jax.tree.unflatten(jax.tree.structure(results), new)
@@ -248,11 +256,12 @@ def _rounded(code: rounding.Code, old: Any, made: Any, random: Any, xp: Any) -> 
 @functools.lru_cache(maxsize=256)
 def _partitioned(spec: CompactSpec) -> Any:
     @custom_partitioning
-    def step(scalars: Scalars, rounded: Rounding, operands: Operands) -> Results:
+    def step(scalars: Scalars, rounded: Rounding, operands: Operands, out_like: Any) -> Results:
+        del out_like
         return _adam_local(spec, scalars, rounded, operands)
 
     def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> Any:
-        for x in jax.tree.leaves(arg_shapes[2]):
+        for x in jax.tree.leaves(arg_shapes[2:]):
             sharding = x.sharding
             if not sharding.is_fully_replicated:
                 raise _not_supported(
@@ -261,7 +270,7 @@ def _partitioned(spec: CompactSpec) -> Any:
         whole = NamedSharding(mesh, P())
         return (
             mesh,
-            functools.partial(_adam_local, spec),
+            lambda scalars, rounded, operands, _: _adam_local(spec, scalars, rounded, operands),
             jax.tree.map(lambda _: whole, result_shapes),
             jax.tree.map(lambda _: whole, arg_shapes),
         )

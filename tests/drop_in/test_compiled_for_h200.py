@@ -111,3 +111,27 @@ def test_integers_are_truncated_apart_from_their_updates(h200s):
     text = jax.jit(tx.step).lower(grads, state, params).compile().as_text()
     computations = [re.findall(r"= \S+ ([a-z-]+)\(", part) for part in re.split(r"\n}\n", text)]
     assert ["add", "convert", "convert", "parameter", "parameter"] in map(sorted, computations)
+
+
+@pytest.mark.parametrize("main", [None, jnp.float32, "remainder16"], ids=str)
+def test_moments_of_8_bits_are_updated_in_place_in_a_cuda_graph(h200s, tmp_path, main):
+    """No copy, all of the state aliased, and a call of its own is captured."""
+    mesh = h200s(1)
+    tx = jda.fused_adamw(
+        1e-3, main_params_dtype=main, mu_dtype="block8", nu_dtype="block8", rounding="stochastic"
+    )
+    params = {"w": jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16), "b": jax.ShapeDtypeStruct((512,), jnp.bfloat16)}  # fmt: skip
+    args = placed(mesh, (params, jax.eval_shape(tx.init, params), params), P())
+    options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+
+    def step(params, state, grads):
+        return tx.step(grads, state, params)
+
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
+    compiled = lowered.compile(compiler_options=options)
+    text = compiled.as_text()
+    assert 'custom_call_target="jdistadam_compact"' in text
+    assert re.findall(r"= (?:u8|bf16|f32|u16)\[[\d,]{2,}\]\S* copy\(", text) == []
+    moved = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[:2]))
+    assert compiled.memory_analysis().alias_size_in_bytes == moved
+    assert all(captured(tmp_path, "thunk_sequence_after_thunk_passes"))
