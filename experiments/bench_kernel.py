@@ -24,7 +24,14 @@ from lm.power import PowerLog
 
 from jdistadam.tools import bench
 
-OURS = ("float32", "bf16, float32 main", "bf16, remainder16")
+OURS = (
+    "float32",
+    "bf16, float32 main",
+    "bf16, remainder16",
+    "bf16, stochastic, bf16 moments",
+    "bf16, remainder16, 8-bit moments",
+    "bf16, stochastic, 8-bit moments",
+)
 FLAT = "float32, flat, clipped"
 UNLOOPED = {("many1000x4k", "optax.adamw")}  # XLA does not compile the loop in reasonable time
 
@@ -50,7 +57,7 @@ def device_seconds(program, args):
 
 
 def torch_rows(tree, copy):
-    """torch's fused AdamW: called, and replayed from a CUDA graph. One row each."""
+    """torch's fused AdamW, called and replayed from a CUDA graph, and AdamW with 8-bit moments."""
     try:
         import torch
     except ImportError:
@@ -63,14 +70,10 @@ def torch_rows(tree, copy):
     for p in params:
         p.grad = torch.randn_like(p) * 0.01
     hyper = bench.HYPER
+    plain = dict(betas=(hyper["b1"], hyper["b2"]), eps=hyper["eps"])
+    plain |= dict(weight_decay=hyper["weight_decay"])
     optimizer = torch.optim.AdamW(
-        params,
-        lr=torch.tensor(hyper["learning_rate"]),
-        betas=(hyper["b1"], hyper["b2"]),
-        eps=hyper["eps"],
-        weight_decay=hyper["weight_decay"],
-        fused=True,
-        capturable=True,
+        params, lr=torch.tensor(hyper["learning_rate"]), **plain, fused=True, capturable=True
     )
     for _ in range(3):
         optimizer.step()
@@ -78,23 +81,60 @@ def torch_rows(tree, copy):
     with torch.cuda.graph(graph):
         optimizer.step()
     parameters = sum(p.numel() for p in params)
-    rows = []
-    for name, step in (("torch fused", optimizer.step), ("torch fused, CUDA graph", graph.replay)):
-        times = []
-        for _ in range(5):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(10):
-                step()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 10 / 1e3)
-        seconds = statistics.median(times)
-        share = 28 * parameters / copy / seconds
-        rows.append(bench.Measured(tree, len(shapes), parameters, name, seconds * 1e6, share))
+
+    def timed(name, step, nbytes):
+        seconds = torch_seconds(step)
+        share = nbytes * parameters / copy / seconds
+        return bench.Measured(tree, len(shapes), parameters, name, seconds * 1e6, share)
+
+    rows = [timed("torch fused", optimizer.step, 28)]
+    rows.append(timed("torch fused, CUDA graph", graph.replay, 28))
+    for name, nbytes, make in eight_bits(hyper["learning_rate"], plain):
+        for p in params:  # as ours: parameters and gradients in bfloat16
+            p.grad = None
+            p.data = p.data.bfloat16()
+            p.grad = torch.randn_like(p) * 0.01
+        rows.append(timed(name, make(params).step, nbytes))
     del optimizer, graph, params
     torch.cuda.empty_cache()
     return rows
+
+
+def eight_bits(learning_rate, plain):
+    """Name, bytes per parameter and factory of other AdamWs with 8-bit moments that are there."""
+    nbytes = 2 + 4 + 4 + 2 * 2 * 4 / 256
+    try:
+        from bitsandbytes.optim import AdamW8bit
+
+        yield "bitsandbytes AdamW8bit", nbytes, lambda p: AdamW8bit(p, lr=learning_rate, **plain)
+    except ImportError:
+        print("bitsandbytes is not installed: no row for it")
+    try:
+        from torchao.optim import AdamW8bit as Torchao
+
+        def make(p):
+            return Torchao(p, lr=learning_rate, bf16_stochastic_round=True, **plain)
+
+        yield "torchao AdamW8bit", nbytes, make
+    except ImportError:
+        print("torchao is not installed: no row for it")
+
+
+def torch_seconds(step):
+    """Seconds of one of ten steps, the median of five times."""
+    import torch
+
+    step()
+    times = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(10):
+            step()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 10 / 1e3)
+    return statistics.median(times)
 
 
 def variants_of(tree):

@@ -92,7 +92,7 @@ class Variant(NamedTuple):
     make: Callable[[], tuple[Any, Any]]  # -> (init, step(grads, state, params))
     param_dtype: Any
     grad_dtype: Any
-    bytes_per_parameter: int
+    bytes_per_parameter: float
 
 
 def _ours(**kwargs: Any) -> tuple[Any, Any]:
@@ -123,6 +123,9 @@ def _flat() -> tuple[Any, Any]:
     return tx.init, step
 
 
+_CODED: Any = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic")
+_SCALES = 2 * 2 * 4 / 128  # bytes per parameter of the scales of both moments, read and written
+
 VARIANTS: dict[str, Variant] = {
     "float32": Variant(_ours, jnp.float32, jnp.float32, 28),
     "bf16 grads": Variant(_ours, jnp.float32, jnp.bfloat16, 26),
@@ -131,6 +134,23 @@ VARIANTS: dict[str, Variant] = {
     ),
     "bf16, remainder16": Variant(
         functools.partial(_ours, main_params_dtype="remainder16"), jnp.bfloat16, jnp.bfloat16, 26
+    ),
+    "bf16, stochastic, bf16 moments": Variant(
+        functools.partial(
+            _ours, mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16, rounding="stochastic"
+        ),
+        jnp.bfloat16,
+        jnp.bfloat16,
+        14,
+    ),
+    "bf16, remainder16, 8-bit moments": Variant(
+        functools.partial(_ours, main_params_dtype="remainder16", **_CODED),
+        jnp.bfloat16,
+        jnp.bfloat16,
+        14 + _SCALES,
+    ),
+    "bf16, stochastic, 8-bit moments": Variant(
+        functools.partial(_ours, **_CODED), jnp.bfloat16, jnp.bfloat16, 10 + _SCALES
     ),
     # one more read of the gradients, for the norm
     "float32, flat, clipped": Variant(_flat, jnp.float32, jnp.float32, 32),
