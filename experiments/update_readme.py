@@ -9,6 +9,7 @@ import pathlib
 import re
 import sys
 
+import low_precision
 import precision
 from lm import markdown
 
@@ -336,6 +337,9 @@ TABLES = {
     "kernel": kernel_table,
     "strategies": strategies_table,
     "precision": lambda: precision.table(RESULTS / "precision_h200_x4"),
+    "low_precision": lambda: low_precision.table(
+        json.loads((RESULTS / "low_precision_cpu.json").read_text())
+    ),
     "plan": plan_table,
     "plan_memory": plan_memory_table,
     "scan_runs": scan_runs_table,
