@@ -78,7 +78,7 @@ void LoadRandom(const CompactCall& call, const CompactLeaf& leaf, size_t begin, 
   const uint32_t count = static_cast<uint32_t>(*call.count);
   Random4 drawn{};
   for (size_t i = 0; i < n; ++i) {
-    const uint64_t index = leaf.start + begin + i;
+    const uint64_t index = StartOf(call.parts, leaf) + begin + i;
     if (i == 0 || index % 4 == 0)
       drawn = Philox(call.key[0], call.key[1], index / 4, leaf.id, count);
     words[i] = drawn.words[index % 4];

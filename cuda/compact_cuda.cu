@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kThreads = 128, kVector = 4;
 static_assert(kBlock8Size == 32 * kVector);  // a warp
-constexpr int kSmallCompact = 40, kLargeCompact = 350;
+constexpr int kSmallCompact = 40, kLargeCompact = 380;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 // The arguments of a launch beside its leaves.
@@ -33,6 +33,7 @@ struct Step {
   const bool* found_inf;
   const uint32_t* key;
   const int32_t* count;
+  const int32_t* parts;
 };
 static_assert(sizeof(LeafTable<CompactLeaf, kSmallCompact>) + sizeof(Step) <= 4096);
 static_assert(sizeof(LeafTable<CompactLeaf, kLargeCompact>) + sizeof(Step) <= kMaxParameterBytes);
@@ -191,7 +192,7 @@ __device__ __forceinline__ void LoadGrad(const Types& t, const Step& step, const
 
 __device__ __forceinline__ void Draw(const Step& step, const CompactLeaf& leaf, size_t i,
                                      uint32_t (&words)[kVector]) {
-  const uint64_t index = leaf.start + i;
+  const uint64_t index = StartOf(step.parts, leaf) + i;
   const uint32_t count = static_cast<uint32_t>(*step.count);
   const auto draw = [&](uint64_t at) {
     return Philox(step.key[0], step.key[1], at / 4, leaf.id, count);
@@ -308,7 +309,7 @@ cudaError_t Launch(const CompactCall& call, cudaStream_t stream) {
   const AdamCall& adam = call.adam;
   const Step step{adam.mode,          adam.nesterov,    call.is_random,    adam.dtypes,
                   adam.contributions, adam.grad_stride, adam.coefficients, adam.inv_scale,
-                  adam.found_inf,     call.key,         call.count};
+                  adam.found_inf,     call.key,         call.count,        call.parts};
   return ForEachTable<CompactLeaf, kSmallCompact, kLargeCompact>(
       call.leaves, size_t{kThreads} * kVector, [&](const auto& table, uint32_t tiles) {
         CompactKernel<Types><<<tiles, kThreads, 0, stream>>>(table, step);

@@ -1,11 +1,12 @@
 // Turns the operands of the FFI call `jdistadam_compact` into a CompactCall, checking everything.
 //
 // operands  as those of `jdistadam_adam` (ffi_adam.h), but between found_inf and the arrays key
-//           u32[2] and count s32[]; mu and nu may be uint8. Behind the arrays come, for each moment
-//           that is, its scales f32: one array per leaf, or a flat one where the moment is flat.
+//           u32[2], count s32[] and parts s32[leaves]; mu and nu may be uint8. Behind the arrays
+//           come, for each moment that is, its scales f32: one array per leaf, or a flat one where
+//           the moment is flat.
 // results   as there; then the scales, aliased with their operands.
 // random    whether to round at random.
-// starts, ids   for each leaf where it begins in the whole leaf, and the number of that.
+// ids       for each leaf the number of the whole leaf of which it is part parts[i].
 //
 // A flat moment has the scales of leaf i at offsets[i] / 128, which must divide.
 #pragma once
@@ -19,11 +20,11 @@ namespace jdistadam {
 
 using Key = ffi::Buffer<ffi::U32, 1>;
 using CountScalar = ffi::Buffer<ffi::S32, 0>;
+using Parts = ffi::Buffer<ffi::S32, 1>;
 
 struct CompactAttributes {
   AdamAttributes adam;
   bool random;
-  ffi::Span<const int64_t> starts;
   ffi::Span<const int32_t> ids;
 };
 
@@ -58,7 +59,7 @@ ffi::Error TakeScales(const char* name, const AdamAttributes& a, bool flat, cons
 
 inline ffi::Error BuildCompactCall(const CompactAttributes& a, const CoefficientRows& coefficients,
                                    const FloatScalar& inv_scale, const BoolScalar& found_inf,
-                                   const Key& key, const CountScalar& count,
+                                   const Key& key, const CountScalar& count, const Parts& parts,
                                    const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                                    CompactCall* call) {
   Rows rows;
@@ -66,8 +67,8 @@ inline ffi::Error BuildCompactCall(const CompactAttributes& a, const Coefficient
   if (auto error = ReadRows(coefficients, &rows); error.failure()) return error;
   if (rows.members) return Invalid("members have no step with low precision");
   const size_t leaves = a.adam.groups.size();
-  if (a.starts.size() != leaves || a.ids.size() != leaves)
-    return Invalid("starts and ids need one entry a leaf");
+  if (parts.element_count() != leaves || a.ids.size() != leaves)
+    return Invalid("parts and ids need one entry a leaf");
   if (key.element_count() != 2) return Invalid("key needs 2 elements");
   auto error = BuildLeaves(a.adam, coefficients, inv_scale, found_inf, args, rets,
                            /*moments_may_be_block8=*/true, rows, &taken, &call->adam);
@@ -75,14 +76,10 @@ inline ffi::Error BuildCompactCall(const CompactAttributes& a, const Coefficient
   call->is_random = a.random;
   call->key = key.typed_data();
   call->count = count.typed_data();
-  const bool has_block8 =
-      call->adam.dtypes.mu == Dtype::kBlock8 || call->adam.dtypes.nu == Dtype::kBlock8;
+  call->parts = parts.typed_data();
   for (size_t i = 0; i < leaves; ++i) {
-    if (a.starts[i] < 0) return Invalid("negative start");
-    if (has_block8 && a.starts[i] % kBlock8Size != 0)
-      return Invalid("leaf " + std::to_string(i) + ": does not begin with a block");
     call->leaves.push_back(
-        {call->adam.leaves[i], nullptr, nullptr, uint64_t(a.starts[i]), uint32_t(a.ids[i])});
+        {call->adam.leaves[i], nullptr, nullptr, uint32_t(a.ids[i]), uint32_t(i)});
   }
   call->adam.leaves.clear();
   using Scales = float* CompactLeaf::*;
@@ -114,6 +111,7 @@ inline ffi::Error BuildCompactCall(const CompactAttributes& a, const Coefficient
       .Arg<::jdistadam::BoolScalar>()  /* found_inf */  \
       .Arg<::jdistadam::Key>()                          \
       .Arg<::jdistadam::CountScalar>()                  \
+      .Arg<::jdistadam::Parts>()                        \
       .RemainingArgs()                                  \
       .RemainingRets()                                  \
       .Attr<int32_t>("mode")                            \
@@ -124,7 +122,6 @@ inline ffi::Error BuildCompactCall(const CompactAttributes& a, const Coefficient
       .Attr<::xla::ffi::Span<const int64_t>>("sizes")   \
       .Attr<::xla::ffi::Span<const int64_t>>("offsets") \
       .Attr<bool>("random")                             \
-      .Attr<::xla::ffi::Span<const int64_t>>("starts")  \
       .Attr<::xla::ffi::Span<const int32_t>>("ids")
 
 }  // namespace jdistadam

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import shown
@@ -142,7 +144,15 @@ def new_state(low: LowPrecision, params: Params, state: OptState) -> OptState:
 
 def _zeros(param: Any) -> Block8:
     codes = trees.placed_beside(param, jnp.zeros_like(param, dtype=jnp.uint8))
-    return Block8(codes, jnp.zeros(rounding.num_blocks(param.size), jnp.float32))
+    scales = jnp.zeros(rounding.num_blocks(param.size), jnp.float32)
+    sharding = getattr(param, "sharding", None)
+    if isinstance(param, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
+        return Block8(codes, scales)
+    first = P(*sharding.spec[:1])  # the blocks of a part along the first dimension are a part
+    try:
+        return Block8(codes, jax.device_put(scales, NamedSharding(sharding.mesh, first)))
+    except ValueError:  # they cannot be cut so, and neither will a step take such a leaf
+        return Block8(codes, scales)
 
 
 def with_key(low: LowPrecision, state: OptState) -> OptState:

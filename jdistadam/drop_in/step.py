@@ -20,7 +20,7 @@ from jdistadam.drop_in import optax_fallback
 from jdistadam.drop_in.low_precision import LowPrecision, RoundingState, check_coded, split_key
 from jdistadam.drop_in.main_params import MainParamsState, main_leaves, split_state
 from jdistadam.errors import DtypeError, PolicyError, TreeError
-from jdistadam.kernels import compact_adam, transformed_adam
+from jdistadam.kernels import sharded_compact_adam, transformed_adam
 from jdistadam.kernels.adam import STEP_MODES, Operands, Results, Scalars, Spec
 from jdistadam.kernels.coefficients import coefficient_rows
 from jdistadam.kernels.compact_adam import CompactSpec, Rounding
@@ -211,7 +211,7 @@ def _run_compact(
     ids: tuple[int, ...],
 ) -> Results:
     compact = CompactSpec(spec, is_random, ids)
-    return compact_adam.adam(compact, scalars, rounded, operands, out_like or ())
+    return sharded_compact_adam.adam(compact, scalars, rounded, operands, out_like or ())
 
 
 def _is_left_to_optax(dtypes: TreeLeaf) -> bool:

@@ -1,7 +1,7 @@
-"""One Adam step whose moments or parameters are rounded to 8 bits, or at random.
+"""One Adam step whose moments or parameters are rounded to 8 bits, or at random, on this device.
 
 The operands of kernels/adam.py, and what rounding needs: [Note: random bits] and [Note: block8] in
-cuda/rounding.h. Every leaf is whole: a program that cuts one over devices raises.
+cuda/rounding.h. Over several devices use sharded_compact_adam.py.
 """
 
 from __future__ import annotations
@@ -14,15 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jdistadam.core import varying
 from jdistadam.core.moments import Block8, is_block8
-from jdistadam.errors import PolicyError
 from jdistadam.kernels import adam as kernel
 from jdistadam.kernels import coefficients, native, reference, rounding
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
@@ -52,41 +45,25 @@ class Rounding(NamedTuple):
 
 
 def adam(
-    spec: CompactSpec,
-    scalars: Scalars,
-    rounded: Rounding,
-    operands: Operands,
-    out_like: Sequence[Any] = (),
+    spec: CompactSpec, scalars: Scalars, rounded: Rounding, parts: Any, operands: Operands
 ) -> Results:
-    """Takes one Adam step. params, mu and nu are updated in place where donated.
+    """Takes one Adam step on this device. params, mu and nu are updated in place where donated.
 
     Args:
       spec: The static side.
       scalars: As for the kernel without rounding, without members.
       rounded: What random bits depend on.
+      parts: Shape (number of leaves,), int32: which part of its whole leaf each one is, where that
+        is cut into parts of equal size along its first dimension.
       operands: The leaves; all of mu may be Block8, and all of nu.
-      out_like: Arrays that are donated, whose memory ``out`` may take; they are not read.
-
-    Raises:
-      PolicyError: Under ``jax.vmap``, when differentiated, or where a leaf is sharded.
     """
-    rows, inv_scale, found_inf = scalars
-    scalars = Scalars(rows, inv_scale, found_inf)
-    args = varying.vary_together((scalars, rounded, operands, tuple(out_like)))
-    call, results = jax.make_jaxpr(_partitioned(spec), return_shape=True)(*args)
-    new = _compact_p.bind(*jax.tree.leaves(args), call=call)
-    return jax.tree.unflatten(jax.tree.structure(results), new)
-
-
-def _adam_local(
-    spec: CompactSpec, scalars: Scalars, rounded: Rounding, operands: Operands
-) -> Results:
     compiled = functools.partial(_adam_native, spec)
     fallback = functools.partial(adam_reference, spec, xp=jnp)
-    return native.choose(compiled, fallback, scalars, rounded, operands)
+    return native.choose(compiled, fallback, scalars, rounded, parts, operands)
 
 
-def _codes(moments: Sequence[Any]) -> tuple[Any, ...]:
+def codes_of(moments: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns moments as arrays: those in 8 bits as their codes."""
     return tuple(x.codes if is_block8(x) else x for x in moments)
 
 
@@ -101,15 +78,15 @@ def _coded(codes: Sequence[Any], scales: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _adam_native(
-    spec: CompactSpec, scalars: Scalars, rounded: Rounding, operands: Operands
+    spec: CompactSpec, scalars: Scalars, rounded: Rounding, parts: Any, operands: Operands
 ) -> Results:
     """The call: behind the operands of `jdistadam_adam` come the scales, and so with results."""
     mode = spec.adam.mode
     given = {
         "grads": tuple(operands.grads),
         "params": tuple(operands.params),
-        "mu": _codes(operands.mu),
-        "nu": _codes(operands.nu),
+        "mu": codes_of(operands.mu),
+        "nu": codes_of(operands.nu),
         "out": tuple(operands.out),
         "mu_scales": _scales(operands.mu),
         "nu_scales": _scales(operands.nu),
@@ -124,7 +101,7 @@ def _adam_native(
     results = [x for arrays in types.values() for x in arrays]
     outputs = jax.ffi.ffi_call(
         "jdistadam_compact", results, input_output_aliases=_aliases(given, types)
-    )(*scalars, *rounded, *jax.tree.leaves(given_in_order(given)), **_attributes(spec))
+    )(*scalars, *rounded, parts, *jax.tree.leaves(list(given.values())), **_attributes(spec))
     new = iter(outputs)
     found = {name: tuple(next(new) for _ in arrays) for name, arrays in types.items()}
     return Results(
@@ -135,11 +112,6 @@ def _adam_native(
     )
 
 
-def given_in_order(given: dict[str, tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """The arrays by kind in the order of the operands, which a dictionary's leaves are not in."""
-    return list(given.values())
-
-
 def _aliases(given: dict[str, Any], made: dict[str, Any]) -> dict[int, int]:
     """Operand number to result number, for each kind that there is on both sides."""
 
@@ -147,7 +119,7 @@ def _aliases(given: dict[str, Any], made: dict[str, Any]) -> dict[int, int]:
         ends = np.cumsum([start, *map(len, kinds.values())]).tolist()
         return dict(zip(kinds, ends, strict=False))
 
-    num_scalars = len(Scalars._fields) + len(Rounding._fields)
+    num_scalars = len(Scalars._fields) + len(Rounding._fields) + 1  # and the parts
     sources, targets = first(given, num_scalars), first(made, 0)
     return {
         sources[kind] + i: targets[kind] + i
@@ -159,21 +131,33 @@ def _aliases(given: dict[str, Any], made: dict[str, Any]) -> dict[int, int]:
 def _attributes(spec: CompactSpec) -> dict[str, Any]:
     return kernel._attributes(spec.adam) | {
         "random": np.bool_(spec.is_random),
-        "starts": np.zeros(len(spec.ids), np.int64),
         "ids": np.asarray(spec.ids, np.int32),
     }
 
 
 def adam_reference(
-    spec: CompactSpec, scalars: Scalars, rounded: Rounding, operands: Operands, *, xp: Any
+    spec: CompactSpec,
+    scalars: Scalars,
+    rounded: Rounding,
+    parts: Any,
+    operands: Operands,
+    *,
+    xp: Any,
 ) -> Results:
-    """The same step by the reference implementation: with numpy the same bits."""
+    """The same step by the reference implementation: with numpy the same bits.
+
+    ``parts``: which part of its whole leaf each one is.
+    """
     mains = operands.out or (None,) * len(operands.grads)
-    leaves = zip(spec.adam.groups, spec.ids, *operands[:4], mains, strict=True)
-    steps = [
-        _leaf(spec, scalars, rounded, group, number, *leaf, xp=xp)
-        for group, number, *leaf in leaves
+    rows = [scalars.coefficients[group] for group in spec.adam.groups]
+    bits = [
+        rounding.random_bits(rounded.key, rounded.count, number, parts[i], grad.shape, xp)
+        if spec.is_random
+        else rounding.RandomBits(None, None, None)
+        for i, (number, grad) in enumerate(zip(spec.ids, operands.grads, strict=True))
     ]
+    leaves = zip(rows, bits, *operands[:4], mains, strict=True)
+    steps = [_leaf(spec, scalars, *leaf, xp=xp) for leaf in leaves]
     params, mu, nu, out = (tuple(x) for x in zip(*steps, strict=True))
     mode = spec.adam.mode
     return Results(() if mode == "update" else params, mu, nu, () if mode == "step" else out)
@@ -182,9 +166,8 @@ def adam_reference(
 def _leaf(
     spec: CompactSpec,
     scalars: Scalars,
-    rounded: Rounding,
-    group: int,
-    number: int,
+    row: Any,
+    bits: rounding.RandomBits,
     grad: Any,
     param: Any,
     mu: Any,
@@ -196,16 +179,11 @@ def _leaf(
     """Steps a leaf in float32, and rounds what it has computed."""
     is_step = spec.adam.mode == "step"
     is_16_bits = param.dtype.itemsize == 2
-    bits = rounding.RandomBits(None, None, None)
-    if spec.is_random:
-        start = np.uint64(0)
-        bits = rounding.random_bits(rounded.key, rounded.count, number, int(start), grad.shape, xp)
     # Rounded at random below: so in float32 here.
     wide = param.astype(xp.float32) if is_step and spec.is_random and is_16_bits else param
-    rows = scalars.coefficients[group]
     new = reference.adam_leaf(
         mode=spec.adam.mode,
-        c=dict(zip(coefficients.NAMES, rows, strict=True)),
+        c=dict(zip(coefficients.NAMES, row, strict=True)),
         inv_scale=scalars.inv_scale,
         found_inf=scalars.found_inf,
         grad=grad,
@@ -248,84 +226,3 @@ def _rounded(code: rounding.Code, old: Any, made: Any, random: Any, xp: Any) -> 
     if random is None:
         return reference.store(made, old.dtype, xp)
     return rounding.round_at_random(made, old.dtype, random, xp)
-
-
-# ---- What may be done with the call ----
-
-
-@functools.lru_cache(maxsize=256)
-def _partitioned(spec: CompactSpec) -> Any:
-    @custom_partitioning
-    def step(scalars: Scalars, rounded: Rounding, operands: Operands, out_like: Any) -> Results:
-        del out_like
-        return _adam_local(spec, scalars, rounded, operands)
-
-    def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> Any:
-        for x in jax.tree.leaves(arg_shapes[2:]):
-            sharding = x.sharding
-            if not sharding.is_fully_replicated:
-                raise _not_supported(
-                    "on sharded leaves", f"shape {x.shape}, sharded as {sharding.spec}"
-                )
-        whole = NamedSharding(mesh, P())
-        return (
-            mesh,
-            lambda scalars, rounded, operands, _: _adam_local(spec, scalars, rounded, operands),
-            jax.tree.map(lambda _: whole, result_shapes),
-            jax.tree.map(lambda _: whole, arg_shapes),
-        )
-
-    step.def_partition(partition=partition, sharding_rule=_no_sharding)
-    return step
-
-
-def _no_sharding(mesh: Any, operand_types: Any, result_types: Any) -> SdyShardingRule:
-    """No dimension has anything to do with another."""
-    del mesh
-    count = 0
-    mappings: list[Any] = []
-    for types in (operand_types, result_types):
-        mapping = []
-        for kind in types:
-            dims = tuple(f"d{count + i}" for i in range(len(kind.shape)))
-            count += len(dims)
-            mapping.append(dims)
-        mappings.append(tuple(mapping))
-    return SdyShardingRule(operand_mappings=mappings[0], result_mappings=mappings[1])
-
-
-_compact_p = Primitive("jdistadam_compact_step")
-_compact_p.multiple_results = True
-
-
-@_compact_p.def_impl
-def _step(*leaves: Any, call: Any) -> Any:
-    return jaxpr_as_fun(call)(*leaves)
-
-
-_compact_p.def_abstract_eval(lambda *leaves, call: call.out_avals)
-mlir.register_lowering(_compact_p, mlir.lower_fun(_step, multiple_results=True))
-
-
-def _not_supported(how: str, got: str) -> PolicyError:
-    return PolicyError(
-        "fused_adamw",
-        f'a step with "block8" moments or stochastic rounding is not supported {how}',
-        got=got,
-        expected="one program that holds all of every leaf",
-        action="Use float32 or bfloat16 moments, rounded to nearest.",
-    )
-
-
-def _batched(leaves: Any, dims: Any, *, call: Any) -> Any:
-    del dims, call
-    raise _not_supported("under jax.vmap", f"vmap of a step with {len(leaves)} arrays")
-
-
-def _jvp(leaves: Any, tangents: Any, *, call: Any) -> Any:
-    del tangents, call
-    raise _not_supported("where it is differentiated", f"a step with {len(leaves)} arrays")
-
-
-batching.primitive_batchers[_compact_p] = _batched
-ad.primitive_jvps[_compact_p] = _jvp

@@ -24,30 +24,33 @@ class RandomBits(NamedTuple):
     nu: Any
 
 
-def random_bits(key: Any, count: Any, leaf: Any, start: Any, shape: Any, xp: Any) -> RandomBits:
-    """Returns the random bits of a leaf's elements, or of the part of it that begins at ``start``.
+def random_bits(
+    key: Any, count: Any, leaf: Any, part: Any, shape: tuple[int, ...], xp: Any
+) -> RandomBits:
+    """Returns the random bits of the elements of a leaf, or of a part along its first dimension.
 
     Args:
       key: Shape (2,), uint32: the seed.
       count: Steps taken before this one.
       leaf: Number of the leaf in its tree.
-      start: Row-major index of the first element.
-      shape: Shape of the leaf, or of the part of it.
+      part: Which part of the leaf; all are of one size. 0 for all of it.
+      shape: Shape of the part.
       xp: numpy, or jax.numpy.
     """
     u32 = xp.uint32
     size = int(np.prod(shape))
-    first = start % 4
-    groups = xp.arange((first + size + 3) // 4, dtype=u32)
-    low = groups + u32((start // 4) & 0xFFFFFFFF)
-    high = u32(start // 4 >> 32) + (low < groups).astype(u32)
-    words = philox(
-        xp.asarray(key, u32),
-        (low, high, xp.zeros_like(low) + u32(leaf), xp.asarray(count, u32)),
-        xp,
-    )
-    word = xp.stack(words, axis=-1).reshape(-1)[first : first + size].reshape(shape)
-    return RandomBits(word & u32(0xFFFF), (word * u32(0x9E3779B9)) >> u32(16), word >> u32(16))
+    # The index in the whole leaf has 64 bits, which JAX may not have.
+    with np.errstate(over="ignore"):
+        high, start = _multiply(size & 0xFFFFFFFF, xp.asarray(part, u32), u32)
+        high = high + u32(size >> 32) * xp.asarray(part, u32)
+        low = start + xp.arange(size, dtype=u32)
+        high = high + (low < start).astype(u32)
+        groups = (low >> u32(2)) | (high << u32(30)), high >> u32(2)
+        counter = (*groups, xp.zeros_like(low) + u32(leaf), xp.asarray(count, u32))
+        words = xp.stack(philox(xp.asarray(key, u32), counter, xp), axis=-1)
+        place = (low & u32(3)).astype(xp.int32)[:, None]
+        word = xp.take_along_axis(words, place, axis=-1).reshape(shape)
+        return RandomBits(word & u32(0xFFFF), (word * u32(0x9E3779B9)) >> u32(16), word >> u32(16))
 
 
 def philox(key: Any, counter: Any, xp: Any) -> tuple[Any, ...]:

@@ -48,7 +48,7 @@ def adam(spec: Spec, scalars: Scalars, operands: Operands, out_like: Arrays) -> 
     Returns:
       The results of the kernel, for ``back_in_place``.
     """
-    draws = tuple(map(_draw_p.bind, operands.mu))
+    draws = tuple(map(draw, operands.mu))
     ranks = tuple(x.ndim for x in operands.mu)
     partitioned = _partitioned(spec, ranks, kernel.member_dims(scalars))
     return partitioned((out_like, draws), scalars, operands)
@@ -59,23 +59,29 @@ def beside_moments(operands: Operands) -> Operands:
 
     The types of an Explicit mesh say how arrays are sharded, and a call gets them from operands.
     """
-    return Operands(*(_typed_like(arrays, operands.mu) for arrays in operands))
+    return Operands(*(typed_like(arrays, operands.mu) for arrays in operands))
 
 
 def back_in_place(results: Results, models: Operands) -> Results:
     """Brings results to the sharding of what they replace, as far as types know it."""
-    return Results(*map(_typed_like, results, models[1:]))
+    return Results(*map(typed_like, results, models[1:]))
 
 
-def _typed_like(arrays: Arrays, models: Arrays) -> tuple[Any, ...]:
+def typed_like(arrays: Arrays, models: Arrays) -> tuple[Any, ...]:
     """Brings arrays to the sharding of ``models``, as far as types know it."""
+    shardings = [jax.typeof(model).sharding for model in models]
+    return tuple(typed_as(*pair) for pair in zip(arrays, shardings, strict=False))
 
-    def move(x: Any, model: Any) -> Any:
-        sharding = jax.typeof(model).sharding
-        is_placed = sharding.mesh.empty or jax.typeof(x).sharding.spec == sharding.spec
-        return x if is_placed else jax.reshard(x, sharding)
 
-    return tuple(move(*pair) for pair in zip(arrays, models, strict=False))
+def typed_as(x: Any, sharding: Any) -> Any:
+    """Brings an array to a sharding, as far as types know it."""
+    is_placed = sharding.mesh.empty or jax.typeof(x).sharding.spec == sharding.spec
+    return x if is_placed else jax.reshard(x, sharding)
+
+
+def draw(moment: Any) -> Any:
+    """Returns a moment as an argument of which the sharding alone is read, that of gradients."""
+    return _draw_p.bind(moment)
 
 
 # What Shardy sees of a moment in order to shard gradients likewise: shardings pass through it
@@ -221,7 +227,7 @@ def _steps(shape: tuple[int, ...], source: Sharding, target: Sharding) -> tuple[
     """
     if not (isinstance(source, NamedSharding) and isinstance(target, NamedSharding)):
         return ()
-    now, goal = (_dim_axes(x, len(shape)) for x in (source, target))
+    now, goal = (dim_axes(x, len(shape)) for x in (source, target))
     sizes = source.mesh.shape
     if not (_divides(shape, now, sizes) and _divides(shape, goal, sizes)):
         return ()
@@ -238,7 +244,8 @@ def _steps(shape: tuple[int, ...], source: Sharding, target: Sharding) -> tuple[
     return () if simple else tuple(steps)
 
 
-def _dim_axes(sharding: NamedSharding, rank: int) -> DimAxes:
+def dim_axes(sharding: NamedSharding, rank: int) -> DimAxes:
+    """Returns for each dimension the axes of more than one device that cut it."""
     entries = (*sharding.spec, *(None,) * (rank - len(sharding.spec)))
     names = [(x,) if isinstance(x, str) else tuple(x or ()) for x in entries]
     return [tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1) for axes in names]

@@ -102,13 +102,74 @@ def test_replicated_on_several_devices(options, kind):
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(got))
 
 
+def sharded_params(mesh, spec):
+    """Leaves that four devices can cut at blocks along their first dimension, and a small one."""
+    params = {"a": (64, 3, 40), "b": (128, 132), "small": (33,)}
+    keys = dict(zip(params, jax.random.split(jax.random.key(4), len(params)), strict=True))
+    made = {k: jax.random.normal(keys[k], s).astype(jnp.bfloat16) for k, s in params.items()}
+    specs = {"a": spec, "b": spec, "small": P()}
+    return made, {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in made.items()}
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_sharded_leaves_raise(kind):
+@pytest.mark.parametrize("spec", [P("x"), P(("y", "x"))], ids=str)
+@each_option
+def test_sharded_along_the_first_dimension(options, spec, kind):
+    """Each device has its part of parameters and state; the bits are those of one device."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), (kind,) * 2, devices=jax.devices("cpu")[:4])
+    tx = jda.fused_adamw(**HYPER | options)
+    with jax.set_mesh(mesh):
+        whole, placed = sharded_params(mesh, spec)
+        state = tx.init(placed)
+        step = jax.jit(tx.step)
+        want = run(jda.fused_adamw(**HYPER | options), whole, steps=4)
+        params, sharded = placed, []
+        for i in range(4):
+            grads = jax.device_put(grads_at(i, whole), jax.tree.map(lambda x: x.sharding, placed))
+            params, state = step(grads, state, params)
+            sharded.append(jax.tree.map(lambda x: x.sharding, (params, state)))
+    assert_trees_same_bits((params, state), want)
+    for x in jax.tree.leaves((params, state)):
+        parts = 2 if spec == P("x") else 4
+        is_whole = x.size <= 33 or x.dtype == jnp.int32
+        assert x.sharding.shard_shape(x.shape)[:1] == (
+            x.shape[:1] if is_whole else (x.shape[0] // parts,)
+        )
+    assert sharded[0] == sharded[3] and step._cache_size() <= 2  # of a count that was on one device
+
+
+def test_params_replicated_and_moments_sharded():
+    """Each device updates its part, and the new parameters are gathered: ZeRO-1 by annotations."""
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    tx = jda.fused_adamw(**HYPER | BOTH)
+    whole, placed = sharded_params(mesh, P("data"))
+    state = tx.init(placed)
+    params = jax.device_put(whole, NamedSharding(mesh, P()))
+    want = run(tx, whole, steps=3)
+    for i in range(3):
+        params, state = jax.jit(tx.step)(grads_at(i, whole), state, params)
+    assert_trees_same_bits((params, state), want)
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(params))
+    assert state.inner[0].mu["b"].codes.sharding.shard_shape((128, 132)) == (32, 132)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "spec", "message"),
+    [
+        ((64, 128), P(None, "data"), "on leaves that are sharded along another dimension than the first"),
+        ((68, 70), P("data"), "on leaves whose parts are not blocks of 128 elements"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_shardings_raise(shape, spec, message, kind):
     mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices("cpu")[:4])
     tx = jda.fused_adamw(**HYPER | BOTH)
-    params = {"w": jax.device_put(jnp.ones((64, 128)), NamedSharding(mesh, P("data")))}
-    with jax.set_mesh(mesh), pytest.raises(Exception, match="is not supported on sharded leaves"):
-        jax.jit(tx.step)(params, tx.init(params), params)
+    with jax.set_mesh(mesh):
+        params = {"w": jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec))}
+        state = tx.init(params)
+        with pytest.raises(Exception, match=message):
+            jax.jit(tx.step)(params, state, params)
 
 
 def test_vmap_and_derivatives_raise():

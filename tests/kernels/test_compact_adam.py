@@ -10,7 +10,7 @@ import pytest
 
 from jdistadam.core.moments import Block8
 from jdistadam.kernels import compact_adam as kernel
-from jdistadam.kernels import reference, rounding
+from jdistadam.kernels import reference, rounding, sharded_compact_adam
 from jdistadam.kernels.adam import Operands, Spec
 from jdistadam.kernels.compact_adam import CompactSpec, Rounding
 from support.bits import assert_same_bits, assert_trees_same_bits
@@ -18,7 +18,10 @@ from support.operands import BF16, F16, F32, random_array, random_rows, scalars
 from support.samples import often
 
 SIZES = (1, 3, 127, 128, 129, 511, 512, 4099, 65_536)  # around lanes, blocks, tiles
-adam = jax.jit(kernel.adam, static_argnums=0)
+PARTS = np.arange(len(SIZES), dtype=np.int32) * 5 % 7  # of 1, 128 and 65,536 elements and so on
+adam = jax.jit(sharded_compact_adam.adam, static_argnums=0)
+adam_of_parts = jax.jit(kernel.adam, static_argnums=0)
+by_reference = functools.partial(kernel.adam_reference, xp=np)
 
 
 def plain_array(rng, size, dtype, nonnegative=False):
@@ -74,9 +77,11 @@ def rounded(seed=2**40 + 5, count=6):
 
 
 def assert_equals_reference(spec, scalars, rounded, operands):
-    got = adam(spec, scalars, rounded, operands)
-    want = kernel.adam_reference(spec, scalars, rounded, operands, xp=np)
+    want = by_reference(spec, scalars, rounded, PARTS, operands)
+    got = adam_of_parts(spec, scalars, rounded, PARTS, operands)
     assert_trees_same_bits(got._asdict(), want._asdict())
+    whole = by_reference(spec, scalars, rounded, 0 * PARTS, operands)
+    assert_trees_same_bits(adam(spec, scalars, rounded, operands)._asdict(), whole._asdict())
 
 
 STORED = ["block8", F32, BF16, F16]
@@ -108,17 +113,18 @@ def test_philox_is_that_of_its_authors():
 
 
 @pytest.mark.parametrize("xp", [np, jnp], ids=["numpy", "jax"])
-def test_random_bits_of_a_part_are_those_of_the_whole(xp):
+def test_random_bits_of_parts_are_those_of_the_whole(xp):
     key = np.asarray([7, 11], np.uint32)
-    whole = rounding.random_bits(key, 3, 5, 0, (1000,), np)
-    for start in (0, 1, 2, 3, 4, 126, 500):
-        part = rounding.random_bits(key, 3, 5, start, (400,), xp)
-        for a, b in zip(part, whole, strict=True):
-            assert_same_bits(np.asarray(a), b[start : start + 400])
-    far = rounding.random_bits(key, 3, 5, 2**34 - 2, (4,), xp)  # over the end of 32 bits
-    near = rounding.random_bits(key, 3, 5, 2**34, (2,), xp)
-    assert_same_bits(np.asarray(far.nu)[2:], np.asarray(near.nu))
-    assert not np.array_equal(far.nu[2:], whole.nu[:2])
+    whole = rounding.random_bits(key, 3, 5, 0, (1001 * 7,), np)
+    for part in (0, 1, 5, 6):
+        got = rounding.random_bits(key, 3, 5, part, (7, 143), xp)
+        for a, b in zip(got, whole, strict=True):
+            assert_same_bits(np.asarray(a), b[part * 1001 : (part + 1) * 1001].reshape(7, 143))
+    # Where the index has more than 32 bits, and where a quarter of it, the counter, has.
+    for size, low, high in ((5, 2**30 + 2**28, 0), (20, 2**30, 1)):
+        far = rounding.random_bits(key, 3, 5, 2**30, (size,), xp)
+        words = rounding.philox(key, [np.full(1, x, np.uint32) for x in (low, high, 5, 3)], np)
+        assert [int(x[0]) >> 16 for x in words] == np.asarray(far.nu)[:4].tolist()
 
 
 @pytest.mark.parametrize("code", [rounding.MU, rounding.NU], ids=["mu", "nu"])
@@ -181,9 +187,9 @@ def test_rounding_at_random_has_no_bias(platform, dtype):
     param_dtype = F32 if dtype == "block8" else dtype
     zeros = tuple(moment(rng, n, dtype, code) for code in (rounding.MU, rounding.NU))
     start = [jax.tree.map(np.zeros_like, x) for x in zeros]
-    exact = kernel.adam_reference(
-        CompactSpec(Spec("step", (0,)), False, (4,)), scalars(random_rows()), rounded(),
-        Operands((grads,), (param.astype(F32),), (np.zeros(n, F32),), (np.zeros(n, F32),)), xp=np,
+    exact = by_reference(
+        CompactSpec(Spec("step", (0,)), False, (4,)), scalars(random_rows()), rounded(), [0],
+        Operands((grads,), (param.astype(F32),), (np.zeros(n, F32),), (np.zeros(n, F32),)),
     )  # fmt: skip
     operands = Operands((grads,), (param.astype(param_dtype),), *[(x,) for x in start])
     step = functools.partial(adam, spec, scalars(random_rows()))

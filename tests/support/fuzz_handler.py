@@ -199,7 +199,8 @@ def compact_calls(draw):
         return [((n,), kinds.get(name, jnp.float32)) for n in lengths]
 
     operands = [
-        ((2, NUMBERS), jnp.float32), ((), jnp.float32), ((), jnp.bool_), ((2,), jnp.uint32), ((), jnp.int32)
+        ((2, NUMBERS), jnp.float32), ((), jnp.float32), ((), jnp.bool_), ((2,), jnp.uint32), ((), jnp.int32),
+        ((count,), jnp.int32),
     ]  # fmt: skip
     scales = [f"{name}_scales" for name in ("mu", "nu") if kinds[name] == jnp.uint8]
     given = ["grads", "params", "mu", "nu", *(["out"] if mode == 3 else []), *scales]
@@ -218,7 +219,6 @@ def compact_calls(draw):
         groups=np.asarray([i % 2 for i in range(count)], np.int32), flat=np.int32(0b01100 * is_flat),
         sizes=np.asarray(sizes if is_flat else [], np.int64),
         offsets=np.asarray(offsets if is_flat else [], np.int64), random=np.bool_(draw(st.booleans())),
-        starts=np.asarray([BLOCK * i for i in range(count)], np.int64),
         ids=np.asarray(range(count), np.int32),
     )  # fmt: skip
     call = dict(operands=operands, results=results, aliases=aliases, attributes=attributes)
@@ -285,7 +285,7 @@ def change_number(draw, call):
 LISTS = collections.defaultdict(
     lambda: ["groups", "sizes", "offsets"],
     keep=["rows"],
-    compact=["groups", "sizes", "offsets", "starts", "ids"],
+    compact=["groups", "sizes", "offsets", "ids"],
     peer_sum=["devices", "sizes", "runs", "received"],
     peer_step=["devices", "sizes", "runs", "received", "offsets", "groups"],
 )
@@ -434,18 +434,17 @@ def check_adam(call):
 def check_compact(call):
     """As a step without, and of each leaf all blocks have a scale."""
     attributes, operands = call["attributes"], call["operands"]
-    check_adam(call | {"operands": operands[:3] + operands[5:]})
+    check_adam(call | {"operands": operands[:3] + operands[6:]})
     assert [x[0] for x in operands[3:5]] == [(2,), ()], call
     count, flat = len(attributes["groups"]), int(attributes["flat"])
-    assert len(attributes["starts"]) == len(attributes["ids"]) == count, call
-    arrays = iter(operands[5:])
+    assert len(attributes["ids"]) == count and operands[5][0] == (count,), call
+    arrays = iter(operands[6:])
     sizes, coded = list(attributes["sizes"]), []
     for kind in range(5 if attributes["mode"] == 3 else 4):
         taken = [next(arrays) for _ in range(1 if flat >> kind & 1 else count)]
         sizes = sizes or [math.prod(shape) for shape, _ in taken]
         coded += [kind] * (kind in (2, 3) and bool(taken) and taken[0][1] == jnp.uint8)
     for kind in coded:
-        assert all(start % BLOCK == 0 for start in attributes["starts"]), call
         if flat >> kind & 1:
             have = math.prod(next(arrays)[0])
             for start, size in zip(attributes["offsets"].tolist(), sizes, strict=True):

@@ -173,7 +173,7 @@ Contents RunAdam(const AdamCase& c, const Contents& before, bool on_device) {
 struct CompactCase {
   AdamCase adam;
   bool is_random;
-  uint64_t start;
+  int32_t part;
 };
 
 // A step with 8 bits or at random; beside the arrays of AdamCase each leaf has two of scales.
@@ -185,6 +185,12 @@ Contents RunCompact(const CompactCase& c, const Contents& before, bool on_device
   const Array found_inf(Bytes(scalars.found_inf), 0, on_device);
   const Array key(Bytes(uint64_t{0x123456789abcdef0}), 0, on_device);
   const Array count(Bytes(int32_t{77}), 0, on_device);
+  std::vector<char> numbers;
+  for (size_t i = 0; i < c.adam.sizes.size(); ++i) {
+    const auto number = Bytes(c.part);
+    numbers.insert(numbers.end(), number.begin(), number.end());
+  }
+  const Array parts(numbers, 0, on_device);
   const Dtypes& t = c.adam.dtypes;
   const Dtype dtypes[] = {t.grad, t.param, t.mu, t.nu, t.out, Dtype::kFloat32, Dtype::kFloat32};
   std::vector<std::unique_ptr<Array>> arrays;
@@ -204,6 +210,7 @@ Contents RunCompact(const CompactCase& c, const Contents& before, bool on_device
                    c.is_random,
                    reinterpret_cast<const uint32_t*>(key.data()),
                    reinterpret_cast<const int32_t*>(count.data()),
+                   reinterpret_cast<const int32_t*>(parts.data()),
                    {}};
   for (size_t i = 0; i < c.adam.sizes.size(); ++i) {
     const auto at = [&](size_t k) { return arrays[7 * i + k]->data(); };
@@ -215,7 +222,7 @@ Contents RunCompact(const CompactCase& c, const Contents& before, bool on_device
                     c.adam.sizes[i] + kPlanted,
                     int32_t(i % 2)};
     call.leaves.push_back({leaf, reinterpret_cast<float*>(at(5)), reinterpret_cast<float*>(at(6)),
-                           c.start, uint32_t(i)});
+                           uint32_t(i), uint32_t(i)});
   }
   if (on_device) {
 #ifdef JDISTADAM_DRIVER_CUDA
@@ -391,21 +398,21 @@ void RunAllCompact() {
       for (const bool found_inf : {false, true}) {
         for (const int contributions : {1, 3}) {
           for (Dtypes t : moments) {
-            const bool has_blocks = t.mu == E || t.nu == E;
-            const uint64_t start = has_blocks ? 128 * 5 : (uint64_t{1} << 34) + shift;
+            // Part 2^30 begins at a multiple of 2^30 elements: beyond 32 bits in most leaves.
+            const int32_t part = shift == 0 ? 0 : 1 << 30;
             for (const Mode mode :
                  {Mode::kStep, Mode::kStepAndCast, Mode::kUpdate, Mode::kStepSplit}) {
               if (mode == Mode::kStepSplit) t.param = B, t.out = U;
               run({{mode, shift == 1, found_inf, t, contributions, shift, kSizes},
                    is_random,
-                   start});
+                   part});
             }
           }
         }
       }
     }
   }
-  for (const size_t leaves : {39, 40, 41, 350, 351, 800}) {  // around the tables' capacities
+  for (const size_t leaves : {39, 40, 41, 380, 381, 800}) {  // around the tables' capacities
     std::vector<size_t> sizes;
     for (size_t i = 0; i < leaves; ++i) sizes.push_back(Random() % 300);
     run({{Mode::kStep, false, false, {B, B, E, E, B}, 1, 0, sizes}, true, 0});

@@ -1,0 +1,251 @@
+"""The step with rounding to 8 bits or at random, under plain ``jax.jit`` over several devices.
+
+A leaf may be cut along its first dimension, into parts of whole blocks; it is updated where its
+moments are. Other shardings, ``jax.vmap`` and derivatives raise.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdistadam.core import collectives, varying
+from jdistadam.core.moments import BLOCK, Block8, is_block8
+from jdistadam.errors import PolicyError
+from jdistadam.kernels import compact_adam, sharded_adam
+from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
+from jdistadam.kernels.compact_adam import CompactSpec, Rounding, codes_of
+
+
+def adam(
+    spec: CompactSpec,
+    scalars: Scalars,
+    rounded: Rounding,
+    operands: Operands,
+    out_like: Sequence[Any] = (),
+) -> Results:
+    """Takes one Adam step. params, mu and nu are updated in place where donated.
+
+    Args:
+      spec: The static side.
+      scalars: As for the kernel without rounding, without members.
+      rounded: What random bits depend on.
+      operands: The leaves; all of mu may be Block8, and all of nu.
+      out_like: Arrays that are donated, whose memory ``out`` may take; they are not read.
+
+    Raises:
+      PolicyError: Under ``jax.vmap``, when differentiated, or where a leaf is sharded otherwise.
+    """
+    scalars, rounded, operands = varying.vary_together((scalars, rounded, operands))
+    out_like = tuple(operands.out or out_like or operands.params)
+    placed = _beside_moments(operands)
+    args = (scalars, rounded, placed, out_like)
+    step = functools.partial(_sharded, spec)
+    call, results = jax.make_jaxpr(step, return_shape=True)(*args)
+    new = _compact_p.bind(*jax.tree.leaves(args), call=call)
+    models = Results(operands.params, operands.mu, operands.nu, out_like)
+    made: Results = jax.tree.unflatten(jax.tree.structure(results), new)
+    back = (_typed_like(*pair) for pair in zip(made, models, strict=True))
+    return Results(*back)
+
+
+def _sharded(
+    spec: CompactSpec,
+    scalars: Scalars,
+    rounded: Rounding,
+    operands: Operands,
+    out_like: Sequence[Any],
+) -> Results:
+    draws = tuple(map(sharded_adam.draw, codes_of(operands.mu)))
+    step = _partitioned(spec, _Kinds.of(operands))
+    parts = jnp.zeros(len(spec.ids), jnp.int32)  # where nothing is sharded
+    results: Results = step((out_like, draws, parts), scalars, rounded, operands)
+    return results
+
+
+def _beside_moments(operands: Operands) -> Operands:
+    """Brings all of each leaf to the sharding of its first moment, as far as types know it."""
+    codes = codes_of(operands.mu)
+    kinds = _Kinds.of(operands)
+    for typed in map(jax.typeof, codes):
+        if not typed.sharding.mesh.empty:
+            _check_parts(typed, kinds)
+
+    def beside(x: Any, code: Any) -> Any:
+        sharding = jax.typeof(code).sharding
+        if not is_block8(x):
+            return sharded_adam.typed_as(x, sharding)
+        first = sharding.update(spec=P(*sharding.spec[:1]))
+        return Block8(
+            sharded_adam.typed_as(x.codes, sharding), sharded_adam.typed_as(x.scales, first)
+        )
+
+    return Operands(*(tuple(map(beside, kind, codes)) for kind in operands))
+
+
+def _typed_like(made: Sequence[Any], models: Sequence[Any]) -> tuple[Any, ...]:
+    """Brings arrays to the sharding of ``models``, as far as types know it."""
+    pairs = list(zip(made, models, strict=False))
+    flat = [jax.tree.leaves(x) for x in pairs]
+    moved = [sharded_adam.typed_like(x[: len(x) // 2], x[len(x) // 2 :]) for x in flat]
+    return tuple(
+        Block8(*x) if is_block8(pair[0]) else x[0] for pair, x in zip(pairs, moved, strict=True)
+    )
+
+
+class _Kinds(NamedTuple):
+    """What the rule of a sharding depends on: the ranks of leaves, and which moments are coded."""
+
+    ranks: tuple[int, ...]
+    mu_is_coded: bool
+    nu_is_coded: bool
+
+    @classmethod
+    def of(cls, operands: Operands) -> _Kinds:
+        """Those of a call."""
+        ranks = tuple(x.ndim for x in operands.grads)
+        return cls(ranks, is_block8(operands.mu[0]), is_block8(operands.nu[0]))
+
+
+@functools.lru_cache(maxsize=256)
+def _partitioned(spec: CompactSpec, kinds: _Kinds) -> Any:
+    """The kernel with one more argument, of which only the shardings are read."""
+
+    @custom_partitioning
+    def step(placed: Any, scalars: Scalars, rounded: Rounding, operands: Operands) -> Results:
+        _, _, parts = placed
+        return compact_adam.adam(spec, scalars, rounded, parts, operands)
+
+    def partition(mesh: Mesh, arg_shapes: Any, result_shapes: Results) -> Any:
+        placed, scalars, rounded, operands = arg_shapes
+        codes = codes_of(operands.mu)
+        axes = [_first_axes(x) for x in codes]
+        for x in codes:
+            _check_parts(x, kinds)
+        places = [NamedSharding(mesh, P(names or None)) for names in axes]
+
+        def lower_fn(placed: Any, scalars: Scalars, rounded: Rounding, operands: Operands) -> Any:
+            _, _, parts = placed
+            if any(axes):
+                # On Explicit axes JAX would say how new arrays are sharded, which is too late here.
+                with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                    mine = [collectives.axis_index(x) if x else np.int32(0) for x in axes]
+                    parts = jnp.stack(mine)
+            return compact_adam.adam(spec, scalars, rounded, parts, operands)
+
+        def of_leaves(kind: Any) -> Any:
+            pairs = zip(kind, places, strict=False)
+            return tuple(jax.tree.map(lambda _, place=place: place, x) for x, place in pairs)
+
+        whole = NamedSharding(mesh, P())
+        arg_shardings = (
+            (*jax.tree.map(lambda x: x.sharding, placed[:2]), whole),
+            *jax.tree.map(lambda _: whole, (scalars, rounded)),
+            Operands(*map(of_leaves, operands)),
+        )
+        return mesh, lower_fn, Results(*map(of_leaves, result_shapes)), arg_shardings
+
+    step.def_partition(partition=partition, sharding_rule=_sharding_rule(spec.adam, kinds))
+    return step
+
+
+def _first_axes(x: Any) -> tuple[str, ...]:
+    """The mesh axes that cut a leaf's first dimension; raises if others are cut."""
+    if x.sharding.is_fully_replicated:
+        return ()
+    if isinstance(x.sharding, NamedSharding):
+        first, *others = sharded_adam.dim_axes(x.sharding, len(x.shape))
+        if not any(others):
+            return first
+    raise _not_supported(
+        "on leaves that are sharded along another dimension than the first",
+        f"shape {x.shape}, sharded as {getattr(x.sharding, 'spec', x.sharding)}",
+    )
+
+
+def _check_parts(x: Any, kinds: _Kinds) -> None:
+    """Raises unless a leaf is cut along its first dimension, and at the ends of blocks."""
+    names = _first_axes(x)
+    num_parts = math.prod(x.sharding.mesh.shape[name] for name in names)
+    if num_parts == 1:
+        return
+    unit = BLOCK if kinds.mu_is_coded or kinds.nu_is_coded else 1
+    size = math.prod(x.shape)
+    if x.shape[0] % num_parts or size // num_parts % unit:
+        raise _not_supported(
+            f"on leaves whose parts are not blocks of {BLOCK} elements",
+            f"shape {x.shape} in {num_parts} parts along its first dimension",
+        )
+
+
+def _sharding_rule(spec: Spec, kinds: _Kinds) -> SdyShardingRule:
+    """As that of sharded_adam.py: arrays share factors with the results that replace them alone."""
+
+    def leaves(kind: str, coded: bool = False) -> Any:
+        mapping: list[tuple[str, ...]] = []
+        for i, rank in enumerate(kinds.ranks):
+            mapping.append(tuple(f"{kind}{i}d{d}" for d in range(rank)))
+            mapping += [(f"{kind}{i}s",)] if coded else []
+        return tuple(mapping)
+
+    grads, params = leaves("g"), leaves("p")
+    mu, nu = leaves("m", kinds.mu_is_coded), leaves("n", kinds.nu_is_coded)
+    scalars: Any = (("r", "c"), (), (), ("k",), ())
+    out = params if spec.mode == "update" else leaves("o")
+    remainders = out if spec.mode == "step_split" else ()
+    new_params = () if spec.mode == "update" else params
+    new_out = () if spec.mode == "step" else out
+    return SdyShardingRule(
+        operand_mappings=out + grads + (("l",),) + scalars + grads + params + mu + nu + remainders,
+        result_mappings=new_params + mu + nu + new_out,
+        need_replication_factors=("l", "r", "c", "k"),
+    )
+
+
+_compact_p = Primitive("jdistadam_compact_step")
+_compact_p.multiple_results = True
+
+
+@_compact_p.def_impl
+def _step(*leaves: Any, call: Any) -> Any:
+    return jaxpr_as_fun(call)(*leaves)
+
+
+_compact_p.def_abstract_eval(lambda *leaves, call: call.out_avals)
+mlir.register_lowering(_compact_p, mlir.lower_fun(_step, multiple_results=True))
+
+
+def _not_supported(how: str, got: str) -> PolicyError:
+    return PolicyError(
+        "fused_adamw",
+        f'a step with "block8" moments or stochastic rounding is not supported {how}',
+        got=got,
+        expected="leaves that are replicated, or sharded along their first dimension in whole "
+        "blocks",
+        action="Use float32 or bfloat16 moments, rounded to nearest.",
+    )
+
+
+def _batched(leaves: Any, dims: Any, *, call: Any) -> Any:
+    del dims, call
+    raise _not_supported("under jax.vmap", f"vmap of a step with {len(leaves)} arrays")
+
+
+def _jvp(leaves: Any, tangents: Any, *, call: Any) -> Any:
+    del tangents, call
+    raise _not_supported("where it is differentiated", f"a step with {len(leaves)} arrays")
+
+
+batching.primitive_batchers[_compact_p] = _batched
+ad.primitive_jvps[_compact_p] = _jvp
