@@ -166,7 +166,7 @@ def _buffers(
             yield "gathered parameters", whole * jnp.dtype(bucket.dtype).itemsize
         return
     if entry.reduce[0].op == "all-to-all":
-        yield "received contributions", whole * sent
+        yield "received contributions", entry.reduce[0].elements * sent
     yield "reduced gradients", inner * reduced
     if entry.reduce[-1].op == "all-gather":  # of the parts of a sum in float32
         yield "reduced gradients", whole * reduced
