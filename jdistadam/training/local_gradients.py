@@ -119,8 +119,9 @@ class _Gradient:
         """How gradients of layers are summed in the loop that makes them; where they can be."""
         if not sums_in_loops(self.tx.config, self.accumulate_steps):
             return {}
-        # Weights are known after the backward pass; a report is of each device's own gradients.
-        if self.loss_fn.weighted or self.report_nonfinite:
+        # Weights are known after the backward pass. A report is of each device's own gradients, and
+        # so is what a chain changes.
+        if self.loss_fn.weighted or self.report_nonfinite or self.tx.changes_grads:
             return {}
         return sums_of_layers(self.tx.seen.schedule_of_whole(self.params))
 

@@ -7,6 +7,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jdistadam as jda
@@ -128,6 +129,16 @@ def test_layers_are_summed_in_the_loop_that_makes_their_gradients(strategy, kind
         in_loop = [c for c in found if c.op == "all-to-all" and c.times >= LAYERS]
         assert bool(in_loop) != reports
     assert_same_trees(*results, kind)
+
+
+def test_what_stands_before_an_optimizer_sees_whole_gradients_of_layers():
+    tx = make_tx(make_mesh(**FLAT), sharding_strategy="optim", stacked=is_stacked)
+    tx = jda.chain(optax.centralize(), tx)  # subtracts a mean over what may be cut
+    batch = jax.tree.map(lambda x: np.ones((16, *x.shape), np.float32), make_params())
+    batch = jax.tree.map(lambda x: x * np.cos(np.arange(x[0].size)).reshape(x[0].shape), batch)
+    loss = scanned_products(lambda layer: layer)
+    results = [train(tx, loss, [batch], report_nonfinite=each)[:-1] for each in (False, True)]
+    assert_same_trees(*results, "chain")
 
 
 def test_whole_params_are_not_cut_across_layers():
