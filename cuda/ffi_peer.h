@@ -2,13 +2,13 @@
 // PeerCall, and has the devices of the process meet around it.
 //
 // peer_sum
-//   operands  norm_scale f32[]; the whole gradients, one array per leaf; what was received.
+//   operands  norm_scale f32[]; the gradients, one array per leaf; what was received.
 //   results   the sums, f32, one array per leaf; sum_of_squares f32[], found_inf pred[], scratch
 //             u32[number of tiles, 2].
 // peer_step
 //   operands  norm_scale f32[], coefficients f32[groups, kNumCoefficients], inv_scale f32[],
-//             found_inf pred[]; the whole gradients (or the sums, with `summed`), one array per
-//             leaf; what was received; main, mu, nu, one flat array each.
+//             found_inf pred[]; the gradients (or the sums, with `summed`), one array per leaf;
+//             what was received; main, mu, nu, one flat array each.
 //   results   the whole new parameters, one array per leaf; main, mu, nu, aliased with their
 //   operands;
 //             without `summed` the three results of the norm, as above.
@@ -16,8 +16,9 @@
 // site        differs between the calls of a program.
 // limit_seconds   how long to wait for a device.
 // sizes, runs     of each leaf's shard (peer.h).
-// received        for each leaf 1 where this device has received its shard of the others'
-//             gradients: one array from each, the next lower place first. Else 0.
+// received        for each leaf 1 or 2 where this device has received its shard of the others'
+//             gradients: one array from each, the next lower place first. Else 0. With 2 its own
+//             gradient is this shard too, else the whole one.
 // groups, offsets, nesterov   as in ffi_adam.h.
 #pragma once
 
@@ -60,8 +61,8 @@ inline ffi::Error CheckPeerAttributes(const PeerAttributes& a) {
       (a.is_step && (a.offsets.size() != count || a.groups.size() != count)))
     return Invalid("sizes, runs, received, offsets and groups need one entry a leaf");
   for (const int32_t received : a.received) {
-    if (received != 0 && (received != 1 || a.summed))
-      return Invalid("received: must be 0 or 1, and 0 for sums");
+    if (received < 0 || received > 2 || (received != 0 && a.summed))
+      return Invalid("received: must be 0, 1 or 2, and 0 for sums");
   }
   int64_t end = 0;
   for (size_t i = 0; i < count; ++i) {
@@ -188,8 +189,10 @@ inline ffi::Error BuildPeerCall(const PeerAttributes& a, const ffi::RemainingArg
     leaf.first_tile = call->num_tiles;
     call->num_tiles += NumNormTiles(leaf.size);
     if (a.is_step) leaf.group = a.groups[i];
+    leaf.is_received = a.received[i] != 0;
+    leaf.is_shard = a.received[i] == 2;
     void* data;
-    const size_t size = leaf.size * (a.summed ? 1 : n);
+    const size_t size = leaf.size * (a.summed || leaf.is_shard ? 1 : n);
     JDISTADAM_RETURN_IF_ERROR(operands.Float("grads", size, i == 0, &call->dtypes.grad, &data));
     a.summed ? void(leaf.sum = static_cast<float*>(data)) : void(leaf.grad = data);
   }
@@ -198,7 +201,6 @@ inline ffi::Error BuildPeerCall(const PeerAttributes& a, const ffi::RemainingArg
   size_t num_grads = count;
   for (size_t i = 0; i < count; ++i) {
     PeerLeaf& leaf = call->leaves[i];
-    leaf.is_received = a.received[i] != 0;
     for (size_t k = 0; leaf.is_received && k + 1 < n; ++k, ++num_grads) {
       void* data;
       JDISTADAM_RETURN_IF_ERROR(

@@ -35,7 +35,7 @@ enum class PeerWork {
 
 // One leaf as one device sees it. Null where a call does not use it.
 struct PeerLeaf {
-  const void* grad;  // the whole gradient of this device
+  const void* grad;  // the gradient of this device
   float* sum;        // this device's shard of the sum, without gaps
   float* main;
   void* mu;
@@ -49,6 +49,7 @@ struct PeerLeaf {
   // Whether this shard of the others' gradients is in arrays of this device, and which:
   // ReceivedIndex says from whom.
   bool is_received;
+  bool is_shard;  // whether `grad` is this shard alone, too
   const void* received[kMaxPeers - 1];
 };
 

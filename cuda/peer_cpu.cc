@@ -39,7 +39,7 @@ void Sum(const PeerCall& call, const PeerArrays& arrays, const Threads& threads,
       PairwiseSum<kMaxPeers>(
           arrays.count,
           [&](int k, float* x) {
-            const bool is_shard = leaf.is_received && k != arrays.me;
+            const bool is_shard = k == arrays.me ? leaf.is_shard : leaf.is_received;
             *x = LoadOne(grads[k], call.dtypes.grad, is_shard ? i : at);
           },
           [](float a, float* b) { *b = a + *b; }, &total);

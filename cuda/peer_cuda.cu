@@ -38,7 +38,7 @@ struct DeviceLeaf {
   size_t size, run, first_tile;
   int32_t group;
   Dtype out_dtype;
-  bool is_received;
+  bool is_received, is_shard;
 };
 
 // How many such leaves fit the parameters of a kernel. One capacity for all: a launch with a small
@@ -96,7 +96,7 @@ struct Coordinates {
 template <int kPeers>
 __device__ __forceinline__ size_t GradIndex(const DeviceLeaf<kPeers>& leaf, int me, int k,
                                             const Coordinates& at) {
-  return leaf.is_received && k != me ? at.i : at.whole;
+  return (k == me ? leaf.is_shard : leaf.is_received) ? at.i : at.whole;
 }
 
 // The sum of one element over all devices, or what was summed before.
@@ -275,7 +275,8 @@ cudaError_t Launch(const PeerCall& call, const PeerArrays& arrays, cudaStream_t 
     const PeerLeaf& from = call.leaves[l];
     DeviceLeaf<kPeers> leaf{
         {},        {},       from.sum,        from.main,  from.mu,        from.nu,
-        from.size, from.run, from.first_tile, from.group, from.out_dtype, from.is_received};
+        from.size, from.run, from.first_tile, from.group, from.out_dtype, from.is_received,
+        from.is_shard};
     for (int k = 0; k < kPeers; ++k) {
       if constexpr (kWork != PeerWork::kStepOnSums) leaf.grad[k] = arrays.grads[l * kPeers + k];
       if constexpr (kWork != PeerWork::kSum) leaf.out[k] = arrays.outs[l * kPeers + k];

@@ -64,6 +64,7 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
             seen=last.seen,
             config=last.config,
             specs=distributed.state_specs(),
+            changes_grads=bool(before) or last.changes_grads,
         )
     chained = _Chain(tuple(before), last)
     return FusedTransformation(chained.init, chained.update, chained.step)

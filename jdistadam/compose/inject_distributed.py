@@ -36,6 +36,7 @@ def inject_distributed(
         seen=first.seen,
         config=first.config,
         specs=optax.InjectStatefulHyperparamsState(P(), P(), P(), first.state_specs()),
+        changes_grads=first.changes_grads,
     )
 
 

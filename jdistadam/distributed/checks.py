@@ -156,6 +156,10 @@ def check_grads(
     for i, _, shape in held if not config.parallel.gathers_once else ():
         if np.shape(given[i]) == shape:
             like[i] = given[i]
+    for bucket in layout.buckets:  # [Note: sums of layers]
+        if not bucket.is_packed and layout.leaves[bucket.leaf].is_stacked:
+            if np.shape(given[bucket.leaf]) == bucket.inner_shape:
+                like[bucket.leaf] = given[bucket.leaf]
     like = jax.tree.structure(whole).unflatten(like)  # type: ignore[attr-defined]
     trees.check_same_shapes(grads, like, name="grads", like_name=like_name)
     trees.check_dtypes(grads, name="grads", action="Cast the gradients.")

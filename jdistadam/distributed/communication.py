@@ -103,6 +103,11 @@ def choose_communication(
     return Communication("xla", reasons[0])
 
 
+def keeps_shards_alone(parallel: DataParallel) -> bool:
+    """Whether a device keeps only its own shard of what it has sent ahead: [Note: sent ahead]."""
+    return parallel.num_devices > 2
+
+
 def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator[str]:
     """What of the module's table does not hold."""
     if parallel.strategy != "optim":

@@ -123,8 +123,8 @@ def distributed_fused_adamw(
         ``lambda path: "layers" in path`` for ``params['layers']['w']``, that says whether its first
         dimension is the layers. What is sharded of these leaves is sharded within a layer. The
         model calls ``gather_params`` in its scan: under "optim_grads_params" ``train_step`` leaves
-        these leaves sharded, and their gradients are reduced layer by layer in the backward pass;
-        else layers are whole already, and gradients reduced with the others.
+        these leaves sharded; else layers are whole already. Their gradients are reduced layer by
+        layer in the backward pass, under "optim" where there is one micro-batch.
       param_labels: A tree of labels, a prefix of params or a function of them.
       groups: For every label a dict of what differs from the arguments above: ``lr_scale``
         (multiplies the learning rate), ``weight_decay``, ``b1``, ``b2``, or ``frozen=True``: no

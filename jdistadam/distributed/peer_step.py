@@ -11,6 +11,11 @@ Of N devices' gradients (N - 1) / N so are sent beside the backward pass, by the
 ``train_step`` asks XLA for them, and the kernel reads them from this device's own memory. It costs
 one copy of that part, since XLA sends whole arrays. A custom training loop may hand over gradients
 that were there before the program began: those are read by the kernel where they are.
+
+Among four or eight devices each copies its own shard, too, 1 / N of the gradients, so that those it
+has sent are freed before the kernel: compiled for eight H200s, a GPT of 1.3e9 parameters takes 2.7
+rather than 4.9 GB of temporary memory. Two devices would copy half to free half. At the rate of the
+copies above that takes 0.9 ms of the 1.2 ms that sending ahead saves there: they keep the whole.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from jdistadam.core import collectives
 from jdistadam.core.types import Grads
 from jdistadam.distributed import packing
 from jdistadam.distributed.accumulate import AccumulatedGrads, local_grads
-from jdistadam.distributed.communication import places
+from jdistadam.distributed.communication import keeps_shards_alone, places
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.norm import norm_of_squares
@@ -66,8 +71,8 @@ def step_over_peer_memory(
     is_early = sending_ahead.value and not isinstance(grads, AccumulatedGrads)
     is_sent = [is_early and x.reduce[0].op == "collective-permute" for x in schedule.buckets]
     flat, spec = FlatState(state.main_params, state.mu, state.nu), _spec(config, buckets, is_sent)
-    received = _receive(config, buckets, is_sent, local.buckets)
-    arrays, norm, found_inf = local.buckets, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
+    arrays, received = _send_ahead(config, spec, buckets, local.buckets)
+    norm, found_inf = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
     if config.takes_norm_first:
         arrays, squares, found = peer.sum_over_peers(spec, norm_scale, arrays, received)
         received = []
@@ -95,22 +100,34 @@ def step_over_peer_memory(
     return Updated(flat, new, norm, found_inf, is_skipped, local.is_empty)
 
 
-def _receive(
+def _send_ahead(
     config: DistributedConfig,
+    spec: peer.PeerSpec,
     buckets: Sequence[Bucket],
-    is_sent: Sequence[bool],
     grads: Sequence[jax.Array],
-) -> list[jax.Array]:
-    """This device's shard of the gradients of all others; those of the next lower place first."""
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Sends to the other devices their shards of gradients.
+
+    Returns:
+      What of its own gradients this device needs still; and its shard of those of all others, those
+      of the next lower place first.
+    """
     axes, n = config.parallel.data_axes, config.parallel.num_devices
-    me, received = collectives.axis_index(axes), list[jax.Array]()
-    for bucket, grad, sent in zip(buckets, grads, is_sent, strict=True):
-        for distance in range(1, n) if sent else ():
-            length = bucket.shard_shape[bucket.cut_dim]
-            start = (me + distance) % n * length
-            part = lax.dynamic_slice_in_dim(grad, start, length, bucket.cut_dim)
+    me, own, received = collectives.axis_index(axes), list(grads), list[jax.Array]()
+    for i, bucket in enumerate(buckets):
+        if not spec.received[i]:
+            continue
+        length, dim = bucket.shard_shape[bucket.cut_dim], bucket.cut_dim
+        parts = [
+            lax.dynamic_slice_in_dim(grads[i], (me + distance) % n * length, length, dim)
+            for distance in range(0 if spec.takes_shards else 1, n)
+        ]
+        if spec.takes_shards:
+            # All at once, so that the gradient can be freed before any of them is sent.
+            own[i], *parts = lax.optimization_barrier(parts)
+        for distance, part in enumerate(parts, start=1):
             received.append(collectives.send_around(part, axes, distance=distance, devices=n))
-    return received
+    return own, received
 
 
 def _spec(
@@ -125,6 +142,7 @@ def _spec(
         groups=tuple(bucket.group for bucket in buckets),
         nesterov=config.hyper.nesterov,
         received=tuple(is_sent),
+        takes_shards=keeps_shards_alone(config.parallel),
     )
 
 

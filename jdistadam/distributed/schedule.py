@@ -175,8 +175,11 @@ def make_schedule(
     entries = []
     for bucket in layout.buckets:
         paths = tuple(layout.leaves[i].path for i in bucket.leaves)
-        is_early = not bucket.is_packed and not layout.leaves[bucket.leaf].is_stacked
-        entry = maker.bucket_schedule(bucket, paths, layout.whole_size(bucket), is_early)
+        leaf = layout.leaves[bucket.leaves[0]]
+        stacked = leaf.shape[0] if leaf.is_stacked and not bucket.is_packed else 0
+        is_early = not bucket.is_packed and not stacked
+        whole_size = layout.whole_size(bucket)
+        entry = maker.bucket_schedule(bucket, paths, whole_size, is_early, stacked)
         if bucket.num_layers is not None:
             is_small = bucket.shard_size < _SMALL * layer_sizes[bucket.num_layers]
             again = tuple(dataclasses.replace(c, is_optional=is_small) for c in entry.gather)
@@ -196,11 +199,12 @@ class _PhaseMaker:
     is_one_batch: bool  # and no sum over several
 
     def bucket_schedule(
-        self, bucket: Bucket, paths: tuple[str, ...], whole_size: int, is_early: bool
+        self, bucket: Bucket, paths: tuple[str, ...], whole_size: int, is_early: bool, stacked: int
     ) -> BucketSchedule:
         """The phases of one bucket, by the strategy.
 
         ``is_early``: whether its gradient is one that the backward pass makes before its end.
+        ``stacked``: the number of layers of a stacked leaf; else 0.
         """
         parallel, policy = self.parallel, self.policy
         shard_axes, replica_axes = parallel.shard_axes, parallel.replica_axes
@@ -218,6 +222,10 @@ class _PhaseMaker:
         if bucket.num_layers is not None:
             times = num_layers * self.num_reductions
             reduce, gather = (_repeated(phase, "layer", times) for phase in (reduce, gather))
+        elif stacked and self.means == "xla" and (parallel.shards_grads or self.is_one_batch):
+            # [Note: sums of layers]
+            reduce = self._reduce_scatter(paths, whole_size // stacked, shard_axes, sent)
+            reduce = _repeated(reduce, "layer", stacked * self.num_reductions)
         elif parallel.shards_grads:
             reduce = _repeated(reduce, "micro-batch", self.num_reductions)
         elif self.means == "peer" and self.is_one_batch and is_early:

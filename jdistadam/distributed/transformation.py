@@ -58,6 +58,7 @@ class DistributedTransformation(FusedTransformation):
     # step with is_verified, and without the check for zero-size arguments: train_step needs none
     local_step: Callable[..., StepResult]
     norm: Callable[[Any, Any], jax.Array]
+    changes_grads: bool  # before it sums them: in a chain
 
     @classmethod
     def make(
@@ -68,6 +69,8 @@ class DistributedTransformation(FusedTransformation):
         seen: SeenParams,
         config: DistributedConfig,
         specs: Any,
+        *,
+        changes_grads: bool = False,
     ) -> DistributedTransformation:
         """Makes ``update`` and ``step`` of a local step, and joins what they were made from."""
 
@@ -89,7 +92,7 @@ class DistributedTransformation(FusedTransformation):
 
         self: Any = cls(init, update, step)
         self.local_step, self.norm, self.seen = local_step, norm, seen
-        self.config, self.specs = config, specs
+        self.config, self.specs, self.changes_grads = config, specs, changes_grads
         return self
 
     def state_specs(self, params: Params = None) -> Any:

@@ -38,6 +38,7 @@ class PeerSpec:
       groups: The row of the coefficients that it uses.
       nesterov: Whether to use Nesterov momentum.
       received: Whether the others have sent their gradients of this device's shard.
+      takes_shards: Whether of such leaves only this shard of the own gradient is given, too.
     """
 
     devices: tuple[int, ...]
@@ -47,9 +48,11 @@ class PeerSpec:
     groups: tuple[int, ...]
     nesterov: bool
     received: tuple[bool, ...]
+    takes_shards: bool = False
 
     def _where(self, *, summed: bool = False) -> dict[str, Any]:
-        received = [0] * len(self.sizes) if summed else self.received
+        given = 2 if self.takes_shards else 1
+        received = [0 if summed or not is_received else given for is_received in self.received]
         return {
             "devices": np.asarray(self.devices, np.int64),
             "site": np.int64(next(_SITES)),
@@ -73,7 +76,7 @@ def sum_over_peers(
     Args:
       spec: The leaves.
       norm_scale: What the sums are multiplied by before their norm is taken, shape (), float32.
-      grads: The whole gradients of this device, of one dtype.
+      grads: The gradients of this device, of one dtype: whole, or its shard (``takes_shards``).
       received: For each leaf that ``spec.received`` names, this device's shard of the gradients of
         the others, beginning with that of the next lower place; in the order of the leaves.
 
@@ -104,7 +107,7 @@ def step_over_peers(
     Args:
       spec: The leaves.
       scalars: How to step.
-      grads: The whole gradients of this device; with ``summed`` what ``sum_over_peers`` returned.
+      grads: As in ``sum_over_peers``; with ``summed`` what that returned.
       received: As in ``sum_over_peers``; empty with ``summed``.
       state: Main parameters, mu and nu: this device's flat arrays, updated in place.
       norm_scale: As in ``sum_over_peers``.

@@ -12,7 +12,7 @@ from jdistadam.core import trees
 from jdistadam.core.arguments import check_count
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.types import Params
-from jdistadam.distributed.communication import Communication
+from jdistadam.distributed.communication import Communication, keeps_shards_alone
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
@@ -158,13 +158,15 @@ def _buffers(
     if config.communication.is_peer:  # which packs nothing else
         if entry.reduce[0].op == "collective-permute":
             yield "received contributions", entry.reduce[0].result_elements * sent
+            if keeps_shards_alone(config.parallel):
+                yield "own contributions", inner * sent
         if config.takes_norm_first:
             yield "reduced gradients", inner * 4  # a norm is taken of them before the update
         if bucket.is_packed:
             yield "gathered parameters", whole * jnp.dtype(bucket.dtype).itemsize
         return
     if entry.reduce[0].op == "all-to-all":
-        yield "received contributions", whole * sent
+        yield "received contributions", entry.reduce[0].elements * sent
     yield "reduced gradients", inner * reduced
     if entry.reduce[-1].op == "all-gather":  # of the parts of a sum in float32
         yield "reduced gradients", whole * reduced

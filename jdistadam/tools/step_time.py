@@ -194,7 +194,7 @@ def _reductions(
 ) -> tuple[list[Collective], list[Collective]]:
     """What of them can run beside the backward pass, and what cannot."""
     bucket, both = entry.bucket, [*entry.reduce, *entry.reduce_outer]
-    if bucket.num_layers is not None:
+    if any(c.when == "layer" for c in entry.reduce):
         return list(entry.reduce), list(entry.reduce_outer)
     if bucket.is_packed or any(schedule.layout.leaves[i].is_stacked for i in bucket.leaves):
         return [], both

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.training.layer_sums import sums_in_loops
 
 # XLA's own limit of 30 MiB counts shards: it merges most models into one collective that begins
 # when the last gradient is ready. This is large enough for bandwidth and leaves work to overlap.
@@ -41,6 +42,15 @@ _PIPELINED = {
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
+# [Note: sums of layers] One by one, each begun as soon as its gradient is there. Merged, they would
+# be one at the end of the turn, which XLA moves into the next and begins and ends it there at once.
+_SUMMED_IN_LOOPS = {
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
+    "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF",
+    "xla_gpu_enable_pipelined_reduce_scatter": False,  # its name in jaxlib 0.10
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+}
 
 
 def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, Any]:
@@ -53,6 +63,8 @@ def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, A
     gathers_layers = config.parallel.shards_params and not config.parallel.gathers_once
     if gathers_layers and config.stacked:
         wanted |= _PIPELINED
+    if sums_in_loops(config, accumulate_steps):
+        wanted |= _SUMMED_IN_LOOPS
     # A loop over micro-batches begins when all parameters are there.
     is_hidden = config.parallel.gathers_once and accumulate_steps == 1
     merged, mesh = _MERGED | (_GATHERS_APART if is_hidden else {}), config.mesh

@@ -20,6 +20,7 @@ from jdistadam.distributed.accumulate import (
 from jdistadam.distributed.gather_params import weighting_layers
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import ShapeError
+from jdistadam.training.layer_sums import Sum, differentiated, sums_in_loops, sums_of_layers
 from jdistadam.training.loss_function import LossFunction, LossOutput, refuse_summed_loss
 from jdistadam.training.nonfinite import leaves_not_finite
 
@@ -54,7 +55,7 @@ def local_gradients(
     """
     if rng is not None:
         rng = jax.random.fold_in(rng, collectives.axis_index(tx.config.parallel.data_axes))
-    gradient = _Gradient(loss_fn, tx, params, rng, loss_scale, report_nonfinite)
+    gradient = _Gradient(loss_fn, tx, params, rng, loss_scale, report_nonfinite, accumulate_steps)
     if accumulate_steps == 1:
         return _of_one_batch(gradient, batch, model_state)
     batches = _split(batch, accumulate_steps)
@@ -80,6 +81,7 @@ class _Gradient:
     rng: Any
     loss_scale: Any
     report_nonfinite: bool
+    accumulate_steps: int
 
     def __call__(self, i: Any, batch: Any, model_state: Any) -> _MicroBatch:
         """Differentiates micro-batch ``i``."""
@@ -104,13 +106,24 @@ class _Gradient:
                 (_, out), grads = differentiate(self.params)
             out, is_weighted_in_gather = out._replace(weight=weight), layers.is_used
         else:
-            (_, out), grads = differentiate(self.params)
+            (_, out), grads = differentiated(differentiate, self.params, self._sums_of_layers)
         return _MicroBatch(
             out._replace(model_state=_like(model_state, out.model_state)),
             grads,
             leaves_not_finite(grads) if self.report_nonfinite else None,
             is_weighted_in_gather,
         )
+
+    @property
+    def _sums_of_layers(self) -> dict[int, Sum]:
+        """How gradients of layers are summed in the loop that makes them; where they can be."""
+        if not sums_in_loops(self.tx.config, self.accumulate_steps):
+            return {}
+        # Weights are known after the backward pass. A report is of each device's own gradients, and
+        # so is what a chain changes.
+        if self.loss_fn.weighted or self.report_nonfinite or self.tx.changes_grads:
+            return {}
+        return sums_of_layers(self.tx.seen.schedule_of_whole(self.params))
 
     @property
     def _has_layers(self) -> bool:

@@ -193,6 +193,15 @@ def test_temporary_memory_is_gradients_and_activations(h200s):
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * num_params * 1.5
 
 
+def test_gradients_that_were_sent_ahead_to_peers_are_freed(h200s):
+    """This device's shard of those of eight devices has the size of its gradients: two bytes."""
+    policy = dict(grad_reduce_dtype="float32")
+    kwargs = dict(policy=policy, communication="peer", max_grad_norm=None)
+    _, params, compiled = compile_step(h200s(8), jnp.bfloat16, jnp.bfloat16, **kwargs)
+    num_params = sum(x.size for x in jax.tree.leaves(params))
+    assert 2 < compiled.memory_analysis().temp_size_in_bytes / num_params < 3
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_kernel_takes_the_communication_dtype_also_on_one_device(h200s, n):
     """Over one device XLA drops the collective; the operand's dtype keeps the rounding alive."""

@@ -1,11 +1,13 @@
 """Models that scan over stacked layers, whose parameters are gathered one layer at a time."""
 
+import dataclasses
 import functools
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jdistadam as jda
@@ -100,6 +102,43 @@ def test_the_same_model_trains_under_every_strategy(strategy, kind):
         loss = scanned_products(functools.partial(jda.gather_params, tx=tx))
         results.append(train(tx, loss, batches, accumulate_steps=2)[:-1])
     assert_same_trees(*results, strategy)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+@often(lambda strategy, kind: (strategy, kind) in {("optim", "flat"), ("optim_grads", "twice")})
+def test_layers_are_summed_in_the_loop_that_makes_their_gradients(strategy, kind):
+    """To the bits of sums of the stack, which a report of each device's gradients needs."""
+    mesh, kwargs = KINDS[kind]
+    mesh, rng = make_mesh(**mesh), np.random.default_rng(2)
+    params = make_params()
+    batches = [
+        jax.tree.map(lambda x: rng.integers(-64, 65, (16, *x.shape)).astype(np.float32), params)
+        for _ in range(3)
+    ]
+    results = []
+    for reports in (False, True):
+        tx = make_tx(mesh, sharding_strategy=strategy, stacked=is_stacked, **kwargs)
+        loss = jax.jit(scanned_products(lambda layer: layer))
+        steps = dict(accumulate_steps=2 if strategy == "optim_grads" else 1)
+        results.append(train(tx, loss, batches, report_nonfinite=reports, **steps)[:-1])
+        step = jda.train_step(loss, tx, report_nonfinite=reports, **steps)
+        audit = jda.audit(step, jda.TrainState.create(params, tx), batches[0])
+        assert audit.passed, str(audit)
+        found = hlo.collectives_in(audit.program.as_text())
+        in_loop = [c for c in found if c.op == "all-to-all" and c.times >= LAYERS]
+        assert bool(in_loop) != reports
+    assert_same_trees(*results, kind)
+
+
+def test_what_stands_before_an_optimizer_sees_whole_gradients_of_layers():
+    tx = make_tx(make_mesh(**FLAT), sharding_strategy="optim", stacked=is_stacked)
+    tx = jda.chain(optax.centralize(), tx)  # subtracts a mean over what may be cut
+    batch = jax.tree.map(lambda x: np.ones((16, *x.shape), np.float32), make_params())
+    batch = jax.tree.map(lambda x: x * np.cos(np.arange(x[0].size)).reshape(x[0].shape), batch)
+    loss = scanned_products(lambda layer: layer)
+    results = [train(tx, loss, [batch], report_nonfinite=each)[:-1] for each in (False, True)]
+    assert_same_trees(*results, "chain")
 
 
 def test_whole_params_are_not_cut_across_layers():
@@ -233,8 +272,28 @@ def test_whole_layers_are_never_gathered_in_a_scan(h200s, strategy):
     assert audit.passed, str(audit)
     times = {"no_shard": 1, "optim": 1, "optim_grads": 2}[strategy]
     up = [c for c in jda.plan(case[1].params, case[0].tx, accumulate_steps=2).collectives if "up" in str(c.leaves)]  # fmt: skip
-    assert [c.times for c in up] == ([1] if strategy == "no_shard" else [times, 1])
+    if strategy == "optim_grads":  # layer by layer
+        assert up[0] == dataclasses.replace(
+            up[0], when="layer", times=LAYERS * times, elements=256 * 1024
+        )
+        up = up[1:]
+    else:
+        assert up[0].times == times
+    assert [c.times for c in up] == [1] * len(up)
     assert {c.elements for c in up} == {LAYERS * 256 * 1024}
+
+
+def test_sums_of_layers_run_beside_products(h200s):
+    """Under "optim": one for each leaf and layer, asynchronous, and the audit agrees."""
+    case = compile_for_h200s(h200s, jda.remat_policy, layers=8, strategy="optim")
+    audit = jda.audit(*case)
+    assert audit.passed, str(audit)
+    text = audit.program.as_text()
+    size = 4 * 1024 * 1024 // 8
+    sums = [c for c in hlo.collectives_in(text) if c.op == "reduce-scatter" and c.times == 8]
+    assert [c.arrays for c in sums] == [(("bf16", size),)] * 2 and all(c.is_async for c in sums)
+    (one, n), (other, last) = products_beside(text)
+    assert one == other == "reduce-scatter" and n > 0 == last  # the last gradient of a turn
 
 
 def test_gathering_once_costs_memory_and_is_found(h200s):

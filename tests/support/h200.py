@@ -41,7 +41,8 @@ def placed(mesh, tree, specs):
 
 def compile_step(mesh, param_dtype, comm, policy=None, *, accumulate_steps=1, rows=64, **kwargs):
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype=comm, **(policy or {}))
-    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, policy=policy, max_grad_norm=1.0, **kwargs)
+    kwargs = dict(max_grad_norm=1.0) | kwargs
+    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, policy=policy, **kwargs)
     params = params_of(param_dtype)
     state = jda.TrainState.shapes(params, tx)
     batch = placed(mesh, jax.ShapeDtypeStruct((rows, WIDTH), param_dtype), P("data"))

@@ -152,10 +152,13 @@ def test_layers_are_gathered_and_reduced_beside_others():
     np.testing.assert_allclose(time.exposed, 3 * one + 20 * MIB / 1e8, rtol=1e-12)
 
 
-def test_a_stacked_leaf_that_devices_hold_whole_is_reduced_at_the_end():
-    tree = shapes(*[(2, 64 * MIB)] * 4)  # two messages
-    time = predict(make(numbers(2), stacked=lambda path: True), tree, model=300.0)
-    np.testing.assert_allclose(time.exposed, 2 * 4 * 128 * MIB / 1e8, rtol=1e-12)
+def test_stacked_leaves_that_devices_hold_whole_are_reduced_layer_by_layer():
+    """Sums of micro-batches at the end; and all are gathered there."""
+    tree, whole = shapes(*[(2, 64 * MIB)] * 4), 4 * 128 * MIB / 1e8
+    tx = make(numbers(2), stacked=lambda path: True)
+    for micro, layers in ((1, 1), (2, 2)):
+        time = predict(tx, tree, model=300.0, accumulate_steps=micro)
+        np.testing.assert_allclose(time.exposed, whole * layers / 2 + whole, rtol=1e-12)
 
 
 @pytest.mark.parametrize("clips", [False, True])

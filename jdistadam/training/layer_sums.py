@@ -1,0 +1,131 @@
+"""Gradients of stacked layers, summed over devices inside of the loop that makes them.
+
+[Note: sums of layers] The backward pass of a scan over layers is a scan, and the gradients of all
+layers are there when it ends: a sum over devices of the whole stack has nothing to run beside. So
+the gradient of the loss is traced first, and the scan whose stacked result is such a gradient is
+run with the sum as the last thing in each turn, which then returns this device's part. Each element
+is summed as in the sum of the stack. XLA runs most sums beside what the turn has still to compute.
+(A custom derivative of a layer's parameters cannot do this: it must return a whole gradient.)
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jdistadam.core.types import Params
+from jdistadam.distributed import transport
+from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.schedule import BucketSchedule, Schedule
+
+Sum = Callable[[jax.Array], jax.Array]
+
+
+def sums_in_loops(config: DistributedConfig, accumulate_steps: int) -> bool:
+    """Whether gradients of stacked layers are summed in the loops that make them."""
+    parallel = config.parallel
+    is_over_xla = parallel.num_devices > 1 and not config.communication.is_peer
+    gathers_layers = parallel.shards_params and not parallel.gathers_once  # and sums them itself
+    if config.stacked is None or not is_over_xla or gathers_layers:
+        return False
+    # "optim" adds micro-batches before it sums.
+    return parallel.shards_grads or (parallel.strategy == "optim" and accumulate_steps == 1)
+
+
+def sums_of_layers(schedule: Schedule) -> dict[int, Sum]:
+    """Returns for each leaf that a step sums layer by layer how one layer's gradient is summed."""
+    sums = dict[int, Sum]()
+    for entry in schedule.buckets:
+        if any(c.when == "layer" for c in entry.reduce):
+            sums[entry.bucket.leaf] = _sum_of_layer(entry)
+    return sums
+
+
+def _sum_of_layer(entry: BucketSchedule) -> Sum:
+    return lambda x: transport.sum_gradients([entry.reduce], x, entry.bucket.cut_dim - 1)
+
+
+def differentiated(
+    differentiate: Callable[[Params], tuple[Any, Params]], params: Params, sums: Mapping[int, Sum]
+) -> tuple[Any, Params]:
+    """Returns ``differentiate(params)``, and sums layers where a scan stacks their gradients.
+
+    Args:
+      differentiate: Returns something and gradients of the params.
+      params: The params.
+      sums: By the index of the leaf how the gradient of one layer is summed.
+
+    Returns:
+      The same. A gradient that no scan returns stays as it is, so its shape says whether it is
+      summed.
+    """
+    traced, shapes = jax.make_jaxpr(differentiate, return_shape=True)(params)
+    shapes, treedef = jax.tree.flatten(shapes)
+    first = len(shapes) - len(jax.tree.leaves(params))
+    wanted = {first + leaf: total for leaf, total in sums.items()}
+    return jax.tree.unflatten(treedef, _evaluate(traced, jax.tree.leaves(params), wanted))
+
+
+def _evaluate(traced: Any, args: list[Any], sums: Mapping[int, Sum]) -> list[Any]:
+    """Evaluates a jaxpr, some of whose results are summed in the loops that make them."""
+    jaxpr = traced.jaxpr
+    used = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
+    uses = collections.Counter(v for v in used if not isinstance(v, core.Literal))
+    total = {v: sums[i] for i, v in enumerate(jaxpr.outvars) if i in sums and uses[v] == 1}
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*traced.consts, *args], strict=True))
+    for eqn in jaxpr.eqns:
+        values = [v.val if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
+        wanted = {k: total[v] for k, v in enumerate(eqn.outvars) if v in total}
+        name = eqn.primitive.name
+        if wanted and name == "scan":
+            results = _scan(eqn, values, wanted)
+        elif wanted and name in ("jit", "pjit"):
+            results = _evaluate(eqn.params["jaxpr"], values, wanted)
+        else:
+            results = _evaluate_one(jaxpr, eqn, values)
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [v.val if isinstance(v, core.Literal) else known[v] for v in jaxpr.outvars]
+
+
+def _evaluate_one(jaxpr: Any, eqn: Any, values: list[Any]) -> list[Any]:
+    """Evaluates one equation as JAX does, with its context and its name."""
+    arguments = {
+        v: x for v, x in zip(eqn.invars, values, strict=True) if not isinstance(v, core.Literal)
+    }
+    one = jaxpr.replace(constvars=[], invars=list(arguments), outvars=list(eqn.outvars), eqns=[eqn])
+    return jax.core.eval_jaxpr(one, [], *arguments.values())
+
+
+def _scan(eqn: Any, values: list[Any], sums: Mapping[int, Sum]) -> list[Any]:
+    """Runs a scan which sums what it stacks, by the number of the result.
+
+    What is scanned over and what is stacked have one dimension more outside than inside.
+    """
+    body, length = eqn.params["jaxpr"], eqn.params["length"]
+    run = core.jaxpr_as_fun(body)
+    num_carried = sum(
+        v.aval.ndim == inner.ndim for v, inner in zip(eqn.outvars, body.out_avals, strict=True)
+    )
+    num_fixed = sum(v.aval.ndim == x.ndim for v, x in zip(eqn.invars, body.in_avals, strict=True))
+    constants, carried = values[: num_fixed - num_carried], values[num_fixed - num_carried :]
+    carried, scanned = carried[:num_carried], carried[num_carried:]
+
+    def turn(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = run(*constants, *carry, *xs)
+        results = [sums[k](x) if k in sums else x for k, x in enumerate(results)]
+        return results[:num_carried], results[num_carried:]
+
+    with jax.named_scope(str(eqn.source_info.name_stack)):
+        carried, stacked = jax.lax.scan(
+            turn,
+            carried,
+            scanned,
+            length=length,
+            reverse=eqn.params["reverse"],
+            unroll=eqn.params["unroll"],
+        )
+    return [*carried, *stacked]
