@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdistadam.checkpoint import storage
+from jdistadam.checkpoint.array_files import orbax
 from jdistadam.checkpoint.contents import contents_of
 from jdistadam.checkpoint.lock import FolderLock
 from jdistadam.core.arguments import check_count
@@ -60,7 +61,7 @@ class Checkpointer:
         for name, value in (("every", every), ("keep", keep)):
             if value is not None:
                 check_count(name, value)
-        storage.orbax()
+        orbax()
         self.folder = storage.local_folder(folder)
         self.every, self._tx = every, tx
         self._lock = _locked(self.folder)
