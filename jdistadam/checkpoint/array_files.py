@@ -84,7 +84,8 @@ def array_handler() -> Any:
 
         async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
             """Writes the arrays in batches; if it waits, one is made while another is written."""
-            self.sums, futures = {}, []
+            self.sums = {}
+            futures: list[Any] = []
             where = {_key(value): i for i, value in enumerate(values)}
             try:
                 for batch in _batches(values):

@@ -13,6 +13,7 @@ import functools
 import logging
 import math
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,20 @@ def save(checkpoints: Any, step: int, contents: Contents) -> None:
         is_saved = checkpoints.save(step, args=args, force=True)
     if not is_saved:
         raise OSError(f"orbax did not save step {step}")
+
+
+def wait(checkpoints: Any) -> None:
+    """Waits until a CheckpointManager has written all; raises what failed."""
+    with _quiet():  # what failed is told by this alone; check_for_errors has lost it by then
+        checkpoints.wait_until_finished()
+        checkpoints.check_for_errors()
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Deletes what a save of this process left, unless others may be writing into it."""
+    if jax.process_count() == 1:
+        for path in folder.glob("*.orbax-checkpoint-tmp"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 class Reader:
