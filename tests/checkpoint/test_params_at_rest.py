@@ -40,7 +40,6 @@ def make_tx(cpu_mesh, n, **kwargs):
         in {
             ("shard of 8", "full of 4", "bfloat16"),
             ("full of 4", "shard of 2", "float32"),
-            ("shard of 2", "shard of 8", "bfloat16"),
         }
     )
 )

@@ -106,7 +106,7 @@ def assert_same_state(got, tx, want):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Saves a state of an optimizer once: the folder, and what is in it."""
+    """Saves a state of an optimizer once: the folder, what is in it, and its params."""
     made = {}
 
     def of(name):
@@ -115,7 +115,11 @@ def saved(tmp_path_factory):
             state, _ = trained(tx)
             folder = tmp_path_factory.mktemp("checkpoint")
             assert jda.save(folder, state, tx) == 2
-            made[name] = folder, jda.to_optax_state(state, tx)
+            made[name] = (
+                folder,
+                jda.to_optax_state(state, tx),
+                jax.tree.map(np.asarray, state.params),
+            )
         return made[name]
 
     return of
@@ -125,7 +129,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize("source", OPTIMIZERS)
 @often(lambda source, target: (source, target) in OFTEN)
 def test_restored_under_another_mesh_strategy_and_policy(saved, source, target):
-    folder, exported = saved(source)
+    folder, exported, _ = saved(source)
     tx = OPTIMIZERS[target]()
     state = jda.restore(folder, shapes_of(tx), tx)
     assert_same_state(state, tx, exported)
@@ -283,24 +287,21 @@ def test_states_of_optax_are_placed_like_the_template(tmp_path):
         assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
 
 
-def test_params_alone(tmp_path):
-    tx = scaled(sharding_strategy="optim_grads_params")
-    state, _ = trained(tx)
-    jda.save(tmp_path, state, tx, step=17)
-    want = jax.tree.map(np.asarray, state.params)
-    assert_trees_same_bits(jda.restore_params(tmp_path), want)
+def test_params_alone(saved):
+    folder, _, want = saved("remainders, 4, params sharded")
+    assert_trees_same_bits(jda.restore_params(folder), want)
     sharding = jax.NamedSharding(mesh(2), P("data"))
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), state.params)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), want)
     like["a"] = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=sharding)
-    got = jda.restore_params(tmp_path, like, step=17)
+    got = jda.restore_params(folder, like, step=2)
     assert got["a"].sharding.is_equivalent_to(sharding, 2) and got["a"].dtype == jnp.float32
-    assert_trees_same_bits(jax.tree.map(lambda x: np.asarray(x.astype(BF16)), got), state.params)
+    assert_trees_same_bits(jax.tree.map(lambda x: np.asarray(x.astype(BF16)), got), want)
 
 
 def test_a_new_head_and_other_frozen_leaves(tmp_path):
     """What the file lacks stays as it is; what is trained anew begins with moments of zero."""
     groups = {"x": {"frozen": True}, "y": {}}
-    old = scaled(param_labels=LABELS, groups=groups)
+    old = scaled(2, param_labels=LABELS, groups=groups)
     state, _ = trained(old)
     jda.save(tmp_path, state, old)
     tx = scaled(2)
