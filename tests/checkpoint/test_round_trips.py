@@ -176,6 +176,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path, name):
 
 
 @pytest.mark.parametrize("in_background", [True, False])
+@often(lambda in_background: not in_background)  # in the background batches do not wait
 def test_arrays_in_many_batches(tmp_path, monkeypatch, in_background):
     """Each group of arrays is written, and each bucket read, by itself."""
     monkeypatch.setattr(array_files, "BATCH_BYTES", 1)
