@@ -4,7 +4,8 @@
 
 A state with float32 main parameters, mu and nu on virtual CPU devices. By hand means
 ``to_optax_state`` and ``numpy.savez``, and back by ``numpy.load`` and ``from_optax_state``: all in
-one process, on one host. Each is done several times in the same process; the first compiles.
+one process, on one host. Each is done several times in the same process; the first compiles. What
+the folder takes and gives by itself is measured before.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent import futures
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -35,7 +37,11 @@ def parse_args():
     add("--strategy", default="optim")
     add("--revision", help="revision of the code to record; default: git's")
     add("--out", type=pathlib.Path, required=True)
-    add("--part", choices=("checkpoint", "by hand"), help="run one part and print it as JSON")
+    add(
+        "--part",
+        choices=("disk", "by hand", "checkpoint"),
+        help="run one part and print it as JSON",
+    )
     return parser.parse_args()
 
 
@@ -182,13 +188,49 @@ def by_hand(jda, np, folder, state, tx, args, measured):
     measured("restore", back, args.repeats)
 
 
+def disk(args):
+    """What the folder takes and gives by itself: files by two threads, to the disk and back."""
+    import numpy as np
+
+    folder = pathlib.Path(tempfile.mkdtemp(dir=args.folder, prefix="bench_checkpoint_"))
+    data = memoryview(np.random.default_rng(0).bytes(64 << 20))
+    paths = [folder / f"{i}" for i in range(16)]
+
+    def write(path):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT)
+        os.write(file, data)
+        os.fsync(file)
+        os.close(file)
+
+    def read(path):
+        with open(path, "rb", buffering=0) as file:
+            file.readinto(bytearray(len(data)))
+
+    results = {"bytes": len(data) * len(paths)}
+    with futures.ThreadPoolExecutor(2) as pool:
+        for name, function in (("write_seconds", write), ("read_seconds", read)):
+            results[name] = []
+            for _ in range(args.repeats):
+                if function is write:
+                    shutil.rmtree(folder)
+                    folder.mkdir()
+                start = time.perf_counter()
+                list(pool.map(function, paths))
+                results[name].append(round(time.perf_counter() - start, 3))
+    shutil.rmtree(folder)
+    print(json.dumps(results))
+
+
 def main():
     args = parse_args()
+    if args.part == "disk":
+        disk(args)
+        return
     if args.part:
         run_part(args)
         return
     results = {}
-    for part in ("by hand", "checkpoint"):  # each in a process of its own, for its memory
+    for part in ("disk", "by hand", "checkpoint"):  # each in a process of its own, for its memory
         command = [sys.executable, *sys.argv, "--part", part]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ)
         if done.returncode:

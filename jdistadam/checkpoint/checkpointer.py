@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdistadam.checkpoint import storage
+from jdistadam.checkpoint.array_files import orbax
 from jdistadam.checkpoint.contents import contents_of
 from jdistadam.checkpoint.lock import FolderLock
 from jdistadam.core.arguments import check_count
@@ -60,7 +61,7 @@ class Checkpointer:
         for name, value in (("every", every), ("keep", keep)):
             if value is not None:
                 check_count(name, value)
-        storage.orbax()
+        orbax()
         self.folder = storage.local_folder(folder)
         self.every, self._tx = every, tx
         self._lock = _locked(self.folder)
@@ -126,16 +127,15 @@ class Checkpointer:
         """Raises CheckpointError if a save in the background has failed; does not wait for it."""
         if self._manager.is_saving_in_progress():
             return
-        try:  # What failed is told by this alone; check_for_errors has lost it by then.
-            self._manager.wait_until_finished()
+        try:
+            storage.wait(self._manager)
         except Exception as error:
             raise self._failed(error) from error
 
     def wait(self) -> None:
         """Waits until all is written; raises CheckpointError if that failed."""
         try:
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
+            storage.wait(self._manager)
         except Exception as error:
             raise self._failed(error) from error
 
@@ -171,11 +171,14 @@ class Checkpointer:
             self._lock.release()
 
     def _failed(self, error: Exception) -> CheckpointError:
+        storage.remove_unfinished(self.folder)  # of a full disk it may be what fills it
         text = (str(error).strip().splitlines() or [""])[0]
+        if len(text) > 300:  # files first; what the system says about them stands at the end
+            text = f"{text[:100]} … {text[-200:]}"
         return CheckpointError(
             str(self.folder),
             "a checkpoint could not be written; the ones before it are whole",
-            got=f"{type(error).__name__}: {text[:300]}",
+            got=f"{type(error).__name__}: {text}",
             expected="a folder that can be written",
             action="See to the folder and its disk, and save again.",
         )

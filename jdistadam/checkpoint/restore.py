@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Sharding
 
 from jdistadam.checkpoint import header, parts, storage
+from jdistadam.checkpoint.array_files import orbax
 from jdistadam.checkpoint.restored import Restored
 from jdistadam.checkpoint.restored_flat import RestoredFlat
 from jdistadam.checkpoint.wanted import Wanted
@@ -140,7 +141,7 @@ def _sharding_of(x: Any) -> Sharding:
 
 def _reader(folder: str | os.PathLike[str], step: int | None) -> storage.Reader:
     """Finds a checkpoint, and reads its header."""
-    storage.orbax()
+    orbax()
     found = checkpoint_steps(folder)
     path = storage.local_folder(folder)
     if not found or (step is not None and step not in found):

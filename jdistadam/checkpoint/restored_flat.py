@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.checkpoint import flat_arrays, parts
+from jdistadam.checkpoint import array_files, flat_arrays, parts
 from jdistadam.checkpoint.contents import is_function_of_params
 from jdistadam.checkpoint.restored import Restored
-from jdistadam.checkpoint.storage import BATCH_BYTES, Reader
+from jdistadam.checkpoint.storage import Reader
 from jdistadam.checkpoint.wanted import Wanted
 from jdistadam.core import collectives, trees
 from jdistadam.core.loss_scale import LossScaleState, continued_loss_scale
@@ -87,7 +87,7 @@ class RestoredFlat(Restored):
         filled = 0
         for bucket in layout.buckets:
             nbytes = self._bytes(bucket)
-            if batch and filled + nbytes > BATCH_BYTES:
+            if batch and filled + nbytes > array_files.BATCH_BYTES:
                 self._read_buckets(batch, flats, int(count))
                 batch, filled = [], 0
             batch.append(bucket)
@@ -184,11 +184,12 @@ class RestoredFlat(Restored):
             (norm,) = self.reader.read([("grad_norm", everywhere)])
         scalars = norm, scaling, config.identity(self._layout)
         norm, scaling, identity = jax.device_put(copy_to(scalars, everywhere), everywhere)
+        # On Explicit axes shardings come back spelled in another way: device_put copies nothing.
+        place = NamedSharding(config.mesh, config.parallel.state_spec)
+        placed = jax.device_put(vars(flats), place)
         return self.adam._replace(
             count=count,
-            main_params=flats.main_params,
-            mu=flats.mu,
-            nu=flats.nu,
+            **placed,
             grad_norm=norm,
             layout_identity=identity,
             scaling=scaling,

@@ -1,4 +1,4 @@
-"""The files of one checkpoint, which orbax writes and reads; orbax is imported here alone.
+"""The files of one checkpoint, which orbax writes and reads.
 
 orbax does what is hard about files: arrays of which each process writes its shards, a folder that
 gets its name when all is in it, writing in the background, and deleting old steps. Beside that this
@@ -8,14 +8,12 @@ compares a checksum of each: orbax loads changed bits, casts and pads without a 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import copy
 import functools
-import importlib
 import logging
 import math
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,35 +22,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from jdistadam.checkpoint import header
+from jdistadam.checkpoint import array_files, header
+from jdistadam.checkpoint.array_files import FILE_BYTES, Lazy, array_handler, orbax
 from jdistadam.checkpoint.checksum import PartialSums, totals
-from jdistadam.checkpoint.contents import Contents, Entry, Group
+from jdistadam.checkpoint.contents import Contents, Entry
 from jdistadam.errors import CheckpointError
 
 ITEM = "state"
 """Name of the folder with the arrays, in that of a step."""
-
-BATCH_BYTES = 32 << 20
-"""Arrays are made, written and read so many bytes of a device at once, or one if it is larger."""
-
-
-def orbax() -> Any:
-    """Returns the module ``orbax.checkpoint``.
-
-    Raises:
-      CheckpointError: It is not installed.
-    """
-    try:
-        ocp = importlib.import_module("orbax.checkpoint")
-    except ImportError as error:
-        raise CheckpointError(
-            "orbax-checkpoint",
-            "needed for checkpoints, and cannot be imported",
-            got=f"{type(error).__name__}: {error}",
-            expected="orbax-checkpoint >= 0.11",
-            action='Run pip install "jdistadam[checkpoint]".',
-        ) from error
-    return ocp
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
@@ -73,68 +50,7 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(text))
 
 
-class Lazy:
-    """Stands for an array of a group, which is not made yet."""
-
-    def __init__(self, entry: Entry, group: Group, index: int) -> None:
-        """Takes what it is, and its place in its group."""
-        self.shape, self.dtype, self.size = entry.shape, entry.dtype, math.prod(entry.shape)
-        self.group, self.index = group, index
-
-
 # orbax is imported on use, and its classes are needed to define these.
-
-
-@functools.cache
-def _array_handler() -> Any:
-    """The class that makes arrays as orbax writes them, and reads them."""
-    ocp: Any = orbax()
-
-    class ArrayHandler(ocp.type_handlers.ArrayHandler):
-        """Makes arrays as it writes them; when it returns, what it wrote is on the host."""
-
-        def __init__(self, waits: bool = True) -> None:
-            # One file for all shardings, and one for all metadata, do not go with batches.
-            super().__init__(enable_write_sharding_file=False, array_metadata_store=None)
-            self._waits = waits
-            self.sums: dict[str, PartialSums] = {}
-
-        async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
-            """Writes the arrays in batches; if it waits, one after the other."""
-            self.sums, futures = {}, []
-            for batch in _batches(values):
-                arrays = [x for group in batch for x in _made(group)]
-                entries = [entry for group in batch for entry in group.entries]
-                where = {_key(v): i for i, v in enumerate(values)}
-                places = [where[id(g), k] for g in batch for k in range(len(g.entries))]
-                self.sums |= {e.name: PartialSums(x) for e, x in zip(entries, arrays, strict=True)}
-                written = await super().serialize(
-                    arrays, _with_own_limit(infos, places), [args[i] for i in places]
-                )
-                del arrays
-                for entry in entries:  # the sums hold the arrays until they are there
-                    self.sums[entry.name].value()
-                if not self._waits:
-                    futures += written
-                    continue
-                for future in written:
-                    future.result()
-                del written  # which holds the copies on the host
-            return futures
-
-        async def deserialize(self, infos: Any, args: Any = None) -> Any:
-            """Reads arrays; where one cannot be read, raises when the others are done."""
-            before = asyncio.all_tasks()
-            try:
-                return await super().deserialize(infos, args)
-            except Exception:
-                # orbax raises at the first error. A read that is left half done would print a page
-                # when it is deleted, or when it finds its event loop closed.
-                left = asyncio.all_tasks() - before
-                await asyncio.gather(*left, return_exceptions=True)
-                raise
-
-    return ArrayHandler
 
 
 @functools.cache
@@ -146,7 +62,7 @@ def _handler() -> Any:
         """Writes the arrays of a state, and a header beside them."""
 
         def __init__(self, waits: bool = True) -> None:
-            self._arrays = _array_handler()(waits)
+            self._arrays = array_handler()(waits)
             super().__init__(
                 use_zarr3=True,
                 use_compression=False,
@@ -189,7 +105,8 @@ def _save() -> Any:
                     for group in contents.groups
                     for i, entry in enumerate(group.entries)
                     if math.prod(entry.shape)
-                }
+                },
+                ocdbt_target_data_file_size=FILE_BYTES,
             )
             self.contents = contents
 
@@ -238,6 +155,20 @@ def save(checkpoints: Any, step: int, contents: Contents) -> None:
         raise OSError(f"orbax did not save step {step}")
 
 
+def wait(checkpoints: Any) -> None:
+    """Waits until a CheckpointManager has written all; raises what failed."""
+    with _quiet():  # what failed is told by this alone; check_for_errors has lost it by then
+        checkpoints.wait_until_finished()
+        checkpoints.check_for_errors()
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Deletes what a save of this process left, unless others may be writing into it."""
+    if jax.process_count() == 1:
+        for path in folder.glob("*.orbax-checkpoint-tmp"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 class Reader:
     """Reads arrays of one checkpoint, a few at a time."""
 
@@ -273,7 +204,7 @@ class Reader:
             entry = self.head.entries[name]
             part = sharding.shard_shape(entry.shape)
             nbytes = math.prod(part) * jnp.dtype(entry.dtype).itemsize
-            if batch and filled + nbytes > BATCH_BYTES:
+            if batch and filled + nbytes > array_files.BATCH_BYTES:
                 found += self.read(batch)
                 batch, filled = [], 0
             batch.append((name, sharding))
@@ -302,7 +233,7 @@ class Reader:
                 sharding=sharding, global_shape=entry.shape, dtype=entry.dtype
             )
         args = ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
-        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _array_handler()()))
+        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, array_handler()()))
         handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, type_handler_registry=registry)
         with _quiet(), ocp.Checkpointer(handler) as reader:
             found = reader.restore(self._folder, args=args)
@@ -327,46 +258,6 @@ class Reader:
 def escaped(name: str) -> str:
     """Returns a name that orbax can use as a part of a path."""
     return name.replace("%", "%25").replace("/", "%2F")
-
-
-def _batches(values: Sequence[Lazy]) -> Iterator[list[Group]]:
-    """The groups of arrays, as many at once as fit in a batch."""
-    batch: list[Group] = []
-    seen: set[int] = set()
-    filled = 0
-    for value in values:
-        group = value.group
-        if id(group) in seen:
-            continue
-        seen.add(id(group))
-        if batch and filled + group.nbytes > BATCH_BYTES:
-            yield batch
-            batch, filled = [], 0
-        batch.append(group)
-        filled += group.nbytes
-    if batch:
-        yield batch
-
-
-def _with_own_limit(infos: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """What orbax knows of some arrays, with a limit of bytes that no other batch shares.
-
-    It has a lock of asyncio, and orbax writes each batch in an event loop of its own.
-    """
-    found = [copy.copy(infos[i]) for i in places]
-    shared = found[0].byte_limiter
-    own = type(shared)(shared.max_bytes) if hasattr(shared, "max_bytes") else shared
-    for info in found:
-        info.byte_limiter = own
-    return found
-
-
-def _made(group: Group) -> list[jax.Array]:
-    return list(group.make())
-
-
-def _key(value: Lazy) -> tuple[int, int]:
-    return id(value.group), value.index
 
 
 def _empty(entry: Entry, sharding: Sharding) -> jax.Array:

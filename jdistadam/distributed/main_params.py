@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import collectives, varying
@@ -15,7 +17,8 @@ from jdistadam.core.main_params import MainParams
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.layout import Bucket, Layout
+from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import find_state, map_state
 
@@ -94,14 +97,16 @@ def paths_that_differ(
     main = find_state(opt_state).main_params
     if main is None or config.policy.main_params is MainParams.REMAINDER16:
         return []
-    compare = compat.shard_map(
-        lambda params, main: _differ_local(config, layout, params, main),
-        mesh=config.mesh,
-        in_specs=(specs, config.parallel.state_spec),
-        out_specs=jax.sharding.PartitionSpec(),
+    leaves = jax.tree.leaves(params)
+    is_spec = lambda x: isinstance(x, P)  # noqa: E731
+    buckets = tuple(bucket for bucket in layout.buckets if bucket.has_main)
+    compare = _comparison(
+        config.parallel,
+        config.policy.param_comm_dtype,
+        buckets,
+        tuple(jax.tree.leaves(specs, is_leaf=is_spec)),
     )
-    differ = np.asarray(jax.jit(compare)(params, main))
-    buckets = [bucket for bucket in layout.buckets if bucket.has_main]
+    differ = np.asarray(compare(leaves, main))
     return [
         layout.leaves[i].path
         for bucket, found in zip(buckets, differ.tolist(), strict=True)
@@ -110,20 +115,33 @@ def paths_that_differ(
     ]
 
 
+@functools.lru_cache(maxsize=64)
+def _comparison(
+    parallel: DataParallel, sent: Any, buckets: tuple[Bucket, ...], specs: tuple[P, ...]
+) -> Any:
+    """The program of ``paths_that_differ``, which is compiled once for a layout."""
+    compare = compat.shard_map(
+        functools.partial(_differ_local, parallel, sent, buckets),
+        mesh=parallel.mesh,
+        in_specs=(list(specs), parallel.state_spec),
+        out_specs=P(),
+    )
+    return jax.jit(compare)
+
+
 def _differ_local(
-    config: DistributedConfig, layout: Layout, params: Params, main: Any
+    parallel: DataParallel, sent: Any, buckets: Sequence[Bucket], leaves: Sequence[Any], main: Any
 ) -> jax.Array:
     """For each bucket with main parameters, whether any device's shard of the params differs."""
-    leaves = jax.tree.leaves(params)
     found = []
-    for bucket in (bucket for bucket in layout.buckets if bucket.has_main):
+    for bucket in buckets:
         kept = main[bucket.offset : bucket.offset + bucket.shard_size].reshape(bucket.shard_shape)
         rounded = kept.astype(bucket.dtype)
-        have = packing.state_shard(config.parallel, bucket, leaves, bucket.dtype)
+        have = packing.state_shard(parallel, bucket, leaves, bucket.dtype)
         equal = (have == rounded) | (jnp.isnan(have) & jnp.isnan(rounded))
-        if config.policy.param_comm_dtype is not None:  # as they arrived, not before the first step
-            arrived = collectives.round_to(rounded, config.policy.param_comm_dtype)
+        if sent is not None:  # as they arrived, not before the first step
+            arrived = collectives.round_to(rounded, sent)
             equal |= have == arrived.astype(bucket.dtype)
         found.append(~jnp.all(equal))
-    everyone = config.parallel.data_axes + config.parallel.tensor_axes
+    everyone = parallel.data_axes + parallel.tensor_axes
     return collectives.all_reduce(jnp.stack(found).astype(jnp.int32), everyone) > 0

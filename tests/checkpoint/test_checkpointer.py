@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,8 +15,6 @@ import pytest
 
 import jdistadam as jda
 from jdistadam.checkpoint import header, lock
-from support import save_again_and_again
-from support.bits import assert_trees_same_bits
 from support.paths import TESTS
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -124,45 +121,6 @@ def test_what_other_machines_say_counts_for_minutes(tmp_path):
     jda.save(tmp_path, state_of(1.0), step=2)  # a process of this machine that ended
     path.write_text("not JSON")
     jda.save(tmp_path, state_of(1.0), step=3)
-
-
-def restored(folder):
-    """The newest checkpoint, after comparing all of it with what was saved as this step."""
-    newest = jda.checkpoint_steps(folder)[-1]
-    want = save_again_and_again.state_of(newest)
-    got = jda.restore(folder, jax.eval_shape(lambda: want))
-    assert_trees_same_bits(got, want)
-    return newest
-
-
-@pytest.mark.parametrize("kills", [5, pytest.param(25, marks=pytest.mark.slow)])
-def test_kill_9_leaves_the_old_checkpoint_or_the_new_one(tmp_path, kills):
-    """At random moments; each process goes on where the last one was killed."""
-    rng = np.random.default_rng(kills)
-    before = 0
-    for _ in range(kills):
-        worker = subprocess.Popen([*WORKER, str(tmp_path)], stdout=subprocess.PIPE, env=ENVIRONMENT)
-        for _ in range(3):  # it goes on: the lock and what was left unfinished are no obstacle
-            said = int(worker.stdout.readline())
-        time.sleep(rng.uniform(0, 0.3))
-        worker.send_signal(signal.SIGKILL)
-        last = [said, *map(int, worker.stdout.read().split())][-1]
-        worker.wait()
-        newest = restored(tmp_path)
-        # Step n begins to be written when step n - 1 is there; the last one said has begun.
-        assert before < last - 1 <= newest <= last + 1, (before, newest, last)
-        before = newest
-    assert len(jda.checkpoint_steps(tmp_path)) <= 3
-
-
-@pytest.mark.slow
-def test_a_full_disk_keeps_the_old_checkpoint(tmp_path):
-    done = subprocess.run(
-        [*WORKER, str(tmp_path), "full"], capture_output=True, text=True, env=ENVIRONMENT, timeout=300
-    )  # fmt: skip
-    assert done.returncode == 1 and "CheckpointError" in done.stderr.splitlines()[-1], done.stderr
-    assert "3" not in done.stdout.split() or "5" not in done.stdout.split()
-    assert restored(tmp_path) == 2
 
 
 def test_another_process_is_kept_out(tmp_path):

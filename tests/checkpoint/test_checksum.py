@@ -43,7 +43,8 @@ def test_equals_its_definition_however_the_array_lies(dtype):
     assert of(x) == want
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((4, 2), ("x", "y"), (kind,) * 2, devices=DEVICES)
-        for spec in (P(), P("x"), P(("y", "x")), P("y", None, "x"), P(None, None, ("x",))):
+        every = (P(), P("x"), P(("y", "x")), P("y", None, "x"), P(None, None, ("x",)))
+        for spec in every if dtype == "float32" else every[3:4]:
             assert of(jax.device_put(x, NamedSharding(mesh, spec))) == want, (kind, spec)
     assert of(x.reshape(-1)) == want  # positions are those in C order
     assert of(jax.device_put(x[0, 0, 0])) == reference(x[0, 0, 0])

@@ -1,0 +1,157 @@
+"""Saves a state of GPT-2 XL's size on two devices, restores it on one and on two, and trains on.
+
+    python experiments/checkpoint_two_gpus.py --out experiments/results/checkpoint_h200_x2.json
+    JAX_NUM_CPU_DEVICES=2 JAX_PLATFORMS=cpu python experiments/checkpoint_two_gpus.py \\
+        --layers 2 --width 64 --out /tmp/x.json
+
+The state that was saved under "optim" goes on, as do the one restored on one device, with the batch
+of both in two micro-batches, and the one restored on two under "optim_grads_params": after some
+steps all three must have the same bits. Seconds of save and restore stand beside those that the
+folder needs for as many bytes in plain files, written and synchronised by several threads.
+"""
+
+import argparse
+import os
+import pathlib
+import shutil
+import sys
+import tempfile
+import time
+from concurrent import futures
+
+import bench_checkpoint
+import jax
+import jax.numpy as jnp
+import numpy as np
+from lm import report
+
+import jdistadam as jda
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--layers", type=int, default=48)
+    add("--width", type=int, default=1600)
+    add("--steps", type=int, default=20, help="after the restore")
+    add("--repeats", type=int, default=3)
+    add("--folder", help="where to write; default: that of temporary files")
+    add("--revision", help="revision of the code to record; default: git's")
+    add("--out", type=pathlib.Path, required=True)
+    return parser.parse_args()
+
+
+def make_tx(num_devices, strategy):
+    mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=jnp.float32, grad_reduce_dtype=jnp.float32)
+    return jda.distributed_fused_adamw(
+        1e-3, weight_decay=0.1, mesh=mesh, sharding_strategy=strategy, policy=policy
+    )
+
+
+def loss_fn(params, x):
+    """Of every parameter, with other gradients for each device and step, and no matrix products.
+
+    Those may differ in their last bits from one layout to the next.
+    """
+    waves = [jnp.sin(p.astype(jnp.float32) + x.sum()).mean() for p in jax.tree.leaves(params)]
+    return sum(waves)
+
+
+def train(state, tx, steps):
+    accumulate = 2 // tx.config.mesh.size
+    step = jda.train_step(loss_fn, tx, accumulate_steps=accumulate)
+    for i in range(steps):
+        state, _ = step(state, np.float32([i + 1, 2 * i - 3]))
+    return state
+
+
+def bits(state, tx):
+    leaves = jax.tree.leaves(jda.to_optax_state(state, tx)[:2])
+    return [np.asarray(x) for x in leaves]
+
+
+def timed(repeats, function):
+    """Returns the seconds of each call but the first, which compiles, and the last result."""
+    seconds, result = [], None
+    for i in range(repeats + 1):
+        del result
+        start = time.perf_counter()
+        result = jax.block_until_ready(function(i))
+        seconds.append(round(time.perf_counter() - start, 3))
+    return seconds[1:], result
+
+
+def plain_files(folder, nbytes, repeats):
+    """Seconds in which several threads write as many bytes, and read them."""
+    data, size = np.random.default_rng(0).bytes(64 << 20), 64 << 20
+    paths = [folder / f"{i}" for i in range(-(-nbytes // size))]
+
+    def write(path):
+        with open(path, "wb", buffering=0) as file:
+            file.write(data)
+            os.fsync(file.fileno())
+
+    def read(path):
+        with open(path, "rb", buffering=0) as file:
+            file.readinto(bytearray(size))
+
+    found = {"bytes": size * len(paths)}
+    with futures.ThreadPoolExecutor(8) as pool:
+        for name, function in (("write_seconds", write), ("read_seconds", read)):
+            found[name], _ = timed(repeats, lambda i, f=function: list(pool.map(f, paths)) and None)
+    return found
+
+
+def measure(args, folder):
+    shapes = bench_checkpoint.make_shapes(args.layers, args.width)
+    shapes = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=bench_checkpoint.is_shape
+    )
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: 0.02 * rng.standard_normal(x.shape, np.float32), shapes)
+    tx = make_tx(2, "optim")
+    state = train(jda.TrainState.create(params, tx, param_dtypes=jnp.bfloat16), tx, 3)
+    results = {"parameters": sum(x.size for x in jax.tree.leaves(params))}
+    del params
+    results["save_seconds"], _ = timed(args.repeats, lambda i: jda.save(folder / f"{i}", state, tx))
+    files = [x.stat().st_size for x in (folder / "0").rglob("*") if x.is_file()]
+    results["file_bytes"] = sum(files)
+    for i in range(1, args.repeats + 1):
+        shutil.rmtree(folder / f"{i}")
+    state = train(state, tx, args.steps)
+    want = bits(state, tx)
+    state = None
+    for n, strategy in ((1, "optim"), (2, "optim_grads_params")):
+        tx = make_tx(n, strategy)
+        template = jda.TrainState.shapes(shapes, tx, param_dtypes=jnp.bfloat16)
+        seconds, new = timed(args.repeats, lambda i: jda.restore(folder / "0", template, tx))  # noqa: B023
+        got = bits(train(new, tx, args.steps), tx)
+        same = all(x.tobytes() == y.tobytes() for x, y in zip(got, want, strict=True))
+        print(n, strategy, seconds, "same bits" if same else "OTHER BITS", flush=True)
+        if not same:
+            sys.exit(f"{strategy} on {n}: other bits after {args.steps} steps")
+        results[f"restore on {n}, {strategy}"] = {"seconds": seconds, "same_bits": same}
+        del new, got
+    shutil.rmtree(folder / "0")
+    results["plain files"] = plain_files(folder, results["file_bytes"], args.repeats)
+    return results
+
+
+def main():
+    args = parse_args()
+    if len(jax.devices()) < 2 and jax.default_backend() == "cpu":
+        sys.exit("needs two devices; on a CPU: JAX_NUM_CPU_DEVICES=2")
+    folder = pathlib.Path(tempfile.mkdtemp(dir=args.folder, prefix="checkpoint_two_gpus_"))
+    try:
+        results = measure(args, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(results)
+    report.write_run(args.out, args.revision, **results)
+
+
+if __name__ == "__main__":
+    main()

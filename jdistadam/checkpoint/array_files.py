@@ -1,0 +1,202 @@
+"""The arrays of one checkpoint, as orbax writes and reads them: in batches, and whole in an error.
+
+orbax is imported here alone, on use. It writes each array that a batch has into files of up to
+``FILE_BYTES``, several at once; while a batch is written, the next one is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import functools
+import importlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jdistadam.checkpoint.checksum import PartialSums
+from jdistadam.checkpoint.contents import Entry, Group
+from jdistadam.errors import CheckpointError
+
+BATCH_BYTES = 32 << 20
+"""Arrays are made, written and read so many bytes of a device at once, or one if it is larger."""
+
+FILE_BYTES = 64 << 20
+"""Size of the files. With orbax's 2 GiB nearly all goes into one, which one thread writes."""
+
+SMALL_BYTES = 1 << 16
+"""Of an array that all processes have, each writes a part, unless the part is smaller than this."""
+
+
+def orbax() -> Any:
+    """Returns the module ``orbax.checkpoint``.
+
+    Raises:
+      CheckpointError: It is not installed.
+    """
+    try:
+        ocp = importlib.import_module("orbax.checkpoint")
+    except ImportError as error:
+        raise CheckpointError(
+            "orbax-checkpoint",
+            "needed for checkpoints, and cannot be imported",
+            got=f"{type(error).__name__}: {error}",
+            expected="orbax-checkpoint >= 0.11",
+            action='Run pip install "jdistadam[checkpoint]".',
+        ) from error
+    return ocp
+
+
+class Lazy:
+    """Stands for an array of a group, which is not made yet."""
+
+    def __init__(self, entry: Entry, group: Group, index: int) -> None:
+        """Takes what it is, and its place in its group."""
+        self.shape, self.dtype, self.size = entry.shape, entry.dtype, math.prod(entry.shape)
+        self.group, self.index = group, index
+
+
+# orbax's classes are needed to define this.
+
+
+@functools.cache
+def array_handler() -> Any:
+    """The class that makes arrays as orbax writes them, and reads them."""
+    ocp: Any = orbax()
+
+    class ArrayHandler(ocp.type_handlers.ArrayHandler):
+        """Makes arrays as it writes them; when it returns, what it wrote is on the host."""
+
+        def __init__(self, waits: bool = True) -> None:
+            # One file for all shardings, and one for all metadata, do not go with batches. Of one
+            # process no device needs help to write what all have: slices of it would be copies.
+            super().__init__(
+                enable_write_sharding_file=False,
+                array_metadata_store=None,
+                use_replica_parallel=jax.process_count() > 1,
+                min_slice_bytes_for_replica_parallel=SMALL_BYTES,
+            )
+            self._waits = waits
+            self.sums: dict[str, PartialSums] = {}
+
+        async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
+            """Writes the arrays in batches; if it waits, one is made while another is written."""
+            self.sums = {}
+            futures: list[Any] = []
+            where = {_key(value): i for i, value in enumerate(values)}
+            try:
+                for batch in _batches(values):
+                    places = [where[id(g), k] for g in batch for k in range(len(g.entries))]
+                    before, new = futures, await self._start(batch, infos, args, places)
+                    futures = before + new  # which hold the copies on the host
+                    if self._waits:
+                        for future in before:
+                            future.result()
+                        futures = new
+                    del before, new
+            except Exception:
+                for future in futures:  # nothing is written when this has raised
+                    with contextlib.suppress(Exception):
+                        future.result()
+                raise
+            return futures
+
+        async def _start(
+            self, batch: list[Group], infos: Any, args: Any, places: list[int]
+        ) -> list[Any]:
+            """Starts to write a batch; returns when the state may change."""
+            arrays = [x for group in batch for x in group.make()]
+            names = [entry.name for group in batch for entry in group.entries]
+            self.sums |= {n: PartialSums(x) for n, x in zip(names, arrays, strict=True)}
+            new: list[Any] = await super().serialize(
+                arrays, _of_a_batch(infos, places), [args[i] for i in places]
+            )
+            del arrays
+            for name in names:  # the sums hold the arrays until they are there
+                self.sums[name].value()
+            return new
+
+        async def deserialize(self, infos: Any, args: Any = None) -> Any:
+            """Reads arrays; where one cannot be read, raises when the others are done."""
+            before = asyncio.all_tasks()
+            try:
+                return await super().deserialize(infos, args)
+            except Exception:
+                # orbax raises at the first error. A read that is left half done would print a page
+                # when it is deleted, or when it finds its event loop closed.
+                left = asyncio.all_tasks() - before
+                await asyncio.gather(*left, return_exceptions=True)
+                raise
+
+    return ArrayHandler
+
+
+class _NoLimit:
+    """Stands for orbax's limit of bytes in flight: the size of a batch is the limit here.
+
+    That one is a lock of one event loop, and each batch has its own.
+    """
+
+    async def wait_for_bytes(self, requested_bytes: int) -> None:
+        """Begins a write."""
+
+    async def release_bytes(self, requested_bytes: int) -> None:
+        """Ends a write."""
+
+
+def _of_a_batch(infos: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """What orbax knows of the arrays of a batch, changed for it to be written by itself."""
+    found = [copy.copy(infos[i]) for i in places]
+    for info in found:
+        info.byte_limiter = _NoLimit()
+    wait = found[0].await_path_creation
+
+    async def begin() -> Any:
+        _finish_before_closing(asyncio.get_running_loop())
+        return await wait()
+
+    found[0].await_path_creation = begin  # what orbax calls first in the event loop of a batch
+    return found
+
+
+def _finish_before_closing(loop: Any) -> None:
+    """Makes an event loop wait for what still runs in it when it is closed.
+
+    When a write fails, orbax closes the loop at once, and each of those that go on would print a
+    page when it finds the loop closed.
+    """
+    close = loop.close
+
+    def close_when_done() -> None:
+        left = asyncio.all_tasks(loop)
+        if left:
+            loop.run_until_complete(asyncio.wait(left))
+        close()
+
+    loop.close = close_when_done
+
+
+def _batches(values: Sequence[Lazy]) -> Iterator[list[Group]]:
+    """The groups of arrays, as many at once as fit in a batch."""
+    batch: list[Group] = []
+    seen: set[int] = set()
+    filled = 0
+    for value in values:
+        group = value.group
+        if id(group) in seen:
+            continue
+        seen.add(id(group))
+        if batch and filled + group.nbytes > BATCH_BYTES:
+            yield batch
+            batch, filled = [], 0
+        batch.append(group)
+        filled += group.nbytes
+    if batch:
+        yield batch
+
+
+def _key(value: Lazy) -> tuple[int, int]:
+    return id(value.group), value.index
