@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jdistadam.core import trees
+from jdistadam.core.formats import Orders
 from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.types import Grads, OptState, Params
@@ -41,7 +42,9 @@ class TreeLeaf(NamedTuple):
 
 # Always inside jit, also for eager calls: [Note: coefficients in optax's own expressions]. One
 # function for all optimizers: inject_hyperparams makes a new one at each eager call.
-@functools.partial(jax.jit, static_argnames=("mode", "known", "groups", "nu_dtype", "main_kind"))
+@functools.partial(
+    jax.jit, static_argnames=("mode", "known", "groups", "nu_dtype", "main_kind", "orders")
+)
 def tree_step(
     grads: Grads,
     state: OptState,
@@ -53,6 +56,7 @@ def tree_step(
     groups: tuple[int, ...],
     nu_dtype: Any,
     main_kind: MainParams,
+    orders: Orders = (),
 ) -> tuple[Any, OptState]:
     """Steps every leaf and advances the counts of the state.
 
@@ -66,6 +70,7 @@ def tree_step(
       groups: For each leaf, 0 if decay applies to it, else 1.
       nu_dtype: Dtype of the second moment.
       main_kind: What is kept of main parameters. If anything is, state is a MainParamsState.
+      orders: In which order the dimensions of each leaf are in memory; () where all are row-major.
 
     Returns:
       (new params or updates, new state).
@@ -80,7 +85,8 @@ def tree_step(
     mains = main_leaves(main_kind, main_params, params)
     columns = [jax.tree.leaves(x) for x in (grads, params, adam_state.mu, adam_state.nu)]
     leaves = [TreeLeaf(*x) for x in zip(*columns[:2], mains, *columns[2:], strict=True)]
-    new = step_leaves(leaves, groups, mode=mode, hyper=hyper, count=adam_state.count)
+    count = adam_state.count
+    new = step_leaves(leaves, groups, mode=mode, hyper=hyper, count=count, orders=orders)
     return _new_trees(params, new, adam_state.count, other_states=inner[1:], main_kind=main_kind)
 
 
@@ -115,6 +121,7 @@ def step_leaves(
     mode: str,
     hyper: Hyperparameters,
     count: jax.Array,
+    orders: Orders = (),
 ) -> list[TreeLeaf]:
     """One kernel call for each mix of dtypes: usually one.
 
@@ -139,7 +146,9 @@ def step_leaves(
         if _is_left_to_optax(dtypes):
             results = _call_optax(call_leaves, call_groups, mode=mode, hyper=hyper, count=count)
         else:
-            spec = Spec(mode, call_groups, hyper.nesterov)
+            call_orders = tuple(orders[i] for i in indices) if orders else ()
+            call_orders = call_orders if any(call_orders) else ()
+            spec = Spec(mode, call_groups, hyper.nesterov, orders=call_orders)
             results = _call(spec, scalars, call_leaves)
         for i, leaf in zip(indices, results, strict=True):
             new[i] = leaf
