@@ -1,4 +1,4 @@
-"""In which order the dimensions of each leaf are in memory: what a caller says, and what arrays are.
+"""In which order the dimensions of each leaf are in memory: as a caller says, and as they are.
 
 [Note: orders of dimensions]
 An order lists the dimensions of a leaf from the slowest to the fastest in memory, as
@@ -72,7 +72,7 @@ def _is_format(x: Any) -> bool:
 
 def _order(path: str, value: Any, rank: int) -> Order | None:
     """The order that stands for one leaf; None for row-major."""
-    layout = value.layout if isinstance(value, Format) else value
+    layout: Any = value.layout if isinstance(value, Format) else value
     if layout is None:
         return None
     if isinstance(layout, Layout):
@@ -106,6 +106,30 @@ def _check_without_tiles(path: str, layout: Layout) -> None:
             expected="an order of dimensions alone",
             action=f"Pass {layout.major_to_minor}, or what jdistadam.preferred_formats returns.",
         )
+
+
+def as_stored(x: Any, order: Order | None) -> Any:
+    """Returns an array, jax or numpy, with its dimensions in the order in which they are stored."""
+    return x if order is None else x.transpose(order)
+
+
+def as_leaf(x: Any, order: Order | None) -> Any:
+    """The inverse of ``as_stored``."""
+    return x if order is None else x.transpose([order.index(d) for d in range(len(order))])
+
+
+def stored_dims(entries: Sequence[Any], order: Order | None) -> tuple[Any, ...]:
+    """Returns a shape, or another tuple with one entry a dimension, as ``as_stored`` orders it."""
+    return tuple(entries) if order is None else tuple(entries[d] for d in order)
+
+
+def leaf_dims(entries: Sequence[Any], order: Order | None) -> tuple[Any, ...]:
+    """The inverse of ``stored_dims``."""
+    return (
+        tuple(entries)
+        if order is None
+        else tuple(entries[order.index(d)] for d in range(len(order)))
+    )
 
 
 def order_of(x: Any) -> Order | None:

@@ -291,7 +291,10 @@ def _specs_of_sums(config: DistributedConfig, layout: Layout, specs: Any) -> Any
         return specs
     of_leaves = jax.tree.leaves(specs)
     packed = P(config.parallel.tensor_axes)
-    return [packed if b.is_packed else of_leaves[b.leaf] for b in layout.buckets]
+    return [
+        packed if b.is_packed else param_specs.of_stored(of_leaves[b.leaf], b.order)
+        for b in layout.buckets
+    ]
 
 
 def _check_strategy(config: DistributedConfig) -> None:

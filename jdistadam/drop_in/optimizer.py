@@ -95,9 +95,9 @@ def fused_adamw(
       bias_correction: Whether to divide by :math:`c_1` and :math:`c_2`. If not, both are 1.
       formats: In which order the dimensions of each leaf are in memory, of params, gradients and
         moments alike, as ``preferred_formats`` returns it: Formats, Layouts or tuples of dimensions
-        from major to minor, in a tree like params, a prefix of it, or a function of params. ``init``
-        places the state so. A traced array does not say how it is laid out: where this differs
-        from what it is, XLA transposes it, and the numbers are the same. None: row-major. See
+        from major to minor, in a tree like params, a prefix of it, or a function of params.
+        ``init`` places the state so. A traced array does not say how it is laid out: where it is
+        in another order, XLA transposes it, and the numbers are the same. None: row-major. See
         docs/layouts.md.
 
     Returns:
