@@ -1,4 +1,4 @@
-"""Asks the compiler how it would lay out the parameters of a loss."""
+"""Asks the compiler in which order it wants the parameters of a loss in memory."""
 
 from __future__ import annotations
 

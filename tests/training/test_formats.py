@@ -23,7 +23,9 @@ SMALL = {"k": (3, 3, 16, 128), "w": (128, 256), "s": (8, 24), "odd": (3, 5, 7), 
 ORDER = {"k": OHWI, "w": (1, 0), "s": (1, 0), "odd": (2, 0, 1), "b": None}
 POLICIES = {
     "float32": {},
-    "sent in bfloat16": dict(grad_comm_dtype="bfloat16", param_comm_dtype="bfloat16"),
+    "sent in bfloat16": dict(
+        grad_comm_dtype="bfloat16", param_comm_dtype="bfloat16", grad_reduce_dtype="float32"
+    ),
     "remainder16": dict(main_params_dtype="remainder16", grad_reduce_dtype="float32"),
 }
 STRATEGIES = {
@@ -68,20 +70,17 @@ def assert_same(tx, state, plain, expected):
     assert_trees_same_bits(ours[:2], theirs[:2])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@often(
-    lambda strategy, policy: (
-        (strategy, policy)
-        in {
-            ("optim", "sent in bfloat16"),
-            ("optim_grads_params", "float32"),
-        }
-    )
-)
+WITHOUT = {
+    ("no_shard", "sent in bfloat16"),
+    *(("peer", p) for p in list(POLICIES)[1:]),
+}  # these raise
+CASES = [(s, p) for s in STRATEGIES for p in POLICIES if (s, p) not in WITHOUT]
+ALWAYS = {("optim", "sent in bfloat16"), ("optim_grads_params", "float32")}
+
+
+@pytest.mark.parametrize(("strategy", "policy"), CASES)
+@often(lambda strategy, policy: (strategy, policy) in ALWAYS)
 def test_same_bits(strategy, policy):
-    if strategy == "peer" and policy == "remainder16":
-        pytest.skip("remainders are not supported over peer memory")
     kwargs = STRATEGIES[strategy] | dict(policy=policy)
     dtype = jnp.bfloat16 if policy == "remainder16" else jnp.float32
     accumulate = 2 if "grads" in strategy else 1
