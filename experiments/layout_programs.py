@@ -85,15 +85,15 @@ def gpt2():
 MODELS = {"resnet50": resnet50, "transformer": transformer, "gpt2-small": gpt2}
 
 
-def placed(tree, mesh, spec=P()):
-    place = NamedSharding(mesh, spec)
+def placed(tree, mesh, *axes):
+    place = NamedSharding(mesh, P(*axes))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
 
 
 def batch_of(batch, mesh):
     rows = BATCH * mesh.size
     shapes = {k: jax.ShapeDtypeStruct((rows, *s), t) for k, (s, t) in batch.items()}
-    return placed(shapes, mesh, P("data"))
+    return placed(shapes, mesh, "data")
 
 
 def moved(text, params):

@@ -1,4 +1,4 @@
-"""Trains a ResNet with batch norm, whose kernels lie in memory as the compiler wants them.
+"""Trains a ResNet with batch norm, whose kernels are in memory as the compiler wants them.
 
     python experiments/train_resnet.py                       # handwritten digits: a minute on a CPU
     python experiments/train_resnet.py --preset resnet50 --batch 128 --steps 50    # on a GPU
@@ -84,9 +84,8 @@ def main():
         state, metrics = step(state, {"image": train[0][rows], "label": train[1][rows]})
         if i % max(1, args.steps // 10) == 0 or i == args.steps - 1:
             print(f"step {i + 1:4d}  loss {float(metrics['loss']):.4f}", flush=True)
-    print(
-        f"{args.steps * args.batch / (time.perf_counter() - began):,.0f} images/s, with compiling"
-    )
+    rate = args.steps * args.batch / (time.perf_counter() - began)
+    print(f"{rate:,.0f} images/s, with compiling")
     if test is not None:
         whole = jda.full_params(state, tx)
         print(f"test accuracy {accuracy(model, whole, state.model_state, *test):.3f}")

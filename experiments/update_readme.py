@@ -329,7 +329,7 @@ def facts() -> str:
 
 
 def layouts_table() -> str:
-    """One line for each program of layout_programs.py: what it moves, row-major and with formats."""
+    """One line for each program of layout_programs.py: what it moves."""
     rows = json.loads((RESULTS / "layouts_h200.json").read_text())["results"]["rows"]
     cells: dict[str, dict[tuple[str, bool], str]] = {}
     for row in rows:

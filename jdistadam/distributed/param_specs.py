@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
-from jdistadam.core.formats import Order, stored_dims
 from jdistadam.core.masks import for_each_leaf
 from jdistadam.core.types import Params
 from jdistadam.distributed.layout import Layout
@@ -95,13 +94,6 @@ def with_axes(spec: P, dim: int, axes: tuple[str, ...]) -> P:
     both = (*names_of(entries[dim]), *axes)
     entries[dim] = both if len(both) > 1 else both[0]
     return P(*entries)
-
-
-def of_stored(spec: P, order: Order | None) -> P:
-    """Returns the PartitionSpec of an array whose dimensions are brought into another order."""
-    if order is None:
-        return spec
-    return P(*stored_dims([*spec, *(None,) * (len(order) - len(spec))], order))
 
 
 def cuts_of(spec: P, cutting_axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
