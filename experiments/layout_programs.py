@@ -2,13 +2,13 @@
 
     python experiments/layout_programs.py --out experiments/results/layouts_h200.json
 
-ResNet-50, a transformer of Flax's attention and GPT-2 small, in bfloat16 with float32 parameters, on
-one H200 with plain ``jax.jit`` and on eight with ``train_step`` and every strategy; each row-major
-and with the formats that ``preferred_formats`` returns. Counted are copies and transposes in the
-optimized program, also within fusions, of arrays as large as a parameter of two dimensions or more;
-batches are such that no activation is as large. "gradient" is a program that returns the gradient
-and has no optimizer: what it moves, the model needs. Programs that the record has already are not
-compiled again.
+ResNet-50, a transformer of Flax's attention and GPT-2 small, in bfloat16 with float32 parameters:
+on one H200 with plain ``jax.jit``, and on eight with ``train_step`` and every strategy; each row-
+major and with the formats that ``preferred_formats`` returns. Counted are copies and transposes in
+the optimized program, also within fusions, of arrays as large as a parameter of two dimensions or
+more; batches are such that no activation is as large. "gradient" is a program that returns the
+gradient and has no optimizer: what it moves, the model needs. Programs that the record has already
+are not compiled again.
 """
 
 import argparse

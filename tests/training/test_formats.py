@@ -193,11 +193,13 @@ def test_states_made_in_other_ways():
     tx = make_tx(ORDER)
     step = jda.train_step(linear_loss, tx)
     state = train(tx, steps=1)
-    mapped = jax.tree.map(lambda x: x + 0, state)
+    mapped = jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), state)
     assert order_of(mapped.params["k"]) is None
     (expected, _), (got, _) = step(state, batch(3)), step(mapped, batch(3))
     assert_trees_same_bits(got, expected)
     assert {k: order_of(x) for k, x in got.params.items()} == ORDER
+    (program,) = step._programs.values()
+    assert program._cache_size() == 1  # for both
     new = got.replace(params=numbers(SMALL, 7), tx=tx)
     assert {k: order_of(x) for k, x in new.params.items()} == ORDER
     plain = make_tx(None)
