@@ -159,27 +159,28 @@ def sharded(mesh, model, strategy, formats):
     return lowered.compile()
 
 
-def programs(model, formats):
+def programs(model):
     """Yields the name of every program, whether it has formats, and how to compile it."""
     devices = h200s((1, 8)).devices.reshape(-1)
     one, eight = (jax.sharding.Mesh(devices[:n], ("data",)) for n in (1, 8))
+    formats = ask(one, model, num_shards=1)
     for given in (None, formats):
-        yield "gradient", given is not None, functools.partial(gradient, one, model, given)
-    yield "optax", False, functools.partial(plain, one, model, "optax", None)
-    yield "fused_adamw", False, functools.partial(plain, one, model, "ours", None)
-    yield "fused_adamw", True, functools.partial(plain, one, model, "ours", formats)
+        yield "gradient", given, functools.partial(gradient, one, model, given)
+    yield "optax", None, functools.partial(plain, one, model, "optax", None)
+    yield "fused_adamw", None, functools.partial(plain, one, model, "ours", None)
+    yield "fused_adamw", formats, functools.partial(plain, one, model, "ours", formats)
+    formats = ask(one, model, num_shards=8)
     for strategy in STRATEGIES:
         for given in (None, formats):
             compile_it = functools.partial(sharded, eight, model, strategy, given)
-            yield f"train_step, {strategy}", given is not None, compile_it
+            yield f"train_step, {strategy}", given, compile_it
 
 
-def ask(model):
+def ask(mesh, model, num_shards):
     """The formats that the compiler prefers on one H200."""
     params, stats, loss, batch = model
-    mesh = jax.sharding.Mesh(h200s((1, 8)).devices.reshape(-1)[:1], ("data",))
     args = placed(params, mesh), batch_of(batch, mesh)
-    return jda.preferred_formats(loss, *args, placed(stats, mesh))
+    return jda.preferred_formats(loss, *args, placed(stats, mesh), num_shards=num_shards)
 
 
 def main():
@@ -195,9 +196,9 @@ def main():
     done = {(row["model"], row["program"], row["formats"]) for row in rows}
     for name in args.models.split(","):
         model = MODELS[name]()
-        formats = ask(model)
-        orders = leaf_orders(formats, model[0])  # () if all are row-major
-        for program, has_formats, compile_it in programs(model, formats):
+        for program, formats, compile_it in programs(model):
+            has_formats = formats is not None
+            orders = leaf_orders(formats, model[0])  # () if all are row-major
             if (name, program, has_formats) in done:
                 continue
             if has_formats and not orders:  # the same program

@@ -67,6 +67,23 @@ def test_the_compiler_says_which_formats(h200s):
         assert all(f.sharding == place and not f.layout.tiling for f in found.values())
 
 
+@pytest.mark.parametrize(("num_shards", "out"), [(1, (0, 1, 2)), (8, (2, 0, 1))])
+def test_what_is_cut_begins_with_a_dimension_that_divides(h200s, num_shards, out):
+    """12 heads do not divide by 8; the gradient of the output kernel begins with the width."""
+    place = NamedSharding(h200s(1), P())
+    shapes = {"qkv": (768, 12, 64), "out": (12, 64, 768)}
+    params = {k: jax.ShapeDtypeStruct(s, jnp.float32, sharding=place) for k, s in shapes.items()}
+    x = jax.ShapeDtypeStruct((7, 128, 768), jnp.float32, sharding=place)
+
+    def loss(params, x):
+        y = jnp.tanh(jnp.einsum("btd,dhk->bthk", x, params["qkv"]))
+        return jnp.mean(jnp.square(jnp.einsum("bthk,hkd->btd", y, params["out"])))
+
+    found = jda.preferred_formats(loss, params, x, num_shards=num_shards)
+    orders = {k: f.layout.major_to_minor for k, f in found.items()}
+    assert orders == {"qkv": (0, 1, 2), "out": out}
+
+
 KINDS = {
     "float32": (jnp.float32, None),
     "bfloat16": (jnp.bfloat16, None),
