@@ -55,11 +55,16 @@ def preferred_formats(
         return loss
 
     def gradient(params: Params, args: Any, kwargs: Any) -> Any:
-        return jax.grad(scalar)(params, *args, **kwargs)
+        return jax.value_and_grad(scalar)(params, *args, **kwargs)
 
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     auto = jax.tree.map(lambda x: Format(Layout.AUTO, getattr(x, "sharding", None)), params)
-    program = jax.jit(gradient, in_shardings=(auto, None, None), out_shardings=auto)
+    program = jax.jit(
+        gradient,
+        in_shardings=(auto, None, None),
+        out_shardings=(None, auto),
+        keep_unused=True,  # what is not an argument has no layout
+    )
     compiled = program.lower(shapes, args, kwargs).compile()
 
     def choose(x: Any, param: Any, grad: Any) -> Format:
@@ -69,4 +74,4 @@ def preferred_formats(
             order = order if x.shape[other[0]] % num_shards else other
         return Format(Layout(order), param.sharding)
 
-    return jax.tree.map(choose, params, compiled.input_formats[0][0], compiled.output_formats)
+    return jax.tree.map(choose, params, compiled.input_formats[0][0], compiled.output_formats[1])

@@ -67,6 +67,14 @@ def test_the_compiler_says_which_formats(h200s):
         assert all(f.sharding == place and not f.layout.tiling for f in found.values())
 
 
+def test_parameters_that_a_loss_does_not_use():
+    params = {"used": jnp.ones((2, 3)), "unused": jnp.ones((4, 5, 6)), "scalar": jnp.ones(())}
+    loss = lambda params, x: jnp.sum(params["used"] * x) + params["scalar"]  # noqa: E731
+    found = jda.preferred_formats(loss, params, jnp.ones((2, 3)), num_shards=8)
+    orders = {k: f.layout.major_to_minor for k, f in found.items()}
+    assert orders == {"used": (0, 1), "unused": (0, 1, 2), "scalar": ()}
+
+
 @pytest.mark.parametrize(("num_shards", "out"), [(1, (0, 1, 2)), (8, (2, 0, 1))])
 def test_what_is_cut_begins_with_a_dimension_that_divides(h200s, num_shards, out):
     """12 heads do not divide by 8; the gradient of the output kernel begins with the width."""
