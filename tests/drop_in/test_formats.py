@@ -24,7 +24,8 @@ def row_major(tree):
 
 
 @pytest.mark.parametrize("formats", [None, ORDERS], ids=["row-major", "formats"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@often(lambda dtype, formats: dtype == "bfloat16")
 def test_a_convolutional_net_moves_no_kernel(h200s, formats, dtype):
     """Row-major, the gradient of each of three kernels is transposed, by two kernels of XLA."""
     mesh = h200s(1)
@@ -75,6 +76,7 @@ def test_parameters_that_a_loss_does_not_use():
     assert orders == {"used": (0, 1), "unused": (0, 1, 2), "scalar": ()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_shards", "out"), [(1, (0, 1, 2)), (8, (2, 0, 1))])
 def test_what_is_cut_begins_with_a_dimension_that_divides(h200s, num_shards, out):
     """12 heads do not divide by 8; the gradient of the output kernel begins with the width."""
