@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import collectives
+from jdistadam.core.formats import Orders, as_leaf, as_stored
 from jdistadam.distributed import param_specs
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import ALIGNMENT, Bucket, HeldLeaf, Layout
@@ -44,6 +45,7 @@ class _Form:
     shard_shape: tuple[int, ...]
     padding: int
     shapes: tuple[tuple[int, ...], ...]  # of the parts of leaves that a tensor-parallel part has
+    orders: Orders  # in which these are stored
     specs: tuple[P, ...]
 
     @property
@@ -109,7 +111,7 @@ def _form(config: DistributedConfig, layout: Layout, bucket: Bucket, specs: Sequ
     parallel = config.parallel
     mine = [specs[i] for i in bucket.leaves]
     if not bucket.is_packed:
-        mine = [param_specs.with_axes(mine[0], bucket.cut_dim, parallel.state_axes)]
+        mine = [param_specs.with_axes(mine[0], bucket.param_dim, parallel.state_axes)]
     return _Form(
         mesh=config.mesh,
         state_axes=parallel.state_axes,
@@ -118,7 +120,8 @@ def _form(config: DistributedConfig, layout: Layout, bucket: Bucket, specs: Sequ
         held=tuple(bucket.held) if bucket.is_packed else (),
         shard_shape=bucket.shard_shape,
         padding=bucket.padding,
-        shapes=tuple(layout.leaves[i].shape for i in bucket.leaves),
+        shapes=tuple(layout.leaves[i].stored_shape for i in bucket.leaves),
+        orders=bucket.leaf_orders,
         specs=tuple(mine),
     )
 
@@ -129,15 +132,17 @@ def _extractor(form: _Form) -> Any:
         rows = flat.reshape(-1, ALIGNMENT)
         shard = lax.dynamic_slice_in_dim(rows, row, form.num_rows).reshape(-1)[: form.size]
         if not form.is_packed:
-            return [shard.reshape(form.shard_shape)]
+            return [as_leaf(shard.reshape(form.shard_shape), form.orders[0])]
         whole = collectives.all_gather(shard, form.state_axes, dim=0, to="varying")
         if form.held:
             rows = whole.reshape(-1, form.size)
-            return rows_as_leaves(rows, form.held, form.shapes)
+            return list(map(as_leaf, rows_as_leaves(rows, form.held, form.shapes), form.orders))
         ends = itertools.accumulate(map(math.prod, form.shapes), initial=0)
         return [
-            whole[start:end].reshape(shape)
-            for (start, end), shape in zip(itertools.pairwise(ends), form.shapes, strict=True)
+            as_leaf(whole[start:end].reshape(shape), order)
+            for (start, end), shape, order in zip(
+                itertools.pairwise(ends), form.shapes, form.orders, strict=True
+            )
         ]
 
     return jax.jit(
@@ -153,6 +158,7 @@ def _extractor(form: _Form) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _inserter(form: _Form) -> Any:
     def local(flat: jax.Array, row: jax.Array, leaves: list[jax.Array]) -> jax.Array:
+        leaves = list(map(as_stored, leaves, form.orders))
         if form.held:
             parts = [shards_as_rows(x, held) for x, held in zip(leaves, form.held, strict=True)]
             index = collectives.axis_index(form.state_axes)

@@ -22,7 +22,7 @@ from jdistadam.core.loss_scale import LossScaleState, continued_loss_scale
 from jdistadam.core.main_params import MainParams
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.transformation import DistributedTransformation
-from jdistadam.training.train_state import copy_to
+from jdistadam.training.placement import copy_to, put_in_order
 
 
 @dataclasses.dataclass
@@ -94,7 +94,8 @@ class RestoredFlat(Restored):
             filled += nbytes
         self._read_buckets(batch, flats, int(count))
         self._read_frozen()
-        return self._params, self._state(flats, count), None
+        placement = jax.tree.leaves(self._tx.param_formats(self.fields["params"]))
+        return put_in_order(self._params, placement), self._state(flats, count), None
 
     def _bytes(self, bucket: Bucket) -> int:
         size = self._layout.whole_size(bucket) if bucket.is_packed else bucket.shard_size

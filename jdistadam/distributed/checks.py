@@ -153,9 +153,9 @@ def check_grads(
     like: Any = jax.tree.leaves(whole)
     given: Any = jax.tree.leaves(grads)
     held = [held for bucket in layout.buckets for held in bucket.held]
-    for i, _, shape in held if not config.parallel.gathers_once else ():
-        if np.shape(given[i]) == shape:
-            like[i] = given[i]
+    for part in held if not config.parallel.gathers_once else ():
+        if np.shape(given[part.leaf]) == part.param_shape:
+            like[part.leaf] = given[part.leaf]
     for bucket in layout.buckets:  # [Note: sums of layers]
         if not bucket.is_packed and layout.leaves[bucket.leaf].is_stacked:
             if np.shape(given[bucket.leaf]) == bucket.inner_shape:
@@ -192,13 +192,13 @@ def check_step(
       identity: The identity that the state must have; None where it was compared before.
     """
     leaves = jax.tree.leaves(params)
-    for i, _, shape in (held for bucket in layout.buckets for held in bucket.held):
-        if leaves[i].shape != shape:
+    for part in (held for bucket in layout.buckets for held in bucket.held):
+        if leaves[part.leaf].shape != part.param_shape:
             raise MeshError(
-                layout.leaves[i].path,
+                layout.leaves[part.leaf].path,
                 "not placed as sharding_strategy and params_at_rest say",
-                got=leaves[i].shape,
-                expected=f"{shape} on each device",
+                got=leaves[part.leaf].shape,
+                expected=f"{part.param_shape} on each device",
                 action="Use tx.param_specs(params) in the in_specs of shard_map.",
             )
     if identity is not None:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
+from jdistadam.core.formats import leaf_orders
 from jdistadam.core.groups import Groups
 from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.core.loss_scale import DynamicLossScale
@@ -26,7 +27,7 @@ from jdistadam.distributed.layout import Layout, Leaf, make_layout
 from jdistadam.distributed.layout_identity import identity_of
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule, make_schedule
-from jdistadam.errors import MeshError, PolicyError, TreeError
+from jdistadam.errors import MeshError, PolicyError, ShapeError, TreeError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,7 @@ class DistributedConfig:
     given_param_specs: Any
     stacked: Callable[[str], bool] | None = None
     communication: Communication = OVER_XLA
+    formats: Any = None  # as given: leaf_orders gives the orders of dimensions
 
     @property
     def takes_norm_first(self) -> bool:
@@ -120,6 +122,7 @@ class DistributedConfig:
         rows = self.groups.row_of_leaves(whole)
         specs = param_specs.tensor_specs(self.given_param_specs, whole)
         paths = trees.paths(whole, "params")
+        orders = leaf_orders(self.formats, whole) or (None,) * len(paths)
         leaves = [
             Leaf(
                 path=path,
@@ -129,12 +132,16 @@ class DistributedConfig:
                 tensor_axes=param_specs.axes_of(spec),
                 is_stacked=self.stacked is not None and bool(self.stacked(path)),
                 cuts=param_specs.cuts_of(spec, self._cutting_axes),
+                order=order,
             )
-            for path, x, row, spec in zip(paths, jax.tree.leaves(whole), rows, specs, strict=True)
+            for path, x, row, spec, order in zip(
+                paths, jax.tree.leaves(whole), rows, specs, orders, strict=True
+            )
         ]
         _check_param_comm_dtype(self.policy, leaves)
         if self.stacked is not None:
             _check_any_stacked(leaves)
+            _check_layers_first(leaves)
         return make_layout(
             leaves,
             self.num_shards,
@@ -215,6 +222,19 @@ def _check_any_stacked(leaves: Sequence[Leaf]) -> None:
             expected="True for the scanned layers",
             action="Look for a part of their paths, or leave stacked out.",
         )
+
+
+def _check_layers_first(leaves: Sequence[Leaf]) -> None:
+    """Raises ShapeError where one scanned layer would not be in one piece."""
+    for leaf in leaves:
+        if leaf.is_stacked and leaf.order is not None and leaf.order[0] != 0:
+            raise ShapeError(
+                f"formats{leaf.path.removeprefix('params')}",
+                "the layers of a stacked leaf are not its slowest dimension in memory",
+                got=leaf.order,
+                expected="dimension 0 first",
+                action=f"Pass {(0, *(d for d in leaf.order if d))}.",
+            )
 
 
 def _check_param_comm_dtype(policy: MixedPrecisionPolicy, leaves: Sequence[Leaf]) -> None:

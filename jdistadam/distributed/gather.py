@@ -47,7 +47,8 @@ def gather_params_at_rest(schedule: Schedule, held: Sequence[jax.Array]) -> list
     leaves = list(held)
     for entry in schedule.buckets:
         bucket = entry.bucket
-        if all(held[i].shape == shape for i, _, shape in bucket.held) and bucket.is_sharded_param:
+        is_held = all(held[part.leaf].shape == part.param_shape for part in bucket.held)
+        if is_held and bucket.is_sharded_param:
             shard = packing.bucket_array(bucket, held, bucket.dtype)
             whole = transport.gather_parameters(entry.gather, shard, bucket.cut_dim, to="varying")
             for i, leaf in packing.leaves_of_bucket(schedule.layout, bucket, whole):

@@ -25,11 +25,13 @@ import jax
 import jax.numpy as jnp
 
 from jdistadam.core import varying
+from jdistadam.core.formats import as_leaf, as_stored
 from jdistadam.core.types import Params
 from jdistadam.distributed import model_axes, transport
 from jdistadam.distributed.accumulate import weighted
 from jdistadam.distributed.checks import check_inside
 from jdistadam.distributed.schedule import BucketSchedule
+from jdistadam.distributed.seen_params import LayerLeaf
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import MeshError, PolicyError
 
@@ -57,7 +59,7 @@ def local_params(params: Params, tx: DistributedTransformation) -> Any:
         held = jax.tree.leaves(on_a_device)
         for entry in tx.seen.schedule(on_a_device).buckets:
             bucket = entry.bucket
-            if bucket.is_sharded_param and held[bucket.leaf].shape == bucket.inner_shape:
+            if bucket.is_sharded_param and held[bucket.leaf].shape == bucket.inner_param_shape:
                 dtype = tx.config.differentiated_dtype(bucket.dtype)
                 leaves[bucket.leaf] = jnp.asarray(leaves[bucket.leaf]).astype(dtype)
     treedef: Any = jax.tree.structure(params)
@@ -129,10 +131,11 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
         weight = _weight_of_layers()
         for i, leaf in enumerate(layer):
             if leaf is not None:
-                leaves[i] = _gather_leaf(leaf.schedule, leaf.dim, leaves[i], weight, run(i))
+                leaves[i] = _gather_leaf(leaf, leaves[i], weight, run(i))
     else:
         for i, entry in _sharded_leaves(tx, on_a_device).items():
-            leaves[i] = _gather_leaf(entry, entry.bucket.cut_dim, leaves[i], None, run(i))
+            leaf = LayerLeaf(entry.bucket.cut_dim, entry.bucket.order, entry)
+            leaves[i] = _gather_leaf(leaf, leaves[i], None, run(i))
     return jax.tree.unflatten(jax.tree.structure(shards), leaves)
 
 
@@ -239,25 +242,32 @@ def _sharded_leaves(tx: DistributedTransformation, shards: Any) -> dict[int, Buc
         bucket = entry.bucket
         is_scanned = bucket.num_layers is not None  # gathered layer by layer
         if bucket.is_sharded_param and not is_scanned:
-            if leaves[bucket.leaf].shape == bucket.inner_shape:
+            if leaves[bucket.leaf].shape == bucket.inner_param_shape:
                 gathered[bucket.leaf] = entry
     return gathered
 
 
 def _gather_leaf(
-    entry: BucketSchedule,
-    dim: int,
+    leaf: LayerLeaf,
     shard: jax.Array,
     weight: Any,
     run: Callable[..., jax.Array],
 ) -> jax.Array:
     """Gathers one leaf; ``run(f, x)`` is ``f(x)``, manual over all axes of the mesh."""
+    dim, order, entry = leaf
+
+    def whole(x: jax.Array) -> Any:
+        x = as_stored(x, order)
+        return as_leaf(transport.gather_parameters(entry.gather, x, dim, to="varying"), order)
+
+    def part_of_sum(x: jax.Array) -> Any:
+        return as_leaf(transport.sum_gradients([entry.reduce], as_stored(x, order), dim), order)
 
     @jax.custom_vjp
     def gather(shard: jax.Array, weight: Any) -> jax.Array:
         own = shard.astype(entry.bucket.dtype)  # exact: [Note: widened shards]
         # Typed as varying: otherwise types would have every use of it summed over the devices.
-        return run(lambda x: transport.gather_parameters(entry.gather, x, dim, to="varying"), own)
+        return run(whole, own)
 
     def forward(shard: jax.Array, weight: Any) -> tuple[jax.Array, Any]:
         return gather(shard, weight), weight
@@ -265,7 +275,7 @@ def _gather_leaf(
     def backward(weight: Any, cotangent: jax.Array) -> tuple[jax.Array, Any]:
         if weight is not None:
             cotangent = weighted(cotangent.astype(jnp.float32), weight)
-        summed = run(lambda x: transport.sum_gradients([entry.reduce], x, dim), cotangent)
+        summed = run(part_of_sum, cotangent)
         return summed.astype(shard.dtype), None if weight is None else jnp.zeros_like(weight)
 
     gather.defvjp(forward, backward)

@@ -12,6 +12,12 @@ arrays, one for each kind of state, at the offsets written here. Where one devic
 nothing is packed. Parameters that have a main copy come first, so that the flat array of main
 parameters is shorter than the others and shares their offsets.
 
+[Note: stored leaves]
+Leaves are stored, that is flattened, cut and sent, with their dimensions in the order in which they
+are in memory (``formats``): packing.py brings them from the order of the parameter's dimensions
+into that one and back, which moves nothing where they are laid out so. Shapes and dimensions of
+buckets are those of stored leaves; outside of this folder those of parameters are meant.
+
 Two devices, and the params w (256, 128) and b (3,) in bfloat16, s (128, 128) in float32, of which
 only the first two have main parameters::
 
@@ -38,6 +44,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jdistadam.core.formats import Order, Orders, leaf_dims, stored_dims
+
 ALIGNMENT = 128
 """Shards begin at multiples of this many elements: 16-byte vectors of every dtype stay aligned."""
 
@@ -55,11 +63,17 @@ class Leaf:
     tensor_axes: tuple[str, ...] = ()  # mesh axes, besides those of data, over which it is sharded
     is_stacked: bool = False  # its first dimension is scanned, and never scattered
     cuts: tuple[tuple[int, ...], ...] = ()  # for each dimension, which tensor axes cut it
+    order: Order | None = None  # of its dimensions in memory; None: row-major
 
     @property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Its shape with the dimensions in the order in which they are in memory."""
+        return stored_dims(self.shape, self.order)
 
 
 class HeldLeaf(NamedTuple):
@@ -67,13 +81,25 @@ class HeldLeaf(NamedTuple):
 
     Attributes:
       leaf: Its index.
-      dim: The dimension along which it is cut.
-      shape: Shape of the shard.
+      dim: The dimension along which it is cut, as stored.
+      shape: Shape of the shard, as stored.
+      order: In which order its dimensions are stored.
     """
 
     leaf: int
     dim: int
     shape: tuple[int, ...]
+    order: Order | None = None
+
+    @property
+    def param_dim(self) -> int:
+        """The dimension of the parameter along which it is cut."""
+        return self.dim if self.order is None else self.order[self.dim]
+
+    @property
+    def param_shape(self) -> tuple[int, ...]:
+        """Shape of the shard, as a device holds it."""
+        return leaf_dims(self.shape, self.order)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +108,8 @@ class Bucket:
 
     Attributes:
       leaves: Indices of its leaves.
-      dim: Dimension along which its one leaf is scattered; None: its leaves are packed.
+      dim: Dimension along which its one leaf is scattered, as stored, and so are all shapes here;
+        None: its leaves are packed.
       dtype: Dtype of its parameters.
       group: Row of the coefficients.
       shard_shape: Shape of one device's shard, ``(shard_size,)`` if packed.
@@ -96,6 +123,7 @@ class Bucket:
         unless the state is sharded over replica_axes too.
       held: What devices hold of its parameters, if that is shards. If packed, a device's shard of
         the bucket then consists of its shards of the leaves, one behind the other.
+      orders: In which order the dimensions of each leaf are stored; () where all are row-major.
     """
 
     leaves: tuple[int, ...]
@@ -110,6 +138,7 @@ class Bucket:
     num_layers: int | None = None
     inner_shape: tuple[int, ...] = ()
     held: tuple[HeldLeaf, ...] = ()
+    orders: Orders = ()
 
     @property
     def is_sharded_param(self) -> bool:
@@ -146,6 +175,26 @@ class Bucket:
         """Index of its one leaf, of a bucket that is not packed."""
         (leaf,) = self.leaves
         return leaf
+
+    @property
+    def leaf_orders(self) -> Orders:
+        """In which order the dimensions of each leaf are stored."""
+        return self.orders or (None,) * len(self.leaves)
+
+    @property
+    def order(self) -> Order | None:
+        """In which order those of its one leaf are, of a bucket that is not packed."""
+        return None if self.is_packed else self.leaf_orders[0]
+
+    @property
+    def param_dim(self) -> int:
+        """The dimension of its one leaf along which that is cut; 0 if it is packed."""
+        return self.cut_dim if self.order is None else self.order[self.cut_dim]
+
+    @property
+    def inner_param_shape(self) -> tuple[int, ...]:
+        """``inner_shape`` with the dimensions in the order of the parameter's."""
+        return leaf_dims(self.inner_shape, self.order)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,7 +335,8 @@ def _bucket(leaves: Sequence[Leaf], members: _Members, num_shards: int) -> Bucke
     total = sum(leaves[i].size for i in members.leaves)
     is_packed = members.is_packed
     dim = None if is_packed else members.dims[0]
-    whole_shape = (total + -total % num_shards,) if is_packed else first.shape
+    whole_shape = (total + -total % num_shards,) if is_packed else first.stored_shape
+    orders = tuple(leaves[i].order for i in members.leaves)
     return Bucket(
         leaves=tuple(members.leaves),
         dim=dim,
@@ -298,6 +348,7 @@ def _bucket(leaves: Sequence[Leaf], members: _Members, num_shards: int) -> Bucke
         has_main=False,
         tensor_axes=first.tensor_axes,
         num_layers=first.shape[0] if first.is_stacked and not is_packed else None,
+        orders=orders if any(orders) else (),
     )
 
 
@@ -306,7 +357,7 @@ def _held(leaves: Sequence[Leaf], members: _Members, num_held: int) -> tuple[Hel
     if not members.dims:
         return ()
     return tuple(
-        HeldLeaf(i, dim, _cut(leaves[i].shape, dim, num_held))
+        HeldLeaf(i, dim, _cut(leaves[i].stored_shape, dim, num_held), leaves[i].order)
         for i, dim in zip(members.leaves, members.dims, strict=True)
     )
 
@@ -324,9 +375,9 @@ def _aligned(size: int) -> int:
 
 
 def _scatter_dim(leaf: Leaf, num_shards: int) -> int | None:
-    """The first dimension that divides; None if there is none."""
+    """The first dimension, as stored, that divides; None if there is none."""
     dims = range(1 if leaf.is_stacked else 0, len(leaf.shape))
-    return next((dim for dim in dims if leaf.shape[dim] % num_shards == 0), None)
+    return next((dim for dim in dims if leaf.stored_shape[dim] % num_shards == 0), None)
 
 
 def _pack(leaves: Sequence[Leaf], members: Sequence[int], bucket_bytes: int) -> list[list[int]]:

@@ -86,6 +86,8 @@ def _leaf(leaf: Leaf) -> dict[str, Any]:
     }
     if leaf.group is None:
         entry["frozen"] = True
+    if leaf.order is not None:
+        entry["order"] = list(leaf.order)
     if any(leaf.cuts):
         entry["cuts"] = [list(axes) for axes in leaf.cuts]
     return entry

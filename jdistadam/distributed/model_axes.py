@@ -291,6 +291,8 @@ def _specs_of_sums(config: DistributedConfig, layout: Layout, specs: Any) -> Any
         return specs
     of_leaves = jax.tree.leaves(specs)
     packed = P(config.parallel.tensor_axes)
+    # Stored leaves may have their dimensions in another order. The parts of devices are put one
+    # behind the other along one of them, and taken apart along the same.
     return [packed if b.is_packed else of_leaves[b.leaf] for b in layout.buckets]
 
 

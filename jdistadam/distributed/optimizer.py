@@ -45,6 +45,7 @@ def distributed_fused_adamw(
     stacked: Callable[[str], bool] | None = None,
     param_labels: Any = None,
     groups: Mapping[str, Mapping[str, Any]] | None = None,
+    formats: Any = None,
 ) -> DistributedTransformation:
     r"""AdamW for data parallelism, its state sharded over a mesh.
 
@@ -129,6 +130,11 @@ def distributed_fused_adamw(
       groups: For every label a dict of what differs from the arguments above: ``lr_scale``
         (multiplies the learning rate), ``weight_decay``, ``b1``, ``b2``, or ``frozen=True``: no
         state, nothing communicated, params as they are. It costs no further kernel launch.
+      formats: In which order the dimensions of each parameter are in memory, as
+        ``preferred_formats`` returns it and ``fused_adamw`` takes it; of ``stacked`` leaves the
+        layers first. ``TrainState.create`` and ``train_step`` place params so, and the state is
+        flattened in that order: it is a part of the layout, not of what is exported. None:
+        row-major. See docs/layouts.md.
 
     Returns:
       A ``DistributedTransformation``. Its ``step(grads, state, params)`` takes local gradients,
@@ -183,6 +189,7 @@ def distributed_fused_adamw(
         stacked=stacked,
         param_labels=param_labels,
         groups=groups,
+        formats=formats,
     )
 
 
@@ -211,6 +218,7 @@ def distributed_fused_adam(
     stacked: Callable[[str], bool] | None = None,
     param_labels: Any = None,
     groups: Mapping[str, Mapping[str, Any]] | None = None,
+    formats: Any = None,
 ) -> DistributedTransformation:
     """Adam for data parallelism: ``distributed_fused_adamw`` with the formula of ``fused_adam``.
 
@@ -240,6 +248,7 @@ def distributed_fused_adam(
       stacked: Which leaves are scanned layers.
       param_labels: Labels of the params.
       groups: What differs between labels; ``weight_decay`` in a group is decoupled.
+      formats: In which order the dimensions of each parameter are in memory.
 
     Returns:
       A ``DistributedTransformation``.
@@ -282,6 +291,7 @@ def distributed_fused_adam(
         stacked=stacked,
         param_labels=param_labels,
         groups=groups,
+        formats=formats,
     )
 
 
@@ -306,6 +316,7 @@ def _distributed(
     stacked: Callable[[str], bool] | None,
     param_labels: Any,
     groups: Any,
+    formats: Any,
 ) -> DistributedTransformation:
     """Checks the arguments and joins the pieces."""
     policy = MixedPrecisionPolicy() if policy is None else policy
@@ -338,5 +349,6 @@ def _distributed(
         given_param_specs=param_specs,
         stacked=stacked,
         communication=choose_communication(communication, parallel, policy),
+        formats=formats,
     )
     return make_distributed(config)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import trees, varying
+from jdistadam.core.formats import with_order
 from jdistadam.core.loss_scale import LossScaleState
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.distributed import model_axes
@@ -115,6 +116,32 @@ class DistributedTransformation(FusedTransformation):
         """
         trees.check_dtypes(params, name="params")
         return global_specs(self.config, self.layout(params), params)
+
+    def param_formats(self, params: Params) -> Any:
+        """Returns where and in which order of dimensions every parameter is.
+
+        For ``jax.device_put``, and for ``out_shardings`` of a jit that returns params: without it
+        results are row-major, whatever ``formats`` says.
+
+        Args:
+          params: Tree of arrays or ``jax.ShapeDtypeStruct`` as they are outside of shard_map.
+
+        Returns:
+          The same tree with the Format of each parameter that is not row-major, and the
+          NamedSharding of the others.
+
+        Example:
+          >>> import jdistadam as jda
+          >>> mesh = jax.make_mesh((1,), ("data",))
+          >>> tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, formats={"w": (1, 0)})
+          >>> tx.param_formats({"w": jnp.zeros((2, 3))})["w"].layout.major_to_minor
+          (1, 0)
+        """
+        specs = self.param_specs(params)
+        treedef: Any = jax.tree.structure(specs)
+        places = [NamedSharding(self.config.mesh, spec) for spec in jax.tree.leaves(specs)]
+        orders = [leaf.order for leaf in self.layout(params).leaves]
+        return treedef.unflatten(map(with_order, places, orders))
 
     def data_specs(self, specs: Any) -> Any:
         """Returns what PartitionSpecs say about the axes that carry data alone.

@@ -69,7 +69,14 @@ class LowPrecision:
 
 
 def parse(
-    *, mu_dtype: Any, nu_dtype: Any, rounding: Any, seed: Any, float32_moments: Any, b2: Any
+    *,
+    mu_dtype: Any,
+    nu_dtype: Any,
+    rounding: Any,
+    seed: Any,
+    float32_moments: Any,
+    formats: Any,
+    b2: Any,
 ) -> LowPrecision:
     """Checks arguments of ``fused_adamw``; raises PolicyError where they do not fit each other."""
     mu, nu = _is_block8(mu_dtype), _is_block8(nu_dtype)
@@ -88,6 +95,14 @@ def parse(
             got=shown(seed),
             expected="an integer from 0 to 2**64 - 1",
             action="Pass seed=0, or another number for other random bits.",
+        )
+    if formats is not None and (mu or nu or rounding == "stochastic"):
+        raise PolicyError(
+            "formats",
+            'not supported beside "block8" moments or stochastic rounding',
+            got=shown(formats),
+            expected="None: blocks and random bits follow the row-major order",
+            action="Leave formats out.",
         )
     if float32_moments is not None and not (callable(float32_moments) and (mu or nu)):
         raise PolicyError(

@@ -12,6 +12,7 @@ import optax
 
 from jdistadam.core import trees
 from jdistadam.core.dtypes import float_dtype
+from jdistadam.core.formats import Orders, leaf_orders, placed_in_order
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.masks import decay_groups
@@ -47,6 +48,7 @@ def fused_adamw(
     rounding: str = "nearest",
     seed: int = 0,
     float32_moments: Callable[[str], bool] | None = None,
+    formats: Any = None,
 ) -> FusedTransformation:
     r"""AdamW in one fused kernel: a drop-in for ``optax.adamw`` with optax's state.
 
@@ -110,6 +112,12 @@ def fused_adamw(
       seed: The seed of "stochastic", which the state then holds (``RoundingState``).
       float32_moments: A function of a leaf's path, such as "['block']['w']": where it is true,
         moments stay float32 instead of "block8". None: only in leaves of less than 4096 elements.
+      formats: In which order the dimensions of each leaf are in memory, of params, gradients and
+        moments alike, as ``preferred_formats`` returns it: Formats, Layouts or tuples of dimensions
+        from major to minor, in a tree like params, a prefix of it, or a function of params.
+        ``init`` places the state so. A traced array does not say how it is laid out: where it is
+        in another order, XLA transposes it, and the numbers are the same. None: row-major. See
+        docs/layouts.md.
 
     Returns:
       A ``FusedTransformation``: ``init``, ``update`` as in optax, and ``step``. Parameters,
@@ -174,6 +182,7 @@ def fused_adamw(
         rounding=rounding,
         seed=seed,
         float32_moments=float32_moments,
+        formats=formats,
         b2=b2,
     )
     return _fused(
@@ -183,6 +192,7 @@ def fused_adamw(
         mask=mask,
         nu_dtype=nu_dtype,
         main_params_dtype=main_params_dtype,
+        formats=formats,
         needs_params=True,
     )
 
@@ -203,6 +213,7 @@ def fused_adam(
     rounding: str = "nearest",
     seed: int = 0,
     float32_moments: Callable[[str], bool] | None = None,
+    formats: Any = None,
 ) -> FusedTransformation:
     r"""Adam in one fused kernel: a drop-in for ``optax.adam`` with optax's state.
 
@@ -224,11 +235,12 @@ def fused_adam(
       nesterov: Whether to use Nesterov momentum.
       l2: :math:`\ell`, >= 0.
       nu_dtype: Dtype in which the second moment is stored, as in ``fused_adamw``.
-      main_params_dtype: As in ``fused_adamw``, and so are the next four.
+      main_params_dtype: As in ``fused_adamw``, and so are the next five.
       bias_correction: Whether to divide by :math:`c_1` and :math:`c_2`.
       rounding: "nearest" or "stochastic".
       seed: The seed of "stochastic".
       float32_moments: Which leaves keep float32 moments beside "block8".
+      formats: In which order the dimensions of each leaf are in memory.
 
     Returns:
       A ``FusedTransformation``. ``update`` needs params only where l2 or main parameters do.
@@ -274,6 +286,7 @@ def fused_adam(
         rounding=rounding,
         seed=seed,
         float32_moments=float32_moments,
+        formats=formats,
         b2=b2,
     )
     return _fused(
@@ -283,6 +296,7 @@ def fused_adam(
         mask=None,
         nu_dtype=nu_dtype,
         main_params_dtype=main_params_dtype,
+        formats=formats,
         needs_params=isinstance(l2, jax.Array) or l2 != 0,
     )
 
@@ -295,6 +309,7 @@ def _fused(
     mask: Any,
     nu_dtype: Any,
     main_params_dtype: Any,
+    formats: Any,
     needs_params: bool,
 ) -> FusedTransformation:
     """Joins the pieces. ``like_optax`` makes the state."""
@@ -307,19 +322,23 @@ def _fused(
     def init(params: Params) -> OptState:
         trees.check_numbers(params, name="params")
         decay_groups(mask, params)  # a mask that does not fit should not wait for the first step
-        return _new_state(like_optax, params, low, nu_dtype=nu_dtype, main_kind=main_kind)
+        orders = leaf_orders(formats, params)
+        state = _new_state(like_optax, params, low, nu_dtype=nu_dtype, main_kind=main_kind)
+        return _state_in_order(state, main_kind, orders)
 
     def run(mode: str, grads: Grads, state: OptState, params: Params) -> tuple[Any, OptState]:
         if params is None and (needs_params or mode == "step"):
             raise ValueError(optax._src.base.NO_PARAMS_MSG)  # optax has no public name for it
-        groups = decay_groups(mask, grads if params is None else params)
+        like = grads if params is None else params
+        groups, orders = decay_groups(mask, like), leaf_orders(formats, like)
         static = dict(known=known, groups=groups, nu_dtype=nu_dtype, main_kind=main_kind, low=low)
         try:
-            return tree_step(grads, state, params, operands, mode=mode, **static)
+            new = tree_step(grads, state, params, operands, mode=mode, orders=orders, **static)
         except TypeError:  # of jit, which names a leaf that is no array by its place in a call
             for name, tree in (("grads", grads), ("opt_state", state), ("params", params)):
                 trees.check_numbers(tree, name=name)
             raise
+        return _in_order(new[0], orders), _state_in_order(new[1], main_kind, orders)
 
     def update(
         grads: Grads, state: OptState, params: Params = None, **extra_args: Any
@@ -358,6 +377,27 @@ def _new_state(
     wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if is_kept_for(x) else x, params)
     inner = optax_state(wide)
     return with_key(low, MainParamsState(new_main_params(main_kind, params), inner))
+
+
+def _in_order(tree: Any, orders: Orders) -> Any:
+    """A tree with one array for each leaf of params, in their orders, unless it is traced."""
+    if not orders:
+        return tree
+    treedef: Any = jax.tree.structure(tree)
+    return treedef.unflatten(placed_in_order(jax.tree.leaves(tree), orders))
+
+
+def _state_in_order(state: Any, main_kind: MainParams, orders: Orders) -> Any:
+    """The same state, its arrays in the orders of their leaves, unless they are traced."""
+    if not orders:
+        return state
+    if main_kind.is_kept:
+        treedef: Any = jax.tree.structure(state.inner[0].mu)
+        mains = treedef.flatten_up_to(state.main_params)
+        inner = _state_in_order(state.inner, MainParams.NONE, orders)
+        return MainParamsState(treedef.unflatten(placed_in_order(mains, orders)), inner)
+    mu, nu = (_in_order(x, orders) for x in state[0][1:])
+    return (state[0]._replace(mu=mu, nu=nu), *state[1:])
 
 
 def _mu_dtype(value: Any) -> Any:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jdistadam.core import trees
+from jdistadam.core.formats import Orders
 from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.moments import BLOCK8, is_block8, moment_leaves
@@ -45,7 +46,8 @@ class TreeLeaf(NamedTuple):
 # Always inside jit, also for eager calls: [Note: coefficients in optax's own expressions]. One
 # function for all optimizers: inject_hyperparams makes a new one at each eager call.
 @functools.partial(
-    jax.jit, static_argnames=("mode", "known", "groups", "nu_dtype", "main_kind", "low")
+    jax.jit,
+    static_argnames=("mode", "known", "groups", "nu_dtype", "main_kind", "low", "orders"),
 )
 def tree_step(
     grads: Grads,
@@ -59,6 +61,7 @@ def tree_step(
     nu_dtype: Any,
     main_kind: MainParams,
     low: LowPrecision,
+    orders: Orders = (),
 ) -> tuple[Any, OptState]:
     """Steps every leaf and advances the counts of the state.
 
@@ -73,6 +76,7 @@ def tree_step(
       nu_dtype: Dtype of the second moment.
       main_kind: What is kept of main parameters. If anything is, state is a MainParamsState.
       low: Which moments have 8 bits, and how to round. At random: state is a RoundingState.
+      orders: In which order the dimensions of each leaf are in memory; () where all are row-major.
 
     Returns:
       (new params or updates, new state).
@@ -91,10 +95,9 @@ def tree_step(
     leaves = [TreeLeaf(*x) for x in zip(*columns[:2], mains, *columns[2:], strict=True)]
     if low.is_random and mode == "update":
         _check_rounded_by_step(trees.paths(params, "params"), leaves)
-    new = step_leaves(leaves, groups, mode=mode, hyper=hyper, count=adam_state.count, key=key)
-    updates, new_state = _new_trees(
-        params, new, adam_state.count, other_states=inner[1:], main_kind=main_kind
-    )
+    count = adam_state.count
+    new = step_leaves(leaves, groups, mode=mode, hyper=hyper, count=count, key=key, orders=orders)
+    updates, new_state = _new_trees(params, new, count, other_states=inner[1:], main_kind=main_kind)
     return updates, new_state if key is None else RoundingState(key, new_state)
 
 
@@ -144,6 +147,7 @@ def step_leaves(
     hyper: Hyperparameters,
     count: jax.Array,
     key: Any = None,
+    orders: Orders = (),
 ) -> list[TreeLeaf]:
     """One kernel call for each mix of dtypes: usually one. With a key it rounds at random.
 
@@ -168,7 +172,9 @@ def step_leaves(
         if _is_left_to_optax(dtypes):
             results = _call_optax(call_leaves, call_groups, mode=mode, hyper=hyper, count=count)
         else:
-            spec = Spec(mode, call_groups, hyper.nesterov)
+            call_orders = tuple(orders[i] for i in indices) if orders else ()
+            call_orders = call_orders if any(call_orders) else ()
+            spec = Spec(mode, call_groups, hyper.nesterov, orders=call_orders)
             run = functools.partial(_run, scalars)
             if _is_compact(dtypes, mode=mode, is_random=key is not None):
                 rounded = Rounding(jnp.zeros(2, jnp.uint32) if key is None else key, count)

@@ -120,7 +120,7 @@ def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
     main_dtype = policy.main_params.stored_dtype
     main_itemsize = 0 if main_dtype is None else main_dtype.itemsize
     held = (held for bucket in layout.buckets for held in bucket.held)
-    held_sizes = {i: math.prod(shape) for i, _, shape in held}
+    held_sizes = {part.leaf: math.prod(part.shape) for part in held}
     scalars = 2 + (0 if config.loss_scale is None else 4)  # of LossScaleState
     return {
         "params": sum(

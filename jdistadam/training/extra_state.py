@@ -18,7 +18,8 @@ from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import HyperparameterError, TreeError
 from jdistadam.kernels.coefficients import check_step_count
 from jdistadam.training import host_arrays
-from jdistadam.training.train_state import TrainState, copy_to
+from jdistadam.training.placement import copy_to
+from jdistadam.training.train_state import TrainState
 
 
 class ExtraState(NamedTuple):

@@ -31,7 +31,8 @@ from jdistadam.training.extra_state import (
     with_extra_state,
 )
 from jdistadam.training.host_arrays import copy_of, fetch
-from jdistadam.training.train_state import TrainState, check_layout, copy_to, remember_params
+from jdistadam.training.placement import copy_to
+from jdistadam.training.train_state import TrainState, check_layout, remember_params
 
 
 def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[Any, Any, ExtraState]:
@@ -222,7 +223,7 @@ def _as_after(steps: int, tx: DistributedTransformation, params: Params) -> Para
     if steps == 0 or tx.config.policy.param_comm_dtype is None:
         return params
     schedule = tx.seen.schedule_of_whole(tx.config.tensor_local(params))
-    placed = jax.tree.map(lambda x: x.sharding, params)
+    placed = tx.param_formats(params)
     return jax.jit(functools.partial(as_they_arrive, schedule), out_shardings=placed)(params)
 
 

@@ -24,6 +24,7 @@ from jdistadam.distributed.state import find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import LayoutError, TreeError
 from jdistadam.training.agreement import agree
+from jdistadam.training.placement import copy_to, is_at, put_in_order
 from jdistadam.training.train_state_checks import check_created
 
 
@@ -143,9 +144,10 @@ class TrainState:
         # Placed as the ones that are trained: tx takes note of the dtypes that it sees.
         trained = jax.tree.map(lambda x, t: jax.ShapeDtypeStruct(x.shape, t), params, dtypes)
         agree(tx.config, trained)
-        params = copy_to(params, _placement(tx, trained))
+        placement = tx.param_formats(trained)
+        params = copy_to(params, placement)
         model_state, rng = copy_to((model_state, rng), replicated)
-        rounded = _rounded(tx.config.policy, params, dtypes)
+        rounded = put_in_order(_rounded(tx.config.policy, params, dtypes), placement)
         opt_state = jax.tree.map(  # what a chain keeps besides may be the caller's too
             lambda part: part if is_distributed_state(part) else copy_to(part, replicated),
             tx.init(rounded),
@@ -188,38 +190,18 @@ class TrainState:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
             )
 
-        shapes = cls(params, jax.eval_shape(tx.init, params))
-        specs = cls(tx.param_specs(params), tx.state_specs())
-        return jax.tree.map(place, specs, shapes, is_leaf=lambda x: isinstance(x, P))
-
-
-def _placement(tx: DistributedTransformation, params: Params) -> Any:
-    """The sharding of every parameter."""
-    specs = tx.param_specs(params)
-    return jax.tree.map(lambda spec: NamedSharding(tx.config.mesh, spec), specs)
-
-
-def copy_to(tree: Any, sharding: Any) -> Any:
-    """Returns copies placed as ``sharding`` says, which no one else holds, with definite types.
-
-    ``device_put`` may hand out the caller's own buffer as the replica of its device, also with
-    may_alias=False; the results of a jitted copy are never shared with its arguments. A Python
-    number would come back from a step as another type, and compile the step again. Of random keys
-    the words are placed: ``device_put`` cannot bring keys to devices of other processes.
-    """
-    leaves = jax.tree.leaves(tree)
-    treedef: Any = jax.tree.structure(tree)
-    kinds = [jax.random.key_impl(x) if trees.is_key(x) else None for x in leaves]
-    words = [jax.random.key_data(x) if trees.is_key(x) else x for x in leaves]
-
-    def copy(x: Any, kind: Any) -> Any:
-        copied = jax.lax.convert_element_type(jnp.copy(x), x.dtype)
-        return copied if kind is None else jax.random.wrap_key_data(copied, impl=kind)
-
-    def copy_all(tree: Any) -> Any:
-        return treedef.unflatten(map(copy, jax.tree.leaves(tree), kinds))
-
-    return jax.jit(copy_all)(jax.device_put(treedef.unflatten(words), sharding))
+        opt_state = jax.tree.map(
+            place,
+            tx.state_specs(),
+            jax.eval_shape(tx.init, params),
+            is_leaf=lambda x: isinstance(x, P),
+        )
+        params = jax.tree.map(
+            lambda x, format: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=format),
+            params,
+            tx.param_formats(params),
+        )
+        return cls(params, opt_state)
 
 
 def _dtypes_of(params: Params, dtypes: Any) -> Any:
@@ -285,7 +267,7 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
             expected="the paths, shapes and dtypes of the params that the state was made for",
             action="Cast them, or make a new state with TrainState.create.",
         )
-    params = copy_to(state.params, _placement(tx, state.params))
+    params = copy_to(state.params, tx.param_formats(state.params))
     specs = tx.param_specs(params)
     opt_state = with_main_params(config, layout, specs, state.opt_state, params)
     return remember_params(dataclasses.replace(state, params=params, opt_state=opt_state))
@@ -324,14 +306,13 @@ def placed(state: TrainState, tx: DistributedTransformation) -> TrainState:
 
     What was restored without shardings, or made for another strategy of the same layout.
     """
-    specs = TrainState(tx.param_specs(state.params), tx.state_specs(), P(), P())
+    specs = TrainState(P(), tx.state_specs(), P(), P())
     leaves: Any = jax.tree.leaves(state)
-    wanted = [NamedSharding(tx.config.mesh, spec) for spec in _leaf_specs(specs, state)]
-    moved = [
-        i
-        for i, (x, sharding) in enumerate(zip(leaves, wanted, strict=True))
-        if not (isinstance(x, jax.Array) and x.sharding == sharding)
-    ]
+    wanted: list[Any] = [NamedSharding(tx.config.mesh, spec) for spec in _leaf_specs(specs, state)]
+    of_params = jax.tree.leaves(tx.param_formats(state.params))
+    wanted[: len(of_params)] = of_params  # the first field
+    pairs = enumerate(zip(leaves, wanted, strict=True))
+    moved = [i for i, (x, place) in pairs if not is_at(x, place)]
     if not moved:
         return state
     copies = copy_to([leaves[i] for i in moved], [wanted[i] for i in moved])

@@ -240,6 +240,7 @@ BAD = [
     (dict(seed=True), "seed: not a seed"),
     (dict(float32_moments=lambda path: True), "float32_moments: has no effect"),
     (dict(mu_dtype="block8", float32_moments="w"), "float32_moments: not a function"),
+    (dict(rounding="stochastic", formats={"w": (1, 0)}), "formats: not supported beside"),
     (dict(mu_dtype="block7"), "mu_dtype: not a dtype"),
     (dict(nu_dtype=jnp.float16, rounding="stochastic"), "nu_dtype: a second moment in float16"),
     (dict(nu_dtype=jnp.bfloat16), "nu_dtype: a second moment in bfloat16"),
