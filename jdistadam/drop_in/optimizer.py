@@ -6,27 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jdistadam.core import trees
 from jdistadam.core.dtypes import float_dtype
-from jdistadam.core.formats import Orders, leaf_orders, placed_in_order
+from jdistadam.core.formats import leaf_orders
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.masks import decay_groups
 from jdistadam.core.precision import check_nu_dtype
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
-from jdistadam.drop_in.low_precision import (
-    LowPrecision,
-    new_state,
-    parse,
-    with_key,
-    without_block8,
-)
-from jdistadam.drop_in.main_params import MainParamsState, new_main_params
+from jdistadam.drop_in.low_precision import LowPrecision, parse, without_block8
+from jdistadam.drop_in.new_state import in_order, new_state, state_in_order
 from jdistadam.drop_in.step import tree_step
 from jdistadam.drop_in.transformation import FusedTransformation
 
@@ -323,8 +316,8 @@ def _fused(
         trees.check_numbers(params, name="params")
         decay_groups(mask, params)  # a mask that does not fit should not wait for the first step
         orders = leaf_orders(formats, params)
-        state = _new_state(like_optax, params, low, nu_dtype=nu_dtype, main_kind=main_kind)
-        return _state_in_order(state, main_kind, orders)
+        state = new_state(like_optax, params, low, nu_dtype=nu_dtype, main_kind=main_kind)
+        return state_in_order(state, main_kind, orders)
 
     def run(mode: str, grads: Grads, state: OptState, params: Params) -> tuple[Any, OptState]:
         if params is None and (needs_params or mode == "step"):
@@ -338,7 +331,7 @@ def _fused(
             for name, tree in (("grads", grads), ("opt_state", state), ("params", params)):
                 trees.check_numbers(tree, name=name)
             raise
-        return _in_order(new[0], orders), _state_in_order(new[1], main_kind, orders)
+        return in_order(new[0], orders), state_in_order(new[1], main_kind, orders)
 
     def update(
         grads: Grads, state: OptState, params: Params = None, **extra_args: Any
@@ -357,69 +350,8 @@ def _fused(
     return tx
 
 
-def _new_state(
-    like_optax: optax.GradientTransformation,
-    params: Params,
-    low: LowPrecision,
-    *,
-    nu_dtype: Any,
-    main_kind: MainParams,
-) -> OptState:
-    """The state before the first step; with main parameters, optax's state is that for them."""
-
-    def optax_state(updated: Any) -> OptState:
-        state = _beside(params, _with_nu(like_optax.init(updated), nu_dtype))
-        return new_state(low, params, state)
-
-    if not main_kind.is_kept:
-        return with_key(low, optax_state(params))
-    is_kept_for = main_kind.is_kept_for
-    wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if is_kept_for(x) else x, params)
-    inner = optax_state(wide)
-    return with_key(low, MainParamsState(new_main_params(main_kind, params), inner))
-
-
-def _in_order(tree: Any, orders: Orders) -> Any:
-    """A tree with one array for each leaf of params, in their orders, unless it is traced."""
-    if not orders:
-        return tree
-    treedef: Any = jax.tree.structure(tree)
-    return treedef.unflatten(placed_in_order(jax.tree.leaves(tree), orders))
-
-
-def _state_in_order(state: Any, main_kind: MainParams, orders: Orders) -> Any:
-    """The same state, its arrays in the orders of their leaves, unless they are traced."""
-    if not orders:
-        return state
-    if main_kind.is_kept:
-        treedef: Any = jax.tree.structure(state.inner[0].mu)
-        mains = treedef.flatten_up_to(state.main_params)
-        inner = _state_in_order(state.inner, MainParams.NONE, orders)
-        return MainParamsState(treedef.unflatten(placed_in_order(mains, orders)), inner)
-    mu, nu = (_in_order(x, orders) for x in state[0][1:])
-    return (state[0]._replace(mu=mu, nu=nu), *state[1:])
-
-
 def _mu_dtype(value: Any) -> Any:
     is_array = isinstance(value, jax.Array | np.ndarray)  # of which == is no bool
     if value is None or (not is_array and value in optax_fallback.DTYPES):
         return value
     return float_dtype("mu_dtype", value)
-
-
-def _beside(params: Any, state: Any) -> Any:
-    """Places the moments of a state that is made inside a program where its params are."""
-    adam = state[0]._replace(
-        mu=jax.tree.map(trees.placed_beside, params, state[0].mu),
-        nu=jax.tree.map(trees.placed_beside, params, state[0].nu),
-    )
-    return (adam, *state[1:])
-
-
-def _with_nu(state: Any, nu_dtype: Any) -> Any:
-    """Gives optax's state a second moment in ``nu_dtype``, but for leaves that optax steps."""
-
-    def zeros(x: Any) -> Any:
-        return x if optax_fallback.takes(x.dtype) else jnp.zeros_like(x, dtype=nu_dtype)
-
-    return (state[0]._replace(nu=jax.tree.map(zeros, state[0].nu)), *state[1:])

@@ -1,0 +1,78 @@
+"""The state of a drop-in before its first step, and where its arrays are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdistadam.core import trees
+from jdistadam.core.formats import Orders, placed_in_order
+from jdistadam.core.main_params import MainParams
+from jdistadam.core.types import OptState, Params
+from jdistadam.drop_in import low_precision, optax_fallback
+from jdistadam.drop_in.low_precision import LowPrecision
+from jdistadam.drop_in.main_params import MainParamsState, new_main_params
+
+
+def new_state(
+    like_optax: optax.GradientTransformation,
+    params: Params,
+    low: LowPrecision,
+    *,
+    nu_dtype: Any,
+    main_kind: MainParams,
+) -> OptState:
+    """The state before the first step; with main parameters, optax's state is that for them."""
+
+    def optax_state(updated: Any) -> OptState:
+        state = _beside(params, _with_nu(like_optax.init(updated), nu_dtype))
+        return low_precision.new_state(low, params, state)
+
+    if not main_kind.is_kept:
+        return low_precision.with_key(low, optax_state(params))
+    is_kept_for = main_kind.is_kept_for
+    wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if is_kept_for(x) else x, params)
+    inner = optax_state(wide)
+    return low_precision.with_key(low, MainParamsState(new_main_params(main_kind, params), inner))
+
+
+def in_order(tree: Any, orders: Orders) -> Any:
+    """A tree with one array for each leaf of params, in their orders, unless it is traced."""
+    if not orders:
+        return tree
+    treedef: Any = jax.tree.structure(tree)
+    return treedef.unflatten(placed_in_order(jax.tree.leaves(tree), orders))
+
+
+def state_in_order(state: Any, main_kind: MainParams, orders: Orders) -> Any:
+    """The same state, its arrays in the orders of their leaves, unless they are traced."""
+    if not orders:
+        return state
+    if main_kind.is_kept:
+        treedef: Any = jax.tree.structure(state.inner[0].mu)
+        mains = treedef.flatten_up_to(state.main_params)
+        inner = state_in_order(state.inner, MainParams.NONE, orders)
+        return MainParamsState(treedef.unflatten(placed_in_order(mains, orders)), inner)
+    mu, nu = (in_order(x, orders) for x in state[0][1:])
+    return (state[0]._replace(mu=mu, nu=nu), *state[1:])
+
+
+def _beside(params: Any, state: Any) -> Any:
+    """Places the moments of a state that is made inside a program where its params are."""
+    adam = state[0]._replace(
+        mu=jax.tree.map(trees.placed_beside, params, state[0].mu),
+        nu=jax.tree.map(trees.placed_beside, params, state[0].nu),
+    )
+    return (adam, *state[1:])
+
+
+def _with_nu(state: Any, nu_dtype: Any) -> Any:
+    """Gives optax's state a second moment in ``nu_dtype``, but for leaves that optax steps."""
+
+    def zeros(x: Any) -> Any:
+        return x if optax_fallback.takes(x.dtype) else jnp.zeros_like(x, dtype=nu_dtype)
+
+    return (state[0]._replace(nu=jax.tree.map(zeros, state[0].nu)), *state[1:])
