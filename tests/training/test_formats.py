@@ -213,7 +213,7 @@ def test_states_made_in_other_ways():
 
 @pytest.mark.parametrize("n", [1, 8])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-@often(lambda n, strategy: (n, strategy) == (8, "optim_grads_params"))
+@pytest.mark.slow
 def test_a_convolutional_net_moves_no_kernel(h200s, n, strategy):
     counts = []
     for formats in (None, ORDERS):
