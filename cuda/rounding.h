@@ -53,7 +53,7 @@ JDISTADAM_INLINE uint32_t BitsForParam(uint32_t word) { return word & 0xffffu; }
 JDISTADAM_INLINE uint32_t BitsForMu(uint32_t word) { return (word * 0x9E3779B9u) >> 16; }
 
 // What to add to a magnitude before its lowest `dropped` bits, 13 to 20, are dropped: with kRandom
-// 16 random bits, in the middle of what lies between two of their values, else what rounds to
+// 16 random bits, in the middle of what two of their values leave open, else what rounds to
 // nearest even.
 template <bool kRandom>
 JDISTADAM_INLINE uint32_t Increment(uint32_t bits, int dropped, uint32_t random) {

@@ -88,13 +88,14 @@ def parse(
             expected=" or ".join(map(repr, ROUNDINGS)),
             action='Use "nearest" unless moments or parameters have 16 bits or less.',
         )
+    seed = 0 if seed is None else seed  # a number that optax.inject_hyperparams leaves alone
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
         raise PolicyError(
             "seed",
             "not a seed",
             got=shown(seed),
             expected="an integer from 0 to 2**64 - 1",
-            action="Pass seed=0, or another number for other random bits.",
+            action="Pass seed=0 or another number; for optax.inject_hyperparams in static_args.",
         )
     if formats is not None and (mu or nu or rounding == "stochastic"):
         raise PolicyError(

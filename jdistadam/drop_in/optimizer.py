@@ -39,7 +39,7 @@ def fused_adamw(
     main_params_dtype: Any = None,
     bias_correction: bool = True,
     rounding: str = "nearest",
-    seed: int = 0,
+    seed: int | None = None,
     float32_moments: Callable[[str], bool] | None = None,
     formats: Any = None,
 ) -> FusedTransformation:
@@ -102,7 +102,8 @@ def fused_adamw(
         16 bits without main parameters, are rounded up or down at random, so that their mean is the
         exact value. The random bits depend on the seed, the count, and the leaf's and the element's
         number alone: a run can be repeated bit for bit, on CPU and GPU.
-      seed: The seed of "stochastic", which the state then holds (``RoundingState``).
+      seed: The seed of "stochastic", from 0 to 2^64 - 1, which the state then holds
+        (``RoundingState``). None: 0.
       float32_moments: A function of a leaf's path, such as "['block']['w']": where it is true,
         moments stay float32 instead of "block8". None: only in leaves of less than 4096 elements.
       formats: In which order the dimensions of each leaf are in memory, of params, gradients and
@@ -204,7 +205,7 @@ def fused_adam(
     main_params_dtype: Any = None,
     bias_correction: bool = True,
     rounding: str = "nearest",
-    seed: int = 0,
+    seed: int | None = None,
     float32_moments: Callable[[str], bool] | None = None,
     formats: Any = None,
 ) -> FusedTransformation:

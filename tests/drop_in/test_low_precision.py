@@ -247,7 +247,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), BAD, ids=str)
+@pytest.mark.parametrize(("options", "message"), BAD, ids=range(len(BAD)))
 def test_bad_options(options, message):
     with pytest.raises(jda.PolicyError, match=message):
         jda.fused_adamw(**HYPER | options)
