@@ -126,8 +126,14 @@ def table(run):
     rows = [
         (
             way,
-            f"{r['mean_difference']:+.4f} ± {r['half_interval']:.4f}",
-            f"{r['distance']:.3f}",
+            *(
+                ("diverged", "-")
+                if np.isnan(r["mean_difference"])
+                else (
+                    f"{r['mean_difference']:+.4f} ± {r['half_interval']:.4f}",
+                    f"{r['distance']:.3f}",
+                )
+            ),
         )
         for way, r in results["summary"].items()
     ]
