@@ -63,6 +63,8 @@ def differentiated(
       The same. A gradient that no scan returns stays as it is, so its shape says whether it is
       summed.
     """
+    if not sums:
+        return differentiate(params)
     traced, shapes = jax.make_jaxpr(differentiate, return_shape=True)(params)
     shapes, treedef = jax.tree.flatten(shapes)
     first = len(shapes) - len(jax.tree.leaves(params))
