@@ -37,8 +37,9 @@ _POLICY: dict[str, tuple[tuple[str, ...], str]] = {
         "sums over devices; none: grad-comm-dtype, summed by the collective library",
     ),
     "param_comm_dtype": (("none", *_FLOATS, *_FLOAT8), "communicated parameters; none: their own"),
-    "mu_dtype": (_FLOATS, "first moments"),
-    "nu_dtype": (("float32", "bfloat16"), "second moments"),
+    "mu_dtype": ((*_FLOATS, "block8"), "first moments"),
+    "nu_dtype": (("float32", "bfloat16", "block8"), "second moments"),
+    "rounding": (("nearest", "stochastic"), "how moments, and params of 16 bits, are rounded"),
 }
 
 
@@ -99,8 +100,9 @@ def make_parser() -> Parser:
 
 def policy(args: argparse.Namespace) -> MixedPrecisionPolicy:
     """Returns the policy that the arguments describe."""
-    given = {name: getattr(args, name) for name in _POLICY}
-    return MixedPrecisionPolicy(**{k: None if v == "none" else v for k, v in given.items()})
+    given: dict[str, Any] = {name: getattr(args, name) for name in _POLICY}
+    given = {k: None if v == "none" else v for k, v in given.items()}
+    return MixedPrecisionPolicy(**given)
 
 
 def shapes_a_prediction(args: argparse.Namespace) -> bool:
