@@ -22,9 +22,7 @@ from jdistadam.core.moments import BLOCK
 from jdistadam.distributed.layout import Bucket, Layout, Leaf
 from jdistadam.errors import PolicyError
 from jdistadam.kernels.compact_adam import Places
-
-Rows = tuple[int, int]
-"""Elements of a part in one piece, and of the uncut array from one such piece to the next."""
+from jdistadam.kernels.rounding import Cuts
 
 
 def whole_size(leaf: Leaf, tensor_parts: Sequence[int]) -> int:
@@ -50,14 +48,17 @@ def check_cuts(leaf: Leaf, tensor_parts: Sequence[int], low: LowPrecision) -> No
         )
 
 
-def rows_of(layout: Layout, bucket: Bucket, tensor_parts: Sequence[int]) -> tuple[Rows, Rows]:
-    """The two levels at which the leaf of a bucket that is not packed is cut: data, then tensor."""
+def cuts_of(layout: Layout, bucket: Bucket, tensor_parts: Sequence[int]) -> Cuts:
+    """How the leaf of a bucket was cut, first over tensor axes, then over the data axes."""
+    if bucket.is_packed:  # its table says so
+        return Cuts.into_runs(bucket.shard_size)
     piece = math.prod(bucket.shard_shape[bucket.cut_dim :])
     leaf = layout.leaves[bucket.leaf]
-    return (piece, piece * layout.num_shards), _tensor_rows(leaf, tensor_parts)
+    return Cuts(piece, piece * layout.num_shards, *_tensor_cut(leaf, tensor_parts))
 
 
-def _tensor_rows(leaf: Leaf, tensor_parts: Sequence[int]) -> Rows:
+def _tensor_cut(leaf: Leaf, tensor_parts: Sequence[int]) -> tuple[int, int]:
+    """Elements in one piece, and of the uncut leaf from one piece to the next."""
     for dim, axes in enumerate(leaf.cuts):
         if axes:
             piece = math.prod(leaf.shape[dim:])
@@ -99,7 +100,7 @@ def places_of(
             end += table.shape[0]
         else:
             begins.append(-1)
-    blocks = jnp.concatenate(tables) if tables else jnp.zeros((0, 2), jnp.uint32)
+    blocks = jnp.concatenate(tables) if tables else jnp.zeros((1, 2), jnp.uint32)
     return Places(jnp.stack(parts), blocks), tuple(begins)
 
 
@@ -114,8 +115,8 @@ def _table(
     leaves = [layout.leaves[i] for i in bucket.leaves]
     which, block = _blocks_of_leaves(layout, bucket, index)
     # Blocks of the parts that tensor axes leave become those of whole leaves.
-    rows = np.asarray([_tensor_rows(leaf, tensor_parts) for leaf in leaves]) // BLOCK
-    piece, whole_piece = np.maximum(rows, 1).astype(np.int32).T
+    cuts = np.asarray([_tensor_cut(leaf, tensor_parts) for leaf in leaves]) // BLOCK
+    piece, whole_piece = np.maximum(cuts, 1).astype(np.int32).T
     is_cut = np.asarray([any(leaf.cuts) for leaf in leaves])
     part = jnp.stack([_tensor_part(leaf, cutting_axes) for leaf in leaves])[which]
     row, within = jnp.divmod(block, jnp.asarray(piece)[which])

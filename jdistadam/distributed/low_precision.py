@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jdistadam.core import varying
-from jdistadam.distributed.blocks import places_of, rows_of
+from jdistadam.distributed.blocks import cuts_of, places_of
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import offset_of
 from jdistadam.distributed.layout import Bucket, Layout
@@ -41,19 +41,14 @@ def adam(
     places, tables = places_of(
         layout, buckets, config.parallel.state_axes, config.cutting_axes, parts
     )
-    rows = [
-        (bucket.shard_size,) * 4
-        if bucket.is_packed
-        else sum(rows_of(layout, bucket, parts), start=())
-        for bucket in buckets
-    ]
+    cuts = tuple(cuts_of(layout, bucket, parts) for bucket in buckets)
     compact = CompactSpec(
         adam=spec,
         is_random=low.is_random,
         ids=tuple(bucket.leaves[0] for bucket in buckets),
         mu_offsets=tuple(offset_of(state.mu, bucket) for bucket in buckets),
         nu_offsets=tuple(offset_of(state.nu, bucket) for bucket in buckets),
-        rows=tuple(rows),
+        cuts=cuts,
         tables=tables,
     )
     key = state.key if low.is_random else jnp.zeros((2,), jnp.uint32)

@@ -12,7 +12,8 @@ from jdistadam.core.moments import Block8
 from jdistadam.kernels import compact_adam as kernel
 from jdistadam.kernels import reference, rounding, sharded_compact_adam
 from jdistadam.kernels.adam import Operands, Spec
-from jdistadam.kernels.compact_adam import CompactSpec, Rounding
+from jdistadam.kernels.compact_adam import CompactSpec, Places, Rounding
+from jdistadam.kernels.rounding import Cuts
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.operands import BF16, F16, F32, random_array, random_rows, scalars
 from support.samples import often
@@ -76,11 +77,15 @@ def rounded(seed=2**40 + 5, count=6):
     return Rounding(key, np.int32(count))
 
 
+def of_parts(parts):
+    return jax.tree.map(np.asarray, Places.of_parts(np.asarray(parts)))
+
+
 def assert_equals_reference(spec, scalars, rounded, operands):
-    want = by_reference(spec, scalars, rounded, PARTS, operands)
-    got = adam_of_parts(spec, scalars, rounded, PARTS, operands)
+    want = by_reference(spec, scalars, rounded, of_parts(PARTS), operands)
+    got = adam_of_parts(spec, scalars, rounded, of_parts(PARTS), operands)
     assert_trees_same_bits(got._asdict(), want._asdict())
-    whole = by_reference(spec, scalars, rounded, 0 * PARTS, operands)
+    whole = by_reference(spec, scalars, rounded, of_parts(0 * PARTS), operands)
     assert_trees_same_bits(adam(spec, scalars, rounded, operands)._asdict(), whole._asdict())
 
 
@@ -115,14 +120,19 @@ def test_philox_is_that_of_its_authors():
 @pytest.mark.parametrize("xp", [np, jnp], ids=["numpy", "jax"])
 def test_random_bits_of_parts_are_those_of_the_whole(xp):
     key = np.asarray([7, 11], np.uint32)
-    whole = rounding.random_bits(key, 3, 5, 0, (1001 * 7,), np)
+
+    def bits(size, part, shape, xp):
+        index = rounding.indices(size, Cuts.into_runs(size), (part, 0), xp)
+        return rounding.random_bits(key, 3, 5, index, shape, xp)
+
+    whole = bits(1001 * 7, 0, (1001 * 7,), np)
     for part in (0, 1, 5, 6):
-        got = rounding.random_bits(key, 3, 5, part, (7, 143), xp)
+        got = bits(1001, part, (7, 143), xp)
         for a, b in zip(got, whole, strict=True):
             assert_same_bits(np.asarray(a), b[part * 1001 : (part + 1) * 1001].reshape(7, 143))
     # Where the index has more than 32 bits, and where a quarter of it, the counter, has.
     for size, low, high in ((5, 2**30 + 2**28, 0), (20, 2**30, 1)):
-        far = rounding.random_bits(key, 3, 5, 2**30, (size,), xp)
+        far = bits(size, 2**30, (size,), xp)
         words = rounding.philox(key, [np.full(1, x, np.uint32) for x in (low, high, 5, 3)], np)
         assert [int(x[0]) >> 16 for x in words] == np.asarray(far.nu)[:4].tolist()
 
@@ -188,7 +198,7 @@ def test_rounding_at_random_has_no_bias(platform, dtype):
     zeros = tuple(moment(rng, n, dtype, code) for code in (rounding.MU, rounding.NU))
     start = [jax.tree.map(np.zeros_like, x) for x in zeros]
     exact = by_reference(
-        CompactSpec(Spec("step", (0,)), False, (4,)), scalars(random_rows()), rounded(), [0],
+        CompactSpec(Spec("step", (0,)), False, (4,)), scalars(random_rows()), rounded(), of_parts([0]),
         Operands((grads,), (param.astype(F32),), (np.zeros(n, F32),), (np.zeros(n, F32),)),
     )  # fmt: skip
     operands = Operands((grads,), (param.astype(param_dtype),), *[(x,) for x in start])
