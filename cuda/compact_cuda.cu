@@ -249,7 +249,7 @@ __device__ __forceinline__ void StepPart(const Types& t, const Step& step, const
   const Coefficients c = reinterpret_cast<const Row*>(step.coefficients)[leaf.group].coefficients;
   const float inv_scale = *step.inv_scale;
   uint32_t words[kVector] = {}, for_mu[kVector], for_nu[kVector], for_param[kVector];
-  if (kRandom) Draw(step, leaf, part.i, words);
+  if (kRandom && is_mine) Draw(step, leaf, part.i, words);  // else there may be no entry in a table
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
     for_mu[k] = BitsForMu(words[k]);

@@ -271,6 +271,8 @@ def _shard(
         )
     check_step_count("opt_state[0].count", adam.count)
 
+    place = NamedSharding(config.mesh, config.parallel.state_spec)
+
     def flat(tree: Any, dtype: Any) -> jax.Array:
         leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
         parts = range(config.parallel.size(config.parallel.tensor_axes))
@@ -279,19 +281,17 @@ def _shard(
             for i in range(config.num_shards)
             for part in parts
         ]
-        return jax.device_put(
-            jnp.concatenate(shards), NamedSharding(config.mesh, config.parallel.state_spec)
-        )
+        return jnp.concatenate(shards)
 
     def moment(name: str) -> Any:
         tree, like = getattr(adam, name), getattr(old, name)
         if not is_flat_block8(like):
-            return flat(tree, like.dtype)
+            return jax.device_put(flat(tree, like.dtype), place)
         floats = np.asarray(flat(tree, jnp.float32)).reshape(-1, layout.flat_size)
         for bucket in layout.buckets:
             end = bucket.offset + -(-bucket.shard_size // BLOCK) * BLOCK
-            shards = floats[:, bucket.offset : end].reshape(-1)
-            like = with_shards(config, bucket, name, like, jnp.asarray(shards))
+            shards = jax.device_put(floats[:, bucket.offset : end].reshape(-1), place)
+            like = with_shards(config, bucket, name, like, shards)
         return like
 
     return old._replace(

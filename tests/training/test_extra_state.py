@@ -110,6 +110,7 @@ SOURCES = {
     "bfloat16": dict(sharding_strategy="optim_grads"),
     "remainder16": dict(sharding_strategy="optim_grads_params"),
     "no main": dict(),
+    "8 bits": dict(),
     "comm": dict(max_grad_norm=0.5),
     "comm, sharded": dict(sharding_strategy="optim_grads_params"),
 }

@@ -430,7 +430,7 @@ void RunAllCompact() {
       }
     }
   }
-  for (const size_t leaves : {39, 40, 41, 380, 381, 800}) {  // around the tables' capacities
+  for (const size_t leaves : {29, 30, 31, 250, 251, 600}) {  // around the tables' capacities
     std::vector<size_t> sizes;
     for (size_t i = 0; i < leaves; ++i) sizes.push_back(Random() % 300);
     run({{Mode::kStep, false, false, {B, B, E, E, B}, 1, 0, sizes}, true, 0});
