@@ -173,11 +173,24 @@ def round_at_random(x: Any, dtype: Any, random: Any, xp: Any) -> Any:
     if name != "float16":
         return x.astype(dtype)
     magnitude = bits & u32(0x7FFFFFFF)
-    low = (magnitude.view(xp.float32) * xp.float32(2.0**-112)).view(u32)
+    low = _scaled_down(magnitude, 112, xp)
     half = (low + (random >> u32(3))) >> u32(13)
     half = xp.where((half > 0x7C00) | (magnitude == 0x7F800000), u32(0x7C00), half)
     half = xp.where(magnitude > 0x7F800000, u32(0x7E00), half)
     return (half | (bits >> u32(16) & u32(0x8000))).astype(xp.uint16).view(dtype)
+
+
+def _scaled_down(bits: Any, exponent: int, xp: Any) -> Any:
+    """The bits of positive float32s times 2^-exponent, also where XLA flushes these to zero."""
+    u32 = xp.uint32
+    is_normal = bits >= u32((exponent + 1) << 23)
+    dropped = xp.clip(u32(exponent + 1) - (bits >> u32(23)), u32(1), u32(25))
+    mantissa = (bits & u32(0x7FFFFF)) | u32(0x800000)
+    half = u32(1) << (dropped - u32(1))
+    subnormal = (mantissa + half - u32(1) + ((mantissa >> dropped) & u32(1))) >> dropped
+    is_large = bits >= u32(0x7F800000)  # infinite, or NaN
+    scaled = xp.where(is_normal, bits - u32(exponent << 23), subnormal)
+    return xp.where(is_large, bits, scaled)
 
 
 class Code(NamedTuple):
@@ -258,8 +271,8 @@ def encode(code: Code, x: Any, random: Any, xp: Any) -> tuple[Any, Any]:
     scale_bits = xp.where(is_nan, u32(0x7FC00000), xp.where(is_zero, u32(0), exponent))
     inverse = (u32(0x7F000000) - exponent).view(xp.float32)
     with np.errstate(all="ignore"):
-        down = xp.float32(2.0 ** (code.highest_exponent - 127))
-        low = (magnitude.view(xp.float32) * inverse * down).view(u32)
+        relative = (magnitude.view(xp.float32) * inverse).view(u32)
+        low = _scaled_down(relative, 127 - code.highest_exponent, xp)
         codes = (low + increment(low)) >> u32(20)
     if code.is_signed:
         codes = codes | (bits >> u32(24) & u32(0x80))
