@@ -117,7 +117,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@often(lambda source: source in ("remainder16", "comm"))
+@often(lambda source: source in ("8 bits", "comm"))
 def test_there_and_back_trains_as_if_it_had_stayed(source):
     """Before every step moved to another optimizer and back; three of the steps are skipped."""
     dtype, policy = POLICIES[source.partition(",")[0]]
