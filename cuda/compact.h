@@ -9,14 +9,24 @@
 
 namespace jdistadam {
 
-// A leaf, or a part of it along its first dimension, and what it needs beside Leaf. Where a moment
-// is kBlock8 a part begins with a block, and there is a scale for each block, of which the last of
-// a whole leaf may be incomplete.
+// How an array is cut along one dimension: a part of it has pieces of `piece` elements, of which
+// one follows another after `whole_piece` elements of the uncut array.
+struct Cut {
+  uint64_t piece, whole_piece;
+};
+
+// A leaf, or a part of it, and what it needs beside Leaf. Where a moment is kBlock8 a part consists
+// of whole blocks, and there is a scale for each, of which the last of a whole leaf may be
+// incomplete. Pieces are whole blocks, too, unless there is but one.
 struct CompactLeaf : Leaf {
   float* mu_scales;
   float* nu_scales;
+  // Several leaves in one, each filled up to whole blocks: for each block the id of its leaf and
+  // its number there, in device memory in the CUDA kernel. Null: one leaf, of which the rest says.
+  const uint32_t* table;
+  Cut cuts[2];    // of the whole leaf by the second, then by the first; which parts is in `parts`
   uint32_t id;    // of the whole leaf
-  uint32_t slot;  // of the call: where its part is in `parts`
+  uint32_t slot;  // of the call: where its parts are in `parts`
 };
 
 // AdamCall's Dtypes may be kBlock8 for mu and nu. With `is_random`, mu and nu of 8 or 16 bits are
@@ -27,13 +37,38 @@ struct CompactCall {
   bool is_random;
   const uint32_t* key;   // [2], device memory in the CUDA kernel
   const int32_t* count;  // steps taken before this one
-  const int32_t* parts;  // which part of the whole leaf each leaf is; likewise in device memory
+  const int32_t* parts;  // [leaves][2]: which parts of the cuts each leaf is; likewise
   std::vector<CompactLeaf> leaves;
 };
 
-// Row-major index of a leaf's first element in the whole leaf: parts are of one size.
-JDISTADAM_INLINE uint64_t StartOf(const int32_t* parts, const CompactLeaf& leaf) {
-  return static_cast<uint64_t>(parts[leaf.slot]) * leaf.size;
+// Where an element of a leaf is: the number of the whole leaf, and its row-major index there.
+struct Origin {
+  uint32_t id;
+  uint64_t index;
+};
+
+// Divides in 32 bits where that is enough, as a GPU has no division of 64.
+JDISTADAM_INLINE uint64_t BeforeCut(const Cut& cut, uint64_t part, uint64_t i) {
+  const uint64_t start = part * cut.piece;
+  if (i < cut.piece) return start + i;
+  uint64_t row = 0;
+  if ((i | cut.piece) >> 32 == 0) {
+    row = static_cast<uint32_t>(i) / static_cast<uint32_t>(cut.piece);
+  } else {
+    row = i / cut.piece;
+  }
+  return row * cut.whole_piece + start + (i - row * cut.piece);
+}
+
+// Elements up to the end of a block of 128 follow each other in the whole leaf as well.
+JDISTADAM_INLINE Origin OriginOf(const int32_t* parts, const CompactLeaf& leaf, uint64_t i) {
+  if (leaf.table != nullptr) {
+    const uint32_t* entry = leaf.table + i / kBlock8Size * 2;
+    return {entry[0], uint64_t{entry[1]} * kBlock8Size + i % kBlock8Size};
+  }
+  const int32_t* part = parts + 2 * size_t{leaf.slot};
+  const uint64_t local = BeforeCut(leaf.cuts[0], static_cast<uint64_t>(part[0]), i);
+  return {leaf.id, BeforeCut(leaf.cuts[1], static_cast<uint64_t>(part[1]), local)};
 }
 
 void CompactCpu(const CompactCall& call, const Threads& threads);

@@ -76,11 +76,12 @@ void LoadGrad(const AdamCall& call, const Leaf& leaf, size_t begin, size_t n, fl
 void LoadRandom(const CompactCall& call, const CompactLeaf& leaf, size_t begin, size_t n,
                 uint32_t* words) {
   const uint32_t count = static_cast<uint32_t>(*call.count);
+  const Origin origin = OriginOf(call.parts, leaf, begin);
   Random4 drawn{};
   for (size_t i = 0; i < n; ++i) {
-    const uint64_t index = StartOf(call.parts, leaf) + begin + i;
+    const uint64_t index = origin.index + i;
     if (i == 0 || index % 4 == 0)
-      drawn = Philox(call.key[0], call.key[1], index / 4, leaf.id, count);
+      drawn = Philox(call.key[0], call.key[1], index / 4, origin.id, count);
     words[i] = drawn.words[index % 4];
   }
 }

@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kThreads = 128, kVector = 4;
 static_assert(kBlock8Size == 32 * kVector);  // a warp
-constexpr int kSmallCompact = 40, kLargeCompact = 380;
+constexpr int kSmallCompact = 30, kLargeCompact = 250;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 // The arguments of a launch beside its leaves.
@@ -192,10 +192,11 @@ __device__ __forceinline__ void LoadGrad(const Types& t, const Step& step, const
 
 __device__ __forceinline__ void Draw(const Step& step, const CompactLeaf& leaf, size_t i,
                                      uint32_t (&words)[kVector]) {
-  const uint64_t index = StartOf(step.parts, leaf) + i;
+  const Origin origin = OriginOf(step.parts, leaf, i);
+  const uint64_t index = origin.index;
   const uint32_t count = static_cast<uint32_t>(*step.count);
   const auto draw = [&](uint64_t at) {
-    return Philox(step.key[0], step.key[1], at / 4, leaf.id, count);
+    return Philox(step.key[0], step.key[1], at / 4, origin.id, count);
   };
   if (index % 4 == 0) {
     const Random4 drawn = draw(index);
@@ -248,7 +249,7 @@ __device__ __forceinline__ void StepPart(const Types& t, const Step& step, const
   const Coefficients c = reinterpret_cast<const Row*>(step.coefficients)[leaf.group].coefficients;
   const float inv_scale = *step.inv_scale;
   uint32_t words[kVector] = {}, for_mu[kVector], for_nu[kVector], for_param[kVector];
-  if (kRandom) Draw(step, leaf, part.i, words);
+  if (kRandom && is_mine) Draw(step, leaf, part.i, words);  // else there may be no entry in a table
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
     for_mu[k] = BitsForMu(words[k]);

@@ -34,6 +34,9 @@ namespace jdistadam {
 
 using CoefficientRows = ffi::Buffer<ffi::F32>;
 
+// Operand kinds, as bits of `flat`.
+constexpr int kMuKind = 2, kNuKind = 3, kOutKind = 4;
+
 struct AdamAttributes {
   int32_t mode;
   bool nesterov;
@@ -41,6 +44,13 @@ struct AdamAttributes {
   ffi::Span<const int32_t> groups;
   int32_t flat;
   ffi::Span<const int64_t> sizes, offsets;
+  ffi::Span<const int64_t> mu_offsets = {}, nu_offsets = {};  // empty: offsets
+
+  const ffi::Span<const int64_t>& OffsetsOf(int kind) const {
+    if (kind == kMuKind && mu_offsets.size() > 0) return mu_offsets;
+    if (kind == kNuKind && nu_offsets.size() > 0) return nu_offsets;
+    return offsets;
+  }
 };
 
 // Whether an array may be anywhere in memory, or must be where an operand is.
@@ -77,7 +87,7 @@ class CallBuilder {
         return Invalid(std::string(name) + ": dtypes differ between leaves");
       *dtype = *type;
       const Target<Pointer> target{name, pointer, copies, aliased && *type == expected, aliased};
-      const auto error = flat ? Slice(target, *buffer, *type) : Whole(target, i, *buffer);
+      const auto error = flat ? Slice(target, kind, *buffer, *type) : Whole(target, i, *buffer);
       if (error.failure()) return error;
     }
     first_kind_ = false;
@@ -85,8 +95,6 @@ class CallBuilder {
   }
 
  private:
-  static constexpr int kMuKind = 2, kNuKind = 3, kOutKind = 4;
-
   std::optional<Dtype> TypeOf(int kind, const ffi::AnyBuffer& buffer) const {
     const bool is_moment = kind == kMuKind || kind == kNuKind;
     if (may_be_block8_ && is_moment && buffer.element_type() == ffi::DataType::U8)
@@ -130,7 +138,8 @@ class CallBuilder {
   }
 
   template <typename Pointer>
-  ffi::Error Slice(const Target<Pointer>& target, const ffi::AnyBuffer& buffer, Dtype dtype) {
+  ffi::Error Slice(const Target<Pointer>& target, int kind, const ffi::AnyBuffer& buffer,
+                   Dtype dtype) {
     const std::string name = target.name;
     const int64_t elements = int64_t(buffer.element_count());
     const int64_t total = elements / int64_t(target.copies);
@@ -138,7 +147,7 @@ class CallBuilder {
       return Invalid(name + ": does not divide by the number of contributions");
     if (target.copies > 1) call_->grad_stride = size_t(total);
     for (size_t i = 0; i < call_->leaves.size(); ++i) {
-      const int64_t size = attributes_.sizes[i], offset = attributes_.offsets[i];
+      const int64_t size = attributes_.sizes[i], offset = attributes_.OffsetsOf(kind)[i];
       if (offset > total || size > total - offset) {
         return Invalid(name + ": leaf " + std::to_string(i) + " ends beyond the flat array");
       }
@@ -155,6 +164,18 @@ class CallBuilder {
   bool first_kind_ = true;
 };
 
+// Whether offsets ascend, and the leaves do not overlap.
+inline ffi::Error CheckOffsets(const AdamAttributes& a, const ffi::Span<const int64_t>& offsets) {
+  int64_t end = 0;
+  for (size_t i = 0; i < offsets.size(); ++i) {
+    if (a.sizes[i] < 0 || offsets[i] < 0) return Invalid("negative size or offset");
+    if (offsets[i] < end)
+      return Invalid("leaf " + std::to_string(i) + ": offsets must ascend without overlap");
+    end = a.sizes[i] > INT64_MAX - offsets[i] ? INT64_MAX : offsets[i] + a.sizes[i];
+  }
+  return ffi::Error::Success();
+}
+
 inline ffi::Error CheckAttributes(const AdamAttributes& a, int64_t num_groups) {
   if (a.mode < 0 || a.mode > 3) return Invalid("mode must be 0, 1, 2 or 3");
   if (a.contributions < 1 || a.contributions > kMaxContributions)
@@ -165,16 +186,16 @@ inline ffi::Error CheckAttributes(const AdamAttributes& a, int64_t num_groups) {
   const bool unsized = a.sizes.size() == 0 && a.offsets.size() == 0;
   if (!sized && (!unsized || a.flat != 0))
     return Invalid("sizes and offsets need one entry a leaf");
-  int64_t end = 0;
   for (size_t i = 0; i < count; ++i) {
     if (a.groups[i] < 0 || a.groups[i] >= num_groups)
       return Invalid("a group has no row of coefficients");
-    if (a.sizes.size() > 0 && (a.sizes[i] < 0 || a.offsets[i] < 0))
-      return Invalid("negative size or offset");
-    if (a.sizes.size() == 0) continue;
-    if (a.offsets[i] < end)
-      return Invalid("leaf " + std::to_string(i) + ": offsets must ascend without overlap");
-    end = a.sizes[i] > INT64_MAX - a.offsets[i] ? INT64_MAX : a.offsets[i] + a.sizes[i];
+  }
+  for (const auto* offsets : {&a.mu_offsets, &a.nu_offsets}) {
+    if (offsets->size() != 0 && (!sized || offsets->size() != count))
+      return Invalid("offsets of a moment need one entry a leaf, beside sizes");
+  }
+  for (const auto* offsets : {&a.offsets, &a.mu_offsets, &a.nu_offsets}) {
+    if (auto error = CheckOffsets(a, *offsets); error.failure()) return error;
   }
   return ffi::Error::Success();
 }

@@ -1,14 +1,19 @@
 // Turns the operands of the FFI call `jdistadam_compact` into a CompactCall, checking everything.
 //
 // operands  as those of `jdistadam_adam` (ffi_adam.h), but between found_inf and the arrays key
-//           u32[2], count s32[] and parts s32[leaves]; mu and nu may be uint8. Behind the arrays
-//           come, for each moment that is, its scales f32: one array per leaf, or a flat one where
-//           the moment is flat.
+//           u32[2], count s32[], parts s32[leaves, 2] and blocks u32[n, 2]; mu and nu may be
+//           uint8. Behind the arrays come, for each moment that is, its scales f32: one array per
+//           leaf, or a flat one where the moment is flat.
 // results   as there; then the scales, aliased with their operands.
 // random    whether to round at random.
-// ids       for each leaf the number of the whole leaf of which it is part parts[i].
+// mu_offsets, nu_offsets   where leaves begin in a flat moment; empty: `offsets` say so.
+// ids       for each leaf the number of the whole leaf of which it is a part.
+// cuts      for each leaf the piece and the whole piece of its two cuts; empty: it is part
+//           parts[i, 0] of parts of equal size, one behind the other.
+// tables    for each leaf the row of `blocks` where its table begins (compact.h), or -1; may be
+//           empty: none has one.
 //
-// A flat moment has the scales of leaf i at offsets[i] / 128, which must divide.
+// A flat moment has the scales of leaf i at its offset / 128, which must divide.
 #pragma once
 
 #include <utility>
@@ -20,19 +25,23 @@ namespace jdistadam {
 
 using Key = ffi::Buffer<ffi::U32, 1>;
 using CountScalar = ffi::Buffer<ffi::S32, 0>;
-using Parts = ffi::Buffer<ffi::S32, 1>;
+using Parts = ffi::Buffer<ffi::S32, 2>;
+using Blocks = ffi::Buffer<ffi::U32, 2>;
 
 struct CompactAttributes {
   AdamAttributes adam;
   bool random;
   ffi::Span<const int32_t> ids;
+  ffi::Span<const int64_t> cuts, tables;
 };
 
 // Takes the next arrays of scales; in `buffers` of results they must be where operands are.
 template <typename Buffers>
-ffi::Error TakeScales(const char* name, const AdamAttributes& a, bool flat, const Buffers& buffers,
+ffi::Error TakeScales(const char* name, const AdamAttributes& a, int kind, const Buffers& buffers,
                       size_t* next, bool aliased, float* CompactLeaf::* pointer,
                       std::vector<CompactLeaf>* leaves) {
+  const bool flat = (a.flat >> kind) & 1;
+  const auto& offsets = a.OffsetsOf(kind);
   const auto scales_of = [](size_t size) { return (size + kBlock8Size - 1) / kBlock8Size; };
   for (size_t i = 0; i < leaves->size(); ++i) {
     const auto buffer = GetBuffer(buffers, flat ? *next : *next + i);
@@ -40,9 +49,9 @@ ffi::Error TakeScales(const char* name, const AdamAttributes& a, bool flat, cons
     if (buffer->element_type() != ffi::DataType::F32)
       return Invalid(std::string(name) + ": dtype must be float32");
     CompactLeaf& leaf = (*leaves)[i];
-    if (flat && a.offsets[i] % kBlock8Size != 0)
+    if (flat && offsets[i] % kBlock8Size != 0)
       return Invalid("leaf " + std::to_string(i) + ": does not begin with a block");
-    const size_t first = flat ? size_t(a.offsets[i]) / kBlock8Size : 0;
+    const size_t first = flat ? size_t(offsets[i]) / kBlock8Size : 0;
     const size_t needed = first + scales_of(leaf.size), have = buffer->element_count();
     if (flat ? have < needed : have != needed) {
       return Invalid(std::string(name) + ": leaf " + std::to_string(i) + " has " +
@@ -57,18 +66,50 @@ ffi::Error TakeScales(const char* name, const AdamAttributes& a, bool flat, cons
   return ffi::Error::Success();
 }
 
+// Says where a leaf is in the whole leaf.
+inline ffi::Error TakeOrigin(const CompactAttributes& a, const Blocks& blocks, size_t i,
+                             CompactLeaf* leaf) {
+  const std::string name = "leaf " + std::to_string(i);
+  const uint64_t size = leaf->size;
+  leaf->id = uint32_t(a.ids[i]);
+  leaf->slot = uint32_t(i);
+  for (int k = 0; k < 2; ++k) {
+    leaf->cuts[k] = {size, size};
+    if (k == 1 && a.cuts.size() == 0)
+      leaf->cuts[k] = {UINT64_MAX, UINT64_MAX};  // nothing is beyond
+    if (a.cuts.size() == 0) continue;
+    const int64_t piece = a.cuts[4 * i + 2 * k], whole_piece = a.cuts[4 * i + 2 * k + 1];
+    if (piece < 0 || whole_piece < piece || (piece == 0 && size > 0))
+      return Invalid(name + ": a piece must have elements, and not more than the whole one");
+    if (uint64_t(piece) < size && piece % kBlock8Size != 0)
+      return Invalid(name + ": several pieces must be whole blocks");
+    leaf->cuts[k] = {uint64_t(piece), uint64_t(whole_piece)};
+  }
+  if (a.tables.size() == 0 || a.tables[i] < 0) return ffi::Error::Success();
+  const int64_t have = blocks.dimensions()[0], begin = a.tables[i];
+  const uint64_t needed = (size + kBlock8Size - 1) / kBlock8Size;
+  if (begin > have || needed > uint64_t(have - begin))
+    return Invalid(name + ": its table ends beyond blocks");
+  leaf->table = blocks.typed_data() + 2 * begin;
+  return ffi::Error::Success();
+}
+
 inline ffi::Error BuildCompactCall(const CompactAttributes& a, const CoefficientRows& coefficients,
                                    const FloatScalar& inv_scale, const BoolScalar& found_inf,
                                    const Key& key, const CountScalar& count, const Parts& parts,
-                                   const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                                   CompactCall* call) {
+                                   const Blocks& blocks, const ffi::RemainingArgs& args,
+                                   const ffi::RemainingRets& rets, CompactCall* call) {
   Rows rows;
   Taken taken;
   if (auto error = ReadRows(coefficients, &rows); error.failure()) return error;
   if (rows.members) return Invalid("members have no step with low precision");
   const size_t leaves = a.adam.groups.size();
-  if (parts.element_count() != leaves || a.ids.size() != leaves)
+  if (parts.element_count() != 2 * leaves || a.ids.size() != leaves)
     return Invalid("parts and ids need one entry a leaf");
+  if (blocks.dimensions()[1] != 2) return Invalid("blocks need 2 columns");
+  if (a.cuts.size() != 0 && a.cuts.size() != 4 * leaves) return Invalid("cuts need 4 a leaf");
+  if (a.tables.size() != 0 && a.tables.size() != leaves)
+    return Invalid("tables need one entry a leaf");
   if (key.element_count() != 2) return Invalid("key needs 2 elements");
   auto error = BuildLeaves(a.adam, coefficients, inv_scale, found_inf, args, rets,
                            /*moments_may_be_block8=*/true, rows, &taken, &call->adam);
@@ -78,8 +119,8 @@ inline ffi::Error BuildCompactCall(const CompactAttributes& a, const Coefficient
   call->count = count.typed_data();
   call->parts = parts.typed_data();
   for (size_t i = 0; i < leaves; ++i) {
-    call->leaves.push_back(
-        {call->adam.leaves[i], nullptr, nullptr, uint32_t(a.ids[i]), uint32_t(i)});
+    call->leaves.push_back({call->adam.leaves[i]});
+    if (error = TakeOrigin(a, blocks, i, &call->leaves.back()); error.failure()) return error;
   }
   call->adam.leaves.clear();
   using Scales = float* CompactLeaf::*;
@@ -90,8 +131,8 @@ inline ffi::Error BuildCompactCall(const CompactAttributes& a, const Coefficient
     for (int k = 0; k < 2; ++k) {
       if (moments[k].first != Dtype::kBlock8) continue;
       const auto& [name, pointer] = moments[k].second;
-      const bool flat = (a.adam.flat >> (2 + k)) & 1;
-      auto failed = TakeScales(name, a.adam, flat, buffers, next, aliased, pointer, &call->leaves);
+      auto failed =
+          TakeScales(name, a.adam, kMuKind + k, buffers, next, aliased, pointer, &call->leaves);
       if (failed.failure()) return failed;
     }
     return ffi::Error::Success();
@@ -103,25 +144,30 @@ inline ffi::Error BuildCompactCall(const CompactAttributes& a, const Coefficient
   return ffi::Error::Success();
 }
 
-#define JDISTADAM_COMPACT_BINDING(context)              \
-  ::xla::ffi::Ffi::Bind()                               \
-      .Ctx<context>()                                   \
-      .Arg<::jdistadam::CoefficientRows>()              \
-      .Arg<::jdistadam::FloatScalar>() /* inv_scale */  \
-      .Arg<::jdistadam::BoolScalar>()  /* found_inf */  \
-      .Arg<::jdistadam::Key>()                          \
-      .Arg<::jdistadam::CountScalar>()                  \
-      .Arg<::jdistadam::Parts>()                        \
-      .RemainingArgs()                                  \
-      .RemainingRets()                                  \
-      .Attr<int32_t>("mode")                            \
-      .Attr<bool>("nesterov")                           \
-      .Attr<int32_t>("contributions")                   \
-      .Attr<::xla::ffi::Span<const int32_t>>("groups")  \
-      .Attr<int32_t>("flat")                            \
-      .Attr<::xla::ffi::Span<const int64_t>>("sizes")   \
-      .Attr<::xla::ffi::Span<const int64_t>>("offsets") \
-      .Attr<bool>("random")                             \
-      .Attr<::xla::ffi::Span<const int32_t>>("ids")
+#define JDISTADAM_COMPACT_BINDING(context)                 \
+  ::xla::ffi::Ffi::Bind()                                  \
+      .Ctx<context>()                                      \
+      .Arg<::jdistadam::CoefficientRows>()                 \
+      .Arg<::jdistadam::FloatScalar>() /* inv_scale */     \
+      .Arg<::jdistadam::BoolScalar>()  /* found_inf */     \
+      .Arg<::jdistadam::Key>()                             \
+      .Arg<::jdistadam::CountScalar>()                     \
+      .Arg<::jdistadam::Parts>()                           \
+      .Arg<::jdistadam::Blocks>()                          \
+      .RemainingArgs()                                     \
+      .RemainingRets()                                     \
+      .Attr<int32_t>("mode")                               \
+      .Attr<bool>("nesterov")                              \
+      .Attr<int32_t>("contributions")                      \
+      .Attr<::xla::ffi::Span<const int32_t>>("groups")     \
+      .Attr<int32_t>("flat")                               \
+      .Attr<::xla::ffi::Span<const int64_t>>("sizes")      \
+      .Attr<::xla::ffi::Span<const int64_t>>("offsets")    \
+      .Attr<bool>("random")                                \
+      .Attr<::xla::ffi::Span<const int32_t>>("ids")        \
+      .Attr<::xla::ffi::Span<const int64_t>>("mu_offsets") \
+      .Attr<::xla::ffi::Span<const int64_t>>("nu_offsets") \
+      .Attr<::xla::ffi::Span<const int64_t>>("cuts")       \
+      .Attr<::xla::ffi::Span<const int64_t>>("tables")
 
 }  // namespace jdistadam

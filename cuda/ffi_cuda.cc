@@ -34,16 +34,22 @@ ffi::Error AdamHandler(cudaStream_t stream, CoefficientRows coefficients, FloatS
 
 ffi::Error CompactHandler(cudaStream_t stream, CoefficientRows coefficients, FloatScalar inv_scale,
                           BoolScalar found_inf, Key key, CountScalar count, Parts parts,
-                          ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t mode,
-                          bool nesterov, int32_t contributions, ffi::Span<const int32_t> groups,
-                          int32_t flat, ffi::Span<const int64_t> sizes,
-                          ffi::Span<const int64_t> offsets, bool random,
-                          ffi::Span<const int32_t> ids) {
+                          Blocks blocks, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                          int32_t mode, bool nesterov, int32_t contributions,
+                          ffi::Span<const int32_t> groups, int32_t flat,
+                          ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> offsets,
+                          bool random, ffi::Span<const int32_t> ids,
+                          ffi::Span<const int64_t> mu_offsets, ffi::Span<const int64_t> nu_offsets,
+                          ffi::Span<const int64_t> cuts, ffi::Span<const int64_t> tables) {
   CompactCall call;
   const CompactAttributes attributes{
-      {mode, nesterov, contributions, groups, flat, sizes, offsets}, random, ids};
+      {mode, nesterov, contributions, groups, flat, sizes, offsets, mu_offsets, nu_offsets},
+      random,
+      ids,
+      cuts,
+      tables};
   const ffi::Error error = BuildCompactCall(attributes, coefficients, inv_scale, found_inf, key,
-                                            count, parts, args, rets, &call);
+                                            count, parts, blocks, args, rets, &call);
   return error.failure() ? error : LaunchError(CompactCuda(call, stream));
 }
 

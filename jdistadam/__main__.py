@@ -193,7 +193,7 @@ def _optimizer(args: argparse.Namespace, mesh: Any) -> tuple[Any, Any]:
 
     tx = distributed_fused_adamw(
         1e-3,
-        b2=0.99,  # the largest with which nu may be bfloat16
+        b2=0.95,  # the largest with which nu may have any dtype
         mesh=mesh,
         replica_axis="replica" if "replica" in mesh.axis_names else None,
         communication=getattr(args, "communication", "auto"),

@@ -19,6 +19,7 @@ from jdistadam.core import trees
 from jdistadam.core.loss_scale import DynamicLossScale
 from jdistadam.core.main_params import MainParams
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.flat_moments import is_flat_block8
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.state import DistributedState, is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
@@ -133,6 +134,8 @@ def _scalars(adam: Any, tx: Any, mesh: Mesh) -> Iterator[Group]:
     if not isinstance(adam, DistributedState):
         return
     yield _whole("grad_norm", adam.grad_norm, mesh)
+    if adam.key is not None:
+        yield _whole("key", adam.key, mesh)
     if adam.scaling is not None:
         is_dynamic = isinstance(tx.config.loss_scale, DynamicLossScale)
         for name, x in adam.scaling._asdict().items():
@@ -153,11 +156,17 @@ def _of_flat(tx: Any, params: Any, state: DistributedState) -> Iterator[Group]:
         if bucket.has_main and not is_function_of_params(config, bucket.dtype):
             wanted["main_params"] = state.main_params
         for section, flat in wanted.items():
-            dtype = jnp.dtype(jnp.float32) if section == "main_params" else flat.dtype
+            is_coded = is_flat_block8(flat)
+            is_float32 = section == "main_params" or is_coded
+            dtype = jnp.dtype(jnp.float32) if is_float32 else flat.dtype
             entries = tuple(
                 Entry(f"{section}{names[i]}", leaves[i].shape, dtype) for i in bucket.leaves
             )
             make = functools.partial(flat_arrays.extract, config, layout, bucket, specs, flat)
+            if is_coded:
+                make = functools.partial(
+                    flat_arrays.extract_decoded, config, layout, bucket, specs, flat, section
+                )
             if section == "main_params" and config.policy.main_params is MainParams.REMAINDER16:
                 make = functools.partial(_joined, make, [leaves[i] for i in bucket.leaves])
             size = layout.whole_size(bucket) if bucket.is_packed else bucket.shard_size
@@ -262,7 +271,7 @@ def _check_names(groups: Sequence[Group]) -> None:
                 name,
                 "two arrays of the state have this name in a checkpoint",
                 got="a field of that name",
-                expected="fields other than main_params, mu, nu, count, grad_norm, scaling",
+                expected="fields other than main_params, mu, nu, count, grad_norm, key, scaling",
                 action="Rename the field.",
             )
         seen.add(name)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -27,8 +26,9 @@ from jax.sharding import PartitionSpec as P
 from jdistadam import compat
 from jdistadam.core import collectives
 from jdistadam.core.formats import Orders, as_leaf, as_stored
-from jdistadam.distributed import param_specs
+from jdistadam.distributed import moment_codes, param_specs
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.flat_moments import FlatBlock8
 from jdistadam.distributed.layout import ALIGNMENT, Bucket, HeldLeaf, Layout
 from jdistadam.distributed.packing import rows_as_leaves, shard_of, shards_as_rows
 
@@ -44,6 +44,7 @@ class _Form:
     held: tuple[HeldLeaf, ...]  # of a packed bucket: what devices hold of it at rest
     shard_shape: tuple[int, ...]
     padding: int
+    starts: tuple[int, ...]  # of leaves in a packed bucket, and where the last one ends
     shapes: tuple[tuple[int, ...], ...]  # of the parts of leaves that a tensor-parallel part has
     orders: Orders  # in which these are stored
     specs: tuple[P, ...]
@@ -83,6 +84,36 @@ def extract(
     return jax.block_until_ready(leaves) if bucket.is_packed else leaves
 
 
+def extract_decoded(
+    config: DistributedConfig,
+    layout: Layout,
+    bucket: Bucket,
+    specs: Sequence[P],
+    moment: FlatBlock8,
+    name: str,
+) -> list[jax.Array]:
+    """As ``extract``, from the moment "mu" or "nu" in 8 bits: float32."""
+    shards = moment_codes.decoded_shards(config, bucket, name, moment)
+    return extract(config, layout, dataclasses.replace(bucket, offset=0), specs, shards)
+
+
+def insert_encoded(
+    config: DistributedConfig,
+    layout: Layout,
+    bucket: Bucket,
+    specs: Sequence[P],
+    moment: FlatBlock8,
+    name: str,
+    leaves: Sequence[jax.Array],
+) -> FlatBlock8:
+    """As ``insert``, of float32 leaves, into the moment "mu" or "nu" in 8 bits."""
+    empty = zeros(config, -(-bucket.shard_size // ALIGNMENT) * ALIGNMENT, jnp.float32)
+    alone = dataclasses.replace(bucket, offset=0)
+    shards = insert(config, layout, alone, specs, empty, leaves)
+    new: FlatBlock8 = moment_codes.with_shards(config, bucket, name, moment, shards)
+    return new
+
+
 def insert(
     config: DistributedConfig,
     layout: Layout,
@@ -120,6 +151,7 @@ def _form(config: DistributedConfig, layout: Layout, bucket: Bucket, specs: Sequ
         held=tuple(bucket.held) if bucket.is_packed else (),
         shard_shape=bucket.shard_shape,
         padding=bucket.padding,
+        starts=tuple(bucket.starts(layout.leaves[i].size for i in bucket.leaves)),
         shapes=tuple(layout.leaves[i].stored_shape for i in bucket.leaves),
         orders=bucket.leaf_orders,
         specs=tuple(mine),
@@ -137,12 +169,9 @@ def _extractor(form: _Form) -> Any:
         if form.held:
             rows = whole.reshape(-1, form.size)
             return list(map(as_leaf, rows_as_leaves(rows, form.held, form.shapes), form.orders))
-        ends = itertools.accumulate(map(math.prod, form.shapes), initial=0)
         return [
-            as_leaf(whole[start:end].reshape(shape), order)
-            for (start, end), shape, order in zip(
-                itertools.pairwise(ends), form.shapes, form.orders, strict=True
-            )
+            as_leaf(whole[start : start + math.prod(shape)].reshape(shape), order)
+            for start, shape, order in zip(form.starts, form.shapes, form.orders, strict=False)
         ]
 
     return jax.jit(
@@ -164,8 +193,9 @@ def _inserter(form: _Form) -> Any:
             index = collectives.axis_index(form.state_axes)
             shard = jnp.concatenate(parts, axis=1)[index]
         elif form.is_packed:
-            parts = [*(x.reshape(-1) for x in leaves), jnp.zeros((form.padding,), flat.dtype)]
-            whole = jnp.concatenate(parts)
+            whole = jnp.zeros((form.starts[-1] + form.padding,), flat.dtype)
+            for start, x in zip(form.starts, leaves, strict=False):
+                whole = lax.dynamic_update_slice_in_dim(whole, x.reshape(-1), start, 0)
             num_shards = whole.size // form.size
             index = collectives.axis_index(form.state_axes)
             shard = shard_of(whole, index, num_shards, 0)

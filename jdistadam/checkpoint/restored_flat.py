@@ -20,7 +20,9 @@ from jdistadam.checkpoint.wanted import Wanted
 from jdistadam.core import collectives, trees
 from jdistadam.core.loss_scale import LossScaleState, continued_loss_scale
 from jdistadam.core.main_params import MainParams
+from jdistadam.distributed.flat_moments import is_flat_block8
 from jdistadam.distributed.layout import Bucket
+from jdistadam.distributed.moment_codes import new_moment
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.training.placement import copy_to, put_in_order
 
@@ -68,7 +70,7 @@ class RestoredFlat(Restored):
                 continue
             self._sources[name] = self.wanted.exact(name, like, keeps_main=bucket.has_main)
             for section in parts.MOMENTS:
-                dtype = getattr(self._config.policy, f"{section}_dtype")
+                dtype = getattr(self._config.policy, f"{section}_float_dtype")
                 shape = jax.ShapeDtypeStruct(like.shape, dtype)
                 moment = f"{section}{self._paths[i]}"
                 self._saved[moment] = self.wanted.array(moment, shape)
@@ -79,8 +81,8 @@ class RestoredFlat(Restored):
         main, config = policy.main_params.stored_dtype, self._config
         flats = _Flats(
             flat_arrays.zeros(config, layout.main_size, main) if layout.main_size else None,
-            flat_arrays.zeros(config, layout.flat_size, policy.mu_dtype),
-            flat_arrays.zeros(config, layout.flat_size, policy.nu_dtype),
+            new_moment(config, layout, "mu"),
+            new_moment(config, layout, "nu"),
         )
         count = self.count()
         batch: list[Bucket] = []
@@ -120,15 +122,16 @@ class RestoredFlat(Restored):
     def _fill_moments(self, bucket: Bucket, flats: _Flats, values: dict[Any, jax.Array]) -> None:
         for k, section in enumerate(parts.MOMENTS):
             flat, old = getattr(flats, section), getattr(self.adam, section)
+            dtype = getattr(self._config.policy, f"{section}_float_dtype")
             leaves = []
             for j, (i, place) in enumerate(self._placed(bucket)):
                 x = values.get((self._moments_of(i)[k], place))
-                if x is None and isinstance(old, jax.ShapeDtypeStruct):
-                    x = jnp.zeros(self._shapes[i].shape, flat.dtype, device=place)
+                if x is None and isinstance(jax.tree.leaves(old)[0], jax.ShapeDtypeStruct):
+                    x = jnp.zeros(self._shapes[i].shape, dtype, device=place)
                 elif x is None:
-                    x = self._extract(bucket, old)[j]
-                leaves.append(x.astype(flat.dtype))
-            setattr(flats, section, self._insert(bucket, flat, leaves))
+                    x = self._moment_of_template(bucket, old, section)[j]
+                leaves.append(x.astype(dtype))
+            setattr(flats, section, self._with_moment(bucket, flat, section, leaves))
 
     def _fill_params(
         self, bucket: Bucket, flats: _Flats, values: dict[Any, jax.Array], count: int
@@ -183,8 +186,8 @@ class RestoredFlat(Restored):
         norm: Any = np.float32(0)
         if self.wanted.has("grad_norm"):
             (norm,) = self.reader.read([("grad_norm", everywhere)])
-        scalars = norm, scaling, config.identity(self._layout)
-        norm, scaling, identity = jax.device_put(copy_to(scalars, everywhere), everywhere)
+        scalars = norm, scaling, config.identity(self._layout), self._key()
+        norm, scaling, identity, key = jax.device_put(copy_to(scalars, everywhere), everywhere)
         # On Explicit axes shardings come back spelled in another way: device_put copies nothing.
         place = NamedSharding(config.mesh, config.parallel.state_spec)
         placed = jax.device_put(vars(flats), place)
@@ -194,7 +197,15 @@ class RestoredFlat(Restored):
             grad_norm=norm,
             layout_identity=identity,
             scaling=scaling,
+            key=key,
         )
+
+    def _key(self) -> Any:
+        """The seed in the file; that of the optimizer where there is none."""
+        low = self._config.low_precision
+        if not low.is_random or not self.wanted.has("key"):
+            return low.key if low.is_random else None
+        return self.reader.read([("key", NamedSharding(self._config.mesh, P()))])[0]
 
     def _saved_scale(self) -> LossScaleState | None:
         """The loss scale in the file; of a constant one without its counts."""
@@ -235,6 +246,18 @@ class RestoredFlat(Restored):
 
     def _moments_of(self, i: int) -> list[str]:
         return [f"{section}{self._paths[i]}" for section in parts.MOMENTS]
+
+    def _moment_of_template(self, bucket: Bucket, old: Any, name: str) -> list[jax.Array]:
+        if not is_flat_block8(old):
+            return self._extract(bucket, old)
+        args = self._config, self._layout, bucket, self._specs
+        return flat_arrays.extract_decoded(*args, old, name)
+
+    def _with_moment(self, bucket: Bucket, flat: Any, name: str, leaves: list[jax.Array]) -> Any:
+        if not is_flat_block8(flat):
+            return self._insert(bucket, flat, leaves)
+        args = self._config, self._layout, bucket, self._specs
+        return flat_arrays.insert_encoded(*args, flat, name, leaves)
 
     def _extract(self, bucket: Bucket, flat: Any) -> list[jax.Array]:
         return flat_arrays.extract(self._config, self._layout, bucket, self._specs, flat)

@@ -13,7 +13,7 @@ from jdistadam.checkpoint.header import Header
 from jdistadam.core import trees
 from jdistadam.errors import DtypeError, ShapeError, TreeError
 
-_ALWAYS_OPTIONAL = ("grad_norm", "scaling.")  # what another optimizer does not have
+_ALWAYS_OPTIONAL = ("grad_norm", "scaling.")  # and "key": what another optimizer does not have
 
 
 class Wanted:
@@ -85,7 +85,7 @@ class Wanted:
             for name, entry in self.head.entries.items()
             if name not in self._used
             and name not in set(ignored)
-            and not (entry.is_count or name.startswith(_ALWAYS_OPTIONAL))
+            and not (entry.is_count or name == "key" or name.startswith(_ALWAYS_OPTIONAL))
             and not (self._unused is not None and self._unused(parts.path_of(name)))
         ]
         if rest:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core.dtypes import FLOATS, check_supported, float_dtype
+from jdistadam.core.low_precision import LowPrecision, is_block8_name, parse, without_block8
 from jdistadam.core.main_params import MainParams
 from jdistadam.errors import PolicyError
 
@@ -43,8 +45,16 @@ class MixedPrecisionPolicy:
         float8_e5m2 or float8_e4m3fn, at most as wide as the parameters. None: that of the
         parameters. float8 has no scale factors here: e4m3fn ends at 448, e5m2 keeps two bits of
         mantissa.
-      mu_dtype: Dtype in which the first moment is stored. float32, bfloat16 or float16.
-      nu_dtype: Dtype in which the second moment is stored. float32, or bfloat16 for b2 up to 0.99.
+      mu_dtype: Dtype in which the first moment is stored. float32, bfloat16, float16 or "block8":
+        8 bits, as in ``fused_adamw``; leaves with fewer than 4096 elements in float32.
+      nu_dtype: Dtype in which the second moment is stored. float32, bfloat16 for b2 up to 0.99, or
+        "block8"; rounded to nearest that needs b2 <= 0.95.
+      rounding: "nearest", or "stochastic": moments of 8 or 16 bits, and parameters of 16 bits
+        without main parameters, are rounded at random. Random bits depend on seed, step count, leaf
+        and place in the whole leaf, and not on the mesh.
+      seed: The seed of these bits. Another one for each run, the same in all processes.
+      float32_moments: A function of a leaf's path, as in "['block']['w']": whether its moments are
+        float32 beside "block8" ones. None: none but those of small leaves.
 
     Raises:
       PolicyError: A dtype is unknown, or the combination is contradictory.
@@ -59,6 +69,7 @@ class MixedPrecisionPolicy:
       param_comm_dtype    params' own
       mu_dtype            float32
       nu_dtype            float32
+      rounding            nearest
 
     References:
       Megatron-LM, ``MixedPrecisionPolicy`` of Megatron-FSDP.
@@ -71,20 +82,26 @@ class MixedPrecisionPolicy:
     param_comm_dtype: Any = None
     mu_dtype: Any = jnp.float32
     nu_dtype: Any = jnp.float32
+    rounding: str = "nearest"
+    seed: int = 0
+    float32_moments: Callable[[str], bool] | None = None
 
     def __post_init__(self) -> None:
         """Normalises every field to a numpy dtype and checks that they fit each other."""
         main = MainParams.parse(self.main_params_dtype)
         as_given = main.stored_dtype if main is MainParams.FLOAT32 else main.value
         object.__setattr__(self, "main_params_dtype", as_given)
-        for field in dataclasses.fields(self)[1:]:
-            value = getattr(self, field.name)
-            if value is None and field.name.startswith(("main_", "mu", "nu")):
+        self.low_precision()
+        for name in (field.name for field in dataclasses.fields(self)[1:]):
+            value = getattr(self, name)
+            if not name.endswith("_dtype") or is_block8_name(value):
+                continue
+            if value is None and name.startswith(("main_", "mu", "nu")):
                 value = jnp.float32
             if value is not None:
-                known = FLOATS + (_FLOAT8 if field.name == "param_comm_dtype" else ())
-                dtype = float_dtype(f"MixedPrecisionPolicy.{field.name}", value, known)
-                object.__setattr__(self, field.name, dtype)
+                known = FLOATS + (_FLOAT8 if name == "param_comm_dtype" else ())
+                dtype = float_dtype(f"MixedPrecisionPolicy.{name}", value, known)
+                object.__setattr__(self, name, dtype)
         for name, supported in _SUPPORTED.items():
             check_supported(f"MixedPrecisionPolicy.{name}", getattr(self, name), supported)
         if jnp.promote_types(self.main_grads_dtype, self.wire_dtype) != self.main_grads_dtype:
@@ -111,9 +128,43 @@ class MixedPrecisionPolicy:
         """The dtype of a sum over devices."""
         return self.wire_dtype if self.grad_reduce_dtype is None else self.grad_reduce_dtype
 
+    def low_precision(self, b2: Any = None, formats: Any = None) -> LowPrecision:
+        """Returns what is asked for of low precision; raises PolicyError where it cannot work.
+
+        Args:
+          b2: Decay rate of the second moment. None: not known yet.
+          formats: That of the optimizer.
+        """
+        return parse(
+            mu_dtype=self.mu_dtype,
+            nu_dtype=self.nu_dtype,
+            rounding=self.rounding,
+            seed=self.seed,
+            float32_moments=self.float32_moments,
+            formats=formats,
+            b2=b2,
+        )
+
+    @property
+    def mu_float_dtype(self) -> jnp.dtype:
+        """The dtype of first moments that are stored as floats."""
+        return jnp.dtype(without_block8(self.mu_dtype))
+
+    @property
+    def nu_float_dtype(self) -> jnp.dtype:
+        """The dtype of second moments that are."""
+        return jnp.dtype(without_block8(self.nu_dtype))
+
     def __str__(self) -> str:
         """Returns the resolved policy as a table."""
-        resolved = dataclasses.asdict(self) | {"grad_comm_dtype": self.wire_dtype}
+        resolved = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        resolved["grad_comm_dtype"] = self.wire_dtype
+        if self.rounding == "nearest":
+            del resolved["seed"]
+        if self.float32_moments is None:
+            del resolved["float32_moments"]
+        else:
+            resolved["float32_moments"] = "by path"
         notes = {
             "main_params_dtype": "none",
             "grad_reduce_dtype": f"{self.wire_dtype}, by the collective library",
@@ -133,7 +184,7 @@ def check_nu_dtype(name: str, value: Any, b2: Any) -> jnp.dtype:
     a unit in the last place, between 1/512 and 1/256 of it, in a step. float16 has no number
     between 0 and 6e-8, the square of 2.4e-4: smaller gradients would count as zero.
     """
-    dtype = float_dtype(name, jnp.float32 if value is None else value)
+    dtype = float_dtype(name, jnp.float32 if value is None else without_block8(value))
     known = isinstance(b2, int | float | np.number)
     if dtype.name == "float16" or (dtype.name == "bfloat16" and known and b2 > 0.99):
         why = "loses squares below 6e-8" if dtype.name == "float16" else "cannot decay at this b2"

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding
@@ -15,6 +16,7 @@ from jdistadam.core.arguments import check_flag
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.types import Grads, Params
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.flat_moments import FlatBlock8, types_of_moment
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.layout_identity import differences
 from jdistadam.distributed.mesh_axes import DataParallel
@@ -209,7 +211,7 @@ def check_step(
 
 def check_alive(state: Any) -> None:
     """Raises MeshError where the arrays of a DistributedState were donated."""
-    if isinstance(state.mu, jax.Array) and state.mu.is_deleted():
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state.mu)):
         raise MeshError(
             "state",
             "its arrays were donated to an earlier step, and are gone",
@@ -225,7 +227,7 @@ def check_placement(config: DistributedConfig, state: Any) -> None:
     JAX would move the pieces without a word, and each device would go on with those of another.
     """
     expected = NamedSharding(config.mesh, config.parallel.state_spec)
-    got = getattr(state.mu, "sharding", None)
+    got = getattr(jax.tree.leaves(state.mu)[0], "sharding", None)
     if not isinstance(got, NamedSharding) or got.is_fully_replicated:
         return  # no shards that could be mistaken
     if got == expected or got.is_equivalent_to(expected, 1):
@@ -297,33 +299,48 @@ def check_identity(expected: np.ndarray, state: Any) -> None:
 
 def _check_flat_arrays(config: DistributedConfig, layout: Layout, state: Any) -> None:
     """Raises unless the flat arrays of a state have the layout's sizes and the policy's dtypes."""
-    policy = config.policy
-    sizes = {"main_params": layout.main_size, "mu": layout.flat_size, "nu": layout.flat_size}
-    dtypes = {
-        "main_params": policy.main_params.stored_dtype,
-        "mu": policy.mu_dtype,
-        "nu": policy.nu_dtype,
+    main, size = config.policy.main_params.stored_dtype, layout.main_size
+    expected = {
+        "main_params": jax.ShapeDtypeStruct((size,), main) if size else None,
+        "mu": types_of_moment(config.policy, layout, "mu"),
+        "nu": types_of_moment(config.policy, layout, "nu"),
+        "key": jax.ShapeDtypeStruct((2,), jnp.uint32) if config.low_precision.is_random else None,
     }
-    for name, size in sizes.items():
-        flat: Any = getattr(state, name, "no such field")
-        expected = None if name == "main_params" and size == 0 else (size,)
-        got = None if flat is None else getattr(flat, "shape", type(state).__name__)
-        if got != expected:
-            raise ShapeError(
-                f"opt_state.{name}",
-                "not the state of these params on this mesh",
-                got=got,
-                expected=f"{expected} on each device",
-                action="Make the state with init(params) of this optimizer.",
-            )
-        if flat is not None and flat.dtype != dtypes[name]:
+    for name, wanted in expected.items():
+        got = getattr(state, name, "no such field")
+        is_coded = isinstance(wanted, FlatBlock8)
+        if is_coded != isinstance(got, FlatBlock8):
             raise DtypeError(
                 f"opt_state.{name}",
-                "dtype differs from the policy",
-                got=flat.dtype,
-                expected=dtypes[name],
-                action=f"Cast it, or set {name}_dtype in the policy.",
+                "is not stored as the policy says",
+                got="block8" if not is_coded else getattr(got, "dtype", type(got).__name__),
+                expected="block8" if is_coded else wanted.dtype,
+                action="Make the state with init(params) of this optimizer, or convert it.",
             )
+        for field in wanted._fields if is_coded else ("",):
+            pair = (getattr(x, field) if field else x for x in (got, wanted))
+            _check_flat_array(f"{name}.{field}".rstrip("."), *pair)
+
+
+def _check_flat_array(name: str, got: Any, wanted: Any) -> None:
+    expected = None if wanted is None else wanted.shape
+    have = None if got is None else getattr(got, "shape", type(got).__name__)
+    if have != expected:
+        raise ShapeError(
+            f"opt_state.{name}",
+            "not the state of these params on this mesh",
+            got=have,
+            expected=f"{expected} on each device",
+            action="Make the state with init(params) of this optimizer.",
+        )
+    if got is not None and got.dtype != wanted.dtype:
+        raise DtypeError(
+            f"opt_state.{name}",
+            "dtype differs from the policy",
+            got=got.dtype,
+            expected=wanted.dtype,
+            action=f"Cast it, or set {name}_dtype in the policy.",
+        )
 
 
 def check_scaling(config: DistributedConfig, state: Any) -> None:

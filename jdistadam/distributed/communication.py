@@ -122,6 +122,8 @@ def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator
         yield f"grad_reduce_dtype {policy.grad_reduce_dtype}"
     if policy.main_params is not MainParams.FLOAT32:
         yield f"main_params_dtype {policy.main_params_dtype}"
+    if policy.low_precision().is_any:
+        yield f"mu_dtype {policy.mu_dtype}, nu_dtype {policy.nu_dtype}, rounding {policy.rounding}"
     if policy.param_comm_dtype is not None:
         yield f"param_comm_dtype {policy.param_comm_dtype}"
     devices = list(parallel.mesh.devices.flat)

@@ -18,12 +18,15 @@ from jdistadam.core.formats import leaf_orders
 from jdistadam.core.groups import Groups
 from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.core.loss_scale import DynamicLossScale
+from jdistadam.core.low_precision import LowPrecision
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.types import Params
 from jdistadam.distributed import param_specs
+from jdistadam.distributed.blocks import check_cuts, whole_size
+from jdistadam.distributed.bucketing import make_layout
 from jdistadam.distributed.communication import OVER_XLA, Communication
-from jdistadam.distributed.layout import Layout, Leaf, make_layout
+from jdistadam.distributed.layout import Layout, Leaf
 from jdistadam.distributed.layout_identity import identity_of
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule, make_schedule
@@ -131,14 +134,18 @@ class DistributedConfig:
                 group=row,
                 tensor_axes=param_specs.axes_of(spec),
                 is_stacked=self.stacked is not None and bool(self.stacked(path)),
-                cuts=param_specs.cuts_of(spec, self._cutting_axes),
+                cuts=param_specs.cuts_of(spec, self.cutting_axes),
                 order=order,
             )
             for path, x, row, spec, order in zip(
                 paths, jax.tree.leaves(whole), rows, specs, orders, strict=True
             )
         ]
+        leaves = [dataclasses.replace(leaf, is_coded=self._is_coded(leaf)) for leaf in leaves]
         _check_param_comm_dtype(self.policy, leaves)
+        if self.low_precision.is_any:
+            for leaf in leaves:
+                check_cuts(leaf, self.tensor_parts, self.low_precision)
         if self.stacked is not None:
             _check_any_stacked(leaves)
             _check_layers_first(leaves)
@@ -151,6 +158,7 @@ class DistributedConfig:
             num_inner_shards=self.parallel.num_inner_shards,
             shards_params=self.parallel.shards_params,
             rests_with_state=self.parallel.gathers_once,
+            in_blocks=self.low_precision.is_any,
         )
 
     def schedule(self, whole: Params, *, accumulate_steps: int = 1) -> Schedule:
@@ -162,8 +170,7 @@ class DistributedConfig:
     def identity(self, layout: Layout) -> np.ndarray:
         """Returns the identity of a layout: bytes of its text."""
         kind = self.policy.main_params.value or ""  # no bucket has any, then
-        parts = tuple(self.mesh.shape[axis] for axis in self._cutting_axes)
-        return identity_of(layout, parts, kind)
+        return identity_of(layout, self.tensor_parts, kind)
 
     def _keeps_main(self, dtype: Any, is_held: bool) -> bool:
         """Whether parameters of a dtype need main parameters.
@@ -183,8 +190,24 @@ class DistributedConfig:
         )
         return dtype != jnp.float32 or not is_placed_alike
 
+    def _is_coded(self, leaf: Leaf) -> bool:
+        """Whether the moments of a leaf have 8 bits, where any have: decided on the whole leaf."""
+        low, path = self.low_precision, leaf.path.removeprefix("params")
+        is_coded = low.mu_is_coded or low.nu_is_coded
+        return is_coded and low.codes_leaf(path, whole_size(leaf, self.tensor_parts))
+
     @property
-    def _cutting_axes(self) -> tuple[str, ...]:
+    def low_precision(self) -> LowPrecision:
+        """What is asked for of moments of 8 bits and of rounding at random."""
+        return self.policy.low_precision()
+
+    @property
+    def tensor_parts(self) -> tuple[int, ...]:
+        """Sizes of the axes to which ``Leaf.cuts`` refers."""
+        return tuple(self.mesh.shape[axis] for axis in self.cutting_axes)
+
+    @property
+    def cutting_axes(self) -> tuple[str, ...]:
         """Tensor axes of more than one device: one alone cuts nothing."""
         return tuple(axis for axis in self.parallel.tensor_axes if self.mesh.shape[axis] > 1)
 

@@ -31,25 +31,23 @@ only the first two have main parameters::
     main_params    | w (16384)  | b (2) --- |                    main_size = 16512
 
 Dashes are a gap: every shard begins at a multiple of ``ALIGNMENT`` elements. The global array of mu
-is the flat arrays of all devices, one behind the other.
+is the flat arrays of all devices, one behind the other. bucketing.py makes layouts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jdistadam.core.formats import Order, Orders, leaf_dims, stored_dims
 
 ALIGNMENT = 128
 """Shards begin at multiples of this many elements: 16-byte vectors of every dtype stay aligned."""
-
-_MIN_SCATTERED_SIZE = 1 << 14  # elements; below, one collective a leaf costs more than packing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +62,7 @@ class Leaf:
     is_stacked: bool = False  # its first dimension is scanned, and never scattered
     cuts: tuple[tuple[int, ...], ...] = ()  # for each dimension, which tensor axes cut it
     order: Order | None = None  # of its dimensions in memory; None: row-major
+    is_coded: bool = False  # whether its moments have 8 bits, where any have
 
     @property
     def size(self) -> int:
@@ -124,6 +123,10 @@ class Bucket:
       held: What devices hold of its parameters, if that is shards. If packed, a device's shard of
         the bucket then consists of its shards of the leaves, one behind the other.
       orders: In which order the dimensions of each leaf are stored; () where all are row-major.
+      unit: If packed, its leaves begin at multiples of this many elements; those between are zero.
+      is_coded: Whether its moments have 8 bits, where any have.
+      moment_offset: Where its shard begins among the codes, or among the moments that are not
+        coded beside them.
     """
 
     leaves: tuple[int, ...]
@@ -139,6 +142,9 @@ class Bucket:
     inner_shape: tuple[int, ...] = ()
     held: tuple[HeldLeaf, ...] = ()
     orders: Orders = ()
+    unit: int = 1
+    is_coded: bool = False
+    moment_offset: int = 0
 
     @property
     def is_sharded_param(self) -> bool:
@@ -164,6 +170,13 @@ class Bucket:
     def is_packed(self) -> bool:
         """Whether its leaves are flattened and packed, rather than one leaf as it is."""
         return self.dim is None
+
+    def starts(self, sizes: Iterable[int]) -> list[int]:
+        """Where leaves of these sizes begin, if packed, and where the last one ends."""
+        return list(itertools.accumulate(map(self._in_units, sizes), initial=0))
+
+    def _in_units(self, size: int) -> int:
+        return -(-size // self.unit) * self.unit
 
     @property
     def cut_dim(self) -> int:
@@ -207,6 +220,9 @@ class Layout:
       buckets: The buckets, in their order in the flat arrays.
       flat_size: Elements of a device's mu and nu. Leaves without elements are in no bucket.
       main_size: Elements of a device's main parameters.
+      coded_size: Elements of a moment in 8 bits.
+      uncoded_size: Elements of the moments that are not coded beside it. Neither is ever zero, as
+        shard_map takes no empty arrays.
     """
 
     num_shards: int
@@ -214,6 +230,8 @@ class Layout:
     buckets: tuple[Bucket, ...]
     flat_size: int
     main_size: int
+    coded_size: int = ALIGNMENT
+    uncoded_size: int = ALIGNMENT
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Returns shape and dtype of every leaf, as unsharded params have them."""
@@ -235,162 +253,3 @@ class Layout:
                 f"{i:>6}  {b.dtype!s:<9} {dim:>4} {b.shard_size:>12} {pad:>6.2f}  {names}{more}"
             )
         return "\n".join(lines)
-
-
-def make_layout(
-    leaves: Sequence[Leaf],
-    num_shards: int,
-    bucket_bytes: int,
-    *,
-    packs: bool | None = None,
-    keeps_main: Callable[[Any, bool], bool] = lambda dtype, scattered: True,
-    num_inner_shards: int | None = None,
-    shards_params: bool = False,
-    rests_with_state: bool = False,
-) -> Layout:
-    """Assigns every leaf to a bucket and every bucket to its place.
-
-    Args:
-      leaves: The parameters. Frozen ones and those without elements are in no bucket.
-      num_shards: Number of devices that share the state.
-      bucket_bytes: Upper limit of a packed bucket, in bytes of its parameters. A leaf above it is
-        a bucket of its own.
-      packs: Whether small leaves are packed, as they should be where anything is sent. None: if
-        there are several shards.
-      keeps_main: ``keeps_main(dtype, is_held)``: whether main parameters are kept, of leaves of
-        which devices hold shards if ``shards_params``.
-      num_inner_shards: Number of parts into which the sum over shard_axes cuts. None: num_shards.
-      shards_params: Whether devices hold only shards of the parameters that are scattered.
-      rests_with_state: Whether these are the parts of which they have the state; then small
-        parameters that divide are held as shards too, and packed shard by shard.
-
-    Example:
-      >>> leaves = [Leaf("w", (512, 64), "float32", 0), Leaf("b", (3,), "float32", 0)]
-      >>> for bucket in make_layout(leaves, 4, 1 << 20).buckets:
-      ...     print(bucket.leaves, bucket.dim, bucket.shard_shape, bucket.padding, bucket.offset)
-      (0,) 0 (128, 64) 0 0
-      (1,) None (1,) 1 8192
-    """
-    packs = num_shards > 1 if packs is None else packs
-    members = _members(leaves, num_shards, bucket_bytes, packs, rests_with_state)
-    # Those with main parameters first: the flat array of main parameters is the shorter one.
-    has_main = [keeps_main(leaves[m.leaves[0]].dtype, bool(m.dims)) for m in members]
-    buckets: list[Bucket] = []
-    offset = main_size = 0
-    for i in sorted(range(len(members)), key=lambda i: not has_main[i]):
-        bucket = _bucket(leaves, members[i], num_shards)
-        num_held = num_shards if rests_with_state else num_inner_shards or num_shards
-        bucket = dataclasses.replace(
-            bucket,
-            offset=offset,
-            has_main=has_main[i],
-            inner_shape=_scaled(
-                bucket.shard_shape, bucket.cut_dim, num_shards // (num_inner_shards or num_shards)
-            ),
-            held=_held(leaves, members[i], num_held) if shards_params else (),
-            num_layers=bucket.num_layers if shards_params and not rests_with_state else None,
-        )
-        buckets.append(bucket)
-        offset += _aligned(bucket.shard_size)
-        main_size = offset if bucket.has_main else main_size
-    return Layout(num_shards, tuple(leaves), tuple(buckets), offset, main_size)
-
-
-class _Members(NamedTuple):
-    """The leaves of a bucket, and along which dimensions they are cut; () if they are not."""
-
-    leaves: list[int]
-    dims: tuple[int, ...]
-    is_packed: bool
-
-
-def _members(
-    leaves: Sequence[Leaf], num_shards: int, bucket_bytes: int, packs: bool, cuts_small: bool
-) -> list[_Members]:
-    """The leaves of each bucket; with ``cuts_small``, packed ones that divide stand together."""
-    scattered: list[_Members] = []
-    packed: dict[bool, list[int]] = {True: [], False: []}  # by whether they are cut
-    dims: dict[int, int] = {}
-    for i, leaf in enumerate(leaves):
-        if leaf.size and leaf.group is not None:
-            dim = _scatter_dim(leaf, num_shards)
-            is_small = packs and leaf.size < _MIN_SCATTERED_SIZE
-            if dim is not None and not is_small:
-                scattered.append(_Members([i], (dim,), is_packed=False))
-            elif packs:
-                if dim is not None and cuts_small:
-                    dims[i] = dim
-                packed[i in dims].append(i)
-            else:
-                scattered.append(_Members([i], (), is_packed=True))
-    runs = [run for is_cut in packed for run in _pack(leaves, packed[is_cut], bucket_bytes)]
-    return scattered + [
-        _Members(run, tuple(dims[i] for i in run if i in dims), is_packed=True) for run in runs
-    ]
-
-
-def _bucket(leaves: Sequence[Leaf], members: _Members, num_shards: int) -> Bucket:
-    """A bucket, without what depends on the others."""
-    first = leaves[members.leaves[0]]
-    total = sum(leaves[i].size for i in members.leaves)
-    is_packed = members.is_packed
-    dim = None if is_packed else members.dims[0]
-    whole_shape = (total + -total % num_shards,) if is_packed else first.stored_shape
-    orders = tuple(leaves[i].order for i in members.leaves)
-    return Bucket(
-        leaves=tuple(members.leaves),
-        dim=dim,
-        dtype=first.dtype,
-        group=first.group or 0,
-        shard_shape=_cut(whole_shape, dim or 0, num_shards),
-        padding=-total % num_shards if is_packed else 0,
-        offset=0,
-        has_main=False,
-        tensor_axes=first.tensor_axes,
-        num_layers=first.shape[0] if first.is_stacked and not is_packed else None,
-        orders=orders if any(orders) else (),
-    )
-
-
-def _held(leaves: Sequence[Leaf], members: _Members, num_held: int) -> tuple[HeldLeaf, ...]:
-    """What devices hold of the leaves of a bucket; nothing if they are not cut."""
-    if not members.dims:
-        return ()
-    return tuple(
-        HeldLeaf(i, dim, _cut(leaves[i].stored_shape, dim, num_held), leaves[i].order)
-        for i, dim in zip(members.leaves, members.dims, strict=True)
-    )
-
-
-def _cut(shape: tuple[int, ...], dim: int, num_shards: int) -> tuple[int, ...]:
-    return (*shape[:dim], shape[dim] // num_shards, *shape[dim + 1 :])
-
-
-def _scaled(shape: tuple[int, ...], dim: int, factor: int) -> tuple[int, ...]:
-    return (*shape[:dim], shape[dim] * factor, *shape[dim + 1 :])
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _scatter_dim(leaf: Leaf, num_shards: int) -> int | None:
-    """The first dimension, as stored, that divides; None if there is none."""
-    dims = range(1 if leaf.is_stacked else 0, len(leaf.shape))
-    return next((dim for dim in dims if leaf.stored_shape[dim] % num_shards == 0), None)
-
-
-def _pack(leaves: Sequence[Leaf], members: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    """Splits leaves into runs of one kind, none above bucket_bytes unless alone."""
-    by_kind: dict[Any, list[list[int]]] = {}
-    filled: dict[Any, int] = {}
-    for i in members:
-        leaf = leaves[i]
-        kind = (jnp.dtype(leaf.dtype), leaf.group, leaf.tensor_axes)
-        nbytes = leaf.size * jnp.dtype(leaf.dtype).itemsize
-        if kind not in by_kind or filled[kind] + nbytes > bucket_bytes:
-            by_kind.setdefault(kind, []).append([])
-            filled[kind] = 0
-        by_kind[kind][-1].append(i)
-        filled[kind] += nbytes
-    return [run for runs in by_kind.values() for run in runs]

@@ -51,7 +51,7 @@ def identity_of(layout: Layout, tensor_parts: tuple[int, ...], main_kind: str) -
       main_kind: "float32" or "remainder16": what is kept of a bucket's main parameters, if any is.
 
     Example:
-      >>> from jdistadam.distributed.layout import make_layout
+      >>> from jdistadam.distributed.bucketing import make_layout
       >>> layout = make_layout([Leaf("params['b']", (3,), "float32", 0)], 4, 1 << 20)
       >>> print(identity_of(layout, (), "float32").tobytes().decode().rstrip())
       {"jdistadam_layout":1,"flat_size":128,"main_size":128,"num_shards":4,"tensor_parts":[]
@@ -88,6 +88,8 @@ def _leaf(leaf: Leaf) -> dict[str, Any]:
         entry["frozen"] = True
     if leaf.order is not None:
         entry["order"] = list(leaf.order)
+    if leaf.is_coded:
+        entry["coded"] = True
     if any(leaf.cuts):
         entry["cuts"] = [list(axes) for axes in leaf.cuts]
     return entry
@@ -102,6 +104,8 @@ def _bucket(bucket: Bucket, main_kind: str) -> dict[str, Any]:
         "offset": bucket.offset,
         "main": main_kind if bucket.has_main else None,
     }
+    if bucket.unit > 1:
+        entry["unit"] = bucket.unit
     if bucket.is_packed and bucket.held:  # shard by shard
         entry["dims"] = [held.dim for held in bucket.held]
     return entry
@@ -119,7 +123,7 @@ def differences(got: np.ndarray, expected: np.ndarray) -> str | None:
     """Says where two identities differ, in the words of their texts; None where they are equal.
 
     Example:
-      >>> from jdistadam.distributed.layout import make_layout
+      >>> from jdistadam.distributed.bucketing import make_layout
       >>> leaves = [Leaf("params['b']", (3,), "float32", 0)]
       >>> four, two = (make_layout(leaves, n, 1 << 20) for n in (4, 2))
       >>> differences(identity_of(four, (), "float32"), identity_of(two, (), "float32"))

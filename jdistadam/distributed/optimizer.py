@@ -336,6 +336,7 @@ def _distributed(
     made_groups = make_groups(hyper, mask, param_labels, groups)
     for group, _ in made_groups.rows:
         check_nu_dtype("MixedPrecisionPolicy.nu_dtype", policy.nu_dtype, group.b2)
+        policy.low_precision(b2=group.b2, formats=formats)
     config = DistributedConfig(
         hyper=hyper,
         like_optax=like_optax,

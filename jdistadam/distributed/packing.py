@@ -45,7 +45,7 @@ def bucket_array(bucket: Bucket, leaves: Sequence[Any], dtype: Any) -> jax.Array
     dtypes = {x.dtype for x in members}
     if len(dtypes) > 1 or not dtypes <= set(trees.STORAGE_DTYPES):
         members = [x.astype(dtype) for x in members]
-    offsets = _offsets(x.size for x in members)
+    offsets = bucket.starts(x.size for x in members)
     return multi_tensor.pack(members, offsets[:-1], offsets[-1] + bucket.padding, dtype)
 
 
@@ -125,7 +125,7 @@ def leaves_of_bucket(layout: Layout, bucket: Bucket, whole: Any) -> list[tuple[i
     if bucket.held:
         return _leaves_of_rows(layout, bucket, whole)
     shapes = [layout.leaves[i].stored_shape for i in bucket.leaves]
-    offsets = _offsets(layout.leaves[i].size for i in bucket.leaves)
+    offsets = bucket.starts(layout.leaves[i].size for i in bucket.leaves)
     return _as_params(bucket, multi_tensor.unpack(whole, shapes, offsets[:-1], whole.dtype))
 
 
@@ -134,7 +134,7 @@ def held_of_shard(bucket: Bucket, shard: jax.Array) -> list[tuple[int, jax.Array
     if not bucket.is_packed:
         return _as_params(bucket, [shard])
     shapes = [held.shape for held in bucket.held]
-    offsets = _offsets(map(math.prod, shapes))
+    offsets = bucket.starts(map(math.prod, shapes))
     return _as_params(bucket, multi_tensor.unpack(shard, shapes, offsets[:-1], shard.dtype))
 
 
@@ -194,8 +194,9 @@ def leaves_of_flat(layout: Layout, flat: Any) -> list[np.ndarray]:
 def _leaves_on_host(layout: Layout, bucket: Bucket, whole: np.ndarray) -> list[tuple[int, Any]]:
     """``leaves_of_bucket`` of a numpy array."""
     if bucket.is_packed and not bucket.held:
-        offsets = _offsets(layout.leaves[i].size for i in bucket.leaves)
-        pieces = [whole[start:end] for start, end in itertools.pairwise(offsets)]
-        pairs = zip(bucket.leaves, pieces, strict=False)  # the padding is no leaf
+        sizes = [layout.leaves[i].size for i in bucket.leaves]
+        starts = bucket.starts(sizes)
+        pieces = [whole[a : a + size] for a, size in zip(starts, sizes, strict=False)]
+        pairs = zip(bucket.leaves, pieces, strict=True)
         return _as_params(bucket, [x.reshape(layout.leaves[i].stored_shape) for i, x in pairs])
     return leaves_of_bucket(layout, bucket, whole)

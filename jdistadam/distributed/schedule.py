@@ -157,7 +157,8 @@ def make_schedule(
 
     Example:
       >>> import jax
-      >>> from jdistadam.distributed.layout import Leaf, make_layout
+      >>> from jdistadam.distributed.bucketing import make_layout
+      >>> from jdistadam.distributed.layout import Leaf
       >>> mesh = jax.sharding.AbstractMesh((4,), ("data",))
       >>> layout = make_layout([Leaf("w", (512, 64), jnp.dtype("float32"), 0)], 4, 1 << 20)
       >>> parallel = DataParallel(mesh, ("data",))

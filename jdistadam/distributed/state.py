@@ -21,23 +21,26 @@ class DistributedState(NamedTuple):
       count: Shape (), int32: steps taken, skipped ones not counted; replicated.
       main_params: Shape (num_shards * main_size,), float32, sharded: the main parameters. uint16
         with main_params_dtype "remainder16": their low halves. None where no parameter has one.
-      mu: Shape (num_shards * flat_size,), policy.mu_dtype, sharded.
-      nu: The same shape, policy.nu_dtype, sharded.
+      mu: Shape (num_shards * flat_size,), policy.mu_dtype, sharded; FlatBlock8 for "block8".
+      nu: The same shape, policy.nu_dtype, sharded; likewise.
       grad_norm: Shape (), float32: global norm of the last mean gradient, before clipping. NaN
         where the state is of another layout.
       layout_identity: Shape (length,), uint8, replicated: the text of the layout, which says to
         which leaf each element of the flat arrays belongs. Every function that takes a state
         compares it; keep it with the arrays.
       scaling: The loss scale and the number of skipped steps; None without loss_scale.
+      key: Shape (2,), uint32, replicated: the seed of random bits, which never changes; None
+        without stochastic rounding.
     """
 
     count: jax.Array  # type: ignore[assignment]
     main_params: jax.Array | None
-    mu: jax.Array
-    nu: jax.Array
+    mu: Any
+    nu: Any
     grad_norm: jax.Array
     layout_identity: jax.Array | None
     scaling: LossScaleState | None = None
+    key: jax.Array | None = None
 
 
 class StepResult(NamedTuple):

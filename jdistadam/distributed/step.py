@@ -14,6 +14,7 @@ from jdistadam.core.types import Grads, Params
 from jdistadam.distributed.accumulate import AccumulatedGrads, sum_over_devices
 from jdistadam.distributed.checks import check_inside, check_scaling, check_step, refuse_vmap
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.flat_moments import types_of_moment
 from jdistadam.distributed.gather import gather_new_params
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import main_shard
@@ -37,15 +38,21 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
     main = main_shard(config, layout, jax.tree.leaves(params)) if layout.main_size else None
     # Varying over the axes also for the type checker of shard_map, as shards are.
     axes = config.parallel.state_axes + config.parallel.tensor_axes
-    zeros = varying.to_varying(jnp.zeros(layout.flat_size), axes)
+
+    def zeros(name: str) -> Any:
+        types = types_of_moment(config.policy, layout, name)
+        return jax.tree.map(lambda x: varying.to_varying(jnp.zeros_like(x), axes), types)
+
+    low = config.low_precision
     return DistributedState(
         count=jnp.zeros((), jnp.int32),
         main_params=main,
-        mu=zeros.astype(config.policy.mu_dtype),
-        nu=zeros.astype(config.policy.nu_dtype),
+        mu=zeros("mu"),
+        nu=zeros("nu"),
         grad_norm=jnp.zeros((), jnp.float32),
         layout_identity=jnp.asarray(config.identity(layout)),
         scaling=None if config.loss_scale is None else new_loss_scale(config.loss_scale),
+        key=low.key if low.is_random else None,
     )
 
 
@@ -95,6 +102,7 @@ def step_local(
         grad_norm=done.norm if is_other is None else jnp.where(is_other, jnp.nan, done.norm),
         layout_identity=state.layout_identity,
         scaling=_next_scaling(config, state.scaling, done.found_inf, done.is_empty),
+        key=state.key,
     )
     learning_rate = jnp.float32(at_count(config.hyper.learning_rate, state.count))
     return StepResult(treedef.unflatten(leaves), new_state, is_skipped, is_other, learning_rate)

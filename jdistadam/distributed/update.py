@@ -11,13 +11,14 @@ import jax.numpy as jnp
 
 from jdistadam.core import collectives
 from jdistadam.core.main_params import MainParams
-from jdistadam.distributed import packing
+from jdistadam.distributed import low_precision, packing
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.flat_moments import operand_of, with_result
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.norm import clipped_scale
 from jdistadam.distributed.state import DistributedState
 from jdistadam.kernels import multi_tensor
-from jdistadam.kernels.adam import STEP_MODES, Operands, Scalars, Spec, adam
+from jdistadam.kernels.adam import STEP_MODES, Operands, Results, Scalars, Spec, adam
 from jdistadam.kernels.coefficients import coefficient_row
 
 
@@ -107,9 +108,13 @@ def update_shards(
     flat = FlatState(state.main_params, state.mu, state.nu)
     shards: list[Any] = [None] * len(grads)
     for indices in _kernel_calls(layout, grads):
-        flat, new = _call_kernel(
-            config, layout, scalars, indices, grads=grads, flat=flat, params=old
-        )
+        spec, operands = _call_of(config, layout, indices, grads=grads, flat=flat, params=old)
+        buckets = [layout.buckets[i] for i in indices]
+        if config.low_precision.is_any:
+            results = low_precision.adam(config, layout, buckets, spec, scalars, state, operands)
+        else:
+            results = adam(spec, scalars, operands)
+        flat, new = _after(spec, buckets[0], flat, results)
         for i, shard in zip(indices, new, strict=True):
             shards[i] = shard
     if is_other_layout is not None and casts:
@@ -120,49 +125,56 @@ def update_shards(
 
 
 def _kernel_calls(layout: Layout, grads: Sequence[jax.Array]) -> list[list[int]]:
-    """The buckets of each kernel call: those of equal dtypes that have main parameters, or not."""
+    """The buckets of each kernel call: those that have all in equal dtypes."""
     calls: dict[Any, list[int]] = {}
     for i, bucket in enumerate(layout.buckets):
-        calls.setdefault((bucket.dtype, bucket.has_main, grads[i].dtype), []).append(i)
+        kind = (bucket.dtype, bucket.has_main, grads[i].dtype, bucket.is_coded)
+        calls.setdefault(kind, []).append(i)
     return list(calls.values())
 
 
-def _call_kernel(
+def _call_of(
     config: DistributedConfig,
     layout: Layout,
-    scalars: Scalars,
     indices: Sequence[int],
     *,
     grads: Sequence[jax.Array],
     flat: FlatState,
     params: Sequence[Any],
-) -> tuple[FlatState, Sequence[jax.Array]]:
-    """One kernel call, for buckets of equal dtypes: the new flat state, and their new shards."""
+) -> tuple[Spec, Operands]:
+    """One kernel call, for buckets of equal dtypes."""
     buckets: list[Bucket] = [layout.buckets[i] for i in indices]
-    has_main, dtype = buckets[0].has_main, buckets[0].dtype
-    kind = config.policy.main_params if has_main else MainParams.NONE
+    first = buckets[0]
+    kind = config.policy.main_params if first.has_main else MainParams.NONE
     casts, splits = kind is MainParams.FLOAT32, kind is MainParams.REMAINDER16
     spec = Spec(
         STEP_MODES[kind],
         groups=tuple(bucket.group for bucket in buckets),
         nesterov=config.hyper.nesterov,
-        out_dtype=dtype if casts else None,
+        out_dtype=first.dtype if casts else None,
         flat=frozenset({"mu", "nu"} | ({"params"} if casts else {"out"} if splits else set())),
         sizes=tuple(bucket.shard_size for bucket in buckets),
         offsets=tuple(bucket.offset for bucket in buckets),
     )
-    operands = Operands(
+    return spec, Operands(
         grads=tuple(grads[i] for i in indices),
         params=[flat.main_params] if casts else [params[i] for i in indices],
-        mu=(flat.mu,),
-        nu=(flat.nu,),
+        mu=(operand_of(flat.mu, first),),
+        nu=(operand_of(flat.nu, first),),
         out=(flat.main_params,) if splits else (),
     )
-    results = adam(spec, scalars, operands)
-    main = flat.main_params
-    if has_main:
+
+
+def _after(
+    spec: Spec, first: Bucket, flat: FlatState, results: Results
+) -> tuple[FlatState, Sequence[jax.Array]]:
+    """The flat state after a call, and the new shards of its buckets."""
+    casts, main = "params" in spec.flat, flat.main_params
+    if first.has_main:
         (main,) = results.params if casts else results.out
-    return FlatState(main, *results.mu, *results.nu), results.out if casts else results.params
+    (mu,), (nu,) = results.mu, results.nu
+    new = FlatState(main, with_result(flat.mu, first, mu), with_result(flat.nu, first, nu))
+    return new, results.out if casts else results.params
 
 
 def _keep_shards(

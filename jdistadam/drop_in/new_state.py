@@ -10,10 +10,10 @@ import optax
 
 from jdistadam.core import trees
 from jdistadam.core.formats import Orders, placed_in_order
+from jdistadam.core.low_precision import LowPrecision
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.types import OptState, Params
 from jdistadam.drop_in import low_precision, optax_fallback
-from jdistadam.drop_in.low_precision import LowPrecision
 from jdistadam.drop_in.main_params import MainParamsState, new_main_params
 
 

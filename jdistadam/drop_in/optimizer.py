@@ -13,12 +13,12 @@ from jdistadam.core import trees
 from jdistadam.core.dtypes import float_dtype
 from jdistadam.core.formats import leaf_orders
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
+from jdistadam.core.low_precision import LowPrecision, parse, without_block8
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.masks import decay_groups
 from jdistadam.core.precision import check_nu_dtype
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
-from jdistadam.drop_in.low_precision import LowPrecision, parse, without_block8
 from jdistadam.drop_in.new_state import in_order, new_state, state_in_order
 from jdistadam.drop_in.step import tree_step
 from jdistadam.drop_in.transformation import FusedTransformation

@@ -14,11 +14,12 @@ import optax
 from jdistadam.core import trees
 from jdistadam.core.formats import Orders
 from jdistadam.core.hyperparameters import Hyperparameters
+from jdistadam.core.low_precision import LowPrecision
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.moments import BLOCK8, is_block8, moment_leaves
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
-from jdistadam.drop_in.low_precision import LowPrecision, RoundingState, check_coded, split_key
+from jdistadam.drop_in.low_precision import RoundingState, check_coded, split_key
 from jdistadam.drop_in.main_params import MainParamsState, main_leaves, split_state
 from jdistadam.errors import DtypeError, PolicyError, TreeError
 from jdistadam.kernels import sharded_compact_adam, transformed_adam

@@ -221,7 +221,7 @@ def adam_fallback(
         operands = operands._replace(grads=summed)
     shapes = [x.shape for x in operands.grads]
     leaves = Operands(
-        *(_split(spec, kind, arrays, shapes) for kind, arrays in operands._asdict().items())
+        *(split(spec, kind, arrays, shapes) for kind, arrays in operands._asdict().items())
     )
     if not leaves.out:
         leaves = leaves._replace(out=(None,) * len(leaves.grads))
@@ -245,7 +245,7 @@ def adam_fallback(
     ]
     columns = reference.AdamResult(*(tuple(column) for column in zip(*steps, strict=True)))
     params, mu, nu, out = (
-        _join(spec, kind, getattr(operands, kind), getattr(columns, kind))
+        join(spec, kind, getattr(operands, kind), getattr(columns, kind), jnp)
         for kind in ("params", "mu", "nu", "out")
     )
     return Results(
@@ -253,7 +253,7 @@ def adam_fallback(
     )
 
 
-def _split(spec: Spec, kind: str, arrays: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
+def split(spec: Spec, kind: str, arrays: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
     """Cuts a flat array into leaves."""
     if kind not in spec.flat or not arrays:
         return arrays
@@ -265,11 +265,17 @@ def _split(spec: Spec, kind: str, arrays: Sequence[Any], shapes: Sequence[Any]) 
     ]
 
 
-def _join(spec: Spec, kind: str, arrays: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, ...]:
+def join(
+    spec: Spec, kind: str, arrays: Sequence[Any], leaves: Sequence[Any], xp: Any
+) -> tuple[Any, ...]:
     """Puts leaves back into their flat array."""
     if kind not in spec.flat or not arrays:
         return tuple(leaves)
-    (flat,) = arrays
+    flat: Any = np.array(arrays[0]) if xp is np else arrays[0]
     for offset, leaf in zip(spec.offsets, leaves, strict=True):
-        flat = flat.at[offset : offset + leaf.size].set(leaf.reshape(-1))
+        where = slice(offset, offset + leaf.size)
+        if xp is np:
+            flat[where] = leaf.reshape(-1)
+        else:
+            flat = flat.at[where].set(leaf.reshape(-1))
     return (flat,)

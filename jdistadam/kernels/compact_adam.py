@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core.moments import Block8, is_block8
+from jdistadam.core.moments import BLOCK, Block8, is_block8
 from jdistadam.kernels import adam as kernel
 from jdistadam.kernels import coefficients, native, reference, rounding
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
+from jdistadam.kernels.rounding import Cuts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +28,42 @@ class CompactSpec:
     """The static side of a call; hashable.
 
     Attributes:
-      adam: As for the kernel without rounding; nothing is flat.
+      adam: As for the kernel without rounding.
       is_random: Whether mu and nu of 8 or 16 bits are rounded at random, and in mode "step" the
         parameters of 16 bits. If not, to nearest.
       ids: For each leaf its number in the tree of params.
+      mu_offsets: Where each leaf begins in flat first moments. (): as ``adam.offsets``.
+      nu_offsets: The same of second moments.
+      cuts: For each leaf how it was cut. (): into parts of equal size, one behind the other.
+      tables: For each leaf that is several in one, each filled up to whole blocks, where its rows
+        of ``Places.blocks`` begin; of others -1. (): none is.
     """
 
     adam: Spec
     is_random: bool
     ids: tuple[int, ...]
+    mu_offsets: tuple[int, ...] = ()
+    nu_offsets: tuple[int, ...] = ()
+    cuts: tuple[Cuts, ...] = ()
+    tables: tuple[int, ...] = ()
+
+    def flat(self, kind: str) -> Spec:
+        """What says where the leaves are in flat arrays of a kind."""
+        offsets = {"mu": self.mu_offsets, "nu": self.nu_offsets}.get(kind) or self.adam.offsets
+        return dataclasses.replace(self.adam, offsets=offsets)
+
+
+class Places(NamedTuple):
+    """Where leaves are in whole leaves, as far as that differs between devices."""
+
+    parts: Any  # shape (leaves, 2), int32: which part each is, and of which part
+    blocks: Any  # shape (rows, 2), uint32: numbers of a block's leaf, and of the block in that
+
+    @classmethod
+    def of_parts(cls, parts: Any) -> Places:
+        """Of leaves that were cut once at most; ``parts`` has shape (leaves,), int32."""
+        parts = jnp.stack([jnp.asarray(parts, jnp.int32), jnp.zeros(len(parts), jnp.int32)], 1)
+        return cls(parts, jnp.zeros((1, 2), jnp.uint32))
 
 
 class Rounding(NamedTuple):
@@ -45,7 +74,7 @@ class Rounding(NamedTuple):
 
 
 def adam(
-    spec: CompactSpec, scalars: Scalars, rounded: Rounding, parts: Any, operands: Operands
+    spec: CompactSpec, scalars: Scalars, rounded: Rounding, places: Places, operands: Operands
 ) -> Results:
     """Takes one Adam step on this device. params, mu and nu are updated in place where donated.
 
@@ -53,13 +82,12 @@ def adam(
       spec: The static side.
       scalars: As for the kernel without rounding, without members.
       rounded: What random bits depend on.
-      parts: Shape (number of leaves,), int32: which part of its whole leaf each one is, where that
-        is cut into parts of equal size along its first dimension.
-      operands: The leaves; all of mu may be Block8, and all of nu.
+      places: Where the leaves are in whole leaves.
+      operands: The leaves; all of mu may be Block8, and all of nu, also flat.
     """
     compiled = functools.partial(_adam_native, spec)
     fallback = functools.partial(adam_reference, spec, xp=jnp)
-    return native.choose(compiled, fallback, scalars, rounded, parts, operands)
+    return native.choose(compiled, fallback, scalars, rounded, places, operands)
 
 
 def codes_of(moments: Sequence[Any]) -> tuple[Any, ...]:
@@ -78,7 +106,7 @@ def _coded(codes: Sequence[Any], scales: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _adam_native(
-    spec: CompactSpec, scalars: Scalars, rounded: Rounding, parts: Any, operands: Operands
+    spec: CompactSpec, scalars: Scalars, rounded: Rounding, places: Places, operands: Operands
 ) -> Results:
     """The call: behind the operands of `jdistadam_adam` come the scales, and so with results."""
     mode = spec.adam.mode
@@ -101,7 +129,7 @@ def _adam_native(
     results = [x for arrays in types.values() for x in arrays]
     outputs = jax.ffi.ffi_call(
         "jdistadam_compact", results, input_output_aliases=_aliases(given, types)
-    )(*scalars, *rounded, parts, *jax.tree.leaves(list(given.values())), **_attributes(spec))
+    )(*scalars, *rounded, *places, *jax.tree.leaves(list(given.values())), **_attributes(spec))
     new = iter(outputs)
     found = {name: tuple(next(new) for _ in arrays) for name, arrays in types.items()}
     return Results(
@@ -119,7 +147,7 @@ def _aliases(given: dict[str, Any], made: dict[str, Any]) -> dict[int, int]:
         ends = np.cumsum([start, *map(len, kinds.values())]).tolist()
         return dict(zip(kinds, ends, strict=False))
 
-    num_scalars = len(Scalars._fields) + len(Rounding._fields) + 1  # and the parts
+    num_scalars = len(Scalars._fields) + len(Rounding._fields) + len(Places._fields)
     sources, targets = first(given, num_scalars), first(made, 0)
     return {
         sources[kind] + i: targets[kind] + i
@@ -132,6 +160,10 @@ def _attributes(spec: CompactSpec) -> dict[str, Any]:
     return kernel._attributes(spec.adam) | {
         "random": np.bool_(spec.is_random),
         "ids": np.asarray(spec.ids, np.int32),
+        "mu_offsets": np.asarray(spec.mu_offsets, np.int64),
+        "nu_offsets": np.asarray(spec.nu_offsets, np.int64),
+        "cuts": np.asarray(spec.cuts, np.int64).reshape(-1),
+        "tables": np.asarray(spec.tables, np.int64),
     }
 
 
@@ -139,28 +171,77 @@ def adam_reference(
     spec: CompactSpec,
     scalars: Scalars,
     rounded: Rounding,
-    parts: Any,
+    places: Places,
     operands: Operands,
     *,
     xp: Any,
 ) -> Results:
-    """The same step by the reference implementation: with numpy the same bits.
-
-    ``parts``: which part of its whole leaf each one is.
-    """
-    mains = operands.out or (None,) * len(operands.grads)
+    """The same step by the reference implementation: with numpy the same bits."""
+    shapes = [x.shape for x in operands.grads]
+    cut = (_split(spec, kind, arrays, shapes) for kind, arrays in operands._asdict().items())
+    leaves = Operands(*cut)
     rows = [scalars.coefficients[group] for group in spec.adam.groups]
-    bits = [
-        rounding.random_bits(rounded.key, rounded.count, number, parts[i], grad.shape, xp)
-        if spec.is_random
-        else rounding.RandomBits(None, None, None)
-        for i, (number, grad) in enumerate(zip(spec.ids, operands.grads, strict=True))
+    bits = [_bits(spec, rounded, places, i, shape, xp) for i, shape in enumerate(shapes)]
+    mains = leaves.out or (None,) * len(shapes)
+    steps = [
+        _leaf(spec, scalars, *leaf, xp=xp)
+        for leaf in zip(rows, bits, *leaves[:4], mains, strict=True)
     ]
-    leaves = zip(rows, bits, *operands[:4], mains, strict=True)
-    steps = [_leaf(spec, scalars, *leaf, xp=xp) for leaf in leaves]
-    params, mu, nu, out = (tuple(x) for x in zip(*steps, strict=True))
+    made = Results(*(tuple(x) for x in zip(*steps, strict=True)))
+    params, mu, nu, out = (
+        _join(spec, kind, getattr(operands, kind), getattr(made, kind), xp)
+        for kind in Results._fields
+    )
     mode = spec.adam.mode
     return Results(() if mode == "update" else params, mu, nu, () if mode == "step" else out)
+
+
+def _bits(
+    spec: CompactSpec, rounded: Rounding, places: Places, i: int, shape: tuple[int, ...], xp: Any
+) -> rounding.RandomBits:
+    """The random bits of a leaf."""
+    if not spec.is_random:
+        return rounding.RandomBits(None, None, None)
+    size = math.prod(shape)
+    number, table = spec.ids[i], spec.tables[i] if spec.tables else -1
+    if table >= 0:
+        blocks = places.blocks[table : table + rounding.num_blocks(size)]
+        number, index = rounding.indices_of_blocks(size, blocks, xp)
+    else:
+        cuts = Cuts(*spec.cuts[i]) if spec.cuts else Cuts.into_runs(size)
+        index = rounding.indices(size, cuts, places.parts[i], xp)
+    return rounding.random_bits(rounded.key, rounded.count, number, index, shape, xp)
+
+
+def _of_scales(spec: Spec) -> Spec:
+    """What says where the scales of leaves are in flat ones."""
+    return dataclasses.replace(
+        spec,
+        sizes=tuple(rounding.num_blocks(size) for size in spec.sizes),
+        offsets=tuple(offset // BLOCK for offset in spec.offsets),
+    )
+
+
+def _split(spec: CompactSpec, kind: str, arrays: Sequence[Any], shapes: Any) -> Sequence[Any]:
+    """Cuts flat arrays into leaves."""
+    flat = spec.flat(kind)
+    if kind not in flat.flat or not arrays or not is_block8(arrays[0]):
+        return kernel.split(flat, kind, arrays, shapes)
+    codes = kernel.split(flat, kind, codes_of(arrays), shapes)
+    of_scales = _of_scales(flat)
+    scales = kernel.split(of_scales, kind, _scales(arrays), [(n,) for n in of_scales.sizes])
+    return _coded(codes, scales)
+
+
+def _join(
+    spec: CompactSpec, kind: str, arrays: Sequence[Any], leaves: Sequence[Any], xp: Any
+) -> tuple[Any, ...]:
+    """Puts leaves back into their flat arrays."""
+    flat = spec.flat(kind)
+    if kind not in flat.flat or not arrays or not is_block8(arrays[0]):
+        return kernel.join(flat, kind, arrays, leaves, xp)
+    codes = kernel.join(flat, kind, codes_of(arrays), codes_of(leaves), xp)
+    return _coded(codes, kernel.join(_of_scales(flat), kind, _scales(arrays), _scales(leaves), xp))
 
 
 def _leaf(

@@ -24,29 +24,105 @@ class RandomBits(NamedTuple):
     nu: Any
 
 
+class Cuts(NamedTuple):
+    """How a leaf was cut into parts along one dimension, and a part of it along another one.
+
+    A part has pieces of ``piece`` elements, of which one follows another after ``whole_piece``
+    elements of the uncut array. First what cut last: ``piece`` and ``whole_piece`` of that array's
+    part, then of the whole leaf's.
+    """
+
+    piece: int
+    whole_piece: int
+    outer_piece: int
+    outer_whole_piece: int
+
+    @classmethod
+    def into_runs(cls, size: int) -> Cuts:
+        """Parts of equal size, one behind the other."""
+        return cls(size, size, 2**63 - 1, 2**63 - 1)
+
+
+class Index(NamedTuple):
+    """Row-major indices in whole leaves: 64 bits, which JAX may not have, as two uint32."""
+
+    low: Any
+    high: Any
+
+
+def indices(size: int, cuts: Cuts, parts: Any, xp: Any) -> Index:
+    """Returns the indices in the whole leaf of the elements of a part.
+
+    Args:
+      size: Elements of the part, below 2^32.
+      cuts: How it was cut.
+      parts: Which part it is, and of which part.
+      xp: numpy, or jax.numpy.
+    """
+    with np.errstate(over="ignore"):
+        i = Index(xp.arange(size, dtype=xp.uint32), xp.zeros(size, xp.uint32))
+        whole = -(-size // max(cuts.piece, 1)) * cuts.whole_piece
+        i = _before_cut(i, size, cuts[:2], parts[0], xp)
+        return _before_cut(i, whole, cuts[2:], parts[1], xp)
+
+
+def _before_cut(i: Index, size: int, cut: tuple[int, int], part: Any, xp: Any) -> Index:
+    piece, whole_piece = cut
+    if piece < size:  # several pieces
+        if size > 2**32:
+            raise NotImplementedError(
+                f"a part of {size} elements, cut in two ways, without the compiled kernels"
+            )
+        row, i = i.low // xp.uint32(piece), Index(i.low % xp.uint32(piece), i.high)
+        i = _add(i, _times(row, whole_piece, xp), xp)
+    return _add(i, _times(part, piece, xp), xp)
+
+
+def _add(a: Index, b: Index, xp: Any) -> Index:
+    low = a.low + b.low
+    return Index(low, a.high + b.high + (low < b.low).astype(xp.uint32))
+
+
+def _times(x: Any, n: int, xp: Any) -> Index:
+    """A product in 64 bits."""
+    x = xp.asarray(x, xp.uint32)
+    high, low = _multiply(n & 0xFFFFFFFF, x, xp.uint32)
+    return Index(low, high + x * xp.uint32(n >> 32))
+
+
+def indices_of_blocks(size: int, table: Any, xp: Any) -> tuple[Any, Index]:
+    """Returns the numbers of leaves and the indices, of elements of several leaves in blocks.
+
+    Args:
+      size: Number of elements.
+      table: Shape (blocks, 2), uint32: of each block the number of its leaf, and its own there.
+      xp: numpy, or jax.numpy.
+    """
+    place = xp.arange(size, dtype=xp.uint32)
+    rows = xp.asarray(table)[(place // xp.uint32(BLOCK)).astype(xp.int32)]
+    with np.errstate(over="ignore"):
+        within = Index(place % xp.uint32(BLOCK), xp.zeros_like(place))
+        return rows[:, 0], _add(within, _times(rows[:, 1], BLOCK, xp), xp)
+
+
 def random_bits(
-    key: Any, count: Any, leaf: Any, part: Any, shape: tuple[int, ...], xp: Any
+    key: Any, count: Any, leaf: Any, index: Index, shape: tuple[int, ...], xp: Any
 ) -> RandomBits:
-    """Returns the random bits of the elements of a leaf, or of a part along its first dimension.
+    """Returns the random bits of elements of leaves.
 
     Args:
       key: Shape (2,), uint32: the seed.
       count: Steps taken before this one.
-      leaf: Number of the leaf in its tree.
-      part: Which part of the leaf; all are of one size. 0 for all of it.
-      shape: Shape of the part.
+      leaf: Number of the leaf in its tree, or those of all elements.
+      index: Their indices in whole leaves.
+      shape: Shape of the result.
       xp: numpy, or jax.numpy.
     """
     u32 = xp.uint32
-    size = int(np.prod(shape))
-    # The index in the whole leaf has 64 bits, which JAX may not have.
+    low, high = index
     with np.errstate(over="ignore"):
-        high, start = _multiply(size & 0xFFFFFFFF, xp.asarray(part, u32), u32)
-        high = high + u32(size >> 32) * xp.asarray(part, u32)
-        low = start + xp.arange(size, dtype=u32)
-        high = high + (low < start).astype(u32)
         groups = (low >> u32(2)) | (high << u32(30)), high >> u32(2)
-        counter = (*groups, xp.zeros_like(low) + u32(leaf), xp.asarray(count, u32))
+        counter = (*groups, xp.zeros_like(low) + xp.asarray(leaf, u32), xp.asarray(count, u32))
         words = xp.stack(philox(xp.asarray(key, u32), counter, xp), axis=-1)
         place = (low & u32(3)).astype(xp.int32)[:, None]
         word = xp.take_along_axis(words, place, axis=-1).reshape(shape)
@@ -97,11 +173,24 @@ def round_at_random(x: Any, dtype: Any, random: Any, xp: Any) -> Any:
     if name != "float16":
         return x.astype(dtype)
     magnitude = bits & u32(0x7FFFFFFF)
-    low = (magnitude.view(xp.float32) * xp.float32(2.0**-112)).view(u32)
+    low = _scaled_down(magnitude, 112, xp)
     half = (low + (random >> u32(3))) >> u32(13)
     half = xp.where((half > 0x7C00) | (magnitude == 0x7F800000), u32(0x7C00), half)
     half = xp.where(magnitude > 0x7F800000, u32(0x7E00), half)
     return (half | (bits >> u32(16) & u32(0x8000))).astype(xp.uint16).view(dtype)
+
+
+def _scaled_down(bits: Any, exponent: int, xp: Any) -> Any:
+    """The bits of positive float32s times 2^-exponent, also where XLA flushes these to zero."""
+    u32 = xp.uint32
+    is_normal = bits >= u32((exponent + 1) << 23)
+    dropped = xp.clip(u32(exponent + 1) - (bits >> u32(23)), u32(1), u32(25))
+    mantissa = (bits & u32(0x7FFFFF)) | u32(0x800000)
+    half = u32(1) << (dropped - u32(1))
+    subnormal = (mantissa + half - u32(1) + ((mantissa >> dropped) & u32(1))) >> dropped
+    is_large = bits >= u32(0x7F800000)  # infinite, or NaN
+    scaled = xp.where(is_normal, bits - u32(exponent << 23), subnormal)
+    return xp.where(is_large, bits, scaled)
 
 
 class Code(NamedTuple):
@@ -182,8 +271,8 @@ def encode(code: Code, x: Any, random: Any, xp: Any) -> tuple[Any, Any]:
     scale_bits = xp.where(is_nan, u32(0x7FC00000), xp.where(is_zero, u32(0), exponent))
     inverse = (u32(0x7F000000) - exponent).view(xp.float32)
     with np.errstate(all="ignore"):
-        down = xp.float32(2.0 ** (code.highest_exponent - 127))
-        low = (magnitude.view(xp.float32) * inverse * down).view(u32)
+        relative = (magnitude.view(xp.float32) * inverse).view(u32)
+        low = _scaled_down(relative, 127 - code.highest_exponent, xp)
         codes = (low + increment(low)) >> u32(20)
     if code.is_signed:
         codes = codes | (bits >> u32(24) & u32(0x80))

@@ -25,7 +25,7 @@ from jdistadam.core.moments import BLOCK, Block8, is_block8
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import compact_adam, sharded_adam
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
-from jdistadam.kernels.compact_adam import CompactSpec, Rounding, codes_of
+from jdistadam.kernels.compact_adam import CompactSpec, Places, Rounding, codes_of
 
 
 def adam(
@@ -125,7 +125,7 @@ def _partitioned(spec: CompactSpec, kinds: _Kinds) -> Any:
     @custom_partitioning
     def step(placed: Any, scalars: Scalars, rounded: Rounding, operands: Operands) -> Results:
         _, _, parts = placed
-        return compact_adam.adam(spec, scalars, rounded, parts, operands)
+        return compact_adam.adam(spec, scalars, rounded, Places.of_parts(parts), operands)
 
     def partition(mesh: Mesh, arg_shapes: Any, result_shapes: Results) -> Any:
         placed, scalars, rounded, operands = arg_shapes
@@ -142,7 +142,7 @@ def _partitioned(spec: CompactSpec, kinds: _Kinds) -> Any:
                 with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                     mine = [collectives.axis_index(x) if x else np.int32(0) for x in axes]
                     parts = jnp.stack(mine)
-            return compact_adam.adam(spec, scalars, rounded, parts, operands)
+            return compact_adam.adam(spec, scalars, rounded, Places.of_parts(parts), operands)
 
         def of_leaves(kind: Any) -> Any:
             pairs = zip(kind, places, strict=False)

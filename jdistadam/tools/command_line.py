@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jdistadam
+from jdistadam.core.low_precision import ROUNDINGS
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.mesh_axes import (
     OUTER_SHARDING_STRATEGIES,
@@ -37,8 +38,8 @@ _POLICY: dict[str, tuple[tuple[str, ...], str]] = {
         "sums over devices; none: grad-comm-dtype, summed by the collective library",
     ),
     "param_comm_dtype": (("none", *_FLOATS, *_FLOAT8), "communicated parameters; none: their own"),
-    "mu_dtype": (_FLOATS, "first moments"),
-    "nu_dtype": (("float32", "bfloat16"), "second moments"),
+    "mu_dtype": ((*_FLOATS, "block8"), "first moments"),
+    "nu_dtype": (("float32", "bfloat16", "block8"), "second moments"),
 }
 
 
@@ -99,8 +100,9 @@ def make_parser() -> Parser:
 
 def policy(args: argparse.Namespace) -> MixedPrecisionPolicy:
     """Returns the policy that the arguments describe."""
-    given = {name: getattr(args, name) for name in _POLICY}
-    return MixedPrecisionPolicy(**{k: None if v == "none" else v for k, v in given.items()})
+    given: dict[str, Any] = {name: getattr(args, name) for name in _POLICY}
+    given = {k: None if v == "none" else v for k, v in given.items()}
+    return MixedPrecisionPolicy(**given, rounding=args.rounding)
 
 
 def shapes_a_prediction(args: argparse.Namespace) -> bool:
@@ -168,6 +170,12 @@ def _add_optimizer_arguments(parser: Parser) -> None:
     defaults = MixedPrecisionPolicy()
     for name, (choices, use) in _POLICY.items():
         _add_dtype(parser, name, choices, str(getattr(defaults, name)).lower(), use)
+    parser.add_argument(
+        "--rounding",
+        choices=ROUNDINGS,
+        default=defaults.rounding,
+        help="how moments, and params of 16 bits without main parameters, are rounded",
+    )
 
 
 def _add_scaling_arguments(parser: Parser) -> None:

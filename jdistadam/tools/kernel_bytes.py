@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from jdistadam.core.moments import BLOCK
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.schedule import Schedule
@@ -56,25 +57,33 @@ def kernel_bytes(
                 received = c.elements * c.dtype.itemsize
                 found["sum"] += c.times * (received + c.elements // c.devices * reduced)
         found["norm"] += bucket.shard_size * reduced
-        found["update"] += bucket.shard_size * (
-            reduced + state_itemsize(config, bucket) + jnp.dtype(bucket.dtype).itemsize
-        )
+        found["update"] += bucket.shard_size * (reduced + jnp.dtype(bucket.dtype).itemsize)
+        found["update"] += state_bytes(config, bucket)
     return {name: size for name, size in found.items() if size}
 
 
-def state_itemsize(config: DistributedConfig, bucket: Bucket) -> int:
-    """Bytes per parameter of a bucket that an update reads and writes of the state.
+def state_bytes(config: DistributedConfig, bucket: Bucket) -> int:
+    """Bytes of a bucket's state that an update reads and writes.
 
     The parameter itself is counted where it is read: without main parameters, or with remainders.
     """
-    policy = config.policy
+    policy, low = config.policy, config.low_precision
     dtype = policy.main_params.stored_dtype
-    size = 2 * (policy.mu_dtype.itemsize + policy.nu_dtype.itemsize)
+    size = 0
     if bucket.has_main and dtype is not None:
         size += 2 * dtype.itemsize
     if not bucket.has_main or dtype is None or dtype.itemsize < _FLOAT32:
         size += jnp.dtype(bucket.dtype).itemsize
-    return size
+    total = bucket.shard_size * size
+    for is_coded, floats in (
+        (low.mu_is_coded, policy.mu_float_dtype),
+        (low.nu_is_coded, policy.nu_float_dtype),
+    ):
+        if is_coded and bucket.is_coded:
+            total += 2 * (bucket.shard_size + _FLOAT32 * -(-bucket.shard_size // BLOCK))
+        else:
+            total += 2 * bucket.shard_size * floats.itemsize
+    return total
 
 
 def peer_kernel_bytes(config: DistributedConfig, schedule: Schedule) -> list[tuple[int, int]]:
@@ -90,7 +99,7 @@ def peer_kernel_bytes(config: DistributedConfig, schedule: Schedule) -> list[tup
         bucket = entry.bucket
         whole = schedule.layout.whole_size(bucket)
         contributions += whole * config.policy.wire_dtype.itemsize
-        state += bucket.shard_size * state_itemsize(config, bucket)
+        state += state_bytes(config, bucket)
         written += whole * jnp.dtype(bucket.dtype).itemsize
         sums += bucket.shard_size * _FLOAT32
         reduced += sum(c.bytes_sent for c in entry.reduce if c.means == "peer")

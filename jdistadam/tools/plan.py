@@ -14,6 +14,7 @@ from jdistadam.core.main_params import MainParams
 from jdistadam.core.types import Params
 from jdistadam.distributed.communication import Communication, keeps_shards_alone
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.flat_moments import bytes_of_moment
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
@@ -122,14 +123,15 @@ def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
     held = (held for bucket in layout.buckets for held in bucket.held)
     held_sizes = {part.leaf: math.prod(part.shape) for part in held}
     scalars = 2 + (0 if config.loss_scale is None else 4)  # of LossScaleState
+    scalars += 2 if config.low_precision.is_random else 0  # the key
     return {
         "params": sum(
             held_sizes.get(i, leaf.size) * jnp.dtype(leaf.dtype).itemsize
             for i, leaf in enumerate(layout.leaves)
         ),
         "main_params": layout.main_size * main_itemsize,
-        "mu": layout.flat_size * policy.mu_dtype.itemsize,
-        "nu": layout.flat_size * policy.nu_dtype.itemsize,
+        "mu": bytes_of_moment(policy, layout, "mu"),
+        "nu": bytes_of_moment(policy, layout, "nu"),
         "layout identity": config.identity(layout).nbytes,
         "scalars": 4 * scalars,
     }

@@ -13,11 +13,14 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
+from jdistadam.core.moments import BLOCK
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.flat_moments import FlatBlock8, is_flat_block8
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import as_they_arrive
+from jdistadam.distributed.moment_codes import decoded_shards, with_shards
 from jdistadam.distributed.param_specs import axes_of
 from jdistadam.distributed.state import DistributedState, find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation
@@ -74,8 +77,11 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
     main = [x.astype(np.float32) for x in _main_leaves(tx.config, layout, state.params, sharded)]
     count = np.asarray(sharded.count)
     mu, nu = (
-        jax.tree.unflatten(treedef, _global_leaves(tx.config, layout, state.params, flat))
-        for flat in (sharded.mu, sharded.nu)
+        jax.tree.unflatten(
+            treedef,
+            _global_leaves(tx.config, layout, state.params, getattr(sharded, name), name),
+        )
+        for name in ("mu", "nu")
     )
     adam, *rest = _optax_template(tx, state.params)
     adam = adam._replace(count=count, mu=mu, nu=nu)
@@ -265,31 +271,46 @@ def _shard(
         )
     check_step_count("opt_state[0].count", adam.count)
 
-    def flat(tree: Any, like: jax.Array) -> jax.Array:
+    place = NamedSharding(config.mesh, config.parallel.state_spec)
+
+    def flat(tree: Any, dtype: Any) -> jax.Array:
         leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
         parts = range(config.parallel.size(config.parallel.tensor_axes))
         shards = [
-            packing.flat_shard(layout, _tensor_part(config, params, leaves, part), i, like.dtype)
+            packing.flat_shard(layout, _tensor_part(config, params, leaves, part), i, dtype)
             for i in range(config.num_shards)
             for part in parts
         ]
-        return jax.device_put(
-            jnp.concatenate(shards), NamedSharding(config.mesh, config.parallel.state_spec)
-        )
+        return jnp.concatenate(shards)
+
+    def moment(name: str) -> Any:
+        tree, like = getattr(adam, name), getattr(old, name)
+        if not is_flat_block8(like):
+            return jax.device_put(flat(tree, like.dtype), place)
+        floats = np.asarray(flat(tree, jnp.float32)).reshape(-1, layout.flat_size)
+        for bucket in layout.buckets:
+            end = bucket.offset + -(-bucket.shard_size // BLOCK) * BLOCK
+            shards = jax.device_put(floats[:, bucket.offset : end].reshape(-1), place)
+            like = with_shards(config, bucket, name, like, shards)
+        return like
 
     return old._replace(
         count=copy_to(adam.count, old.count.sharding),
-        mu=flat(adam.mu, old.mu),
-        nu=flat(adam.nu, old.nu),
+        mu=moment("mu"),
+        nu=moment("nu"),
     )
 
 
 def _global_leaves(
-    config: DistributedConfig, layout: Layout, params: Params, flat: Any
+    config: DistributedConfig, layout: Layout, params: Params, flat: Any, name: str = ""
 ) -> list[np.ndarray]:
-    """Returns the leaves that are in the flat array of a state, put together from all devices."""
+    """Returns the leaves that are in the flat array of a state, put together from all devices.
+
+    ``name``: "mu" or "nu" of a moment, which may be in 8 bits.
+    """
     parts = config.parallel.size(config.parallel.tensor_axes)
-    by_part = fetch(flat).reshape(config.num_shards, parts, -1)
+    fetched = _fetch_moment(config, layout, flat, name) if is_flat_block8(flat) else fetch(flat)
+    by_part = fetched.reshape(config.num_shards, parts, -1)
     leaves: list[Any] = [None] * len(layout.leaves)
     for part in range(parts):
         local = packing.leaves_of_flat(layout, np.ascontiguousarray(by_part[:, part]).reshape(-1))
@@ -299,6 +320,18 @@ def _global_leaves(
         for whole, x, where in zip(leaves, local, _blocks(config, params, part), strict=True):
             whole[where] = x
     return leaves
+
+
+def _fetch_moment(
+    config: DistributedConfig, layout: Layout, moment: FlatBlock8, name: str
+) -> np.ndarray:
+    """A moment in 8 bits as the flat array of floats that would be in its place."""
+    devices = config.num_shards * config.parallel.size(config.parallel.tensor_axes)
+    floats = np.zeros((devices, layout.flat_size), np.float32)
+    for bucket in layout.buckets:
+        shards = fetch(decoded_shards(config, bucket, name, moment)).reshape(devices, -1)
+        floats[:, bucket.offset : bucket.offset + shards.shape[1]] = shards
+    return floats
 
 
 def _tensor_part(

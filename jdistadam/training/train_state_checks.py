@@ -38,13 +38,27 @@ def check_created(params: Params, model_state: Any, rng: Any) -> None:
 
 def check_structure(opt_state: OptState, tx: DistributedTransformation) -> None:
     """Raises TreeError unless a state has the parts of the optimizer: those of its chain, say."""
+    specs = tx.state_specs()
+    if _has_structure(specs, opt_state):
+        return
+    others = ""
+    if type(specs) is type(opt_state) and hasattr(specs, "_fields"):
+        pairs = zip(specs._fields, specs, opt_state, strict=True)
+        names = [name for name, spec, part in pairs if not _has_structure(spec, part)]
+        others = f" with another {', '.join(names)}"
+    raise TreeError(
+        "opt_state",
+        "not the state of this optimizer",
+        got=type(opt_state).__name__ + others,
+        expected=f"{type(specs).__name__}, of the structure that init returns",
+        action="Make it with TrainState.create(params, tx) or from_optax_state.",
+    )
+
+
+def _has_structure(specs: Any, tree: Any) -> bool:
+    """Whether ``specs`` are a prefix of a tree."""
     try:
-        jax.tree.broadcast(tx.state_specs(), opt_state, is_leaf=lambda x: isinstance(x, P))
-    except ValueError as error:
-        raise TreeError(
-            "opt_state",
-            "not the state of this optimizer",
-            got=type(opt_state).__name__,
-            expected=f"{type(tx.state_specs()).__name__}, of the structure that init returns",
-            action="Make it with TrainState.create(params, tx) or from_optax_state.",
-        ) from error
+        jax.tree.broadcast(specs, tree, is_leaf=lambda x: isinstance(x, P))
+    except ValueError:
+        return False
+    return True

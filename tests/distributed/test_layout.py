@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdistadam.distributed import layout, packing
+from jdistadam.distributed.bucketing import make_layout
 
 shapes = st.lists(
     st.one_of(
@@ -31,7 +32,7 @@ def leaves_of(shapes, groups=None):
 @given(shapes, st.sampled_from([1, 2, 3, 4, 8, 13]), st.sampled_from([4, 300, 1 << 20]))
 def test_every_element_has_one_place(shapes, num_shards, bucket_bytes):
     leaves = leaves_of(shapes)
-    made = layout.make_layout(leaves, num_shards, bucket_bytes)
+    made = make_layout(leaves, num_shards, bucket_bytes)
     placed = sorted(i for bucket in made.buckets for i in bucket.leaves)
     assert placed == [i for i, leaf in enumerate(leaves) if leaf.size]
     end = 0
@@ -54,7 +55,7 @@ def test_the_picture_in_the_docstring_is_true():
         layout.Leaf("s", (128, 128), jnp.dtype(jnp.float32), 0),
         layout.Leaf("b", (3,), jnp.dtype(jnp.bfloat16), 0),
     ]
-    made = layout.make_layout(
+    made = make_layout(
         leaves, 2, 1 << 20, keeps_main=lambda dtype, scattered: dtype == jnp.bfloat16
     )
     assert [leaves[i].path for bucket in made.buckets for i in bucket.leaves] == ["w", "b", "s"]
@@ -70,7 +71,7 @@ def test_the_picture_in_the_docstring_is_true():
 @given(shapes, st.sampled_from([1, 3, 4]))
 def test_leaves_come_back_exactly(shapes, num_shards):
     leaves = leaves_of(shapes)
-    made = layout.make_layout(leaves, num_shards, 1000)
+    made = make_layout(leaves, num_shards, 1000)
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=leaf.shape).astype(np.float32) for leaf in leaves]
     flats = [packing.flat_shard(made, arrays, i, jnp.float32) for i in range(num_shards)]
@@ -82,21 +83,19 @@ def test_leaves_come_back_exactly(shapes, num_shards):
 
 def test_sizes_beyond_32_bits():
     """Static arithmetic only: no array of this size is made."""
-    made = layout.make_layout(
-        [layout.Leaf("huge", (1 << 40, 6), jnp.dtype(jnp.float32), 0)], 8, 1 << 25
-    )
+    made = make_layout([layout.Leaf("huge", (1 << 40, 6), jnp.dtype(jnp.float32), 0)], 8, 1 << 25)
     assert made.buckets[0].shard_size == 6 << 37
     assert made.flat_size >= 6 << 37
 
 
 def test_large_leaves_are_scattered_where_they_lie():
-    made = layout.make_layout(leaves_of([(12, 1, 4096), (4096, 12), (3,)], [0, 0, 0]), 8, 1 << 20)
+    made = make_layout(leaves_of([(12, 1, 4096), (4096, 12), (3,)], [0, 0, 0]), 8, 1 << 20)
     assert [(b.leaves, b.dim) for b in made.buckets] == [((0,), 2), ((1,), 0), ((2,), None)]
     assert made.buckets[0].shard_shape == (12, 1, 512)
 
 
 def test_layout_prints_as_a_table():
-    text = str(layout.make_layout(leaves_of([(128, 128), (3,), (5,)], [0, 0, 0]), 4, 1 << 20))
+    text = str(make_layout(leaves_of([(128, 128), (3,), (5,)], [0, 0, 0]), 4, 1 << 20))
     assert text.splitlines()[0].split() == ["bucket", "dtype", "dim", "shard", "pad", "%", "leaves"]
     assert "p0" in text and "pack" in text
 
@@ -104,7 +103,7 @@ def test_layout_prints_as_a_table():
 def test_frozen_leaves_lie_nowhere():
     leaves = leaves_of([(128, 128), (3,), (128, 256)], [0, 0, 0])
     frozen = [dataclasses.replace(leaves[0], group=None), *leaves[1:]]
-    made = layout.make_layout(frozen, 4, 1 << 20)
+    made = make_layout(frozen, 4, 1 << 20)
     assert sorted(i for bucket in made.buckets for i in bucket.leaves) == [1, 2]
 
 
@@ -112,12 +111,12 @@ def test_leaves_of_different_tensor_axes_are_not_packed_together():
     leaves = leaves_of([(5,), (3,), (7,)], [0, 0, 0])
     leaves[1] = dataclasses.replace(leaves[1], tensor_axes=("model",))
     leaves[2] = dataclasses.replace(leaves[2], dtype=leaves[0].dtype)
-    made = layout.make_layout(leaves, 4, 1 << 20)
+    made = make_layout(leaves, 4, 1 << 20)
     assert [bucket.leaves for bucket in made.buckets] == [(0, 2), (1,)]
 
 
 def test_what_has_main_parameters_comes_first():
     leaves = leaves_of([(128, 128), (3,), (5,)], [0, 0, 0])
-    made = layout.make_layout(leaves, 4, 1 << 20, keeps_main=lambda dtype, scattered: not scattered)
+    made = make_layout(leaves, 4, 1 << 20, keeps_main=lambda dtype, scattered: not scattered)
     assert [(b.dim, b.has_main) for b in made.buckets] == [(None, True), (None, True), (0, False)]
     assert made.main_size == made.buckets[2].offset

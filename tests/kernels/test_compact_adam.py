@@ -1,5 +1,6 @@
 """The step with moments of 8 bits and rounding at random equals its reference to the last bit."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -12,7 +13,8 @@ from jdistadam.core.moments import Block8
 from jdistadam.kernels import compact_adam as kernel
 from jdistadam.kernels import reference, rounding, sharded_compact_adam
 from jdistadam.kernels.adam import Operands, Spec
-from jdistadam.kernels.compact_adam import CompactSpec, Rounding
+from jdistadam.kernels.compact_adam import CompactSpec, Places, Rounding
+from jdistadam.kernels.rounding import Cuts
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.operands import BF16, F16, F32, random_array, random_rows, scalars
 from support.samples import often
@@ -76,11 +78,15 @@ def rounded(seed=2**40 + 5, count=6):
     return Rounding(key, np.int32(count))
 
 
+def of_parts(parts):
+    return jax.tree.map(np.asarray, Places.of_parts(np.asarray(parts)))
+
+
 def assert_equals_reference(spec, scalars, rounded, operands):
-    want = by_reference(spec, scalars, rounded, PARTS, operands)
-    got = adam_of_parts(spec, scalars, rounded, PARTS, operands)
+    want = by_reference(spec, scalars, rounded, of_parts(PARTS), operands)
+    got = adam_of_parts(spec, scalars, rounded, of_parts(PARTS), operands)
     assert_trees_same_bits(got._asdict(), want._asdict())
-    whole = by_reference(spec, scalars, rounded, 0 * PARTS, operands)
+    whole = by_reference(spec, scalars, rounded, of_parts(0 * PARTS), operands)
     assert_trees_same_bits(adam(spec, scalars, rounded, operands)._asdict(), whole._asdict())
 
 
@@ -115,14 +121,19 @@ def test_philox_is_that_of_its_authors():
 @pytest.mark.parametrize("xp", [np, jnp], ids=["numpy", "jax"])
 def test_random_bits_of_parts_are_those_of_the_whole(xp):
     key = np.asarray([7, 11], np.uint32)
-    whole = rounding.random_bits(key, 3, 5, 0, (1001 * 7,), np)
+
+    def bits(size, part, shape, xp):
+        index = rounding.indices(size, Cuts.into_runs(size), (part, 0), xp)
+        return rounding.random_bits(key, 3, 5, index, shape, xp)
+
+    whole = bits(1001 * 7, 0, (1001 * 7,), np)
     for part in (0, 1, 5, 6):
-        got = rounding.random_bits(key, 3, 5, part, (7, 143), xp)
+        got = bits(1001, part, (7, 143), xp)
         for a, b in zip(got, whole, strict=True):
             assert_same_bits(np.asarray(a), b[part * 1001 : (part + 1) * 1001].reshape(7, 143))
     # Where the index has more than 32 bits, and where a quarter of it, the counter, has.
     for size, low, high in ((5, 2**30 + 2**28, 0), (20, 2**30, 1)):
-        far = rounding.random_bits(key, 3, 5, 2**30, (size,), xp)
+        far = bits(size, 2**30, (size,), xp)
         words = rounding.philox(key, [np.full(1, x, np.uint32) for x in (low, high, 5, 3)], np)
         assert [int(x[0]) >> 16 for x in words] == np.asarray(far.nu)[:4].tolist()
 
@@ -188,7 +199,7 @@ def test_rounding_at_random_has_no_bias(platform, dtype):
     zeros = tuple(moment(rng, n, dtype, code) for code in (rounding.MU, rounding.NU))
     start = [jax.tree.map(np.zeros_like, x) for x in zeros]
     exact = by_reference(
-        CompactSpec(Spec("step", (0,)), False, (4,)), scalars(random_rows()), rounded(), [0],
+        CompactSpec(Spec("step", (0,)), False, (4,)), scalars(random_rows()), rounded(), of_parts([0]),
         Operands((grads,), (param.astype(F32),), (np.zeros(n, F32),), (np.zeros(n, F32),)),
     )  # fmt: skip
     operands = Operands((grads,), (param.astype(param_dtype),), *[(x,) for x in start])
@@ -268,3 +279,119 @@ def test_a_nonfinite_gradient_spoils_its_block_alone(platform):
     for code, x in ((rounding.MU, new.mu[0]), (rounding.NU, new.nu[0])):
         is_nan = np.isnan(np.asarray(widened(code, x))).reshape(4, 128)
         assert is_nan[1].all() and not is_nan[[0, 2, 3]].any()
+
+
+# A part of a leaf in one piece; one of pieces, of an array that was cut itself; several leaves in
+# one; the last block of a whole leaf.
+FLAT_SIZES, FLAT_OFFSETS = (1024, 768, 900, 4099), (128, 1280, 2176, 3200)
+OWN_OFFSETS = {"mu": (0, 1024, 1792, 2816), "nu": (256, 1536, 2304, 3328)}
+FLAT_CUTS = (
+    Cuts(1024, 4096, 4096, 4096),
+    Cuts(256, 1024, 512, 2048),
+    Cuts.into_runs(900),
+    Cuts(4099, 4099, 4099, 4099),
+)
+FLAT_PLACES = Places(
+    np.asarray([[3, 0], [2, 1], [0, 0], [0, 0]], np.int32),
+    np.asarray(
+        [[9, 9], *([5, 2**27 + k] for k in range(3)), *([8, k] for k in range(5))], np.uint32
+    ),
+)
+
+
+@pytest.mark.parametrize("mode", ["step", "step_and_cast", "step_split"])
+@pytest.mark.parametrize("coded", ["mu", "nu", "mu nu"])
+@often(lambda mode, coded: mode == "step_split" or coded == "mu nu")
+def test_flat_state_of_leaves_that_are_cut_or_packed(platform, mode, coded):
+    """Elements between the leaves keep their bits."""
+    rng, total = np.random.default_rng(2), 8192
+    param = {"step": BF16, "step_and_cast": F32, "step_split": BF16}[mode]
+    params, out = tuple(plain_array(rng, n, param) for n in FLAT_SIZES), ()
+    if mode == "step_and_cast":
+        params = (plain_array(rng, total, F32),)
+    if mode == "step_split":
+        out = (rng.integers(0, 2**16, total).astype(np.uint16),)
+    moments = {
+        name: (moment(rng, total, "block8" if name in coded else F32, code),)
+        for name, code in (("mu", rounding.MU), ("nu", rounding.NU))
+    }
+    operands = Operands(
+        tuple(plain_array(rng, n, BF16) for n in FLAT_SIZES), params, *moments.values(), out
+    )
+    flat = {"mu", "nu", *(["params"] if mode == "step_and_cast" else ["out"] if out else [])}
+    adam = Spec(
+        mode, (0, 1, 0, 1), out_dtype=BF16 if mode == "step_and_cast" else None,
+        flat=frozenset(flat), sizes=FLAT_SIZES, offsets=FLAT_OFFSETS,
+    )  # fmt: skip
+    spec = CompactSpec(
+        adam, True, (0, 2, 4, 6), mu_offsets=OWN_OFFSETS["mu"], nu_offsets=OWN_OFFSETS["nu"],
+        cuts=FLAT_CUTS, tables=(-1, -1, 1, -1),
+    )  # fmt: skip
+    args = spec, scalars(random_rows(count=3)), rounded(), FLAT_PLACES, operands
+    got = adam_of_parts(*args)
+    assert_trees_same_bits(got._asdict(), by_reference(*args)._asdict())
+    between = np.ones(total, bool)
+    for offset, size in zip(OWN_OFFSETS["mu"], FLAT_SIZES, strict=True):
+        between[offset : offset + size] = False
+    old, new = operands.mu[0], got.mu[0]
+    old, new = (x.codes if "mu" in coded else x for x in (old, new))
+    assert_same_bits(np.asarray(new)[between], old[between])
+
+
+@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 2), (2, 0), (1, 1)], ids=str)
+def test_parts_draw_the_bits_of_the_whole(dims):
+    """Of a leaf (6, 4, 1024), cut in two along one dimension and then along another."""
+    shape = (6, 4, 1024)
+    size = int(np.prod(shape))
+    whole = rounding.indices(size, Cuts.into_runs(size), (0, 0), np).low.reshape(shape)
+    first, second = dims if len(dims) == 2 else (dims[0], None)
+    for parts in itertools.product(range(2), range(2 if second is not None else 1)):
+        outer = np.split(whole, 2, first)[parts[0]]
+        part = outer if second is None else np.split(outer, 2, second)[parts[1]]
+        piece = int(np.prod(outer.shape[first:]))
+        cut = (piece, 2 * piece)
+        if second is None:
+            inner, numbers = (outer.size, outer.size), (0, parts[0])
+        else:
+            piece = int(np.prod(part.shape[second:]))
+            inner, numbers = (piece, 2 * piece), parts[::-1]
+        for xp in (np, jnp):
+            got = rounding.indices(part.size, Cuts(*inner, *cut), numbers, xp)
+            assert np.array_equal(np.asarray(got.low).reshape(part.shape), part)
+            assert not np.asarray(got.high).any()
+    far = rounding.indices(4, Cuts(2, 2**33, 2**34, 2**40), (3, 1), np)
+    want = [(i // 2) * 2**33 + 3 * 2 + i % 2 + 2**34 for i in range(4)]
+    assert (np.uint64(far.low) | np.uint64(far.high) << np.uint64(32)).tolist() == want
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(mu_offsets=(0, 1024, 1792, 2800)), "does not begin with a block"),
+        (dict(mu_offsets=(0, 512, 1792, 2816)), "without overlap"),
+        (dict(nu_offsets=(0,)), "one entry a leaf"),
+        (dict(cuts=((100, 200, 4096, 4096),) * 4), "whole blocks"),
+        (dict(cuts=((256, 128, 4096, 4096),) * 4), "not more than the whole"),
+        (dict(cuts=FLAT_CUTS[:1]), "4 a leaf"),
+        (dict(tables=(-1, -1, 2, -1)), "ends beyond"),
+        (dict(tables=(0,)), "one entry a leaf"),
+    ],
+    ids=str,
+)
+def test_wrong_places_raise(change, message):
+    rng = np.random.default_rng(3)
+    codes = Block8(np.zeros(8192, np.uint8), np.zeros(64, F32))
+    arrays = tuple(plain_array(rng, n, F32) for n in FLAT_SIZES)
+    spec = CompactSpec(
+        Spec("step", (0,) * 4, flat=frozenset({"mu", "nu"}), sizes=FLAT_SIZES, offsets=FLAT_OFFSETS),
+        True, (0, 1, 2, 3), OWN_OFFSETS["mu"], OWN_OFFSETS["nu"], FLAT_CUTS, (-1, -1, 1, -1),
+    )  # fmt: skip
+    spec = dataclasses.replace(spec, **change)
+    args = (
+        scalars(random_rows()),
+        rounded(),
+        FLAT_PLACES,
+        Operands(arrays, arrays, (codes,), (codes,)),
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(adam_of_parts(spec, *args))

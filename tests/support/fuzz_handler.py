@@ -180,13 +180,17 @@ def adam_calls(draw, with_members):
     return with_mistakes(draw, call)
 
 
+def starts_of(sizes):
+    return np.cumsum([0, *sizes])[:-1].tolist() if sizes else []
+
+
 @st.composite
 def compact_calls(draw):
     """A step with 8 bits or at random, as kernels/compact_adam.py makes it."""
     count = draw(st.sampled_from([2, 1, 3, 0]))
     sizes = draw(st.lists(st.sampled_from([130, 1, 0, 300]), min_size=count, max_size=count))
     blocks = [-(-n // BLOCK) for n in sizes]
-    offsets = (BLOCK * np.cumsum([0, *blocks]))[:-1].tolist() if count else []
+    offsets = [BLOCK * start for start in starts_of(blocks)]
     mode, is_flat = draw(st.integers(0, 3)), draw(st.booleans())
     kinds = {name: draw(storage) for name in ("grads", "params", "out")}
     kinds |= {name: draw(st.sampled_from([jnp.uint8, jnp.bfloat16])) for name in ("mu", "nu")}
@@ -201,7 +205,7 @@ def compact_calls(draw):
 
     operands = [
         ((2, NUMBERS), jnp.float32), ((), jnp.float32), ((), jnp.bool_), ((2,), jnp.uint32), ((), jnp.int32),
-        ((count,), jnp.int32),
+        ((count, 2), jnp.int32), ((sum(blocks) or 1, 2), jnp.uint32),
     ]  # fmt: skip
     scales = [f"{name}_scales" for name in ("mu", "nu") if kinds[name] == jnp.uint8]
     given = ["grads", "params", "mu", "nu", *(["out"] if mode == 3 else []), *scales]
@@ -221,6 +225,10 @@ def compact_calls(draw):
         sizes=np.asarray(sizes if is_flat else [], np.int64),
         offsets=np.asarray(offsets if is_flat else [], np.int64), random=np.bool_(draw(st.booleans())),
         ids=np.asarray(range(count), np.int32),
+        **{name: np.asarray(draw(st.sampled_from([[], offsets])) if is_flat else [], np.int64)
+           for name in ("mu_offsets", "nu_offsets")},
+        cuts=np.asarray(draw(st.sampled_from([[], [BLOCK, 2 * BLOCK, 512, 512] * count])), np.int64),
+        tables=np.asarray(draw(st.sampled_from([[], starts_of(blocks), [-1] * count])), np.int64),
     )  # fmt: skip
     call = dict(operands=operands, results=results, aliases=aliases, attributes=attributes)
     return with_mistakes(draw, call | {"name": "compact"})
@@ -286,7 +294,7 @@ def change_number(draw, call):
 LISTS = collections.defaultdict(
     lambda: ["groups", "sizes", "offsets"],
     keep=["rows"],
-    compact=["groups", "sizes", "offsets", "ids"],
+    compact=["groups", "sizes", "offsets", "ids", "mu_offsets", "nu_offsets", "cuts", "tables"],
     peer_sum=["devices", "sizes", "runs", "received"],
     peer_step=["devices", "sizes", "runs", "received", "offsets", "groups"],
 )
@@ -424,8 +432,10 @@ def check_adam(call):
         copies = int(attributes["contributions"]) if kind == 0 else 1
         if attributes["flat"] >> kind & 1:
             total = int(np.prod(next(arrays)[0])) // copies
-            ends = starts.astype(object) + sizes
-            assert all(0 <= a <= b <= total for a, b in zip(starts, ends, strict=True)), call
+            given = attributes.get({2: "mu_offsets", 3: "nu_offsets"}.get(kind), ())
+            mine = given if len(given) else starts
+            ends = mine.astype(object) + sizes
+            assert all(0 <= a <= b <= total for a, b in zip(mine, ends, strict=True)), call
         else:
             found = [int(np.prod(next(arrays)[0])) / copies for _ in groups]
             expected = expected or found
@@ -435,11 +445,17 @@ def check_adam(call):
 def check_compact(call):
     """As a step without, and of each leaf all blocks have a scale."""
     attributes, operands = call["attributes"], call["operands"]
-    check_adam(call | {"operands": operands[:3] + operands[6:]})
+    check_adam(call | {"operands": operands[:3] + operands[7:]})
     assert [x[0] for x in operands[3:5]] == [(2,), ()], call
     count, flat = len(attributes["groups"]), int(attributes["flat"])
-    assert len(attributes["ids"]) == count and operands[5][0] == (count,), call
-    arrays = iter(operands[6:])
+    assert len(attributes["ids"]) == count and operands[5][0] == (count, 2), call
+    rows, columns = operands[6][0]
+    assert columns == 2, call
+    offsets_of = {
+        kind: attributes[f"{name}_offsets"].tolist() or attributes["offsets"].tolist()
+        for kind, name in ((2, "mu"), (3, "nu"))
+    }
+    arrays = iter(operands[7:])
     sizes, coded = list(attributes["sizes"]), []
     for kind in range(5 if attributes["mode"] == 3 else 4):
         taken = [next(arrays) for _ in range(1 if flat >> kind & 1 else count)]
@@ -448,12 +464,21 @@ def check_compact(call):
     for kind in coded:
         if flat >> kind & 1:
             have = math.prod(next(arrays)[0])
-            for start, size in zip(attributes["offsets"].tolist(), sizes, strict=True):
+            for start, size in zip(offsets_of[kind], sizes, strict=True):
                 assert start % BLOCK == 0 and start // BLOCK + -(-size // BLOCK) <= have, call
         else:
             have = [math.prod(next(arrays)[0]) for _ in range(count)]
             assert have == [-(-size // BLOCK) for size in sizes], call
     assert next(arrays, None) is None, call
+    cuts = attributes["cuts"].reshape(-1, 2).tolist()
+    assert len(cuts) in (0, 2 * count), call
+    for i, (piece, whole_piece) in enumerate(cuts):
+        size = sizes[i // 2]
+        assert min(size, 1) <= piece <= whole_piece and (piece >= size or piece % BLOCK == 0), call
+    tables = attributes["tables"].tolist()
+    assert len(tables) in (0, count), call
+    for start, size in zip(tables, sizes, strict=False):
+        assert start < 0 or start + -(-size // BLOCK) <= rows, call
 
 
 @settings(

@@ -41,4 +41,14 @@ POLICIES = {
     "remainder16": (BF16, jda.MixedPrecisionPolicy(main_params_dtype="remainder16")),
     "no main": (BF16, jda.MixedPrecisionPolicy(main_params_dtype=None)),
     "comm": (jnp.float32, jda.MixedPrecisionPolicy(param_comm_dtype=BF16)),
+    "8 bits": (
+        BF16,
+        jda.MixedPrecisionPolicy(
+            main_params_dtype=None,
+            mu_dtype="block8",
+            nu_dtype="block8",
+            rounding="stochastic",
+            seed=5,
+        ),
+    ),
 }

@@ -18,6 +18,13 @@ POLICIES = {
     "bf16 grads": dict(main_grads_dtype="bfloat16"),
     "f16 communication": dict(grad_comm_dtype="float16"),
     "remainder": dict(main_params_dtype="remainder16", grad_comm_dtype="bfloat16"),
+    "8 bits": dict(
+        main_params_dtype="remainder16",
+        mu_dtype="block8",
+        nu_dtype="block8",
+        rounding="stochastic",
+        grad_comm_dtype="bfloat16",
+    ),
     "fp8 params": dict(param_comm_dtype="float8_e4m3fn", grad_comm_dtype="bfloat16"),
     "e5m2 params": dict(param_comm_dtype="float8_e5m2"),
     "f16 params": dict(param_comm_dtype="float16"),

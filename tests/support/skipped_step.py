@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 import jdistadam as jda
-from support.bits import assert_same_bits
+from support.bits import assert_same_bits, assert_trees_same_bits
 from support.given_gradients import SHAPES, make_tx, random_params
 
 HYBRID = dict(replica_axis="replica")
@@ -16,6 +16,9 @@ POLICIES = {
     "comm": jda.MixedPrecisionPolicy(param_comm_dtype="bfloat16"),
     "remainder16": jda.MixedPrecisionPolicy(main_params_dtype="remainder16"),
     "none": jda.MixedPrecisionPolicy(main_params_dtype=None),
+    "8 bits": jda.MixedPrecisionPolicy(
+        main_params_dtype="remainder16", mu_dtype="block8", nu_dtype="block8", rounding="stochastic"
+    ),
 }
 
 
@@ -40,7 +43,7 @@ def batch_of(rng):
 
 
 def assert_skipped_step_changes_no_bit(mesh, strategy, policy, bad):
-    dtype = "bfloat16" if policy in ("bfloat16", "remainder16", "none") else "float32"
+    dtype = "bfloat16" if policy in ("bfloat16", "remainder16", "none", "8 bits") else "float32"
     tx = make_tx(
         mesh,
         POLICIES[policy],
@@ -70,7 +73,7 @@ def assert_skipped_step_changes_no_bit(mesh, strategy, policy, bad):
     for name in ("main_params", "mu", "nu"):
         x = getattr(after.opt_state, name)
         if x is not None:
-            assert_same_bits(x, getattr(before.opt_state, name), name)
+            assert_trees_same_bits(x, getattr(before.opt_state, name))
     state, metrics = step(state, batch_of(np.random.default_rng(2)))
     assert int(metrics["skipped"]) == 1 and int(state.opt_state.count) == 2
     assert np.isfinite(metrics["grad_norm"]) and not np.any(metrics["nonfinite"])

@@ -22,6 +22,7 @@ ROWS = [
             "bf16 communication, float32 sum",
             "remainder",
             "fp8 params",
+            "8 bits",
         ),
     )
     if strategy != "no_shard" or (where != "twice" and policy != "fp8 params")
@@ -29,6 +30,7 @@ ROWS = [
 SAMPLE = {
     ("flat", "no_shard", "float32"),
     ("flat", "optim", "remainder"),
+    ("flat", "optim", "8 bits"),
     ("hybrid", "optim_grads", "fp8 params"),
     ("twice", "optim_grads_params", "bf16 communication, float32 sum"),
 }

@@ -110,13 +110,14 @@ SOURCES = {
     "bfloat16": dict(sharding_strategy="optim_grads"),
     "remainder16": dict(sharding_strategy="optim_grads_params"),
     "no main": dict(),
+    "8 bits": dict(),
     "comm": dict(max_grad_norm=0.5),
     "comm, sharded": dict(sharding_strategy="optim_grads_params"),
 }
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@often(lambda source: source in ("remainder16", "comm"))
+@often(lambda source: source in ("8 bits", "comm"))
 def test_there_and_back_trains_as_if_it_had_stayed(source):
     """Before every step moved to another optimizer and back; three of the steps are skipped."""
     dtype, policy = POLICIES[source.partition(",")[0]]

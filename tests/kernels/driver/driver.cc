@@ -185,12 +185,21 @@ Contents RunCompact(const CompactCase& c, const Contents& before, bool on_device
   const Array found_inf(Bytes(scalars.found_inf), 0, on_device);
   const Array key(Bytes(uint64_t{0x123456789abcdef0}), 0, on_device);
   const Array count(Bytes(int32_t{77}), 0, on_device);
-  std::vector<char> numbers;
-  for (size_t i = 0; i < c.adam.sizes.size(); ++i) {
-    const auto number = Bytes(c.part);
-    numbers.insert(numbers.end(), number.begin(), number.end());
+  std::vector<char> numbers, entries;
+  const auto add = [](std::vector<char>* all, const std::vector<char>& more) {
+    all->insert(all->end(), more.begin(), more.end());
+  };
+  std::vector<size_t> tables;
+  for (const size_t size : c.adam.sizes) {
+    add(&numbers, Bytes(c.part));
+    add(&numbers, Bytes(c.part / 2));
+    tables.push_back(entries.size() / sizeof(uint32_t));
+    for (size_t i = 0; i < size; i += kBlock8Size) {
+      add(&entries, Bytes(uint32_t(size + i)));
+      add(&entries, Bytes(uint32_t(i * i)));
+    }
   }
-  const Array parts(numbers, 0, on_device);
+  const Array parts(numbers, 0, on_device), blocks(entries, 0, on_device);
   const Dtypes& t = c.adam.dtypes;
   const Dtype dtypes[] = {t.grad, t.param, t.mu, t.nu, t.out, Dtype::kFloat32, Dtype::kFloat32};
   std::vector<std::unique_ptr<Array>> arrays;
@@ -221,8 +230,17 @@ Contents RunCompact(const CompactCase& c, const Contents& before, bool on_device
                     c.adam.mode == Mode::kStep ? nullptr : at(4),
                     c.adam.sizes[i] + kPlanted,
                     int32_t(i % 2)};
-    call.leaves.push_back({leaf, reinterpret_cast<float*>(at(5)), reinterpret_cast<float*>(at(6)),
-                           uint32_t(i), uint32_t(i)});
+    // A run, pieces of two cuts, or several leaves in one.
+    const bool in_pieces = i % 3 == 1, in_blocks = i % 3 == 2;
+    const Cut run{leaf.size, leaf.size}, pieces{kBlock8Size, 3 * kBlock8Size};
+    const uint32_t* table = reinterpret_cast<const uint32_t*>(blocks.data()) + tables[i];
+    call.leaves.push_back({leaf,
+                           reinterpret_cast<float*>(at(5)),
+                           reinterpret_cast<float*>(at(6)),
+                           in_blocks ? table : nullptr,
+                           {in_pieces ? pieces : run, in_pieces ? pieces : run},
+                           uint32_t(i),
+                           uint32_t(i)});
   }
   if (on_device) {
 #ifdef JDISTADAM_DRIVER_CUDA
@@ -412,7 +430,7 @@ void RunAllCompact() {
       }
     }
   }
-  for (const size_t leaves : {39, 40, 41, 380, 381, 800}) {  // around the tables' capacities
+  for (const size_t leaves : {29, 30, 31, 250, 251, 600}) {  // around the tables' capacities
     std::vector<size_t> sizes;
     for (size_t i = 0; i < leaves; ++i) sizes.push_back(Random() % 300);
     run({{Mode::kStep, false, false, {B, B, E, E, B}, 1, 0, sizes}, true, 0});

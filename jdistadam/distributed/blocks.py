@@ -1,0 +1,142 @@
+"""Which blocks of whole leaves a device has: what moments of 8 bits and random bits go by.
+
+Where either is asked for, a device's shard of a bucket consists of whole blocks of ``BLOCK``
+elements, each of one leaf, in row-major order of the whole leaf, however it is cut. A leaf that is
+scattered where it is is cut at up to two levels: over the data axes, and over tensor axes. Of a
+packed bucket a table says for each block to which leaf it belongs and which of its blocks it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistadam.core import collectives
+from jdistadam.core.low_precision import LowPrecision
+from jdistadam.core.moments import BLOCK
+from jdistadam.distributed.layout import Bucket, Layout, Leaf
+from jdistadam.errors import PolicyError
+from jdistadam.kernels.compact_adam import Places
+from jdistadam.kernels.rounding import Cuts
+
+
+def whole_size(leaf: Leaf, tensor_parts: Sequence[int]) -> int:
+    """Returns the number of elements of a leaf before tensor axes cut it."""
+    return leaf.size * math.prod(tensor_parts[k] for axes in leaf.cuts for k in axes)
+
+
+def check_cuts(leaf: Leaf, tensor_parts: Sequence[int], low: LowPrecision) -> None:
+    """Raises PolicyError where a tensor axis cuts a leaf between the ends of its blocks."""
+    dims = [dim for dim, axes in enumerate(leaf.cuts) if axes]
+    if leaf.group is None or not dims or not (leaf.is_coded or low.is_random):
+        return
+    piece = math.prod(leaf.shape[dims[0] :])
+    if len(dims) > 1 or piece % BLOCK:
+        parts = [math.prod(tensor_parts[k] for k in leaf.cuts[dim]) for dim in dims]
+        raise PolicyError(
+            leaf.path,
+            "is not cut at the ends of blocks, as moments of 8 bits and random bits need it",
+            got=f"parts of shape {leaf.shape}, cut into {parts} along dimensions {dims}",
+            expected=f"one dimension, and pieces of a multiple of {BLOCK} elements",
+            action="Name the leaf in float32_moments, or round to nearest; or leave it whole in "
+            "param_specs.",
+        )
+
+
+def cuts_of(layout: Layout, bucket: Bucket, tensor_parts: Sequence[int]) -> Cuts:
+    """How the leaf of a bucket was cut, first over tensor axes, then over the data axes."""
+    if bucket.is_packed:  # its table says so
+        return Cuts.into_runs(bucket.shard_size)
+    piece = math.prod(bucket.shard_shape[bucket.cut_dim :])
+    leaf = layout.leaves[bucket.leaf]
+    return Cuts(piece, piece * layout.num_shards, *_tensor_cut(leaf, tensor_parts))
+
+
+def _tensor_cut(leaf: Leaf, tensor_parts: Sequence[int]) -> tuple[int, int]:
+    """Elements in one piece, and of the uncut leaf from one piece to the next."""
+    for dim, axes in enumerate(leaf.cuts):
+        if axes:
+            piece = math.prod(leaf.shape[dim:])
+            return piece, piece * math.prod(tensor_parts[k] for k in axes)
+    return leaf.size, leaf.size
+
+
+def _tensor_part(leaf: Leaf, cutting_axes: Sequence[str]) -> Any:
+    """Which part of the leaf this device has over tensor axes."""
+    axes = tuple(cutting_axes[k] for cut in leaf.cuts for k in cut)
+    return collectives.axis_index(axes) if axes else jnp.int32(0)
+
+
+def places_of(
+    layout: Layout,
+    buckets: Sequence[Bucket],
+    state_axes: tuple[str, ...],
+    cutting_axes: Sequence[str],
+    tensor_parts: Sequence[int],
+) -> tuple[Places, tuple[int, ...]]:
+    """Returns what the kernel is told of the places of buckets, and where their tables begin.
+
+    Args:
+      layout: The layout.
+      buckets: Buckets of one kernel call.
+      state_axes: The axes over which the state is sharded.
+      cutting_axes: Tensor axes of more than one device.
+      tensor_parts: Their sizes.
+    """
+    index = collectives.axis_index(state_axes) if state_axes else jnp.int32(0)
+    parts, tables, begins, end = [], [], list[int](), 0
+    for bucket in buckets:
+        first = layout.leaves[bucket.leaves[0]]
+        parts.append(jnp.stack([index, _tensor_part(first, cutting_axes)]))
+        if bucket.is_packed:
+            table = _table(layout, bucket, index, cutting_axes, tensor_parts)
+            tables.append(table)
+            begins.append(end)
+            end += table.shape[0]
+        else:
+            begins.append(-1)
+    blocks = jnp.concatenate(tables) if tables else jnp.zeros((1, 2), jnp.uint32)
+    return Places(jnp.stack(parts), blocks), tuple(begins)
+
+
+def _table(
+    layout: Layout,
+    bucket: Bucket,
+    index: Any,
+    cutting_axes: Sequence[str],
+    tensor_parts: Sequence[int],
+) -> jax.Array:
+    """For each block of this device's shard of a packed bucket: its leaf, and its number there."""
+    leaves = [layout.leaves[i] for i in bucket.leaves]
+    which, block = _blocks_of_leaves(layout, bucket, index)
+    # Blocks of the parts that tensor axes leave become those of whole leaves.
+    cuts = np.asarray([_tensor_cut(leaf, tensor_parts) for leaf in leaves]) // BLOCK
+    piece, whole_piece = np.maximum(cuts, 1).astype(np.int32).T
+    is_cut = np.asarray([any(leaf.cuts) for leaf in leaves])
+    part = jnp.stack([_tensor_part(leaf, cutting_axes) for leaf in leaves])[which]
+    row, within = jnp.divmod(block, jnp.asarray(piece)[which])
+    moved = row * jnp.asarray(whole_piece)[which] + part * jnp.asarray(piece)[which] + within
+    block = jnp.where(jnp.asarray(is_cut)[which], moved, block)
+    return jnp.stack([jnp.asarray(bucket.leaves)[which], block], axis=1).astype(jnp.uint32)
+
+
+def _blocks_of_leaves(layout: Layout, bucket: Bucket, index: Any) -> tuple[Any, Any]:
+    """For each block: which leaf of the bucket, and which block of the leaf as a device has it."""
+    num_blocks = bucket.shard_size // BLOCK if bucket.unit > 1 else 0
+    if bucket.held:  # shard by shard: of each leaf what a device holds
+        which, blocks = [], []
+        for k, held in enumerate(bucket.held):
+            piece = math.prod(held.shape[held.dim :]) // BLOCK
+            row, within = np.divmod(np.arange(math.prod(held.shape) // BLOCK), piece)
+            blocks.append(row * (piece * layout.num_shards) + index * piece + within)
+            which.append(np.full(within.size, k))
+        return jnp.asarray(np.concatenate(which)), jnp.concatenate(blocks)
+    starts = np.asarray(bucket.starts(layout.leaves[i].size for i in bucket.leaves)[:-1]) // BLOCK
+    place = index * num_blocks + jnp.arange(num_blocks, dtype=jnp.int32)
+    found = jnp.searchsorted(jnp.asarray(starts, jnp.int32), place, side="right") - 1
+    return found, place - jnp.asarray(starts, jnp.int32)[found]

@@ -1,0 +1,78 @@
+"""A moment of the flat state: floats, or 8 bits beside floats.
+
+The codes of all leaves that are coded are one flat array, and the moments of those that are not
+are another: ``Bucket.moment_offset`` says where in its array the shard of a bucket begins.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdistadam.core.moments import BLOCK, Block8
+from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.distributed.layout import Bucket, Layout
+
+
+class FlatBlock8(NamedTuple):
+    """A moment in 8 bits, in the place of a flat array of floats.
+
+    Attributes:
+      codes: Shape (num_shards * coded_size,), uint8, sharded.
+      scales: Shape (num_shards * coded_size / 128,), float32, sharded: one for each block.
+      floats: Shape (num_shards * uncoded_size,), float32, sharded: the moments of small leaves,
+        and of those that ``float32_moments`` names.
+    """
+
+    codes: Any
+    scales: Any
+    floats: Any
+
+
+def is_flat_block8(x: Any) -> bool:
+    """Whether a moment of the state is in 8 bits."""
+    return isinstance(x, FlatBlock8)
+
+
+def types_of_moment(policy: MixedPrecisionPolicy, layout: Layout, name: str) -> Any:
+    """Returns shapes and dtypes of what one device has of a moment, "mu" or "nu"."""
+    low, shape = policy.low_precision(), jax.ShapeDtypeStruct
+    if name == "mu" and not low.mu_is_coded:
+        return shape((layout.flat_size,), policy.mu_float_dtype)
+    if name == "nu" and not low.nu_is_coded:
+        return shape((layout.flat_size,), policy.nu_float_dtype)
+    return FlatBlock8(
+        shape((layout.coded_size,), jnp.uint8),
+        shape((layout.coded_size // BLOCK,), jnp.float32),
+        shape((layout.uncoded_size,), jnp.float32),
+    )
+
+
+def bytes_of_moment(policy: MixedPrecisionPolicy, layout: Layout, name: str) -> int:
+    """Returns how many bytes one device has of a moment."""
+    types = jax.tree.leaves(types_of_moment(policy, layout, name))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in types)
+
+
+def offset_of(moment: Any, bucket: Bucket) -> int:
+    """Returns where the shard of a bucket begins in the array that holds its moment."""
+    return bucket.moment_offset if is_flat_block8(moment) else bucket.offset
+
+
+def operand_of(moment: Any, bucket: Bucket) -> Any:
+    """Returns the flat array that holds the moment of a bucket, as the kernel takes it."""
+    if not is_flat_block8(moment):
+        return moment
+    return Block8(moment.codes, moment.scales) if bucket.is_coded else moment.floats
+
+
+def with_result(moment: Any, bucket: Bucket, new: Any) -> Any:
+    """Returns a moment with what ``operand_of`` returned replaced."""
+    if not is_flat_block8(moment):
+        return new
+    if bucket.is_coded:
+        return moment._replace(codes=new.codes, scales=new.scales)
+    return moment._replace(floats=new)
