@@ -14,13 +14,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.checkpoint import flat_arrays, parts
+from jdistadam.checkpoint import coded_leaves, flat_arrays, parts
 from jdistadam.core import trees
 from jdistadam.core.loss_scale import DynamicLossScale
 from jdistadam.core.main_params import MainParams
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import is_flat_block8
-from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.state import DistributedState, is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import DtypeError, TreeError
@@ -156,21 +156,42 @@ def _of_flat(tx: Any, params: Any, state: DistributedState) -> Iterator[Group]:
         if bucket.has_main and not is_function_of_params(config, bucket.dtype):
             wanted["main_params"] = state.main_params
         for section, flat in wanted.items():
-            is_coded = is_flat_block8(flat)
-            is_float32 = section == "main_params" or is_coded
-            dtype = jnp.dtype(jnp.float32) if is_float32 else flat.dtype
+            if is_flat_block8(flat):
+                args = config, layout, bucket, specs, flat, section
+                named = [(f"{section}{names[i]}", leaves[i].shape) for i in bucket.leaves]
+                yield _of_moment(
+                    named, bucket, functools.partial(flat_arrays.extract_decoded, *args)
+                )
+                continue
+            dtype = jnp.dtype(jnp.float32) if section == "main_params" else flat.dtype
             entries = tuple(
                 Entry(f"{section}{names[i]}", leaves[i].shape, dtype) for i in bucket.leaves
             )
             make = functools.partial(flat_arrays.extract, config, layout, bucket, specs, flat)
-            if is_coded:
-                make = functools.partial(
-                    flat_arrays.extract_decoded, config, layout, bucket, specs, flat, section
-                )
             if section == "main_params" and config.policy.main_params is MainParams.REMAINDER16:
                 make = functools.partial(_joined, make, [leaves[i] for i in bucket.leaves])
             size = layout.whole_size(bucket) if bucket.is_packed else bucket.shard_size
             yield Group(entries, make, size * dtype.itemsize)
+
+
+def _of_moment(
+    named: Sequence[tuple[str, tuple[int, ...]]], bucket: Bucket, make: Callable[[], Any]
+) -> Group:
+    """A bucket of a moment in 8 bits: codes and scales of each leaf, or float32."""
+    f32, u8 = jnp.dtype(jnp.float32), jnp.dtype(jnp.uint8)
+    nbytes = 4 * bucket.shard_size
+    if not bucket.is_coded:
+        return Group(tuple(Entry(name, shape, f32) for name, shape in named), make, nbytes)
+    entries = []
+    for name, shape in named:
+        entries.append(Entry(f"{name}.codes", shape, u8))
+        entries.append(Entry(f"{name}.scales", (coded_leaves.num_scales(shape),), f32))
+
+    def coded() -> list[jax.Array]:
+        section = named[0][0][:2]
+        return [x for leaf in make() for x in coded_leaves.encoded(section, leaf)]
+
+    return Group(tuple(entries), coded, nbytes)
 
 
 def is_function_of_params(config: DistributedConfig, dtype: Any) -> bool:

@@ -5,8 +5,9 @@ dictionary. Its arrays have names of which a part says what they are and the res
 
     params['w']         a parameter, in the dtype of the model
     main_params['w']    its exact value, where params do not say it
-    mu['w'], nu['w']    its moments
+    mu['w'], nu['w']    its moments; in 8 bits mu['w'].codes and mu['w'].scales
     count               steps taken
+    key                 the seed of random bits
     opt_state[0].x      what transforms of a chain keep; any other field: model_state['mean'], rng
 
 The state of a distributed optimizer and the one of ``optax.adamw`` have the same names, so that
@@ -22,6 +23,7 @@ import jax
 import optax
 
 from jdistadam.core import trees
+from jdistadam.core.moments import is_block8
 from jdistadam.distributed.state import DistributedState
 from jdistadam.drop_in.main_params import MainParamsState
 from jdistadam.errors import TreeError
@@ -157,6 +159,12 @@ def _wrapped(tree: Any, inner: Any, main: Any) -> Any:
 def named(section: str, tree: Any) -> dict[str, Any]:
     """Returns the leaves of a tree like params by name."""
     return dict(zip(trees.paths(tree, section), jax.tree.leaves(tree), strict=True))
+
+
+def moments(section: str, tree: Any) -> dict[str, Any]:
+    """Returns moments by name: arrays, or those in 8 bits."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_block8)
+    return {f"{section}{jax.tree_util.keystr(path)}": x for path, x in leaves}
 
 
 def with_keys(section: str, tree: Any) -> Iterator[tuple[str, Any, tuple[str, ...] | None]]:

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.checkpoint import parts
+from jdistadam.checkpoint import coded_leaves, parts
 from jdistadam.checkpoint.storage import Reader
 from jdistadam.checkpoint.wanted import Wanted
 from jdistadam.core.main_params import MainParams
+from jdistadam.core.moments import Block8, is_block8
 from jdistadam.errors import TreeError
 
 
@@ -114,8 +115,8 @@ class Restored:
         }
         self._moments = {
             section: {
-                name: self.wanted.array(name, x)
-                for name, x in parts.named(section, getattr(self.adam, section)).items()
+                name: self.wanted.moment(name, _as_floats(x))
+                for name, x in parts.moments(section, getattr(self.adam, section)).items()
             }
             for section in parts.MOMENTS
         }
@@ -147,19 +148,47 @@ class Restored:
 
     def _read_moments(self, section: str) -> Any:
         tree = getattr(self.adam, section)
-        likes = parts.named(section, tree)
-        saved = [name for name, is_saved in self._moments[section].items() if is_saved]
-        found = self.reader.read_many([(name, self.place(likes[name])) for name in saved])
-        values = dict(zip(saved, found, strict=True))
-        treedef: Any = jax.tree.structure(tree)
+        likes = parts.moments(section, tree)
+        requests = [
+            (name, self.place(like))
+            for moment, x in likes.items()
+            for name, like in zip(self._moments[section][moment], _arrays_of(x), strict=False)
+        ]
+        found = self.reader.read_many(requests)
+        values = dict(zip([name for name, _ in requests], found, strict=True))
+        treedef: Any = jax.tree.structure(tree, is_leaf=is_block8)
         return treedef.unflatten(
-            values[name].astype(like.dtype)
-            if name in values
-            else jnp.zeros(like.shape, like.dtype, device=self.place(like))
-            if isinstance(like, jax.ShapeDtypeStruct)
-            else like
+            self._moment(section, like, [values[n] for n in self._moments[section][name]])
             for name, like in likes.items()
         )
+
+    def _moment(self, section: str, like: Any, found: Sequence[jax.Array]) -> Any:
+        """A moment as the template has it, of what was read."""
+        if not found:
+
+            def kept(x: Any) -> Any:
+                if not isinstance(x, jax.ShapeDtypeStruct):
+                    return x
+                return jnp.zeros(x.shape, x.dtype, device=self.place(x))
+
+            return jax.tree.map(kept, like)
+        if is_block8(like):
+            if len(found) == 1:
+                found = coded_leaves.encoded(section, found[0])
+            return jax.device_put(Block8(*found), jax.tree.map(self.place, like))
+        if len(found) == 1:
+            return found[0].astype(like.dtype)
+        leaf = coded_leaves.decoded(section, *found).astype(like.dtype)
+        return jax.device_put(leaf, self.place(like))
+
+
+def _arrays_of(like: Any) -> tuple[Any, Any]:
+    """What is placed as codes, or floats, and what as scales."""
+    return (like.codes, like.scales) if is_block8(like) else (like, None)
+
+
+def _as_floats(like: Any) -> Any:
+    return jax.ShapeDtypeStruct(like.shape, jnp.float32) if is_block8(like) else like
 
 
 def _split(value: jax.Array, kind: MainParams, dtype: Any) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.checkpoint import array_files, flat_arrays, parts
+from jdistadam.checkpoint import array_files, coded_leaves, flat_arrays, parts
 from jdistadam.checkpoint.contents import is_function_of_params
 from jdistadam.checkpoint.restored import Restored
 from jdistadam.checkpoint.storage import Reader
@@ -54,10 +54,12 @@ class RestoredFlat(Restored):
         self._specs = jax.tree.leaves(tx.config.tensor_specs(params), is_leaf=is_spec)
         placed = jax.tree.leaves(tx.param_specs(params), is_leaf=is_spec)
         self._places = [NamedSharding(tx.config.mesh, spec) for spec in placed]
+        self._everywhere = NamedSharding(tx.config.mesh, P())
         self._names, self._shapes = list(self.params), list(self.params.values())
         self._paths = trees.paths(params, "")
         self._sources: dict[str, str | None] = {}
         self._saved: dict[str, bool] = {}
+        self._in_file: dict[str, tuple[str, ...]] = {}  # names in the file
         self._params: list[Any] = [None] * len(self._names)
 
     def look_at_adam(self) -> None:
@@ -73,7 +75,7 @@ class RestoredFlat(Restored):
                 dtype = getattr(self._config.policy, f"{section}_float_dtype")
                 shape = jax.ShapeDtypeStruct(like.shape, dtype)
                 moment = f"{section}{self._paths[i]}"
-                self._saved[moment] = self.wanted.array(moment, shape)
+                self._in_file[moment] = self.wanted.moment(moment, shape)
 
     def read_adam(self) -> tuple[list[Any], Any, Any]:
         """Reads them; returns the params and the state."""
@@ -109,8 +111,9 @@ class RestoredFlat(Restored):
         for bucket in buckets:
             for i, place in self._placed(bucket):
                 names = [self._sources[self._names[i]]]
-                names += [n for n in self._moments_of(i) if self._saved[n]]
                 requests += [(name, place) for name in names if name is not None]
+                for moment in self._moments_of(i):
+                    requests += zip(self._in_file[moment], (place, self._everywhere), strict=False)
                 if self._arrives_as_saved(i):
                     requests.append((self._names[i], self._places[i]))
         found = self.reader.read(requests)
@@ -125,7 +128,7 @@ class RestoredFlat(Restored):
             dtype = getattr(self._config.policy, f"{section}_float_dtype")
             leaves = []
             for j, (i, place) in enumerate(self._placed(bucket)):
-                x = values.get((self._moments_of(i)[k], place))
+                x = self._moment_in_file(self._moments_of(i)[k], section, place, values)
                 if x is None and isinstance(jax.tree.leaves(old)[0], jax.ShapeDtypeStruct):
                     x = jnp.zeros(self._shapes[i].shape, dtype, device=place)
                 elif x is None:
@@ -181,7 +184,7 @@ class RestoredFlat(Restored):
 
     def _state(self, flats: _Flats, count: jax.Array) -> Any:
         config = self._config
-        everywhere = NamedSharding(config.mesh, P())
+        everywhere = self._everywhere
         scaling: Any = continued_loss_scale(config.loss_scale, self._saved_scale())
         norm: Any = np.float32(0)
         if self.wanted.has("grad_norm"):
@@ -246,6 +249,18 @@ class RestoredFlat(Restored):
 
     def _moments_of(self, i: int) -> list[str]:
         return [f"{section}{self._paths[i]}" for section in parts.MOMENTS]
+
+    def _moment_in_file(
+        self, moment: str, section: str, place: Sharding, values: dict[Any, jax.Array]
+    ) -> jax.Array | None:
+        """A moment as it was read, as floats; None where it was not."""
+        names = self._in_file[moment]
+        if not names:
+            return None
+        if len(names) == 1:
+            return values[names[0], place]
+        codes, scales = values[names[0], place], values[names[1], self._everywhere]
+        return jax.block_until_ready(coded_leaves.decoded(section, codes, scales))
 
     def _moment_of_template(self, bucket: Bucket, old: Any, name: str) -> list[jax.Array]:
         if not is_flat_block8(old):

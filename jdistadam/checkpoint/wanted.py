@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdistadam.checkpoint import parts
+from jdistadam.checkpoint import coded_leaves, parts
 from jdistadam.checkpoint.header import Header
 from jdistadam.core import trees
 from jdistadam.errors import DtypeError, ShapeError, TreeError
@@ -44,6 +44,23 @@ class Wanted:
         self._check_key(name, like)
         self._used.add(name)
         return True
+
+    def moment(self, name: str, like: Any) -> tuple[str, ...]:
+        """Returns the names under which the file has a moment: one, or of codes and scales.
+
+        None of them where the moment stays as the template has it. ``like``: as of floats.
+
+        Raises:
+          TreeError, ShapeError, DtypeError: It is not there, or differs from the template.
+        """
+        names = f"{name}.codes", f"{name}.scales"
+        if names[0] not in self.head.entries:
+            return (name,) if self.array(name, like) else ()
+        self._check_dtype(name, names[1], like.dtype)  # that of the decoded moment
+        scales = jax.ShapeDtypeStruct((coded_leaves.num_scales(like.shape),), jnp.float32)
+        codes = jax.ShapeDtypeStruct(like.shape, jnp.uint8)
+        found = [self.array(*pair) for pair in zip(names, (codes, scales), strict=True)]
+        return names if all(found) else ()
 
     def exact(self, name: str, like: Any, *, keeps_main: bool) -> str | None:
         """Returns the name under which the file has the exact value of a parameter.

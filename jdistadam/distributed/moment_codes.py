@@ -21,7 +21,7 @@ from jdistadam.distributed.flat_moments import FlatBlock8, types_of_moment
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.kernels import rounding
 
-_CODES = {"mu": rounding.MU, "nu": rounding.NU}
+CODES = {"mu": rounding.MU, "nu": rounding.NU}
 
 
 def new_moment(config: DistributedConfig, layout: Layout, name: str) -> Any:
@@ -84,7 +84,7 @@ def _decoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) ->
         if not is_coded:
             return cut(moment.floats, BLOCK)
         codes, scales = cut(moment.codes, BLOCK), cut(moment.scales, 1)
-        decoded: jax.Array = rounding.decode(_CODES[name], codes, scales, jnp)
+        decoded: jax.Array = rounding.decode(CODES[name], codes, scales, jnp)
         return decoded
 
     mapped = compat.shard_map(local, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
@@ -100,7 +100,7 @@ def _encoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) ->
 
         if not is_coded:
             return moment._replace(floats=put(moment.floats, shard, BLOCK))
-        codes, scales = rounding.encode(_CODES[name], shard, None, jnp)
+        codes, scales = rounding.encode(CODES[name], shard, None, jnp)
         codes, scales = put(moment.codes, codes, BLOCK), put(moment.scales, scales, 1)
         return moment._replace(codes=codes, scales=scales)
 

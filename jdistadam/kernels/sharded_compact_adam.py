@@ -69,8 +69,8 @@ def _sharded(
 ) -> Results:
     draws = tuple(map(sharded_adam.draw, codes_of(operands.mu)))
     step = _partitioned(spec, _Kinds.of(operands))
-    parts = jnp.zeros(len(spec.ids), jnp.int32)  # where nothing is sharded
-    results: Results = step((out_like, draws, parts), scalars, rounded, operands)
+    places = Places.of_parts(np.zeros(len(spec.ids), np.int32))  # where nothing is sharded
+    results: Results = step((out_like, draws, places), scalars, rounded, operands)
     return results
 
 
@@ -124,8 +124,7 @@ def _partitioned(spec: CompactSpec, kinds: _Kinds) -> Any:
 
     @custom_partitioning
     def step(placed: Any, scalars: Scalars, rounded: Rounding, operands: Operands) -> Results:
-        _, _, parts = placed
-        return compact_adam.adam(spec, scalars, rounded, Places.of_parts(parts), operands)
+        return compact_adam.adam(spec, scalars, rounded, placed[-1], operands)
 
     def partition(mesh: Mesh, arg_shapes: Any, result_shapes: Results) -> Any:
         placed, scalars, rounded, operands = arg_shapes
@@ -136,13 +135,13 @@ def _partitioned(spec: CompactSpec, kinds: _Kinds) -> Any:
         places = [NamedSharding(mesh, P(names or None)) for names in axes]
 
         def lower_fn(placed: Any, scalars: Scalars, rounded: Rounding, operands: Operands) -> Any:
-            _, _, parts = placed
+            here = placed[-1]
             if any(axes):
                 # On Explicit axes JAX would say how new arrays are sharded, which is too late here.
                 with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                     mine = [collectives.axis_index(x) if x else np.int32(0) for x in axes]
-                    parts = jnp.stack(mine)
-            return compact_adam.adam(spec, scalars, rounded, Places.of_parts(parts), operands)
+                    here = Places.of_parts(jnp.stack(mine))
+            return compact_adam.adam(spec, scalars, rounded, here, operands)
 
         def of_leaves(kind: Any) -> Any:
             pairs = zip(kind, places, strict=False)
@@ -150,7 +149,7 @@ def _partitioned(spec: CompactSpec, kinds: _Kinds) -> Any:
 
         whole = NamedSharding(mesh, P())
         arg_shardings = (
-            (*jax.tree.map(lambda x: x.sharding, placed[:2]), whole),
+            (*jax.tree.map(lambda x: x.sharding, placed[:2]), Places(whole, whole)),
             *jax.tree.map(lambda _: whole, (scalars, rounded)),
             Operands(*map(of_leaves, operands)),
         )
@@ -206,10 +205,11 @@ def _sharding_rule(spec: Spec, kinds: _Kinds) -> SdyShardingRule:
     remainders = out if spec.mode == "step_split" else ()
     new_params = () if spec.mode == "update" else params
     new_out = () if spec.mode == "step" else out
+    places: Any = (("l", "t"), ("b", "w"))
     return SdyShardingRule(
-        operand_mappings=out + grads + (("l",),) + scalars + grads + params + mu + nu + remainders,
+        operand_mappings=out + grads + places + scalars + grads + params + mu + nu + remainders,
         result_mappings=new_params + mu + nu + new_out,
-        need_replication_factors=("l", "r", "c", "k"),
+        need_replication_factors=("l", "t", "b", "w", "r", "c", "k"),
     )
 
 

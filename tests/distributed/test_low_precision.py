@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import re
 
@@ -338,6 +339,33 @@ def test_a_checkpoint_between_kinds_of_moments(tmp_path):
             if x.size >= 4096:
                 x = rounding.decode(code, *rounding.encode(code, x, None, np), np)
             assert_same_bits(getattr(got, name)[path], x, f"{name} {path}")
+
+
+def test_a_checkpoint_holds_codes_and_scales(tmp_path):
+    """Of the shapes of leaves, as ``fused_adamw`` has them; so one restores the other's."""
+    kind, dtype = "8 bits", jnp.bfloat16
+    tx, alone = make_tx((8,), kind), jda.fused_adamw(**HYPER, mask=decays, **KINDS["8 bits"])
+    state = trained(tx, dtype, steps=3)
+    jda.save(tmp_path / "many", state, tx)
+    header = json.loads((tmp_path / "many/3/state/header.json").read_text())["header"]
+    assert header["leaves"]["mu['columns'].codes"]["dtype"] == "uint8"
+    assert header["leaves"]["nu['columns'].scales"]["shape"] == [282]
+    params = random_params(dtype)
+    template = jax.eval_shape(lambda p: {"params": p, "opt_state": alone.init(p)}, params)
+    one = jda.restore(tmp_path / "many", template)
+    own, step = alone.init(params), jax.jit(alone.step)
+    for batch in batches(3):
+        grads = jax.tree.map(lambda x, p: jnp.asarray(x.sum(0)).astype(p.dtype), batch, params)
+        params, own = step(grads, own, params)
+    assert_trees_same_bits(one, {"params": params, "opt_state": own})
+    jda.save(tmp_path / "one", one)
+    there = make_tx((2, 4), kind, sharding_strategy="optim_grads_params")
+    back = jda.restore(tmp_path / "one", jda.TrainState.shapes(random_params(dtype), there), there)
+    assert_as_one_device(there, back, kind, dtype, steps=3)
+    floats = jda.fused_adamw(**HYPER, mask=decays, mu_dtype=jnp.float32, nu_dtype=jnp.float32)
+    template = jax.eval_shape(lambda p: {"params": p, "opt_state": floats.init(p)}, params)
+    wide = find_adam(jda.restore(tmp_path / "many", template)["opt_state"])
+    assert_trees_same_bits(wide, find_adam(jda.decoded(own)))
 
 
 def test_what_is_not_supported_raises():
