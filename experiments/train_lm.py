@@ -89,7 +89,25 @@ def parse_args(argv=None):
         default="float32",
         help="dtype of the sums over micro-batches",
     )
-    add("--mu-dtype", choices=DTYPES, default="float32", help="dtype of the first moment")
+    add(
+        "--main-params-dtype",
+        choices=("float32", "remainder16", "none"),
+        default="float32",
+        help="what is kept of the parameters beside those of the model",
+    )
+    add("--mu-dtype", choices=(*DTYPES, "block8"), default="float32", help="of first moments")
+    add(
+        "--nu-dtype",
+        choices=("float32", "bfloat16", "block8"),
+        default="float32",
+        help="of second moments",
+    )
+    add(
+        "--rounding",
+        choices=("nearest", "stochastic"),
+        default="nearest",
+        help="how moments, and parameters without main parameters, are rounded",
+    )
     add("--learning-rate", type=float, help="peak; default: 3e-3 for tiny, 1.5e-4 for gpt2-small")
     add("--b2", type=float, default=0.95, help="decay rate of the second moment")
     add("--max-grad-norm", type=float, default=1.0)
@@ -194,7 +212,11 @@ def setup_jdistadam(args, mesh, model, params, specs):
         main_grads_dtype=DTYPES[args.main_grads_dtype],
         grad_comm_dtype=DTYPES[args.grad_comm_dtype],
         grad_reduce_dtype=args.grad_reduce_dtype,
-        mu_dtype=DTYPES[args.mu_dtype],
+        main_params_dtype=None if args.main_params_dtype == "none" else args.main_params_dtype,
+        mu_dtype=args.mu_dtype,
+        nu_dtype=args.nu_dtype,
+        rounding=args.rounding,
+        seed=args.seed,
     )
     tx = jda.distributed_fused_adamw(
         make_schedule(args), b2=args.b2, weight_decay=0.1, mask=matrices,

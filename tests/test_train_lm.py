@@ -29,6 +29,7 @@ ALONE = [
     ("--optimizer", "optax"),
     ("--optimizer", "optax_sharded"),
     ("--param-dtype", "bfloat16", "--mu-dtype", "bfloat16"),
+    ("--main-params-dtype", "remainder16", "--nu-dtype", "block8", "--rounding", "stochastic"),
     ("--replicas", "2", "--strategy", "optim_grads", "--grad-reduce-dtype", "float32"),
     ("--scan", "--strategy", "optim_grads_params", "--width", "64"),
 ]

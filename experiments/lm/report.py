@@ -165,6 +165,14 @@ def bytes_on_first_device(tree: Any) -> int:
     return total
 
 
+def _whole_bytes(part: Any, num_params: int) -> int:
+    """Bytes of a part of the state for all parameters; of a moment in 8 bits with its padding."""
+    arrays = jax.tree.leaves(part)
+    if len(arrays) == 1:
+        return num_params * arrays[0].dtype.itemsize
+    return sum(x.nbytes for x in arrays)
+
+
 def print_memory(opt_state: Any, params: Any, num_devices: int) -> dict[str, int]:
     """Prints optimizer bytes per device: as they are here, and as every device would hold them.
 
@@ -176,7 +184,11 @@ def print_memory(opt_state: Any, params: Any, num_devices: int) -> dict[str, int
         for name, part in zip(opt_state._fields, opt_state, strict=True)
         if any(np.ndim(x) for x in jax.tree.leaves(part))
     }
-    replicated = {name: num_params * getattr(opt_state, name).dtype.itemsize for name in rows}
+    replicated = {
+        name: mine if name in ("layout_identity", "key") else _whole_bytes(part, num_params)
+        for name, mine in rows.items()
+        for part in [getattr(opt_state, name)]
+    }
     table = Table(
         title=f"Optimizer state per device, {num_params:,} parameters, {num_devices} devices"
     )

@@ -128,6 +128,9 @@ def decoded(opt_state: OptState) -> OptState:
     Args:
       opt_state: The state of ``fused_adamw`` or ``fused_adam``, or a tree with one.
 
+    Raises:
+      TreeError: It is the state of a distributed optimizer: ``to_optax_state`` decodes that.
+
     Example:
       >>> import jax.numpy as jnp
       >>> import jdistadam as jda
@@ -146,6 +149,14 @@ def decoded(opt_state: OptState) -> OptState:
             return decoded(x.inner)
         if not is_part(x):
             return x
+        if hasattr(x, "layout_identity"):
+            raise TreeError(
+                "opt_state",
+                "the state of a distributed optimizer",
+                got=type(x).__name__,
+                expected="that of fused_adamw or fused_adam",
+                action="Call to_optax_state(state, tx), which decodes moments.",
+            )
         return x._replace(mu=_decoded(rounding.MU, x.mu), nu=_decoded(rounding.NU, x.nu))
 
     return jax.tree.map(part, opt_state, is_leaf=is_part)

@@ -398,6 +398,12 @@ def test_states_of_another_policy_raise():
             jda.train_step(loss, other)(state, batch)
 
 
+def test_decoded_is_for_states_of_one_program():
+    state = make_tx((2,), "8 bits").init(random_params(jnp.bfloat16))
+    with pytest.raises(jda.TreeError, match="to_optax_state"):
+        jda.decoded(state)
+
+
 def test_another_seed_draws_other_bits():
     tx = make_tx((2,), "8 bits at random")
     found = [trained(x, jnp.bfloat16, steps=2) for x in (tx, reseeded(tx, {}))]
