@@ -51,7 +51,10 @@ class Restored:
         values = dict(zip([n for n, saved in self._is_saved.items() if saved], others, strict=True))
         for name, leaf in self._others.items():
             if name not in values:
-                values[name] = leaf.value if name in self._is_saved else self.count(leaf.value)
+                is_new = name in self._is_saved
+                values[name] = (
+                    self.of_template(name, leaf.value) if is_new else self.count(leaf.value)
+                )
         new = {
             name: parts.rebuilt(name, tree, values, adam, main)
             for name, tree in self.fields.items()
