@@ -10,9 +10,12 @@ import numpy as np
 import optax
 
 from jdistadam.core import trees
+from jdistadam.core.moments import Block8, is_block8
+from jdistadam.drop_in.low_precision import RoundingState
 from jdistadam.drop_in.main_params import MainParamsState
 from jdistadam.errors import TreeError
 from jdistadam.interop.our_trees import AdamTrees
+from jdistadam.kernels import rounding
 
 
 def filled(opt_state: Any, ours: AdamTrees, step: int) -> Any:
@@ -28,7 +31,8 @@ def filled(opt_state: Any, ours: AdamTrees, step: int) -> Any:
       TreeError: There is not one Adam in it, for all parameters.
     """
     old = adam_of(opt_state)
-    trees.check_same_shapes(ours.mu, old.mu, name="mu", like_name="opt_state.mu")
+    shapes = jax.tree.map(lambda x: np.broadcast_to(0, x.shape), old.mu, is_leaf=is_block8)
+    trees.check_same_shapes(ours.mu, shapes, name="mu", like_name="opt_state.mu")
     left: list[str] = []
     new = _filled(opt_state, ours, np.asarray(step, np.int32), "opt_state", left)
     if left:
@@ -68,19 +72,28 @@ def _is_adam(x: Any) -> bool:
     return isinstance(x, optax.ScaleByAdamState)
 
 
+def _stored(code: rounding.Code, moments: Any, like: Any) -> Any:
+    """Moments as a state stores them: in its dtypes, or in 8 bits, rounded to nearest."""
+
+    def one(old: Any, x: np.ndarray) -> Any:
+        if is_block8(old):
+            return Block8(*rounding.encode(code, x.astype(np.float32, copy=False), None, np))
+        return x.astype(old.dtype, copy=False)
+
+    return jax.tree.map(one, like, moments, is_leaf=is_block8)
+
+
 def _filled(part: Any, ours: AdamTrees, count: np.ndarray, where: str, left: list[str]) -> Any:
     """The same for a part of a state; notes the paths of arrays that it left as they are."""
     if _is_adam(part):
-        mu, nu = (
-            jax.tree.map(lambda x, like: x.astype(like.dtype, copy=False), tree, like)
-            for tree, like in ((ours.mu, part.mu), (ours.nu, part.nu))
-        )
-        return part._replace(count=count, mu=mu, nu=nu)
+        mu = _stored(rounding.MU, ours.mu, part.mu)
+        return part._replace(count=count, mu=mu, nu=_stored(rounding.NU, ours.nu, part.nu))
     if isinstance(part, MainParamsState):
         return part._replace(inner=_filled(part.inner, ours, count, f"{where}.inner", left))
     if hasattr(part, "_fields"):
         # In every state of optax, count is the number of steps; hyperparams are the user's numbers.
         kept = {"count": count} if "count" in part._fields else {}
+        kept |= {"key": part.key} if isinstance(part, RoundingState) else {}
         kept |= {"hyperparams": part.hyperparams} if "hyperparams" in part._fields else {}
         new = {
             key: kept[key] if key in kept else _filled(x, ours, count, f"{where}.{key}", left)

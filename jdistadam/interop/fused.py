@@ -13,6 +13,7 @@ from jdistadam.core.main_params import MainParams
 from jdistadam.core.masks import decay_groups
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.drop_in.low_precision import decoded
 from jdistadam.drop_in.main_params import MainParamsState
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import TreeError
@@ -123,7 +124,7 @@ def from_fused(
       >>> theirs.groups[0].settings["betas"]
       (0.9, 0.99)
     """
-    adam = adam_of(opt_state)
+    adam = adam_of(decoded(opt_state))
     step = int(adam.count)
     ours = AdamTrees(*map(_host, (main_params(params, opt_state), adam.mu, adam.nu)))
     leaves = to_leaves(ours, names, rename, transpose, [False] * len(jax.tree.leaves(params)))
