@@ -19,7 +19,6 @@ checkpoint in the folder of --out, if there is one, also on other devices, with 
 or --param-dtype. On the same devices every loss has the bits that it would have had.
 """
 
-import argparse
 import functools
 import os
 import pathlib
@@ -32,133 +31,17 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lm import corpus, gpt, processes, report
+from lm import corpus, gpt, options, processes, report
+from lm.options import DTYPES
 from tqdm import tqdm
 
 import jdistadam as jda
 
 CHECKPOINTS = "checkpoints"
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--preset", choices=gpt.PRESETS, help="default: tiny on CPU, gpt2-small on GPU")
-    add("--optimizer", choices=("jdistadam", "optax", "optax_sharded"), default="jdistadam")
-    add("--steps", type=int, help="default: 400 for tiny, 2000 for gpt2-small")
-    add("--batch", type=int, help="sequences per step, over all devices")
-    add("--layers", type=int)
-    add("--width", type=int)
-    add("--devices", type=int, help="default: 8 virtual CPU devices, or all GPUs")
-    add("--replicas", type=int, default=1, help="hybrid sharding: how often the state is held")
-    add("--model-axis", type=int, default=1, help="devices over which XLA splits heads and MLP")
-    add(
-        "--strategy",
-        choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
-        default="optim",
-        help="what jdistadam shards over the devices of a replica",
-    )
-    add(
-        "--param-dtype",
-        choices=DTYPES,
-        help="dtype of the model's matrices; default: float32 on CPU, bfloat16 on GPU",
-    )
-    add(
-        "--vector-dtype",
-        choices=DTYPES,
-        default="float32",
-        help="dtype of biases and norm scales: near 1, bfloat16 has steps of 1/128",
-    )
-    add(
-        "--grad-comm-dtype",
-        choices=DTYPES,
-        default="bfloat16",
-        help="communication dtype of gradients",
-    )
-    add(
-        "--grad-reduce-dtype",
-        choices=("float32",),
-        help="dtype of the sums over devices; default: the communication dtype",
-    )
-    add(
-        "--main-grads-dtype",
-        choices=DTYPES,
-        default="float32",
-        help="dtype of the sums over micro-batches",
-    )
-    add(
-        "--main-params-dtype",
-        choices=("float32", "remainder16", "none"),
-        default="float32",
-        help="what is kept of the parameters beside those of the model",
-    )
-    add("--mu-dtype", choices=(*DTYPES, "block8"), default="float32", help="of first moments")
-    add(
-        "--nu-dtype",
-        choices=("float32", "bfloat16", "block8"),
-        default="float32",
-        help="of second moments",
-    )
-    add(
-        "--rounding",
-        choices=("nearest", "stochastic"),
-        default="nearest",
-        help="how moments, and parameters without main parameters, are rounded",
-    )
-    add("--learning-rate", type=float, help="peak; default: 3e-3 for tiny, 1.5e-4 for gpt2-small")
-    add("--b2", type=float, default=0.95, help="decay rate of the second moment")
-    add("--max-grad-norm", type=float, default=1.0)
-    add("--accumulate-steps", type=int, default=1, help="micro-batches a step, of jdistadam")
-    add(
-        "--report-nonfinite",
-        action="store_true",
-        help="look for non-finite gradients in every parameter, of jdistadam",
-    )
-    add("--scan", action="store_true", help="stack the layers' parameters and scan over them")
-    add("--processes", type=int, help="start so many on this machine, each with its devices")
-    add("--distributed", nargs="?", const="auto", help="be one of several processes")
-    add("--evals", type=int, default=10, help="how often to compute the validation loss")
-    add("--seed", type=int, default=0)
-    add("--revision", help="revision of the code to record; default: git's")
-    add("--out", type=pathlib.Path, default=pathlib.Path("runs/train_lm"))
-    add("--save-every", type=int, help="steps between checkpoints, in OUT/checkpoints")
-    add("--keep", type=int, default=2, help="how many checkpoints stay")
-    add("--resume", action="store_true", help="go on from the newest checkpoint")
-    return parser.parse_args(argv)
-
-
-def resolve(args):
-    """Fills in what depends on the machine and on the preset; returns the model's config."""
-    on_gpu = jax.default_backend() == "gpu"
-    args.preset = args.preset or ("gpt2-small" if on_gpu else "tiny")
-    args.steps = args.steps or {"tiny": 400}.get(args.preset, 2000)
-    args.learning_rate = args.learning_rate or {"tiny": 3e-3}.get(args.preset, 1.5e-4)
-    args.param_dtype = args.param_dtype or ("bfloat16" if on_gpu else "float32")
-    args.devices = args.devices or len(jax.devices())
-    chosen = {key: getattr(args, key) for key in ("layers", "width", "batch") if getattr(args, key)}
-    config = gpt.GPTConfig(**(vars(gpt.PRESETS[args.preset]) | chosen))
-    check_model_axis(args, config)
-    return config
-
-
-def check_model_axis(args, config):
-    """Ends the run, in words, where a model axis does not go with the other options."""
-    size = args.model_axis
-    if size < 1 or args.devices % (size * args.replicas):
-        sys.exit(
-            f"--model-axis {size} with --replicas {args.replicas} does not divide "
-            f"{args.devices} devices: choose numbers whose product does"
-        )
-    if config.heads % size:
-        sys.exit(f"--model-axis {size} does not divide {config.heads} heads: choose one that does")
-    if size > 1 and args.scan and args.strategy == "optim_grads_params":
-        sys.exit(
-            "--model-axis with --scan and --strategy optim_grads_params: layers that XLA splits "
-            "cannot be gathered one by one; leave one of the three out"
-        )
+    return options.parse(__doc__, argv)
 
 
 def make_mesh(args):
@@ -409,7 +292,7 @@ def main(argv=None):
         processes.join(args.distributed, args.devices)
     else:
         jax.config.update("jax_num_cpu_devices", args.devices or 8)
-    config = resolve(args)
+    config = options.resolve(args)
     mesh = make_mesh(args)
     model, params, specs = make_model(args, config, mesh)
     # optax keeps no main parameters: its params stay float32, cast where the model computes

@@ -28,7 +28,7 @@ SMALL = (
 def run(batches, *options):
     """Losses of all steps, the params at the end, and bytes of params on a device."""
     args = train_lm.parse_args([*SMALL, *options])
-    config = dataclasses.replace(train_lm.resolve(args), length=16)
+    config = dataclasses.replace(train_lm.options.resolve(args), length=16)
     mesh = train_lm.make_mesh(args)
     model, params, specs = train_lm.make_model(args, config, mesh)
     model, params = model.clone(dtype=jnp.float64), jax.tree.map(jnp.float32, params)
@@ -92,4 +92,4 @@ def test_a_split_model_trains_as_a_whole_one(monkeypatch, options, replicas):
 )
 def test_what_does_not_go_with_a_model_axis_ends_in_words(options, words):
     with pytest.raises(SystemExit, match=words):
-        train_lm.resolve(train_lm.parse_args([*SMALL, *options]))
+        train_lm.options.resolve(train_lm.parse_args([*SMALL, *options]))
