@@ -57,12 +57,12 @@ def device_seconds(program, args):
 
 
 def torch_rows(tree, copy):
-    """torch's fused AdamW, called and replayed from a CUDA graph, and AdamW with 8-bit moments."""
+    """Yields torch's fused AdamW, called and replayed from a CUDA graph, and 8-bit AdamWs."""
     try:
         import torch
     except ImportError:
         print("torch is not installed: no rows for it")
-        return []
+        return
     shapes = bench.TREES[tree]
     params = [
         torch.nn.Parameter(torch.randn(shape, device="cuda") * 0.1) for shape in shapes.values()
@@ -87,17 +87,16 @@ def torch_rows(tree, copy):
         share = nbytes * parameters / copy / seconds
         return bench.Measured(tree, len(shapes), parameters, name, seconds * 1e6, share)
 
-    rows = [timed("torch fused", optimizer.step, 28)]
-    rows.append(timed("torch fused, CUDA graph", graph.replay, 28))
+    yield timed("torch fused", optimizer.step, 28)
+    yield timed("torch fused, CUDA graph", graph.replay, 28)
     for name, nbytes, make in eight_bits(hyper["learning_rate"], plain):
         for p in params:  # as ours: parameters and gradients in bfloat16
             p.grad = None
             p.data = p.data.bfloat16()
             p.grad = torch.randn_like(p) * 0.01
-        rows.append(timed(name, make(params).step, nbytes))
+        yield timed(name, make(params).step, nbytes)
     del optimizer, graph, params
     torch.cuda.empty_cache()
-    return rows
 
 
 def eight_bits(learning_rate, plain):
