@@ -46,16 +46,25 @@ JDISTADAM_INLINE Terms TermsOf(const Coefficients& c, bool nesterov) {
   return {nesterov, c.weight_decay != 0.0f, c.l2 != 0.0f};
 }
 
+// How AdamUpdate divides and takes roots. Others give the same bits where they may be used.
+struct IeeeArithmetic {
+  JDISTADAM_INLINE float ByC1(const Coefficients& c, float x) const { return x / c.c1; }
+  JDISTADAM_INLINE float ByC2(const Coefficients& c, float x) const { return x / c.c2; }
+  JDISTADAM_INLINE float Divide(float x, float y) const { return x / y; }
+  JDISTADAM_INLINE float Root(float x) const { return sqrtf(x); }
+};
+
 // The update u of one element from its unscaled gradient g; m and v are advanced in place. p - u is
 // the new parameter.
+template <typename Arithmetic = IeeeArithmetic>
 JDISTADAM_INLINE float AdamUpdate(const Coefficients& c, const Terms& terms, float g, float p,
-                                  float& m, float& v) {
+                                  float& m, float& v, const Arithmetic& by = {}) {
   if (terms.l2) g = g + c.l2 * p;
   m = c.one_minus_b1 * g + c.b1 * m;
   v = c.one_minus_b2 * (g * g) + c.b2 * v;
   const float m_hat =
-      terms.nesterov ? c.b1 * (m / c.c1_next) + c.one_minus_b1 * (g / c.c1) : m / c.c1;
-  float u = m_hat / (sqrtf(v / c.c2 + c.eps_root) + c.eps);
+      terms.nesterov ? c.b1 * (m / c.c1_next) + c.one_minus_b1 * by.ByC1(c, g) : by.ByC1(c, m);
+  float u = by.Divide(m_hat, by.Root(by.ByC2(c, v) + c.eps_root) + c.eps);
   if (terms.weight_decay) u = u + c.weight_decay * p;
   return c.learning_rate * u;
 }

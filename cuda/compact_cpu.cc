@@ -31,11 +31,11 @@ void LoadMoment(const void* base, Dtype dtype, const float* scales, size_t begin
 }
 
 template <bool kRandom>
-void StoreRounded(void* base, Dtype dtype, size_t i, float x, uint32_t random) {
+void StoreRounded(void* base, Dtype dtype, size_t i, float x, uint32_t word) {
   if (dtype == Dtype::kBfloat16) {
-    static_cast<uint16_t*>(base)[i] = RoundToBfloat16<kRandom>(x, random);
+    static_cast<uint16_t*>(base)[i] = RoundToBfloat16<kRandom>(x, word);
   } else if (dtype == Dtype::kFloat16) {
-    static_cast<uint16_t*>(base)[i] = RoundToFloat16<kRandom>(x, random);
+    static_cast<uint16_t*>(base)[i] = RoundToFloat16<kRandom>(x, word);
   } else {
     StoreOne(base, dtype, i, x);
   }
@@ -44,21 +44,21 @@ void StoreRounded(void* base, Dtype dtype, size_t i, float x, uint32_t random) {
 template <Moment kMoment, bool kRandom>
 void StoreMoment(void* base, Dtype dtype, float* scales, size_t begin, size_t n, const float* x,
                  const uint32_t* words) {
-  const auto random = [&](size_t i) {
-    return kMoment == Moment::kMu ? BitsForMu(words[i]) : BitsForNu(words[i]);
+  const auto word = [&](size_t i) {
+    return kMoment == Moment::kMu ? WordForMu(words[i]) : WordForNu(words[i]);
   };
   if (dtype != Dtype::kBlock8) {
-    for (size_t i = 0; i < n; ++i) StoreRounded<kRandom>(base, dtype, begin + i, x[i], random(i));
+    for (size_t i = 0; i < n; ++i) StoreRounded<kRandom>(base, dtype, begin + i, x[i], word(i));
     return;
   }
   uint32_t largest = 0;
   for (size_t i = 0; i < n; ++i)
-    largest = std::max(largest, RoundedMagnitude<kRandom>(x[i], random(i)));
+    largest = std::max(largest, RoundedMagnitude<kRandom>(x[i], word(i)));
   const float scale = ScaleOf<kMoment>(largest);
   scales[begin / kBlock] = scale;
   uint8_t* codes = static_cast<uint8_t*>(base) + begin;
   for (size_t i = 0; i < n; ++i)
-    codes[i] = static_cast<uint8_t>(Encode<kMoment, kRandom>(x[i], scale, random(i)));
+    codes[i] = static_cast<uint8_t>(Encode<kMoment, kRandom>(x[i], scale, word(i)));
 }
 
 void LoadGrad(const AdamCall& call, const Leaf& leaf, size_t begin, size_t n, float* g) {
@@ -115,7 +115,7 @@ void StepBlock(const CompactCall& call, const CompactLeaf& leaf, size_t begin, s
       high[i] = halves.high;
       low[i] = halves.low;
     } else if (adam.mode == Mode::kStep) {
-      StoreRounded<kRandom>(leaf.param, t.param, begin + i, b.p[i], BitsForParam(b.words[i]));
+      StoreRounded<kRandom>(leaf.param, t.param, begin + i, b.p[i], WordForParam(b.words[i]));
     } else {
       if (adam.mode == Mode::kStepAndCast) StoreOne(leaf.param, t.param, begin + i, b.p[i]);
       StoreOne(leaf.out, t.out, begin + i, b.p[i]);

@@ -1,294 +1,27 @@
 // The step with rounding to 8 bits or at random, on a CUDA device: one launch for many leaves.
 //
-// threads   A warp takes a block of 128 elements, four in each thread, so that the largest of a
-//           block is found with two instructions of a warp and no shared memory.
+// threads   A warp takes blocks of 128 elements, four of each in each thread, so that the largest
+// of
+//           a block is found with two instructions of a warp and no shared memory: two blocks at a
+//           time with compact_chunk.cuh, or one with compact_part.cuh, which takes everything.
 // traffic   Each array once: 10.1 bytes per parameter for bfloat16 gradients and parameters (two
 //           accesses) and 8-bit moments.
 // variants  As in adam_cuda.cu: Fixed has the mode, the dtypes and the rounding as constants, Any
 //           the mode alone.
 
-#include "adam_math.h"
+#include <algorithm>
+
+#include "compact_chunk.cuh"
 #include "kernels_cuda.h"
-#include "leaf_table.cuh"
-#include "pairwise.h"
-#include "vector.cuh"
 
 namespace jdistadam {
 namespace {
 
-constexpr int kThreads = 128, kVector = 4;
-static_assert(kBlock8Size == 32 * kVector);  // a warp
-constexpr int kSmallCompact = 30, kLargeCompact = 250;
-constexpr unsigned kAllLanes = 0xffffffffu;
-
-// The arguments of a launch beside its leaves.
-struct Step {
-  Mode mode;
-  bool nesterov, is_random;
-  Dtypes dtypes;
-  int32_t contributions;
-  size_t grad_stride;
-  const float* coefficients;
-  const float* inv_scale;
-  const bool* found_inf;
-  const uint32_t* key;
-  const int32_t* count;
-  const int32_t* parts;
-};
+constexpr int kSmallCompact = 30, kLargeCompact = 250, kWarps = kThreads / 32;
 static_assert(sizeof(LeafTable<CompactLeaf, kSmallCompact>) + sizeof(Step) <= 4096);
 static_assert(sizeof(LeafTable<CompactLeaf, kLargeCompact>) + sizeof(Step) <= kMaxParameterBytes);
 
-// The elements [i, i + n) of a leaf that a thread takes; n may be 0 in the last warp of a leaf.
-struct Part {
-  size_t i;
-  int n;
-  bool is_vector;  // n is 4, and every array can be read and written as vectors
-};
-
-__device__ __forceinline__ bool IsAlignedFor(const void* base, Dtype dtype) {
-  if (dtype != Dtype::kBlock8) return IsAligned<kVector>(base, dtype);
-  return reinterpret_cast<uintptr_t>(base) % 4 == 0;
-}
-
-template <typename Types>
-__device__ __forceinline__ Part PartOf(const Types& t, const Step& step, const CompactLeaf& leaf,
-                                       uint32_t tile) {
-  const size_t i = (size_t{tile} * kThreads + threadIdx.x) * kVector;
-  const size_t left = i < leaf.size ? leaf.size - i : 0;
-  const int n = left < kVector ? static_cast<int>(left) : kVector;
-  const size_t stride = step.grad_stride != 0 ? step.grad_stride : leaf.size;
-  const bool is_vector = n == kVector && IsAlignedFor(leaf.grad, t.grad) &&
-                         IsAlignedFor(leaf.param, t.param) && IsAlignedFor(leaf.mu, t.mu) &&
-                         IsAlignedFor(leaf.nu, t.nu) &&
-                         (Types::kMode == Mode::kStep || IsAlignedFor(leaf.out, t.out)) &&
-                         (t.contributions == 1 || stride % kVector == 0);
-  return {i, n, is_vector};
-}
-
-// Elements as they are in memory. Loads are apart from what is done with them, so that those of all
-// arrays are in flight together.
-__device__ __forceinline__ Packed<kVector> LoadPart(const void* base, Dtype dtype,
-                                                    const Part& part) {
-  if (part.is_vector && dtype != Dtype::kBlock8) return LoadVector<kVector>(base, dtype, part.i);
-  Packed<kVector> packed{};
-  if (part.is_vector) {
-    packed.words[0] = *reinterpret_cast<const uint32_t*>(static_cast<const char*>(base) + part.i);
-    return packed;
-  }
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    if (k >= part.n) break;
-    const size_t i = part.i + k;
-    if (dtype == Dtype::kFloat32) {
-      packed.words[k] = static_cast<const uint32_t*>(base)[i];
-    } else if (dtype == Dtype::kBlock8) {
-      packed.words[0] |= uint32_t{static_cast<const uint8_t*>(base)[i]} << 8 * k;
-    } else {
-      packed.words[k / 2] |= uint32_t{static_cast<const uint16_t*>(base)[i]} << 16 * (k % 2);
-    }
-  }
-  return packed;
-}
-
-__device__ __forceinline__ void StoreWord16(void* base, const Part& part,
-                                            const uint16_t (&x)[kVector]) {
-  if (part.is_vector) {
-    const uint32_t words[] = {x[0] | uint32_t{x[1]} << 16, x[2] | uint32_t{x[3]} << 16};
-    StoreWords<kVector>(base, part.i, words);
-    return;
-  }
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    if (k < part.n) static_cast<uint16_t*>(base)[part.i + k] = x[k];
-  }
-}
-
-// Rounds x, which may hold NaN, and stores it.
-template <bool kRandom>
-__device__ __forceinline__ void StorePart(void* base, Dtype dtype, const Part& part,
-                                          const float (&x)[kVector],
-                                          const uint32_t (&random)[kVector]) {
-  if (dtype == Dtype::kFloat32) {
-    if (part.is_vector) {
-      const float y[] = {CanonicalNan(x[0]), CanonicalNan(x[1]), CanonicalNan(x[2]),
-                         CanonicalNan(x[3])};
-      StoreVector(base, dtype, part.i, y);
-      return;
-    }
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) {
-      if (k < part.n) StoreOne(base, dtype, part.i + k, x[k]);
-    }
-    return;
-  }
-  uint16_t y[kVector];
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    y[k] = dtype == Dtype::kBfloat16 ? RoundToBfloat16<kRandom>(x[k], random[k])
-                                     : RoundToFloat16<kRandom>(x[k], random[k]);
-  }
-  StoreWord16(base, part, y);
-}
-
-template <Moment kMoment>
-__device__ __forceinline__ void WidenMoment(const Packed<kVector>& packed, Dtype dtype, float scale,
-                                            float (&x)[kVector]) {
-  if (dtype != Dtype::kBlock8) return Widen(packed, dtype, x);
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) x[k] = Decode<kMoment>(packed.words[0] >> 8 * k & 0xffu, scale);
-}
-
-// All threads of a warp call this together.
-template <Moment kMoment, bool kRandom>
-__device__ __forceinline__ void StoreMoment(void* base, Dtype dtype, float* scales,
-                                            const Part& part, const float (&x)[kVector],
-                                            const uint32_t (&random)[kVector]) {
-  if (dtype != Dtype::kBlock8) return StorePart<kRandom>(base, dtype, part, x, random);
-  uint32_t largest = 0;
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    if (k < part.n) largest = max(largest, RoundedMagnitude<kRandom>(x[k], random[k]));
-  }
-  largest = __reduce_max_sync(kAllLanes, largest);
-  const float scale = ScaleOf<kMoment>(largest);
-  if (threadIdx.x % 32 == 0 && part.n > 0) scales[part.i / kBlock8Size] = scale;
-  uint32_t codes = 0;
-#pragma unroll
-  for (int k = 0; k < kVector; ++k)
-    codes |= Encode<kMoment, kRandom>(x[k], scale, random[k]) << 8 * k;
-  uint8_t* at = static_cast<uint8_t*>(base) + part.i;
-  if (part.is_vector) {
-    *reinterpret_cast<uint32_t*>(at) = codes;
-    return;
-  }
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    if (k < part.n) at[k] = static_cast<uint8_t>(codes >> 8 * k);
-  }
-}
-
-// The sum of a gradient's contributions.
-template <typename Types>
-__device__ __forceinline__ void LoadGrad(const Types& t, const Step& step, const CompactLeaf& leaf,
-                                         const Part& part, float (&g)[kVector]) {
-  struct Sum {
-    float x[kVector];
-  } total;
-  const size_t stride = step.grad_stride != 0 ? step.grad_stride : leaf.size;
-  PairwiseSum<Types::kMaxContributions>(
-      t.contributions,
-      [&](int k, Sum* term) {
-        const Part shifted{part.i + k * stride, part.n, part.is_vector};
-        Widen(LoadPart(leaf.grad, t.grad, shifted), t.grad, term->x);
-      },
-      [](const Sum& a, Sum* b) {
-#pragma unroll
-        for (int k = 0; k < kVector; ++k) b->x[k] = a.x[k] + b->x[k];
-      },
-      &total);
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) g[k] = total.x[k];
-}
-
-__device__ __forceinline__ void Draw(const Step& step, const CompactLeaf& leaf, size_t i,
-                                     uint32_t (&words)[kVector]) {
-  const Origin origin = OriginOf(step.parts, leaf, i);
-  const uint64_t index = origin.index;
-  const uint32_t count = static_cast<uint32_t>(*step.count);
-  const auto draw = [&](uint64_t at) {
-    return Philox(step.key[0], step.key[1], at / 4, origin.id, count);
-  };
-  if (index % 4 == 0) {
-    const Random4 drawn = draw(index);
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) words[k] = drawn.words[k];
-    return;
-  }
-  for (int k = 0; k < kVector; ++k) {
-    const Random4 drawn = draw(index + k);
-    const int of =
-        (index + k) % 4;  // no index of an array that is not known: it stays in registers
-    words[k] = of == 0   ? drawn.words[0]
-               : of == 1 ? drawn.words[1]
-               : of == 2 ? drawn.words[2]
-                         : drawn.words[3];
-  }
-}
-
-// What a skipped step writes: the unchanged parameter in `out`'s dtype, or an update of zero.
-__device__ __noinline__ void SkipPart(const Step& step, const CompactLeaf& leaf, const Part& part) {
-  if (step.mode == Mode::kStep || step.mode == Mode::kStepSplit) return;
-  for (int k = 0; k < part.n; ++k) {
-    const size_t i = part.i + k;
-    const bool casts = step.mode == Mode::kStepAndCast;
-    StoreOne(leaf.out, step.dtypes.out, i,
-             casts ? LoadOne(leaf.param, step.dtypes.param, i) : 0.0f);
-  }
-}
-
-// Coefficients as three loads of 16 bytes.
-struct alignas(16) Row {
-  Coefficients coefficients;
-};
-
-template <typename Types, bool kRandom>
-__device__ __forceinline__ void StepPart(const Types& t, const Step& step, const CompactLeaf& leaf,
-                                         const Part& part) {
-  constexpr Mode mode = Types::kMode;
-  constexpr bool split = mode == Mode::kStepSplit;
-  const size_t block = part.i / kBlock8Size;
-  const bool is_mine = part.n > 0;  // else there may be no block
-  const auto packed_p = LoadPart(leaf.param, t.param, part);
-  const auto packed_m = LoadPart(leaf.mu, t.mu, part), packed_v = LoadPart(leaf.nu, t.nu, part);
-  Packed<kVector> packed_low;
-  if (split) packed_low = LoadPart(leaf.out, Dtype::kUint16, part);
-  const float mu_scale = t.mu == Dtype::kBlock8 && is_mine ? leaf.mu_scales[block] : 0.0f;
-  const float nu_scale = t.nu == Dtype::kBlock8 && is_mine ? leaf.nu_scales[block] : 0.0f;
-  float g[kVector], p[kVector], m[kVector], v[kVector];
-  LoadGrad(t, step, leaf, part, g);
-  const Coefficients c = reinterpret_cast<const Row*>(step.coefficients)[leaf.group].coefficients;
-  const float inv_scale = *step.inv_scale;
-  uint32_t words[kVector] = {}, for_mu[kVector], for_nu[kVector], for_param[kVector];
-  if (kRandom && is_mine) Draw(step, leaf, part.i, words);  // else there may be no entry in a table
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    for_mu[k] = BitsForMu(words[k]);
-    for_nu[k] = BitsForNu(words[k]);
-    for_param[k] = BitsForParam(words[k]);
-  }
-  if (split) {
-    JoinVectors(packed_p, packed_low, p);
-  } else {
-    Widen(packed_p, t.param, p);
-  }
-  WidenMoment<Moment::kMu>(packed_m, t.mu, mu_scale, m);
-  WidenMoment<Moment::kNu>(packed_v, t.nu, nu_scale, v);
-  const Terms terms = TermsOf(c, step.nesterov);
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    const float u = AdamUpdate(c, terms, g[k] * inv_scale, p[k], m[k], v[k]);
-    p[k] = mode == Mode::kUpdate ? -u : p[k] - u;
-  }
-  StoreMoment<Moment::kMu, kRandom>(leaf.mu, t.mu, leaf.mu_scales, part, m, for_mu);
-  StoreMoment<Moment::kNu, kRandom>(leaf.nu, t.nu, leaf.nu_scales, part, v, for_nu);
-  if (split) {
-    uint16_t high[kVector], low[kVector];
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) {
-      const Halves halves = Split(p[k]);
-      high[k] = halves.high;
-      low[k] = halves.low;
-    }
-    StoreWord16(leaf.param, part, high);
-    StoreWord16(leaf.out, part, low);
-    return;
-  }
-  if (mode == Mode::kStep) StorePart<kRandom>(leaf.param, t.param, part, p, for_param);
-  if (mode == Mode::kStepAndCast) StorePart<false>(leaf.param, t.param, part, p, for_param);
-  if (mode != Mode::kStep) StorePart<false>(leaf.out, t.out, part, p, for_param);
-}
-
-// One tile of one leaf in each block of threads, a block of it in each warp.
+// One tile of one leaf in each block of threads, a chunk of it in each warp at a time.
 template <typename Types, int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     CompactKernel(const __grid_constant__ LeafTable<CompactLeaf, kCapacity> table,
@@ -296,23 +29,56 @@ __global__ void __launch_bounds__(kThreads)
   const TileIndex index = FindTile(table, blockIdx.x);
   const CompactLeaf& leaf = table.leaves[index.leaf];
   const Types t(step);
-  const Part part = PartOf(t, step, leaf, index.tile);
-  if (*step.found_inf) return SkipPart(step, leaf, part);
-  if (Types::IsRandom(step)) {
-    StepPart<Types, true>(t, step, leaf, part);
-  } else {
-    StepPart<Types, false>(t, step, leaf, part);
+  const uint32_t size = step.rounds * kWarps * kChunk;
+  const size_t begin = size_t{index.tile} * size;
+  const size_t end = begin + size < leaf.size ? begin + size : leaf.size;
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const size_t mine = begin + warp * kChunk + lane * kVector;
+  const bool is_skipped = *step.found_inf;
+  Tile tile;
+  if constexpr (Types::kHasChunks) {
+    tile = TileOf(t, step, leaf, begin, end, mine);
   }
+#pragma unroll 1
+  for (uint32_t ahead = 0; ahead < size; ahead += kWarps * kChunk) {
+    const size_t i = mine + ahead, chunk = i - lane * kVector;
+    if (chunk >= end) break;
+    if constexpr (Types::kHasChunks) {
+      if (!is_skipped && tile.is_ordinary && chunk + kChunk <= end) {
+        if (StepChunk<Types, Types::IsRandom(step)>(t, step, leaf, tile, i, ahead)) continue;
+      }
+    }
+#pragma unroll 1
+    for (uint32_t block = 0; block < kChunk; block += kBlock8Size) {
+      const Part part = PartOf(t, step, leaf, i + block);
+      if (is_skipped) {
+        SkipPart(step, leaf, part);
+      } else if (Types::IsRandom(step)) {
+        StepPart<Types, true>(t, step, leaf, part);
+      } else {
+        StepPart<Types, false>(t, step, leaf, part);
+      }
+    }
+  }
+}
+
+// Chunks of a tile: as many as leave every multiprocessor some tiles.
+uint32_t RoundsOf(const CompactCall& call) {
+  size_t size = 0;
+  for (const CompactLeaf& leaf : call.leaves) size += leaf.size;
+  return static_cast<uint32_t>(std::clamp<size_t>(size >> 21, 1, 16));
 }
 
 template <typename Types>
 cudaError_t Launch(const CompactCall& call, cudaStream_t stream) {
   const AdamCall& adam = call.adam;
-  const Step step{adam.mode,          adam.nesterov,    call.is_random,    adam.dtypes,
-                  adam.contributions, adam.grad_stride, adam.coefficients, adam.inv_scale,
-                  adam.found_inf,     call.key,         call.count,        call.parts};
+  const uint32_t rounds = RoundsOf(call);
+  const Step step{adam.mode,      adam.nesterov,      call.is_random,   adam.dtypes,
+                  rounds,         adam.contributions, adam.grad_stride, adam.coefficients,
+                  adam.inv_scale, adam.found_inf,     call.key,         call.count,
+                  call.parts};
   return ForEachTable<CompactLeaf, kSmallCompact, kLargeCompact>(
-      call.leaves, size_t{kThreads} * kVector, [&](const auto& table, uint32_t tiles) {
+      call.leaves, size_t{rounds} * kWarps * kChunk, [&](const auto& table, uint32_t tiles) {
         CompactKernel<Types><<<tiles, kThreads, 0, stream>>>(table, step);
         return cudaGetLastError();
       });
@@ -321,6 +87,7 @@ cudaError_t Launch(const CompactCall& call, cudaStream_t stream) {
 template <Mode kMode_>
 struct Any {
   static constexpr Mode kMode = kMode_;
+  static constexpr bool kHasChunks = false;
   static constexpr int kMaxContributions = jdistadam::kMaxContributions;
   Dtype grad, param, mu, nu, out;
   int contributions;
@@ -339,6 +106,7 @@ struct Any {
 template <Mode kMode_, bool kIsRandom, Dtype kGrad, Dtype kParam, Dtype kMu, Dtype kNu, Dtype kOut>
 struct Fixed {
   static constexpr Mode kMode = kMode_;
+  static constexpr bool kHasChunks = true;
   static constexpr Dtype grad = kGrad, param = kParam, mu = kMu, nu = kNu, out = kOut;
   static constexpr int contributions = 1, kMaxContributions = 1;
 

@@ -5,8 +5,9 @@
 // probability (x - a) / (b - a), so that its mean is x. The random bits of an element come from
 // Philox 4x32 with 7 rounds: key is the seed; the counter is (index / 4 in 64 bits, leaf, count)
 // with the element's row-major index in the whole leaf; word index % 4 of the result is its own. So
-// they do not depend on how an array is cut or on which device computes it. The upper half of the
-// word rounds nu, its lower half a parameter, a mix of both mu.
+// they do not depend on how an array is cut or on which device computes it. As many bits as are
+// dropped decide: the upper ones of the word for nu, those of its lower half for a parameter, and
+// those of a mix of both for mu.
 //
 // [Note: block8]
 // A moment in 8 bits: blocks of 128 elements in row-major order share a float32 scale, a power of
@@ -47,34 +48,32 @@ JDISTADAM_INLINE Random4 Philox(uint32_t key0, uint32_t key1, uint64_t index, ui
   return {{x0, x1, x2, x3}};
 }
 
-// 16 random bits each, of one word.
-JDISTADAM_INLINE uint32_t BitsForNu(uint32_t word) { return word >> 16; }
-JDISTADAM_INLINE uint32_t BitsForParam(uint32_t word) { return word & 0xffffu; }
-JDISTADAM_INLINE uint32_t BitsForMu(uint32_t word) { return (word * 0x9E3779B9u) >> 16; }
+// The word that rounds each, of the element's own.
+JDISTADAM_INLINE uint32_t WordForNu(uint32_t word) { return word; }
+JDISTADAM_INLINE uint32_t WordForParam(uint32_t word) { return word << 16; }
+JDISTADAM_INLINE uint32_t WordForMu(uint32_t word) { return word * 0x9E3779B9u; }
 
-// What to add to a magnitude before its lowest `dropped` bits, 13 to 20, are dropped: with kRandom
-// 16 random bits, in the middle of what two of their values leave open, else what rounds to
-// nearest even.
+// What to add to a magnitude before its lowest `dropped` bits are dropped: with kRandom as many
+// random bits, else what rounds to nearest even.
 template <bool kRandom>
-JDISTADAM_INLINE uint32_t Increment(uint32_t bits, int dropped, uint32_t random) {
+JDISTADAM_INLINE uint32_t Increment(uint32_t bits, int dropped, uint32_t word) {
   if (!kRandom) return (1u << (dropped - 1)) - 1u + ((bits >> dropped) & 1u);
-  if (dropped <= 16) return random >> (16 - dropped);
-  return random << (dropped - 16) | 1u << (dropped - 17);
+  return word >> (32 - dropped);
 }
 
 template <bool kRandom>
-JDISTADAM_INLINE uint16_t RoundToBfloat16(float x, uint32_t random) {
+JDISTADAM_INLINE uint16_t RoundToBfloat16(float x, uint32_t word) {
   const uint32_t bits = BitsOf(CanonicalNan(x));
-  return static_cast<uint16_t>((bits + Increment<kRandom>(bits, 16, random)) >> 16);
+  return static_cast<uint16_t>((bits + Increment<kRandom>(bits, 16, word)) >> 16);
 }
 
 template <bool kRandom>
-JDISTADAM_INLINE uint16_t RoundToFloat16(float x, uint32_t random) {
+JDISTADAM_INLINE uint16_t RoundToFloat16(float x, uint32_t word) {
   if (!kRandom) return ToFloat16(x);
   const uint32_t bits = BitsOf(CanonicalNan(x)), magnitude = bits & 0x7fffffffu;
   // Times 2^-112 a float32 has the exponent of a float16, also where that is subnormal.
   const uint32_t low = BitsOf(FloatOf(magnitude) * FloatOf(0x07800000u));
-  uint32_t h = (low + Increment<kRandom>(low, 13, random)) >> 13;
+  uint32_t h = (low + Increment<kRandom>(low, 13, word)) >> 13;
   h = h > 0x7c00u || magnitude == 0x7f800000u ? 0x7c00u : h;
   h = magnitude > 0x7f800000u ? 0x7e00u : h;
   return static_cast<uint16_t>((bits >> 16 & 0x8000u) | h);
@@ -86,10 +85,10 @@ enum class Moment { kMu, kNu };
 
 // Magnitude of x, rounded to its 4 leading bits. The largest one of a block gives its scale.
 template <bool kRandom>
-JDISTADAM_INLINE uint32_t RoundedMagnitude(float x, uint32_t random) {
+JDISTADAM_INLINE uint32_t RoundedMagnitude(float x, uint32_t word) {
   const uint32_t magnitude = BitsOf(x) & 0x7fffffffu;
   if (magnitude >= 0x7f000000u) return 0x7f000000u;
-  const uint32_t rounded = (magnitude + Increment<kRandom>(magnitude, 20, random)) & 0xfff00000u;
+  const uint32_t rounded = (magnitude + Increment<kRandom>(magnitude, 20, word)) & 0xfff00000u;
   return rounded == 0 && magnitude != 0 ? 1u : rounded;
 }
 
@@ -122,12 +121,12 @@ JDISTADAM_INLINE float Decode(uint32_t code, float scale) {
 }
 
 template <Moment kMoment, bool kRandom>
-JDISTADAM_INLINE uint32_t Encode(float x, float scale, uint32_t random) {
+JDISTADAM_INLINE uint32_t Encode(float x, float scale, uint32_t word) {
   if (!(scale > 0.0f)) return 0;                               // all are zero, or one is NaN
   const float inverse = FloatOf(0x7f000000u - BitsOf(scale));  // exact: a power of two
   const uint32_t magnitude = BitsOf(x) & 0x7fffffffu;
   const uint32_t low = BitsOf(FloatOf(magnitude) * inverse * CodeDown<kMoment>());
-  uint32_t code = (low + Increment<kRandom>(low, 20, random)) >> 20;
+  uint32_t code = (low + Increment<kRandom>(low, 20, word)) >> 20;
   if (kMoment == Moment::kMu) return code | (BitsOf(x) >> 24 & 0x80u);
   return code == 0 && magnitude != 0 ? 1u : code;
 }

@@ -67,7 +67,7 @@ __device__ __forceinline__ void StoreWords(void* base, size_t i,
                                            const uint32_t (&words)[kVector / 2]) {
   uint16_t* at = static_cast<uint16_t*>(base) + i;
   if (kVector == 4) {
-    *reinterpret_cast<uint2*>(at) = {words[0], words[1]};
+    *reinterpret_cast<uint64_t*>(at) = uint64_t{words[1]} << 32 | words[0];  // not split in two
   } else {
     *reinterpret_cast<uint4*>(at) = {words[0], words[1], words[kVector / 2 - 2],
                                      words[kVector / 2 - 1]};

@@ -17,7 +17,7 @@ _ROUNDS = 7
 
 
 class RandomBits(NamedTuple):
-    """16 random bits for each number that is rounded; uint32 of the leaf's shape."""
+    """Random words, uint32 of the leaf's shape; as many of their upper bits as are dropped count."""
 
     param: Any
     mu: Any
@@ -126,7 +126,7 @@ def random_bits(
         words = xp.stack(philox(xp.asarray(key, u32), counter, xp), axis=-1)
         place = (low & u32(3)).astype(xp.int32)[:, None]
         word = xp.take_along_axis(words, place, axis=-1).reshape(shape)
-        return RandomBits(word & u32(0xFFFF), (word * u32(0x9E3779B9)) >> u32(16), word >> u32(16))
+        return RandomBits(word << u32(16), word * u32(0x9E3779B9), word)
 
 
 def philox(key: Any, counter: Any, xp: Any) -> tuple[Any, ...]:
@@ -163,18 +163,18 @@ def _multiply(constant: int, x: Any, u32: Any) -> tuple[Any, Any]:
 
 
 def round_at_random(x: Any, dtype: Any, random: Any, xp: Any) -> Any:
-    """Rounds float32 to bfloat16 or float16 with 16 random bits; float32 stays as it is."""
+    """Rounds float32 to bfloat16 or float16 with random words; float32 stays as it is."""
     u32 = xp.uint32
     x = xp.where(xp.isnan(x), xp.asarray(np.nan, xp.float32), x)
     bits = x.view(u32)
     name = np.dtype(dtype).name
     if name == "bfloat16":
-        return ((bits + random) >> u32(16)).astype(xp.uint16).view(dtype)
+        return ((bits + (random >> u32(16))) >> u32(16)).astype(xp.uint16).view(dtype)
     if name != "float16":
         return x.astype(dtype)
     magnitude = bits & u32(0x7FFFFFFF)
     low = _scaled_down(magnitude, 112, xp)
-    half = (low + (random >> u32(3))) >> u32(13)
+    half = (low + (random >> u32(19))) >> u32(13)
     half = xp.where((half > 0x7C00) | (magnitude == 0x7F800000), u32(0x7C00), half)
     half = xp.where(magnitude > 0x7F800000, u32(0x7E00), half)
     return (half | (bits >> u32(16) & u32(0x8000))).astype(xp.uint16).view(dtype)
@@ -241,7 +241,7 @@ def encode(code: Code, x: Any, random: Any, xp: Any) -> tuple[Any, Any]:
     Args:
       code: MU or NU.
       x: The numbers, of any shape; blocks are in row-major order.
-      random: 16 random bits for each, uint32. None: to nearest, ties to even.
+      random: A random word for each, uint32. None: to nearest, ties to even.
       xp: numpy, or jax.numpy.
     """
     u32 = xp.uint32
@@ -251,7 +251,7 @@ def encode(code: Code, x: Any, random: Any, xp: Any) -> tuple[Any, Any]:
         return xp.pad(y.reshape(-1), (0, blocks * BLOCK - size)).reshape(blocks, BLOCK)
 
     bits = in_blocks(x.view(u32))
-    added = None if random is None else (in_blocks(random) << u32(4)) | u32(8)
+    added = None if random is None else in_blocks(random) >> u32(12)
 
     def increment(magnitude: Any) -> Any:
         nearest = u32(0x7FFFF) + ((magnitude >> u32(20)) & u32(1))

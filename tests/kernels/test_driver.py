@@ -12,6 +12,7 @@ CUDA = ROOT / "cuda"
 DRIVER = TESTS / "kernels" / "driver"
 HOST = ["-std=c++17", "-g", "-DJDISTADAM_NO_CLONES", "-pthread", f"-I{CUDA}"]
 STRICT = ["-ffp-contract=off", "-fno-fast-math"]
+EXACTLY = ["-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true"]
 
 
 KERNELS = ("adam", "compact", "norm", "sum", "keep", "peer")
@@ -91,11 +92,10 @@ def nvcc():
 
 
 def build_cuda(path, *flags):
-    exactly = ["-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true"]
     host = [f"-Xcompiler={flag}" for flag in STRICT]
     done, output = run(
         [nvcc(), "-x", "cu", "-std=c++17", "-O2", "-lineinfo", "-arch=sm_90", "-DJDISTADAM_NO_CLONES",
-         "-DJDISTADAM_DRIVER_CUDA", f"-I{CUDA}", *exactly, *host, *flags, *CPU_SOURCES, *CUDA_SOURCES, "-o", path]
+         "-DJDISTADAM_DRIVER_CUDA", f"-I{CUDA}", *EXACTLY, *host, *flags, *CPU_SOURCES, *CUDA_SOURCES, "-o", path]
     )  # fmt: skip
     assert done.returncode == 0, output
 
@@ -117,6 +117,16 @@ def test_the_experiment_on_the_kernel_compiles(tmp_path):
     flags = ["-std=c++17", "-arch=sm_90", f"-I{CUDA}"]
     done, output = run([nvcc(), *flags, "-c", source, "-o", tmp_path / "kernel_bound.o"])
     assert done.returncode == 0, output
+
+
+@pytest.mark.gpu
+def test_ordinary_arithmetic_is_that_of_ieee(tmp_path):
+    """2^34 quotients by c1 and c2, roots and quotients: DRIVER/arithmetic.cu."""
+    build = [nvcc(), "-std=c++17", "-arch=sm_90", *EXACTLY, f"-I{CUDA}", DRIVER / "arithmetic.cu"]
+    done, output = run([*build, "-o", tmp_path / "arithmetic"])
+    assert done.returncode == 0, output
+    done, output = run([tmp_path / "arithmetic"])
+    assert done.returncode == 0 and "SUCCESS" in output, output
 
 
 @pytest.mark.gpu

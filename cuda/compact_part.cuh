@@ -1,0 +1,304 @@
+// A warp's step of a block of 128 elements, four in each thread: of all dtypes, also where a leaf
+// ends or is not aligned. compact_chunk.cuh is faster, where it can be used.
+#pragma once
+
+#include "adam_math.h"
+#include "compact.h"
+#include "leaf_table.cuh"
+#include "pairwise.h"
+#include "vector.cuh"
+
+namespace jdistadam {
+namespace {
+
+constexpr int kThreads = 128, kVector = 4;
+static_assert(kBlock8Size == 32 * kVector);  // a warp
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// The arguments of a launch beside its leaves.
+struct Step {
+  Mode mode;
+  bool nesterov, is_random;
+  Dtypes dtypes;
+  uint32_t rounds;  // chunks of a tile, of each warp
+  int32_t contributions;
+  size_t grad_stride;
+  const float* coefficients;
+  const float* inv_scale;
+  const bool* found_inf;
+  const uint32_t* key;
+  const int32_t* count;
+  const int32_t* parts;
+};
+// The random words of four elements.
+struct Words {
+  uint32_t mu[kVector], nu[kVector], param[kVector];
+
+  __device__ __forceinline__ explicit Words(const uint32_t (&drawn)[kVector]) {
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) {
+      mu[k] = WordForMu(drawn[k]);
+      nu[k] = WordForNu(drawn[k]);
+      param[k] = WordForParam(drawn[k]);
+    }
+  }
+};
+
+// The elements [i, i + n) of a leaf that a thread takes; n may be 0 in the last warp of a leaf.
+struct Part {
+  size_t i;
+  int n;
+  bool is_vector;  // n is 4, and every array can be read and written as vectors
+};
+
+__device__ __forceinline__ bool IsAlignedFor(const void* base, Dtype dtype) {
+  if (dtype != Dtype::kBlock8) return IsAligned<kVector>(base, dtype);
+  return reinterpret_cast<uintptr_t>(base) % 4 == 0;
+}
+
+// Whether every array of a leaf can be read and written as vectors, from multiples of four on.
+template <typename Types>
+__device__ __forceinline__ bool IsAligned(const Types& t, const Step& step,
+                                          const CompactLeaf& leaf) {
+  const size_t stride = step.grad_stride != 0 ? step.grad_stride : leaf.size;
+  return IsAlignedFor(leaf.grad, t.grad) && IsAlignedFor(leaf.param, t.param) &&
+         IsAlignedFor(leaf.mu, t.mu) && IsAlignedFor(leaf.nu, t.nu) &&
+         (Types::kMode == Mode::kStep || IsAlignedFor(leaf.out, t.out)) &&
+         (t.contributions == 1 || stride % kVector == 0);
+}
+
+template <typename Types>
+__device__ __forceinline__ Part PartOf(const Types& t, const Step& step, const CompactLeaf& leaf,
+                                       size_t i) {
+  const size_t left = i < leaf.size ? leaf.size - i : 0;
+  const int n = left < kVector ? static_cast<int>(left) : kVector;
+  const bool is_vector = n == kVector && IsAligned(t, step, leaf);
+  return {i, n, is_vector};
+}
+
+// Elements as they are in memory. Loads are apart from what is done with them, so that those of all
+// arrays are in flight together.
+__device__ __forceinline__ Packed<kVector> LoadPart(const void* base, Dtype dtype,
+                                                    const Part& part) {
+  if (part.is_vector && dtype != Dtype::kBlock8) return LoadVector<kVector>(base, dtype, part.i);
+  Packed<kVector> packed{};
+  if (part.is_vector) {
+    packed.words[0] = *reinterpret_cast<const uint32_t*>(static_cast<const char*>(base) + part.i);
+    return packed;
+  }
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    if (k >= part.n) break;
+    const size_t i = part.i + k;
+    if (dtype == Dtype::kFloat32) {
+      packed.words[k] = static_cast<const uint32_t*>(base)[i];
+    } else if (dtype == Dtype::kBlock8) {
+      packed.words[0] |= uint32_t{static_cast<const uint8_t*>(base)[i]} << 8 * k;
+    } else {
+      packed.words[k / 2] |= uint32_t{static_cast<const uint16_t*>(base)[i]} << 16 * (k % 2);
+    }
+  }
+  return packed;
+}
+
+__device__ __forceinline__ void StoreWord16(void* base, const Part& part,
+                                            const uint16_t (&x)[kVector]) {
+  if (part.is_vector) {
+    const uint32_t words[] = {x[0] | uint32_t{x[1]} << 16, x[2] | uint32_t{x[3]} << 16};
+    StoreWords<kVector>(base, part.i, words);
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    if (k < part.n) static_cast<uint16_t*>(base)[part.i + k] = x[k];
+  }
+}
+
+// Rounds x, which may hold NaN, and stores it.
+template <bool kRandom>
+__device__ __forceinline__ void StorePart(void* base, Dtype dtype, const Part& part,
+                                          const float (&x)[kVector],
+                                          const uint32_t (&words)[kVector]) {
+  if (dtype == Dtype::kFloat32) {
+    if (part.is_vector) {
+      const float y[] = {CanonicalNan(x[0]), CanonicalNan(x[1]), CanonicalNan(x[2]),
+                         CanonicalNan(x[3])};
+      StoreVector(base, dtype, part.i, y);
+      return;
+    }
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) {
+      if (k < part.n) StoreOne(base, dtype, part.i + k, x[k]);
+    }
+    return;
+  }
+  uint16_t y[kVector];
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    y[k] = dtype == Dtype::kBfloat16 ? RoundToBfloat16<kRandom>(x[k], words[k])
+                                     : RoundToFloat16<kRandom>(x[k], words[k]);
+  }
+  StoreWord16(base, part, y);
+}
+
+template <Moment kMoment>
+__device__ __forceinline__ void WidenMoment(const Packed<kVector>& packed, Dtype dtype, float scale,
+                                            float (&x)[kVector]) {
+  if (dtype != Dtype::kBlock8) return Widen(packed, dtype, x);
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) x[k] = Decode<kMoment>(packed.words[0] >> 8 * k & 0xffu, scale);
+}
+
+// All threads of a warp call this together.
+template <Moment kMoment, bool kRandom>
+__device__ __forceinline__ void StoreMoment(void* base, Dtype dtype, float* scales,
+                                            const Part& part, const float (&x)[kVector],
+                                            const uint32_t (&words)[kVector]) {
+  if (dtype != Dtype::kBlock8) return StorePart<kRandom>(base, dtype, part, x, words);
+  uint32_t largest = 0;
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    if (k < part.n) largest = max(largest, RoundedMagnitude<kRandom>(x[k], words[k]));
+  }
+  largest = __reduce_max_sync(kAllLanes, largest);
+  const float scale = ScaleOf<kMoment>(largest);
+  if (threadIdx.x % 32 == 0 && part.n > 0) scales[part.i / kBlock8Size] = scale;
+  uint32_t codes = 0;
+#pragma unroll
+  for (int k = 0; k < kVector; ++k)
+    codes |= Encode<kMoment, kRandom>(x[k], scale, words[k]) << 8 * k;
+  uint8_t* at = static_cast<uint8_t*>(base) + part.i;
+  if (part.is_vector) {
+    *reinterpret_cast<uint32_t*>(at) = codes;
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    if (k < part.n) at[k] = static_cast<uint8_t>(codes >> 8 * k);
+  }
+}
+
+// The sum of a gradient's contributions.
+template <typename Types>
+__device__ __forceinline__ void LoadGrad(const Types& t, const Step& step, const CompactLeaf& leaf,
+                                         const Part& part, float (&g)[kVector]) {
+  struct Sum {
+    float x[kVector];
+  } total;
+  const size_t stride = step.grad_stride != 0 ? step.grad_stride : leaf.size;
+  PairwiseSum<Types::kMaxContributions>(
+      t.contributions,
+      [&](int k, Sum* term) {
+        const Part shifted{part.i + k * stride, part.n, part.is_vector};
+        Widen(LoadPart(leaf.grad, t.grad, shifted), t.grad, term->x);
+      },
+      [](const Sum& a, Sum* b) {
+#pragma unroll
+        for (int k = 0; k < kVector; ++k) b->x[k] = a.x[k] + b->x[k];
+      },
+      &total);
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) g[k] = total.x[k];
+}
+
+__device__ __forceinline__ void Draw(const Step& step, const CompactLeaf& leaf, size_t i,
+                                     uint32_t (&words)[kVector]) {
+  const Origin origin = OriginOf(step.parts, leaf, i);
+  const uint64_t index = origin.index;
+  const uint32_t count = static_cast<uint32_t>(*step.count);
+  const auto draw = [&](uint64_t at) {
+    return Philox(step.key[0], step.key[1], at / 4, origin.id, count);
+  };
+  if (index % 4 == 0) {
+    const Random4 drawn = draw(index);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) words[k] = drawn.words[k];
+    return;
+  }
+  for (int k = 0; k < kVector; ++k) {
+    const Random4 drawn = draw(index + k);
+    const int of =
+        (index + k) % 4;  // no index of an array that is not known: it stays in registers
+    words[k] = of == 0   ? drawn.words[0]
+               : of == 1 ? drawn.words[1]
+               : of == 2 ? drawn.words[2]
+                         : drawn.words[3];
+  }
+}
+
+// What a skipped step writes: the unchanged parameter in `out`'s dtype, or an update of zero.
+__device__ __noinline__ void SkipPart(const Step& step, const CompactLeaf& leaf, const Part& part) {
+  if (step.mode == Mode::kStep || step.mode == Mode::kStepSplit) return;
+  for (int k = 0; k < part.n; ++k) {
+    const size_t i = part.i + k;
+    const bool casts = step.mode == Mode::kStepAndCast;
+    StoreOne(leaf.out, step.dtypes.out, i,
+             casts ? LoadOne(leaf.param, step.dtypes.param, i) : 0.0f);
+  }
+}
+
+// Coefficients as three loads of 16 bytes.
+struct alignas(16) Row {
+  Coefficients coefficients;
+};
+
+__device__ __forceinline__ Coefficients LoadCoefficients(const Step& step,
+                                                         const CompactLeaf& leaf) {
+  return reinterpret_cast<const Row*>(step.coefficients)[leaf.group].coefficients;
+}
+
+// All threads of a warp call this together. Not inlined: its registers are not those of a chunk.
+template <typename Types, bool kRandom>
+__device__ __noinline__ void StepPart(const Types& t, const Step& step, const CompactLeaf& leaf,
+                                      const Part& part) {
+  constexpr Mode mode = Types::kMode;
+  constexpr bool split = mode == Mode::kStepSplit;
+  const size_t block = part.i / kBlock8Size;
+  const bool is_mine = part.n > 0;  // else there may be no block
+  const auto packed_p = LoadPart(leaf.param, t.param, part);
+  const auto packed_m = LoadPart(leaf.mu, t.mu, part), packed_v = LoadPart(leaf.nu, t.nu, part);
+  Packed<kVector> packed_low;
+  if (split) packed_low = LoadPart(leaf.out, Dtype::kUint16, part);
+  const float mu_scale = t.mu == Dtype::kBlock8 && is_mine ? leaf.mu_scales[block] : 0.0f;
+  const float nu_scale = t.nu == Dtype::kBlock8 && is_mine ? leaf.nu_scales[block] : 0.0f;
+  float g[kVector], p[kVector], m[kVector], v[kVector];
+  LoadGrad(t, step, leaf, part, g);
+  const Coefficients c = LoadCoefficients(step, leaf);
+  const float inv_scale = *step.inv_scale;
+  uint32_t words[kVector] = {};
+  if (kRandom && is_mine) Draw(step, leaf, part.i, words);  // else there may be no entry in a table
+  const Words by_kind(words);
+  if (split) {
+    JoinVectors(packed_p, packed_low, p);
+  } else {
+    Widen(packed_p, t.param, p);
+  }
+  WidenMoment<Moment::kMu>(packed_m, t.mu, mu_scale, m);
+  WidenMoment<Moment::kNu>(packed_v, t.nu, nu_scale, v);
+  const Terms terms = TermsOf(c, step.nesterov);
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    const float u = AdamUpdate(c, terms, g[k] * inv_scale, p[k], m[k], v[k]);
+    p[k] = mode == Mode::kUpdate ? -u : p[k] - u;
+  }
+  StoreMoment<Moment::kMu, kRandom>(leaf.mu, t.mu, leaf.mu_scales, part, m, by_kind.mu);
+  StoreMoment<Moment::kNu, kRandom>(leaf.nu, t.nu, leaf.nu_scales, part, v, by_kind.nu);
+  if (split) {
+    uint16_t high[kVector], low[kVector];
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) {
+      const Halves halves = Split(p[k]);
+      high[k] = halves.high;
+      low[k] = halves.low;
+    }
+    StoreWord16(leaf.param, part, high);
+    StoreWord16(leaf.out, part, low);
+    return;
+  }
+  if (mode == Mode::kStep) StorePart<kRandom>(leaf.param, t.param, part, p, by_kind.param);
+  if (mode == Mode::kStepAndCast) StorePart<false>(leaf.param, t.param, part, p, by_kind.param);
+  if (mode != Mode::kStep) StorePart<false>(leaf.out, t.out, part, p, by_kind.param);
+}
+
+}  // namespace
+}  // namespace jdistadam

@@ -1,0 +1,105 @@
+"""Large leaves of the step with moments of 8 bits: whole chunks of a GPU's kernel, and what is left.
+
+cuda/compact_chunk.cuh takes 256 elements at a time where numbers are ordinary, several times in a
+tile; its results are those of the reference, as is what it leaves to compact_part.cuh.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from jdistadam.core.moments import Block8
+from jdistadam.kernels import coefficients, reference, rounding
+from jdistadam.kernels.adam import Operands, Spec
+from jdistadam.kernels.compact_adam import CompactSpec, Places
+from jdistadam.kernels.rounding import Cuts
+from support.bits import assert_trees_same_bits
+from support.compact import adam_of_parts, by_reference, plain_array, rounded
+from support.operands import BF16, F32, random_rows, scalars
+
+VARIANTS = {  # those of which the kernel knows all dtypes when it is compiled
+    "bf16": ("step", True, BF16, BF16, "block8"),
+    "bf16, moments too": ("step", True, BF16, BF16, BF16),
+    "float32 at random": ("step", True, F32, F32, "block8"),
+    "float32": ("step", False, F32, F32, "block8"),
+    "remainder16 at random": ("step_split", True, BF16, BF16, "block8"),
+    "remainder16": ("step_split", False, BF16, BF16, "block8"),
+    "cast at random": ("step_and_cast", True, BF16, F32, "block8"),
+    "cast": ("step_and_cast", False, BF16, F32, "block8"),
+}
+# A whole leaf; one in pieces; several in one; a part far behind the others; one that ends early.
+CUTS = (
+    Cuts.into_runs(2**31), Cuts(384, 1536, 2**30, 2**31), Cuts.into_runs(2**31),
+    Cuts(2**31 - 2**10, 2**31, 2**40, 2**41), Cuts.into_runs(300),
+)  # fmt: skip
+PARTS = np.asarray([[0, 0], [1, 1], [0, 0], [7, 1], [1, 0]], np.int32)
+
+
+def sizes_of(platform):
+    """On a GPU so many that each warp takes several chunks of a tile."""
+    large = 4_300_001 if platform == "cuda" else 9_001
+    return (large, 384 * 30, 128 * 77, 70_001, 300)
+
+
+def moment(rng, n, stored, code):
+    x = plain_array(rng, n, F32, nonnegative=code is rounding.NU)
+    return Block8(*rounding.encode(code, x, None, np)) if stored == "block8" else x.astype(stored)
+
+
+def leaves(rng, make, sizes):
+    return tuple(make(rng, n) for n in sizes)
+
+
+def operands_of(rng, sizes, mode, grad, param, stored):
+    params = leaves(
+        rng, lambda r, n: plain_array(r, n, F32 if mode == "step_split" else param), sizes
+    )
+    for x in params:
+        x[7::5003] = [np.nan, np.inf, -np.inf, 0][len(x) % 4]  # a gradient does not look at it
+        x[8::5003] = -0.0
+    out = ()
+    if mode == "step_split":
+        params, out = zip(*(reference.split(x, BF16, np) for x in params), strict=True)
+    grads = leaves(rng, lambda r, n: plain_array(r, n, grad), sizes)
+    mu = leaves(rng, lambda r, n: moment(r, n, stored, rounding.MU), sizes)
+    nu = leaves(rng, lambda r, n: moment(r, n, stored, rounding.NU), sizes)
+    for g, m, v in zip(grads, mu, nu, strict=True):
+        untouched = slice(len(g) // 3, len(g) // 2)  # with blocks in which all is zero
+        g[untouched] = 0
+        g[untouched.start : untouched.stop : 3] = -0.0
+        g[len(g) // 4 :: 100_003] = 1e25  # out of the ordinary: their chunks are left out
+        for x in (m, v):
+            array = x.codes if stored == "block8" else x
+            array[untouched.start + 128 : untouched.stop - 128] = 0
+    return Operands(grads, params, mu, nu, out)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("inv_scale", [1.0, 0.37])
+def test_chunks_equal_the_reference_bitwise(platform, name, inv_scale):
+    mode, is_random, grad, param, stored = VARIANTS[name]
+    sizes = sizes_of(platform)
+    operands = operands_of(np.random.default_rng(7), sizes, mode, grad, param, stored)
+    rows = random_rows(count=40)
+    rows[:, coefficients.NAMES.index("l2")] = 0  # which chunks do not have
+    adam = Spec(mode, (0, 1, 0, 1, 1), out_dtype=BF16 if mode == "step_and_cast" else None)
+    tables = (-1, -1, 0, -1, -1)
+    spec = CompactSpec(adam, is_random, (0, 2, 4, 6, 8), cuts=CUTS, tables=tables)
+    blocks = np.asarray([[3 + k // 9, 2**27 + k] for k in range(77)], np.uint32)
+    args = spec, scalars(rows, inv_scale), rounded(), Places(PARTS, blocks), operands
+    assert_trees_same_bits(adam_of_parts(*args)._asdict(), by_reference(*args)._asdict())
+
+
+@pytest.mark.parametrize("change", [dict(c1=1.0), dict(c2=1.0, eps=1e-15), dict(eps=0.0)], ids=str)
+def test_coefficients_that_chunks_take_or_leave(platform, change):
+    """Late steps, whose c1 and c2 are one, and an eps of zero, with which 0 / 0 is divided."""
+    mode, is_random, grad, param, stored = VARIANTS["bf16"]
+    sizes = (70_001, 1024)
+    operands = operands_of(np.random.default_rng(8), sizes, mode, grad, param, stored)
+    rows = random_rows(count=40)
+    for key, value in (change | dict(l2=0.0)).items():
+        rows[:, coefficients.NAMES.index(key)] = value
+    spec = CompactSpec(Spec(mode, (0, 1)), is_random, (0, 1))
+    places = jax.tree.map(np.asarray, Places.of_parts(np.zeros(2, np.int32)))
+    args = spec, scalars(rows), rounded(), places, operands
+    assert_trees_same_bits(adam_of_parts(*args)._asdict(), by_reference(*args)._asdict())

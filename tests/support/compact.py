@@ -1,0 +1,24 @@
+"""Operands of the step with rounding to 8 bits or at random, and the reference of it."""
+
+import functools
+
+import jax
+import numpy as np
+
+from jdistadam.kernels import compact_adam as kernel
+from jdistadam.kernels.compact_adam import Rounding
+
+adam_of_parts = jax.jit(kernel.adam, static_argnums=0)
+by_reference = functools.partial(kernel.adam_reference, xp=np)
+
+
+def plain_array(rng, size, dtype, nonnegative=False):
+    """Values as in training: over some 2^20, every seventh zero."""
+    x = rng.normal(size=size) * np.exp2(rng.normal(size=size) * 3 - 9) * (rng.random(size) < 6 / 7)
+    with np.errstate(all="ignore"):
+        return np.float32(np.abs(x) if nonnegative else x).astype(dtype)
+
+
+def rounded(seed=2**40 + 5, count=6):
+    key = np.asarray([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
+    return Rounding(key, np.int32(count))
