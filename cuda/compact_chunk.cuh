@@ -11,6 +11,8 @@ namespace jdistadam {
 namespace {
 
 constexpr int kChunkBlocks = 2, kChunk = kChunkBlocks * kBlock8Size;
+constexpr size_t kMaxChunked = size_t{1} << 31;  // elements of a leaf, whose indices have 32 bits
+constexpr uint32_t kWarps = kThreads / 32, kMaxRounds = 32;  // chunks are bits
 
 // ---- Arithmetic ----
 
@@ -49,38 +51,14 @@ struct OrdinaryArithmetic {
   }
 };
 
-// The smallest number but zero, and the largest, of what a thread has, as bits without signs.
+// The extremes of what a thread has, as bits without signs.
 struct Extremes {
-  uint32_t smallest = 0xffffffffu, largest = 0;  // less one, so that zero is none
+  uint32_t smallest = 0xffffffffu;  // less one, so that zero is none
+  uint32_t largest = 0;
 
-  __device__ __forceinline__ void Add(const uint32_t (&bits)[kVector]) {
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) smallest = min(smallest, bits[k] - 1);
-    largest = max(largest, max(bits[0], bits[1]));
-    largest = max(largest, max(bits[2], bits[3]));
+  __device__ __forceinline__ bool AreBetween(uint32_t low, uint32_t high) const {
+    return smallest >= low - 1 && largest < high;
   }
-};
-
-// Whether the numbers of a thread are in the ranges above.
-class Range {
- public:
-  __device__ __forceinline__ void Add(const float (&m)[kVector], const float (&v)[kVector]) {
-    uint32_t of_mu[kVector], of_nu[kVector];
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) {
-      of_mu[k] = BitsOf(m[k]) + BitsOf(m[k]);
-      of_nu[k] = BitsOf(v[k]);  // a sign is that of a NaN: large
-    }
-    mu_.Add(of_mu);
-    nu_.Add(of_nu);
-  }
-  __device__ __forceinline__ bool IsOrdinary() const {
-    return mu_.smallest >= 2 * kSmallestMu - 1 && mu_.largest < 2 * kLargestMu &&
-           nu_.smallest >= kSmallestNu - 1 && nu_.largest < kLargestNu;
-  }
-
- private:
-  Extremes mu_, nu_;
 };
 
 // A float32 that was computed here: where NaN it is 0x7fffffff, which becomes the canonical one.
@@ -104,19 +82,34 @@ __device__ __forceinline__ void WidenCodes(uint32_t codes, float (&x)[kVector]) 
   }
 }
 
-// Returns the codes of four elements in ordinary ranges, and the scale of their block.
+// Four numbers of a moment as they are stored: codes and their scale, or in 16 bits or 32.
+struct Stored {
+  uint32_t words[kVector];
+  float scale;
+  Extremes extremes;  // the largest is the warp's where there are codes
+};
+
+// Bits without a sign. A number of nu has none but where it is NaN, and then it is large.
+template <Moment kMoment>
+__device__ __forceinline__ uint32_t MagnitudeOf(float x) {
+  return kMoment == Moment::kMu ? BitsOf(x) & 0x7fffffffu : BitsOf(x);
+}
+
 template <Moment kMoment, bool kRandom>
-__device__ __forceinline__ uint32_t EncodeOrdinary(const float (&x)[kVector],
-                                                   const uint32_t (&words)[kVector], float* scale) {
+__device__ __forceinline__ void EncodeOrdinary(const float (&x)[kVector],
+                                               const uint32_t (&words)[kVector], Stored* y) {
   constexpr bool is_mu = kMoment == Moment::kMu;
-  uint32_t largest = 0;
+  uint32_t rounded[kVector];
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
-    const uint32_t magnitude = is_mu ? BitsOf(x[k]) & 0x7fffffffu : BitsOf(x[k]);
-    largest = max(largest, magnitude + Increment<kRandom>(magnitude, 20, words[k]));
+    const uint32_t magnitude = MagnitudeOf<kMoment>(x[k]);
+    rounded[k] = magnitude + Increment<kRandom>(magnitude, 20, words[k]);
+    y->extremes.smallest = min(y->extremes.smallest, magnitude - 1);
   }
-  const uint32_t exponent = __reduce_max_sync(kAllLanes, largest) & 0x7f800000u;
-  *scale = FloatOf(exponent);  // zero if all are
+  const uint32_t mine = max(max(max(rounded[0], rounded[1]), rounded[2]), rounded[3]);
+  y->extremes.largest = __reduce_max_sync(kAllLanes, mine);
+  const uint32_t exponent = y->extremes.largest & 0x7f800000u;
+  y->scale = FloatOf(exponent);  // zero if all are
   const float factor = FloatOf((is_mu ? 0x7f000000u - 0x38000000u : 0x7f000000u - 0x30000000u) -
                                exponent);  // CodeDown over the scale
   const uint32_t sign = exponent == 0 ? 0 : 0x80000000u;
@@ -133,7 +126,40 @@ __device__ __forceinline__ uint32_t EncodeOrdinary(const float (&x)[kVector],
     }
   }
   const uint32_t lower = __byte_perm(bytes[0], bytes[1], 0x73);
-  return __byte_perm(lower, __byte_perm(bytes[2], bytes[3], 0x73), 0x5410);
+  y->words[0] = __byte_perm(lower, __byte_perm(bytes[2], bytes[3], 0x73), 0x5410);
+}
+
+// Numbers that were computed here, in 16 bits or in 32.
+template <bool kRandom>
+__device__ __forceinline__ void RoundOrdinary(Dtype dtype, const float (&x)[kVector],
+                                              const uint32_t (&words)[kVector], uint32_t* y) {
+  uint32_t bits[kVector];
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    bits[k] = BitsOf(CanonicalResult(x[k]));
+    y[k] = bits[k];
+    bits[k] += Increment<kRandom>(bits[k], 16, words[k]);
+  }
+  if (dtype == Dtype::kFloat32) return;
+  y[0] = __byte_perm(bits[0], bits[1], 0x7632);
+  y[1] = __byte_perm(bits[2], bits[3], 0x7632);
+}
+
+template <Moment kMoment, bool kRandom>
+__device__ __forceinline__ Stored StoredMoment(Dtype dtype, const float (&x)[kVector],
+                                               const uint32_t (&words)[kVector]) {
+  Stored y;
+  if (dtype == Dtype::kBlock8) {
+    EncodeOrdinary<kMoment, kRandom>(x, words, &y);
+    return y;
+  }
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    y.extremes.smallest = min(y.extremes.smallest, MagnitudeOf<kMoment>(x[k]) - 1);
+    y.extremes.largest = max(y.extremes.largest, MagnitudeOf<kMoment>(x[k]));
+  }
+  RoundOrdinary<kRandom>(dtype, x, words, y.words);
+  return y;
 }
 
 // ---- A tile ----
@@ -144,14 +170,14 @@ struct Tile {
   OrdinaryArithmetic by;
   float inv_scale;
   bool is_ordinary;  // else no chunk is
-  bool is_run;       // its elements follow each other in the whole leaf, and start at a vector
+  bool is_run;       // the leaf's elements follow each other in the whole one, from a vector on
   uint32_t id, count, key0, key1, group_high;
   uint32_t group;  // of this thread's first element: its index / 4, of which group_high is more
 };
 
 template <typename Types>
 __device__ __forceinline__ Tile TileOf(const Types& t, const Step& step, const CompactLeaf& leaf,
-                                       size_t begin, size_t end, size_t mine) {
+                                       size_t mine) {
   Tile tile;
   tile.c = LoadCoefficients(step, leaf);
   const Coefficients& c = tile.c;
@@ -160,20 +186,24 @@ __device__ __forceinline__ Tile TileOf(const Types& t, const Step& step, const C
   tile.is_ordinary = !step.nesterov && c.l2 == 0.0f && is_between(c.c1, kSmallestC, 1.0f) &&
                      is_between(c.c2, kSmallestC, 1.0f) &&
                      is_between(c.eps, kSmallestEps, kLargestEps) &&
-                     is_between(c.eps_root, 0.0f, kLargestEps) && IsAligned(t, step, leaf);
+                     is_between(c.eps_root, 0.0f, kLargestEps) && IsAligned(t, step, leaf) &&
+                     leaf.size < kMaxChunked;
   tile.by = {1.0f / c.c1, 1.0f / c.c2};
   if (!Types::IsRandom(step)) return tile;
   tile.count = static_cast<uint32_t>(*step.count);
   tile.key0 = step.key[0];
   tile.key1 = step.key[1];
-  const Origin first = OriginOf(step.parts, leaf, begin);
-  const Origin last = OriginOf(step.parts, leaf, end - 1);
-  const uint64_t group = (first.index + (mine - begin)) / kVector;
+  if (leaf.table != nullptr) {
+    tile.is_run = false;
+    return tile;
+  }
+  const Origin first = OriginOf(step.parts, leaf, 0);
+  const Origin last = OriginOf(step.parts, leaf, leaf.size - 1);
   tile.id = first.id;
-  tile.group = static_cast<uint32_t>(group);
+  tile.group = static_cast<uint32_t>((first.index + mine) / kVector);
   tile.group_high = static_cast<uint32_t>(first.index / kVector >> 32);
-  tile.is_run = leaf.table == nullptr && last.index - first.index == end - 1 - begin &&
-                first.index % kVector == 0 && last.index / kVector >> 32 == tile.group_high;
+  tile.is_run = last.index - first.index == leaf.size - 1 && first.index % kVector == 0 &&
+                last.index / kVector >> 32 == tile.group_high;
   return tile;
 }
 
@@ -190,7 +220,7 @@ __device__ __forceinline__ char* Ahead(const void* base, Dtype dtype, int block)
   return static_cast<char*>(const_cast<void*>(base)) + block * kBlock8Size * ItemSize(dtype);
 }
 
-__device__ __forceinline__ Packed<kVector> LoadFour(const void* base, Dtype dtype, size_t i,
+__device__ __forceinline__ Packed<kVector> LoadFour(const void* base, Dtype dtype, uint32_t i,
                                                     int block) {
   const char* from = Ahead(base, dtype, block);
   if (dtype != Dtype::kBlock8) return LoadVector<kVector>(from, dtype, i);
@@ -198,7 +228,7 @@ __device__ __forceinline__ Packed<kVector> LoadFour(const void* base, Dtype dtyp
 }
 
 template <typename Types>
-__device__ __forceinline__ Loaded Load(const Types& t, const CompactLeaf& leaf, size_t i,
+__device__ __forceinline__ Loaded Load(const Types& t, const CompactLeaf& leaf, uint32_t i,
                                        int block) {
   Loaded x;
   x.grad = LoadFour(leaf.grad, t.grad, i, block);
@@ -211,115 +241,134 @@ __device__ __forceinline__ Loaded Load(const Types& t, const CompactLeaf& leaf, 
   return x;
 }
 
-// Numbers that were computed here.
-template <bool kRandom>
-__device__ __forceinline__ void StoreOrdinary(void* base, Dtype dtype, size_t i, int block,
-                                              const float (&x)[kVector],
-                                              const uint32_t (&words)[kVector]) {
-  float y[kVector];
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) y[k] = CanonicalResult(x[k]);
-  char* to = Ahead(base, dtype, block);
-  if (dtype == Dtype::kFloat32) return StoreVector(to, dtype, i, y);
-  uint32_t sums[kVector];
-#pragma unroll
-  for (int k = 0; k < kVector; ++k)
-    sums[k] = BitsOf(y[k]) + Increment<kRandom>(BitsOf(y[k]), 16, words[k]);
-  const uint32_t pairs[] = {__byte_perm(sums[0], sums[1], 0x7632),
-                            __byte_perm(sums[2], sums[3], 0x7632)};
-  StoreWords<kVector>(to, i, pairs);
+__device__ __forceinline__ void StoreFour(void* base, Dtype dtype, uint32_t i, int block,
+                                          const uint32_t (&words)[kVector]) {
+  char* to = Ahead(base, dtype, block) + i * ItemSize(dtype);
+  if (dtype == Dtype::kBlock8) {
+    *reinterpret_cast<uint32_t*>(to) = words[0];
+  } else if (dtype == Dtype::kFloat32) {
+    *reinterpret_cast<uint4*>(to) = uint4{words[0], words[1], words[2], words[3]};
+  } else {
+    *reinterpret_cast<uint64_t*>(to) = uint64_t{words[1]} << 32 | words[0];  // not split in two
+  }
 }
 
-template <Moment kMoment, bool kRandom>
-__device__ __forceinline__ void StoreMomentOrdinary(void* base, Dtype dtype, float* scales,
-                                                    size_t i, int block, const float (&x)[kVector],
-                                                    const uint32_t (&words)[kVector]) {
-  if (dtype != Dtype::kBlock8) return StoreOrdinary<kRandom>(base, dtype, i, block, x, words);
-  float scale;
-  const uint32_t codes = EncodeOrdinary<kMoment, kRandom>(x, words, &scale);
-  *reinterpret_cast<uint32_t*>(Ahead(base, dtype, block) + i) = codes;
-  if (threadIdx.x % 32 == 0) (scales + block)[i / kBlock8Size] = scale;
+// A block's results, four in each thread.
+struct Stepped {
+  float p[kVector];
+  Stored mu, nu;
+};
+
+template <typename Types, bool kRandom>
+__device__ __forceinline__ Stepped StepLoaded(const Types& t, const Tile& tile, const Loaded& x,
+                                              const Words& words) {
+  float g[kVector], m[kVector], v[kVector];
+  Stepped y;
+  Widen(x.grad, t.grad, g);
+  if (Types::kMode == Mode::kStepSplit) {
+    JoinVectors(x.param, x.low, y.p);
+  } else {
+    Widen(x.param, t.param, y.p);
+  }
+  // Codes are multiplied by powers of two, which may as well be in b1 and b2: the same bits.
+  Coefficients c = tile.c;
+  if (t.mu == Dtype::kBlock8) {
+    WidenCodes<Moment::kMu>(x.mu.words[0], m);
+    c.b1 *= x.mu_scale * CodeUp<Moment::kMu>();
+  } else {
+    Widen(x.mu, t.mu, m);
+  }
+  if (t.nu == Dtype::kBlock8) {
+    WidenCodes<Moment::kNu>(x.nu.words[0], v);
+    c.b2 *= x.nu_scale * CodeUp<Moment::kNu>();
+  } else {
+    Widen(x.nu, t.nu, v);
+  }
+  const Terms terms{false, c.weight_decay != 0.0f, false};
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    const float u = AdamUpdate(c, terms, g[k] * tile.inv_scale, y.p[k], m[k], v[k], tile.by);
+    y.p[k] = y.p[k] - u;
+  }
+  y.mu = StoredMoment<Moment::kMu, kRandom>(t.mu, m, words.mu);
+  y.nu = StoredMoment<Moment::kNu, kRandom>(t.nu, v, words.nu);
+  return y;
 }
 
 template <typename Types, bool kRandom>
-__device__ __forceinline__ void Store(const Types& t, const CompactLeaf& leaf, size_t i, int block,
-                                      const float (&p)[kVector], const float (&m)[kVector],
-                                      const float (&v)[kVector], const Words& words) {
+__device__ __forceinline__ void Store(const Types& t, const CompactLeaf& leaf, uint32_t i,
+                                      int block, const Stepped& x, const Words& words) {
   constexpr Mode mode = Types::kMode;
-  StoreMomentOrdinary<Moment::kMu, kRandom>(leaf.mu, t.mu, leaf.mu_scales, i, block, m, words.mu);
-  StoreMomentOrdinary<Moment::kNu, kRandom>(leaf.nu, t.nu, leaf.nu_scales, i, block, v, words.nu);
+  StoreFour(leaf.mu, t.mu, i, block, x.mu.words);
+  StoreFour(leaf.nu, t.nu, i, block, x.nu.words);
+  if (threadIdx.x % 32 == 0) {
+    if (t.mu == Dtype::kBlock8) (leaf.mu_scales + block)[i / kBlock8Size] = x.mu.scale;
+    if (t.nu == Dtype::kBlock8) (leaf.nu_scales + block)[i / kBlock8Size] = x.nu.scale;
+  }
   if (mode == Mode::kStepSplit) {
-    const float y[] = {CanonicalResult(p[0]), CanonicalResult(p[1]), CanonicalResult(p[2]),
-                       CanonicalResult(p[3])};
-    StoreHalves(Ahead(leaf.param, t.param, block), Ahead(leaf.out, t.out, block), i, y);
+    const float p[] = {CanonicalResult(x.p[0]), CanonicalResult(x.p[1]), CanonicalResult(x.p[2]),
+                       CanonicalResult(x.p[3])};
+    StoreHalves(Ahead(leaf.param, t.param, block), Ahead(leaf.out, t.out, block), i, p);
     return;
   }
-  StoreOrdinary<kRandom && mode == Mode::kStep>(leaf.param, t.param, i, block, p, words.param);
-  if (mode == Mode::kStepAndCast) StoreOrdinary<false>(leaf.out, t.out, i, block, p, words.param);
+  uint32_t rounded[kVector];
+  RoundOrdinary<kRandom && mode == Mode::kStep>(t.param, x.p, words.param, rounded);
+  StoreFour(leaf.param, t.param, i, block, rounded);
+  if (mode == Mode::kStepAndCast) {
+    RoundOrdinary<false>(t.out, x.p, words.param, rounded);
+    StoreFour(leaf.out, t.out, i, block, rounded);
+  }
 }
 
-// Steps a chunk, of which this thread's elements begin at i and, of the second block, 128 after it.
-// False, and nothing done, where some of them are out of the ordinary. All threads of a warp call
-// this together; `ahead` is by how much i is after the tile's first element of this thread.
-template <typename Types, bool kRandom>
-__device__ __forceinline__ bool StepChunk(const Types& t, const Step& step, const CompactLeaf& leaf,
-                                          const Tile& tile, size_t i, uint32_t ahead) {
+// Steps the whole chunks of a tile that this warp takes, and returns which are left, as bits: those
+// in which something is out of the ordinary, and one that is not whole. `mine` is this thread's
+// first element, and `stride` is from one chunk to the next.
+template <typename Types, bool kRandom, bool kIsRun>
+__device__ __forceinline__ uint32_t StepChunks(const Types& t, const Step& step,
+                                               const CompactLeaf& leaf, const Tile& tile,
+                                               uint32_t mine, uint32_t stride) {
   static_assert(Types::kMode != Mode::kUpdate);
   constexpr int n = kChunkBlocks;
-  Loaded loaded[n];
+  uint32_t left = 0, chunk = 1, group = tile.group;
+  const uint32_t whole = static_cast<uint32_t>(leaf.size) / kChunk * kChunk;
+  Loaded next[n];
+  const auto fetch = [&](uint32_t i) {
 #pragma unroll
-  for (int b = 0; b < n; ++b) loaded[b] = Load(t, leaf, i, b);
-  uint32_t drawn[n][kVector] = {};
+    for (int b = 0; i < whole && b < n; ++b) next[b] = Load(t, leaf, i, b);
+  };
+  fetch(mine);
+#pragma unroll 1
+  for (uint32_t i = mine; i < whole; i += stride) {
+    Loaded loaded[n];
+    Random4 drawn[n] = {};
+    Stepped stepped[n];
+    bool is_ordinary = true;
 #pragma unroll
-  for (int b = 0; kRandom && b < n; ++b) {
-    if (tile.is_run) {
-      const uint32_t group = tile.group + (ahead + b * kBlock8Size) / kVector;
-      const Random4 random = Philox(tile.key0, tile.key1, uint64_t{tile.group_high} << 32 | group,
-                                    tile.id, tile.count);
+    for (int b = 0; b < n; ++b) loaded[b] = next[b];
+    fetch(i + stride);  // is on its way while this chunk is stepped
 #pragma unroll
-      for (int k = 0; k < kVector; ++k) drawn[b][k] = random.words[k];
-    } else {
-      Draw(step, leaf, i + b * kBlock8Size, drawn[b]);
+    for (int b = 0; kRandom && b < n; ++b) {
+      drawn[b] =
+          kIsRun ? Philox(tile.key0, tile.key1, uint64_t{tile.group_high} << 32 | (group + b * 32),
+                          tile.id, tile.count)
+                 : Draw(step, leaf, i + b * kBlock8Size);
     }
+#pragma unroll
+    for (int b = 0; b < n; ++b) {
+      stepped[b] = StepLoaded<Types, kRandom>(t, tile, loaded[b], Words(drawn[b]));
+      is_ordinary &= stepped[b].mu.extremes.AreBetween(kSmallestMu, kLargestMu) &&
+                     stepped[b].nu.extremes.AreBetween(kSmallestNu, kLargestNu);
+    }
+    if (__all_sync(kAllLanes, is_ordinary)) {
+#pragma unroll
+      for (int b = 0; b < n; ++b) Store<Types, kRandom>(t, leaf, i, b, stepped[b], Words(drawn[b]));
+    } else {
+      left |= chunk;
+    }
+    chunk <<= 1;
+    group += stride / kVector;
   }
-  const Terms terms{false, tile.c.weight_decay != 0.0f, false};
-  Range range;
-  float p[n][kVector], m[n][kVector], v[n][kVector];
-#pragma unroll
-  for (int b = 0; b < n; ++b) {
-    float g[kVector];
-    Widen(loaded[b].grad, t.grad, g);
-    if (Types::kMode == Mode::kStepSplit) {
-      JoinVectors(loaded[b].param, loaded[b].low, p[b]);
-    } else {
-      Widen(loaded[b].param, t.param, p[b]);
-    }
-    // Codes are multiplied by powers of two, which may as well be in b1 and b2: the same bits.
-    Coefficients c = tile.c;
-    if (t.mu == Dtype::kBlock8) {
-      WidenCodes<Moment::kMu>(loaded[b].mu.words[0], m[b]);
-      c.b1 *= loaded[b].mu_scale * CodeUp<Moment::kMu>();
-    } else {
-      Widen(loaded[b].mu, t.mu, m[b]);
-    }
-    if (t.nu == Dtype::kBlock8) {
-      WidenCodes<Moment::kNu>(loaded[b].nu.words[0], v[b]);
-      c.b2 *= loaded[b].nu_scale * CodeUp<Moment::kNu>();
-    } else {
-      Widen(loaded[b].nu, t.nu, v[b]);
-    }
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) {
-      p[b][k] =
-          p[b][k] - AdamUpdate(c, terms, g[k] * tile.inv_scale, p[b][k], m[b][k], v[b][k], tile.by);
-    }
-    range.Add(m[b], v[b]);
-  }
-  if (!__all_sync(kAllLanes, range.IsOrdinary())) return false;
-#pragma unroll
-  for (int b = 0; b < n; ++b)
-    Store<Types, kRandom>(t, leaf, i, b, p[b], m[b], v[b], Words(drawn[b]));
-  return true;
+  return left | ~(chunk - 1);
 }
 
 }  // namespace

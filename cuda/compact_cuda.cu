@@ -17,41 +17,21 @@
 namespace jdistadam {
 namespace {
 
-constexpr int kSmallCompact = 30, kLargeCompact = 250, kWarps = kThreads / 32;
+constexpr int kSmallCompact = 30, kLargeCompact = 250;
 static_assert(sizeof(LeafTable<CompactLeaf, kSmallCompact>) + sizeof(Step) <= 4096);
 static_assert(sizeof(LeafTable<CompactLeaf, kLargeCompact>) + sizeof(Step) <= kMaxParameterBytes);
 
-// One tile of one leaf in each block of threads, a chunk of it in each warp at a time.
-template <typename Types, int kCapacity>
-__global__ void __launch_bounds__(kThreads)
-    CompactKernel(const __grid_constant__ LeafTable<CompactLeaf, kCapacity> table,
-                  const __grid_constant__ Step step) {
-  const TileIndex index = FindTile(table, blockIdx.x);
-  const CompactLeaf& leaf = table.leaves[index.leaf];
-  const Types t(step);
-  const uint32_t size = step.rounds * kWarps * kChunk;
-  const size_t begin = size_t{index.tile} * size;
-  const size_t end = begin + size < leaf.size ? begin + size : leaf.size;
-  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const size_t mine = begin + warp * kChunk + lane * kVector;
-  const bool is_skipped = *step.found_inf;
-  Tile tile;
-  if constexpr (Types::kHasChunks) {
-    tile = TileOf(t, step, leaf, begin, end, mine);
-  }
+// Steps the chunks of a warp in a tile whose bits are set, block by block.
+template <typename Types>
+__device__ __forceinline__ void StepBlocks(const Types& t, const Step& step,
+                                           const CompactLeaf& leaf, size_t mine, size_t stride,
+                                           uint32_t chunks) {
+  for (; chunks != 0; mine += stride, chunks >>= 1) {
 #pragma unroll 1
-  for (uint32_t ahead = 0; ahead < size; ahead += kWarps * kChunk) {
-    const size_t i = mine + ahead, chunk = i - lane * kVector;
-    if (chunk >= end) break;
-    if constexpr (Types::kHasChunks) {
-      if (!is_skipped && tile.is_ordinary && chunk + kChunk <= end) {
-        if (StepChunk<Types, Types::IsRandom(step)>(t, step, leaf, tile, i, ahead)) continue;
-      }
-    }
-#pragma unroll 1
-    for (uint32_t block = 0; block < kChunk; block += kBlock8Size) {
-      const Part part = PartOf(t, step, leaf, i + block);
-      if (is_skipped) {
+    for (uint32_t block = 0; chunks % 2 != 0 && block < kChunk; block += kBlock8Size) {
+      const Part part = PartOf(t, step, leaf, mine + block);
+      if (part.i - threadIdx.x % 32 * kVector >= leaf.size) return;
+      if (*step.found_inf) {
         SkipPart(step, leaf, part);
       } else if (Types::IsRandom(step)) {
         StepPart<Types, true>(t, step, leaf, part);
@@ -62,11 +42,40 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// One tile of one leaf in each block of threads, a chunk of it in each warp at a time. Tiles take
+// turns, chunk by chunk, so that what is in flight at any time lies close together in memory.
+template <typename Types, int kCapacity>
+__global__ void __launch_bounds__(kThreads, Types::kMinBlocks)
+    CompactKernel(const __grid_constant__ LeafTable<CompactLeaf, kCapacity> table,
+                  const __grid_constant__ Step step) {
+  const TileIndex index = FindTile(table, blockIdx.x);
+  const CompactLeaf& leaf = table.leaves[index.leaf];
+  const uint32_t tiles = table.end[index.leaf] - (blockIdx.x - index.tile);
+  const Types t(step);
+  constexpr uint32_t together = kWarps * kChunk;  // elements
+  const size_t stride = size_t{tiles} * together;
+  const size_t mine =
+      size_t{index.tile} * together + threadIdx.x / 32 * kChunk + threadIdx.x % 32 * kVector;
+  if constexpr (Types::kHasChunks) {
+    constexpr bool is_random = Types::IsRandom(step);
+    const Tile tile = TileOf(t, step, leaf, mine);
+    if (tile.is_ordinary && !*step.found_inf) {
+      const uint32_t first = static_cast<uint32_t>(mine), ahead = static_cast<uint32_t>(stride);
+      const uint32_t left =
+          !is_random || tile.is_run
+              ? StepChunks<Types, is_random, true>(t, step, leaf, tile, first, ahead)
+              : StepChunks<Types, is_random, false>(t, step, leaf, tile, first, ahead);
+      return StepBlocks(t, step, leaf, mine, stride, left);
+    }
+  }
+  StepBlocks(t, step, leaf, mine, stride, 0xffffffffu);
+}
+
 // Chunks of a tile: as many as leave every multiprocessor some tiles.
 uint32_t RoundsOf(const CompactCall& call) {
   size_t size = 0;
   for (const CompactLeaf& leaf : call.leaves) size += leaf.size;
-  return static_cast<uint32_t>(std::clamp<size_t>(size >> 21, 1, 16));
+  return static_cast<uint32_t>(std::clamp<size_t>(size >> 21, 1, kMaxRounds));
 }
 
 template <typename Types>
@@ -88,6 +97,7 @@ template <Mode kMode_>
 struct Any {
   static constexpr Mode kMode = kMode_;
   static constexpr bool kHasChunks = false;
+  static constexpr int kMinBlocks = 1;
   static constexpr int kMaxContributions = jdistadam::kMaxContributions;
   Dtype grad, param, mu, nu, out;
   int contributions;
@@ -107,6 +117,7 @@ template <Mode kMode_, bool kIsRandom, Dtype kGrad, Dtype kParam, Dtype kMu, Dty
 struct Fixed {
   static constexpr Mode kMode = kMode_;
   static constexpr bool kHasChunks = true;
+  static constexpr int kMinBlocks = 5;  // of a multiprocessor, at once
   static constexpr Dtype grad = kGrad, param = kParam, mu = kMu, nu = kNu, out = kOut;
   static constexpr int contributions = 1, kMaxContributions = 1;
 

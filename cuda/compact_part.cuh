@@ -34,12 +34,12 @@ struct Step {
 struct Words {
   uint32_t mu[kVector], nu[kVector], param[kVector];
 
-  __device__ __forceinline__ explicit Words(const uint32_t (&drawn)[kVector]) {
+  __device__ __forceinline__ explicit Words(const Random4& drawn) {
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      mu[k] = WordForMu(drawn[k]);
-      nu[k] = WordForNu(drawn[k]);
-      param[k] = WordForParam(drawn[k]);
+      mu[k] = WordForMu(drawn.words[k]);
+      nu[k] = WordForNu(drawn.words[k]);
+      param[k] = WordForParam(drawn.words[k]);
     }
   }
 };
@@ -201,29 +201,27 @@ __device__ __forceinline__ void LoadGrad(const Types& t, const Step& step, const
   for (int k = 0; k < kVector; ++k) g[k] = total.x[k];
 }
 
-__device__ __forceinline__ void Draw(const Step& step, const CompactLeaf& leaf, size_t i,
-                                     uint32_t (&words)[kVector]) {
+// Not inlined: divisions in 64 bits would take registers where there are none to divide.
+__device__ __noinline__ Random4 Draw(const Step& step, const CompactLeaf& leaf, size_t i) {
   const Origin origin = OriginOf(step.parts, leaf, i);
   const uint64_t index = origin.index;
   const uint32_t count = static_cast<uint32_t>(*step.count);
   const auto draw = [&](uint64_t at) {
     return Philox(step.key[0], step.key[1], at / 4, origin.id, count);
   };
-  if (index % 4 == 0) {
-    const Random4 drawn = draw(index);
+  if (index % 4 == 0) return draw(index);
+  Random4 words;
 #pragma unroll
-    for (int k = 0; k < kVector; ++k) words[k] = drawn.words[k];
-    return;
-  }
   for (int k = 0; k < kVector; ++k) {
     const Random4 drawn = draw(index + k);
     const int of =
         (index + k) % 4;  // no index of an array that is not known: it stays in registers
-    words[k] = of == 0   ? drawn.words[0]
-               : of == 1 ? drawn.words[1]
-               : of == 2 ? drawn.words[2]
-                         : drawn.words[3];
+    words.words[k] = of == 0   ? drawn.words[0]
+                     : of == 1 ? drawn.words[1]
+                     : of == 2 ? drawn.words[2]
+                               : drawn.words[3];
   }
+  return words;
 }
 
 // What a skipped step writes: the unchanged parameter in `out`'s dtype, or an update of zero.
@@ -265,9 +263,10 @@ __device__ __noinline__ void StepPart(const Types& t, const Step& step, const Co
   LoadGrad(t, step, leaf, part, g);
   const Coefficients c = LoadCoefficients(step, leaf);
   const float inv_scale = *step.inv_scale;
-  uint32_t words[kVector] = {};
-  if (kRandom && is_mine) Draw(step, leaf, part.i, words);  // else there may be no entry in a table
-  const Words by_kind(words);
+  Random4 drawn{};
+  if (kRandom && is_mine)
+    drawn = Draw(step, leaf, part.i);  // else there may be no entry in a table
+  const Words by_kind(drawn);
   if (split) {
     JoinVectors(packed_p, packed_low, p);
   } else {

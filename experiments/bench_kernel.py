@@ -141,9 +141,9 @@ def variants_of(tree):
     return [*OURS, *flat, "optax.adamw"]
 
 
-def measure_tree(tree, copy, hosts):
+def measure_tree(tree, variants, copy, hosts):
     """Yields rows."""
-    for variant in (v for v in variants_of(tree) if (tree, v) not in UNLOOPED):
+    for variant in (v for v in variants if (tree, v) not in UNLOOPED):
         row = bench.measure(tree, variant, copy, device_seconds=device_seconds)
         yield row._replace(**hosts.get(variant, {}))
     yield from torch_rows(tree, copy)
@@ -168,6 +168,7 @@ def measure_sizes(copy):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trees", nargs="+", choices=bench.TREES, default=list(bench.TREES))
+    parser.add_argument("--variants", nargs="+", choices=[*OURS, FLAT, "optax.adamw"])
     parser.add_argument("--copy-elements", type=int, default=1 << 30)
     parser.add_argument("--revision", help="revision of the code to record; default: git's")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_kernel.json"))
@@ -179,16 +180,19 @@ def main():
     found = dict(copy_gb_per_second=copy / 1e9, rows=rows, power=power, hosts=hosts)
     for tree in args.trees:
         with PowerLog() as log:
-            called = [v for v in variants_of(tree) if v not in OURS[1:]]
+            variants = [v for v in variants_of(tree) if v in (args.variants or variants_of(tree))]
+            called = [v for v in variants if v not in OURS[1:]]
             hosts[tree] = bench.measure_hosts(tree, called, repeats=40)
             print(hosts[tree], flush=True)
-            for row in measure_tree(tree, copy, hosts[tree]):
+            for row in measure_tree(tree, variants, copy, hosts[tree]):
                 rows.append(row._asdict())
                 print(bench.format_rows([row]).splitlines()[1], flush=True)
                 report.write_run(args.out, args.revision, **found)  # after each: nothing is lost
         power[tree] = log.summary()
         print(power[tree], flush=True)
         report.write_run(args.out, args.revision, **found)
+    if args.variants:
+        return
     report.write_run(args.out, args.revision, **found, sizes=measure_sizes(copy))
     report.plot_bandwidth(args.out, args.out.with_suffix(".png"))
     print(f"wrote {args.out}")
