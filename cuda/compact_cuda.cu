@@ -117,7 +117,7 @@ template <Mode kMode_, bool kIsRandom, Dtype kGrad, Dtype kParam, Dtype kMu, Dty
 struct Fixed {
   static constexpr Mode kMode = kMode_;
   static constexpr bool kHasChunks = true;
-  static constexpr int kMinBlocks = 5;  // of a multiprocessor, at once
+  static constexpr int kMinBlocks = kMu == Dtype::kBlock8 ? 5 : 6;  // at once: so many registers
   static constexpr Dtype grad = kGrad, param = kParam, mu = kMu, nu = kNu, out = kOut;
   static constexpr int contributions = 1, kMaxContributions = 1;
 

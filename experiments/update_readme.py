@@ -11,6 +11,7 @@ import sys
 
 import low_precision
 import precision
+import speed_tables
 from lm import markdown
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -357,6 +358,9 @@ TABLES = {
     "low_precision": lambda: low_precision.table(
         json.loads((RESULTS / "low_precision_cpu.json").read_text())
     ),
+    "low_precision_speed": speed_tables.low_precision_speed,
+    "resnet": speed_tables.resnet_speed,
+    "at_rest": speed_tables.at_rest_speed,
     "plan": plan_table,
     "plan_memory": plan_memory_table,
     "scan_runs": scan_runs_table,

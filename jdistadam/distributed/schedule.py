@@ -223,7 +223,7 @@ class _PhaseMaker:
         if bucket.num_layers is not None:
             times = num_layers * self.num_reductions
             reduce, gather = (_repeated(phase, "layer", times) for phase in (reduce, gather))
-        elif stacked and self.means == "xla" and (parallel.shards_grads or self.is_one_batch):
+        elif stacked and self.means == "xla" and parallel.shards_grads:
             # [Note: sums of layers]
             reduce = self._reduce_scatter(paths, whole_size // stacked, shard_axes, sent)
             reduce = _repeated(reduce, "layer", stacked * self.num_reductions)

@@ -63,7 +63,7 @@ def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, A
     gathers_layers = config.parallel.shards_params and not config.parallel.gathers_once
     if gathers_layers and config.stacked:
         wanted |= _PIPELINED
-    if sums_in_loops(config, accumulate_steps):
+    if sums_in_loops(config):
         wanted |= _SUMMED_IN_LOOPS
     # A loop over micro-batches begins when all parameters are there.
     is_hidden = config.parallel.gathers_once and accumulate_steps == 1

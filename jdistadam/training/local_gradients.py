@@ -117,7 +117,7 @@ class _Gradient:
     @property
     def _sums_of_layers(self) -> dict[int, Sum]:
         """How gradients of layers are summed in the loop that makes them; where they can be."""
-        if not sums_in_loops(self.tx.config, self.accumulate_steps):
+        if not sums_in_loops(self.tx.config):
             return {}
         # Weights are known after the backward pass. A report is of each device's own gradients, and
         # so is what a chain changes.

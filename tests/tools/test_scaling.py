@@ -153,11 +153,11 @@ def test_layers_are_gathered_and_reduced_beside_others():
 
 
 def test_stacked_leaves_that_devices_hold_whole_are_reduced_layer_by_layer():
-    """Sums of micro-batches at the end; and all are gathered there."""
+    """Under "optim_grads"; under "optim" at the end. All are gathered there."""
     tree, whole = shapes(*[(2, 64 * MIB)] * 4), 4 * 128 * MIB / 1e8
-    tx = make(numbers(2), stacked=lambda path: True)
-    for micro, layers in ((1, 1), (2, 2)):
-        time = predict(tx, tree, model=300.0, accumulate_steps=micro)
+    for strategy, layers in (("optim_grads", 1), ("optim", 2)):
+        tx = make(numbers(2), sharding_strategy=strategy, stacked=lambda path: True)
+        time = predict(tx, tree, model=300.0)
         np.testing.assert_allclose(time.exposed, whole * layers / 2 + whole, rtol=1e-12)
 
 
