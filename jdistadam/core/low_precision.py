@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 from jdistadam.core import trees
 from jdistadam.core.arguments import shown
 from jdistadam.core.moments import BLOCK8, SMALLEST_CODED
-from jdistadam.errors import PolicyError
+from jdistadam.errors import PolicyError, TreeError
 
 ROUNDINGS = ("nearest", "stochastic")
 
@@ -46,6 +46,19 @@ class LowPrecision:
         if size < SMALLEST_CODED:
             return False
         return self.float32_moments is None or not self.float32_moments(path)
+
+    def check_paths(self, paths: Sequence[str]) -> None:
+        """Raises TreeError where ``float32_moments`` selects no leaf."""
+        keep = self.float32_moments
+        if keep is None or not paths or any(map(keep, paths)):
+            return
+        raise TreeError(
+            "float32_moments",
+            "selects no leaf",
+            got=f"False for {paths[0]} and {len(paths) - 1} more",
+            expected="True for the leaves that keep float32 moments",
+            action="Look for a part of their paths, or leave float32_moments out.",
+        )
 
     @property
     def is_any(self) -> bool:

@@ -144,6 +144,7 @@ class DistributedConfig:
         leaves = [dataclasses.replace(leaf, is_coded=self._is_coded(leaf)) for leaf in leaves]
         _check_param_comm_dtype(self.policy, leaves)
         if self.low_precision.is_any:
+            self.low_precision.check_paths([leaf.path.removeprefix("params") for leaf in leaves])
             for leaf in leaves:
                 check_cuts(leaf, self.tensor_parts, self.low_precision)
         if self.stacked is not None:

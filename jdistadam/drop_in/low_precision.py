@@ -36,11 +36,12 @@ class RoundingState(NamedTuple):
 
 def new_state(low: LowPrecision, params: Params, state: OptState) -> OptState:
     """Codes the moments of optax's state, all zero, where they are to be."""
+    paths = trees.paths(params, "")
+    low.check_paths(paths)
 
     def coded(tree: Any, is_coded: bool) -> Any:
         if not is_coded:
             return tree
-        paths = trees.paths(params, "")
         leaves = [
             _zeros(param) if low.is_coded(path, param) else zeros
             for path, param, zeros in zip(

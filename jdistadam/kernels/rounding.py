@@ -17,7 +17,7 @@ _ROUNDS = 7
 
 
 class RandomBits(NamedTuple):
-    """Random words, uint32 of the leaf's shape; as many of their upper bits as are dropped count."""
+    """Random words, uint32 of the leaf's shape; as many upper bits are used as are dropped."""
 
     param: Any
     mu: Any

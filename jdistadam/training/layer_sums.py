@@ -28,8 +28,8 @@ Sum = Callable[[jax.Array], jax.Array]
 def sums_in_loops(config: DistributedConfig) -> bool:
     """Whether gradients of stacked layers are summed in the loops that make them.
 
-    Not under "optim": on two H200s a step of 1.31e9 parameters then took 1.142 times its forward and
-    backward pass instead of 1.102. "optim_grads" does so, for the memory of the whole gradients.
+    Not under "optim": there a step of 1.31e9 parameters on two H200s took 1.142 times its forward
+    and backward pass instead of 1.102. "optim_grads" saves the memory of whole gradients so.
     """
     parallel = config.parallel
     is_over_xla = parallel.num_devices > 1 and not config.communication.is_peer

@@ -407,6 +407,14 @@ def test_what_is_not_supported_raises():
             jda.MixedPrecisionPolicy(**wrong)
 
 
+def test_a_predicate_that_selects_no_leaf_raises():
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
+    policy = jda.MixedPrecisionPolicy(**CODED, float32_moments=lambda path: "rosw" in path)
+    tx = jda.distributed_fused_adamw(1e-3, b2=0.9, mesh=mesh, policy=policy)
+    with pytest.raises(jda.TreeError, match=r"float32_moments: selects no leaf: got False for \['"):
+        tx.init(random_params(jnp.bfloat16))
+
+
 def test_states_of_another_policy_raise():
     """Moments of another kind, or without the seed: before anything is computed."""
     params = random_params(jnp.bfloat16)

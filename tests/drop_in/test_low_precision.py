@@ -253,6 +253,13 @@ def test_bad_options(options, message):
         jda.fused_adamw(**HYPER | options)
 
 
+def test_a_predicate_that_selects_no_leaf():
+    """As a misspelt path; the message names one, and how many there are."""
+    tx = jda.fused_adamw(**HYPER | BOTH | dict(float32_moments=lambda path: "embbed" in path))
+    with pytest.raises(jda.TreeError, match=r"float32_moments: selects no leaf: got False for \['"):
+        tx.init(make_params())
+
+
 def test_states_of_another_optimizer():
     params = make_params()
     plain, random, coded = (
