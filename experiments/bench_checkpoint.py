@@ -1,6 +1,6 @@
 """How fast a state is saved and restored, beside a conversion by hand, and what memory it takes.
 
-    python experiments/bench_checkpoint.py --out experiments/results/bench_checkpoint_cpu.json
+    python experiments/bench_checkpoint.py --out runs/bench_checkpoint.json
 
 A state with float32 main parameters, mu and nu on virtual CPU devices. By hand means
 ``to_optax_state`` and ``numpy.savez``, and back by ``numpy.load`` and ``from_optax_state``: all in

@@ -1,6 +1,6 @@
 """Images per second of a ResNet's training step on one GPU, row-major and with formats.
 
-    python experiments/bench_resnet.py --out experiments/results/bench_resnet_h200.json
+    python experiments/bench_resnet.py --out experiments/results/bench_resnet/h200/default.json
     python experiments/bench_resnet.py --preset tiny --batch 8 --rounds 2 --out /tmp/try.json  # CPU
 
 ResNet-50 in bfloat16 with float32 parameters and 128 random images of 224 x 224. Compared are

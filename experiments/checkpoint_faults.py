@@ -1,6 +1,6 @@
 """Damages a checkpoint in many ways and counts what a restore makes of it.
 
-    python experiments/checkpoint_faults.py --out experiments/results/checkpoint_faults.json
+    python experiments/checkpoint_faults.py --out runs/checkpoint_faults.json
 
 "error": CheckpointError that names the folder. "same": the very state that was saved, since what
 was damaged is not read. Anything else ends the script. The cases are those of tests/checkpoint.

@@ -1,6 +1,6 @@
 """How many kernels a training step moves around in memory, compiled for H200s without any.
 
-    python experiments/layout_programs.py --out experiments/results/layouts_h200.json
+    python experiments/layout_programs.py --out runs/layout_programs.json
 
 ResNet-50, a transformer of Flax's attention and GPT-2 small, in bfloat16 with float32 parameters:
 on one H200 with plain ``jax.jit``, and on eight with ``train_step`` and every strategy; each row-

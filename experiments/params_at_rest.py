@@ -1,6 +1,6 @@
 """What a step holds with whole and with resting parameters, and which gathers products hide.
 
-    python experiments/params_at_rest.py --out experiments/results/params_at_rest_h200.json
+    python experiments/params_at_rest.py --out experiments/results/params_at_rest/h200/default.json
 
 A GPT in bfloat16 with float32 main parameters under "optim", compiled for eight H200s, of which
 none need be. From 8 sequences on blocks are computed again in the backward pass. A gather is

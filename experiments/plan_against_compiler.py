@@ -1,6 +1,6 @@
 """The plan of bytes beside XLA's own analysis, for every strategy and policy on eight H200s.
 
-    python experiments/plan_against_compiler.py --out experiments/results/plan_h200.json
+    python experiments/plan_against_compiler.py --out runs/plan.json
 
 Needs no GPU: JAX's CUDA plugin compiles for devices that are described in tests/support/h200.txtpb.
 """

@@ -1,6 +1,6 @@
 """Draws README's plot from the record of bench_step.py: how long a step is beside its model.
 
-python experiments/plot_step.py   # writes experiments/results/bench_step_h200_x2_above_floor.png
+python experiments/plot_step.py   # writes results/bench_step/h200_x2/default_above_floor.png
 """
 
 import matplotlib
@@ -9,7 +9,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from update_readme import RESULTS, step_rows
 
-NAME = "bench_step_h200_x2"
+NAME = "bench_step/h200_x2/default"
 LABELS = {
     "annotated_zero1": "optax.adamw, sharding annotations",
     "optim": 'jdistadam "optim", XLA collectives',

@@ -1,6 +1,6 @@
 """What jda.scaling predicts beside what was measured on 1, 2 and 4 H200s.
 
-    python experiments/scaling_check.py --out experiments/results/scaling_check.json
+    python experiments/scaling_check.py --out experiments/results/scaling_check/h200/default.json
 
 Needs no GPU: it reads the recorded runs, and fills in the tables of docs/scaling.md. Constants are
 taken from elsewhere than the rows they predict:
@@ -32,26 +32,26 @@ import jdistadam as jda
 from jdistadam.tools import bench
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
-RECORDED = RESULTS / "scaling_check.json"
+RECORDED = RESULTS / "scaling_check/h200/default.json"
 DOCS = RESULTS.parent.parent / "docs" / "scaling.md"
 STEPS = (
-    "bench_step_h200_x2",
-    "bench_step_1_sequence_h200_x2",
-    "bench_step_alone_h200_x2",
-    "bench_step_scanned_options_h200_x2",
+    "bench_step/h200_x2/default",
+    "bench_step/h200_x2/1_sequence",
+    "bench_step/h200_x2/alone",
+    "bench_step/h200_x2/scanned_options",
 )
 # For each model the run of which the rate is taken, and those that it predicts.
 SMALL = (
-    "train_lm_h200",
-    "report_nonfinite_h200/without_1",
-    "lm_axes_h200_x2/2x1_jdistadam",
-    "train_lm_h200_x4",
-    *(f"strategies_h200_x4/{name}_{n}" for name in rows.STRATEGIES[:3] for n in (1, 2)),
-    "precision_h200_x4/float32_communication",
-    "processes_h200_x4/one",
-    "processes_h200_x4/four",
+    "train_lm/h200/jdistadam",
+    "train_lm/h200/report_nonfinite/without_1",
+    "train_lm/h200_x2/axes/2x1_jdistadam",
+    "train_lm/h200_x4/jdistadam",
+    *(f"train_lm/h200_x4/strategies/{name}_{n}" for name in rows.STRATEGIES[:3] for n in (1, 2)),
+    "precision/h200_x4/default/float32_communication",
+    "train_lm/h200_x4/processes/one",
+    "train_lm/h200_x4/processes/four",
 )
-SCANNED = ("scan_h200_x4/optim_grads", "scan_h200_x4/optim_grads_params")
+SCANNED = ("train_lm/h200_x4/scan/optim_grads", "train_lm/h200_x4/scan/optim_grads_params")
 NO_MODEL = 1e-12  # seconds: a step alone
 NETWORK = 50e9  # bytes per second per GPU: a port of 400 Gbit/s each
 EXTRAPOLATED = {
@@ -141,7 +141,7 @@ def check_steps(name):
 
 def check_trained(names):
     """Runs of train_lm; of the first one the rate of operations is taken."""
-    machine, flops = machine_of(read("bench_step_h200_x2.json")), None
+    machine, flops = machine_of(read("bench_step/h200_x2/default.json")), None
     for name in names:
         run = read(f"{name}/run.json")
         found = run["results"]
@@ -206,7 +206,7 @@ def predict_trained(args, found, machine, seconds):
 
 def check_memory():
     """Bytes between steps that an allocator counted, without a model."""
-    run = read("plan_memory_h200_x4.json")["results"]
+    run = read("plan_against_memory/h200_x4/default.json")["results"]
     tree = tree_shapes(run["tree"])
     for row in run["rows"]:
         policy = row["policy"].replace("wire", "communication")  # as it was called
@@ -230,7 +230,7 @@ def check_memory():
 
 def extrapolate():
     """The 1.3e9 model of bench_step to 1024 GPUs, with what two of them measured."""
-    run = read("bench_step_h200_x2.json")
+    run = read("bench_step/h200_x2/default.json")
     results = {r["name"]: r for r in run["results"]["rows"]}
     tokens = 8 * model.SIZES["gpt-1.3b"].length
     tables = {}

@@ -1,6 +1,6 @@
 """What a scanned GPT of 1.3e9 parameters needs and sends on eight H200s, compiled without any.
 
-    python experiments/scanned_memory.py --out experiments/results/scanned_h200.json
+    python experiments/scanned_memory.py --out experiments/results/scanned_memory/h200/default.json
 
 The same model with unsharded parameters, and with layers gathered in the scan under several
 policies of rematerialisation, of which one keeps what it gathered: the audit must say so.

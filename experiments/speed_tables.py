@@ -23,7 +23,7 @@ def _results(name):
 
 def low_precision_speed() -> str:
     """One line for each kind of state: time of a step of gpt2xl and share of the copy."""
-    rows = {row["variant"]: row for row in _results("bench_kernel_low_precision_h200")["rows"]}
+    rows = {row["variant"]: row for row in _results("bench_kernel/h200/low_precision")["rows"]}
     first = rows["float32"]["wall_microseconds"]
     table = []
     for variant, nbytes, name in LOW_PRECISION:
@@ -48,7 +48,7 @@ def low_precision_speed() -> str:
 
 def resnet_speed() -> str:
     """One line for each program of bench_resnet.py."""
-    results = _results("bench_resnet_h200")
+    results = _results("bench_resnet/h200/default")
     rows = [
         (row["program"], f"{row['images_per_second']:,.0f}", f"{row['milliseconds']:.2f}",
          f"{row['fastest']:.2f} to {row['slowest']:.2f}")
@@ -66,7 +66,7 @@ def at_rest_speed() -> str:
         "optim": '"optim", params_at_rest="full"',
         "optim+at_rest": '"optim", params_at_rest="shard"',
     }
-    rows = {row["name"]: row for row in _results("bench_step_layers_h200_x2")["rows"]}
+    rows = {row["name"]: row for row in _results("bench_step/h200_x2/layers")["rows"]}
     table = []
     for name, text in names.items():
         row = rows[f"unrolled-8/{name}"]

@@ -33,7 +33,8 @@ def training_table() -> str:
         "peak memory per device",
     )
     table = []
-    for path in sorted(RESULTS.glob("train_lm_*/run.json")):
+    runs = RESULTS.glob("train_lm/*/*/run.json")
+    for path in sorted(x for x in runs if x.parent.name in ("jdistadam", "optax", "optax_sharded")):
         run = json.loads(path.read_text())
         r = run["results"]
         device = run["machine"]["devices"][0].split(" ", 1)[1]
@@ -69,7 +70,7 @@ def kernel_table() -> str:
         "compile, s: float32 / optax",
     )
     table = []
-    for name in ("bench_kernel_h200", "bench_kernel_h200_llama1b"):
+    for name in ("bench_kernel/h200/default", "bench_kernel/h200/llama1b"):
         results = json.loads((RESULTS / f"{name}.json").read_text())["results"]
         for tree, hosts in results["hosts"].items():
             mine = {row["variant"]: row for row in results["rows"] if row["tree"] == tree}
@@ -121,7 +122,7 @@ def strategies_table() -> str:
         "peak memory per device",
     )
     table = []
-    for folder in sorted((RESULTS / "strategies_h200_x4").iterdir()):
+    for folder in sorted((RESULTS / "train_lm/h200_x4/strategies").iterdir()):
         strategy, replicas = folder.name.rsplit("_", 1)
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         last = {key: value for row in rows for key, value in row.items()}
@@ -153,7 +154,9 @@ def plan_table() -> str:
         "sent",
     )
     table = []
-    for row in json.loads((RESULTS / "plan_h200.json").read_text())["results"]["rows"]:
+    for row in json.loads((RESULTS / "plan_against_compiler/h200/default.json").read_text())[
+        "results"
+    ]["rows"]:
         if row["mesh"] == "8":
             cells = (
                 f'`"{row["strategy"]}"`',
@@ -175,7 +178,9 @@ def plan_memory_table() -> str:
         "temporary: at most / counted",
     )
     table = []
-    for row in json.loads((RESULTS / "plan_memory_h200_x4.json").read_text())["results"]["rows"]:
+    for row in json.loads((RESULTS / "plan_against_memory/h200_x4/default.json").read_text())[
+        "results"
+    ]["rows"]:
         cells = (
             f'`"{row["strategy"]}"`',
             _policy(row),
@@ -198,7 +203,7 @@ def scan_runs_table() -> str:
     )
     table = []
     for strategy in ("optim_grads", "optim_grads_params"):
-        curves, r = precision.read(RESULTS / "scan_h200_x4" / strategy)
+        curves, r = precision.read(RESULTS / "train_lm/h200_x4/scan" / strategy)
         cells = (
             f'`"{strategy}"`',
             ", ".join(f"{loss:.4f}" for loss in curves["train_loss"].values()),
@@ -213,7 +218,7 @@ def scan_runs_table() -> str:
 
 def scanned_table() -> str:
     """One line for each way to hold and to recompute the layers of a scanned model."""
-    results = json.loads((RESULTS / "scanned_h200.json").read_text())["results"]
+    results = json.loads((RESULTS / "scanned_memory/h200/default.json").read_text())["results"]
     columns = (
         f"{results['parameters'] / 1e9:.2f}e9 parameters",
         "`sharding_strategy`",
@@ -255,10 +260,10 @@ STEP_WORKLOADS = {
 
 
 STEP_RECORDS = {
-    "unrolled-8": "bench_step_h200_x2",
-    "scanned-8": "bench_step_h200_x2",
-    "unrolled-1": "bench_step_1_sequence_h200_x2",
-    "step-gpt2xl": "bench_step_alone_h200_x2",
+    "unrolled-8": "bench_step/h200_x2/default",
+    "scanned-8": "bench_step/h200_x2/default",
+    "unrolled-1": "bench_step/h200_x2/1_sequence",
+    "step-gpt2xl": "bench_step/h200_x2/alone",
 }
 
 
@@ -307,7 +312,7 @@ def facts() -> str:
     one = {name: row["tokens_per_second"] for name, row in step_rows("unrolled-1").items()}
     annotated = max(rate for name, rate in one.items() if name.startswith("annotated"))
     gain = 100 * (one["optim+float32sum"] / annotated - 1)
-    record = json.loads((RESULTS / "bench_kernel_h200.json").read_text())["results"]
+    record = json.loads((RESULTS / "bench_kernel/h200/default.json").read_text())["results"]
     kernel = {r["variant"]: r for r in record["rows"] if r["tree"] == "gpt2s"}
     ours, optax = kernel["float32"], kernel["optax.adamw"]
     unrolled, scanned = above["unrolled-8"], above["scanned-8"]
@@ -332,7 +337,9 @@ def facts() -> str:
 
 def layouts_table() -> str:
     """One line for each program of layout_programs.py: what it moves."""
-    rows = json.loads((RESULTS / "layouts_h200.json").read_text())["results"]["rows"]
+    rows = json.loads((RESULTS / "layout_programs/h200/default.json").read_text())["results"][
+        "rows"
+    ]
     cells: dict[str, dict[tuple[str, bool], str]] = {}
     for row in rows:
         both = f"{row['transposes'] + row['copies']}"
@@ -354,9 +361,9 @@ TABLES = {
     "training": training_table,
     "kernel": kernel_table,
     "strategies": strategies_table,
-    "precision": lambda: precision.table(RESULTS / "precision_h200_x4"),
+    "precision": lambda: precision.table(RESULTS / "precision/h200_x4/default"),
     "low_precision": lambda: low_precision.table(
-        json.loads((RESULTS / "low_precision_cpu.json").read_text())
+        json.loads((RESULTS / "low_precision/cpu/default.json").read_text())
     ),
     "low_precision_speed": speed_tables.low_precision_speed,
     "resnet": speed_tables.resnet_speed,

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import pathlib
 import re
 import tomllib
 
@@ -59,15 +60,22 @@ def test_the_source_distribution_leaves_records_out():
     assert "/experiments/results" in settings["tool"]["scikit-build"]["sdist"]["exclude"]
 
 
-RECORDS = sorted((ROOT / "experiments" / "results").iterdir())
+RESULTS = ROOT / "experiments" / "results"
+RECORDS = sorted(str(x.relative_to(RESULTS)) for x in RESULTS.glob("*/*/*"))
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
-def test_a_record_is_listed_with_its_revisions(path):
+def test_records_are_named_by_experiment_hardware_and_variant():
+    assert all(x.is_dir() for pattern in ("*", "*/*") for x in RESULTS.glob(pattern))
+    hardware = {x.parts[1] for x in map(pathlib.PurePath, RECORDS)}
+    assert hardware <= {"cpu", "h200", "h200_x2", "h200_x4", "h200_x8"}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_is_listed_with_its_revisions(name):
     """experiments/README.md says of each what it answers."""
-    page = (ROOT / "experiments" / "README.md").read_text()
-    row = next((line for line in page.splitlines() if f"| `{path.name}` |" in line), None)
-    assert row, f"experiments/README.md lacks {path.name}"
+    page, path = (ROOT / "experiments" / "README.md").read_text(), RESULTS / name
+    row = next((line for line in page.splitlines() if f"| `{name}` |" in line), None)
+    assert row, f"experiments/README.md lacks {name}"
     runs = path.rglob("run.json") if path.is_dir() else [path] if path.suffix == ".json" else []
     for run in runs:
         assert json.loads(run.read_text())["revision"][:7] in row

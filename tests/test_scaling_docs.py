@@ -34,7 +34,7 @@ def test_the_tables_are_what_is_recorded(recorded):
 
 def test_the_record_is_what_is_predicted_today(recorded):
     """If this fails after a change that was meant, run experiments/scaling_check.py again."""
-    name = "bench_step_h200_x2"
+    name = "bench_step/h200_x2/default"
     found = json.loads(json.dumps([*scaling_check.check_steps(name)]))
     assert found == [row for row in recorded["steps"] if row["run"] == name]
     with jax.numpy_rank_promotion("allow"):  # which the model of train_lm relies on
