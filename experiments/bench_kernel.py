@@ -1,6 +1,6 @@
 """Times one optimizer step on one GPU: every tree and way to step, against optax, torch and a copy.
 
-    python experiments/bench_kernel.py --out experiments/results/bench_kernel.json
+    python experiments/bench_kernel.py --out runs/bench_kernel.json
 
 jdistadam/bench.py says what the figures mean; its short form is `python -m jdistadam bench`. Here
 the profiler gives the time of the device alone, calls of ours and of optax alternate for the host's

@@ -1,6 +1,6 @@
 """Times a step of an ensemble on one GPU: under vmap, in a loop over members, and with optax.
 
-    python experiments/bench_vmap.py --out experiments/results/bench_vmap.json
+    python experiments/bench_vmap.py --out runs/bench_vmap.json
 
 An ensemble of MLPs, each with a learning rate of its own. Compared are `jax.vmap` of the fused
 step, which is one kernel call for all members; a `jax.lax.map` and a Python loop in one program

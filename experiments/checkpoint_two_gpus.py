@@ -1,6 +1,6 @@
 """Saves a state of GPT-2 XL's size on two devices, restores it on one and on two, and trains on.
 
-    python experiments/checkpoint_two_gpus.py --out experiments/results/checkpoint_h200_x2.json
+    python experiments/checkpoint_two_gpus.py --out runs/checkpoint_two_gpus.json
     JAX_NUM_CPU_DEVICES=2 JAX_PLATFORMS=cpu python experiments/checkpoint_two_gpus.py \\
         --layers 2 --width 64 --out /tmp/x.json
 

@@ -1,6 +1,6 @@
 """The plan of bytes beside what GPUs really held, for every strategy and policy.
 
-    python experiments/plan_against_memory.py --out experiments/results/plan_memory.json
+    python experiments/plan_against_memory.py --out runs/plan_memory.json
 
 Each row is a process of its own, since the allocator's peak cannot be set back: it makes state and
 gradients in place, so that nothing but the step can be the peak, and takes three steps.

@@ -46,6 +46,7 @@ def write_run(path: pathlib.Path, revision: str | None, **results: Any) -> None:
         },
         "results": results,
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(run, indent=1) + "\n")
 
 
