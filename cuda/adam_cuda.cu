@@ -65,22 +65,16 @@ template <typename Types>
 __device__ __forceinline__ void LoadGrad(const Types& t, const Step& step, const Leaf& leaf,
                                          size_t i, float (&g)[Types::kVector]) {
   constexpr int n = Types::kVector;
-  struct Sum {
-    float x[n];
-  } total;
+  using Sum = VectorSum<n>;
+  Sum total;
   const size_t stride = GradStride(step, leaf);
   PairwiseSum<Types::kMaxContributions>(
       t.contributions,
       [&](int k, Sum* term) {
         Widen(LoadVector<n>(leaf.grad, t.grad, k * stride + i), t.grad, term->x);
       },
-      [](const Sum& a, Sum* b) {
-#pragma unroll
-        for (int k = 0; k < n; ++k) b->x[k] = a.x[k] + b->x[k];
-      },
-      &total);
-#pragma unroll
-  for (int k = 0; k < n; ++k) g[k] = total.x[k];
+      typename Sum::Add{}, &total);
+  total.CopyTo(g);
 }
 
 // The same of one element.

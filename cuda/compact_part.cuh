@@ -182,9 +182,8 @@ __device__ __forceinline__ void StoreMoment(void* base, Dtype dtype, float* scal
 template <typename Types>
 __device__ __forceinline__ void LoadGrad(const Types& t, const Step& step, const CompactLeaf& leaf,
                                          const Part& part, float (&g)[kVector]) {
-  struct Sum {
-    float x[kVector];
-  } total;
+  using Sum = VectorSum<kVector>;
+  Sum total;
   const size_t stride = step.grad_stride != 0 ? step.grad_stride : leaf.size;
   PairwiseSum<Types::kMaxContributions>(
       t.contributions,
@@ -192,13 +191,8 @@ __device__ __forceinline__ void LoadGrad(const Types& t, const Step& step, const
         const Part shifted{part.i + k * stride, part.n, part.is_vector};
         Widen(LoadPart(leaf.grad, t.grad, shifted), t.grad, term->x);
       },
-      [](const Sum& a, Sum* b) {
-#pragma unroll
-        for (int k = 0; k < kVector; ++k) b->x[k] = a.x[k] + b->x[k];
-      },
-      &total);
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) g[k] = total.x[k];
+      Sum::Add{}, &total);
+  total.CopyTo(g);
 }
 
 // Not inlined: divisions in 64 bits would take registers where there are none to divide.

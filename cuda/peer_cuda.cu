@@ -159,18 +159,11 @@ __device__ __forceinline__ void StepVector(const Types& t, const Step& step,
   if constexpr (kWork == PeerWork::kStepOnSums) {
     Widen(grads[0], Dtype::kFloat32, sum);
   } else {
-    struct Sum {
-      float x[kVector];
-    } total;
+    using Sum = VectorSum<kVector>;
+    Sum total;
     PairwiseSum<kPeers>(
-        kPeers, [&](int k, Sum* term) { Widen(grads[k], t.grad, term->x); },
-        [](const Sum& a, Sum* b) {
-#pragma unroll
-          for (int k = 0; k < kVector; ++k) b->x[k] = a.x[k] + b->x[k];
-        },
-        &total);
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) sum[k] = total.x[k];
+        kPeers, [&](int k, Sum* term) { Widen(grads[k], t.grad, term->x); }, Sum::Add{}, &total);
+    total.CopyTo(sum);
   }
   float p[kVector], m[kVector], v[kVector];
   bool special = false;
@@ -274,8 +267,8 @@ cudaError_t Launch(const PeerCall& call, const PeerArrays& arrays, cudaStream_t 
   for (size_t l = 0; l < call.leaves.size(); ++l) {
     const PeerLeaf& from = call.leaves[l];
     DeviceLeaf<kPeers> leaf{
-        {},        {},       from.sum,        from.main,  from.mu,        from.nu,
-        from.size, from.run, from.first_tile, from.group, from.out_dtype, from.is_received,
+        {},           {},       from.sum,        from.main,  from.mu,        from.nu,
+        from.size,    from.run, from.first_tile, from.group, from.out_dtype, from.is_received,
         from.is_shard};
     for (int k = 0; k < kPeers; ++k) {
       if constexpr (kWork != PeerWork::kStepOnSums) leaf.grad[k] = arrays.grads[l * kPeers + k];

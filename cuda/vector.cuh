@@ -122,4 +122,21 @@ __device__ __forceinline__ void StoreHalves(void* high, void* low, size_t i,
   StoreWords<kVector>(low, i, lows);
 }
 
+// A term or a sum of PairwiseSum (pairwise.h), and how it adds them.
+template <int kVector>
+struct VectorSum {
+  float x[kVector];
+
+  struct Add {
+    __device__ __forceinline__ void operator()(const VectorSum& a, VectorSum* b) const {
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) b->x[k] = a.x[k] + b->x[k];
+    }
+  };
+  __device__ __forceinline__ void CopyTo(float (&to)[kVector]) const {
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) to[k] = x[k];
+  }
+};
+
 }  // namespace jdistadam
