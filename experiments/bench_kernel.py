@@ -168,7 +168,8 @@ def measure_sizes(copy):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trees", nargs="+", choices=bench.TREES, default=list(bench.TREES))
-    parser.add_argument("--variants", nargs="+", choices=[*OURS, FLAT, "optax.adamw"])
+    known = [*OURS, FLAT, "optax.adamw"]
+    parser.add_argument("--variants", nargs="+", choices=known, help="these and torch alone")
     parser.add_argument("--copy-elements", type=int, default=1 << 30)
     parser.add_argument("--revision", help="revision of the code to record; default: git's")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_kernel.json"))

@@ -54,7 +54,8 @@ class MixedPrecisionPolicy:
         and place in the whole leaf, and not on the mesh.
       seed: The seed of these bits. Another one for each run, the same in all processes.
       float32_moments: A function of a leaf's path, as in "['block']['w']": whether its moments are
-        float32 beside "block8" ones. None: none but those of small leaves.
+        float32 beside "block8" ones. Where it is true for no leaf ``init`` raises TreeError. None:
+        none but those of small leaves.
 
     Raises:
       PolicyError: A dtype is unknown, or the combination is contradictory.

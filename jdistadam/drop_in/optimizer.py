@@ -105,7 +105,8 @@ def fused_adamw(
       seed: The seed of "stochastic", from 0 to 2^64 - 1, which the state then holds
         (``RoundingState``). None: 0.
       float32_moments: A function of a leaf's path, such as "['block']['w']": where it is true,
-        moments stay float32 instead of "block8". None: only in leaves of less than 4096 elements.
+        moments stay float32 instead of "block8". Where it is true for no leaf ``init`` raises
+        TreeError. None: only leaves of less than 4096 elements have float32 moments.
       formats: In which order the dimensions of each leaf are in memory, of params, gradients and
         moments alike, as ``preferred_formats`` returns it: Formats, Layouts or tuples of dimensions
         from major to minor, in a tree like params, a prefix of it, or a function of params.
