@@ -256,6 +256,7 @@ STEP_WORKLOADS = {
     "unrolled-8": "8 sequences",
     "scanned-8": "8 sequences, `lax.scan` over layers",
     "unrolled-1": "1 sequence, nothing recomputed",
+    "unrolled-2x4": "4 micro-batches of 2 sequences, nothing recomputed",
 }
 
 
@@ -263,6 +264,7 @@ STEP_RECORDS = {
     "unrolled-8": "bench_step/h200_x2/default",
     "scanned-8": "bench_step/h200_x2/default",
     "unrolled-1": "bench_step/h200_x2/1_sequence",
+    "unrolled-2x4": "bench_step/h200_x2/4_micro_batches",
     "step-gpt2xl": "bench_step/h200_x2/alone",
 }
 

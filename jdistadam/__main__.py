@@ -101,7 +101,8 @@ def _predicted(args: argparse.Namespace, params: Any) -> str:
     from jdistadam.tools.machine import Machine
     from jdistadam.tools.scaling import scaling
 
-    speeds = ("bandwidth", "link_bandwidth", "network_bandwidth", "tokens", "flops", "model_ms")
+    bandwidths = ("bandwidth", "link_bandwidth", "peer_bandwidth", "network_bandwidth")
+    speeds = (*bandwidths, "tokens", "flops", "model_ms")
     given = {name for name in speeds if getattr(args, name) is not None}
     if not given and not command_line.shapes_a_prediction(args):
         return ""
@@ -111,12 +112,13 @@ def _predicted(args: argparse.Namespace, params: Any) -> str:
             _refuse(args, f"argument --{option}: not given, expected GB/s for a prediction")
     if args.replicas > 1:
         _refuse(args, "argument --replicas: expected --devices-per-replica for a prediction")
-    giga = {name: 1e9 * getattr(args, name) for name in given if name.endswith("bandwidth")}
+    giga = {name: 1e9 * getattr(args, name) for name in bandwidths if name in given}
     machine = Machine(
         giga["bandwidth"],
         giga["link_bandwidth"],
         giga.get("network_bandwidth"),
         args.devices_per_node,
+        peer_bandwidth=giga.get("peer_bandwidth"),
     )
     found = scaling(
         params,

@@ -191,6 +191,7 @@ def _add_scaling_arguments(parser: Parser) -> None:
 
     add("--bandwidth", "GB/S", "of a device's memory, reads plus writes")
     add("--link-bandwidth", "GB/S", "that a device sends inside a node, in one direction")
+    add("--peer-bandwidth", "GB/S", "that kernels load and store inside a node, in one direction")
     add("--network-bandwidth", "GB/S", "that a device sends to other nodes, in one direction")
     add("--tokens", "N", "of a device in a step")
     add("--flops", "TFLOP/S", "that the model reaches on a device")

@@ -31,6 +31,8 @@ class Machine:
         estimates rings with its protocol "Simple".
       link_hop: One hop between devices of a node.
       network_hop: One hop between nodes.
+      peer_bandwidth: What a kernel loads from and stores to others of its node in one direction;
+        None: as much as collectives.
 
     Raises:
       HyperparameterError: A number is non-finite or not above 0 (hops and latency: below 0).
@@ -53,12 +55,15 @@ class Machine:
     latency: float = 8.4e-6
     link_hop: float = 3.4e-6
     network_hop: float = 9.6e-6
+    peer_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         """Checks every number."""
         check_count("devices_per_node", self.devices_per_node)
-        for name in ("memory_bandwidth", "link_bandwidth", "network_bandwidth"):
-            if name != "network_bandwidth" or self.network_bandwidth is not None:
+        for name in ("memory_bandwidth", "link_bandwidth"):
+            check_positive(name, getattr(self, name), "bytes per second")
+        for name in ("network_bandwidth", "peer_bandwidth"):
+            if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name), "bytes per second")
         for name in ("latency", "link_hop", "network_hop"):
             if getattr(self, name) != 0:

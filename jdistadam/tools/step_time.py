@@ -161,9 +161,9 @@ def _kernels(
         found = peer_kernel_bytes(config, schedule)
         sizes = {k: sizes[k] for k in sizes if k == "accumulate"}
         sizes["peer step"] = sum(here for here, _ in found)
+        over_links = machine.peer_bandwidth or machine.link_bandwidth
         waiting = sum(
-            max(0.0, sent / machine.link_bandwidth - here / machine.memory_bandwidth)
-            for here, sent in found
+            max(0.0, sent / over_links - here / machine.memory_bandwidth) for here, sent in found
         )
     return {name: size / machine.memory_bandwidth for name, size in sizes.items()}, waiting
 

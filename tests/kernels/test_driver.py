@@ -112,10 +112,11 @@ def test_the_driver_compiles_for_cuda(cuda_driver):
     assert cuda_driver.exists()
 
 
-def test_the_experiment_on_the_kernel_compiles(tmp_path):
-    source = ROOT / "experiments" / "kernel_bound.cu"
+@pytest.mark.parametrize("name", ["kernel_bound", "peer_bound"])
+def test_experiments_on_what_bounds_a_kernel_compile(tmp_path, name):
+    source = ROOT / "experiments" / f"{name}.cu"
     flags = ["-std=c++17", "-arch=sm_90", f"-I{CUDA}"]
-    done, output = run([nvcc(), *flags, "-c", source, "-o", tmp_path / "kernel_bound.o"])
+    done, output = run([nvcc(), *flags, "-c", source, "-o", tmp_path / f"{name}.o"])
     assert done.returncode == 0, output
 
 

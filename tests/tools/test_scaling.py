@@ -161,12 +161,14 @@ def test_stacked_leaves_that_devices_hold_whole_are_reduced_layer_by_layer():
         np.testing.assert_allclose(time.exposed, whole * layers / 2 + whole, rtol=1e-12)
 
 
+@pytest.mark.parametrize("rate", [None, 3e7])
 @pytest.mark.parametrize("clips", [False, True])
-def test_a_kernel_over_peer_memory_waits_for_the_slower_of_memory_and_links(clips):
+def test_a_kernel_over_peer_memory_waits_for_the_slower_of_memory_and_links(clips, rate):
     """1 Mi parameters on four devices, each a shard of 1/4 Mi."""
+    machine = dataclasses.replace(ROUND, peer_bandwidth=rate)
     tx = make(numbers(4), SUMS, max_grad_norm=1.0 if clips else None)
     (row,) = jda.scaling(
-        shapes((1024, 1024)), lambda mesh: tx, ROUND, model_seconds=9.0, devices=(4,)
+        shapes((1024, 1024)), lambda mesh: tx, machine, model_seconds=9.0, devices=(4,)
     ).rows
     assert row.plan.communication.means == "peer"
     sent = 1.5 * MIB  # of gradients ahead of the step; and the same of parameters within it
@@ -177,7 +179,7 @@ def test_a_kernel_over_peer_memory_waits_for_the_slower_of_memory_and_links(clip
         here = [contributions + state + written]
     np.testing.assert_allclose(row.time.kernels["peer step"], sum(here) / 1e9, rtol=1e-12)
     np.testing.assert_allclose(row.time.collectives["collective-permute"], sent / 1e8, rtol=1e-12)
-    waiting = sent / 1e8 - here[-1] / 1e9
+    waiting = sent / (rate or 1e8) - here[-1] / 1e9
     np.testing.assert_allclose(row.time.collectives["peer step"], waiting, rtol=1e-12)
     np.testing.assert_allclose(row.time.exposed, sent / 1e8 + waiting, rtol=1e-12)
 
@@ -313,7 +315,7 @@ def test_wrong_arguments(changed, error, message):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("memory_bandwidth", 0), ("link_bandwidth", "fast"), ("network_bandwidth", -1.0), ("latency", -1),
+    [("memory_bandwidth", 0), ("link_bandwidth", "fast"), ("network_bandwidth", -1.0), ("peer_bandwidth", 0), ("latency", -1),
      ("link_hop", float("inf")), ("network_hop", None), ("devices_per_node", 2.0)],
 )  # fmt: skip
 def test_wrong_speeds(name, value):
@@ -350,6 +352,11 @@ def test_the_command_prints_the_table(small, capsys):
     assert [row[-1] for row in rows] == ["xla", "peer", "peer", "peer", "xla"]
     model = 6 * 21_070 * 1000 / 500e12
     assert all(row[4] == f"{1e3 * model:.2f}" for row in rows)
+    assert __main__.main([*small, *PREDICTION, *options, "--peer-bandwidth", "0.001"]) == 0
+    slow = [line.split() for line in capsys.readouterr().out.splitlines()[start + 2 :]]
+    assert [float(a[1]) > float(b[1]) for a, b in zip(slow, rows, strict=True)] == [
+        means == "peer" for means in ("xla", "peer", "peer", "peer", "xla")
+    ]
     assert __main__.main([*small, *PREDICTION, *options, "--communication", "xla"]) == 0
     assert "peer" not in capsys.readouterr().out.split("predicted")[1]
 
