@@ -72,13 +72,13 @@ def make_step(args, way, loss):
     return tx, step
 
 
-def train(args, config, way, seed, texts, model, evaluate, loss):
+def train(args, config, way, steps, seed, texts, model, evaluate):
     """Returns the validation loss, the exact parameters before and after."""
     tokens = jnp.zeros((1, config.length), jnp.int32)
     exact = model.init(jax.random.key(seed), tokens)["params"]
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), exact)
     before = jax.tree.map(lambda x: np.asarray(x, np.float32), params)
-    tx, step = make_step(args, way, loss)
+    tx, step = steps[way]
     state = tx.init(params)
     if way == AGAIN:
         main = jax.tree.map(lambda x: x * (1 + 2.0**-20), state.main_params)
@@ -165,11 +165,12 @@ def main():
     model = gpt.GPT(config, compute)
     loss = gpt.loss_fn(model)
     evaluate = jax.jit(loss)
+    steps = {way: make_step(args, way, loss) for way in WAYS}  # compiled once for all seeds
     runs = {}
     for seed in range(args.seeds):
         runs[seed], first = {}, None
         for way in WAYS:
-            got, before, after = train(args, config, way, seed, texts, model, evaluate, loss)
+            got, before, after = train(args, config, way, steps, seed, texts, model, evaluate)
             first = first or after
             moved = norm_of_difference(first, before)
             distance = norm_of_difference(after, first) / moved

@@ -6,7 +6,8 @@ Needs no GPU: it reads the recorded runs, and fills in the tables of docs/scalin
 taken from elsewhere than the rows they predict:
 
 - rows of bench_step: the model's time is that of the floor, bandwidths are those of a copy and of
-  an all-gather, all measured in the same run;
+  an all-gather, all measured in the same run, and that of loads and stores over links of another
+  (peer_bound.cu); a step alone over peer memory is no training step, and left out;
 - rows of train_lm: the rate of operations is that of one run of the same model, which is marked
   "fitted", and bandwidths are those of bench_step on two GPUs.
 """
@@ -37,6 +38,7 @@ DOCS = RESULTS.parent.parent / "docs" / "scaling.md"
 STEPS = (
     "bench_step/h200_x2/default",
     "bench_step/h200_x2/1_sequence",
+    "bench_step/h200_x2/4_micro_batches",
     "bench_step/h200_x2/alone",
     "bench_step/h200_x2/scanned_options",
 )
@@ -68,9 +70,15 @@ def read(name):
 
 
 def machine_of(run):
-    """Of a run of bench_step: bandwidths measured in it."""
+    """Of a run of bench_step: bandwidths measured in it, and what kernels reach over the links."""
     rates = run["results"]["bytes_per_second"]
-    return jda.Machine(rates["copy"], rates["all-gather"], network_bandwidth=NETWORK)
+    over_links = {x["work"]: x for x in read("peer_bound/h200_x2/default.json")["results"]["rows"]}
+    return jda.Machine(
+        rates["copy"],
+        rates["all-gather"],
+        network_bandwidth=NETWORK,
+        peer_bandwidth=1e9 * over_links["loads and stores, kernel of 1056 blocks"]["gb_per_second"],
+    )
 
 
 def record(name, devices, row, measured_ms, **more):
@@ -117,6 +125,8 @@ def check_steps(name):
             continue
         floor = 0.0 if row.is_alone else by_name[f"{row.group}/floor"]["ms"]
         workload = row.workload
+        if row.is_alone and "float32sum" in row.modifiers:
+            continue
         (predicted,) = jda.scaling(
             step_shapes(row, found["size"]),
             functools.partial(budget.make_row_tx, row),

@@ -88,10 +88,10 @@ class RestoredFlat(Restored):
         )
         count = self.count()
         batch: list[Bucket] = []
-        filled = 0
+        filled, limit = 0, array_files.batch_limit(map(self._bytes, layout.buckets))
         for bucket in layout.buckets:
             nbytes = self._bytes(bucket)
-            if batch and filled + nbytes > array_files.BATCH_BYTES:
+            if batch and filled + nbytes > limit:
                 self._read_buckets(batch, flats, int(count))
                 batch, filled = [], 0
             batch.append(bucket)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from jdistadam.checkpoint import array_files, header
-from jdistadam.checkpoint.array_files import FILE_BYTES, Lazy, array_handler, orbax
+from jdistadam.checkpoint.array_files import FILE_BYTES, ArrayReader, Lazy, array_handler, orbax
 from jdistadam.checkpoint.checksum import PartialSums, totals
 from jdistadam.checkpoint.contents import Contents, Entry
 from jdistadam.errors import CheckpointError
@@ -175,6 +175,7 @@ class Reader:
     def __init__(self, folder: Path, head: header.Header) -> None:
         """Takes the folder of the arrays, and what its header says."""
         self._folder, self.head = folder, head
+        self._arrays = ArrayReader(folder)
 
     def read(self, wanted: Sequence[tuple[str, Sharding]]) -> list[jax.Array]:
         """Returns arrays by name, placed as asked for, after comparing their checksums.
@@ -199,17 +200,20 @@ class Reader:
         """The same for many arrays, of which some are read at once."""
         found: list[jax.Array] = []
         batch: list[tuple[str, Sharding]] = []
-        filled = 0
+        filled, limit = 0, array_files.batch_limit(self._bytes(*one) for one in wanted)
         for name, sharding in wanted:
-            entry = self.head.entries[name]
-            part = sharding.shard_shape(entry.shape)
-            nbytes = math.prod(part) * jnp.dtype(entry.dtype).itemsize
-            if batch and filled + nbytes > array_files.BATCH_BYTES:
+            nbytes = self._bytes(name, sharding)
+            if batch and filled + nbytes > limit:
                 found += self.read(batch)
                 batch, filled = [], 0
             batch.append((name, sharding))
             filled += nbytes
         return found + self.read(batch)
+
+    def _bytes(self, name: str, sharding: Sharding) -> int:
+        """Of an array, what a device holds."""
+        entry = self.head.entries[name]
+        return math.prod(sharding.shard_shape(entry.shape)) * jnp.dtype(entry.dtype).itemsize
 
     def _load(self, wanted: Sequence[tuple[str, Sharding]]) -> list[jax.Array]:
         if not wanted:
@@ -224,21 +228,11 @@ class Reader:
         raise self._damaged(wanted[0][0], text, "an array that can be read")
 
     def _load_all(self, wanted: Sequence[tuple[str, Sharding]]) -> list[jax.Array]:
-        ocp = orbax()
-        item, how = {}, {}
-        for name, sharding in wanted:
-            entry = self.head.entries[name]
-            item[escaped(name)] = jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=sharding)
-            how[escaped(name)] = ocp.ArrayRestoreArgs(
-                sharding=sharding, global_shape=entry.shape, dtype=entry.dtype
-            )
-        args = ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
-        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, array_handler()()))
-        handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, type_handler_registry=registry)
-        with _quiet(), ocp.Checkpointer(handler) as reader:
-            found = reader.restore(self._folder, args=args)
+        entries = [(escaped(name), self.head.entries[name], place) for name, place in wanted]
+        with _quiet():
+            found = self._arrays.read(entries)
         # On Explicit axes shardings come back spelled in another way: device_put copies nothing.
-        arrays = [jax.device_put(found[escaped(name)], place) for name, place in wanted]
+        arrays = [jax.device_put(x, place) for x, (_, place) in zip(found, wanted, strict=True)]
         for (name, _), x in zip(wanted, arrays, strict=True):
             entry = self.head.entries[name]
             if not isinstance(x, jax.Array) or (x.shape, x.dtype) != (entry.shape, entry.dtype):

@@ -1,5 +1,6 @@
 """States saved under one mesh, strategy and policy, and restored under another, bit for bit."""
 
+import asyncio
 import dataclasses
 
 import jax
@@ -179,7 +180,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path, name):
 @often(lambda in_background: not in_background)  # in the background batches do not wait
 def test_arrays_in_many_batches(tmp_path, monkeypatch, in_background):
     """Each group of arrays is written, and each bucket read, by itself."""
-    monkeypatch.setattr(array_files, "BATCH_BYTES", 1)
+    monkeypatch.setattr(array_files, "batch_limit", lambda sizes: 1)
     tx = make_tx(8, bucket_bytes=16)
     params = {f"{i}": x + i for i in range(4) for x in make_params().values()}
     params |= {f"s{i}": jnp.full(5, i, jnp.float32) for i in range(5)}
@@ -197,6 +198,18 @@ def test_arrays_in_many_batches(tmp_path, monkeypatch, in_background):
     assert len(sizes) > 20 and max(sizes) < 5  # the leaves of a packed bucket are made together
     got = jda.restore(tmp_path, state, tx)
     assert_same_state(got, tx, jda.to_optax_state(state, tx))
+
+
+def test_in_an_event_loop(tmp_path):
+    """As in a notebook."""
+    tx = scaled(2)
+    state = jda.TrainState.create(params_of(BF16), tx)
+
+    async def cell():
+        jda.save(tmp_path, state, tx)
+        return jda.restore(tmp_path, shapes_of(tx), tx)
+
+    assert_same_state(asyncio.run(cell()), tx, jda.to_optax_state(state, tx))
 
 
 @pytest.mark.slow
