@@ -95,8 +95,8 @@ ffi::Error PeerSumHandler(ffi::ThreadPool pool, ffi::RunId run, int32_t ordinal,
                           ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> runs,
                           ffi::Span<const int32_t> received) {
   PeerCall call;
-  const PeerAttributes a{false, false, false,    devices, site, limit_seconds,
-                         sizes, runs,  received, {},      {}};
+  const PeerAttributes a{false,         false, false, false,    devices, site,
+                         limit_seconds, sizes, runs,  received, {},      {}};
   call.norm_scale = norm_scale.typed_data();
   return RunPeer(a, BuildPeerCall(a, args, rets, &call), call, run.run_id, ordinal,
                  ThreadsOf(pool));
@@ -104,18 +104,19 @@ ffi::Error PeerSumHandler(ffi::ThreadPool pool, ffi::RunId run, int32_t ordinal,
 
 ffi::Error PeerStepHandler(ffi::ThreadPool pool, ffi::RunId run, int32_t ordinal,
                            FloatScalar norm_scale, ffi::Buffer<ffi::F32, 2> coefficients,
-                           FloatScalar inv_scale, BoolScalar found_inf, ffi::RemainingArgs args,
-                           ffi::RemainingRets rets, ffi::Span<const int64_t> devices, int64_t site,
-                           int64_t limit_seconds, ffi::Span<const int64_t> sizes,
-                           ffi::Span<const int64_t> runs, ffi::Span<const int32_t> received,
-                           ffi::Span<const int64_t> offsets, ffi::Span<const int32_t> groups,
-                           bool nesterov, bool summed) {
+                           FloatScalar inv_scale, BoolScalar found_inf, BoolScalar is_kept,
+                           ffi::RemainingArgs args, ffi::RemainingRets rets,
+                           ffi::Span<const int64_t> devices, int64_t site, int64_t limit_seconds,
+                           ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> runs,
+                           ffi::Span<const int32_t> received, ffi::Span<const int64_t> offsets,
+                           ffi::Span<const int32_t> groups, bool nesterov, bool summed,
+                           bool in_place) {
   PeerCall call;
-  const PeerAttributes a{true,  summed, nesterov, devices, site,  limit_seconds,
-                         sizes, runs,   received, offsets, groups};
+  const PeerAttributes a{true,          summed, in_place, nesterov, devices, site,
+                         limit_seconds, sizes,  runs,     received, offsets, groups};
   call.norm_scale = norm_scale.typed_data();
   ffi::Error error = BuildPeerCall(a, args, rets, &call);
-  if (error.success()) error = SetScalars(coefficients, inv_scale, found_inf, &call);
+  if (error.success()) error = SetScalars(coefficients, inv_scale, found_inf, is_kept, &call);
   return RunPeer(a, std::move(error), call, run.run_id, ordinal, ThreadsOf(pool));
 }
 

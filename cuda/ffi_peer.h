@@ -7,11 +7,12 @@
 //             u32[number of tiles, 2].
 // peer_step
 //   operands  norm_scale f32[], coefficients f32[groups, kNumCoefficients], inv_scale f32[],
-//             found_inf pred[]; the gradients (or the sums, with `summed`), one array per leaf;
-//             what was received; main, mu, nu, one flat array each.
-//   results   the whole new parameters, one array per leaf; main, mu, nu, aliased with their
-//   operands;
-//             without `summed` the three results of the norm, as above.
+//             found_inf pred[], is_kept pred[]; the gradients (or the sums, with `summed`), one
+//             array per leaf; what was received; main, mu, nu, one flat array each; with `in_place`
+//             the whole old parameters, one array per leaf, which stay with is_kept.
+//   results   the whole new parameters, one array per leaf, aliased with the old ones if they are
+//             operands; main, mu, nu, aliased with their operands; without `summed` the three
+//             results of the norm, as above.
 // devices     local numbers of the devices that meet, in the order of the shards.
 // site        differs between the calls of a program.
 // limit_seconds   how long to wait for a device.
@@ -35,7 +36,7 @@ namespace jdistadam {
 constexpr int64_t kMaxLimitSeconds = 7 * 24 * 3600;  // far from the overflow of a clock
 
 struct PeerAttributes {
-  bool is_step, summed, nesterov;
+  bool is_step, summed, in_place, nesterov;
   ffi::Span<const int64_t> devices;
   int64_t site, limit_seconds;
   ffi::Span<const int64_t> sizes, runs;
@@ -173,6 +174,19 @@ inline ffi::Error ReadState(const PeerAttributes& a, const ffi::RemainingArgs& a
                   [&](size_t i, char* data) { call->leaves[i].nu = data; });
 }
 
+// Compares the old parameters with the results that are aliased with them.
+inline ffi::Error CheckInPlace(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                               size_t first, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    const auto in = GetBuffer(args, first + i), out = GetBuffer(rets, i);
+    if (!in || !out) return Invalid("old params: too few arrays");
+    if (in->element_type() != out->element_type() || in->element_count() != out->element_count() ||
+        (in->element_count() > 0 && in->untyped_data() != out->untyped_data()))
+      return Invalid("old params: a result is not aliased with its operand");
+  }
+  return ffi::Error::Success();
+}
+
 inline ffi::Error BuildPeerCall(const PeerAttributes& a, const ffi::RemainingArgs& args,
                                 const ffi::RemainingRets& rets, PeerCall* call) {
   JDISTADAM_RETURN_IF_ERROR(CheckPeerAttributes(a));
@@ -221,7 +235,9 @@ inline ffi::Error BuildPeerCall(const PeerAttributes& a, const ffi::RemainingArg
   }
   if (a.is_step) {
     JDISTADAM_RETURN_IF_ERROR(ReadState(a, args, rets, num_grads, call));
-    if (args.size() != num_grads + 3) return Invalid("too many operands");
+    const size_t num_old = a.in_place ? count : 0;
+    JDISTADAM_RETURN_IF_ERROR(CheckInPlace(args, rets, num_grads + 3, num_old));
+    if (args.size() != num_grads + 3 + num_old) return Invalid("too many operands");
     void* skipped;
     for (int k = 0; k < 3; ++k) {  // which ReadState has looked at
       Dtype dtype;
@@ -238,7 +254,7 @@ inline ffi::Error BuildPeerCall(const PeerAttributes& a, const ffi::RemainingArg
 
 // Sets the scalars of a step.
 inline ffi::Error SetScalars(ffi::Buffer<ffi::F32, 2> coefficients, FloatScalar inv_scale,
-                             BoolScalar found_inf, PeerCall* call) {
+                             BoolScalar found_inf, BoolScalar is_kept, PeerCall* call) {
   const auto dims = coefficients.dimensions();
   if (dims[1] != kNumCoefficients)
     return Invalid("coefficients need " + std::to_string(kNumCoefficients) + " columns");
@@ -249,6 +265,7 @@ inline ffi::Error SetScalars(ffi::Buffer<ffi::F32, 2> coefficients, FloatScalar 
   call->coefficients = coefficients.typed_data();
   call->inv_scale = inv_scale.typed_data();
   call->found_inf = found_inf.typed_data();
+  call->is_kept = is_kept.typed_data();
   return ffi::Error::Success();
 }
 
@@ -359,10 +376,12 @@ PeerEntry<Extra> EntryOf(const PeerCall& call, Extra extra) {
       .Arg<::xla::ffi::Buffer<::xla::ffi::F32, 2>>() /* coefficients */                      \
       .Arg<::jdistadam::FloatScalar>()               /* inv_scale */                         \
       .Arg<::jdistadam::BoolScalar>()                /* found_inf */                         \
+      .Arg<::jdistadam::BoolScalar>()                /* is_kept */                           \
       .RemainingArgs()                                                                       \
       .RemainingRets() JDISTADAM_PEER_WHERE.Attr<::xla::ffi::Span<const int64_t>>("offsets") \
       .Attr<::xla::ffi::Span<const int32_t>>("groups")                                       \
       .Attr<bool>("nesterov")                                                                \
-      .Attr<bool>("summed")
+      .Attr<bool>("summed")                                                                  \
+      .Attr<bool>("in_place")
 
 }  // namespace jdistadam

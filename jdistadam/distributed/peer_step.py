@@ -39,7 +39,7 @@ from jdistadam.distributed.norm import norm_of_squares
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import DistributedState
 from jdistadam.distributed.update import FlatState, Updated, any_flag, step_scalars
-from jdistadam.kernels import multi_tensor, native, peer
+from jdistadam.kernels import native, peer
 
 sending_ahead: Any = jax.make_user_context(False)
 """Whether gradients come one by one from a backward pass of this program: [Note: sent ahead]."""
@@ -88,6 +88,8 @@ def step_over_peer_memory(
         norm_scale=norm_scale,
         param_types=[_type_of_params(bucket, schedule, leaves) for bucket in buckets],
         summed=config.takes_norm_first,
+        old=[] if is_other is None else [_whole(bucket, leaves) for bucket in buckets],
+        is_kept=False if is_other is None else is_other,
     )
     if of_sums is not None:
         norm, found_inf = norm_of_squares(config, *of_sums, local.mean_scale, scaling)
@@ -95,8 +97,6 @@ def step_over_peer_memory(
     for bucket, whole in zip(buckets, params, strict=True):
         new.update(packing.leaves_of_bucket(schedule.layout, bucket, whole))
     flat = FlatState(*flat_arrays)
-    if is_other is not None:
-        new = _kept(is_other, buckets, leaves, new)
     return Updated(flat, new, norm, found_inf, is_skipped, local.is_empty)
 
 
@@ -154,28 +154,6 @@ def _type_of_params(bucket: Bucket, schedule: Schedule, leaves: list[Any]) -> An
     return native.type_like(leaves[bucket.leaves[0]], (size,), bucket.dtype)
 
 
-def _kept(
-    is_kept: jax.Array, buckets: Sequence[Bucket], old: list[Any], new: dict[int, jax.Array]
-) -> dict[int, jax.Array]:
-    """Takes the old parameters where the state, of which new ones were made, is another layout's.
-
-    One call for large leaves of one dtype, which costs nothing where nothing is kept.
-    """
-    kept, large = dict(new), dict[Any, list[int]]()
-    for bucket in buckets:
-        for i in bucket.leaves:
-            if bucket.is_packed:
-                kept[i] = jnp.where(is_kept, old[i], new[i])
-            else:
-                large.setdefault(bucket.dtype, []).append(i)
-    for indices in large.values():
-        shards = multi_tensor.kept_shards(
-            is_kept,
-            index=jnp.int32(0),
-            parts=1,
-            dims=[0] * len(indices),
-            shards=[new[i] for i in indices],
-            wholes=[old[i] for i in indices],
-        )
-        kept.update(zip(indices, shards, strict=True))
-    return kept
+def _whole(bucket: Bucket, leaves: list[Any]) -> jax.Array:
+    """The old parameters of a bucket."""
+    return packing.bucket_array(bucket, leaves, bucket.dtype)

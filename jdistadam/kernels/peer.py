@@ -101,6 +101,8 @@ def step_over_peers(
     norm_scale: Any,
     param_types: Sequence[Any],
     summed: bool,
+    old: Sequence[Any] = (),
+    is_kept: Any = False,
 ) -> tuple[list[jax.Array], tuple[Any, ...], tuple[jax.Array, jax.Array] | None]:
     """Takes an Adam step on this device's shards, and writes new parameters to all devices.
 
@@ -113,19 +115,24 @@ def step_over_peers(
       norm_scale: As in ``sum_over_peers``.
       param_types: The types of the whole new parameters.
       summed: Whether the gradients are summed already.
+      old: The whole old parameters, one array per leaf, which are updated in place; or none.
+      is_kept: Whether ``old`` stay; a step with it is skipped, too.
 
     Returns:
       The unsharded parameters; the new state; and, unless ``summed``, the sum of squares of the
       summed gradients, and whether one is non-finite.
     """
-    operands = (norm_scale, scalars, list(grads), list(received), tuple(state))
-    norm_scale, scalars, grads, received, state = varying.vary_together(operands)
+    scalars = (*scalars, jnp.asarray(is_kept))
+    operands = (norm_scale, scalars, list(grads), list(received), tuple(state), list(old))
+    norm_scale, scalars, grads, received, state, old = varying.vary_together(operands)
     norm_types = [] if summed else spec._norm_types(grads[0])
     first_state = 1 + len(scalars) + len(grads) + len(received)
+    aliases = {first_state + i: len(grads) + i for i in range(len(state))}
+    aliases |= {first_state + len(state) + i: i for i in range(len(old))}
     call = jax.ffi.ffi_call(
         "jdistadam_peer_step",
         [*param_types, *(jax.typeof(x) for x in state), *norm_types],
-        input_output_aliases={first_state + i: len(grads) + i for i in range(len(state))},
+        input_output_aliases=aliases,
     )
     results = call(
         norm_scale,
@@ -133,11 +140,13 @@ def step_over_peers(
         *grads,
         *received,
         *state,
+        *old,
         **spec._where(summed=summed),
         offsets=np.asarray(spec.offsets, np.int64),
         groups=np.asarray(spec.groups, np.int32),
         nesterov=np.bool_(spec.nesterov),
         summed=np.bool_(summed),
+        in_place=np.bool_(bool(old)),
     )
     params, state = list(results[: len(grads)]), tuple(results[len(grads) :][: len(state)])
     norm = None if summed else (results[-3], results[-2])

@@ -202,6 +202,30 @@ def test_gradients_that_were_sent_ahead_to_peers_are_freed(h200s):
     assert 2 < compiled.memory_analysis().temp_size_in_bytes / num_params < 3
 
 
+def test_a_custom_loop_over_peers_keeps_params_where_they_are(h200s):
+    """Also old ones that a state of another layout would leave as they are: nothing is copied."""
+    policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
+    tx = jda.distributed_fused_adamw(1e-3, mesh=h200s(8), policy=policy, communication="peer")
+    state = jda.TrainState.shapes(params_of(jnp.bfloat16), tx)
+    step = jax.shard_map(
+        lambda state, grads: tx.step(
+            jax.tree.map(lambda x: x[0], grads), state.opt_state, state.params
+        ),
+        mesh=tx.config.mesh,
+        in_specs=(jda.TrainState(tx.param_specs(state.params), tx.state_specs()), P("data")),
+        out_specs=(tx.param_specs(state.params), tx.state_specs()),
+        check_vma=False,
+    )
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), state.params)
+    grads = placed(tx.config.mesh, grads, P("data"))
+    compiled = jax.jit(step, donate_argnums=0).lower(state, grads).compile()
+    moved = re.findall(r"= (\w+\[[\d,]+\])\S* (?:copy|select)\(", compiled.as_text())
+    assert moved == []
+    held = jda.plan(state.params, tx).held
+    aliased = sum(held[name] for name in ("params", "main_params", "mu", "nu")) + 4  # count
+    assert compiled.memory_analysis().alias_size_in_bytes >= aliased
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_kernel_takes_the_communication_dtype_also_on_one_device(h200s, n):
     """Over one device XLA drops the collective; the operand's dtype keeps the rounding alive."""

@@ -109,19 +109,29 @@ def peer_calls(draw):
         return with_mistakes(draw, call)
     total = sum(sizes) + len(sizes)
     state = [((total,), dtype) for dtype in (jnp.float32, draw(storage), draw(storage))]
-    scalars = [((), jnp.float32), ((2, NUMBERS), jnp.float32), ((), jnp.float32), ((), jnp.bool_)]
+    flags = [((), jnp.bool_)] * 2
+    scalars = [((), jnp.float32), ((2, NUMBERS), jnp.float32), ((), jnp.float32), *flags]
+    in_place = draw(st.booleans())
     attributes |= dict(
+        in_place=np.bool_(in_place),
         offsets=np.asarray(offsets, np.int64), nesterov=np.bool_(draw(st.booleans())),
         groups=np.asarray([i % 2 for i in range(len(sizes))], np.int32),
         summed=np.bool_(kind == "step on sums"),
     )  # fmt: skip
     count = len(sizes)
+    old = [((n,), out) for n in sizes] if in_place else []
     call = dict(
-        name="peer_step", operands=[*scalars, *grads, *state],
+        name="peer_step", operands=[*scalars, *grads, *state, *old],
         results=[*(((n,), out) for n in sizes), *state, *([] if kind == "step on sums" else norm)],
-        aliases={4 + count + i: count + i for i in range(3)}, attributes=attributes,
+        aliases=peer_aliases(count, len(old)), attributes=attributes,
     )  # fmt: skip
     return with_mistakes(draw, call)
+
+
+def peer_aliases(count, num_old):
+    """State, and params where the old ones are given, by operand."""
+    state = {5 + count + i: count + i for i in range(3)}
+    return state | {8 + count + i: i for i in range(num_old)}
 
 
 @st.composite
@@ -366,7 +376,7 @@ def check_peer(call):
     )
     assert len(attributes["received"]) == len(sizes), call
     assert set(attributes["received"].tolist()) <= {0, 1, 2}, call
-    first = 4 if is_step else 1
+    first = 5 if is_step else 1
     elements = [math.prod(shape) for shape, _ in call["operands"][first:]]
     assert elements[: len(sizes)] == sizes, call
     assert [math.prod(shape) for shape, _ in call["results"][: len(sizes)]] == sizes, call
@@ -376,11 +386,13 @@ def check_peer(call):
     for start, size in zip(attributes["offsets"].tolist(), sizes, strict=True):
         assert end <= start, call
         end = start + size
-    assert len(elements) == len(sizes) + 3 and end <= min(elements[len(sizes) :]), call
+    state, old = elements[len(sizes) :][:3], elements[len(sizes) + 3 :]
+    assert len(state) == 3 and end <= min(state), call
+    assert old == (sizes if attributes["in_place"] else []), call
     rows = call["operands"][1][0][0]
     assert all(0 <= group < rows for group in attributes["groups"]), call
-    wanted = {4 + len(sizes) + i: len(sizes) + i for i in range(3)}
-    needed = {i: wanted[i] for i in wanted if elements[i - 4]}  # of an empty one nothing is written
+    wanted = peer_aliases(len(sizes), len(old))
+    needed = {i: wanted[i] for i in wanted if elements[i - 5]}  # of an empty one nothing is written
     assert needed.items() <= call["aliases"].items() <= wanted.items(), call
 
 
