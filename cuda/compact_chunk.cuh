@@ -2,7 +2,7 @@
 // is to do. The kernel is bound by the instructions that it issues, not by memory, so that what is
 // the same for a whole tile is computed once, and divisions and roots have no special cases:
 // numbers for which they would need them, and codes whose scale is out of the ordinary, are left to
-// compact_part.cuh. The results are the same bits.
+// compact_part.cuh, as are codes of 16 bits. The results are the same bits.
 #pragma once
 
 #include "compact_part.cuh"
@@ -10,7 +10,7 @@
 namespace jdistadam {
 namespace {
 
-constexpr int kChunkBlocks = 2, kChunk = kChunkBlocks * kBlock8Size;
+constexpr int kChunkBlocks = 2, kChunk = kChunkBlocks * kBlockSize;
 constexpr size_t kMaxChunked = size_t{1} << 31;  // elements of a leaf, whose indices have 32 bits
 constexpr uint32_t kWarps = kThreads / 32, kMaxRounds = 32;  // chunks are bits
 
@@ -66,7 +66,7 @@ __device__ __forceinline__ float CanonicalResult(float x) {
   return FloatOf(static_cast<uint32_t>(min(static_cast<int32_t>(BitsOf(x)), 0x7fc00000)));
 }
 
-// ---- Codes, [Note: block8] in rounding.h ----
+// ---- Codes of 8 bits, [Note: blocks] in rounding.h ----
 
 // Four codes as numbers, which are yet to be multiplied by CodeUp and the scale.
 template <Moment kMoment>
@@ -217,7 +217,7 @@ struct Loaded {
 
 // The array from a block of the chunk on: a constant that an instruction adds to an address.
 __device__ __forceinline__ char* Ahead(const void* base, Dtype dtype, int block) {
-  return static_cast<char*>(const_cast<void*>(base)) + block * kBlock8Size * ItemSize(dtype);
+  return static_cast<char*>(const_cast<void*>(base)) + block * kBlockSize * ItemSize(dtype);
 }
 
 __device__ __forceinline__ Packed<kVector> LoadFour(const void* base, Dtype dtype, uint32_t i,
@@ -236,8 +236,8 @@ __device__ __forceinline__ Loaded Load(const Types& t, const CompactLeaf& leaf, 
   x.mu = LoadFour(leaf.mu, t.mu, i, block);
   x.nu = LoadFour(leaf.nu, t.nu, i, block);
   if (Types::kMode == Mode::kStepSplit) x.low = LoadFour(leaf.out, Dtype::kUint16, i, block);
-  if (t.mu == Dtype::kBlock8) x.mu_scale = (leaf.mu_scales + block)[i / kBlock8Size];
-  if (t.nu == Dtype::kBlock8) x.nu_scale = (leaf.nu_scales + block)[i / kBlock8Size];
+  if (t.mu == Dtype::kBlock8) x.mu_scale = (leaf.mu_scales + block)[i / kBlockSize];
+  if (t.nu == Dtype::kBlock8) x.nu_scale = (leaf.nu_scales + block)[i / kBlockSize];
   return x;
 }
 
@@ -274,13 +274,13 @@ __device__ __forceinline__ Stepped StepLoaded(const Types& t, const Tile& tile, 
   Coefficients c = tile.c;
   if (t.mu == Dtype::kBlock8) {
     WidenCodes<Moment::kMu>(x.mu.words[0], m);
-    c.b1 *= x.mu_scale * CodeUp<Moment::kMu>();
+    c.b1 *= x.mu_scale * CodeUp<Code<Moment::kMu, Dtype::kBlock8>>();
   } else {
     Widen(x.mu, t.mu, m);
   }
   if (t.nu == Dtype::kBlock8) {
     WidenCodes<Moment::kNu>(x.nu.words[0], v);
-    c.b2 *= x.nu_scale * CodeUp<Moment::kNu>();
+    c.b2 *= x.nu_scale * CodeUp<Code<Moment::kNu, Dtype::kBlock8>>();
   } else {
     Widen(x.nu, t.nu, v);
   }
@@ -302,8 +302,8 @@ __device__ __forceinline__ void Store(const Types& t, const CompactLeaf& leaf, u
   StoreFour(leaf.mu, t.mu, i, block, x.mu.words);
   StoreFour(leaf.nu, t.nu, i, block, x.nu.words);
   if (threadIdx.x % 32 == 0) {
-    if (t.mu == Dtype::kBlock8) (leaf.mu_scales + block)[i / kBlock8Size] = x.mu.scale;
-    if (t.nu == Dtype::kBlock8) (leaf.nu_scales + block)[i / kBlock8Size] = x.nu.scale;
+    if (t.mu == Dtype::kBlock8) (leaf.mu_scales + block)[i / kBlockSize] = x.mu.scale;
+    if (t.nu == Dtype::kBlock8) (leaf.nu_scales + block)[i / kBlockSize] = x.nu.scale;
   }
   if (mode == Mode::kStepSplit) {
     const float p[] = {CanonicalResult(x.p[0]), CanonicalResult(x.p[1]), CanonicalResult(x.p[2]),
@@ -351,7 +351,7 @@ __device__ __forceinline__ uint32_t StepChunks(const Types& t, const Step& step,
       drawn[b] =
           kIsRun ? Philox(tile.key0, tile.key1, uint64_t{tile.group_high} << 32 | (group + b * 32),
                           tile.id, tile.count)
-                 : Draw(step, leaf, i + b * kBlock8Size);
+                 : Draw(step, leaf, i + b * kBlockSize);
     }
 #pragma unroll
     for (int b = 0; b < n; ++b) {

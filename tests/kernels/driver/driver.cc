@@ -194,7 +194,7 @@ Contents RunCompact(const CompactCase& c, const Contents& before, bool on_device
     add(&numbers, Bytes(c.part));
     add(&numbers, Bytes(c.part / 2));
     tables.push_back(entries.size() / sizeof(uint32_t));
-    for (size_t i = 0; i < size; i += kBlock8Size) {
+    for (size_t i = 0; i < size; i += kBlockSize) {
       add(&entries, Bytes(uint32_t(size + i)));
       add(&entries, Bytes(uint32_t(i * i)));
     }
@@ -232,7 +232,7 @@ Contents RunCompact(const CompactCase& c, const Contents& before, bool on_device
                     int32_t(i % 2)};
     // A run, pieces of two cuts, or several leaves in one.
     const bool in_pieces = i % 3 == 1, in_blocks = i % 3 == 2;
-    const Cut run{leaf.size, leaf.size}, pieces{kBlock8Size, 3 * kBlock8Size};
+    const Cut run{leaf.size, leaf.size}, pieces{kBlockSize, 3 * kBlockSize};
     const uint32_t* table = reinterpret_cast<const uint32_t*>(blocks.data()) + tables[i];
     call.leaves.push_back({leaf,
                            reinterpret_cast<float*>(at(5)),
@@ -403,7 +403,7 @@ void RunAllCompact() {
     for (size_t i = 0; i < arrays.size(); ++i) {
       before.push_back(arrays[i]);
       if (i % 5 != 4) continue;
-      const size_t blocks = (c.adam.sizes[i / 5] + kBlock8Size - 1) / kBlock8Size;
+      const size_t blocks = (c.adam.sizes[i / 5] + kBlockSize - 1) / kBlockSize;
       before.push_back(RandomContent(blocks, Dtype::kFloat32));
       before.push_back(RandomContent(blocks, Dtype::kFloat32));
     }
