@@ -55,7 +55,7 @@ std::vector<char> RandomContent(size_t size, Dtype dtype, bool nonnegative = fal
     if (nonnegative) x = FloatOf(BitsOf(x) & 0x7fffffffu);
     if (dtype == Dtype::kBlock8) {
       content[i] = char(Random());
-    } else if (dtype == Dtype::kUint16) {
+    } else if (dtype == Dtype::kUint16 || dtype == Dtype::kBlock16) {
       const auto word = uint16_t(Random());
       std::memcpy(content.data() + 2 * i, &word, 2);
     } else {
@@ -366,7 +366,7 @@ void Compare(const std::string& name, const Run& run) {
 }
 
 constexpr Dtype F = Dtype::kFloat32, B = Dtype::kBfloat16, H = Dtype::kFloat16, U = Dtype::kUint16,
-                E = Dtype::kBlock8;
+                E = Dtype::kBlock8, S = Dtype::kBlock16;
 const std::vector<size_t> kSizes = {0, 1, 3, 4, 7, 8, 31, 127, 128, 511, 513, 1025, 33000};
 
 void RunAllAdam() {
@@ -410,7 +410,8 @@ void RunAllCompact() {
     Compare("compact", [&](bool on_device) { return RunCompact(c, before, on_device); });
   };
   const Dtypes moments[] = {{F, B, E, E, B}, {B, B, E, E, B}, {B, F, E, E, B}, {F, F, E, E, F},
-                            {B, B, B, B, B}, {H, H, H, B, H}, {F, H, E, F, B}, {B, F, B, E, H}};
+                            {B, B, B, B, B}, {H, H, H, B, H}, {F, H, E, F, B}, {B, F, B, E, H},
+                            {B, B, S, S, B}, {F, F, S, E, B}, {B, F, E, S, H}};
   for (const size_t shift : {0, 1, 3}) {
     for (const bool is_random : {false, true}) {
       for (const bool found_inf : {false, true}) {
