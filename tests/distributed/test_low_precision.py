@@ -380,6 +380,32 @@ def test_a_checkpoint_holds_codes_and_scales(tmp_path, kind):
     assert_trees_same_bits(wide, find_adam(jda.decoded(own)))
 
 
+@pytest.mark.slow
+def test_a_checkpoint_between_formats(tmp_path):
+    """From 8 bits into 16, exactly, whichever optimizer reads it; and from 16 into 8, to nearest."""
+    dtype, shapes = jnp.bfloat16, jda.TrainState.shapes
+    eight, sixteen = make_tx((2,), "8 bits"), make_tx((4,), "16 bits")
+    as_floats = lambda state, tx: find_adam(jda.to_optax_state(state, tx)[1])  # noqa: E731
+    state = trained(eight, dtype, steps=1)
+    jda.save(tmp_path / "8", state, eight)
+    wide = jda.restore(tmp_path / "8", shapes(random_params(dtype), sixteen), sixteen)
+    assert wide.opt_state.mu.codes.dtype == jnp.uint16
+    assert_trees_same_bits(as_floats(wide, sixteen), as_floats(state, eight))
+    alone = jda.fused_adamw(**HYPER, mask=decays, **KINDS["16 bits"])
+    template = jax.eval_shape(lambda p: {"params": p, "opt_state": alone.init(p)}, state.params)
+    one = jda.restore(tmp_path / "8", template)["opt_state"]
+    assert_trees_same_bits(find_adam(jda.decoded(one)), as_floats(state, eight))
+    jda.save(tmp_path / "16", trained(sixteen, dtype, steps=1, state=wide, skip=1), sixteen)
+    back = jda.restore(tmp_path / "16", shapes(random_params(dtype), eight), eight)
+    found = jda.restore(tmp_path / "16", shapes(random_params(dtype), sixteen), sixteen)
+    want, got = as_floats(found, sixteen), as_floats(back, eight)
+    for name in ("mu", "nu"):
+        for path, x in getattr(want, name).items():
+            if x.size >= 4096:
+                x = rounding.decode(name, rounding.encode(name, BLOCK8, x, None, np), np)
+            assert_same_bits(getattr(got, name)[path], x, f"{name} {path}")
+
+
 def test_a_seed_is_not_restored_between_kinds_of_optimizers(tmp_path):
     """It has another name there: the optimizer's own seed is taken where the caller says so."""
     params = random_params(jnp.bfloat16)

@@ -201,6 +201,33 @@ def test_the_error_of_a_code(form, name, is_random):
     assert np.array_equal(y == 0, x == 0) if is_nu else (y[x == 0] == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("form", "b2", "staying"),
+    [
+        (BLOCK16, BLOCK16.largest_b2, 0),  # 5e-4 of any number is more than half a unit, 2^-11
+        (BLOCK16, 0.9996, 0.2207),  # 2^-11 / 4e-4 is 1.2207
+        (BLOCK16, 0.9998, 1),  # 2e-4 of none is, 2^-12
+        (BLOCK8, 0.9375, 0),
+        (BLOCK8, BLOCK8.largest_b2, 0.25),  # 2^-4 / 0.05 is 1.25
+        (BLOCK8, 0.97, 1),
+    ],
+    ids=name_of,
+)
+def test_which_second_moments_stay_where_they_are(form, b2, staying):
+    """In a step without a gradient, rounded to nearest: those below a share of an octave.
+
+    x in [1, 2) stays where (1 - b2) x is less than half a unit, 2^-(mantissa + 1), or equal to it and
+    even; one is left out, as the next number below it is at half the distance.
+    """
+    number = 1 << form.mantissa
+    x = np.full((number, 128), 4, F32)  # which keeps the scale
+    x[:, 5] = 1 + np.arange(number) / number
+    y = rounding.decode("nu", rounding.encode("nu", form, np.float32(b2) * x, None, np), np)
+    stays = y[1:, 5] == x[1:, 5]
+    assert stays.sum() == (number - 1 if staying == 1 else round(staying * number))
+    assert (np.diff(stays.astype(int)) <= 0).all()  # those at the octave's beginning
+
+
 @each_format
 @each_name
 def test_numbers_near_the_end_of_float32(form, name):
