@@ -2,7 +2,7 @@
 // is to do. The kernel is bound by the instructions that it issues, not by memory, so that what is
 // the same for a whole tile is computed once, and divisions and roots have no special cases:
 // numbers for which they would need them, and codes whose scale is out of the ordinary, are left to
-// compact_part.cuh, as are codes of 16 bits. The results are the same bits.
+// compact_part.cuh. The results are the same bits.
 #pragma once
 
 #include "compact_part.cuh"
@@ -66,18 +66,24 @@ __device__ __forceinline__ float CanonicalResult(float x) {
   return FloatOf(static_cast<uint32_t>(min(static_cast<int32_t>(BitsOf(x)), 0x7fc00000)));
 }
 
-// ---- Codes of 8 bits, [Note: blocks] in rounding.h ----
+// ---- Codes, [Note: blocks] in rounding.h ----
 
 // Four codes as numbers, which are yet to be multiplied by CodeUp and the scale.
-template <Moment kMoment>
-__device__ __forceinline__ void WidenCodes(uint32_t codes, float (&x)[kVector]) {
+template <typename C>
+__device__ __forceinline__ void WidenCodes(const Packed<kVector>& codes, float (&x)[kVector]) {
+  constexpr int kInWord = 32 / C::kBits;
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
-    if (kMoment == Moment::kMu) {  // the sign is shifted in
-      const int32_t shifted = static_cast<int32_t>(codes << (24 - 8 * k)) >> 4;
-      x[k] = FloatOf(static_cast<uint32_t>(shifted) & 0x87f00000u);
+    const uint32_t word = codes.words[k / kInWord];
+    const int first = C::kBits * (k % kInWord);  // bit of the code
+    if (C::kSign != 0) {                         // the sign is shifted in
+      const int32_t highest = static_cast<int32_t>(word << (32 - C::kBits - first));
+      const int32_t shifted = highest >> (32 - C::kBits - C::kDropped);
+      x[k] = FloatOf(static_cast<uint32_t>(shifted) & (0x80000000u | C::kMagnitude << C::kDropped));
     } else {
-      x[k] = FloatOf((k < 3 ? codes << (20 - 8 * k) : codes >> 4) & 0x0ff00000u);
+      const uint32_t shifted =
+          first <= C::kDropped ? word << (C::kDropped - first) : word >> (first - C::kDropped);
+      x[k] = FloatOf(shifted & C::kMagnitude << C::kDropped);
     }
   }
 }
@@ -95,38 +101,48 @@ __device__ __forceinline__ uint32_t MagnitudeOf(float x) {
   return kMoment == Moment::kMu ? BitsOf(x) & 0x7fffffffu : BitsOf(x);
 }
 
-template <Moment kMoment, bool kRandom>
+// The largest is out of the ordinary where the scale is not that of ScaleOf.
+template <typename C, bool kRandom>
 __device__ __forceinline__ void EncodeOrdinary(const float (&x)[kVector],
                                                const uint32_t (&words)[kVector], Stored* y) {
-  constexpr bool is_mu = kMoment == Moment::kMu;
+  constexpr bool is_mu = C::kMoment == Moment::kMu;
+  constexpr uint32_t smallest = is_mu ? kSmallestMu : kSmallestNu;
+  constexpr int kUnused = 32 - C::kBits - C::kDropped;  // bits beside a magnitude and a sign
   uint32_t rounded[kVector];
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
-    const uint32_t magnitude = MagnitudeOf<kMoment>(x[k]);
-    rounded[k] = magnitude + Increment<kRandom>(magnitude, 20, words[k]);
+    const uint32_t magnitude = MagnitudeOf<C::kMoment>(x[k]);
+    rounded[k] = magnitude + Increment<kRandom>(magnitude, C::kDropped, words[k]);
     y->extremes.smallest = min(y->extremes.smallest, magnitude - 1);
   }
   const uint32_t mine = max(max(max(rounded[0], rounded[1]), rounded[2]), rounded[3]);
   y->extremes.largest = __reduce_max_sync(kAllLanes, mine);
   const uint32_t exponent = y->extremes.largest & 0x7f800000u;
   y->scale = FloatOf(exponent);  // zero if all are
-  const float factor = FloatOf((is_mu ? 0x7f000000u - 0x38000000u : 0x7f000000u - 0x30000000u) -
-                               exponent);  // CodeDown over the scale
+  if (SmallestScale<C>() > smallest && exponent != 0 && exponent < SmallestScale<C>())
+    y->extremes.largest = 0xffffffffu;
+  const float factor = FloatOf(((127u + C::kHighest) << 23) - exponent);  // CodeDown over the scale
   const uint32_t sign = exponent == 0 ? 0 : 0x80000000u;
-  uint32_t bytes[kVector];  // each the highest of its word
+  uint32_t codes[kVector];  // each the highest bits of its word
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
     const uint32_t low = BitsOf(x[k] * factor);
     if (is_mu) {
-      const uint32_t sum = low + Increment<kRandom>(low & 0x7fffffffu, 20, words[k]);
-      bytes[k] = sum << 4 | (sum & sign);
+      const uint32_t sum = low + Increment<kRandom>(low & 0x7fffffffu, C::kDropped, words[k]);
+      codes[k] = sum << kUnused | (sum & sign);
     } else {
-      const uint32_t sum = low + Increment<kRandom>(low, 20, words[k]);
-      bytes[k] = max(sum, min(BitsOf(x[k]), 1u << 20)) << 4;  // what is not zero does not become so
+      const uint32_t sum = low + Increment<kRandom>(low, C::kDropped, words[k]);
+      const uint32_t one = min(BitsOf(x[k]), 1u << C::kDropped);
+      codes[k] = max(sum, one) << kUnused;  // what is not zero does not become so
     }
   }
-  const uint32_t lower = __byte_perm(bytes[0], bytes[1], 0x73);
-  y->words[0] = __byte_perm(lower, __byte_perm(bytes[2], bytes[3], 0x73), 0x5410);
+  if (C::kBits == 8) {
+    const uint32_t lower = __byte_perm(codes[0], codes[1], 0x73);
+    y->words[0] = __byte_perm(lower, __byte_perm(codes[2], codes[3], 0x73), 0x5410);
+  } else {
+    y->words[0] = __byte_perm(codes[0], codes[1], 0x7632);
+    y->words[1] = __byte_perm(codes[2], codes[3], 0x7632);
+  }
 }
 
 // Numbers that were computed here, in 16 bits or in 32.
@@ -150,7 +166,11 @@ __device__ __forceinline__ Stored StoredMoment(Dtype dtype, const float (&x)[kVe
                                                const uint32_t (&words)[kVector]) {
   Stored y;
   if (dtype == Dtype::kBlock8) {
-    EncodeOrdinary<kMoment, kRandom>(x, words, &y);
+    EncodeOrdinary<Code<kMoment, Dtype::kBlock8>, kRandom>(x, words, &y);
+    return y;
+  }
+  if (dtype == Dtype::kBlock16) {
+    EncodeOrdinary<Code<kMoment, Dtype::kBlock16>, kRandom>(x, words, &y);
     return y;
   }
 #pragma unroll
@@ -236,8 +256,8 @@ __device__ __forceinline__ Loaded Load(const Types& t, const CompactLeaf& leaf, 
   x.mu = LoadFour(leaf.mu, t.mu, i, block);
   x.nu = LoadFour(leaf.nu, t.nu, i, block);
   if (Types::kMode == Mode::kStepSplit) x.low = LoadFour(leaf.out, Dtype::kUint16, i, block);
-  if (t.mu == Dtype::kBlock8) x.mu_scale = (leaf.mu_scales + block)[i / kBlockSize];
-  if (t.nu == Dtype::kBlock8) x.nu_scale = (leaf.nu_scales + block)[i / kBlockSize];
+  if (IsCoded(t.mu)) x.mu_scale = (leaf.mu_scales + block)[i / kBlockSize];
+  if (IsCoded(t.nu)) x.nu_scale = (leaf.nu_scales + block)[i / kBlockSize];
   return x;
 }
 
@@ -259,6 +279,24 @@ struct Stepped {
   Stored mu, nu;
 };
 
+// Returns by which number the others are yet to be multiplied, a power of two.
+template <Moment kMoment>
+__device__ __forceinline__ float WidenStored(Dtype dtype, const Packed<kVector>& packed,
+                                             float scale, float (&x)[kVector]) {
+  if (dtype == Dtype::kBlock8) {
+    using C = Code<kMoment, Dtype::kBlock8>;
+    WidenCodes<C>(packed, x);
+    return scale * CodeUp<C>();
+  }
+  if (dtype == Dtype::kBlock16) {
+    using C = Code<kMoment, Dtype::kBlock16>;
+    WidenCodes<C>(packed, x);
+    return scale * CodeUp<C>();
+  }
+  Widen(packed, dtype, x);
+  return 1.0f;
+}
+
 template <typename Types, bool kRandom>
 __device__ __forceinline__ Stepped StepLoaded(const Types& t, const Tile& tile, const Loaded& x,
                                               const Words& words) {
@@ -272,18 +310,8 @@ __device__ __forceinline__ Stepped StepLoaded(const Types& t, const Tile& tile, 
   }
   // Codes are multiplied by powers of two, which may as well be in b1 and b2: the same bits.
   Coefficients c = tile.c;
-  if (t.mu == Dtype::kBlock8) {
-    WidenCodes<Moment::kMu>(x.mu.words[0], m);
-    c.b1 *= x.mu_scale * CodeUp<Code<Moment::kMu, Dtype::kBlock8>>();
-  } else {
-    Widen(x.mu, t.mu, m);
-  }
-  if (t.nu == Dtype::kBlock8) {
-    WidenCodes<Moment::kNu>(x.nu.words[0], v);
-    c.b2 *= x.nu_scale * CodeUp<Code<Moment::kNu, Dtype::kBlock8>>();
-  } else {
-    Widen(x.nu, t.nu, v);
-  }
+  c.b1 *= WidenStored<Moment::kMu>(t.mu, x.mu, x.mu_scale, m);
+  c.b2 *= WidenStored<Moment::kNu>(t.nu, x.nu, x.nu_scale, v);
   const Terms terms{false, c.weight_decay != 0.0f, false};
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
@@ -302,8 +330,8 @@ __device__ __forceinline__ void Store(const Types& t, const CompactLeaf& leaf, u
   StoreFour(leaf.mu, t.mu, i, block, x.mu.words);
   StoreFour(leaf.nu, t.nu, i, block, x.nu.words);
   if (threadIdx.x % 32 == 0) {
-    if (t.mu == Dtype::kBlock8) (leaf.mu_scales + block)[i / kBlockSize] = x.mu.scale;
-    if (t.nu == Dtype::kBlock8) (leaf.nu_scales + block)[i / kBlockSize] = x.nu.scale;
+    if (IsCoded(t.mu)) (leaf.mu_scales + block)[i / kBlockSize] = x.mu.scale;
+    if (IsCoded(t.nu)) (leaf.nu_scales + block)[i / kBlockSize] = x.nu.scale;
   }
   if (mode == Mode::kStepSplit) {
     const float p[] = {CanonicalResult(x.p[0]), CanonicalResult(x.p[1]), CanonicalResult(x.p[2]),

@@ -9,7 +9,7 @@
 // traffic   Each array once: 10.1 bytes per parameter for bfloat16 gradients and parameters (two
 //           accesses) and 8-bit moments.
 // variants  As in adam_cuda.cu: Fixed has the mode, the dtypes and the rounding as constants, Any
-//           the mode alone, and no chunks. Nor has Fixed with moments of 16-bit codes.
+//           the mode alone, and no chunks.
 
 #include <algorithm>
 
@@ -118,9 +118,8 @@ struct Any {
 template <Mode kMode_, bool kIsRandom, Dtype kGrad, Dtype kParam, Dtype kMu, Dtype kNu, Dtype kOut>
 struct Fixed {
   static constexpr Mode kMode = kMode_;
-  static constexpr bool kHasChunks = kMu != Dtype::kBlock16 && kNu != Dtype::kBlock16;
-  // At once: so many registers.
-  static constexpr int kMinBlocks = !kHasChunks ? 1 : kMu == Dtype::kBlock8 ? 5 : 6;
+  static constexpr bool kHasChunks = true;
+  static constexpr int kMinBlocks = IsCoded(kMu) ? 5 : 6;  // at once: so many registers
   static constexpr Dtype grad = kGrad, param = kParam, mu = kMu, nu = kNu, out = kOut;
   static constexpr int contributions = 1, kMaxContributions = 1;
 

@@ -108,15 +108,20 @@ JDISTADAM_INLINE uint32_t RoundedMagnitude(float x, uint32_t word) {
   return rounded == 0 && magnitude != 0 ? 1u : rounded;
 }
 
+// The bits of the smallest scale: times less, a code would mean a subnormal float32.
+template <typename C>
+JDISTADAM_INLINE constexpr uint32_t SmallestScale() {
+  return (C::kHighest + C::kMantissa) << 23;
+}
+
 // The scale of a block, 2^-(highest exponent of a code) times which a code is.
 template <typename C>
 JDISTADAM_INLINE float ScaleOf(uint32_t largest) {
-  constexpr uint32_t kSmallest = (C::kHighest + C::kMantissa) << 23;
   constexpr uint32_t kZero = C::kSign != 0 ? 0x00800000u : 1u;  // no code of mu is less
   if (largest < kZero) return 0.0f;
   if (largest >= 0x7f000000u) return FloatOf(0x7fc00000u);
   const uint32_t exponent = largest & 0x7f800000u;
-  return FloatOf(exponent < kSmallest ? kSmallest : exponent);  // no code means a subnormal
+  return FloatOf(exponent < SmallestScale<C>() ? SmallestScale<C>() : exponent);
 }
 
 // 2^(127 - the highest exponent of a code), and its inverse.
