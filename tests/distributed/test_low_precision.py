@@ -394,6 +394,7 @@ def test_a_checkpoint_between_formats(tmp_path):
     alone = jda.fused_adamw(**HYPER, mask=decays, **KINDS["16 bits"])
     template = jax.eval_shape(lambda p: {"params": p, "opt_state": alone.init(p)}, state.params)
     one = jda.restore(tmp_path / "8", template)["opt_state"]
+    assert find_adam(one).nu["rows"].codes.dtype == jnp.uint16
     assert_trees_same_bits(find_adam(jda.decoded(one)), as_floats(state, eight))
     jda.save(tmp_path / "16", trained(sixteen, dtype, steps=1, state=wide, skip=1), sixteen)
     back = jda.restore(tmp_path / "16", shapes(random_params(dtype), eight), eight)
@@ -468,6 +469,10 @@ def test_states_of_another_policy_raise():
         state = jda.TrainState.create(params, tx)
         with pytest.raises(jda.JDistAdamError, match=r"(another |opt_state\.)(mu|key|layout)"):
             jda.train_step(loss, other)(state, batch)
+    eight, sixteen = txs[1:3]
+    message = r"opt_state\.mu: is not stored as the policy says: got block8, expected block16"
+    with pytest.raises(jda.DtypeError, match=message):
+        jda.train_step(loss, sixteen)(jda.TrainState.create(params, eight), batch)
 
 
 def test_decoded_is_for_states_of_one_program():

@@ -24,7 +24,14 @@ PARTS = np.arange(len(SIZES), dtype=np.int32) * 5 % 7  # of 1, 128 and 65,536 el
 adam = jax.jit(sharded_compact_adam.adam, static_argnums=0)
 
 
+def spread_array(rng, size, dtype, nonnegative=False):
+    """Blocks whose numbers differ by 2^100: more than codes of 16 bits can."""
+    x = np.exp2(rng.uniform(-100, 0, size)) * rng.choice([1] if nonnegative else [-1, 1], size)
+    return x.astype(dtype)
+
+
 ARRAYS = {
+    "spread": spread_array,
     "special": random_array,
     "wide": functools.partial(random_array, specials=False),
     "plain": plain_array,
@@ -100,6 +107,24 @@ def test_kernel_equals_the_reference_bitwise(platform, is_random, mode, mu, nu, 
         operands = random_operands(5, dtypes, mode, values)
         spec = spec_of(mode, is_random, dtypes, nesterov=grad == BF16)
         assert_equals_reference(spec, scalars(random_rows(count=3)), rounded(), operands)
+
+
+@pytest.mark.parametrize("is_random", [False, True])
+@pytest.mark.parametrize(("mu", "nu"), [(BLOCK8, BLOCK16), (BLOCK16, BLOCK8)], ids=name_of)
+def test_kernel_equals_the_reference_in_blocks_that_span_more_than_codes(
+    platform, is_random, mu, nu
+):
+    """What is below the smallest codes, which of nu does not become zero."""
+    dtypes = (F32, F32, mu, nu)
+    spec, operands = (
+        spec_of("step", is_random, dtypes),
+        random_operands(4, dtypes, "step", "spread"),
+    )
+    operands = operands._replace(grads=tuple(1024 * x for x in operands.grads))  # scales grow
+    assert_equals_reference(spec, scalars(random_rows(count=3)), rounded(), operands)
+    new = by_reference(spec, scalars(random_rows(count=3)), rounded(), of_parts(PARTS), operands)
+    codes = [np.asarray(x.codes) for x in new.nu if x.codes.size > 1]
+    assert all((x > 0).all() for x in codes) and any((x == 1).any() for x in codes)
 
 
 def test_philox_is_that_of_its_authors():
