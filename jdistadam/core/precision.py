@@ -194,7 +194,7 @@ def check_nu_dtype(name: str, value: Any, b2: Any) -> jnp.dtype:
             name,
             f"a second moment in {dtype} {why}",
             got=f"{dtype} with b2={b2}",
-            expected="float32, or bfloat16 with b2 <= 0.99",
+            expected='float32, "block16", or bfloat16 with b2 <= 0.99',
             action=f"Leave {name.rsplit('.')[-1]} at float32.",
         )
     return dtype

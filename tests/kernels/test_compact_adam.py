@@ -216,7 +216,11 @@ def test_the_error_of_a_code(form, name, is_random):
     x = np.abs(x) if is_nu else x
     x[::5] = 0
     random = rng.integers(0, 2**32, x.size, np.uint32) if is_random else None
-    y = rounding.decode(name, rounding.encode(name, form, x, random, np), np)
+    moment = rounding.encode(name, form, x, random, np)
+    assert_trees_same_bits(
+        jax.jit(lambda x: rounding.encode(name, form, x, random, jnp))(x), moment
+    )
+    y = rounding.decode(name, moment, np)
     unit = 1 if is_random else 0.5
     # A scale is at most twice the largest of a block; times 2^(1 - below) it is the distance of the
     # smallest codes, by which nu may be rounded up so that it is not zero.
