@@ -24,7 +24,6 @@ OPTIONS = {
     "bfloat16 moments": dict(mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16, rounding="stochastic"),
     "to nearest": dict(b2=0.93, mu_dtype="block8", nu_dtype="block8"),
     "nu alone": dict(nu_dtype="block8", rounding="stochastic"),
-    "16 bits": dict(b2=0.999, mu_dtype="block16", nu_dtype="block16"),
     "8 and 16 bits": BOTH | dict(nu_dtype="block16", main_params_dtype="remainder16"),
 }
 SIXTEEN = BOTH | dict(mu_dtype="block16", nu_dtype="block16")

@@ -31,7 +31,6 @@ ROWS = [
 SAMPLE = {
     ("flat", "no_shard", "float32"),
     ("flat", "optim", "remainder"),
-    ("flat", "optim", "8 bits"),
     ("flat", "optim", "8 and 16 bits"),
     ("hybrid", "optim_grads", "fp8 params"),
     ("twice", "optim_grads_params", "bf16 communication, float32 sum"),
