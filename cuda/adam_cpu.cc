@@ -45,6 +45,7 @@ JDISTADAM_INLINE float* LoadBlock(void* base, Dtype dtype, size_t begin, float* 
       break;
     case Dtype::kUint16:  // half of a number
     case Dtype::kBlock8:
+    case Dtype::kBlock16:
       break;
   }
   return buffer;
@@ -66,6 +67,7 @@ JDISTADAM_INLINE void StoreBlock(void* base, Dtype dtype, size_t begin, const fl
       break;
     case Dtype::kUint16:
     case Dtype::kBlock8:
+    case Dtype::kBlock16:
       break;
   }
 }

@@ -1,4 +1,4 @@
-// One Adam step whose moments or parameters are rounded to 8 bits or at random (rounding.h): the
+// One Adam step whose moments are coded or that rounds at random (rounding.h): the
 // interface between the kernels and the FFI handlers.
 #pragma once
 
@@ -15,7 +15,7 @@ struct Cut {
   uint64_t piece, whole_piece;
 };
 
-// A leaf, or a part of it, and what it needs beside Leaf. Where a moment is kBlock8 a part consists
+// A leaf, or a part of it, and what it needs beside Leaf. Where a moment is coded a part consists
 // of whole blocks, and there is a scale for each, of which the last of a whole leaf may be
 // incomplete. Pieces are whole blocks, too, unless there is but one.
 struct CompactLeaf : Leaf {
@@ -29,9 +29,9 @@ struct CompactLeaf : Leaf {
   uint32_t slot;  // of the call: where its parts are in `parts`
 };
 
-// AdamCall's Dtypes may be kBlock8 for mu and nu. With `is_random`, mu and nu of 8 or 16 bits are
-// rounded at random, and so are parameters of 16 bits in Mode::kStep; `out` always to nearest.
-// A skipped step uses no random bits: they depend on the count, which then stays.
+// AdamCall's Dtypes may be kBlock8 or kBlock16 for mu and nu. With `is_random`, mu and nu of 8 or
+// 16 bits are rounded at random, and so are parameters of 16 bits in Mode::kStep; `out` always to
+// nearest. A skipped step uses no random bits: they depend on the count, which then stays.
 struct CompactCall {
   AdamCall adam;  // without leaves
   bool is_random;
@@ -63,8 +63,8 @@ JDISTADAM_INLINE uint64_t BeforeCut(const Cut& cut, uint64_t part, uint64_t i) {
 // Elements up to the end of a block of 128 follow each other in the whole leaf as well.
 JDISTADAM_INLINE Origin OriginOf(const int32_t* parts, const CompactLeaf& leaf, uint64_t i) {
   if (leaf.table != nullptr) {
-    const uint32_t* entry = leaf.table + i / kBlock8Size * 2;
-    return {entry[0], uint64_t{entry[1]} * kBlock8Size + i % kBlock8Size};
+    const uint32_t* entry = leaf.table + i / kBlockSize * 2;
+    return {entry[0], uint64_t{entry[1]} * kBlockSize + i % kBlockSize};
   }
   const int32_t* part = parts + 2 * size_t{leaf.slot};
   const uint64_t local = BeforeCut(leaf.cuts[0], static_cast<uint64_t>(part[0]), i);

@@ -5,162 +5,14 @@
 // compact_part.cuh. The results are the same bits.
 #pragma once
 
-#include "compact_part.cuh"
+#include "compact_ordinary.cuh"
 
 namespace jdistadam {
 namespace {
 
-constexpr int kChunkBlocks = 2, kChunk = kChunkBlocks * kBlock8Size;
+constexpr int kChunkBlocks = 2, kChunk = kChunkBlocks * kBlockSize;
 constexpr size_t kMaxChunked = size_t{1} << 31;  // elements of a leaf, whose indices have 32 bits
 constexpr uint32_t kWarps = kThreads / 32, kMaxRounds = 32;  // chunks are bits
-
-// ---- Arithmetic ----
-
-// What follows holds for numbers in these ranges, as tests/kernels/driver/arithmetic.cu shows.
-constexpr uint32_t kSmallestMu = (127u - 100u) << 23, kLargestMu = (127u + 13u) << 23;
-constexpr uint32_t kSmallestNu = (127u - 92u) << 23, kLargestNu = (127u + 10u) << 23;
-constexpr float kSmallestC = 0x1p-30f, kSmallestEps = 0x1p-60f, kLargestEps = 0x1p10f;
-
-// IEEE division and square root. Quotients and roots get their last bit from a remainder, which is
-// exact as nothing underflows. Divided is by numbers that are the same for all elements with their
-// rounded reciprocal (Markstein, IA-64 and Elementary Functions, 2000), else as the compiler does
-// it. Subtrahends are such that a zero keeps its sign.
-struct OrdinaryArithmetic {
-  float inverse_c1, inverse_c2;
-
-  __device__ __forceinline__ static float Correct(float x, float y, float inverse, float q) {
-    return fmaf(-inverse, fmaf(y, q, -x), q);
-  }
-  __device__ __forceinline__ float ByC1(const Coefficients& c, float x) const {
-    return Correct(x, c.c1, inverse_c1, x * inverse_c1);
-  }
-  __device__ __forceinline__ float ByC2(const Coefficients& c, float x) const {
-    return Correct(x, c.c2, inverse_c2, x * inverse_c2);
-  }
-  __device__ __forceinline__ float Divide(float x, float y) const {
-    float inverse;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(y));
-    inverse = fmaf(fmaf(-y, inverse, 1.0f), inverse, inverse);
-    return Correct(x, y, inverse, Correct(x, y, inverse, x * inverse));
-  }
-  __device__ __forceinline__ float Root(float x) const {
-    float inverse;  // of x, or of 2^-126 where x is zero
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x + 0x1p-126f));
-    const float root = x * inverse;
-    return fmaf(fmaf(-root, root, x), 0.5f * inverse, root);
-  }
-};
-
-// The extremes of what a thread has, as bits without signs.
-struct Extremes {
-  uint32_t smallest = 0xffffffffu;  // less one, so that zero is none
-  uint32_t largest = 0;
-
-  __device__ __forceinline__ bool AreBetween(uint32_t low, uint32_t high) const {
-    return smallest >= low - 1 && largest < high;
-  }
-};
-
-// A float32 that was computed here: where NaN it is 0x7fffffff, which becomes the canonical one.
-__device__ __forceinline__ float CanonicalResult(float x) {
-  return FloatOf(static_cast<uint32_t>(min(static_cast<int32_t>(BitsOf(x)), 0x7fc00000)));
-}
-
-// ---- Codes, [Note: block8] in rounding.h ----
-
-// Four codes as numbers, which are yet to be multiplied by CodeUp and the scale.
-template <Moment kMoment>
-__device__ __forceinline__ void WidenCodes(uint32_t codes, float (&x)[kVector]) {
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    if (kMoment == Moment::kMu) {  // the sign is shifted in
-      const int32_t shifted = static_cast<int32_t>(codes << (24 - 8 * k)) >> 4;
-      x[k] = FloatOf(static_cast<uint32_t>(shifted) & 0x87f00000u);
-    } else {
-      x[k] = FloatOf((k < 3 ? codes << (20 - 8 * k) : codes >> 4) & 0x0ff00000u);
-    }
-  }
-}
-
-// Four numbers of a moment as they are stored: codes and their scale, or in 16 bits or 32.
-struct Stored {
-  uint32_t words[kVector];
-  float scale;
-  Extremes extremes;  // the largest is the warp's where there are codes
-};
-
-// Bits without a sign. A number of nu has none but where it is NaN, and then it is large.
-template <Moment kMoment>
-__device__ __forceinline__ uint32_t MagnitudeOf(float x) {
-  return kMoment == Moment::kMu ? BitsOf(x) & 0x7fffffffu : BitsOf(x);
-}
-
-template <Moment kMoment, bool kRandom>
-__device__ __forceinline__ void EncodeOrdinary(const float (&x)[kVector],
-                                               const uint32_t (&words)[kVector], Stored* y) {
-  constexpr bool is_mu = kMoment == Moment::kMu;
-  uint32_t rounded[kVector];
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    const uint32_t magnitude = MagnitudeOf<kMoment>(x[k]);
-    rounded[k] = magnitude + Increment<kRandom>(magnitude, 20, words[k]);
-    y->extremes.smallest = min(y->extremes.smallest, magnitude - 1);
-  }
-  const uint32_t mine = max(max(max(rounded[0], rounded[1]), rounded[2]), rounded[3]);
-  y->extremes.largest = __reduce_max_sync(kAllLanes, mine);
-  const uint32_t exponent = y->extremes.largest & 0x7f800000u;
-  y->scale = FloatOf(exponent);  // zero if all are
-  const float factor = FloatOf((is_mu ? 0x7f000000u - 0x38000000u : 0x7f000000u - 0x30000000u) -
-                               exponent);  // CodeDown over the scale
-  const uint32_t sign = exponent == 0 ? 0 : 0x80000000u;
-  uint32_t bytes[kVector];  // each the highest of its word
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    const uint32_t low = BitsOf(x[k] * factor);
-    if (is_mu) {
-      const uint32_t sum = low + Increment<kRandom>(low & 0x7fffffffu, 20, words[k]);
-      bytes[k] = sum << 4 | (sum & sign);
-    } else {
-      const uint32_t sum = low + Increment<kRandom>(low, 20, words[k]);
-      bytes[k] = max(sum, min(BitsOf(x[k]), 1u << 20)) << 4;  // what is not zero does not become so
-    }
-  }
-  const uint32_t lower = __byte_perm(bytes[0], bytes[1], 0x73);
-  y->words[0] = __byte_perm(lower, __byte_perm(bytes[2], bytes[3], 0x73), 0x5410);
-}
-
-// Numbers that were computed here, in 16 bits or in 32.
-template <bool kRandom>
-__device__ __forceinline__ void RoundOrdinary(Dtype dtype, const float (&x)[kVector],
-                                              const uint32_t (&words)[kVector], uint32_t* y) {
-  uint32_t bits[kVector];
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    bits[k] = BitsOf(CanonicalResult(x[k]));
-    y[k] = bits[k];
-    bits[k] += Increment<kRandom>(bits[k], 16, words[k]);
-  }
-  if (dtype == Dtype::kFloat32) return;
-  y[0] = __byte_perm(bits[0], bits[1], 0x7632);
-  y[1] = __byte_perm(bits[2], bits[3], 0x7632);
-}
-
-template <Moment kMoment, bool kRandom>
-__device__ __forceinline__ Stored StoredMoment(Dtype dtype, const float (&x)[kVector],
-                                               const uint32_t (&words)[kVector]) {
-  Stored y;
-  if (dtype == Dtype::kBlock8) {
-    EncodeOrdinary<kMoment, kRandom>(x, words, &y);
-    return y;
-  }
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    y.extremes.smallest = min(y.extremes.smallest, MagnitudeOf<kMoment>(x[k]) - 1);
-    y.extremes.largest = max(y.extremes.largest, MagnitudeOf<kMoment>(x[k]));
-  }
-  RoundOrdinary<kRandom>(dtype, x, words, y.words);
-  return y;
-}
 
 // ---- A tile ----
 
@@ -217,7 +69,7 @@ struct Loaded {
 
 // The array from a block of the chunk on: a constant that an instruction adds to an address.
 __device__ __forceinline__ char* Ahead(const void* base, Dtype dtype, int block) {
-  return static_cast<char*>(const_cast<void*>(base)) + block * kBlock8Size * ItemSize(dtype);
+  return static_cast<char*>(const_cast<void*>(base)) + block * kBlockSize * ItemSize(dtype);
 }
 
 __device__ __forceinline__ Packed<kVector> LoadFour(const void* base, Dtype dtype, uint32_t i,
@@ -236,8 +88,8 @@ __device__ __forceinline__ Loaded Load(const Types& t, const CompactLeaf& leaf, 
   x.mu = LoadFour(leaf.mu, t.mu, i, block);
   x.nu = LoadFour(leaf.nu, t.nu, i, block);
   if (Types::kMode == Mode::kStepSplit) x.low = LoadFour(leaf.out, Dtype::kUint16, i, block);
-  if (t.mu == Dtype::kBlock8) x.mu_scale = (leaf.mu_scales + block)[i / kBlock8Size];
-  if (t.nu == Dtype::kBlock8) x.nu_scale = (leaf.nu_scales + block)[i / kBlock8Size];
+  if (IsCoded(t.mu)) x.mu_scale = (leaf.mu_scales + block)[i / kBlockSize];
+  if (IsCoded(t.nu)) x.nu_scale = (leaf.nu_scales + block)[i / kBlockSize];
   return x;
 }
 
@@ -259,6 +111,24 @@ struct Stepped {
   Stored mu, nu;
 };
 
+// Returns by which number the others are yet to be multiplied, a power of two.
+template <Moment kMoment>
+__device__ __forceinline__ float WidenStored(Dtype dtype, const Packed<kVector>& packed,
+                                             float scale, float (&x)[kVector]) {
+  if (dtype == Dtype::kBlock8) {
+    using C = Code<kMoment, Dtype::kBlock8>;
+    WidenCodes<C>(packed, x);
+    return scale * CodeUp<C>();
+  }
+  if (dtype == Dtype::kBlock16) {
+    using C = Code<kMoment, Dtype::kBlock16>;
+    WidenCodes<C>(packed, x);
+    return scale * CodeUp<C>();
+  }
+  Widen(packed, dtype, x);
+  return 1.0f;
+}
+
 template <typename Types, bool kRandom>
 __device__ __forceinline__ Stepped StepLoaded(const Types& t, const Tile& tile, const Loaded& x,
                                               const Words& words) {
@@ -272,18 +142,8 @@ __device__ __forceinline__ Stepped StepLoaded(const Types& t, const Tile& tile, 
   }
   // Codes are multiplied by powers of two, which may as well be in b1 and b2: the same bits.
   Coefficients c = tile.c;
-  if (t.mu == Dtype::kBlock8) {
-    WidenCodes<Moment::kMu>(x.mu.words[0], m);
-    c.b1 *= x.mu_scale * CodeUp<Moment::kMu>();
-  } else {
-    Widen(x.mu, t.mu, m);
-  }
-  if (t.nu == Dtype::kBlock8) {
-    WidenCodes<Moment::kNu>(x.nu.words[0], v);
-    c.b2 *= x.nu_scale * CodeUp<Moment::kNu>();
-  } else {
-    Widen(x.nu, t.nu, v);
-  }
+  c.b1 *= WidenStored<Moment::kMu>(t.mu, x.mu, x.mu_scale, m);
+  c.b2 *= WidenStored<Moment::kNu>(t.nu, x.nu, x.nu_scale, v);
   const Terms terms{false, c.weight_decay != 0.0f, false};
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
@@ -302,8 +162,8 @@ __device__ __forceinline__ void Store(const Types& t, const CompactLeaf& leaf, u
   StoreFour(leaf.mu, t.mu, i, block, x.mu.words);
   StoreFour(leaf.nu, t.nu, i, block, x.nu.words);
   if (threadIdx.x % 32 == 0) {
-    if (t.mu == Dtype::kBlock8) (leaf.mu_scales + block)[i / kBlock8Size] = x.mu.scale;
-    if (t.nu == Dtype::kBlock8) (leaf.nu_scales + block)[i / kBlock8Size] = x.nu.scale;
+    if (IsCoded(t.mu)) (leaf.mu_scales + block)[i / kBlockSize] = x.mu.scale;
+    if (IsCoded(t.nu)) (leaf.nu_scales + block)[i / kBlockSize] = x.nu.scale;
   }
   if (mode == Mode::kStepSplit) {
     const float p[] = {CanonicalResult(x.p[0]), CanonicalResult(x.p[1]), CanonicalResult(x.p[2]),
@@ -351,7 +211,7 @@ __device__ __forceinline__ uint32_t StepChunks(const Types& t, const Step& step,
       drawn[b] =
           kIsRun ? Philox(tile.key0, tile.key1, uint64_t{tile.group_high} << 32 | (group + b * 32),
                           tile.id, tile.count)
-                 : Draw(step, leaf, i + b * kBlock8Size);
+                 : Draw(step, leaf, i + b * kBlockSize);
     }
 #pragma unroll
     for (int b = 0; b < n; ++b) {

@@ -1,5 +1,5 @@
-// The step with rounding to 8 bits or at random, on the CPU: tiles handed to threads, block by
-// block. Simple loops of scalars; the formula is adam_math.h's.
+// The step with moments in codes or rounding at random, on the CPU: tiles handed to threads, block
+// by block. Simple loops of scalars; the formula is adam_math.h's.
 
 #include <algorithm>
 
@@ -11,23 +11,30 @@ namespace jdistadam {
 namespace {
 
 constexpr size_t kTile = 1 << 13;  // elements that a thread takes at a time: whole blocks
-constexpr size_t kBlock = kBlock8Size;
+constexpr size_t kBlock = kBlockSize;
 
 struct Block {
   float g[kBlock], p[kBlock], m[kBlock], v[kBlock];
   uint32_t words[kBlock] = {};  // random bits
 };
 
+template <typename C, typename Word>
+void LoadCodes(const Word* codes, float scale, size_t n, float* x) {
+  for (size_t i = 0; i < n; ++i) x[i] = Decode<C>(codes[i], scale);
+}
+
+template <Moment kMoment>
 void LoadMoment(const void* base, Dtype dtype, const float* scales, size_t begin, size_t n,
-                bool is_mu, float* x) {
-  if (dtype != Dtype::kBlock8) {
+                float* x) {
+  if (dtype == Dtype::kBlock8) {
+    const uint8_t* codes = static_cast<const uint8_t*>(base) + begin;
+    LoadCodes<Code<kMoment, Dtype::kBlock8>>(codes, scales[begin / kBlock], n, x);
+  } else if (dtype == Dtype::kBlock16) {
+    const uint16_t* codes = static_cast<const uint16_t*>(base) + begin;
+    LoadCodes<Code<kMoment, Dtype::kBlock16>>(codes, scales[begin / kBlock], n, x);
+  } else {
     for (size_t i = 0; i < n; ++i) x[i] = LoadOne(base, dtype, begin + i);
-    return;
   }
-  const uint8_t* codes = static_cast<const uint8_t*>(base) + begin;
-  const float scale = scales[begin / kBlock];
-  for (size_t i = 0; i < n; ++i)
-    x[i] = is_mu ? Decode<Moment::kMu>(codes[i], scale) : Decode<Moment::kNu>(codes[i], scale);
 }
 
 template <bool kRandom>
@@ -41,24 +48,42 @@ void StoreRounded(void* base, Dtype dtype, size_t i, float x, uint32_t word) {
   }
 }
 
+template <Moment kMoment>
+uint32_t WordFor(uint32_t word) {
+  return kMoment == Moment::kMu ? WordForMu(word) : WordForNu(word);
+}
+
+// Returns the scale.
+template <typename C, bool kRandom, typename Word>
+float StoreCodes(Word* codes, size_t n, const float* x, const uint32_t* words) {
+  uint32_t largest = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t word = WordFor<C::kMoment>(words[i]);
+    largest = std::max(largest, RoundedMagnitude<C, kRandom>(x[i], word));
+  }
+  const float scale = ScaleOf<C>(largest);
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t word = WordFor<C::kMoment>(words[i]);
+    codes[i] = static_cast<Word>(Encode<C, kRandom>(x[i], scale, word));
+  }
+  return scale;
+}
+
 template <Moment kMoment, bool kRandom>
 void StoreMoment(void* base, Dtype dtype, float* scales, size_t begin, size_t n, const float* x,
                  const uint32_t* words) {
-  const auto word = [&](size_t i) {
-    return kMoment == Moment::kMu ? WordForMu(words[i]) : WordForNu(words[i]);
-  };
-  if (dtype != Dtype::kBlock8) {
-    for (size_t i = 0; i < n; ++i) StoreRounded<kRandom>(base, dtype, begin + i, x[i], word(i));
-    return;
+  if (dtype == Dtype::kBlock8) {
+    using C = Code<kMoment, Dtype::kBlock8>;
+    uint8_t* codes = static_cast<uint8_t*>(base) + begin;
+    scales[begin / kBlock] = StoreCodes<C, kRandom>(codes, n, x, words);
+  } else if (dtype == Dtype::kBlock16) {
+    using C = Code<kMoment, Dtype::kBlock16>;
+    uint16_t* codes = static_cast<uint16_t*>(base) + begin;
+    scales[begin / kBlock] = StoreCodes<C, kRandom>(codes, n, x, words);
+  } else {
+    for (size_t i = 0; i < n; ++i)
+      StoreRounded<kRandom>(base, dtype, begin + i, x[i], WordFor<kMoment>(words[i]));
   }
-  uint32_t largest = 0;
-  for (size_t i = 0; i < n; ++i)
-    largest = std::max(largest, RoundedMagnitude<kRandom>(x[i], word(i)));
-  const float scale = ScaleOf<kMoment>(largest);
-  scales[begin / kBlock] = scale;
-  uint8_t* codes = static_cast<uint8_t*>(base) + begin;
-  for (size_t i = 0; i < n; ++i)
-    codes[i] = static_cast<uint8_t>(Encode<kMoment, kRandom>(x[i], scale, word(i)));
 }
 
 void LoadGrad(const AdamCall& call, const Leaf& leaf, size_t begin, size_t n, float* g) {
@@ -98,8 +123,8 @@ void StepBlock(const CompactCall& call, const CompactLeaf& leaf, size_t begin, s
   std::memcpy(&c, adam.coefficients + size_t(leaf.group) * kNumCoefficients, sizeof c);
   const Terms terms = TermsOf(c, adam.nesterov);
   LoadGrad(adam, leaf, begin, n, b.g);
-  LoadMoment(leaf.mu, t.mu, leaf.mu_scales, begin, n, true, b.m);
-  LoadMoment(leaf.nu, t.nu, leaf.nu_scales, begin, n, false, b.v);
+  LoadMoment<Moment::kMu>(leaf.mu, t.mu, leaf.mu_scales, begin, n, b.m);
+  LoadMoment<Moment::kNu>(leaf.nu, t.nu, leaf.nu_scales, begin, n, b.v);
   for (size_t i = 0; i < n; ++i)
     b.p[i] = split ? Join(high[i], low[i]) : LoadOne(leaf.param, t.param, begin + i);
   if (kRandom) LoadRandom(call, leaf, begin, n, b.words);

@@ -1,4 +1,5 @@
-// The step with rounding to 8 bits or at random, on a CUDA device: one launch for many leaves.
+// The step with moments in codes or rounding at random, on a CUDA device: one launch for many
+// leaves.
 //
 // threads   A warp takes blocks of 128 elements, four of each in each thread, so that the largest
 //           element of a block is found with two instructions of a warp and no shared memory: two
@@ -29,7 +30,7 @@ __device__ __forceinline__ void StepBlocks(const Types& t, const Step& step,
                                            uint32_t chunks) {
   for (; chunks != 0; mine += stride, chunks >>= 1) {
 #pragma unroll 1
-    for (uint32_t block = 0; chunks % 2 != 0 && block < kChunk; block += kBlock8Size) {
+    for (uint32_t block = 0; chunks % 2 != 0 && block < kChunk; block += kBlockSize) {
       const Part part = PartOf(t, step, leaf, mine + block);
       if (part.i - threadIdx.x % 32 * kVector >= leaf.size) return;
       if (*step.found_inf) {
@@ -118,7 +119,7 @@ template <Mode kMode_, bool kIsRandom, Dtype kGrad, Dtype kParam, Dtype kMu, Dty
 struct Fixed {
   static constexpr Mode kMode = kMode_;
   static constexpr bool kHasChunks = true;
-  static constexpr int kMinBlocks = kMu == Dtype::kBlock8 ? 5 : 6;  // at once: so many registers
+  static constexpr int kMinBlocks = IsCoded(kMu) ? 5 : 6;  // at once: so many registers
   static constexpr Dtype grad = kGrad, param = kParam, mu = kMu, nu = kNu, out = kOut;
   static constexpr int contributions = 1, kMaxContributions = 1;
 
@@ -132,7 +133,8 @@ struct Fixed {
   }
 };
 
-constexpr Dtype F = Dtype::kFloat32, B = Dtype::kBfloat16, U = Dtype::kUint16, E = Dtype::kBlock8;
+constexpr Dtype F = Dtype::kFloat32, B = Dtype::kBfloat16, U = Dtype::kUint16, E = Dtype::kBlock8,
+                S = Dtype::kBlock16;
 
 template <typename... Kernels>
 cudaError_t LaunchFirst(const CompactCall& call, cudaStream_t stream) {
@@ -151,7 +153,8 @@ cudaError_t CompactCuda(const CompactCall& call, cudaStream_t stream) {
       Fixed<Mode::kStep, true, F, F, E, E, F>, Fixed<Mode::kStep, false, F, F, E, E, F>,
       Fixed<Mode::kStepSplit, true, B, B, E, E, U>, Fixed<Mode::kStepSplit, false, B, B, E, E, U>,
       Fixed<Mode::kStepAndCast, true, B, F, E, E, B>,
-      Fixed<Mode::kStepAndCast, false, B, F, E, E, B>,  //
+      Fixed<Mode::kStepAndCast, false, B, F, E, E, B>, Fixed<Mode::kStep, true, B, B, S, S, F>,
+      Fixed<Mode::kStepSplit, true, B, B, S, S, U>, Fixed<Mode::kStepSplit, false, B, B, S, S, U>,
       Any<Mode::kStep>, Any<Mode::kStepAndCast>, Any<Mode::kUpdate>, Any<Mode::kStepSplit>>(call,
                                                                                             stream);
 }

@@ -12,7 +12,7 @@ namespace jdistadam {
 namespace {
 
 constexpr int kThreads = 128, kVector = 4;
-static_assert(kBlock8Size == 32 * kVector);  // a warp
+static_assert(kBlockSize == 32 * kVector);  // a warp
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 // The arguments of a launch beside its leaves.
@@ -144,9 +144,50 @@ __device__ __forceinline__ void StorePart(void* base, Dtype dtype, const Part& p
 template <Moment kMoment>
 __device__ __forceinline__ void WidenMoment(const Packed<kVector>& packed, Dtype dtype, float scale,
                                             float (&x)[kVector]) {
-  if (dtype != Dtype::kBlock8) return Widen(packed, dtype, x);
+  if (!IsCoded(dtype)) return Widen(packed, dtype, x);
 #pragma unroll
-  for (int k = 0; k < kVector; ++k) x[k] = Decode<kMoment>(packed.words[0] >> 8 * k & 0xffu, scale);
+  for (int k = 0; k < kVector; ++k) {
+    if (dtype == Dtype::kBlock8) {
+      x[k] = Decode<Code<kMoment, Dtype::kBlock8>>(packed.words[0] >> 8 * k & 0xffu, scale);
+    } else {
+      const uint32_t code = packed.words[k / 2] >> 16 * (k % 2) & 0xffffu;
+      x[k] = Decode<Code<kMoment, Dtype::kBlock16>>(code, scale);
+    }
+  }
+}
+
+// The codes of a block, of which each thread has some, and their scale, which it stores. All
+// threads of a warp call this together.
+template <typename C, bool kRandom>
+__device__ __forceinline__ void EncodePart(float* scales, const Part& part,
+                                           const float (&x)[kVector],
+                                           const uint32_t (&words)[kVector],
+                                           uint16_t (&codes)[kVector]) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    if (k < part.n) largest = max(largest, RoundedMagnitude<C, kRandom>(x[k], words[k]));
+  }
+  largest = __reduce_max_sync(kAllLanes, largest);
+  const float scale = ScaleOf<C>(largest);
+  if (threadIdx.x % 32 == 0 && part.n > 0) scales[part.i / kBlockSize] = scale;
+#pragma unroll
+  for (int k = 0; k < kVector; ++k)
+    codes[k] = static_cast<uint16_t>(Encode<C, kRandom>(x[k], scale, words[k]));
+}
+
+__device__ __forceinline__ void StoreBytes(void* base, const Part& part,
+                                           const uint16_t (&x)[kVector]) {
+  uint8_t* at = static_cast<uint8_t*>(base) + part.i;
+  if (part.is_vector) {
+    const uint32_t low = x[0] | uint32_t{x[1]} << 8, high = x[2] | uint32_t{x[3]} << 8;
+    *reinterpret_cast<uint32_t*>(at) = low | high << 16;
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    if (k < part.n) at[k] = static_cast<uint8_t>(x[k]);
+  }
 }
 
 // All threads of a warp call this together.
@@ -154,27 +195,15 @@ template <Moment kMoment, bool kRandom>
 __device__ __forceinline__ void StoreMoment(void* base, Dtype dtype, float* scales,
                                             const Part& part, const float (&x)[kVector],
                                             const uint32_t (&words)[kVector]) {
-  if (dtype != Dtype::kBlock8) return StorePart<kRandom>(base, dtype, part, x, words);
-  uint32_t largest = 0;
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    if (k < part.n) largest = max(largest, RoundedMagnitude<kRandom>(x[k], words[k]));
-  }
-  largest = __reduce_max_sync(kAllLanes, largest);
-  const float scale = ScaleOf<kMoment>(largest);
-  if (threadIdx.x % 32 == 0 && part.n > 0) scales[part.i / kBlock8Size] = scale;
-  uint32_t codes = 0;
-#pragma unroll
-  for (int k = 0; k < kVector; ++k)
-    codes |= Encode<kMoment, kRandom>(x[k], scale, words[k]) << 8 * k;
-  uint8_t* at = static_cast<uint8_t*>(base) + part.i;
-  if (part.is_vector) {
-    *reinterpret_cast<uint32_t*>(at) = codes;
-    return;
-  }
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    if (k < part.n) at[k] = static_cast<uint8_t>(codes >> 8 * k);
+  uint16_t codes[kVector];
+  if (dtype == Dtype::kBlock8) {
+    EncodePart<Code<kMoment, Dtype::kBlock8>, kRandom>(scales, part, x, words, codes);
+    StoreBytes(base, part, codes);
+  } else if (dtype == Dtype::kBlock16) {
+    EncodePart<Code<kMoment, Dtype::kBlock16>, kRandom>(scales, part, x, words, codes);
+    StoreWord16(base, part, codes);
+  } else {
+    StorePart<kRandom>(base, dtype, part, x, words);
   }
 }
 
@@ -245,14 +274,14 @@ __device__ __noinline__ void StepPart(const Types& t, const Step& step, const Co
                                       const Part& part) {
   constexpr Mode mode = Types::kMode;
   constexpr bool split = mode == Mode::kStepSplit;
-  const size_t block = part.i / kBlock8Size;
+  const size_t block = part.i / kBlockSize;
   const bool is_mine = part.n > 0;  // else there may be no block
   const auto packed_p = LoadPart(leaf.param, t.param, part);
   const auto packed_m = LoadPart(leaf.mu, t.mu, part), packed_v = LoadPart(leaf.nu, t.nu, part);
   Packed<kVector> packed_low;
   if (split) packed_low = LoadPart(leaf.out, Dtype::kUint16, part);
-  const float mu_scale = t.mu == Dtype::kBlock8 && is_mine ? leaf.mu_scales[block] : 0.0f;
-  const float nu_scale = t.nu == Dtype::kBlock8 && is_mine ? leaf.nu_scales[block] : 0.0f;
+  const float mu_scale = IsCoded(t.mu) && is_mine ? leaf.mu_scales[block] : 0.0f;
+  const float nu_scale = IsCoded(t.nu) && is_mine ? leaf.nu_scales[block] : 0.0f;
   float g[kVector], p[kVector], m[kVector], v[kVector];
   LoadGrad(t, step, leaf, part, g);
   const Coefficients c = LoadCoefficients(step, leaf);

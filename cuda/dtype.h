@@ -20,11 +20,17 @@
 
 namespace jdistadam {
 
-// kUint16: remainders alone. kBlock8: codes of moments alone (rounding.h), as uint8.
-enum class Dtype : int32_t { kFloat32, kBfloat16, kFloat16, kUint16, kBlock8 };
+// kUint16: remainders alone. kBlock8, kBlock16: codes of moments alone (rounding.h), as uint8 and
+// uint16.
+enum class Dtype : int32_t { kFloat32, kBfloat16, kFloat16, kUint16, kBlock8, kBlock16 };
 
 JDISTADAM_INLINE constexpr size_t ItemSize(Dtype dtype) {
   return dtype == Dtype::kFloat32 ? 4 : dtype == Dtype::kBlock8 ? 1 : 2;
+}
+
+// Whether elements are codes, of which a block shares a scale.
+JDISTADAM_INLINE constexpr bool IsCoded(Dtype dtype) {
+  return dtype == Dtype::kBlock8 || dtype == Dtype::kBlock16;
 }
 
 JDISTADAM_INLINE uint32_t BitsOf(float x) {
@@ -112,6 +118,7 @@ JDISTADAM_INLINE float LoadOne(const void* base, Dtype dtype, size_t i) {
       return FromFloat16(static_cast<const uint16_t*>(base)[i]);
     case Dtype::kUint16:  // half of a number
     case Dtype::kBlock8:  // a number with the scale of its block alone
+    case Dtype::kBlock16:
       break;
   }
   return 0.0f;
@@ -130,6 +137,7 @@ JDISTADAM_INLINE void StoreOne(void* base, Dtype dtype, size_t i, float x) {
       break;
     case Dtype::kUint16:
     case Dtype::kBlock8:
+    case Dtype::kBlock16:
       break;
   }
 }

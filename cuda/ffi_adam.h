@@ -59,8 +59,8 @@ enum Place { kNew, kAliased };
 // Reads the operand kinds one after another into the leaves of an AdamCall.
 class CallBuilder {
  public:
-  CallBuilder(const AdamAttributes& attributes, bool moments_may_be_block8, AdamCall* call)
-      : attributes_(attributes), may_be_block8_(moments_may_be_block8), call_(call) {
+  CallBuilder(const AdamAttributes& attributes, bool moments_may_be_coded, AdamCall* call)
+      : attributes_(attributes), may_be_coded_(moments_may_be_coded), call_(call) {
     call_->leaves.resize(attributes.groups.size());
   }
 
@@ -97,8 +97,10 @@ class CallBuilder {
  private:
   std::optional<Dtype> TypeOf(int kind, const ffi::AnyBuffer& buffer) const {
     const bool is_moment = kind == kMuKind || kind == kNuKind;
-    if (may_be_block8_ && is_moment && buffer.element_type() == ffi::DataType::U8)
-      return Dtype::kBlock8;
+    if (may_be_coded_ && is_moment) {
+      if (buffer.element_type() == ffi::DataType::U8) return Dtype::kBlock8;
+      if (buffer.element_type() == ffi::DataType::U16) return Dtype::kBlock16;
+    }
     return DtypeOf(buffer.element_type());
   }
 
@@ -159,7 +161,7 @@ class CallBuilder {
   }
 
   const AdamAttributes& attributes_;
-  const bool may_be_block8_;
+  const bool may_be_coded_;
   AdamCall* call_;
   bool first_kind_ = true;
 };
@@ -262,7 +264,7 @@ struct Taken {
 inline ffi::Error BuildLeaves(const AdamAttributes& attributes, const CoefficientRows& coefficients,
                               const FloatScalar& inv_scale, const BoolScalar& found_inf,
                               const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                              bool moments_may_be_block8, const Rows& rows, Taken* taken,
+                              bool moments_may_be_coded, const Rows& rows, Taken* taken,
                               AdamCall* call) {
   if (auto error = CheckAttributes(attributes, rows.groups); error.failure()) return error;
   call->mode = static_cast<Mode>(attributes.mode);
@@ -273,7 +275,7 @@ inline ffi::Error BuildLeaves(const AdamAttributes& attributes, const Coefficien
   call->inv_scale = inv_scale.typed_data();
   call->found_inf = found_inf.typed_data();
 
-  CallBuilder builder(attributes, moments_may_be_block8, call);
+  CallBuilder builder(attributes, moments_may_be_coded, call);
   for (size_t i = 0; i < call->leaves.size(); ++i) call->leaves[i].group = attributes.groups[i];
   Dtypes& t = call->dtypes;
   t.out = Dtype::kFloat32;
@@ -306,7 +308,7 @@ inline ffi::Error BuildCall(const AdamAttributes& attributes, const CoefficientR
   if (auto error = ReadRows(coefficients, &rows); error.failure()) return error;
   Taken taken;
   auto error = BuildLeaves(attributes, coefficients, inv_scale, found_inf, args, rets,
-                           /*moments_may_be_block8=*/false, rows, &taken, call);
+                           /*moments_may_be_coded=*/false, rows, &taken, call);
   if (error.failure()) return error;
   if (rows.members && (attributes.flat != 0 || attributes.contributions != 1))
     return Invalid("with several members nothing may be flat, and contributions must be 1");

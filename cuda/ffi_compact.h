@@ -2,8 +2,8 @@
 //
 // operands  as those of `jdistadam_adam` (ffi_adam.h), but between found_inf and the arrays key
 //           u32[2], count s32[], parts s32[leaves, 2] and blocks u32[n, 2]; mu and nu may be
-//           uint8. Behind the arrays come, for each moment that is, its scales f32: one array per
-//           leaf, or a flat one where the moment is flat.
+//           uint8 or uint16. Behind the arrays come, for each moment that is, its scales f32: one
+//           array per leaf, or a flat one where the moment is flat.
 // results   as there; then the scales, aliased with their operands.
 // random    whether to round at random.
 // mu_offsets, nu_offsets   where leaves begin in a flat moment; empty: `offsets` say so.
@@ -42,16 +42,16 @@ ffi::Error TakeScales(const char* name, const AdamAttributes& a, int kind, const
                       std::vector<CompactLeaf>* leaves) {
   const bool flat = (a.flat >> kind) & 1;
   const auto& offsets = a.OffsetsOf(kind);
-  const auto scales_of = [](size_t size) { return (size + kBlock8Size - 1) / kBlock8Size; };
+  const auto scales_of = [](size_t size) { return (size + kBlockSize - 1) / kBlockSize; };
   for (size_t i = 0; i < leaves->size(); ++i) {
     const auto buffer = GetBuffer(buffers, flat ? *next : *next + i);
     if (!buffer) return Invalid(std::string(name) + ": too few arrays");
     if (buffer->element_type() != ffi::DataType::F32)
       return Invalid(std::string(name) + ": dtype must be float32");
     CompactLeaf& leaf = (*leaves)[i];
-    if (flat && offsets[i] % kBlock8Size != 0)
+    if (flat && offsets[i] % kBlockSize != 0)
       return Invalid("leaf " + std::to_string(i) + ": does not begin with a block");
-    const size_t first = flat ? size_t(offsets[i]) / kBlock8Size : 0;
+    const size_t first = flat ? size_t(offsets[i]) / kBlockSize : 0;
     const size_t needed = first + scales_of(leaf.size), have = buffer->element_count();
     if (flat ? have < needed : have != needed) {
       return Invalid(std::string(name) + ": leaf " + std::to_string(i) + " has " +
@@ -81,13 +81,13 @@ inline ffi::Error TakeOrigin(const CompactAttributes& a, const Blocks& blocks, s
     const int64_t piece = a.cuts[4 * i + 2 * k], whole_piece = a.cuts[4 * i + 2 * k + 1];
     if (piece < 0 || whole_piece < piece || (piece == 0 && size > 0))
       return Invalid(name + ": a piece must have elements, and not more than the whole one");
-    if (uint64_t(piece) < size && piece % kBlock8Size != 0)
+    if (uint64_t(piece) < size && piece % kBlockSize != 0)
       return Invalid(name + ": several pieces must be whole blocks");
     leaf->cuts[k] = {uint64_t(piece), uint64_t(whole_piece)};
   }
   if (a.tables.size() == 0 || a.tables[i] < 0) return ffi::Error::Success();
   const int64_t have = blocks.dimensions()[0], begin = a.tables[i];
-  const uint64_t needed = (size + kBlock8Size - 1) / kBlock8Size;
+  const uint64_t needed = (size + kBlockSize - 1) / kBlockSize;
   if (begin > have || needed > uint64_t(have - begin))
     return Invalid(name + ": its table ends beyond blocks");
   leaf->table = blocks.typed_data() + 2 * begin;
@@ -112,7 +112,7 @@ inline ffi::Error BuildCompactCall(const CompactAttributes& a, const Coefficient
     return Invalid("tables need one entry a leaf");
   if (key.element_count() != 2) return Invalid("key needs 2 elements");
   auto error = BuildLeaves(a.adam, coefficients, inv_scale, found_inf, args, rets,
-                           /*moments_may_be_block8=*/true, rows, &taken, &call->adam);
+                           /*moments_may_be_coded=*/true, rows, &taken, &call->adam);
   if (error.failure()) return error;
   call->is_random = a.random;
   call->key = key.typed_data();
@@ -129,7 +129,7 @@ inline ffi::Error BuildCompactCall(const CompactAttributes& a, const Coefficient
         {call->adam.dtypes.mu, {"mu_scales", &CompactLeaf::mu_scales}},
         {call->adam.dtypes.nu, {"nu_scales", &CompactLeaf::nu_scales}}};
     for (int k = 0; k < 2; ++k) {
-      if (moments[k].first != Dtype::kBlock8) continue;
+      if (!IsCoded(moments[k].first)) continue;
       const auto& [name, pointer] = moments[k].second;
       auto failed =
           TakeScales(name, a.adam, kMuKind + k, buffers, next, aliased, pointer, &call->leaves);

@@ -104,6 +104,7 @@ cudaError_t NormCuda(const NormCall& call, cudaStream_t stream) {
       return Launch<Dtype::kFloat16>(call, stream);
     case Dtype::kUint16:
     case Dtype::kBlock8:
+    case Dtype::kBlock16:
       break;
   }
   return cudaErrorInvalidValue;

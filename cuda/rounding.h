@@ -9,21 +9,23 @@
 // dropped decide: the upper ones of the word for nu, those of its lower half for a parameter, and
 // those of a mix of both for mu.
 //
-// [Note: block8]
-// A moment in 8 bits: blocks of 128 elements in row-major order share a float32 scale, a power of
-// two. A code of nu is an unsigned number of 5 bits of exponent and 3 of mantissa; one of mu has a
-// sign and 4 and 3 bits. All codes are finite. The scale is chosen such that the largest element,
-// rounded to its 4 leading bits, has the highest exponent. So encode(decode(x)) is x, and decoding
-// is exact. nu has 2^-34 of the largest element as its smallest number, and what is not zero never
-// becomes zero; below 2^-17 of the largest element mu may. A block with an infinite element, one
-// that is NaN or one of 2^127 and more has the scale NaN, and all of it is NaN from then on.
+// [Note: blocks]
+// A moment in 8 or 16 bits: blocks of 128 elements in row-major order share a float32 scale, a
+// power of two. A code has a mantissa of 3 bits, or of 10. In front of it one of mu has a sign and
+// 4 or 5 bits of exponent, one of nu has 5 or 6 and no sign: nu is a mean of squares, whose
+// exponents span twice as many as those of mu. All codes are finite. The scale is chosen such that
+// the largest element, rounded to its 4 or 11 leading bits, has the highest exponent. So
+// encode(decode(x)) is x, and decoding is exact. What is not zero in nu never becomes zero: its
+// smallest number is 2^-33 of the scale, or 2^-72. mu may, below 2^-17 of the scale, or 2^-40. A
+// block with an infinite element, one that is NaN or one of 2^127 and more has the scale NaN, and
+// all of it is NaN from then on.
 #pragma once
 
 #include "dtype.h"
 
 namespace jdistadam {
 
-constexpr int kBlock8Size = 128;
+constexpr int kBlockSize = 128;  // [Note: blocks]
 
 struct Random4 {
   uint32_t words[4];
@@ -79,55 +81,73 @@ JDISTADAM_INLINE uint16_t RoundToFloat16(float x, uint32_t word) {
   return static_cast<uint16_t>((bits >> 16 & 0x8000u) | h);
 }
 
-// ---- Moments in 8 bits, [Note: block8] ----
+// ---- Moments in codes, [Note: blocks] ----
 
 enum class Moment { kMu, kNu };
 
-// Magnitude of x, rounded to its 4 leading bits. The largest one of a block gives its scale.
-template <bool kRandom>
+// What a code can mean: from the highest bit on a sign, of mu alone, an exponent and a mantissa.
+template <Moment kMoment_, Dtype kDtype>
+struct Code {
+  static_assert(IsCoded(kDtype));
+  static constexpr Moment kMoment = kMoment_;
+  static constexpr int kBits = static_cast<int>(8 * ItemSize(kDtype));
+  static constexpr int kMantissa = kDtype == Dtype::kBlock8 ? 3 : 10;
+  static constexpr int kDropped = 23 - kMantissa;  // of the bits of a float32
+  static constexpr uint32_t kSign = kMoment == Moment::kMu ? 1u << (kBits - 1) : 0;
+  static constexpr uint32_t kMagnitude = (1u << (kBits - (kSign != 0))) - 1;
+  static constexpr uint32_t kHighest = kMagnitude >> kMantissa;  // exponent
+};
+
+// Magnitude of x, rounded to the bits of a mantissa. The largest one of a block gives its scale.
+template <typename C, bool kRandom>
 JDISTADAM_INLINE uint32_t RoundedMagnitude(float x, uint32_t word) {
+  constexpr uint32_t kKept = ~((1u << C::kDropped) - 1u);
   const uint32_t magnitude = BitsOf(x) & 0x7fffffffu;
   if (magnitude >= 0x7f000000u) return 0x7f000000u;
-  const uint32_t rounded = (magnitude + Increment<kRandom>(magnitude, 20, word)) & 0xfff00000u;
+  const uint32_t rounded = (magnitude + Increment<kRandom>(magnitude, C::kDropped, word)) & kKept;
   return rounded == 0 && magnitude != 0 ? 1u : rounded;
 }
 
+// The bits of the smallest scale: times less, a code would mean a subnormal float32.
+template <typename C>
+JDISTADAM_INLINE constexpr uint32_t SmallestScale() {
+  return (C::kHighest + C::kMantissa) << 23;
+}
+
 // The scale of a block, 2^-(highest exponent of a code) times which a code is.
-template <Moment kMoment>
+template <typename C>
 JDISTADAM_INLINE float ScaleOf(uint32_t largest) {
-  constexpr uint32_t kSmallest = (kMoment == Moment::kMu ? 127u - 109u : 127u - 93u) << 23;
-  constexpr uint32_t kZero = kMoment == Moment::kMu ? 0x00800000u : 1u;  // no code of mu is less
+  constexpr uint32_t kZero = C::kSign != 0 ? 0x00800000u : 1u;  // no code of mu is less
   if (largest < kZero) return 0.0f;
   if (largest >= 0x7f000000u) return FloatOf(0x7fc00000u);
   const uint32_t exponent = largest & 0x7f800000u;
-  return FloatOf(exponent < kSmallest ? kSmallest : exponent);  // no code means a subnormal
+  return FloatOf(exponent < SmallestScale<C>() ? SmallestScale<C>() : exponent);
 }
 
 // 2^(127 - the highest exponent of a code), and its inverse.
-template <Moment kMoment>
+template <typename C>
 JDISTADAM_INLINE float CodeUp() {
-  return FloatOf(kMoment == Moment::kMu ? 0x77800000u : 0x6f800000u);  // 2^112, 2^96
+  return FloatOf((254u - C::kHighest) << 23);
 }
-template <Moment kMoment>
+template <typename C>
 JDISTADAM_INLINE float CodeDown() {
-  return FloatOf(kMoment == Moment::kMu ? 0x07800000u : 0x0f800000u);
+  return FloatOf(C::kHighest << 23);
 }
 
-template <Moment kMoment>
+template <typename C>
 JDISTADAM_INLINE float Decode(uint32_t code, float scale) {
-  constexpr uint32_t kMask = kMoment == Moment::kMu ? 0x7fu : 0xffu;
-  const float x = FloatOf((code & kMask) << 20) * CodeUp<kMoment>() * scale;
-  return kMoment == Moment::kMu ? FloatOf(BitsOf(x) | (code & 0x80u) << 24) : x;
+  const float x = FloatOf((code & C::kMagnitude) << C::kDropped) * CodeUp<C>() * scale;
+  return FloatOf(BitsOf(x) | (code & C::kSign) << (32 - C::kBits));
 }
 
-template <Moment kMoment, bool kRandom>
+template <typename C, bool kRandom>
 JDISTADAM_INLINE uint32_t Encode(float x, float scale, uint32_t word) {
   if (!(scale > 0.0f)) return 0;                               // all are zero, or one is NaN
   const float inverse = FloatOf(0x7f000000u - BitsOf(scale));  // exact: a power of two
   const uint32_t magnitude = BitsOf(x) & 0x7fffffffu;
-  const uint32_t low = BitsOf(FloatOf(magnitude) * inverse * CodeDown<kMoment>());
-  uint32_t code = (low + Increment<kRandom>(low, 20, word)) >> 20;
-  if (kMoment == Moment::kMu) return code | (BitsOf(x) >> 24 & 0x80u);
+  const uint32_t low = BitsOf(FloatOf(magnitude) * inverse * CodeDown<C>());
+  const uint32_t code = (low + Increment<kRandom>(low, C::kDropped, word)) >> C::kDropped;
+  if (C::kSign != 0) return code | (BitsOf(x) >> (32 - C::kBits) & C::kSign);
   return code == 0 && magnitude != 0 ? 1u : code;
 }
 

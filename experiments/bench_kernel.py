@@ -31,6 +31,8 @@ OURS = (
     "bf16, stochastic, bf16 moments",
     "bf16, remainder16, 8-bit moments",
     "bf16, stochastic, 8-bit moments",
+    "bf16, remainder16, 16-bit moments",
+    "bf16, stochastic, 16-bit moments",
 )
 FLAT = "float32, flat, clipped"
 UNLOOPED = {("many1000x4k", "optax.adamw")}  # XLA does not compile the loop in reasonable time

@@ -26,6 +26,7 @@ import jdistadam as jda
 
 MAIN = dict(main_params_dtype=jnp.float32)
 EIGHT = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic")
+BLOCK16 = dict(mu_dtype="block16", nu_dtype="block16", rounding="stochastic")
 SIXTEEN = dict(mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16, rounding="stochastic")
 FIRST, AGAIN, PLANTED = "float32 state", "float32 state, other last bits", "planted: 8-bit sqrt(nu)"
 WAYS = {
@@ -33,6 +34,7 @@ WAYS = {
     AGAIN: MAIN,
     "remainder16, 8-bit moments": dict(main_params_dtype="remainder16") | EIGHT,
     "bf16 parameters, stochastic, 8-bit moments": EIGHT,
+    "remainder16, 16-bit moments": dict(main_params_dtype="remainder16") | BLOCK16,
     "bf16 parameters, stochastic, bf16 moments": SIXTEEN,
     PLANTED: MAIN,
 }

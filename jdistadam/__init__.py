@@ -18,7 +18,7 @@ from jdistadam.compose.chain import chain
 from jdistadam.compose.inject_hyperparams import inject_hyperparams
 from jdistadam.core.formats import formats_of
 from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState
-from jdistadam.core.moments import Block8
+from jdistadam.core.moments import BlockCodes
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.accumulate import AccumulatedGrads
 from jdistadam.distributed.gather_params import gather_params, local_params, remat_policy
@@ -63,6 +63,8 @@ try:
 except _NotInstalled:  # imported from a source tree
     __version__ = "unknown"
 
+Block8 = BlockCodes  # its name before there was "block16"
+
 __all__ = [  # noqa: RUF022 - by task
     # One program, any sharding: in place of optax.adamw and optax.adam.
     "fused_adam",
@@ -72,7 +74,7 @@ __all__ = [  # noqa: RUF022 - by task
     "formats_of",
     "FusedTransformation",
     "MainParamsState",
-    "Block8",
+    "BlockCodes",
     "RoundingState",
     "decoded",
     # Several devices: sharded state, explicit collectives.

@@ -78,10 +78,15 @@ def _add_dtypes(add):
         default="float32",
         help="what is kept of the parameters beside those of the model",
     )
-    add("--mu-dtype", choices=(*DTYPES, "block8"), default="float32", help="of first moments")
+    add(
+        "--mu-dtype",
+        choices=(*DTYPES, "block8", "block16"),
+        default="float32",
+        help="of first moments",
+    )
     add(
         "--nu-dtype",
-        choices=("float32", "bfloat16", "block8"),
+        choices=("float32", "bfloat16", "block8", "block16"),
         default="float32",
         help="of second moments",
     )

@@ -167,7 +167,7 @@ def bytes_on_first_device(tree: Any) -> int:
 
 
 def _whole_bytes(part: Any, num_params: int) -> int:
-    """Bytes of a part of the state for all parameters; of a moment in 8 bits with its padding."""
+    """Bytes of a part of the state for all parameters; of a moment in codes with its padding."""
     arrays = jax.tree.leaves(part)
     if len(arrays) == 1:
         return num_params * arrays[0].dtype.itemsize

@@ -1,4 +1,4 @@
-"""Moments in 8 bits as arrays of the shapes of leaves: codes beside the scales of their blocks.
+"""Moments in codes as arrays of the shapes of leaves: codes beside the scales of their blocks.
 
 A leaf that is cut into pieces of whole blocks is coded and decoded where it is; its scales, a
 32nd of a float32 moment, are gathered on all devices, as their order is that of the whole leaf.
@@ -16,20 +16,19 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core.moments import BLOCK, Block8
-from jdistadam.distributed.moment_codes import CODES
+from jdistadam.core.moments import BLOCK, BlockCodes, BlockFormat
 from jdistadam.kernels import rounding
 
 
-def encoded(name: str, x: jax.Array) -> Block8:
+def encoded(name: str, format: BlockFormat, x: jax.Array) -> BlockCodes:
     """Codes a float32 leaf of the moment "mu" or "nu", rounded to nearest."""
     found = _pieces(x.shape, x.sharding)
     if found is None:
-        return Block8(*_encoder(name, None, None, None)(x))
+        return BlockCodes(*_encoder(name, format, None, None, None)(x))
     mesh, spec, scale_spec = found
-    codes, scales = jax.block_until_ready(_encoder(name, mesh, spec, scale_spec)(x))
+    codes, scales = jax.block_until_ready(_encoder(name, format, mesh, spec, scale_spec)(x))
     scales = jax.block_until_ready(jax.device_put(scales, NamedSharding(mesh, P())))
-    return Block8(codes, jax.jit(lambda x: x.reshape(-1))(scales))
+    return BlockCodes(codes, jax.jit(lambda x: x.reshape(-1))(scales))
 
 
 def decoded(name: str, codes: jax.Array, scales: jax.Array) -> jax.Array:
@@ -67,9 +66,9 @@ def _pieces(shape: tuple[int, ...], sharding: Any) -> tuple[Any, P, P] | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _encoder(name: str, mesh: Any, spec: Any, scale_spec: Any) -> Any:
+def _encoder(name: str, format: BlockFormat, mesh: Any, spec: Any, scale_spec: Any) -> Any:
     def local(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        codes, scales = rounding.encode(CODES[name], x, None, jnp)
+        codes, scales = rounding.encode(name, format, x, None, jnp)
         if scale_spec is not None:
             scales = scales.reshape(*x.shape[: len(scale_spec) - 1], -1)
         return codes, scales
@@ -84,7 +83,7 @@ def _encoder(name: str, mesh: Any, spec: Any, scale_spec: Any) -> Any:
 @functools.lru_cache(maxsize=1024)
 def _decoder(name: str, mesh: Any, spec: Any, scale_spec: Any) -> Any:
     def local(codes: jax.Array, scales: jax.Array) -> jax.Array:
-        leaf: jax.Array = rounding.decode(CODES[name], codes, scales.reshape(-1), jnp)
+        leaf: jax.Array = rounding.decode(name, BlockCodes(codes, scales.reshape(-1)), jnp)
         return leaf
 
     if mesh is None:

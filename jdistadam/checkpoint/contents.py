@@ -18,8 +18,9 @@ from jdistadam.checkpoint import coded_leaves, flat_arrays, parts
 from jdistadam.core import trees
 from jdistadam.core.loss_scale import DynamicLossScale
 from jdistadam.core.main_params import MainParams
+from jdistadam.core.moments import BlockFormat
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import is_flat_block8
+from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.state import DistributedState, is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
@@ -156,12 +157,11 @@ def _of_flat(tx: Any, params: Any, state: DistributedState) -> Iterator[Group]:
         if bucket.has_main and not is_function_of_params(config, bucket.dtype):
             wanted["main_params"] = state.main_params
         for section, flat in wanted.items():
-            if is_flat_block8(flat):
+            if is_flat_codes(flat):
                 args = config, layout, bucket, specs, flat, section
                 named = [(f"{section}{names[i]}", leaves[i].shape) for i in bucket.leaves]
-                yield _of_moment(
-                    named, bucket, functools.partial(flat_arrays.extract_decoded, *args)
-                )
+                make = functools.partial(flat_arrays.extract_decoded, *args)
+                yield _of_moment(named, bucket, flat.format, make)
                 continue
             dtype = jnp.dtype(jnp.float32) if section == "main_params" else flat.dtype
             entries = tuple(
@@ -175,21 +175,24 @@ def _of_flat(tx: Any, params: Any, state: DistributedState) -> Iterator[Group]:
 
 
 def _of_moment(
-    named: Sequence[tuple[str, tuple[int, ...]]], bucket: Bucket, make: Callable[[], Any]
+    named: Sequence[tuple[str, tuple[int, ...]]],
+    bucket: Bucket,
+    format: BlockFormat,
+    make: Callable[[], Any],
 ) -> Group:
-    """A bucket of a moment in 8 bits: codes and scales of each leaf, or float32."""
-    f32, u8 = jnp.dtype(jnp.float32), jnp.dtype(jnp.uint8)
+    """A bucket of a moment in codes: codes and scales of each leaf, or float32."""
+    f32 = jnp.dtype(jnp.float32)
     nbytes = 4 * bucket.shard_size
     if not bucket.is_coded:
         return Group(tuple(Entry(name, shape, f32) for name, shape in named), make, nbytes)
     entries = []
     for name, shape in named:
-        entries.append(Entry(f"{name}.codes", shape, u8))
+        entries.append(Entry(f"{name}.codes", shape, format.dtype))
         entries.append(Entry(f"{name}.scales", (coded_leaves.num_scales(shape),), f32))
 
     def coded() -> list[jax.Array]:
         section = named[0][0][:2]
-        return [x for leaf in make() for x in coded_leaves.encoded(section, leaf)]
+        return [x for leaf in make() for x in coded_leaves.encoded(section, format, leaf)]
 
     return Group(tuple(entries), coded, nbytes)
 

@@ -28,7 +28,7 @@ from jdistadam.core import collectives
 from jdistadam.core.formats import Orders, as_leaf, as_stored
 from jdistadam.distributed import moment_codes, param_specs
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import FlatBlock8
+from jdistadam.distributed.flat_moments import FlatCodes
 from jdistadam.distributed.layout import ALIGNMENT, Bucket, HeldLeaf, Layout
 from jdistadam.distributed.packing import rows_as_leaves, shard_of, shards_as_rows
 
@@ -89,10 +89,10 @@ def extract_decoded(
     layout: Layout,
     bucket: Bucket,
     specs: Sequence[P],
-    moment: FlatBlock8,
+    moment: FlatCodes,
     name: str,
 ) -> list[jax.Array]:
-    """As ``extract``, from the moment "mu" or "nu" in 8 bits: float32."""
+    """As ``extract``, from the moment "mu" or "nu" in codes: float32."""
     shards = moment_codes.decoded_shards(config, bucket, name, moment)
     return extract(config, layout, dataclasses.replace(bucket, offset=0), specs, shards)
 
@@ -102,15 +102,15 @@ def insert_encoded(
     layout: Layout,
     bucket: Bucket,
     specs: Sequence[P],
-    moment: FlatBlock8,
+    moment: FlatCodes,
     name: str,
     leaves: Sequence[jax.Array],
-) -> FlatBlock8:
-    """As ``insert``, of float32 leaves, into the moment "mu" or "nu" in 8 bits."""
+) -> FlatCodes:
+    """As ``insert``, of float32 leaves, into the moment "mu" or "nu" in codes."""
     empty = zeros(config, -(-bucket.shard_size // ALIGNMENT) * ALIGNMENT, jnp.float32)
     alone = dataclasses.replace(bucket, offset=0)
     shards = insert(config, layout, alone, specs, empty, leaves)
-    new: FlatBlock8 = moment_codes.with_shards(config, bucket, name, moment, shards)
+    new: FlatCodes = moment_codes.with_shards(config, bucket, name, moment, shards)
     return new
 
 

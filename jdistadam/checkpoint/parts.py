@@ -5,7 +5,7 @@ dictionary. Its arrays have names of which a part says what they are and the res
 
     params['w']         a parameter, in the dtype of the model
     main_params['w']    its exact value, where params do not say it
-    mu['w'], nu['w']    its moments; in 8 bits mu['w'].codes and mu['w'].scales
+    mu['w'], nu['w']    its moments; in codes mu['w'].codes and mu['w'].scales
     count               steps taken
     key                 the seed of random bits
     opt_state[0].x      what transforms of a chain keep; any other field: model_state['mean'], rng
@@ -23,7 +23,7 @@ import jax
 import optax
 
 from jdistadam.core import trees
-from jdistadam.core.moments import is_block8
+from jdistadam.core.moments import is_codes
 from jdistadam.distributed.state import DistributedState
 from jdistadam.drop_in.main_params import MainParamsState
 from jdistadam.errors import TreeError
@@ -162,8 +162,8 @@ def named(section: str, tree: Any) -> dict[str, Any]:
 
 
 def moments(section: str, tree: Any) -> dict[str, Any]:
-    """Returns moments by name: arrays, or those in 8 bits."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_block8)
+    """Returns moments by name: arrays, or those in codes."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_codes)
     return {f"{section}{jax.tree_util.keystr(path)}": x for path, x in leaves}
 
 

@@ -14,7 +14,7 @@ from jdistadam.checkpoint import coded_leaves, parts
 from jdistadam.checkpoint.storage import Reader
 from jdistadam.checkpoint.wanted import Wanted
 from jdistadam.core.main_params import MainParams
-from jdistadam.core.moments import Block8, is_block8
+from jdistadam.core.moments import BlockCodes, is_codes
 from jdistadam.errors import TreeError
 
 
@@ -159,7 +159,7 @@ class Restored:
         ]
         found = self.reader.read_many(requests)
         values = dict(zip([name for name, _ in requests], found, strict=True))
-        treedef: Any = jax.tree.structure(tree, is_leaf=is_block8)
+        treedef: Any = jax.tree.structure(tree, is_leaf=is_codes)
         return treedef.unflatten(
             self._moment(section, like, [values[n] for n in self._moments[section][name]])
             for name, like in likes.items()
@@ -175,10 +175,12 @@ class Restored:
                 return jnp.zeros(x.shape, x.dtype, device=self.place(x))
 
             return jax.tree.map(kept, like)
-        if is_block8(like):
+        if is_codes(like):
+            if len(found) == 2 and found[0].dtype != like.codes.dtype:  # of another format
+                found = [coded_leaves.decoded(section, *found)]
             if len(found) == 1:
-                found = coded_leaves.encoded(section, found[0])
-            return jax.device_put(Block8(*found), jax.tree.map(self.place, like))
+                found = coded_leaves.encoded(section, like.format, found[0])
+            return jax.device_put(BlockCodes(*found), jax.tree.map(self.place, like))
         if len(found) == 1:
             return found[0].astype(like.dtype)
         leaf = coded_leaves.decoded(section, *found).astype(like.dtype)
@@ -187,11 +189,11 @@ class Restored:
 
 def _arrays_of(like: Any) -> tuple[Any, Any]:
     """What is placed as codes, or floats, and what as scales."""
-    return (like.codes, like.scales) if is_block8(like) else (like, None)
+    return (like.codes, like.scales) if is_codes(like) else (like, None)
 
 
 def _as_floats(like: Any) -> Any:
-    return jax.ShapeDtypeStruct(like.shape, jnp.float32) if is_block8(like) else like
+    return jax.ShapeDtypeStruct(like.shape, jnp.float32) if is_codes(like) else like
 
 
 def _split(value: jax.Array, kind: MainParams, dtype: Any) -> tuple[Any, Any]:

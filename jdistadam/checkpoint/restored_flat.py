@@ -20,7 +20,7 @@ from jdistadam.checkpoint.wanted import Wanted
 from jdistadam.core import collectives, trees
 from jdistadam.core.loss_scale import LossScaleState, continued_loss_scale
 from jdistadam.core.main_params import MainParams
-from jdistadam.distributed.flat_moments import is_flat_block8
+from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.moment_codes import new_moment
 from jdistadam.distributed.transformation import DistributedTransformation
@@ -263,13 +263,13 @@ class RestoredFlat(Restored):
         return jax.block_until_ready(coded_leaves.decoded(section, codes, scales))
 
     def _moment_of_template(self, bucket: Bucket, old: Any, name: str) -> list[jax.Array]:
-        if not is_flat_block8(old):
+        if not is_flat_codes(old):
             return self._extract(bucket, old)
         args = self._config, self._layout, bucket, self._specs
         return flat_arrays.extract_decoded(*args, old, name)
 
     def _with_moment(self, bucket: Bucket, flat: Any, name: str, leaves: list[jax.Array]) -> Any:
-        if not is_flat_block8(flat):
+        if not is_flat_codes(flat):
             return self._insert(bucket, flat, leaves)
         args = self._config, self._layout, bucket, self._specs
         return flat_arrays.insert_encoded(*args, flat, name, leaves)

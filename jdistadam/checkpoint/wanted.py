@@ -58,7 +58,8 @@ class Wanted:
             return (name,) if self.array(name, like) else ()
         self._check_dtype(name, names[1], like.dtype)  # that of the decoded moment
         scales = jax.ShapeDtypeStruct((coded_leaves.num_scales(like.shape),), jnp.float32)
-        codes = jax.ShapeDtypeStruct(like.shape, jnp.uint8)
+        saved = self.head.entries[names[0]].dtype  # of one format or of another one
+        codes = jax.ShapeDtypeStruct(like.shape, saved)
         found = [self.array(*pair) for pair in zip(names, (codes, scales), strict=True)]
         return names if all(found) else ()
 

@@ -1,4 +1,4 @@
-"""Moments of 8 bits and rounding at random: what was asked for."""
+"""Moments in blocks of codes and rounding at random: what was asked for."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import shown
-from jdistadam.core.moments import BLOCK8, SMALLEST_CODED
+from jdistadam.core.moments import FORMATS, SMALLEST_CODED, BlockFormat
 from jdistadam.errors import PolicyError, TreeError
 
 ROUNDINGS = ("nearest", "stochastic")
+NAMES = " or ".join(f'"{known.name}"' for known in FORMATS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,27 +23,27 @@ class LowPrecision:
     """What an optimizer was asked for.
 
     Attributes:
-      mu_is_coded: Whether mu is stored in 8 bits.
-      nu_is_coded: Whether nu is.
+      mu: The format of first moments that are stored in codes. None: none are.
+      nu: That of second moments.
       is_random: Whether to round at random.
       seed: The seed of that.
       float32_moments: Which leaves keep float32 moments, beside the small ones: a function of the
         path, as in "['block']['w']". None: none.
     """
 
-    mu_is_coded: bool = False
-    nu_is_coded: bool = False
+    mu: BlockFormat | None = None
+    nu: BlockFormat | None = None
     is_random: bool = False
     seed: int = 0
     float32_moments: Callable[[str], bool] | None = None
 
     def is_coded(self, path: str, param: Any) -> bool:
-        """Whether a leaf has moments of 8 bits, where any leaf does."""
+        """Whether a leaf has moments in codes, where any leaf does."""
         is_float = getattr(param, "dtype", None) in trees.STORAGE_DTYPES
         return is_float and self.codes_leaf(path, np.size(param))
 
     def codes_leaf(self, path: str, size: int) -> bool:
-        """Whether a leaf of floats with so many elements has moments of 8 bits."""
+        """Whether a leaf of floats with so many elements has moments in codes."""
         if size < SMALLEST_CODED:
             return False
         return self.float32_moments is None or not self.float32_moments(path)
@@ -60,10 +61,19 @@ class LowPrecision:
             action="Look for a part of their paths, or leave float32_moments out.",
         )
 
+    def format_of(self, name: str) -> BlockFormat | None:
+        """That of the moment "mu" or "nu"."""
+        return {"mu": self.mu, "nu": self.nu}[name]
+
+    @property
+    def is_coding(self) -> bool:
+        """Whether any moment is stored in codes."""
+        return self.mu is not None or self.nu is not None
+
     @property
     def is_any(self) -> bool:
         """Whether anything differs from floats that are rounded to nearest."""
-        return self.mu_is_coded or self.nu_is_coded or self.is_random
+        return self.is_coding or self.is_random
 
     @property
     def key(self) -> Any:
@@ -85,7 +95,8 @@ def parse(
 
     ``b2``: None where it is not known yet.
     """
-    mu, nu = is_block8_name(mu_dtype), is_block8_name(nu_dtype)
+    mu, nu = named_format(mu_dtype), named_format(nu_dtype)
+    low = LowPrecision(mu, nu, rounding == "stochastic", 0, float32_moments)
     if rounding not in ROUNDINGS:
         raise PolicyError(
             "rounding",
@@ -103,43 +114,44 @@ def parse(
             expected="an integer from 0 to 2**64 - 1",
             action="Pass seed=0 or another number; for optax.inject_hyperparams in static_args.",
         )
-    if formats is not None and (mu or nu or rounding == "stochastic"):
+    if formats is not None and low.is_any:
         raise PolicyError(
             "formats",
-            'not supported beside "block8" moments or stochastic rounding',
+            f"not supported beside {NAMES} moments or stochastic rounding",
             got=shown(formats),
             expected="None: blocks and random bits follow the row-major order",
             action="Leave formats out.",
         )
-    if float32_moments is not None and not (callable(float32_moments) and (mu or nu)):
+    if float32_moments is not None and not (callable(float32_moments) and low.is_coding):
         raise PolicyError(
             "float32_moments",
             "has no effect" if callable(float32_moments) else "not a function of a path",
             got=shown(float32_moments),
-            expected='a function of a path, beside mu_dtype or nu_dtype "block8"',
+            expected=f"a function of a path, beside mu_dtype or nu_dtype {NAMES}",
             action="Leave it out.",
         )
     if (
-        nu
+        nu is not None
         and rounding == "nearest"
         and b2 is not None
-        and not (isinstance(b2, int | float | np.number) and b2 <= 0.95)
+        and not (isinstance(b2, int | float | np.number) and b2 <= nu.largest_b2)
     ):
         raise PolicyError(
             "nu_dtype",
-            "a second moment in 8 bits, rounded to nearest, cannot decay at this b2",
-            got=f'"block8" with rounding="nearest" and b2={shown(b2)}',
-            expected='rounding="stochastic", or b2 <= 0.95',
+            f"a second moment in {nu.bits} bits, rounded to nearest, cannot decay at this b2",
+            got=f'"{nu.name}" with rounding="nearest" and b2={shown(b2)}',
+            expected=f'rounding="stochastic", or b2 <= {nu.largest_b2}',
             action='Set rounding="stochastic".',
         )
-    return LowPrecision(mu, nu, rounding == "stochastic", int(seed), float32_moments)
+    return dataclasses.replace(low, seed=int(seed))
 
 
-def is_block8_name(dtype: Any) -> bool:
-    """Whether this is the name of moments of 8 bits."""
-    return isinstance(dtype, str) and dtype == BLOCK8
+def named_format(dtype: Any) -> BlockFormat | None:
+    """Returns the format of moments in codes that a name stands for; None for other dtypes."""
+    is_name = isinstance(dtype, str)  # jnp.dtype cannot be compared with all strings
+    return next((known for known in FORMATS if is_name and known.name == dtype), None)
 
 
-def without_block8(dtype: Any) -> Any:
-    """Returns the dtype of moments that are not coded: float32 in place of "block8"."""
-    return jnp.float32 if is_block8_name(dtype) else dtype
+def without_codes(dtype: Any) -> Any:
+    """Returns the dtype of moments that are not coded: float32 in place of a format's name."""
+    return dtype if named_format(dtype) is None else jnp.float32

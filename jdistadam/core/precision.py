@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core.dtypes import FLOATS, check_supported, float_dtype
-from jdistadam.core.low_precision import LowPrecision, is_block8_name, parse, without_block8
+from jdistadam.core.low_precision import LowPrecision, named_format, parse, without_codes
 from jdistadam.core.main_params import MainParams
 from jdistadam.errors import PolicyError
 
@@ -45,16 +45,17 @@ class MixedPrecisionPolicy:
         float8_e5m2 or float8_e4m3fn, at most as wide as the parameters. None: that of the
         parameters. float8 has no scale factors here: e4m3fn ends at 448, e5m2 keeps two bits of
         mantissa.
-      mu_dtype: Dtype in which the first moment is stored. float32, bfloat16, float16 or "block8":
-        8 bits, as in ``fused_adamw``; leaves with fewer than 4096 elements in float32.
-      nu_dtype: Dtype in which the second moment is stored. float32, bfloat16 for b2 up to 0.99, or
-        "block8"; rounded to nearest that needs b2 <= 0.95.
+      mu_dtype: Dtype in which the first moment is stored. float32, bfloat16, float16, "block8" or
+        "block16": 8 or 16 bits with a scale for 128 elements, as in ``fused_adamw``; leaves with
+        fewer than 4096 elements in float32.
+      nu_dtype: Dtype in which the second moment is stored. float32, bfloat16 for b2 up to 0.99,
+        "block8" or "block16"; rounded to nearest these need b2 <= 0.95 and b2 <= 0.9995.
       rounding: "nearest", or "stochastic": moments of 8 or 16 bits, and parameters of 16 bits
         without main parameters, are rounded at random. Random bits depend on seed, step count, leaf
         and place in the whole leaf, and not on the mesh.
       seed: The seed of these bits. Another one for each run, the same in all processes.
       float32_moments: A function of a leaf's path, as in "['block']['w']": whether its moments are
-        float32 beside "block8" ones. Where it is true for no leaf ``init`` raises TreeError. None:
+        float32 beside coded ones. Where it is true for no leaf ``init`` raises TreeError. None:
         none but those of small leaves.
 
     Raises:
@@ -95,7 +96,7 @@ class MixedPrecisionPolicy:
         self.low_precision()
         for name in (field.name for field in dataclasses.fields(self)[1:]):
             value = getattr(self, name)
-            if not name.endswith("_dtype") or is_block8_name(value):
+            if not name.endswith("_dtype") or named_format(value) is not None:
                 continue
             if value is None and name.startswith(("main_", "mu", "nu")):
                 value = jnp.float32
@@ -149,12 +150,12 @@ class MixedPrecisionPolicy:
     @property
     def mu_float_dtype(self) -> jnp.dtype:
         """The dtype of first moments that are stored as floats."""
-        return jnp.dtype(without_block8(self.mu_dtype))
+        return jnp.dtype(without_codes(self.mu_dtype))
 
     @property
     def nu_float_dtype(self) -> jnp.dtype:
         """The dtype of second moments that are."""
-        return jnp.dtype(without_block8(self.nu_dtype))
+        return jnp.dtype(without_codes(self.nu_dtype))
 
     def __str__(self) -> str:
         """Returns the resolved policy as a table."""
@@ -185,7 +186,7 @@ def check_nu_dtype(name: str, value: Any, b2: Any) -> jnp.dtype:
     a unit in the last place, between 1/512 and 1/256 of it, in a step. float16 has no number
     between 0 and 6e-8, the square of 2.4e-4: smaller gradients would count as zero.
     """
-    dtype = float_dtype(name, jnp.float32 if value is None else without_block8(value))
+    dtype = float_dtype(name, jnp.float32 if value is None else without_codes(value))
     known = isinstance(b2, int | float | np.number)
     if dtype.name == "float16" or (dtype.name == "bfloat16" and known and b2 > 0.99):
         why = "loses squares below 6e-8" if dtype.name == "float16" else "cannot decay at this b2"
@@ -193,7 +194,7 @@ def check_nu_dtype(name: str, value: Any, b2: Any) -> jnp.dtype:
             name,
             f"a second moment in {dtype} {why}",
             got=f"{dtype} with b2={b2}",
-            expected="float32, or bfloat16 with b2 <= 0.99",
+            expected='float32, "block16", or bfloat16 with b2 <= 0.99',
             action=f"Leave {name.rsplit('.')[-1]} at float32.",
         )
     return dtype

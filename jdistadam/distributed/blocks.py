@@ -1,4 +1,4 @@
-"""Which blocks of whole leaves a device has: what moments of 8 bits and random bits go by.
+"""Which blocks of whole leaves a device has: what moments in codes and random bits go by.
 
 Where either is asked for, a device's shard of a bucket consists of whole blocks of ``BLOCK``
 elements, each of one leaf, in row-major order of the whole leaf, however it is cut. A leaf that is
@@ -40,7 +40,7 @@ def check_cuts(leaf: Leaf, tensor_parts: Sequence[int], low: LowPrecision) -> No
         parts = [math.prod(tensor_parts[k] for k in leaf.cuts[dim]) for dim in dims]
         raise PolicyError(
             leaf.path,
-            "is not cut at the ends of blocks, as moments of 8 bits and random bits need it",
+            "is not cut at the ends of blocks, as coded moments and random bits need it",
             got=f"parts of shape {leaf.shape}, cut into {parts} along dimensions {dims}",
             expected=f"one dimension, and pieces of a multiple of {BLOCK} elements",
             action="Name the leaf in float32_moments, or round to nearest; or leave it whole in "

@@ -43,7 +43,7 @@ def make_layout(
       rests_with_state: Whether these are the parts of which they have the state; then small
         parameters that divide are held as shards too, and packed shard by shard.
       in_blocks: Whether leaves are cut only at multiples of ``BLOCK`` of their elements, so that
-        blocks of moments in 8 bits, and random bits, are those of whole leaves.
+        blocks of moments in codes, and random bits, are those of whole leaves.
 
     Example:
       >>> leaves = [Leaf("w", (512, 64), "float32", 0), Leaf("b", (3,), "float32", 0)]

@@ -13,10 +13,11 @@ from jax.sharding import NamedSharding
 
 from jdistadam.core import trees, varying
 from jdistadam.core.arguments import check_flag
+from jdistadam.core.moments import FORMATS
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.types import Grads, Params
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import FlatBlock8, types_of_moment
+from jdistadam.distributed.flat_moments import FlatCodes, types_of_moment
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.layout_identity import differences
 from jdistadam.distributed.mesh_axes import DataParallel
@@ -308,18 +309,27 @@ def _check_flat_arrays(config: DistributedConfig, layout: Layout, state: Any) ->
     }
     for name, wanted in expected.items():
         got = getattr(state, name, "no such field")
-        is_coded = isinstance(wanted, FlatBlock8)
-        if is_coded != isinstance(got, FlatBlock8):
+        is_coded = isinstance(wanted, FlatCodes)
+        if is_coded != isinstance(got, FlatCodes) or (is_coded and _kind(got) != _kind(wanted)):
             raise DtypeError(
                 f"opt_state.{name}",
                 "is not stored as the policy says",
-                got="block8" if not is_coded else getattr(got, "dtype", type(got).__name__),
-                expected="block8" if is_coded else wanted.dtype,
+                got=_kind(got),
+                expected=_kind(wanted),
                 action="Make the state with init(params) of this optimizer, or convert it.",
             )
         for field in wanted._fields if is_coded else ("",):
             pair = (getattr(x, field) if field else x for x in (got, wanted))
             _check_flat_array(f"{name}.{field}".rstrip("."), *pair)
+
+
+def _kind(x: Any) -> Any:
+    """How a flat array, or what stands in its place, is stored, for comparisons and messages."""
+    if isinstance(x, FlatCodes):
+        known = {format.dtype: format.name for format in FORMATS}
+        dtype: Any = getattr(x.codes, "dtype", None)
+        return known.get(dtype, f"codes in {dtype}")
+    return getattr(x, "dtype", type(x).__name__)
 
 
 def _check_flat_array(name: str, got: Any, wanted: Any) -> None:

@@ -192,14 +192,13 @@ class DistributedConfig:
         return dtype != jnp.float32 or not is_placed_alike
 
     def _is_coded(self, leaf: Leaf) -> bool:
-        """Whether the moments of a leaf have 8 bits, where any have: decided on the whole leaf."""
+        """Whether the moments of a leaf are coded, where any are: decided on the whole leaf."""
         low, path = self.low_precision, leaf.path.removeprefix("params")
-        is_coded = low.mu_is_coded or low.nu_is_coded
-        return is_coded and low.codes_leaf(path, whole_size(leaf, self.tensor_parts))
+        return low.is_coding and low.codes_leaf(path, whole_size(leaf, self.tensor_parts))
 
     @property
     def low_precision(self) -> LowPrecision:
-        """What is asked for of moments of 8 bits and of rounding at random."""
+        """What is asked for of moments in codes and of rounding at random."""
         return self.policy.low_precision()
 
     @property

@@ -1,4 +1,4 @@
-"""A moment of the flat state: floats, or 8 bits beside floats.
+"""A moment of the flat state: floats, or codes beside floats.
 
 The codes of all leaves that are coded are one flat array, and the moments of those that are not
 are another: ``Bucket.moment_offset`` says where in its array the shard of a bucket begins.
@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdistadam.core.moments import BLOCK, Block8
+from jdistadam.core.moments import BLOCK, BlockCodes, BlockFormat, format_of
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.layout import Bucket, Layout
 
 
-class FlatBlock8(NamedTuple):
-    """A moment in 8 bits, in the place of a flat array of floats.
+class FlatCodes(NamedTuple):
+    """A moment in "block8" or "block16", in the place of a flat array of floats.
 
     Attributes:
-      codes: Shape (num_shards * coded_size,), uint8, sharded.
+      codes: Shape (num_shards * coded_size,), uint8 or uint16, sharded.
       scales: Shape (num_shards * coded_size / 128,), float32, sharded: one for each block.
       floats: Shape (num_shards * uncoded_size,), float32, sharded: the moments of small leaves,
         and of those that ``float32_moments`` names.
@@ -31,21 +31,26 @@ class FlatBlock8(NamedTuple):
     scales: Any
     floats: Any
 
+    @property
+    def format(self) -> BlockFormat:
+        """What the codes mean, by their dtype."""
+        return format_of(self.codes)
 
-def is_flat_block8(x: Any) -> bool:
-    """Whether a moment of the state is in 8 bits."""
-    return isinstance(x, FlatBlock8)
+
+def is_flat_codes(x: Any) -> bool:
+    """Whether a moment of the state is in codes."""
+    return isinstance(x, FlatCodes)
 
 
 def types_of_moment(policy: MixedPrecisionPolicy, layout: Layout, name: str) -> Any:
     """Returns shapes and dtypes of what one device has of a moment, "mu" or "nu"."""
     low, shape = policy.low_precision(), jax.ShapeDtypeStruct
-    if name == "mu" and not low.mu_is_coded:
-        return shape((layout.flat_size,), policy.mu_float_dtype)
-    if name == "nu" and not low.nu_is_coded:
-        return shape((layout.flat_size,), policy.nu_float_dtype)
-    return FlatBlock8(
-        shape((layout.coded_size,), jnp.uint8),
+    format = low.format_of(name)
+    if format is None:
+        floats = {"mu": policy.mu_float_dtype, "nu": policy.nu_float_dtype}
+        return shape((layout.flat_size,), floats[name])
+    return FlatCodes(
+        shape((layout.coded_size,), format.dtype),
         shape((layout.coded_size // BLOCK,), jnp.float32),
         shape((layout.uncoded_size,), jnp.float32),
     )
@@ -59,19 +64,19 @@ def bytes_of_moment(policy: MixedPrecisionPolicy, layout: Layout, name: str) -> 
 
 def offset_of(moment: Any, bucket: Bucket) -> int:
     """Returns where the shard of a bucket begins in the array that holds its moment."""
-    return bucket.moment_offset if is_flat_block8(moment) else bucket.offset
+    return bucket.moment_offset if is_flat_codes(moment) else bucket.offset
 
 
 def operand_of(moment: Any, bucket: Bucket) -> Any:
     """Returns the flat array that holds the moment of a bucket, as the kernel takes it."""
-    if not is_flat_block8(moment):
+    if not is_flat_codes(moment):
         return moment
-    return Block8(moment.codes, moment.scales) if bucket.is_coded else moment.floats
+    return BlockCodes(moment.codes, moment.scales) if bucket.is_coded else moment.floats
 
 
 def with_result(moment: Any, bucket: Bucket, new: Any) -> Any:
     """Returns a moment with what ``operand_of`` returned replaced."""
-    if not is_flat_block8(moment):
+    if not is_flat_codes(moment):
         return new
     if bucket.is_coded:
         return moment._replace(codes=new.codes, scales=new.scales)

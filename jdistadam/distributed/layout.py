@@ -62,7 +62,7 @@ class Leaf:
     is_stacked: bool = False  # its first dimension is scanned, and never scattered
     cuts: tuple[tuple[int, ...], ...] = ()  # for each dimension, which tensor axes cut it
     order: Order | None = None  # of its dimensions in memory; None: row-major
-    is_coded: bool = False  # whether its moments have 8 bits, where any have
+    is_coded: bool = False  # whether its moments are coded, where any are
 
     @property
     def size(self) -> int:
@@ -124,7 +124,7 @@ class Bucket:
         the bucket then consists of its shards of the leaves, one behind the other.
       orders: In which order the dimensions of each leaf are stored; () where all are row-major.
       unit: If packed, its leaves begin at multiples of this many elements; those between are zero.
-      is_coded: Whether its moments have 8 bits, where any have.
+      is_coded: Whether its moments are coded, where any are.
       moment_offset: Where its shard begins among the codes, or among the moments that are not
         coded beside them.
     """
@@ -220,7 +220,7 @@ class Layout:
       buckets: The buckets, in their order in the flat arrays.
       flat_size: Elements of a device's mu and nu. Leaves without elements are in no bucket.
       main_size: Elements of a device's main parameters.
-      coded_size: Elements of a moment in 8 bits.
+      coded_size: Elements of a moment in codes.
       uncoded_size: Elements of the moments that are not coded beside it. Neither is ever zero, as
         shard_map takes no empty arrays.
     """

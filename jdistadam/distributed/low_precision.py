@@ -1,4 +1,4 @@
-"""The kernel call of buckets whose moments have 8 bits, or where rounding is at random."""
+"""The kernel call of buckets whose moments are coded, or where rounding is at random."""
 
 from __future__ import annotations
 

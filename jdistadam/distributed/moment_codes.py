@@ -1,4 +1,4 @@
-"""Moments in 8 bits as floats, and back: one bucket's shards at a time, outside of shard_map.
+"""Moments in codes as floats, and back: one bucket's shards at a time, outside of shard_map.
 
 Both are exact where the floats came of codes: encode(decode(x)) is x.
 """
@@ -15,13 +15,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core.moments import BLOCK
+from jdistadam.core.moments import BLOCK, BlockCodes
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import FlatBlock8, types_of_moment
+from jdistadam.distributed.flat_moments import FlatCodes, types_of_moment
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.kernels import rounding
-
-CODES = {"mu": rounding.MU, "nu": rounding.NU}
 
 
 def new_moment(config: DistributedConfig, layout: Layout, name: str) -> Any:
@@ -37,7 +35,7 @@ def new_moment(config: DistributedConfig, layout: Layout, name: str) -> Any:
 
 
 def decoded_shards(
-    config: DistributedConfig, bucket: Bucket, name: str, moment: FlatBlock8
+    config: DistributedConfig, bucket: Bucket, name: str, moment: FlatCodes
 ) -> jax.Array:
     """Returns a bucket's shards of all devices as float32, one behind the other.
 
@@ -55,7 +53,7 @@ def decoded_shards(
 
 
 def with_shards(
-    config: DistributedConfig, bucket: Bucket, name: str, moment: FlatBlock8, shards: Any
+    config: DistributedConfig, bucket: Bucket, name: str, moment: FlatCodes, shards: Any
 ) -> Any:
     """Returns a moment with a bucket's shards replaced; ``moment`` is donated.
 
@@ -77,14 +75,14 @@ def _kind(config: DistributedConfig, bucket: Bucket, name: str) -> tuple[Any, ..
 
 @functools.lru_cache(maxsize=4096)
 def _decoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) -> Any:
-    def local(moment: FlatBlock8, block: jax.Array) -> jax.Array:
+    def local(moment: FlatCodes, block: jax.Array) -> jax.Array:
         def cut(x: jax.Array, size: int) -> jax.Array:
             return lax.dynamic_slice_in_dim(x.reshape(-1, size), block, num_blocks).reshape(-1)
 
         if not is_coded:
             return cut(moment.floats, BLOCK)
-        codes, scales = cut(moment.codes, BLOCK), cut(moment.scales, 1)
-        decoded: jax.Array = rounding.decode(CODES[name], codes, scales, jnp)
+        codes = BlockCodes(cut(moment.codes, BLOCK), cut(moment.scales, 1))
+        decoded: jax.Array = rounding.decode(name, codes, jnp)
         return decoded
 
     mapped = compat.shard_map(local, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
@@ -93,15 +91,15 @@ def _decoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) ->
 
 @functools.lru_cache(maxsize=4096)
 def _encoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) -> Any:
-    def local(moment: FlatBlock8, block: jax.Array, shard: jax.Array) -> FlatBlock8:
+    def local(moment: FlatCodes, block: jax.Array, shard: jax.Array) -> FlatCodes:
         def put(x: jax.Array, new: jax.Array, size: int) -> jax.Array:
             rows, new = x.reshape(-1, size), new.reshape(num_blocks, size)
             return lax.dynamic_update_slice_in_dim(rows, new, block, 0).reshape(-1)
 
         if not is_coded:
             return moment._replace(floats=put(moment.floats, shard, BLOCK))
-        codes, scales = rounding.encode(CODES[name], shard, None, jnp)
-        codes, scales = put(moment.codes, codes, BLOCK), put(moment.scales, scales, 1)
+        new = rounding.encode(name, moment.format, shard, None, jnp)
+        codes, scales = put(moment.codes, new.codes, BLOCK), put(moment.scales, new.scales, 1)
         return moment._replace(codes=codes, scales=scales)
 
     mapped = compat.shard_map(local, mesh=mesh, in_specs=(spec, P(), spec), out_specs=spec)

@@ -21,7 +21,8 @@ class DistributedState(NamedTuple):
       count: Shape (), int32: steps taken, skipped ones not counted; replicated.
       main_params: Shape (num_shards * main_size,), float32, sharded: the main parameters. uint16
         with main_params_dtype "remainder16": their low halves. None where no parameter has one.
-      mu: Shape (num_shards * flat_size,), policy.mu_dtype, sharded; FlatBlock8 for "block8".
+      mu: Shape (num_shards * flat_size,), policy.mu_dtype, sharded; FlatCodes for "block8" and
+        "block16".
       nu: The same shape, policy.nu_dtype, sharded; likewise.
       grad_norm: Shape (), float32: global norm of the last mean gradient, before clipping. NaN
         where the state is of another layout.

@@ -20,7 +20,7 @@ from jdistadam.distributed import model_axes
 from jdistadam.distributed.accumulate import AccumulatedGrads
 from jdistadam.distributed.checks import check_alive, check_identity
 from jdistadam.distributed.config import DistributedConfig, global_specs
-from jdistadam.distributed.flat_moments import FlatBlock8
+from jdistadam.distributed.flat_moments import FlatCodes
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.param_specs import over_axes
 from jdistadam.distributed.seen_params import SeenParams
@@ -318,12 +318,12 @@ def _state_specs(config: DistributedConfig) -> DistributedState:
     flat: Any = config.parallel.state_spec
     everywhere: Any = P()
     scaling = LossScaleState(*(everywhere for _ in LossScaleState._fields))
-    low, coded = config.low_precision, FlatBlock8(flat, flat, flat)
+    low, coded = config.low_precision, FlatCodes(flat, flat, flat)
     return DistributedState(
         count=everywhere,
         main_params=flat,
-        mu=coded if low.mu_is_coded else flat,
-        nu=coded if low.nu_is_coded else flat,
+        mu=flat if low.mu is None else coded,
+        nu=flat if low.nu is None else coded,
         grad_norm=everywhere,
         layout_identity=everywhere,
         scaling=None if config.loss_scale is None else scaling,

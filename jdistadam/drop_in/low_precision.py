@@ -1,4 +1,4 @@
-"""Moments of 8 bits and rounding at random: what the state then holds."""
+"""Moments in blocks of codes and rounding at random: what the state then holds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
 from jdistadam.core.low_precision import LowPrecision
-from jdistadam.core.moments import (
-    Block8,
-    is_block8,
-    moment_leaves,
-)
+from jdistadam.core.moments import BlockCodes, BlockFormat, is_codes, moment_leaves
 from jdistadam.core.types import OptState, Params
 from jdistadam.errors import DtypeError, TreeError
 from jdistadam.kernels import rounding
@@ -39,34 +35,32 @@ def new_state(low: LowPrecision, params: Params, state: OptState) -> OptState:
     paths = trees.paths(params, "")
     low.check_paths(paths)
 
-    def coded(tree: Any, is_coded: bool) -> Any:
-        if not is_coded:
+    def coded(tree: Any, format: BlockFormat | None) -> Any:
+        if format is None:
             return tree
         leaves = [
-            _zeros(param) if low.is_coded(path, param) else zeros
+            _zeros(param, format) if low.is_coded(path, param) else zeros
             for path, param, zeros in zip(
                 paths, jax.tree.leaves(params), jax.tree.leaves(tree), strict=True
             )
         ]
         return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
-    adam = state[0]._replace(
-        mu=coded(state[0].mu, low.mu_is_coded), nu=coded(state[0].nu, low.nu_is_coded)
-    )
+    adam = state[0]._replace(mu=coded(state[0].mu, low.mu), nu=coded(state[0].nu, low.nu))
     return (adam, *state[1:])
 
 
-def _zeros(param: Any) -> Block8:
-    codes = trees.placed_beside(param, jnp.zeros_like(param, dtype=jnp.uint8))
+def _zeros(param: Any, format: BlockFormat) -> BlockCodes:
+    codes = trees.placed_beside(param, jnp.zeros_like(param, dtype=format.dtype))
     scales = jnp.zeros(rounding.num_blocks(param.size), jnp.float32)
     sharding = getattr(param, "sharding", None)
     if isinstance(param, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
-        return Block8(codes, scales)
+        return BlockCodes(codes, scales)
     first = P(*sharding.spec[:1])  # the blocks of a part along the first dimension are a part
     try:
-        return Block8(codes, jax.device_put(scales, NamedSharding(sharding.mesh, first)))
+        return BlockCodes(codes, jax.device_put(scales, NamedSharding(sharding.mesh, first)))
     except ValueError:  # they cannot be cut so, and neither will a step take such a leaf
-        return Block8(codes, scales)
+        return BlockCodes(codes, scales)
 
 
 def with_key(low: LowPrecision, state: OptState) -> OptState:
@@ -89,40 +83,43 @@ def split_key(low: LowPrecision, state: OptState) -> tuple[Any, OptState]:
     return (state.key, state.inner) if low.is_random else (None, state)
 
 
-def check_coded(low: LowPrecision, params: Params, moments: Any, *, name: str, coded: bool) -> None:
-    """Raises DtypeError unless those moments are coded that this optimizer codes."""
+def check_coded(
+    low: LowPrecision, params: Params, moments: Any, *, name: str, format: BlockFormat | None
+) -> None:
+    """Raises DtypeError unless those moments are coded that this optimizer codes, in its format."""
     paths = trees.paths(params, "")
     for path, param, moment in zip(
         paths, jax.tree.leaves(params), moment_leaves(moments), strict=True
     ):
-        expected = coded and low.is_coded(path, param)
-        if is_block8(moment) != expected:
+        expected = format if low.is_coded(path, param) else None
+        if is_codes(moment) != (expected is not None):
             raise DtypeError(
                 name + path,
                 "is not stored as this optimizer stores it",
-                got="block8" if is_block8(moment) else moment.dtype,
-                expected="block8" if expected else "an array",
+                got="codes" if is_codes(moment) else moment.dtype,
+                expected="an array" if expected is None else expected.name,
                 action="Make the state with init(params) of this optimizer.",
             )
-        if is_block8(moment):
-            _check_block8(name + path, param, moment)
+        if expected is not None:
+            _check_codes(name + path, param, moment, expected)
 
 
-def _check_block8(path: str, param: Any, moment: Block8) -> None:
+def _check_codes(path: str, param: Any, moment: BlockCodes, format: BlockFormat) -> None:
     scales = (rounding.num_blocks(param.size),)
     got = [(x.shape, x.dtype.name) for x in moment]
-    if got != [(param.shape, "uint8"), (scales, "float32")]:
+    if got != [(param.shape, format.dtype.name), (scales, "float32")]:
         raise DtypeError(
             path,
             "does not fit its parameter",
             got=got,
-            expected=f"codes of shape {param.shape}, uint8, and {scales[0]} scales, float32",
+            expected=f"codes of shape {param.shape}, {format.dtype}, and {scales[0]} scales, "
+            "float32",
             action="Make the state with init(params) of this optimizer.",
         )
 
 
 def decoded(opt_state: OptState) -> OptState:
-    """Returns a state with every moment in 8 bits as float32, and without the key of random bits.
+    """Returns a state with all coded moments as float32, and without the key of random bits.
 
     What ``optax.adamw`` would hold in the place of the state of ``fused_adamw``; exact.
 
@@ -158,13 +155,13 @@ def decoded(opt_state: OptState) -> OptState:
                 expected="that of fused_adamw or fused_adam",
                 action="Call to_optax_state(state, tx), which decodes moments.",
             )
-        return x._replace(mu=_decoded(rounding.MU, x.mu), nu=_decoded(rounding.NU, x.nu))
+        return x._replace(mu=_decoded("mu", x.mu), nu=_decoded("nu", x.nu))
 
     return jax.tree.map(part, opt_state, is_leaf=is_part)
 
 
-def _decoded(code: rounding.Code, tree: Any) -> Any:
+def _decoded(name: str, tree: Any) -> Any:
     def one(x: Any) -> Any:
-        return rounding.decode(code, x.codes, x.scales, jnp) if is_block8(x) else x
+        return rounding.decode(name, x, jnp) if is_codes(x) else x
 
-    return jax.tree.map(one, tree, is_leaf=is_block8)
+    return jax.tree.map(one, tree, is_leaf=is_codes)

@@ -13,7 +13,7 @@ from jdistadam.core import trees
 from jdistadam.core.dtypes import float_dtype
 from jdistadam.core.formats import leaf_orders
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
-from jdistadam.core.low_precision import LowPrecision, parse, without_block8
+from jdistadam.core.low_precision import LowPrecision, parse, without_codes
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.masks import decay_groups
 from jdistadam.core.precision import check_nu_dtype
@@ -73,16 +73,16 @@ def fused_adamw(
       b2: :math:`b_2`, decay rate of the second moment, in [0, 1).
       eps: :math:`\varepsilon`, added outside the square root.
       eps_root: :math:`\bar\varepsilon`, added inside the square root.
-      mu_dtype: Dtype in which :math:`m` is stored. None: the dtype of what is updated. "block8":
-        8 bits, with one float32 scale for 128 elements (``Block8``).
+      mu_dtype: Dtype in which :math:`m` is stored. None: the dtype of what is updated. "block8" and
+        "block16": 8 and 16 bits, with one float32 scale for 128 elements (``BlockCodes``).
       weight_decay: :math:`\lambda`, decoupled from the gradient, or a schedule of the step count.
       mask: Tree of bools with the structure of the params, or a function from params to it: where
         weight decay applies. None: everywhere.
       nesterov: Whether to use Nesterov momentum, as optax does.
       nu_dtype: Dtype in which :math:`v` is stored: float32, which is also the default, or bfloat16
         for b2 up to 0.99. optax stores it in the parameter's dtype, where a bfloat16 :math:`v`
-        cannot decay for a larger b2. "block8": 8 bits as for :math:`m`, of which none rounds to
-        zero; for b2 above 0.95 with rounding="stochastic".
+        cannot decay for a larger b2. "block8" and "block16": as for :math:`m`, and none rounds to
+        zero; for b2 above 0.95, and above 0.9995, with rounding="stochastic".
       main_params_dtype: float32: 16-bit parameters get a float32 copy, kept in
         ``MainParamsState``; it is what the optimizer updates, and the parameters are its rounded
         values. Updates of such leaves are float32 and ``optax.apply_updates`` lands exactly on the
@@ -105,7 +105,7 @@ def fused_adamw(
       seed: The seed of "stochastic", from 0 to 2^64 - 1, which the state then holds
         (``RoundingState``). None: 0.
       float32_moments: A function of a leaf's path, such as "['block']['w']": where it is true,
-        moments stay float32 instead of "block8". Where it is true for no leaf ``init`` raises
+        moments stay float32 instead of codes. Where it is true for no leaf ``init`` raises
         TreeError. None: only leaves of less than 4096 elements have float32 moments.
       formats: In which order the dimensions of each leaf are in memory, of params, gradients and
         moments alike, as ``preferred_formats`` returns it: Formats, Layouts or tuples of dimensions
@@ -166,7 +166,7 @@ def fused_adamw(
         b2=b2,
         eps=eps,
         eps_root=eps_root,
-        mu_dtype=_mu_dtype(without_block8(mu_dtype)),
+        mu_dtype=_mu_dtype(without_codes(mu_dtype)),
         weight_decay=weight_decay,
         mask=mask,
         nesterov=nesterov,
@@ -234,7 +234,7 @@ def fused_adam(
       bias_correction: Whether to divide by :math:`c_1` and :math:`c_2`.
       rounding: "nearest" or "stochastic".
       seed: The seed of "stochastic".
-      float32_moments: Which leaves keep float32 moments beside "block8".
+      float32_moments: Which leaves keep float32 moments beside coded ones.
       formats: In which order the dimensions of each leaf are in memory.
 
     Returns:
@@ -272,7 +272,7 @@ def fused_adam(
         b2=b2,
         eps=eps,
         eps_root=eps_root,
-        mu_dtype=_mu_dtype(without_block8(mu_dtype)),
+        mu_dtype=_mu_dtype(without_codes(mu_dtype)),
         nesterov=nesterov,
     )
     low = parse(
@@ -309,7 +309,7 @@ def _fused(
 ) -> FusedTransformation:
     """Joins the pieces. ``like_optax`` makes the state."""
     slowest = 0.0 if low.is_random else hyper.b2  # rounded at random, it decays at any b2
-    nu_dtype = check_nu_dtype("nu_dtype", without_block8(nu_dtype), slowest)
+    nu_dtype = check_nu_dtype("nu_dtype", without_codes(nu_dtype), slowest)
     main_kind = MainParams.parse(main_params_dtype)
     known, operands = hyper.known_and_operands()
     needs_params = needs_params or main_kind.is_kept

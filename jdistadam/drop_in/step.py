@@ -16,7 +16,7 @@ from jdistadam.core.formats import Orders
 from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.core.low_precision import LowPrecision
 from jdistadam.core.main_params import MainParams
-from jdistadam.core.moments import BLOCK8, is_block8, moment_leaves
+from jdistadam.core.moments import BlockFormat, is_codes, moment_leaves
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
 from jdistadam.drop_in.low_precision import RoundingState, check_coded, split_key
@@ -76,7 +76,7 @@ def tree_step(
       groups: For each leaf, 0 if decay applies to it, else 1.
       nu_dtype: Dtype of the second moment.
       main_kind: What is kept of main parameters. If anything is, state is a MainParamsState.
-      low: Which moments have 8 bits, and how to round. At random: state is a RoundingState.
+      low: Which moments are coded, and how to round. At random: state is a RoundingState.
       orders: In which order the dimensions of each leaf are in memory; () where all are row-major.
 
     Returns:
@@ -189,16 +189,17 @@ def step_leaves(
 
 
 def _dtype(x: Any) -> Any:
-    """The dtype of an array, which tells apart what needs a call of its own; None for None."""
-    return x if x is None else BLOCK8 if is_block8(x) else jnp.dtype(x.dtype)
+    """The dtype or format of an array, which tells apart what needs its own call; None for None."""
+    return x if x is None else x.format if is_codes(x) else jnp.dtype(x.dtype)
 
 
 def _is_compact(dtypes: TreeLeaf, *, mode: str, is_random: bool) -> bool:
-    """Whether anything of these leaves is stored in 8 bits, or rounded at random."""
+    """Whether anything of these leaves is stored in codes, or rounded at random."""
     stored = [dtypes.mu, dtypes.nu]
     if mode == "step" and dtypes.main is None:
         stored.append(dtypes.param)
-    return BLOCK8 in stored or (is_random and any(x != jnp.float32 for x in stored))
+    is_coded = any(isinstance(x, BlockFormat) for x in stored)
+    return is_coded or (is_random and any(x != jnp.float32 for x in stored))
 
 
 def _run(
@@ -227,7 +228,7 @@ def _is_left_to_optax(dtypes: TreeLeaf) -> bool:
     A remainder, uint16, is none of these integers: it is kept for bfloat16 parameters.
     """
     stored = (dtypes.grad, dtypes.param, dtypes.mu, dtypes.nu)
-    return any(optax_fallback.takes(x) for x in stored if x != BLOCK8)
+    return any(optax_fallback.takes(x) for x in stored if not isinstance(x, BlockFormat))
 
 
 def _chunks(calls: dict[Any, list[int]]) -> Iterator[tuple[Any, list[int]]]:
@@ -320,8 +321,8 @@ def _check_trees(
     mu, nu = (_as_arrays(x) for x in (adam_state.mu, adam_state.nu))
     for name, tree in (("grads", grads), (mu_name, mu), (nu_name, nu)):
         trees.check_same_shapes(tree, like, name=name, like_name="params")
-    check_coded(low, like, adam_state.mu, name=mu_name, coded=low.mu_is_coded)
-    check_coded(low, like, adam_state.nu, name=nu_name, coded=low.nu_is_coded)
+    check_coded(low, like, adam_state.mu, name=mu_name, format=low.mu)
+    check_coded(low, like, adam_state.nu, name=nu_name, format=low.nu)
     # optax keeps nu in the dtype of the params: without these it says which are integers
     beside = nu if params is None else params
     _check_dtypes(grads, beside, name="grads", action="Cast the gradients.")
@@ -345,12 +346,12 @@ def _check_trees(
 
 
 def _as_arrays(moments: Any) -> Any:
-    """Moments with what they mean, a float32 array, in the place of those in 8 bits."""
+    """Moments with what they mean, a float32 array, in the place of those in codes."""
 
     def meant(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, jnp.float32) if is_block8(x) else x
+        return jax.ShapeDtypeStruct(x.shape, jnp.float32) if is_codes(x) else x
 
-    return jax.tree.map(meant, moments, is_leaf=is_block8)
+    return jax.tree.map(meant, moments, is_leaf=is_codes)
 
 
 def _check_dtypes(tree: Any, beside: Any, *, name: str, action: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jdistadam.core import trees
-from jdistadam.core.moments import Block8, is_block8
+from jdistadam.core.moments import is_codes
 from jdistadam.drop_in.low_precision import RoundingState
 from jdistadam.drop_in.main_params import MainParamsState
 from jdistadam.errors import TreeError
@@ -31,7 +31,7 @@ def filled(opt_state: Any, ours: AdamTrees, step: int) -> Any:
       TreeError: There is not one Adam in it, for all parameters.
     """
     old = adam_of(opt_state)
-    shapes = jax.tree.map(lambda x: np.broadcast_to(0, x.shape), old.mu, is_leaf=is_block8)
+    shapes = jax.tree.map(lambda x: np.broadcast_to(0, x.shape), old.mu, is_leaf=is_codes)
     trees.check_same_shapes(ours.mu, shapes, name="mu", like_name="opt_state.mu")
     left: list[str] = []
     new = _filled(opt_state, ours, np.asarray(step, np.int32), "opt_state", left)
@@ -72,22 +72,22 @@ def _is_adam(x: Any) -> bool:
     return isinstance(x, optax.ScaleByAdamState)
 
 
-def _stored(code: rounding.Code, moments: Any, like: Any) -> Any:
-    """Moments as a state stores them: in its dtypes, or in 8 bits, rounded to nearest."""
+def _stored(name: str, moments: Any, like: Any) -> Any:
+    """Moments as a state stores them: in its dtypes, or in codes, rounded to nearest."""
 
     def one(old: Any, x: np.ndarray) -> Any:
-        if is_block8(old):
-            return Block8(*rounding.encode(code, x.astype(np.float32, copy=False), None, np))
+        if is_codes(old):
+            return rounding.encode(name, old.format, x.astype(np.float32, copy=False), None, np)
         return x.astype(old.dtype, copy=False)
 
-    return jax.tree.map(one, like, moments, is_leaf=is_block8)
+    return jax.tree.map(one, like, moments, is_leaf=is_codes)
 
 
 def _filled(part: Any, ours: AdamTrees, count: np.ndarray, where: str, left: list[str]) -> Any:
     """The same for a part of a state; notes the paths of arrays that it left as they are."""
     if _is_adam(part):
-        mu = _stored(rounding.MU, ours.mu, part.mu)
-        return part._replace(count=count, mu=mu, nu=_stored(rounding.NU, ours.nu, part.nu))
+        mu = _stored("mu", ours.mu, part.mu)
+        return part._replace(count=count, mu=mu, nu=_stored("nu", ours.nu, part.nu))
     if isinstance(part, MainParamsState):
         return part._replace(inner=_filled(part.inner, ours, count, f"{where}.inner", left))
     if hasattr(part, "_fields"):

@@ -1,6 +1,6 @@
-"""One Adam step whose moments or parameters are rounded to 8 bits, or at random, on this device.
+"""One Adam step with moments in codes, or rounding at random, on this device.
 
-The operands of kernels/adam.py, and what rounding needs: [Note: random bits] and [Note: block8] in
+The operands of kernels/adam.py, and what rounding needs: [Note: random bits] and [Note: blocks] in
 cuda/rounding.h. Over several devices use sharded_compact_adam.py.
 """
 
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core.moments import BLOCK, Block8, is_block8
+from jdistadam.core.moments import BLOCK, BlockCodes, is_codes
 from jdistadam.kernels import adam as kernel
 from jdistadam.kernels import coefficients, native, reference, rounding
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
@@ -83,7 +83,7 @@ def adam(
       scalars: As for the kernel without rounding, without members.
       rounded: What random bits depend on.
       places: Where the leaves are in whole leaves.
-      operands: The leaves; all of mu may be Block8, and all of nu, also flat.
+      operands: The leaves; all of mu may be BlockCodes of one format, and all of nu, also flat.
     """
     compiled = functools.partial(_adam_native, spec)
     fallback = functools.partial(adam_reference, spec, xp=jnp)
@@ -91,18 +91,18 @@ def adam(
 
 
 def codes_of(moments: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns moments as arrays: those in 8 bits as their codes."""
-    return tuple(x.codes if is_block8(x) else x for x in moments)
+    """Returns moments as arrays: those in blocks as their codes."""
+    return tuple(x.codes if is_codes(x) else x for x in moments)
 
 
 def _scales(moments: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(x.scales for x in moments if is_block8(x))
+    return tuple(x.scales for x in moments if is_codes(x))
 
 
 def _coded(codes: Sequence[Any], scales: Sequence[Any]) -> tuple[Any, ...]:
     if not scales:
         return tuple(codes)
-    return tuple(Block8(*pair) for pair in zip(codes, scales, strict=True))
+    return tuple(BlockCodes(*pair) for pair in zip(codes, scales, strict=True))
 
 
 def _adam_native(
@@ -225,7 +225,7 @@ def _of_scales(spec: Spec) -> Spec:
 def _split(spec: CompactSpec, kind: str, arrays: Sequence[Any], shapes: Any) -> Sequence[Any]:
     """Cuts flat arrays into leaves."""
     flat = spec.flat(kind)
-    if kind not in flat.flat or not arrays or not is_block8(arrays[0]):
+    if kind not in flat.flat or not arrays or not is_codes(arrays[0]):
         return kernel.split(flat, kind, arrays, shapes)
     codes = kernel.split(flat, kind, codes_of(arrays), shapes)
     of_scales = _of_scales(flat)
@@ -238,7 +238,7 @@ def _join(
 ) -> tuple[Any, ...]:
     """Puts leaves back into their flat arrays."""
     flat = spec.flat(kind)
-    if kind not in flat.flat or not arrays or not is_block8(arrays[0]):
+    if kind not in flat.flat or not arrays or not is_codes(arrays[0]):
         return kernel.join(flat, kind, arrays, leaves, xp)
     codes = kernel.join(flat, kind, codes_of(arrays), codes_of(leaves), xp)
     return _coded(codes, kernel.join(_of_scales(flat), kind, _scales(arrays), _scales(leaves), xp))
@@ -269,8 +269,8 @@ def _leaf(
         found_inf=scalars.found_inf,
         grad=grad,
         param=wide,
-        mu=_widened(rounding.MU, mu, xp),
-        nu=_widened(rounding.NU, nu, xp),
+        mu=_widened("mu", mu, xp),
+        nu=_widened("nu", nu, xp),
         remainder=remainder,
         nesterov=spec.adam.nesterov,
         out_dtype=spec.adam.out_dtype,
@@ -285,25 +285,25 @@ def _leaf(
         made = rounding.round_at_random(new_param, param.dtype, bits.param, xp)
         new_param = keep_if_skipped(param, made)
 
-    def stored(code: rounding.Code, old: Any, made: Any, random: Any) -> Any:
+    def stored(name: str, old: Any, made: Any, random: Any) -> Any:
         with np.errstate(all="ignore"):
-            rounded_to = _rounded(code, old, made, random, xp)
+            rounded_to = _rounded(name, old, made, random, xp)
         return jax.tree.map(keep_if_skipped, old, rounded_to)
 
-    new_mu = stored(rounding.MU, mu, new.mu, bits.mu)
-    new_nu = stored(rounding.NU, nu, new.nu, bits.nu)
+    new_mu = stored("mu", mu, new.mu, bits.mu)
+    new_nu = stored("nu", nu, new.nu, bits.nu)
     return reference.AdamResult(new_param, new_mu, new_nu, new.out)
 
 
-def _widened(code: rounding.Code, moment: Any, xp: Any) -> Any:
-    if is_block8(moment):
-        return rounding.decode(code, moment.codes, moment.scales, xp)
+def _widened(name: str, moment: Any, xp: Any) -> Any:
+    if is_codes(moment):
+        return rounding.decode(name, moment, xp)
     return moment.astype(xp.float32)
 
 
-def _rounded(code: rounding.Code, old: Any, made: Any, random: Any, xp: Any) -> Any:
-    if is_block8(old):
-        return Block8(*rounding.encode(code, made, random, xp))
+def _rounded(name: str, old: Any, made: Any, random: Any, xp: Any) -> Any:
+    if is_codes(old):
+        return rounding.encode(name, old.format, made, random, xp)
     if random is None:
         return reference.store(made, old.dtype, xp)
     return rounding.round_at_random(made, old.dtype, random, xp)

@@ -122,11 +122,11 @@ def step_over_peers(
       The unsharded parameters; the new state; and, unless ``summed``, the sum of squares of the
       summed gradients, and whether one is non-finite.
     """
-    scalars = (*scalars, jnp.asarray(is_kept))
-    operands = (norm_scale, scalars, list(grads), list(received), tuple(state), list(old))
-    norm_scale, scalars, grads, received, state, old = varying.vary_together(operands)
+    numbers = (norm_scale, *scalars, jnp.asarray(is_kept))
+    operands = (numbers, list(grads), list(received), tuple(state), list(old))
+    numbers, grads, received, state, old = varying.vary_together(operands)
     norm_types = [] if summed else spec._norm_types(grads[0])
-    first_state = 1 + len(scalars) + len(grads) + len(received)
+    first_state = len(numbers) + len(grads) + len(received)
     aliases = {first_state + i: len(grads) + i for i in range(len(state))}
     aliases |= {first_state + len(state) + i: i for i in range(len(old))}
     call = jax.ffi.ffi_call(
@@ -135,8 +135,7 @@ def step_over_peers(
         input_output_aliases=aliases,
     )
     results = call(
-        norm_scale,
-        *scalars,
+        *numbers,
         *grads,
         *received,
         *state,

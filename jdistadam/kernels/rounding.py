@@ -1,6 +1,6 @@
 """Rounding to 16 or 8 bits, to nearest or at random: the reference of cuda/rounding.h.
 
-Its notes, [Note: random bits] and [Note: block8], say what is computed. With numpy all bits are
+Its notes, [Note: random bits] and [Note: blocks], say what is computed. With numpy all bits are
 those of the compiled kernels; with jax.numpy too, but for numbers below 2^-126 where XLA flushes
 these to zero.
 """
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdistadam.core.moments import BLOCK
+from jdistadam.core.moments import BLOCK, BlockCodes, BlockFormat
 
 _ROUNDS = 7
 
@@ -194,19 +194,40 @@ def _scaled_down(bits: Any, exponent: int, xp: Any) -> Any:
 
 
 class Code(NamedTuple):
-    """The numbers that a code of 8 bits can mean, relative to the scale of its block."""
+    """The numbers that a code can mean, relative to the scale of its block."""
 
+    format: BlockFormat
     is_signed: bool
-    highest_exponent: int
+
+    @classmethod
+    def of(cls, name: str, format: BlockFormat) -> Code:
+        """That of the moment "mu" or "nu"."""
+        return cls(format, name == "mu")
+
+    @property
+    def sign(self) -> int:
+        """The bit of the sign; 0 where there is none."""
+        return 1 << (self.format.bits - 1) if self.is_signed else 0
+
+    @property
+    def magnitude(self) -> int:
+        """All other bits."""
+        return (1 << self.format.bits) - 1 - self.sign
+
+    @property
+    def dropped(self) -> int:
+        """Bits of the mantissa of a float32 that a code does not have."""
+        return 23 - self.format.mantissa
+
+    @property
+    def highest_exponent(self) -> int:
+        """The exponent field of the largest codes, all of which are finite."""
+        return self.magnitude >> self.format.mantissa
 
     @property
     def smallest_scale(self) -> int:
         """The exponent of the smallest scale: below it a code would mean a subnormal float32."""
-        return -126 + self.highest_exponent + 2
-
-
-MU = Code(is_signed=True, highest_exponent=15)
-NU = Code(is_signed=False, highest_exponent=31)
+        return -126 + self.highest_exponent + self.format.mantissa - 1
 
 
 def num_blocks(size: int) -> int:
@@ -214,53 +235,49 @@ def num_blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def decode(code: Code, codes: Any, scales: Any, xp: Any) -> Any:
-    """Returns the float32 that codes of any shape mean, with the scales of their blocks."""
-    u32 = xp.uint32
-    values = xp.asarray(_values(code))[codes.reshape(-1).astype(xp.int32)]
+def decode(name: str, moment: BlockCodes, xp: Any) -> Any:
+    """Returns the float32 that the codes of the moment "mu" or "nu" mean."""
+    code, u32 = Code.of(name, moment.format), xp.uint32
+    mantissa, highest = code.format.mantissa, code.highest_exponent
+    codes = moment.codes.reshape(-1).astype(u32)
+    magnitude = codes & u32(code.magnitude)
+    normal = ((magnitude + u32((127 - highest) << mantissa)) << u32(code.dropped)).view(xp.float32)
+    subnormal = magnitude.astype(xp.float32) * xp.float32(2.0 ** (1 - highest - mantissa))
     with np.errstate(all="ignore"):
-        x = values * xp.repeat(scales, BLOCK)[: values.size]
+        x = xp.where(magnitude >> u32(mantissa) > 0, normal, subnormal)
+        x = x * xp.repeat(moment.scales, BLOCK)[: codes.size]
     # The zero of a scale that is zero has the sign of its code, as in the kernels.
-    sign = codes.reshape(-1).astype(u32) >> u32(7) << u32(31) if code.is_signed else u32(0)
-    return (x.view(u32) | sign).view(xp.float32).reshape(codes.shape)
+    sign = (codes & u32(code.sign)) << u32(32 - code.format.bits)
+    return (x.view(u32) | sign).view(xp.float32).reshape(moment.shape)
 
 
-def _values(code: Code) -> Any:
-    """What each code means where the scale is one."""
-    codes = np.arange(256)
-    magnitude = codes & 0x7F if code.is_signed else codes
-    exponent, fraction = magnitude >> 3, magnitude & 7
-    mantissa = np.where(exponent > 0, 8 + fraction, fraction)
-    values = np.ldexp(mantissa, np.maximum(exponent, 1) - code.highest_exponent - 3)
-    return np.float32(np.where(codes > magnitude, -values, values))
-
-
-def encode(code: Code, x: Any, random: Any, xp: Any) -> tuple[Any, Any]:
-    """Returns (codes, scales) of float32s.
+def encode(name: str, format: BlockFormat, x: Any, random: Any, xp: Any) -> BlockCodes:
+    """Returns float32s of the moment "mu" or "nu" as codes.
 
     Args:
-      code: MU or NU.
+      name: "mu" or "nu".
+      format: The format of the codes.
       x: The numbers, of any shape; blocks are in row-major order.
       random: A random word for each, uint32. None: to nearest, ties to even.
       xp: numpy, or jax.numpy.
     """
-    u32 = xp.uint32
-    size, blocks = x.size, num_blocks(x.size)
+    code, u32 = Code.of(name, format), xp.uint32
+    size, blocks, dropped = x.size, num_blocks(x.size), code.dropped
 
     def in_blocks(y: Any) -> Any:
         return xp.pad(y.reshape(-1), (0, blocks * BLOCK - size)).reshape(blocks, BLOCK)
 
     bits = in_blocks(x.view(u32))
-    added = None if random is None else in_blocks(random) >> u32(12)
+    added = None if random is None else in_blocks(random) >> u32(32 - dropped)
 
     def increment(magnitude: Any) -> Any:
-        nearest = u32(0x7FFFF) + ((magnitude >> u32(20)) & u32(1))
+        nearest = u32((1 << dropped - 1) - 1) + ((magnitude >> u32(dropped)) & u32(1))
         return nearest if added is None else added
 
     magnitude = bits & u32(0x7FFFFFFF)
     is_large = magnitude >= 0x7F000000
     clipped = xp.where(is_large, u32(0), magnitude)
-    rounded = (clipped + increment(clipped)) & u32(0xFFF00000)
+    rounded = (clipped + increment(clipped)) >> u32(dropped) << u32(dropped)
     rounded = xp.where((rounded == 0) & (magnitude != 0), u32(1), rounded)
     rounded = xp.where(is_large, u32(0x7F000000), rounded)
     largest = xp.max(rounded, axis=1, keepdims=True)
@@ -273,11 +290,11 @@ def encode(code: Code, x: Any, random: Any, xp: Any) -> tuple[Any, Any]:
     with np.errstate(all="ignore"):
         relative = (magnitude.view(xp.float32) * inverse).view(u32)
         low = _scaled_down(relative, 127 - code.highest_exponent, xp)
-        codes = (low + increment(low)) >> u32(20)
+        codes = (low + increment(low)) >> u32(dropped)
     if code.is_signed:
-        codes = codes | (bits >> u32(24) & u32(0x80))
+        codes = codes | (bits >> u32(32 - format.bits) & u32(code.sign))
     else:
         codes = xp.where((codes == 0) & (magnitude != 0), u32(1), codes)
     codes = xp.where(is_nan | is_zero, u32(0), codes)
-    codes = codes.reshape(-1)[:size].reshape(x.shape).astype(xp.uint8)
-    return codes, scale_bits.reshape(-1).view(xp.float32)
+    codes = codes.reshape(-1)[:size].reshape(x.shape).astype(format.dtype)
+    return BlockCodes(codes, scale_bits.reshape(-1).view(xp.float32))

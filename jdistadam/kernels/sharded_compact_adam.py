@@ -1,4 +1,4 @@
-"""The step with rounding to 8 bits or at random, under plain ``jax.jit`` over several devices.
+"""The step with coded moments or rounding at random, under plain ``jax.jit`` on several devices.
 
 A leaf may be cut along its first dimension, into parts of whole blocks; it is updated where its
 moments are. Other shardings, ``jax.vmap`` and derivatives raise.
@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import collectives, varying
-from jdistadam.core.moments import BLOCK, Block8, is_block8
+from jdistadam.core.moments import BLOCK, BlockCodes, is_codes
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import compact_adam, sharded_adam
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
@@ -41,7 +41,7 @@ def adam(
       spec: The static side.
       scalars: As for the kernel without rounding, without members.
       rounded: What random bits depend on.
-      operands: The leaves; all of mu may be Block8, and all of nu.
+      operands: The leaves; all of mu may be BlockCodes, and all of nu.
       out_like: Arrays that are donated, whose memory ``out`` may take; they are not read.
 
     Raises:
@@ -84,10 +84,10 @@ def _beside_moments(operands: Operands) -> Operands:
 
     def beside(x: Any, code: Any) -> Any:
         sharding = jax.typeof(code).sharding
-        if not is_block8(x):
+        if not is_codes(x):
             return sharded_adam.typed_as(x, sharding)
         first = sharding.update(spec=P(*sharding.spec[:1]))
-        return Block8(
+        return BlockCodes(
             sharded_adam.typed_as(x.codes, sharding), sharded_adam.typed_as(x.scales, first)
         )
 
@@ -100,7 +100,7 @@ def _typed_like(made: Sequence[Any], models: Sequence[Any]) -> tuple[Any, ...]:
     flat = [jax.tree.leaves(x) for x in pairs]
     moved = [sharded_adam.typed_like(x[: len(x) // 2], x[len(x) // 2 :]) for x in flat]
     return tuple(
-        Block8(*x) if is_block8(pair[0]) else x[0] for pair, x in zip(pairs, moved, strict=True)
+        BlockCodes(*x) if is_codes(pair[0]) else x[0] for pair, x in zip(pairs, moved, strict=True)
     )
 
 
@@ -115,7 +115,7 @@ class _Kinds(NamedTuple):
     def of(cls, operands: Operands) -> _Kinds:
         """Those of a call."""
         ranks = tuple(x.ndim for x in operands.grads)
-        return cls(ranks, is_block8(operands.mu[0]), is_block8(operands.nu[0]))
+        return cls(ranks, is_codes(operands.mu[0]), is_codes(operands.nu[0]))
 
 
 @functools.lru_cache(maxsize=256)
@@ -229,7 +229,7 @@ mlir.register_lowering(_compact_p, mlir.lower_fun(_step, multiple_results=True))
 def _not_supported(how: str, got: str) -> PolicyError:
     return PolicyError(
         "fused_adamw",
-        f'a step with "block8" moments or stochastic rounding is not supported {how}',
+        f'a step with "block8" or "block16" moments or stochastic rounding is not supported {how}',
         got=got,
         expected="leaves that are replicated, or sharded along their first dimension in whole "
         "blocks",

@@ -123,7 +123,8 @@ def _flat() -> tuple[Any, Any]:
     return tx.init, step
 
 
-_CODED: Any = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic")
+_8_BITS: Any = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic")
+_16_BITS: Any = dict(mu_dtype="block16", nu_dtype="block16", rounding="stochastic")
 _SCALES = 2 * 2 * 4 / 128  # bytes per parameter of the scales of both moments, read and written
 
 VARIANTS: dict[str, Variant] = {
@@ -144,13 +145,22 @@ VARIANTS: dict[str, Variant] = {
         14,
     ),
     "bf16, remainder16, 8-bit moments": Variant(
-        functools.partial(_ours, main_params_dtype="remainder16", **_CODED),
+        functools.partial(_ours, main_params_dtype="remainder16", **_8_BITS),
         jnp.bfloat16,
         jnp.bfloat16,
         14 + _SCALES,
     ),
     "bf16, stochastic, 8-bit moments": Variant(
-        functools.partial(_ours, **_CODED), jnp.bfloat16, jnp.bfloat16, 10 + _SCALES
+        functools.partial(_ours, **_8_BITS), jnp.bfloat16, jnp.bfloat16, 10 + _SCALES
+    ),
+    "bf16, remainder16, 16-bit moments": Variant(
+        functools.partial(_ours, main_params_dtype="remainder16", **_16_BITS),
+        jnp.bfloat16,
+        jnp.bfloat16,
+        18 + _SCALES,
+    ),
+    "bf16, stochastic, 16-bit moments": Variant(
+        functools.partial(_ours, **_16_BITS), jnp.bfloat16, jnp.bfloat16, 14 + _SCALES
     ),
     # one more read of the gradients, for the norm
     "float32, flat, clipped": Variant(_flat, jnp.float32, jnp.float32, 32),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jdistadam
 from jdistadam.core.low_precision import ROUNDINGS
+from jdistadam.core.moments import FORMATS
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.mesh_axes import (
     OUTER_SHARDING_STRATEGIES,
@@ -24,6 +25,7 @@ _LARGEST = 1 << 20  # of a count: more than any machine has, and still planned a
 _IN_A_NODE, _MOST = 8, 1024  # devices of a prediction
 _FLOATS = ("float32", "bfloat16", "float16")
 _FLOAT8 = ("float8_e5m2", "float8_e4m3fn")
+_BLOCKS = tuple(known.name for known in FORMATS)
 
 # Fields of MixedPrecisionPolicy: what may be given, and what it is the dtype of.
 _POLICY: dict[str, tuple[tuple[str, ...], str]] = {
@@ -38,8 +40,8 @@ _POLICY: dict[str, tuple[tuple[str, ...], str]] = {
         "sums over devices; none: grad-comm-dtype, summed by the collective library",
     ),
     "param_comm_dtype": (("none", *_FLOATS, *_FLOAT8), "communicated parameters; none: their own"),
-    "mu_dtype": ((*_FLOATS, "block8"), "first moments"),
-    "nu_dtype": (("float32", "bfloat16", "block8"), "second moments"),
+    "mu_dtype": ((*_FLOATS, *_BLOCKS), "first moments"),
+    "nu_dtype": (("float32", "bfloat16", *_BLOCKS), "second moments"),
 }
 
 

@@ -75,12 +75,10 @@ def state_bytes(config: DistributedConfig, bucket: Bucket) -> int:
     if not bucket.has_main or dtype is None or dtype.itemsize < _FLOAT32:
         size += jnp.dtype(bucket.dtype).itemsize
     total = bucket.shard_size * size
-    for is_coded, floats in (
-        (low.mu_is_coded, policy.mu_float_dtype),
-        (low.nu_is_coded, policy.nu_float_dtype),
-    ):
-        if is_coded and bucket.is_coded:
-            total += 2 * (bucket.shard_size + _FLOAT32 * -(-bucket.shard_size // BLOCK))
+    for format, floats in ((low.mu, policy.mu_float_dtype), (low.nu, policy.nu_float_dtype)):
+        if format is not None and bucket.is_coded:
+            scales = -(-bucket.shard_size // BLOCK)
+            total += 2 * (bucket.shard_size * format.dtype.itemsize + _FLOAT32 * scales)
         else:
             total += 2 * bucket.shard_size * floats.itemsize
     return total

@@ -17,7 +17,7 @@ from jdistadam.core.moments import BLOCK
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import FlatBlock8, is_flat_block8
+from jdistadam.distributed.flat_moments import FlatCodes, is_flat_codes
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import as_they_arrive
 from jdistadam.distributed.moment_codes import decoded_shards, with_shards
@@ -285,7 +285,7 @@ def _shard(
 
     def moment(name: str) -> Any:
         tree, like = getattr(adam, name), getattr(old, name)
-        if not is_flat_block8(like):
+        if not is_flat_codes(like):
             return jax.device_put(flat(tree, like.dtype), place)
         floats = np.asarray(flat(tree, jnp.float32)).reshape(-1, layout.flat_size)
         for bucket in layout.buckets:
@@ -306,10 +306,10 @@ def _global_leaves(
 ) -> list[np.ndarray]:
     """Returns the leaves that are in the flat array of a state, put together from all devices.
 
-    ``name``: "mu" or "nu" of a moment, which may be in 8 bits.
+    ``name``: "mu" or "nu" of a moment, which may be in codes.
     """
     parts = config.parallel.size(config.parallel.tensor_axes)
-    fetched = _fetch_moment(config, layout, flat, name) if is_flat_block8(flat) else fetch(flat)
+    fetched = _fetch_moment(config, layout, flat, name) if is_flat_codes(flat) else fetch(flat)
     by_part = fetched.reshape(config.num_shards, parts, -1)
     leaves: list[Any] = [None] * len(layout.leaves)
     for part in range(parts):
@@ -323,9 +323,9 @@ def _global_leaves(
 
 
 def _fetch_moment(
-    config: DistributedConfig, layout: Layout, moment: FlatBlock8, name: str
+    config: DistributedConfig, layout: Layout, moment: FlatCodes, name: str
 ) -> np.ndarray:
-    """A moment in 8 bits as the flat array of floats that would be in its place."""
+    """A moment in codes as the flat array of floats that would be in its place."""
     devices = config.num_shards * config.parallel.size(config.parallel.tensor_axes)
     floats = np.zeros((devices, layout.flat_size), np.float32)
     for bucket in layout.buckets:

@@ -1,4 +1,4 @@
-"""Moments of 8 bits and stochastic rounding over a mesh: the bits of one device, however it is cut."""
+"""Coded moments and stochastic rounding over a mesh: the bits of one device, however it is cut."""
 
 import dataclasses
 import functools
@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
+from jdistadam.core.moments import BLOCK8, BLOCK16
 from jdistadam.kernels import rounding
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.h200 import compile_step
@@ -33,6 +34,7 @@ SHAPES = {
 }
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.93, eps=1e-7, eps_root=1e-12, weight_decay=0.13)
 CODED = dict(mu_dtype="block8", nu_dtype="block8", main_params_dtype=None)
+CODED_16 = CODED | dict(mu_dtype="block16", nu_dtype="block16")
 KINDS = {
     "8 bits": CODED,
     "8 bits at random": CODED | dict(rounding="stochastic", seed=77),
@@ -46,6 +48,9 @@ KINDS = {
     ),
     "nu alone, not rows": CODED
     | dict(mu_dtype=jnp.bfloat16, float32_moments=lambda path: "rows" in path),
+    "16 bits": CODED_16,
+    "16 bits at random": CODED_16 | dict(main_params_dtype="remainder16", rounding="stochastic"),
+    "8 and 16 bits": CODED_16 | dict(mu_dtype="block8", rounding="stochastic", seed=3),
 }
 STEPS = 10
 EXAMPLES = 16
@@ -161,6 +166,9 @@ CUTS = {
             ("main", "hybrid, twice"),
             ("bfloat16 at random", "2"),
             ("nu alone, not rows", "ZeRO-2"),
+            ("16 bits", "8, explicit"),
+            ("16 bits at random", "at rest, twice"),
+            ("8 and 16 bits", "ZeRO-3"),
         }
     )
 )
@@ -318,10 +326,12 @@ def reseeded(tx, given):
 FLOATS = jda.MixedPrecisionPolicy(main_params_dtype=None)
 
 
-def test_a_checkpoint_between_kinds_of_moments(tmp_path):
-    """From 8 bits into float32, exactly; and from float32 into 8 bits, rounded to nearest."""
+@pytest.mark.parametrize("kind", ["8 bits", "16 bits"])
+@often(lambda kind: kind == "16 bits")
+def test_a_checkpoint_between_kinds_of_moments(tmp_path, kind):
+    """From codes into float32, exactly; and from float32 into codes, rounded to nearest."""
     dtype = jnp.bfloat16
-    coded = make_tx((4,), "8 bits")
+    coded, form = make_tx((4,), kind), {"8 bits": BLOCK8, "16 bits": BLOCK16}[kind]
     floats = with_policy(coded, {}, FLOATS)
     state = trained(coded, dtype, steps=2)
     shapes = lambda tx: jda.TrainState.shapes(random_params(dtype), tx)  # noqa: E731
@@ -334,21 +344,23 @@ def test_a_checkpoint_between_kinds_of_moments(tmp_path):
     jda.save(tmp_path / "floats", moved, floats)
     back = jda.restore(tmp_path / "floats", shapes(coded), coded)
     want, got = (jda.to_optax_state(*x)[1][0] for x in ((moved, floats), (back, coded)))
-    for name, code in (("mu", rounding.MU), ("nu", rounding.NU)):
+    for name in ("mu", "nu"):
         for path, x in getattr(want, name).items():
             if x.size >= 4096:
-                x = rounding.decode(code, *rounding.encode(code, x, None, np), np)
+                x = rounding.decode(name, rounding.encode(name, form, x, None, np), np)
             assert_same_bits(getattr(got, name)[path], x, f"{name} {path}")
 
 
-def test_a_checkpoint_holds_codes_and_scales(tmp_path):
+@pytest.mark.parametrize("kind", ["8 bits", "16 bits"])
+@often(lambda kind: kind == "16 bits")
+def test_a_checkpoint_holds_codes_and_scales(tmp_path, kind):
     """Of the shapes of leaves, as ``fused_adamw`` has them; so one restores the other's."""
-    kind, dtype = "8 bits", jnp.bfloat16
-    tx, alone = make_tx((8,), kind), jda.fused_adamw(**HYPER, mask=decays, **KINDS["8 bits"])
+    dtype, codes_dtype = jnp.bfloat16, {"8 bits": "uint8", "16 bits": "uint16"}[kind]
+    tx, alone = make_tx((8,), kind), jda.fused_adamw(**HYPER, mask=decays, **KINDS[kind])
     state = trained(tx, dtype, steps=3)
     jda.save(tmp_path / "many", state, tx)
     header = json.loads((tmp_path / "many/3/state/header.json").read_text())["header"]
-    assert header["leaves"]["mu['columns'].codes"]["dtype"] == "uint8"
+    assert header["leaves"]["mu['columns'].codes"]["dtype"] == codes_dtype
     assert header["leaves"]["nu['columns'].scales"]["shape"] == [282]
     params = random_params(dtype)
     template = jax.eval_shape(lambda p: {"params": p, "opt_state": alone.init(p)}, params)
@@ -366,6 +378,33 @@ def test_a_checkpoint_holds_codes_and_scales(tmp_path):
     template = jax.eval_shape(lambda p: {"params": p, "opt_state": floats.init(p)}, params)
     wide = find_adam(jda.restore(tmp_path / "many", template)["opt_state"])
     assert_trees_same_bits(wide, find_adam(jda.decoded(own)))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_between_formats(tmp_path):
+    """From 8 bits into 16, exactly, whichever optimizer reads it; and from 16 into 8, to nearest."""
+    dtype, shapes = jnp.bfloat16, jda.TrainState.shapes
+    eight, sixteen = make_tx((2,), "8 bits"), make_tx((4,), "16 bits")
+    as_floats = lambda state, tx: find_adam(jda.to_optax_state(state, tx)[1])  # noqa: E731
+    state = trained(eight, dtype, steps=1)
+    jda.save(tmp_path / "8", state, eight)
+    wide = jda.restore(tmp_path / "8", shapes(random_params(dtype), sixteen), sixteen)
+    assert wide.opt_state.mu.codes.dtype == jnp.uint16
+    assert_trees_same_bits(as_floats(wide, sixteen), as_floats(state, eight))
+    alone = jda.fused_adamw(**HYPER, mask=decays, **KINDS["16 bits"])
+    template = jax.eval_shape(lambda p: {"params": p, "opt_state": alone.init(p)}, state.params)
+    one = jda.restore(tmp_path / "8", template)["opt_state"]
+    assert find_adam(one).nu["rows"].codes.dtype == jnp.uint16
+    assert_trees_same_bits(find_adam(jda.decoded(one)), as_floats(state, eight))
+    jda.save(tmp_path / "16", trained(sixteen, dtype, steps=1, state=wide, skip=1), sixteen)
+    back = jda.restore(tmp_path / "16", shapes(random_params(dtype), eight), eight)
+    found = jda.restore(tmp_path / "16", shapes(random_params(dtype), sixteen), sixteen)
+    want, got = as_floats(found, sixteen), as_floats(back, eight)
+    for name in ("mu", "nu"):
+        for path, x in getattr(want, name).items():
+            if x.size >= 4096:
+                x = rounding.decode(name, rounding.encode(name, BLOCK8, x, None, np), np)
+            assert_same_bits(getattr(got, name)[path], x, f"{name} {path}")
 
 
 def test_a_seed_is_not_restored_between_kinds_of_optimizers(tmp_path):
@@ -393,12 +432,15 @@ def test_what_is_not_supported_raises():
     make = functools.partial(jda.distributed_fused_adamw, mesh=mesh)
     coded = jda.MixedPrecisionPolicy(**CODED)
     random = jda.MixedPrecisionPolicy(**KINDS["8 bits at random"], grad_reduce_dtype=jnp.float32)
-    with pytest.raises(jda.PolicyError, match="cannot decay at this b2"):
-        make(1e-3, b2=0.99, policy=coded)
+    coded_16 = jda.MixedPrecisionPolicy(**CODED_16)
+    for b2, policy in ((0.99, coded), (0.9996, coded_16)):
+        with pytest.raises(jda.PolicyError, match="cannot decay at this b2"):
+            make(1e-3, b2=b2, policy=policy)
+    make(1e-3, b2=0.9995, policy=coded_16)
     groups = {"slow": dict(b2=0.99), "fast": {}}
     with pytest.raises(jda.PolicyError, match="cannot decay at this b2"):
         make(1e-3, b2=0.9, policy=coded, param_labels=lambda p: {"w": "slow"}, groups=groups)
-    with pytest.raises(jda.PolicyError, match='"block8" moments or stochastic'):
+    with pytest.raises(jda.PolicyError, match='"block8" or "block16" moments or stochastic'):
         make(1e-3, policy=random, formats={"w": (1, 0)})
     with pytest.raises(jda.PolicyError, match="over peer memory is not supported"):
         make(1e-3, policy=random, communication="peer")
@@ -415,15 +457,22 @@ def test_a_predicate_that_selects_no_leaf_raises():
         tx.init(random_params(jnp.bfloat16))
 
 
+KINDS_TO_MIX = ("8 bits at random", "8 bits", "16 bits", "bfloat16 at random")
+
+
 def test_states_of_another_policy_raise():
     """Moments of another kind, or without the seed: before anything is computed."""
     params = random_params(jnp.bfloat16)
-    txs = [make_tx((2,), kind) for kind in ("8 bits at random", "8 bits", "bfloat16 at random")]
+    txs = [make_tx((2,), kind) for kind in KINDS_TO_MIX]
     batch = next(batches())
     for tx, other in itertools.permutations(txs, 2):
         state = jda.TrainState.create(params, tx)
         with pytest.raises(jda.JDistAdamError, match=r"(another |opt_state\.)(mu|key|layout)"):
             jda.train_step(loss, other)(state, batch)
+    eight, sixteen = txs[1:3]
+    message = r"opt_state\.mu: is not stored as the policy says: got block8, expected block16"
+    with pytest.raises(jda.DtypeError, match=message):
+        jda.train_step(loss, sixteen)(jda.TrainState.create(params, eight), batch)
 
 
 def test_decoded_is_for_states_of_one_program():
@@ -439,8 +488,8 @@ def test_another_seed_draws_other_bits():
     assert 0 < np.mean(a != b) < 0.9
 
 
-@pytest.mark.parametrize("kind", ["8 bits at random", "remainders", "main"])
-@often(lambda kind: kind == "remainders")
+@pytest.mark.parametrize("kind", ["8 bits at random", "remainders", "main", "16 bits at random"])
+@often(lambda kind: kind in ("remainders", "16 bits at random"))
 def test_state_is_updated_in_place_on_gpus(h200s, kind):
     """No copy of codes, scales or floats; one more call for what is not coded."""
     _, _, compiled = compile_step(
@@ -452,10 +501,12 @@ def test_state_is_updated_in_place_on_gpus(h200s, kind):
     assert [x for x in copies if math.prod(map(int, x[1].split(","))) > 512] == []
 
 
-def test_memory_per_device():
-    """2 + 4.1 / N bytes per parameter, where 2 are those of bfloat16 params."""
+@pytest.mark.parametrize(("kind", "itemsize"), [("remainders", 1), ("16 bits at random", 2)])
+def test_memory_per_device(kind, itemsize):
+    """2 + 4.1 / N bytes per parameter, or 2 + 6.1 / N, where 2 are those of bfloat16 params."""
     params = {"w": jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16)}
     for n in (1, 2, 8):
-        planned = jda.plan(params, make_tx((n,), "remainders"))
+        planned = jda.plan(params, make_tx((n,), kind))
         state = planned.held["main_params"] + planned.held["mu"] + planned.held["nu"]
-        assert state / (8192 * 1024) == pytest.approx((2 + 2 * (1 + 4 / 128)) / n, rel=1e-3)
+        floats = 2 * 128 * 4  # the place of small leaves, of which there are none
+        assert state == 8192 * 1024 * (2 + 2 * (itemsize + 4 / 128)) / n + floats

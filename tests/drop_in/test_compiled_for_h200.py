@@ -113,12 +113,21 @@ def test_integers_are_truncated_apart_from_their_updates(h200s):
     assert ["add", "convert", "convert", "parameter", "parameter"] in map(sorted, computations)
 
 
-@pytest.mark.parametrize("main", [None, jnp.float32, "remainder16"], ids=str)
-def test_moments_of_8_bits_are_updated_in_place_in_a_cuda_graph(h200s, tmp_path, main):
+@pytest.mark.parametrize(
+    ("main", "stored"),
+    [
+        (None, "block8"),
+        (jnp.float32, "block8"),
+        ("remainder16", "block8"),
+        ("remainder16", "block16"),
+    ],
+    ids=str,
+)
+def test_coded_moments_are_updated_in_place_in_a_cuda_graph(h200s, tmp_path, main, stored):
     """No copy, all of the state aliased, and a call of its own is captured."""
     mesh = h200s(1)
     tx = jda.fused_adamw(
-        1e-3, main_params_dtype=main, mu_dtype="block8", nu_dtype="block8", rounding="stochastic"
+        1e-3, main_params_dtype=main, mu_dtype=stored, nu_dtype=stored, rounding="stochastic"
     )
     params = {"w": jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16), "b": jax.ShapeDtypeStruct((512,), jnp.bfloat16)}  # fmt: skip
     args = placed(mesh, (params, jax.eval_shape(tx.init, params), params), P())

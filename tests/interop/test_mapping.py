@@ -303,8 +303,9 @@ def test_empty_and_scalar_arrays_are_kept(tmp_path):
     assert (read["c"], read["d"]) == ({}, [])
 
 
+@pytest.mark.parametrize(("mu", "nu"), [("block8", "block8"), ("block16", "block8")])
 @pytest.mark.parametrize("is_random", [False, True])
-def test_moments_in_8_bits_go_there_and_back(is_random):
+def test_coded_moments_go_there_and_back(is_random, mu, nu):
     """They leave as float32, exactly, and come back as the same codes; small ones are floats."""
     rng = np.random.default_rng(0)
     params = {
@@ -312,7 +313,7 @@ def test_moments_in_8_bits_go_there_and_back(is_random):
         for name, shape in {"w": (33, 128), "b": (7,)}.items()
     }
     tx = jda.fused_adamw(
-        1e-2, b2=0.95, mu_dtype="block8", nu_dtype="block8",
+        1e-2, b2=0.95, mu_dtype=mu, nu_dtype=nu,
         rounding="stochastic" if is_random else "nearest",
     )  # fmt: skip
     state = tx.init(params)

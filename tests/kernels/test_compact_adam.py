@@ -1,4 +1,4 @@
-"""The step with moments of 8 bits and rounding at random equals its reference to the last bit."""
+"""The step with coded moments and rounding at random equals its reference to the last bit."""
 
 import dataclasses
 import functools
@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdistadam.core.moments import Block8
+from jdistadam.core.moments import BLOCK8, BLOCK16, FORMATS, BlockCodes, BlockFormat
 from jdistadam.kernels import reference, rounding, sharded_compact_adam
 from jdistadam.kernels.adam import Operands, Spec
 from jdistadam.kernels.compact_adam import CompactSpec, Places
-from jdistadam.kernels.rounding import Cuts
+from jdistadam.kernels.rounding import Code, Cuts
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.compact import adam_of_parts, by_reference, plain_array, rounded
 from support.operands import BF16, F16, F32, random_array, random_rows, scalars
@@ -24,17 +24,28 @@ PARTS = np.arange(len(SIZES), dtype=np.int32) * 5 % 7  # of 1, 128 and 65,536 el
 adam = jax.jit(sharded_compact_adam.adam, static_argnums=0)
 
 
+def spread_array(rng, size, dtype, nonnegative=False):
+    """Blocks whose numbers differ by 2^100: more than codes of 16 bits can."""
+    x = np.exp2(rng.uniform(-100, 0, size)) * rng.choice([1] if nonnegative else [-1, 1], size)
+    return x.astype(dtype)
+
+
 ARRAYS = {
+    "spread": spread_array,
     "special": random_array,
     "wide": functools.partial(random_array, specials=False),
     "plain": plain_array,
 }
 
 
-def moment(rng, n, dtype, code, values="plain"):
-    x = ARRAYS[values](rng, n, F32, nonnegative=code is rounding.NU)
-    if dtype == "block8":
-        return Block8(*rounding.encode(code, x, None, np))
+def name_of(x):
+    return getattr(x, "name", str(x))
+
+
+def moment(rng, n, dtype, name, values="plain"):
+    x = ARRAYS[values](rng, n, F32, nonnegative=name == "nu")
+    if isinstance(dtype, BlockFormat):
+        return rounding.encode(name, dtype, x, None, np)
     with np.errstate(all="ignore"):
         return x.astype(dtype)
 
@@ -51,8 +62,8 @@ def random_operands(seed, dtypes, mode, values="plain"):
     return Operands(
         make(lambda n: array(rng, n, grad)),
         params,
-        make(lambda n: moment(rng, n, mu, rounding.MU, values)),
-        make(lambda n: moment(rng, n, nu, rounding.NU, values)),
+        make(lambda n: moment(rng, n, mu, "mu", values)),
+        make(lambda n: moment(rng, n, nu, "nu", values)),
         out,
     )
 
@@ -76,13 +87,18 @@ def assert_equals_reference(spec, scalars, rounded, operands):
     assert_trees_same_bits(adam(spec, scalars, rounded, operands)._asdict(), whole._asdict())
 
 
-STORED = ["block8", F32, BF16, F16]
+STORED = [BLOCK8, BLOCK16, F32, BF16, F16]
 CASES = list(itertools.product([False, True], ["step", "step_and_cast", "step_split", "update"], STORED, STORED))  # fmt: skip
 
 
 @pytest.mark.parametrize("param", [F32, BF16, F16], ids=str)
-@pytest.mark.parametrize(("is_random", "mode", "mu", "nu"), CASES, ids=str)
-@often(lambda param, mode, mu, nu: mu == nu and (mode == "step" or param == BF16))
+@pytest.mark.parametrize(("is_random", "mode", "mu", "nu"), CASES, ids=name_of)
+@often(
+    lambda param, mode, mu, nu: (
+        (mu is nu and (mode == "step" or param == BF16))
+        or ({mu, nu} == {BLOCK8, BLOCK16} and mode == "step_split" and param == BF16)
+    )
+)
 def test_kernel_equals_the_reference_bitwise(platform, is_random, mode, mu, nu, param):
     """Values over the whole exponent range, with infinities, NaN and subnormals in some blocks."""
     dtypes = (BF16, F32 if mode == "step_and_cast" else param, mu, nu)
@@ -91,6 +107,24 @@ def test_kernel_equals_the_reference_bitwise(platform, is_random, mode, mu, nu, 
         operands = random_operands(5, dtypes, mode, values)
         spec = spec_of(mode, is_random, dtypes, nesterov=grad == BF16)
         assert_equals_reference(spec, scalars(random_rows(count=3)), rounded(), operands)
+
+
+@pytest.mark.parametrize("is_random", [False, True])
+@pytest.mark.parametrize(("mu", "nu"), [(BLOCK8, BLOCK16), (BLOCK16, BLOCK8)], ids=name_of)
+def test_kernel_equals_the_reference_in_blocks_that_span_more_than_codes(
+    platform, is_random, mu, nu
+):
+    """What is below the smallest codes, which of nu does not become zero."""
+    dtypes = (F32, F32, mu, nu)
+    spec, operands = (
+        spec_of("step", is_random, dtypes),
+        random_operands(4, dtypes, "step", "spread"),
+    )
+    operands = operands._replace(grads=tuple(1024 * x for x in operands.grads))  # scales grow
+    assert_equals_reference(spec, scalars(random_rows(count=3)), rounded(), operands)
+    new = by_reference(spec, scalars(random_rows(count=3)), rounded(), of_parts(PARTS), operands)
+    codes = [np.asarray(x.codes) for x in new.nu if x.codes.size > 1]
+    assert all((x > 0).all() for x in codes) and any((x == 1).any() for x in codes)
 
 
 def test_philox_is_that_of_its_authors():
@@ -124,22 +158,45 @@ def test_random_bits_of_parts_are_those_of_the_whole(xp):
         assert [int(x[0]) for x in words] == np.asarray(far.nu)[:4].tolist()
 
 
-@pytest.mark.parametrize("code", [rounding.MU, rounding.NU], ids=["mu", "nu"])
-def test_codes_are_what_they_encode(code):
+each_format = pytest.mark.parametrize("form", FORMATS, ids=name_of)
+each_name = pytest.mark.parametrize("name", ["mu", "nu"])
+
+
+@each_format
+@each_name
+def test_codes_are_what_they_encode(form, name):
     """Every code with every scale: decoded and encoded again it is the same, rounded in any way."""
-    rng = np.random.default_rng(0)
-    first = code.smallest_scale
-    for exponent in (first, first + 1, -60, -1, 0, 1, 60, 126):
-        codes = rng.permutation(np.arange(256, dtype=np.uint8)).reshape(2, 128)
-        codes[:, 7] = 0x7F if code.is_signed else 0xFF  # the block's largest has the top exponent
-        scales = np.full(2, 2.0**exponent, np.float32)
-        x = rounding.decode(code, codes, scales, np)
+    rng, code = np.random.default_rng(0), Code.of(name, form)
+    every = rng.permutation(np.arange(1 << form.bits)).astype(form.dtype)
+    rows = np.resize(every, (-(-every.size // 127), 127))  # the last ones once more
+    top = np.full((len(rows), 1), code.magnitude, form.dtype)  # of the highest exponent, as it must
+    codes = np.concatenate([rows[:, :7], top, rows[:, 7:]], axis=1)
+    assert np.unique(codes).size == every.size
+    for exponent in (code.smallest_scale, code.smallest_scale + 1, -30, -1, 0, 1, 60, 126):
+        moment = BlockCodes(codes, np.full(len(codes), 2.0**exponent, np.float32))
+        x = rounding.decode(name, moment, np)
         assert np.isfinite(x).all()
-        assert np.array_equal(x == 0, (codes & 0x7F if code.is_signed else codes) == 0)
+        assert np.array_equal(x == 0, codes & code.magnitude == 0)
         for random in (None, rng.integers(0, 2**32, codes.shape, np.uint32)):
-            again = rounding.encode(code, x, random, np)
-            assert_same_bits(again[0], codes)
-            assert_same_bits(again[1], scales)
+            assert_trees_same_bits(rounding.encode(name, form, x, random, np), moment)
+
+
+@each_format
+@each_name
+def test_what_codes_mean(form, name):
+    """Sign, exponent and mantissa by their definition, in exact arithmetic, and by jax.numpy too."""
+    exponent_bits = {"block8": {"mu": 4, "nu": 5}, "block16": {"mu": 5, "nu": 6}}[form.name][name]
+    mantissa_bits = {"block8": 3, "block16": 10}[form.name]
+    codes = np.arange(1 << form.bits)
+    sign = np.where(codes >> exponent_bits + mantissa_bits & 1, -1, 1)
+    exponent = codes >> mantissa_bits & (1 << exponent_bits) - 1
+    fraction = codes & (1 << mantissa_bits) - 1
+    whole = np.where(exponent > 0, (1 << mantissa_bits) + fraction, fraction)
+    highest = (1 << exponent_bits) - 1
+    want = sign * np.ldexp(np.float64(whole), np.maximum(exponent, 1) - highest - mantissa_bits)
+    moment = BlockCodes(codes.astype(form.dtype), np.ones(codes.size // 128, np.float32))
+    for xp in (np, jnp):
+        assert_same_bits(np.asarray(rounding.decode(name, moment, xp)), np.float32(want))
 
 
 def in_blocks(x):
@@ -148,27 +205,78 @@ def in_blocks(x):
     return np.repeat(blocks, rounding.BLOCK)
 
 
-@pytest.mark.parametrize("code", [rounding.MU, rounding.NU], ids=["mu", "nu"])
+@each_format
+@each_name
 @pytest.mark.parametrize("is_random", [False, True])
-def test_the_error_of_a_code(code, is_random):
-    """Half a unit of 3 bits of mantissa, a whole one at random, down to the smallest exponent."""
-    rng = np.random.default_rng(1)
-    x = np.float32(rng.normal(size=1 << 14) * np.exp2(rng.uniform(-40, 0, 1 << 14)))
-    x = np.abs(x) if code is rounding.NU else x
+def test_the_error_of_a_code(form, name, is_random):
+    """Half a unit of the mantissa, a whole one at random, down to the smallest exponent."""
+    rng, code, is_nu = np.random.default_rng(1), Code.of(name, form), name == "nu"
+    below = code.highest_exponent + form.mantissa  # the smallest code is 2^(1 - below)
+    x = np.float32(rng.normal(size=1 << 14) * np.exp2(rng.uniform(-1.2 * below, 0, 1 << 14)))
+    x = np.abs(x) if is_nu else x
     x[::5] = 0
     random = rng.integers(0, 2**32, x.size, np.uint32) if is_random else None
-    codes, scales = rounding.encode(code, x, random, np)
-    y = rounding.decode(code, codes, scales, np)
+    moment = rounding.encode(name, form, x, random, np)
+    assert_trees_same_bits(
+        jax.jit(lambda x: rounding.encode(name, form, x, random, jnp))(x), moment
+    )
+    y = rounding.decode(name, moment, np)
     unit = 1 if is_random else 0.5
-    # A scale is at most twice the largest of a block; times 2^-(highest exponent) - 2 it is the
-    # distance of the smallest codes, by which nu may be rounded up so that it is not zero.
-    step = 2 * in_blocks(x) * 2.0 ** (-code.highest_exponent - 2)
-    smallest = step if code is rounding.NU else unit * step
-    assert (np.abs(y - x) <= np.maximum(unit * np.abs(x) / 8, smallest)).all()
-    assert np.array_equal(y == 0, x == 0) if code is rounding.NU else (y[x == 0] == 0).all()
+    # A scale is at most twice the largest of a block; times 2^(1 - below) it is the distance of the
+    # smallest codes, by which nu may be rounded up so that it is not zero.
+    step = 2 * in_blocks(x) * 2.0 ** (1 - below)
+    smallest = step if is_nu else unit * step
+    assert (np.abs(y - x) <= np.maximum(unit * np.abs(x) / 2**form.mantissa, smallest)).all()
+    assert np.array_equal(y == 0, x == 0) if is_nu else (y[x == 0] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16, "block8"], ids=str)
+@pytest.mark.parametrize(
+    ("form", "b2", "staying"),
+    [
+        (BLOCK16, BLOCK16.largest_b2, 0),  # 5e-4 of any number is more than half a unit, 2^-11
+        (BLOCK16, 0.9996, 0.2207),  # 2^-11 / 4e-4 is 1.2207
+        (BLOCK16, 0.9998, 1),  # 2e-4 of none is, 2^-12
+        (BLOCK8, 0.9375, 0),
+        (BLOCK8, BLOCK8.largest_b2, 0.25),  # 2^-4 / 0.05 is 1.25
+        (BLOCK8, 0.97, 1),
+    ],
+    ids=name_of,
+)
+def test_which_second_moments_stay_where_they_are(form, b2, staying):
+    """In a step without a gradient, rounded to nearest: those below a share of an octave.
+
+    x in [1, 2) stays where (1 - b2) x is less than half a unit, 2^-(mantissa + 1), or equal to it and
+    even; one is left out, as the next number below it is at half the distance.
+    """
+    number = 1 << form.mantissa
+    x = np.full((number, 128), 4, F32)  # which keeps the scale
+    x[:, 5] = 1 + np.arange(number) / number
+    y = rounding.decode("nu", rounding.encode("nu", form, np.float32(b2) * x, None, np), np)
+    stays = y[1:, 5] == x[1:, 5]
+    assert stays.sum() == (number - 1 if staying == 1 else round(staying * number))
+    assert (np.diff(stays.astype(int)) <= 0).all()  # those at the octave's beginning
+
+
+@each_format
+@each_name
+def test_numbers_near_the_end_of_float32(form, name):
+    """Below 2^127 all is kept; what is more, or rounds up to it, makes its block NaN, not less."""
+    rng = np.random.default_rng(2)
+    largest = np.float32(2.0**127 - 2.0 ** (126 - form.mantissa))  # of a code
+    tie = np.float32(2.0**127 - 2.0 ** (125 - form.mantissa))  # from here on up to even, 2^127
+    x = np.float32(np.exp2(rng.uniform(113, 126, (2, 128))))  # codes of mu have 15 exponents or 31
+    for value in (largest, np.nextafter(tie, np.float32(0))):
+        x[0, 7] = value
+        y = rounding.decode(name, rounding.encode(name, form, x, None, np), np)
+        assert y[0, 7] == largest
+        assert (np.abs(y - x) <= x / 2 ** (form.mantissa + 1)).all()
+    for value in (tie, 2.0**127, np.finfo(np.float32).max, np.inf, np.nan):
+        x[0, 7] = value
+        y = rounding.decode(name, rounding.encode(name, form, x, None, np), np)
+        assert np.isnan(y[0]).all() and np.isfinite(y[1]).all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, *FORMATS], ids=name_of)
 def test_rounding_at_random_has_no_bias(platform, dtype):
     """The mean over 2000 counts, in units of its own standard error, of 1000 elements.
 
@@ -180,8 +288,8 @@ def test_rounding_at_random_has_no_bias(platform, dtype):
     param = np.float32(rng.normal(size=n)).astype(BF16)
     grads = np.float32(rng.normal(size=n))
     spec = CompactSpec(Spec("step", (0,)), True, (4,))
-    param_dtype = F32 if dtype == "block8" else dtype
-    zeros = tuple(moment(rng, n, dtype, code) for code in (rounding.MU, rounding.NU))
+    param_dtype = F32 if isinstance(dtype, BlockFormat) else dtype
+    zeros = tuple(moment(rng, n, dtype, name) for name in ("mu", "nu"))
     start = [jax.tree.map(np.zeros_like, x) for x in zeros]
     exact = by_reference(
         CompactSpec(Spec("step", (0,)), False, (4,)), scalars(random_rows()), rounded(), of_parts([0]),
@@ -192,15 +300,13 @@ def test_rounding_at_random_has_no_bias(platform, dtype):
     got = [[], [], []]
     for count in range(counts):
         new = step(rounded(count=count), operands)
-        values = (new.params[0], widened(rounding.MU, new.mu[0]), widened(rounding.NU, new.nu[0]))
+        values = (new.params[0], widened("mu", new.mu[0]), widened("nu", new.nu[0]))
         for column, value in zip(got, values, strict=True):
             column.append(np.asarray(value, np.float64))
     stored = (operands.params[0], operands.mu[0], operands.nu[0])
     exact = (exact.params[0], exact.mu[0], exact.nu[0])
-    for code, column, like, x in zip(
-        (None, rounding.MU, rounding.NU), got, stored, exact, strict=True
-    ):
-        a, b = neighbours(code, like, x)
+    for name, column, like, x in zip((None, "mu", "nu"), got, stored, exact, strict=True):
+        a, b = neighbours(name, like, x)
         column, x = np.stack(column), np.float64(x)
         assert ((column == a) | (column == b)).all()
         width = np.where(a == b, 1, np.abs(b - a))
@@ -209,25 +315,26 @@ def test_rounding_at_random_has_no_bias(platform, dtype):
         assert (error <= 5.5 * np.sqrt(q * (1 - np.minimum(q, 1 - 2.0**-17)) / counts)).all()
 
 
-def neighbours(code, like, x):
+def neighbours(name, like, x):
     """The two numbers between which x is, in the dtype of ``like``: with no bits set, and with all."""
     found = []
     for bits in (0, 0xFFFFFFFF):
         random = np.full(x.shape, bits, np.uint32)
-        if isinstance(like, Block8):
-            y = rounding.decode(code, *rounding.encode(code, x, random, np), np)
+        if isinstance(like, BlockCodes):
+            y = rounding.decode(name, rounding.encode(name, like.format, x, random, np), np)
         else:
             y = rounding.round_at_random(x, like.dtype, random, np)
         found.append(np.asarray(y, np.float64))
     return found
 
 
-def widened(code, x):
-    return rounding.decode(code, x.codes, x.scales, np) if isinstance(x, Block8) else x
+def widened(name, x):
+    return rounding.decode(name, x, np) if isinstance(x, BlockCodes) else x
 
 
-def test_a_skipped_step_changes_nothing(platform):
-    dtypes = (BF16, BF16, "block8", "block8")
+@each_format
+def test_a_skipped_step_changes_nothing(platform, form):
+    dtypes = (BF16, BF16, form, form)
     operands = random_operands(9, dtypes, "step")
     skip = scalars(random_rows(), found_inf=True)
     got = adam(spec_of("step", True, dtypes), skip, rounded(), operands)
@@ -235,11 +342,12 @@ def test_a_skipped_step_changes_nothing(platform):
         assert_trees_same_bits(getattr(got, name), getattr(operands, name))
 
 
-def test_untouched_elements_stay_zero(platform):
+@each_format
+def test_untouched_elements_stay_zero(platform, form):
     """Without gradients nothing moves: 20 steps at random of moments that are zero."""
     n = 4096
     zeros = np.zeros(n, F32)
-    codes = Block8(np.zeros(n, np.uint8), np.zeros(n // 128, F32))
+    codes = BlockCodes(np.zeros(n, form.dtype), np.zeros(n // 128, F32))
     grads = zeros.copy()
     grads[::7] = 0.5
     operands = Operands((grads,), (zeros,), (codes,), (codes,))
@@ -249,20 +357,21 @@ def test_untouched_elements_stay_zero(platform):
         operands = Operands((grads,), new.params, new.mu, new.nu)
     untouched = grads == 0
     assert (np.asarray(new.params[0])[untouched] == 0).all()
-    for code, x in ((rounding.MU, new.mu[0]), (rounding.NU, new.nu[0])):
-        assert (np.asarray(widened(code, x))[untouched] == 0).all()
-        assert (np.asarray(widened(code, x))[~untouched] != 0).all()
+    for name, x in (("mu", new.mu[0]), ("nu", new.nu[0])):
+        assert (np.asarray(widened(name, x))[untouched] == 0).all()
+        assert (np.asarray(widened(name, x))[~untouched] != 0).all()
 
 
-def test_a_nonfinite_gradient_spoils_its_block_alone(platform):
+@each_format
+def test_a_nonfinite_gradient_spoils_its_block_alone(platform, form):
     grads = np.full(512, 0.25, F32)
     grads[200] = np.inf
-    codes = Block8(np.zeros(512, np.uint8), np.zeros(4, F32))
+    codes = BlockCodes(np.zeros(512, form.dtype), np.zeros(4, F32))
     operands = Operands((grads,), (np.ones(512, F32),), (codes,), (codes,))
     spec = CompactSpec(Spec("step", (1,)), False, (0,))
     new = adam(spec, scalars(random_rows()), rounded(), operands)
-    for code, x in ((rounding.MU, new.mu[0]), (rounding.NU, new.nu[0])):
-        is_nan = np.isnan(np.asarray(widened(code, x))).reshape(4, 128)
+    for name, x in (("mu", new.mu[0]), ("nu", new.nu[0])):
+        is_nan = np.isnan(np.asarray(widened(name, x))).reshape(4, 128)
         assert is_nan[1].all() and not is_nan[[0, 2, 3]].any()
 
 
@@ -285,9 +394,13 @@ FLAT_PLACES = Places(
 
 
 @pytest.mark.parametrize("mode", ["step", "step_and_cast", "step_split"])
-@pytest.mark.parametrize("coded", ["mu", "nu", "mu nu"])
-@often(lambda mode, coded: mode == "step_split" or coded == "mu nu")
-def test_flat_state_of_leaves_that_are_cut_or_packed(platform, mode, coded):
+@pytest.mark.parametrize(
+    ("mu", "nu"),
+    [(BLOCK8, F32), (F32, BLOCK8), (BLOCK8, BLOCK8), (BLOCK16, F32), (BLOCK8, BLOCK16), (BLOCK16, BLOCK16)],
+    ids=name_of,
+)  # fmt: skip
+@often(lambda mode, mu, nu: mu is nu or (mode == "step_split" and nu is not F32))
+def test_flat_state_of_leaves_that_are_cut_or_packed(platform, mode, mu, nu):
     """Elements between the leaves keep their bits."""
     rng, total = np.random.default_rng(2), 8192
     param = {"step": BF16, "step_and_cast": F32, "step_split": BF16}[mode]
@@ -296,10 +409,7 @@ def test_flat_state_of_leaves_that_are_cut_or_packed(platform, mode, coded):
         params = (plain_array(rng, total, F32),)
     if mode == "step_split":
         out = (rng.integers(0, 2**16, total).astype(np.uint16),)
-    moments = {
-        name: (moment(rng, total, "block8" if name in coded else F32, code),)
-        for name, code in (("mu", rounding.MU), ("nu", rounding.NU))
-    }
+    moments = {name: (moment(rng, total, dtype, name),) for name, dtype in (("mu", mu), ("nu", nu))}
     operands = Operands(
         tuple(plain_array(rng, n, BF16) for n in FLAT_SIZES), params, *moments.values(), out
     )
@@ -319,7 +429,7 @@ def test_flat_state_of_leaves_that_are_cut_or_packed(platform, mode, coded):
     for offset, size in zip(OWN_OFFSETS["mu"], FLAT_SIZES, strict=True):
         between[offset : offset + size] = False
     old, new = operands.mu[0], got.mu[0]
-    old, new = (x.codes if "mu" in coded else x for x in (old, new))
+    old, new = (x.codes if isinstance(x, BlockCodes) else x for x in (old, new))
     assert_same_bits(np.asarray(new)[between], old[between])
 
 
@@ -365,7 +475,7 @@ def test_parts_draw_the_bits_of_the_whole(dims):
 )
 def test_wrong_places_raise(change, message):
     rng = np.random.default_rng(3)
-    codes = Block8(np.zeros(8192, np.uint8), np.zeros(64, F32))
+    codes = BlockCodes(np.zeros(8192, np.uint8), np.zeros(64, F32))
     arrays = tuple(plain_array(rng, n, F32) for n in FLAT_SIZES)
     spec = CompactSpec(
         Spec("step", (0,) * 4, flat=frozenset({"mu", "nu"}), sizes=FLAT_SIZES, offsets=FLAT_OFFSETS),

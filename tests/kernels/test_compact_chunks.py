@@ -1,4 +1,4 @@
-"""Large leaves of the step with moments of 8 bits: whole chunks of a GPU's kernel, and what is left.
+"""Large leaves of the step with moments in codes: whole chunks of a GPU's kernel, and what is left.
 
 cuda/compact_chunk.cuh takes 256 elements at a time where numbers are ordinary, several times in a
 tile; its results are those of the reference, as is what it leaves to compact_part.cuh.
@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jdistadam.core.moments import Block8
+from jdistadam.core.moments import BLOCK8, BLOCK16, BlockFormat
 from jdistadam.kernels import coefficients, reference, rounding
 from jdistadam.kernels.adam import Operands, Spec
 from jdistadam.kernels.compact_adam import CompactSpec, Places
@@ -18,14 +18,17 @@ from support.compact import adam_of_parts, by_reference, plain_array, rounded
 from support.operands import BF16, F32, random_rows, scalars
 
 VARIANTS = {  # those of which the kernel knows all dtypes when it is compiled
-    "bf16": ("step", True, BF16, BF16, "block8"),
+    "bf16": ("step", True, BF16, BF16, BLOCK8),
     "bf16, moments too": ("step", True, BF16, BF16, BF16),
-    "float32 at random": ("step", True, F32, F32, "block8"),
-    "float32": ("step", False, F32, F32, "block8"),
-    "remainder16 at random": ("step_split", True, BF16, BF16, "block8"),
-    "remainder16": ("step_split", False, BF16, BF16, "block8"),
-    "cast at random": ("step_and_cast", True, BF16, F32, "block8"),
-    "cast": ("step_and_cast", False, BF16, F32, "block8"),
+    "float32 at random": ("step", True, F32, F32, BLOCK8),
+    "float32": ("step", False, F32, F32, BLOCK8),
+    "remainder16 at random": ("step_split", True, BF16, BF16, BLOCK8),
+    "remainder16": ("step_split", False, BF16, BF16, BLOCK8),
+    "cast at random": ("step_and_cast", True, BF16, F32, BLOCK8),
+    "cast": ("step_and_cast", False, BF16, F32, BLOCK8),
+    "bf16, 16 bits": ("step", True, BF16, BF16, BLOCK16),
+    "remainder16, 16 bits at random": ("step_split", True, BF16, BF16, BLOCK16),
+    "remainder16, 16 bits": ("step_split", False, BF16, BF16, BLOCK16),
 }
 # A whole leaf; one in pieces; several in one; a part far behind the others; one that ends early.
 CUTS = (
@@ -41,9 +44,11 @@ def sizes_of(platform):
     return (large, 384 * 30, 128 * 77, 70_001, 300)
 
 
-def moment(rng, n, stored, code):
-    x = plain_array(rng, n, F32, nonnegative=code is rounding.NU)
-    return Block8(*rounding.encode(code, x, None, np)) if stored == "block8" else x.astype(stored)
+def moment(rng, n, stored, name):
+    x = plain_array(rng, n, F32, nonnegative=name == "nu")
+    if isinstance(stored, BlockFormat):
+        return rounding.encode(name, stored, x, None, np)
+    return x.astype(stored)
 
 
 def leaves(rng, make, sizes):
@@ -61,17 +66,32 @@ def operands_of(rng, sizes, mode, grad, param, stored):
     if mode == "step_split":
         params, out = zip(*(reference.split(x, BF16, np) for x in params), strict=True)
     grads = leaves(rng, lambda r, n: plain_array(r, n, grad), sizes)
-    mu = leaves(rng, lambda r, n: moment(r, n, stored, rounding.MU), sizes)
-    nu = leaves(rng, lambda r, n: moment(r, n, stored, rounding.NU), sizes)
+    mu = leaves(rng, lambda r, n: moment(r, n, stored, "mu"), sizes)
+    nu = leaves(rng, lambda r, n: moment(r, n, stored, "nu"), sizes)
     for g, m, v in zip(grads, mu, nu, strict=True):
         untouched = slice(len(g) // 3, len(g) // 2)  # with blocks in which all is zero
         g[untouched] = 0
         g[untouched.start : untouched.stop : 3] = -0.0
         g[len(g) // 4 :: 100_003] = 1e25  # out of the ordinary: their chunks are left out
         for x in (m, v):
-            array = x.codes if stored == "block8" else x
+            array = x.codes if isinstance(stored, BlockFormat) else x
             array[untouched.start + 128 : untouched.stop - 128] = 0
+        if isinstance(stored, BlockFormat):
+            make_faint(rng, g, m, v)
     return Operands(grads, params, mu, nu, out)
+
+
+def make_faint(rng, g, m, v):
+    """Blocks below the smallest scales of 16 bits, 2^-86 of mu and 2^-54 of nu, not of 8."""
+    first = len(g) // 2 // 128 + 1
+    for name, moment, log, start in (("mu", m, -91, first), ("nu", v, -60, first + 8)):
+        some = slice(128 * start, min(128 * (start + 4), len(g) // 128 * 128))
+        if some.start < some.stop:
+            x = np.exp2(rng.uniform(log - 3, log + 3, some.stop - some.start)).astype(F32)
+            faint = rounding.encode(name, moment.format, x, None, np)
+            g[some] = 0
+            moment.codes[some] = faint.codes
+            moment.scales[start : start + len(faint.scales)] = faint.scales
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -20,6 +20,7 @@ from jdistadam.core.moments import BLOCK
 from jdistadam.kernels import coefficients, native, reference
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint16, jnp.uint8, jnp.int32, jnp.bool_)
+CODES = (jnp.uint8, jnp.uint16)  # dtypes of moments that have scales
 NUMBERS = len(coefficients.NAMES)
 HUGE = 2**62
 
@@ -196,14 +197,16 @@ def starts_of(sizes):
 
 @st.composite
 def compact_calls(draw):
-    """A step with 8 bits or at random, as kernels/compact_adam.py makes it."""
+    """A step with coded moments or at random, as kernels/compact_adam.py makes it."""
     count = draw(st.sampled_from([2, 1, 3, 0]))
     sizes = draw(st.lists(st.sampled_from([130, 1, 0, 300]), min_size=count, max_size=count))
     blocks = [-(-n // BLOCK) for n in sizes]
     offsets = [BLOCK * start for start in starts_of(blocks)]
     mode, is_flat = draw(st.integers(0, 3)), draw(st.booleans())
     kinds = {name: draw(storage) for name in ("grads", "params", "out")}
-    kinds |= {name: draw(st.sampled_from([jnp.uint8, jnp.bfloat16])) for name in ("mu", "nu")}
+    kinds |= {
+        name: draw(st.sampled_from([jnp.uint8, jnp.uint16, jnp.bfloat16])) for name in ("mu", "nu")
+    }
     if mode == 3:
         kinds |= {"params": jnp.bfloat16, "out": jnp.uint16}
 
@@ -217,7 +220,7 @@ def compact_calls(draw):
         ((2, NUMBERS), jnp.float32), ((), jnp.float32), ((), jnp.bool_), ((2,), jnp.uint32), ((), jnp.int32),
         ((count, 2), jnp.int32), ((sum(blocks) or 1, 2), jnp.uint32),
     ]  # fmt: skip
-    scales = [f"{name}_scales" for name in ("mu", "nu") if kinds[name] == jnp.uint8]
+    scales = [f"{name}_scales" for name in ("mu", "nu") if kinds[name] in CODES]
     given = ["grads", "params", "mu", "nu", *(["out"] if mode == 3 else []), *scales]
     made = [*([] if mode == 2 else ["params"]), "mu", "nu", *(["out"] if mode else []), *scales]
     starts, results, aliases = {}, [], {}
@@ -472,7 +475,7 @@ def check_compact(call):
     for kind in range(5 if attributes["mode"] == 3 else 4):
         taken = [next(arrays) for _ in range(1 if flat >> kind & 1 else count)]
         sizes = sizes or [math.prod(shape) for shape, _ in taken]
-        coded += [kind] * (kind in (2, 3) and bool(taken) and taken[0][1] == jnp.uint8)
+        coded += [kind] * (kind in (2, 3) and bool(taken) and taken[0][1] in CODES)
     for kind in coded:
         if flat >> kind & 1:
             have = math.prod(next(arrays)[0])

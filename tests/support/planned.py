@@ -25,6 +25,13 @@ POLICIES = {
         rounding="stochastic",
         grad_comm_dtype="bfloat16",
     ),
+    "8 and 16 bits": dict(
+        main_params_dtype="remainder16",
+        mu_dtype="block8",
+        nu_dtype="block16",
+        rounding="stochastic",
+        grad_comm_dtype="bfloat16",
+    ),
     "fp8 params": dict(param_comm_dtype="float8_e4m3fn", grad_comm_dtype="bfloat16"),
     "e5m2 params": dict(param_comm_dtype="float8_e5m2"),
     "f16 params": dict(param_comm_dtype="float16"),

@@ -68,6 +68,14 @@ def predict(tx, tree, model, machine=ROUND, accumulate_steps=1, recomputes=False
         (BF16, "optim", 3, {"accumulate": 120, "norm": 2, "update": 28}),
         (BF16, "optim_grads", 3, {"accumulate": 30, "norm": 2, "update": 28}),
         (BF16 | {"mu_dtype": jnp.bfloat16}, "no_shard", 1, {"norm": 8, "update": 96}),
+        # Moments 2 * (1 + 4 / 128) + 2 * (2 + 4 / 128) in place of 16.
+        (
+            BF16
+            | {"main_params_dtype": "remainder16", "mu_dtype": "block8", "nu_dtype": "block16"},
+            "optim",
+            1,
+            {"norm": 2, "update": 10 + 6.125},
+        ),
     ],
 )
 def test_bytes_of_kernels_per_parameter_of_a_shard(policy, strategy, micro, expected):

@@ -55,7 +55,7 @@ std::vector<char> RandomContent(size_t size, Dtype dtype, bool nonnegative = fal
     if (nonnegative) x = FloatOf(BitsOf(x) & 0x7fffffffu);
     if (dtype == Dtype::kBlock8) {
       content[i] = char(Random());
-    } else if (dtype == Dtype::kUint16) {
+    } else if (dtype == Dtype::kUint16 || dtype == Dtype::kBlock16) {
       const auto word = uint16_t(Random());
       std::memcpy(content.data() + 2 * i, &word, 2);
     } else {
@@ -194,7 +194,7 @@ Contents RunCompact(const CompactCase& c, const Contents& before, bool on_device
     add(&numbers, Bytes(c.part));
     add(&numbers, Bytes(c.part / 2));
     tables.push_back(entries.size() / sizeof(uint32_t));
-    for (size_t i = 0; i < size; i += kBlock8Size) {
+    for (size_t i = 0; i < size; i += kBlockSize) {
       add(&entries, Bytes(uint32_t(size + i)));
       add(&entries, Bytes(uint32_t(i * i)));
     }
@@ -232,7 +232,7 @@ Contents RunCompact(const CompactCase& c, const Contents& before, bool on_device
                     int32_t(i % 2)};
     // A run, pieces of two cuts, or several leaves in one.
     const bool in_pieces = i % 3 == 1, in_blocks = i % 3 == 2;
-    const Cut run{leaf.size, leaf.size}, pieces{kBlock8Size, 3 * kBlock8Size};
+    const Cut run{leaf.size, leaf.size}, pieces{kBlockSize, 3 * kBlockSize};
     const uint32_t* table = reinterpret_cast<const uint32_t*>(blocks.data()) + tables[i];
     call.leaves.push_back({leaf,
                            reinterpret_cast<float*>(at(5)),
@@ -366,7 +366,7 @@ void Compare(const std::string& name, const Run& run) {
 }
 
 constexpr Dtype F = Dtype::kFloat32, B = Dtype::kBfloat16, H = Dtype::kFloat16, U = Dtype::kUint16,
-                E = Dtype::kBlock8;
+                E = Dtype::kBlock8, S = Dtype::kBlock16;
 const std::vector<size_t> kSizes = {0, 1, 3, 4, 7, 8, 31, 127, 128, 511, 513, 1025, 33000};
 
 void RunAllAdam() {
@@ -403,14 +403,15 @@ void RunAllCompact() {
     for (size_t i = 0; i < arrays.size(); ++i) {
       before.push_back(arrays[i]);
       if (i % 5 != 4) continue;
-      const size_t blocks = (c.adam.sizes[i / 5] + kBlock8Size - 1) / kBlock8Size;
+      const size_t blocks = (c.adam.sizes[i / 5] + kBlockSize - 1) / kBlockSize;
       before.push_back(RandomContent(blocks, Dtype::kFloat32));
       before.push_back(RandomContent(blocks, Dtype::kFloat32));
     }
     Compare("compact", [&](bool on_device) { return RunCompact(c, before, on_device); });
   };
   const Dtypes moments[] = {{F, B, E, E, B}, {B, B, E, E, B}, {B, F, E, E, B}, {F, F, E, E, F},
-                            {B, B, B, B, B}, {H, H, H, B, H}, {F, H, E, F, B}, {B, F, B, E, H}};
+                            {B, B, B, B, B}, {H, H, H, B, H}, {F, H, E, F, B}, {B, F, B, E, H},
+                            {B, B, S, S, B}, {F, F, S, E, B}, {B, F, E, S, H}};
   for (const size_t shift : {0, 1, 3}) {
     for (const bool is_random : {false, true}) {
       for (const bool found_inf : {false, true}) {
