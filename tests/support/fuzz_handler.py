@@ -87,7 +87,7 @@ def keep_calls(draw):
 @st.composite
 def peer_calls(draw):
     """A sum or a step over the memory of one device, as kernels/peer.py makes them."""
-    kind = draw(st.sampled_from(["sum", "step", "step on sums"]))
+    kind = draw(st.sampled_from(["sum", "sum", "step", "step on sums"]))
     runs = draw(st.lists(st.sampled_from([3, 1, 0, 50]), max_size=3))
     sizes = [run * draw(st.integers(1, 3)) for run in runs]
     offsets = [sum(sizes[:i]) + i for i in range(len(sizes))]

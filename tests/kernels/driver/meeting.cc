@@ -161,6 +161,7 @@ void TestSteps() {
                     reinterpret_cast<const float*>(&row),
                     &scale,
                     &skip,
+                    &skip,
                     {},
                     &scale,
                     d.tiles.size(),
