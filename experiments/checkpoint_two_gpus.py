@@ -7,7 +7,7 @@
 The state that was saved under "optim" goes on, as do the one restored on one device, with the batch
 of both in two micro-batches, and the one restored on two under "optim_grads_params": after some
 steps all three must have the same bits. Seconds of save and restore stand beside those that the
-folder needs for as many bytes in plain files, written and synchronised by several threads.
+folder needs for plain files, written and synchronised by several threads.
 """
 
 import argparse
@@ -110,9 +110,9 @@ def timed(name, repeats, function):
 
 
 def plain_files(folder, nbytes, repeats):
-    """Seconds in which several threads write as many bytes, and read them."""
+    """Seconds in which several threads write and synchronise up to 4 GiB, and read them."""
     data, size = np.random.default_rng(0).bytes(64 << 20), 64 << 20
-    paths = [folder / f"{i}" for i in range(-(-nbytes // size))]
+    paths = [folder / f"{i}" for i in range(-(-min(nbytes, 4 << 30) // size))]
 
     def write(path):
         with open(path, "wb", buffering=0) as file:
