@@ -120,6 +120,11 @@ cudaError_t ReachPeers(const PeerAttributes& a, int32_t ordinal) {
   return cudaSuccess;
 }
 
+// Tests put delays behind waits, and leave them out: tests/kernels/driver/peer_waits.cu.
+#ifndef JDISTADAM_WAIT_FOR_PEERS
+#define JDISTADAM_WAIT_FOR_PEERS WaitForPeers
+#endif
+
 cudaError_t WaitForPeers(cudaStream_t stream, const PeerMeeting<PeerEvents>::Entries& entries,
                          int me, cudaEvent_t PeerEvents::* event) {
   for (int i = 0; i < int(entries->size()); ++i) {
@@ -143,7 +148,7 @@ cudaError_t Prepare(cudaStream_t stream, const PeerAttributes& a, int32_t ordina
 // told so: they release arrays that it writes.
 cudaError_t Enqueue(cudaStream_t stream, const PeerCall& call, const PeerEvents& events,
                     const PeerMeeting<PeerEvents>::Entries& entries, int me) {
-  cudaError_t error = WaitForPeers(stream, entries, me, &PeerEvents::ready);
+  cudaError_t error = JDISTADAM_WAIT_FOR_PEERS(stream, entries, me, &PeerEvents::ready);
   if (error == cudaSuccess)
     error = PeerCuda(call, PeerMeeting<PeerEvents>::ArraysOf(call, entries, me), stream);
   const cudaError_t recorded = cudaEventRecord(events.done, stream);
@@ -169,7 +174,8 @@ ffi::Error RunPeer(cudaStream_t stream, const PeerAttributes& a, ffi::Error erro
   // Who does not come now hangs inside of CUDA: memory cannot be waited for, the message says so.
   error = meeting.Meet(1, {{}, {}, events}, meeting.limit(), &after);
   if (error.failure()) return error;
-  const cudaError_t waited = WaitForPeers(stream, entries, meeting.me(), &PeerEvents::done);
+  const cudaError_t waited =
+      JDISTADAM_WAIT_FOR_PEERS(stream, entries, meeting.me(), &PeerEvents::done);
   for (size_t i = 0; i < after->size(); ++i) {
     if (const cudaError_t status = (*after)[i].extra.status; status != cudaSuccess)
       return Meeting::StateIsLost("the device at place " + std::to_string(i) +

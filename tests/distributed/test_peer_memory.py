@@ -337,3 +337,15 @@ def test_on_gpus_it_has_the_bits_of_float32_sums_over_xla(setting):
             trained(mesh, means, comm, dtype, **SETTINGS[setting]) for means in ("xla", "peer")
         )
         assert_trees_same_bits(two, one)
+
+
+@pytest.mark.multigpu
+def test_ten_thousand_steps_on_gpus():
+    gpus = jax.devices("gpu")[:2]
+    if len(gpus) < 2:
+        pytest.skip("needs two GPUs")
+    mesh = jax.make_mesh((2,), ("data",), devices=gpus)
+    one, two = (
+        trained(mesh, means, "bfloat16", "bfloat16", steps=10_000) for means in ("xla", "peer")
+    )
+    assert_trees_same_bits(two[0], one[0])

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 
+import jax.ffi
 import pytest
 
 from support.paths import ROOT, TESTS
@@ -161,3 +162,52 @@ def test_compute_sanitizer_sees_a_planted_bug(tmp_path):
     command = [sanitizer(), "--tool", "memcheck", "--error-exitcode", "7"]
     done, output = run([*command, tmp_path / "driver", "--exact"])
     assert done.returncode != 0 and "Invalid" in output, output
+
+
+@pytest.fixture(scope="module")
+def peer_waits(tmp_path_factory):
+    """The handlers of CUDA with their kernel over peers, called without XLA."""
+    path = tmp_path_factory.mktemp("peers") / "peer_waits"
+    host = [f"-Xcompiler={flag}" for flag in ("-pthread", "-DJDISTADAM_NO_CLONES", *STRICT)]
+    kernels = [CUDA / f"{name}_cuda.cu" for name in ("peer", "norm")]
+    kernels += [CUDA / f"{name}_cpu.cc" for name in ("peer", "adam", "norm")]
+    include = [f"-I{CUDA}", f"-I{jax.ffi.include_dir()}"]
+    done, output = run(
+        [nvcc(), "-std=c++17", "-O2", "-lineinfo", "-arch=sm_90", *EXACTLY, *host, *include,
+         DRIVER / "peer_waits.cu", *kernels, "-o", path]
+    )  # fmt: skip
+    assert done.returncode == 0, output
+    return path
+
+
+def run_on_two_gpus(command):
+    done, output = run(command)
+    if "needs two GPUs" in output:
+        pytest.skip("needs two GPUs")
+    return done, output
+
+
+@pytest.mark.slow
+def test_the_driver_of_peers_compiles(peer_waits):
+    assert peer_waits.exists()
+
+
+@pytest.mark.multigpu
+def test_late_gpus_are_waited_for(peer_waits):
+    """Each in turn, before its gradients, before its kernel, behind it, and its host thread."""
+    done, output = run_on_two_gpus([peer_waits])
+    assert done.returncode == 0 and "SUCCESS" in output, output
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("wait", ["ready", "done"])
+def test_without_a_wait_a_late_gpu_changes_bits(peer_waits, wait):
+    done, output = run_on_two_gpus([peer_waits, wait])
+    assert done.returncode == 1 and "late at place" in output, output
+
+
+@pytest.mark.multigpu
+def test_memcheck_of_steps_over_peers_is_clean(peer_waits):
+    command = [sanitizer(), "--tool", "memcheck", "--leak-check", "full", "--error-exitcode", "7"]
+    done, output = run_on_two_gpus([*command, peer_waits])
+    assert done.returncode == 0 and "SUCCESS" in output, output
