@@ -15,6 +15,7 @@ from jdistadam.core.moments import FORMATS, BlockCodes
 from jdistadam.kernels import rounding
 from jdistadam.kernels.rounding import Code
 from support.bits import assert_trees_same_bits
+from support.samples import often
 
 BOTH = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic", seed=2**33 + 7)
 OPTIONS = {
@@ -118,6 +119,7 @@ def sharded_params(mesh, spec):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [P("x"), P(("y", "x"))], ids=str)
 @each_option
+@often(lambda options, spec, kind: (kind == AxisType.Auto) == (spec == P("x")))
 def test_sharded_along_the_first_dimension(options, spec, kind):
     """Each device has its part of parameters and state; the bits are those of one device."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), (kind,) * 2, devices=jax.devices("cpu")[:4])
