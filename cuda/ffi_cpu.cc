@@ -1,4 +1,9 @@
 // The XLA FFI handlers of the CPU kernels.
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+
 #include "ffi_adam.h"
 #include "ffi_compact.h"
 #include "ffi_graph_node.h"
@@ -75,59 +80,84 @@ ffi::Error KeepHandler(BoolScalar is_kept, IndexScalar index, ffi::RemainingArgs
   return error;
 }
 
-// The second meeting: nobody reads or writes a peer's arrays after it. It has no limit: who has
-// passed the first comes, and until then my arrays must not be released.
-ffi::Error RunPeer(const PeerAttributes& a, ffi::Error error, const PeerCall& call, int64_t run,
-                   int32_t ordinal, const Threads& threads) {
-  using Meeting = PeerMeeting<char>;
-  Meeting meeting(a, run, ordinal);
-  Meeting::Entries entries;
-  if (error = meeting.Tell(std::move(error)); error.failure()) return error;
-  error = meeting.Meet(0, EntryOf<char>(call, 0), meeting.limit(), &entries);
-  if (error.failure()) return error;
-  PeerCpu(call, Meeting::ArraysOf(call, entries, meeting.me()), threads);
-  return meeting.Meet(1, {}, Meeting::All::kNoLimit, &entries);
+// Runs work() in a thread of its own. XLA goes on there once it has ended, and flushes denormals:
+// by POSIX a thread inherits the floating-point environment.
+template <typename Work>
+ffi::Error InThread(Work work) {
+  try {
+    std::thread(std::move(work)).detach();
+  } catch (const std::system_error& error) {
+    return ffi::Error::Internal(std::string("jdistadam: no thread to step in: ") + error.what());
+  }
+  return ffi::Error::Success();
 }
 
-ffi::Error PeerSumHandler(ffi::ThreadPool pool, ffi::RunId run, int32_t ordinal,
-                          FloatScalar norm_scale, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                          ffi::Span<const int64_t> devices, int64_t site, int64_t limit_seconds,
-                          ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> runs,
-                          ffi::Span<const int32_t> received) {
+void Complete(ffi::Promise promise, ffi::Error error) {
+  error.success() ? promise.SetAvailable() : promise.SetError(std::move(error));
+}
+
+// Who waits for the others does so in a thread of its own, never in one of XLA's: that would be
+// missing where a collective beside the step needs it.
+//
+// The second meeting: nobody reads or writes a peer's arrays after it. It has no limit: who has
+// passed the first comes, and until then my arrays must not be released.
+ffi::Future RunPeer(const PeerAttributes& a, ffi::Error error, PeerCall call, int64_t run,
+                    int32_t ordinal) {
+  using Meeting = PeerMeeting<char>;
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  Meeting meeting(a, run, ordinal);
+  if (error = meeting.Tell(std::move(error)); error.success()) {
+    error = meeting.Tell(InThread([promise, meeting, call = std::move(call)]() mutable {
+      Meeting::Entries entries;
+      ffi::Error error = meeting.Meet(0, EntryOf<char>(call, 0), meeting.limit(), &entries);
+      if (error.success()) {
+        PeerCpu(call, Meeting::ArraysOf(call, entries, meeting.me()), kOneThread);
+        error = meeting.Meet(1, {}, Meeting::All::kNoLimit, &entries);
+      }
+      Complete(std::move(promise), std::move(error));
+    }));
+  }
+  if (error.failure()) Complete(std::move(promise), std::move(error));
+  return future;
+}
+
+ffi::Future PeerSumHandler(ffi::RunId run, int32_t ordinal, FloatScalar norm_scale,
+                           ffi::RemainingArgs args, ffi::RemainingRets rets,
+                           ffi::Span<const int64_t> devices, int64_t site, int64_t limit_seconds,
+                           ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> runs,
+                           ffi::Span<const int32_t> received) {
   PeerCall call;
   const PeerAttributes a{false,         false, false, false,    devices, site,
                          limit_seconds, sizes, runs,  received, {},      {}};
   call.norm_scale = norm_scale.typed_data();
-  return RunPeer(a, BuildPeerCall(a, args, rets, &call), call, run.run_id, ordinal,
-                 ThreadsOf(pool));
+  ffi::Error error = BuildPeerCall(a, args, rets, &call);
+  return RunPeer(a, std::move(error), std::move(call), run.run_id, ordinal);
 }
 
-ffi::Error PeerStepHandler(ffi::ThreadPool pool, ffi::RunId run, int32_t ordinal,
-                           FloatScalar norm_scale, ffi::Buffer<ffi::F32, 2> coefficients,
-                           FloatScalar inv_scale, BoolScalar found_inf, BoolScalar is_kept,
-                           ffi::RemainingArgs args, ffi::RemainingRets rets,
-                           ffi::Span<const int64_t> devices, int64_t site, int64_t limit_seconds,
-                           ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> runs,
-                           ffi::Span<const int32_t> received, ffi::Span<const int64_t> offsets,
-                           ffi::Span<const int32_t> groups, bool nesterov, bool summed,
-                           bool in_place) {
+ffi::Future PeerStepHandler(ffi::RunId run, int32_t ordinal, FloatScalar norm_scale,
+                            ffi::Buffer<ffi::F32, 2> coefficients, FloatScalar inv_scale,
+                            BoolScalar found_inf, BoolScalar is_kept, ffi::RemainingArgs args,
+                            ffi::RemainingRets rets, ffi::Span<const int64_t> devices, int64_t site,
+                            int64_t limit_seconds, ffi::Span<const int64_t> sizes,
+                            ffi::Span<const int64_t> runs, ffi::Span<const int32_t> received,
+                            ffi::Span<const int64_t> offsets, ffi::Span<const int32_t> groups,
+                            bool nesterov, bool summed, bool in_place) {
   PeerCall call;
   const PeerAttributes a{true,          summed, in_place, nesterov, devices, site,
                          limit_seconds, sizes,  runs,     received, offsets, groups};
   call.norm_scale = norm_scale.typed_data();
   ffi::Error error = BuildPeerCall(a, args, rets, &call);
   if (error.success()) error = SetScalars(coefficients, inv_scale, found_inf, is_kept, &call);
-  return RunPeer(a, std::move(error), call, run.run_id, ordinal, ThreadsOf(pool));
+  return RunPeer(a, std::move(error), std::move(call), run.run_id, ordinal);
 }
 
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cpu, PeerSumHandler,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
-                                  JDISTADAM_PEER_CONTEXT JDISTADAM_PEER_SUM_BINDING);
+                              ffi::Ffi::Bind() JDISTADAM_PEER_CONTEXT JDISTADAM_PEER_SUM_BINDING);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerStep_cpu, PeerStepHandler,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
-                                  JDISTADAM_PEER_CONTEXT JDISTADAM_PEER_STEP_BINDING);
+                              ffi::Ffi::Bind() JDISTADAM_PEER_CONTEXT JDISTADAM_PEER_STEP_BINDING);
 
 extern "C" bool JdistadamCanReach_cpu(int, int) { return true; }
 

@@ -1,8 +1,6 @@
 """A step over the memory of several devices of one process: the two FFI calls.
 
-Inside of ``jax.shard_map``. The devices wait for each other in every call (cuda/meeting.h). On CPU
-two meetings that do not depend on each other's data may be run in another order by another device,
-and never end: so a step makes one such call, or two with the norm of the first in the second.
+Inside of ``jax.shard_map``. The devices wait for each other in every call (cuda/meeting.h).
 """
 
 from __future__ import annotations

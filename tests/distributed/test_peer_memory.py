@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from jdistadam.distributed.communication import choose_communication
@@ -291,6 +292,33 @@ def test_in_a_loop_and_in_a_custom_training_loop(cpu_mesh):
                 params, state, norm = step(params, state, jda.shard_batch(batch, tx))
             results.append((params, state, norm))
         assert_trees_same_bits(results[1], results[0])
+
+
+def test_what_follows_a_step_flushes_denormals_as_over_xla(cpu_mesh):
+    """XLA goes on in the thread in which a step ended."""
+    small = np.float32(1e-20) * np.arange(1, 9, dtype=np.float32)
+
+    def squares_after(means):
+        mesh = cpu_mesh(4)
+        policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
+        tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, policy=policy, communication=means)
+        params = {"w": jnp.ones((8, 1024))}
+        state = tx.init(params)
+
+        def local(params, state, x):
+            params, state = tx.step(params, state, params)
+            x = x + 0 * params["w"][:, 0]
+            return jax.lax.fori_loop(0, 2, lambda i, y: jnp.where(i == 0, y * x, y * 1e10), x)
+
+        specs = P(), tx.state_specs(), P()
+        program = jax.shard_map(
+            local, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False
+        )
+        return jax.jit(program)(params, state, small)
+
+    got = [np.asarray(squares_after(means)) for means in ("xla", "peer")]
+    assert_trees_same_bits(got[1], got[0])
+    assert not got[0].any()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

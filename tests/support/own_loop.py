@@ -22,8 +22,6 @@ def make_own_step(tx, loss, check_vma, micro_batches=1):
 
             grads, _ = jax.lax.scan(body, tx.init_grads(params), parts)
         norm = tx.grad_norm(grads, state)
-        if tx.config.communication.is_peer:
-            grads = after(norm, grads)
         params, state = tx.step(grads, state, params)
         return params, state, norm
 
@@ -34,11 +32,6 @@ def make_own_step(tx, loss, check_vma, micro_batches=1):
         ),
         donate_argnums=(0, 1),
     )  # fmt: skip
-
-
-def after(norm, grads):
-    """Gradients that are not known before their norm: see docs/peer_memory.md, virtual CPU devices."""
-    return jax.tree.map(lambda x: jnp.where(norm < 0, jnp.zeros_like(x), x), grads)
 
 
 def jit_over_mesh(local_step, tx, check_vma):
