@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.checkpoint import coded_leaves, flat_arrays, parts
+from jdistadam.checkpoint import flat_arrays, parts
 from jdistadam.core import trees
 from jdistadam.core.loss_scale import DynamicLossScale
 from jdistadam.core.main_params import MainParams
@@ -25,6 +25,7 @@ from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.state import DistributedState, is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import DtypeError, TreeError
+from jdistadam.kernels import coded_leaves
 from jdistadam.training.train_state import TrainState, check_params_follow, is_known
 
 

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.checkpoint import coded_leaves, parts
+from jdistadam.checkpoint import parts
 from jdistadam.checkpoint.storage import Reader
 from jdistadam.checkpoint.wanted import Wanted
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.moments import BlockCodes, is_codes
 from jdistadam.errors import TreeError
+from jdistadam.kernels import coded_leaves
 
 
 class Restored:
@@ -153,9 +154,11 @@ class Restored:
         tree = getattr(self.adam, section)
         likes = parts.moments(section, tree)
         requests = [
-            (name, self.place(like))
+            (name, place)
             for moment, x in likes.items()
-            for name, like in zip(self._moments[section][moment], _arrays_of(x), strict=False)
+            for name, place in zip(
+                self._moments[section][moment], self._moment_places(x), strict=False
+            )
         ]
         found = self.reader.read_many(requests)
         values = dict(zip([name for name, _ in requests], found, strict=True))
@@ -164,6 +167,15 @@ class Restored:
             self._moment(section, like, [values[n] for n in self._moments[section][name]])
             for name, like in likes.items()
         )
+
+    def _moment_places(self, like: Any) -> tuple[Sharding, Sharding]:
+        """Where codes are read to, or floats, and where the scales of codes."""
+        if is_codes(like):
+            return self.place(like.codes), self.place(like.scales)
+        place = self.place(like)
+        if not isinstance(place, NamedSharding):
+            return place, place
+        return place, NamedSharding(place.mesh, P())
 
     def _moment(self, section: str, like: Any, found: Sequence[jax.Array]) -> Any:
         """A moment as the template has it, of what was read."""
@@ -179,17 +191,13 @@ class Restored:
             if len(found) == 2 and found[0].dtype != like.codes.dtype:  # of another format
                 found = [coded_leaves.decoded(section, *found)]
             if len(found) == 1:
-                found = coded_leaves.encoded(section, like.format, found[0])
+                floats = found[0].astype(jnp.float32)
+                found = coded_leaves.encoded(section, like.format, floats)
             return jax.device_put(BlockCodes(*found), jax.tree.map(self.place, like))
         if len(found) == 1:
             return found[0].astype(like.dtype)
         leaf = coded_leaves.decoded(section, *found).astype(like.dtype)
         return jax.device_put(leaf, self.place(like))
-
-
-def _arrays_of(like: Any) -> tuple[Any, Any]:
-    """What is placed as codes, or floats, and what as scales."""
-    return (like.codes, like.scales) if is_codes(like) else (like, None)
 
 
 def _as_floats(like: Any) -> Any:

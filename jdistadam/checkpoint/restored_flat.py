@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.checkpoint import array_files, coded_leaves, flat_arrays, parts
+from jdistadam.checkpoint import array_files, flat_arrays, parts
 from jdistadam.checkpoint.contents import is_function_of_params
 from jdistadam.checkpoint.restored import Restored
 from jdistadam.checkpoint.storage import Reader
@@ -24,6 +24,7 @@ from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.moment_codes import new_moment
 from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.kernels import coded_leaves
 from jdistadam.training.placement import copy_to, put_in_order
 
 

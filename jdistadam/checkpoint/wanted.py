@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdistadam.checkpoint import coded_leaves, parts
+from jdistadam.checkpoint import parts
 from jdistadam.checkpoint.header import Header
 from jdistadam.core import trees
 from jdistadam.errors import DtypeError, ShapeError, TreeError
+from jdistadam.kernels import coded_leaves
 
 _ALWAYS_OPTIONAL = ("grad_norm", "scaling.")  # and "key": what another optimizer does not have
 

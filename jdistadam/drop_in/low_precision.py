@@ -14,7 +14,7 @@ from jdistadam.core.low_precision import LowPrecision
 from jdistadam.core.moments import BlockCodes, BlockFormat, is_codes, moment_leaves
 from jdistadam.core.types import OptState, Params
 from jdistadam.errors import DtypeError, TreeError
-from jdistadam.kernels import rounding
+from jdistadam.kernels import coded_leaves, rounding
 
 
 class RoundingState(NamedTuple):
@@ -162,6 +162,6 @@ def decoded(opt_state: OptState) -> OptState:
 
 def _decoded(name: str, tree: Any) -> Any:
     def one(x: Any) -> Any:
-        return rounding.decode(name, x, jnp) if is_codes(x) else x
+        return coded_leaves.decoded(name, *x) if is_codes(x) else x
 
     return jax.tree.map(one, tree, is_leaf=is_codes)

@@ -376,3 +376,52 @@ def test_decoded_is_what_optax_continues_from():
     like.update(params, decoded, params)
     functools.partial(jda.decoded)(decoded)  # what has nothing in 8 bits stays as it is
     assert_trees_same_bits(jda.decoded(decoded), decoded)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_decoded_where_leaves_are_sharded(kind):
+    """Called at once and in a program, which knows shardings on Explicit axes alone."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), (kind,) * 2, devices=jax.devices("cpu")[:4])
+    tx = jda.fused_adamw(**HYPER | SIXTEEN)
+    with jax.set_mesh(mesh):
+        whole, placed = sharded_params(mesh, P(("y", "x")))
+        grads = jax.device_put(grads_at(0, whole), jax.tree.map(lambda x: x.sharding, placed))
+        _, state = jax.jit(tx.step)(grads, tx.init(placed), placed)
+        got = jda.decoded(state), jax.jit(jda.decoded)(state)
+    one = jda.fused_adamw(**HYPER | SIXTEEN)
+    want = jda.decoded(one.step(grads_at(0, whole), one.init(whole), whole)[1])
+    for found in got:
+        assert_trees_same_bits(found, want)
+        assert not found[0].mu["a"].sharding.is_fully_replicated
+
+
+CODED = dict(b2=0.93, mu_dtype="block16", nu_dtype="block8")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_codes_become_floats_on_a_mesh(tmp_path, kind):
+    """Saved on one device; restored where leaves are unsharded, and cut in blocks and elsewhere."""
+    params = make_params(jnp.float32)
+    tx, plain = jda.fused_adamw(1e-3, **CODED), jda.fused_adamw(1e-3, b2=0.93)
+    state = tx.step(grads_at(0, params), tx.init(params), params)[1]
+    jda.save(tmp_path, {"params": params, "opt_state": state})
+    mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices("cpu")[:4])
+    specs = {"kernel": P(), "bias": P(), "embedding": P(None, None, "data")}
+    placed = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in params.items()}
+    template = {"params": placed, "opt_state": plain.init(placed)}
+    got = jda.restore(tmp_path, template)["opt_state"]
+    assert_trees_same_bits(got, jda.decoded(state))
+    assert got[0].mu["embedding"].sharding == placed["embedding"].sharding
+
+
+def test_moments_of_16_bits_become_codes(tmp_path):
+    params = make_params()
+    half = jda.fused_adamw(1e-3, b2=0.93, mu_dtype=jnp.bfloat16)
+    state = half.step(grads_at(0, params), half.init(params), params)[1]
+    jda.save(tmp_path, {"params": params, "opt_state": state})
+    tx = jda.fused_adamw(1e-3, **CODED)
+    got = jda.restore(tmp_path, {"params": params, "opt_state": tx.init(params)})["opt_state"]
+    assert got[0].mu["kernel"].codes.dtype == jnp.uint16
+    assert_trees_same_bits(
+        jda.decoded(got)[0].mu["kernel"], state[0].mu["kernel"].astype(jnp.float32)
+    )

@@ -1,0 +1,118 @@
+"""Moments in codes as arrays of the shapes of leaves: codes beside the scales of their blocks.
+
+A leaf that is cut into pieces of whole blocks is coded and decoded where it is; its scales, a
+32nd of a float32 moment, are gathered on all devices, as their order is that of the whole leaf. A
+leaf that is cut elsewhere is gathered first.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdistadam.core.moments import BLOCK, BlockCodes, BlockFormat
+from jdistadam.kernels import rounding
+
+
+def encoded(name: str, format: BlockFormat, x: jax.Array) -> BlockCodes:
+    """Codes a float32 leaf of the moment "mu" or "nu", rounded to nearest."""
+    mesh, spec, scale_spec = _pieces(x.shape, x.sharding)
+    x = _placed(x, mesh, spec)
+    codes, scales = jax.block_until_ready(_encoder(name, format, mesh, spec, scale_spec)(x))
+    return BlockCodes(codes, _in_one_row(_placed(scales, mesh, P())))
+
+
+def decoded(name: str, codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """Returns a leaf of the moment "mu" or "nu" as float32.
+
+    Args:
+      name: "mu" or "nu".
+      codes: The codes. While tracing, their blocks are whole on each device as far as types say.
+      scales: Those of all blocks: like the codes, or on all devices.
+    """
+    codes, scales = jnp.asarray(codes), jnp.asarray(scales)
+    is_traced = isinstance(codes, jax.core.Tracer)
+    sharding: Any = jax.typeof(codes).sharding if is_traced else codes.sharding
+    if is_traced and not any(sharding.spec):  # on one device, or where XLA decides
+        leaf: jax.Array = rounding.decode(name, BlockCodes(codes, scales), jnp)
+        return leaf
+    mesh, spec, scale_spec = _pieces(codes.shape, sharding)
+    in_pieces = _in_rows(scales, codes.shape[: len(scale_spec[:-1])])
+    decode = _decoder(name, mesh, spec, scale_spec)
+    leaf = decode(_placed(codes, mesh, spec), _placed(in_pieces, mesh, scale_spec))
+    return leaf
+
+
+def num_scales(shape: tuple[int, ...]) -> int:
+    """Returns the number of scales of a leaf."""
+    return rounding.num_blocks(math.prod(shape))
+
+
+def _pieces(shape: tuple[int, ...], sharding: Any) -> tuple[Any, P, P]:
+    """How codes and scales are sharded where each piece is whole blocks, else unsharded.
+
+    Scales have the dimensions of the leaf up to the last one that is cut, of which they have one
+    for each block. The mesh is None on one device.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return None, P(), P()
+    spec = P(*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
+    last = max((i for i, axes in enumerate(spec) if axes), default=None)
+    if last is None or math.prod(sharding.shard_shape(shape)[last:]) % BLOCK:
+        return sharding.mesh, P(), P()
+    return sharding.mesh, spec, P(*spec[: last + 1])
+
+
+def _placed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
+    """Brings an array to a sharding; blocks, since collectives of two programs may not meet."""
+    if mesh is None:
+        return x
+    if isinstance(x, jax.core.Tracer):
+        return jax.reshard(x, NamedSharding(mesh, spec))
+    moved: jax.Array = jax.block_until_ready(jax.device_put(x, NamedSharding(mesh, spec)))
+    return moved
+
+
+def _in_rows(scales: jax.Array, rows: tuple[int, ...]) -> jax.Array:
+    if not rows:
+        return scales
+    in_rows: jax.Array = jax.jit(lambda x: x.reshape(*rows, -1))(scales)
+    return in_rows
+
+
+def _in_one_row(scales: jax.Array) -> jax.Array:
+    row: jax.Array = jax.jit(lambda x: x.reshape(-1))(scales)
+    return row
+
+
+@functools.lru_cache(maxsize=1024)
+def _encoder(name: str, format: BlockFormat, mesh: Any, spec: P, scale_spec: P) -> Any:
+    def local(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        codes, scales = rounding.encode(name, format, x, None, jnp)
+        if scale_spec:
+            scales = scales.reshape(*x.shape[: len(scale_spec) - 1], -1)
+        return codes, scales
+
+    return _on_devices(local, mesh, (spec,), (spec, scale_spec))
+
+
+@functools.lru_cache(maxsize=1024)
+def _decoder(name: str, mesh: Any, spec: P, scale_spec: P) -> Any:
+    def local(codes: jax.Array, scales: jax.Array) -> jax.Array:
+        leaf: jax.Array = rounding.decode(name, BlockCodes(codes, scales.reshape(-1)), jnp)
+        return leaf
+
+    return _on_devices(local, mesh, (spec, scale_spec), spec)
+
+
+def _on_devices(local: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
+    if mesh is None:
+        return jax.jit(local)
+    how: Any = dict(mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(jax.shard_map(local, **how))
