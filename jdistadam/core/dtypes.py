@@ -15,15 +15,17 @@ FLOATS = ("float32", "bfloat16", "float16")
 """Names of the dtypes that the kernel reads and writes."""
 
 
-def float_dtype(name: str, value: Any, known: tuple[str, ...] = FLOATS) -> jnp.dtype:
-    """Returns a dtype that is one of ``known``, or raises PolicyError."""
+def float_dtype(
+    name: str, value: Any, known: tuple[str, ...] = FLOATS, also: tuple[str, ...] = ()
+) -> jnp.dtype:
+    """Returns a dtype that is one of ``known``; or raises PolicyError, which names ``also`` too."""
     dtype = _dtype(value)
     if dtype is None or dtype.name not in known:
         raise PolicyError(
             name,
             "not a dtype that can be used",
             got=shown(value),
-            expected=", ".join(known),
+            expected=", ".join(known + also),
             action="Pass one of these, e.g. jnp.bfloat16.",
         )
     return dtype

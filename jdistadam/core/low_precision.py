@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -48,17 +48,34 @@ class LowPrecision:
             return False
         return self.float32_moments is None or not self.float32_moments(path)
 
-    def check_paths(self, paths: Sequence[str]) -> None:
-        """Raises TreeError where ``float32_moments`` selects no leaf."""
-        keep = self.float32_moments
+    def check_paths(self, sizes: Mapping[str, int]) -> None:
+        """Raises TreeError where ``float32_moments`` selects no leaf that would be coded.
+
+        ``sizes``: the number of elements of each leaf, by its path.
+        """
+        keep, paths = self.float32_moments, [k for k, n in sizes.items() if n >= SMALLEST_CODED]
         if keep is None or not paths or any(map(keep, paths)):
             return
         raise TreeError(
             "float32_moments",
-            "selects no leaf",
+            f"selects no leaf of {SMALLEST_CODED} elements or more",
             got=f"False for {paths[0]} and {len(paths) - 1} more",
             expected="True for the leaves that keep float32 moments",
             action="Look for a part of their paths, or leave float32_moments out.",
+        )
+
+    def check_rounded(self, dtypes: Sequence[Any]) -> None:
+        """Raises PolicyError where none of the ``dtypes`` that are stored is rounded at random."""
+        if not self.is_random or self.is_coding or not dtypes:
+            return
+        if any(jnp.dtype(dtype).itemsize == 2 for dtype in dtypes):
+            return
+        raise PolicyError(
+            "rounding",
+            "has no effect",
+            got=f'"stochastic" for {" and ".join(sorted({jnp.dtype(x).name for x in dtypes}))}',
+            expected="moments of 8 or 16 bits, or parameters of 16 bits without main parameters",
+            action='Leave rounding at "nearest".',
         )
 
     def format_of(self, name: str) -> BlockFormat | None:
@@ -90,30 +107,23 @@ def parse(
     float32_moments: Any,
     formats: Any = None,
     b2: Any = None,
+    prefix: str = "",
 ) -> LowPrecision:
     """Checks arguments of an optimizer; raises PolicyError where they do not fit each other.
 
-    ``b2``: None where it is not known yet.
+    ``b2``: None where it is not known yet. ``prefix``: what stands before their names in errors.
     """
-    mu, nu = named_format(mu_dtype), named_format(nu_dtype)
-    low = LowPrecision(mu, nu, rounding == "stochastic", 0, float32_moments)
     if rounding not in ROUNDINGS:
         raise PolicyError(
-            "rounding",
+            f"{prefix}rounding",
             "unknown",
             got=shown(rounding),
             expected=" or ".join(map(repr, ROUNDINGS)),
             action='Use "nearest" unless moments or parameters have 16 bits or less.',
         )
-    seed = 0 if seed is None else seed  # a number that optax.inject_hyperparams leaves alone
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
-        raise PolicyError(
-            "seed",
-            "not a seed",
-            got=shown(seed),
-            expected="an integer from 0 to 2**64 - 1",
-            action="Pass seed=0 or another number; for optax.inject_hyperparams in static_args.",
-        )
+    mu, nu, is_random = named_format(mu_dtype), named_format(nu_dtype), rounding == "stochastic"
+    _check_seed(f"{prefix}seed", seed, is_random)
+    low = LowPrecision(mu, nu, is_random, int(seed or 0), float32_moments)
     if formats is not None and low.is_any:
         raise PolicyError(
             "formats",
@@ -124,26 +134,52 @@ def parse(
         )
     if float32_moments is not None and not (callable(float32_moments) and low.is_coding):
         raise PolicyError(
-            "float32_moments",
+            f"{prefix}float32_moments",
             "has no effect" if callable(float32_moments) else "not a function of a path",
             got=shown(float32_moments),
             expected=f"a function of a path, beside mu_dtype or nu_dtype {NAMES}",
             action="Leave it out.",
         )
-    if (
-        nu is not None
-        and rounding == "nearest"
-        and b2 is not None
-        and not (isinstance(b2, int | float | np.number) and b2 <= nu.largest_b2)
-    ):
+    if nu is not None and not is_random and b2 is not None:
+        _check_decay(f"{prefix}nu_dtype", nu, b2)
+    return low
+
+
+def _check_seed(name: str, seed: Any, is_random: bool) -> None:
+    if seed is None:
+        return
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
         raise PolicyError(
-            "nu_dtype",
-            f"a second moment in {nu.bits} bits, rounded to nearest, cannot decay at this b2",
-            got=f'"{nu.name}" with rounding="nearest" and b2={shown(b2)}',
-            expected=f'rounding="stochastic", or b2 <= {nu.largest_b2}',
-            action='Set rounding="stochastic".',
+            name,
+            "not a seed",
+            got=shown(seed),
+            expected="an integer from 0 to 2**64 - 1",
+            action="Pass seed=0 or another number; for optax.inject_hyperparams in static_args.",
         )
-    return dataclasses.replace(low, seed=int(seed))
+    if not is_random:
+        raise PolicyError(
+            name,
+            "has no effect",
+            got=f'{seed} with rounding="nearest"',
+            expected='None, or rounding="stochastic"',
+            action="Leave it out.",
+        )
+
+
+def _check_decay(name: str, nu: BlockFormat, b2: Any) -> None:
+    """Raises where a second moment in codes, rounded to nearest, would not decay."""
+    is_known = isinstance(b2, int | float | np.number)
+    if is_known and b2 <= nu.largest_b2:
+        return
+    raise PolicyError(
+        name,
+        f"a second moment in {nu.bits} bits, rounded to nearest, cannot decay at "
+        + ("this b2" if is_known else "every b2, and this one is not known while compiling"),
+        got=f'"{nu.name}" with rounding="nearest" and b2={shown(b2)}',
+        expected=f'rounding="stochastic", or a number b2 <= {nu.largest_b2}',
+        action='Set rounding="stochastic"'
+        + ("." if is_known else ', or keep b2 a number: inject_hyperparams has static_args="b2".'),
+    )
 
 
 def named_format(dtype: Any) -> BlockFormat | None:

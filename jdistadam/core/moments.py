@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jdistadam.errors import DtypeError
+
 BLOCK = 128
 """Elements that share a scale."""
 
@@ -48,7 +50,16 @@ FORMATS = (BLOCK8, BLOCK16)
 
 def format_of(codes: Any) -> BlockFormat:
     """Returns what codes mean, by their dtype."""
-    return next(known for known in FORMATS if known.dtype == codes.dtype)
+    found = next((known for known in FORMATS if known.dtype == codes.dtype), None)
+    if found is not None:
+        return found
+    raise DtypeError(
+        "codes",
+        "not codes of a moment",
+        got=codes.dtype,
+        expected=" or ".join(str(known.dtype) for known in FORMATS),
+        action="Do not cast the state: its codes are no numbers.",
+    )
 
 
 class BlockCodes(NamedTuple):

@@ -12,7 +12,11 @@ import numpy as np
 from jdistadam.core.dtypes import FLOATS, check_supported, float_dtype
 from jdistadam.core.low_precision import LowPrecision, named_format, parse, without_codes
 from jdistadam.core.main_params import MainParams
+from jdistadam.core.moments import BLOCK16, FORMATS
 from jdistadam.errors import PolicyError
+
+MOMENT_NAMES = tuple(f'"{known.name}"' for known in FORMATS)
+"""What mu_dtype and nu_dtype may be beside dtypes."""
 
 _FLOAT8 = ("float8_e5m2", "float8_e4m3fn")
 _SUPPORTED: dict[str, tuple[str | None, ...]] = {
@@ -53,7 +57,8 @@ class MixedPrecisionPolicy:
       rounding: "nearest", or "stochastic": moments of 8 or 16 bits, and parameters of 16 bits
         without main parameters, are rounded at random. Random bits depend on seed, step count, leaf
         and place in the whole leaf, and not on the mesh.
-      seed: The seed of these bits. Another one for each run, the same in all processes.
+      seed: The seed of these bits, from 0 to 2^64 - 1. Another one for each run, the same in all
+        processes. None: 0.
       float32_moments: A function of a leaf's path, as in "['block']['w']": whether its moments are
         float32 beside coded ones. Where it is true for no leaf ``init`` raises TreeError. None:
         none but those of small leaves.
@@ -85,7 +90,7 @@ class MixedPrecisionPolicy:
     mu_dtype: Any = jnp.float32
     nu_dtype: Any = jnp.float32
     rounding: str = "nearest"
-    seed: int = 0
+    seed: int | None = None
     float32_moments: Callable[[str], bool] | None = None
 
     def __post_init__(self) -> None:
@@ -102,7 +107,8 @@ class MixedPrecisionPolicy:
                 value = jnp.float32
             if value is not None:
                 known = FLOATS + (_FLOAT8 if name == "param_comm_dtype" else ())
-                dtype = float_dtype(f"MixedPrecisionPolicy.{name}", value, known)
+                also = MOMENT_NAMES if name in ("mu_dtype", "nu_dtype") else ()
+                dtype = float_dtype(f"MixedPrecisionPolicy.{name}", value, known, also)
                 object.__setattr__(self, name, dtype)
         for name, supported in _SUPPORTED.items():
             check_supported(f"MixedPrecisionPolicy.{name}", getattr(self, name), supported)
@@ -145,6 +151,7 @@ class MixedPrecisionPolicy:
             float32_moments=self.float32_moments,
             formats=formats,
             b2=b2,
+            prefix="MixedPrecisionPolicy.",
         )
 
     @property
@@ -163,6 +170,8 @@ class MixedPrecisionPolicy:
         resolved["grad_comm_dtype"] = self.wire_dtype
         if self.rounding == "nearest":
             del resolved["seed"]
+        else:
+            resolved["seed"] = self.low_precision().seed
         if self.float32_moments is None:
             del resolved["float32_moments"]
         else:
@@ -179,22 +188,30 @@ class MixedPrecisionPolicy:
         return "\n".join(lines)
 
 
-def check_nu_dtype(name: str, value: Any, b2: Any) -> jnp.dtype:
+def check_nu_dtype(name: str, value: Any, b2: Any, *, is_random: bool) -> jnp.dtype:
     """Returns the dtype of the second moment, or raises PolicyError where it cannot work.
 
-    Rounded to bfloat16, a second moment stays where it is as long as it changes by less than half
-    a unit in the last place, between 1/512 and 1/256 of it, in a step. float16 has no number
-    between 0 and 6e-8, the square of 2.4e-4: smaller gradients would count as zero.
+    Rounded to bfloat16, to nearest, a second moment stays where it is as long as it changes by less
+    than half a unit in the last place, between 1/512 and 1/256 of it, in a step. float16 has no
+    number between 0 and 6e-8, the square of 2.4e-4: smaller gradients would count as zero.
     """
-    dtype = float_dtype(name, jnp.float32 if value is None else without_codes(value))
-    known = isinstance(b2, int | float | np.number)
-    if dtype.name == "float16" or (dtype.name == "bfloat16" and known and b2 > 0.99):
-        why = "loses squares below 6e-8" if dtype.name == "float16" else "cannot decay at this b2"
+    given = jnp.float32 if value is None else without_codes(value)
+    dtype = float_dtype(name, given, also=MOMENT_NAMES)
+    if dtype.name == "float16":
         raise PolicyError(
             name,
-            f"a second moment in {dtype} {why}",
-            got=f"{dtype} with b2={b2}",
-            expected='float32, "block16", or bfloat16 with b2 <= 0.99',
+            "a second moment in float16 loses squares below 6e-8",
+            got=dtype.name,
+            expected=", ".join(("float32", "bfloat16", *MOMENT_NAMES)),
             action=f"Leave {name.rsplit('.')[-1]} at float32.",
+        )
+    is_known = isinstance(b2, int | float | np.number)
+    if dtype.name == "bfloat16" and not is_random and is_known and b2 > 0.99:
+        raise PolicyError(
+            name,
+            "a second moment in bfloat16, rounded to nearest, cannot decay at this b2",
+            got=f"{dtype} with b2={b2}",
+            expected=f'b2 <= 0.99, "block16" with b2 <= {BLOCK16.largest_b2}, or float32',
+            action=f'Leave {name.rsplit(".")[-1]} at float32, or set rounding="stochastic".',
         )
     return dtype

@@ -144,7 +144,7 @@ class DistributedConfig:
         leaves = [dataclasses.replace(leaf, is_coded=self._is_coded(leaf)) for leaf in leaves]
         _check_param_comm_dtype(self.policy, leaves)
         if self.low_precision.is_any:
-            self.low_precision.check_paths([leaf.path.removeprefix("params") for leaf in leaves])
+            self._check_low_precision(leaves)
             for leaf in leaves:
                 check_cuts(leaf, self.tensor_parts, self.low_precision)
         if self.stacked is not None:
@@ -195,6 +195,16 @@ class DistributedConfig:
         """Whether the moments of a leaf are coded, where any are: decided on the whole leaf."""
         low, path = self.low_precision, leaf.path.removeprefix("params")
         return low.is_coding and low.codes_leaf(path, whole_size(leaf, self.tensor_parts))
+
+    def _check_low_precision(self, leaves: Sequence[Leaf]) -> None:
+        """Raises where what was asked for has no effect on any leaf."""
+        low, policy = self.low_precision, self.policy
+        sizes = {x.path.removeprefix("params"): whole_size(x, self.tensor_parts) for x in leaves}
+        low.check_paths(sizes)
+        stored = [policy.mu_float_dtype, policy.nu_float_dtype] if leaves else []
+        if policy.main_params is MainParams.NONE:
+            stored += [leaf.dtype for leaf in leaves]
+        low.check_rounded(stored)
 
     @property
     def low_precision(self) -> LowPrecision:

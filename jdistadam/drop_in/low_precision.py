@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -33,7 +34,7 @@ class RoundingState(NamedTuple):
 def new_state(low: LowPrecision, params: Params, state: OptState) -> OptState:
     """Codes the moments of optax's state, all zero, where they are to be."""
     paths = trees.paths(params, "")
-    low.check_paths(paths)
+    low.check_paths(dict(zip(paths, map(np.size, jax.tree.leaves(params)), strict=True)))
 
     def coded(tree: Any, format: BlockFormat | None) -> Any:
         if format is None:

@@ -29,6 +29,9 @@ def new_state(
 
     def optax_state(updated: Any) -> OptState:
         state = _beside(params, _with_nu(like_optax.init(updated), nu_dtype))
+        if low.is_random:
+            stored = map(jnp.result_type, jax.tree.leaves((updated, state[0].mu, state[0].nu)))
+            low.check_rounded([x for x in stored if jnp.issubdtype(x, jnp.floating)])
         return low_precision.new_state(low, params, state)
 
     if not main_kind.is_kept:

@@ -16,7 +16,7 @@ from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
 from jdistadam.core.low_precision import LowPrecision, parse, without_codes
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.masks import decay_groups
-from jdistadam.core.precision import check_nu_dtype
+from jdistadam.core.precision import MOMENT_NAMES, check_nu_dtype
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
 from jdistadam.drop_in.new_state import in_order, new_state, state_in_order
@@ -103,7 +103,8 @@ def fused_adamw(
         exact value. The random bits depend on the seed, the count, and the leaf's and the element's
         number alone: a run can be repeated bit for bit, on CPU and GPU.
       seed: The seed of "stochastic", from 0 to 2^64 - 1, which the state then holds
-        (``RoundingState``). None: 0.
+        (``RoundingState``). None: 0. Beside other optimizers, as in ``optax.multi_transform``,
+        each needs a seed of its own.
       float32_moments: A function of a leaf's path, such as "['block']['w']": where it is true,
         moments stay float32 instead of codes. Where it is true for no leaf ``init`` raises
         TreeError. None: only leaves of less than 4096 elements have float32 moments.
@@ -308,8 +309,7 @@ def _fused(
     needs_params: bool,
 ) -> FusedTransformation:
     """Joins the pieces. ``like_optax`` makes the state."""
-    slowest = 0.0 if low.is_random else hyper.b2  # rounded at random, it decays at any b2
-    nu_dtype = check_nu_dtype("nu_dtype", without_codes(nu_dtype), slowest)
+    nu_dtype = check_nu_dtype("nu_dtype", nu_dtype, hyper.b2, is_random=low.is_random)
     main_kind = MainParams.parse(main_params_dtype)
     known, operands = hyper.known_and_operands()
     needs_params = needs_params or main_kind.is_kept
@@ -356,4 +356,4 @@ def _mu_dtype(value: Any) -> Any:
     is_array = isinstance(value, jax.Array | np.ndarray)  # of which == is no bool
     if value is None or (not is_array and value in optax_fallback.DTYPES):
         return value
-    return float_dtype("mu_dtype", value)
+    return float_dtype("mu_dtype", value, also=MOMENT_NAMES)

@@ -19,9 +19,10 @@ from jdistadam.core.main_params import MainParams
 from jdistadam.core.moments import BlockFormat, is_codes, moment_leaves
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
-from jdistadam.drop_in.low_precision import RoundingState, check_coded, split_key
+from jdistadam.drop_in.checks import adam_state_of, check_trees
+from jdistadam.drop_in.low_precision import RoundingState, split_key
 from jdistadam.drop_in.main_params import MainParamsState, main_leaves, split_state
-from jdistadam.errors import DtypeError, PolicyError, TreeError
+from jdistadam.errors import DtypeError, PolicyError
 from jdistadam.kernels import sharded_compact_adam, transformed_adam
 from jdistadam.kernels.adam import STEP_MODES, Operands, Results, Scalars, Spec
 from jdistadam.kernels.coefficients import coefficient_rows
@@ -31,7 +32,7 @@ _LEAVES_A_CALL = 256
 """XLA's time to compile a foreign call grows faster than its operands: a step of 1000 leaves takes
 half as long in calls of 256, and runs as fast."""
 
-_FLOATS = (*trees.STORAGE_DTYPES, *optax_fallback.DTYPES)
+_HALVES = (jnp.bfloat16, jnp.float16)
 
 
 class TreeLeaf(NamedTuple):
@@ -86,26 +87,29 @@ def tree_step(
     name = "opt_state" + ".inner" * (main_kind.is_kept + low.is_random)
     key, state = split_key(low, state)
     main_params, inner = split_state(state, main_kind)
-    adam_state = _adam_state(inner, name)
-    _check_trees(grads, adam_state, params, nu_dtype=nu_dtype, state_name=name, low=low)
+    adam_state = adam_state_of(inner, name)
+    check_trees(grads, adam_state, params, nu_dtype=nu_dtype, state_name=name, low=low)
     if params is None:
         params = grads  # the kernel wants an operand, and does not look at it
     mains = main_leaves(main_kind, main_params, params)
     columns = [*map(jax.tree.leaves, (grads, params))]
     columns += [*map(moment_leaves, (adam_state.mu, adam_state.nu))]
     leaves = [TreeLeaf(*x) for x in zip(*columns[:2], mains, *columns[2:], strict=True)]
-    if low.is_random and mode == "update":
-        _check_rounded_by_step(trees.paths(params, "params"), leaves)
+    if low.is_any:
+        _check_compact(trees.paths(params, "params"), leaves, low.is_random, mode)
     count = adam_state.count
     new = step_leaves(leaves, groups, mode=mode, hyper=hyper, count=count, key=key, orders=orders)
     updates, new_state = _new_trees(params, new, count, other_states=inner[1:], main_kind=main_kind)
     return updates, new_state if key is None else RoundingState(key, new_state)
 
 
-def _check_rounded_by_step(paths: Sequence[str], leaves: Sequence[TreeLeaf]) -> None:
-    """Raises PolicyError where parameters are to be rounded by ``optax.apply_updates``."""
+def _check_compact(
+    paths: Sequence[str], leaves: Sequence[TreeLeaf], is_random: bool, mode: str
+) -> None:
+    """Raises where a leaf cannot be stepped with codes, or rounded at random."""
     for path, leaf in zip(paths, leaves, strict=True):
-        if leaf.main is None and leaf.param.dtype in (jnp.bfloat16, jnp.float16):
+        is_half = leaf.main is None and leaf.param.dtype in _HALVES
+        if is_random and mode == "update" and is_half:
             raise PolicyError(
                 path,
                 "an update cannot round the parameter that it is added to",
@@ -113,6 +117,17 @@ def _check_rounded_by_step(paths: Sequence[str], leaves: Sequence[TreeLeaf]) -> 
                 expected="tx.step, which rounds parameters at random, or main parameters",
                 action="Call tx.step in place of tx.update and optax.apply_updates, or set "
                 "main_params_dtype.",
+            )
+        moments = [_dtype(leaf.mu), _dtype(leaf.nu)]
+        is_rounded = is_random and (is_half or any(x in _HALVES for x in moments))
+        is_compact = is_rounded or any(isinstance(x, BlockFormat) for x in moments)
+        if is_compact and _is_left_to_optax(TreeLeaf(*map(_dtype, leaf))):
+            raise DtypeError(
+                path,
+                "a leaf with moments in codes or rounded at random is not left to optax",
+                got=f"gradients of {leaf.grad.dtype} for a parameter of {leaf.param.dtype}",
+                expected="float32, bfloat16 or float16",
+                action="Cast the gradients.",
             )
 
 
@@ -302,81 +317,6 @@ def _call_optax(
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
     """In float32, so that old + difference lands exactly on new."""
     return new.astype(jnp.float32) - old.astype(jnp.float32)
-
-
-def _check_trees(
-    grads: Grads,
-    adam_state: optax.ScaleByAdamState,
-    params: Params,
-    *,
-    nu_dtype: Any,
-    state_name: str,
-    low: LowPrecision,
-) -> None:
-    """Raises unless gradients and moments have the structure and shapes of params, and dtypes."""
-    mu_name, nu_name = (f"{state_name}[0].{part}" for part in ("mu", "nu"))
-    if params is not None:
-        trees.check_dtypes(params, name="params", allowed=(*_FLOATS, *optax_fallback.INTEGERS))
-    like = grads if params is None else params
-    mu, nu = (_as_arrays(x) for x in (adam_state.mu, adam_state.nu))
-    for name, tree in (("grads", grads), (mu_name, mu), (nu_name, nu)):
-        trees.check_same_shapes(tree, like, name=name, like_name="params")
-    check_coded(low, like, adam_state.mu, name=mu_name, format=low.mu)
-    check_coded(low, like, adam_state.nu, name=nu_name, format=low.nu)
-    # optax keeps nu in the dtype of the params: without these it says which are integers
-    beside = nu if params is None else params
-    _check_dtypes(grads, beside, name="grads", action="Cast the gradients.")
-    for path, grad, param in zip(
-        trees.paths(grads, "grads"), jax.tree.leaves(grads), jax.tree.leaves(like), strict=True
-    ):
-        if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
-            raise DtypeError(
-                path,
-                "complex, and its parameter is not: the imaginary part would be lost",
-                got=grad.dtype,
-                expected=f"a real dtype, as that of the parameter, {param.dtype}",
-                action="Take jnp.real, or make the loss real.",
-            )
-    _check_dtypes(mu, beside, name=mu_name, action="Cast mu.")
-    _check_dtypes(nu, beside, name=nu_name, action="Cast nu.")
-    takes = optax_fallback.takes
-    nu_of_kernel = jax.tree.map(lambda x: None if takes(x.dtype) else x, nu)
-    action = f"Cast nu to {nu_dtype}, or set nu_dtype."
-    trees.check_dtypes(nu_of_kernel, name=nu_name, allowed=(nu_dtype,), action=action)
-
-
-def _as_arrays(moments: Any) -> Any:
-    """Moments with what they mean, a float32 array, in the place of those in codes."""
-
-    def meant(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, jnp.float32) if is_codes(x) else x
-
-    return jax.tree.map(meant, moments, is_leaf=is_codes)
-
-
-def _check_dtypes(tree: Any, beside: Any, *, name: str, action: str) -> None:
-    """Raises DtypeError for a dtype that no step takes, and for integers beside a float."""
-
-    def of(integers: bool) -> Any:
-        """The leaves beside integers, or the others."""
-        is_one = optax_fallback.is_integer
-        return jax.tree.map(lambda x, y: x if is_one(y) == integers else None, tree, beside)
-
-    trees.check_dtypes(of(False), name=name, allowed=_FLOATS, action=action)
-    both = (*_FLOATS, *optax_fallback.INTEGERS)
-    trees.check_dtypes(of(True), name=name, allowed=both, action=action)
-
-
-def _adam_state(state: OptState, name: str) -> optax.ScaleByAdamState:
-    if not (isinstance(state, tuple) and state and isinstance(state[0], optax.ScaleByAdamState)):
-        raise TreeError(
-            name,
-            "not a state of this optimizer",
-            got=type(state).__name__,
-            expected="the state that init(params) returned",
-            action="Pass opt_state as init, update or step returned it.",
-        )
-    return state[0]
 
 
 def advance_schedules(state: OptState) -> OptState:

@@ -443,16 +443,30 @@ def test_what_is_not_supported_raises():
         make(1e-3, policy=random, formats={"w": (1, 0)})
     with pytest.raises(jda.PolicyError, match="over peer memory is not supported"):
         make(1e-3, policy=random, communication="peer")
-    for wrong in (dict(rounding="up"), dict(seed=-1), dict(float32_moments=lambda path: True)):
-        with pytest.raises(jda.PolicyError):
-            jda.MixedPrecisionPolicy(**wrong)
+    wrong = {"rounding": "up", "seed": 3, "float32_moments": lambda path: True}
+    for name, value in wrong.items():
+        with pytest.raises(jda.PolicyError, match=rf"MixedPrecisionPolicy\.{name}: "):
+            jda.MixedPrecisionPolicy(**{name: value})
+
+
+def test_random_rounding_that_rounds_nothing_raises():
+    """At any b2 it lets a second moment of 16 bits decay; with nothing in 16 bits it raises."""
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
+    for nu_dtype, is_good in ((jnp.bfloat16, True), (jnp.float32, False)):
+        policy = jda.MixedPrecisionPolicy(nu_dtype=nu_dtype, rounding="stochastic")
+        tx = jda.distributed_fused_adamw(1e-3, b2=0.999, mesh=mesh, policy=policy)
+        if is_good:
+            tx.init(random_params(jnp.bfloat16))
+            continue
+        with pytest.raises(jda.PolicyError, match=r"rounding: has no effect: .* for float32,"):
+            tx.init(random_params(jnp.bfloat16))
 
 
 def test_a_predicate_that_selects_no_leaf_raises():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
     policy = jda.MixedPrecisionPolicy(**CODED, float32_moments=lambda path: "rosw" in path)
     tx = jda.distributed_fused_adamw(1e-3, b2=0.9, mesh=mesh, policy=policy)
-    with pytest.raises(jda.TreeError, match=r"float32_moments: selects no leaf: got False for \['"):
+    with pytest.raises(jda.TreeError, match=r"selects no leaf of 4096 elements or more: .* \['"):
         tx.init(random_params(jnp.bfloat16))
 
 

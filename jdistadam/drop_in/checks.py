@@ -1,0 +1,95 @@
+"""What a step looks at before it begins: trees, shapes and dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdistadam.core import trees
+from jdistadam.core.low_precision import LowPrecision
+from jdistadam.core.moments import is_codes
+from jdistadam.core.types import Grads, OptState, Params
+from jdistadam.drop_in import optax_fallback
+from jdistadam.drop_in.low_precision import check_coded
+from jdistadam.errors import DtypeError, TreeError
+
+_FLOATS = (*trees.STORAGE_DTYPES, *optax_fallback.DTYPES)
+
+
+def check_trees(
+    grads: Grads,
+    adam_state: optax.ScaleByAdamState,
+    params: Params,
+    *,
+    nu_dtype: Any,
+    state_name: str,
+    low: LowPrecision,
+) -> None:
+    """Raises unless gradients and moments have the structure and shapes of params, and dtypes."""
+    mu_name, nu_name = (f"{state_name}[0].{part}" for part in ("mu", "nu"))
+    if params is not None:
+        trees.check_dtypes(params, name="params", allowed=(*_FLOATS, *optax_fallback.INTEGERS))
+    like = grads if params is None else params
+    mu, nu = (_as_arrays(x) for x in (adam_state.mu, adam_state.nu))
+    for name, tree in (("grads", grads), (mu_name, mu), (nu_name, nu)):
+        trees.check_same_shapes(tree, like, name=name, like_name="params")
+    check_coded(low, like, adam_state.mu, name=mu_name, format=low.mu)
+    check_coded(low, like, adam_state.nu, name=nu_name, format=low.nu)
+    # optax keeps nu in the dtype of the params: without these it says which are integers
+    beside = nu if params is None else params
+    _check_dtypes(grads, beside, name="grads", action="Cast the gradients.")
+    for path, grad, param in zip(
+        trees.paths(grads, "grads"), jax.tree.leaves(grads), jax.tree.leaves(like), strict=True
+    ):
+        if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
+            raise DtypeError(
+                path,
+                "complex, and its parameter is not: the imaginary part would be lost",
+                got=grad.dtype,
+                expected=f"a real dtype, as that of the parameter, {param.dtype}",
+                action="Take jnp.real, or make the loss real.",
+            )
+    _check_dtypes(mu, beside, name=mu_name, action="Cast mu.")
+    _check_dtypes(nu, beside, name=nu_name, action="Cast nu.")
+    takes = optax_fallback.takes
+    nu_of_kernel = jax.tree.map(lambda x: None if takes(x.dtype) else x, nu)
+    action = f"Cast nu to {nu_dtype}, or set nu_dtype."
+    trees.check_dtypes(nu_of_kernel, name=nu_name, allowed=(nu_dtype,), action=action)
+
+
+def _as_arrays(moments: Any) -> Any:
+    """Moments with what they mean, a float32 array, in the place of those in codes."""
+
+    def meant(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, jnp.float32) if is_codes(x) else x
+
+    return jax.tree.map(meant, moments, is_leaf=is_codes)
+
+
+def _check_dtypes(tree: Any, beside: Any, *, name: str, action: str) -> None:
+    """Raises DtypeError for a dtype that no step takes, and for integers beside a float."""
+
+    def of(integers: bool) -> Any:
+        """The leaves beside integers, or the others."""
+        is_one = optax_fallback.is_integer
+        return jax.tree.map(lambda x, y: x if is_one(y) == integers else None, tree, beside)
+
+    trees.check_dtypes(of(False), name=name, allowed=_FLOATS, action=action)
+    both = (*_FLOATS, *optax_fallback.INTEGERS)
+    trees.check_dtypes(of(True), name=name, allowed=both, action=action)
+
+
+def adam_state_of(state: OptState, name: str) -> optax.ScaleByAdamState:
+    """Returns the first part of optax's state, or raises TreeError."""
+    if not (isinstance(state, tuple) and state and isinstance(state[0], optax.ScaleByAdamState)):
+        raise TreeError(
+            name,
+            "not a state of this optimizer",
+            got=type(state).__name__,
+            expected="the state that init(params) returned",
+            action="Pass opt_state as init, update or step returned it.",
+        )
+    return state[0]
