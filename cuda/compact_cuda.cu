@@ -119,7 +119,8 @@ template <Mode kMode_, bool kIsRandom, Dtype kGrad, Dtype kParam, Dtype kMu, Dty
 struct Fixed {
   static constexpr Mode kMode = kMode_;
   static constexpr bool kHasChunks = true;
-  static constexpr int kMinBlocks = IsCoded(kMu) ? 5 : 6;  // at once: so many registers
+  // At once: so many registers.
+  static constexpr int kMinBlocks = IsCoded(kMu) || kGrad == Dtype::kFloat32 ? 5 : 6;
   static constexpr Dtype grad = kGrad, param = kParam, mu = kMu, nu = kNu, out = kOut;
   static constexpr int contributions = 1, kMaxContributions = 1;
 
@@ -149,14 +150,19 @@ cudaError_t CompactCuda(const CompactCall& call, cudaStream_t stream) {
   if (reinterpret_cast<uintptr_t>(call.adam.coefficients) % alignof(Row) != 0)
     return cudaErrorMisalignedAddress;
   return LaunchFirst<
-      Fixed<Mode::kStep, true, B, B, E, E, F>, Fixed<Mode::kStep, true, B, B, B, B, F>,
+      Fixed<Mode::kStep, true, B, B, E, E, F>, Fixed<Mode::kStep, true, F, B, E, E, F>,
+      Fixed<Mode::kStep, true, B, B, S, S, F>, Fixed<Mode::kStep, true, F, B, S, S, F>,
+      Fixed<Mode::kStep, true, B, B, B, B, F>, Fixed<Mode::kStep, true, F, B, B, B, F>,
       Fixed<Mode::kStep, true, F, F, E, E, F>, Fixed<Mode::kStep, false, F, F, E, E, F>,
-      Fixed<Mode::kStepSplit, true, B, B, E, E, U>, Fixed<Mode::kStepSplit, false, B, B, E, E, U>,
+      Fixed<Mode::kStepSplit, true, B, B, E, E, U>, Fixed<Mode::kStepSplit, true, F, B, E, E, U>,
+      Fixed<Mode::kStepSplit, true, B, B, S, S, U>, Fixed<Mode::kStepSplit, true, F, B, S, S, U>,
+      Fixed<Mode::kStepSplit, false, B, B, E, E, U>, Fixed<Mode::kStepSplit, false, F, B, E, E, U>,
+      Fixed<Mode::kStepSplit, false, B, B, S, S, U>, Fixed<Mode::kStepSplit, false, F, B, S, S, U>,
       Fixed<Mode::kStepAndCast, true, B, F, E, E, B>,
-      Fixed<Mode::kStepAndCast, false, B, F, E, E, B>, Fixed<Mode::kStep, true, B, B, S, S, F>,
-      Fixed<Mode::kStepSplit, true, B, B, S, S, U>, Fixed<Mode::kStepSplit, false, B, B, S, S, U>,
-      Any<Mode::kStep>, Any<Mode::kStepAndCast>, Any<Mode::kUpdate>, Any<Mode::kStepSplit>>(call,
-                                                                                            stream);
+      Fixed<Mode::kStepAndCast, true, F, F, E, E, B>,
+      Fixed<Mode::kStepAndCast, false, B, F, E, E, B>,
+      Fixed<Mode::kStepAndCast, false, F, F, E, E, B>, Any<Mode::kStep>, Any<Mode::kStepAndCast>,
+      Any<Mode::kUpdate>, Any<Mode::kStepSplit>>(call, stream);
 }
 
 }  // namespace jdistadam

@@ -30,6 +30,12 @@ VARIANTS = {  # those of which the kernel knows all dtypes when it is compiled
     "remainder16, 16 bits at random": ("step_split", True, BF16, BF16, BLOCK16),
     "remainder16, 16 bits": ("step_split", False, BF16, BF16, BLOCK16),
 }
+# Gradients that were summed in float32.
+VARIANTS |= {
+    f"{name}, float32 grads": (mode, is_random, F32, *stored)
+    for name, (mode, is_random, grad, *stored) in VARIANTS.items()
+    if grad == BF16
+}
 # A whole leaf; one in pieces; several in one; a part far behind the others; one that ends early.
 CUTS = (
     Cuts.into_runs(2**31), Cuts(384, 1536, 2**30, 2**31), Cuts.into_runs(2**31),
