@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -95,6 +96,31 @@ def _check_main(name: str, kind: MainParams, main: Any, param: Any) -> None:
             else f"none beside {getattr(param, 'dtype', type(param).__name__)}",
             action="Make the state with init(params) of this optimizer.",
         )
+
+
+_COMPARED = 4
+"""How many leaves ``nan_if_changed`` compares: the smallest, so that it costs no bandwidth."""
+
+
+def nan_if_changed(
+    grads: Sequence[Any], params: Sequence[Any], mains: Sequence[Any]
+) -> Sequence[Any]:
+    """Returns gradients, NaN where a param is not its float32 main parameter, rounded.
+
+    They differ where something behind ``update`` has changed updates, such as ``optax.scale``:
+    the main parameters did not follow. A remainder fits every parameter.
+    """
+    compared = [
+        i
+        for i, (param, main) in enumerate(zip(params, mains, strict=True))
+        if MainParams.of(main) is MainParams.FLOAT32 and param.dtype != main.dtype and param.size
+    ]
+    new = list(grads)
+    for i in sorted(compared, key=lambda i: params[i].size)[:_COMPARED]:
+        rounded = mains[i].astype(params[i].dtype)
+        is_own = (params[i] == rounded) | (jnp.isnan(params[i]) & jnp.isnan(rounded))
+        new[i] = jnp.where(is_own, grads[i], jnp.nan)
+    return new
 
 
 def main_params_of(params: Params, opt_state: OptState) -> Any:

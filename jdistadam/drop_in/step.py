@@ -21,7 +21,12 @@ from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
 from jdistadam.drop_in.checks import adam_state_of, check_trees
 from jdistadam.drop_in.low_precision import RoundingState, split_key
-from jdistadam.drop_in.main_params import MainParamsState, main_leaves, split_state
+from jdistadam.drop_in.main_params import (
+    MainParamsState,
+    main_leaves,
+    nan_if_changed,
+    split_state,
+)
 from jdistadam.errors import DtypeError, PolicyError
 from jdistadam.kernels import sharded_compact_adam, transformed_adam
 from jdistadam.kernels.adam import STEP_MODES, Operands, Results, Scalars, Spec
@@ -95,6 +100,9 @@ def tree_step(
     columns = [*map(jax.tree.leaves, (grads, params))]
     columns += [*map(moment_leaves, (adam_state.mu, adam_state.nu))]
     leaves = [TreeLeaf(*x) for x in zip(*columns[:2], mains, *columns[2:], strict=True)]
+    if mode == "update":
+        grads = nan_if_changed(columns[0], columns[1], mains)
+        leaves = [leaf._replace(grad=x) for leaf, x in zip(leaves, grads, strict=True)]
     if low.is_any:
         _check_compact(trees.paths(params, "params"), leaves, low.is_random, mode)
     count = adam_state.count

@@ -204,3 +204,33 @@ def test_main_params_in_flax_train_state():
         moved[main] = 1 - float(state.params["w"][0])
     assert moved[None] == 0  # each step is a fortieth of the spacing of bfloat16 below 1
     assert abs(moved[F32] - 1e-2) < 2**-8
+
+
+@pytest.mark.parametrize("under_vmap", [False, True])
+def test_updates_that_were_changed_give_nan(under_vmap):
+    """Main parameters would go on from where the params are not."""
+    params = random_tree(np.random.default_rng(3), BF16)
+    tx = jda.fused_adamw(0.1, main_params_dtype=F32)
+    changed = optax.chain(tx, optax.scale(0.1))
+
+    def two_steps(tx, params):
+        state = tx.init(params)
+        for _ in range(2):
+            updates, state = tx.update(params, state, params)
+            params = optax.apply_updates(params, updates)
+        return updates
+
+    if under_vmap:  # of two members, of which one is changed
+        params = jax.tree.map(lambda x: jnp.stack([x, x]), params)
+
+        def one_step(params, factor):
+            updates, state = tx.update(params, tx.init(params), params)
+            updates = jax.tree.map(lambda x: factor * x, updates)
+            return tx.update(params, state, optax.apply_updates(params, updates))[0]
+
+        both = jax.vmap(one_step)(params, jnp.array([1.0, 0.1]))
+        good, bad = (jax.tree.map(lambda x: x[i], both) for i in (0, 1))  # noqa: B023
+    else:
+        good, bad = two_steps(tx, params), two_steps(changed, params)
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(good))
+    assert any(jnp.isnan(x).any() for x in jax.tree.leaves(bad))
