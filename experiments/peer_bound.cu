@@ -28,17 +28,20 @@ __global__ void __launch_bounds__(kThreads)
     Access(const uint4* from, uint4* to, uint4* sink, size_t count) {
   const size_t stride = size_t{gridDim.x} * kThreads;
   uint4 sum{};
-  for (size_t i = size_t{blockIdx.x} * kThreads + threadIdx.x; i + (kUnroll - 1) * stride < count;
-       i += kUnroll * stride) {
+  const auto load = [&](size_t i) { return kLoads ? from[i] : uint4{1, 2, 3, 4}; };
+  const auto use = [&](const uint4& x, size_t i) {
+    sum.x ^= x.x, sum.y ^= x.y, sum.z ^= x.z, sum.w ^= x.w;
+    if (kStores) to[i] = uint4{unsigned(i), 2, 3, 4};
+  };
+  size_t i = size_t{blockIdx.x} * kThreads + threadIdx.x;
+  for (; i + (kUnroll - 1) * stride < count; i += kUnroll * stride) {
     uint4 x[kUnroll];
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) x[k] = kLoads ? from[i + k * stride] : uint4{1, 2, 3, 4};
+    for (int k = 0; k < kUnroll; ++k) x[k] = load(i + k * stride);
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      sum.x ^= x[k].x, sum.y ^= x[k].y, sum.z ^= x[k].z, sum.w ^= x[k].w;
-      if (kStores) to[i + k * stride] = uint4{unsigned(i), 2, 3, 4};
-    }
+    for (int k = 0; k < kUnroll; ++k) use(x[k], i + k * stride);
   }
+  for (; i < count; i += stride) use(load(i), i);
   if (kLoads && sum.x == 0x12345678u && sum.y == sum.z) *sink = sum;  // or no load would be kept
 }
 

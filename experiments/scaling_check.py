@@ -7,7 +7,7 @@ taken from elsewhere than the rows they predict:
 
 - rows of bench_step: the model's time is that of the floor, bandwidths are those of a copy and of
   an all-gather, all measured in the same run, and that of loads and stores over links of another
-  (peer_bound.cu); a step alone over peer memory is no training step, and left out;
+  (peer_bound.cu); a step alone has no model;
 - rows of train_lm: the rate of operations is that of one run of the same model, which is marked
   "fitted", and bandwidths are those of bench_step on two GPUs.
 """
@@ -125,8 +125,6 @@ def check_steps(name):
             continue
         floor = 0.0 if row.is_alone else by_name[f"{row.group}/floor"]["ms"]
         workload = row.workload
-        if row.is_alone and "float32sum" in row.modifiers:
-            continue
         (predicted,) = jda.scaling(
             step_shapes(row, found["size"]),
             functools.partial(budget.make_row_tx, row),
@@ -134,6 +132,7 @@ def check_steps(name):
             model_seconds=floor / 1e3 or NO_MODEL,
             recomputes=not row.is_alone and workload.recomputes,
             accumulate_steps=1 if row.is_alone else workload.accumulate_steps,
+            in_train_step=not row.is_alone,
             devices=(n,),
         ).rows
         yield record(

@@ -63,7 +63,9 @@ def predict(row, setting, rates):
     """
     config = make_row_tx(row, setting.mesh).config
     micro = 1 if row.is_alone else row.workload.accumulate_steps
-    schedule = config.schedule(bfloat16_shapes(setting.shapes), accumulate_steps=micro)
+    schedule = config.schedule(
+        bfloat16_shapes(setting.shapes), accumulate_steps=micro, in_train_step=not row.is_alone
+    )
     phases = {}
     for c in schedule.collectives:
         if c.means == "xla" and c.bytes_sent:

@@ -12,6 +12,7 @@ import copy
 import functools
 import importlib
 import math
+import re
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent import futures
 from pathlib import Path
@@ -24,8 +25,11 @@ from jdistadam.checkpoint.checksum import PartialSums
 from jdistadam.checkpoint.contents import Entry, Group
 from jdistadam.errors import CheckpointError
 
+OLDEST_ORBAX = "0.12.1"
+"""The first release of orbax-checkpoint that asks our handler for arrays which are not made yet."""
+
 BATCH_BYTES = 32 << 20
-"""Arrays are made, written and read so many bytes of a device at once, or the largest alone."""
+"""Arrays are made and written so many bytes of a device at once, or one alone if it is larger."""
 
 FILE_BYTES = 64 << 20
 """Size of the files. With orbax's 2 GiB nearly all goes into one, which one thread writes."""
@@ -35,7 +39,9 @@ SMALL_BYTES = 1 << 16
 
 
 def batch_limit(sizes: Iterable[int]) -> int:
-    """Returns how many bytes of a device a batch has at most: as many as the largest array needs.
+    """Returns how many bytes of a device are read at once: as many as the largest array needs.
+
+    A save keeps to ``BATCH_BYTES``: there a batch is made while the one before it is written.
 
     Args:
       sizes: Bytes of each of the arrays, or of what cannot be apart.
@@ -51,19 +57,29 @@ def orbax() -> Any:
     """Returns the module ``orbax.checkpoint``.
 
     Raises:
-      CheckpointError: It is not installed.
+      CheckpointError: It is not installed, or too old.
     """
     try:
         ocp = importlib.import_module("orbax.checkpoint")
     except ImportError as error:
-        raise CheckpointError(
-            "orbax-checkpoint",
-            "needed for checkpoints, and cannot be imported",
-            got=f"{type(error).__name__}: {error}",
-            expected="orbax-checkpoint >= 0.11",
-            action='Run pip install "jdistadam[checkpoint]".',
-        ) from error
+        raise _no_orbax("cannot be imported", f"{type(error).__name__}: {error}") from error
+    if _numbers(ocp.__version__) < _numbers(OLDEST_ORBAX):
+        raise _no_orbax("is too old", ocp.__version__)
     return ocp
+
+
+def _no_orbax(what: str, got: str) -> CheckpointError:
+    return CheckpointError(
+        "orbax-checkpoint",
+        f"needed for checkpoints, and {what}",
+        got=got,
+        expected=f"orbax-checkpoint >= {OLDEST_ORBAX}",
+        action='Run pip install "jdistadam[checkpoint]".',
+    )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(x) for x in re.findall(r"\d+", version)[:3]]
 
 
 class Lazy:
@@ -194,9 +210,15 @@ def _result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
+    has_64_bits = jax.config.jax_enable_x64
+
+    def run() -> Any:
+        with jax.enable_x64(has_64_bits):  # which holds for one thread, if set as a context
+            return asyncio.run(coroutine)
+
     # Not always in a thread: malloc keeps for each thread what it has freed.
     with futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, coroutine).result()
+        return pool.submit(run).result()
 
 
 class _NoLimit:
@@ -248,13 +270,13 @@ def _batches(values: Sequence[Lazy]) -> Iterator[list[Group]]:
     """The groups of arrays, as many at once as fit in a batch."""
     batch: list[Group] = []
     seen: set[int] = set()
-    filled, limit = 0, batch_limit(value.group.nbytes for value in values)
+    filled = 0
     for value in values:
         group = value.group
         if id(group) in seen:
             continue
         seen.add(id(group))
-        if batch and filled + group.nbytes > limit:
+        if batch and filled + group.nbytes > BATCH_BYTES:
             yield batch
             batch, filled = [], 0
         batch.append(group)

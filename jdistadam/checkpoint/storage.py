@@ -220,6 +220,8 @@ class Reader:
             return []
         try:
             return self._load_all(wanted)
+        except CheckpointError:
+            raise
         except Exception as error:  # orbax's own are of many kinds, and thousands of lines long
             text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
         # Of several processes each would read others again.

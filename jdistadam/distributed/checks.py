@@ -344,12 +344,15 @@ def _check_flat_array(name: str, got: Any, wanted: Any) -> None:
             action="Make the state with init(params) of this optimizer.",
         )
     if got is not None and got.dtype != wanted.dtype:
+        is_chosen = name in ("main_params", "mu", "nu")  # else no option of the policy says it
         raise DtypeError(
             f"opt_state.{name}",
             "dtype differs from the policy",
             got=got.dtype,
             expected=wanted.dtype,
-            action=f"Cast it, or set {name}_dtype in the policy.",
+            action=f"Cast it, or set {name}_dtype in the policy."
+            if is_chosen
+            else "Make the state with init(params) of this optimizer.",
         )
 
 

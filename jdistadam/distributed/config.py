@@ -162,11 +162,14 @@ class DistributedConfig:
             in_blocks=self.low_precision.is_any,
         )
 
-    def schedule(self, whole: Params, *, accumulate_steps: int = 1) -> Schedule:
+    def schedule(
+        self, whole: Params, *, accumulate_steps: int = 1, in_train_step: bool = True
+    ) -> Schedule:
         """Returns what one step sends, in which order, with the layout; for unsharded params."""
-        layout = self.layout(whole)
-        means = self.communication.means
-        return make_schedule(layout, self.parallel, self.policy, accumulate_steps, means)
+        layout, means = self.layout(whole), self.communication.means
+        return make_schedule(
+            layout, self.parallel, self.policy, accumulate_steps, means, in_train_step
+        )
 
     def identity(self, layout: Layout) -> np.ndarray:
         """Returns the identity of a layout: bytes of its text."""

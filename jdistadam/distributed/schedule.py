@@ -145,6 +145,7 @@ def make_schedule(
     policy: MixedPrecisionPolicy,
     accumulate_steps: int = 1,
     means: str = "xla",
+    in_train_step: bool = True,
 ) -> Schedule:
     """Decides what every bucket of a layout sends.
 
@@ -154,6 +155,7 @@ def make_schedule(
       policy: The dtypes.
       accumulate_steps: Number of micro-batches; counts in ``times`` alone.
       means: "xla", or "peer".
+      in_train_step: Whether the gradients come from the backward pass of a ``train_step``.
 
     Example:
       >>> import jax
@@ -172,7 +174,8 @@ def make_schedule(
         size = layer_sizes.get(bucket.num_layers, 0)
         layer_sizes[bucket.num_layers] = size + bucket.shard_size
     num_reductions = accumulate_steps if parallel.shards_grads else 1
-    maker = _PhaseMaker(parallel, policy, num_reductions, means, accumulate_steps == 1)
+    sends_ahead = in_train_step and means == "peer" and accumulate_steps == 1
+    maker = _PhaseMaker(parallel, policy, num_reductions, means, sends_ahead)
     entries = []
     for bucket in layout.buckets:
         paths = tuple(layout.leaves[i].path for i in bucket.leaves)
@@ -197,7 +200,7 @@ class _PhaseMaker:
     policy: MixedPrecisionPolicy
     num_reductions: int  # how often a step reduces gradients over shard_axes
     means: str
-    is_one_batch: bool  # and no sum over several
+    sends_ahead: bool  # what a backward pass makes before its end: [Note: sent ahead]
 
     def bucket_schedule(
         self, bucket: Bucket, paths: tuple[str, ...], whole_size: int, is_early: bool, stacked: int
@@ -229,9 +232,9 @@ class _PhaseMaker:
             reduce = _repeated(reduce, "layer", stacked * self.num_reductions)
         elif parallel.shards_grads:
             reduce = _repeated(reduce, "micro-batch", self.num_reductions)
-        elif self.means == "peer" and self.is_one_batch and is_early:
-            # [Note: sent ahead]. Others are known at the end of the backward pass alone: sums over
-            # micro-batches, and what a scan over layers returns.
+        elif self.sends_ahead and is_early:
+            # Others are known at the end of the backward pass alone: sums over micro-batches, and
+            # what a scan over layers returns.
             ahead = self._one("collective-permute", paths, whole_size, shard_axes, sent)
             reduce = (dataclasses.replace(ahead, means="xla", is_optional=True),)
         reduce_outer: Phase = ()

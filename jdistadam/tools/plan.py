@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from jdistadam.core import trees
-from jdistadam.core.arguments import check_count
+from jdistadam.core.arguments import check_count, check_flag
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.types import Params
 from jdistadam.distributed.communication import Communication, keeps_shards_alone
@@ -72,8 +72,14 @@ class Plan:
         return "\n".join([*lines, "", format_collectives(self.collectives), means])
 
 
-def plan(params: Params, tx: DistributedTransformation, *, accumulate_steps: int = 1) -> Plan:
-    r"""Says what a step of ``train_step`` needs on each device, before any array exists.
+def plan(
+    params: Params,
+    tx: DistributedTransformation,
+    *,
+    accumulate_steps: int = 1,
+    in_train_step: bool = True,
+) -> Plan:
+    r"""Says what a training step needs on each device, before any array exists.
 
     With :math:`P` parameters on :math:`N` devices, float32 state and bfloat16 params, "optim" holds
     :math:`2 P + 12 P / N` bytes, and small leaves are padded.
@@ -84,6 +90,8 @@ def plan(params: Params, tx: DistributedTransformation, *, accumulate_steps: int
       tx: A distributed optimizer. Its mesh may be larger than what this machine has, if its
         devices come from ``jax.experimental.topologies``.
       accumulate_steps: As given to ``train_step``.
+      in_train_step: Whether it is a step of ``train_step``. In a training loop of your own, or of a
+        step alone, no gradients are sent ahead over peer memory.
 
     Example:
       >>> import jax
@@ -95,9 +103,12 @@ def plan(params: Params, tx: DistributedTransformation, *, accumulate_steps: int
     """
     check_distributed(tx)
     check_count("accumulate_steps", accumulate_steps)
+    check_flag("in_train_step", in_train_step)
     trees.check_dtypes(params, name="params")
     whole = tx.config.tensor_local(params)
-    schedule = tx.config.schedule(whole, accumulate_steps=accumulate_steps)
+    schedule = tx.config.schedule(
+        whole, accumulate_steps=accumulate_steps, in_train_step=in_train_step
+    )
     return plan_of(tx.config, schedule, accumulate_steps=accumulate_steps)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdistadam.core import trees
-from jdistadam.core.arguments import check_count, check_positive, shown
+from jdistadam.core.arguments import check_count, check_flag, check_positive, shown
 from jdistadam.core.types import Params
 from jdistadam.distributed.communication import NO_DEVICES, Communication
 from jdistadam.distributed.config import DistributedConfig
@@ -96,6 +96,7 @@ def scaling(
     model_seconds: float | None = None,
     recomputes: bool = False,
     accumulate_steps: int = 1,
+    in_train_step: bool = True,
     devices: Sequence[int] = POWERS_OF_TWO,
     devices_per_replica: int | None = None,
 ) -> Scaling:
@@ -121,6 +122,7 @@ def scaling(
       model_seconds: Measured time of the forward and backward pass, instead of ``flops``.
       recomputes: Whether the backward pass computes the forward pass again (``jax.checkpoint``).
       accumulate_steps: As given to ``train_step``.
+      in_train_step: As in ``plan``.
       devices: Numbers of devices.
       devices_per_replica: How many share the state in hybrid sharding; fewer devices are one
         replica.
@@ -147,6 +149,7 @@ def scaling(
       64 159.0 ms 2.94 GB
     """
     _check_work(tokens, flops, model_seconds, accumulate_steps)
+    check_flag("in_train_step", in_train_step)
     trees.check_dtypes(params, name="params")
     for n in devices:
         check_count("devices", n)
@@ -158,7 +161,9 @@ def scaling(
     for n in devices:
         config = _config(make_tx(_mesh(n, devices_per_replica)), n, machine)
         whole = config.tensor_local(params)
-        schedule = config.schedule(whole, accumulate_steps=accumulate_steps)
+        schedule = config.schedule(
+            whole, accumulate_steps=accumulate_steps, in_train_step=in_train_step
+        )
         time = predict_step(
             config, schedule, machine, model_seconds,
             accumulate_steps=accumulate_steps, recomputes=recomputes,

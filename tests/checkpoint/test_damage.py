@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import sys
+import tomllib
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,10 @@ import optax
 import pytest
 
 import jdistadam as jda
+from jdistadam.checkpoint.array_files import OLDEST_ORBAX, ArrayReader
 from support.bits import assert_trees_same_bits
 from support.lookalike import make_params, make_tx
+from support.paths import ROOT
 from support.samples import often
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -279,11 +282,31 @@ def test_empty_arrays_and_odd_names(tmp_path):
     assert_trees_same_bits(jda.restore_params(tmp_path, params), params)
 
 
-def test_without_orbax(saved, monkeypatch):
-    import sys
+def test_an_array_that_differs_from_the_header_is_told_once(saved, monkeypatch):
+    folder, tx, _ = saved
+    monkeypatch.setattr(ArrayReader, "read", lambda self, wanted: [jnp.zeros(3) for _ in wanted])
+    with pytest.raises(jda.CheckpointError, match="damaged in the files: got Array") as caught:
+        jda.restore(folder, shapes_of(tx), tx)
+    assert "CheckpointError" not in str(caught.value)
+
+
+def test_without_orbax_and_with_an_old_one(saved, monkeypatch):
+    import orbax.checkpoint as ocp
 
     folder, tx, state = saved
+
+    def check(message):
+        for call in (lambda: jda.save(folder, state, tx), lambda: jda.restore_params(folder)):
+            with pytest.raises(jda.CheckpointError, match=message) as caught:
+                call()
+            assert 'pip install "jdistadam[checkpoint]"' in caught.value.action
+
+    monkeypatch.setattr(ocp, "__version__", "0.12.0")
+    check(rf"is too old: got 0.12.0, expected orbax-checkpoint >= {OLDEST_ORBAX}\.")
+    monkeypatch.setattr(ocp, "__version__", OLDEST_ORBAX)
+    assert jda.restore_params(folder)
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    for call in (lambda: jda.save(folder, state, tx), lambda: jda.restore_params(folder)):
-        with pytest.raises(jda.CheckpointError, match=r'pip install "jdistadam\[checkpoint\]"'):
-            call()
+    check(r"cannot be imported: got ImportError|got ModuleNotFoundError")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needed = settings["project"]["optional-dependencies"]["checkpoint"]
+    assert needed == [f"orbax-checkpoint>={OLDEST_ORBAX}"]

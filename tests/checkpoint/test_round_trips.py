@@ -176,26 +176,46 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path, name):
         assert_trees_same_bits(again.params, state.params)
 
 
+def noted_batches(monkeypatch):
+    """Bytes of the arrays of each batch that is written."""
+    batches, serialize = [], ocp.type_handlers.ArrayHandler.serialize
+
+    def noted(self, values, infos, args=None):
+        batches.append([x.nbytes for x in values])
+        return serialize(self, values, infos, args)
+
+    monkeypatch.setattr(ocp.type_handlers.ArrayHandler, "serialize", noted)
+    return batches
+
+
+def test_a_large_array_is_written_alone_and_makes_no_other_batch_larger(tmp_path, monkeypatch):
+    """Two batches of a save overlap: both together would be twice the largest array."""
+    monkeypatch.setattr(array_files, "BATCH_BYTES", 4096)
+    batches = noted_batches(monkeypatch)
+    params = {f"{i}": jnp.full((4096 if i == 2 else 256,), i, jnp.float32) for i in range(7)}
+    state = {"params": params, "opt_state": optax.adam(0.1).init(params)}
+    jda.save(tmp_path, state)
+    assert max(map(sum, batches)) == 4 * 4096 and len(batches) > 6
+    assert all(len(batch) == 1 or sum(batch) <= 4096 for batch in batches)
+    assert_trees_same_bits(jda.restore(tmp_path, state), state)
+
+
 @pytest.mark.parametrize("in_background", [True, False])
 @often(lambda in_background: not in_background)  # in the background batches do not wait
 def test_arrays_in_many_batches(tmp_path, monkeypatch, in_background):
     """Each group of arrays is written, and each bucket read, by itself."""
+    monkeypatch.setattr(array_files, "BATCH_BYTES", 1)
     monkeypatch.setattr(array_files, "batch_limit", lambda sizes: 1)
     tx = make_tx(8, bucket_bytes=16)
     params = {f"{i}": x + i for i in range(4) for x in make_params().values()}
     params |= {f"s{i}": jnp.full(5, i, jnp.float32) for i in range(5)}
     state = jda.TrainState.create(params, tx, param_dtypes=BF16)
-    sizes, serialize = [], ocp.type_handlers.ArrayHandler.serialize
-
-    def noted(self, values, infos, args=None):
-        sizes.append(len(values))
-        return serialize(self, values, infos, args)
-
-    monkeypatch.setattr(ocp.type_handlers.ArrayHandler, "serialize", noted)
+    batches = noted_batches(monkeypatch)
     with jda.Checkpointer(tmp_path, tx, in_background=in_background) as checkpointer:
         for step in range(2):
             checkpointer.save(state, step=step)
-    assert len(sizes) > 20 and max(sizes) < 5  # the leaves of a packed bucket are made together
+    assert len(batches) > 20
+    assert max(map(len, batches)) < 5  # the leaves of a packed bucket are made together
     got = jda.restore(tmp_path, state, tx)
     assert_same_state(got, tx, jda.to_optax_state(state, tx))
 
@@ -210,6 +230,21 @@ def test_in_an_event_loop(tmp_path):
         return jda.restore(tmp_path, shapes_of(tx), tx)
 
     assert_same_state(asyncio.run(cell()), tx, jda.to_optax_state(state, tx))
+
+
+def test_in_an_event_loop_with_64_bits_as_a_context(tmp_path):
+    """JAX keeps such settings for each thread, and an event loop cannot run in one that has one."""
+
+    async def cell():
+        jda.save(tmp_path, state)
+        return jda.restore(tmp_path, state)
+
+    params = {"w": jnp.ones(3)}
+    with jax.enable_x64(True):
+        more = {"seen": jnp.int64(2**40 + 5), "mean": jnp.arange(3.0) / 3}
+        state = {"params": params, "opt_state": optax.adam(0.1).init(params), "model_state": more}
+        assert more["mean"].dtype == jnp.float64
+        assert_trees_same_bits(asyncio.run(cell()), state)
 
 
 @pytest.mark.slow

@@ -109,9 +109,26 @@ def test_state_of_another_policy_raises(cpu_mesh):
     step = jda.train_step(lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), tx)
     with pytest.raises(
         jda.DtypeError,
-        match=r"opt_state.nu: dtype differs from the policy: got bfloat16, expected f",
+        match=r"opt_state.nu: dtype differs from the policy: .* float32. Cast it, or set nu_dtype",
     ):
         step(jda.TrainState(state.params, low), np.ones((2, 1), np.float32))
+
+
+def test_a_dtype_that_no_option_says(cpu_mesh):
+    """The action names none: the policy has no mu.scales_dtype."""
+    policy = jda.MixedPrecisionPolicy(mu_dtype="block8")
+    tx = make_tx(cpu_mesh(2), mask=None, policy=policy)
+    state = jda.TrainState.create({"w": jnp.ones((64, 128))}, tx)
+    mu = state.opt_state.mu._replace(scales=state.opt_state.mu.scales.astype(jnp.bfloat16))
+    step = jda.train_step(lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), tx)
+    with pytest.raises(
+        jda.DtypeError,
+        match=r"opt_state.mu.scales: .* expected float32. Make the state with init\(params\)",
+    ):
+        step(
+            jda.TrainState(state.params, state.opt_state._replace(mu=mu)),
+            np.ones((2, 1), np.float32),
+        )
 
 
 def test_wrong_gradients_inside_shard_map(cpu_mesh):

@@ -9,7 +9,7 @@ def assert_same_bits(got, want, err_msg=""):
     got, want = np.asarray(got), np.asarray(want)
     assert got.dtype == want.dtype, f"{err_msg}: dtype {got.dtype}, expected {want.dtype}"
     assert got.shape == want.shape, f"{err_msg}: shape {got.shape}, expected {want.shape}"
-    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32}[got.dtype.itemsize]
+    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[got.dtype.itemsize]
     differ = np.flatnonzero(got.ravel().view(unsigned) != want.ravel().view(unsigned))
     if differ.size:
         i = differ[0]

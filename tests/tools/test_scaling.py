@@ -207,6 +207,28 @@ def test_over_peers_nothing_is_sent_ahead_of_sums_over_micro_batches():
     assert set(row.time.kernels) == {"accumulate", "peer step"}
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_over_peers_nothing_is_sent_ahead_of_a_step_alone(clips):
+    """Gradients cross the links in the kernel; plan has no buffer for those that were received."""
+    tx = make(numbers(4), SUMS, max_grad_norm=1.0 if clips else None)
+    predict_it = functools.partial(
+        jda.scaling, shapes((1024, 1024)), lambda mesh: tx, ROUND, model_seconds=9.0, devices=(4,)
+    )
+    (row,), (trained,) = predict_it(in_train_step=False).rows, predict_it().rows
+    contributions, state, written, sums = 2 * MIB, 6 * MIB, 2 * MIB, MIB
+    here = [contributions + sums, sums + state + written] if clips else [10 * MIB]
+    sent = [1.5 * MIB, 1.5 * MIB] if clips else [3 * MIB]
+    slowest = [max(x / 1e9, y / 1e8) for x, y in zip(here, sent, strict=True)]
+    np.testing.assert_allclose(row.time.step, 9.0 + sum(slowest), rtol=1e-12)
+    assert set(row.time.collectives) == {"peer step"}
+    assert {c.means for c in row.plan.collectives} == {"peer"}
+    assert row.plan.bytes_sent == trained.plan.bytes_sent
+    received = set(trained.plan.buffers) - set(row.plan.buffers)
+    assert received == {"received contributions", "own contributions"}
+    over_xla = jda.plan(shapes((1024, 1024)), tx, in_train_step=False)
+    assert over_xla == jda.plan(shapes((1024, 1024)), tx)
+
+
 def test_peer_memory_is_for_a_node_and_for_who_did_not_say_xla():
     tree = shapes((1024, 1024))
     found = jda.scaling(

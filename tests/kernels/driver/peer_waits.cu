@@ -6,7 +6,8 @@
 // Includes the handlers' file and calls it as XLA does, from one host thread for each GPU. Around
 // each step the gradients are written just before it and overwritten right after it, and the
 // parameters are copied right after it, all on the same stream: who is not waited for reads the
-// wrong ones. Prints SUCCESS and returns 0, or says what differs and returns 1.
+// wrong ones. One step keeps the parameters, which are overwritten just before it: they stay.
+// Prints SUCCESS and returns 0, or says what differs and returns 1.
 #include <cuda_runtime.h>
 
 #include <atomic>
@@ -73,18 +74,18 @@ cudaError_t KeepCuda(const KeepCall&, cudaStream_t) { return cudaErrorNotSupport
 
 namespace {
 
-constexpr int kSteps = 6;
+constexpr int kSteps = 7, kKeeps = 4;                 // the step that keeps what is there
 constexpr size_t kShard = 3 * 10'007, kRun = 10'007;  // three rows, of no aligned length
 const Coefficients kRow = {3e-3f,  0.87f, 0.13f, 0.9973f, 0.0027f, 1e-7f,
                            1e-10f, 0.13f, 0.34f, 0.43f,   0.008f,  0.021f};
 
-__global__ void FillGrad(float* grad, size_t size, int step, int device) {
-  const size_t i = size_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (i < size) grad[i] = float(i % 5) * 0.25f + float(step) - 3.0f * float(device);
+__host__ __device__ float ValueOf(size_t i, int step, int device) {
+  return float(i % 5) * 0.25f + float(step) - 3.0f * float(device);
 }
 
-float GradOf(size_t i, int step, int device) {
-  return float(i % 5) * 0.25f + float(step) - 3.0f * float(device);
+__global__ void Fill(float* array, size_t size, int step, int device) {
+  const size_t i = size_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i < size) array[i] = ValueOf(i, step, device);
 }
 
 // What one device has; pointers to its own memory, or to the host's.
@@ -134,7 +135,11 @@ std::vector<std::vector<float>> OnCpu(int count) {
   for (int step = 0; step < kSteps; ++step) {
     PeerArrays arrays{count, 0, {}, {}};
     for (int k = 0; k < count; ++k) {
-      for (size_t i = 0; i < count * kShard; ++i) devices[k].grad[i] = GradOf(i, step, k);
+      const bool keeps = *devices[k].skip = step == kKeeps;
+      for (size_t i = 0; i < count * kShard; ++i) {
+        devices[k].grad[i] = ValueOf(i, step, k);
+        if (keeps) devices[k].out[i] = ValueOf(i, step, 0);
+      }
       arrays.grads.push_back(devices[k].grad), arrays.outs.push_back(devices[k].out);
     }
     for (arrays.me = 0; arrays.me < count; ++arrays.me)
@@ -144,15 +149,19 @@ std::vector<std::vector<float>> OnCpu(int count) {
   return found;
 }
 
-// The same by GPU `me`; all of them run this at once.
-void OnGpu(int me, int count, int64_t first_run, float* found) {
+// The same by GPU `me`; all of them run this at once. What is allocated is returned: where a wait
+// is left out, a late peer still reads and writes it when this stream is done.
+std::vector<void*> OnGpu(int me, int count, int64_t first_run, float* found) {
   Check(cudaSetDevice(me));
-  const Arrays a = MakeArrays(count, [](size_t bytes) {
+  std::vector<void*> allocated;
+  const auto allocate = [&](size_t bytes) {
     void* data;
     Check(cudaMalloc(&data, bytes));
     Check(cudaMemset(data, 0, bytes));
+    allocated.push_back(data);
     return data;
-  });
+  };
+  const Arrays a = MakeArrays(count, allocate);
   const float one = 1;
   Check(cudaMemcpy(a.scale, &one, 4, cudaMemcpyHostToDevice));
   Check(cudaMemcpy(a.row, &kRow, sizeof kRow, cudaMemcpyHostToDevice));
@@ -161,12 +170,14 @@ void OnGpu(int me, int count, int64_t first_run, float* found) {
   std::vector<int64_t> devices;
   for (int k = 0; k < count; ++k) devices.push_back(k);
   const size_t whole = count * kShard;
-  float* copies;
-  Check(cudaMalloc(&copies, kSteps * whole * 4));
+  const size_t blocks = (whole + 255) / 256;
+  float* copies = static_cast<float*>(allocate(kSteps * whole * 4));
   for (int step = 0; step < kSteps; ++step) {
     DelayIf(stream, me, Late::kHost);
     DelayIf(stream, me, Late::kBefore);
-    FillGrad<<<(whole + 255) / 256, 256, 0, stream>>>(a.grad, whole, step, me);
+    Fill<<<blocks, 256, 0, stream>>>(a.grad, whole, step, me);
+    if (step == kKeeps) Fill<<<blocks, 256, 0, stream>>>(a.out, whole, step, 0);
+    Check(cudaMemsetAsync(a.skip, step == kKeeps, 1, stream));
     PeerAttributes attributes{};
     attributes.is_step = true, attributes.site = 1, attributes.limit_seconds = 60;
     attributes.devices = ffi::Span<const int64_t>(devices.data(), devices.size());
@@ -178,15 +189,12 @@ void OnGpu(int me, int count, int64_t first_run, float* found) {
     }
     Check(
         cudaMemcpyAsync(copies + step * whole, a.out, whole * 4, cudaMemcpyDeviceToDevice, stream));
-    FillGrad<<<(whole + 255) / 256, 256, 0, stream>>>(a.grad, whole, 1000, me);
+    Fill<<<blocks, 256, 0, stream>>>(a.grad, whole, 1000, me);
   }
   Check(cudaStreamSynchronize(stream));
   Check(cudaMemcpy(found, copies, kSteps * whole * 4, cudaMemcpyDeviceToHost));
-  for (void* data : {(void*)a.grad, (void*)a.out, (void*)a.main, (void*)a.mu, (void*)a.nu,
-                     (void*)a.squares, (void*)a.scale, (void*)a.row, (void*)a.tiles, (void*)a.skip,
-                     (void*)a.found_inf, (void*)copies})
-    Check(cudaFree(data));
   Check(cudaStreamDestroy(stream));
+  return allocated;
 }
 
 int Main(int argc, char** argv) {
@@ -203,11 +211,14 @@ int Main(int argc, char** argv) {
     for (int place = 0; place < int(Late::kCount); ++place, run += kSteps) {
       late_at = Late(place);
       std::vector<std::vector<float>> found(count, std::vector<float>(kSteps * whole));
+      std::vector<std::vector<void*>> allocated(count);
       std::vector<std::thread> threads;
       for (int me = 0; me < count; ++me)
-        threads.emplace_back([&, me] { OnGpu(me, count, run, found[me].data()); });
+        threads.emplace_back([&, me] { allocated[me] = OnGpu(me, count, run, found[me].data()); });
       for (auto& thread : threads) thread.join();
       for (int me = 0; me < count; ++me) {
+        Check(cudaSetDevice(me));
+        for (void* data : allocated[me]) Check(cudaFree(data));
         for (int step = 0; step < kSteps; ++step) {
           if (std::memcmp(&found[me][step * whole], want[step].data(), whole * 4) == 0) continue;
           ++wrong;
