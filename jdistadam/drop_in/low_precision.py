@@ -15,7 +15,7 @@ from jdistadam.core.low_precision import LowPrecision
 from jdistadam.core.moments import BlockCodes, BlockFormat, is_codes, moment_leaves
 from jdistadam.core.types import OptState, Params
 from jdistadam.errors import DtypeError, TreeError
-from jdistadam.kernels import coded_leaves, rounding
+from jdistadam.kernels import coded_leaves, rounding, sharded_compact_adam
 
 
 class RoundingState(NamedTuple):
@@ -35,6 +35,10 @@ def new_state(low: LowPrecision, params: Params, state: OptState) -> OptState:
     """Codes the moments of optax's state, all zero, where they are to be."""
     paths = trees.paths(params, "")
     low.check_paths(dict(zip(paths, map(np.size, jax.tree.leaves(params)), strict=True)))
+
+    for path, param in zip(paths, jax.tree.leaves(params), strict=True):
+        if low.is_coding and low.is_coded(path, param):
+            sharded_compact_adam.check_leaf(f"params{path}", param, is_coded=True)
 
     def coded(tree: Any, format: BlockFormat | None) -> Any:
         if format is None:
@@ -58,10 +62,7 @@ def _zeros(param: Any, format: BlockFormat) -> BlockCodes:
     if isinstance(param, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
         return BlockCodes(codes, scales)
     first = P(*sharding.spec[:1])  # the blocks of a part along the first dimension are a part
-    try:
-        return BlockCodes(codes, jax.device_put(scales, NamedSharding(sharding.mesh, first)))
-    except ValueError:  # they cannot be cut so, and neither will a step take such a leaf
-        return BlockCodes(codes, scales)
+    return BlockCodes(codes, jax.device_put(scales, NamedSharding(sharding.mesh, first)))
 
 
 def with_key(low: LowPrecision, state: OptState) -> OptState:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import collectives, varying
@@ -58,6 +58,13 @@ def adam(
     made: Results = jax.tree.unflatten(jax.tree.structure(results), new)
     back = (_typed_like(*pair) for pair in zip(made, models, strict=True))
     return Results(*back)
+
+
+def check_leaf(path: str, param: Any, *, is_coded: bool) -> None:
+    """Raises PolicyError where an array is sharded as no step takes it; ``path`` is its name."""
+    if isinstance(param, jax.Array) and not isinstance(param, jax.core.Tracer):
+        if not isinstance(param.sharding, SingleDeviceSharding):
+            _check_parts(param, _Kinds((param.ndim,), is_coded, is_coded), path)
 
 
 def _sharded(
@@ -159,7 +166,7 @@ def _partitioned(spec: CompactSpec, kinds: _Kinds) -> Any:
     return step
 
 
-def _first_axes(x: Any) -> tuple[str, ...]:
+def _first_axes(x: Any, path: str = "fused_adamw") -> tuple[str, ...]:
     """The mesh axes that cut a leaf's first dimension; raises if others are cut."""
     if x.sharding.is_fully_replicated:
         return ()
@@ -170,12 +177,13 @@ def _first_axes(x: Any) -> tuple[str, ...]:
     raise _not_supported(
         "on leaves that are sharded along another dimension than the first",
         f"shape {x.shape}, sharded as {getattr(x.sharding, 'spec', x.sharding)}",
+        path,
     )
 
 
-def _check_parts(x: Any, kinds: _Kinds) -> None:
+def _check_parts(x: Any, kinds: _Kinds, path: str = "fused_adamw") -> None:
     """Raises unless a leaf is cut along its first dimension, and at the ends of blocks."""
-    names = _first_axes(x)
+    names = _first_axes(x, path)
     num_parts = math.prod(x.sharding.mesh.shape[name] for name in names)
     if num_parts == 1:
         return
@@ -185,6 +193,7 @@ def _check_parts(x: Any, kinds: _Kinds) -> None:
         raise _not_supported(
             f"on leaves whose parts are not blocks of {BLOCK} elements",
             f"shape {x.shape} in {num_parts} parts along its first dimension",
+            path,
         )
 
 
@@ -226,25 +235,32 @@ _compact_p.def_abstract_eval(lambda *leaves, call: call.out_avals)
 mlir.register_lowering(_compact_p, mlir.lower_fun(_step, multiple_results=True))
 
 
-def _not_supported(how: str, got: str) -> PolicyError:
+def _not_supported(
+    how: str,
+    got: str,
+    path: str = "fused_adamw",
+    expected: str = "leaves that are replicated, or sharded along their first dimension in whole "
+    "blocks",
+) -> PolicyError:
     return PolicyError(
-        "fused_adamw",
+        path,
         f'a step with "block8" or "block16" moments or stochastic rounding is not supported {how}',
         got=got,
-        expected="leaves that are replicated, or sharded along their first dimension in whole "
-        "blocks",
+        expected=expected,
         action="Use float32 or bfloat16 moments, rounded to nearest.",
     )
 
 
 def _batched(leaves: Any, dims: Any, *, call: Any) -> Any:
     del dims, call
-    raise _not_supported("under jax.vmap", f"vmap of a step with {len(leaves)} arrays")
+    got = f"vmap of a step with {len(leaves)} arrays"
+    raise _not_supported("under jax.vmap", got, expected="a step of one member")
 
 
 def _jvp(leaves: Any, tangents: Any, *, call: Any) -> Any:
     del tangents, call
-    raise _not_supported("where it is differentiated", f"a step with {len(leaves)} arrays")
+    got = f"a step with {len(leaves)} arrays"
+    raise _not_supported("where it is differentiated", got, expected="jax.lax.stop_gradient")
 
 
 batching.primitive_batchers[_compact_p] = _batched
