@@ -345,6 +345,7 @@ ERRORS = [
     ("groups without labels", lambda: make_tx(groups={"a": {}}), jda.HyperparameterError, r"^groups: labels and groups belong together: got param_labels=None, groups=\{'a': \{\}\}, expected both"),
     ("groups in a list", lambda: make_tx(param_labels="a", groups=["a"]), jda.HyperparameterError, r"^groups: labels and groups belong together: .*, groups=\['a'\], expected both, groups as a dict of dicts"),
     ("a label without a group", lambda: make_tx(param_labels={"w": "a", "b": "z"}, groups={"a": {}}).init(PARAMS), jda.TreeError, r"^params\['b'\]: its label belongs to no group: got 'z', expected 'a'\. Add 'z' to groups"),
+    ("a group without a label", lambda: make_tx(param_labels={"w": "body", "b": "head"}, groups={"body": {}, "head": {}, "frozn": dict(frozen=True)}).init(PARAMS), jda.TreeError, r"^groups\['frozn'\]: no leaf has this label: got the labels 'body', 'head', expected 'frozn' among them\. Fix its spelling"),
     ("labels of another tree", lambda: make_tx(param_labels=lambda params: {"q": "a"}, groups={"a": {}}).init(PARAMS), jda.TreeError, r"^param_labels: structure differs from params: got PyTreeDef\(\{'q': \*\}\)"),
     ("numbers as labels", lambda: make_tx(param_labels={"w": 1, "b": 2}, groups={1: {}, 2: {}}).init(PARAMS), jda.DtypeError, r"^param_labels\['b'\]: not a str: got 2, expected a label"),
     ("an unknown setting of a group", lambda: labelled(lr=1.0), jda.HyperparameterError, r"^groups\['a'\]: unknown setting lr: got \{'lr': 1\.0\}, expected a dict with some of lr_scale, weight_decay"),
