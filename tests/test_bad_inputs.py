@@ -708,16 +708,16 @@ def test_xla_says_which_compiler_option_it_does_not_know():
 
 
 HINTS = {
-    "no_shard": ["ddp", "DDP", "NO_SHARD", "zero0"],
-    "optim": ["zero1", "ZeRO-1", "zero_1"],
-    "optim_grads": ["zero2", "ZeRO-2", "SHARD_GRAD_OP"],
-    "optim_grads_params": ["zero3", "ZeRO-3", "FULL_SHARD", "fsdp", "FSDP2", "hsdp"],
+    "no_shard": ["ddp", "DDP", "NO_SHARD", "zero0", 0],
+    "optim": ["zero1", "ZeRO-1", "zero_1", "OPTIM", "stage1", "ZeRO stage 1", 1],
+    "optim_grads": ["zero2", "ZeRO-2", "SHARD_GRAD_OP", "stage_2", 2],
+    "optim_grads_params": ["zero3", "ZeRO-3", "FULL_SHARD", "fsdp", "FSDP2", "hsdp", "3", 3],
 }
 
 
 @pytest.mark.parametrize(("meant", "given"), [(k, v) for k, names in HINTS.items() for v in names])
 def test_the_hint_is_the_strategy_that_is_meant(meant, given):
-    hint = rf"^sharding_strategy: unknown: got '{given}', .*\. Pass sharding_strategy='{meant}'\?$"
+    hint = rf"^sharding_strategy: unknown: got {given!r}, .*\. Pass sharding_strategy='{meant}'\?$"
     with pytest.raises(jda.PolicyError, match=hint):
         make_tx(sharding_strategy=given)
 
