@@ -473,7 +473,12 @@ ERRORS = [
     # -- batches
     ("a batch that does not divide", lambda: train(batch=BATCH[:3]), jda.ShapeError, r"^batch: leading dimension does not divide by the number of devices: got \(3, 4\), expected a multiple of 2\. Change the batch size"),
     ("a batch that does not divide into micro-batches", lambda: train(batch=np.ones((6, 4), np.float32), accumulate_steps=2), jda.ShapeError, r"^batch: a device's part does not divide into micro-batches: got \(3, 4\), expected a leading dimension that is a multiple of 2"),
-    ("a number in a batch", lambda: train(batch={"x": BATCH, "s": np.float32(1)}), jda.ShapeError, r"^batch\['s'\]: leading dimension does not divide by the number of devices: got \(\)"),
+    ("a number in a batch", lambda: train(batch={"x": BATCH, "s": np.float32(1)}), jda.ShapeError, r"^batch\['s'\]: a leaf without dimensions cannot be cut .*: got shape \(\), expected one row for each example\. Pass a number of this step as np\.full\("),
+    ("a number beside a batch_spec", lambda: train(batch={"x": BATCH, "s": 1.0}, batch_spec=P("data")), jda.ShapeError, r"^batch\['s'\]: a leaf without dimensions cannot be cut"),
+    ("an empty batch", lambda: train(batch=BATCH[:0]), jda.ShapeError, r"^batch: holds no examples: .*: got \(0, 4\), expected a leading dimension above 0\. Leave empty"),
+    ("an empty batch beside a batch_spec", lambda: train(batch=BATCH[:0], batch_spec=P("data")), jda.ShapeError, "^batch: holds no examples"),
+    ("an empty batch in a program", lambda: jax.jit(jda.train_step(loss_fn, tx()))(state(), BATCH[:0]), jda.ShapeError, "^batch: holds no examples"),
+    ("an empty batch on the mesh", lambda: train(batch=jax.device_put(BATCH[:0], NamedSharding(mesh(), P("data")))), jda.ShapeError, "^batch: holds no examples"),
     ("a string in a batch", lambda: train(batch={"x": BATCH, "s": "id"}), jda.DtypeError, r"^batch\['s'\]: not an array of numbers: got <U2, expected a jax or numpy array\. Keep what the loss does not read"),
     ("an object in a batch", lambda: jda.shard_batch({"x": object()}, tx()), jda.DtypeError, r"^batch\['x'\]: not an array of numbers: got object"),
     ("a shape as batch", lambda: jda.shard_batch(jax.ShapeDtypeStruct((4, 4), jnp.float32), tx()), jda.DtypeError, r"^batch: not an array of numbers: got ShapeDtypeStruct"),
