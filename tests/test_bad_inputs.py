@@ -464,6 +464,7 @@ ERRORS = [
     ("a state with optax's state", lambda: jda.train_step(loss_fn, tx())(jda.TrainState(PARAMS, optax_state()), BATCH), jda.TreeError, NO_DISTRIBUTED_STATE.format("tuple")),
     ("a donated state", lambda: train(state=donated()), jda.MeshError, DONATED),
     ("a state of another mesh", lambda: train(state=state(), tx=make_tx(mesh=mesh(4))), jda.MeshError, r"^opt_state\.mu: sharded over another mesh, or in another order: got .* on \{'data': 2\}, expected .* on \{'data': 4\}\. Convert it: to_optax_state"),
+    ("a state of the same devices in another order", lambda: train(state=state(), tx=make_tx(mesh=jax.sharding.Mesh(mesh().devices[::-1], "data"))), jda.MeshError, r"^opt_state\.mu: sharded over another mesh, .*: got P\w*\('data',\) on \{'data': 2\} with \S*0\S* at place 0, expected \S* on \{'data': 2\} with \S*1\S* at place 0\. Convert"),
     ("a state without a loss scale", lambda: train(state=state(), tx=make_tx(loss_scale=2.0)), jda.TreeError, r"^opt_state\.scaling: does not fit loss_scale: got NoneType, expected LossScaleState"),
     ("a state with a loss scale", lambda: train(state=state(loss_scale=2.0), tx=make_tx()), jda.TreeError, r"^opt_state\.scaling: does not fit loss_scale: got LossScaleState, expected None"),
     ("a state of other buckets", lambda: train(state=state(), tx=make_tx(bucket_bytes=16)), jda.LayoutError, r"^opt_state\.layout_identity: the state of another layout: got bucket of \['b'\]: leaves .*, expected the layout of this optimizer for these params\. Convert it: to_optax_state"),

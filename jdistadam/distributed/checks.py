@@ -233,11 +233,16 @@ def check_placement(config: DistributedConfig, state: Any) -> None:
         return  # no shards that could be mistaken
     if got == expected or got.is_equivalent_to(expected, 1):
         return
+    texts = [f"{x.spec} on {dict(x.mesh.shape)}" for x in (got, expected)]
+    if texts[0] == texts[1]:
+        pairs = zip(got.mesh.devices.flat, expected.mesh.devices.flat, strict=True)
+        place, differing = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        texts = [f"{text} with {device} at place {place}" for text, device in zip(texts, differing)]
     raise MeshError(
         "opt_state.mu",
         "sharded over another mesh, or in another order",
-        got=f"{got.spec} on {dict(got.mesh.shape)}",
-        expected=f"{expected.spec} on {dict(expected.mesh.shape)}",
+        got=texts[0],
+        expected=texts[1],
         action="Convert it: to_optax_state with the old optimizer, from_optax_state with this.",
     )
 
