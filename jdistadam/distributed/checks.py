@@ -8,8 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
 from jdistadam.core import trees, varying
@@ -108,56 +106,6 @@ def check_inside(parallel: DataParallel, function: str, *, over_data_alone: bool
             expected=f"axes {', '.join(map(repr, axes))}",
             action="Use train_step, or call it inside jax.shard_map over the whole mesh.",
         )
-
-
-def check_not_transformed(function: str, tree: Any) -> None:
-    """Raises PolicyError where ``jax.vmap`` or a derivative runs over an array of ``tree``.
-
-    Inside of a jit nothing tells such an array from another one, but the rule of a primitive is
-    called; nobody uses the results, so that the compiled program has nothing of it.
-    """
-    _passed_p.bind(*jax.tree.leaves(tree), function=function)
-
-
-_passed_p = Primitive("jdistadam_passed")  # [Note: primitives of our own]
-_passed_p.multiple_results = True
-
-
-@_passed_p.def_impl
-def _passed(*leaves: Any, function: str) -> Any:
-    del function
-    return list(leaves)
-
-
-_passed_p.def_abstract_eval(_passed)
-mlir.register_lowering(_passed_p, mlir.lower_fun(_passed, multiple_results=True))
-
-
-def _batched(leaves: Any, dims: Any, *, function: str) -> Any:
-    sizes = {x.shape[dim] for x, dim in zip(leaves, dims, strict=True) if dim is not None}
-    raise PolicyError(
-        function,
-        "a distributed optimizer cannot run under jax.vmap",
-        got=f"vmap over {', '.join(map(str, sizes))}",
-        expected="one model, on all devices of the mesh",
-        action="Step ensembles and sweeps with jax.vmap(fused_adamw(...).step).",
-    )
-
-
-def _jvp(leaves: Any, tangents: Any, *, function: str) -> Any:
-    del tangents
-    raise PolicyError(
-        function,
-        "a distributed optimizer cannot be differentiated",
-        got=f"a derivative by some of {len(leaves)} arrays",
-        expected="a use of its values alone",
-        action="Differentiate fused_adamw(...).step, or put jax.lax.stop_gradient around what this "
-        "one takes.",
-    )
-
-
-batching.primitive_batchers[_passed_p] = _batched
-ad.primitive_jvps[_passed_p] = _jvp
 
 
 def check_grads(

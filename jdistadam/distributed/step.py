@@ -12,18 +12,14 @@ from jdistadam.core import trees, varying
 from jdistadam.core.loss_scale import LossScaleState, new_loss_scale, next_loss_scale
 from jdistadam.core.types import Grads, Params
 from jdistadam.distributed.accumulate import AccumulatedGrads, sum_over_devices
-from jdistadam.distributed.checks import (
-    check_inside,
-    check_not_transformed,
-    check_scaling,
-    check_step,
-)
+from jdistadam.distributed.checks import check_inside, check_scaling, check_step
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import types_of_moment
 from jdistadam.distributed.gather import gather_new_params
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import main_shard
 from jdistadam.distributed.norm import norm_and_finite
+from jdistadam.distributed.not_transformed import check_not_transformed
 from jdistadam.distributed.peer_step import step_over_peer_memory
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.seen_params import SeenParams
