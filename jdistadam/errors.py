@@ -83,7 +83,7 @@ class CheckpointError(JDistAdamError, ValueError):
 
 
 class NonfiniteError(JDistAdamError, FloatingPointError):
-    """Gradients stay non-finite: a run that goes on would change nothing any more."""
+    """Gradients or losses stay non-finite: a run that goes on would learn nothing any more."""
 
 
 class NativeError(JDistAdamError, ImportError):

@@ -262,6 +262,12 @@ ERRORS = [
     ("nu_dtype that cannot decay", lambda: fused(nu_dtype=BF16), jda.PolicyError, r"^nu_dtype: a second moment in bfloat16, rounded to nearest, cannot decay at this b2: got bfloat16 with b2=0\.999, expected b2 <= 0\.99, \"block16\" with b2 <= 0\.9995, or float32\. Leave nu_dtype"),
     ("nu_dtype of float16", lambda: fused(nu_dtype=jnp.float16), jda.PolicyError, r"^nu_dtype: a second moment in float16 loses squares below 6e-8: got float16"),
     ("main_params_dtype of float16", lambda: fused(main_params_dtype=jnp.float16), jda.PolicyError, r"^main_params_dtype: not supported in this version: got float16, expected None or float32 or remainder16\. Leave main_params_dtype"),
+    ("main_params_dtype in optax.inject_hyperparams", lambda: optax.inject_hyperparams(jda.fused_adamw)(1e-2, main_params_dtype=jnp.float32).init(PARAMS), jda.PolicyError, r"^main_params_dtype: .*: got Array.*\. If optax\.inject_hyperparams made the array, pass it static_args='main_params_dtype', or use jda\.inject_hyperparams\.$"),
+    ("mu_dtype in optax.inject_hyperparams", lambda: optax.inject_hyperparams(jda.fused_adamw)(1e-2, mu_dtype=jnp.float32).init(PARAMS), jda.PolicyError, r"^mu_dtype: .*: got Array.*\. If optax\.inject_hyperparams made the array, pass it static_args='mu_dtype', or use jda\.inject_hyperparams\.$"),
+    ("nu_dtype in optax.inject_hyperparams", lambda: optax.inject_hyperparams(jda.fused_adamw)(1e-2, nu_dtype=jnp.float32).init(PARAMS), jda.PolicyError, r"^nu_dtype: .*: got Array.*\. If optax\.inject_hyperparams made the array, pass it static_args='nu_dtype', or use jda\.inject_hyperparams\.$"),
+    ("a random key in params", lambda: fused().init({"w": PARAMS["w"], "key": jax.random.key(0)}), jda.DtypeError, r"^params\['key'\]: not an array of numbers: got key<fry>, expected a jax or numpy array, or a number\. Leave it out"),
+    ("a random key that is stepped", lambda: fused_step(grads={"key": jax.random.key(0)}, params={"key": jax.random.key(0)}, state=fused().init({"key": 1.0})), jda.DtypeError, r"^grads\['key'\]: not an array of numbers: got key<fry>, expected a jax"),
+    ("a random key in params of several devices", lambda: jda.TrainState.create({"key": jax.random.key(0)}, tx()), jda.DtypeError, r"^params\['key'\]: dtype cannot be used: got key<fry>, expected float32 or .*\. Cast the leaf, or keep it elsewhere: optax\.masked, model_state"),
     ("main_params_dtype of True", lambda: fused(main_params_dtype=True), jda.PolicyError, r"^main_params_dtype: not supported in this version: got True, expected None or float32"),
     ("remainders of float16", lambda: fused(main_params_dtype="remainder16").init(cast(PARAMS, np.float16)), jda.DtypeError, r"^params\['b'\]: has no remainder: got float16, expected bfloat16, the upper half of a float32\. Use main_params_dtype=jnp\.float32"),
     # -- chain, inject_hyperparams
@@ -344,7 +350,9 @@ ERRORS = [
     # -- groups and param_specs
     ("groups without labels", lambda: make_tx(groups={"a": {}}), jda.HyperparameterError, r"^groups: labels and groups belong together: got param_labels=None, groups=\{'a': \{\}\}, expected both"),
     ("groups in a list", lambda: make_tx(param_labels="a", groups=["a"]), jda.HyperparameterError, r"^groups: labels and groups belong together: .*, groups=\['a'\], expected both, groups as a dict of dicts"),
+    ("a checkpoint of several optimizers", lambda: jda.save("unused", {"params": PARAMS, "opt_state": optax.chain(fused(), fused()).init(PARAMS)}), jda.TreeError, r"^opt_state: not the state of one Adam: got tuple with 2 of them, .*\. Use one optimizer: a distributed one takes groups\. What optax joins"),
     ("a label without a group", lambda: make_tx(param_labels={"w": "a", "b": "z"}, groups={"a": {}}).init(PARAMS), jda.TreeError, r"^params\['b'\]: its label belongs to no group: got 'z', expected 'a'\. Add 'z' to groups"),
+    ("a group without a label", lambda: make_tx(param_labels={"w": "body", "b": "head"}, groups={"body": {}, "head": {}, "frozn": dict(frozen=True)}).init(PARAMS), jda.TreeError, r"^groups\['frozn'\]: no leaf has this label: got the labels 'body', 'head', expected 'frozn' among them\. Fix its spelling"),
     ("labels of another tree", lambda: make_tx(param_labels=lambda params: {"q": "a"}, groups={"a": {}}).init(PARAMS), jda.TreeError, r"^param_labels: structure differs from params: got PyTreeDef\(\{'q': \*\}\)"),
     ("numbers as labels", lambda: make_tx(param_labels={"w": 1, "b": 2}, groups={1: {}, 2: {}}).init(PARAMS), jda.DtypeError, r"^param_labels\['b'\]: not a str: got 2, expected a label"),
     ("an unknown setting of a group", lambda: labelled(lr=1.0), jda.HyperparameterError, r"^groups\['a'\]: unknown setting lr: got \{'lr': 1\.0\}, expected a dict with some of lr_scale, weight_decay"),
@@ -463,6 +471,7 @@ ERRORS = [
     ("a state with optax's state", lambda: jda.train_step(loss_fn, tx())(jda.TrainState(PARAMS, optax_state()), BATCH), jda.TreeError, NO_DISTRIBUTED_STATE.format("tuple")),
     ("a donated state", lambda: train(state=donated()), jda.MeshError, DONATED),
     ("a state of another mesh", lambda: train(state=state(), tx=make_tx(mesh=mesh(4))), jda.MeshError, r"^opt_state\.mu: sharded over another mesh, or in another order: got .* on \{'data': 2\}, expected .* on \{'data': 4\}\. Convert it: to_optax_state"),
+    ("a state of the same devices in another order", lambda: train(state=state(), tx=make_tx(mesh=jax.sharding.Mesh(mesh().devices[::-1], "data"))), jda.MeshError, r"^opt_state\.mu: sharded over another mesh, .*: got P\w*\('data',\) on \{'data': 2\} with \S*0\S* at place 0, expected \S* on \{'data': 2\} with \S*1\S* at place 0\. Convert"),
     ("a state without a loss scale", lambda: train(state=state(), tx=make_tx(loss_scale=2.0)), jda.TreeError, r"^opt_state\.scaling: does not fit loss_scale: got NoneType, expected LossScaleState"),
     ("a state with a loss scale", lambda: train(state=state(loss_scale=2.0), tx=make_tx()), jda.TreeError, r"^opt_state\.scaling: does not fit loss_scale: got LossScaleState, expected None"),
     ("a state of other buckets", lambda: train(state=state(), tx=make_tx(bucket_bytes=16)), jda.LayoutError, r"^opt_state\.layout_identity: the state of another layout: got bucket of \['b'\]: leaves .*, expected the layout of this optimizer for these params\. Convert it: to_optax_state"),
@@ -472,7 +481,12 @@ ERRORS = [
     # -- batches
     ("a batch that does not divide", lambda: train(batch=BATCH[:3]), jda.ShapeError, r"^batch: leading dimension does not divide by the number of devices: got \(3, 4\), expected a multiple of 2\. Change the batch size"),
     ("a batch that does not divide into micro-batches", lambda: train(batch=np.ones((6, 4), np.float32), accumulate_steps=2), jda.ShapeError, r"^batch: a device's part does not divide into micro-batches: got \(3, 4\), expected a leading dimension that is a multiple of 2"),
-    ("a number in a batch", lambda: train(batch={"x": BATCH, "s": np.float32(1)}), jda.ShapeError, r"^batch\['s'\]: leading dimension does not divide by the number of devices: got \(\)"),
+    ("a number in a batch", lambda: train(batch={"x": BATCH, "s": np.float32(1)}), jda.ShapeError, r"^batch\['s'\]: a leaf without dimensions cannot be cut .*: got shape \(\), expected one row for each example\. Pass a number of this step as np\.full\("),
+    ("a number beside a batch_spec", lambda: train(batch={"x": BATCH, "s": 1.0}, batch_spec=P("data")), jda.ShapeError, r"^batch\['s'\]: a leaf without dimensions cannot be cut"),
+    ("an empty batch", lambda: train(batch=BATCH[:0]), jda.ShapeError, r"^batch: holds no examples: .*: got \(0, 4\), expected a leading dimension above 0\. Leave empty"),
+    ("an empty batch beside a batch_spec", lambda: train(batch=BATCH[:0], batch_spec=P("data")), jda.ShapeError, "^batch: holds no examples"),
+    ("an empty batch in a program", lambda: jax.jit(jda.train_step(loss_fn, tx()))(state(), BATCH[:0]), jda.ShapeError, "^batch: holds no examples"),
+    ("an empty batch on the mesh", lambda: train(batch=jax.device_put(BATCH[:0], NamedSharding(mesh(), P("data")))), jda.ShapeError, "^batch: holds no examples"),
     ("a string in a batch", lambda: train(batch={"x": BATCH, "s": "id"}), jda.DtypeError, r"^batch\['s'\]: not an array of numbers: got <U2, expected a jax or numpy array\. Keep what the loss does not read"),
     ("an object in a batch", lambda: jda.shard_batch({"x": object()}, tx()), jda.DtypeError, r"^batch\['x'\]: not an array of numbers: got object"),
     ("a shape as batch", lambda: jda.shard_batch(jax.ShapeDtypeStruct((4, 4), jnp.float32), tx()), jda.DtypeError, r"^batch: not an array of numbers: got ShapeDtypeStruct"),
@@ -708,16 +722,16 @@ def test_xla_says_which_compiler_option_it_does_not_know():
 
 
 HINTS = {
-    "no_shard": ["ddp", "DDP", "NO_SHARD", "zero0"],
-    "optim": ["zero1", "ZeRO-1", "zero_1"],
-    "optim_grads": ["zero2", "ZeRO-2", "SHARD_GRAD_OP"],
-    "optim_grads_params": ["zero3", "ZeRO-3", "FULL_SHARD", "fsdp", "FSDP2", "hsdp"],
+    "no_shard": ["ddp", "DDP", "NO_SHARD", "zero0", 0],
+    "optim": ["zero1", "ZeRO-1", "zero_1", "OPTIM", "stage1", "ZeRO stage 1", 1],
+    "optim_grads": ["zero2", "ZeRO-2", "SHARD_GRAD_OP", "stage_2", 2],
+    "optim_grads_params": ["zero3", "ZeRO-3", "FULL_SHARD", "fsdp", "FSDP2", "hsdp", "3", 3],
 }
 
 
 @pytest.mark.parametrize(("meant", "given"), [(k, v) for k, names in HINTS.items() for v in names])
 def test_the_hint_is_the_strategy_that_is_meant(meant, given):
-    hint = rf"^sharding_strategy: unknown: got '{given}', .*\. Pass sharding_strategy='{meant}'\?$"
+    hint = rf"^sharding_strategy: unknown: got {given!r}, .*\. Pass sharding_strategy='{meant}'\?$"
     with pytest.raises(jda.PolicyError, match=hint):
         make_tx(sharding_strategy=given)
 

@@ -88,7 +88,8 @@ def adam_of(opt_state: Any) -> Any:
             got=f"{type(opt_state).__name__} with {len(found)} of them",
             expected="that of a distributed optimizer, of fused_adamw or of optax.adamw, or of a "
             "chain with one",
-            action="Use groups of one optimizer in place of several optimizers.",
+            action="Use one optimizer: a distributed one takes groups. What optax joins of "
+            "several, as in multi_transform, orbax saves by itself.",
         )
     return found[0]
 

@@ -26,7 +26,7 @@ def float_dtype(
             "not a dtype that can be used",
             got=shown(value),
             expected=", ".join(known + also),
-            action="Pass one of these, e.g. jnp.bfloat16.",
+            action="Pass one of these, e.g. jnp.bfloat16." + _of_an_array(name, value),
         )
     return dtype
 
@@ -41,8 +41,18 @@ def check_supported(name: str, value: Any, supported: tuple[str | None, ...]) ->
             "not supported in this version",
             got=got,
             expected=" or ".join(map(str, supported)),
-            action=f"Leave {name.rsplit('.')[-1]} at its default.",
+            action=f"Leave {name.rsplit('.')[-1]} at its default." + _of_an_array(name, value),
         )
+
+
+def _of_an_array(name: str, value: Any) -> str:
+    """What to do where ``optax.inject_hyperparams`` made an array of a dtype."""
+    if not isinstance(value, jax.Array):
+        return ""
+    return (
+        f" If optax.inject_hyperparams made the array, pass it static_args={name!r}, or use "
+        "jda.inject_hyperparams."
+    )
 
 
 def _dtype(value: Any) -> jnp.dtype | None:

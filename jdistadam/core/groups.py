@@ -7,7 +7,7 @@ than one. Every group has two rows: with weight decay, and without it for what t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jdistadam.core import trees
@@ -63,7 +63,21 @@ class Groups:
                     action=f"Add {label!r} to groups, if need be as {{}}, or fix param_labels.",
                 )
             rows.append(2 * used.index(label) + out if label in used else None)
+        self._check_all_named(labels)
         return tuple(rows)
+
+    def _check_all_named(self, labels: Sequence[str]) -> None:
+        """Raises TreeError where a group is that of no leaf, most often by its spelling."""
+        unnamed = [group for group in self.hypers if group not in labels]
+        if not labels or not unnamed:
+            return
+        raise TreeError(
+            f"groups[{unnamed[0]!r}]",
+            "no leaf has this label",
+            got=f"the labels {', '.join(map(repr, sorted(set(labels))))}",
+            expected=f"{unnamed[0]!r} among them",
+            action="Fix its spelling, or leave this group out.",
+        )
 
 
 def make_groups(hyper: Hyperparameters, mask: Any, param_labels: Any, groups: Any) -> Groups:

@@ -138,7 +138,7 @@ def parse(
             "has no effect" if callable(float32_moments) else "not a function of a path",
             got=shown(float32_moments),
             expected=f"a function of a path, beside mu_dtype or nu_dtype {NAMES}",
-            action="Leave it out.",
+            action="Leave it out; for optax.inject_hyperparams name it in static_args.",
         )
     if nu is not None and not is_random and b2 is not None:
         _check_decay(f"{prefix}nu_dtype", nu, b2)

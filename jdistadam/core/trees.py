@@ -68,13 +68,17 @@ def check_same_shapes(tree: Any, like: Any, *, name: str, like_name: str) -> Non
 
 
 def check_numbers(tree: Any, *, name: str) -> None:
-    """Raises DtypeError unless every leaf is an array or a Python number, as optax takes them."""
+    """Raises DtypeError unless every leaf is an array or a Python number, as optax takes them.
+
+    An array of random keys is none, though optax makes a state for it.
+    """
     for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
-        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
+        is_array = hasattr(x, "dtype") and not is_key(x)
+        if not is_array and not isinstance(x, bool | int | float | complex):
             raise DtypeError(
                 path,
-                "not an array",
-                got=repr(x),
+                "not an array of numbers" if is_key(x) else "not an array",
+                got=x.dtype if is_key(x) else repr(x),
                 expected="a jax or numpy array, or a number",
                 action="Leave it out of the tree, or put None in its place.",
             )
@@ -172,6 +176,7 @@ def check_dtypes(
         if (
             dtype is None
             or not jnp.issubdtype(dtype, np.generic)
+            or jnp.issubdtype(dtype, jax.dtypes.extended)
             or jnp.dtype(dtype) not in allowed
         ):
             raise DtypeError(

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding
 
 from jdistadam.core import trees, varying
@@ -107,30 +106,6 @@ def check_inside(parallel: DataParallel, function: str, *, over_data_alone: bool
             expected=f"axes {', '.join(map(repr, axes))}",
             action="Use train_step, or call it inside jax.shard_map over the whole mesh.",
         )
-
-
-def refuse_vmap(function: str, tree: Any) -> None:
-    """Raises PolicyError where ``jax.vmap`` runs over an array of ``tree``.
-
-    Inside of a jit nothing tells a batched array from another one, but a batching rule is called;
-    nobody uses the results, so that the compiled program has nothing of it.
-    """
-
-    @custom_vmap
-    def passed(*leaves: Any) -> Any:
-        return leaves
-
-    @passed.def_vmap
-    def raise_it(size: int, is_batched: Any, *leaves: Any) -> Any:
-        raise PolicyError(
-            function,
-            "a distributed optimizer cannot run under jax.vmap",
-            got=f"vmap over {size}",
-            expected="one model, on all devices of the mesh",
-            action="Step ensembles and sweeps with jax.vmap(fused_adamw(...).step).",
-        )
-
-    passed(*jax.tree.leaves(tree))
 
 
 def check_grads(
@@ -233,11 +208,16 @@ def check_placement(config: DistributedConfig, state: Any) -> None:
         return  # no shards that could be mistaken
     if got == expected or got.is_equivalent_to(expected, 1):
         return
+    texts = [f"{x.spec} on {dict(x.mesh.shape)}" for x in (got, expected)]
+    if texts[0] == texts[1]:
+        pairs = zip(got.mesh.devices.flat, expected.mesh.devices.flat, strict=True)
+        place, differing = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        texts = [f"{texts[0]} with {device} at place {place}" for device in differing]
     raise MeshError(
         "opt_state.mu",
         "sharded over another mesh, or in another order",
-        got=f"{got.spec} on {dict(got.mesh.shape)}",
-        expected=f"{expected.spec} on {dict(expected.mesh.shape)}",
+        got=texts[0],
+        expected=texts[1],
         action="Convert it: to_optax_state with the old optimizer, from_optax_state with this.",
     )
 

@@ -230,18 +230,16 @@ def _axes(mesh: Mesh, name: str, value: Any) -> tuple[str, ...]:
     return tuple(axes)
 
 
-# What others call the same, in lower case and without separators.
+# What others call the same, in lower case, without separators and without "zero" and "stage".
 _MEANT = {
+    **{choice.replace("_", ""): choice for choice in SHARDING_STRATEGIES},
+    **dict(zip("0123", SHARDING_STRATEGIES, strict=True)),
     "ddp": "no_shard",
     "dp": "no_shard",
-    "noshard": "no_shard",
-    "zero0": "no_shard",
-    "zero1": "optim",
+    "none": "no_shard",
     "shardoptim": "optim",
     "osdp": "optim",
-    "zero2": "optim_grads",
     "shardgradop": "optim_grads",
-    "zero3": "optim_grads_params",
     "fsdp": "optim_grads_params",
     "fsdp2": "optim_grads_params",
     "hsdp": "optim_grads_params",
@@ -252,7 +250,8 @@ _MEANT = {
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        meant = _MEANT.get("".join(filter(str.isalnum, str(value))).lower())
+        text = "".join(filter(str.isalnum, str(value))).lower()
+        meant = _MEANT.get(text.replace("zero", "").replace("stage", ""))
         nearest = difflib.get_close_matches(str(value), choices, 1, 0.0)[0]
         close = meant or nearest
         if close not in choices:  # the outer strategy shards the state alone

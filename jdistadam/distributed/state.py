@@ -106,7 +106,8 @@ def scale_loss(loss: jax.Array, opt_state: OptState) -> jax.Array:
 
     ``train_step`` does this by itself. In a custom training loop::
 
-        grads = jax.grad(lambda p: jda.scale_loss(loss(p, batch), opt_state))(params)
+        local = jda.local_params(params, tx)
+        grads = jax.grad(lambda p: jda.scale_loss(loss(p, batch), opt_state))(local)
 
     Args:
       loss: The loss, shape ().

@@ -12,13 +12,14 @@ from jdistadam.core import trees, varying
 from jdistadam.core.loss_scale import LossScaleState, new_loss_scale, next_loss_scale
 from jdistadam.core.types import Grads, Params
 from jdistadam.distributed.accumulate import AccumulatedGrads, sum_over_devices
-from jdistadam.distributed.checks import check_inside, check_scaling, check_step, refuse_vmap
+from jdistadam.distributed.checks import check_inside, check_scaling, check_step
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import types_of_moment
 from jdistadam.distributed.gather import gather_new_params
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import main_shard
 from jdistadam.distributed.norm import norm_and_finite
+from jdistadam.distributed.not_transformed import check_not_transformed
 from jdistadam.distributed.peer_step import step_over_peer_memory
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.seen_params import SeenParams
@@ -35,7 +36,10 @@ from jdistadam.kernels.coefficients import at_count
 
 def init_local(config: DistributedConfig, layout: Layout, params: Params) -> DistributedState:
     """This device's part of the initial state; ``params`` are whole, or shards."""
-    main = main_shard(config, layout, jax.tree.leaves(params)) if layout.main_size else None
+    main = None
+    if layout.main_size:
+        check_not_transformed("init", params)
+        main = main_shard(config, layout, jax.tree.leaves(params))
     # Varying over the axes also for the type checker of shard_map, as shards are.
     axes = config.parallel.state_axes + config.parallel.tensor_axes
 
@@ -79,7 +83,7 @@ def step_local(
     """
     check_inside(config.parallel, "step")
     check_own_state(state)
-    refuse_vmap("step", (grads, state, params))
+    check_not_transformed("step", (grads, state, params))
     trees.check_dtypes(params, name="params")
     schedule = seen.schedule(params, may_be_widened=False)
     layout = schedule.layout

@@ -29,8 +29,8 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
         data.
 
     Raises:
-      ShapeError: A leaf has no leading dimension, or one that does not divide, or that differs from
-        the other leaves'.
+      ShapeError: A leaf has no leading dimension, or one that is 0, that does not divide, or that
+        differs from the other leaves'.
       DtypeError: A leaf is not an array of numbers.
       MeshError: ``batch_spec`` is no PartitionSpec, or names what is no axis of the mesh.
     """
@@ -47,7 +47,9 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
             return x
         x = _as_array(path, x)
         divides_by = config.parallel.num_devices if is_traced else num_local
-        if batch_spec is None and (x.ndim == 0 or x.shape[0] % divides_by):
+        if x.ndim == 0 and len(spec):
+            raise _has_no_dimensions(path)
+        if batch_spec is None and x.shape[0] % divides_by:
             raise ShapeError(
                 path,
                 "leading dimension does not divide by the number of devices",
@@ -75,7 +77,27 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
                 expected=np.shape(given[0])[0],
                 action="Give every leaf one row for each example.",
             )
+        if np.shape(x)[:1] == (0,):
+            raise ShapeError(
+                path,
+                "holds no examples: the mean of their losses would be NaN",
+                got=np.shape(x),
+                expected="a leading dimension above 0",
+                action="Leave empty batches out.",
+            )
     return jax.tree.unflatten(jax.tree.structure(batch), leaves)
+
+
+def _has_no_dimensions(path: str) -> ShapeError:
+    return ShapeError(
+        path,
+        "a leaf without dimensions cannot be cut into parts for the devices",
+        got="shape ()",
+        expected="one row for each example",
+        action="Pass a number of this step as np.full(batch_size, number), of which the loss reads "
+        "one, or by state.replace(model_state=...). What the loss closes over is compiled in, and "
+        "stays as it was.",
+    )
 
 
 def check_batch_spec(spec: Any, tx: DistributedTransformation) -> None:

@@ -138,7 +138,7 @@ class TrainStep:
             isinstance(x, jax.Array)
             and not isinstance(x, jax.core.Tracer)
             and x.sharding == self._batch_sharding
-            and x.shape[:1] == leaves[0].shape[:1]
+            and x.shape[:1] == leaves[0].shape[:1] != (0,)
             for x in leaves
         )
 

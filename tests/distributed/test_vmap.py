@@ -1,4 +1,4 @@
-"""A distributed step has no members: vmap says so in words."""
+"""A distributed step has neither members nor a derivative: vmap and grad say so in words."""
 
 import jax
 import jax.numpy as jnp
@@ -23,3 +23,41 @@ def test_vmap_of_a_distributed_step_raises(cpu_mesh, batched, jitted):
     function = jax.vmap(step, in_axes=axes)
     with pytest.raises(PolicyError, match="step: a distributed optimizer cannot run under"):
         (jax.jit(function) if jitted else function)(state, batch)
+
+
+@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize("differentiate", [jax.grad, jax.jacfwd, jax.linearize])
+def test_a_derivative_of_a_distributed_step_raises(cpu_mesh, differentiate, jitted):
+    tx = jda.distributed_fused_adamw(1e-2, mesh=cpu_mesh(4))
+    state = jda.TrainState.create({"w": jnp.ones((8, 4))}, tx)
+    step = jda.train_step(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2), tx)
+
+    def loss(batch):
+        return jnp.sum(step(state, batch)[0].params["w"])
+
+    function = jax.jit(loss) if jitted else loss
+    with pytest.raises(PolicyError, match="step: a distributed optimizer cannot be differentiated"):
+        if differentiate is jax.linearize:
+            jax.linearize(function, jnp.ones((8, 8)))
+        else:
+            differentiate(function)(jnp.ones((8, 8)))
+
+
+def test_a_derivative_of_an_initial_state_raises(cpu_mesh):
+    tx = jda.distributed_fused_adamw(1e-2, mesh=cpu_mesh(4))
+    with pytest.raises(PolicyError, match="init: a distributed optimizer cannot be differentiated"):
+        jax.grad(lambda w: jnp.sum(tx.init({"w": w}).main_params))(jnp.ones((8, 4)))
+
+
+def test_constants_of_a_derivative_are_stepped(cpu_mesh):
+    """What is no operand of it, and what stop_gradient makes none."""
+    tx = jda.distributed_fused_adamw(1e-2, mesh=cpu_mesh(4))
+    state = jda.TrainState.create({"w": jnp.ones((8, 4))}, tx)
+    step = jda.train_step(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2), tx)
+
+    def loss(batch):
+        stepped = step(state, jax.lax.stop_gradient(batch))[0].params["w"]
+        return jnp.sum(batch @ stepped)
+
+    batch = jda.shard_batch(jnp.ones((8, 8)), tx)
+    assert jax.jvp(loss, (batch,), (batch,))[1] != 0

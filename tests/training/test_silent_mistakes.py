@@ -292,7 +292,7 @@ def test_batches_that_are_no_batch():
         ({"x": BATCH, "y": np.ones(16)}, jda.ShapeError, r"batch\['y'\]: leading dimension differs .*got 16, expected 8"),
         ({"x": BATCH, "y": "name"}, jda.DtypeError, r"batch\['y'\]: not an array of numbers: got <U4"),
         ({"x": BATCH, "y": object()}, jda.DtypeError, r"batch\['y'\]: not an array of numbers: got object"),
-        ({"x": BATCH, "y": 1.0}, jda.ShapeError, r"batch\['y'\]: leading dimension does not divide"),
+        ({"x": BATCH, "y": 1.0}, jda.ShapeError, r"batch\['y'\]: a leaf without dimensions cannot be cut"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             run(tx, loss, [batch])

@@ -1,0 +1,61 @@
+"""A distributed step has neither members nor a derivative: vmap and grad of it raise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jdistadam.errors import PolicyError
+
+
+def check_not_transformed(function: str, tree: Any) -> None:
+    """Raises PolicyError where ``jax.vmap`` or a derivative runs over an array of ``tree``.
+
+    Inside of a jit nothing tells such an array from another one, but the rule of a primitive is
+    called; nobody uses the results, so that the compiled program has nothing of it.
+    """
+    _passed_p.bind(*jax.tree.leaves(tree), function=function)
+
+
+_passed_p = Primitive("jdistadam_passed")  # [Note: primitives of our own]
+_passed_p.multiple_results = True
+
+
+@_passed_p.def_impl
+def _passed(*leaves: Any, function: str) -> Any:
+    del function
+    return list(leaves)
+
+
+_passed_p.def_abstract_eval(_passed)
+mlir.register_lowering(_passed_p, mlir.lower_fun(_passed, multiple_results=True))
+
+
+def _batched(leaves: Any, dims: Any, *, function: str) -> Any:
+    sizes = {x.shape[dim] for x, dim in zip(leaves, dims, strict=True) if dim is not None}
+    raise PolicyError(
+        function,
+        "a distributed optimizer cannot run under jax.vmap",
+        got=f"vmap over {', '.join(map(str, sizes))}",
+        expected="one model, on all devices of the mesh",
+        action="Step ensembles and sweeps with jax.vmap(fused_adamw(...).step).",
+    )
+
+
+def _jvp(leaves: Any, tangents: Any, *, function: str) -> Any:
+    del tangents
+    raise PolicyError(
+        function,
+        "a distributed optimizer cannot be differentiated",
+        got=f"a derivative by some of {len(leaves)} arrays",
+        expected="a use of its values alone",
+        action="Differentiate fused_adamw(...).step, or put jax.lax.stop_gradient around what this "
+        "one takes.",
+    )
+
+
+batching.primitive_batchers[_passed_p] = _batched
+ad.primitive_jvps[_passed_p] = _jvp
