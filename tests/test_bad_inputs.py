@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import pickle
 import re
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -350,7 +351,7 @@ ERRORS = [
     # -- groups and param_specs
     ("groups without labels", lambda: make_tx(groups={"a": {}}), jda.HyperparameterError, r"^groups: labels and groups belong together: got param_labels=None, groups=\{'a': \{\}\}, expected both"),
     ("groups in a list", lambda: make_tx(param_labels="a", groups=["a"]), jda.HyperparameterError, r"^groups: labels and groups belong together: .*, groups=\['a'\], expected both, groups as a dict of dicts"),
-    ("a checkpoint of several optimizers", lambda: jda.save("unused", {"params": PARAMS, "opt_state": optax.chain(fused(), fused()).init(PARAMS)}), jda.TreeError, r"^opt_state: not the state of one Adam: got tuple with 2 of them, .*\. Use one optimizer: a distributed one takes groups\. What optax joins"),
+    ("a checkpoint of several optimizers", lambda: jda.save(tempfile.mkdtemp(), {"params": PARAMS, "opt_state": optax.chain(fused(), fused()).init(PARAMS)}), jda.TreeError, r"^opt_state: not the state of one Adam: got tuple with 2 of them, .*\. Use one optimizer: a distributed one takes groups\. What optax joins"),
     ("a label without a group", lambda: make_tx(param_labels={"w": "a", "b": "z"}, groups={"a": {}}).init(PARAMS), jda.TreeError, r"^params\['b'\]: its label belongs to no group: got 'z', expected 'a'\. Add 'z' to groups"),
     ("a group without a label", lambda: make_tx(param_labels={"w": "body", "b": "head"}, groups={"body": {}, "head": {}, "frozn": dict(frozen=True)}).init(PARAMS), jda.TreeError, r"^groups\['frozn'\]: no leaf has this label: got the labels 'body', 'head', expected 'frozn' among them\. Fix its spelling"),
     ("labels of another tree", lambda: make_tx(param_labels=lambda params: {"q": "a"}, groups={"a": {}}).init(PARAMS), jda.TreeError, r"^param_labels: structure differs from params: got PyTreeDef\(\{'q': \*\}\)"),
