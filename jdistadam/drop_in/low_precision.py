@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core import trees
+from jdistadam.core import boxes, trees
 from jdistadam.core.low_precision import LowPrecision
 from jdistadam.core.moments import BlockCodes, BlockFormat, is_codes, moment_leaves
 from jdistadam.core.types import OptState, Params
@@ -45,7 +45,7 @@ def new_state(low: LowPrecision, params: Params, state: OptState) -> OptState:
                 paths, jax.tree.leaves(params), jax.tree.leaves(tree), strict=True
             )
         ]
-        return jax.tree.unflatten(jax.tree.structure(params), leaves)
+        return boxes.codes_outside(jax.tree.unflatten(jax.tree.structure(params), leaves))
 
     adam = state[0]._replace(mu=coded(state[0].mu, low.mu), nu=coded(state[0].nu, low.nu))
     return (adam, *state[1:])
@@ -165,4 +165,4 @@ def _decoded(name: str, tree: Any) -> Any:
     def one(x: Any) -> Any:
         return coded_leaves.decoded(name, *x) if is_codes(x) else x
 
-    return jax.tree.map(one, tree, is_leaf=is_codes)
+    return jax.tree.map(one, boxes.codes_inside(tree), is_leaf=is_codes)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdistadam.core import trees
+from jdistadam.core import boxes, trees
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.types import OptState, Params
 from jdistadam.errors import DtypeError, TreeError
@@ -113,7 +113,9 @@ def _joined(params: Params, state: MainParamsState) -> Params:
     """Puts the main parameters of one state in the place of its params."""
     kinds = {MainParams.of(x) for x in jax.tree.leaves(state.main_params)}
     kind = MainParams.REMAINDER16 if MainParams.REMAINDER16 in kinds else MainParams.FLOAT32
-    own = _masked_as(state.inner[0].mu, params)  # every leaf that it steps has one
+    own = _masked_as(
+        boxes.codes_inside(state.inner[0].mu), params
+    )  # every leaf that it steps has one
     mains = iter(main_leaves(kind, state.main_params, own))
     treedef: Any = jax.tree.structure(params)
     values = [
