@@ -94,7 +94,7 @@ def adam_of(opt_state: Any) -> Any:
     if isinstance(adam, DistributedState):
         return adam
     mu, nu = map(boxes.codes_inside, (adam.mu, adam.nu))  # with the names of params
-    return adam._replace(mu=mu, nu=nu)
+    return adam._replace(count=boxes.unboxed(adam.count), mu=mu, nu=nu)
 
 
 def kept_main_params(opt_state: Any) -> Any:

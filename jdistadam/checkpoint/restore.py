@@ -82,7 +82,7 @@ def restore(
     restored.look()
     extra = _extra_of(template, reader.head)
     wanted.finish(ignored=[name for _, names in extra.values() for name in names])
-    values = restored.read()
+    values = {name: _as_in(fields[name], x) for name, x in restored.read().items()}
     for field, (structure, names) in extra.items():
         values[field] = structure.unflatten(restored.others(names))
     treedef: Any = jax.tree.structure(template, is_leaf=lambda x: x is not template)
@@ -131,6 +131,11 @@ def restore_params(
     found = reader.read_many(requests)
     new = [x.astype(like.dtype) for x, like in zip(found, leaves.values(), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(like), new)
+
+
+def _as_in(field: Any, value: Any) -> Any:
+    """Gives a field the containers of the template, also boxes that the parts of a state had."""
+    return jax.tree.unflatten(jax.tree.structure(field), jax.tree.leaves(value))
 
 
 def _sharding_of(x: Any) -> Sharding:

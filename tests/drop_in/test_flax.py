@@ -24,14 +24,14 @@ def gradients_at(step, params):
 
 
 @pytest.mark.parametrize(
-    ("options", "dtype"),
+    ("options", "dtype", "transform"),
     [
-        (dict(mu_dtype="block16"), jnp.float32),
-        (BOTH | dict(main_params_dtype="remainder16"), BF16),
+        (dict(mu_dtype="block16"), jnp.float32, nnx.jit),
+        (BOTH | dict(main_params_dtype="remainder16"), BF16, nnx.jit),
+        (BOTH, jnp.float32, lambda function: function),
     ],
-    ids=["mu", "all"],
+    ids=["mu", "all", "eager"],
 )
-@pytest.mark.parametrize("transform", [nnx.jit, lambda f: f], ids=["jit", "eager"])
 def test_nnx_optimizer_with_moments_in_codes(options, dtype, transform):
     model = nnx.Linear(64, 128, param_dtype=dtype, rngs=nnx.Rngs(0))
     tx = jda.fused_adamw(**HYPER | options)
@@ -52,6 +52,55 @@ def test_nnx_optimizer_with_moments_in_codes(options, dtype, transform):
     assert_trees_same_bits(got, want)
     decoded = jda.decoded(optimizer.opt_state)
     assert_trees_same_bits(jax.tree.leaves(decoded), jax.tree.leaves(jda.decoded(state)))
+
+
+def optimizer_of(model, **options):
+    tx = jda.fused_adamw(**HYPER | dict(learning_rate=optax.constant_schedule(3e-3)) | options)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer.update(model, gradients_at(0, nnx.state(model, nnx.Param)))
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "options", [{}, BOTH | dict(main_params_dtype="remainder16")], ids=["floats", "codes"]
+)
+def test_restore_returns_the_tree_of_nnx(options, tmp_path):
+    model = nnx.Linear(64, 128, param_dtype=BF16 if options else jnp.float32, rngs=nnx.Rngs(0))
+    optimizer = optimizer_of(model, **options)
+    state = {"params": nnx.state(model, nnx.Param), "opt_state": optimizer.opt_state}
+    jda.save(tmp_path, state)
+    restored = jda.restore(tmp_path, state)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert_trees_same_bits(*map(jax.tree.leaves, (restored, state)))
+    grads = gradients_at(1, state["params"])
+    results = []
+    for opt_state in (state["opt_state"], restored["opt_state"]):
+        copy = nnx.clone(model)
+        optimizer.opt_state = nnx.data(opt_state)
+        optimizer.update(copy, grads)
+        results.append(nnx.to_pure_dict(nnx.state(copy)))
+    assert_trees_same_bits(*results)
+
+
+def test_main_params_of_nnx():
+    model = nnx.Linear(4, 3, param_dtype=BF16, rngs=nnx.Rngs(0))
+    optimizer, params = optimizer_of(model, main_params_dtype=jnp.float32), nnx.state(model)
+    main = jda.main_params(params, optimizer.opt_state)
+    assert jax.tree.structure(main) == jax.tree.structure(params)
+    assert_trees_same_bits(*map(jax.tree.leaves, (main, optimizer.opt_state.main_params)))
+
+
+def test_the_state_of_nnx_over_a_mesh():
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    optimizer, params = optimizer_of(model), nnx.state(model)
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices("cpu")[:4])
+    hyper = HYPER | dict(learning_rate=optax.constant_schedule(3e-3))
+    tx = jda.distributed_fused_adamw(**hyper, mesh=mesh)
+    state = jda.from_optax_state(params, optimizer.opt_state, tx)
+    assert jax.tree.structure(state.params) == jax.tree.structure(params)
+    main, opt_state, _ = jda.to_optax_state(state, tx)
+    want = params, optimizer.opt_state
+    assert_trees_same_bits(*map(jax.tree.leaves, ((main, opt_state), want)))
 
 
 def test_a_state_of_nnx_as_params():
