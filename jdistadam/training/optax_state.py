@@ -200,8 +200,8 @@ def from_optax_state(
         is_leaf=is_distributed_state,
     )
     expected: Any = jax.tree.structure(template)
-    given, like = map(jax.tree.structure, boxes.unboxed([opt_state, template]))
-    if given == like:
+    given: Any = jax.tree.structure(boxes.unboxed(opt_state))
+    if given == jax.tree.structure(boxes.unboxed(template)):
         opt_state = expected.unflatten(jax.tree.leaves(opt_state))  # nnx.Optimizer has other boxes
     if jax.tree.structure(opt_state) != expected:
         raise TreeError(
