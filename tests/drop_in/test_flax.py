@@ -103,6 +103,14 @@ def test_the_state_of_nnx_over_a_mesh():
     assert_trees_same_bits(*map(jax.tree.leaves, ((main, opt_state), want)))
 
 
+def test_paths_in_nnx_are_the_same_at_first_and_later():
+    model = nnx.Sequential(*[nnx.Linear(64, 64, rngs=nnx.Rngs(0)) for _ in range(2)])
+    path = "['layers'][0]['kernel']"
+    optimizer = optimizer_of(model, mu_dtype="block16", float32_moments=path.__eq__)
+    first, second = (optimizer.opt_state[0].mu["layers"][i]["kernel"] for i in range(2))
+    assert first[...].dtype == jnp.float32 and second.codes[...].dtype == jnp.uint16
+
+
 def test_a_state_of_nnx_as_params():
     _, boxed = nnx.split(nnx.Linear(64, 128, rngs=nnx.Rngs(0)))
     tx = jda.fused_adamw(**HYPER | BOTH)
