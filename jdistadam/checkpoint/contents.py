@@ -241,7 +241,8 @@ def _check_main_names(main: dict[str, Any], params: dict[str, Any]) -> None:
             "a main parameter without a parameter of that path, which no template could ask for",
             got=f"{len(main)} of them",
             expected=f"those of {len(params)} parameters, as {next(iter(params), 'none')}",
-            action="Leave out optax.flatten: fused_adamw steps all leaves in one call.",
+            action="Leave out optax.flatten. Of nnx pass params and opt_state both as they are, or "
+            "both by nnx.as_pure.",
         )
 
 
