@@ -224,12 +224,26 @@ def _of_optax(fields: dict[str, Any], adam: Any, mesh: Mesh) -> Iterator[Group]:
             yield _whole(name, x, mesh)
     params = parts.named("main_params", fields["params"])
     main = parts.named("main_params", parts.kept_main_params(fields["opt_state"]))
+    _check_main_names(main, params)
     for name, x in main.items():
         if x.dtype == jnp.float32:
             yield _whole(name, x, mesh)
         else:
             make = functools.partial(lambda p, x: [_join(p, x)], params[name], x)
             yield Group((Entry(name, x.shape, jnp.dtype(jnp.float32)),), make, 4 * x.size)
+
+
+def _check_main_names(main: dict[str, Any], params: dict[str, Any]) -> None:
+    """Raises TreeError for a main parameter that is not that of one parameter."""
+    if strange := [name for name in main if name not in params]:
+        raise TreeError(
+            f"opt_state: {strange[0]}",
+            "a main parameter without a parameter of that path, which no template could ask for",
+            got=f"{len(main)} of them",
+            expected=f"those of {len(params)} parameters, as {next(iter(params), 'none')}",
+            action="Leave out optax.flatten. Of nnx pass params and opt_state both as they are, or "
+            "both by nnx.as_pure.",
+        )
 
 
 def _is_count(leaf: parts.Leaf, count: int) -> bool:

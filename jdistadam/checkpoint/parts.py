@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jdistadam.core import trees
+from jdistadam.core import boxes, trees
 from jdistadam.core.moments import is_codes
 from jdistadam.distributed.state import DistributedState
 from jdistadam.drop_in.main_params import MainParamsState
@@ -91,7 +91,11 @@ def adam_of(opt_state: Any) -> Any:
             action="Use one optimizer: a distributed one takes groups. What optax joins of "
             "several, as in multi_transform, orbax saves by itself.",
         )
-    return found[0]
+    adam = found[0]
+    if isinstance(adam, DistributedState):
+        return adam
+    mu, nu = map(boxes.codes_inside, (adam.mu, adam.nu))  # with the names of params
+    return adam._replace(count=boxes.unboxed(adam.count), mu=mu, nu=nu)
 
 
 def kept_main_params(opt_state: Any) -> Any:

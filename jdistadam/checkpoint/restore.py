@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from jdistadam.checkpoint import header, parts, storage
@@ -82,7 +83,7 @@ def restore(
     restored.look()
     extra = _extra_of(template, reader.head)
     wanted.finish(ignored=[name for _, names in extra.values() for name in names])
-    values = restored.read()
+    values = {name: _as_in(fields[name], x) for name, x in restored.read().items()}
     for field, (structure, names) in extra.items():
         values[field] = structure.unflatten(restored.others(names))
     treedef: Any = jax.tree.structure(template, is_leaf=lambda x: x is not template)
@@ -99,7 +100,9 @@ def restore_params(
     Args:
       folder: What ``save`` or ``Checkpointer`` wrote.
       like: Tree of arrays or of ``jax.ShapeDtypeStruct``, whose shardings say where parameters are
-        to be placed; without one on the first device. None: dictionaries, as they were saved.
+        to be placed; without one on the first device. Where its dtype is float32 and the optimizer
+        kept main parameters, these are read: the exact values, of which the params are rounded
+        copies. None: dictionaries of the params, in the dtypes in which they were saved.
       step: Which checkpoint. None: the newest.
       cast: Whether they are cast to the dtypes of ``like`` where that loses bits.
 
@@ -123,14 +126,26 @@ def restore_params(
         like = _nested(reader.head, names)
     wanted = Wanted(reader.head, cast=cast)
     leaves = parts.named("params", like)
-    for name, x in leaves.items():
-        wanted.array(name, x)
+    sources = [_source_of(wanted, name, x) for name, x in leaves.items()]
     if rest := [name for name in names if name not in leaves]:
         raise wanted.unexpected(rest)
-    requests = [(name, _sharding_of(x)) for name, x in leaves.items()]
+    requests = list(zip(sources, map(_sharding_of, leaves.values()), strict=True))
     found = reader.read_many(requests)
     new = [x.astype(like.dtype) for x, like in zip(found, leaves.values(), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(like), new)
+
+
+def _as_in(field: Any, value: Any) -> Any:
+    """Gives a field the containers of the template, also boxes that the parts of a state had."""
+    return jax.tree.unflatten(jax.tree.structure(field), jax.tree.leaves(value))
+
+
+def _source_of(wanted: Wanted, name: str, like: Any) -> str:
+    """Returns the name under which the file has a parameter: of its main parameter for float32."""
+    if like.dtype == jnp.float32:
+        return wanted.exact(name, like, keeps_main=False) or name
+    wanted.array(name, like)
+    return name
 
 
 def _sharding_of(x: Any) -> Sharding:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core import trees
+from jdistadam.core import boxes, trees
 from jdistadam.core.low_precision import LowPrecision
 from jdistadam.core.moments import BlockCodes, BlockFormat, is_codes, moment_leaves
 from jdistadam.core.types import OptState, Params
@@ -33,7 +33,7 @@ class RoundingState(NamedTuple):
 
 def new_state(low: LowPrecision, params: Params, state: OptState) -> OptState:
     """Codes the moments of optax's state, all zero, where they are to be."""
-    paths = trees.paths(params, "")
+    paths = _paths(params)
     low.check_paths(dict(zip(paths, map(np.size, jax.tree.leaves(params)), strict=True)))
 
     for path, param in zip(paths, jax.tree.leaves(params), strict=True):
@@ -49,10 +49,15 @@ def new_state(low: LowPrecision, params: Params, state: OptState) -> OptState:
                 paths, jax.tree.leaves(params), jax.tree.leaves(tree), strict=True
             )
         ]
-        return jax.tree.unflatten(jax.tree.structure(params), leaves)
+        return boxes.codes_outside(jax.tree.unflatten(jax.tree.structure(params), leaves))
 
     adam = state[0]._replace(mu=coded(state[0].mu, low.mu), nu=coded(state[0].nu, low.nu))
     return (adam, *state[1:])
+
+
+def _paths(params: Params) -> list[str]:
+    """Without boxes: nnx.Optimizer has them around params at first, and later not."""
+    return trees.paths(boxes.unboxed(params), "")
 
 
 def _zeros(param: Any, format: BlockFormat) -> BlockCodes:
@@ -89,7 +94,7 @@ def check_coded(
     low: LowPrecision, params: Params, moments: Any, *, name: str, format: BlockFormat | None
 ) -> None:
     """Raises DtypeError unless those moments are coded that this optimizer codes, in its format."""
-    paths = trees.paths(params, "")
+    paths = _paths(params)
     for path, param, moment in zip(
         paths, jax.tree.leaves(params), moment_leaves(moments), strict=True
     ):
@@ -166,4 +171,4 @@ def _decoded(name: str, tree: Any) -> Any:
     def one(x: Any) -> Any:
         return coded_leaves.decoded(name, *x) if is_codes(x) else x
 
-    return jax.tree.map(one, tree, is_leaf=is_codes)
+    return jax.tree.map(one, boxes.codes_inside(tree), is_leaf=is_codes)

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdistadam.core import trees
+from jdistadam.core import boxes, trees
 from jdistadam.core.main_params import MainParams
+from jdistadam.core.moments import is_codes
 from jdistadam.core.types import OptState, Params
 from jdistadam.errors import DtypeError, TreeError
 
@@ -65,17 +66,21 @@ def main_leaves(kind: MainParams, main_params: Any, params: Params) -> list[Any]
     try:
         mains = treedef.flatten_up_to(main_params)
     except (ValueError, TypeError):
-        raise TreeError(
-            "opt_state.main_params",
-            "tree structure differs from params",
-            got=jax.tree.structure(main_params),
-            expected=treedef,
-            action="Make the state with init(params) of this optimizer.",
-        ) from None
+        raise _differs(main_params, treedef) from None
     names = trees.paths(params, "opt_state.main_params")
     for name, main, param in zip(names, mains, jax.tree.leaves(params), strict=True):
         _check_main(name, kind, main, param)
     return [None if isinstance(main, optax.MaskedNode) else main for main in mains]
+
+
+def _differs(main_params: Any, expected: Any) -> TreeError:
+    return TreeError(
+        "opt_state.main_params",
+        "tree structure differs from params",
+        got=jax.tree.structure(main_params),
+        expected=expected,
+        action="Make the state with init(params) of this optimizer.",
+    )
 
 
 def _check_main(name: str, kind: MainParams, main: Any, param: Any) -> None:
@@ -130,38 +135,36 @@ def main_params_of(params: Params, opt_state: OptState) -> Any:
     """
     is_kept_here = lambda x: isinstance(x, MainParamsState)  # noqa: E731
     found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_kept_here) if is_kept_here(x)]
+    if not found:
+        return params
+    exact, found = boxes.unboxed((params, found))  # nnx.Optimizer puts arrays into others
     for state in found:
-        params = _joined(params, state)
-    return params
+        exact = _joined(exact, state)
+    treedef: Any = jax.tree.structure(params)
+    return treedef.unflatten(jax.tree.leaves(exact))
 
 
 def _joined(params: Params, state: MainParamsState) -> Params:
     """Puts the main parameters of one state in the place of its params."""
     kinds = {MainParams.of(x) for x in jax.tree.leaves(state.main_params)}
     kind = MainParams.REMAINDER16 if MainParams.REMAINDER16 in kinds else MainParams.FLOAT32
-    own = _masked_as(state.inner[0].mu, params)  # every leaf that it steps has one
+    # Every leaf that it steps has a moment; a MaskedNode may stand for many that it does not.
+    moments = jax.tree.leaves(state.inner[0].mu, is_leaf=_is_moment)
+    treedef: Any = jax.tree.structure(state.inner[0].mu, is_leaf=_is_moment)
+    try:
+        parts = treedef.flatten_up_to(params)
+    except (ValueError, TypeError):
+        raise _differs(state.main_params, jax.tree.structure(params)) from None
+    is_stepped = [not isinstance(x, optax.MaskedNode) for x in moments]
+    pairs = list(zip(parts, is_stepped, strict=True))
+    own = treedef.unflatten(x if stepped else optax.MaskedNode() for x, stepped in pairs)
     mains = iter(main_leaves(kind, state.main_params, own))
-    treedef: Any = jax.tree.structure(params)
-    values = [
-        param if isinstance(part, optax.MaskedNode) else _exact(param, next(mains))
-        for param, part in zip(jax.tree.leaves(params), treedef.flatten_up_to(own), strict=True)
-    ]
-    return jax.tree.unflatten(treedef, values)
+    return treedef.unflatten(_exact(x, next(mains)) if stepped else x for x, stepped in pairs)
+
+
+def _is_moment(x: Any) -> bool:
+    return is_codes(x) or isinstance(x, optax.MaskedNode)
 
 
 def _exact(param: Any, main: Any) -> Any:
     return MainParams.of(main).join(param, main, jnp)
-
-
-def _masked_as(tree: Any, params: Params) -> Params:
-    """Masks the leaves of params that ``tree`` lacks, as ``optax.masked`` does."""
-    treedef: Any = jax.tree.structure(params)
-    try:
-        parts = treedef.flatten_up_to(tree)
-    except (ValueError, TypeError):
-        return params  # which do not belong to this state: main_leaves says so
-    masked = [
-        part if isinstance(part, optax.MaskedNode) else param
-        for part, param in zip(parts, jax.tree.leaves(params), strict=True)
-    ]
-    return jax.tree.unflatten(treedef, masked)

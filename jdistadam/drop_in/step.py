@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdistadam.core import trees
+from jdistadam.core import boxes, trees
 from jdistadam.core.formats import Orders
 from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.core.low_precision import LowPrecision
@@ -93,6 +93,9 @@ def tree_step(
     key, state = split_key(low, state)
     main_params, inner = split_state(state, main_kind)
     adam_state = adam_state_of(inner, name)
+    if low.is_coding:  # [Note: boxes]
+        mu, nu = map(boxes.codes_inside, (adam_state.mu, adam_state.nu))
+        adam_state = adam_state._replace(mu=mu, nu=nu)
     check_trees(grads, adam_state, params, nu_dtype=nu_dtype, state_name=name, low=low)
     if params is None:
         params = grads  # the kernel wants an operand, and does not look at it
@@ -153,8 +156,9 @@ def _new_trees(
     def tree(values: Sequence[Any]) -> Any:
         return jax.tree.unflatten(treedef, values)
 
+    moments = [tree([x.mu for x in new]), tree([x.nu for x in new])]
     new_adam = optax.ScaleByAdamState(
-        optax.safe_increment(count), tree([x.mu for x in new]), tree([x.nu for x in new])
+        optax.safe_increment(count), *map(boxes.codes_outside, moments)
     )
     new_state: Any = (new_adam, *(advance_schedules(part) for part in other_states))
     if main_kind.is_kept:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 
-from jdistadam.core import trees
+from jdistadam.core import boxes, trees
 from jdistadam.core.moments import is_codes
 from jdistadam.drop_in.low_precision import RoundingState
 from jdistadam.drop_in.main_params import MainParamsState
@@ -30,8 +30,8 @@ def filled(opt_state: Any, ours: AdamTrees, step: int) -> Any:
     Raises:
       TreeError: There is not one Adam in it, for all parameters.
     """
-    old = adam_of(opt_state)
-    shapes = jax.tree.map(lambda x: np.broadcast_to(0, x.shape), old.mu, is_leaf=is_codes)
+    mu = boxes.codes_inside(adam_of(opt_state).mu)
+    shapes = jax.tree.map(lambda x: np.broadcast_to(0, x.shape), mu, is_leaf=is_codes)
     trees.check_same_shapes(ours.mu, shapes, name="mu", like_name="opt_state.mu")
     left: list[str] = []
     new = _filled(opt_state, ours, np.asarray(step, np.int32), "opt_state", left)
@@ -80,7 +80,8 @@ def _stored(name: str, moments: Any, like: Any) -> Any:
             return rounding.encode(name, old.format, x.astype(np.float32, copy=False), None, np)
         return x.astype(old.dtype, copy=False)
 
-    return jax.tree.map(one, like, moments, is_leaf=is_codes)
+    like = boxes.codes_inside(like)
+    return boxes.codes_outside(jax.tree.map(one, like, moments, is_leaf=is_codes))
 
 
 def _filled(part: Any, ours: AdamTrees, count: np.ndarray, where: str, left: list[str]) -> Any:

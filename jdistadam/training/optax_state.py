@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core import trees
+from jdistadam.core import boxes, trees
 from jdistadam.core.moments import BLOCK
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed import packing
@@ -200,6 +200,9 @@ def from_optax_state(
         is_leaf=is_distributed_state,
     )
     expected: Any = jax.tree.structure(template)
+    given: Any = jax.tree.structure(boxes.unboxed(opt_state))
+    if given == jax.tree.structure(boxes.unboxed(template)):
+        opt_state = expected.unflatten(jax.tree.leaves(opt_state))  # nnx.Optimizer has other boxes
     if jax.tree.structure(opt_state) != expected:
         raise TreeError(
             "opt_state",

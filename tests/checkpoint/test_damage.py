@@ -265,6 +265,11 @@ def test_states_that_cannot_be_saved(saved, tmp_path):
         jda.save(tmp_path, state)
     with pytest.raises(jda.TreeError, match="state: traced, so that it holds no values to save"):
         jax.jit(lambda state: jda.save(tmp_path, state, tx))(state)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params)
+    for kind in (jnp.float32, "remainder16"):
+        flat = optax.flatten(jda.fused_adamw(0.1, main_params_dtype=kind))
+        with pytest.raises(jda.TreeError, match="opt_state: main_params: a main parameter without"):
+            jda.save(tmp_path, {"params": params, "opt_state": flat.init(params)})
     assert [x.name for x in tmp_path.iterdir()] == [".jdistadam.lock"]
 
 

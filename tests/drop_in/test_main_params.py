@@ -190,6 +190,25 @@ def test_donated_step_with_main_params_copies_nothing():
     assert compiled.memory_analysis().alias_size_in_bytes == (3 * 4 + 2) * (65 * 33 + 33) + 4
 
 
+def test_main_params_where_a_mask_covers_a_subtree():
+    """optax puts one MaskedNode in the place of all that a label or mask of a prefix leaves out."""
+    params = {part: {"w": jnp.full(4, 1 / 3, BF16), "b": jnp.ones(2)} for part in ("body", "head")}
+    grads = jax.tree.map(jnp.ones_like, params)
+    tx, sgd = jda.fused_adamw(1e-3, main_params_dtype=F32), optax.sgd(0.1)
+    for wrapped in (
+        optax.multi_transform({"a": tx, "b": sgd}, {"body": "a", "head": "b"}),
+        optax.masked(tx, {"body": True, "head": False}),
+    ):
+        updates, state = wrapped.update(grads, wrapped.init(params), params)
+        new = optax.apply_updates(params, updates)
+        main = jda.main_params(new, state)
+        alone, want = tx.step(grads["body"], tx.init(params["body"]), params["body"])
+        assert_trees_same_bits(main["body"], jda.main_params(alone, want))
+        assert main["body"]["w"].dtype == F32 and main["head"]["w"].dtype == BF16
+        with pytest.raises(jda.TreeError, match=r"main_params: tree structure differs from params"):
+            jda.main_params(new | {"more": new["body"]}, state)
+
+
 def test_main_params_in_flax_train_state():
     """Unchanged Flax code, bfloat16 model: many steps too small for bfloat16 still add up."""
     params = {"w": jnp.ones(64, BF16)}
