@@ -15,6 +15,7 @@ from jdistadam.core.main_params import MainParams
 from jdistadam.core.moments import is_codes
 from jdistadam.core.types import OptState, Params
 from jdistadam.errors import DtypeError, TreeError
+from jdistadam.kernels.sharded_adam import typed_as
 
 
 class MainParamsState(NamedTuple):
@@ -122,11 +123,11 @@ def nan_if_changed(
     ]
     new = list(grads)
     for i in sorted(compared, key=lambda i: params[i].size)[:_COMPARED]:
-        bits = jnp.finfo(params[i].dtype)
+        bits, place = jnp.finfo(params[i].dtype), jax.typeof(grads[i]).sharding
         # [Note: casts that XLA deletes]: not this one.
         param, main = (
             jax.lax.reduce_precision(x.astype(jnp.float32), bits.nexp, bits.nmant)
-            for x in (params[i], mains[i])
+            for x in (typed_as(params[i], place), typed_as(mains[i], place))
         )
         is_own = (param == main) | (jnp.isnan(param) & jnp.isnan(main))
         new[i] = jnp.where(is_own, grads[i], jnp.nan)

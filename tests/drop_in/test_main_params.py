@@ -271,3 +271,16 @@ def test_updates_in_one_program_are_not_taken_for_changed_ones(dtype):
     got = jax.jit(steps)(params, tx.init(params))
     assert_trees_same_bits(got, want)
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(got))
+
+
+def test_updates_where_gradients_are_sharded_otherwise():
+    """On Explicit axes, whose types must agree."""
+    mesh = jax.make_mesh((4,), ("x",), (AxisType.Explicit,), devices=jax.devices("cpu")[:4])
+    tx = jda.fused_adamw(**HYPER, main_params_dtype=F32)
+    host = jnp.asarray(np.random.default_rng(4).normal(size=(8, 8)), BF16)
+    params = jax.device_put({"w": host}, NamedSharding(mesh, P(None, "x")))
+    grads = jax.device_put({"w": host}, NamedSharding(mesh, P("x")))
+    with jax.set_mesh(mesh):
+        updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    want, _ = tx.update({"w": host}, tx.init({"w": host}), {"w": host})
+    assert_trees_same_bits(updates, want)
