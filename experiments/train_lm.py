@@ -99,7 +99,7 @@ def setup_jdistadam(args, mesh, model, params, specs):
         mu_dtype=args.mu_dtype,
         nu_dtype=args.nu_dtype,
         rounding=args.rounding,
-        seed=args.seed,
+        seed=args.seed if args.rounding == "stochastic" else None,
     )
     tx = jda.distributed_fused_adamw(
         make_schedule(args), b2=args.b2, weight_decay=0.1, mask=matrices,
