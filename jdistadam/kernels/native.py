@@ -130,8 +130,8 @@ def warn_if_unavailable(platform: str) -> None:
 def choose(compiled: Callable[..., Any], fallback: Callable[..., Any], *operands: Any) -> Any:
     """Calls ``compiled`` on the platforms that have the compiled module, else ``fallback``."""
     available = [platform for platform in PLATFORMS if status(platform).available]
-    if len(available) == len(PLATFORMS):
-        return compiled(*operands)
+    if len(available) == len(PLATFORMS) or (available == ["cpu"] and default_platform() == "cpu"):
+        return compiled(*operands)  # the fallback would be traced in vain: there is no other device
     warn_if_unavailable(default_platform())
     branches = {platform: compiled for platform in available}
     return lax.platform_dependent(*operands, default=fallback, **branches)

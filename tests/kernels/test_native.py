@@ -98,3 +98,19 @@ def test_fallback_warns_once_and_works():
         JAX_PLATFORMS="cpu",
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_build_without_cuda_traces_no_fallback(monkeypatch):
+    """Where there are CPU devices alone; on Explicit axes some fallbacks cannot be traced."""
+    status = native.status
+    missing = native.Status(False, "not built")
+    monkeypatch.setattr(native, "status", lambda x: missing if x == "cuda" else status(x))
+
+    def fallback(x):
+        raise AssertionError("was traced")
+
+    jax.make_jaxpr(lambda x: native.choose(lambda y: y + 1, fallback, x))(1)
+    monkeypatch.setattr(native, "default_platform", lambda: "cuda")  # a GPU, and no kernels for it
+    with pytest.raises(AssertionError, match="was traced"), pytest.warns(match="not built"):
+        native.warn_if_unavailable.cache_clear()
+        jax.make_jaxpr(lambda x: native.choose(lambda y: y + 1, fallback, x))(1)
