@@ -211,8 +211,10 @@ def check_placement(config: DistributedConfig, state: Any) -> None:
     texts = [f"{x.spec} on {dict(x.mesh.shape)}" for x in (got, expected)]
     if texts[0] == texts[1]:
         pairs = zip(got.mesh.devices.flat, expected.mesh.devices.flat, strict=True)
-        place, differing = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-        texts = [f"{texts[0]} with {device} at place {place}" for device in differing]
+        for place, differing in enumerate(pairs):
+            if differing[0] != differing[1]:
+                texts = [f"{texts[0]} with {device} at place {place}" for device in differing]
+                break
     raise MeshError(
         "opt_state.mu",
         "sharded over another mesh, or in another order",

@@ -127,11 +127,19 @@ def warn_if_unavailable(platform: str) -> None:
         )
 
 
+def _has_cpus_alone() -> bool:
+    """Whether JAX has no device of another kind, which need not be its default."""
+    try:
+        return default_platform() == "cpu" and not jax.devices("gpu")
+    except RuntimeError:  # there is no such backend
+        return True
+
+
 def choose(compiled: Callable[..., Any], fallback: Callable[..., Any], *operands: Any) -> Any:
     """Calls ``compiled`` on the platforms that have the compiled module, else ``fallback``."""
     available = [platform for platform in PLATFORMS if status(platform).available]
-    if len(available) == len(PLATFORMS) or (available == ["cpu"] and default_platform() == "cpu"):
-        return compiled(*operands)  # the fallback would be traced in vain: there is no other device
+    if len(available) == len(PLATFORMS) or (available == ["cpu"] and _has_cpus_alone()):
+        return compiled(*operands)  # the fallback would be traced in vain
     warn_if_unavailable(default_platform())
     branches = {platform: compiled for platform in available}
     return lax.platform_dependent(*operands, default=fallback, **branches)

@@ -90,8 +90,8 @@ def plan(
       tx: A distributed optimizer. Its mesh may be larger than what this machine has, if its
         devices come from ``jax.experimental.topologies``.
       accumulate_steps: As given to ``train_step``.
-      in_train_step: Whether it is a step of ``train_step``. In a training loop of your own, or of a
-        step alone, no gradients are sent ahead over peer memory.
+      in_train_step: Whether it is a step of ``train_step``. In a custom training loop, and in
+        a step alone, no gradients are sent ahead over peer memory.
 
     Example:
       >>> import jax
