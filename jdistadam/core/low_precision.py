@@ -15,7 +15,10 @@ from jdistadam.core.moments import FORMATS, SMALLEST_CODED, BlockFormat
 from jdistadam.errors import PolicyError, TreeError
 
 ROUNDINGS = ("nearest", "stochastic")
-NAMES = " or ".join(f'"{known.name}"' for known in FORMATS)
+MOMENT_NAMES = tuple(f'"{known.name}"' for known in FORMATS)
+"""What mu_dtype and nu_dtype may be beside dtypes."""
+
+NAMES = " or ".join(MOMENT_NAMES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,13 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core.dtypes import FLOATS, check_supported, float_dtype
-from jdistadam.core.low_precision import LowPrecision, named_format, parse, without_codes
+from jdistadam.core.low_precision import (
+    MOMENT_NAMES,
+    LowPrecision,
+    named_format,
+    parse,
+    without_codes,
+)
 from jdistadam.core.main_params import MainParams
-from jdistadam.core.moments import BLOCK16, FORMATS
+from jdistadam.core.moments import BLOCK16
 from jdistadam.errors import PolicyError
-
-MOMENT_NAMES = tuple(f'"{known.name}"' for known in FORMATS)
-"""What mu_dtype and nu_dtype may be beside dtypes."""
 
 _FLOAT8 = ("float8_e5m2", "float8_e4m3fn")
 _SUPPORTED: dict[str, tuple[str | None, ...]] = {

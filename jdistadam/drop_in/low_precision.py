@@ -38,7 +38,7 @@ def new_state(low: LowPrecision, params: Params, state: OptState) -> OptState:
 
     for path, param in zip(paths, jax.tree.leaves(params), strict=True):
         if low.is_coding and low.is_coded(path, param):
-            sharded_compact_adam.check_leaf(f"params{path}", param, is_coded=True)
+            sharded_compact_adam.check_coded_leaf(f"params{path}", param)
 
     def coded(tree: Any, format: BlockFormat | None) -> Any:
         if format is None:

@@ -13,10 +13,10 @@ from jdistadam.core import trees
 from jdistadam.core.dtypes import float_dtype
 from jdistadam.core.formats import leaf_orders
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
-from jdistadam.core.low_precision import LowPrecision, parse, without_codes
+from jdistadam.core.low_precision import MOMENT_NAMES, LowPrecision, parse, without_codes
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.masks import decay_groups
-from jdistadam.core.precision import MOMENT_NAMES, check_nu_dtype
+from jdistadam.core.precision import check_nu_dtype
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
 from jdistadam.drop_in.new_state import in_order, new_state, state_in_order
