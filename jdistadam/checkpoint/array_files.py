@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from jdistadam.checkpoint.checksum import PartialSums
@@ -210,7 +211,7 @@ def _result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    has_64_bits = jax.config.jax_enable_x64
+    has_64_bits = bool(jnp.result_type(float) == jnp.float64)
 
     def run() -> Any:
         with jax.enable_x64(has_64_bits):  # which holds for one thread, if set as a context
