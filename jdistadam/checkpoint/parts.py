@@ -110,8 +110,7 @@ def other_leaves(fields: dict[str, Any]) -> Iterator[Leaf]:
         if name == "params":
             continue
         tree = map_main_params(tree, lambda part: part.inner)
-        flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is(_PARTS))
-        for path, x in flat:
+        for path, x in boxes.leaves_with_path(tree, _is(_PARTS)):
             if isinstance(x, optax.ScaleByScheduleState):
                 yield Leaf(f"{name}{jax.tree_util.keystr(path)}", x.count, None, True)
             elif not isinstance(x, _ADAM):
@@ -138,14 +137,15 @@ def rebuilt(name: str, tree: Any, others: dict[str, Any], adam: Any, main: Any) 
       main: What stands for the main parameters of a MainParamsState.
     """
 
-    def value(path: Any, x: Any) -> Any:
+    def value(path: tuple[Any, ...], x: Any) -> Any:
         if isinstance(x, _ADAM):
             return adam
         found = others[f"{name}{jax.tree_util.keystr(path)}"]
         return x._replace(count=found) if isinstance(x, optax.ScaleByScheduleState) else found
 
     bare = map_main_params(tree, lambda part: part.inner)
-    new = jax.tree_util.tree_map_with_path(value, bare, is_leaf=_is(_PARTS))
+    treedef: Any = jax.tree.structure(bare, is_leaf=_is(_PARTS))
+    new = treedef.unflatten(value(*leaf) for leaf in boxes.leaves_with_path(bare, _is(_PARTS)))
     if kept_main_params(tree) is None:
         return new
     return _wrapped(tree, new, main)
@@ -168,13 +168,13 @@ def named(section: str, tree: Any) -> dict[str, Any]:
 
 def moments(section: str, tree: Any) -> dict[str, Any]:
     """Returns moments by name: arrays, or those in codes."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_codes)
+    leaves = boxes.leaves_with_path(tree, is_codes)
     return {f"{section}{jax.tree_util.keystr(path)}": x for path, x in leaves}
 
 
 def with_keys(section: str, tree: Any) -> Iterator[tuple[str, Any, tuple[str, ...] | None]]:
     """Yields the leaves of a tree with their names, and their keys as in ``Leaf``."""
-    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for path, x in boxes.leaves_with_path(tree):
         yield f"{section}{jax.tree_util.keystr(path)}", x, _dict_keys(path)
 
 

@@ -5,7 +5,7 @@ A box is a node of a tree with one child and a note about it, such as how it is 
 Trees like params have the boxes of params. A moment in codes is two arrays in the place of one:
 in a state each of these has a box of its own, as nnx puts one array into a Variable and linen
 reads one sharding from a box. While a step computes, the box is around both, as around the
-parameter. Leaves have the same order either way.
+parameter. Leaves have the same order either way, and the same names: those of a tree without boxes.
 """
 
 from __future__ import annotations
@@ -40,6 +40,19 @@ def _with(box: Any, content: Any) -> Any:
 def unboxed(tree: Any) -> Any:
     """Returns a tree without its boxes."""
     return jax.tree.map(lambda x: unboxed(_content(x)) if is_box(x) else x, tree, is_leaf=is_box)
+
+
+def leaves_with_path(tree: Any, is_leaf: Any = None) -> list[tuple[tuple[Any, ...], Any]]:
+    """Returns the leaves of a tree, each with the keys that lead to it in a tree without boxes."""
+    stop = is_leaf or (lambda x: False)
+    found: list[tuple[tuple[Any, ...], Any]] = []
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: stop(x) or is_box(x))
+    for path, x in flat:
+        if is_box(x) and not stop(x):
+            found.extend((path + rest, y) for rest, y in leaves_with_path(_content(x), is_leaf))
+        else:
+            found.append((path, x))
+    return found
 
 
 def codes_outside(moments: Any) -> Any:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistadam.core import boxes
 from jdistadam.errors import DtypeError, ShapeError, TreeError
 
 STORAGE_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -16,9 +17,8 @@ STORAGE_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp
 
 
 def paths(tree: Any, name: str) -> list[str]:
-    """Returns the path of every leaf, e.g. ``params['block']['w']``."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [name + jax.tree_util.keystr(path) for path, _ in flat]
+    """Returns the path of every leaf, e.g. ``params['block']['w']``, also where it is in a box."""
+    return [name + jax.tree_util.keystr(path) for path, _ in boxes.leaves_with_path(tree)]
 
 
 def check_same_structure(tree: Any, like: Any, *, name: str, like_name: str) -> None:

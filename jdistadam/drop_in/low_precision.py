@@ -33,7 +33,7 @@ class RoundingState(NamedTuple):
 
 def new_state(low: LowPrecision, params: Params, state: OptState) -> OptState:
     """Codes the moments of optax's state, all zero, where they are to be."""
-    paths = _paths(params)
+    paths = trees.paths(params, "")
     low.check_paths(dict(zip(paths, map(np.size, jax.tree.leaves(params)), strict=True)))
 
     for path, param in zip(paths, jax.tree.leaves(params), strict=True):
@@ -53,11 +53,6 @@ def new_state(low: LowPrecision, params: Params, state: OptState) -> OptState:
 
     adam = state[0]._replace(mu=coded(state[0].mu, low.mu), nu=coded(state[0].nu, low.nu))
     return (adam, *state[1:])
-
-
-def _paths(params: Params) -> list[str]:
-    """Without boxes: nnx.Optimizer has them around params at first, and later not."""
-    return trees.paths(boxes.unboxed(params), "")
 
 
 def _zeros(param: Any, format: BlockFormat) -> BlockCodes:
@@ -94,7 +89,7 @@ def check_coded(
     low: LowPrecision, params: Params, moments: Any, *, name: str, format: BlockFormat | None
 ) -> None:
     """Raises DtypeError unless those moments are coded that this optimizer codes, in its format."""
-    paths = _paths(params)
+    paths = trees.paths(params, "")
     for path, param, moment in zip(
         paths, jax.tree.leaves(params), moment_leaves(moments), strict=True
     ):

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdistadam.core import trees
+from jdistadam.core import boxes, trees
 from jdistadam.errors import ShapeError, TreeError
 
 Rename = Callable[[str], str | None] | Mapping[str, str | None] | None
@@ -17,7 +17,7 @@ Transpose = Callable[[str, int], Sequence[int] | None] | Mapping[str, Sequence[i
 
 def our_paths(tree: Any) -> list[str]:
     """Returns the path of every leaf with ``/`` between keys, such as ``Dense_0/kernel``."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    flat = boxes.leaves_with_path(tree)
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
 
 
@@ -25,8 +25,7 @@ def flax_kernels(path: str, ndim: int) -> tuple[int, ...] | None:
     """Says how the weights of torch's layers become kernels of Flax.
 
     A linear weight (out, in) becomes (in, out); a convolution's (out, in, ...) becomes
-    (..., in, out): OIHW to HWIO. What is not called ``kernel``, such as an embedding, stays. In a
-    state of nnx such a leaf is ``kernel/value``.
+    (..., in, out): OIHW to HWIO. What is not called ``kernel``, such as an embedding, stays.
 
     Args:
       path: The path of our leaf.
@@ -35,10 +34,10 @@ def flax_kernels(path: str, ndim: int) -> tuple[int, ...] | None:
     Example:
       >>> flax_kernels("Conv_0/kernel", 4), flax_kernels("Dense_0/kernel", 2)
       ((2, 3, 1, 0), (1, 0))
-      >>> flax_kernels("out/kernel/value", 2), flax_kernels("Embed_0/embedding", 2)
+      >>> flax_kernels("layers/0/kernel", 2), flax_kernels("Embed_0/embedding", 2)
       ((1, 0), None)
     """
-    if path.removesuffix("/value").rpartition("/")[2] != "kernel" or ndim < 2:
+    if path.rpartition("/")[2] != "kernel" or ndim < 2:
         return None
     return (*range(2, ndim), 1, 0)
 

@@ -82,6 +82,44 @@ def test_restore_returns_the_tree_of_nnx(options, tmp_path):
     assert_trees_same_bits(*results)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, BOTH | dict(main_params_dtype="remainder16")], ids=["floats", "codes"]
+)
+def test_a_checkpoint_of_nnx_is_one_of_dictionaries(options, tmp_path):
+    dtype = BF16 if options else jnp.float32
+    model = nnx.Sequential(nnx.Linear(64, 128, param_dtype=dtype, rngs=nnx.Rngs(0)))
+    optimizer = optimizer_of(model, **options)
+    params = nnx.state(model, nnx.Param)
+    boxed = {"params": params, "opt_state": optimizer.opt_state, "model_state": params}
+    pure = nnx.to_pure_dict(params)
+    plain = {
+        "params": pure,
+        "opt_state": optimizer.tx.init(pure),
+        "model_state": pure,
+    }
+    for i, (saved, template) in enumerate(((boxed, plain), (plain, boxed))):
+        folder = tmp_path / str(i)
+        jda.save(folder, saved)
+        restored = jda.restore(folder, template)
+        assert jax.tree.structure(restored) == jax.tree.structure(template)
+        assert_trees_same_bits(*map(jax.tree.leaves, (restored, saved)))
+
+
+def test_params_of_nnx_and_its_statistics_come_back_without_a_template(tmp_path):
+    model = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    want = nnx.clone(model)
+    _, params, stats = nnx.split(model, nnx.Param, nnx.BatchStat)
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices("cpu")[:4])
+    tx = jda.distributed_fused_adamw(**HYPER, mesh=mesh)
+    jda.save(tmp_path, jda.TrainState.create(params, tx, model_state=stats), tx)
+    restored = jda.restore(tmp_path, jda.TrainState.shapes(nnx.to_pure_dict(params), tx), tx)
+    params = jda.restore_params(tmp_path)
+    assert_trees_same_bits(params, restored.params)
+    model.scale[...] = model.mean[...] = jnp.full(8, 7.0)
+    nnx.update(model, params, restored.model_state)
+    assert_trees_same_bits(*(nnx.to_pure_dict(nnx.state(m)) for m in (model, want)))
+
+
 def test_main_params_of_nnx():
     model = nnx.Linear(4, 3, param_dtype=BF16, rngs=nnx.Rngs(0))
     optimizer, params = optimizer_of(model, main_params_dtype=jnp.float32), nnx.state(model)
