@@ -37,7 +37,7 @@ using CoefficientRows = ffi::Buffer<ffi::F32>;
 // Operand kinds, as bits of `flat`.
 constexpr int kMuKind = 2, kNuKind = 3, kOutKind = 4;
 
-struct AdamAttributes {
+struct AdamAttributes {  // in the order of their decoding below
   int32_t mode;
   bool nesterov;
   int32_t contributions;
@@ -52,6 +52,18 @@ struct AdamAttributes {
     return offsets;
   }
 };
+
+}  // namespace jdistadam
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::AdamAttributes, StructMember<int32_t>("mode"),
+                                      StructMember<bool>("nesterov"),
+                                      StructMember<int32_t>("contributions"),
+                                      StructMember<Span<const int32_t>>("groups"),
+                                      StructMember<int32_t>("flat"),
+                                      StructMember<Span<const int64_t>>("sizes"),
+                                      StructMember<Span<const int64_t>>("offsets"));
+
+namespace jdistadam {
 
 // Whether an array may be anywhere in memory, or must be where an operand is.
 enum Place { kNew, kAliased };
@@ -317,21 +329,23 @@ inline ffi::Error BuildCall(const AdamAttributes& attributes, const CoefficientR
   return ffi::Error::Success();
 }
 
-// The binding that both backends share; they differ only in their execution context.
-#define JDISTADAM_ADAM_BINDING(context)                \
-  ::xla::ffi::Ffi::Bind()                              \
-      .Ctx<context>()                                  \
-      .Arg<::jdistadam::CoefficientRows>()             \
-      .Arg<::jdistadam::FloatScalar>() /* inv_scale */ \
-      .Arg<::jdistadam::BoolScalar>()  /* found_inf */ \
-      .RemainingArgs()                                 \
-      .RemainingRets()                                 \
-      .Attr<int32_t>("mode")                           \
-      .Attr<bool>("nesterov")                          \
-      .Attr<int32_t>("contributions")                  \
-      .Attr<::xla::ffi::Span<const int32_t>>("groups") \
-      .Attr<int32_t>("flat")                           \
-      .Attr<::xla::ffi::Span<const int64_t>>("sizes")  \
-      .Attr<::xla::ffi::Span<const int64_t>>("offsets")
+template <typename Context>
+ffi::Error AdamHandler(CoefficientRows coefficients, FloatScalar inv_scale, BoolScalar found_inf,
+                       ffi::RemainingArgs args, ffi::RemainingRets rets, AdamAttributes attributes,
+                       Context context) {
+  AdamCall call;
+  ffi::Error error = BuildCall(attributes, coefficients, inv_scale, found_inf, args, rets, &call);
+  return error.failure() ? error : Run(context, call);
+}
+
+inline auto AdamBinding() {
+  return ffi::Ffi::Bind()
+      .Arg<CoefficientRows>()
+      .Arg<FloatScalar>()  // inv_scale
+      .Arg<BoolScalar>()   // found_inf
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs<AdamAttributes>();
+}
 
 }  // namespace jdistadam

@@ -1,4 +1,7 @@
 // What all FFI handlers share: reading a variable number of arrays, and errors for wrong ones.
+//
+// A handler stands beside the reading of its operands and hands the call that it has read to the
+// backend's Run(context, call). The context is its last argument: a thread pool or a stream.
 #pragma once
 
 #include <cstdint>

@@ -28,12 +28,25 @@ using CountScalar = ffi::Buffer<ffi::S32, 0>;
 using Parts = ffi::Buffer<ffi::S32, 2>;
 using Blocks = ffi::Buffer<ffi::U32, 2>;
 
-struct CompactAttributes {
+struct CompactAttributes {  // in the order of their decoding below
   AdamAttributes adam;
   bool random;
   ffi::Span<const int32_t> ids;
   ffi::Span<const int64_t> cuts, tables;
 };
+
+}  // namespace jdistadam
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ::jdistadam::CompactAttributes, StructMember<int32_t>("mode"), StructMember<bool>("nesterov"),
+    StructMember<int32_t>("contributions"), StructMember<Span<const int32_t>>("groups"),
+    StructMember<int32_t>("flat"), StructMember<Span<const int64_t>>("sizes"),
+    StructMember<Span<const int64_t>>("offsets"), StructMember<Span<const int64_t>>("mu_offsets"),
+    StructMember<Span<const int64_t>>("nu_offsets"), StructMember<bool>("random"),
+    StructMember<Span<const int32_t>>("ids"), StructMember<Span<const int64_t>>("cuts"),
+    StructMember<Span<const int64_t>>("tables"));
+
+namespace jdistadam {
 
 // Takes the next arrays of scales; in `buffers` of results they must be where operands are.
 template <typename Buffers>
@@ -144,30 +157,29 @@ inline ffi::Error BuildCompactCall(const CompactAttributes& a, const Coefficient
   return ffi::Error::Success();
 }
 
-#define JDISTADAM_COMPACT_BINDING(context)                 \
-  ::xla::ffi::Ffi::Bind()                                  \
-      .Ctx<context>()                                      \
-      .Arg<::jdistadam::CoefficientRows>()                 \
-      .Arg<::jdistadam::FloatScalar>() /* inv_scale */     \
-      .Arg<::jdistadam::BoolScalar>()  /* found_inf */     \
-      .Arg<::jdistadam::Key>()                             \
-      .Arg<::jdistadam::CountScalar>()                     \
-      .Arg<::jdistadam::Parts>()                           \
-      .Arg<::jdistadam::Blocks>()                          \
-      .RemainingArgs()                                     \
-      .RemainingRets()                                     \
-      .Attr<int32_t>("mode")                               \
-      .Attr<bool>("nesterov")                              \
-      .Attr<int32_t>("contributions")                      \
-      .Attr<::xla::ffi::Span<const int32_t>>("groups")     \
-      .Attr<int32_t>("flat")                               \
-      .Attr<::xla::ffi::Span<const int64_t>>("sizes")      \
-      .Attr<::xla::ffi::Span<const int64_t>>("offsets")    \
-      .Attr<bool>("random")                                \
-      .Attr<::xla::ffi::Span<const int32_t>>("ids")        \
-      .Attr<::xla::ffi::Span<const int64_t>>("mu_offsets") \
-      .Attr<::xla::ffi::Span<const int64_t>>("nu_offsets") \
-      .Attr<::xla::ffi::Span<const int64_t>>("cuts")       \
-      .Attr<::xla::ffi::Span<const int64_t>>("tables")
+template <typename Context>
+ffi::Error CompactHandler(CoefficientRows coefficients, FloatScalar inv_scale, BoolScalar found_inf,
+                          Key key, CountScalar count, Parts parts, Blocks blocks,
+                          ffi::RemainingArgs args, ffi::RemainingRets rets,
+                          CompactAttributes attributes, Context context) {
+  CompactCall call;
+  ffi::Error error = BuildCompactCall(attributes, coefficients, inv_scale, found_inf, key, count,
+                                      parts, blocks, args, rets, &call);
+  return error.failure() ? error : Run(context, call);
+}
+
+inline auto CompactBinding() {
+  return ffi::Ffi::Bind()
+      .Arg<CoefficientRows>()
+      .Arg<FloatScalar>()  // inv_scale
+      .Arg<BoolScalar>()   // found_inf
+      .Arg<Key>()
+      .Arg<CountScalar>()
+      .Arg<Parts>()
+      .Arg<Blocks>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs<CompactAttributes>();
+}
 
 }  // namespace jdistadam

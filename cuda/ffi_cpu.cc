@@ -13,77 +13,43 @@
 #include "ffi_sum.h"
 
 namespace jdistadam {
-namespace {
 
-Threads ThreadsOf(ffi::ThreadPool& pool) {
+// What the handlers call, which stand beside the reading of their operands.
+
+static Threads ThreadsOf(ffi::ThreadPool& pool) {
   return {int(pool.num_threads()),
           [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }};
 }
 
-ffi::Error AdamHandler(ffi::ThreadPool pool, CoefficientRows coefficients, FloatScalar inv_scale,
-                       BoolScalar found_inf, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                       int32_t mode, bool nesterov, int32_t contributions,
-                       ffi::Span<const int32_t> groups, int32_t flat,
-                       ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> offsets) {
-  AdamCall call;
-  const AdamAttributes attributes{mode, nesterov, contributions, groups, flat, sizes, offsets};
-  const ffi::Error error =
-      BuildCall(attributes, coefficients, inv_scale, found_inf, args, rets, &call);
-  if (error.success()) AdamCpu(call, ThreadsOf(pool));
-  return error;
+static ffi::Error Run(ffi::ThreadPool& pool, const AdamCall& call) {
+  AdamCpu(call, ThreadsOf(pool));
+  return ffi::Error::Success();
 }
 
-ffi::Error CompactHandler(ffi::ThreadPool pool, CoefficientRows coefficients, FloatScalar inv_scale,
-                          BoolScalar found_inf, Key key, CountScalar count, Parts parts,
-                          Blocks blocks, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                          int32_t mode, bool nesterov, int32_t contributions,
-                          ffi::Span<const int32_t> groups, int32_t flat,
-                          ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> offsets,
-                          bool random, ffi::Span<const int32_t> ids,
-                          ffi::Span<const int64_t> mu_offsets, ffi::Span<const int64_t> nu_offsets,
-                          ffi::Span<const int64_t> cuts, ffi::Span<const int64_t> tables) {
-  CompactCall call;
-  const CompactAttributes attributes{
-      {mode, nesterov, contributions, groups, flat, sizes, offsets, mu_offsets, nu_offsets},
-      random,
-      ids,
-      cuts,
-      tables};
-  const ffi::Error error = BuildCompactCall(attributes, coefficients, inv_scale, found_inf, key,
-                                            count, parts, blocks, args, rets, &call);
-  if (error.success()) CompactCpu(call, ThreadsOf(pool));
-  return error;
+static ffi::Error Run(ffi::ThreadPool& pool, const CompactCall& call) {
+  CompactCpu(call, ThreadsOf(pool));
+  return ffi::Error::Success();
 }
 
-ffi::Error NormHandler(ffi::ThreadPool pool, FloatScalar inv_scale, ffi::RemainingArgs grads,
-                       FloatResult sum_of_squares, BoolResult found_inf, TilesResult tiles) {
-  NormCall call;
-  const ffi::Error error = BuildNormCall(inv_scale, grads, sum_of_squares, found_inf, tiles, &call);
-  if (error.success()) NormCpu(call, ThreadsOf(pool));
-  return error;
+static ffi::Error Run(ffi::ThreadPool& pool, const NormCall& call) {
+  NormCpu(call, ThreadsOf(pool));
+  return ffi::Error::Success();
 }
 
-ffi::Error SumHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                      int32_t contributions, int32_t flat, ffi::Span<const int64_t> sizes,
-                      ffi::Span<const int64_t> offsets) {
-  SumCall call;
-  const ffi::Error error = BuildSumCall({contributions, flat, sizes, offsets}, args, rets, &call);
-  if (error.success()) SumCpu(call, ThreadsOf(pool));
-  return error;
+static ffi::Error Run(ffi::ThreadPool& pool, const SumCall& call) {
+  SumCpu(call, ThreadsOf(pool));
+  return ffi::Error::Success();
 }
 
-ffi::Error KeepHandler(BoolScalar is_kept, IndexScalar index, ffi::RemainingArgs args,
-                       ffi::RemainingRets rets, int64_t parts, ffi::Span<const int64_t> rows) {
-  KeepCall call;
-  const ffi::Error error = BuildKeepCall(is_kept, index, args, rets, parts, rows, &call);
-  if (error.success()) KeepCpu(call);
-  return error;
+static ffi::Error Run(ffi::ThreadPool&, const KeepCall& call) {
+  KeepCpu(call);
+  return ffi::Error::Success();
 }
 
 // Runs work() in a thread of its own. XLA goes on there once it has ended, and flushes denormals:
 // by POSIX a thread inherits the floating-point environment.
 template <typename Work>
-ffi::Error InThread(Work work) {
+static ffi::Error InThread(Work work) {
   try {
     std::thread(std::move(work)).detach();
   } catch (const std::system_error& error) {
@@ -92,7 +58,7 @@ ffi::Error InThread(Work work) {
   return ffi::Error::Success();
 }
 
-void Complete(ffi::Promise promise, ffi::Error error) {
+static void Complete(ffi::Promise promise, ffi::Error error) {
   error.success() ? promise.SetAvailable() : promise.SetError(std::move(error));
 }
 
@@ -101,8 +67,8 @@ void Complete(ffi::Promise promise, ffi::Error error) {
 //
 // The second meeting: nobody reads or writes a peer's arrays after it. It has no limit: who has
 // passed the first comes, and until then my arrays must not be released.
-ffi::Future RunPeer(const PeerAttributes& a, ffi::Error error, PeerCall call, int64_t run,
-                    int32_t ordinal) {
+static ffi::Future RunPeer(ffi::ThreadPool&, const PeerAttributes& a, ffi::Error error,
+                           PeerCall call, int64_t run, int32_t ordinal) {
   using Meeting = PeerMeeting<char>;
   ffi::Promise promise;
   ffi::Future future(promise);
@@ -122,55 +88,19 @@ ffi::Future RunPeer(const PeerAttributes& a, ffi::Error error, PeerCall call, in
   return future;
 }
 
-ffi::Future PeerSumHandler(ffi::RunId run, int32_t ordinal, FloatScalar norm_scale,
-                           ffi::RemainingArgs args, ffi::RemainingRets rets,
-                           ffi::Span<const int64_t> devices, int64_t site, int64_t limit_seconds,
-                           ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> runs,
-                           ffi::Span<const int32_t> received) {
-  PeerCall call;
-  const PeerAttributes a{false,         false, false, false,    devices, site,
-                         limit_seconds, sizes, runs,  received, {},      {}};
-  call.norm_scale = norm_scale.typed_data();
-  ffi::Error error = BuildPeerCall(a, args, rets, &call);
-  return RunPeer(a, std::move(error), std::move(call), run.run_id, ordinal);
-}
-
-ffi::Future PeerStepHandler(ffi::RunId run, int32_t ordinal, FloatScalar norm_scale,
-                            ffi::Buffer<ffi::F32, 2> coefficients, FloatScalar inv_scale,
-                            BoolScalar found_inf, BoolScalar is_kept, ffi::RemainingArgs args,
-                            ffi::RemainingRets rets, ffi::Span<const int64_t> devices, int64_t site,
-                            int64_t limit_seconds, ffi::Span<const int64_t> sizes,
-                            ffi::Span<const int64_t> runs, ffi::Span<const int32_t> received,
-                            ffi::Span<const int64_t> offsets, ffi::Span<const int32_t> groups,
-                            bool nesterov, bool summed, bool in_place) {
-  PeerCall call;
-  const PeerAttributes a{true,          summed, in_place, nesterov, devices, site,
-                         limit_seconds, sizes,  runs,     received, offsets, groups};
-  call.norm_scale = norm_scale.typed_data();
-  ffi::Error error = BuildPeerCall(a, args, rets, &call);
-  if (error.success()) error = SetScalars(coefficients, inv_scale, found_inf, is_kept, &call);
-  return RunPeer(a, std::move(error), std::move(call), run.run_id, ordinal);
-}
-
-}  // namespace
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cpu, PeerSumHandler,
-                              ffi::Ffi::Bind() JDISTADAM_PEER_CONTEXT JDISTADAM_PEER_SUM_BINDING);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerStep_cpu, PeerStepHandler,
-                              ffi::Ffi::Bind() JDISTADAM_PEER_CONTEXT JDISTADAM_PEER_STEP_BINDING);
-
 extern "C" bool JdistadamCanReach_cpu(int, int) { return true; }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cpu, AdamHandler,
-                              JDISTADAM_ADAM_BINDING(ffi::ThreadPool));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCompact_cpu, CompactHandler,
-                              JDISTADAM_COMPACT_BINDING(ffi::ThreadPool));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cpu, NormHandler,
-                              JDISTADAM_NORM_BINDING(ffi::ThreadPool));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cpu, SumHandler, JDISTADAM_SUM_BINDING(ffi::ThreadPool));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamKeep_cpu, KeepHandler,
-                              ffi::Ffi::Bind() JDISTADAM_KEEP_BINDING);
-
+using Pool = ffi::ThreadPool;
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cpu, AdamHandler<Pool>, AdamBinding().Ctx<Pool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCompact_cpu, CompactHandler<Pool>,
+                              CompactBinding().Ctx<Pool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cpu, NormHandler<Pool>, NormBinding().Ctx<Pool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cpu, SumHandler<Pool>, SumBinding().Ctx<Pool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamKeep_cpu, KeepHandler<Pool>, KeepBinding().Ctx<Pool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cpu, PeerSumHandler<Pool>,
+                              PeerSumBinding().Ctx<Pool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerStep_cpu, PeerStepHandler<Pool>,
+                              PeerStepBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamGraphNode_cpu, CheckPassed,
                               ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 

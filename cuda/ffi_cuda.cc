@@ -12,69 +12,36 @@
 #include "kernels_cuda.h"
 
 namespace jdistadam {
-namespace {
 
-ffi::Error LaunchError(cudaError_t status) {
+static ffi::Error LaunchError(cudaError_t status) {
   if (status == cudaSuccess) return ffi::Error::Success();
   return ffi::Error::Internal(std::string("jdistadam: launch failed: ") +
                               cudaGetErrorString(status));
 }
 
-ffi::Error AdamHandler(cudaStream_t stream, CoefficientRows coefficients, FloatScalar inv_scale,
-                       BoolScalar found_inf, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                       int32_t mode, bool nesterov, int32_t contributions,
-                       ffi::Span<const int32_t> groups, int32_t flat,
-                       ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> offsets) {
-  AdamCall call;
-  const AdamAttributes attributes{mode, nesterov, contributions, groups, flat, sizes, offsets};
-  const ffi::Error error =
-      BuildCall(attributes, coefficients, inv_scale, found_inf, args, rets, &call);
-  return error.failure() ? error : LaunchError(AdamCuda(call, stream));
+// What the handlers call, which stand beside the reading of their operands.
+
+static ffi::Error Run(cudaStream_t stream, const AdamCall& call) {
+  return LaunchError(AdamCuda(call, stream));
 }
 
-ffi::Error CompactHandler(cudaStream_t stream, CoefficientRows coefficients, FloatScalar inv_scale,
-                          BoolScalar found_inf, Key key, CountScalar count, Parts parts,
-                          Blocks blocks, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                          int32_t mode, bool nesterov, int32_t contributions,
-                          ffi::Span<const int32_t> groups, int32_t flat,
-                          ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> offsets,
-                          bool random, ffi::Span<const int32_t> ids,
-                          ffi::Span<const int64_t> mu_offsets, ffi::Span<const int64_t> nu_offsets,
-                          ffi::Span<const int64_t> cuts, ffi::Span<const int64_t> tables) {
-  CompactCall call;
-  const CompactAttributes attributes{
-      {mode, nesterov, contributions, groups, flat, sizes, offsets, mu_offsets, nu_offsets},
-      random,
-      ids,
-      cuts,
-      tables};
-  const ffi::Error error = BuildCompactCall(attributes, coefficients, inv_scale, found_inf, key,
-                                            count, parts, blocks, args, rets, &call);
-  return error.failure() ? error : LaunchError(CompactCuda(call, stream));
+static ffi::Error Run(cudaStream_t stream, const CompactCall& call) {
+  return LaunchError(CompactCuda(call, stream));
 }
 
-ffi::Error NormHandler(cudaStream_t stream, FloatScalar inv_scale, ffi::RemainingArgs grads,
-                       FloatResult sum_of_squares, BoolResult found_inf, TilesResult tiles) {
-  NormCall call;
-  const ffi::Error error = BuildNormCall(inv_scale, grads, sum_of_squares, found_inf, tiles, &call);
-  return error.failure() ? error : LaunchError(NormCuda(call, stream));
+static ffi::Error Run(cudaStream_t stream, const NormCall& call) {
+  return LaunchError(NormCuda(call, stream));
 }
 
-ffi::Error SumHandler(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                      int32_t contributions, int32_t flat, ffi::Span<const int64_t> sizes,
-                      ffi::Span<const int64_t> offsets) {
-  SumCall call;
-  const ffi::Error error = BuildSumCall({contributions, flat, sizes, offsets}, args, rets, &call);
-  return error.failure() ? error : LaunchError(SumCuda(call, stream));
+static ffi::Error Run(cudaStream_t stream, const SumCall& call) {
+  return LaunchError(SumCuda(call, stream));
 }
 
-ffi::Error KeepHandler(cudaStream_t stream, BoolScalar is_kept, IndexScalar index,
-                       ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t parts,
-                       ffi::Span<const int64_t> rows) {
-  KeepCall call;
-  const ffi::Error error = BuildKeepCall(is_kept, index, args, rets, parts, rows, &call);
-  return error.failure() ? error : LaunchError(KeepCuda(call, stream));
+static ffi::Error Run(cudaStream_t stream, const KeepCall& call) {
+  return LaunchError(KeepCuda(call, stream));
 }
+
+namespace {
 
 // Two events of one device at one call site, made once and recorded in every call. "Ready": what
 // the stream did before is done, so that peers may read my gradients and write my parameters.
@@ -157,10 +124,12 @@ cudaError_t Enqueue(cudaStream_t stream, const PeerCall& call, const PeerEvents&
   return error;
 }
 
+}  // namespace
+
 // My stream: "ready"; wait for all "ready"; the kernel; "done"; wait for all "done", after which
 // no peer reads my gradients or writes my parameters any more.
-ffi::Error RunPeer(cudaStream_t stream, const PeerAttributes& a, ffi::Error error,
-                   const PeerCall& call, int64_t run, int32_t ordinal) {
+static ffi::Error RunPeer(cudaStream_t stream, const PeerAttributes& a, ffi::Error error,
+                          const PeerCall& call, int64_t run, int32_t ordinal) {
   using Meeting = PeerMeeting<PeerEvents>;
   Meeting meeting(a, run, ordinal);
   PeerEvents events;
@@ -184,39 +153,8 @@ ffi::Error RunPeer(cudaStream_t stream, const PeerAttributes& a, ffi::Error erro
   return LaunchError(waited);
 }
 
-ffi::Error PeerSumHandler(cudaStream_t stream, ffi::RunId run, int32_t ordinal,
-                          FloatScalar norm_scale, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                          ffi::Span<const int64_t> devices, int64_t site, int64_t limit_seconds,
-                          ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> runs,
-                          ffi::Span<const int32_t> received) {
-  PeerCall call;
-  const PeerAttributes a{false,         false, false, false,    devices, site,
-                         limit_seconds, sizes, runs,  received, {},      {}};
-  call.coefficients = nullptr;
-  call.norm_scale = norm_scale.typed_data();
-  return RunPeer(stream, a, BuildPeerCall(a, args, rets, &call), call, run.run_id, ordinal);
-}
-
-ffi::Error PeerStepHandler(cudaStream_t stream, ffi::RunId run, int32_t ordinal,
-                           FloatScalar norm_scale, ffi::Buffer<ffi::F32, 2> coefficients,
-                           FloatScalar inv_scale, BoolScalar found_inf, BoolScalar is_kept,
-                           ffi::RemainingArgs args, ffi::RemainingRets rets,
-                           ffi::Span<const int64_t> devices, int64_t site, int64_t limit_seconds,
-                           ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> runs,
-                           ffi::Span<const int32_t> received, ffi::Span<const int64_t> offsets,
-                           ffi::Span<const int32_t> groups, bool nesterov, bool summed,
-                           bool in_place) {
-  PeerCall call;
-  const PeerAttributes a{true,          summed, in_place, nesterov, devices, site,
-                         limit_seconds, sizes,  runs,     received, offsets, groups};
-  call.norm_scale = norm_scale.typed_data();
-  ffi::Error error = BuildPeerCall(a, args, rets, &call);
-  if (error.success()) error = SetScalars(coefficients, inv_scale, found_inf, is_kept, &call);
-  return RunPeer(stream, a, std::move(error), call, run.run_id, ordinal);
-}
-
 // Behind what a stream has captured so far, a node without work. Nothing if it captures nothing.
-cudaError_t CaptureEmptyNode(cudaStream_t stream) {
+static cudaError_t CaptureEmptyNode(cudaStream_t stream) {
   cudaStreamCaptureStatus capture;
   cudaGraph_t graph;
   cudaGraphNode_t node;
@@ -240,13 +178,11 @@ cudaError_t CaptureEmptyNode(cudaStream_t stream) {
 }
 
 // XLA fails on a capture that leaves no node.
-ffi::Error GraphNodeHandler(cudaStream_t stream, ffi::AnyBuffer operand,
-                            ffi::Result<ffi::AnyBuffer> result) {
+static ffi::Error GraphNodeHandler(cudaStream_t stream, ffi::AnyBuffer operand,
+                                   ffi::Result<ffi::AnyBuffer> result) {
   const ffi::Error error = CheckPassed(operand, result);
   return error.failure() ? error : LaunchError(CaptureEmptyNode(stream));
 }
-
-}  // namespace
 
 extern "C" bool JdistadamCanReach_cuda(int device, int peer) {
   int can = device == peer;
@@ -257,38 +193,27 @@ extern "C" bool JdistadamCanReach_cuda(int device, int peer) {
   return can != 0;
 }
 
-// kCmdBufferCompatible: handlers only enqueue kernels, so XLA may capture them in a CUDA graph.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cuda, AdamHandler,
-                              JDISTADAM_ADAM_BINDING(ffi::PlatformStream<cudaStream_t>),
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCompact_cuda, CompactHandler,
-                              JDISTADAM_COMPACT_BINDING(ffi::PlatformStream<cudaStream_t>),
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cuda, NormHandler,
-                              JDISTADAM_NORM_BINDING(ffi::PlatformStream<cudaStream_t>),
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cuda, SumHandler,
-                              JDISTADAM_SUM_BINDING(ffi::PlatformStream<cudaStream_t>),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamKeep_cuda, KeepHandler,
-                              ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  JDISTADAM_KEEP_BINDING,
-                              {ffi::Traits::kCmdBufferCompatible});
-
+using Stream = ffi::PlatformStream<cudaStream_t>;
+// Handlers only enqueue kernels, so XLA may capture them in a CUDA graph.
+#define JDISTADAM_CAPTURABLE {ffi::Traits::kCmdBufferCompatible}
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cuda, AdamHandler<cudaStream_t>,
+                              AdamBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCompact_cuda, CompactHandler<cudaStream_t>,
+                              CompactBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cuda, NormHandler<cudaStream_t>,
+                              NormBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cuda, SumHandler<cudaStream_t>,
+                              SumBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamKeep_cuda, KeepHandler<cudaStream_t>,
+                              KeepBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JdistadamGraphNode_cuda, GraphNodeHandler,
+    ffi::Ffi::Bind().Ctx<Stream>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
+    JDISTADAM_CAPTURABLE);
 // Not for CUDA graphs: these handlers wait for other devices' host threads in every call.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cuda, PeerSumHandler,
-                              ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  JDISTADAM_PEER_CONTEXT JDISTADAM_PEER_SUM_BINDING);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerStep_cuda, PeerStepHandler,
-                              ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  JDISTADAM_PEER_CONTEXT JDISTADAM_PEER_STEP_BINDING);
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamGraphNode_cuda, GraphNodeHandler,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cuda, PeerSumHandler<cudaStream_t>,
+                              PeerSumBinding().Ctx<Stream>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerStep_cuda, PeerStepHandler<cudaStream_t>,
+                              PeerStepBinding().Ctx<Stream>());
 
 }  // namespace jdistadam

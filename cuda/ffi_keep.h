@@ -14,9 +14,22 @@ namespace jdistadam {
 
 using IndexScalar = ffi::Buffer<ffi::S32, 0>;
 
+struct KeepAttributes {  // in the order of their decoding below
+  int64_t parts;
+  ffi::Span<const int64_t> rows;
+};
+
+}  // namespace jdistadam
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::KeepAttributes, StructMember<int64_t>("parts"),
+                                      StructMember<Span<const int64_t>>("rows"));
+
+namespace jdistadam {
+
 inline ffi::Error BuildKeepCall(BoolScalar is_kept, IndexScalar index,
                                 const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                                int64_t parts, ffi::Span<const int64_t> rows, KeepCall* call) {
+                                const KeepAttributes& a, KeepCall* call) {
+  const auto& [parts, rows] = a;
   const size_t count = rows.size();
   if (args.size() != 2 * count || rets.size() != count)
     return Invalid("expected a shard, a parameter and a result for each row size");
@@ -47,13 +60,21 @@ inline ffi::Error BuildKeepCall(BoolScalar is_kept, IndexScalar index,
   return ffi::Error::Success();
 }
 
-// The binding that both backends share; they differ only in their execution context.
-#define JDISTADAM_KEEP_BINDING                       \
-  .Arg<::jdistadam::BoolScalar>()      /* is_kept */ \
-      .Arg<::jdistadam::IndexScalar>() /* index */   \
-      .RemainingArgs()                               \
-      .RemainingRets()                               \
-      .Attr<int64_t>("parts")                        \
-      .Attr<::xla::ffi::Span<const int64_t>>("rows")
+template <typename Context>
+ffi::Error KeepHandler(BoolScalar is_kept, IndexScalar index, ffi::RemainingArgs args,
+                       ffi::RemainingRets rets, KeepAttributes attributes, Context context) {
+  KeepCall call;
+  ffi::Error error = BuildKeepCall(is_kept, index, args, rets, attributes, &call);
+  return error.failure() ? error : Run(context, call);
+}
+
+inline auto KeepBinding() {
+  return ffi::Ffi::Bind()
+      .Arg<BoolScalar>()   // is_kept
+      .Arg<IndexScalar>()  // index
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs<KeepAttributes>();
+}
 
 }  // namespace jdistadam

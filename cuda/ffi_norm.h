@@ -36,14 +36,21 @@ inline ffi::Error BuildNormCall(FloatScalar inv_scale, const ffi::RemainingArgs&
   return ffi::Error::Success();
 }
 
-// The binding that both backends share; they differ only in their execution context.
-#define JDISTADAM_NORM_BINDING(context)                                    \
-  ::xla::ffi::Ffi::Bind()                                                  \
-      .Ctx<context>()                                                      \
-      .Arg<::jdistadam::FloatScalar>() /* inv_scale */                     \
-      .RemainingArgs()                                                     \
-      .Ret<::xla::ffi::Buffer<::xla::ffi::F32, 0>>()  /* sum_of_squares */ \
-      .Ret<::xla::ffi::Buffer<::xla::ffi::PRED, 0>>() /* found_inf */      \
-      .Ret<::xla::ffi::Buffer<::xla::ffi::U32, 2>>()  /* scratch */
+template <typename Context>
+ffi::Error NormHandler(FloatScalar inv_scale, ffi::RemainingArgs grads, FloatResult sum_of_squares,
+                       BoolResult found_inf, TilesResult tiles, Context context) {
+  NormCall call;
+  ffi::Error error = BuildNormCall(inv_scale, grads, sum_of_squares, found_inf, tiles, &call);
+  return error.failure() ? error : Run(context, call);
+}
+
+inline auto NormBinding() {
+  return ffi::Ffi::Bind()
+      .Arg<FloatScalar>()  // inv_scale
+      .RemainingArgs()
+      .Ret<ffi::Buffer<ffi::F32, 0>>()   // sum_of_squares
+      .Ret<ffi::Buffer<ffi::PRED, 0>>()  // found_inf
+      .Ret<ffi::Buffer<ffi::U32, 2>>();  // scratch
+}
 
 }  // namespace jdistadam

@@ -35,19 +35,48 @@ namespace jdistadam {
 
 constexpr int64_t kMaxLimitSeconds = 7 * 24 * 3600;  // far from the overflow of a clock
 
-struct PeerAttributes {
-  bool is_step, summed, in_place, nesterov;
+struct PeerAttributes {  // in the order of their decoding below
   ffi::Span<const int64_t> devices;
   int64_t site, limit_seconds;
   ffi::Span<const int64_t> sizes, runs;
   ffi::Span<const int32_t> received;
-  ffi::Span<const int64_t> offsets;
-  ffi::Span<const int32_t> groups;
+  // A sum has no more.
+  ffi::Span<const int64_t> offsets = {};
+  ffi::Span<const int32_t> groups = {};
+  bool nesterov = false, summed = false, in_place = false;
+  bool is_step = false;  // which call it is
 
   PeerWork work() const {
     return !is_step ? PeerWork::kSum : summed ? PeerWork::kStepOnSums : PeerWork::kStep;
   }
 };
+
+struct PeerSumAttributes {
+  PeerAttributes all;
+};
+
+struct PeerStepAttributes {
+  PeerAttributes all;
+};
+
+}  // namespace jdistadam
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::PeerSumAttributes,
+                                      StructMember<Span<const int64_t>>("devices"),
+                                      StructMember<int64_t>("site"),
+                                      StructMember<int64_t>("limit_seconds"),
+                                      StructMember<Span<const int64_t>>("sizes"),
+                                      StructMember<Span<const int64_t>>("runs"),
+                                      StructMember<Span<const int32_t>>("received"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ::jdistadam::PeerStepAttributes, StructMember<Span<const int64_t>>("devices"),
+    StructMember<int64_t>("site"), StructMember<int64_t>("limit_seconds"),
+    StructMember<Span<const int64_t>>("sizes"), StructMember<Span<const int64_t>>("runs"),
+    StructMember<Span<const int32_t>>("received"), StructMember<Span<const int64_t>>("offsets"),
+    StructMember<Span<const int32_t>>("groups"), StructMember<bool>("nesterov"),
+    StructMember<bool>("summed"), StructMember<bool>("in_place"));
+
+namespace jdistadam {
 
 inline ffi::Error CheckPeerAttributes(const PeerAttributes& a) {
   const size_t count = a.sizes.size(), n = a.devices.size();
@@ -358,30 +387,53 @@ PeerEntry<Extra> EntryOf(const PeerCall& call, Extra extra) {
   return entry;
 }
 
-// The bindings that both backends share, behind their execution contexts.
-#define JDISTADAM_PEER_CONTEXT .Ctx<::xla::ffi::RunId>().Ctx<::xla::ffi::DeviceOrdinal>()
-#define JDISTADAM_PEER_WHERE                          \
-  .Attr<::xla::ffi::Span<const int64_t>>("devices")   \
-      .Attr<int64_t>("site")                          \
-      .Attr<int64_t>("limit_seconds")                 \
-      .Attr<::xla::ffi::Span<const int64_t>>("sizes") \
-      .Attr<::xla::ffi::Span<const int64_t>>("runs")  \
-      .Attr<::xla::ffi::Span<const int32_t>>("received")
-#define JDISTADAM_PEER_SUM_BINDING                  \
-  .Arg<::jdistadam::FloatScalar>() /* norm_scale */ \
-      .RemainingArgs()                              \
-      .RemainingRets() JDISTADAM_PEER_WHERE
-#define JDISTADAM_PEER_STEP_BINDING                                                          \
-  .Arg<::jdistadam::FloatScalar>()                   /* norm_scale */                        \
-      .Arg<::xla::ffi::Buffer<::xla::ffi::F32, 2>>() /* coefficients */                      \
-      .Arg<::jdistadam::FloatScalar>()               /* inv_scale */                         \
-      .Arg<::jdistadam::BoolScalar>()                /* found_inf */                         \
-      .Arg<::jdistadam::BoolScalar>()                /* is_kept */                           \
-      .RemainingArgs()                                                                       \
-      .RemainingRets() JDISTADAM_PEER_WHERE.Attr<::xla::ffi::Span<const int64_t>>("offsets") \
-      .Attr<::xla::ffi::Span<const int32_t>>("groups")                                       \
-      .Attr<bool>("nesterov")                                                                \
-      .Attr<bool>("summed")                                                                  \
-      .Attr<bool>("in_place")
+template <typename Context>
+auto PeerSumHandler(FloatScalar norm_scale, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    PeerSumAttributes attributes, ffi::RunId run, int32_t ordinal,
+                    Context context) {
+  PeerCall call;
+  call.coefficients = nullptr;
+  call.norm_scale = norm_scale.typed_data();
+  ffi::Error error = BuildPeerCall(attributes.all, args, rets, &call);
+  return RunPeer(context, attributes.all, std::move(error), std::move(call), run.run_id, ordinal);
+}
+
+template <typename Context>
+auto PeerStepHandler(FloatScalar norm_scale, ffi::Buffer<ffi::F32, 2> coefficients,
+                     FloatScalar inv_scale, BoolScalar found_inf, BoolScalar is_kept,
+                     ffi::RemainingArgs args, ffi::RemainingRets rets,
+                     PeerStepAttributes attributes, ffi::RunId run, int32_t ordinal,
+                     Context context) {
+  PeerCall call;
+  call.norm_scale = norm_scale.typed_data();
+  attributes.all.is_step = true;
+  ffi::Error error = BuildPeerCall(attributes.all, args, rets, &call);
+  if (error.success()) error = SetScalars(coefficients, inv_scale, found_inf, is_kept, &call);
+  return RunPeer(context, attributes.all, std::move(error), std::move(call), run.run_id, ordinal);
+}
+
+inline auto PeerSumBinding() {
+  return ffi::Ffi::Bind()
+      .Arg<FloatScalar>()  // norm_scale
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs<PeerSumAttributes>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::DeviceOrdinal>();
+}
+
+inline auto PeerStepBinding() {
+  return ffi::Ffi::Bind()
+      .Arg<FloatScalar>()               // norm_scale
+      .Arg<ffi::Buffer<ffi::F32, 2>>()  // coefficients
+      .Arg<FloatScalar>()               // inv_scale
+      .Arg<BoolScalar>()                // found_inf
+      .Arg<BoolScalar>()                // is_kept
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs<PeerStepAttributes>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::DeviceOrdinal>();
+}
 
 }  // namespace jdistadam

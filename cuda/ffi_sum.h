@@ -14,10 +14,20 @@
 
 namespace jdistadam {
 
-struct SumAttributes {
+struct SumAttributes {  // in the order of their decoding below
   int32_t contributions, flat;
   ffi::Span<const int64_t> sizes, offsets;
 };
+
+}  // namespace jdistadam
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::SumAttributes,
+                                      StructMember<int32_t>("contributions"),
+                                      StructMember<int32_t>("flat"),
+                                      StructMember<Span<const int64_t>>("sizes"),
+                                      StructMember<Span<const int64_t>>("offsets"));
+
+namespace jdistadam {
 
 inline ffi::Error CheckSumAttributes(const SumAttributes& a) {
   if (a.contributions < 1 || a.contributions > kMaxContributions)
@@ -101,15 +111,16 @@ inline ffi::Error BuildSumCall(const SumAttributes& a, const ffi::RemainingArgs&
   return ffi::Error::Success();
 }
 
-// The binding that both backends share; they differ only in their execution context.
-#define JDISTADAM_SUM_BINDING(context)                \
-  ::xla::ffi::Ffi::Bind()                             \
-      .Ctx<context>()                                 \
-      .RemainingArgs()                                \
-      .RemainingRets()                                \
-      .Attr<int32_t>("contributions")                 \
-      .Attr<int32_t>("flat")                          \
-      .Attr<::xla::ffi::Span<const int64_t>>("sizes") \
-      .Attr<::xla::ffi::Span<const int64_t>>("offsets")
+template <typename Context>
+ffi::Error SumHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, SumAttributes attributes,
+                      Context context) {
+  SumCall call;
+  ffi::Error error = BuildSumCall(attributes, args, rets, &call);
+  return error.failure() ? error : Run(context, call);
+}
+
+inline auto SumBinding() {
+  return ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs<SumAttributes>();
+}
 
 }  // namespace jdistadam
