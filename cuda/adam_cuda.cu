@@ -11,29 +11,20 @@
 // StepOne where a vector does not fit. Both do the same: load, widen to float32, AdamUpdate
 // (adam_math.h), round, store.
 //
-// The kernel is a template of `Types`: which mode it runs in, and in which dtypes the five arrays
-// are stored. A variant of it is one such type:
-//
-//   Fixed<mode, dtypes...>  All is constant. A thread takes 16 bytes of the widest array, and its
-//                           conversions have no branches.
-//   Any<mode>               The mode alone is constant; dtypes are arguments of the launch. That
-//                           costs 5 % with float32 state and 30 % with bfloat16 state.
-//
-// The lists at the end of this file say which variants exist: Common holds those that training
-// uses, Others one Any for each mode, which takes all that is not common. AdamCuda launches the
-// first one whose Fits(call) is true. Dtypes are known only when a call runs, template arguments
-// only when this is compiled: so the search is a chain of comparisons that the compiler writes out
-// from the lists, one for each variant. It runs on the host, once for a call.
+// Its variants (variants.cuh) are listed at the end of this file: Common holds those that training
+// uses, where a thread takes 16 bytes of the widest array, and Others one Any for each mode, which
+// takes all that is not common.
 //
 // To add a variant, add a Fixed to Common (ForMoments: for mu and nu in their usual dtypes;
 // ForContributions: for several gradients a parameter). It takes no time on the device where
 // another one runs, but one kernel more for each architecture, for each capacity of a leaf table,
-// in the compiled module. tests/test_kernel.py compares both kinds with the reference.
+// in the compiled module. tests/kernels/test_adam.py compares both kinds with the reference.
 
 #include "adam_math.h"
 #include "kernels_cuda.h"
 #include "leaf_table.cuh"
 #include "pairwise.h"
+#include "variants.cuh"
 #include "vector.cuh"
 
 namespace jdistadam {
@@ -197,7 +188,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Launches one variant for all leaves of a call, in as few launches as tables hold them.
 template <typename Types>
-cudaError_t Launch(const AdamCall& call, cudaStream_t stream) {
+cudaError_t Launch(List<Types>, const AdamCall& call, cudaStream_t stream) {
   const Step step{call.mode,        call.nesterov,     call.dtypes,    call.contributions,
                   call.grad_stride, call.coefficients, call.inv_scale, call.found_inf};
   return ForEachTable<Leaf>(call.leaves, size_t{kThreads} * Types::kVector,
@@ -207,68 +198,24 @@ cudaError_t Launch(const AdamCall& call, cudaStream_t stream) {
                             });
 }
 
-// ---- Variants: what `Types` of the kernel above can be, and which of them a call launches. ----
-
-// Any<mode>: the mode is constant; dtypes and the number of contributions are members.
-template <Mode kMode_>
-struct Any {
-  static constexpr Mode kMode = kMode_;
-  static constexpr int kVector = 4, kMaxContributions = jdistadam::kMaxContributions;
-  Dtype grad, param, mu, nu, out;
-  int contributions;
-
-  __device__ explicit Any(const Step& step)
-      : grad(step.dtypes.grad),
-        param(step.dtypes.param),
-        mu(step.dtypes.mu),
-        nu(step.dtypes.nu),
-        out(step.dtypes.out),
-        contributions(step.contributions) {}
-  static bool Fits(const AdamCall& call) { return call.mode == kMode; }
+template <Mode kMode>
+struct Any : AnyTypes<kMode> {
+  using AnyTypes<kMode>::AnyTypes;
+  static constexpr int kVector = 4;
 };
 
-// Fixed<mode, dtypes..., contributions>: all of it is constant, under the same names.
-template <Mode kMode_, Dtype kGrad, Dtype kParam, Dtype kMu, Dtype kNu, Dtype kOut,
+template <Mode kMode, Dtype kGrad, Dtype kParam, Dtype kMu, Dtype kNu, Dtype kOut,
           int kContributions = 1>
-struct Fixed {
-  static constexpr Mode kMode = kMode_;
-  static constexpr Dtype grad = kGrad, param = kParam, mu = kMu, nu = kNu, out = kOut;
-  static constexpr int contributions = kContributions, kMaxContributions = kContributions;
+struct Fixed : FixedTypes<kMode, kGrad, kParam, kMu, kNu, kOut, kContributions> {
+  using FixedTypes<kMode, kGrad, kParam, kMu, kNu, kOut, kContributions>::FixedTypes;
   // 16 bytes of the widest array
   static constexpr int kVector = kGrad == Dtype::kFloat32 || kParam == Dtype::kFloat32 ||
                                          kMu == Dtype::kFloat32 || kNu == Dtype::kFloat32
                                      ? 4
                                      : 8;
-
-  __device__ explicit Fixed(const Step&) {}
-  static bool Fits(const AdamCall& call) {
-    const Dtypes& t = call.dtypes;
-    return call.mode == kMode && t.grad == grad && t.param == param && t.mu == mu && t.nu == nu &&
-           (kMode == Mode::kStep || t.out == out) && call.contributions == contributions;
-  }
 };
 
 constexpr Dtype F = Dtype::kFloat32, B = Dtype::kBfloat16, H = Dtype::kFloat16, U = Dtype::kUint16;
-
-// A list of variants: a type without members, that only carries its arguments.
-template <typename... Kernels>
-struct List {};
-
-// Launches the first variant of the lists that fits: `||` ends the search at the first one that
-// was launched. An error if none fits, which Others exclude.
-template <typename... First, typename... Second>
-cudaError_t LaunchFirst(List<First...>, List<Second...>, const AdamCall& call,
-                        cudaStream_t stream) {
-  cudaError_t error = cudaErrorInvalidValue;
-  const auto try_one = [&](auto fits, auto launch) {
-    if (!fits(call)) return false;
-    error = launch(call, stream);
-    return true;
-  };
-  (void)((try_one(First::Fits, Launch<First>) || ...) ||
-         (try_one(Second::Fits, Launch<Second>) || ...));
-  return error;
-}
 
 // The three variants in which grad, param and out are as given, and mu and nu are float32, or mu
 // bfloat16, or both bfloat16.
@@ -282,16 +229,6 @@ template <Mode kMode, Dtype kGrad, Dtype kParam, Dtype kOut>
 using ForContributions =
     List<Fixed<kMode, kGrad, kParam, F, F, kOut, 2>, Fixed<kMode, kGrad, kParam, F, F, kOut, 4>,
          Fixed<kMode, kGrad, kParam, F, F, kOut, 8>>;
-
-// Joined<List<A>, List<B>, ...>::Type is List<A, B, ...>.
-template <typename... Lists>
-struct Joined;
-template <typename... A, typename... B_, typename... Rest>
-struct Joined<List<A...>, List<B_...>, Rest...> : Joined<List<A..., B_...>, Rest...> {};
-template <typename... A>
-struct Joined<List<A...>> {
-  using Type = List<A...>;
-};
 
 // Dtypes are in the order grad, param, (mu, nu,) out: F float32, B bfloat16, H float16, U uint16
 // (remainders). Mode::kStep has no out; F stands in its place.
@@ -313,7 +250,8 @@ using Others =
 cudaError_t AdamCuda(const AdamCall& call, cudaStream_t stream) {
   if (reinterpret_cast<uintptr_t>(call.coefficients) % alignof(Row) != 0)
     return cudaErrorMisalignedAddress;
-  return LaunchFirst(Common{}, Others{}, call, stream);
+  return LaunchFirst(Joined<Common, Others>::Type{}, call,
+                     [&](auto variant, const AdamCall& it) { return Launch(variant, it, stream); });
 }
 
 }  // namespace jdistadam

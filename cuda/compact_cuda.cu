@@ -8,13 +8,13 @@
 //           parameters takes 1.4 times as long, as a tile has to be found first.
 // traffic   Each array once: 10.1 bytes per parameter for bfloat16 gradients and parameters (two
 //           accesses) and 8-bit moments.
-// variants  As in adam_cuda.cu: Fixed has the mode, the dtypes and the rounding as constants, Any
-//           the mode alone, and no chunks.
+// variants  variants.cuh; Fixed has the rounding as a constant too, and Any has no chunks.
 
 #include <algorithm>
 
 #include "compact_chunk.cuh"
 #include "kernels_cuda.h"
+#include "variants.cuh"
 
 namespace jdistadam {
 namespace {
@@ -81,7 +81,7 @@ uint32_t RoundsOf(const CompactCall& call) {
 }
 
 template <typename Types>
-cudaError_t Launch(const CompactCall& call, cudaStream_t stream) {
+cudaError_t Launch(List<Types>, const CompactCall& call, cudaStream_t stream) {
   const AdamCall& adam = call.adam;
   const uint32_t rounds = RoundsOf(call);
   const Step step{adam.mode,      adam.nesterov,      call.is_random,   adam.dtypes,
@@ -95,74 +95,54 @@ cudaError_t Launch(const CompactCall& call, cudaStream_t stream) {
       });
 }
 
-template <Mode kMode_>
-struct Any {
-  static constexpr Mode kMode = kMode_;
+template <Mode kMode>
+struct Any : AnyTypes<kMode> {
+  using AnyTypes<kMode>::AnyTypes;
   static constexpr bool kHasChunks = false;
   static constexpr int kMinBlocks = 1;
-  static constexpr int kMaxContributions = jdistadam::kMaxContributions;
-  Dtype grad, param, mu, nu, out;
-  int contributions;
-
-  __device__ explicit Any(const Step& step)
-      : grad(step.dtypes.grad),
-        param(step.dtypes.param),
-        mu(step.dtypes.mu),
-        nu(step.dtypes.nu),
-        out(step.dtypes.out),
-        contributions(step.contributions) {}
   __device__ static bool IsRandom(const Step& step) { return step.is_random; }
-  static bool Fits(const CompactCall& call) { return call.adam.mode == kMode; }
+  static bool Fits(const CompactCall& call) { return AnyTypes<kMode>::Fits(call.adam); }
 };
 
-template <Mode kMode_, bool kIsRandom, Dtype kGrad, Dtype kParam, Dtype kMu, Dtype kNu, Dtype kOut>
-struct Fixed {
-  static constexpr Mode kMode = kMode_;
+template <Mode kMode, bool kIsRandom, Dtype kGrad, Dtype kParam, Dtype kMu, Dtype kNu, Dtype kOut>
+struct Fixed : FixedTypes<kMode, kGrad, kParam, kMu, kNu, kOut> {
+  using Base = FixedTypes<kMode, kGrad, kParam, kMu, kNu, kOut>;
+  using Base::Base;
   static constexpr bool kHasChunks = true;
   // At once: so many registers.
   static constexpr int kMinBlocks = IsCoded(kMu) || kGrad == Dtype::kFloat32 ? 5 : 6;
-  static constexpr Dtype grad = kGrad, param = kParam, mu = kMu, nu = kNu, out = kOut;
-  static constexpr int contributions = 1, kMaxContributions = 1;
-
-  __device__ explicit Fixed(const Step&) {}
   __device__ static constexpr bool IsRandom(const Step&) { return kIsRandom; }
   static bool Fits(const CompactCall& call) {
-    const Dtypes& t = call.adam.dtypes;
-    return call.adam.mode == kMode && call.is_random == kIsRandom && t.grad == grad &&
-           t.param == param && t.mu == mu && t.nu == nu && (kMode == Mode::kStep || t.out == out) &&
-           call.adam.contributions == 1;
+    return Base::Fits(call.adam) && call.is_random == kIsRandom;
   }
 };
 
 constexpr Dtype F = Dtype::kFloat32, B = Dtype::kBfloat16, U = Dtype::kUint16, E = Dtype::kBlock8,
                 S = Dtype::kBlock16;
 
-template <typename... Kernels>
-cudaError_t LaunchFirst(const CompactCall& call, cudaStream_t stream) {
-  cudaError_t error = cudaErrorInvalidValue;
-  (void)((Kernels::Fits(call) ? (error = Launch<Kernels>(call, stream), true) : false) || ...);
-  return error;
-}
+// Dtypes are in the order grad, param, mu, nu, out; Mode::kStep has no out.
+using Variants = List<
+    Fixed<Mode::kStep, true, B, B, E, E, F>, Fixed<Mode::kStep, true, F, B, E, E, F>,
+    Fixed<Mode::kStep, true, B, B, S, S, F>, Fixed<Mode::kStep, true, F, B, S, S, F>,
+    Fixed<Mode::kStep, true, B, B, B, B, F>, Fixed<Mode::kStep, true, F, B, B, B, F>,
+    Fixed<Mode::kStep, true, F, F, E, E, F>, Fixed<Mode::kStep, false, F, F, E, E, F>,
+    Fixed<Mode::kStepSplit, true, B, B, E, E, U>, Fixed<Mode::kStepSplit, true, F, B, E, E, U>,
+    Fixed<Mode::kStepSplit, true, B, B, S, S, U>, Fixed<Mode::kStepSplit, true, F, B, S, S, U>,
+    Fixed<Mode::kStepSplit, false, B, B, E, E, U>, Fixed<Mode::kStepSplit, false, F, B, E, E, U>,
+    Fixed<Mode::kStepSplit, false, B, B, S, S, U>, Fixed<Mode::kStepSplit, false, F, B, S, S, U>,
+    Fixed<Mode::kStepAndCast, true, B, F, E, E, B>, Fixed<Mode::kStepAndCast, true, F, F, E, E, B>,
+    Fixed<Mode::kStepAndCast, false, B, F, E, E, B>,
+    Fixed<Mode::kStepAndCast, false, F, F, E, E, B>, Any<Mode::kStep>, Any<Mode::kStepAndCast>,
+    Any<Mode::kUpdate>, Any<Mode::kStepSplit>>;
 
 }  // namespace
 
 cudaError_t CompactCuda(const CompactCall& call, cudaStream_t stream) {
   if (reinterpret_cast<uintptr_t>(call.adam.coefficients) % alignof(Row) != 0)
     return cudaErrorMisalignedAddress;
-  return LaunchFirst<
-      Fixed<Mode::kStep, true, B, B, E, E, F>, Fixed<Mode::kStep, true, F, B, E, E, F>,
-      Fixed<Mode::kStep, true, B, B, S, S, F>, Fixed<Mode::kStep, true, F, B, S, S, F>,
-      Fixed<Mode::kStep, true, B, B, B, B, F>, Fixed<Mode::kStep, true, F, B, B, B, F>,
-      Fixed<Mode::kStep, true, F, F, E, E, F>, Fixed<Mode::kStep, false, F, F, E, E, F>,
-      Fixed<Mode::kStepSplit, true, B, B, E, E, U>, Fixed<Mode::kStepSplit, true, F, B, E, E, U>,
-      Fixed<Mode::kStepSplit, true, B, B, S, S, U>, Fixed<Mode::kStepSplit, true, F, B, S, S, U>,
-      Fixed<Mode::kStepSplit, false, B, B, E, E, U>, Fixed<Mode::kStepSplit, false, F, B, E, E, U>,
-      Fixed<Mode::kStepSplit, false, B, B, S, S, U>, Fixed<Mode::kStepSplit, false, F, B, S, S, U>,
-      Fixed<Mode::kStepAndCast, true, B, F, E, E, B>,
-      Fixed<Mode::kStepAndCast, true, F, F, E, E, B>,
-      Fixed<Mode::kStepAndCast, false, B, F, E, E, B>,
-      Fixed<Mode::kStepAndCast, false, F, F, E, E, B>, Any<Mode::kStep>, Any<Mode::kStepAndCast>,
-      Any<Mode::kUpdate>, Any<Mode::kStepSplit>>(call, stream);
+  return LaunchFirst(Variants{}, call, [&](auto variant, const CompactCall& it) {
+    return Launch(variant, it, stream);
+  });
 }
 
 }  // namespace jdistadam

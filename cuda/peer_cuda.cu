@@ -60,7 +60,7 @@ struct Step {
   TileNorm* tiles;
 };
 
-// Dtypes: arguments of the launch, or constants (`Types`, as in adam_cuda.cu).
+// Dtypes: arguments of the launch, or constants (`Types`, as in variants.cuh).
 struct AnyTypes {
   Dtype grad, mu, nu;
   __device__ explicit AnyTypes(const Step& step)

@@ -1,0 +1,85 @@
+// Variants of a kernel, and which of them a call launches.
+//
+// A kernel is a template of `Types`: which mode it runs in, in which dtypes the five arrays are
+// stored, and how many gradients it adds. A variant of it is one such type:
+//
+//   FixedTypes<mode, dtypes...>  All is constant: conversions have no branches.
+//   AnyTypes<mode>               The mode alone is constant; the others are arguments of the
+//                                launch. In adam_cuda.cu that costs 5 % with float32 state and
+//                                30 % with bfloat16 state.
+//
+// Kernels derive their variants from these two, and add what else is constant. Dtypes are known
+// only when a call runs, template arguments only when this is compiled: so the search for a variant
+// is a chain of comparisons that the compiler writes out from a list, one for each variant. It runs
+// on the host, once for a call.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "adam.h"
+
+namespace jdistadam {
+
+template <Mode kMode_>
+struct AnyTypes {
+  static constexpr Mode kMode = kMode_;
+  static constexpr int kMaxContributions = jdistadam::kMaxContributions;
+  Dtype grad, param, mu, nu, out;
+  int contributions;
+
+  template <typename Step>
+  __device__ explicit AnyTypes(const Step& step)
+      : grad(step.dtypes.grad),
+        param(step.dtypes.param),
+        mu(step.dtypes.mu),
+        nu(step.dtypes.nu),
+        out(step.dtypes.out),
+        contributions(step.contributions) {}
+  static bool Fits(const AdamCall& call) { return call.mode == kMode; }
+};
+
+// Under the same names. Mode::kStep has no out.
+template <Mode kMode_, Dtype kGrad, Dtype kParam, Dtype kMu, Dtype kNu, Dtype kOut,
+          int kContributions = 1>
+struct FixedTypes {
+  static constexpr Mode kMode = kMode_;
+  static constexpr Dtype grad = kGrad, param = kParam, mu = kMu, nu = kNu, out = kOut;
+  static constexpr int contributions = kContributions, kMaxContributions = kContributions;
+
+  template <typename Step>
+  __device__ explicit FixedTypes(const Step&) {}
+  static bool Fits(const AdamCall& call) {
+    const Dtypes& t = call.dtypes;
+    return call.mode == kMode && t.grad == grad && t.param == param && t.mu == mu && t.nu == nu &&
+           (kMode == Mode::kStep || t.out == out) && call.contributions == contributions;
+  }
+};
+
+// A list of variants: a type without members, that only carries its arguments.
+template <typename... Variants>
+struct List {};
+
+// Joined<List<A>, List<B>, ...>::Type is List<A, B, ...>.
+template <typename... Lists>
+struct Joined;
+template <typename... A, typename... B, typename... Rest>
+struct Joined<List<A...>, List<B...>, Rest...> : Joined<List<A..., B...>, Rest...> {};
+template <typename... A>
+struct Joined<List<A...>> {
+  using Type = List<A...>;
+};
+
+// launch(List<Variant>, call) with the first variant that fits: `||` ends the search there. An
+// error if none fits, which one AnyTypes for each mode excludes.
+template <typename... Variants, typename Call, typename Launch>
+cudaError_t LaunchFirst(List<Variants...>, const Call& call, const Launch& launch) {
+  cudaError_t error = cudaErrorInvalidValue;
+  const auto try_one = [&](auto variant, bool fits) {
+    if (fits) error = launch(variant, call);
+    return fits;
+  };
+  (void)(try_one(List<Variants>{}, Variants::Fits(call)) || ...);
+  return error;
+}
+
+}  // namespace jdistadam
