@@ -9,7 +9,7 @@
 #include "ffi_graph_node.h"
 #include "ffi_keep.h"
 #include "ffi_norm.h"
-#include "ffi_peer.h"
+#include "ffi_peer_meeting.h"
 #include "ffi_sum.h"
 
 namespace jdistadam {

@@ -5,8 +5,8 @@
 
 namespace jdistadam {
 
-// Halves the lanes that are `kPerThread` to a thread, until the first holds the sum of all; in thread
-// 0 only.
+// Halves the lanes that are `kPerThread` to a thread, until the first holds the sum of all; in
+// thread 0 only.
 template <int kPerThread>
 __device__ float SumLanes(float (&lanes)[kPerThread]) {
   __shared__ float shared[kNormLanes];
