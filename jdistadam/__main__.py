@@ -50,6 +50,9 @@ def _check(args: argparse.Namespace) -> int:
     for name, passed, detail in checks:
         print(f"{marks[passed]:<6} {name:<5} {detail}")
     failed = any(check.passed is False for check in checks)
+    if not failed and not any(check.passed for check in checks):
+        print("FAILED: nothing was checked")
+        return 1
     print("FAILED" if failed else "SUCCESS")
     return int(failed)
 
@@ -195,7 +198,7 @@ def _optimizer(args: argparse.Namespace, mesh: Any) -> tuple[Any, Any]:
 
     tx = distributed_fused_adamw(
         1e-3,
-        b2=0.95,  # the largest with which nu may have any dtype
+        b2=args.b2,
         mesh=mesh,
         replica_axis="replica" if "replica" in mesh.axis_names else None,
         communication=getattr(args, "communication", "auto"),

@@ -241,6 +241,7 @@ ERRORS = [
     ("a schedule of two arguments", lambda: fused(lambda count, epoch: 1e-3), jda.HyperparameterError, r"^learning_rate: not a schedule of the step count: missing a required argument: 'epoch': got a function of \(count, epoch\), expected a function of one number"),
     ("b1 above 1", lambda: fused(b1=1.5), jda.HyperparameterError, r"^b1: out of range: got 1\.5, expected a number in \[0, 1\)\. Change b1\.$"),
     ("b1 below 0", lambda: fused(b1=-0.1), jda.HyperparameterError, r"^b1: out of range: got -0\.1, expected a number in \[0, 1\)"),
+    ("optax.inject_hyperparams of 16-bit params", lambda: optax.inject_hyperparams(jda.fused_adamw)(1e-2).init(cast(PARAMS, BF16)), jda.HyperparameterError, r"^b2: rounded to 16 bits, which turn 0\.999 into 1: got bfloat16, expected float32, or a Python number\. .*use jda\.inject_hyperparams"),
     ("b2 of 1", lambda: fused(b2=1.0), jda.HyperparameterError, r"^b2: out of range: got 1\.0, expected a number in \[0, 1\)"),
     ("both betas at once, as in torch", lambda: fused(1e-2, (0.9, 0.99)), jda.HyperparameterError, r"^b1: out of range: got \(0\.9, 0\.99\), expected a number in \[0, 1\)"),
     ("a schedule for b1", lambda: fused(b1=lambda count: 0.9), jda.HyperparameterError, r"^b1: out of range: got <function .*, expected a number in \[0, 1\)"),
@@ -254,6 +255,7 @@ ERRORS = [
     # -- fused_adamw: masks and dtypes
     ("a mask of another tree", lambda: fused(mask={"q": True}).init(PARAMS), jda.TreeError, r"^mask: structure differs from params: got PyTreeDef\(\{'q': \*\}\), expected PyTreeDef\(\{'b': \*, 'w': \*\}\)\. Give each leaf of params, or each subtree, True or False\.$"),
     ("a mask of another tree, in a step", lambda: fused_step(fused(mask={"q": True}), state=fused().init(PARAMS)), jda.TreeError, r"^mask: structure differs from params: got PyTreeDef\(\{'q': \*\}\)"),
+    ("a mask that takes a path", lambda: fused(mask=lambda path: "bias" not in path).init(PARAMS), jda.TreeError, r"^mask: a function that returns one value: it is called with the tree, not with a path: got True, expected a tree of bools, for 2 leaves\. Write lambda params: jax\.tree\.map_with_path"),
     ("a mask of floats", lambda: fused(mask={"w": 1.0, "b": 0.0}).init(PARAMS), jda.DtypeError, r"^mask\['b'\]: not a bool: got 0\.0, expected True or False\. Fix mask\.$"),
     ("a mask that is a name", lambda: fused(mask="bias").init(PARAMS), jda.DtypeError, r"^mask\['b'\]: not a bool: got 'bias', expected True or False"),
     ("a mask function that returns nothing", lambda: fused(mask=lambda params: None).init(PARAMS), jda.TreeError, r"^mask: structure differs from params: got PyTreeDef\(None\)"),
@@ -405,6 +407,9 @@ ERRORS = [
     ("full_params(tx, state)", lambda: jda.full_params(tx(), state()), jda.MeshError, NOT_DISTRIBUTED.format("TrainState")),
     ("full_params of a donated state", lambda: jda.full_params(donated(), tx()), jda.MeshError, DONATED),
     # -- from_optax_state, to_optax_state, main_params
+    ("full_params of shapes", lambda: jda.full_params(jda.TrainState.shapes(PARAMS, tx()), tx()), jda.TreeError, r"^state: shapes, not arrays: got what TrainState\.shapes or jax\.eval_shape returned, expected a state with values\. Restore it: jda\.restore"),
+    ("reload_main_params of shapes", lambda: jda.reload_main_params(jda.TrainState.shapes(PARAMS, tx()), tx()), jda.TreeError, r"^state: shapes, not arrays"),
+    ("a step of shapes", lambda: train(state=jda.TrainState.shapes(PARAMS, make_tx())), jda.TreeError, r"^state: shapes, not arrays"),
     ("from_optax_state(opt_state, params, tx)", lambda: jda.from_optax_state(optax_state(), PARAMS, tx()), jda.TreeError, A_STATE.format("main_params", "ScaleByAdamState", "from_optax_state")),
     ("from_optax_state(tx, params, opt_state)", lambda: jda.from_optax_state(tx(), PARAMS, optax_state()), jda.MeshError, NOT_DISTRIBUTED.format("tuple")),
     ("from_optax_state to optax's optimizer", lambda: jda.from_optax_state(PARAMS, optax_state(), optax.adamw(1e-2)), jda.MeshError, NOT_DISTRIBUTED.format("GradientTransformationExtraArgs")),

@@ -87,6 +87,15 @@ def test_check_fails_without_cpu_kernels(monkeypatch, capsys):
     assert "[--]   cuda  not built" in capsys.readouterr().out
 
 
+def test_check_fails_where_nothing_is_checked(monkeypatch, capsys):
+    def no_device(name):
+        raise RuntimeError("no such platform")
+
+    monkeypatch.setattr(jax, "devices", no_device)
+    assert __main__.main(["check"]) == 1
+    assert capsys.readouterr().out.endswith("FAILED: nothing was checked\n")
+
+
 @pytest.mark.gpu
 def test_check_covers_the_gpu(capsys):
     assert __main__.main(["check"]) == 0
@@ -263,11 +272,18 @@ def test_plan_of_a_million_devices(small, capsys):
     assert "1000000, as 10 replicas of 100000" in capsys.readouterr().out
 
 
+def test_plan_raises_as_the_optimizer_does(small, capsys):
+    message = error_of(capsys, "plan", *small, "--nu-dtype", "bfloat16")
+    assert "cannot decay at this b2: got bfloat16 with b2=0.999" in message
+
+
 @pytest.mark.parametrize("field", sorted(command_line._POLICY))
 def test_every_dtype_that_the_help_names_is_planned(small, capsys, field):
     choices, _ = command_line._POLICY[field]
     for choice in choices:
         options = (f"--{field.replace('_', '-')}", choice, "--param-dtype", "float32")
+        if field == "nu_dtype":
+            options += ("--b2", "0.95")
         assert __main__.main(["plan", *small, *options]) == 0
         value = re.search(rf"^{field} +(.*)", capsys.readouterr().out, re.M)[1]
         wanted = {

@@ -84,6 +84,15 @@ def _check(name: str, value: Any, is_valid: Callable[[float], bool], expected: s
     if callable(value) and name in ("learning_rate", "weight_decay"):
         return _check_schedule(name, value)
     if isinstance(value, jax.Array | np.ndarray):
+        if name == "b2" and value.dtype in (jnp.bfloat16, jnp.float16):
+            raise HyperparameterError(
+                name,
+                "rounded to 16 bits, which turn 0.999 into 1",
+                got=value.dtype,
+                expected="float32, or a Python number",
+                action="optax.inject_hyperparams casts to the dtype of params: use "
+                "jda.inject_hyperparams.",
+            )
         # Perhaps traced, and never waited for: only the shape can be looked at.
         real = not jnp.issubdtype(value.dtype, np.complexfloating)
         valid = value.shape == () and real

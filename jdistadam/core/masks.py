@@ -18,6 +18,17 @@ def decay_groups(mask: Any | Callable[[Any], Any] | None, params: Params) -> tup
     num_leaves = len(jax.tree.leaves(params))
     if mask is None or not num_leaves:
         return (0,) * num_leaves
+    if callable(mask):
+        mask = mask(params)
+        if isinstance(mask, bool | np.bool_) and num_leaves > 1:
+            raise TreeError(
+                "mask",
+                "a function that returns one value: it is called with the tree, not with a path",
+                got=bool(mask),
+                expected=f"a tree of bools, for {num_leaves} leaves",
+                action="Write lambda params: jax.tree.map_with_path(lambda path, x: ..., params), "
+                "or pass the bool itself.",
+            )
     keeps = for_each_leaf(
         mask, params, name="mask", kind=bool | np.bool_, what="bool", expected="True or False"
     )

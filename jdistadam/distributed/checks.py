@@ -186,8 +186,18 @@ def check_step(
 
 
 def check_alive(state: Any) -> None:
-    """Raises MeshError where the arrays of a DistributedState were donated."""
-    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state.mu)):
+    """Raises MeshError for a DistributedState that was donated, TreeError for shapes."""
+    if isinstance(state.layout_identity, jax.ShapeDtypeStruct):
+        raise TreeError(
+            "state",
+            "shapes, not arrays",
+            got="what TrainState.shapes or jax.eval_shape returned",
+            expected="a state with values",
+            action="Restore it: jda.restore(folder, shapes, tx); or make one with "
+            "TrainState.create(params, tx).",
+        )
+    arrays = (x for x in jax.tree.leaves(state.mu) if isinstance(x, jax.Array))
+    if any(x.is_deleted() for x in arrays if not isinstance(x, jax.core.Tracer)):
         raise MeshError(
             "state",
             "its arrays were donated to an earlier step, and are gone",

@@ -103,15 +103,35 @@ def tree_step(
     columns = [*map(jax.tree.leaves, (grads, params))]
     columns += [*map(moment_leaves, (adam_state.mu, adam_state.nu))]
     leaves = [TreeLeaf(*x) for x in zip(*columns[:2], mains, *columns[2:], strict=True)]
-    if mode == "update":
-        grads = nan_if_changed(columns[0], columns[1], mains)
-        leaves = [leaf._replace(grad=x) for leaf, x in zip(leaves, grads, strict=True)]
+    grads = nan_if_changed(columns[0], columns[1], mains)
+    leaves = [leaf._replace(grad=x) for leaf, x in zip(leaves, grads, strict=True)]
     if low.is_any:
         _check_compact(trees.paths(params, "params"), leaves, low.is_random, mode)
     count = adam_state.count
+    hyper = _at_own_counts(hyper, inner[1:])
     new = step_leaves(leaves, groups, mode=mode, hyper=hyper, count=count, key=key, orders=orders)
     updates, new_state = _new_trees(params, new, count, other_states=inner[1:], main_kind=main_kind)
     return updates, new_state if key is None else RoundingState(key, new_state)
+
+
+def _at_own_counts(hyper: Hyperparameters, states: Sequence[Any]) -> Hyperparameters:
+    """Has each schedule look at its own count, which optax's state has beside the one of Adam.
+
+    They differ where a schedule was restarted and the moments were kept.
+    """
+    own = {"weight_decay": states[0], "learning_rate": states[-1]}
+    found = {}
+    for name, state in own.items():
+        schedule, state = getattr(hyper, name), getattr(state, "inner_state", state)
+        if callable(schedule):
+            found[name] = functools.partial(_at, schedule, state.count)
+    return dataclasses.replace(hyper, **found) if found else hyper
+
+
+def _at(schedule: Callable[[Any], Any], own: jax.Array, count: Any) -> Any:
+    """The value of a schedule at its own count, whatever the other one is."""
+    del count
+    return schedule(own)
 
 
 def _check_compact(

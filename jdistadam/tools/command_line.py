@@ -172,6 +172,12 @@ def _add_optimizer_arguments(parser: Parser) -> None:
     defaults = MixedPrecisionPolicy()
     for name, (choices, use) in _POLICY.items():
         _add_dtype(parser, name, choices, str(getattr(defaults, name)).lower(), use)
+    add(
+        "--b2",
+        type=float,
+        default=0.999,
+        help="decay of the second moment, with which not every dtype of it can decay",
+    )
     parser.add_argument(
         "--rounding",
         choices=ROUNDINGS,

@@ -11,10 +11,19 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
+from jdistadam.errors import TreeError
 
 
 def fetch(x: Any) -> np.ndarray:
     """Returns a whole array, also one of which other processes hold parts: all must call this."""
+    if isinstance(x, jax.core.Tracer):
+        raise TreeError(
+            "state",
+            "this runs on the host, not inside of a program",
+            got="a traced array, as in jax.jit or jax.lax.scan",
+            expected="arrays with values",
+            action="Call it outside; in a program jda.full_params(state, tx) has the parameters.",
+        )
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         assert isinstance(x.sharding, NamedSharding)
         replicated = NamedSharding(x.sharding.mesh, P())

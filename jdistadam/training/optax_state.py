@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core import boxes, trees
+from jdistadam.core import trees
 from jdistadam.core.moments import BLOCK
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed import packing
@@ -34,6 +34,7 @@ from jdistadam.training.extra_state import (
     with_extra_state,
 )
 from jdistadam.training.host_arrays import copy_of, fetch
+from jdistadam.training.optax_parts import check_counts, like_template
 from jdistadam.training.placement import copy_to
 from jdistadam.training.train_state import TrainState, check_layout, remember_params
 
@@ -176,7 +177,8 @@ def from_optax_state(
 
     Args:
       main_params: Tree of parameters, exact in float32.
-      opt_state: The state that ``optax.adamw`` or ``to_optax_state`` returned for it.
+      opt_state: The state that ``optax.adamw`` or ``to_optax_state`` returned for it; also in the
+        state of an ``optax.chain`` that has nothing else to keep.
       tx: The distributed optimizer.
       extra_state: The third value of ``to_optax_state``. None: a new loss scale, no model_state and
         no rng.
@@ -199,23 +201,13 @@ def from_optax_state(
         state.opt_state,
         is_leaf=is_distributed_state,
     )
-    expected: Any = jax.tree.structure(template)
-    given: Any = jax.tree.structure(boxes.unboxed(opt_state))
-    if given == jax.tree.structure(boxes.unboxed(template)):
-        opt_state = expected.unflatten(jax.tree.leaves(opt_state))  # nnx.Optimizer has other boxes
-    if jax.tree.structure(opt_state) != expected:
-        raise TreeError(
-            "opt_state",
-            "not the state of optax's optimizer with these hyperparameters",
-            got=jax.tree.structure(opt_state),
-            expected=expected,
-            action="Use the same schedules and mask on both sides.",
-        )
-
+    opt_state = like_template(opt_state, template)
     trees.check_arrays(opt_state, name="opt_state")
 
     def convert(ours: Any, theirs: Any) -> Any:
         if is_distributed_state(ours):
+            check_step_count("opt_state[0].count", theirs[0].count)
+            check_counts(theirs)
             return _shard(tx, state.params, theirs[0], ours)
         return copy_to(theirs, NamedSharding(tx.config.mesh, P()))
 
@@ -272,8 +264,6 @@ def _shard(
         trees.check_dtypes(
             moments, name=path, allowed=_MOMENTS, action="Use the real moments of Adam."
         )
-    check_step_count("opt_state[0].count", adam.count)
-
     place = NamedSharding(config.mesh, config.parallel.state_spec)
 
     def flat(tree: Any, dtype: Any) -> jax.Array:

@@ -225,6 +225,22 @@ def test_main_params_in_flax_train_state():
     assert abs(moved[F32] - 1e-2) < 2**-8
 
 
+@pytest.mark.parametrize("jit_step", [jax.jit, jda.jit_step], ids=["jit", "jit_step"])
+def test_params_that_were_changed_by_hand_give_nan(jit_step):
+    params = random_tree(np.random.default_rng(3), BF16)
+    grads = jax.tree.map(jnp.copy, params)
+    tx = jda.fused_adamw(0.1, main_params_dtype=F32)
+    step = jda.jit_step(tx) if jit_step is jda.jit_step else jit_step(tx.step)
+    params, state = step(grads, tx.init(params), params)
+    edited = jax.tree.map(lambda x: 2 * x + 1, params)
+    old = jax.tree.map(jnp.copy, state)
+    bad, _ = step(grads, old, jax.tree.map(jnp.copy, edited))
+    assert any(jnp.isnan(x).any() for x in jax.tree.leaves(bad))
+    state = state._replace(main_params=tx.init(edited).main_params)
+    good, _ = step(grads, state, jax.tree.map(jnp.copy, edited))
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(good))
+
+
 @pytest.mark.parametrize("under_vmap", [False, True])
 def test_updates_that_were_changed_give_nan(under_vmap):
     """Main parameters would go on from where the params are not."""

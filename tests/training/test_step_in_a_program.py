@@ -53,6 +53,38 @@ def test_a_scan_over_batches_gives_the_bits_of_calls(cpu_mesh, strategy):
     assert int(after.opt_state.count) == 11
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_params_are_read_and_replaced_in_a_program(cpu_mesh, strategy):
+    step, state, batches = made(cpu_mesh, strategy)
+    tx = step.tx
+    state, _ = step(state, batches[0])
+    want = jax.tree.map(jnp.copy, jda.full_params(state, tx))
+    assert_trees_same_bits(jax.jit(lambda s: jda.full_params(s, tx))(state), want)
+
+    def halved(state):
+        return state.replace(params=jax.tree.map(lambda x: x / 2, state.params), tx=tx)
+
+    def replaced_between(state, batch):
+        state, metrics = step(state, batch)
+        return halved(state), metrics["loss"]
+
+    scanned, losses = jax.jit(lambda s, b: jax.lax.scan(replaced_between, s, b))(
+        state, batches[1:4]
+    )
+    for batch, loss in zip(batches[1:4], losses, strict=True):
+        state, metrics = step(state, batch)
+        assert metrics["loss"] == loss
+        state = halved(state)
+    assert_trees_same_bits(scanned.params, state.params)
+    assert_trees_same_bits(scanned.opt_state, state.opt_state)
+
+
+def test_a_conversion_in_a_program_raises(cpu_mesh):
+    step, state, _ = made(cpu_mesh)
+    with pytest.raises(jda.TreeError, match=r"^state: this runs on the host, not inside"):
+        jax.jit(lambda s: jda.to_optax_state(s, step.tx)[0])(state)
+
+
 def test_shapes_and_jaxpr_of_a_step(cpu_mesh):
     step, state, batches = made(cpu_mesh)
     shapes, metrics = jax.eval_shape(step, state, batches[0])
