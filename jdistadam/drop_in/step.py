@@ -120,7 +120,7 @@ def _at_own_counts(hyper: Hyperparameters, states: Sequence[Any]) -> Hyperparame
     They differ where a schedule was restarted and the moments were kept.
     """
     own = {"weight_decay": states[0], "learning_rate": states[-1]}
-    found = {}
+    found: dict[str, Any] = {}
     for name, state in own.items():
         schedule, state = getattr(hyper, name), getattr(state, "inner_state", state)
         if callable(schedule):
