@@ -45,6 +45,7 @@ from jdistadam.errors import (
     ShapeError,
     TreeError,
 )
+from jdistadam.kernels.native import export_checks
 from jdistadam.tools.audit import Audit, audit
 from jdistadam.tools.machine import Machine
 from jdistadam.tools.plan import Plan, plan
@@ -104,6 +105,8 @@ __all__ = [  # noqa: RUF022 - by task
     # Joined with optax's own transformations.
     "chain",
     "inject_hyperparams",
+    # Programs of jax.export.
+    "export_checks",
     # Checkpoints.
     "save",
     "restore",

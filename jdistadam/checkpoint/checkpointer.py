@@ -112,6 +112,11 @@ class Checkpointer:
     def after_step(self, step: int, state: Any) -> bool:
         """Saves if ``every`` divides the step; call it after each step, also between saves.
 
+        Args:
+          step: How many steps were taken, with this one: 1 after the first. It is ``state.step``
+            where no step was skipped for its gradients, and the number of the checkpoint.
+          state: What the step returned.
+
         Returns:
           Whether it saved.
 

@@ -20,8 +20,24 @@ def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
     Every device gets them, but for what ``param_specs`` shards over tensor axes. Those that rest as
     shards are what the next forward pass gets: rounded to ``policy.param_comm_dtype`` if it is set.
 
+    Under "no_shard", "optim" and "optim_grads" these are the state's own arrays, which the next
+    step donates, unless ``params_at_rest="shard"``. What is kept for longer must be copied:
+    ``jax.tree.map(jnp.copy, full_params(state, tx))``. All processes call this.
+
+    Returns:
+      A tree like ``state.params``.
+
     Raises:
       LayoutError: The state is of another layout than that of ``tx``.
+
+    Example:
+      >>> import jax.numpy as jnp, jdistadam as jda
+      >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+      >>> state = jda.TrainState.create({"w": jnp.ones(3)}, tx)
+      >>> kept = jax.tree.map(jnp.copy, full_params(state, tx))
+      >>> state, _ = jda.train_step(lambda params, x: params["w"] @ x, tx)(state, jnp.ones(3))
+      >>> kept["w"].tolist()
+      [1.0, 1.0, 1.0]
     """
     check_layout(state, tx)
     config = tx.config

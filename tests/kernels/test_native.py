@@ -5,10 +5,13 @@ import sys
 import types
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jdistadam as jda
 from jdistadam.kernels import native
+from support.bits import assert_trees_same_bits
 
 
 def run(code, **env):
@@ -114,3 +117,46 @@ def test_a_build_without_cuda_traces_no_fallback(monkeypatch):
     with pytest.raises(AssertionError, match="was traced"), pytest.warns(match="not built"):
         native.warn_if_unavailable.cache_clear()
         jax.make_jaxpr(lambda x: native.choose(lambda y: y + 1, fallback, x))(1)
+
+
+def exported_step():
+    """A fused step as a function of leaves, which jax can serialize; its arguments; and exported."""
+    tx = jda.fused_adamw(0.03, b1=0.87, b2=0.9973, weight_decay=0.13)
+    params = {"w": jnp.linspace(-1, 1, 60).reshape(5, 12), "b": jnp.ones(3, jnp.bfloat16)}
+    grads = jax.tree.map(lambda x: jnp.cos(3 * x), params)
+    leaves, tree = jax.tree.flatten((grads, tx.init(params), params))
+    step = jax.jit(lambda *leaves: jax.tree.leaves(tx.step(*tree.unflatten(leaves))))
+    return step, leaves, jax.export.export(step, disabled_checks=jda.export_checks())(*leaves)
+
+
+def test_a_step_can_be_exported():
+    step, leaves, exported = exported_step()
+    assert "jdistadam_adam" in exported.mlir_module()  # not the fallback
+    assert_trees_same_bits(exported.call(*leaves), step(*leaves))
+    with pytest.raises(ValueError, match="Cannot serialize code with custom calls"):
+        jax.export.export(step)(*leaves)
+
+
+def test_an_exported_step_runs_in_another_process(tmp_path):
+    """With the same bits, where export_checks has registered the kernels, and only there."""
+    pytest.importorskip("flatbuffers", reason="needs flatbuffers, by which jax serializes")
+    step, leaves, exported = exported_step()
+    (tmp_path / "step").write_bytes(exported.serialize())
+    as_bits = [np.asarray(x) for x in leaves]
+    np.savez(tmp_path / "in.npz", *[x.view(f"u{x.itemsize}") for x in as_bits])
+    code = f"""if True:
+        import jax, numpy as np, pathlib, jdistadam
+        folder = pathlib.Path({str(tmp_path)!r})
+        exported = jax.export.deserialize((folder / "step").read_bytes())
+        bits = np.load(folder / "in.npz").values()
+        leaves = [x.view(aval.dtype) for x, aval in zip(bits, exported.in_avals, strict=True)]
+        # here
+        found = [np.asarray(x) for x in exported.call(*leaves)]
+        np.savez(folder / "out.npz", *[x.view(f"u{{x.itemsize}}") for x in found])
+    """
+    done = run(code, JAX_PLATFORMS="cpu")
+    assert "No FFI handler registered for jdistadam" in done.stderr
+    done = run(code.replace("# here", "jdistadam.export_checks()"), JAX_PLATFORMS="cpu")
+    assert done.returncode == 0, done.stderr
+    expected = [np.asarray(x).view(f"u{x.dtype.itemsize}") for x in step(*leaves)]
+    assert_trees_same_bits([*np.load(tmp_path / "out.npz").values()], expected)
