@@ -26,7 +26,7 @@ from jdistadam.distributed.state import DistributedState, is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import DtypeError, TreeError
 from jdistadam.kernels import coded_leaves
-from jdistadam.training.train_state import TrainState, check_params_follow, is_known
+from jdistadam.training.train_state import TrainState, check_params_follow, is_known, placed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,9 @@ def contents_of(state: Any, tx: Any) -> Contents:
     fields = parts.fields_of(state)
     adam = parts.adam_of(fields["opt_state"])
     if is_distributed_state(adam):
-        _check_distributed(state, TrainState(fields["params"], fields["opt_state"]), tx)
+        checked = _checked(state, TrainState(fields["params"], fields["opt_state"]), tx)
+        fields |= {"params": checked.params, "opt_state": checked.opt_state}
+        adam = parts.adam_of(checked.opt_state)
         mesh, identity = tx.config.mesh, _text_of(adam.layout_identity)
         kind = tx.config.policy.main_params.value
     else:
@@ -114,12 +116,17 @@ def contents_of(state: Any, tx: Any) -> Contents:
     return Contents(tuple(groups), count, identity, kind)
 
 
-def _check_distributed(given: Any, state: TrainState, tx: Any) -> None:
-    """Raises unless a state is whole, of the layout of ``tx``, and its params are what it says."""
+def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:
+    """Returns a state on its devices, of numpy arrays too.
+
+    Raises unless it is whole, of the layout of ``tx``, and its params are what it says.
+    """
     check_distributed(tx)
     tx.check_state(state.opt_state, state.params)
+    state = placed(state, tx)
     if not (isinstance(given, TrainState) and is_known(given, jax.tree.leaves(given.params))):
         check_params_follow(state, tx)
+    return state
 
 
 def _text_of(layout_identity: Any) -> str:
@@ -221,14 +228,15 @@ def _of_optax(fields: dict[str, Any], adam: Any, mesh: Mesh) -> Iterator[Group]:
     """Moments and main parameters of the state of one program."""
     for section in parts.MOMENTS:
         for name, x in parts.named(section, getattr(adam, section)).items():
-            yield _whole(name, x, mesh)
+            if x.size:
+                yield _whole(name, x, mesh)
     params = parts.named("main_params", fields["params"])
     main = parts.named("main_params", parts.kept_main_params(fields["opt_state"]))
     _check_main_names(main, params)
     for name, x in main.items():
-        if x.dtype == jnp.float32:
+        if x.dtype == jnp.float32 and x.size:
             yield _whole(name, x, mesh)
-        else:
+        elif x.size:
             make = functools.partial(lambda p, x: [_join(p, x)], params[name], x)
             yield Group((Entry(name, x.shape, jnp.dtype(jnp.float32)),), make, 4 * x.size)
 

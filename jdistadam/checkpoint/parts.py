@@ -30,7 +30,6 @@ from jdistadam.errors import TreeError
 
 MOMENTS = ("mu", "nu")
 _ADAM = (DistributedState, optax.ScaleByAdamState)
-_PARTS = (*_ADAM, optax.ScaleByScheduleState)
 
 
 class Leaf(NamedTuple):
@@ -110,8 +109,8 @@ def other_leaves(fields: dict[str, Any]) -> Iterator[Leaf]:
         if name == "params":
             continue
         tree = map_main_params(tree, lambda part: part.inner)
-        for path, x in boxes.leaves_with_path(tree, _is(_PARTS)):
-            if isinstance(x, optax.ScaleByScheduleState):
+        for path, x in boxes.leaves_with_path(tree, _is_part):
+            if _is_schedule(x):
                 yield Leaf(f"{name}{jax.tree_util.keystr(path)}", x.count, None, True)
             elif not isinstance(x, _ADAM):
                 yield Leaf(f"{name}{jax.tree_util.keystr(path)}", x, _dict_keys(path))
@@ -141,11 +140,11 @@ def rebuilt(name: str, tree: Any, others: dict[str, Any], adam: Any, main: Any) 
         if isinstance(x, _ADAM):
             return adam
         found = others[f"{name}{jax.tree_util.keystr(path)}"]
-        return x._replace(count=found) if isinstance(x, optax.ScaleByScheduleState) else found
+        return x._replace(count=found) if _is_schedule(x) else found
 
     bare = map_main_params(tree, lambda part: part.inner)
-    treedef: Any = jax.tree.structure(bare, is_leaf=_is(_PARTS))
-    new = treedef.unflatten(value(*leaf) for leaf in boxes.leaves_with_path(bare, _is(_PARTS)))
+    treedef: Any = jax.tree.structure(bare, is_leaf=_is_part)
+    new = treedef.unflatten(value(*leaf) for leaf in boxes.leaves_with_path(bare, _is_part))
     if kept_main_params(tree) is None:
         return new
     return _wrapped(tree, new, main)
@@ -190,6 +189,15 @@ def path_of(name: str) -> str:
         if rest != name and (not rest or rest[0] in "[."):
             return f"params{rest}"
     return name
+
+
+def _is_schedule(x: Any) -> bool:
+    """Whether this is what optax keeps for a schedule, of the learning rate or weight decay."""
+    return getattr(x, "_fields", None) == ("count",)
+
+
+def _is_part(x: Any) -> bool:
+    return isinstance(x, _ADAM) or _is_schedule(x)
 
 
 def _is(kinds: Any) -> Any:

@@ -51,6 +51,8 @@ class RestoredFlat(Restored):
         super().__init__(reader, wanted, fields, tx.config.mesh)
         self._tx, self._config, params = tx, tx.config, fields["params"]
         self._layout = tx.layout(params)
+        schedule = tx.seen.schedule_of_whole(tx.config.tensor_local(params))
+        self._entries = {entry.bucket: entry for entry in schedule.buckets}
         is_spec = lambda x: isinstance(x, P)  # noqa: E731
         self._specs = jax.tree.leaves(tx.config.tensor_specs(params), is_leaf=is_spec)
         placed = jax.tree.leaves(tx.param_specs(params), is_leaf=is_spec)
@@ -142,12 +144,14 @@ class RestoredFlat(Restored):
     ) -> None:
         """Params, rounded as a step rounds them, and the main parameters beside them."""
         kind = self._config.policy.main_params if bucket.has_main else MainParams.NONE
+        # What is sent after an update arrives rounded; what rests as shards is not sent.
+        gathers = self._entries[bucket].after_update if count else ()
+        sent = self._config.policy.param_comm_dtype if gathers else None
         mains = []
         for j, (i, place) in enumerate(self._placed(bucket)):
             source, like = self._sources[self._names[i]], self._shapes[i]
             exact = values[source, place] if source else self._exact_of_template(bucket, i, j)
             arrived = values.get((self._names[i], self._places[i]))
-            sent = self._config.policy.param_comm_dtype if count else None
             if source is None:
                 self._params[i] = self._copy(self.of_template(self._names[i], like), i)
             elif self._arrives_as_saved(i) and arrived is not None:

@@ -48,6 +48,8 @@ def decoded_shards(
       moment: The moment.
     """
     decode = _decoder(*_kind(config, bucket, name))
+    place = NamedSharding(config.mesh, config.parallel.state_spec)
+    moment = jax.device_put(moment, place)  # where it is numpy's
     shards: jax.Array = decode(moment, bucket.moment_offset // BLOCK)
     return shards
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdistadam.core import boxes, trees
+from jdistadam.core import boxes, collectives, trees
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.moments import is_codes
 from jdistadam.core.types import OptState, Params
@@ -123,11 +123,10 @@ def nan_if_changed(
     ]
     new = list(grads)
     for i in sorted(compared, key=lambda i: params[i].size)[:_COMPARED]:
-        bits, place = jnp.finfo(params[i].dtype), jax.typeof(grads[i]).sharding
-        # [Note: casts that XLA deletes]: not this one.
-        param, main = (
-            jax.lax.reduce_precision(x.astype(jnp.float32), bits.nexp, bits.nmant)
-            for x in (typed_as(params[i], place), typed_as(mains[i], place))
+        dtype, place = params[i].dtype, jax.typeof(grads[i]).sharding
+        param, main = (  # the parameter too: [Note: casts that XLA deletes]
+            collectives.round_to(typed_as(x, place).astype(jnp.float32), dtype)
+            for x in (params[i], mains[i])
         )
         is_own = (param == main) | (jnp.isnan(param) & jnp.isnan(main))
         new[i] = jnp.where(is_own, grads[i], jnp.nan)

@@ -280,7 +280,8 @@ def _shard(
         tree, like = getattr(adam, name), getattr(old, name)
         if not is_flat_codes(like):
             return jax.device_put(flat(tree, like.dtype), place)
-        floats = np.asarray(flat(tree, jnp.float32)).reshape(-1, layout.flat_size)
+        devices = config.num_shards * config.parallel.size(config.parallel.tensor_axes)
+        floats = np.asarray(flat(tree, jnp.float32)).reshape(devices, layout.flat_size)
         for bucket in layout.buckets:
             end = bucket.offset + -(-bucket.shard_size // BLOCK) * BLOCK
             shards = jax.device_put(floats[:, bucket.offset : end].reshape(-1), place)

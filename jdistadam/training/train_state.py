@@ -219,7 +219,8 @@ def _rounded(policy: MixedPrecisionPolicy, params: Params, dtypes: Any) -> Any:
 
     def rounded(x: Any, dtype: Any) -> Any:
         kind = policy.main_params
-        if kind is MainParams.REMAINDER16 and dtype == jnp.bfloat16 and x.dtype == jnp.float32:
+        is_split = kind is MainParams.REMAINDER16 and x.dtype == jnp.float32 and x.size
+        if is_split and dtype == jnp.bfloat16:
             return kind.split(x, dtype, jnp)[0]  # the half that fits a remainder
         return x.astype(dtype)
 

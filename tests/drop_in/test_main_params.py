@@ -241,6 +241,22 @@ def test_params_that_were_changed_by_hand_give_nan(jit_step):
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(good))
 
 
+@pytest.mark.parametrize("way", ["step", "update"])
+def test_main_params_that_float16_rounds_up_to_a_normal_number_are_no_change(way):
+    """reduce_precision would make zero of them, where a cast gives 6.104e-5."""
+    rate = float(np.float32(np.float16(1.6102e-4)) - np.float32(6.1010e-5))
+    tx = jda.fused_adamw(rate, weight_decay=0.0, main_params_dtype=F32)
+    params = {"w": jnp.asarray([1.6102e-4, 0.5], F16)}
+    state, run = tx.init(params), jax.jit(getattr(tx, way))
+    for grad in (1e-2, 0.0, 0.0):
+        new, state = run({"w": jnp.full(2, grad, F16)}, state, params)
+        params = new if way == "step" else optax.apply_updates(params, new)
+        if grad:
+            main = float(state.main_params["w"][0])
+            assert 6.10054e-5 < main < 2.0**-14 and float(params["w"][0]) == 2.0**-14
+    assert jnp.isfinite(params["w"]).all()
+
+
 @pytest.mark.parametrize("under_vmap", [False, True])
 def test_updates_that_were_changed_give_nan(under_vmap):
     """Main parameters would go on from where the params are not."""

@@ -1,0 +1,101 @@
+"""What moves between optimizers beside plain matrices: exact shards, schedules, empty leaves, numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import jdistadam as jda
+from support.bits import assert_trees_same_bits
+
+BF16 = jnp.bfloat16
+DEVICES = jax.devices("cpu")
+
+
+def loss_fn(params, x):
+    return sum(jnp.sum(jnp.sin(p.astype(jnp.float32))) for p in params.values()) * jnp.mean(x)
+
+
+def mesh_of(n, kind=AxisType.Auto):
+    return jax.make_mesh((n,), ("data",), (kind,), devices=DEVICES[:n])
+
+
+@pytest.mark.parametrize("at_rest", ["full", "shard"])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_shards_that_are_the_main_params_are_not_rounded(tmp_path, strategy, at_rest):
+    """param_comm_dtype rounds what is sent, not what devices hold."""
+    policy = jda.MixedPrecisionPolicy(param_comm_dtype=BF16)
+    options = dict(mesh=mesh_of(4), policy=policy, sharding_strategy=strategy)
+    tx = jda.distributed_fused_adamw(1e-2, params_at_rest=at_rest, **options)
+    params = {"w": jnp.linspace(0.1, 1, 16384), "b": jnp.linspace(0.2, 0.3, 24)}
+    state, _ = jda.train_step(loss_fn, tx)(jda.TrainState.create(params, tx), jnp.ones(4))
+    jda.save(tmp_path, state, tx)
+    restored = jda.restore(tmp_path, jda.TrainState.shapes(params, tx), tx)
+    assert_trees_same_bits(restored.params, state.params)
+    assert_trees_same_bits(*(jda.to_optax_state(x, tx)[:2] for x in (restored, state)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(weight_decay=lambda count: 0.1 / (1.0 + count)),
+        dict(weight_decay=lambda count: 0.1 / (1.0 + count), mask={"w": True, "empty": False}),
+        dict(learning_rate=lambda count: 0.1 / (1.0 + count)),
+    ],
+    ids=["decay", "masked decay", "rate"],
+)
+def test_schedules_and_empty_leaves_move_between_optimizers(tmp_path, options, dtype):
+    params = {
+        "w": jnp.linspace(0, 1, 24).reshape(6, 4).astype(dtype),
+        "empty": jnp.zeros((0, 4), dtype),
+    }
+    options = dict(learning_rate=1e-2) | options
+    tx = jda.distributed_fused_adamw(mesh=mesh_of(2), **options)
+    one = jda.fused_adamw(**options, main_params_dtype=None if dtype == jnp.float32 else "float32")
+    new, opt_state = jax.jit(one.step)(params, one.init(params), params)
+    jda.save(tmp_path / "one", first := {"params": new, "opt_state": opt_state})
+    moved = jda.restore(tmp_path / "one", jda.TrainState.shapes(params, tx), tx)
+    assert int(moved.step) == 1
+    jda.save(tmp_path / "two", moved, tx)
+    back = jda.restore(tmp_path / "two", jax.eval_shape(lambda: first))
+    assert jax.tree.structure(back) == jax.tree.structure(first)
+    assert_trees_same_bits(*map(jax.tree.leaves, (back, first)))
+
+
+@pytest.mark.parametrize("moments", ["float32", "block8"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_a_state_of_numpy_arrays_is_saved_and_converted(tmp_path, kind, moments):
+    """As pickle leaves it."""
+    policy = jda.MixedPrecisionPolicy(mu_dtype=moments, nu_dtype=moments)
+    tx = jda.distributed_fused_adamw(1e-3, b2=0.9, mesh=mesh_of(2, kind), policy=policy)
+    params = {"w": jnp.linspace(0, 1, 8192).reshape(64, 128)}
+    state, _ = jda.train_step(loss_fn, tx)(
+        jda.TrainState.create(params, tx), np.ones(2, np.float32)
+    )
+    host = jax.tree.map(np.asarray, state)
+    jda.save(tmp_path, host, tx)
+    restored = jda.restore(tmp_path, jda.TrainState.shapes(params, tx), tx)
+    assert_trees_same_bits(restored.opt_state, state.opt_state)
+    assert_trees_same_bits(*(jda.to_optax_state(x, tx)[:2] for x in (host, state)))
+
+
+def test_a_tree_without_elements_moves_with_coded_moments():
+    policy = jda.MixedPrecisionPolicy(mu_dtype="block8")
+    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh_of(2), policy=policy)
+    state = jda.TrainState.create({"empty": jnp.zeros((2, 0))}, tx)
+    moved = jda.from_optax_state(*jda.to_optax_state(state, tx)[:2], tx)
+    assert_trees_same_bits(moved.opt_state, state.opt_state)
+
+
+@pytest.mark.parametrize("main", ["float32", "remainder16"])
+def test_an_empty_leaf_is_placed_as_the_others(main):
+    policy = jda.MixedPrecisionPolicy(main_params_dtype=main)
+    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh_of(2), policy=policy)
+    params = {"w": jnp.ones((4, 4)), "empty": jnp.zeros((0, 4))}
+    state = jda.TrainState.create(params, tx, param_dtypes=BF16)
+    shapes = jda.TrainState.shapes(params, tx, param_dtypes=BF16)
+    assert jax.tree.all(
+        jax.tree.map(lambda x, y: x.sharding == y.sharding, state.params, shapes.params)
+    )
