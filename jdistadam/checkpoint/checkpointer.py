@@ -65,6 +65,7 @@ class Checkpointer:
         orbax()
         self.folder = storage.local_folder(folder)
         self.every, self._tx = every, tx
+        self._last: int | None = None  # which may still be written, and have no folder
         self._lock = _locked(self.folder)
         try:
             self._manager = storage.manager(self.folder, keep=keep, in_background=in_background)
@@ -95,7 +96,7 @@ class Checkpointer:
         _check_concrete(state)
         contents = contents_of(state, self._tx)
         number = contents.count if step is None else int(step)
-        if (self.folder / str(number)).exists():
+        if number == self._last or (self.folder / str(number)).exists():
             raise CheckpointError(
                 str(self.folder / str(number)),
                 "there is a checkpoint of this step already",
@@ -107,6 +108,7 @@ class Checkpointer:
             storage.save(self._manager, number, contents)
         except Exception as error:
             raise self._failed(error) from error
+        self._last = number
         return number
 
     def after_step(self, step: int, state: Any) -> bool:
@@ -177,6 +179,7 @@ class Checkpointer:
             self._lock.release()
 
     def _failed(self, error: Exception) -> CheckpointError:
+        self._last = None
         storage.remove_unfinished(self.folder)  # of a full disk it may be what fills it
         text = (str(error).strip().splitlines() or [""])[0]
         if len(text) > 300:  # names of files, what the system says about them, and how they are cut

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import socket
 import subprocess
 import sys
@@ -83,6 +84,18 @@ def test_close_raises_what_failed_last(tmp_path, monkeypatch):
             raise ZeroDivisionError
     monkeypatch.undo()
     jda.save(tmp_path, state_of(1.0))  # the folder is free
+
+
+def test_a_step_that_is_still_written_is_saved_once(tmp_path, monkeypatch):
+    with jda.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(state_of(1.0), step=4)
+        monkeypatch.setattr(pathlib.Path, "exists", lambda path: False)  # as until it is written
+        with pytest.raises(
+            jda.CheckpointError, match="4: there is a checkpoint of this step already"
+        ):
+            checkpointer.save(state_of(2.0), step=4)
+        monkeypatch.undo()
+    assert jda.restore_params(tmp_path)["w"][0, 0] == 1
 
 
 def test_a_step_is_saved_once(tmp_path):
