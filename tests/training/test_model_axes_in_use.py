@@ -103,6 +103,24 @@ def test_a_region_of_the_users_own_steps_as_train_step_does(strategy, kind, chec
     )
 
 
+@pytest.mark.parametrize("kind", TYPES)
+def test_grad_norm_in_such_a_region_divides_by_the_loss_scale(kind):
+    """Of 4096 gradients whose mean over the devices is 3."""
+    tx = make_tx(kind=kind, loss_scale=1024.0, param_specs={"w": P(None, "model")})
+    params = {"w": jnp.ones((64, 64))}
+    norm = jax.shard_map(
+        lambda params, state, x: tx.grad_norm({"w": 1024 * x[0] * params["w"]}, state),
+        mesh=tx.config.mesh,
+        in_specs=(*tx.data_specs((tx.param_specs(params), tx.state_specs())), P("data")),
+        out_specs=P(),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    state = jda.TrainState.create(params, tx)
+    x = jda.shard_batch(np.float32([1, 2, 3, 6]), tx)
+    assert float(jax.jit(norm)(state.params, state.opt_state, x)) == 3 * 64
+
+
 def test_gather_params_differentiates_in_such_a_region():
     """Its transpose reduces over the data axes alone."""
     tx = make_tx(sharding_strategy="optim_grads_params")
