@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import collectives
-from jdistadam.core.low_precision import LowPrecision
 from jdistadam.core.moments import BLOCK
 from jdistadam.distributed.layout import Bucket, Layout, Leaf
 from jdistadam.errors import PolicyError
@@ -30,28 +29,32 @@ def whole_size(leaf: Leaf, tensor_parts: Sequence[int]) -> int:
     return leaf.size * math.prod(tensor_parts[k] for axes in leaf.cuts for k in axes)
 
 
-def check_cuts(leaf: Leaf, tensor_parts: Sequence[int], low: LowPrecision) -> None:
+def check_cuts(leaf: Leaf, tensor_parts: Sequence[int]) -> None:
     """Raises PolicyError where a tensor axis cuts a leaf between the ends of its blocks."""
     dims = [dim for dim, axes in enumerate(leaf.cuts) if axes]
-    if leaf.group is None or not dims or not (leaf.is_coded or low.is_random):
+    if leaf.group is None or not (dims and leaf.size and leaf.has_blocks):
         return
     piece = math.prod(leaf.shape[dims[0] :])
     if len(dims) > 1 or piece % BLOCK:
         parts = [math.prod(tensor_parts[k] for k in leaf.cuts[dim]) for dim in dims]
+        advice = "Leave it whole in param_specs"
+        if not leaf.is_rounded:
+            advice += ", or name it in float32_moments"
+        elif not leaf.is_coded:
+            advice += ", or round to nearest"
         raise PolicyError(
             leaf.path,
             "is not cut at the ends of blocks, as coded moments and random bits need it",
             got=f"parts of shape {leaf.shape}, cut into {parts} along dimensions {dims}",
             expected=f"one dimension, and pieces of a multiple of {BLOCK} elements",
-            action="Name the leaf in float32_moments, or round to nearest; or leave it whole in "
-            "param_specs.",
+            action=f"{advice}.",
         )
 
 
 def cuts_of(layout: Layout, bucket: Bucket, tensor_parts: Sequence[int]) -> Cuts:
     """How the leaf of a bucket was cut, first over tensor axes, then over the data axes."""
-    if bucket.is_packed:  # its table says so
-        return Cuts.into_runs(bucket.shard_size)
+    if bucket.is_packed or not layout.leaves[bucket.leaf].has_blocks:
+        return Cuts.into_runs(bucket.shard_size)  # a table says so, or nothing depends on it
     piece = math.prod(bucket.shard_shape[bucket.cut_dim :])
     leaf = layout.leaves[bucket.leaf]
     return Cuts(piece, piece * layout.num_shards, *_tensor_cut(leaf, tensor_parts))

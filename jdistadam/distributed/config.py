@@ -141,12 +141,17 @@ class DistributedConfig:
                 paths, jax.tree.leaves(whole), rows, specs, orders, strict=True
             )
         ]
-        leaves = [dataclasses.replace(leaf, is_coded=self._is_coded(leaf)) for leaf in leaves]
+        leaves = [
+            dataclasses.replace(
+                leaf, is_coded=self._is_coded(leaf), is_rounded=self._is_rounded(leaf)
+            )
+            for leaf in leaves
+        ]
         _check_param_comm_dtype(self.policy, leaves)
         if self.low_precision.is_any:
             self._check_low_precision(leaves)
             for leaf in leaves:
-                check_cuts(leaf, self.tensor_parts, self.low_precision)
+                check_cuts(leaf, self.tensor_parts)
         if self.stacked is not None:
             _check_any_stacked(leaves)
             _check_layers_first(leaves)
@@ -198,6 +203,13 @@ class DistributedConfig:
         """Whether the moments of a leaf are coded, where any are: decided on the whole leaf."""
         low, path = self.low_precision, leaf.path.removeprefix("params")
         return low.is_coding and low.codes_leaf(path, whole_size(leaf, self.tensor_parts))
+
+    def _is_rounded(self, leaf: Leaf) -> bool:
+        """Whether floats of a leaf are rounded at random, or would be if it were not coded."""
+        floats = [self.policy.mu_float_dtype, self.policy.nu_float_dtype]
+        if not self._keeps_main(leaf.dtype, is_held=False):
+            floats.append(leaf.dtype)
+        return self.low_precision.is_random and any(x.itemsize == 2 for x in floats)
 
     def _check_low_precision(self, leaves: Sequence[Leaf]) -> None:
         """Raises where what was asked for has no effect on any leaf."""

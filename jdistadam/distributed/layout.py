@@ -63,11 +63,17 @@ class Leaf:
     cuts: tuple[tuple[int, ...], ...] = ()  # for each dimension, which tensor axes cut it
     order: Order | None = None  # of its dimensions in memory; None: row-major
     is_coded: bool = False  # whether its moments are coded, where any are
+    is_rounded: bool = False  # whether its floats are, or uncoded would be, rounded at random
 
     @property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a step depends on which blocks of the whole leaf a device has."""
+        return self.is_coded or self.is_rounded
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

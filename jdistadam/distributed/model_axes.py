@@ -46,7 +46,7 @@ from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.seen_params import SeenParams
 from jdistadam.distributed.state import DistributedState, StepResult, check_own_state
-from jdistadam.distributed.step import grad_norm_local, init_local, step_local
+from jdistadam.distributed.step import grad_norm_local, init_local, scaling_of, step_local
 from jdistadam.errors import PolicyError
 
 
@@ -158,14 +158,14 @@ def accumulate(
 def grad_norm(config: DistributedConfig, seen: SeenParams, grads: Grads, state: Any) -> jax.Array:
     """``grad_norm_local``."""
 
-    def local(grads: Grads) -> jax.Array:
-        return grad_norm_local(config, seen, grads, state)  # reads no more than the loss scale
+    def local(grads: Grads, scaling: Any) -> jax.Array:
+        return grad_norm_local(config, seen, grads, scaling)
 
+    scaling = scaling_of(config, state)
     if not axes_left_to_xla(config.parallel):
-        return local(grads)
-    norm: jax.Array = _manual(
-        config, local, (grads,), (_specs_of(config, seen, grads, grads),), P()
-    )
+        return local(grads, scaling)
+    specs = (_specs_of(config, seen, grads, grads), P())
+    norm: jax.Array = _manual(config, local, (grads, scaling), specs, P())
     return norm
 
 

@@ -155,8 +155,24 @@ def _next_scaling(
     return trees.keep_if(is_empty, scaling, next_loss_scale(config.loss_scale, scaling, found_inf))
 
 
+def scaling_of(config: DistributedConfig, state: Any) -> LossScaleState | None:
+    """The loss scale in a state, which may be that of a chain; None without ``loss_scale``."""
+    if config.loss_scale is None:
+        return None
+    if state is None:
+        raise TreeError(
+            "grad_norm",
+            "needs the state, whose loss scale the gradients were multiplied by",
+            got=None,
+            expected="tx.grad_norm(grads, opt_state)",
+            action="Pass the state.",
+        )
+    check_scaling(config, find_state(state))
+    return find_state(state).scaling
+
+
 def grad_norm_local(
-    config: DistributedConfig, seen: SeenParams, grads: Grads, state: Any
+    config: DistributedConfig, seen: SeenParams, grads: Grads, scaling: LossScaleState | None
 ) -> jax.Array:
     """The global norm of the mean gradient, reduced as a step reduces it."""
     check_inside(config.parallel, "grad_norm")
@@ -167,16 +183,4 @@ def grad_norm_local(
         find = seen.schedule_of_whole if config.parallel.gathers_once else seen.schedule
         schedule, treedef = find(grads), jax.tree.structure(grads)
     summed = sum_over_devices(config, schedule, grads, treedef)
-    scaling = None
-    if config.loss_scale is not None:
-        if state is None:
-            raise TreeError(
-                "grad_norm",
-                "needs the state, whose loss scale the gradients were multiplied by",
-                got=None,
-                expected="tx.grad_norm(grads, opt_state)",
-                action="Pass the state.",
-            )
-        check_scaling(config, find_state(state))
-        scaling = find_state(state).scaling
     return norm_and_finite(config, schedule.layout, summed, scaling)[0]

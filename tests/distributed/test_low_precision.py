@@ -217,22 +217,65 @@ def test_model_axes_cut_blocks_of_whole_leaves(monkeypatch, strategy, explicit):
     of_one_device.cache_clear()
 
 
-def test_a_model_axis_that_cuts_blocks_raises():
+def test_a_leaf_of_which_nothing_is_rounded_may_be_cut_anywhere(monkeypatch):
+    """By a model axis: small ones, those in float32_moments, and those without elements."""
+    shapes = {"coded": (256, 96), "named": (1024, 100), "bias": (64,), "empty": (0, 4)}
+    specs = {"coded": P("model"), "named": P(None, "model"), "bias": P("model")}
+    specs["empty"] = P(None, "model")
+    kind = CODED | dict(rounding="stochastic", main_params_dtype=jnp.float32)
+    kind["float32_moments"] = lambda path: "named" in path
+    monkeypatch.setitem(globals(), "SHAPES", shapes)
+    monkeypatch.setitem(KINDS, "cut", kind)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices("cpu")[:4])
+    policy = jda.MixedPrecisionPolicy(grad_reduce_dtype=jnp.float32, **kind)
+    tx = jda.distributed_fused_adamw(
+        mesh=mesh, policy=policy, mask=decays, param_specs=specs, **HYPER
+    )
+    state = trained(tx, jnp.bfloat16, steps=3)
+    of_one_device.cache_clear()
+    assert_as_one_device(tx, state, "cut", jnp.bfloat16, steps=3)
+    of_one_device.cache_clear()
+
+
+NOT_AT_BLOCKS = r"not cut at the ends of blocks.* elements\. Leave it whole in param_specs"
+NAMED = CODED | dict(float32_moments=lambda path: path == "['w']")
+
+
+@pytest.mark.parametrize(
+    ("policy", "where", "advice"),
+    [
+        (CODED, "w", ", or name it in float32_moments"),
+        (NAMED, None, None),
+        (dict(rounding="stochastic", mu_dtype=jnp.bfloat16), "b", ", or round to nearest"),
+        (CODED | dict(rounding="stochastic", mu_dtype=jnp.bfloat16), "b", ", or round to nearest"),
+        (CODED | dict(rounding="stochastic"), "w", ", or name it in float32_moments"),
+        (NAMED | dict(rounding="stochastic"), None, None),
+    ],
+)
+def test_a_model_axis_that_cuts_blocks_raises(policy, where, advice):
+    """And what it advises besides helps."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices("cpu")[:4])
     params = {"w": jnp.zeros((96, 96)), "b": jnp.zeros(96)}
-    policy = jda.MixedPrecisionPolicy(**CODED)
     specs = {"w": P(None, "model"), "b": P("model")}
+    tx = jda.distributed_fused_adamw(
+        mesh=mesh, policy=jda.MixedPrecisionPolicy(**policy), param_specs=specs, **HYPER
+    )
+    if where is None:
+        tx.init(params)
+        return
+    with pytest.raises(jda.PolicyError, match=f"{NOT_AT_BLOCKS}{advice}\\.$") as caught:
+        tx.init(params)
+    assert caught.value.where == f"params['{where}']"
+
+
+def test_a_coded_leaf_whose_param_is_rounded_must_be_whole():
+    """Neither float32_moments nor rounding to nearest would do."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices("cpu")[:4])
+    policy = jda.MixedPrecisionPolicy(**KINDS["8 bits at random"])
+    specs = {"w": P(None, "model")}
     tx = jda.distributed_fused_adamw(mesh=mesh, policy=policy, param_specs=specs, **HYPER)
-    with pytest.raises(jda.PolicyError, match="not cut at the ends of blocks") as caught:
-        tx.init(params)
-    assert caught.value.where == "params['w']"
-    named = jda.MixedPrecisionPolicy(**CODED, float32_moments=lambda path: path == "['w']")
-    tx = jda.distributed_fused_adamw(mesh=mesh, policy=named, param_specs=specs, **HYPER)
-    tx.init(params)
-    random = jda.MixedPrecisionPolicy(rounding="stochastic", mu_dtype=jnp.bfloat16)
-    tx = jda.distributed_fused_adamw(mesh=mesh, policy=random, param_specs=specs, **HYPER)
-    with pytest.raises(jda.PolicyError, match="not cut at the ends of blocks"):
-        tx.init(params)
+    with pytest.raises(jda.PolicyError, match=rf"{NOT_AT_BLOCKS}\.$"):
+        tx.init({"w": jnp.zeros((96, 96), jnp.bfloat16)})
 
 
 def test_scanned_layers_take_the_bits_of_whole_ones():

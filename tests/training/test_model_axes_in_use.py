@@ -103,6 +103,47 @@ def test_a_region_of_the_users_own_steps_as_train_step_does(strategy, kind, chec
     )
 
 
+@pytest.mark.parametrize("kind", TYPES)
+def test_grad_norm_in_such_a_region_divides_by_the_loss_scale(kind):
+    """Of 4096 gradients whose mean over the devices is 3."""
+    tx = make_tx(kind=kind, loss_scale=1024.0, param_specs={"w": P(None, "model")})
+    params = {"w": jnp.ones((64, 64))}
+    norm = jax.shard_map(
+        lambda params, state, x: tx.grad_norm({"w": 1024 * x[0] * params["w"]}, state),
+        mesh=tx.config.mesh,
+        in_specs=(*tx.data_specs((tx.param_specs(params), tx.state_specs())), P("data")),
+        out_specs=P(),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    state = jda.TrainState.create(params, tx)
+    x = jda.shard_batch(np.float32([1, 2, 3, 6]), tx)
+    assert float(jax.jit(norm)(state.params, state.opt_state, x)) == 3 * 64
+
+
+def test_a_zero_size_gradient_in_such_a_region_is_no_reduced_one():
+    auto, one = (AxisType.Auto,) * 2, jax.devices("cpu")[:1]
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=auto, devices=one)
+    specs = {"w": P("model"), "unused": None}
+    tx = jda.distributed_fused_adamw(3e-3, mesh=mesh, param_specs=specs)
+    state = jda.TrainState.create({"w": jnp.ones((4, 8)), "unused": jnp.ones((0, 3))}, tx)
+
+    def local(params, state, x):
+        grads = jax.grad(lambda p: jnp.sum(p["w"]) * jnp.mean(x))(jda.local_params(params, tx))
+        return tx.step(tx.accumulate(tx.init_grads(params), grads), state, params)
+
+    specs = tx.data_specs((tx.param_specs(state.params), tx.state_specs()))
+    step = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(*specs, P("data")),
+        out_specs=specs,
+        axis_names={"data"},
+    )
+    params, _ = jax.jit(step)(state.params, state.opt_state, jnp.ones(1))
+    assert params["unused"].shape == (0, 3) and bool((params["w"] < 1).all())
+
+
 def test_gather_params_differentiates_in_such_a_region():
     """Its transpose reduces over the data axes alone."""
     tx = make_tx(sharding_strategy="optim_grads_params")
