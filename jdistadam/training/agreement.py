@@ -13,13 +13,13 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from typing import Any
 
 import jax
 import jaxlib
 import numpy as np
 
+import jdistadam
 from jdistadam import compat
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout_identity import differences
@@ -58,7 +58,7 @@ def _facts(config: DistributedConfig, params: Any, lower: Callable[[], Any] | No
     mesh, parallel = config.mesh, config.parallel
     identity = config.identity(config.layout(config.tensor_local(params)))
     facts = {
-        "versions": f"jdistadam {metadata.version('jdistadam')}, jax {jax.__version__}, "
+        "versions": f"jdistadam {jdistadam.__version__}, jax {jax.__version__}, "
         f"jaxlib {jaxlib.__version__}",
         "mesh": f"{dict(mesh.shape)} of devices {[device.id for device in mesh.devices.flat]}",
         "sharding_strategy": f"{parallel.strategy} over {parallel.data_axes}",
