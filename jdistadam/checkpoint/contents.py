@@ -123,7 +123,8 @@ def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:
     """
     check_distributed(tx)
     tx.check_state(state.opt_state, state.params)
-    state = placed(state, tx)
+    if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(state)):
+        state = placed(state, tx)  # a copy
     if not (isinstance(given, TrainState) and is_known(given, jax.tree.leaves(given.params))):
         check_params_follow(state, tx)
     return state
