@@ -133,6 +133,7 @@ def test_derivatives_are_those_of_optax(method, transform, jitted, scanned):
     assert_as_accurate(got, exact(transform), optax_in_float32(transform))
 
 
+@pytest.mark.slow
 def test_second_derivatives_are_those_of_optax():
     """Also in a loop, where JAX drops the rules of a custom_jvp."""
     function, numbers, params = ours()
@@ -186,6 +187,7 @@ def test_an_infinite_parameter_without_decay_keeps_its_value():
     assert np.isinf(got["w"][0])
 
 
+@pytest.mark.slow
 def test_with_vmap_on_either_side():
     function, numbers, params = ours()
     outer = rate_alone(function, numbers, params)
