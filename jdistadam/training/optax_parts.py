@@ -62,14 +62,14 @@ def check_counts(adamw: Any) -> None:
     count = int(adamw[0].count)
     for i, part in enumerate(adamw[1:], start=1):
         for own in jax.tree.leaves(part):  # the only leaves beside Adam's are step counts
-            if int(np.asarray(own)) != count:
+            found = int(np.asarray(own))
+            if found != count:
                 raise TreeError(
                     f"opt_state[{i}]",
                     "its schedule is at another step than Adam, where a distributed optimizer has "
                     "one count",
-                    got=f"count {int(np.asarray(own))}",
+                    got=f"count {found}",
                     expected=f"count {count}, as opt_state[0].count",
                     action="Shift the schedule, as in lambda step: "
-                    f"schedule(step - {count - int(np.asarray(own))}), and set this count to "
-                    "Adam's.",
+                    f"schedule(step - {count - found}), and set this count to Adam's.",
                 )
