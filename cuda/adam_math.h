@@ -49,9 +49,10 @@ JDISTADAM_INLINE Terms TermsOf(const Coefficients& c, bool nesterov) {
 // How AdamUpdate divides and takes roots. Others give the same bits where they may be used.
 struct IeeeArithmetic {
   JDISTADAM_INLINE float ByC1(const Coefficients& c, float x) const { return x / c.c1; }
-  JDISTADAM_INLINE float ByC2(const Coefficients& c, float x) const { return x / c.c2; }
   JDISTADAM_INLINE float Divide(float x, float y) const { return x / y; }
-  JDISTADAM_INLINE float Root(float x) const { return sqrtf(x); }
+  JDISTADAM_INLINE float RootOf(const Coefficients& c, float v) const {
+    return sqrtf(v / c.c2 + c.eps_root);
+  }
 };
 
 // The update u of one element from its unscaled gradient g; m and v are advanced in place. p - u is
@@ -64,7 +65,7 @@ JDISTADAM_INLINE float AdamUpdate(const Coefficients& c, const Terms& terms, flo
   v = c.one_minus_b2 * (g * g) + c.b2 * v;
   const float m_hat =
       terms.nesterov ? c.b1 * (m / c.c1_next) + c.one_minus_b1 * by.ByC1(c, g) : by.ByC1(c, m);
-  float u = by.Divide(m_hat, by.Root(by.ByC2(c, v) + c.eps_root) + c.eps);
+  float u = by.Divide(m_hat, by.RootOf(c, v) + c.eps);
   if (terms.weight_decay) u = u + c.weight_decay * p;
   return c.learning_rate * u;
 }

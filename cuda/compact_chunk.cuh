@@ -1,11 +1,11 @@
-// A warp's step of two blocks of 128 elements, four of each in each thread: most of all that there
-// is to do. The kernel is bound by the instructions that it issues, not by memory, so that what is
-// the same for a whole tile is computed once, and divisions and roots have no special cases:
-// numbers for which they would need them, and codes whose scale is out of the ordinary, are left to
-// compact_part.cuh. The results are the same bits.
+// A warp's step of two blocks of 128 elements, eight of them in each thread: most of all that there
+// is to do. The kernel is bound by the instructions that it issues about as much as by memory, so
+// that what is the same for a whole tile is computed once, divisions and roots have no special
+// cases, and codes are rounded two in a word (compact_codes.cuh): numbers for which there would
+// have to be special cases are left to compact_part.cuh. The results are the same bits.
 #pragma once
 
-#include "compact_ordinary.cuh"
+#include "compact_stage.cuh"
 
 namespace jdistadam {
 namespace {
@@ -13,6 +13,8 @@ namespace {
 constexpr int kChunkBlocks = 2, kChunk = kChunkBlocks * kBlockSize;
 constexpr size_t kMaxChunked = size_t{1} << 31;  // elements of a leaf, whose indices have 32 bits
 constexpr uint32_t kWarps = kThreads / 32, kMaxRounds = 32;  // chunks are bits
+constexpr uint32_t kLargestRate = 256;  // with which no parameter becomes NaN, see AreModest
+static_assert(kChunk == 32 * kWide);
 
 // ---- A tile ----
 
@@ -28,8 +30,18 @@ struct Tile {
 };
 
 template <typename Types>
-__device__ __forceinline__ Tile TileOf(const Types& t, const Step& step, const CompactLeaf& leaf,
-                                       size_t mine) {
+__device__ __forceinline__ bool IsWideAligned(const CompactLeaf& leaf) {
+  const auto is_aligned = [](const void* array, Dtype dtype) {
+    return dtype == Dtype::kBlock8 ? reinterpret_cast<uintptr_t>(array) % kWide == 0
+                                   : IsAligned<kWide>(array, dtype);
+  };
+  return is_aligned(leaf.grad, Types::grad) && is_aligned(leaf.param, Types::param) &&
+         is_aligned(leaf.mu, Types::mu) && is_aligned(leaf.nu, Types::nu) &&
+         (Types::kMode == Mode::kStep || is_aligned(leaf.out, Types::out));
+}
+
+template <typename Types>
+__device__ __forceinline__ Tile TileOf(const Step& step, const CompactLeaf& leaf, size_t mine) {
   Tile tile;
   tile.c = LoadCoefficients(step, leaf);
   const Coefficients& c = tile.c;
@@ -37,8 +49,9 @@ __device__ __forceinline__ Tile TileOf(const Types& t, const Step& step, const C
   const auto is_between = [](float x, float low, float high) { return x >= low && x <= high; };
   tile.is_ordinary = !step.nesterov && c.l2 == 0.0f && is_between(c.c1, kSmallestC, 1.0f) &&
                      is_between(c.c2, kSmallestC, 1.0f) &&
-                     is_between(c.eps, kSmallestEps, kLargestEps) &&
-                     is_between(c.eps_root, 0.0f, kLargestEps) && IsAligned(t, step, leaf) &&
+                     is_between(c.eps, kSmallestEps, kLargestEps) && c.eps_root == 0.0f &&
+                     fabsf(c.learning_rate) <= kLargestRate &&
+                     fabsf(c.weight_decay) <= kLargestRate && IsWideAligned<Types>(leaf) &&
                      leaf.size < kMaxChunked;
   tile.by = {1.0f / c.c1, 1.0f / c.c2};
   if (!Types::IsRandom(step)) return tile;
@@ -61,60 +74,17 @@ __device__ __forceinline__ Tile TileOf(const Types& t, const Step& step, const C
 
 // ---- A chunk ----
 
-// Four elements of each array, as they are in memory.
-struct Loaded {
-  Packed<kVector> grad, param, mu, nu, low;
-  float mu_scale, nu_scale;
+// A thread's elements as numbers.
+struct Widened {
+  Floats g, p, m, v;
+  float m_factor, v_factor;  // by which m and v are yet to be multiplied, powers of two
+  bool is_ordinary;
 };
 
-// The array from a block of the chunk on: a constant that an instruction adds to an address.
-__device__ __forceinline__ char* Ahead(const void* base, Dtype dtype, int block) {
-  return static_cast<char*>(const_cast<void*>(base)) + block * kBlockSize * ItemSize(dtype);
-}
-
-__device__ __forceinline__ Packed<kVector> LoadFour(const void* base, Dtype dtype, uint32_t i,
-                                                    int block) {
-  const char* from = Ahead(base, dtype, block);
-  if (dtype != Dtype::kBlock8) return LoadVector<kVector>(from, dtype, i);
-  return {{*reinterpret_cast<const uint32_t*>(from + i)}};
-}
-
-template <typename Types>
-__device__ __forceinline__ Loaded Load(const Types& t, const CompactLeaf& leaf, uint32_t i,
-                                       int block) {
-  Loaded x;
-  x.grad = LoadFour(leaf.grad, t.grad, i, block);
-  x.param = LoadFour(leaf.param, t.param, i, block);
-  x.mu = LoadFour(leaf.mu, t.mu, i, block);
-  x.nu = LoadFour(leaf.nu, t.nu, i, block);
-  if (Types::kMode == Mode::kStepSplit) x.low = LoadFour(leaf.out, Dtype::kUint16, i, block);
-  if (IsCoded(t.mu)) x.mu_scale = (leaf.mu_scales + block)[i / kBlockSize];
-  if (IsCoded(t.nu)) x.nu_scale = (leaf.nu_scales + block)[i / kBlockSize];
-  return x;
-}
-
-__device__ __forceinline__ void StoreFour(void* base, Dtype dtype, uint32_t i, int block,
-                                          const uint32_t (&words)[kVector]) {
-  char* to = Ahead(base, dtype, block) + i * ItemSize(dtype);
-  if (dtype == Dtype::kBlock8) {
-    *reinterpret_cast<uint32_t*>(to) = words[0];
-  } else if (dtype == Dtype::kFloat32) {
-    *reinterpret_cast<uint4*>(to) = uint4{words[0], words[1], words[2], words[3]};
-  } else {
-    *reinterpret_cast<uint64_t*>(to) = uint64_t{words[1]} << 32 | words[0];  // not split in two
-  }
-}
-
-// A block's results, four in each thread.
-struct Stepped {
-  float p[kVector];
-  Stored mu, nu;
-};
-
-// Returns by which number the others are yet to be multiplied, a power of two.
+// Returns the factor.
 template <Moment kMoment>
-__device__ __forceinline__ float WidenStored(Dtype dtype, const Packed<kVector>& packed,
-                                             float scale, float (&x)[kVector]) {
+__device__ __forceinline__ float WidenMoment(Dtype dtype, const Packed<kWide>& packed, float scale,
+                                             Floats& x) {
   if (dtype == Dtype::kBlock8) {
     using C = Code<kMoment, Dtype::kBlock8>;
     WidenCodes<C>(packed, x);
@@ -129,99 +99,146 @@ __device__ __forceinline__ float WidenStored(Dtype dtype, const Packed<kVector>&
   return 1.0f;
 }
 
-template <typename Types, bool kRandom>
-__device__ __forceinline__ Stepped StepLoaded(const Types& t, const Tile& tile, const Loaded& x,
-                                              const Words& words) {
-  float g[kVector], m[kVector], v[kVector];
-  Stepped y;
-  Widen(x.grad, t.grad, g);
+template <typename Types>
+__device__ __forceinline__ Widened WidenAll(const Types& t, const Loaded& x) {
+  Widened y;
+  Widen(x.grad, t.grad, y.g);
   if (Types::kMode == Mode::kStepSplit) {
     JoinVectors(x.param, x.low, y.p);
   } else {
     Widen(x.param, t.param, y.p);
   }
-  // Codes are multiplied by powers of two, which may as well be in b1 and b2: the same bits.
-  Coefficients c = tile.c;
-  c.b1 *= WidenStored<Moment::kMu>(t.mu, x.mu, x.mu_scale, m);
-  c.b2 *= WidenStored<Moment::kNu>(t.nu, x.nu, x.nu_scale, v);
-  const Terms terms{false, c.weight_decay != 0.0f, false};
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    const float u = AdamUpdate(c, terms, g[k] * tile.inv_scale, y.p[k], m[k], v[k], tile.by);
-    y.p[k] = y.p[k] - u;
-  }
-  y.mu = StoredMoment<Moment::kMu, kRandom>(t.mu, m, words.mu);
-  y.nu = StoredMoment<Moment::kNu, kRandom>(t.nu, v, words.nu);
+  y.m_factor = WidenMoment<Moment::kMu>(t.mu, x.mu, x.mu_scale, y.m);
+  y.v_factor = WidenMoment<Moment::kNu>(t.nu, x.nu, x.nu_scale, y.v);
+  y.is_ordinary = !IsCoded(t.mu) || BitsOf(x.mu_scale) < kLargestMu;
+  if (Types::kMode == Mode::kStep && t.param != Dtype::kFloat32)
+    y.is_ordinary &= AreModest(x.param);
   return y;
 }
 
-template <typename Types, bool kRandom>
-__device__ __forceinline__ void Store(const Types& t, const CompactLeaf& leaf, uint32_t i,
-                                      int block, const Stepped& x, const Words& words) {
-  constexpr Mode mode = Types::kMode;
-  StoreFour(leaf.mu, t.mu, i, block, x.mu.words);
-  StoreFour(leaf.nu, t.nu, i, block, x.nu.words);
-  if (threadIdx.x % 32 == 0) {
-    if (IsCoded(t.mu)) (leaf.mu_scales + block)[i / kBlockSize] = x.mu.scale;
-    if (IsCoded(t.nu)) (leaf.nu_scales + block)[i / kBlockSize] = x.nu.scale;
+// A thread's results as they are stored.
+struct Stepped {
+  Bits param, out;
+  Stored moments;
+};
+
+template <typename Types>
+__device__ __forceinline__ void RoundParams(const Types& t, const Floats& p, const Bits& drawn,
+                                            Stepped* y) {
+  if (Types::kMode == Mode::kStepSplit) return SplitPairs(p, y->param, y->out);
+  if (t.param != Dtype::kFloat32) return RoundParams(p, drawn, y->param);
+  Floats canonical;
+#pragma unroll
+  for (int k = 0; k < kWide; ++k) {
+    y->param[k] = CanonicalBits(p[k]);
+    canonical[k] = FloatOf(y->param[k]);
   }
-  if (mode == Mode::kStepSplit) {
-    const float p[] = {CanonicalResult(x.p[0]), CanonicalResult(x.p[1]), CanonicalResult(x.p[2]),
-                       CanonicalResult(x.p[3])};
-    StoreHalves(Ahead(leaf.param, t.param, block), Ahead(leaf.out, t.out, block), i, p);
+  if (Types::kMode == Mode::kStepAndCast) RoundToHalves<false>(canonical, drawn, y->out);
+}
+
+template <typename Types, bool kRandom>
+__device__ __forceinline__ Stepped StepWidened(const Types& t, const Tile& tile, Widened& x,
+                                               const Bits& drawn) {
+  static_assert(kRandom || Types::kMode != Mode::kStep || Types::param == Dtype::kFloat32);
+  Stepped y;
+  Coefficients c = tile.c;
+  c.b1 *= x.m_factor;  // a power of two may as well be here: the same bits
+  c.b2 *= x.v_factor;
+  const Terms terms{false, c.weight_decay != 0.0f, false};
+#pragma unroll
+  for (int k = 0; k < kWide; ++k) {
+    const float u = AdamUpdate(c, terms, x.g[k] * tile.inv_scale, x.p[k], x.m[k], x.v[k], tile.by);
+    x.p[k] = x.p[k] - u;
+  }
+  RoundParams(t, x.p, drawn, &y);
+  Bits mu_random, nu_random;
+#pragma unroll
+  for (int k = 0; k < kWide; ++k) {
+    mu_random[k] = WordForMu(drawn[k]);
+    nu_random[k] = WordForNu(drawn[k]);
+  }
+  Stored& moments = y.moments;
+  moments.is_ordinary = x.is_ordinary;
+  if (IsCoded(t.mu)) {
+    constexpr Dtype coded = IsCoded(Types::mu) ? Types::mu : Dtype::kBlock8;
+    Encode<coded, kRandom>(x.m, x.v, mu_random, nu_random, &moments);
+  } else {
+    StoreMoment<Moment::kMu, kRandom>(t.mu, x.m, mu_random, moments.mu, &moments.is_ordinary);
+    StoreMoment<Moment::kNu, kRandom>(t.nu, x.v, nu_random, moments.nu, &moments.is_ordinary);
+  }
+  return y;
+}
+
+__device__ __forceinline__ void StoreWide(char* to, Dtype dtype, const Bits& words) {
+  if (dtype == Dtype::kBlock8) {
+    *reinterpret_cast<uint2*>(to) = uint2{words[0], words[1]};
     return;
   }
-  uint32_t rounded[kVector];
-  RoundOrdinary<kRandom && mode == Mode::kStep>(t.param, x.p, words.param, rounded);
-  StoreFour(leaf.param, t.param, i, block, rounded);
-  if (mode == Mode::kStepAndCast) {
-    RoundOrdinary<false>(t.out, x.p, words.param, rounded);
-    StoreFour(leaf.out, t.out, i, block, rounded);
+#pragma unroll
+  for (int k = 0; k < (dtype == Dtype::kFloat32 ? kWide : kWide / 2); k += 4)
+    reinterpret_cast<uint4*>(to)[k / 4] = uint4{words[k], words[k + 1], words[k + 2], words[k + 3]};
+}
+
+template <typename Types>
+__device__ __forceinline__ void Store(const Types& t, const Arrays& to, uint32_t i,
+                                      const Stepped& x) {
+  StoreWide(ElementAt(to.mu, t.mu, i), t.mu, x.moments.mu);
+  StoreWide(ElementAt(to.nu, t.nu, i), t.nu, x.moments.nu);
+  if (IsCoded(t.mu) && i % kBlockSize == 0) {
+    *reinterpret_cast<float*>(ScaleAt(to.mu_scales, i)) = x.moments.mu_scale;
+    *reinterpret_cast<float*>(ScaleAt(to.nu_scales, i)) = x.moments.nu_scale;
+  }
+  StoreWide(ElementAt(to.param, t.param, i), t.param, x.param);
+  if (Types::kMode != Mode::kStep) StoreWide(ElementAt(to.out, t.out, i), t.out, x.out);
+}
+
+// The random words of a thread's elements.
+template <bool kIsRun>
+__device__ __forceinline__ void DrawWide(const Step& step, const CompactLeaf& leaf,
+                                         const Tile& tile, uint32_t i, uint32_t group, Bits& y) {
+#pragma unroll
+  for (int k = 0; k < kWide; k += kVector) {
+    const uint64_t index = uint64_t{tile.group_high} << 32 | (group + k / kVector);
+    const Random4 four =
+        kIsRun ? Philox(tile.key0, tile.key1, index, tile.id, tile.count) : Draw(step, leaf, i + k);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) y[k + j] = four.words[j];
   }
 }
 
 // Steps the whole chunks of a tile that this warp takes, and returns which are left, as bits: those
 // in which something is out of the ordinary, and one that is not whole. `mine` is this thread's
-// first element, and `stride` is from one chunk to the next.
+// first element, `stride` is from one chunk to the next, and `slot` is the thread's in its warp's
+// first stage.
 template <typename Types, bool kRandom, bool kIsRun>
 __device__ __forceinline__ uint32_t StepChunks(const Types& t, const Step& step,
                                                const CompactLeaf& leaf, const Tile& tile,
-                                               uint32_t mine, uint32_t stride) {
+                                               uint32_t mine, uint32_t stride, uint32_t slot) {
   static_assert(Types::kMode != Mode::kUpdate);
-  constexpr int n = kChunkBlocks;
-  uint32_t left = 0, chunk = 1, group = tile.group;
+  constexpr uint32_t ahead = kStages - 1, size = Stage<Types>::kSize;
   const uint32_t whole = static_cast<uint32_t>(leaf.size) / kChunk * kChunk;
-  Loaded next[n];
-  const auto fetch = [&](uint32_t i) {
-#pragma unroll
-    for (int b = 0; i < whole && b < n; ++b) next[b] = Load(t, leaf, i, b);
+  const uint32_t last_slot = slot + ahead * size;
+  const Arrays arrays = ArraysOf<Types>(leaf);
+  uint32_t left = 0, chunk = 1, group = tile.group;
+  uint32_t free_slot = last_slot;  // whose chunk has been stepped
+  const auto begin_copy = [&](uint32_t i, uint32_t to) {
+    if (i < whole) BeginCopy<Types>(arrays, i, to);
+    EndCopies();
   };
-  fetch(mine);
+#pragma unroll
+  for (uint32_t k = 0; k < ahead; ++k) begin_copy(mine + k * stride, slot + k * size);
 #pragma unroll 1
   for (uint32_t i = mine; i < whole; i += stride) {
-    Loaded loaded[n];
-    Random4 drawn[n] = {};
-    Stepped stepped[n];
-    bool is_ordinary = true;
-#pragma unroll
-    for (int b = 0; b < n; ++b) loaded[b] = next[b];
-    fetch(i + stride);  // is on its way while this chunk is stepped
-#pragma unroll
-    for (int b = 0; kRandom && b < n; ++b) {
-      drawn[b] =
-          kIsRun ? Philox(tile.key0, tile.key1, uint64_t{tile.group_high} << 32 | (group + b * 32),
-                          tile.id, tile.count)
-                 : Draw(step, leaf, i + b * kBlockSize);
-    }
-#pragma unroll
-    for (int b = 0; b < n; ++b) {
-      stepped[b] = StepLoaded<Types, kRandom>(t, tile, loaded[b], Words(drawn[b]));
-      is_ordinary &= stepped[b].mu.extremes.AreBetween(kSmallestMu, kLargestMu) &&
-                     stepped[b].nu.extremes.AreBetween(kSmallestNu, kLargestNu);
-    }
-    if (__all_sync(kAllLanes, is_ordinary)) {
-#pragma unroll
-      for (int b = 0; b < n; ++b) Store<Types, kRandom>(t, leaf, i, b, stepped[b], Words(drawn[b]));
+    AwaitCopies<ahead - 1>();
+    Widened widened = WidenAll(t, LoadStage<Types>(slot));
+    begin_copy(i + ahead * stride, free_slot);
+    free_slot = slot;
+    slot = slot == last_slot ? last_slot - ahead * size : slot + size;
+    Bits drawn = {};
+    if (kRandom) DrawWide<kIsRun>(step, leaf, tile, i, group, drawn);
+    const Stepped stepped = StepWidened<Types, kRandom>(t, tile, widened, drawn);
+    if (__all_sync(kAllLanes, stepped.moments.is_ordinary)) {
+      Store(t, arrays, i, stepped);
     } else {
       left |= chunk;
     }

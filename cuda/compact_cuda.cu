@@ -1,11 +1,12 @@
 // The step with moments in codes or rounding at random, on a CUDA device: one launch for many
 // leaves.
 //
-// threads   A warp takes blocks of 128 elements, four of each in each thread, so that the largest
-//           element of a block is found with two instructions of a warp and no shared memory: two
-//           blocks at a time with compact_chunk.cuh, or one with compact_part.cuh.
+// threads   A warp takes blocks of 128 elements, whose largest element is found by its threads
+//           alone: two blocks at a time with compact_chunk.cuh, or one with compact_part.cuh.
 // tiles     Up to 32 chunks of two blocks in each warp: with one chunk a step of a billion
-//           parameters takes 1.4 times as long, as a tile has to be found first.
+//           parameters takes 1.4 times as long, as a tile has to be found first. The chunks of a
+//           tile are far from each other, those that are stepped at the same time are not: tiles
+//           in one piece take 1.15 times as long.
 // traffic   Each array once: 10.1 bytes per parameter for bfloat16 gradients and parameters (two
 //           accesses) and 8-bit moments.
 // variants  variants.cuh; Fixed has the rounding as a constant too, and Any has no chunks.
@@ -55,18 +56,24 @@ __global__ void __launch_bounds__(kThreads, Types::kMinBlocks)
   const uint32_t tiles = table.end[index.leaf] - (blockIdx.x - index.tile);
   const Types t(step);
   constexpr uint32_t together = kWarps * kChunk;  // elements
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const size_t stride = size_t{tiles} * together;
-  const size_t mine =
-      size_t{index.tile} * together + threadIdx.x / 32 * kChunk + threadIdx.x % 32 * kVector;
+  const size_t first = size_t{index.tile} * together + warp * kChunk;  // of this warp
+  const size_t mine = first + lane * kVector;
   if constexpr (Types::kHasChunks) {
+    using S = Stage<Types>;
+    __shared__ __align__(16) char stages[kWarps * kStages * S::kSize];
     constexpr bool is_random = Types::IsRandom(step);
-    const Tile tile = TileOf(t, step, leaf, mine);
+    const Tile tile = TileOf<Types>(step, leaf, first + lane * kWide);
     if (tile.is_ordinary && !*step.found_inf) {
-      const uint32_t first = static_cast<uint32_t>(mine), ahead = static_cast<uint32_t>(stride);
+      const uint32_t start = static_cast<uint32_t>(first) + lane * kWide;
+      const uint32_t to = static_cast<uint32_t>(stride);
+      const uint32_t slot = static_cast<uint32_t>(__cvta_generic_to_shared(stages)) +
+                            warp * kStages * S::kSize + lane * 16;
       const uint32_t left =
           !is_random || tile.is_run
-              ? StepChunks<Types, is_random, true>(t, step, leaf, tile, first, ahead)
-              : StepChunks<Types, is_random, false>(t, step, leaf, tile, first, ahead);
+              ? StepChunks<Types, is_random, true>(t, step, leaf, tile, start, to, slot)
+              : StepChunks<Types, is_random, false>(t, step, leaf, tile, start, to, slot);
       return StepBlocks(t, step, leaf, mine, stride, left);
     }
   }
@@ -109,8 +116,9 @@ struct Fixed : FixedTypes<kMode, kGrad, kParam, kMu, kNu, kOut> {
   using Base = FixedTypes<kMode, kGrad, kParam, kMu, kNu, kOut>;
   using Base::Base;
   static constexpr bool kHasChunks = true;
-  // At once: so many registers.
-  static constexpr int kMinBlocks = IsCoded(kMu) || kGrad == Dtype::kFloat32 ? 5 : 6;
+  // At once: 128 registers for each thread. With five blocks some are spilled, which costs more
+  // than a fifth block gains.
+  static constexpr int kMinBlocks = 4;
   __device__ static constexpr bool IsRandom(const Step&) { return kIsRandom; }
   static bool Fits(const CompactCall& call) {
     return Base::Fits(call.adam) && call.is_random == kIsRandom;

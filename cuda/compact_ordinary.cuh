@@ -1,11 +1,15 @@
-// What a chunk (compact_chunk.cuh) does with numbers that are ordinary: division, roots and codes
-// without special cases, to the same bits as with them.
+// What a chunk (compact_chunk.cuh) does with numbers that are ordinary: division, roots and
+// rounding without special cases, to the same bits as with them. A thread has eight of them.
 #pragma once
 
 #include "compact_part.cuh"
 
 namespace jdistadam {
 namespace {
+
+constexpr int kWide = 8;
+using Floats = float[kWide];
+using Bits = uint32_t[kWide];  // where a thread's numbers have 16 or 8 bits, the first ones
 
 // ---- Arithmetic ----
 
@@ -17,7 +21,7 @@ constexpr float kSmallestC = 0x1p-30f, kSmallestEps = 0x1p-60f, kLargestEps = 0x
 // IEEE division and square root. Quotients and roots get their last bit from a remainder, which is
 // exact as nothing underflows. Divided is by numbers that are the same for all elements with their
 // rounded reciprocal (Markstein, IA-64 and Elementary Functions, 2000), else as the compiler does
-// it. Subtrahends are such that a zero keeps its sign.
+// it. Subtrahends are such that a zero keeps its sign. eps_root is zero.
 struct OrdinaryArithmetic {
   float inverse_c1, inverse_c2;
 
@@ -42,137 +46,63 @@ struct OrdinaryArithmetic {
     const float root = x * inverse;
     return fmaf(fmaf(-root, root, x), 0.5f * inverse, root);
   }
-};
-
-// The extremes of what a thread has, as bits without signs.
-struct Extremes {
-  uint32_t smallest = 0xffffffffu;  // less one, so that zero is none
-  uint32_t largest = 0;
-
-  __device__ __forceinline__ bool AreBetween(uint32_t low, uint32_t high) const {
-    return smallest >= low - 1 && largest < high;
+  __device__ __forceinline__ float RootOf(const Coefficients& c, float v) const {
+    return Root(ByC2(c, v));
   }
 };
+
+// ---- Rounding ----
+
+// The upper halves of two words, the first one's below.
+__device__ __forceinline__ uint32_t UpperHalves(uint32_t low, uint32_t high) {
+  return __byte_perm(low, high, 0x7632);
+}
+
+// Rounds to bfloat16, two in a word. None is NaN.
+template <bool kRandom>
+__device__ __forceinline__ void RoundToHalves(const Floats& x, const Bits& random, Bits& y) {
+  uint32_t sums[kWide];
+#pragma unroll
+  for (int k = 0; k < kWide; ++k)
+    sums[k] = BitsOf(x[k]) + Increment<kRandom>(BitsOf(x[k]), 16, random[k]);
+#pragma unroll
+  for (int k = 0; k < kWide; k += 2) y[k / 2] = UpperHalves(sums[k], sums[k + 1]);
+}
+
+// The same of parameters, whose random bits are the lower halves of the words that were drawn: a
+// product with (1, 0) adds such a half with one instruction.
+__device__ __forceinline__ void RoundParams(const Floats& x, const Bits& drawn, Bits& y) {
+  uint32_t sums[kWide];
+#pragma unroll
+  for (int k = 0; k < kWide; ++k) sums[k] = __dp2a_lo(drawn[k], 1u, BitsOf(x[k]));
+#pragma unroll
+  for (int k = 0; k < kWide; k += 2) y[k / 2] = UpperHalves(sums[k], sums[k + 1]);
+}
+
+// Whether bfloat16 parameters are below 2^107, so that no new one is NaN.
+__device__ __forceinline__ bool AreModest(const Packed<kWide>& params) {
+  constexpr uint32_t k2ToThe20 = 0x49804980u;
+  uint32_t sum = 0;
+#pragma unroll
+  for (int k = 0; k < kWide / 2; ++k)
+    asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(params.words[k]), "r"(k2ToThe20));
+  asm("fma.rn.bf16x2 %0, %0, %1, %1;" : "+r"(sum) : "r"(0u));  // NaN where it is not finite
+  return (sum & 0x7fff7fffu) == 0;
+}
 
 // A float32 that was computed here: where NaN it is 0x7fffffff, which becomes the canonical one.
-__device__ __forceinline__ float CanonicalResult(float x) {
-  return FloatOf(static_cast<uint32_t>(min(static_cast<int32_t>(BitsOf(x)), 0x7fc00000)));
+__device__ __forceinline__ uint32_t CanonicalBits(float x) {
+  return static_cast<uint32_t>(min(static_cast<int32_t>(BitsOf(x)), 0x7fc00000));
 }
 
-// ---- Codes, [Note: blocks] in rounding.h ----
-
-// Four codes as numbers, which are yet to be multiplied by CodeUp and the scale.
-template <typename C>
-__device__ __forceinline__ void WidenCodes(const Packed<kVector>& codes, float (&x)[kVector]) {
-  constexpr int kInWord = 32 / C::kBits;
+// The halves (dtype.h) of float32s.
+__device__ __forceinline__ void SplitPairs(const Floats& x, Bits& high, Bits& low) {
 #pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    const uint32_t word = codes.words[k / kInWord];
-    const int first = C::kBits * (k % kInWord);  // bit of the code
-    if (C::kSign != 0) {                         // the sign is shifted in
-      const int32_t highest = static_cast<int32_t>(word << (32 - C::kBits - first));
-      const int32_t shifted = highest >> (32 - C::kBits - C::kDropped);
-      x[k] = FloatOf(static_cast<uint32_t>(shifted) & (0x80000000u | C::kMagnitude << C::kDropped));
-    } else {
-      const uint32_t shifted =
-          first <= C::kDropped ? word << (C::kDropped - first) : word >> (first - C::kDropped);
-      x[k] = FloatOf(shifted & C::kMagnitude << C::kDropped);
-    }
+  for (int k = 0; k < kWide; k += 2) {
+    const uint32_t a = CanonicalBits(x[k]), b = CanonicalBits(x[k + 1]);
+    high[k / 2] = UpperHalves(a + 0x8000u, b + 0x8000u);
+    low[k / 2] = __byte_perm(a, b, 0x5410);
   }
-}
-
-// Four numbers of a moment as they are stored: codes and their scale, or in 16 bits or 32.
-struct Stored {
-  uint32_t words[kVector];
-  float scale;
-  Extremes extremes;  // the largest is the warp's where there are codes
-};
-
-// Bits without a sign. A number of nu has none but where it is NaN, and then it is large.
-template <Moment kMoment>
-__device__ __forceinline__ uint32_t MagnitudeOf(float x) {
-  return kMoment == Moment::kMu ? BitsOf(x) & 0x7fffffffu : BitsOf(x);
-}
-
-// The largest is out of the ordinary where the scale is not that of ScaleOf.
-template <typename C, bool kRandom>
-__device__ __forceinline__ void EncodeOrdinary(const float (&x)[kVector],
-                                               const uint32_t (&words)[kVector], Stored* y) {
-  constexpr bool is_mu = C::kMoment == Moment::kMu;
-  constexpr uint32_t smallest = is_mu ? kSmallestMu : kSmallestNu;
-  constexpr int kUnused = 32 - C::kBits - C::kDropped;  // bits beside a magnitude and a sign
-  uint32_t rounded[kVector];
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    const uint32_t magnitude = MagnitudeOf<C::kMoment>(x[k]);
-    rounded[k] = magnitude + Increment<kRandom>(magnitude, C::kDropped, words[k]);
-    y->extremes.smallest = min(y->extremes.smallest, magnitude - 1);
-  }
-  const uint32_t mine = max(max(max(rounded[0], rounded[1]), rounded[2]), rounded[3]);
-  y->extremes.largest = __reduce_max_sync(kAllLanes, mine);
-  const uint32_t exponent = y->extremes.largest & 0x7f800000u;
-  y->scale = FloatOf(exponent);  // zero if all are
-  if (SmallestScale<C>() > smallest && exponent != 0 && exponent < SmallestScale<C>())
-    y->extremes.largest = 0xffffffffu;
-  const float factor = FloatOf(((127u + C::kHighest) << 23) - exponent);  // CodeDown over the scale
-  const uint32_t sign = exponent == 0 ? 0 : 0x80000000u;
-  uint32_t codes[kVector];  // each the highest bits of its word
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    const uint32_t low = BitsOf(x[k] * factor);
-    if (is_mu) {
-      const uint32_t sum = low + Increment<kRandom>(low & 0x7fffffffu, C::kDropped, words[k]);
-      codes[k] = sum << kUnused | (sum & sign);
-    } else {
-      const uint32_t sum = low + Increment<kRandom>(low, C::kDropped, words[k]);
-      const uint32_t one = min(BitsOf(x[k]), 1u << C::kDropped);
-      codes[k] = max(sum, one) << kUnused;  // what is not zero does not become so
-    }
-  }
-  if (C::kBits == 8) {
-    const uint32_t lower = __byte_perm(codes[0], codes[1], 0x73);
-    y->words[0] = __byte_perm(lower, __byte_perm(codes[2], codes[3], 0x73), 0x5410);
-  } else {
-    y->words[0] = __byte_perm(codes[0], codes[1], 0x7632);
-    y->words[1] = __byte_perm(codes[2], codes[3], 0x7632);
-  }
-}
-
-// Numbers that were computed here, in 16 bits or in 32.
-template <bool kRandom>
-__device__ __forceinline__ void RoundOrdinary(Dtype dtype, const float (&x)[kVector],
-                                              const uint32_t (&words)[kVector], uint32_t* y) {
-  uint32_t bits[kVector];
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    bits[k] = BitsOf(CanonicalResult(x[k]));
-    y[k] = bits[k];
-    bits[k] += Increment<kRandom>(bits[k], 16, words[k]);
-  }
-  if (dtype == Dtype::kFloat32) return;
-  y[0] = __byte_perm(bits[0], bits[1], 0x7632);
-  y[1] = __byte_perm(bits[2], bits[3], 0x7632);
-}
-
-template <Moment kMoment, bool kRandom>
-__device__ __forceinline__ Stored StoredMoment(Dtype dtype, const float (&x)[kVector],
-                                               const uint32_t (&words)[kVector]) {
-  Stored y;
-  if (dtype == Dtype::kBlock8) {
-    EncodeOrdinary<Code<kMoment, Dtype::kBlock8>, kRandom>(x, words, &y);
-    return y;
-  }
-  if (dtype == Dtype::kBlock16) {
-    EncodeOrdinary<Code<kMoment, Dtype::kBlock16>, kRandom>(x, words, &y);
-    return y;
-  }
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    y.extremes.smallest = min(y.extremes.smallest, MagnitudeOf<kMoment>(x[k]) - 1);
-    y.extremes.largest = max(y.extremes.largest, MagnitudeOf<kMoment>(x[k]));
-  }
-  RoundOrdinary<kRandom>(dtype, x, words, y.words);
-  return y;
 }
 
 }  // namespace

@@ -68,6 +68,7 @@ def operands_of(rng, sizes, mode, grad, param, stored):
     for x in params:
         x[7::5003] = [np.nan, np.inf, -np.inf, 0][len(x) % 4]  # a gradient does not look at it
         x[8::5003] = -0.0
+        x[9::7001] = 3e38  # near what float32 ends at, as are its halves
     out = ()
     if mode == "step_split":
         params, out = zip(*(reference.split(x, BF16, np) for x in params), strict=True)
@@ -84,6 +85,7 @@ def operands_of(rng, sizes, mode, grad, param, stored):
             array[untouched.start + 128 : untouched.stop - 128] = 0
         if isinstance(stored, BlockFormat):
             make_faint(rng, g, m, v)
+            draw_codes(rng, g, m, v)
     return Operands(grads, params, mu, nu, out)
 
 
@@ -100,32 +102,51 @@ def make_faint(rng, g, m, v):
             moment.scales[start : start + len(faint.scales)] = faint.scales
 
 
+def draw_codes(rng, g, m, v):
+    """Blocks with every code, subnormal ones and the numbers beside them, where a step decays them."""
+    some = slice(len(g) // 8 // 128 * 128, len(g) // 6 // 128 * 128)
+    g[some] = 0
+    for x in (m, v):
+        top = np.iinfo(x.codes.dtype).max
+        x.codes[some] = rng.integers(0, top, some.stop - some.start, x.codes.dtype, endpoint=True)
+
+
+def chunk_rows(**others):
+    """Coefficients of which chunks are stepped, but for the others."""
+    rows = random_rows(count=40)
+    for key, value in (dict(l2=0, eps_root=0) | others).items():
+        rows[:, coefficients.NAMES.index(key)] = value
+    return rows
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("inv_scale", [1.0, 0.37])
 def test_chunks_equal_the_reference_bitwise(platform, name, inv_scale):
     mode, is_random, grad, param, stored = VARIANTS[name]
     sizes = sizes_of(platform)
     operands = operands_of(np.random.default_rng(7), sizes, mode, grad, param, stored)
-    rows = random_rows(count=40)
-    rows[:, coefficients.NAMES.index("l2")] = 0  # which chunks do not have
     adam = Spec(mode, (0, 1, 0, 1, 1), out_dtype=BF16 if mode == "step_and_cast" else None)
     tables = (-1, -1, 0, -1, -1)
     spec = CompactSpec(adam, is_random, (0, 2, 4, 6, 8), cuts=CUTS, tables=tables)
     blocks = np.asarray([[3 + k // 9, 2**27 + k] for k in range(77)], np.uint32)
-    args = spec, scalars(rows, inv_scale), rounded(), Places(PARTS, blocks), operands
+    args = spec, scalars(chunk_rows(), inv_scale), rounded(), Places(PARTS, blocks), operands
     assert_trees_same_bits(adam_of_parts(*args)._asdict(), by_reference(*args)._asdict())
 
 
-@pytest.mark.parametrize("change", [dict(c1=1.0), dict(c2=1.0, eps=1e-15), dict(eps=0.0)], ids=str)
-def test_coefficients_that_chunks_take_or_leave(platform, change):
-    """Late steps, whose c1 and c2 are one, and an eps of zero, with which 0 / 0 is divided."""
-    mode, is_random, grad, param, stored = VARIANTS["bf16"]
+CHANGES = (
+    dict(c1=1.0), dict(c2=1.0, eps=1e-15), dict(eps=0.0), dict(eps_root=1e-10), dict(l2=0.02),
+    dict(learning_rate=300.0), dict(weight_decay=300.0), dict(weight_decay=0.0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+@pytest.mark.parametrize("name", ["bf16", "remainder16"])
+def test_coefficients_that_chunks_take_or_leave(platform, name, change):
+    """Late steps, whose c1 and c2 are one, an eps of zero, with which 0 / 0 is divided, and others."""
+    mode, is_random, grad, param, stored = VARIANTS[name]
     sizes = (70_001, 1024)
     operands = operands_of(np.random.default_rng(8), sizes, mode, grad, param, stored)
-    rows = random_rows(count=40)
-    for key, value in (change | dict(l2=0.0)).items():
-        rows[:, coefficients.NAMES.index(key)] = value
     spec = CompactSpec(Spec(mode, (0, 1)), is_random, (0, 1))
     places = jax.tree.map(np.asarray, Places.of_parts(np.zeros(2, np.int32)))
-    args = spec, scalars(rows), rounded(), places, operands
+    args = spec, scalars(chunk_rows(**change)), rounded(), places, operands
     assert_trees_same_bits(adam_of_parts(*args)._asdict(), by_reference(*args)._asdict())

@@ -1,0 +1,192 @@
+// Codes of a chunk's moments, [Note: blocks] in rounding.h: half a warp has a block of 128
+// elements, each thread eight of them.
+#pragma once
+
+#include "compact_ordinary.cuh"
+
+namespace jdistadam {
+namespace {
+
+// ---- From codes ----
+
+// Codes as numbers, which are yet to be multiplied by CodeUp and the scale.
+template <typename C>
+__device__ __forceinline__ void WidenCodes(const Packed<kWide>& codes, Floats& x) {
+  constexpr int kInWord = 32 / C::kBits;
+#pragma unroll
+  for (int k = 0; k < kWide; ++k) {
+    const uint32_t word = codes.words[k / kInWord];
+    const int first = C::kBits * (k % kInWord);  // bit of the code
+    if (C::kSign != 0) {                         // the sign is shifted in
+      const int32_t highest = static_cast<int32_t>(word << (32 - C::kBits - first));
+      const int32_t shifted = highest >> (32 - C::kBits - C::kDropped);
+      x[k] = FloatOf(static_cast<uint32_t>(shifted) & (0x80000000u | C::kMagnitude << C::kDropped));
+    } else {
+      const uint32_t shifted =
+          first <= C::kDropped ? word << (C::kDropped - first) : word >> (first - C::kDropped);
+      x[k] = FloatOf(shifted & C::kMagnitude << C::kDropped);
+    }
+  }
+}
+
+// ---- Two numbers of 16 bits in a word ----
+
+using Pair = uint32_t;
+constexpr int kPairs = kWide / 2;
+
+__host__ __device__ constexpr Pair Both(uint32_t x) { return (x & 0xffffu) * 0x00010001u; }
+__device__ __forceinline__ Pair LargestPair(const Pair (&x)[kPairs]) {
+  return __vmaxu2(__vimax3_u16x2(x[0], x[1], x[2]), x[3]);
+}
+__device__ __forceinline__ Pair SmallestPair(const Pair (&x)[kPairs]) {
+  return __vminu2(__vimin3_u16x2(x[0], x[1], x[2]), x[3]);
+}
+
+// The largest of a block, in either half of a word.
+__device__ __forceinline__ Pair LargestOfBlock(Pair x) {
+#pragma unroll
+  for (int lane = 1; lane < kBlockSize / kWide; lane *= 2)
+    x = __vmaxu2(x, __shfl_xor_sync(kAllLanes, x, lane));
+  return x;
+}
+
+// ---- To codes ----
+
+// Numbers with what rounds them added, as bits: also the upper halves of these, in which all of a
+// code of 8 bits is, and the exponent.
+template <typename C>
+struct Rounded {
+  uint32_t bits[kWide];
+  Pair signed_halves[kPairs], halves[kPairs];
+
+  template <bool kRandom>
+  __device__ __forceinline__ static Rounded Of(const Floats& x, const Bits& random) {
+    Rounded y;
+#pragma unroll
+    for (int k = 0; k < kWide; ++k)
+      y.bits[k] = BitsOf(x[k]) + Increment<kRandom>(BitsOf(x[k]), C::kDropped, random[k]);
+#pragma unroll
+    for (int k = 0; k < kPairs; ++k) {
+      y.signed_halves[k] = UpperHalves(y.bits[2 * k], y.bits[2 * k + 1]);
+      y.halves[k] = C::kSign != 0 ? y.signed_halves[k] & 0x7fff7fffu : y.signed_halves[k];
+    }
+    return y;
+  }
+};
+
+// Codes of which none is subnormal. Then a code is a rounded number's bits less those of the
+// block's exponent, so that half an instruction is enough for each.
+template <typename C>
+__device__ __forceinline__ void PackNormalCodes(const Rounded<C>& x, uint32_t exponent, Bits& y) {
+  if (C::kBits == 8) {
+    constexpr int kUp = 4;  // to the upper byte of a half: a sign falls where no code is
+    const uint32_t shift = (Both(C::kHighest << 7) - __byte_perm(exponent, 0, 0x3232)) << kUp;
+    uint32_t codes[kPairs];
+#pragma unroll
+    for (int k = 0; k < kPairs; ++k) {
+      codes[k] = (x.signed_halves[k] << kUp) + shift;
+      if (C::kSign != 0) codes[k] |= x.signed_halves[k] & 0x80008000u;
+    }
+#pragma unroll
+    for (int k = 0; k < kPairs; k += 2) y[k / 2] = __byte_perm(codes[k], codes[k + 1], 0x7531);
+    return;
+  }
+  constexpr int kUnused = 32 - C::kBits - C::kDropped;  // bits beside a magnitude and a sign
+  const uint32_t shift = ((C::kHighest << 23) - exponent) << kUnused;
+  uint32_t codes[kWide];
+#pragma unroll
+  for (int k = 0; k < kWide; ++k) {
+    codes[k] = (x.bits[k] << kUnused) + shift;
+    if (C::kSign != 0) codes[k] |= x.bits[k] & 0x80000000u;
+  }
+#pragma unroll
+  for (int k = 0; k < kPairs; ++k) y[k] = UpperHalves(codes[2 * k], codes[2 * k + 1]);
+}
+
+// Codes of all numbers, and whether these are zero or ordinary. The exponent is zero if all are.
+template <typename C, bool kRandom>
+__device__ __forceinline__ bool PackCodes(const Floats& x, const Bits& random, uint32_t exponent,
+                                          Bits& y) {
+  constexpr bool is_mu = C::kMoment == Moment::kMu;
+  const float factor = FloatOf(((127u + C::kHighest) << 23) - exponent);  // CodeDown over the scale
+  bool is_ordinary = true;
+#pragma unroll
+  for (int k = 0; k < kWide * C::kBits / 32; ++k) y[k] = 0;
+#pragma unroll
+  for (int k = 0; k < kWide; ++k) {
+    const uint32_t magnitude = BitsOf(x[k]) & 0x7fffffffu;
+    is_ordinary &= magnitude == 0 || magnitude >= (is_mu ? kSmallestMu : kSmallestNu);
+    const uint32_t low = BitsOf(FloatOf(magnitude) * factor);
+    uint32_t code = (low + Increment<kRandom>(low, C::kDropped, random[k])) >> C::kDropped;
+    if (is_mu && exponent != 0) code |= BitsOf(x[k]) >> (32 - C::kBits) & C::kSign;
+    if (!is_mu && code == 0 && magnitude != 0) code = 1;  // what is not zero does not become so
+    y[k * C::kBits / 32] |= code << k * C::kBits % 32;
+  }
+  return is_ordinary;
+}
+
+// Codes, and whether their scale and all numbers are ordinary.
+template <typename C, bool kRandom>
+__device__ __forceinline__ bool Pack(const Rounded<C>& rounded, const Floats& x, const Bits& random,
+                                     uint32_t exponent, Bits& y) {
+  constexpr uint32_t kSmallest = C::kMoment == Moment::kMu ? kSmallestMu : kSmallestNu;
+  constexpr uint32_t kLeast = SmallestScale<C>();  // the scale is not the exponent below
+  const bool is_scale = kLeast <= kSmallest || exponent == 0 || exponent >= kLeast;
+  // No less are, rounded, numbers that are ordinary and whose codes are normal: by an eighth of the
+  // lowest exponent more, as rounding adds no more to them.
+  constexpr uint32_t kAbove = 0x90u;
+  const Pair low =
+      __viaddmax_u16x2(__byte_perm(exponent, 0, 0x3232), Both(kAbove - (C::kHighest << 7)),
+                       Both((kSmallest >> 16) + 0x10u));
+  PackNormalCodes(rounded, exponent, y);
+  if (__vminu2(SmallestPair(rounded.halves), low) == low) return is_scale;
+  return PackCodes<C, kRandom>(x, random, exponent, y) && is_scale;
+}
+
+// A thread's moments as they are stored.
+struct Stored {
+  Bits mu, nu;
+  float mu_scale, nu_scale;
+  bool is_ordinary;
+};
+
+// mu is not NaN unless nu is.
+template <Dtype kDtype, bool kRandom>
+__device__ __forceinline__ void Encode(const Floats& m, const Floats& v, const Bits& mu_random,
+                                       const Bits& nu_random, Stored* y) {
+  using Mu = Code<Moment::kMu, kDtype>;
+  using Nu = Code<Moment::kNu, kDtype>;
+  const auto mu = Rounded<Mu>::template Of<kRandom>(m, mu_random);
+  const auto nu = Rounded<Nu>::template Of<kRandom>(v, nu_random);
+  const Pair of_mu = LargestPair(mu.halves), of_nu = LargestPair(nu.halves);
+  const Pair mine = __vmaxu2(UpperHalves(of_nu, of_mu), __byte_perm(of_nu, of_mu, 0x5410));
+  const Pair largest = LargestOfBlock(mine);  // that of mu is the upper half
+  const uint32_t mu_exponent = largest & 0x7f800000u, nu_exponent = largest << 16 & 0x7f800000u;
+  y->mu_scale = FloatOf(mu_exponent);
+  y->nu_scale = FloatOf(nu_exponent);
+  y->is_ordinary &= largest < kLargestMu;
+  y->is_ordinary &= (largest & 0xffffu) < kLargestNu >> 16;
+  y->is_ordinary &= Pack<Mu, kRandom>(mu, m, mu_random, mu_exponent, y->mu);
+  y->is_ordinary &= Pack<Nu, kRandom>(nu, v, nu_random, nu_exponent, y->nu);
+}
+
+// A moment in 16 bits or 32 without codes.
+template <Moment kMoment, bool kRandom>
+__device__ __forceinline__ void StoreMoment(Dtype dtype, const Floats& x, const Bits& random,
+                                            Bits& y, bool* is_ordinary) {
+  constexpr bool is_mu = kMoment == Moment::kMu;
+  uint32_t largest = 0, smallest = 0xffffffffu;  // less one, so that zero is none
+#pragma unroll
+  for (int k = 0; k < kWide; ++k) {
+    y[k] = BitsOf(x[k]);
+    const uint32_t magnitude = is_mu ? y[k] & 0x7fffffffu : y[k];  // of nu NaN alone has a sign
+    largest = max(largest, magnitude);
+    smallest = min(smallest, magnitude - 1);
+  }
+  *is_ordinary &= largest < (is_mu ? kLargestMu : kLargestNu);
+  *is_ordinary &= smallest >= (is_mu ? kSmallestMu : kSmallestNu) - 1;
+  if (dtype != Dtype::kFloat32) RoundToHalves<kRandom>(x, random, y);
+}
+
+}  // namespace
+}  // namespace jdistadam
