@@ -83,7 +83,7 @@ struct Widened {
 
 // Returns the factor.
 template <Moment kMoment>
-__device__ __forceinline__ float WidenMoment(Dtype dtype, const Packed<kWide>& packed, float scale,
+__device__ __forceinline__ float WidenStored(Dtype dtype, const Packed<kWide>& packed, float scale,
                                              Floats& x) {
   if (dtype == Dtype::kBlock8) {
     using C = Code<kMoment, Dtype::kBlock8>;
@@ -108,8 +108,8 @@ __device__ __forceinline__ Widened WidenAll(const Types& t, const Loaded& x) {
   } else {
     Widen(x.param, t.param, y.p);
   }
-  y.m_factor = WidenMoment<Moment::kMu>(t.mu, x.mu, x.mu_scale, y.m);
-  y.v_factor = WidenMoment<Moment::kNu>(t.nu, x.nu, x.nu_scale, y.v);
+  y.m_factor = WidenStored<Moment::kMu>(t.mu, x.mu, x.mu_scale, y.m);
+  y.v_factor = WidenStored<Moment::kNu>(t.nu, x.nu, x.nu_scale, y.v);
   y.is_ordinary = !IsCoded(t.mu) || BitsOf(x.mu_scale) < kLargestMu;
   if (Types::kMode == Mode::kStep && t.param != Dtype::kFloat32)
     y.is_ordinary &= AreModest(x.param);
@@ -123,8 +123,8 @@ struct Stepped {
 };
 
 template <typename Types>
-__device__ __forceinline__ void RoundParams(const Types& t, const Floats& p, const Bits& drawn,
-                                            Stepped* y) {
+__device__ __forceinline__ void PackParams(const Types& t, const Floats& p, const Bits& drawn,
+                                           Stepped* y) {
   if (Types::kMode == Mode::kStepSplit) return SplitPairs(p, y->param, y->out);
   if (t.param != Dtype::kFloat32) return RoundParams(p, drawn, y->param);
   Floats canonical;
@@ -150,7 +150,7 @@ __device__ __forceinline__ Stepped StepWidened(const Types& t, const Tile& tile,
     const float u = AdamUpdate(c, terms, x.g[k] * tile.inv_scale, x.p[k], x.m[k], x.v[k], tile.by);
     x.p[k] = x.p[k] - u;
   }
-  RoundParams(t, x.p, drawn, &y);
+  PackParams(t, x.p, drawn, &y);
   Bits mu_random, nu_random;
 #pragma unroll
   for (int k = 0; k < kWide; ++k) {
@@ -163,8 +163,8 @@ __device__ __forceinline__ Stepped StepWidened(const Types& t, const Tile& tile,
     constexpr Dtype coded = IsCoded(Types::mu) ? Types::mu : Dtype::kBlock8;
     Encode<coded, kRandom>(x.m, x.v, mu_random, nu_random, &moments);
   } else {
-    StoreMoment<Moment::kMu, kRandom>(t.mu, x.m, mu_random, moments.mu, &moments.is_ordinary);
-    StoreMoment<Moment::kNu, kRandom>(t.nu, x.v, nu_random, moments.nu, &moments.is_ordinary);
+    PackMoment<Moment::kMu, kRandom>(t.mu, x.m, mu_random, moments.mu, &moments.is_ordinary);
+    PackMoment<Moment::kNu, kRandom>(t.nu, x.v, nu_random, moments.nu, &moments.is_ordinary);
   }
   return y;
 }

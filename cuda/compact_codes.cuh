@@ -132,8 +132,8 @@ __device__ __forceinline__ bool Pack(const Rounded<C>& rounded, const Floats& x,
   constexpr uint32_t kSmallest = C::kMoment == Moment::kMu ? kSmallestMu : kSmallestNu;
   constexpr uint32_t kLeast = SmallestScale<C>();  // the scale is not the exponent below
   const bool is_scale = kLeast <= kSmallest || exponent == 0 || exponent >= kLeast;
-  // No less are, rounded, numbers that are ordinary and whose codes are normal: by an eighth of the
-  // lowest exponent more, as rounding adds no more to them.
+  // Rounded numbers that are at least this were ordinary and have normal codes: an eighth more than
+  // the lowest of those, which is the most that rounding adds.
   constexpr uint32_t kAbove = 0x90u;
   const Pair low =
       __viaddmax_u16x2(__byte_perm(exponent, 0, 0x3232), Both(kAbove - (C::kHighest << 7)),
@@ -172,8 +172,8 @@ __device__ __forceinline__ void Encode(const Floats& m, const Floats& v, const B
 
 // A moment in 16 bits or 32 without codes.
 template <Moment kMoment, bool kRandom>
-__device__ __forceinline__ void StoreMoment(Dtype dtype, const Floats& x, const Bits& random,
-                                            Bits& y, bool* is_ordinary) {
+__device__ __forceinline__ void PackMoment(Dtype dtype, const Floats& x, const Bits& random,
+                                           Bits& y, bool* is_ordinary) {
   constexpr bool is_mu = kMoment == Moment::kMu;
   uint32_t largest = 0, smallest = 0xffffffffu;  // less one, so that zero is none
 #pragma unroll

@@ -86,7 +86,7 @@ __device__ __forceinline__ bool AreModest(const Packed<kWide>& params) {
 #pragma unroll
   for (int k = 0; k < kWide / 2; ++k)
     asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(params.words[k]), "r"(k2ToThe20));
-  asm("fma.rn.bf16x2 %0, %0, %1, %1;" : "+r"(sum) : "r"(0u));  // NaN where it is not finite
+  asm("fma.rn.bf16x2 %0, %0, %1, %1;" : "+r"(sum) : "r"(0u));  // NaN where it is infinite or NaN
   return (sum & 0x7fff7fffu) == 0;
 }
 

@@ -49,9 +49,10 @@ __device__ __forceinline__ char* ScaleAt(char* scales, uint32_t i) {
 constexpr uint32_t kPlane = 32 * 16;
 template <typename Types>
 struct Stage {
+  // Of a thread, and of a warp.
   JDISTADAM_INLINE static constexpr uint32_t BytesOf(Dtype dtype) {
     return kWide * ItemSize(dtype);
-  }  // a thread's
+  }
   JDISTADAM_INLINE static constexpr uint32_t PlanesOf(Dtype dtype) {
     return BytesOf(dtype) / 16 * kPlane;
   }

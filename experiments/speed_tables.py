@@ -9,7 +9,9 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 LOW_PRECISION = (  # row, bytes moved per parameter, how it is called here
     ("float32", "28", "float32 parameters and state"),
     ("bf16, remainder16", "26", '"remainder16", float32 moments'),
+    ("bf16, remainder16, 16-bit moments", "18.1", '"remainder16", "block16"'),
     ("bf16, remainder16, 8-bit moments", "14.1", '"remainder16", "block8"'),
+    ("bf16, stochastic, 16-bit moments", "14.1", 'stochastic rounding, "block16"'),
     ("bf16, stochastic, bf16 moments", "14", "stochastic rounding, bfloat16 moments"),
     ("bf16, stochastic, 8-bit moments", "10.1", 'stochastic rounding, "block8"'),
     ("torch fused, CUDA graph", "28", "`torch.optim.AdamW(fused=True)`, CUDA graph, float32"),

@@ -355,6 +355,10 @@ def layouts_table() -> str:
     return markdown.table(columns, table)
 
 
+def low_precision_table(record):
+    return low_precision.table(json.loads((RESULTS / f"low_precision/{record}.json").read_text()))
+
+
 TABLES = {
     "layouts": layouts_table,
     "facts": facts,
@@ -364,9 +368,8 @@ TABLES = {
     "kernel": kernel_table,
     "strategies": strategies_table,
     "precision": lambda: precision.table(RESULTS / "precision/h200_x4/default"),
-    "low_precision": lambda: low_precision.table(
-        json.loads((RESULTS / "low_precision/cpu/default.json").read_text())
-    ),
+    "low_precision": lambda: low_precision_table("cpu/default"),
+    "low_precision_gpt2": lambda: low_precision_table("h200/150_steps"),
     "low_precision_speed": speed_tables.low_precision_speed,
     "resnet": speed_tables.resnet_speed,
     "at_rest": speed_tables.at_rest_speed,
