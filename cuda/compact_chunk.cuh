@@ -13,7 +13,7 @@ namespace {
 constexpr int kChunkBlocks = 2, kChunk = kChunkBlocks * kBlockSize;
 constexpr size_t kMaxChunked = size_t{1} << 31;  // elements of a leaf, whose indices have 32 bits
 constexpr uint32_t kWarps = kThreads / 32, kMaxRounds = 32;  // chunks are bits
-constexpr uint32_t kLargestRate = 256;  // with which no parameter becomes NaN, see AreModest
+constexpr float kLargestRate = 256.0f;  // with which no parameter becomes NaN, see AreModest
 static_assert(kChunk == 32 * kWide);
 
 // ---- A tile ----
@@ -47,12 +47,13 @@ __device__ __forceinline__ Tile TileOf(const Step& step, const CompactLeaf& leaf
   const Coefficients& c = tile.c;
   tile.inv_scale = *step.inv_scale;
   const auto is_between = [](float x, float low, float high) { return x >= low && x <= high; };
-  tile.is_ordinary = !step.nesterov && c.l2 == 0.0f && is_between(c.c1, kSmallestC, 1.0f) &&
-                     is_between(c.c2, kSmallestC, 1.0f) &&
-                     is_between(c.eps, kSmallestEps, kLargestEps) && c.eps_root == 0.0f &&
-                     fabsf(c.learning_rate) <= kLargestRate &&
-                     fabsf(c.weight_decay) <= kLargestRate && IsWideAligned<Types>(leaf) &&
-                     leaf.size < kMaxChunked;
+  // With a b1 that is finite, mu is NaN only where nu is, which Encode (compact_codes.cuh) needs.
+  tile.is_ordinary =
+      !step.nesterov && c.l2 == 0.0f && fabsf(c.b1) <= 1.0f && fabsf(c.one_minus_b1) <= 2.0f &&
+      is_between(c.c1, kSmallestC, 1.0f) && is_between(c.c2, kSmallestC, 1.0f) &&
+      is_between(c.eps, kSmallestEps, kLargestEps) && c.eps_root == 0.0f &&
+      fabsf(c.learning_rate) <= kLargestRate && fabsf(c.weight_decay) <= kLargestRate &&
+      IsWideAligned<Types>(leaf) && leaf.size < kMaxChunked;
   tile.by = {1.0f / c.c1, 1.0f / c.c2};
   if (!Types::IsRandom(step)) return tile;
   tile.count = static_cast<uint32_t>(*step.count);

@@ -150,7 +150,7 @@ struct Stored {
   bool is_ordinary;
 };
 
-// mu is not NaN unless nu is.
+// mu is not NaN unless nu is: else its largest half would not show it.
 template <Dtype kDtype, bool kRandom>
 __device__ __forceinline__ void Encode(const Floats& m, const Floats& v, const Bits& mu_random,
                                        const Bits& nu_random, Stored* y) {

@@ -79,7 +79,7 @@ __device__ __forceinline__ void RoundParams(const Floats& x, const Bits& drawn, 
   for (int k = 0; k < kWide; k += 2) y[k / 2] = UpperHalves(sums[k], sums[k + 1]);
 }
 
-// Whether bfloat16 parameters are below 2^107, so that no new one is NaN.
+// Whether bfloat16 parameters are below 2^109, so that no new one is NaN. Those below 2^105 are.
 __device__ __forceinline__ bool AreModest(const Packed<kWide>& params) {
   constexpr uint32_t k2ToThe20 = 0x49804980u;
   uint32_t sum = 0;

@@ -136,6 +136,7 @@ def test_chunks_equal_the_reference_bitwise(platform, name, inv_scale):
 CHANGES = (
     dict(c1=1.0), dict(c2=1.0, eps=1e-15), dict(eps=0.0), dict(eps_root=1e-10), dict(l2=0.02),
     dict(learning_rate=300.0), dict(weight_decay=300.0), dict(weight_decay=0.0),
+    dict(b1=np.nan, c1=1.0, c2=1.0), dict(one_minus_b1=np.inf), dict(learning_rate=np.nan),
 )  # fmt: skip
 
 
