@@ -65,9 +65,9 @@ struct Rounded {
 #pragma unroll
     for (int k = 0; k < kWide; ++k)
       y.bits[k] = BitsOf(x[k]) + Increment<kRandom>(BitsOf(x[k]), C::kDropped, random[k]);
+    PackUpperHalves(y.bits, y.signed_halves);
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
-      y.signed_halves[k] = UpperHalves(y.bits[2 * k], y.bits[2 * k + 1]);
       y.halves[k] = C::kSign != 0 ? y.signed_halves[k] & 0x7fff7fffu : y.signed_halves[k];
     }
     return y;
@@ -99,8 +99,7 @@ __device__ __forceinline__ void PackNormalCodes(const Rounded<C>& x, uint32_t ex
     codes[k] = (x.bits[k] << kUnused) + shift;
     if (C::kSign != 0) codes[k] |= x.bits[k] & 0x80000000u;
   }
-#pragma unroll
-  for (int k = 0; k < kPairs; ++k) y[k] = UpperHalves(codes[2 * k], codes[2 * k + 1]);
+  PackUpperHalves(codes, y);
 }
 
 // Codes of all numbers, and whether these are zero or ordinary. The exponent is zero if all are.
@@ -150,7 +149,7 @@ struct Stored {
   bool is_ordinary;
 };
 
-// mu is not NaN unless nu is: else its largest half would not show it.
+// mu must not be NaN where nu is not: what is added to round it would hide that.
 template <Dtype kDtype, bool kRandom>
 __device__ __forceinline__ void Encode(const Floats& m, const Floats& v, const Bits& mu_random,
                                        const Bits& nu_random, Stored* y) {

@@ -67,13 +67,13 @@ __global__ void __launch_bounds__(kThreads, Types::kMinBlocks)
     const Tile tile = TileOf<Types>(step, leaf, first + lane * kWide);
     if (tile.is_ordinary && !*step.found_inf) {
       const uint32_t start = static_cast<uint32_t>(first) + lane * kWide;
-      const uint32_t to = static_cast<uint32_t>(stride);
+      const uint32_t ahead = static_cast<uint32_t>(stride);
       const uint32_t slot = static_cast<uint32_t>(__cvta_generic_to_shared(stages)) +
-                            warp * kStages * S::kSize + lane * 16;
+                            warp * kStages * S::kSize + lane * kSlot;
       const uint32_t left =
           !is_random || tile.is_run
-              ? StepChunks<Types, is_random, true>(t, step, leaf, tile, start, to, slot)
-              : StepChunks<Types, is_random, false>(t, step, leaf, tile, start, to, slot);
+              ? StepChunks<Types, is_random, true>(t, step, leaf, tile, start, ahead, slot)
+              : StepChunks<Types, is_random, false>(t, step, leaf, tile, start, ahead, slot);
       return StepBlocks(t, step, leaf, mine, stride, left);
     }
   }

@@ -58,6 +58,13 @@ __device__ __forceinline__ uint32_t UpperHalves(uint32_t low, uint32_t high) {
   return __byte_perm(low, high, 0x7632);
 }
 
+// Of pairs of words.
+template <int n>
+__device__ __forceinline__ void PackUpperHalves(const Bits& x, uint32_t (&y)[n]) {
+#pragma unroll
+  for (int k = 0; k < kWide; k += 2) y[k / 2] = UpperHalves(x[k], x[k + 1]);
+}
+
 // Rounds to bfloat16, two in a word. None is NaN.
 template <bool kRandom>
 __device__ __forceinline__ void RoundToHalves(const Floats& x, const Bits& random, Bits& y) {
@@ -65,8 +72,7 @@ __device__ __forceinline__ void RoundToHalves(const Floats& x, const Bits& rando
 #pragma unroll
   for (int k = 0; k < kWide; ++k)
     sums[k] = BitsOf(x[k]) + Increment<kRandom>(BitsOf(x[k]), 16, random[k]);
-#pragma unroll
-  for (int k = 0; k < kWide; k += 2) y[k / 2] = UpperHalves(sums[k], sums[k + 1]);
+  PackUpperHalves(sums, y);
 }
 
 // The same of parameters, whose random bits are the lower halves of the words that were drawn: a
@@ -75,8 +81,7 @@ __device__ __forceinline__ void RoundParams(const Floats& x, const Bits& drawn, 
   uint32_t sums[kWide];
 #pragma unroll
   for (int k = 0; k < kWide; ++k) sums[k] = __dp2a_lo(drawn[k], 1u, BitsOf(x[k]));
-#pragma unroll
-  for (int k = 0; k < kWide; k += 2) y[k / 2] = UpperHalves(sums[k], sums[k + 1]);
+  PackUpperHalves(sums, y);
 }
 
 // Whether bfloat16 parameters are below 2^109, so that no new one is NaN. Those below 2^105 are.

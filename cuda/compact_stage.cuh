@@ -46,7 +46,7 @@ __device__ __forceinline__ char* ScaleAt(char* scales, uint32_t i) {
 
 // A warp's stage has planes of 16 bytes for each thread: one or two for each array, one for mu and
 // nu together where both have 8 bits, and one for their scales.
-constexpr uint32_t kPlane = 32 * 16;
+constexpr uint32_t kSlot = 16, kPlane = 32 * kSlot;  // bytes
 template <typename Types>
 struct Stage {
   // Of a thread, and of a warp.
@@ -54,14 +54,15 @@ struct Stage {
     return kWide * ItemSize(dtype);
   }
   JDISTADAM_INLINE static constexpr uint32_t PlanesOf(Dtype dtype) {
-    return BytesOf(dtype) / 16 * kPlane;
+    return BytesOf(dtype) / kSlot * kPlane;
   }
-  static constexpr bool kIsShared = BytesOf(Types::mu) == 8;
-  static_assert(kIsShared == (BytesOf(Types::nu) == 8) && IsCoded(Types::mu) == IsCoded(Types::nu));
+  static constexpr bool kIsOnePlane = BytesOf(Types::mu) == 8;
+  static_assert(kIsOnePlane == (BytesOf(Types::nu) == 8) &&
+                IsCoded(Types::mu) == IsCoded(Types::nu));
   static constexpr uint32_t kGrad = 0, kParam = PlanesOf(Types::grad),
                             kMu = kParam + PlanesOf(Types::param),
-                            kNu = kMu + (kIsShared ? 8 : PlanesOf(Types::mu)),
-                            kLow = kIsShared ? kMu + kPlane : kNu + PlanesOf(Types::nu),
+                            kNu = kMu + (kIsOnePlane ? 8 : PlanesOf(Types::mu)),
+                            kLow = kIsOnePlane ? kMu + kPlane : kNu + PlanesOf(Types::nu),
                             kScales = kLow + (Types::kMode == Mode::kStepSplit ? kPlane : 0),
                             kSize = kScales + (IsCoded(Types::mu) ? kPlane : 0);
 };
@@ -100,8 +101,8 @@ __device__ __forceinline__ void BeginCopy(const Arrays& from, uint32_t i, uint32
   }
 }
 
-// Ends a group of copies, of which there may be none; waits until all but the last kOthers groups
-// have arrived. They do for the thread that asked for them alone, which is the only one to read.
+// Ends a group of copies, which may be empty; waits until all but the last kOthers groups have
+// arrived. Each thread waits for its own copies, and reads no others: there is no barrier.
 __device__ __forceinline__ void EndCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kOthers>
 __device__ __forceinline__ void AwaitCopies() {
@@ -140,7 +141,7 @@ __device__ __forceinline__ Loaded LoadStage(uint32_t slot) {
   Loaded x;
   x.grad = LoadShared<S::BytesOf(Types::grad)>(slot + S::kGrad);
   x.param = LoadShared<S::BytesOf(Types::param)>(slot + S::kParam);
-  if constexpr (S::kIsShared) {
+  if constexpr (S::kIsOnePlane) {
     const uint4 both = LoadShared16(slot + S::kMu);
     x.mu = {{both.x, both.y}};
     x.nu = {{both.z, both.w}};
