@@ -116,7 +116,7 @@ __device__ __forceinline__ bool PackCodes(const Floats& x, const Bits& random, u
     const uint32_t magnitude = BitsOf(x[k]) & 0x7fffffffu;
     is_ordinary &= magnitude == 0 || magnitude >= (is_mu ? kSmallestMu : kSmallestNu);
     const uint32_t low = BitsOf(FloatOf(magnitude) * factor);
-    uint32_t code = (low + Increment<kRandom>(low, C::kDropped, random[k])) >> C::kDropped;
+    uint32_t code = (low + CodeIncrement<C, kRandom>(low, random[k])) >> C::kDropped;
     if (is_mu && exponent != 0) code |= BitsOf(x[k]) >> (32 - C::kBits) & C::kSign;
     if (!is_mu && code == 0 && magnitude != 0) code = 1;  // what is not zero does not become so
     y[k * C::kBits / 32] |= code << k * C::kBits % 32;

@@ -19,6 +19,12 @@
 // smallest number is 2^-33 of the scale, or 2^-72. mu may, below 2^-17 of the scale, or 2^-40. A
 // block with an infinite element, one that is NaN or one of 2^127 and more has the scale NaN, and
 // all of it is NaN from then on.
+//
+// [Note: subnormal codes]
+// To nearest, k units of a subnormal code would stay k where a step changes it by less than half a
+// unit: a mu without gradients would not decay, and a nu that began below its gradients' squares
+// would not grow, for as long as other elements hold up the scale of the block. So what would have a
+// subnormal code is rounded toward zero for mu, and up for nu: both make steps smaller.
 #pragma once
 
 #include "dtype.h"
@@ -140,13 +146,21 @@ JDISTADAM_INLINE float Decode(uint32_t code, float scale) {
   return FloatOf(BitsOf(x) | (code & C::kSign) << (32 - C::kBits));
 }
 
+// What to add to a number, as the bits of a float32 with the exponent of its code, before the code
+// is cut off: [Note: subnormal codes].
+template <typename C, bool kRandom>
+JDISTADAM_INLINE uint32_t CodeIncrement(uint32_t low, uint32_t word) {
+  if (!kRandom && low < 0x00800000u) return C::kMoment == Moment::kMu ? 0 : (1u << C::kDropped) - 1;
+  return Increment<kRandom>(low, C::kDropped, word);
+}
+
 template <typename C, bool kRandom>
 JDISTADAM_INLINE uint32_t Encode(float x, float scale, uint32_t word) {
   if (!(scale > 0.0f)) return 0;                               // all are zero, or one is NaN
   const float inverse = FloatOf(0x7f000000u - BitsOf(scale));  // exact: a power of two
   const uint32_t magnitude = BitsOf(x) & 0x7fffffffu;
   const uint32_t low = BitsOf(FloatOf(magnitude) * inverse * CodeDown<C>());
-  const uint32_t code = (low + Increment<kRandom>(low, C::kDropped, word)) >> C::kDropped;
+  const uint32_t code = (low + CodeIncrement<C, kRandom>(low, word)) >> C::kDropped;
   if (C::kSign != 0) return code | (BitsOf(x) >> (32 - C::kBits) & C::kSign);
   return code == 0 && magnitude != 0 ? 1u : code;
 }

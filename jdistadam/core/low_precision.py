@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import shown
-from jdistadam.core.moments import FORMATS, SMALLEST_CODED, BlockFormat
+from jdistadam.core.moments import FORMATS, SMALLEST_CODED, BlockFormat, growth, largest_decay
 from jdistadam.errors import PolicyError, TreeError
 
 ROUNDINGS = ("nearest", "stochastic")
@@ -109,12 +110,13 @@ def parse(
     seed: Any,
     float32_moments: Any,
     formats: Any = None,
+    b1: Any = None,
     b2: Any = None,
     prefix: str = "",
 ) -> LowPrecision:
     """Checks arguments of an optimizer; raises PolicyError where they do not fit each other.
 
-    ``b2``: None where it is not known yet. ``prefix``: what stands before their names in errors.
+    ``b1``, ``b2``: None where they are not known yet. ``prefix``: of names in errors.
     """
     if rounding not in ROUNDINGS:
         raise PolicyError(
@@ -143,8 +145,12 @@ def parse(
             expected=f"a function of a path, beside mu_dtype or nu_dtype {NAMES}",
             action="Leave it out; for optax.inject_hyperparams name it in static_args.",
         )
-    if nu is not None and not is_random and b2 is not None:
-        _check_decay(f"{prefix}nu_dtype", nu, b2)
+    if is_random and mu is not None and (nu is None or nu.bits > mu.bits):
+        _raise_unlike(prefix, mu, nu_dtype)
+    if not is_random and b2 is not None:
+        _check_decays(prefix, low, b1, b2)
+        if mu is None:
+            _warn_of_decay(f"{prefix}mu_dtype", mu_dtype, b1)
     return low
 
 
@@ -169,19 +175,76 @@ def _check_seed(name: str, seed: Any, is_random: bool) -> None:
         )
 
 
-def _check_decay(name: str, nu: BlockFormat, b2: Any) -> None:
-    """Raises where a second moment in codes, rounded to nearest, would not decay."""
-    is_known = isinstance(b2, int | float | np.number)
-    if is_known and b2 <= nu.largest_b2:
+def _raise_unlike(prefix: str, mu: BlockFormat, nu_dtype: Any) -> None:
+    """Raises where a second moment may be much smaller than what a first one is rounded up to.
+
+    A unit of mu's codes is 2^-17 or 2^-40 of its block's largest element. At random a smaller first
+    moment becomes one now and then. The root of a nu of the same format or a coarser one is at
+    least 2^-16.5 or 2^-36, which bounds the update. A finer nu would not: [Note: blocks].
+    """
+    fitting = [f'"{x.name}"' for x in FORMATS if x.bits <= mu.bits]
+    raise PolicyError(
+        f"{prefix}mu_dtype",
+        "a first moment rounded at random to codes needs a second one no finer than they",
+        got=f'"{mu.name}" with nu_dtype={shown(nu_dtype)} and rounding="stochastic"',
+        expected=f"nu_dtype {' or '.join(fitting)}: else steps would have no bound where gradients "
+        "of a block differ much",
+        action=f'Set nu_dtype="{mu.name}", or leave mu_dtype at float32.',
+    )
+
+
+def _check_decays(prefix: str, low: LowPrecision, b1: Any, b2: Any) -> None:
+    """Raises where moments in codes, rounded to nearest, would not follow their gradients."""
+    if low.nu is not None:
+        _check_decay(f"{prefix}nu_dtype", "second", low.nu, "b2", b2)
+    if low.mu is not None:
+        _check_decay(f"{prefix}mu_dtype", "first", low.mu, "b1", b1)
+    squared, is_known = growth(low.mu, low.nu), _is_number(b1) and _is_number(b2)
+    if not low.is_coding or not is_known or squared * b1**2 < b2:
+        return
+    raise PolicyError(
+        f"{prefix}{'nu_dtype' if low.mu is None else 'mu_dtype'}",
+        "rounded to nearest, a first moment may outlast the second one at these rates",
+        got=f'rounding="nearest" with b1={shown(b1)} and b2={shown(b2)}',
+        expected=f'rounding="stochastic", or {squared:.4f} b1^2 < b2',
+        action='Set rounding="stochastic", or lower b1.',
+    )
+
+
+def _check_decay(name: str, which: str, format: BlockFormat, decay: str, b: Any) -> None:
+    largest, is_known = largest_decay(format.mantissa), _is_number(b)
+    if is_known and b <= largest:
         return
     raise PolicyError(
         name,
-        f"a second moment in {nu.bits} bits, rounded to nearest, cannot decay at "
-        + ("this b2" if is_known else "every b2, and this one is not known while compiling"),
-        got=f'"{nu.name}" with rounding="nearest" and b2={shown(b2)}',
-        expected=f'rounding="stochastic", or a number b2 <= {nu.largest_b2}',
+        f"a {which} moment in {format.bits} bits, rounded to nearest, cannot follow at "
+        + (f"this {decay}" if is_known else f"every {decay}, and this one is not known now"),
+        got=f'"{format.name}" with rounding="nearest" and {decay}={shown(b)}',
+        expected=f'rounding="stochastic", or a number {decay} <= {largest}',
         action='Set rounding="stochastic"'
-        + ("." if is_known else ', or keep b2 a number: inject_hyperparams has static_args="b2".'),
+        + ("." if is_known else f', or keep {decay} a number: static_args="{decay}".'),
+    )
+
+
+def _is_number(x: Any) -> bool:
+    """Whether ``x`` is known while compiling."""
+    return isinstance(x, int | float | np.number)
+
+
+def _warn_of_decay(name: str, mu_dtype: Any, b1: Any) -> None:
+    """Warns where a first moment in 16 bits, rounded to nearest, stops decaying."""
+    dtype = jnp.dtype(jnp.float32 if mu_dtype is None else mu_dtype)
+    if dtype.itemsize != 2:
+        return
+    is_float16, largest = dtype.name == "float16", largest_decay(jnp.finfo(dtype).nmant)
+    if not is_float16 and not (_is_number(b1) and b1 > largest):
+        return
+    where = "below 6e-5" if is_float16 else f"with b1 above {largest}"
+    warnings.warn(
+        f"{name}: a first moment in {dtype}, rounded to nearest, stops decaying {where}, as with "
+        'optax, and then moves parameters that have no gradients: set rounding="stochastic", or '
+        "leave it at float32.",
+        stacklevel=4,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,33 @@ SMALLEST_CODED = 4096
 """Leaves with fewer elements keep float32 moments."""
 
 
+# [Note: moments that follow]
+# A step stores (1 + e) (b m + (1 - b) g) in place of b m + (1 - b) g. To nearest, with M bits of
+# mantissa, |e| <= h = 1 / (2^(M + 1) + 1), so that what is stored lies between the means with the
+# decay rates b (1 - h) and b (1 + h).
+# Decay: where b (1 + h) reaches 1 a moment stays where it is. Up to b = 1 / (1 + 2 h) rounding at
+# most doubles the memory of the mean, as 1 - b (1 + h) is at least half of 1 - b.
+# Updates: by the inequality of Cauchy and Schwarz a step turns r = |mu| / sqrt(nu) into at most
+# sqrt((1 - b1)^2 / (1 - b2) + b1^2 / b2 r^2). Rounding multiplies that by up to
+# q = (1 + h_mu) / sqrt(1 - h_nu). So where q^2 b1^2 < b2 an update, which is computed before it is
+# rounded, stays below sqrt((1 - b1)^2 / (1 - b2) / (1 - q^2 b1^2 / b2)). For float32 q is 1.
+# Subnormal codes change nothing: to these mu is rounded toward zero, and nu up.
+
+
+def rounding_error(mantissa: int) -> float:
+    """Returns how far a number rounded to nearest is from itself at most, relative to it: h."""
+    return 1 / (2 ** (mantissa + 1) + 1)
+
+
+def largest_decay(mantissa: int) -> float:
+    """Returns the largest decay rate with which a moment rounded to nearest follows its gradients.
+
+    ``mantissa``: bits of it. The bound of [Note: moments that follow], rounded down to three
+    decimals.
+    """
+    return math.floor(1000 / (1 + 2 * rounding_error(mantissa))) / 1000
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockFormat:
     """Codes of so many bits, with a scale for each block: [Note: blocks] in cuda/rounding.h.
@@ -25,13 +53,11 @@ class BlockFormat:
       name: How ``mu_dtype`` and ``nu_dtype`` call it.
       dtype: The dtype of codes.
       mantissa: Bits of a code's mantissa.
-      largest_b2: Up to which b2 a second moment may be rounded to nearest.
     """
 
     name: str
     dtype: np.dtype[Any]
     mantissa: int
-    largest_b2: float
 
     @property
     def bits(self) -> int:
@@ -39,12 +65,17 @@ class BlockFormat:
         return 8 * self.dtype.itemsize
 
 
-# A step without a gradient takes 1 - b2 of a second moment; rounded to nearest, that is lost where
-# it is less than half a unit in the last place. Half a unit is at least 2^-(mantissa + 2) of a
-# number, 1/32 and 1/4096, and at most twice that, 1/16 and 1/2048. With 8 bits the bound is between
-# the two: some codes stay, but not all. With 16 bits 1 - b2 is more than the larger one.
-BLOCK8 = BlockFormat("block8", np.dtype(np.uint8), 3, 0.95)
-BLOCK16 = BlockFormat("block16", np.dtype(np.uint16), 10, 0.9995)
+def growth(mu: BlockFormat | None, nu: BlockFormat | None) -> float:
+    """Returns by what rounding to nearest multiplies the square of mu over the root of nu: q^2.
+
+    At most, [Note: moments that follow]. None: float32.
+    """
+    of_mu, of_nu = (0.0 if x is None else rounding_error(x.mantissa) for x in (mu, nu))
+    return (1 + of_mu) ** 2 / (1 - of_nu)
+
+
+BLOCK8 = BlockFormat("block8", np.dtype(np.uint8), 3)
+BLOCK16 = BlockFormat("block16", np.dtype(np.uint16), 10)
 FORMATS = (BLOCK8, BLOCK16)
 
 

@@ -18,7 +18,7 @@ from jdistadam.core.low_precision import (
     without_codes,
 )
 from jdistadam.core.main_params import MainParams
-from jdistadam.core.moments import BLOCK16
+from jdistadam.core.moments import BLOCK16, largest_decay
 from jdistadam.errors import PolicyError
 
 _FLOAT8 = ("float8_e5m2", "float8_e4m3fn")
@@ -55,8 +55,10 @@ class MixedPrecisionPolicy:
       mu_dtype: Dtype in which the first moment is stored. float32, bfloat16, float16, "block8" or
         "block16": 8 or 16 bits with a scale for 128 elements, as in ``fused_adamw``; leaves with
         fewer than 4096 elements in float32.
-      nu_dtype: Dtype in which the second moment is stored. float32, bfloat16 for b2 up to 0.99,
-        "block8" or "block16"; rounded to nearest these need b2 <= 0.95 and b2 <= 0.9995.
+      nu_dtype: Dtype in which the second moment is stored. float32, bfloat16, "block8", "block16".
+        Rounded to nearest these need b2 <= 0.992, 0.894 and 0.999, and a first moment in "block8"
+        or "block16" the same of b1. At random such a first moment needs nu_dtype "block8", or
+        "block16" beside "block16".
       rounding: "nearest", or "stochastic": moments of 8 or 16 bits, and parameters of 16 bits
         without main parameters, are rounded at random. Random bits depend on seed, step count, leaf
         and place in the whole leaf, and not on the mesh.
@@ -139,11 +141,12 @@ class MixedPrecisionPolicy:
         """The dtype of a sum over devices."""
         return self.wire_dtype if self.grad_reduce_dtype is None else self.grad_reduce_dtype
 
-    def low_precision(self, b2: Any = None, formats: Any = None) -> LowPrecision:
+    def low_precision(self, b1: Any = None, b2: Any = None, formats: Any = None) -> LowPrecision:
         """Returns what is asked for of low precision; raises PolicyError where it cannot work.
 
         Args:
-          b2: Decay rate of the second moment. None: not known yet.
+          b1: Decay rate of the first moment. None: not known yet.
+          b2: That of the second moment.
           formats: That of the optimizer.
         """
         return parse(
@@ -153,6 +156,7 @@ class MixedPrecisionPolicy:
             seed=self.seed,
             float32_moments=self.float32_moments,
             formats=formats,
+            b1=b1,
             b2=b2,
             prefix="MixedPrecisionPolicy.",
         )
@@ -194,9 +198,8 @@ class MixedPrecisionPolicy:
 def check_nu_dtype(name: str, value: Any, b2: Any, *, is_random: bool) -> jnp.dtype:
     """Returns the dtype of the second moment, or raises PolicyError where it cannot work.
 
-    Rounded to bfloat16, to nearest, a second moment stays where it is as long as it changes by less
-    than half a unit in the last place, between 1/512 and 1/256 of it, in a step. float16 has no
-    number between 0 and 6e-8, the square of 2.4e-4: smaller gradients would count as zero.
+    ``largest_decay`` says which b2 bfloat16 takes, rounded to nearest. float16 has no number
+    between 0 and 6e-8, the square of 2.4e-4: smaller gradients would count as zero.
     """
     given = jnp.float32 if value is None else without_codes(value)
     dtype = float_dtype(name, given, also=MOMENT_NAMES)
@@ -209,12 +212,14 @@ def check_nu_dtype(name: str, value: Any, b2: Any, *, is_random: bool) -> jnp.dt
             action=f"Leave {name.rsplit('.')[-1]} at float32.",
         )
     is_known = isinstance(b2, int | float | np.number)
-    if dtype.name == "bfloat16" and not is_random and is_known and b2 > 0.99:
+    largest = largest_decay(jnp.finfo(dtype).nmant)
+    if dtype.name == "bfloat16" and not is_random and is_known and b2 > largest:
         raise PolicyError(
             name,
             "a second moment in bfloat16, rounded to nearest, cannot decay at this b2",
             got=f"{dtype} with b2={b2}",
-            expected=f'b2 <= 0.99, "block16" with b2 <= {BLOCK16.largest_b2}, or float32',
+            expected=f'b2 <= {largest}, "block16" with b2 <= '
+            f"{largest_decay(BLOCK16.mantissa)}, or float32",
             action=f'Leave {name.rsplit(".")[-1]} at float32, or set rounding="stochastic".',
         )
     return dtype

@@ -335,7 +335,7 @@ def _distributed(
     check_stacked(stacked)
     made_groups = make_groups(hyper, mask, param_labels, groups)
     for group, _ in made_groups.rows:
-        low = policy.low_precision(b2=group.b2, formats=formats)
+        low = policy.low_precision(group.b1, group.b2, formats)
         name = "MixedPrecisionPolicy.nu_dtype"
         check_nu_dtype(name, policy.nu_dtype, group.b2, is_random=low.is_random)
     config = DistributedConfig(

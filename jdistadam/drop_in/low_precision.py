@@ -134,7 +134,7 @@ def decoded(opt_state: OptState) -> OptState:
     Example:
       >>> import jax.numpy as jnp
       >>> import jdistadam as jda
-      >>> tx = jda.fused_adamw(1e-2, b2=0.95, mu_dtype="block8", nu_dtype="block8")
+      >>> tx = jda.fused_adamw(1e-2, b2=0.95, mu_dtype="block16", nu_dtype="block16")
       >>> params = {"w": jnp.ones((64, 64))}
       >>> _, state = tx.step({"w": jnp.full((64, 64), 0.5)}, tx.init(params), params)
       >>> state[0].mu["w"].codes.dtype, jda.decoded(state)[0].mu["w"].dtype

@@ -74,15 +74,17 @@ def fused_adamw(
       eps: :math:`\varepsilon`, added outside the square root.
       eps_root: :math:`\bar\varepsilon`, added inside the square root.
       mu_dtype: Dtype in which :math:`m` is stored. None: the dtype of what is updated. "block8" and
-        "block16": 8 and 16 bits, with one float32 scale for 128 elements (``BlockCodes``).
+        "block16": 8 and 16 bits, with one float32 scale for 128 elements (``BlockCodes``). Rounded
+        to nearest these need b1 <= 0.894 and b1 <= 0.999, float16 and a larger b1 beside bfloat16
+        warn. At random "block8" needs the nu_dtype "block8", and "block16" one of the two.
       weight_decay: :math:`\lambda`, decoupled from the gradient, or a schedule of the step count.
       mask: Tree of bools with the structure of the params, or a function from params to it: where
         weight decay applies. None: everywhere.
       nesterov: Whether to use Nesterov momentum, as optax does.
       nu_dtype: Dtype in which :math:`v` is stored: float32, which is also the default, or bfloat16
-        for b2 up to 0.99. optax stores it in the parameter's dtype, where a bfloat16 :math:`v`
+        for b2 up to 0.992. optax stores it in the parameter's dtype, where a bfloat16 :math:`v`
         cannot decay for a larger b2. "block8" and "block16": as for :math:`m`, and none rounds to
-        zero; for b2 above 0.95, and above 0.9995, with rounding="stochastic".
+        zero; for b2 above 0.894, and above 0.999, with rounding="stochastic".
       main_params_dtype: float32: 16-bit parameters get a float32 copy, kept in
         ``MainParamsState``; it is what the optimizer updates, and the parameters are its rounded
         values. Updates of such leaves are float32 and ``optax.apply_updates`` lands exactly on the
@@ -179,6 +181,7 @@ def fused_adamw(
         seed=seed,
         float32_moments=float32_moments,
         formats=formats,
+        b1=b1,
         b2=b2,
     )
     return _fused(
@@ -283,6 +286,7 @@ def fused_adam(
         seed=seed,
         float32_moments=float32_moments,
         formats=formats,
+        b1=b1,
         b2=b2,
     )
     return _fused(

@@ -1,8 +1,8 @@
 """Rounding to 16 or 8 bits, to nearest or at random: the reference of cuda/rounding.h.
 
-Its notes, [Note: random bits] and [Note: blocks], say what is computed. With numpy all bits are
-those of the compiled kernels; with jax.numpy too, but for numbers below 2^-126 where XLA flushes
-these to zero.
+Its notes, [Note: random bits], [Note: blocks] and [Note: subnormal codes], say what is computed.
+With numpy all bits are those of the compiled kernels; with jax.numpy too, but for numbers below
+2^-126 where XLA flushes these to zero.
 """
 
 from __future__ import annotations
@@ -258,7 +258,8 @@ def encode(name: str, format: BlockFormat, x: Any, random: Any, xp: Any) -> Bloc
       name: "mu" or "nu".
       format: The format of the codes.
       x: The numbers, of any shape; blocks are in row-major order.
-      random: A random word for each, uint32. None: to nearest, ties to even.
+      random: A random word for each, uint32. None: to nearest, ties to even, and to subnormal
+        codes toward zero for "mu", up for "nu".
       xp: numpy, or jax.numpy.
     """
     code, u32 = Code.of(name, format), xp.uint32
@@ -290,7 +291,11 @@ def encode(name: str, format: BlockFormat, x: Any, random: Any, xp: Any) -> Bloc
     with np.errstate(all="ignore"):
         relative = (magnitude.view(xp.float32) * inverse).view(u32)
         low = _scaled_down(relative, 127 - code.highest_exponent, xp)
-        codes = (low + increment(low)) >> u32(dropped)
+        up = increment(low)
+        if random is None:  # [Note: subnormal codes]
+            away = 0 if code.is_signed else (1 << dropped) - 1
+            up = xp.where(low < u32(0x00800000), u32(away), up)
+        codes = (low + up) >> u32(dropped)
     if code.is_signed:
         codes = codes | (bits >> u32(32 - format.bits) & u32(code.sign))
     else:

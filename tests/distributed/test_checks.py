@@ -116,7 +116,7 @@ def test_state_of_another_policy_raises(cpu_mesh):
 
 def test_a_dtype_that_no_option_says(cpu_mesh):
     """The action names none: the policy has no mu.scales_dtype."""
-    policy = jda.MixedPrecisionPolicy(mu_dtype="block8")
+    policy = jda.MixedPrecisionPolicy(mu_dtype="block16")
     tx = make_tx(cpu_mesh(2), mask=None, policy=policy)
     state = jda.TrainState.create({"w": jnp.ones((64, 128))}, tx)
     mu = state.opt_state.mu._replace(scales=state.opt_state.mu.scales.astype(jnp.bfloat16))

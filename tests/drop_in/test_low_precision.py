@@ -23,9 +23,9 @@ OPTIONS = {
     "remainders": BOTH | dict(main_params_dtype="remainder16"),
     "float32 main params": BOTH | dict(main_params_dtype=jnp.float32),
     "bfloat16 moments": dict(mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16, rounding="stochastic"),
-    "to nearest": dict(b2=0.93, mu_dtype="block8", nu_dtype="block8"),
+    "to nearest": dict(b1=0.81, b2=0.88, mu_dtype="block8", nu_dtype="block8"),
     "nu alone": dict(nu_dtype="block8", rounding="stochastic"),
-    "8 and 16 bits": BOTH | dict(nu_dtype="block16", main_params_dtype="remainder16"),
+    "16 and 8 bits": BOTH | dict(mu_dtype="block16", main_params_dtype="remainder16"),
 }
 SIXTEEN = BOTH | dict(mu_dtype="block16", nu_dtype="block16")
 HYPER = dict(learning_rate=3e-3, b1=0.87, eps=1e-7, weight_decay=0.13)
@@ -212,7 +212,8 @@ def test_the_first_update_is_exact(options):
     params = make_params(jnp.float32)
     if options.get("main_params_dtype"):
         params = make_params()
-    tx, plain = (jda.fused_adamw(**HYPER | x) for x in (options, {"b2": options.get("b2", 0.999)}))
+    rates = {k: options[k] for k in ("b1", "b2") if k in options}
+    tx, plain = (jda.fused_adamw(**HYPER | x) for x in (options, rates))
     got, _ = jax.jit(tx.update)(grads_at(0, params), tx.init(params), params)
     want, _ = jax.jit(plain.update)(grads_at(0, params), plain.init(params), params)
     if not options.get("main_params_dtype"):
@@ -238,7 +239,7 @@ def relative_errors(form, mu_octaves, nu_octaves):
     rng, n = np.random.default_rng(6), 1 << 15
     mu = np.float32(np.exp2(rng.uniform(-mu_octaves, 0, n)) * rng.choice([-1, 1], n))
     nu = np.float32(np.exp2(rng.uniform(-nu_octaves, 0, n)))
-    hyper = dict(learning_rate=1.0, b2=0.9, eps=0.0, weight_decay=0.0)
+    hyper = dict(learning_rate=1.0, b1=0.85, b2=0.88, eps=0.0, weight_decay=0.0)
     plain = jda.fused_adamw(**hyper)
     coded = jda.fused_adamw(**hyper, mu_dtype=form.name, nu_dtype=form.name)
     encoded = [rounding.encode(*x, None, np) for x in (("mu", form, mu), ("nu", form, nu))]
@@ -283,11 +284,38 @@ def test_updates_of_rounded_params_raise():
     assert_trees_same_bits(optax.apply_updates(params, updates), stepped)
 
 
+@pytest.mark.parametrize(("mu_dtype", "b1"), [(jnp.float16, 0.9), (jnp.bfloat16, 0.995)], ids=str)
+def test_first_moments_of_16_bits_that_stop_decaying_warn(mu_dtype, b1):
+    """They are optax's, and are accepted. At random they decay."""
+    with pytest.warns(UserWarning, match=f"mu_dtype: a first moment in {jnp.dtype(mu_dtype)}"):
+        jda.fused_adamw(1e-3, b1=b1, mu_dtype=mu_dtype)
+    jda.fused_adamw(1e-3, b1=b1, mu_dtype=mu_dtype, rounding="stochastic")
+    jda.fused_adamw(1e-3, b1=0.99, mu_dtype=jnp.bfloat16)
+
+
+EIGHT = dict(mu_dtype="block8", nu_dtype="block8")
 BAD = [
-    (dict(nu_dtype="block8"), "nu_dtype: a second moment in 8 bits, rounded to nearest"),
     (
-        dict(nu_dtype="block16", b2=0.9996),
-        "a second moment in 16 bits, rounded to nearest.* b2 <= 0.9995",
+        dict(nu_dtype="block8"),
+        "nu_dtype: a second moment in 8 bits, rounded to nearest.* b2 <= 0.894",
+    ),
+    (
+        dict(nu_dtype="block16", b2=0.9995),
+        "a second moment in 16 bits, rounded to nearest.* b2 <= 0.999",
+    ),
+    (
+        dict(EIGHT, b1=0.9, b2=0.894),
+        "mu_dtype: a first moment in 8 bits, rounded to nearest.* b1 <= 0.894",
+    ),
+    (dict(EIGHT, b1=0.87, b2=0.894), r"mu_dtype: .*may outlast .* 1.1912 b1\^2 < b2"),
+    (dict(EIGHT, b1=np.ones(()), b2=0.894), 'mu_dtype: .*this one is not known.* static_args="b1"'),
+    (
+        dict(mu_dtype="block16", rounding="stochastic"),
+        'nu_dtype=None and .* expected nu_dtype "block8" or',
+    ),
+    (
+        dict(EIGHT, nu_dtype="block16", rounding="stochastic"),
+        'expected nu_dtype "block8": else steps',
     ),
     (dict(mu_dtype="block32"), 'mu_dtype: not a dtype.* float16, "block8", "block16"'),
     (dict(nu_dtype="Block8"), 'nu_dtype: not a dtype.* "block8", "block16"'),
@@ -354,8 +382,8 @@ def test_states_of_another_optimizer():
         for x in (
             {},
             dict(rounding="stochastic"),
-            dict(b2=0.9, mu_dtype="block8", nu_dtype="block8"),
-            dict(b2=0.9, mu_dtype="block8", nu_dtype="block16"),
+            dict(b1=0.7, b2=0.88, mu_dtype="block16", nu_dtype="block8"),
+            dict(b1=0.7, b2=0.88, mu_dtype="block16", nu_dtype="block16"),
         )
     )
     states = [tx.init(params) for tx in (plain, random, coded, other)]
@@ -428,14 +456,14 @@ def test_decoded_where_leaves_are_sharded(kind):
         assert not found[0].mu["a"].sharding.is_fully_replicated
 
 
-CODED = dict(b2=0.93, mu_dtype="block16", nu_dtype="block8")
+CODED = dict(b1=0.7, b2=0.88, mu_dtype="block16", nu_dtype="block8")
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_codes_become_floats_on_a_mesh(tmp_path, kind):
     """Saved on one device; restored where leaves are unsharded, and cut in blocks and elsewhere."""
     params = make_params(jnp.float32)
-    tx, plain = jda.fused_adamw(1e-3, **CODED), jda.fused_adamw(1e-3, b2=0.93)
+    tx, plain = jda.fused_adamw(1e-3, **CODED), jda.fused_adamw(1e-3, b1=0.7, b2=0.88)
     state = tx.step(grads_at(0, params), tx.init(params), params)[1]
     jda.save(tmp_path, {"params": params, "opt_state": state})
     mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices("cpu")[:4])
@@ -449,7 +477,7 @@ def test_codes_become_floats_on_a_mesh(tmp_path, kind):
 
 def test_moments_of_16_bits_become_codes(tmp_path):
     params = make_params()
-    half = jda.fused_adamw(1e-3, b2=0.93, mu_dtype=jnp.bfloat16)
+    half = jda.fused_adamw(1e-3, b1=0.7, b2=0.88, mu_dtype=jnp.bfloat16)
     state = half.step(grads_at(0, params), half.init(params), params)[1]
     jda.save(tmp_path, {"params": params, "opt_state": state})
     tx = jda.fused_adamw(1e-3, **CODED)

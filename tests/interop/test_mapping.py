@@ -313,7 +313,7 @@ def test_coded_moments_go_there_and_back(is_random, mu, nu):
         for name, shape in {"w": (33, 128), "b": (7,)}.items()
     }
     tx = jda.fused_adamw(
-        1e-2, b2=0.95, mu_dtype=mu, nu_dtype=nu,
+        1e-2, b1=0.8, b2=0.88, mu_dtype=mu, nu_dtype=nu,
         rounding="stochastic" if is_random else "nearest",
     )  # fmt: skip
     state = tx.init(params)

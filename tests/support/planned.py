@@ -25,10 +25,10 @@ POLICIES = {
         rounding="stochastic",
         grad_comm_dtype="bfloat16",
     ),
-    "8 and 16 bits": dict(
+    "16 and 8 bits": dict(
         main_params_dtype="remainder16",
-        mu_dtype="block8",
-        nu_dtype="block16",
+        mu_dtype="block16",
+        nu_dtype="block8",
         rounding="stochastic",
         grad_comm_dtype="bfloat16",
     ),

@@ -23,7 +23,7 @@ ROWS = [
             "remainder",
             "fp8 params",
             "8 bits",
-            "8 and 16 bits",
+            "16 and 8 bits",
         ),
     )
     if strategy != "no_shard" or (where != "twice" and policy != "fp8 params")
@@ -31,7 +31,7 @@ ROWS = [
 SAMPLE = {
     ("flat", "no_shard", "float32"),
     ("flat", "optim", "remainder"),
-    ("flat", "optim", "8 and 16 bits"),
+    ("flat", "optim", "16 and 8 bits"),
     ("hybrid", "optim_grads", "fp8 params"),
     ("twice", "optim_grads_params", "bf16 communication, float32 sum"),
 }
