@@ -222,7 +222,7 @@ def _check_decay(name: str, which: str, format: BlockFormat, decay: str, b: Any)
         got=f'"{format.name}" with rounding="nearest" and {decay}={shown(b)}',
         expected=f'rounding="stochastic", or a number {decay} <= {largest}',
         action='Set rounding="stochastic"'
-        + ("." if is_known else f', or keep {decay} a number: static_args="{decay}".'),
+        + ("." if is_known else ', or keep numbers: inject_hyperparams(static_args=("b1", "b2")).'),
     )
 
 
