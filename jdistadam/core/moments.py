@@ -20,7 +20,7 @@ SMALLEST_CODED = 4096
 
 # [Note: moments that follow]
 # A step stores (1 + e) (b m + (1 - b) g) in place of b m + (1 - b) g. To nearest, with M bits of
-# mantissa, |e| <= h = 1 / (2^(M + 1) + 1), so that what is stored lies between the means with the
+# mantissa, |e| <= h = 1 / (2^(M + 1) + 1), so that what is stored is between the means with the
 # decay rates b (1 - h) and b (1 + h).
 # Decay: where b (1 + h) reaches 1 a moment stays where it is. Up to b = 1 / (1 + 2 h) rounding at
 # most doubles the memory of the mean, as 1 - b (1 + h) is at least half of 1 - b.

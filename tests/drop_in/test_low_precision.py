@@ -310,7 +310,7 @@ BAD = [
     (dict(EIGHT, b1=0.87, b2=0.894), r"mu_dtype: .*may outlast .* 1.1912 b1\^2 < b2"),
     (
         dict(EIGHT, b1=np.ones(()), b2=0.894),
-        'mu_dtype: .*this one is not known.* static_args=\("b1", "b2"\)',
+        r'mu_dtype: .*this one is not known.*static_args=\("b1", "b2"\)',
     ),
     (
         dict(mu_dtype="block16", rounding="stochastic"),
@@ -329,7 +329,7 @@ BAD = [
     (dict(seed=5), 'seed: has no effect: got 5 with rounding="nearest"'),
     (
         dict(b2=np.ones(()), nu_dtype="block16"),
-        'this one is not known.* static_args=\("b1", "b2"\)',
+        r'this one is not known.*static_args=\("b1", "b2"\)',
     ),
     (dict(float32_moments=lambda path: True), "float32_moments: has no effect"),
     (dict(mu_dtype="block8", float32_moments="w"), "float32_moments: not a function"),

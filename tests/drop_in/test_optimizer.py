@@ -255,6 +255,7 @@ def test_composes_in_optax_chain():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:mu_dtype. a first moment in float16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
 def test_16_bit_params_and_mixed_trees(dtype):
     """Updates have the gradients' dtype, params and moments keep theirs, in one mixed tree."""
