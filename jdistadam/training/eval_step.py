@@ -122,8 +122,9 @@ def eval_step(
 
     The forward pass is that of ``train_step`` with one micro-batch per device, whatever the
     strategy: ``loss_fn`` gets the same params, stacked layers as shards to gather in a scan, and
-    the loss is the same. There is no backward pass, nothing is donated, and the state stays as it
-    is. Make it once, and call it with every batch.
+    the loss is computed by the same operations. (XLA compiles them without a backward pass beside
+    them: where it fuses a mean in another way then, its last bit may differ, as with ``jax.jit``.)
+    Nothing is donated, and the state stays as it is. Make it once, and call it with every batch.
 
     The state says what else ``loss_fn`` gets, as in training: ``model_state``, of which the new
     value that ``loss_fn`` returns is dropped, and ``rng``, the key that the next training step

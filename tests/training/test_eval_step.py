@@ -275,6 +275,8 @@ def test_no_aux_is_none_and_averaged_params_are_evaluated():
     averaged = dataclasses.replace(state, params={"w": np.full((3,), 5.0, np.float32)})
     assert [float(evaluate(s, np.ones(8))[0]) for s in (state, averaged)] == [2.0, 5.0]
     assert evaluate(state, np.ones(8))[1] is None
+    rows_alone = jda.eval_step(lambda p, x: (0.0, x), tx, has_aux=True)
+    assert_same_bits(rows_alone(state, np.arange(8.0, dtype=np.float32))[1], np.float32(range(8)))
 
 
 def test_a_spec_of_the_batch_that_cuts_another_dimension():
