@@ -46,7 +46,7 @@ def parse_args(argv=None):
 
 def make_mesh(args):
     """Axes "replica" and "model" are there only if asked for; the model's is the innermost."""
-    # Auto axes, so that the evaluation can be an ordinary jitted function.
+    # Auto axes, so that optax and other jitted functions can be written without shardings.
     shape = {"replica": args.replicas} if args.replicas > 1 else {}
     shape["data"] = args.devices // args.replicas // args.model_axis
     shape |= {"model": args.model_axis} if args.model_axis > 1 else {}
@@ -86,7 +86,7 @@ def matrices(params):
 
 
 def setup_jdistadam(args, mesh, model, params, specs):
-    """Returns (state, step, params_of): sharded optimizer state, explicit collectives.
+    """Returns (state, step, loss_of): sharded optimizer state, explicit collectives.
 
     Main parameters begin with the float32 values; the model computes with their rounded ones.
     """
@@ -123,7 +123,8 @@ def setup_jdistadam(args, mesh, model, params, specs):
         loss, tx, accumulate_steps=args.accumulate_steps, report_nonfinite=args.report_nonfinite
     )
     args.bytes_sent = jda.plan(state.params, tx, accumulate_steps=args.accumulate_steps).bytes_sent
-    return state, step, lambda state: jda.full_params(state, tx)
+    evaluate = jda.eval_step(loss, tx)
+    return state, step, lambda state, tokens: evaluate(state, tokens)[0]
 
 
 def setup_optax(args, mesh, model, params, specs):
@@ -163,8 +164,12 @@ def setup_optax(args, mesh, model, params, specs):
         metrics = {"loss": value, "grad_norm": optax.tree.norm(grads)}
         return {"params": optax.apply_updates(params, updates), "opt_state": opt_state}, metrics
 
+    @functools.partial(jax.jit, out_shardings=everywhere)
+    def evaluate(state, tokens):
+        return loss(state["params"], tokens)
+
     args.bytes_sent = None  # as XLA decides
-    return state, update, lambda state: state["params"]
+    return state, update, evaluate
 
 
 def sharded_over_data(mesh, x, spec):
@@ -193,7 +198,7 @@ def make_checkpointer(args, tx=None):
 class Run:
     """The loop around a training step: batches, progress, metrics and validation."""
 
-    def __init__(self, args, config, mesh, loss):
+    def __init__(self, args, config, mesh):
         self.args, self.config, self.mesh = args, config, mesh
         self.train_text, self.validation_text = corpus.load()
         text = np.concatenate([self.train_text, self.validation_text])
@@ -205,7 +210,6 @@ class Run:
         self.metrics = report.MetricsFile(
             self.metrics_path if processes.is_first() else pathlib.Path(os.devnull), self.first
         )
-        self.loss = jax.jit(loss, out_shardings=NamedSharding(mesh, P()))
         self.validation_loss = float("nan")
         self.tokens_per_step = config.batch * config.length
         self.tokens_per_second = 0.0
@@ -216,20 +220,20 @@ class Run:
         sharding = NamedSharding(self.mesh, P(names if len(names) > 1 else names[0]))
         return jax.make_array_from_callback(tokens.shape, sharding, lambda where: tokens[where])
 
-    def evaluate(self, step, params, num_batches=4):
+    def evaluate(self, step, state, loss_of, num_batches=4):
         """Mean loss over the same windows of the held-out files at every call."""
         rng = np.random.default_rng(1234)
         losses = []
         for _ in range(num_batches):
             tokens = corpus.batch(self.validation_text, self.config.batch, self.config.length, rng)
-            losses.append(self.loss(params, self.place(tokens)))
+            losses.append(loss_of(state, self.place(tokens)))
         self.validation_loss = float(np.mean(losses))
         self.write(step, validation_loss=self.validation_loss)
 
     def write(self, step, **values):
         self.metrics.write(step=step, tokens=step * self.tokens_per_step, **values)
 
-    def train(self, state, step_fn, params_of):
+    def train(self, state, step_fn, loss_of):
         """Trains to the last step; returns the state."""
         args = self.args
         rng = np.random.default_rng(args.seed)
@@ -255,7 +259,7 @@ class Run:
                 if i % eval_every == 0 or i == args.steps:
                     jax.block_until_ready(state)
                     seconds += time.perf_counter() - start
-                    self.evaluate(i, params_of(state))
+                    self.evaluate(i, state, loss_of)
                     start = time.perf_counter()
                 if args.checkpointer:
                     self.save(i, state, stop.is_set(i))
@@ -296,11 +300,10 @@ def main(argv=None):
     mesh = make_mesh(args)
     model, params, specs = make_model(args, config, mesh)
     # optax keeps no main parameters: its params stay float32, cast where the model computes
-    loss = gpt.loss_fn(model)
     setup = setup_jdistadam if args.optimizer == "jdistadam" else setup_optax
-    state, step, params_of = setup(args, mesh, model, params, specs)
+    state, step, loss_of = setup(args, mesh, model, params, specs)
 
-    run = Run(args, config, mesh, loss)
+    run = Run(args, config, mesh)
     print_first = print if processes.is_first() else lambda text: None
     print_first(
         f"{len(run.train_text) / 1e6:.1f} MB of source text, "
@@ -308,7 +311,7 @@ def main(argv=None):
         f"bigram entropy {run.entropy:.3f} nats per byte, zlib -9 {run.zlib_entropy:.3f}"
     )
     with jax.set_mesh(mesh):  # for the model's constraints
-        state = run.train(state, step, params_of)
+        state = run.train(state, step, loss_of)
     if processes.is_first():
         write_report(run, state, params)
 

@@ -68,7 +68,7 @@ def main():
         optax.warmup_cosine_decay_schedule(0.0, 3e-3, args.steps // 10, args.steps),
         weight_decay=1e-2,
         mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
-        mesh=jax.make_mesh((jax.device_count(),), ("data",)),
+        mesh=jax.sharding.Mesh(jax.devices(), ("data",)),
         sharding_strategy=args.strategy,
         formats=formats,
     )

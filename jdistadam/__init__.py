@@ -51,6 +51,7 @@ from jdistadam.tools.machine import Machine
 from jdistadam.tools.plan import Plan, plan
 from jdistadam.tools.scaling import Scaling, scaling
 from jdistadam.training.batches import shard_batch
+from jdistadam.training.eval_step import EvalStep, eval_step
 from jdistadam.training.extra_state import ExtraState
 from jdistadam.training.full_params import full_params
 from jdistadam.training.nonfinite import count_nonfinite, nonfinite_paths
@@ -89,6 +90,8 @@ __all__ = [  # noqa: RUF022 - by task
     # A whole training step.
     "train_step",
     "TrainStep",
+    "eval_step",
+    "EvalStep",
     "TrainState",
     "shard_batch",
     "full_params",

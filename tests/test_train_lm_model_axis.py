@@ -16,6 +16,8 @@ sys.path.insert(0, str(ROOT / "experiments"))
 import train_lm
 from lm import gpt, report
 
+import jdistadam as jda
+
 WIDTH = 32
 # Never clipped: a norm is a sum in the order of a layout.
 SMALL = (
@@ -32,13 +34,13 @@ def run(batches, *options):
     mesh = train_lm.make_mesh(args)
     model, params, specs = train_lm.make_model(args, config, mesh)
     model, params = model.clone(dtype=jnp.float64), jax.tree.map(jnp.float32, params)
-    state, step, params_of = train_lm.setup_jdistadam(args, mesh, model, params, specs)
+    state, step, _ = train_lm.setup_jdistadam(args, mesh, model, params, specs)
     losses = []
     with jax.set_mesh(mesh):
         for tokens in batches:
             state, metrics = step(state, tokens)
             losses.append(float(metrics["loss"]))
-    trained = jax.device_get(params_of(state))
+    trained = jax.device_get(jda.full_params(state, step.tx))
     return losses, trained, report.bytes_on_first_device(state.params)
 
 

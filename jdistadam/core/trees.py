@@ -21,6 +21,11 @@ def paths(tree: Any, name: str) -> list[str]:
     return [name + jax.tree_util.keystr(path) for path, _ in boxes.leaves_with_path(tree)]
 
 
+def is_traced(tree: Any) -> bool:
+    """Whether a leaf is a value of a program that is being traced."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
 def check_same_structure(tree: Any, like: Any, *, name: str, like_name: str) -> None:
     """Raises TreeError, naming the first leaf that only one of the two trees has."""
     got: Any = jax.tree.structure(tree)

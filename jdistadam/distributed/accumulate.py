@@ -100,7 +100,7 @@ def accumulate_local(
     trees.check_scalar("weight", 1 if weight is None else weight)
     dtype = config.policy.main_grads_dtype
     if weight is not None:
-        weight = _valid(weight)
+        weight = valid_weight(weight)
         done = stacked_shards(schedule.layout) if is_weighted_in_gather else frozenset()
         grads = _weighted_leaves(grads, acc.like_params(), weight, done)
     if config.parallel.shards_grads:
@@ -151,11 +151,11 @@ def weighted(x: jax.Array, weight: Any) -> jax.Array:
 
     The mean over no tokens is NaN, and must not count. A weight that is NaN makes NaN of x.
     """
-    weight = _valid(weight)
+    weight = valid_weight(weight)
     return jnp.where(weight == 0, jnp.zeros((), x.dtype), x * weight)
 
 
-def _valid(weight: Any) -> jax.Array:
+def valid_weight(weight: Any) -> jax.Array:
     """A weight in float32. A negative one becomes NaN: a program cannot raise, this shows."""
     weight = jnp.asarray(weight, jnp.float32)
     return jnp.where(weight < 0, jnp.nan, weight)

@@ -104,7 +104,7 @@ def check_inside(parallel: DataParallel, function: str, *, over_data_alone: bool
             "called outside of jax.shard_map",
             got=f"no manual axis {missing[0]!r}",
             expected=f"axes {', '.join(map(repr, axes))}",
-            action="Use train_step, or call it inside jax.shard_map over the whole mesh.",
+            action="Use train_step or eval_step, or a jax.shard_map over the whole mesh.",
         )
 
 

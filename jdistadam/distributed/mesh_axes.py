@@ -139,7 +139,7 @@ def make_data_parallel(
             "not a mesh",
             got=type(mesh).__name__,
             expected="jax.sharding.Mesh",
-            action='Make one with jax.make_mesh((jax.device_count(),), ("data",)).',
+            action='Make one with jax.sharding.Mesh(jax.devices(), ("data",)).',
         )
     shard_axes = _axes(mesh, "shard_axis", shard_axis)
     replica_axes = () if replica_axis is None else _axes(mesh, "replica_axis", replica_axis)

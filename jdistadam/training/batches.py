@@ -88,6 +88,18 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
     return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
 
+def is_placed(batch: Any, sharding: NamedSharding) -> bool:
+    """Whether shard_batch would return a batch as it is."""
+    leaves = jax.tree.leaves(batch)
+    return all(
+        isinstance(x, jax.Array)
+        and not isinstance(x, jax.core.Tracer)
+        and x.sharding == sharding
+        and x.shape[:1] == leaves[0].shape[:1] != (0,)
+        for x in leaves
+    )
+
+
 def _has_no_dimensions(path: str) -> ShapeError:
     return ShapeError(
         path,

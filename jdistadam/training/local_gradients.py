@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core import collectives, trees
+from jdistadam.core import trees
 from jdistadam.core.types import Grads, Params
 from jdistadam.distributed import model_axes
 from jdistadam.distributed.accumulate import (
     AccumulatedGrads,
     stacked_shards,
-    weighted,
 )
 from jdistadam.distributed.gather_params import weighting_layers
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import ShapeError
+from jdistadam.training.forward import Forward
 from jdistadam.training.layer_sums import Sum, differentiated, sums_in_loops, sums_of_layers
-from jdistadam.training.loss_function import LossFunction, LossOutput, refuse_summed_loss
+from jdistadam.training.loss_function import LossOutput
 from jdistadam.training.nonfinite import leaves_not_finite
 
 
@@ -37,25 +37,20 @@ class LocalResult(NamedTuple):
 
 
 def local_gradients(
-    loss_fn: LossFunction,
-    tx: DistributedTransformation,
+    forward: Forward,
     *,
     accumulate_steps: int,
-    params: Params,
     batch: Any,
     model_state: Any,
-    rng: Any,
     loss_scale: Any = None,
     report_nonfinite: bool = False,
 ) -> LocalResult:
     """Differentiates the loss of this device's part of the batch, micro-batch by micro-batch.
 
     With a ``loss_scale``, the gradients are those of the loss times the scale. The model state
-    passes from one micro-batch to the next; ``rng`` is folded with the device and the micro-batch.
+    passes from one micro-batch to the next.
     """
-    if rng is not None:
-        rng = jax.random.fold_in(rng, collectives.axis_index(tx.config.parallel.data_axes))
-    gradient = _Gradient(loss_fn, tx, params, rng, loss_scale, report_nonfinite, accumulate_steps)
+    gradient = _Gradient(forward, loss_scale, report_nonfinite)
     if accumulate_steps == 1:
         return _of_one_batch(gradient, batch, model_state)
     batches = _split(batch, accumulate_steps)
@@ -75,32 +70,36 @@ class _MicroBatch(NamedTuple):
 class _Gradient:
     """The gradient of a loss at some params, as a function of the batch."""
 
-    loss_fn: LossFunction
-    tx: DistributedTransformation
-    params: Params
-    rng: Any
+    forward: Forward
     loss_scale: Any
     report_nonfinite: bool
-    accumulate_steps: int
+
+    @property
+    def tx(self) -> DistributedTransformation:
+        """The optimizer."""
+        return self.forward.tx
+
+    @property
+    def params(self) -> Params:
+        """What the loss is differentiated by."""
+        return self.forward.params
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether the loss has a weight."""
+        return self.forward.loss_fn.weighted
 
     def __call__(self, i: Any, batch: Any, model_state: Any) -> _MicroBatch:
         """Differentiates micro-batch ``i``."""
-
-        def output(params: Params) -> LossOutput:
-            key = None if self.rng is None else jax.random.fold_in(self.rng, i)
-            return self.loss_fn(params, batch, model_state, key)
+        output = self.forward.output(i, batch, model_state)
 
         def loss_and_output(params: Params) -> tuple[jax.Array, LossOutput]:
             out = output(params)
             return out.loss if self.loss_scale is None else out.loss * self.loss_scale, out
 
-        parallel = self.tx.config.parallel
-        if parallel.num_devices > 1:
-            loss = lambda params: output(params).loss  # noqa: E731
-            refuse_summed_loss(loss, self.params, parallel.data_axes)
         differentiate = jax.value_and_grad(loss_and_output, has_aux=True)
         is_weighted_in_gather = False
-        if self.loss_fn.weighted and self._has_layers:
+        if self.is_weighted and self._has_layers:
             weight = output(self.params).weight  # [Note: weights before the sum]
             with weighting_layers(weight) as layers:
                 (_, out), grads = differentiate(self.params)
@@ -121,7 +120,7 @@ class _Gradient:
             return {}
         # Weights are known after the backward pass. A report is of each device's own gradients, and
         # so is what a chain changes.
-        if self.loss_fn.weighted or self.report_nonfinite or self.tx.changes_grads:
+        if self.is_weighted or self.report_nonfinite or self.tx.changes_grads:
             return {}
         return sums_of_layers(self.tx.seen.schedule_of_whole(self.params))
 
@@ -148,13 +147,11 @@ class _Gradient:
 def _of_one_batch(gradient: _Gradient, batch: Any, model_state: Any) -> LocalResult:
     result = gradient(0, batch, model_state)
     out, grads = result.out, result.grads
-    loss = out.loss
     if out.weight is not None:
         grads = gradient.add(gradient.tx.init_grads(gradient.params), result)
-        loss = weighted(out.loss, out.weight)
     return LocalResult(
         grads=grads,
-        loss=loss,
+        loss=out.weighted_loss,
         weight=None if out.weight is None else grads.weight,
         model_state=out.model_state,
         aux=jax.tree.map(lambda x: jnp.asarray(x)[None], out.aux),
@@ -173,7 +170,7 @@ def _of_micro_batches(
         result = gradient(i, batch, model_state)
         out = result.out
         acc = gradient.add(acc, result)
-        loss += out.loss if out.weight is None else weighted(out.loss, out.weight)
+        loss += out.weighted_loss
         found = None if found is None else found | result.not_finite
         return (acc, loss, out.model_state, found), out.aux
 
@@ -183,7 +180,7 @@ def _of_micro_batches(
     (acc, loss, model_state, found), aux = jax.lax.scan(
         body, carry, (jnp.arange(accumulate_steps), batches)
     )
-    if not gradient.loss_fn.weighted:  # known while compiling, and the same on all devices
+    if not gradient.is_weighted:  # known while compiling, and the same on all devices
         acc = dataclasses.replace(acc, weight=np.float32(accumulate_steps))
     return LocalResult(
         grads=acc,

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_flag
 from jdistadam.core.types import Params
+from jdistadam.distributed.accumulate import weighted
 from jdistadam.errors import DtypeError, PolicyError, TreeError
 
 
@@ -26,6 +27,11 @@ class LossOutput(NamedTuple):
     model_state: Any  # the new one; None if there is none
     aux: Any  # None without has_aux
 
+    @property
+    def weighted_loss(self) -> jax.Array:
+        """What is summed over micro-batches and devices."""
+        return self.loss if self.weight is None else weighted(self.loss, self.weight)
+
 
 @dataclasses.dataclass(frozen=True)
 class LossFunction:
@@ -36,7 +42,7 @@ class LossFunction:
     weighted: bool
 
     def __post_init__(self) -> None:
-        """Checks the types of what ``train_step`` was given."""
+        """Checks the types of what ``train_step`` or ``eval_step`` was given."""
         check_flag("has_aux", self.has_aux)
         check_flag("weighted", self.weighted)
         if not callable(self.function):
@@ -45,7 +51,7 @@ class LossFunction:
                 "not a function",
                 got=type(self.function).__name__,
                 expected="loss_fn(params, batch)",
-                action="Call train_step(loss_fn, tx).",
+                action="Call train_step(loss_fn, tx) or eval_step(loss_fn, tx).",
             )
 
     def __call__(self, params: Params, batch: Any, model_state: Any, rng: Any) -> LossOutput:
@@ -102,9 +108,8 @@ class LossFunction:
             "returned something else than asked for",
             got=got,
             expected=expected,
-            action="A second value to report needs train_step(..., has_aux=True); a weight of "
-            "this micro-batch needs train_step(..., weighted=True); a model_state must be "
-            "given to TrainState.create.",
+            action="A second value to report needs has_aux=True; a weight of this micro-batch "
+            "needs weighted=True; a model_state must be given to TrainState.create.",
         )
 
     def _check_signature(self, params: Params, batch: Any, keywords: dict[str, Any]) -> None:
@@ -192,7 +197,7 @@ def refuse_summed_loss(
             "summed over the devices already: its gradient would count each of them again",
             got=f"a psum over axis {summed[0]!r}",
             expected="the loss of this device's part of the batch",
-            action="Return the local loss, of which train_step takes the mean; for a mean by "
+            action="Return the local loss, of which the mean is taken already; for a mean by "
             "numbers of tokens return (loss, weight) with weighted=True.",
         )
 

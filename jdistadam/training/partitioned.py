@@ -1,5 +1,6 @@
-"""The region of a training step whose model XLA partitions: manual over the data axes alone.
+"""The region in which each device works on its part of a state and of a batch.
 
+It is manual over all axes of the mesh; where XLA partitions the model, over the data axes alone.
 See [Note: model axes].
 """
 
@@ -20,41 +21,72 @@ from jdistadam.core import collectives
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.model_axes import cut_twice
-from jdistadam.distributed.param_specs import over_axes
+from jdistadam.distributed.param_specs import names_of, over_axes
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import DtypeError, MeshError, PolicyError
 from jdistadam.training.train_state import TrainState
 
-_Region = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
+_Region = Callable[[TrainState, Any], tuple[TrainState, Any]]
 
 
-def over_data_axes(
+def over_devices(
     tx: DistributedTransformation,
     on_a_device: _Region,
     *,
     specs: TrainState,
     batch_spec: P,
-    metrics_specs: dict[str, P],
+    result_specs: Any,
 ) -> _Region:
-    """Maps the program of a device over the data axes, and leaves all others to XLA.
+    """Maps the program of a device over the mesh.
 
     Args:
       tx: The optimizer.
-      on_a_device: What each device does with its part of a state and of a batch.
+      on_a_device: What each device does with its part of a state and of a batch; it returns a
+        state, and whatever else.
       specs: PartitionSpecs of the state, over all axes.
       batch_spec: PartitionSpec of the batch, over all axes.
-      metrics_specs: PartitionSpecs of the metrics, over data axes.
+      result_specs: PartitionSpecs of what is returned beside the state, over data axes.
     """
+    if tx.config.has_model_axes:
+        return _over_data_axes(tx, on_a_device, specs, batch_spec, result_specs)
+    # Without vma checks: gradients of replicated params stay local, and models may use
+    # primitives (Pallas, scans from a zero carry) that the check does not accept.
+    region: _Region = compat.shard_map(
+        on_a_device,
+        mesh=tx.config.mesh,
+        in_specs=(specs, batch_spec),
+        out_specs=(specs, result_specs),
+    )
+    return region
+
+
+def rows_spec(config: DistributedConfig, batch_spec: P) -> P:
+    """PartitionSpec of what each device has rows of, in the order of the batch's rows."""
+    axes = config.parallel.data_axes
+    rows = over_axes(batch_spec, axes) if config.has_model_axes else batch_spec
+    first = names_of(rows[0]) if len(rows) else ()
+    first += tuple(axis for axis in axes if axis not in first)
+    return P(first if len(first) > 1 else first[0])
+
+
+def _over_data_axes(
+    tx: DistributedTransformation,
+    on_a_device: _Region,
+    specs: TrainState,
+    batch_spec: P,
+    result_specs: Any,
+) -> _Region:
+    """Maps the program of a device over the data axes, and leaves all others to XLA."""
     config = tx.config
     mesh, axes = config.mesh, config.parallel.data_axes
 
-    def mapped(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def mapped(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         stacked = _StackedShards(config.parallel, specs.params, config.tensor_specs(state.params))
 
-        def region(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        def region(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
             state = _with_params(state, stacked.each(lambda x: x[0]))
-            new, metrics = _naming_no_axis_left_to_xla(config, on_a_device, state, batch)
-            return _with_params(new, stacked.each(lambda x: x[None])), metrics
+            new, results = _naming_no_axis_left_to_xla(config, on_a_device, state, batch)
+            return _with_params(new, stacked.each(lambda x: x[None])), results
 
         inside = dataclasses.replace(specs, params=stacked.specs)
         inside = jax.tree.map(lambda spec: over_axes(spec, axes), inside)
@@ -62,14 +94,14 @@ def over_data_axes(
             region,
             mesh=mesh,
             in_specs=(inside, over_axes(batch_spec, axes)),
-            out_specs=(inside, metrics_specs),
+            out_specs=(inside, result_specs),
             axis_names=axes,
         )
         arguments = _with_params(state, stacked.enter(mesh)), batch
         if mesh.devices.flat[0].platform == "cpu":
             _refuse_bfloat16_sums(jax.make_jaxpr(run)(*arguments).jaxpr, config.parallel)
-        new, metrics = run(*arguments)
-        return _placed(_with_params(new, stacked.leave(mesh)), specs, config), metrics
+        new, results = run(*arguments)
+        return _placed(_with_params(new, stacked.leave(mesh)), specs, config), results
 
     return mapped
 
@@ -142,7 +174,7 @@ def _placed(state: TrainState, specs: TrainState, config: DistributedConfig) -> 
 
 def _naming_no_axis_left_to_xla(
     config: DistributedConfig, on_a_device: _Region, state: TrainState, batch: Any
-) -> tuple[TrainState, dict[str, Any]]:
+) -> tuple[TrainState, Any]:
     """Calls the program of a device; raises MeshError where a loss names what is no manual axis."""
     try:
         return on_a_device(state, batch)
@@ -180,7 +212,7 @@ def check_model_axes(config: DistributedConfig) -> None:
             "its axes are manual already",
             got=config.mesh.axis_types,
             expected="Explicit or Auto axes",
-            action="Call train_step outside of jax.shard_map.",
+            action="Call it outside of jax.shard_map.",
         )
     if config.stacked is not None:
         raise PolicyError(

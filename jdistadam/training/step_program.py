@@ -9,20 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jdistadam import compat
 from jdistadam.core import collectives, trees
 from jdistadam.core.varying import Axes
-from jdistadam.distributed.accumulate import mean_factor
-from jdistadam.distributed.gather_params import gather_params, local_params
-from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.param_specs import over_axes
 from jdistadam.distributed.peer_step import sending_ahead
 from jdistadam.distributed.state import StepResult, find_state
 from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.training.forward import Forward, mean_loss
 from jdistadam.training.local_gradients import LocalResult, local_gradients
 from jdistadam.training.loss_function import LossFunction
 from jdistadam.training.nonfinite import sum_over_devices
-from jdistadam.training.partitioned import over_data_axes
+from jdistadam.training.partitioned import over_devices, rows_spec
 from jdistadam.training.train_state import TrainState
 
 
@@ -58,40 +54,25 @@ class StepProgram:
         def on_a_device(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
             return self._on_a_device(state, batch, is_verified)
 
-        if self.tx.config.has_model_axes:
-            return over_data_axes(
-                self.tx,
-                on_a_device,
-                specs=specs,
-                batch_spec=self.batch_spec,
-                metrics_specs=self._metrics_specs(),
-            )(state, batch)
-        # Without vma checks: gradients of replicated params stay local, and models may use
-        # primitives (Pallas, scans from a zero carry) that the check does not accept.
-        return compat.shard_map(
+        return over_devices(
+            self.tx,
             on_a_device,
-            mesh=self.tx.config.mesh,
-            in_specs=(specs, self.batch_spec),
-            out_specs=(specs, self._metrics_specs()),
+            specs=specs,
+            batch_spec=self.batch_spec,
+            result_specs=self._metrics_specs(),
         )(state, batch)
 
     def _on_a_device(
         self, state: TrainState, batch: Any, is_verified: bool
     ) -> tuple[TrainState, dict[str, Any]]:
         tx, axes = self.tx, self.tx.config.parallel.data_axes
-        rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
         scaling = find_state(state.opt_state).scaling
-        params = state.params
-        if tx.config.parallel.shards_params:  # stacked leaves stay shards
-            params = gather_params(local_params(params, tx), tx)
+        forward = Forward.at(state, self.loss_function, tx)
         local = local_gradients(
-            self.loss_function,
-            tx,
+            forward,
             accumulate_steps=self.options.accumulate_steps,
-            params=params,
             batch=batch,
             model_state=state.model_state,
-            rng=step_rng,
             loss_scale=None if scaling is None else scaling.loss_scale,
             report_nonfinite=self.options.report_nonfinite,
         )
@@ -101,14 +82,12 @@ class StepProgram:
             )
         model_state = _mean_over_devices(local.model_state, axes)
         model_state = trees.keep_if(result.is_skipped, state.model_state, model_state)
-        new = TrainState(result.params, result.opt_state, model_state, rng)
+        new = TrainState(result.params, result.opt_state, model_state, forward.next_rng)
         return new, self._metrics(local, result, scaling)
 
     def _metrics(self, local: LocalResult, result: StepResult, scaling: Any) -> dict[str, Any]:
         """What a step reports; ``scaling`` is that of the state before it."""
-        config = self.tx.config
-        loss = collectives.all_reduce(local.loss, config.parallel.data_axes)
-        loss = loss * mean_factor(config, local.weight)[0]
+        loss = mean_loss(self.tx.config, local.loss, local.weight)
         if result.is_other_layout is not None:
             loss = jnp.where(result.is_other_layout, jnp.nan, loss)
         new = find_state(result.opt_state)
@@ -128,19 +107,8 @@ class StepProgram:
         names += ["nonfinite"] if self.options.report_nonfinite else []
         specs = dict.fromkeys(names, P())
         if self.loss_function.has_aux:
-            parallel, rows = self.tx.config.parallel, self.batch_spec
-            if self.tx.config.has_model_axes:
-                rows = over_axes(rows, parallel.data_axes)
-            specs["aux"] = _leading_spec(parallel, rows)
+            specs["aux"] = rows_spec(self.tx.config, self.batch_spec)
         return specs
-
-
-def _leading_spec(parallel: DataParallel, batch_spec: P) -> P:
-    """PartitionSpec of what has one row for each device, in the order of the batch's rows."""
-    first = batch_spec[0] if len(batch_spec) else None
-    axes = () if first is None else (first,) if isinstance(first, str) else tuple(first)
-    axes += tuple(axis for axis in parallel.data_axes if axis not in axes)
-    return P(axes if len(axes) > 1 else axes[0])
 
 
 def _mean_over_devices(model_state: Any, axes: Axes) -> Any:

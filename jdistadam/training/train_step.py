@@ -10,34 +10,29 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, check_flag
 from jdistadam.core.types import Params
-from jdistadam.distributed.checks import (
-    check_alive,
-    check_placement,
-    check_scaling,
-)
+from jdistadam.distributed.checks import check_alive
 from jdistadam.distributed.state import DistributedState, find_state, map_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import HyperparameterError
 from jdistadam.training.agreement import agree
-from jdistadam.training.batches import check_batch_spec, shard_batch
+from jdistadam.training.batches import check_batch_spec, is_placed, shard_batch
 from jdistadam.training.compiler_options import is_on_gpu, options_for
 from jdistadam.training.flattened import Leaves, flattened
 from jdistadam.training.injected_numbers import with_numbers_as_arrays
 from jdistadam.training.loss_function import LossFunction
 from jdistadam.training.partitioned import check_model_axes
+from jdistadam.training.state_check import StateCheck
 from jdistadam.training.step_program import StepOptions, StepProgram
 from jdistadam.training.train_state import (
     TrainState,
-    check_layout,
     check_params_follow,
     check_train_state,
     is_known,
-    placed,
     remember_params,
 )
-from jdistadam.training.train_state_checks import check_structure
 
 
 class TrainStep:
@@ -66,7 +61,7 @@ class TrainStep:
         self._verified_step = flattened(functools.partial(program, is_verified=True))
         self._jitted_checking, self._jitted = map(self._jit, (self._step, self._verified_step))
         self._programs: dict[Any, Any] = {}  # with formats: by the structure of params
-        self._identity: Any = ()  # the array of the last state, known to be of the right layout
+        self._check = StateCheck(program.tx)
         self._batch_sharding = NamedSharding(program.tx.config.mesh, program.batch_spec)
         self._has_warned = self._has_agreed = False
         self.tx = program.tx
@@ -89,20 +84,22 @@ class TrainStep:
           MeshError: The state is sharded over another mesh.
         """
         check_train_state(state)
-        if not self._is_placed(batch):
+        if not is_placed(batch, self._batch_sharding):
             batch = shard_batch(batch, self.tx, self.options.batch_spec)
         optimizer_state = find_state(state.opt_state)
         leaves, treedef = jax.tree.flatten(state.params)
-        has_our_layout = optimizer_state.layout_identity is self._identity
-        is_ours = has_our_layout and is_known(state, leaves)
-        if _is_traced(batch) or (not is_ours and _is_traced(state)):
+        has_known_params = is_known(state, leaves)
+        is_ours = has_known_params and self._check.knows(optimizer_state)
+        if trees.is_traced(batch) or (not is_ours and trees.is_traced(state)):
             self._warn_of_lost_options()
             return self._step(state, batch)
         check_alive(optimizer_state)
         self._agree_once(state, batch)
         state = with_numbers_as_arrays(state, self.tx.config.mesh)
         if not is_ours:
-            state = self._checked(state, optimizer_state)
+            state = self._check(state, optimizer_state)
+            if not has_known_params:
+                check_params_follow(state, self.tx)
             leaves = jax.tree.leaves(state.params)
         run = self._program(state.params, Leaves(leaves, treedef), is_verified=True)
         new, metrics = run(_without_identity(state, Leaves(leaves, treedef)), batch)
@@ -131,34 +128,8 @@ class TrainStep:
                 stacklevel=3,
             )
 
-    def _is_placed(self, batch: Any) -> bool:
-        """Whether shard_batch would return a batch as it is."""
-        leaves = jax.tree.leaves(batch)
-        return all(
-            isinstance(x, jax.Array)
-            and not isinstance(x, jax.core.Tracer)
-            and x.sharding == self._batch_sharding
-            and x.shape[:1] == leaves[0].shape[:1] != (0,)
-            for x in leaves
-        )
-
-    def _checked(self, state: TrainState, optimizer_state: DistributedState) -> TrainState:
-        """Raises where a state that this step did not return cannot be stepped."""
-        check_placement(self.tx.config, optimizer_state)
-        check_scaling(self.tx.config, optimizer_state)
-        check_structure(state.opt_state, self.tx)
-        identity = optimizer_state.layout_identity
-        if identity is None or identity is not self._identity:
-            check_layout(state, self.tx)
-            self._identity = identity
-        if not is_known(state, jax.tree.leaves(state.params)):
-            state = placed(state, self.tx)
-            self._identity = find_state(state.opt_state).layout_identity
-            check_params_follow(state, self.tx)
-        return state
-
     def _with_identity(self, state: DistributedState) -> DistributedState:
-        return state._replace(layout_identity=self._identity)
+        return state._replace(layout_identity=self._check.identity)
 
     def lower(self, state: Any, batch: Any, *, is_verified: bool = False) -> Any:
         """Lowers for arrays or ``jax.ShapeDtypeStruct`` with shardings, as ``jax.jit(f).lower``.
@@ -192,11 +163,6 @@ class TrainStep:
             step = self._verified_step if is_verified else self._step
             self._programs[key] = self._jit(step, out_shardings=(TrainState(placed, None), None))
         return self._programs[key]
-
-
-def _is_traced(tree: Any) -> bool:
-    """Whether an argument says that a step is called inside of a program."""
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def _without_identity(state: TrainState, params: Leaves) -> TrainState:
@@ -296,21 +262,26 @@ def train_step(
       >>> float(metrics["loss"])
       2.0
     """
-    check_distributed(tx)
+    check_program(tx, batch_spec, compiler_options)
     check_count("accumulate_steps", accumulate_steps)
     check_flag("report_nonfinite", report_nonfinite)
-    _check_options(compiler_options)
-    spec = tx.config.parallel.batch_spec if batch_spec is None else batch_spec
-    check_batch_spec(spec, tx)
-    check_model_axes(tx.config)
     options = StepOptions(accumulate_steps, batch_spec, report_nonfinite)
     program = StepProgram(tx, LossFunction(loss_fn, has_aux, weighted), options)
     chosen = options_for(tx.config, accumulate_steps)
     return TrainStep(program, chosen | (compiler_options or {}))
 
 
-def _check_options(options: Any) -> None:
-    """Raises HyperparameterError unless ``options`` are a dict, or None."""
+def check_program(tx: Any, batch_spec: Any, options: Any) -> None:
+    """Raises unless a program of a step can be made with these arguments.
+
+    Args:
+      tx: Must be a distributed optimizer, whose mesh a step can run on.
+      batch_spec: A PartitionSpec over it, or None.
+      options: XLA's options: a dict, or None.
+    """
+    check_distributed(tx)
+    check_batch_spec(tx.config.parallel.batch_spec if batch_spec is None else batch_spec, tx)
+    check_model_axes(tx.config)
     if options is not None and not isinstance(options, dict):
         raise HyperparameterError(
             "compiler_options",

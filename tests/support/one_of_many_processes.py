@@ -33,6 +33,27 @@ def loss_fn(params, batch, model_state, rng):
     return loss, model_state | {"last": last, "steps": model_state["steps"] + 1}
 
 
+def evaluate(tx, state, batch):
+    """What each device finds in its part, and the rows that it saw; the sum of all has an order."""
+
+    def loss_and_aux(*args, **kwargs):
+        loss, model_state = loss_fn(*args, **kwargs)
+        return loss, model_state, {"losses": loss, "rows": args[1]["rows"]}
+
+    loss, aux = jda.eval_step(loss_and_aux, tx, has_aux=True)(state, batch)
+    mine = [
+        shard.data
+        for shard in sorted(aux["rows"].addressable_shards, key=lambda x: x.index[0].start)
+    ]
+    assert np.array_equal(np.concatenate(mine), batch["rows"]) and np.isfinite(loss)
+    return aux
+
+
+def everywhere(tree, tx):
+    whole = jax.sharding.NamedSharding(tx.config.mesh, jax.sharding.PartitionSpec())
+    return jax.jit(lambda tree: tree, out_shardings=whole)(tree)
+
+
 def without_keys(tree):
     is_key = lambda x: jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
@@ -58,6 +79,7 @@ def main():
         batch = {k: rng.normal(size=(16, *s)).astype(np.float32) for k, s in SHAPES.items()}
         state, metrics = step(state, {k: x[rows] for k, x in batch.items()})
         assert int(metrics["skipped"]) == 0 and np.isfinite(metrics["loss"])
+    evaluated = everywhere(evaluate(tx, state, {k: x[rows] for k, x in batch.items()}), tx)
     params = jda.full_params(state, tx)
     main_params, opt_state, extra_state = jda.to_optax_state(state, tx)
     again = jda.from_optax_state(main_params, opt_state, tx, extra_state, param_dtypes="bfloat16")
@@ -66,7 +88,7 @@ def main():
         for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
             assert np.array_equal(x.data, y.data)
     assert int(state.step) == int(extra_state.step) == 10
-    exported = without_keys((params, main_params, opt_state, extra_state))
+    exported = without_keys((evaluated, params, main_params, opt_state, extra_state))
     leaves = [np.asarray(x) for x in jax.tree.leaves(exported)]
     if index == 0:
         bits = {2: np.uint16, 4: np.uint32}

@@ -1,0 +1,173 @@
+"""``eval_step``: the loss of a train state on a batch, and what the model says of its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdistadam.core import trees
+from jdistadam.distributed.accumulate import valid_weight
+from jdistadam.distributed.checks import check_alive
+from jdistadam.distributed.state import find_state
+from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.training.agreement import agree
+from jdistadam.training.batches import is_placed, shard_batch
+from jdistadam.training.compiler_options import options_for
+from jdistadam.training.forward import Forward, mean_loss
+from jdistadam.training.loss_function import LossFunction
+from jdistadam.training.partitioned import over_devices, rows_spec
+from jdistadam.training.state_check import StateCheck
+from jdistadam.training.train_state import TrainState, check_layout, check_train_state
+from jdistadam.training.train_step import check_program
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalProgram:
+    """An evaluation as a function ``(state, batch) -> (loss, aux)``, not jitted."""
+
+    tx: DistributedTransformation
+    loss_function: LossFunction
+    batch_spec: P
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
+        """Evaluates; ``opt_state`` is None where the layout of the state was compared before."""
+        rows = rows_spec(self.tx.config, self.batch_spec)
+        run = over_devices(
+            self.tx,
+            self._on_a_device,
+            specs=TrainState(self.tx.param_specs(state.params), P(), P(), P()),
+            batch_spec=self.batch_spec,
+            result_specs=(P(), rows),
+        )
+        _, (loss, aux) = run(dataclasses.replace(state, opt_state=None), batch)
+        if state.opt_state is not None:
+            expected = self.tx.config.identity(self.tx.layout(state.params))
+            is_other = jnp.any(find_state(state.opt_state).layout_identity != expected)
+            loss = jnp.where(is_other, jnp.nan, loss)
+        return loss, aux
+
+    def _on_a_device(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        """Returns the state as it is, which the program does not: XLA drops it."""
+        forward = Forward.at(state, self.loss_function, self.tx)
+        out = forward.output(0, batch, state.model_state)(forward.params)
+        weight = None if out.weight is None else valid_weight(out.weight)
+        loss = mean_loss(self.tx.config, out.weighted_loss, weight)
+        return state, (loss, jax.tree.map(jnp.atleast_1d, out.aux))
+
+
+class EvalStep:
+    """What ``eval_step`` returns: call it with ``(state, batch)``, also inside of a program.
+
+    Attributes:
+      tx: The optimizer.
+      compiler_options: XLA's options by name with which a call is compiled, as of ``TrainStep``.
+    """
+
+    def __init__(
+        self, program: EvalProgram, batch_spec: Any, compiler_options: dict[str, Any]
+    ) -> None:
+        self._program, self._given_spec = program, batch_spec
+        self._jitted = jax.jit(program, compiler_options=compiler_options or None)
+        self._batch_sharding = NamedSharding(program.tx.config.mesh, program.batch_spec)
+        self._check = StateCheck(program.tx)
+        self._has_agreed = False
+        self.tx, self.compiler_options = program.tx, compiler_options
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
+        """Returns ``(loss, aux)``. Nothing is donated, and nothing of the state changes.
+
+        Inside of a program, where a state cannot be looked at, the loss of one of another layout is
+        NaN. Several processes first tell each other what they are about to run, once.
+
+        Raises:
+          AgreementError: The processes do not all run the same program.
+          LayoutError: The state is of another layout.
+          MeshError: The state is sharded over another mesh, or was donated.
+        """
+        check_train_state(state)
+        if not is_placed(batch, self._batch_sharding):
+            batch = shard_batch(batch, self.tx, self._given_spec)
+        optimizer_state = find_state(state.opt_state)
+        if trees.is_traced((state, batch)):
+            check_layout(state, self.tx)
+            return self._program(state, batch)
+        check_alive(optimizer_state)
+        state = self._check(state, optimizer_state)
+        state = dataclasses.replace(state, opt_state=None)
+        if not self._has_agreed:
+            lower = functools.partial(self._jitted.lower, state, batch)
+            agree(self.tx.config, state.params, lower)
+            self._has_agreed = True
+        loss, aux = self._jitted(state, batch)
+        return loss, aux
+
+
+def eval_step(
+    loss_fn: Callable[..., Any],
+    tx: DistributedTransformation,
+    *,
+    has_aux: bool = False,
+    weighted: bool = False,
+    batch_spec: Any = None,
+    compiler_options: dict[str, Any] | None = None,
+) -> EvalStep:
+    """Makes a jitted evaluation from the loss of ``train_step`` and a distributed optimizer.
+
+    The forward pass is that of ``train_step`` with one micro-batch per device, whatever the
+    strategy: ``loss_fn`` gets the same params, stacked layers as shards to gather in a scan, and
+    the loss is computed by the same operations. (XLA compiles them without a backward pass beside
+    them: where it fuses a mean in another way then, its last bit may differ, as with ``jax.jit``.)
+    Nothing is donated, and the state stays as it is. Make it once, and call it with every batch.
+
+    The state says what else ``loss_fn`` gets, as in training: ``model_state``, of which the new
+    value that ``loss_fn`` returns is dropped, and ``rng``, the key that the next training step
+    would give, so that two calls return the same. With ``state.replace(rng=None)`` it gets no
+    ``rng``: a loss that then leaves dropout out needs no other argument to be evaluated.
+
+    Args:
+      loss_fn: As for ``train_step``.
+      tx: The distributed optimizer.
+      has_aux: Whether ``loss_fn`` returns something to report beside the loss.
+      weighted: Whether ``loss_fn`` returns weights beside losses.
+      batch_spec: PartitionSpec of the batch. None: leading dimension over all axes of data.
+      compiler_options: XLA options for this program, over the ones chosen here.
+
+    Returns:
+      ``evaluate(state, batch) -> (loss, aux)``. The loss is the mean over all devices, shape (),
+      float32. ``aux`` is None without has_aux. Else what each device returned, one behind the other
+      along the leading dimension, in the order of the rows of the batch: predictions with one row
+      for each example have one for each of the whole batch, sharded as the batch is. Scalars become
+      one number for each device, as in ``train_step``, to be averaged or added.
+
+    Raises:
+      ShapeError, TreeError, DtypeError: On use, where the batch does not divide, or ``loss_fn``
+        returns something else.
+      PolicyError: On use, where the loss was summed over the devices already.
+      MeshError: As for ``train_step``.
+      LayoutError: On use, where the state is of another layout.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jdistadam as jda
+      >>> tx = jda.distributed_fused_adamw(1e-2, mesh=jax.make_mesh((2,), ("data",)))
+      >>> def loss_fn(params, batch):
+      ...     predicted = batch["x"] * params["w"]
+      ...     return jnp.mean(jnp.square(predicted - batch["y"])), predicted
+      >>> state = jda.TrainState.create({"w": jnp.full((), 3.0)}, tx)
+      >>> evaluate = jda.eval_step(loss_fn, tx, has_aux=True)
+      >>> loss, predicted = evaluate(state, {"x": jnp.arange(4.0), "y": jnp.ones(4)})
+      >>> float(loss), predicted.tolist()
+      (23.5, [0.0, 3.0, 6.0, 9.0])
+    """
+    check_program(tx, batch_spec, compiler_options)
+    spec = tx.config.parallel.batch_spec if batch_spec is None else batch_spec
+    program = EvalProgram(tx, LossFunction(loss_fn, has_aux, weighted), spec)
+    chosen = options_for(tx.config, accumulate_steps=1)
+    return EvalStep(program, batch_spec, chosen | (compiler_options or {}))
