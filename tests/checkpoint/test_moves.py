@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jdistadam as jda
+from jdistadam.training.train_state import check_params_follow
 from support.bits import assert_trees_same_bits
 
 BF16 = jnp.bfloat16
@@ -34,6 +35,43 @@ def test_shards_that_are_the_main_params_are_not_rounded(tmp_path, strategy, at_
     restored = jda.restore(tmp_path, jda.TrainState.shapes(params, tx), tx)
     assert_trees_same_bits(restored.params, state.params)
     assert_trees_same_bits(*(jda.to_optax_state(x, tx)[:2] for x in (restored, state)))
+
+
+FLOAT8, OTHER = jnp.float8_e5m2, jnp.float8_e4m3fn
+AT_REST, LAYERS = dict(params_at_rest="shard"), dict(sharding_strategy="optim_grads_params")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "source", "target", "sent", "sent_then"),
+    [
+        (jnp.float32, {}, LAYERS, FLOAT8, FLOAT8),  # whose shards are the main parameters
+        (jnp.float32, LAYERS, AT_REST, FLOAT8, OTHER),
+        (BF16, AT_REST, {}, FLOAT8, FLOAT8),  # what rests was not sent yet
+        (BF16, {}, AT_REST, FLOAT8, FLOAT8),  # and rests without having been
+        (BF16, {}, {}, FLOAT8, OTHER),
+    ],
+    ids=["to shards", "between shards", "from rest", "to rest", "another dtype"],
+)
+def test_params_are_rounded_as_the_target_sends_them(
+    tmp_path, dtype, source, target, sent, sent_then
+):
+    """Not as the optimizer that saved did, of which the main parameters know nothing."""
+    params = {"w": jnp.linspace(0.1, 1, 16384), "b": jnp.linspace(0.2, 0.3, 7)}
+    one, two = (
+        jda.distributed_fused_adamw(
+            1e-2, mesh=mesh_of(2), policy=jda.MixedPrecisionPolicy(param_comm_dtype=comm), **options
+        )
+        for options, comm in ((source, sent), (target, sent_then))
+    )
+    state = jda.TrainState.create(params, one, param_dtypes=dtype)
+    state, _ = jda.train_step(loss_fn, one)(state, jnp.ones(2))
+    jda.save(tmp_path, state, one)
+    restored = jda.restore(tmp_path, jda.TrainState.shapes(params, two, param_dtypes=dtype), two)
+    main, opt_state, extra = jda.to_optax_state(state, one)
+    assert_trees_same_bits(jda.to_optax_state(restored, two)[0], main)
+    converted = jda.from_optax_state(main, opt_state, two, extra, param_dtypes=dtype)
+    assert_trees_same_bits(restored, converted)
+    check_params_follow(restored, two)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, BF16], ids=["float32", "bfloat16"])
