@@ -131,7 +131,7 @@ def restore_params(
         raise wanted.unexpected(rest)
     requests = list(zip(sources, map(_sharding_of, leaves.values()), strict=True))
     found = reader.read_many(requests)
-    new = [x.astype(like.dtype) for x, like in zip(found, leaves.values(), strict=True)]
+    new = [storage.cast(x, like.dtype) for x, like in zip(found, leaves.values(), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(like), new)
 
 

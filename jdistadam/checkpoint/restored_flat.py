@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import array_files, flat_arrays, parts
 from jdistadam.checkpoint.restored import Restored
-from jdistadam.checkpoint.storage import Reader
+from jdistadam.checkpoint.storage import Reader, cast
 from jdistadam.checkpoint.wanted import Wanted
 from jdistadam.core import collectives, trees
 from jdistadam.core.loss_scale import LossScaleState, continued_loss_scale
@@ -181,7 +181,7 @@ class RestoredFlat(Restored):
         saved = [i for i in left if self._saved[self._names[i]]]
         found = self.reader.read_many([(self._names[i], self._places[i]) for i in saved])
         for i, x in zip(saved, found, strict=True):
-            self._params[i] = x.astype(self._shapes[i].dtype)
+            self._params[i] = cast(x, self._shapes[i].dtype)
         for i in set(left) - set(saved):
             self._params[i] = self._copy(self.of_template(self._names[i], self._shapes[i]), i)
 

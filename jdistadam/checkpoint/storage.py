@@ -20,12 +20,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Sharding
 
 from jdistadam.checkpoint import array_files, header
 from jdistadam.checkpoint.array_files import FILE_BYTES, ArrayReader, Lazy, array_handler, orbax
 from jdistadam.checkpoint.checksum import PartialSums, totals
-from jdistadam.checkpoint.contents import Contents, Entry
+from jdistadam.checkpoint.contents import Contents
 from jdistadam.errors import CheckpointError
 
 ITEM = "state"
@@ -187,7 +188,7 @@ class Reader:
         filled = [(n, s) for (n, s), e in zip(wanted, entries, strict=True) if math.prod(e.shape)]
         found = iter(self._load(filled))
         arrays = [
-            next(found) if math.prod(e.shape) else _empty(e, sharding)
+            next(found) if math.prod(e.shape) else _empty(e.shape, e.dtype, sharding)
             for (_, sharding), e in zip(wanted, entries, strict=True)
         ]
         sums = totals([PartialSums(x) for x in arrays])
@@ -256,10 +257,21 @@ def escaped(name: str) -> str:
     return name.replace("%", "%25").replace("/", "%2F")
 
 
-def _empty(entry: Entry, sharding: Sharding) -> jax.Array:
-    make = jax.jit(lambda: jnp.zeros(entry.shape, entry.dtype), out_shardings=sharding)
-    array: jax.Array = make()
-    return array
+def cast(array: jax.Array, dtype: Any) -> jax.Array:
+    """Returns an array in another dtype, placed as it is."""
+    if array.dtype == dtype or array.size:
+        return array.astype(dtype)
+    return _empty(array.shape, dtype, array.sharding)
+
+
+def _empty(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
+    """Returns an array without elements.
+
+    Not a program's result: XLA gives each device one of the whole shape, also where JAX says that
+    it has a part of it, and whoever reads such an array finds that the shapes differ.
+    """
+    zeros = np.zeros(shape, dtype)
+    return jax.make_array_from_callback(shape, sharding, lambda index: zeros[index])
 
 
 @contextlib.contextmanager

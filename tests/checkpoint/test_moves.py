@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from jdistadam.training.train_state import check_params_follow
@@ -125,6 +126,29 @@ def test_a_tree_without_elements_moves_with_coded_moments():
     state = jda.TrainState.create({"empty": jnp.zeros((2, 0))}, tx)
     moved = jda.from_optax_state(*jda.to_optax_state(state, tx)[:2], tx)
     assert_trees_same_bits(moved.opt_state, state.opt_state)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_an_empty_leaf_that_a_model_axis_cuts_is_read_and_converted(tmp_path, kind):
+    """A program's result of that kind has whole parts on each device, and cannot be read."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (kind,) * 2, devices=DEVICES[:4])
+    specs = {"w": P(None, "model"), "empty": P(None, "model")}
+    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, param_specs=specs)
+    params = {"w": jnp.ones((8, 4)), "empty": jnp.zeros((0, 4))}
+    state, shapes = jda.TrainState.create(params, tx), jda.TrainState.shapes(params, tx)
+    jda.save(tmp_path, state, tx)
+    restored = jda.restore(tmp_path, shapes, tx)
+    assert_trees_same_bits(jax.device_get(restored.params), jax.device_get(params))
+    want = jda.to_optax_state(state, tx)[:2]
+    assert_trees_same_bits(jda.to_optax_state(restored, tx)[:2], want)
+    half = jax.tree.map(lambda x: x.update(dtype=BF16), shapes.params)
+    for like in (shapes.params, half):
+        found = jda.restore_params(tmp_path, like, cast=True)["empty"]
+        assert np.asarray(found).shape == (0, 4) and found.sharding == like["empty"].sharding
+    place = shapes.params["empty"].sharding
+    computed = jax.jit(lambda: jnp.zeros((0, 4)), out_shardings=place)()
+    state = jda.TrainState(state.params | {"empty": computed}, state.opt_state)
+    assert_trees_same_bits(jda.to_optax_state(state, tx)[:2], want)
 
 
 @pytest.mark.parametrize("main", ["float32", "remainder16"])
