@@ -31,9 +31,7 @@ def checkpoint_steps(folder: str | os.PathLike[str]) -> list[int]:
       >>> checkpoint_steps(tempfile.mkdtemp())
       []
     """
-    path = storage.local_folder(folder)
-    names = [x.name for x in path.iterdir() if x.is_dir()] if path.is_dir() else []
-    return sorted(int(name) for name in names if name.isdecimal())
+    return storage.steps_in(storage.local_folder(folder))
 
 
 def restore(

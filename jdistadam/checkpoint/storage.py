@@ -32,6 +32,8 @@ from jdistadam.errors import CheckpointError
 ITEM = "state"
 """Name of the folder with the arrays, in that of a step."""
 
+_UNFINISHED = ".orbax-checkpoint-tmp"  # how the names of folders end that orbax has not finished
+
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
     """Returns a folder as an absolute path.
@@ -49,6 +51,34 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
             action="Save into a file system, and copy the complete folders of steps.",
         )
     return Path(os.path.abspath(text))
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Returns the steps of which a folder has complete checkpoints, in order."""
+    names = [x.name for x in folder.iterdir() if x.is_dir()] if folder.is_dir() else []
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def roll_back(folder: Path, step: int) -> None:
+    """Deletes the checkpoints that are newer than that of a step, the newest one first.
+
+    Raises:
+      CheckpointError: There are newer ones, and none of this step; nothing is deleted.
+    """
+    found = steps_in(folder)
+    newer = [x for x in found if x > step]
+    if newer and step not in found:
+        raise CheckpointError(
+            str(folder),
+            f"no checkpoint of step {step} to roll back to; nothing was deleted",
+            got=f"steps {found}",
+            expected="one of these",
+            action="Pass the step of the checkpoint that was restored as rollback_to=.",
+        )
+    for x in reversed(newer):
+        # The name of an unfinished one: what is left of it, if this is interrupted, is deleted.
+        old = (folder / str(x)).rename(folder / f"{x}{_UNFINISHED}")
+        shutil.rmtree(old, ignore_errors=True)
 
 
 # orbax is imported on use, and its classes are needed to define these.
@@ -166,7 +196,7 @@ def wait(checkpoints: Any) -> None:
 def remove_unfinished(folder: Path) -> None:
     """Deletes what a save of this process left, unless others may be writing into it."""
     if jax.process_count() == 1:
-        for path in folder.glob("*.orbax-checkpoint-tmp"):
+        for path in folder.glob(f"*{_UNFINISHED}"):
             shutil.rmtree(path, ignore_errors=True)
 
 
