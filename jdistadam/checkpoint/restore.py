@@ -47,8 +47,9 @@ def restore(
     """Returns the state of a checkpoint, for any number of devices, mesh and strategy.
 
     Main parameters and moments come back bit for bit, and where the kind of main parameters is the
-    same, training goes on as if it had not stopped. All is compared with the checksums that were
-    computed on the devices that saved. All processes call this.
+    same, training goes on as if it had not stopped; on another number of devices sums may be added
+    in another order, and the loss gets other random keys. All is compared with the checksums that
+    were computed on the devices that saved. All processes call this.
 
     Args:
       folder: What ``save`` or ``Checkpointer`` wrote.

@@ -128,6 +128,33 @@ def test_a_tree_without_elements_moves_with_coded_moments():
     assert_trees_same_bits(moved.opt_state, state.opt_state)
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (2,)], ids=str)
+def test_dropout_depends_on_how_many_devices_share_the_batch(tmp_path, shape):
+    """As the page says: the key comes back, and each device folds its index into it."""
+
+    def loss_of(params, x, *, rng):
+        mask = jax.random.bernoulli(rng, 0.5, x.shape).astype(jnp.float32)
+        return jnp.mean(x * mask) * jnp.sum(params["w"]), mask
+
+    def make(mesh, **options):
+        tx = jda.distributed_fused_adamw(1e-2, mesh=mesh, **options)
+        return tx, jda.train_step(loss_of, tx, has_aux=True)
+
+    one, step = make(mesh_of(4))
+    params, batch = {"w": jnp.ones(4)}, jnp.ones((8, 16))
+    state, _ = step(jda.TrainState.create(params, one, rng=jax.random.key(3)), batch)
+    jda.save(tmp_path, state, one)
+    size, names = int(np.prod(shape)), ("data", "replica")[: len(shape)]
+    mesh = jax.make_mesh(shape, names, devices=DEVICES[:size])
+    two, next_step = make(mesh, replica_axis="replica" if len(shape) > 1 else None)
+    state, metrics = step(state, batch)
+    again = jda.restore(tmp_path, jda.TrainState.shapes(params, two), two)
+    again, found = next_step(again, batch)
+    assert_trees_same_bits(*(jax.device_get(jax.random.key_data(s.rng)) for s in (again, state)))
+    masks = [np.asarray(m["aux"]).reshape(8, 16) for m in (found, metrics)]
+    assert np.array_equal(*masks) == (size == 4)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_an_empty_leaf_that_a_model_axis_cuts_is_read_and_converted(tmp_path, kind):
     """A program's result of that kind has whole parts on each device, and cannot be read."""
