@@ -25,20 +25,23 @@ class Checkpointer:
 
     Use it in a ``with`` block, or call ``close``: it waits for what is being written, and lets
     others save into the folder. Each checkpoint is a folder named by its step, which gets this name
-    when it is complete; what an earlier process left unfinished is deleted.
+    when it is complete; what an earlier process left unfinished is deleted. A new one must be the
+    newest: ``restore`` takes this one, and ``keep`` counts from it.
 
     Args:
       folder: The folder, on a file system that renames atomically. It is made if it is missing.
       tx: The distributed optimizer; None for states of ``fused_adamw`` and of optax.
       every: ``after_step`` saves where the step divides by it. None: never.
       keep: How many of the newest checkpoints stay. None: all.
+      rollback_to: The step of an older checkpoint, from which training goes on in another way: all
+        newer ones are deleted, at once. None: none is, and saving before the newest raises.
       in_background: Whether to write while training goes on. A device then holds one bucket beside
         the state while ``save`` runs, and the host this process's part of the state until it is
         written; otherwise the host holds one bucket.
 
     Raises:
-      CheckpointError: Another one saves into the folder, it cannot be written, or
-        orbax-checkpoint is not installed.
+      CheckpointError: Another one saves into the folder, it cannot be written, there is no
+        checkpoint ``rollback_to``, or orbax-checkpoint is not installed.
 
     Example:
       >>> import tempfile
@@ -57,17 +60,21 @@ class Checkpointer:
         *,
         every: int | None = None,
         keep: int | None = None,
+        rollback_to: int | None = None,
         in_background: bool = True,
     ) -> None:
         for name, value in (("every", every), ("keep", keep)):
             if value is not None:
                 check_count(name, value)
+        if rollback_to is not None:
+            check_step(rollback_to, "rollback_to")
         orbax()
         self.folder = storage.local_folder(folder)
         self.every, self._tx = every, tx
         self._last: int | None = None  # which may still be written, and have no folder
-        self._lock = _locked(self.folder)
+        self._lock = _locked(self.folder, rollback_to)
         try:
+            self._newest = max(storage.steps_in(self.folder), default=0)
             self._manager = storage.manager(self.folder, keep=keep, in_background=in_background)
         except BaseException:
             self._release()
@@ -85,8 +92,8 @@ class Checkpointer:
           The number of the checkpoint.
 
         Raises:
-          CheckpointError: There is a checkpoint of this number; this save failed, or the one before
-            it in the background.
+          CheckpointError: There is a checkpoint of this number, or a newer one; this save failed,
+            or the one before it in the background.
           LayoutError, TreeError, DtypeError: The state cannot be saved, or not with this ``tx``; it
             is traced.
         """
@@ -104,6 +111,7 @@ class Checkpointer:
                 expected="another step",
                 action="Pass another step, or delete that checkpoint.",
             )
+        self._check_is_newest(number)
         try:
             storage.save(self._manager, number, contents)
         except Exception as error:
@@ -123,10 +131,15 @@ class Checkpointer:
           Whether it saved.
 
         Raises:
-          CheckpointError: A save failed, also one that ran in the background.
+          CheckpointError: A save failed, also one that ran in the background; or there are newer
+            checkpoints, also where this step is not saved.
         """
         self.check()
-        if self.every is None or step % self.every:
+        if self.every is None:
+            return False
+        if step < self._newest:  # now, rather than after many steps that cannot be saved
+            self._check_is_newest(step)
+        if step % self.every:
             return False
         self.save(state, step=step)
         return True
@@ -174,6 +187,20 @@ class Checkpointer:
             if error is None:
                 raise
 
+    def _check_is_newest(self, step: int) -> None:
+        """Raises CheckpointError where there are newer checkpoints, which restore would take."""
+        known = {*storage.steps_in(self.folder), *(() if self._last is None else (self._last,))}
+        if newer := sorted(x for x in known if x > step):
+            raise CheckpointError(
+                str(self.folder),
+                "there are newer checkpoints, which restore would take in place of this one",
+                got=f"step {step}, and checkpoints of {newer}",
+                expected=f"a step above {newer[-1]}",
+                action="To go on from an older checkpoint, delete those that are newer: "
+                "Checkpointer(folder, tx, rollback_to=STEP) with the step that was restored. "
+                "To keep them, save into another folder.",
+            )
+
     def _release(self) -> None:
         if self._lock is not None:
             self._lock.release()
@@ -194,11 +221,11 @@ class Checkpointer:
         )
 
 
-def check_step(step: Any) -> None:
+def check_step(step: Any, name: str = "step") -> None:
     """Raises HyperparameterError unless a step is a whole number that is not negative."""
     if not isinstance(step, int | np.integer) or isinstance(step, bool) or step < 0:
         raise HyperparameterError(
-            "step",
+            name,
             "not the number of a checkpoint",
             got=repr(step),
             expected="a whole number, 0 or more",
@@ -223,8 +250,8 @@ def save(
       step: The number of the checkpoint. None: the count of the optimizer.
 
     Raises:
-      CheckpointError: There is a checkpoint of this step, another one saves into the folder, or
-        it cannot be written.
+      CheckpointError: There is a checkpoint of this step, or a newer one, another one saves into
+        the folder, or it cannot be written.
       LayoutError, TreeError, DtypeError: The state cannot be saved, or not with this ``tx``.
 
     Example:
@@ -254,13 +281,12 @@ def _check_concrete(state: Any) -> None:
         )
 
 
-def _locked(folder: Path) -> FolderLock | None:
-    """Makes and locks a folder, on the first process; all raise if that fails."""
+def _locked(folder: Path, rollback_to: int | None) -> FolderLock | None:
+    """Makes, locks and rolls back a folder, on the first process; all raise if that fails."""
     lock, failure = None, None
     if jax.process_index() == 0:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = FolderLock(folder)
+            lock = _locked_here(folder, rollback_to)
         except (OSError, CheckpointError) as error:
             failure = error
     is_taken = failure is not None
@@ -276,4 +302,17 @@ def _locked(folder: Path) -> FolderLock | None:
             expected="a folder that can be written",
             action="Choose another folder, or see the error of the first process.",
         )
+    return lock
+
+
+def _locked_here(folder: Path, rollback_to: int | None) -> FolderLock:
+    """The same on this process alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(folder)
+    try:
+        if rollback_to is not None:
+            storage.roll_back(folder, rollback_to)
+    except BaseException:
+        lock.release()
+        raise
     return lock

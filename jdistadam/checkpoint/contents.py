@@ -22,6 +22,7 @@ from jdistadam.core.moments import BlockFormat
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.layout import Bucket, Layout
+from jdistadam.distributed.main_params import sent_dtypes
 from jdistadam.distributed.state import DistributedState, is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import DtypeError, TreeError
@@ -40,6 +41,7 @@ class Entry:
       key: Of random keys the implementation, else None; the array holds their words then.
       keys: As in ``parts.Leaf``.
       is_count: Whether it is a step counter equal to that of Adam.
+      sent: Of a parameter that was rounded to be sent, the name of the dtype; else None.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Entry:
     key: str | None = None
     keys: tuple[str, ...] | None = None
     is_count: bool = False
+    sent: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +107,7 @@ def contents_of(state: Any, tx: Any) -> Contents:
         kinds = {MainParams.of(x) for x in jax.tree.leaves(kept)} or {MainParams.NONE}
         kind = max(kind.value or "" for kind in kinds) or None
     count = int(adam.count)
-    groups = [*_params(fields["params"], mesh), *_scalars(adam, tx, mesh)]
+    groups = [*_params(fields["params"], mesh, adam, tx), *_scalars(adam, tx, mesh)]
     if is_distributed_state(adam):
         groups += _of_flat(tx, fields["params"], adam)
     else:
@@ -134,9 +137,14 @@ def _text_of(layout_identity: Any) -> str:
     return np.asarray(layout_identity).tobytes().decode("ascii").rstrip()
 
 
-def _params(params: Any, mesh: Mesh) -> Iterator[Group]:
-    for name, x, keys in parts.with_keys("params", params):
-        yield _whole(name, x, mesh, keys=keys)
+def _params(params: Any, mesh: Mesh, adam: Any, tx: Any) -> Iterator[Group]:
+    named = list(parts.with_keys("params", params))
+    sent = [None] * len(named)
+    if is_distributed_state(adam):
+        schedule = tx.seen.schedule_of_whole(tx.config.tensor_local(params))
+        sent = [dtype and dtype.name for dtype in sent_dtypes(schedule)]
+    for (name, x, keys), dtype in zip(named, sent, strict=True):
+        yield _whole(name, x, mesh, keys=keys, sent=dtype)
 
 
 def _scalars(adam: Any, tx: Any, mesh: Mesh) -> Iterator[Group]:
@@ -163,7 +171,7 @@ def _of_flat(tx: Any, params: Any, state: DistributedState) -> Iterator[Group]:
     names = trees.paths(params, "")
     for bucket in layout.buckets:
         wanted: dict[str, Any] = {"mu": state.mu, "nu": state.nu}
-        if bucket.has_main and not is_function_of_params(config, bucket.dtype):
+        if bucket.has_main and not _is_function_of_params(config, bucket.dtype):
             wanted["main_params"] = state.main_params
         for section, flat in wanted.items():
             if is_flat_codes(flat):
@@ -206,7 +214,7 @@ def _of_moment(
     return Group(tuple(entries), coded, nbytes)
 
 
-def is_function_of_params(config: DistributedConfig, dtype: Any) -> bool:
+def _is_function_of_params(config: DistributedConfig, dtype: Any) -> bool:
     """Whether params of a dtype say the value of their main parameters."""
     sent = config.policy.param_comm_dtype
     return bool(dtype == jnp.float32) and sent in (None, dtype)

@@ -49,6 +49,7 @@ class Header:
                 leaf.get("key"),
                 None if leaf.get("keys") is None else tuple(leaf["keys"]),
                 leaf.get("is_count", False),
+                leaf.get("sent"),
             )
 
 
@@ -101,6 +102,7 @@ def read(path: Path) -> Header:
 def _leaf(entry: Entry) -> dict[str, Any]:
     leaf: dict[str, Any] = {"shape": list(entry.shape), "dtype": jnp.dtype(entry.dtype).name}
     optional = {"key": entry.key, "keys": entry.keys, "is_count": entry.is_count or None}
+    optional["sent"] = entry.sent
     return leaf | {name: value for name, value in optional.items() if value is not None}
 
 

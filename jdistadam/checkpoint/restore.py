@@ -31,9 +31,7 @@ def checkpoint_steps(folder: str | os.PathLike[str]) -> list[int]:
       >>> checkpoint_steps(tempfile.mkdtemp())
       []
     """
-    path = storage.local_folder(folder)
-    names = [x.name for x in path.iterdir() if x.is_dir()] if path.is_dir() else []
-    return sorted(int(name) for name in names if name.isdecimal())
+    return storage.steps_in(storage.local_folder(folder))
 
 
 def restore(
@@ -49,8 +47,9 @@ def restore(
     """Returns the state of a checkpoint, for any number of devices, mesh and strategy.
 
     Main parameters and moments come back bit for bit, and where the kind of main parameters is the
-    same, training goes on as if it had not stopped. All is compared with the checksums that were
-    computed on the devices that saved. All processes call this.
+    same, training goes on as if it had not stopped; on another number of devices sums may be added
+    in another order, and the loss gets other random keys. All is compared with the checksums that
+    were computed on the devices that saved. All processes call this.
 
     Args:
       folder: What ``save`` or ``Checkpointer`` wrote.
@@ -131,7 +130,7 @@ def restore_params(
         raise wanted.unexpected(rest)
     requests = list(zip(sources, map(_sharding_of, leaves.values()), strict=True))
     found = reader.read_many(requests)
-    new = [x.astype(like.dtype) for x, like in zip(found, leaves.values(), strict=True)]
+    new = [storage.cast(x, like.dtype) for x, like in zip(found, leaves.values(), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(like), new)
 
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import parts
-from jdistadam.checkpoint.storage import Reader
+from jdistadam.checkpoint.storage import Reader, cast
 from jdistadam.checkpoint.wanted import Wanted
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.moments import BlockCodes, is_codes
@@ -75,13 +75,7 @@ class Restored:
         for name, like, x in zip(names, likes, found, strict=True):
             key = self.reader.head.entries[name].key
             dtype = getattr(like, "dtype", x.dtype)
-            new.append(
-                jax.random.wrap_key_data(x, impl=key)
-                if key
-                else x
-                if x.dtype == dtype
-                else x.astype(dtype)
-            )
+            new.append(jax.random.wrap_key_data(x, impl=key) if key else cast(x, dtype))
         return new
 
     def count(self, like: Any = None) -> jax.Array:
@@ -207,7 +201,7 @@ def _as_floats(like: Any) -> Any:
 def _split(value: jax.Array, kind: MainParams, dtype: Any) -> tuple[Any, Any]:
     """The parameter of an exact value, and what is kept beside it."""
     if not kind.is_kept:
-        return value.astype(dtype), None
+        return cast(value, dtype), None
     split = jax.jit(lambda x: kind.split(x.astype(jnp.float32), dtype, jnp))
     param, stored = split(value)
     return param, stored

@@ -13,15 +13,15 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import array_files, flat_arrays, parts
-from jdistadam.checkpoint.contents import is_function_of_params
 from jdistadam.checkpoint.restored import Restored
-from jdistadam.checkpoint.storage import Reader
+from jdistadam.checkpoint.storage import Reader, cast
 from jdistadam.checkpoint.wanted import Wanted
 from jdistadam.core import collectives, trees
 from jdistadam.core.loss_scale import LossScaleState, continued_loss_scale
 from jdistadam.core.main_params import MainParams
 from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.layout import Bucket
+from jdistadam.distributed.main_params import sent_dtypes
 from jdistadam.distributed.moment_codes import new_moment
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.kernels import coded_leaves
@@ -52,7 +52,7 @@ class RestoredFlat(Restored):
         self._tx, self._config, params = tx, tx.config, fields["params"]
         self._layout = tx.layout(params)
         schedule = tx.seen.schedule_of_whole(tx.config.tensor_local(params))
-        self._entries = {entry.bucket: entry for entry in schedule.buckets}
+        self._sent = sent_dtypes(schedule)
         is_spec = lambda x: isinstance(x, P)  # noqa: E731
         self._specs = jax.tree.leaves(tx.config.tensor_specs(params), is_leaf=is_spec)
         placed = jax.tree.leaves(tx.param_specs(params), is_leaf=is_spec)
@@ -144,9 +144,6 @@ class RestoredFlat(Restored):
     ) -> None:
         """Params, rounded as a step rounds them, and the main parameters beside them."""
         kind = self._config.policy.main_params if bucket.has_main else MainParams.NONE
-        # What is sent after an update arrives rounded; what rests as shards is not sent.
-        gathers = self._entries[bucket].after_update if count else ()
-        sent = self._config.policy.param_comm_dtype if gathers else None
         mains = []
         for j, (i, place) in enumerate(self._placed(bucket)):
             source, like = self._sources[self._names[i]], self._shapes[i]
@@ -157,6 +154,7 @@ class RestoredFlat(Restored):
             elif self._arrives_as_saved(i) and arrived is not None:
                 self._params[i] = arrived
             else:
+                sent = self._sent[i] if count else None
                 rounded = _rounder(kind, like.dtype, sent, self._places[i])
                 param = jax.block_until_ready(rounded(exact))
                 self._params[i] = jax.device_put(param, self._places[i])  # the same, spelled so
@@ -183,7 +181,7 @@ class RestoredFlat(Restored):
         saved = [i for i in left if self._saved[self._names[i]]]
         found = self.reader.read_many([(self._names[i], self._places[i]) for i in saved])
         for i, x in zip(saved, found, strict=True):
-            self._params[i] = x.astype(self._shapes[i].dtype)
+            self._params[i] = cast(x, self._shapes[i].dtype)
         for i in set(left) - set(saved):
             self._params[i] = self._copy(self.of_template(self._names[i], self._shapes[i]), i)
 
@@ -228,20 +226,17 @@ class RestoredFlat(Restored):
         )
 
     def _arrives_as_saved(self, i: int) -> bool:
-        """Whether a parameter is read, rather than rounded as one that was sent would be.
+        """Whether a parameter is read, rather than rounded as a step rounds it to send it.
 
-        Before the first step, and after ``reload_main_params``, it is not rounded.
+        Before the first step, and after ``reload_main_params``, it is not rounded: the file knows.
         """
-        head, policy = self.reader.head, self._config.policy
-        name, dtype = self._names[i], self._shapes[i].dtype
-        entry = head.entries.get(name)
+        name, sent = self._names[i], self._sent[i]
+        entry = self.reader.head.entries.get(name)
         return (
-            policy.param_comm_dtype is not None
-            and not is_function_of_params(self._config, dtype)
-            and head.main_params == policy.main_params.value
-            and self._sources.get(name) not in (None, name)
-            and entry is not None
-            and entry.dtype == dtype
+            entry is not None
+            and sent is not None
+            and (entry.dtype, entry.sent) == (self._shapes[i].dtype, sent.name)
+            and self._sources.get(name) is not None
         )
 
     def _copy(self, param: Any, i: int) -> Any:

@@ -20,16 +20,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Sharding
 
 from jdistadam.checkpoint import array_files, header
 from jdistadam.checkpoint.array_files import FILE_BYTES, ArrayReader, Lazy, array_handler, orbax
 from jdistadam.checkpoint.checksum import PartialSums, totals
-from jdistadam.checkpoint.contents import Contents, Entry
+from jdistadam.checkpoint.contents import Contents
 from jdistadam.errors import CheckpointError
 
 ITEM = "state"
 """Name of the folder with the arrays, in that of a step."""
+
+_UNFINISHED = ".orbax-checkpoint-tmp"  # how the names of folders end that orbax has not finished
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
@@ -48,6 +51,34 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
             action="Save into a file system, and copy the complete folders of steps.",
         )
     return Path(os.path.abspath(text))
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Returns the steps of which a folder has complete checkpoints, in order."""
+    names = [x.name for x in folder.iterdir() if x.is_dir()] if folder.is_dir() else []
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def roll_back(folder: Path, step: int) -> None:
+    """Deletes the checkpoints that are newer than that of a step, the newest one first.
+
+    Raises:
+      CheckpointError: There are newer ones, and none of this step; nothing is deleted.
+    """
+    found = steps_in(folder)
+    newer = [x for x in found if x > step]
+    if newer and step not in found:
+        raise CheckpointError(
+            str(folder),
+            f"no checkpoint of step {step} to roll back to; nothing was deleted",
+            got=f"steps {found}",
+            expected="one of these",
+            action="Pass the step of the checkpoint that was restored as rollback_to=.",
+        )
+    for x in reversed(newer):
+        # The name of an unfinished one: what is left of it, if this is interrupted, is deleted.
+        old = (folder / str(x)).rename(folder / f"{x}{_UNFINISHED}")
+        shutil.rmtree(old, ignore_errors=True)
 
 
 # orbax is imported on use, and its classes are needed to define these.
@@ -165,7 +196,7 @@ def wait(checkpoints: Any) -> None:
 def remove_unfinished(folder: Path) -> None:
     """Deletes what a save of this process left, unless others may be writing into it."""
     if jax.process_count() == 1:
-        for path in folder.glob("*.orbax-checkpoint-tmp"):
+        for path in folder.glob(f"*{_UNFINISHED}"):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -187,7 +218,7 @@ class Reader:
         filled = [(n, s) for (n, s), e in zip(wanted, entries, strict=True) if math.prod(e.shape)]
         found = iter(self._load(filled))
         arrays = [
-            next(found) if math.prod(e.shape) else _empty(e, sharding)
+            next(found) if math.prod(e.shape) else _empty(e.shape, e.dtype, sharding)
             for (_, sharding), e in zip(wanted, entries, strict=True)
         ]
         sums = totals([PartialSums(x) for x in arrays])
@@ -256,10 +287,21 @@ def escaped(name: str) -> str:
     return name.replace("%", "%25").replace("/", "%2F")
 
 
-def _empty(entry: Entry, sharding: Sharding) -> jax.Array:
-    make = jax.jit(lambda: jnp.zeros(entry.shape, entry.dtype), out_shardings=sharding)
-    array: jax.Array = make()
-    return array
+def cast(array: jax.Array, dtype: Any) -> jax.Array:
+    """Returns an array in another dtype, placed as it is."""
+    if array.dtype == dtype or array.size:
+        return array.astype(dtype)
+    return _empty(array.shape, dtype, array.sharding)
+
+
+def _empty(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
+    """Returns an array without elements.
+
+    Not a program's result: XLA gives each device one of the whole shape, also where JAX says that
+    it has a part of it, and whoever reads such an array finds that the shapes differ.
+    """
+    zeros = np.zeros(shape, dtype)
+    return jax.make_array_from_callback(shape, sharding, lambda index: zeros[index])
 
 
 @contextlib.contextmanager

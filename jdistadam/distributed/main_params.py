@@ -78,6 +78,19 @@ def as_they_arrive(schedule: Schedule, params: Params, *, before_forward: bool =
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
+def sent_dtypes(schedule: Schedule) -> list[Any]:
+    """Returns to which dtype a step rounds each new parameter that it sends.
+
+    None where it does not: devices hold such parameters as the main parameters say.
+    """
+    found: list[Any] = [None] * len(schedule.layout.leaves)
+    for entry in schedule.buckets:
+        for gather in entry.after_update:
+            for i in entry.bucket.leaves:
+                found[i] = None if gather.dtype == entry.bucket.dtype else gather.dtype
+    return found
+
+
 def paths_that_differ(
     config: DistributedConfig, layout: Layout, specs: Any, params: Params, opt_state: OptState
 ) -> list[str]:

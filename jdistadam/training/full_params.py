@@ -15,10 +15,12 @@ from jdistadam.training.train_state import TrainState, check_layout
 
 
 def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
-    """Returns the unsharded parameters, in the dtype the model computes with.
+    """Returns the unsharded parameters that the next forward pass computes with, in their dtype.
 
-    Every device gets them, but for what ``param_specs`` shards over tensor axes. Those that rest as
-    shards are what the next forward pass gets: rounded to ``policy.param_comm_dtype`` if it is set.
+    Every device gets them, but for what ``param_specs`` shards over tensor axes. Of those that
+    devices hold as shards, the forward pass gathers copies rounded to ``policy.param_comm_dtype``,
+    if it is set, and these are returned. The exact values are those of ``main_params`` and
+    ``to_optax_state``, and what ``save`` writes.
 
     Under "no_shard", "optim" and "optim_grads" these are the state's own arrays, which the next
     step donates, unless ``params_at_rest="shard"``. What is kept for longer must be copied:
@@ -45,7 +47,7 @@ def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
         return state.params
     specs = config.tensor_specs(state.params)
     placed = jax.tree.map(lambda spec: NamedSharding(config.mesh, spec), specs)
-    is_rounded = config.parallel.gathers_once and config.policy.param_comm_dtype is not None
+    is_rounded = config.policy.param_comm_dtype is not None
     whole = config.tensor_local(state.params)
     schedule = tx.seen.schedule_of_whole(whole) if is_rounded else None
     # One function for all calls, which are compiled once.

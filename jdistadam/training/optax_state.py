@@ -170,7 +170,9 @@ def from_optax_state(
 ) -> TrainState:
     """Shards parameters and a state of ``optax.adamw`` over the mesh of ``tx``.
 
-    With the three values of ``to_optax_state``, training goes on as if the state had never moved.
+    With the three values of ``to_optax_state``, training goes on as if the state had never moved;
+    on another number of devices the loss gets other random keys, as each folds its index into
+    ``rng``.
     A dynamic loss scale goes on from where it was, though not below the ``min_scale`` of ``tx``.
     Where it or ``tx`` is not dynamic, the scale is the one of ``tx``, its first one if that is
     dynamic; the number of skipped steps stays. If ``tx`` has no ``loss_scale``, both are dropped.

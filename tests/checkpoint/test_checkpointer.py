@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -104,14 +105,74 @@ def test_a_step_is_saved_once(tmp_path):
         jda.save(tmp_path, state_of(2.0))
     assert jda.restore_params(tmp_path)["w"][0, 0] == 1
     jda.save(tmp_path, state_of(5.0), step=5)
-    jda.save(tmp_path, state_of(3.0), step=np.int64(3))  # also before the newest
-    assert jda.checkpoint_steps(tmp_path) == [0, 3, 5]
+    with pytest.raises(jda.CheckpointError, match=r"got step 3, and checkpoints of \[5\]"):
+        jda.save(tmp_path, state_of(3.0), step=np.int64(3))
+    assert jda.checkpoint_steps(tmp_path) == [0, 5]
     for step in (-1, 1.5, True):
         with pytest.raises(jda.HyperparameterError, match="step: not the number of a checkpoint"):
             jda.save(tmp_path, state_of(5.0), step=step)
     for call in (jda.restore_params, jda.checkpoint_steps, lambda x: jda.save(x, state_of(1.0))):
         with pytest.raises(jda.CheckpointError, match="gs://bucket/x: not a folder"):
             call("gs://bucket/x")
+
+
+def saved_at(folder, *steps):
+    with jda.Checkpointer(folder) as checkpointer:
+        for step in steps:
+            checkpointer.save(state_of(float(step)), step=step)
+
+
+def test_a_new_branch_raises_before_anything_is_deleted(tmp_path):
+    """Its checkpoints would be older than those of the abandoned one, which restore takes."""
+    saved_at(tmp_path, 5, 10, 15)
+    newer = "there are newer checkpoints, which restore .*: got step 6, and checkpoints of .10, 15."
+    with jda.Checkpointer(tmp_path, every=5, keep=2) as checkpointer:
+        for call in (checkpointer.after_step, lambda i, x: checkpointer.save(x, step=i)):
+            with pytest.raises(jda.CheckpointError, match=f"{newer}.*rollback_to=STEP"):
+                call(6, state_of(6.0))
+    assert jda.checkpoint_steps(tmp_path) == [5, 10, 15]
+    with jda.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(state_of(20.0), step=20)  # in the background: it has no folder yet
+        with pytest.raises(jda.CheckpointError, match=r"got step 16, and checkpoints of \[20\]"):
+            checkpointer.save(state_of(16.0), step=16)
+
+
+def test_rolling_back_deletes_what_is_newer(tmp_path):
+    saved_at(tmp_path, 5, 10, 15)
+    with jda.Checkpointer(tmp_path, every=5, keep=2, rollback_to=5) as checkpointer:
+        assert jda.checkpoint_steps(tmp_path) == [5]  # also if this is killed now
+        saved = [checkpointer.after_step(i, state_of(i + 0.5)) for i in range(6, 11)]
+    assert saved == [False] * 4 + [True] and jda.checkpoint_steps(tmp_path) == [5, 10]
+    assert jda.restore_params(tmp_path)["w"][0, 0] == 10.5
+    with pytest.raises(
+        jda.CheckpointError, match=r"step 7 to roll back to; .* got steps \[5, 10\]"
+    ):
+        jda.Checkpointer(tmp_path, rollback_to=7)
+    with pytest.raises(
+        jda.HyperparameterError, match="rollback_to: not the number of a checkpoint"
+    ):
+        jda.Checkpointer(tmp_path, rollback_to="5")
+    for step in (10, 12):  # nothing is newer; and the folder is free
+        jda.Checkpointer(tmp_path, rollback_to=step).close()
+    jda.Checkpointer(tmp_path / "new", rollback_to=0).close()
+    assert jda.checkpoint_steps(tmp_path) == [5, 10]
+
+
+def test_a_rollback_that_is_interrupted_leaves_whole_checkpoints(tmp_path, monkeypatch):
+    saved_at(tmp_path, 5, 10, 15)
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        jda.Checkpointer(tmp_path, rollback_to=5)
+    monkeypatch.undo()
+    assert jda.checkpoint_steps(tmp_path) == [5, 10]
+    assert jda.restore_params(tmp_path)["w"][0, 0] == 10
+    with jda.Checkpointer(tmp_path, rollback_to=5) as checkpointer:
+        checkpointer.save(state_of(6.0), step=6)
+    assert sorted(x.name for x in tmp_path.iterdir() if x.is_dir()) == ["5", "6"]
 
 
 def test_one_saves_at_a_time(tmp_path):

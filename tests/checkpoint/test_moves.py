@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
+from jdistadam.training.train_state import check_params_follow
 from support.bits import assert_trees_same_bits
 
 BF16 = jnp.bfloat16
@@ -34,6 +36,43 @@ def test_shards_that_are_the_main_params_are_not_rounded(tmp_path, strategy, at_
     restored = jda.restore(tmp_path, jda.TrainState.shapes(params, tx), tx)
     assert_trees_same_bits(restored.params, state.params)
     assert_trees_same_bits(*(jda.to_optax_state(x, tx)[:2] for x in (restored, state)))
+
+
+FLOAT8, OTHER = jnp.float8_e5m2, jnp.float8_e4m3fn
+AT_REST, LAYERS = dict(params_at_rest="shard"), dict(sharding_strategy="optim_grads_params")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "source", "target", "sent", "sent_then"),
+    [
+        (jnp.float32, {}, LAYERS, FLOAT8, FLOAT8),  # whose shards are the main parameters
+        (jnp.float32, LAYERS, AT_REST, FLOAT8, OTHER),
+        (BF16, AT_REST, {}, FLOAT8, FLOAT8),  # what rests was not sent yet
+        (BF16, {}, AT_REST, FLOAT8, FLOAT8),  # and rests without having been
+        (BF16, {}, {}, FLOAT8, OTHER),
+    ],
+    ids=["to shards", "between shards", "from rest", "to rest", "another dtype"],
+)
+def test_params_are_rounded_as_the_target_sends_them(
+    tmp_path, dtype, source, target, sent, sent_then
+):
+    """Not as the optimizer that saved did, of which the main parameters know nothing."""
+    params = {"w": jnp.linspace(0.1, 1, 16384), "b": jnp.linspace(0.2, 0.3, 7)}
+    one, two = (
+        jda.distributed_fused_adamw(
+            1e-2, mesh=mesh_of(2), policy=jda.MixedPrecisionPolicy(param_comm_dtype=comm), **options
+        )
+        for options, comm in ((source, sent), (target, sent_then))
+    )
+    state = jda.TrainState.create(params, one, param_dtypes=dtype)
+    state, _ = jda.train_step(loss_fn, one)(state, jnp.ones(2))
+    jda.save(tmp_path, state, one)
+    restored = jda.restore(tmp_path, jda.TrainState.shapes(params, two, param_dtypes=dtype), two)
+    main, opt_state, extra = jda.to_optax_state(state, one)
+    assert_trees_same_bits(jda.to_optax_state(restored, two)[0], main)
+    converted = jda.from_optax_state(main, opt_state, two, extra, param_dtypes=dtype)
+    assert_trees_same_bits(restored, converted)
+    check_params_follow(restored, two)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, BF16], ids=["float32", "bfloat16"])
@@ -87,6 +126,56 @@ def test_a_tree_without_elements_moves_with_coded_moments():
     state = jda.TrainState.create({"empty": jnp.zeros((2, 0))}, tx)
     moved = jda.from_optax_state(*jda.to_optax_state(state, tx)[:2], tx)
     assert_trees_same_bits(moved.opt_state, state.opt_state)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (2,)], ids=str)
+def test_dropout_depends_on_how_many_devices_share_the_batch(tmp_path, shape):
+    """As the page says: the key comes back, and each device folds its index into it."""
+
+    def loss_of(params, x, *, rng):
+        mask = jax.random.bernoulli(rng, 0.5, x.shape).astype(jnp.float32)
+        return jnp.mean(x * mask) * jnp.sum(params["w"]), mask
+
+    def make(mesh, **options):
+        tx = jda.distributed_fused_adamw(1e-2, mesh=mesh, **options)
+        return tx, jda.train_step(loss_of, tx, has_aux=True)
+
+    one, step = make(mesh_of(4))
+    params, batch = {"w": jnp.ones(4)}, jnp.ones((8, 16))
+    state, _ = step(jda.TrainState.create(params, one, rng=jax.random.key(3)), batch)
+    jda.save(tmp_path, state, one)
+    size, names = int(np.prod(shape)), ("data", "replica")[: len(shape)]
+    mesh = jax.make_mesh(shape, names, devices=DEVICES[:size])
+    two, next_step = make(mesh, replica_axis="replica" if len(shape) > 1 else None)
+    state, metrics = step(state, batch)
+    again = jda.restore(tmp_path, jda.TrainState.shapes(params, two), two)
+    again, found = next_step(again, batch)
+    assert_trees_same_bits(*(jax.device_get(jax.random.key_data(s.rng)) for s in (again, state)))
+    masks = [np.asarray(m["aux"]).reshape(8, 16) for m in (found, metrics)]
+    assert np.array_equal(*masks) == (size == 4)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_an_empty_leaf_that_a_model_axis_cuts_is_read_and_converted(tmp_path, kind):
+    """A program's result of that kind has whole parts on each device, and cannot be read."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (kind,) * 2, devices=DEVICES[:4])
+    specs = {"w": P(None, "model"), "empty": P(None, "model")}
+    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, param_specs=specs)
+    params = {"w": jnp.ones((8, 4)), "empty": jnp.zeros((0, 4))}
+    state, shapes = jda.TrainState.create(params, tx), jda.TrainState.shapes(params, tx)
+    jda.save(tmp_path, state, tx)
+    restored = jda.restore(tmp_path, shapes, tx)
+    assert_trees_same_bits(jax.device_get(restored.params), jax.device_get(params))
+    want = jda.to_optax_state(state, tx)[:2]
+    assert_trees_same_bits(jda.to_optax_state(restored, tx)[:2], want)
+    half = jax.tree.map(lambda x: x.update(dtype=BF16), shapes.params)
+    for like in (shapes.params, half):
+        found = jda.restore_params(tmp_path, like, cast=True)["empty"]
+        assert np.asarray(found).shape == (0, 4) and found.sharding == like["empty"].sharding
+    place = shapes.params["empty"].sharding
+    computed = jax.jit(lambda: jnp.zeros((0, 4)), out_shardings=place)()
+    state = jda.TrainState(state.params | {"empty": computed}, state.opt_state)
+    assert_trees_same_bits(jda.to_optax_state(state, tx)[:2], want)
 
 
 @pytest.mark.parametrize("main", ["float32", "remainder16"])
