@@ -113,7 +113,9 @@ def _hyper_of(label: str, hyper: Hyperparameters, given: Any) -> Hyperparameters
             f"unknown setting {unknown[0]}",
             got=given,
             expected=f"a dict with some of {', '.join(_KEYS)}",
-            action="Remove it.",
+            action="Pass lr_scale, which multiplies learning_rate, in its place."
+            if unknown[0] in ("learning_rate", "lr")
+            else "Remove it.",
         )
     path = f"groups[{label!r}]"
     check_flag(f"{path}['frozen']", given.get("frozen", False))
