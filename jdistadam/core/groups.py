@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jdistadam.core import trees
-from jdistadam.core.arguments import check_flag
+from jdistadam.core.arguments import check_flag, shown
 from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.core.masks import decay_groups, for_each_leaf
 from jdistadam.core.types import Params
@@ -88,7 +88,7 @@ def make_groups(hyper: Hyperparameters, mask: Any, param_labels: Any, groups: An
         raise HyperparameterError(
             "groups",
             "labels and groups belong together",
-            got=f"param_labels={param_labels!r}, groups={groups!r}",
+            got=f"param_labels={shown(param_labels)}, groups={shown(groups)}",
             expected="both, groups as a dict of dicts by label",
             action='Pass e.g. groups={"body": {}, "head": dict(lr_scale=0.1)}.',
         )
