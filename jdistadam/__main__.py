@@ -14,7 +14,6 @@ from jdistadam.errors import JDistAdamError
 from jdistadam.tools import command_line, diagnostics
 
 _BROKEN_PIPE = 141  # what a shell reports of a program that nobody reads from any more
-_AXES = ("replica", "data")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +34,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         return _COMMANDS[args.command](args)
     except JDistAdamError as error:  # what the arguments ask for cannot be
-        _refuse(args, f"{type(error).__name__}: {error}")
+        _refuse(args, f"{type(error).__name__}: {command_line.with_flags(args, str(error))}")
 
 
 def _info(args: argparse.Namespace) -> int:
@@ -91,8 +90,8 @@ def _plan(args: argparse.Namespace) -> int:
     from jdistadam.tools.plan import plan
 
     # Numbers stand for the devices: nothing is placed on them, and JAX starts no backend.
-    numbers = np.arange(args.devices).reshape(_mesh_shape(args, args.devices))
-    tx, params = _optimizer(args, Mesh(numbers, _AXES))
+    shape, axes = _mesh_shape(args, args.devices)
+    tx, params = _optimizer(args, Mesh(np.arange(args.devices).reshape(shape), axes))
     planned = plan(params, tx, accumulate_steps=args.accumulate_steps)
     predicted = _predicted(args, params)
     print(f"{_heading(args, args.devices)}\n\n{tx.config.policy}\n\n{planned}{predicted}")
@@ -148,8 +147,8 @@ def _audit(args: argparse.Namespace) -> int:
     from jdistadam.training.train_step import train_step
 
     devices = _devices(args)
-    shape = _mesh_shape(args, len(devices))
-    tx, params = _optimizer(args, jax.make_mesh(shape, _AXES, devices=devices))
+    shape, axes = _mesh_shape(args, len(devices))
+    tx, params = _optimizer(args, jax.make_mesh(shape, axes, devices=devices))
 
     def loss_fn(params: Any, batch: Any) -> Any:
         terms = [jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in jax.tree.leaves(params)]
@@ -183,11 +182,15 @@ def _devices(args: argparse.Namespace) -> list[Any]:
         _refuse(args, f"JAX finds no device: {type(error).__name__} {error}".rstrip())
 
 
-def _mesh_shape(args: argparse.Namespace, num_devices: int) -> tuple[int, int]:
-    """Returns the number of replicas, and of devices in each."""
+def _mesh_shape(
+    args: argparse.Namespace, num_devices: int
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Returns shape and axes of the mesh: of one axis, unless there are replicas."""
     if num_devices % args.replicas:
         _refuse(args, f"argument --replicas: {args.replicas} does not divide {num_devices} devices")
-    return args.replicas, num_devices // args.replicas
+    if args.replicas == 1:
+        return (num_devices,), ("data",)
+    return (args.replicas, num_devices // args.replicas), ("replica", "data")
 
 
 def _optimizer(args: argparse.Namespace, mesh: Any) -> tuple[Any, Any]:
@@ -207,6 +210,7 @@ def _optimizer(args: argparse.Namespace, mesh: Any) -> tuple[Any, Any]:
         params_at_rest=args.params_at_rest,
         policy=command_line.policy(args),
         max_grad_norm=1.0,
+        stacked=command_line.stacked(args),
     )
     leaves = args.tree.shapes.items()
     return tx, {path: jax.ShapeDtypeStruct(shape, args.param_dtype) for path, shape in leaves}
@@ -214,12 +218,12 @@ def _optimizer(args: argparse.Namespace, mesh: Any) -> tuple[Any, Any]:
 
 def _heading(args: argparse.Namespace, num_devices: int) -> str:
     """Returns what the arguments describe, in lines like those of a policy."""
-    replicas, shards = _mesh_shape(args, num_devices)
-    division = f"{replicas} {'replica' if replicas == 1 else 'replicas'} of {shards}"
+    shape, axes = _mesh_shape(args, num_devices)
+    division = f", as {shape[0]} replicas of {shape[1]}" if "replica" in axes else ""
     lines = {
         "tree": args.tree,
         "param_dtype": args.param_dtype,
-        "devices": f"{num_devices}, as {division}",
+        "devices": f"{num_devices}{division}",
         "sharding_strategy": f"{args.sharding_strategy}, outer {args.outer_sharding_strategy}",
         "params_at_rest": args.params_at_rest,
         "accumulate_steps": args.accumulate_steps,

@@ -258,13 +258,37 @@ def test_plan_begins_with_what_was_planned(small, tmp_path, capsys):
     assert __main__.main(["plan", "--tree", str(tmp_path / "one.json")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("one.json, 1 leaf, 1 parameters")
-    assert lines[2].endswith("8, as 1 replica of 8")
+    assert lines[2] == "devices             8"
 
 
 def test_plan_says_by_which_means(small, capsys):
     assert __main__.main(["plan", *small, "--devices", "8"]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
+    assert said == "communication: xla (grad_reduce_dtype None)"
+    assert __main__.main(["plan", *small, "--devices", "8", "--replicas", "2"]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
     assert said == "communication: xla (a mesh with axes replica, data)"
+
+
+@pytest.mark.parametrize("command", ["plan", "audit"])
+def test_without_replicas_there_is_no_axis_of_them(small, capsys, command):
+    assert __main__.main([command, *small]) == 0
+    assert "replica" not in capsys.readouterr().out
+
+
+def test_plan_of_stacked_layers(monkeypatch, capsys):
+    """What is sent of them is sent once for each layer."""
+    shapes = {"layers/w": (6, 256, 512), "head": (512, 64)}
+    monkeypatch.setitem(bench.TREES, "small", shapes)
+    options = ("--tree", "small", "--sharding-strategy", "optim_grads_params")
+    found = []
+    for more in ((), ("--stacked", "layers")):
+        assert __main__.main(["plan", *options, *more]) == 0
+        rows = [line.split()[:5] for line in capsys.readouterr().out.splitlines()]
+        found.append([row[4] for row in rows if row[:1] == ["all-gather"]])
+    assert [sorted(times) for times in found] == [["1"], ["1", "6"]]
+    err = error_of(capsys, "plan", *options, "--stacked", "blocks")
+    assert "TreeError: --stacked: selects no leaf" in err and "or leave --stacked out" in err
 
 
 def test_plan_of_a_million_devices(small, capsys):
@@ -274,7 +298,7 @@ def test_plan_of_a_million_devices(small, capsys):
 
 def test_plan_raises_as_the_optimizer_does(small, capsys):
     message = error_of(capsys, "plan", *small, "--nu-dtype", "bfloat16")
-    assert "cannot decay at this b2: got bfloat16 with b2=0.999" in message
+    assert "cannot decay at this --b2: got bfloat16 with --b2 0.999" in message
 
 
 @pytest.mark.parametrize("field", sorted(command_line._POLICY))
@@ -314,9 +338,15 @@ def test_every_dtype_that_the_help_names_is_planned(small, capsys, field):
         ("--outer-sharding-strategy x", "argument --outer-sharding-strategy: invalid choice: 'x'"),
         ("--mu-dtype float8_e5m2", "argument --mu-dtype: invalid choice: 'float8_e5m2'"),
         ("--grad-comm-dtype nonsense", "argument --grad-comm-dtype: invalid choice: 'nonsense'"),
-        ("--param-comm-dtype float32", "PolicyError: params['h0.down.b']: param_comm_dtype is wider"),
-        ("--main-grads-dtype bfloat16 --grad-comm-dtype float32", "PolicyError: MixedPrecisionPolicy.main_grads_dtype"),
+        ("--param-comm-dtype float32", "PolicyError: params['h0.down.b']: --param-comm-dtype is wider"),
+        ("--main-grads-dtype bfloat16 --grad-comm-dtype float32", "PolicyError: --main-grads-dtype"),
+        ("--main-grads-dtype bfloat16 --grad-comm-dtype float32", "Set --main-grads-dtype float32, or"),
         ("--sharding-strategy no_shard --outer-sharding-strategy optim", "PolicyError: "),
+        ("--outer-sharding-strategy optim", "over --replicas too: got --sharding-strategy optim, --replicas none,"),
+        ("--nu-dtype bfloat16", "at this --b2: got bfloat16 with --b2 0.999, expected --b2 <= 0.99"),
+        ("--rounding stochastic", "PolicyError: --rounding: has no effect"),
+        ("--bandwidth 1 --link-bandwidth 1", "HyperparameterError: --flops: the time of the model follows from tokens and flops"),
+        ("--bandwidth 1 --link-bandwidth 1", "expected tokens and flops, or --model-ms. Pass --model-ms"),
     ],
 )  # fmt: skip
 def test_plan_says_in_a_line_what_is_wrong(capsys, options, said):
@@ -337,7 +367,10 @@ def test_plan_says_in_a_line_what_is_wrong(capsys, options, said):
         ("null", "got None, expected an object"),
         ('{"w": 3}', "shape of 'w': got 3, expected a list of whole numbers"),
         ('{"w": "3"}', "shape of 'w': got '3', expected"),
-        ('{"w": {"b": [3]}}', "shape of 'w': got {'b': [3]}, expected"),
+        (
+            '{"w": {"b": [3]}}',
+            """shape of 'w': got {'b': [3]}, expected one level, with the paths of leaves: {"w/b": [1024""",
+        ),
         ('{"b": [1], "w": [3, -1]}', "shape of 'w': got [3, -1], expected"),
         ('{"w": [3.0]}', "got [3.0], expected"),
         ('{"w": [true]}', "got [True], expected"),
@@ -363,7 +396,7 @@ def test_empty_leaves_are_planned(tmp_path, capsys):
 def test_audit_with_its_defaults_says_what_cpu_devices_cannot_show(tmp_path):
     code, out, err = run_cli(tmp_path, "audit")
     assert code == 0, err
-    assert out.splitlines()[2] == "devices             4, as 1 replica of 4"
+    assert out.splitlines()[2] == "devices             4"
     assert "CPU backend widens bfloat16 to float32; only an audit for GPUs can check" in out
     assert "as planned in operations and elements, NOT CHECKED in dtypes;" in out
     gathers = [line.split() for line in out.splitlines() if line.startswith("all-gather")]

@@ -12,6 +12,7 @@ from jax.sharding import Sharding
 
 from jdistadam.checkpoint import header, parts, storage
 from jdistadam.checkpoint.array_files import orbax
+from jdistadam.checkpoint.checkpointer import check_step
 from jdistadam.checkpoint.restored import Restored
 from jdistadam.checkpoint.restored_flat import RestoredFlat
 from jdistadam.checkpoint.wanted import Wanted
@@ -156,6 +157,8 @@ def _sharding_of(x: Any) -> Sharding:
 def _reader(folder: str | os.PathLike[str], step: int | None) -> storage.Reader:
     """Finds a checkpoint, and reads its header."""
     orbax()
+    if step is not None:
+        check_step(step)
     found = checkpoint_steps(folder)
     path = storage.local_folder(folder)
     if not found or (step is not None and step not in found):

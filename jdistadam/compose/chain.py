@@ -7,11 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from jdistadam.compose.linearity import example_params, why_not_linear
+from jdistadam.compose.linearity import (
+    example_params,
+    is_elementwise,
+    reads_params,
+    why_not_linear,
+)
 from jdistadam.core import trees
 from jdistadam.core.types import Grads, OptState, Params
+from jdistadam.distributed import model_axes
 from jdistadam.distributed.accumulate import AccumulatedGrads
 from jdistadam.distributed.state import StepResult
 from jdistadam.distributed.transformation import DistributedTransformation
@@ -28,7 +35,9 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
 
     Before a distributed optimizer come unreduced gradients. What stands there must be linear in
     them, so that the order of it and of the sum over devices is irrelevant: ``optax.scale``,
-    ``optax.masked``, schedules of scales, but no clipping and no normalisation. Where the optimizer
+    ``optax.masked``, schedules of scales, but no clipping and no normalisation. Where devices hold
+    shards of the parameters it must not read these: it sees zeros of their unsharded shapes. Where
+    ``gather_params`` has summed gradients into shards it must be elementwise. Where the optimizer
     skips a step, their states stay as they were too. Selecting between the old and the new state
     is one more read and write of it, in steps that can be skipped: nothing for counts, 12 bytes per
     float32 element for a state as large as the parameters.
@@ -41,8 +50,8 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
 
     Raises:
       PolicyError: Something is no transformation; something before a distributed optimizer is not
-        linear; something stands behind a distributed optimizer, or behind one that keeps main
-        parameters (raised by ``init``).
+        linear, or would see shards; something stands behind a distributed optimizer, or behind one
+        that keeps main parameters (raised by ``init``).
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda
@@ -116,7 +125,7 @@ class _DistributedChain:
     last: DistributedTransformation
 
     def init(self, params: Params) -> OptState:
-        self.check_linear(params)
+        self.check_before(self._unsharded(params))
         return tuple(tx.init(params) for tx in (*self.before, self.last))
 
     def local_step(
@@ -128,8 +137,10 @@ class _DistributedChain:
         is_verified: bool = False,
         **extra_args: Any,
     ) -> StepResult:
-        self.check_linear(params)
-        grads, states = self._update_before(grads, state, params, extra_args)
+        unsharded = self._unsharded(params)
+        self.check_before(unsharded)
+        self._check_shards_of(grads, unsharded)
+        grads, states = self._update_before(grads, state, _arrays(unsharded), extra_args)
         result = self.last.local_step(
             grads, state[-1], params, is_verified=is_verified, **extra_args
         )
@@ -145,7 +156,7 @@ class _DistributedChain:
         """The PartitionSpecs of the state: everything before the optimizer is replicated."""
         return (*(jax.sharding.PartitionSpec() for _ in self.before), self.last.state_specs())
 
-    def check_linear(self, params: Params) -> None:
+    def check_before(self, params: Params) -> None:
         """Raises PolicyError where a transformation may not come before a sum over devices."""
         for i, tx in enumerate(self.before):
             if why := why_not_linear(tx, params):
@@ -156,9 +167,33 @@ class _DistributedChain:
                     expected="something linear in the gradients",
                     action="For clipping pass max_grad_norm, for decay weight_decay or l2.",
                 )
+            if self.last.config.parallel.shards_params and reads_params(tx, params):
+                raise self._sees_shards(i, "parameters, and it reads their values")
+
+    def _check_shards_of(self, grads: Grads, unsharded: Params) -> None:
+        """Raises PolicyError where a transformation would mix the elements of one shard alone."""
+        pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(unsharded), strict=False)
+        if isinstance(grads, AccumulatedGrads) or all(jnp.shape(g) == p.shape for g, p in pairs):
+            return
+        for i, tx in enumerate(self.before):
+            if not is_elementwise(tx, unsharded):
+                raise self._sees_shards(i, "summed gradients, and it is not elementwise")
+
+    def _sees_shards(self, i: int, of_what: str) -> PolicyError:
+        parallel = self.last.config.parallel
+        return PolicyError(
+            f"chain, transformation {i}",
+            f"it would see a device's shard of {of_what}",
+            got=f"{parallel.strategy!r} with params_at_rest={parallel.params_at_rest!r}",
+            expected="'optim' or 'optim_grads' with params_at_rest='full'",
+            action="Change the strategy, or leave this transformation out.",
+        )
+
+    def _unsharded(self, params: Params) -> Params:
+        return model_axes.unsharded(self.last.config, self.last.seen, params)
 
     def check_before_params_are_known(self) -> None:
-        """Raises what ``check_linear`` does, if example params are enough to find it.
+        """Raises what ``check_before`` does, if example params are enough to find it.
 
         A transformation may hold functions that only work on the user's params, such as a mask or
         a label for each of their names. They are user code: on example params they raise anything,
@@ -166,7 +201,7 @@ class _DistributedChain:
         about the transformation; ``init`` checks it with the real params.
         """
         try:
-            self.check_linear(example_params())
+            self.check_before(example_params())
         except PolicyError:
             raise
         except Exception:
@@ -245,6 +280,15 @@ def _check_state(before: Sequence[optax.GradientTransformation], state: Any) -> 
             expected=f"{len(before) + 1} parts",
             action="Pass opt_state as init, update or step returned it.",
         )
+
+
+def _arrays(params: Params) -> Params:
+    """Params, or zeros in the place of shapes, whose values nothing reads."""
+
+    def array(x: Any) -> Any:
+        return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+
+    return jax.tree.map(array, params)
 
 
 def _misplaced(i: int, why: str) -> PolicyError:

@@ -23,6 +23,11 @@ _LINEAR = frozenset(
 )
 # Operations that are linear in any one of their operands.
 _BILINEAR = frozenset("mul dot_general conv_general_dilated".split())
+# Those of them whose results depend, element by element, on their operands.
+_ELEMENTWISE = frozenset(
+    "add add_any sub neg convert_element_type select_n copy copy_p real imag complex conj"
+    " reduce_precision optimization_barrier sharding_constraint mul div".split()
+)
 # Calls whose inner program has the operands and results of the call, in order.
 _CALLS = frozenset("pjit jit closed_call remat checkpoint".split())
 
@@ -33,6 +38,7 @@ class Kind(enum.Enum):
     ZERO = enum.auto()
     FREE = enum.auto()  # not at all
     LINEAR = enum.auto()
+    MIXED = enum.auto()  # linear, and an element may depend on other elements
     OTHER = enum.auto()  # in another way, or in one that is not known here
 
 
@@ -52,6 +58,36 @@ def why_not_linear(tx: optax.GradientTransformation, params: Params) -> str | No
       >>> why_not_linear(optax.clip_by_global_norm(1.0), params)
       'it is not linear in the gradients'
     """
+    updates, state = _kinds(tx, params, of_grads=Kind.LINEAR, of_params=Kind.FREE)
+    if any(kind not in (Kind.ZERO, Kind.FREE) for kind in state):
+        return "its state depends on the gradients"
+    if any(kind in (Kind.FREE, Kind.OTHER) for kind in updates):
+        return "it is not linear in the gradients"
+    return None
+
+
+def reads_params(tx: optax.GradientTransformation, params: Params) -> bool:
+    """Returns whether the values of params, not their shapes, reach what ``tx.update`` returns."""
+    updates, state = _kinds(tx, params, of_grads=Kind.FREE, of_params=Kind.OTHER)
+    return Kind.OTHER in (*updates, *state)
+
+
+def is_elementwise(tx: optax.GradientTransformation, params: Params) -> bool:
+    """Returns whether elements of linear ``tx.update(grads)`` depend on those of grads one by one.
+
+    Example:
+      >>> params = {"w": jnp.ones((3, 2))}
+      >>> is_elementwise(optax.scale(0.5), params), is_elementwise(optax.centralize(), params)
+      (True, False)
+    """
+    updates, _ = _kinds(tx, params, of_grads=Kind.LINEAR, of_params=Kind.FREE)
+    return Kind.MIXED not in updates
+
+
+def _kinds(
+    tx: optax.GradientTransformation, params: Params, *, of_grads: Kind, of_params: Kind
+) -> tuple[list[Kind], list[Kind]]:
+    """The kinds of what ``tx.update`` returns, from those of gradients and params."""
     tx = optax.with_extra_args_support(tx)
     state = jax.eval_shape(tx.init, params)
 
@@ -59,15 +95,10 @@ def why_not_linear(tx: optax.GradientTransformation, params: Params) -> str | No
         return tx.update(grads, state, params)
 
     jaxpr, (updates, _) = jax.make_jaxpr(update, return_shape=True)(params, state, params)
-    num_grads = len(jax.tree.leaves(params))
-    num_others = len(jaxpr.jaxpr.invars) - num_grads
-    kinds = follow(jaxpr, [Kind.LINEAR] * num_grads + [Kind.FREE] * num_others)
+    like = [(params, of_grads), (state, Kind.FREE), (params, of_params)]
+    kinds = follow(jaxpr, [kind for tree, kind in like for _ in jax.tree.leaves(tree)])
     num_updates = len(jax.tree.leaves(updates))
-    if any(kind in (Kind.LINEAR, Kind.OTHER) for kind in kinds[num_updates:]):
-        return "its state depends on the gradients"
-    if any(kind in (Kind.FREE, Kind.OTHER) for kind in kinds[:num_updates]):
-        return "it is not linear in the gradients"
-    return None
+    return kinds[:num_updates], kinds[num_updates:]
 
 
 def follow(closed: ClosedJaxpr, arguments: Sequence[Kind]) -> list[Kind]:
@@ -92,7 +123,12 @@ def follow(closed: ClosedJaxpr, arguments: Sequence[Kind]) -> list[Kind]:
         if eqn.primitive.name in _CALLS and isinstance(inner, ClosedJaxpr):
             outputs = follow(inner, inputs)
         else:
-            outputs = [_kind_of_result(eqn, inputs)] * len(eqn.outvars)
+            linear = [Kind.LINEAR if kind is Kind.MIXED else kind for kind in inputs]
+            kind = _kind_of_result(eqn, linear)
+            if kind is Kind.LINEAR:
+                moves = eqn.primitive.name not in _ELEMENTWISE
+                kind = Kind.MIXED if moves or Kind.MIXED in inputs else kind
+            outputs = [kind] * len(eqn.outvars)
         kinds.update(zip(eqn.outvars, outputs, strict=True))
     return [kind_of(var) for var in jaxpr.outvars]
 

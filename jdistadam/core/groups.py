@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jdistadam.core import trees
-from jdistadam.core.arguments import check_flag
+from jdistadam.core.arguments import check_flag, shown
 from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.core.masks import decay_groups, for_each_leaf
 from jdistadam.core.types import Params
@@ -88,7 +88,7 @@ def make_groups(hyper: Hyperparameters, mask: Any, param_labels: Any, groups: An
         raise HyperparameterError(
             "groups",
             "labels and groups belong together",
-            got=f"param_labels={param_labels!r}, groups={groups!r}",
+            got=f"param_labels={shown(param_labels)}, groups={shown(groups)}",
             expected="both, groups as a dict of dicts by label",
             action='Pass e.g. groups={"body": {}, "head": dict(lr_scale=0.1)}.',
         )
@@ -113,7 +113,9 @@ def _hyper_of(label: str, hyper: Hyperparameters, given: Any) -> Hyperparameters
             f"unknown setting {unknown[0]}",
             got=given,
             expected=f"a dict with some of {', '.join(_KEYS)}",
-            action="Remove it.",
+            action="Pass lr_scale, which multiplies learning_rate, in its place."
+            if unknown[0] in ("learning_rate", "lr")
+            else "Remove it.",
         )
     path = f"groups[{label!r}]"
     check_flag(f"{path}['frozen']", given.get("frozen", False))

@@ -64,11 +64,14 @@ def for_each_leaf(
     try:
         full = jax.tree.map(spread, given, params, is_leaf=is_leaf)
     except (ValueError, TypeError):
+        where, got, expected_node = trees.first_difference(
+            given, params, is_prefix=True, is_leaf=is_leaf
+        )
         raise TreeError(
-            name,
+            f"{name}{where}",
             "structure differs from params",
-            got=jax.tree.structure(given),
-            expected=jax.tree.structure(params),
+            got=got,
+            expected=expected_node,
             action=f"Give each leaf of params, or each subtree, {expected}.",
         ) from None
     values = [leaf.value for leaf in jax.tree.leaves(full)]

@@ -47,13 +47,71 @@ def check_same_structure(tree: Any, like: Any, *, name: str, like_name: str) -> 
             expected=f"the {len(like_paths)} leaves of {like_name}",
             action=f"Pass {name} with the tree structure of {like_name}.",
         )
+    where, has, wanted = first_difference(tree, like)
     raise TreeError(
-        name,
+        f"{name}{where}",
         f"tree structure differs from {like_name}",
-        got=got,
-        expected=expected,
+        got=has,
+        expected=wanted,
         action=f"Build {name} with the same containers as {like_name}.",
     )
+
+
+def first_difference(
+    tree: Any, like: Any, *, is_prefix: bool = False, is_leaf: Any = None
+) -> tuple[str, str, str]:
+    """Returns the path of the first node that differs between two trees, and both nodes as text.
+
+    Args:
+      tree: A tree.
+      like: Another one, of another structure.
+      is_prefix: Whether a leaf of ``tree`` may stand for a subtree.
+      is_leaf: What counts as a leaf of ``tree`` although it is a container.
+
+    Example:
+      >>> first_difference({"a": (1, [2])}, {"a": (1, (2,))})
+      ("['a'][1]", 'PyTreeDef([*])', 'PyTreeDef((*,))')
+    """
+
+    def at(path: str, x: Any, y: Any) -> tuple[str, Any, Any] | None:
+        if is_prefix and jax.tree.structure(x, is_leaf=is_leaf) == _LEAF:
+            return None
+        if _node(x) != _node(y):
+            return path, x, y
+        parts = zip(_parts(x), _parts(y), strict=True)
+        found = (at(path + key, child, other) for (key, child), (_, other) in parts)
+        return next((difference for difference in found if difference is not None), None)
+
+    path, *nodes = at("", tree, like) or ("", tree, like)
+    return path, *_short(*(str(jax.tree.structure(node)) for node in nodes))
+
+
+_LEAF: Any = jax.tree.structure(0)
+_SHORT = 120  # characters
+
+
+def _node(x: Any) -> Any:
+    """The structure of a tree down to its children."""
+    return jax.tree.structure(x, is_leaf=lambda child: child is not x)
+
+
+def _parts(x: Any) -> list[tuple[str, Any]]:
+    """The children of a node with what they add to its path; none of a leaf."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda child: child is not x)
+    return [(jax.tree_util.keystr(path), child) for path, child in flat if path]
+
+
+def _short(text: str, other: str) -> tuple[str, str]:
+    """Two texts that differ, each at most so long, from shortly before where they differ."""
+    pairs = enumerate(zip(text, other, strict=False))
+    common = next((i for i, (x, y) in pairs if x != y), min(len(text), len(other)))
+    begin = common - _SHORT // 4 if common > _SHORT // 2 else 0
+
+    def short(text: str) -> str:
+        before, after = begin > 0, len(text) > begin + _SHORT
+        return before * "..." + text[begin : begin + _SHORT] + after * "..."
+
+    return short(text), short(other)
 
 
 def check_same_shapes(tree: Any, like: Any, *, name: str, like_name: str) -> None:

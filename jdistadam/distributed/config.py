@@ -122,10 +122,12 @@ class DistributedConfig:
 
     def layout(self, whole: Params) -> Layout:
         """Returns where every element of the state belongs, for a tree of unsharded params."""
-        rows = self.groups.row_of_leaves(whole)
         specs = param_specs.tensor_specs(self.given_param_specs, whole)
         paths = trees.paths(whole, "params")
-        orders = leaf_orders(self.formats, whole) or (None,) * len(paths)
+        # Functions of params decide by the sizes that one device alone would have.
+        seen = param_specs.global_shapes(self.parallel, whole, specs)
+        rows = self.groups.row_of_leaves(seen)
+        orders = leaf_orders(self.formats, seen) or (None,) * len(paths)
         leaves = [
             Leaf(
                 path=path,

@@ -201,6 +201,18 @@ def gather_at_rest(config: DistributedConfig, seen: SeenParams, held: Params) ->
     return _manual(config, local, (held,), (specs,), specs)
 
 
+def unsharded(config: DistributedConfig, seen: SeenParams, params: Params) -> Any:
+    """Shapes that params have in this region where devices hold all of them; outside, params."""
+    if not config.parallel.shards_params or varying.unbound(config.parallel.shard_axes):
+        return params
+    held = on_a_device(config, params)
+    shapes = seen.schedule(held, may_be_widened=False).layout.shapes()
+    treedef: Any = jax.tree.structure(params)
+    return param_specs.global_shapes(
+        config.parallel, treedef.unflatten(shapes), _specs_left_to_xla(config, params)
+    )
+
+
 def check_own_region(config: DistributedConfig, seen: SeenParams, params: Params) -> None:
     """Raises PolicyError where shards of params in a user's own region are in another order."""
     if not axes_left_to_xla(config.parallel) or not config.parallel.shards_params:
@@ -267,10 +279,15 @@ def _manual(
 
 def on_a_device(config: DistributedConfig, params: Params) -> Any:
     """Shapes on one device of params, or of their shards, as they are in this region."""
+    specs = _specs_left_to_xla(config, params)
+    return param_specs.shapes_on_a_device(config.parallel, params, specs)
+
+
+def _specs_left_to_xla(config: DistributedConfig, params: Params) -> list[P]:
+    """The PartitionSpec of every leaf over the axes that this region leaves to XLA."""
     axes = axes_left_to_xla(config.parallel)
     specs = jax.tree.leaves(config.tensor_specs(params))
-    left = [param_specs.over_axes(spec, axes) for spec in specs]
-    return param_specs.shapes_on_a_device(config.parallel, params, left)
+    return [param_specs.over_axes(spec, axes) for spec in specs]
 
 
 def _specs_of(config: DistributedConfig, seen: SeenParams, grads: Grads, params: Params) -> Any:

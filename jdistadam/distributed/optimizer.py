@@ -80,7 +80,8 @@ def distributed_fused_adamw(
       eps: Added outside the square root.
       eps_root: Added inside the square root.
       weight_decay: Decoupled weight decay, or a schedule.
-      mask: Where weight decay applies.
+      mask: Where weight decay applies. A function of params sees the shapes that they have before
+        anything is sharded, and so does one for ``param_labels`` or ``formats``.
       nesterov: Whether to use Nesterov momentum.
       mesh: The mesh, e.g. ``jax.make_mesh((8,), ("data",))``.
       shard_axis: The axis of the mesh, or a tuple of axes, the outermost first, over which state

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -75,6 +76,23 @@ def shapes_on_a_device(parallel: DataParallel, params: Params, specs: Iterable[P
         for path, x, spec in zip(paths, jax.tree.leaves(params), specs, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
+def global_shapes(parallel: DataParallel, local: Params, specs: Iterable[P]) -> Any:
+    """Returns the shapes of which a device has these: the inverse of ``shapes_on_a_device``."""
+    specs = list(specs)
+    if not any(map(axes_of, specs)):
+        return local
+
+    def whole(shape: Sequence[int], spec: P) -> tuple[int, ...]:
+        parts = [parallel.size(names_of(entry)) for entry in spec]
+        return tuple(n * k for n, k in itertools.zip_longest(shape, parts, fillvalue=1))
+
+    leaves = [
+        jax.ShapeDtypeStruct(whole(x.shape, spec), x.dtype)
+        for x, spec in zip(jax.tree.leaves(local), specs, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(local), leaves)
 
 
 def with_data_axes(layout: Layout, parallel: DataParallel, specs: list[P]) -> list[P]:

@@ -27,7 +27,7 @@ from jdistadam.distributed.seen_params import SeenParams
 from jdistadam.distributed.state import DistributedState, StepResult, find_state
 from jdistadam.distributed.step import init_local
 from jdistadam.drop_in.transformation import FusedTransformation
-from jdistadam.errors import MeshError
+from jdistadam.errors import PolicyError
 
 
 class DistributedTransformation(FusedTransformation):
@@ -259,9 +259,9 @@ class DistributedTransformation(FusedTransformation):
 
 
 def check_distributed(tx: Any) -> None:
-    """Raises MeshError unless ``tx`` is a distributed optimizer."""
+    """Raises PolicyError unless ``tx`` is a distributed optimizer."""
     if not isinstance(tx, DistributedTransformation):
-        raise MeshError(
+        raise PolicyError(
             "tx",
             "not a distributed optimizer",
             got=type(tx).__name__,

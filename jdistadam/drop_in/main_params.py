@@ -67,18 +67,19 @@ def main_leaves(kind: MainParams, main_params: Any, params: Params) -> list[Any]
     try:
         mains = treedef.flatten_up_to(main_params)
     except (ValueError, TypeError):
-        raise _differs(main_params, treedef) from None
+        raise _differs(main_params, params) from None
     names = trees.paths(params, "opt_state.main_params")
     for name, main, param in zip(names, mains, jax.tree.leaves(params), strict=True):
         _check_main(name, kind, main, param)
     return [None if isinstance(main, optax.MaskedNode) else main for main in mains]
 
 
-def _differs(main_params: Any, expected: Any) -> TreeError:
+def _differs(main_params: Any, params: Params) -> TreeError:
+    where, expected, got = trees.first_difference(params, main_params, is_prefix=True)
     return TreeError(
-        "opt_state.main_params",
+        f"opt_state.main_params{where}",
         "tree structure differs from params",
-        got=jax.tree.structure(main_params),
+        got=got,
         expected=expected,
         action="Make the state with init(params) of this optimizer.",
     )
@@ -159,7 +160,7 @@ def _joined(params: Params, state: MainParamsState) -> Params:
     try:
         parts = treedef.flatten_up_to(params)
     except (ValueError, TypeError):
-        raise _differs(state.main_params, jax.tree.structure(params)) from None
+        raise _differs(state.main_params, params) from None
     is_stepped = [not isinstance(x, optax.MaskedNode) for x in moments]
     pairs = list(zip(parts, is_stepped, strict=True))
     own = treedef.unflatten(x if stepped else optax.MaskedNode() for x, stepped in pairs)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import numpy as np
 import optax
 
 from jdistadam.core import trees
+from jdistadam.core.arguments import shown
 from jdistadam.core.dtypes import float_dtype
 from jdistadam.core.formats import leaf_orders
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
@@ -22,8 +24,33 @@ from jdistadam.drop_in import optax_fallback
 from jdistadam.drop_in.new_state import in_order, new_state, state_in_order
 from jdistadam.drop_in.step import tree_step
 from jdistadam.drop_in.transformation import FusedTransformation
+from jdistadam.errors import PolicyError
+
+_Given = ParamSpec("_Given")
 
 
+def _naming_groups(
+    make: Callable[_Given, FusedTransformation],
+) -> Callable[_Given, FusedTransformation]:
+    """Has an optimizer say of groups, as distributed ones take them, what to do in their place."""
+
+    @functools.wraps(make)
+    def made(*args: _Given.args, **kwargs: _Given.kwargs) -> FusedTransformation:
+        if found := [name for name in ("param_labels", "groups") if name in kwargs]:
+            raise PolicyError(
+                f"{make.__name__}, {found[0]}",
+                "groups are arguments of distributed optimizers alone",
+                got=shown(kwargs[found[0]]),
+                expected="one set of hyperparameters for all parameters, and mask for weight decay",
+                action=f"Use distributed_{make.__name__}, over one device if need be, or "
+                "optax.multi_transform around several of these.",
+            )
+        return make(*args, **kwargs)
+
+    return made
+
+
+@_naming_groups
 def fused_adamw(
     learning_rate: ScalarOrSchedule,
     b1: Any = 0.9,
@@ -196,6 +223,7 @@ def fused_adamw(
     )
 
 
+@_naming_groups
 def fused_adam(
     learning_rate: ScalarOrSchedule,
     b1: Any = 0.9,

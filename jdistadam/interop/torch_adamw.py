@@ -47,10 +47,10 @@ def from_torch(
       state_dict: ``optimizer.state_dict()``, with tensors or numpy arrays.
       params: ``model.state_dict()``, or another dictionary of parameters by name; it may hold more
         than the optimizer got, such as buffers.
-      names: The names of the parameters in the order in which the optimizer got them, or a
-        dictionary of them by index. None: the dictionary has them, as that of an optimizer made
-        with ``model.named_parameters()``, or of ``get_optimizer_state_dict`` of torch's
-        distributed checkpoints.
+      names: The names of the parameters in the order of ``optimizer.param_groups``, which need not
+        be that of the model, or a dictionary of them by index. None: the dictionary has them, as
+        that of an optimizer made with ``model.named_parameters()``, or of
+        ``get_optimizer_state_dict`` of torch's distributed checkpoints.
 
     Raises:
       TreeError, ShapeError, DtypeError: It is no such state, or the names do not fit it.

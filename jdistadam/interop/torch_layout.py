@@ -109,7 +109,8 @@ def _name_of(
             "missing: the dictionary has parameters by index alone",
             got=None,
             expected=f"{len(keys)} names in the order in which the optimizer got its parameters",
-            action="Pass names=[name for name, _ in model.named_parameters()].",
+            action="Pass the name of each parameter in optimizer.param_groups, in their order, "
+            "found by identity: {id(x): name for name, x in model.named_parameters()}.",
         )
     else:
         items = names.items() if isinstance(names, Mapping) else enumerate(names)

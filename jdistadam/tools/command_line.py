@@ -6,8 +6,9 @@ import argparse
 import json
 import math
 import pathlib
+import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jdistadam
@@ -92,6 +93,11 @@ def make_parser() -> Parser:
         "--devices", type=_count, metavar="N", default=8, help="how many; none need exist"
     )
     _add_optimizer_arguments(plan)
+    plan.add_argument(
+        "--stacked",
+        metavar="TEXT",
+        help="a part of the paths of leaves whose first dimension is scanned layers",
+    )
     _add_scaling_arguments(plan)
     audit = command(
         "audit", "compile a step for the devices here, and compare what it sends with the plan"
@@ -105,6 +111,31 @@ def policy(args: argparse.Namespace) -> MixedPrecisionPolicy:
     given: dict[str, Any] = {name: getattr(args, name) for name in _POLICY}
     given = {k: None if v == "none" else v for k, v in given.items()}
     return MixedPrecisionPolicy(**given, rounding=args.rounding)
+
+
+def stacked(args: argparse.Namespace) -> Callable[[str], bool] | None:
+    """Returns which leaves are scanned layers, by a part of their paths; None for none."""
+    part: str | None = getattr(args, "stacked", None)
+    return None if part is None else lambda path: part in path
+
+
+def with_flags(args: argparse.Namespace, message: str) -> str:
+    """Returns a message about arguments of Python in those of the command."""
+    flags = {name: f"--{name.replace('_', '-')}" for name in vars(args)}
+    flags |= {"replica_axis": "--replicas", "model_seconds": "--model-ms"}
+    # Names that are words too are replaced where what stands around them shows that they are names.
+    names, value = "|".join(flags), r"=(?:jnp\.)?(['\"]?)([\w.]+)\2"
+    pattern = rf"(?<![-\w])(?:MixedPrecisionPolicy\.)?({names})(?!\w)(?:{value})?"
+
+    def flag(found: re.Match[str]) -> str:
+        name, _, given = found.groups()
+        if given is not None:
+            return f"{flags[name]} {'none' if given == 'None' else given}"
+        before = message[: found.start()]
+        is_name = "_" in name or name == "b2" or not before or before.endswith(("eave ", "Pass "))
+        return flags[name] if is_name else found[0]
+
+    return re.sub(pattern, flag, message)
 
 
 def shapes_a_prediction(args: argparse.Namespace) -> bool:
@@ -142,7 +173,7 @@ def _add_optimizer_arguments(parser: Parser) -> None:
         type=_count,
         metavar="N",
         default=1,
-        help="into how many the devices are divided",
+        help="into how many the devices are divided; 1: no axis of replicas",
     )
     add(
         "--sharding-strategy",
@@ -271,8 +302,19 @@ def _tree(text: str) -> Tree:
     _check(text, isinstance(shapes, dict) and shapes, shapes, 'an object like {"w": [1024, 64]}')
     for path, shape in shapes.items():
         expected = "a list of whole numbers, with fewer than 2**63 elements"
+        if isinstance(shape, dict):
+            leaf = _flat_path(path, shape)
+            expected = f"one level, with the paths of leaves: {{{leaf}: [1024, 64]}}"
         _check(f"{text}: shape of {path!r}", _is_shape(shape), shape, expected)
     return Tree(text, {path: tuple(shape) for path, shape in shapes.items()})
+
+
+def _flat_path(path: str, tree: Any) -> str:
+    """The path of the first leaf of a nested tree, in JSON."""
+    while isinstance(tree, dict) and tree:
+        key, tree = next(iter(tree.items()))
+        path = f"{path}/{key}"
+    return json.dumps(path)
 
 
 def _is_shape(value: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdistadam.core import boxes
+from jdistadam.core import boxes, trees
 from jdistadam.core.types import OptState
 from jdistadam.drop_in.main_params import MainParamsState
 from jdistadam.errors import TreeError
@@ -34,11 +34,13 @@ def like_template(opt_state: OptState, template: Any) -> OptState:
         expected: Any = jax.tree.structure(template)
         return expected.unflatten(jax.tree.leaves(parts[0][1]))
     if len(parts) != 1:
+        both = boxes.unboxed((opt_state, template))
+        where, got, expected_node = trees.first_difference(*both)
         raise TreeError(
-            "opt_state",
+            f"opt_state{where}",
             "not the state of optax's optimizer with these hyperparameters",
-            got=jax.tree.structure(opt_state),
-            expected=jax.tree.structure(template),
+            got=got,
+            expected=expected_node,
             action="Use the same schedules and mask on both sides.",
         )
     main = isinstance(opt_state, MainParamsState)

@@ -207,6 +207,10 @@ def test_folders_of_something_else(saved, tmp_path):
     _, tx, _ = saved
     with pytest.raises(jda.CheckpointError, match="no checkpoint: got none"):
         jda.restore(tmp_path / "nowhere", shapes_of(tx), tx)
+    with pytest.raises(
+        jda.HyperparameterError, match="step: not the number of a checkpoint: got '3'"
+    ):
+        jda.restore(saved[0], shapes_of(tx), tx, step="3")
     with pytest.raises(jda.CheckpointError, match=r"no checkpoint of step 5: got steps \[3\]"):
         jda.restore(saved[0], shapes_of(tx), tx, step=5)
     import orbax.checkpoint as ocp
@@ -236,7 +240,7 @@ def test_templates_of_something_else(saved):
         (of(shapes.params, no_main), no_main, jda.DtypeError, r"main_params\['a'\]: a cast for params\['a'\]"),
         ({"params": 1}, None, jda.TreeError, "state: has no params and opt_state"),
         ({"params": {}, "opt_state": optax.sgd(0.1).init({})}, None, jda.TreeError, "not the state of one Adam"),
-        (shapes, None, jda.MeshError, "tx: not a distributed optimizer"),
+        (shapes, None, jda.PolicyError, "tx: not a distributed optimizer"),
         (dataclasses.replace(shapes, rng=jax.random.key(0)), tx, jda.TreeError, "rng: missing in the file"),
     ]  # fmt: skip
     for template, optimizer, error, message in cases:
@@ -261,7 +265,7 @@ def test_states_that_cannot_be_saved(saved, tmp_path):
         jda.save(tmp_path, dataclasses.replace(state, model_state={"x": "text"}), tx)
     with pytest.raises(jda.DtypeError, match=r"model_state\['x'\]: would lose bits"):
         jda.save(tmp_path, dataclasses.replace(state, model_state={"x": np.ones(2)}), tx)
-    with pytest.raises(jda.MeshError, match="tx: not a distributed optimizer"):
+    with pytest.raises(jda.PolicyError, match="tx: not a distributed optimizer"):
         jda.save(tmp_path, state)
     with pytest.raises(jda.TreeError, match="state: traced, so that it holds no values to save"):
         jax.jit(lambda state: jda.save(tmp_path, state, tx))(state)

@@ -114,6 +114,56 @@ def test_distributed_chain_trains_exports_and_returns(cpu_mesh, accumulate_steps
     assert_trees_same_bits(jda.from_optax_state(main, opt_state, chained, extra), states[0])
 
 
+def scaled(factor):
+    """Multiplies each gradient by a number that is computed from its parameter."""
+
+    def update(grads, state, params):
+        return jax.tree.map(lambda g, p: g * factor(p), grads, params), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def by_sum(p):
+    return jnp.where(jnp.sum(p) > 0, 2.0, 0.5)
+
+
+def by_size(p):
+    return 2.0 if p.size > 10_000 else 1.0
+
+
+UNSHARDED = [dict(sharding_strategy="optim_grads"), dict(sharding_strategy="optim")]
+SHARDED = [dict(sharding_strategy="optim_grads_params"), dict(params_at_rest="shard")]
+
+
+def after_a_step(mesh, *transformations, **kwargs):
+    tx = jda.chain(*transformations, make_tx(mesh, average_grads=False, **kwargs))
+    state, batch = jda.TrainState.create(random_params(), tx), exact_batch(np.random.default_rng(6))
+    state, _ = jda.train_step(linear_loss, tx)(state, batch)
+    return jda.to_optax_state(state, tx)[:2]
+
+
+def test_what_reads_params_sees_all_of_them_or_raises(cpu_mesh):
+    """The first strategies as one device does; those that shard params when the chain is made."""
+    want = after_a_step(cpu_mesh(1), scaled(by_sum))
+    for kwargs in UNSHARDED:
+        assert_trees_same_bits(after_a_step(cpu_mesh(8), scaled(by_sum), **kwargs), want)
+    late = optax.masked(scaled(by_sum), {name: name == "rows" for name in random_params()})
+    message = r"chain, transformation 1: it would see a device's shard of parameters, and it reads"
+    for kwargs in SHARDED:
+        with pytest.raises(jda.PolicyError, match=message):
+            jda.chain(optax.scale(0.5), scaled(by_sum), make_tx(cpu_mesh(8), **kwargs))
+        tx = jda.chain(optax.scale(0.5), late, make_tx(cpu_mesh(8), **kwargs))
+        with pytest.raises(jda.PolicyError, match=message):
+            jda.TrainState.create(random_params(), tx)
+
+
+@pytest.mark.parametrize("kwargs", SHARDED)
+def test_what_looks_at_shapes_of_params_sees_unsharded_ones(cpu_mesh, kwargs):
+    mixed = optax.masked(scaled(by_size), {name: name != "scalar" for name in random_params()})
+    got, want = (after_a_step(cpu_mesh(n), mixed, **kwargs) for n in (8, 1))
+    assert_trees_same_bits(got, want)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_every_piece_of_a_distributed_chain_agrees(cpu_mesh, check_vma):
     """update, step, grad_norm and the state's norm, for gradients and for accumulated ones."""

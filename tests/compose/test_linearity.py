@@ -90,5 +90,5 @@ def test_optax_wrappers_around_a_distributed_optimizer_raise(cpu_mesh, name):
         lambda: jda.train_step(lambda params, batch: 0.0, wrapped),
         lambda: jda.plan(random_params(), wrapped),
     ):
-        with pytest.raises(jda.MeshError, match=message):
+        with pytest.raises(jda.PolicyError, match=message):
             entry()

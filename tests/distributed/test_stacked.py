@@ -141,6 +141,24 @@ def test_what_stands_before_an_optimizer_sees_whole_gradients_of_layers():
     assert_same_trees(*results, "chain")
 
 
+def test_what_stands_before_an_optimizer_mixes_no_elements_of_shards_of_layers():
+    """Where gradients of layers are shards of their sum: elementwise, or it raises."""
+    tx = make_tx(make_mesh(**FLAT), sharding_strategy="optim_grads_params", stacked=is_stacked)
+    loss = scanned_products(functools.partial(jda.gather_params, tx=tx))
+    batch = jax.tree.map(lambda x: np.ones((16, *x.shape), np.float32), make_params())
+
+    def trace(before, **kwargs):
+        chained = jda.chain(before, tx)
+        state = jda.TrainState.create(make_params(), chained)
+        return jax.eval_shape(jda.train_step(loss, chained, **kwargs), state, batch)
+
+    trace(optax.masked(optax.scale(0.5), lambda params: jax.tree.map(lambda x: True, params)))
+    with pytest.raises(
+        jda.PolicyError, match=r"transformation 0: .*summed gradients, and it is not"
+    ):
+        trace(optax.centralize())
+
+
 def test_whole_params_are_not_cut_across_layers():
     """As many layers as devices: their state is sharded within a layer all the same."""
     params = {"layers": jax.ShapeDtypeStruct((8, 64, 513), jnp.float32)}

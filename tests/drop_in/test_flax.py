@@ -202,3 +202,23 @@ def test_codes_in_boxes_of_nnx_are_placed_as_their_parameter():
             specs = nnx.get_partition_spec(nnx.state(optimizer))["opt_state"][0]["mu"]["kernel"]
             assert specs["scales"].get_value() == P("model")
             nnx.jit(lambda m, o, g: o.update(m, g))(model, optimizer, grads)
+
+
+def test_trees_of_nnx_in_a_step_say_which_variable_differs():
+    """The state of nnx.Optimizer has Variables of its own; the message stays short in any model."""
+    model = nnx.List([nnx.Linear(2, 2, rngs=nnx.Rngs(0)) for _ in range(40)])
+    optimizer = nnx.Optimizer(model, jda.fused_adamw(1e-2), wrt=nnx.Param)
+    params = nnx.state(model, nnx.Param)
+    message = r"^opt_state\[0\]\.mu\[0\]\['bias'\]: tree .*got .*OptVariable.*expected .*Param"
+    with pytest.raises(jda.TreeError, match=message) as caught:
+        optimizer.tx.step(params, optimizer.opt_state, params)
+    assert len(str(caught.value)) < 500
+    given = map(nnx.as_pure, (params, optimizer.opt_state, params))
+    assert jax.tree.structure(optimizer.tx.step(*given)[0]) == jax.tree.structure(
+        nnx.as_pure(params)
+    )
+    with pytest.raises(
+        jda.TreeError, match=r"^mask: structure differs from params: got "
+    ) as caught:
+        jda.fused_adamw(1e-2, mask=[True] * 39).init(params)
+    assert len(str(caught.value)) < 500

@@ -407,7 +407,7 @@ def test_the_command_takes_a_measured_time_of_the_model(small, capsys):
         (("--bandwidth", "4000"), "argument --link-bandwidth: not given"),
         (("--bandwidth", "-3"), "argument --bandwidth: got '-3', expected a number above 0"),
         (("--bandwidth", "fast"), "argument --bandwidth: got 'fast'"),
-        (PREDICTION, "expected tokens and flops, or model_seconds"),
+        (PREDICTION, "expected tokens and flops, or --model-ms"),
         ((*PREDICTION, "--model-ms", "3", "--replicas", "2"), "expected --devices-per-replica"),
     ],
 )

@@ -409,7 +409,7 @@ def test_what_a_loss_may_not_return(cpu_mesh):
         lambda: jda.train_step(good, jda.fused_adamw(1e-3)),
     ):
         with pytest.raises(
-            jda.MeshError, match="tx: not a distributed optimizer: got FusedTransformation"
+            jda.PolicyError, match="tx: not a distributed optimizer: got FusedTransformation"
         ):
             function()
     for bad in (0, -1, 1.5, True, "2"):
