@@ -1,4 +1,4 @@
-"""Eight CPU devices for every test, and a GPU where there is one."""
+"""Eight CPU devices for every test, and the GPUs that jax sees."""
 
 import glob
 import inspect
@@ -9,18 +9,20 @@ import pathlib
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 ).strip()
-HAS_NVIDIA_DEVICE = bool(glob.glob("/dev/nvidia[0-9]*"))
-if not HAS_NVIDIA_DEVICE:
+if not glob.glob("/dev/nvidia[0-9]*"):  # so that jax looks for no other accelerator
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
+import jax
+import numpy as np
+import pytest
+
+pytest.register_assert_rewrite("support")  # its assertions say what they compared, too
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
+from support import gpus  # noqa: E402
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
-pytest.register_assert_rewrite("support")  # its assertions say what they compared, too
 
 
 def is_case(when, item):
@@ -35,11 +37,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("h200")
         if (mark := item.get_closest_marker("often")) and not is_case(mark.kwargs["when"], item):
             item.add_marker("slow")
-    if HAS_NVIDIA_DEVICE:
-        return  # a test that needs several says so itself
-    for item in items:
-        if item.get_closest_marker("gpu") or item.get_closest_marker("multigpu"):
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; none is visible here"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before a fixture asks for a GPU
+def pytest_runtest_setup(item):
+    if reason := gpus.why_skipped({mark.name for mark in item.iter_markers()}):
+        pytest.skip(reason)
 
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -11,9 +11,16 @@ _HOLD_OUT_EVERY = 20  # each twentieth file is for validation
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idle_test"}
 
 
-def load() -> tuple[np.ndarray, np.ndarray]:
-    """Returns (train, validation) as uint8 arrays, files in sorted order."""
-    root = pathlib.Path(sysconfig.get_path("stdlib"))
+def load(root: pathlib.Path | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (train, validation) as uint8 arrays, files in sorted order.
+
+    Some installations hold copies of a file under several names. Where one of them is for
+    validation, no other one is for training.
+
+    Args:
+      root: A folder of source files. None: the standard library.
+    """
+    root = root or pathlib.Path(sysconfig.get_path("stdlib"))
     files = sorted(
         path.relative_to(root)
         for path in root.rglob("*.py")
@@ -24,8 +31,9 @@ def load() -> tuple[np.ndarray, np.ndarray]:
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for i, path in enumerate(files):
         parts[i % _HOLD_OUT_EVERY == _HOLD_OUT_EVERY - 1].append((root / path).read_bytes())
-    train, validation = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
-    return train, validation
+    held_out = set(parts[1])
+    train = [text for text in parts[0] if text not in held_out]
+    return np.frombuffer(b"".join(train), np.uint8), np.frombuffer(b"".join(parts[1]), np.uint8)
 
 
 def batch(text: np.ndarray, size: int, length: int, rng: np.random.Generator) -> np.ndarray:

@@ -38,6 +38,9 @@ FILE_BYTES = 64 << 20
 SMALL_BYTES = 1 << 16
 """Of an array that all processes have, each writes a part, unless the part is smaller than this."""
 
+compiled = jax.disable_jit(False)
+"""Makes a function compile its programs, which say where results are, under jax_disable_jit too."""
+
 
 def batch_limit(sizes: Iterable[int]) -> int:
     """Returns how many bytes of a device are read at once: as many as the largest array needs.
@@ -141,15 +144,14 @@ def array_handler() -> Any:
             self, batch: list[Group], infos: Any, args: Any, places: list[int]
         ) -> list[Any]:
             """Starts to write a batch; returns when the state may change."""
-            arrays = [x for group in batch for x in group.make()]
-            names = [entry.name for group in batch for entry in group.entries]
-            self.sums |= {n: PartialSums(x) for n, x in zip(names, arrays, strict=True)}
+            arrays, sums = _made(batch)
+            self.sums |= sums
             new: list[Any] = await super().serialize(
                 arrays, _of_a_batch(infos, places), [args[i] for i in places]
             )
             del arrays
-            for name in names:  # the sums hold the arrays until they are there
-                self.sums[name].value()
+            for one in sums.values():  # which hold the arrays until they are there
+                one.value()
             return new
 
         async def deserialize(self, infos: Any, args: Any = None) -> Any:
@@ -265,6 +267,14 @@ def _finish_before_closing(loop: Any) -> None:
         close()
 
     loop.close = close_when_done
+
+
+@compiled  # here too: where the caller is in an event loop, orbax takes another thread
+def _made(batch: Sequence[Group]) -> tuple[list[jax.Array], dict[str, PartialSums]]:
+    """The arrays of a batch, and their checksums by name."""
+    arrays = [x for group in batch for x in group.make()]
+    names = [entry.name for group in batch for entry in group.entries]
+    return arrays, {name: PartialSums(x) for name, x in zip(names, arrays, strict=True)}
 
 
 def _batches(values: Sequence[Lazy]) -> Iterator[list[Group]]:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdistadam.checkpoint import storage
-from jdistadam.checkpoint.array_files import orbax
+from jdistadam.checkpoint.array_files import compiled, orbax
 from jdistadam.checkpoint.contents import contents_of
 from jdistadam.checkpoint.lock import FolderLock
 from jdistadam.core.arguments import check_count
@@ -80,6 +80,7 @@ class Checkpointer:
             self._release()
             raise
 
+    @compiled
     def save(self, state: Any, *, step: int | None = None) -> int:
         """Saves a state; where it writes in the background, the state may change from then on.
 

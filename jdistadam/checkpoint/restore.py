@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from jdistadam.checkpoint import header, parts, storage
-from jdistadam.checkpoint.array_files import orbax
+from jdistadam.checkpoint.array_files import compiled, orbax
 from jdistadam.checkpoint.checkpointer import check_step
 from jdistadam.checkpoint.restored import Restored
 from jdistadam.checkpoint.restored_flat import RestoredFlat
@@ -35,6 +35,7 @@ def checkpoint_steps(folder: str | os.PathLike[str]) -> list[int]:
     return storage.steps_in(storage.local_folder(folder))
 
 
+@compiled
 def restore(
     folder: str | os.PathLike[str],
     template: Any,
@@ -92,6 +93,7 @@ def restore(
     return remember_params(state) if is_whole else state
 
 
+@compiled
 def restore_params(
     folder: str | os.PathLike[str], like: Any = None, *, step: int | None = None, cast: bool = False
 ) -> Any:

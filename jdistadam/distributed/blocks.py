@@ -55,9 +55,17 @@ def cuts_of(layout: Layout, bucket: Bucket, tensor_parts: Sequence[int]) -> Cuts
     """How the leaf of a bucket was cut, first over tensor axes, then over the data axes."""
     if bucket.is_packed or not layout.leaves[bucket.leaf].has_blocks:
         return Cuts.into_runs(bucket.shard_size)  # a table says so, or nothing depends on it
-    piece = math.prod(bucket.shard_shape[bucket.cut_dim :])
+    piece = _piece(layout, bucket.shard_shape, bucket.cut_dim)
     leaf = layout.leaves[bucket.leaf]
     return Cuts(piece, piece * layout.num_shards, *_tensor_cut(leaf, tensor_parts))
+
+
+def _piece(layout: Layout, shard_shape: Sequence[int], dim: int) -> int:
+    """Elements that follow each other in the leaf, of a shard cut along a dimension.
+
+    The one shard of a leaf that is not cut is one piece, which need not be whole blocks.
+    """
+    return math.prod(shard_shape[dim if layout.num_shards > 1 else 0 :])
 
 
 def _tensor_cut(leaf: Leaf, tensor_parts: Sequence[int]) -> tuple[int, int]:
@@ -134,7 +142,7 @@ def _blocks_of_leaves(layout: Layout, bucket: Bucket, index: Any) -> tuple[Any, 
     if bucket.held:  # shard by shard: of each leaf what a device holds
         which, blocks = [], []
         for k, held in enumerate(bucket.held):
-            piece = math.prod(held.shape[held.dim :]) // BLOCK
+            piece = _piece(layout, held.shape, held.dim) // BLOCK
             row, within = np.divmod(np.arange(math.prod(held.shape) // BLOCK), piece)
             blocks.append(row * (piece * layout.num_shards) + index * piece + within)
             which.append(np.full(within.size, k))

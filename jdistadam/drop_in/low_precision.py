@@ -17,6 +17,8 @@ from jdistadam.core.types import OptState, Params
 from jdistadam.errors import DtypeError, TreeError
 from jdistadam.kernels import coded_leaves, rounding, sharded_compact_adam
 
+_HALVES = (jnp.bfloat16, jnp.float16)
+
 
 class RoundingState(NamedTuple):
     """The state of an optimizer that rounds at random.
@@ -31,14 +33,20 @@ class RoundingState(NamedTuple):
     inner: Any
 
 
-def new_state(low: LowPrecision, params: Params, state: OptState) -> OptState:
-    """Codes the moments of optax's state, all zero, where they are to be."""
+def new_state(low: LowPrecision, params: Params, updated: Params, state: OptState) -> OptState:
+    """Codes the moments of optax's state, all zero, where they are to be.
+
+    ``updated``: the params, or what is stepped in their place.
+    """
     paths = trees.paths(params, "")
     low.check_paths(dict(zip(paths, map(np.size, jax.tree.leaves(params)), strict=True)))
 
-    for path, param in zip(paths, jax.tree.leaves(params), strict=True):
-        if low.is_coding and low.is_coded(path, param):
-            sharded_compact_adam.check_coded_leaf(f"params{path}", param)
+    stored = map(jax.tree.leaves, (params, updated, state[0].mu, state[0].nu))
+    for path, param, *others in zip(paths, *stored, strict=True):
+        is_coded = low.is_coding and low.is_coded(path, param)
+        is_rounded = low.is_random and any(jnp.result_type(x) in _HALVES for x in others)
+        if is_coded or (is_rounded and np.size(param)):
+            sharded_compact_adam.check_leaf(f"params{path}", param, is_coded=is_coded)
 
     def coded(tree: Any, format: BlockFormat | None) -> Any:
         if format is None:

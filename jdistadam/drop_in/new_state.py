@@ -32,7 +32,7 @@ def new_state(
         if low.is_random:
             stored = map(jnp.result_type, jax.tree.leaves((updated, state[0].mu, state[0].nu)))
             low.check_rounded([x for x in stored if jnp.issubdtype(x, jnp.floating)])
-        return low_precision.new_state(low, params, state)
+        return low_precision.new_state(low, params, updated, state)
 
     if not main_kind.is_kept:
         return low_precision.with_key(low, optax_state(params))

@@ -60,11 +60,11 @@ def adam(
     return Results(*back)
 
 
-def check_coded_leaf(path: str, param: Any) -> None:
-    """Raises PolicyError where an array is sharded as no step with codes takes it."""
+def check_leaf(path: str, param: Any, *, is_coded: bool) -> None:
+    """Raises PolicyError where an array is sharded as no such step takes it; coded or rounded."""
     if isinstance(param, jax.Array) and not isinstance(param, jax.core.Tracer):
         if not isinstance(param.sharding, SingleDeviceSharding):
-            _check_parts(param, _Kinds((param.ndim,), True, True), path)
+            _check_parts(param, _Kinds((param.ndim,), is_coded, is_coded), path)
 
 
 def _sharded(

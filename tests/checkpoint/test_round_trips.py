@@ -247,6 +247,28 @@ def test_in_an_event_loop_with_64_bits_as_a_context(tmp_path):
         assert_trees_same_bits(asyncio.run(cell()), state)
 
 
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_where_nothing_is_compiled(tmp_path, in_loop):
+    """As while debugging; an event loop, as a notebook's, has orbax write from another thread."""
+    tx = scaled(2)
+    state = jda.TrainState.create(params_of(BF16), tx)
+
+    def moved():
+        jda.save(tmp_path, state, tx)
+        return jda.restore(tmp_path, shapes_of(tx), tx)
+
+    async def cell():
+        return moved()
+
+    jax.config.update("jax_disable_jit", True)
+    try:
+        got = asyncio.run(cell()) if in_loop else moved()
+    finally:
+        jax.config.update("jax_disable_jit", False)
+    assert got.opt_state.mu.sharding == state.opt_state.mu.sharding
+    assert_same_state(got, tx, jda.to_optax_state(state, tx))
+
+
 @pytest.mark.slow
 def test_params_that_no_step_has_sent_yet_stay(tmp_path):
     """After reload_main_params they have bits that a step sends no more."""

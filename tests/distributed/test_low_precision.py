@@ -300,6 +300,40 @@ def test_scanned_layers_take_the_bits_of_whole_ones():
     assert_trees_same_bits(*found)
 
 
+WHOLE = {
+    "1": dict(shape=(1,)),
+    "DDP": dict(shape=(2,), sharding_strategy="no_shard"),
+    "ZeRO-3": dict(shape=(1,), sharding_strategy="optim_grads_params"),
+    "replicas": dict(shape=(2, 1), params_at_rest="shard"),  # which packs what is small
+}
+
+
+@pytest.mark.parametrize("cut", WHOLE)
+@pytest.mark.parametrize("kind", ["8 bits at random", "main"])
+@often(lambda kind, cut: (kind == "main") == (cut in ("1", "replicas")))
+def test_stacked_leaves_that_a_device_holds_whole(kind, cut):
+    """Layers of sizes that are no whole blocks, in leaves that are: nothing cuts them."""
+    tx = make_tx(kind=kind, stacked=is_stacked, **WHOLE[cut])
+    at_rest = tx.config.parallel.params_at_rest == "shard"
+    gather = (lambda x: x) if at_rest else functools.partial(jda.gather_params, tx=tx)
+    rng = np.random.default_rng(0)
+    sizes = {"norm": 400, "blocks": 88, "small": 3}  # 33 blocks of 88 elements in each 48 layers
+    params = {"layers": {k: rng.normal(size=(48, n)) for k, n in sizes.items()}}
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params)
+    state = jda.TrainState.create(params, tx)
+    step = jda.train_step(scanned_products(gather), tx)
+    plain = jda.fused_adamw(**HYPER, mask=decays, **KINDS[kind])
+    want, want_state, plain_step = params, plain.init(params), jax.jit(plain.step)
+    for _ in range(4):
+        rows = jax.tree.map(lambda x: rng.integers(-1, 2, (2, *x.shape)).astype(np.float32), want)
+        state, _ = step(state, rows)
+        grads = jax.tree.map(lambda x: jnp.asarray(x.mean(0), jnp.bfloat16), rows)
+        want, want_state = plain_step(grads, want_state, want)
+    assert_trees_same_bits(jda.full_params(state, tx), want)
+    moments = [find_adam(x) for x in (jda.to_optax_state(state, tx)[1], jda.decoded(want_state))]
+    assert_trees_same_bits(*((adam.mu, adam.nu) for adam in moments))
+
+
 def test_a_custom_training_loop(cpu_mesh):
     """``tx.step`` in a shard_map, with its type checker, and with a state that is not verified."""
     tx = make_tx((8,), "remainders")

@@ -24,7 +24,7 @@ STEPS = 10
 def mesh_of(platform, n):
     devices = jax.devices(platform)
     if len(devices) < n:
-        pytest.skip(f"needs {n} devices of platform {platform}, found {len(devices)}")
+        pytest.skip(f"needs {n} NVIDIA GPUs; jax sees {len(devices)}")
     return jax.make_mesh((n,), ("data",), devices=devices[:n])
 
 

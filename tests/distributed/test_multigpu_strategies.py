@@ -23,12 +23,6 @@ pytestmark = pytest.mark.multigpu
 EXACT = dict(b1=0.5, b2=0.25)  # with exact powers: the coefficients are those of the CPU
 
 
-@pytest.fixture(autouse=True)
-def two_gpus():
-    if len(jax.devices("gpu")) < 2:
-        pytest.skip(f"needs two GPUs, found {len(jax.devices('gpu'))}")
-
-
 def count():
     """How many GPUs take part."""
     return max(n for n in (2, 4, 8) if n <= len(jax.devices("gpu")))

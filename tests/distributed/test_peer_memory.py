@@ -325,9 +325,7 @@ def test_what_follows_a_step_flushes_denormals_as_over_xla(cpu_mesh):
 @pytest.mark.parametrize("setting", list(SETTINGS))
 def test_on_gpus_it_has_the_bits_of_float32_sums_over_xla(setting):
     gpus = jax.devices("gpu")
-    n = max(n for n in (1, 2, 4, 8) if n <= len(gpus))
-    if n < 2:
-        pytest.skip("needs two GPUs")
+    n = max(n for n in (2, 4, 8) if n <= len(gpus))
     mesh = jax.make_mesh((n,), ("data",), devices=gpus[:n])
     for comm, dtype in (("bfloat16", "bfloat16"), ("float32", "mixed")):
         dtype = mixed(random_params()) if dtype == "mixed" else dtype
@@ -339,10 +337,7 @@ def test_on_gpus_it_has_the_bits_of_float32_sums_over_xla(setting):
 
 @pytest.mark.multigpu
 def test_ten_thousand_steps_on_gpus():
-    gpus = jax.devices("gpu")[:2]
-    if len(gpus) < 2:
-        pytest.skip("needs two GPUs")
-    mesh = jax.make_mesh((2,), ("data",), devices=gpus)
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("gpu")[:2])
     one, two = (
         trained(mesh, means, "bfloat16", "bfloat16", steps=10_000) for means in ("xla", "peer")
     )

@@ -171,8 +171,45 @@ def test_params_replicated_and_moments_sharded():
 def test_other_shardings_raise(shape, spec, message, kind):
     mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices("cpu")[:4])
     tx = jda.fused_adamw(**HYPER | BOTH)
+    assert_raises_in_init(
+        tx, mesh, jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec)), message
+    )
+
+
+ROUNDED = {  # what is rounded at random, beside what
+    "params": (dict(), jnp.bfloat16),
+    "mu": (dict(mu_dtype=jnp.bfloat16), jnp.float32),
+    "nu": (dict(nu_dtype=jnp.bfloat16, main_params_dtype="remainder16"), jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("stored", ROUNDED)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@often(lambda stored, kind: (stored == "mu") == (kind == AxisType.Explicit))
+def test_stochastic_rounding_of_leaves_cut_along_others_raises(stored, kind):
+    given, dtype = ROUNDED[stored]
+    mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices("cpu")[:4])
+    tx = jda.fused_adamw(**HYPER, rounding="stochastic", **given)
+    w = jax.device_put(jnp.ones((3, 8), dtype), NamedSharding(mesh, P(None, "data")))
+    assert_raises_in_init(tx, mesh, w, "along another dimension than the first")
+
+
+def test_stochastic_rounding_looks_at_no_other_leaf():
+    """One in float32 may be cut anywhere, as may one without elements."""
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    tx = jda.fused_adamw(**HYPER, rounding="stochastic")
+    columns = NamedSharding(mesh, P(None, "data"))
+    params = {
+        "cut": jax.device_put(jnp.ones((3, 8)), columns),
+        "empty": jax.device_put(jnp.ones((0, 8), jnp.bfloat16), columns),
+        "half": jax.device_put(jnp.ones((8, 3), jnp.bfloat16), NamedSharding(mesh, P("data"))),
+    }
+    jax.jit(tx.step)(params, tx.init(params), params)
+
+
+def assert_raises_in_init(tx, mesh, w, message):
+    params = {"w": w}
     with jax.set_mesh(mesh):
-        params = {"w": jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec))}
         with pytest.raises(jda.PolicyError, match=rf"params\['w'\]: .*{message}"):
             tx.init(params)
         state = jax.jit(tx.init)(params)  # which on Auto axes cannot know

@@ -180,13 +180,6 @@ def peer_waits(tmp_path_factory):
     return path
 
 
-def run_on_two_gpus(command):
-    done, output = run(command)
-    if "needs two GPUs" in output:
-        pytest.skip("needs two GPUs")
-    return done, output
-
-
 @pytest.mark.slow
 def test_the_driver_of_peers_compiles(peer_waits):
     assert peer_waits.exists()
@@ -195,19 +188,19 @@ def test_the_driver_of_peers_compiles(peer_waits):
 @pytest.mark.multigpu
 def test_late_gpus_are_waited_for(peer_waits):
     """Each in turn, before its gradients, before its kernel, behind it, and its host thread."""
-    done, output = run_on_two_gpus([peer_waits])
+    done, output = run([peer_waits])
     assert done.returncode == 0 and "SUCCESS" in output, output
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("wait", ["ready", "done"])
 def test_without_a_wait_a_late_gpu_changes_bits(peer_waits, wait):
-    done, output = run_on_two_gpus([peer_waits, wait])
+    done, output = run([peer_waits, wait])
     assert done.returncode == 1 and "late at place" in output, output
 
 
 @pytest.mark.multigpu
 def test_memcheck_of_steps_over_peers_is_clean(peer_waits):
     command = [sanitizer(), "--tool", "memcheck", "--leak-check", "full", "--error-exitcode", "7"]
-    done, output = run_on_two_gpus([*command, peer_waits])
+    done, output = run([*command, peer_waits])
     assert done.returncode == 0 and "SUCCESS" in output, output
