@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -74,6 +74,19 @@ def _dims(sharding: Any, ndim: int) -> tuple[Any, ...]:
     """What cuts each dimension of an array."""
     spec = tuple(getattr(sharding, "spec", ("no mesh",)))
     return spec + (None,) * (ndim - len(spec))
+
+
+def brought(tree: Any, wanted: Sequence[Any], *, exactly: bool = True) -> Any:
+    """Returns a tree whose leaves are where they are wanted; those that were not are copies."""
+    leaves: Any = jax.tree.leaves(tree)
+    pairs = enumerate(zip(leaves, wanted, strict=True))
+    moved = [i for i, (x, place) in pairs if not is_at(x, place, exactly=exactly)]
+    if not moved:
+        return tree
+    copies = copy_to([leaves[i] for i in moved], [wanted[i] for i in moved])
+    for i, x in zip(moved, copies, strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def apart(tree: Any, others: Iterable[Any] = ()) -> Any:

@@ -24,7 +24,7 @@ from jdistadam.distributed.state import find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import LayoutError, TreeError
 from jdistadam.training.agreement import agree
-from jdistadam.training.placement import copy_to, is_at, put_in_order
+from jdistadam.training.placement import brought, copy_to, put_in_order
 from jdistadam.training.train_state_checks import check_created
 
 
@@ -320,29 +320,25 @@ def is_returned(state: TrainState, leaves: Sequence[Any]) -> bool:
     return known is not None and is_known(state, leaves) and _same(_others(state), known)
 
 
-def placed(state: TrainState, tx: DistributedTransformation, *, exactly: bool = True) -> TrainState:
+def placed(state: TrainState, tx: DistributedTransformation) -> TrainState:
     """Returns a state whose arrays are placed as the optimizer needs them; copies those that moved.
 
     What was restored without shardings, or made for another strategy of the same layout.
-
-    Args:
-      state: The state.
-      tx: Its optimizer.
-      exactly: Whether shardings are also to be spelled as the optimizer spells them.
     """
     specs = TrainState(P(), tx.state_specs(), P(), P())
-    leaves: Any = jax.tree.leaves(state)
     wanted: list[Any] = [NamedSharding(tx.config.mesh, spec) for spec in _leaf_specs(specs, state)]
     of_params = jax.tree.leaves(tx.param_formats(state.params))
     wanted[: len(of_params)] = of_params  # the first field
-    pairs = enumerate(zip(leaves, wanted, strict=True))
-    moved = [i for i, (x, place) in pairs if not is_at(x, place, exactly=exactly)]
-    if not moved:
-        return state
-    copies = copy_to([leaves[i] for i in moved], [wanted[i] for i in moved])
-    for i, x in zip(moved, copies, strict=True):
-        leaves[i] = x
-    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+    new: TrainState = brought(state, wanted)
+    return new
+
+
+def replicated_extras(state: TrainState, tx: DistributedTransformation) -> TrainState:
+    """Returns a state whose ``model_state`` and ``rng`` are on every device; the rest as it is."""
+    extras = (state.model_state, state.rng)
+    places = [NamedSharding(tx.config.mesh, P())] * len(jax.tree.leaves(extras))
+    model_state, rng = brought(extras, places, exactly=False)
+    return dataclasses.replace(state, model_state=model_state, rng=rng)
 
 
 def _leaf_specs(specs: TrainState, state: TrainState) -> list[P]:

@@ -40,6 +40,7 @@ from jdistadam.training.train_state import (
     placed,
     remember_others,
     remember_params,
+    replicated_extras,
 )
 from jdistadam.training.train_state_checks import check_structure
 
@@ -160,10 +161,11 @@ class TrainStep:
         if identity is None or identity is not self._identity:
             check_layout(state, self.tx)
             self._identity = identity
-        is_followed = is_known(state, jax.tree.leaves(state.params))
-        state = placed(state, self.tx, exactly=not is_followed)
-        self._identity = find_state(state.opt_state).layout_identity
-        if not is_followed:
+        if is_known(state, jax.tree.leaves(state.params)):
+            state = replicated_extras(state, self.tx)
+        else:
+            state = placed(state, self.tx)
+            self._identity = find_state(state.opt_state).layout_identity
             check_params_follow(state, self.tx)
         state = apart(state)
         self._types.update(map(_type_of, jax.tree.leaves(state)))
