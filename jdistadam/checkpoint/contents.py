@@ -93,6 +93,7 @@ def contents_of(state: Any, tx: Any) -> Contents:
       LayoutError: It is of another layout than that of ``tx``, or its params are not the rounded
         main parameters.
     """
+    trees.check_memory(state=state)
     fields = parts.fields_of(state)
     adam = parts.adam_of(fields["opt_state"])
     if is_distributed_state(adam):

@@ -16,6 +16,7 @@ from jdistadam.checkpoint.checkpointer import check_step
 from jdistadam.checkpoint.restored import Restored
 from jdistadam.checkpoint.restored_flat import RestoredFlat
 from jdistadam.checkpoint.wanted import Wanted
+from jdistadam.core import trees
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import CheckpointError, TreeError
@@ -72,6 +73,7 @@ def restore(
       TreeError, ShapeError, DtypeError: It is not one of such a state; the message names the file
         and the leaf.
     """
+    trees.check_memory(template=template)
     reader = _reader(folder, step)
     fields = parts.fields_of(template)
     adam = parts.adam_of(fields["opt_state"])
@@ -122,6 +124,7 @@ def restore_params(
       >>> jda.restore_params(folder)["w"].tolist()
       [1.0, 1.0, 1.0]
     """
+    trees.check_memory(like=like)
     reader = _reader(folder, step)
     names = [name for name in reader.head.entries if name.startswith(("params[", "params."))]
     if like is None:

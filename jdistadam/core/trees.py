@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import boxes
-from jdistadam.errors import DtypeError, ShapeError, TreeError
+from jdistadam.errors import DtypeError, MeshError, ShapeError, TreeError
 
 STORAGE_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 """Dtypes that the kernel reads and writes."""
@@ -249,6 +249,33 @@ def check_dtypes(
                 expected=" or ".join(map(str, allowed)),
                 action=action or "Cast the leaf, or keep it elsewhere: optax.masked, model_state.",
             )
+
+
+def check_memory(**named: Any) -> None:
+    """Raises MeshError for an array in the memory of the host, which no program here reads."""
+    for name, tree in named.items():
+        kinds = [_host_memory(x) for x in jax.tree.leaves(tree)]
+        if any(kinds):
+            place = next(i for i, kind in enumerate(kinds) if kind)
+            raise MeshError(
+                paths(tree, name)[place],
+                "in the memory of the host, which is not supported",
+                got=f"memory kind {kinds[place]!r}",
+                expected="the memory of the devices",
+                action=f"Bring it there first: jax.device_put({name}, jax.memory.Space.Device).",
+            )
+
+
+def _host_memory(x: Any) -> str:
+    """The kind of memory of an array or a shape, if it is that of the host; otherwise ""."""
+    if isinstance(x, jax.core.Tracer):  # whose type says no more
+        return "host" if jax.typeof(x).memory_space == jax.memory.Space.Host else ""
+    sharding: Any = getattr(x, "sharding", None)
+    kind: str = getattr(sharding, "memory_kind", None) or ""
+    if "host" not in kind:
+        return ""
+    device = next(iter(sharding.device_set))
+    return "" if kind == device.default_memory().kind else kind
 
 
 def placed_beside(param: Any, zeros: Any) -> Any:

@@ -84,6 +84,7 @@ def step_local(
     check_inside(config.parallel, "step")
     check_own_state(state)
     check_not_transformed("step", (grads, state, params))
+    trees.check_memory(grads=grads, opt_state=state, params=params)
     trees.check_dtypes(params, name="params")
     schedule = seen.schedule(params, may_be_widened=False)
     layout = schedule.layout

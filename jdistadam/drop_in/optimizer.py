@@ -348,6 +348,7 @@ def _fused(
 
     def init(params: Params) -> OptState:
         trees.check_numbers(params, name="params")
+        trees.check_memory(params=params)
         decay_groups(mask, params)  # a mask that does not fit should not wait for the first step
         orders = leaf_orders(formats, params)
         state = new_state(like_optax, params, low, nu_dtype=nu_dtype, main_kind=main_kind)

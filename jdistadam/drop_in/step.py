@@ -88,6 +88,7 @@ def tree_step(
     Returns:
       (new params or updates, new state).
     """
+    trees.check_memory(grads=grads, opt_state=state, params=params)
     hyper = Hyperparameters(**dict(known), **operands)
     name = "opt_state" + ".inner" * (main_kind.is_kept + low.is_random)
     key, state = split_key(low, state)

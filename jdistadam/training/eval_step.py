@@ -89,9 +89,11 @@ class EvalStep:
         Raises:
           AgreementError: The processes do not all run the same program.
           LayoutError: The state is of another layout.
-          MeshError: The state is sharded over another mesh, or was donated.
+          MeshError: The state is sharded over another mesh, in the memory of the host, or was
+            donated.
         """
         check_train_state(state)
+        trees.check_memory(state=state)
         if not is_placed(batch, self._batch_sharding):
             batch = shard_batch(batch, self.tx, self._given_spec)
         optimizer_state = find_state(state.opt_state)

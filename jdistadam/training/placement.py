@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format
 
 from jdistadam.core import trees
-from jdistadam.core.formats import order_of
+from jdistadam.core.formats import order_of, with_order
 from jdistadam.core.types import Params
 
 
@@ -48,12 +49,67 @@ def put_in_order(params: Params, placement: Any) -> Any:
     return jax.tree.map(put, params, placement)
 
 
-def is_at(x: Any, place: Any) -> bool:
-    """Whether an array is where it should be, and in which order of dimensions."""
+def is_at(x: Any, place: Any, *, exactly: bool = True) -> bool:
+    """Whether an array is where it should be, and in which order of dimensions.
+
+    Args:
+      x: The array.
+      place: A sharding, or a Format.
+      exactly: Whether its sharding is also spelled so: P(None) places an array as P() does, and on
+        one device P("data") too, which on Explicit axes is another type.
+    """
     if not isinstance(x, jax.Array):
         return False
     if isinstance(place, Format):
-        return x.sharding == place.sharding and order_of(x) == getattr(
-            place.layout, "major_to_minor", None
-        )
-    return x.sharding == place
+        order = getattr(place.layout, "major_to_minor", None)
+        return order_of(x) == order and is_at(x, place.sharding, exactly=exactly)
+    if exactly or x.sharding == place:
+        return bool(x.sharding == place)
+    is_typed = jax.sharding.AxisType.Explicit in place.mesh.axis_types
+    is_same_type = not is_typed or _dims(x.sharding, x.ndim) == _dims(place, x.ndim)
+    return is_same_type and x.sharding.is_equivalent_to(place, x.ndim)
+
+
+def _dims(sharding: Any, ndim: int) -> tuple[Any, ...]:
+    """What cuts each dimension of an array."""
+    spec = tuple(getattr(sharding, "spec", ("no mesh",)))
+    return spec + (None,) * (ndim - len(spec))
+
+
+def brought(tree: Any, wanted: Sequence[Any], *, exactly: bool = True) -> Any:
+    """Returns a tree whose leaves are where they are wanted; those that were not are copies."""
+    leaves: Any = jax.tree.leaves(tree)
+    pairs = enumerate(zip(leaves, wanted, strict=True))
+    moved = [i for i, (x, place) in pairs if not is_at(x, place, exactly=exactly)]
+    if not moved:
+        return tree
+    copies = copy_to([leaves[i] for i in moved], [wanted[i] for i in moved])
+    for i, x in zip(moved, copies, strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def apart(tree: Any, others: Iterable[Any] = ()) -> Any:
+    """Returns a tree of which no array has the memory of another one, or of one of ``others``.
+
+    Those that have it are copied: JAX would donate it twice, or donate and read it, which ends the
+    process on several devices. Two arrays of one mesh share all of it or nothing: the first shard
+    says so.
+    """
+    leaves: Any = jax.tree.leaves(tree)
+    seen, copied = {_memory_of(x) for x in others}, False
+    for i, x in enumerate(leaves):
+        memory = _memory_of(x)
+        if memory is not None and memory in seen:
+            leaves[i], copied = copy_to(x, with_order(x.sharding, order_of(x))), True
+        seen.add(memory)
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves) if copied else tree
+
+
+def _memory_of(x: Any) -> int | None:
+    """Where the first shard of an array is that this process has; None if it has none."""
+    if not isinstance(x, jax.Array) or not x.size or x.is_deleted():
+        return None
+    words = jax.random.key_data(x) if trees.is_key(x) else x
+    place: int = words.addressable_data(0).unsafe_buffer_pointer()
+    return place

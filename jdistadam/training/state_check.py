@@ -9,7 +9,13 @@ import jax
 from jdistadam.distributed.checks import check_placement, check_scaling
 from jdistadam.distributed.state import DistributedState, find_state
 from jdistadam.distributed.transformation import DistributedTransformation
-from jdistadam.training.train_state import TrainState, check_layout, is_known, placed
+from jdistadam.training.train_state import (
+    TrainState,
+    check_layout,
+    is_known,
+    placed,
+    replicated_extras,
+)
 from jdistadam.training.train_state_checks import check_structure
 
 
@@ -42,7 +48,8 @@ class StateCheck:
         if identity is None or not self.knows(optimizer_state):
             check_layout(state, self._tx)
             self.identity = identity
-        if not is_known(state, jax.tree.leaves(state.params)):
-            state = placed(state, self._tx)
-            self.identity = find_state(state.opt_state).layout_identity
+        if is_known(state, jax.tree.leaves(state.params)):
+            return replicated_extras(state, self._tx)
+        state = placed(state, self._tx)
+        self.identity = find_state(state.opt_state).layout_identity
         return state

@@ -24,7 +24,7 @@ from jdistadam.distributed.state import find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import LayoutError, TreeError
 from jdistadam.training.agreement import agree
-from jdistadam.training.placement import copy_to, is_at, put_in_order
+from jdistadam.training.placement import brought, copy_to, put_in_order
 from jdistadam.training.train_state_checks import check_created
 
 
@@ -277,8 +277,9 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
 
 # A state remembers, outside of its fields, the very arrays that it was made with and that are the
 # rounded main parameters. So a step sees at no cost that nothing was put in their place; a state
-# made in another way, by a tree map or a checkpoint, remembers nothing, and is compared once.
-_KNOWN = "_params_made_with"
+# made in another way, by a tree map or a checkpoint, remembers nothing, and is compared once. One
+# that a step returned also remembers its other arrays, of which none is there twice.
+_KNOWN, _KNOWN_OTHERS = "_params_made_with", "_others_returned_with"
 
 
 def remember_params(state: TrainState, leaves: Sequence[Any] | None = None) -> TrainState:
@@ -293,6 +294,16 @@ def remember_params(state: TrainState, leaves: Sequence[Any] | None = None) -> T
     return state
 
 
+def remember_others(state: TrainState) -> TrainState:
+    """Notes that a program returned all arrays of a state beside its params; returns the state."""
+    object.__setattr__(state, _KNOWN_OTHERS, tuple(_others(state)))
+    return state
+
+
+def _others(state: TrainState) -> list[Any]:
+    return jax.tree.leaves((state.opt_state, state.model_state, state.rng))
+
+
 def _same(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
 
@@ -303,24 +314,31 @@ def is_known(state: TrainState, leaves: Sequence[Any]) -> bool:
     return known is not None and _same(leaves, known)
 
 
+def is_returned(state: TrainState, leaves: Sequence[Any]) -> bool:
+    """Whether all arrays of a state, its params with these leaves, are those a step returned."""
+    known = state.__dict__.get(_KNOWN_OTHERS)
+    return known is not None and is_known(state, leaves) and _same(_others(state), known)
+
+
 def placed(state: TrainState, tx: DistributedTransformation) -> TrainState:
     """Returns a state whose arrays are placed as the optimizer needs them; copies those that moved.
 
     What was restored without shardings, or made for another strategy of the same layout.
     """
     specs = TrainState(P(), tx.state_specs(), P(), P())
-    leaves: Any = jax.tree.leaves(state)
     wanted: list[Any] = [NamedSharding(tx.config.mesh, spec) for spec in _leaf_specs(specs, state)]
     of_params = jax.tree.leaves(tx.param_formats(state.params))
     wanted[: len(of_params)] = of_params  # the first field
-    pairs = enumerate(zip(leaves, wanted, strict=True))
-    moved = [i for i, (x, place) in pairs if not is_at(x, place)]
-    if not moved:
-        return state
-    copies = copy_to([leaves[i] for i in moved], [wanted[i] for i in moved])
-    for i, x in zip(moved, copies, strict=True):
-        leaves[i] = x
-    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+    new: TrainState = brought(state, wanted)
+    return new
+
+
+def replicated_extras(state: TrainState, tx: DistributedTransformation) -> TrainState:
+    """Returns a state whose ``model_state`` and ``rng`` are on every device; the rest as it is."""
+    extras = (state.model_state, state.rng)
+    places = [NamedSharding(tx.config.mesh, P())] * len(jax.tree.leaves(extras))
+    model_state, rng = brought(extras, places, exactly=False)
+    return dataclasses.replace(state, model_state=model_state, rng=rng)
 
 
 def _leaf_specs(specs: TrainState, state: TrainState) -> list[P]:

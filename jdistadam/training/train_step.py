@@ -24,6 +24,7 @@ from jdistadam.training.flattened import Leaves, flattened
 from jdistadam.training.injected_numbers import with_numbers_as_arrays
 from jdistadam.training.loss_function import LossFunction
 from jdistadam.training.partitioned import check_model_axes
+from jdistadam.training.placement import apart
 from jdistadam.training.state_check import StateCheck
 from jdistadam.training.step_program import StepOptions, StepProgram
 from jdistadam.training.train_state import (
@@ -31,6 +32,8 @@ from jdistadam.training.train_state import (
     check_params_follow,
     check_train_state,
     is_known,
+    is_returned,
+    remember_others,
     remember_params,
 )
 
@@ -62,6 +65,7 @@ class TrainStep:
         self._jitted_checking, self._jitted = map(self._jit, (self._step, self._verified_step))
         self._programs: dict[Any, Any] = {}  # with formats: by the structure of params
         self._check = StateCheck(program.tx)
+        self._types: set[Any] = set()  # of the arrays of states: of another one no batch is a part
         self._batch_sharding = NamedSharding(program.tx.config.mesh, program.batch_spec)
         self._has_warned = self._has_agreed = False
         self.tx = program.tx
@@ -72,16 +76,17 @@ class TrainStep:
         """Takes one step. ``state`` is donated: use the returned one from here on.
 
         A state that this step did not return is looked at first: whether it is of the layout of the
-        optimizer, and whether its params are the rounded main parameters. Inside a program, where
-        nothing can be looked at, a state of another layout stays as it is in a skipped step, and
-        loss and norm are NaN.
+        optimizer, and whether its params are the rounded main parameters. Arrays that it holds
+        twice are copied, since they cannot be donated twice; so is a batch that is an array of the
+        state. Inside a program, where nothing can be looked at, a state of another layout stays as
+        it is in a skipped step, and loss and norm are NaN.
 
         Several processes first tell each other what they are about to run, once.
 
         Raises:
           AgreementError: The processes do not all run the same program.
           LayoutError: The state is of another layout, or params were put into it.
-          MeshError: The state is sharded over another mesh.
+          MeshError: The state is sharded over another mesh, or in the memory of the host.
         """
         check_train_state(state)
         if not is_placed(batch, self._batch_sharding):
@@ -89,7 +94,9 @@ class TrainStep:
         optimizer_state = find_state(state.opt_state)
         leaves, treedef = jax.tree.flatten(state.params)
         has_known_params = is_known(state, leaves)
-        is_ours = has_known_params and self._check.knows(optimizer_state)
+        is_ours = self._check.knows(optimizer_state) and is_returned(state, leaves)
+        if not is_ours:
+            trees.check_memory(state=state)
         if trees.is_traced(batch) or (not is_ours and trees.is_traced(state)):
             self._warn_of_lost_options()
             return self._step(state, batch)
@@ -100,14 +107,17 @@ class TrainStep:
             state = self._check(state, optimizer_state)
             if not has_known_params:
                 check_params_follow(state, self.tx)
+            state = apart(state)
+            self._types.update(map(_type_of, jax.tree.leaves(state)))
             leaves = jax.tree.leaves(state.params)
+        batch = self._apart(batch, state)
         run = self._program(state.params, Leaves(leaves, treedef), is_verified=True)
         new, metrics = run(_without_identity(state, Leaves(leaves, treedef)), batch)
         leaves = new.params.leaves
         opt_state = map_state(self._with_identity, new.opt_state)
         params = jax.tree.unflatten(treedef, leaves)
         new = TrainState(params, opt_state, new.model_state, new.rng)
-        return remember_params(new, leaves), metrics
+        return remember_others(remember_params(new, leaves)), metrics
 
     def _agree_once(self, state: TrainState, batch: Any) -> None:
         """Before the first step of several processes, has them compare what they will run."""
@@ -127,6 +137,13 @@ class TrainStep:
                 "longer. Pass jax.jit(..., compiler_options=step.compiler_options).",
                 stacklevel=3,
             )
+
+    def _apart(self, batch: Any, state: TrainState) -> Any:
+        """Returns a batch of which nothing is donated with the state; copies what would be."""
+        types = set(map(_type_of, jax.tree.leaves(batch)))
+        if self._types.isdisjoint(types):
+            return batch
+        return apart(batch, (x for x in jax.tree.leaves(state) if _type_of(x) in types))
 
     def _with_identity(self, state: DistributedState) -> DistributedState:
         return state._replace(layout_identity=self._check.identity)
@@ -163,6 +180,10 @@ class TrainStep:
             step = self._verified_step if is_verified else self._step
             self._programs[key] = self._jit(step, out_shardings=(TrainState(placed, None), None))
         return self._programs[key]
+
+
+def _type_of(x: Any) -> Any:
+    return x.shape, x.dtype
 
 
 def _without_identity(state: TrainState, params: Leaves) -> TrainState:

@@ -1,0 +1,156 @@
+"""Arrays that a step cannot donate, or not read: those that are there twice, or on the host."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import jdistadam as jda
+from jdistadam.training import placement, train_state
+from support.bits import assert_trees_same_bits
+from support.own_loop import make_own_step
+
+HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.93, eps=1e-7, weight_decay=0.13)
+
+
+def loss_fn(params, batch, *, model_state=None, rng=None):
+    terms = [jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(params)]
+    loss = sum(terms) * jnp.mean(batch)
+    return loss if model_state is None else (loss, model_state)
+
+
+def make(n, strategy="optim", *, axis_type=AxisType.Explicit, **kwargs):
+    mesh = jax.make_mesh((n,), ("data",), (axis_type,), devices=jax.devices("cpu")[:n])
+    tx = jda.distributed_fused_adamw(**HYPER, mesh=mesh, sharding_strategy=strategy)
+    params = {"w": jnp.sin(jnp.arange(256.0 * 128)).reshape(256, 128), "b": jnp.ones(3)}
+    return tx, jda.TrainState.create(params, tx, **kwargs)
+
+
+def copied(tree):
+    """The same values and shardings, in memory of their own."""
+    return jax.tree.map(lambda x: jax.device_put(np.array(x), x.sharding), tree)
+
+
+def with_model_state(state, copy):
+    return state.replace(model_state=copy(state.params))
+
+
+def with_other_arrays_of_it(state, copy):
+    """Other arrays in the same memory."""
+    alike = jax.tree.map(lambda x: jax.device_put(x, x.sharding), state.params)
+    return state.replace(model_state=copy(alike))
+
+
+def with_one_moment(state, copy):
+    opt_state = state.opt_state._replace(nu=copy(state.opt_state.mu))
+    return dataclasses.replace(state, opt_state=opt_state)
+
+
+@pytest.mark.parametrize("twice", [with_model_state, with_other_arrays_of_it, with_one_moment])
+@pytest.mark.parametrize(("n", "strategy"), [(1, "optim"), (4, "optim"), (4, "optim_grads_params")])
+def test_what_a_state_holds_twice_is_copied(n, strategy, twice):
+    """Of a new state, and of one that a step returned; JAX would end the process."""
+    found = []
+    for copy in (lambda x: x, copied):
+        tx, state = make(n, strategy)
+        step = jda.train_step(loss_fn, tx)
+        for _ in range(2):
+            state, _ = step(twice(state, copy), np.ones((n, 2), np.float32))
+        found.append(state)
+    assert_trees_same_bits(*found)
+
+
+@pytest.mark.parametrize("name", ["params", "mu"])
+def test_a_batch_that_is_an_array_of_the_state_is_copied(name):
+    """Of a new state, and of one that a step returned."""
+    found = []
+    for copy in (lambda x: x, copied):
+        tx, state = make(4, "optim_grads_params")
+        step = jda.train_step(loss_fn, tx)
+        for _ in range(2):
+            batch = state.params["w"] if name == "params" else state.opt_state.mu
+            state, metrics = step(state, copy(batch))
+        found.append((state, metrics))
+    assert_trees_same_bits(*found)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_nothing_else_is_copied(monkeypatch, axis_type):
+    """Neither the arrays of a state that a step returned, nor those beside one that changed."""
+    tx, state = make(4, axis_type=axis_type, rng=jax.random.key(0), model_state=jnp.ones(3))
+    step = jda.train_step(loss_fn, tx)
+    state, _ = step(state, np.ones((4, 2), np.float32))
+    numbers, copy_to = [], placement.copy_to
+
+    def counted(tree, sharding):
+        numbers.append(len(jax.tree.leaves(tree)))
+        return copy_to(tree, sharding)
+
+    for module in (placement, train_state):
+        monkeypatch.setattr(module, "copy_to", counted)
+    state, _ = step(state, np.ones((4, 2), np.float32))
+    assert not numbers
+    state, _ = step(state.replace(rng=jax.random.key(1)), np.ones((4, 2), np.float32))
+    assert numbers == [1]  # the key, onto the mesh
+
+
+# Memory of the host
+
+
+def on_host(tree):
+    return jax.tree.map(
+        lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), tree
+    )
+
+
+def raises(name, kind="pinned_host"):
+    text = rf"{name}.*: in the memory of the host, .* got memory kind '{kind}', .*jax\.device_put\("
+    return pytest.raises(jda.MeshError, match=text)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_state_on_the_host_raises(tmp_path, n):
+    tx, state = make(n)
+    step, batch = jda.train_step(loss_fn, tx), np.ones((n, 2), np.float32)
+    jda.save(tmp_path, state, tx)
+    moved = state.opt_state._replace(mu=on_host(state.opt_state.mu))
+    for given, name in (
+        (dataclasses.replace(state, opt_state=moved), r"state\.opt_state\.mu"),
+        (dataclasses.replace(state, params=on_host(state.params)), r"state\.params\['b'\]"),
+    ):
+        with raises(name):
+            step(given, batch)
+        with raises(name, "host"):
+            jax.jit(step)(given, batch)
+        with raises(name):
+            jda.save(tmp_path / "other", given, tx)
+        with raises(name.replace("state", "template", 1)):
+            jda.restore(tmp_path, given, tx)
+    with raises("like"):
+        jda.restore_params(tmp_path, on_host(state.params))
+    with raises(r"opt_state\.mu", "host"):
+        make_own_step(tx, loss_fn, check_vma=False)(state.params, moved, jda.shard_batch(batch, tx))
+    back = jax.device_put(dataclasses.replace(state, opt_state=moved), jax.memory.Space.Device)
+    want, _ = step(make(n)[1], batch)
+    assert_trees_same_bits(step(back, batch)[0], want)  # as the message says
+
+
+def test_a_state_of_one_program_on_the_host_raises():
+    tx = jda.fused_adamw(**HYPER)
+    params = {"w": jnp.ones((4, 3))}
+    state = tx.init(params)
+    for grads, given, old, name in (
+        (on_host(params), state, params, r"grads\['w'\]"),
+        (params, on_host(state), params, r"opt_state\[0\]\.count"),
+        (params, state, on_host(params), r"params\['w'\]"),
+    ):
+        for run in (tx.step, tx.update, jax.jit(tx.step), jax.jit(tx.update)):
+            with raises(name, "host"):
+                run(grads, given, old)
+    with raises(r"params\['w'\]"):
+        tx.init(on_host(params))
+    with raises(r"params\['w'\]", "host"):
+        jax.jit(tx.init)(on_host(params))
