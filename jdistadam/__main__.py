@@ -201,6 +201,7 @@ def _optimizer(args: argparse.Namespace, mesh: Any) -> tuple[Any, Any]:
 
     tx = distributed_fused_adamw(
         1e-3,
+        b1=args.b1,
         b2=args.b2,
         mesh=mesh,
         replica_axis="replica" if "replica" in mesh.axis_names else None,

@@ -171,7 +171,7 @@ def policy(**dtypes):
 
 
 NOT_DISTRIBUTED = r"^tx: not a distributed optimizer: got {}, expected DistributedTransformation\. Make it with distributed_fused_adamw"
-NOT_INSIDE = r"^{}: called outside of jax\.shard_map: got no manual axis 'data', expected axes 'data'\. Use train_step, or"
+NOT_INSIDE = r"^{}: called outside of jax\.shard_map: got no manual axis 'data', expected axes 'data'\. Use train_step or eval_step, or"
 NOT_A_TRAIN_STATE = r"^state: not a train state: got {}, expected jdistadam\.TrainState\. Make it with TrainState\.create"
 NO_DISTRIBUTED_STATE = r"^opt_state: not the state of a distributed optimizer: got {} with 0 DistributedState in it, expected a DistributedState, or .*\. Pass what init"
 DONATED = r"^state: its arrays were donated to an earlier step, and are gone: .* expected the state that this step returned\. Write state, metrics = step"
@@ -302,7 +302,7 @@ ERRORS = [
     ("an injected string", lambda: injected(learning_rate="x"), jda.HyperparameterError, NOT_A_RATE.format("'x'", "a finite number or a schedule")),
     ("injected vectors", lambda: injected(learning_rate=jnp.ones(3)), jda.HyperparameterError, NOT_A_RATE.format(r"Array\(.*\)", "a scalar")),
     # -- distributed_fused_adamw
-    ("no mesh", lambda: make_tx(mesh=None), jda.MeshError, r"^mesh: not a mesh: got NoneType, expected jax\.sharding\.Mesh\. Make one with jax\.make_mesh"),
+    ("no mesh", lambda: make_tx(mesh=None), jda.MeshError, r"^mesh: not a mesh: got NoneType, expected jax\.sharding\.Mesh\. Make one with jax\.sharding\.Mesh\("),
     ("a number of devices as mesh", lambda: make_tx(mesh=8), jda.MeshError, r"^mesh: not a mesh: got int, expected jax\.sharding\.Mesh"),
     ("a list of devices as mesh", lambda: make_tx(mesh=jax.devices()), jda.MeshError, r"^mesh: not a mesh: got list, expected jax\.sharding\.Mesh"),
     ("a mesh without devices", lambda: make_tx(mesh=mesh().abstract_mesh), jda.MeshError, r"^mesh: not a mesh: got AbstractMesh, expected jax\.sharding\.Mesh"),

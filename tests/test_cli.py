@@ -301,13 +301,14 @@ def test_plan_raises_as_the_optimizer_does(small, capsys):
     assert "cannot decay at this --b2: got bfloat16 with --b2 0.999" in message
 
 
+@pytest.mark.filterwarnings("ignore:MixedPrecisionPolicy.mu_dtype. a first moment in float16")
 @pytest.mark.parametrize("field", sorted(command_line._POLICY))
 def test_every_dtype_that_the_help_names_is_planned(small, capsys, field):
     choices, _ = command_line._POLICY[field]
     for choice in choices:
         options = (f"--{field.replace('_', '-')}", choice, "--param-dtype", "float32")
-        if field == "nu_dtype":
-            options += ("--b2", "0.95")
+        if field in ("mu_dtype", "nu_dtype"):
+            options += ("--b1", "0.8", "--b2", "0.88")
         assert __main__.main(["plan", *small, *options]) == 0
         value = re.search(rf"^{field} +(.*)", capsys.readouterr().out, re.M)[1]
         wanted = {

@@ -17,7 +17,7 @@ import numpy as np
 from jdistadam.core.arguments import check_flag, shown
 from jdistadam.errors import HyperparameterError
 
-_STACK_LEVEL = 4  # from __post_init__ to whoever called fused_adamw
+_STACK_LEVEL = 5  # from __post_init__ to whoever called fused_adamw
 
 
 ScalarOrSchedule = float | jax.Array | Callable[[Any], Any]

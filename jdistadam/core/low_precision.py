@@ -244,7 +244,7 @@ def _warn_of_decay(name: str, mu_dtype: Any, b1: Any) -> None:
         f"{name}: a first moment in {dtype}, rounded to nearest, stops decaying {where}, as with "
         'optax, and then moves parameters that have no gradients: set rounding="stochastic", or '
         "leave it at float32.",
-        stacklevel=4,
+        stacklevel=5,  # who called fused_adamw
     )
 
 

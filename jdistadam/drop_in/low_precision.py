@@ -146,7 +146,7 @@ def decoded(opt_state: OptState) -> OptState:
       >>> params = {"w": jnp.ones((64, 64))}
       >>> _, state = tx.step({"w": jnp.full((64, 64), 0.5)}, tx.init(params), params)
       >>> state[0].mu["w"].codes.dtype, jda.decoded(state)[0].mu["w"].dtype
-      (dtype('uint8'), dtype('float32'))
+      (dtype('uint16'), dtype('float32'))
     """
 
     def is_part(x: Any) -> bool:

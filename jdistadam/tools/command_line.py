@@ -132,7 +132,9 @@ def with_flags(args: argparse.Namespace, message: str) -> str:
         if given is not None:
             return f"{flags[name]} {'none' if given == 'None' else given}"
         before = message[: found.start()]
-        is_name = "_" in name or name == "b2" or not before or before.endswith(("eave ", "Pass "))
+        is_name = (
+            "_" in name or name in ("b1", "b2") or not before or before.endswith(("eave ", "Pass "))
+        )
         return flags[name] if is_name else found[0]
 
     return re.sub(pattern, flag, message)
@@ -203,12 +205,9 @@ def _add_optimizer_arguments(parser: Parser) -> None:
     defaults = MixedPrecisionPolicy()
     for name, (choices, use) in _POLICY.items():
         _add_dtype(parser, name, choices, str(getattr(defaults, name)).lower(), use)
-    add(
-        "--b2",
-        type=float,
-        default=0.999,
-        help="decay of the second moment, with which not every dtype of it can decay",
-    )
+    for name, default, moment in (("--b1", 0.9, "first"), ("--b2", 0.999, "second")):
+        use = f"decay rate of the {moment} moment, with which not every dtype of it can decay"
+        add(name, type=float, default=default, help=use)
     parser.add_argument(
         "--rounding",
         choices=ROUNDINGS,

@@ -20,7 +20,7 @@ import jdistadam as jda
 from jdistadam.distributed.bucketing import make_layout
 from jdistadam.distributed.layout import Leaf
 from jdistadam.distributed.layout_identity import VERSION, differences, identity_of
-from jdistadam.training import train_step
+from jdistadam.training import state_check
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.lookalike import (
     BATCH,
@@ -208,8 +208,8 @@ def test_identity_survives_what_is_done_to_states():
 def test_a_state_that_the_step_returned_is_not_read_again(monkeypatch):
     """The check of values is for other states; the program of a call has no operand for it."""
     seen = []
-    check = train_step.check_layout
-    monkeypatch.setattr(train_step, "check_layout", lambda *args: (seen.append(1), check(*args)))
+    check = state_check.check_layout
+    monkeypatch.setattr(state_check, "check_layout", lambda *args: (seen.append(1), check(*args)))
     tx = make_tx()
     step = jda.train_step(loss_fn, tx)
     state = jda.TrainState.create(make_params(), tx)

@@ -324,8 +324,10 @@ def test_updates_of_rounded_params_raise():
 @pytest.mark.parametrize(("mu_dtype", "b1"), [(jnp.float16, 0.9), (jnp.bfloat16, 0.995)], ids=str)
 def test_first_moments_of_16_bits_that_stop_decaying_warn(mu_dtype, b1):
     """They are optax's, and are accepted. At random they decay."""
-    with pytest.warns(UserWarning, match=f"mu_dtype: a first moment in {jnp.dtype(mu_dtype)}"):
+    message = f"^mu_dtype: a first moment in {jnp.dtype(mu_dtype)}"
+    with pytest.warns(UserWarning, match=message) as caught:
         jda.fused_adamw(1e-3, b1=b1, mu_dtype=mu_dtype)
+    assert caught[0].filename == __file__
     jda.fused_adamw(1e-3, b1=b1, mu_dtype=mu_dtype, rounding="stochastic")
     jda.fused_adamw(1e-3, b1=0.99, mu_dtype=jnp.bfloat16)
 

@@ -71,7 +71,8 @@ def predict(tx, tree, model, machine=ROUND, accumulate_steps=1, recomputes=False
         # Moments 2 * (1 + 4 / 128) + 2 * (2 + 4 / 128) in place of 16.
         (
             BF16
-            | {"main_params_dtype": "remainder16", "mu_dtype": "block16", "nu_dtype": "block8"},
+            | {"main_params_dtype": "remainder16", "mu_dtype": "block16", "nu_dtype": "block8"}
+            | {"rounding": "stochastic"},
             "optim",
             1,
             {"norm": 2, "update": 10 + 6.125},

@@ -335,7 +335,7 @@ def test_what_raises():
         jda.eval_step(lambda p, x: (mean_loss(p, x), x), tx)(state, np.ones(8))
     with pytest.raises(jda.TreeError, match=r"^state: not a train state"):
         evaluate(state.params, np.ones(8))
-    with pytest.raises(jda.MeshError, match=r"^tx: not a distributed optimizer"):
+    with pytest.raises(jda.PolicyError, match=r"^tx: not a distributed optimizer"):
         jda.eval_step(mean_loss, optax.adamw(1e-3))
     with pytest.raises(jda.MeshError, match=r"^batch_spec: not a PartitionSpec"):
         jda.eval_step(mean_loss, tx, batch_spec=P("rows"))
