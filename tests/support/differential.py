@@ -179,15 +179,18 @@ def make_loss(place, tx):
 
 
 class NotSupported(Exception):
-    """One of the package's own errors, before the first step in a place."""
+    """A PolicyError before the first step in a place; any other error is a fault.
+
+    Every tree, mesh and number is as it should be: only settings may not fit each other.
+    """
 
 
 @contextlib.contextmanager
 def may_raise():
     try:
         yield
-    except jda.JDistAdamError as error:
-        raise NotSupported(f"{type(error).__name__}: {error}") from error
+    except jda.PolicyError as error:
+        raise NotSupported(str(error)) from error
 
 
 def _is_key(path):
