@@ -260,7 +260,8 @@ class RestoredFlat(Restored):
         if len(names) == 1:
             return values[names[0], place]
         codes, scales = values[names[0], place], values[names[1], self._everywhere]
-        return jax.block_until_ready(coded_leaves.decoded(section, codes, scales))
+        moment = jax.block_until_ready(coded_leaves.decoded(section, codes, scales))
+        return jax.device_put(moment, place)  # the same, spelled so
 
     def _moment_of_template(self, bucket: Bucket, old: Any, name: str) -> list[jax.Array]:
         if not is_flat_codes(old):

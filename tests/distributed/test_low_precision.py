@@ -427,6 +427,15 @@ def test_a_checkpoint_between_kinds_of_moments(tmp_path, kind):
             assert_same_bits(getattr(got, name)[path], x, f"{name} {path}")
 
 
+def test_a_checkpoint_on_explicit_axes_of_one_device(tmp_path):
+    """JAX then spells the sharding of what is decoded in another way."""
+    tx, there = (make_tx(shape, "16 bits", explicit=True) for shape in ((2,), (1,)))
+    state = jda.TrainState.create(random_params(jnp.bfloat16), tx)
+    jda.save(tmp_path, state, tx)
+    found = jda.restore(tmp_path, jda.TrainState.shapes(random_params(jnp.bfloat16), there), there)
+    assert_trees_same_bits(jda.to_optax_state(found, there)[:2], jda.to_optax_state(state, tx)[:2])
+
+
 @pytest.mark.parametrize("kind", ["8 bits", "16 bits"])
 @often(lambda kind: kind == "16 bits")
 def test_a_checkpoint_holds_codes_and_scales(tmp_path, kind):

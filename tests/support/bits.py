@@ -27,12 +27,12 @@ def assert_same_trees(got, want, what):
             assert_same_bits(a, b, what)
 
 
-def assert_trees_same_bits(got, want):
+def assert_trees_same_bits(got, want, what=""):
     assert jax.tree.structure(got) == jax.tree.structure(want)
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(got)[0]]
     for path, a, b in zip(paths, jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = np.asarray(a), np.asarray(b)
         if a.dtype.kind in "iu":
-            assert np.array_equal(a, b), path
+            assert np.array_equal(a, b), what + path
         else:
-            assert_same_bits(a, b, path)
+            assert_same_bits(a, b, what + path)

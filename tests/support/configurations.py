@@ -1,0 +1,242 @@
+"""Random configurations of an optimizer, which cross its features: what differential.py runs."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+import jdistadam as jda
+from jdistadam.core.hyperparameters import Hyperparameters
+
+MESHES = {
+    "1": dict(shape=(1,), names=("data",)),
+    "2": dict(shape=(2,), names=("data",)),
+    "3": dict(shape=(3,), names=("data",)),
+    "8": dict(shape=(8,), names=("data",)),
+    "replicas": dict(shape=(2, 2), names=("replica", "data"), replica_axis="replica"),
+    "replicas last": dict(shape=(2, 3), names=("data", "replica"), replica_axis="replica"),
+    "two axes": dict(shape=(2, 4), names=("a", "b"), shard_axis=("b", "a")),
+    "model": dict(shape=(2, 2), names=("data", "model")),
+    "model first": dict(shape=(2, 4), names=("model", "data")),
+    "model alone": dict(shape=(1, 2), names=("data", "model")),
+    "replicas, model": dict(shape=(2, 2, 2), names=("replica", "data", "model"), replica_axis="replica"),
+}  # fmt: skip
+SHAPES = {
+    "block": (64, 64),  # coded, and packed
+    "empty": (0, 4),
+    "layers": {"bias": (4, 24), "scale": (4, 1100), "w": (4, 64, 256)},  # scale: no whole blocks
+    "matrix": (72, 256),  # sharded under "optim_grads_params"
+    "odd": (4099,),  # coded, its last block not full
+    "row": (40,),
+    "scalar": (),
+}  # fmt: skip
+SPECS = {  # by path; others are whole
+    "rows": {"['block']": P("model"), "['layers']['w']": P(None, "model"), "['matrix']": P("model")},
+    "columns": {"['layers']['w']": P(None, None, "model"), "['matrix']": P(None, "model")},
+    "small": {"['row']": P("model"), "['layers']['bias']": P(None, "model")},
+    "empty": {"['empty']": P(None, "model"), "['matrix']": P("model")},
+}  # fmt: skip
+GROUPS = {"body": {}, "head": dict(lr_scale=0.25, weight_decay=0.5, b1=0.5), "ice": dict(frozen=True)}  # fmt: skip
+LABELS = {"block": "head", "odd": "ice", "row": "head"}  # others: "body"
+LARGE = 9500  # masks and labels by size: half a leaf is on the other side of it
+SCALES = {"none": None, "constant": 4.0, "dynamic": jda.DynamicLossScale(init_scale=8.0, growth_interval=2)}  # fmt: skip
+STEPS = (3, 2)  # in the first place, and in the second
+
+PLACE = {
+    "mesh": tuple(MESHES),
+    "axes": ("explicit", "auto"),
+    "specs": tuple(SPECS),  # on a mesh with a model axis
+    "strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
+    "outer": ("no_shard", "optim"),
+    "at_rest": ("full", "shard"),
+    "bucket_bytes": (1, 20_000, 32 << 20),
+    "stacked": (False, True),
+    "communication": (*("auto",) * 9, "peer"),
+}
+CONFIG = {
+    "dtypes": ("float32", "bfloat16", "float16", "mixed"),
+    "adam": ("adamw", "nesterov", "l2"),
+    "schedule": (False, True),
+    "mask": ("none", "tree", "dims", "size"),
+    "groups": ("none", "tree", "size"),
+    "chain": ("none", "scale", "schedule", "masked", "params"),
+    "main": ("float32", "remainder16", None),
+    "main_grads": ("float32", "bfloat16"),
+    "grad_comm": (None, "bfloat16", "float16"),
+    "grad_reduce": (None, "float32"),
+    "param_comm": (None, "bfloat16", "float8_e4m3fn"),
+    "mu": ("float32", "bfloat16", "float16", "block8", "block16"),
+    "nu": ("float32", "bfloat16", "block8", "block16"),
+    "rounding": ("nearest", "stochastic"),
+    "float32_moments": (False, True),
+    "micro": (1, 2, 3),
+    "loss_scale": tuple(SCALES),
+    "clip": (None, 0.25, 1e6),
+    "average": (True, False),
+    "data": ("exact", "any"),
+    "skip": (0, 1, 2, 3, 4),
+    "move": ("none", "saved", "converted", "from drop-in", "to drop-in"),
+}
+
+
+_Place = dataclasses.make_dataclass("_Place", PLACE, frozen=True)
+_Choices = dataclasses.make_dataclass("_Choices", CONFIG, frozen=True)
+
+
+class Place(_Place):
+    """Where a state is: a mesh, and arguments that change no bit."""
+
+    @property
+    def devices(self):
+        """With different data."""
+        return math.prod(self.data_axes.values())
+
+    @property
+    def data_axes(self):
+        """Names and sizes of the axes that carry data, in the order of the mesh."""
+        given = MESHES[self.mesh]
+        both = zip(given["names"], given["shape"], strict=True)
+        return {name: size for name, size in both if name != "model"}
+
+    @property
+    def summed_axes(self):
+        """Over which gradients are summed, outermost first: of shards, and of replicas."""
+        given = MESHES[self.mesh]
+        replicas = (given["replica_axis"],) if "replica_axis" in given else ()
+        return tuple(given.get("shard_axis", ("data",))), replicas
+
+    @property
+    def has_model_axis(self):
+        return "model" in MESHES[self.mesh]["names"]
+
+    @property
+    def shards_grads(self):
+        return self.strategy in ("optim_grads", "optim_grads_params")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(_Choices):
+    """A configuration: a value for each name in CONFIG, and where it runs; None is drop-in."""
+
+    seed: int
+    names: tuple[str, ...]
+    places: tuple[Place | None, ...]
+
+    @property
+    def hyper(self):
+        """Hyperparameters that are no defaults; b2 such that moments rounded to nearest decay."""
+        rate = optax.linear_schedule(3e-3, 1e-3, 4) if self.schedule else 3e-3
+        is_low = self.nu != "float32" and self.rounding == "nearest"
+        b2 = 0.93 if is_low or self.seed % 2 else 0.9973
+        hyper = dict(learning_rate=rate, b1=0.87, b2=b2, eps=1e-7, eps_root=1e-12)
+        if self.adam == "l2":
+            return hyper | dict(l2=0.11)
+        return hyper | dict(weight_decay=0.13, nesterov=self.adam == "nesterov")
+
+    def dtype_of(self, path):
+        mixed = "bfloat16" if "matrix" in path or "'w'" in path or "block" in path else "float32"
+        return np.dtype(jnp.dtype(mixed if self.dtypes == "mixed" else self.dtypes))
+
+    def decays(self, path, shape):
+        by = {"dims": len(shape) > 1, "size": np.prod(shape) > LARGE, "tree": "matrix" not in path}
+        return bool(by.get(self.mask, True)) and (self.adam != "l2" or self.mask == "none")
+
+    @property
+    def scale(self):
+        return SCALES[self.loss_scale]
+
+    def hyper_of(self, label):
+        """The hyperparameters of a group."""
+        hyper, changed = self.hyper, dict(GROUPS[label])
+        if "lr_scale" in changed:
+            scale, rate = changed.pop("lr_scale"), hyper["learning_rate"]
+            scaled = (lambda count: rate(count) * scale) if callable(rate) else rate * scale
+            changed["learning_rate"] = scaled
+        return Hyperparameters(**(hyper | changed))
+
+    def label(self, path, shape):
+        if self.groups == "none":
+            return "body"
+        if self.groups == "size":
+            return "head" if np.prod(shape) > LARGE else "body"
+        return next((label for name, label in LABELS.items() if name in path), "body")
+
+
+def each_leaf(function, tree):
+    """A tree of what a function says of each leaf's path and shape."""
+    return jax.tree_util.tree_map_with_path(lambda p, x: function(jax.tree_util.keystr(p), x.shape), tree)  # fmt: skip
+
+
+def draw(seed):
+    """Returns the configuration of a seed: every choice at random, most of them such that they fit.
+
+    One in twenty choices that do not fit is left as it is, so that the package has to say so.
+    """
+    rng = np.random.default_rng(seed)
+    odds = lambda p: rng.random() < p  # noqa: E731
+    pick = lambda table: {name: x[rng.integers(len(x))] for name, x in table.items()}  # noqa: E731
+    usual = dict(
+        chain="none", float32_moments=False, param_comm=None, main_grads="float32", clip=None
+    )
+    usual |= dict(groups="none", grad_comm=None, average=True, main="float32", move="saved")
+    config = pick(CONFIG) | {name: value for name, value in usual.items() if odds(0.5)}
+    places = [pick(PLACE), pick(PLACE)]
+    names = {"matrix", *(name for name in SHAPES if odds(0.4))}
+
+    def fit(choices, condition, **changed):
+        if condition and odds(0.95):
+            choices |= changed
+
+    if config["move"].endswith("drop-in"):
+        config |= dict(groups="none", clip=None, param_comm=None)
+        places[config["move"] == "to drop-in"] = None
+    elif config["move"] == "none":
+        del places[1]
+    meshes = [place for place in places if place is not None]
+    is_coded = {"block8", "block16"} & {config["mu"], config["nu"]}
+    is_low = is_coded or config["mu"] != "float32" or config["nu"] != "float32"
+    has_16_bits = config["main"] is None and config["dtypes"] != "float32"
+    fit(config, config["main"] != "float32", param_comm=None)
+    fit(config, config["main"] == "remainder16" and config["dtypes"] != "mixed", dtypes="bfloat16")
+    fit(config, config["grad_comm"] is not None, main_grads="float32")
+    fit(config, not (is_low or has_16_bits), rounding="nearest")
+    fit(config, not is_coded, float32_moments=False)
+    for place in meshes:
+        mesh, is_random = MESHES[place["mesh"]], config["rounding"] == "stochastic"
+        is_sent = config["param_comm"] is not None
+        fit(place, is_sent and place["strategy"] == "no_shard", strategy="optim")
+        shards = place["strategy"] != "no_shard"
+        fit(place, "replica_axis" not in mesh or not shards, outer="no_shard")
+        fit(place, not shards, at_rest="full")
+        fit(place, "model" in mesh["names"], stacked=False)
+        fit(place, place["specs"] == "small" and is_random, specs="rows")
+        if place["communication"] == "peer":
+            fit(place, place["mesh"] not in ("2", "8"), mesh="2")
+            fit(place, True, strategy="optim", at_rest="full")
+            fit(config, True, mu="float32", nu="float32", rounding="nearest", main="float32")
+            fit(config, True, grad_reduce="float32", param_comm=None, float32_moments=False)
+        is_late = config["chain"] != "none" and place["strategy"].startswith("optim_grads")
+        fit(config, is_late, micro=1)
+        names |= {"layers"} if place["stacked"] else set()
+    if config["adam"] == "l2":
+        config["mask"] = "none"
+    if config["clip"] is not None or config["grad_reduce"] is None:
+        config["data"] = "exact"
+    names |= {"block", "odd"} if config["groups"] == "tree" or config["float32_moments"] else set()
+    names |= {"row"} if config["groups"] == "size" else set()
+    places = tuple(place and Place(**place) for place in places)
+    return Config(**config, seed=seed, names=tuple(sorted(names)), places=places)
+
+
+def features(config):
+    """Names of all values that a configuration has."""
+    found = {f"{name}={getattr(config, name)}" for name in CONFIG}
+    for place in config.places:
+        if place is not None:
+            found |= {f"{name}={getattr(place, name)}" for name in PLACE if name != "specs"}
+            found |= {f"specs={place.specs}"} if place.has_model_axis else set()
+    return found

@@ -1,0 +1,379 @@
+"""Random configurations of a distributed optimizer, each stepped beside the reference, bit for bit.
+
+A configuration crosses features: where it runs first and where it is moved to (mesh, model axis,
+strategy, stacked leaves, ... or ``fused_adamw`` on one device), and how steps are computed (groups,
+mask, chain, dtypes, codes, rounding, micro-batches, loss scale, clipping). ``draw`` makes one of a
+seed, and ``run`` raises AssertionError where a bit differs. The reference, in
+reference_training.py, holds unsharded arrays and knows nothing of meshes.
+
+A range of seeds, which goes on where its log ends:
+
+    PYTHONPATH=tests python -m support.differential --seeds 0:300 --log differential.jsonl
+"""
+
+import argparse
+import collections
+import contextlib
+import functools
+import json
+import math
+import pathlib
+import tempfile
+import time
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jdistadam as jda
+from support.bits import assert_same_bits, assert_trees_same_bits
+from support.configurations import GROUPS, MESHES, SHAPES, SPECS, STEPS, draw, each_leaf
+from support.reference_training import SEED, Reference
+
+
+def make_params(config):
+    rng = np.random.default_rng(config.seed)
+    shapes = {name: SHAPES[name] for name in config.names}
+    return jax.tree.map(lambda s: np.float32(rng.normal(size=s)), shapes, is_leaf=_is_shape)
+
+
+def _is_shape(x):
+    return type(x) is tuple
+
+
+def make_batch(config, place, step, like):
+    """Gradients (devices, micro-batches, ...) of a step; in a skipped one, one is infinite.
+
+    "exact": sums of them are exact in every order, in bfloat16 too, and so are those of squares.
+    "any": of which none is subnormal in float16 behind a chain, where that would round it.
+    """
+    rng = np.random.default_rng([config.seed, step])
+    devices, micro = (1, 1) if place is None else (place.devices, config.micro)
+
+    def one(x):
+        shape = (devices, micro, *x.shape)
+        if config.data == "exact":
+            return np.float32(rng.integers(-1, 2, shape) * rng.integers(0, 2, shape)) / 64
+        x = rng.normal(size=shape) * 10.0 ** rng.integers(-3, 2, x.shape)
+        return np.float32(np.copysign(np.maximum(np.abs(x), 2.0**-10), x))
+
+    batch = jax.tree.map(one, like)
+    if step == config.skip and config.scale is not None and place is not None:
+        batch["matrix"][rng.integers(devices), rng.integers(micro), 5, 7] = np.inf
+    return batch
+
+
+def make_tx(config, place):
+    """The optimizer of a place."""
+    params = make_params(config)
+    decays, labels = (each_leaf(f, params) for f in (config.decays, config.label))
+    given = dict(config.hyper)
+    if config.mask != "none":
+        given["mask"] = decays if config.mask == "tree" else lambda p: each_leaf(config.decays, p)
+    if config.groups != "none":
+        by_size = config.groups == "size"
+        given["param_labels"] = (lambda p: each_leaf(config.label, p)) if by_size else labels
+        given["groups"] = {label: GROUPS[label] for label in sorted(set(jax.tree.leaves(labels)))}
+    name = "fused_adam" if config.adam == "l2" else "fused_adamw"
+    if place is None:
+        tx = getattr(jda, name)(**given, **_low_precision(config))
+    else:
+        tx = getattr(jda, f"distributed_{name}")(
+            **given, **_of_mesh(config), **_placing(place, params)
+        )
+    return tx if config.chain == "none" else jda.chain(_before(config.chain), tx)
+
+
+def _low_precision(config):
+    return dict(
+        main_params_dtype=config.main,
+        mu_dtype=config.mu,
+        nu_dtype=config.nu,
+        rounding=config.rounding,
+        seed=SEED if config.rounding == "stochastic" else None,
+        float32_moments=(lambda path: "block" in path) if config.float32_moments else None,
+    )
+
+
+def _of_mesh(config):
+    """What only a distributed optimizer takes, and changes bits."""
+    policy = jda.MixedPrecisionPolicy(
+        main_grads_dtype=config.main_grads,
+        grad_comm_dtype=config.grad_comm,
+        grad_reduce_dtype=config.grad_reduce,
+        param_comm_dtype=config.param_comm,
+        **_low_precision(config),
+    )
+    return dict(
+        policy=policy,
+        max_grad_norm=config.clip,
+        loss_scale=config.scale,
+        average_grads=config.average,
+    )
+
+
+def _placing(place, params):
+    mesh = MESHES[place.mesh]
+    types = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
+    devices = jax.devices("cpu")[: math.prod(mesh["shape"])]
+    axis_types = (types[place.axes],) * len(mesh["names"])
+    given = {name: value for name, value in mesh.items() if name.endswith("_axis")}
+    if place.has_model_axis:
+        specs = SPECS[place.specs]
+        given["param_specs"] = each_leaf(lambda path, _: specs.get(path) or P(), params)
+    return given | dict(
+        mesh=jax.make_mesh(mesh["shape"], mesh["names"], axis_types, devices=devices),
+        sharding_strategy=place.strategy,
+        outer_sharding_strategy=place.outer,
+        params_at_rest=place.at_rest,
+        bucket_bytes=place.bucket_bytes,
+        stacked=(lambda path: "layers" in path) if place.stacked else None,
+        communication=place.communication,
+    )
+
+
+def _before(chain):
+    """The transformation before the optimizer: linear in the gradients, by powers of two."""
+
+    def by_signs(grads, state, params):
+        def one(g, p):
+            return g * jnp.exp2(-(jnp.sum(jnp.signbit(p)) % 3).astype(jnp.float32)).astype(g.dtype)
+
+        return jax.tree.map(one, grads, params), state
+
+    return {
+        "scale": lambda: optax.scale(0.5),
+        "schedule": lambda: optax.scale_by_schedule(lambda count: 0.5 ** (count % 2)),
+        "masked": lambda: optax.masked(
+            optax.scale(2.0), lambda p: each_leaf(lambda path, _: "matrix" in path, p)
+        ),
+        "params": lambda: optax.GradientTransformation(lambda params: optax.EmptyState(), by_signs),
+    }[chain]()
+
+
+def make_loss(place, tx):
+    """A loss whose gradient is the batch, and which reports the params that it got."""
+
+    def total(params, x):
+        products = jax.tree.map(lambda p, x: jnp.sum(p.astype(jnp.float32) * x), params, x)
+        return sum(jax.tree.leaves(products), jnp.float32(0))
+
+    @functools.partial(jax.checkpoint, policy=jda.remat_policy)
+    def body(loss, layer_and_x):
+        layer = jda.gather_params(layer_and_x[0], tx)
+        return loss + total(layer, layer_and_x[1]), layer
+
+    def loss_fn(params, batch):
+        params, x = dict(params), dict(jax.tree.map(lambda x: x[0], batch))
+        if not place.stacked:
+            return total(params, x), params
+        scanned = params.pop("layers"), x.pop("layers")
+        loss, layers = jax.lax.scan(body, total(params, x), scanned)
+        return loss, params | {"layers": layers}
+
+    return loss_fn
+
+
+class NotSupported(Exception):
+    """A PolicyError before the first step in a place; any other error is a fault.
+
+    Every tree, mesh and number is as it should be: only settings may not fit each other.
+    """
+
+
+@contextlib.contextmanager
+def may_raise():
+    try:
+        yield
+    except jda.PolicyError as error:
+        raise NotSupported(str(error)) from error
+
+
+def _is_key(path):
+    return path.endswith("key")
+
+
+class OnMesh:
+    """Training over a mesh: makes, steps, moves and compares a state."""
+
+    def __init__(self, config, place, params, dtypes):
+        self.config, self.place, self.dtypes = config, place, dtypes
+        self.tx = make_tx(config, place)
+        self.train_step = jda.train_step(
+            make_loss(place, self.tx), self.tx, accumulate_steps=config.micro, has_aux=True
+        )
+        self.shapes = jda.TrainState.shapes(params, self.tx, param_dtypes=dtypes)
+
+    def create(self, params):
+        self.state = jda.TrainState.create(params, self.tx, param_dtypes=self.dtypes)
+
+    def step(self, batch, reference):
+        rows = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), batch)
+        self.state, metrics = self.train_step(self.state, rows)
+        metrics = jax.device_get(metrics)
+        seen = metrics.pop("aux")
+        if self.is_rounded(reference):  # a row for each device and micro-batch
+            repeat = lambda p, x: np.broadcast_to(p, x.shape)  # noqa: E731
+            want = jax.tree.map(repeat, reference.params(), seen)
+            assert_trees_same_bits(seen, want, "what the loss got")
+        for name, want in reference.step(self.place, batch).items():
+            if name != "grad_norm" or (self.config.data == "exact" and np.isfinite(want)):
+                assert_same_bits(metrics[name], np.asarray(want, metrics[name].dtype), name)
+
+    def is_rounded(self, reference):
+        """Before the first step it depends on the strategy whether params are as they are sent."""
+        return reference.count > 0 or self.config.param_comm is None
+
+    def move(self, folder, before):
+        if self.config.move == "converted":
+            main, opt_state, extra = jda.to_optax_state(before.state, before.tx)
+            self.state = jda.from_optax_state(
+                main, opt_state, self.tx, extra, param_dtypes=self.dtypes
+            )
+            return
+        jda.save(folder, before.state, before.tx if before.place else None)
+        unused = None if before.place else _is_key
+        self.state = jda.restore(folder, self.shapes, self.tx, unused=unused)
+
+    def compare(self, reference):
+        main, opt_state, extra = jda.to_optax_state(self.state, self.tx)
+        assert int(extra.step) == reference.count
+        compare(main, opt_state, reference)
+        if self.is_rounded(reference):
+            full = jda.full_params(self.state, self.tx)
+            assert_trees_same_bits(full, reference.params(), "full_params")
+        for x in jax.tree.leaves((self.state.params, self.state.opt_state)):
+            copies = {}
+            for shard in x.addressable_shards:
+                first = copies.setdefault(str(shard.index), shard.data)
+                assert_same_bits(shard.data, first, "copies on two devices")
+
+
+class DropIn:
+    """Training by ``fused_adamw`` on one device."""
+
+    place = None
+
+    def __init__(self, config, place, params, dtypes):
+        self.tx, self.dtypes = make_tx(config, place), dtypes
+        self.jitted = jax.jit(self.tx.step)
+        self.create(params)
+
+    def create(self, params):
+        params = jax.tree.map(lambda x, t: jnp.asarray(x.astype(t)), params, self.dtypes)
+        self.state = {"params": params, "opt_state": self.tx.init(params)}
+
+    def step(self, batch, reference):
+        grads = jax.tree.map(lambda x, t: jnp.asarray(x[0, 0].astype(t)), batch, self.dtypes)
+        params, opt_state = self.jitted(grads, self.state["opt_state"], self.state["params"])
+        self.state = {"params": params, "opt_state": opt_state}
+        reference.step(None, batch)
+
+    def move(self, folder, before):
+        jda.save(folder, before.state, before.tx)
+        self.state = jda.restore(folder, self.state, new=_is_key)
+
+    def compare(self, reference):
+        params, opt_state = self.state["params"], self.state["opt_state"]
+        assert_trees_same_bits(params, reference.params(), "params")
+        compare(jda.main_params(params, opt_state), jda.decoded(opt_state), reference)
+
+
+def compare(main, opt_state, reference):
+    is_adam = lambda x: hasattr(x, "mu") and hasattr(x, "nu")  # noqa: E731
+    (adam,) = filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam))
+    for name, got in (("main_params", main), ("mu", adam.mu), ("nu", adam.nu)):
+        got = jax.tree.map(lambda x: np.asarray(x, np.float32), got)
+        assert_trees_same_bits(got, reference.floats(name), name)
+    assert int(adam.count) == reference.count
+
+
+def run(config):
+    """Steps a configuration beside the reference.
+
+    Raises:
+      NotSupported: It is none that the package supports.
+      AssertionError: Something differs, or any other error was raised; it names the configuration.
+    """
+    try:
+        params = make_params(config)
+        dtypes = each_leaf(lambda path, _: config.dtype_of(path), params)
+        with may_raise():
+            trained = [
+                (OnMesh if place else DropIn)(config, place, params, dtypes)
+                for place in config.places
+            ]
+            trained[0].create(params)
+        if config.places[0] is None:  # its main parameters begin with the values of params
+            params = jax.tree.map(np.float32, trained[0].state["params"])
+        _steps(config, trained, Reference(config, params))
+    except NotSupported:
+        raise
+    except Exception as error:
+        raise AssertionError(f"seed {config.seed}, {config}: {error}") from error
+
+
+def _steps(config, trained, reference):
+    params, first = reference.floats("main_params"), 0
+    for one, before, steps in zip(trained, (None, *trained), STEPS, strict=False):
+        if before is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                one.move(folder, before)
+            if before.place is None:
+                reference.forget_scale()
+            one.compare(reference)
+        for i in range(first, first + steps):
+            with may_raise() if i == first else contextlib.nullcontext():
+                one.step(make_batch(config, one.place, i, params), reference)
+        one.compare(reference)
+        first += steps
+
+
+def outcome(seed):
+    """Runs a seed: "passed", "not supported" or "failed", and the message."""
+    try:
+        run(draw(seed))
+    except NotSupported as error:
+        return "not supported", str(error)
+    except AssertionError:
+        return "failed", traceback.format_exc()
+    finally:
+        jax.clear_caches()
+    return "passed", ""
+
+
+def main():
+    """Goes on after the last seed in the log; one that ended the process counts as failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", default="0:300", help="first:end")
+    parser.add_argument("--log", type=pathlib.Path, required=True)
+    args = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    lines = args.log.read_text().splitlines() if args.log.exists() else []
+    done = {row["seed"]: row for row in map(json.loads, lines)}
+    with args.log.open("a") as log:
+        for seed in range(*map(int, args.seeds.split(":"))):
+            if seed in done:
+                continue
+            row = dict(seed=seed, outcome="failed", message="the process ended")
+            print(json.dumps(row), file=log, flush=True)
+            start = time.perf_counter()
+            row["outcome"], row["message"] = outcome(seed)
+            row["seconds"] = round(time.perf_counter() - start, 1)
+            print(json.dumps(row), file=log, flush=True)
+            done[seed] = row
+            print(seed, row["outcome"], row["seconds"], row["message"][-300:], flush=True)
+    print(collections.Counter(row["outcome"] for row in done.values()))
+    rows = [row for row in done.values() if row["outcome"] == "not supported"]
+    for message, count in collections.Counter(row["message"] for row in rows).most_common():
+        print(count, message)
+    print("failed:", *(seed for seed, row in done.items() if row["outcome"] == "failed"))
+
+
+if __name__ == "__main__":
+    main()
