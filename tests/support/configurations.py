@@ -128,11 +128,11 @@ class Config(_Choices):
 
     @property
     def hyper(self):
-        """Hyperparameters that are no defaults; b2 such that moments rounded to nearest decay."""
+        """Hyperparameters that are no defaults; such that moments rounded to nearest follow."""
         rate = optax.linear_schedule(3e-3, 1e-3, 4) if self.schedule else 3e-3
-        is_low = self.nu != "float32" and self.rounding == "nearest"
-        b2 = 0.93 if is_low or self.seed % 2 else 0.9973
-        hyper = dict(learning_rate=rate, b1=0.87, b2=b2, eps=1e-7, eps_root=1e-12)
+        is_low = self.rounding == "nearest" and {self.mu, self.nu} != {"float32"}
+        b1, b2 = (0.81, 0.88) if is_low else (0.87, 0.93 if self.seed % 2 else 0.9973)
+        hyper = dict(learning_rate=rate, b1=b1, b2=b2, eps=1e-7, eps_root=1e-12)
         if self.adam == "l2":
             return hyper | dict(l2=0.11)
         return hyper | dict(weight_decay=0.13, nesterov=self.adam == "nesterov")
@@ -205,6 +205,8 @@ def draw(seed):
     fit(config, config["grad_comm"] is not None, main_grads="float32")
     fit(config, not (is_low or has_16_bits), rounding="nearest")
     fit(config, not is_coded, float32_moments=False)
+    is_finer = config["mu"].startswith("block") and config["nu"] not in ("block8", config["mu"])
+    fit(config, is_finer and config["rounding"] == "stochastic", nu=config["mu"])
     for place in meshes:
         mesh, is_random = MESHES[place["mesh"]], config["rounding"] == "stochastic"
         is_sent = config["param_comm"] is not None
