@@ -335,7 +335,7 @@ def _distributed(
     check_loss_scale(loss_scale)
     check_stacked(stacked)
     made_groups = make_groups(hyper, mask, param_labels, groups)
-    for group, _ in made_groups.rows:
+    for group in filter(None, made_groups.hypers.values()):
         low = policy.low_precision(group.b1, group.b2, formats)
         name = "MixedPrecisionPolicy.nu_dtype"
         check_nu_dtype(name, policy.nu_dtype, group.b2, is_random=low.is_random)
