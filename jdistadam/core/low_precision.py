@@ -232,7 +232,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _warn_of_decay(name: str, mu_dtype: Any, b1: Any) -> None:
-    """Warns where a first moment in 16 bits, rounded to nearest, stops decaying."""
+    """Warns where a first moment in 16 bits, rounded to nearest, does not follow its gradients."""
     dtype = jnp.dtype(jnp.float32 if mu_dtype is None else mu_dtype)
     if dtype.itemsize != 2:
         return
@@ -241,9 +241,9 @@ def _warn_of_decay(name: str, mu_dtype: Any, b1: Any) -> None:
         return
     where = "below 6e-5" if is_float16 else f"with b1 above {largest}"
     warnings.warn(
-        f"{name}: a first moment in {dtype}, rounded to nearest, stops decaying {where}, as with "
-        'optax, and then moves parameters that have no gradients: set rounding="stochastic", or '
-        "leave it at float32.",
+        f"{name}: a first moment in {dtype}, rounded to nearest, does not decay as it should {where}, "
+        "as with optax, and moves parameters that have no gradients: set "
+        'rounding="stochastic", or leave it at float32.',
         stacklevel=5,  # who called fused_adamw
     )
 
