@@ -241,8 +241,8 @@ def _warn_of_decay(name: str, mu_dtype: Any, b1: Any) -> None:
         return
     where = "below 6e-5" if is_float16 else f"with b1 above {largest}"
     warnings.warn(
-        f"{name}: a first moment in {dtype}, rounded to nearest, does not decay as it should {where}, "
-        "as with optax, and moves parameters that have no gradients: set "
+        f"{name}: a first moment in {dtype}, rounded to nearest, does not decay as it should "
+        f"{where}, as with optax, and moves parameters that have no gradients: set "
         'rounding="stochastic", or leave it at float32.',
         stacklevel=5,  # who called fused_adamw
     )
