@@ -34,7 +34,8 @@ class Checkpointer:
       every: ``after_step`` saves where the step divides by it. None: never.
       keep: How many of the newest checkpoints stay. None: all.
       rollback_to: The step of an older checkpoint, from which training goes on in another way: all
-        newer ones are deleted, at once. None: none is, and saving before the newest raises.
+        newer ones are deleted, at once. Leave it out when the run is started again, which would
+        delete its own. None: none is deleted, and saving before the newest raises.
       in_background: Whether to write while training goes on. A device then holds one bucket beside
         the state while ``save`` runs, and the host this process's part of the state until it is
         written; otherwise the host holds one bucket.

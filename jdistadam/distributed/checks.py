@@ -185,8 +185,11 @@ def check_step(
     check_scaling(config, state)
 
 
-def check_alive(state: Any) -> None:
-    """Raises MeshError for a DistributedState that was donated, TreeError for shapes."""
+def check_alive(state: Any, train_state: Any = None) -> None:
+    """Raises MeshError for a DistributedState that was donated, TreeError for shapes.
+
+    With a ``train_state``, the one around it, for anything else in that, too.
+    """
     if isinstance(state.layout_identity, jax.ShapeDtypeStruct):
         raise TreeError(
             "state",
@@ -196,7 +199,8 @@ def check_alive(state: Any) -> None:
             action="Restore it: jda.restore(folder, shapes, tx); or make one with "
             "TrainState.create(params, tx).",
         )
-    arrays = (x for x in jax.tree.leaves(state.mu) if isinstance(x, jax.Array))
+    looked_at = state.mu if train_state is None else train_state
+    arrays = (x for x in jax.tree.leaves(looked_at) if isinstance(x, jax.Array))
     if any(x.is_deleted() for x in arrays if not isinstance(x, jax.core.Tracer)):
         raise MeshError(
             "state",

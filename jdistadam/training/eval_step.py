@@ -100,7 +100,7 @@ class EvalStep:
         if trees.is_traced((state, batch)):
             check_layout(state, self.tx)
             return self._program(state, batch)
-        check_alive(optimizer_state)
+        check_alive(optimizer_state, state)
         state = self._check(state, optimizer_state)
         state = dataclasses.replace(state, opt_state=None)
         if not self._has_agreed:

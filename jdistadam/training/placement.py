@@ -89,21 +89,47 @@ def brought(tree: Any, wanted: Sequence[Any], *, exactly: bool = True) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def apart(tree: Any, others: Iterable[Any] = ()) -> Any:
+_SMALL = 1024  # elements, of a rate or a key that was set by hand
+
+
+def apart(tree: Any, others: Iterable[Any] = (), returned: Iterable[Any] = ()) -> Any:
     """Returns a tree of which no array has the memory of another one, or of one of ``others``.
 
     Those that have it are copied: JAX would donate it twice, or donate and read it, which ends the
     process on several devices. Two arrays of one mesh share all of it or nothing: the first shard
     says so.
+
+    To ask where an array is may wait for the program that makes it. So of the ``returned``, which a
+    program returned and are apart, only those are asked that have the shape and dtype of a large
+    leaf that is not among them; small ones that are not are no others' unless they are the same.
     """
     leaves: Any = jax.tree.leaves(tree)
-    seen, copied = {_memory_of(x) for x in others}, False
+    known, ids = {id(x) for x in returned}, set[int]()
+    new, twice = [], []
     for i, x in enumerate(leaves):
-        memory = _memory_of(x)
+        if not isinstance(x, jax.Array) or not x.size:
+            continue
+        if id(x) in ids:
+            twice.append(i)
+        elif id(x) not in known and (x.size > _SMALL or not known):
+            new.append(i)
+        ids.add(id(x))
+    types = {type_of(leaves[i]) for i in new}
+    asked = (x for x in leaves if id(x) in known and type_of(x) in types)
+    seen = {_memory_of(x) for x in (*others, *asked)}
+    for i in new:
+        memory = _memory_of(leaves[i])
         if memory is not None and memory in seen:
-            leaves[i], copied = copy_to(x, with_order(x.sharding, order_of(x))), True
+            twice.append(i)
         seen.add(memory)
-    return jax.tree.unflatten(jax.tree.structure(tree), leaves) if copied else tree
+    for i in twice:
+        leaves[i] = copy_to(leaves[i], with_order(leaves[i].sharding, order_of(leaves[i])))
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves) if twice else tree
+
+
+def type_of(x: Any) -> tuple[tuple[int, ...], Any]:
+    """The shape and dtype of an array."""
+    return x.shape, x.dtype
 
 
 def _memory_of(x: Any) -> int | None:

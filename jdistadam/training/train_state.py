@@ -102,6 +102,7 @@ class TrainState:
             )
         if "opt_state" not in changes and _KNOWN in self.__dict__:
             object.__setattr__(new, _KNOWN, self.__dict__[_KNOWN])
+            object.__setattr__(new, _KNOWN_OTHERS, self.__dict__.get(_KNOWN_OTHERS))
         return new
 
     @classmethod
@@ -312,6 +313,12 @@ def is_known(state: TrainState, leaves: Sequence[Any]) -> bool:
     """Whether the params, with these leaves, are the arrays that the state was made with."""
     known = state.__dict__.get(_KNOWN)
     return known is not None and _same(leaves, known)
+
+
+def returned_arrays(state: TrainState) -> tuple[Any, ...]:
+    """Returns the arrays of the state that a step returned, of which this one was made, if any."""
+    others = state.__dict__.get(_KNOWN_OTHERS)
+    return () if others is None else (*state.__dict__.get(_KNOWN, ()), *others)
 
 
 def is_returned(state: TrainState, leaves: Sequence[Any]) -> bool:

@@ -24,7 +24,7 @@ from jdistadam.training.flattened import Leaves, flattened
 from jdistadam.training.injected_numbers import with_numbers_as_arrays
 from jdistadam.training.loss_function import LossFunction
 from jdistadam.training.partitioned import check_model_axes
-from jdistadam.training.placement import apart
+from jdistadam.training.placement import apart, type_of
 from jdistadam.training.state_check import StateCheck
 from jdistadam.training.step_program import StepOptions, StepProgram
 from jdistadam.training.train_state import (
@@ -35,6 +35,7 @@ from jdistadam.training.train_state import (
     is_returned,
     remember_others,
     remember_params,
+    returned_arrays,
 )
 
 
@@ -100,15 +101,16 @@ class TrainStep:
         if trees.is_traced(batch) or (not is_ours and trees.is_traced(state)):
             self._warn_of_lost_options()
             return self._step(state, batch)
-        check_alive(optimizer_state)
+        check_alive(optimizer_state, None if is_ours else state)
         self._agree_once(state, batch)
+        returned = returned_arrays(state)
         state = with_numbers_as_arrays(state, self.tx.config.mesh)
         if not is_ours:
             state = self._check(state, optimizer_state)
             if not has_known_params:
                 check_params_follow(state, self.tx)
-            state = apart(state)
-            self._types.update(map(_type_of, jax.tree.leaves(state)))
+            state = apart(state, returned=returned)
+            self._types.update(map(type_of, jax.tree.leaves(state)))
             leaves = jax.tree.leaves(state.params)
         batch = self._apart(batch, state)
         run = self._program(state.params, Leaves(leaves, treedef), is_verified=True)
@@ -140,10 +142,10 @@ class TrainStep:
 
     def _apart(self, batch: Any, state: TrainState) -> Any:
         """Returns a batch of which nothing is donated with the state; copies what would be."""
-        types = set(map(_type_of, jax.tree.leaves(batch)))
+        types = set(map(type_of, jax.tree.leaves(batch)))
         if self._types.isdisjoint(types):
             return batch
-        return apart(batch, (x for x in jax.tree.leaves(state) if _type_of(x) in types))
+        return apart(batch, (x for x in jax.tree.leaves(state) if type_of(x) in types))
 
     def _with_identity(self, state: DistributedState) -> DistributedState:
         return state._replace(layout_identity=self._check.identity)
@@ -180,10 +182,6 @@ class TrainStep:
             step = self._verified_step if is_verified else self._step
             self._programs[key] = self._jit(step, out_shardings=(TrainState(placed, None), None))
         return self._programs[key]
-
-
-def _type_of(x: Any) -> Any:
-    return x.shape, x.dtype
 
 
 def _without_identity(state: TrainState, params: Leaves) -> TrainState:

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from jdistadam.training import placement, train_state
@@ -95,6 +96,34 @@ def test_nothing_else_is_copied(monkeypatch, axis_type):
     assert not numbers
     state, _ = step(state.replace(rng=jax.random.key(1)), np.ones((4, 2), np.float32))
     assert numbers == [1]  # the key, onto the mesh
+
+
+def test_a_loop_that_sets_a_rate_or_a_key_waits_for_no_step(monkeypatch):
+    """To ask where an array is would wait for the step that makes it."""
+    mesh = jax.sharding.Mesh(jax.devices("cpu")[:2], ("data",))
+    tx = jda.inject_hyperparams(jda.distributed_fused_adamw)(1e-2, mesh=mesh)
+    state = jda.TrainState.create({"w": jnp.ones((64, 64))}, tx, rng=jax.random.key(0))
+    step = jda.train_step(lambda p, x, rng: jnp.mean(x) * jnp.sum(p["w"]), tx)
+    state, _ = step(state, np.ones((4, 2), np.float32))
+    asked, memory_of = [], placement._memory_of
+    monkeypatch.setattr(placement, "_memory_of", lambda x: (asked.append(x), memory_of(x))[1])
+    for i in range(3):
+        state.opt_state.hyperparams["learning_rate"] = 0.1 * i
+        state, metrics = step(state.replace(rng=jax.random.key(i)), np.ones((4, 2), np.float32))
+        assert float(metrics["learning_rate"]) == np.float32(0.1 * i)
+    assert not asked
+
+
+def test_a_key_that_was_donated_raises():
+    """XLA would end the process."""
+    tx, state = make(2)
+    step = jda.train_step(lambda p, x, rng: loss_fn(p, x), tx)
+    key = jax.device_put(jax.random.key(5), NamedSharding(tx.config.mesh, P()))
+    state, _ = step(state.replace(rng=key), np.ones((4, 2), np.float32))
+    assert key.is_deleted()
+    for run in (step, jda.eval_step(loss_fn, tx)):
+        with pytest.raises(jda.MeshError, match=r"^state: its arrays were donated"):
+            run(state.replace(rng=key), np.ones((4, 2), np.float32))
 
 
 # Memory of the host
