@@ -12,6 +12,7 @@ import optax
 
 from jdistadam.compose.linearity import (
     example_params,
+    is_alike,
     is_elementwise,
     reads_params,
     why_not_linear,
@@ -37,7 +38,8 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
     them, so that the order of it and of the sum over devices is irrelevant: ``optax.scale``,
     ``optax.masked``, schedules of scales, but no clipping and no normalisation. Where devices hold
     shards of the parameters it must not read these: it sees zeros of their unsharded shapes. Where
-    ``gather_params`` has summed gradients into shards it must be elementwise. Where the optimizer
+    ``gather_params`` has summed gradients into shards it must be elementwise, whatever the shapes
+    of gradients and the places in them. Where the optimizer
     skips a step, their states stay as they were too. Selecting between the old and the new state
     is one more read and write of it, in steps that can be skipped: nothing for counts, 12 bytes per
     float32 element for a state as large as the parameters.
@@ -172,12 +174,16 @@ class _DistributedChain:
 
     def _check_shards_of(self, grads: Grads, unsharded: Params) -> None:
         """Raises PolicyError where a transformation would mix the elements of one shard alone."""
-        pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(unsharded), strict=False)
+        pairs = [*zip(jax.tree.leaves(grads), jax.tree.leaves(unsharded), strict=False)]
         if isinstance(grads, AccumulatedGrads) or all(jnp.shape(g) == p.shape for g, p in pairs):
             return
+        treedef: Any = jax.tree.structure(unsharded)
+        shards = treedef.unflatten([jax.ShapeDtypeStruct(jnp.shape(g), p.dtype) for g, p in pairs])
         for i, tx in enumerate(self.before):
             if not is_elementwise(tx, unsharded):
                 raise self._sees_shards(i, "summed gradients, and it is not elementwise")
+            if not is_alike(tx, unsharded, shards):
+                raise self._sees_shards(i, "summed gradients, and it looks at shapes or places")
 
     def _sees_shards(self, i: int, of_what: str) -> PolicyError:
         parallel = self.last.config.parallel

@@ -84,6 +84,37 @@ def is_elementwise(tx: optax.GradientTransformation, params: Params) -> bool:
     return Kind.MIXED not in updates
 
 
+def is_alike(tx: optax.GradientTransformation, params: Params, grads: Any) -> bool:
+    """Returns whether ``tx.update`` does to gradients of other shapes what it does to params'.
+
+    Not where it decides by shapes, by places in arrays, or cannot take these gradients at all.
+    """
+    try:
+        found = [_operations(_traced(tx, params, like).jaxpr) for like in (grads, params)]
+    except (TypeError, ValueError):  # of shapes that do not fit
+        return False
+    return found[0] == found[1] and all(name != "iota" for name, *_ in found[0])
+
+
+def _operations(jaxpr: Any) -> list[tuple[Any, ...]]:
+    """Names and literals of what a program does, in order, and the shapes of its constants."""
+    found: list[tuple[Any, ...]] = [("constant", x.aval.shape) for x in jaxpr.constvars]
+    for eqn in jaxpr.eqns:
+        literals = [repr(x.val) for x in eqn.invars if isinstance(x, Literal)]
+        found.append((eqn.primitive.name, *literals))
+        for inner in eqn.params.values():
+            if isinstance(inner, ClosedJaxpr):
+                found += _operations(inner.jaxpr)
+    return found
+
+
+def _traced(tx: optax.GradientTransformation, params: Params, grads: Any) -> ClosedJaxpr:
+    """The program of ``tx.update``, for gradients of some shapes."""
+    tx = optax.with_extra_args_support(tx)
+    traced: ClosedJaxpr = jax.make_jaxpr(tx.update)(grads, jax.eval_shape(tx.init, params), params)
+    return traced
+
+
 def _kinds(
     tx: optax.GradientTransformation, params: Params, *, of_grads: Kind, of_params: Kind
 ) -> tuple[list[Kind], list[Kind]]:
