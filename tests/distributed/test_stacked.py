@@ -158,7 +158,7 @@ def test_what_stands_before_an_optimizer_mixes_no_elements_of_shards_of_layers()
     ):
         trace(optax.centralize())
     by_size = lambda tree: jax.tree.map(lambda x: x.size > 20_000, tree)  # noqa: E731
-    by_place = lambda g: g * jnp.arange(g.shape[-1], dtype=g.dtype)  # noqa: E731
+    by_place = lambda g: g * jax.lax.broadcasted_iota(g.dtype, g.shape, 0)  # noqa: E731
     for before in (
         optax.masked(optax.scale(0.5), by_size),
         optax.stateless(lambda grads, _: jax.tree.map(lambda g: g / g.size, grads)),
