@@ -90,7 +90,7 @@ def is_alike(tx: optax.GradientTransformation, params: Params, grads: Any) -> bo
     Not where it decides by shapes, by places in arrays, or cannot take these gradients at all.
     """
     try:
-        found = [_operations(_traced(tx, params, like).jaxpr) for like in (grads, params)]
+        found = [_operations(_traced(tx, params, like)[0].jaxpr) for like in (grads, params)]
     except (TypeError, ValueError):  # of shapes that do not fit
         return False
     return found[0] == found[1] and all(name != "iota" for name, *_ in found[0])
@@ -108,24 +108,25 @@ def _operations(jaxpr: Any) -> list[tuple[Any, ...]]:
     return found
 
 
-def _traced(tx: optax.GradientTransformation, params: Params, grads: Any) -> ClosedJaxpr:
-    """The program of ``tx.update``, for gradients of some shapes."""
-    tx = optax.with_extra_args_support(tx)
-    traced: ClosedJaxpr = jax.make_jaxpr(tx.update)(grads, jax.eval_shape(tx.init, params), params)
-    return traced
-
-
-def _kinds(
-    tx: optax.GradientTransformation, params: Params, *, of_grads: Kind, of_params: Kind
-) -> tuple[list[Kind], list[Kind]]:
-    """The kinds of what ``tx.update`` returns, from those of gradients and params."""
+def _traced(
+    tx: optax.GradientTransformation, params: Params, grads: Any
+) -> tuple[ClosedJaxpr, Any, Any]:
+    """The program of ``tx.update`` for some gradients, and the shapes of updates and state."""
     tx = optax.with_extra_args_support(tx)
     state = jax.eval_shape(tx.init, params)
 
     def update(grads: Grads, state: OptState, params: Params) -> Any:
         return tx.update(grads, state, params)
 
-    jaxpr, (updates, _) = jax.make_jaxpr(update, return_shape=True)(params, state, params)
+    closed, (updates, _) = jax.make_jaxpr(update, return_shape=True)(grads, state, params)
+    return closed, updates, state
+
+
+def _kinds(
+    tx: optax.GradientTransformation, params: Params, *, of_grads: Kind, of_params: Kind
+) -> tuple[list[Kind], list[Kind]]:
+    """The kinds of what ``tx.update`` returns, from those of gradients and params."""
+    jaxpr, updates, state = _traced(tx, params, params)
     like = [(params, of_grads), (state, Kind.FREE), (params, of_params)]
     kinds = follow(jaxpr, [kind for tree, kind in like for _ in jax.tree.leaves(tree)])
     num_updates = len(jax.tree.leaves(updates))

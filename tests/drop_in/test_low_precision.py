@@ -204,7 +204,9 @@ def test_stochastic_rounding_looks_at_no_other_leaf():
         "empty": jax.device_put(jnp.ones((0, 8), jnp.bfloat16), columns),
         "half": jax.device_put(jnp.ones((8, 3), jnp.bfloat16), NamedSharding(mesh, P("data"))),
     }
-    jax.jit(tx.step)(params, tx.init(params), params)
+    new, _ = jax.jit(tx.step)(params, tx.init(params), params)
+    assert new["cut"].sharding.is_equivalent_to(columns, 2)
+    assert (new["cut"] < 1).all() and (new["half"] < 1).any() and new["empty"].shape == (0, 8)
 
 
 def assert_raises_in_init(tx, mesh, w, message):
