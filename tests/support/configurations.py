@@ -179,16 +179,26 @@ def draw(seed):
     rng = np.random.default_rng(seed)
     odds = lambda p: rng.random() < p  # noqa: E731
     pick = lambda table: {name: x[rng.integers(len(x))] for name, x in table.items()}  # noqa: E731
-    usual = dict(
-        chain="none", float32_moments=False, param_comm=None, main_grads="float32", clip=None
-    )
-    usual |= dict(groups="none", grad_comm=None, average=True, main="float32", move="saved")
-    config = pick(CONFIG) | {name: value for name, value in usual.items() if odds(0.5)}
+    config = pick(CONFIG) | {name: value for name, value in USUAL.items() if odds(0.5)}
     places = [pick(PLACE), pick(PLACE)]
     names = {"matrix", *(name for name in SHAPES if odds(0.4))}
+    return fitted(seed, config, places, names, lambda: odds(0.95))
+
+
+USUAL = dict(
+    chain="none", float32_moments=False, param_comm=None, main_grads="float32", clip=None,
+    groups="none", grad_comm=None, average=True, main="float32", move="saved",
+)  # fmt: skip
+
+
+def fitted(seed, config, places, names, is_changed=lambda: True):
+    """Returns a configuration of these choices, with those changed that do not fit the others.
+
+    ``is_changed`` is asked for each that does not fit.
+    """
 
     def fit(choices, condition, **changed):
-        if condition and odds(0.95):
+        if condition and is_changed():
             choices |= changed
 
     if config["move"].endswith("drop-in"):

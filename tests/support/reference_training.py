@@ -23,14 +23,18 @@ SEED = 2**40 + 77
 
 
 @dataclasses.dataclass
-class LeafState:
-    """One parameter: ``value`` is what is updated, float32 where its dtype is not all there is."""
+class Elements:
+    """Parameters and moments of elements that share hyperparameters, in any order.
 
-    path: str
-    number: int
+    ``value`` is what is updated: float32 where parameters of ``dtype`` are not all there is.
+    ``leaf`` and ``index``: to which leaf each element belongs, and where it is there.
+    """
+
     dtype: np.dtype
     keeps_main: bool
-    group: tuple[str, bool]  # its label, and whether weight decay applies
+    group: tuple[str, bool]  # a label, and whether weight decay applies
+    leaf: object
+    index: np.ndarray
     value: np.ndarray
     mu: object = None
     nu: object = None
@@ -39,105 +43,127 @@ class LeafState:
     def is_trained(self):
         return self.group[0] != "ice"
 
+    def start(self, config, is_coded):
+        """Casts the parameters, and makes moments that are zero."""
+        self.value = self.value if self.keeps_main else self.value.astype(self.dtype)
+        for name, given in (("mu", config.mu), ("nu", config.nu)):
+            zeros = np.zeros(self.value.shape, F32)
+            if given not in CODES:
+                zeros = zeros.astype(jnp.dtype(given))
+            elif is_coded:
+                zeros = rounding.encode(name, CODES[given], zeros, None, np)
+            setattr(self, name, zeros)
+        return self
 
-class Reference:
-    """Params, moments, count and loss scale of a configuration, on no device."""
+    def rounded(self, config):
+        """The parameters."""
+        return param_of(config, self.value, self.dtype, self.keeps_main)
 
-    def __init__(self, config, params):
+    def update(self, config, count, grad):
+        """Takes a step; ``grad``: of the mean, float32."""
+        c = dict(zip(coefficients.NAMES, row_of(config, self.group, count), strict=True))
+        m, v = (_widened(name, getattr(self, name)) for name in ("mu", "nu"))
+        bits = rounding.RandomBits(None, None, None)
+        if config.rounding == "stochastic":
+            index = rounding.Index(
+                np.uint32(self.index).ravel(), np.zeros(self.index.size, np.uint32)
+            )
+            leaf = np.uint32(np.broadcast_to(self.leaf, self.index.shape)).ravel()
+            key = [SEED & 0xFFFFFFFF, SEED >> 32]
+            bits = rounding.random_bits(key, count, leaf, index, self.value.shape, np)
+        with np.errstate(all="ignore"):
+            p, nesterov = self.value.astype(F32), config.adam == "nesterov"
+            u, m, v = adam_update(
+                c, g=grad, p=p, m=m, v=v, nesterov=nesterov, every_term=False, xp=np
+            )
+            self.value = _stored(None, self.value, p - u, bits.param)
+            self.mu = _stored("mu", self.mu, m, bits.mu)
+            self.nu = _stored("nu", self.nu, v, bits.nu)
+
+    def floats(self, name):
+        """Main parameters or a moment, in float32: as optax would hold them."""
+        if name == "main_params":
+            return self.value.astype(F32)
+        return _widened(name, getattr(self, name))
+
+
+def param_of(config, value, dtype, keeps_main):
+    """The parameter of a dtype that stands for a value."""
+    if keeps_main and config.main == "remainder16":
+        return split(value, dtype, np)[0]
+    return value.astype(dtype)
+
+
+_PROGRAMS, _ROWS = {}, {}  # configurations share them: compiling takes longer than a step
+
+
+def row_of(config, group, count):
+    """The coefficients of a step, as a program computes them."""
+    label, decays = group
+    hyper = config.hyper_of(label)
+    b1_b2 = hyper.b1, hyper.b2
+    key = (config.adam, config.schedule, *b1_b2, label, decays)
+    if key not in _PROGRAMS:
+        _PROGRAMS[key] = jax.jit(lambda n: coefficients.coefficient_row(hyper, n, decay=decays))
+    if (key, count) not in _ROWS:
+        _ROWS[key, count] = np.asarray(_PROGRAMS[key](jnp.int32(count)))
+    return _ROWS[key, count]
+
+
+def learning_rate_of(config, count):
+    """The learning rate of a step, of no group."""
+    rate, key = config.hyper["learning_rate"], ("learning rate", config.schedule, count)
+    if key not in _ROWS:
+        _ROWS[key] = F32(jax.jit(rate)(jnp.int32(count)) if callable(rate) else rate)
+    return _ROWS[key]
+
+
+class Training:
+    """The count, the loss scale, and all else of a step that is a number."""
+
+    def __init__(self, config):
         self.config = config
-        flat, self.treedef = jax.tree_util.tree_flatten_with_path(params)
-        self.leaves = [
-            self._leaf(i, jax.tree_util.keystr(path), x) for i, (path, x) in enumerate(flat)
-        ]
-        self.groups = sorted({leaf.group for leaf in self.leaves if leaf.is_trained})
-        hypers = [config.hyper_of(label) for label, _ in self.groups]
-        self.coefficients = jax.jit(
-            lambda count: [
-                coefficients.coefficient_row(hyper, count, decay=decays)
-                for hyper, (_, decays) in zip(hypers, self.groups, strict=True)
-            ]
-        )
         self.count = 0
         self.forget_scale()
 
     def forget_scale(self):
         """Begins with a new loss scale, as after a move from an optimizer without one."""
         given = self.config.scale
+        self.is_scaled = given is not None
         self.skipped, self.finite_steps = 0, 0
         self.scale = F32(1 if given is None else getattr(given, "init_scale", given))
 
-    def _leaf(self, number, path, x):
-        config, dtype = self.config, self.config.dtype_of(path)
-        group = config.label(path, x.shape), config.decays(path, x.shape)
-        leaf = LeafState(path, number, dtype, False, group, x)
-        has_main = {"float32": True, "remainder16": dtype == ml_dtypes.bfloat16}
-        leaf.keeps_main = leaf.is_trained and has_main.get(config.main, False)
-        leaf.value = x if leaf.keeps_main else x.astype(dtype)
-        is_coded = x.size >= 4096 and not (config.float32_moments and "block" in path)
-        for name, given in (("mu", config.mu), ("nu", config.nu)):
-            zeros = np.zeros(x.shape, F32)
-            if given not in CODES:
-                zeros = zeros.astype(jnp.dtype(given))
-            elif is_coded:
-                zeros = rounding.encode(name, CODES[given], zeros, None, np)
-            setattr(leaf, name, zeros)
-        return leaf
+    def contributions(self, path, dtype, value, x):
+        """Gradients of a leaf in its dtype, behind the transformation of a chain."""
+        factor = {
+            "none": F32(1),
+            "scale": F32(0.5),
+            "schedule": F32(0.5 ** (self.count % 2)),
+            "masked": F32(2 if "matrix" in path else 1),
+            "params": F32(0.5 ** (np.signbit(value).sum() % 3)),
+        }[self.config.chain]
+        scale = self.scale if self.is_scaled else F32(1)
+        return (x * scale).astype(dtype).astype(F32) * factor
 
-    def _tree(self, function):
-        return jax.tree.unflatten(self.treedef, map(function, self.leaves))
+    def take_step(self, contributions, sums, update):
+        """Takes a step, or skips it; returns its metrics.
 
-    def params(self):
-        """As the model sees them: after a step, rounded to the dtype in which they are sent."""
-
-        def param(leaf):
-            x, comm = self._rounded(leaf), self.config.param_comm
-            is_sent = comm is not None and leaf.is_trained and self.count > 0
-            return x.astype(jnp.dtype(comm)).astype(x.dtype) if is_sent else x
-
-        return self._tree(param)
-
-    def _rounded(self, leaf):
-        if leaf.keeps_main and self.config.main == "remainder16":
-            return split(leaf.value, leaf.dtype, np)[0]
-        return leaf.value.astype(leaf.dtype)
-
-    def floats(self, name):
-        """Main parameters or a moment, in float32: as optax would hold them."""
-        if name == "main_params":
-            return self._tree(lambda leaf: leaf.value.astype(F32))
-        return self._tree(lambda leaf: _widened(name, getattr(leaf, name)))
-
-    def step(self, place, batch):
-        """Takes a step; ``batch``: gradients (devices, micro-batches, ...). Returns metrics.
-
-        With ``place`` None it is a step of ``fused_adamw``: no loss scale, no mean, no clip.
+        ``contributions``: how many are in the sums. ``sums``: of each trained leaf.
+        ``update(inv_scale)`` updates parameters and moments.
         """
-        scale = F32(1) if place is None else self.scale
-        pairs = list(zip(self.leaves, jax.tree.leaves(batch), strict=True))
-        sums = [
-            sum_of(self.config, place, leaf, self._contributions(leaf, x, scale))
-            for leaf, x in pairs
-        ]
-        trained = [x for leaf, x in zip(self.leaves, sums, strict=True) if leaf.is_trained]
+        scale = self.scale if self.is_scaled else F32(1)
         with np.errstate(all="ignore"):
-            squares = sum(np.sum(np.square(np.float64(x / scale))) for x in trained)
-            inv_scale, norm = self._inv_scale(math.prod(pairs[0][1].shape[:2]), F32(squares))
+            squares = sum(np.sum(np.square(np.float64(x / scale))) for x in sums)
+            inv_scale, norm = self._inv_scale(contributions, F32(squares))
             inv_scale = inv_scale * (F32(1) / scale)
-        is_skipped = self.config.scale is not None and not np.isfinite(squares)
-        metrics = dict(loss_scale=scale, grad_norm=norm, learning_rate=self._learning_rate())
+        is_skipped = self.is_scaled and not np.isfinite(squares)
+        rate = learning_rate_of(self.config, self.count)
         if not is_skipped:
-            rows = jax.device_get(self.coefficients(jnp.int32(self.count)))
-            for leaf, total in zip(self.leaves, sums, strict=True):
-                if leaf.is_trained:
-                    self._update(leaf, rows[self.groups.index(leaf.group)], total * inv_scale)
+            update(inv_scale)
             self.count += 1
-        if place is not None:
+        if self.is_scaled:
             self._next_scale(is_skipped)
-        return metrics | dict(skipped=self.skipped)
-
-    def _contributions(self, leaf, x, scale):
-        """Gradients in the dtype of their parameter, behind the transformation of a chain."""
-        return (x * scale).astype(leaf.dtype).astype(F32) * self._chain_factor(leaf)
+        return dict(loss_scale=scale, grad_norm=norm, learning_rate=rate, skipped=self.skipped)
 
     def _inv_scale(self, contributions, squares):
         """What sums are multiplied by, without the loss scale; and the norm of the mean."""
@@ -146,38 +172,6 @@ class Reference:
         norm = np.sqrt(squares) * mean_scale
         is_clipped = clip is not None and not norm <= F32(clip)
         return mean_scale * (F32(clip) / norm) if is_clipped else mean_scale, norm
-
-    def _learning_rate(self):
-        rate = self.config.hyper["learning_rate"]
-        return F32(jax.jit(rate)(jnp.int32(self.count)) if callable(rate) else rate)
-
-    def _chain_factor(self, leaf):
-        """What the transformation before the optimizer multiplies this gradient by."""
-        return {
-            "none": F32(1),
-            "scale": F32(0.5),
-            "schedule": F32(0.5 ** (self.count % 2)),
-            "masked": F32(2 if "matrix" in leaf.path else 1),
-            "params": F32(0.5 ** (np.signbit(leaf.value).sum() % 3)),
-        }[self.config.chain]
-
-    def _update(self, leaf, row, grad):
-        c = dict(zip(coefficients.NAMES, row, strict=True))
-        nesterov, size = self.config.adam == "nesterov", leaf.value.size
-        m, v = (_widened(name, getattr(leaf, name)) for name in ("mu", "nu"))
-        bits = rounding.RandomBits(None, None, None)
-        if self.config.rounding == "stochastic":
-            index = rounding.indices(size, rounding.Cuts.into_runs(size), (0, 0), np)
-            key = [SEED & 0xFFFFFFFF, SEED >> 32]
-            bits = rounding.random_bits(key, self.count, leaf.number, index, leaf.value.shape, np)
-        with np.errstate(all="ignore"):
-            p = leaf.value.astype(F32)
-            u, m, v = adam_update(
-                c, g=grad, p=p, m=m, v=v, nesterov=nesterov, every_term=False, xp=np
-            )
-            leaf.value = _stored(None, leaf.value, p - u, bits.param)
-            leaf.mu = _stored("mu", leaf.mu, m, bits.mu)
-            leaf.nu = _stored("nu", leaf.nu, v, bits.nu)
 
     def _next_scale(self, is_skipped):
         given = self.config.scale
@@ -189,6 +183,63 @@ class Reference:
             self.scale = max(self.scale * F32(given.backoff_factor), F32(given.min_scale))
         elif self.finite_steps == given.growth_interval:
             self.scale, self.finite_steps = self.scale * F32(given.growth_factor), 0
+
+
+class Reference(Training):
+    """Params, moments, count and loss scale of a configuration, on no device."""
+
+    def __init__(self, config, params):
+        super().__init__(config)
+        flat, self.treedef = jax.tree_util.tree_flatten_with_path(params)
+        self.paths = [jax.tree_util.keystr(path) for path, _ in flat]
+        self.leaves = [self._leaf(i, self.paths[i], x) for i, (_, x) in enumerate(flat)]
+
+    def _leaf(self, number, path, x):
+        config, dtype = self.config, self.config.dtype_of(path)
+        group = config.label(path, x.shape), config.decays(path, x.shape)
+        index = np.arange(x.size).reshape(x.shape)
+        leaf = Elements(dtype, False, group, number, index, x)
+        has_main = {"float32": True, "remainder16": dtype == ml_dtypes.bfloat16}
+        leaf.keeps_main = leaf.is_trained and has_main.get(config.main, False)
+        is_coded = x.size >= 4096 and not (config.float32_moments and "block" in path)
+        return leaf.start(config, is_coded)
+
+    def _tree(self, function):
+        return jax.tree.unflatten(self.treedef, map(function, self.leaves))
+
+    def params(self):
+        """As the model sees them: after a step, rounded to the dtype in which they are sent."""
+
+        def param(leaf):
+            x, comm = leaf.rounded(self.config), self.config.param_comm
+            is_sent = comm is not None and leaf.is_trained and self.count > 0
+            return x.astype(jnp.dtype(comm)).astype(x.dtype) if is_sent else x
+
+        return self._tree(param)
+
+    def floats(self, name):
+        """Main parameters or a moment, in float32: as optax would hold them."""
+        return self._tree(lambda leaf: leaf.floats(name))
+
+    def step(self, place, batch):
+        """Takes a step; ``batch``: gradients (devices, micro-batches, ...). Returns metrics.
+
+        With ``place`` None it is a step of ``fused_adamw``: no loss scale, no mean, no clip.
+        """
+        leaves, batch = self.leaves, jax.tree.leaves(batch)
+        self.is_scaled = place is not None and self.config.scale is not None
+        sums = [
+            sum_of(self.config, place, x.value, self.contributions(path, x.dtype, x.value, given))
+            for path, x, given in zip(self.paths, leaves, batch, strict=True)
+        ]
+        trained = [(x, total) for x, total in zip(leaves, sums, strict=True) if x.is_trained]
+
+        def update(inv_scale):
+            for leaf, total in trained:
+                leaf.update(self.config, self.count, total * inv_scale)
+
+        contributions = math.prod(batch[0].shape[:2])
+        return self.take_step(contributions, [total for _, total in trained], update)
 
 
 def _widened(name, x):
@@ -204,7 +255,7 @@ def _stored(name, old, x, random):
     return rounding.round_at_random(x, old.dtype, random, np)
 
 
-def sum_of(config, place, leaf, x):
+def sum_of(config, place, value, x):
     """The sum over devices and micro-batches: of which dtype, where, and in which order.
 
     Contributions are rounded once, to the dtype in which they are sent. Sums over devices are of
@@ -217,7 +268,7 @@ def sum_of(config, place, leaf, x):
     sizes, (shard_axes, replica_axes) = place.data_axes, place.summed_axes
     order = [1 + list(sizes).index(axis) for axis in (*shard_axes, *replica_axes)]
     x = np.moveaxis(x, 1, 0)
-    x = x.reshape(len(x), *sizes.values(), *leaf.value.shape)
+    x = x.reshape(len(x), *sizes.values(), *value.shape)
     x = x.transpose(0, *order, *range(1 + len(order), x.ndim))
 
     def summed(x, axes):

@@ -1,0 +1,336 @@
+"""A step of N devices in numpy, as the schedule of collectives says: the specification of a step.
+
+Of ``jdistadam.distributed`` it knows the data types of a schedule alone: for each bucket its leaves,
+how it is cut, where its shards lie in the flat arrays, and its collectives. It runs these for all
+devices at once (virtual_devices.py), and keeps what each device holds: flat state and parameters.
+Steps of elements, rounding and codes are those of the reference (reference_training.py), which
+holds whole arrays; ``assert_equal`` compares the two.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistadam.core.main_params import split
+from jdistadam.core.moments import BLOCK
+from support.bits import assert_same_bits, assert_trees_same_bits
+from support.reference_training import CODES, Elements, Training, param_of
+from support.virtual_devices import (
+    VirtualDevices,
+    gather_phase,
+    place_phase,
+    rounded,
+    sum_phase,
+)
+
+F32 = np.float32
+
+
+class Interpreter(Training):
+    """Training as a schedule says, with unsharded ``params`` in float32 to begin with.
+
+    ``sizes``: of the axes of the mesh, by name, in its order; ``data_axes``: those that carry data.
+    """
+
+    def __init__(self, config, sizes, data_axes, schedule, params):
+        super().__init__(config)
+        self.devices, self.data_axes = VirtualDevices(sizes), data_axes
+        self.model_axes = [x for x, n in sizes.items() if x not in data_axes and n > 1]
+        self.schedule, self.leaves = schedule, schedule.layout.leaves
+        self.wholes, self.treedef = jax.tree.flatten(params)
+        self.starts = np.cumsum([0, *(x.size for x in self.wholes)])
+        self.numbers = []  # for each bucket, which of all elements each one is; -1: none
+        self.buckets = [self._elements(entry) for entry in schedule.buckets]
+        have_main = {i for x in schedule.layout.buckets if x.has_main for i in x.leaves}
+        self.held = {
+            i: self._cut(i, param_of(config, x, leaf.dtype, i in have_main))
+            for i, (leaf, x) in enumerate(zip(self.leaves, self.wholes, strict=True))
+        }
+        self._check_places()
+        for entry in schedule.buckets:
+            if entry.bucket.is_sharded_param:
+                i, dim = entry.bucket.leaf, entry.bucket.cut_dim
+                self.held[i] = place_phase(self.devices, entry.reduce, self.held[i], dim)
+
+    def _check_places(self):
+        """Shards lie one behind the other."""
+        ends = dict(offset=0, coded=0, uncoded=0)
+        for entry in self.schedule.buckets:
+            bucket, kind = entry.bucket, "coded" if entry.bucket.is_coded else "uncoded"
+            assert (bucket.offset, bucket.moment_offset) == (ends["offset"], ends[kind]), bucket
+            for name in ("offset", kind):
+                ends[name] += _aligned(bucket.shard_size)
+
+    # How arrays are cut.
+
+    def _cut(self, i, whole):
+        """Each device's part of a leaf, which axes of the model may cut."""
+        return self._cut_each(i, self.devices.on_each(whole))
+
+    def _cut_each(self, i, x):
+        leaf = self.leaves[i]
+        for dim, axes in enumerate(leaf.cuts):
+            if axes:
+                x = self.devices.part(x, [self.model_axes[k] for k in axes], dim)
+        assert x.shape[len(self.devices.shape) :] == leaf.shape, leaf
+        return x
+
+    def _packed(self, bucket, leaves, padding=0):
+        """The array of a bucket: its one leaf, or its leaves one behind the other."""
+        if not bucket.is_packed:
+            return leaves[bucket.leaf]
+        starts = bucket.starts(self.leaves[i].size for i in bucket.leaves)
+        dtype = leaves[bucket.leaves[0]].dtype
+        packed = np.full((*self.devices.shape, *self._whole_shape(bucket)), padding, dtype)
+        for i, start in zip(bucket.leaves, starts, strict=False):
+            flat = self._rows(leaves[i])
+            packed[..., start : start + flat.shape[-1]] = flat
+        return packed
+
+    def _whole_shape(self, bucket):
+        if not bucket.is_packed:
+            return self.leaves[bucket.leaf].shape
+        ends = bucket.starts(self.leaves[i].size for i in bucket.leaves)
+        return (ends[-1] + bucket.padding,)
+
+    def _unpacked(self, bucket, whole):
+        """The inverse of ``_packed``: leaves by their index."""
+        if not bucket.is_packed:
+            return {bucket.leaf: whole}
+        starts = bucket.starts(self.leaves[i].size for i in bucket.leaves)
+        return {
+            i: whole[..., start : start + self.leaves[i].size].reshape(
+                *self.devices.shape, *self.leaves[i].shape
+            )
+            for i, start in zip(bucket.leaves, starts, strict=False)
+        }
+
+    def _rows(self, x):
+        """What each device has, as one dimension."""
+        shape = self.devices.shape
+        return x.reshape(*shape, x.size // math.prod(shape))
+
+    def _flat(self, bucket, shard, padding=0):
+        """A shard as it lies in a flat array: up to where the next one may begin."""
+        assert shard.shape[len(self.devices.shape) :] == bucket.shard_shape, bucket
+        flat = np.full((*self.devices.shape, _aligned(bucket.shard_size)), padding, shard.dtype)
+        flat[..., : bucket.shard_size] = self._rows(shard)
+        return flat
+
+    def _shard(self, bucket, flat):
+        """The inverse of ``_flat``."""
+        return flat[..., : bucket.shard_size].reshape(*self.devices.shape, *bucket.shard_shape)
+
+    def _elements(self, entry):
+        """State of a bucket, on all devices."""
+        bucket, numbers = entry.bucket, {}
+        for i in bucket.leaves:
+            number = np.arange(self.starts[i], self.starts[i + 1]).reshape(self.wholes[i].shape)
+            numbers[i] = self._cut(i, number)
+        x = self._packed(bucket, numbers, padding=-1)
+        for phase in (entry.reduce, entry.reduce_outer):
+            x = place_phase(self.devices, phase, x, bucket.cut_dim)
+        number = self._flat(bucket, x, padding=-1)
+        leaf = np.searchsorted(self.starts, number, side="right") - 1
+        (group,) = {self._group(i) for i in bucket.leaves}
+        elements = Elements(
+            dtype=np.dtype(bucket.dtype),
+            keeps_main=bucket.has_main,
+            group=group,
+            leaf=leaf,
+            index=number - self.starts[leaf],
+            value=np.concatenate([*(x.ravel() for x in self.wholes), [F32(0)]])[number],
+        )
+        self.numbers.append(number)
+        return elements.start(self.config, bucket.is_coded)
+
+    def _group(self, i):
+        path, shape = self.leaves[i].path.removeprefix("params"), self.wholes[i].shape
+        return self.config.label(path, shape), self.config.decays(path, shape)
+
+    # A step.
+
+    def step(self, batch):
+        """Takes a step; ``batch``: gradients (devices, micro-batches, ...). Returns metrics."""
+        given, main = jax.tree.leaves(batch), self.whole("main_params")
+        micro = given[0].shape[1]
+        grads = {
+            i: self._of_devices(i, self.contributions(leaf.path, leaf.dtype, main[i], given[i]))
+            for i, leaf in enumerate(self.leaves)
+        }
+        sums = [self._summed(entry, grads, micro) for entry in self.schedule.buckets]
+
+        def update(inv_scale):
+            for entry, elements, total in zip(
+                self.schedule.buckets, self.buckets, sums, strict=True
+            ):
+                elements.update(self.config, self.count, total * inv_scale)
+                self._gather(entry, elements)
+
+        trained = [i for entry in self.schedule.buckets for i in entry.bucket.leaves]
+        totals = self._assembled(sums)
+        return self.take_step(
+            self._contributions(micro), [totals[i] for i in sorted(trained)], update
+        )
+
+    def _of_devices(self, i, x):
+        """Gradients of a leaf for each micro-batch: those of each device's data, as it is cut."""
+        sizes, axes = self.devices.sizes, self.data_axes
+        x = np.moveaxis(x, 1, 0)
+        x = x.reshape(
+            len(x), *(n if axis in axes else 1 for axis, n in sizes.items()), *x.shape[2:]
+        )
+        x = np.broadcast_to(x, (len(x), *self.devices.shape, *self.wholes[i].shape))
+        return [self._cut_each(i, micro) for micro in x]
+
+    def _contributions(self, micro):
+        """How many are in a sum: devices over which collectives sum, times micro-batches."""
+        found = set()
+        for entry in self.schedule.buckets:
+            summing = [c for c in entry.reduce + entry.reduce_outer if c.op != "all-gather"]
+            found.add(math.prod(c.devices for c in summing))
+        (devices,) = found or {1}
+        return devices * micro
+
+    def _summed(self, entry, grads, micro):
+        """The sum of a bucket's gradients, as each device has its part of it."""
+        bucket, reduce = entry.bucket, entry.reduce
+        parts = [
+            self._packed(bucket, {i: grads[i][k] for i in bucket.leaves}) for k in range(micro)
+        ]
+        dim, devices = bucket.cut_dim, self.devices
+        if reduce and reduce[0].when != "step":  # of each micro-batch, and of each layer
+            layers = self.leaves[bucket.leaf].shape[0] if reduce[0].when == "layer" else 1
+            times, rest = divmod(reduce[0].times, layers)
+            assert not rest, reduce
+            parts = [sum_phase(devices, reduce, x, dim) for x in parts[:times]]
+            x = self._accumulated(parts) if times > 1 else parts[0]
+        else:
+            x = sum_phase(devices, reduce, self._accumulated(parts), dim)
+        return self._flat(bucket, sum_phase(devices, entry.reduce_outer, x, dim))
+
+    def _accumulated(self, parts):
+        total = np.zeros_like(parts[0])
+        for part in parts:
+            total = rounded(total + part, jnp.dtype(self.config.main_grads))
+        return total
+
+    def _gather(self, entry, elements):
+        """Parameters, as far as devices hold them."""
+        bucket = entry.bucket
+        new = self._shard(bucket, elements.rounded(self.config))
+        new = gather_phase(self.devices, entry.after_update, new, bucket.cut_dim)
+        local = new.shape[len(self.devices.shape) :]
+        assert local == (
+            bucket.inner_shape if bucket.is_sharded_param else self._whole_shape(bucket)
+        )
+        self.held |= self._unpacked(bucket, new)
+
+    # What devices have.
+
+    def seen(self):
+        """The leaves that the model computes with, whole."""
+        seen = dict(self.held)
+        for entry in self.schedule.buckets:
+            bucket = entry.bucket
+            if bucket.is_sharded_param:
+                whole = gather_phase(self.devices, entry.gather, seen[bucket.leaf], bucket.cut_dim)
+                seen[bucket.leaf] = whole
+        wholes = []
+        for i, x in enumerate(self.wholes):
+            where = self._cut(i, np.arange(x.size).reshape(x.shape))
+            wholes.append(_put_together(where, seen[i], x.size).reshape(x.shape))
+        return jax.tree.unflatten(self.treedef, wholes)
+
+    def whole(self, name):
+        """Leaves of main parameters or a moment, in float32."""
+        return self._assembled([elements.floats(name) for elements in self.buckets], name)
+
+    def _assembled(self, arrays, name=""):
+        """Leaves, of what devices have of each bucket: of none of them something else."""
+        where, given = [], []
+        for i, x in enumerate(self.wholes):
+            if all(i not in entry.bucket.leaves for entry in self.schedule.buckets):
+                where.append(np.arange(self.starts[i], self.starts[i + 1]))
+                is_param = name == "main_params"
+                dtype = self.leaves[i].dtype
+                given.append(
+                    x.astype(dtype).astype(F32).ravel() if is_param else np.zeros(x.size, F32)
+                )
+        for number, x in zip(self.numbers, arrays, strict=True):
+            where.append(number[number >= 0])
+            given.append(x[number >= 0])
+        flat = _put_together(*(np.concatenate(x) for x in (where, given)), self.starts[-1])
+        parts = np.split(flat, self.starts[1:-1])
+        return [part.reshape(x.shape) for part, x in zip(parts, self.wholes, strict=True)]
+
+    def assert_equal(self, reference):
+        """All that devices have is what the reference has, bit for bit."""
+        for name in ("main_params", "mu", "nu"):
+            want = jax.tree.leaves(reference.floats(name))
+            for leaf, a, b in zip(self.leaves, self.whole(name), want, strict=True):
+                assert_same_bits(a, b, name + leaf.path)
+        if self.count or self.config.param_comm is None:
+            # Before the first step it depends on the strategy whether params are as they are sent.
+            assert_trees_same_bits(self.seen(), reference.params(), "params")
+        assert self.count == reference.count
+        for number, elements in zip(self.numbers, self.buckets, strict=True):
+            for name in ("main_params", "mu", "nu"):
+                assert not elements.floats(name)[number < 0].any(), "gaps and padding are zero"
+
+    def flat(self, name):
+        """The flat arrays of main parameters or a moment, of all devices."""
+        layout = self.schedule.layout
+        if name == "main_params":
+            dtype = np.uint16 if self.config.main == "remainder16" else F32
+            flat = np.zeros((*self.devices.shape, layout.main_size), dtype)
+            for bucket, elements in self._pairs():
+                if bucket.has_main:
+                    x = elements.value
+                    _write(
+                        flat, bucket.offset, split(x, elements.dtype, np)[1] if dtype != F32 else x
+                    )
+            return [flat] if layout.main_size else []
+        given = getattr(self.config, name)
+        if given not in CODES:
+            flat = np.zeros((*self.devices.shape, layout.flat_size), jnp.dtype(given))
+            for bucket, elements in self._pairs():
+                _write(flat, bucket.offset, getattr(elements, name))
+            return [flat]
+        codes = np.zeros((*self.devices.shape, layout.coded_size), CODES[given].dtype)
+        scales = np.zeros((*self.devices.shape, layout.coded_size // BLOCK), F32)
+        floats = np.zeros((*self.devices.shape, layout.uncoded_size), F32)
+        for bucket, elements in self._pairs():
+            moment, start = getattr(elements, name), bucket.moment_offset
+            if bucket.is_coded:
+                _write(codes, start, moment.codes)
+                of_devices = self._rows(moment.scales)
+                _write(scales, start // BLOCK, of_devices)
+            else:
+                _write(floats, start, moment)
+        return [codes, scales, floats]
+
+    def _pairs(self):
+        buckets = (entry.bucket for entry in self.schedule.buckets)
+        return zip(buckets, self.buckets, strict=True)
+
+
+def _write(flat, start, x):
+    """Puts shards behind the others, without what is behind the last of them."""
+    end = min(start + x.shape[-1], flat.shape[-1])
+    flat[..., start:end] = x[..., : end - start]
+
+
+def _aligned(size):
+    return -(-size // BLOCK) * BLOCK
+
+
+def _put_together(where, x, size):
+    """One array, of elements and their places: all are there, and copies are equal."""
+    flat, is_there = np.empty(size, x.dtype), np.zeros(size, bool)
+    flat[where], is_there[where] = x, True
+    assert is_there.all(), f"{size - is_there.sum()} of {size} elements are on no device"
+    assert_same_bits(flat[where], x, "copies on two devices")
+    return flat
