@@ -10,7 +10,6 @@ from support.configurations import fitted
 from support.differential import NotSupported
 from support.interpreted import configurations, interpret, schedule_of
 
-
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
