@@ -129,7 +129,8 @@ class Config(_Choices):
     @property
     def hyper(self):
         """Hyperparameters that are no defaults; such that moments rounded to nearest follow."""
-        rate = optax.linear_schedule(3e-3, 1e-3, 4) if self.schedule else 3e-3
+        # The schedule is exact, so that no compiler rounds it otherwise than another one.
+        rate = optax.linear_schedule(2**-8, 2**-10, 4) if self.schedule else 3e-3
         is_low = self.rounding == "nearest" and {self.mu, self.nu} != {"float32"}
         b1, b2 = (0.81, 0.88) if is_low else (0.87, 0.93 if self.seed % 2 else 0.9973)
         hyper = dict(learning_rate=rate, b1=b1, b2=b2, eps=1e-7, eps_root=1e-12)

@@ -200,11 +200,12 @@ def _is_key(path):
 class OnMesh:
     """Training over a mesh: makes, steps, moves and compares a state."""
 
-    def __init__(self, config, place, params, dtypes):
+    def __init__(self, config, place, params, dtypes, **kwargs):
         self.config, self.place, self.dtypes = config, place, dtypes
         self.tx = make_tx(config, place)
+        self.mesh = self.tx.config.mesh
         self.train_step = jda.train_step(
-            make_loss(place, self.tx), self.tx, accumulate_steps=config.micro, has_aux=True
+            make_loss(place, self.tx), self.tx, accumulate_steps=config.micro, has_aux=True, **kwargs
         )
         self.shapes = jda.TrainState.shapes(params, self.tx, param_dtypes=dtypes)
 

@@ -1,12 +1,12 @@
-"""Random schedules, each interpreted beside the reference."""
+"""Schedules interpreted beside the reference, and beside the compiled program of a training step."""
 
 import jax
 import numpy as np
 from hypothesis import strategies as st
 
 from support.bits import assert_same_bits
-from support.configurations import CONFIG, MESHES, PLACE, SHAPES, fitted
-from support.differential import make_batch, make_params, make_tx, may_raise
+from support.configurations import CONFIG, MESHES, PLACE, SHAPES, each_leaf, fitted
+from support.differential import OnMesh, make_batch, make_params, make_tx, may_raise
 from support.interpreter import Interpreter
 from support.reference_training import Reference
 
@@ -59,3 +59,43 @@ def interpret(config, schedule=None):
         for name in want:
             assert_same_bits(np.asarray(got[name]), np.asarray(want[name]), name)
         interpreter.assert_equal(reference)
+
+
+def compile_and_interpret(config, **kwargs):
+    """Steps a compiled program beside interpreter and reference, of which all have the same bits.
+
+    Every device has the parameters and the flat state that the interpreter says, metrics are those
+    of the reference, and the loss gets its params. ``kwargs``: for ``train_step``.
+    """
+    (place,), params = config.places, make_params(config)
+    dtypes = each_leaf(lambda path, _: config.dtype_of(path), params)
+    interpreter, reference = interpreter_of(config), Reference(config, params)
+    compiled = OnMesh(config, place, params, dtypes, **kwargs)
+    compiled.create(params)
+    _assert_same_on_every_device(compiled, interpreter)
+    for i in range(STEPS):
+        batch = make_batch(config, place, i, params)
+        compiled.step(batch, reference)
+        interpreter.step(batch)
+        _assert_same_on_every_device(compiled, interpreter)
+    interpreter.assert_equal(reference)
+
+
+def _assert_same_on_every_device(compiled, interpreter):
+    is_adam = lambda x: hasattr(x, "mu") and hasattr(x, "nu")  # noqa: E731
+    leaves = jax.tree.leaves(compiled.state.opt_state, is_leaf=is_adam)
+    (state,) = filter(is_adam, leaves)
+    devices = compiled.mesh.devices
+    for i, x in enumerate(jax.tree.leaves(compiled.state.params)):
+        _assert_same_shards(x, interpreter.held[i], devices, interpreter.leaves[i].path)
+    for name in ("main_params", "mu", "nu"):
+        arrays = jax.tree.leaves(getattr(state, name))
+        for x, want in zip(arrays, interpreter.flat(name), strict=True):
+            _assert_same_shards(x, want, devices, name)
+    assert int(state.count) == interpreter.count
+
+
+def _assert_same_shards(x, want, devices, name):
+    for shard in x.addressable_shards:
+        (place,) = np.argwhere(devices == shard.device)
+        assert_same_bits(shard.data, want[tuple(place)], f"{name} on {shard.device}")

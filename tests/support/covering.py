@@ -1,0 +1,113 @@
+"""A covering array of configurations: every pair of values that fit each other is in one of them.
+
+The rows are in covering.json. After a change of the tables make them again, in about a minute:
+
+    PYTHONPATH=tests python -m support.covering
+"""
+
+import itertools
+import json
+import pathlib
+
+import numpy as np
+
+from support.configurations import CONFIG, PLACE, fitted
+
+ROWS = pathlib.Path(__file__).with_suffix(".json")
+LEAVES = {"few": {"matrix", "row"}, "all": {"matrix", "block", "odd", "scalar", "empty"}}
+TABLE = (
+    PLACE
+    | CONFIG
+    | dict(
+        mesh=("1", "8", "replicas last", "two axes", "model first", "replicas, model"),
+        at_rest=("full",),
+        mu=("float32", "bfloat16", "block8", "block16"),
+        specs=("rows", "columns"),
+        bucket_bytes=(20_000, 32 << 20),
+        communication=("auto", "peer"),
+        mask=("none", "tree", "size"),
+        chain=("none", "schedule", "params"),
+        micro=(1, 3),
+        clip=(None, 0.25),
+        skip=(1, 4),
+        move=("none",),
+        leaves=tuple(LEAVES),
+    )
+)
+
+
+def configuration(row, seed=0):
+    """The configuration of a row: a value for each name, those changed that do not fit."""
+    config, place = ({name: row[name] for name in table} for table in (CONFIG, PLACE))
+    if place["strategy"] == "optim_grads_params" and config["chain"] == "params":
+        config["chain"] = "none"  # it would see shards of them
+    return fitted(seed, config, [place, {}], LEAVES[row["leaves"]])
+
+
+def fitting(row):
+    """A row with those values changed that do not fit."""
+    config = configuration(row)
+    (place,) = config.places
+    given = {name: getattr(place if name in PLACE else config, name) for name in TABLE if name != "leaves"}
+    return given | dict(leaves=row["leaves"])
+
+
+def pairs(row):
+    """The pairs of values in a row."""
+    values = {name: value for name, value in row.items() if value in TABLE[name]}
+    if "model" not in row["mesh"]:
+        del values["specs"]
+    return set(itertools.combinations(sorted(f"{name}={value}" for name, value in values.items()), 2))
+
+
+def random_row(rng):
+    return fitting({name: values[rng.integers(len(values))] for name, values in TABLE.items()})
+
+
+def possible(number=2000):
+    """The pairs that some of many random rows have."""
+    rng = np.random.default_rng(0)
+    return set().union(*(pairs(random_row(rng)) for _ in range(number)))
+
+
+def improved(row, missing, rng):
+    """A row with more pairs that are missing: value by value, the best one."""
+    best = len(pairs(row) & missing)
+    for name in rng.permutation(list(TABLE)):
+        for value in TABLE[name]:
+            other = fitting(row | {str(name): value})
+            count = len(pairs(other) & missing)
+            if count > best:
+                row, best = other, count
+    return row, best
+
+
+def with_pair(pair, rng):
+    """A random row with a pair of values, if it stays there."""
+    row = {name: values[rng.integers(len(values))] for name, values in TABLE.items()}
+    for name, value in (text.split("=") for text in pair):
+        row[name] = next(x for x in TABLE[name] if str(x) == value)
+    return fitting(row)
+
+
+def covering(seed, tries=30):
+    """Rows that together have every pair that is possible: greedily, and improved locally."""
+    rng, missing, rows = np.random.default_rng(seed), possible(), []
+    while missing:
+        wanted = sorted(missing)
+        starts = [with_pair(wanted[rng.integers(len(wanted))], rng) for _ in range(tries)]
+        row, count = max((improved(x, missing, rng) for x in starts), key=lambda x: x[1])
+        if count:  # else what was changed to fit has nothing that is missing
+            rows.append(row)
+            missing -= pairs(row)
+    return rows
+
+
+def rows():
+    return json.loads(ROWS.read_text())
+
+
+if __name__ == "__main__":
+    best = min((covering(seed) for seed in range(3)), key=len)
+    ROWS.write_text("[\n" + ",\n".join(json.dumps(row) for row in best) + "\n]\n")
+    print(len(best), "rows")

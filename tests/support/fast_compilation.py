@@ -1,0 +1,18 @@
+"""How XLA compiles programs for the CPUs of tests: quickly, as each runs a few times."""
+
+import jax
+
+_HAS_EMITTERS = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11)  # and cannot do without
+
+_OPTIONS = {  # by name: in tests, and for users
+    "xla_backend_optimization_level": (0, 3),
+    "xla_llvm_disable_expensive_passes": (True, False),
+} | ({"xla_cpu_use_fusion_emitters": (False, True)} if _HAS_EMITTERS else {})
+
+AS_FOR_USERS = {name: value for name, (_, value) in _OPTIONS.items()}
+"""Options for a program that is to be compiled as users have it."""
+
+
+def flags():
+    """What to add to XLA_FLAGS."""
+    return " ".join(f"--{name}={value}".lower() for name, (value, _) in _OPTIONS.items())
