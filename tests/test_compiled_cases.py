@@ -3,8 +3,14 @@
 Two values of any two choices are together in one of these programs, if they fit each other.
 """
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 import pytest
 
+from jdistadam.distributed import accumulate, model_axes, step, transport
+from jdistadam.kernels import multi_tensor
 from support import covering
 from support.fast_compilation import AS_FOR_USERS
 from support.interpreted import compile_and_interpret
@@ -22,3 +28,86 @@ def test_every_pair_of_values_is_in_a_row():
     assert len(ROWS) <= 40
     missing = covering.possible() - set().union(*map(covering.pairs, ROWS))
     assert not missing, "run: PYTHONPATH=tests python -m support.covering"
+
+
+# Faults that are planted where a program is made from a schedule.
+
+CASE = covering.fitting(
+    {name: values[0] for name, values in covering.TABLE.items()}
+    | dict(mesh="8", strategy="optim_grads", micro=3, dtypes="bfloat16", data="any")
+    | dict(grad_reduce="float32", skip=4, bucket_bytes=32 << 20)
+)
+
+
+def wrong_pairs(monkeypatch):
+    """Contributions of other devices are added first."""
+    summed = multi_tensor.sum_contributions
+
+    def rolled(parts):
+        return summed([jnp.roll(part, 1, axis=0) for part in parts])
+
+    monkeypatch.setattr(transport.multi_tensor, "sum_contributions", rolled)
+
+
+def wrong_dtype(monkeypatch):
+    """What is received is rounded once more."""
+    sum_phase = transport._sum_phase
+    monkeypatch.setattr(
+        transport,
+        "_sum_phase",
+        lambda phase, x, dim: sum_phase(phase, x, dim).astype(jnp.bfloat16).astype(jnp.float32),
+    )
+
+
+def lost_micro_batch(monkeypatch):
+    """Each sum over micro-batches begins anew."""
+    accumulate_local = model_axes.accumulate_local
+
+    def begun_anew(config, seen, acc, *args, **kwargs):
+        zero = dataclasses.replace(acc, sums=jax.tree.map(jnp.zeros_like, acc.sums))
+        return accumulate_local(config, seen, zero, *args, **kwargs)
+
+    monkeypatch.setattr(model_axes, "accumulate_local", begun_anew)
+
+
+def wrong_divisor(monkeypatch):
+    monkeypatch.setattr(
+        accumulate,
+        "mean_factor",
+        lambda config, weight: (jnp.float32(1 / config.parallel.num_devices), None),
+    )
+
+
+def old_parameters(monkeypatch):
+    """A leaf keeps the parameters that it had."""
+    gather_new_params = step.gather_new_params
+
+    def without_last(*args):
+        new = gather_new_params(*args)
+        return {i: x for i, x in new.items() if i != max(new)}
+
+    monkeypatch.setattr(step, "gather_new_params", without_last)
+
+
+def clipped_twice(monkeypatch):
+    step_scalars = step.step_scalars
+
+    def twice(*args):
+        scalars = step_scalars(*args)
+        return scalars._replace(inv_scale=scalars.inv_scale * scalars.inv_scale)
+
+    monkeypatch.setattr(step, "step_scalars", twice)
+
+
+PLANTED = (wrong_pairs, wrong_dtype, lost_micro_batch, wrong_divisor, old_parameters, clipped_twice)
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_a_planted_fault_is_found(monkeypatch, plant):
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match=r"elements differ in bits"):
+        compile_and_interpret(covering.configuration(CASE))
+
+
+def test_without_a_fault_nothing_is_found():
+    compile_and_interpret(covering.configuration(CASE))

@@ -16,8 +16,8 @@ from support.samples import often
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
-SAMPLE = (6, 23, 24, 30, 31, 50, 160, 164, 167, 169, 172, 174, 194)
-"""Every value of every choice is in one of them."""
+SAMPLE = (4, 62, 74, 225, 265, 282)
+"""Moves: every value of the choices that they depend on is in one of these configurations."""
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -33,9 +33,10 @@ def test_a_random_configuration_has_the_bits_of_the_reference(seed):
 
 
 def test_the_sample_has_every_value():
+    names = ("move", "strategy", "outer", "stacked", "main", "mu", "nu", "rounding", "dtypes")
     tables = PLACE | CONFIG
-    every = {f"{name}={value}" for name, values in tables.items() for value in values}
-    assert set().union(*(features(draw(seed)) for seed in SAMPLE)) == every
+    every = {f"{name}={value}" for name in names for value in tables[name]} - {"move=none"}
+    assert every <= set().union(*(features(draw(seed)) for seed in SAMPLE))
 
 
 def wrong_divisor(monkeypatch):

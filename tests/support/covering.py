@@ -48,7 +48,11 @@ def fitting(row):
     """A row with those values changed that do not fit."""
     config = configuration(row)
     (place,) = config.places
-    given = {name: getattr(place if name in PLACE else config, name) for name in TABLE if name != "leaves"}
+    given = {
+        name: getattr(place if name in PLACE else config, name)
+        for name in TABLE
+        if name != "leaves"
+    }
     return given | dict(leaves=row["leaves"])
 
 
@@ -57,7 +61,9 @@ def pairs(row):
     values = {name: value for name, value in row.items() if value in TABLE[name]}
     if "model" not in row["mesh"]:
         del values["specs"]
-    return set(itertools.combinations(sorted(f"{name}={value}" for name, value in values.items()), 2))
+    return set(
+        itertools.combinations(sorted(f"{name}={value}" for name, value in values.items()), 2)
+    )
 
 
 def random_row(rng):

@@ -205,7 +205,11 @@ class OnMesh:
         self.tx = make_tx(config, place)
         self.mesh = self.tx.config.mesh
         self.train_step = jda.train_step(
-            make_loss(place, self.tx), self.tx, accumulate_steps=config.micro, has_aux=True, **kwargs
+            make_loss(place, self.tx),
+            self.tx,
+            accumulate_steps=config.micro,
+            has_aux=True,
+            **kwargs,
         )
         self.shapes = jda.TrainState.shapes(params, self.tx, param_dtypes=dtypes)
 
