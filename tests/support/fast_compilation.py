@@ -1,8 +1,11 @@
 """How XLA compiles programs for the CPUs of tests: quickly, as each runs a few times."""
 
-import jax
+import importlib.metadata
 
-_HAS_EMITTERS = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11)  # and cannot do without
+_HAS_EMITTERS = tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (
+    0,
+    11,
+)  # and cannot do without
 
 _OPTIONS = {  # by name: in tests, and for users
     "xla_backend_optimization_level": (0, 3),
