@@ -1,0 +1,118 @@
+"""``python -m pytest`` and ``pytest`` start the tests, wherever the compiled module is.
+
+Each arrangement is made of conftest.py and pyproject.toml with a package of another name, so that
+the jdistadam which runs this test is in no one's way. Its compiled module is an empty file.
+"""
+
+import importlib.machinery
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support.paths import ROOT, TESTS
+
+MODULE = f"_cpu{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+STARTS = {"python -m pytest": ["-m"], "pytest": ["-P", "-m"]}  # -P: without the current directory
+
+WHERE = """
+import pathlib, subprocess, sys, other
+
+def test_where(request):
+    expected = request.config.rootpath.joinpath(*EXPECTED, "other", "__init__.py")
+    assert pathlib.Path(other.__file__) == expected
+    command = [sys.executable, "-P", "-c", "import other; print(other.__file__)"]
+    assert subprocess.check_output(command, text=True).strip() == str(expected)
+"""
+
+# Warns wherever a plugin may: pytest-benchmark does in its configuration, beside pytest-xdist.
+PLUGIN = """
+import warnings
+
+def pytest_configure(): warnings.warn("from a plugin")
+def pytest_sessionstart(): warnings.warn("from a plugin")
+def pytest_collection_modifyitems(): warnings.warn("from a plugin", DeprecationWarning)
+def pytest_sessionfinish(): warnings.warn("from a plugin")
+def pytest_terminal_summary(): warnings.warn("from a plugin")
+"""
+
+WARNS = """
+import pytest, warnings
+
+@pytest.fixture
+def warned():
+    warnings.warn("from a fixture")
+
+def test_error(): warnings.warn("from a test", DeprecationWarning)
+def test_error_of_a_fixture(warned): pass
+
+@pytest.mark.filterwarnings("ignore:from a test")
+def test_ignored(): warnings.warn("from a test")
+"""
+
+
+def arrange(folder, *with_modules):
+    """A source tree beside an installed package; of these some have a compiled module."""
+    for package in (folder / "other", folder / "site" / "other"):
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+    for place in with_modules:
+        (folder.joinpath(*place) / "other" / MODULE).touch()
+    names = ("conftest.py", "support/__init__.py", "support/gpus.py", "support/package.py", "support/paths.py")  # fmt: skip
+    for source in (ROOT / "pyproject.toml", *(TESTS / name for name in names)):
+        copy = folder / source.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(source.read_text().replace("jdistadam", "other"))
+
+
+def start(folder, how, program, *options, **environment):
+    (folder / "tests" / "test_one.py").write_text(program)
+    return subprocess.run(
+        [sys.executable, *STARTS[how], "pytest", "-q", "-p", "no:cacheprovider", *options],
+        capture_output=True, text=True, timeout=120, cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder / "site"), "JAX_PLATFORMS": "cpu"} | environment,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("how", STARTS)
+@pytest.mark.parametrize(
+    ("with_modules", "expected"),
+    [
+        pytest.param([("site",)], ("site",), id="installed"),
+        pytest.param([()], (), id="in the tree"),
+        pytest.param([], None, id="nowhere"),
+    ],
+)
+def test_the_package_with_the_compiled_module_is_found(tmp_path, how, with_modules, expected):
+    arrange(tmp_path, *with_modules)
+    done = start(tmp_path, how, f"EXPECTED = {expected}\n{WHERE}")
+    if expected is not None:
+        assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+    else:
+        said = done.stdout.strip() + done.stderr.strip()
+        assert done.returncode == pytest.ExitCode.USAGE_ERROR, said
+        assert len(said.splitlines()) == 1 and f'run `pip install ".[test]"` in {tmp_path}' in said
+
+
+def test_the_tree_on_the_path_hides_no_installed_package(tmp_path):
+    """Nor does a worker of pytest-xdist see the tree, which starts with the path of its parent."""
+    arrange(tmp_path, ("site",))
+    path = os.pathsep.join([str(tmp_path), str(tmp_path / "site")])
+    done = start(tmp_path, "pytest", f'EXPECTED = ("site",)\n{WHERE}', "-n1", PYTHONPATH=path)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_warnings_are_errors_in_tests_and_not_in_plugins(tmp_path):
+    arrange(tmp_path, ("site",))
+    (tmp_path / "site" / "a_plugin.py").write_text(PLUGIN)
+    done = start(tmp_path, "pytest", WARNS, "-p", "a_plugin")
+    assert "1 failed, 1 passed" in done.stdout and "1 error" in done.stdout, done.stdout
+    assert "INTERNALERROR" not in done.stdout + done.stderr
+
+
+def test_a_test_file_that_warns_is_an_error(tmp_path):
+    arrange(tmp_path, ("site",))
+    done = start(tmp_path, "pytest", "import warnings\nwarnings.warn('at import')")
+    assert done.returncode == pytest.ExitCode.INTERRUPTED, done.stdout
+    assert "UserWarning: at import" in done.stdout and "1 error" in done.stdout
