@@ -6,6 +6,7 @@ the jdistadam which runs this test is in no one's way. Its compiled module is an
 
 import importlib.machinery
 import os
+import re
 import subprocess
 import sys
 
@@ -116,3 +117,36 @@ def test_a_test_file_that_warns_is_an_error(tmp_path):
     done = start(tmp_path, "pytest", "import warnings\nwarnings.warn('at import')")
     assert done.returncode == pytest.ExitCode.INTERRUPTED, done.stdout
     assert "UserWarning: at import" in done.stdout and "1 error" in done.stdout
+
+
+TO_REPORT = """
+import pytest
+
+def test_plain(): pass
+
+@pytest.mark.slow
+def test_marked(): pass
+
+@pytest.mark.parametrize("i", range(3))
+@pytest.mark.gpu
+def test_gpu(i): pass
+
+def test_skips(): pytest.skip("needs torch")
+"""
+
+
+def test_ci_reports_skips_by_reason_and_slow_tests_without_the_mark(tmp_path):
+    arrange(tmp_path, ("site",))
+    (tmp_path / "tests" / "test_file.py").write_text("import pytest\npytest.importorskip('xyz')")
+    file = tmp_path / "report.xml"
+    done = start(tmp_path, "pytest", TO_REPORT, "-m", "", "-n1", f"--junitxml={file}")
+    assert "2 passed, 5 skipped" in done.stdout, done.stdout
+    file.write_text(re.sub(r'(<testcase [^>]*time=)"[^"]*"', r'\1"11.5"', file.read_text()))
+    command = [sys.executable, ROOT / ".ci" / "report.py", file]
+    first, *lines = subprocess.check_output(command, text=True).splitlines()
+    assert first == "2 tests ran, 5 were skipped:"
+    assert {"     3  needs an NVIDIA GPU; jax sees none", "     1  needs torch"} < set(lines[:3])
+    assert any(x.startswith("     1  could not import 'xyz'") for x in lines[:3])
+    slow = [x for x in lines if "11.5 s" in x]
+    assert any("tests.test_one::test_plain" in x for x in slow)
+    assert not any("test_marked" in x for x in slow)
