@@ -77,23 +77,21 @@ def start(folder, how, program, *options, **environment):
 
 
 @pytest.mark.parametrize("how", STARTS)
-@pytest.mark.parametrize(
-    ("with_modules", "expected"),
-    [
-        pytest.param([("site",)], ("site",), id="installed"),
-        pytest.param([()], (), id="in the tree"),
-        pytest.param([], None, id="nowhere"),
-    ],
-)
-def test_the_package_with_the_compiled_module_is_found(tmp_path, how, with_modules, expected):
-    arrange(tmp_path, *with_modules)
-    done = start(tmp_path, how, f"EXPECTED = {expected}\n{WHERE}")
-    if expected is not None:
-        assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
-    else:
-        said = done.stdout.strip() + done.stderr.strip()
-        assert done.returncode == pytest.ExitCode.USAGE_ERROR, said
-        assert len(said.splitlines()) == 1 and f'run `pip install ".[test]"` in {tmp_path}' in said
+@pytest.mark.parametrize("place", [("site",), ()], ids=["installed", "in the tree"])
+def test_the_package_with_the_compiled_module_is_found(tmp_path, how, place):
+    arrange(tmp_path, place)
+    done = start(tmp_path, how, f"EXPECTED = {place}\n{WHERE}")
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("how", STARTS)
+def test_one_line_says_what_to_do_where_there_is_no_compiled_module(tmp_path, how):
+    arrange(tmp_path)
+    done = start(tmp_path, how, WHERE, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")  # these may warn
+    said = (done.stdout + done.stderr).strip()
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, said
+    assert said.startswith("ERROR: ") and len(said.splitlines()) == 1, said
+    assert said.endswith(f'run `pip install ".[test]"` in {tmp_path}')
 
 
 def test_the_tree_on_the_path_hides_no_installed_package(tmp_path):
