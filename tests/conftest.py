@@ -1,10 +1,11 @@
-"""Eight CPU devices for every test, and the GPUs that jax sees."""
+"""Eight CPU devices for every test, the GPUs that jax sees, and the package that has its kernels."""
 
 import glob
 import inspect
 import math
 import os
 import pathlib
+import warnings
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -21,6 +22,7 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
 from support import gpus  # noqa: E402
+from support.package import choose_package  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -30,13 +32,37 @@ def is_case(when, item):
     return when(*(item.callspec.params[name] for name in inspect.signature(when).parameters))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist starts others
+def pytest_sessionstart():
+    choose_package()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Warnings are errors where a test file is imported, as while a test runs: not in plugins."""
+    with warnings.catch_warnings():
+        if isinstance(collector, pytest.Module):
+            warnings.simplefilter("error")
+        return (yield)
+
+
+def warnings_are_errors(item):
+    """Marks a test, where its own filters count for more, and those of the command line, too."""
+    own = [x for mark in item.iter_markers("filterwarnings") for x in mark.args]
+    given = item.config.getoption("pythonwarnings") or ()
+    item.add_marker(pytest.mark.filterwarnings("error", *given, *own))
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
 def pytest_collection_modifyitems(config, items):
     for item in items:
+        warnings_are_errors(item)
         if "h200s" in item.fixturenames:
             item.add_marker("h200")
         if (mark := item.get_closest_marker("often")) and not is_case(mark.kwargs["when"], item):
             item.add_marker("slow")
+        if item.get_closest_marker("slow"):
+            item.user_properties.append(("marked", "slow"))  # for .ci/report.py
 
 
 @pytest.hookimpl(tryfirst=True)  # before a fixture asks for a GPU

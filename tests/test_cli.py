@@ -442,7 +442,7 @@ def test_a_reader_that_leaves_is_no_error():
     """As `jdistadam plan | head -1` does, here before the first line."""
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "jdistadam", "plan"]
+    command = [sys.executable, "-P", "-m", "jdistadam", "plan"]
     env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}  # written at the end
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=120, env=env)
     os.close(writing)

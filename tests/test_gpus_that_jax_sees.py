@@ -54,7 +54,7 @@ WITH_A_DEVICE = """
 import glob, sys, pytest
 found = glob.glob
 glob.glob = lambda pattern: ["/dev/nvidia0"] if "nvidia" in pattern else found(pattern)
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:benchmark", sys.argv[1]]))
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", sys.argv[1]]))
 """
 
 

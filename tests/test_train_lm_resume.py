@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from support.paths import ROOT, TESTS
+from support.paths import ROOT, environment
 
 COMMAND = [
     sys.executable, str(ROOT / "experiments" / "train_lm.py"), "--layers", "1", "--width", "32",
@@ -71,11 +71,10 @@ def test_a_run_goes_on_with_the_same_bits(folders):
     done = subprocess.run(
         [sys.executable, script, str(whole.parent), *COMMAND[2:], *options],
         capture_output=True, text=True, timeout=300, cwd=whole,
-        env=os.environ | {
-            "PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-            "JAX_COMPILATION_CACHE_DIR": str(whole.parent / "cache"),  # the three runs share it
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        },
+        env=environment(
+            JAX_COMPILATION_CACHE_DIR=str(whole.parent / "cache"),  # the three runs share it
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        ),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "saved step 5; --resume goes on from there" in done.stdout

@@ -17,12 +17,12 @@ import pytest
 
 import jdistadam as jda
 from jdistadam.checkpoint import header, lock
-from support.paths import TESTS
+from support.paths import TESTS, environment
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 WORKER = [sys.executable, str(TESTS / "support" / "save_again_and_again.py")]
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+ENVIRONMENT = environment()
 
 
 def state_of(x):

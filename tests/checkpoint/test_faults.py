@@ -17,15 +17,12 @@ import jdistadam as jda
 from jdistadam.checkpoint import lock
 from support import save_again_and_again
 from support.bits import assert_trees_same_bits
-from support.paths import TESTS
+from support.paths import TESTS, environment
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 WORKER = [sys.executable, str(TESTS / "support" / "save_again_and_again.py")]
-ENVIRONMENT = os.environ | {
-    "PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-    "XLA_FLAGS": "",  # one device, which takes less time to start than eight
-}
+ENVIRONMENT = environment(XLA_FLAGS="")  # one device, which takes less time to start than eight
 
 
 def restored(folder):

@@ -140,7 +140,7 @@ def test_the_text_does_not_depend_on_the_process():
     leaves = [Leaf(f"params[{c!r}]", (300, 8), BF16, 0) for c in "zaky"]
     mine = hashlib.sha256(identity_of(make_layout(leaves, 4, 9000), (), "float32")).hexdigest()
     environment = os.environ | {"PYTHONHASHSEED": "4711"}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-P", "-c", code]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == mine
 
