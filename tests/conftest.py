@@ -7,17 +7,20 @@ import os
 import pathlib
 import warnings
 
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-).strip()
-if not glob.glob("/dev/nvidia[0-9]*"):  # so that jax looks for no other accelerator
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-import jax
-import numpy as np
 import pytest
 
 pytest.register_assert_rewrite("support")  # its assertions say what they compared, too
+from support import fast_compilation  # noqa: E402
+
+flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
+if not glob.glob("/dev/nvidia[0-9]*"):
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # so that jax looks for no other accelerator
+    if "optimization_level" not in flags[0]:
+        flags.append(fast_compilation.flags())
+os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 

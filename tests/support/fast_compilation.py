@@ -1,11 +1,15 @@
-"""How XLA compiles programs for the CPUs of tests: quickly, as each runs a few times."""
+"""How XLA compiles programs for the CPUs of tests: quickly, as each runs a few times.
+
+Not where XLA_FLAGS names an optimization level, as .ci/long does.
+"""
 
 import importlib.metadata
 
-_HAS_EMITTERS = tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (
+_VERSION = importlib.metadata.version("jax").split(".")
+_HAS_EMITTERS = tuple(map(int, _VERSION[:2])) < (
     0,
     11,
-)  # and cannot do without
+)  # as an option: later ones have no other way
 
 _OPTIONS = {  # by name: in tests, and for users
     "xla_backend_optimization_level": (0, 3),
