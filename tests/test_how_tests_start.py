@@ -60,8 +60,8 @@ def arrange(folder, *with_modules):
         (package / "__init__.py").touch()
     for place in with_modules:
         (folder.joinpath(*place) / "other" / MODULE).touch()
-    names = ("conftest.py", "support/__init__.py", "support/gpus.py", "support/package.py", "support/paths.py")  # fmt: skip
-    for source in (ROOT / "pyproject.toml", *(TESTS / name for name in names)):
+    support = (TESTS / "support").glob("*.py")
+    for source in (ROOT / "pyproject.toml", TESTS / "conftest.py", *support):
         copy = folder / source.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(source.read_text().replace("jdistadam", "other"))
