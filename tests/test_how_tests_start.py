@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from support.paths import ROOT, TESTS
+from support.samples import often
 
 MODULE = f"_cpu{importlib.machinery.EXTENSION_SUFFIXES[0]}"
 STARTS = {"python -m pytest": ["-m"], "pytest": ["-P", "-m"]}  # -P: without the current directory
@@ -78,6 +79,7 @@ def start(folder, how, program, *options, **environment):
 
 @pytest.mark.parametrize("how", STARTS)
 @pytest.mark.parametrize("place", [("site",), ()], ids=["installed", "in the tree"])
+@often(lambda how, place: place and how != "pytest")
 def test_the_package_with_the_compiled_module_is_found(tmp_path, how, place):
     arrange(tmp_path, place)
     done = start(tmp_path, how, f"EXPECTED = {place}\n{WHERE}")
@@ -85,6 +87,7 @@ def test_the_package_with_the_compiled_module_is_found(tmp_path, how, place):
 
 
 @pytest.mark.parametrize("how", STARTS)
+@often(lambda how: how != "pytest")
 def test_one_line_says_what_to_do_where_there_is_no_compiled_module(tmp_path, how):
     arrange(tmp_path)
     done = start(tmp_path, how, WHERE, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")  # these may warn
@@ -110,6 +113,7 @@ def test_warnings_are_errors_in_tests_and_not_in_plugins(tmp_path):
     assert "INTERNALERROR" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_test_file_that_warns_is_an_error(tmp_path):
     arrange(tmp_path, ("site",))
     done = start(tmp_path, "pytest", "import warnings\nwarnings.warn('at import')")
@@ -133,6 +137,7 @@ def test_skips(): pytest.skip("needs torch")
 """
 
 
+@pytest.mark.slow
 def test_ci_reports_skips_by_reason_and_slow_tests_without_the_mark(tmp_path):
     arrange(tmp_path, ("site",))
     (tmp_path / "tests" / "test_file.py").write_text("import pytest\npytest.importorskip('xyz')")
