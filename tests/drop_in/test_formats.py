@@ -14,6 +14,8 @@ from support.bits import assert_trees_same_bits
 from support.convolutions import OHWI, ORDERS, SHAPES, in_order, loss, moved, numbers, orders_in
 from support.samples import often
 
+pytestmark = pytest.mark.slow
+
 HYPER = dict(b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
 SMALL = {"k": (3, 2, 8, 16), "w": (8, 24), "b": (5,)}
 ORDER = {"k": OHWI, "w": (1, 0), "b": None}

@@ -1,5 +1,6 @@
 """Main parameters of 16-bit params, whole or as remainders, in one program."""
 
+import functools
 import re
 
 import jax
@@ -14,13 +15,15 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from jdistadam.kernels import reference
 from support.bits import assert_same_bits, assert_trees_same_bits
+from support.samples import often
 from support.trees import ADAM, BF16, F16, F32, HYPER, random_tree
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("make", [jda.fused_adamw, jda.fused_adam])
+@often(lambda make, dtype: (make is jda.fused_adamw) == (dtype == F16))
 def test_main_params_are_a_float32_run(platform, make, dtype):
-    """20 steps of 16-bit params with main parameters: the float32 run on the same gradients.
+    """10 steps of 16-bit params with main parameters: the float32 run on the same gradients.
 
     Both ways of applying land on the rounded main parameters bitwise, the unfused one with
     optax's own apply_updates.
@@ -32,7 +35,7 @@ def test_main_params_are_a_float32_run(platform, make, dtype):
     main = jax.tree.map(lambda x: x.astype(F32), params)
     state, other_state, plain_state = tx.init(params), tx.init(params), plain.init(main)
     step, update, plain_step = jax.jit(tx.step), jax.jit(tx.update), jax.jit(plain.step)
-    for _ in range(20):
+    for _ in range(10):
         grads = random_tree(rng, dtype, 10.0 ** rng.integers(-2, 2))
         params, state = step(grads, state, params)
         updates, other_state = update(grads, other_state, applied)
@@ -46,8 +49,9 @@ def test_main_params_are_a_float32_run(platform, make, dtype):
 
 
 @pytest.mark.parametrize("make", [jda.fused_adamw, jda.fused_adam])
+@often(lambda make: make is jda.fused_adamw)
 def test_remainders_are_the_float32_run(platform, make):
-    """20 steps of bfloat16 params and 16 bits more: the bits of float32 main parameters.
+    """5 steps of bfloat16 params and 16 bits more: the bits of float32 main parameters.
 
     Both ways of applying agree; params are nearest to the main parameters, ties away from zero.
     """
@@ -58,7 +62,7 @@ def test_remainders_are_the_float32_run(platform, make):
     state, other, full_state = tx.init(params), tx.init(params), full.init(params)
     assert {x.dtype for x in jax.tree.leaves(state.main_params)} == {jnp.dtype(jnp.uint16)}
     step, update, full_step = jax.jit(tx.step), jax.jit(tx.update), jax.jit(full.step)
-    for _ in range(20):
+    for _ in range(5):
         grads = random_tree(rng, BF16, 10.0 ** rng.integers(-2, 2))
         params, state = step(grads, state, params)
         updates, other = update(grads, other, applied)
@@ -226,6 +230,7 @@ def test_main_params_in_flax_train_state():
 
 
 @pytest.mark.parametrize("jit_step", [jax.jit, jda.jit_step], ids=["jit", "jit_step"])
+@often(lambda jit_step: jit_step is jda.jit_step)
 def test_params_that_were_changed_by_hand_give_nan(jit_step):
     params = random_tree(np.random.default_rng(3), BF16)
     grads = jax.tree.map(jnp.copy, params)
@@ -264,6 +269,7 @@ def test_updates_that_were_changed_give_nan(under_vmap):
     tx = jda.fused_adamw(0.1, main_params_dtype=F32)
     changed = optax.chain(tx, optax.scale(0.1))
 
+    @functools.partial(jax.jit, static_argnums=0)
     def two_steps(tx, params):
         state = tx.init(params)
         for _ in range(2):
@@ -279,7 +285,7 @@ def test_updates_that_were_changed_give_nan(under_vmap):
             updates = jax.tree.map(lambda x: factor * x, updates)
             return tx.update(params, state, optax.apply_updates(params, updates))[0]
 
-        both = jax.vmap(one_step)(params, jnp.array([1.0, 0.1]))
+        both = jax.jit(jax.vmap(one_step))(params, jnp.array([1.0, 0.1]))
         good, bad = (jax.tree.map(lambda x: x[i], both) for i in (0, 1))  # noqa: B023
     else:
         good, bad = two_steps(tx, params), two_steps(changed, params)
@@ -288,6 +294,7 @@ def test_updates_that_were_changed_give_nan(under_vmap):
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@often(lambda dtype: dtype == BF16)
 def test_updates_in_one_program_are_not_taken_for_changed_ones(dtype):
     """XLA may keep more bits of params between two updates than they have."""
     tx = jda.fused_adamw(**HYPER, main_params_dtype=F32)

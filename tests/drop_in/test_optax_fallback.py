@@ -8,6 +8,7 @@ import pytest
 
 import jdistadam as jda
 from support.bits import assert_same_bits, assert_trees_same_bits
+from support.samples import often
 from support.trees import BF16, F32, HYPER
 
 
@@ -28,15 +29,16 @@ def test_remainders_of_leaves_that_optax_steps():
 
 def test_without_bias_correction_for_leaves_that_optax_steps():
     """Complex leaves, too: after one step mu = (1 - b1) g, and the update is mu / sqrt(nu)."""
-    tx = jda.fused_adam(0.1, b1=0.5, b2=0.75, eps=0.0, bias_correction=False)
+    tx = jda.fused_adam(0.1, b1=0.5, b2=0.9375, eps=0.0, bias_correction=False)
     params = {"z": jnp.zeros(2, jnp.complex64)}
     grads = {"z": jnp.asarray([3 + 4j, 1j], jnp.complex64)}
     updates, _ = tx.update(grads, tx.init(params), params)
-    want = -0.1 * np.asarray([0.5 * (3 + 4j) / (0.5 * 5), 0.5j / 0.5])
+    want = -0.1 * np.asarray([0.5 * (3 + 4j) / (0.25 * 5), 0.5j / 0.25])
     np.testing.assert_allclose(updates["z"], want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "float64", "complex128"])
+@often(lambda dtype: dtype != "complex128")
 def test_other_numbers_are_left_to_optax(dtype):
     """In one tree with float32: bit for bit what jitted optax computes; float32 stays ours."""
     with jax.enable_x64(True):
@@ -117,30 +119,37 @@ INTEGERS = ("int8", "int32", "uint16")
 
 def whole_numbers(rng, dtype, size=4096):
     low = 0 if jnp.dtype(dtype).kind == "u" else -10
-    return jnp.asarray(rng.integers(low, 10, size), dtype)
+    return jnp.asarray(rng.integers(low, 10, size).astype(dtype))
 
 
 @pytest.mark.parametrize("grad_dtype", [None, F32, BF16], ids=["integers", "float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", INTEGERS)
-def test_integers_are_what_jitted_optax_makes_of_them(dtype, grad_dtype):
+@pytest.mark.parametrize(
+    "rate", [0.7, optax.linear_schedule(0.7, 0.1, 5)], ids=["number", "schedule"]
+)
+@often(
+    lambda dtype, grad_dtype, rate: (
+        (dtype, grad_dtype, callable(rate))
+        in {("int8", None, False), ("int32", F32, True), ("uint16", BF16, False)}
+    )
+)
+def test_integers_are_what_jitted_optax_makes_of_them(dtype, grad_dtype, rate):
     """Three steps: updates, params, and a state that begins in integers, whose mu becomes float."""
-    schedule = optax.linear_schedule(0.7, 0.1, 5)
     kwargs = dict(b1=0.87, b2=0.9, weight_decay=0.13, mask={"a": True, "b": False})
-    for rate in (0.7, schedule):
-        ours, theirs = jda.fused_adamw(rate, **kwargs), optax.adamw(rate, **kwargs)
-        rng = np.random.default_rng(7)
-        params = {"a": whole_numbers(rng, dtype), "b": whole_numbers(rng, dtype)}
-        state = ours.init(params)
-        assert_trees_same_bits(state, theirs.init(params))
-        for _ in range(3):
-            grads = {name: whole_numbers(rng, grad_dtype or dtype) for name in params}
-            got = ours.update(grads, state, params)
-            want = jax.jit(theirs.update)(grads, state, params)
-            assert_trees_same_bits(got, want)
-            updates, state = got
-            assert updates["a"].dtype == (grad_dtype or F32)
-            params = optax.apply_updates(params, updates)
-            assert params["a"].dtype == dtype
+    ours, theirs = jda.fused_adamw(rate, **kwargs), optax.adamw(rate, **kwargs)
+    rng = np.random.default_rng(7)
+    params = {"a": whole_numbers(rng, dtype), "b": whole_numbers(rng, dtype)}
+    state = ours.init(params)
+    assert_trees_same_bits(state, theirs.init(params))
+    for _ in range(3):
+        grads = {name: whole_numbers(rng, grad_dtype or dtype) for name in params}
+        got = ours.update(grads, state, params)
+        want = jax.jit(theirs.update)(grads, state, params)
+        assert_trees_same_bits(got, want)
+        updates, state = got
+        assert updates["a"].dtype == (grad_dtype or F32)
+        params = optax.apply_updates(params, updates)
+        assert params["a"].dtype == dtype
 
 
 @pytest.mark.skipif(

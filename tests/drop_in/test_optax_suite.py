@@ -1,5 +1,6 @@
 """optax's own tests pass with jdistadam's Adam and AdamW in place of optax's."""
 
+import os
 import pathlib
 import re
 import subprocess
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 from support.paths import environment
+from support.samples import often
 
 FOLDER = pathlib.Path(optax.__file__).parent
 FILES = (
@@ -25,26 +27,32 @@ FILES = (
 
 
 LONG = "test_multi_steps_mixed_precision"  # two tests as long as all the others together
+COUNTS = {  # arguments of pytest, tests at least, and how many of adam and of adamw they make
+    "one of each": (("--one-of-each", "-k", f"not {LONG}"), 16, 6),
+    "most": (("-k", f"not {LONG}"), 108, 40),
+    "long": (("-k", LONG), 2, 1),
+}
 
 
-@pytest.mark.parametrize(
-    "which", [f"not {LONG}", pytest.param(LONG, marks=pytest.mark.slow)], ids=["most", "long"]
-)
+@pytest.mark.parametrize("which", COUNTS)
+@often(lambda which: which == "one of each")
 def test_optax_own_tests_pass_with_ours(tmp_path, which):
     """In a process of its own: some of its tests change the configuration of JAX."""
+    arguments, num_tests, num_made = COUNTS[which]
+    files = [x for x in FILES if which != "one of each" or not x.startswith("contrib")]
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    on_one_device = " ".join(x for x in flags if "device_count" not in x)
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-q", "-p", "support.optax_with_ours", "--import-mode=importlib",
-         "-p", "no:cacheprovider", "-rp", "-k", which, *(str(FOLDER / name) for name in FILES)],
+         "-p", "no:cacheprovider", "-rp", *arguments, *(str(FOLDER / name) for name in files)],
         capture_output=True, text=True, timeout=600, cwd=tmp_path,
-        env=environment(XLA_FLAGS="", JAX_PLATFORMS="cpu"),
+        env=environment(XLA_FLAGS=on_one_device, JAX_PLATFORMS="cpu"),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:]
     made = dict(re.findall(r"'(adamw?)': (\d+)", done.stdout))
-    passed = int(re.search(r"(\d+) passed", done.stdout)[1])
-    if which == LONG:
-        assert passed == 2 and int(made["adam"]) + int(made["adamw"]) >= 2, done.stdout[-500:]
-    else:
-        assert int(made["adam"]) >= 40 and int(made["adamw"]) >= 40, done.stdout[-500:]
-        assert passed >= 108
-        without = [name for name in FILES if f"/{name}::" not in done.stdout]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= num_tests
+    of_each = sorted(map(int, made.values()))
+    assert (sum(of_each) if which == "long" else of_each[0]) >= num_made, done.stdout[-500:]
+    if which != "long":
+        without = [name for name in files if f"/{name}::" not in done.stdout]
         assert without == ["transforms/_accumulation_test.py"]  # its tests are the long ones

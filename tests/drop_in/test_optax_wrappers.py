@@ -87,7 +87,12 @@ def assert_close(got, want, *, reads_params):
         np.testing.assert_allclose(a, b, rtol=0, atol=4 * unit)
 
 
+# Of the others the tests below say more.
+ALWAYS = ("apply_if_finite", "partition", "lookahead", "schedule_free", "mechanize")
+
+
 @pytest.mark.parametrize("name", WRAPPERS)
+@often(lambda name: name in ALWAYS)
 def test_each_wrapper_makes_of_ours_what_it_makes_of_optax(name):
     """Six steps, each from equal state; types are equal too, the weak ones of a number included."""
     ours, theirs = made_around(name, jda.fused_adamw), made_around(name, optax.adamw)
@@ -122,7 +127,17 @@ def of_trained(name, tree):
     return {key: x for key, x in tree.items() if TRAINED[key]}
 
 
-@often(lambda name, kind: name == "partition" or (kind == F32 and name != "MultiSteps skipping"))
+@often(
+    lambda name, kind: (
+        (name, kind)
+        in {
+            ("MultiSteps skipping", F32),
+            ("partition", "remainder16"),
+            ("flatten", F32),
+            ("apply_if_finite", "remainder16"),
+        }
+    )
+)
 @pytest.mark.parametrize("kind", [F32, "remainder16"], ids=["float32", "remainder16"])
 @pytest.mark.parametrize("name", PASS_UPDATES_ON)
 def test_main_params_under_a_wrapper_are_the_float32_run_under_it(name, kind):
@@ -188,6 +203,7 @@ def test_float32_updates_of_16_bit_gradients_do_not_fit_apply_if_finite():
 
 
 @pytest.mark.parametrize("kind", [None, F32], ids=["none", "float32"])
+@often(lambda kind: kind == F32)
 def test_accumulated_steps_are_steps_on_the_mean(kind):
     """Whole numbers, of which the mean of two is exact: the bits of tx, every other step."""
     dtype = BF16 if kind else F32

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from jdistadam.drop_in.step import tree_step
 from support.bits import assert_same_bits
+from support.samples import often
 from support.ulp import assert_step_close
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-12, weight_decay=0.13)
@@ -34,8 +35,9 @@ def random_tree(rng, scale=1.0):
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("grad_scale", [1e-6, 1.0, 1e3])
+@often(lambda grad_scale, nesterov: nesterov == (grad_scale == 1.0))
 def test_parity_with_jitted_optax(platform, grad_scale, nesterov):
-    """20 steps, each from equal state, nothing at its default, zeros among the gradients.
+    """10 steps, each from equal state, nothing at its default, zeros among the gradients.
 
     Starting every step from optax's state keeps Adam's chaos where nu is near zero from hiding, or
     faking, an error.
@@ -46,7 +48,7 @@ def test_parity_with_jitted_optax(platform, grad_scale, nesterov):
     params = random_tree(rng)
     state = theirs.init(params)
     their_update = jax.jit(theirs.update)
-    for count in range(20):
+    for count in range(10):
         grads = jax.tree.map(
             lambda x: x * (rng.random(x.shape) > 0.1), random_tree(rng, grad_scale)
         )
@@ -164,6 +166,7 @@ def test_eager_jit_and_scan_give_the_same_bits():
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("method", ["step", "update"])
+@often(lambda axis_type, method: (axis_type == AxisType.Auto) == (method == "step"))
 def test_sharded_arrays_are_neither_gathered_nor_changed(axis_type, method):
     """Without the partitioning rule XLA gathers every operand of the call onto every device."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), (axis_type,) * 2, devices=jax.devices("cpu")[:8])

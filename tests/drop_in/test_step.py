@@ -12,12 +12,14 @@ from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.drop_in.step import tree_step
 from jdistadam.kernels import coefficients, reference
 from support.bits import assert_same_bits, assert_trees_same_bits
+from support.samples import often
 from support.trees import ADAM, BF16, F32, HYPER, random_tree
 from support.ulp import assert_step_close
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("l2", [0.0, 0.07])
+@often(lambda nesterov, l2: nesterov == (l2 > 0))
 def test_fused_adam_follows_jitted_optax(platform, l2, nesterov):
     """10 steps, each from equal state; L2 is optax.adam on the gradient plus l2 * params."""
     kwargs = ADAM | dict(nesterov=nesterov)
@@ -105,6 +107,7 @@ def test_without_bias_correction(platform, nesterov):
 
 
 @pytest.mark.parametrize("main", [None, F32], ids=str)
+@often(lambda main: main is not None)
 def test_hundred_steps_compile_once(main):
     """A schedule, a mask and a state that goes round: one program, also called without jit."""
     tx = jda.fused_adamw(
@@ -172,6 +175,7 @@ def test_works_with_map_params_and_tree_get():
 
 
 @pytest.mark.parametrize("kind", [None, jnp.float32])
+@often(lambda kind: kind is not None)
 def test_parameters_keep_the_layout_that_the_caller_asks_for(kind):
     """A parameter that is stored column by column comes back so, with the bits of one that does not."""
     dtype = jnp.bfloat16 if kind else jnp.float32

@@ -40,6 +40,12 @@ for name in OURS:
     setattr(optax, name, made)
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--one-of-each", action="store_true", help="one case of each parametrized test"
+    )
+
+
 def pytest_collection_modifyitems(config, items):
     """Keeps the tests that make Adam or AdamW, or that have one of them as a parameter."""
     makes = re.compile(r"\b(alias|optax)\.(adam|adamw)\b")
@@ -51,8 +57,20 @@ def pytest_collection_modifyitems(config, items):
         is_about = parameter.search(parameters) or named.search(item.name)
         is_kept = is_about or makes.search(inspect.getsource(item.function))
         (kept if is_kept else others).append(item)
+    if config.getoption("--one-of-each"):
+        chosen = one_of_each(kept)
+        others += [item for item in kept if item not in chosen]
+        kept = chosen
     config.hook.pytest_deselected(items=others)
     items[:] = kept
+
+
+def one_of_each(items):
+    """The first case of one test, the last of the next: both optimizers are among them."""
+    tests = {}
+    for item in items:
+        tests.setdefault(re.sub(r"\d+$", "", item.nodeid), []).append(item)
+    return [cases[-(i % 2)] for i, cases in enumerate(tests.values())]
 
 
 @pytest.fixture(autouse=True)
