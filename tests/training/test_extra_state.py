@@ -116,15 +116,19 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@often(lambda source: source in ("8 bits", "comm"))
-def test_there_and_back_trains_as_if_it_had_stayed(source):
-    """Before every step moved to another optimizer and back; three of the steps are skipped."""
+FEW = ("1 device", "hybrid", None, None, "3 devices", None, None, "optim_grads_params")
+EVERY = (*VIA, "3 devices")
+
+
+@pytest.mark.parametrize(("source", "via"), [("comm", FEW), *((name, EVERY) for name in SOURCES)])
+@often(lambda via: via is FEW)
+def test_there_and_back_trains_as_if_it_had_stayed(source, via):
+    """Before steps moved to another optimizer and back; three of the steps are skipped."""
     dtype, policy = POLICIES[source.partition(",")[0]]
     tx, state, step = make_source(dtype, policy=policy, **SOURCES[source])
     back = state
-    for i, (batch, name) in enumerate(zip(batches(), [*VIA, "3 devices"], strict=True)):
-        if name != "remainders" or dtype == BF16:
+    for i, (batch, name) in enumerate(zip(batches(), via, strict=True)):
+        if name is not None and (name != "remainders" or dtype == BF16):
             other = make_tx(loss_scale=DYNAMIC, **VIA[name]())
             back = moved(moved(back, tx, other), other, tx)
         assert_same(back, state)
@@ -138,7 +142,7 @@ def test_there_and_back_trains_as_if_it_had_stayed(source):
 
 
 @pytest.mark.parametrize("name", ["small buckets", "no_shard", "optim_grads_params"])
-@often(lambda name: name == "optim_grads_params")
+@pytest.mark.slow  # tests/test_differential.py moves states, too
 def test_another_optimizer_goes_on_with_the_same_bits(name):
     """Where sums have one order, a state that moved trains on elsewhere as it would have here.
 
@@ -162,7 +166,7 @@ def test_another_optimizer_goes_on_with_the_same_bits(name):
 @pytest.mark.parametrize("kind", KEYS)
 def test_what_the_third_value_holds(kind):
     """Plain arrays, of no mesh, that later steps leave alone; keys are keys of the same kind."""
-    tx = jda.chain(optax.scale(0.5), make_tx(loss_scale=DYNAMIC))
+    tx = jda.chain(optax.scale(0.5), make_tx(2, loss_scale=DYNAMIC))
     rng = KEYS[kind](3)
     state = jda.TrainState.create(make_params(), tx, model_state=model_state(), rng=rng)
     step = jda.train_step(loss_fn, tx, accumulate_steps=2)
@@ -233,6 +237,7 @@ def trained(name):
 
 @pytest.mark.parametrize("there", SETTINGS)
 @pytest.mark.parametrize("here", SETTINGS)
+@often(lambda here, there: (here, there) in {("static", "dynamic"), ("dynamic", "dynamic"), ("dynamic", "none")})  # fmt: skip
 def test_states_move_between_settings_of_the_loss_scale(here, there):
     """The next step multiplies by the scale that ``from_optax_state`` says, and goes on counting."""
     (tx, state, _), (other, _, step) = trained(here), trained(there)
@@ -288,7 +293,7 @@ def test_the_step_of_a_state():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # orbax's
 @pytest.mark.parametrize("kind", KEYS)
-@often(lambda kind: kind == "typed")
+@pytest.mark.slow  # tests/test_train_lm_resume.py goes on in another process, too
 def test_a_saved_state_trains_on_in_a_process_with_other_devices(tmp_path, kind):
     """By pickle and by orbax; a process with two devices restores, and exports it again."""
     tx, state, step = make_source()
