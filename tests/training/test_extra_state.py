@@ -15,14 +15,13 @@ from jax.sharding import AxisType
 
 import jdistadam as jda
 from jdistadam.core.loss_scale import continued_loss_scale
-from support.bits import assert_same_bits, assert_trees_same_bits
+from support.bits import assert_trees_same_bits
 from support.lookalike import BF16, POLICIES, make_params, make_tx
 from support.paths import TESTS, environment
 from support.samples import often
 
 SCRIPT = TESTS / "support" / "move_in_another_process.py"
 DYNAMIC = jda.DynamicLossScale(init_scale=64.0, growth_interval=3, hysteresis=2)
-SUMS = jda.MixedPrecisionPolicy(grad_comm_dtype=BF16, grad_reduce_dtype=jnp.float32)
 REMAINDERS = jda.MixedPrecisionPolicy(main_params_dtype="remainder16")
 KEYS = {"typed": jax.random.key, "raw": jax.random.PRNGKey}
 NAN = 3  # the step whose batch is non-finite; another one comes later
@@ -139,28 +138,6 @@ def test_there_and_back_trains_as_if_it_had_stayed(source, via):
     assert_same(back, state)
     assert int(want["skipped"]) == 3 and float(want["loss_scale"]) not in (1.0, 64.0)
     assert int(state.model_state["steps"]) == 5 + 2 * 5
-
-
-@pytest.mark.parametrize("name", ["small buckets", "no_shard", "optim_grads_params"])
-@pytest.mark.slow  # tests/test_differential.py moves states, too
-def test_another_optimizer_goes_on_with_the_same_bits(name):
-    """Where sums have one order, a state that moved trains on elsewhere as it would have here.
-
-    Of one micro-batch: "optim_grads_params" rounds what it sends of each, "optim" their sum.
-    """
-    tx, state, _ = make_source(policy=SUMS)
-    step = jda.train_step(loss_fn, tx)
-    for batch in batches()[: NAN + 1]:
-        state, _ = step(state, batch)
-    other = make_tx(loss_scale=DYNAMIC, policy=SUMS, **VIA[name]())
-    away, step_away = moved(state, tx, other), jda.train_step(loss_fn, other)
-    for batch in batches()[NAN + 1 :]:
-        (state, want), (away, got) = step(state, batch), step_away(away, batch)
-        for key in ("loss", "skipped", "loss_scale"):
-            assert_same_bits(got[key], want[key], key)
-    exported = [jda.to_optax_state(*x) for x in ((away, other), (state, tx))]
-    # the order in which squares are added for the norm is the layout's
-    assert_same(*((*x[:2], x[2]._replace(grad_norm=0.0 * x[2].grad_norm)) for x in exported))
 
 
 @pytest.mark.parametrize("kind", KEYS)

@@ -242,38 +242,6 @@ def test_a_dimension_that_is_cut_twice_raises_in_such_a_region():
 # -- what else train_step promises
 
 
-@pytest.mark.slow  # tests/test_compiled_cases.py has remainders on model axes
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_remainders_have_the_bits_of_one_device(strategy):
-    """Gradients are small whole numbers: exact sums."""
-    policy = jda.MixedPrecisionPolicy(main_params_dtype="remainder16")
-    params, rng = params_of(BF16), np.random.default_rng(3)
-    given = [
-        {name: rng.integers(-5, 6, (8, *x.shape)).astype(np.float32) for name, x in params.items()}
-        for _ in range(3)
-    ]
-
-    def loss(params, batch):
-        return sum(jnp.sum(params[k].astype(jnp.float32) * batch[k].sum(0)) for k in params)
-
-    found = []
-    one = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
-    for kwargs in (
-        dict(mesh=mesh_of("4x2"), sharding_strategy=strategy, param_specs=SPECS),
-        dict(mesh=one),
-    ):
-        tx = jda.distributed_fused_adamw(
-            3e-3, b1=0.87, weight_decay=0.13, policy=policy, average_grads=False, **kwargs
-        )
-        state, step = jda.TrainState.create(params, tx), jda.train_step(loss, tx)
-        for batch in given:
-            state, _ = step(state, batch)
-        found.append(
-            jax.device_get((jda.full_params(state, tx), jda.to_optax_state(state, tx)[:2]))
-        )
-    assert_same_trees(*found, strategy)
-
-
 def test_a_scan_over_batches_takes_the_same_steps():
     tx = make_tx(sharding_strategy="optim_grads_params")
     want, _ = trained(tx)

@@ -335,40 +335,6 @@ def test_main_params_begin_with_the_given_values(cpu_mesh, n):
             jda.TrainState.create(given, tx, param_dtypes=bad)
 
 
-def test_distributed_adam_with_l2_is_fused_adam(cpu_mesh):
-    """Exact sums: 3 steps on 8 devices are those of fused_adam on the mean gradient."""
-    hyper = {k: v for k, v in HYPER.items() if k != "weight_decay"} | dict(l2=0.05, nesterov=True)
-    tx = jda.distributed_fused_adam(**hyper, mesh=cpu_mesh(8))
-    plain = jda.fused_adam(**hyper)
-    rng = np.random.default_rng(7)
-    batches = [exact_batch(rng) for _ in range(3)]
-    state, _ = train(tx, linear_loss, batches)
-    params = random_params()
-    plain_state = plain.init(params)
-    for batch in batches:
-        grads = jax.tree.map(lambda x: jnp.asarray(x.sum(0) / np.float32(64 * 8)), batch)
-        params, plain_state = plain.step(grads, plain_state, params)
-    assert_trees_same_bits(state.params, params)
-    assert_trees_same_bits(jda.to_optax_state(state, tx)[1], plain_state)
-
-
-def test_bfloat16_second_moment_shards(cpu_mesh):
-    policy = jda.MixedPrecisionPolicy(nu_dtype=BF16)
-    with pytest.raises(
-        jda.PolicyError,
-        match=r"MixedPrecisionPolicy.nu_dtype: a second moment in bfloat16, .* cannot",
-    ):
-        make_tx(cpu_mesh(2), policy=policy, b2=0.999)
-    batches = [exact_batch(np.random.default_rng(8))] * 3
-    results = []
-    for n in (1, 2):
-        tx = make_tx(cpu_mesh(n), policy=policy, b2=0.95, average_grads=False)
-        state, _ = train(tx, linear_loss, batches)
-        assert state.opt_state.nu.dtype == BF16
-        results.append(jda.to_optax_state(state, tx)[:2])
-    assert_trees_same_bits(*results)
-
-
 def trace(tx, loss, batch, params, model_state=None, **kwargs):
     """What a loss returns is looked at while it is traced."""
     state = dataclasses.replace(jda.TrainState.shapes(params, tx), model_state=model_state)
