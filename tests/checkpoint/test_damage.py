@@ -80,7 +80,7 @@ def flip(path, position, bit):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("every", [12, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [2, pytest.param(400, marks=pytest.mark.slow)])
 def test_flipped_bits(saved, copied, every):
     """Anywhere in the files: an error, or the very state, where a byte is read by none. Never else.
 

@@ -13,7 +13,10 @@ import pytest
 import jdistadam as jda
 from jdistadam.checkpoint import array_files
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+pytestmark = [
+    pytest.mark.slow,  # how arrays go in batches is in test_round_trips.py
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
+]
 
 MIB = 1 << 20
 DEVICES = 2
@@ -107,7 +110,6 @@ def test_peak_beside_the_state(tmp_path, monkeypatch):
     del new
 
 
-@pytest.mark.slow
 def test_memory_stays_flat(tmp_path, steps=5_000):
     """Of a training that saves ten times in the background: its second half takes no more.
 

@@ -65,7 +65,7 @@ OPTIMIZERS = {
     "model axis": lambda: with_model_axis(),
     "model axis, params sharded": lambda: with_model_axis(sharding_strategy="optim_grads_params"),
 }  # fmt: skip
-OFTEN = {("remainders, 4, params sharded", "model axis, params sharded")}
+OFTEN = {("remainders, 4, params sharded", "2, Auto axes")}
 
 
 def loss_fn(params, x, *, model_state, rng):
@@ -159,8 +159,8 @@ KINDS = {
 }
 
 
+@pytest.mark.slow  # tests/test_differential.py saves and restores, too
 @pytest.mark.parametrize("name", KINDS)
-@often(lambda name: name == "sent in bfloat16")
 def test_training_goes_on_as_if_it_had_not_stopped(tmp_path, name):
     dtype, policy = KINDS[name]
     tx = scaled(policy=policy or jda.MixedPrecisionPolicy())
@@ -205,18 +205,24 @@ def test_a_large_array_is_written_alone_and_makes_no_other_batch_larger(tmp_path
 def test_arrays_in_many_batches(tmp_path, monkeypatch, in_background):
     """Each group of arrays is written, and each bucket read, by itself."""
     monkeypatch.setattr(array_files, "BATCH_BYTES", 1)
-    monkeypatch.setattr(array_files, "batch_limit", lambda sizes: 1)
-    tx = make_tx(8, bucket_bytes=16)
-    params = {f"{i}": x + i for i in range(4) for x in make_params().values()}
+    tx = make_tx(2, bucket_bytes=16)
+    params = {f"{name}{i}": x + i for i in range(2) for name, x in make_params().items()}
     params |= {f"s{i}": jnp.full(5, i, jnp.float32) for i in range(5)}
     state = jda.TrainState.create(params, tx, param_dtypes=BF16)
-    batches = noted_batches(monkeypatch)
+    batches, reads, read = noted_batches(monkeypatch), [], array_files.ArrayReader.read
+
+    def noted(self, wanted):
+        reads.append(sum(len(entry.shape) > 1 for _, entry, _ in wanted))
+        return read(self, wanted)
+
+    monkeypatch.setattr(array_files.ArrayReader, "read", noted)
     with jda.Checkpointer(tmp_path, tx, in_background=in_background) as checkpointer:
         for step in range(2):
             checkpointer.save(state, step=step)
     assert len(batches) > 20
     assert max(map(len, batches)) < 5  # the leaves of a packed bucket are made together
     got = jda.restore(tmp_path, state, tx)
+    assert sum(reads) == 12 and max(reads) == 3  # main parameters, mu and nu of one large leaf
     assert_same_state(got, tx, jda.to_optax_state(state, tx))
 
 
@@ -248,6 +254,7 @@ def test_in_an_event_loop_with_64_bits_as_a_context(tmp_path):
 
 
 @pytest.mark.parametrize("in_loop", [False, True])
+@often(lambda in_loop: in_loop)
 def test_where_nothing_is_compiled(tmp_path, in_loop):
     """As while debugging; an event loop, as a notebook's, has orbax write from another thread."""
     tx = scaled(2)

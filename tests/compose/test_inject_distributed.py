@@ -50,9 +50,9 @@ def numbers_of_step(i):
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("strategy", list(SETTINGS))
-@often(lambda strategy, dtype: (strategy, dtype) in {("optim", BF16), ("optim_grads_params", F32)})
+@often(lambda strategy, dtype: (strategy, dtype) == ("optim", BF16))
 def test_numbers_in_the_state_are_those_of_the_step(cpu_mesh, strategy, dtype):
-    """Ten steps, all numbers changed before each: the bits of an optimizer made with them.
+    """Four steps, all numbers changed before each: the bits of an optimizer made with them.
 
     That one is made within a program that takes the numbers as operands. Sums are exact.
     """
@@ -71,7 +71,7 @@ def test_numbers_in_the_state_are_those_of_the_step(cpu_mesh, strategy, dtype):
 
     rng = np.random.default_rng(0)
     compiled = None
-    for i in range(10):
+    for i in range(4):
         batch = exact_batch(rng)
         numbers = numbers_of_step(i)
         want, want_metrics = plain_step(
@@ -155,9 +155,10 @@ def test_a_skipped_step_leaves_the_schedule_where_it_was(cpu_mesh):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+@often(lambda check_vma: check_vma)
 def test_in_a_shard_map_and_in_a_chain(cpu_mesh, check_vma):
     """A custom training loop takes the state of a chain, with numbers changed outside of it."""
-    make = functools.partial(jda.distributed_fused_adamw, mesh=cpu_mesh(8), b1=0.5, b2=0.25)
+    make = functools.partial(jda.distributed_fused_adamw, mesh=cpu_mesh(2), b1=0.5, b2=0.25)
     inject = jda.inject_hyperparams(make)
     chained = jda.chain(optax.scale(0.5), inject(learning_rate=1e-2, max_grad_norm=1.0))
     within = jda.inject_hyperparams(
@@ -167,7 +168,7 @@ def test_in_a_shard_map_and_in_a_chain(cpu_mesh, check_vma):
     )(1e-2, scale=0.5)
     plain = jda.chain(optax.scale(0.5), make(optax.linear_schedule(1e-2, 0, 4), max_grad_norm=1.0))
     rng = np.random.default_rng(2)
-    batches = [without_empty(exact_batch(rng)) for _ in range(4)]
+    batches = [without_empty(exact_batch(rng)) for _ in range(2)]
     results = []
     for tx, find in (
         (plain, None),
@@ -192,6 +193,7 @@ def test_in_a_shard_map_and_in_a_chain(cpu_mesh, check_vma):
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@often(lambda strategy: strategy == "optim_grads_params")
 def test_conversions_and_the_audit(cpu_mesh, strategy):
     """The state of optax's injection and back, onto another mesh; the next steps are the same."""
     inject = jda.inject_hyperparams(jda.distributed_fused_adamw)
@@ -207,9 +209,8 @@ def test_conversions_and_the_audit(cpu_mesh, strategy):
     assert jax.tree.structure(opt_state) == jax.tree.structure(theirs.init(main))
     assert float(opt_state.hyperparams["weight_decay"]) == np.float32(0.3)
     batch = exact_batch(rng)
-    if strategy == "optim":
-        found = jda.audit(step, state, batch)
-        assert found.passed, found
+    found = jda.audit(step, state, batch)
+    assert found.passed, found
     other = inject(**HYPER, mesh=cpu_mesh(3), bucket_bytes=4096)
     moved = jda.from_optax_state(main, opt_state, other)
     scale = np.float32(3 / 8)  # the mean over three devices of sums that are the same
@@ -258,17 +259,18 @@ def test_what_is_wrong_is_loud(cpu_mesh):
     loss = lambda params, x: jnp.sum(params["w"] * jnp.mean(x))  # noqa: E731
     step, x = jda.train_step(loss, tx), np.ones((2, 3), np.float32)
     params = {"w": jnp.ones(4)}
+    made = jda.TrainState.create(params, tx)
     for name, value, message in (
         ("max_grad_norm", 1.0, r"\['max_grad_norm'\]: no hyperparameter of this optimizer"),
         ("learning_rate", jnp.ones(2), r"\['learning_rate'\]: not one real number"),
         ("b1", "half", r"\['b1'\]: not one real number: got 'half'"),
         ("b2", True, r"\['b2'\]: not one real number: got True"),
     ):
-        state = jda.TrainState.create(params, tx)
+        state = jax.tree.map(lambda x: x, made)
         state.opt_state.hyperparams[name] = value
         with pytest.raises(jda.HyperparameterError, match=message):
             step(state, x)
-    state = jda.TrainState.create(params, tx)
+    state = jax.tree.map(lambda x: x, made)
     del state.opt_state.hyperparams["b1"]
     with pytest.raises(jda.HyperparameterError, match=r"\['b1'\]: missing"):
         step(state, x)

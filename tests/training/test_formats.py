@@ -15,8 +15,9 @@ from support.bits import assert_trees_same_bits
 from support.convolutions import OHWI, ORDERS, SHAPES, loss, moved, numbers, orders_in
 from support.exact_sums import HYPER, linear_loss
 from support.model_axes import mesh_of
-from support.samples import often
 from support.scanned import is_stacked, make_params, scanned_products
+
+pytestmark = pytest.mark.slow
 
 # Scattered: k (along its last dimension, as stored its first) and w. The others are packed.
 SMALL = {"k": (3, 3, 16, 128), "w": (128, 256), "s": (8, 24), "odd": (3, 5, 7), "b": (5,)}
@@ -78,7 +79,6 @@ CASES = [(s, p) for s in STRATEGIES for p in POLICIES if (s, p) not in WITHOUT]
 
 
 @pytest.mark.parametrize(("strategy", "policy"), CASES)
-@often(lambda strategy, policy: (strategy, policy) == ("optim_grads_params", "float32"))
 def test_same_bits(strategy, policy):
     kwargs = STRATEGIES[strategy] | dict(policy=policy)
     dtype = jnp.bfloat16 if policy == "remainder16" else jnp.float32
@@ -90,7 +90,6 @@ def test_same_bits(strategy, policy):
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 @pytest.mark.parametrize("strategy", list(STRATEGIES)[1:5])
-@pytest.mark.slow
 def test_model_axes(strategy, kind):
     """The parts along a tensor axis are in that order, too; w is cut by both axes."""
     kwargs = STRATEGIES[strategy] | dict(mesh=mesh_of("4x2", kind), param_specs=SPECS)
@@ -100,7 +99,6 @@ def test_model_axes(strategy, kind):
     assert_same(tx, state, plain, expected)
 
 
-@pytest.mark.slow
 def test_scanned_layers():
     """Each layer is gathered in its order; layers themselves stay the slowest dimension."""
     down = (0, 2, 1)
@@ -186,7 +184,6 @@ def test_the_order_is_a_part_of_the_layout_and_not_of_what_is_exported(tmp_path)
             assert program._cache_size() == 1  # what was restored is in that order already
 
 
-@pytest.mark.slow
 def test_states_made_in_other_ways():
     """A tree map, other params and reloaded ones are brought to the order, and stay in it."""
     tx = make_tx(ORDER)
@@ -213,7 +210,6 @@ def test_states_made_in_other_ways():
 
 @pytest.mark.parametrize("n", [1, 8])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-@pytest.mark.slow
 def test_a_convolutional_net_moves_no_kernel(h200s, n, strategy):
     counts = []
     for formats in (None, ORDERS):

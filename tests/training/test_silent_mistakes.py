@@ -39,6 +39,12 @@ def run(tx, loss, batches, params=None, state_kwargs=None, **kwargs):
     return state, metrics
 
 
+def trace(tx, loss, batch, **kwargs):
+    """What loss_fn may return shows while it is traced."""
+    state = jda.TrainState.shapes(make_params(), tx)
+    return jax.eval_shape(jda.train_step(loss, tx, **kwargs), state, batch)
+
+
 # --- a pair that loss_fn returns
 
 
@@ -50,9 +56,9 @@ def test_a_pair_is_a_weight_only_if_asked_for(second):
         jda.TreeError,
         match=r"loss_fn: .*got 2 values, expected loss\. .*has_aux=True.*weighted=True",
     ):
-        run(make_tx(), loss, [BATCH])
+        trace(make_tx(), loss, BATCH)
     if second is not None:
-        run(make_tx(), loss, [BATCH], has_aux=True)
+        trace(make_tx(), loss, BATCH, has_aux=True)
 
 
 def test_weighted_needs_a_pair():
@@ -62,15 +68,15 @@ def test_weighted_needs_a_pair():
         (lambda p, x: (plain_loss(p, x), 1.0, 2.0), "3 values"),
     ):
         with pytest.raises(jda.TreeError, match=rf"got {got}, expected \(loss, weight\)"):
-            run(make_tx(), loss, [BATCH], weighted=True)
+            trace(make_tx(), loss, BATCH, weighted=True)
     for loss, kwargs in (
         (lambda p, x: ((plain_loss(p, x), 2.0), x), dict(weighted=True, has_aux=True)),
         (lambda p, x: (plain_loss(p, x), x), dict(has_aux=True)),
     ):
-        _, (metrics,) = run(make_tx(), loss, [BATCH], **kwargs)
+        _, (metrics,) = run(make_tx(2), loss, [BATCH], **kwargs)
         assert_same_bits(metrics["aux"].reshape(-1), BATCH)
     with pytest.raises(jda.TreeError, match=r"got 2 values, expected a tuple \(loss, aux\)"):
-        run(make_tx(), lambda p, x: ((plain_loss(p, x), 2.0), x), [BATCH], has_aux=True)
+        trace(make_tx(), lambda p, x: ((plain_loss(p, x), 2.0), x), BATCH, has_aux=True)
 
 
 # --- weights
@@ -80,28 +86,29 @@ def weighted_loss(params, batch):
     return plain_loss(params, batch["x"]), jnp.sum(batch["weight"])
 
 
-@pytest.mark.parametrize("bad", [np.nan, -1.0, np.inf])
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
-@often(lambda bad, steps, strategy: (bad == -1.0) == (steps == 1) == (strategy == "optim"))
-def test_a_weight_that_is_no_weight_shows(bad, steps, strategy):
+@often(lambda steps, strategy: (steps, strategy) == (2, "optim_grads"))
+def test_a_weight_that_is_no_weight_shows(steps, strategy):
     """It gave a gradient of zero and a loss of 0.0, and nothing was skipped."""
     x, weight = np.tile(BATCH, steps), np.ones(8 * steps, np.float32)
-    bad_weight = weight.copy()
-    bad_weight[3] = bad
-    batches = [{"x": x, "weight": w} for w in (weight, bad_weight)]
     kwargs = dict(weighted=True, accumulate_steps=steps)
-    tx = make_tx(sharding_strategy=strategy)
-    state, metrics = run(tx, weighted_loss, batches, **kwargs)
-    assert np.isfinite(metrics[0]["loss"]) and not np.isfinite(metrics[1]["loss"])
-    assert not np.isfinite(metrics[1]["grad_norm"])
-    for x in jax.tree.leaves(state.params):
-        assert not np.isfinite(np.asarray(x)).any()
-    tx = make_tx(sharding_strategy=strategy, loss_scale=4.0)
-    state, metrics = run(tx, weighted_loss, batches, **kwargs)
-    assert [int(m["skipped"]) for m in metrics] == [0, 1]
-    once, _ = run(tx, weighted_loss, batches[:1], **kwargs)
-    assert_trees_same_bits(state.params, once.params)
+    for loss_scale in (None, 4.0):
+        tx = make_tx(2, sharding_strategy=strategy, loss_scale=loss_scale)
+        once, _ = run(tx, weighted_loss, [{"x": x, "weight": weight}], **kwargs)
+        for bad in (np.nan, -9.0, np.inf):  # of a part whose others are 1
+            bad_weight = weight.copy()
+            bad_weight[3] = bad
+            batches = [{"x": x, "weight": w} for w in (weight, bad_weight)]
+            state, metrics = run(tx, weighted_loss, batches, **kwargs)
+            assert np.isfinite(metrics[0]["loss"]) and not np.isfinite(metrics[1]["loss"])
+            assert not np.isfinite(metrics[1]["grad_norm"])
+            if loss_scale is None:
+                for leaf in jax.tree.leaves(state.params):
+                    assert not np.isfinite(np.asarray(leaf)).any()
+            else:
+                assert [int(m["skipped"]) for m in metrics] == [0, 1]
+                assert_trees_same_bits(state.params, once.params)
 
 
 SCALES = [None, 4.0, jda.DynamicLossScale(growth_interval=1)]
@@ -112,14 +119,14 @@ SCALES = [None, 4.0, jda.DynamicLossScale(growth_interval=1)]
 @pytest.mark.parametrize("policy", [{}, {"param_comm_dtype": BF16}])
 @often(
     lambda steps, loss_scale, policy: (
-        (steps, len(policy)) == [(1, 1), (2, 0), (2, 1)][SCALES.index(loss_scale)]
+        (steps, len(policy)) == [(1, 1), None, (2, 0)][SCALES.index(loss_scale)]
     )
 )
 def test_no_weight_at_all_changes_nothing(steps, loss_scale, policy):
     """Padding alone: as if the step had not been. Decay, moments and count went on."""
     policy = jda.MixedPrecisionPolicy(**policy)
     schedule = optax.scale_by_schedule(lambda count: 1.0 / (1 + count))
-    tx = jda.chain(schedule, make_tx(loss_scale=loss_scale, policy=policy))
+    tx = jda.chain(schedule, make_tx(2, loss_scale=loss_scale, policy=policy))
 
     def loss(params, batch, model_state):
         loss, weight = weighted_loss(params, batch)
@@ -175,11 +182,11 @@ def test_a_skipped_step_is_as_if_it_had_not_been():
     became NaN stayed so for good.
     """
     schedule = optax.scale_by_schedule(lambda count: 1.0 / (1 + count))
-    trace = optax.masked(
+    growing = optax.masked(
         optax.scale_by_schedule(lambda count: 0.5 * (1 + count)),
         {"a": True, "b": False, "bias": True},
     )
-    tx = jda.chain(schedule, trace, make_tx(loss_scale=jda.DynamicLossScale(init_scale=4.0)))
+    tx = jda.chain(schedule, growing, make_tx(2, loss_scale=jda.DynamicLossScale(init_scale=4.0)))
 
     def loss(params, x, model_state, rng):
         del rng
@@ -206,7 +213,7 @@ def test_a_skipped_step_is_as_if_it_had_not_been():
 def test_skips_in_an_own_loop_keep_the_chain(update):
     """step and update of a chain in a custom training loop keep the counts of schedules, too."""
     tx = jda.chain(
-        optax.scale_by_schedule(lambda count: 1.0 / (1 + count)), make_tx(loss_scale=1.0)
+        optax.scale_by_schedule(lambda count: 1.0 / (1 + count)), make_tx(2, loss_scale=1.0)
     )
     params = make_params()
     state = jda.TrainState.create(params, tx)
@@ -234,6 +241,7 @@ def test_skips_in_an_own_loop_keep_the_chain(update):
 
 
 @pytest.mark.parametrize("steps", [1, 2])
+@often(lambda steps: steps == 2)
 def test_a_loss_that_was_summed_raises(steps):
     """The gradient norm was 8 times as large. A mean, or a sum over a sum, stays allowed."""
     total = lambda p, x: jax.lax.psum(plain_loss(p, x), "data")  # noqa: E731
@@ -243,12 +251,12 @@ def test_a_loss_that_was_summed_raises(steps):
     x = np.tile(BATCH, steps)
     for loss in (total, wrapped):
         with pytest.raises(jda.PolicyError, match=r"loss_fn's loss: summed over .*axis 'data'"):
-            run(make_tx(), loss, [x], accumulate_steps=steps)
-    _, want = run(make_tx(), plain_loss, [x], accumulate_steps=steps)
+            trace(make_tx(), loss, x, accumulate_steps=steps)
+    _, want = run(make_tx(2), plain_loss, [x], accumulate_steps=steps)
     for loss in (mean, by_hand):
-        _, got = run(make_tx(), loss, [x], accumulate_steps=steps)
+        _, got = run(make_tx(2), loss, [x], accumulate_steps=steps)
         np.testing.assert_allclose(got[0]["grad_norm"], want[0]["grad_norm"], rtol=1e-5)
-    run(make_tx(1), total, [x])  # the sum over one device is the loss
+    trace(make_tx(1), total, x)  # the sum over one device is the loss
 
 
 SPECS = [P(("a", "b")), P(("b", "a")), P("b"), P("a", "b"), None]
@@ -256,7 +264,7 @@ SPECS = [P(("a", "b")), P(("b", "a")), P("b"), P("a", "b"), None]
 
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 @pytest.mark.parametrize("spec", SPECS)
-@often(lambda spec, accumulate_steps: (SPECS.index(spec) + accumulate_steps) % 2 == 0)
+@often(lambda spec, accumulate_steps: accumulate_steps == 2 and spec in SPECS[1:4])
 def test_aux_is_in_the_order_of_the_batch(spec, accumulate_steps):
     """Rows 0 ... 7 came back as 0, 2, 4, 6, 1, 3, 5, 7."""
     mesh = jax.make_mesh((2, 4), ("a", "b"), devices=jax.devices("cpu"))

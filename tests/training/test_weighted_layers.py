@@ -20,6 +20,7 @@ from support.scanned import (
     shapes,
 )
 
+PAIR = dict(shape=(2,), names=("data",))
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
 KINDS = {
     "flat": (FLAT, {}),
@@ -43,7 +44,7 @@ def weighted_products(gather):
     return loss
 
 
-def make_batches(micro_batches, steps=4, examples=32):
+def make_batches(micro_batches, steps=4, examples=16):
     """Small integers, with weights that round; those of weight zero hold no number at all."""
     rng = np.random.default_rng(3)
     weight = rng.uniform(0.3, 2, (steps, examples)).astype(np.float32)
@@ -75,7 +76,7 @@ def train(tx, loss, batches, dtype, **kwargs):
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@often(lambda kind, dtype, accumulate_steps: (kind == "twice") == (accumulate_steps == 1) and dtype == jnp.bfloat16)  # fmt: skip
+@often(lambda kind, dtype, accumulate_steps: (kind, dtype, accumulate_steps) == ("flat", jnp.bfloat16, 2))  # fmt: skip
 def test_the_bits_of_weights_of_whole_gradients(kind, dtype, accumulate_steps):
     """Each device's gradient times its weight, in float32, is summed: by layers as at once.
 
@@ -112,12 +113,12 @@ def test_layers_that_are_not_gathered_are_weighted_all_the_same():
 
 def test_with_all_else_that_a_loss_takes_and_returns():
     """The call for the weight alone has the same key and model state, and changes neither."""
-    batches, results = make_batches(16), []
+    batches, results = make_batches(4), []
     for kwargs in (
         dict(sharding_strategy="optim_grads_params", stacked=is_stacked),
         dict(sharding_strategy="optim_grads"),
     ):
-        tx = make_tx(make_mesh(**FLAT), loss_scale=2.0**7, **kwargs)
+        tx = make_tx(make_mesh(**PAIR), loss_scale=2.0**7, **kwargs)
         loss = weighted_products(functools.partial(jda.gather_params, tx=tx))
 
         def noisy(params, batch, model_state, rng, loss=loss):
@@ -141,17 +142,17 @@ def test_with_all_else_that_a_loss_takes_and_returns():
 
 
 def test_a_weight_below_zero_makes_nothing_but_nan():
-    tx = make_tx(make_mesh(**FLAT), sharding_strategy="optim_grads_params", stacked=is_stacked)
+    tx = make_tx(make_mesh(**PAIR), sharding_strategy="optim_grads_params", stacked=is_stacked)
     state = jda.TrainState.create(make_params(), tx)
     loss = weighted_products(functools.partial(jda.gather_params, tx=tx))
-    batch = make_batches(8)[0] | {"weight": np.full(32, -1, np.float32)}
+    batch = make_batches(2)[0] | {"weight": np.full(16, -1, np.float32)}
     state, metrics = jda.train_step(loss, tx, weighted=True)(state, batch)
     assert np.isnan(metrics["loss"]) and np.isnan(metrics["grad_norm"])
     assert np.isnan(state.params["layers"]["mlp"]["up"]).all()
 
 
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
-@often(lambda accumulate_steps: accumulate_steps == 2)
+@often(lambda accumulate_steps: accumulate_steps == 1)
 def test_the_weight_before_costs_nothing(h200s, accumulate_steps):
     """What loss_fn computes besides the weight is not computed, gathered or sent once more."""
     mesh = h200s(8)
