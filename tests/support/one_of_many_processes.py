@@ -10,7 +10,9 @@ import sys
 
 platform = sys.argv[1]
 total, index, count, port, strategy, out = (*map(int, sys.argv[2:6]), *sys.argv[6:])
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // count}"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={total // count}"
+)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -22,6 +24,8 @@ if count > 1:
 
 import jdistadam as jda  # noqa: E402
 from support.given_gradients import SHAPES, make_tx, random_params  # noqa: E402
+
+STEPS = 4
 
 
 def loss_fn(params, batch, model_state, rng):
@@ -75,7 +79,7 @@ def main():
     step = jda.train_step(loss_fn, tx, accumulate_steps=2)
     rng = np.random.default_rng(0)
     rows = slice(16 // count * index, 16 // count * (index + 1))
-    for _ in range(10):
+    for _ in range(STEPS):
         batch = {k: rng.normal(size=(16, *s)).astype(np.float32) for k, s in SHAPES.items()}
         state, metrics = step(state, {k: x[rows] for k, x in batch.items()})
         assert int(metrics["skipped"]) == 0 and np.isfinite(metrics["loss"])
@@ -87,7 +91,7 @@ def main():
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
         for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
             assert np.array_equal(x.data, y.data)
-    assert int(state.step) == int(extra_state.step) == 10
+    assert int(state.step) == int(extra_state.step) == STEPS
     exported = without_keys((evaluated, params, main_params, opt_state, extra_state))
     leaves = [np.asarray(x) for x in jax.tree.leaves(exported)]
     if index == 0:
