@@ -139,7 +139,7 @@ def test_layers_are_summed_in_the_loop_that_makes_their_gradients(strategy, repo
 
 
 def test_what_stands_before_an_optimizer_sees_whole_gradients_of_layers():
-    tx = make_tx(make_mesh(**TWO), sharding_strategy="optim", stacked=is_stacked)
+    tx = make_tx(make_mesh(**TWO), sharding_strategy="optim_grads", stacked=is_stacked)
     tx = jda.chain(optax.centralize(), tx)  # subtracts a mean over what may be cut
     batch = jax.tree.map(lambda x: np.ones((16, *x.shape), np.float32), make_params())
     batch = jax.tree.map(lambda x: x * np.cos(np.arange(x[0].size)).reshape(x[0].shape), batch)
@@ -257,6 +257,13 @@ def compile_for_h200s(
     return step, state, batch
 
 
+@functools.cache
+def audited(h200s, policy, prevent_cse):
+    """The audit of a step of eight layers, each gathered in the scan."""
+    checkpoint = functools.partial(jax.checkpoint, prevent_cse=prevent_cse)
+    return jda.audit(*compile_for_h200s(h200s, policy, layers=8, checkpoint=checkpoint))
+
+
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 @often(lambda accumulate_steps: accumulate_steps == 2)
 def test_each_layer_is_gathered_twice_and_reduced_once(h200s, accumulate_steps):
@@ -283,11 +290,8 @@ def test_layers_are_sent_beside_the_products_of_others(h200s):
     """Every gather and reduction in a loop; fewer in the backward one behind a barrier."""
     found = {}
     for prevent_cse in (False, True):
-        checkpoint = functools.partial(jax.checkpoint, prevent_cse=prevent_cse)
-        case = compile_for_h200s(h200s, jda.remat_policy, layers=8, checkpoint=checkpoint)
-        found[prevent_cse] = products_beside(
-            case[0].lower(*case[1:], is_verified=True).compile().as_text()
-        )
+        audit = audited(h200s, jda.remat_policy, prevent_cse)
+        found[prevent_cse] = products_beside(audit.program.as_text())
     gathers = {key: [n for op, n in rows if op == "all-gather"] for key, rows in found.items()}
     # Two loops, which are unrolled by two.
     assert len(gathers[False]) == len(gathers[True]) == 4
@@ -332,16 +336,15 @@ def test_sums_of_layers_run_beside_products(h200s):
 
 def test_gathering_once_costs_memory_and_is_found(h200s):
     """Without remat_policy, all gathered layers wait for the backward pass."""
-    again, once = (
-        compile_for_h200s(h200s, policy, layers=12)
+    audits = [
+        audited(h200s, policy, True)
         for policy in (jda.remat_policy, jax.checkpoint_policies.everything_saveable)
-    )
-    audits = [jda.audit(*case) for case in (again, once)]
+    ]
     (failed,) = [row for row in audits[1].rows if not row.passed]
     assert failed.op == "all-gather" and failed.found < failed.planned
     temporary = [audit.program.memory_analysis().temp_size_in_bytes for audit in audits]
     weights = 2 * 8 * 1024 * 1024  # of a layer: up and down
-    assert temporary[1] - temporary[0] >= 9 * weights
+    assert temporary[1] - temporary[0] >= 5 * weights
 
 
 def test_what_does_not_fit_raises():
