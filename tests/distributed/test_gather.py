@@ -21,7 +21,7 @@ KINDS = [name for name in PLACEMENTS if name.endswith("optim_grads_params")]
 @often(
     lambda placement, check_vma, micro: (
         (placement, check_vma, micro)
-        in {("tuple-optim_grads_params", False, 1), ("hybrid-optim_grads_params", True, 2)}
+        in {("hybrid-optim_grads_params", False, 1), ("tuple-optim_grads_params", True, 2)}
     )
 )
 def test_gradients_through_the_gather_equal_train_step(placement, check_vma, micro):
