@@ -8,6 +8,8 @@ import jdistadam as jda
 from support.bits import assert_trees_same_bits
 from support.samples import often
 
+pytestmark = pytest.mark.slow
+
 SHAPES = {"w": (256, 128), "v": (128, 40), "b": (48,), "odd": (7, 3)}
 FORMS = {
     "shard of 8": dict(n=8, params_at_rest="shard"),

@@ -152,6 +152,5 @@ def test_wrong_gradients_inside_shard_map(cpu_mesh):
         own = lambda p, s: tx.step(grads, s, p)  # noqa: E731, B023
         specs = (P(), tx.state_specs())
         with pytest.raises(error, match=message):
-            jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)(
-                state.params, state.opt_state
-            )
+            mapped = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+            jax.eval_shape(mapped, state.params, state.opt_state)

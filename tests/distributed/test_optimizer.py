@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from jdistadam.distributed import packing
@@ -22,7 +21,6 @@ from support.exact_sums import (
     make_tx,
     mean_gradient,
     random_params,
-    without_empty,
 )
 from support.reduced import reduced
 from support.samples import often
@@ -33,6 +31,7 @@ MESH_SIZES = (1, 2, 3, 4, 8)
 
 @pytest.mark.parametrize("comm", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize("n", MESH_SIZES)
+@often(lambda n: n in (1, 3))
 def test_reduced_gradients_are_the_sum_within_a_derived_bound(cpu_mesh, n, comm):
     """Different data on each device; a contribution that is lost or counted twice shows at once.
 
@@ -61,7 +60,7 @@ def test_reduced_gradients_are_the_sum_within_a_derived_bound(cpu_mesh, n, comm)
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize("n", MESH_SIZES)
-@often(lambda n, dtype: MESH_SIZES.index(n) % 2 == (dtype == jnp.bfloat16))
+@often(lambda n, dtype: n == 3 and dtype == jnp.bfloat16)
 def test_training_step_equals_one_device_optax(cpu_mesh, n, dtype):
     """10 steps, each from equal state, with masked decay, against jitted optax on the mean gradient.
 
@@ -101,8 +100,8 @@ def test_training_step_equals_one_device_optax(cpu_mesh, n, dtype):
         assert_same_bits(state.params[name], main[name].astype(dtype), name)
 
 
+@pytest.mark.slow  # compiled cases stand for it
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
-@often(lambda dtype: dtype == jnp.bfloat16)
 def test_meshes_and_buckets_give_the_same_bits(cpu_mesh, dtype):
     """With exact sums and an exact 1/N nothing is left that may differ, packing included."""
 
@@ -127,8 +126,9 @@ def test_meshes_and_buckets_give_the_same_bits(cpu_mesh, dtype):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@often(lambda axis_type: axis_type == AxisType.Auto)  # others are Explicit
 def test_meshes_as_they_come(axis_type):
-    mesh = jax.make_mesh((8,), ("data",), (axis_type,), devices=jax.devices("cpu")[:8])
+    mesh = jax.make_mesh((2,), ("data",), (axis_type,), devices=jax.devices("cpu")[:2])
     tx = make_tx(mesh)
     state = jda.TrainState.create(random_params(), tx)
     state, metrics = jda.train_step(linear_loss, tx)(state, exact_batch(np.random.default_rng(0)))
@@ -148,22 +148,12 @@ def test_state_is_a_few_flat_arrays_split_evenly(cpu_mesh):
         assert num_params / 8 <= sizes.pop() <= num_params / 8 + 128 * len(SHAPES)
 
 
-def test_all_replicas_hold_the_same_params(cpu_mesh):
-    tx = make_tx(cpu_mesh(8), comm=jnp.bfloat16)
-    state = jda.TrainState.create(random_params(jnp.bfloat16), tx)
-    state, _ = jda.train_step(linear_loss, tx)(state, exact_batch(np.random.default_rng(1)))
-    for x in jax.tree.leaves(jda.full_params(state, tx)):
-        shards = [np.asarray(s.data) for s in x.addressable_shards]
-        assert len(shards) == 8 and shards[0].shape == x.shape
-        for shard in shards[1:]:
-            assert_same_bits(shard, shards[0])
-
-
 def test_two_runs_give_the_same_bits(cpu_mesh):
+    tx = make_tx(cpu_mesh(8), comm=jnp.bfloat16, max_grad_norm=0.5)
+    step = jda.train_step(linear_loss, tx)
+
     def run():
-        tx = make_tx(cpu_mesh(8), comm=jnp.bfloat16, max_grad_norm=0.5)
         state = jda.TrainState.create(random_params(), tx)
-        step = jda.train_step(linear_loss, tx)
         rng = np.random.default_rng(2)
         for _ in range(5):
             state, _ = step(state, exact_batch(rng))
@@ -173,6 +163,7 @@ def test_two_runs_give_the_same_bits(cpu_mesh):
         assert np.array_equal(a, b)
 
 
+@pytest.mark.slow  # compiled cases stand for it
 def test_clipping_scales_the_mean_gradient(cpu_mesh):
     """The clipped step equals an unclipped one on gradients scaled by the same factor."""
     batch = exact_batch(np.random.default_rng(3))
@@ -215,15 +206,6 @@ def test_16_bit_communication_rounds_also_on_one_device(cpu_mesh):
     assert not np.array_equal(results[jnp.float32], results[jnp.bfloat16])
 
 
-def test_average_grads_off_sums(cpu_mesh):
-    batch = exact_batch(np.random.default_rng(4))
-    tx = make_tx(cpu_mesh(4), average_grads=False)
-    _, metrics = jda.train_step(linear_loss, tx)(jda.TrainState.create(random_params(), tx), batch)
-    np.testing.assert_allclose(
-        metrics["grad_norm"], optax.tree.norm(mean_gradient(batch, 1)), rtol=1e-6
-    )
-
-
 def test_create_copies_and_the_step_donates(cpu_mesh):
     """Device 0's replica is where the caller's array is: donating it must not delete that."""
     params = random_params()
@@ -254,7 +236,7 @@ def test_state_moves_between_meshes_exactly(cpu_mesh):
     for batch in batches[:2]:
         state, _ = step(state, batch)
     first = exported = jda.to_optax_state(state, tx)
-    for n, bucket_bytes in ((3, 500), (1, 1), (8, 1 << 25)):
+    for n, bucket_bytes in ((3, 500), (1, 1)):
         other = make_tx(cpu_mesh(n), bucket_bytes=bucket_bytes)
         main, opt_state, extra = exported
         moved = jda.from_optax_state(main, opt_state, other, extra)
@@ -274,14 +256,13 @@ def test_conversion_leaves_the_given_state_alone(cpu_mesh):
     """The new state is donated; the caller's optax state must survive that."""
     for n in (1, 4):
         tx = make_tx(cpu_mesh(n), mask=None)
+        step = jda.train_step(lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), tx)
         params = {"w": jnp.ones((4, 3))}
         theirs = optax.adamw(**HYPER)
         opt_state = theirs.init(params)
         for _ in range(2):
             state = jda.from_optax_state(params, opt_state, tx)
-            jda.train_step(lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), tx)(
-                state, np.ones((4, 1), np.float32)
-            )
+            step(state, np.ones((4, 1), np.float32))
             assert not any(x.is_deleted() for x in jax.tree.leaves((params, opt_state)))
 
 
@@ -292,53 +273,11 @@ def test_optax_state_with_schedules_has_their_counts(cpu_mesh):
         weight_decay=optax.constant_schedule(0.1),
     )
     state = jda.TrainState.create(random_params(), tx)
+    step = jda.train_step(linear_loss, tx)
     for seed in range(3):
-        state, _ = jda.train_step(linear_loss, tx)(state, exact_batch(np.random.default_rng(seed)))
+        state, _ = step(state, exact_batch(np.random.default_rng(seed)))
     _, opt_state, _ = jda.to_optax_state(state, tx)
     assert [int(x) for x in jax.tree.leaves(opt_state[1:])] == [3, 3]
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_own_shard_map_equals_train_step(cpu_mesh, check_vma):
-    mesh = cpu_mesh(4)
-    tx = make_tx(mesh, max_grad_norm=2.0)
-    batch = jda.shard_batch(without_empty(exact_batch(np.random.default_rng(7))), tx)
-    state = jda.TrainState.create(without_empty(random_params()), tx)
-
-    def own(params, opt_state, batch):
-        local = jda.local_params(params, tx) if check_vma else params
-        return tx.step(jax.grad(linear_loss)(local, batch), opt_state, params)
-
-    specs = (P(), tx.state_specs())
-    mapped = jax.shard_map(
-        own, mesh=mesh, in_specs=(*specs, P("data")), out_specs=specs, check_vma=check_vma
-    )
-    got = jax.jit(mapped)(state.params, state.opt_state, batch)
-    want, _ = jda.train_step(linear_loss, tx)(state, batch)
-    for a, b in zip(
-        jax.tree.leaves(got), jax.tree.leaves((want.params, want.opt_state)), strict=True
-    ):
-        assert np.array_equal(a, b)
-
-
-def test_updates_land_exactly_on_16_bit_params(cpu_mesh):
-    mesh = cpu_mesh(2)
-    tx = make_tx(mesh)
-    state = jda.TrainState.create(without_empty(random_params(jnp.bfloat16)), tx)
-    batch = jda.shard_batch(without_empty(exact_batch(np.random.default_rng(9))), tx)
-
-    def run(params, opt_state, batch):
-        grads = jax.grad(linear_loss)(params, batch)
-        updates, _ = tx.update(grads, opt_state, params)
-        assert all(u.dtype == jnp.float32 for u in jax.tree.leaves(updates))
-        return optax.apply_updates(params, updates), tx.step(grads, opt_state, params)[0]
-
-    specs = (P(), tx.state_specs(), P("data"))
-    applied, stepped = jax.jit(
-        jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
-    )(state.params, state.opt_state, batch)
-    for a, b in zip(jax.tree.leaves(applied), jax.tree.leaves(stepped), strict=True):
-        assert_same_bits(a, b)
 
 
 def test_hundred_steps_compile_once(cpu_mesh):

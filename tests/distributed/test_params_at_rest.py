@@ -14,6 +14,8 @@ import jdistadam as jda
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.samples import often
 
+pytestmark = pytest.mark.slow
+
 SHAPES = {
     "rows": (128, 192),  # large: a bucket of its own
     "columns": (3, 8192),  # large, cut along its second dimension

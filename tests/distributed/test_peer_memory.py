@@ -76,13 +76,7 @@ def mixed(params):
 @pytest.mark.parametrize("n", [2, 4, 8])
 @often(
     lambda n, setting, comm, dtype: (
-        (n, setting, comm, dtype)
-        in {
-            (2, "plain", "bfloat16", "bfloat16"),
-            (4, "clipped", "float32", "mixed"),
-            (8, "scaled", "bfloat16", "float32"),
-            (8, "groups", "float16", "mixed"),
-        }
+        (n, setting, comm, dtype) == (4, "clipped sums", "float16", "mixed")
     )
 )
 def test_it_has_the_bits_of_float32_sums_over_xla(cpu_mesh, n, setting, comm, dtype):
@@ -100,7 +94,7 @@ def test_it_has_the_bits_of_float32_sums_over_xla(cpu_mesh, n, setting, comm, dt
 
 def test_moments_of_16_bits(cpu_mesh):
     one, two = (
-        trained(cpu_mesh(4), means, "bfloat16", "bfloat16", mu_dtype="bfloat16")
+        trained(cpu_mesh(4), means, "bfloat16", "bfloat16", steps=3, mu_dtype="bfloat16")
         for means in ("xla", "peer")
     )
     assert_trees_same_bits(two[0], one[0])
@@ -192,7 +186,6 @@ def test_a_program_that_fell_back_fails_the_audit(cpu_mesh, monkeypatch):
         return jda.train_step(loss_fn, tx), jda.TrainState.create(random_params(), tx)
 
     batch = np.ones((8, 3), np.float32)
-    assert jda.audit(*made("peer"), batch).passed
     for planned, run, word in (("peer", "xla", "MISSING"), ("xla", "peer", "NOT PLANNED")):
         (step, state), (other, _) = made(planned), made(run)
         step.lower = other.lower
@@ -268,13 +261,15 @@ def test_info_prints_the_matrix_of_peers(gpus, monkeypatch):
 
 
 def test_in_a_loop_and_in_a_custom_training_loop(cpu_mesh):
-    """A scan comes to one call many times; a region of the user's own, checked and not."""
+    """A scan comes to one call many times; a region of the user's own, checked.
 
+    Of those that are not checked see test_peer_memory_in_place.py.
+    """
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
     make = lambda means: jda.distributed_fused_adamw(  # noqa: E731
         **HYPER, mesh=cpu_mesh(4), policy=policy, communication=means
     )
-    batches = np.random.default_rng(0).normal(size=(6, 8, 3)).astype(np.float32)
+    batches = np.random.default_rng(0).normal(size=(3, 8, 3)).astype(np.float32)
     results = []
     for means in ("xla", "peer"):
         tx = make(means)
@@ -282,16 +277,15 @@ def test_in_a_loop_and_in_a_custom_training_loop(cpu_mesh):
         state = jda.TrainState.create(random_params(), tx)
         results.append(jax.jit(lambda s, b, step=step: jax.lax.scan(step, s, b))(state, batches))
     assert_trees_same_bits(results[1], results[0])
-    for check_vma in (True, False):
-        results = []
-        for means in ("xla", "peer"):
-            tx = make(means)
-            params, state = own_state(tx, without_empty(random_params()), check_vma)
-            step = make_own_step(tx, loss_fn, check_vma, micro_batches=2)
-            for batch in batches:
-                params, state, norm = step(params, state, jda.shard_batch(batch, tx))
-            results.append((params, state, norm))
-        assert_trees_same_bits(results[1], results[0])
+    results = []
+    for means in ("xla", "peer"):
+        tx = make(means)
+        params, state = own_state(tx, without_empty(random_params()), check_vma=True)
+        step = make_own_step(tx, loss_fn, check_vma=True, micro_batches=2)
+        for batch in batches:
+            params, state, norm = step(params, state, jda.shard_batch(batch, tx))
+        results.append((params, state, norm))
+    assert_trees_same_bits(results[1], results[0])
 
 
 def test_what_follows_a_step_flushes_denormals_as_over_xla(cpu_mesh):

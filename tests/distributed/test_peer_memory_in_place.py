@@ -9,6 +9,7 @@ import jdistadam as jda
 from support.bits import assert_trees_same_bits
 from support.exact_sums import HYPER, decays, random_params, without_empty
 from support.own_loop import make_own_step, own_state
+from support.samples import often
 
 BF16 = jnp.bfloat16
 ON_BOTH = pytest.mark.parametrize(
@@ -52,6 +53,7 @@ def compiled(tx, params, state, batch):
 
 @ON_BOTH
 @pytest.mark.parametrize("setting", list(SETTINGS))
+@often(lambda platform, setting: platform == "gpu" or setting == "scaled")
 def test_bits_of_float32_sums_over_xla(platform, setting):
     """Six steps in bfloat16; with a loss scale one of them has a NaN on one device."""
     mesh, results = mesh_of(platform), []
@@ -75,6 +77,7 @@ def test_bits_of_float32_sums_over_xla(platform, setting):
 
 @ON_BOTH
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@often(lambda platform, dtype: platform == "gpu" or dtype == "bfloat16")
 def test_a_state_of_another_layout_keeps_everything(platform, dtype):
     """Large leaves, packed ones and the state stay; with the right state all parameters change."""
     tx, rng = make_tx(mesh_of(platform), "peer"), np.random.default_rng(0)

@@ -28,10 +28,8 @@ ROWS = [
 
 
 SAMPLE = {
-    ("flat", "no_shard", "float32"),
     ("flat", "optim", "float32 sum"),
     ("flat", "optim_grads", "fp8 params"),
-    ("flat", "optim_grads_params", "bf16 communication"),
     ("hybrid", "no_shard", "bf16 communication"),
     ("hybrid", "optim_grads_params", "bf16 communication, float32 sum"),
     ("twice", "optim", "bf16 communication"),

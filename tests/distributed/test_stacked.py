@@ -20,6 +20,7 @@ from support.samples import often
 from support.scanned import LAYERS, is_stacked, loss_of, make_params, scanned_products, shapes
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
+TWO = dict(shape=(2,), names=("data",))
 SUMMED = dict(grad_reduce_dtype="float32")
 KINDS = {
     "flat": (FLAT, {}),
@@ -45,17 +46,12 @@ def train(tx, loss, batches, **kwargs):
 @pytest.fixture(scope="module")
 def batches():
     rng = np.random.default_rng(1)
-    return [rng.normal(size=(16, 257)).astype(np.float32) for _ in range(5)]
+    return [rng.normal(size=(16, 257)).astype(np.float32) for _ in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "accumulate_steps"),
-    [
-        pytest.param(kind, steps, marks=() if (i + steps) % 4 == 3 else pytest.mark.slow)
-        for i, kind in enumerate(KINDS)
-        for steps in (1, 2)
-    ],
-)
+@pytest.mark.slow  # compiled cases stand for it
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
 def test_layers_gathered_in_the_scan_give_the_bits_of_whole_ones(kind, accumulate_steps):
     """float32 throughout: the tree of the sum is the same layer by layer, and so is every bit.
 
@@ -81,9 +77,9 @@ def test_layers_gathered_in_the_scan_give_the_bits_of_whole_ones(kind, accumulat
     assert_same_trees(got[:-1], want[:-1], kind)  # not the loss, a product with params
 
 
+@pytest.mark.slow  # compiled cases stand for it
 @pytest.mark.parametrize("kind", ["flat", "hybrid"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-@often(lambda strategy, kind: (strategy == "optim") == (kind == "flat"))
 def test_the_same_model_trains_under_every_strategy(strategy, kind):
     """Unsharded params at rest: the layers are whole, and gather_params gathers nothing.
 
@@ -104,10 +100,10 @@ def test_the_same_model_trains_under_every_strategy(strategy, kind):
     assert_same_trees(*results, strategy)
 
 
+@pytest.mark.slow  # compiled cases stand for it
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
-@often(lambda strategy, kind: (strategy, kind) in {("optim", "flat"), ("optim_grads", "twice")})
-def test_layers_are_summed_in_the_loop_that_makes_their_gradients(strategy, kind):
+def test_layers_that_are_summed_in_a_loop_have_the_bits_of_the_stack(strategy, kind):
     """To the bits of sums of the stack: of "optim", and where each device's own are reported."""
     mesh, kwargs = KINDS[kind]
     mesh, rng = make_mesh(**mesh), np.random.default_rng(2)
@@ -122,17 +118,28 @@ def test_layers_are_summed_in_the_loop_that_makes_their_gradients(strategy, kind
         loss = jax.jit(scanned_products(lambda layer: layer))
         steps = dict(accumulate_steps=2 if strategy == "optim_grads" else 1)
         results.append(train(tx, loss, batches, report_nonfinite=reports, **steps)[:-1])
-        step = jda.train_step(loss, tx, report_nonfinite=reports, **steps)
-        audit = jda.audit(step, jda.TrainState.create(params, tx), batches[0])
-        assert audit.passed, str(audit)
-        found = hlo.collectives_in(audit.program.as_text())
-        in_loop = [c for c in found if c.op == "all-to-all" and c.times >= LAYERS]
-        assert bool(in_loop) == (strategy == "optim_grads" and not reports)
     assert_same_trees(*results, kind)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "reports", "steps"),
+    [("optim_grads", False, 2), ("optim_grads", True, 2), ("optim", False, 1)],
+)
+def test_layers_are_summed_in_the_loop_that_makes_their_gradients(strategy, reports, steps):
+    """Not under "optim", and not where each device's own are reported."""
+    tx = make_tx(make_mesh(**TWO), sharding_strategy=strategy, stacked=is_stacked)
+    batch = jax.tree.map(lambda x: np.ones((4, *x.shape), np.float32), make_params())
+    loss = scanned_products(lambda layer: layer)
+    step = jda.train_step(loss, tx, report_nonfinite=reports, accumulate_steps=steps)
+    audit = jda.audit(step, jda.TrainState.shapes(make_params(), tx), batch)
+    assert audit.passed, str(audit)
+    found = hlo.collectives_in(audit.program.as_text())
+    in_loop = [c for c in found if c.op == "all-to-all" and c.times >= LAYERS]
+    assert bool(in_loop) == (strategy == "optim_grads" and not reports)
+
+
 def test_what_stands_before_an_optimizer_sees_whole_gradients_of_layers():
-    tx = make_tx(make_mesh(**FLAT), sharding_strategy="optim", stacked=is_stacked)
+    tx = make_tx(make_mesh(**TWO), sharding_strategy="optim_grads", stacked=is_stacked)
     tx = jda.chain(optax.centralize(), tx)  # subtracts a mean over what may be cut
     batch = jax.tree.map(lambda x: np.ones((16, *x.shape), np.float32), make_params())
     batch = jax.tree.map(lambda x: x * np.cos(np.arange(x[0].size)).reshape(x[0].shape), batch)
@@ -250,6 +257,13 @@ def compile_for_h200s(
     return step, state, batch
 
 
+@functools.cache
+def audited(h200s, policy, prevent_cse):
+    """The audit of a step of eight layers, each gathered in the scan."""
+    checkpoint = functools.partial(jax.checkpoint, prevent_cse=prevent_cse)
+    return jda.audit(*compile_for_h200s(h200s, policy, layers=8, checkpoint=checkpoint))
+
+
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 @often(lambda accumulate_steps: accumulate_steps == 2)
 def test_each_layer_is_gathered_twice_and_reduced_once(h200s, accumulate_steps):
@@ -276,11 +290,8 @@ def test_layers_are_sent_beside_the_products_of_others(h200s):
     """Every gather and reduction in a loop; fewer in the backward one behind a barrier."""
     found = {}
     for prevent_cse in (False, True):
-        checkpoint = functools.partial(jax.checkpoint, prevent_cse=prevent_cse)
-        case = compile_for_h200s(h200s, jda.remat_policy, layers=8, checkpoint=checkpoint)
-        found[prevent_cse] = products_beside(
-            case[0].lower(*case[1:], is_verified=True).compile().as_text()
-        )
+        audit = audited(h200s, jda.remat_policy, prevent_cse)
+        found[prevent_cse] = products_beside(audit.program.as_text())
     gathers = {key: [n for op, n in rows if op == "all-gather"] for key, rows in found.items()}
     # Two loops, which are unrolled by two.
     assert len(gathers[False]) == len(gathers[True]) == 4
@@ -325,16 +336,15 @@ def test_sums_of_layers_run_beside_products(h200s):
 
 def test_gathering_once_costs_memory_and_is_found(h200s):
     """Without remat_policy, all gathered layers wait for the backward pass."""
-    again, once = (
-        compile_for_h200s(h200s, policy, layers=12)
+    audits = [
+        audited(h200s, policy, True)
         for policy in (jda.remat_policy, jax.checkpoint_policies.everything_saveable)
-    )
-    audits = [jda.audit(*case) for case in (again, once)]
+    ]
     (failed,) = [row for row in audits[1].rows if not row.passed]
     assert failed.op == "all-gather" and failed.found < failed.planned
     temporary = [audit.program.memory_analysis().temp_size_in_bytes for audit in audits]
     weights = 2 * 8 * 1024 * 1024  # of a layer: up and down
-    assert temporary[1] - temporary[0] >= 9 * weights
+    assert temporary[1] - temporary[0] >= 5 * weights
 
 
 def test_what_does_not_fit_raises():

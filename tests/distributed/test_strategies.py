@@ -16,7 +16,7 @@ from support.exact_sums import SHAPES as SHAPES_AND_EMPTY
 from support.exact_sums import linear_loss
 from support.exact_sums import random_params as params_and_empty
 from support.given_gradients import SHAPES, make_tx, own_step, random_grads, random_params, run
-from support.placements import FIRST, FLAT, PLACEMENTS, SECOND, SQUARE, STRATEGIES, THIRD, sampled
+from support.placements import FIRST, FLAT, PLACEMENTS, SECOND, SQUARE, STRATEGIES
 from support.reduced import reduced
 from support.samples import often
 
@@ -27,13 +27,10 @@ def reference_run(dtype, comm, micro):
     return run(make_tx(FLAT, policy, sharding_strategy="no_shard"), dtype, micro=micro)
 
 
-@pytest.mark.parametrize(
-    ("placement", "dtype", "comm"),
-    sampled(
-        ("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32"),
-        ("float32", "float32"), always=SECOND,
-    ),
-)  # fmt: skip
+@pytest.mark.slow  # compiled cases and the interpreter stand for it
+@pytest.mark.parametrize("comm", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_strategy_gives_the_same_bits(placement, dtype, comm):
     """Five steps on random gradients, with masked decay, two bucket sizes, types on and off.
 
@@ -48,7 +45,9 @@ def test_every_strategy_gives_the_same_bits(placement, dtype, comm):
         assert_same_trees(got, want, f"{placement}, bucket_bytes={bucket_bytes}")
 
 
-@pytest.mark.parametrize(("placement", "check_vma"), sampled((True,), (False,), always=FIRST))
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@often(lambda placement, check_vma: placement == "twice-optim_grads" and check_vma)
 def test_accumulating_by_hand_under_every_strategy(placement, check_vma):
     """Three micro-batches of small whole numbers: every order of their sums is exact."""
     mesh, kwargs = PLACEMENTS[placement]
@@ -73,8 +72,8 @@ def test_accumulating_by_hand_under_every_strategy(placement, check_vma):
     assert_same_trees(got, want, placement)
 
 
+@pytest.mark.slow  # compiled cases and the interpreter stand for it
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 3), (2, 3), (3, 2), (1, 7), (5, 1)])
-@often(lambda replicas, shards: (replicas, shards) == (2, 3))  # two axes, one of them odd
 def test_sums_are_a_fixed_tree(replicas, shards):
     """Against the reference implementation: adjacent pairs, an odd one carried, inner axis first."""
     mesh = dict(shape=(replicas, shards), names=("replica", "data"))
@@ -117,6 +116,7 @@ def test_accuracy_of_the_mean(mesh, comm, summed, bound):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
+@often(lambda placement: placement in FIRST + SECOND)
 def test_memory_is_what_the_strategy_says(placement):
     mesh, kwargs = PLACEMENTS[placement]
     tx = make_tx(mesh, **kwargs)
@@ -168,7 +168,9 @@ def train_alone(parts):
     return train(tx, 1, lambda params, batch: linear_loss(params, batch) / parts)
 
 
-@pytest.mark.parametrize(("placement", "accumulate_steps"), sampled((4,), (1,), always=THIRD))
+@pytest.mark.slow  # compiled cases stand for it
+@pytest.mark.parametrize("accumulate_steps", [1, 4])
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_train_step_under_every_strategy(placement, accumulate_steps):
     """Bitwise equal to one device; metrics agree."""
     mesh, kwargs = PLACEMENTS[placement]
@@ -199,7 +201,7 @@ def test_a_state_of_another_mesh_raises():
             )
             if same:
                 accepted += 1
-                step(jax.tree.map(jnp.copy, state), batch)
+                step.lower(state, batch)  # to run is for other tests
             else:
                 with pytest.raises(
                     jda.MeshError, match=r"opt_state\.mu: sharded over another mesh"

@@ -8,12 +8,19 @@ import jdistadam as jda
 from jdistadam.errors import PolicyError
 
 
+@pytest.fixture(scope="module")
+def made():
+    """An optimizer, a state, which no test donates, and a step."""
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices("cpu")[:4])
+    tx = jda.distributed_fused_adamw(1e-2, mesh=mesh)
+    step = jda.train_step(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2), tx)
+    return tx, jda.TrainState.create({"w": jnp.ones((8, 4))}, tx), step
+
+
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
 @pytest.mark.parametrize("batched", ["state", "batch"])
-def test_vmap_of_a_distributed_step_raises(cpu_mesh, batched, jitted):
-    tx = jda.distributed_fused_adamw(1e-2, mesh=cpu_mesh(4), shard_axis="data")
-    state = jda.TrainState.create({"w": jnp.ones((8, 4))}, tx)
-    step = jda.train_step(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2), tx)
+def test_vmap_of_a_distributed_step_raises(made, batched, jitted):
+    _, state, step = made
     batch = jnp.ones((8, 8))
     axes = (0, None) if batched == "state" else (None, 0)
     if batched == "state":
@@ -27,10 +34,8 @@ def test_vmap_of_a_distributed_step_raises(cpu_mesh, batched, jitted):
 
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
 @pytest.mark.parametrize("differentiate", [jax.grad, jax.jacfwd, jax.linearize])
-def test_a_derivative_of_a_distributed_step_raises(cpu_mesh, differentiate, jitted):
-    tx = jda.distributed_fused_adamw(1e-2, mesh=cpu_mesh(4))
-    state = jda.TrainState.create({"w": jnp.ones((8, 4))}, tx)
-    step = jda.train_step(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2), tx)
+def test_a_derivative_of_a_distributed_step_raises(made, differentiate, jitted):
+    _, state, step = made
 
     def loss(batch):
         return jnp.sum(step(state, batch)[0].params["w"])
@@ -49,14 +54,13 @@ def test_a_derivative_of_an_initial_state_raises(cpu_mesh):
         jax.grad(lambda w: jnp.sum(tx.init({"w": w}).main_params))(jnp.ones((8, 4)))
 
 
-def test_constants_of_a_derivative_are_stepped(cpu_mesh):
+def test_constants_of_a_derivative_are_stepped(made):
     """What is no operand of it, and what stop_gradient makes none."""
-    tx = jda.distributed_fused_adamw(1e-2, mesh=cpu_mesh(4))
-    state = jda.TrainState.create({"w": jnp.ones((8, 4))}, tx)
-    step = jda.train_step(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2), tx)
+    tx, state, step = made
 
     def loss(batch):
-        stepped = step(state, jax.lax.stop_gradient(batch))[0].params["w"]
+        copied = jax.tree.map(jnp.copy, state)  # it is donated
+        stepped = step(copied, jax.lax.stop_gradient(batch))[0].params["w"]
         return jnp.sum(batch @ stepped)
 
     batch = jda.shard_batch(jnp.ones((8, 8)), tx)

@@ -10,7 +10,9 @@ import sys
 
 platform = sys.argv[1]
 total, index, count, port, strategy, out = (*map(int, sys.argv[2:6]), *sys.argv[6:])
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // count}"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={total // count}"
+)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -22,6 +24,9 @@ if count > 1:
 
 import jdistadam as jda  # noqa: E402
 from support.given_gradients import SHAPES, make_tx, random_params  # noqa: E402
+
+STEPS = 4
+NAMES = ("rows", "prime", "scalar")  # cut, does not divide, packed
 
 
 def loss_fn(params, batch, model_state, rng):
@@ -70,13 +75,17 @@ def main():
     )  # fmt: skip
     model_state = {"last": np.zeros(3, np.float32), "steps": np.int32(0), "key": jax.random.key(1)}
     state = jda.TrainState.create(
-        random_params(), tx, param_dtypes="bfloat16", model_state=model_state, rng=jax.random.key(2)
+        {name: random_params()[name] for name in NAMES},
+        tx,
+        param_dtypes="bfloat16",
+        model_state=model_state,
+        rng=jax.random.key(2),
     )
     step = jda.train_step(loss_fn, tx, accumulate_steps=2)
-    rng = np.random.default_rng(0)
+    rng, shapes = np.random.default_rng(0), {name: SHAPES[name] for name in NAMES}
     rows = slice(16 // count * index, 16 // count * (index + 1))
-    for _ in range(10):
-        batch = {k: rng.normal(size=(16, *s)).astype(np.float32) for k, s in SHAPES.items()}
+    for _ in range(STEPS):
+        batch = {k: rng.normal(size=(16, *s)).astype(np.float32) for k, s in shapes.items()}
         state, metrics = step(state, {k: x[rows] for k, x in batch.items()})
         assert int(metrics["skipped"]) == 0 and np.isfinite(metrics["loss"])
     evaluated = everywhere(evaluate(tx, state, {k: x[rows] for k, x in batch.items()}), tx)
@@ -87,7 +96,7 @@ def main():
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
         for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
             assert np.array_equal(x.data, y.data)
-    assert int(state.step) == int(extra_state.step) == 10
+    assert int(state.step) == int(extra_state.step) == STEPS
     exported = without_keys((evaluated, params, main_params, opt_state, extra_state))
     leaves = [np.asarray(x) for x in jax.tree.leaves(exported)]
     if index == 0:

@@ -1,13 +1,15 @@
 """Programs with steps over peer memory that must not hang; run by test_peer_programs.py.
 
-Usage: peer_programs.py NAME
+Usage: peer_programs.py few|many NAME [NAME ...]
 """
 
 import faulthandler
 import os
 import sys
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
 faulthandler.dump_traceback_later(100, exit=True)  # where it hangs
 
 import jax  # noqa: E402
@@ -19,8 +21,9 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import jdistadam as jda  # noqa: E402
 
 N = 8
+MANY = sys.argv[1] == "many"  # steps
 SHAPES = {"wide": (100, 800), "rows": (48, 400), "odd": (20_011,), "small": (7, 3), "scalar": ()}
-SHAPES |= {f"layer{i}": (64, 256) for i in range(6)}
+SHAPES |= {f"layer{i}": (64, 256) for i in range(6 if MANY else 2)}
 
 
 def params_of():
@@ -74,7 +77,9 @@ def python_loop(means):
 
 def scan(means):
     tx, state = make(means, jax.sharding.AxisType.Auto)
-    return jax.jit(lambda s, b: lax.scan(jda.train_step(loss_fn, tx), s, b))(state, batches(50))
+    return jax.jit(lambda s, b: lax.scan(jda.train_step(loss_fn, tx), s, b))(
+        state, batches(50 if MANY else 6)
+    )
 
 
 def donation(means):
@@ -94,7 +99,7 @@ def two_steps(means):
     """Two optimizers by turns: each has programs, and sites of calls, of its own."""
     (one, state), (two, other) = make(means), make(means, b1=0.5, max_grad_norm=0.3)
     steps = jda.train_step(loss_fn, one), jda.train_step(loss_fn, two)
-    for x in batches(20):
+    for x in batches(20 if MANY else 6):
         state, _ = jax.block_until_ready(steps[0](state, x))
         other, _ = jax.block_until_ready(steps[1](other, x))
     return state, other
@@ -114,7 +119,7 @@ def beside_a_sum(means):
         return state, metrics, [add(y * k) for k in range(1, 5)]
 
     y = jda.shard_batch(np.arange(N * 100_000, dtype=np.float32).reshape(N, -1), tx)
-    for x in batches(20):
+    for x in batches(20 if MANY else 6):
         state, metrics, sums = jax.block_until_ready(both(state, x, y))
     return state, metrics, sums
 
@@ -131,5 +136,6 @@ def nan(means):
 
 
 if __name__ == "__main__":
-    same_by_both(globals()[sys.argv[1]])
+    for name in sys.argv[2:]:
+        same_by_both(globals()[name])
     print("SUCCESS")

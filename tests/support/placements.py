@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-import pytest
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 FLAT = dict(shape=(8,), names=("data",))
@@ -33,19 +32,6 @@ def make_mesh(shape, names, platform="cpu"):
     return jax.make_mesh(shape, names, devices=jax.devices(platform)[:size])
 
 
-# Three times each kind of mesh once, and each strategy once.
+# Twice each kind of mesh once, and each strategy once.
 FIRST = ("flat-no_shard", "hybrid-optim", "twice-optim_grads", "tuple-optim_grads_params")
 SECOND = ("flat-optim", "hybrid-optim_grads", "twice-optim_grads_params", "tuple-no_shard")
-THIRD = ("flat-optim_grads", "hybrid-no_shard", "twice-optim_grads_params", "tuple-optim")
-
-
-def sampled(*rows, always):
-    """Of some of the placements one of several rows runs always, in turn; the rest are slow."""
-    in_turn = {placement: rows[i % len(rows)] for i, placement in enumerate(always)}
-    return [
-        pytest.param(
-            placement, *row, marks=() if in_turn.get(placement) == row else pytest.mark.slow
-        )
-        for placement in PLACEMENTS
-        for row in rows
-    ]
