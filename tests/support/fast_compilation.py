@@ -3,18 +3,10 @@
 Not where XLA_FLAGS names an optimization level, as .ci/long does.
 """
 
-import importlib.metadata
-
-_VERSION = importlib.metadata.version("jax").split(".")
-_HAS_EMITTERS = tuple(map(int, _VERSION[:2])) < (
-    0,
-    11,
-)  # as an option: later ones have no other way
-
 _OPTIONS = {  # by name: in tests, and for users
     "xla_backend_optimization_level": (0, 3),
     "xla_llvm_disable_expensive_passes": (True, False),
-} | ({"xla_cpu_use_fusion_emitters": (False, True)} if _HAS_EMITTERS else {})
+}
 
 AS_FOR_USERS = {name: value for name, (_, value) in _OPTIONS.items()}
 """Options for a program that is to be compiled as users have it."""
