@@ -309,10 +309,14 @@ def test_rounding_at_random_has_no_bias(platform, dtype):
 
     def after(count):
         new = adam(spec, scalars(random_rows()), rounded()._replace(count=count), operands)
-        return new.params[0], new.mu[0], new.nu[0]
+        return jax.tree.map(bits_of, (new.params[0], new.mu[0], new.nu[0]))
+
+    def bits_of(x):  # XLA's CPU backend would convert all of a result of 16 bits at every count
+        return jax.lax.bitcast_convert_type(x, np.uint16) if x.dtype in (BF16, F16) else x
 
     new = jax.jit(lambda: jax.lax.map(after, jnp.arange(counts, dtype=np.int32)))()
-    flat = [jax.tree.map(lambda x: np.asarray(x).reshape(-1), x) for x in new]
+    like = (operands.params[0], *start)
+    flat = jax.tree.map(lambda x, y: np.asarray(x).reshape(-1).view(y.dtype), new, like)
     got = (flat[0], widened("mu", flat[1]), widened("nu", flat[2]))
     stored = (operands.params[0], operands.mu[0], operands.nu[0])
     exact = (exact.params[0], exact.mu[0], exact.nu[0])
