@@ -154,17 +154,20 @@ def from_optax(opt_state, params=PARAMS, **kwargs):
     return jda.from_optax_state(params, opt_state, tx(), **kwargs)
 
 
+@functools.cache
+def exported(**kwargs):
+    return jda.to_optax_state(state(**kwargs), tx(**kwargs))
+
+
 def extra_state():
-    return jda.to_optax_state(state(), tx())[2]
+    return exported()[2]
 
 
 def with_extra(scaling=(), **changes):
     """A state made with a third value of which something is changed."""
-    *exported, extra = jda.to_optax_state(
-        state(loss_scale=jda.DynamicLossScale()), tx(loss_scale=jda.DynamicLossScale())
-    )
+    *rest, extra = exported(loss_scale=jda.DynamicLossScale())
     scaling = extra.scaling._replace(**dict(scaling))
-    return jda.from_optax_state(*exported, tx(), extra._replace(**dict(scaling=scaling) | changes))
+    return jda.from_optax_state(*rest, tx(), extra._replace(**dict(scaling=scaling) | changes))
 
 
 def mains(params, kind=jnp.float32):
