@@ -69,7 +69,7 @@ MODES = ["step", "step_and_cast", "update"]
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, DTYPES, DTYPES)), ids=str)
 @often(
-    # All of every three of mode, grad, param and mu; all of each with both kinds of momentum.
+    # All of every three of mode, grad, param and mu; all of each with Nesterov and without.
     lambda dtypes, mode, nesterov: (
         (MODES.index(mode) + sum(map(DTYPES.index, dtypes))) % 3 == 0
         and nesterov == (DTYPES.index(dtypes[0]) != DTYPES.index(dtypes[1]))
