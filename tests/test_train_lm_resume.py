@@ -77,7 +77,7 @@ def test_a_run_goes_on_with_the_same_bits(folders):
     whole, ended = folders
     script = str(ROOT / "tests" / "support" / "end_and_resume.py")
     done = subprocess.run(
-        [sys.executable, script, str(whole.parent), *COMMAND[2:], "--steps", "10", *ALL],
+        [sys.executable, script, str(whole.parent), *COMMAND[2:], "--steps", "10", "--evals", "2", *ALL],
         capture_output=True, text=True, timeout=300, cwd=whole,
         env=os.environ | {
             "PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
@@ -95,6 +95,7 @@ def test_a_run_goes_on_with_the_same_bits(folders):
         for name in ("train_loss", "validation_loss")
     )
     assert max(train[-1], validation[-1]) < np.log(256) - 0.5, (train, validation)
+    assert validation[1] < validation[0]  # where the run ended, and after it
     assert (whole / "loss.png").stat().st_size > 10_000
     assert "bigram entropy" in done.stdout and "step/s" in done.stderr
     assert "Optimizer state per device" in done.stdout and "0.50" in done.stdout
