@@ -40,9 +40,9 @@ def fused(*args, **kwargs):
     return jda.fused_adamw(*(args or (1e-2,)), **kwargs)
 
 
-def fused_step(tx=None, grads=GRADS, params=PARAMS, state=None):
+def fused_step(tx=None, grads=GRADS, params=PARAMS, state=None, method="step"):
     tx = tx or fused()
-    return tx.step(grads, tx.init(params) if state is None else state, params)
+    return getattr(tx, method)(grads, tx.init(params) if state is None else state, params)
 
 
 def adam_state(**changes):
@@ -93,21 +93,26 @@ def loss_fn(params, batch):
 
 
 def train(loss=loss_fn, batch=BATCH, state=None, tx=None, **kwargs):
-    """Takes one step of a new state; returns its metrics."""
-    tx = tx or make_tx()
-    state = jda.TrainState.create(PARAMS, tx) if state is None else state
-    return jda.train_step(loss, tx, **kwargs)(state, batch)[1]
+    """Takes a step that raises while it is traced, so that its state stays; it is made once."""
+    tx = tx or globals()["tx"]()
+    state = globals()["state"]() if state is None else state
+    return jda.train_step(loss, tx, **kwargs)(state, batch)
+
+
+def trained(*args, tx=None, **kwargs):
+    """Takes a step of a new state; returns its metrics."""
+    tx = tx or globals()["tx"]()
+    return train(*args, tx=tx, **{"state": jda.TrainState.create(PARAMS, tx)} | kwargs)[1]
 
 
 def train_with(loss, **create_kwargs):
     return train(loss, state=create(**create_kwargs))
 
 
-def with_model_state(new):
+def with_model_state(new, train=train):
     """Trains with a loss that returns ``new`` in place of the model state {"m": zeros}."""
-    return train_with(
-        lambda p, b, model_state: (loss_fn(p, b), new), model_state={"m": np.zeros(2)}
-    )
+    state = create(model_state={"m": np.zeros(2)})
+    return train(lambda p, b, model_state: (loss_fn(p, b), new), state=state)
 
 
 def inside(function, tx=None):
@@ -127,6 +132,19 @@ def donated():
     return new
 
 
+@functools.cache
+def coded_tx():
+    return make_tx(policy=policy(mu_dtype="block16"))
+
+
+def coded_state(scales_dtype):
+    """A state with codes, which says of no option in which dtype its scales are."""
+    made = jda.TrainState.create({"w": np.ones((64, 128), np.float32)}, coded_tx())
+    mu = made.opt_state.mu
+    mu = mu._replace(scales=mu.scales.astype(scales_dtype))
+    return dataclasses.replace(made, opt_state=made.opt_state._replace(mu=mu))
+
+
 def optax_state(**changes):
     adam, *rest = optax.adamw(1e-2).init(PARAMS)
     return (adam._replace(**changes), *rest)
@@ -136,17 +154,20 @@ def from_optax(opt_state, params=PARAMS, **kwargs):
     return jda.from_optax_state(params, opt_state, tx(), **kwargs)
 
 
+@functools.cache
+def exported(**kwargs):
+    return jda.to_optax_state(state(**kwargs), tx(**kwargs))
+
+
 def extra_state():
-    return jda.to_optax_state(state(), tx())[2]
+    return exported()[2]
 
 
 def with_extra(scaling=(), **changes):
     """A state made with a third value of which something is changed."""
-    *exported, extra = jda.to_optax_state(
-        state(loss_scale=jda.DynamicLossScale()), tx(loss_scale=jda.DynamicLossScale())
-    )
+    *rest, extra = exported(loss_scale=jda.DynamicLossScale())
     scaling = extra.scaling._replace(**dict(scaling))
-    return jda.from_optax_state(*exported, tx(), extra._replace(**dict(scaling=scaling) | changes))
+    return jda.from_optax_state(*rest, tx(), extra._replace(**dict(scaling=scaling) | changes))
 
 
 def mains(params, kind=jnp.float32):
@@ -205,6 +226,10 @@ ERRORS = [
     ("no gradients", lambda: fused_step(grads=None), jda.TreeError, r"^grads\['b'\]: missing, params has it: got 0 leaves"),
     ("a gradient of another shape", lambda: fused_step(grads=GRADS | {"w": GRADS["w"].T}), jda.ShapeError, r"^grads\['w'\]: shape differs from params: got \(3, 4\), expected \(4, 3\)\. Nothing is broadcast"),
     ("a gradient that could be broadcast", lambda: fused_step(grads=GRADS | {"b": np.ones(1, np.float32)}), jda.ShapeError, r"^grads\['b'\]: shape differs from params: got \(1,\), expected \(3,\)\. Nothing is broadcast"),
+    ("a gradient of another shape in update", lambda: fused_step(grads=GRADS | {"w": GRADS["w"].T}, method="update"), jda.ShapeError, r"^grads\['w'\]: shape differs from params: got \(3, 4\), expected \(4, 3\)\. Nothing is broadcast"),
+    ("a gradient is missing in update", lambda: fused_step(grads={"w": GRADS["w"]}, method="update"), jda.TreeError, r"^grads\['b'\]: missing, params has it: got 1 leaves"),
+    ("integer gradients in update", lambda: fused_step(grads=cast(GRADS, np.int32), method="update"), jda.DtypeError, r"^grads\['b'\]: dtype cannot be used: got int32, expected float32 .*\. Cast the gradients\."),
+    ("a bool parameter in update", lambda: fused_step(grads=GRADS, params=cast(PARAMS, bool), state=fused().init(PARAMS), method="update"), jda.DtypeError, r"^params\['b'\]: dtype cannot be used: got bool"),
     ("integer gradients", lambda: fused_step(grads=cast(GRADS, np.int32)), jda.DtypeError, r"^grads\['b'\]: dtype cannot be used: got int32, expected float32 .*\. Cast the gradients\."),
     ("a first moment in integers", lambda: fused_step(state=adam_state(mu=cast(GRADS, np.int32))), jda.DtypeError, r"^opt_state\[0\]\.mu\['b'\]: dtype cannot be used: got int32, expected float32 .*\. Cast mu\."),
     ("a second moment in integers", lambda: fused_step(state=adam_state(nu=cast(GRADS, np.int32))), jda.DtypeError, r"^opt_state\[0\]\.nu\['b'\]: dtype cannot be used: got int32, expected float32 .*\. Cast nu\."),
@@ -225,11 +250,13 @@ ERRORS = [
     ("a count of several numbers", lambda: fused_step(state=adam_state(count=jnp.zeros(3, jnp.int32))), jda.ShapeError, r"^opt_state's count: not a number of steps: got int32, shape \(3,\), expected int32, shape \(\)\. Pass opt_state as"),
     ("a count of steps in float", lambda: fused_step(state=adam_state(count=jnp.float32(0))), jda.DtypeError, r"^opt_state's count: not a number of steps: got float32, shape \(\), expected int32"),
     ("a second moment in bfloat16", lambda: fused_step(state=fused(b2=0.9, nu_dtype=BF16).init(PARAMS)), jda.DtypeError, r"^opt_state\[0\]\.nu\['b'\]: dtype cannot be used: got bfloat16, expected float32\. Cast nu to float32, or set nu_dtype"),
+    ("the state of optax.adamw of 16-bit params", lambda: fused_step(grads=cast(GRADS, BF16), params=cast(PARAMS, BF16), state=optax.adamw(1e-2).init(cast(PARAMS, BF16))), jda.DtypeError, r"^opt_state\[0\]\.nu\['b'\]: dtype cannot be used: got bfloat16, expected float32\. Cast"),
     ("a state without main parameters", lambda: fused_step(fused(main_params_dtype=jnp.float32), params=cast(PARAMS, BF16), state=fused().init(PARAMS)), jda.TreeError, r"^opt_state: does not fit main_params_dtype: got tuple, expected MainParamsState\. Make it with init"),
     ("a state with main parameters", lambda: fused_step(params=cast(PARAMS, BF16), state=fused(main_params_dtype=jnp.float32).init(cast(PARAMS, BF16))), jda.TreeError, r"^opt_state: does not fit main_params_dtype: got MainParamsState, expected optax's own state"),
     ("main parameters where remainders belong", lambda: fused_step(fused(main_params_dtype="remainder16"), params=cast(PARAMS, BF16), state=fused(main_params_dtype=jnp.float32).init(cast(PARAMS, BF16))), jda.DtypeError, r"^opt_state\.main_params\['b'\]: does not fit its parameter: got \(\(3,\), dtype\('float32'\)\), expected \(\(3,\), 'uint16'\)"),
     # -- fused_adamw: numbers
     ("a learning rate of nan", lambda: fused(float("nan")), jda.HyperparameterError, NOT_A_RATE.format("nan", "a finite number or a schedule")),
+    ("a learning rate without end", lambda: fused(float("inf")), jda.HyperparameterError, NOT_A_RATE.format("inf", "a finite number or a schedule")),
     ("a learning rate in a string", lambda: fused("1e-3"), jda.HyperparameterError, NOT_A_RATE.format("'1e-3'", "a finite number or a schedule")),
     ("no learning rate", lambda: fused(None), jda.HyperparameterError, NOT_A_RATE.format("None", "a finite number or a schedule")),
     ("a learning rate of True", lambda: fused(True), jda.HyperparameterError, NOT_A_RATE.format("True", "a finite number or a schedule")),
@@ -244,12 +271,17 @@ ERRORS = [
     ("a schedule of two arguments", lambda: fused(lambda count, epoch: 1e-3), jda.HyperparameterError, r"^learning_rate: not a schedule of the step count: missing a required argument: 'epoch': got a function of \(count, epoch\), expected a function of one number"),
     ("b1 above 1", lambda: fused(b1=1.5), jda.HyperparameterError, r"^b1: out of range: got 1\.5, expected a number in \[0, 1\)\. Change b1\.$"),
     ("b1 below 0", lambda: fused(b1=-0.1), jda.HyperparameterError, r"^b1: out of range: got -0\.1, expected a number in \[0, 1\)"),
+    ("b1 in a string", lambda: fused(b1="x"), jda.HyperparameterError, r"^b1: out of range: got 'x', expected a number in"),
+    ("b1 of True", lambda: fused(b1=True), jda.HyperparameterError, r"^b1: out of range: got True, expected a number in"),
+    ("b2 below 0", lambda: fused(b2=-0.1), jda.HyperparameterError, r"^b2: out of range: got -0\.1, expected a number in \[0, 1\)"),
+    ("b2 of 1 on several devices", lambda: make_tx(b2=1.0), jda.HyperparameterError, r"^b2: out of range: got 1\.0, expected a number in \[0, 1\)"),
     ("optax.inject_hyperparams of 16-bit params", lambda: optax.inject_hyperparams(jda.fused_adamw)(1e-2).init(cast(PARAMS, BF16)), jda.HyperparameterError, r"^b2: rounded to 16 bits, which turn 0\.999 into 1: got bfloat16, expected float32, or a Python number\. .*use jda\.inject_hyperparams"),
     ("b2 of 1", lambda: fused(b2=1.0), jda.HyperparameterError, r"^b2: out of range: got 1\.0, expected a number in \[0, 1\)"),
     ("both betas at once, as in torch", lambda: fused(1e-2, (0.9, 0.99)), jda.HyperparameterError, r"^b1: out of range: got \(0\.9, 0\.99\), expected a number in \[0, 1\)"),
     ("a schedule for b1", lambda: fused(b1=lambda count: 0.9), jda.HyperparameterError, r"^b1: out of range: got <function .*, expected a number in \[0, 1\)"),
     ("eps below 0", lambda: fused(eps=-1e-8), jda.HyperparameterError, r"^eps: out of range: got -1e-08, expected a finite number >= 0\. Change eps\.$"),
     ("eps without end", lambda: fused(eps=float("inf")), jda.HyperparameterError, r"^eps: out of range: got inf, expected a finite number >= 0"),
+    ("eps_root of nan", lambda: fused(eps_root=float("nan")), jda.HyperparameterError, r"^eps_root: out of range: got nan, expected a finite number >= 0"),
     ("weight decay below 0", lambda: fused(weight_decay=-0.1), jda.HyperparameterError, r"^weight_decay: out of range: got -0\.1, expected a finite number >= 0"),
     ("no weight decay, but None", lambda: fused(weight_decay=None), jda.HyperparameterError, r"^weight_decay: out of range: got None, expected a finite number >= 0"),
     ("l2 below 0", lambda: jda.fused_adam(1e-2, l2=-1.0), jda.HyperparameterError, r"^l2: out of range: got -1\.0, expected a finite number >= 0"),
@@ -264,10 +296,13 @@ ERRORS = [
     ("a mask function that returns nothing", lambda: fused(mask=lambda params: None).init(PARAMS), jda.TreeError, r"^mask: structure differs from params: got PyTreeDef\(None\)"),
     ("mu_dtype of whole numbers", lambda: fused(mu_dtype=jnp.int8), jda.PolicyError, NOT_A_DTYPE.format("mu_dtype", r"<class 'jax\.numpy\.int8'>")),
     ("mu_dtype by an unknown name", lambda: fused(mu_dtype="bf16"), jda.PolicyError, NOT_A_DTYPE.format("mu_dtype", "'bf16'")),
+    ("nu_dtype by an unknown name", lambda: fused(nu_dtype="garbage"), jda.PolicyError, NOT_A_DTYPE.format("nu_dtype", "'garbage'")),
     ("an array as mu_dtype", lambda: fused(mu_dtype=jnp.ones(3)), jda.PolicyError, NOT_A_DTYPE.format("mu_dtype", r"Array\(.*\)")),
     ("nu_dtype that cannot decay", lambda: fused(nu_dtype=BF16), jda.PolicyError, r"^nu_dtype: a second moment in bfloat16, rounded to nearest, cannot decay at this b2: got bfloat16 with b2=0\.999, expected b2 <= 0\.992, \"block16\" with b2 <= 0\.999, or float32\. Leave nu_dtype"),
     ("nu_dtype of float16", lambda: fused(nu_dtype=jnp.float16), jda.PolicyError, r"^nu_dtype: a second moment in float16 loses squares below 6e-8: got float16"),
     ("main_params_dtype of float16", lambda: fused(main_params_dtype=jnp.float16), jda.PolicyError, r"^main_params_dtype: not supported in this version: got float16, expected None or float32 or remainder16\. Leave main_params_dtype"),
+    ("remainders of 8 bits", lambda: fused(main_params_dtype="remainder8"), jda.PolicyError, r"^main_params_dtype: not supported in this version: got 'remainder8', expected None or float32 or remainder16"),
+    ("a policy's main_params_dtype of bfloat16", lambda: policy(main_params_dtype=BF16), jda.PolicyError, r"^main_params_dtype: not supported in this version: got bfloat16, expected"),
     ("main_params_dtype in optax.inject_hyperparams", lambda: optax.inject_hyperparams(jda.fused_adamw)(1e-2, main_params_dtype=jnp.float32).init(PARAMS), jda.PolicyError, r"^main_params_dtype: .*: got Array.*\. If optax\.inject_hyperparams made the array, pass it static_args='main_params_dtype', or use jda\.inject_hyperparams\.$"),
     ("mu_dtype in optax.inject_hyperparams", lambda: optax.inject_hyperparams(jda.fused_adamw)(1e-2, mu_dtype=jnp.float32).init(PARAMS), jda.PolicyError, r"^mu_dtype: .*: got Array.*\. If optax\.inject_hyperparams made the array, pass it static_args='mu_dtype', or use jda\.inject_hyperparams\.$"),
     ("nu_dtype in optax.inject_hyperparams", lambda: optax.inject_hyperparams(jda.fused_adamw)(1e-2, nu_dtype=jnp.float32).init(PARAMS), jda.PolicyError, r"^nu_dtype: .*: got Array.*\. If optax\.inject_hyperparams made the array, pass it static_args='nu_dtype', or use jda\.inject_hyperparams\.$"),
@@ -320,6 +355,7 @@ ERRORS = [
     ("a gradient norm below 0", lambda: make_tx(max_grad_norm=-1.0), jda.HyperparameterError, r"^max_grad_norm: out of range: got -1\.0, expected a finite Python number > 0\. Change max_grad_norm"),
     ("a gradient norm of 0", lambda: make_tx(max_grad_norm=0.0), jda.HyperparameterError, r"^max_grad_norm: out of range: got 0\.0, expected"),
     ("a gradient norm of True", lambda: make_tx(max_grad_norm=True), jda.HyperparameterError, r"^max_grad_norm: out of range: got True, expected"),
+    ("a gradient norm in a string", lambda: make_tx(max_grad_norm="1"), jda.HyperparameterError, r"^max_grad_norm: out of range: got '1', expected a finite"),
     ("a gradient norm for each leaf", lambda: make_tx(max_grad_norm=jnp.ones(2)), jda.HyperparameterError, r"^max_grad_norm: not one number: got shape \(2,\), expected a scalar"),
     ("buckets of nothing", lambda: make_tx(bucket_bytes=0), jda.HyperparameterError, r"^bucket_bytes: out of range: got 0, expected"),
     ("buckets in words", lambda: make_tx(bucket_bytes="32MB"), jda.HyperparameterError, r"^bucket_bytes: out of range: got '32MB', expected"),
@@ -332,6 +368,7 @@ ERRORS = [
     ("a loss scale that is 0 in float32", lambda: make_tx(loss_scale=1e-50), jda.HyperparameterError, r"^loss_scale: out of range: got 1e-50, expected a number between 0 and inf in float32"),
     ("the class of a loss scale", lambda: make_tx(loss_scale=jda.DynamicLossScale), jda.HyperparameterError, r"^loss_scale: out of range: got <class .*DynamicLossScale'>, expected a number"),
     ("a loss scale of True", lambda: make_tx(loss_scale=True), jda.HyperparameterError, r"^loss_scale: out of range: got True"),
+    ("a loss scale in a word", lambda: make_tx(loss_scale="dynamic"), jda.HyperparameterError, r"^loss_scale: out of range: got 'dynamic', expected a number"),
     ("a first scale of 0", lambda: jda.DynamicLossScale(init_scale=0.0), jda.HyperparameterError, r"^init_scale: out of range: got 0\.0, expected a number between 0 and inf"),
     ("a first scale in a string", lambda: jda.DynamicLossScale(init_scale="2**16"), jda.HyperparameterError, r"^init_scale: out of range: got '2\*\*16'"),
     ("a scale that does not grow", lambda: jda.DynamicLossScale(growth_factor=1.0), jda.HyperparameterError, r"^growth_factor: out of range: got 1\.0, expected a number between 1 and inf"),
@@ -339,20 +376,25 @@ ERRORS = [
     ("an interval of no steps", lambda: jda.DynamicLossScale(growth_interval=0), jda.HyperparameterError, r"^growth_interval: out of range: got 0, expected a whole number of at least 1"),
     ("an interval in float", lambda: jda.DynamicLossScale(growth_interval=2000.0), jda.HyperparameterError, r"^growth_interval: out of range: got 2000\.0, expected a whole number"),
     ("no hysteresis", lambda: jda.DynamicLossScale(hysteresis=0), jda.HyperparameterError, r"^hysteresis: out of range: got 0, expected a whole number of at least 1"),
+    ("hysteresis of a step and a half", lambda: jda.DynamicLossScale(hysteresis=1.5), jda.HyperparameterError, r"^hysteresis: out of range: got 1\.5, expected a whole number"),
+    ("a smallest scale of nan", lambda: jda.DynamicLossScale(min_scale=np.nan), jda.HyperparameterError, r"^min_scale: out of range: got nan, expected"),
     ("a smallest scale above the first", lambda: jda.DynamicLossScale(init_scale=1.0, min_scale=2.0), jda.HyperparameterError, r"^min_scale: above init_scale, .*: got min_scale=2\.0, init_scale=1\.0, expected min_scale <= init_scale"),
     # -- policies
     ("a dict as policy", lambda: make_tx(policy={"grad_comm_dtype": "bf16"}), jda.PolicyError, r"^policy: not a policy: got \{'grad_comm_dtype': 'bf16'\}, expected jdistadam\.MixedPrecisionPolicy\. Pass policy="),
     ("the class of policies", lambda: make_tx(policy=jda.MixedPrecisionPolicy), jda.PolicyError, r"^policy: not a policy: got <class .*, expected jdistadam\.MixedPrecisionPolicy"),
     ("gradients stored narrower than sent", lambda: policy(main_grads_dtype=BF16, grad_comm_dtype=jnp.float32), jda.PolicyError, r"^MixedPrecisionPolicy\.main_grads_dtype: gradients would lose bits .*: got bfloat16 with grad_comm_dtype float32, expected .*\. Set main_grads_dtype"),
+    ("gradients stored in float16 and sent in bfloat16", lambda: policy(main_grads_dtype=jnp.float16, grad_comm_dtype=BF16), jda.PolicyError, r"^MixedPrecisionPolicy\.main_grads_dtype: gradients would lose bits .*: got float16 with grad_comm_dtype bfloat16, expected"),
     ("a policy's nu_dtype that cannot decay", lambda: make_tx(policy=policy(nu_dtype=BF16)), jda.PolicyError, r"^MixedPrecisionPolicy\.nu_dtype: a second moment in bfloat16, rounded to nearest, cannot decay at this b2"),
     ("sums in float16", lambda: policy(grad_reduce_dtype=jnp.float16), jda.PolicyError, r"^MixedPrecisionPolicy\.grad_reduce_dtype: not supported in this version: got float16, expected None or float32"),
     ("gradients in float8", lambda: policy(grad_comm_dtype=jnp.float8_e5m2), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.grad_comm_dtype", r"<class 'jax\.numpy\.float8_e5m2'>")),
     ("an unknown name of a dtype", lambda: policy(param_comm_dtype="bf16"), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.param_comm_dtype", "'bf16'")),
+    ("params in whole numbers of 8 bits", lambda: policy(param_comm_dtype="int8"), jda.PolicyError, r"^MixedPrecisionPolicy\.param_comm_dtype: not a dtype that can be used: got 'int8', expected float32, .*float8_e4m3fn"),
     ("a number as dtype", lambda: policy(main_grads_dtype=5), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.main_grads_dtype", "5")),
     ("moments in float64", lambda: policy(mu_dtype=jnp.float64), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.mu_dtype", r"<class .*float64'>")),
     ("params sent where none are sent", lambda: make_tx(sharding_strategy="no_shard", policy=policy(param_comm_dtype=BF16)), jda.PolicyError, r"^param_comm_dtype: no parameters are communicated under this strategy: got bfloat16 with sharding_strategy='no_shard', expected None"),
     ("params sent wider than they are", lambda: make_tx(policy=policy(param_comm_dtype=jnp.float32)).init(cast(PARAMS, BF16)), jda.PolicyError, r"^params\['b'\]: param_comm_dtype is wider than the parameter: got float32 for bfloat16, expected bfloat16 or a narrower dtype"),
     ("params rounded at every step", lambda: make_tx(policy=policy(param_comm_dtype=BF16, main_params_dtype=None)).init(PARAMS), jda.PolicyError, r"^params\['b'\]: would be rounded to param_comm_dtype at every step: got bfloat16 for float32 and no float32 main"),
+    ("remainders beside params rounded at every step", lambda: make_tx(policy=policy(main_params_dtype="remainder16", param_comm_dtype="float8_e5m2")).init(cast(PARAMS, BF16)), jda.PolicyError, r"^params\['b'\]: would be rounded to param_comm_dtype at every step: got float8_e5m2 for bfloat16"),
     # -- groups and param_specs
     ("groups without labels", lambda: make_tx(groups={"a": {}}), jda.HyperparameterError, r"^groups: labels and groups belong together: got param_labels=None, groups=\{'a': \{\}\}, expected both"),
     ("groups in a list", lambda: make_tx(param_labels="a", groups=["a"]), jda.HyperparameterError, r"^groups: labels and groups belong together: .*, groups=\['a'\], expected both, groups as a dict of dicts"),
@@ -366,12 +408,14 @@ ERRORS = [
     ("a group that is a number", lambda: make_tx(param_labels="a", groups={"a": 0.1}), jda.HyperparameterError, r"^groups\['a'\]: unknown setting 0\.1: got 0\.1, expected a dict"),
     ("a group's rate in a string", lambda: labelled(lr_scale="x"), jda.HyperparameterError, r"^groups\['a'\], lr_scale: out of range: got 'x', expected a finite number or a schedule\. Change lr_scale"),
     ("a group's b1 above 1", lambda: labelled(b1=2.0), jda.HyperparameterError, r"^groups\['a'\], b1: out of range: got 2\.0, expected a number in \[0, 1\)"),
+    ("a group's b2 at which bfloat16 cannot decay", lambda: make_tx(groups={"a": dict(b2=0.999)}, param_labels="a", policy=policy(nu_dtype=BF16), b2=0.9), jda.PolicyError, r"cannot decay at this b2"),
     ("frozen as a word", lambda: labelled(frozen="no"), jda.HyperparameterError, r"^groups\['a'\]\['frozen'\]: not a bool: got 'no', expected True or False"),
     ("all groups frozen", lambda: labelled(frozen=True), jda.HyperparameterError, r"^groups: all are frozen: nothing is left to train: got \{'a': \{'frozen': True\}\}, expected a group that is not"),
     ("an axis as param_specs", lambda: make_tx(mesh=mesh24(), param_specs="model").init(PARAMS), jda.DtypeError, r"^param_specs\['b'\]: not a PartitionSpec: got 'model', expected a PartitionSpec over tensor axes"),
     ("param_specs over an unknown axis", lambda: make_tx(mesh=mesh24(), param_specs={"w": P("modl"), "b": P()}).init(PARAMS), jda.MeshError, r"^params\['w'\]: param_specs names axis 'modl': got P.*\('modl',\), expected axes that carry no data: \('model',\)"),
     ("param_specs over an axis of data", lambda: make_tx(mesh=mesh24(), param_specs={"w": P("data"), "b": P()}).init(PARAMS), jda.MeshError, r"^params\['w'\]: param_specs names axis 'data': .*\. Leave sharding over data axes to sharding_strategy"),
     ("param_specs that do not divide", lambda: make_tx(mesh=mesh24(), param_specs={"w": P(None, "model"), "b": P()}).init(PARAMS), jda.ShapeError, r"^params\['w'\]: does not divide as param_specs says: got shape \(4, 3\), .*, expected dimensions that divide by \(1, 4\)"),
+    ("param_specs of a number", lambda: make_tx(mesh=mesh24(), param_specs={"w": P(), "b": P(), "s": P("model")}).init(PARAMS | {"s": np.float32(1)}), jda.ShapeError, r"^params\['s'\]: does not divide as param_specs says: got shape \(\)"),
     ("param_specs of another tree", lambda: make_tx(mesh=mesh24(), param_specs={"w": P("model")}).init(PARAMS), jda.TreeError, r"^param_specs: structure differs from params: got PyTreeDef\(\{'w': \*\}\)"),
     # -- TrainState
     ("create(tx, params)", lambda: jda.TrainState.create(tx(), PARAMS), jda.PolicyError, NOT_DISTRIBUTED.format("dict")),
@@ -485,11 +529,15 @@ ERRORS = [
     ("a state without a loss scale", lambda: train(state=state(), tx=make_tx(loss_scale=2.0)), jda.TreeError, r"^opt_state\.scaling: does not fit loss_scale: got NoneType, expected LossScaleState"),
     ("a state with a loss scale", lambda: train(state=state(loss_scale=2.0), tx=make_tx()), jda.TreeError, r"^opt_state\.scaling: does not fit loss_scale: got LossScaleState, expected None"),
     ("a state of other buckets", lambda: train(state=state(), tx=make_tx(bucket_bytes=16)), jda.LayoutError, r"^opt_state\.layout_identity: the state of another layout: got bucket of \['b'\]: leaves .*, expected the layout of this optimizer for these params\. Convert it: to_optax_state"),
+    ("a state of other params", lambda: train(state=jda.TrainState(PARAMS, create(PARAMS | {"w": np.ones((8, 3), np.float32)}).opt_state)), jda.LayoutError, r"^opt_state\.layout_identity: the state of another layout: got .*shape \[8, 3\] instead of \[4, 3\]"),
+    ("a state with a second moment in bfloat16", lambda: train(state=dataclasses.replace(state(), opt_state=state().opt_state._replace(nu=state().opt_state.nu.astype(BF16)))), jda.DtypeError, r"^opt_state\.nu: dtype differs from the policy: got bfloat16, expected float32\. Cast it, or set nu_dtype"),
+    ("a state with scales in bfloat16", lambda: train(lambda p, b: jnp.sum(p["w"]), state=coded_state(BF16), tx=coded_tx()), jda.DtypeError, r"^opt_state\.mu\.scales: .* expected float32\. Make the state with init\(params\)"),
     ("a state of other main parameters", lambda: train(state=jda.TrainState.create(cast(PARAMS, BF16), tx()), tx=make_tx(policy=policy(main_params_dtype="remainder16"))), jda.LayoutError, r"^opt_state\.layout_identity: the state of another layout: got .*main float32 instead of remainder16"),
     ("params put into a state", lambda: train(state=dataclasses.replace(create(), params=GRADS)), jda.LayoutError, r"^params\['b'\].*: differ from the main parameters, which the optimizer updates: they would be lost: .*\. Call reload_main_params"),
     ("lower(params, batch)", lambda: jda.train_step(loss_fn, tx()).lower(PARAMS, BATCH), jda.TreeError, NOT_A_TRAIN_STATE.format(r"builtins\.dict")),
     # -- batches
     ("a batch that does not divide", lambda: train(batch=BATCH[:3]), jda.ShapeError, r"^batch: leading dimension does not divide by the number of devices: got \(3, 4\), expected a multiple of 2\. Change the batch size"),
+    ("a batch that shard_batch cannot divide", lambda: jda.shard_batch({"x": BATCH[:3]}, tx()), jda.ShapeError, r"^batch\['x'\]: leading dimension .*got \(3, 4\), expected a multiple of 2"),
     ("a batch that does not divide into micro-batches", lambda: train(batch=np.ones((6, 4), np.float32), accumulate_steps=2), jda.ShapeError, r"^batch: a device's part does not divide into micro-batches: got \(3, 4\), expected a leading dimension that is a multiple of 2"),
     ("a number in a batch", lambda: train(batch={"x": BATCH, "s": np.float32(1)}), jda.ShapeError, r"^batch\['s'\]: a leaf without dimensions cannot be cut .*: got shape \(\), expected one row for each example\. Pass a number of this step as np\.full\("),
     ("a number beside a batch_spec", lambda: train(batch={"x": BATCH, "s": 1.0}, batch_spec=P("data")), jda.ShapeError, r"^batch\['s'\]: a leaf without dimensions cannot be cut"),
@@ -559,6 +607,8 @@ ERRORS = [
     ("step(opt_state, grads, params)", lambda: inside(lambda p, s: tx().step(s, p, p)), jda.TreeError, r"^opt_state: not the state of this optimizer: got dict"),
     ("step with a train state", lambda: inside(lambda p, s: tx().step(p, jda.TrainState(p, s), p)), jda.TreeError, r"^opt_state: not the state of this optimizer: got TrainState"),
     ("complex gradients in a distributed step", lambda: inside(lambda p, s: tx().step(jax.tree.map(lambda x: x + 0j, p), s, p)), jda.DtypeError, r"^grads\['b'\]: dtype cannot be used: got complex64, .*\. Cast the gradients"),
+    ("whole numbers as gradients in a distributed step", lambda: inside(lambda p, s: tx().step(jax.tree.map(jnp.int32, p), s, p)), jda.DtypeError, r"^grads\['b'\]: dtype cannot be used: got int32, .*\. Cast the gradients"),
+    ("gradients of another tree in a distributed step", lambda: inside(lambda p, s: tx().step({"w": p["w"], "v": p["b"]}, s, p)), jda.TreeError, r"^grads\['b'\]: missing, params has it"),
     ("a transposed gradient in a distributed step", lambda: inside(lambda p, s: tx().step(p | {"w": p["w"].T}, s, p)), jda.ShapeError, r"^grads\['w'\]: shape differs from params: got \(3, 4\), expected \(4, 3\)"),
     ("init_grads outside of shard_map", lambda: tx().init_grads(PARAMS), jda.MeshError, NOT_INSIDE.format("init_grads")),
     ("init_grads of whole numbers", lambda: inside(lambda p, s: tx().init_grads({"n": jnp.ones(3, jnp.int32)})), jda.DtypeError, r"^params\['n'\]: dtype cannot be used: got int32"),
@@ -666,16 +716,16 @@ ACCEPTED = [
     ("an axis in a list", "there is no doubt what is meant", lambda: make_tx(shard_axis=["data"]).config.parallel.shard_axes == ("data",), True),
     ("bucket_bytes in float", "it is a limit", lambda: make_tx(bucket_bytes=1e6).config.bucket_bytes, 1e6),
     ("stacked that returns a match", "it is true or false", lambda: make_tx(stacked=lambda path: re.search("w", path), sharding_strategy="optim_grads_params").config.layout(PARAMS).leaves[1].is_stacked, True),
-    ("params sent in float16", "main parameters keep the rest", lambda: train(tx=make_tx(policy=policy(param_comm_dtype=jnp.float16)))["loss"], 9.0),
-    ("a batch of None", "a loss may read no data", lambda: train(lambda p, b: jnp.sum(p["w"]), batch=None)["loss"], 12.0),
-    ("a constant loss", "its gradient is 0", lambda: train(lambda p, b: 1.0)["grad_norm"], 0.0),
-    ("a loss in bfloat16", "it is a float", lambda: train(lambda p, b: loss_fn(p, b).astype(BF16))["loss"], 9.0),
-    ("a pmean of the loss", "the mean of a mean is the mean", lambda: train(lambda p, b: jax.lax.pmean(loss_fn(p, b), "data"))["loss"], 9.0),
-    ("micro-batches in numpy's int", "it is a whole number", lambda: train(accumulate_steps=np.int64(2))["loss"], 9.0),
-    ("a batch that is not cut", "every device may see all of it", lambda: train(batch=BATCH[:3], batch_spec=P())["loss"], 9.0),
-    ("a legacy key", "jax.random takes it", lambda: train_with(lambda p, b, rng: loss_fn(p, b) + 0 * jax.random.uniform(rng), rng=jax.random.PRNGKey(0))["loss"], 9.0),
-    ("a model state in Python numbers", "create makes arrays of them", lambda: train_with(lambda p, b, model_state: (loss_fn(p, b), model_state), model_state={"m": 1.0})["loss"], 9.0),
-    ("whole numbers for a float model state", "a float32 holds them", lambda: with_model_state({"m": jnp.ones(2, jnp.int32)})["loss"], 9.0),
+    ("params sent in float16", "main parameters keep the rest", lambda: trained(tx=make_tx(policy=policy(param_comm_dtype=jnp.float16)))["loss"], 9.0),
+    ("a batch of None", "a loss may read no data", lambda: trained(lambda p, b: jnp.sum(p["w"]), batch=None)["loss"], 12.0),
+    ("a constant loss", "its gradient is 0", lambda: trained(lambda p, b: 1.0)["grad_norm"], 0.0),
+    ("a loss in bfloat16", "it is a float", lambda: trained(lambda p, b: loss_fn(p, b).astype(BF16))["loss"], 9.0),
+    ("a pmean of the loss", "the mean of a mean is the mean", lambda: trained(lambda p, b: jax.lax.pmean(loss_fn(p, b), "data"))["loss"], 9.0),
+    ("micro-batches in numpy's int", "it is a whole number", lambda: trained(accumulate_steps=np.int64(2))["loss"], 9.0),
+    ("a batch that is not cut", "every device may see all of it", lambda: trained(batch=BATCH[:3], batch_spec=P())["loss"], 9.0),
+    ("a legacy key", "jax.random takes it", lambda: trained(lambda p, b, rng: loss_fn(p, b) + 0 * jax.random.uniform(rng), state=create(rng=jax.random.PRNGKey(0)))["loss"], 9.0),
+    ("a model state in Python numbers", "create makes arrays of them", lambda: trained(lambda p, b, model_state: (loss_fn(p, b), model_state), state=create(model_state={"m": 1.0}))["loss"], 9.0),
+    ("whole numbers for a float model state", "a float32 holds them", lambda: with_model_state({"m": jnp.ones(2, jnp.int32)}, trained)["loss"], 9.0),
     ("a step inside of jit", "it is one program then", lambda: jax.jit(lambda s: jda.train_step(loss_fn, tx())(s, BATCH)[1]["loss"])(state()), 9.0),
     ("a state made inside of jit", "it is one program then", lambda: jax.jit(lambda p: create(p).params["w"])(PARAMS), PARAMS["w"]),
     ("scale_loss with a train state", "the state of the optimizer is in it", lambda: jda.scale_loss(jnp.float32(2), state(loss_scale=8.0)), 16.0),
@@ -734,7 +784,7 @@ def test_xla_says_which_compiler_option_it_does_not_know():
 HINTS = {
     "no_shard": ["ddp", "DDP", "NO_SHARD", "zero0", 0],
     "optim": ["zero1", "ZeRO-1", "zero_1", "OPTIM", "stage1", "ZeRO stage 1", 1],
-    "optim_grads": ["zero2", "ZeRO-2", "SHARD_GRAD_OP", "stage_2", 2],
+    "optim_grads": ["optim_grad", "zero2", "ZeRO-2", "SHARD_GRAD_OP", "stage_2", 2],
     "optim_grads_params": ["zero3", "ZeRO-3", "FULL_SHARD", "fsdp", "FSDP2", "hsdp", "3", 3],
 }
 

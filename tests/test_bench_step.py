@@ -14,6 +14,7 @@ from jdistadam.tools import bench
 from support.paths import ROOT, environment
 
 sys.path.insert(0, str(ROOT / "experiments"))
+import bench_step
 from step_bench import alone, budget, chart, check, group, rows, tables, trace
 
 FAST_COMPILATION = (
@@ -22,6 +23,7 @@ FAST_COMPILATION = (
 )
 
 
+@pytest.mark.slow
 def test_command_checks_and_times_every_row(tmp_path):
     out = tmp_path / "bench_step.json"
     chosen = [f"scanned-2x2/{name}" for name in ("annotated_fsdp", "optim_grads_params+clip")]
@@ -53,16 +55,20 @@ def small(monkeypatch):
     return Mesh(np.asarray(jax.devices("cpu")[:2]), ("data",), axis_types=(AxisType.Auto,))
 
 
-@pytest.mark.parametrize("row", ["annotated_zero1+clip", "optim+float32sum", "no_shard"])
-def test_a_step_alone_is_checked(small, row):
-    (chosen,) = rows.select(f"step-small/{row}").values()
-    found = group.Group(chosen, None, small, on_gpu=False, attention="xla")
-    found.compile(1)
-    data = found.data()
-    found.measure(list(found.variants), data, found.references(data), rounds=1, traced_steps=0)
-    (record,) = found.records.values()
-    assert record["check"]["passed"] and record["ms"] > 0
-    assert record["check"]["distance"] < record["check"]["bound"]
+def test_command_checks_and_times_steps_alone(monkeypatch, tmp_path, small, capsys):
+    names = [f"step-small/{x}" for x in ("annotated_zero1+clip", "optim+float32sum", "no_shard")]
+    options = ["--rows", ",".join(names), "--rounds", "1", "--trace-steps", "0", "--jobs", "1"]
+    monkeypatch.setattr(
+        sys, "argv", ["bench_step.py", *options, "--out", str(tmp_path / "found.json")]
+    )
+    monkeypatch.setattr(bench_step, "make_mesh", lambda args: (small, False, "xla"))
+    assert bench_step.main() == 0
+    found = json.loads((tmp_path / "found.json").read_text())["results"]["rows"]
+    assert [row["name"] for row in found] == names
+    printed = capsys.readouterr().out.split("tokens/s")[-1]
+    for row in found:
+        assert row["check"]["passed"] and row["ms"] > 0 and row["name"] in printed
+        assert row["check"]["distance"] < row["check"]["bound"]
 
 
 @pytest.mark.parametrize("clips", [False, True])

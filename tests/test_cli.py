@@ -394,9 +394,17 @@ def test_empty_leaves_are_planned(tmp_path, capsys):
     assert "2 leaves, 1 parameters" in capsys.readouterr().out
 
 
-def test_audit_with_its_defaults_says_what_cpu_devices_cannot_show(tmp_path):
-    code, out, err = run_cli(tmp_path, "audit")
-    assert code == 0, err
+def audit_on(monkeypatch, tmp_path, capsys, n, *args):
+    """What an audit prints where JAX finds n CPU devices."""
+    (tmp_path / "shapes.json").write_text(json.dumps({"w": [1024, 64], "b": [64]}))
+    found = jax.devices("cpu")[:n]
+    monkeypatch.setattr(jax, "devices", lambda *args: found)
+    assert __main__.main(["audit", *args, "--tree", str(tmp_path / "shapes.json")]) == 0
+    return capsys.readouterr().out
+
+
+def test_audit_with_its_defaults_says_what_cpu_devices_cannot_show(monkeypatch, tmp_path, capsys):
+    out = audit_on(monkeypatch, tmp_path, capsys, 4)
     assert out.splitlines()[2] == "devices             4"
     assert "CPU backend widens bfloat16 to float32; only an audit for GPUs can check" in out
     assert "as planned in operations and elements, NOT CHECKED in dtypes;" in out
@@ -407,15 +415,13 @@ def test_audit_with_its_defaults_says_what_cpu_devices_cannot_show(tmp_path):
     ]
 
 
-def test_audit_in_float32_checks_all(tmp_path):
-    code, out, err = run_cli(tmp_path, "audit", "--param-dtype", "float32")
-    assert code == 0, err
+def test_audit_in_float32_checks_all(monkeypatch, tmp_path, capsys):
+    out = audit_on(monkeypatch, tmp_path, capsys, 4, "--param-dtype", "float32")
     assert "\nas planned; besides" in out and "reduce-scatter" in out and "CPU" not in out
 
 
-def test_audit_on_one_device_has_nothing_to_check(tmp_path):
-    code, out, err = run_cli(tmp_path, "audit", devices=1)
-    assert code == 0, err
+def test_audit_on_one_device_has_nothing_to_check(monkeypatch, tmp_path, capsys):
+    out = audit_on(monkeypatch, tmp_path, capsys, 1)
     assert out.endswith("\none device: nothing is sent, so there is nothing to check\n")
 
 

@@ -1,6 +1,7 @@
 """The pages in docs name what the package has, and the messages that it raises."""
 
 import ast
+import functools
 import json
 import pathlib
 import re
@@ -14,8 +15,13 @@ from support.paths import ROOT
 DOCS = ROOT / "docs"
 
 
+@functools.cache
 def texts_of_code():
     """The string literals of the package, joined where a value is put into them by \\0."""
+    return list(literals())
+
+
+def literals():
     for path in sorted((ROOT / "jdistadam").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):

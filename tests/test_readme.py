@@ -1,6 +1,7 @@
 """The examples of README and of the pages in docs run as they stand."""
 
 import doctest
+import json
 import os
 import re
 import subprocess
@@ -18,19 +19,35 @@ EXAMPLES = {  # what imports the package is a program, all else a part of one
 }
 DOCTESTS = [name for name, text in TEXTS.items() if "```pycon\n" in text]
 SEPARATOR = "-- the next example --"
+RUN = f"""
+import json, os, sys
+for page, examples in json.load(sys.stdin):
+    os.mkdir(page.replace("/", "_"))
+    os.chdir(page.replace("/", "_"))
+    names = {{"__name__": "__main__"}}
+    for example in examples:
+        exec(compile(example, page, "exec"), names)
+        print({SEPARATOR!r})
+    os.chdir("..")
+"""
+
+RARE = ["docs/layouts.md", "docs/params_at_rest.md"]
+WITH_EXAMPLES = [name for name, found in EXAMPLES.items() if found and name not in RARE]
+GROUPS = [WITH_EXAMPLES[::2], WITH_EXAMPLES[1::2], pytest.param(RARE, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("name", [name for name, found in EXAMPLES.items() if found])
-def test_examples_run_and_learn(tmp_path, name):
-    """Those of a page in one program, on 8 devices; what is printed falls as it trains."""
-    program = f"\nprint({SEPARATOR!r})\n".join(EXAMPLES[name])
+@pytest.mark.parametrize("pages", GROUPS, ids=" ".join)
+def test_examples_run_and_learn(tmp_path, pages):
+    """Those of a page with the same names, on 8 devices; what is printed falls as it trains."""
+    programs = [(page, EXAMPLES[page]) for page in pages]
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-P", "-c", program], capture_output=True, text=True, timeout=300,
-        cwd=tmp_path, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        [sys.executable, "-W", "error", "-P", "-c", RUN], input=json.dumps(programs), capture_output=True,
+        text=True, timeout=300, cwd=tmp_path, env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    printed = done.stdout.split(f"{SEPARATOR}\n")
-    for example, text in zip(EXAMPLES[name], printed, strict=True):
+    examples = [example for _, found in programs for example in found]
+    printed = done.stdout.split(f"{SEPARATOR}\n")[:-1]
+    for example, text in zip(examples, printed, strict=True):
         if "for _ in range(20):" in example:
             values = [float(line.split()[0]) for line in text.splitlines()]
             assert len(values) == 20 and values[-1] < 0.9 * values[0], values

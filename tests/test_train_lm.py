@@ -36,9 +36,8 @@ ALONE = [
 ALL = [option for options in ALONE if "--optimizer" not in options for option in options]
 
 
-@pytest.mark.parametrize(
-    "options", [*(pytest.param(options, marks=pytest.mark.slow) for options in ALONE), ALL]
-)
+@pytest.mark.slow  # as with all options at once: see test_train_lm_resume.py
+@pytest.mark.parametrize("options", [*ALONE, ALL])
 def test_training_learns_and_leaves_its_report(tmp_path, options):
     done, rows = train(tmp_path, "--steps", "30", *options)
     losses = [row["train_loss"] for row in rows if "train_loss" in row]

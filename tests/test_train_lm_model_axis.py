@@ -10,7 +10,6 @@ import pytest
 
 from support.bits import assert_same_trees
 from support.paths import ROOT
-from support.samples import often
 
 sys.path.insert(0, str(ROOT / "experiments"))
 import train_lm
@@ -53,7 +52,7 @@ def run(batches, *options):
         ("--strategy", "optim_grads_params"),
     ],
 )
-@often(lambda options, replicas: (options[1:], replicas) == (("optim_grads",), 1))
+@pytest.mark.slow
 def test_a_split_model_trains_as_a_whole_one(monkeypatch, options, replicas):
     """4 x 2 devices, and 2 x 2 x 2, against 8: six steps with data of their own on all, in bits.
 

@@ -1,4 +1,4 @@
-"""The main job, ended and begun again: the loss goes on."""
+"""The main job, ended and begun again: the loss goes on. It learns, and leaves its report."""
 
 import json
 import os
@@ -64,12 +64,20 @@ CASES = [
 ]
 
 
+ALL = (
+    "--devices", "4", "--replicas", "2", "--strategy", "optim_grads_params", "--scan", "--width", "64",
+    "--accumulate-steps", "2", "--grad-reduce-dtype", "float32", "--param-dtype", "bfloat16",
+    "--main-params-dtype", "remainder16", "--mu-dtype", "bfloat16", "--nu-dtype", "block8",
+    "--rounding", "stochastic",
+)  # fmt: skip
+
+
 def test_a_run_goes_on_with_the_same_bits(folders):
+    """With all options in one run, which must reach it, learn and leave its report, too."""
     whole, ended = folders
-    options = ("--devices", "2", "--steps", "10", "--param-dtype", "bfloat16")
     script = str(ROOT / "tests" / "support" / "end_and_resume.py")
     done = subprocess.run(
-        [sys.executable, script, str(whole.parent), *COMMAND[2:], *options],
+        [sys.executable, script, str(whole.parent), *COMMAND[2:], "--steps", "10", "--evals", "2", *ALL],
         capture_output=True, text=True, timeout=300, cwd=whole,
         env=environment(
             JAX_COMPILATION_CACHE_DIR=str(whole.parent / "cache"),  # the three runs share it
@@ -81,6 +89,15 @@ def test_a_run_goes_on_with_the_same_bits(folders):
     assert rows_of(ended) == rows_of(whole) and rows_of(whole)[-1]["step"] == 10
     kept = {x for x in os.listdir(ended / "checkpoints") if x.isdecimal()}
     assert kept == {"8", "10"}
+    train, validation = (
+        [row[name] for row in rows_of(whole) if name in row]
+        for name in ("train_loss", "validation_loss")
+    )
+    assert max(train[-1], validation[-1]) < np.log(256) - 0.5, (train, validation)
+    assert validation[1] < validation[0]  # where the run ended, and after it
+    assert (whole / "loss.png").stat().st_size > 10_000
+    assert "bigram entropy" in done.stdout and "step/s" in done.stderr
+    assert "Optimizer state per device" in done.stdout and "0.50" in done.stdout
 
 
 @pytest.mark.slow

@@ -178,32 +178,3 @@ def test_small_numbers_survive_communication_in_float16(shape, summed):
         jda.shard_batch(grads, tx), state.opt_state, state.params
     )
     assert np.asarray(opt_state.mu)[0] == np.float32(1 - 0.87) * np.float32(3 * 2.0**-24)
-
-
-@pytest.mark.parametrize(
-    ("policy", "dtype", "message"),
-    [
-        (dict(main_params_dtype=None, param_comm_dtype="bfloat16"), "float32", "would be rounded to param_comm_dtype at every step: got bfloat16 for float32 and no"),
-        (dict(main_params_dtype="remainder16", param_comm_dtype="float8_e5m2"), "bfloat16", "would be rounded to param_comm_dtype at every step: got float8_e5m2 for bfloat16"),
-    ],
-)  # fmt: skip
-def test_communication_that_would_round_the_only_copy_raises(policy, dtype, message):
-    with pytest.raises(jda.PolicyError, match=message):
-        make_tx(FLAT, jda.MixedPrecisionPolicy(**policy)).init({"w": jnp.ones(3, dtype)})
-
-
-def test_param_comm_dtype_without_sharding_raises():
-    policy = jda.MixedPrecisionPolicy(param_comm_dtype="bfloat16")
-    with pytest.raises(
-        jda.PolicyError, match="param_comm_dtype: no parameters are communicated under this"
-    ):
-        make_tx(FLAT, policy, sharding_strategy="no_shard")
-
-
-def test_communication_wider_than_the_params_raises():
-    policy = jda.MixedPrecisionPolicy(param_comm_dtype="float32")
-    with pytest.raises(
-        jda.PolicyError,
-        match=r"params\['w'\]: param_comm_dtype is wider than the parameter: got float32 for bfl",
-    ):
-        make_tx(FLAT, policy).init({"w": jnp.ones(3, jnp.bfloat16)})

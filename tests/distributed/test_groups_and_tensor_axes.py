@@ -189,15 +189,3 @@ def test_tensor_axes_change_no_bit(mesh, strategy, check_vma):
     # And back: the state of the single axis on this mesh.
     again = jda.from_optax_state(*want[1:], tx, param_dtypes=jnp.bfloat16)
     assert_same_trees(jda.to_optax_state(again, tx)[:2], want[1:], mesh)
-
-
-def test_tensor_specs_are_checked():
-    shape, _ = MESHES["flat"]
-    for specs, error, message in (
-        ({**SPECS, "small": P("model")}, jda.ShapeError, r"params\['small'\]: does not divide as param_specs says: got shape \(7, 3\)"),
-        ({**SPECS, "scalar": P("model")}, jda.ShapeError, r"params\['scalar'\]: does not divide"),
-        ({**SPECS, "rows": P("data")}, jda.MeshError, r"params\['rows'\]: param_specs names axis 'data'"),
-        ({**SPECS, "rows": "model"}, jda.DtypeError, r"param_specs\['rows'\]: not a PartitionSpec"),
-    ):  # fmt: skip
-        with pytest.raises(error, match=message):
-            make_tx(shape, param_specs=specs).init(random_params())

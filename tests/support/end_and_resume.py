@@ -23,7 +23,6 @@ OUT, OPTIONS = pathlib.Path(sys.argv[1]), sys.argv[2:]
 # What takes long and is of no interest here.
 corpus.load = functools.cache(corpus.load)
 corpus.bigram_entropy = corpus.zlib_entropy = lambda text: 1.0
-report.plot_loss = lambda *args: None
 
 
 class StopAfterFive(processes.StopSignal):
@@ -38,6 +37,7 @@ def main():
     update = jax.config.update
     jax.config.update = lambda name, value: name == "jax_num_cpu_devices" or update(name, value)
     ours, processes.StopSignal = processes.StopSignal, StopAfterFive
+    report.plot_loss = lambda *args: None  # once is enough
     ended = [*OPTIONS, "--out", str(OUT / "ended")]
     try:
         train_lm.main([*ended, "--save-every", "3"])

@@ -14,7 +14,8 @@
 // Every array stands between guard words, which must survive, as must every array that is only
 // read. The CUDA kernels must give the bits of the CPU kernels. With --exact there are no guards:
 // an array ends where its allocation ends, so that a checker sees the first byte beyond it.
-// With -DJDISTADAM_PLANT_BUG every leaf claims one element too many: the run must fail.
+// With --plant every leaf claims one element too many: the run must fail. With --one-in N one case
+// in N is run, of kernels with many.
 
 #include <cstdio>
 #include <cstring>
@@ -79,11 +80,14 @@ class Pool {
   std::vector<std::thread> threads_;
 };
 
-#ifdef JDISTADAM_PLANT_BUG
-constexpr size_t kPlanted = 1;
-#else
-constexpr size_t kPlanted = 0;
-#endif
+size_t planted = 0;  // elements too many
+size_t one_in = 1;
+
+// Whether the next case is one that runs.
+bool IsNext() {
+  static size_t number = 0;
+  return number++ % one_in == 0;
+}
 
 struct Scalars {
   Coefficients rows[2] = {
@@ -149,7 +153,7 @@ Contents RunAdam(const AdamCase& c, const Contents& before, bool on_device) {
   for (size_t i = 0; i < c.sizes.size(); ++i) {
     const auto at = [&](size_t k) { return arrays[5 * i + k]->data(); };
     call.leaves.push_back({at(0), at(1), at(2), at(3), c.mode == Mode::kStep ? nullptr : at(4),
-                           c.sizes[i] + kPlanted, int32_t(i % 2)});
+                           c.sizes[i] + planted, int32_t(i % 2)});
   }
   if (on_device) {
 #ifdef JDISTADAM_DRIVER_CUDA
@@ -228,7 +232,7 @@ Contents RunCompact(const CompactCase& c, const Contents& before, bool on_device
                     at(2),
                     at(3),
                     c.adam.mode == Mode::kStep ? nullptr : at(4),
-                    c.adam.sizes[i] + kPlanted,
+                    c.adam.sizes[i] + planted,
                     int32_t(i % 2)};
     // A run, pieces of two cuts, or several leaves in one.
     const bool in_pieces = i % 3 == 1, in_blocks = i % 3 == 2;
@@ -265,7 +269,7 @@ std::vector<char> RunNorm(Dtype dtype, const Contents& grads, size_t shift, bool
   NormCall call{dtype,  reinterpret_cast<const float*>(inv_scale.data()), {}, 0, nullptr, nullptr,
                 nullptr};
   for (const auto& grad : grads) {
-    const size_t size = grad.size() / ItemSize(dtype) + kPlanted;
+    const size_t size = grad.size() / ItemSize(dtype) + planted;
     arrays.push_back(std::make_unique<Array>(grad, shift * ItemSize(dtype), on_device));
     call.leaves.push_back({arrays.back()->data(), size, call.num_tiles});
     call.num_tiles += NumNormTiles(size);
@@ -300,7 +304,7 @@ Contents RunSum(Dtype in, Dtype out, int contributions, const Contents& inputs, 
     const char* data = arrays.back()->data();
     arrays.push_back(std::make_unique<Array>(std::vector<char>(size * ItemSize(out)),
                                              shift * ItemSize(out), on_device));
-    call.leaves.push_back({size == 3 ? nullptr : data, arrays.back()->data(), size + kPlanted});
+    call.leaves.push_back({size == 3 ? nullptr : data, arrays.back()->data(), size + planted});
   }
   if (on_device) {
 #ifdef JDISTADAM_DRIVER_CUDA
@@ -330,7 +334,7 @@ Contents RunKeep(bool is_kept, int32_t index, size_t parts, size_t row, const Co
     arrays.push_back(std::make_unique<Array>(whole, shift, on_device));
     const char* data = arrays.back()->data();
     arrays.push_back(std::make_unique<Array>(std::vector<char>(size, 7), shift, on_device));
-    call.leaves.push_back({arrays.back()->data(), data, size + kPlanted * row, row});
+    call.leaves.push_back({arrays.back()->data(), data, size + planted * row, row});
   }
   if (on_device) {
 #ifdef JDISTADAM_DRIVER_CUDA
@@ -374,6 +378,7 @@ void RunAllAdam() {
                                  {H, F, B, F, H}, {F, H, H, F, F}, {B, F, B, B, H}};
   const Dtypes split[] = {{B, B, F, F, U}, {F, B, B, B, U}, {B, B, B, B, U}, {H, B, F, F, U}};
   const auto run = [](const AdamCase& c) {
+    if (!IsNext()) return;
     const Contents before = RandomContents(c);
     Compare("adam", [&](bool on_device) { return RunAdam(c, before, on_device); });
   };
@@ -398,6 +403,7 @@ void RunAllAdam() {
 
 void RunAllCompact() {
   const auto run = [](const CompactCase& c) {
+    if (!IsNext()) return;
     const Contents arrays = RandomContents(c.adam);
     Contents before;
     for (size_t i = 0; i < arrays.size(); ++i) {
@@ -446,6 +452,7 @@ void RunAllLists() {
       Compare("norm", [&](bool on_device) { return RunNorm(in, grads, shift, on_device); });
       for (const Dtype out : {F, B, H}) {
         for (const int contributions : {1, 2, 3, 4, 5, 8}) {
+          if (!IsNext()) continue;
           Contents inputs;
           for (const size_t n : kSizes)
             inputs.push_back(RandomContent(n * size_t(contributions), in));
@@ -513,7 +520,12 @@ void CompareAllConversions() {
 
 int main(int argc, char** argv) {
   using namespace jdistadam;
-  exact = argc > 1 && std::string(argv[1]) == "--exact";
+  for (int i = 1; i < argc; ++i) {
+    const std::string option = argv[i];
+    if (option == "--exact") exact = true;
+    if (option == "--plant") planted = 1;
+    if (option == "--one-in" && i + 1 < argc) one_in = std::stoul(argv[i + 1]);
+  }
   RunAllAdam();
   RunAllCompact();
   RunAllLists();
