@@ -126,7 +126,7 @@ def distributed_fused_adamw(
         dimension is the layers. What is sharded of these leaves is sharded within a layer. The
         model calls ``gather_params`` in its scan: under "optim_grads_params" ``train_step`` leaves
         these leaves sharded; else layers are whole already. Their gradients are reduced layer by
-        layer in the backward pass, under "optim" where there is one micro-batch.
+        layer in the backward pass where strategies shard gradients.
       param_labels: A tree of labels, a prefix of params or a function of them.
       groups: For every label a dict of what differs from the arguments above: ``lr_scale``
         (multiplies the learning rate), ``weight_decay``, ``b1``, ``b2``, or ``frozen=True``: no
