@@ -27,16 +27,24 @@ def copy_to(tree: Any, sharding: Any) -> Any:
     kinds = [jax.random.key_impl(x) if trees.is_key(x) else None for x in leaves]
     words = [jax.random.key_data(x) if trees.is_key(x) else x for x in leaves]
 
-    def copy(x: Any, kind: Any) -> Any:
+    placed = jax.device_put(treedef.unflatten(words), sharding)
+    in_order = any(isinstance(x, Format) for x in jax.tree.leaves(sharding))
+    program = jax.jit(_copy, static_argnums=1, out_shardings=sharding) if in_order else _copies
+    return program(placed, tuple(kinds))
+
+
+def _copy(tree: Any, kinds: tuple[Any, ...]) -> Any:
+    """Copies of arrays; random keys of those of which ``kinds`` has one."""
+
+    def one(x: Any, kind: Any) -> Any:
         copied = jax.lax.convert_element_type(jnp.copy(x), x.dtype)
         return copied if kind is None else jax.random.wrap_key_data(copied, impl=kind)
 
-    def copy_all(tree: Any) -> Any:
-        return treedef.unflatten(map(copy, jax.tree.leaves(tree), kinds))
+    treedef: Any = jax.tree.structure(tree)
+    return treedef.unflatten(map(one, jax.tree.leaves(tree), kinds))
 
-    in_order = any(isinstance(x, Format) for x in jax.tree.leaves(sharding))
-    options = {"out_shardings": sharding} if in_order else {}
-    return jax.jit(copy_all, **options)(jax.device_put(treedef.unflatten(words), sharding))
+
+_copies = jax.jit(_copy, static_argnums=1)
 
 
 def put_in_order(params: Params, placement: Any) -> Any:

@@ -1,7 +1,7 @@
 """A step of N devices in numpy, as the schedule of collectives says: the specification of a step.
 
 Of ``jdistadam.distributed`` it knows the data types of a schedule alone: for each bucket its leaves,
-how it is cut, where its shards lie in the flat arrays, and its collectives. It runs these for all
+how it is cut, where its shards are in the flat arrays, and its collectives. It runs these for all
 devices at once (virtual_devices.py), and keeps what each device holds: flat state and parameters.
 Steps of elements, rounding and codes are those of the reference (reference_training.py), which
 holds whole arrays; ``assert_equal`` compares the two.
@@ -55,7 +55,7 @@ class Interpreter(Training):
                 self.held[i] = place_phase(self.devices, entry.reduce, self.held[i], dim)
 
     def _check_places(self):
-        """Shards lie one behind the other."""
+        """Shards are one behind the other."""
         ends = dict(offset=0, coded=0, uncoded=0)
         for entry in self.schedule.buckets:
             bucket, kind = entry.bucket, "coded" if entry.bucket.is_coded else "uncoded"
@@ -113,7 +113,7 @@ class Interpreter(Training):
         return x.reshape(*shape, x.size // math.prod(shape))
 
     def _flat(self, bucket, shard, padding=0):
-        """A shard as it lies in a flat array: up to where the next one may begin."""
+        """A shard as it is in a flat array: up to where the next one may begin."""
         assert shard.shape[len(self.devices.shape) :] == bucket.shard_shape, bucket
         flat = np.full((*self.devices.shape, _aligned(bucket.shard_size)), padding, shard.dtype)
         flat[..., : bucket.shard_size] = self._rows(shard)
