@@ -148,6 +148,7 @@ def test_help_says_what_each_option_is_and_its_default(capsys, command):
         assert "JSON file {path: shape} (default: gpt2s)" in text
 
 
+@pytest.mark.slow
 def test_bench_measures_every_variant(monkeypatch, capsys):
     """On a tree small enough for a test; the figures mean nothing, their relations must hold."""
     monkeypatch.setitem(bench.TREES, "small", {"w": (300, 70), "b": (70,)})
@@ -165,6 +166,7 @@ def test_bench_measures_every_variant(monkeypatch, capsys):
         assert rows[name]["host_microseconds"] > 0 and rows[name]["compile_seconds"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("leaf", "factor"), [("b", 1 + 1e-5), ("w", np.nan)])
 def test_bench_compares_with_optax_before_it_times(monkeypatch, leaf, factor):
     monkeypatch.setitem(bench.TREES, "small", {"w": (300, 70), "b": (70,)})

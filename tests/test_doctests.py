@@ -15,6 +15,7 @@ MODULES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_run(name):
     failed, _ = doctest.testmod(importlib.import_module(name))

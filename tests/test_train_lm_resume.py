@@ -72,6 +72,7 @@ ALL = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_bits(folders):
     """With all options in one run, which must reach it, learn and leave its report, too."""
     whole, ended = folders

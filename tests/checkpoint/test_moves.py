@@ -81,6 +81,7 @@ def test_params_are_rounded_as_the_target_sends_them(
 DECAY = dict(weight_decay=lambda count: 0.1 / (1.0 + count))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "options",
@@ -136,6 +137,7 @@ def test_a_tree_without_elements_moves_with_coded_moments():
     assert_trees_same_bits(moved.opt_state, state.opt_state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (2,)], ids=str)
 @often(lambda shape: shape == (2, 2))
 def test_dropout_depends_on_how_many_devices_share_the_batch(tmp_path, shape):

@@ -288,6 +288,7 @@ def test_params_that_no_step_has_sent_yet_stay(tmp_path):
     assert_trees_same_bits(again.params, state.params)
 
 
+@pytest.mark.slow
 def test_chains_and_injected_hyperparameters(tmp_path):
     def make(n, learning_rate):
         inner = jda.inject_hyperparams(jda.distributed_fused_adamw)(
@@ -312,6 +313,7 @@ def test_chains_and_injected_hyperparameters(tmp_path):
     assert float(metrics["learning_rate"]) == np.float32(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fused", "main", "remainders", "optax", "flax"])
 @often(lambda kind: kind == "flax")
 def test_states_of_one_program_move_to_the_mesh_and_back(tmp_path, kind):
@@ -379,6 +381,7 @@ def test_params_alone(saved):
     assert_trees_same_bits(got, main | {"a": want["a"]})
 
 
+@pytest.mark.slow
 def test_a_new_head_and_other_frozen_leaves(tmp_path):
     """What the file lacks stays as it is; what is trained anew begins with moments of zero."""
     groups = {"x": {"frozen": True}, "y": {}}

@@ -93,6 +93,7 @@ def test_numbers_in_the_state_are_those_of_the_step(cpu_mesh, strategy, dtype):
         assert_trees_same_bits(getattr(got, name), getattr(want.opt_state, name))
 
 
+@pytest.mark.slow
 def test_a_hundred_steps_compile_one_program(cpu_mesh):
     """Python numbers, NumPy scalars, arrays anywhere: whatever is put into the state."""
     tx = jda.inject_hyperparams(jda.distributed_fused_adamw)(
@@ -154,6 +155,7 @@ def test_a_skipped_step_leaves_the_schedule_where_it_was(cpu_mesh):
     assert_trees_same_bits(plain.params, injected.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @often(lambda check_vma: check_vma)
 def test_in_a_shard_map_and_in_a_chain(cpu_mesh, check_vma):

@@ -96,6 +96,7 @@ def plain_run(dtype, strategy, devices):
     return run(tx, dtype, devices=devices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
 @pytest.mark.parametrize(("dtype", "comm"), COMMS)
 @often(lambda strategy, dtype, comm: (strategy, dtype, comm) == ("optim", "bfloat16", "float16"))

@@ -219,6 +219,7 @@ def test_model_axes_cut_blocks_of_whole_leaves(strategy, explicit):
     assert_as_one_device(tx, state, kind, MODEL_SHAPES, steps=3)
 
 
+@pytest.mark.slow
 def test_a_leaf_of_which_nothing_is_rounded_may_be_cut_anywhere(monkeypatch):
     """By a model axis: small ones, those in float32_moments, and those without elements."""
     shapes = {"coded": (256, 96), "named": (1024, 100), "bias": (64,), "empty": (0, 4)}
@@ -296,6 +297,7 @@ def assert_scanned_as_one_device(tx, kind, params, steps):
     assert_trained_alike(tx, state, params, own)
 
 
+@pytest.mark.slow
 def test_scanned_layers_take_the_bits_of_whole_ones():
     """Layers that are gathered, and whose gradients are summed, one by one in a scan."""
     kind, given = "8 bits at random", dict(sharding_strategy="optim_grads_params")
@@ -312,6 +314,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", WHOLE)
 @pytest.mark.parametrize("kind", ["8 bits at random", "main"])
 @often(lambda kind, cut: (kind, cut) in {("8 bits at random", "DDP"), ("main", "1")})
@@ -352,6 +355,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("means", ["converted", "saved"])
 @pytest.mark.parametrize("other", OTHERS)
 @often(lambda other, means: (other, means) in {("other mesh", "converted"), ("ZeRO-3", "saved")})
@@ -392,6 +396,7 @@ def reseeded(tx, given):
 FLOATS = jda.MixedPrecisionPolicy(main_params_dtype=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["8 bits", "16 bits"])
 @often(lambda kind: kind == "16 bits")
 def test_a_checkpoint_between_kinds_of_moments(tmp_path, kind):
@@ -416,6 +421,7 @@ def test_a_checkpoint_between_kinds_of_moments(tmp_path, kind):
             assert_same_bits(getattr(got, name)[path], x, f"{name} {path}")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_explicit_axes_of_one_device(tmp_path):
     """JAX then spells the sharding of what is decoded in another way."""
     tx, there = (make_tx(shape, "16 bits", explicit=True) for shape in ((2,), (1,)))
@@ -426,6 +432,7 @@ def test_a_checkpoint_on_explicit_axes_of_one_device(tmp_path):
     assert_trees_same_bits(jda.to_optax_state(found, there)[:2], jda.to_optax_state(state, tx)[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["8 bits", "16 bits"])
 @often(lambda kind: kind == "16 bits")
 def test_a_checkpoint_holds_codes_and_scales(tmp_path, kind):
@@ -478,6 +485,7 @@ def test_a_checkpoint_between_formats(tmp_path):
             assert_same_bits(getattr(got, name)[path], x, f"{name} {path}")
 
 
+@pytest.mark.slow
 def test_a_seed_is_not_restored_between_kinds_of_optimizers(tmp_path):
     """It has another name there: the optimizer's own seed is taken where the caller says so."""
     params = random_params(TWO)

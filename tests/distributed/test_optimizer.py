@@ -58,6 +58,7 @@ def test_reduced_gradients_are_the_sum_within_a_derived_bound(cpu_mesh, n, comm)
         assert (np.abs(np.asarray(got, np.float64) - exact) <= bound).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize("n", MESH_SIZES)
 @often(lambda n, dtype: n == 3 and dtype == jnp.bfloat16)
@@ -226,6 +227,7 @@ def test_create_copies_and_the_step_donates(cpu_mesh):
         assert not any(x.is_deleted() for x in jax.tree.leaves(new))
 
 
+@pytest.mark.slow
 def test_state_moves_between_meshes_exactly(cpu_mesh):
     """8 -> 3 -> 1 devices with other buckets: same bits, and the next step does not notice."""
     rng = np.random.default_rng(6)

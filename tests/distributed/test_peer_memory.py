@@ -260,6 +260,7 @@ def test_info_prints_the_matrix_of_peers(gpus, monkeypatch):
     assert diagnostics.format_info(diagnostics.info()).endswith(no_gpus)
 
 
+@pytest.mark.slow
 def test_in_a_loop_and_in_a_custom_training_loop(cpu_mesh):
     """A scan comes to one call many times; a region of the user's own, checked.
 

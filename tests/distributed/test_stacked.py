@@ -196,6 +196,7 @@ def test_layers_lie_sharded_within_themselves():
     assert_same_trees(jda.full_params(state, tx), make_params(), "full_params")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [False, True])
 @often(lambda check_vma: check_vma)
 def test_in_a_shard_map_of_ones_own(check_vma, batches):

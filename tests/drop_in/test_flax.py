@@ -28,6 +28,7 @@ def gradients_at(step, params):
     return jax.tree.map(normal, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "dtype", "transform"),
     [
@@ -67,6 +68,7 @@ def optimizer_of(model, **options):
     return optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, BOTH | dict(main_params_dtype="remainder16")], ids=["floats", "codes"]
 )

@@ -55,6 +55,7 @@ def run(tx, params, steps, step=None):
     return params, state
 
 
+@pytest.mark.slow
 @each_option
 @often(lambda option: option in ("16 and 8 bits", "to nearest"))
 def test_eager_jit_scan_and_a_restart_give_the_same_bits(option):
@@ -95,6 +96,7 @@ def test_seeds_leaves_and_counts_differ():
     assert differ(jda.decoded(later)[0].nu["a"], a.nu["a"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @each_option
 @often(
@@ -157,6 +159,7 @@ def test_sharded_along_the_first_dimension(option, spec, kind):
     assert sharded[0] == sharded[3] and step._cache_size() <= 2  # of a count that was on one device
 
 
+@pytest.mark.slow
 def test_params_replicated_and_moments_sharded():
     """Each device updates its part, and the new parameters are gathered: ZeRO-1 by annotations."""
     mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices("cpu")[:4])
@@ -464,6 +467,7 @@ def test_states_of_another_optimizer():
         coded.step(params, bad, params)
 
 
+@pytest.mark.slow
 def test_inside_of_optax_wrappers():
     """Masked, chained, skipped: what stands around does not change what is rounded."""
     params = make_params(jnp.float32)
@@ -499,6 +503,7 @@ def test_decoded_is_what_optax_continues_from():
     assert_trees_same_bits(jda.decoded(decoded), decoded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @often(lambda kind: kind == AxisType.Explicit)
 def test_decoded_where_leaves_are_sharded(kind):
@@ -520,6 +525,7 @@ def test_decoded_where_leaves_are_sharded(kind):
 CODED = dict(b1=0.7, b2=0.88, mu_dtype="block16", nu_dtype="block8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @often(lambda kind: kind == AxisType.Auto)
 def test_codes_become_floats_on_a_mesh(tmp_path, kind):

@@ -19,6 +19,7 @@ from support.samples import often
 from support.trees import ADAM, BF16, F16, F32, HYPER, random_tree
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("make", [jda.fused_adamw, jda.fused_adam])
 @often(lambda make, dtype: (make is jda.fused_adamw) == (dtype == F16))

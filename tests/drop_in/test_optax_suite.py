@@ -34,6 +34,7 @@ COUNTS = {  # arguments of pytest, tests at least, and how many of adam and of a
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", COUNTS)
 @often(lambda which: which == "one of each")
 def test_optax_own_tests_pass_with_ours(tmp_path, which):

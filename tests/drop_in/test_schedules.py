@@ -13,6 +13,7 @@ RATE, DECAY = optax.linear_schedule(0.5, 0.0, 100), optax.linear_schedule(0.3, 0
 MASK = {"w": True, "b": False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_kept", [False, True], ids=["params", "main"])
 @pytest.mark.parametrize(
     "options",

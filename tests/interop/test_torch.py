@@ -210,6 +210,7 @@ def test_fused_adamw_goes_on_as_torch_does(golden):
     assert_stays_with_torch(golden, continued)
 
 
+@pytest.mark.slow
 def test_a_train_state_goes_on_as_torch_does(golden):
     tx = distributed(n=2, sharding_strategy="optim_grads")
     state = interop.to_train_state(read(golden), tx, LIKE, **TO_OURS)

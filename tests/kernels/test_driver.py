@@ -72,6 +72,7 @@ def test_address_and_undefined_behaviour_sanitizers_are_clean_of_meetings(tmp_pa
     run_to_success(build_with_sanitizer(tmp_path / "meeting", "address,undefined", "meeting.cc"))
 
 
+@pytest.mark.slow
 def test_devices_meet(tmp_path):
     """Loops, executions that take turns, devices that fail or do not come, steps in meetings.
 

@@ -221,6 +221,7 @@ def test_nnx_optimizer_keeps_its_placement(axis_type):
     assert_same(moments, want_moments, [there[1][0].mu, there[1][0].nu])
 
 
+@pytest.mark.slow
 def test_moves_between_all_kinds_of_shardings_change_no_bit():
     """Also axes that cut one dimension together, and that change places."""
     specs = [

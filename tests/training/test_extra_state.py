@@ -140,6 +140,7 @@ def test_there_and_back_trains_as_if_it_had_stayed(source, via):
     assert int(state.model_state["steps"]) == 5 + 2 * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KEYS)
 def test_what_the_third_value_holds(kind):
     """Plain arrays, of no mesh, that later steps leave alone; keys are keys of the same kind."""

@@ -138,6 +138,7 @@ def loss_with_everything(params, batch, model_state, rng):
     return (loss, weight), {"seen": seen, "mean": mean}, {"first": batch["small"][:1, 0, 0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mesh", ["4x2", "2x2x2"])

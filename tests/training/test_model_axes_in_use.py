@@ -58,6 +58,7 @@ def trained(tx, loss_fn=loss_fn, params=None, **kwargs):
 # -- a user's own region
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -364,6 +365,7 @@ def variables_of(module):
     return jax.jit(module.init)(jax.random.key(0), jnp.ones((1, WIDTH)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "specs_of"),
     [
@@ -402,6 +404,7 @@ class Linear2(nnx.Module):
         return self.down(jnp.square(self.up(x)))
 
 
+@pytest.mark.slow
 def test_specs_of_nnx():
     with jax.set_mesh(mesh_of("4x2", "auto")):
         graph, params = nnx.split(Linear2(nnx.Rngs(0)))

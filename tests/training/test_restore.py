@@ -87,6 +87,7 @@ def quiet(monkeypatch):
     gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("name", TARGETS)
@@ -223,6 +224,7 @@ def test_replace_of_a_state():
         state.replace(oops=1)
 
 
+@pytest.mark.slow
 def test_states_placed_elsewhere_are_placed():
     """Host arrays, replicated arrays, and the params of another strategy of the same layout."""
     whole, sharded = make_tx(2), make_tx(2, sharding_strategy="optim_grads_params")
@@ -240,6 +242,7 @@ def test_states_placed_elsewhere_are_placed():
             assert_trees_same_bits(jda.full_params(got, tx), want)
 
 
+@pytest.mark.slow
 def test_main_params_of_a_distributed_state():
     tx = jda.chain(optax.scale(0.5), make_tx(2))
     state, _ = jda.train_step(loss_fn, tx)(jda.TrainState.create(make_params(BF16), tx), BATCH)

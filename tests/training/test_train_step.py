@@ -29,6 +29,7 @@ def train(tx, loss, batches, dtype=jnp.float32, params=None, **kwargs):
     return state, metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, BF16], ids=str)
 @pytest.mark.parametrize(("n", "steps"), [(8, 3), (4, 6), (2, 4), (1, 24)])
 @often(lambda n, dtype: (n, dtype) == (2, BF16))
@@ -268,6 +269,7 @@ def test_a_loss_that_communicates_is_differentiated_once(cpu_mesh, reduce):
     np.testing.assert_allclose(mu, (1 - HYPER["b1"]) * np.asarray(grad["w"]), rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2])
 @often(lambda n: n == 1)
 def test_main_params_only_where_dtype_or_sharding_differ(cpu_mesh, n):
