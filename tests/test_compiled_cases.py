@@ -21,7 +21,8 @@ ROWS = covering.rows()
 
 @pytest.mark.parametrize("row", range(len(ROWS)))
 def test_it_has_the_bits_of_the_interpreter(row):
-    compile_and_interpret(covering.configuration(ROWS[row]), compiler_options=AS_FOR_USERS)
+    options = AS_FOR_USERS if row % 3 == 0 else None
+    compile_and_interpret(covering.configuration(ROWS[row]), compiler_options=options)
 
 
 def test_every_pair_of_values_is_in_a_row():

@@ -23,7 +23,7 @@ def check(config):
 settings = dict(deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
 
 
-@hypothesis.settings(max_examples=100, derandomize=True, **settings)
+@hypothesis.settings(max_examples=60, derandomize=True, **settings)
 @hypothesis.given(configurations())
 def test_a_schedule_has_the_bits_of_the_reference(config):
     check(config)

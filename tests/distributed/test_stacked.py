@@ -13,6 +13,7 @@ import pytest
 import jdistadam as jda
 from jdistadam.tools import hlo
 from support.bits import assert_same_trees
+from support.fast_compilation import AS_FOR_USERS
 from support.h200 import placed, products_beside
 from support.paths import ROOT
 from support.placements import FLAT, SQUARE, make_mesh
@@ -37,7 +38,7 @@ def make_tx(mesh, *, policy=SUMMED, **kwargs):
 
 def train(tx, loss, batches, **kwargs):
     state = jda.TrainState.create(make_params(), tx)
-    step = jda.train_step(loss, tx, **kwargs)
+    step = jda.train_step(loss, tx, compiler_options=AS_FOR_USERS, **kwargs)
     for batch in batches:
         state, metrics = step(state, batch)
     return jda.full_params(state, tx), *jda.to_optax_state(state, tx)[:2], metrics["loss"]

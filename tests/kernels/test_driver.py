@@ -52,7 +52,8 @@ def build_with_sanitizer(path, sanitize, main):
     return build_cpu(path, *flags, main=main)
 
 
-@pytest.mark.parametrize("cases", [FEW, pytest.param((), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.slow  # .ci/run runs it with few cases
+@pytest.mark.parametrize("cases", [FEW, ()], ids=len)
 def test_address_and_undefined_behaviour_sanitizers_find_a_planted_bug_alone(tmp_path, cases):
     """One element too many: seen by the guard words, and by the sanitizer where there are none."""
     driver = build_with_sanitizer(tmp_path / "driver", "address,undefined", "driver.cc")
