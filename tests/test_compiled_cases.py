@@ -21,7 +21,7 @@ ROWS = covering.rows()
 
 @pytest.mark.parametrize("row", range(len(ROWS)))
 def test_it_has_the_bits_of_the_interpreter(row):
-    options = AS_FOR_USERS if row % 3 == 0 else None
+    options = AS_FOR_USERS if row % 4 == 0 else None
     compile_and_interpret(covering.configuration(ROWS[row]), compiler_options=options)
 
 
