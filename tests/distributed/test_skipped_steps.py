@@ -98,7 +98,6 @@ def test_without_a_scale_nothing_is_skipped():
     assert optax.tree.get(state.opt_state, "skipped") is None
 
 
-@pytest.mark.slow
 def test_no_recompilation_over_skips():
     tx = make_tx(SQUARE, loss_scale=jda.DynamicLossScale(growth_interval=2), **HYBRID)
     state, step = trained(tx)
