@@ -587,7 +587,7 @@ def test_another_seed_draws_other_bits():
 def test_state_is_updated_in_place_on_gpus(h200s, kind):
     """No copy of codes, scales or floats; one more call for what is not coded."""
     _, _, compiled = compile_step(
-        h200s(8), jnp.bfloat16, jnp.bfloat16, KINDS[kind], b2=0.85, communication="xla"
+        h200s(8), jnp.bfloat16, jnp.bfloat16, KINDS[kind], b1=0.8, b2=0.85, communication="xla"
     )
     text = compiled.as_text()
     assert text.count('custom_call_target="jdistadam_compact"') == 2
