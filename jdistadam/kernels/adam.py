@@ -123,10 +123,10 @@ def _adam_native(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
     first_param = len(Scalars._fields) + len(operands.grads)
     first_aliased = first_param if results.params else first_param + len(operands.params)
     num_aliased = len(results.params) + sum(map(len, operands[2:]))
-    call = jax.ffi.ffi_call(
+    call = native.in_place_call(
         "jdistadam_adam",
         jax.tree.leaves(results),
-        input_output_aliases={first_aliased + i: i for i in range(num_aliased)},
+        {first_aliased + i: i for i in range(num_aliased)},
         **_layouts(spec, scalars, operands, results),
     )
     outputs = call(*scalars, *jax.tree.leaves(operands), **_attributes(spec))

@@ -173,6 +173,27 @@ def choose(compiled: Callable[..., Any], fallback: Callable[..., Any], *operands
     return lax.platform_dependent(*operands, default=fallback, **branches)
 
 
+def in_place_call(
+    name: str, results: Any, aliases: dict[int, int], **layouts: Any
+) -> Callable[..., Any]:
+    """Returns a call of a handler that updates operands where they are.
+
+    Args:
+      name: The handler.
+      results: The types of its results: [Note: types of results].
+      aliases: From the number of an operand to the number of the result in its place.
+      layouts: More arguments of ``jax.ffi.ffi_call``.
+    """
+    call = jax.ffi.ffi_call(name, results, input_output_aliases=aliases, **layouts)
+
+    def in_place(*operands: Any, **attributes: Any) -> Any:
+        # Without the barrier, XLA for GPUs fuses the call with the slice that a loop writes (of
+        # stacked results): the result would be there, and not where the operand is.
+        return lax.optimization_barrier(call(*operands, **attributes))
+
+    return in_place
+
+
 def type_like(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """Returns the type of an array that varies as ``x`` does: [Note: types of results]."""
     kind = jax.typeof(x)

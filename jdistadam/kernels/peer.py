@@ -127,11 +127,8 @@ def step_over_peers(
     first_state = len(numbers) + len(grads) + len(received)
     aliases = {first_state + i: len(grads) + i for i in range(len(state))}
     aliases |= {first_state + len(state) + i: i for i in range(len(old))}
-    call = jax.ffi.ffi_call(
-        "jdistadam_peer_step",
-        [*param_types, *(jax.typeof(x) for x in state), *norm_types],
-        input_output_aliases=aliases,
-    )
+    types = [*param_types, *(jax.typeof(x) for x in state), *norm_types]
+    call = native.in_place_call("jdistadam_peer_step", types, aliases)
     results = call(
         *numbers,
         *grads,

@@ -41,6 +41,34 @@ def test_drop_in_gathers_nothing(h200s, spec):
     assert compiled.memory_analysis().alias_size_in_bytes == 3 * 4 * (1024 * 1024 // 8 + 64 * 8) + 4
 
 
+@pytest.mark.parametrize("kept", ["float32", "remainder16", "codes"])
+def test_a_loop_that_stacks_new_parameters_updates_in_place(h200s, kept):
+    """XLA must not have the kernel write into a slice of the loop's output, elsewhere than it reads."""
+    options = {
+        "float32": {},
+        "remainder16": dict(main_params_dtype="remainder16"),
+        "codes": dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic"),
+    }[kept]
+    tx = jda.fused_adamw(1e-3, **options)
+    dtype = jnp.bfloat16 if kept == "remainder16" else jnp.float32
+    params = {"w": jax.ShapeDtypeStruct((1024, 1024), dtype)}
+
+    def steps(params, state, grads):
+        def body(carry, grads):
+            state, params = tx.step(grads, carry[0], carry[1])[::-1]
+            return (state, params), (params, state)
+
+        return jax.lax.scan(body, (state, params), grads)
+
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, *x.shape), x.dtype), params)
+    args = placed(h200s(1), (params, jax.eval_shape(tx.init, params), grads), P())
+    text = jax.jit(steps).lower(*args).compile().as_text()
+    assert "custom_call_target=\"jdistadam" in text
+    for computation in re.split(r"\n\n", text):
+        if "custom_call_target=\"jdistadam" in computation:
+            assert "dynamic-update-slice" not in computation, computation
+
+
 def test_convolution_kernels_add_no_transpose_and_no_copy(h200s):
     """XLA lays a convolution's gradient out as it likes: the step must not move it around.
 

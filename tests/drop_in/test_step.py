@@ -131,6 +131,21 @@ def test_hundred_steps_compile_once(main):
     assert step._cache_size() == 1
 
 
+@pytest.mark.parametrize("stacked", ["params", "params and state"])
+def test_a_loop_may_stack_new_parameters(platform, stacked):
+    """The kernel works in place, which a slice of the loop's output is not."""
+    rng = np.random.default_rng(4)
+    tx = jda.fused_adamw(1e-2, weight_decay=0.1)
+    params, grads = random_tree(rng), [random_tree(rng) for _ in range(4)]
+    state = tx.init(params)
+    keep = (lambda new: new) if stacked == "params and state" else (lambda new: new[0])
+    many = jax.tree.map(lambda *x: jnp.stack(x), *grads)
+    got = jax.jit(lambda g: jax.lax.map(lambda g: keep(tx.step(g, state, params)), g))(many)
+    for i, one in enumerate(grads):
+        want = keep(jax.jit(tx.step)(one, state, params))
+        assert_trees_same_bits(jax.tree.map(lambda x, i=i: x[i], got), want)
+
+
 def test_trees_with_nothing_none_and_masked_nodes():
     """None and MaskedNode pass through; a tree without leaves is a tree."""
     tx = jda.fused_adamw(**HYPER)
