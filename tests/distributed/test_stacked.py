@@ -377,12 +377,12 @@ def test_layers_that_look_alike_raise():
 
 
 @pytest.mark.slow  # test_gathering_once_costs_memory_and_is_found stands for it
-def test_a_model_of_1_3e9_parameters_holds_two_layers_of_weights(h200s):
+def test_a_model_of_1_3e9_parameters_holds_three_of_its_layers(h200s):
     """The Flax model of train_lm.py, every layer recomputed, compiled for eight H200s.
 
-    The limit: 1.05 of what the same model needs besides its whole gradients; the shards of these;
-    the weights of two layers; and two layers' gradients, of which one is sent while the other is
-    computed, which the model with whole gradients writes to where they stay.
+    The limit: 1.05 of what the same model needs besides its whole gradients, the shards of these,
+    and the weights and gradients of three of the 26 layers: XLA unrolls the loop by two, so that
+    one iteration uses two layers while a third is gathered or reduced.
     """
     sys.path.insert(0, str(ROOT / "experiments"))
     from lm import gpt
@@ -414,5 +414,5 @@ def test_a_model_of_1_3e9_parameters_holds_two_layers_of_weights(h200s):
         assert audit.passed, str(audit)
         temporary[strategy] = audit.program.memory_analysis().temp_size_in_bytes
     without_grads = temporary["optim_grads"] - 2 * size
-    limit = 1.05 * without_grads + 2 * size / 8 + 2 * 2 * layer + 2 * 2 * layer
+    limit = 1.05 * without_grads + 2 * size / 8 + 3 * (2 * layer + 2 * layer)
     assert temporary["optim_grads_params"] <= limit
