@@ -91,10 +91,10 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
 
         x, _ = jax.lax.scan(body, x, params["layers"])
 
-    so that two or three layers' parameters are whole at a time: on GPUs ``train_step`` compiles loops
-    such that the next layer is gathered, and the last layer's gradients are reduced, while this
-    layer is computed. ``prevent_cse=False``, which is safe inside of a scan, lets XLA do this in
-    the backward pass too. ``train_step`` hands stacked leaves to ``loss_fn`` as ``local_params``
+    so that two or three layers' parameters are whole at a time: on GPUs ``train_step`` compiles
+    loops such that the next layer is gathered, and the last layer's gradients are reduced, while
+    this layer is computed. ``prevent_cse=False``, which is safe inside of a scan, lets XLA do this
+    in the backward pass too. ``train_step`` hands stacked leaves to ``loss_fn`` as ``local_params``
     returns them; with ``weighted``, a layer's gradients are multiplied by the weight before they
     are summed.
 

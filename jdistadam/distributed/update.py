@@ -17,7 +17,7 @@ from jdistadam.distributed.flat_moments import operand_of, with_result
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.norm import clipped_scale
 from jdistadam.distributed.state import DistributedState
-from jdistadam.kernels import multi_tensor
+from jdistadam.kernels import multi_tensor, native
 from jdistadam.kernels.adam import STEP_MODES, Operands, Results, Scalars, Spec, adam
 from jdistadam.kernels.coefficients import coefficient_row
 
@@ -109,12 +109,12 @@ def update_shards(
     shards: list[Any] = [None] * len(grads)
     for indices in _kernel_calls(layout, grads):
         spec, operands = _call_of(config, layout, indices, grads=grads, flat=flat, params=old)
-        buckets = [layout.buckets[i] for i in indices]
+        buckets, operands = [layout.buckets[i] for i in indices], operands.unfused()
         if config.low_precision.is_any:
             results = low_precision.adam(config, layout, buckets, spec, scalars, state, operands)
         else:
             results = adam(spec, scalars, operands)
-        flat, new = _after(spec, buckets[0], flat, results)
+        flat, new = _after(spec, buckets[0], flat, native.unfused(results))
         for i, shard in zip(indices, new, strict=True):
             shards[i] = shard
     if is_other_layout is not None and casts:

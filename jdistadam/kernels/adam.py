@@ -86,6 +86,10 @@ class Operands(NamedTuple):
     nu: Sequence[Any]
     out: Sequence[Any] = ()  # the remainders, uint16, in mode "step_split"
 
+    def unfused(self) -> Operands:
+        """native.unfused for what is updated in place; gradients may be read from slices."""
+        return native.unfused(self._replace(grads=()))._replace(grads=self.grads)
+
 
 class Results(NamedTuple):
     """The new values, like Operands; ``out`` is empty in mode "step", params in "update"."""
@@ -123,10 +127,10 @@ def _adam_native(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
     first_param = len(Scalars._fields) + len(operands.grads)
     first_aliased = first_param if results.params else first_param + len(operands.params)
     num_aliased = len(results.params) + sum(map(len, operands[2:]))
-    call = native.in_place_call(
+    call = jax.ffi.ffi_call(
         "jdistadam_adam",
         jax.tree.leaves(results),
-        {first_aliased + i: i for i in range(num_aliased)},
+        input_output_aliases={first_aliased + i: i for i in range(num_aliased)},
         **_layouts(spec, scalars, operands, results),
     )
     outputs = call(*scalars, *jax.tree.leaves(operands), **_attributes(spec))

@@ -127,9 +127,9 @@ def _adam_native(
         dtype = jnp.dtype(spec.adam.out_dtype)
         types["out"] = [jax.typeof(x).update(dtype=dtype) for x in operands.grads]
     results = [x for arrays in types.values() for x in arrays]
-    call = native.in_place_call("jdistadam_compact", results, _aliases(given, types))
-    arrays = jax.tree.leaves(list(given.values()))
-    outputs = call(*scalars, *rounded, *places, *arrays, **_attributes(spec))
+    outputs = jax.ffi.ffi_call(
+        "jdistadam_compact", results, input_output_aliases=_aliases(given, types)
+    )(*scalars, *rounded, *places, *jax.tree.leaves(list(given.values())), **_attributes(spec))
     new = iter(outputs)
     found = {name: tuple(next(new) for _ in arrays) for name, arrays in types.items()}
     return Results(

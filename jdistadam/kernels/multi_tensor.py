@@ -97,7 +97,7 @@ def kept_shards(
         aliases = {2 + i: i for i in range(len(shards))}
         results = [jax.typeof(x) for x in shards]
         call = jax.ffi.ffi_call("jdistadam_keep", results, input_output_aliases=aliases)
-        return list(call(is_kept, index, *shards, *wholes, **attributes))
+        return native.unfused(list(call(is_kept, index, *shards, *wholes, **attributes)))
 
     def fallback(is_kept: Any, index: Any, shards: Any, wholes: Any) -> list[jax.Array]:
         old = [

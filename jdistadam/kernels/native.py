@@ -16,7 +16,7 @@ import pathlib
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jaxlib
@@ -28,6 +28,7 @@ from jdistadam.errors import NativeError
 PLATFORMS = ("cpu", "cuda")
 _MODULES = {"cpu": "jdistadam._cpu", "cuda": "jdistadam._cuda"}
 _XLA_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
+Arrays = TypeVar("Arrays")  # a tree
 
 
 class Status(NamedTuple):
@@ -173,25 +174,13 @@ def choose(compiled: Callable[..., Any], fallback: Callable[..., Any], *operands
     return lax.platform_dependent(*operands, default=fallback, **branches)
 
 
-def in_place_call(
-    name: str, results: Any, aliases: dict[int, int], **layouts: Any
-) -> Callable[..., Any]:
-    """Returns a call of a handler that updates operands where they are.
+def unfused(arrays: Arrays) -> Arrays:
+    """Keeps XLA for GPUs from fusing slices with a call that takes or returns these arrays.
 
-    Args:
-      name: The handler.
-      results: The types of its results: [Note: types of results].
-      aliases: From the number of an operand to the number of the result in its place.
-      layouts: More arguments of ``jax.ffi.ffi_call``.
+    A call in place would otherwise read from a slice of a loop's input, or write to one of its
+    output, and an operand would not be where its result is.
     """
-    call = jax.ffi.ffi_call(name, results, input_output_aliases=aliases, **layouts)
-
-    def in_place(*operands: Any, **attributes: Any) -> Any:
-        # Without the barrier, XLA for GPUs fuses the call with the slice that a loop writes (of
-        # stacked results): the result would be there, and not where the operand is.
-        return lax.optimization_barrier(call(*operands, **attributes))
-
-    return in_place
+    return lax.optimization_barrier(arrays)
 
 
 def type_like(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:

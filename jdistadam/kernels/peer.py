@@ -122,13 +122,17 @@ def step_over_peers(
     """
     numbers = (norm_scale, *scalars, jnp.asarray(is_kept))
     operands = (numbers, list(grads), list(received), tuple(state), list(old))
-    numbers, grads, received, state, old = varying.vary_together(operands)
+    numbers, grads, received, *in_place = varying.vary_together(operands)
+    state, old = native.unfused(in_place)
     norm_types = [] if summed else spec._norm_types(grads[0])
     first_state = len(numbers) + len(grads) + len(received)
     aliases = {first_state + i: len(grads) + i for i in range(len(state))}
     aliases |= {first_state + len(state) + i: i for i in range(len(old))}
-    types = [*param_types, *(jax.typeof(x) for x in state), *norm_types]
-    call = native.in_place_call("jdistadam_peer_step", types, aliases)
+    call = jax.ffi.ffi_call(
+        "jdistadam_peer_step",
+        [*param_types, *(jax.typeof(x) for x in state), *norm_types],
+        input_output_aliases=aliases,
+    )
     results = call(
         *numbers,
         *grads,
@@ -142,6 +146,7 @@ def step_over_peers(
         summed=np.bool_(summed),
         in_place=np.bool_(bool(old)),
     )
+    results = native.unfused(results)
     params, state = list(results[: len(grads)]), tuple(results[len(grads) :][: len(state)])
     norm = None if summed else (results[-3], results[-2])
     return params, state, norm

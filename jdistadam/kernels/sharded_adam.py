@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import collectives
 from jdistadam.kernels import adam as kernel
+from jdistadam.kernels import native
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
 
 Arrays = Sequence[Any]
@@ -51,7 +52,7 @@ def adam(spec: Spec, scalars: Scalars, operands: Operands, out_like: Arrays) -> 
     draws = tuple(map(draw, operands.mu))
     ranks = tuple(x.ndim for x in operands.mu)
     partitioned = _partitioned(spec, ranks, kernel.member_dims(scalars))
-    return partitioned((out_like, draws), scalars, operands)
+    return native.unfused(partitioned((out_like, draws), scalars, operands.unfused()))
 
 
 def beside_moments(operands: Operands) -> Operands:

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import collectives, varying
 from jdistadam.core.moments import BLOCK, BlockCodes, is_codes
 from jdistadam.errors import PolicyError
-from jdistadam.kernels import compact_adam, sharded_adam
+from jdistadam.kernels import compact_adam, native, sharded_adam
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
 from jdistadam.kernels.compact_adam import CompactSpec, Places, Rounding, codes_of
 
@@ -77,8 +77,8 @@ def _sharded(
     draws = tuple(map(sharded_adam.draw, codes_of(operands.mu)))
     step = _partitioned(spec, _Kinds.of(operands))
     places = Places.of_parts(np.zeros(len(spec.ids), np.int32))  # where nothing is sharded
-    results: Results = step((out_like, draws, places), scalars, rounded, operands)
-    return results
+    results: Results = step((out_like, draws, places), scalars, rounded, operands.unfused())
+    return native.unfused(results)
 
 
 def _beside_moments(operands: Operands) -> Operands:

@@ -131,19 +131,39 @@ def test_hundred_steps_compile_once(main):
     assert step._cache_size() == 1
 
 
-@pytest.mark.parametrize("stacked", ["params", "params and state"])
-def test_a_loop_may_stack_new_parameters(platform, stacked):
-    """The kernel works in place, which a slice of the loop's output is not."""
+LOW_PRECISION = {
+    "float32": {},
+    "remainder16": dict(main_params_dtype="remainder16"),
+    "codes": dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic"),
+}
+
+
+@pytest.mark.parametrize("kept", LOW_PRECISION)
+@pytest.mark.parametrize("old", ["carried", "constant", "sliced"])
+@often(lambda old, kept: (old == "carried") == (kept == "remainder16"))
+def test_a_loop_may_stack_results(platform, old, kept):
+    """XLA for GPUs must not have the kernel read or write slices of the stacks."""
     rng = np.random.default_rng(4)
-    tx = jda.fused_adamw(1e-2, weight_decay=0.1)
-    params, grads = random_tree(rng), [random_tree(rng) for _ in range(4)]
-    state = tx.init(params)
-    keep = (lambda new: new) if stacked == "params and state" else (lambda new: new[0])
+    tx = jda.fused_adamw(1e-2, weight_decay=0.1, **LOW_PRECISION[kept])
+    dtype = BF16 if kept == "remainder16" else F32
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), random_tree(rng))
+    grads = [jax.tree.map(lambda x: jnp.asarray(x, dtype), random_tree(rng)) for _ in range(4)]
+    step, start = jax.jit(tx.step), (params, tx.init(params))
+
+    def body(carry, slices):
+        grads, (params, state) = slices if old == "sliced" else (slices, carry)
+        new = tx.step(grads, state, params)
+        return (new if old == "carried" else carry), new
+
     many = jax.tree.map(lambda *x: jnp.stack(x), *grads)
-    got = jax.jit(lambda g: jax.lax.map(lambda g: keep(tx.step(g, state, params)), g))(many)
+    if old == "sliced":
+        many = many, jax.tree.map(lambda x: jnp.stack([x] * len(grads)), start)
+    _, got = jax.jit(lambda many: jax.lax.scan(body, start, many))(many)
+    before = start
     for i, one in enumerate(grads):
-        want = keep(jax.jit(tx.step)(one, state, params))
+        want = step(one, before[1], before[0])
         assert_trees_same_bits(jax.tree.map(lambda x, i=i: x[i], got), want)
+        before = want if old == "carried" else start
 
 
 def test_trees_with_nothing_none_and_masked_nodes():
