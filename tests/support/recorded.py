@@ -37,6 +37,8 @@ MODEL = dict(shape=(4, 2), names=("data", "model"))
 SPECS = {"columns": P(None, "model"), "odd": P(), "rows": P("model"), "scalar": P()}
 LABELS = {"columns": "body", "odd": "head", "rows": "body", "scalar": "ice"}
 GROUPS = {"body": {}, "head": dict(lr_scale=0.25, weight_decay=0.5), "ice": dict(frozen=True)}
+DECAYED = {"columns": True, "odd": True, "rows": False, "scalar": True}
+SCALE = jda.DynamicLossScale(init_scale=8.0, growth_interval=2)
 SKIPPED = 4
 """This step has a NaN where gradients are checked."""
 
@@ -87,17 +89,17 @@ CASES = {
     "params in float8": distributed(
         BF16, policy=policy(param_comm_dtype=jnp.float8_e4m3fn), **PARAMS
     ),
-    "groups": distributed(BF16, param_labels=LABELS, groups=GROUPS, mask={"columns": True, "odd": True, "rows": False, "scalar": True}),  # fmt: skip
+    "groups": distributed(BF16, param_labels=LABELS, groups=GROUPS, mask=DECAYED),
     "skips": distributed(
-        BF16, policy=policy(**REMAINDER), loss_scale=jda.DynamicLossScale(init_scale=8.0, growth_interval=2), micro=2, max_grad_norm=0.5
-    ),  # fmt: skip
+        BF16, policy=policy(**REMAINDER), loss_scale=SCALE, micro=2, max_grad_norm=0.5
+    ),
     "nesterov": distributed(nesterov=True, sharding_strategy="optim_grads"),
     "drop-in": drop_in(),
     "drop-in, remainders": drop_in(BF16, **REMAINDER),
     "drop-in, main": drop_in(BF16, main_params_dtype=jnp.float32, mu_dtype=jnp.bfloat16),
     "drop-in, block8": drop_in(BF16, seed=7, **EIGHT_BITS),
     "drop-in, sharded": drop_in(sharded=P("data"), mu_dtype="block16", nu_dtype="block16"),
-}  # fmt: skip
+}
 SAVED = (
     "no_shard",
     "optim_grads_params",
