@@ -1,11 +1,10 @@
-"""Trains a ResNet with batch norm, whose kernels are in memory as the compiler wants them.
+"""Trains a ResNet with batch norm.
 
     python experiments/train_resnet.py                       # handwritten digits: a minute on a CPU
     python experiments/train_resnet.py --preset resnet50 --batch 128 --steps 50    # on a GPU
 
 The digits are those of scikit-learn, 8 x 8; a fifth of them is kept for a test. The other presets
-train on random images of their size. On GPUs since Hopper the kernels become (out, height, width,
-in) in memory, as docs/layouts.md describes; on a CPU the compiler leaves them row-major.
+train on random images of their size.
 """
 
 import argparse
@@ -51,7 +50,6 @@ def main():
     parser.add_argument("--batch", type=int, default=64, help="images per step, over all devices")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--strategy", default="optim")
-    parser.add_argument("--row-major", action="store_true", help="do not ask the compiler")
     args = parser.parse_args()
     config = resnet.PRESETS[args.preset]
     dtype = args.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
@@ -62,19 +60,14 @@ def main():
     variables = jax.jit(model.init)(jax.random.key(0), train[0][:1])
     params, stats = variables["params"], variables["batch_stats"]
     loss = resnet.loss_of(model)
-    batch = {"image": train[0][: args.batch], "label": train[1][: args.batch]}
-    formats = None if args.row_major else jda.preferred_formats(loss, params, batch, stats)
     tx = jda.distributed_fused_adamw(
         optax.warmup_cosine_decay_schedule(0.0, 3e-3, args.steps // 10, args.steps),
         weight_decay=1e-2,
         mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
         mesh=jax.sharding.Mesh(jax.devices(), ("data",)),
         sharding_strategy=args.strategy,
-        formats=formats,
     )
     state = jda.TrainState.create(params, tx, model_state=stats)
-    orders = {x.format.layout.major_to_minor for x in jax.tree.leaves(state.params) if x.ndim == 4}
-    print(f"kernels from major to minor: {', '.join(map(str, orders))}")
 
     step = jda.train_step(loss, tx)
     rng = np.random.default_rng(1)

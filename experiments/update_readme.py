@@ -337,30 +337,11 @@ def facts() -> str:
     )
 
 
-def layouts_table() -> str:
-    """One line for each program of layout_programs.py: what it moves."""
-    rows = json.loads((RESULTS / "layout_programs/h200/default.json").read_text())["results"][
-        "rows"
-    ]
-    cells: dict[str, dict[tuple[str, bool], str]] = {}
-    for row in rows:
-        both = f"{row['transposes'] + row['copies']}"
-        cells.setdefault(row["program"], {})[row["model"], row["formats"]] = both
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    columns = ["program", *(f"{m}, {f}" for m in models for f in ("row-major", "formats"))]
-    table = [
-        [name, *(found.get((m, f), "") for m in models for f in (False, True))]
-        for name, found in cells.items()
-    ]
-    return markdown.table(columns, table)
-
-
 def low_precision_table(record):
     return low_precision.table(json.loads((RESULTS / f"low_precision/{record}.json").read_text()))
 
 
 TABLES = {
-    "layouts": layouts_table,
     "facts": facts,
     "step": step_table,
     "step_alone": step_alone_table,

@@ -16,7 +16,6 @@ from jdistadam.checkpoint.checkpointer import Checkpointer, save
 from jdistadam.checkpoint.restore import checkpoint_steps, restore, restore_params
 from jdistadam.compose.chain import chain
 from jdistadam.compose.inject_hyperparams import inject_hyperparams
-from jdistadam.core.formats import formats_of
 from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState
 from jdistadam.core.moments import BlockCodes
 from jdistadam.core.precision import MixedPrecisionPolicy
@@ -29,7 +28,6 @@ from jdistadam.drop_in.jit_step import jit_step
 from jdistadam.drop_in.low_precision import RoundingState, decoded
 from jdistadam.drop_in.main_params import MainParamsState
 from jdistadam.drop_in.optimizer import fused_adam, fused_adamw
-from jdistadam.drop_in.preferred_formats import preferred_formats
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import (
     AgreementError,
@@ -72,8 +70,6 @@ __all__ = [  # noqa: RUF022 - by task
     "fused_adam",
     "fused_adamw",
     "jit_step",
-    "preferred_formats",
-    "formats_of",
     "FusedTransformation",
     "MainParamsState",
     "BlockCodes",

@@ -1,6 +1,6 @@
 """What works around a defect of a release of JAX, with the condition for its removal.
 
-One defect: jaxlib 0.11 ends the process with a segmentation fault while it compiles a program for
+jaxlib 0.11 ends the process with a segmentation fault while it compiles a program for
 several CPU devices in which a zero-size array enters a manual region beside another array. jaxlib
 0.10 and 0.12 do not, and no report of it is known upstream. This crashes on two CPU devices::
 
@@ -10,6 +10,9 @@ several CPU devices in which a zero-size array enters a manual region beside ano
 
 Remove ``refuse_empty_leaves`` and the special treatment in ``shard_map`` when jax 0.11 is no longer
 supported; ``tests/test_compat.py`` then says so.
+
+jax 0.10 brings an array with a ``Format`` of its own to several devices such that a program reads
+it rightly on the first one alone. Remove ``row_major`` when jax 0.10 is no longer supported.
 """
 
 from __future__ import annotations
@@ -108,6 +111,19 @@ def refuse_empty_leaves(mesh: Mesh, params: Any) -> None:
                 expected="at least one element",
                 action="Use train_step, or leave such arrays out of the params.",
             )
+
+
+def row_major(tree: Any) -> Any:
+    """Returns a tree whose arrays may be brought to several devices: row-major ones in jax 0.10."""
+    if jax.__version_info__[:2] > (0, 10):
+        return tree
+
+    def copied(x: Any) -> Any:
+        given: Any = None if trees.is_traced(x) else getattr(x, "format", None)
+        order = getattr(getattr(given, "layout", None), "major_to_minor", None)
+        return x if order is None or order == tuple(range(x.ndim)) else jax.jit(jnp.copy)(x)
+
+    return jax.tree.map(copied, tree)
 
 
 def coordination_client() -> Any:

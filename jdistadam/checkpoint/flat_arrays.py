@@ -25,7 +25,6 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import collectives
-from jdistadam.core.formats import Orders, as_leaf, as_stored
 from jdistadam.distributed import moment_codes, param_specs
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FlatCodes
@@ -46,7 +45,6 @@ class _Form:
     padding: int
     starts: tuple[int, ...]  # of leaves in a packed bucket, and where the last one ends
     shapes: tuple[tuple[int, ...], ...]  # of the parts of leaves that a tensor-parallel part has
-    orders: Orders  # in which these are stored
     specs: tuple[P, ...]
 
     @property
@@ -142,7 +140,7 @@ def _form(config: DistributedConfig, layout: Layout, bucket: Bucket, specs: Sequ
     parallel = config.parallel
     mine = [specs[i] for i in bucket.leaves]
     if not bucket.is_packed:
-        mine = [param_specs.with_axes(mine[0], bucket.param_dim, parallel.state_axes)]
+        mine = [param_specs.with_axes(mine[0], bucket.cut_dim, parallel.state_axes)]
     return _Form(
         mesh=config.mesh,
         state_axes=parallel.state_axes,
@@ -152,8 +150,7 @@ def _form(config: DistributedConfig, layout: Layout, bucket: Bucket, specs: Sequ
         shard_shape=bucket.shard_shape,
         padding=bucket.padding,
         starts=tuple(bucket.starts(layout.leaves[i].size for i in bucket.leaves)),
-        shapes=tuple(layout.leaves[i].stored_shape for i in bucket.leaves),
-        orders=bucket.leaf_orders,
+        shapes=tuple(layout.leaves[i].shape for i in bucket.leaves),
         specs=tuple(mine),
     )
 
@@ -164,14 +161,14 @@ def _extractor(form: _Form) -> Any:
         rows = flat.reshape(-1, ALIGNMENT)
         shard = lax.dynamic_slice_in_dim(rows, row, form.num_rows).reshape(-1)[: form.size]
         if not form.is_packed:
-            return [as_leaf(shard.reshape(form.shard_shape), form.orders[0])]
+            return [shard.reshape(form.shard_shape)]
         whole = collectives.all_gather(shard, form.state_axes, dim=0, to="varying")
         if form.held:
             rows = whole.reshape(-1, form.size)
-            return list(map(as_leaf, rows_as_leaves(rows, form.held, form.shapes), form.orders))
+            return rows_as_leaves(rows, form.held, form.shapes)
         return [
-            as_leaf(whole[start : start + math.prod(shape)].reshape(shape), order)
-            for start, shape, order in zip(form.starts, form.shapes, form.orders, strict=False)
+            whole[start : start + math.prod(shape)].reshape(shape)
+            for start, shape in zip(form.starts, form.shapes, strict=False)
         ]
 
     return jax.jit(
@@ -187,7 +184,6 @@ def _extractor(form: _Form) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _inserter(form: _Form) -> Any:
     def local(flat: jax.Array, row: jax.Array, leaves: list[jax.Array]) -> jax.Array:
-        leaves = list(map(as_stored, leaves, form.orders))
         if form.held:
             parts = [shards_as_rows(x, held) for x, held in zip(leaves, form.held, strict=True)]
             index = collectives.axis_index(form.state_axes)

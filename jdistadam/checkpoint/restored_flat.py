@@ -25,7 +25,7 @@ from jdistadam.distributed.main_params import sent_dtypes
 from jdistadam.distributed.moment_codes import new_moment
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.kernels import coded_leaves
-from jdistadam.training.placement import copy_to, put_in_order
+from jdistadam.training.placement import copy_to
 
 
 @dataclasses.dataclass
@@ -101,8 +101,7 @@ class RestoredFlat(Restored):
             filled += nbytes
         self._read_buckets(batch, flats, int(count))
         self._read_frozen()
-        placement = jax.tree.leaves(self._tx.param_formats(self.fields["params"]))
-        return put_in_order(self._params, placement), self._state(flats, count), None
+        return self._params, self._state(flats, count), None
 
     def _bytes(self, bucket: Bucket) -> int:
         size = self._layout.whole_size(bucket) if bucket.is_packed else bucket.shard_size

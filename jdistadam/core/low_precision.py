@@ -109,7 +109,6 @@ def parse(
     rounding: Any,
     seed: Any,
     float32_moments: Any,
-    formats: Any = None,
     b1: Any = None,
     b2: Any = None,
     prefix: str = "",
@@ -129,14 +128,6 @@ def parse(
     mu, nu, is_random = named_format(mu_dtype), named_format(nu_dtype), rounding == "stochastic"
     _check_seed(f"{prefix}seed", seed, is_random)
     low = LowPrecision(mu, nu, is_random, int(seed or 0), float32_moments)
-    if formats is not None and low.is_any:
-        raise PolicyError(
-            "formats",
-            f"not supported beside {NAMES} moments or stochastic rounding",
-            got=shown(formats),
-            expected="None: blocks and random bits follow the row-major order",
-            action="Leave formats out.",
-        )
     if float32_moments is not None and not (callable(float32_moments) and low.is_coding):
         raise PolicyError(
             f"{prefix}float32_moments",

@@ -141,13 +141,12 @@ class MixedPrecisionPolicy:
         """The dtype of a sum over devices."""
         return self.wire_dtype if self.grad_reduce_dtype is None else self.grad_reduce_dtype
 
-    def low_precision(self, b1: Any = None, b2: Any = None, formats: Any = None) -> LowPrecision:
+    def low_precision(self, b1: Any = None, b2: Any = None) -> LowPrecision:
         """Returns what is asked for of low precision; raises PolicyError where it cannot work.
 
         Args:
           b1: Decay rate of the first moment. None: not known yet.
           b2: That of the second moment.
-          formats: That of the optimizer.
         """
         return parse(
             mu_dtype=self.mu_dtype,
@@ -155,7 +154,6 @@ class MixedPrecisionPolicy:
             rounding=self.rounding,
             seed=self.seed,
             float32_moments=self.float32_moments,
-            formats=formats,
             b1=b1,
             b2=b2,
             prefix="MixedPrecisionPolicy.",

@@ -235,7 +235,7 @@ def _whole_buckets(
             dtype = jnp.promote_types(bucket.dtype, config.policy.wire_dtype)
             yield packing.bucket_array(bucket, grads, dtype)
         else:
-            yield packing.stored_leaf(bucket, grads)
+            yield grads[bucket.leaf]
 
 
 class SummedGrads(NamedTuple):
@@ -289,7 +289,7 @@ def summed_shards(
     for entry, array in zip(schedule.buckets, arrays, strict=True):
         bucket = entry.bucket
         phases = [entry.reduce, entry.reduce_outer] if includes_outer else [entry.reduce]
-        if not bucket.is_packed and array.shape != schedule.layout.leaves[bucket.leaf].stored_shape:
+        if not bucket.is_packed and array.shape != schedule.layout.leaves[bucket.leaf].shape:
             phases = phases[1:]
         shards.append(transport.sum_gradients(phases, array, bucket.cut_dim))
     return shards

@@ -129,8 +129,7 @@ def _bucket(leaves: Sequence[Leaf], members: _Members, num_shards: int, unit: in
     is_packed = members.is_packed
     padding = -total % (num_shards * unit) if is_packed else 0
     dim = None if is_packed else members.dims[0]
-    whole_shape = (total + padding,) if is_packed else first.stored_shape
-    orders = tuple(leaves[i].order for i in members.leaves)
+    whole_shape = (total + padding,) if is_packed else first.shape
     return Bucket(
         leaves=tuple(members.leaves),
         dim=dim,
@@ -142,7 +141,6 @@ def _bucket(leaves: Sequence[Leaf], members: _Members, num_shards: int, unit: in
         has_main=False,
         tensor_axes=first.tensor_axes,
         num_layers=first.shape[0] if first.is_stacked and not is_packed else None,
-        orders=orders if any(orders) else (),
         unit=unit if is_packed else 1,
         is_coded=first.is_coded,
     )
@@ -153,7 +151,7 @@ def _held(leaves: Sequence[Leaf], members: _Members, num_held: int) -> tuple[Hel
     if not members.dims:
         return ()
     return tuple(
-        HeldLeaf(i, dim, _cut(leaves[i].stored_shape, dim, num_held), leaves[i].order)
+        HeldLeaf(i, dim, _cut(leaves[i].shape, dim, num_held))
         for i, dim in zip(members.leaves, members.dims, strict=True)
     )
 
@@ -171,13 +169,13 @@ def _aligned(size: int) -> int:
 
 
 def _scatter_dim(leaf: Leaf, num_shards: int, unit: int) -> int | None:
-    """The first dimension, as stored, that divides; None if there is none.
+    """The first dimension that divides; None if there is none.
 
     Its shards are then pieces of a multiple of ``unit`` elements each.
     """
     for dim in range(1 if leaf.is_stacked else 0, len(leaf.shape)):
-        piece = math.prod(leaf.stored_shape[dim:])
-        divides = leaf.stored_shape[dim] % num_shards == 0
+        piece = math.prod(leaf.shape[dim:])
+        divides = leaf.shape[dim] % num_shards == 0
         if divides and (num_shards == 1 or piece // num_shards % unit == 0):
             return dim
     return None

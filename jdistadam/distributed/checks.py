@@ -132,7 +132,7 @@ def check_grads(
     given: Any = jax.tree.leaves(grads)
     held = [held for bucket in layout.buckets for held in bucket.held]
     for part in held if not config.parallel.gathers_once else ():
-        if np.shape(given[part.leaf]) == part.param_shape:
+        if np.shape(given[part.leaf]) == part.shape:
             like[part.leaf] = given[part.leaf]
     for bucket in layout.buckets:  # [Note: sums of layers]
         if not bucket.is_packed and layout.leaves[bucket.leaf].is_stacked:
@@ -171,12 +171,12 @@ def check_step(
     """
     leaves = jax.tree.leaves(params)
     for part in (held for bucket in layout.buckets for held in bucket.held):
-        if leaves[part.leaf].shape != part.param_shape:
+        if leaves[part.leaf].shape != part.shape:
             raise MeshError(
                 layout.leaves[part.leaf].path,
                 "not placed as sharding_strategy and params_at_rest say",
                 got=leaves[part.leaf].shape,
-                expected=f"{part.param_shape} on each device",
+                expected=f"{part.shape} on each device",
                 action="Use tx.param_specs(params) in the in_specs of shard_map.",
             )
     if identity is not None:

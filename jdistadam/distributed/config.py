@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
-from jdistadam.core.formats import leaf_orders
 from jdistadam.core.groups import Groups
 from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.core.loss_scale import DynamicLossScale
@@ -30,7 +29,7 @@ from jdistadam.distributed.layout import Layout, Leaf
 from jdistadam.distributed.layout_identity import identity_of
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule, make_schedule
-from jdistadam.errors import MeshError, PolicyError, ShapeError, TreeError
+from jdistadam.errors import MeshError, PolicyError, TreeError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,6 @@ class DistributedConfig:
     given_param_specs: Any
     stacked: Callable[[str], bool] | None = None
     communication: Communication = OVER_XLA
-    formats: Any = None  # as given: leaf_orders gives the orders of dimensions
 
     @property
     def takes_norm_first(self) -> bool:
@@ -127,7 +125,6 @@ class DistributedConfig:
         # Functions of params decide by the sizes that one device alone would have.
         seen = param_specs.global_shapes(self.parallel, whole, specs)
         rows = self.groups.row_of_leaves(seen)
-        orders = leaf_orders(self.formats, seen) or (None,) * len(paths)
         leaves = [
             Leaf(
                 path=path,
@@ -137,11 +134,8 @@ class DistributedConfig:
                 tensor_axes=param_specs.axes_of(spec),
                 is_stacked=self.stacked is not None and bool(self.stacked(path)),
                 cuts=param_specs.cuts_of(spec, self.cutting_axes),
-                order=order,
             )
-            for path, x, row, spec, order in zip(
-                paths, jax.tree.leaves(whole), rows, specs, orders, strict=True
-            )
+            for path, x, row, spec in zip(paths, jax.tree.leaves(whole), rows, specs, strict=True)
         ]
         leaves = [
             dataclasses.replace(
@@ -156,7 +150,6 @@ class DistributedConfig:
                 check_cuts(leaf, self.tensor_parts)
         if self.stacked is not None:
             _check_any_stacked(leaves)
-            _check_layers_first(leaves)
         return make_layout(
             leaves,
             self.num_shards,
@@ -272,19 +265,6 @@ def _check_any_stacked(leaves: Sequence[Leaf]) -> None:
             expected="True for the scanned layers",
             action="Look for a part of their paths, or leave stacked out.",
         )
-
-
-def _check_layers_first(leaves: Sequence[Leaf]) -> None:
-    """Raises ShapeError where one scanned layer would not be in one piece."""
-    for leaf in leaves:
-        if leaf.is_stacked and leaf.order is not None and leaf.order[0] != 0:
-            raise ShapeError(
-                f"formats{leaf.path.removeprefix('params')}",
-                "the layers of a stacked leaf are not its slowest dimension in memory",
-                got=leaf.order,
-                expected="dimension 0 first",
-                action=f"Pass {(0, *(d for d in leaf.order if d))}.",
-            )
 
 
 def _check_param_comm_dtype(policy: MixedPrecisionPolicy, leaves: Sequence[Leaf]) -> None:

@@ -47,7 +47,7 @@ def gather_params_at_rest(schedule: Schedule, held: Sequence[jax.Array]) -> list
     leaves = list(held)
     for entry in schedule.buckets:
         bucket = entry.bucket
-        is_held = all(held[part.leaf].shape == part.param_shape for part in bucket.held)
+        is_held = all(held[part.leaf].shape == part.shape for part in bucket.held)
         if is_held and bucket.is_sharded_param:
             shard = packing.bucket_array(bucket, held, bucket.dtype)
             whole = transport.gather_parameters(entry.gather, shard, bucket.cut_dim, to="varying")

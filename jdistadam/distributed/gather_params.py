@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 
 from jdistadam.core import varying
-from jdistadam.core.formats import as_leaf, as_stored
 from jdistadam.core.types import Params
 from jdistadam.distributed import model_axes, transport
 from jdistadam.distributed.accumulate import weighted
@@ -59,7 +58,7 @@ def local_params(params: Params, tx: DistributedTransformation) -> Any:
         held = jax.tree.leaves(on_a_device)
         for entry in tx.seen.schedule(on_a_device).buckets:
             bucket = entry.bucket
-            if bucket.is_sharded_param and held[bucket.leaf].shape == bucket.inner_param_shape:
+            if bucket.is_sharded_param and held[bucket.leaf].shape == bucket.inner_shape:
                 dtype = tx.config.differentiated_dtype(bucket.dtype)
                 leaves[bucket.leaf] = jnp.asarray(leaves[bucket.leaf]).astype(dtype)
     treedef: Any = jax.tree.structure(params)
@@ -134,7 +133,7 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
                 leaves[i] = _gather_leaf(leaf, leaves[i], weight, run(i))
     else:
         for i, entry in _sharded_leaves(tx, on_a_device).items():
-            leaf = LayerLeaf(entry.bucket.cut_dim, entry.bucket.order, entry)
+            leaf = LayerLeaf(entry.bucket.cut_dim, entry)
             leaves[i] = _gather_leaf(leaf, leaves[i], None, run(i))
     return jax.tree.unflatten(jax.tree.structure(shards), leaves)
 
@@ -242,7 +241,7 @@ def _sharded_leaves(tx: DistributedTransformation, shards: Any) -> dict[int, Buc
         bucket = entry.bucket
         is_scanned = bucket.num_layers is not None  # gathered layer by layer
         if bucket.is_sharded_param and not is_scanned:
-            if leaves[bucket.leaf].shape == bucket.inner_param_shape:
+            if leaves[bucket.leaf].shape == bucket.inner_shape:
                 gathered[bucket.leaf] = entry
     return gathered
 
@@ -254,14 +253,13 @@ def _gather_leaf(
     run: Callable[..., jax.Array],
 ) -> jax.Array:
     """Gathers one leaf; ``run(f, x)`` is ``f(x)``, manual over all axes of the mesh."""
-    dim, order, entry = leaf
+    dim, entry = leaf
 
     def whole(x: jax.Array) -> Any:
-        x = as_stored(x, order)
-        return as_leaf(transport.gather_parameters(entry.gather, x, dim, to="varying"), order)
+        return transport.gather_parameters(entry.gather, x, dim, to="varying")
 
     def part_of_sum(x: jax.Array) -> Any:
-        return as_leaf(transport.sum_gradients([entry.reduce], as_stored(x, order), dim), order)
+        return transport.sum_gradients([entry.reduce], x, dim)
 
     @jax.custom_vjp
     def gather(shard: jax.Array, weight: Any) -> jax.Array:

@@ -12,12 +12,6 @@ arrays, one for each kind of state, at the offsets written here. Where one devic
 nothing is packed. Parameters that have a main copy come first, so that the flat array of main
 parameters is shorter than the others and shares their offsets.
 
-[Note: stored leaves]
-Leaves are stored, that is flattened, cut and sent, with their dimensions in the order in which they
-are in memory (``formats``): packing.py brings them from the order of the parameter's dimensions
-into that one and back, which moves nothing where they are laid out so. Shapes and dimensions of
-buckets are those of stored leaves; outside of this folder those of parameters are meant.
-
 Two devices, and the params w (256, 128) and b (3,) in bfloat16, s (128, 128) in float32, of which
 only the first two have main parameters::
 
@@ -44,8 +38,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdistadam.core.formats import Order, Orders, leaf_dims, stored_dims
-
 ALIGNMENT = 128
 """Shards begin at multiples of this many elements: 16-byte vectors of every dtype stay aligned."""
 
@@ -61,7 +53,6 @@ class Leaf:
     tensor_axes: tuple[str, ...] = ()  # mesh axes, besides those of data, over which it is sharded
     is_stacked: bool = False  # its first dimension is scanned, and never scattered
     cuts: tuple[tuple[int, ...], ...] = ()  # for each dimension, which tensor axes cut it
-    order: Order | None = None  # of its dimensions in memory; None: row-major
     is_coded: bool = False  # whether its moments are coded, where any are
     is_rounded: bool = False  # whether its floats are, or uncoded would be, rounded at random
 
@@ -75,36 +66,19 @@ class Leaf:
         """Whether a step depends on which blocks of the whole leaf a device has."""
         return self.is_coded or self.is_rounded
 
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """Its shape with the dimensions in the order in which they are in memory."""
-        return stored_dims(self.shape, self.order)
-
 
 class HeldLeaf(NamedTuple):
     """What a device holds of a parameter between steps, where that is a shard.
 
     Attributes:
       leaf: Its index.
-      dim: The dimension along which it is cut, as stored.
-      shape: Shape of the shard, as stored.
-      order: In which order its dimensions are stored.
+      dim: The dimension along which it is cut.
+      shape: Shape of the shard.
     """
 
     leaf: int
     dim: int
     shape: tuple[int, ...]
-    order: Order | None = None
-
-    @property
-    def param_dim(self) -> int:
-        """The dimension of the parameter along which it is cut."""
-        return self.dim if self.order is None else self.order[self.dim]
-
-    @property
-    def param_shape(self) -> tuple[int, ...]:
-        """Shape of the shard, as a device holds it."""
-        return leaf_dims(self.shape, self.order)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +87,7 @@ class Bucket:
 
     Attributes:
       leaves: Indices of its leaves.
-      dim: Dimension along which its one leaf is scattered, as stored, and so are all shapes here;
-        None: its leaves are packed.
+      dim: Dimension along which its one leaf is scattered; None: its leaves are packed.
       dtype: Dtype of its parameters.
       group: Row of the coefficients.
       shard_shape: Shape of one device's shard, ``(shard_size,)`` if packed.
@@ -128,7 +101,6 @@ class Bucket:
         unless the state is sharded over replica_axes too.
       held: What devices hold of its parameters, if that is shards. If packed, a device's shard of
         the bucket then consists of its shards of the leaves, one behind the other.
-      orders: In which order the dimensions of each leaf are stored; () where all are row-major.
       unit: If packed, its leaves begin at multiples of this many elements; those between are zero.
       is_coded: Whether its moments are coded, where any are.
       moment_offset: Where its shard begins among the codes, or among the moments that are not
@@ -147,7 +119,6 @@ class Bucket:
     num_layers: int | None = None
     inner_shape: tuple[int, ...] = ()
     held: tuple[HeldLeaf, ...] = ()
-    orders: Orders = ()
     unit: int = 1
     is_coded: bool = False
     moment_offset: int = 0
@@ -194,26 +165,6 @@ class Bucket:
         """Index of its one leaf, of a bucket that is not packed."""
         (leaf,) = self.leaves
         return leaf
-
-    @property
-    def leaf_orders(self) -> Orders:
-        """In which order the dimensions of each leaf are stored."""
-        return self.orders or (None,) * len(self.leaves)
-
-    @property
-    def order(self) -> Order | None:
-        """In which order those of its one leaf are, of a bucket that is not packed."""
-        return None if self.is_packed else self.leaf_orders[0]
-
-    @property
-    def param_dim(self) -> int:
-        """The dimension of its one leaf along which that is cut; 0 if it is packed."""
-        return self.cut_dim if self.order is None else self.order[self.cut_dim]
-
-    @property
-    def inner_param_shape(self) -> tuple[int, ...]:
-        """``inner_shape`` with the dimensions in the order of the parameter's."""
-        return leaf_dims(self.inner_shape, self.order)
 
 
 @dataclasses.dataclass(frozen=True)

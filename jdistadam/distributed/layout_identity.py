@@ -86,8 +86,6 @@ def _leaf(leaf: Leaf) -> dict[str, Any]:
     }
     if leaf.group is None:
         entry["frozen"] = True
-    if leaf.order is not None:
-        entry["order"] = list(leaf.order)
     if leaf.is_coded:
         entry["coded"] = True
     if any(leaf.cuts):

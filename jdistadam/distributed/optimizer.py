@@ -45,7 +45,6 @@ def distributed_fused_adamw(
     stacked: Callable[[str], bool] | None = None,
     param_labels: Any = None,
     groups: Mapping[str, Mapping[str, Any]] | None = None,
-    formats: Any = None,
 ) -> DistributedTransformation:
     r"""AdamW for data parallelism, its state sharded over a mesh.
 
@@ -81,7 +80,7 @@ def distributed_fused_adamw(
       eps_root: Added inside the square root.
       weight_decay: Decoupled weight decay, or a schedule.
       mask: Where weight decay applies. A function of params sees the shapes that they have before
-        anything is sharded, and so does one for ``param_labels`` or ``formats``.
+        anything is sharded, and so does one for ``param_labels``.
       nesterov: Whether to use Nesterov momentum.
       mesh: The mesh, e.g. ``jax.make_mesh((8,), ("data",))``.
       shard_axis: The axis of the mesh, or a tuple of axes, the outermost first, over which state
@@ -131,11 +130,6 @@ def distributed_fused_adamw(
       groups: For every label a dict of what differs from the arguments above: ``lr_scale``
         (multiplies the learning rate), ``weight_decay``, ``b1``, ``b2``, or ``frozen=True``: no
         state, nothing communicated, params as they are. It costs no further kernel launch.
-      formats: In which order the dimensions of each parameter are in memory, as
-        ``preferred_formats`` returns it and ``fused_adamw`` takes it; of ``stacked`` leaves the
-        layers first. ``TrainState.create`` and ``train_step`` place params so, and the state is
-        flattened in that order: it is a part of the layout, not of what is exported. None:
-        row-major. See docs/layouts.md.
 
     Returns:
       A ``DistributedTransformation``. Its ``step(grads, state, params)`` takes local gradients,
@@ -190,7 +184,6 @@ def distributed_fused_adamw(
         stacked=stacked,
         param_labels=param_labels,
         groups=groups,
-        formats=formats,
     )
 
 
@@ -219,7 +212,6 @@ def distributed_fused_adam(
     stacked: Callable[[str], bool] | None = None,
     param_labels: Any = None,
     groups: Mapping[str, Mapping[str, Any]] | None = None,
-    formats: Any = None,
 ) -> DistributedTransformation:
     """Adam for data parallelism: ``distributed_fused_adamw`` with the formula of ``fused_adam``.
 
@@ -249,7 +241,6 @@ def distributed_fused_adam(
       stacked: Which leaves are scanned layers.
       param_labels: Labels of the params.
       groups: What differs between labels; ``weight_decay`` in a group is decoupled.
-      formats: In which order the dimensions of each parameter are in memory.
 
     Returns:
       A ``DistributedTransformation``.
@@ -292,7 +283,6 @@ def distributed_fused_adam(
         stacked=stacked,
         param_labels=param_labels,
         groups=groups,
-        formats=formats,
     )
 
 
@@ -317,7 +307,6 @@ def _distributed(
     stacked: Callable[[str], bool] | None,
     param_labels: Any,
     groups: Any,
-    formats: Any,
 ) -> DistributedTransformation:
     """Checks the arguments and joins the pieces."""
     policy = MixedPrecisionPolicy() if policy is None else policy
@@ -336,7 +325,7 @@ def _distributed(
     check_stacked(stacked)
     made_groups = make_groups(hyper, mask, param_labels, groups)
     for group in filter(None, made_groups.hypers.values()):
-        low = policy.low_precision(group.b1, group.b2, formats)
+        low = policy.low_precision(group.b1, group.b2)
         name = "MixedPrecisionPolicy.nu_dtype"
         check_nu_dtype(name, policy.nu_dtype, group.b2, is_random=low.is_random)
     config = DistributedConfig(
@@ -352,6 +341,5 @@ def _distributed(
         given_param_specs=param_specs,
         stacked=stacked,
         communication=choose_communication(communication, parallel, policy),
-        formats=formats,
     )
     return make_distributed(config)

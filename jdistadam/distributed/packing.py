@@ -1,8 +1,4 @@
-"""Between leaves and buckets: packing, unpacking and cutting shards, inside one program.
-
-Here, and nowhere else, leaves get the order of dimensions in which they are stored, and lose it:
-[Note: stored leaves] in layout.py.
-"""
+"""Between leaves and buckets: packing, unpacking and cutting shards, inside one program."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ import numpy as np
 from jax import lax
 
 from jdistadam.core import collectives, trees
-from jdistadam.core.formats import as_leaf, as_stored
 from jdistadam.distributed.layout import Bucket, HeldLeaf, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.kernels import multi_tensor
@@ -29,11 +24,8 @@ def bucket_array(bucket: Bucket, leaves: Sequence[Any], dtype: Any) -> jax.Array
     Of shards of its leaves, as devices hold them, that is the shard of the bucket.
     """
     if not bucket.is_packed:
-        return stored_leaf(bucket, leaves).astype(dtype)
-    members = [
-        as_stored(jnp.asarray(leaves[i]), order)
-        for i, order in zip(bucket.leaves, bucket.leaf_orders, strict=True)
-    ]
+        return leaves[bucket.leaf].astype(dtype)
+    members = [jnp.asarray(leaves[i]) for i in bucket.leaves]
     if bucket.held and any(x.shape != h.shape for x, h in zip(members, bucket.held, strict=True)):
         # As the kernel gets the members of other buckets: [Note: casts that XLA deletes].
         members = lax.optimization_barrier(members)
@@ -47,17 +39,6 @@ def bucket_array(bucket: Bucket, leaves: Sequence[Any], dtype: Any) -> jax.Array
         members = [x.astype(dtype) for x in members]
     offsets = bucket.starts(x.size for x in members)
     return multi_tensor.pack(members, offsets[:-1], offsets[-1] + bucket.padding, dtype)
-
-
-def stored_leaf(bucket: Bucket, leaves: Sequence[Any]) -> Any:
-    """Returns the one leaf of a bucket that is not packed, as it is stored."""
-    return as_stored(leaves[bucket.leaf], bucket.order)
-
-
-def _as_params(bucket: Bucket, stored: Iterable[Any]) -> list[tuple[int, Any]]:
-    """Pairs of leaf index and leaf, of the leaves of a bucket as they are stored."""
-    triples = zip(bucket.leaves, stored, bucket.leaf_orders, strict=True)
-    return [(i, as_leaf(x, order)) for i, x, order in triples]
 
 
 def shard_of(whole: Any, index: Any, num_shards: int, dim: int) -> jax.Array:
@@ -121,21 +102,23 @@ def flat_of(layout: Layout, shards: Sequence[Any], dtype: Any, *, main: bool = F
 def leaves_of_bucket(layout: Layout, bucket: Bucket, whole: Any) -> list[tuple[int, jax.Array]]:
     """Cuts a bucket's whole content into its leaves: pairs of leaf index and array."""
     if not bucket.is_packed:
-        return _as_params(bucket, [whole])
+        return [(bucket.leaf, whole)]
     if bucket.held:
         return _leaves_of_rows(layout, bucket, whole)
-    shapes = [layout.leaves[i].stored_shape for i in bucket.leaves]
+    shapes = [layout.leaves[i].shape for i in bucket.leaves]
     offsets = bucket.starts(layout.leaves[i].size for i in bucket.leaves)
-    return _as_params(bucket, multi_tensor.unpack(whole, shapes, offsets[:-1], whole.dtype))
+    leaves = multi_tensor.unpack(whole, shapes, offsets[:-1], whole.dtype)
+    return list(zip(bucket.leaves, leaves, strict=True))
 
 
 def held_of_shard(bucket: Bucket, shard: jax.Array) -> list[tuple[int, jax.Array]]:
     """Cuts a device's shard of a bucket into what it holds of its leaves: leaf index and array."""
     if not bucket.is_packed:
-        return _as_params(bucket, [shard])
+        return [(bucket.leaf, shard)]
     shapes = [held.shape for held in bucket.held]
     offsets = bucket.starts(map(math.prod, shapes))
-    return _as_params(bucket, multi_tensor.unpack(shard, shapes, offsets[:-1], shard.dtype))
+    leaves = multi_tensor.unpack(shard, shapes, offsets[:-1], shard.dtype)
+    return list(zip(bucket.leaves, leaves, strict=True))
 
 
 def shards_as_rows(whole: jax.Array, held: HeldLeaf) -> jax.Array:
@@ -147,9 +130,9 @@ def shards_as_rows(whole: jax.Array, held: HeldLeaf) -> jax.Array:
 
 def _leaves_of_rows(layout: Layout, bucket: Bucket, whole: Any) -> list[tuple[int, Any]]:
     """The leaves of a bucket that is packed shard by shard; jax or numpy arrays."""
-    shapes = [layout.leaves[held.leaf].stored_shape for held in bucket.held]
+    shapes = [layout.leaves[held.leaf].shape for held in bucket.held]
     rows = whole.reshape(layout.num_shards, -1)
-    return _as_params(bucket, rows_as_leaves(rows, bucket.held, shapes))
+    return list(zip(bucket.leaves, rows_as_leaves(rows, bucket.held, shapes), strict=True))
 
 
 def rows_as_leaves(
@@ -198,5 +181,5 @@ def _leaves_on_host(layout: Layout, bucket: Bucket, whole: np.ndarray) -> list[t
         starts = bucket.starts(sizes)
         pieces = [whole[a : a + size] for a, size in zip(starts, sizes, strict=False)]
         pairs = zip(bucket.leaves, pieces, strict=True)
-        return _as_params(bucket, [x.reshape(layout.leaves[i].stored_shape) for i, x in pairs])
+        return [(i, x.reshape(layout.leaves[i].shape)) for i, x in pairs]
     return leaves_of_bucket(layout, bucket, whole)

@@ -100,7 +100,7 @@ def with_data_axes(layout: Layout, parallel: DataParallel, specs: list[P]) -> li
     specs = list(specs)
     for bucket in layout.buckets:
         for held in bucket.held:
-            specs[held.leaf] = with_axes(specs[held.leaf], held.param_dim, parallel.held_axes)
+            specs[held.leaf] = with_axes(specs[held.leaf], held.dim, parallel.held_axes)
     return specs
 
 

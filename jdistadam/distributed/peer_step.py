@@ -149,7 +149,7 @@ def _spec(
 def _type_of_params(bucket: Bucket, schedule: Schedule, leaves: list[Any]) -> Any:
     """The type of a bucket's new parameters: it says what that of the old ones says."""
     if not bucket.is_packed:
-        return jax.typeof(packing.stored_leaf(bucket, leaves))
+        return jax.typeof(leaves[bucket.leaf])
     size = schedule.layout.whole_size(bucket)
     return native.type_like(leaves[bucket.leaves[0]], (size,), bucket.dtype)
 

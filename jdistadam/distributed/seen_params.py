@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdistadam.core.formats import Order
 from jdistadam.core.types import Params
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.schedule import BucketSchedule, Schedule
@@ -104,7 +103,7 @@ class SeenParams:
         for entry in schedule.buckets:
             for part in entry.bucket.held:
                 i = part.leaf
-                held[i] = jax.ShapeDtypeStruct(part.param_shape, shapes[i].dtype)
+                held[i] = jax.ShapeDtypeStruct(part.shape, shapes[i].dtype)
                 if gathers_once:  # all of it, before it is differentiated
                     continue
                 sharded[i] = entry
@@ -136,7 +135,7 @@ class SeenParams:
             if parts and all(part is not None for part in parts):
                 gathered = tuple(part.layer for part in parts)
                 ways = tuple(
-                    layer and (layer.dim, layer.order, jnp.dtype(layer.schedule.bucket.dtype))
+                    layer and (layer.dim, jnp.dtype(layer.schedule.bucket.dtype))
                     for layer in gathered
                 )
                 self._layers.setdefault(_key(subtree), {})[ways] = gathered
@@ -146,23 +145,17 @@ class LayerLeaf(NamedTuple):
     """How one layer of a stacked leaf is gathered.
 
     Attributes:
-      dim: The dimension of the layer that is scattered, as stored.
-      order: In which order the dimensions of the layer are stored.
+      dim: The dimension of the layer that is scattered.
       schedule: What its bucket sends for each layer.
     """
 
     dim: int
-    order: Order | None
     schedule: BucketSchedule
 
 
 def _layer_leaf(entry: BucketSchedule | None) -> LayerLeaf | None:
     """How a layer of a leaf with this schedule is gathered; None if it is not scattered."""
-    if entry is None:
-        return None
-    order = entry.bucket.order  # begins with that of the layers
-    order = None if order is None else tuple(d - 1 for d in order[1:])
-    return LayerLeaf(entry.bucket.cut_dim - 1, order, entry)
+    return None if entry is None else LayerLeaf(entry.bucket.cut_dim - 1, entry)
 
 
 class _StackedLeaf:

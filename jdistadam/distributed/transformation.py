@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import trees, varying
-from jdistadam.core.formats import with_order
 from jdistadam.core.loss_scale import LossScaleState
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.distributed import model_axes
@@ -118,31 +117,17 @@ class DistributedTransformation(FusedTransformation):
         trees.check_dtypes(params, name="params")
         return global_specs(self.config, self.layout(params), params)
 
-    def param_formats(self, params: Params) -> Any:
-        """Returns where and in which order of dimensions every parameter is.
-
-        For ``jax.device_put``, and for ``out_shardings`` of a jit that returns params: without it
-        results are row-major, whatever ``formats`` says.
+    def param_shardings(self, params: Params) -> Any:
+        """Returns the NamedSharding of every parameter, for ``jax.device_put``.
 
         Args:
           params: Tree of arrays or ``jax.ShapeDtypeStruct`` as they are outside of shard_map.
-
-        Returns:
-          The same tree with the Format of each parameter that is not row-major, and the
-          NamedSharding of the others.
-
-        Example:
-          >>> import jdistadam as jda
-          >>> mesh = jax.make_mesh((1,), ("data",))
-          >>> tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, formats={"w": (1, 0)})
-          >>> tx.param_formats({"w": jnp.zeros((2, 3))})["w"].layout.major_to_minor
-          (1, 0)
         """
-        specs = self.param_specs(params)
-        treedef: Any = jax.tree.structure(specs)
-        places = [NamedSharding(self.config.mesh, spec) for spec in jax.tree.leaves(specs)]
-        orders = [leaf.order for leaf in self.layout(params).leaves]
-        return treedef.unflatten(map(with_order, places, orders))
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.config.mesh, spec),
+            self.param_specs(params),
+            is_leaf=lambda x: isinstance(x, P),
+        )
 
     def data_specs(self, specs: Any) -> Any:
         """Returns what PartitionSpecs say about the axes that carry data alone.
@@ -281,8 +266,8 @@ def make_distributed(config: DistributedConfig) -> DistributedTransformation:
             return model_axes.init(config, seen, specs=tx.specs, params=params)
         trees.refuse_shapes(params, name="params")
         specs = tx.param_specs(params)
-        placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-        params = jax.device_put(params, placed)
+        placed = tx.param_shardings(params)
+        params = jax.device_put(compat.row_major(params), placed)
         local = compat.shard_map(
             lambda p: init_local(config, seen.schedule(p, may_be_widened=False).layout, p),
             mesh=mesh,

@@ -198,7 +198,7 @@ def _keep_shards(
         if bucket.has_main and bucket.is_packed:
             shards[i] = jnp.where(is_kept, old_packed[i], shards[i])
         elif bucket.has_main:
-            shape = packing.stored_leaf(bucket, params).shape
+            shape = params[bucket.leaf].shape
             axes = packing.axes_left_to_cut(config.parallel, bucket, shape)
             calls.setdefault((axes, bucket.dtype), []).append(i)
     for (axes, _), indices in calls.items():
@@ -209,7 +209,7 @@ def _keep_shards(
             parts=config.parallel.size(axes),
             dims=[bucket.cut_dim for bucket in buckets],
             shards=[shards[i] for i in indices],
-            wholes=[packing.stored_leaf(bucket, params) for bucket in buckets],
+            wholes=[params[bucket.leaf] for bucket in buckets],
         )
         for i, shard in zip(indices, kept, strict=True):
             shards[i] = shard

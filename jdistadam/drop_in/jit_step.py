@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 
-from jdistadam.core.formats import formats_of, is_row_major
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import PolicyError
@@ -22,36 +20,17 @@ class JittedStep:
         ) -> tuple[Params, OptState]:
             return tx.step(grads, opt_state, params, **extra_args)
 
-        self._jit = functools.partial(
-            jax.jit, in_order_of_results, donate_argnums=(0, 1), **jit_options
-        )
-        self._jitted = self._jit()
-        self._programs: dict[Any, Any] = {}  # by the structure of params and state
-        self._says_where = "out_shardings" in jit_options
-
-    def _program(self, params: Params, opt_state: OptState) -> Any:
-        """The jitted step, whose results have the Formats of what they replace.
-
-        These are looked at in the first call with a tree: afterwards params and state are what the
-        program returned.
-        """
-        given = (params, opt_state)
-        treedef = jax.tree.structure(given)
-        if treedef not in self._programs:
-            is_plain = self._says_where or is_row_major(given)
-            new = self._jitted if is_plain else self._jit(out_shardings=formats_of(given))
-            self._programs[treedef] = new
-        return self._programs[treedef]
+        self._jitted = jax.jit(in_order_of_results, donate_argnums=(0, 1), **jit_options)
 
     def __call__(
         self, grads: Grads, opt_state: OptState, params: Params, **extra_args: Any
     ) -> tuple[Params, OptState]:
         """Takes one step; ``opt_state`` and ``params`` are donated."""
-        return self._program(params, opt_state)(params, opt_state, grads, extra_args)
+        return self._jitted(params, opt_state, grads, extra_args)
 
     def lower(self, grads: Any, opt_state: Any, params: Any, **extra_args: Any) -> Any:
         """Lowers for arrays or shapes, as ``jax.jit(f).lower``."""
-        return self._program(params, opt_state).lower(params, opt_state, grads, extra_args)
+        return self._jitted.lower(params, opt_state, grads, extra_args)
 
 
 def jit_step(tx: FusedTransformation, **jit_options: Any) -> JittedStep:
@@ -61,9 +40,6 @@ def jit_step(tx: FusedTransformation, **jit_options: Any) -> JittedStep:
     ``(grads, opt_state, params)`` and returns ``(params, opt_state)``: jitted as it is, with
     ``donate_argnums=(1, 2)``, new parameters are written over old moments, and every array is
     copied first. Here the arrays are handed over in the order of the results, and none is.
-
-    Where params or state are not row-major, results are laid out as the arrays of the first call,
-    which ``formats`` of the optimizer should say, too.
 
     Within a larger jitted function it is enough to take ``(params, opt_state, ...)`` in this order.
 

@@ -1,4 +1,4 @@
-"""The state of a drop-in before its first step, and where its arrays are."""
+"""The state of a drop-in before its first step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 from jdistadam.core import trees
-from jdistadam.core.formats import Orders, placed_in_order
 from jdistadam.core.low_precision import LowPrecision
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.types import OptState, Params
@@ -40,27 +39,6 @@ def new_state(
     wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if is_kept_for(x) else x, params)
     inner = optax_state(wide)
     return low_precision.with_key(low, MainParamsState(new_main_params(main_kind, params), inner))
-
-
-def in_order(tree: Any, orders: Orders) -> Any:
-    """A tree with one array for each leaf of params, in their orders, unless it is traced."""
-    if not orders:
-        return tree
-    treedef: Any = jax.tree.structure(tree)
-    return treedef.unflatten(placed_in_order(jax.tree.leaves(tree), orders))
-
-
-def state_in_order(state: Any, main_kind: MainParams, orders: Orders) -> Any:
-    """The same state, its arrays in the orders of their leaves, unless they are traced."""
-    if not orders:
-        return state
-    if main_kind.is_kept:
-        treedef: Any = jax.tree.structure(state.inner[0].mu)
-        mains = treedef.flatten_up_to(state.main_params)
-        inner = state_in_order(state.inner, MainParams.NONE, orders)
-        return MainParamsState(treedef.unflatten(placed_in_order(mains, orders)), inner)
-    mu, nu = (in_order(x, orders) for x in state[0][1:])
-    return (state[0]._replace(mu=mu, nu=nu), *state[1:])
 
 
 def _beside(params: Any, state: Any) -> Any:

@@ -13,7 +13,6 @@ import optax
 from jdistadam.core import trees
 from jdistadam.core.arguments import shown
 from jdistadam.core.dtypes import float_dtype
-from jdistadam.core.formats import leaf_orders
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
 from jdistadam.core.low_precision import MOMENT_NAMES, LowPrecision, parse, without_codes
 from jdistadam.core.main_params import MainParams
@@ -21,7 +20,7 @@ from jdistadam.core.masks import decay_groups
 from jdistadam.core.precision import check_nu_dtype
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
-from jdistadam.drop_in.new_state import in_order, new_state, state_in_order
+from jdistadam.drop_in.new_state import new_state
 from jdistadam.drop_in.step import tree_step
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import PolicyError
@@ -68,7 +67,6 @@ def fused_adamw(
     rounding: str = "nearest",
     seed: int | None = None,
     float32_moments: Callable[[str], bool] | None = None,
-    formats: Any = None,
 ) -> FusedTransformation:
     r"""AdamW in one fused kernel: a drop-in for ``optax.adamw`` with optax's state.
 
@@ -137,12 +135,6 @@ def fused_adamw(
       float32_moments: A function of a leaf's path, such as "['block']['w']": where it is true,
         moments stay float32 instead of codes. Where it is true for no leaf ``init`` raises
         TreeError. None: only leaves of less than 4096 elements have float32 moments.
-      formats: In which order the dimensions of each leaf are in memory, of params, gradients and
-        moments alike, as ``preferred_formats`` returns it: Formats, Layouts or tuples of dimensions
-        from major to minor, in a tree like params, a prefix of it, or a function of params.
-        ``init`` places the state so. A traced array does not say how it is laid out: where it is
-        in another order, XLA transposes it, and the numbers are the same. None: row-major. See
-        docs/layouts.md.
 
     Returns:
       A ``FusedTransformation``: ``init``, ``update`` as in optax, and ``step``. Parameters,
@@ -207,7 +199,6 @@ def fused_adamw(
         rounding=rounding,
         seed=seed,
         float32_moments=float32_moments,
-        formats=formats,
         b1=b1,
         b2=b2,
     )
@@ -218,7 +209,6 @@ def fused_adamw(
         mask=mask,
         nu_dtype=nu_dtype,
         main_params_dtype=main_params_dtype,
-        formats=formats,
         needs_params=True,
     )
 
@@ -240,7 +230,6 @@ def fused_adam(
     rounding: str = "nearest",
     seed: int | None = None,
     float32_moments: Callable[[str], bool] | None = None,
-    formats: Any = None,
 ) -> FusedTransformation:
     r"""Adam in one fused kernel: a drop-in for ``optax.adam`` with optax's state.
 
@@ -253,7 +242,7 @@ def fused_adam(
     with :math:`\ell` = ``l2``, which is L2 regularisation as in the original paper.
 
     Args:
-      learning_rate: As in ``fused_adamw``, and so are the next five.
+      learning_rate: As in ``fused_adamw``, and so are the next four.
       b1: Decay rate of the first moment.
       b2: Decay rate of the second moment.
       eps: Added outside the square root.
@@ -262,12 +251,11 @@ def fused_adam(
       nesterov: Whether to use Nesterov momentum.
       l2: :math:`\ell`, >= 0.
       nu_dtype: Dtype in which the second moment is stored, as in ``fused_adamw``.
-      main_params_dtype: As in ``fused_adamw``, and so are the next five.
+      main_params_dtype: As in ``fused_adamw``, and so are the next four.
       bias_correction: Whether to divide by :math:`c_1` and :math:`c_2`.
       rounding: "nearest" or "stochastic".
       seed: The seed of "stochastic".
       float32_moments: Which leaves keep float32 moments beside coded ones.
-      formats: In which order the dimensions of each leaf are in memory.
 
     Returns:
       A ``FusedTransformation``. ``update`` needs params only where l2 or main parameters do.
@@ -313,7 +301,6 @@ def fused_adam(
         rounding=rounding,
         seed=seed,
         float32_moments=float32_moments,
-        formats=formats,
         b1=b1,
         b2=b2,
     )
@@ -324,7 +311,6 @@ def fused_adam(
         mask=None,
         nu_dtype=nu_dtype,
         main_params_dtype=main_params_dtype,
-        formats=formats,
         needs_params=isinstance(l2, jax.Array) or l2 != 0,
     )
 
@@ -337,7 +323,6 @@ def _fused(
     mask: Any,
     nu_dtype: Any,
     main_params_dtype: Any,
-    formats: Any,
     needs_params: bool,
 ) -> FusedTransformation:
     """Joins the pieces. ``like_optax`` makes the state."""
@@ -350,23 +335,22 @@ def _fused(
         trees.check_numbers(params, name="params")
         trees.check_memory(params=params)
         decay_groups(mask, params)  # a mask that does not fit should not wait for the first step
-        orders = leaf_orders(formats, params)
-        state = new_state(like_optax, params, low, nu_dtype=nu_dtype, main_kind=main_kind)
-        return state_in_order(state, main_kind, orders)
+        return new_state(like_optax, params, low, nu_dtype=nu_dtype, main_kind=main_kind)
 
     def run(mode: str, grads: Grads, state: OptState, params: Params) -> tuple[Any, OptState]:
         if params is None and (needs_params or mode == "step"):
             raise ValueError(optax._src.base.NO_PARAMS_MSG)  # optax has no public name for it
-        like = grads if params is None else params
-        groups, orders = decay_groups(mask, like), leaf_orders(formats, like)
+        groups = decay_groups(mask, grads if params is None else params)
         static = dict(known=known, groups=groups, nu_dtype=nu_dtype, main_kind=main_kind, low=low)
         try:
-            new = tree_step(grads, state, params, operands, mode=mode, orders=orders, **static)
+            new: tuple[Any, OptState] = tree_step(
+                grads, state, params, operands, mode=mode, **static
+            )
+            return new
         except TypeError:  # of jit, which names a leaf that is no array by its place in a call
             for name, tree in (("grads", grads), ("opt_state", state), ("params", params)):
                 trees.check_numbers(tree, name=name)
             raise
-        return in_order(new[0], orders), state_in_order(new[1], main_kind, orders)
 
     def update(
         grads: Grads, state: OptState, params: Params = None, **extra_args: Any

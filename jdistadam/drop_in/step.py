@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import optax
 
 from jdistadam.core import boxes, trees
-from jdistadam.core.formats import Orders
 from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.core.low_precision import LowPrecision
 from jdistadam.core.main_params import MainParams
@@ -54,7 +53,7 @@ class TreeLeaf(NamedTuple):
 # function for all optimizers: inject_hyperparams makes a new one at each eager call.
 @functools.partial(
     jax.jit,
-    static_argnames=("mode", "known", "groups", "nu_dtype", "main_kind", "low", "orders"),
+    static_argnames=("mode", "known", "groups", "nu_dtype", "main_kind", "low"),
 )
 def tree_step(
     grads: Grads,
@@ -68,7 +67,6 @@ def tree_step(
     nu_dtype: Any,
     main_kind: MainParams,
     low: LowPrecision,
-    orders: Orders = (),
 ) -> tuple[Any, OptState]:
     """Steps every leaf and advances the counts of the state.
 
@@ -83,7 +81,6 @@ def tree_step(
       nu_dtype: Dtype of the second moment.
       main_kind: What is kept of main parameters. If anything is, state is a MainParamsState.
       low: Which moments are coded, and how to round. At random: state is a RoundingState.
-      orders: In which order the dimensions of each leaf are in memory; () where all are row-major.
 
     Returns:
       (new params or updates, new state).
@@ -110,7 +107,7 @@ def tree_step(
         _check_compact(trees.paths(params, "params"), leaves, low.is_random, mode)
     count = adam_state.count
     hyper = _at_own_counts(hyper, inner[1:])
-    new = step_leaves(leaves, groups, mode=mode, hyper=hyper, count=count, key=key, orders=orders)
+    new = step_leaves(leaves, groups, mode=mode, hyper=hyper, count=count, key=key)
     updates, new_state = _new_trees(params, new, count, other_states=inner[1:], main_kind=main_kind)
     return updates, new_state if key is None else RoundingState(key, new_state)
 
@@ -196,7 +193,6 @@ def step_leaves(
     hyper: Hyperparameters,
     count: jax.Array,
     key: Any = None,
-    orders: Orders = (),
 ) -> list[TreeLeaf]:
     """One kernel call for each mix of dtypes: usually one. With a key it rounds at random.
 
@@ -221,9 +217,7 @@ def step_leaves(
         if _is_left_to_optax(dtypes):
             results = _call_optax(call_leaves, call_groups, mode=mode, hyper=hyper, count=count)
         else:
-            call_orders = tuple(orders[i] for i in indices) if orders else ()
-            call_orders = call_orders if any(call_orders) else ()
-            spec = Spec(mode, call_groups, hyper.nesterov, orders=call_orders)
+            spec = Spec(mode, call_groups, hyper.nesterov)
             run = functools.partial(_run, scalars)
             if _is_compact(dtypes, mode=mode, is_random=key is not None):
                 rounded = Rounding(jnp.zeros(2, jnp.uint32) if key is None else key, count)

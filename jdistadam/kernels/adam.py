@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import varying
-from jdistadam.core.formats import Order, Orders
 from jdistadam.core.main_params import MainParams
 from jdistadam.kernels import coefficients, native, reference
 
@@ -61,9 +60,6 @@ class Spec:
       offsets: Where each leaf begins in the flat arrays, in elements.
       contributions: How many gradients each array of grads holds, stacked in a first dimension (if
         flat, behind each other). They are added pairwise in float32, then used as one.
-      orders: For each leaf, the order in memory of the dimensions of all its arrays, without those
-        of members; None: row-major. () where all are, and where anything is flat or stacked:
-        [Note: orders of dimensions].
     """
 
     mode: str
@@ -74,7 +70,6 @@ class Spec:
     sizes: tuple[int, ...] = ()
     offsets: tuple[int, ...] = ()
     contributions: int = 1
-    orders: Orders = ()
 
 
 class Operands(NamedTuple):
@@ -131,29 +126,9 @@ def _adam_native(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
         "jdistadam_adam",
         jax.tree.leaves(results),
         input_output_aliases={first_aliased + i: i for i in range(num_aliased)},
-        **_layouts(spec, scalars, operands, results),
     )
     outputs = call(*scalars, *jax.tree.leaves(operands), **_attributes(spec))
     return jax.tree.unflatten(jax.tree.structure(results), outputs)
-
-
-def _layouts(spec: Spec, scalars: Scalars, operands: Operands, results: Results) -> dict[str, Any]:
-    """How the call wants its arrays in memory; nothing where all are row-major."""
-    if not spec.orders:
-        return {}
-    members = member_dims(scalars)
-
-    def of(arrays: Sequence[Any]) -> list[Order]:
-        return [
-            (*range(members), *(members + d for d in order or range(x.ndim - members)))
-            for x, order in zip(arrays, spec.orders, strict=True)
-        ]
-
-    row_major = [tuple(range(x.ndim)) for x in scalars]
-    return {
-        "input_layouts": row_major + [x for arrays in operands if arrays for x in of(arrays)],
-        "output_layouts": [x for arrays in results if arrays for x in of(arrays)],
-    }
 
 
 def graph_nodes(x: Any) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jdistadam import compat
 from jdistadam.core import collectives, trees
 from jdistadam.distributed.param_specs import axes_of
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
@@ -63,7 +64,7 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
             return collectives.constrain(x, sharding)
         if jax.process_count() > 1:
             return jax.make_array_from_process_local_data(sharding, np.asarray(x))
-        return jax.device_put(x, sharding)
+        return jax.device_put(compat.row_major(x), sharding)
 
     given: list[Any] = jax.tree.leaves(batch)
     paths = trees.paths(batch, "batch")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
@@ -226,11 +226,7 @@ def _as_after(steps: int, tx: DistributedTransformation, params: Params) -> Para
     if steps == 0 or tx.config.policy.param_comm_dtype is None:
         return params
     schedule = tx.seen.schedule_of_whole(tx.config.tensor_local(params))
-    placed = jax.tree.map(  # where there are no formats, with the sharding spelled as it is
-        lambda x, wanted: x.sharding if isinstance(wanted, Sharding) else wanted,
-        params,
-        tx.param_formats(params),
-    )
+    placed = jax.tree.map(lambda x: x.sharding, params)
     return jax.jit(functools.partial(as_they_arrive, schedule), out_shardings=placed)(params)
 
 

@@ -1,17 +1,16 @@
-"""Arrays brought to where they are to be, and into the order of dimensions asked for."""
+"""Arrays brought to where they are to be."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Format
 
+from jdistadam import compat
 from jdistadam.core import trees
-from jdistadam.core.formats import order_of, with_order
-from jdistadam.core.types import Params
 
 
 def copy_to(tree: Any, sharding: Any) -> Any:
@@ -27,13 +26,12 @@ def copy_to(tree: Any, sharding: Any) -> Any:
     kinds = [jax.random.key_impl(x) if trees.is_key(x) else None for x in leaves]
     words = [jax.random.key_data(x) if trees.is_key(x) else x for x in leaves]
 
-    placed = jax.device_put(treedef.unflatten(words), sharding)
-    in_order = any(isinstance(x, Format) for x in jax.tree.leaves(sharding))
-    program = jax.jit(_copy, static_argnums=1, out_shardings=sharding) if in_order else _copies
-    return program(placed, tuple(kinds))
+    placed = jax.device_put(compat.row_major(treedef.unflatten(words)), sharding)
+    return _copies(placed, tuple(kinds))
 
 
-def _copy(tree: Any, kinds: tuple[Any, ...]) -> Any:
+@functools.partial(jax.jit, static_argnums=1)
+def _copies(tree: Any, kinds: tuple[Any, ...]) -> Any:
     """Copies of arrays; random keys of those of which ``kinds`` has one."""
 
     def one(x: Any, kind: Any) -> Any:
@@ -44,33 +42,17 @@ def _copy(tree: Any, kinds: tuple[Any, ...]) -> Any:
     return treedef.unflatten(map(one, jax.tree.leaves(tree), kinds))
 
 
-_copies = jax.jit(_copy, static_argnums=1)
-
-
-def put_in_order(params: Params, placement: Any) -> Any:
-    """Returns params with those that are to have another Format brought to it."""
-
-    def put(x: Any, place: Any) -> Any:
-        is_there = not isinstance(place, Format) or is_at(x, place)
-        return x if is_there else jax.device_put(x, place)
-
-    return jax.tree.map(put, params, placement)
-
-
 def is_at(x: Any, place: Any, *, exactly: bool = True) -> bool:
-    """Whether an array is where it should be, and in which order of dimensions.
+    """Whether an array is where it should be.
 
     Args:
       x: The array.
-      place: A sharding, or a Format.
+      place: A sharding.
       exactly: Whether its sharding is also spelled so: P(None) places an array as P() does, and on
         one device P("data") too, which on Explicit axes is another type.
     """
     if not isinstance(x, jax.Array):
         return False
-    if isinstance(place, Format):
-        order = getattr(place.layout, "major_to_minor", None)
-        return order_of(x) == order and is_at(x, place.sharding, exactly=exactly)
     if exactly or x.sharding == place:
         return bool(x.sharding == place)
     is_typed = jax.sharding.AxisType.Explicit in place.mesh.axis_types
@@ -131,7 +113,7 @@ def apart(tree: Any, others: Iterable[Any] = (), returned: Iterable[Any] = ()) -
             twice.append(i)
         seen.add(memory)
     for i in twice:
-        leaves[i] = copy_to(leaves[i], with_order(leaves[i].sharding, order_of(leaves[i])))
+        leaves[i] = copy_to(leaves[i], leaves[i].sharding)
     return jax.tree.unflatten(jax.tree.structure(tree), leaves) if twice else tree
 
 

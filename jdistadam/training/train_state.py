@@ -24,7 +24,7 @@ from jdistadam.distributed.state import find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import LayoutError, TreeError
 from jdistadam.training.agreement import agree
-from jdistadam.training.placement import brought, copy_to, put_in_order
+from jdistadam.training.placement import brought, copy_to
 from jdistadam.training.train_state_checks import check_created
 
 
@@ -145,10 +145,9 @@ class TrainState:
         # Placed as the ones that are trained: tx takes note of the dtypes that it sees.
         trained = jax.tree.map(lambda x, t: jax.ShapeDtypeStruct(x.shape, t), params, dtypes)
         agree(tx.config, trained)
-        placement = tx.param_formats(trained)
-        params = copy_to(params, placement)
+        params = copy_to(params, tx.param_shardings(trained))
         model_state, rng = copy_to((model_state, rng), replicated)
-        rounded = put_in_order(_rounded(tx.config.policy, params, dtypes), placement)
+        rounded = _rounded(tx.config.policy, params, dtypes)
         opt_state = jax.tree.map(  # what a chain keeps besides may be the caller's too
             lambda part: part if is_distributed_state(part) else copy_to(part, replicated),
             tx.init(rounded),
@@ -198,9 +197,9 @@ class TrainState:
             is_leaf=lambda x: isinstance(x, P),
         )
         params = jax.tree.map(
-            lambda x, format: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=format),
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
             params,
-            tx.param_formats(params),
+            tx.param_shardings(params),
         )
         return cls(params, opt_state)
 
@@ -270,7 +269,7 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
             expected="the paths, shapes and dtypes of the params that the state was made for",
             action="Cast them, or make a new state with TrainState.create.",
         )
-    params = copy_to(state.params, tx.param_formats(state.params))
+    params = copy_to(state.params, tx.param_shardings(state.params))
     specs = tx.param_specs(params)
     opt_state = with_main_params(config, layout, specs, state.opt_state, params)
     return remember_params(dataclasses.replace(state, params=params, opt_state=opt_state))
@@ -334,7 +333,7 @@ def placed(state: TrainState, tx: DistributedTransformation) -> TrainState:
     """
     specs = TrainState(P(), tx.state_specs(), P(), P())
     wanted: list[Any] = [NamedSharding(tx.config.mesh, spec) for spec in _leaf_specs(specs, state)]
-    of_params = jax.tree.leaves(tx.param_formats(state.params))
+    of_params = jax.tree.leaves(tx.param_shardings(state.params))
     wanted[: len(of_params)] = of_params  # the first field
     new: TrainState = brought(state, wanted)
     return new

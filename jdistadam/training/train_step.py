@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, check_flag
-from jdistadam.core.types import Params
 from jdistadam.distributed.checks import check_alive
 from jdistadam.distributed.state import DistributedState, find_state, map_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
@@ -57,14 +56,13 @@ class TrainStep:
     """
 
     def __init__(self, program: StepProgram, compiler_options: dict[str, Any]) -> None:
-        self._jit = functools.partial(
+        jit = functools.partial(
             jax.jit, donate_argnums=0, compiler_options=compiler_options or None
         )
         # Inside of a caller's program nothing can be looked at: there it checks the layout itself.
         self._step = functools.partial(program, is_verified=False)
-        self._verified_step = flattened(functools.partial(program, is_verified=True))
-        self._jitted_checking, self._jitted = map(self._jit, (self._step, self._verified_step))
-        self._programs: dict[Any, Any] = {}  # with formats: by the structure of params
+        self._jitted_checking = jit(self._step)
+        self._jitted = jit(flattened(functools.partial(program, is_verified=True)))
         self._check = StateCheck(program.tx)
         self._types: set[Any] = set()  # of the arrays of states: of another one no batch is a part
         self._batch_sharding = NamedSharding(program.tx.config.mesh, program.batch_spec)
@@ -113,8 +111,7 @@ class TrainStep:
             self._types.update(map(type_of, jax.tree.leaves(state)))
             leaves = jax.tree.leaves(state.params)
         batch = self._apart(batch, state)
-        run = self._program(state.params, Leaves(leaves, treedef), is_verified=True)
-        new, metrics = run(_without_identity(state, Leaves(leaves, treedef)), batch)
+        new, metrics = self._jitted(_without_identity(state, Leaves(leaves, treedef)), batch)
         leaves = new.params.leaves
         opt_state = map_state(self._with_identity, new.opt_state)
         params = jax.tree.unflatten(treedef, leaves)
@@ -165,23 +162,9 @@ class TrainStep:
         if not any(shapes):
             batch = shard_batch(batch, self.tx, self.options.batch_spec)
         if not is_verified:
-            run = self._program(state.params, state.params, is_verified=False)
-            return run.lower(state, batch)
+            return self._jitted_checking.lower(state, batch)
         params = Leaves(*jax.tree.flatten(state.params))
-        run = self._program(state.params, params, is_verified=True)
-        return run.lower(_without_identity(state, params), batch)
-
-    def _program(self, params: Params, argument: Any, *, is_verified: bool) -> Any:
-        """The jitted step; params, which it is given as ``argument``, keep their Formats."""
-        if self.tx.config.formats is None:
-            return self._jitted if is_verified else self._jitted_checking
-        key = is_verified, jax.tree.structure(params)
-        if key not in self._programs:
-            formats = jax.tree.leaves(self.tx.param_formats(params))
-            placed = jax.tree.unflatten(jax.tree.structure(argument), formats)
-            step = self._verified_step if is_verified else self._step
-            self._programs[key] = self._jit(step, out_shardings=(TrainState(placed, None), None))
-        return self._programs[key]
+        return self._jitted.lower(_without_identity(state, params), batch)
 
 
 def _without_identity(state: TrainState, params: Leaves) -> TrainState:

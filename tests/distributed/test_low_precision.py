@@ -520,8 +520,6 @@ def test_what_is_not_supported_raises():
         given = dict(param_labels=lambda p: {"w": "slow"}, groups={"slow": of_slow, "fast": {}})
         with pytest.raises(jda.PolicyError, match=f"{moment}_dtype: .* cannot follow at this b"):
             make(1e-3, b1=0.8, b2=0.88, policy=coded, **given)
-    with pytest.raises(jda.PolicyError, match='"block8" or "block16" moments or stochastic'):
-        make(1e-3, policy=random, formats={"w": (1, 0)})
     with pytest.raises(jda.PolicyError, match="over peer memory is not supported"):
         make(1e-3, policy=random, communication="peer")
     wrong = {"rounding": "up", "seed": 3, "float32_moments": lambda path: True}

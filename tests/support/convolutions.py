@@ -1,7 +1,4 @@
-"""A small convolutional net, its kernels laid out as GPUs want them, and what a program moves."""
-
-import math
-import re
+"""A small convolutional net, its kernels laid out as GPUs want them."""
 
 import jax
 import jax.numpy as jnp
@@ -50,10 +47,3 @@ def in_order(tree, orders):
 
 def orders_in(tree):
     return jax.tree.map(lambda x: x.format.layout.major_to_minor, tree)
-
-
-def moved(text, shapes=SHAPES):
-    """The transposes and copies of arrays as large as a kernel of a convolution, in a program."""
-    sizes = {math.prod(s) for s in shapes.values() if len(s) == 4}
-    found = re.findall(r"= \w+\[([\d,]+)\]\S* (copy|copy-start|transpose)\(", text)
-    return [op for dims, op in found if math.prod(map(int, dims.split(","))) in sizes]

@@ -113,6 +113,8 @@ SAVED = (
     "groups",
     "skips",
 )
+# Checkpoints of arguments that are no more, by the case that has the same bits.
+GONE = {"formats": "optim_grads_params", "params_at_rest": "optim_grads"}
 
 
 def params_of(dtype):
@@ -205,8 +207,13 @@ def found_digest(name):
     return digest(*result) if CASES[name]["mesh"] is None else digest_of(*result)
 
 
+def checkpoints():
+    """The files of checkpoints, and the case whose bits each has."""
+    return {checkpoint(name): name for name in SAVED} | {checkpoint(x): y for x, y in GONE.items()}
+
+
 def checkpoint(name):
-    """The file of a case's checkpoint."""
+    """The file of a checkpoint."""
     return FOLDER / f"{name.replace(', ', '_').replace(' ', '_')}.zip"
 
 
