@@ -7,7 +7,6 @@
 #include "ffi_adam.h"
 #include "ffi_compact.h"
 #include "ffi_graph_node.h"
-#include "ffi_keep.h"
 #include "ffi_norm.h"
 #include "ffi_peer_meeting.h"
 #include "ffi_sum.h"
@@ -38,11 +37,6 @@ static ffi::Error Run(ffi::ThreadPool& pool, const NormCall& call) {
 
 static ffi::Error Run(ffi::ThreadPool& pool, const SumCall& call) {
   SumCpu(call, ThreadsOf(pool));
-  return ffi::Error::Success();
-}
-
-static ffi::Error Run(ffi::ThreadPool&, const KeepCall& call) {
-  KeepCpu(call);
   return ffi::Error::Success();
 }
 
@@ -96,7 +90,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCompact_cpu, CompactHandler<Pool>,
                               CompactBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cpu, NormHandler<Pool>, NormBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cpu, SumHandler<Pool>, SumBinding().Ctx<Pool>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamKeep_cpu, KeepHandler<Pool>, KeepBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cpu, PeerSumHandler<Pool>,
                               PeerSumBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerStep_cpu, PeerStepHandler<Pool>,

@@ -5,7 +5,6 @@
 #include "ffi_adam.h"
 #include "ffi_compact.h"
 #include "ffi_graph_node.h"
-#include "ffi_keep.h"
 #include "ffi_norm.h"
 #include "ffi_peer_meeting.h"
 #include "ffi_sum.h"
@@ -35,10 +34,6 @@ static ffi::Error Run(cudaStream_t stream, const NormCall& call) {
 
 static ffi::Error Run(cudaStream_t stream, const SumCall& call) {
   return LaunchError(SumCuda(call, stream));
-}
-
-static ffi::Error Run(cudaStream_t stream, const KeepCall& call) {
-  return LaunchError(KeepCuda(call, stream));
 }
 
 namespace {
@@ -204,8 +199,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cuda, NormHandler<cudaStream_t>,
                               NormBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cuda, SumHandler<cudaStream_t>,
                               SumBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamKeep_cuda, KeepHandler<cudaStream_t>,
-                              KeepBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JdistadamGraphNode_cuda, GraphNodeHandler,
     ffi::Ffi::Bind().Ctx<Stream>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),

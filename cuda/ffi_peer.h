@@ -7,12 +7,10 @@
 //             u32[number of tiles, 2].
 // peer_step
 //   operands  norm_scale f32[], coefficients f32[groups, kNumCoefficients], inv_scale f32[],
-//             found_inf pred[], is_kept pred[]; the gradients (or the sums, with `summed`), one
-//             array per leaf; what was received; main, mu, nu, one flat array each; with `in_place`
-//             the whole old parameters, one array per leaf, which stay with is_kept.
-//   results   the whole new parameters, one array per leaf, aliased with the old ones if they are
-//             operands; main, mu, nu, aliased with their operands; without `summed` the three
-//             results of the norm, as above.
+//             found_inf pred[]; the gradients (or the sums, with `summed`), one array per leaf;
+//             what was received; main, mu, nu, one flat array each.
+//   results   the whole new parameters, one array per leaf; main, mu, nu, aliased with their
+//             operands; without `summed` the three results of the norm, as above.
 // devices     local numbers of the devices that meet, in the order of the shards.
 // site        differs between the calls of a program.
 // limit_seconds   how long to wait for a device.
@@ -42,7 +40,7 @@ struct PeerAttributes {  // in the order of their decoding below
   // A sum has no more.
   ffi::Span<const int64_t> offsets = {};
   ffi::Span<const int32_t> groups = {};
-  bool nesterov = false, summed = false, in_place = false;
+  bool nesterov = false, summed = false;
   bool is_step = false;  // which call it is
 
   PeerWork work() const {
@@ -73,7 +71,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<Span<const int64_t>>("sizes"), StructMember<Span<const int64_t>>("runs"),
     StructMember<Span<const int32_t>>("received"), StructMember<Span<const int64_t>>("offsets"),
     StructMember<Span<const int32_t>>("groups"), StructMember<bool>("nesterov"),
-    StructMember<bool>("summed"), StructMember<bool>("in_place"));
+    StructMember<bool>("summed"));
 
 namespace jdistadam {
 
@@ -202,19 +200,6 @@ inline ffi::Error ReadState(const PeerAttributes& a, const ffi::RemainingArgs& a
                   [&](size_t i, char* data) { call->leaves[i].nu = data; });
 }
 
-// Compares the old parameters with the results that are aliased with them.
-inline ffi::Error CheckInPlace(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                               size_t first, size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    const auto in = GetBuffer(args, first + i), out = GetBuffer(rets, i);
-    if (!in || !out) return Invalid("old params: too few arrays");
-    if (in->element_type() != out->element_type() || in->element_count() != out->element_count() ||
-        (in->element_count() > 0 && in->untyped_data() != out->untyped_data()))
-      return Invalid("old params: a result is not aliased with its operand");
-  }
-  return ffi::Error::Success();
-}
-
 inline ffi::Error BuildPeerCall(const PeerAttributes& a, const ffi::RemainingArgs& args,
                                 const ffi::RemainingRets& rets, PeerCall* call) {
   JDISTADAM_RETURN_IF_ERROR(CheckPeerAttributes(a));
@@ -263,9 +248,7 @@ inline ffi::Error BuildPeerCall(const PeerAttributes& a, const ffi::RemainingArg
   }
   if (a.is_step) {
     JDISTADAM_RETURN_IF_ERROR(ReadState(a, args, rets, num_grads, call));
-    const size_t num_old = a.in_place ? count : 0;
-    JDISTADAM_RETURN_IF_ERROR(CheckInPlace(args, rets, num_grads + 3, num_old));
-    if (args.size() != num_grads + 3 + num_old) return Invalid("too many operands");
+    if (args.size() != num_grads + 3) return Invalid("too many operands");
     void* skipped;
     for (int k = 0; k < 3; ++k) {  // which ReadState has looked at
       Dtype dtype;
@@ -282,7 +265,7 @@ inline ffi::Error BuildPeerCall(const PeerAttributes& a, const ffi::RemainingArg
 
 // Sets the scalars of a step.
 inline ffi::Error SetScalars(ffi::Buffer<ffi::F32, 2> coefficients, FloatScalar inv_scale,
-                             BoolScalar found_inf, BoolScalar is_kept, PeerCall* call) {
+                             BoolScalar found_inf, PeerCall* call) {
   const auto dims = coefficients.dimensions();
   if (dims[1] != kNumCoefficients)
     return Invalid("coefficients need " + std::to_string(kNumCoefficients) + " columns");
@@ -293,7 +276,6 @@ inline ffi::Error SetScalars(ffi::Buffer<ffi::F32, 2> coefficients, FloatScalar 
   call->coefficients = coefficients.typed_data();
   call->inv_scale = inv_scale.typed_data();
   call->found_inf = found_inf.typed_data();
-  call->is_kept = is_kept.typed_data();
   return ffi::Error::Success();
 }
 
@@ -310,15 +292,14 @@ auto PeerSumHandler(FloatScalar norm_scale, ffi::RemainingArgs args, ffi::Remain
 
 template <typename Context>
 auto PeerStepHandler(FloatScalar norm_scale, ffi::Buffer<ffi::F32, 2> coefficients,
-                     FloatScalar inv_scale, BoolScalar found_inf, BoolScalar is_kept,
-                     ffi::RemainingArgs args, ffi::RemainingRets rets,
-                     PeerStepAttributes attributes, ffi::RunId run, int32_t ordinal,
-                     Context context) {
+                     FloatScalar inv_scale, BoolScalar found_inf, ffi::RemainingArgs args,
+                     ffi::RemainingRets rets, PeerStepAttributes attributes, ffi::RunId run,
+                     int32_t ordinal, Context context) {
   PeerCall call;
   call.norm_scale = norm_scale.typed_data();
   attributes.all.is_step = true;
   ffi::Error error = BuildPeerCall(attributes.all, args, rets, &call);
-  if (error.success()) error = SetScalars(coefficients, inv_scale, found_inf, is_kept, &call);
+  if (error.success()) error = SetScalars(coefficients, inv_scale, found_inf, &call);
   return RunPeer(context, attributes.all, std::move(error), std::move(call), run.run_id, ordinal);
 }
 
@@ -338,7 +319,6 @@ inline auto PeerStepBinding() {
       .Arg<ffi::Buffer<ffi::F32, 2>>()  // coefficients
       .Arg<FloatScalar>()               // inv_scale
       .Arg<BoolScalar>()                // found_inf
-      .Arg<BoolScalar>()                // is_kept
       .RemainingArgs()
       .RemainingRets()
       .Attrs<PeerStepAttributes>()

@@ -5,7 +5,6 @@
 
 #include "adam.h"
 #include "compact.h"
-#include "keep.h"
 #include "norm.h"
 #include "peer.h"
 #include "sum.h"
@@ -20,6 +19,5 @@ cudaError_t SumTilesCuda(const TileNorm* tiles, size_t num_tiles, float* sum_of_
                          bool* found_inf, cudaStream_t stream);
 cudaError_t PeerCuda(const PeerCall& call, const PeerArrays& arrays, cudaStream_t stream);
 cudaError_t SumCuda(const SumCall& call, cudaStream_t stream);
-cudaError_t KeepCuda(const KeepCall& call, cudaStream_t stream);
 
 }  // namespace jdistadam

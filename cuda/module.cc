@@ -15,7 +15,6 @@ XLA_FFI_Error* JDISTADAM_HANDLER(Adam)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Compact)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Norm)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Sum)(XLA_FFI_CallFrame* call_frame);
-XLA_FFI_Error* JDISTADAM_HANDLER(Keep)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(PeerSum)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(PeerStep)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(GraphNode)(XLA_FFI_CallFrame* call_frame);
@@ -37,7 +36,6 @@ NB_MODULE(JDISTADAM_MODULE, m) {
         nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Compact)));
     handlers["jdistadam_norm"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Norm)));
     handlers["jdistadam_sum"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Sum)));
-    handlers["jdistadam_keep"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Keep)));
     handlers["jdistadam_peer_sum"] =
         nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(PeerSum)));
     handlers["jdistadam_peer_step"] =

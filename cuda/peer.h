@@ -66,7 +66,6 @@ struct PeerCall {
   const float* coefficients;
   const float* inv_scale;
   const bool* found_inf;
-  const bool* is_kept;  // of a step that is skipped: whether `out` stays as it is
   std::vector<PeerLeaf> leaves;
   const float* norm_scale;  // multiplies the sums before they are squared
   size_t num_tiles;

@@ -73,7 +73,6 @@ void Step(const PeerCall& call, const PeerArrays& arrays, const Threads& threads
     adam.leaves.push_back({sums[l], leaf.main, leaf.mu, leaf.nu, nullptr, leaf.size, leaf.group});
   }
   AdamCpu(adam, threads);
-  if (*call.is_kept) return;
   ForTiles(call, threads, [&](size_t l, size_t begin, size_t end) {
     const PeerLeaf& leaf = call.leaves[l];
     for (size_t i = begin; i < end; ++i) {

@@ -55,7 +55,6 @@ struct Step {
   const float* coefficients;
   const float* inv_scale;
   const bool* found_inf;
-  const bool* is_kept;
   const float* norm_scale;
   TileNorm* tiles;
 };
@@ -129,8 +128,6 @@ __device__ __noinline__ void StepOne(const Types& t, const Step& step,
     StoreOne(leaf.mu, t.mu, at.i, m);
     StoreOne(leaf.nu, t.nu, at.i, v);
     StoreOne(leaf.main, Dtype::kFloat32, at.i, p);
-  } else if (*step.is_kept) {
-    return;
   }
 #pragma unroll
   for (int k = 0; k < kPeers; ++k) StoreOne(leaf.out[k], Types::Out(leaf), at.whole, p);
@@ -264,8 +261,8 @@ __global__ void __launch_bounds__(kThreads)
 
 template <int kPeers, PeerWork kWork, typename Types>
 cudaError_t Launch(const PeerCall& call, const PeerArrays& arrays, cudaStream_t stream) {
-  const Step step{arrays.me,      call.nesterov, call.dtypes,     call.coefficients, call.inv_scale,
-                  call.found_inf, call.is_kept,  call.norm_scale, call.tiles};
+  const Step step{arrays.me,      call.nesterov,  call.dtypes,     call.coefficients,
+                  call.inv_scale, call.found_inf, call.norm_scale, call.tiles};
   std::vector<DeviceLeaf<kPeers>> leaves;
   for (size_t l = 0; l < call.leaves.size(); ++l) {
     const PeerLeaf& from = call.leaves[l];

@@ -105,7 +105,7 @@ def train_program(mesh, outer, dtype, policy, *, steps=1, loss=loss_fn, params=N
     batch = placed(mesh, jax.ShapeDtypeStruct((64, WIDTH), dtype), P(data))
     step = jda.train_step(lambda p, x: loss(p, x, tx), tx, accumulate_steps=steps)
     state = jda.TrainState.shapes(params, tx)
-    return step.lower(state, batch, is_verified=True)
+    return step.lower(state, batch)
 
 
 def scanned_loss(params, x, tx):
@@ -122,8 +122,8 @@ def stacked_params(dtype):
     return {"layers": jax.tree.map(stack, params_of(dtype)["layer0"])}
 
 
-def own_program(mesh, strategy, dtype, policy, checks):
-    """A step in the user's own shard_map, which checks the layout itself unless told not to."""
+def own_program(mesh, strategy, dtype, policy):
+    """A step in the user's own shard_map."""
     tx = jda.distributed_fused_adamw(
         1e-3, mesh=mesh, sharding_strategy=strategy, policy=jda.MixedPrecisionPolicy(**policy)
     )
@@ -135,7 +135,7 @@ def own_program(mesh, strategy, dtype, policy, checks):
         grads = jax.grad(lambda p: loss_fn(jda.gather_params(p, tx), batch))(varying)
         grads = tx.accumulate(tx.init_grads(params), grads, 2.0)
         norm = tx.grad_norm(grads, state)
-        return *tx.step(grads, state, params, is_verified=not checks), norm
+        return *tx.step(grads, state, params), norm
 
     step = jax.shard_map(
         local_step, mesh=mesh, in_specs=(*specs, P("data")), out_specs=(*specs, P())
@@ -279,10 +279,10 @@ def with_scanned_layers(meshes):
 
 
 def in_a_shard_map(mesh):
-    for strategy, policy, checks in itertools.product(STRATEGIES, OWN_POLICIES, (False, True)):
+    for strategy, policy in itertools.product(STRATEGIES, OWN_POLICIES):
         yield (
-            f"shard_map, {strategy}, {policy}, {'checks' if checks else 'verified'}",
-            lambda s=strategy, p=policy, c=checks: own_program(mesh, s, BF16, POLICIES[p], c),
+            f"shard_map, {strategy}, {policy}",
+            lambda s=strategy, p=policy: own_program(mesh, s, BF16, POLICIES[p]),
         )
     for strategy, policy in itertools.product(STRATEGIES, OWN_POLICIES):
         yield (

@@ -128,7 +128,7 @@ def inside(function, tx=None):
 def donated():
     """A state that was passed to a step."""
     new = create()
-    jax.tree.map(lambda x: x.delete(), new.opt_state._replace(layout_identity=None))
+    jax.tree.map(lambda x: x.delete(), new.opt_state._replace(layout_digest=None))
     return new
 
 
@@ -528,11 +528,11 @@ ERRORS = [
     ("a state of the same devices in another order", lambda: train(state=state(), tx=make_tx(mesh=jax.sharding.Mesh(mesh().devices[::-1], "data"))), jda.MeshError, r"^opt_state\.mu: sharded over another mesh, .*: got P\w*\('data',\) on \{'data': 2\} with \S*0\S* at place 0, expected \S* on \{'data': 2\} with \S*1\S* at place 0\. Convert"),
     ("a state without a loss scale", lambda: train(state=state(), tx=make_tx(loss_scale=2.0)), jda.TreeError, r"^opt_state\.scaling: does not fit loss_scale: got NoneType, expected LossScaleState"),
     ("a state with a loss scale", lambda: train(state=state(loss_scale=2.0), tx=make_tx()), jda.TreeError, r"^opt_state\.scaling: does not fit loss_scale: got LossScaleState, expected None"),
-    ("a state of other buckets", lambda: train(state=state(), tx=make_tx(bucket_bytes=16)), jda.LayoutError, r"^opt_state\.layout_identity: the state of another layout: got bucket of \['b'\]: leaves .*, expected the layout of this optimizer for these params\. Convert it: to_optax_state"),
-    ("a state of other params", lambda: train(state=jda.TrainState(PARAMS, create(PARAMS | {"w": np.ones((8, 3), np.float32)}).opt_state)), jda.LayoutError, r"^opt_state\.layout_identity: the state of another layout: got .*shape \[8, 3\] instead of \[4, 3\]"),
+    ("a state of other buckets", lambda: train(state=state(), tx=make_tx(bucket_bytes=16)), jda.LayoutError, r"^opt_state\.layout_digest: the state of another layout: got bucket of \['b'\]: leaves .*, expected the layout of this optimizer for these params\. Convert it: to_optax_state"),
+    ("a state of other params", lambda: train(state=jda.TrainState(PARAMS, create(PARAMS | {"w": np.ones((8, 3), np.float32)}).opt_state)), jda.LayoutError, r"^opt_state\.layout_digest: the state of another layout: got .*shape \[8, 3\] instead of \[4, 3\]"),
     ("a state with a second moment in bfloat16", lambda: train(state=dataclasses.replace(state(), opt_state=state().opt_state._replace(nu=state().opt_state.nu.astype(BF16)))), jda.DtypeError, r"^opt_state\.nu: dtype differs from the policy: got bfloat16, expected float32\. Cast it, or set nu_dtype"),
     ("a state with scales in bfloat16", lambda: train(lambda p, b: jnp.sum(p["w"]), state=coded_state(BF16), tx=coded_tx()), jda.DtypeError, r"^opt_state\.mu\.scales: .* expected float32\. Make the state with init\(params\)"),
-    ("a state of other main parameters", lambda: train(state=jda.TrainState.create(cast(PARAMS, BF16), tx()), tx=make_tx(policy=policy(main_params_dtype="remainder16"))), jda.LayoutError, r"^opt_state\.layout_identity: the state of another layout: got .*main float32 instead of remainder16"),
+    ("a state of other main parameters", lambda: train(state=jda.TrainState.create(cast(PARAMS, BF16), tx()), tx=make_tx(policy=policy(main_params_dtype="remainder16"))), jda.LayoutError, r"^opt_state\.layout_digest: the state of another layout: got .*main float32 instead of remainder16"),
     ("params put into a state", lambda: train(state=dataclasses.replace(create(), params=GRADS)), jda.LayoutError, r"^params\['b'\].*: differ from the main parameters, which the optimizer updates: they would be lost: .*\. Call reload_main_params"),
     ("lower(params, batch)", lambda: jda.train_step(loss_fn, tx()).lower(PARAMS, BATCH), jda.TreeError, NOT_A_TRAIN_STATE.format(r"builtins\.dict")),
     # -- batches

@@ -186,7 +186,7 @@ def print_memory(opt_state: Any, params: Any, num_devices: int) -> dict[str, int
         if any(np.ndim(x) for x in jax.tree.leaves(part))
     }
     replicated = {
-        name: mine if name in ("layout_identity", "key") else _whole_bytes(part, num_params)
+        name: mine if name in ("layout_digest", "key") else _whole_bytes(part, num_params)
         for name, mine in rows.items()
         for part in [getattr(opt_state, name)]
     }

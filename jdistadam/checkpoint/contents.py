@@ -75,13 +75,13 @@ class Contents:
     Attributes:
       groups: The arrays.
       count: Steps taken.
-      layout_identity: The text of the layout; None without a distributed optimizer.
+      layout_text: The text of the layout; None without a distributed optimizer.
       main_params: The kind of main parameters, by its name.
     """
 
     groups: tuple[Group, ...]
     count: int
-    layout_identity: str | None
+    layout_text: str | None
     main_params: str | None
 
 
@@ -100,10 +100,11 @@ def contents_of(state: Any, tx: Any) -> Contents:
         checked = _checked(state, TrainState(fields["params"], fields["opt_state"]), tx)
         fields |= {"params": checked.params, "opt_state": checked.opt_state}
         adam = parts.adam_of(checked.opt_state)
-        mesh, identity = tx.config.mesh, _text_of(adam.layout_identity)
+        mesh = tx.config.mesh
+        text = tx.config.layout_text(tx.layout(fields["params"]))
         kind = tx.config.policy.main_params.value
     else:
-        mesh, identity = _mesh_of(fields["params"]), None
+        mesh, text = _mesh_of(fields["params"]), None
         kept = parts.kept_main_params(fields["opt_state"])
         kinds = {MainParams.of(x) for x in jax.tree.leaves(kept)} or {MainParams.NONE}
         kind = max(kind.value or "" for kind in kinds) or None
@@ -117,7 +118,7 @@ def contents_of(state: Any, tx: Any) -> Contents:
         is_count = _is_count(leaf, count)
         groups.append(_whole(leaf.name, leaf.value, mesh, keys=leaf.keys, is_count=is_count))
     _check_names(groups)
-    return Contents(tuple(groups), count, identity, kind)
+    return Contents(tuple(groups), count, text, kind)
 
 
 def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:
@@ -132,10 +133,6 @@ def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:
     if not (isinstance(given, TrainState) and is_known(given, jax.tree.leaves(given.params))):
         check_params_follow(state, tx)
     return state
-
-
-def _text_of(layout_identity: Any) -> str:
-    return np.asarray(layout_identity).tobytes().decode("ascii").rstrip()
 
 
 def _params(params: Any, mesh: Mesh, adam: Any, tx: Any) -> Iterator[Group]:

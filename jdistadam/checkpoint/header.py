@@ -36,7 +36,7 @@ class Header:
         self.path = path
         self.count: int = values["count"]
         self.main_params: str | None = values["main_params"]
-        self.layout_identity: str | None = values["layout_identity"]
+        self.layout_text: str | None = values["layout_identity"]
         self.written_by: dict[str, str] = values["written_by"]
         self.sums: dict[str, str] = {}
         self.entries: dict[str, Entry] = {}
@@ -61,7 +61,7 @@ def text_of(contents: Contents, sums: Sequence[str]) -> str:
         "version": VERSION,
         "count": contents.count,
         "main_params": contents.main_params,
-        "layout_identity": contents.layout_identity,
+        "layout_identity": contents.layout_text,
         "written_by": _versions(),
         "leaves": {e.name: _leaf(e) | {"sum": s} for e, s in zip(entries, sums, strict=True)},
     }

@@ -191,8 +191,8 @@ class RestoredFlat(Restored):
         norm: Any = np.float32(0)
         if self.wanted.has("grad_norm"):
             (norm,) = self.reader.read([("grad_norm", everywhere)])
-        scalars = norm, scaling, config.identity(self._layout), self._key()
-        norm, scaling, identity, key = jax.device_put(copy_to(scalars, everywhere), everywhere)
+        scalars = norm, scaling, config.layout_digest(self._layout), self._key()
+        norm, scaling, digest, key = jax.device_put(copy_to(scalars, everywhere), everywhere)
         # On Explicit axes shardings come back spelled in another way: device_put copies nothing.
         place = NamedSharding(config.mesh, config.parallel.state_spec)
         placed = jax.device_put(vars(flats), place)
@@ -200,7 +200,7 @@ class RestoredFlat(Restored):
             count=count,
             **placed,
             grad_norm=norm,
-            layout_identity=identity,
+            layout_digest=digest,
             scaling=scaling,
             key=key,
         )

@@ -135,17 +135,13 @@ class _DistributedChain:
         grads: Grads,
         state: OptState,
         params: Params,
-        *,
-        is_verified: bool = False,
         **extra_args: Any,
     ) -> StepResult:
         unsharded = self._unsharded(params)
         self.check_before(unsharded)
         self._check_shards_of(grads, unsharded)
         grads, states = self._update_before(grads, state, _arrays(unsharded), extra_args)
-        result = self.last.local_step(
-            grads, state[-1], params, is_verified=is_verified, **extra_args
-        )
+        result = self.last.local_step(grads, state[-1], params, **extra_args)
         # Where the optimizer skips a step, schedules before it do not advance either.
         states = trees.keep_if(result.is_skipped, state[:-1], states)
         return result._replace(opt_state=(*states, result.opt_state))

@@ -55,13 +55,11 @@ class _Injected:
         grads: Grads,
         state: OptState,
         params: Params,
-        *,
-        is_verified: bool = False,
         **extra_args: Any,
     ) -> StepResult:
         def step_of(tx: DistributedTransformation) -> Callable[..., tuple[StepResult, Any]]:
             def step(grads: Grads, inner: Any, params: Params, **extra: Any) -> Any:
-                result = tx.local_step(grads, inner, params, is_verified=is_verified, **extra)
+                result = tx.local_step(grads, inner, params, **extra)
                 return result, result.opt_state
 
             return step

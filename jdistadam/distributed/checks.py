@@ -18,7 +18,7 @@ from jdistadam.core.types import Grads, Params
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FlatCodes, types_of_moment
 from jdistadam.distributed.layout import Layout
-from jdistadam.distributed.layout_identity import differences
+from jdistadam.distributed.layout_digest import DIGEST_SIZE, differences, digest_of, known_text
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.errors import (
     DtypeError,
@@ -157,9 +157,7 @@ def check_grads(
             )
 
 
-def check_step(
-    config: DistributedConfig, layout: Layout, state: Any, params: Params, identity: Any
-) -> None:
+def check_step(config: DistributedConfig, layout: Layout, state: Any, params: Params) -> None:
     """Raises unless params and state are what a device holds of them.
 
     Args:
@@ -167,7 +165,6 @@ def check_step(
       layout: The layout of the params.
       state: The state.
       params: The params.
-      identity: The identity that the state must have; None where it was compared before.
     """
     leaves = jax.tree.leaves(params)
     for part in (held for bucket in layout.buckets for held in bucket.held):
@@ -179,8 +176,7 @@ def check_step(
                 expected=f"{part.shape} on each device",
                 action="Use tx.param_specs(params) in the in_specs of shard_map.",
             )
-    if identity is not None:
-        check_identity_type(identity, state.layout_identity)
+    check_digest_type(state.layout_digest)
     _check_flat_arrays(config, layout, state)
     check_scaling(config, state)
 
@@ -190,7 +186,7 @@ def check_alive(state: Any, train_state: Any = None) -> None:
 
     With a ``train_state``, the one around it, for anything else in that, too.
     """
-    if isinstance(state.layout_identity, jax.ShapeDtypeStruct):
+    if isinstance(state.layout_digest, jax.ShapeDtypeStruct):
         raise TreeError(
             "state",
             "shapes, not arrays",
@@ -238,60 +234,72 @@ def check_placement(config: DistributedConfig, state: Any) -> None:
     )
 
 
-def check_identity_type(expected: np.ndarray, got: Any) -> None:
-    """Raises LayoutError unless the identity of a layout has its type, and the expected length."""
-    path = "opt_state.layout_identity"
+def check_digest_type(got: Any) -> None:
+    """Raises LayoutError unless the digest of a layout has its type and its length."""
+    path = "opt_state.layout_digest"
     if got is None or not hasattr(got, "dtype"):
         raise LayoutError(
             path,
             "missing: nothing says where the elements of the flat arrays belong",
             got=None if got is None else type(got).__name__,
-            expected=f"uint8, shape {expected.shape}",
+            expected=f"uint8, shape ({DIGEST_SIZE},)",
             action="Keep this leaf with the state, or make a state with init(params).",
         )
-    if got.dtype != np.uint8:
+    if got.dtype != np.uint8 or np.shape(got) != (DIGEST_SIZE,):
         raise LayoutError(
             path,
-            "not the text of a layout any more: it was averaged or cast",
-            got=got.dtype,
-            expected="uint8",
+            "not the digest of a layout any more: it was averaged, cast or cut",
+            got=f"{got.dtype}, shape {np.shape(got)}",
+            expected=f"uint8, shape ({DIGEST_SIZE},)",
             action="Leave this leaf out of arithmetic on states: take it from one of them.",
         )
-    if np.shape(got) != expected.shape:
-        raise LayoutError(
-            path,
-            "the state of another layout",
-            got=f"a text of {np.size(got)} bytes",
-            expected=f"{expected.size} bytes",
-            action=_OTHER_LAYOUT,
-        )
 
 
-_OTHER_LAYOUT = (
-    "Convert it: to_optax_state with the optimizer that made it, from_optax_state with this one."
-)
-
-
-def check_identity(expected: np.ndarray, state: Any) -> None:
-    """Raises LayoutError where a state is of another layout; reads its identity on the host.
+def check_layout_of(
+    state: Any,
+    expected: str,
+    path: str = "opt_state.layout_digest",
+    *,
+    digest: bytes | None = None,
+) -> None:
+    """Raises LayoutError where a state is of another layout; reads its digest on the host.
 
     Args:
-      expected: The identity of the layout that the state must have.
-      state: The DistributedState; of a traced one only types can be checked.
+      state: The DistributedState; of a traced one only types are checked.
+      expected: The text of the layout that it must have.
+      path: What to name in the error: the state, or the params that do not fit it.
+      digest: The bytes of its digest, if they are known: the array is not read then.
     """
-    got = state.layout_identity
-    if got is not None and getattr(got, "dtype", None) == np.uint8:
-        if isinstance(got, jax.core.Tracer):
-            return check_identity_type(expected, got)
-        if found := differences(np.asarray(got).reshape(-1), expected):
-            raise LayoutError(
-                "opt_state.layout_identity",
-                "the state of another layout",
-                got=found,
-                expected="the layout of this optimizer for these params",
-                action=_OTHER_LAYOUT,
-            )
-    check_identity_type(expected, got)
+    check_digest_type(state.layout_digest)
+    if isinstance(state.layout_digest, jax.core.Tracer):
+        return
+    got = np.asarray(state.layout_digest).tobytes() if digest is None else digest
+    wanted = digest_of(expected).tobytes()
+    if got == wanted:
+        return
+    text, of_params = known_text(got), path == "params"
+    if text is not None:
+        pair = (expected, text) if of_params else (text, expected)
+        words = differences(*pair), "the layout of this optimizer for these params"
+    else:
+        size = np.size(jax.tree.leaves(state.mu)[0])
+        words = f"digest {got.hex()}, mu of {size} elements", f"digest {wanted.hex()}"
+    if of_params:
+        raise LayoutError(
+            path,
+            "do not fit the state",
+            got=words[0],
+            expected="the paths, shapes and dtypes of the params that the state was made for",
+            action="Cast them, or make a new state with TrainState.create.",
+        )
+    raise LayoutError(
+        path,
+        "the state of another layout",
+        got=words[0],
+        expected=words[1],
+        action="Convert it: to_optax_state with the optimizer that made it, from_optax_state with "
+        "this one.",
+    )
 
 
 def _check_flat_arrays(config: DistributedConfig, layout: Layout, state: Any) -> None:

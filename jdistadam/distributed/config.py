@@ -26,7 +26,7 @@ from jdistadam.distributed.blocks import check_cuts, whole_size
 from jdistadam.distributed.bucketing import make_layout
 from jdistadam.distributed.communication import OVER_XLA, Communication
 from jdistadam.distributed.layout import Layout, Leaf
-from jdistadam.distributed.layout_identity import identity_of
+from jdistadam.distributed.layout_digest import digest_of, text_of
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule, make_schedule
 from jdistadam.errors import MeshError, PolicyError, TreeError
@@ -171,10 +171,14 @@ class DistributedConfig:
             layout, self.parallel, self.policy, accumulate_steps, means, in_train_step
         )
 
-    def identity(self, layout: Layout) -> np.ndarray:
-        """Returns the identity of a layout: bytes of its text."""
+    def layout_text(self, layout: Layout) -> str:
+        """Returns the text of a layout, of which states carry the digest."""
         kind = self.policy.main_params.value or ""  # no bucket has any, then
-        return identity_of(layout, self.tensor_parts, kind)
+        return text_of(layout, self.tensor_parts, kind)
+
+    def layout_digest(self, layout: Layout) -> np.ndarray:
+        """Returns the digest of a layout, shape (16,), uint8."""
+        return digest_of(self.layout_text(layout))
 
     def _keeps_main(self, dtype: Any, is_held: bool) -> bool:
         """Whether parameters of a dtype need main parameters.

@@ -78,14 +78,12 @@ def step(
     grads: Grads,
     state: Any,
     params: Params,
-    *,
-    is_verified: bool,
 ) -> StepResult:
     """``step_local``; ``specs`` are those of the state."""
 
     def local(numbers: Any, grads: Grads, state: DistributedState, params: Params) -> StepResult:
         made = config.with_numbers(numbers)
-        return step_local(made, seen, grads, state, params, is_verified=is_verified)
+        return step_local(made, seen, grads, state, params)
 
     numbers = config.numbers()
     if not axes_left_to_xla(config.parallel):

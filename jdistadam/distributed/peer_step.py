@@ -38,7 +38,7 @@ from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.norm import norm_of_squares
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import DistributedState
-from jdistadam.distributed.update import FlatState, Updated, any_flag, step_scalars
+from jdistadam.distributed.update import FlatState, Updated, skipped, step_scalars
 from jdistadam.kernels import native, peer
 
 sending_ahead: Any = jax.make_user_context(False)
@@ -52,7 +52,7 @@ def step_over_peer_memory(
     state: DistributedState,
     treedef: Any,
     leaves: list[Any],
-    is_other: jax.Array | None,
+    is_other: jax.Array,
 ) -> Updated:
     """Reduction, norm, update and new parameters, bitwise those of float32 sums over XLA.
 
@@ -63,7 +63,7 @@ def step_over_peer_memory(
       state: The state.
       treedef: The structure of the params.
       leaves: Their leaves.
-      is_other: Whether the state is of another layout; None where that was checked before.
+      is_other: Whether the state is of another layout.
     """
     local = local_grads(config, schedule, grads, treedef)
     scaling, buckets = state.scaling, schedule.layout.buckets
@@ -77,19 +77,17 @@ def step_over_peer_memory(
         arrays, squares, found = peer.sum_over_peers(spec, norm_scale, arrays, received)
         received = []
         norm, found_inf = norm_of_squares(config, squares, found, local.mean_scale, scaling)
-    skip = None if scaling is None else found_inf
-    is_skipped = any_flag(skip, local.is_empty, is_other)
+    found_inf &= ~is_other
+    is_skipped = skipped(state, found_inf, local.is_empty, is_other)
     params, flat_arrays, of_sums = peer.step_over_peers(
         spec,
-        step_scalars(config, state, local.mean_scale, norm, is_skipped),
+        step_scalars(config, state, local.mean_scale, norm, is_skipped, is_other),
         arrays,
         received,
         flat,
         norm_scale=norm_scale,
         param_types=[_type_of_params(bucket, schedule, leaves) for bucket in buckets],
         summed=config.takes_norm_first,
-        old=[] if is_other is None else [_whole(bucket, leaves) for bucket in buckets],
-        is_kept=False if is_other is None else is_other,
     )
     if of_sums is not None:
         norm, found_inf = norm_of_squares(config, *of_sums, local.mean_scale, scaling)
@@ -152,8 +150,3 @@ def _type_of_params(bucket: Bucket, schedule: Schedule, leaves: list[Any]) -> An
         return jax.typeof(leaves[bucket.leaf])
     size = schedule.layout.whole_size(bucket)
     return native.type_like(leaves[bucket.leaves[0]], (size,), bucket.dtype)
-
-
-def _whole(bucket: Bucket, leaves: list[Any]) -> jax.Array:
-    """The old parameters of a bucket."""
-    return packing.bucket_array(bucket, leaves, bucket.dtype)

@@ -25,10 +25,10 @@ class DistributedState(NamedTuple):
         "block16".
       nu: The same shape, policy.nu_dtype, sharded; likewise.
       grad_norm: Shape (), float32: global norm of the last mean gradient, before clipping. NaN
-        where the state is of another layout.
-      layout_identity: Shape (length,), uint8, replicated: the text of the layout, which says to
-        which leaf each element of the flat arrays belongs. Every function that takes a state
-        compares it; keep it with the arrays.
+        where the state was of another layout.
+      layout_digest: Shape (16,), uint8, replicated: a digest of the layout, which says to which
+        leaf each element of the flat arrays belongs. Every function that takes a state compares
+        it; keep it with the arrays.
       scaling: The loss scale and the number of skipped steps; None without loss_scale.
       key: Shape (2,), uint32, replicated: the seed of random bits, which never changes; None
         without stochastic rounding.
@@ -39,7 +39,7 @@ class DistributedState(NamedTuple):
     mu: Any
     nu: Any
     grad_norm: jax.Array
-    layout_identity: jax.Array | None
+    layout_digest: jax.Array
     scaling: LossScaleState | None = None
     key: jax.Array | None = None
 
@@ -52,15 +52,15 @@ class StepResult(NamedTuple):
       opt_state: The new state.
       is_skipped: Shape (), bool: whether everything stayed as it was; the same on all devices.
         None where that cannot happen.
-      is_other_layout: Shape (), bool: whether it stayed since the state is of another layout. None
-        where that was checked before.
+      is_other_layout: Shape (), bool: whether the state is of another layout. New parameters,
+        moments and norm are then NaN, and the digest of the state stays that of the other one.
       learning_rate: Shape (), float32: of this step, before ``lr_scale`` of groups.
     """
 
     params: Params
     opt_state: OptState
     is_skipped: jax.Array | None
-    is_other_layout: jax.Array | None
+    is_other_layout: jax.Array
     learning_rate: jax.Array
 
 

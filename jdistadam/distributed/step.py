@@ -29,7 +29,7 @@ from jdistadam.distributed.state import (
     check_own_state,
     find_state,
 )
-from jdistadam.distributed.update import Updated, any_flag, step_scalars, update_shards
+from jdistadam.distributed.update import Updated, skipped, step_scalars, update_shards
 from jdistadam.errors import TreeError
 from jdistadam.kernels.coefficients import at_count
 
@@ -54,7 +54,7 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
         mu=zeros("mu"),
         nu=zeros("nu"),
         grad_norm=jnp.zeros((), jnp.float32),
-        layout_identity=jnp.asarray(config.identity(layout)),
+        layout_digest=jnp.asarray(config.layout_digest(layout)),
         scaling=None if config.loss_scale is None else new_loss_scale(config.loss_scale),
         key=low.key if low.is_random else None,
     )
@@ -66,10 +66,11 @@ def step_local(
     grads: Grads,
     state: DistributedState,
     params: Params,
-    *,
-    is_verified: bool = False,
 ) -> StepResult:
     """One step on one device: reduction, norm, kernel, all-gather.
+
+    With a state of another layout the coefficients are NaN, and the step is never skipped: so are
+    parameters, moments and norm then, and the digest stays that of the other layout.
 
     Args:
       config: The configuration.
@@ -77,9 +78,6 @@ def step_local(
       grads: Local gradients, or what ``accumulate`` returned.
       state: The state.
       params: The params as this device holds them.
-      is_verified: Whether the layout of the state was checked before this program runs. If not, the
-        program checks it: with a state of another layout everything stays as in a skipped step,
-        and the norm is NaN.
     """
     check_inside(config.parallel, "step")
     check_own_state(state)
@@ -88,11 +86,10 @@ def step_local(
     trees.check_dtypes(params, name="params")
     schedule = seen.schedule(params, may_be_widened=False)
     layout = schedule.layout
-    identity = None if is_verified else config.identity(layout)
-    check_step(config, layout, state, params, identity)
+    check_step(config, layout, state, params)
     leaves: list[Any] = jax.tree.leaves(params)
     treedef: Any = jax.tree.structure(params)
-    is_other = None if identity is None else jnp.any(state.layout_identity != identity)
+    is_other = jnp.any(state.layout_digest != config.layout_digest(layout))
     is_peer = config.communication.is_peer and schedule.buckets
     step = step_over_peer_memory if is_peer else _step_over_xla
     done = step(config, schedule, grads, state, treedef, leaves, is_other)
@@ -104,8 +101,8 @@ def step_local(
         main_params=done.flat.main_params,
         mu=done.flat.mu,
         nu=done.flat.nu,
-        grad_norm=done.norm if is_other is None else jnp.where(is_other, jnp.nan, done.norm),
-        layout_identity=state.layout_identity,
+        grad_norm=jnp.where(is_other, jnp.nan, done.norm),
+        layout_digest=state.layout_digest,
         scaling=_next_scaling(config, state.scaling, done.found_inf, done.is_empty),
         key=state.key,
     )
@@ -120,13 +117,14 @@ def _step_over_xla(
     state: DistributedState,
     treedef: Any,
     leaves: list[Any],
-    is_other: jax.Array | None,
+    is_other: jax.Array,
 ) -> Updated:
     """Reduction, norm, kernel and all-gather with XLA's collectives."""
     summed = sum_over_devices(config, schedule, grads, treedef)
     norm, found_inf = norm_and_finite(config, schedule.layout, summed, state.scaling)
-    is_skipped = any_flag(None if state.scaling is None else found_inf, summed.is_empty, is_other)
-    scalars = step_scalars(config, state, summed.mean_scale, norm, is_skipped)
+    found_inf &= ~is_other
+    is_skipped = skipped(state, found_inf, summed.is_empty, is_other)
+    scalars = step_scalars(config, state, summed.mean_scale, norm, is_skipped, is_other)
     flat, shards = update_shards(
         config,
         schedule.layout,
@@ -134,7 +132,6 @@ def _step_over_xla(
         grads=summed.shards,
         state=state,
         params=leaves,
-        is_other_layout=is_other,
     )
     new = gather_new_params(config.parallel, schedule, shards)
     if config.policy.param_comm_dtype is not None:

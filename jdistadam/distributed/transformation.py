@@ -17,7 +17,7 @@ from jdistadam.core.loss_scale import LossScaleState
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.distributed import model_axes
 from jdistadam.distributed.accumulate import AccumulatedGrads
-from jdistadam.distributed.checks import check_alive, check_identity
+from jdistadam.distributed.checks import check_alive, check_layout_of
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.flat_moments import FlatCodes
 from jdistadam.distributed.layout import Layout
@@ -56,7 +56,7 @@ class DistributedTransformation(FusedTransformation):
     config: DistributedConfig
     seen: SeenParams
     specs: Any
-    # step with is_verified, and without the check for zero-size arguments: train_step needs none
+    # step without the check for zero-size arguments: train_step needs none
     local_step: Callable[..., StepResult]
     norm: Callable[[Any, Any], jax.Array]
     changes_grads: bool  # before it sums them: in a chain
@@ -174,10 +174,9 @@ class DistributedTransformation(FusedTransformation):
         The layout depends on the paths, shapes and dtypes of the params, on ``param_labels`` that
         freeze leaves, on the number of shards, ``bucket_bytes`` and the kind of main parameters.
         ``train_step``, ``full_params``, ``to_optax_state`` and ``main_params`` check by themselves.
-        A ``step`` in your own ``jax.shard_map`` cannot raise: there a state of another layout, like
-        the params, stays as it is, and its ``grad_norm`` becomes NaN. Call this once after a
-        restore, or when that happens. Called before a loop it makes the program's own check
-        needless: ``tx.step(..., is_verified=True)`` and ``tx.update`` leave it out.
+        A ``step`` in your own ``jax.shard_map`` cannot raise: there a state of another layout makes
+        the new params, moments and ``grad_norm`` NaN, and the new state still has the digest of the
+        other layout. Call this once after a restore.
 
         Args:
           opt_state: The state.
@@ -190,7 +189,7 @@ class DistributedTransformation(FusedTransformation):
         """
         state = find_state(opt_state)
         check_alive(state)
-        check_identity(self.config.identity(self.layout(params)), state)
+        check_layout_of(state, self.config.layout_text(self.layout(params)))
 
     def init_grads(self, params: Params) -> AccumulatedGrads:
         """Returns accumulated gradients of no micro-batch, for ``accumulate``; inside shard_map.
@@ -276,13 +275,9 @@ def make_distributed(config: DistributedConfig) -> DistributedTransformation:
         )
         return jax.jit(local)(params)
 
-    def local_step(
-        grads: Grads, state: Any, params: Params, *, is_verified: bool = False, **extra_args: Any
-    ) -> StepResult:
+    def local_step(grads: Grads, state: Any, params: Params, **extra_args: Any) -> StepResult:
         del extra_args
-        return model_axes.step(
-            config, seen, tx.specs, grads, state, params, is_verified=is_verified
-        )
+        return model_axes.step(config, seen, tx.specs, grads, state, params)
 
     def norm(grads: Grads, state: Any) -> jax.Array:
         return model_axes.grad_norm(config, seen, grads, state)
@@ -310,7 +305,7 @@ def _state_specs(config: DistributedConfig) -> DistributedState:
         mu=flat if low.mu is None else coded,
         nu=flat if low.nu is None else coded,
         grad_norm=everywhere,
-        layout_identity=everywhere,
+        layout_digest=everywhere,
         scaling=None if config.loss_scale is None else scaling,
         key=everywhere if low.is_random else None,
     )

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdistadam.core import collectives
 from jdistadam.core.main_params import MainParams
 from jdistadam.distributed import low_precision, packing
 from jdistadam.distributed.config import DistributedConfig
@@ -17,7 +16,7 @@ from jdistadam.distributed.flat_moments import operand_of, with_result
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.norm import clipped_scale
 from jdistadam.distributed.state import DistributedState
-from jdistadam.kernels import multi_tensor, native
+from jdistadam.kernels import native
 from jdistadam.kernels.adam import STEP_MODES, Operands, Results, Scalars, Spec, adam
 from jdistadam.kernels.coefficients import coefficient_row
 
@@ -50,10 +49,18 @@ class Updated(NamedTuple):
     is_empty: jax.Array | None
 
 
-def any_flag(*flags: jax.Array | None) -> jax.Array | None:
-    """Whether any flag is set; None where there is none."""
-    given = [flag for flag in flags if flag is not None]
-    return functools.reduce(jnp.logical_or, given) if given else None
+def skipped(
+    state: DistributedState, found_inf: jax.Array, is_empty: jax.Array | None, is_other: jax.Array
+) -> jax.Array | None:
+    """Whether a step is skipped, which one with a state of another layout never is.
+
+    For a gradient that is not finite, with a loss scale; or since the total weight is zero. None
+    where neither can be.
+    """
+    flags = [
+        x for x in (found_inf if state.scaling is not None else None, is_empty) if x is not None
+    ]
+    return functools.reduce(jnp.logical_or, flags) & ~is_other if flags else None
 
 
 def step_scalars(
@@ -62,14 +69,18 @@ def step_scalars(
     mean_scale: jax.Array,
     norm: jax.Array | None,
     is_skipped: jax.Array | None,
+    is_other: jax.Array,
 ) -> Scalars:
-    """What the kernel is told besides arrays; the loss scale, the mean and the clip are one."""
+    """What the kernel is told besides arrays; the loss scale, the mean and the clip are one.
+
+    For a state of another layout the coefficients are NaN, and so is all that comes of them.
+    """
     rows = [coefficient_row(h, state.count, decay=decay) for h, decay in config.groups.rows]
     inv_scale = clipped_scale(config.max_grad_norm, mean_scale, norm)
     if state.scaling is not None:
         inv_scale = inv_scale * (1 / state.scaling.loss_scale)
     skip = jnp.zeros((), jnp.bool_) if is_skipped is None else is_skipped
-    return Scalars(jnp.stack(rows), inv_scale, skip)
+    return Scalars(jnp.where(is_other, jnp.nan, jnp.stack(rows)), inv_scale, skip)
 
 
 def update_shards(
@@ -80,7 +91,6 @@ def update_shards(
     grads: Sequence[jax.Array],
     state: DistributedState,
     params: Sequence[Any],
-    is_other_layout: jax.Array | None,
 ) -> tuple[FlatState, list[jax.Array]]:
     """Updates the flat state in place; returns it and each bucket's new parameter shard.
 
@@ -94,15 +104,12 @@ def update_shards(
       grads: For each bucket this device's part of the summed gradient.
       state: The state.
       params: Leaves of the params, as this device holds them.
-      is_other_layout: Whether the state belongs to another layout, so that the old parameters must
-        be kept in place of what its main parameters say; None where that cannot be.
     """
     casts = config.policy.main_params is MainParams.FLOAT32
-    # Where parameters are casts of main parameters, the old ones are read only to be kept.
-    old = [
-        packing.state_shard(config.parallel, bucket, params, bucket.dtype)
-        if not (casts and bucket.has_main) or (bucket.is_packed and is_other_layout is not None)
-        else None
+    old = [  # where parameters are casts of main parameters, the old ones are not read
+        None
+        if casts and bucket.has_main
+        else packing.state_shard(config.parallel, bucket, params, bucket.dtype)
         for bucket in layout.buckets
     ]
     flat = FlatState(state.main_params, state.mu, state.nu)
@@ -117,10 +124,6 @@ def update_shards(
         flat, new = _after(spec, buckets[0], flat, native.unfused(results))
         for i, shard in zip(indices, new, strict=True):
             shards[i] = shard
-    if is_other_layout is not None and casts:
-        shards = _keep_shards(
-            config, layout, is_other_layout, params=params, new_shards=shards, old_packed=old
-        )
     return flat, shards
 
 
@@ -175,42 +178,3 @@ def _after(
     (mu,), (nu,) = results.mu, results.nu
     new = FlatState(main, with_result(flat.mu, first, mu), with_result(flat.nu, first, nu))
     return new, results.out if casts else results.params
-
-
-def _keep_shards(
-    config: DistributedConfig,
-    layout: Layout,
-    is_kept: jax.Array,
-    *,
-    params: Sequence[Any],
-    new_shards: Sequence[jax.Array],
-    old_packed: Sequence[Any],
-) -> list[jax.Array]:
-    """Takes the old parameters in place of new ones that come from main parameters.
-
-    One call for those that are scattered in the same way and have one dtype, which costs nothing
-    where nothing is kept. Packed leaves, which are small, are packed once more and selected.
-    Remainders need none of this: with them parameters come from the params, which the kernel left.
-    """
-    shards = list(new_shards)
-    calls: dict[Any, list[int]] = {}
-    for i, bucket in enumerate(layout.buckets):
-        if bucket.has_main and bucket.is_packed:
-            shards[i] = jnp.where(is_kept, old_packed[i], shards[i])
-        elif bucket.has_main:
-            shape = params[bucket.leaf].shape
-            axes = packing.axes_left_to_cut(config.parallel, bucket, shape)
-            calls.setdefault((axes, bucket.dtype), []).append(i)
-    for (axes, _), indices in calls.items():
-        buckets = [layout.buckets[i] for i in indices]
-        kept = multi_tensor.kept_shards(
-            is_kept,
-            index=collectives.axis_index(axes),
-            parts=config.parallel.size(axes),
-            dims=[bucket.cut_dim for bucket in buckets],
-            shards=[shards[i] for i in indices],
-            wholes=[params[bucket.leaf] for bucket in buckets],
-        )
-        for i, shard in zip(indices, kept, strict=True):
-            shards[i] = shard
-    return shards

@@ -157,7 +157,7 @@ def decoded(opt_state: OptState) -> OptState:
             return decoded(x.inner)
         if not is_part(x):
             return x
-        if hasattr(x, "layout_identity"):
+        if hasattr(x, "layout_digest"):
             raise TreeError(
                 "opt_state",
                 "the state of a distributed optimizer",

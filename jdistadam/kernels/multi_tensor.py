@@ -70,45 +70,6 @@ def _norm_fallback(inv_scale: Any, grads: Sequence[Any]) -> tuple[jax.Array, jax
     return jnp.sum(squares), ~jnp.all(finite)
 
 
-def kept_shards(
-    is_kept: Any, index: Any, parts: int, dims: Sequence[int], shards: Sequence[Any], wholes: Any
-) -> list[jax.Array]:
-    """Returns the shards, or in their place where ``is_kept`` those of the old parameters.
-
-    In place, and at the cost of reading one flag: the old parameters are read only if it is set.
-
-    Args:
-      is_kept: Shape (), bool.
-      index: Shape (), int32: which part of the parameters the shards are.
-      parts: Into how many parts each parameter is cut.
-      dims: Along which dimension.
-      shards: New shards, of one dtype.
-      wholes: The old parameters, of the same dtype.
-    """
-    if not shards:
-        return []
-    is_kept, index, shards, wholes = varying.vary_together(
-        (is_kept, index, list(shards), list(wholes))
-    )
-    rows = [int(np.prod(x.shape[dim:])) for x, dim in zip(shards, dims, strict=True)]
-    attributes = {"parts": np.int64(parts), "rows": np.asarray(rows, np.int64)}
-
-    def compiled(is_kept: Any, index: Any, shards: Any, wholes: Any) -> list[jax.Array]:
-        aliases = {2 + i: i for i in range(len(shards))}
-        results = [jax.typeof(x) for x in shards]
-        call = jax.ffi.ffi_call("jdistadam_keep", results, input_output_aliases=aliases)
-        return native.unfused(list(call(is_kept, index, *shards, *wholes, **attributes)))
-
-    def fallback(is_kept: Any, index: Any, shards: Any, wholes: Any) -> list[jax.Array]:
-        old = [
-            jax.lax.dynamic_slice_in_dim(x, index * shard.shape[dim], shard.shape[dim], dim)
-            for x, shard, dim in zip(wholes, shards, dims, strict=True)
-        ]
-        return [jnp.where(is_kept, a, b) for a, b in zip(old, shards, strict=True)]
-
-    return native.choose(compiled, fallback, is_kept, index, shards, wholes)
-
-
 def sum_contributions(stacked: Sequence[Any], dtype: Any = jnp.float32) -> list[jax.Array]:
     """Adds arrays of shape (contributions, ...) pairwise in float32; rounds once, to ``dtype``."""
     if not stacked:

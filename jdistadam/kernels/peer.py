@@ -99,8 +99,6 @@ def step_over_peers(
     norm_scale: Any,
     param_types: Sequence[Any],
     summed: bool,
-    old: Sequence[Any] = (),
-    is_kept: Any = False,
 ) -> tuple[list[jax.Array], tuple[Any, ...], tuple[jax.Array, jax.Array] | None]:
     """Takes an Adam step on this device's shards, and writes new parameters to all devices.
 
@@ -113,21 +111,17 @@ def step_over_peers(
       norm_scale: As in ``sum_over_peers``.
       param_types: The types of the whole new parameters.
       summed: Whether the gradients are summed already.
-      old: The whole old parameters, one array per leaf, which are updated in place; or none.
-      is_kept: Whether ``old`` stay; a step with it is skipped, too.
 
     Returns:
       The unsharded parameters; the new state; and, unless ``summed``, the sum of squares of the
       summed gradients, and whether one is non-finite.
     """
-    numbers = (norm_scale, *scalars, jnp.asarray(is_kept))
-    operands = (numbers, list(grads), list(received), tuple(state), list(old))
-    numbers, grads, received, *in_place = varying.vary_together(operands)
-    state, old = native.unfused(in_place)
+    operands = ((norm_scale, *scalars), list(grads), list(received), tuple(state))
+    numbers, grads, received, state = varying.vary_together(operands)
+    state = native.unfused(state)
     norm_types = [] if summed else spec._norm_types(grads[0])
     first_state = len(numbers) + len(grads) + len(received)
     aliases = {first_state + i: len(grads) + i for i in range(len(state))}
-    aliases |= {first_state + len(state) + i: i for i in range(len(old))}
     call = jax.ffi.ffi_call(
         "jdistadam_peer_step",
         [*param_types, *(jax.typeof(x) for x in state), *norm_types],
@@ -138,13 +132,11 @@ def step_over_peers(
         *grads,
         *received,
         *state,
-        *old,
         **spec._where(summed=summed),
         offsets=np.asarray(spec.offsets, np.int64),
         groups=np.asarray(spec.groups, np.int32),
         nesterov=np.bool_(spec.nesterov),
         summed=np.bool_(summed),
-        in_place=np.bool_(bool(old)),
     )
     results = native.unfused(results)
     params, state = list(results[: len(grads)]), tuple(results[len(grads) :][: len(state)])

@@ -180,7 +180,7 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
     check_train_state(state)
     check_scaling(step.tx.config, find_state(state.opt_state))
     planned, optional = _planned(step, state)
-    program = step.lower(state, batch, is_verified=True).compile()
+    program = step.lower(state, batch).compile()
     config, mesh = step.tx.config, step.tx.config.mesh
     text = program.as_text()
     ours, models, scalars = _found(text, config)

@@ -16,6 +16,7 @@ from jdistadam.distributed.communication import Communication, keeps_shards_alon
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import bytes_of_moment
 from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.layout_digest import DIGEST_SIZE
 from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.tools.traffic import format_collectives
@@ -28,8 +29,8 @@ class Plan:
     All numbers are bytes on one device.
 
     Attributes:
-      held: Between steps, by name: params, main_params, mu, nu, the identity of the layout, scalars
-        (count, norm, loss scale).
+      held: Between steps, by name: params, main_params, mu, nu, scalars (count, norm, loss
+        scale, digest of the layout).
         Their sum is what a compiled ``train_step`` takes besides the batch, gives back besides the
         metrics, and updates in place.
       sums: Gradients accumulated over micro-batches, within a step; 0 for one micro-batch.
@@ -143,8 +144,7 @@ def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
         "main_params": layout.main_size * main_itemsize,
         "mu": bytes_of_moment(policy, layout, "mu"),
         "nu": bytes_of_moment(policy, layout, "nu"),
-        "layout identity": config.identity(layout).nbytes,
-        "scalars": 4 * scalars,
+        "scalars": 4 * scalars + DIGEST_SIZE,
     }
 
 

@@ -17,12 +17,11 @@ from typing import Any
 
 import jax
 import jaxlib
-import numpy as np
 
 import jdistadam
 from jdistadam import compat
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.layout_identity import differences
+from jdistadam.distributed.layout_digest import differences
 from jdistadam.errors import AgreementError
 
 LIMIT_SECONDS = 300
@@ -56,7 +55,6 @@ def agree(config: DistributedConfig, params: Any, lower: Callable[[], Any] | Non
 def _facts(config: DistributedConfig, params: Any, lower: Callable[[], Any] | None) -> Facts:
     """What must be the same in all processes, as texts by name; the program last."""
     mesh, parallel = config.mesh, config.parallel
-    identity = config.identity(config.layout(config.tensor_local(params)))
     facts = {
         "versions": f"jdistadam {jdistadam.__version__}, jax {jax.__version__}, "
         f"jaxlib {jaxlib.__version__}",
@@ -64,7 +62,7 @@ def _facts(config: DistributedConfig, params: Any, lower: Callable[[], Any] | No
         "sharding_strategy": f"{parallel.strategy} over {parallel.data_axes}",
         "policy": repr(config.policy),
         "communication": config.communication.means,
-        "layout": identity.tobytes().decode(),
+        "layout": config.layout_text(config.layout(config.tensor_local(params))),
     }
     if lower is None:
         return facts
@@ -164,8 +162,7 @@ def _difference(
     name: str, first: int, mine: str, differ: Sequence[int], theirs: str
 ) -> dict[str, str]:
     if name == "layout":
-        texts = (np.frombuffer(text.encode(), np.uint8) for text in (theirs, mine))
-        theirs, mine = differences(*texts) or "", "an equal layout"
+        theirs, mine = differences(theirs, mine) or "", "an equal layout"
     action = "Start all processes with the same versions, code and arguments."
     if name == "program":
         action = (

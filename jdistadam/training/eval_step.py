@@ -23,7 +23,7 @@ from jdistadam.training.compiler_options import options_for
 from jdistadam.training.forward import Forward, mean_loss
 from jdistadam.training.loss_function import LossFunction
 from jdistadam.training.partitioned import over_devices, rows_spec
-from jdistadam.training.state_check import StateCheck
+from jdistadam.training.state_check import checked
 from jdistadam.training.train_state import TrainState, check_layout, check_train_state
 from jdistadam.training.train_step import check_program
 
@@ -48,8 +48,8 @@ class EvalProgram:
         )
         _, (loss, aux) = run(dataclasses.replace(state, opt_state=None), batch)
         if state.opt_state is not None:
-            expected = self.tx.config.identity(self.tx.layout(state.params))
-            is_other = jnp.any(find_state(state.opt_state).layout_identity != expected)
+            expected = self.tx.config.layout_digest(self.tx.layout(state.params))
+            is_other = jnp.any(find_state(state.opt_state).layout_digest != expected)
             loss = jnp.where(is_other, jnp.nan, loss)
         return loss, aux
 
@@ -76,7 +76,6 @@ class EvalStep:
         self._program, self._given_spec = program, batch_spec
         self._jitted = jax.jit(program, compiler_options=compiler_options or None)
         self._batch_sharding = NamedSharding(program.tx.config.mesh, program.batch_spec)
-        self._check = StateCheck(program.tx)
         self._has_agreed = False
         self.tx, self.compiler_options = program.tx, compiler_options
 
@@ -101,7 +100,7 @@ class EvalStep:
             check_layout(state, self.tx)
             return self._program(state, batch)
         check_alive(optimizer_state, state)
-        state = self._check(state, optimizer_state)
+        state, _ = checked(state, optimizer_state, self.tx)
         state = dataclasses.replace(state, opt_state=None)
         if not self._has_agreed:
             lower = functools.partial(self._jitted.lower, state, batch)

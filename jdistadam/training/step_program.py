@@ -45,26 +45,18 @@ class StepProgram:
         given = self.options.batch_spec
         return self.tx.config.parallel.batch_spec if given is None else given
 
-    def __call__(
-        self, state: TrainState, batch: Any, *, is_verified: bool
-    ) -> tuple[TrainState, dict[str, Any]]:
-        """Takes one step; ``is_verified`` says that the layout of the state was compared before."""
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """Takes one step."""
         specs = TrainState(self.tx.param_specs(state.params), self.tx.state_specs(), P(), P())
-
-        def on_a_device(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-            return self._on_a_device(state, batch, is_verified)
-
         return over_devices(
             self.tx,
-            on_a_device,
+            self._on_a_device,
             specs=specs,
             batch_spec=self.batch_spec,
             result_specs=self._metrics_specs(),
         )(state, batch)
 
-    def _on_a_device(
-        self, state: TrainState, batch: Any, is_verified: bool
-    ) -> tuple[TrainState, dict[str, Any]]:
+    def _on_a_device(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         tx, axes = self.tx, self.tx.config.parallel.data_axes
         scaling = find_state(state.opt_state).scaling
         forward = Forward.at(state, self.loss_function, tx)
@@ -77,9 +69,7 @@ class StepProgram:
             report_nonfinite=self.options.report_nonfinite,
         )
         with sending_ahead(self.options.accumulate_steps == 1):
-            result = tx.local_step(
-                local.grads, state.opt_state, state.params, is_verified=is_verified
-            )
+            result = tx.local_step(local.grads, state.opt_state, state.params)
         model_state = _mean_over_devices(local.model_state, axes)
         model_state = trees.keep_if(result.is_skipped, state.model_state, model_state)
         new = TrainState(result.params, result.opt_state, model_state, forward.next_rng)
@@ -88,8 +78,7 @@ class StepProgram:
     def _metrics(self, local: LocalResult, result: StepResult, scaling: Any) -> dict[str, Any]:
         """What a step reports; ``scaling`` is that of the state before it."""
         loss = mean_loss(self.tx.config, local.loss, local.weight)
-        if result.is_other_layout is not None:
-            loss = jnp.where(result.is_other_layout, jnp.nan, loss)
+        loss = jnp.where(result.is_other_layout, jnp.nan, loss)
         new = find_state(result.opt_state)
         metrics = {
             "loss": loss,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,7 @@ from jdistadam.core import trees
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.precision import MixedPrecisionPolicy, float_dtype
 from jdistadam.core.types import OptState, Params
-from jdistadam.distributed.checks import check_alive, check_identity_type
-from jdistadam.distributed.layout_identity import differences
+from jdistadam.distributed.checks import check_alive, check_layout_of
 from jdistadam.distributed.main_params import paths_that_differ, with_main_params
 from jdistadam.distributed.state import find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
@@ -102,7 +101,7 @@ class TrainState:
             )
         if "opt_state" not in changes and _KNOWN in self.__dict__:
             object.__setattr__(new, _KNOWN, self.__dict__[_KNOWN])
-            object.__setattr__(new, _KNOWN_OTHERS, self.__dict__.get(_KNOWN_OTHERS))
+            object.__setattr__(new, _RETURNED, self.__dict__.get(_RETURNED))
         return new
 
     @classmethod
@@ -257,18 +256,7 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
     config = tx.config
     trees.check_dtypes(state.params, name="params")
     layout = tx.layout(state.params)
-    identity = config.identity(layout)
-    kept = find_state(state.opt_state).layout_identity
-    check_identity_type(identity, kept)
-    is_traced = isinstance(kept, jax.core.Tracer)  # inside of a program types alone are compared
-    if not is_traced and (found := differences(identity, np.asarray(kept))):
-        raise LayoutError(
-            "params",
-            "do not fit the state",
-            got=found,
-            expected="the paths, shapes and dtypes of the params that the state was made for",
-            action="Cast them, or make a new state with TrainState.create.",
-        )
+    check_layout_of(find_state(state.opt_state), config.layout_text(layout), "params")
     params = copy_to(state.params, tx.param_shardings(state.params))
     specs = tx.param_specs(params)
     opt_state = with_main_params(config, layout, specs, state.opt_state, params)
@@ -278,8 +266,22 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
 # A state remembers, outside of its fields, the very arrays that it was made with and that are the
 # rounded main parameters. So a step sees at no cost that nothing was put in their place; a state
 # made in another way, by a tree map or a checkpoint, remembers nothing, and is compared once. One
-# that a step returned also remembers its other arrays, of which none is there twice.
-_KNOWN, _KNOWN_OTHERS = "_params_made_with", "_others_returned_with"
+# that a step returned also remembers its layout and its other arrays, none of which is there twice.
+_KNOWN, _RETURNED = "_params_made_with", "_returned"
+
+
+class Returned(NamedTuple):
+    """What a state remembers that a step returned.
+
+    Attributes:
+      others: Its arrays beside the params.
+      tx: The optimizer of the step.
+      digest: The digest of its layout.
+    """
+
+    others: tuple[Any, ...]
+    tx: DistributedTransformation
+    digest: bytes
 
 
 def remember_params(state: TrainState, leaves: Sequence[Any] | None = None) -> TrainState:
@@ -294,10 +296,18 @@ def remember_params(state: TrainState, leaves: Sequence[Any] | None = None) -> T
     return state
 
 
-def remember_others(state: TrainState) -> TrainState:
-    """Notes that a program returned all arrays of a state beside its params; returns the state."""
-    object.__setattr__(state, _KNOWN_OTHERS, tuple(_others(state)))
+def remember_returned(
+    state: TrainState, tx: DistributedTransformation, digest: bytes
+) -> TrainState:
+    """Notes that a step returned all arrays of a state beside its params; returns the state."""
+    object.__setattr__(state, _RETURNED, Returned(tuple(_others(state)), tx, digest))
     return state
+
+
+def returned(state: TrainState) -> Returned | None:
+    """What a state remembers that a step returned; None of another one."""
+    found: Returned | None = state.__dict__.get(_RETURNED)
+    return found if found is not None and _same(_others(state), found.others) else None
 
 
 def _others(state: TrainState) -> list[Any]:
@@ -316,14 +326,8 @@ def is_known(state: TrainState, leaves: Sequence[Any]) -> bool:
 
 def returned_arrays(state: TrainState) -> tuple[Any, ...]:
     """Returns the arrays of the state that a step returned, of which this one was made, if any."""
-    others = state.__dict__.get(_KNOWN_OTHERS)
-    return () if others is None else (*state.__dict__.get(_KNOWN, ()), *others)
-
-
-def is_returned(state: TrainState, leaves: Sequence[Any]) -> bool:
-    """Whether all arrays of a state, its params with these leaves, are those a step returned."""
-    known = state.__dict__.get(_KNOWN_OTHERS)
-    return known is not None and is_known(state, leaves) and _same(_others(state), known)
+    found: Returned | None = state.__dict__.get(_RETURNED)
+    return () if found is None else (*state.__dict__.get(_KNOWN, ()), *found.others)
 
 
 def placed(state: TrainState, tx: DistributedTransformation) -> TrainState:
@@ -386,7 +390,15 @@ def check_train_state(state: Any) -> None:
 
 
 def check_layout(state: TrainState, tx: DistributedTransformation) -> None:
-    """Raises unless ``state`` is a TrainState of the layout of ``tx``; on the host."""
+    """Raises unless ``state`` is a TrainState of the layout of ``tx``; on the host.
+
+    Where a step returned the state its digest is known: nobody waits for the arrays.
+    """
     check_distributed(tx)
     check_train_state(state)
-    tx.check_state(state.opt_state, state.params)
+    found = returned(state)
+    if found is None:
+        return tx.check_state(state.opt_state, state.params)
+    text = tx.config.layout_text(tx.layout(state.params))
+    check_alive(find_state(state.opt_state))
+    check_layout_of(find_state(state.opt_state), text, digest=found.digest)

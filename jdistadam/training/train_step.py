@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from jax.sharding import NamedSharding
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, check_flag
 from jdistadam.distributed.checks import check_alive
-from jdistadam.distributed.state import DistributedState, find_state, map_state
+from jdistadam.distributed.state import find_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import HyperparameterError
 from jdistadam.training.agreement import agree
@@ -24,16 +25,16 @@ from jdistadam.training.injected_numbers import with_numbers_as_arrays
 from jdistadam.training.loss_function import LossFunction
 from jdistadam.training.partitioned import check_model_axes
 from jdistadam.training.placement import apart, type_of
-from jdistadam.training.state_check import StateCheck
+from jdistadam.training.state_check import checked
 from jdistadam.training.step_program import StepOptions, StepProgram
 from jdistadam.training.train_state import (
     TrainState,
     check_params_follow,
     check_train_state,
     is_known,
-    is_returned,
-    remember_others,
     remember_params,
+    remember_returned,
+    returned,
     returned_arrays,
 )
 
@@ -59,11 +60,7 @@ class TrainStep:
         jit = functools.partial(
             jax.jit, donate_argnums=0, compiler_options=compiler_options or None
         )
-        # Inside of a caller's program nothing can be looked at: there it checks the layout itself.
-        self._step = functools.partial(program, is_verified=False)
-        self._jitted_checking = jit(self._step)
-        self._jitted = jit(flattened(functools.partial(program, is_verified=True)))
-        self._check = StateCheck(program.tx)
+        self._step, self._jitted, self._jitted_flat = program, jit(program), jit(flattened(program))
         self._types: set[Any] = set()  # of the arrays of states: of another one no batch is a part
         self._batch_sharding = NamedSharding(program.tx.config.mesh, program.batch_spec)
         self._has_warned = self._has_agreed = False
@@ -77,8 +74,8 @@ class TrainStep:
         A state that this step did not return is looked at first: whether it is of the layout of the
         optimizer, and whether its params are the rounded main parameters. Arrays that it holds
         twice are copied, since they cannot be donated twice; so is a batch that is an array of the
-        state. Inside a program, where nothing can be looked at, a state of another layout stays as
-        it is in a skipped step, and loss and norm are NaN.
+        state. Inside a program, where nothing can be looked at, a state of another layout makes
+        loss, norm and the new state NaN, which still has the digest of the other layout.
 
         Several processes first tell each other what they are about to run, once.
 
@@ -92,8 +89,8 @@ class TrainStep:
             batch = shard_batch(batch, self.tx, self.options.batch_spec)
         optimizer_state = find_state(state.opt_state)
         leaves, treedef = jax.tree.flatten(state.params)
-        has_known_params = is_known(state, leaves)
-        is_ours = self._check.knows(optimizer_state) and is_returned(state, leaves)
+        has_known_params, known = is_known(state, leaves), returned(state)
+        is_ours = has_known_params and known is not None and known.tx is self.tx
         if not is_ours:
             trees.check_memory(state=state)
         if trees.is_traced(batch) or (not is_ours and trees.is_traced(state)):
@@ -101,27 +98,28 @@ class TrainStep:
             return self._step(state, batch)
         check_alive(optimizer_state, None if is_ours else state)
         self._agree_once(state, batch)
-        returned = returned_arrays(state)
+        apart_already = returned_arrays(state)
         state = with_numbers_as_arrays(state, self.tx.config.mesh)
-        if not is_ours:
-            state = self._check(state, optimizer_state)
+        if known is not None and is_ours:
+            digest = known.digest
+        else:
+            state, digest = checked(state, optimizer_state, self.tx)
             if not has_known_params:
                 check_params_follow(state, self.tx)
-            state = apart(state, returned=returned)
+            state = apart(state, returned=apart_already)
             self._types.update(map(type_of, jax.tree.leaves(state)))
             leaves = jax.tree.leaves(state.params)
         batch = self._apart(batch, state)
-        new, metrics = self._jitted(_without_identity(state, Leaves(leaves, treedef)), batch)
+        flat = dataclasses.replace(state, params=Leaves(leaves, treedef))
+        new, metrics = self._jitted_flat(flat, batch)
         leaves = new.params.leaves
-        opt_state = map_state(self._with_identity, new.opt_state)
-        params = jax.tree.unflatten(treedef, leaves)
-        new = TrainState(params, opt_state, new.model_state, new.rng)
-        return remember_others(remember_params(new, leaves)), metrics
+        new = dataclasses.replace(new, params=jax.tree.unflatten(treedef, leaves))
+        return remember_returned(remember_params(new, leaves), self.tx, digest), metrics
 
     def _agree_once(self, state: TrainState, batch: Any) -> None:
         """Before the first step of several processes, has them compare what they will run."""
         if not self._has_agreed:
-            lower = functools.partial(self.lower, state, batch, is_verified=True)
+            lower = functools.partial(self.lower, state, batch)
             agree(self.tx.config, state.params, lower)
             self._has_agreed = True
 
@@ -144,33 +142,18 @@ class TrainStep:
             return batch
         return apart(batch, (x for x in jax.tree.leaves(state) if type_of(x) in types))
 
-    def _with_identity(self, state: DistributedState) -> DistributedState:
-        return state._replace(layout_identity=self._check.identity)
-
-    def lower(self, state: Any, batch: Any, *, is_verified: bool = False) -> Any:
+    def lower(self, state: Any, batch: Any) -> Any:
         """Lowers for arrays or ``jax.ShapeDtypeStruct`` with shardings, as ``jax.jit(f).lower``.
 
         Args:
           state: A train state, or its shapes.
           batch: A batch, or its shapes.
-          is_verified: Whether to lower the program that calls of this object run, which takes and
-            returns states without ``layout_identity``, since it is checked before. If not, the
-            program checks it, as a program must that is called by itself.
         """
         check_train_state(state)
         shapes = [isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)]
         if not any(shapes):
             batch = shard_batch(batch, self.tx, self.options.batch_spec)
-        if not is_verified:
-            return self._jitted_checking.lower(state, batch)
-        params = Leaves(*jax.tree.flatten(state.params))
-        return self._jitted.lower(_without_identity(state, params), batch)
-
-
-def _without_identity(state: TrainState, params: Leaves) -> TrainState:
-    """What enters the program of a call: not the identity, which is not sent, copied or read."""
-    opt_state = map_state(lambda part: part._replace(layout_identity=None), state.opt_state)
-    return TrainState(params, opt_state, state.model_state, state.rng)
+        return self._jitted.lower(state, batch)
 
 
 def train_step(

@@ -141,7 +141,7 @@ def test_state_is_a_few_flat_arrays_split_evenly(cpu_mesh):
     state = jda.TrainState.create(random_params(), tx)
     num_params = sum(x.size for x in jax.tree.leaves(state.params))
     assert len(jax.tree.leaves(state.opt_state)) == 6
-    assert state.opt_state.layout_identity.dtype == np.uint8
+    assert state.opt_state.layout_digest.dtype == np.uint8
     for name in ("main_params", "mu", "nu"):
         flat = getattr(state.opt_state, name)
         sizes = {s.data.size for s in flat.addressable_shards}

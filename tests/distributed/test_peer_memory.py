@@ -262,10 +262,7 @@ def test_info_prints_the_matrix_of_peers(gpus, monkeypatch):
 
 @pytest.mark.slow
 def test_in_a_loop_and_in_a_custom_training_loop(cpu_mesh):
-    """A scan comes to one call many times; a region of the user's own, checked.
-
-    Of those that are not checked see test_peer_memory_in_place.py.
-    """
+    """A scan comes to one call many times; a region of the user's own, checked."""
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
     make = lambda means: jda.distributed_fused_adamw(  # noqa: E731
         **HYPER, mesh=cpu_mesh(4), policy=policy, communication=means

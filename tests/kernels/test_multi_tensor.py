@@ -182,26 +182,6 @@ def test_one_varying_operand_makes_the_result_vary(cpu_mesh, order):
                     jax.jit(run)(fixed, local)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=str)
-def test_kept_shards(platform, dtype):
-    """Rows, columns and middle dimensions; one part, several; the flag set and not."""
-    rng = np.random.default_rng(0)
-    shapes, dims = [(8, 5), (3, 8), (2, 8, 3), (8,)], [0, 1, 1, 0]
-    for parts, index in ((1, 0), (2, 1), (4, 2)):
-        wholes = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
-        old = [
-            np.split(np.asarray(x), parts, dim)[index] for x, dim in zip(wholes, dims, strict=True)
-        ]
-        new = [jnp.asarray(rng.normal(size=x.shape), dtype) for x in old]
-        for is_kept in (True, False):
-            got = jax.jit(lambda flag, i, new, wholes, parts=parts: multi_tensor.kept_shards(flag, i, parts, dims, new, wholes))(
-                jnp.bool_(is_kept), jnp.int32(index), new, wholes
-            )  # fmt: skip
-            for x, want in zip(got, old if is_kept else new, strict=True):
-                assert_same_bits(x, want)
-    assert multi_tensor.kept_shards(jnp.bool_(True), jnp.int32(0), 2, [], [], []) == []
-
-
 def raw_sum(results, *operands, **change):
     good = dict(contributions=np.int32(1), flat=np.int32(0), sizes=np.asarray([8]), offsets=np.asarray([0]))  # fmt: skip
     call = jax.ffi.ffi_call("jdistadam_sum", results)

@@ -70,21 +70,6 @@ def norm_calls(draw):
 
 
 @st.composite
-def keep_calls(draw):
-    """Old shards as kernels/multi_tensor.py asks for them."""
-    parts, row = draw(st.integers(1, 4)), draw(st.sampled_from([1, 3]))
-    sizes = [row * n for n in draw(st.lists(st.sampled_from([11, 1, 0]), min_size=1, max_size=3))]
-    dtype = draw(storage)
-    shards, wholes = ([((n * copies,), dtype) for n in sizes] for copies in (1, parts))
-    attributes = dict(parts=np.int64(parts), rows=np.asarray([row] * len(sizes), np.int64))
-    call = dict(
-        name="keep", operands=[((), jnp.bool_), ((), jnp.int32), *shards, *wholes],
-        results=list(shards), aliases={2 + i: i for i in range(len(sizes))}, attributes=attributes,
-    )  # fmt: skip
-    return with_mistakes(draw, call)
-
-
-@st.composite
 def peer_calls(draw):
     """A sum or a step over the memory of one device, as kernels/peer.py makes them."""
     kind = draw(st.sampled_from(["sum", "sum", "step", "step on sums"]))
@@ -110,29 +95,24 @@ def peer_calls(draw):
         return with_mistakes(draw, call)
     total = sum(sizes) + len(sizes)
     state = [((total,), dtype) for dtype in (jnp.float32, draw(storage), draw(storage))]
-    flags = [((), jnp.bool_)] * 2
-    scalars = [((), jnp.float32), ((2, NUMBERS), jnp.float32), ((), jnp.float32), *flags]
-    in_place = draw(st.booleans())
+    scalars = [((), jnp.float32), ((2, NUMBERS), jnp.float32), ((), jnp.float32), ((), jnp.bool_)]
     attributes |= dict(
-        in_place=np.bool_(in_place),
         offsets=np.asarray(offsets, np.int64), nesterov=np.bool_(draw(st.booleans())),
         groups=np.asarray([i % 2 for i in range(len(sizes))], np.int32),
         summed=np.bool_(kind == "step on sums"),
     )  # fmt: skip
     count = len(sizes)
-    old = [((n,), out) for n in sizes] if in_place else []
     call = dict(
-        name="peer_step", operands=[*scalars, *grads, *state, *old],
+        name="peer_step", operands=[*scalars, *grads, *state],
         results=[*(((n,), out) for n in sizes), *state, *([] if kind == "step on sums" else norm)],
-        aliases=peer_aliases(count, len(old)), attributes=attributes,
+        aliases=peer_aliases(count), attributes=attributes,
     )  # fmt: skip
     return with_mistakes(draw, call)
 
 
-def peer_aliases(count, num_old):
-    """State, and params where the old ones are given, by operand."""
-    state = {5 + count + i: count + i for i in range(3)}
-    return state | {8 + count + i: i for i in range(num_old)}
+def peer_aliases(count):
+    """Those of the state, by operand."""
+    return {4 + count + i: count + i for i in range(3)}
 
 
 @st.composite
@@ -292,9 +272,6 @@ def break_alias(draw, call):
 
 
 def change_number(draw, call):
-    if call["name"] == "keep":
-        call["attributes"]["parts"] = np.int64(draw(integers))
-        return
     if call["name"].startswith("peer"):
         call["attributes"][draw(st.sampled_from(["site", "limit_seconds"]))] = np.int64(
             draw(integers)
@@ -306,7 +283,6 @@ def change_number(draw, call):
 
 LISTS = collections.defaultdict(
     lambda: ["groups", "sizes", "offsets"],
-    keep=["rows"],
     compact=["groups", "sizes", "offsets", "ids", "mu_offsets", "nu_offsets", "cuts", "tables"],
     peer_sum=["devices", "sizes", "runs", "received"],
     peer_step=["devices", "sizes", "runs", "received", "offsets", "groups"],
@@ -362,7 +338,6 @@ def assert_in_bounds(call):
     checks = {"adam": check_adam, "sum": check_sum, "norm": check_norm, "graph_node": check_node}
     checks |= {
         "compact": check_compact,
-        "keep": check_keep,
         "peer_sum": check_peer,
         "peer_step": check_peer,
     }
@@ -379,7 +354,7 @@ def check_peer(call):
     )
     assert len(attributes["received"]) == len(sizes), call
     assert set(attributes["received"].tolist()) <= {0, 1, 2}, call
-    first = 5 if is_step else 1
+    first = 4 if is_step else 1
     elements = [math.prod(shape) for shape, _ in call["operands"][first:]]
     assert elements[: len(sizes)] == sizes, call
     assert [math.prod(shape) for shape, _ in call["results"][: len(sizes)]] == sizes, call
@@ -389,23 +364,13 @@ def check_peer(call):
     for start, size in zip(attributes["offsets"].tolist(), sizes, strict=True):
         assert end <= start, call
         end = start + size
-    state, old = elements[len(sizes) :][:3], elements[len(sizes) + 3 :]
+    state = elements[len(sizes) :]
     assert len(state) == 3 and end <= min(state), call
-    assert old == (sizes if attributes["in_place"] else []), call
     rows = call["operands"][1][0][0]
     assert all(0 <= group < rows for group in attributes["groups"]), call
-    wanted = peer_aliases(len(sizes), len(old))
-    needed = {i: wanted[i] for i in wanted if elements[i - 5]}  # of an empty one nothing is written
+    wanted = peer_aliases(len(sizes))
+    needed = {i: wanted[i] for i in wanted if elements[i - 4]}  # of an empty one nothing is written
     assert needed.items() <= call["aliases"].items() <= wanted.items(), call
-
-
-def check_keep(call):
-    parts, rows = int(call["attributes"]["parts"]), call["attributes"]["rows"]
-    sizes = [int(np.prod(shape)) for shape, _ in call["operands"][2:]]
-    shards, wholes = sizes[: len(rows)], sizes[len(rows) :]
-    assert len(shards) == len(wholes) == len(call["results"]), call
-    for shard, whole, row in zip(shards, wholes, rows, strict=True):
-        assert whole == shard * parts and row > 0 and shard % row == 0, call
 
 
 def check_node(call):
@@ -502,7 +467,7 @@ def check_compact(call):
 )  # fmt: skip
 @given(
     st.one_of(
-        adam_calls(False), adam_calls(True), sum_calls(), norm_calls(), keep_calls(),
+        adam_calls(False), adam_calls(True), sum_calls(), norm_calls(),
         graph_node_calls(), peer_calls(), compact_calls(),
     )
 )  # fmt: skip
@@ -526,5 +491,5 @@ def call_handler(call):
 if __name__ == "__main__":
     assert native.status("cpu").available, native.status("cpu").detail
     call_handler()
-    assert len(seen) == 18 and min(seen.values()) > int(sys.argv[2]), seen
+    assert len(seen) == 16 and min(seen.values()) > int(sys.argv[2]), seen
     print(seen)

@@ -43,7 +43,7 @@ def prepared(h200s, loss=loss_fn, *, policy=SUMMED, accumulate_steps=1, **kwargs
 def test_what_is_planned_passes_and_less_does_not(h200s, strategy, accumulate_steps):
     kwargs = dict(sharding_strategy=strategy, accumulate_steps=accumulate_steps)
     step, state, batch = prepared(h200s, **kwargs)
-    program = step.lower(state, batch, is_verified=True).compile()
+    program = step.lower(state, batch).compile()
     step.lower = lambda *args, **kwargs: types.SimpleNamespace(compile=lambda: program)
     found = jda.audit(step, state, batch)
     assert found.passed, str(found)

@@ -111,7 +111,7 @@ def test_over_data_as_planned_and_over_the_model_axis_as_the_model_alone(
     assert along_model(text) == collections.Counter({k: n * micro for k, n in alone.items()})
 
     # All of the state is updated where it is; what is not aliased is the norm, an output alone.
-    held = state.opt_state._replace(grad_norm=None, layout_identity=None), state.params
+    held = state.opt_state._replace(grad_norm=None), state.params
     sizes = [
         math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize
         for x in jax.tree.leaves(held)

@@ -51,7 +51,7 @@ TARGETS = {
     "bfloat16 mu": (lambda: make_tx(policy=jda.MixedPrecisionPolicy(mu_dtype=BF16)), None),
     "float32 params": (lambda: make_tx(8), False),
 }  # fmt: skip
-OFTEN = {  # what tells layouts apart is in tests/distributed/test_layout_identity.py
+OFTEN = {  # what tells layouts apart is in tests/distributed/test_layout_digest.py
     ("2", True), ("2 x 4, hybrid", False), ("groups that freeze", False), ("optim_grads_params", True),
     ("bfloat16 mu", True),
 }  # fmt: skip

@@ -2,11 +2,11 @@
 //
 //   cd cuda
 //   g++ -std=c++17 -O1 -g -fsanitize=address,undefined -DJDISTADAM_NO_CLONES -ffp-contract=off
-//       -fno-fast-math -I. ../tests/kernels/driver/driver.cc {adam,compact,norm,sum,keep}_cpu.cc
+//       -fno-fast-math -I. ../tests/kernels/driver/driver.cc {adam,compact,norm,sum}_cpu.cc
 //       -pthread -o /tmp/driver && /tmp/driver
 //   nvcc -x cu -std=c++17 -arch=native -fmad=false -DJDISTADAM_NO_CLONES -DJDISTADAM_DRIVER_CUDA
 //       -Xcompiler -ffp-contract=off -I. ../tests/kernels/driver/driver.cc
-//       {adam,compact,norm,sum,keep}_cpu.cc {adam,compact,norm,sum,keep}_cuda.cu -o /tmp/driver
+//       {adam,compact,norm,sum}_cpu.cc {adam,compact,norm,sum}_cuda.cu -o /tmp/driver
 //   compute-sanitizer --tool memcheck --error-exitcode 1 /tmp/driver --exact
 //
 // tests/kernels/test_driver.py does so.
@@ -27,7 +27,6 @@
 #include "adam_math.h"
 #include "compact.h"
 #include "driver_memory.h"
-#include "keep.h"
 #include "norm.h"
 #include "sum.h"
 
@@ -320,43 +319,6 @@ Contents RunSum(Dtype in, Dtype out, int contributions, const Contents& inputs, 
   return after;
 }
 
-// Shards of parameters that were cut into `parts`, in rows of `row` bytes.
-Contents RunKeep(bool is_kept, int32_t index, size_t parts, size_t row, const Contents& wholes,
-                 size_t shift, bool on_device) {
-  const Array flag(Bytes(is_kept), 0, on_device), part(Bytes(index), 0, on_device);
-  std::vector<std::unique_ptr<Array>> arrays;
-  KeepCall call{reinterpret_cast<const bool*>(flag.data()),
-                reinterpret_cast<const int32_t*>(part.data()),
-                parts,
-                {}};
-  for (const auto& whole : wholes) {
-    const size_t size = whole.size() / parts;
-    arrays.push_back(std::make_unique<Array>(whole, shift, on_device));
-    const char* data = arrays.back()->data();
-    arrays.push_back(std::make_unique<Array>(std::vector<char>(size, 7), shift, on_device));
-    call.leaves.push_back({arrays.back()->data(), data, size + planted * row, row});
-  }
-  if (on_device) {
-#ifdef JDISTADAM_DRIVER_CUDA
-    Check(KeepCuda(call, nullptr));
-    Check(cudaDeviceSynchronize());
-#endif
-  } else {
-    KeepCpu(call);
-  }
-  Contents after;
-  for (size_t i = 0; i < arrays.size(); ++i) {
-    after.push_back(arrays[i]->Read("keep"));
-    if (i % 2 == 0) continue;
-    for (size_t k = 0; k < after[i].size(); ++k) {  // byte k of the shard
-      const bool taken = is_kept && size_t(index) < parts;
-      const char old = wholes[i / 2][(k / row * parts + size_t(index)) * row * taken + k % row];
-      if (after[i][k] != (taken ? old : 7)) return Fail("keep: a wrong byte"), after;
-    }
-  }
-  return after;
-}
-
 // Runs on the CPU and, where it is compiled in, on the GPU: the bits must be the same.
 template <typename Run>
 void Compare(const std::string& name, const Run& run) {
@@ -465,25 +427,6 @@ void RunAllLists() {
   }
 }
 
-void RunAllKeep() {
-  for (const size_t parts : {1, 2, 7}) {
-    for (const size_t row : {1, 2, 32}) {
-      Contents wholes;
-      for (const size_t rows : {0, 1, 3, 700}) {
-        wholes.push_back(RandomContent(rows * row * parts, B));  // two bytes each
-        wholes.back().resize(rows * row * parts);
-      }
-      for (const int32_t index : {0, int32_t(parts) - 1, int32_t(parts), -1}) {
-        for (const bool is_kept : {false, true}) {
-          Compare("keep", [&](bool on_device) {
-            return RunKeep(is_kept, index, parts, row, wholes, parts, on_device);
-          });
-        }
-      }
-    }
-  }
-}
-
 #ifdef JDISTADAM_DRIVER_CUDA
 // The hardware's conversions against dtype.h for all 2^32 floats but NaN.
 __global__ void CompareConversions(uint32_t first, unsigned long long* wrong) {
@@ -529,7 +472,6 @@ int main(int argc, char** argv) {
   RunAllAdam();
   RunAllCompact();
   RunAllLists();
-  RunAllKeep();
 #ifdef JDISTADAM_DRIVER_CUDA
   if (!exact) CompareAllConversions();  // minutes under a checker
 #endif

@@ -114,7 +114,7 @@ PeerCall CallOf(const Arrays& a) {
   call.dtypes = {Dtype::kFloat32, Dtype::kFloat32, Dtype::kFloat32};
   call.coefficients = reinterpret_cast<const float*>(a.row);
   call.inv_scale = call.norm_scale = a.scale;
-  call.found_inf = call.is_kept = a.skip;
+  call.found_inf = a.skip;
   call.num_tiles = NumNormTiles(kShard), call.tiles = a.tiles;
   call.sum_of_squares = a.squares, call.norm_found_inf = a.found_inf;
   PeerLeaf leaf{};

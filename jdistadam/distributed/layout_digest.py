@@ -1,9 +1,9 @@
 """What decides where an element of the flat state is, and what it means, as one canonical text.
 
 Flat arrays of two layouts can have the same size: without a name on them, a state that is restored
-into another layout gives every leaf another leaf's moments. So a state carries this text as a small
-uint8 array, which survives checkpoints, pickle and tree maps, and whatever takes a state compares
-it with the text of the layout that it expects.
+into another layout gives every leaf another leaf's moments. So a state carries a digest of this
+text as an array of 16 bytes, which survives checkpoints, pickle and tree maps, and whatever takes a
+state compares it with that of the layout that it expects. Our checkpoints hold the text.
 
 The text is JSON, one line for each leaf and each bucket, written always in the same way: equal
 layouts have equal bytes in every process, on every platform and in every version of Python. It
@@ -23,7 +23,7 @@ from the layout::
 from __future__ import annotations
 
 import functools
-import itertools
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -36,14 +36,14 @@ from jdistadam.distributed.layout import Bucket, Layout, Leaf
 VERSION = 1
 """Grows whenever the same text would mean another place, or another meaning, of an element."""
 
-_BLOCK = 4096  # Texts end with spaces up to a multiple: those of similar layouts are equally long,
-# so that a checkpoint can be restored far enough for an error to say where they differ.
+DIGEST_SIZE = 16  # bytes
 _MAX_SHOWN = 3  # differences in one message
+_TEXTS: dict[bytes, str] = {}  # of this process, by their digests: an error says where they differ
 
 
 @functools.lru_cache(maxsize=16)
-def identity_of(layout: Layout, tensor_parts: tuple[int, ...], main_kind: str) -> np.ndarray:
-    """Returns the text of a layout as bytes, shape (length,), uint8.
+def text_of(layout: Layout, tensor_parts: tuple[int, ...], main_kind: str) -> str:
+    """Returns the text of a layout.
 
     Args:
       layout: The layout of the parts of leaves that one device holds.
@@ -53,7 +53,7 @@ def identity_of(layout: Layout, tensor_parts: tuple[int, ...], main_kind: str) -
     Example:
       >>> from jdistadam.distributed.bucketing import make_layout
       >>> layout = make_layout([Leaf("params['b']", (3,), "float32", 0)], 4, 1 << 20)
-      >>> print(identity_of(layout, (), "float32").tobytes().decode().rstrip())
+      >>> print(text_of(layout, (), "float32"))
       {"jdistadam_layout":1,"flat_size":128,"main_size":128,"num_shards":4,"tensor_parts":[]
       ,"leaves":[
       {"dtype":"float32","path":"['b']","shape":[3]}]
@@ -71,10 +71,19 @@ def identity_of(layout: Layout, tensor_parts: tuple[int, ...], main_kind: str) -
     buckets = [_bucket(bucket, main_kind) for bucket in layout.buckets]
     text = f'{{"jdistadam_layout":{VERSION},{_json(header)[1:-1]}\n'
     text += f',"leaves":[\n{_lines(leaves)}]\n,"buckets":[\n{_lines(buckets)}]\n}}'
-    padding = " " * (-len(text) % _BLOCK)
-    identity = np.frombuffer((text + padding).encode("ascii"), np.uint8)
-    identity.setflags(write=False)
-    return identity
+    return text
+
+
+def digest_of(text: str) -> np.ndarray:
+    """Returns the first bytes of the SHA-256 of a layout's text, shape (16,), uint8."""
+    digest = hashlib.sha256(text.encode("ascii")).digest()[:DIGEST_SIZE]
+    _TEXTS[digest] = text
+    return np.frombuffer(digest, np.uint8)
+
+
+def known_text(digest: Any) -> str | None:
+    """Returns the text of a digest, if this process has made it."""
+    return _TEXTS.get(np.asarray(digest).tobytes())
 
 
 def _leaf(leaf: Leaf) -> dict[str, Any]:
@@ -117,35 +126,21 @@ def _lines(entries: Sequence[Any]) -> str:
     return ",\n".join(map(_json, entries))
 
 
-def differences(got: np.ndarray, expected: np.ndarray) -> str | None:
-    """Says where two identities differ, in the words of their texts; None where they are equal.
+def differences(got: str, expected: str) -> str | None:
+    """Says where the texts of two layouts differ; None where they are equal.
 
     Example:
       >>> from jdistadam.distributed.bucketing import make_layout
       >>> leaves = [Leaf("params['b']", (3,), "float32", 0)]
       >>> four, two = (make_layout(leaves, n, 1 << 20) for n in (4, 2))
-      >>> differences(identity_of(four, (), "float32"), identity_of(two, (), "float32"))
+      >>> differences(text_of(four, (), "float32"), text_of(two, (), "float32"))
       "num_shards 4 instead of 2; bucket of ['b']: shard_shape [1] instead of [2]"
     """
-    if got.tobytes() == expected.tobytes():
+    if got == expected:
         return None
-    mine, theirs = (x.tobytes().rstrip(b"\0 ") for x in (got, expected))  # zeros: orbax pads
-    try:
-        found = _differences(json.loads(mine), json.loads(theirs))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        return _first_other_line(mine, theirs)
-    if not found:
-        return "the same entries in other bytes: the text was edited"
+    found = _differences(json.loads(got), json.loads(expected))
     more = f"; and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
     return "; ".join(found[:_MAX_SHOWN]) + more
-
-
-def _first_other_line(got: bytes, expected: bytes) -> str:
-    """Where a text that is no layout any more, cut off or averaged, leaves the expected one."""
-    lines = [text.decode("ascii", "replace").splitlines() for text in (got, expected)]
-    pairs = itertools.zip_longest(*lines, fillvalue="nothing")
-    mine, theirs = next((x, y) for x, y in pairs if x != y)
-    return f"a text that was cut off or changed: {mine[:120]!r} instead of {theirs[:120]!r}"
 
 
 def _differences(got: dict[str, Any], expected: dict[str, Any]) -> list[str]:

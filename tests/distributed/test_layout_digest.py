@@ -1,4 +1,4 @@
-"""The identity of a layout: what it says, and that every entry notices the state of another one."""
+"""The text of a layout, its digest, and that every entry notices the state of another layout."""
 
 import copy
 import dataclasses
@@ -17,11 +17,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
+from jdistadam.distributed import transformation
 from jdistadam.distributed.bucketing import make_layout
+from jdistadam.distributed.checks import check_layout_of
 from jdistadam.distributed.layout import Leaf
-from jdistadam.distributed.layout_identity import VERSION, differences, identity_of
-from jdistadam.training import state_check
-from support.bits import assert_same_bits, assert_trees_same_bits
+from jdistadam.distributed.layout_digest import VERSION, differences, digest_of, text_of
+from support.bits import assert_same_bits
 from support.lookalike import (
     BATCH,
     BF16,
@@ -36,8 +37,8 @@ from support.lookalike import (
 from support.samples import often
 
 
-def text_of(tx, params):
-    return tx.config.identity(tx.layout(params)).tobytes().decode()
+def text_for(tx, params):
+    return tx.config.layout_text(tx.layout(params))
 
 
 def test_the_text_is_written_once_and_for_all():
@@ -47,9 +48,11 @@ def test_the_text_is_written_once_and_for_all():
         Leaf("params['f']", (2,), jnp.float16, None),
         Leaf("params['w']", (512, 64), "bfloat16", 2, ("model",), cuts=((), (0,))),
     ]
-    identity = identity_of(make_layout(leaves, 4, 1 << 20), (2,), "remainder16")
-    assert VERSION == 1 and identity.dtype == np.uint8 and identity.size == 4096
-    assert identity.tobytes().decode().rstrip() == (
+    text = text_of(make_layout(leaves, 4, 1 << 20), (2,), "remainder16")
+    digest = digest_of(text)
+    assert VERSION == 1 and digest.dtype == np.uint8 and digest.shape == (16,)
+    assert digest.tobytes() == hashlib.sha256(text.encode()).digest()[:16]
+    assert text == (
         '{"jdistadam_layout":1,"flat_size":8320,"main_size":8320,"num_shards":4,"tensor_parts":[2]\n'
         ',"leaves":[\n'
         """{"dtype":"float32","path":"['b']","shape":[3]},\n"""
@@ -81,11 +84,10 @@ OTHER_LAYOUTS = {
 @pytest.mark.parametrize("name", OTHER_LAYOUTS)
 def test_what_the_text_depends_on(name):
     params, make, message = OTHER_LAYOUTS[name]
-    other, mine = (
-        tx.config.identity(tx.layout(p)) for tx, p in ((make(), params), (make_tx(), make_params()))
-    )
+    other, mine = text_for(make(), params), text_for(make_tx(), make_params())
     assert re.search(message, differences(other, mine)), differences(other, mine)
-    assert differences(mine, mine.copy()) is None
+    assert differences(mine, str(mine)) is None
+    assert digest_of(other).tobytes() != digest_of(mine).tobytes()
 
 
 def test_small_leaves_and_buckets_are_in_the_text():
@@ -93,9 +95,9 @@ def test_small_leaves_and_buckets_are_in_the_text():
     params = {f"w{i}": jnp.zeros(100) for i in range(6)}
     labels = {name: "x" if name == "w0" else "y" for name in params}
     texts = {
-        text_of(make_tx(), params),
-        text_of(make_tx(bucket_bytes=1000), params),
-        text_of(make_tx(param_labels=labels, groups={"x": {}, "y": {}}), params),
+        text_for(make_tx(), params),
+        text_for(make_tx(bucket_bytes=1000), params),
+        text_for(make_tx(param_labels=labels, groups={"x": {}, "y": {}}), params),
     }
     assert len(texts) == 3
 
@@ -117,28 +119,28 @@ def test_what_the_text_does_not_depend_on():
         make_tx(policy=jda.MixedPrecisionPolicy(mu_dtype=BF16, grad_comm_dtype=BF16)),
         make_tx(mask=lambda p: jax.tree.map(lambda _: True, p)),
     ]
-    assert len({text_of(tx, make_params()) for tx in same}) == 1
+    assert len({text_for(tx, make_params()) for tx in same}) == 1
     # cut by tensor parallelism: the names of axes do not matter, trailing Nones neither
     cut = []
     for name, spec in (("model", P(None, "model")), ("tp", P(None, "tp", None))):
         mesh = jax.make_mesh((4, 2), ("data", name), devices=devices)
         params = {"w": jnp.zeros((256, 128, 2))}
-        cut.append(text_of(make_tx(mesh=mesh, param_specs={"w": spec}), params))
+        cut.append(text_for(make_tx(mesh=mesh, param_specs={"w": spec}), params))
     assert cut[0] == cut[1] and '"cuts":[[],[0]]' in cut[0] and '"shape":[256,64,2]' in cut[0]
 
 
 def test_the_text_does_not_depend_on_the_process():
     """Python's hash of strings differs between processes; checkpoints move between them."""
     code = (
-        "import hashlib, jax.numpy as jnp\n"
+        "import jax.numpy as jnp\n"
         "from jdistadam.distributed.bucketing import make_layout\n"
         "from jdistadam.distributed.layout import Leaf\n"
-        "from jdistadam.distributed.layout_identity import identity_of\n"
+        "from jdistadam.distributed.layout_digest import digest_of, text_of\n"
         "leaves = [Leaf(f'params[{c!r}]', (300, 8), jnp.bfloat16, 0) for c in 'zaky']\n"
-        "print(hashlib.sha256(identity_of(make_layout(leaves, 4, 9000), (), 'float32')).hexdigest())"
+        "print(digest_of(text_of(make_layout(leaves, 4, 9000), (), 'float32')).tobytes().hex())"
     )
     leaves = [Leaf(f"params[{c!r}]", (300, 8), BF16, 0) for c in "zaky"]
-    mine = hashlib.sha256(identity_of(make_layout(leaves, 4, 9000), (), "float32")).hexdigest()
+    mine = digest_of(text_of(make_layout(leaves, 4, 9000), (), "float32")).tobytes().hex()
     environment = os.environ | {"PYTHONHASHSEED": "4711"}
     command = [sys.executable, "-P", "-c", code]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -150,20 +152,20 @@ def without(state, **changes):
 
 
 def spoilt(state, other):
-    """A state by what was done to its identity, and what the error says."""
-    identity = state.opt_state.layout_identity
+    """A state by what was done to its digest, and what the error says."""
+    digest = state.opt_state.layout_digest
     averaged = jax.tree.map(lambda x, y: (x + y) / 2, state, other)
     return {
-        r"missing: .*got None": without(state, layout_identity=None),
-        r"averaged or cast: got float32": averaged,
-        r"averaged or cast: got bfloat16": without(state, layout_identity=identity.astype(BF16)),
-        r"a text that was cut off or changed: .* instead of": without(state, layout_identity=identity // 2),
-        r"a text that was cut off": without(state, layout_identity=np.asarray(identity) * (np.arange(identity.size) < 200)),
+        r"missing: .*got None": without(state, layout_digest=None),
+        r"averaged, cast or cut: got float32": averaged,
+        r"averaged, cast or cut: got bfloat16": without(state, layout_digest=digest.astype(BF16)),
+        r"averaged, cast or cut: got uint8, shape \(15,\)": without(state, layout_digest=digest[1:]),
+        r"another layout: got digest [0-9a-f]{32}, mu of \d+ elements, expected digest": without(state, layout_digest=digest // 2),
         r"leaf \['a'\]: shape \[128, 256\] instead of \[256, 128\]": dataclasses.replace(state, opt_state=other.opt_state),
     }  # fmt: skip
 
 
-def test_every_entry_notices_another_identity():
+def test_every_entry_notices_another_digest(tmp_path):
     tx = make_tx()
     state = jda.TrainState.create(make_params(), tx)
     other = jda.TrainState.create(other_params(), tx)
@@ -173,21 +175,23 @@ def test_every_entry_notices_another_identity():
         "full_params": lambda s: jda.full_params(s, tx),
         "to_optax_state": lambda s: jda.to_optax_state(s, tx),
         "main_params": lambda s: jda.main_params(s.params, s.opt_state, tx),
+        "eval_step": lambda s: jda.eval_step(loss_fn, tx)(s, BATCH),
+        "save": lambda s: jda.save(tmp_path, s, tx),
         "check_state": lambda s: tx.check_state(s.opt_state, s.params),
         "reload_main_params": lambda s: jda.reload_main_params(s, tx),
     }
     for message, bad in spoilt(state, other).items():
         for name, entry in entries.items():
-            if name == "reload_main_params" and "instead" in message:
-                message = "params: do not fit the state: got .* instead of"
-            with pytest.raises(jda.LayoutError, match=message):
+            is_other = "instead" in message or "another" in message
+            match = "params: do not fit the state" if name == "reload_main_params" and is_other else message  # fmt: skip
+            with pytest.raises(jda.LayoutError, match=match):
                 entry(bad)
                 pytest.fail(name)
     for entry in entries.values():
         entry(jax.tree.map(jnp.copy, state))
 
 
-def test_identity_survives_what_is_done_to_states():
+def test_a_digest_survives_what_is_done_to_states():
     tx = make_tx()
     step = jda.train_step(loss_fn, tx)
     state, _ = step(jda.TrainState.create(make_params(), tx), BATCH)
@@ -205,21 +209,23 @@ def test_identity_survives_what_is_done_to_states():
             assert_same_bits(x, y)
 
 
-def test_a_state_that_the_step_returned_is_not_read_again(monkeypatch):
-    """The check of values is for other states; the program of a call has no operand for it."""
-    seen = []
-    check = state_check.check_layout
-    monkeypatch.setattr(state_check, "check_layout", lambda *args: (seen.append(1), check(*args)))
+def test_a_state_that_a_step_returned_is_not_read_again(monkeypatch):
+    """Not by this step, nor by another one: nobody waits for the program that makes its digest."""
+    read = []
+    monkeypatch.setattr(
+        transformation,
+        "check_layout_of",
+        lambda *args: (read.append(args), check_layout_of(*args)),
+    )
     tx = make_tx()
-    step = jda.train_step(loss_fn, tx)
+    step, other = (jda.train_step(loss_fn, tx) for _ in range(2))
     state = jda.TrainState.create(make_params(), tx)
-    for _ in range(3):
-        state, _ = step(state, BATCH)
-    assert len(seen) == 1
-    state, _ = step(jax.tree.map(jnp.copy, state), BATCH)  # other arrays of the same state
-    assert len(seen) == 2
-    verified = step.lower(state, BATCH, is_verified=True).as_text()
-    assert "ui8" not in verified and "ui8" in step.lower(state, BATCH).as_text()
+    for run in (step, step, other, step, jda.train_step(loss_fn, make_tx())):
+        state, _ = run(state, BATCH)
+        jda.eval_step(loss_fn, tx)(state, BATCH)
+    assert len(read) == 1
+    step(jax.tree.map(jnp.copy, state), BATCH)  # other arrays of the same state
+    assert len(read) == 2
 
 
 CASES = [
@@ -238,25 +244,42 @@ CASES = [
         in {("bfloat16", "optim", True), ("no main", "no_shard", False)}
     )
 )
-def test_a_program_keeps_everything_and_says_nan(policy, strategy, check_vma):
+def test_a_program_says_nan(policy, strategy, check_vma):
     """Where nothing can be raised: a step in a shard_map, with the state of another layout."""
-    assert_keeps_everything(make_tx().config.mesh, policy, strategy, check_vma)
+    assert_says_nan(make_tx().config.mesh, policy, strategy, check_vma)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        dict(learning_rate=0.0, weight_decay=0.0),
+        dict(loss_scale=jda.DynamicLossScale(init_scale=8.0), max_grad_norm=0.1),
+        dict(b1=0.0, eps=1.0),
+    ],
+    ids=["rate 0", "loss scale", "no first moment"],
+)
+@often(lambda policy, kwargs: (policy in ("remainder16", "8 bits")) == ("loss_scale" in kwargs))
+def test_a_program_says_nan_whatever_the_numbers(policy, kwargs):
+    """Never as a skipped step, which keeps its parameters: a loop that counts skips sees none."""
+    strategy = "optim_grads" if policy != "comm" else "optim"
+    assert_says_nan(make_tx().config.mesh, policy, strategy, False, **kwargs)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("policy", "strategy"), CASES)
-def test_a_program_on_gpus_keeps_everything_and_says_nan(policy, strategy):
+def test_a_program_on_gpus_says_nan(policy, strategy):
     """On as many GPUs as there are, up to eight that divide the leaves."""
     devices = jax.devices("gpu")
     n = max(n for n in (1, 2, 4, 8) if n <= len(devices))
-    assert_keeps_everything(
-        jax.make_mesh((n,), ("data",), devices=devices[:n]), policy, strategy, False
-    )
+    mesh = jax.make_mesh((n,), ("data",), devices=devices[:n])
+    assert_says_nan(mesh, policy, strategy, False)
 
 
-def assert_keeps_everything(mesh, policy, strategy, check_vma):
+def assert_says_nan(mesh, policy, strategy, check_vma, **kwargs):
     dtype, policy = POLICIES[policy]
-    tx = make_tx(mesh=mesh, sharding_strategy=strategy, policy=policy, loss_scale=2.0)
+    kwargs = dict(loss_scale=2.0) | kwargs
+    tx = make_tx(mesh=mesh, sharding_strategy=strategy, policy=policy, **kwargs)
     params = make_params(dtype)
     state = jda.TrainState.create(params, tx)
     other = jda.TrainState.create(other_params(dtype), tx)
@@ -276,19 +299,22 @@ def assert_keeps_everything(mesh, policy, strategy, check_vma):
             check_vma=check_vma,
         )
     )
-    batch = jda.shard_batch(BATCH, tx)
-    new_params, new = step(state.params, state.opt_state, batch)
-    assert int(new.count) == 1 and np.isfinite(new.grad_norm)
-    assert np.any(np.asarray(new_params["a"]) != np.asarray(state.params["a"]))
-    kept_params, kept = step(state.params, other.opt_state, batch)
-    assert np.isnan(kept.grad_norm)
-    for name, x in state.params.items():
-        assert_same_bits(kept_params[name], x, name)
-    for name in ("count", "main_params", "mu", "nu", "layout_identity"):
-        assert_trees_same_bits(getattr(kept, name), getattr(other.opt_state, name))
+    for batch in (BATCH, BATCH * np.inf):  # which would be skipped
+        batch = jda.shard_batch(batch, tx)
+        good, new = step(state.params, state.opt_state, batch)
+        assert not np.isnan(np.asarray(good["a"], np.float32)).any()
+        bad, spoilt = step(state.params, other.opt_state, batch)
+        for name, x in bad.items():
+            assert np.isnan(np.asarray(x, np.float32)).all(), name
+        assert np.isnan(spoilt.grad_norm)
+        assert int(spoilt.count) == 1 and int(spoilt.scaling.skipped) == 0
+        assert_same_bits(spoilt.layout_digest, other.opt_state.layout_digest)
+        with pytest.raises(jda.LayoutError, match="another layout"):
+            tx.check_state(spoilt, state.params)
+    assert int(new.scaling.skipped) == 1 and int(new.count) == 0
 
 
-def test_a_traced_step_keeps_everything_and_says_nan():
+def test_a_traced_step_says_nan(tmp_path):
     """jit, scan and a program that was compiled ahead of time, chained and with a model state."""
     tx = jda.chain(optax.scale_by_schedule(lambda count: 1.0 / (1 + count)), make_tx())
     loss = lambda p, x, model_state: (loss_fn(p, x), model_state + 1)  # noqa: E731
@@ -306,13 +332,17 @@ def test_a_traced_step_keeps_everything_and_says_nan():
     for name, run in ways.items():
         new, metrics = run(state)
         assert np.isfinite(metrics["loss"]).all() and float(new.model_state) == 1, name
-        kept, metrics = run(bad)
+        spoilt, metrics = run(bad)
         assert np.isnan(metrics["loss"]).all() and np.isnan(metrics["grad_norm"]).all(), name
-        kept_rest, bad_rest = (
-            (s.params, s.model_state, s.opt_state[0], s.opt_state[1][:4]) for s in (kept, bad)
-        )
-        for x, y in zip(jax.tree.leaves(kept_rest), jax.tree.leaves(bad_rest), strict=True):
-            assert_same_bits(x, y, name)
+        assert all(np.isnan(x).all() for x in jax.tree.leaves(spoilt.params)), name
+        for entry in (
+            lambda s: step(s, batch),
+            lambda s: jda.save(tmp_path, s, tx),
+            lambda s: jda.full_params(s, tx),
+        ):
+            with pytest.raises(jda.LayoutError, match=r"leaf \['a'\]: shape"):
+                entry(spoilt)
+        assert not list(tmp_path.glob("[!.]*")), name
 
 
 def test_inside_a_program_types_are_checked():
@@ -321,7 +351,7 @@ def test_inside_a_program_types_are_checked():
     state = jda.TrainState.create(make_params(), tx)
     step = jax.jit(jda.train_step(loss_fn, tx))
     averaged = jax.tree.map(lambda x: (x + x) / 2, state)
-    with pytest.raises(jda.LayoutError, match="averaged or cast: got float32"):
+    with pytest.raises(jda.LayoutError, match="averaged, cast or cut: got float32"):
         step(averaged, BATCH)
     with pytest.raises(jda.LayoutError, match="missing"):
-        step(without(state, layout_identity=None), BATCH)
+        step(without(state, layout_digest=None), BATCH)
