@@ -1,9 +1,9 @@
-"""What jda.scaling predicts beside what was measured on 1, 2 and 4 H200s.
+"""What predict/scaling.py predicts beside what was measured on 1, 2 and 4 H200s.
 
     python experiments/scaling_check.py --out experiments/results/scaling_check/h200/default.json
 
-Needs no GPU: it reads the recorded runs, and fills in the tables of docs/scaling.md. Constants are
-taken from elsewhere than the rows they predict:
+Needs no GPU: it reads the recorded runs, and fills in the tables of predict/README.md. Constants
+are taken from elsewhere than the rows they predict:
 
 - rows of bench_step: the model's time is that of the floor, bandwidths are those of a copy and of
   an all-gather, all measured in the same run, and that of loads and stores over links of another
@@ -26,6 +26,8 @@ import plan_against_compiler
 import train_lm
 from jax.sharding import Mesh
 from lm import gpt, markdown, report
+from predict.machine import Machine
+from predict.scaling import scaling
 from step_bench import budget, model, rows
 from step_bench.variants import make_tx
 
@@ -34,7 +36,7 @@ from jdistadam.tools import bench
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 RECORDED = RESULTS / "scaling_check/h200/default.json"
-DOCS = RESULTS.parent.parent / "docs" / "scaling.md"
+DOCS = RESULTS.parent / "predict" / "README.md"
 STEPS = (
     "bench_step/h200_x2/default",
     "bench_step/h200_x2/1_sequence",
@@ -73,7 +75,7 @@ def machine_of(run):
     """Of a run of bench_step: bandwidths measured in it, and what kernels reach over the links."""
     rates = run["results"]["bytes_per_second"]
     over_links = {x["work"]: x for x in read("peer_bound/h200_x2/default.json")["results"]["rows"]}
-    return jda.Machine(
+    return Machine(
         rates["copy"],
         rates["all-gather"],
         network_bandwidth=NETWORK,
@@ -125,7 +127,7 @@ def check_steps(name):
             continue
         floor = 0.0 if row.is_alone else by_name[f"{row.group}/floor"]["ms"]
         workload = row.workload
-        (predicted,) = jda.scaling(
+        (predicted,) = scaling(
             step_shapes(row, found["size"]),
             functools.partial(budget.make_row_tx, row),
             machine_of(run),
@@ -205,7 +207,7 @@ def predict_trained(args, found, machine, seconds):
             stacked=train_lm.is_stacked if gathers else None,
         )  # fmt: skip
 
-    (row,) = jda.scaling(
+    (row,) = scaling(
         shapes, make, machine, model_seconds=seconds, recomputes=args.scan,
         accumulate_steps=args.accumulate_steps, devices=(devices,),
         devices_per_replica=devices // args.replicas if args.replicas > 1 else None,
@@ -224,8 +226,8 @@ def check_memory():
             strategy=row["strategy"],
             policy=plan_against_compiler.POLICIES[policy],
         )
-        (found,) = jda.scaling(
-            tree, make, jda.Machine(1e12, 1e11), model_seconds=NO_MODEL, devices=(4,),
+        (found,) = scaling(
+            tree, make, Machine(1e12, 1e11), model_seconds=NO_MODEL, devices=(4,),
             devices_per_replica=4,
         ).rows  # fmt: skip
         yield {
@@ -253,7 +255,7 @@ def extrapolate():
             stacked = model.is_stacked if is_scanned else None
             return make_tx(mesh, strategy, modifiers, stacked=stacked, replica_axis=axis)
 
-        tables[label] = jda.scaling(
+        tables[label] = scaling(
             shapes, make, machine_of(run), tokens=tokens, recomputes=True,
             model_seconds=results[f"{group}/floor"]["ms"] / 1e3, devices_per_replica=per_replica,
         )  # fmt: skip
@@ -334,7 +336,7 @@ def extrapolated_table(found):
 
 
 def tables_of(results):
-    """What docs/scaling.md shows of the recorded results, by the names of its markers."""
+    """What predict/README.md shows of the recorded results, by the names of its markers."""
     makers = {
         "steps": steps_table,
         "trained": trained_table,

@@ -45,9 +45,7 @@ from jdistadam.errors import (
 )
 from jdistadam.kernels.native import export_checks
 from jdistadam.tools.audit import Audit, audit
-from jdistadam.tools.machine import Machine
 from jdistadam.tools.plan import Plan, plan
-from jdistadam.tools.scaling import Scaling, scaling
 from jdistadam.training.batches import shard_batch
 from jdistadam.training.eval_step import EvalStep, eval_step
 from jdistadam.training.extra_state import ExtraState
@@ -122,9 +120,6 @@ __all__ = [  # noqa: RUF022 - by task
     # What a step holds and sends, before and after it is compiled.
     "plan",
     "Plan",
-    "scaling",
-    "Scaling",
-    "Machine",
     "audit",
     "Audit",
     # What is raised.

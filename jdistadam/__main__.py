@@ -93,48 +93,8 @@ def _plan(args: argparse.Namespace) -> int:
     shape, axes = _mesh_shape(args, args.devices)
     tx, params = _optimizer(args, Mesh(np.arange(args.devices).reshape(shape), axes))
     planned = plan(params, tx, accumulate_steps=args.accumulate_steps)
-    predicted = _predicted(args, params)
-    print(f"{_heading(args, args.devices)}\n\n{tx.config.policy}\n\n{planned}{predicted}")
+    print(f"{_heading(args, args.devices)}\n\n{tx.config.policy}\n\n{planned}")
     return 0
-
-
-def _predicted(args: argparse.Namespace, params: Any) -> str:
-    """Returns the table of numbers of devices, or nothing if no speeds are given."""
-    from jdistadam.tools.machine import Machine
-    from jdistadam.tools.scaling import scaling
-
-    bandwidths = ("bandwidth", "link_bandwidth", "peer_bandwidth", "network_bandwidth")
-    speeds = (*bandwidths, "tokens", "flops", "model_ms")
-    given = {name for name in speeds if getattr(args, name) is not None}
-    if not given and not command_line.shapes_a_prediction(args):
-        return ""
-    for name in ("bandwidth", "link_bandwidth"):
-        if name not in given:
-            option = name.replace("_", "-")
-            _refuse(args, f"argument --{option}: not given, expected GB/s for a prediction")
-    if args.replicas > 1:
-        _refuse(args, "argument --replicas: expected --devices-per-replica for a prediction")
-    giga = {name: 1e9 * getattr(args, name) for name in bandwidths if name in given}
-    machine = Machine(
-        giga["bandwidth"],
-        giga["link_bandwidth"],
-        giga.get("network_bandwidth"),
-        args.devices_per_node,
-        peer_bandwidth=giga.get("peer_bandwidth"),
-    )
-    found = scaling(
-        params,
-        lambda mesh: _optimizer(args, mesh)[0],
-        machine,
-        tokens=args.tokens,
-        flops=args.flops and 1e12 * args.flops,
-        model_seconds=args.model_ms and args.model_ms / 1e3,
-        recomputes=args.recomputes,
-        accumulate_steps=args.accumulate_steps,
-        devices=[1 << i for i in range(args.most_devices.bit_length())],
-        devices_per_replica=args.devices_per_replica,
-    )
-    return f"\n\npredicted, by the number of devices\n{found}"
 
 
 def _audit(args: argparse.Namespace) -> int:

@@ -348,8 +348,6 @@ def test_every_dtype_that_the_help_names_is_planned(small, capsys, field):
         ("--outer-sharding-strategy optim", "over --replicas too: got --sharding-strategy optim, --replicas none,"),
         ("--nu-dtype bfloat16", "at this --b2: got bfloat16 with --b2 0.999, expected --b2 <= 0.99"),
         ("--rounding stochastic", "PolicyError: --rounding: has no effect"),
-        ("--bandwidth 1 --link-bandwidth 1", "HyperparameterError: --flops: the time of the model follows from tokens and flops"),
-        ("--bandwidth 1 --link-bandwidth 1", "expected tokens and flops, or --model-ms. Pass --model-ms"),
     ],
 )  # fmt: skip
 def test_plan_says_in_a_line_what_is_wrong(capsys, options, said):

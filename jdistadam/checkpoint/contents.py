@@ -27,7 +27,8 @@ from jdistadam.distributed.state import DistributedState, is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import DtypeError, TreeError
 from jdistadam.kernels import coded_leaves
-from jdistadam.training.train_state import TrainState, check_params_follow, is_known, placed
+from jdistadam.training.state_memory import is_known
+from jdistadam.training.train_state import TrainState, check_params_follow, placed
 
 
 @dataclasses.dataclass(frozen=True)

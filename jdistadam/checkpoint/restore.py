@@ -20,7 +20,8 @@ from jdistadam.core import trees
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import CheckpointError, TreeError
-from jdistadam.training.train_state import TrainState, remember_params
+from jdistadam.training.state_memory import remember_params
+from jdistadam.training.train_state import TrainState
 
 Predicate = Callable[[str], bool]
 

@@ -28,6 +28,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -79,6 +80,16 @@ def digest_of(text: str) -> np.ndarray:
     digest = hashlib.sha256(text.encode("ascii")).digest()[:DIGEST_SIZE]
     _TEXTS[digest] = text
     return np.frombuffer(digest, np.uint8)
+
+
+def differs(got: jax.Array, expected: np.ndarray) -> jax.Array:
+    """Whether two digests differ, shape (), bool, in a program.
+
+    Word by word, not by a reduction, for which XLA for GPUs would launch a kernel of its own.
+    """
+    words = jax.lax.bitcast_convert_type(got.reshape(-1, 4), jnp.uint32)
+    pairs = zip(words, expected.view(np.uint32), strict=True)
+    return functools.reduce(jnp.logical_or, (x != word for x, word in pairs))
 
 
 def known_text(digest: Any) -> str | None:

@@ -77,7 +77,7 @@ def step_over_peer_memory(
         arrays, squares, found = peer.sum_over_peers(spec, norm_scale, arrays, received)
         received = []
         norm, found_inf = norm_of_squares(config, squares, found, local.mean_scale, scaling)
-    found_inf &= ~is_other
+    norm, found_inf = jnp.where(is_other, jnp.nan, norm), found_inf & ~is_other
     is_skipped = skipped(state, found_inf, local.is_empty, is_other)
     params, flat_arrays, of_sums = peer.step_over_peers(
         spec,
@@ -91,6 +91,7 @@ def step_over_peer_memory(
     )
     if of_sums is not None:
         norm, found_inf = norm_of_squares(config, *of_sums, local.mean_scale, scaling)
+        norm = jnp.where(is_other, jnp.nan, norm)
     new: dict[int, jax.Array] = {}
     for bucket, whole in zip(buckets, params, strict=True):
         new.update(packing.leaves_of_bucket(schedule.layout, bucket, whole))

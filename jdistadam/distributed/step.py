@@ -17,6 +17,7 @@ from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import types_of_moment
 from jdistadam.distributed.gather import gather_new_params
 from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.layout_digest import differs
 from jdistadam.distributed.main_params import main_shard
 from jdistadam.distributed.norm import norm_and_finite
 from jdistadam.distributed.not_transformed import check_not_transformed
@@ -89,7 +90,7 @@ def step_local(
     check_step(config, layout, state, params)
     leaves: list[Any] = jax.tree.leaves(params)
     treedef: Any = jax.tree.structure(params)
-    is_other = jnp.any(state.layout_digest != config.layout_digest(layout))
+    is_other = differs(state.layout_digest, config.layout_digest(layout))
     is_peer = config.communication.is_peer and schedule.buckets
     step = step_over_peer_memory if is_peer else _step_over_xla
     done = step(config, schedule, grads, state, treedef, leaves, is_other)
@@ -101,7 +102,7 @@ def step_local(
         main_params=done.flat.main_params,
         mu=done.flat.mu,
         nu=done.flat.nu,
-        grad_norm=jnp.where(is_other, jnp.nan, done.norm),
+        grad_norm=done.norm,
         layout_digest=state.layout_digest,
         scaling=_next_scaling(config, state.scaling, done.found_inf, done.is_empty),
         key=state.key,
@@ -122,7 +123,7 @@ def _step_over_xla(
     """Reduction, norm, kernel and all-gather with XLA's collectives."""
     summed = sum_over_devices(config, schedule, grads, treedef)
     norm, found_inf = norm_and_finite(config, schedule.layout, summed, state.scaling)
-    found_inf &= ~is_other
+    norm, found_inf = jnp.where(is_other, jnp.nan, norm), found_inf & ~is_other
     is_skipped = skipped(state, found_inf, summed.is_empty, is_other)
     scalars = step_scalars(config, state, summed.mean_scale, norm, is_skipped, is_other)
     flat, shards = update_shards(

@@ -54,7 +54,7 @@ def skipped(
 ) -> jax.Array | None:
     """Whether a step is skipped, which one with a state of another layout never is.
 
-    For a gradient that is not finite, with a loss scale; or since the total weight is zero. None
+    For a non-finite gradient, with a loss scale; or since the total weight is zero. None
     where neither can be.
     """
     flags = [

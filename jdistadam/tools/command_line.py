@@ -23,7 +23,6 @@ from jdistadam.distributed.mesh_axes import (
 from jdistadam.tools import bench
 
 _LARGEST = 1 << 20  # of a count: more than any machine has, and still planned at once
-_IN_A_NODE, _MOST = 8, 1024  # devices of a prediction
 _FLOATS = ("float32", "bfloat16", "float16")
 _FLOAT8 = ("float8_e5m2", "float8_e4m3fn")
 _BLOCKS = tuple(known.name for known in FORMATS)
@@ -98,7 +97,12 @@ def make_parser() -> Parser:
         metavar="TEXT",
         help="a part of the paths of leaves whose first dimension is scanned layers",
     )
-    _add_scaling_arguments(plan)
+    plan.add_argument(
+        "--communication",
+        choices=("auto", "xla"),
+        default="auto",
+        help="auto: over peer memory, where the other settings allow it",
+    )
     audit = command(
         "audit", "compile a step for the devices here, and compare what it sends with the plan"
     )
@@ -138,13 +142,6 @@ def with_flags(args: argparse.Namespace, message: str) -> str:
         return flags[name] if is_name else found[0]
 
     return re.sub(pattern, flag, message)
-
-
-def shapes_a_prediction(args: argparse.Namespace) -> bool:
-    """Returns whether an option is given that has no effect but on a prediction."""
-    counts = {"devices_per_node": _IN_A_NODE, "most_devices": _MOST}
-    is_changed = any(getattr(args, name) != default for name, default in counts.items())
-    return is_changed or args.recomputes or args.devices_per_replica is not None
 
 
 def _add_json(parser: Parser) -> None:
@@ -216,46 +213,6 @@ def _add_optimizer_arguments(parser: Parser) -> None:
     )
 
 
-def _add_scaling_arguments(parser: Parser) -> None:
-    """Names as in ``scaling`` and ``Machine``; bandwidths in GB per second, times in ms."""
-    group = parser.add_argument_group(
-        "prediction",
-        "With --bandwidth and --link-bandwidth also the time of a step and the memory for 1, 2, 4, "
-        "... devices. The model's time is given, or follows from --tokens and --flops.",
-    )
-
-    def add(name: str, unit: str, use: str, default: float | None = None) -> None:
-        group.add_argument(name, type=_positive, metavar=unit, default=default, help=use)
-
-    add("--bandwidth", "GB/S", "of a device's memory, reads plus writes")
-    add("--link-bandwidth", "GB/S", "that a device sends inside a node, in one direction")
-    add("--peer-bandwidth", "GB/S", "that kernels load and store inside a node, in one direction")
-    add("--network-bandwidth", "GB/S", "that a device sends to other nodes, in one direction")
-    add("--tokens", "N", "of a device in a step")
-    add("--flops", "TFLOP/S", "that the model reaches on a device")
-    add("--model-ms", "MS", "measured forward and backward pass of a step, instead of --flops")
-    group.add_argument(
-        "--recomputes", action="store_true", help="the backward pass computes the forward again"
-    )
-    for name, default, use in (
-        ("--devices-per-node", _IN_A_NODE, "how many share a node"),
-        ("--most-devices", _MOST, "up to how many the table goes"),
-    ):
-        group.add_argument(name, type=_count, metavar="N", default=default, help=use)
-    group.add_argument(
-        "--devices-per-replica",
-        type=_count,
-        metavar="N",
-        help="how many share the state in hybrid sharding, in the table",
-    )
-    group.add_argument(
-        "--communication",
-        choices=("auto", "xla"),
-        default="auto",
-        help="auto: over peer memory inside a node, where the other settings allow it",
-    )
-
-
 def _add_dtype(parser: Parser, name: str, choices: tuple[str, ...], default: str, use: str) -> None:
     parser.add_argument(
         f"--{name.replace('_', '-')}",
@@ -272,17 +229,6 @@ def _count(text: str) -> int:
         return int(text)
     expected = f"a whole number from 1 to {_LARGEST}"
     raise argparse.ArgumentTypeError(f"got {reprlib.repr(text)}, expected {expected}")
-
-
-def _positive(text: str) -> float:
-    """Returns a number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if math.isfinite(value) and value > 0:
-        return value
-    raise argparse.ArgumentTypeError(f"got {reprlib.repr(text)}, expected a number above 0")
 
 
 def _tree(text: str) -> Tree:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import trees
 from jdistadam.distributed.accumulate import valid_weight
 from jdistadam.distributed.checks import check_alive
+from jdistadam.distributed.layout_digest import differs
 from jdistadam.distributed.state import find_state
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.training.agreement import agree
@@ -49,7 +50,7 @@ class EvalProgram:
         _, (loss, aux) = run(dataclasses.replace(state, opt_state=None), batch)
         if state.opt_state is not None:
             expected = self.tx.config.layout_digest(self.tx.layout(state.params))
-            is_other = jnp.any(find_state(state.opt_state).layout_digest != expected)
+            is_other = differs(find_state(state.opt_state).layout_digest, expected)
             loss = jnp.where(is_other, jnp.nan, loss)
         return loss, aux
 

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import trees
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.errors import HyperparameterError
-from jdistadam.training.train_state import TrainState, is_known, remember_params
+from jdistadam.training.state_memory import is_known, remember_params
+from jdistadam.training.train_state import TrainState
 
 
 def with_numbers_as_arrays(state: TrainState, mesh: Mesh) -> TrainState:

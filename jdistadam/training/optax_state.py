@@ -36,7 +36,8 @@ from jdistadam.training.extra_state import (
 from jdistadam.training.host_arrays import copy_of, fetch
 from jdistadam.training.optax_parts import check_counts, like_template
 from jdistadam.training.placement import copy_to
-from jdistadam.training.train_state import TrainState, check_layout, remember_params
+from jdistadam.training.state_memory import remember_params
+from jdistadam.training.train_state import TrainState, check_layout
 
 
 def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[Any, Any, ExtraState]:

@@ -7,10 +7,10 @@ import jax
 from jdistadam.distributed.checks import check_placement, check_scaling
 from jdistadam.distributed.state import DistributedState
 from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.training.state_memory import is_known
 from jdistadam.training.train_state import (
     TrainState,
     check_layout,
-    is_known,
     placed,
     replicated_extras,
 )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +22,7 @@ from jdistadam.distributed.transformation import DistributedTransformation, chec
 from jdistadam.errors import LayoutError, TreeError
 from jdistadam.training.agreement import agree
 from jdistadam.training.placement import brought, copy_to
+from jdistadam.training.state_memory import keep_memory, remember_params, returned, same_arrays
 from jdistadam.training.train_state_checks import check_created
 
 
@@ -89,7 +88,7 @@ class TrainState:
         new = dataclasses.replace(self, **changes)
         if tx is not None:
             return reload_main_params(new, tx)
-        if "params" in changes and not _same(
+        if "params" in changes and not same_arrays(
             jax.tree.leaves(self.params), jax.tree.leaves(new.params)
         ):
             raise TreeError(
@@ -99,9 +98,8 @@ class TrainState:
                 expected="state.replace(params=..., tx=tx)",
                 action="Pass the optimizer, or call reload_main_params(state, tx).",
             )
-        if "opt_state" not in changes and _KNOWN in self.__dict__:
-            object.__setattr__(new, _KNOWN, self.__dict__[_KNOWN])
-            object.__setattr__(new, _RETURNED, self.__dict__.get(_RETURNED))
+        if "opt_state" not in changes:
+            keep_memory(self, new)
         return new
 
     @classmethod
@@ -261,73 +259,6 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
     specs = tx.param_specs(params)
     opt_state = with_main_params(config, layout, specs, state.opt_state, params)
     return remember_params(dataclasses.replace(state, params=params, opt_state=opt_state))
-
-
-# A state remembers, outside of its fields, the very arrays that it was made with and that are the
-# rounded main parameters. So a step sees at no cost that nothing was put in their place; a state
-# made in another way, by a tree map or a checkpoint, remembers nothing, and is compared once. One
-# that a step returned also remembers its layout and its other arrays, none of which is there twice.
-_KNOWN, _RETURNED = "_params_made_with", "_returned"
-
-
-class Returned(NamedTuple):
-    """What a state remembers that a step returned.
-
-    Attributes:
-      others: Its arrays beside the params.
-      tx: The optimizer of the step.
-      digest: The digest of its layout.
-    """
-
-    others: tuple[Any, ...]
-    tx: DistributedTransformation
-    digest: bytes
-
-
-def remember_params(state: TrainState, leaves: Sequence[Any] | None = None) -> TrainState:
-    """Notes that the params of a state are its rounded main parameters; returns the state.
-
-    Args:
-      state: The state.
-      leaves: Those of its params, if they are known.
-    """
-    leaves = jax.tree.leaves(state.params) if leaves is None else leaves
-    object.__setattr__(state, _KNOWN, tuple(leaves))
-    return state
-
-
-def remember_returned(
-    state: TrainState, tx: DistributedTransformation, digest: bytes
-) -> TrainState:
-    """Notes that a step returned all arrays of a state beside its params; returns the state."""
-    object.__setattr__(state, _RETURNED, Returned(tuple(_others(state)), tx, digest))
-    return state
-
-
-def returned(state: TrainState) -> Returned | None:
-    """What a state remembers that a step returned; None of another one."""
-    found: Returned | None = state.__dict__.get(_RETURNED)
-    return found if found is not None and _same(_others(state), found.others) else None
-
-
-def _others(state: TrainState) -> list[Any]:
-    return jax.tree.leaves((state.opt_state, state.model_state, state.rng))
-
-
-def _same(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
-
-
-def is_known(state: TrainState, leaves: Sequence[Any]) -> bool:
-    """Whether the params, with these leaves, are the arrays that the state was made with."""
-    known = state.__dict__.get(_KNOWN)
-    return known is not None and _same(leaves, known)
-
-
-def returned_arrays(state: TrainState) -> tuple[Any, ...]:
-    """Returns the arrays of the state that a step returned, of which this one was made, if any."""
-    found: Returned | None = state.__dict__.get(_RETURNED)
-    return () if found is None else (*state.__dict__.get(_KNOWN, ()), *found.others)
 
 
 def placed(state: TrainState, tx: DistributedTransformation) -> TrainState:

@@ -26,16 +26,18 @@ from jdistadam.training.loss_function import LossFunction
 from jdistadam.training.partitioned import check_model_axes
 from jdistadam.training.placement import apart, type_of
 from jdistadam.training.state_check import checked
-from jdistadam.training.step_program import StepOptions, StepProgram
-from jdistadam.training.train_state import (
-    TrainState,
-    check_params_follow,
-    check_train_state,
+from jdistadam.training.state_memory import (
     is_known,
     remember_params,
     remember_returned,
     returned,
     returned_arrays,
+)
+from jdistadam.training.step_program import StepOptions, StepProgram
+from jdistadam.training.train_state import (
+    TrainState,
+    check_params_follow,
+    check_train_state,
 )
 
 
@@ -60,7 +62,8 @@ class TrainStep:
         jit = functools.partial(
             jax.jit, donate_argnums=0, compiler_options=compiler_options or None
         )
-        self._step, self._jitted, self._jitted_flat = program, jit(program), jit(flattened(program))
+        self._step, self._jitted = program, jit(flattened(program))
+        self._jitted_as_called = jit(program)
         self._types: set[Any] = set()  # of the arrays of states: of another one no batch is a part
         self._batch_sharding = NamedSharding(program.tx.config.mesh, program.batch_spec)
         self._has_warned = self._has_agreed = False
@@ -111,7 +114,7 @@ class TrainStep:
             leaves = jax.tree.leaves(state.params)
         batch = self._apart(batch, state)
         flat = dataclasses.replace(state, params=Leaves(leaves, treedef))
-        new, metrics = self._jitted_flat(flat, batch)
+        new, metrics = self._jitted(flat, batch)
         leaves = new.params.leaves
         new = dataclasses.replace(new, params=jax.tree.unflatten(treedef, leaves))
         return remember_returned(remember_params(new, leaves), self.tx, digest), metrics
@@ -153,7 +156,7 @@ class TrainStep:
         shapes = [isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)]
         if not any(shapes):
             batch = shard_batch(batch, self.tx, self.options.batch_spec)
-        return self._jitted.lower(state, batch)
+        return self._jitted_as_called.lower(state, batch)
 
 
 def train_step(

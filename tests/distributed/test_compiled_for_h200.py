@@ -120,7 +120,8 @@ def test_one_device_copies_nothing(h200s, dtype):
     assert compiled.memory_analysis().alias_size_in_bytes == (
         jnp.dtype(dtype).itemsize * num_params
         + 4 * (layout.main_size + 2 * layout.flat_size)
-        + 4  # count
+        + 4
+        + 16  # count, digest of the layout
     )
 
 
@@ -135,8 +136,8 @@ def test_state_is_updated_in_place(bfloat16_step):
     flat_size = tx.config.layout(params).flat_size
     num_params = sum(x.size for x in jax.tree.leaves(params))
     memory = compiled.memory_analysis()
-    # params, main_params, mu, nu and count; grad_norm is an output alone
-    assert memory.alias_size_in_bytes == 2 * num_params + 3 * 4 * flat_size + 4
+    # params, main_params, mu, nu, count and digest; grad_norm is an output alone
+    assert memory.alias_size_in_bytes == 2 * num_params + 3 * 4 * flat_size + 4 + 16
 
 
 @pytest.mark.slow
@@ -172,8 +173,8 @@ def test_parameters_at_rest_are_gathered_beside_the_forward_pass(h200s, dtype, m
     }
     assert re.findall(r"= (?:\()?(\w+)\[([\d,]+)\]\S* copy(?:-start)?\(", text) == []
     held = jda.plan(params, tx).held
-    aliased = sum(held[name] for name in ("params", "main_params", "mu", "nu")) + 4  # count
-    assert compiled.memory_analysis().alias_size_in_bytes == aliased
+    aliased = sum(held[name] for name in ("params", "main_params", "mu", "nu")) + 4 + 16
+    assert compiled.memory_analysis().alias_size_in_bytes == aliased  # with count and digest
 
 
 @pytest.mark.slow
@@ -215,13 +216,13 @@ def test_gradients_that_were_sent_ahead_to_peers_are_freed(h200s):
 
 
 def test_a_custom_loop_over_peers_keeps_params_where_they_are(h200s):
-    """Also old ones that a state of another layout would leave as they are: nothing is copied."""
+    """Nothing is copied."""
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
     tx = jda.distributed_fused_adamw(1e-3, mesh=h200s(8), policy=policy, communication="peer")
     state = jda.TrainState.shapes(params_of(jnp.bfloat16), tx)
     step = jax.shard_map(
-        lambda state, grads: tx.step(
-            jax.tree.map(lambda x: x[0], grads), state.opt_state, state.params
+        lambda state, grads: tx.step(  # gradients that depend on params, which else are no operands
+            jax.tree.map(lambda x, p: x[0] * p, grads, state.params), state.opt_state, state.params
         ),
         mesh=tx.config.mesh,
         in_specs=(jda.TrainState(tx.param_specs(state.params), tx.state_specs()), P("data")),
@@ -232,10 +233,30 @@ def test_a_custom_loop_over_peers_keeps_params_where_they_are(h200s):
     grads = placed(tx.config.mesh, grads, P("data"))
     compiled = jax.jit(step, donate_argnums=0).lower(state, grads).compile()
     moved = re.findall(r"= (\w+\[[\d,]+\])\S* (?:copy|select)\(", compiled.as_text())
-    assert moved == []
+    assert moved == ["f32[2,12]"]  # the coefficients, NaN for a state of another layout
     held = jda.plan(state.params, tx).held
     aliased = sum(held[name] for name in ("params", "main_params", "mu", "nu")) + 4  # count
     assert compiled.memory_analysis().alias_size_in_bytes >= aliased
+
+
+def test_the_layout_is_compared_in_kernels_that_run_anyway(h200s):
+    """A program of one's own compares the digest at no launch: beside coefficients and the norm."""
+    tx = jda.distributed_fused_adamw(1e-3, mesh=h200s(1), max_grad_norm=1.0)
+    params = params_of(jnp.bfloat16)
+    specs = tx.param_specs(params), tx.state_specs()
+    step = jax.shard_map(
+        lambda grads, params, state: tx.step(grads, state, params),
+        mesh=tx.config.mesh, in_specs=(specs[0], *specs), out_specs=specs, check_vma=False,
+    )  # fmt: skip
+    state = placed(tx.config.mesh, jax.eval_shape(tx.init, params), specs[1])
+    params = placed(tx.config.mesh, params, specs[0])
+    text = jax.jit(step, donate_argnums=(1, 2)).lower(params, params, state).compile().as_text()
+    entry = text[text.index("ENTRY") :]
+    (digest,) = re.findall(r"%(\S+) = u8\[16\]\S* parameter", entry)
+    names = {digest, *re.findall(rf"%(\S+) = \S+ bitcast\(%{re.escape(digest)}\)", entry)}
+    operands = [re.findall(r"%([\w.]+)", x) for x in re.findall(r" fusion\(([^)]*)\)", entry)]
+    readers = [x for x in operands if names & set(x)]
+    assert len(readers) == 2 and all(len(x) > 1 for x in readers), readers
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -36,9 +36,9 @@ from collections.abc import Sequence
 
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
-from jdistadam.tools.kernel_bytes import kernel_bytes, peer_kernel_bytes
-from jdistadam.tools.machine import DIRECT, Machine, members_per_node
 from jdistadam.training.compiler_options import MERGED_BYTES
+from predict.kernel_bytes import kernel_bytes, peer_kernel_bytes
+from predict.machine import DIRECT, Machine, members_per_node
 
 _MERGED_BY_XLA = 30 << 20  # XLA's own limit, of all-reduces
 

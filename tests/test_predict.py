@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 
 import jdistadam as jda
-from jdistadam import __main__
 from jdistadam.errors import HyperparameterError, MeshError
-from jdistadam.tools import bench
-from jdistadam.tools.kernel_bytes import kernel_bytes, peer_kernel_bytes
-from jdistadam.tools.machine import Machine, members_per_node
-from jdistadam.tools.step_time import predict_step
+from support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "experiments"))
+from predict.kernel_bytes import kernel_bytes, peer_kernel_bytes
+from predict.machine import Machine, members_per_node
+from predict.scaling import scaling
+from predict.step_time import predict_step
 
 # 1 byte a nanosecond here, a link that sends 1/10 of it, a network 1/40; what starts costs nothing.
 ROUND = Machine(1e9, 1e8, 2.5e7, devices_per_node=4, latency=0, link_hop=0, network_hop=0)
@@ -176,7 +179,7 @@ def test_a_kernel_over_peer_memory_waits_for_the_slower_of_memory_and_links(clip
     """1 Mi parameters on four devices, each a shard of 1/4 Mi."""
     machine = dataclasses.replace(ROUND, peer_bandwidth=rate)
     tx = make(numbers(4), SUMS, max_grad_norm=1.0 if clips else None)
-    (row,) = jda.scaling(
+    (row,) = scaling(
         shapes((1024, 1024)), lambda mesh: tx, machine, model_seconds=9.0, devices=(4,)
     ).rows
     assert row.plan.communication.means == "peer"
@@ -195,7 +198,7 @@ def test_a_kernel_over_peer_memory_waits_for_the_slower_of_memory_and_links(clip
 
 def test_over_peers_nothing_is_sent_ahead_of_sums_over_micro_batches():
     means = jda.distributed_fused_adamw
-    (row,) = jda.scaling(
+    (row,) = scaling(
         shapes((1024, 1024)), lambda mesh: means(1e-3, mesh=mesh, policy=jda.MixedPrecisionPolicy(**SUMS)),
         ROUND, model_seconds=9.0, accumulate_steps=2, devices=(4,),
     ).rows  # fmt: skip
@@ -213,7 +216,7 @@ def test_over_peers_nothing_is_sent_ahead_of_a_step_alone(clips):
     """Gradients cross the links in the kernel; plan has no buffer for those that were received."""
     tx = make(numbers(4), SUMS, max_grad_norm=1.0 if clips else None)
     predict_it = functools.partial(
-        jda.scaling, shapes((1024, 1024)), lambda mesh: tx, ROUND, model_seconds=9.0, devices=(4,)
+        scaling, shapes((1024, 1024)), lambda mesh: tx, ROUND, model_seconds=9.0, devices=(4,)
     )
     (row,), (trained,) = predict_it(in_train_step=False).rows, predict_it().rows
     contributions, state, written, sums = 2 * MIB, 6 * MIB, 2 * MIB, MIB
@@ -232,12 +235,12 @@ def test_over_peers_nothing_is_sent_ahead_of_a_step_alone(clips):
 
 def test_peer_memory_is_for_a_node_and_for_who_did_not_say_xla():
     tree = shapes((1024, 1024))
-    found = jda.scaling(
+    found = scaling(
         tree, functools.partial(make, policy=SUMS), ROUND, model_seconds=1, devices=(1, 2, 4, 8)
     )
     assert [row.plan.communication.means for row in found.rows] == ["xla", "peer", "peer", "xla"]
     over_xla = functools.partial(make, policy=SUMS, communication="xla")
-    found = jda.scaling(tree, over_xla, ROUND, model_seconds=1, devices=(4,))
+    found = scaling(tree, over_xla, ROUND, model_seconds=1, devices=(4,))
     assert found.rows[0].plan.communication.means == "xla"
 
 
@@ -280,7 +283,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 def test_what_holds_of_every_prediction(strategy, policy, per_replica):
     tree = shapes((4096, 512), (512, 4096), (100,))
     predict_all = functools.partial(
-        jda.scaling, tree, functools.partial(make, policy=policy, sharding_strategy=strategy),
+        scaling, tree, functools.partial(make, policy=policy, sharding_strategy=strategy),
         model_seconds=0.02, accumulate_steps=2, devices=(1, 2, 4, 8, 64), devices_per_replica=per_replica,
     )  # fmt: skip
     machine = Machine(1e12, 1e11, 2e10, devices_per_node=4)
@@ -314,7 +317,7 @@ def test_what_holds_of_every_prediction(strategy, policy, per_replica):
 def test_time_of_the_model_by_operations():
     tree = shapes((1000, 1000))
     rows = [
-        jda.scaling(tree, make, ROUND, tokens=500, flops=1e12, recomputes=x, devices=(2,)).rows[0]
+        scaling(tree, make, ROUND, tokens=500, flops=1e12, recomputes=x, devices=(2,)).rows[0]
         for x in (False, True)
     ]
     np.testing.assert_allclose([x.time.model for x in rows], [3e-3, 4e-3], rtol=1e-12)
@@ -341,7 +344,7 @@ def test_time_of_the_model_by_operations():
 def test_wrong_arguments(changed, error, message):
     given = dict(make_tx=make, machine=ROUND, model_seconds=1.0, devices=(8,)) | changed
     with pytest.raises(error, match=message):
-        jda.scaling(shapes((512, 64)), **given)
+        scaling(shapes((512, 64)), **given)
 
 
 @pytest.mark.parametrize(
@@ -352,68 +355,3 @@ def test_wrong_arguments(changed, error, message):
 def test_wrong_speeds(name, value):
     with pytest.raises(HyperparameterError, match=f"{name}: out of range: got .*Change {name}"):
         dataclasses.replace(ROUND, **{name: value})
-
-
-PREDICTION = ("--bandwidth", "4000", "--link-bandwidth", "200", "--network-bandwidth", "50")
-
-
-@pytest.fixture
-def small(monkeypatch):
-    monkeypatch.setitem(bench.TREES, "small", {"w": (300, 70), "b": (70,)})
-    return "plan", "--tree", "small"
-
-
-def test_the_command_prints_the_table(small, capsys):
-    options = (
-        "--tokens",
-        "1000",
-        "--flops",
-        "500",
-        "--most-devices",
-        "20",
-        "--grad-reduce-dtype",
-        "float32",
-    )
-    assert __main__.main([*small, *PREDICTION, *options]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    start = lines.index("predicted, by the number of devices")
-    titles, *rows = [line.split() for line in lines[start + 1 :]]
-    assert titles[0] == "devices" and titles[-1] == "means"
-    assert [row[0] for row in rows] == ["1", "2", "4", "8", "16"]
-    assert [row[-1] for row in rows] == ["xla", "peer", "peer", "peer", "xla"]
-    model = 6 * 21_070 * 1000 / 500e12
-    assert all(row[4] == f"{1e3 * model:.2f}" for row in rows)
-    assert __main__.main([*small, *PREDICTION, *options, "--peer-bandwidth", "0.001"]) == 0
-    slow = [line.split() for line in capsys.readouterr().out.splitlines()[start + 2 :]]
-    assert [float(a[1]) > float(b[1]) for a, b in zip(slow, rows, strict=True)] == [
-        means == "peer" for means in ("xla", "peer", "peer", "peer", "xla")
-    ]
-    assert __main__.main([*small, *PREDICTION, *options, "--communication", "xla"]) == 0
-    assert "peer" not in capsys.readouterr().out.split("predicted")[1]
-
-
-def test_the_command_takes_a_measured_time_of_the_model(small, capsys):
-    assert __main__.main([*small, *PREDICTION, "--model-ms", "3.5", "--most-devices", "1"]) == 0
-    row = capsys.readouterr().out.splitlines()[-1].split()
-    assert row[0] == "1" and row[4] == "3.50" and row[9] == "-"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--flops", "500"), "argument --bandwidth: not given"),
-        (("--recomputes",), "argument --bandwidth: not given"),
-        (("--most-devices", "8"), "argument --bandwidth: not given"),
-        (("--devices-per-replica", "8"), "argument --bandwidth: not given"),
-        (("--bandwidth", "4000"), "argument --link-bandwidth: not given"),
-        (("--bandwidth", "-3"), "argument --bandwidth: got '-3', expected a number above 0"),
-        (("--bandwidth", "fast"), "argument --bandwidth: got 'fast'"),
-        (PREDICTION, "expected tokens and flops, or --model-ms"),
-        ((*PREDICTION, "--model-ms", "3", "--replicas", "2"), "expected --devices-per-replica"),
-    ],
-)
-def test_the_command_says_what_a_prediction_lacks(small, capsys, options, message):
-    with pytest.raises(SystemExit) as end:
-        __main__.main([*small, *options])
-    out, err = capsys.readouterr()
-    assert end.value.code == 2 and out == "" and message in err and err.count("\n") == 1

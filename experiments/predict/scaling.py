@@ -18,9 +18,9 @@ from jdistadam.distributed.communication import NO_DEVICES, Communication
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import HyperparameterError, MeshError
-from jdistadam.tools.machine import Machine
 from jdistadam.tools.plan import Plan, plan_of
-from jdistadam.tools.step_time import StepTime, predict_step
+from predict.machine import Machine
+from predict.step_time import StepTime, predict_step
 
 POWERS_OF_TWO = tuple(1 << i for i in range(11))
 """1 to 1024 devices."""

@@ -1,4 +1,4 @@
-"""docs/scaling.md: its example runs, its tables are those recorded, and those are today's."""
+"""The page of predict: its example runs, its tables are those recorded, and those are today's."""
 
 import json
 import re
@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "experiments"))
 import scaling_check
 from lm import markdown
 
-DOCS = (ROOT / "docs" / "scaling.md").read_text()
+DOCS = (ROOT / "experiments" / "predict" / "README.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +23,13 @@ def recorded():
 
 def test_the_example_runs(capsys):
     (example,) = re.findall(r"```python\n(.*?)```", DOCS, re.S)
-    exec(compile(example, "scaling.md", "exec"), {})
+    exec(compile(example, "README.md", "exec"), {})
     titles, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert titles[0] == "devices" and [int(row[0]) for row in rows] == [1 << i for i in range(11)]
 
 
 def test_the_tables_are_what_is_recorded(recorded):
-    assert markdown.fill(DOCS, scaling_check.tables_of(recorded), "scaling.md") == DOCS
+    assert markdown.fill(DOCS, scaling_check.tables_of(recorded), "README.md") == DOCS
 
 
 def test_the_record_is_what_is_predicted_today(recorded):
