@@ -240,7 +240,7 @@ def test_a_custom_loop_over_peers_keeps_params_where_they_are(h200s):
 
 
 def test_the_layout_is_compared_in_kernels_that_run_anyway(h200s):
-    """A program of one's own compares the digest at no launch: beside coefficients and the norm."""
+    """A custom training loop compares the digest without a launch, beside coefficients and norm."""
     tx = jda.distributed_fused_adamw(1e-3, mesh=h200s(1), max_grad_norm=1.0)
     params = params_of(jnp.bfloat16)
     specs = tx.param_specs(params), tx.state_specs()
