@@ -1,4 +1,4 @@
-"""Tables of records of low precision, of a ResNet and of parameters at rest as shards."""
+"""Tables of records of low precision and of a ResNet."""
 
 import json
 import pathlib
@@ -60,20 +60,14 @@ def resnet_speed() -> str:
     return markdown.table(columns, rows)
 
 
-def at_rest_speed() -> str:
-    """Rows of bench_step.py with parameters at rest in full and as shards."""
-    names = {
-        "floor": "forward and backward pass, no optimizer",
-        "annotated_zero1": "optax.adamw, annotations",
-        "optim": '"optim", params_at_rest="full"',
-        "optim+at_rest": '"optim", params_at_rest="shard"',
-    }
-    rows = {row["name"]: row for row in _results("bench_step/h200_x2/layers")["rows"]}
+def gathered_once() -> str:
+    """One line for each workload and strategy of gathered_once.py, without more options."""
     table = []
-    for name, text in names.items():
-        row = rows[f"unrolled-8/{name}"]
-        memory = (row["argument_bytes"] + row["temporary_bytes"]) / 1e9
-        cells = (text, f"{row['ms']:.1f}", f"{row['ratio_to_floor']:.3f}", f"{memory:.1f} GB")
-        table.append(cells)
-    columns = ("8 sequences per GPU, unrolled", "ms", "ratio to the first", "memory of the program")
+    for row in _results("gathered_once/h200/default")["rows"]:
+        if row["options"]:
+            continue
+        sizes = [f"{row[name] / 1e6:.0f} MB" for name in ("arguments", "temporary", "peak")]
+        beside = f"{row['beside']} of {row['gathers']}"
+        table.append((row["workload"], row["strategy"], *sizes, beside))
+    columns = ("workload", "strategy", "arguments", "temporary", "peak", "gathers beside the model")
     return markdown.table(columns, table)

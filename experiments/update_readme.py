@@ -353,7 +353,7 @@ TABLES = {
     "low_precision_gpt2": lambda: low_precision_table("h200/150_steps"),
     "low_precision_speed": speed_tables.low_precision_speed,
     "resnet": speed_tables.resnet_speed,
-    "at_rest": speed_tables.at_rest_speed,
+    "gathered_once": speed_tables.gathered_once,
     "plan": plan_table,
     "plan_memory": plan_memory_table,
     "scan_runs": scan_runs_table,

@@ -168,7 +168,7 @@ def _optimizer(args: argparse.Namespace, mesh: Any) -> tuple[Any, Any]:
         communication=getattr(args, "communication", "auto"),
         sharding_strategy=args.sharding_strategy,
         outer_sharding_strategy=args.outer_sharding_strategy,
-        params_at_rest=args.params_at_rest,
+        reshard_after_forward=args.reshard_after_forward,
         policy=command_line.policy(args),
         max_grad_norm=1.0,
         stacked=command_line.stacked(args),
@@ -181,12 +181,13 @@ def _heading(args: argparse.Namespace, num_devices: int) -> str:
     """Returns what the arguments describe, in lines like those of a policy."""
     shape, axes = _mesh_shape(args, num_devices)
     division = f", as {shape[0]} replicas of {shape[1]}" if "replica" in axes else ""
+    kept = "" if args.reshard_after_forward else ", not resharded"
+    strategy = f"{args.sharding_strategy}, outer {args.outer_sharding_strategy}{kept}"
     lines = {
         "tree": args.tree,
         "param_dtype": args.param_dtype,
         "devices": f"{num_devices}{division}",
-        "sharding_strategy": f"{args.sharding_strategy}, outer {args.outer_sharding_strategy}",
-        "params_at_rest": args.params_at_rest,
+        "sharding_strategy": strategy,
         "accumulate_steps": args.accumulate_steps,
     }
     return "\n".join(f"{name:<18}  {value}" for name, value in lines.items())

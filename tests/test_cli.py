@@ -243,15 +243,14 @@ def small(monkeypatch):
 
 def test_plan_begins_with_what_was_planned(small, tmp_path, capsys):
     options = ("--devices", "12", "--replicas", "3", "--accumulate-steps", "5")
-    strategies = ("--sharding-strategy", "optim_grads", "--outer-sharding-strategy", "optim")
-    strategies += ("--params-at-rest", "shard")
+    strategies = ("--sharding-strategy", "optim_grads_params", "--outer-sharding-strategy", "optim")
+    strategies += ("--no-reshard-after-forward",)
     assert __main__.main(["plan", *small, *options, *strategies, "--param-dtype", "float16"]) == 0
-    assert capsys.readouterr().out.splitlines()[:8] == [
+    assert capsys.readouterr().out.splitlines()[:7] == [
         "tree                small, 2 leaves, 21,070 parameters",
         "param_dtype         float16",
         "devices             12, as 3 replicas of 4",
-        "sharding_strategy   optim_grads, outer optim",
-        "params_at_rest      shard",
+        "sharding_strategy   optim_grads_params, outer optim, not resharded",
         "accumulate_steps    5",
         "",
         "main_params_dtype   float32",

@@ -46,7 +46,7 @@ PLAIN = dict(
 )  # fmt: skip
 REPLICAS = dict(
     mesh="replicas last", axes="auto", specs="rows", strategy="optim_grads", outer="optim",
-    at_rest="full", bucket_bytes=20_000, stacked=False, communication="auto",
+    reshard=True, bucket_bytes=20_000, stacked=False, communication="auto",
 )  # fmt: skip
 CONFIG = fitted(7, PLAIN, [REPLICAS, {}], {"matrix", "odd", "row", "scalar"})
 

@@ -43,9 +43,9 @@ OPTIONS = {  # modifiers that are compiler options, over those that a variant ha
     "merge_1g": merging(1 << 30),
 }
 # What ours is made with; annotations have float32 main parameters, and XLA's own sums. On GPUs that
-# reach each other "float32sum" goes over peer memory, unless with "over_xla" or "at_rest", which is
-# params_at_rest="shard".
-SETTINGS = {"clip", "float32sum", "remainder16", "over_xla", "at_rest"}
+# reach each other "float32sum" goes over peer memory, unless with "over_xla". "gathered_once" is
+# reshard_after_forward=False.
+SETTINGS = {"clip", "float32sum", "remainder16", "over_xla", "gathered_once"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +90,10 @@ def parse(name):
         )
     annotated, ours = {"clip", "default_options", *OPTIONS}, SETTINGS | OPTIONS.keys()
     allowed = {FLOOR: set(), **{x: annotated for x in ANNOTATED}, **{x: ours for x in STRATEGIES}}
-    allowed["no_shard"] = ours - {"at_rest"}
+    for strategy in STRATEGIES[:3]:
+        allowed[strategy] = ours - {"gathered_once"}
     if workload == tree:  # params are whole before and after
-        allowed = {x: allowed[x] - {"at_rest"} for x in ("annotated_zero1", *STRATEGIES[:3])}
+        allowed = {x: allowed[x] for x in ("annotated_zero1", *STRATEGIES[:3])}
     if variant not in allowed:
         raise SystemExit(f"{name}: no variant {variant!r}; there are {', '.join(allowed)}")
     if unknown := set(modifiers) - allowed[variant]:
@@ -120,7 +121,7 @@ _LONG = (
     "optim+float32sum+clip",
     "optim+float32sum+over_xla",
     "optim+remainder16",
-    "optim+at_rest",
+    "optim_grads_params+gathered_once",
     "annotated_zero1+latency_hiding",
     "annotated_zero1+early",
     "optim+early",

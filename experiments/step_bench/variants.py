@@ -230,7 +230,7 @@ def make_tx(mesh, strategy, modifiers, **kwargs):
         LEARNING_RATE, **HYPER, mesh=mesh, sharding_strategy=strategy,
         policy=policy_of(modifiers), max_grad_norm=MAX_NORM if "clip" in modifiers else None,
         communication="xla" if "over_xla" in modifiers else "auto",
-        params_at_rest="shard" if "at_rest" in modifiers else "full",
+        reshard_after_forward="gathered_once" not in modifiers,
         **kwargs,
     )  # fmt: skip
 

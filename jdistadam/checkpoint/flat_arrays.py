@@ -28,8 +28,8 @@ from jdistadam.core import collectives
 from jdistadam.distributed import moment_codes, param_specs
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FlatCodes
-from jdistadam.distributed.layout import ALIGNMENT, Bucket, HeldLeaf, Layout
-from jdistadam.distributed.packing import rows_as_leaves, shard_of, shards_as_rows
+from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout
+from jdistadam.distributed.packing import shard_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,6 @@ class _Form:
     state_axes: tuple[str, ...]
     state_spec: P
     is_packed: bool
-    held: tuple[HeldLeaf, ...]  # of a packed bucket: what devices hold of it at rest
     shard_shape: tuple[int, ...]
     padding: int
     starts: tuple[int, ...]  # of leaves in a packed bucket, and where the last one ends
@@ -146,7 +145,6 @@ def _form(config: DistributedConfig, layout: Layout, bucket: Bucket, specs: Sequ
         state_axes=parallel.state_axes,
         state_spec=parallel.state_spec,
         is_packed=bucket.is_packed,
-        held=tuple(bucket.held) if bucket.is_packed else (),
         shard_shape=bucket.shard_shape,
         padding=bucket.padding,
         starts=tuple(bucket.starts(layout.leaves[i].size for i in bucket.leaves)),
@@ -163,9 +161,6 @@ def _extractor(form: _Form) -> Any:
         if not form.is_packed:
             return [shard.reshape(form.shard_shape)]
         whole = collectives.all_gather(shard, form.state_axes, dim=0, to="varying")
-        if form.held:
-            rows = whole.reshape(-1, form.size)
-            return rows_as_leaves(rows, form.held, form.shapes)
         return [
             whole[start : start + math.prod(shape)].reshape(shape)
             for start, shape in zip(form.starts, form.shapes, strict=False)
@@ -184,11 +179,7 @@ def _extractor(form: _Form) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _inserter(form: _Form) -> Any:
     def local(flat: jax.Array, row: jax.Array, leaves: list[jax.Array]) -> jax.Array:
-        if form.held:
-            parts = [shards_as_rows(x, held) for x, held in zip(leaves, form.held, strict=True)]
-            index = collectives.axis_index(form.state_axes)
-            shard = jnp.concatenate(parts, axis=1)[index]
-        elif form.is_packed:
+        if form.is_packed:
             whole = jnp.zeros((form.starts[-1] + form.padding,), flat.dtype)
             for start, x in zip(form.starts, leaves, strict=False):
                 whole = lax.dynamic_update_slice_in_dim(whole, x.reshape(-1), start, 0)

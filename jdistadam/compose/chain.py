@@ -186,8 +186,8 @@ class _DistributedChain:
         return PolicyError(
             f"chain, transformation {i}",
             f"it would see a device's shard of {of_what}",
-            got=f"{parallel.strategy!r} with params_at_rest={parallel.params_at_rest!r}",
-            expected="'optim' or 'optim_grads' with params_at_rest='full'",
+            got=f"{parallel.strategy!r}",
+            expected="'optim' or 'optim_grads'",
             action="Change the strategy, or leave this transformation out.",
         )
 

@@ -105,6 +105,9 @@ def accumulate_local(
         grads = _weighted_leaves(grads, acc.like_params(), weight, done)
     if config.parallel.shards_grads:
         grads = summed_shards(config, schedule, jax.tree.leaves(grads), includes_outer=False)
+    else:
+        like = acc.like_params()
+        trees.check_same_shapes(grads, like, name="grads", like_name="accumulated grads")
 
     def add(total: jax.Array, grad: jax.Array) -> jax.Array:
         grad = varying.to_varying(grad, tuple(varying.varying_axes(total) or ()))

@@ -139,14 +139,6 @@ def _table(
 def _blocks_of_leaves(layout: Layout, bucket: Bucket, index: Any) -> tuple[Any, Any]:
     """For each block: which leaf of the bucket, and which block of the leaf as a device has it."""
     num_blocks = bucket.shard_size // BLOCK if bucket.unit > 1 else 0
-    if bucket.held:  # shard by shard: of each leaf what a device holds
-        which, blocks = [], []
-        for k, held in enumerate(bucket.held):
-            piece = _piece(layout, held.shape, held.dim) // BLOCK
-            row, within = np.divmod(np.arange(math.prod(held.shape) // BLOCK), piece)
-            blocks.append(row * (piece * layout.num_shards) + index * piece + within)
-            which.append(np.full(within.size, k))
-        return jnp.asarray(np.concatenate(which)), jnp.concatenate(blocks)
     starts = np.asarray(bucket.starts(layout.leaves[i].size for i in bucket.leaves)[:-1]) // BLOCK
     place = index * num_blocks + jnp.arange(num_blocks, dtype=jnp.int32)
     found = jnp.searchsorted(jnp.asarray(starts, jnp.int32), place, side="right") - 1

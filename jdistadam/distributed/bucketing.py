@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jdistadam.core.moments import BLOCK
-from jdistadam.distributed.layout import ALIGNMENT, Bucket, HeldLeaf, Layout, Leaf
+from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout, Leaf
 
 _MIN_SCATTERED_SIZE = 1 << 14  # elements; below, one collective a leaf costs more than packing
 
@@ -24,7 +24,7 @@ def make_layout(
     keeps_main: Callable[[Any, bool], bool] = lambda dtype, scattered: True,
     num_inner_shards: int | None = None,
     shards_params: bool = False,
-    rests_with_state: bool = False,
+    gathers_layers: bool = False,
     in_blocks: bool = False,
 ) -> Layout:
     """Assigns every leaf to a bucket and every bucket to its place.
@@ -40,8 +40,7 @@ def make_layout(
         which devices hold shards if ``shards_params``.
       num_inner_shards: Number of parts into which the sum over shard_axes cuts. None: num_shards.
       shards_params: Whether devices hold only shards of the parameters that are scattered.
-      rests_with_state: Whether these are the parts of which they have the state; then small
-        parameters that divide are held as shards too, and packed shard by shard.
+      gathers_layers: Whether they gather these of stacked leaves layer by layer.
       in_blocks: Whether leaves are cut only at multiples of ``BLOCK`` of their elements, so that
         blocks of moments in codes, and random bits, are those of whole leaves.
 
@@ -54,15 +53,14 @@ def make_layout(
     """
     packs = num_shards > 1 if packs is None else packs
     unit = BLOCK if in_blocks else 1
-    members = _members(leaves, num_shards, bucket_bytes, packs, rests_with_state, unit)
+    members = _members(leaves, num_shards, bucket_bytes, packs, unit)
     # Those with main parameters first: the flat array of main parameters is the shorter one.
-    has_main = [keeps_main(leaves[m.leaves[0]].dtype, bool(m.dims)) for m in members]
+    has_main = [keeps_main(leaves[m.leaves[0]].dtype, not m.is_packed) for m in members]
     buckets: list[Bucket] = []
     offset = main_size = 0
     ends = {True: 0, False: 0}  # of moments, by whether they are coded
     for i in sorted(range(len(members)), key=lambda i: not has_main[i]):
         bucket = _bucket(leaves, members[i], num_shards, unit)
-        num_held = num_shards if rests_with_state else num_inner_shards or num_shards
         bucket = dataclasses.replace(
             bucket,
             offset=offset,
@@ -71,8 +69,8 @@ def make_layout(
             inner_shape=_scaled(
                 bucket.shard_shape, bucket.cut_dim, num_shards // (num_inner_shards or num_shards)
             ),
-            held=_held(leaves, members[i], num_held) if shards_params else (),
-            num_layers=bucket.num_layers if shards_params and not rests_with_state else None,
+            is_sharded_param=shards_params and not bucket.is_packed,
+            num_layers=bucket.num_layers if gathers_layers else None,
         )
         buckets.append(bucket)
         offset += _aligned(bucket.shard_size)
@@ -85,11 +83,14 @@ def make_layout(
 
 
 class _Members(NamedTuple):
-    """The leaves of a bucket, and along which dimensions they are cut; () if they are not."""
+    """The leaves of a bucket, and along which dimension its one leaf is cut; None: packed."""
 
     leaves: list[int]
-    dims: tuple[int, ...]
-    is_packed: bool
+    dim: int | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        return self.dim is None
 
 
 def _members(
@@ -97,29 +98,22 @@ def _members(
     num_shards: int,
     bucket_bytes: int,
     packs: bool,
-    cuts_small: bool,
     unit: int,
 ) -> list[_Members]:
-    """The leaves of each bucket; with ``cuts_small``, packed ones that divide stand together."""
+    """The leaves of each bucket."""
     scattered: list[_Members] = []
-    packed: dict[bool, list[int]] = {True: [], False: []}  # by whether they are cut
-    dims: dict[int, int] = {}
+    packed: list[int] = []
     for i, leaf in enumerate(leaves):
         if leaf.size and leaf.group is not None:
             dim = _scatter_dim(leaf, num_shards, unit)
             is_small = packs and leaf.size < _MIN_SCATTERED_SIZE
             if dim is not None and not is_small:
-                scattered.append(_Members([i], (dim,), is_packed=False))
+                scattered.append(_Members([i], dim))
             elif packs:
-                if dim is not None and cuts_small and leaf.size % unit == 0:
-                    dims[i] = dim
-                packed[i in dims].append(i)
+                packed.append(i)
             else:
-                scattered.append(_Members([i], (), is_packed=True))
-    runs = [run for is_cut in packed for run in _pack(leaves, packed[is_cut], bucket_bytes)]
-    return scattered + [
-        _Members(run, tuple(dims[i] for i in run if i in dims), is_packed=True) for run in runs
-    ]
+                scattered.append(_Members([i]))
+    return scattered + [_Members(run) for run in _pack(leaves, packed, bucket_bytes)]
 
 
 def _bucket(leaves: Sequence[Leaf], members: _Members, num_shards: int, unit: int) -> Bucket:
@@ -128,7 +122,7 @@ def _bucket(leaves: Sequence[Leaf], members: _Members, num_shards: int, unit: in
     total = sum(-(-leaves[i].size // unit) * unit for i in members.leaves)
     is_packed = members.is_packed
     padding = -total % (num_shards * unit) if is_packed else 0
-    dim = None if is_packed else members.dims[0]
+    dim = members.dim
     whole_shape = (total + padding,) if is_packed else first.shape
     return Bucket(
         leaves=tuple(members.leaves),
@@ -143,16 +137,6 @@ def _bucket(leaves: Sequence[Leaf], members: _Members, num_shards: int, unit: in
         num_layers=first.shape[0] if first.is_stacked and not is_packed else None,
         unit=unit if is_packed else 1,
         is_coded=first.is_coded,
-    )
-
-
-def _held(leaves: Sequence[Leaf], members: _Members, num_held: int) -> tuple[HeldLeaf, ...]:
-    """What devices hold of the leaves of a bucket; nothing if they are not cut."""
-    if not members.dims:
-        return ()
-    return tuple(
-        HeldLeaf(i, dim, _cut(leaves[i].shape, dim, num_held))
-        for i, dim in zip(members.leaves, members.dims, strict=True)
     )
 
 

@@ -130,14 +130,12 @@ def check_grads(
     trees.check_same_structure(grads, whole, name="grads", like_name=like_name)
     like: Any = jax.tree.leaves(whole)
     given: Any = jax.tree.leaves(grads)
-    held = [held for bucket in layout.buckets for held in bucket.held]
-    for part in held if not config.parallel.gathers_once else ():
-        if np.shape(given[part.leaf]) == part.shape:
-            like[part.leaf] = given[part.leaf]
-    for bucket in layout.buckets:  # [Note: sums of layers]
-        if not bucket.is_packed and layout.leaves[bucket.leaf].is_stacked:
-            if np.shape(given[bucket.leaf]) == bucket.inner_shape:
-                like[bucket.leaf] = given[bucket.leaf]
+    for bucket in layout.buckets:
+        may_be_summed = bucket.is_sharded_param or (  # [Note: sums of layers]
+            not bucket.is_packed and layout.leaves[bucket.leaf].is_stacked
+        )
+        if may_be_summed and np.shape(given[bucket.leaf]) == bucket.inner_shape:
+            like[bucket.leaf] = given[bucket.leaf]
     like = jax.tree.structure(whole).unflatten(like)  # type: ignore[attr-defined]
     trees.check_same_shapes(grads, like, name="grads", like_name=like_name)
     trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
@@ -167,13 +165,13 @@ def check_step(config: DistributedConfig, layout: Layout, state: Any, params: Pa
       params: The params.
     """
     leaves = jax.tree.leaves(params)
-    for part in (held for bucket in layout.buckets for held in bucket.held):
-        if leaves[part.leaf].shape != part.shape:
+    for bucket in layout.buckets:
+        if bucket.is_sharded_param and leaves[bucket.leaf].shape != bucket.inner_shape:
             raise MeshError(
-                layout.leaves[part.leaf].path,
-                "not placed as sharding_strategy and params_at_rest say",
-                got=leaves[part.leaf].shape,
-                expected=f"{part.shape} on each device",
+                layout.leaves[bucket.leaf].path,
+                "not placed as sharding_strategy says",
+                got=leaves[bucket.leaf].shape,
+                expected=f"{bucket.inner_shape} on each device",
                 action="Use tx.param_specs(params) in the in_specs of shard_map.",
             )
     check_digest_type(state.layout_digest)

@@ -8,7 +8,6 @@ The sum is that of ``grad_reduce_dtype=float32`` over XLA, bit for bit.
     ----------------------------  -------------------------------------------------------
     devices                       2, 4 or 8 of one process, along one axis of the mesh
     sharding_strategy             "optim", without replica_axis and tensor axes
-    params_at_rest                "full": the kernel writes unsharded parameters to all devices
     grad_reduce_dtype             float32
     main_params_dtype             float32
     param_comm_dtype              None
@@ -112,8 +111,6 @@ def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator
     """What of the module's table does not hold."""
     if parallel.strategy != "optim":
         yield f"sharding_strategy {parallel.strategy!r}"
-    if parallel.params_at_rest != "full":
-        yield f"params_at_rest {parallel.params_at_rest!r}"
     if len(parallel.mesh.axis_names) > 1:
         yield f"a mesh with axes {', '.join(parallel.mesh.axis_names)}"
     if parallel.num_devices not in _NUM_DEVICES:

@@ -38,8 +38,8 @@ class DistributedConfig:
 
     Params come in three forms. *Global* ones are what the caller holds outside of shard_map. Inside
     of it, a device has its part of what is sharded over tensor axes; such *whole* params are what
-    the model computes with and what layouts are made from. Under "optim_grads_params", and where
-    ``params_at_rest`` is "shard", a device holds of the large ones only a *shard*.
+    the model computes with and what layouts are made from. Under "optim_grads_params" a device
+    holds of the large ones only a *shard*.
     """
 
     hyper: Hyperparameters
@@ -158,7 +158,7 @@ class DistributedConfig:
             keeps_main=self._keeps_main,
             num_inner_shards=self.parallel.num_inner_shards,
             shards_params=self.parallel.shards_params,
-            rests_with_state=self.parallel.gathers_once,
+            gathers_layers=self.parallel.gathers_layers,
             in_blocks=self.low_precision.is_any,
         )
 
@@ -194,7 +194,7 @@ class DistributedConfig:
         if _is_rounded_to_send(policy, dtype) and not is_held:
             return True
         is_placed_alike = parallel.num_shards == 1 or (
-            is_held and parallel.size(parallel.held_axes) == parallel.num_shards
+            is_held and parallel.num_inner_shards == parallel.num_shards
         )
         return dtype != jnp.float32 or not is_placed_alike
 

@@ -32,7 +32,6 @@ from jdistadam.distributed.checks import check_inside
 from jdistadam.distributed.schedule import BucketSchedule
 from jdistadam.distributed.seen_params import LayerLeaf
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
-from jdistadam.errors import MeshError, PolicyError
 
 
 def local_params(params: Params, tx: DistributedTransformation) -> Any:
@@ -53,7 +52,7 @@ def local_params(params: Params, tx: DistributedTransformation) -> Any:
     check_inside(tx.config.parallel, "local_params", over_data_alone=True)
     axes = tx.config.parallel.data_axes
     leaves: list[Any] = list(jax.tree.leaves(params))
-    if tx.config.parallel.shards_params and not tx.config.parallel.gathers_once:
+    if tx.config.parallel.shards_params:
         on_a_device, _ = model_axes.each_leaf(tx.config, params)
         held = jax.tree.leaves(on_a_device)
         for entry in tx.seen.schedule(on_a_device).buckets:
@@ -68,11 +67,10 @@ def local_params(params: Params, tx: DistributedTransformation) -> Any:
 def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
     r"""Gathers sharded parameters over ``shard_axis``; inside ``jax.shard_map``.
 
-    For "optim_grads_params" and for ``params_at_rest="shard"``; else it returns what it is given,
-    so that a model need not know the strategy. Leaves that are not sharded are returned as they
-    are, and under "optim_grads_params" so are stacked ones, unless ``shards`` is one layer of them
-    inside of ``jax.lax.scan``. Shards are sent in ``policy.param_comm_dtype``. The gradient with
-    respect to a shard is this device's part of
+    For "optim_grads_params"; else it returns what it is given, so that a model need not know the
+    strategy. Leaves that are not sharded are returned as they are, and so are stacked ones, unless
+    ``shards`` is one layer of them inside of ``jax.lax.scan``. Shards are sent in
+    ``policy.param_comm_dtype``. The gradient with respect to a shard is this device's part of
 
     .. math:: \sum_r g_r
 
@@ -97,9 +95,9 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
     returns them; with ``weighted``, a layer's gradients are multiplied by the weight before they
     are summed.
 
-    With ``params_at_rest="shard"`` under "optim" and "optim_grads", ``train_step`` gathers all
-    params, stacked ones too, and ``loss_fn`` gets whole ones. In a custom training loop gather
-    once per step, before they are differentiated; micro-batches share what was gathered::
+    With ``reshard_after_forward=False`` it gathers all params, stacked ones too, and a layer of
+    those is returned as it is. In a custom training loop gather once per step, before they are
+    differentiated; micro-batches share what was gathered::
 
         whole = jda.local_params(jda.gather_params(params, tx), tx)
         grads = jax.grad(loss)(whole, batch)
@@ -115,14 +113,11 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
 
     Raises:
       MeshError: Called outside of shard_map, or the shapes of these shards are not known.
-      PolicyError: It is differentiated with ``params_at_rest="shard"``.
     """
     check_distributed(tx)
     check_inside(tx.config.parallel, "gather_params", over_data_alone=True)
     if not tx.config.parallel.shards_params:
         return shards
-    if tx.config.parallel.gathers_once:
-        return _gather_all_at_once(tx, shards)
     leaves: list[Any] = list(jax.tree.leaves(shards))
     on_a_device, run = model_axes.each_leaf(tx.config, shards)
     layer = tx.seen.layer(on_a_device)
@@ -136,42 +131,6 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
             leaf = LayerLeaf(entry.bucket.cut_dim, entry)
             leaves[i] = _gather_leaf(leaf, leaves[i], None, run(i))
     return jax.tree.unflatten(jax.tree.structure(shards), leaves)
-
-
-def _gather_all_at_once(tx: DistributedTransformation, shards: Any) -> Any:
-    """Gathers params that rest as shards; raises where this is differentiated, or is not them."""
-    if tx.config.stacked is not None and tx.seen.layer(shards) is not None:
-        return shards  # one layer of what was gathered before
-    try:
-        tx.seen.schedule(model_axes.on_a_device(tx.config, shards))
-    except MeshError as error:
-        raise MeshError(
-            "params",
-            "not the params as devices hold them: with params_at_rest='shard' all are gathered at "
-            "once",
-            got=f"{len(jax.tree.leaves(shards))} leaves of shapes that were not seen",
-            expected="all params of one init, or of one param_specs",
-            action="Call gather_params(params, tx) before the model and before a scan over layers; "
-            "to gather layer by layer use sharding_strategy='optim_grads_params'.",
-        ) from error
-
-    @jax.custom_vjp
-    def gather(shards: Any) -> Any:
-        return model_axes.gather_at_rest(tx.config, tx.seen, shards)
-
-    def forward(shards: Any) -> tuple[Any, None]:
-        raise PolicyError(
-            "gather_params",
-            "cannot be differentiated with params_at_rest='shard': gradients are those of whole "
-            "params, and reduced by the step",
-            got="a gradient by shards",
-            expected="gather_params before jax.grad",
-            action="Write whole = gather_params(params, tx), then "
-            "jax.grad(loss)(local_params(whole, tx)).",
-        )
-
-    gather.defvjp(forward, lambda _, cotangent: (cotangent,))
-    return gather(shards)
 
 
 class LayerWeight:

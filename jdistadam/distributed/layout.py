@@ -3,9 +3,7 @@
 A *bucket* is what one collective sends. A large leaf with a dimension that divides by the
 number of shards is a bucket of its own and is scattered along that dimension, where it is:
 nothing is packed or unpacked. All other leaves are flattened and packed, with leaves of the same
-dtype and group, into buckets of up to ``bucket_bytes``, padded at the end. Where parameters rest as
-shards (``params_at_rest``), small leaves that divide are packed apart, shard by shard: device i
-owns its shard of each of them, rather than the i-th part of all of them one behind the other.
+dtype and group, into buckets of up to ``bucket_bytes``, padded at the end.
 
 The shards of all buckets that one device owns are stored one behind the other in a few *flat*
 arrays, one for each kind of state, at the offsets written here. Where one device holds everything
@@ -34,7 +32,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -67,20 +65,6 @@ class Leaf:
         return self.is_coded or self.is_rounded
 
 
-class HeldLeaf(NamedTuple):
-    """What a device holds of a parameter between steps, where that is a shard.
-
-    Attributes:
-      leaf: Its index.
-      dim: The dimension along which it is cut.
-      shape: Shape of the shard.
-    """
-
-    leaf: int
-    dim: int
-    shape: tuple[int, ...]
-
-
 @dataclasses.dataclass(frozen=True)
 class Bucket:
     """What one collective sends.
@@ -99,8 +83,7 @@ class Bucket:
         layer by layer; otherwise None.
       inner_shape: Shape of one device's part after the sum over shard_axes: that of the shard,
         unless the state is sharded over replica_axes too.
-      held: What devices hold of its parameters, if that is shards. If packed, a device's shard of
-        the bucket then consists of its shards of the leaves, one behind the other.
+      is_sharded_param: Whether devices hold such a part of its one parameter, rather than all.
       unit: If packed, its leaves begin at multiples of this many elements; those between are zero.
       is_coded: Whether its moments are coded, where any are.
       moment_offset: Where its shard begins among the codes, or among the moments that are not
@@ -118,20 +101,10 @@ class Bucket:
     tensor_axes: tuple[str, ...] = ()
     num_layers: int | None = None
     inner_shape: tuple[int, ...] = ()
-    held: tuple[HeldLeaf, ...] = ()
+    is_sharded_param: bool = False
     unit: int = 1
     is_coded: bool = False
     moment_offset: int = 0
-
-    @property
-    def is_sharded_param(self) -> bool:
-        """Whether devices hold shards of its parameters, rather than whole ones."""
-        return bool(self.held)
-
-    @property
-    def held_shape(self) -> tuple[int, ...]:
-        """Shape of the part of its array that devices hold, where that is a shard."""
-        return self.shard_shape if self.is_packed else self.held[0].shape
 
     @property
     def shard_size(self) -> int:

@@ -124,8 +124,6 @@ def _bucket(bucket: Bucket, main_kind: str) -> dict[str, Any]:
     }
     if bucket.unit > 1:
         entry["unit"] = bucket.unit
-    if bucket.is_packed and bucket.held:  # shard by shard
-        entry["dims"] = [held.dim for held in bucket.held]
     return entry
 
 

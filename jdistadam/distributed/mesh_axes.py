@@ -10,12 +10,12 @@ from typing import Any
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jdistadam.core.arguments import check_flag
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.errors import MeshError, PolicyError
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 OUTER_SHARDING_STRATEGIES = ("no_shard", "optim")
-PARAMS_AT_REST = ("full", "shard")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,8 @@ class DataParallel:
         "optim_grads": also accumulated gradients (ZeRO-2). "optim_grads_params": also the
         parameters (ZeRO-3).
       outer_strategy: "no_shard", or "optim": optimizer state is sharded over replica_axes too.
-      params_at_rest: "full", or "shard": under "optim" and "optim_grads" too, devices hold shards
-        of the parameters between steps.
+      reshard_after_forward: Whether stacked parameters are gathered layer by layer, and gradients
+        reduced in every micro-batch, under "optim_grads_params"; if not, all of them once a step.
     """
 
     mesh: Mesh
@@ -39,7 +39,7 @@ class DataParallel:
     replica_axes: tuple[str, ...] = ()
     strategy: str = "optim"
     outer_strategy: str = "no_shard"
-    params_at_rest: str = "full"
+    reshard_after_forward: bool = True
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -75,29 +75,19 @@ class DataParallel:
         return 1 if self.strategy == "no_shard" else self.size(self.shard_axes)
 
     @property
+    def shards_params(self) -> bool:
+        """Whether devices hold shards of parameters between steps, over shard_axes."""
+        return self.strategy == "optim_grads_params"
+
+    @property
+    def gathers_layers(self) -> bool:
+        """Whether those of stacked layers are gathered layer by layer."""
+        return self.shards_params and self.reshard_after_forward
+
+    @property
     def shards_grads(self) -> bool:
         """Whether every micro-batch is reduced at once, and only shards are accumulated."""
-        return self.strategy in ("optim_grads", "optim_grads_params")
-
-    @property
-    def gathers_once(self) -> bool:
-        """Whether parameters rest as shards, are gathered once per step, and have whole gradients.
-
-        Devices then hold of them the part of which they have the state.
-        """
-        return self.params_at_rest == "shard" and self.strategy in ("optim", "optim_grads")
-
-    @property
-    def shards_params(self) -> bool:
-        """Whether devices hold shards of parameters between steps."""
-        return self.strategy == "optim_grads_params" or self.gathers_once
-
-    @property
-    def held_axes(self) -> tuple[str, ...]:
-        """Axes over which such parameters are sharded, the most significant one first."""
-        if not self.shards_params:
-            return ()
-        return self.state_axes if self.gathers_once else self.shard_axes
+        return self.strategy == "optim_grads" or self.gathers_layers
 
     @property
     def state_spec(self) -> P:
@@ -123,7 +113,7 @@ def make_data_parallel(
     replica_axis: Any,
     strategy: str,
     outer_strategy: str,
-    params_at_rest: str,
+    reshard_after_forward: bool,
     policy: MixedPrecisionPolicy,
     has_param_specs: bool,
 ) -> DataParallel:
@@ -153,7 +143,7 @@ def make_data_parallel(
         )
     _check_choice("sharding_strategy", strategy, SHARDING_STRATEGIES)
     _check_choice("outer_sharding_strategy", outer_strategy, OUTER_SHARDING_STRATEGIES)
-    _check_params_at_rest(params_at_rest, strategy)
+    _check_reshard(reshard_after_forward, strategy)
     if outer_strategy == "optim" and (not replica_axes or strategy == "no_shard"):
         raise PolicyError(
             "outer_sharding_strategy",
@@ -170,7 +160,9 @@ def make_data_parallel(
             expected="None",
             action="Leave it at None, or choose a strategy that shards.",
         )
-    made = DataParallel(mesh, shard_axes, replica_axes, strategy, outer_strategy, params_at_rest)
+    made = DataParallel(
+        mesh, shard_axes, replica_axes, strategy, outer_strategy, reshard_after_forward
+    )
     idle = [axis for axis in made.tensor_axes if mesh.shape[axis] > 1]
     if idle and not has_param_specs:
         raise MeshError(
@@ -186,23 +178,16 @@ def make_data_parallel(
     return made
 
 
-def _check_params_at_rest(value: Any, strategy: str) -> None:
-    """Raises PolicyError where parameters cannot rest as asked for."""
-    if value not in PARAMS_AT_REST:
+def _check_reshard(value: Any, strategy: str) -> None:
+    """Raises PolicyError where there are no sharded parameters to keep gathered."""
+    check_flag("reshard_after_forward", value)
+    if not value and strategy != "optim_grads_params":
         raise PolicyError(
-            "params_at_rest",
-            "unknown",
-            got=repr(value),
-            expected=" or ".join(map(repr, PARAMS_AT_REST)),
-            action="Leave it out, or pass one of these.",
-        )
-    if value == "shard" and strategy == "no_shard":
-        raise PolicyError(
-            "params_at_rest",
-            "nothing is sharded under this strategy",
-            got="'shard' with sharding_strategy='no_shard'",
-            expected="'full', or a strategy that shards",
-            action="Pass sharding_strategy='optim', or leave params_at_rest out.",
+            "reshard_after_forward",
+            "parameters are not sharded under this strategy",
+            got=f"False with sharding_strategy={strategy!r}",
+            expected="True, or sharding_strategy='optim_grads_params'",
+            action="Pass sharding_strategy='optim_grads_params', or leave it out.",
         )
 
 

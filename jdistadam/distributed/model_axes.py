@@ -41,7 +41,6 @@ from jdistadam.distributed.accumulate import (
     likeness,
 )
 from jdistadam.distributed.config import DistributedConfig, global_specs
-from jdistadam.distributed.gather import gather_params_at_rest
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.seen_params import SeenParams
@@ -185,20 +184,6 @@ def each_leaf(
     ), lambda i: lambda function, x: _manual(config, function, (x,), (specs[i],), specs[i])
 
 
-def gather_at_rest(config: DistributedConfig, seen: SeenParams, held: Params) -> Any:
-    """``gather_params_at_rest`` of a tree: all params, as devices hold them."""
-
-    def local(held: Params) -> Any:
-        leaves = gather_params_at_rest(seen.schedule(held), jax.tree.leaves(held))
-        treedef: Any = jax.tree.structure(held)
-        return treedef.unflatten(leaves)
-
-    if not axes_left_to_xla(config.parallel):
-        return local(held)
-    specs = config.tensor_specs(held)
-    return _manual(config, local, (held,), (specs,), specs)
-
-
 def unsharded(config: DistributedConfig, seen: SeenParams, params: Params) -> Any:
     """Shapes that params have in this region where devices hold all of them; outside, params."""
     if not config.parallel.shards_params or varying.unbound(config.parallel.shard_axes):
@@ -225,8 +210,7 @@ def check_own_region(config: DistributedConfig, seen: SeenParams, params: Params
                 "over the data axes alone",
                 got=spec,
                 expected="dimensions that are cut once",
-                action="Use train_step, a shard_map over all axes, or 'optim_grads' with "
-                "params_at_rest='full'.",
+                action="Use train_step, a shard_map over all axes, or 'optim_grads'.",
             )
 
 

@@ -34,7 +34,7 @@ def distributed_fused_adamw(
     replica_axis: str | tuple[str, ...] | None = None,
     sharding_strategy: str = "optim",
     outer_sharding_strategy: str = "no_shard",
-    params_at_rest: str = "full",
+    reshard_after_forward: bool = True,
     policy: MixedPrecisionPolicy | None = None,
     max_grad_norm: float | None = None,
     loss_scale: float | DynamicLossScale | None = None,
@@ -92,12 +92,11 @@ def distributed_fused_adamw(
         accumulated (ZeRO-2); "optim_grads_params": leaves of 16384 elements or more with a
         dimension that divides are sharded too (ZeRO-3), see ``gather_params``.
       outer_sharding_strategy: "optim": state is sharded over ``replica_axis`` as well.
-      params_at_rest: What devices hold of the parameters between steps under "optim" and
-        "optim_grads". "full": all. "shard": the part of which they have the state, of every leaf
-        with a dimension that divides; a step then begins with their all-gathers, once for all
-        micro-batches, beside the forward pass, and ends with none. Parameters that are not rounded
-        copies of main parameters are then the main parameters. Under "optim_grads_params" they are
-        shards anyway, and both values are the same. See docs/params_at_rest.md.
+      reshard_after_forward: Under "optim_grads_params". True: layers of ``stacked`` leaves are
+        gathered one by one, again in the backward pass, and gradients are reduced in every
+        micro-batch. False: a step gathers all parameters once, beside the forward pass, sums whole
+        gradients over its micro-batches, and reduces them once; between steps devices hold shards
+        all the same. States can be exchanged between the two. See docs/reshard_after_forward.md.
       policy: The dtypes of what is stored and sent. None: float32 throughout.
       max_grad_norm: Clips the mean gradient to this global norm, as
         ``optax.clip_by_global_norm``. None: no clipping.
@@ -173,7 +172,7 @@ def distributed_fused_adamw(
         replica_axis=replica_axis,
         sharding_strategy=sharding_strategy,
         outer_sharding_strategy=outer_sharding_strategy,
-        params_at_rest=params_at_rest,
+        reshard_after_forward=reshard_after_forward,
         policy=policy,
         max_grad_norm=max_grad_norm,
         loss_scale=loss_scale,
@@ -201,7 +200,7 @@ def distributed_fused_adam(
     replica_axis: str | tuple[str, ...] | None = None,
     sharding_strategy: str = "optim",
     outer_sharding_strategy: str = "no_shard",
-    params_at_rest: str = "full",
+    reshard_after_forward: bool = True,
     policy: MixedPrecisionPolicy | None = None,
     max_grad_norm: float | None = None,
     loss_scale: float | DynamicLossScale | None = None,
@@ -230,7 +229,7 @@ def distributed_fused_adam(
       replica_axis: Further axes that carry data.
       sharding_strategy: "no_shard", "optim", "optim_grads" or "optim_grads_params".
       outer_sharding_strategy: "no_shard" or "optim".
-      params_at_rest: "full" or "shard".
+      reshard_after_forward: Whether each layer and micro-batch communicates, or each step.
       policy: The dtypes of what is stored and sent.
       max_grad_norm: Clips the mean gradient to this global norm.
       loss_scale: What the loss was multiplied by.
@@ -272,7 +271,7 @@ def distributed_fused_adam(
         replica_axis=replica_axis,
         sharding_strategy=sharding_strategy,
         outer_sharding_strategy=outer_sharding_strategy,
-        params_at_rest=params_at_rest,
+        reshard_after_forward=reshard_after_forward,
         policy=policy,
         max_grad_norm=max_grad_norm,
         loss_scale=loss_scale,
@@ -296,7 +295,7 @@ def _distributed(
     replica_axis: Any,
     sharding_strategy: str,
     outer_sharding_strategy: str,
-    params_at_rest: str,
+    reshard_after_forward: bool,
     policy: MixedPrecisionPolicy | None,
     max_grad_norm: float | None,
     loss_scale: float | DynamicLossScale | None,
@@ -317,7 +316,7 @@ def _distributed(
         replica_axis=replica_axis,
         strategy=sharding_strategy,
         outer_strategy=outer_sharding_strategy,
-        params_at_rest=params_at_rest,
+        reshard_after_forward=reshard_after_forward,
         policy=policy,
         has_param_specs=param_specs is not None,
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,27 +11,16 @@ import numpy as np
 from jax import lax
 
 from jdistadam.core import collectives, trees
-from jdistadam.distributed.layout import Bucket, HeldLeaf, Layout
+from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.kernels import multi_tensor
 
 
 def bucket_array(bucket: Bucket, leaves: Sequence[Any], dtype: Any) -> jax.Array:
-    """Returns a bucket's whole content: its leaf as it is, or its leaves packed and padded.
-
-    Of shards of its leaves, as devices hold them, that is the shard of the bucket.
-    """
+    """Returns a bucket's content: its leaf, or shard of one, as it is, or its leaves packed."""
     if not bucket.is_packed:
         return leaves[bucket.leaf].astype(dtype)
     members = [jnp.asarray(leaves[i]) for i in bucket.leaves]
-    if bucket.held and any(x.shape != h.shape for x, h in zip(members, bucket.held, strict=True)):
-        # As the kernel gets the members of other buckets: [Note: casts that XLA deletes].
-        members = lax.optimization_barrier(members)
-        rows = [
-            shards_as_rows(collectives.round_to(x, dtype), held)
-            for x, held in zip(members, bucket.held, strict=True)
-        ]
-        return jnp.concatenate(rows, axis=1).reshape(-1)
     dtypes = {x.dtype for x in members}
     if len(dtypes) > 1 or not dtypes <= set(trees.STORAGE_DTYPES):
         members = [x.astype(dtype) for x in members]
@@ -67,8 +54,8 @@ def axes_left_to_cut(
     All over which the state is sharded, but for those over which it is cut already.
     """
     axes = parallel.state_axes
-    if bucket.is_sharded_param and shape == bucket.held_shape:
-        return tuple(axis for axis in axes if axis not in parallel.held_axes)
+    if bucket.is_sharded_param and shape == bucket.inner_shape:
+        return tuple(axis for axis in axes if axis not in parallel.shard_axes)
     return axes
 
 
@@ -103,53 +90,10 @@ def leaves_of_bucket(layout: Layout, bucket: Bucket, whole: Any) -> list[tuple[i
     """Cuts a bucket's whole content into its leaves: pairs of leaf index and array."""
     if not bucket.is_packed:
         return [(bucket.leaf, whole)]
-    if bucket.held:
-        return _leaves_of_rows(layout, bucket, whole)
     shapes = [layout.leaves[i].shape for i in bucket.leaves]
     offsets = bucket.starts(layout.leaves[i].size for i in bucket.leaves)
     leaves = multi_tensor.unpack(whole, shapes, offsets[:-1], whole.dtype)
     return list(zip(bucket.leaves, leaves, strict=True))
-
-
-def held_of_shard(bucket: Bucket, shard: jax.Array) -> list[tuple[int, jax.Array]]:
-    """Cuts a device's shard of a bucket into what it holds of its leaves: leaf index and array."""
-    if not bucket.is_packed:
-        return [(bucket.leaf, shard)]
-    shapes = [held.shape for held in bucket.held]
-    offsets = bucket.starts(map(math.prod, shapes))
-    leaves = multi_tensor.unpack(shard, shapes, offsets[:-1], shard.dtype)
-    return list(zip(bucket.leaves, leaves, strict=True))
-
-
-def shards_as_rows(whole: jax.Array, held: HeldLeaf) -> jax.Array:
-    """Returns a leaf as one row for each shard."""
-    dim = held.dim
-    split = whole.reshape(*whole.shape[:dim], -1, *held.shape[dim:])
-    return jnp.moveaxis(split, dim, 0).reshape(split.shape[dim], -1)
-
-
-def _leaves_of_rows(layout: Layout, bucket: Bucket, whole: Any) -> list[tuple[int, Any]]:
-    """The leaves of a bucket that is packed shard by shard; jax or numpy arrays."""
-    shapes = [layout.leaves[held.leaf].shape for held in bucket.held]
-    rows = whole.reshape(layout.num_shards, -1)
-    return list(zip(bucket.leaves, rows_as_leaves(rows, bucket.held, shapes), strict=True))
-
-
-def rows_as_leaves(
-    rows: Any, held: Sequence[HeldLeaf], shapes: Iterable[tuple[int, ...]]
-) -> list[Any]:
-    """Returns leaves of these shapes, of what ``shards_as_rows`` made of them side by side."""
-    offsets, leaves = _offsets(math.prod(part.shape) for part in held), []
-    for part, shape, (start, end) in zip(held, shapes, itertools.pairwise(offsets), strict=True):
-        shards = rows[:, start:end].reshape(-1, *part.shape)
-        order = [*range(1, part.dim + 1), 0, *range(part.dim + 1, shards.ndim)]
-        leaves.append(shards.transpose(order).reshape(shape))
-    return leaves
-
-
-def _offsets(sizes: Iterable[int]) -> list[int]:
-    """Where each of several leaves begins behind the others, and where the last one ends."""
-    return list(itertools.accumulate(sizes, initial=0))
 
 
 def leaves_of_flat(layout: Layout, flat: Any) -> list[np.ndarray]:
@@ -176,7 +120,7 @@ def leaves_of_flat(layout: Layout, flat: Any) -> list[np.ndarray]:
 
 def _leaves_on_host(layout: Layout, bucket: Bucket, whole: np.ndarray) -> list[tuple[int, Any]]:
     """``leaves_of_bucket`` of a numpy array."""
-    if bucket.is_packed and not bucket.held:
+    if bucket.is_packed:
         sizes = [layout.leaves[i].size for i in bucket.leaves]
         starts = bucket.starts(sizes)
         pieces = [whole[a : a + size] for a, size in zip(starts, sizes, strict=False)]

@@ -99,8 +99,8 @@ def with_data_axes(layout: Layout, parallel: DataParallel, specs: list[P]) -> li
     """Returns the specs with data axes added where devices hold shards of the parameters."""
     specs = list(specs)
     for bucket in layout.buckets:
-        for held in bucket.held:
-            specs[held.leaf] = with_axes(specs[held.leaf], held.dim, parallel.held_axes)
+        if bucket.is_sharded_param:
+            specs[bucket.leaf] = with_axes(specs[bucket.leaf], bucket.cut_dim, parallel.shard_axes)
     return specs
 
 

@@ -11,8 +11,7 @@ A bucket passes through four phases, of which a strategy leaves out some::
     reduce_outer   that sum, over replica_axes: once a step
     gather_outer   new parameters, over replica_axes, where the state is sharded over them too
     gather         parameters, over shard_axes: after the update, or before the forward pass where
-                   devices hold shards of them ("optim_grads_params"; with params_at_rest="shard"
-                   over all axes over which these are cut)
+                   devices hold shards of them ("optim_grads_params")
 
 [Note: sums in float32] With ``grad_reduce_dtype`` a reduce-scatter is an all-to-all along one axis
 after the other, the last one first, each followed by a sum of adjacent pairs in float32. What was
@@ -97,8 +96,7 @@ class BucketSchedule:
       reduce: Sums gradients over shard_axes.
       reduce_outer: Sums over replica_axes what ``reduce`` left.
       gather_outer: Gathers new parameters over replica_axes.
-      gather: Gathers parameters over shard_axes; those that devices hold as shards of the state,
-        over replica_axes before.
+      gather: Gathers parameters over shard_axes.
       gather_again: The same in the backward pass of scanned layers, which keeps none of them.
     """
 
@@ -244,8 +242,6 @@ class _PhaseMaker:
             gather_outer = (self._one("all-gather", paths, inner_size, replica_axes, comm),)
         elif replica_axes:
             reduce_outer = self._all_reduce(paths, inner_size, replica_axes, summed)
-        if parallel.gathers_once and bucket.is_sharded_param:
-            gather_outer, gather = (), gather_outer + gather
         return BucketSchedule(bucket, reduce, reduce_outer, gather_outer, gather)
 
     def _reduce_scatter(

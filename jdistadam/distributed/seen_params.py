@@ -99,19 +99,15 @@ class SeenParams:
         held, in_loss = list(shapes), list(shapes)
         widened, widened_in_loss = list(shapes), list(shapes)
         sharded: dict[int, BucketSchedule] = {}
-        gathers_once = self._config.parallel.gathers_once
         for entry in schedule.buckets:
-            for part in entry.bucket.held:
-                i = part.leaf
-                held[i] = jax.ShapeDtypeStruct(part.shape, shapes[i].dtype)
-                if gathers_once:  # all of it, before it is differentiated
-                    continue
-                sharded[i] = entry
-                widened[i] = held[i].update(
-                    dtype=self._config.differentiated_dtype(shapes[i].dtype)
-                )
-                if schedule.layout.leaves[i].is_stacked:
-                    in_loss[i], widened_in_loss[i] = held[i], widened[i]
+            bucket = entry.bucket
+            if not bucket.is_sharded_param:
+                continue
+            i, dtype = bucket.leaf, shapes[bucket.leaf].dtype
+            held[i] = jax.ShapeDtypeStruct(bucket.inner_shape, dtype)
+            widened[i] = held[i].update(dtype=self._config.differentiated_dtype(dtype))
+            if bucket.num_layers is not None:
+                sharded[i], in_loss[i], widened_in_loss[i] = entry, held[i], widened[i]
         treedef: Any = jax.tree.structure(whole)
         for table, forms in (
             (self._held, (held, in_loss)),

@@ -178,8 +178,6 @@ def grad_norm_local(
     if isinstance(grads, AccumulatedGrads):
         schedule, treedef = seen.schedule_of_whole(grads.like_params()), grads.like[0]
     else:
-        # Gradients of params that are gathered once are whole, in whatever dtype.
-        find = seen.schedule_of_whole if config.parallel.gathers_once else seen.schedule
-        schedule, treedef = find(grads), jax.tree.structure(grads)
+        schedule, treedef = seen.schedule(grads), jax.tree.structure(grads)
     summed = sum_over_devices(config, schedule, grads, treedef)
     return norm_and_finite(config, schedule.layout, summed, scaling)[0]

@@ -107,8 +107,7 @@ class DistributedTransformation(FusedTransformation):
     def param_specs(self, params: Params) -> Any:
         """Returns the PartitionSpec of every parameter, for shard_map's in_specs and out_specs.
 
-        Under "optim_grads_params" large leaves are sharded over ``shard_axis``; with
-        ``params_at_rest="shard"`` all that divide are sharded as the state is; besides, leaves are
+        Under "optim_grads_params" large leaves are sharded over ``shard_axis``; besides, leaves are
         sharded as the argument ``param_specs`` of the optimizer says.
 
         Args:

@@ -17,7 +17,6 @@ from jdistadam.core.moments import FORMATS
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.mesh_axes import (
     OUTER_SHARDING_STRATEGIES,
-    PARAMS_AT_REST,
     SHARDING_STRATEGIES,
 )
 from jdistadam.tools import bench
@@ -187,10 +186,10 @@ def _add_optimizer_arguments(parser: Parser) -> None:
         help="what is sharded over the replicas too",
     )
     add(
-        "--params-at-rest",
-        choices=PARAMS_AT_REST,
-        default="full",
-        help="what devices hold of the parameters between steps",
+        "--no-reshard-after-forward",
+        dest="reshard_after_forward",
+        action="store_false",
+        help="gather sharded parameters, and reduce gradients, once a step",
     )
     add(
         "--accumulate-steps",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 
 import jax.numpy as jnp
@@ -132,8 +131,7 @@ def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
     policy = config.policy
     main_dtype = policy.main_params.stored_dtype
     main_itemsize = 0 if main_dtype is None else main_dtype.itemsize
-    held = (held for bucket in layout.buckets for held in bucket.held)
-    held_sizes = {part.leaf: math.prod(part.shape) for part in held}
+    held_sizes = {x.leaf: x.inner_size for x in layout.buckets if x.is_sharded_param}
     scalars = 2 + (0 if config.loss_scale is None else 4)  # of LossScaleState
     scalars += 2 if config.low_precision.is_random else 0  # the key
     return {
@@ -192,7 +190,8 @@ def _buffers(
         yield "new shards", bucket.shard_size * itemsize  # cut out of the params
     if comm != bucket.dtype:
         yield "gathered parameters", whole * jnp.dtype(comm).itemsize
-    if bucket.is_packed or (config.parallel.gathers_once and bucket.is_sharded_param):
+    is_kept = bucket.is_sharded_param and not config.parallel.reshard_after_forward
+    if bucket.is_packed or is_kept:
         yield "gathered parameters", whole * itemsize
     if bucket.num_layers is not None:
         yield "gathered parameters", 2 * whole * itemsize  # of this layer and the next

@@ -60,13 +60,14 @@ def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, A
     wanted = dict[str, Any]()
     if config.communication.is_peer:
         wanted |= _BY_COPY_ENGINES
-    gathers_layers = config.parallel.shards_params and not config.parallel.gathers_once
-    if gathers_layers and config.stacked:
+    parallel = config.parallel
+    if parallel.gathers_layers and config.stacked:
         wanted |= _PIPELINED
     if sums_in_loops(config):
         wanted |= _SUMMED_IN_LOOPS
     # A loop over micro-batches begins when all parameters are there.
-    is_hidden = config.parallel.gathers_once and accumulate_steps == 1
+    gathers_once = parallel.shards_params and not parallel.reshard_after_forward
+    is_hidden = gathers_once and accumulate_steps == 1
     merged, mesh = _MERGED | (_GATHERS_APART if is_hidden else {}), config.mesh
     return merged | {name: x for name, x in wanted.items() if _is_known(name, x, mesh)}
 

@@ -23,7 +23,7 @@ def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
     ``to_optax_state``, and what ``save`` writes.
 
     Under "no_shard", "optim" and "optim_grads" these are the state's own arrays, which the next
-    step donates, unless ``params_at_rest="shard"``. What is kept for longer must be copied:
+    step donates. What is kept for longer must be copied:
     ``jax.tree.map(jnp.copy, full_params(state, tx))``. All processes call this.
 
     Returns:

@@ -33,8 +33,7 @@ def sums_in_loops(config: DistributedConfig) -> bool:
     """
     parallel = config.parallel
     is_over_xla = parallel.num_devices > 1 and not config.communication.is_peer
-    gathers_layers = parallel.shards_params and not parallel.gathers_once  # and sums them itself
-    if config.stacked is None or not is_over_xla or gathers_layers:
+    if config.stacked is None or not is_over_xla or parallel.gathers_layers:  # which sums them
         return False
     return parallel.shards_grads
 

@@ -128,7 +128,7 @@ class _Gradient:
     def _has_layers(self) -> bool:
         """Whether the loss gets shards of stacked layers, to be gathered one by one."""
         parallel = self.tx.config.parallel
-        if self.tx.config.stacked is None or not parallel.shards_params or parallel.gathers_once:
+        if self.tx.config.stacked is None or not parallel.gathers_layers:
             return False
         return bool(stacked_shards(self.tx.seen.schedule(self.params).layout))
 

@@ -117,7 +117,7 @@ class _StackedShards:
         leaves: list[P] = jax.tree.leaves(specs)
         of_tensor_axes: list[P] = jax.tree.leaves(tensor_specs)
         self._whole = {i: s for i, s in enumerate(leaves) if cut_twice(parallel, s)}
-        self._stacked = {i: P(parallel.held_axes, *of_tensor_axes[i]) for i in self._whole}
+        self._stacked = {i: P(parallel.shard_axes, *of_tensor_axes[i]) for i in self._whole}
         treedef: Any = jax.tree.structure(specs)
         self.specs = treedef.unflatten(self._stacked.get(i, s) for i, s in enumerate(leaves))
 

@@ -24,14 +24,13 @@ def mesh_of(n, kind=AxisType.Auto):
     return jax.make_mesh((n,), ("data",), (kind,), devices=DEVICES[:n])
 
 
-@pytest.mark.parametrize("at_rest", ["full", "shard"])
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-@often(lambda strategy, at_rest: (strategy, at_rest) == ("optim_grads_params", "full"))
-def test_shards_that_are_the_main_params_are_not_rounded(tmp_path, strategy, at_rest):
+@pytest.mark.parametrize("reshard", [True, False])
+@often(lambda reshard: reshard)
+def test_shards_that_are_the_main_params_are_not_rounded(tmp_path, reshard):
     """param_comm_dtype rounds what is sent, not what devices hold."""
     policy = jda.MixedPrecisionPolicy(param_comm_dtype=BF16)
-    options = dict(mesh=mesh_of(4), policy=policy, sharding_strategy=strategy)
-    tx = jda.distributed_fused_adamw(1e-2, params_at_rest=at_rest, **options)
+    options = dict(mesh=mesh_of(4), policy=policy, sharding_strategy="optim_grads_params")
+    tx = jda.distributed_fused_adamw(1e-2, reshard_after_forward=reshard, **options)
     params = {"w": jnp.linspace(0.1, 1, 16384), "b": jnp.linspace(0.2, 0.3, 24)}
     state, _ = jda.train_step(loss_fn, tx)(jda.TrainState.create(params, tx), jnp.ones(4))
     jda.save(tmp_path, state, tx)
@@ -41,21 +40,22 @@ def test_shards_that_are_the_main_params_are_not_rounded(tmp_path, strategy, at_
 
 
 FLOAT8, OTHER = jnp.float8_e5m2, jnp.float8_e4m3fn
-AT_REST, LAYERS = dict(params_at_rest="shard"), dict(sharding_strategy="optim_grads_params")
+LAYERS = dict(sharding_strategy="optim_grads_params")
+ONCE = LAYERS | dict(reshard_after_forward=False)
 
 
 @pytest.mark.parametrize(
     ("dtype", "source", "target", "sent", "sent_then"),
     [
         (jnp.float32, {}, LAYERS, FLOAT8, FLOAT8),  # whose shards are the main parameters
-        (jnp.float32, LAYERS, AT_REST, FLOAT8, OTHER),
-        (BF16, AT_REST, {}, FLOAT8, FLOAT8),  # what rests was not sent yet
-        (BF16, {}, AT_REST, FLOAT8, FLOAT8),  # and rests without having been
+        (jnp.float32, LAYERS, ONCE, FLOAT8, OTHER),
+        (BF16, ONCE, {}, FLOAT8, FLOAT8),  # what devices hold was not sent yet
+        (BF16, {}, ONCE, FLOAT8, FLOAT8),  # and is held without having been
         (BF16, {}, {}, FLOAT8, OTHER),
     ],
-    ids=["to shards", "between shards", "from rest", "to rest", "another dtype"],
+    ids=["to shards", "between shards", "from shards", "gathered once", "another dtype"],
 )
-@often(lambda source, target: AT_REST not in (source, target))
+@often(lambda source, target: ONCE not in (source, target))
 def test_params_are_rounded_as_the_target_sends_them(
     tmp_path, dtype, source, target, sent, sent_then
 ):

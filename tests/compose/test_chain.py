@@ -132,7 +132,9 @@ def by_size(p):
     return 2.0 if p.size > 10_000 else 1.0
 
 
-SHARDED = [dict(sharding_strategy="optim_grads_params"), dict(params_at_rest="shard")]
+SHARDED = [
+    dict(sharding_strategy="optim_grads_params", reshard_after_forward=x) for x in (True, False)
+]
 
 
 def after_a_step(mesh, *transformations, **kwargs):
@@ -159,7 +161,7 @@ def test_what_reads_params_sees_all_of_them_or_raises(cpu_mesh):
 
 
 @pytest.mark.parametrize("kwargs", SHARDED)
-@often(lambda kwargs: "params_at_rest" not in kwargs)
+@often(lambda kwargs: kwargs["reshard_after_forward"])
 def test_what_looks_at_shapes_of_params_sees_unsharded_ones(cpu_mesh, kwargs):
     mixed = optax.masked(scaled(by_size), {name: name != "scalar" for name in random_params()})
     got, want = (after_a_step(cpu_mesh(n), mixed, **kwargs) for n in (8, 1))

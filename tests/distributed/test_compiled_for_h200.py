@@ -23,6 +23,8 @@ from support.h200 import (
 )
 from support.samples import often
 
+GATHERED_ONCE = dict(sharding_strategy="optim_grads_params", reshard_after_forward=False)
+
 
 @pytest.fixture(scope="module")
 def bfloat16_step(h200s):
@@ -145,11 +147,11 @@ def test_state_is_updated_in_place(bfloat16_step):
     ("dtype", "main"),
     [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "remainder16")],
 )
-def test_parameters_at_rest_are_gathered_beside_the_forward_pass(h200s, dtype, main):
+def test_parameters_gathered_once_are_gathered_beside_the_forward_pass(h200s, dtype, main):
     """One gather for each bucket, all before the update, some of them while products run."""
     policy = dict(main_params_dtype=main)
     tx, params, compiled = compile_step(
-        h200s(8), dtype, jnp.bfloat16, policy, rows=1 << 16, params_at_rest="shard"
+        h200s(8), dtype, jnp.bfloat16, policy, rows=1 << 16, **GATHERED_ONCE
     )
     text = compiled.as_text()
     program = text[text.index("\nENTRY ") :].splitlines()  # in the order in which it runs
@@ -157,10 +159,12 @@ def test_parameters_at_rest_are_gathered_beside_the_forward_pass(h200s, dtype, m
         op: [i for i, line in enumerate(program) if re.search(rf" {op}\(", line)]
         for op in ("all-gather", "all-gather-start", "all-gather-done")
     }
-    (update,) = [i for i, line in enumerate(program) if '"jdistadam_adam"' in line]
+    update = min(i for i, line in enumerate(program) if '"jdistadam_adam"' in line)
     layout = tx.config.layout(params)
-    assert len(place["all-gather"] + place["all-gather-start"]) == len(layout.buckets) == 7
-    assert max(i for found in place.values() for i in found) < update
+    begun = place["all-gather"] + place["all-gather-start"]
+    sharded = sum(bucket.is_sharded_param for bucket in layout.buckets)
+    assert (sharded, len(layout.buckets)) == (6, 7) and len(begun) == 7
+    assert sum(i < update for i in begun) == sharded  # small leaves are gathered after it
     products = [i for i, line in enumerate(program) if re.search(r"gemm|cublas", line)]
     pairs = zip(place["all-gather-start"], place["all-gather-done"], strict=True)
     overlapped = [any(a < i < b for i in products) for a, b in pairs]
@@ -178,7 +182,7 @@ def test_parameters_at_rest_are_gathered_beside_the_forward_pass(h200s, dtype, m
 
 
 @pytest.mark.slow
-def test_parameters_at_rest_travel_as_planned_over_both_axes(h200s):
+def test_parameters_gathered_once_travel_as_planned_over_both_axes(h200s):
     """In float8, from state that is sharded over replicas too; the audit counts dtypes and times."""
     mesh = h200s(2, 4, names=("replica", "data"))
     policy = dict(grad_reduce_dtype="float32", param_comm_dtype="float8_e4m3fn")
@@ -187,7 +191,7 @@ def test_parameters_at_rest_travel_as_planned_over_both_axes(h200s):
         mesh=mesh,
         replica_axis="replica",
         outer_sharding_strategy="optim",
-        params_at_rest="shard",
+        **GATHERED_ONCE,
         policy=jda.MixedPrecisionPolicy(**policy),
     )
     state = jda.TrainState.shapes(params_of(jnp.bfloat16), tx)

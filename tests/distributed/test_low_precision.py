@@ -155,6 +155,7 @@ def as_floats(name, moments):
     return jax.tree.map(one, moments, is_leaf=is_codes)
 
 
+GATHERED_ONCE = dict(sharding_strategy="optim_grads_params", reshard_after_forward=False)
 CUTS = {
     "1": dict(shape=(1,)),
     "2": dict(shape=(2,), bucket_bytes=1),
@@ -165,9 +166,9 @@ CUTS = {
     "ZeRO-3": dict(shape=(8,), sharding_strategy="optim_grads_params", accumulate_steps=2),
     "hybrid": dict(shape=(2, 4)),
     "hybrid, twice": dict(shape=(2, 4), outer_sharding_strategy="optim"),
-    "at rest": dict(shape=(8,), params_at_rest="shard"),
-    "at rest, twice": dict(
-        shape=(2, 4), params_at_rest="shard", outer_sharding_strategy="optim", accumulate_steps=2
+    "gathered once": dict(shape=(8,), **GATHERED_ONCE),
+    "gathered once, twice": dict(
+        shape=(2, 4), outer_sharding_strategy="optim", accumulate_steps=2, **GATHERED_ONCE
     ),
 }
 
@@ -280,8 +281,7 @@ def test_a_coded_leaf_whose_param_is_rounded_must_be_whole():
 
 def assert_scanned_as_one_device(tx, kind, params, steps):
     """Layers in a scan, which gathers them one by one where the strategy says so."""
-    at_rest = tx.config.parallel.params_at_rest == "shard"
-    gather = (lambda x: x) if at_rest else functools.partial(jda.gather_params, tx=tx)
+    gather = functools.partial(jda.gather_params, tx=tx)
     rng = np.random.default_rng(1)
     params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x).astype(DTYPE)), params)
     state = jda.TrainState.create(params, tx)
@@ -302,7 +302,7 @@ def test_scanned_layers_take_the_bits_of_whole_ones():
     """Layers that are gathered, and whose gradients are summed, one by one in a scan."""
     kind, given = "8 bits at random", dict(sharding_strategy="optim_grads_params")
     tx = make_tx((4,), kind, stacked=is_stacked, **given)
-    assert any(bucket.held for bucket in tx.layout(make_params()).buckets)
+    assert any(bucket.is_sharded_param for bucket in tx.layout(make_params()).buckets)
     assert_scanned_as_one_device(tx, kind, make_params(), steps=3)
 
 
@@ -310,7 +310,7 @@ WHOLE = {
     "1": dict(shape=(1,)),
     "DDP": dict(shape=(2,), sharding_strategy="no_shard"),
     "ZeRO-3": dict(shape=(1,), sharding_strategy="optim_grads_params"),
-    "replicas": dict(shape=(2, 1), params_at_rest="shard"),  # which packs what is small
+    "replicas": dict(shape=(2, 1), **GATHERED_ONCE),  # which packs what is small
 }
 
 

@@ -223,9 +223,7 @@ def gpus(monkeypatch):
 def chosen(means, devices):
     """What a mesh of these devices gets."""
     mesh = types.SimpleNamespace(devices=np.asarray(devices), axis_names=("data",))
-    parallel = types.SimpleNamespace(
-        strategy="optim", mesh=mesh, num_devices=len(devices), params_at_rest="full"
-    )
+    parallel = types.SimpleNamespace(strategy="optim", mesh=mesh, num_devices=len(devices))
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
     return choose_communication(means, parallel, policy)
 

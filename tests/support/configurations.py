@@ -52,7 +52,7 @@ PLACE = {
     "specs": tuple(SPECS),  # on a mesh with a model axis
     "strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
     "outer": ("no_shard", "optim"),
-    "at_rest": ("full", "shard"),
+    "reshard": (True, False),
     "bucket_bytes": (1, 20_000, 32 << 20),
     "stacked": (False, True),
     "communication": (*("auto",) * 9, "peer"),
@@ -115,7 +115,8 @@ class Place(_Place):
 
     @property
     def shards_grads(self):
-        return self.strategy in ("optim_grads", "optim_grads_params")
+        is_kept = self.strategy == "optim_grads_params" and self.reshard
+        return self.strategy == "optim_grads" or is_kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,12 +225,12 @@ def fitted(seed, config, places, names, is_changed=lambda: True):
         fit(place, is_sent and place["strategy"] == "no_shard", strategy="optim")
         shards = place["strategy"] != "no_shard"
         fit(place, "replica_axis" not in mesh or not shards, outer="no_shard")
-        fit(place, not shards, at_rest="full")
+        fit(place, place["strategy"] != "optim_grads_params", reshard=True)
         fit(place, "model" in mesh["names"], stacked=False)
         fit(place, place["specs"] == "small" and is_random, specs="rows")
         if place["communication"] == "peer":
             fit(place, place["mesh"] not in ("2", "8"), mesh="2")
-            fit(place, True, strategy="optim", at_rest="full")
+            fit(place, True, strategy="optim", reshard=True)
             fit(config, True, mu="float32", nu="float32", rounding="nearest", main="float32")
             fit(config, True, grad_reduce="float32", param_comm=None, float32_moments=False)
         is_late = config["chain"] != "none" and place["strategy"].startswith("optim_grads")

@@ -20,7 +20,6 @@ TABLE = (
     | CONFIG
     | dict(
         mesh=("1", "8", "replicas last", "two axes", "model first", "replicas, model"),
-        at_rest=("full",),
         mu=("float32", "bfloat16", "block8", "block16"),
         specs=("rows", "columns"),
         bucket_bytes=(20_000, 32 << 20),

@@ -129,7 +129,7 @@ def _placing(place, params):
         mesh=jax.make_mesh(mesh["shape"], mesh["names"], axis_types, devices=devices),
         sharding_strategy=place.strategy,
         outer_sharding_strategy=place.outer,
-        params_at_rest=place.at_rest,
+        reshard_after_forward=place.reshard,
         bucket_bytes=place.bucket_bytes,
         stacked=(lambda path: "layers" in path) if place.stacked else None,
         communication=place.communication,

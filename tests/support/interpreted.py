@@ -19,7 +19,7 @@ def configurations(draw):
     pick = lambda table: {name: draw(st.sampled_from(x)) for name, x in table.items()}  # noqa: E731
     config = pick(CONFIG) | dict(move="none")
     names = {"matrix", *draw(st.sets(st.sampled_from(sorted(SHAPES))))}
-    place = pick(PLACE) | dict(at_rest="full")
+    place = pick(PLACE)
     return fitted(draw(st.integers(0, 999)), config, [place, {}], names)
 
 

@@ -178,9 +178,9 @@ def wrapped_case():
 CASES = {
     "no_shard": lambda: linen_case(n=2, sharding_strategy="no_shard"),
     "optim": linen_case,
-    "optim_grads, at rest": lambda: linen_case(
-        sharding_strategy="optim_grads",
-        params_at_rest="shard",
+    "optim_grads_params, gathered once": lambda: linen_case(
+        sharding_strategy="optim_grads_params",
+        reshard_after_forward=False,
         policy=jda.MixedPrecisionPolicy(param_comm_dtype=BF16),
     ),
     "optim_grads_params": lambda: linen_case(sharding_strategy="optim_grads_params"),

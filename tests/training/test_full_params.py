@@ -11,7 +11,7 @@ from support.bits import assert_trees_same_bits
 LAYERS = dict(sharding_strategy="optim_grads_params")
 MESHES = {
     "full": dict(shape=(2,)),
-    "at rest": dict(shape=(2,), params_at_rest="shard"),
+    "gathered once": dict(shape=(2,), reshard_after_forward=False, **LAYERS),
     "layers": dict(shape=(2,), **LAYERS),
     "layers twice": dict(shape=(2, 2), replica_axis="replica", **LAYERS),
 }
