@@ -61,7 +61,6 @@ try:
 except _NotInstalled:  # imported from a source tree
     __version__ = "unknown"
 
-Block8 = BlockCodes  # its name before there was "block16"
 
 __all__ = [  # noqa: RUF022 - by task
     # One program, any sharding: in place of optax.adamw and optax.adam.

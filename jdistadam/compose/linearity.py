@@ -1,4 +1,8 @@
-"""Whether a gradient transformation is linear in the gradients, found by tracing it."""
+"""Whether a gradient transformation is linear in the gradients, found by tracing it.
+
+Without this, a chain that clips or normalizes would treat each device's own gradients before they
+are summed, and train another model without a word.
+"""
 
 from __future__ import annotations
 

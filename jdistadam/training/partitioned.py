@@ -246,7 +246,10 @@ def _refuse_bfloat16_sums(jaxpr: Jaxpr, parallel: DataParallel) -> None:
 
 
 def _left_to_xla(jaxpr: Jaxpr, parallel: DataParallel, manual: frozenset[str]) -> Iterator[Any]:
-    """Yields the equations of regions that are manual over some axes and leave others to XLA."""
+    """Yields the equations of regions that are manual over some axes and leave others to XLA.
+
+    Looked at on CPUs alone, where XLA would end the process.
+    """
     if manual >= set(parallel.tensor_axes):
         return
     for eqn in jaxpr.eqns:
