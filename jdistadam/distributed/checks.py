@@ -18,7 +18,13 @@ from jdistadam.core.types import Grads, Params
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FlatCodes, types_of_moment
 from jdistadam.distributed.layout import Layout
-from jdistadam.distributed.layout_digest import DIGEST_SIZE, differences, digest_of, known_text
+from jdistadam.distributed.layout_digest import (
+    DIGEST_SIZE,
+    differences,
+    digest_of,
+    known_text,
+    sizes_of,
+)
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.errors import (
     DtypeError,
@@ -281,7 +287,10 @@ def check_layout_of(
         words = differences(*pair), "the layout of this optimizer for these params"
     else:
         size = np.size(jax.tree.leaves(state.mu)[0])
-        words = f"digest {got.hex()}, mu of {size} elements", f"digest {wanted.hex()}"
+        words = (
+            f"digest {got.hex()}, mu of {size} elements",
+            f"digest {wanted.hex()}, {sizes_of(expected)}",
+        )
     if of_params:
         raise LayoutError(
             path,
@@ -290,9 +299,10 @@ def check_layout_of(
             expected="the paths, shapes and dtypes of the params that the state was made for",
             action="Cast them, or make a new state with TrainState.create.",
         )
+    what = "the state of another layout"
     raise LayoutError(
         path,
-        "the state of another layout",
+        what if text is not None else f"{what}, or its digest was changed by arithmetic",
         got=words[0],
         expected=words[1],
         action="Convert it: to_optax_state with the optimizer that made it, from_optax_state with "

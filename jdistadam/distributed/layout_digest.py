@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -133,6 +134,20 @@ def _json(value: Any) -> str:
 
 def _lines(entries: Sequence[Any]) -> str:
     return ",\n".join(map(_json, entries))
+
+
+def sizes_of(text: str) -> str:
+    """Says how large the flat arrays of a layout are.
+
+    Example:
+      >>> from jdistadam.distributed.bucketing import make_layout
+      >>> layout = make_layout([Leaf("params['b']", (3,), "float32", 0)], 4, 1 << 20)
+      >>> sizes_of(text_of(layout, (), "float32"))
+      'mu of 512 elements'
+    """
+    header = json.loads(text)
+    parts = header["num_shards"] * math.prod(header["tensor_parts"])
+    return f"mu of {parts * header['flat_size']} elements"
 
 
 def differences(got: str, expected: str) -> str | None:
