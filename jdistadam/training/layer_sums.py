@@ -6,6 +6,8 @@ the gradient of the loss is traced first, and the scan whose stacked result is s
 run with the sum as the last thing in each turn, which then returns this device's part. Each element
 is summed as in the sum of the stack. XLA runs most sums beside what the turn has still to compute.
 (A custom derivative of a layer's parameters cannot do this: it must return a whole gradient.)
+This is what lets "optim_grads" hold less than "optim" where layers are scanned: never the unsharded
+gradients of all layers.
 """
 
 from __future__ import annotations
