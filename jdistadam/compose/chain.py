@@ -220,7 +220,8 @@ class _DistributedChain:
                 "accumulated gradients are reduced and cut into shards already",
                 got="a transformation before the distributed optimizer",
                 expected="none, under 'optim_grads' and 'optim_grads_params'",
-                action="Use sharding_strategy='optim'.",
+                action="Use sharding_strategy='optim', or 'optim_grads_params' with "
+                "reshard_after_forward=False.",
             )
         _check_state(self.before, state)
         given = grads.sums if is_accumulated else grads

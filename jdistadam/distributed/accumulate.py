@@ -19,7 +19,7 @@ from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.seen_params import SeenParams
-from jdistadam.errors import TreeError
+from jdistadam.errors import ShapeError, TreeError
 
 
 @functools.partial(
@@ -30,9 +30,10 @@ class AccumulatedGrads:
     """Gradients of several micro-batches, as ``tx.accumulate`` returns them.
 
     Attributes:
-      sums: The weighted sum of gradients, in main_grads_dtype. Under "no_shard" and "optim" a tree
-        like params, of this device's own gradients. Under "optim_grads" and "optim_grads_params"
-        a list, for each bucket of the layout this device's shard of the sum over ``shard_axis``.
+      sums: The weighted sum of gradients, in main_grads_dtype. Under "optim_grads" and
+        "optim_grads_params" a list, for each bucket of the layout this device's shard of the sum
+        over ``shard_axis``. Under "no_shard" and "optim", and with ``reshard_after_forward=False``,
+        a tree like params, of this device's own gradients.
       weight: Shape (), float32: the sum of this device's weights. A numpy number where it is
         known while compiling, the same on all devices and above zero.
       like: Structure, shapes and dtypes of the params, on which the layout depends.
@@ -97,6 +98,8 @@ def accumulate_local(
         marker=acc.weight,
         like_name="accumulated grads",
     )
+    if not config.parallel.shards_grads:
+        _refuse_shards(grads, acc.like_params())
     trees.check_scalar("weight", 1 if weight is None else weight)
     dtype = config.policy.main_grads_dtype
     if weight is not None:
@@ -105,9 +108,6 @@ def accumulate_local(
         grads = _weighted_leaves(grads, acc.like_params(), weight, done)
     if config.parallel.shards_grads:
         grads = summed_shards(config, schedule, jax.tree.leaves(grads), includes_outer=False)
-    else:
-        like = acc.like_params()
-        trees.check_same_shapes(grads, like, name="grads", like_name="accumulated grads")
 
     def add(total: jax.Array, grad: jax.Array) -> jax.Array:
         grad = varying.to_varying(grad, tuple(varying.varying_axes(total) or ()))
@@ -115,6 +115,21 @@ def accumulate_local(
 
     new_weight = acc.weight + jnp.asarray(1 if weight is None else weight, jnp.float32)
     return dataclasses.replace(acc, sums=jax.tree.map(add, acc.sums, grads), weight=new_weight)
+
+
+def _refuse_shards(grads: Grads, whole: Params) -> None:
+    """Raises ShapeError for gradients that are summed over the devices, where none are yet."""
+    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(whole), strict=True)
+    for path, (grad, like) in zip(trees.paths(grads, "grads"), pairs, strict=True):
+        if np.shape(grad) != np.shape(like):
+            raise ShapeError(
+                path,
+                "summed over the devices already, beside sums of this device's own gradients",
+                got=np.shape(grad),
+                expected=np.shape(like),
+                action="With reshard_after_forward=False gather before you differentiate: whole = "
+                "local_params(gather_params(params, tx), tx); jax.grad(loss)(whole).",
+            )
 
 
 def stacked_shards(layout: Layout) -> frozenset[int]:

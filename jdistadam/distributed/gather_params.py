@@ -97,7 +97,7 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
 
     With ``reshard_after_forward=False`` it gathers all params, stacked ones too, and a layer of
     those is returned as it is. In a custom training loop gather once per step, before they are
-    differentiated; micro-batches share what was gathered::
+    differentiated; micro-batches share what was gathered, and ``accumulate`` takes no others::
 
         whole = jda.local_params(jda.gather_params(params, tx), tx)
         grads = jax.grad(loss)(whole, batch)

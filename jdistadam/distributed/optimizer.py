@@ -70,6 +70,7 @@ def distributed_fused_adamw(
     "optim" (ZeRO-1)             P / N   P                 P       grads, params
     "optim_grads" (ZeRO-2)       P / N   P / N             P       grads M times, params
     "optim_grads_params" (FSDP)  P / N   P / N             P / N   grads M times, params
+    the same, resharding nothing P / N   P                 P / N   grads, params
     ============================ ======= ================= ======= =======================
 
     Args:
@@ -123,8 +124,8 @@ def distributed_fused_adamw(
         ``lambda path: "layers" in path`` for ``params['layers']['w']``, that says whether its first
         dimension is the layers. What is sharded of these leaves is sharded within a layer. The
         model calls ``gather_params`` in its scan: under "optim_grads_params" ``train_step`` leaves
-        these leaves sharded; else layers are whole already. Their gradients are reduced layer by
-        layer in the backward pass where strategies shard gradients.
+        these leaves sharded, with ``reshard_after_forward``; else layers are whole already. Their
+        gradients are reduced layer by layer in the backward pass where strategies shard gradients.
       param_labels: A tree of labels, a prefix of params or a function of them.
       groups: For every label a dict of what differs from the arguments above: ``lr_scale``
         (multiplies the learning rate), ``weight_decay``, ``b1``, ``b2``, or ``frozen=True``: no

@@ -203,8 +203,8 @@ class DistributedTransformation(FusedTransformation):
     ) -> AccumulatedGrads:
         r"""Adds one micro-batch's local gradients.
 
-        Under "no_shard" and "optim" nothing is sent until ``step``; under "optim_grads" and
-        "optim_grads_params" they are reduced over ``shard_axis`` here, and the shard is added.
+        Under "no_shard" and "optim", and with ``reshard_after_forward=False``, nothing is sent
+        until ``step``; else they are reduced over ``shard_axis`` here, and the shard is added.
 
         ``step`` takes the result in place of gradients and uses the mean over all micro-batches
         of all devices, :math:`\sum_i w_i g_i / \sum_i w_i`.

@@ -41,7 +41,7 @@ def remember_params(state: Any, leaves: Sequence[Any] | None = None) -> Any:
       leaves: Those of its params, if they are known.
     """
     leaves = jax.tree.leaves(state.params) if leaves is None else leaves
-    object.__setattr__(state, _KNOWN, tuple(leaves))
+    object.__setattr__(state, _KNOWN, (tuple(leaves), jax.tree.structure(state.params)))
     return state
 
 
@@ -66,16 +66,27 @@ def same_arrays(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
 
 
-def is_known(state: Any, leaves: Sequence[Any]) -> bool:
-    """Whether the params, with these leaves, are the arrays that the state was made with."""
-    known = state.__dict__.get(_KNOWN)
-    return known is not None and same_arrays(leaves, known)
+def same_params(params: Any, others: Any) -> bool:
+    """Whether two trees have the very same arrays under the same paths."""
+    mine: Any = jax.tree.structure(params)
+    theirs: Any = jax.tree.structure(others)
+    return bool(mine == theirs) and same_arrays(jax.tree.leaves(params), jax.tree.leaves(others))
+
+
+def is_known(state: Any, leaves: Sequence[Any], treedef: Any = None) -> bool:
+    """Whether the params, which flatten to these, are the arrays that the state was made with.
+
+    Under the same paths: under others they belong to another layout.
+    """
+    arrays, structure = state.__dict__.get(_KNOWN, (None, None))
+    treedef = jax.tree.structure(state.params) if treedef is None else treedef
+    return arrays is not None and treedef == structure and same_arrays(leaves, arrays)
 
 
 def returned_arrays(state: Any) -> tuple[Any, ...]:
     """Returns the arrays of the state that a step returned, of which this one was made, if any."""
     found: Returned | None = state.__dict__.get(_RETURNED)
-    return () if found is None else (*state.__dict__.get(_KNOWN, ()), *found.others)
+    return () if found is None else (*state.__dict__.get(_KNOWN, ((), None))[0], *found.others)
 
 
 def keep_memory(state: Any, new: Any) -> None:

@@ -22,7 +22,7 @@ from jdistadam.distributed.transformation import DistributedTransformation, chec
 from jdistadam.errors import LayoutError, TreeError
 from jdistadam.training.agreement import agree
 from jdistadam.training.placement import brought, copy_to
-from jdistadam.training.state_memory import keep_memory, remember_params, returned, same_arrays
+from jdistadam.training.state_memory import keep_memory, remember_params, returned, same_params
 from jdistadam.training.train_state_checks import check_created
 
 
@@ -88,9 +88,7 @@ class TrainState:
         new = dataclasses.replace(self, **changes)
         if tx is not None:
             return reload_main_params(new, tx)
-        if "params" in changes and not same_arrays(
-            jax.tree.leaves(self.params), jax.tree.leaves(new.params)
-        ):
+        if "params" in changes and not same_params(self.params, new.params):
             raise TreeError(
                 "params",
                 "the optimizer would go on with its own main parameters, and drop these",

@@ -92,7 +92,7 @@ class TrainStep:
             batch = shard_batch(batch, self.tx, self.options.batch_spec)
         optimizer_state = find_state(state.opt_state)
         leaves, treedef = jax.tree.flatten(state.params)
-        has_known_params, known = is_known(state, leaves), returned(state)
+        has_known_params, known = is_known(state, leaves, treedef), returned(state)
         is_ours = has_known_params and known is not None and known.tx is self.tx
         if not is_ours:
             trees.check_memory(state=state)
@@ -193,12 +193,12 @@ def train_step(
 
     Args:
       loss_fn: ``loss_fn(params, batch)`` gets the part of the batch that belongs to one micro-batch
-        of one device, and unsharded params; only ``stacked`` leaves under "optim_grads_params" as
-        shards, in float32 where gradients are summed in it, which ``gather_params`` gathers layer
-        by layer. It returns the scalar ``loss`` of this part, or with ``weighted`` the pair
-        ``(loss, weight)``. It needs no collective: a ``pmean`` of the loss changes nothing, a
-        plain ``psum`` raises. If the state has a ``model_state``, it gets it by this keyword
-        and returns ``(loss, model_state)``; if the state has an ``rng``, it gets by this keyword a
+        of one device, and unsharded params; only ``stacked`` leaves under "optim_grads_params",
+        with ``reshard_after_forward``, as shards, in float32 where gradients are summed in it,
+        which ``gather_params`` gathers layer by layer. It returns the scalar ``loss`` of this part,
+        or with ``weighted`` the pair ``(loss, weight)``. It needs no collective: a ``pmean`` of the
+        loss changes nothing, a plain ``psum`` raises. If the state has a ``model_state``, it gets
+        it by this keyword and returns ``(loss, model_state)``; if the state has an ``rng``, it gets by this keyword a
         key of its own. Where the optimizer has ``param_specs``, XLA partitions the function over
         the axes that carry no data, so that it is written as for ``jax.jit``: with
         ``jax.lax.with_sharding_constraint`` where that helps or, on Explicit axes, with the
@@ -207,9 +207,9 @@ def train_step(
         ``(loss, weight)`` if ``weighted``.
       tx: A distributed optimizer.
       accumulate_steps: Number of micro-batches into which each device cuts its part of the batch.
-        Under "no_shard" and "optim" gradients are summed on the device in
-        ``policy.main_grads_dtype`` and sent once; else every micro-batch's are sent, and the shards
-        summed.
+        Under "no_shard" and "optim", and with ``reshard_after_forward=False``, gradients are summed
+        on the device in ``policy.main_grads_dtype`` and sent once; else every micro-batch's are
+        sent, and the shards summed.
       has_aux: Whether ``loss_fn`` returns something to report beside the loss.
       weighted: Whether ``loss_fn`` returns weights beside losses. Without it a pair raises, since
         the second value is most often a metric, for which ``has_aux`` is meant.

@@ -228,6 +228,27 @@ def test_a_state_that_a_step_returned_is_not_read_again(monkeypatch):
     assert len(read) == 2
 
 
+@pytest.mark.parametrize("how", ["replace", "in place", "dataclasses"])
+def test_params_of_other_paths_are_another_layout(how):
+    """The same arrays in the same order, of a state that a step returned."""
+    tx = make_tx()
+    step = jda.train_step(loss_fn, tx)
+    state, _ = step(jda.TrainState.create(make_params(), tx), BATCH)
+    renamed = {f"x_{name}": x for name, x in state.params.items()}
+    if how == "replace":
+        with pytest.raises(jda.TreeError, match="new params and no tx"):
+            state.replace(params=renamed)
+        return
+    if how == "in place":
+        state.params.clear()
+        state.params.update(renamed)
+    else:
+        state = dataclasses.replace(state, params=renamed)
+    for run in (step, jda.eval_step(loss_fn, tx), lambda s, _: jda.full_params(s, tx)):
+        with pytest.raises(jda.LayoutError, match=r"leaf \['a'\] is not expected|leaf \['x_a'\]"):
+            run(state, BATCH)
+
+
 CASES = [
     (policy, strategy)
     for policy in POLICIES

@@ -162,19 +162,22 @@ def test_a_custom_training_loop_may_differentiate_what_is_gathered():
     assert_trees_same_bits(*ends)
 
 
-def test_gradients_of_shards_are_no_whole_sums():
+@pytest.mark.parametrize("weight", [None, 2.0])
+def test_gradients_of_shards_are_no_whole_sums(weight):
     """Summed already, they cannot be added to gradients of this device alone."""
     tx = make_tx()
     params = jax.device_put(params_of(), tx.param_shardings(params_of()))
 
     def shard_grads(params):
-        return tx.accumulate(tx.init_grads(params), params).weight
+        return tx.accumulate(tx.init_grads(params), params, weight).weight
 
     specs = tx.param_specs(params)
     mapped = jax.shard_map(
         shard_grads, mesh=tx.config.mesh, in_specs=(specs,), out_specs=P(), check_vma=False
     )
-    with pytest.raises(jda.ShapeError, match=r"grads\['columns'\]"):
+    with pytest.raises(
+        jda.ShapeError, match=r"grads\['columns'\]: summed .* gather before you differentiate"
+    ):
         jax.eval_shape(mapped, params)
 
 

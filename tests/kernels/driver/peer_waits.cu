@@ -70,7 +70,6 @@ namespace jdistadam {
 cudaError_t AdamCuda(const AdamCall&, cudaStream_t) { return cudaErrorNotSupported; }
 cudaError_t CompactCuda(const CompactCall&, cudaStream_t) { return cudaErrorNotSupported; }
 cudaError_t SumCuda(const SumCall&, cudaStream_t) { return cudaErrorNotSupported; }
-cudaError_t KeepCuda(const KeepCall&, cudaStream_t) { return cudaErrorNotSupported; }
 
 namespace {
 
