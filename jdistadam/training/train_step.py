@@ -198,13 +198,13 @@ def train_step(
         which ``gather_params`` gathers layer by layer. It returns the scalar ``loss`` of this part,
         or with ``weighted`` the pair ``(loss, weight)``. It needs no collective: a ``pmean`` of the
         loss changes nothing, a plain ``psum`` raises. If the state has a ``model_state``, it gets
-        it by this keyword and returns ``(loss, model_state)``; if the state has an ``rng``, it gets by this keyword a
-        key of its own. Where the optimizer has ``param_specs``, XLA partitions the function over
-        the axes that carry no data, so that it is written as for ``jax.jit``: with
-        ``jax.lax.with_sharding_constraint`` where that helps or, on Explicit axes, with the
-        shardings that its types need. With has_aux it returns one thing more at the end:
-        ``(loss, aux)`` or ``(loss, model_state, aux)``; in these, too, ``loss`` is the pair
-        ``(loss, weight)`` if ``weighted``.
+        it by this keyword and returns ``(loss, model_state)``; if the state has an ``rng``, it gets
+        by this keyword a key of its own. Where the optimizer has ``param_specs``, XLA partitions
+        the function over the axes that carry no data, so that it is written as for ``jax.jit``:
+        with ``jax.lax.with_sharding_constraint`` where that helps or, on Explicit axes, with the
+        shardings that its types need. With has_aux it returns one thing more at the end: ``(loss,
+        aux)`` or ``(loss, model_state, aux)``; in these, too, ``loss`` is the pair ``(loss,
+        weight)`` if ``weighted``.
       tx: A distributed optimizer.
       accumulate_steps: Number of micro-batches into which each device cuts its part of the batch.
         Under "no_shard" and "optim", and with ``reshard_after_forward=False``, gradients are summed
