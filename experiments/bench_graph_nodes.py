@@ -30,38 +30,37 @@ IN_A_ROW = 100
 
 
 class Program:
-    """A jitted step on params and state of its own."""
+    """A jitted step of params and a state that all programs of a tree pass on to each other."""
 
-    def __init__(self, tree, grads, has_nodes, options):
+    def __init__(self, has_nodes, options, held):
         graph_nodes = step.transformed_adam.graph_nodes
         if not has_nodes:
             step.transformed_adam.graph_nodes = lambda rows: rows
         try:
             jax.clear_caches()  # the step of all optimizers is one jitted function
             tx = jda.fused_adamw(1e-3, weight_decay=0.1)
-            params, _, self.grads = bench.fresh_arrays(tree, "float32", grads)
-            self.carry = (params, jax.jit(tx.init)(params))
-            lowered = jda.jit_step(tx, compiler_options=options or None).lower(
-                self.grads, self.carry[1], self.carry[0]
-            )
-            self.run = lowered.compile()
+            params, state, grads = held
+            step_fn = jda.jit_step(tx, compiler_options=options or None)
+            self.run = step_fn.lower(grads, state, params).compile()
         finally:
             step.transformed_adam.graph_nodes = graph_nodes
+        self.held = held
         self.hosts, self.walls = [], []
 
     def call(self):
-        self.carry = self.run(*self.carry, self.grads, {})
+        params, state, grads = self.held
+        self.held[:2] = self.run(params, state, grads, {})
 
     def time(self):
-        jax.block_until_ready(self.carry)
+        jax.block_until_ready(self.held)
         began = time.perf_counter()
         self.call()
         self.hosts.append(time.perf_counter() - began)
-        jax.block_until_ready(self.carry)
+        jax.block_until_ready(self.held)
         began = time.perf_counter()
         for _ in range(IN_A_ROW):
             self.call()
-        jax.block_until_ready(self.carry)
+        jax.block_until_ready(self.held)
         self.walls.append((time.perf_counter() - began) / IN_A_ROW)
 
 
@@ -76,10 +75,11 @@ def main():
     args = parser.parse_args()
     rows = []
     for tree in args.trees:
-        programs, grads = {}, None
-        for name, given in VARIANTS.items():
-            programs[name] = Program(tree, grads, *given)
-            grads = programs[name].grads
+        tx = jda.fused_adamw(1e-3, weight_decay=0.1)
+        params, _, grads = bench.fresh_arrays(tree, "float32", None)
+        held = [params, jax.jit(tx.init)(params), grads]
+        programs = {name: Program(*given, held) for name, given in VARIANTS.items()}
+        del params, grads
         for turn in range(args.rounds + 2):
             for program in list(programs.values())[:: -1 if turn % 2 else 1]:
                 program.time()
