@@ -4,7 +4,6 @@
 
 #include "ffi_adam.h"
 #include "ffi_compact.h"
-#include "ffi_graph_node.h"
 #include "ffi_norm.h"
 #include "ffi_peer_meeting.h"
 #include "ffi_sum.h"
@@ -148,37 +147,6 @@ static ffi::Error RunPeer(cudaStream_t stream, const PeerAttributes& a, ffi::Err
   return LaunchError(waited);
 }
 
-// Behind what a stream has captured so far, a node without work. Nothing if it captures nothing.
-static cudaError_t CaptureEmptyNode(cudaStream_t stream) {
-  cudaStreamCaptureStatus capture;
-  cudaGraph_t graph;
-  cudaGraphNode_t node;
-  const cudaGraphNode_t* before;
-  size_t count;
-#if CUDART_VERSION >= 13000
-  cudaError_t error =
-      cudaStreamGetCaptureInfo(stream, &capture, nullptr, &graph, &before, nullptr, &count);
-#else  // without the data of edges
-  cudaError_t error = cudaStreamGetCaptureInfo(stream, &capture, nullptr, &graph, &before, &count);
-#endif
-  if (error != cudaSuccess || capture != cudaStreamCaptureStatusActive) return error;
-  error = cudaGraphAddEmptyNode(&node, graph, before, count);
-  if (error != cudaSuccess) return error;
-#if CUDART_VERSION >= 13000
-  return cudaStreamUpdateCaptureDependencies(stream, &node, nullptr, 1,
-                                             cudaStreamSetCaptureDependencies);
-#else
-  return cudaStreamUpdateCaptureDependencies(stream, &node, 1, cudaStreamSetCaptureDependencies);
-#endif
-}
-
-// XLA fails on a capture that leaves no node.
-static ffi::Error GraphNodeHandler(cudaStream_t stream, ffi::AnyBuffer operand,
-                                   ffi::Result<ffi::AnyBuffer> result) {
-  const ffi::Error error = CheckPassed(operand, result);
-  return error.failure() ? error : LaunchError(CaptureEmptyNode(stream));
-}
-
 extern "C" bool JdistadamCanReach_cuda(int device, int peer) {
   int can = device == peer;
   if (!can && cudaDeviceCanAccessPeer(&can, device, peer) != cudaSuccess) {
@@ -199,10 +167,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cuda, NormHandler<cudaStream_t>,
                               NormBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cuda, SumHandler<cudaStream_t>,
                               SumBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    JdistadamGraphNode_cuda, GraphNodeHandler,
-    ffi::Ffi::Bind().Ctx<Stream>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
-    JDISTADAM_CAPTURABLE);
 // Not for CUDA graphs: these handlers wait for other devices' host threads in every call.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cuda, PeerSumHandler<cudaStream_t>,
                               PeerSumBinding().Ctx<Stream>());

@@ -17,7 +17,6 @@ XLA_FFI_Error* JDISTADAM_HANDLER(Norm)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Sum)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(PeerSum)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(PeerStep)(XLA_FFI_CallFrame* call_frame);
-XLA_FFI_Error* JDISTADAM_HANDLER(GraphNode)(XLA_FFI_CallFrame* call_frame);
 bool JDISTADAM_HANDLER(CanReach)(int device, int peer);
 }
 
@@ -40,8 +39,6 @@ NB_MODULE(JDISTADAM_MODULE, m) {
         nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(PeerSum)));
     handlers["jdistadam_peer_step"] =
         nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(PeerStep)));
-    handlers["jdistadam_graph_node"] =
-        nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(GraphNode)));
     return handlers;
   });
 }

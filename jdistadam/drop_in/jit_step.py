@@ -10,6 +10,10 @@ from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import PolicyError
 
+# XLA makes a CUDA graph of five operations or more, and a step alone has three: the count, the
+# coefficients and the kernel. As a graph, a call no longer prepares all its arrays.
+_GRAPHS_OF_ANY_SIZE = {"xla_gpu_graph_min_graph_size": 1}
+
 
 class JittedStep:
     """What ``jit_step`` returns: call it as ``tx.step``."""
@@ -20,7 +24,13 @@ class JittedStep:
         ) -> tuple[Params, OptState]:
             return tx.step(grads, opt_state, params, **extra_args)
 
-        self._jitted = jax.jit(in_order_of_results, donate_argnums=(0, 1), **jit_options)
+        compiler_options = _GRAPHS_OF_ANY_SIZE | (jit_options.pop("compiler_options", None) or {})
+        self._jitted = jax.jit(
+            in_order_of_results,
+            donate_argnums=(0, 1),
+            compiler_options=compiler_options,
+            **jit_options,
+        )
 
     def __call__(
         self, grads: Grads, opt_state: OptState, params: Params, **extra_args: Any

@@ -208,8 +208,6 @@ def step_leaves(
         else:  # keeps all it has
             new[i] = leaf if mode == "step" else leaf._replace(param=_no_update(leaf))
     rows = coefficient_rows(hyper, count, (True, False))
-    if not all(map(_is_left_to_optax, calls)):  # a step without a foreign call stays without one
-        rows = transformed_adam.graph_nodes(rows)
     scalars = Scalars.plain(rows)
     for dtypes, indices in _chunks(calls):
         call_leaves = [leaves[i] for i in indices]

@@ -131,22 +131,6 @@ def _adam_native(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
     return jax.tree.unflatten(jax.tree.structure(results), outputs)
 
 
-def graph_nodes(x: Any) -> Any:
-    """Passes an array through two operations that do nothing, and returns it.
-
-    XLA makes a CUDA graph of five operations or more (``xla_gpu_graph_min_graph_size``). A step
-    that is jitted without the gradients has three: the count, the coefficients, the kernel. With
-    these two it becomes a graph, and a call no longer prepares all its arrays.
-    """
-
-    def node(x: Any) -> Any:
-        aliased = {0: 0}
-        call = jax.ffi.ffi_call("jdistadam_graph_node", jax.typeof(x), input_output_aliases=aliased)
-        return call(x)
-
-    return native.choose(lambda x: node(node(x)), lambda x: x, x)
-
-
 def _attributes(spec: Spec) -> dict[str, Any]:
     """Every attribute with its exact numpy type: the handler takes no other."""
     return {

@@ -171,26 +171,6 @@ def _sharding_rule(spec: Spec, ranks: tuple[int, ...], member_dims: int) -> SdyS
     )
 
 
-def graph_nodes(rows: Any) -> Any:
-    """kernel.graph_nodes for coefficients, whose dimensions of members may be sharded."""
-    return _partitioned_nodes(rows.ndim)(rows) if rows.ndim > 2 else kernel.graph_nodes(rows)
-
-
-@functools.lru_cache
-def _partitioned_nodes(rank: int) -> Any:
-    nodes = custom_partitioning(kernel.graph_nodes)
-
-    def partition(mesh: Mesh, arg_shapes: Any, result_shape: Any) -> Any:
-        del result_shape
-        sharding = arg_shapes[0].sharding
-        return mesh, kernel.graph_nodes, sharding, (sharding,)
-
-    factors: Any = tuple(f"d{d}" for d in range(rank))
-    rule = SdyShardingRule(operand_mappings=(factors,), result_mappings=(factors,))
-    nodes.def_partition(partition=partition, sharding_rule=rule)
-    return nodes
-
-
 class _Step(NamedTuple):
     """A change of an array's sharding by one mesh axis."""
 

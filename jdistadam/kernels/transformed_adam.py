@@ -135,18 +135,3 @@ def _check_differentiable(spec: Spec) -> None:
             action="Set main_params_dtype=jnp.float32, or put jax.lax.stop_gradient around "
             "gradients, state, params and hyperparameters.",
         )
-
-
-def graph_nodes(x: Any) -> Any:
-    """Like kernel.graph_nodes, which changes nothing; it can be batched and differentiated."""
-    return _graph_nodes_p.bind(x)
-
-
-_graph_nodes_p = Primitive("jdistadam_graph_nodes")
-_graph_nodes_p.def_impl(sharded_adam.graph_nodes)
-_graph_nodes_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(
-    _graph_nodes_p, mlir.lower_fun(sharded_adam.graph_nodes, multiple_results=False)
-)
-batching.primitive_batchers[_graph_nodes_p] = lambda args, dims: (graph_nodes(*args), *dims)
-ad.primitive_jvps[_graph_nodes_p] = lambda args, tangents: (graph_nodes(*args), *tangents)

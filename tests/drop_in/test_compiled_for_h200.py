@@ -120,24 +120,32 @@ def test_convolution_kernels_add_no_transpose_and_no_copy(h200s):
     assert moved(step, params, state, x, donate_argnums=(0, 1)) <= without
 
 
-@pytest.mark.parametrize("mode", ["step", "update", "main", "remainder"])
-def test_a_step_of_its_own_is_captured_in_a_cuda_graph(h200s, tmp_path, mode):
-    """Also without the gradients in the same program, where XLA finds little to put in a graph."""
+@pytest.mark.parametrize("how", ["jit_step", "jit"])
+@pytest.mark.parametrize("main", [None, jnp.float32, "remainder16"], ids=str)
+def test_jit_step_has_a_step_of_its_own_captured_in_a_cuda_graph(h200s, tmp_path, main, how):
+    """Without gradients in the same program XLA finds too little for a graph by itself."""
     mesh = h200s(1)
-    main = {"main": jnp.float32, "remainder": "remainder16"}.get(mode)
     tx = jda.fused_adamw(1e-3, main_params_dtype=main)
     dtype = jnp.bfloat16 if main else jnp.float32
     params = {"w": jax.ShapeDtypeStruct((64, 64), dtype)}
     args = placed(mesh, (params, jax.eval_shape(tx.init, params), params), P())
     options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
-    function = tx.update if mode == "update" else tx.step
+    params, state, grads = args
 
     def step(params, state, grads):  # in the order of the results, by which JAX pairs donated ones
-        return function(grads, state, params)
+        return tx.step(grads, state, params)
 
-    jax.jit(step, donate_argnums=(0, 1), compiler_options=options).lower(*args).compile()
-    assert captured(tmp_path, "thunk_sequence") == [False] * 3  # two nodes and the step
-    assert captured(tmp_path, "thunk_sequence_after_thunk_passes") == [True] * 3
+    if how == "jit_step":
+        lowered = jda.jit_step(tx, compiler_options=options).lower(grads, state, params)
+    else:
+        lowered = jax.jit(step, donate_argnums=(0, 1), compiler_options=options).lower(*args)
+    lowered.compile()
+    assert captured(tmp_path, "thunk_sequence") == [False]
+    changed = "thunk_sequence_after_thunk_passes"  # which is written where there is a graph
+    if how == "jit_step":
+        assert captured(tmp_path, changed) == [True]
+    else:
+        assert not list(tmp_path.glob(f"*{changed}*"))
 
 
 def test_integers_are_truncated_apart_from_their_updates(h200s):
@@ -171,11 +179,8 @@ def test_coded_moments_are_updated_in_place_in_a_cuda_graph(h200s, tmp_path, mai
     args = placed(mesh, (params, jax.eval_shape(tx.init, params), params), P())
     options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
 
-    def step(params, state, grads):
-        return tx.step(grads, state, params)
-
-    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
-    compiled = lowered.compile(compiler_options=options)
+    params, state, grads = args
+    compiled = jda.jit_step(tx, compiler_options=options).lower(grads, state, params).compile()
     text = compiled.as_text()
     assert 'custom_call_target="jdistadam_compact"' in text
     assert re.findall(r"= (?:u8|bf16|f32|u16)\[[\d,]{2,}\]\S* copy\(", text) == []
