@@ -103,8 +103,11 @@ def run_part(args):
     jax.config.update("jax_num_cpu_devices", args.devices)
     mesh = jax.make_mesh((args.devices,), ("data",))
     policy = jda.MixedPrecisionPolicy()
-    tx = jda.distributed_fused_adamw(
-        1e-3, mesh=mesh, policy=policy, sharding_strategy=args.strategy
+    tx = jda.distributed(
+        jda.fused_adamw(1e-3),
+        mesh=mesh,
+        policy=policy,
+        sharding_strategy=args.strategy,
     )
     rng = np.random.default_rng(0)
     make = lambda shape: 0.02 * rng.standard_normal(shape, np.float32)  # noqa: E731

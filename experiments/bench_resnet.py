@@ -54,7 +54,7 @@ class Trained:
 
     def __init__(self, loss, params, stats):
         mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-        self.tx = jda.distributed_fused_adamw(RATE, **HYPER, mesh=mesh)
+        self.tx = jda.distributed(jda.fused_adamw(RATE, **HYPER), mesh=mesh)
         self.state = jda.TrainState.create(params, self.tx, model_state=stats)
         self.step = jda.train_step(loss, self.tx)
 

@@ -23,7 +23,7 @@ SHAPES = {"a": (256, 128), "b": (128, 256), "bias": (5,), "empty": (0, 2)}
 
 def make_state():
     mesh = jax.make_mesh((2,), ("data",))
-    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, bucket_bytes=64)
+    tx = jda.distributed(jda.fused_adamw(1e-3), mesh=mesh, bucket_bytes=64)
     rng = np.random.default_rng(0)
     params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
     step = jda.train_step(

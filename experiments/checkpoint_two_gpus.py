@@ -46,8 +46,11 @@ def parse_args():
 def make_tx(num_devices, strategy):
     mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype=jnp.float32, grad_reduce_dtype=jnp.float32)
-    return jda.distributed_fused_adamw(
-        1e-3, weight_decay=0.1, mesh=mesh, sharding_strategy=strategy, policy=policy
+    return jda.distributed(
+        jda.fused_adamw(1e-3, weight_decay=0.1),
+        mesh=mesh,
+        sharding_strategy=strategy,
+        policy=policy,
     )
 
 

@@ -44,8 +44,8 @@ def h200s(shape):
 
 
 def make_tx(mesh, strategy, policy):
-    return jda.distributed_fused_adamw(
-        1e-3,
+    return jda.distributed(
+        jda.fused_adamw(1e-3),
         mesh=mesh,
         replica_axis="replica",
         sharding_strategy=strategy,

@@ -200,10 +200,14 @@ def predict_trained(args, found, machine, seconds):
     gathers = args.scan and args.strategy == "optim_grads_params"
 
     def make(mesh: Mesh):
-        return jda.distributed_fused_adamw(
-            1e-3, b2=args.b2, weight_decay=0.1, mesh=mesh, policy=policy, communication="xla",
+        return jda.distributed(
+            jda.fused_adamw(1e-3, b2=args.b2, weight_decay=0.1),
+            mesh=mesh,
+            policy=policy,
+            communication="xla",
             replica_axis="replica" if args.replicas > 1 else None,
-            sharding_strategy=args.strategy, max_grad_norm=args.max_grad_norm,
+            sharding_strategy=args.strategy,
+            max_grad_norm=args.max_grad_norm,
             stacked=train_lm.is_stacked if gathers else None,
         )  # fmt: skip
 

@@ -32,8 +32,8 @@ def compile_step(config, strategy, policy):
     """Audits one program."""
     mesh = h200s((1, 8))
     gathers = strategy == "optim_grads_params"
-    tx = jda.distributed_fused_adamw(
-        1e-4,
+    tx = jda.distributed(
+        jda.fused_adamw(1e-4),
         mesh=mesh,
         replica_axis="replica",
         sharding_strategy=strategy,

@@ -95,16 +95,25 @@ def setup_jdistadam(args, mesh, model, params, specs):
         main_grads_dtype=DTYPES[args.main_grads_dtype],
         grad_comm_dtype=DTYPES[args.grad_comm_dtype],
         grad_reduce_dtype=args.grad_reduce_dtype,
+    )
+    adamw = jda.fused_adamw(
+        make_schedule(args),
+        b2=args.b2,
+        weight_decay=0.1,
+        mask=matrices,
         main_params_dtype=None if args.main_params_dtype == "none" else args.main_params_dtype,
         mu_dtype=args.mu_dtype,
         nu_dtype=args.nu_dtype,
         rounding=args.rounding,
         seed=args.seed if args.rounding == "stochastic" else None,
     )
-    tx = jda.distributed_fused_adamw(
-        make_schedule(args), b2=args.b2, weight_decay=0.1, mask=matrices,
-        mesh=mesh, replica_axis="replica" if args.replicas > 1 else None,
-        sharding_strategy=args.strategy, policy=policy, max_grad_norm=args.max_grad_norm,
+    tx = jda.distributed(
+        adamw,
+        mesh=mesh,
+        replica_axis="replica" if args.replicas > 1 else None,
+        sharding_strategy=args.strategy,
+        policy=policy,
+        max_grad_norm=args.max_grad_norm,
         stacked=is_stacked if gathers else None,
         param_specs=specs if args.model_axis > 1 else None,
     )  # fmt: skip

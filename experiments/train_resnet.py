@@ -60,10 +60,12 @@ def main():
     variables = jax.jit(model.init)(jax.random.key(0), train[0][:1])
     params, stats = variables["params"], variables["batch_stats"]
     loss = resnet.loss_of(model)
-    tx = jda.distributed_fused_adamw(
-        optax.warmup_cosine_decay_schedule(0.0, 3e-3, args.steps // 10, args.steps),
-        weight_decay=1e-2,
-        mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+    tx = jda.distributed(
+        jda.fused_adamw(
+            optax.warmup_cosine_decay_schedule(0.0, 3e-3, args.steps // 10, args.steps),
+            weight_decay=1e-2,
+            mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+        ),
         mesh=jax.sharding.Mesh(jax.devices(), ("data",)),
         sharding_strategy=args.strategy,
     )

@@ -4,8 +4,8 @@ Fused: one compiled kernel updates every leaf in place, on CPU and CUDA with the
 Sharded: optimizer state is spread over a mesh, with explicit reduce-scatter and all-gather.
 Precise: what is stored and what is communicated each has its own dtype in the compiled program.
 
-Start with ``fused_adamw`` in place of ``optax.adamw``; for several devices, see
-``distributed_fused_adamw`` and ``train_step``.
+Start with ``fused_adamw`` in place of ``optax.adamw``; for several devices, see ``distributed`` and
+``train_step``.
 """
 
 from importlib.metadata import PackageNotFoundError as _NotInstalled
@@ -21,7 +21,11 @@ from jdistadam.core.moments import BlockCodes
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.accumulate import AccumulatedGrads
 from jdistadam.distributed.gather_params import gather_params, local_params, remat_policy
-from jdistadam.distributed.optimizer import distributed_fused_adam, distributed_fused_adamw
+from jdistadam.distributed.optimizer import (
+    distributed,
+    distributed_fused_adam,
+    distributed_fused_adamw,
+)
 from jdistadam.distributed.state import DistributedState, scale_loss
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.jit_step import jit_step
@@ -73,6 +77,7 @@ __all__ = [  # noqa: RUF022 - by task
     "RoundingState",
     "decoded",
     # Several devices: sharded state, explicit collectives.
+    "distributed",
     "distributed_fused_adam",
     "distributed_fused_adamw",
     "DistributedTransformation",

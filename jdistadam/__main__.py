@@ -93,7 +93,8 @@ def _plan(args: argparse.Namespace) -> int:
     shape, axes = _mesh_shape(args, args.devices)
     tx, params = _optimizer(args, Mesh(np.arange(args.devices).reshape(shape), axes))
     planned = plan(params, tx, accumulate_steps=args.accumulate_steps)
-    print(f"{_heading(args, args.devices)}\n\n{tx.config.policy}\n\n{planned}")
+    dtypes = f"{tx.config.policy}\n{tx.config.algorithm}"
+    print(f"{_heading(args, args.devices)}\n\n{dtypes}\n\n{planned}")
     return 0
 
 
@@ -157,12 +158,12 @@ def _optimizer(args: argparse.Namespace, mesh: Any) -> tuple[Any, Any]:
     """Returns the optimizer that the arguments describe, and the shapes of the params."""
     import jax
 
-    from jdistadam.distributed.optimizer import distributed_fused_adamw
+    from jdistadam.distributed.optimizer import distributed
+    from jdistadam.drop_in.optimizer import fused_adamw
 
-    tx = distributed_fused_adamw(
-        1e-3,
-        b1=args.b1,
-        b2=args.b2,
+    moments = {name: getattr(args, name) for name in ("mu_dtype", "nu_dtype", "rounding")}
+    tx = distributed(
+        fused_adamw(1e-3, b1=args.b1, b2=args.b2, **moments),
         mesh=mesh,
         replica_axis="replica" if "replica" in mesh.axis_names else None,
         communication=getattr(args, "communication", "auto"),

@@ -134,7 +134,7 @@ def donated():
 
 @functools.cache
 def coded_tx():
-    return make_tx(policy=policy(mu_dtype="block16"))
+    return make_tx(mu_dtype="block16")
 
 
 def coded_state(scales_dtype):
@@ -191,7 +191,7 @@ def policy(**dtypes):
     return jda.MixedPrecisionPolicy(**dtypes)
 
 
-NOT_DISTRIBUTED = r"^tx: not a distributed optimizer: got {}, expected DistributedTransformation\. Make it with distributed_fused_adamw"
+NOT_DISTRIBUTED = r"^tx: not a distributed optimizer: got {}, expected DistributedTransformation\. Make it with distributed\(fused_adamw\(\.\.\.\), mesh=mesh\)"
 NOT_INSIDE = r"^{}: called outside of jax\.shard_map: got no manual axis 'data', expected axes 'data'\. Use train_step or eval_step, or"
 NOT_A_TRAIN_STATE = r"^state: not a train state: got {}, expected jdistadam\.TrainState\. Make it with TrainState\.create"
 NO_DISTRIBUTED_STATE = r"^opt_state: not the state of a distributed optimizer: got {} with 0 DistributedState in it, expected a DistributedState, or .*\. Pass what init"
@@ -221,8 +221,9 @@ ERRORS = [
     ("a gradient under another key", lambda: fused_step(grads={"w": GRADS["w"], "bias": GRADS["b"]}), jda.TreeError, r"^grads\['b'\]: missing, params has it: got 2 leaves, among them \['bias'\], expected the 2 leaves"),
     ("gradients in another container", lambda: fused_step(grads=(GRADS["b"],), params=[PARAMS["b"]]), jda.TreeError, r"^grads: tree structure differs from params: got PyTreeDef\(\(\*,\)\), expected PyTreeDef\(\[\*\]\)\. Build grads with the same containers"),
     ("a container that differs further down", lambda: fused_step(grads={"a": [(GRADS["b"],)]}, params={"a": [[PARAMS["b"]]]}), jda.TreeError, r"^grads\['a'\]\[0\]: tree structure differs from params: got PyTreeDef\(\(\*,\)\), expected PyTreeDef\(\[\*\]\)\. Build grads"),
-    ("groups without devices", lambda: fused(param_labels={"w": "a"}, groups={"a": {}}), jda.PolicyError, r"^fused_adamw, param_labels: groups are arguments of distributed optimizers alone: got \{'w': 'a'\}, .*\. Use distributed_fused_adamw, .*optax\.multi_transform"),
-    ("groups of fused_adam", lambda: jda.fused_adam(1e-2, groups={"a": {}}), jda.PolicyError, r"^fused_adam, groups: groups are .*\. Use distributed_fused_adam, "),
+    ("labels without groups", lambda: fused(param_labels={"w": "a"}), jda.HyperparameterError, r"^groups: labels and groups belong together: got param_labels=\{'w': 'a'\}, groups=None, expected both"),
+    ("groups without labels", lambda: jda.fused_adam(1e-2, groups={"a": {}}), jda.HyperparameterError, r"^groups: labels and groups belong together"),
+    ("labels of other groups", lambda: fused(param_labels={"w": "b", "b": "b"}, groups={"a": {}}).init(PARAMS), jda.TreeError, r"^params\[.*\]: its label belongs to no group: got 'b', expected 'a'"),
     ("no gradients", lambda: fused_step(grads=None), jda.TreeError, r"^grads\['b'\]: missing, params has it: got 0 leaves"),
     ("a gradient of another shape", lambda: fused_step(grads=GRADS | {"w": GRADS["w"].T}), jda.ShapeError, r"^grads\['w'\]: shape differs from params: got \(3, 4\), expected \(4, 3\)\. Nothing is broadcast"),
     ("a gradient that could be broadcast", lambda: fused_step(grads=GRADS | {"b": np.ones(1, np.float32)}), jda.ShapeError, r"^grads\['b'\]: shape differs from params: got \(1,\), expected \(3,\)\. Nothing is broadcast"),
@@ -336,7 +337,15 @@ ERRORS = [
     ("an update without hyperparameters", lambda: jda.inject_hyperparams(jda.fused_adamw)(1e-2).update(GRADS, fused().init(PARAMS), PARAMS), jda.TreeError, r"^opt_state: not a state of inject_hyperparams: got tuple"),
     ("an injected string", lambda: injected(learning_rate="x"), jda.HyperparameterError, NOT_A_RATE.format("'x'", "a finite number or a schedule")),
     ("injected vectors", lambda: injected(learning_rate=jnp.ones(3)), jda.HyperparameterError, NOT_A_RATE.format(r"Array\(.*\)", "a scalar")),
-    # -- distributed_fused_adamw
+    # -- distributed
+    ("an optimizer of optax", lambda: jda.distributed(optax.adamw(1e-3), mesh=mesh()), jda.PolicyError, r"^distributed: an optimizer of optax, which knows of no shards: got GradientTransformationExtraArgs, .* Use fused_adamw in place of optax\.adamw"),
+    ("a distributed optimizer, distributed", lambda: jda.distributed(make_tx(), mesh=mesh()), jda.PolicyError, r"^distributed: distributed already"),
+    ("a chain inside", lambda: jda.distributed(jda.chain(optax.scale(0.5), fused()), mesh=mesh()), jda.PolicyError, r"^distributed: not an optimizer by itself, but a chain: .* Put the chain around: jda\.chain\(before, jda\.distributed"),
+    ("an injected chain inside", lambda: jda.distributed(jda.inject_hyperparams(lambda rate: jda.chain(fused(rate)))(0.1), mesh=mesh()), jda.PolicyError, r"^distributed: not an optimizer by itself, but a chain"),
+    ("a replaced function", lambda: jda.distributed(fused()._replace(step=print), mesh=mesh()), jda.PolicyError, r"^distributed: an optimizer whose functions were replaced"),
+    ("a function in the place of an optimizer", lambda: jda.distributed(jda.fused_adamw, mesh=mesh()), jda.PolicyError, r"^distributed: not an optimizer: got fused_adamw, .* Pass what fused_adamw\(\.\.\.\) returns"),
+    ("main parameters in two ways", lambda: jda.distributed(fused(main_params_dtype=None), mesh=mesh(), policy=policy(main_params_dtype="remainder16")), jda.PolicyError, r"^MixedPrecisionPolicy\.main_params_dtype: contradicts the optimizer's main_params_dtype: got remainder16, expected None"),
+    ("moments in float64, sharded", lambda: jda.distributed(fused(mu_dtype=jnp.float64), mesh=mesh()), jda.PolicyError, r"^mu_dtype: not a dtype that can be used"),
     ("no mesh", lambda: make_tx(mesh=None), jda.MeshError, r"^mesh: not a mesh: got NoneType, expected jax\.sharding\.Mesh\. Make one with jax\.sharding\.Mesh\("),
     ("a number of devices as mesh", lambda: make_tx(mesh=8), jda.MeshError, r"^mesh: not a mesh: got int, expected jax\.sharding\.Mesh"),
     ("a list of devices as mesh", lambda: make_tx(mesh=jax.devices()), jda.MeshError, r"^mesh: not a mesh: got list, expected jax\.sharding\.Mesh"),
@@ -384,13 +393,13 @@ ERRORS = [
     ("the class of policies", lambda: make_tx(policy=jda.MixedPrecisionPolicy), jda.PolicyError, r"^policy: not a policy: got <class .*, expected jdistadam\.MixedPrecisionPolicy"),
     ("gradients stored narrower than sent", lambda: policy(main_grads_dtype=BF16, grad_comm_dtype=jnp.float32), jda.PolicyError, r"^MixedPrecisionPolicy\.main_grads_dtype: gradients would lose bits .*: got bfloat16 with grad_comm_dtype float32, expected .*\. Set main_grads_dtype"),
     ("gradients stored in float16 and sent in bfloat16", lambda: policy(main_grads_dtype=jnp.float16, grad_comm_dtype=BF16), jda.PolicyError, r"^MixedPrecisionPolicy\.main_grads_dtype: gradients would lose bits .*: got float16 with grad_comm_dtype bfloat16, expected"),
-    ("a policy's nu_dtype that cannot decay", lambda: make_tx(policy=policy(nu_dtype=BF16)), jda.PolicyError, r"^MixedPrecisionPolicy\.nu_dtype: a second moment in bfloat16, rounded to nearest, cannot decay at this b2"),
+    ("a policy's nu_dtype that cannot decay", lambda: make_tx(nu_dtype=BF16), jda.PolicyError, r"^nu_dtype: a second moment in bfloat16, rounded to nearest, cannot decay at this b2"),
     ("sums in float16", lambda: policy(grad_reduce_dtype=jnp.float16), jda.PolicyError, r"^MixedPrecisionPolicy\.grad_reduce_dtype: not supported in this version: got float16, expected None or float32"),
     ("gradients in float8", lambda: policy(grad_comm_dtype=jnp.float8_e5m2), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.grad_comm_dtype", r"<class 'jax\.numpy\.float8_e5m2'>")),
     ("an unknown name of a dtype", lambda: policy(param_comm_dtype="bf16"), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.param_comm_dtype", "'bf16'")),
     ("params in whole numbers of 8 bits", lambda: policy(param_comm_dtype="int8"), jda.PolicyError, r"^MixedPrecisionPolicy\.param_comm_dtype: not a dtype that can be used: got 'int8', expected float32, .*float8_e4m3fn"),
     ("a number as dtype", lambda: policy(main_grads_dtype=5), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.main_grads_dtype", "5")),
-    ("moments in float64", lambda: policy(mu_dtype=jnp.float64), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.mu_dtype", r"<class .*float64'>")),
+    ("moments in float64", lambda: make_tx(mu_dtype=jnp.float64), jda.PolicyError, NOT_A_DTYPE.format(r"mu_dtype", r"<class .*float64'>")),
     ("params sent where none are sent", lambda: make_tx(sharding_strategy="no_shard", policy=policy(param_comm_dtype=BF16)), jda.PolicyError, r"^param_comm_dtype: no parameters are communicated under this strategy: got bfloat16 with sharding_strategy='no_shard', expected None"),
     ("params sent wider than they are", lambda: make_tx(policy=policy(param_comm_dtype=jnp.float32)).init(cast(PARAMS, BF16)), jda.PolicyError, r"^params\['b'\]: param_comm_dtype is wider than the parameter: got float32 for bfloat16, expected bfloat16 or a narrower dtype"),
     ("params rounded at every step", lambda: make_tx(policy=policy(param_comm_dtype=BF16, main_params_dtype=None)).init(PARAMS), jda.PolicyError, r"^params\['b'\]: would be rounded to param_comm_dtype at every step: got bfloat16 for float32 and no float32 main"),
@@ -669,7 +678,7 @@ CALLS = [
     ("torch's name of the learning rate", lambda: jda.fused_adamw(lr=1e-3), r"fused_adamw\(\) got an unexpected keyword argument 'lr'"),
     ("torch's betas", lambda: fused(betas=(0.9, 0.99)), r"fused_adamw\(\) got an unexpected keyword argument 'betas'"),
     ("weight decay of Adam", lambda: jda.fused_adam(1e-3, weight_decay=0.1), r"fused_adam\(\) got an unexpected keyword argument 'weight_decay'"),
-    ("a dtype beside the policy", lambda: make_tx(mu_dtype=BF16), r"distributed_fused_adamw\(\) got an unexpected keyword argument 'mu_dtype'"),
+    ("a dtype of the optimizer in the policy", lambda: jda.MixedPrecisionPolicy(mu_dtype=BF16), r"unexpected keyword argument 'mu_dtype'"),
     ("a mesh by position", lambda: jda.distributed_fused_adamw(1e-3, mesh()), r"distributed_fused_adamw\(\) missing 1 required keyword-only argument: 'mesh'"),
     ("an unknown dtype of a policy", lambda: policy(params_dtype=jnp.float32), r"__init__\(\) got an unexpected keyword argument 'params_dtype'"),
     ("an unknown number of a loss scale", lambda: jda.DynamicLossScale(growth=2), r"__init__\(\) got an unexpected keyword argument 'growth'"),

@@ -302,7 +302,7 @@ def test_plan_raises_as_the_optimizer_does(small, capsys):
     assert "cannot decay at this --b2: got bfloat16 with --b2 0.999" in message
 
 
-@pytest.mark.filterwarnings("ignore:MixedPrecisionPolicy.mu_dtype. a first moment in float16")
+@pytest.mark.filterwarnings("ignore:mu_dtype. a first moment in float16")
 @pytest.mark.parametrize("field", sorted(command_line._POLICY))
 def test_every_dtype_that_the_help_names_is_planned(small, capsys, field):
     choices, _ = command_line._POLICY[field]

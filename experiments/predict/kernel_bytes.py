@@ -40,7 +40,7 @@ def kernel_bytes(
       >>> import jdistadam as jda
       >>> mesh = jax.sharding.Mesh(np.arange(4), ("data",))
       >>> policy = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16")
-      >>> config = jda.distributed_fused_adamw(1e-3, mesh=mesh, policy=policy).config
+      >>> config = jda.distributed(jda.fused_adamw(1e-3), mesh=mesh, policy=policy).config
       >>> w = jax.ShapeDtypeStruct((1024, 1024), "bfloat16")
       >>> found = kernel_bytes(config, config.schedule({"w": w}))
       >>> {name: 4 * size / 1024**2 for name, size in found.items()}  # per parameter
@@ -67,7 +67,7 @@ def state_bytes(config: DistributedConfig, bucket: Bucket) -> int:
 
     The parameter itself is counted where it is read: without main parameters, or with remainders.
     """
-    policy, low = config.policy, config.low_precision
+    policy, low = config.policy, config.algorithm.low
     dtype = policy.main_params.stored_dtype
     size = 0
     if bucket.has_main and dtype is not None:
@@ -75,7 +75,9 @@ def state_bytes(config: DistributedConfig, bucket: Bucket) -> int:
     if not bucket.has_main or dtype is None or dtype.itemsize < _FLOAT32:
         size += jnp.dtype(bucket.dtype).itemsize
     total = bucket.shard_size * size
-    for format, floats in ((low.mu, policy.mu_float_dtype), (low.nu, policy.nu_float_dtype)):
+    for format, floats in zip(
+        (low.mu, low.nu), map(config.algorithm.float_dtype, ("mu", "nu")), strict=True
+    ):
         if format is not None and bucket.is_coded:
             scales = -(-bucket.shard_size // BLOCK)
             total += 2 * (bucket.shard_size * format.dtype.itemsize + _FLOAT32 * scales)

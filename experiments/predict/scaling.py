@@ -138,7 +138,7 @@ def scaling(
       >>> params = {f"w{i}": jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16) for i in range(20)}
       >>> policy = jda.MixedPrecisionPolicy(grad_comm_dtype=jnp.bfloat16)
       >>> found = scaling(
-      ...     params, lambda mesh: jda.distributed_fused_adamw(1e-3, mesh=mesh, policy=policy),
+      ...     params, lambda mesh: jda.distributed(jda.fused_adamw(1e-3), mesh=mesh, policy=policy),
       ...     Machine(4.2e12, 220e9, network_bandwidth=50e9),
       ...     tokens=8192, flops=500e12, devices=(1, 8, 64))
       >>> for row in found.rows:

@@ -117,7 +117,7 @@ def predict_step(
       >>> import jax, numpy as np
       >>> import jdistadam as jda
       >>> mesh = jax.sharding.Mesh(np.arange(2), ("data",))
-      >>> config = jda.distributed_fused_adamw(1e-3, mesh=mesh).config
+      >>> config = jda.distributed(jda.fused_adamw(1e-3), mesh=mesh).config
       >>> schedule = config.schedule({"w": jax.ShapeDtypeStruct((1000, 1000), "float32")})
       >>> machine = Machine(1e12, 1e11, latency=0, link_hop=0)
       >>> found = predict_step(config, schedule, machine, model=1e-3)

@@ -226,9 +226,12 @@ def policy_of(modifiers):
 
 
 def make_tx(mesh, strategy, modifiers, **kwargs):
-    return jda.distributed_fused_adamw(
-        LEARNING_RATE, **HYPER, mesh=mesh, sharding_strategy=strategy,
-        policy=policy_of(modifiers), max_grad_norm=MAX_NORM if "clip" in modifiers else None,
+    return jda.distributed(
+        jda.fused_adamw(LEARNING_RATE, **HYPER),
+        mesh=mesh,
+        sharding_strategy=strategy,
+        policy=policy_of(modifiers),
+        max_grad_norm=MAX_NORM if "clip" in modifiers else None,
         communication="xla" if "over_xla" in modifiers else "auto",
         reshard_after_forward="gathered_once" not in modifiers,
         **kwargs,

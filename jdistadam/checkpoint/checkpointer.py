@@ -47,7 +47,7 @@ class Checkpointer:
     Example:
       >>> import tempfile
       >>> import jax.numpy as jnp, jdistadam as jda
-      >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+      >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=jax.make_mesh((1,), ("data",)))
       >>> state = jda.TrainState.create({"w": jnp.ones(3)}, tx)
       >>> with Checkpointer(tempfile.mkdtemp(), tx, every=100, keep=2) as checkpointer:
       ...     checkpointer.after_step(99, state), checkpointer.after_step(100, state)
@@ -260,7 +260,7 @@ def save(
       >>> import tempfile
       >>> import jax.numpy as jnp, jdistadam as jda
       >>> folder = tempfile.mkdtemp()
-      >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+      >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=jax.make_mesh((1,), ("data",)))
       >>> save(folder, jda.TrainState.create({"w": jnp.ones(3)}, tx), tx)
       0
       >>> shapes = jda.TrainState.shapes({"w": jax.ShapeDtypeStruct((3,), jnp.float32)}, tx)

@@ -39,20 +39,24 @@ def inject_hyperparams(
     ``state.hyperparams["learning_rate"]`` and so on: they can be read, and set between steps
     without a recompilation. Schedules are evaluated each step and stored there for reading.
 
-    Of a distributed optimizer they are learning_rate, weight_decay, b1, b2, eps, eps_root, l2 and,
-    where it is given, max_grad_norm; groups go on to differ from them as they say. ``train_step``
-    takes them as Python numbers too::
+    They are learning_rate, weight_decay, b1, b2, eps, eps_root and l2; groups go on to differ from
+    them as they say. ``distributed`` takes the result, and ``train_step`` takes Python numbers in
+    its state too::
 
-        tx = jda.inject_hyperparams(jda.distributed_fused_adamw)(1e-3, mesh=mesh)
+        adamw = jda.inject_hyperparams(jda.fused_adamw)(1e-3)
+        tx = jda.distributed(adamw, mesh=mesh)
         state = jda.TrainState.create(params, tx)
         state.opt_state.hyperparams["learning_rate"] = 5e-4
+
+    A function that returns a distributed optimizer is a factory as well: so max_grad_norm becomes a
+    number in the state, where it is given.
 
     Checks that need a value, such as that b2 is below 1, are made of the first one, which is given
     to the optimizer or is the schedule's value at step 0. What is set later is not checked.
 
     Args:
-      factory: ``fused_adamw``, ``fused_adam``, ``distributed_fused_adamw``,
-        ``distributed_fused_adam``, or a function that returns what one of them does.
+      factory: ``fused_adamw``, ``fused_adam``, or a function that returns what one of them does, or
+        ``distributed`` around it, or a ``chain``.
       static_args: Names of arguments that stay as they are, besides those that are no
         hyperparameters, such as mask, nesterov, bucket_bytes, loss_scale and the dtypes, and an l2
         that is not given.
@@ -112,7 +116,12 @@ def inject_hyperparams(
         if isinstance(first, DistributedTransformation):
             return inject_distributed(first, inject)
         updating, stepping = inject(lambda tx: tx.update), inject(lambda tx: tx.step)
-        return FusedTransformation(init=stepping.init, update=updating.update, step=stepping.update)
+        tx = FusedTransformation(stepping.init, updating.update, stepping.update)
+        if first.algorithm is not None:  # of a chain each part is distributed by itself
+            tx.distributed_by = lambda distributed: inject_distributed(
+                distributed(first), lambda f: inject(lambda made: f(distributed(made)))
+            )
+        return tx
 
     return make
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
+import warnings
 from typing import Any
 
 import numpy as np
 
 from jdistadam.errors import HyperparameterError
 
+_PACKAGE = __name__.partition(".")[0]
 _MAX_SHOWN = 200  # characters of a value in a message
 
 
@@ -28,6 +31,14 @@ def shown(value: Any) -> str:
     """Returns a value as text for a message: the first part of a long one, such as all params."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def warn_caller(message: str) -> None:
+    """Warns at the line of the caller's own code that led into this package."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def check_count(name: str, value: Any) -> None:

@@ -37,10 +37,9 @@ class Groups:
     mask: Any
 
     @property
-    def rows(self) -> list[tuple[Hyperparameters, bool]]:
-        """Hyperparameters, and whether decay applies, for each row of coefficients."""
-        used = [hyper for hyper in self.hypers.values() if hyper is not None]
-        return [(hyper, decay) for hyper in used for decay in (True, False)]
+    def used(self) -> list[Hyperparameters]:
+        """The hyperparameters of the groups that are not frozen, in the order of their rows."""
+        return [hyper for hyper in self.hypers.values() if hyper is not None]
 
     def row_of_leaves(self, params: Params) -> tuple[int | None, ...]:
         """Returns the row that each leaf uses, None if it is frozen."""
@@ -81,7 +80,7 @@ class Groups:
 
 
 def make_groups(hyper: Hyperparameters, mask: Any, param_labels: Any, groups: Any) -> Groups:
-    """Checks the arguments of the same names of ``distributed_fused_adamw``."""
+    """Checks the arguments of the same names of ``fused_adamw``."""
     if param_labels is None and groups is None:
         return Groups({"": hyper}, None, mask)
     if param_labels is None or not isinstance(groups, Mapping) or not groups:

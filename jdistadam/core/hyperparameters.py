@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core.arguments import check_flag, shown
+from jdistadam.core.arguments import check_flag, shown, warn_caller
 from jdistadam.errors import HyperparameterError
-
-_STACK_LEVEL = 5  # from __post_init__ to whoever called fused_adamw
-
 
 ScalarOrSchedule = float | jax.Array | Callable[[Any], Any]
 
@@ -52,10 +48,9 @@ class Hyperparameters:
     def __post_init__(self) -> None:
         """Checks every number that is known before tracing."""
         if isinstance(self.learning_rate, int | float | np.number) and self.learning_rate < 0:
-            warnings.warn(
+            warn_caller(
                 f"learning_rate: below zero, as optax allows: got {self.learning_rate!r}, expected "
-                "a number >= 0. Every step climbs the loss; maximise a negated loss instead.",
-                stacklevel=_STACK_LEVEL,
+                "a number >= 0. Every step climbs the loss; maximise a negated loss instead."
             )
         check_flag("nesterov", self.nesterov)
         check_flag("bias_correction", self.bias_correction)

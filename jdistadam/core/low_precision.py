@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import trees
-from jdistadam.core.arguments import shown
+from jdistadam.core.arguments import shown, warn_caller
 from jdistadam.core.moments import FORMATS, SMALLEST_CODED, BlockFormat, growth, largest_decay
 from jdistadam.errors import PolicyError, TreeError
 
@@ -231,11 +230,10 @@ def _warn_of_decay(name: str, mu_dtype: Any, b1: Any) -> None:
     if not is_float16 and not (_is_number(b1) and b1 > largest):
         return
     where = "below 6e-5" if is_float16 else f"with b1 above {largest}"
-    warnings.warn(
+    warn_caller(
         f"{name}: a first moment in {dtype}, rounded to nearest, does not decay as it should "
         f"{where}, as with optax, and moves parameters that have no gradients: set "
-        'rounding="stochastic", or leave it at float32.',
-        stacklevel=5,  # who called fused_adamw
+        'rounding="stochastic", or leave it at float32.'
     )
 
 

@@ -23,6 +23,23 @@ from jdistadam.core.dtypes import check_supported, store
 from jdistadam.errors import DtypeError
 
 
+class _Unset:
+    """The default of ``main_params_dtype``, which differs from None."""
+
+    def __repr__(self) -> str:
+        return "unset"
+
+    def __reduce__(self) -> str:
+        return "UNSET"  # pickled by name, so that it stays the only one
+
+    def __deepcopy__(self, memo: Any) -> _Unset:
+        return self
+
+
+UNSET = _Unset()
+"""``main_params_dtype`` was left open: none on one device, float32 where state is sharded."""
+
+
 class MainParams(enum.Enum):
     """What is kept of the float32 value of a parameter, beside the parameter itself.
 

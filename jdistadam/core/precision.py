@@ -1,23 +1,16 @@
-"""The mixed-precision policy: what is stored, communicated and summed."""
+"""The mixed-precision policy of several devices: what is kept, communicated and summed."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core.dtypes import FLOATS, check_supported, float_dtype
-from jdistadam.core.low_precision import (
-    MOMENT_NAMES,
-    LowPrecision,
-    named_format,
-    parse,
-    without_codes,
-)
-from jdistadam.core.main_params import MainParams
+from jdistadam.core.low_precision import MOMENT_NAMES, without_codes
+from jdistadam.core.main_params import UNSET, MainParams
 from jdistadam.core.moments import BLOCK16, largest_decay
 from jdistadam.errors import PolicyError
 
@@ -29,11 +22,14 @@ _SUPPORTED: dict[str, tuple[str | None, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """What is stored, communicated and summed, each in its own dtype.
+    """What is kept of parameters and gradients, communicated and summed, each in its own dtype.
+
+    How moments are stored is said where they are computed: in ``fused_adamw``.
 
     Attributes:
-      main_params_dtype: What the optimizer keeps, sharded, and updates: float32 main
-        parameters wherever they differ from the parameters in dtype or in sharding;
+      main_params_dtype: The same as the optimizer's own argument; given in one of the two
+        places, or unset in both: float32. What the optimizer keeps, sharded, and updates: float32
+        main parameters wherever they differ from the parameters in dtype or in sharding;
         "remainder16": beside bfloat16 parameters the low 16 bits, so that both together are a
         float32, to which the parameter is the nearest bfloat16 with ties away from zero, where a
         cast rounds ties to even (other parameters are updated themselves); None: nothing,
@@ -52,21 +48,6 @@ class MixedPrecisionPolicy:
         float8_e5m2 or float8_e4m3fn, at most as wide as the parameters. None: that of the
         parameters. float8 has no scale factors here: e4m3fn ends at 448, e5m2 keeps two bits of
         mantissa.
-      mu_dtype: Dtype in which the first moment is stored. float32, bfloat16, float16, "block8" or
-        "block16": 8 or 16 bits with a scale for 128 elements, as in ``fused_adamw``; leaves with
-        fewer than 4096 elements in float32.
-      nu_dtype: Dtype in which the second moment is stored. float32, bfloat16, "block8", "block16".
-        Rounded to nearest these need b2 <= 0.992, 0.894 and 0.999, and a first moment in "block8"
-        or "block16" the same of b1. At random such a first moment needs nu_dtype "block8", or
-        "block16" beside "block16".
-      rounding: "nearest", or "stochastic": moments of 8 or 16 bits, and parameters of 16 bits
-        without main parameters, are rounded at random. Random bits depend on seed, step count, leaf
-        and place in the whole leaf, and not on the mesh.
-      seed: The seed of these bits, from 0 to 2^64 - 1. Another one for each run, the same in all
-        processes. None: 0.
-      float32_moments: A function of a leaf's path, as in "['block']['w']": whether its moments are
-        float32 beside coded ones. Where it is true for no leaf ``init`` raises TreeError. None:
-        none but those of small leaves.
 
     Raises:
       PolicyError: A dtype is unknown, or the combination is contradictory.
@@ -74,46 +55,35 @@ class MixedPrecisionPolicy:
     Example:
       >>> import jax.numpy as jnp
       >>> print(MixedPrecisionPolicy(grad_comm_dtype=jnp.bfloat16, grad_reduce_dtype=jnp.float32))
-      main_params_dtype   float32
+      main_params_dtype   the optimizer's
       main_grads_dtype    float32
       grad_comm_dtype     bfloat16
       grad_reduce_dtype   float32
       param_comm_dtype    params' own
-      mu_dtype            float32
-      nu_dtype            float32
-      rounding            nearest
 
     References:
       Megatron-LM, ``MixedPrecisionPolicy`` of Megatron-FSDP.
     """
 
-    main_params_dtype: Any = jnp.float32
+    main_params_dtype: Any = UNSET
     main_grads_dtype: Any = jnp.float32
     grad_comm_dtype: Any = None
     grad_reduce_dtype: Any = None
     param_comm_dtype: Any = None
-    mu_dtype: Any = jnp.float32
-    nu_dtype: Any = jnp.float32
-    rounding: str = "nearest"
-    seed: int | None = None
-    float32_moments: Callable[[str], bool] | None = None
 
     def __post_init__(self) -> None:
         """Normalises every field to a numpy dtype and checks that they fit each other."""
-        main = MainParams.parse(self.main_params_dtype)
-        as_given = main.stored_dtype if main is MainParams.FLOAT32 else main.value
-        object.__setattr__(self, "main_params_dtype", as_given)
-        self.low_precision()
+        if self.main_params_dtype is not UNSET:
+            main = MainParams.parse(self.main_params_dtype)
+            as_given = main.stored_dtype if main is MainParams.FLOAT32 else main.value
+            object.__setattr__(self, "main_params_dtype", as_given)
         for name in (field.name for field in dataclasses.fields(self)[1:]):
             value = getattr(self, name)
-            if not name.endswith("_dtype") or named_format(value) is not None:
-                continue
-            if value is None and name.startswith(("main_", "mu", "nu")):
+            if value is None and name.startswith("main_"):
                 value = jnp.float32
             if value is not None:
                 known = FLOATS + (_FLOAT8 if name == "param_comm_dtype" else ())
-                also = MOMENT_NAMES if name in ("mu_dtype", "nu_dtype") else ()
-                dtype = float_dtype(f"MixedPrecisionPolicy.{name}", value, known, also)
+                dtype = float_dtype(f"MixedPrecisionPolicy.{name}", value, known)
                 object.__setattr__(self, name, dtype)
         for name, supported in _SUPPORTED.items():
             check_supported(f"MixedPrecisionPolicy.{name}", getattr(self, name), supported)
@@ -128,8 +98,9 @@ class MixedPrecisionPolicy:
 
     @property
     def main_params(self) -> MainParams:
-        """What is kept of the parameters' float32 values, as ``main_params_dtype`` says."""
-        return MainParams.parse(self.main_params_dtype)
+        """What is kept of the parameters' float32 values; float32 ones where that is unset."""
+        is_unset = self.main_params_dtype is UNSET
+        return MainParams.FLOAT32 if is_unset else MainParams.parse(self.main_params_dtype)
 
     @property
     def wire_dtype(self) -> jnp.dtype:
@@ -141,46 +112,12 @@ class MixedPrecisionPolicy:
         """The dtype of a sum over devices."""
         return self.wire_dtype if self.grad_reduce_dtype is None else self.grad_reduce_dtype
 
-    def low_precision(self, b1: Any = None, b2: Any = None) -> LowPrecision:
-        """Returns what is asked for of low precision; raises PolicyError where it cannot work.
-
-        Args:
-          b1: Decay rate of the first moment. None: not known yet.
-          b2: That of the second moment.
-        """
-        return parse(
-            mu_dtype=self.mu_dtype,
-            nu_dtype=self.nu_dtype,
-            rounding=self.rounding,
-            seed=self.seed,
-            float32_moments=self.float32_moments,
-            b1=b1,
-            b2=b2,
-            prefix="MixedPrecisionPolicy.",
-        )
-
-    @property
-    def mu_float_dtype(self) -> jnp.dtype:
-        """The dtype of first moments that are stored as floats."""
-        return jnp.dtype(without_codes(self.mu_dtype))
-
-    @property
-    def nu_float_dtype(self) -> jnp.dtype:
-        """The dtype of second moments that are."""
-        return jnp.dtype(without_codes(self.nu_dtype))
-
     def __str__(self) -> str:
         """Returns the resolved policy as a table."""
         resolved = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         resolved["grad_comm_dtype"] = self.wire_dtype
-        if self.rounding == "nearest":
-            del resolved["seed"]
-        else:
-            resolved["seed"] = self.low_precision().seed
-        if self.float32_moments is None:
-            del resolved["float32_moments"]
-        else:
-            resolved["float32_moments"] = "by path"
+        if self.main_params_dtype is UNSET:
+            resolved["main_params_dtype"] = "the optimizer's"
         notes = {
             "main_params_dtype": "none",
             "grad_reduce_dtype": f"{self.wire_dtype}, by the collective library",

@@ -1,1 +1,1 @@
-"""``distributed_fused_adamw``: sharded state and explicit collectives, inside ``jax.shard_map``."""
+"""``distributed``: sharded state and explicit collectives, inside ``jax.shard_map``."""

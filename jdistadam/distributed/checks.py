@@ -1,4 +1,4 @@
-"""What ``distributed_fused_adamw`` and its step raise for, and how they say so."""
+"""What ``distributed`` and its step raise for, and how they say so."""
 
 from __future__ import annotations
 
@@ -315,9 +315,9 @@ def _check_flat_arrays(config: DistributedConfig, layout: Layout, state: Any) ->
     main, size = config.policy.main_params.stored_dtype, layout.main_size
     expected = {
         "main_params": jax.ShapeDtypeStruct((size,), main) if size else None,
-        "mu": types_of_moment(config.policy, layout, "mu"),
-        "nu": types_of_moment(config.policy, layout, "nu"),
-        "key": jax.ShapeDtypeStruct((2,), jnp.uint32) if config.low_precision.is_random else None,
+        "mu": types_of_moment(config.algorithm, layout, "mu"),
+        "nu": types_of_moment(config.algorithm, layout, "nu"),
+        "key": jax.ShapeDtypeStruct((2,), jnp.uint32) if config.algorithm.low.is_random else None,
     }
     for name, wanted in expected.items():
         got = getattr(state, name, "no such field")

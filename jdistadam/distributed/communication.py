@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.mesh_axes import DataParallel
@@ -63,14 +64,15 @@ NO_DEVICES = "devices that do not exist"
 
 
 def choose_communication(
-    requested: Any, parallel: DataParallel, policy: MixedPrecisionPolicy
+    requested: Any, parallel: DataParallel, policy: MixedPrecisionPolicy, algorithm: Algorithm
 ) -> Communication:
     """Decides by which means a step communicates.
 
     Args:
       requested: "auto", "xla" or "peer".
       parallel: The axes and the strategy.
-      policy: The dtypes.
+      policy: The dtypes of what is kept and sent.
+      algorithm: Those of the moments.
 
     Raises:
       PolicyError: ``requested`` is none of these, or is "peer" where that is not supported.
@@ -85,7 +87,7 @@ def choose_communication(
         )
     if requested == "xla":
         return OVER_XLA
-    reasons = [*_obstacles(parallel, policy)]
+    reasons = [*_obstacles(parallel, policy, algorithm)]
     if not reasons:
         reasons += _obstacles_of_devices(parallel.mesh, is_asked_for=requested == "peer")
     if not reasons:
@@ -107,7 +109,9 @@ def keeps_shards_alone(parallel: DataParallel) -> bool:
     return parallel.num_devices > 2
 
 
-def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator[str]:
+def _obstacles(
+    parallel: DataParallel, policy: MixedPrecisionPolicy, algorithm: Algorithm
+) -> Iterator[str]:
     """What of the module's table does not hold."""
     if parallel.strategy != "optim":
         yield f"sharding_strategy {parallel.strategy!r}"
@@ -119,8 +123,8 @@ def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator
         yield f"grad_reduce_dtype {policy.grad_reduce_dtype}"
     if policy.main_params is not MainParams.FLOAT32:
         yield f"main_params_dtype {policy.main_params_dtype}"
-    if policy.low_precision().is_any:
-        yield f"mu_dtype {policy.mu_dtype}, nu_dtype {policy.nu_dtype}, rounding {policy.rounding}"
+    if algorithm.low.is_any:
+        yield " ".join(str(algorithm).split())
     if policy.param_comm_dtype is not None:
         yield f"param_comm_dtype {policy.param_comm_dtype}"
     devices = list(parallel.mesh.devices.flat)

@@ -9,15 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
-from jdistadam.core.groups import Groups
-from jdistadam.core.hyperparameters import Hyperparameters
+from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.loss_scale import DynamicLossScale
-from jdistadam.core.low_precision import LowPrecision
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.types import Params
@@ -42,9 +39,7 @@ class DistributedConfig:
     holds of the large ones only a *shard*.
     """
 
-    hyper: Hyperparameters
-    like_optax: optax.GradientTransformation  # what state to_optax_state returns
-    groups: Groups
+    algorithm: Algorithm
     parallel: DataParallel
     policy: MixedPrecisionPolicy
     max_grad_norm: float | None
@@ -83,25 +78,18 @@ class DistributedConfig:
         """Whether ``train_step`` leaves axes of the mesh to XLA: see [Note: model axes]."""
         return bool(self.parallel.tensor_axes) and self.given_param_specs is not None
 
+    @property
     def numbers(self) -> Any:
-        """Returns hyperparameters that are arrays, as ``inject_hyperparams`` makes them: a tree."""
-        hypers = {"": self.hyper} | {f".{k}": h for k, h in self.groups.hypers.items() if h}
-        found = {name: hyper.known_and_operands()[1] for name, hyper in hypers.items()}
+        """Hyperparameters that are arrays, as ``inject_hyperparams`` makes them: a tree."""
         clip = self.max_grad_norm
-        return found, clip if isinstance(clip, jax.Array) else None
+        return self.algorithm.numbers, clip if isinstance(clip, jax.Array) else None
 
     def with_numbers(self, numbers: Any) -> DistributedConfig:
         """Returns this with others in their place."""
-        found, clip = numbers
-        if not any(found.values()) and clip is None:
-            return self
-        groups = {
-            k: h and dataclasses.replace(h, **found[f".{k}"]) for k, h in self.groups.hypers.items()
-        }
+        of_algorithm, clip = numbers
         return dataclasses.replace(
             self,
-            hyper=dataclasses.replace(self.hyper, **found[""]),
-            groups=dataclasses.replace(self.groups, hypers=groups),
+            algorithm=self.algorithm.with_numbers(of_algorithm),
             max_grad_norm=self.max_grad_norm if clip is None else clip,
         )
 
@@ -124,7 +112,7 @@ class DistributedConfig:
         paths = trees.paths(whole, "params")
         # Functions of params decide by the sizes that one device alone would have.
         seen = param_specs.global_shapes(self.parallel, whole, specs)
-        rows = self.groups.row_of_leaves(seen)
+        rows = self.algorithm.groups.row_of_leaves(seen)
         leaves = [
             Leaf(
                 path=path,
@@ -144,7 +132,7 @@ class DistributedConfig:
             for leaf in leaves
         ]
         _check_param_comm_dtype(self.policy, leaves)
-        if self.low_precision.is_any:
+        if self.algorithm.low.is_any:
             self._check_low_precision(leaves)
             for leaf in leaves:
                 check_cuts(leaf, self.tensor_parts)
@@ -159,7 +147,7 @@ class DistributedConfig:
             num_inner_shards=self.parallel.num_inner_shards,
             shards_params=self.parallel.shards_params,
             gathers_layers=self.parallel.gathers_layers,
-            in_blocks=self.low_precision.is_any,
+            in_blocks=self.algorithm.low.is_any,
         )
 
     def schedule(
@@ -200,30 +188,25 @@ class DistributedConfig:
 
     def _is_coded(self, leaf: Leaf) -> bool:
         """Whether the moments of a leaf are coded, where any are: decided on the whole leaf."""
-        low, path = self.low_precision, leaf.path.removeprefix("params")
+        low, path = self.algorithm.low, leaf.path.removeprefix("params")
         return low.is_coding and low.codes_leaf(path, whole_size(leaf, self.tensor_parts))
 
     def _is_rounded(self, leaf: Leaf) -> bool:
         """Whether floats of a leaf are rounded at random, or would be if it were not coded."""
-        floats = [self.policy.mu_float_dtype, self.policy.nu_float_dtype]
+        floats = [self.algorithm.float_dtype(x) for x in ("mu", "nu")]
         if not self._keeps_main(leaf.dtype, is_held=False):
             floats.append(leaf.dtype)
-        return self.low_precision.is_random and any(x.itemsize == 2 for x in floats)
+        return self.algorithm.low.is_random and any(x.itemsize == 2 for x in floats)
 
     def _check_low_precision(self, leaves: Sequence[Leaf]) -> None:
         """Raises where what was asked for has no effect on any leaf."""
-        low, policy = self.low_precision, self.policy
+        low, algorithm = self.algorithm.low, self.algorithm
         sizes = {x.path.removeprefix("params"): whole_size(x, self.tensor_parts) for x in leaves}
         low.check_paths(sizes)
-        stored = [policy.mu_float_dtype, policy.nu_float_dtype] if leaves else []
-        if policy.main_params is MainParams.NONE:
+        stored = [algorithm.float_dtype(x) for x in ("mu", "nu")] if leaves else []
+        if self.policy.main_params is MainParams.NONE:
             stored += [leaf.dtype for leaf in leaves]
         low.check_rounded(stored)
-
-    @property
-    def low_precision(self) -> LowPrecision:
-        """What is asked for of moments in codes and of rounding at random."""
-        return self.policy.low_precision()
 
     @property
     def tensor_parts(self) -> tuple[int, ...]:

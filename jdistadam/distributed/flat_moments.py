@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.moments import BLOCK, BlockCodes, BlockFormat, format_of
-from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.layout import Bucket, Layout
 
 
@@ -42,13 +42,11 @@ def is_flat_codes(x: Any) -> bool:
     return isinstance(x, FlatCodes)
 
 
-def types_of_moment(policy: MixedPrecisionPolicy, layout: Layout, name: str) -> Any:
+def types_of_moment(algorithm: Algorithm, layout: Layout, name: str) -> Any:
     """Returns shapes and dtypes of what one device has of a moment, "mu" or "nu"."""
-    low, shape = policy.low_precision(), jax.ShapeDtypeStruct
-    format = low.format_of(name)
+    shape, format = jax.ShapeDtypeStruct, algorithm.low.format_of(name)
     if format is None:
-        floats = {"mu": policy.mu_float_dtype, "nu": policy.nu_float_dtype}
-        return shape((layout.flat_size,), floats[name])
+        return shape((layout.flat_size,), algorithm.float_dtype(name))
     return FlatCodes(
         shape((layout.coded_size,), format.dtype),
         shape((layout.coded_size // BLOCK,), jnp.float32),
@@ -56,9 +54,9 @@ def types_of_moment(policy: MixedPrecisionPolicy, layout: Layout, name: str) -> 
     )
 
 
-def bytes_of_moment(policy: MixedPrecisionPolicy, layout: Layout, name: str) -> int:
+def bytes_of_moment(algorithm: Algorithm, layout: Layout, name: str) -> int:
     """Returns how many bytes one device has of a moment."""
-    types = jax.tree.leaves(types_of_moment(policy, layout, name))
+    types = jax.tree.leaves(types_of_moment(algorithm, layout, name))
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in types)
 
 

@@ -37,7 +37,7 @@ def adam(
       state: The state: its count and key say which random bits are drawn.
       operands: The shards of gradients and params, and the flat arrays.
     """
-    low, parts = config.low_precision, config.tensor_parts
+    low, parts = config.algorithm.low, config.tensor_parts
     places, tables = places_of(
         layout, buckets, config.parallel.state_axes, config.cutting_axes, parts
     )

@@ -117,7 +117,7 @@ def make_data_parallel(
     policy: MixedPrecisionPolicy,
     has_param_specs: bool,
 ) -> DataParallel:
-    """Checks the arguments of the same names of ``distributed_fused_adamw``.
+    """Checks the arguments of the same names of ``distributed``.
 
     Raises:
       MeshError: The mesh lacks an axis, or has one with no purpose.

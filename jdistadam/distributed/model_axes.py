@@ -84,7 +84,7 @@ def step(
         made = config.with_numbers(numbers)
         return step_local(made, seen, grads, state, params)
 
-    numbers = config.numbers()
+    numbers = config.numbers
     if not axes_left_to_xla(config.parallel):
         return local(numbers, grads, state, params)
     check_own_state(state)

@@ -26,7 +26,7 @@ def new_moment(config: DistributedConfig, layout: Layout, name: str) -> Any:
     """Returns the moment "mu" or "nu" of a state, all zero: flat arrays on all devices."""
     parallel = config.parallel
     devices = parallel.num_shards * parallel.size(parallel.tensor_axes)
-    types = types_of_moment(config.policy, layout, name)
+    types = types_of_moment(config.algorithm, layout, name)
 
     def make() -> Any:
         return jax.tree.map(lambda x: jnp.zeros(devices * x.shape[0], x.dtype), types)

@@ -1,34 +1,34 @@
-"""Adam and AdamW for data parallelism: what is sharded and communicated, as the caller says."""
+"""Where the state of an optimizer lives: sharded over a mesh, with what is communicated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import optax
 from jax.sharding import Mesh
 
-from jdistadam.core.groups import make_groups
-from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
+from jdistadam.core.algorithm import Algorithm
+from jdistadam.core.dtypes import FLOATS, float_dtype
 from jdistadam.core.loss_scale import DynamicLossScale, check_loss_scale
-from jdistadam.core.precision import MixedPrecisionPolicy, check_nu_dtype
+from jdistadam.core.low_precision import MOMENT_NAMES
+from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.checks import check_arguments, check_stacked
 from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.mesh_axes import make_data_parallel
 from jdistadam.distributed.transformation import DistributedTransformation, make_distributed
+from jdistadam.drop_in.optimizer import fused_adam, fused_adamw
+from jdistadam.drop_in.transformation import FusedTransformation
+from jdistadam.errors import PolicyError
 
 
-def distributed_fused_adamw(
-    learning_rate: ScalarOrSchedule,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    eps_root: Any = 0.0,
-    weight_decay: ScalarOrSchedule = 1e-4,
-    mask: Any | Callable[[Any], Any] | None = None,
+def distributed(
+    tx: FusedTransformation,
     *,
-    nesterov: bool = False,
     mesh: Mesh,
     shard_axis: str | tuple[str, ...] = "data",
     replica_axis: str | tuple[str, ...] | None = None,
@@ -43,10 +43,8 @@ def distributed_fused_adamw(
     param_specs: Any = None,
     communication: str = "auto",
     stacked: Callable[[str], bool] | None = None,
-    param_labels: Any = None,
-    groups: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> DistributedTransformation:
-    r"""AdamW for data parallelism, its state sharded over a mesh.
+    r"""Shards the state of ``fused_adamw`` or ``fused_adam`` over a mesh, for data parallelism.
 
     With the default strategy each of :math:`N` devices keeps :math:`1/N` of the float32 main
     parameters, :math:`m` and :math:`v`. A step reduce-scatters the local gradients, updates the
@@ -57,7 +55,7 @@ def distributed_fused_adamw(
       \bar g = \frac1N \sum_r g_r, \qquad
       g = s \sum_r g_r, \qquad s = \frac1N \min\left(1, \frac{G}{\lVert \bar g \rVert}\right)
 
-    with :math:`G` = ``max_grad_norm``, followed by the formula of ``fused_adamw``. The sum is in
+    with :math:`G` = ``max_grad_norm``, followed by the formula of ``tx``. The sum is in
     ``policy.grad_comm_dtype``; the scalar :math:`s`, which also holds the inverse of the loss
     scale, is float32 and applied inside the kernel.
 
@@ -74,15 +72,10 @@ def distributed_fused_adamw(
     ============================ ======= ================= ======= =======================
 
     Args:
-      learning_rate: As in ``fused_adamw``, and so are the next six.
-      b1: Decay rate of the first moment.
-      b2: Decay rate of the second moment.
-      eps: Added outside the square root.
-      eps_root: Added inside the square root.
-      weight_decay: Decoupled weight decay, or a schedule.
-      mask: Where weight decay applies. A function of params sees the shapes that they have before
-        anything is sharded, and so does one for ``param_labels``.
-      nesterov: Whether to use Nesterov momentum.
+      tx: ``fused_adamw(...)`` or ``fused_adam(...)``, also by ``inject_hyperparams``. It says what
+        is computed and how moments are stored. Where it leaves main_params_dtype open, main
+        parameters are float32; where it leaves mu_dtype at None, the first moment is float32. A
+        function for its mask or param_labels sees the shapes of params before they are sharded.
       mesh: The mesh, e.g. ``jax.make_mesh((8,), ("data",))``.
       shard_axis: The axis of the mesh, or a tuple of axes, the outermost first, over which state
         is sharded and gradients are summed.
@@ -126,24 +119,20 @@ def distributed_fused_adamw(
         model calls ``gather_params`` in its scan: under "optim_grads_params" ``train_step`` leaves
         these leaves sharded, with ``reshard_after_forward``; else layers are whole already. Their
         gradients are reduced layer by layer in the backward pass where strategies shard gradients.
-      param_labels: A tree of labels, a prefix of params or a function of them.
-      groups: For every label a dict of what differs from the arguments above: ``lr_scale``
-        (multiplies the learning rate), ``weight_decay``, ``b1``, ``b2``, or ``frozen=True``: no
-        state, nothing communicated, params as they are. It costs no further kernel launch.
 
     Returns:
       A ``DistributedTransformation``. Its ``step(grads, state, params)`` takes local gradients,
       not yet reduced, and the params as ``param_specs(params)`` places them.
 
     Raises:
-      HyperparameterError, MeshError, PolicyError: An argument is out of range, or two contradict
-        each other.
+      MeshError, PolicyError, HyperparameterError: An argument is out of range, or two contradict
+        each other; ``tx`` cannot be distributed.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import jdistadam as jda
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
-      >>> tx = jda.distributed_fused_adamw(1e-2, mesh=mesh, max_grad_norm=1.0)
+      >>> tx = jda.distributed(jda.fused_adamw(1e-2), mesh=mesh, max_grad_norm=1.0)
       >>> state = jda.TrainState.create({"w": jnp.ones((3,))}, tx)
       >>> step = jda.train_step(lambda params, x: jnp.mean(x @ params["w"]), tx)
       >>> state, metrics = step(state, jnp.ones((jax.device_count(), 3)))
@@ -154,163 +143,17 @@ def distributed_fused_adamw(
       Rajbhandari et al., `ZeRO <https://arxiv.org/abs/1910.02054>`_, 2020. NVIDIA Apex,
       ``DistributedFusedAdam``.
     """
-    hyper = Hyperparameters(
-        learning_rate=learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        eps_root=eps_root,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-    )
-    like_optax = optax.adamw(learning_rate, weight_decay=weight_decay, mask=mask, nesterov=nesterov)
-    return _distributed(
-        hyper,
-        like_optax,
-        mask,
-        mesh=mesh,
-        shard_axis=shard_axis,
-        replica_axis=replica_axis,
-        sharding_strategy=sharding_strategy,
-        outer_sharding_strategy=outer_sharding_strategy,
-        reshard_after_forward=reshard_after_forward,
-        policy=policy,
-        max_grad_norm=max_grad_norm,
-        loss_scale=loss_scale,
-        average_grads=average_grads,
-        bucket_bytes=bucket_bytes,
-        param_specs=param_specs,
-        communication=communication,
-        stacked=stacked,
-        param_labels=param_labels,
-        groups=groups,
-    )
-
-
-def distributed_fused_adam(
-    learning_rate: ScalarOrSchedule,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    eps_root: Any = 0.0,
-    *,
-    nesterov: bool = False,
-    l2: Any = 0.0,
-    mesh: Mesh,
-    shard_axis: str | tuple[str, ...] = "data",
-    replica_axis: str | tuple[str, ...] | None = None,
-    sharding_strategy: str = "optim",
-    outer_sharding_strategy: str = "no_shard",
-    reshard_after_forward: bool = True,
-    policy: MixedPrecisionPolicy | None = None,
-    max_grad_norm: float | None = None,
-    loss_scale: float | DynamicLossScale | None = None,
-    average_grads: bool = True,
-    bucket_bytes: int = 32 << 20,
-    param_specs: Any = None,
-    communication: str = "auto",
-    stacked: Callable[[str], bool] | None = None,
-    param_labels: Any = None,
-    groups: Mapping[str, Mapping[str, Any]] | None = None,
-) -> DistributedTransformation:
-    """Adam for data parallelism: ``distributed_fused_adamw`` with the formula of ``fused_adam``.
-
-    ``l2`` times the main parameters is added to the mean, clipped gradient.
-
-    Args:
-      learning_rate: As in ``fused_adam``, and so are the next six.
-      b1: Decay rate of the first moment.
-      b2: Decay rate of the second moment.
-      eps: Added outside the square root.
-      eps_root: Added inside the square root.
-      nesterov: Whether to use Nesterov momentum.
-      l2: L2 regularisation.
-      mesh: As in ``distributed_fused_adamw``, and so are all that follow.
-      shard_axis: The axes of the mesh over which state is sharded and gradients are summed.
-      replica_axis: Further axes that carry data.
-      sharding_strategy: "no_shard", "optim", "optim_grads" or "optim_grads_params".
-      outer_sharding_strategy: "no_shard" or "optim".
-      reshard_after_forward: Whether each layer and micro-batch communicates, or each step.
-      policy: The dtypes of what is stored and sent.
-      max_grad_norm: Clips the mean gradient to this global norm.
-      loss_scale: What the loss was multiplied by.
-      average_grads: Whether to take the mean over devices rather than the sum.
-      bucket_bytes: Upper limit of a bucket of packed small leaves, in bytes.
-      param_specs: Where params are sharded over other axes.
-      communication: As in ``distributed_fused_adamw``.
-      stacked: Which leaves are scanned layers.
-      param_labels: Labels of the params.
-      groups: What differs between labels; ``weight_decay`` in a group is decoupled.
-
-    Returns:
-      A ``DistributedTransformation``.
-
-    Raises:
-      HyperparameterError, MeshError, PolicyError: As ``distributed_fused_adamw``.
-
-    Example:
-      >>> import jax
-      >>> tx = distributed_fused_adam(1e-2, l2=0.1, mesh=jax.make_mesh((1,), ("data",)))
-      >>> tx.config.hyper.l2
-      0.1
-    """
-    hyper = Hyperparameters(
-        learning_rate=learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        eps_root=eps_root,
-        nesterov=nesterov,
-        l2=l2,
-    )
-    return _distributed(
-        hyper,
-        optax.adam(learning_rate, nesterov=nesterov),
-        None,
-        mesh=mesh,
-        shard_axis=shard_axis,
-        replica_axis=replica_axis,
-        sharding_strategy=sharding_strategy,
-        outer_sharding_strategy=outer_sharding_strategy,
-        reshard_after_forward=reshard_after_forward,
-        policy=policy,
-        max_grad_norm=max_grad_norm,
-        loss_scale=loss_scale,
-        average_grads=average_grads,
-        bucket_bytes=bucket_bytes,
-        param_specs=param_specs,
-        communication=communication,
-        stacked=stacked,
-        param_labels=param_labels,
-        groups=groups,
-    )
-
-
-def _distributed(
-    hyper: Hyperparameters,
-    like_optax: optax.GradientTransformation,
-    mask: Any,
-    *,
-    mesh: Mesh,
-    shard_axis: Any,
-    replica_axis: Any,
-    sharding_strategy: str,
-    outer_sharding_strategy: str,
-    reshard_after_forward: bool,
-    policy: MixedPrecisionPolicy | None,
-    max_grad_norm: float | None,
-    loss_scale: float | DynamicLossScale | None,
-    average_grads: bool,
-    bucket_bytes: int,
-    param_specs: Any,
-    communication: str,
-    stacked: Callable[[str], bool] | None,
-    param_labels: Any,
-    groups: Any,
-) -> DistributedTransformation:
-    """Checks the arguments and joins the pieces."""
+    options = {name: value for name, value in locals().items() if name != "tx"}
+    algorithm = _algorithm_of(tx)
+    if tx.distributed_by is not None:
+        return tx.distributed_by(functools.partial(distributed, **options))
+    assert algorithm is not None
     policy = MixedPrecisionPolicy() if policy is None else policy
     check_arguments(policy, max_grad_norm, bucket_bytes, average_grads)
+    if algorithm.mu_dtype is not None:
+        float_dtype("mu_dtype", algorithm.mu_dtype, FLOATS, MOMENT_NAMES)
+    main = algorithm.resolved_main_params(policy.main_params_dtype)
+    policy = dataclasses.replace(policy, main_params_dtype=main.value)
     parallel = make_data_parallel(
         mesh,
         shard_axis=shard_axis,
@@ -323,15 +166,8 @@ def _distributed(
     )
     check_loss_scale(loss_scale)
     check_stacked(stacked)
-    made_groups = make_groups(hyper, mask, param_labels, groups)
-    for group in filter(None, made_groups.hypers.values()):
-        low = policy.low_precision(group.b1, group.b2)
-        name = "MixedPrecisionPolicy.nu_dtype"
-        check_nu_dtype(name, policy.nu_dtype, group.b2, is_random=low.is_random)
     config = DistributedConfig(
-        hyper=hyper,
-        like_optax=like_optax,
-        groups=made_groups,
+        algorithm=algorithm,
         parallel=parallel,
         policy=policy,
         max_grad_norm=max_grad_norm,
@@ -340,6 +176,64 @@ def _distributed(
         bucket_bytes=bucket_bytes,
         given_param_specs=param_specs,
         stacked=stacked,
-        communication=choose_communication(communication, parallel, policy),
+        communication=choose_communication(communication, parallel, policy, algorithm),
     )
     return make_distributed(config)
+
+
+def _algorithm_of(tx: Any) -> Algorithm | None:
+    """What an optimizer computes, which it has in its state where it is injected: then None.
+
+    Raises:
+      PolicyError: It cannot be distributed.
+    """
+    if isinstance(tx, DistributedTransformation):
+        what, action = "distributed already", "Pass the optimizer that it was made of."
+    elif isinstance(tx, FusedTransformation) and not tx.is_as_made:
+        what = "an optimizer whose functions were replaced, which nothing here would call"
+        action = "Replace those of what jda.distributed returns."
+    elif isinstance(tx, FusedTransformation):
+        if tx.algorithm is not None or tx.distributed_by is not None:
+            return tx.algorithm
+        what = "not an optimizer by itself, but a chain"
+        action = "Put the chain around: jda.chain(before, jda.distributed(fused_adamw(...), ...))."
+    elif isinstance(tx, optax.GradientTransformation):
+        what = "an optimizer of optax, which knows of no shards"
+        action = "Use fused_adamw in place of optax.adamw, and fused_adam in place of optax.adam."
+    else:
+        what, action = "not an optimizer", "Pass what fused_adamw(...) returns."
+    raise PolicyError(
+        "distributed",
+        what,
+        got=getattr(tx, "__name__", type(tx).__name__),
+        expected="what fused_adamw, fused_adam or inject_hyperparams of one of them returns",
+        action=action,
+    )
+
+
+def _as_one_call(
+    make: Callable[..., FusedTransformation], summary: str
+) -> Callable[..., DistributedTransformation]:
+    """``distributed`` around an optimizer, as one function with the arguments of both."""
+    own = list(inspect.signature(make).parameters.values())
+    of_wrapper = list(inspect.signature(distributed).parameters.values())[1:]
+    names = {parameter.name for parameter in of_wrapper}
+
+    def made(*args: Any, **kwargs: Any) -> DistributedTransformation:
+        options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+        if "mesh" not in options:
+            raise TypeError(f"{made.__name__}() missing 1 required keyword-only argument: 'mesh'")
+        return distributed(make(*args, **kwargs), **options)
+
+    made.__name__ = made.__qualname__ = f"distributed_{make.__name__}"
+    made.__doc__ = f"""{summary}
+
+    For one version beside ``jda.distributed(jda.{make.__name__}(...), mesh=mesh)``, which it calls.
+    It takes the arguments of both; of those of ``{make.__name__}`` the first ones by position.
+    """
+    made.__signature__ = inspect.Signature(own + of_wrapper)  # type: ignore[attr-defined]
+    return made
+
+
+distributed_fused_adamw = _as_one_call(fused_adamw, "AdamW with its state sharded over a mesh.")
+distributed_fused_adam = _as_one_call(fused_adam, "Adam with its state sharded over a mesh.")

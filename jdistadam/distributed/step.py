@@ -45,10 +45,10 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
     axes = config.parallel.state_axes + config.parallel.tensor_axes
 
     def zeros(name: str) -> Any:
-        types = types_of_moment(config.policy, layout, name)
+        types = types_of_moment(config.algorithm, layout, name)
         return jax.tree.map(lambda x: varying.to_varying(jnp.zeros_like(x), axes), types)
 
-    low = config.low_precision
+    low = config.algorithm.low
     return DistributedState(
         count=jnp.zeros((), jnp.int32),
         main_params=main,
@@ -107,7 +107,7 @@ def step_local(
         scaling=_next_scaling(config, state.scaling, done.found_inf, done.is_empty),
         key=state.key,
     )
-    learning_rate = jnp.float32(at_count(config.hyper.learning_rate, state.count))
+    learning_rate = jnp.float32(at_count(config.algorithm.hyper.learning_rate, state.count))
     return StepResult(treedef.unflatten(leaves), new_state, is_skipped, is_other, learning_rate)
 
 

@@ -144,7 +144,7 @@ class DistributedTransformation(FusedTransformation):
         Example:
           >>> import jdistadam as jda
           >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
-          >>> tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, param_specs=P("model"))
+          >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=mesh, param_specs=P("model"))
           >>> tx.data_specs(tx.state_specs()).mu == P("data")
           True
         """
@@ -159,7 +159,7 @@ class DistributedTransformation(FusedTransformation):
 
         Example:
           >>> import jdistadam as jda
-          >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+          >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=jax.make_mesh((1,), ("data",)))
           >>> layout = tx.layout({"w": jax.ShapeDtypeStruct((512, 64), jnp.float32)})
           >>> layout.flat_size, layout.buckets[0].shard_shape
           (32768, (512, 64))
@@ -249,7 +249,7 @@ def check_distributed(tx: Any) -> None:
             "not a distributed optimizer",
             got=type(tx).__name__,
             expected="DistributedTransformation",
-            action="Make it with distributed_fused_adamw or distributed_fused_adam. In place of "
+            action="Make it with distributed(fused_adamw(...), mesh=mesh). In place of "
             "optax.chain use jda.chain; of optax's wrappers accumulate_steps, loss_scale, groups.",
         )
 
@@ -297,7 +297,7 @@ def _state_specs(config: DistributedConfig) -> DistributedState:
     flat: Any = config.parallel.state_spec
     everywhere: Any = P()
     scaling = LossScaleState(*(everywhere for _ in LossScaleState._fields))
-    low, coded = config.low_precision, FlatCodes(flat, flat, flat)
+    low, coded = config.algorithm.low, FlatCodes(flat, flat, flat)
     return DistributedState(
         count=everywhere,
         main_params=flat,

@@ -18,7 +18,7 @@ from jdistadam.distributed.norm import clipped_scale
 from jdistadam.distributed.state import DistributedState
 from jdistadam.kernels import native
 from jdistadam.kernels.adam import STEP_MODES, Operands, Results, Scalars, Spec, adam
-from jdistadam.kernels.coefficients import coefficient_row
+from jdistadam.kernels.coefficients import coefficient_rows
 
 
 class FlatState(NamedTuple):
@@ -75,12 +75,12 @@ def step_scalars(
 
     For a state of another layout the coefficients are NaN, and so is all that comes of them.
     """
-    rows = [coefficient_row(h, state.count, decay=decay) for h, decay in config.groups.rows]
+    rows = coefficient_rows(config.algorithm.groups.used, state.count)
     inv_scale = clipped_scale(config.max_grad_norm, mean_scale, norm)
     if state.scaling is not None:
         inv_scale = inv_scale * (1 / state.scaling.loss_scale)
     skip = jnp.zeros((), jnp.bool_) if is_skipped is None else is_skipped
-    return Scalars(jnp.where(is_other, jnp.nan, jnp.stack(rows)), inv_scale, skip)
+    return Scalars(jnp.where(is_other, jnp.nan, rows), inv_scale, skip)
 
 
 def update_shards(
@@ -117,7 +117,7 @@ def update_shards(
     for indices in _kernel_calls(layout, grads):
         spec, operands = _call_of(config, layout, indices, grads=grads, flat=flat, params=old)
         buckets, operands = [layout.buckets[i] for i in indices], operands.unfused()
-        if config.low_precision.is_any:
+        if config.algorithm.low.is_any:
             results = low_precision.adam(config, layout, buckets, spec, scalars, state, operands)
         else:
             results = adam(spec, scalars, operands)
@@ -153,7 +153,7 @@ def _call_of(
     spec = Spec(
         STEP_MODES[kind],
         groups=tuple(bucket.group for bucket in buckets),
-        nesterov=config.hyper.nesterov,
+        nesterov=config.algorithm.hyper.nesterov,
         out_dtype=first.dtype if casts else None,
         flat=frozenset({"mu", "nu"} | ({"params"} if casts else {"out"} if splits else set())),
         sizes=tuple(bucket.shard_size for bucket in buckets),

@@ -6,28 +6,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jdistadam.core import trees
-from jdistadam.core.low_precision import LowPrecision
-from jdistadam.core.main_params import MainParams
+from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.types import OptState, Params
 from jdistadam.drop_in import low_precision, optax_fallback
 from jdistadam.drop_in.main_params import MainParamsState, new_main_params
 
 
-def new_state(
-    like_optax: optax.GradientTransformation,
-    params: Params,
-    low: LowPrecision,
-    *,
-    nu_dtype: Any,
-    main_kind: MainParams,
-) -> OptState:
+def new_state(algorithm: Algorithm, params: Params) -> OptState:
     """The state before the first step; with main parameters, optax's state is that for them."""
+    low, main_kind = algorithm.low, algorithm.main_params
 
     def optax_state(updated: Any) -> OptState:
-        state = _beside(params, _with_nu(like_optax.init(updated), nu_dtype))
+        state = algorithm.like_optax.init(updated)
+        state = _beside(params, _with_nu(state, algorithm.nu_dtype))
         if low.is_random:
             stored = map(jnp.result_type, jax.tree.leaves((updated, state[0].mu, state[0].nu)))
             low.check_rounded([x for x in stored if jnp.issubdtype(x, jnp.floating)])

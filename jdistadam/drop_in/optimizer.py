@@ -2,54 +2,29 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, ParamSpec
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jdistadam.core import trees
-from jdistadam.core.arguments import shown
+from jdistadam.core.algorithm import Algorithm, make_algorithm
 from jdistadam.core.dtypes import float_dtype
+from jdistadam.core.groups import make_groups
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
-from jdistadam.core.low_precision import MOMENT_NAMES, LowPrecision, parse, without_codes
-from jdistadam.core.main_params import MainParams
-from jdistadam.core.masks import decay_groups
-from jdistadam.core.precision import check_nu_dtype
+from jdistadam.core.low_precision import MOMENT_NAMES, without_codes
+from jdistadam.core.main_params import UNSET
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
+from jdistadam.drop_in.frozen import with_frozen, without_frozen
 from jdistadam.drop_in.new_state import new_state
 from jdistadam.drop_in.step import tree_step
 from jdistadam.drop_in.transformation import FusedTransformation
-from jdistadam.errors import PolicyError
-
-_Given = ParamSpec("_Given")
 
 
-def _naming_groups(
-    make: Callable[_Given, FusedTransformation],
-) -> Callable[_Given, FusedTransformation]:
-    """Has an optimizer say of groups, as distributed ones take them, what to do in their place."""
-
-    @functools.wraps(make)
-    def made(*args: _Given.args, **kwargs: _Given.kwargs) -> FusedTransformation:
-        if found := [name for name in ("param_labels", "groups") if name in kwargs]:
-            raise PolicyError(
-                f"{make.__name__}, {found[0]}",
-                "groups are arguments of distributed optimizers alone",
-                got=shown(kwargs[found[0]]),
-                expected="one set of hyperparameters for all parameters, and mask for weight decay",
-                action=f"Use distributed_{make.__name__}, over one device if need be, or "
-                "optax.multi_transform around several of these.",
-            )
-        return make(*args, **kwargs)
-
-    return made
-
-
-@_naming_groups
 def fused_adamw(
     learning_rate: ScalarOrSchedule,
     b1: Any = 0.9,
@@ -62,11 +37,13 @@ def fused_adamw(
     *,
     nesterov: bool = False,
     nu_dtype: Any = None,
-    main_params_dtype: Any = None,
+    main_params_dtype: Any = UNSET,
     bias_correction: bool = True,
     rounding: str = "nearest",
     seed: int | None = None,
     float32_moments: Callable[[str], bool] | None = None,
+    param_labels: Any = None,
+    groups: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> FusedTransformation:
     r"""AdamW in one fused kernel: a drop-in for ``optax.adamw`` with optax's state.
 
@@ -110,20 +87,20 @@ def fused_adamw(
         for b2 up to 0.992. optax stores it in the parameter's dtype, where a bfloat16 :math:`v`
         cannot decay for a larger b2. "block8" and "block16": as for :math:`m`, and none rounds to
         zero; for b2 above 0.894, and above 0.999, with rounding="stochastic".
-      main_params_dtype: float32: 16-bit parameters get a float32 copy, kept in
-        ``MainParamsState``; it is what the optimizer updates, and the parameters are its rounded
-        values. Updates of such leaves are float32 and ``optax.apply_updates`` lands exactly on the
-        rounded value, unless a parameter shrinks by 2^16 or more in one step; wrappers that want
-        updates of the gradients' dtype, such as ``optax.apply_if_finite``, need float32 gradients
-        then. Wrappers may skip steps or leaves, but not change updates or parameters, which the
-        main parameters would not follow: ``optax.lookahead``, ``optax.ema`` and
-        ``reduce_on_plateau`` behind the optimizer, ``schedule_free`` and ``mechanize`` need
-        main_params_dtype=None. ``jda.chain`` raises where anything stands behind; optax's cannot.
-        To change parameters from outside, make a new state. "remainder16": the same for
-        bfloat16 parameters with 16 bits more instead of 32: a parameter is the bfloat16 nearest to
-        the float32 main parameter (ties away from zero), ``MainParamsState`` keeps the main
-        parameter's low 16 bits, and the two together are its exact value, as ``main_params`` gives
-        it. None: parameters are updated as they are.
+      main_params_dtype: Unset: none on one device, float32 under ``distributed``. float32: 16-bit
+        parameters get a float32 copy, kept in ``MainParamsState``; it is what the optimizer
+        updates, and the parameters are its rounded values. Updates of such leaves are float32 and
+        ``optax.apply_updates`` lands exactly on the rounded value, unless a parameter shrinks by
+        2^16 or more in one step; wrappers that want updates of the gradients' dtype, such as
+        ``optax.apply_if_finite``, need float32 gradients then. Wrappers may skip steps or leaves,
+        but not change updates or parameters, which the main parameters would not follow:
+        ``optax.lookahead``, ``optax.ema`` and ``reduce_on_plateau`` behind the optimizer,
+        ``schedule_free`` and ``mechanize`` need main_params_dtype=None. ``jda.chain`` raises where
+        anything stands behind; optax's cannot. To change parameters from outside, make a new state.
+        "remainder16": the same for bfloat16 parameters with 16 bits more instead of 32: a parameter
+        is the bfloat16 nearest to the float32 main parameter (ties away from zero),
+        ``MainParamsState`` keeps the main parameter's low 16 bits, and the two together are its
+        exact value, as ``main_params`` gives it. None: parameters are updated as they are.
       bias_correction: Whether to divide by :math:`c_1` and :math:`c_2`. If not, both are 1.
       rounding: "nearest", or "stochastic": moments of 16 and 8 bits, and by ``step`` parameters of
         16 bits without main parameters, are rounded up or down at random, so that their mean is the
@@ -135,6 +112,11 @@ def fused_adamw(
       float32_moments: A function of a leaf's path, such as "['block']['w']": where it is true,
         moments stay float32 instead of codes. Where it is true for no leaf ``init`` raises
         TreeError. None: only leaves of less than 4096 elements have float32 moments.
+      param_labels: A tree of labels, a prefix of params or a function of them.
+      groups: For every label a dict of what differs from the arguments above: ``lr_scale``
+        (multiplies the learning rate), ``weight_decay``, ``b1``, ``b2``, or ``frozen=True``: no
+        state, nothing communicated, params as they are, ``optax.MaskedNode`` in their place in
+        optax's state. It costs no further kernel launch.
 
     Returns:
       A ``FusedTransformation``: ``init``, ``update`` as in optax, and ``step``. Parameters,
@@ -193,27 +175,21 @@ def fused_adamw(
         mask=mask,
         nesterov=nesterov,
     )
-    low = parse(
+    algorithm = make_algorithm(
+        make_groups(hyper, mask, param_labels, groups),
+        hyper,
+        like_optax,
         mu_dtype=mu_dtype,
         nu_dtype=nu_dtype,
         rounding=rounding,
         seed=seed,
         float32_moments=float32_moments,
-        b1=b1,
-        b2=b2,
-    )
-    return _fused(
-        hyper,
-        like_optax,
-        low,
-        mask=mask,
-        nu_dtype=nu_dtype,
         main_params_dtype=main_params_dtype,
-        needs_params=True,
+        reads_params=True,
     )
+    return _fused(algorithm)
 
 
-@_naming_groups
 def fused_adam(
     learning_rate: ScalarOrSchedule,
     b1: Any = 0.9,
@@ -225,11 +201,13 @@ def fused_adam(
     nesterov: bool = False,
     l2: Any = 0.0,
     nu_dtype: Any = None,
-    main_params_dtype: Any = None,
+    main_params_dtype: Any = UNSET,
     bias_correction: bool = True,
     rounding: str = "nearest",
     seed: int | None = None,
     float32_moments: Callable[[str], bool] | None = None,
+    param_labels: Any = None,
+    groups: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> FusedTransformation:
     r"""Adam in one fused kernel: a drop-in for ``optax.adam`` with optax's state.
 
@@ -256,6 +234,8 @@ def fused_adam(
       rounding: "nearest" or "stochastic".
       seed: The seed of "stochastic".
       float32_moments: Which leaves keep float32 moments beside coded ones.
+      param_labels: Labels of the params, as in ``fused_adamw``.
+      groups: What differs between labels; ``weight_decay`` in a group is decoupled.
 
     Returns:
       A ``FusedTransformation``. ``update`` needs params only where l2 or main parameters do.
@@ -295,62 +275,55 @@ def fused_adam(
         mu_dtype=_mu_dtype(without_codes(mu_dtype)),
         nesterov=nesterov,
     )
-    low = parse(
+    decays = [l2, *(given.get("weight_decay", 0.0) for given in (groups or {}).values())]
+    algorithm = make_algorithm(
+        make_groups(hyper, None, param_labels, groups),
+        hyper,
+        like_optax,
         mu_dtype=mu_dtype,
         nu_dtype=nu_dtype,
         rounding=rounding,
         seed=seed,
         float32_moments=float32_moments,
-        b1=b1,
-        b2=b2,
-    )
-    return _fused(
-        hyper,
-        like_optax,
-        low,
-        mask=None,
-        nu_dtype=nu_dtype,
         main_params_dtype=main_params_dtype,
-        needs_params=isinstance(l2, jax.Array) or l2 != 0,
+        reads_params=any(isinstance(x, jax.Array) or x != 0 for x in decays),
     )
+    return _fused(algorithm)
 
 
-def _fused(
-    hyper: Hyperparameters,
-    like_optax: optax.GradientTransformation,
-    low: LowPrecision,
-    *,
-    mask: Any,
-    nu_dtype: Any,
-    main_params_dtype: Any,
-    needs_params: bool,
-) -> FusedTransformation:
-    """Joins the pieces. ``like_optax`` makes the state."""
-    nu_dtype = check_nu_dtype("nu_dtype", nu_dtype, hyper.b2, is_random=low.is_random)
-    main_kind = MainParams.parse(main_params_dtype)
-    known, operands = hyper.known_and_operands()
-    needs_params = needs_params or main_kind.is_kept
+def _fused(algorithm: Algorithm) -> FusedTransformation:
+    """The functions of an algorithm in one program."""
+    groups, low, main_kind = algorithm.groups, algorithm.low, algorithm.main_params
+    pairs = [hyper.known_and_operands() for hyper in groups.used]
+    known, operands = tuple(x for x, _ in pairs), tuple(x for _, x in pairs)
+    static = dict(known=known, nu_dtype=algorithm.nu_dtype, main_kind=main_kind, low=low)
+    needs_params = algorithm.reads_params or main_kind.is_kept
 
     def init(params: Params) -> OptState:
         trees.check_numbers(params, name="params")
         trees.check_memory(params=params)
-        decay_groups(mask, params)  # a mask that does not fit should not wait for the first step
-        return new_state(like_optax, params, low, nu_dtype=nu_dtype, main_kind=main_kind)
+        # Labels and a mask that do not fit should not wait for the first step.
+        stepped = without_frozen(groups.row_of_leaves(params), params)
+        return new_state(algorithm, stepped)
 
     def run(mode: str, grads: Grads, state: OptState, params: Params) -> tuple[Any, OptState]:
         if params is None and (needs_params or mode == "step"):
             raise ValueError(optax._src.base.NO_PARAMS_MSG)  # optax has no public name for it
-        groups = decay_groups(mask, grads if params is None else params)
-        static = dict(known=known, groups=groups, nu_dtype=nu_dtype, main_kind=main_kind, low=low)
+        whole = grads if params is None else params
+        rows = groups.row_of_leaves(whole)
+        kept = whole
+        if None in rows:
+            trees.check_same_structure(grads, whole, name="grads", like_name="params")
+            kept = params if mode == "step" else jax.tree.map(jnp.zeros_like, grads)
+            grads = without_frozen(rows, grads)
+            params = None if params is None else without_frozen(rows, params)
         try:
-            new: tuple[Any, OptState] = tree_step(
-                grads, state, params, operands, mode=mode, **static
-            )
-            return new
+            new, state = tree_step(grads, state, params, operands, mode=mode, rows=rows, **static)
         except TypeError:  # of jit, which names a leaf that is no array by its place in a call
             for name, tree in (("grads", grads), ("opt_state", state), ("params", params)):
                 trees.check_numbers(tree, name=name)
             raise
+        return with_frozen(rows, new, kept), state
 
     def update(
         grads: Grads, state: OptState, params: Params = None, **extra_args: Any
@@ -365,7 +338,7 @@ def _fused(
         return run("step", grads, state, params)
 
     tx = FusedTransformation(init, update, step)
-    tx.hyper, tx.mask = hyper, mask
+    tx.algorithm = algorithm
     return tx
 
 

@@ -53,17 +53,17 @@ class TreeLeaf(NamedTuple):
 # function for all optimizers: inject_hyperparams makes a new one at each eager call.
 @functools.partial(
     jax.jit,
-    static_argnames=("mode", "known", "groups", "nu_dtype", "main_kind", "low"),
+    static_argnames=("mode", "known", "rows", "nu_dtype", "main_kind", "low"),
 )
 def tree_step(
     grads: Grads,
     state: OptState,
     params: Params,
-    operands: dict[str, Any],
+    operands: tuple[dict[str, Any], ...],
     *,
     mode: str,
-    known: tuple[tuple[str, Any], ...],
-    groups: tuple[int, ...],
+    known: tuple[tuple[tuple[str, Any], ...], ...],
+    rows: tuple[int | None, ...],
     nu_dtype: Any,
     main_kind: MainParams,
     low: LowPrecision,
@@ -74,10 +74,11 @@ def tree_step(
       grads: Gradients; the structure and shapes of params.
       state: What ``init`` of the optimizer returned, or an earlier step.
       params: Parameters. None where nothing in the formula reads them.
-      operands: The hyperparameters that are arrays.
+      operands: For each group the hyperparameters that are arrays.
       mode: "step": returns new params. "update": returns optax's updates.
-      known: The other hyperparameters, as items.
-      groups: For each leaf, 0 if decay applies to it, else 1.
+      known: The other ones, as items.
+      rows: Of coefficients, for each leaf: twice the number of its group, and one more where decay
+        does not apply. None for a frozen leaf, which the trees lack.
       nu_dtype: Dtype of the second moment.
       main_kind: What is kept of main parameters. If anything is, state is a MainParamsState.
       low: Which moments are coded, and how to round. At random: state is a RoundingState.
@@ -86,7 +87,7 @@ def tree_step(
       (new params or updates, new state).
     """
     trees.check_memory(grads=grads, opt_state=state, params=params)
-    hyper = Hyperparameters(**dict(known), **operands)
+    hypers = [Hyperparameters(**dict(x), **y) for x, y in zip(known, operands, strict=True)]
     name = "opt_state" + ".inner" * (main_kind.is_kept + low.is_random)
     key, state = split_key(low, state)
     main_params, inner = split_state(state, main_kind)
@@ -106,8 +107,9 @@ def tree_step(
     if low.is_any:
         _check_compact(trees.paths(params, "params"), leaves, low.is_random, mode)
     count = adam_state.count
-    hyper = _at_own_counts(hyper, inner[1:])
-    new = step_leaves(leaves, groups, mode=mode, hyper=hyper, count=count, key=key)
+    hypers = [_at_own_counts(hyper, inner[1:]) for hyper in hypers]
+    rows_by_leaf = {i: row for i, row in enumerate(rows) if row is not None}
+    new = step_leaves(leaves, rows_by_leaf, mode=mode, hypers=hypers, count=count, key=key)
     updates, new_state = _new_trees(params, new, count, other_states=inner[1:], main_kind=main_kind)
     return updates, new_state if key is None else RoundingState(key, new_state)
 
@@ -115,13 +117,14 @@ def tree_step(
 def _at_own_counts(hyper: Hyperparameters, states: Sequence[Any]) -> Hyperparameters:
     """Has each schedule look at its own count, which optax's state has beside the one of Adam.
 
-    They differ where a schedule was restarted and the moments were kept.
+    They differ where a schedule was restarted and the moments were kept. A schedule of a group
+    alone has no count in that state, and looks at the one of Adam.
     """
     own = {"weight_decay": states[0], "learning_rate": states[-1]}
     found: dict[str, Any] = {}
     for name, state in own.items():
         schedule, state = getattr(hyper, name), getattr(state, "inner_state", state)
-        if callable(schedule):
+        if callable(schedule) and "count" in getattr(state, "_fields", ()):
             found[name] = functools.partial(_at, schedule, state.count)
     return dataclasses.replace(hyper, **found) if found else hyper
 
@@ -187,40 +190,47 @@ def _new_trees(
 
 def step_leaves(
     leaves: Sequence[TreeLeaf],
-    groups: Sequence[int],
+    rows_by_leaf: dict[int, int],
     *,
     mode: str,
-    hyper: Hyperparameters,
+    hypers: Sequence[Hyperparameters],
     count: jax.Array,
     key: Any = None,
 ) -> list[TreeLeaf]:
     """One kernel call for each mix of dtypes: usually one. With a key it rounds at random.
 
+    ``rows_by_leaf``: of coefficients, two for each of ``hypers``, by the leaf's number in a tree
+    with frozen leaves, on which random bits depend.
+
     Returns:
       The new leaves. In mode "update", ``param`` is the update.
     """
     new = list(leaves)
+    ids, rows = list(rows_by_leaf), list(rows_by_leaf.values())
     calls: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
         dtypes = TreeLeaf(*map(_dtype, leaf))
-        if leaf.grad.size or _is_left_to_optax(dtypes):
-            calls.setdefault(dtypes, []).append(i)
+        if _is_left_to_optax(dtypes):
+            calls.setdefault((dtypes, rows[i] // 2), []).append(i)
+        elif leaf.grad.size:
+            calls.setdefault((dtypes, None), []).append(i)
         else:  # keeps all it has
             new[i] = leaf if mode == "step" else leaf._replace(param=_no_update(leaf))
-    rows = coefficient_rows(hyper, count, (True, False))
-    scalars = Scalars.plain(rows)
-    for dtypes, indices in _chunks(calls):
+    scalars = Scalars.plain(coefficient_rows(hypers, count))
+    for (dtypes, group), indices in _chunks(calls):
         call_leaves = [leaves[i] for i in indices]
-        call_groups = tuple(groups[i] for i in indices)
-        if _is_left_to_optax(dtypes):
-            results = _call_optax(call_leaves, call_groups, mode=mode, hyper=hyper, count=count)
+        call_rows = tuple(rows[i] for i in indices)
+        if group is not None:
+            hyper, decays = hypers[group], [row % 2 == 0 for row in call_rows]
+            results = _call_optax(call_leaves, decays, mode=mode, hyper=hyper, count=count)
         else:
-            spec = Spec(mode, call_groups, hyper.nesterov)
+            spec = Spec(mode, call_rows, hypers[0].nesterov)
             run = functools.partial(_run, scalars)
             if _is_compact(dtypes, mode=mode, is_random=key is not None):
                 rounded = Rounding(jnp.zeros(2, jnp.uint32) if key is None else key, count)
+                leaf_ids = tuple(ids[i] for i in indices)
                 run = functools.partial(
-                    _run_compact, scalars, rounded, is_random=key is not None, ids=tuple(indices)
+                    _run_compact, scalars, rounded, is_random=key is not None, ids=leaf_ids
                 )
             results = _call(run, spec, call_leaves)
         for i, leaf in zip(indices, results, strict=True):
@@ -310,7 +320,7 @@ def _call(run: Callable[..., Results], spec: Spec, leaves: Sequence[TreeLeaf]) -
 
 def _call_optax(
     leaves: Sequence[TreeLeaf],
-    groups: tuple[int, ...],
+    decays: Sequence[bool],
     *,
     mode: str,
     hyper: Hyperparameters,
@@ -324,9 +334,9 @@ def _call_optax(
             param=kind.join(leaf.param, leaf.main, jnp),
             mu=leaf.mu,
             nu=leaf.nu,
-            decays=group == 0,
+            decays=decay,
         )
-        for leaf, group in zip(leaves, groups, strict=True)
+        for leaf, decay in zip(leaves, decays, strict=True)
     ]
     results = optax_fallback.step("step" if kind.is_kept else mode, hyper, count, optax_leaves)
     new_leaves = []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import optax
 
-from jdistadam.core.hyperparameters import Hyperparameters
+from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.types import Grads, OptState, Params
 
 
@@ -39,16 +40,23 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     """
 
     step: StepFn
-    hyper: Hyperparameters | None = None
-    """Of the optimizer itself, to be compared; None where it is a part of something else."""
-    mask: Any = None
-    """Where weight decay applies, as given."""
+    _made_of: tuple[Any, ...]
+    algorithm: Algorithm | None = None
+    """What the optimizer computes; None where other functions stand around it or in its place."""
+    distributed_by: Callable[[Callable[[Any], Any]], Any] | None = None
+    """Distributes this one, where ``inject_hyperparams`` made it, by a function that can do so for
+    an optimizer with hyperparameters."""
 
     def __new__(cls, init: Any, update: Any, step: StepFn) -> FusedTransformation:
         """Makes the pair that optax unpacks, with ``step`` as an attribute of it."""
         self = super().__new__(cls, init, update)
-        self.step = step
+        self.step, self._made_of = step, (init, update, step)
         return self
+
+    @property
+    def is_as_made(self) -> bool:
+        """Whether none of the functions was replaced."""
+        return (*self, self.step) == self._made_of
 
     def _replace(self, **changes: Any) -> FusedTransformation:
         """As of every named tuple, for ``step`` and other attributes as well."""

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core.main_params import MainParams
-from jdistadam.core.masks import decay_groups
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.low_precision import decoded
@@ -134,7 +133,7 @@ def from_fused(
     return NamedState(step, leaves, tuple(groups))
 
 
-def _numbers(tx: FusedTransformation, like: Params, step: int) -> list[Numbers] | None:
+def _numbers(tx: FusedTransformation, like: Params, step: int) -> list[Numbers | None] | None:
     """The hyperparameters of each leaf; None where they cannot be seen."""
     if not isinstance(tx, FusedTransformation) or isinstance(tx, DistributedTransformation):
         raise TreeError(
@@ -144,10 +143,9 @@ def _numbers(tx: FusedTransformation, like: Params, step: int) -> list[Numbers] 
             expected="what fused_adamw, fused_adam or jda.chain returned",
             action="For a distributed one use to_train_state and from_train_state.",
         )
-    if tx.hyper is None:
+    if tx.algorithm is None:
         return None
-    masked_out = decay_groups(tx.mask, like)
-    return [hyperparameters.numbers_of(tx.hyper, not out, step) for out in masked_out]
+    return hyperparameters.numbers_of_leaves(tx.algorithm.groups, like, step)
 
 
 def _keeps_main(x: Any) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import shown
+from jdistadam.core.groups import Groups
 from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.errors import HyperparameterError
 from jdistadam.interop.named_state import Group, NamedState, our_arguments
@@ -34,6 +35,12 @@ def numbers_of(hyper: Hyperparameters, has_decay: bool, step: int) -> Numbers:
 
     found = {name: value(getattr(hyper, name)) for name in _COMPARED}
     return found if has_decay else found | {"weight_decay": 0.0}
+
+
+def numbers_of_leaves(groups: Groups, like: Any, step: int) -> list[Numbers | None]:
+    """Returns the hyperparameters of each leaf as numbers; None for frozen ones."""
+    rows = [numbers_of(hyper, decay, step) for hyper in groups.used for decay in (True, False)]
+    return [None if row is None else rows[row] for row in groups.row_of_leaves(like)]
 
 
 def compare(

@@ -53,7 +53,7 @@ class NamedState:
     def arguments(self) -> dict[str, Any]:
         """Returns the hyperparameters as arguments of our optimizers.
 
-        Those of ``fused_adamw`` and ``distributed_fused_adamw``; where weight decay is a part of
+        Those of ``fused_adamw``; where weight decay is a part of
         the gradient, ``l2`` instead of ``weight_decay``, as ``fused_adam`` takes it.
 
         Raises:

@@ -61,7 +61,7 @@ def to_train_state(
       ... }
       >>> theirs = jda.interop.from_torch(state_dict, {"fc.weight": ones}, ["fc.weight"])
       >>> mesh = jax.make_mesh((1,), ("data",))
-      >>> tx = jda.distributed_fused_adamw(mesh=mesh, **theirs.arguments())
+      >>> tx = jda.distributed(jda.fused_adamw(**theirs.arguments()), mesh=mesh)
       >>> like = {"fc": {"kernel": jax.ShapeDtypeStruct((3, 2), jnp.float32)}}
       >>> state = jda.interop.to_train_state(
       ...     theirs, tx, like, rename={"fc.weight": "fc/kernel"},
@@ -116,7 +116,7 @@ def from_train_state(
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda
-      >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+      >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=jax.make_mesh((1,), ("data",)))
       >>> state = TrainState.create({"w": jnp.ones(3)}, tx)
       >>> theirs = from_train_state(state, tx, ["w"])
       >>> jda.interop.to_torch(theirs).optimizer["state"][0]["exp_avg"].tolist()
@@ -138,6 +138,4 @@ def from_train_state(
 
 def _numbers(tx: DistributedTransformation, like: Params, step: int) -> list[Numbers | None]:
     """The hyperparameters of each leaf; None for frozen ones."""
-    groups = tx.config.groups
-    rows = [hyperparameters.numbers_of(*row, step) for row in groups.rows]
-    return [None if row is None else rows[row] for row in groups.row_of_leaves(like)]
+    return hyperparameters.numbers_of_leaves(tx.config.algorithm.groups, like, step)

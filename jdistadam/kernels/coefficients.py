@@ -118,6 +118,10 @@ def _scalar(name: str, value: Any) -> jax.Array:
     return jnp.asarray(value).astype(jnp.float32)
 
 
-def coefficient_rows(hyper: Hyperparameters, count: jax.Array, decays: Sequence[bool]) -> jax.Array:
-    """Returns one row of coefficients for each group of leaves, shape ``(groups, len(NAMES))``."""
-    return jnp.stack([coefficient_row(hyper, count, decay=decay) for decay in decays])
+def coefficient_rows(hypers: Sequence[Hyperparameters], count: jax.Array) -> jax.Array:
+    """Returns two rows for each group of leaves, with decay and without it.
+
+    Shape ``(2 * len(hypers), len(NAMES))``, float32.
+    """
+    pairs = [(hyper, decay) for hyper in hypers for decay in (True, False)]
+    return jnp.stack([coefficient_row(hyper, count, decay=decay) for hyper, decay in pairs])

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from jdistadam.core.types import Grads, Params
-from jdistadam.distributed.optimizer import distributed_fused_adamw
+from jdistadam.distributed.optimizer import distributed
 from jdistadam.drop_in.optimizer import fused_adamw
 
 Shapes = dict[str, tuple[int, ...]]
@@ -114,7 +114,7 @@ def _flat() -> tuple[Any, Any]:
     """The distributed optimizer on a mesh of this one device: moments in two flat arrays."""
     (device,) = jnp.zeros(()).devices()  # where JAX puts what is not placed
     mesh = jax.make_mesh((1,), ("data",), devices=[device])
-    tx = distributed_fused_adamw(**HYPER, mesh=mesh, max_grad_norm=1.0)
+    tx = distributed(fused_adamw(**HYPER), mesh=mesh, max_grad_norm=1.0)
     spec = jax.sharding.PartitionSpec()
     specs = tx.state_specs()
     step = jax.shard_map(

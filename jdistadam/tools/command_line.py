@@ -39,6 +39,8 @@ _POLICY: dict[str, tuple[tuple[str, ...], str]] = {
         "sums over devices; none: grad-comm-dtype, summed by the collective library",
     ),
     "param_comm_dtype": (("none", *_FLOATS, *_FLOAT8), "communicated parameters; none: their own"),
+}
+_MOMENTS = {
     "mu_dtype": ((*_FLOATS, *_BLOCKS), "first moments"),
     "nu_dtype": (("float32", "bfloat16", *_BLOCKS), "second moments"),
 }
@@ -112,8 +114,7 @@ def make_parser() -> Parser:
 def policy(args: argparse.Namespace) -> MixedPrecisionPolicy:
     """Returns the policy that the arguments describe."""
     given: dict[str, Any] = {name: getattr(args, name) for name in _POLICY}
-    given = {k: None if v == "none" else v for k, v in given.items()}
-    return MixedPrecisionPolicy(**given, rounding=args.rounding)
+    return MixedPrecisionPolicy(**{k: None if v == "none" else v for k, v in given.items()})
 
 
 def stacked(args: argparse.Namespace) -> Callable[[str], bool] | None:
@@ -161,7 +162,7 @@ def _add_bench_arguments(parser: Parser) -> None:
 
 
 def _add_optimizer_arguments(parser: Parser) -> None:
-    """Names as in ``distributed_fused_adamw`` and ``MixedPrecisionPolicy``."""
+    """Names as in ``fused_adamw``, ``distributed`` and ``MixedPrecisionPolicy``."""
     add = parser.add_argument
     names = ", ".join(bench.TREES)
     add("--tree", type=_tree, default="gpt2s", help=f"{names}, or a JSON file {{path: shape}}")
@@ -198,16 +199,16 @@ def _add_optimizer_arguments(parser: Parser) -> None:
         default=1,
         help="how many micro-batches in a step",
     )
-    defaults = MixedPrecisionPolicy()
-    for name, (choices, use) in _POLICY.items():
-        _add_dtype(parser, name, choices, str(getattr(defaults, name)).lower(), use)
+    defaults = MixedPrecisionPolicy(main_params_dtype="float32")
+    for name, (choices, use) in (_POLICY | _MOMENTS).items():
+        _add_dtype(parser, name, choices, str(getattr(defaults, name, "float32")).lower(), use)
     for name, default, moment in (("--b1", 0.9, "first"), ("--b2", 0.999, "second")):
         use = f"decay rate of the {moment} moment, with which not every dtype of it can decay"
         add(name, type=float, default=default, help=use)
     parser.add_argument(
         "--rounding",
         choices=ROUNDINGS,
-        default=defaults.rounding,
+        default=ROUNDINGS[0],
         help="how moments, and params of 16 bits without main parameters, are rounded",
     )
 

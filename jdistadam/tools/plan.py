@@ -96,7 +96,7 @@ def plan(
     Example:
       >>> import jax
       >>> import jdistadam as jda
-      >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+      >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=jax.make_mesh((1,), ("data",)))
       >>> p = plan({"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}, tx)
       >>> p.held["params"], p.held["mu"], p.bytes_sent
       (4194304, 4194304, 0)
@@ -133,15 +133,15 @@ def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
     main_itemsize = 0 if main_dtype is None else main_dtype.itemsize
     held_sizes = {x.leaf: x.inner_size for x in layout.buckets if x.is_sharded_param}
     scalars = 2 + (0 if config.loss_scale is None else 4)  # of LossScaleState
-    scalars += 2 if config.low_precision.is_random else 0  # the key
+    scalars += 2 if config.algorithm.low.is_random else 0  # the key
     return {
         "params": sum(
             held_sizes.get(i, leaf.size) * jnp.dtype(leaf.dtype).itemsize
             for i, leaf in enumerate(layout.leaves)
         ),
         "main_params": layout.main_size * main_itemsize,
-        "mu": bytes_of_moment(policy, layout, "mu"),
-        "nu": bytes_of_moment(policy, layout, "nu"),
+        "mu": bytes_of_moment(config.algorithm, layout, "mu"),
+        "nu": bytes_of_moment(config.algorithm, layout, "nu"),
         "scalars": 4 * scalars + DIGEST_SIZE,
     }
 

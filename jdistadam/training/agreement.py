@@ -61,6 +61,7 @@ def _facts(config: DistributedConfig, params: Any, lower: Callable[[], Any] | No
         "mesh": f"{dict(mesh.shape)} of devices {[device.id for device in mesh.devices.flat]}",
         "sharding_strategy": f"{parallel.strategy} over {parallel.data_axes}",
         "policy": repr(config.policy),
+        "moments": str(config.algorithm),
         "communication": config.communication.means,
         "layout": config.layout_text(config.layout(config.tensor_local(params))),
     }

@@ -158,7 +158,7 @@ def eval_step(
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import jdistadam as jda
-      >>> tx = jda.distributed_fused_adamw(1e-2, mesh=jax.make_mesh((2,), ("data",)))
+      >>> tx = jda.distributed(jda.fused_adamw(1e-2), mesh=jax.make_mesh((2,), ("data",)))
       >>> def loss_fn(params, batch):
       ...     predicted = batch["x"] * params["w"]
       ...     return jnp.mean(jnp.square(predicted - batch["y"])), predicted

@@ -34,7 +34,7 @@ def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda
-      >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+      >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=jax.make_mesh((1,), ("data",)))
       >>> state = jda.TrainState.create({"w": jnp.ones(3)}, tx)
       >>> kept = jax.tree.map(jnp.copy, full_params(state, tx))
       >>> state, _ = jda.train_step(lambda params, x: params["w"] @ x, tx)(state, jnp.ones(3))

@@ -63,8 +63,8 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
     Example:
       >>> import jdistadam as jda
       >>> mesh = jax.make_mesh((1,), ("data",))
-      >>> old = jda.distributed_fused_adamw(1e-3, mesh=mesh, loss_scale=jda.DynamicLossScale())
-      >>> new = jda.distributed_fused_adamw(1e-3, mesh=mesh, loss_scale=jda.DynamicLossScale())
+      >>> old = jda.distributed(jda.fused_adamw(1e-3), mesh=mesh, loss_scale=jda.DynamicLossScale())
+      >>> new = jda.distributed(jda.fused_adamw(1e-3), mesh=mesh, loss_scale=jda.DynamicLossScale())
       >>> state = TrainState.create({"w": jnp.ones(3)}, old, rng=jax.random.key(0))
       >>> main_params, opt_state, extra_state = to_optax_state(state, old)
       >>> float(extra_state.scaling.loss_scale)
@@ -356,7 +356,7 @@ def _blocks(config: DistributedConfig, params: Params, part: int) -> list[tuple[
 
 
 def _optax_template(tx: DistributedTransformation, params: Params) -> Any:
-    return jax.eval_shape(tx.config.like_optax.init, params)
+    return jax.eval_shape(tx.config.algorithm.like_optax.init, params)
 
 
 def _with_count(part: Any, count: Any) -> Any:

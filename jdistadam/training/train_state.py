@@ -53,7 +53,7 @@ class TrainState:
 
         Example:
           >>> import jdistadam as jda
-          >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+          >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=jax.make_mesh((1,), ("data",)))
           >>> step = jda.train_step(lambda params, x: params["w"] @ x, tx)
           >>> state, _ = step(TrainState.create({"w": jnp.zeros(3)}, tx), jnp.ones(3))
           >>> int(state.step)
@@ -80,7 +80,7 @@ class TrainState:
 
         Example:
           >>> import jdistadam as jda
-          >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+          >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=jax.make_mesh((1,), ("data",)))
           >>> state = TrainState.create({"w": jnp.zeros(3)}, tx)
           >>> state.replace(params={"w": jnp.ones(3)}, tx=tx).params["w"].tolist()
           [1.0, 1.0, 1.0]
@@ -169,7 +169,7 @@ class TrainState:
 
         Example:
           >>> import jdistadam as jda
-          >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+          >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=jax.make_mesh((1,), ("data",)))
           >>> state = TrainState.shapes({"w": jax.ShapeDtypeStruct((3,), jnp.bfloat16)}, tx)
           >>> state.opt_state.main_params.dtype
           dtype('float32')
@@ -240,7 +240,7 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
     Example:
       >>> import dataclasses
       >>> import jdistadam as jda
-      >>> tx = jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))
+      >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=jax.make_mesh((1,), ("data",)))
       >>> state = TrainState.create({"w": jnp.zeros(3, jnp.bfloat16)}, tx)
       >>> state = dataclasses.replace(state, params={"w": jnp.ones(3, jnp.bfloat16)})
       >>> reload_main_params(state, tx).opt_state.main_params[:3].tolist()

@@ -239,7 +239,7 @@ def train_step(
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import jdistadam as jda
-      >>> tx = jda.distributed_fused_adamw(1e-2, mesh=jax.make_mesh((1,), ("data",)))
+      >>> tx = jda.distributed(jda.fused_adamw(1e-2), mesh=jax.make_mesh((1,), ("data",)))
       >>> def loss_fn(params, batch):
       ...     weight = jnp.sum(batch["valid"])
       ...     return jnp.sum(params["w"] * batch["x"] * batch["valid"]) / weight, weight

@@ -226,7 +226,7 @@ def test_templates_of_something_else(saved):
     folder, tx, _ = saved
     shapes = shapes_of(tx)
     float32 = {k: jax.ShapeDtypeStruct(x.shape, jnp.float32) for k, x in shapes.params.items()}
-    half = make_tx(2, policy=jda.MixedPrecisionPolicy(mu_dtype=jnp.bfloat16))
+    half = make_tx(2, mu_dtype=jnp.bfloat16)
     no_main = make_tx(2, policy=jda.MixedPrecisionPolicy(main_params_dtype=None))
     wider = shapes.params | {"a": jax.ShapeDtypeStruct((256, 129), jnp.bfloat16)}
     fewer = {k: x for k, x in shapes.params.items() if k != "a"}

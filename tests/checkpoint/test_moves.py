@@ -116,8 +116,8 @@ def test_schedules_and_empty_leaves_move_between_optimizers(tmp_path, options, d
 @often(lambda kind, moments: (kind, moments) == (AxisType.Explicit, "block8"))
 def test_a_state_of_numpy_arrays_is_saved_and_converted(tmp_path, kind, moments):
     """As pickle leaves it."""
-    policy = jda.MixedPrecisionPolicy(mu_dtype=moments, nu_dtype=moments)
-    tx = jda.distributed_fused_adamw(1e-3, b1=0.8, b2=0.88, mesh=mesh_of(2, kind), policy=policy)
+    given = dict(mu_dtype=moments, nu_dtype=moments)
+    tx = jda.distributed_fused_adamw(1e-3, b1=0.8, b2=0.88, mesh=mesh_of(2, kind), **given)
     params = {"w": jnp.linspace(0, 1, 8192).reshape(64, 128)}
     state, _ = jda.train_step(loss_fn, tx)(
         jda.TrainState.create(params, tx), np.ones(2, np.float32)
@@ -130,8 +130,7 @@ def test_a_state_of_numpy_arrays_is_saved_and_converted(tmp_path, kind, moments)
 
 
 def test_a_tree_without_elements_moves_with_coded_moments():
-    policy = jda.MixedPrecisionPolicy(mu_dtype="block16")
-    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh_of(2), policy=policy)
+    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh_of(2), mu_dtype="block16")
     state = jda.TrainState.create({"empty": jnp.zeros((2, 0))}, tx)
     moved = jda.from_optax_state(*jda.to_optax_state(state, tx)[:2], tx)
     assert_trees_same_bits(moved.opt_state, state.opt_state)

@@ -150,20 +150,20 @@ def test_restored_under_another_mesh_strategy_and_policy(saved, source, target):
 
 
 KINDS = {
-    "float32 main": (BF16, None),
-    "remainders": (BF16, REMAINDERS),
-    "no main": (BF16, jda.MixedPrecisionPolicy(main_params_dtype=None)),
-    "float32 params": (jnp.float32, None),
-    "sent in bfloat16": (jnp.float32, COMM),
-    "bfloat16 moments": (BF16, jda.MixedPrecisionPolicy(mu_dtype=BF16)),
+    "float32 main": (BF16, {}),
+    "remainders": (BF16, dict(policy=REMAINDERS)),
+    "no main": (BF16, dict(policy=jda.MixedPrecisionPolicy(main_params_dtype=None))),
+    "float32 params": (jnp.float32, {}),
+    "sent in bfloat16": (jnp.float32, dict(policy=COMM)),
+    "bfloat16 moments": (BF16, dict(mu_dtype=BF16)),
 }
 
 
 @pytest.mark.slow  # tests/test_differential.py saves and restores, too
 @pytest.mark.parametrize("name", KINDS)
 def test_training_goes_on_as_if_it_had_not_stopped(tmp_path, name):
-    dtype, policy = KINDS[name]
-    tx = scaled(policy=policy or jda.MixedPrecisionPolicy())
+    dtype, given = KINDS[name]
+    tx = scaled(**given)
     state, step = trained(tx, dtypes=dtype)
     jda.save(tmp_path, state, tx)
     again = jda.restore(tmp_path, shapes_of(tx, dtype), tx)

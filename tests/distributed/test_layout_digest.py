@@ -23,6 +23,7 @@ from jdistadam.distributed.checks import check_layout_of
 from jdistadam.distributed.layout import Leaf
 from jdistadam.distributed.layout_digest import VERSION, differences, digest_of, text_of
 from support.bits import assert_same_bits
+from support.dtypes import dtypes
 from support.lookalike import (
     BATCH,
     BF16,
@@ -116,7 +117,7 @@ def test_what_the_text_does_not_depend_on():
         make_tx(mesh=jax.make_mesh((8,), ("other",), devices=devices), shard_axis="other"),
         make_tx(mesh=with_idle_axis, param_specs=lambda p: jax.tree.map(lambda _: P("model"), p)),
         make_tx(bucket_bytes=1 << 20),
-        make_tx(policy=jda.MixedPrecisionPolicy(mu_dtype=BF16, grad_comm_dtype=BF16)),
+        make_tx(**dtypes(mu_dtype=BF16, grad_comm_dtype=BF16)),
         make_tx(mask=lambda p: jax.tree.map(lambda _: True, p)),
     ]
     assert len({text_for(tx, make_params()) for tx in same}) == 1

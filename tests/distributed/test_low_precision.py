@@ -1,6 +1,5 @@
 """Coded moments and stochastic rounding over a mesh: the bits of one device, however it is cut."""
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -18,6 +17,7 @@ import jdistadam as jda
 from jdistadam.core.moments import BLOCK8, BLOCK16, BlockCodes, is_codes
 from jdistadam.kernels import rounding
 from support.bits import assert_same_bits, assert_trees_same_bits
+from support.dtypes import dtypes
 from support.h200 import compile_step
 from support.samples import often
 from support.scanned import is_stacked, make_params, scanned_products
@@ -112,8 +112,8 @@ def make_tx(shape, kind, *, explicit=False, **kwargs):
     mesh = jax.make_mesh(shape, names, (axis_type,) * len(shape), devices=devices)
     if len(shape) == 2:
         kwargs["replica_axis"] = "replica"
-    policy = jda.MixedPrecisionPolicy(grad_reduce_dtype=jnp.float32, **KINDS[kind])
-    return jda.distributed_fused_adamw(mesh=mesh, policy=policy, mask=decays, **HYPER, **kwargs)
+    given = dtypes(grad_reduce_dtype=jnp.float32, **KINDS[kind])
+    return jda.distributed_fused_adamw(mesh=mesh, **given, mask=decays, **HYPER, **kwargs)
 
 
 def trained(tx, shapes=SHAPES, *, steps=STEPS, accumulate_steps=1, state=None, skip=0):
@@ -212,9 +212,9 @@ def test_model_axes_cut_blocks_of_whole_leaves(strategy, explicit):
     axis_type = AxisType.Explicit if explicit else AxisType.Auto
     devices = jax.devices("cpu")[:8]
     mesh = jax.make_mesh((4, 2), ("data", "model"), (axis_type,) * 2, devices=devices)
-    policy = jda.MixedPrecisionPolicy(grad_reduce_dtype=jnp.float32, **KINDS[kind])
+    given = dtypes(grad_reduce_dtype=jnp.float32, **KINDS[kind])
     tx = jda.distributed_fused_adamw(
-        mesh=mesh, policy=policy, mask=decays, param_specs=MODEL_SPECS, sharding_strategy=strategy, **HYPER
+        mesh=mesh, **given, mask=decays, param_specs=MODEL_SPECS, sharding_strategy=strategy, **HYPER
     )  # fmt: skip
     state = trained(tx, MODEL_SHAPES, steps=3)
     assert_as_one_device(tx, state, kind, MODEL_SHAPES, steps=3)
@@ -230,10 +230,8 @@ def test_a_leaf_of_which_nothing_is_rounded_may_be_cut_anywhere(monkeypatch):
     kind["float32_moments"] = lambda path: "named" in path
     monkeypatch.setitem(KINDS, "cut", kind)
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices("cpu")[:4])
-    policy = jda.MixedPrecisionPolicy(grad_reduce_dtype=jnp.float32, **kind)
-    tx = jda.distributed_fused_adamw(
-        mesh=mesh, policy=policy, mask=decays, param_specs=specs, **HYPER
-    )
+    given = dtypes(grad_reduce_dtype=jnp.float32, **kind)
+    tx = jda.distributed_fused_adamw(mesh=mesh, **given, mask=decays, param_specs=specs, **HYPER)
     state = trained(tx, shapes, steps=2)
     assert_as_one_device(tx, state, "cut", shapes, steps=2)
 
@@ -258,9 +256,7 @@ def test_a_model_axis_that_cuts_blocks_raises(policy, where, advice):
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices("cpu")[:4])
     params = {"w": jnp.zeros((96, 96)), "b": jnp.zeros(96)}
     specs = {"w": P(None, "model"), "b": P("model")}
-    tx = jda.distributed_fused_adamw(
-        mesh=mesh, policy=jda.MixedPrecisionPolicy(**policy), param_specs=specs, **HYPER
-    )
+    tx = jda.distributed_fused_adamw(mesh=mesh, **dtypes(**policy), param_specs=specs, **HYPER)
     if where is None:
         tx.init(params)
         return
@@ -272,9 +268,9 @@ def test_a_model_axis_that_cuts_blocks_raises(policy, where, advice):
 def test_a_coded_leaf_whose_param_is_rounded_must_be_whole():
     """Neither float32_moments nor rounding to nearest would do."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices("cpu")[:4])
-    policy = jda.MixedPrecisionPolicy(**KINDS["8 bits at random"])
+    given = dtypes(**KINDS["8 bits at random"])
     specs = {"w": P(None, "model")}
-    tx = jda.distributed_fused_adamw(mesh=mesh, policy=policy, param_specs=specs, **HYPER)
+    tx = jda.distributed_fused_adamw(mesh=mesh, **given, param_specs=specs, **HYPER)
     with pytest.raises(jda.PolicyError, match=rf"{NOT_AT_BLOCKS}\.$"):
         tx.init({"w": jnp.zeros((96, 96), jnp.bfloat16)})
 
@@ -365,35 +361,36 @@ def test_a_state_that_moved_goes_on_with_the_same_bits(tmp_path, other, means):
     tx, there = make_tx((4,), kind), make_tx(kind=kind, **OTHERS[other])
     state = trained(tx, FEW, steps=3)
     if means == "converted":
-        floats = with_policy(there, OTHERS[other], FLOATS)
+        floats = with_dtypes(there, OTHERS[other], **FLOATS)
         state = jda.from_optax_state(*jda.to_optax_state(state, tx)[:2], floats, param_dtypes=DTYPE)
         state = jda.from_optax_state(
             *jda.to_optax_state(state, floats)[:2], there, param_dtypes=DTYPE
         )
     else:
         jda.save(tmp_path, state, tx)
-        there = reseeded(there, OTHERS[other])
+        there = reseeded(there, OTHERS[other], kind)
         state = jda.restore(tmp_path, jda.TrainState.shapes(random_params(FEW), there), there)
     state = trained(there, FEW, steps=2, state=state, skip=3)
     assert_as_one_device(there, state, kind, FEW, steps=5)
 
 
-def with_policy(tx, given, policy):
-    """The same optimizer with another policy; ``given`` is what it was made with."""
+def with_dtypes(tx, given, **other):
+    """The same optimizer with other dtypes; ``given`` is what it was made with."""
     given = {k: v for k, v in given.items() if k != "shape"}
     if tx.config.parallel.replica_axes:
         given["replica_axis"] = "replica"
     return jda.distributed_fused_adamw(
-        mesh=tx.config.mesh, policy=policy, mask=decays, **HYPER, **given
+        mesh=tx.config.mesh, **dtypes(**other), mask=decays, **HYPER, **given
     )
 
 
-def reseeded(tx, given):
+def reseeded(tx, given, kind):
     """With another seed, which states that have one do not take."""
-    return with_policy(tx, given, dataclasses.replace(tx.config.policy, seed=1))
+    other = dict(grad_reduce_dtype=jnp.float32) | KINDS[kind] | dict(seed=1)
+    return with_dtypes(tx, given, **other)
 
 
-FLOATS = jda.MixedPrecisionPolicy(main_params_dtype=None)
+FLOATS = dict(main_params_dtype=None)
 
 
 @pytest.mark.slow
@@ -402,7 +399,7 @@ FLOATS = jda.MixedPrecisionPolicy(main_params_dtype=None)
 def test_a_checkpoint_between_kinds_of_moments(tmp_path, kind):
     """From codes into float32, exactly; and from float32 into codes, rounded to nearest."""
     coded, form = make_tx((4,), kind), {"8 bits": BLOCK8, "16 bits": BLOCK16}[kind]
-    floats = with_policy(coded, {}, FLOATS)
+    floats = with_dtypes(coded, {}, **FLOATS)
     state = trained(coded, TWO, steps=2)
     shapes = lambda tx: jda.TrainState.shapes(random_params(TWO), tx)  # noqa: E731
     jda.save(tmp_path / "coded", state, coded)
@@ -509,31 +506,29 @@ def test_a_seed_is_not_restored_between_kinds_of_optimizers(tmp_path):
 def test_what_is_not_supported_raises():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
     make = functools.partial(jda.distributed_fused_adamw, mesh=mesh)
-    coded = jda.MixedPrecisionPolicy(**CODED)
-    random = jda.MixedPrecisionPolicy(**KINDS["8 bits at random"], grad_reduce_dtype=jnp.float32)
-    coded_16 = jda.MixedPrecisionPolicy(**CODED_16)
-    for b2, policy in ((0.9, coded), (0.9995, coded_16)):
+    random = KINDS["8 bits at random"] | dict(grad_reduce_dtype=jnp.float32)
+    for b2, given in ((0.9, CODED), (0.9995, CODED_16)):
         with pytest.raises(jda.PolicyError, match=r"nu_dtype: .* cannot follow at this b2"):
-            make(1e-3, b2=b2, policy=policy)
-    make(1e-3, policy=coded_16)
+            make(1e-3, b2=b2, **given)
+    make(1e-3, **CODED_16)
     for of_slow, moment in ((dict(b1=0.9, b2=0.89), "mu"), (dict(b2=0.99), "nu")):
         given = dict(param_labels=lambda p: {"w": "slow"}, groups={"slow": of_slow, "fast": {}})
         with pytest.raises(jda.PolicyError, match=f"{moment}_dtype: .* cannot follow at this b"):
-            make(1e-3, b1=0.8, b2=0.88, policy=coded, **given)
+            make(1e-3, b1=0.8, b2=0.88, **CODED, **given)
     with pytest.raises(jda.PolicyError, match="over peer memory is not supported"):
-        make(1e-3, policy=random, communication="peer")
+        make(1e-3, **dtypes(**random), communication="peer")
     wrong = {"rounding": "up", "seed": 3, "float32_moments": lambda path: True}
     for name, value in wrong.items():
-        with pytest.raises(jda.PolicyError, match=rf"MixedPrecisionPolicy\.{name}: "):
-            jda.MixedPrecisionPolicy(**{name: value})
+        with pytest.raises(jda.PolicyError, match=rf"^{name}: "):
+            make(1e-3, **{name: value})
 
 
 def test_random_rounding_that_rounds_nothing_raises():
     """At any b2 it lets a second moment of 16 bits decay; with nothing in 16 bits it raises."""
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
     for nu_dtype, is_good in ((jnp.bfloat16, True), (jnp.float32, False)):
-        policy = jda.MixedPrecisionPolicy(nu_dtype=nu_dtype, rounding="stochastic")
-        tx = jda.distributed_fused_adamw(1e-3, b2=0.999, mesh=mesh, policy=policy)
+        given = dict(nu_dtype=nu_dtype, rounding="stochastic")
+        tx = jda.distributed_fused_adamw(1e-3, b2=0.999, mesh=mesh, **given)
         if is_good:
             tx.init(random_params())
             continue
@@ -543,8 +538,8 @@ def test_random_rounding_that_rounds_nothing_raises():
 
 def test_a_predicate_that_selects_no_leaf_raises():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
-    policy = jda.MixedPrecisionPolicy(**CODED, float32_moments=lambda path: "rosw" in path)
-    tx = jda.distributed_fused_adamw(1e-3, b1=0.8, b2=0.88, mesh=mesh, policy=policy)
+    given = CODED | dict(float32_moments=lambda path: "rosw" in path)
+    tx = jda.distributed_fused_adamw(1e-3, b1=0.8, b2=0.88, mesh=mesh, **given)
     with pytest.raises(jda.TreeError, match=r"selects no leaf of 4096 elements or more: .* \['"):
         tx.init(random_params())
 

@@ -42,11 +42,7 @@ def loss_fn(params, x):
 
 
 def trained(mesh, means, comm, dtype, steps=10, accumulate_steps=1, **kwargs):
-    policy = jda.MixedPrecisionPolicy(
-        grad_comm_dtype=comm,
-        grad_reduce_dtype="float32",
-        mu_dtype=kwargs.pop("mu_dtype", "float32"),
-    )
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=comm, grad_reduce_dtype="float32")
     hyper = HYPER | {k: kwargs.pop(k) for k in ("nesterov",) if k in kwargs}
     tx = jda.distributed_fused_adamw(
         **hyper, mesh=mesh, policy=policy, mask=decays, communication=means, **kwargs

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
+from support.dtypes import dtypes
 
 SHAPES = {"rows": (128, 192), "columns": (3, 8192), "bias": (24,), "odd": (5,), "scalar": ()}
 SHARDED = {"rows", "columns"}
@@ -34,7 +35,7 @@ def make_tx(mesh="flat", *, reshard=False, policy=None, **kwargs):
     return jda.distributed_fused_adamw(
         optax.linear_schedule(0.02, 0.01, 7),
         mesh=jax.make_mesh(shape, names),
-        policy=jda.MixedPrecisionPolicy(**(policy or {})),
+        **dtypes(**(policy or {})),
         reshard_after_forward=reshard,
         **dict(sharding_strategy="optim_grads_params") | HYPER | axes | kwargs,
     )

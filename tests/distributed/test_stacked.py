@@ -13,6 +13,7 @@ import pytest
 import jdistadam as jda
 from jdistadam.tools import hlo
 from support.bits import assert_same_trees
+from support.dtypes import dtypes
 from support.fast_compilation import AS_FOR_USERS
 from support.h200 import placed, products_beside
 from support.paths import ROOT
@@ -32,8 +33,7 @@ KINDS = {
 
 
 def make_tx(mesh, *, policy=SUMMED, **kwargs):
-    policy = jda.MixedPrecisionPolicy(**policy)
-    return jda.distributed_fused_adamw(**HYPER, mesh=mesh, policy=policy, **kwargs)
+    return jda.distributed_fused_adamw(**HYPER, mesh=mesh, **dtypes(**policy), **kwargs)
 
 
 def train(tx, loss, batches, **kwargs):

@@ -10,6 +10,7 @@ import pytest
 import jdistadam as jda
 from jdistadam.distributed.config import DistributedConfig
 from support.bits import assert_same_trees
+from support.dtypes import dtypes
 from support.h200 import placed
 from support.placements import FLAT, SQUARE, make_mesh
 from support.samples import often
@@ -30,8 +31,8 @@ KINDS = {
 
 
 def make_tx(mesh, policy=None, **kwargs):
-    policy = jda.MixedPrecisionPolicy(**({"grad_reduce_dtype": "float32"} | (policy or {})))
-    return jda.distributed_fused_adamw(**HYPER, mesh=mesh, policy=policy, **kwargs)
+    given = dtypes(**({"grad_reduce_dtype": "float32"} | (policy or {})))
+    return jda.distributed_fused_adamw(**HYPER, mesh=mesh, **given, **kwargs)
 
 
 def make_batches(steps):

@@ -204,7 +204,7 @@ def fitted(seed, config, places, names, is_changed=lambda: True):
             choices |= changed
 
     if config["move"].endswith("drop-in"):
-        config |= dict(groups="none", clip=None, param_comm=None)
+        config |= dict(clip=None, param_comm=None)
         places[config["move"] == "to drop-in"] = None
     elif config["move"] == "none":
         del places[1]

@@ -83,7 +83,10 @@ def make_tx(config, place):
         tx = getattr(jda, name)(**given, **_low_precision(config))
     else:
         tx = getattr(jda, f"distributed_{name}")(
-            **given, **_of_mesh(config), **_placing(place, params)
+            **given,
+            **_low_precision(config),
+            **_of_mesh(config),
+            **_placing(place, params),
         )
     return tx if config.chain == "none" else jda.chain(_before(config.chain), tx)
 
@@ -106,7 +109,6 @@ def _of_mesh(config):
         grad_comm_dtype=config.grad_comm,
         grad_reduce_dtype=config.grad_reduce,
         param_comm_dtype=config.param_comm,
-        **_low_precision(config),
     )
     return dict(
         policy=policy,

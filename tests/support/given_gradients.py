@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jdistadam as jda
+from support.dtypes import dtypes
 from support.exact_sums import HYPER, decays, without_empty
 from support.exact_sums import SHAPES as SHAPES_AND_EMPTY
 from support.exact_sums import random_params as params_and_empty
@@ -14,9 +15,11 @@ SHAPES = without_empty(SHAPES_AND_EMPTY)
 
 
 def make_tx(mesh, policy=None, **kwargs):
-    policy = policy or jda.MixedPrecisionPolicy(grad_reduce_dtype=jnp.float32)
+    """``policy``: one, or a dict of dtypes with those of moments; None: sums in float32."""
+    policy = dict(grad_reduce_dtype=jnp.float32) if policy is None else policy
+    given = dtypes(**policy) if isinstance(policy, dict) else dict(policy=policy)
     return jda.distributed_fused_adamw(
-        **(dict(mesh=make_mesh(**mesh), policy=policy, mask=decays) | HYPER | kwargs)
+        **(dict(mesh=make_mesh(**mesh), mask=decays) | given | HYPER | kwargs)
     )
 
 

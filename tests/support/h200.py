@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from jdistadam.tools import hlo
+from support.dtypes import dtypes
 
 WIDTH = 512
 SIZES = {"bfloat16": 2, "float32": 4, "bf16": 2, "f32": 4, "f16": 2}
@@ -40,9 +41,8 @@ def placed(mesh, tree, specs):
 
 
 def compile_step(mesh, param_dtype, comm, policy=None, *, accumulate_steps=1, rows=64, **kwargs):
-    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=comm, **(policy or {}))
-    kwargs = dict(max_grad_norm=1.0) | kwargs
-    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, policy=policy, **kwargs)
+    kwargs = dict(max_grad_norm=1.0) | dtypes(grad_comm_dtype=comm, **(policy or {})) | kwargs
+    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, **kwargs)
     params = params_of(param_dtype)
     state = jda.TrainState.shapes(params, tx)
     batch = placed(mesh, jax.ShapeDtypeStruct((rows, WIDTH), param_dtype), P("data"))

@@ -5,15 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import jdistadam as jda
+from support.dtypes import dtypes
 from support.exact_sums import HYPER
 
 BF16 = jnp.bfloat16
 WIDE, TALL = (256, 128), (128, 256)  # as large as each other, under any number of shards
 
 
-def make_tx(n=8, mesh=None, **kwargs):
+def make_tx(n=8, mesh=None, policy=None, **kwargs):
+    """``policy``: one, or a dict of dtypes with those of moments."""
+    given = dtypes(**policy) if isinstance(policy, dict) else dict(policy=policy)
     mesh = mesh or jax.make_mesh((n,), ("data",), devices=jax.devices("cpu")[:n])
-    return jda.distributed_fused_adamw(**(dict(mesh=mesh) | HYPER | kwargs))
+    return jda.distributed_fused_adamw(**(dict(mesh=mesh) | given | HYPER | kwargs))
 
 
 def make_params(dtype=jnp.float32, a=WIDE, b=TALL):
@@ -36,14 +39,14 @@ def loss_fn(params, x):
 
 BATCH = np.linspace(0.5, 1.5, 8, dtype=np.float32)
 POLICIES = {
-    "float32": (jnp.float32, jda.MixedPrecisionPolicy()),
-    "bfloat16": (BF16, jda.MixedPrecisionPolicy()),
-    "remainder16": (BF16, jda.MixedPrecisionPolicy(main_params_dtype="remainder16")),
-    "no main": (BF16, jda.MixedPrecisionPolicy(main_params_dtype=None)),
-    "comm": (jnp.float32, jda.MixedPrecisionPolicy(param_comm_dtype=BF16)),
+    "float32": (jnp.float32, dict()),
+    "bfloat16": (BF16, dict()),
+    "remainder16": (BF16, dict(main_params_dtype="remainder16")),
+    "no main": (BF16, dict(main_params_dtype=None)),
+    "comm": (jnp.float32, dict(param_comm_dtype=BF16)),
     "8 bits": (
         BF16,
-        jda.MixedPrecisionPolicy(
+        dict(
             main_params_dtype=None,
             mu_dtype="block8",
             nu_dtype="block8",

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import jdistadam as jda
 from jdistadam.tools import hlo
 from jdistadam.tools.traffic import planned_collectives
+from support.dtypes import dtypes
 from support.h200 import WIDTH, collectives, loss_fn, params_of, placed
 
 POLICIES = {
@@ -54,11 +55,10 @@ def compile_row(
 ):
     eight, names, kwargs = PLACEMENTS.get(placement, FLAT)
     mesh = make_mesh(*(shape or eight), names=names)
-    policy = jda.MixedPrecisionPolicy(**POLICIES[policy])
     tx = jda.distributed_fused_adamw(
         1e-3,
         mesh=mesh,
-        policy=policy,
+        **dtypes(**POLICIES[policy]),
         max_grad_norm=1.0,
         sharding_strategy=strategy,
         communication="xla",  # peer memory has no collectives to compare

@@ -22,6 +22,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
+from support.dtypes import dtypes
 
 FOLDER = pathlib.Path(__file__).parent / "recorded"
 DIGESTS = FOLDER / "digests.json"
@@ -41,10 +42,6 @@ DECAYED = {"columns": True, "odd": True, "rows": False, "scalar": True}
 SCALE = jda.DynamicLossScale(init_scale=8.0, growth_interval=2)
 SKIPPED = 4
 """This step has a NaN where gradients are checked."""
-
-
-def policy(**kwargs):
-    return jda.MixedPrecisionPolicy(**kwargs)
 
 
 def distributed(dtype=np.float32, mesh=FLAT, micro=1, **kwargs):
@@ -71,28 +68,22 @@ CASES = {
     ),
     "model axis": distributed(BF16, mesh=MODEL, param_specs=SPECS, max_grad_norm=0.5),
     "model axis, params": distributed(mesh=MODEL, param_specs=SPECS, **PARAMS),
-    "remainders": distributed(BF16, policy=policy(**REMAINDER), max_grad_norm=0.5),
-    "remainders, params": distributed(BF16, policy=policy(**REMAINDER), **PARAMS),
-    "no main": distributed(BF16, policy=policy(main_params_dtype=None), micro=2),
+    "remainders": distributed(BF16, **dtypes(**REMAINDER), max_grad_norm=0.5),
+    "remainders, params": distributed(BF16, **dtypes(**REMAINDER), **PARAMS),
+    "no main": distributed(BF16, **dtypes(main_params_dtype=None), micro=2),
     "16 bits": distributed(
-        BF16, policy=policy(mu_dtype=jnp.float16, nu_dtype=jnp.bfloat16, rounding="stochastic")
+        BF16, **dtypes(mu_dtype=jnp.float16, nu_dtype=jnp.bfloat16, rounding="stochastic")
     ),
-    "block16": distributed(policy=policy(mu_dtype="block16", nu_dtype="block16")),
-    "block8": distributed(
-        BF16, policy=policy(main_params_dtype=None, seed=7, **EIGHT_BITS), **HYBRID
-    ),
-    "block8, params": distributed(BF16, policy=policy(seed=7, **REMAINDER, **EIGHT_BITS), **PARAMS),
-    "grads in bfloat16": distributed(policy=policy(grad_comm_dtype=jnp.bfloat16), **HYBRID),
+    "block16": distributed(**dtypes(mu_dtype="block16", nu_dtype="block16")),
+    "block8": distributed(BF16, **dtypes(main_params_dtype=None, seed=7, **EIGHT_BITS), **HYBRID),
+    "block8, params": distributed(BF16, **dtypes(seed=7, **REMAINDER, **EIGHT_BITS), **PARAMS),
+    "grads in bfloat16": distributed(**dtypes(grad_comm_dtype=jnp.bfloat16), **HYBRID),
     "grads pairwise": distributed(
-        policy=policy(grad_reduce_dtype=jnp.float32), sharding_strategy="optim_grads", micro=2
+        **dtypes(grad_reduce_dtype=jnp.float32), sharding_strategy="optim_grads", micro=2
     ),
-    "params in float8": distributed(
-        BF16, policy=policy(param_comm_dtype=jnp.float8_e4m3fn), **PARAMS
-    ),
+    "params in float8": distributed(BF16, **dtypes(param_comm_dtype=jnp.float8_e4m3fn), **PARAMS),
     "groups": distributed(BF16, param_labels=LABELS, groups=GROUPS, mask=DECAYED),
-    "skips": distributed(
-        BF16, policy=policy(**REMAINDER), loss_scale=SCALE, micro=2, max_grad_norm=0.5
-    ),
+    "skips": distributed(BF16, **dtypes(**REMAINDER), loss_scale=SCALE, micro=2, max_grad_norm=0.5),
     "nesterov": distributed(nesterov=True, sharding_strategy="optim_grads"),
     "drop-in": drop_in(),
     "drop-in, remainders": drop_in(BF16, **REMAINDER),

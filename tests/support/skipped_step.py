@@ -11,12 +11,12 @@ from support.given_gradients import SHAPES, make_tx, random_params
 
 HYBRID = dict(replica_axis="replica")
 POLICIES = {
-    "float32": jda.MixedPrecisionPolicy(),
-    "bfloat16": jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32"),
-    "comm": jda.MixedPrecisionPolicy(param_comm_dtype="bfloat16"),
-    "remainder16": jda.MixedPrecisionPolicy(main_params_dtype="remainder16"),
-    "none": jda.MixedPrecisionPolicy(main_params_dtype=None),
-    "8 bits": jda.MixedPrecisionPolicy(
+    "float32": dict(),
+    "bfloat16": dict(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32"),
+    "comm": dict(param_comm_dtype="bfloat16"),
+    "remainder16": dict(main_params_dtype="remainder16"),
+    "none": dict(main_params_dtype=None),
+    "8 bits": dict(
         main_params_dtype="remainder16", mu_dtype="block8", nu_dtype="block8", rounding="stochastic"
     ),
 }

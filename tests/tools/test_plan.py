@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jdistadam as jda
+from support.dtypes import dtypes
 from support.h200 import WIDTH, loss_fn, params_of, placed
 from support.planned import FLAT, PLACEMENTS, POLICIES, STRATEGIES
 
@@ -42,7 +43,7 @@ def prepare(h200s, where, strategy, policy):
     shape, names, kwargs = PLACEMENTS.get(where, FLAT)
     mesh = h200s(*shape, names=names)
     tx = jda.distributed_fused_adamw(
-        1e-3, mesh=mesh, policy=jda.MixedPrecisionPolicy(**POLICIES[policy]), max_grad_norm=1.0,
+        1e-3, mesh=mesh, **dtypes(**POLICIES[policy]), max_grad_norm=1.0,
         sharding_strategy=strategy, loss_scale=jda.DynamicLossScale(), **kwargs,
     )  # fmt: skip
     params = params_of(jnp.bfloat16)

@@ -48,7 +48,7 @@ TARGETS = {
     "groups that freeze": (lambda: make_tx(param_labels=LABELS, groups={"x": {"frozen": True}, "y": {}}), False),
     "remainders": (lambda: make_tx(policy=REMAINDERS), False),
     "no main parameters": (lambda: make_tx(policy=NO_MAIN), False),
-    "bfloat16 mu": (lambda: make_tx(policy=jda.MixedPrecisionPolicy(mu_dtype=BF16)), None),
+    "bfloat16 mu": (lambda: make_tx(mu_dtype=BF16), None),
     "float32 params": (lambda: make_tx(8), False),
 }  # fmt: skip
 OFTEN = {  # what tells layouts apart is in tests/distributed/test_layout_digest.py
