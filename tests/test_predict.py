@@ -11,6 +11,7 @@ import pytest
 
 import jdistadam as jda
 from jdistadam.errors import HyperparameterError, MeshError
+from support.dtypes import dtypes
 from support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "experiments"))
@@ -36,7 +37,7 @@ def make(mesh, policy=BF16, **kwargs):
     return jda.distributed_fused_adamw(
         1e-3,
         mesh=mesh,
-        policy=jda.MixedPrecisionPolicy(**policy),
+        **dtypes(**policy),
         replica_axis=replica_axis,
         **kwargs,
     )

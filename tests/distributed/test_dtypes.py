@@ -69,7 +69,7 @@ def test_without_main_params_the_params_themselves_are_updated(placement, dtype)
     step = own_step(tx, state.params)
     grads = random_grads(np.random.default_rng(7))
     new, opt_state = step(jda.shard_batch(grads, tx), state.opt_state, state.params)
-    rows = jax.jit(lambda: coefficients.coefficient_row(tx.config.hyper, jnp.int32(0)))()
+    rows = jax.jit(lambda: coefficients.coefficient_row(tx.config.algorithm.hyper, jnp.int32(0)))()
     named = dict(zip(coefficients.NAMES, np.asarray(rows), strict=True))
     full = jda.full_params(jda.TrainState(new, opt_state), tx)
     for name, x in params.items():

@@ -569,8 +569,9 @@ def test_decoded_is_for_states_of_one_program():
 
 
 def test_another_seed_draws_other_bits():
-    tx = make_tx((2,), "8 bits at random")
-    found = [trained(x, TWO, steps=1) for x in (tx, reseeded(tx, {}))]
+    kind = "8 bits at random"
+    tx = make_tx((2,), kind)
+    found = [trained(x, TWO, steps=1) for x in (tx, reseeded(tx, {}, kind))]
     a, b = (np.asarray(x.params["columns"]).view(np.uint16) for x in found)
     assert 0 < np.mean(a != b) < 0.9
 

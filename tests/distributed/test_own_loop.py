@@ -212,4 +212,4 @@ def test_hyperparameters_of_the_state_are_its_own(cpu_mesh):
         jda.TrainState.create(params, plain), batch
     )
     assert_trees_same_bits(got, want.params)
-    assert HYPER["learning_rate"] == tx.config.hyper.learning_rate
+    assert HYPER["learning_rate"] == tx.config.algorithm.hyper.learning_rate

@@ -221,7 +221,7 @@ def chosen(means, devices):
     mesh = types.SimpleNamespace(devices=np.asarray(devices), axis_names=("data",))
     parallel = types.SimpleNamespace(strategy="optim", mesh=mesh, num_devices=len(devices))
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
-    return choose_communication(means, parallel, policy)
+    return choose_communication(means, parallel, policy, jda.fused_adamw(1e-3).algorithm)
 
 
 def test_gpus_that_do_not_reach_each_other_go_over_xla(gpus, monkeypatch):

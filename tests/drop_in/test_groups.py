@@ -15,7 +15,9 @@ RATE = optax.linear_schedule(3e-3, 1e-3, 7)
 GROUPS = {
     "body": {},
     "head": dict(lr_scale=0.25, weight_decay=0.5, b1=0.5, b2=0.9),
-    "warm": dict(lr_scale=lambda count: 1.0 / (count + 1.0), weight_decay=lambda count: 0.1 * count),
+    "warm": dict(
+        lr_scale=lambda count: 1.0 / (count + 1.0), weight_decay=lambda count: 0.1 * count
+    ),
     "ice": dict(frozen=True),
 }
 LABELS = {"cold": "ice", "rows": "body", "columns": "head", "small": "warm", "scalar": "head"}

@@ -149,7 +149,7 @@ def test_params_put_into_a_state_raise_and_are_reloaded(policy, strategy):
     new = jax.tree.map(lambda x: np.full(x.shape, 10, x.dtype), make_params(dtype))
     edited = dataclasses.replace(state, params=new)
     has_main = state.opt_state.main_params is not None
-    if has_main and policy.main_params is not MainParams.REMAINDER16:
+    if has_main and tx.config.policy.main_params is not MainParams.REMAINDER16:
         with pytest.raises(jda.LayoutError, match=r"params\['\w+'\].*Call reload_main_params"):
             step(edited, BATCH)
     reloaded = jda.reload_main_params(edited, tx)
