@@ -39,7 +39,7 @@ struct Dtypes {
 // read on the host, so a step needs no synchronisation and can be captured in a CUDA graph.
 struct AdamCall {
   Mode mode;
-  bool nesterov;
+  int32_t flags;  // of adam_math.h
   Dtypes dtypes;
   int32_t contributions;      // gradients of each leaf, added pairwise (pairwise.h) before all else
   size_t grad_stride;         // elements from one contribution to the next; 0: the leaf's size

@@ -4,6 +4,7 @@
 // threads, denormals   see parallel.h
 
 #include <algorithm>
+#include <utility>
 
 #include "adam.h"
 #include "adam_math.h"
@@ -123,7 +124,7 @@ JDISTADAM_INLINE void UpdateBlock(const Coefficients c, float inv_scale,
                                   const float* __restrict__ g, const float* __restrict__ p,
                                   float* __restrict__ m, float* __restrict__ v,
                                   float* __restrict__ result, size_t n) {
-  constexpr Terms terms{(kTerms & 4) != 0, (kTerms & 2) != 0, (kTerms & 1) != 0};
+  constexpr Terms terms = TermsOfBits(kTerms);
   for (size_t i = 0; i < n; ++i) {
     const float u = AdamUpdate(c, terms, g[i] * inv_scale, p[i], m[i], v[i]);
     m[i] = CanonicalNan(m[i]);
@@ -133,23 +134,15 @@ JDISTADAM_INLINE void UpdateBlock(const Coefficients c, float inv_scale,
 }
 
 // The terms are constants in each case, so that the loops are free of branches.
-template <bool kUpdateOnly>
-JDISTADAM_INLINE void UpdateBlockByTerms(const Coefficients& c, bool nesterov, float inv_scale,
+template <bool kUpdateOnly, int... kCases>
+JDISTADAM_INLINE void UpdateBlockByTerms(std::integer_sequence<int, kCases...>,
+                                         const Coefficients& c, int32_t flags, float inv_scale,
                                          const float* g, const float* p, float* m, float* v,
                                          float* result, size_t n) {
-  const Terms terms = TermsOf(c, nesterov);
-  // clang-format off
-  switch (terms.nesterov << 2 | terms.weight_decay << 1 | int{terms.l2}) {
-    case 0: UpdateBlock<0, kUpdateOnly>(c, inv_scale, g, p, m, v, result, n); break;
-    case 1: UpdateBlock<1, kUpdateOnly>(c, inv_scale, g, p, m, v, result, n); break;
-    case 2: UpdateBlock<2, kUpdateOnly>(c, inv_scale, g, p, m, v, result, n); break;
-    case 3: UpdateBlock<3, kUpdateOnly>(c, inv_scale, g, p, m, v, result, n); break;
-    case 4: UpdateBlock<4, kUpdateOnly>(c, inv_scale, g, p, m, v, result, n); break;
-    case 5: UpdateBlock<5, kUpdateOnly>(c, inv_scale, g, p, m, v, result, n); break;
-    case 6: UpdateBlock<6, kUpdateOnly>(c, inv_scale, g, p, m, v, result, n); break;
-    case 7: UpdateBlock<7, kUpdateOnly>(c, inv_scale, g, p, m, v, result, n); break;
-  }
-  // clang-format on
+  const int terms = BitsOf(TermsOf(c, flags));
+  (void)((terms == kCases &&
+          (UpdateBlock<kCases, kUpdateOnly>(c, inv_scale, g, p, m, v, result, n), true)) ||
+         ...);
 }
 
 // Elements [begin, begin + n) of a leaf, n <= kBlock.
@@ -165,10 +158,11 @@ JDISTADAM_VECTORIZED void StepBlock(const AdamCall& call, const Leaf& leaf, size
   float* m = LoadBlock(leaf.mu, t.mu, begin, buffers[2], n);
   float* v = LoadBlock(leaf.nu, t.nu, begin, buffers[3], n);
   float* result = buffers[4];
+  constexpr std::make_integer_sequence<int, 1 << kNumTerms> kCases;
   if (call.mode == Mode::kUpdate) {
-    UpdateBlockByTerms<true>(c, call.nesterov, inv_scale, g, p, m, v, result, n);
+    UpdateBlockByTerms<true>(kCases, c, call.flags, inv_scale, g, p, m, v, result, n);
   } else {
-    UpdateBlockByTerms<false>(c, call.nesterov, inv_scale, g, p, m, v, result, n);
+    UpdateBlockByTerms<false>(kCases, c, call.flags, inv_scale, g, p, m, v, result, n);
   }
   StoreBlock(leaf.mu, t.mu, begin, m, n);
   StoreBlock(leaf.nu, t.nu, begin, v, n);

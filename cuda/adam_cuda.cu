@@ -35,7 +35,7 @@ constexpr int kThreads = 128;
 // The arguments of a launch beside its leaves.
 struct Step {
   Mode mode;
-  bool nesterov;
+  int32_t flags;
   Dtypes dtypes;
   int32_t contributions;
   size_t grad_stride;
@@ -95,7 +95,7 @@ __device__ __noinline__ void StepOne(const Step& step, const Leaf& leaf, size_t 
   const Coefficients c = reinterpret_cast<const Coefficients*>(step.coefficients)[leaf.group];
   const float g = LoadGradOne(step, leaf, i) * *step.inv_scale;
   float m = LoadOne(leaf.mu, t.mu, i), v = LoadOne(leaf.nu, t.nu, i);
-  const float u = AdamUpdate(c, TermsOf(c, step.nesterov), g, p, m, v);
+  const float u = AdamUpdate(c, TermsOf(c, step.flags), g, p, m, v);
   const float result = step.mode == Mode::kUpdate ? -u : p - u;
   StoreOne(leaf.mu, t.mu, i, m);
   StoreOne(leaf.nu, t.nu, i, v);
@@ -136,7 +136,7 @@ __device__ __forceinline__ void StepVector(const Types& t, const Step& step, con
   }
   Widen(packed_m, t.mu, m);
   Widen(packed_v, t.nu, v);
-  const Terms terms = TermsOf(c, step.nesterov);
+  const Terms terms = TermsOf(c, step.flags);
 #pragma unroll
   for (int k = 0; k < n; ++k) {
     const float u = AdamUpdate(c, terms, g[k] * inv_scale, p[k], m[k], v[k]);
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads)
 // Launches one variant for all leaves of a call, in as few launches as tables hold them.
 template <typename Types>
 cudaError_t Launch(List<Types>, const AdamCall& call, cudaStream_t stream) {
-  const Step step{call.mode,        call.nesterov,     call.dtypes,    call.contributions,
+  const Step step{call.mode,        call.flags,     call.dtypes,    call.contributions,
                   call.grad_stride, call.coefficients, call.inv_scale, call.found_inf};
   return ForEachTable<Leaf>(call.leaves, size_t{kThreads} * Types::kVector,
                             [&](const auto& table, uint32_t tiles) {

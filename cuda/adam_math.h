@@ -36,14 +36,27 @@ struct Coefficients {
 };
 constexpr int kNumCoefficients = sizeof(Coefficients) / sizeof(float);
 
+// Bits of the attribute `flags`, in the order of FLAGS in hyperparameters.py.
+constexpr int32_t kNesterov = 1, kAllFlags = 1;
+
 // Which of the optional terms exist. A decay of zero is no term: p is not looked at, so that an
 // infinite parameter does not turn 0 * p into a NaN.
 struct Terms {
-  bool nesterov, weight_decay, l2;
+  bool weight_decay, l2, nesterov;
 };
+JDISTADAM_INLINE Terms TermsOf(const Coefficients& c, int32_t flags) {
+  return {c.weight_decay != 0.0f, c.l2 != 0.0f, (flags & kNesterov) != 0};
+}
 
-JDISTADAM_INLINE Terms TermsOf(const Coefficients& c, bool nesterov) {
-  return {nesterov, c.weight_decay != 0.0f, c.l2 != 0.0f};
+// The same as a number below 1 << kNumTerms, and back.
+constexpr int kNumTerms = 3;
+
+JDISTADAM_INLINE constexpr int BitsOf(const Terms& t) {
+  return t.weight_decay | t.l2 << 1 | t.nesterov << 2;
+}
+
+JDISTADAM_INLINE constexpr Terms TermsOfBits(int bits) {
+  return {(bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0};
 }
 
 // How AdamUpdate divides and takes roots. Others give the same bits where they may be used.

@@ -49,7 +49,7 @@ __device__ __forceinline__ Tile TileOf(const Step& step, const CompactLeaf& leaf
   const auto is_between = [](float x, float low, float high) { return x >= low && x <= high; };
   // With a b1 that is finite, mu is NaN only where nu is, which Encode (compact_codes.cuh) needs.
   tile.is_ordinary =
-      !step.nesterov && c.l2 == 0.0f && fabsf(c.b1) <= 1.0f && fabsf(c.one_minus_b1) <= 2.0f &&
+      (step.flags & kNesterov) == 0 && c.l2 == 0.0f && fabsf(c.b1) <= 1.0f && fabsf(c.one_minus_b1) <= 2.0f &&
       is_between(c.c1, kSmallestC, 1.0f) && is_between(c.c2, kSmallestC, 1.0f) &&
       is_between(c.eps, kSmallestEps, kLargestEps) && c.eps_root == 0.0f &&
       fabsf(c.learning_rate) <= kLargestRate && fabsf(c.weight_decay) <= kLargestRate &&

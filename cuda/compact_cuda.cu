@@ -91,7 +91,7 @@ template <typename Types>
 cudaError_t Launch(List<Types>, const CompactCall& call, cudaStream_t stream) {
   const AdamCall& adam = call.adam;
   const uint32_t rounds = RoundsOf(call);
-  const Step step{adam.mode,      adam.nesterov,      call.is_random,   adam.dtypes,
+  const Step step{adam.mode,      adam.flags,      call.is_random,   adam.dtypes,
                   rounds,         adam.contributions, adam.grad_stride, adam.coefficients,
                   adam.inv_scale, adam.found_inf,     call.key,         call.count,
                   call.parts};

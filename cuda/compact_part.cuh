@@ -18,7 +18,8 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 // The arguments of a launch beside its leaves.
 struct Step {
   Mode mode;
-  bool nesterov, is_random;
+  int32_t flags;
+  bool is_random;
   Dtypes dtypes;
   uint32_t rounds;  // chunks of a tile, of each warp
   int32_t contributions;
@@ -297,7 +298,7 @@ __device__ __noinline__ void StepPart(const Types& t, const Step& step, const Co
   }
   WidenMoment<Moment::kMu>(packed_m, t.mu, mu_scale, m);
   WidenMoment<Moment::kNu>(packed_v, t.nu, nu_scale, v);
-  const Terms terms = TermsOf(c, step.nesterov);
+  const Terms terms = TermsOf(c, step.flags);
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
     const float u = AdamUpdate(c, terms, g[k] * inv_scale, p[k], m[k], v[k]);

@@ -5,7 +5,7 @@
 //           leaf, or one flat array.
 // results   params (not in Mode::kUpdate), mu, nu, aliased with their operands; then out (not in
 //           Mode::kStep; aliased in Mode::kStepSplit).
-// mode, nesterov   see adam.h and adam_math.h.
+// mode, flags   see adam.h and adam_math.h.
 // contributions    gradients to be added: each array of grads holds so many, one behind the other.
 // groups    one row of the coefficients for each leaf; its length is the number of leaves.
 // flat      bit k set: operand kind k (grads, params, mu, nu, out) is flat, leaf i of it being
@@ -39,7 +39,7 @@ constexpr int kMuKind = 2, kNuKind = 3, kOutKind = 4;
 
 struct AdamAttributes {  // in the order of their decoding below
   int32_t mode;
-  bool nesterov;
+  int32_t flags;
   int32_t contributions;
   ffi::Span<const int32_t> groups;
   int32_t flat;
@@ -56,7 +56,7 @@ struct AdamAttributes {  // in the order of their decoding below
 }  // namespace jdistadam
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::AdamAttributes, StructMember<int32_t>("mode"),
-                                      StructMember<bool>("nesterov"),
+                                      StructMember<int32_t>("flags"),
                                       StructMember<int32_t>("contributions"),
                                       StructMember<Span<const int32_t>>("groups"),
                                       StructMember<int32_t>("flat"),
@@ -280,7 +280,7 @@ inline ffi::Error BuildLeaves(const AdamAttributes& attributes, const Coefficien
                               AdamCall* call) {
   if (auto error = CheckAttributes(attributes, rows.groups); error.failure()) return error;
   call->mode = static_cast<Mode>(attributes.mode);
-  call->nesterov = attributes.nesterov;
+  call->flags = attributes.flags;
   call->contributions = attributes.contributions;
   call->grad_stride = 0;
   call->coefficients = coefficients.typed_data();

@@ -18,7 +18,7 @@
 // received        for each leaf 1 or 2 where this device has received its shard of the others'
 //             gradients: one array from each, the next lower place first. Else 0. With 2 its own
 //             gradient is this shard too, else the whole one.
-// groups, offsets, nesterov   as in ffi_adam.h.
+// groups, offsets, flags   as in ffi_adam.h.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +40,8 @@ struct PeerAttributes {  // in the order of their decoding below
   // A sum has no more.
   ffi::Span<const int64_t> offsets = {};
   ffi::Span<const int32_t> groups = {};
-  bool nesterov = false, summed = false;
+  int32_t flags = 0;
+  bool summed = false;
   bool is_step = false;  // which call it is
 
   PeerWork work() const {
@@ -70,7 +71,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("site"), StructMember<int64_t>("limit_seconds"),
     StructMember<Span<const int64_t>>("sizes"), StructMember<Span<const int64_t>>("runs"),
     StructMember<Span<const int32_t>>("received"), StructMember<Span<const int64_t>>("offsets"),
-    StructMember<Span<const int32_t>>("groups"), StructMember<bool>("nesterov"),
+    StructMember<Span<const int32_t>>("groups"), StructMember<int32_t>("flags"),
     StructMember<bool>("summed"));
 
 namespace jdistadam {
@@ -205,7 +206,7 @@ inline ffi::Error BuildPeerCall(const PeerAttributes& a, const ffi::RemainingArg
   JDISTADAM_RETURN_IF_ERROR(CheckPeerAttributes(a));
   const size_t count = a.sizes.size(), n = a.devices.size();
   call->work = a.work();
-  call->nesterov = a.nesterov;
+  call->flags = a.flags;
   call->num_tiles = 0;
   call->leaves.assign(count, {});
   Reader<ffi::RemainingArgs> operands(args);

@@ -61,7 +61,7 @@ struct PeerDtypes {
 // which kStepOnSums does not take.
 struct PeerCall {
   PeerWork work;
-  bool nesterov;
+  int32_t flags;  // of adam_math.h
   PeerDtypes dtypes;
   const float* coefficients;
   const float* inv_scale;

@@ -60,7 +60,7 @@ void Step(const PeerCall& call, const PeerArrays& arrays, const Threads& threads
           const std::vector<float*>& sums) {
   const PeerDtypes& t = call.dtypes;
   AdamCall adam{Mode::kStep,
-                call.nesterov,
+                call.flags,
                 {Dtype::kFloat32, Dtype::kFloat32, t.mu, t.nu, Dtype::kFloat32},
                 1,
                 0,

@@ -50,7 +50,7 @@ constexpr int kPeerTable =
 // The arguments of a launch beside its leaves.
 struct Step {
   int me;
-  bool nesterov;
+  int32_t flags;
   PeerDtypes dtypes;
   const float* coefficients;
   const float* inv_scale;
@@ -124,7 +124,7 @@ __device__ __noinline__ void StepOne(const Types& t, const Step& step,
   if (!*step.found_inf) {
     const Coefficients c = reinterpret_cast<const Coefficients*>(step.coefficients)[leaf.group];
     float m = LoadOne(leaf.mu, t.mu, at.i), v = LoadOne(leaf.nu, t.nu, at.i);
-    p = p - AdamUpdate(c, TermsOf(c, step.nesterov), sum * *step.inv_scale, p, m, v);
+    p = p - AdamUpdate(c, TermsOf(c, step.flags), sum * *step.inv_scale, p, m, v);
     StoreOne(leaf.mu, t.mu, at.i, m);
     StoreOne(leaf.nu, t.nu, at.i, v);
     StoreOne(leaf.main, Dtype::kFloat32, at.i, p);
@@ -174,7 +174,7 @@ __device__ __forceinline__ void StepVector(const Types& t, const Step& step,
     Widen(packed_p, Dtype::kFloat32, p);
     Widen(packed_m, t.mu, m);
     Widen(packed_v, t.nu, v);
-    const Terms terms = TermsOf(c, step.nesterov);
+    const Terms terms = TermsOf(c, step.flags);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
       p[k] = p[k] - AdamUpdate(c, terms, sum[k] * inv_scale, p[k], m[k], v[k]);
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(kThreads)
 
 template <int kPeers, PeerWork kWork, typename Types>
 cudaError_t Launch(const PeerCall& call, const PeerArrays& arrays, cudaStream_t stream) {
-  const Step step{arrays.me,      call.nesterov,  call.dtypes,     call.coefficients,
+  const Step step{arrays.me,      call.flags,  call.dtypes,     call.coefficients,
                   call.inv_scale, call.found_inf, call.norm_scale, call.tiles};
   std::vector<DeviceLeaf<kPeers>> leaves;
   for (size_t l = 0; l < call.leaves.size(); ++l) {

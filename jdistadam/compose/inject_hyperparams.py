@@ -22,8 +22,8 @@ from jdistadam.errors import HyperparameterError, PolicyError, TreeError
 
 # Arguments of the optimizers that are numbers or functions, and no hyperparameters of Adam.
 _NEVER_INJECTED = frozenset(
-    "mask nesterov bias_correction bucket_bytes loss_scale mesh param_specs "
-    "param_labels stacked seed float32_moments".split()
+    "mask bucket_bytes loss_scale mesh param_specs param_labels stacked seed "
+    "float32_moments".split()
 )
 _ALWAYS_FLOAT = frozenset("learning_rate weight_decay b1 b2 eps eps_root l2 max_grad_norm".split())
 
@@ -181,7 +181,11 @@ def _static_names(static_args: Any, signature: inspect.Signature) -> set[str]:
             expected=", ".join(signature.parameters),
             action="Fix the name.",
         )
-    never = {x for x in signature.parameters if x in _NEVER_INJECTED or x.endswith("_dtype")}
+    never = {
+        name
+        for name, parameter in signature.parameters.items()
+        if name in _NEVER_INJECTED or name.endswith("_dtype") or isinstance(parameter.default, bool)
+    }
     return names | never
 
 

@@ -16,6 +16,9 @@ import numpy as np
 from jdistadam.core.arguments import check_flag, shown, warn_caller
 from jdistadam.errors import HyperparameterError
 
+FLAGS = ("nesterov",)
+"""Variants of the formula, in the order of their bits in cuda/adam_math.h."""
+
 ScalarOrSchedule = float | jax.Array | Callable[[Any], Any]
 
 
@@ -52,13 +55,18 @@ class Hyperparameters:
                 f"learning_rate: below zero, as optax allows: got {self.learning_rate!r}, expected "
                 "a number >= 0. Every step climbs the loss; maximise a negated loss instead."
             )
-        check_flag("nesterov", self.nesterov)
-        check_flag("bias_correction", self.bias_correction)
+        for name in ("bias_correction", *FLAGS):
+            check_flag(name, getattr(self, name))
         _check("learning_rate", self.learning_rate, math.isfinite, "a finite number or a schedule")
         for name in ("b1", "b2"):
             _check(name, getattr(self, name), lambda x: 0.0 <= x < 1.0, "a number in [0, 1)")
         for name in ("eps", "eps_root", "weight_decay", "l2"):
             _check(name, getattr(self, name), lambda x: 0.0 <= x < math.inf, "a finite number >= 0")
+
+    @property
+    def flags(self) -> frozenset[str]:
+        """The names in ``FLAGS`` that are on."""
+        return frozenset(name for name in FLAGS if getattr(self, name))
 
     def known_and_operands(self) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:
         """Returns what is known to the compiler, hashable, and what is an operand of the program.

@@ -139,7 +139,7 @@ def _spec(
         runs=tuple(math.prod(bucket.shard_shape[bucket.cut_dim :]) for bucket in buckets),
         offsets=tuple(bucket.offset for bucket in buckets),
         groups=tuple(bucket.group for bucket in buckets),
-        nesterov=config.algorithm.hyper.nesterov,
+        flags=config.algorithm.hyper.flags,
         received=tuple(is_sent),
         takes_shards=keeps_shards_alone(config.parallel),
     )

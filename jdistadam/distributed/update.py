@@ -153,7 +153,7 @@ def _call_of(
     spec = Spec(
         STEP_MODES[kind],
         groups=tuple(bucket.group for bucket in buckets),
-        nesterov=config.algorithm.hyper.nesterov,
+        flags=config.algorithm.hyper.flags,
         out_dtype=first.dtype if casts else None,
         flat=frozenset({"mu", "nu"} | ({"params"} if casts else {"out"} if splits else set())),
         sizes=tuple(bucket.shard_size for bucket in buckets),

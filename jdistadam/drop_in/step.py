@@ -224,7 +224,7 @@ def step_leaves(
             hyper, decays = hypers[group], [row % 2 == 0 for row in call_rows]
             results = _call_optax(call_leaves, decays, mode=mode, hyper=hyper, count=count)
         else:
-            spec = Spec(mode, call_rows, hypers[0].nesterov)
+            spec = Spec(mode, call_rows, hypers[0].flags)
             run = functools.partial(_run, scalars)
             if _is_compact(dtypes, mode=mode, is_random=key is not None):
                 rounded = Rounding(jnp.zeros(2, jnp.uint32) if key is None else key, count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,12 +13,13 @@ import numpy as np
 from jdistadam.core import trees
 from jdistadam.core.arguments import shown
 from jdistadam.core.groups import Groups
-from jdistadam.core.hyperparameters import Hyperparameters
+from jdistadam.core.hyperparameters import FLAGS, Hyperparameters
 from jdistadam.errors import HyperparameterError
 from jdistadam.interop.named_state import Group, NamedState, our_arguments
 
-_COMPARED = ("learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay", "l2", "nesterov",
-             "bias_correction")  # fmt: skip
+_COMPARED = tuple(field.name for field in dataclasses.fields(Hyperparameters))
+_OURS_ALONE = ("eps_root", "bias_correction", *FLAGS)
+_DEFAULTS = Hyperparameters(0.0)
 # A schedule is float32 arithmetic here and float64 there: some ten operations, of half an ulp each.
 _SCHEDULE_TOLERANCE = 10 * 2.0**-24
 
@@ -101,7 +103,8 @@ def compare(
 
 def _differences(mine: Numbers, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields the hyperparameters that differ, with ours and theirs."""
-    theirs = {"eps_root": 0.0, "nesterov": False, "bias_correction": True}
+    # What no other framework has, as it is here by default.
+    theirs: dict[str, Any] = {name: getattr(_DEFAULTS, name) for name in _OURS_ALONE}
     theirs |= our_arguments(settings)
     if "weight_decay" in settings:
         theirs = {"weight_decay": 0.0, "l2": 0.0} | theirs
@@ -152,7 +155,8 @@ def joined_groups(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...
 
 def _torch_settings(name: str, mine: Numbers) -> dict[str, Any]:
     both_decay = mine["weight_decay"] and mine["l2"]
-    for key in ("eps_root", "nesterov", "l2") if both_decay else ("eps_root", "nesterov"):
+    keys = ("eps_root", *FLAGS)
+    for key in (*keys, "l2") if both_decay else keys:
         if mine[key]:
             raise HyperparameterError(
                 f"{key} for {name!r}",

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import varying
+from jdistadam.core.hyperparameters import FLAGS
 from jdistadam.core.main_params import MainParams
 from jdistadam.kernels import coefficients, native, reference
 
@@ -52,7 +53,7 @@ class Spec:
         "step_split": new params, of which the bfloat16 half is in params and the remainder in
         out, both updated in place; [Note: remainders].
       groups: For each leaf, the row of the coefficients that it uses.
-      nesterov: Whether to use Nesterov momentum.
+      flags: The flags of the formula that are on: names in ``hyperparameters.FLAGS``.
       out_dtype: Dtype of the extra output; None in modes "step" and "step_split".
       flat: Operand kinds that are one flat array instead of one array per leaf. Of a new flat out,
         what is between the leaves is undefined; the fallback cannot make one.
@@ -64,7 +65,7 @@ class Spec:
 
     mode: str
     groups: tuple[int, ...]
-    nesterov: bool = False
+    flags: frozenset[str] = frozenset()
     out_dtype: Any = None
     flat: frozenset[str] = frozenset()
     sizes: tuple[int, ...] = ()
@@ -135,13 +136,18 @@ def _attributes(spec: Spec) -> dict[str, Any]:
     """Every attribute with its exact numpy type: the handler takes no other."""
     return {
         "mode": np.int32(_MODES[spec.mode]),
-        "nesterov": np.bool_(spec.nesterov),
+        "flags": bits_of(spec.flags),
         "contributions": np.int32(spec.contributions),
         "groups": np.asarray(spec.groups, np.int32),
         "flat": np.int32(sum(1 << _KINDS.index(kind) for kind in spec.flat)),
         "sizes": np.asarray(spec.sizes, np.int64),
         "offsets": np.asarray(spec.offsets, np.int64),
     }
+
+
+def bits_of(flags: frozenset[str]) -> np.int32:
+    """The attribute ``flags`` of a call."""
+    return np.int32(sum(1 << FLAGS.index(name) for name in flags))
 
 
 def _result_types(spec: Spec, operands: Operands) -> Results:
@@ -199,7 +205,7 @@ def adam_fallback(
             mu=mu,
             nu=nu,
             remainder=out,
-            nesterov=spec.nesterov,
+            flags=spec.flags,
             out_dtype=spec.out_dtype,
             every_term=every_term,
             xp=jnp,

@@ -272,7 +272,7 @@ def _leaf(
         mu=_widened("mu", mu, xp),
         nu=_widened("nu", nu, xp),
         remainder=remainder,
-        nesterov=spec.adam.nesterov,
+        flags=spec.adam.flags,
         out_dtype=spec.adam.out_dtype,
         xp=xp,
     )

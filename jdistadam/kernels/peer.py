@@ -16,7 +16,7 @@ import numpy as np
 
 from jdistadam.core import varying
 from jdistadam.kernels import native, reference
-from jdistadam.kernels.adam import Scalars
+from jdistadam.kernels.adam import Scalars, bits_of
 
 LIMIT_SECONDS = 300
 """How long a device waits for the others of a step before it gives up."""
@@ -34,7 +34,7 @@ class PeerSpec:
       runs: Elements of it that are behind each other in the whole leaf.
       offsets: Where the shard begins in the flat arrays of state.
       groups: The row of the coefficients that it uses.
-      nesterov: Whether to use Nesterov momentum.
+      flags: As in ``Spec``.
       received: Whether the others have sent their gradients of this device's shard.
       takes_shards: Whether of such leaves only this shard of the own gradient is given, too.
     """
@@ -44,7 +44,7 @@ class PeerSpec:
     runs: tuple[int, ...]
     offsets: tuple[int, ...]
     groups: tuple[int, ...]
-    nesterov: bool
+    flags: frozenset[str]
     received: tuple[bool, ...]
     takes_shards: bool = False
 
@@ -135,7 +135,7 @@ def step_over_peers(
         **spec._where(summed=summed),
         offsets=np.asarray(spec.offsets, np.int64),
         groups=np.asarray(spec.groups, np.int32),
-        nesterov=np.bool_(spec.nesterov),
+        flags=bits_of(spec.flags),
         summed=np.bool_(summed),
     )
     results = native.unfused(results)

@@ -32,7 +32,7 @@ def adam_update(
     p: Any,
     m: Any,
     v: Any,
-    nesterov: bool,
+    flags: frozenset[str],
     every_term: bool,
     xp: Any,
 ) -> Any:
@@ -48,7 +48,7 @@ def adam_update(
     g = with_term("l2", g)
     m = c["one_minus_b1"] * g + c["b1"] * m
     v = c["one_minus_b2"] * (g * g) + c["b2"] * v
-    if nesterov:
+    if "nesterov" in flags:
         m_hat = c["b1"] * (m / c["c1_next"]) + c["one_minus_b1"] * (g / c["c1"])
     else:
         m_hat = m / c["c1"]
@@ -107,7 +107,7 @@ def adam_leaf(
     nu: Any,
     remainder: Any = None,
     *,
-    nesterov: bool = False,
+    flags: frozenset[str] = frozenset(),
     out_dtype: Any = None,
     every_term: bool = False,
     xp: Any = np,
@@ -124,7 +124,7 @@ def adam_leaf(
       mu: First moment, likewise.
       nu: Second moment, likewise.
       remainder: The other half of the parameter, uint16, in mode "step_split".
-      nesterov: Whether to use Nesterov momentum.
+      flags: The flags of the formula that are on.
       out_dtype: Dtype of ``out``.
       every_term: As in ``adam_update``.
       xp: numpy, or jax.numpy.
@@ -138,9 +138,7 @@ def adam_leaf(
         p = join(param, remainder, xp) if is_split else param.astype(f32)
         g = grad.astype(f32) * inv_scale
         m, v = mu.astype(f32), nu.astype(f32)
-        u, m, v = adam_update(
-            c, g=g, p=p, m=m, v=v, nesterov=nesterov, every_term=every_term, xp=xp
-        )
+        u, m, v = adam_update(c, g=g, p=p, m=m, v=v, flags=flags, every_term=every_term, xp=xp)
         if is_split:
             new_param, out = split(p - u, param.dtype, xp)
             out_if_skipped = remainder

@@ -77,7 +77,7 @@ def test_without_main_params_the_params_themselves_are_updated(placement, dtype)
         zeros = np.zeros(total.shape, np.float32)
         want = reference.adam_leaf(
             "step", named, np.float32(1 / 8), np.bool_(False), total, np.asarray(x), zeros, zeros, None,
-            nesterov=False, out_dtype=None,
+            out_dtype=None,
         )  # fmt: skip
         assert_same_bits(full[name], want.params, name)
 

@@ -63,19 +63,20 @@ def test_cuda_kernels_are_present():
 
 
 MODES = ["step", "step_and_cast", "update"]
+FLAGS = [(), ("nesterov",)]
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, DTYPES, DTYPES)), ids=str)
 @often(
-    # All of every three of mode, grad, param and mu; all of each with Nesterov and without.
-    lambda dtypes, mode, nesterov: (
+    # All of every three of mode, grad, param and mu; every flag on and off with each dtype.
+    lambda dtypes, mode, flags: (
         (MODES.index(mode) + sum(map(DTYPES.index, dtypes))) % 3 == 0
-        and nesterov == (DTYPES.index(dtypes[0]) != DTYPES.index(dtypes[1]))
+        and FLAGS.index(flags) == (DTYPES.index(dtypes[0]) + 2 * DTYPES.index(dtypes[1])) % 2
     )
 )
-def test_kernel_equals_the_reference_bitwise(platform, dtypes, mode, nesterov):
+def test_kernel_equals_the_reference_bitwise(platform, dtypes, mode, flags):
     """Changed order, contraction, flushed denormals, another rounding or NaN payload all show.
 
     Values span the exponent range with infinities, NaN, -0.0 and denormals; sizes surround vector
@@ -85,7 +86,7 @@ def test_kernel_equals_the_reference_bitwise(platform, dtypes, mode, nesterov):
     rng = np.random.default_rng([*map(DTYPES.index, dtypes)])
     operands = random_operands(rng, SIZES, (grad, param, mu, F32))
     out_dtype = {"step": None, "step_and_cast": mu, "update": grad}[mode]
-    spec = Spec(mode, tuple(i % 2 for i in range(len(SIZES))), nesterov, out_dtype)
+    spec = Spec(mode, tuple(i % 2 for i in range(len(SIZES))), frozenset(flags), out_dtype)
     assert_equals_reference(spec, scalars(random_rows(count=3)), operands)
 
 
@@ -106,8 +107,8 @@ def split_operands(rng, sizes, dtypes, **kwargs):
 @pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, DTYPES, (F32, BF16))), ids=str)
 def test_split_parameters_equal_the_reference_bitwise(platform, dtypes):
     operands = split_operands(np.random.default_rng(7), SIZES, dtypes)
-    for nesterov in (False, True):
-        spec = Spec("step_split", tuple(i % 2 for i in range(len(SIZES))), nesterov)
+    for flags in FLAGS:
+        spec = Spec("step_split", tuple(i % 2 for i in range(len(SIZES))), frozenset(flags))
         assert_equals_reference(spec, scalars(random_rows(count=3)), operands)
     skip = scalars(random_rows(), found_inf=True)
     assert_equals_reference(spec, skip, operands)
@@ -197,7 +198,7 @@ def test_contributions_may_be_flat(platform):
     flats = split_operands(rng, (total,), (BF16, F32, F32))
     flats = flats._replace(grads=(random_array(rng, n * total, BF16),))
     kinds = frozenset(Operands._fields)
-    spec = Spec("step_split", (0, 1, 0), False, None, kinds, sizes, offsets, n)
+    spec = Spec("step_split", (0, 1, 0), frozenset(), None, kinds, sizes, offsets, n)
     got = adam(spec, scalars(random_rows()), flats)
     leaves = [
         tuple(x[0].reshape(-1, total)[:, o : o + s] for o, s in zip(offsets, sizes, strict=True))
@@ -240,7 +241,7 @@ def test_misaligned_leaves(platform, shift):
     grad, param, mu, nu = BF16, F32, F16, F32
     flats = random_operands(rng, (total,), (grad, param, mu, nu))
     kinds = frozenset({"grads", "params", "mu", "nu", "out"})
-    spec = Spec("step_and_cast", (0, 1, 0, 1, 0), False, BF16, kinds, sizes, offsets)
+    spec = Spec("step_and_cast", (0, 1, 0, 1, 0), frozenset(), BF16, kinds, sizes, offsets)
     got = adam(spec, scalars(random_rows()), flats)
 
     leaves = Operands(
@@ -312,7 +313,7 @@ def test_stores_round_to_nearest_even(platform, dtype):
 def test_every_coefficient_reaches_the_result(platform, name):
     """A coefficient that is ignored, or read from a wrong place, leaves the bits as they are."""
     operands = random_operands(np.random.default_rng(2), (1000,), (F32,) * 4, specials=False)
-    spec = Spec("step", (0,), nesterov=True)
+    spec = Spec("step", (0,), frozenset(FLAGS[-1]))
     rows = random_rows(count=2)
     base = adam(spec, scalars(rows), operands)
     rows[0, list(kernel.coefficients.NAMES).index(name)] *= 1.01
@@ -370,7 +371,7 @@ def test_many_leaves_need_several_launches(platform):
     )
     kinds = frozenset({"params", "mu", "nu"})
     got = adam(
-        Spec("step", groups, False, None, kinds, sizes, offsets), scalars(random_rows()), flat
+        Spec("step", groups, frozenset(), None, kinds, sizes, offsets), scalars(random_rows()), flat
     )
     want = by_reference(Spec("step", groups), scalars(random_rows()), leaves)
     for name in ("params", "mu", "nu"):
@@ -387,7 +388,7 @@ def test_fallback_is_close_to_the_kernel():
         if mode == "step_split":
             operands = split_operands(rng, (33, 5), (F32,) * 3, specials=False)
         has_out = mode in ("step_and_cast", "update")
-        spec = Spec(mode, (0, 1), True, F32 if has_out else None)
+        spec = Spec(mode, (0, 1), frozenset(FLAGS[1]), F32 if has_out else None)
         got = jax.jit(kernel.adam_fallback, static_argnums=0)(
             spec, scalars(random_rows()), operands
         )
@@ -408,7 +409,13 @@ def test_fallback_on_flat_arrays_leaves_gaps_alone():
     flat = np.arange(1.0, 21.0, dtype=np.float32)
     grads = (np.ones(4, np.float32), np.ones((2, 3), np.float32))
     spec = Spec(
-        "step_and_cast", (0, 1), False, BF16, frozenset({"params", "mu", "nu"}), (4, 6), (1, 8)
+        "step_and_cast",
+        (0, 1),
+        frozenset(),
+        BF16,
+        frozenset({"params", "mu", "nu"}),
+        (4, 6),
+        (1, 8),
     )
     operands = Operands(grads, (flat,), (flat,), (flat,))
     got = jax.jit(kernel.adam_fallback, static_argnums=0)(spec, scalars(random_rows()), operands)
@@ -425,7 +432,7 @@ def raw_call(results, *operands, **attributes):
 
 
 GOOD_ATTRIBUTES = dict(
-    mode=np.int32(0), nesterov=np.bool_(False), contributions=np.int32(1), groups=np.zeros(1, np.int32), flat=np.int32(0),
+    mode=np.int32(0), flags=np.int32(0), contributions=np.int32(1), groups=np.zeros(1, np.int32), flat=np.int32(0),
     sizes=np.zeros(0, np.int64), offsets=np.zeros(0, np.int64),
 )  # fmt: skip
 
@@ -467,7 +474,7 @@ def test_handler_raises_for_bad_attributes(change, message):
 def test_handler_raises_for_leaves_that_overlap():
     x = np.ones(8, np.float32)
     kinds = frozenset(Operands._fields[:4])
-    spec = Spec("step", (0, 0), False, None, kinds, (4, 4), (0, 3))
+    spec = Spec("step", (0, 0), frozenset(), None, kinds, (4, 4), (0, 3))
     with pytest.raises(jax.errors.JaxRuntimeError, match="leaf 1: offsets must ascend"):
         jax.block_until_ready(adam(spec, scalars(random_rows()), Operands((x,), (x,), (x,), (x,))))
 
@@ -532,7 +539,7 @@ def test_leaves_above_2_31_elements(flat):
         strict=True,
     )
     kinds = frozenset(("grads", "params", "mu", "nu")) if flat else frozenset()
-    spec = Spec("step", (1,), False, None, kinds, *(((size,), (0,)) if flat else ()))
+    spec = Spec("step", (1,), frozenset(), None, kinds, *(((size,), (0,)) if flat else ()))
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(spec, scalars, small):

@@ -68,11 +68,11 @@ def random_operands(seed, dtypes, mode, values="plain"):
     )
 
 
-def spec_of(mode, is_random, dtypes, nesterov=False):
+def spec_of(mode, is_random, dtypes, flags=()):
     out_dtype = {"step_and_cast": BF16, "update": dtypes[0]}.get(mode)
     groups = tuple(i % 2 for i in range(len(SIZES)))
     ids = tuple(3 * i + 1 for i in range(len(SIZES)))
-    return CompactSpec(Spec(mode, groups, nesterov, out_dtype), is_random, ids)
+    return CompactSpec(Spec(mode, groups, frozenset(flags), out_dtype), is_random, ids)
 
 
 def of_parts(parts):
@@ -109,7 +109,8 @@ def test_kernel_equals_the_reference_bitwise(platform, is_random, mode, mu, nu, 
     for values, grad in (("special", F32), ("plain", BF16), ("wide", F16)):
         dtypes = (grad, *dtypes[1:])
         operands = random_operands(5, dtypes, mode, values)
-        spec = spec_of(mode, is_random, dtypes, nesterov=grad == BF16)
+        flags = {F32: (), BF16: ("nesterov",), F16: ("nesterov",)}[grad]
+        spec = spec_of(mode, is_random, dtypes, flags)
         assert_equals_reference(spec, scalars(random_rows(count=3)), rounded(), operands)
 
 

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam.core.hyperparameters import Hyperparameters
+from jdistadam.core.hyperparameters import FLAGS, Hyperparameters
 
 MESHES = {
     "1": dict(shape=(1,), names=("data",)),
@@ -138,6 +138,11 @@ class Config(_Choices):
         if self.adam == "l2":
             return hyper | dict(l2=0.11)
         return hyper | dict(weight_decay=0.13, nesterov=self.adam == "nesterov")
+
+    @property
+    def flags(self):
+        """The flags of the formula that are on."""
+        return frozenset(name for name in FLAGS if self.hyper.get(name, False))
 
     def dtype_of(self, path):
         mixed = "bfloat16" if "matrix" in path or "'w'" in path or "block" in path else "float32"

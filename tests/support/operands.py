@@ -66,7 +66,7 @@ def by_reference(spec, scalars, operands):
             inv_scale,
             found_inf,
             *leaf,
-            nesterov=spec.nesterov,
+            flags=spec.flags,
             out_dtype=spec.out_dtype,
         )
         for group, leaf in zip(spec.groups, leaves, strict=True)

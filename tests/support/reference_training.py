@@ -72,10 +72,8 @@ class Elements:
             key = [SEED & 0xFFFFFFFF, SEED >> 32]
             bits = rounding.random_bits(key, count, leaf, index, self.value.shape, np)
         with np.errstate(all="ignore"):
-            p, nesterov = self.value.astype(F32), config.adam == "nesterov"
-            u, m, v = adam_update(
-                c, g=grad, p=p, m=m, v=v, nesterov=nesterov, every_term=False, xp=np
-            )
+            p, flags = self.value.astype(F32), config.flags
+            u, m, v = adam_update(c, g=grad, p=p, m=m, v=v, flags=flags, every_term=False, xp=np)
             self.value = _stored(None, self.value, p - u, bits.param)
             self.mu = _stored("mu", self.mu, m, bits.mu)
             self.nu = _stored("nu", self.nu, v, bits.nu)

@@ -104,7 +104,8 @@ std::vector<char> Bytes(const T& value) {
 
 struct AdamCase {
   Mode mode;
-  bool nesterov, found_inf;
+  int32_t flags;
+  bool found_inf;
   Dtypes dtypes;
   int contributions;
   size_t shift;  // elements that every leaf is off alignment
@@ -141,7 +142,7 @@ Contents RunAdam(const AdamCase& c, const Contents& before, bool on_device) {
         std::make_unique<Array>(before[i], c.shift * ItemSize(dtypes[i % 5]), on_device));
   }
   AdamCall call{c.mode,
-                c.nesterov,
+                c.flags,
                 t,
                 c.contributions,
                 0,
@@ -211,7 +212,7 @@ Contents RunCompact(const CompactCase& c, const Contents& before, bool on_device
         std::make_unique<Array>(before[i], c.adam.shift * ItemSize(dtypes[i % 7]), on_device));
   }
   CompactCall call{{c.adam.mode,
-                    c.adam.nesterov,
+                    c.adam.flags,
                     t,
                     c.adam.contributions,
                     0,
@@ -349,10 +350,12 @@ void RunAllAdam() {
       for (const int contributions : {1, 2, 3, 4, 8}) {
         for (const Mode mode : {Mode::kStep, Mode::kStepAndCast, Mode::kUpdate}) {
           for (const Dtypes& t : combinations)
-            run({mode, contributions == 2, found_inf, t, contributions, shift, kSizes});
+            run({mode, contributions == 2 ? kNesterov : 0, found_inf, t, contributions, shift,
+                 kSizes});
         }
         for (const Dtypes& t : split)
-          run({Mode::kStepSplit, shift == 1, found_inf, t, contributions, shift, kSizes});
+          run({Mode::kStepSplit, shift == 1 ? kNesterov : 0, found_inf, t, contributions,
+               shift, kSizes});
       }
     }
   }
@@ -390,7 +393,8 @@ void RunAllCompact() {
             for (const Mode mode :
                  {Mode::kStep, Mode::kStepAndCast, Mode::kUpdate, Mode::kStepSplit}) {
               if (mode == Mode::kStepSplit) t.param = B, t.out = U;
-              run({{mode, shift == 1, found_inf, t, contributions, shift, kSizes},
+              run({{mode, shift == 1 ? kNesterov : 0, found_inf, t, contributions, shift,
+                    kSizes},
                    is_random,
                    part});
             }
