@@ -6,7 +6,7 @@
 //   m_hat <- m / c1                                    c1 = 1 - b1^t
 //            b1 * (m / c1_next) + (1 - b1) * (g / c1)   with Nesterov, c1_next = 1 - b1^(t+1)
 //   u <- m_hat / (sqrt(v / c2 + eps_root) + eps)       c2 = 1 - b2^t
-//   u <- lr * (u + weight_decay * p)
+//   u <- lr * (u + weight_decay * p)                   if cautious, u alone where u * p < 0
 //   p <- p - u
 //
 // Everything is float32. The order of the operations and the single rounding of each are part of
@@ -37,26 +37,26 @@ struct Coefficients {
 constexpr int kNumCoefficients = sizeof(Coefficients) / sizeof(float);
 
 // Bits of the attribute `flags`, in the order of FLAGS in hyperparameters.py.
-constexpr int32_t kNesterov = 1, kAllFlags = 1;
+constexpr int32_t kNesterov = 1, kCautious = 2, kAllFlags = 3;
 
 // Which of the optional terms exist. A decay of zero is no term: p is not looked at, so that an
 // infinite parameter does not turn 0 * p into a NaN.
 struct Terms {
-  bool weight_decay, l2, nesterov;
+  bool weight_decay, l2, nesterov, cautious;
 };
 JDISTADAM_INLINE Terms TermsOf(const Coefficients& c, int32_t flags) {
-  return {c.weight_decay != 0.0f, c.l2 != 0.0f, (flags & kNesterov) != 0};
+  return {c.weight_decay != 0.0f, c.l2 != 0.0f, (flags & kNesterov) != 0, (flags & kCautious) != 0};
 }
 
 // The same as a number below 1 << kNumTerms, and back.
-constexpr int kNumTerms = 3;
+constexpr int kNumTerms = 4;
 
 JDISTADAM_INLINE constexpr int BitsOf(const Terms& t) {
-  return t.weight_decay | t.l2 << 1 | t.nesterov << 2;
+  return t.weight_decay | t.l2 << 1 | t.nesterov << 2 | t.cautious << 3;
 }
 
 JDISTADAM_INLINE constexpr Terms TermsOfBits(int bits) {
-  return {(bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0};
+  return {(bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0, (bits & 8) != 0};
 }
 
 // How AdamUpdate divides and takes roots. Others give the same bits where they may be used.
@@ -79,7 +79,7 @@ JDISTADAM_INLINE float AdamUpdate(const Coefficients& c, const Terms& terms, flo
   const float m_hat =
       terms.nesterov ? c.b1 * (m / c.c1_next) + c.one_minus_b1 * by.ByC1(c, g) : by.ByC1(c, m);
   float u = by.Divide(m_hat, by.RootOf(c, v) + c.eps);
-  if (terms.weight_decay) u = u + c.weight_decay * p;
+  if (terms.weight_decay && !(terms.cautious && u * p < 0.0f)) u = u + c.weight_decay * p;
   return c.learning_rate * u;
 }
 

@@ -16,7 +16,7 @@ import numpy as np
 from jdistadam.core.arguments import check_flag, shown, warn_caller
 from jdistadam.errors import HyperparameterError
 
-FLAGS = ("nesterov",)
+FLAGS = ("nesterov", "cautious_weight_decay")
 """Variants of the formula, in the order of their bits in cuda/adam_math.h."""
 
 ScalarOrSchedule = float | jax.Array | Callable[[Any], Any]
@@ -36,6 +36,7 @@ class Hyperparameters:
       nesterov: Whether to use Nesterov momentum.
       l2: L2 regularisation, >= 0: ``l2 * params`` is added to the gradient.
       bias_correction: Whether to divide the moments by 1 - b^t.
+      cautious_weight_decay: Whether decay applies only where it has the sign of the update.
     """
 
     learning_rate: Any
@@ -47,6 +48,7 @@ class Hyperparameters:
     nesterov: bool = False
     l2: Any = 0.0
     bias_correction: bool = True
+    cautious_weight_decay: bool = False
 
     def __post_init__(self) -> None:
         """Checks every number that is known before tracing."""

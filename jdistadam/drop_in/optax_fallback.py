@@ -48,7 +48,7 @@ def step(
     tx = optax.chain(
         optax.add_decayed_weights(hyper.l2, decays),
         optax.scale_by_adam(hyper.b1, hyper.b2, hyper.eps, hyper.eps_root, nesterov=hyper.nesterov),
-        optax.add_decayed_weights(at_count(hyper.weight_decay, count), decays),
+        _with_decay(at_count(hyper.weight_decay, count), decays, hyper.cautious_weight_decay),
         optax.scale_by_learning_rate(rate),
     )
     empty = optax.EmptyState()
@@ -68,6 +68,21 @@ def step(
         for new, old in zip(adam.mu, mu, strict=True)
     ]
     return list(zip(out, new_mu, adam.nu, strict=True))
+
+
+def _with_decay(
+    weight_decay: Any, decays: Sequence[bool], is_cautious: bool
+) -> optax.GradientTransformation:
+    """``optax.add_decayed_weights``; if cautious, not where update and parameter point apart."""
+    if not is_cautious:
+        return optax.add_decayed_weights(weight_decay, decays)
+
+    def add(u: Any, p: Any) -> Any:
+        points_apart = jnp.real(u * jnp.conj(p)) < 0
+        return jnp.where(points_apart, u, u + weight_decay * p)
+
+    decay = optax.stateless(lambda updates, params: jax.tree.map(add, updates, params))
+    return optax.masked(decay, decays)
 
 
 def _apply(params: Sequence[Any], updates: Sequence[Any]) -> Any:

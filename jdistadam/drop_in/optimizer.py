@@ -39,6 +39,7 @@ def fused_adamw(
     nu_dtype: Any = None,
     main_params_dtype: Any = UNSET,
     bias_correction: bool = True,
+    cautious_weight_decay: bool = False,
     rounding: str = "nearest",
     seed: int | None = None,
     float32_moments: Callable[[str], bool] | None = None,
@@ -102,6 +103,8 @@ def fused_adamw(
         ``MainParamsState`` keeps the main parameter's low 16 bits, and the two together are its
         exact value, as ``main_params`` gives it. None: parameters are updated as they are.
       bias_correction: Whether to divide by :math:`c_1` and :math:`c_2`. If not, both are 1.
+      cautious_weight_decay: Whether :math:`\lambda p` is left out wherever it has the opposite sign
+        of the rest of the update.
       rounding: "nearest", or "stochastic": moments of 16 and 8 bits, and by ``step`` parameters of
         16 bits without main parameters, are rounded up or down at random, so that their mean is the
         exact value. The random bits depend on the seed, the count, and the leaf's and the element's
@@ -152,7 +155,8 @@ def fused_adamw(
 
     References:
       Loshchilov and Hutter, `Decoupled Weight Decay Regularization
-      <https://arxiv.org/abs/1711.05101>`_, 2019.
+      <https://arxiv.org/abs/1711.05101>`_, 2019. Chen et al., `Cautious Weight Decay
+      <https://arxiv.org/abs/2510.12402>`_, 2025.
     """
     hyper = Hyperparameters(
         learning_rate=learning_rate,
@@ -163,6 +167,7 @@ def fused_adamw(
         weight_decay=weight_decay,
         nesterov=nesterov,
         bias_correction=bias_correction,
+        cautious_weight_decay=cautious_weight_decay,
     )
     like_optax = optax.adamw(
         learning_rate=learning_rate,

@@ -42,8 +42,9 @@ def adam_update(
     NaN. With ``every_term`` none is: the derivative by a coefficient that is zero is not zero.
     """
 
-    def with_term(name: str, x: Any) -> Any:
-        return xp.where(every_term | (c[name] != 0), x + c[name] * p, x)
+    def with_term(name: str, x: Any, where: Any = True) -> Any:
+        is_there = every_term | (c[name] != 0)
+        return xp.where(is_there & where, x + c[name] * p, x)
 
     g = with_term("l2", g)
     m = c["one_minus_b1"] * g + c["b1"] * m
@@ -53,7 +54,8 @@ def adam_update(
     else:
         m_hat = m / c["c1"]
     u = m_hat / (xp.sqrt(v / c["c2"] + c["eps_root"]) + c["eps"])
-    u = with_term("weight_decay", u)
+    is_cautious = "cautious_weight_decay" in flags
+    u = with_term("weight_decay", u, where=~(u * p < 0) if is_cautious else True)
     return c["learning_rate"] * u, m, v
 
 

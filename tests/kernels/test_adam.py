@@ -63,7 +63,7 @@ def test_cuda_kernels_are_present():
 
 
 MODES = ["step", "step_and_cast", "update"]
-FLAGS = [(), ("nesterov",)]
+FLAGS = [(), ("nesterov",), ("cautious_weight_decay",), ("nesterov", "cautious_weight_decay")]
 
 
 @pytest.mark.parametrize("flags", FLAGS)
@@ -73,7 +73,7 @@ FLAGS = [(), ("nesterov",)]
     # All of every three of mode, grad, param and mu; every flag on and off with each dtype.
     lambda dtypes, mode, flags: (
         (MODES.index(mode) + sum(map(DTYPES.index, dtypes))) % 3 == 0
-        and FLAGS.index(flags) == (DTYPES.index(dtypes[0]) + 2 * DTYPES.index(dtypes[1])) % 2
+        and FLAGS.index(flags) == (DTYPES.index(dtypes[0]) + 2 * DTYPES.index(dtypes[1])) % 4
     )
 )
 def test_kernel_equals_the_reference_bitwise(platform, dtypes, mode, flags):

@@ -109,7 +109,7 @@ def test_kernel_equals_the_reference_bitwise(platform, is_random, mode, mu, nu, 
     for values, grad in (("special", F32), ("plain", BF16), ("wide", F16)):
         dtypes = (grad, *dtypes[1:])
         operands = random_operands(5, dtypes, mode, values)
-        flags = {F32: (), BF16: ("nesterov",), F16: ("nesterov",)}[grad]
+        flags = {F32: (), BF16: ("nesterov",), F16: ("nesterov", "cautious_weight_decay")}[grad]
         spec = spec_of(mode, is_random, dtypes, flags)
         assert_equals_reference(spec, scalars(random_rows(count=3)), rounded(), operands)
 

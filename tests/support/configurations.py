@@ -137,7 +137,8 @@ class Config(_Choices):
         hyper = dict(learning_rate=rate, b1=b1, b2=b2, eps=1e-7, eps_root=1e-12)
         if self.adam == "l2":
             return hyper | dict(l2=0.11)
-        return hyper | dict(weight_decay=0.13, nesterov=self.adam == "nesterov")
+        flags = dict(nesterov=self.adam == "nesterov", cautious_weight_decay=self.seed % 3 == 0)
+        return hyper | dict(weight_decay=0.13) | flags
 
     @property
     def flags(self):

@@ -97,7 +97,7 @@ def peer_calls(draw):
     state = [((total,), dtype) for dtype in (jnp.float32, draw(storage), draw(storage))]
     scalars = [((), jnp.float32), ((2, NUMBERS), jnp.float32), ((), jnp.float32), ((), jnp.bool_)]
     attributes |= dict(
-        offsets=np.asarray(offsets, np.int64), flags=np.int32(draw(st.integers(0, 1))),
+        offsets=np.asarray(offsets, np.int64), flags=np.int32(draw(st.integers(0, 3))),
         groups=np.asarray([i % 2 for i in range(len(sizes))], np.int32),
         summed=np.bool_(kind == "step on sums"),
     )  # fmt: skip
@@ -121,7 +121,7 @@ def adam_calls(draw, with_members):
     count = draw(st.sampled_from([2, 1, 3, 0]))
     sizes = draw(st.lists(st.sampled_from([33, 1, 0, 70]), min_size=count, max_size=count))
     offsets = np.cumsum([0, *sizes])[:-1].tolist() if count else []
-    mode = draw(st.integers(0, 1))
+    mode = draw(st.integers(0, 3))
     contributions = draw(st.sampled_from([1, 1, 2, 3]))
     flat = draw(st.sampled_from([0b01110, 0, 0b01100, 0b11111]))
     members = ()
@@ -153,7 +153,7 @@ def adam_calls(draw, with_members):
             results.append(array)
     results += arrays("out", 4) if mode in (1, 2) else []
     attributes = dict(
-        mode=np.int32(mode), flags=np.int32(draw(st.integers(0, 1))), contributions=np.int32(contributions), groups=np.asarray([i % 2 for i in range(count)], np.int32),
+        mode=np.int32(mode), flags=np.int32(draw(st.integers(0, 3))), contributions=np.int32(contributions), groups=np.asarray([i % 2 for i in range(count)], np.int32),
         flat=np.int32(flat), sizes=np.asarray(sizes if flat else [], np.int64), offsets=np.asarray(offsets if flat else [], np.int64),
     )  # fmt: skip
     call = dict(operands=operands, results=results, aliases=aliases, attributes=attributes)
@@ -175,7 +175,7 @@ def compact_calls(draw):
     sizes = draw(st.lists(st.sampled_from([130, 1, 0, 300]), min_size=count, max_size=count))
     blocks = [-(-n // BLOCK) for n in sizes]
     offsets = [BLOCK * start for start in starts_of(blocks)]
-    mode, is_flat = draw(st.integers(0, 1)), draw(st.booleans())
+    mode, is_flat = draw(st.integers(0, 3)), draw(st.booleans())
     kinds = {name: draw(storage) for name in ("grads", "params", "out")}
     kinds |= {
         name: draw(st.sampled_from([jnp.uint8, jnp.uint16, jnp.bfloat16])) for name in ("mu", "nu")

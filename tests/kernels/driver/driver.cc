@@ -354,7 +354,7 @@ void RunAllAdam() {
                  kSizes});
         }
         for (const Dtypes& t : split)
-          run({Mode::kStepSplit, shift == 1 ? kNesterov : 0, found_inf, t, contributions,
+          run({Mode::kStepSplit, shift == 1 ? kAllFlags : kCautious, found_inf, t, contributions,
                shift, kSizes});
       }
     }
@@ -393,7 +393,7 @@ void RunAllCompact() {
             for (const Mode mode :
                  {Mode::kStep, Mode::kStepAndCast, Mode::kUpdate, Mode::kStepSplit}) {
               if (mode == Mode::kStepSplit) t.param = B, t.out = U;
-              run({{mode, shift == 1 ? kNesterov : 0, found_inf, t, contributions, shift,
+              run({{mode, shift == 1 ? kAllFlags : kCautious, found_inf, t, contributions, shift,
                     kSizes},
                    is_random,
                    part});
