@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
 from jdistadam.core.main_params import MainParams
-from jdistadam.core.precision import MixedPrecisionPolicy, float_dtype
+from jdistadam.core.precision import float_dtype
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed.checks import check_alive, check_layout_of
 from jdistadam.distributed.main_params import paths_that_differ, with_main_params
@@ -142,7 +142,7 @@ class TrainState:
         agree(tx.config, trained)
         params = copy_to(params, tx.param_shardings(trained))
         model_state, rng = copy_to((model_state, rng), replicated)
-        rounded = _rounded(tx.config.policy, params, dtypes)
+        rounded = _rounded(tx, params, trained)
         opt_state = jax.tree.map(  # what a chain keeps besides may be the caller's too
             lambda part: part if is_distributed_state(part) else copy_to(part, replicated),
             tx.init(rounded),
@@ -209,17 +209,19 @@ def _dtypes_of(params: Params, dtypes: Any) -> Any:
     return jax.tree.map(lambda dtype: float_dtype("param_dtypes", dtype), dtypes)
 
 
-def _rounded(policy: MixedPrecisionPolicy, params: Params, dtypes: Any) -> Any:
-    """Params in the dtypes in which the model computes."""
+def _rounded(tx: DistributedTransformation, params: Params, trained: Params) -> Any:
+    """Params in the dtypes of ``trained``, in which the model computes."""
+    kind, layout = tx.config.policy.main_params, tx.layout(trained)
 
-    def rounded(x: Any, dtype: Any) -> Any:
-        kind = policy.main_params
+    def rounded(x: Any, like: Any, is_frozen: bool) -> Any:
         is_split = kind is MainParams.REMAINDER16 and x.dtype == jnp.float32 and x.size
-        if is_split and dtype == jnp.bfloat16:
-            return kind.split(x, dtype, jnp)[0]  # the half that fits a remainder
-        return x.astype(dtype)
+        if is_split and like.dtype == jnp.bfloat16 and not is_frozen:
+            return kind.split(x, like.dtype, jnp)[0]  # the half that fits a remainder
+        return x.astype(like.dtype)
 
-    return jax.tree.map(rounded, params, dtypes)
+    treedef: Any = jax.tree.structure(params)
+    is_frozen = treedef.unflatten([leaf.group is None for leaf in layout.leaves])
+    return jax.tree.map(rounded, params, trained, is_frozen)
 
 
 def reload_main_params(state: TrainState, tx: DistributedTransformation) -> TrainState:

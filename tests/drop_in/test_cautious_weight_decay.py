@@ -46,7 +46,7 @@ def test_ten_steps_are_those_of_the_formula():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 def test_many_devices_and_update_have_the_bits_of_one(cpu_mesh, dtype):
-    """Sums of gradients are exact, so that only the formula can differ."""
+    """Gradients add up exactly, so that only the formula can differ."""
     adamw = jda.fused_adamw(**CAUTIOUS, main_params_dtype=jnp.float32)
     tx = jda.distributed(adamw, mesh=cpu_mesh(4), sharding_strategy="optim_grads")
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), tree_of(0))

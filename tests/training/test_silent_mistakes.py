@@ -335,3 +335,8 @@ def test_remainders_round_ties_away_from_zero():
     assert_same_bits(reference.join(upper, lower, np), tie)
     for text in (jda.fused_adamw.__doc__, jda.MixedPrecisionPolicy.__doc__):
         assert "ties away from zero" in " ".join(text.split())
+    groups = dict(param_labels={"ice": "ice", "w": ""}, groups={"": {}, "ice": {"frozen": True}})
+    tx = make_tx(1, main_params_dtype="remainder16", **groups)
+    state = jda.TrainState.create({"ice": tie, "w": tie}, tx, param_dtypes=BF16)
+    assert_same_bits(state.params["ice"], tie.astype(BF16))  # it has no remainder
+    assert_same_bits(state.params["w"], upper)
