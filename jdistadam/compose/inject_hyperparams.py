@@ -102,12 +102,14 @@ def inject_hyperparams(
 
         names = _hyperparam_names(signature, given, static)
 
-        def inject(function_of: Callable[[Any], Any]) -> optax.GradientTransformationExtraArgs:
-            """Has optax, which knows of ``update`` alone, inject into another function."""
+        def inject(
+            function_of: Callable[[Any], Any], wrap: Callable[[Any], Any] = lambda tx: tx
+        ) -> optax.GradientTransformationExtraArgs:
+            """Has optax, which knows of ``update`` alone, inject into a function of wrap(tx)."""
 
             @functools.wraps(factory)
             def with_update(**kwargs: Any) -> optax.GradientTransformationExtraArgs:
-                tx = factory(**kwargs)
+                tx = wrap(factory(**kwargs))
                 return optax.GradientTransformationExtraArgs(tx.init, function_of(tx))
 
             injected = optax.inject_hyperparams(with_update, static, hyperparam_dtype)(**given)
@@ -119,7 +121,7 @@ def inject_hyperparams(
         tx = FusedTransformation(stepping.init, updating.update, stepping.update)
         if first.algorithm is not None:  # of a chain each part is distributed by itself
             tx.distributed_by = lambda distributed: inject_distributed(
-                distributed(first), lambda f: inject(lambda made: f(distributed(made)))
+                distributed(first), functools.partial(inject, wrap=distributed)
             )
         return tx
 

@@ -289,3 +289,32 @@ def test_its_state_has_specs(cpu_mesh):
     assert specs.hyperparams == P() and specs.inner_state.mu == P("data")
     shapes = jda.TrainState.shapes({"w": jax.ShapeDtypeStruct((4,), jnp.float32)}, tx)
     assert shapes.opt_state.hyperparams["learning_rate"].sharding.spec == P()
+
+
+def test_either_order_of_nesting_is_one_optimizer(cpu_mesh):
+    """distributed around inject_hyperparams, the reverse, and a chain around either: one state."""
+    fixed = dict(mesh=cpu_mesh(4), max_grad_norm=20.0)
+    groups = dict(param_labels=without_empty(LABELS), groups=GROUPS)
+    numbers = HYPER | dict(learning_rate=optax.linear_schedule(3e-3, 1e-3, 5))
+    inside = jda.distributed(jda.inject_hyperparams(jda.fused_adamw)(**numbers, **groups), **fixed)
+
+    def make(**given):
+        return jda.distributed(jda.fused_adamw(**given, **groups), **fixed)
+
+    def from_numbers(learning_rate, b1, b2, eps, eps_root, weight_decay):
+        given = dict(learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, eps_root=eps_root)
+        return make(**given, weight_decay=weight_decay)
+
+    outside = jda.inject_hyperparams(from_numbers)(**numbers)
+    halved = [jda.chain(optax.scale(0.5), tx) for tx in (inside, outside)]
+    params = without_empty(random_params())
+    for one, other in ((inside, outside), halved):
+        states = [jda.TrainState.create(params, tx) for tx in (one, other)]
+        assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+        steps = [jda.train_step(linear_loss, tx) for tx in (one, other)]
+        rng = np.random.default_rng(3)
+        for _ in range(3):
+            batch = without_empty(exact_batch(rng))
+            states = [step(state, batch)[0] for step, state in zip(steps, states, strict=True)]
+        assert_trees_same_bits(states[0].params, states[1].params)
+    assert states[0].opt_state[1].hyperparams.keys() == set(numbers)
