@@ -139,7 +139,7 @@ JDISTADAM_INLINE void UpdateBlockByTerms(std::integer_sequence<int, kCases...>,
                                          const Coefficients& c, int32_t flags, float inv_scale,
                                          const float* g, const float* p, float* m, float* v,
                                          float* result, size_t n) {
-  const int terms = BitsOf(TermsOf(c, flags));
+  const int terms = BitsOf(TermsOf(c, flags & kNesterov, flags & kCautious));
   (void)((terms == kCases &&
           (UpdateBlock<kCases, kUpdateOnly>(c, inv_scale, g, p, m, v, result, n), true)) ||
          ...);

@@ -35,7 +35,7 @@ constexpr int kThreads = 128;
 // The arguments of a launch beside its leaves.
 struct Step {
   Mode mode;
-  int32_t flags;
+  bool nesterov, cautious;
   Dtypes dtypes;
   int32_t contributions;
   size_t grad_stride;
@@ -81,6 +81,7 @@ __device__ float LoadGradOne(const Step& step, const Leaf& leaf, size_t i) {
 
 // One element: the tail of a leaf, every element of a misaligned one, a vector that holds a NaN,
 // and all of a step that is skipped.
+template <bool kMayBeCautious>
 __device__ __noinline__ void StepOne(const Step& step, const Leaf& leaf, size_t i) {
   const Dtypes& t = step.dtypes;
   const bool split = step.mode == Mode::kStepSplit;
@@ -95,7 +96,8 @@ __device__ __noinline__ void StepOne(const Step& step, const Leaf& leaf, size_t 
   const Coefficients c = reinterpret_cast<const Coefficients*>(step.coefficients)[leaf.group];
   const float g = LoadGradOne(step, leaf, i) * *step.inv_scale;
   float m = LoadOne(leaf.mu, t.mu, i), v = LoadOne(leaf.nu, t.nu, i);
-  const float u = AdamUpdate(c, TermsOf(c, step.flags), g, p, m, v);
+  const Terms terms = TermsOf(c, step.nesterov, kMayBeCautious && step.cautious);
+  const float u = AdamUpdate(c, terms, g, p, m, v);
   const float result = step.mode == Mode::kUpdate ? -u : p - u;
   StoreOne(leaf.mu, t.mu, i, m);
   StoreOne(leaf.nu, t.nu, i, v);
@@ -113,6 +115,8 @@ __device__ __noinline__ void StepOne(const Step& step, const Leaf& leaf, size_t 
 struct alignas(16) Row {
   Coefficients coefficients;
 };
+static_assert(sizeof(Row) == sizeof(Coefficients),
+              "pad Coefficients, and NAMES of coefficients.py");
 
 // One vector at once. A NaN in mu or nu is one in the result, so that the result alone is tested.
 template <typename Types>
@@ -136,7 +140,7 @@ __device__ __forceinline__ void StepVector(const Types& t, const Step& step, con
   }
   Widen(packed_m, t.mu, m);
   Widen(packed_v, t.nu, v);
-  const Terms terms = TermsOf(c, step.flags);
+  const Terms terms = TermsOf(c, step.nesterov, Types::kMayBeCautious && step.cautious);
 #pragma unroll
   for (int k = 0; k < n; ++k) {
     const float u = AdamUpdate(c, terms, g[k] * inv_scale, p[k], m[k], v[k]);
@@ -144,7 +148,7 @@ __device__ __forceinline__ void StepVector(const Types& t, const Step& step, con
     special |= p[k] != p[k];
   }
   if (special) {
-    for (int k = 0; k < n; ++k) StepOne(step, leaf, i + k);
+    for (int k = 0; k < n; ++k) StepOne<Types::kMayBeCautious>(step, leaf, i + k);
     return;
   }
   StoreVector(leaf.mu, t.mu, i, m);
@@ -182,15 +186,22 @@ __global__ void __launch_bounds__(kThreads)
   if (left >= n && IsAligned(t, step, leaf)) {
     StepVector(t, step, leaf, i);
   } else {
-    for (int k = 0; k < n && k < left; ++k) StepOne(step, leaf, i + k);
+    for (int k = 0; k < n && k < left; ++k) StepOne<Types::kMayBeCautious>(step, leaf, i + k);
   }
 }
 
 // Launches one variant for all leaves of a call, in as few launches as tables hold them.
 template <typename Types>
 cudaError_t Launch(List<Types>, const AdamCall& call, cudaStream_t stream) {
-  const Step step{call.mode,        call.flags,     call.dtypes,    call.contributions,
-                  call.grad_stride, call.coefficients, call.inv_scale, call.found_inf};
+  const Step step{call.mode,
+                  (call.flags & kNesterov) != 0,
+                  (call.flags & kCautious) != 0,
+                  call.dtypes,
+                  call.contributions,
+                  call.grad_stride,
+                  call.coefficients,
+                  call.inv_scale,
+                  call.found_inf};
   return ForEachTable<Leaf>(call.leaves, size_t{kThreads} * Types::kVector,
                             [&](const auto& table, uint32_t tiles) {
                               AdamKernel<Types><<<tiles, kThreads, 0, stream>>>(table, step);

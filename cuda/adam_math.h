@@ -42,17 +42,17 @@ constexpr int32_t kNesterov = 1, kCautious = 2, kAllFlags = 3;
 // Which of the optional terms exist. A decay of zero is no term: p is not looked at, so that an
 // infinite parameter does not turn 0 * p into a NaN.
 struct Terms {
-  bool weight_decay, l2, nesterov, cautious;
+  bool nesterov, weight_decay, l2, cautious;
 };
-JDISTADAM_INLINE Terms TermsOf(const Coefficients& c, int32_t flags) {
-  return {c.weight_decay != 0.0f, c.l2 != 0.0f, (flags & kNesterov) != 0, (flags & kCautious) != 0};
+constexpr int kNumTerms = 4;
+
+JDISTADAM_INLINE Terms TermsOf(const Coefficients& c, bool nesterov, bool cautious) {
+  return {nesterov, c.weight_decay != 0.0f, c.l2 != 0.0f, cautious};
 }
 
 // The same as a number below 1 << kNumTerms, and back.
-constexpr int kNumTerms = 4;
-
 JDISTADAM_INLINE constexpr int BitsOf(const Terms& t) {
-  return t.weight_decay | t.l2 << 1 | t.nesterov << 2 | t.cautious << 3;
+  return t.nesterov | t.weight_decay << 1 | t.l2 << 2 | t.cautious << 3;
 }
 
 JDISTADAM_INLINE constexpr Terms TermsOfBits(int bits) {

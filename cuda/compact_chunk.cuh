@@ -49,7 +49,7 @@ __device__ __forceinline__ Tile TileOf(const Step& step, const CompactLeaf& leaf
   const auto is_between = [](float x, float low, float high) { return x >= low && x <= high; };
   // With a b1 that is finite, mu is NaN only where nu is, which Encode (compact_codes.cuh) needs.
   tile.is_ordinary =
-      (step.flags & kNesterov) == 0 && c.l2 == 0.0f && fabsf(c.b1) <= 1.0f && fabsf(c.one_minus_b1) <= 2.0f &&
+      !step.nesterov && c.l2 == 0.0f && fabsf(c.b1) <= 1.0f && fabsf(c.one_minus_b1) <= 2.0f &&
       is_between(c.c1, kSmallestC, 1.0f) && is_between(c.c2, kSmallestC, 1.0f) &&
       is_between(c.eps, kSmallestEps, kLargestEps) && c.eps_root == 0.0f &&
       fabsf(c.learning_rate) <= kLargestRate && fabsf(c.weight_decay) <= kLargestRate &&
@@ -141,11 +141,12 @@ template <typename Types, bool kRandom>
 __device__ __forceinline__ Stepped StepWidened(const Types& t, const Tile& tile, Widened& x,
                                                const Bits& drawn) {
   static_assert(kRandom || Types::kMode != Mode::kStep || Types::param == Dtype::kFloat32);
+  static_assert(!Types::kMayBeCautious);
   Stepped y;
   Coefficients c = tile.c;
   c.b1 *= x.m_factor;  // a power of two may as well be here: the same bits
   c.b2 *= x.v_factor;
-  const Terms terms{false, c.weight_decay != 0.0f, false};
+  const Terms terms{false, c.weight_decay != 0.0f, false, false};
 #pragma unroll
   for (int k = 0; k < kWide; ++k) {
     const float u = AdamUpdate(c, terms, x.g[k] * tile.inv_scale, x.p[k], x.m[k], x.v[k], tile.by);

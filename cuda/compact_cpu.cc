@@ -121,7 +121,7 @@ void StepBlock(const CompactCall& call, const CompactLeaf& leaf, size_t begin, s
   Block b;
   Coefficients c;
   std::memcpy(&c, adam.coefficients + size_t(leaf.group) * kNumCoefficients, sizeof c);
-  const Terms terms = TermsOf(c, adam.flags);
+  const Terms terms = TermsOf(c, adam.flags & kNesterov, adam.flags & kCautious);
   LoadGrad(adam, leaf, begin, n, b.g);
   LoadMoment<Moment::kMu>(leaf.mu, t.mu, leaf.mu_scales, begin, n, b.m);
   LoadMoment<Moment::kNu>(leaf.nu, t.nu, leaf.nu_scales, begin, n, b.v);

@@ -91,10 +91,13 @@ template <typename Types>
 cudaError_t Launch(List<Types>, const CompactCall& call, cudaStream_t stream) {
   const AdamCall& adam = call.adam;
   const uint32_t rounds = RoundsOf(call);
-  const Step step{adam.mode,      adam.flags,      call.is_random,   adam.dtypes,
-                  rounds,         adam.contributions, adam.grad_stride, adam.coefficients,
-                  adam.inv_scale, adam.found_inf,     call.key,         call.count,
-                  call.parts};
+  const Step step{adam.mode,          (adam.flags & kNesterov) != 0,
+                  call.is_random,     (adam.flags & kCautious) != 0,
+                  adam.dtypes,        rounds,
+                  adam.contributions, adam.grad_stride,
+                  adam.coefficients,  adam.inv_scale,
+                  adam.found_inf,     call.key,
+                  call.count,         call.parts};
   return ForEachTable<CompactLeaf, kSmallCompact, kLargeCompact>(
       call.leaves, size_t{rounds} * kWarps * kChunk, [&](const auto& table, uint32_t tiles) {
         CompactKernel<Types><<<tiles, kThreads, 0, stream>>>(table, step);

@@ -18,8 +18,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 // The arguments of a launch beside its leaves.
 struct Step {
   Mode mode;
-  int32_t flags;
-  bool is_random;
+  bool nesterov, is_random, cautious;
   Dtypes dtypes;
   uint32_t rounds;  // chunks of a tile, of each warp
   int32_t contributions;
@@ -263,6 +262,8 @@ __device__ __noinline__ void SkipPart(const Step& step, const CompactLeaf& leaf,
 struct alignas(16) Row {
   Coefficients coefficients;
 };
+static_assert(sizeof(Row) == sizeof(Coefficients),
+              "pad Coefficients, and NAMES of coefficients.py");
 
 __device__ __forceinline__ Coefficients LoadCoefficients(const Step& step,
                                                          const CompactLeaf& leaf) {
@@ -298,7 +299,7 @@ __device__ __noinline__ void StepPart(const Types& t, const Step& step, const Co
   }
   WidenMoment<Moment::kMu>(packed_m, t.mu, mu_scale, m);
   WidenMoment<Moment::kNu>(packed_v, t.nu, nu_scale, v);
-  const Terms terms = TermsOf(c, step.flags);
+  const Terms terms = TermsOf(c, step.nesterov, Types::kMayBeCautious && step.cautious);
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
     const float u = AdamUpdate(c, terms, g[k] * inv_scale, p[k], m[k], v[k]);

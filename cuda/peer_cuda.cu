@@ -50,7 +50,7 @@ constexpr int kPeerTable =
 // The arguments of a launch beside its leaves.
 struct Step {
   int me;
-  int32_t flags;
+  bool nesterov, cautious;
   PeerDtypes dtypes;
   const float* coefficients;
   const float* inv_scale;
@@ -61,6 +61,7 @@ struct Step {
 
 // Dtypes: arguments of the launch, or constants (`Types`, as in variants.cuh).
 struct AnyTypes {
+  static constexpr bool kMayBeCautious = true;
   Dtype grad, mu, nu;
   __device__ explicit AnyTypes(const Step& step)
       : grad(step.dtypes.grad), mu(step.dtypes.mu), nu(step.dtypes.nu) {}
@@ -72,6 +73,7 @@ struct AnyTypes {
 
 template <Dtype kGrad, Dtype kOut>
 struct FixedTypes {
+  static constexpr bool kMayBeCautious = false;
   static constexpr Dtype grad = kGrad, mu = Dtype::kFloat32, nu = Dtype::kFloat32;
   __device__ explicit FixedTypes(const Step&) {}
   template <typename Leaf>
@@ -82,6 +84,7 @@ struct FixedTypes {
     const PeerDtypes& t = call.dtypes;
     if (call.work != PeerWork::kStepOnSums && t.grad != grad) return false;
     if (call.work == PeerWork::kSum) return true;
+    if (call.flags & kCautious) return false;
     const auto is_out = [](const PeerLeaf& leaf) { return leaf.out_dtype == kOut; };
     return t.mu == mu && t.nu == nu && std::all_of(call.leaves.begin(), call.leaves.end(), is_out);
   }
@@ -123,8 +126,9 @@ __device__ __noinline__ void StepOne(const Types& t, const Step& step,
   float p = leaf.main[at.i];
   if (!*step.found_inf) {
     const Coefficients c = reinterpret_cast<const Coefficients*>(step.coefficients)[leaf.group];
+    const Terms terms = TermsOf(c, step.nesterov, Types::kMayBeCautious && step.cautious);
     float m = LoadOne(leaf.mu, t.mu, at.i), v = LoadOne(leaf.nu, t.nu, at.i);
-    p = p - AdamUpdate(c, TermsOf(c, step.flags), sum * *step.inv_scale, p, m, v);
+    p = p - AdamUpdate(c, terms, sum * *step.inv_scale, p, m, v);
     StoreOne(leaf.mu, t.mu, at.i, m);
     StoreOne(leaf.nu, t.nu, at.i, v);
     StoreOne(leaf.main, Dtype::kFloat32, at.i, p);
@@ -136,6 +140,8 @@ __device__ __noinline__ void StepOne(const Types& t, const Step& step,
 struct alignas(16) Row {
   Coefficients coefficients;
 };
+static_assert(sizeof(Row) == sizeof(Coefficients),
+              "pad Coefficients, and NAMES of coefficients.py");
 
 // One vector. Its gradients, summed, are returned in `sum`.
 template <int kPeers, PeerWork kWork, typename Types>
@@ -174,7 +180,7 @@ __device__ __forceinline__ void StepVector(const Types& t, const Step& step,
     Widen(packed_p, Dtype::kFloat32, p);
     Widen(packed_m, t.mu, m);
     Widen(packed_v, t.nu, v);
-    const Terms terms = TermsOf(c, step.flags);
+    const Terms terms = TermsOf(c, step.nesterov, Types::kMayBeCautious && step.cautious);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
       p[k] = p[k] - AdamUpdate(c, terms, sum[k] * inv_scale, p[k], m[k], v[k]);
@@ -261,8 +267,15 @@ __global__ void __launch_bounds__(kThreads)
 
 template <int kPeers, PeerWork kWork, typename Types>
 cudaError_t Launch(const PeerCall& call, const PeerArrays& arrays, cudaStream_t stream) {
-  const Step step{arrays.me,      call.flags,  call.dtypes,     call.coefficients,
-                  call.inv_scale, call.found_inf, call.norm_scale, call.tiles};
+  const Step step{arrays.me,
+                  (call.flags & kNesterov) != 0,
+                  (call.flags & kCautious) != 0,
+                  call.dtypes,
+                  call.coefficients,
+                  call.inv_scale,
+                  call.found_inf,
+                  call.norm_scale,
+                  call.tiles};
   std::vector<DeviceLeaf<kPeers>> leaves;
   for (size_t l = 0; l < call.leaves.size(); ++l) {
     const PeerLeaf& from = call.leaves[l];

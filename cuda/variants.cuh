@@ -3,7 +3,10 @@
 // A kernel is a template of `Types`: which mode it runs in, in which dtypes the five arrays are
 // stored, and how many gradients it adds. A variant of it is one such type:
 //
-//   FixedTypes<mode, dtypes...>  All is constant: conversions have no branches.
+//   FixedTypes<mode, dtypes...>  All is constant: conversions have no branches. Decay is not
+//   cautious:
+//                                at the limit of registers for their occupancy a test of it costs
+//                                up to 2 %, which calls without it would pay.
 //   AnyTypes<mode>               The mode alone is constant; the others are arguments of the
 //                                launch. In adam_cuda.cu that costs 5 % with float32 state and
 //                                30 % with bfloat16 state.
@@ -17,12 +20,14 @@
 #include <cuda_runtime_api.h>
 
 #include "adam.h"
+#include "adam_math.h"
 
 namespace jdistadam {
 
 template <Mode kMode_>
 struct AnyTypes {
   static constexpr Mode kMode = kMode_;
+  static constexpr bool kMayBeCautious = true;
   static constexpr int kMaxContributions = jdistadam::kMaxContributions;
   Dtype grad, param, mu, nu, out;
   int contributions;
@@ -44,6 +49,7 @@ template <Mode kMode_, Dtype kGrad, Dtype kParam, Dtype kMu, Dtype kNu, Dtype kO
 struct FixedTypes {
   static constexpr Mode kMode = kMode_;
   static constexpr Dtype grad = kGrad, param = kParam, mu = kMu, nu = kNu, out = kOut;
+  static constexpr bool kMayBeCautious = false;
   static constexpr int contributions = kContributions, kMaxContributions = kContributions;
 
   template <typename Step>
@@ -51,7 +57,8 @@ struct FixedTypes {
   static bool Fits(const AdamCall& call) {
     const Dtypes& t = call.dtypes;
     return call.mode == kMode && t.grad == grad && t.param == param && t.mu == mu && t.nu == nu &&
-           (kMode == Mode::kStep || t.out == out) && call.contributions == contributions;
+           (kMode == Mode::kStep || t.out == out) && call.contributions == contributions &&
+           (call.flags & kCautious) == 0;
   }
 };
 

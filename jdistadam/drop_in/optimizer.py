@@ -104,7 +104,7 @@ def fused_adamw(
         exact value, as ``main_params`` gives it. None: parameters are updated as they are.
       bias_correction: Whether to divide by :math:`c_1` and :math:`c_2`. If not, both are 1.
       cautious_weight_decay: Whether :math:`\lambda p` is left out wherever it has the opposite sign
-        of the rest of the update.
+        of the rest of the update. On GPUs it takes kernels that are not specialised for dtypes.
       rounding: "nearest", or "stochastic": moments of 16 and 8 bits, and by ``step`` parameters of
         16 bits without main parameters, are rounded up or down at random, so that their mean is the
         exact value. The random bits depend on the seed, the count, and the leaf's and the element's
@@ -177,7 +177,7 @@ def fused_adamw(
         eps_root=eps_root,
         mu_dtype=_mu_dtype(without_codes(mu_dtype)),
         weight_decay=weight_decay,
-        mask=mask,
+        mask=None if mask is None else _everywhere,
         nesterov=nesterov,
     )
     algorithm = make_algorithm(
@@ -280,9 +280,10 @@ def fused_adam(
         mu_dtype=_mu_dtype(without_codes(mu_dtype)),
         nesterov=nesterov,
     )
-    decays = [l2, *(given.get("weight_decay", 0.0) for given in (groups or {}).values())]
+    made = make_groups(hyper, None, param_labels, groups)
+    decays = [l2, *(group.weight_decay for group in made.used)]
     algorithm = make_algorithm(
-        make_groups(hyper, None, param_labels, groups),
+        made,
         hyper,
         like_optax,
         mu_dtype=mu_dtype,
@@ -294,6 +295,17 @@ def fused_adam(
         reads_params=any(isinstance(x, jax.Array) or x != 0 for x in decays),
     )
     return _fused(algorithm)
+
+
+def _everywhere(params: Params) -> Any:
+    """A mask for a state alone, which does not depend on it: frozen leaves are not there."""
+    return jax.tree.map(lambda _: True, params)
+
+
+def _no_update(param: Any, grad: Any) -> Any:
+    """Zeros placed as the parameter is, in the gradient's dtype as every update."""
+    dtype = getattr(grad, "dtype", jnp.result_type(grad))
+    return jnp.zeros_like(param, dtype=None if dtype == jax.dtypes.float0 else dtype)
 
 
 def _fused(algorithm: Algorithm) -> FusedTransformation:
@@ -318,8 +330,8 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
         rows = groups.row_of_leaves(whole)
         kept = whole
         if None in rows:
-            trees.check_same_structure(grads, whole, name="grads", like_name="params")
-            kept = params if mode == "step" else jax.tree.map(jnp.zeros_like, grads)
+            trees.check_same_shapes(grads, whole, name="grads", like_name="params")
+            kept = params if mode == "step" else jax.tree.map(_no_update, whole, grads)
             grads = without_frozen(rows, grads)
             params = None if params is None else without_frozen(rows, params)
         try:

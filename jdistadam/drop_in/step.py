@@ -120,7 +120,9 @@ def _at_own_counts(hyper: Hyperparameters, states: Sequence[Any]) -> Hyperparame
     They differ where a schedule was restarted and the moments were kept. A schedule of a group
     alone has no count in that state, and looks at the one of Adam.
     """
-    own = {"weight_decay": states[0], "learning_rate": states[-1]}
+    own = {"learning_rate": states[-1]}
+    if len(states) > 1:  # optax.adam has no state of decay
+        own["weight_decay"] = states[0]
     found: dict[str, Any] = {}
     for name, state in own.items():
         schedule, state = getattr(hyper, name), getattr(state, "inner_state", state)

@@ -8,10 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from jdistadam.core import trees
 from jdistadam.core.main_params import MainParams
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.drop_in.frozen import with_frozen, without_frozen
 from jdistadam.drop_in.low_precision import decoded
 from jdistadam.drop_in.main_params import MainParamsState
 from jdistadam.drop_in.transformation import FusedTransformation
@@ -75,8 +78,12 @@ def to_fused(
     numbers = _numbers(tx, like, theirs.step)
     names = list(name_map.their_name_by_path(theirs.leaves, rename, like).values())
     hyperparameters.compare(theirs, numbers, like, names, differences)
-    ours = to_trees(theirs, like, rename, transpose, [False] * len(names))
+    trees.check_dtypes(like, name="like", action="Pass our parameters, or their shapes.")
     opt_state = _host(tx.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)))
+    is_frozen = _is_frozen(opt_state, like)
+    ours = to_trees(theirs, like, rename, transpose, is_frozen)
+    rows = [None if frozen else 0 for frozen in is_frozen]
+    ours = ours._replace(mu=without_frozen(rows, ours.mu), nu=without_frozen(rows, ours.nu))
     kinds = [x for x in jax.tree.leaves(opt_state, is_leaf=_keeps_main) if _keeps_main(x)]
     check_kept(ours.params, like, keeps_main=bool(kinds))
     params = jax.tree.map(lambda x, y: x.astype(y.dtype, copy=False), ours.params, like)
@@ -125,8 +132,11 @@ def from_fused(
     """
     adam = adam_of(decoded(opt_state))
     step = int(adam.count)
-    ours = AdamTrees(*map(_host, (main_params(params, opt_state), adam.mu, adam.nu)))
-    leaves = to_leaves(ours, names, rename, transpose, [False] * len(jax.tree.leaves(params)))
+    is_frozen = _is_frozen(opt_state, params)
+    rows = [None if frozen else 0 for frozen in is_frozen]
+    mu, nu = (with_frozen(rows, moment, params) for moment in (adam.mu, adam.nu))
+    ours = AdamTrees(*map(_host, (main_params(params, opt_state), mu, nu)))
+    leaves = to_leaves(ours, names, rename, transpose, is_frozen)
     if groups is None:
         order = list(name_map.their_name_by_path(names, rename, params).values())
         groups = hyperparameters.groups_of(_numbers(tx, params, step), order, list(leaves))
@@ -146,6 +156,13 @@ def _numbers(tx: FusedTransformation, like: Params, step: int) -> list[Numbers |
     if tx.algorithm is None:
         return None
     return hyperparameters.numbers_of_leaves(tx.algorithm.groups, like, step)
+
+
+def _is_frozen(opt_state: OptState, like: Params) -> list[bool]:
+    """For each leaf of params, whether it has no moments."""
+    treedef: Any = jax.tree.structure(like)
+    moments = treedef.flatten_up_to(adam_of(decoded(opt_state)).mu)
+    return [isinstance(x, optax.MaskedNode) for x in moments]
 
 
 def _keeps_main(x: Any) -> bool:

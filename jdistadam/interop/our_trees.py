@@ -88,7 +88,7 @@ def _our_leaf(
             "has no moments in the other optimizer, which never stepped it",
             got=f"no state of {name!r}",
             expected="exp_avg and exp_avg_sq",
-            action="Freeze it here too, with groups of a distributed optimizer.",
+            action="Freeze it here too, with param_labels and groups.",
         )
     zeros = np.zeros(np.shape(leaf.param), np.float32)
     given = [leaf.param, *(zeros if x is None else x for x in (leaf.mu, leaf.nu))]

@@ -137,12 +137,75 @@ def test_frozen_leaves_have_no_state_and_the_rest_goes_round(tmp_path):
     np.testing.assert_allclose(members[1] - members[0], 0.5 * slope, rtol=1e-3)
 
 
-def test_gradients_of_another_structure_raise():
+def test_gradients_that_do_not_fit_raise():
+    """Also those of frozen leaves, which nothing reads."""
     tx, params = make({}), random_tree(0, F32)
     grads = dict(params)
     del grads["rows"]
     with pytest.raises(jda.TreeError, match=r"grads.*rows"):
         tx.step(grads, tx.init(params), params)
+    for method in (tx.step, tx.update):
+        with pytest.raises(jda.ShapeError, match=r"grads\['cold'\]: shape differs"):
+            method(params | {"cold": jnp.ones((2, 64, 80))}, tx.init(params), params)
+
+
+def test_updates_of_frozen_leaves_lie_where_the_params_do(cpu_mesh):
+    mesh = cpu_mesh(4)
+    place = lambda spec: jax.device_put(random_tree(0, F32), jax.NamedSharding(mesh, spec))  # noqa: E731
+    shapes = {"cold": LABELS["cold"], "rows": LABELS["rows"]}
+    pick = lambda tree: {name: tree[name] for name in shapes}  # noqa: E731
+    groups = {name: GROUPS[name] for name in ("body", "ice")}
+    tx = jda.fused_adamw(0.1, param_labels=shapes, groups=groups)
+    params = pick(place(jax.sharding.PartitionSpec()))
+    grads = jax.device_put(params, jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+    updates, _ = tx.update(grads, tx.init(params), params)
+    for name, x in optax.apply_updates(params, updates).items():
+        assert x.sharding.is_equivalent_to(params[name].sharding, x.ndim), name
+
+
+def test_functions_of_params_see_frozen_leaves_too():
+    mask = lambda params: {name: x.ndim > 1 for name, x in params.items()}  # noqa: E731
+    params = random_tree(0, F32)
+    by_tree = {name: x.ndim > 1 for name, x in params.items()}
+    steps = [
+        jda.fused_adamw(0.1, weight_decay=0.5, mask=x, param_labels=LABELS, groups=GROUPS)
+        for x in (mask, by_tree)
+    ]
+    got, want = (tx.step(params, tx.init(params), params)[0] for tx in steps)
+    assert_trees_same_bits(got, want)
+
+
+def test_schedules_of_a_group_look_at_the_count_of_adam():
+    """Where optax has no count of decay, whatever the learning rate is."""
+    groups = dict(
+        param_labels={"w": "a"}, groups={"a": dict(weight_decay=lambda count: 1.0 * count)}
+    )
+    params, found = {"w": jnp.ones(3)}, []
+    for rate in (0.1, lambda count: 0.1 + 0 * count):
+        tx = jda.fused_adam(rate, **groups)
+        state = tx.init(params)
+        state = (state[0]._replace(count=jnp.int32(10)), *state[1:])
+        found.append(tx.step(params, state, params)[0]["w"])
+    assert_same_bits(*found)
+
+
+def test_a_group_that_is_no_dict_raises():
+    for groups in ({"a": 3}, {"a": None}, 3):
+        with pytest.raises(jda.HyperparameterError, match="groups"):
+            jda.fused_adam(0.1, param_labels="a", groups=groups)
+
+
+def test_frozen_leaves_in_the_layout_of_torch_and_back():
+    tx, params = make({}), random_tree(0, F32)
+    params, state = tx.step(random_tree(1, F32), tx.init(params), params)
+    plain = jda.fused_adamw(0.1, param_labels=LABELS, groups=GROUPS | {"warm": {}})
+    params, state = plain.step(random_tree(1, F32), plain.init(params), params)
+    names = sorted(params)
+    theirs = jda.interop.from_fused(params, state, plain, names)
+    assert theirs.leaves["cold"].mu is None and theirs.leaves["rows"].mu is not None
+    again, state_again = jda.interop.to_fused(theirs, plain, params)
+    assert_trees_same_bits(again, jax.device_get(params))
+    assert_trees_same_bits(state_again, jax.device_get(state))
 
 
 def test_nothing_is_computed_for_frozen_leaves():
