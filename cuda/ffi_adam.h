@@ -191,6 +191,7 @@ inline ffi::Error CheckOffsets(const AdamAttributes& a, const ffi::Span<const in
 }
 
 inline ffi::Error CheckAttributes(const AdamAttributes& a, int64_t num_groups) {
+  if ((a.flags & ~kAllFlags) != 0) return Invalid("flags has unknown bits");
   if (a.mode < 0 || a.mode > 3) return Invalid("mode must be 0, 1, 2 or 3");
   if (a.contributions < 1 || a.contributions > kMaxContributions)
     return Invalid("contributions must be between 1 and " + std::to_string(kMaxContributions));

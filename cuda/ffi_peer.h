@@ -79,6 +79,7 @@ namespace jdistadam {
 inline ffi::Error CheckPeerAttributes(const PeerAttributes& a) {
   const size_t count = a.sizes.size(), n = a.devices.size();
   if (n < 1 || n > kMaxPeers) return Invalid("devices: 1 to 8 can meet");
+  if ((a.flags & ~kAllFlags) != 0) return Invalid("flags has unknown bits");
   if (a.limit_seconds < 1 || a.limit_seconds > kMaxLimitSeconds)
     return Invalid("limit_seconds must be positive, and at most a week");
   for (size_t i = 0; i < n; ++i) {

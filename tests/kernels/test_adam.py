@@ -441,6 +441,8 @@ GOOD_ATTRIBUTES = dict(
     ("change", "message"),
     [
         (dict(mode=np.int32(7)), "mode must be 0, 1, 2 or 3"),
+        (dict(flags=np.int32(4)), "flags has unknown bits"),
+        (dict(flags=np.int32(-1)), "flags has unknown bits"),
         (dict(mode=np.int32(3)), "too few arrays"),
         (dict(contributions=np.int32(0)), "contributions must be"),
         (dict(contributions=np.int32(2)), "has 8 elements, expected"),
