@@ -133,7 +133,7 @@ def make_algorithm(
             b1=used.b1,
             b2=used.b2,
         )
-        nu = check_nu_dtype("nu_dtype", nu_dtype, used.b2, is_random=low.is_random)
+        nu = check_nu_dtype(nu_dtype, used.b2, is_random=low.is_random)
     if main_params_dtype is not UNSET:
         MainParams.parse(main_params_dtype)
     return Algorithm(

@@ -108,39 +108,35 @@ def parse(
     rounding: Any,
     seed: Any,
     float32_moments: Any,
-    b1: Any = None,
-    b2: Any = None,
-    prefix: str = "",
+    b1: Any,
+    b2: Any,
 ) -> LowPrecision:
-    """Checks arguments of an optimizer; raises PolicyError where they do not fit each other.
-
-    ``b1``, ``b2``: None where they are not known yet. ``prefix``: of names in errors.
-    """
+    """Checks arguments of an optimizer; raises PolicyError where they do not fit each other."""
     if rounding not in ROUNDINGS:
         raise PolicyError(
-            f"{prefix}rounding",
+            "rounding",
             "unknown",
             got=shown(rounding),
             expected=" or ".join(map(repr, ROUNDINGS)),
             action='Use "nearest" unless moments or parameters have 16 bits or less.',
         )
     mu, nu, is_random = named_format(mu_dtype), named_format(nu_dtype), rounding == "stochastic"
-    _check_seed(f"{prefix}seed", seed, is_random)
+    _check_seed("seed", seed, is_random)
     low = LowPrecision(mu, nu, is_random, int(seed or 0), float32_moments)
     if float32_moments is not None and not (callable(float32_moments) and low.is_coding):
         raise PolicyError(
-            f"{prefix}float32_moments",
+            "float32_moments",
             "has no effect" if callable(float32_moments) else "not a function of a path",
             got=shown(float32_moments),
             expected=f"a function of a path, beside mu_dtype or nu_dtype {NAMES}",
             action="Leave it out; for optax.inject_hyperparams name it in static_args.",
         )
     if is_random and mu is not None and (nu is None or nu.bits > mu.bits):
-        _raise_unlike(prefix, mu, nu_dtype)
-    if not is_random and b2 is not None:
-        _check_decays(prefix, low, b1, b2)
+        _raise_unlike(mu, nu_dtype)
+    if not is_random:
+        _check_decays(low, b1, b2)
         if mu is None:
-            _warn_of_decay(f"{prefix}mu_dtype", mu_dtype, b1)
+            _warn_of_decay(mu_dtype, b1)
     return low
 
 
@@ -165,7 +161,7 @@ def _check_seed(name: str, seed: Any, is_random: bool) -> None:
         )
 
 
-def _raise_unlike(prefix: str, mu: BlockFormat, nu_dtype: Any) -> None:
+def _raise_unlike(mu: BlockFormat, nu_dtype: Any) -> None:
     """Raises where a second moment may be much smaller than what a first one is rounded up to.
 
     A unit of mu's codes is 2^-17 or 2^-40 of its block's largest element. At random a smaller first
@@ -174,7 +170,7 @@ def _raise_unlike(prefix: str, mu: BlockFormat, nu_dtype: Any) -> None:
     """
     fitting = [f'"{x.name}"' for x in FORMATS if x.bits <= mu.bits]
     raise PolicyError(
-        f"{prefix}mu_dtype",
+        "mu_dtype",
         "a first moment rounded at random to codes needs a second one no finer than they",
         got=f'"{mu.name}" with nu_dtype={shown(nu_dtype)} and rounding="stochastic"',
         expected=f"nu_dtype {' or '.join(fitting)}: else steps would have no bound where gradients "
@@ -183,17 +179,17 @@ def _raise_unlike(prefix: str, mu: BlockFormat, nu_dtype: Any) -> None:
     )
 
 
-def _check_decays(prefix: str, low: LowPrecision, b1: Any, b2: Any) -> None:
+def _check_decays(low: LowPrecision, b1: Any, b2: Any) -> None:
     """Raises where moments in codes, rounded to nearest, would not follow their gradients."""
     if low.nu is not None:
-        _check_decay(f"{prefix}nu_dtype", "second", low.nu, "b2", b2)
+        _check_decay("nu_dtype", "second", low.nu, "b2", b2)
     if low.mu is not None:
-        _check_decay(f"{prefix}mu_dtype", "first", low.mu, "b1", b1)
+        _check_decay("mu_dtype", "first", low.mu, "b1", b1)
     squared, is_known = growth(low.mu, low.nu), _is_number(b1) and _is_number(b2)
     if not low.is_coding or not is_known or squared * b1**2 < b2:
         return
     raise PolicyError(
-        f"{prefix}{'nu_dtype' if low.mu is None else 'mu_dtype'}",
+        "nu_dtype" if low.mu is None else "mu_dtype",
         "rounded to nearest, a first moment may outlast the second one at these rates",
         got=f'rounding="nearest" with b1={shown(b1)} and b2={shown(b2)}',
         expected=f'rounding="stochastic", or {squared:.4f} b1^2 < b2',
@@ -221,7 +217,7 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, int | float | np.number)
 
 
-def _warn_of_decay(name: str, mu_dtype: Any, b1: Any) -> None:
+def _warn_of_decay(mu_dtype: Any, b1: Any) -> None:
     """Warns where a first moment in 16 bits, rounded to nearest, does not follow its gradients."""
     dtype = jnp.dtype(jnp.float32 if mu_dtype is None else mu_dtype)
     if dtype.itemsize != 2:
@@ -231,7 +227,7 @@ def _warn_of_decay(name: str, mu_dtype: Any, b1: Any) -> None:
         return
     where = "below 6e-5" if is_float16 else f"with b1 above {largest}"
     warn_caller(
-        f"{name}: a first moment in {dtype}, rounded to nearest, does not decay as it should "
+        f"mu_dtype: a first moment in {dtype}, rounded to nearest, does not decay as it should "
         f"{where}, as with optax, and moves parameters that have no gradients: set "
         'rounding="stochastic", or leave it at float32.'
     )

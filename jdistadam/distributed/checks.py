@@ -325,7 +325,7 @@ def _check_flat_arrays(config: DistributedConfig, layout: Layout, state: Any) ->
         if is_coded != isinstance(got, FlatCodes) or (is_coded and _kind(got) != _kind(wanted)):
             raise DtypeError(
                 f"opt_state.{name}",
-                "is not stored as the policy says",
+                "is not stored as the optimizer says",
                 got=_kind(got),
                 expected=_kind(wanted),
                 action="Make the state with init(params) of this optimizer, or convert it.",
@@ -359,10 +359,10 @@ def _check_flat_array(name: str, got: Any, wanted: Any) -> None:
         is_chosen = name in ("main_params", "mu", "nu")  # else no option of the policy says it
         raise DtypeError(
             f"opt_state.{name}",
-            "dtype differs from the policy",
+            "dtype differs from the optimizer's",
             got=got.dtype,
             expected=wanted.dtype,
-            action=f"Cast it, or set {name}_dtype in the policy."
+            action=f"Cast it, or set {name}_dtype of the optimizer."
             if is_chosen
             else "Make the state with init(params) of this optimizer.",
         )

@@ -557,7 +557,7 @@ def test_states_of_another_policy_raise():
         with pytest.raises(jda.JDistAdamError, match=r"(another |opt_state\.)(mu|key|layout)"):
             jda.train_step(loss, other)(state, batch)
     eight, sixteen = txs[1:3]
-    message = r"opt_state\.mu: is not stored as the policy says: got block8, expected block16"
+    message = r"opt_state\.mu: is not stored as the optimizer says: got block8, expected block16"
     with pytest.raises(jda.DtypeError, match=message):
         jda.train_step(loss, sixteen)(jda.TrainState.create(params, eight), batch)
 
