@@ -3,10 +3,9 @@
 // A kernel is a template of `Types`: which mode it runs in, in which dtypes the five arrays are
 // stored, and how many gradients it adds. A variant of it is one such type:
 //
-//   FixedTypes<mode, dtypes...>  All is constant: conversions have no branches. Decay is not
-//   cautious:
-//                                at the limit of registers for their occupancy a test of it costs
-//                                up to 2 %, which calls without it would pay.
+//   FixedTypes<mode, dtypes...>  All is constant: conversions have no branches, and weight decay is
+//                                not cautious. These kernels are at the limit of registers for
+//                                their occupancy, where a test for it costs every call up to 2 %.
 //   AnyTypes<mode>               The mode alone is constant; the others are arguments of the
 //                                launch. In adam_cuda.cu that costs 5 % with float32 state and
 //                                30 % with bfloat16 state.

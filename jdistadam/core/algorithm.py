@@ -10,9 +10,8 @@ import optax
 
 from jdistadam.core.groups import Groups
 from jdistadam.core.hyperparameters import Hyperparameters
-from jdistadam.core.low_precision import LowPrecision, parse, without_codes
+from jdistadam.core.low_precision import LowPrecision, check_nu_dtype, parse, without_codes
 from jdistadam.core.main_params import UNSET, MainParams
-from jdistadam.core.precision import check_nu_dtype
 from jdistadam.errors import PolicyError
 
 

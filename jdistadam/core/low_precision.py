@@ -11,7 +11,15 @@ import numpy as np
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import shown, warn_caller
-from jdistadam.core.moments import FORMATS, SMALLEST_CODED, BlockFormat, growth, largest_decay
+from jdistadam.core.dtypes import float_dtype
+from jdistadam.core.moments import (
+    BLOCK16,
+    FORMATS,
+    SMALLEST_CODED,
+    BlockFormat,
+    growth,
+    largest_decay,
+)
 from jdistadam.errors import PolicyError, TreeError
 
 ROUNDINGS = ("nearest", "stochastic")
@@ -231,6 +239,36 @@ def _warn_of_decay(mu_dtype: Any, b1: Any) -> None:
         f"{where}, as with optax, and moves parameters that have no gradients: set "
         'rounding="stochastic", or leave it at float32.'
     )
+
+
+def check_nu_dtype(value: Any, b2: Any, *, is_random: bool) -> jnp.dtype:
+    """Returns the dtype of the second moment, or raises PolicyError where it cannot work.
+
+    ``largest_decay`` says which b2 bfloat16 takes, rounded to nearest. float16 has no number
+    between 0 and 6e-8, the square of 2.4e-4: smaller gradients would count as zero.
+    """
+    given = jnp.float32 if value is None else without_codes(value)
+    dtype = float_dtype("nu_dtype", given, also=MOMENT_NAMES)
+    if dtype.name == "float16":
+        raise PolicyError(
+            "nu_dtype",
+            "a second moment in float16 loses squares below 6e-8",
+            got=dtype.name,
+            expected=", ".join(("float32", "bfloat16", *MOMENT_NAMES)),
+            action="Leave nu_dtype at float32.",
+        )
+    is_known = _is_number(b2)
+    largest = largest_decay(jnp.finfo(dtype).nmant)
+    if dtype.name == "bfloat16" and not is_random and is_known and b2 > largest:
+        raise PolicyError(
+            "nu_dtype",
+            "a second moment in bfloat16, rounded to nearest, cannot decay at this b2",
+            got=f"{dtype} with b2={b2}",
+            expected=f'b2 <= {largest}, "block16" with b2 <= '
+            f"{largest_decay(BLOCK16.mantissa)}, or float32",
+            action='Leave nu_dtype at float32, or set rounding="stochastic".',
+        )
+    return dtype
 
 
 def named_format(dtype: Any) -> BlockFormat | None:

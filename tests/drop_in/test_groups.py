@@ -25,6 +25,7 @@ SHAPES = {"cold": (64, 80), "rows": (48, 400), "columns": (5, 1200), "small": (7
 EIGHT = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic", seed=2**35 + 5)
 KINDS = {
     "float32": (F32, {}),
+    "without bias correction": (F32, dict(bias_correction=False)),
     "float32 main": (BF16, dict(main_params_dtype=F32)),
     "remainders": (BF16, dict(main_params_dtype="remainder16")),
     "block8": (BF16, dict(main_params_dtype="remainder16", **EIGHT)),
