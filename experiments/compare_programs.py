@@ -122,12 +122,18 @@ def stacked_params(dtype):
     return {"layers": jax.tree.map(stack, params_of(dtype)["layer0"])}
 
 
+def bound(tx, params):
+    """The optimizer for these params alone; of revisions before ``bind`` as it is."""
+    return tx.bind(params) if hasattr(tx, "bind") else tx
+
+
 def own_program(mesh, strategy, dtype, policy):
     """A step in the user's own shard_map."""
     tx = jda.distributed_fused_adamw(
         1e-3, mesh=mesh, sharding_strategy=strategy, policy=jda.MixedPrecisionPolicy(**policy)
     )
     params = params_of(dtype)
+    tx = bound(tx, params)
     specs = tx.param_specs(params), tx.state_specs()
 
     def local_step(params, state, batch):
@@ -150,6 +156,7 @@ def init_program(mesh, strategy, dtype, policy):
         1e-3, mesh=mesh, sharding_strategy=strategy, policy=jda.MixedPrecisionPolicy(**policy)
     )
     params = params_of(dtype)
+    tx = bound(tx, params)
     specs = tx.param_specs(params)
     init = jax.shard_map(
         tx.init, mesh=mesh, in_specs=(specs,), out_specs=tx.state_specs(), check_vma=False

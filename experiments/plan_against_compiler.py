@@ -95,6 +95,7 @@ def step_alone(tx, state, compiler_options=None):
 
     And the shapes of these three, for which it was made.
     """
+    tx = tx.bind(state.params)
     spec, specs = tx.config.parallel.batch_spec, (tx.param_specs(state.params), tx.state_specs())
     whole = jax.tree.map(lambda x: (x.shape, x.dtype), state.params)
     grads = jax.tree.map(lambda x: spread(tx, *x), whole, is_leaf=lambda x: type(x) is tuple)

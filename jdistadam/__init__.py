@@ -26,6 +26,7 @@ from jdistadam.distributed.optimizer import (
     distributed_fused_adam,
     distributed_fused_adamw,
 )
+from jdistadam.distributed.shard import Shard
 from jdistadam.distributed.state import DistributedState, scale_loss
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.jit_step import jit_step
@@ -100,6 +101,7 @@ __all__ = [  # noqa: RUF022 - by task
     # The pieces of it, inside of jax.shard_map.
     "local_params",
     "gather_params",
+    "Shard",
     "remat_policy",
     "scale_loss",
     "AccumulatedGrads",

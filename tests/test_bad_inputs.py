@@ -194,7 +194,7 @@ def policy(**dtypes):
 NOT_DISTRIBUTED = r"^tx: not a distributed optimizer: got {}, expected DistributedTransformation\. Make it with distributed\(fused_adamw\(\.\.\.\), mesh=mesh\)"
 NOT_INSIDE = r"^{}: called outside of jax\.shard_map: got no manual axis 'data', expected axes 'data'\. Use train_step or eval_step, or"
 NOT_A_TRAIN_STATE = r"^state: not a train state: got {}, expected jdistadam\.TrainState\. Make it with TrainState\.create"
-NO_DISTRIBUTED_STATE = r"^opt_state: not the state of a distributed optimizer: got {} with 0 DistributedState in it, expected a DistributedState, or .*\. Pass what init"
+NO_DISTRIBUTED_STATE = r"^opt_state: not the state of a distributed optimizer: got {} with 0 DistributedState in it, expected a DistributedState, or .*\. Call step\(grads, opt_state, params\) with what init"
 DONATED = r"^state: its arrays were donated to an earlier step, and are gone: .* expected the state that this step returned\. Write state, metrics = step"
 A_STATE = r"^{}: a state, not parameters: got {}, expected a tree of parameters\. Call {}\("
 RETURNED = r"^loss_fn: returned something else than asked for: got {}, expected {}\. A second value .*has_aux=True.*weighted=True.*model_state must be given to TrainState\.create"
@@ -612,8 +612,8 @@ ERRORS = [
     ("update without params", lambda: tx().update(GRADS, state().opt_state), ValueError, NO_PARAMS),
     ("a step without params", lambda: inside(lambda p, s: tx().step(p, s, None)), ValueError, NO_PARAMS),
     ("a step without gradients", lambda: inside(lambda p, s: tx().step(None, s, p)), jda.TreeError, r"^grads\['b'\]: missing, params has it: got 0 leaves"),
-    ("step(grads, params, opt_state)", lambda: inside(lambda p, s: tx().step(p, p, s)), jda.TreeError, r"^opt_state: not the state of this optimizer: got dict, expected DistributedState\. Call step\(grads, opt_state, params\)"),
-    ("step(opt_state, grads, params)", lambda: inside(lambda p, s: tx().step(s, p, p)), jda.TreeError, r"^opt_state: not the state of this optimizer: got dict"),
+    ("step(grads, params, opt_state)", lambda: inside(lambda p, s: tx().step(p, p, s)), jda.TreeError, NO_DISTRIBUTED_STATE.format("dict")),
+    ("step(opt_state, grads, params)", lambda: inside(lambda p, s: tx().step(s, p, p)), jda.TreeError, NO_DISTRIBUTED_STATE.format("dict")),
     ("step with a train state", lambda: inside(lambda p, s: tx().step(p, jda.TrainState(p, s), p)), jda.TreeError, r"^opt_state: not the state of this optimizer: got TrainState"),
     ("complex gradients in a distributed step", lambda: inside(lambda p, s: tx().step(jax.tree.map(lambda x: x + 0j, p), s, p)), jda.DtypeError, r"^grads\['b'\]: dtype cannot be used: got complex64, .*\. Cast the gradients"),
     ("whole numbers as gradients in a distributed step", lambda: inside(lambda p, s: tx().step(jax.tree.map(jnp.int32, p), s, p)), jda.DtypeError, r"^grads\['b'\]: dtype cannot be used: got int32, .*\. Cast the gradients"),
@@ -621,6 +621,11 @@ ERRORS = [
     ("a transposed gradient in a distributed step", lambda: inside(lambda p, s: tx().step(p | {"w": p["w"].T}, s, p)), jda.ShapeError, r"^grads\['w'\]: shape differs from params: got \(3, 4\), expected \(4, 3\)"),
     ("init_grads outside of shard_map", lambda: tx().init_grads(PARAMS), jda.MeshError, NOT_INSIDE.format("init_grads")),
     ("init_grads of whole numbers", lambda: inside(lambda p, s: tx().init_grads({"n": jnp.ones(3, jnp.int32)})), jda.DtypeError, r"^params\['n'\]: dtype cannot be used: got int32"),
+    ("bind to whole numbers", lambda: tx().bind({"n": jnp.ones(3, jnp.int32)}), jda.DtypeError, r"^params\['n'\]: dtype cannot be used: got int32"),
+    ("a step with other params than those of bind", lambda: inside(lambda p, s: tx().bind({"w": PARAMS["w"]}).step(p, s, p)), jda.TreeError, r"^params\['b'\]: unexpected, the params of bind does not have it"),
+    ("a step with params of another shape than those of bind", lambda: inside(lambda p, s: tx().bind(PARAMS | {"w": jnp.ones((4, 5))}).step(p, s, p)), jda.MeshError, r"^params\['w'\]: not that of bind: got \(4, 3\), expected \(4, 5\) on each device"),
+    ("a step with params of another dtype than those of bind", lambda: inside(lambda p, s: tx().bind(jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)).step(p, s, p)), jda.DtypeError, r"^params\['b'\]: not that of bind: got float32, expected bfloat16"),
+    ("init of other params than those of bind", lambda: tx().bind(PARAMS).init({"w": PARAMS["w"]}), jda.TreeError, r"^params\['b'\]: missing, the params of bind has it"),
     ("accumulate outside of shard_map", lambda: tx().accumulate(None, GRADS), jda.MeshError, NOT_INSIDE.format("accumulate")),
     ("accumulate onto gradients", lambda: inside(lambda p, s: tx().accumulate(p, p)), jda.TreeError, r"^acc: not a sum of gradients: got dict, expected what init_grads or accumulate returned\. Begin with tx\.init_grads"),
     ("accumulate onto nothing", lambda: inside(lambda p, s: tx().accumulate(None, p)), jda.TreeError, r"^acc: not a sum of gradients: got NoneType"),
@@ -642,7 +647,8 @@ ERRORS = [
     ("local_params(tx, params)", lambda: jda.local_params(tx(), PARAMS), jda.PolicyError, NOT_DISTRIBUTED.format("dict")),
     ("gather_params outside of shard_map", lambda: jda.gather_params(PARAMS, tx()), jda.MeshError, NOT_INSIDE.format("gather_params")),
     ("gather_params(tx, params)", lambda: jda.gather_params(tx(), PARAMS), jda.PolicyError, NOT_DISTRIBUTED.format("dict")),
-    ("gather_params that no init saw", lambda: inside(lambda p, s: jda.gather_params(p, make_tx(sharding_strategy="optim_grads_params"))), jda.MeshError, r"^params: shards of these shapes belong to no known params, or to several: got 0 params with such shards, .*\. Call tx\.init\(params\)"),
+    *((f"{name} of shards without bind", lambda call=call: inside(lambda p, s: call(make_tx(sharding_strategy="optim_grads_params"), p, s)), jda.MeshError, rf"^{name}: called inside of jax\.shard_map with shards of params that are not known: got an optimizer that was not bound .*, expected opt = tx\.bind\(params\)")
+      for name, call in {"local_params": lambda tx, p, s: jda.local_params(p, tx), "init": lambda tx, p, s: tx.init(p), "step": lambda tx, p, s: tx.step(p, s, p), "init_grads": lambda tx, p, s: tx.init_grads(p), "grad_norm": lambda tx, p, s: tx.grad_norm(p, s)}.items()),
     ("scale_loss without a distributed state", lambda: jda.scale_loss(jnp.float32(1), optax_state()), jda.TreeError, NO_DISTRIBUTED_STATE.format("tuple")),
     ("scale_loss(loss, tx)", lambda: jda.scale_loss(jnp.float32(1), tx()), jda.TreeError, NO_DISTRIBUTED_STATE.format("DistributedTransformation")),
     ("scale_loss(opt_state, loss)", lambda: jda.scale_loss(state().opt_state, jnp.float32(1)), jda.TreeError, NO_DISTRIBUTED_STATE.format("ArrayImpl")),

@@ -65,9 +65,9 @@ def lost_micro_batch(monkeypatch):
     """Each sum over micro-batches begins anew."""
     accumulate_local = model_axes.accumulate_local
 
-    def begun_anew(config, seen, acc, *args, **kwargs):
+    def begun_anew(config, acc, *args, **kwargs):
         zero = dataclasses.replace(acc, sums=jax.tree.map(jnp.zeros_like, acc.sums))
-        return accumulate_local(config, seen, zero, *args, **kwargs)
+        return accumulate_local(config, zero, *args, **kwargs)
 
     monkeypatch.setattr(model_axes, "accumulate_local", begun_anew)
 

@@ -140,7 +140,7 @@ def _params(params: Any, mesh: Mesh, adam: Any, tx: Any) -> Iterator[Group]:
     named = list(parts.with_keys("params", params))
     sent = [None] * len(named)
     if is_distributed_state(adam):
-        schedule = tx.seen.schedule_of_whole(tx.config.tensor_local(params))
+        schedule = tx.config.schedule(tx.config.tensor_local(params))
         sent = [dtype and dtype.name for dtype in sent_dtypes(schedule)]
     for (name, x, keys), dtype in zip(named, sent, strict=True):
         yield _whole(name, x, mesh, keys=keys, sent=dtype)

@@ -51,7 +51,7 @@ class RestoredFlat(Restored):
         super().__init__(reader, wanted, fields, tx.config.mesh)
         self._tx, self._config, params = tx, tx.config, fields["params"]
         self._layout = tx.layout(params)
-        schedule = tx.seen.schedule_of_whole(tx.config.tensor_local(params))
+        schedule = tx.config.schedule(tx.config.tensor_local(params))
         self._sent = sent_dtypes(schedule)
         is_spec = lambda x: isinstance(x, P)  # noqa: E731
         self._specs = jax.tree.leaves(tx.config.tensor_specs(params), is_leaf=is_spec)

@@ -21,6 +21,8 @@ from jdistadam.core import trees
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.distributed import model_axes
 from jdistadam.distributed.accumulate import AccumulatedGrads
+from jdistadam.distributed.schedule import Schedule
+from jdistadam.distributed.shard import in_form_of, is_shard, leaves_of, plain
 from jdistadam.distributed.state import StepResult
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.main_params import MainParamsState
@@ -69,13 +71,11 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
         distributed = _DistributedChain(tuple(before), last)
         distributed.check_before_params_are_known()
         return DistributedTransformation.make(
-            init=distributed.init,
-            local_step=distributed.local_step,
-            norm=distributed.norm,
-            seen=last.seen,
-            config=last.config,
-            specs=distributed.state_specs(),
+            distributed,
+            last.config,
+            distributed.state_specs(),
             changes_grads=bool(before) or last.changes_grads,
+            bound=last.bound,
         )
     chained = _Chain(tuple(before), last)
     return FusedTransformation(chained.init, chained.update, chained.step)
@@ -126,29 +126,34 @@ class _DistributedChain:
     before: tuple[optax.GradientTransformation, ...]
     last: DistributedTransformation
 
-    def init(self, params: Params) -> OptState:
-        self.check_before(self._unsharded(params))
-        return tuple(tx.init(params) for tx in (*self.before, self.last))
+    def init(self, schedule: Schedule, params: Params) -> OptState:
+        """Makes the states of all."""
+        self.check_before(self._unsharded(schedule, params))
+        before = (tx.init(params) for tx in self.before)
+        return (*before, self.last.functions.init(schedule, params))
 
     def local_step(
         self,
+        schedule: Schedule,
         grads: Grads,
         state: OptState,
         params: Params,
         **extra_args: Any,
     ) -> StepResult:
-        unsharded = self._unsharded(params)
+        """Changes the gradients, and takes the optimizer's step."""
+        unsharded = self._unsharded(schedule, params)
         self.check_before(unsharded)
         self._check_shards_of(grads, unsharded)
         grads, states = self._update_before(grads, state, _arrays(unsharded), extra_args)
-        result = self.last.local_step(grads, state[-1], params, **extra_args)
+        result = self.last.functions.local_step(schedule, grads, state[-1], params, **extra_args)
         # Where the optimizer skips a step, schedules before it do not advance either.
         states = trees.keep_if(result.is_skipped, state[:-1], states)
         return result._replace(opt_state=(*states, result.opt_state))
 
-    def norm(self, grads: Grads, state: OptState) -> jax.Array:
+    def norm(self, schedule: Schedule, grads: Grads, state: OptState) -> jax.Array:
+        """The norm of the gradients that the optimizer gets."""
         grads, _ = self._update_before(grads, state, None, {})
-        return self.last.grad_norm(grads, state[-1])
+        return self.last.functions.norm(schedule, grads, state[-1])
 
     def state_specs(self) -> Any:
         """The PartitionSpecs of the state: everything before the optimizer is replicated."""
@@ -170,11 +175,10 @@ class _DistributedChain:
 
     def _check_shards_of(self, grads: Grads, unsharded: Params) -> None:
         """Raises PolicyError where a transformation would mix the elements of one shard alone."""
-        pairs = [*zip(jax.tree.leaves(grads), jax.tree.leaves(unsharded), strict=False)]
-        if isinstance(grads, AccumulatedGrads) or all(jnp.shape(g) == p.shape for g, p in pairs):
+        if isinstance(grads, AccumulatedGrads) or not any(map(is_shard, leaves_of(grads))):
             return
-        treedef: Any = jax.tree.structure(unsharded)
-        shards = treedef.unflatten([jax.ShapeDtypeStruct(jnp.shape(g), p.dtype) for g, p in pairs])
+        like = lambda g, p: jax.ShapeDtypeStruct(jnp.shape(g), p.dtype)  # noqa: E731
+        shards = jax.tree.map(like, plain(grads), unsharded)
         for i, tx in enumerate(self.before):
             if not is_elementwise(tx, unsharded):
                 raise self._sees_shards(i, "summed gradients, and it is not elementwise")
@@ -191,8 +195,8 @@ class _DistributedChain:
             action="Change the strategy, or leave this transformation out.",
         )
 
-    def _unsharded(self, params: Params) -> Params:
-        return model_axes.unsharded(self.last.config, self.last.seen, params)
+    def _unsharded(self, schedule: Schedule, params: Params) -> Params:
+        return model_axes.unsharded(self.last.config, schedule, params)
 
     def check_before_params_are_known(self) -> None:
         """Raises what ``check_before`` does, if example params are enough to find it.
@@ -226,8 +230,9 @@ class _DistributedChain:
         _check_state(self.before, state)
         given = grads.sums if is_accumulated else grads
         updated, states = _update_in_turn(
-            self.before, given, state[:-1], params, extra_args=extra_args
+            self.before, plain(given), state[:-1], params, extra_args=extra_args
         )
+        updated = in_form_of(given, updated)
         return dataclasses.replace(grads, sums=updated) if is_accumulated else updated, states
 
 

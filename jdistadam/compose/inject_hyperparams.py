@@ -103,21 +103,22 @@ def inject_hyperparams(
         names = _hyperparam_names(signature, given, static)
 
         def inject(
-            function_of: Callable[[Any], Any], wrap: Callable[[Any], Any] = lambda tx: tx
+            functions_of: Callable[[Any], Any], wrap: Callable[[Any], Any] = lambda tx: tx
         ) -> optax.GradientTransformationExtraArgs:
-            """Has optax, which knows of ``update`` alone, inject into a function of wrap(tx)."""
+            """Has optax inject into two functions of wrap(tx): for it, init and update."""
 
             @functools.wraps(factory)
             def with_update(**kwargs: Any) -> optax.GradientTransformationExtraArgs:
                 tx = wrap(factory(**kwargs))
-                return optax.GradientTransformationExtraArgs(tx.init, function_of(tx))
+                return optax.GradientTransformationExtraArgs(*functions_of(tx))
 
             injected = optax.inject_hyperparams(with_update, static, hyperparam_dtype)(**given)
             return injected._replace(update=_checked(injected.update, names))
 
         if isinstance(first, DistributedTransformation):
             return inject_distributed(first, inject)
-        updating, stepping = inject(lambda tx: tx.update), inject(lambda tx: tx.step)
+        updating = inject(lambda tx: (tx.init, tx.update))
+        stepping = inject(lambda tx: (tx.init, tx.step))
         tx = FusedTransformation(stepping.init, updating.update, stepping.update)
         if first.algorithm is not None:  # of a chain each part is distributed by itself
             tx.distributed_by = lambda distributed: inject_distributed(

@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import collectives, trees, varying
-from jdistadam.core.types import Grads, Params
+from jdistadam.core.types import Grads
 from jdistadam.distributed import packing, transport
-from jdistadam.distributed.checks import check_grads, check_inside, refuse_weights_of_sums
+from jdistadam.distributed.checks import check_grads, check_inside
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.schedule import Schedule
-from jdistadam.distributed.seen_params import SeenParams
-from jdistadam.errors import ShapeError, TreeError
+from jdistadam.distributed.shard import is_shard, leaves_of, refuse_sums
+from jdistadam.errors import TreeError
 
 
 @functools.partial(
@@ -49,33 +48,28 @@ class AccumulatedGrads:
         return treedef.unflatten(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves)
 
 
-def likeness(layout: Layout, treedef: Any) -> Any:
+def likeness(schedule: Schedule) -> Any:
     """Returns structure, shapes and dtypes of params: what ``AccumulatedGrads.like`` holds."""
-    return treedef, tuple((leaf.shape, jnp.dtype(leaf.dtype).name) for leaf in layout.leaves)
+    leaves = schedule.layout.leaves
+    return schedule.treedef, tuple((leaf.shape, jnp.dtype(leaf.dtype).name) for leaf in leaves)
 
 
-def init_grads_local(
-    config: DistributedConfig, seen: SeenParams, params: Params
-) -> AccumulatedGrads:
+def init_grads_local(config: DistributedConfig, schedule: Schedule) -> AccumulatedGrads:
     """A sum of no gradients."""
     check_inside(config.parallel, "init_grads")
-    trees.check_dtypes(params, name="params")
-    layout = seen.schedule(params).layout
-    treedef: Any = jax.tree.structure(params)
-    dtype = config.policy.main_grads_dtype
+    layout, dtype = schedule.layout, config.policy.main_grads_dtype
     sums: Any
     if config.parallel.shards_grads:
         sums = [jnp.zeros(bucket.inner_shape, dtype) for bucket in layout.buckets]
     else:
-        sums = treedef.unflatten(jnp.zeros(leaf.shape, dtype) for leaf in layout.leaves)
-    zeros = AccumulatedGrads(sums, jnp.zeros((), jnp.float32), likeness(layout, treedef))
+        sums = schedule.treedef.unflatten(jnp.zeros(leaf.shape, dtype) for leaf in layout.leaves)
+    zeros = AccumulatedGrads(sums, jnp.zeros((), jnp.float32), likeness(schedule))
     axes = config.parallel.data_axes
     return jax.tree.map(lambda x: varying.to_varying(x, axes), zeros)
 
 
 def accumulate_local(
     config: DistributedConfig,
-    seen: SeenParams,
     acc: AccumulatedGrads,
     grads: Grads,
     weight: Any,
@@ -84,30 +78,37 @@ def accumulate_local(
 ) -> AccumulatedGrads:
     """Adds one micro-batch's gradients, in main_grads_dtype.
 
-    With ``is_weighted_in_gather``, those of stacked leaves were multiplied by the weight before
+    With ``is_weighted_in_gather``, shards of them were multiplied by the weight before
     ``gather_params`` summed them.
     """
     check_inside(config.parallel, "accumulate")
     _check_sum(acc)
-    schedule = seen.schedule_of_whole(acc.like_params())
-    check_grads(
-        config,
-        schedule.layout,
-        grads,
-        whole=acc.like_params(),
-        marker=acc.weight,
-        like_name="accumulated grads",
-    )
+    schedule = config.schedule(acc.like_params())
     if not config.parallel.shards_grads:
-        _refuse_shards(grads, acc.like_params())
+        refuse_sums(
+            grads,
+            ", beside sums of this device's own gradients",
+            "With reshard_after_forward=False differentiate by what gather_params(local_params("
+            "params, opt), opt) returns.",
+        )
+    check_grads(config, schedule, grads, marker=acc.weight, like_name="accumulated grads")
     trees.check_scalar("weight", 1 if weight is None else weight)
     dtype = config.policy.main_grads_dtype
     if weight is not None:
         weight = valid_weight(weight)
-        done = stacked_shards(schedule.layout) if is_weighted_in_gather else frozenset()
-        grads = _weighted_leaves(grads, acc.like_params(), weight, done)
+        if not is_weighted_in_gather:
+            refuse_sums(
+                grads,
+                ": this device's weight comes too late",
+                "Multiply the loss by the weight, over the sum of all, and give none.",
+            )
+        grads = jax.tree.map(
+            lambda x: x if is_shard(x) else weighted(x.astype(jnp.float32), weight),
+            grads,
+            is_leaf=is_shard,
+        )
     if config.parallel.shards_grads:
-        grads = summed_shards(config, schedule, jax.tree.leaves(grads), includes_outer=False)
+        grads = summed_shards(config, schedule, leaves_of(grads), includes_outer=False)
 
     def add(total: jax.Array, grad: jax.Array) -> jax.Array:
         grad = varying.to_varying(grad, tuple(varying.varying_axes(total) or ()))
@@ -115,41 +116,6 @@ def accumulate_local(
 
     new_weight = acc.weight + jnp.asarray(1 if weight is None else weight, jnp.float32)
     return dataclasses.replace(acc, sums=jax.tree.map(add, acc.sums, grads), weight=new_weight)
-
-
-def _refuse_shards(grads: Grads, whole: Params) -> None:
-    """Raises ShapeError for gradients that are summed over the devices, where none are yet."""
-    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(whole), strict=True)
-    for path, (grad, like) in zip(trees.paths(grads, "grads"), pairs, strict=True):
-        if np.shape(grad) != np.shape(like):
-            raise ShapeError(
-                path,
-                "summed over the devices already, beside sums of this device's own gradients",
-                got=np.shape(grad),
-                expected=np.shape(like),
-                action="With reshard_after_forward=False gather before you differentiate: whole = "
-                "local_params(gather_params(params, tx), tx); jax.grad(loss)(whole).",
-            )
-
-
-def stacked_shards(layout: Layout) -> frozenset[int]:
-    """Returns which leaves ``gather_params`` gathers, and their gradients sums, layer by layer."""
-    return frozenset(
-        bucket.leaf
-        for bucket in layout.buckets
-        if bucket.is_sharded_param and bucket.num_layers is not None
-    )
-
-
-def _weighted_leaves(grads: Grads, whole: Params, weight: Any, done: frozenset[int]) -> Grads:
-    """Gradients times this device's weight, but for those leaves that are weighted already."""
-    treedef: Any = jax.tree.structure(grads)
-    given, like = jax.tree.leaves(grads), jax.tree.leaves(whole)
-    likes = [given[i] if i in done else x for i, x in enumerate(like)]
-    refuse_weights_of_sums(grads, treedef.unflatten(likes))
-    return treedef.unflatten(
-        x if i in done else weighted(x.astype(jnp.float32), weight) for i, x in enumerate(given)
-    )
 
 
 def _check_sum(acc: Any) -> None:
@@ -211,12 +177,10 @@ class LocalGrads(NamedTuple):
     is_empty: jax.Array | None
 
 
-def local_grads(
-    config: DistributedConfig, schedule: Schedule, grads: Grads, treedef: Any
-) -> LocalGrads:
+def local_grads(config: DistributedConfig, schedule: Schedule, grads: Grads) -> LocalGrads:
     """Checks local gradients, or what ``accumulate`` returned; nothing is sent but weights."""
     sums, weight = _sums_and_weight(grads)
-    _check_local(config, schedule, sums, treedef)
+    _check_local(config, schedule, sums)
     buckets = [
         collectives.keep_cast(array, config.policy.wire_dtype)
         for array in _whole_buckets(config, schedule, jax.tree.leaves(sums))
@@ -236,16 +200,15 @@ def _mean_scale(config: DistributedConfig, weight: Any) -> tuple[jax.Array, jax.
     return factor if config.average_grads else jnp.float32(1), is_empty
 
 
-def _check_local(config: DistributedConfig, schedule: Schedule, grads: Grads, treedef: Any) -> None:
+def _check_local(config: DistributedConfig, schedule: Schedule, grads: Grads) -> None:
     """Raises unless gradients are like the params and this device's own."""
     marker = collectives.axis_index(config.parallel.data_axes)  # varies, where types say so
-    whole = treedef.unflatten(schedule.layout.shapes())
-    check_grads(config, schedule.layout, grads, whole=whole, marker=marker, like_name="params")
+    check_grads(config, schedule, grads, marker=marker, like_name="params")
 
 
 def _whole_buckets(
     config: DistributedConfig, schedule: Schedule, grads: Sequence[Any]
-) -> Iterator[jax.Array]:
+) -> Iterator[Any]:
     """The gradient of each bucket, in its own dtype; small leaves are packed."""
     for entry in schedule.buckets:
         bucket = entry.bucket
@@ -270,21 +233,18 @@ class SummedGrads(NamedTuple):
     is_empty: jax.Array | None
 
 
-def sum_over_devices(
-    config: DistributedConfig, schedule: Schedule, grads: Grads, treedef: Any
-) -> SummedGrads:
+def sum_over_devices(config: DistributedConfig, schedule: Schedule, grads: Grads) -> SummedGrads:
     """Sums local gradients, or what ``accumulate`` returned, over all devices.
 
     Args:
       config: The configuration.
       schedule: The schedule of the params.
       grads: The gradients.
-      treedef: Structure of the params.
     """
     sums, weight = _sums_and_weight(grads)
     if weight is None or not config.parallel.shards_grads:
-        _check_local(config, schedule, sums, treedef)
-        shards = summed_shards(config, schedule, jax.tree.leaves(sums), includes_outer=True)
+        _check_local(config, schedule, sums)
+        shards = summed_shards(config, schedule, leaves_of(sums), includes_outer=True)
     else:  # summed over shard_axes, micro-batch by micro-batch
         pairs = zip(schedule.buckets, sums, strict=True)
         shards = [
@@ -299,15 +259,15 @@ def summed_shards(
 ) -> list[jax.Array]:
     """Returns for every bucket this device's part of the gradients' sum over ``shard_axes``.
 
-    With ``includes_outer`` also over ``replica_axes``. A gradient that has the shape of the shard
-    came through ``gather_params``: it is summed over ``shard_axes`` already.
+    With ``includes_outer`` also over ``replica_axes``. Of ``grads`` a ``Shard`` is summed over
+    ``shard_axes`` already.
     """
     shards = []
     arrays = _whole_buckets(config, schedule, grads)
     for entry, array in zip(schedule.buckets, arrays, strict=True):
         bucket = entry.bucket
         phases = [entry.reduce, entry.reduce_outer] if includes_outer else [entry.reduce]
-        if not bucket.is_packed and array.shape != schedule.layout.leaves[bucket.leaf].shape:
-            phases = phases[1:]
+        if is_shard(array):
+            phases, array = phases[1:], array.value
         shards.append(transport.sum_gradients(phases, array, bucket.cut_dim))
     return shards

@@ -26,6 +26,8 @@ from jdistadam.distributed.layout_digest import (
     sizes_of,
 )
 from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.schedule import Schedule
+from jdistadam.distributed.shard import is_shard, leaves_of, plain
 from jdistadam.errors import (
     DtypeError,
     HyperparameterError,
@@ -84,22 +86,6 @@ def check_stacked(stacked: Any) -> None:
         )
 
 
-def refuse_weights_of_sums(grads: Grads, whole: Params) -> None:
-    """Raises where a device's weight would multiply what is the sum over all of them already."""
-    pairs = zip(
-        trees.paths(grads, "grads"), jax.tree.leaves(grads), jax.tree.leaves(whole), strict=True
-    )
-    for path, grad, like in pairs:
-        if np.shape(grad) != np.shape(like):
-            raise ShapeError(
-                path,
-                "summed over the devices already: this device's weight comes too late",
-                got=np.shape(grad),
-                expected=f"a local gradient of shape {np.shape(like)}",
-                action="Multiply the loss by the weight, over the sum of all, and give none.",
-            )
-
-
 def check_inside(parallel: DataParallel, function: str, *, over_data_alone: bool = False) -> None:
     """Raises MeshError unless called inside of a shard_map over all axes, or those of data."""
     axes = parallel.shard_axes + parallel.replica_axes
@@ -115,35 +101,25 @@ def check_inside(parallel: DataParallel, function: str, *, over_data_alone: bool
 
 
 def check_grads(
-    config: DistributedConfig,
-    layout: Layout,
-    grads: Grads,
-    *,
-    whole: Params,
-    marker: Any,
-    like_name: str,
+    config: DistributedConfig, schedule: Schedule, grads: Grads, *, marker: Any, like_name: str
 ) -> None:
-    """Raises unless gradients fit the params and are this device's own.
+    """Raises unless gradients fit the params, and are this device's own or, of a ``Shard``, sums.
 
     Args:
       config: The configuration.
-      layout: The layout of the params.
-      grads: The gradients. Of parameters that are sharded also the shards, summed already.
-      whole: Tree of shapes of the unsharded params.
+      schedule: The schedule of the params.
+      grads: The gradients.
       marker: Something that differs between devices, as far as types say so.
-      like_name: How to call ``whole`` in messages.
+      like_name: How to call the params in messages.
     """
-    trees.check_same_structure(grads, whole, name="grads", like_name=like_name)
-    like: Any = jax.tree.leaves(whole)
-    given: Any = jax.tree.leaves(grads)
+    layout, nodes, grads = schedule.layout, leaves_of(grads), plain(grads)
+    trees.check_same_structure(grads, schedule.whole(), name="grads", like_name=like_name)
+    like, given = layout.shapes(), jax.tree.leaves(grads)
     for bucket in layout.buckets:
-        may_be_summed = bucket.is_sharded_param or (  # [Note: sums of layers]
-            not bucket.is_packed and layout.leaves[bucket.leaf].is_stacked
-        )
-        if may_be_summed and np.shape(given[bucket.leaf]) == bucket.inner_shape:
-            like[bucket.leaf] = given[bucket.leaf]
-    like = jax.tree.structure(whole).unflatten(like)  # type: ignore[attr-defined]
-    trees.check_same_shapes(grads, like, name="grads", like_name=like_name)
+        if not bucket.is_packed and is_shard(nodes[bucket.leaf]):
+            like[bucket.leaf] = jax.ShapeDtypeStruct(bucket.inner_shape, bucket.dtype)
+    expected = schedule.treedef.unflatten(like)
+    trees.check_same_shapes(grads, expected, name="grads", like_name=like_name)
     trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
     known = varying.varying_axes(marker) or ()
     axes = [axis for axis in config.parallel.data_axes if axis in known]
@@ -161,25 +137,45 @@ def check_grads(
             )
 
 
-def check_step(config: DistributedConfig, layout: Layout, state: Any, params: Params) -> None:
-    """Raises unless params and state are what a device holds of them.
+def check_held(schedule: Schedule, params: Params, *, may_be_whole: bool = False) -> None:
+    """Raises unless params are those of a schedule, as a device holds them.
 
     Args:
-      config: The configuration.
-      layout: The layout of the params.
-      state: The state.
-      params: The params.
+      schedule: The schedule of the params.
+      params: Tree of arrays or shapes.
+      may_be_whole: Whether a device may also hold all of those of which it could hold shards.
     """
-    leaves = jax.tree.leaves(params)
-    for bucket in layout.buckets:
-        if bucket.is_sharded_param and leaves[bucket.leaf].shape != bucket.inner_shape:
+    whole = schedule.whole()
+    trees.check_same_structure(params, whole, name="params", like_name="the params of bind")
+    held: list[Any] = jax.tree.leaves(whole)
+    for bucket in schedule.layout.buckets:
+        if bucket.is_sharded_param:
+            held[bucket.leaf] = jax.ShapeDtypeStruct(bucket.inner_shape, bucket.dtype)
+    leaves = zip(schedule.layout.leaves, jax.tree.leaves(params), held, strict=True)
+    for leaf, x, like in leaves:
+        is_cut = like.shape != leaf.shape
+        if x.shape != like.shape and not (is_cut and may_be_whole and x.shape == leaf.shape):
             raise MeshError(
-                layout.leaves[bucket.leaf].path,
-                "not placed as sharding_strategy says",
-                got=leaves[bucket.leaf].shape,
-                expected=f"{bucket.inner_shape} on each device",
-                action="Use tx.param_specs(params) in the in_specs of shard_map.",
+                leaf.path,
+                "not placed as sharding_strategy says" if is_cut else "not that of bind",
+                got=x.shape,
+                expected=f"{like.shape} on each device",
+                action="Use tx.param_specs(params) in the in_specs of shard_map."
+                if is_cut
+                else "Pass the params of which bind got arrays or shapes.",
             )
+        if x.dtype != like.dtype:
+            raise DtypeError(
+                leaf.path,
+                "not that of bind",
+                got=x.dtype,
+                expected=like.dtype,
+                action="Bind to params of this dtype, or cast them.",
+            )
+
+
+def check_step(config: DistributedConfig, layout: Layout, state: Any) -> None:
+    """Raises unless a state is what a device holds of it."""
     check_digest_type(state.layout_digest)
     _check_flat_arrays(config, layout, state)
     check_scaling(config, state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,10 +34,10 @@ from jdistadam.errors import MeshError, PolicyError, TreeError
 class DistributedConfig:
     """The arguments of a distributed optimizer.
 
-    Params come in three forms. *Global* ones are what the caller holds outside of shard_map. Inside
-    of it, a device has its part of what is sharded over tensor axes; such *whole* params are what
-    the model computes with and what layouts are made from. Under "optim_grads_params" a device
-    holds of the large ones only a *shard*.
+    Params come in three forms. *Global* arrays are what the caller holds outside of shard_map.
+    Inside of it, a device has its part of what is sharded over tensor axes; such *whole* params are
+    what the model computes with and what layouts are made from. Under "optim_grads_params" a device
+    holds of the large ones only a ``Shard``. The state holds shards of all in *flat* arrays.
     """
 
     algorithm: Algorithm
@@ -153,11 +154,24 @@ class DistributedConfig:
     def schedule(
         self, whole: Params, *, accumulate_steps: int = 1, in_train_step: bool = True
     ) -> Schedule:
-        """Returns what one step sends, in which order, with the layout; for unsharded params."""
-        layout, means = self.layout(whole), self.communication.means
-        return make_schedule(
-            layout, self.parallel, self.policy, accumulate_steps, means, in_train_step
-        )
+        """Returns what one step sends, in which order, with the layout; for unsharded params.
+
+        It depends on their tree structure, shapes and dtypes, and is made once for these.
+        """
+        shapes = tuple((tuple(x.shape), jnp.dtype(x.dtype)) for x in jax.tree.leaves(whole))
+        treedef: Any = jax.tree.structure(whole)
+        key = treedef, shapes, accumulate_steps, in_train_step
+        if key not in self._schedules:
+            layout, means = self.layout(whole), self.communication.means
+            schedule = make_schedule(
+                layout, self.parallel, self.policy, accumulate_steps, means, in_train_step
+            )
+            self._schedules[key] = dataclasses.replace(schedule, treedef=treedef)
+        return self._schedules[key]
+
+    @functools.cached_property
+    def _schedules(self) -> dict[Any, Schedule]:
+        return {}
 
     def layout_text(self, layout: Layout) -> str:
         """Returns the text of a layout, of which states carry the digest."""

@@ -18,7 +18,7 @@ of the keys of JAX's caches: nothing that was traced with another weight is used
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,8 +29,9 @@ from jdistadam.core.types import Params
 from jdistadam.distributed import model_axes, transport
 from jdistadam.distributed.accumulate import weighted
 from jdistadam.distributed.checks import check_inside
-from jdistadam.distributed.schedule import BucketSchedule
-from jdistadam.distributed.seen_params import LayerLeaf
+from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.schedule import Schedule, phases_of_shard
+from jdistadam.distributed.shard import Shard, is_shard, leaves_of, refuse_unmarked
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 
 
@@ -40,45 +41,56 @@ def local_params(params: Params, tx: DistributedTransformation) -> Any:
     Inside ``jax.shard_map(check_vma=True)`` the gradient of a replicated array is summed over the
     devices on the way; of the array that this returns, it stays local, as ``tx.step`` needs it.
 
-    Under "optim_grads_params" it also widens the shards of parameters to a dtype that holds the
-    sums of their gradients, float32 unless ``policy`` says that these have 16 bits: so a gradient
-    is not rounded between its sum and ``tx.step``. ``gather_params`` rounds the shards back before
-    they are sent. In float32 that copy takes 4 / N bytes per parameter.
+    Under "optim_grads_params" it also puts each shard of a parameter into a ``Shard``, a pytree
+    node that ``gather_params`` makes a plain array of, and widens it to a dtype that holds the sums
+    of its gradients, float32 unless ``policy`` says that these have 16 bits: so a gradient is not
+    rounded between its sum and ``tx.step``. ``gather_params`` rounds the shards back before they
+    are sent. In float32 that copy takes 4 / N bytes per parameter. ``step`` takes params in either
+    form, and returns them in the form that it got.
+
+    Args:
+      params: All params, as this device holds them.
+      tx: The optimizer; under "optim_grads_params" as ``bind`` returns it.
 
     Raises:
-      MeshError: Called outside of shard_map, or the shapes of these shards are not known.
+      MeshError: Called outside of shard_map, or not with the optimizer of ``bind``.
     """
     check_distributed(tx)
-    check_inside(tx.config.parallel, "local_params", over_data_alone=True)
-    axes = tx.config.parallel.data_axes
-    leaves: list[Any] = list(jax.tree.leaves(params))
-    if tx.config.parallel.shards_params:
-        on_a_device, _ = model_axes.each_leaf(tx.config, params)
-        held = jax.tree.leaves(on_a_device)
-        for entry in tx.seen.schedule(on_a_device).buckets:
-            bucket = entry.bucket
-            if bucket.is_sharded_param and held[bucket.leaf].shape == bucket.inner_shape:
-                dtype = tx.config.differentiated_dtype(bucket.dtype)
-                leaves[bucket.leaf] = jnp.asarray(leaves[bucket.leaf]).astype(dtype)
-    treedef: Any = jax.tree.structure(params)
-    return treedef.unflatten(varying.to_varying(x, axes) for x in leaves)
+    config, axes = tx.config, tx.config.parallel.data_axes
+    check_inside(config.parallel, "local_params", over_data_alone=True)
+    if config.parallel.shards_params and not any(map(is_shard, leaves_of(params))):
+        params = _with_shards(config, tx.schedule("local_params", params), params)
+    return jax.tree.map(lambda x: varying.to_varying(x, axes), params)
+
+
+def _with_shards(config: DistributedConfig, schedule: Schedule, params: Params) -> Any:
+    """Params with their shards marked, and widened: [Note: widened shards]."""
+    leaves: list[Any] = jax.tree.leaves(params)
+    specs = jax.tree.leaves(config.tensor_specs(params))
+    for entry in schedule.buckets:
+        if entry.bucket.is_sharded_param:
+            i, dtype = entry.bucket.leaf, config.differentiated_dtype(entry.bucket.dtype)
+            value = jnp.asarray(leaves[i]).astype(dtype)
+            leaves[i] = Shard.of_bucket(entry.bucket, value, specs[i])
+    return schedule.treedef.unflatten(leaves)
 
 
 def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
     r"""Gathers sharded parameters over ``shard_axis``; inside ``jax.shard_map``.
 
-    For "optim_grads_params"; else it returns what it is given, so that a model need not know the
-    strategy. Leaves that are not sharded are returned as they are, and so are stacked ones, unless
-    ``shards`` is one layer of them inside of ``jax.lax.scan``. Shards are sent in
-    ``policy.param_comm_dtype``. The gradient with respect to a shard is this device's part of
+    For "optim_grads_params", whose shards ``local_params`` marks; else it returns what it is given,
+    so that a model need not know the strategy. All that is no ``Shard`` is returned as it is, and
+    so are stacked leaves: of these, one layer is gathered at a time, as a scan or an index gives
+    it. Shards are sent in ``policy.param_comm_dtype``. The gradient with respect to a shard is this
+    device's part of
 
     .. math:: \sum_r g_r
 
     summed over ``shard_axis`` as the policy says; ``step`` takes it as it is, and gradients with
-    respect to the whole leaf likewise. It has the dtype of the shard, so differentiate by what
-    ``local_params`` returns, whose shards are wide enough for it. In a custom training loop::
+    respect to the whole leaf likewise. In a custom training loop, with ``opt = tx.bind(params)``::
 
-        grads = jax.grad(lambda p: loss(jda.gather_params(p, tx)))(jda.local_params(params, tx))
+        shards = jda.local_params(params, opt)
+        grads = jax.grad(lambda p: loss(jda.gather_params(p, opt)))(shards)
 
     In a model that scans over stacked layers, also under ``train_step``::
 
@@ -99,46 +111,38 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
     those is returned as it is. In a custom training loop gather once per step, before they are
     differentiated; micro-batches share what was gathered, and ``accumulate`` takes no others::
 
-        whole = jda.local_params(jda.gather_params(params, tx), tx)
+        whole = jda.gather_params(jda.local_params(params, opt), opt)
         grads = jax.grad(loss)(whole, batch)
-        params, state = tx.step(grads, state, params)
+        params, state = opt.step(grads, state, params)
 
     Args:
-      shards: The params as this device holds them, or as ``local_params`` returned them; or one
-        layer of stacked params: any part of the tree of which all leaves are stacked.
-      tx: The optimizer. ``tx.init`` or ``tx.param_specs`` must have seen the params.
+      shards: What ``local_params`` returned, or any part of that tree; or one layer of it.
+      tx: The optimizer.
 
     Returns:
       The unsharded params, on every device, in their own dtypes.
 
     Raises:
-      MeshError: Called outside of shard_map, or the shapes of these shards are not known.
+      MeshError: Called outside of shard_map, or with all params before ``local_params``.
     """
     check_distributed(tx)
     check_inside(tx.config.parallel, "gather_params", over_data_alone=True)
-    if not tx.config.parallel.shards_params:
-        return shards
-    leaves: list[Any] = list(jax.tree.leaves(shards))
-    on_a_device, run = model_axes.each_leaf(tx.config, shards)
-    layer = tx.seen.layer(on_a_device)
-    if layer is not None:
-        weight = _weight_of_layers()
-        for i, leaf in enumerate(layer):
-            if leaf is not None:
-                leaves[i] = _gather_leaf(leaf, leaves[i], weight, run(i))
-    else:
-        for i, entry in _sharded_leaves(tx, on_a_device).items():
-            leaf = LayerLeaf(entry.bucket.cut_dim, entry)
-            leaves[i] = _gather_leaf(leaf, leaves[i], None, run(i))
-    return jax.tree.unflatten(jax.tree.structure(shards), leaves)
+    is_in_loss = _weight_in_loss.value is not None  # of train_step, which marks all shards
+    if tx.config.parallel.shards_params and not is_in_loss:
+        refuse_unmarked(tx.bound, shards)
+
+    def gathered(x: Any) -> Any:
+        return _gathered(tx.config, x) if is_shard(x) and not x.is_stack else x
+
+    return jax.tree.map(gathered, shards, is_leaf=is_shard)
 
 
-class LayerWeight:
+class LossWeight:
     """The weight of one micro-batch, while its loss is traced: [Note: weights before the sum].
 
     Attributes:
-      weight: Shape (), float32.
-      is_used: Whether a layer was gathered, so that its gradients will be weighted.
+      weight: Shape (), float32; None: 1.
+      is_used: Whether a shard was gathered, so that its gradient will be weighted.
     """
 
     def __init__(self, weight: Any) -> None:
@@ -146,20 +150,26 @@ class LayerWeight:
         self.is_used = False
 
 
-_layer_weight = jax.make_user_context(None)
+_UNWEIGHTED = LossWeight(None)
+_weight_in_loss = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def weighting_layers(weight: Any) -> Iterator[LayerWeight]:
-    """Has ``gather_params`` multiply the gradients of layers by a weight before it sums them."""
-    current = LayerWeight(weight)
-    with _layer_weight(current):
+def weighting_shards(weight: Any) -> Iterator[LossWeight]:
+    """Has ``gather_params`` multiply the gradients of shards by a weight before it sums them."""
+    current = LossWeight(weight)
+    with _weight_in_loss(current):
         yield current
     current.weight = None  # JAX's caches keep their keys: not the traced program too
 
 
-def _weight_of_layers() -> Any:
-    current = _layer_weight.value
+def in_loss() -> Any:
+    """Returns the context of a loss of ``train_step``, whose params are marked where shards are."""
+    return _weight_in_loss(_weight_in_loss.value or _UNWEIGHTED)
+
+
+def _weight_of_loss() -> Any:
+    current = _weight_in_loss.value
     if current is None:
         return None
     current.is_used = True
@@ -193,47 +203,35 @@ _GATHERED_AGAIN = frozenset(
 )
 
 
-def _sharded_leaves(tx: DistributedTransformation, shards: Any) -> dict[int, BucketSchedule]:
-    """Which leaves of all params to gather at once, and how."""
-    leaves, gathered = jax.tree.leaves(shards), {}
-    for entry in tx.seen.schedule(shards).buckets:
-        bucket = entry.bucket
-        is_scanned = bucket.num_layers is not None  # gathered layer by layer
-        if bucket.is_sharded_param and not is_scanned:
-            if leaves[bucket.leaf].shape == bucket.inner_shape:
-                gathered[bucket.leaf] = entry
-    return gathered
-
-
-def _gather_leaf(
-    leaf: LayerLeaf,
-    shard: jax.Array,
-    weight: Any,
-    run: Callable[..., jax.Array],
-) -> jax.Array:
-    """Gathers one leaf; ``run(f, x)`` is ``f(x)``, manual over all axes of the mesh."""
-    dim, entry = leaf
+def _gathered(config: DistributedConfig, shard: Shard) -> jax.Array:
+    """Gathers one leaf, or one layer of a stacked one."""
+    parallel = config.parallel
+    dim = len(shard.shape) + shard.dim
+    weight = _weight_of_loss()
+    size = shard.value.size * parallel.size(parallel.shard_axes)
+    gather_phase, reduce_phase = phases_of_shard(parallel, config.policy, size, shard.dtype)
+    run = model_axes.on_each_shard(config, shard.spec)
 
     def whole(x: jax.Array) -> Any:
-        return transport.gather_parameters(entry.gather, x, dim, to="varying")
+        return transport.gather_parameters(gather_phase, x, dim, to="varying")
 
     def part_of_sum(x: jax.Array) -> Any:
-        return transport.sum_gradients([entry.reduce], x, dim)
+        return transport.sum_gradients([reduce_phase], x, dim)
 
     @jax.custom_vjp
-    def gather(shard: jax.Array, weight: Any) -> jax.Array:
-        own = shard.astype(entry.bucket.dtype)  # exact: [Note: widened shards]
+    def gather(value: jax.Array, weight: Any) -> jax.Array:
+        own = value.astype(shard.dtype)  # exact: [Note: widened shards]
         # Typed as varying: otherwise types would have every use of it summed over the devices.
         return run(whole, own)
 
-    def forward(shard: jax.Array, weight: Any) -> tuple[jax.Array, Any]:
-        return gather(shard, weight), weight
+    def forward(value: jax.Array, weight: Any) -> tuple[jax.Array, Any]:
+        return gather(value, weight), weight
 
     def backward(weight: Any, cotangent: jax.Array) -> tuple[jax.Array, Any]:
         if weight is not None:
             cotangent = weighted(cotangent.astype(jnp.float32), weight)
-        summed = run(part_of_sum, cotangent)
-        return summed.astype(shard.dtype), None if weight is None else jnp.zeros_like(weight)
+        summed = run(part_of_sum, cotangent).astype(shard.value.dtype)
+        return summed, None if weight is None else jnp.zeros_like(weight)
 
     gather.defvjp(forward, backward)
-    return gather(shard, weight)
+    return gather(shard.value, weight)

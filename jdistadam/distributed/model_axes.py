@@ -43,7 +43,8 @@ from jdistadam.distributed.accumulate import (
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.seen_params import SeenParams
+from jdistadam.distributed.schedule import Schedule
+from jdistadam.distributed.shard import plain
 from jdistadam.distributed.state import DistributedState, StepResult, check_own_state
 from jdistadam.distributed.step import grad_norm_local, init_local, scaling_of, step_local
 from jdistadam.errors import PolicyError
@@ -55,74 +56,61 @@ def axes_left_to_xla(parallel: DataParallel) -> Axes:
 
 
 def init(
-    config: DistributedConfig, seen: SeenParams, specs: DistributedState, params: Params
+    config: DistributedConfig, schedule: Schedule, specs: DistributedState, params: Params
 ) -> DistributedState:
     """``init_local`` on params as they are in this region."""
 
     def local(params: Params) -> DistributedState:
-        schedule = seen.schedule(params, may_be_widened=False)
         return init_local(config, schedule.layout, params)
 
     if not axes_left_to_xla(config.parallel):
         return local(params)
-    _check_strategy(config)
     new: DistributedState = _manual(config, local, (params,), (config.tensor_specs(params),), specs)
     return new
 
 
 def step(
     config: DistributedConfig,
-    seen: SeenParams,
+    schedule: Schedule,
     specs: DistributedState,
     grads: Grads,
     state: Any,
     params: Params,
 ) -> StepResult:
-    """``step_local``; ``specs`` are those of the state."""
+    """``step_local`` in the nested region; ``specs`` are those of the state."""
 
     def local(numbers: Any, grads: Grads, state: DistributedState, params: Params) -> StepResult:
-        made = config.with_numbers(numbers)
-        return step_local(made, seen, grads, state, params)
+        return step_local(config.with_numbers(numbers), schedule, grads, state, params)
 
-    numbers = config.numbers
-    if not axes_left_to_xla(config.parallel):
-        return local(numbers, grads, state, params)
     check_own_state(state)
-    trees.check_dtypes(params, name="params")
-    of_grads, of_params = _specs_of(config, seen, grads, params), config.tensor_specs(params)
+    of_grads, of_params = _specs_of(config, grads, params), config.tensor_specs(params)
     everywhere: Any = P()
-    results = StepResult(of_params, specs, everywhere, everywhere, everywhere)
     new: StepResult = _manual(
         config,
         local,
-        (numbers, grads, state, params),
+        (config.numbers, grads, state, params),
         (P(), of_grads, specs, of_params),
-        results,
+        StepResult(of_params, specs, everywhere, everywhere, everywhere),
     )
     return new
 
 
-def init_grads(config: DistributedConfig, seen: SeenParams, params: Params) -> AccumulatedGrads:
+def init_grads(config: DistributedConfig, schedule: Schedule) -> AccumulatedGrads:
     """``init_grads_local``."""
     if not axes_left_to_xla(config.parallel):
-        return init_grads_local(config, seen, params)
+        return init_grads_local(config, schedule)
 
-    def local(params: Params) -> tuple[Any, Any]:
-        zeros = init_grads_local(config, seen, params)
+    def local() -> tuple[Any, Any]:
+        zeros = init_grads_local(config, schedule)
         return zeros.sums, zeros.weight
 
-    trees.check_dtypes(params, name="params")
-    specs = config.tensor_specs(params)
-    layout = seen.schedule(on_a_device(config, params)).layout
-    sums, weight = _manual(
-        config, local, (params,), (specs,), (_specs_of_sums(config, layout, specs), P())
-    )
-    return AccumulatedGrads(sums, weight, likeness(layout, jax.tree.structure(params)))
+    specs = _specs_of_sums(config, schedule.layout, config.tensor_specs(schedule.whole()))
+    sums, weight = _manual(config, local, (), (), (specs, P()))
+    return AccumulatedGrads(sums, weight, likeness(schedule))
 
 
 def accumulate(
     config: DistributedConfig,
-    seen: SeenParams,
     acc: AccumulatedGrads,
     grads: Grads,
     weight: Any,
@@ -133,7 +121,7 @@ def accumulate(
 
     def add(acc: AccumulatedGrads, grads: Grads, weight: Any) -> AccumulatedGrads:
         return accumulate_local(
-            config, seen, acc, grads, weight, is_weighted_in_gather=is_weighted_in_gather
+            config, acc, grads, weight, is_weighted_in_gather=is_weighted_in_gather
         )
 
     if not axes_left_to_xla(config.parallel) or not isinstance(acc, AccumulatedGrads):
@@ -143,65 +131,50 @@ def accumulate(
         acc = add(acc, grads, weight)
         return acc.sums, acc.weight
 
-    of_acc = _specs_of(config, seen, acc, None)
-    like = acc.like_params()
-    trees.check_same_structure(grads, like, name="grads", like_name="accumulated grads")
-    trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
-    specs = (of_acc, config.tensor_specs(grads), P())
+    of_acc, like = _specs_of(config, acc, None), acc.like_params()
+    _check_like(grads, like, "accumulated grads")
+    specs = (of_acc, config.tensor_specs(like), P())
     sums, weight = _manual(config, local, (acc, grads, weight), specs, (of_acc.sums, P()))
     return dataclasses.replace(acc, sums=sums, weight=weight)
 
 
-def grad_norm(config: DistributedConfig, seen: SeenParams, grads: Grads, state: Any) -> jax.Array:
+def grad_norm(config: DistributedConfig, schedule: Schedule, grads: Grads, state: Any) -> jax.Array:
     """``grad_norm_local``."""
 
     def local(grads: Grads, scaling: Any) -> jax.Array:
-        return grad_norm_local(config, seen, grads, scaling)
+        return grad_norm_local(config, schedule, grads, scaling)
 
     scaling = scaling_of(config, state)
     if not axes_left_to_xla(config.parallel):
         return local(grads, scaling)
-    specs = (_specs_of(config, seen, grads, grads), P())
+    specs = (_specs_of(config, grads, schedule.whole()), P())
     norm: jax.Array = _manual(config, local, (grads, scaling), specs, P())
     return norm
 
 
-def each_leaf(
-    config: DistributedConfig, shards: Any
-) -> tuple[Any, Callable[[int], Callable[..., jax.Array]]]:
-    """How to call a function of one leaf of ``shards`` at a time, and their shapes on a device.
+def on_each_shard(config: DistributedConfig, spec: P) -> Callable[..., jax.Array]:
+    """Returns what calls a function of one array, manual over all axes of the mesh.
 
-    Returns:
-      The tree, or that of its shapes on one device; and ``run(i)``, which gives what calls a
-      function of leaf ``i``, whose result is sharded as the leaf is.
+    The array and the result are cut over tensor axes as ``spec`` says.
     """
     if not axes_left_to_xla(config.parallel):
-        return shards, lambda i: lambda function, x: function(x)
-    _check_strategy(config)
-    specs = jax.tree.leaves(config.tensor_specs(shards))
-    return on_a_device(
-        config, shards
-    ), lambda i: lambda function, x: _manual(config, function, (x,), (specs[i],), specs[i])
+        return lambda function, x: function(x)
+    return lambda function, x: _manual(config, function, (x,), (spec,), spec)
 
 
-def unsharded(config: DistributedConfig, seen: SeenParams, params: Params) -> Any:
+def unsharded(config: DistributedConfig, schedule: Schedule, params: Params) -> Any:
     """Shapes that params have in this region where devices hold all of them; outside, params."""
     if not config.parallel.shards_params or varying.unbound(config.parallel.shard_axes):
         return params
-    held = on_a_device(config, params)
-    shapes = seen.schedule(held, may_be_widened=False).layout.shapes()
-    treedef: Any = jax.tree.structure(params)
-    return param_specs.global_shapes(
-        config.parallel, treedef.unflatten(shapes), _specs_left_to_xla(config, params)
-    )
+    specs = _specs_left_to_xla(config, params)
+    return param_specs.global_shapes(config.parallel, schedule.whole(), specs)
 
 
-def check_own_region(config: DistributedConfig, seen: SeenParams, params: Params) -> None:
+def check_own_region(config: DistributedConfig, schedule: Schedule, params: Params) -> None:
     """Raises PolicyError where shards of params in a user's own region are in another order."""
     if not axes_left_to_xla(config.parallel) or not config.parallel.shards_params:
         return
-    layout = seen.schedule(on_a_device(config, params)).layout
-    specs = jax.tree.leaves(global_specs(config, layout, params))
+    specs = jax.tree.leaves(global_specs(config, schedule.layout, params))
     for path, spec in zip(trees.paths(params, "params"), specs, strict=True):
         if cut_twice(config.parallel, spec):
             raise PolicyError(
@@ -272,16 +245,22 @@ def _specs_left_to_xla(config: DistributedConfig, params: Params) -> list[P]:
     return [param_specs.over_axes(spec, axes) for spec in specs]
 
 
-def _specs_of(config: DistributedConfig, seen: SeenParams, grads: Grads, params: Params) -> Any:
+def _specs_of(config: DistributedConfig, grads: Grads, params: Params) -> Any:
     """PartitionSpecs of gradients, or of what ``accumulate`` returned."""
     if not isinstance(grads, AccumulatedGrads):
-        trees.check_same_structure(grads, params, name="grads", like_name="params")
-        trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
+        _check_like(grads, params, "params")
         return config.tensor_specs(params)
     like = grads.like_params()
-    layout = seen.schedule_of_whole(like).layout
+    layout = config.schedule(like).layout
     sums = _specs_of_sums(config, layout, config.tensor_specs(like))
     return dataclasses.replace(grads, sums=sums, weight=P())
+
+
+def _check_like(grads: Grads, like: Any, like_name: str) -> None:
+    """Raises unless gradients are arrays in a tree like another."""
+    grads = plain(grads)
+    trees.check_same_structure(grads, like, name="grads", like_name=like_name)
+    trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
 
 
 def _specs_of_sums(config: DistributedConfig, layout: Layout, specs: Any) -> Any:
@@ -293,15 +272,3 @@ def _specs_of_sums(config: DistributedConfig, layout: Layout, specs: Any) -> Any
     # Stored leaves may have their dimensions in another order. The parts of devices are put one
     # behind the other along one of them, and taken apart along the same.
     return [packed if b.is_packed else of_leaves[b.leaf] for b in layout.buckets]
-
-
-def _check_strategy(config: DistributedConfig) -> None:
-    """Raises PolicyError for what cannot be gathered layer by layer in such a region."""
-    if config.stacked is not None:
-        raise PolicyError(
-            "stacked",
-            "layers cannot be gathered one by one in a region that leaves axes to XLA",
-            got=f"stacked, and axes {config.parallel.tensor_axes} of param_specs",
-            expected="None",
-            action="Leave stacked out, or write the model in a shard_map over all axes.",
-        )

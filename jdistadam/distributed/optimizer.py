@@ -8,19 +8,29 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jdistadam import compat
+from jdistadam.core import varying
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.dtypes import FLOATS, float_dtype
-from jdistadam.core.loss_scale import DynamicLossScale, check_loss_scale
+from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState, check_loss_scale
 from jdistadam.core.low_precision import MOMENT_NAMES
 from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.core.types import Grads, Params
+from jdistadam.distributed import model_axes
 from jdistadam.distributed.checks import check_arguments, check_stacked
 from jdistadam.distributed.communication import choose_communication
-from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.config import DistributedConfig, global_specs
+from jdistadam.distributed.flat_moments import FlatCodes
 from jdistadam.distributed.mesh_axes import make_data_parallel
-from jdistadam.distributed.transformation import DistributedTransformation, make_distributed
+from jdistadam.distributed.schedule import Schedule
+from jdistadam.distributed.state import DistributedState, StepResult
+from jdistadam.distributed.step import init_local, step_local
+from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.optimizer import fused_adam, fused_adamw
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import PolicyError
@@ -178,7 +188,8 @@ def distributed(
         stacked=stacked,
         communication=choose_communication(communication, parallel, policy, algorithm),
     )
-    return make_distributed(config)
+    specs = _state_specs(config)
+    return DistributedTransformation.make(_Functions(config, specs), config, specs)
 
 
 def _algorithm_of(tx: Any) -> Algorithm | None:
@@ -208,6 +219,63 @@ def _algorithm_of(tx: Any) -> Algorithm | None:
         got=getattr(tx, "__name__", type(tx).__name__),
         expected="what fused_adamw, fused_adam or inject_hyperparams of one of them returns",
         action=action,
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)  # by identity, as functions are
+class _Functions:
+    """The functions of a distributed optimizer alone."""
+
+    config: DistributedConfig
+    specs: DistributedState
+
+    def init(self, schedule: Schedule, params: Params) -> DistributedState:
+        """Makes the state; outside of shard_map, too."""
+        config, layout = self.config, schedule.layout
+        if not varying.unbound(config.parallel.shard_axes):
+            return model_axes.init(config, schedule, self.specs, params)
+        specs = global_specs(config, layout, params)
+        placed = jax.tree.map(
+            lambda spec: NamedSharding(config.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+        )
+        local = compat.shard_map(
+            lambda p: init_local(config, layout, p),
+            mesh=config.mesh,
+            in_specs=(specs,),
+            out_specs=self.specs,
+        )
+        state: DistributedState = jax.jit(local)(jax.device_put(compat.row_major(params), placed))
+        return state
+
+    def local_step(
+        self, schedule: Schedule, grads: Grads, state: Any, params: Params, **extra_args: Any
+    ) -> StepResult:
+        """Takes a step."""
+        del extra_args
+        if model_axes.axes_left_to_xla(self.config.parallel):
+            return model_axes.step(self.config, schedule, self.specs, grads, state, params)
+        return step_local(self.config, schedule, grads, state, params)
+
+    def norm(self, schedule: Schedule, grads: Grads, state: Any) -> jax.Array:
+        """The global norm of the mean gradient."""
+        return model_axes.grad_norm(self.config, schedule, grads, state)
+
+
+def _state_specs(config: DistributedConfig) -> DistributedState:
+    """PartitionSpecs of the state."""
+    flat: Any = config.parallel.state_spec
+    everywhere: Any = P()
+    scaling = LossScaleState(*(everywhere for _ in LossScaleState._fields))
+    low, coded = config.algorithm.low, FlatCodes(flat, flat, flat)
+    return DistributedState(
+        count=everywhere,
+        main_params=flat,
+        mu=flat if low.mu is None else coded,
+        nu=flat if low.nu is None else coded,
+        grad_norm=everywhere,
+        layout_digest=everywhere,
+        scaling=None if config.loss_scale is None else scaling,
+        key=everywhere if low.is_random else None,
     )
 
 

@@ -50,7 +50,6 @@ def step_over_peer_memory(
     schedule: Schedule,
     grads: Grads,
     state: DistributedState,
-    treedef: Any,
     leaves: list[Any],
     is_other: jax.Array,
 ) -> Updated:
@@ -61,11 +60,10 @@ def step_over_peer_memory(
       schedule: The schedule of the params.
       grads: Local gradients, or what ``accumulate`` returned.
       state: The state.
-      treedef: The structure of the params.
-      leaves: Their leaves.
+      leaves: The leaves of the params.
       is_other: Whether the state is of another layout.
     """
-    local = local_grads(config, schedule, grads, treedef)
+    local = local_grads(config, schedule, grads)
     scaling, buckets = state.scaling, schedule.layout.buckets
     norm_scale = jnp.float32(1) if scaling is None else 1 / scaling.loss_scale
     is_early = sending_ahead.value and not isinstance(grads, AccumulatedGrads)

@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jdistadam.core.precision import MixedPrecisionPolicy
@@ -126,10 +127,16 @@ class Schedule:
     Attributes:
       layout: Where everything belongs.
       buckets: One entry for each bucket of the layout, in its order.
+      treedef: The structure of the params.
     """
 
     layout: Layout
     buckets: tuple[BucketSchedule, ...]
+    treedef: Any = None
+
+    def whole(self) -> Any:
+        """Returns the tree of shapes that unsharded params have on a device."""
+        return jax.tree.unflatten(self.treedef, self.layout.shapes())
 
     @property
     def collectives(self) -> Phase:
@@ -190,6 +197,25 @@ def make_schedule(
     return Schedule(layout, tuple(entries))
 
 
+def phases_of_shard(
+    parallel: DataParallel, policy: MixedPrecisionPolicy, elements: int, dtype: Any
+) -> tuple[Phase, Phase]:
+    """Returns how a parameter that devices hold as shards is gathered, and its gradients summed.
+
+    As the phases "gather" and "reduce" of its bucket, of which a part of a model knows nothing.
+
+    Args:
+      parallel: The axes and the strategy.
+      policy: The dtypes.
+      elements: Size of the whole parameter, or of one layer of it.
+      dtype: The dtype of the parameter.
+    """
+    maker = _PhaseMaker(parallel, policy, num_reductions=1, means="xla", sends_ahead=False)
+    axes = parallel.shard_axes
+    gather = maker.all_gather((), elements, axes, dtype)
+    return gather, maker.reduce_scatter((), elements, axes, policy.wire_dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class _PhaseMaker:
     """Makes the phases of buckets; holds what is the same for all of them."""
@@ -218,15 +244,14 @@ class _PhaseMaker:
             return BucketSchedule(bucket, everywhere, (), (), ())
         num_layers = bucket.num_layers or 1
         layer_size, inner_size = whole_size // num_layers, whole_size // parallel.num_inner_shards
-        comm = bucket.dtype if policy.param_comm_dtype is None else policy.param_comm_dtype
-        reduce = self._reduce_scatter(paths, layer_size, shard_axes, sent)
-        gather: Phase = (self._one("all-gather", paths, layer_size, shard_axes, comm),)
+        reduce = self.reduce_scatter(paths, layer_size, shard_axes, sent)
+        gather = self.all_gather(paths, layer_size, shard_axes, bucket.dtype)
         if bucket.num_layers is not None:
             times = num_layers * self.num_reductions
             reduce, gather = (_repeated(phase, "layer", times) for phase in (reduce, gather))
         elif stacked and self.means == "xla" and parallel.shards_grads:
             # [Note: sums of layers]
-            reduce = self._reduce_scatter(paths, whole_size // stacked, shard_axes, sent)
+            reduce = self.reduce_scatter(paths, whole_size // stacked, shard_axes, sent)
             reduce = _repeated(reduce, "layer", stacked * self.num_reductions)
         elif parallel.shards_grads:
             reduce = _repeated(reduce, "micro-batch", self.num_reductions)
@@ -238,13 +263,13 @@ class _PhaseMaker:
         reduce_outer: Phase = ()
         gather_outer: Phase = ()
         if parallel.outer_strategy == "optim":
-            reduce_outer = self._reduce_scatter(paths, inner_size, replica_axes, summed)
-            gather_outer = (self._one("all-gather", paths, inner_size, replica_axes, comm),)
+            reduce_outer = self.reduce_scatter(paths, inner_size, replica_axes, summed)
+            gather_outer = self.all_gather(paths, inner_size, replica_axes, bucket.dtype)
         elif replica_axes:
             reduce_outer = self._all_reduce(paths, inner_size, replica_axes, summed)
         return BucketSchedule(bucket, reduce, reduce_outer, gather_outer, gather)
 
-    def _reduce_scatter(
+    def reduce_scatter(
         self, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any
     ) -> Phase:
         """Sums an array, of which each device keeps a part."""
@@ -258,6 +283,11 @@ class _PhaseMaker:
             dtype = self.policy.grad_reduce_dtype  # [Note: sums in float32]
         return tuple(exchanges)
 
+    def all_gather(self, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any) -> Phase:
+        """Gathers parameters of this dtype."""
+        sent = self.policy.param_comm_dtype
+        return (self._one("all-gather", paths, elements, axes, dtype if sent is None else sent),)
+
     def _all_reduce(self, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any) -> Phase:
         """Sums an array, of which each device gets all."""
         if self.policy.grad_reduce_dtype is None:
@@ -265,7 +295,7 @@ class _PhaseMaker:
         elements += -elements % self.parallel.size(axes)
         summed = self.policy.grad_reduce_dtype
         return (
-            *self._reduce_scatter(paths, elements, axes, dtype),
+            *self.reduce_scatter(paths, elements, axes, dtype),
             self._one("all-gather", paths, elements, axes, summed),
         )
 

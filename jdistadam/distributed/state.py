@@ -74,8 +74,9 @@ def find_state(opt_state: OptState) -> DistributedState:
             "not the state of a distributed optimizer",
             got=f"{type(opt_state).__name__} with {len(found)} DistributedState in it",
             expected="a DistributedState, or the state of a chain with one",
-            action="Pass what init, step or TrainState.create returned; restore a checkpoint "
-            "into TrainState.shapes(params, tx), which gives it these types.",
+            action="Call step(grads, opt_state, params) with what init, step or TrainState.create "
+            "returned; restore a checkpoint into TrainState.shapes(params, tx), which gives it "
+            "these types.",
         )
     return found[0]
 

@@ -11,7 +11,7 @@ import optax
 from jdistadam.core import trees, varying
 from jdistadam.core.loss_scale import LossScaleState, new_loss_scale, next_loss_scale
 from jdistadam.core.types import Grads, Params
-from jdistadam.distributed.accumulate import AccumulatedGrads, sum_over_devices
+from jdistadam.distributed.accumulate import sum_over_devices
 from jdistadam.distributed.checks import check_inside, check_scaling, check_step
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import types_of_moment
@@ -23,7 +23,6 @@ from jdistadam.distributed.norm import norm_and_finite
 from jdistadam.distributed.not_transformed import check_not_transformed
 from jdistadam.distributed.peer_step import step_over_peer_memory
 from jdistadam.distributed.schedule import Schedule
-from jdistadam.distributed.seen_params import SeenParams
 from jdistadam.distributed.state import (
     DistributedState,
     StepResult,
@@ -63,7 +62,7 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
 
 def step_local(
     config: DistributedConfig,
-    seen: SeenParams,
+    schedule: Schedule,
     grads: Grads,
     state: DistributedState,
     params: Params,
@@ -75,7 +74,7 @@ def step_local(
 
     Args:
       config: The configuration.
-      seen: The params that the optimizer has seen.
+      schedule: The schedule of the params.
       grads: Local gradients, or what ``accumulate`` returned.
       state: The state.
       params: The params as this device holds them.
@@ -84,16 +83,26 @@ def step_local(
     check_own_state(state)
     check_not_transformed("step", (grads, state, params))
     trees.check_memory(grads=grads, opt_state=state, params=params)
-    trees.check_dtypes(params, name="params")
-    schedule = seen.schedule(params, may_be_widened=False)
     layout = schedule.layout
-    check_step(config, layout, state, params)
+    check_step(config, layout, state)
     leaves: list[Any] = jax.tree.leaves(params)
-    treedef: Any = jax.tree.structure(params)
     is_other = differs(state.layout_digest, config.layout_digest(layout))
-    is_peer = config.communication.is_peer and schedule.buckets
-    step = step_over_peer_memory if is_peer else _step_over_xla
-    done = step(config, schedule, grads, state, treedef, leaves, is_other)
+    if config.communication.is_peer and schedule.buckets:
+        done = step_over_peer_memory(config, schedule, grads, state, leaves, is_other)
+    else:
+        summed = sum_over_devices(config, schedule, grads)
+        norm, found_inf = norm_and_finite(config, layout, summed, state.scaling)
+        norm, found_inf = jnp.where(is_other, jnp.nan, norm), found_inf & ~is_other
+        is_skipped = skipped(state, found_inf, summed.is_empty, is_other)
+        scalars = step_scalars(config, state, summed.mean_scale, norm, is_skipped, is_other)
+        flat, shards = update_shards(
+            config, layout, scalars, grads=summed.shards, state=state, params=leaves
+        )
+        new = gather_new_params(config.parallel, schedule, shards)
+        if config.policy.param_comm_dtype is not None:
+            # The rounding to send them would change what a skipped step must leave alone.
+            new = {i: trees.keep_if(is_skipped, leaves[i], leaf) for i, leaf in new.items()}
+        done = Updated(flat, new, norm, found_inf, is_skipped, summed.is_empty)
     for i, leaf in done.leaves.items():
         leaves[i] = leaf  # frozen and zero-size ones stay as they are
     is_skipped = done.is_skipped
@@ -108,37 +117,8 @@ def step_local(
         key=state.key,
     )
     learning_rate = jnp.float32(at_count(config.algorithm.hyper.learning_rate, state.count))
-    return StepResult(treedef.unflatten(leaves), new_state, is_skipped, is_other, learning_rate)
-
-
-def _step_over_xla(
-    config: DistributedConfig,
-    schedule: Schedule,
-    grads: Grads,
-    state: DistributedState,
-    treedef: Any,
-    leaves: list[Any],
-    is_other: jax.Array,
-) -> Updated:
-    """Reduction, norm, kernel and all-gather with XLA's collectives."""
-    summed = sum_over_devices(config, schedule, grads, treedef)
-    norm, found_inf = norm_and_finite(config, schedule.layout, summed, state.scaling)
-    norm, found_inf = jnp.where(is_other, jnp.nan, norm), found_inf & ~is_other
-    is_skipped = skipped(state, found_inf, summed.is_empty, is_other)
-    scalars = step_scalars(config, state, summed.mean_scale, norm, is_skipped, is_other)
-    flat, shards = update_shards(
-        config,
-        schedule.layout,
-        scalars,
-        grads=summed.shards,
-        state=state,
-        params=leaves,
-    )
-    new = gather_new_params(config.parallel, schedule, shards)
-    if config.policy.param_comm_dtype is not None:
-        # The rounding to send them would change what a skipped step must leave alone.
-        new = {i: trees.keep_if(is_skipped, leaves[i], leaf) for i, leaf in new.items()}
-    return Updated(flat, new, norm, found_inf, is_skipped, summed.is_empty)
+    params = schedule.treedef.unflatten(leaves)
+    return StepResult(params, new_state, is_skipped, is_other, learning_rate)
 
 
 def _next_scaling(
@@ -171,13 +151,9 @@ def scaling_of(config: DistributedConfig, state: Any) -> LossScaleState | None:
 
 
 def grad_norm_local(
-    config: DistributedConfig, seen: SeenParams, grads: Grads, scaling: LossScaleState | None
+    config: DistributedConfig, schedule: Schedule, grads: Grads, scaling: LossScaleState | None
 ) -> jax.Array:
     """The global norm of the mean gradient, reduced as a step reduces it."""
     check_inside(config.parallel, "grad_norm")
-    if isinstance(grads, AccumulatedGrads):
-        schedule, treedef = seen.schedule_of_whole(grads.like_params()), grads.like[0]
-    else:
-        schedule, treedef = seen.schedule(grads), jax.tree.structure(grads)
-    summed = sum_over_devices(config, schedule, grads, treedef)
+    summed = sum_over_devices(config, schedule, grads)
     return norm_and_finite(config, schedule.layout, summed, scaling)[0]

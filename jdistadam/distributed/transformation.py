@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +12,32 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import trees, varying
-from jdistadam.core.loss_scale import LossScaleState
 from jdistadam.core.types import Grads, OptState, Params
-from jdistadam.distributed import model_axes
+from jdistadam.distributed import model_axes, shard
 from jdistadam.distributed.accumulate import AccumulatedGrads
-from jdistadam.distributed.checks import check_alive, check_layout_of
+from jdistadam.distributed.checks import check_alive, check_held, check_layout_of
 from jdistadam.distributed.config import DistributedConfig, global_specs
-from jdistadam.distributed.flat_moments import FlatCodes
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.param_specs import over_axes
-from jdistadam.distributed.seen_params import SeenParams
-from jdistadam.distributed.state import DistributedState, StepResult, find_state
-from jdistadam.distributed.step import init_local
+from jdistadam.distributed.schedule import Schedule
+from jdistadam.distributed.state import StepResult, find_state
 from jdistadam.drop_in.transformation import FusedTransformation
-from jdistadam.errors import PolicyError
+from jdistadam.errors import MeshError, PolicyError
+
+
+class Functions(Protocol):
+    """What a distributed optimizer does inside of ``jax.shard_map``, for params of a schedule."""
+
+    def init(self, schedule: Schedule, params: Params) -> Any:
+        """Makes the state."""
+
+    def local_step(
+        self, schedule: Schedule, grads: Grads, state: Any, params: Params, **extra_args: Any
+    ) -> StepResult:
+        """Takes a step with plain params, as a device holds them."""
+
+    def norm(self, schedule: Schedule, grads: Grads, state: Any) -> jax.Array:
+        """The global norm of the mean gradient."""
 
 
 class DistributedTransformation(FusedTransformation):
@@ -42,7 +53,8 @@ class DistributedTransformation(FusedTransformation):
         specs = P(), tx.state_specs()
         step = jax.shard_map(local_step, mesh=mesh, in_specs=(*specs, P("data")), out_specs=specs)
 
-    ``init`` also runs outside of it.
+    ``init`` also runs outside of it. Under "optim_grads_params", where devices hold shards of the
+    params, a ``shard_map`` of your own needs the optimizer that ``bind`` returns.
 
     optax's wrappers see one device's gradients, not reduced: ``optax.chain`` clips each device's
     own, ``apply_if_finite`` has some devices wait for others that skip the step, ``masked`` hands
@@ -54,34 +66,43 @@ class DistributedTransformation(FusedTransformation):
     """
 
     config: DistributedConfig
-    seen: SeenParams
     specs: Any
-    # step without the check for zero-size arguments: train_step needs none
-    local_step: Callable[..., StepResult]
-    norm: Callable[[Any, Any], jax.Array]
+    functions: Functions
     changes_grads: bool  # before it sums them: in a chain
+    bound: Schedule | None  # of the params that it was bound to
 
     @classmethod
     def make(
         cls,
-        init: Any,
-        local_step: Callable[..., StepResult],
-        norm: Any,
-        seen: SeenParams,
+        functions: Functions,
         config: DistributedConfig,
         specs: Any,
         *,
         changes_grads: bool = False,
+        bound: Schedule | None = None,
     ) -> DistributedTransformation:
-        """Makes ``update`` and ``step`` of a local step, and joins what they were made from."""
+        """Makes ``init``, ``update`` and ``step``, and joins what they were made from."""
+
+        def init(params: Params) -> Any:
+            trees.check_dtypes(params, name="params")
+            if not varying.unbound(config.parallel.shard_axes):
+                params = shard.as_held(params)
+                return functions.init(self.schedule("init", params), params)
+            trees.refuse_shapes(params, name="params")
+            schedule = config.schedule(config.tensor_local(params))
+            self._check_bound_to(params, schedule)
+            return functions.init(schedule, params)
 
         def step(grads: Grads, state: Any, params: Params, **extra_args: Any) -> tuple[Any, Any]:
             if params is None:
                 raise ValueError(optax._src.base.NO_PARAMS_MSG)
             compat.refuse_empty_leaves(config.mesh, params)
-            model_axes.check_own_region(config, seen, params)
-            result = local_step(grads, state, params, **extra_args)
-            return result.params, result.opt_state
+            find_state(state)
+            held = shard.as_held(params)
+            schedule = self.schedule("step", held)
+            model_axes.check_own_region(config, schedule, held)
+            result = functions.local_step(schedule, grads, state, held, **extra_args)
+            return shard.in_form_of(params, result.params), result.opt_state
 
         def update(
             grads: Grads, state: Any, params: Params = None, **extra: Any
@@ -92,9 +113,82 @@ class DistributedTransformation(FusedTransformation):
             return jax.tree.map(lambda n, p: n.astype(f32) - p.astype(f32), new, params), state
 
         self: Any = cls(init, update, step)
-        self.local_step, self.norm, self.seen = local_step, norm, seen
-        self.config, self.specs, self.changes_grads = config, specs, changes_grads
+        self.functions, self.config, self.specs = functions, config, specs
+        self.changes_grads, self.bound = changes_grads, bound
         return self
+
+    def bind(self, params: Params) -> DistributedTransformation:
+        """Returns this optimizer for these params alone: inside of ``jax.shard_map`` it knows them.
+
+        There a device that holds only shards sees neither their unsharded shapes nor which leaves
+        are shards. So under "optim_grads_params" a ``jax.shard_map`` of your own needs it::
+
+            opt = tx.bind(params)
+
+            def local_step(params, state, batch):
+                shards = jda.local_params(params, opt)
+                grads = jax.grad(lambda p: loss(jda.gather_params(p, opt), batch))(shards)
+                return opt.step(grads, state, params)
+
+        ``train_step`` and ``TrainState.create`` do it by themselves.
+
+        Args:
+          params: Tree of arrays or ``jax.ShapeDtypeStruct`` as they are outside of shard_map.
+
+        Example:
+          >>> import jdistadam as jda
+          >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=jax.make_mesh((1,), ("data",)))
+          >>> opt = tx.bind({"w": jax.ShapeDtypeStruct((512, 64), jnp.float32)})
+          >>> opt.init({"v": jnp.zeros(3)})
+          Traceback (most recent call last):
+          jdistadam.errors.TreeError: params['w']: missing, the params of bind has it; ...
+        """
+        trees.check_dtypes(params, name="params")
+        schedule = self.config.schedule(self.config.tensor_local(params))
+        return self.make(
+            self.functions,
+            self.config,
+            self.specs,
+            changes_grads=self.changes_grads,
+            bound=schedule,
+        )
+
+    def schedule(self, function: str, params: Params, name: str = "params") -> Schedule:
+        """Returns the schedule of plain params as a device holds them, inside of shard_map.
+
+        Args:
+          function: What was called.
+          params: The params, or gradients like them.
+          name: Which of the two they are.
+
+        Raises:
+          MeshError: Devices hold shards of them, and it is not bound to any.
+          TreeError, ShapeError, DtypeError: It is bound to others.
+        """
+        config = self.config
+        trees.check_dtypes(params, name=name)
+        if self.bound is None and config.parallel.shards_params:
+            raise MeshError(
+                function,
+                "called inside of jax.shard_map with shards of params that are not known",
+                got="an optimizer that was not bound to params",
+                expected="opt = tx.bind(params), outside of the shard_map",
+                action="Call opt.init, opt.step, opt.accumulate, local_params(params, opt) in it.",
+            )
+        on_a_device = model_axes.on_a_device(config, params)
+        if self.bound is None:
+            return config.schedule(on_a_device)
+        check_held(self.bound, on_a_device, may_be_whole=function == "init")
+        return self.bound
+
+    def _check_bound_to(self, params: Params, schedule: Schedule) -> None:
+        """Raises where it was bound to others than these global params of this schedule."""
+        if self.bound is not None and self.bound is not schedule:
+            whole = self.config.tensor_local(params)
+            trees.check_same_shapes(
+                whole, self.bound.whole(), name="params", like_name="the params of bind"
+            )
+            check_held(self.bound, whole)
 
     def state_specs(self, params: Params = None) -> Any:
         """Returns the PartitionSpecs of the state, for shard_map's in_specs and out_specs.
@@ -165,7 +259,7 @@ class DistributedTransformation(FusedTransformation):
           (32768, (512, 64))
         """
         trees.check_dtypes(params, name="params")
-        return self.seen.schedule_of_whole(self.config.tensor_local(params)).layout
+        return self.config.schedule(self.config.tensor_local(params)).layout
 
     def check_state(self, opt_state: OptState, params: Params) -> None:
         """Raises where a state is of another layout than the one for these params; outside of jit.
@@ -194,9 +288,11 @@ class DistributedTransformation(FusedTransformation):
         """Returns accumulated gradients of no micro-batch, for ``accumulate``; inside shard_map.
 
         Args:
-          params: Tree of arrays: only their shapes and dtypes matter.
+          params: Tree of arrays: only their shapes and dtypes matter, and none of these to what
+            ``bind`` returned.
         """
-        return model_axes.init_grads(self.config, self.seen, params)
+        schedule = self.bound or self.schedule("init_grads", shard.as_held(params))
+        return model_axes.init_grads(self.config, schedule)
 
     def accumulate(
         self, acc: AccumulatedGrads, grads: Grads, weight: Any = None
@@ -223,7 +319,7 @@ class DistributedTransformation(FusedTransformation):
           TreeError, ShapeError, DtypeError: The gradients do not fit.
           MeshError: They are reduced already.
         """
-        return model_axes.accumulate(self.config, self.seen, acc, grads, weight)
+        return model_axes.accumulate(self.config, acc, grads, weight)
 
     def grad_norm(self, grads: Grads, state: Any = None) -> jax.Array:
         """Returns the global norm of the mean gradient before clipping, as ``step`` computes it.
@@ -238,7 +334,11 @@ class DistributedTransformation(FusedTransformation):
         Returns:
           Shape (), float32; the same on all devices.
         """
-        return self.norm(grads, state)
+        if isinstance(grads, AccumulatedGrads):
+            schedule = self.config.schedule(grads.like_params())
+        else:
+            schedule = self.bound or self.schedule("grad_norm", grads, "grads")
+        return self.functions.norm(schedule, grads, state)
 
 
 def check_distributed(tx: Any) -> None:
@@ -252,59 +352,3 @@ def check_distributed(tx: Any) -> None:
             action="Make it with distributed(fused_adamw(...), mesh=mesh). In place of "
             "optax.chain use jda.chain; of optax's wrappers accumulate_steps, loss_scale, groups.",
         )
-
-
-def make_distributed(config: DistributedConfig) -> DistributedTransformation:
-    """Joins the pieces."""
-    mesh, parallel, seen = config.mesh, config.parallel, SeenParams(config)
-
-    def init(params: Params) -> DistributedState:
-        trees.check_dtypes(params, name="params")
-        if not varying.unbound(parallel.shard_axes):
-            return model_axes.init(config, seen, specs=tx.specs, params=params)
-        trees.refuse_shapes(params, name="params")
-        specs = tx.param_specs(params)
-        placed = tx.param_shardings(params)
-        params = jax.device_put(compat.row_major(params), placed)
-        local = compat.shard_map(
-            lambda p: init_local(config, seen.schedule(p, may_be_widened=False).layout, p),
-            mesh=mesh,
-            in_specs=(specs,),
-            out_specs=tx.specs,
-        )
-        return jax.jit(local)(params)
-
-    def local_step(grads: Grads, state: Any, params: Params, **extra_args: Any) -> StepResult:
-        del extra_args
-        return model_axes.step(config, seen, tx.specs, grads, state, params)
-
-    def norm(grads: Grads, state: Any) -> jax.Array:
-        return model_axes.grad_norm(config, seen, grads, state)
-
-    tx = DistributedTransformation.make(
-        init=init,
-        local_step=local_step,
-        norm=norm,
-        seen=seen,
-        config=config,
-        specs=_state_specs(config),
-    )
-    return tx
-
-
-def _state_specs(config: DistributedConfig) -> DistributedState:
-    """PartitionSpecs of the state."""
-    flat: Any = config.parallel.state_spec
-    everywhere: Any = P()
-    scaling = LossScaleState(*(everywhere for _ in LossScaleState._fields))
-    low, coded = config.algorithm.low, FlatCodes(flat, flat, flat)
-    return DistributedState(
-        count=everywhere,
-        main_params=flat,
-        mu=flat if low.mu is None else coded,
-        nu=flat if low.nu is None else coded,
-        grad_norm=everywhere,
-        layout_digest=everywhere,
-        scaling=None if config.loss_scale is None else scaling,
-        key=everywhere if low.is_random else None,
-    )

@@ -114,7 +114,7 @@ def adam(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
     scalars, operands = varying.vary_together((scalars, operands))
     compiled = functools.partial(_adam_native, spec)
     fallback = functools.partial(adam_fallback, spec)
-    return native.choose(compiled, fallback, scalars, operands)
+    return native.choose(compiled, fallback)(scalars, operands)
 
 
 def _adam_native(spec: Spec, scalars: Scalars, operands: Operands) -> Results:

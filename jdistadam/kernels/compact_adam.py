@@ -87,7 +87,7 @@ def adam(
     """
     compiled = functools.partial(_adam_native, spec)
     fallback = functools.partial(adam_reference, spec, xp=jnp)
-    return native.choose(compiled, fallback, scalars, rounded, places, operands)
+    return native.choose(compiled, fallback)(scalars, rounded, places, operands)
 
 
 def codes_of(moments: Sequence[Any]) -> tuple[Any, ...]:

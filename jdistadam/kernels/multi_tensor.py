@@ -50,7 +50,7 @@ def sum_of_squares(grads: Sequence[Any], inv_scale: Any = None) -> tuple[jax.Arr
             by_dtype.setdefault(jnp.dtype(grad.dtype).name, []).append(grad)
     total, found_inf = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
     for _, arrays in sorted(by_dtype.items()):
-        squares, found = native.choose(_norm_native, _norm_fallback, scale, arrays)
+        squares, found = native.choose(_norm_native, _norm_fallback)(scale, arrays)
         total, found_inf = total + squares, found_inf | found
     return total, found_inf
 
@@ -134,7 +134,7 @@ def _sum(spec: _SumSpec, inputs: Sequence[Any]) -> list[jax.Array]:
     def compiled(*arrays: Any) -> list[jax.Array]:
         return list(jax.ffi.ffi_call("jdistadam_sum", results)(*arrays, **attributes))
 
-    return native.choose(compiled, functools.partial(_sum_fallback, spec), *inputs)
+    return native.choose(compiled, functools.partial(_sum_fallback, spec))(*inputs)
 
 
 def _sum_fallback(spec: _SumSpec, *inputs: Any) -> list[jax.Array]:

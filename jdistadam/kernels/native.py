@@ -164,13 +164,17 @@ def _has_cpus_alone() -> bool:
         return True
 
 
-def choose(compiled: Callable[..., Any], fallback: Callable[..., Any], *operands: Any) -> Any:
-    """Calls ``compiled`` on the platforms that have the compiled module, else ``fallback``."""
+def choose(compiled: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``compiled`` on the platforms that have the compiled module, else ``fallback``."""
     available = [platform for platform in PLATFORMS if status(platform).available]
     if len(available) == len(PLATFORMS) or (available == ["cpu"] and _has_cpus_alone()):
-        return compiled(*operands)  # the fallback would be traced in vain
+        return compiled  # the fallback would be traced in vain
     warn_if_unavailable(default_platform())
     branches = {platform: compiled for platform in available}
+    return functools.partial(_by_platform, fallback, branches)
+
+
+def _by_platform(fallback: Callable[..., Any], branches: Any, *operands: Any) -> Any:
     return lax.platform_dependent(*operands, default=fallback, **branches)
 
 

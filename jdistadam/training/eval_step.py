@@ -40,10 +40,11 @@ class EvalProgram:
     def __call__(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
         """Evaluates; ``opt_state`` is None where the layout of the state was compared before."""
         rows = rows_spec(self.tx.config, self.batch_spec)
+        tx = self.tx.bind(state.params)
         run = over_devices(
-            self.tx,
-            self._on_a_device,
-            specs=TrainState(self.tx.param_specs(state.params), P(), P(), P()),
+            tx,
+            dataclasses.replace(self, tx=tx)._on_a_device,
+            specs=TrainState(tx.param_specs(state.params), P(), P(), P()),
             batch_spec=self.batch_spec,
             result_specs=(P(), rows),
         )

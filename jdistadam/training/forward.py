@@ -12,7 +12,7 @@ from jdistadam.core import collectives
 from jdistadam.core.types import Params
 from jdistadam.distributed.accumulate import mean_factor
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.gather_params import gather_params, local_params
+from jdistadam.distributed.gather_params import gather_params, in_loss, local_params
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.training.loss_function import LossFunction, LossOutput, refuse_summed_loss
 from jdistadam.training.train_state import TrainState
@@ -24,9 +24,9 @@ class Forward:
 
     Attributes:
       loss_fn: The loss.
-      tx: The optimizer.
+      tx: The optimizer, bound to the params.
       params: What the loss gets, and is differentiated by: unsharded, but stacked leaves may be
-        shards.
+        of type ``Shard``.
       rng: The key of this device; None if the state has none.
       next_rng: The key of the next state.
     """
@@ -59,7 +59,8 @@ class Forward:
 
         def output(params: Params) -> LossOutput:
             key = None if self.rng is None else jax.random.fold_in(self.rng, i)
-            return self.loss_fn(params, batch, model_state, key)
+            with in_loss():
+                return self.loss_fn(params, batch, model_state, key)
 
         parallel = self.tx.config.parallel
         if parallel.num_devices > 1:

@@ -49,7 +49,7 @@ def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
     placed = jax.tree.map(lambda spec: NamedSharding(config.mesh, spec), specs)
     is_rounded = config.policy.param_comm_dtype is not None
     whole = config.tensor_local(state.params)
-    schedule = tx.seen.schedule_of_whole(whole) if is_rounded else None
+    schedule = tx.config.schedule(whole) if is_rounded else None
     # One function for all calls, which are compiled once.
     return jax.jit(_gathered, static_argnums=0, out_shardings=placed)(schedule, state.params)
 

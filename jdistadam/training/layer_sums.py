@@ -23,8 +23,10 @@ from jdistadam.core.types import Params
 from jdistadam.distributed import transport
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.schedule import BucketSchedule, Schedule
+from jdistadam.distributed.shard import Shard
 
 Sum = Callable[[jax.Array], jax.Array]
+"""Sums the gradient of one layer over devices; returns this device's part."""
 
 
 def sums_in_loops(config: DistributedConfig) -> bool:
@@ -40,13 +42,13 @@ def sums_in_loops(config: DistributedConfig) -> bool:
     return parallel.shards_grads
 
 
-def sums_of_layers(schedule: Schedule) -> dict[int, Sum]:
-    """Returns for each leaf that a step sums layer by layer how one layer's gradient is summed."""
-    sums = dict[int, Sum]()
-    for entry in schedule.buckets:
-        if any(c.when == "layer" for c in entry.reduce):
-            sums[entry.bucket.leaf] = _sum_of_layer(entry)
-    return sums
+def sums_of_layers(schedule: Schedule) -> dict[int, BucketSchedule]:
+    """Returns the schedules of leaves that a step sums layer by layer, by the index of the leaf."""
+    return {
+        entry.bucket.leaf: entry
+        for entry in schedule.buckets
+        if any(c.when == "layer" for c in entry.reduce)
+    }
 
 
 def _sum_of_layer(entry: BucketSchedule) -> Sum:
@@ -54,18 +56,19 @@ def _sum_of_layer(entry: BucketSchedule) -> Sum:
 
 
 def differentiated(
-    differentiate: Callable[[Params], tuple[Any, Params]], params: Params, sums: Mapping[int, Sum]
+    differentiate: Callable[[Params], tuple[Any, Params]],
+    params: Params,
+    sums: Mapping[int, BucketSchedule],
 ) -> tuple[Any, Params]:
     """Returns ``differentiate(params)``, and sums layers where a scan stacks their gradients.
 
     Args:
       differentiate: Returns something and gradients of the params.
       params: The params.
-      sums: By the index of the leaf how the gradient of one layer is summed.
+      sums: By the index of the leaf its schedule, where layers are summed.
 
     Returns:
-      The same. A gradient that no scan returns stays as it is, so its shape says whether it is
-      summed.
+      The same, with a ``Shard`` for each gradient that a scan returned, since it is summed.
     """
     if not sums:
         return differentiate(params)
@@ -76,7 +79,7 @@ def differentiated(
     return jax.tree.unflatten(treedef, _evaluate(traced, jax.tree.leaves(params), wanted))
 
 
-def _evaluate(traced: Any, args: list[Any], sums: Mapping[int, Sum]) -> list[Any]:
+def _evaluate(traced: Any, args: list[Any], sums: Mapping[int, BucketSchedule]) -> list[Any]:
     """Evaluates a jaxpr, some of whose results are summed in the loops that make them."""
     jaxpr = traced.jaxpr
     used = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
@@ -106,12 +109,13 @@ def _evaluate_one(jaxpr: Any, eqn: Any, values: list[Any]) -> list[Any]:
     return jax.core.eval_jaxpr(one, [], *arguments.values())
 
 
-def _scan(eqn: Any, values: list[Any], sums: Mapping[int, Sum]) -> list[Any]:
+def _scan(eqn: Any, values: list[Any], entries: Mapping[int, BucketSchedule]) -> list[Any]:
     """Runs a scan which sums what it stacks, by the number of the result.
 
     What is scanned over and what is stacked have one dimension more outside than inside.
     """
     body, length = eqn.params["jaxpr"], eqn.params["length"]
+    sums = {k: _sum_of_layer(entry) for k, entry in entries.items()}
     run = core.jaxpr_as_fun(body)
     num_carried = sum(
         v.aval.ndim == inner.ndim for v, inner in zip(eqn.outvars, body.out_avals, strict=True)
@@ -134,4 +138,7 @@ def _scan(eqn: Any, values: list[Any], sums: Mapping[int, Sum]) -> list[Any]:
             reverse=eqn.params["reverse"],
             unroll=eqn.params["unroll"],
         )
-    return [*carried, *stacked]
+    results = [*carried, *stacked]
+    for k, entry in entries.items():
+        results[k] = Shard.of_bucket(entry.bucket, results[k])
+    return results

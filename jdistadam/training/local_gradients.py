@@ -12,15 +12,14 @@ import numpy as np
 from jdistadam.core import trees
 from jdistadam.core.types import Grads, Params
 from jdistadam.distributed import model_axes
-from jdistadam.distributed.accumulate import (
-    AccumulatedGrads,
-    stacked_shards,
-)
-from jdistadam.distributed.gather_params import weighting_layers
+from jdistadam.distributed.accumulate import AccumulatedGrads
+from jdistadam.distributed.gather_params import weighting_shards
+from jdistadam.distributed.schedule import BucketSchedule
+from jdistadam.distributed.shard import is_shard, leaves_of
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import ShapeError
 from jdistadam.training.forward import Forward
-from jdistadam.training.layer_sums import Sum, differentiated, sums_in_loops, sums_of_layers
+from jdistadam.training.layer_sums import differentiated, sums_in_loops, sums_of_layers
 from jdistadam.training.loss_function import LossOutput
 from jdistadam.training.nonfinite import leaves_not_finite
 
@@ -76,7 +75,7 @@ class _Gradient:
 
     @property
     def tx(self) -> DistributedTransformation:
-        """The optimizer."""
+        """The optimizer, bound to the params."""
         return self.forward.tx
 
     @property
@@ -99,11 +98,11 @@ class _Gradient:
 
         differentiate = jax.value_and_grad(loss_and_output, has_aux=True)
         is_weighted_in_gather = False
-        if self.is_weighted and self._has_layers:
+        if self.is_weighted and any(map(is_shard, leaves_of(self.params))):
             weight = output(self.params).weight  # [Note: weights before the sum]
-            with weighting_layers(weight) as layers:
+            with weighting_shards(weight) as shards:
                 (_, out), grads = differentiate(self.params)
-            out, is_weighted_in_gather = out._replace(weight=weight), layers.is_used
+            out, is_weighted_in_gather = out._replace(weight=weight), shards.is_used
         else:
             (_, out), grads = differentiated(differentiate, self.params, self._sums_of_layers)
         return _MicroBatch(
@@ -114,7 +113,7 @@ class _Gradient:
         )
 
     @property
-    def _sums_of_layers(self) -> dict[int, Sum]:
+    def _sums_of_layers(self) -> dict[int, BucketSchedule]:
         """How gradients of layers are summed in the loop that makes them; where they can be."""
         if not sums_in_loops(self.tx.config):
             return {}
@@ -122,21 +121,13 @@ class _Gradient:
         # so is what a chain changes.
         if self.is_weighted or self.report_nonfinite or self.tx.changes_grads:
             return {}
-        return sums_of_layers(self.tx.seen.schedule_of_whole(self.params))
-
-    @property
-    def _has_layers(self) -> bool:
-        """Whether the loss gets shards of stacked layers, to be gathered one by one."""
-        parallel = self.tx.config.parallel
-        if self.tx.config.stacked is None or not parallel.gathers_layers:
-            return False
-        return bool(stacked_shards(self.tx.seen.schedule(self.params).layout))
+        assert self.tx.bound is not None
+        return sums_of_layers(self.tx.bound)
 
     def add(self, acc: AccumulatedGrads, batch: _MicroBatch) -> AccumulatedGrads:
         """Adds the gradients of a micro-batch, by its weight."""
         return model_axes.accumulate(
             self.tx.config,
-            self.tx.seen,
             acc,
             batch.grads,
             batch.out.weight,

@@ -226,7 +226,7 @@ def _as_after(steps: int, tx: DistributedTransformation, params: Params) -> Para
     """Params as so many steps leave them: from the first one on as they arrived."""
     if steps == 0 or tx.config.policy.param_comm_dtype is None:
         return params
-    schedule = tx.seen.schedule_of_whole(tx.config.tensor_local(params))
+    schedule = tx.config.schedule(tx.config.tensor_local(params))
     placed = jax.tree.map(lambda x: x.sharding, params)
     return jax.jit(functools.partial(as_they_arrive, schedule), out_shardings=placed)(params)
 

@@ -47,10 +47,11 @@ class StepProgram:
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step."""
-        specs = TrainState(self.tx.param_specs(state.params), self.tx.state_specs(), P(), P())
+        tx = self.tx.bind(state.params)
+        specs = TrainState(tx.param_specs(state.params), tx.state_specs(), P(), P())
         return over_devices(
-            self.tx,
-            self._on_a_device,
+            tx,
+            dataclasses.replace(self, tx=tx)._on_a_device,
             specs=specs,
             batch_spec=self.batch_spec,
             result_specs=self._metrics_specs(),
@@ -69,7 +70,8 @@ class StepProgram:
             report_nonfinite=self.options.report_nonfinite,
         )
         with sending_ahead(self.options.accumulate_steps == 1):
-            result = tx.local_step(local.grads, state.opt_state, state.params)
+            assert tx.bound is not None
+            result = tx.functions.local_step(tx.bound, local.grads, state.opt_state, state.params)
         model_state = _mean_over_devices(local.model_state, axes)
         model_state = trees.keep_if(result.is_skipped, state.model_state, model_state)
         new = TrainState(result.params, result.opt_state, model_state, forward.next_rng)

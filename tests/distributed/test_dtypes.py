@@ -122,9 +122,10 @@ def test_gathered_params_travel_in_param_comm_dtype():
     policy = jda.MixedPrecisionPolicy(param_comm_dtype="bfloat16")
     tx = make_tx(FLAT, policy, sharding_strategy="optim_grads_params")
     state = jda.TrainState.create(random_params(), tx)
+    opt = tx.bind(state.params)
     seen = jax.jit(
         jax.shard_map(
-            lambda p: jda.gather_params(p, tx),
+            lambda p: jda.gather_params(jda.local_params(p, opt), tx),
             mesh=tx.config.mesh,
             in_specs=(tx.param_specs(state.params),),
             out_specs=P(),

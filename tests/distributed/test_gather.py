@@ -29,22 +29,22 @@ def test_gradients_through_the_gather_equal_train_step(placement, check_vma, mic
     mesh, kwargs = PLACEMENTS[placement]
     tx = make_tx(mesh, jda.MixedPrecisionPolicy(), **kwargs)
     state = jda.TrainState.create(random_params(), tx)
-    params, opt_state = state.params, state.opt_state
+    params, opt_state, opt = state.params, state.opt_state, tx.bind(state.params)
 
     def local_step(params, opt_state, batch):
         def loss(p, batch):
             return linear_loss(jda.gather_params(p, tx), batch)
 
         def gradients(part):
-            return jax.grad(loss)(jda.local_params(params, tx), part)
+            return jax.grad(loss)(jda.local_params(params, opt), part)
 
         if micro == 1:
-            return tx.step(gradients(batch), opt_state, params)
-        acc = tx.init_grads(params)
+            return opt.step(gradients(batch), opt_state, params)
+        acc = opt.init_grads(params)
         for i in range(micro):
             part = jax.tree.map(lambda x, i=i: x.reshape(micro, -1, *x.shape[1:])[i], batch)
             acc = tx.accumulate(acc, gradients(part))
-        return tx.step(acc, opt_state, params)
+        return opt.step(acc, opt_state, params)
 
     specs = tx.param_specs(params), tx.state_specs()
     own = jax.jit(
@@ -66,20 +66,20 @@ def test_gradients_through_the_gather_equal_train_step(placement, check_vma, mic
     assert_same_trees((opt_state.mu, opt_state.nu), (state.opt_state.mu, state.opt_state.nu), "")
 
 
-def test_unknown_shards_raise():
+def test_shards_that_are_not_marked_raise():
     mesh, kwargs = PLACEMENTS["flat-optim_grads_params"]
-    tx = make_tx(mesh, **kwargs)
+    params = {"w": jnp.ones((64, 512))}
+    opt = make_tx(mesh, **kwargs).bind(params)
     gather = jax.shard_map(
-        lambda p: jda.gather_params(p, tx),
-        mesh=tx.config.mesh,
+        lambda p: jda.gather_params(p, opt),
+        mesh=opt.config.mesh,
         in_specs=jax.sharding.PartitionSpec("data"),
         out_specs=jax.sharding.PartitionSpec("data"),
     )
     with pytest.raises(
-        jda.MeshError,
-        match=r"params: shards of these shapes belong to no known params, .*got 0 params with",
+        jda.MeshError, match=r"params\['w'\]: not marked as a shard: got an array of shape \(8, 512"
     ):
-        gather(jda.shard_batch({"w": jnp.ones((64, 512))}, tx))
+        gather(jda.shard_batch(params, opt))
 
 
 def test_whole_params_where_shards_belong_raise():
@@ -88,7 +88,7 @@ def test_whole_params_where_shards_belong_raise():
     params = random_params()
     opt_state = tx.init(params)
     step = jax.shard_map(
-        lambda g, s, p: tx.step(g, s, p),
+        tx.bind(params).step,
         mesh=tx.config.mesh,
         in_specs=(jax.sharding.PartitionSpec(), tx.state_specs(), jax.sharding.PartitionSpec()),
         out_specs=(jax.sharding.PartitionSpec(), tx.state_specs()),

@@ -133,6 +133,8 @@ MESHES = {
 
 
 def tensor_step(tx, params, check_vma):
+    tx = tx.bind(params)
+
     def local(grads, state, params):
         return tx.step(jax.tree.map(lambda x: x[0, 0], grads), state, params)
 

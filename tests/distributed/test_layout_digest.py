@@ -305,6 +305,7 @@ def assert_says_nan(mesh, policy, strategy, check_vma, **kwargs):
     params = make_params(dtype)
     state = jda.TrainState.create(params, tx)
     other = jda.TrainState.create(other_params(dtype), tx)
+    tx = tx.bind(params)
     specs = tx.param_specs(params)
 
     def local_step(params, opt_state, x):

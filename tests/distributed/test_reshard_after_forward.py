@@ -111,9 +111,10 @@ def test_it_is_saved_and_restored_between_strategies(tmp_path):
 
 def own_step(tx, specs, micro):
     """A loop that gathers once, before it differentiates."""
+    tx = tx.bind(params_of())
 
     def local_step(params, state, batch):
-        local = jda.local_params(jda.gather_params(params, tx), tx)
+        local = jda.gather_params(jda.local_params(params, tx), tx)
         parts = jax.tree.map(lambda x: x.reshape(micro, x.shape[0] // micro, *x.shape[1:]), batch)
         acc = tx.init_grads(params)
         for i in range(micro):
@@ -146,7 +147,7 @@ def test_a_custom_training_loop_may_differentiate_what_is_gathered():
     """The gradient of a shard is summed in the backward pass, as with resharding."""
     ends = []
     for reshard in (False, True):
-        tx = make_tx(reshard=reshard)
+        tx = make_tx(reshard=reshard).bind(params_of(jnp.bfloat16))
         state = jda.TrainState.create(params_of(jnp.bfloat16), tx)
 
         def local_step(params, state, batch, tx=tx):
@@ -166,18 +167,19 @@ def test_a_custom_training_loop_may_differentiate_what_is_gathered():
 @pytest.mark.parametrize("weight", [None, 2.0])
 def test_gradients_of_shards_are_no_whole_sums(weight):
     """Summed already, they cannot be added to gradients of this device alone."""
-    tx = make_tx()
+    tx = make_tx().bind(params_of())
     params = jax.device_put(params_of(), tx.param_shardings(params_of()))
 
     def shard_grads(params):
-        return tx.accumulate(tx.init_grads(params), params, weight).weight
+        acc = tx.init_grads(params)
+        return tx.accumulate(acc, jda.local_params(params, tx), weight).weight
 
     specs = tx.param_specs(params)
     mapped = jax.shard_map(
         shard_grads, mesh=tx.config.mesh, in_specs=(specs,), out_specs=P(), check_vma=False
     )
     with pytest.raises(
-        jda.ShapeError, match=r"grads\['columns'\]: summed .* gather before you differentiate"
+        jda.MeshError, match=r"grads\['columns'\]: summed .* differentiate by what gather_params"
     ):
         jax.eval_shape(mapped, params)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jdistadam as jda
+from jdistadam.distributed import shard
 from jdistadam.distributed.config import DistributedConfig
 from support.bits import assert_same_trees
 from support.dtypes import dtypes
@@ -83,6 +84,7 @@ def test_stacked_layers_take_the_bits_of_float32_sums(kind, accumulate_steps):
 
 def own_step(tx, loss, check_vma, micro_batches):
     """A step of a custom training loop, and its own norm; all shards are gathered in the loss."""
+    tx = tx.bind(make_params(jnp.bfloat16))
 
     def local_step(params, state, batch):
         local = jda.local_params(params, tx)
@@ -136,7 +138,7 @@ def test_what_the_loss_sees(policy):
     loss = scanned_products(functools.partial(jda.gather_params, tx=tx))
 
     def looking(params, batch):
-        seen = jax.tree.map(lambda x: x.dtype, params)
+        seen = jax.tree.map(lambda x: x.dtype, shard.plain(params))
         narrow = jnp.dtype(jnp.bfloat16)
         assert seen == {
             "embed": narrow, "head": narrow,
@@ -144,7 +146,7 @@ def test_what_the_loss_sees(policy):
         }  # fmt: skip
         layer = jax.tree.map(lambda x: x[0], params["layers"])
         assert jax.tree.leaves(jda.gather_params(layer, tx))[-1].dtype == narrow
-        assert jda.gather_params(params, tx)["layers"]["mlp"]["up"].dtype == wide  # as it is
+        assert jda.gather_params(params, tx)["layers"]["mlp"]["up"].value.dtype == wide  # as it is
         return loss(params, batch)
 
     step = jda.train_step(looking, tx)
@@ -172,28 +174,6 @@ def test_scaled_gradients_that_are_not_finite_skip_the_step():
     got = jda.main_params(state.params, state.opt_state, tx)
     want = train(plain, loss, batches)[0]  # scales that are powers of two change no bit
     assert_same_trees(got, want, "main params")
-
-
-def test_params_of_two_dtypes_are_not_mistaken():
-    """Shards of float32 params, and widened ones of bfloat16 params, look alike."""
-    tx = make_tx(make_mesh(**FLAT), sharding_strategy="optim_grads_params", stacked=is_stacked)
-    params = {"layers": {"w": jnp.zeros((6, 64, 256))}}
-    # It places float32 params, and trains others.
-    jda.TrainState.create(params, tx, param_dtypes=jnp.bfloat16)
-    shard = jax.ShapeDtypeStruct((6, 8, 256), jnp.float32)
-    layer = jax.ShapeDtypeStruct((8, 256), jnp.float32)
-    tree = lambda x: {"layers": {"w": x}}  # noqa: E731
-    assert tx.seen.schedule(tree(shard)).buckets[0].bucket.dtype == jnp.bfloat16
-    assert tx.seen.layer(layer)[0].schedule.bucket.dtype == jnp.bfloat16
-    tx.param_specs(params)
-    with pytest.raises(jda.MeshError, match=r"got 2 params with such shards.*model and dtype"):
-        tx.seen.schedule(tree(shard))
-    with pytest.raises(jda.MeshError, match="can be gathered in several ways: got 2 ways"):
-        tx.seen.layer(layer)
-    held = tx.seen.schedule(tree(shard), may_be_widened=False)  # as a step takes params
-    assert held.buckets[0].bucket.dtype == jnp.float32
-    narrow = tree(shard.update(dtype=jnp.bfloat16))
-    assert tx.seen.schedule(narrow).buckets[0].bucket.dtype == jnp.bfloat16
 
 
 def test_the_float32_copy_is_all_that_it_costs(h200s, monkeypatch):

@@ -112,11 +112,11 @@ def test_a_build_without_cuda_traces_no_fallback(monkeypatch):
     def fallback(x):
         raise AssertionError("was traced")
 
-    jax.make_jaxpr(lambda x: native.choose(lambda y: y + 1, fallback, x))(1)
+    jax.make_jaxpr(lambda x: native.choose(lambda y: y + 1, fallback)(x))(1)
     monkeypatch.setattr(native, "default_platform", lambda: "cuda")  # a GPU, and no kernels for it
     with pytest.raises(AssertionError, match="was traced"), pytest.warns(match="not built"):
         native.warn_if_unavailable.cache_clear()
-        jax.make_jaxpr(lambda x: native.choose(lambda y: y + 1, fallback, x))(1)
+        jax.make_jaxpr(lambda x: native.choose(lambda y: y + 1, fallback)(x))(1)
 
 
 def exported_step():

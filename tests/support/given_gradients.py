@@ -37,6 +37,7 @@ def random_grads(rng, devices=8, micro=1):
 
 def own_step(tx, params, *, micro=1, check_vma=False, function=None):
     """A jitted step over given local gradients, of shape (devices, micro-batches, ...)."""
+    tx = tx.bind(params)
 
     def local(grads, state, params):
         if micro == 1:

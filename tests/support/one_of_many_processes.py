@@ -31,7 +31,9 @@ NAMES = ("rows", "prime", "scalar")  # cut, does not divide, packed
 
 def loss_fn(params, batch, model_state, rng):
     noise = 1 + jax.random.normal(rng, ()) / 8
-    terms = jax.tree.map(lambda p, x: jax.numpy.vdot(p.astype("float32"), x.mean(0)), params, batch)
+    # No dot product: for these XLA measures on each GPU anew which of its kernels is fastest.
+    product = lambda p, x: jax.numpy.sum(p.astype("float32") * x.mean(0))  # noqa: E731
+    terms = jax.tree.map(product, params, batch)
     loss = noise * sum(jax.tree.leaves(terms))
     # Whole numbers, whose mean over the devices has no rounding that may depend on its order.
     last = jax.numpy.round(batch["rows"].sum() + jax.numpy.zeros(3))

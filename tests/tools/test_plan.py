@@ -47,6 +47,7 @@ def prepare(h200s, where, strategy, policy):
         sharding_strategy=strategy, loss_scale=jda.DynamicLossScale(), **kwargs,
     )  # fmt: skip
     params = params_of(jnp.bfloat16)
+    tx = tx.bind(params)
     specs = tx.param_specs(params), tx.state_specs()
     state = placed(mesh, jax.eval_shape(tx.init, params), specs[1])
     return tx, params, placed(mesh, params, specs[0]), state, specs

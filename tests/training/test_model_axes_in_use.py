@@ -150,9 +150,15 @@ def test_gather_params_differentiates_in_such_a_region():
     """Its transpose reduces over the data axes alone."""
     tx = make_tx(sharding_strategy="optim_grads_params")
     params, x = params_of(), batches(1)[0]
-    specs = tx.data_specs(tx.param_specs(params))
+    specs, opt = tx.data_specs(tx.param_specs(params)), tx.bind(params)
+
+    def local_gradient(params, x):
+        shards = jda.local_params(params, opt)
+        grads = jax.grad(lambda p: loss_fn(jda.gather_params(p, tx), x))(shards)
+        return grads | {"w": grads["w"].value}
+
     gradient = jax.shard_map(
-        jax.grad(lambda p, x: loss_fn(jda.gather_params(p, tx), x)),
+        local_gradient,
         mesh=tx.config.mesh,
         in_specs=(specs, P("data")),
         out_specs={"w": specs["w"], "b": P("data")},
@@ -224,10 +230,10 @@ def test_gradients_may_be_of_other_types_than_their_params():
 
 def test_a_dimension_that_is_cut_twice_raises_in_such_a_region():
     tx = make_tx(sharding_strategy="optim_grads_params", param_specs={"w": P("model"), "b": None})
-    state = jda.TrainState.create(params_of(), tx)
+    state, opt = jda.TrainState.create(params_of(), tx), tx.bind(params_of())
     specs = tx.data_specs((tx.param_specs(params_of()), tx.state_specs()))
     step = jax.shard_map(
-        lambda params, state: tx.step(jax.tree.map(jnp.ones_like, params), state, params),
+        lambda params, state: opt.step(jax.tree.map(jnp.ones_like, params), state, params),
         mesh=tx.config.mesh,
         in_specs=specs,
         out_specs=specs,

@@ -96,9 +96,11 @@ def test_a_shard_map_of_ones_own(strategy):
         **HYPER, mesh=jax.make_mesh((8,), ("data",)), sharding_strategy=strategy
     )
 
+    opt = tx.bind(numbers(SMALL, 0))
+
     def local(params, state, rows):
         whole = lambda p: linear_loss(jda.gather_params(p, tx), rows)  # noqa: E731
-        return tx.step(jax.grad(whole)(jda.local_params(params, tx)), state, params)
+        return opt.step(jax.grad(whole)(jda.local_params(params, opt)), state, params)
 
     results = []
     for order in (ORDER, {}):

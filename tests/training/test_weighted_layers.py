@@ -97,18 +97,20 @@ def test_the_bits_of_weights_of_whole_gradients(kind, dtype, accumulate_steps):
     assert all(np.isfinite(norm) and norm > 0 for norm in got[-1][:-1])
 
 
-def test_layers_that_are_not_gathered_are_weighted_all_the_same():
-    """On one device a model works without gather_params."""
-    mesh, batches = make_mesh(**KINDS["one device"][0]), make_batches(1)
-    loss = weighted_products(lambda layer: layer)
-    runs = [
-        train(make_tx(mesh, **kwargs), loss, batches, jnp.float32)
-        for kwargs in (
-            dict(sharding_strategy="optim_grads_params", stacked=is_stacked),
-            dict(sharding_strategy="optim_grads"),
+def test_layers_that_are_not_gathered_raise():
+    """On one device, too: a model that forgets to gather does not wait for the second one."""
+    mesh = make_mesh(**KINDS["one device"][0])
+    tx = make_tx(mesh, sharding_strategy="optim_grads_params", stacked=is_stacked)
+
+    def loss(params, batch):
+        _, layers = jax.lax.scan(
+            lambda _, layer: (None, 2 * layer["mlp"]["up"]), None, params["layers"]
         )
-    ]
-    assert_same_trees(*(run[:-1] for run in runs), "not gathered")
+        return jnp.sum(layers)
+
+    state = jda.TrainState.shapes(make_params(jnp.float32), tx)
+    with pytest.raises(TypeError, match=r"a shard of a parameter.*gather it first"):
+        jax.eval_shape(jda.train_step(loss, tx), state, make_batches(1)[0])
 
 
 def test_with_all_else_that_a_loss_takes_and_returns():

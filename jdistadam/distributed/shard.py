@@ -1,0 +1,164 @@
+"""A shard of a parameter, inside a program.
+
+Outside of programs, params are plain global arrays. Inside of ``jax.shard_map``, ``local_params``
+puts each shard into a ``Shard``, ``gather_params`` makes a plain array of it, and the gradient with
+respect to a ``Shard`` is one, too: JAX gives gradients the tree structure of what they belong to.
+So a type says what is cut and which gradients are summed, and nothing is concluded from shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jdistadam.core import trees
+from jdistadam.core.types import Grads, Params
+from jdistadam.distributed.layout import Bucket
+from jdistadam.distributed.schedule import Schedule
+from jdistadam.errors import MeshError
+
+_UNCUT = P()
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["value"],
+    meta_fields=["dim", "ndim", "dtype", "spec"],
+)
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """This device's part of a parameter, or of the sum of its gradients over ``shard_axis``.
+
+    A pytree node around an array. Its static part has neither name nor shape, so that equal layers
+    have equal tree structures; dimensions are counted from the end, so that it holds in a stack of
+    layers, in one of them and under ``jax.vmap``.
+
+    Attributes:
+      value: The array. Of a parameter in the dtype of its gradients, which ``step`` and
+        ``gather_params`` round to ``dtype``: [Note: widened shards].
+      dim: The dimension that is cut, from the end: -1 is the last one.
+      ndim: The number of dimensions of what is gathered at once. A stack of layers has more.
+      dtype: The dtype of the parameter.
+      spec: How tensor axes cut those dimensions.
+    """
+
+    value: Any
+    dim: int
+    ndim: int
+    dtype: Any
+    spec: P = _UNCUT
+
+    @classmethod
+    def of_bucket(cls, bucket: Bucket, value: jax.Array, spec: P = _UNCUT) -> Shard:
+        """Marks this device's part of a bucket's one leaf, of which tensor axes cut ``spec``."""
+        ndim = value.ndim - (bucket.num_layers is not None)
+        entries = (list(spec) + [None] * (value.ndim - len(spec)))[value.ndim - ndim :]
+        return cls(value, bucket.cut_dim - value.ndim, ndim, jnp.dtype(bucket.dtype), P(*entries))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of this part."""
+        shape: tuple[int, ...] = self.value.shape
+        return shape
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is a stack of layers, which are gathered one by one."""
+        return len(self.shape) > self.ndim
+
+    def __jax_array__(self, *_: Any) -> NoReturn:
+        """Raises TypeError: a shard is not the parameter."""
+        raise TypeError(
+            f"a shard of a parameter, {self.dtype}{list(self.shape)} on each device, is used as if "
+            "it were the whole: gather it first, with jdistadam.gather_params(params, tx)."
+        )
+
+
+for _name in ("add", "sub", "mul", "matmul", "truediv", "pow"):
+    setattr(Shard, f"__{_name}__", Shard.__jax_array__)
+    setattr(Shard, f"__r{_name}__", Shard.__jax_array__)
+for _name in ("neg", "getitem"):
+    setattr(Shard, f"__{_name}__", Shard.__jax_array__)
+
+
+def is_shard(x: Any) -> bool:
+    """Whether this node of a tree is a ``Shard``."""
+    return isinstance(x, Shard)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Returns the leaves of a tree, of which a ``Shard`` is one."""
+    return jax.tree.leaves(tree, is_leaf=is_shard)
+
+
+def plain(tree: Any) -> Any:
+    """Returns a tree with the arrays in place of their shards."""
+    return jax.tree.map(lambda x: x.value if is_shard(x) else x, tree, is_leaf=is_shard)
+
+
+def as_held(params: Any) -> Any:
+    """Returns plain params in their own dtypes, as a device holds them between steps."""
+
+    def held(x: Any) -> Any:
+        return x.value.astype(x.dtype) if is_shard(x) else x
+
+    return jax.tree.map(held, params, is_leaf=is_shard)
+
+
+def in_form_of(like: Any, tree: Any) -> Any:
+    """Returns a tree of plain arrays with ``Shard`` where ``like`` has one."""
+
+    def wrap(like: Any, x: Any) -> Any:
+        return dataclasses.replace(like, value=x.astype(like.value.dtype)) if is_shard(like) else x
+
+    return jax.tree.map(wrap, like, tree, is_leaf=is_shard)
+
+
+def refuse_sums(grads: Grads, what: str, action: str) -> None:
+    """Raises MeshError where a gradient is a ``Shard``: the sum over devices already."""
+    for path, x in zip(trees.paths(plain(grads), "grads"), leaves_of(grads), strict=True):
+        if is_shard(x):
+            raise MeshError(
+                path,
+                f"summed over the devices already{what}",
+                got=f"a shard of shape {x.shape}",
+                expected="this device's own gradient of the whole parameter",
+                action=action,
+            )
+
+
+def refuse_unmarked(schedule: Schedule | None, params: Params) -> None:
+    """Raises MeshError where shards are plain arrays, or may be, as far as params are known.
+
+    Args:
+      schedule: Of the params that the optimizer is bound to.
+      params: All of them, or a part.
+    """
+    if any(map(is_shard, leaves_of(params))):
+        return
+    leaves: list[Any] = jax.tree.leaves(params)
+    if schedule is None and leaves:
+        raise MeshError(
+            "gather_params",
+            "got no shard among these params",
+            got="plain arrays, and an optimizer that was not bound to params",
+            expected="what local_params(params, opt) returns, with opt = tx.bind(params)",
+            action="Mark them first; with opt in the place of tx pass parts without shards, too.",
+        )
+    if schedule is None or jax.tree.structure(params) != schedule.treedef:
+        return
+    for bucket in schedule.layout.buckets:
+        leaf = schedule.layout.leaves[bucket.leaf] if bucket.is_sharded_param else None
+        if leaf is not None and leaves[bucket.leaf].shape == bucket.inner_shape != leaf.shape:
+            raise MeshError(
+                leaf.path,
+                "not marked as a shard",
+                got=f"an array of shape {bucket.inner_shape}",
+                expected="what local_params(params, opt) returns",
+                action="Call gather_params(local_params(params, opt), opt).",
+            )
