@@ -31,9 +31,7 @@ NAMES = ("rows", "prime", "scalar")  # cut, does not divide, packed
 
 def loss_fn(params, batch, model_state, rng):
     noise = 1 + jax.random.normal(rng, ()) / 8
-    # No dot product: for these XLA measures on each GPU anew which of its kernels is fastest.
-    product = lambda p, x: jax.numpy.sum(p.astype("float32") * x.mean(0))  # noqa: E731
-    terms = jax.tree.map(product, params, batch)
+    terms = jax.tree.map(lambda p, x: jax.numpy.vdot(p.astype("float32"), x.mean(0)), params, batch)
     loss = noise * sum(jax.tree.leaves(terms))
     # Whole numbers, whose mean over the devices has no rounding that may depend on its order.
     last = jax.numpy.round(batch["rows"].sum() + jax.numpy.zeros(3))
@@ -41,11 +39,16 @@ def loss_fn(params, batch, model_state, rng):
 
 
 def evaluate(tx, state, batch):
-    """What each device finds in its part, and the rows that it saw; the sum of all has an order."""
+    """What each device finds in its params and in its part, and the rows that it saw.
 
-    def loss_and_aux(*args, **kwargs):
-        loss, model_state = loss_fn(*args, **kwargs)
-        return loss, model_state, {"losses": loss, "rows": args[1]["rows"]}
+    Of whole numbers: XLA for GPUs compiles another order of the loss's sum for another process.
+    """
+
+    def loss_and_aux(params, batch, **kwargs):
+        loss, model_state = loss_fn(params, batch, **kwargs)
+        wholes = jax.tree.map(jax.numpy.round, (params, batch))
+        found = sum(x.astype("float32").sum() for x in jax.tree.leaves(wholes))
+        return loss, model_state, {"found": found, "rows": batch["rows"]}
 
     loss, aux = jda.eval_step(loss_and_aux, tx, has_aux=True)(state, batch)
     mine = [
