@@ -76,119 +76,49 @@ class CallBuilder {
     call_->leaves.resize(attributes.groups.size());
   }
 
-  // Takes the next arrays of `buffers` (RemainingArgs or RemainingRets) as operand kind `kind`.
-  // Leaves take their size from the first kind, later kinds must agree. Each array holds `copies`
-  // such kinds. kAliased: the arrays must be where the leaves' pointers already say.
+  // Takes the next arrays of `buffers` as operand kind `kind`. Leaves take their size from the
+  // first kind, later kinds must agree. kAliased: the arrays must be where the leaves' pointers
+  // already say.
   template <typename Buffers, typename Pointer>
   ffi::Error Take(const char* name, int kind, const Buffers& buffers, size_t* next, Dtype* dtype,
                   Pointer Leaf::* pointer, size_t copies = 1, Place place = kNew) {
-    const size_t count = call_->leaves.size();
-    const bool flat = (attributes_.flat >> kind) & 1;
-    const Dtype expected = *dtype;
-    const bool aliased = place == kAliased;
-    for (size_t i = 0; i < (flat ? 1 : count); ++i) {
-      const auto buffer = GetBuffer(buffers, (*next)++);
-      if (!buffer) return Invalid(std::string(name) + ": too few arrays");
-      const auto type = TypeOf(kind, *buffer);
-      const bool is_remainder = kind == kOutKind && call_->mode == Mode::kStepSplit;
-      if (!type || (*type == Dtype::kUint16) != is_remainder) {
-        return Invalid(std::string(name) + ": dtype must be " +
-                       (is_remainder ? "uint16" : "float32, bfloat16 or float16"));
-      }
-      if (i > 0 && *type != *dtype)
-        return Invalid(std::string(name) + ": dtypes differ between leaves");
-      *dtype = *type;
-      const Target<Pointer> target{name, pointer, copies, aliased && *type == expected, aliased};
-      const auto error = flat ? Slice(target, kind, *buffer, *type) : Whole(target, i, *buffer);
-      if (error.failure()) return error;
-    }
+    const AdamAttributes& a = attributes_;
+    const bool is_flat = (a.flat >> kind) & 1;
+    const bool is_remainder = kind == kOutKind && call_->mode == Mode::kStepSplit;
+    const bool may_be_coded = may_be_coded_ && (kind == kMuKind || kind == kNuKind);
+    const Dtype operand = *dtype;
+    const auto dtype_of = [=](ffi::DataType type) -> std::optional<Dtype> {
+      if (may_be_coded && type == ffi::DataType::U8) return Dtype::kBlock8;
+      if (may_be_coded && type == ffi::DataType::U16) return Dtype::kBlock16;
+      if (!is_remainder) return FloatTypeOf(type);
+      return type == ffi::DataType::U16 ? std::optional(Dtype::kUint16) : std::nullopt;
+    };
+    const auto size_of = [&](size_t i) -> std::optional<size_t> {
+      if (a.sizes.size() > 0) return size_t(a.sizes[i]);
+      return first_kind_ ? std::nullopt : std::optional(call_->leaves[i].size);
+    };
+    const auto start_of = [&](size_t i) { return size_t(a.OffsetsOf(kind)[i]); };
+    const auto set = [&](size_t i, char* data, size_t size, size_t total) {
+      Leaf& leaf = call_->leaves[i];
+      leaf.size = size;
+      if (is_flat && copies > 1) call_->grad_stride = total;
+      if (place == kAliased) return *dtype == operand && (size == 0 || leaf.*pointer == data);
+      leaf.*pointer = data;
+      return true;
+    };
+    const Kind read{name, is_flat, copies, is_remainder ? "uint16" : kFloats};
+    const auto error = TakeLeaves(read, call_->leaves.size(), buffers, next, dtype, dtype_of,
+                                  size_of, start_of, set);
     first_kind_ = false;
-    return ffi::Error::Success();
+    return error;
   }
 
  private:
-  std::optional<Dtype> TypeOf(int kind, const ffi::AnyBuffer& buffer) const {
-    const bool is_moment = kind == kMuKind || kind == kNuKind;
-    if (may_be_coded_ && is_moment) {
-      if (buffer.element_type() == ffi::DataType::U8) return Dtype::kBlock8;
-      if (buffer.element_type() == ffi::DataType::U16) return Dtype::kBlock16;
-    }
-    return DtypeOf(buffer.element_type());
-  }
-
-  template <typename Pointer>
-  struct Target {
-    const char* name;
-    Pointer Leaf::* pointer;
-    size_t copies;
-    bool dtype_fits, aliased;
-
-    // Sets where the leaf is; or, if aliased, returns whether it is there already.
-    bool Set(Leaf* leaf, char* data) const {
-      if (!aliased) {
-        leaf->*pointer = data;
-        return true;
-      }
-      return dtype_fits && (leaf->size == 0 || leaf->*pointer == data);
-    }
-    ffi::Error NotAliased() const {
-      return Invalid(std::string(name) + ": the result is not aliased with its operand");
-    }
-  };
-
-  template <typename Pointer>
-  ffi::Error Whole(const Target<Pointer>& target, size_t i, const ffi::AnyBuffer& buffer) {
-    Leaf& leaf = call_->leaves[i];
-    const size_t elements = buffer.element_count(), size = elements / target.copies;
-    const bool sized = attributes_.sizes.size() > 0;
-    const size_t expected = sized ? size_t(attributes_.sizes[i]) : first_kind_ ? size : leaf.size;
-    if (elements != expected * target.copies) {
-      return Invalid(std::string(target.name) + ": leaf " + std::to_string(i) + " has " +
-                     std::to_string(elements) + " elements, expected " +
-                     std::to_string(expected * target.copies));
-    }
-    leaf.size = size;
-    return target.Set(&leaf, DataOf(buffer)) ? ffi::Error::Success() : target.NotAliased();
-  }
-
-  template <typename Pointer>
-  ffi::Error Slice(const Target<Pointer>& target, int kind, const ffi::AnyBuffer& buffer,
-                   Dtype dtype) {
-    const std::string name = target.name;
-    const int64_t elements = int64_t(buffer.element_count());
-    const int64_t total = elements / int64_t(target.copies);
-    if (total * int64_t(target.copies) != elements)
-      return Invalid(name + ": does not divide by the number of contributions");
-    if (target.copies > 1) call_->grad_stride = size_t(total);
-    for (size_t i = 0; i < call_->leaves.size(); ++i) {
-      const int64_t size = attributes_.sizes[i], offset = attributes_.OffsetsOf(kind)[i];
-      if (offset > total || size > total - offset) {
-        return Invalid(name + ": leaf " + std::to_string(i) + " ends beyond the flat array");
-      }
-      Leaf& leaf = call_->leaves[i];
-      leaf.size = size_t(size);
-      if (!target.Set(&leaf, DataOf(buffer) + offset * ItemSize(dtype))) return target.NotAliased();
-    }
-    return ffi::Error::Success();
-  }
-
   const AdamAttributes& attributes_;
   const bool may_be_coded_;
   AdamCall* call_;
   bool first_kind_ = true;
 };
-
-// Whether offsets ascend, and the leaves do not overlap.
-inline ffi::Error CheckOffsets(const AdamAttributes& a, const ffi::Span<const int64_t>& offsets) {
-  int64_t end = 0;
-  for (size_t i = 0; i < offsets.size(); ++i) {
-    if (a.sizes[i] < 0 || offsets[i] < 0) return Invalid("negative size or offset");
-    if (offsets[i] < end)
-      return Invalid("leaf " + std::to_string(i) + ": offsets must ascend without overlap");
-    end = a.sizes[i] > INT64_MAX - offsets[i] ? INT64_MAX : offsets[i] + a.sizes[i];
-  }
-  return ffi::Error::Success();
-}
 
 inline ffi::Error CheckAttributes(const AdamAttributes& a, int64_t num_groups) {
   if ((a.flags & ~kAllFlags) != 0) return Invalid("flags has unknown bits");
@@ -210,7 +140,7 @@ inline ffi::Error CheckAttributes(const AdamAttributes& a, int64_t num_groups) {
       return Invalid("offsets of a moment need one entry a leaf, beside sizes");
   }
   for (const auto* offsets : {&a.offsets, &a.mu_offsets, &a.nu_offsets}) {
-    if (auto error = CheckOffsets(a, *offsets); error.failure()) return error;
+    if (auto error = CheckOffsets(a.sizes, *offsets); error.failure()) return error;
   }
   return ffi::Error::Success();
 }

@@ -53,18 +53,72 @@ inline char* DataOf(const ffi::AnyBuffer& buffer) {
   return static_cast<char*>(buffer.untyped_data());
 }
 
-// The dtype of buffer `i`, which must be a float and, but for the first, equal `*dtype`.
-template <typename Buffers>
-ffi::Error TakeFloat(const char* name, const Buffers& buffers, size_t i,
-                     std::optional<ffi::AnyBuffer>* buffer, Dtype* dtype) {
-  *buffer = GetBuffer(buffers, i);
-  if (!*buffer) return Invalid(std::string(name) + ": too few arrays");
-  const auto type = DtypeOf((*buffer)->element_type());
-  if (!type || *type == Dtype::kUint16)
-    return Invalid(std::string(name) + ": dtype must be float32, bfloat16 or float16");
-  if (i > 0 && *type != *dtype)
-    return Invalid(std::string(name) + ": dtypes differ between leaves");
-  *dtype = *type;
+inline std::optional<Dtype> FloatTypeOf(ffi::DataType type) {
+  return type == ffi::DataType::U16 ? std::nullopt : DtypeOf(type);
+}
+constexpr const char* kFloats = "float32, bfloat16 or float16";
+
+// A kind of operands or results, such as the gradients: one array for each leaf, or a flat one.
+struct Kind {
+  const char* name;
+  bool is_flat = false;
+  size_t copies = 1;             // that each array holds, one behind the other
+  const char* dtypes = kFloats;  // in words: those that `dtype_of` takes
+};
+
+// Reads the next arrays of `buffers` (RemainingArgs or RemainingRets) as the leaves of a kind, all
+// of one dtype, and checks everything:
+//
+// dtype_of(type)  the Dtype of arrays of this type, or nullopt where they are wrong.
+// size_of(i)      elements of leaf i in a copy, or nullopt where its array says it; asked of all
+//                 leaves in a flat array.
+// start_of(i)     where leaf i begins in a flat array.
+// set(i, data, size, total)   takes leaf i, of an array with `total` elements in a copy. False: a
+//                 result that is not where its operand is.
+template <typename Buffers, typename DtypeFn, typename SizeFn, typename StartFn, typename SetFn>
+ffi::Error TakeLeaves(const Kind& kind, size_t count, const Buffers& buffers, size_t* next,
+                      Dtype* dtype, const DtypeFn& dtype_of, const SizeFn& size_of,
+                      const StartFn& start_of, const SetFn& set) {
+  const auto wrong = [&](const std::string& what) {
+    return Invalid(std::string(kind.name) + ": " + what);
+  };
+  for (size_t array = 0; array < (kind.is_flat ? 1 : count); ++array) {
+    const auto buffer = GetBuffer(buffers, (*next)++);
+    if (!buffer) return wrong("too few arrays");
+    const std::optional<Dtype> type = dtype_of(buffer->element_type());
+    if (!type) return wrong(std::string("dtype must be ") + kind.dtypes);
+    if (array > 0 && *type != *dtype) return wrong("dtypes differ between leaves");
+    *dtype = *type;
+    const size_t elements = buffer->element_count(), total = elements / kind.copies;
+    if (total * kind.copies != elements)
+      return wrong("does not divide by the number of contributions");
+    for (size_t i = array; i < (kind.is_flat ? count : array + 1); ++i) {
+      const size_t start = kind.is_flat ? start_of(i) : 0;
+      const std::optional<size_t> expected = size_of(i);
+      const size_t size = expected ? *expected : total;
+      if (kind.is_flat && (start > total || size > total - start))
+        return wrong("leaf " + std::to_string(i) + " ends beyond the flat array");
+      if (!kind.is_flat && size != total) {
+        return wrong("leaf " + std::to_string(i) + " has " + std::to_string(elements) +
+                     " elements, expected " + std::to_string(size * kind.copies));
+      }
+      if (!set(i, DataOf(*buffer) + start * ItemSize(*type), size, total))
+        return wrong("the result is not aliased with its operand");
+    }
+  }
+  return ffi::Error::Success();
+}
+
+// Whether leaves in flat arrays follow each other.
+inline ffi::Error CheckOffsets(const ffi::Span<const int64_t>& sizes,
+                               const ffi::Span<const int64_t>& offsets) {
+  int64_t end = 0;
+  for (size_t i = 0; i < offsets.size(); ++i) {
+    if (sizes[i] < 0 || offsets[i] < 0) return Invalid("negative size or offset");
+    if (offsets[i] < end)
+      return Invalid("leaf " + std::to_string(i) + ": offsets must ascend without overlap");
+    end = sizes[i] > INT64_MAX - offsets[i] ? INT64_MAX : offsets[i] + sizes[i];
+  }
   return ffi::Error::Success();
 }
 

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "ffi_adam.h"
-#include "ffi_compact.h"
+#include "ffi_quantized.h"
 #include "ffi_norm.h"
 #include "ffi_peer_meeting.h"
 #include "ffi_sum.h"
@@ -24,8 +24,8 @@ static ffi::Error Run(ffi::ThreadPool& pool, const AdamCall& call) {
   return ffi::Error::Success();
 }
 
-static ffi::Error Run(ffi::ThreadPool& pool, const CompactCall& call) {
-  CompactCpu(call, ThreadsOf(pool));
+static ffi::Error Run(ffi::ThreadPool& pool, const QuantizedCall& call) {
+  QuantizedCpu(call, ThreadsOf(pool));
   return ffi::Error::Success();
 }
 
@@ -85,8 +85,8 @@ extern "C" bool JdistadamCanReach_cpu(int, int) { return true; }
 
 using Pool = ffi::ThreadPool;
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cpu, AdamHandler<Pool>, AdamBinding().Ctx<Pool>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCompact_cpu, CompactHandler<Pool>,
-                              CompactBinding().Ctx<Pool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamQuantized_cpu, QuantizedHandler<Pool>,
+                              QuantizedBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cpu, NormHandler<Pool>, NormBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cpu, SumHandler<Pool>, SumBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cpu, PeerSumHandler<Pool>,

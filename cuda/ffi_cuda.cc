@@ -3,7 +3,7 @@
 #include <set>
 
 #include "ffi_adam.h"
-#include "ffi_compact.h"
+#include "ffi_quantized.h"
 #include "ffi_norm.h"
 #include "ffi_peer_meeting.h"
 #include "ffi_sum.h"
@@ -23,8 +23,8 @@ static ffi::Error Run(cudaStream_t stream, const AdamCall& call) {
   return LaunchError(AdamCuda(call, stream));
 }
 
-static ffi::Error Run(cudaStream_t stream, const CompactCall& call) {
-  return LaunchError(CompactCuda(call, stream));
+static ffi::Error Run(cudaStream_t stream, const QuantizedCall& call) {
+  return LaunchError(QuantizedCuda(call, stream));
 }
 
 static ffi::Error Run(cudaStream_t stream, const NormCall& call) {
@@ -161,8 +161,8 @@ using Stream = ffi::PlatformStream<cudaStream_t>;
 #define JDISTADAM_CAPTURABLE {ffi::Traits::kCmdBufferCompatible}
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cuda, AdamHandler<cudaStream_t>,
                               AdamBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCompact_cuda, CompactHandler<cudaStream_t>,
-                              CompactBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamQuantized_cuda, QuantizedHandler<cudaStream_t>,
+                              QuantizedBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cuda, NormHandler<cudaStream_t>,
                               NormBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cuda, SumHandler<cudaStream_t>,

@@ -18,14 +18,17 @@ inline ffi::Error BuildNormCall(FloatScalar inv_scale, const ffi::RemainingArgs&
                                 NormCall* call) {
   call->dtype = Dtype::kFloat32;
   call->num_tiles = 0;
-  for (size_t i = 0; i < grads.size(); ++i) {
-    std::optional<ffi::AnyBuffer> buffer;
-    if (auto error = TakeFloat("grads", grads, i, &buffer, &call->dtype); error.failure())
-      return error;
-    const size_t size = buffer->element_count();
-    call->leaves.push_back({DataOf(*buffer), size, call->num_tiles});
+  size_t next = 0;
+  const auto any_size = [](size_t) -> std::optional<size_t> { return std::nullopt; };
+  const auto add = [&](size_t, const char* data, size_t size, size_t) {
+    call->leaves.push_back({data, size, call->num_tiles});
     call->num_tiles += NumNormTiles(size);
-  }
+    return true;
+  };
+  const auto error = TakeLeaves(
+      {"grads"}, grads.size(), grads, &next, &call->dtype, FloatTypeOf, any_size,
+      [](size_t) { return size_t{0}; }, add);
+  if (error.failure()) return error;
   const auto scratch = tiles->dimensions();
   if (size_t(scratch[0]) != call->num_tiles || scratch[1] != 2)
     return Invalid("scratch: expected " + std::to_string(call->num_tiles) + " tiles of 2 words");

@@ -34,41 +34,24 @@ inline ffi::Error CheckSumAttributes(const SumAttributes& a) {
     return Invalid("contributions must be between 1 and " + std::to_string(kMaxContributions));
   if (a.flat < 0 || a.flat > 3) return Invalid("flat must be 0, 1, 2 or 3");
   if (a.sizes.size() != a.offsets.size()) return Invalid("sizes and offsets need one entry a leaf");
-  int64_t end = 0;
-  for (size_t i = 0; i < a.sizes.size(); ++i) {
-    if (a.sizes[i] < 0 || a.offsets[i] < end || a.sizes[i] > INT64_MAX - a.offsets[i])
-      return Invalid("leaf " + std::to_string(i) + ": offsets must ascend without overlap");
-    end = a.offsets[i] + a.sizes[i];
-  }
-  return ffi::Error::Success();
+  return CheckOffsets(a.sizes, a.offsets);
 }
 
-// Sets one side of all leaves: set(leaf, data).
+// Takes one side of all leaves: set(leaf, data, total).
 template <typename Buffers, typename Set>
-ffi::Error TakeSide(const char* name, const SumAttributes& a, bool flat, size_t copies,
-                    const Buffers& buffers, Dtype* dtype, const Set& set) {
-  const size_t expected = flat ? 1 : a.sizes.size();
-  if (buffers.size() != expected)
-    return Invalid(std::string(name) + ": expected " + std::to_string(expected) + " arrays");
-  for (size_t i = 0; i < expected; ++i) {
-    std::optional<ffi::AnyBuffer> buffer;
-    if (auto error = TakeFloat(name, buffers, i, &buffer, dtype); error.failure()) return error;
-    const size_t elements = buffer->element_count(), total = elements / copies;
-    if (total * copies != elements)
-      return Invalid(std::string(name) + ": does not divide by the number of contributions");
-    if (!flat && total != size_t(a.sizes[i])) {
-      return Invalid(std::string(name) + ": leaf " + std::to_string(i) + " has " +
-                     std::to_string(total) + " elements, expected " + std::to_string(a.sizes[i]));
-    }
-    if (!flat) set(i, DataOf(*buffer), total);
-    for (size_t leaf = 0; flat && leaf < a.sizes.size(); ++leaf) {
-      if (size_t(a.offsets[leaf] + a.sizes[leaf]) > total) {
-        return Invalid(std::string(name) + ": leaf " + std::to_string(leaf) +
-                       " ends beyond the flat array");
-      }
-      set(leaf, DataOf(*buffer) + size_t(a.offsets[leaf]) * ItemSize(*dtype), total);
-    }
-  }
+ffi::Error TakeSide(const Kind& kind, const SumAttributes& a, const Buffers& buffers, Dtype* dtype,
+                    const Set& set) {
+  size_t next = 0;
+  const auto error = TakeLeaves(
+      kind, a.sizes.size(), buffers, &next, dtype, FloatTypeOf,
+      [&](size_t i) { return std::optional(size_t(a.sizes[i])); },
+      [&](size_t i) { return size_t(a.offsets[i]); },
+      [&](size_t i, char* data, size_t, size_t total) {
+        set(i, data, total);
+        return true;
+      });
+  if (error.failure()) return error;
+  if (next != buffers.size()) return Invalid(std::string(kind.name) + ": too many arrays");
   return ffi::Error::Success();
 }
 
@@ -95,13 +78,13 @@ inline ffi::Error BuildSumCall(const SumAttributes& a, const ffi::RemainingArgs&
   call->stride = 0;
   call->leaves.resize(a.sizes.size());
   for (size_t i = 0; i < a.sizes.size(); ++i) call->leaves[i].size = size_t(a.sizes[i]);
-  auto error = TakeSide("inputs", a, flat_in, size_t(a.contributions), args, &call->in,
+  auto error = TakeSide({"inputs", flat_in, size_t(a.contributions)}, a, args, &call->in,
                         [&](size_t leaf, const char* data, size_t total) {
                           call->leaves[leaf].in = data;
                           if (flat_in) call->stride = total;
                         });
   if (error.failure()) return error;
-  error = TakeSide("outputs", a, flat_out, 1, rets, &call->out,
+  error = TakeSide({"outputs", flat_out}, a, rets, &call->out,
                    [&](size_t leaf, char* data, size_t) { call->leaves[leaf].out = data; });
   if (error.failure()) return error;
   if (flat_out) {

@@ -4,7 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "adam.h"
-#include "compact.h"
+#include "quantized.h"
 #include "norm.h"
 #include "peer.h"
 #include "sum.h"
@@ -12,7 +12,7 @@
 namespace jdistadam {
 
 cudaError_t AdamCuda(const AdamCall& call, cudaStream_t stream);
-cudaError_t CompactCuda(const CompactCall& call, cudaStream_t stream);
+cudaError_t QuantizedCuda(const QuantizedCall& call, cudaStream_t stream);
 cudaError_t NormCuda(const NormCall& call, cudaStream_t stream);
 // The second half of a norm: the sum over tiles.
 cudaError_t SumTilesCuda(const TileNorm* tiles, size_t num_tiles, float* sum_of_squares,

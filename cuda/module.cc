@@ -12,7 +12,7 @@ namespace nb = nanobind;
 
 extern "C" {
 XLA_FFI_Error* JDISTADAM_HANDLER(Adam)(XLA_FFI_CallFrame* call_frame);
-XLA_FFI_Error* JDISTADAM_HANDLER(Compact)(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JDISTADAM_HANDLER(Quantized)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Norm)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Sum)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(PeerSum)(XLA_FFI_CallFrame* call_frame);
@@ -31,8 +31,8 @@ NB_MODULE(JDISTADAM_MODULE, m) {
   m.def("handlers", [] {
     nb::dict handlers;
     handlers["jdistadam_adam"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Adam)));
-    handlers["jdistadam_compact"] =
-        nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Compact)));
+    handlers["jdistadam_quantized"] =
+        nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Quantized)));
     handlers["jdistadam_norm"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Norm)));
     handlers["jdistadam_sum"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Sum)));
     handlers["jdistadam_peer_sum"] =

@@ -20,7 +20,7 @@ from jdistadam.core import collectives
 from jdistadam.core.moments import BLOCK
 from jdistadam.distributed.layout import Bucket, Layout, Leaf
 from jdistadam.errors import PolicyError
-from jdistadam.kernels.compact_adam import Places
+from jdistadam.kernels.quantized_adam import Places
 from jdistadam.kernels.rounding import Cuts
 
 

@@ -12,9 +12,9 @@ from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import offset_of
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.state import DistributedState
-from jdistadam.kernels import compact_adam
+from jdistadam.kernels import quantized_adam
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
-from jdistadam.kernels.compact_adam import CompactSpec, Rounding
+from jdistadam.kernels.quantized_adam import QuantizedSpec, Rounding
 
 
 def adam(
@@ -42,7 +42,7 @@ def adam(
         layout, buckets, config.parallel.state_axes, config.cutting_axes, parts
     )
     cuts = tuple(cuts_of(layout, bucket, parts) for bucket in buckets)
-    compact = CompactSpec(
+    quantized = QuantizedSpec(
         adam=spec,
         is_random=low.is_random,
         ids=tuple(bucket.leaves[0] for bucket in buckets),
@@ -53,4 +53,4 @@ def adam(
     )
     key = state.key if low.is_random else jnp.zeros((2,), jnp.uint32)
     args = (scalars, Rounding(key, state.count), places, operands)
-    return compact_adam.adam(compact, *varying.vary_together(args))
+    return quantized_adam.adam(quantized, *varying.vary_together(args))

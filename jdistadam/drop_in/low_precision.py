@@ -15,7 +15,7 @@ from jdistadam.core.low_precision import LowPrecision
 from jdistadam.core.moments import BlockCodes, BlockFormat, is_codes, moment_leaves
 from jdistadam.core.types import OptState, Params
 from jdistadam.errors import DtypeError, TreeError
-from jdistadam.kernels import coded_leaves, rounding, sharded_compact_adam
+from jdistadam.kernels import coded_leaves, rounding, sharded_quantized_adam
 
 _HALVES = (jnp.bfloat16, jnp.float16)
 
@@ -46,7 +46,7 @@ def new_state(low: LowPrecision, params: Params, updated: Params, state: OptStat
         is_coded = low.is_coding and low.is_coded(path, param)
         is_rounded = low.is_random and any(jnp.result_type(x) in _HALVES for x in others)
         if is_coded or (is_rounded and np.size(param)):
-            sharded_compact_adam.check_leaf(f"params{path}", param, is_coded=is_coded)
+            sharded_quantized_adam.check_leaf(f"params{path}", param, is_coded=is_coded)
 
     def coded(tree: Any, format: BlockFormat | None) -> Any:
         if format is None:

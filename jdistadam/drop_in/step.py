@@ -27,10 +27,10 @@ from jdistadam.drop_in.main_params import (
     split_state,
 )
 from jdistadam.errors import DtypeError, PolicyError
-from jdistadam.kernels import sharded_compact_adam, transformed_adam
+from jdistadam.kernels import sharded_quantized_adam, transformed_adam
 from jdistadam.kernels.adam import STEP_MODES, Operands, Results, Scalars, Spec
 from jdistadam.kernels.coefficients import coefficient_rows
-from jdistadam.kernels.compact_adam import CompactSpec, Rounding
+from jdistadam.kernels.quantized_adam import QuantizedSpec, Rounding
 
 _LEAVES_A_CALL = 256
 """XLA's time to compile a foreign call grows faster than its operands: a step of 1000 leaves takes
@@ -105,7 +105,7 @@ def tree_step(
     grads = nan_if_changed(columns[0], columns[1], mains)
     leaves = [leaf._replace(grad=x) for leaf, x in zip(leaves, grads, strict=True)]
     if low.is_any:
-        _check_compact(trees.paths(params, "params"), leaves, low.is_random, mode)
+        _check_quantized(trees.paths(params, "params"), leaves, low.is_random, mode)
     count = adam_state.count
     hypers = [_at_own_counts(hyper, inner[1:]) for hyper in hypers]
     rows_by_leaf = {i: row for i, row in enumerate(rows) if row is not None}
@@ -137,7 +137,7 @@ def _at(schedule: Callable[[Any], Any], own: jax.Array, count: Any) -> Any:
     return schedule(own)
 
 
-def _check_compact(
+def _check_quantized(
     paths: Sequence[str], leaves: Sequence[TreeLeaf], is_random: bool, mode: str
 ) -> None:
     """Raises where a leaf cannot be stepped with codes, or rounded at random."""
@@ -154,8 +154,8 @@ def _check_compact(
             )
         moments = [_dtype(leaf.mu), _dtype(leaf.nu)]
         is_rounded = is_random and (is_half or any(x in _HALVES for x in moments))
-        is_compact = is_rounded or any(isinstance(x, BlockFormat) for x in moments)
-        if is_compact and _is_left_to_optax(TreeLeaf(*map(_dtype, leaf))):
+        is_quantized = is_rounded or any(isinstance(x, BlockFormat) for x in moments)
+        if is_quantized and _is_left_to_optax(TreeLeaf(*map(_dtype, leaf))):
             raise DtypeError(
                 path,
                 "a leaf with moments in codes or rounded at random is not left to optax",
@@ -228,11 +228,11 @@ def step_leaves(
         else:
             spec = Spec(mode, call_rows, hypers[0].flags)
             run = functools.partial(_run, scalars)
-            if _is_compact(dtypes, mode=mode, is_random=key is not None):
+            if _is_quantized(dtypes, mode=mode, is_random=key is not None):
                 rounded = Rounding(jnp.zeros(2, jnp.uint32) if key is None else key, count)
                 leaf_ids = tuple(ids[i] for i in indices)
                 run = functools.partial(
-                    _run_compact, scalars, rounded, is_random=key is not None, ids=leaf_ids
+                    _run_quantized, scalars, rounded, is_random=key is not None, ids=leaf_ids
                 )
             results = _call(run, spec, call_leaves)
         for i, leaf in zip(indices, results, strict=True):
@@ -245,7 +245,7 @@ def _dtype(x: Any) -> Any:
     return x if x is None else x.format if is_codes(x) else jnp.dtype(x.dtype)
 
 
-def _is_compact(dtypes: TreeLeaf, *, mode: str, is_random: bool) -> bool:
+def _is_quantized(dtypes: TreeLeaf, *, mode: str, is_random: bool) -> bool:
     """Whether anything of these leaves is stored in codes, or rounded at random."""
     stored = [dtypes.mu, dtypes.nu]
     if mode == "step" and dtypes.main is None:
@@ -260,7 +260,7 @@ def _run(
     return transformed_adam.adam(spec, scalars, operands, out_like)
 
 
-def _run_compact(
+def _run_quantized(
     scalars: Scalars,
     rounded: Rounding,
     spec: Spec,
@@ -270,8 +270,8 @@ def _run_compact(
     is_random: bool,
     ids: tuple[int, ...],
 ) -> Results:
-    compact = CompactSpec(spec, is_random, ids)
-    return sharded_compact_adam.adam(compact, scalars, rounded, operands, out_like or ())
+    quantized = QuantizedSpec(spec, is_random, ids)
+    return sharded_quantized_adam.adam(quantized, scalars, rounded, operands, out_like or ())
 
 
 def _is_left_to_optax(dtypes: TreeLeaf) -> bool:

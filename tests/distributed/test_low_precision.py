@@ -584,7 +584,7 @@ def test_state_is_updated_in_place_on_gpus(h200s, kind):
         h200s(8), jnp.bfloat16, jnp.bfloat16, KINDS[kind], b1=0.8, b2=0.85, communication="xla"
     )
     text = compiled.as_text()
-    assert text.count('custom_call_target="jdistadam_compact"') == 2
+    assert text.count('custom_call_target="jdistadam_quantized"') == 2
     copies = re.findall(r"= (?:\()?(\w+)\[([\d,]+)\]\S* copy(?:-start)?\(", text)
     assert [x for x in copies if math.prod(map(int, x[1].split(","))) > 512] == []
 

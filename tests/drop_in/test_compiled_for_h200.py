@@ -182,7 +182,7 @@ def test_coded_moments_are_updated_in_place_in_a_cuda_graph(h200s, tmp_path, mai
     params, state, grads = args
     compiled = jda.jit_step(tx, compiler_options=options).lower(grads, state, params).compile()
     text = compiled.as_text()
-    assert 'custom_call_target="jdistadam_compact"' in text
+    assert 'custom_call_target="jdistadam_quantized"' in text
     assert re.findall(r"= (?:u8|bf16|f32|u16)\[[\d,]{2,}\]\S* copy\(", text) == []
     moved = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[:2]))
     assert compiled.memory_analysis().alias_size_in_bytes == moved

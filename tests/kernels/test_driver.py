@@ -15,7 +15,7 @@ HOST = ["-std=c++17", "-g", "-DJDISTADAM_NO_CLONES", "-pthread", f"-I{CUDA}"]
 STRICT = ["-ffp-contract=off", "-fno-fast-math"]
 EXACTLY = ["-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true"]
 KERNELS = {
-    "driver.cc": ("adam", "compact", "norm", "sum"),
+    "driver.cc": ("adam", "quantized", "norm", "sum"),
     "meeting.cc": ("adam", "norm", "peer"),
 }
 FEW = ("--one-in", "31")  # of the many cases of Adam and of sums, which take most of the time

@@ -201,7 +201,7 @@ def raw_sum(results, *operands, **change):
         (dict(flat=np.int32(1), sizes=np.asarray([4, 4]), offsets=np.asarray([0, 3])), "offsets must ascend"),
         (dict(flat=np.int32(1), offsets=np.asarray([1])), "ends beyond the flat array"),
         (dict(flat=np.int32(2), offsets=np.asarray([1])), "ends beyond the flat array"),
-        (dict(sizes=np.asarray([4, 4]), offsets=np.asarray([0, 4])), "expected 2 arrays"),
+        (dict(sizes=np.asarray([4, 4]), offsets=np.asarray([0, 4])), "too few arrays"),
     ],
     ids=str,
 )  # fmt: skip

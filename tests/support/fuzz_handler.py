@@ -169,8 +169,8 @@ def starts_of(sizes):
 
 
 @st.composite
-def compact_calls(draw):
-    """A step with coded moments or at random, as kernels/compact_adam.py makes it."""
+def quantized_calls(draw):
+    """A step with coded moments or at random, as kernels/quantized_adam.py makes it."""
     count = draw(st.sampled_from([2, 1, 3, 0]))
     sizes = draw(st.lists(st.sampled_from([130, 1, 0, 300]), min_size=count, max_size=count))
     blocks = [-(-n // BLOCK) for n in sizes]
@@ -217,7 +217,7 @@ def compact_calls(draw):
         tables=np.asarray(draw(st.sampled_from([[], starts_of(blocks), [-1] * count])), np.int64),
     )  # fmt: skip
     call = dict(operands=operands, results=results, aliases=aliases, attributes=attributes)
-    return with_mistakes(draw, call | {"name": "compact"})
+    return with_mistakes(draw, call | {"name": "quantized"})
 
 
 def change_operand(draw, call):
@@ -276,7 +276,7 @@ def change_number(draw, call):
 
 LISTS = collections.defaultdict(
     lambda: ["groups", "sizes", "offsets"],
-    compact=["groups", "sizes", "offsets", "ids", "mu_offsets", "nu_offsets", "cuts", "tables"],
+    quantized=["groups", "sizes", "offsets", "ids", "mu_offsets", "nu_offsets", "cuts", "tables"],
     peer_sum=["devices", "sizes", "runs", "received"],
     peer_step=["devices", "sizes", "runs", "received", "offsets", "groups"],
 )
@@ -330,7 +330,7 @@ def assert_in_bounds(call):
     """What was accepted reads and writes inside of its arrays only."""
     checks = {"adam": check_adam, "sum": check_sum, "norm": check_norm}
     checks |= {
-        "compact": check_compact,
+        "quantized": check_quantized,
         "peer_sum": check_peer,
         "peer_step": check_peer,
     }
@@ -411,7 +411,7 @@ def check_adam(call):
             assert found == expected, call
 
 
-def check_compact(call):
+def check_quantized(call):
     """As a step without, and of each leaf all blocks have a scale."""
     attributes, operands = call["attributes"], call["operands"]
     check_adam(call | {"operands": operands[:3] + operands[7:]})
@@ -457,7 +457,7 @@ def check_compact(call):
 @given(
     st.one_of(
         adam_calls(False), adam_calls(True), sum_calls(), norm_calls(),
-        peer_calls(), compact_calls(),
+        peer_calls(), quantized_calls(),
     )
 )  # fmt: skip
 def call_handler(call):

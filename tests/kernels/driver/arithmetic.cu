@@ -1,4 +1,4 @@
-// Compares OrdinaryArithmetic (compact_ordinary.cuh) with IEEE division and square root, bit by bit.
+// Compares OrdinaryArithmetic (quantized_math.cuh) with IEEE division and square root, bit by bit.
 //
 //   nvcc -std=c++17 -arch=sm_90 -fmad=false -ftz=false -prec-div=true -prec-sqrt=true
 //   -I../../../cuda \
@@ -9,7 +9,7 @@
 
 #include <cstdio>
 
-#include "compact_ordinary.cuh"
+#include "quantized_math.cuh"
 
 namespace jdistadam {
 namespace {

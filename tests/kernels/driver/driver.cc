@@ -2,11 +2,11 @@
 //
 //   cd cuda
 //   g++ -std=c++17 -O1 -g -fsanitize=address,undefined -DJDISTADAM_NO_CLONES -ffp-contract=off
-//       -fno-fast-math -I. ../tests/kernels/driver/driver.cc {adam,compact,norm,sum}_cpu.cc
+//       -fno-fast-math -I. ../tests/kernels/driver/driver.cc {adam,quantized,norm,sum}_cpu.cc
 //       -pthread -o /tmp/driver && /tmp/driver
 //   nvcc -x cu -std=c++17 -arch=native -fmad=false -DJDISTADAM_NO_CLONES -DJDISTADAM_DRIVER_CUDA
 //       -Xcompiler -ffp-contract=off -I. ../tests/kernels/driver/driver.cc
-//       {adam,compact,norm,sum}_cpu.cc {adam,compact,norm,sum}_cuda.cu -o /tmp/driver
+//       {adam,quantized,norm,sum}_cpu.cc {adam,quantized,norm,sum}_cuda.cu -o /tmp/driver
 //   compute-sanitizer --tool memcheck --error-exitcode 1 /tmp/driver --exact
 //
 // tests/kernels/test_driver.py does so.
@@ -25,7 +25,7 @@
 
 #include "adam.h"
 #include "adam_math.h"
-#include "compact.h"
+#include "quantized.h"
 #include "driver_memory.h"
 #include "norm.h"
 #include "sum.h"
@@ -174,14 +174,14 @@ Contents RunAdam(const AdamCase& c, const Contents& before, bool on_device) {
   return after;
 }
 
-struct CompactCase {
+struct QuantizedCase {
   AdamCase adam;
   bool is_random;
   int32_t part;
 };
 
 // A step with 8 bits or at random; beside the arrays of AdamCase each leaf has two of scales.
-Contents RunCompact(const CompactCase& c, const Contents& before, bool on_device) {
+Contents RunQuantized(const QuantizedCase& c, const Contents& before, bool on_device) {
   Scalars scalars;
   scalars.found_inf = c.adam.found_inf;
   const Array rows(Bytes(scalars.rows), 0, on_device);
@@ -211,7 +211,7 @@ Contents RunCompact(const CompactCase& c, const Contents& before, bool on_device
     arrays.push_back(
         std::make_unique<Array>(before[i], c.adam.shift * ItemSize(dtypes[i % 7]), on_device));
   }
-  CompactCall call{{c.adam.mode,
+  QuantizedCall call{{c.adam.mode,
                     c.adam.flags,
                     t,
                     c.adam.contributions,
@@ -248,17 +248,17 @@ Contents RunCompact(const CompactCase& c, const Contents& before, bool on_device
   }
   if (on_device) {
 #ifdef JDISTADAM_DRIVER_CUDA
-    Check(CompactCuda(call, nullptr));
+    Check(QuantizedCuda(call, nullptr));
     Check(cudaDeviceSynchronize());
 #endif
   } else {
     Pool pool;
-    CompactCpu(call, pool.threads());
+    QuantizedCpu(call, pool.threads());
   }
   Contents after;
-  for (const auto& array : arrays) after.push_back(array->Read("compact"));
+  for (const auto& array : arrays) after.push_back(array->Read("quantized"));
   for (size_t i = 0; i < before.size(); i += 7) {
-    if (after[i] != before[i]) Fail("compact: a gradient was written");
+    if (after[i] != before[i]) Fail("quantized: a gradient was written");
   }
   return after;
 }
@@ -366,8 +366,8 @@ void RunAllAdam() {
   }
 }
 
-void RunAllCompact() {
-  const auto run = [](const CompactCase& c) {
+void RunAllQuantized() {
+  const auto run = [](const QuantizedCase& c) {
     if (!IsNext()) return;
     const Contents arrays = RandomContents(c.adam);
     Contents before;
@@ -378,7 +378,7 @@ void RunAllCompact() {
       before.push_back(RandomContent(blocks, Dtype::kFloat32));
       before.push_back(RandomContent(blocks, Dtype::kFloat32));
     }
-    Compare("compact", [&](bool on_device) { return RunCompact(c, before, on_device); });
+    Compare("quantized", [&](bool on_device) { return RunQuantized(c, before, on_device); });
   };
   const Dtypes moments[] = {{F, B, E, E, B}, {B, B, E, E, B}, {B, F, E, E, B}, {F, F, E, E, F},
                             {B, B, B, B, B}, {H, H, H, B, H}, {F, H, E, F, B}, {B, F, B, E, H},
@@ -474,7 +474,7 @@ int main(int argc, char** argv) {
     if (option == "--one-in" && i + 1 < argc) one_in = std::stoul(argv[i + 1]);
   }
   RunAllAdam();
-  RunAllCompact();
+  RunAllQuantized();
   RunAllLists();
 #ifdef JDISTADAM_DRIVER_CUDA
   if (!exact) CompareAllConversions();  // minutes under a checker

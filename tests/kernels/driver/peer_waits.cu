@@ -68,7 +68,7 @@ namespace jdistadam {
 
 // Of other handlers, which are not called.
 cudaError_t AdamCuda(const AdamCall&, cudaStream_t) { return cudaErrorNotSupported; }
-cudaError_t CompactCuda(const CompactCall&, cudaStream_t) { return cudaErrorNotSupported; }
+cudaError_t QuantizedCuda(const QuantizedCall&, cudaStream_t) { return cudaErrorNotSupported; }
 cudaError_t SumCuda(const SumCall&, cudaStream_t) { return cudaErrorNotSupported; }
 
 namespace {

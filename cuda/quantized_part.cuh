@@ -1,9 +1,9 @@
 // A warp's step of a block of 128 elements, four in each thread: of all dtypes, also where a leaf
-// ends or is not aligned. compact_chunk.cuh is faster, where it can be used.
+// ends or is not aligned. quantized_chunk.cuh is faster, where it can be used.
 #pragma once
 
 #include "adam_math.h"
-#include "compact.h"
+#include "quantized.h"
 #include "leaf_table.cuh"
 #include "pairwise.h"
 #include "vector.cuh"
@@ -59,7 +59,7 @@ __device__ __forceinline__ bool IsAlignedFor(const void* base, Dtype dtype) {
 // Whether every array of a leaf can be read and written as vectors, from multiples of four on.
 template <typename Types>
 __device__ __forceinline__ bool IsAligned(const Types& t, const Step& step,
-                                          const CompactLeaf& leaf) {
+                                          const QuantizedLeaf& leaf) {
   const size_t stride = step.grad_stride != 0 ? step.grad_stride : leaf.size;
   return IsAlignedFor(leaf.grad, t.grad) && IsAlignedFor(leaf.param, t.param) &&
          IsAlignedFor(leaf.mu, t.mu) && IsAlignedFor(leaf.nu, t.nu) &&
@@ -68,7 +68,7 @@ __device__ __forceinline__ bool IsAligned(const Types& t, const Step& step,
 }
 
 template <typename Types>
-__device__ __forceinline__ Part PartOf(const Types& t, const Step& step, const CompactLeaf& leaf,
+__device__ __forceinline__ Part PartOf(const Types& t, const Step& step, const QuantizedLeaf& leaf,
                                        size_t i) {
   const size_t left = i < leaf.size ? leaf.size - i : 0;
   const int n = left < kVector ? static_cast<int>(left) : kVector;
@@ -209,7 +209,7 @@ __device__ __forceinline__ void StoreMoment(void* base, Dtype dtype, float* scal
 
 // The sum of a gradient's contributions.
 template <typename Types>
-__device__ __forceinline__ void LoadGrad(const Types& t, const Step& step, const CompactLeaf& leaf,
+__device__ __forceinline__ void LoadGrad(const Types& t, const Step& step, const QuantizedLeaf& leaf,
                                          const Part& part, float (&g)[kVector]) {
   using Sum = VectorSum<kVector>;
   Sum total;
@@ -225,7 +225,7 @@ __device__ __forceinline__ void LoadGrad(const Types& t, const Step& step, const
 }
 
 // Not inlined: divisions in 64 bits would take registers where there are none to divide.
-__device__ __noinline__ Random4 Draw(const Step& step, const CompactLeaf& leaf, size_t i) {
+__device__ __noinline__ Random4 Draw(const Step& step, const QuantizedLeaf& leaf, size_t i) {
   const Origin origin = OriginOf(step.parts, leaf, i);
   const uint64_t index = origin.index;
   const uint32_t count = static_cast<uint32_t>(*step.count);
@@ -248,7 +248,7 @@ __device__ __noinline__ Random4 Draw(const Step& step, const CompactLeaf& leaf, 
 }
 
 // What a skipped step writes: the unchanged parameter in `out`'s dtype, or an update of zero.
-__device__ __noinline__ void SkipPart(const Step& step, const CompactLeaf& leaf, const Part& part) {
+__device__ __noinline__ void SkipPart(const Step& step, const QuantizedLeaf& leaf, const Part& part) {
   if (step.mode == Mode::kStep || step.mode == Mode::kStepSplit) return;
   for (int k = 0; k < part.n; ++k) {
     const size_t i = part.i + k;
@@ -266,13 +266,13 @@ static_assert(sizeof(Row) == sizeof(Coefficients),
               "pad Coefficients, and NAMES of coefficients.py");
 
 __device__ __forceinline__ Coefficients LoadCoefficients(const Step& step,
-                                                         const CompactLeaf& leaf) {
+                                                         const QuantizedLeaf& leaf) {
   return reinterpret_cast<const Row*>(step.coefficients)[leaf.group].coefficients;
 }
 
 // All threads of a warp call this together. Not inlined: its registers are not those of a chunk.
 template <typename Types, bool kRandom>
-__device__ __noinline__ void StepPart(const Types& t, const Step& step, const CompactLeaf& leaf,
+__device__ __noinline__ void StepPart(const Types& t, const Step& step, const QuantizedLeaf& leaf,
                                       const Part& part) {
   constexpr Mode mode = Types::kMode;
   constexpr bool split = mode == Mode::kStepSplit;

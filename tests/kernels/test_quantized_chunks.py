@@ -1,7 +1,7 @@
 """Large leaves of the step with moments in codes: whole chunks of a GPU's kernel, and what is left.
 
-cuda/compact_chunk.cuh takes 256 elements at a time where numbers are ordinary, several times in a
-tile; its results are those of the reference, as is what it leaves to compact_part.cuh.
+cuda/quantized_chunk.cuh takes 256 elements at a time where numbers are ordinary, several times in a
+tile; its results are those of the reference, as is what it leaves to quantized_part.cuh.
 """
 
 import jax
@@ -11,10 +11,10 @@ import pytest
 from jdistadam.core.moments import BLOCK8, BLOCK16, BlockFormat
 from jdistadam.kernels import coefficients, reference, rounding
 from jdistadam.kernels.adam import Operands, Spec
-from jdistadam.kernels.compact_adam import CompactSpec, Places
+from jdistadam.kernels.quantized_adam import QuantizedSpec, Places
 from jdistadam.kernels.rounding import Cuts
 from support.bits import assert_trees_same_bits
-from support.compact import adam_of_parts, by_reference, plain_array, rounded
+from support.quantized import adam_of_parts, by_reference, plain_array, rounded
 from support.operands import BF16, F32, random_rows, scalars
 
 VARIANTS = {  # those of which the kernel knows all dtypes when it is compiled
@@ -128,7 +128,7 @@ def test_chunks_equal_the_reference_bitwise(platform, name, inv_scale):
     flags = frozenset({"cautious_weight_decay"} if inv_scale == 1.0 else ())
     adam = Spec(mode, (0, 1, 0, 1, 1), flags, BF16 if mode == "step_and_cast" else None)
     tables = (-1, -1, 0, -1, -1)
-    spec = CompactSpec(adam, is_random, (0, 2, 4, 6, 8), cuts=CUTS, tables=tables)
+    spec = QuantizedSpec(adam, is_random, (0, 2, 4, 6, 8), cuts=CUTS, tables=tables)
     blocks = np.asarray([[3 + k // 9, 2**27 + k] for k in range(77)], np.uint32)
     args = spec, scalars(chunk_rows(), inv_scale), rounded(), Places(PARTS, blocks), operands
     assert_trees_same_bits(adam_of_parts(*args)._asdict(), by_reference(*args)._asdict())
@@ -148,7 +148,7 @@ def test_coefficients_that_chunks_take_or_leave(platform, name, change):
     mode, is_random, grad, param, stored = VARIANTS[name]
     sizes = (70_001, 1024)
     operands = operands_of(np.random.default_rng(8), sizes, mode, grad, param, stored)
-    spec = CompactSpec(Spec(mode, (0, 1)), is_random, (0, 1))
+    spec = QuantizedSpec(Spec(mode, (0, 1)), is_random, (0, 1))
     places = jax.tree.map(np.asarray, Places.of_parts(np.zeros(2, np.int32)))
     args = spec, scalars(chunk_rows(**change)), rounded(), places, operands
     assert_trees_same_bits(adam_of_parts(*args)._asdict(), by_reference(*args)._asdict())

@@ -18,7 +18,7 @@ struct Cut {
 // A leaf, or a part of it, and what it needs beside Leaf. Where a moment is coded a part consists
 // of whole blocks, and there is a scale for each, of which the last of a whole leaf may be
 // incomplete. Pieces are whole blocks, too, unless there is but one.
-struct CompactLeaf : Leaf {
+struct QuantizedLeaf : Leaf {
   float* mu_scales;
   float* nu_scales;
   // Several leaves in one, each filled up to whole blocks: for each block the id of its leaf and
@@ -32,13 +32,13 @@ struct CompactLeaf : Leaf {
 // AdamCall's Dtypes may be kBlock8 or kBlock16 for mu and nu. With `is_random`, mu and nu of 8 or
 // 16 bits are rounded at random, and so are parameters of 16 bits in Mode::kStep; `out` always to
 // nearest. A skipped step uses no random bits: they depend on the count, which then stays.
-struct CompactCall {
+struct QuantizedCall {
   AdamCall adam;  // without leaves
   bool is_random;
   const uint32_t* key;   // [2], device memory in the CUDA kernel
   const int32_t* count;  // steps taken before this one
   const int32_t* parts;  // [leaves][2]: which parts of the cuts each leaf is; likewise
-  std::vector<CompactLeaf> leaves;
+  std::vector<QuantizedLeaf> leaves;
 };
 
 // Where an element of a leaf is: the number of the whole leaf, and its row-major index there.
@@ -61,7 +61,7 @@ JDISTADAM_INLINE uint64_t BeforeCut(const Cut& cut, uint64_t part, uint64_t i) {
 }
 
 // Elements up to the end of a block of 128 follow each other in the whole leaf as well.
-JDISTADAM_INLINE Origin OriginOf(const int32_t* parts, const CompactLeaf& leaf, uint64_t i) {
+JDISTADAM_INLINE Origin OriginOf(const int32_t* parts, const QuantizedLeaf& leaf, uint64_t i) {
   if (leaf.table != nullptr) {
     const uint32_t* entry = leaf.table + i / kBlockSize * 2;
     return {entry[0], uint64_t{entry[1]} * kBlockSize + i % kBlockSize};
@@ -71,6 +71,6 @@ JDISTADAM_INLINE Origin OriginOf(const int32_t* parts, const CompactLeaf& leaf, 
   return {leaf.id, BeforeCut(leaf.cuts[1], static_cast<uint64_t>(part[1]), local)};
 }
 
-void CompactCpu(const CompactCall& call, const Threads& threads);
+void QuantizedCpu(const QuantizedCall& call, const Threads& threads);
 
 }  // namespace jdistadam

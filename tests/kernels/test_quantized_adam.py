@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from jdistadam.core.moments import BLOCK8, BLOCK16, FORMATS, BlockCodes, BlockFormat
-from jdistadam.kernels import reference, rounding, sharded_compact_adam
+from jdistadam.kernels import reference, rounding, sharded_quantized_adam
 from jdistadam.kernels.adam import Operands, Spec
-from jdistadam.kernels.compact_adam import CompactSpec, Places
+from jdistadam.kernels.quantized_adam import QuantizedSpec, Places
 from jdistadam.kernels.rounding import Code, Cuts
 from support.bits import assert_same_bits, assert_trees_same_bits
-from support.compact import adam_of_parts, by_reference, plain_array, rounded
+from support.quantized import adam_of_parts, by_reference, plain_array, rounded
 from support.operands import BF16, F16, F32, random_array, random_rows, scalars
 from support.samples import often
 
 SIZES = (1, 3, 127, 128, 129, 511, 512, 4099, 65_536)  # around lanes, blocks, tiles
 PARTS = np.arange(len(SIZES), dtype=np.int32) * 5 % 7  # of 1, 128 and 65,536 elements and so on
-adam = jax.jit(sharded_compact_adam.adam, static_argnums=0)
+adam = jax.jit(sharded_quantized_adam.adam, static_argnums=0)
 
 
 def spread_array(rng, size, dtype, nonnegative=False):
@@ -72,7 +72,7 @@ def spec_of(mode, is_random, dtypes, flags=()):
     out_dtype = {"step_and_cast": BF16, "update": dtypes[0]}.get(mode)
     groups = tuple(i % 2 for i in range(len(SIZES)))
     ids = tuple(3 * i + 1 for i in range(len(SIZES)))
-    return CompactSpec(Spec(mode, groups, frozenset(flags), out_dtype), is_random, ids)
+    return QuantizedSpec(Spec(mode, groups, frozenset(flags), out_dtype), is_random, ids)
 
 
 def of_parts(parts):
@@ -298,12 +298,12 @@ def test_rounding_at_random_has_no_bias(platform, dtype):
     n, counts = 1024, 2000
     param = np.float32(rng.normal(size=n)).astype(BF16)
     grads = np.float32(rng.normal(size=n))
-    spec = CompactSpec(Spec("step", (0,)), True, (4,))
+    spec = QuantizedSpec(Spec("step", (0,)), True, (4,))
     param_dtype = F32 if isinstance(dtype, BlockFormat) else dtype
     zeros = tuple(moment(rng, n, dtype, name) for name in ("mu", "nu"))
     start = [jax.tree.map(np.zeros_like, x) for x in zeros]
     exact = by_reference(
-        CompactSpec(Spec("step", (0,)), False, (4,)), scalars(random_rows()), rounded(), of_parts([0]),
+        QuantizedSpec(Spec("step", (0,)), False, (4,)), scalars(random_rows()), rounded(), of_parts([0]),
         Operands((grads,), (param.astype(F32),), (np.zeros(n, F32),), (np.zeros(n, F32),)),
     )  # fmt: skip
     operands = Operands((grads,), (param.astype(param_dtype),), *[(x,) for x in start])
@@ -368,7 +368,7 @@ def test_untouched_elements_stay_zero(platform, form):
     grads = zeros.copy()
     grads[::7] = 0.5
     operands = Operands((grads,), (zeros,), (codes,), (codes,))
-    spec = CompactSpec(Spec("step", (1,)), True, (0,))
+    spec = QuantizedSpec(Spec("step", (1,)), True, (0,))
     for count in range(20):
         new = adam(spec, scalars(random_rows()), rounded(count=count), operands)
         operands = Operands((grads,), new.params, new.mu, new.nu)
@@ -385,7 +385,7 @@ def test_a_nonfinite_gradient_spoils_its_block_alone(platform, form):
     grads[200] = np.inf
     codes = BlockCodes(np.zeros(512, form.dtype), np.zeros(4, F32))
     operands = Operands((grads,), (np.ones(512, F32),), (codes,), (codes,))
-    spec = CompactSpec(Spec("step", (1,)), False, (0,))
+    spec = QuantizedSpec(Spec("step", (1,)), False, (0,))
     new = adam(spec, scalars(random_rows()), rounded(), operands)
     for name, x in (("mu", new.mu[0]), ("nu", new.nu[0])):
         is_nan = np.isnan(np.asarray(widened(name, x))).reshape(4, 128)
@@ -435,7 +435,7 @@ def test_flat_state_of_leaves_that_are_cut_or_packed(platform, mode, mu, nu):
         mode, (0, 1, 0, 1), out_dtype=BF16 if mode == "step_and_cast" else None,
         flat=frozenset(flat), sizes=FLAT_SIZES, offsets=FLAT_OFFSETS,
     )  # fmt: skip
-    spec = CompactSpec(
+    spec = QuantizedSpec(
         adam, True, (0, 2, 4, 6), mu_offsets=OWN_OFFSETS["mu"], nu_offsets=OWN_OFFSETS["nu"],
         cuts=FLAT_CUTS, tables=(-1, -1, 1, -1),
     )  # fmt: skip
@@ -494,7 +494,7 @@ def test_wrong_places_raise(change, message):
     rng = np.random.default_rng(3)
     codes = BlockCodes(np.zeros(8192, np.uint8), np.zeros(64, F32))
     arrays = tuple(plain_array(rng, n, F32) for n in FLAT_SIZES)
-    spec = CompactSpec(
+    spec = QuantizedSpec(
         Spec("step", (0,) * 4, flat=frozenset({"mu", "nu"}), sizes=FLAT_SIZES, offsets=FLAT_OFFSETS),
         True, (0, 1, 2, 3), OWN_OFFSETS["mu"], OWN_OFFSETS["nu"], FLAT_CUTS, (-1, -1, 1, -1),
     )  # fmt: skip

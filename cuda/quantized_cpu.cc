@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "adam_math.h"
-#include "compact.h"
+#include "quantized.h"
 #include "pairwise.h"
 
 namespace jdistadam {
@@ -98,7 +98,7 @@ void LoadGrad(const AdamCall& call, const Leaf& leaf, size_t begin, size_t n, fl
   }
 }
 
-void LoadRandom(const CompactCall& call, const CompactLeaf& leaf, size_t begin, size_t n,
+void LoadRandom(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t begin, size_t n,
                 uint32_t* words) {
   const uint32_t count = static_cast<uint32_t>(*call.count);
   const Origin origin = OriginOf(call.parts, leaf, begin);
@@ -112,7 +112,7 @@ void LoadRandom(const CompactCall& call, const CompactLeaf& leaf, size_t begin, 
 }
 
 template <bool kRandom>
-void StepBlock(const CompactCall& call, const CompactLeaf& leaf, size_t begin, size_t n) {
+void StepBlock(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t begin, size_t n) {
   const AdamCall& adam = call.adam;
   const Dtypes& t = adam.dtypes;
   const bool split = adam.mode == Mode::kStepSplit;
@@ -159,11 +159,11 @@ void SkipBlock(const AdamCall& call, const Leaf& leaf, size_t begin, size_t n) {
 }
 
 struct Tile {
-  const CompactLeaf* leaf;
+  const QuantizedLeaf* leaf;
   size_t begin, end;
 };
 
-void RunTile(const CompactCall& call, const Tile& tile) {
+void RunTile(const QuantizedCall& call, const Tile& tile) {
   for (size_t i = tile.begin; i < tile.end; i += kBlock) {
     const size_t n = std::min(kBlock, tile.end - i);
     if (*call.adam.found_inf) {
@@ -178,9 +178,9 @@ void RunTile(const CompactCall& call, const Tile& tile) {
 
 }  // namespace
 
-void CompactCpu(const CompactCall& call, const Threads& threads) {
+void QuantizedCpu(const QuantizedCall& call, const Threads& threads) {
   std::vector<Tile> tiles;
-  for (const CompactLeaf& leaf : call.leaves) {
+  for (const QuantizedLeaf& leaf : call.leaves) {
     for (size_t begin = 0; begin < leaf.size; begin += kTile)
       tiles.push_back({&leaf, begin, std::min(begin + kTile, leaf.size)});
   }

@@ -2,7 +2,7 @@
 // leaves.
 //
 // threads   A warp takes blocks of 128 elements, whose largest element is found by its threads
-//           alone: two blocks at a time with compact_chunk.cuh, or one with compact_part.cuh.
+//           alone: two blocks at a time with quantized_chunk.cuh, or one with quantized_part.cuh.
 // tiles     Up to 32 chunks of two blocks in each warp: with one chunk a step of a billion
 //           parameters takes 1.4 times as long, as a tile has to be found first. The chunks of a
 //           tile are far from each other, those that are stepped at the same time are not: tiles
@@ -13,21 +13,21 @@
 
 #include <algorithm>
 
-#include "compact_chunk.cuh"
+#include "quantized_chunk.cuh"
 #include "kernels_cuda.h"
 #include "variants.cuh"
 
 namespace jdistadam {
 namespace {
 
-constexpr int kSmallCompact = 30, kLargeCompact = 250;
-static_assert(sizeof(LeafTable<CompactLeaf, kSmallCompact>) + sizeof(Step) <= 4096);
-static_assert(sizeof(LeafTable<CompactLeaf, kLargeCompact>) + sizeof(Step) <= kMaxParameterBytes);
+constexpr int kSmallQuantized = 30, kLargeQuantized = 250;
+static_assert(sizeof(LeafTable<QuantizedLeaf, kSmallQuantized>) + sizeof(Step) <= 4096);
+static_assert(sizeof(LeafTable<QuantizedLeaf, kLargeQuantized>) + sizeof(Step) <= kMaxParameterBytes);
 
 // Steps the chunks of a warp in a tile whose bits are set, block by block.
 template <typename Types>
 __device__ __forceinline__ void StepBlocks(const Types& t, const Step& step,
-                                           const CompactLeaf& leaf, size_t mine, size_t stride,
+                                           const QuantizedLeaf& leaf, size_t mine, size_t stride,
                                            uint32_t chunks) {
   for (; chunks != 0; mine += stride, chunks >>= 1) {
 #pragma unroll 1
@@ -49,10 +49,10 @@ __device__ __forceinline__ void StepBlocks(const Types& t, const Step& step,
 // turns, chunk by chunk, so that what is in flight at any time is close together in memory.
 template <typename Types, int kCapacity>
 __global__ void __launch_bounds__(kThreads, Types::kMinBlocks)
-    CompactKernel(const __grid_constant__ LeafTable<CompactLeaf, kCapacity> table,
+    QuantizedKernel(const __grid_constant__ LeafTable<QuantizedLeaf, kCapacity> table,
                   const __grid_constant__ Step step) {
   const TileIndex index = FindTile(table, blockIdx.x);
-  const CompactLeaf& leaf = table.leaves[index.leaf];
+  const QuantizedLeaf& leaf = table.leaves[index.leaf];
   const uint32_t tiles = table.end[index.leaf] - (blockIdx.x - index.tile);
   const Types t(step);
   constexpr uint32_t together = kWarps * kChunk;  // elements
@@ -81,14 +81,14 @@ __global__ void __launch_bounds__(kThreads, Types::kMinBlocks)
 }
 
 // Chunks of a tile: as many as leave every multiprocessor some tiles.
-uint32_t RoundsOf(const CompactCall& call) {
+uint32_t RoundsOf(const QuantizedCall& call) {
   size_t size = 0;
-  for (const CompactLeaf& leaf : call.leaves) size += leaf.size;
+  for (const QuantizedLeaf& leaf : call.leaves) size += leaf.size;
   return static_cast<uint32_t>(std::clamp<size_t>(size >> 21, 1, kMaxRounds));
 }
 
 template <typename Types>
-cudaError_t Launch(List<Types>, const CompactCall& call, cudaStream_t stream) {
+cudaError_t Launch(List<Types>, const QuantizedCall& call, cudaStream_t stream) {
   const AdamCall& adam = call.adam;
   const uint32_t rounds = RoundsOf(call);
   const Step step{adam.mode,          (adam.flags & kNesterov) != 0,
@@ -98,9 +98,9 @@ cudaError_t Launch(List<Types>, const CompactCall& call, cudaStream_t stream) {
                   adam.coefficients,  adam.inv_scale,
                   adam.found_inf,     call.key,
                   call.count,         call.parts};
-  return ForEachTable<CompactLeaf, kSmallCompact, kLargeCompact>(
+  return ForEachTable<QuantizedLeaf, kSmallQuantized, kLargeQuantized>(
       call.leaves, size_t{rounds} * kWarps * kChunk, [&](const auto& table, uint32_t tiles) {
-        CompactKernel<Types><<<tiles, kThreads, 0, stream>>>(table, step);
+        QuantizedKernel<Types><<<tiles, kThreads, 0, stream>>>(table, step);
         return cudaGetLastError();
       });
 }
@@ -111,7 +111,7 @@ struct Any : AnyTypes<kMode> {
   static constexpr bool kHasChunks = false;
   static constexpr int kMinBlocks = 1;
   __device__ static bool IsRandom(const Step& step) { return step.is_random; }
-  static bool Fits(const CompactCall& call) { return AnyTypes<kMode>::Fits(call.adam); }
+  static bool Fits(const QuantizedCall& call) { return AnyTypes<kMode>::Fits(call.adam); }
 };
 
 template <Mode kMode, bool kIsRandom, Dtype kGrad, Dtype kParam, Dtype kMu, Dtype kNu, Dtype kOut>
@@ -123,7 +123,7 @@ struct Fixed : FixedTypes<kMode, kGrad, kParam, kMu, kNu, kOut> {
   // than a fifth block gains.
   static constexpr int kMinBlocks = 4;
   __device__ static constexpr bool IsRandom(const Step&) { return kIsRandom; }
-  static bool Fits(const CompactCall& call) {
+  static bool Fits(const QuantizedCall& call) {
     return Base::Fits(call.adam) && call.is_random == kIsRandom;
   }
 };
@@ -148,10 +148,10 @@ using Variants = List<
 
 }  // namespace
 
-cudaError_t CompactCuda(const CompactCall& call, cudaStream_t stream) {
+cudaError_t QuantizedCuda(const QuantizedCall& call, cudaStream_t stream) {
   if (reinterpret_cast<uintptr_t>(call.adam.coefficients) % alignof(Row) != 0)
     return cudaErrorMisalignedAddress;
-  return LaunchFirst(Variants{}, call, [&](auto variant, const CompactCall& it) {
+  return LaunchFirst(Variants{}, call, [&](auto variant, const QuantizedCall& it) {
     return Launch(variant, it, stream);
   });
 }

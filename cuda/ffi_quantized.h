@@ -1,4 +1,5 @@
-// Turns the operands of the FFI call `jdistadam_compact` into a CompactCall, checking everything.
+// Turns the operands of the FFI call `jdistadam_quantized` into a QuantizedCall, checking
+// everything.
 //
 // operands  as those of `jdistadam_adam` (ffi_adam.h), but between found_inf and the arrays key
 //           u32[2], count s32[], parts s32[leaves, 2] and blocks u32[n, 2]; mu and nu may be
@@ -10,7 +11,7 @@
 // ids       for each leaf the number of the whole leaf of which it is a part.
 // cuts      for each leaf the piece and the whole piece of its two cuts; empty: it is part
 //           parts[i, 0] of parts of equal size, one behind the other.
-// tables    for each leaf the row of `blocks` where its table begins (compact.h), or -1; may be
+// tables    for each leaf the row of `blocks` where its table begins (quantized.h), or -1; may be
 //           empty: none has one.
 //
 // A flat moment has the scales of leaf i at its offset / 128, which must divide.
@@ -18,8 +19,8 @@
 
 #include <utility>
 
-#include "compact.h"
 #include "ffi_adam.h"
+#include "quantized.h"
 
 namespace jdistadam {
 
@@ -28,7 +29,7 @@ using CountScalar = ffi::Buffer<ffi::S32, 0>;
 using Parts = ffi::Buffer<ffi::S32, 2>;
 using Blocks = ffi::Buffer<ffi::U32, 2>;
 
-struct CompactAttributes {  // in the order of their decoding below
+struct QuantizedAttributes {  // in the order of their decoding below
   AdamAttributes adam;
   bool random;
   ffi::Span<const int32_t> ids;
@@ -38,7 +39,7 @@ struct CompactAttributes {  // in the order of their decoding below
 }  // namespace jdistadam
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    ::jdistadam::CompactAttributes, StructMember<int32_t>("mode"), StructMember<int32_t>("flags"),
+    ::jdistadam::QuantizedAttributes, StructMember<int32_t>("mode"), StructMember<int32_t>("flags"),
     StructMember<int32_t>("contributions"), StructMember<Span<const int32_t>>("groups"),
     StructMember<int32_t>("flat"), StructMember<Span<const int64_t>>("sizes"),
     StructMember<Span<const int64_t>>("offsets"), StructMember<Span<const int64_t>>("mu_offsets"),
@@ -51,37 +52,35 @@ namespace jdistadam {
 // Takes the next arrays of scales; in `buffers` of results they must be where operands are.
 template <typename Buffers>
 ffi::Error TakeScales(const char* name, const AdamAttributes& a, int kind, const Buffers& buffers,
-                      size_t* next, bool aliased, float* CompactLeaf::* pointer,
-                      std::vector<CompactLeaf>* leaves) {
-  const bool flat = (a.flat >> kind) & 1;
+                      size_t* next, bool is_aliased, float* QuantizedLeaf::* pointer,
+                      std::vector<QuantizedLeaf>* leaves) {
+  const bool is_flat = (a.flat >> kind) & 1;
   const auto& offsets = a.OffsetsOf(kind);
-  const auto scales_of = [](size_t size) { return (size + kBlockSize - 1) / kBlockSize; };
-  for (size_t i = 0; i < leaves->size(); ++i) {
-    const auto buffer = GetBuffer(buffers, flat ? *next : *next + i);
-    if (!buffer) return Invalid(std::string(name) + ": too few arrays");
-    if (buffer->element_type() != ffi::DataType::F32)
-      return Invalid(std::string(name) + ": dtype must be float32");
-    CompactLeaf& leaf = (*leaves)[i];
-    if (flat && offsets[i] % kBlockSize != 0)
+  for (size_t i = 0; is_flat && i < leaves->size(); ++i) {
+    if (offsets[i] % kBlockSize != 0)
       return Invalid("leaf " + std::to_string(i) + ": does not begin with a block");
-    const size_t first = flat ? size_t(offsets[i]) / kBlockSize : 0;
-    const size_t needed = first + scales_of(leaf.size), have = buffer->element_count();
-    if (flat ? have < needed : have != needed) {
-      return Invalid(std::string(name) + ": leaf " + std::to_string(i) + " has " +
-                     std::to_string(have) + " scales, expected " + std::to_string(needed));
-    }
-    float* data = reinterpret_cast<float*>(DataOf(*buffer)) + first;
-    if (aliased && leaf.size > 0 && leaf.*pointer != data)
-      return Invalid(std::string(name) + ": the result is not aliased with its operand");
-    leaf.*pointer = data;
   }
-  *next += flat ? 1 : leaves->size();
-  return ffi::Error::Success();
+  const auto dtype_of = [](ffi::DataType type) {
+    return type == ffi::DataType::F32 ? std::optional(Dtype::kFloat32) : std::nullopt;
+  };
+  const auto size_of = [&](size_t i) {
+    return std::optional(((*leaves)[i].size + kBlockSize - 1) / kBlockSize);
+  };
+  const auto start_of = [&](size_t i) { return size_t(offsets[i]) / kBlockSize; };
+  const auto set = [&](size_t i, char* data, size_t size, size_t) {
+    float* scales = reinterpret_cast<float*>(data);
+    if (is_aliased) return size == 0 || (*leaves)[i].*pointer == scales;
+    (*leaves)[i].*pointer = scales;
+    return true;
+  };
+  Dtype dtype = Dtype::kFloat32;
+  return TakeLeaves({name, is_flat, 1, "float32"}, leaves->size(), buffers, next, &dtype, dtype_of,
+                    size_of, start_of, set);
 }
 
 // Says where a leaf is in the whole leaf.
-inline ffi::Error TakeOrigin(const CompactAttributes& a, const Blocks& blocks, size_t i,
-                             CompactLeaf* leaf) {
+inline ffi::Error TakeOrigin(const QuantizedAttributes& a, const Blocks& blocks, size_t i,
+                             QuantizedLeaf* leaf) {
   const std::string name = "leaf " + std::to_string(i);
   const uint64_t size = leaf->size;
   leaf->id = uint32_t(a.ids[i]);
@@ -107,11 +106,12 @@ inline ffi::Error TakeOrigin(const CompactAttributes& a, const Blocks& blocks, s
   return ffi::Error::Success();
 }
 
-inline ffi::Error BuildCompactCall(const CompactAttributes& a, const CoefficientRows& coefficients,
-                                   const FloatScalar& inv_scale, const BoolScalar& found_inf,
-                                   const Key& key, const CountScalar& count, const Parts& parts,
-                                   const Blocks& blocks, const ffi::RemainingArgs& args,
-                                   const ffi::RemainingRets& rets, CompactCall* call) {
+inline ffi::Error BuildQuantizedCall(const QuantizedAttributes& a,
+                                     const CoefficientRows& coefficients,
+                                     const FloatScalar& inv_scale, const BoolScalar& found_inf,
+                                     const Key& key, const CountScalar& count, const Parts& parts,
+                                     const Blocks& blocks, const ffi::RemainingArgs& args,
+                                     const ffi::RemainingRets& rets, QuantizedCall* call) {
   Rows rows;
   Taken taken;
   if (auto error = ReadRows(coefficients, &rows); error.failure()) return error;
@@ -136,11 +136,11 @@ inline ffi::Error BuildCompactCall(const CompactAttributes& a, const Coefficient
     if (error = TakeOrigin(a, blocks, i, &call->leaves.back()); error.failure()) return error;
   }
   call->adam.leaves.clear();
-  using Scales = float* CompactLeaf::*;
+  using Scales = float* QuantizedLeaf::*;
   const auto take = [&](const auto& buffers, size_t* next, bool aliased) {
     const std::pair<Dtype, std::pair<const char*, Scales>> moments[] = {
-        {call->adam.dtypes.mu, {"mu_scales", &CompactLeaf::mu_scales}},
-        {call->adam.dtypes.nu, {"nu_scales", &CompactLeaf::nu_scales}}};
+        {call->adam.dtypes.mu, {"mu_scales", &QuantizedLeaf::mu_scales}},
+        {call->adam.dtypes.nu, {"nu_scales", &QuantizedLeaf::nu_scales}}};
     for (int k = 0; k < 2; ++k) {
       if (!IsCoded(moments[k].first)) continue;
       const auto& [name, pointer] = moments[k].second;
@@ -158,17 +158,17 @@ inline ffi::Error BuildCompactCall(const CompactAttributes& a, const Coefficient
 }
 
 template <typename Context>
-ffi::Error CompactHandler(CoefficientRows coefficients, FloatScalar inv_scale, BoolScalar found_inf,
-                          Key key, CountScalar count, Parts parts, Blocks blocks,
-                          ffi::RemainingArgs args, ffi::RemainingRets rets,
-                          CompactAttributes attributes, Context context) {
-  CompactCall call;
-  ffi::Error error = BuildCompactCall(attributes, coefficients, inv_scale, found_inf, key, count,
-                                      parts, blocks, args, rets, &call);
+ffi::Error QuantizedHandler(CoefficientRows coefficients, FloatScalar inv_scale,
+                            BoolScalar found_inf, Key key, CountScalar count, Parts parts,
+                            Blocks blocks, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                            QuantizedAttributes attributes, Context context) {
+  QuantizedCall call;
+  ffi::Error error = BuildQuantizedCall(attributes, coefficients, inv_scale, found_inf, key, count,
+                                        parts, blocks, args, rets, &call);
   return error.failure() ? error : Run(context, call);
 }
 
-inline auto CompactBinding() {
+inline auto QuantizedBinding() {
   return ffi::Ffi::Bind()
       .Arg<CoefficientRows>()
       .Arg<FloatScalar>()  // inv_scale
@@ -179,7 +179,7 @@ inline auto CompactBinding() {
       .Arg<Blocks>()
       .RemainingArgs()
       .RemainingRets()
-      .Attrs<CompactAttributes>();
+      .Attrs<QuantizedAttributes>();
 }
 
 }  // namespace jdistadam

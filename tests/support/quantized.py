@@ -5,8 +5,8 @@ import functools
 import jax
 import numpy as np
 
-from jdistadam.kernels import compact_adam as kernel
-from jdistadam.kernels.compact_adam import Rounding
+from jdistadam.kernels import quantized_adam as kernel
+from jdistadam.kernels.quantized_adam import Rounding
 
 adam_of_parts = jax.jit(kernel.adam, static_argnums=0)
 by_reference = functools.partial(kernel.adam_reference, xp=np)

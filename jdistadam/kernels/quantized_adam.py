@@ -1,7 +1,7 @@
 """One Adam step with moments in codes, or rounding at random, on this device.
 
 The operands of kernels/adam.py, and what rounding needs: [Note: random bits] and [Note: blocks] in
-cuda/rounding.h. Over several devices use sharded_compact_adam.py.
+cuda/rounding.h. Over several devices use sharded_quantized_adam.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jdistadam.kernels.rounding import Cuts
 
 
 @dataclasses.dataclass(frozen=True)
-class CompactSpec:
+class QuantizedSpec:
     """The static side of a call; hashable.
 
     Attributes:
@@ -74,7 +74,7 @@ class Rounding(NamedTuple):
 
 
 def adam(
-    spec: CompactSpec, scalars: Scalars, rounded: Rounding, places: Places, operands: Operands
+    spec: QuantizedSpec, scalars: Scalars, rounded: Rounding, places: Places, operands: Operands
 ) -> Results:
     """Takes one Adam step on this device. params, mu and nu are updated in place where donated.
 
@@ -106,7 +106,7 @@ def _coded(codes: Sequence[Any], scales: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _adam_native(
-    spec: CompactSpec, scalars: Scalars, rounded: Rounding, places: Places, operands: Operands
+    spec: QuantizedSpec, scalars: Scalars, rounded: Rounding, places: Places, operands: Operands
 ) -> Results:
     """The call: behind the operands of `jdistadam_adam` come the scales, and so with results."""
     mode = spec.adam.mode
@@ -128,7 +128,7 @@ def _adam_native(
         types["out"] = [jax.typeof(x).update(dtype=dtype) for x in operands.grads]
     results = [x for arrays in types.values() for x in arrays]
     outputs = jax.ffi.ffi_call(
-        "jdistadam_compact", results, input_output_aliases=_aliases(given, types)
+        "jdistadam_quantized", results, input_output_aliases=_aliases(given, types)
     )(*scalars, *rounded, *places, *jax.tree.leaves(list(given.values())), **_attributes(spec))
     new = iter(outputs)
     found = {name: tuple(next(new) for _ in arrays) for name, arrays in types.items()}
@@ -156,7 +156,7 @@ def _aliases(given: dict[str, Any], made: dict[str, Any]) -> dict[int, int]:
     }
 
 
-def _attributes(spec: CompactSpec) -> dict[str, Any]:
+def _attributes(spec: QuantizedSpec) -> dict[str, Any]:
     return kernel._attributes(spec.adam) | {
         "random": np.bool_(spec.is_random),
         "ids": np.asarray(spec.ids, np.int32),
@@ -168,7 +168,7 @@ def _attributes(spec: CompactSpec) -> dict[str, Any]:
 
 
 def adam_reference(
-    spec: CompactSpec,
+    spec: QuantizedSpec,
     scalars: Scalars,
     rounded: Rounding,
     places: Places,
@@ -197,7 +197,7 @@ def adam_reference(
 
 
 def _bits(
-    spec: CompactSpec, rounded: Rounding, places: Places, i: int, shape: tuple[int, ...], xp: Any
+    spec: QuantizedSpec, rounded: Rounding, places: Places, i: int, shape: tuple[int, ...], xp: Any
 ) -> rounding.RandomBits:
     """The random bits of a leaf."""
     if not spec.is_random:
@@ -222,7 +222,7 @@ def _of_scales(spec: Spec) -> Spec:
     )
 
 
-def _split(spec: CompactSpec, kind: str, arrays: Sequence[Any], shapes: Any) -> Sequence[Any]:
+def _split(spec: QuantizedSpec, kind: str, arrays: Sequence[Any], shapes: Any) -> Sequence[Any]:
     """Cuts flat arrays into leaves."""
     flat = spec.flat(kind)
     if kind not in flat.flat or not arrays or not is_codes(arrays[0]):
@@ -234,7 +234,7 @@ def _split(spec: CompactSpec, kind: str, arrays: Sequence[Any], shapes: Any) -> 
 
 
 def _join(
-    spec: CompactSpec, kind: str, arrays: Sequence[Any], leaves: Sequence[Any], xp: Any
+    spec: QuantizedSpec, kind: str, arrays: Sequence[Any], leaves: Sequence[Any], xp: Any
 ) -> tuple[Any, ...]:
     """Puts leaves back into their flat arrays."""
     flat = spec.flat(kind)
@@ -245,7 +245,7 @@ def _join(
 
 
 def _leaf(
-    spec: CompactSpec,
+    spec: QuantizedSpec,
     scalars: Scalars,
     row: Any,
     bits: rounding.RandomBits,

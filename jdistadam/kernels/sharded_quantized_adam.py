@@ -23,13 +23,13 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import collectives, varying
 from jdistadam.core.moments import BLOCK, BlockCodes, is_codes
 from jdistadam.errors import PolicyError
-from jdistadam.kernels import compact_adam, native, sharded_adam
+from jdistadam.kernels import quantized_adam, native, sharded_adam
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
-from jdistadam.kernels.compact_adam import CompactSpec, Places, Rounding, codes_of
+from jdistadam.kernels.quantized_adam import QuantizedSpec, Places, Rounding, codes_of
 
 
 def adam(
-    spec: CompactSpec,
+    spec: QuantizedSpec,
     scalars: Scalars,
     rounded: Rounding,
     operands: Operands,
@@ -53,7 +53,7 @@ def adam(
     args = (scalars, rounded, placed, out_like)
     step = functools.partial(_sharded, spec)
     call, results = jax.make_jaxpr(step, return_shape=True)(*args)
-    new = _compact_p.bind(*jax.tree.leaves(args), call=call)
+    new = _quantized_p.bind(*jax.tree.leaves(args), call=call)
     models = Results(operands.params, operands.mu, operands.nu, out_like)
     made: Results = jax.tree.unflatten(jax.tree.structure(results), new)
     back = (_typed_like(*pair) for pair in zip(made, models, strict=True))
@@ -68,7 +68,7 @@ def check_leaf(path: str, param: Any, *, is_coded: bool) -> None:
 
 
 def _sharded(
-    spec: CompactSpec,
+    spec: QuantizedSpec,
     scalars: Scalars,
     rounded: Rounding,
     operands: Operands,
@@ -126,12 +126,12 @@ class _Kinds(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _partitioned(spec: CompactSpec, kinds: _Kinds) -> Any:
+def _partitioned(spec: QuantizedSpec, kinds: _Kinds) -> Any:
     """The kernel with one more argument, of which only the shardings are read."""
 
     @custom_partitioning
     def step(placed: Any, scalars: Scalars, rounded: Rounding, operands: Operands) -> Results:
-        return compact_adam.adam(spec, scalars, rounded, placed[-1], operands)
+        return quantized_adam.adam(spec, scalars, rounded, placed[-1], operands)
 
     def partition(mesh: Mesh, arg_shapes: Any, result_shapes: Results) -> Any:
         placed, scalars, rounded, operands = arg_shapes
@@ -148,7 +148,7 @@ def _partitioned(spec: CompactSpec, kinds: _Kinds) -> Any:
                 with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                     mine = [collectives.axis_index(x) if x else np.int32(0) for x in axes]
                     here = Places.of_parts(jnp.stack(mine))
-            return compact_adam.adam(spec, scalars, rounded, here, operands)
+            return quantized_adam.adam(spec, scalars, rounded, here, operands)
 
         def of_leaves(kind: Any) -> Any:
             pairs = zip(kind, places, strict=False)
@@ -222,17 +222,17 @@ def _sharding_rule(spec: Spec, kinds: _Kinds) -> SdyShardingRule:
     )
 
 
-_compact_p = Primitive("jdistadam_compact_step")
-_compact_p.multiple_results = True
+_quantized_p = Primitive("jdistadam_quantized_step")
+_quantized_p.multiple_results = True
 
 
-@_compact_p.def_impl
+@_quantized_p.def_impl
 def _step(*leaves: Any, call: Any) -> Any:
     return jaxpr_as_fun(call)(*leaves)
 
 
-_compact_p.def_abstract_eval(lambda *leaves, call: call.out_avals)
-mlir.register_lowering(_compact_p, mlir.lower_fun(_step, multiple_results=True))
+_quantized_p.def_abstract_eval(lambda *leaves, call: call.out_avals)
+mlir.register_lowering(_quantized_p, mlir.lower_fun(_step, multiple_results=True))
 
 
 def _not_supported(
@@ -263,5 +263,5 @@ def _jvp(leaves: Any, tangents: Any, *, call: Any) -> Any:
     raise _not_supported("where it is differentiated", got, expected="jax.lax.stop_gradient")
 
 
-batching.primitive_batchers[_compact_p] = _batched
-ad.primitive_jvps[_compact_p] = _jvp
+batching.primitive_batchers[_quantized_p] = _batched
+ad.primitive_jvps[_quantized_p] = _jvp
