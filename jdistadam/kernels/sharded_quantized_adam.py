@@ -23,9 +23,9 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import collectives, varying
 from jdistadam.core.moments import BLOCK, BlockCodes, is_codes
 from jdistadam.errors import PolicyError
-from jdistadam.kernels import quantized_adam, native, sharded_adam
+from jdistadam.kernels import native, quantized_adam, sharded_adam
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
-from jdistadam.kernels.quantized_adam import QuantizedSpec, Places, Rounding, codes_of
+from jdistadam.kernels.quantized_adam import Places, QuantizedSpec, Rounding, codes_of
 
 
 def adam(

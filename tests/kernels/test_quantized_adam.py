@@ -12,11 +12,11 @@ import pytest
 from jdistadam.core.moments import BLOCK8, BLOCK16, FORMATS, BlockCodes, BlockFormat
 from jdistadam.kernels import reference, rounding, sharded_quantized_adam
 from jdistadam.kernels.adam import Operands, Spec
-from jdistadam.kernels.quantized_adam import QuantizedSpec, Places
+from jdistadam.kernels.quantized_adam import Places, QuantizedSpec
 from jdistadam.kernels.rounding import Code, Cuts
 from support.bits import assert_same_bits, assert_trees_same_bits
-from support.quantized import adam_of_parts, by_reference, plain_array, rounded
 from support.operands import BF16, F16, F32, random_array, random_rows, scalars
+from support.quantized import adam_of_parts, by_reference, plain_array, rounded
 from support.samples import often
 
 SIZES = (1, 3, 127, 128, 129, 511, 512, 4099, 65_536)  # around lanes, blocks, tiles

@@ -11,11 +11,11 @@ import pytest
 from jdistadam.core.moments import BLOCK8, BLOCK16, BlockFormat
 from jdistadam.kernels import coefficients, reference, rounding
 from jdistadam.kernels.adam import Operands, Spec
-from jdistadam.kernels.quantized_adam import QuantizedSpec, Places
+from jdistadam.kernels.quantized_adam import Places, QuantizedSpec
 from jdistadam.kernels.rounding import Cuts
 from support.bits import assert_trees_same_bits
-from support.quantized import adam_of_parts, by_reference, plain_array, rounded
 from support.operands import BF16, F32, random_rows, scalars
+from support.quantized import adam_of_parts, by_reference, plain_array, rounded
 
 VARIANTS = {  # those of which the kernel knows all dtypes when it is compiled
     "bf16": ("step", True, BF16, BF16, BLOCK8),
