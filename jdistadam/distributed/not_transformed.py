@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
+from jdistadam.core.primitives import make_primitive
 from jdistadam.errors import PolicyError
 
 
@@ -18,20 +17,6 @@ def check_not_transformed(function: str, tree: Any) -> None:
     called; nobody uses the results, so that the compiled program has nothing of it.
     """
     _passed_p.bind(*jax.tree.leaves(tree), function=function)
-
-
-_passed_p = Primitive("jdistadam_passed")  # [Note: primitives of our own]
-_passed_p.multiple_results = True
-
-
-@_passed_p.def_impl
-def _passed(*leaves: Any, function: str) -> Any:
-    del function
-    return list(leaves)
-
-
-_passed_p.def_abstract_eval(_passed)
-mlir.register_lowering(_passed_p, mlir.lower_fun(_passed, multiple_results=True))
 
 
 def _batched(leaves: Any, dims: Any, *, function: str) -> Any:
@@ -57,5 +42,10 @@ def _jvp(leaves: Any, tangents: Any, *, function: str) -> Any:
     )
 
 
-batching.primitive_batchers[_passed_p] = _batched
-ad.primitive_jvps[_passed_p] = _jvp
+_passed_p = make_primitive(
+    "jdistadam_passed",
+    lambda *leaves, function: list(leaves),
+    lambda *leaves, function: list(leaves),
+    batched=_batched,
+    jvp=_jvp,
+)

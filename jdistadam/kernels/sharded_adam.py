@@ -17,13 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
-from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import sdy
-from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import collectives
+from jdistadam.core.primitives import make_primitive
 from jdistadam.kernels import adam as kernel
 from jdistadam.kernels import native
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
@@ -82,17 +81,17 @@ def typed_as(x: Any, sharding: Any) -> Any:
 
 def draw(moment: Any) -> Any:
     """Returns a moment as an argument of which the sharding alone is read, that of gradients."""
-    return _draw_p.bind(moment)
+    (drawn,) = _draw_p.bind(moment)
+    return drawn
 
 
 # What Shardy sees of a moment in order to shard gradients likewise: shardings pass through it
 # forward only. Were it the moment itself, gradients would draw the carry of a loop to themselves.
-_draw_p = Primitive("jdistadam_draw")
-_draw_p.def_impl(lambda x: x)
-_draw_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(
-    _draw_p,
-    lambda ctx, x: [sdy.PropagationBarrierOp(x, sdy.PropagationDirection.FORWARD).result],
+_draw_p = make_primitive(
+    "jdistadam_draw",
+    lambda x: [x],
+    lambda x: [x],
+    lowering=lambda ctx, x: [sdy.PropagationBarrierOp(x, sdy.PropagationDirection.FORWARD).result],
 )
 
 

@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import collectives, varying
 from jdistadam.core.moments import BLOCK, BlockCodes, is_codes
+from jdistadam.core.primitives import CalledPrimitive
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import native, quantized_adam, sharded_adam
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
@@ -51,11 +50,8 @@ def adam(
     out_like = tuple(operands.out or out_like or operands.params)
     placed = _beside_moments(operands)
     args = (scalars, rounded, placed, out_like)
-    step = functools.partial(_sharded, spec)
-    call, results = jax.make_jaxpr(step, return_shape=True)(*args)
-    new = _quantized_p.bind(*jax.tree.leaves(args), call=call)
+    made: Results = _step(functools.partial(_sharded, spec), *args)
     models = Results(operands.params, operands.mu, operands.nu, out_like)
-    made: Results = jax.tree.unflatten(jax.tree.structure(results), new)
     back = (_typed_like(*pair) for pair in zip(made, models, strict=True))
     return Results(*back)
 
@@ -222,19 +218,6 @@ def _sharding_rule(spec: Spec, kinds: _Kinds) -> SdyShardingRule:
     )
 
 
-_quantized_p = Primitive("jdistadam_quantized_step")
-_quantized_p.multiple_results = True
-
-
-@_quantized_p.def_impl
-def _step(*leaves: Any, call: Any) -> Any:
-    return jaxpr_as_fun(call)(*leaves)
-
-
-_quantized_p.def_abstract_eval(lambda *leaves, call: call.out_avals)
-mlir.register_lowering(_quantized_p, mlir.lower_fun(_step, multiple_results=True))
-
-
 def _not_supported(
     how: str,
     got: str,
@@ -263,5 +246,4 @@ def _jvp(leaves: Any, tangents: Any, *, call: Any) -> Any:
     raise _not_supported("where it is differentiated", got, expected="jax.lax.stop_gradient")
 
 
-batching.primitive_batchers[_quantized_p] = _batched
-ad.primitive_jvps[_quantized_p] = _jvp
+_step = CalledPrimitive("jdistadam_quantized_step", batched=_batched, jvp=_jvp)

@@ -3,13 +3,6 @@
 ``vmap`` over many members makes one kernel call of one kernel call: arrays get a dimension of
 members in front, and so do the coefficients where they differ between members. The derivative is
 that of the formula in jax.numpy; the values remain those of the kernel.
-
-[Note: primitives of our own]
-``jax.custom_jvp`` and ``custom_vmap`` would do, were it not for second derivatives of a loop: where
-``lax.scan`` looks for what is the same in all iterations, it drops the rule of ``custom_jvp``, and
-JAX then tries to differentiate the foreign call. The rules of a primitive are never dropped. What
-it computes is a parameter of it, as a jaxpr: in those JAX looks for ``custom_partitioning``, which
-has to know the devices.
 """
 
 from __future__ import annotations
@@ -20,10 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from jdistadam.core import varying
+from jdistadam.core.primitives import CalledPrimitive
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import adam as kernel
 from jdistadam.kernels import sharded_adam
@@ -54,25 +47,8 @@ def adam(
     scalars, operands = varying.vary_together((scalars, operands))
     models = operands._replace(out=operands.out or out_like or operands.params)
     args = (scalars, sharded_adam.beside_moments(operands), models.out)
-    step = functools.partial(sharded_adam.adam, spec)
-    call, results = jax.make_jaxpr(step, return_shape=True)(*args)
-    leaves, treedef = jax.tree.flatten(args)
-    new = _step_p.bind(*leaves, call=call, spec=spec, treedef=treedef)
-    return sharded_adam.back_in_place(jax.tree.unflatten(jax.tree.structure(results), new), models)
-
-
-_step_p = Primitive("jdistadam_step")  # operands: the leaves of (scalars, operands, out_like)
-_step_p.multiple_results = True
-
-
-@_step_p.def_impl
-def _step(*leaves: Any, call: Any, **params: Any) -> Any:
-    del params
-    return jaxpr_as_fun(call)(*leaves)
-
-
-_step_p.def_abstract_eval(lambda *leaves, call, **params: call.out_avals)
-mlir.register_lowering(_step_p, mlir.lower_fun(_step, multiple_results=True))
+    step, treedef = functools.partial(sharded_adam.adam, spec), jax.tree.structure(args)
+    return sharded_adam.back_in_place(_step(step, *args, spec=spec, treedef=treedef), models)
 
 
 def _batched(leaves: Any, dims: Any, *, call: Any, spec: Spec, treedef: Any) -> tuple[Any, Any]:
@@ -98,9 +74,6 @@ def _batched(leaves: Any, dims: Any, *, call: Any, spec: Spec, treedef: Any) -> 
     return results, [0] * len(results)
 
 
-batching.primitive_batchers[_step_p] = _batched
-
-
 def _jvp(leaves: Any, tangents: Any, *, spec: Spec, treedef: Any, **params: Any) -> tuple[Any, Any]:
     """The kernel's results, and the derivative of the formula.
 
@@ -117,11 +90,11 @@ def _jvp(leaves: Any, tangents: Any, *, spec: Spec, treedef: Any, **params: Any)
         return jax.tree.leaves(kernel.adam_fallback(spec, scalars, operands, every_term=True))
 
     given, directions = ([x[i] for i in moving] for x in (leaves, tangents))
-    results = _step_p.bind(*leaves, spec=spec, treedef=treedef, **params)
+    results = _step.primitive.bind(*leaves, spec=spec, treedef=treedef, **params)
     return results, jax.jvp(formula, given, directions)[1]
 
 
-ad.primitive_jvps[_step_p] = _jvp
+_step = CalledPrimitive("jdistadam_step", batched=_batched, jvp=_jvp)
 
 
 def _check_differentiable(spec: Spec) -> None:

@@ -1,0 +1,71 @@
+"""Primitives of our own: what JAX has no rule for, or must not have one for.
+
+[Note: primitives of our own]
+``jax.custom_jvp`` and ``custom_vmap`` would do, were it not for second derivatives of a loop: where
+``lax.scan`` looks for what is the same in all iterations, it drops the rule of ``custom_jvp``, and
+JAX then tries to differentiate the foreign call. The rules of a primitive are never dropped. What
+it computes is a parameter of it, as a jaxpr: in those JAX looks for ``custom_partitioning``, which
+has to know the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+Rule = Callable[..., Any]
+
+
+def make_primitive(
+    name: str,
+    run: Rule,
+    types: Rule,
+    *,
+    batched: Rule | None = None,
+    jvp: Rule | None = None,
+    lowering: Rule | None = None,
+) -> Primitive:
+    """Makes a primitive with several results.
+
+    Args:
+      name: Its name in jaxprs.
+      run: Computes a list of results from operands and parameters.
+      types: Their types, from those of operands.
+      batched: Its rule under ``jax.vmap``, which else raises.
+      jvp: Its rule when it is differentiated; likewise.
+      lowering: How it is compiled; None: as ``run`` is.
+    """
+    made = Primitive(name)
+    made.multiple_results = True
+    made.def_impl(run)
+    made.def_abstract_eval(types)
+    mlir.register_lowering(made, lowering or mlir.lower_fun(run, multiple_results=True))
+    if batched is not None:
+        batching.primitive_batchers[made] = batched
+    if jvp is not None:
+        ad.primitive_jvps[made] = jvp
+    return made
+
+
+class CalledPrimitive:
+    """A primitive that computes a function of trees, whose other rules are its own."""
+
+    def __init__(self, name: str, *, batched: Rule, jvp: Rule) -> None:
+        """Takes the rules under ``jax.vmap`` and when differentiated, with parameter ``call``."""
+        self.primitive = make_primitive(
+            name,
+            lambda *leaves, call, **_: jaxpr_as_fun(call)(*leaves),
+            lambda *leaves, call, **_: call.out_avals,
+            batched=batched,
+            jvp=jvp,
+        )
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **params: Any) -> Any:
+        """Returns ``function(*args)``; ``params`` are parameters for the rules."""
+        call, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        results = self.primitive.bind(*jax.tree.leaves(args), call=call, **params)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
