@@ -16,8 +16,8 @@ from jdistadam.checkpoint.checkpointer import Checkpointer, save
 from jdistadam.checkpoint.restore import checkpoint_steps, restore, restore_params
 from jdistadam.compose.chain import chain
 from jdistadam.compose.inject_hyperparams import inject_hyperparams
+from jdistadam.core.codecs import BlockCodes
 from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState
-from jdistadam.core.moments import BlockCodes
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.accumulate import AccumulatedGrads
 from jdistadam.distributed.gather_params import gather_params, local_params, remat_policy

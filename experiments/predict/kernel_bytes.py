@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jdistadam.core.moments import BLOCK
+from jdistadam.core.codecs import FLOAT32
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.schedule import Schedule
@@ -67,7 +67,7 @@ def state_bytes(config: DistributedConfig, bucket: Bucket) -> int:
 
     The parameter itself is counted where it is read: without main parameters, or with remainders.
     """
-    policy, low = config.policy, config.algorithm.low
+    policy, storage = config.policy, config.algorithm.storage
     dtype = policy.main_params.stored_dtype
     size = 0
     if bucket.has_main and dtype is not None:
@@ -75,14 +75,10 @@ def state_bytes(config: DistributedConfig, bucket: Bucket) -> int:
     if not bucket.has_main or dtype is None or dtype.itemsize < _FLOAT32:
         size += jnp.dtype(bucket.dtype).itemsize
     total = bucket.shard_size * size
-    for format, floats in zip(
-        (low.mu, low.nu), map(config.algorithm.float_dtype, ("mu", "nu")), strict=True
-    ):
-        if format is not None and bucket.is_coded:
-            scales = -(-bucket.shard_size // BLOCK)
-            total += 2 * (bucket.shard_size * format.dtype.itemsize + _FLOAT32 * scales)
-        else:
-            total += 2 * bucket.shard_size * floats.itemsize
+    for moment in ("mu", "nu"):
+        codec = storage.codec_of(moment)
+        codec = FLOAT32 if codec.is_coded and not bucket.is_coded else codec
+        total += 2 * codec.nbytes(bucket.shard_size)
     return total
 
 

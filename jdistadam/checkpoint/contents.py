@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import flat_arrays, parts
 from jdistadam.core import trees
+from jdistadam.core.codecs import Codec
 from jdistadam.core.loss_scale import DynamicLossScale
 from jdistadam.core.main_params import MainParams
-from jdistadam.core.moments import BlockFormat
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.layout import Bucket, Layout
@@ -177,7 +177,7 @@ def _of_flat(tx: Any, params: Any, state: DistributedState) -> Iterator[Group]:
                 args = config, layout, bucket, specs, flat, section
                 named = [(f"{section}{names[i]}", leaves[i].shape) for i in bucket.leaves]
                 make = functools.partial(flat_arrays.extract_decoded, *args)
-                yield _of_moment(named, bucket, flat.format, make)
+                yield _of_moment(named, bucket, flat.codec, make)
                 continue
             dtype = jnp.dtype(jnp.float32) if section == "main_params" else flat.dtype
             entries = tuple(
@@ -193,7 +193,7 @@ def _of_flat(tx: Any, params: Any, state: DistributedState) -> Iterator[Group]:
 def _of_moment(
     named: Sequence[tuple[str, tuple[int, ...]]],
     bucket: Bucket,
-    format: BlockFormat,
+    codec: Codec,
     make: Callable[[], Any],
 ) -> Group:
     """A bucket of a moment in codes: codes and scales of each leaf, or float32."""
@@ -203,12 +203,12 @@ def _of_moment(
         return Group(tuple(Entry(name, shape, f32) for name, shape in named), make, nbytes)
     entries = []
     for name, shape in named:
-        entries.append(Entry(f"{name}.codes", shape, format.dtype))
+        entries.append(Entry(f"{name}.codes", shape, codec.dtype))
         entries.append(Entry(f"{name}.scales", (coded_leaves.num_scales(shape),), f32))
 
     def coded() -> list[jax.Array]:
         section = named[0][0][:2]
-        return [x for leaf in make() for x in coded_leaves.encoded(section, format, leaf)]
+        return [x for leaf in make() for x in coded_leaves.encoded(section, codec, leaf)]
 
     return Group(tuple(entries), coded, nbytes)
 

@@ -23,7 +23,7 @@ import jax
 import optax
 
 from jdistadam.core import boxes, trees
-from jdistadam.core.moments import is_codes
+from jdistadam.core.codecs import is_codes
 from jdistadam.distributed.state import DistributedState
 from jdistadam.drop_in.main_params import MainParamsState
 from jdistadam.errors import TreeError

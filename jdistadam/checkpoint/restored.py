@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.checkpoint import parts
 from jdistadam.checkpoint.storage import Reader, cast
 from jdistadam.checkpoint.wanted import Wanted
+from jdistadam.core.codecs import BlockCodes, is_codes
 from jdistadam.core.main_params import MainParams
-from jdistadam.core.moments import BlockCodes, is_codes
 from jdistadam.errors import TreeError
 from jdistadam.kernels import coded_leaves
 
@@ -186,7 +186,7 @@ class Restored:
                 found = [coded_leaves.decoded(section, *found)]
             if len(found) == 1:
                 floats = found[0].astype(jnp.float32)
-                found = coded_leaves.encoded(section, like.format, floats)
+                found = coded_leaves.encoded(section, like.codec, floats)
             return jax.device_put(BlockCodes(*found), jax.tree.map(self.place, like))
         if len(found) == 1:
             return found[0].astype(like.dtype)

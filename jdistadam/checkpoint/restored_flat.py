@@ -75,7 +75,7 @@ class RestoredFlat(Restored):
                 continue
             self._sources[name] = self.wanted.exact(name, like, keeps_main=bucket.has_main)
             for section in parts.MOMENTS:
-                dtype = self._config.algorithm.float_dtype(section)
+                dtype = self._config.algorithm.storage.float_dtype(section)
                 shape = jax.ShapeDtypeStruct(like.shape, dtype)
                 moment = f"{section}{self._paths[i]}"
                 self._in_file[moment] = self.wanted.moment(moment, shape)
@@ -127,7 +127,7 @@ class RestoredFlat(Restored):
     def _fill_moments(self, bucket: Bucket, flats: _Flats, values: dict[Any, jax.Array]) -> None:
         for k, section in enumerate(parts.MOMENTS):
             flat, old = getattr(flats, section), getattr(self.adam, section)
-            dtype = self._config.algorithm.float_dtype(section)
+            dtype = self._config.algorithm.storage.float_dtype(section)
             leaves = []
             for j, (i, place) in enumerate(self._placed(bucket)):
                 x = self._moment_in_file(self._moments_of(i)[k], section, place, values)
@@ -207,9 +207,9 @@ class RestoredFlat(Restored):
 
     def _key(self) -> Any:
         """The seed in the file; that of the optimizer where there is none."""
-        low = self._config.algorithm.low
-        if not low.is_random or not self.wanted.has("key"):
-            return low.key if low.is_random else None
+        storage = self._config.algorithm.storage
+        if not storage.is_random or not self.wanted.has("key"):
+            return storage.key if storage.is_random else None
         return self.reader.read([("key", NamedSharding(self._config.mesh, P()))])[0]
 
     def _saved_scale(self) -> LossScaleState | None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import optax
 
 from jdistadam.core.groups import Groups
 from jdistadam.core.hyperparameters import Hyperparameters
-from jdistadam.core.low_precision import LowPrecision, check_nu_dtype, parse, without_codes
 from jdistadam.core.main_params import UNSET, MainParams
+from jdistadam.core.storage import Storage, parse
 from jdistadam.errors import PolicyError
 
 
@@ -23,9 +22,7 @@ class Algorithm:
       hyper: Hyperparameters, before what groups change.
       groups: The hyperparameters of each group, and which leaf belongs to which.
       like_optax: optax's optimizer, whose state this one has.
-      low: Which moments are coded, and how to round.
-      mu_dtype: The dtype of the first moment where it is not coded. None: that of what is updated.
-      nu_dtype: That of the second moment.
+      storage: How moments are stored and rounded.
       main_params_dtype: What is kept of main parameters, as given, or ``UNSET``.
       reads_params: Whether an update cannot be computed without the params.
     """
@@ -33,9 +30,7 @@ class Algorithm:
     hyper: Hyperparameters
     groups: Groups
     like_optax: optax.GradientTransformation
-    low: LowPrecision
-    mu_dtype: Any
-    nu_dtype: jnp.dtype
+    storage: Storage
     main_params_dtype: Any
     reads_params: bool
 
@@ -44,11 +39,6 @@ class Algorithm:
         """What is kept of main parameters; nothing where that was left open."""
         is_open = self.main_params_dtype is UNSET
         return MainParams.NONE if is_open else MainParams.parse(self.main_params_dtype)
-
-    def float_dtype(self, moment: str) -> jnp.dtype:
-        """Returns the dtype of the moment "mu" or "nu" in a flat state, where it is not coded."""
-        given = self.mu_dtype if moment == "mu" else self.nu_dtype
-        return jnp.dtype(jnp.float32 if given is None else given)
 
     @property
     def numbers(self) -> tuple[dict[str, Any], ...]:
@@ -91,15 +81,15 @@ class Algorithm:
 
     def __str__(self) -> str:
         """Returns in which formats moments are stored, in lines like those of a policy."""
-        low = self.low
+        storage = self.storage
         rows: dict[str, Any] = {
-            "mu_dtype": low.mu.name if low.mu else self.float_dtype("mu"),
-            "nu_dtype": low.nu.name if low.nu else self.nu_dtype,
-            "rounding": "stochastic" if low.is_random else "nearest",
+            "mu_dtype": storage.codec_of("mu").name,
+            "nu_dtype": storage.nu.name,
+            "rounding": "stochastic" if storage.is_random else "nearest",
         }
-        if low.is_random:
-            rows["seed"] = low.seed
-        if low.float32_moments is not None:
+        if storage.is_random:
+            rows["seed"] = storage.seed
+        if storage.float32_moments is not None:
             rows["float32_moments"] = "by path"
         return "\n".join(f"{name:<18}  {value}" for name, value in rows.items())
 
@@ -123,7 +113,7 @@ def make_algorithm(
       PolicyError: They do not.
     """
     for used in groups.used:
-        low = parse(
+        storage = parse(
             mu_dtype=mu_dtype,
             nu_dtype=nu_dtype,
             rounding=rounding,
@@ -132,16 +122,13 @@ def make_algorithm(
             b1=used.b1,
             b2=used.b2,
         )
-        nu = check_nu_dtype(nu_dtype, used.b2, is_random=low.is_random)
     if main_params_dtype is not UNSET:
         MainParams.parse(main_params_dtype)
     return Algorithm(
         hyper=hyper,
         groups=groups,
         like_optax=like_optax,
-        low=low,
-        mu_dtype=None if mu_dtype is None else without_codes(mu_dtype),
-        nu_dtype=nu,
+        storage=storage,
         main_params_dtype=main_params_dtype,
         reads_params=reads_params,
     )

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core.moments import BlockCodes, is_codes
+from jdistadam.core.codecs import BlockCodes, is_codes
 
 _KINDS = (("flax.nnx", "Variable"), ("flax.core.meta", "AxisMetadata"))
 _SHARDINGS = ("out_sharding", "optimizer_sharding")  # of a Variable, if it has them

@@ -19,6 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jdistadam.core import trees
+from jdistadam.core.codecs import FLOAT32, REMAINDER16, Codec
 from jdistadam.core.dtypes import check_supported, store
 from jdistadam.errors import DtypeError
 
@@ -79,10 +80,18 @@ class MainParams(enum.Enum):
         return self is not MainParams.NONE
 
     @property
+    def codec(self) -> Codec | None:
+        """How what is kept is stored; None where nothing is."""
+        return next((codec for codec in (FLOAT32, REMAINDER16) if codec.name == self.value), None)
+
+    @property
     def stored_dtype(self) -> jnp.dtype | None:
         """The dtype of the arrays that are kept; None where there are none."""
-        names = {MainParams.FLOAT32: "float32", MainParams.REMAINDER16: "uint16"}
-        return jnp.dtype(names[self]) if self.is_kept else None
+        return None if self.codec is None else jnp.dtype(self.codec.dtype)
+
+    def nbytes(self, size: int) -> int:
+        """Returns the bytes of what is kept of ``size`` parameters."""
+        return 0 if self.codec is None else self.codec.nbytes(size)
 
     def is_kept_for(self, param: Any) -> bool:
         """Whether a parameter has one where one program holds all of it.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import collectives
-from jdistadam.core.moments import BLOCK
+from jdistadam.core.codecs import BLOCK
 from jdistadam.distributed.layout import Bucket, Layout, Leaf
 from jdistadam.errors import PolicyError
 from jdistadam.kernels.quantized_adam import Places

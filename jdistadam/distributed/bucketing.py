@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jdistadam.core.moments import BLOCK
+from jdistadam.core.codecs import BLOCK
 from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout, Leaf
 
 _MIN_SCATTERED_SIZE = 1 << 14  # elements; below, one collective a leaf costs more than packing

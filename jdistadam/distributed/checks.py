@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from jdistadam.core import trees, varying
 from jdistadam.core.arguments import check_flag
-from jdistadam.core.moments import FORMATS
+from jdistadam.core.codecs import BLOCK_CODECS
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.types import Grads, Params
 from jdistadam.distributed.config import DistributedConfig
@@ -309,11 +309,12 @@ def check_layout_of(
 def _check_flat_arrays(config: DistributedConfig, layout: Layout, state: Any) -> None:
     """Raises unless the flat arrays of a state have the layout's sizes and the policy's dtypes."""
     main, size = config.policy.main_params.stored_dtype, layout.main_size
+    is_random = config.algorithm.storage.is_random
     expected = {
         "main_params": jax.ShapeDtypeStruct((size,), main) if size else None,
         "mu": types_of_moment(config.algorithm, layout, "mu"),
         "nu": types_of_moment(config.algorithm, layout, "nu"),
-        "key": jax.ShapeDtypeStruct((2,), jnp.uint32) if config.algorithm.low.is_random else None,
+        "key": jax.ShapeDtypeStruct((2,), jnp.uint32) if is_random else None,
     }
     for name, wanted in expected.items():
         got = getattr(state, name, "no such field")
@@ -334,7 +335,7 @@ def _check_flat_arrays(config: DistributedConfig, layout: Layout, state: Any) ->
 def _kind(x: Any) -> Any:
     """How a flat array, or what stands in its place, is stored, for comparisons and messages."""
     if isinstance(x, FlatCodes):
-        known = {format.dtype: format.name for format in FORMATS}
+        known = {codec.dtype: codec.name for codec in BLOCK_CODECS}
         dtype: Any = getattr(x.codes, "dtype", None)
         return known.get(dtype, f"codes in {dtype}")
     return getattr(x, "dtype", type(x).__name__)

@@ -123,7 +123,7 @@ def _obstacles(
         yield f"grad_reduce_dtype {policy.grad_reduce_dtype}"
     if policy.main_params is not MainParams.FLOAT32:
         yield f"main_params_dtype {policy.main_params_dtype}"
-    if algorithm.low.is_any:
+    if algorithm.storage.is_any:
         yield " ".join(str(algorithm).split())
     if policy.param_comm_dtype is not None:
         yield f"param_comm_dtype {policy.param_comm_dtype}"

@@ -133,7 +133,7 @@ class DistributedConfig:
             for leaf in leaves
         ]
         _check_param_comm_dtype(self.policy, leaves)
-        if self.algorithm.low.is_any:
+        if self.algorithm.storage.is_any:
             self._check_low_precision(leaves)
             for leaf in leaves:
                 check_cuts(leaf, self.tensor_parts)
@@ -148,7 +148,7 @@ class DistributedConfig:
             num_inner_shards=self.parallel.num_inner_shards,
             shards_params=self.parallel.shards_params,
             gathers_layers=self.parallel.gathers_layers,
-            in_blocks=self.algorithm.low.is_any,
+            in_blocks=self.algorithm.storage.is_any,
         )
 
     def schedule(
@@ -202,25 +202,25 @@ class DistributedConfig:
 
     def _is_coded(self, leaf: Leaf) -> bool:
         """Whether the moments of a leaf are coded, where any are: decided on the whole leaf."""
-        low, path = self.algorithm.low, leaf.path.removeprefix("params")
-        return low.is_coding and low.codes_leaf(path, whole_size(leaf, self.tensor_parts))
+        storage, path = self.algorithm.storage, leaf.path.removeprefix("params")
+        return storage.is_coding and storage.codes_leaf(path, whole_size(leaf, self.tensor_parts))
 
     def _is_rounded(self, leaf: Leaf) -> bool:
         """Whether floats of a leaf are rounded at random, or would be if it were not coded."""
-        floats = [self.algorithm.float_dtype(x) for x in ("mu", "nu")]
+        floats = [self.algorithm.storage.float_dtype(x) for x in ("mu", "nu")]
         if not self._keeps_main(leaf.dtype, is_held=False):
             floats.append(leaf.dtype)
-        return self.algorithm.low.is_random and any(x.itemsize == 2 for x in floats)
+        return self.algorithm.storage.is_random and any(x.itemsize == 2 for x in floats)
 
     def _check_low_precision(self, leaves: Sequence[Leaf]) -> None:
         """Raises where what was asked for has no effect on any leaf."""
-        low, algorithm = self.algorithm.low, self.algorithm
+        storage, algorithm = self.algorithm.storage, self.algorithm
         sizes = {x.path.removeprefix("params"): whole_size(x, self.tensor_parts) for x in leaves}
-        low.check_paths(sizes)
-        stored = [algorithm.float_dtype(x) for x in ("mu", "nu")] if leaves else []
+        storage.check_paths(sizes)
+        stored = [algorithm.storage.float_dtype(x) for x in ("mu", "nu")] if leaves else []
         if self.policy.main_params is MainParams.NONE:
             stored += [leaf.dtype for leaf in leaves]
-        low.check_rounded(stored)
+        storage.check_rounded(stored)
 
     @property
     def tensor_parts(self) -> tuple[int, ...]:

@@ -6,14 +6,13 @@ are another: ``Bucket.moment_offset`` says where in its array the shard of a buc
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jdistadam.core.algorithm import Algorithm
-from jdistadam.core.moments import BLOCK, BlockCodes, BlockFormat, format_of
+from jdistadam.core.codecs import FLOAT32, BlockCodes, Codec, codec_of
 from jdistadam.distributed.layout import Bucket, Layout
 
 
@@ -32,9 +31,9 @@ class FlatCodes(NamedTuple):
     floats: Any
 
     @property
-    def format(self) -> BlockFormat:
+    def codec(self) -> Codec:
         """What the codes mean, by their dtype."""
-        return format_of(self.codes)
+        return codec_of(self.codes)
 
 
 def is_flat_codes(x: Any) -> bool:
@@ -44,20 +43,22 @@ def is_flat_codes(x: Any) -> bool:
 
 def types_of_moment(algorithm: Algorithm, layout: Layout, name: str) -> Any:
     """Returns shapes and dtypes of what one device has of a moment, "mu" or "nu"."""
-    shape, format = jax.ShapeDtypeStruct, algorithm.low.format_of(name)
-    if format is None:
-        return shape((layout.flat_size,), algorithm.float_dtype(name))
+    shape, codec = jax.ShapeDtypeStruct, algorithm.storage.codec_of(name)
+    if not codec.is_coded:
+        return shape((layout.flat_size,), codec.dtype)
     return FlatCodes(
-        shape((layout.coded_size,), format.dtype),
-        shape((layout.coded_size // BLOCK,), jnp.float32),
+        shape((layout.coded_size,), codec.dtype),
+        shape((codec.num_scales(layout.coded_size),), jnp.float32),
         shape((layout.uncoded_size,), jnp.float32),
     )
 
 
 def bytes_of_moment(algorithm: Algorithm, layout: Layout, name: str) -> int:
     """Returns how many bytes one device has of a moment."""
-    types = jax.tree.leaves(types_of_moment(algorithm, layout, name))
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in types)
+    codec = algorithm.storage.codec_of(name)
+    if not codec.is_coded:
+        return codec.nbytes(layout.flat_size)
+    return codec.nbytes(layout.coded_size) + FLOAT32.nbytes(layout.uncoded_size)
 
 
 def offset_of(moment: Any, bucket: Bucket) -> int:

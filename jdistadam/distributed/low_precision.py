@@ -37,20 +37,20 @@ def adam(
       state: The state: its count and key say which random bits are drawn.
       operands: The shards of gradients and params, and the flat arrays.
     """
-    low, parts = config.algorithm.low, config.tensor_parts
+    storage, parts = config.algorithm.storage, config.tensor_parts
     places, tables = places_of(
         layout, buckets, config.parallel.state_axes, config.cutting_axes, parts
     )
     cuts = tuple(cuts_of(layout, bucket, parts) for bucket in buckets)
     quantized = QuantizedSpec(
         adam=spec,
-        is_random=low.is_random,
+        is_random=storage.is_random,
         ids=tuple(bucket.leaves[0] for bucket in buckets),
         mu_offsets=tuple(offset_of(state.mu, bucket) for bucket in buckets),
         nu_offsets=tuple(offset_of(state.nu, bucket) for bucket in buckets),
         cuts=cuts,
         tables=tables,
     )
-    key = state.key if low.is_random else jnp.zeros((2,), jnp.uint32)
+    key = state.key if storage.is_random else jnp.zeros((2,), jnp.uint32)
     args = (scalars, Rounding(key, state.count), places, operands)
     return quantized_adam.adam(quantized, *varying.vary_together(args))

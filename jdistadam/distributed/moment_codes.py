@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core.moments import BLOCK, BlockCodes
+from jdistadam.core.codecs import BLOCK, BlockCodes
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FlatCodes, types_of_moment
 from jdistadam.distributed.layout import Bucket, Layout
@@ -100,7 +100,7 @@ def _encoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) ->
 
         if not is_coded:
             return moment._replace(floats=put(moment.floats, shard, BLOCK))
-        new = rounding.encode(name, moment.format, shard, None, jnp)
+        new = rounding.encode(name, moment.codec, shard, None, jnp)
         codes, scales = put(moment.codes, new.codes, BLOCK), put(moment.scales, new.scales, 1)
         return moment._replace(codes=codes, scales=scales)
 

@@ -18,8 +18,8 @@ from jdistadam.core import varying
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.dtypes import FLOATS, float_dtype
 from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState, check_loss_scale
-from jdistadam.core.low_precision import MOMENT_NAMES
 from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.core.storage import MOMENT_NAMES
 from jdistadam.core.types import Grads, Params
 from jdistadam.distributed import model_axes
 from jdistadam.distributed.checks import check_arguments, check_stacked
@@ -160,8 +160,7 @@ def distributed(
     assert algorithm is not None
     policy = MixedPrecisionPolicy() if policy is None else policy
     check_arguments(policy, max_grad_norm, bucket_bytes, average_grads)
-    if algorithm.mu_dtype is not None:
-        float_dtype("mu_dtype", algorithm.mu_dtype, FLOATS, MOMENT_NAMES)
+    float_dtype("mu_dtype", algorithm.storage.float_dtype("mu"), FLOATS, MOMENT_NAMES)
     main = algorithm.resolved_main_params(policy.main_params_dtype)
     policy = dataclasses.replace(policy, main_params_dtype=main.value)
     parallel = make_data_parallel(
@@ -266,16 +265,16 @@ def _state_specs(config: DistributedConfig) -> DistributedState:
     flat: Any = config.parallel.state_spec
     everywhere: Any = P()
     scaling = LossScaleState(*(everywhere for _ in LossScaleState._fields))
-    low, coded = config.algorithm.low, FlatCodes(flat, flat, flat)
+    storage, coded = config.algorithm.storage, FlatCodes(flat, flat, flat)
     return DistributedState(
         count=everywhere,
         main_params=flat,
-        mu=flat if low.mu is None else coded,
-        nu=flat if low.nu is None else coded,
+        mu=coded if storage.codec_of("mu").is_coded else flat,
+        nu=coded if storage.nu.is_coded else flat,
         grad_norm=everywhere,
         layout_digest=everywhere,
         scaling=None if config.loss_scale is None else scaling,
-        key=everywhere if low.is_random else None,
+        key=everywhere if storage.is_random else None,
     )
 
 

@@ -47,7 +47,7 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
         types = types_of_moment(config.algorithm, layout, name)
         return jax.tree.map(lambda x: varying.to_varying(jnp.zeros_like(x), axes), types)
 
-    low = config.algorithm.low
+    storage = config.algorithm.storage
     return DistributedState(
         count=jnp.zeros((), jnp.int32),
         main_params=main,
@@ -56,7 +56,7 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
         grad_norm=jnp.zeros((), jnp.float32),
         layout_digest=jnp.asarray(config.layout_digest(layout)),
         scaling=None if config.loss_scale is None else new_loss_scale(config.loss_scale),
-        key=low.key if low.is_random else None,
+        key=storage.key if storage.is_random else None,
     )
 
 

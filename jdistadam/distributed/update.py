@@ -117,7 +117,7 @@ def update_shards(
     for indices in _kernel_calls(layout, grads):
         spec, operands = _call_of(config, layout, indices, grads=grads, flat=flat, params=old)
         buckets, operands = [layout.buckets[i] for i in indices], operands.unfused()
-        if config.algorithm.low.is_any:
+        if config.algorithm.storage.is_any:
             results = low_precision.adam(config, layout, buckets, spec, scalars, state, operands)
         else:
             results = adam(spec, scalars, operands)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from jdistadam.core import trees
-from jdistadam.core.low_precision import LowPrecision
-from jdistadam.core.moments import is_codes
+from jdistadam.core.codecs import is_codes
+from jdistadam.core.storage import Storage
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
 from jdistadam.drop_in.low_precision import check_coded
@@ -24,9 +24,8 @@ def check_trees(
     adam_state: optax.ScaleByAdamState,
     params: Params,
     *,
-    nu_dtype: Any,
     state_name: str,
-    low: LowPrecision,
+    storage: Storage,
 ) -> None:
     """Raises unless gradients and moments have the structure and shapes of params, and dtypes."""
     mu_name, nu_name = (f"{state_name}[0].{part}" for part in ("mu", "nu"))
@@ -36,8 +35,8 @@ def check_trees(
     mu, nu = (_as_arrays(x) for x in (adam_state.mu, adam_state.nu))
     for name, tree in (("grads", grads), (mu_name, mu), (nu_name, nu)):
         trees.check_same_shapes(tree, like, name=name, like_name="params")
-    check_coded(low, like, adam_state.mu, name=mu_name, format=low.mu)
-    check_coded(low, like, adam_state.nu, name=nu_name, format=low.nu)
+    check_coded(storage, like, adam_state.mu, name=mu_name, codec=storage.codec_of("mu"))
+    check_coded(storage, like, adam_state.nu, name=nu_name, codec=storage.nu)
     # optax keeps nu in the dtype of the params: without these it says which are integers
     beside = nu if params is None else params
     _check_dtypes(grads, beside, name="grads", action="Cast the gradients.")
@@ -56,6 +55,7 @@ def check_trees(
     _check_dtypes(nu, beside, name=nu_name, action="Cast nu.")
     takes = optax_fallback.takes
     nu_of_kernel = jax.tree.map(lambda x: None if takes(x.dtype) else x, nu)
+    nu_dtype = storage.float_dtype("nu")
     action = f"Cast nu to {nu_dtype}, or set nu_dtype."
     trees.check_dtypes(nu_of_kernel, name=nu_name, allowed=(nu_dtype,), action=action)
 

@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import boxes, trees
-from jdistadam.core.low_precision import LowPrecision
-from jdistadam.core.moments import BlockCodes, BlockFormat, is_codes, moment_leaves
+from jdistadam.core.codecs import BlockCodes, Codec, is_codes, moment_leaves
+from jdistadam.core.storage import Storage
 from jdistadam.core.types import OptState, Params
 from jdistadam.errors import DtypeError, TreeError
-from jdistadam.kernels import coded_leaves, rounding, sharded_quantized_adam
+from jdistadam.kernels import coded_leaves, sharded_quantized_adam
 
 _HALVES = (jnp.bfloat16, jnp.float16)
 
@@ -33,39 +33,40 @@ class RoundingState(NamedTuple):
     inner: Any
 
 
-def new_state(low: LowPrecision, params: Params, updated: Params, state: OptState) -> OptState:
+def new_state(storage: Storage, params: Params, updated: Params, state: OptState) -> OptState:
     """Codes the moments of optax's state, all zero, where they are to be.
 
     ``updated``: the params, or what is stepped in their place.
     """
     paths = trees.paths(params, "")
-    low.check_paths(dict(zip(paths, map(np.size, jax.tree.leaves(params)), strict=True)))
+    storage.check_paths(dict(zip(paths, map(np.size, jax.tree.leaves(params)), strict=True)))
 
     stored = map(jax.tree.leaves, (params, updated, state[0].mu, state[0].nu))
     for path, param, *others in zip(paths, *stored, strict=True):
-        is_coded = low.is_coding and low.is_coded(path, param)
-        is_rounded = low.is_random and any(jnp.result_type(x) in _HALVES for x in others)
+        is_coded = storage.is_coding and storage.is_coded(path, param)
+        is_rounded = storage.is_random and any(jnp.result_type(x) in _HALVES for x in others)
         if is_coded or (is_rounded and np.size(param)):
             sharded_quantized_adam.check_leaf(f"params{path}", param, is_coded=is_coded)
 
-    def coded(tree: Any, format: BlockFormat | None) -> Any:
-        if format is None:
+    def coded(tree: Any, codec: Codec) -> Any:
+        if not codec.is_coded:
             return tree
         leaves = [
-            _zeros(param, format) if low.is_coded(path, param) else zeros
+            _zeros(param, codec) if storage.is_coded(path, param) else zeros
             for path, param, zeros in zip(
                 paths, jax.tree.leaves(params), jax.tree.leaves(tree), strict=True
             )
         ]
         return boxes.codes_outside(jax.tree.unflatten(jax.tree.structure(params), leaves))
 
-    adam = state[0]._replace(mu=coded(state[0].mu, low.mu), nu=coded(state[0].nu, low.nu))
+    mu, nu = coded(state[0].mu, storage.codec_of("mu")), coded(state[0].nu, storage.nu)
+    adam = state[0]._replace(mu=mu, nu=nu)
     return (adam, *state[1:])
 
 
-def _zeros(param: Any, format: BlockFormat) -> BlockCodes:
-    codes = trees.placed_beside(param, jnp.zeros_like(param, dtype=format.dtype))
-    scales = jnp.zeros(rounding.num_blocks(param.size), jnp.float32)
+def _zeros(param: Any, codec: Codec) -> BlockCodes:
+    codes = trees.placed_beside(param, jnp.zeros_like(param, dtype=codec.dtype))
+    scales = jnp.zeros(codec.num_scales(param.size), jnp.float32)
     sharding = getattr(param, "sharding", None)
     if isinstance(param, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
         return BlockCodes(codes, scales)
@@ -73,35 +74,33 @@ def _zeros(param: Any, format: BlockFormat) -> BlockCodes:
     return BlockCodes(codes, jax.device_put(scales, NamedSharding(sharding.mesh, first)))
 
 
-def with_key(low: LowPrecision, state: OptState) -> OptState:
+def with_key(storage: Storage, state: OptState) -> OptState:
     """Puts the key of the random bits around a state, if there is one."""
-    if not low.is_random:
+    if not storage.is_random:
         return state
-    return RoundingState(low.key, state)
+    return RoundingState(storage.key, state)
 
 
-def split_key(low: LowPrecision, state: OptState) -> tuple[Any, OptState]:
+def split_key(storage: Storage, state: OptState) -> tuple[Any, OptState]:
     """Returns the key, or None, and the state without it."""
-    if low.is_random != isinstance(state, RoundingState):
+    if storage.is_random != isinstance(state, RoundingState):
         raise TreeError(
             "opt_state",
             "does not fit rounding",
             got=type(state).__name__,
-            expected="RoundingState" if low.is_random else "a state without RoundingState",
+            expected="RoundingState" if storage.is_random else "a state without RoundingState",
             action="Make it with init(params) of this optimizer.",
         )
-    return (state.key, state.inner) if low.is_random else (None, state)
+    return (state.key, state.inner) if storage.is_random else (None, state)
 
 
-def check_coded(
-    low: LowPrecision, params: Params, moments: Any, *, name: str, format: BlockFormat | None
-) -> None:
-    """Raises DtypeError unless those moments are coded that this optimizer codes, in its format."""
+def check_coded(storage: Storage, params: Params, moments: Any, *, name: str, codec: Codec) -> None:
+    """Raises DtypeError unless those moments are coded that this optimizer codes, by its codec."""
     paths = trees.paths(params, "")
     for path, param, moment in zip(
         paths, jax.tree.leaves(params), moment_leaves(moments), strict=True
     ):
-        expected = format if low.is_coded(path, param) else None
+        expected = codec if codec.is_coded and storage.is_coded(path, param) else None
         if is_codes(moment) != (expected is not None):
             raise DtypeError(
                 name + path,
@@ -114,15 +113,15 @@ def check_coded(
             _check_codes(name + path, param, moment, expected)
 
 
-def _check_codes(path: str, param: Any, moment: BlockCodes, format: BlockFormat) -> None:
-    scales = (rounding.num_blocks(param.size),)
+def _check_codes(path: str, param: Any, moment: BlockCodes, codec: Codec) -> None:
+    scales = (codec.num_scales(param.size),)
     got = [(x.shape, x.dtype.name) for x in moment]
-    if got != [(param.shape, format.dtype.name), (scales, "float32")]:
+    if got != [(param.shape, codec.dtype.name), (scales, "float32")]:
         raise DtypeError(
             path,
             "does not fit its parameter",
             got=got,
-            expected=f"codes of shape {param.shape}, {format.dtype}, and {scales[0]} scales, "
+            expected=f"codes of shape {param.shape}, {codec.dtype}, and {scales[0]} scales, "
             "float32",
             action="Make the state with init(params) of this optimizer.",
         )

@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 from jdistadam.core import boxes, collectives, trees
+from jdistadam.core.codecs import is_codes
 from jdistadam.core.main_params import MainParams
-from jdistadam.core.moments import is_codes
 from jdistadam.core.types import OptState, Params
 from jdistadam.errors import DtypeError, TreeError
 from jdistadam.kernels.sharded_adam import typed_as

@@ -16,22 +16,24 @@ from jdistadam.drop_in.main_params import MainParamsState, new_main_params
 
 def new_state(algorithm: Algorithm, params: Params) -> OptState:
     """The state before the first step; with main parameters, optax's state is that for them."""
-    low, main_kind = algorithm.low, algorithm.main_params
+    storage, main_kind = algorithm.storage, algorithm.main_params
 
     def optax_state(updated: Any) -> OptState:
         state = algorithm.like_optax.init(updated)
-        state = _beside(params, _with_nu(state, algorithm.nu_dtype))
-        if low.is_random:
+        state = _beside(params, _with_nu(state, storage.float_dtype("nu")))
+        if storage.is_random:
             stored = map(jnp.result_type, jax.tree.leaves((updated, state[0].mu, state[0].nu)))
-            low.check_rounded([x for x in stored if jnp.issubdtype(x, jnp.floating)])
-        return low_precision.new_state(low, params, updated, state)
+            storage.check_rounded([x for x in stored if jnp.issubdtype(x, jnp.floating)])
+        return low_precision.new_state(storage, params, updated, state)
 
     if not main_kind.is_kept:
-        return low_precision.with_key(low, optax_state(params))
+        return low_precision.with_key(storage, optax_state(params))
     is_kept_for = main_kind.is_kept_for
     wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if is_kept_for(x) else x, params)
     inner = optax_state(wide)
-    return low_precision.with_key(low, MainParamsState(new_main_params(main_kind, params), inner))
+    return low_precision.with_key(
+        storage, MainParamsState(new_main_params(main_kind, params), inner)
+    )
 
 
 def _beside(params: Any, state: Any) -> Any:

@@ -15,8 +15,8 @@ from jdistadam.core.algorithm import Algorithm, make_algorithm
 from jdistadam.core.dtypes import float_dtype
 from jdistadam.core.groups import make_groups
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
-from jdistadam.core.low_precision import MOMENT_NAMES, without_codes
 from jdistadam.core.main_params import UNSET
+from jdistadam.core.storage import MOMENT_NAMES, without_codes
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
 from jdistadam.drop_in.frozen import with_frozen, without_frozen
@@ -310,10 +310,10 @@ def _no_update(param: Any, grad: Any) -> Any:
 
 def _fused(algorithm: Algorithm) -> FusedTransformation:
     """The functions of an algorithm in one program."""
-    groups, low, main_kind = algorithm.groups, algorithm.low, algorithm.main_params
+    groups, main_kind = algorithm.groups, algorithm.main_params
     pairs = [hyper.known_and_operands() for hyper in groups.used]
     known, operands = tuple(x for x, _ in pairs), tuple(x for _, x in pairs)
-    static = dict(known=known, nu_dtype=algorithm.nu_dtype, main_kind=main_kind, low=low)
+    static = dict(known=known, main_kind=main_kind, storage=algorithm.storage)
     needs_params = algorithm.reads_params or main_kind.is_kept
 
     def init(params: Params) -> OptState:

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import optax
 
 from jdistadam.core import boxes, trees
+from jdistadam.core.codecs import Codec, is_codes, moment_leaves
 from jdistadam.core.hyperparameters import Hyperparameters
-from jdistadam.core.low_precision import LowPrecision
 from jdistadam.core.main_params import MainParams
-from jdistadam.core.moments import BlockFormat, is_codes, moment_leaves
+from jdistadam.core.storage import Storage
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
 from jdistadam.drop_in.checks import adam_state_of, check_trees
@@ -53,7 +53,7 @@ class TreeLeaf(NamedTuple):
 # function for all optimizers: inject_hyperparams makes a new one at each eager call.
 @functools.partial(
     jax.jit,
-    static_argnames=("mode", "known", "rows", "nu_dtype", "main_kind", "low"),
+    static_argnames=("mode", "known", "rows", "main_kind", "storage"),
 )
 def tree_step(
     grads: Grads,
@@ -64,9 +64,8 @@ def tree_step(
     mode: str,
     known: tuple[tuple[tuple[str, Any], ...], ...],
     rows: tuple[int | None, ...],
-    nu_dtype: Any,
     main_kind: MainParams,
-    low: LowPrecision,
+    storage: Storage,
 ) -> tuple[Any, OptState]:
     """Steps every leaf and advances the counts of the state.
 
@@ -79,23 +78,22 @@ def tree_step(
       known: The other ones, as items.
       rows: Of coefficients, for each leaf: twice the number of its group, and one more where decay
         does not apply. None for a frozen leaf, which the trees lack.
-      nu_dtype: Dtype of the second moment.
       main_kind: What is kept of main parameters. If anything is, state is a MainParamsState.
-      low: Which moments are coded, and how to round. At random: state is a RoundingState.
+      storage: How moments are stored and rounded. At random: state is a RoundingState.
 
     Returns:
       (new params or updates, new state).
     """
     trees.check_memory(grads=grads, opt_state=state, params=params)
     hypers = [Hyperparameters(**dict(x), **y) for x, y in zip(known, operands, strict=True)]
-    name = "opt_state" + ".inner" * (main_kind.is_kept + low.is_random)
-    key, state = split_key(low, state)
+    name = "opt_state" + ".inner" * (main_kind.is_kept + storage.is_random)
+    key, state = split_key(storage, state)
     main_params, inner = split_state(state, main_kind)
     adam_state = adam_state_of(inner, name)
-    if low.is_coding:  # [Note: boxes]
+    if storage.is_coding:  # [Note: boxes]
         mu, nu = map(boxes.codes_inside, (adam_state.mu, adam_state.nu))
         adam_state = adam_state._replace(mu=mu, nu=nu)
-    check_trees(grads, adam_state, params, nu_dtype=nu_dtype, state_name=name, low=low)
+    check_trees(grads, adam_state, params, state_name=name, storage=storage)
     if params is None:
         params = grads  # the kernel wants an operand, and does not look at it
     mains = main_leaves(main_kind, main_params, params)
@@ -104,8 +102,8 @@ def tree_step(
     leaves = [TreeLeaf(*x) for x in zip(*columns[:2], mains, *columns[2:], strict=True)]
     grads = nan_if_changed(columns[0], columns[1], mains)
     leaves = [leaf._replace(grad=x) for leaf, x in zip(leaves, grads, strict=True)]
-    if low.is_any:
-        _check_quantized(trees.paths(params, "params"), leaves, low.is_random, mode)
+    if storage.is_any:
+        _check_quantized(trees.paths(params, "params"), leaves, storage.is_random, mode)
     count = adam_state.count
     hypers = [_at_own_counts(hyper, inner[1:]) for hyper in hypers]
     rows_by_leaf = {i: row for i, row in enumerate(rows) if row is not None}
@@ -154,7 +152,7 @@ def _check_quantized(
             )
         moments = [_dtype(leaf.mu), _dtype(leaf.nu)]
         is_rounded = is_random and (is_half or any(x in _HALVES for x in moments))
-        is_quantized = is_rounded or any(isinstance(x, BlockFormat) for x in moments)
+        is_quantized = is_rounded or any(isinstance(x, Codec) for x in moments)
         if is_quantized and _is_left_to_optax(TreeLeaf(*map(_dtype, leaf))):
             raise DtypeError(
                 path,
@@ -242,7 +240,7 @@ def step_leaves(
 
 def _dtype(x: Any) -> Any:
     """The dtype or format of an array, which tells apart what needs its own call; None for None."""
-    return x if x is None else x.format if is_codes(x) else jnp.dtype(x.dtype)
+    return x if x is None else x.codec if is_codes(x) else jnp.dtype(x.dtype)
 
 
 def _is_quantized(dtypes: TreeLeaf, *, mode: str, is_random: bool) -> bool:
@@ -250,7 +248,7 @@ def _is_quantized(dtypes: TreeLeaf, *, mode: str, is_random: bool) -> bool:
     stored = [dtypes.mu, dtypes.nu]
     if mode == "step" and dtypes.main is None:
         stored.append(dtypes.param)
-    is_coded = any(isinstance(x, BlockFormat) for x in stored)
+    is_coded = any(isinstance(x, Codec) for x in stored)
     return is_coded or (is_random and any(x != jnp.float32 for x in stored))
 
 
@@ -280,7 +278,7 @@ def _is_left_to_optax(dtypes: TreeLeaf) -> bool:
     A remainder, uint16, is none of these integers: it is kept for bfloat16 parameters.
     """
     stored = (dtypes.grad, dtypes.param, dtypes.mu, dtypes.nu)
-    return any(optax_fallback.takes(x) for x in stored if not isinstance(x, BlockFormat))
+    return any(optax_fallback.takes(x) for x in stored if not isinstance(x, Codec))
 
 
 def _chunks(calls: dict[Any, list[int]]) -> Iterator[tuple[Any, list[int]]]:

@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core.moments import BLOCK, BlockCodes, BlockFormat
+from jdistadam.core.codecs import BLOCK, BlockCodes, Codec
 from jdistadam.kernels import rounding
 
 
-def encoded(name: str, format: BlockFormat, x: jax.Array) -> BlockCodes:
+def encoded(name: str, codec: Codec, x: jax.Array) -> BlockCodes:
     """Codes a float32 leaf of the moment "mu" or "nu", rounded to nearest."""
     mesh, spec, scale_spec = _pieces(x.shape, x.sharding)
     x = _placed(x, mesh, spec)
-    codes, scales = jax.block_until_ready(_encoder(name, format, mesh, spec, scale_spec)(x))
+    codes, scales = jax.block_until_ready(_encoder(name, codec, mesh, spec, scale_spec)(x))
     return BlockCodes(codes, _in_one_row(_placed(scales, mesh, P())))
 
 
@@ -92,9 +92,9 @@ def _in_one_row(scales: jax.Array) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=1024)
-def _encoder(name: str, format: BlockFormat, mesh: Any, spec: P, scale_spec: P) -> Any:
+def _encoder(name: str, codec: Codec, mesh: Any, spec: P, scale_spec: P) -> Any:
     def local(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        codes, scales = rounding.encode(name, format, x, None, jnp)
+        codes, scales = rounding.encode(name, codec, x, None, jnp)
         if scale_spec:
             scales = scales.reshape(*x.shape[: len(scale_spec) - 1], -1)
         return codes, scales

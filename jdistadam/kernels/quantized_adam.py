@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core.moments import BLOCK, BlockCodes, is_codes
+from jdistadam.core.codecs import BLOCK, BlockCodes, is_codes
 from jdistadam.kernels import adam as kernel
 from jdistadam.kernels import coefficients, native, reference, rounding
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
@@ -303,7 +303,7 @@ def _widened(name: str, moment: Any, xp: Any) -> Any:
 
 def _rounded(name: str, old: Any, made: Any, random: Any, xp: Any) -> Any:
     if is_codes(old):
-        return rounding.encode(name, old.format, made, random, xp)
+        return rounding.encode(name, old.codec, made, random, xp)
     if random is None:
         return reference.store(made, old.dtype, xp)
     return rounding.round_at_random(made, old.dtype, random, xp)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdistadam.core.moments import BLOCK, BlockCodes, BlockFormat
+from jdistadam.core.codecs import BLOCK, BlockCodes, Codec
 
 _ROUNDS = 7
 
@@ -196,38 +196,38 @@ def _scaled_down(bits: Any, exponent: int, xp: Any) -> Any:
 class Code(NamedTuple):
     """The numbers that a code can mean, relative to the scale of its block."""
 
-    format: BlockFormat
+    codec: Codec
     is_signed: bool
 
     @classmethod
-    def of(cls, name: str, format: BlockFormat) -> Code:
+    def of(cls, name: str, codec: Codec) -> Code:
         """That of the moment "mu" or "nu"."""
-        return cls(format, name == "mu")
+        return cls(codec, name == "mu")
 
     @property
     def sign(self) -> int:
         """The bit of the sign; 0 where there is none."""
-        return 1 << (self.format.bits - 1) if self.is_signed else 0
+        return 1 << (self.codec.bits - 1) if self.is_signed else 0
 
     @property
     def magnitude(self) -> int:
         """All other bits."""
-        return (1 << self.format.bits) - 1 - self.sign
+        return (1 << self.codec.bits) - 1 - self.sign
 
     @property
     def dropped(self) -> int:
         """Bits of the mantissa of a float32 that a code does not have."""
-        return 23 - self.format.mantissa
+        return 23 - self.codec.mantissa
 
     @property
     def highest_exponent(self) -> int:
         """The exponent field of the largest codes, all of which are finite."""
-        return self.magnitude >> self.format.mantissa
+        return self.magnitude >> self.codec.mantissa
 
     @property
     def smallest_scale(self) -> int:
         """The exponent of the smallest scale: below it a code would mean a subnormal float32."""
-        return -126 + self.highest_exponent + self.format.mantissa - 1
+        return -126 + self.highest_exponent + self.codec.mantissa - 1
 
 
 def num_blocks(size: int) -> int:
@@ -237,8 +237,8 @@ def num_blocks(size: int) -> int:
 
 def decode(name: str, moment: BlockCodes, xp: Any) -> Any:
     """Returns the float32 that the codes of the moment "mu" or "nu" mean."""
-    code, u32 = Code.of(name, moment.format), xp.uint32
-    mantissa, highest = code.format.mantissa, code.highest_exponent
+    code, u32 = Code.of(name, moment.codec), xp.uint32
+    mantissa, highest = code.codec.mantissa, code.highest_exponent
     codes = moment.codes.reshape(-1).astype(u32)
     magnitude = codes & u32(code.magnitude)
     normal = ((magnitude + u32((127 - highest) << mantissa)) << u32(code.dropped)).view(xp.float32)
@@ -247,22 +247,22 @@ def decode(name: str, moment: BlockCodes, xp: Any) -> Any:
         x = xp.where(magnitude >> u32(mantissa) > 0, normal, subnormal)
         x = x * xp.repeat(moment.scales, BLOCK)[: codes.size]
     # The zero of a scale that is zero has the sign of its code, as in the kernels.
-    sign = (codes & u32(code.sign)) << u32(32 - code.format.bits)
+    sign = (codes & u32(code.sign)) << u32(32 - code.codec.bits)
     return (x.view(u32) | sign).view(xp.float32).reshape(moment.shape)
 
 
-def encode(name: str, format: BlockFormat, x: Any, random: Any, xp: Any) -> BlockCodes:
+def encode(name: str, codec: Codec, x: Any, random: Any, xp: Any) -> BlockCodes:
     """Returns float32s of the moment "mu" or "nu" as codes.
 
     Args:
       name: "mu" or "nu".
-      format: The format of the codes.
+      codec: The codec of the codes.
       x: The numbers, of any shape; blocks are in row-major order.
       random: A random word for each, uint32. None: to nearest, ties to even, and to subnormal
         codes toward zero for "mu", up for "nu".
       xp: numpy, or jax.numpy.
     """
-    code, u32 = Code.of(name, format), xp.uint32
+    code, u32 = Code.of(name, codec), xp.uint32
     size, blocks, dropped = x.size, num_blocks(x.size), code.dropped
 
     def in_blocks(y: Any) -> Any:
@@ -297,9 +297,9 @@ def encode(name: str, format: BlockFormat, x: Any, random: Any, xp: Any) -> Bloc
             up = xp.where(low < u32(0x00800000), u32(away), up)
         codes = (low + up) >> u32(dropped)
     if code.is_signed:
-        codes = codes | (bits >> u32(32 - format.bits) & u32(code.sign))
+        codes = codes | (bits >> u32(32 - codec.bits) & u32(code.sign))
     else:
         codes = xp.where((codes == 0) & (magnitude != 0), u32(1), codes)
     codes = xp.where(is_nan | is_zero, u32(0), codes)
-    codes = codes.reshape(-1)[:size].reshape(x.shape).astype(format.dtype)
+    codes = codes.reshape(-1)[:size].reshape(x.shape).astype(codec.dtype)
     return BlockCodes(codes, scale_bits.reshape(-1).view(xp.float32))

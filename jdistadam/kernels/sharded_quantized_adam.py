@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import collectives, varying
-from jdistadam.core.moments import BLOCK, BlockCodes, is_codes
+from jdistadam.core.codecs import BLOCK, BlockCodes, is_codes
 from jdistadam.core.primitives import CalledPrimitive
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import native, quantized_adam, sharded_adam

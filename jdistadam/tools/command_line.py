@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jdistadam
-from jdistadam.core.low_precision import ROUNDINGS
-from jdistadam.core.moments import FORMATS
+from jdistadam.core.codecs import BLOCK_CODECS
 from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.core.storage import ROUNDINGS
 from jdistadam.distributed.mesh_axes import (
     OUTER_SHARDING_STRATEGIES,
     SHARDING_STRATEGIES,
@@ -24,7 +24,7 @@ from jdistadam.tools import bench
 _LARGEST = 1 << 20  # of a count: more than any machine has, and still planned at once
 _FLOATS = ("float32", "bfloat16", "float16")
 _FLOAT8 = ("float8_e5m2", "float8_e4m3fn")
-_BLOCKS = tuple(known.name for known in FORMATS)
+_BLOCKS = tuple(known.name for known in BLOCK_CODECS)
 
 # Fields of MixedPrecisionPolicy: what may be given, and what it is the dtype of.
 _POLICY: dict[str, tuple[tuple[str, ...], str]] = {

@@ -129,17 +129,15 @@ def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: 
 
 def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
     policy = config.policy
-    main_dtype = policy.main_params.stored_dtype
-    main_itemsize = 0 if main_dtype is None else main_dtype.itemsize
     held_sizes = {x.leaf: x.inner_size for x in layout.buckets if x.is_sharded_param}
     scalars = 2 + (0 if config.loss_scale is None else 4)  # of LossScaleState
-    scalars += 2 if config.algorithm.low.is_random else 0  # the key
+    scalars += 2 if config.algorithm.storage.is_random else 0  # the key
     return {
         "params": sum(
             held_sizes.get(i, leaf.size) * jnp.dtype(leaf.dtype).itemsize
             for i, leaf in enumerate(layout.leaves)
         ),
-        "main_params": layout.main_size * main_itemsize,
+        "main_params": policy.main_params.nbytes(layout.main_size),
         "mu": bytes_of_moment(config.algorithm, layout, "mu"),
         "nu": bytes_of_moment(config.algorithm, layout, "nu"),
         "scalars": 4 * scalars + DIGEST_SIZE,

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam.core.moments import BLOCK8, BLOCK16, BlockCodes, is_codes
+from jdistadam.core.codecs import BLOCK8, BLOCK16, BlockCodes, is_codes
 from jdistadam.kernels import rounding
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.dtypes import dtypes

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jdistadam as jda
-from jdistadam.core.moments import BLOCK8, BLOCK16, growth, largest_decay, rounding_error
+from jdistadam.core.codecs import BLOCK8, BLOCK16, growth, largest_decay, rounding_error
 from jdistadam.kernels.rounding import Code
 from support.samples import often
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam.core.moments import FORMATS, BlockCodes
+from jdistadam.core.codecs import BLOCK_CODECS, BlockCodes
 from jdistadam.kernels import rounding
 from jdistadam.kernels.rounding import Code
 from support.bits import assert_trees_same_bits
@@ -308,7 +308,7 @@ def relative_errors(form, mu_octaves, nu_octaves):
     return got / want - 1, want
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", BLOCK_CODECS, ids=lambda form: form.name)
 def test_the_error_of_an_update_from_coded_moments(form):
     """2.2e-4 of updates from float32 moments in 16 bits, 0.028 in 8; of one element 1.5 h at most.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdistadam.core.moments import BLOCK8, BLOCK16, FORMATS, BlockCodes, BlockFormat
+from jdistadam.core.codecs import BLOCK8, BLOCK16, BLOCK_CODECS, BlockCodes, Codec
 from jdistadam.kernels import reference, rounding, sharded_quantized_adam
 from jdistadam.kernels.adam import Operands, Spec
 from jdistadam.kernels.quantized_adam import Places, QuantizedSpec
@@ -44,7 +44,7 @@ def name_of(x):
 
 def moment(rng, n, dtype, name, values="plain"):
     x = ARRAYS[values](rng, n, F32, nonnegative=name == "nu")
-    if isinstance(dtype, BlockFormat):
+    if isinstance(dtype, Codec):
         return rounding.encode(name, dtype, x, None, np)
     with np.errstate(all="ignore"):
         return x.astype(dtype)
@@ -163,7 +163,7 @@ def test_random_bits_of_parts_are_those_of_the_whole(xp):
         assert [int(x[0]) for x in words] == np.asarray(far.nu)[:4].tolist()
 
 
-each_format = pytest.mark.parametrize("form", FORMATS, ids=name_of)
+each_format = pytest.mark.parametrize("form", BLOCK_CODECS, ids=name_of)
 each_name = pytest.mark.parametrize("name", ["mu", "nu"])
 
 
@@ -287,7 +287,7 @@ def test_numbers_near_the_end_of_float32(form, name):
         assert np.isnan(y[0]).all() and np.isfinite(y[1]).all()
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16, *FORMATS], ids=name_of)
+@pytest.mark.parametrize("dtype", [BF16, F16, *BLOCK_CODECS], ids=name_of)
 def test_rounding_at_random_has_no_bias(platform, dtype):
     """The mean over 2000 counts, in units of its own standard error, of 1000 elements.
 
@@ -299,7 +299,7 @@ def test_rounding_at_random_has_no_bias(platform, dtype):
     param = np.float32(rng.normal(size=n)).astype(BF16)
     grads = np.float32(rng.normal(size=n))
     spec = QuantizedSpec(Spec("step", (0,)), True, (4,))
-    param_dtype = F32 if isinstance(dtype, BlockFormat) else dtype
+    param_dtype = F32 if isinstance(dtype, Codec) else dtype
     zeros = tuple(moment(rng, n, dtype, name) for name in ("mu", "nu"))
     start = [jax.tree.map(np.zeros_like, x) for x in zeros]
     exact = by_reference(
@@ -338,7 +338,7 @@ def neighbours(name, like, x):
     for bits in (0, 0xFFFFFFFF):
         random = np.full(x.shape, bits, np.uint32)
         if isinstance(like, BlockCodes):
-            y = rounding.decode(name, rounding.encode(name, like.format, x, random, np), np)
+            y = rounding.decode(name, rounding.encode(name, like.codec, x, random, np), np)
         else:
             y = rounding.round_at_random(x, like.dtype, random, np)
         found.append(np.asarray(y, np.float64))

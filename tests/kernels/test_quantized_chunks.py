@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jdistadam.core.moments import BLOCK8, BLOCK16, BlockFormat
+from jdistadam.core.codecs import BLOCK8, BLOCK16, Codec
 from jdistadam.kernels import coefficients, reference, rounding
 from jdistadam.kernels.adam import Operands, Spec
 from jdistadam.kernels.quantized_adam import Places, QuantizedSpec
@@ -52,7 +52,7 @@ def sizes_of(platform):
 
 def moment(rng, n, stored, name):
     x = plain_array(rng, n, F32, nonnegative=name == "nu")
-    if isinstance(stored, BlockFormat):
+    if isinstance(stored, Codec):
         return rounding.encode(name, stored, x, None, np)
     return x.astype(stored)
 
@@ -81,9 +81,9 @@ def operands_of(rng, sizes, mode, grad, param, stored):
         g[untouched.start : untouched.stop : 3] = -0.0
         g[len(g) // 4 :: 100_003] = 1e25  # out of the ordinary: their chunks are left out
         for x in (m, v):
-            array = x.codes if isinstance(stored, BlockFormat) else x
+            array = x.codes if isinstance(stored, Codec) else x
             array[untouched.start + 128 : untouched.stop - 128] = 0
-        if isinstance(stored, BlockFormat):
+        if isinstance(stored, Codec):
             make_faint(rng, g, m, v)
             draw_codes(rng, g, m, v)
     return Operands(grads, params, mu, nu, out)
@@ -96,7 +96,7 @@ def make_faint(rng, g, m, v):
         some = slice(128 * start, min(128 * (start + 4), len(g) // 128 * 128))
         if some.start < some.stop:
             x = np.exp2(rng.uniform(log - 3, log + 3, some.stop - some.start)).astype(F32)
-            faint = rounding.encode(name, moment.format, x, None, np)
+            faint = rounding.encode(name, moment.codec, x, None, np)
             g[some] = 0
             moment.codes[some] = faint.codes
             moment.scales[start : start + len(faint.scales)] = faint.scales

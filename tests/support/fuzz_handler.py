@@ -16,7 +16,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jdistadam.core.moments import BLOCK
+from jdistadam.core.codecs import BLOCK
 from jdistadam.kernels import coefficients, native, reference
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint16, jnp.uint8, jnp.int32, jnp.bool_)

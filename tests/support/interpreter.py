@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistadam.core.codecs import BLOCK
 from jdistadam.core.main_params import split
-from jdistadam.core.moments import BLOCK
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.reference_training import CODES, Elements, Training, param_of
 from support.virtual_devices import (

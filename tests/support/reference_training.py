@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jdistadam.core.codecs import BLOCK_CODECS, is_codes
 from jdistadam.core.main_params import split
-from jdistadam.core.moments import FORMATS, is_codes
 from jdistadam.kernels import coefficients, rounding
 from jdistadam.kernels.reference import adam_update, pairwise_sum, store
 
 F32 = np.float32
-CODES = {form.name: form for form in FORMATS}
+CODES = {form.name: form for form in BLOCK_CODECS}
 SEED = 2**40 + 77
 
 
@@ -247,7 +247,7 @@ def _widened(name, x):
 def _stored(name, old, x, random):
     """A float32 as it is kept: in codes, or in 16 or 32 bits."""
     if is_codes(old):
-        return rounding.encode(name, old.format, x, random, np)
+        return rounding.encode(name, old.codec, x, random, np)
     if random is None or old.dtype == F32:
         return store(x, old.dtype, np)
     return rounding.round_at_random(x, old.dtype, random, np)

@@ -1,4 +1,4 @@
-"""How moments are stored: as floats, or in blocks of codes that share a scale."""
+"""How numbers are stored: as floats, as halves of them, or in blocks of codes with a scale."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.errors import DtypeError
@@ -46,49 +47,80 @@ def largest_decay(mantissa: int) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockFormat:
-    """Codes of so many bits, with a scale for each block: [Note: blocks] in cuda/rounding.h.
+class Codec:
+    """How an array of numbers is stored.
 
     Attributes:
-      name: How ``mu_dtype`` and ``nu_dtype`` call it.
-      dtype: The dtype of codes.
-      mantissa: Bits of a code's mantissa.
+      name: How ``mu_dtype``, ``nu_dtype`` and ``main_params_dtype`` call it.
+      dtype: The dtype of the array; of codes, that of these.
+      mantissa: Bits of a number's mantissa.
+      block: Elements that share a scale, a float32; 1: none do. Arrays are cut at multiples of it.
+        Codes with scales are those of [Note: blocks] in cuda/rounding.h.
     """
 
     name: str
     dtype: np.dtype[Any]
     mantissa: int
+    block: int = 1
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether numbers are stored as codes with scales, in ``BlockCodes``."""
+        return self.block > 1
 
     @property
     def bits(self) -> int:
-        """Bits of a code."""
+        """Bits of a number, without its share of a scale."""
         return 8 * self.dtype.itemsize
 
+    @property
+    def largest_decay(self) -> float:
+        """The decay rate up to which a moment that is rounded to nearest follows its gradients."""
+        return largest_decay(self.mantissa)
 
-def growth(mu: BlockFormat | None, nu: BlockFormat | None) -> float:
+    def num_scales(self, size: int) -> int:
+        """Returns the number of scales of ``size`` elements."""
+        return -(-size // self.block) if self.is_coded else 0
+
+    def nbytes(self, size: int) -> int:
+        """Returns the bytes of ``size`` elements, scales included."""
+        return size * self.dtype.itemsize + 4 * self.num_scales(size)
+
+
+def float_codec(dtype: Any) -> Codec:
+    """Returns the codec of floating-point numbers as they are."""
+    dtype = jnp.dtype(dtype)
+    return Codec(dtype.name, dtype, jnp.finfo(dtype).nmant)
+
+
+FLOAT32, BFLOAT16, FLOAT16 = map(float_codec, ("float32", "bfloat16", "float16"))
+BLOCK8 = Codec("block8", np.dtype(np.uint8), 3, BLOCK)
+BLOCK16 = Codec("block16", np.dtype(np.uint16), 10, BLOCK)
+REMAINDER16 = Codec("remainder16", np.dtype(np.uint16), 23)
+"""The low half of a float32, beside a bfloat16: [Note: remainders]."""
+
+BLOCK_CODECS = (BLOCK8, BLOCK16)
+
+
+def growth(mu: Codec, nu: Codec) -> float:
     """Returns by what rounding to nearest multiplies the square of mu over the root of nu: q^2.
 
-    At most, [Note: moments that follow]. None: float32.
+    At most, [Note: moments that follow]; of floats nothing.
     """
-    of_mu, of_nu = (0.0 if x is None else rounding_error(x.mantissa) for x in (mu, nu))
+    of_mu, of_nu = (rounding_error(x.mantissa) if x.is_coded else 0.0 for x in (mu, nu))
     return (1 + of_mu) ** 2 / (1 - of_nu)
 
 
-BLOCK8 = BlockFormat("block8", np.dtype(np.uint8), 3)
-BLOCK16 = BlockFormat("block16", np.dtype(np.uint16), 10)
-FORMATS = (BLOCK8, BLOCK16)
-
-
-def format_of(codes: Any) -> BlockFormat:
+def codec_of(codes: Any) -> Codec:
     """Returns what codes mean, by their dtype."""
-    found = next((known for known in FORMATS if known.dtype == codes.dtype), None)
+    found = next((known for known in BLOCK_CODECS if known.dtype == codes.dtype), None)
     if found is not None:
         return found
     raise DtypeError(
         "codes",
         "not codes of a moment",
         got=codes.dtype,
-        expected=" or ".join(str(known.dtype) for known in FORMATS),
+        expected=" or ".join(str(known.dtype) for known in BLOCK_CODECS),
         action="Do not cast the state: its codes are no numbers.",
     )
 
@@ -111,9 +143,9 @@ class BlockCodes(NamedTuple):
         return tuple(self.codes.shape)
 
     @property
-    def format(self) -> BlockFormat:
+    def codec(self) -> Codec:
         """What the codes mean, by their dtype."""
-        return format_of(self.codes)
+        return codec_of(self.codes)
 
 
 def is_codes(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Moments in blocks of codes and rounding at random: what was asked for."""
+"""How moments are stored and rounded: what was asked for."""
 
 from __future__ import annotations
 
@@ -11,39 +11,42 @@ import numpy as np
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import shown, warn_caller
-from jdistadam.core.dtypes import float_dtype
-from jdistadam.core.moments import (
+from jdistadam.core.codecs import (
+    BFLOAT16,
     BLOCK16,
-    FORMATS,
+    BLOCK_CODECS,
+    FLOAT16,
+    FLOAT32,
     SMALLEST_CODED,
-    BlockFormat,
+    Codec,
+    float_codec,
     growth,
-    largest_decay,
 )
+from jdistadam.core.dtypes import float_dtype
 from jdistadam.errors import PolicyError, TreeError
 
 ROUNDINGS = ("nearest", "stochastic")
-MOMENT_NAMES = tuple(f'"{known.name}"' for known in FORMATS)
+MOMENT_NAMES = tuple(f'"{known.name}"' for known in BLOCK_CODECS)
 """What mu_dtype and nu_dtype may be beside dtypes."""
 
 NAMES = " or ".join(MOMENT_NAMES)
 
 
 @dataclasses.dataclass(frozen=True)
-class LowPrecision:
+class Storage:
     """What an optimizer was asked for.
 
     Attributes:
-      mu: The format of first moments that are stored in codes. None: none are.
-      nu: That of second moments.
+      mu: How first moments are stored. None: as float32, or in the dtype of what is updated.
+      nu: How second moments are.
       is_random: Whether to round at random.
       seed: The seed of that.
       float32_moments: Which leaves keep float32 moments, beside the small ones: a function of the
         path, as in "['block']['w']". None: none.
     """
 
-    mu: BlockFormat | None = None
-    nu: BlockFormat | None = None
+    mu: Codec | None = None
+    nu: Codec = FLOAT32
     is_random: bool = False
     seed: int = 0
     float32_moments: Callable[[str], bool] | None = None
@@ -89,14 +92,19 @@ class LowPrecision:
             action='Leave rounding at "nearest".',
         )
 
-    def format_of(self, name: str) -> BlockFormat | None:
-        """That of the moment "mu" or "nu"."""
-        return {"mu": self.mu, "nu": self.nu}[name]
+    def codec_of(self, moment: str) -> Codec:
+        """Returns how the moment "mu" or "nu" is stored, where anything decides it here."""
+        return self.nu if moment == "nu" else self.mu or FLOAT32
+
+    def float_dtype(self, moment: str) -> jnp.dtype:
+        """Returns the dtype of the moment "mu" or "nu" of leaves that are not coded."""
+        codec = self.codec_of(moment)
+        return jnp.dtype(jnp.float32 if codec.is_coded else codec.dtype)
 
     @property
     def is_coding(self) -> bool:
         """Whether any moment is stored in codes."""
-        return self.mu is not None or self.nu is not None
+        return self.codec_of("mu").is_coded or self.nu.is_coded
 
     @property
     def is_any(self) -> bool:
@@ -118,7 +126,7 @@ def parse(
     float32_moments: Any,
     b1: Any,
     b2: Any,
-) -> LowPrecision:
+) -> Storage:
     """Checks arguments of an optimizer; raises PolicyError where they do not fit each other."""
     if rounding not in ROUNDINGS:
         raise PolicyError(
@@ -128,9 +136,11 @@ def parse(
             expected=" or ".join(map(repr, ROUNDINGS)),
             action='Use "nearest" unless moments or parameters have 16 bits or less.',
         )
-    mu, nu, is_random = named_format(mu_dtype), named_format(nu_dtype), rounding == "stochastic"
+    is_random = rounding == "stochastic"
+    mu = None if mu_dtype is None else named_codec(mu_dtype) or float_codec(mu_dtype)
+    nu = named_codec(nu_dtype) or FLOAT32
     _check_seed("seed", seed, is_random)
-    low = LowPrecision(mu, nu, is_random, int(seed or 0), float32_moments)
+    low = Storage(mu, nu, is_random, int(seed or 0), float32_moments)
     if float32_moments is not None and not (callable(float32_moments) and low.is_coding):
         raise PolicyError(
             "float32_moments",
@@ -139,13 +149,14 @@ def parse(
             expected=f"a function of a path, beside mu_dtype or nu_dtype {NAMES}",
             action="Leave it out; for optax.inject_hyperparams name it in static_args.",
         )
-    if is_random and mu is not None and (nu is None or nu.bits > mu.bits):
-        _raise_unlike(mu, nu_dtype)
+    coded = mu if mu is not None and mu.is_coded else None
+    if is_random and coded is not None and not (nu.is_coded and nu.bits <= coded.bits):
+        _raise_unlike(coded, nu_dtype)
     if not is_random:
         _check_decays(low, b1, b2)
-        if mu is None:
-            _warn_of_decay(mu_dtype, b1)
-    return low
+        if coded is None:
+            _warn_of_decay(low.codec_of("mu"), b1)
+    return dataclasses.replace(low, nu=_nu_codec(nu_dtype, b2, is_random=is_random))
 
 
 def _check_seed(name: str, seed: Any, is_random: bool) -> None:
@@ -169,14 +180,14 @@ def _check_seed(name: str, seed: Any, is_random: bool) -> None:
         )
 
 
-def _raise_unlike(mu: BlockFormat, nu_dtype: Any) -> None:
+def _raise_unlike(mu: Codec, nu_dtype: Any) -> None:
     """Raises where a second moment may be much smaller than what a first one is rounded up to.
 
     A unit of mu's codes is 2^-17 or 2^-40 of its block's largest element. At random a smaller first
     moment becomes one now and then. The root of a nu of the same format or a coarser one is at
     least 2^-16.5 or 2^-36, which bounds the update. A finer nu would not: [Note: blocks].
     """
-    fitting = [f'"{x.name}"' for x in FORMATS if x.bits <= mu.bits]
+    fitting = [f'"{x.name}"' for x in BLOCK_CODECS if x.bits <= mu.bits]
     raise PolicyError(
         "mu_dtype",
         "a first moment rounded at random to codes needs a second one no finer than they",
@@ -187,17 +198,18 @@ def _raise_unlike(mu: BlockFormat, nu_dtype: Any) -> None:
     )
 
 
-def _check_decays(low: LowPrecision, b1: Any, b2: Any) -> None:
+def _check_decays(low: Storage, b1: Any, b2: Any) -> None:
     """Raises where moments in codes, rounded to nearest, would not follow their gradients."""
-    if low.nu is not None:
-        _check_decay("nu_dtype", "second", low.nu, "b2", b2)
-    if low.mu is not None:
-        _check_decay("mu_dtype", "first", low.mu, "b1", b1)
-    squared, is_known = growth(low.mu, low.nu), _is_number(b1) and _is_number(b2)
+    mu, nu = low.codec_of("mu"), low.nu
+    if nu.is_coded:
+        _check_decay("nu_dtype", "second", nu, "b2", b2)
+    if mu.is_coded:
+        _check_decay("mu_dtype", "first", mu, "b1", b1)
+    squared, is_known = growth(mu, nu), _is_number(b1) and _is_number(b2)
     if not low.is_coding or not is_known or squared * b1**2 < b2:
         return
     raise PolicyError(
-        "nu_dtype" if low.mu is None else "mu_dtype",
+        "mu_dtype" if mu.is_coded else "nu_dtype",
         "rounded to nearest, a first moment may outlast the second one at these rates",
         got=f'rounding="nearest" with b1={shown(b1)} and b2={shown(b2)}',
         expected=f'rounding="stochastic", or {squared:.4f} b1^2 < b2',
@@ -205,15 +217,15 @@ def _check_decays(low: LowPrecision, b1: Any, b2: Any) -> None:
     )
 
 
-def _check_decay(name: str, which: str, format: BlockFormat, decay: str, b: Any) -> None:
-    largest, is_known = largest_decay(format.mantissa), _is_number(b)
+def _check_decay(name: str, which: str, codec: Codec, decay: str, b: Any) -> None:
+    largest, is_known = codec.largest_decay, _is_number(b)
     if is_known and b <= largest:
         return
     raise PolicyError(
         name,
-        f"a {which} moment in {format.bits} bits, rounded to nearest, cannot follow at "
+        f"a {which} moment in {codec.bits} bits, rounded to nearest, cannot follow at "
         + (f"this {decay}" if is_known else f"every {decay}, and this one is not known now"),
-        got=f'"{format.name}" with rounding="nearest" and {decay}={shown(b)}',
+        got=f'"{codec.name}" with rounding="nearest" and {decay}={shown(b)}',
         expected=f'rounding="stochastic", or a number {decay} <= {largest}',
         action='Set rounding="stochastic"'
         + ("." if is_known else ', or keep numbers: inject_hyperparams(static_args=("b1", "b2")).'),
@@ -225,58 +237,57 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, int | float | np.number)
 
 
-def _warn_of_decay(mu_dtype: Any, b1: Any) -> None:
+def _warn_of_decay(mu: Codec, b1: Any) -> None:
     """Warns where a first moment in 16 bits, rounded to nearest, does not follow its gradients."""
-    dtype = jnp.dtype(jnp.float32 if mu_dtype is None else mu_dtype)
-    if dtype.itemsize != 2:
+    if mu.bits != 16:
         return
-    is_float16, largest = dtype.name == "float16", largest_decay(jnp.finfo(dtype).nmant)
+    is_float16, largest = mu == FLOAT16, mu.largest_decay
     if not is_float16 and not (_is_number(b1) and b1 > largest):
         return
     where = "below 6e-5" if is_float16 else f"with b1 above {largest}"
     warn_caller(
-        f"mu_dtype: a first moment in {dtype}, rounded to nearest, does not decay as it should "
+        f"mu_dtype: a first moment in {mu.name}, rounded to nearest, does not decay as it should "
         f"{where}, as with optax, and moves parameters that have no gradients: set "
         'rounding="stochastic", or leave it at float32.'
     )
 
 
-def check_nu_dtype(value: Any, b2: Any, *, is_random: bool) -> jnp.dtype:
-    """Returns the dtype of the second moment, or raises PolicyError where it cannot work.
+def _nu_codec(value: Any, b2: Any, *, is_random: bool) -> Codec:
+    """Returns how the second moment is stored, or raises PolicyError where it cannot work.
 
     ``largest_decay`` says which b2 bfloat16 takes, rounded to nearest. float16 has no number
     between 0 and 6e-8, the square of 2.4e-4: smaller gradients would count as zero.
     """
-    given = jnp.float32 if value is None else without_codes(value)
-    dtype = float_dtype("nu_dtype", given, also=MOMENT_NAMES)
-    if dtype.name == "float16":
+    if (codec := named_codec(value)) is not None:
+        return codec
+    given = jnp.float32 if value is None else value
+    codec = float_codec(float_dtype("nu_dtype", given, also=MOMENT_NAMES))
+    if codec == FLOAT16:
         raise PolicyError(
             "nu_dtype",
             "a second moment in float16 loses squares below 6e-8",
-            got=dtype.name,
+            got=codec.name,
             expected=", ".join(("float32", "bfloat16", *MOMENT_NAMES)),
             action="Leave nu_dtype at float32.",
         )
-    is_known = _is_number(b2)
-    largest = largest_decay(jnp.finfo(dtype).nmant)
-    if dtype.name == "bfloat16" and not is_random and is_known and b2 > largest:
+    if codec == BFLOAT16 and not is_random and _is_number(b2) and b2 > codec.largest_decay:
         raise PolicyError(
             "nu_dtype",
             "a second moment in bfloat16, rounded to nearest, cannot decay at this b2",
-            got=f"{dtype} with b2={b2}",
-            expected=f'b2 <= {largest}, "block16" with b2 <= '
-            f"{largest_decay(BLOCK16.mantissa)}, or float32",
+            got=f"{codec.name} with b2={b2}",
+            expected=f'b2 <= {codec.largest_decay}, "block16" with b2 <= '
+            f"{BLOCK16.largest_decay}, or float32",
             action='Leave nu_dtype at float32, or set rounding="stochastic".',
         )
-    return dtype
+    return codec
 
 
-def named_format(dtype: Any) -> BlockFormat | None:
-    """Returns the format of moments in codes that a name stands for; None for other dtypes."""
+def named_codec(dtype: Any) -> Codec | None:
+    """Returns the codec of moments in codes that a name stands for; None for other dtypes."""
     is_name = isinstance(dtype, str)  # jnp.dtype cannot be compared with all strings
-    return next((known for known in FORMATS if is_name and known.name == dtype), None)
+    return next((known for known in BLOCK_CODECS if is_name and known.name == dtype), None)
 
 
 def without_codes(dtype: Any) -> Any:
-    """Returns the dtype of moments that are not coded: float32 in place of a format's name."""
-    return dtype if named_format(dtype) is None else jnp.float32
+    """Returns the dtype of moments that are not coded: float32 in place of a codec's name."""
+    return dtype if named_codec(dtype) is None else jnp.float32
