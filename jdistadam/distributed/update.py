@@ -17,7 +17,15 @@ from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.norm import clipped_scale
 from jdistadam.distributed.state import DistributedState
 from jdistadam.kernels import native
-from jdistadam.kernels.adam import STEP_MODES, Operands, Results, Scalars, Spec, adam
+from jdistadam.kernels.adam import (
+    Operands,
+    Results,
+    Scalars,
+    Spec,
+    adam,
+    new_params,
+    with_main_params,
+)
 from jdistadam.kernels.coefficients import coefficient_rows
 
 
@@ -121,7 +129,7 @@ def update_shards(
             results = low_precision.adam(config, layout, buckets, spec, scalars, state, operands)
         else:
             results = adam(spec, scalars, operands)
-        flat, new = _after(spec, buckets[0], flat, native.unfused(results))
+        flat, new = _after(_kind(config, buckets[0]), buckets[0], flat, native.unfused(results))
         for i, shard in zip(indices, new, strict=True):
             shards[i] = shard
     return flat, shards
@@ -148,33 +156,35 @@ def _call_of(
     """One kernel call, for buckets of equal dtypes."""
     buckets: list[Bucket] = [layout.buckets[i] for i in indices]
     first = buckets[0]
-    kind = config.policy.main_params if first.has_main else MainParams.NONE
-    casts, splits = kind is MainParams.FLOAT32, kind is MainParams.REMAINDER16
     spec = Spec(
-        STEP_MODES[kind],
+        "step",
         groups=tuple(bucket.group for bucket in buckets),
         flags=config.algorithm.hyper.flags,
-        out_dtype=first.dtype if casts else None,
-        flat=frozenset({"mu", "nu"} | ({"params"} if casts else {"out"} if splits else set())),
+        flat=frozenset({"mu", "nu"}),
         sizes=tuple(bucket.shard_size for bucket in buckets),
         offsets=tuple(bucket.offset for bucket in buckets),
     )
-    return spec, Operands(
+    operands = Operands(
         grads=tuple(grads[i] for i in indices),
-        params=[flat.main_params] if casts else [params[i] for i in indices],
+        params=[params[i] for i in indices],
         mu=(operand_of(flat.mu, first),),
         nu=(operand_of(flat.nu, first),),
-        out=(flat.main_params,) if splits else (),
     )
+    kind, main = _kind(config, first), (flat.main_params,)
+    return with_main_params(kind, spec, operands, main, first.dtype, is_flat=True)
+
+
+def _kind(config: DistributedConfig, bucket: Bucket) -> MainParams:
+    """What is kept of main parameters of a bucket."""
+    return config.policy.main_params if bucket.has_main else MainParams.NONE
 
 
 def _after(
-    spec: Spec, first: Bucket, flat: FlatState, results: Results
+    kind: MainParams, first: Bucket, flat: FlatState, results: Results
 ) -> tuple[FlatState, Sequence[jax.Array]]:
     """The flat state after a call, and the new shards of its buckets."""
-    casts, main = "params" in spec.flat, flat.main_params
-    if first.has_main:
-        (main,) = results.params if casts else results.out
+    shards, main = new_params(kind, results)
+    main_params = main[0] if first.has_main else flat.main_params
     (mu,), (nu,) = results.mu, results.nu
-    new = FlatState(main, with_result(flat.mu, first, mu), with_result(flat.nu, first, nu))
-    return new, results.out if casts else results.params
+    mu, nu = with_result(flat.mu, first, mu), with_result(flat.nu, first, nu)
+    return FlatState(main_params, mu, nu), shards

@@ -28,7 +28,7 @@ from jdistadam.drop_in.main_params import (
 )
 from jdistadam.errors import DtypeError, PolicyError
 from jdistadam.kernels import sharded_quantized_adam, transformed_adam
-from jdistadam.kernels.adam import STEP_MODES, Operands, Results, Scalars, Spec
+from jdistadam.kernels.adam import Operands, Results, Scalars, Spec, new_params, with_main_params
 from jdistadam.kernels.coefficients import coefficient_rows
 from jdistadam.kernels.quantized_adam import QuantizedSpec, Rounding
 
@@ -296,25 +296,15 @@ def _call(run: Callable[..., Results], spec: Spec, leaves: Sequence[TreeLeaf]) -
     """Steps leaves of equal dtypes in one kernel call, as ``spec`` says for leaves without main."""
     grads, params, mains, mu, nu = zip(*leaves, strict=True)
     operands = Operands(grads=grads, params=params, mu=mu, nu=nu)
-    kind = MainParams.of(mains[0])
-    new_mains: Sequence[Any]
-    new: Sequence[Any]  # params; where the kernel makes them, updates
-    if kind is MainParams.NONE:
-        out_dtype = grads[0].dtype if spec.mode == "update" else None
-        spec = dataclasses.replace(spec, out_dtype=out_dtype)
-        results = run(spec, operands)
-        new_mains, new = mains, results.params or results.out
-    elif kind is MainParams.REMAINDER16:
-        split = dataclasses.replace(spec, mode=STEP_MODES[kind])
-        results = run(split, operands._replace(out=mains))
-        new_mains, new = results.out, results.params
-    else:
-        cast = dataclasses.replace(spec, mode=STEP_MODES[kind], out_dtype=params[0].dtype)
-        results = run(cast, operands._replace(params=mains), params)
-        new_mains, new = results.params, results.out
-    if kind.is_kept and spec.mode == "update":
+    kind, mode = MainParams.of(mains[0]), spec.mode
+    if mode == "update" and not kind.is_kept:
+        spec = dataclasses.replace(spec, out_dtype=grads[0].dtype)
+    spec, operands = with_main_params(kind, spec, operands, mains, params[0].dtype)
+    results = run(spec, operands, params)
+    new, new_mains = new_params(kind, results)
+    if kind.is_kept and mode == "update":
         new = [_difference(*pair) for pair in zip(new, params, strict=True)]
-    columns = (grads, new, new_mains, results.mu, results.nu)
+    columns = (grads, new, new_mains if kind.is_kept else mains, results.mu, results.nu)
     return [TreeLeaf(*leaf) for leaf in zip(*columns, strict=True)]
 
 

@@ -21,12 +21,6 @@ from jdistadam.core.main_params import MainParams
 from jdistadam.kernels import coefficients, native, reference
 
 _MODES = {"step": 0, "step_and_cast": 1, "update": 2, "step_split": 3}  # enum Mode of cuda/adam.h
-STEP_MODES = {
-    MainParams.NONE: "step",
-    MainParams.FLOAT32: "step_and_cast",
-    MainParams.REMAINDER16: "step_split",
-}
-"""The mode that makes new params, for each kind of main parameters."""
 _KINDS = ("grads", "params", "mu", "nu", "out")  # bits of the handler's attribute `flat`
 
 
@@ -94,6 +88,42 @@ class Results(NamedTuple):
     mu: Sequence[Any]
     nu: Sequence[Any]
     out: Sequence[Any]
+
+
+def with_main_params(
+    kind: MainParams,
+    spec: Spec,
+    operands: Operands,
+    main: Sequence[Any],
+    param_dtype: Any,
+    *,
+    is_flat: bool = False,
+) -> tuple[Spec, Operands]:
+    """Returns a call in mode "step" as it is where main parameters are kept.
+
+    Args:
+      kind: What is kept of them.
+      spec: The call without any.
+      operands: The operands without any.
+      main: What is kept, one array for each leaf or a flat one; not used under NONE.
+      param_dtype: Dtype of the params.
+      is_flat: Whether ``main`` is flat.
+    """
+    if kind is MainParams.NONE:
+        return spec, operands
+    is_split = kind is MainParams.REMAINDER16
+    operands = operands._replace(out=main) if is_split else operands._replace(params=main)
+    flat = spec.flat | {"out" if is_split else "params"} if is_flat else spec.flat
+    mode = "step_split" if is_split else "step_and_cast"
+    out_dtype = None if is_split else param_dtype
+    return dataclasses.replace(spec, mode=mode, out_dtype=out_dtype, flat=flat), operands
+
+
+def new_params(kind: MainParams, results: Results) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Returns new params, or updates, and what is kept of main parameters."""
+    if kind is MainParams.FLOAT32:
+        return results.out, results.params
+    return results.params or results.out, results.out
 
 
 def member_dims(scalars: Scalars) -> int:
