@@ -399,7 +399,7 @@ ERRORS = [
     ("an unknown name of a dtype", lambda: policy(param_comm_dtype="bf16"), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.param_comm_dtype", "'bf16'")),
     ("params in whole numbers of 8 bits", lambda: policy(param_comm_dtype="int8"), jda.PolicyError, r"^MixedPrecisionPolicy\.param_comm_dtype: not a dtype that can be used: got 'int8', expected float32, .*float8_e4m3fn"),
     ("a number as dtype", lambda: policy(main_grads_dtype=5), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.main_grads_dtype", "5")),
-    ("moments in float64", lambda: make_tx(mu_dtype=jnp.float64), jda.PolicyError, NOT_A_DTYPE.format(r"mu_dtype", r"<class .*float64'>")),
+    ("moments in float64", lambda: make_tx(mu_dtype=jnp.float64), jda.PolicyError, NOT_A_DTYPE.format(r"mu_dtype", r"dtype\(.float64.\)")),
     ("params sent where none are sent", lambda: make_tx(sharding_strategy="no_shard", policy=policy(param_comm_dtype=BF16)), jda.PolicyError, r"^param_comm_dtype: no parameters are communicated under this strategy: got bfloat16 with sharding_strategy='no_shard', expected None"),
     ("params sent wider than they are", lambda: make_tx(policy=policy(param_comm_dtype=jnp.float32)).init(cast(PARAMS, BF16)), jda.PolicyError, r"^params\['b'\]: param_comm_dtype is wider than the parameter: got float32 for bfloat16, expected bfloat16 or a narrower dtype"),
     ("params rounded at every step", lambda: make_tx(policy=policy(param_comm_dtype=BF16, main_params_dtype=None)).init(PARAMS), jda.PolicyError, r"^params\['b'\]: would be rounded to param_comm_dtype at every step: got bfloat16 for float32 and no float32 main"),
