@@ -1,9 +1,11 @@
 """What a scanned GPT of 1.3e9 parameters needs and sends on eight H200s, compiled without any.
 
     python experiments/scanned_memory.py --out experiments/results/scanned_memory/h200/default.json
+    python experiments/scanned_memory.py --unrolled --out experiments/results/scanned_memory/h200/unrolled.json
 
 The same model with unsharded parameters, and with layers gathered in the scan under several
-policies of rematerialisation, of which one keeps what it gathered: the audit must say so.
+policies of rematerialisation, of which one keeps what it gathered: the audit must say so. Unrolled,
+with all activations recomputed: gathered first, block by block, and that without ``after``.
 """
 
 import argparse
@@ -26,12 +28,19 @@ ROWS = {
     "gathered twice, remat_policy": ("optim_grads_params", jda.remat_policy),
     "gathered once, nothing recomputed": ("optim_grads_params", EVERYTHING),
 }
+UNROLLED = {  # how blocks are gathered; None: before the forward pass
+    "unrolled, gathered first": None,
+    "unrolled, block by block": jda.gather_params,
+    "unrolled, block by block, not after anything": lambda layer, tx, after: jda.gather_params(
+        layer, tx
+    ),
+}
 
 
-def compile_step(config, strategy, policy):
+def compile_step(config, strategy, policy, scans=True, gather=jda.gather_params):
     """Audits one program."""
     mesh = h200s((1, 8))
-    gathers = strategy == "optim_grads_params"
+    gathers = strategy == "optim_grads_params" and gather is not None
     tx = jda.distributed(
         jda.fused_adamw(1e-4),
         mesh=mesh,
@@ -39,13 +48,16 @@ def compile_step(config, strategy, policy):
         sharding_strategy=strategy,
         policy=jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16"),
         max_grad_norm=1.0,
-        stacked=(lambda path: "layers" in path) if gathers else None,
+        stacked=(lambda path: "layers" in path) if gathers and scans else None,
+        gathered_in_model=(lambda path: "block_" in path) if gathers and not scans else None,
     )
-    model = gpt.GPT(config, jnp.bfloat16, scans=True, remat_policy=policy)
+    model = gpt.GPT(config, jnp.bfloat16, scans=scans, remat_policy=policy)
     tokens = jnp.zeros((1, config.length), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
     if gathers:
-        model = model.clone(gather=functools.partial(jda.gather_params, tx=tx))
+        model = model.clone(gather=functools.partial(gather, tx=tx))
+    elif not scans:
+        model = model.clone(gather=lambda layer, after: layer)
     batch = jax.ShapeDtypeStruct(
         (config.batch, config.length + 1),
         jnp.int32,
@@ -60,19 +72,28 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--preset", choices=gpt.PRESETS, default="gpt-1.3b")
+    parser.add_argument("--unrolled", action="store_true", help="without a scan, and one with")
     parser.add_argument("--revision", help="revision of the code to record; default: git's")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/scanned_h200.json"))
     args = parser.parse_args()
-    rows = []
-    for name, (strategy, policy) in ROWS.items():
-        audit, params = compile_step(gpt.PRESETS[args.preset], strategy, policy)
+    config, rows = gpt.PRESETS[args.preset], []
+    programs = {name: (*row, True) for name, row in ROWS.items()}
+    if args.unrolled:
+        scanned = "gathered twice, all recomputed"
+        programs = {"scanned, layer by layer": programs[scanned]}
+        programs |= {
+            name: ("optim_grads_params", NOTHING, False, gather)
+            for name, gather in UNROLLED.items()
+        }
+    for name, program in programs.items():
+        audit, params = compile_step(config, *program)
         memory = audit.program.memory_analysis()
         print(f"{name}\n{audit}\n")
         gathers = [row for row in audit.rows if row.op == "all-gather"]
         rows.append(
             {
                 "name": name,
-                "strategy": strategy,
+                "strategy": program[0],
                 "passed": audit.passed,
                 "gathered_planned": sum(row.planned for row in gathers),
                 "gathered_found": sum(row.found for row in gathers),

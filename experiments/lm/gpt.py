@@ -94,7 +94,8 @@ class GPT(nn.Module):
     """Maps tokens (batch, length) to logits (batch, length, vocabulary), float32 or wider.
 
     With ``scans``, the parameters of all blocks are stacked under "layers", and a scan applies one
-    after the other to its part of what ``gather`` makes of them.
+    after the other to its part of what ``gather`` makes of them. Without, ``gather`` takes those of
+    one block, and what must be known ``after``.
     """
 
     config: GPTConfig
@@ -116,6 +117,8 @@ class GPT(nn.Module):
         x = x + positions[: tokens.shape[1]]
         if self.scans:
             x = self.scan(x)
+        elif self.gather is not None and not self.is_initializing():
+            x = self.gathered_blocks(x)
         else:
             for i in range(c.layers):
                 x = Block(c, self.dtype, self.axis, name=f"block_{i}")(x)
@@ -138,6 +141,19 @@ class GPT(nn.Module):
             return block.apply({"params": layer}, x), None
 
         return jax.lax.scan(body, x, self.layers(init))[0]
+
+    def gathered_blocks(self, x):
+        """Applies one block after the other, each to what ``gather`` makes of its parameters."""
+        block = Block(self.config, self.dtype, self.axis, parent=None)
+
+        @functools.partial(jax.checkpoint, policy=self.remat_policy)
+        def body(layer, x, before):
+            return block.apply({"params": self.gather(layer, after=before)}, x)
+
+        before = x
+        for i in range(self.config.layers):
+            x, before = body(self.get_variable("params", f"block_{i}"), x, before), x
+        return x
 
     def layers(self, init):
         """Returns the stacked parameters; of shards, Flax's check of their shapes must not know."""

@@ -74,15 +74,15 @@ def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any, average_
         )
 
 
-def check_stacked(stacked: Any) -> None:
-    """Raises HyperparameterError unless ``stacked`` is a predicate, or None."""
-    if stacked is not None and not callable(stacked):
+def check_predicate(name: str, predicate: Any) -> None:
+    """Raises HyperparameterError unless an argument is a predicate on paths, or None."""
+    if predicate is not None and not callable(predicate):
         raise HyperparameterError(
-            "stacked",
+            name,
             "not a predicate",
-            got=repr(stacked),
+            got=repr(predicate),
             expected="a function of the path of a leaf that returns a bool",
-            action='Pass for example stacked=lambda path: "layers" in path.',
+            action=f'Pass for example {name}=lambda path: "layers" in path.',
         )
 
 

@@ -49,6 +49,7 @@ class DistributedConfig:
     bucket_bytes: int
     given_param_specs: Any
     stacked: Callable[[str], bool] | None = None
+    gathered_in_model: Callable[[str], bool] | None = None
     communication: Communication = OVER_XLA
 
     @property
@@ -121,7 +122,8 @@ class DistributedConfig:
                 dtype=jnp.dtype(x.dtype),
                 group=row,
                 tensor_axes=param_specs.axes_of(spec),
-                is_stacked=self.stacked is not None and bool(self.stacked(path)),
+                is_stacked=_selects(self.stacked, path),
+                in_model=_selects(self.gathered_in_model, path),
                 cuts=param_specs.cuts_of(spec, self.cutting_axes),
             )
             for path, x, row, spec in zip(paths, jax.tree.leaves(whole), rows, specs, strict=True)
@@ -137,8 +139,8 @@ class DistributedConfig:
             self._check_low_precision(leaves)
             for leaf in leaves:
                 check_cuts(leaf, self.tensor_parts)
-        if self.stacked is not None:
-            _check_any_stacked(leaves)
+        _check_any("stacked", self.stacked, [leaf.is_stacked for leaf in leaves], paths)
+        _check_any("gathered_in_model", self.gathered_in_model, [x.in_model for x in leaves], paths)
         return make_layout(
             leaves,
             self.num_shards,
@@ -256,15 +258,19 @@ def _is_rounded_to_send(policy: MixedPrecisionPolicy, dtype: Any) -> bool:
     return policy.param_comm_dtype is not None and policy.param_comm_dtype != dtype
 
 
-def _check_any_stacked(leaves: Sequence[Leaf]) -> None:
-    """Raises TreeError where the predicate ``stacked`` selects no leaf."""
-    if leaves and not any(leaf.is_stacked for leaf in leaves):
+def _selects(predicate: Callable[[str], bool] | None, path: str) -> bool:
+    return predicate is not None and bool(predicate(path))
+
+
+def _check_any(name: str, predicate: Any, selected: list[bool], paths: list[str]) -> None:
+    """Raises TreeError where a predicate of paths selects no leaf."""
+    if predicate is not None and paths and not any(selected):
         raise TreeError(
-            "stacked",
+            name,
             "selects no leaf",
-            got=f"False for {leaves[0].path} and {len(leaves) - 1} more",
-            expected="True for the scanned layers",
-            action="Look for a part of their paths, or leave stacked out.",
+            got=f"False for {paths[0]} and {len(paths) - 1} more",
+            expected="True for the layers that the model scans over or gathers",
+            action=f"Look for a part of their paths, or leave {name} out.",
         )
 
 

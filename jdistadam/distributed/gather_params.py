@@ -75,7 +75,7 @@ def _with_shards(config: DistributedConfig, schedule: Schedule, params: Params) 
     return schedule.treedef.unflatten(leaves)
 
 
-def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
+def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None) -> Any:
     r"""Gathers sharded parameters over ``shard_axis``; inside ``jax.shard_map``.
 
     For "optim_grads_params", whose shards ``local_params`` marks; else it returns what it is given,
@@ -92,7 +92,18 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
         shards = jda.local_params(params, opt)
         grads = jax.grad(lambda p: loss(jda.gather_params(p, opt)))(shards)
 
-    In a model that scans over stacked layers, also under ``train_step``::
+    In an unrolled model, under ``train_step`` with ``gathered_in_model``::
+
+        @functools.partial(jax.checkpoint, policy=jda.remat_policy)
+        def block(params, x, before):
+            return apply(jda.gather_params(params, tx, after=before), x)
+
+        before = x
+        for params in blocks:
+            x, before = block(params, x, before), x
+
+    so that the next block is gathered beside this one's forward pass, and no earlier. In a model
+    that scans over stacked layers::
 
         @functools.partial(jax.checkpoint, policy=jda.remat_policy, prevent_cse=False)
         def body(x, layer):
@@ -118,6 +129,9 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
     Args:
       shards: What ``local_params`` returned, or any part of that tree; or one layer of it.
       tx: The optimizer.
+      after: Arrays that must be known before anything is sent, such as the activations that enter
+        the block before: else XLA may gather many blocks of an unrolled model ahead of their use.
+        None: nothing.
 
     Returns:
       The unsharded params, on every device, in their own dtypes.
@@ -134,7 +148,20 @@ def gather_params(shards: Any, tx: DistributedTransformation) -> Any:
     def gathered(x: Any) -> Any:
         return _gathered(tx.config, x) if is_shard(x) and not x.is_stack else x
 
+    if after is not None and any(map(is_shard, leaves_of(shards))):
+        shards, _ = jax.lax.optimization_barrier((shards, after))
     return jax.tree.map(gathered, shards, is_leaf=is_shard)
+
+
+def gathered_before_loss(shards: Any, tx: DistributedTransformation) -> Any:
+    """Gathers all params but those that the model gathers; ``tx`` is bound to them."""
+    assert tx.bound is not None
+    leaves, may_stay = leaves_of(shards), tx.config.parallel.gathers_layers
+    for i, known in enumerate(tx.bound.layout.leaves):
+        stays = may_stay and (known.in_model or known.is_stacked)
+        if is_shard(leaves[i]) and not stays:
+            leaves[i] = _gathered(tx.config, leaves[i])
+    return tx.bound.treedef.unflatten(leaves)
 
 
 class LossWeight:

@@ -50,6 +50,7 @@ class Leaf:
     group: int | None  # row of the coefficients; None: frozen
     tensor_axes: tuple[str, ...] = ()  # mesh axes, besides those of data, over which it is sharded
     is_stacked: bool = False  # its first dimension is scanned, and never scattered
+    in_model: bool = False  # the model gathers it, where it is sharded
     cuts: tuple[tuple[int, ...], ...] = ()  # for each dimension, which tensor axes cut it
     is_coded: bool = False  # whether its moments are coded, where any are
     is_rounded: bool = False  # whether its floats are, or uncoded would be, rounded at random

@@ -22,7 +22,7 @@ from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.storage import MOMENT_NAMES
 from jdistadam.core.types import Grads, Params
 from jdistadam.distributed import model_axes
-from jdistadam.distributed.checks import check_arguments, check_stacked
+from jdistadam.distributed.checks import check_arguments, check_predicate
 from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.flat_moments import FlatCodes
@@ -53,6 +53,7 @@ def distributed(
     param_specs: Any = None,
     communication: str = "auto",
     stacked: Callable[[str], bool] | None = None,
+    gathered_in_model: Callable[[str], bool] | None = None,
 ) -> DistributedTransformation:
     r"""Shards the state of ``fused_adamw`` or ``fused_adam`` over a mesh, for data parallelism.
 
@@ -129,6 +130,12 @@ def distributed(
         model calls ``gather_params`` in its scan: under "optim_grads_params" ``train_step`` leaves
         these leaves sharded, with ``reshard_after_forward``; else layers are whole already. Their
         gradients are reduced layer by layer in the backward pass where strategies shard gradients.
+      gathered_in_model: For models that do not scan: a predicate on the path of a leaf, such as
+        ``lambda path: "block" in path``, that says which parameters the model gathers itself, where
+        it uses them. Under "optim_grads_params", with ``reshard_after_forward``, ``train_step`` and
+        ``eval_step`` hand these to ``loss_fn`` as shards, and it calls ``gather_params`` for one
+        block of them at a time, best inside of ``jax.checkpoint``; under other strategies they are
+        whole already. See docs/scanned_layers.md.
 
     Returns:
       A ``DistributedTransformation``. Its ``step(grads, state, params)`` takes local gradients,
@@ -174,7 +181,8 @@ def distributed(
         has_param_specs=param_specs is not None,
     )
     check_loss_scale(loss_scale)
-    check_stacked(stacked)
+    check_predicate("stacked", stacked)
+    check_predicate("gathered_in_model", gathered_in_model)
     config = DistributedConfig(
         algorithm=algorithm,
         parallel=parallel,
@@ -185,6 +193,7 @@ def distributed(
         bucket_bytes=bucket_bytes,
         given_param_specs=param_specs,
         stacked=stacked,
+        gathered_in_model=gathered_in_model,
         communication=choose_communication(communication, parallel, policy, algorithm),
     )
     specs = _state_specs(config)

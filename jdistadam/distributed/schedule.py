@@ -98,7 +98,8 @@ class BucketSchedule:
       reduce_outer: Sums over replica_axes what ``reduce`` left.
       gather_outer: Gathers new parameters over replica_axes.
       gather: Gathers parameters over shard_axes.
-      gather_again: The same in the backward pass of scanned layers, which keeps none of them.
+      gather_again: The same in the backward pass of layers that the model gathers, which keeps none
+        of them.
     """
 
     bucket: Bucket
@@ -189,6 +190,11 @@ def make_schedule(
         is_early = not bucket.is_packed and not stacked
         whole_size = layout.whole_size(bucket)
         entry = maker.bucket_schedule(bucket, paths, whole_size, is_early, stacked)
+        if leaf.in_model and not stacked and bucket.is_sharded_param and parallel.gathers_layers:
+            # In the backward pass again, if the model uses jax.checkpoint.
+            gather = _repeated(entry.gather, "micro-batch", num_reductions)
+            again = tuple(dataclasses.replace(c, is_optional=True) for c in gather)
+            entry = dataclasses.replace(entry, gather=gather, gather_again=again)
         if bucket.num_layers is not None:
             is_small = bucket.shard_size < _SMALL * layer_sizes[bucket.num_layers]
             again = tuple(dataclasses.replace(c, is_optional=is_small) for c in entry.gather)

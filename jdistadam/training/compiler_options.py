@@ -32,6 +32,9 @@ _MERGED = {
 # Merged, parameters at rest would all be gathered before the forward pass begins. One by one, each
 # is begun a few operations before its first use: see [Note: parameters at rest].
 _GATHERS_APART = {"xla_gpu_all_gather_combine_threshold_bytes": 1}
+# Of a model that gathers block by block: merged, several blocks would be gathered at once, and
+# their gradients kept until the last of them is known.
+_BLOCKS_APART = dict.fromkeys(_MERGED, 1)
 # Gradients that are sent ahead to peers (distributed/schedule.py) take no multiprocessor from the
 # backward pass.
 _BY_COPY_ENGINES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
@@ -57,18 +60,21 @@ def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, A
     """Options for the training step of an optimizer; empty where its devices are not GPUs."""
     if not is_on_gpu(config):
         return {}
-    wanted = dict[str, Any]()
+    wanted, parallel = dict[str, Any](), config.parallel
     if config.communication.is_peer:
         wanted |= _BY_COPY_ENGINES
-    parallel = config.parallel
     if parallel.gathers_layers and config.stacked:
         wanted |= _PIPELINED
     if sums_in_loops(config):
         wanted |= _SUMMED_IN_LOOPS
     # A loop over micro-batches begins when all parameters are there.
     gathers_once = parallel.shards_params and not parallel.reshard_after_forward
-    is_hidden = gathers_once and accumulate_steps == 1
-    merged, mesh = _MERGED | (_GATHERS_APART if is_hidden else {}), config.mesh
+    apart = dict[str, Any]()
+    if gathers_once and accumulate_steps == 1:
+        apart = _GATHERS_APART
+    elif parallel.gathers_layers and config.gathered_in_model:
+        apart = _BLOCKS_APART
+    merged, mesh = _MERGED | apart, config.mesh
     return merged | {name: x for name, x in wanted.items() if _is_known(name, x, mesh)}
 
 

@@ -12,7 +12,7 @@ from jdistadam.core import collectives
 from jdistadam.core.types import Params
 from jdistadam.distributed.accumulate import mean_factor
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.gather_params import gather_params, in_loss, local_params
+from jdistadam.distributed.gather_params import gathered_before_loss, in_loss, local_params
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.training.loss_function import LossFunction, LossOutput, refuse_summed_loss
 from jdistadam.training.train_state import TrainState
@@ -25,8 +25,8 @@ class Forward:
     Attributes:
       loss_fn: The loss.
       tx: The optimizer, bound to the params.
-      params: What the loss gets, and is differentiated by: unsharded, but stacked leaves may be
-        of type ``Shard``.
+      params: What the loss gets, and is differentiated by: unsharded, but what the model
+        gathers is of type ``Shard``.
       rng: The key of this device; None if the state has none.
       next_rng: The key of the next state.
     """
@@ -46,8 +46,8 @@ class Forward:
             next_rng, rng = jax.random.split(state.rng)
             rng = jax.random.fold_in(rng, collectives.axis_index(parallel.data_axes))
         params = state.params
-        if parallel.shards_params:  # stacked leaves stay shards
-            params = gather_params(local_params(params, tx), tx)
+        if parallel.shards_params:  # those that the model gathers stay shards
+            params = gathered_before_loss(local_params(params, tx), tx)
         return cls(loss_fn, tx, params, rng, next_rng)
 
     def output(self, i: Any, batch: Any, model_state: Any) -> Callable[[Params], LossOutput]:

@@ -23,7 +23,7 @@ from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.model_axes import cut_twice
 from jdistadam.distributed.param_specs import names_of, over_axes
 from jdistadam.distributed.transformation import DistributedTransformation
-from jdistadam.errors import DtypeError, MeshError, PolicyError
+from jdistadam.errors import DtypeError, MeshError
 from jdistadam.training.train_state import TrainState
 
 _Region = Callable[[TrainState, Any], tuple[TrainState, Any]]
@@ -213,15 +213,6 @@ def check_model_axes(config: DistributedConfig) -> None:
             got=config.mesh.axis_types,
             expected="Explicit or Auto axes",
             action="Call it outside of jax.shard_map.",
-        )
-    if config.stacked is not None:
-        raise PolicyError(
-            "stacked",
-            "layers cannot be gathered one by one while XLA partitions the model",
-            got=f"stacked, and axes {config.parallel.tensor_axes} of param_specs",
-            expected="None",
-            action="Leave stacked out: layers are gathered before the forward pass; or write the "
-            "model in a jax.shard_map of your own over all axes.",
         )
 
 

@@ -232,7 +232,6 @@ def fitted(seed, config, places, names, is_changed=lambda: True):
         shards = place["strategy"] != "no_shard"
         fit(place, "replica_axis" not in mesh or not shards, outer="no_shard")
         fit(place, place["strategy"] != "optim_grads_params", reshard=True)
-        fit(place, "model" in mesh["names"], stacked=False)
         fit(place, place["specs"] == "small" and is_random, specs="rows")
         if place["communication"] == "peer":
             fit(place, place["mesh"] not in ("2", "8"), mesh="2")

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
+from jdistadam.distributed.shard import leaves_of
 from support.bits import assert_same_trees
 from support.exact_sums import HYPER, decays, exact_batch, linear_loss, random_params
 from support.model_axes import MESHES, TYPES, mesh_of
@@ -340,3 +341,64 @@ def test_steps_are_those_of_optax_under_gspmd(strategy):
             assert np.all(np.abs(new.mu[name] - mu[name]) <= 2 * ((1 - b1) * mine + roundings)), (
                 name
             )
+
+
+def scanned_or_unrolled(tx, how, are_shards):
+    """Sums of products with whole numbers; layers are gathered where they are used."""
+    gather = functools.partial(jda.gather_params, tx=tx)
+    product = lambda layer, x: sum(jnp.sum(p * x) for p in jax.tree.leaves(layer))  # noqa: E731
+
+    def loss(params, batch):
+        x = jnp.mean(batch)
+        assert any(isinstance(leaf, jda.Shard) for leaf in leaves_of(params)) == are_shards
+        if how == "unrolled":
+            return sum(product(gather(params[k], after=x), x) for k in sorted(params))
+
+        def body(total, layer):
+            return total + product(gather(layer), x), None
+
+        return jax.lax.scan(body, jnp.float32(0), params["layers"])[0]
+
+    return loss
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("mesh", ["4x2", "2x2x2"])
+@pytest.mark.parametrize("how", ["scanned", "unrolled"])
+@often(lambda how, mesh, kind, micro: (mesh, micro) == ("2x2x2", 4))
+def test_layers_are_gathered_where_they_are_used(how, mesh, kind, micro):
+    """Bit for bit as gathering first, over ten steps; one leaf is cut twice along one dimension."""
+    rng = np.random.default_rng(0)
+    specs = {"up": P(None, "model"), "down": P("model"), "scale": P()}
+    shapes = {"up": (128, 256), "down": (256, 128), "scale": (128,)}
+    layer = lambda: {k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}  # noqa: E731
+    if how == "scanned":
+        stack = jax.tree.map(lambda *x: np.stack(x), *(layer() for _ in range(4)))
+        params, chosen = {"layers": stack}, dict(stacked=lambda path: "layers" in path)
+        specs = {"layers": {k: P(None, *s) for k, s in specs.items()}}
+    else:
+        params = {f"block{i}": layer() for i in range(4)}
+        chosen = dict(gathered_in_model=lambda path: "block" in path)
+        specs = dict.fromkeys(params, specs)
+    batches = rng.integers(-9, 10, (10, 16, 8)).astype(np.float32) * 8
+    ends = []
+    for given in (chosen, {}):
+        tx = make_tx(
+            mesh_of(mesh, kind),
+            mask=None,
+            param_specs=specs,
+            sharding_strategy="optim_grads_params",
+            **given,
+        )
+        state = jda.TrainState.create(params, tx)
+        held = jax.tree.leaves(state.params)[-1].addressable_shards[0].data.size
+        assert held == jax.tree.leaves(params)[-1].size // (8 if mesh == "4x2" else 4)
+        loss_fn = scanned_or_unrolled(tx, how, bool(given))
+        step = jda.train_step(loss_fn, tx, accumulate_steps=micro)
+        for batch in batches:
+            state, metrics = step(state, batch)
+        ends.append((jda.full_params(state, tx), jda.main_params(state.params, state.opt_state, tx), metrics["loss"]))  # fmt: skip
+        loss, _ = jda.eval_step(loss_fn, tx)(state, batches[0])
+        assert np.isfinite(loss)
+    assert_same_trees(*ends, how)

@@ -1,6 +1,7 @@
 """What XLA makes of a partitioned model's step for eight H200s as 4 x 2, compiled without any."""
 
 import collections
+import functools
 import math
 import re
 
@@ -121,3 +122,39 @@ def test_over_data_as_planned_and_over_the_model_axis_as_the_model_alone(
     copied = re.findall(r"= (?:\()?(\w+\[[\d,]+\])\S* copy(?:-start)?\(", text)
     sums = {f"f32[{','.join(map(str, shape))}]" for shape in shapes_of_sums(tx, state)}
     assert set(copied) <= (sums if micro > 1 else set())  # zeros, before the loop
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_blocks_are_gathered_over_the_data_axes_alone(h200s, kind):
+    """Twice, with jax.checkpoint; over the model axis goes what the model itself sends."""
+    mesh = h200s(4, 2, names=("data", "model"), axis_types=(TYPES[kind],) * 2)
+    params = two_layers()
+    tx = jda.distributed(
+        jda.fused_adamw(1e-3),
+        mesh=mesh,
+        policy=jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16"),
+        sharding_strategy="optim_grads_params",
+        param_specs=dict.fromkeys(params, LAYER),
+        gathered_in_model=lambda path: "layer" in path,
+    )
+
+    @functools.partial(jax.checkpoint, policy=jda.remat_policy)
+    def block(layer, x):
+        layer = jda.gather_params(layer, tx, after=x)
+        hidden = jnp.tanh(product(x * layer["scale"][None], layer["up"], P(None, "model")))
+        return x + product(hidden, layer["down"], P())
+
+    def loss(params, x):
+        for layer in params.values():
+            x = block(layer, x)
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    state = jda.TrainState.shapes(params, tx)
+    batch = placed(mesh, jax.ShapeDtypeStruct((64, WIDTH), jnp.bfloat16), P("data"))
+    audit = jda.audit(jda.train_step(loss, tx), state, batch)
+    assert audit.passed, audit
+    (gathers,) = [row for row in audit.rows if row.op == "all-gather" and not row.of_model]
+    local = 2 * 2 * WIDTH * 4 * WIDTH // 2  # elements of both layers on a device of the model axis
+    assert gathers.found == 2 * local + 2 * WIDTH  # and the packed scales
+    ops = {op for op, _, _ in along_model(audit.program.as_text())}
+    assert ops == {op for op, _, _ in of_gradient_alone(mesh)}

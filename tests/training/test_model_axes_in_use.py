@@ -471,13 +471,6 @@ ERRORS = [
         r"loss_fn: reduce_scatter of bfloat16 over data axes",
     ),
     (
-        lambda: trained(
-            make_tx(sharding_strategy="optim_grads_params", stacked=lambda path: "w" in path)
-        ),
-        jda.PolicyError,
-        r"stacked: layers cannot be gathered one by one.*Leave stacked out",
-    ),
-    (
         lambda: trained(make_tx(param_specs={"w": P("data"), "b": None})),
         jda.MeshError,
         r"params\['w'\]: param_specs names axis 'data': .* Experts that differ along an axis of "

@@ -1,0 +1,192 @@
+"""Models that gather their blocks one by one, without a scan: ``gathered_in_model``."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdistadam as jda
+from support.bits import assert_same_trees
+from support.h200 import placed
+from support.placements import FLAT, SQUARE, make_mesh
+
+HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
+KINDS = {
+    "flat": (FLAT, {}),
+    "hybrid": (SQUARE, dict(replica_axis="replica")),
+    "twice": (SQUARE, dict(replica_axis="replica", outer_sharding_strategy="optim")),
+}
+BLOCKS, WIDTH = 4, 64
+
+
+def is_block(path):
+    return "block" in path
+
+
+def make_tx(mesh, strategy="optim_grads_params", policy=None, **kwargs):
+    return jda.distributed(
+        jda.fused_adamw(**HYPER),
+        mesh=mesh,
+        sharding_strategy=strategy,
+        policy=jda.MixedPrecisionPolicy(**(policy or {})),
+        **kwargs,
+    )
+
+
+def make_params(dtype=jnp.float32, blocks=BLOCKS, width=WIDTH):
+    rng = np.random.default_rng(0)
+    shapes = {"up": (width, 4 * width), "down": (4 * width, width), "scale": (width,)}
+    block = lambda: {k: jnp.asarray(rng.normal(size=s) / 8, dtype) for k, s in shapes.items()}  # noqa: E731
+    return {"embed": jnp.asarray(rng.normal(size=(257, width)) / 8, dtype)} | {
+        f"block{i}": block() for i in range(blocks)
+    }
+
+
+def products(tx):
+    """A loss whose gradient is the mean of the batch's rows: whole numbers, of which sums are exact."""
+    dot = lambda p, x: jnp.sum(p.astype(jnp.float32) * x.mean(0))  # noqa: E731
+
+    @functools.partial(jax.checkpoint, policy=jda.remat_policy)
+    def block(params, rows):
+        return sum(jax.tree.leaves(jax.tree.map(dot, jda.gather_params(params, tx), rows)))
+
+    def loss(params, batch):
+        terms = [block(params[k], batch[k]) for k in params if is_block(k)]
+        return sum(terms, start=dot(params["embed"], batch["embed"]))
+
+    return loss
+
+
+def make_batches(steps, rows=32):
+    rng = np.random.default_rng(1)
+    shapes = jax.tree.map(jnp.shape, make_params())
+    draw = lambda s: rng.integers(-9, 10, (rows, *s)).astype(np.float32)  # noqa: E731
+    return [jax.tree.map(draw, shapes, is_leaf=lambda s: type(s) is tuple) for _ in range(steps)]
+
+
+def train(tx, loss, batches, dtype=jnp.float32, **kwargs):
+    state = jda.TrainState.create(make_params(dtype), tx)
+    step = jda.train_step(loss, tx, **kwargs)
+    for batch in batches:
+        state, metrics = step(state, batch)
+    main = jda.main_params(state.params, state.opt_state, tx)
+    return jda.full_params(state, tx), main, state.opt_state.count, metrics["grad_norm"]
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_of_gathering_first(kind, micro):
+    """Ten steps of bfloat16 params, whose gradients are summed in float32."""
+    shape, kwargs = KINDS[kind]
+    mesh, batches = make_mesh(**shape), make_batches(10)
+    policy = dict(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32")
+    ends = []
+    for chosen in (is_block, None):
+        tx = make_tx(mesh, policy=policy, gathered_in_model=chosen, max_grad_norm=0.5, **kwargs)
+        ends.append(train(tx, products(tx), batches, jnp.bfloat16, accumulate_steps=micro))
+    assert_same_trees(*ends, kind)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [dict(strategy="optim"), dict(strategy="optim_grads"), dict(reshard_after_forward=False)],
+)
+def test_under_other_strategies_blocks_are_whole(kwargs):
+    mesh, batches = make_mesh(**FLAT), make_batches(3)
+    ends = []
+    for given in (kwargs, {}):
+        tx = make_tx(mesh, gathered_in_model=is_block, **given)
+        ends.append(train(tx, products(tx), batches)[:-1])  # the norm's sum has an order
+    assert_same_trees(*ends, str(kwargs))
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_with_weights(micro):
+    """They multiply a block's gradients before these are summed."""
+    batches, ends = make_batches(3), []
+    for chosen in (is_block, None):
+        tx = make_tx(make_mesh(**FLAT), gathered_in_model=chosen)
+
+        def loss(params, batch, plain=products(tx)):  # noqa: B008
+            weight = jnp.exp2(jnp.round(batch["embed"][0, 0, 0] / 4))
+            return plain(params, batch), weight
+
+        ends.append(train(tx, loss, batches, weighted=True, accumulate_steps=micro))
+    assert_same_trees(*ends, "weighted")
+
+
+def test_eval_step_gathers_the_same_way():
+    tx = make_tx(make_mesh(**FLAT), gathered_in_model=is_block)
+    state = jda.TrainState.create(make_params(), tx)
+    (batch,) = make_batches(1)
+    loss, _ = jda.eval_step(products(tx), tx)(state, batch)
+    _, metrics = jda.train_step(products(tx), tx)(state, batch)
+    assert loss == metrics["loss"]
+
+
+def test_a_model_that_forgets_to_gather_raises():
+    tx = make_tx(make_mesh(**FLAT), gathered_in_model=is_block)
+    state = jda.TrainState.shapes(make_params(), tx)
+    loss = lambda params, batch: jnp.sum(params["block0"]["up"] * 2.0)  # noqa: E731
+    with pytest.raises(TypeError, match=r"a shard of a parameter, float32\[.*gather it first"):
+        jax.eval_shape(jda.train_step(loss, tx), state, make_batches(1)[0])
+
+
+def test_what_does_not_fit_raises():
+    with pytest.raises(jda.HyperparameterError, match="gathered_in_model: not a predicate"):
+        make_tx(make_mesh(**FLAT), gathered_in_model="block")
+    tx = make_tx(make_mesh(**FLAT), gathered_in_model=lambda path: "blok" in path)
+    with pytest.raises(jda.TreeError, match=r"gathered_in_model: selects no leaf: got False for"):
+        tx.init(make_params())
+
+
+def residual(tx):
+    """A residual network; each block is one call of the same function."""
+
+    @functools.partial(jax.checkpoint, policy=jda.remat_policy)
+    def block(params, x, before):
+        params = jda.gather_params(params, tx, after=before)
+        h = jnp.tanh((x * params["scale"][None]) @ params["up"])
+        return x + h @ params["down"]
+
+    def loss(params, batch):
+        x = before = params["embed"][batch]
+        for i in range(len(params) - 1):
+            x, before = block(params[f"block{i}"], x, before), x
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    return loss
+
+
+def audited(h200s, micro=1, blocks=8, width=1024, **kwargs):
+    mesh = h200s(8)
+    tx = make_tx(mesh, policy=dict(grad_comm_dtype="bfloat16"), **kwargs)
+    shapes = jax.eval_shape(lambda: make_params(jnp.bfloat16, blocks, width))
+    state = jda.TrainState.shapes(shapes, tx)
+    batch = placed(mesh, jax.ShapeDtypeStruct((64,), jnp.int32), tx.config.parallel.batch_spec)
+    return jda.audit(jda.train_step(residual(tx), tx, accumulate_steps=micro), state, batch)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_blocks_are_gathered_as_planned(h200s, micro):
+    """In the forward pass and again in the backward one, in every micro-batch."""
+    audit = audited(h200s, micro, gathered_in_model=is_block)
+    assert audit.passed, audit
+    (gathers,) = [row for row in audit.rows if row.op == "all-gather"]
+    assert gathers.found >= 2 * micro * 8 * 8 * 1024 * 1024
+
+
+def test_three_blocks_are_whole_at_a_time(h200s):
+    """Beside the shards of gradients, in bfloat16: gathering first keeps the weights of all."""
+    found = {
+        chosen: audited(h200s, blocks=16, gathered_in_model=chosen)
+        .program.memory_analysis()
+        .temp_size_in_bytes
+        for chosen in (is_block, None)
+    }
+    block = 2 * 8 * 1024 * 1024  # bytes of its weights, and as many of its gradients
+    shards = 16 * block // 8
+    assert found[None] >= 16 * block
+    assert found[is_block] <= shards + 3 * block, found
