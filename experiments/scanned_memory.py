@@ -1,7 +1,7 @@
 """What a scanned GPT of 1.3e9 parameters needs and sends on eight H200s, compiled without any.
 
     python experiments/scanned_memory.py --out experiments/results/scanned_memory/h200/default.json
-    python experiments/scanned_memory.py --unrolled --out experiments/results/scanned_memory/h200/unrolled.json
+    python experiments/scanned_memory.py --unrolled --out runs/unrolled.json
 
 The same model with unsharded parameters, and with layers gathered in the scan under several
 policies of rematerialisation, of which one keeps what it gathered: the audit must say so. Unrolled,
@@ -81,10 +81,8 @@ def main():
     if args.unrolled:
         scanned = "gathered twice, all recomputed"
         programs = {"scanned, layer by layer": programs[scanned]}
-        programs |= {
-            name: ("optim_grads_params", NOTHING, False, gather)
-            for name, gather in UNROLLED.items()
-        }
+        for name, gather in UNROLLED.items():
+            programs[name] = ("optim_grads_params", NOTHING, False, gather)
     for name, program in programs.items():
         audit, params = compile_step(config, *program)
         memory = audit.program.memory_analysis()
