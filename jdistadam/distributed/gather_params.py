@@ -13,6 +13,15 @@ forward pass knew, and ``loss_fn`` returns the weight at the end. So ``train_ste
 ``loss_fn`` once more, before, for the weight alone: XLA keeps of this what the weight depends on.
 ``gather_params``, which ``loss_fn`` calls, finds the weight in a context of JAX's own kind, a part
 of the keys of JAX's caches: nothing that was traced with another weight is used again.
+
+[Note: one block at a time] In an unrolled model nothing but XLA's scheduler decides when a block's
+parameters are gathered and its gradients summed. It puts off gradients of parameters, which no
+other block waits for, and keeps all activations that these need: it may do so while memory lasts.
+With ``after``, a gather waits for activations, and the gradient of these, in the backward pass,
+for the sum of the block's gradients: zeros are added to it that are known only then. So where
+``after`` is the input of the block before, a block's gather and the sum of its gradients run beside
+one other block each. Compiled for eight H200s, a GPT of 1.3e9 parameters so takes less temporary
+memory than the same model in a scan.
 """
 
 from __future__ import annotations
@@ -129,9 +138,9 @@ def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None)
     Args:
       shards: What ``local_params`` returned, or any part of that tree; or one layer of it.
       tx: The optimizer.
-      after: Arrays that must be known before anything is sent, such as the activations that enter
-        the block before: else XLA may gather many blocks of an unrolled model ahead of their use.
-        None: nothing.
+      after: Activations that must be known before anything is sent, such as those that enter the
+        block before, whose gradient in turn waits for that of ``shards``: [Note: one block at a
+        time]. None: XLA decides, and may keep many blocks of an unrolled model in memory.
 
     Returns:
       The unsharded params, on every device, in their own dtypes.
@@ -148,9 +157,28 @@ def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None)
     def gathered(x: Any) -> Any:
         return _gathered(tx.config, x) if is_shard(x) and not x.is_stack else x
 
-    if after is not None and any(map(is_shard, leaves_of(shards))):
-        shards, _ = jax.lax.optimization_barrier((shards, after))
+    after = [x for x in jax.tree.leaves(after) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    if after and any(map(is_shard, leaves_of(shards))):
+        shards = _after(shards, after)
     return jax.tree.map(gathered, shards, is_leaf=is_shard)
+
+
+@jax.custom_vjp
+def _after(shards: Any, after: Any) -> Any:
+    """Shards, but not before ``after`` is known: [Note: one block at a time]."""
+    return jax.lax.optimization_barrier((shards, after))[0]
+
+
+def _after_forward(shards: Any, after: Any) -> tuple[Any, Any]:
+    return _after(shards, after), after
+
+
+def _after_backward(after: Any, cotangents: Any) -> tuple[Any, Any]:
+    nothing = jax.tree.map(lambda x: -jnp.zeros_like(x), after)  # -0 + x is x, also for x = -0
+    return jax.lax.optimization_barrier((cotangents, nothing))
+
+
+_after.defvjp(_after_forward, _after_backward)
 
 
 def gathered_before_loss(shards: Any, tx: DistributedTransformation) -> Any:
