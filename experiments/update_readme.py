@@ -216,9 +216,9 @@ def scan_runs_table() -> str:
     return markdown.table(columns, table)
 
 
-def scanned_table() -> str:
-    """One line for each way to hold and to recompute the layers of a scanned model."""
-    results = json.loads((RESULTS / "scanned_memory/h200/default.json").read_text())["results"]
+def scanned_table(record: str) -> str:
+    """One line for each way to hold and to recompute the layers of a model."""
+    results = json.loads((RESULTS / f"scanned_memory/h200/{record}.json").read_text())["results"]
     columns = (
         f"{results['parameters'] / 1e9:.2f}e9 parameters",
         "`sharding_strategy`",
@@ -357,7 +357,8 @@ TABLES = {
     "plan": plan_table,
     "plan_memory": plan_memory_table,
     "scan_runs": scan_runs_table,
-    "scanned": scanned_table,
+    "scanned": lambda: scanned_table("default"),
+    "unrolled": lambda: scanned_table("unrolled"),
 }
 
 

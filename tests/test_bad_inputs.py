@@ -370,7 +370,7 @@ ERRORS = [
     ("buckets in words", lambda: make_tx(bucket_bytes="32MB"), jda.HyperparameterError, r"^bucket_bytes: out of range: got '32MB', expected"),
     ("average_grads as a word", lambda: make_tx(average_grads="no"), jda.HyperparameterError, NOT_A_BOOL.format("average_grads", "'no'")),
     ("stacked as a word", lambda: make_tx(stacked="layers", sharding_strategy="optim_grads_params"), jda.HyperparameterError, r"^stacked: not a predicate: got 'layers', expected a function of the path"),
-    ("stacked that finds no leaf", lambda: make_tx(stacked=lambda path: False, sharding_strategy="optim_grads_params").init(PARAMS), jda.TreeError, r"^stacked: selects no leaf: got False for params\['b'\] and 1 more, expected True for the scanned layers\. Look for"),
+    ("stacked that finds no leaf", lambda: make_tx(stacked=lambda path: False, sharding_strategy="optim_grads_params").init(PARAMS), jda.TreeError, r"^stacked: selects no leaf: got False for params\['b'\] and 1 more, expected True for the layers that the model scans over or gathers\. Look for"),
     # -- loss scales
     ("a loss scale of 0", lambda: make_tx(loss_scale=0.0), jda.HyperparameterError, r"^loss_scale: out of range: got 0\.0, expected a number between 0 and inf in float32\. Change loss_scale"),
     ("a loss scale that no float32 holds", lambda: make_tx(loss_scale=1e40), jda.HyperparameterError, r"^loss_scale: out of range: got 1e\+40, expected a number between 0 and inf in float32"),

@@ -190,3 +190,29 @@ def test_three_blocks_are_whole_at_a_time(h200s):
     shards = 16 * block // 8
     assert found[None] >= 16 * block
     assert found[is_block] <= shards + 3 * block, found
+
+
+def test_waiting_changes_no_bit_of_a_gradient():
+    """Not even the sign of a zero."""
+    tx = make_tx(make_mesh(**FLAT), gathered_in_model=is_block)
+    params = make_params()
+    opt = tx.bind(params)
+
+    def gradient(params, x, factors):
+        def loss(shards, x):
+            block = jda.gather_params(shards["block0"], opt, after={"x": x, "n": jnp.int32(3)})
+            return jnp.sum(block["up"]) + jnp.sum(x * factors)
+
+        return jax.grad(loss, argnums=1)(jda.local_params(params, opt), x)
+
+    run = jax.shard_map(
+        gradient,
+        mesh=tx.config.mesh,
+        in_specs=(opt.param_specs(params), jax.P(), jax.P()),
+        out_specs=jax.P(),
+        check_vma=False,
+    )
+    factors = np.array([-0.0, 0.0, 1.5, -np.inf], np.float32)
+    placed_params = jax.device_put(params, opt.param_shardings(params))
+    got = jax.jit(run)(placed_params, jnp.zeros(4), factors)
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint32), factors.view(np.uint32))
