@@ -1,4 +1,4 @@
-"""The kernel call of buckets whose moments are coded, or where rounding is at random."""
+"""What the kernel is told of buckets whose moments are coded, or where rounding is at random."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import offset_of
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.state import DistributedState
-from jdistadam.kernels import quantized_adam
-from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
-from jdistadam.kernels.quantized_adam import QuantizedSpec, Rounding
+from jdistadam.kernels.adam import Operands, Scalars, Spec
+from jdistadam.kernels.quantized_adam import Places, QuantizedSpec, Rounding
 
 
-def adam(
+def quantized_call(
     config: DistributedConfig,
     layout: Layout,
     buckets: Sequence[Bucket],
@@ -25,8 +24,8 @@ def adam(
     scalars: Scalars,
     state: DistributedState,
     operands: Operands,
-) -> Results:
-    """Takes one Adam step of buckets of equal dtypes, on this device.
+) -> tuple[QuantizedSpec, Scalars, Rounding, Places, Operands]:
+    """Returns the arguments of ``quantized_adam.adam`` for buckets of equal dtypes.
 
     Args:
       config: The configuration.
@@ -53,4 +52,4 @@ def adam(
     )
     key = state.key if storage.is_random else jnp.zeros((2,), jnp.uint32)
     args = (scalars, Rounding(key, state.count), places, operands)
-    return quantized_adam.adam(quantized, *varying.vary_together(args))
+    return quantized, *varying.vary_together(args)

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from jdistadam.core.main_params import MainParams
-from jdistadam.distributed import low_precision, packing
+from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import operand_of, with_result
 from jdistadam.distributed.layout import Bucket, Layout
+from jdistadam.distributed.low_precision import quantized_call
 from jdistadam.distributed.norm import clipped_scale
 from jdistadam.distributed.state import DistributedState
-from jdistadam.kernels import native
+from jdistadam.kernels import native, quantized_adam
 from jdistadam.kernels.adam import (
     Operands,
     Results,
@@ -126,7 +127,8 @@ def update_shards(
         spec, operands = _call_of(config, layout, indices, grads=grads, flat=flat, params=old)
         buckets, operands = [layout.buckets[i] for i in indices], operands.unfused()
         if config.algorithm.storage.is_any:
-            results = low_precision.adam(config, layout, buckets, spec, scalars, state, operands)
+            call = quantized_call(config, layout, buckets, spec, scalars, state, operands)
+            results = quantized_adam.adam(*call)
         else:
             results = adam(spec, scalars, operands)
         flat, new = _after(_kind(config, buckets[0]), buckets[0], flat, native.unfused(results))
