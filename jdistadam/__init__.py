@@ -20,7 +20,12 @@ from jdistadam.core.codecs import BlockCodes
 from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.accumulate import AccumulatedGrads
-from jdistadam.distributed.gather_params import gather_params, local_params, remat_policy
+from jdistadam.distributed.gather_params import (
+    gather_params,
+    local_params,
+    remat_policy,
+    stored_params,
+)
 from jdistadam.distributed.optimizer import (
     distributed,
     distributed_fused_adam,
@@ -102,6 +107,7 @@ __all__ = [  # noqa: RUF022 - by task
     "local_params",
     "gather_params",
     "Shard",
+    "stored_params",
     "remat_policy",
     "scale_loss",
     "AccumulatedGrads",

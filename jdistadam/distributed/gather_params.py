@@ -33,14 +33,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdistadam.core import varying
+from jdistadam.core import collectives, trees, varying
 from jdistadam.core.types import Params
 from jdistadam.distributed import model_axes, transport
 from jdistadam.distributed.accumulate import weighted
 from jdistadam.distributed.checks import check_inside
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.schedule import Schedule, phases_of_shard
-from jdistadam.distributed.shard import Shard, is_shard, leaves_of, refuse_unmarked
+from jdistadam.distributed.shard import Shard, as_held, is_shard, leaves_of, refuse_unmarked
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 
 
@@ -82,6 +82,24 @@ def _with_shards(config: DistributedConfig, schedule: Schedule, params: Params) 
             value = jnp.asarray(leaves[i]).astype(dtype)
             leaves[i] = Shard.of_bucket(entry.bucket, value, specs[i])
     return schedule.treedef.unflatten(leaves)
+
+
+def stored_params(params: Any, tx: DistributedTransformation) -> Any:
+    """Returns params as a device holds them between steps: the inverse of ``local_params``.
+
+    Each ``Shard`` becomes a plain array in the dtype of the parameter, as ``jax.shard_map`` takes
+    it with ``out_specs=tx.param_specs(params)``. A program that steps several times ends with it.
+
+    Args:
+      params: What ``local_params`` or a ``step`` with it returned.
+      tx: The optimizer.
+    """
+    axes = tx.config.parallel.data_axes
+
+    def stored(x: Any) -> Any:
+        return x if is_shard(x) else collectives.to_invariant(x, axes)
+
+    return as_held(jax.tree.map(stored, params, is_leaf=is_shard))
 
 
 def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None) -> Any:
@@ -157,7 +175,9 @@ def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None)
     def gathered(x: Any) -> Any:
         return _gathered(tx.config, x) if is_shard(x) and not x.is_stack else x
 
-    after = [x for x in jax.tree.leaves(after) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    trees.check_numbers(after, name="after")
+    after = [jnp.asarray(x) for x in jax.tree.leaves(after)]
+    after = [x for x in after if jnp.issubdtype(x.dtype, jnp.inexact)]
     if after and any(map(is_shard, leaves_of(shards))):
         shards = _after(shards, after)
     return jax.tree.map(gathered, shards, is_leaf=is_shard)

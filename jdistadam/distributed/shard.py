@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core import trees
+from jdistadam.core import trees, varying
 from jdistadam.core.types import Grads, Params
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.schedule import Schedule
@@ -34,9 +34,10 @@ _UNCUT = P()
 class Shard:
     """This device's part of a parameter, or of the sum of its gradients over ``shard_axis``.
 
-    A pytree node around an array. Its static part has neither name nor shape, so that equal layers
-    have equal tree structures; dimensions are counted from the end, so that it holds in a stack of
-    layers, in one of them and under ``jax.vmap``.
+    A pytree node around an array: ``jax.tree.map`` and norms over leaves see this device's part of
+    the values, and the part's shape. Its static part has neither name nor shape, so that equal
+    layers have equal tree structures; dimensions are counted from the end, so that it holds in a
+    stack of layers, in one of them and under ``jax.vmap``.
 
     Attributes:
       value: The array. Of a parameter in the dtype of its gradients, which ``step`` and
@@ -73,9 +74,18 @@ class Shard:
 
     def __jax_array__(self, *_: Any) -> NoReturn:
         """Raises TypeError: a shard is not the parameter."""
-        raise TypeError(
-            f"a shard of a parameter, {self.dtype}{list(self.shape)} on each device, is used as if "
-            "it were the whole: gather it first, with jdistadam.gather_params(params, tx)."
+        raise TypeError(self._misused)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raises AttributeError, for methods of arrays."""
+        raise AttributeError(f"'Shard' has no attribute {name!r}. It is " + self._misused)
+
+    @property
+    def _misused(self) -> str:
+        return (
+            f"a shard of a parameter, {self.dtype}{list(self.shape)}, is used as if it were the "
+            "whole: gather it first, with jdistadam.gather_params(params, tx), or leave the "
+            "shard_map with jdistadam.stored_params(params, tx)."
         )
 
 
@@ -111,10 +121,17 @@ def as_held(params: Any) -> Any:
 
 
 def in_form_of(like: Any, tree: Any) -> Any:
-    """Returns a tree of plain arrays with ``Shard`` where ``like`` has one."""
+    """Returns a tree of plain arrays with ``Shard`` where ``like`` has one.
+
+    Then other leaves, too, are as ``local_params`` returns them, for shard_map's type checker.
+    """
+    if not any(map(is_shard, leaves_of(like))):
+        return tree
 
     def wrap(like: Any, x: Any) -> Any:
-        return dataclasses.replace(like, value=x.astype(like.value.dtype)) if is_shard(like) else x
+        if not is_shard(like):
+            return varying.to_varying(x, tuple(varying.varying_axes(like) or ()))
+        return dataclasses.replace(like, value=x.astype(like.value.dtype))
 
     return jax.tree.map(wrap, like, tree, is_leaf=is_shard)
 
