@@ -625,6 +625,7 @@ ERRORS = [
     ("a step with other params than those of bind", lambda: inside(lambda p, s: tx().bind({"w": PARAMS["w"]}).step(p, s, p)), jda.TreeError, r"^params\['b'\]: unexpected, the params of bind does not have it"),
     ("a step with params of another shape than those of bind", lambda: inside(lambda p, s: tx().bind(PARAMS | {"w": jnp.ones((4, 5))}).step(p, s, p)), jda.MeshError, r"^params\['w'\]: not that of bind: got \(4, 3\), expected \(4, 5\) on each device"),
     ("a step with params of another dtype than those of bind", lambda: inside(lambda p, s: tx().bind(jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)).step(p, s, p)), jda.DtypeError, r"^params\['b'\]: not that of bind: got float32, expected bfloat16"),
+    ("bind of an optimizer whose functions were replaced", lambda: tx()._replace(init=lambda p: None).bind(PARAMS), jda.PolicyError, r"^bind: functions of this optimizer were replaced.*Bind first"),
     ("init of other params than those of bind", lambda: tx().bind(PARAMS).init({"w": PARAMS["w"]}), jda.TreeError, r"^params\['b'\]: missing, the params of bind has it"),
     ("accumulate outside of shard_map", lambda: tx().accumulate(None, GRADS), jda.MeshError, NOT_INSIDE.format("accumulate")),
     ("accumulate onto gradients", lambda: inside(lambda p, s: tx().accumulate(p, p)), jda.TreeError, r"^acc: not a sum of gradients: got dict, expected what init_grads or accumulate returned\. Begin with tx\.init_grads"),

@@ -18,10 +18,10 @@ of the keys of JAX's caches: nothing that was traced with another weight is used
 parameters are gathered and its gradients summed. It puts off gradients of parameters, which no
 other block waits for, and keeps all activations that these need: it may do so while memory lasts.
 With ``after``, a gather waits for activations, and the gradient of these, in the backward pass,
-for the sum of the block's gradients: zeros are added to it that are known only then. So where
-``after`` is the input of the block before, a block's gather and the sum of its gradients run beside
-one other block each. Compiled for eight H200s, a GPT of 1.3e9 parameters so takes less temporary
-memory than the same model in a scan.
+for the sum of the block's gradients: a zero that depends on that sum is added to it. If ``after``
+is the input of the previous block, the gather and the sum of gradients each overlap with one other
+block. Compiled for eight H200s, a GPT with 1.3e9 parameters takes less temporary memory this way
+than in a scan.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None)
     r"""Gathers sharded parameters over ``shard_axis``; inside ``jax.shard_map``.
 
     For "optim_grads_params", whose shards ``local_params`` marks; else it returns what it is given,
-    so that a model need not know the strategy. All that is no ``Shard`` is returned as it is, and
-    so are stacked leaves: of these, one layer is gathered at a time, as a scan or an index gives
-    it. Shards are sent in ``policy.param_comm_dtype``. The gradient with respect to a shard is this
-    device's part of
+    so that a model need not know the strategy. Leaves that are not a ``Shard`` are returned
+    unchanged, and so are whole stacks of layers: these are gathered one layer at a time, as a scan
+    or an index takes it out. Shards are sent in ``policy.param_comm_dtype``. The gradient with
+    respect to a shard is this device's part of
 
     .. math:: \sum_r g_r
 

@@ -143,6 +143,14 @@ class DistributedTransformation(FusedTransformation):
           0
         """
         trees.check_dtypes(params, name="params")
+        if not self.is_as_made:
+            raise PolicyError(
+                "bind",
+                "functions of this optimizer were replaced, which what it returns would not call",
+                got="the result of tx._replace",
+                expected="what distributed, chain or inject_hyperparams returned",
+                action="Bind first, and replace functions of the result; train_step calls its own.",
+            )
         schedule = self.config.schedule(self.config.tensor_local(params))
         return self.make(
             self.functions,
