@@ -1,4 +1,5 @@
-// Rounding to what has 16 or 8 bits, to nearest or at random. kernels/rounding.py does the same.
+// Rounding to what has 16 or 8 bits, to nearest or at random. core/codecs.py and
+// kernels/random_bits.py do the same.
 //
 // [Note: random bits]
 // Rounded at random, a number x between two neighbours a < b of a dtype becomes b with the

@@ -68,7 +68,7 @@ def state_bytes(config: DistributedConfig, bucket: Bucket) -> int:
     The parameter itself is counted where it is read: without main parameters, or with remainders.
     """
     policy, storage = config.policy, config.algorithm.storage
-    dtype = policy.main_params.stored_dtype
+    dtype = policy.main_params.dtype
     size = 0
     if bucket.has_main and dtype is not None:
         size += 2 * dtype.itemsize

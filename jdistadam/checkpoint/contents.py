@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import flat_arrays, parts
 from jdistadam.core import trees
-from jdistadam.core.codecs import Codec
+from jdistadam.core.codecs import NOTHING, Codec, codec_of
 from jdistadam.core.loss_scale import DynamicLossScale
-from jdistadam.core.main_params import MainParams
+from jdistadam.core.main_params import main_codec_of
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.layout import Bucket, Layout
@@ -103,12 +103,12 @@ def contents_of(state: Any, tx: Any) -> Contents:
         adam = parts.adam_of(checked.opt_state)
         mesh = tx.config.mesh
         text = tx.config.layout_text(tx.layout(fields["params"]))
-        kind = tx.config.policy.main_params.value
+        main = tx.config.policy.main_params
     else:
         mesh, text = _mesh_of(fields["params"]), None
         kept = parts.kept_main_params(fields["opt_state"])
-        kinds = {MainParams.of(x) for x in jax.tree.leaves(kept)} or {MainParams.NONE}
-        kind = max(kind.value or "" for kind in kinds) or None
+        found = {main_codec_of(x) for x in jax.tree.leaves(kept)}
+        main = max(found, key=lambda x: x.name, default=NOTHING)
     count = int(adam.count)
     groups = [*_params(fields["params"], mesh, adam, tx), *_scalars(adam, tx, mesh)]
     if is_distributed_state(adam):
@@ -119,7 +119,7 @@ def contents_of(state: Any, tx: Any) -> Contents:
         is_count = _is_count(leaf, count)
         groups.append(_whole(leaf.name, leaf.value, mesh, keys=leaf.keys, is_count=is_count))
     _check_names(groups)
-    return Contents(tuple(groups), count, text, kind)
+    return Contents(tuple(groups), count, text, main.argument)
 
 
 def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:
@@ -177,14 +177,14 @@ def _of_flat(tx: Any, params: Any, state: DistributedState) -> Iterator[Group]:
                 args = config, layout, bucket, specs, flat, section
                 named = [(f"{section}{names[i]}", leaves[i].shape) for i in bucket.leaves]
                 make = functools.partial(flat_arrays.extract_decoded, *args)
-                yield _of_moment(named, bucket, flat.codec, make)
+                yield _of_moment(named, bucket, codec_of(flat), make)
                 continue
             dtype = jnp.dtype(jnp.float32) if section == "main_params" else flat.dtype
             entries = tuple(
                 Entry(f"{section}{names[i]}", leaves[i].shape, dtype) for i in bucket.leaves
             )
             make = functools.partial(flat_arrays.extract, config, layout, bucket, specs, flat)
-            if section == "main_params" and config.policy.main_params is MainParams.REMAINDER16:
+            if section == "main_params" and config.policy.main_params.is_remainder:
                 make = functools.partial(_joined, make, [leaves[i] for i in bucket.leaves])
             size = layout.whole_size(bucket) if bucket.is_packed else bucket.shard_size
             yield Group(entries, make, size * dtype.itemsize)
@@ -228,7 +228,7 @@ def _joined(make: Callable[[], Any], params: Sequence[jax.Array]) -> list[jax.Ar
 
 @jax.jit
 def _join(param: jax.Array, stored: jax.Array) -> jax.Array:
-    joined: jax.Array = MainParams.of(stored).join(param, stored, jnp)
+    joined: jax.Array = main_codec_of(stored).join(param, stored, jnp)
     return joined
 
 

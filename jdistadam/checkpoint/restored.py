@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.checkpoint import parts
 from jdistadam.checkpoint.storage import Reader, cast
 from jdistadam.checkpoint.wanted import Wanted
-from jdistadam.core.codecs import BlockCodes, is_codes
-from jdistadam.core.main_params import MainParams
+from jdistadam.core.codecs import BlockCodes, Codec, codec_of, is_codes
+from jdistadam.core.main_params import main_codec_of
 from jdistadam.errors import TreeError
 from jdistadam.kernels import coded_leaves
 
@@ -134,7 +134,7 @@ class Restored:
                 if name in self._main:
                     main.append(self.of_template(name, self._main[name]))
                 continue
-            kind = MainParams.of(self._main.get(name))
+            kind = main_codec_of(self._main.get(name))
             param, stored = _split(exact[name], kind, like.dtype)
             params.append(param)
             if name in self._main:
@@ -186,7 +186,7 @@ class Restored:
                 found = [coded_leaves.decoded(section, *found)]
             if len(found) == 1:
                 floats = found[0].astype(jnp.float32)
-                found = coded_leaves.encoded(section, like.codec, floats)
+                found = coded_leaves.encoded(section, codec_of(like), floats)
             return jax.device_put(BlockCodes(*found), jax.tree.map(self.place, like))
         if len(found) == 1:
             return found[0].astype(like.dtype)
@@ -198,9 +198,9 @@ def _as_floats(like: Any) -> Any:
     return jax.ShapeDtypeStruct(like.shape, jnp.float32) if is_codes(like) else like
 
 
-def _split(value: jax.Array, kind: MainParams, dtype: Any) -> tuple[Any, Any]:
+def _split(value: jax.Array, kind: Codec, dtype: Any) -> tuple[Any, Any]:
     """The parameter of an exact value, and what is kept beside it."""
-    if not kind.is_kept:
+    if not kind.is_stored:
         return cast(value, dtype), None
     split = jax.jit(lambda x: kind.split(x.astype(jnp.float32), dtype, jnp))
     param, stored = split(value)

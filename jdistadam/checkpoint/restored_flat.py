@@ -17,8 +17,8 @@ from jdistadam.checkpoint.restored import Restored
 from jdistadam.checkpoint.storage import Reader, cast
 from jdistadam.checkpoint.wanted import Wanted
 from jdistadam.core import collectives, trees
+from jdistadam.core.codecs import NOTHING, Codec
 from jdistadam.core.loss_scale import LossScaleState, continued_loss_scale
-from jdistadam.core.main_params import MainParams
 from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.main_params import sent_dtypes
@@ -83,7 +83,7 @@ class RestoredFlat(Restored):
     def read_adam(self) -> tuple[list[Any], Any, Any]:
         """Reads them; returns the params and the state."""
         layout, policy = self._layout, self._config.policy
-        main, config = policy.main_params.stored_dtype, self._config
+        main, config = policy.main_params.dtype, self._config
         flats = _Flats(
             flat_arrays.zeros(config, layout.main_size, main) if layout.main_size else None,
             new_moment(config, layout, "mu"),
@@ -142,7 +142,7 @@ class RestoredFlat(Restored):
         self, bucket: Bucket, flats: _Flats, values: dict[Any, jax.Array], count: int
     ) -> None:
         """Params, rounded as a step rounds them, and the main parameters beside them."""
-        kind = self._config.policy.main_params if bucket.has_main else MainParams.NONE
+        kind = self._config.policy.main_params if bucket.has_main else NOTHING
         mains = []
         for j, (i, place) in enumerate(self._placed(bucket)):
             source, like = self._sources[self._names[i]], self._shapes[i]
@@ -166,7 +166,7 @@ class RestoredFlat(Restored):
         """The value of a parameter that the file lacks: that of the template."""
         param = self.of_template(self._names[i], self._shapes[i])
         place = self._placed(bucket)[j][1]
-        param = jax.block_until_ready(_rounder(MainParams.NONE, param.dtype, None, place)(param))
+        param = jax.block_until_ready(_rounder(NOTHING, param.dtype, None, place)(param))
         if not bucket.has_main:
             return param
         stored = self._extract(bucket, self.adam.main_params)[j]
@@ -282,14 +282,14 @@ class RestoredFlat(Restored):
 
 
 @functools.lru_cache(maxsize=4096)
-def _rounder(kind: MainParams, dtype: Any, sent: Any, place: NamedSharding) -> Any:
+def _rounder(kind: Codec, dtype: Any, sent: Any, place: NamedSharding) -> Any:
     """A program that makes a parameter of its exact value: rounded, sent and placed.
 
     [Note: one collective at a time]
     """
 
     def rounded(value: jax.Array) -> jax.Array:
-        if kind is MainParams.REMAINDER16:
+        if kind.is_remainder:
             param: jax.Array = kind.split(value.astype(jnp.float32), dtype, jnp)[0]
         else:
             param = collectives.round_to(value, dtype)
@@ -299,6 +299,6 @@ def _rounder(kind: MainParams, dtype: Any, sent: Any, place: NamedSharding) -> A
 
 
 @functools.cache
-def _stored(kind: MainParams) -> Any:
+def _stored(kind: Codec) -> Any:
     """A program that makes what is kept beside a parameter, of its exact value."""
     return jax.jit(lambda value: kind.split(value.astype(jnp.float32), jnp.bfloat16, jnp)[1])

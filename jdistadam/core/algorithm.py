@@ -7,9 +7,10 @@ from typing import Any
 
 import optax
 
+from jdistadam.core.codecs import FLOAT32, NOTHING, Codec
 from jdistadam.core.groups import Groups
 from jdistadam.core.hyperparameters import Hyperparameters
-from jdistadam.core.main_params import UNSET, MainParams
+from jdistadam.core.main_params import UNSET, parse_main_params
 from jdistadam.core.storage import Storage, parse
 from jdistadam.errors import PolicyError
 
@@ -35,10 +36,10 @@ class Algorithm:
     reads_params: bool
 
     @property
-    def main_params(self) -> MainParams:
+    def main_params(self) -> Codec:
         """What is kept of main parameters; nothing where that was left open."""
         is_open = self.main_params_dtype is UNSET
-        return MainParams.NONE if is_open else MainParams.parse(self.main_params_dtype)
+        return NOTHING if is_open else parse_main_params(self.main_params_dtype)
 
     @property
     def numbers(self) -> tuple[dict[str, Any], ...]:
@@ -59,7 +60,7 @@ class Algorithm:
             self, hyper=hyper, groups=dataclasses.replace(self.groups, hypers=groups)
         )
 
-    def resolved_main_params(self, given: Any) -> MainParams:
+    def resolved_main_params(self, given: Any) -> Codec:
         """Returns what is kept of them where state is sharded; float32 where nothing says.
 
         Args:
@@ -68,16 +69,16 @@ class Algorithm:
         Raises:
           PolicyError: The two contradict each other.
         """
-        kinds = [MainParams.parse(x) for x in (self.main_params_dtype, given) if x is not UNSET]
+        kinds = [parse_main_params(x) for x in (self.main_params_dtype, given) if x is not UNSET]
         if len(set(kinds)) > 1:
             raise PolicyError(
                 "MixedPrecisionPolicy.main_params_dtype",
                 "contradicts the optimizer's main_params_dtype",
-                got=kinds[1].value,
-                expected=str(kinds[0].value),
+                got=kinds[1].argument,
+                expected=str(kinds[0].argument),
                 action="Give it in one of the two places.",
             )
-        return kinds[0] if kinds else MainParams.FLOAT32
+        return kinds[0] if kinds else FLOAT32
 
     def __str__(self) -> str:
         """Returns in which formats moments are stored, in lines like those of a policy."""
@@ -123,7 +124,7 @@ def make_algorithm(
             b2=used.b2,
         )
     if main_params_dtype is not UNSET:
-        MainParams.parse(main_params_dtype)
+        parse_main_params(main_params_dtype)
     return Algorithm(
         hyper=hyper,
         groups=groups,

@@ -1,4 +1,10 @@
-"""How numbers are stored: as floats, as halves of them, or in blocks of codes with a scale."""
+"""How arrays of numbers are stored: as floats, as halves of them, or in blocks of codes.
+
+A ``Codec`` is a value that knows its bytes, its bounds and how numbers become what is stored, and
+back. Its ``encode`` and ``decode`` are the reference of cuda/rounding.h, whose notes,
+[Note: blocks] and [Note: subnormal codes], say what is computed. With numpy all bits are those of
+the compiled kernels; with jax.numpy too, except numbers below 2^-126, which XLA flushes to zero.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistadam.core.dtypes import store
 from jdistadam.errors import DtypeError
 
 BLOCK = 128
@@ -32,18 +39,19 @@ SMALLEST_CODED = 4096
 # Subnormal codes change nothing: to these mu is rounded toward zero, and nu up.
 
 
-def rounding_error(mantissa: int) -> float:
-    """Returns how far a number rounded to nearest is from itself at most, relative to it: h."""
-    return 1 / (2 ** (mantissa + 1) + 1)
+class CodeBits(NamedTuple):
+    """The bits of a code: a sign where there is one, then an exponent, then a mantissa."""
 
-
-def largest_decay(mantissa: int) -> float:
-    """Returns the largest decay rate with which a moment rounded to nearest follows its gradients.
-
-    ``mantissa``: bits of it. The bound of [Note: moments that follow], rounded down to three
-    decimals.
-    """
-    return math.floor(1000 / (1 + 2 * rounding_error(mantissa))) / 1000
+    sign: int
+    """The bit of the sign; 0 where there is none."""
+    magnitude: int
+    """All other bits."""
+    dropped: int
+    """Bits of the mantissa of a float32 that a code does not have."""
+    highest_exponent: int
+    """The exponent field of the largest codes, all of which are finite."""
+    smallest_scale: int
+    """The exponent of the smallest scale: below it a code would mean a subnormal float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +63,14 @@ class Codec:
       dtype: The dtype of the array; of codes, that of these.
       mantissa: Bits of a number's mantissa.
       block: Elements that share a scale, a float32; 1: none do. Arrays are cut at multiples of it.
-        Codes with scales are those of [Note: blocks] in cuda/rounding.h.
+      is_remainder: Whether the array is what a bfloat16 parameter lacks of a float32.
     """
 
     name: str
     dtype: np.dtype[Any]
     mantissa: int
     block: int = 1
+    is_remainder: bool = False
 
     @property
     def is_coded(self) -> bool:
@@ -69,14 +78,32 @@ class Codec:
         return self.block > 1
 
     @property
+    def is_stored(self) -> bool:
+        """Whether anything is stored."""
+        return self.dtype.itemsize > 0
+
+    @property
+    def argument(self) -> str | None:
+        """How arguments and files name it: None where nothing is stored."""
+        return self.name if self.is_stored else None
+
+    @property
     def bits(self) -> int:
         """Bits of a number, without its share of a scale."""
         return 8 * self.dtype.itemsize
 
     @property
+    def rounding_error(self) -> float:
+        """The largest distance of a number to its nearest stored one, relative to the number: h."""
+        return 1 / (2 ** (self.mantissa + 1) + 1)
+
+    @property
     def largest_decay(self) -> float:
-        """The decay rate up to which a moment that is rounded to nearest follows its gradients."""
-        return largest_decay(self.mantissa)
+        """The largest decay rate with which a moment rounded to nearest follows its gradients.
+
+        The bound of [Note: moments that follow], rounded down to three decimals.
+        """
+        return math.floor(1000 / (1 + 2 * self.rounding_error)) / 1000
 
     def num_scales(self, size: int) -> int:
         """Returns the number of scales of ``size`` elements."""
@@ -86,6 +113,138 @@ class Codec:
         """Returns the bytes of ``size`` elements, scales included."""
         return size * self.dtype.itemsize + 4 * self.num_scales(size)
 
+    def code(self, moment: str) -> CodeBits:
+        """Returns the bits of a code of the moment "mu", which has a sign, or "nu"."""
+        sign = 1 << (self.bits - 1) if moment == "mu" else 0
+        magnitude = (1 << self.bits) - 1 - sign
+        highest = magnitude >> self.mantissa
+        return CodeBits(sign, magnitude, 23 - self.mantissa, highest, highest + self.mantissa - 127)
+
+    def decode(self, moment: str, stored: Any, xp: Any) -> Any:
+        """Returns the float32 values of a stored moment.
+
+        Args:
+          moment: "mu" or "nu".
+          stored: An array, or ``BlockCodes``.
+          xp: numpy, or jax.numpy.
+        """
+        if not self.is_coded:
+            return stored.astype(xp.float32)
+        code, u32 = self.code(moment), xp.uint32
+        codes = stored.codes.reshape(-1).astype(u32)
+        magnitude = codes & u32(code.magnitude)
+        bias = 127 - code.highest_exponent
+        normal = ((magnitude + u32(bias << self.mantissa)) << u32(code.dropped)).view(xp.float32)
+        subnormal = magnitude.astype(xp.float32) * xp.float32(2.0 ** (bias - 126 - self.mantissa))
+        with np.errstate(all="ignore"):
+            x = xp.where(magnitude >> u32(self.mantissa) > 0, normal, subnormal)
+            x = x * xp.repeat(stored.scales, self.block)[: codes.size]
+        # The zero of a scale that is zero has the sign of its code, as in the kernels.
+        sign = (codes & u32(code.sign)) << u32(32 - self.bits)
+        return (x.view(u32) | sign).view(xp.float32).reshape(stored.shape)
+
+    def encode(self, moment: str, x: Any, random: Any, xp: Any) -> Any:
+        """Returns float32 values of a moment as they are stored: an array, or ``BlockCodes``.
+
+        Args:
+          moment: "mu" or "nu".
+          x: The values, of any shape; blocks are in row-major order.
+          random: A random word for each, uint32, for stochastic rounding. None: to nearest, ties to
+            even, and to subnormal codes toward zero for "mu", up for "nu".
+          xp: numpy, or jax.numpy.
+        """
+        if not self.is_coded:
+            if random is None:
+                return store(x, self.dtype, xp)
+            return round_at_random(x, self.dtype, random, xp)
+        code, u32 = self.code(moment), xp.uint32
+        size, blocks, dropped = x.size, self.num_scales(x.size), code.dropped
+
+        def in_blocks(y: Any) -> Any:
+            padding = (0, blocks * self.block - size)
+            return xp.pad(y.reshape(-1), padding).reshape(blocks, self.block)
+
+        bits = in_blocks(x.view(u32))
+        added = None if random is None else in_blocks(random) >> u32(32 - dropped)
+
+        def increment(magnitude: Any) -> Any:
+            nearest = u32((1 << dropped - 1) - 1) + ((magnitude >> u32(dropped)) & u32(1))
+            return nearest if added is None else added
+
+        magnitude = bits & u32(0x7FFFFFFF)
+        is_large = magnitude >= 0x7F000000
+        clipped = xp.where(is_large, u32(0), magnitude)
+        rounded = (clipped + increment(clipped)) >> u32(dropped) << u32(dropped)
+        rounded = xp.where((rounded == 0) & (magnitude != 0), u32(1), rounded)
+        rounded = xp.where(is_large, u32(0x7F000000), rounded)
+        largest = xp.max(rounded, axis=1, keepdims=True)
+        is_zero = largest < (0x00800000 if code.sign else 1)  # no code of mu means less
+        smallest = u32(127 + code.smallest_scale << 23)
+        exponent = xp.maximum(largest & u32(0x7F800000), smallest)
+        is_nan = largest >= 0x7F000000
+        scale_bits = xp.where(is_nan, u32(0x7FC00000), xp.where(is_zero, u32(0), exponent))
+        inverse = (u32(0x7F000000) - exponent).view(xp.float32)
+        with np.errstate(all="ignore"):
+            relative = (magnitude.view(xp.float32) * inverse).view(u32)
+            low = _scaled_down(relative, 127 - code.highest_exponent, xp)
+            up = increment(low)
+            if random is None:  # [Note: subnormal codes]
+                away = 0 if code.sign else (1 << dropped) - 1
+                up = xp.where(low < u32(0x00800000), u32(away), up)
+            codes = (low + up) >> u32(dropped)
+        if code.sign:
+            codes = codes | (bits >> u32(32 - self.bits) & u32(code.sign))
+        else:
+            codes = xp.where((codes == 0) & (magnitude != 0), u32(1), codes)
+        codes = xp.where(is_nan | is_zero, u32(0), codes)
+        codes = codes.reshape(-1)[:size].reshape(x.shape).astype(self.dtype)
+        return BlockCodes(codes, scale_bits.reshape(-1).view(xp.float32))
+
+    def join(self, param: Any, main: Any, xp: Any) -> Any:
+        """Returns the float32 value of a parameter; with ``NOTHING`` the parameter itself.
+
+        Args:
+          param: The parameter.
+          main: What is stored beside it as its main parameter; None with ``NOTHING``.
+          xp: numpy, or jax.numpy.
+        """
+        if self.is_remainder:
+            return join_halves(param, main, xp)
+        return main if self.is_stored else param
+
+    def split(self, value: Any, param_dtype: Any, xp: Any) -> tuple[Any, Any]:
+        """Returns (parameter, what to store beside it) of a float32: the inverse of ``join``.
+
+        Args:
+          value: The float32 value.
+          param_dtype: Dtype of the parameter.
+          xp: numpy, or jax.numpy.
+        """
+        if self.is_remainder:
+            return split_halves(value, param_dtype, xp)
+        return value.astype(param_dtype), value if self.is_stored else None
+
+
+# [Note: remainders]
+# A float32 is kept in two halves of 16 bits: the parameter, which is the bfloat16 nearest to it,
+# and the low half of its bits. Rounding is to nearest with ties away from zero. A cast rounds ties
+# to even, which has no such inverse: an even bfloat16 is then the nearest of 65,537 float32s, more
+# than 16 bits can tell apart. A low half of 0x8000 or more says that the upper half was rounded up;
+# read as an int16 it is the negative number to add. cuda/dtype.h has the same two functions.
+
+
+def split_halves(x: Any, bfloat16: Any, xp: Any) -> tuple[Any, Any]:
+    """A float32 as the bfloat16 nearest to it and its low 16 bits. See [Note: remainders]."""
+    bits = store(x, xp.float32, xp).view(xp.uint32)
+    high = ((bits + xp.uint32(0x8000)) >> 16).astype(xp.uint16).view(bfloat16)
+    return high, bits.astype(xp.uint16)
+
+
+def join_halves(high: Any, low: Any, xp: Any) -> Any:
+    """The float32 whose halves are a bfloat16 and a uint16. See [Note: remainders]."""
+    signed = low.view(xp.int16).astype(xp.int32).view(xp.uint32)
+    return ((high.view(xp.uint16).astype(xp.uint32) << 16) + signed).view(xp.float32)
+
 
 def float_codec(dtype: Any) -> Codec:
     """Returns the codec of floating-point numbers as they are."""
@@ -94,9 +253,10 @@ def float_codec(dtype: Any) -> Codec:
 
 
 FLOAT32, BFLOAT16, FLOAT16 = map(float_codec, ("float32", "bfloat16", "float16"))
+NOTHING = Codec("nothing", np.dtype(np.void), 0)
 BLOCK8 = Codec("block8", np.dtype(np.uint8), 3, BLOCK)
 BLOCK16 = Codec("block16", np.dtype(np.uint16), 10, BLOCK)
-REMAINDER16 = Codec("remainder16", np.dtype(np.uint16), 23)
+REMAINDER16 = Codec("remainder16", np.dtype(np.uint16), 23, is_remainder=True)
 """The low half of a float32, beside a bfloat16: [Note: remainders]."""
 
 BLOCK_CODECS = (BLOCK8, BLOCK16)
@@ -107,22 +267,8 @@ def growth(mu: Codec, nu: Codec) -> float:
 
     At most, [Note: moments that follow]; of floats nothing.
     """
-    of_mu, of_nu = (rounding_error(x.mantissa) if x.is_coded else 0.0 for x in (mu, nu))
+    of_mu, of_nu = (x.rounding_error if x.is_coded else 0.0 for x in (mu, nu))
     return (1 + of_mu) ** 2 / (1 - of_nu)
-
-
-def codec_of(codes: Any) -> Codec:
-    """Returns what codes mean, by their dtype."""
-    found = next((known for known in BLOCK_CODECS if known.dtype == codes.dtype), None)
-    if found is not None:
-        return found
-    raise DtypeError(
-        "codes",
-        "not codes of a moment",
-        got=codes.dtype,
-        expected=" or ".join(str(known.dtype) for known in BLOCK_CODECS),
-        action="Do not cast the state: its codes are no numbers.",
-    )
 
 
 class BlockCodes(NamedTuple):
@@ -142,17 +288,64 @@ class BlockCodes(NamedTuple):
         """The shape of the moment."""
         return tuple(self.codes.shape)
 
-    @property
-    def codec(self) -> Codec:
-        """What the codes mean, by their dtype."""
-        return codec_of(self.codes)
-
 
 def is_codes(x: Any) -> bool:
     """Whether ``x`` is a moment in blocks of codes."""
     return isinstance(x, BlockCodes)
 
 
+def codec_of(moment: Any) -> Codec:
+    """Returns how a moment is stored: an array of floats, or what has ``codes``.
+
+    Raises:
+      DtypeError: The dtype of its codes is that of no codec.
+    """
+    codes = getattr(moment, "codes", None)
+    if codes is None:
+        return float_codec(moment.dtype)
+    found = next((known for known in BLOCK_CODECS if known.dtype == codes.dtype), None)
+    if found is not None:
+        return found
+    raise DtypeError(
+        "codes",
+        "not codes of a moment",
+        got=codes.dtype,
+        expected=" or ".join(str(known.dtype) for known in BLOCK_CODECS),
+        action="Do not cast the state: its codes are no numbers.",
+    )
+
+
 def moment_leaves(tree: Any) -> list[Any]:
     """Returns the leaves of a tree of moments: arrays, and BlockCodes."""
     return jax.tree.leaves(tree, is_leaf=is_codes)
+
+
+def round_at_random(x: Any, dtype: Any, random: Any, xp: Any) -> Any:
+    """Rounds float32 to bfloat16 or float16 with random words; float32 stays as it is."""
+    u32 = xp.uint32
+    x = xp.where(xp.isnan(x), xp.asarray(np.nan, xp.float32), x)
+    bits = x.view(u32)
+    name = np.dtype(dtype).name
+    if name == "bfloat16":
+        return ((bits + (random >> u32(16))) >> u32(16)).astype(xp.uint16).view(dtype)
+    if name != "float16":
+        return x.astype(dtype)
+    magnitude = bits & u32(0x7FFFFFFF)
+    low = _scaled_down(magnitude, 112, xp)
+    half = (low + (random >> u32(19))) >> u32(13)
+    half = xp.where((half > 0x7C00) | (magnitude == 0x7F800000), u32(0x7C00), half)
+    half = xp.where(magnitude > 0x7F800000, u32(0x7E00), half)
+    return (half | (bits >> u32(16) & u32(0x8000))).astype(xp.uint16).view(dtype)
+
+
+def _scaled_down(bits: Any, exponent: int, xp: Any) -> Any:
+    """The bits of positive float32s times 2^-exponent, also where XLA flushes these to zero."""
+    u32 = xp.uint32
+    is_normal = bits >= u32((exponent + 1) << 23)
+    dropped = xp.clip(u32(exponent + 1) - (bits >> u32(23)), u32(1), u32(25))
+    mantissa = (bits & u32(0x7FFFFF)) | u32(0x800000)
+    half = u32(1) << (dropped - u32(1))
+    subnormal = (mantissa + half - u32(1) + ((mantissa >> dropped) & u32(1))) >> dropped
+    is_large = bits >= u32(0x7F800000)  # infinite, or NaN
+    scaled = xp.where(is_normal, bits - u32(exponent << 23), subnormal)
+    return xp.where(is_large, bits, scaled)

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jdistadam.core.codecs import FLOAT32, Codec
 from jdistadam.core.dtypes import FLOATS, check_supported, float_dtype
-from jdistadam.core.main_params import UNSET, MainParams
+from jdistadam.core.main_params import UNSET, parse_main_params
 from jdistadam.errors import PolicyError
 
 _FLOAT8 = ("float8_e5m2", "float8_e4m3fn")
@@ -71,8 +72,8 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         """Normalises every field to a numpy dtype and checks that they fit each other."""
         if self.main_params_dtype is not UNSET:
-            main = MainParams.parse(self.main_params_dtype)
-            as_given = main.stored_dtype if main is MainParams.FLOAT32 else main.value
+            main = parse_main_params(self.main_params_dtype)
+            as_given = main.dtype if main == FLOAT32 else main.argument
             object.__setattr__(self, "main_params_dtype", as_given)
         for name in (field.name for field in dataclasses.fields(self)[1:]):
             value = getattr(self, name)
@@ -94,10 +95,10 @@ class MixedPrecisionPolicy:
             )
 
     @property
-    def main_params(self) -> MainParams:
+    def main_params(self) -> Codec:
         """What is kept of the parameters' float32 values; float32 ones where that is unset."""
         is_unset = self.main_params_dtype is UNSET
-        return MainParams.FLOAT32 if is_unset else MainParams.parse(self.main_params_dtype)
+        return FLOAT32 if is_unset else parse_main_params(self.main_params_dtype)
 
     @property
     def wire_dtype(self) -> jnp.dtype:

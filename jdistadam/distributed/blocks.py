@@ -21,7 +21,7 @@ from jdistadam.core.codecs import BLOCK
 from jdistadam.distributed.layout import Bucket, Layout, Leaf
 from jdistadam.errors import PolicyError
 from jdistadam.kernels.quantized_adam import Places
-from jdistadam.kernels.rounding import Cuts
+from jdistadam.kernels.random_bits import Cuts
 
 
 def whole_size(leaf: Leaf, tensor_parts: Sequence[int]) -> int:

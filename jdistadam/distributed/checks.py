@@ -308,7 +308,7 @@ def check_layout_of(
 
 def _check_flat_arrays(config: DistributedConfig, layout: Layout, state: Any) -> None:
     """Raises unless the flat arrays of a state have the layout's sizes and the policy's dtypes."""
-    main, size = config.policy.main_params.stored_dtype, layout.main_size
+    main, size = config.policy.main_params.dtype, layout.main_size
     is_random = config.algorithm.storage.is_random
     expected = {
         "main_params": jax.ShapeDtypeStruct((size,), main) if size else None,

@@ -31,7 +31,7 @@ import jax
 import numpy as np
 
 from jdistadam.core.algorithm import Algorithm
-from jdistadam.core.main_params import MainParams
+from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.errors import PolicyError
@@ -121,7 +121,7 @@ def _obstacles(
         yield f"{parallel.num_devices} devices"
     if policy.grad_reduce_dtype != np.float32:
         yield f"grad_reduce_dtype {policy.grad_reduce_dtype}"
-    if policy.main_params is not MainParams.FLOAT32:
+    if policy.main_params != FLOAT32:
         yield f"main_params_dtype {policy.main_params_dtype}"
     if algorithm.storage.is_any:
         yield " ".join(str(algorithm).split())

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
 from jdistadam.core.algorithm import Algorithm
+from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.loss_scale import DynamicLossScale
-from jdistadam.core.main_params import MainParams
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.types import Params
 from jdistadam.distributed import param_specs
@@ -177,8 +177,8 @@ class DistributedConfig:
 
     def layout_text(self, layout: Layout) -> str:
         """Returns the text of a layout, of which states carry the digest."""
-        kind = self.policy.main_params.value or ""  # no bucket has any, then
-        return text_of(layout, self.tensor_parts, kind)
+        main = self.policy.main_params
+        return text_of(layout, self.tensor_parts, main.argument or "")
 
     def layout_digest(self, layout: Layout) -> np.ndarray:
         """Returns the digest of a layout, shape (16,), uint8."""
@@ -191,9 +191,9 @@ class DistributedConfig:
         """
         parallel, policy = self.parallel, self.policy
         is_held = is_held and parallel.shards_params
-        if not policy.main_params.is_kept:
+        if not policy.main_params.is_stored:
             return False
-        if policy.main_params is MainParams.REMAINDER16:
+        if policy.main_params.is_remainder:
             return bool(dtype == jnp.bfloat16)
         if _is_rounded_to_send(policy, dtype) and not is_held:
             return True
@@ -220,7 +220,7 @@ class DistributedConfig:
         sizes = {x.path.removeprefix("params"): whole_size(x, self.tensor_parts) for x in leaves}
         storage.check_paths(sizes)
         stored = [algorithm.storage.float_dtype(x) for x in ("mu", "nu")] if leaves else []
-        if self.policy.main_params is MainParams.NONE:
+        if not self.policy.main_params.is_stored:
             stored += [leaf.dtype for leaf in leaves]
         storage.check_rounded(stored)
 
@@ -278,7 +278,7 @@ def _check_param_comm_dtype(policy: MixedPrecisionPolicy, leaves: Sequence[Leaf]
     """Raises PolicyError where parameters would lose bits when they are sent, or gain none."""
     comm = policy.param_comm_dtype
     for leaf in leaves:
-        has_main = policy.main_params is MainParams.FLOAT32
+        has_main = policy.main_params == FLOAT32
         if _is_rounded_to_send(policy, leaf.dtype) and not has_main:
             raise PolicyError(
                 leaf.path,

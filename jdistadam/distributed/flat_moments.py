@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jdistadam.core.algorithm import Algorithm
-from jdistadam.core.codecs import FLOAT32, BlockCodes, Codec, codec_of
+from jdistadam.core.codecs import FLOAT32, BlockCodes
 from jdistadam.distributed.layout import Bucket, Layout
 
 
@@ -29,11 +29,6 @@ class FlatCodes(NamedTuple):
     codes: Any
     scales: Any
     floats: Any
-
-    @property
-    def codec(self) -> Codec:
-        """What the codes mean, by their dtype."""
-        return codec_of(self.codes)
 
 
 def is_flat_codes(x: Any) -> bool:

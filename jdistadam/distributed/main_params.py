@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import collectives, varying
-from jdistadam.core.main_params import MainParams
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
@@ -108,7 +107,7 @@ def paths_that_differ(
       opt_state: The state, or that of a chain.
     """
     main = find_state(opt_state).main_params
-    if main is None or config.policy.main_params is MainParams.REMAINDER16:
+    if main is None or config.policy.main_params.is_remainder:
         return []
     leaves = jax.tree.leaves(params)
     is_spec = lambda x: isinstance(x, P)  # noqa: E731

@@ -15,11 +15,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core.codecs import BLOCK, BlockCodes
+from jdistadam.core.codecs import BLOCK, BlockCodes, codec_of
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FlatCodes, types_of_moment
 from jdistadam.distributed.layout import Bucket, Layout
-from jdistadam.kernels import rounding
 
 
 def new_moment(config: DistributedConfig, layout: Layout, name: str) -> Any:
@@ -84,7 +83,7 @@ def _decoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) ->
         if not is_coded:
             return cut(moment.floats, BLOCK)
         codes = BlockCodes(cut(moment.codes, BLOCK), cut(moment.scales, 1))
-        decoded: jax.Array = rounding.decode(name, codes, jnp)
+        decoded: jax.Array = codec_of(codes).decode(name, codes, jnp)
         return decoded
 
     mapped = compat.shard_map(local, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
@@ -100,7 +99,7 @@ def _encoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) ->
 
         if not is_coded:
             return moment._replace(floats=put(moment.floats, shard, BLOCK))
-        new = rounding.encode(name, moment.codec, shard, None, jnp)
+        new = codec_of(moment).encode(name, shard, None, jnp)
         codes, scales = put(moment.codes, new.codes, BLOCK), put(moment.scales, new.scales, 1)
         return moment._replace(codes=codes, scales=scales)
 

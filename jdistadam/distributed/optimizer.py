@@ -169,7 +169,7 @@ def distributed(
     check_arguments(policy, max_grad_norm, bucket_bytes, average_grads)
     float_dtype("mu_dtype", algorithm.storage.float_dtype("mu"), FLOATS, MOMENT_NAMES)
     main = algorithm.resolved_main_params(policy.main_params_dtype)
-    policy = dataclasses.replace(policy, main_params_dtype=main.value)
+    policy = dataclasses.replace(policy, main_params_dtype=main.argument)
     parallel = make_data_parallel(
         mesh,
         shard_axis=shard_axis,

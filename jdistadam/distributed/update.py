@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdistadam.core.main_params import MainParams
+from jdistadam.core.codecs import FLOAT32, NOTHING, Codec
 from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import operand_of, with_result
@@ -114,7 +114,7 @@ def update_shards(
       state: The state.
       params: Leaves of the params, as this device holds them.
     """
-    casts = config.policy.main_params is MainParams.FLOAT32
+    casts = config.policy.main_params == FLOAT32
     old = [  # where parameters are casts of main parameters, the old ones are not read
         None
         if casts and bucket.has_main
@@ -176,13 +176,13 @@ def _call_of(
     return with_main_params(kind, spec, operands, main, first.dtype, is_flat=True)
 
 
-def _kind(config: DistributedConfig, bucket: Bucket) -> MainParams:
+def _kind(config: DistributedConfig, bucket: Bucket) -> Codec:
     """What is kept of main parameters of a bucket."""
-    return config.policy.main_params if bucket.has_main else MainParams.NONE
+    return config.policy.main_params if bucket.has_main else NOTHING
 
 
 def _after(
-    kind: MainParams, first: Bucket, flat: FlatState, results: Results
+    kind: Codec, first: Bucket, flat: FlatState, results: Results
 ) -> tuple[FlatState, Sequence[jax.Array]]:
     """The flat state after a call, and the new shards of its buckets."""
     shards, main = new_params(kind, results)

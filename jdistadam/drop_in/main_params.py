@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 from jdistadam.core import boxes, collectives, trees
-from jdistadam.core.codecs import is_codes
-from jdistadam.core.main_params import MainParams
+from jdistadam.core.codecs import FLOAT32, REMAINDER16, Codec, is_codes
+from jdistadam.core.main_params import has_main_param, main_codec_of, new_main_param
 from jdistadam.core.types import OptState, Params
 from jdistadam.errors import DtypeError, TreeError
 from jdistadam.kernels.sharded_adam import typed_as
@@ -32,23 +32,22 @@ class MainParamsState(NamedTuple):
     inner: Any
 
 
-def new_main_params(kind: MainParams, params: Params) -> Any:
+def new_main_params(kind: Codec, params: Params) -> Any:
     """Returns the main parameters of a new state: the values of the params."""
 
     def new(path: str, param: Any) -> Any:
-        if not kind.is_kept_for(param):
+        if not has_main_param(kind, param):
             return optax.MaskedNode()
-        kind.check_dtype(path, param.dtype)
-        return kind.new(param)
+        return new_main_param(kind, path, param)
 
     leaves = map(new, trees.paths(params, "params"), jax.tree.leaves(params))
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
-def split_state(state: OptState, kind: MainParams) -> tuple[Any, Any]:
+def split_state(state: OptState, kind: Codec) -> tuple[Any, Any]:
     """Returns main parameters, or None, and optax's own state."""
-    if kind.is_kept != isinstance(state, MainParamsState):
-        expected = "MainParamsState" if kind.is_kept else "optax's own state"
+    if kind.is_stored != isinstance(state, MainParamsState):
+        expected = "MainParamsState" if kind.is_stored else "optax's own state"
         raise TreeError(
             "opt_state",
             "does not fit main_params_dtype",
@@ -56,13 +55,13 @@ def split_state(state: OptState, kind: MainParams) -> tuple[Any, Any]:
             expected=expected,
             action="Make it with init(params) of this optimizer.",
         )
-    return (state.main_params, state.inner) if kind.is_kept else (None, state)
+    return (state.main_params, state.inner) if kind.is_stored else (None, state)
 
 
-def main_leaves(kind: MainParams, main_params: Any, params: Params) -> list[Any]:
+def main_leaves(kind: Codec, main_params: Any, params: Params) -> list[Any]:
     """Returns the main parameter of each leaf of params, or None where it has none."""
     treedef: Any = jax.tree.structure(params)
-    if not kind.is_kept:
+    if not kind.is_stored:
         return [None] * treedef.num_leaves
     try:
         mains = treedef.flatten_up_to(main_params)
@@ -85,20 +84,19 @@ def _differs(main_params: Any, params: Params) -> TreeError:
     )
 
 
-def _check_main(name: str, kind: MainParams, main: Any, param: Any) -> None:
+def _check_main(name: str, kind: Codec, main: Any, param: Any) -> None:
     """Raises DtypeError unless a main parameter fits its parameter."""
-    assert kind.stored_dtype is not None
     got = (np.shape(main), getattr(main, "dtype", None))
-    is_kept = kind.is_kept_for(param)
-    fits = is_kept or kind is not MainParams.REMAINDER16  # which is half of a number without it
-    if fits and got == (np.shape(param), kind.stored_dtype):
+    is_kept = has_main_param(kind, param)
+    fits = is_kept or kind != REMAINDER16  # which is half of a number without it
+    if fits and got == (np.shape(param), kind.dtype):
         return
     if is_kept or not isinstance(main, optax.MaskedNode):
         raise DtypeError(
             name,
             "does not fit its parameter",
             got=got if hasattr(main, "dtype") else type(main).__name__,
-            expected=(np.shape(param), kind.stored_dtype.name)
+            expected=(np.shape(param), kind.dtype.name)
             if fits
             else f"none beside {getattr(param, 'dtype', type(param).__name__)}",
             action="Make the state with init(params) of this optimizer.",
@@ -120,7 +118,7 @@ def nan_if_changed(
     compared = [
         i
         for i, (param, main) in enumerate(zip(params, mains, strict=True))
-        if MainParams.of(main) is MainParams.FLOAT32 and param.dtype != main.dtype and param.size
+        if main_codec_of(main) == FLOAT32 and param.dtype != main.dtype and param.size
     ]
     new = list(grads)
     for i in sorted(compared, key=lambda i: params[i].size)[:_COMPARED]:
@@ -152,8 +150,8 @@ def main_params_of(params: Params, opt_state: OptState) -> Any:
 
 def _joined(params: Params, state: MainParamsState) -> Params:
     """Puts the main parameters of one state in the place of its params."""
-    kinds = {MainParams.of(x) for x in jax.tree.leaves(state.main_params)}
-    kind = MainParams.REMAINDER16 if MainParams.REMAINDER16 in kinds else MainParams.FLOAT32
+    kinds = {main_codec_of(x) for x in jax.tree.leaves(state.main_params)}
+    kind = REMAINDER16 if REMAINDER16 in kinds else FLOAT32
     # Every leaf that it steps has a moment; a MaskedNode may stand for many that it does not.
     moments = jax.tree.leaves(state.inner[0].mu, is_leaf=_is_moment)
     treedef: Any = jax.tree.structure(state.inner[0].mu, is_leaf=_is_moment)
@@ -173,4 +171,4 @@ def _is_moment(x: Any) -> bool:
 
 
 def _exact(param: Any, main: Any) -> Any:
-    return MainParams.of(main).join(param, main, jnp)
+    return main_codec_of(main).join(param, main, jnp)

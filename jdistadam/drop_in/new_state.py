@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jdistadam.core import trees
 from jdistadam.core.algorithm import Algorithm
+from jdistadam.core.main_params import has_main_param
 from jdistadam.core.types import OptState, Params
 from jdistadam.drop_in import low_precision, optax_fallback
 from jdistadam.drop_in.main_params import MainParamsState, new_main_params
@@ -26,11 +27,13 @@ def new_state(algorithm: Algorithm, params: Params) -> OptState:
             storage.check_rounded([x for x in stored if jnp.issubdtype(x, jnp.floating)])
         return low_precision.new_state(storage, params, updated, state)
 
-    if not main_kind.is_kept:
+    if not main_kind.is_stored:
         return low_precision.with_key(storage, optax_state(params))
-    is_kept_for = main_kind.is_kept_for
-    wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if is_kept_for(x) else x, params)
-    inner = optax_state(wide)
+
+    def widened(x: Any) -> Any:
+        return jnp.asarray(x, jnp.float32) if has_main_param(main_kind, x) else x
+
+    inner = optax_state(jax.tree.map(widened, params))
     return low_precision.with_key(
         storage, MainParamsState(new_main_params(main_kind, params), inner)
     )

@@ -314,7 +314,7 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
     pairs = [hyper.known_and_operands() for hyper in groups.used]
     known, operands = tuple(x for x, _ in pairs), tuple(x for _, x in pairs)
     static = dict(known=known, main_kind=main_kind, storage=algorithm.storage)
-    needs_params = algorithm.reads_params or main_kind.is_kept
+    needs_params = algorithm.reads_params or main_kind.is_stored
 
     def init(params: Params) -> OptState:
         trees.check_numbers(params, name="params")

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from jdistadam.core import boxes, trees
-from jdistadam.core.codecs import Codec, is_codes, moment_leaves
+from jdistadam.core.codecs import Codec, codec_of, is_codes, moment_leaves
 from jdistadam.core.hyperparameters import Hyperparameters
-from jdistadam.core.main_params import MainParams
+from jdistadam.core.main_params import main_codec_of
 from jdistadam.core.storage import Storage
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
@@ -44,7 +44,7 @@ class TreeLeaf(NamedTuple):
 
     grad: Any
     param: Any
-    main: Any  # what MainParams stores beside the parameter, or None
+    main: Any  # what Codec stores beside the parameter, or None
     mu: Any
     nu: Any
 
@@ -64,7 +64,7 @@ def tree_step(
     mode: str,
     known: tuple[tuple[tuple[str, Any], ...], ...],
     rows: tuple[int | None, ...],
-    main_kind: MainParams,
+    main_kind: Codec,
     storage: Storage,
 ) -> tuple[Any, OptState]:
     """Steps every leaf and advances the counts of the state.
@@ -86,7 +86,7 @@ def tree_step(
     """
     trees.check_memory(grads=grads, opt_state=state, params=params)
     hypers = [Hyperparameters(**dict(x), **y) for x, y in zip(known, operands, strict=True)]
-    name = "opt_state" + ".inner" * (main_kind.is_kept + storage.is_random)
+    name = "opt_state" + ".inner" * (main_kind.is_stored + storage.is_random)
     key, state = split_key(storage, state)
     main_params, inner = split_state(state, main_kind)
     adam_state = adam_state_of(inner, name)
@@ -169,7 +169,7 @@ def _new_trees(
     count: jax.Array,
     *,
     other_states: Sequence[Any],
-    main_kind: MainParams,
+    main_kind: Codec,
 ) -> tuple[Any, OptState]:
     """Puts new leaves into trees like ``like``: returns new params or updates, and the state."""
     treedef: Any = jax.tree.structure(like)
@@ -182,7 +182,7 @@ def _new_trees(
         optax.safe_increment(count), *map(boxes.codes_outside, moments)
     )
     new_state: Any = (new_adam, *(advance_schedules(part) for part in other_states))
-    if main_kind.is_kept:
+    if main_kind.is_stored:
         masked = [optax.MaskedNode() if x.main is None else x.main for x in new]
         new_state = MainParamsState(tree(masked), new_state)
     return tree([x.param for x in new]), new_state
@@ -240,7 +240,7 @@ def step_leaves(
 
 def _dtype(x: Any) -> Any:
     """The dtype or format of an array, which tells apart what needs its own call; None for None."""
-    return x if x is None else x.codec if is_codes(x) else jnp.dtype(x.dtype)
+    return x if x is None else codec_of(x) if is_codes(x) else jnp.dtype(x.dtype)
 
 
 def _is_quantized(dtypes: TreeLeaf, *, mode: str, is_random: bool) -> bool:
@@ -296,15 +296,15 @@ def _call(run: Callable[..., Results], spec: Spec, leaves: Sequence[TreeLeaf]) -
     """Steps leaves of equal dtypes in one kernel call, as ``spec`` says for leaves without main."""
     grads, params, mains, mu, nu = zip(*leaves, strict=True)
     operands = Operands(grads=grads, params=params, mu=mu, nu=nu)
-    kind, mode = MainParams.of(mains[0]), spec.mode
-    if mode == "update" and not kind.is_kept:
+    kind, mode = main_codec_of(mains[0]), spec.mode
+    if mode == "update" and not kind.is_stored:
         spec = dataclasses.replace(spec, out_dtype=grads[0].dtype)
     spec, operands = with_main_params(kind, spec, operands, mains, params[0].dtype)
     results = run(spec, operands, params)
     new, new_mains = new_params(kind, results)
-    if kind.is_kept and mode == "update":
+    if kind.is_stored and mode == "update":
         new = [_difference(*pair) for pair in zip(new, params, strict=True)]
-    columns = (grads, new, new_mains if kind.is_kept else mains, results.mu, results.nu)
+    columns = (grads, new, new_mains if kind.is_stored else mains, results.mu, results.nu)
     return [TreeLeaf(*leaf) for leaf in zip(*columns, strict=True)]
 
 
@@ -317,7 +317,7 @@ def _call_optax(
     count: jax.Array,
 ) -> list[TreeLeaf]:
     """Steps leaves that the kernel does not know, with main parameters or without."""
-    kind = MainParams.of(leaves[0].main)
+    kind = main_codec_of(leaves[0].main)
     optax_leaves = [
         optax_fallback.OptaxLeaf(
             grad=leaf.grad,
@@ -328,11 +328,11 @@ def _call_optax(
         )
         for leaf, decay in zip(leaves, decays, strict=True)
     ]
-    results = optax_fallback.step("step" if kind.is_kept else mode, hyper, count, optax_leaves)
+    results = optax_fallback.step("step" if kind.is_stored else mode, hyper, count, optax_leaves)
     new_leaves = []
     for leaf, (new, mu, nu) in zip(leaves, results, strict=True):
         main = None
-        if kind.is_kept:
+        if kind.is_stored:
             new, main = kind.split(new, leaf.param.dtype, jnp)
             new = new if mode == "step" else _difference(new, leaf.param)
         new_leaves.append(TreeLeaf(grad=leaf.grad, param=new, main=main, mu=mu, nu=nu))

@@ -10,12 +10,11 @@ import numpy as np
 import optax
 
 from jdistadam.core import boxes, trees
-from jdistadam.core.codecs import is_codes
+from jdistadam.core.codecs import codec_of, is_codes
 from jdistadam.drop_in.low_precision import RoundingState
 from jdistadam.drop_in.main_params import MainParamsState
 from jdistadam.errors import TreeError
 from jdistadam.interop.our_trees import AdamTrees
-from jdistadam.kernels import rounding
 
 
 def filled(opt_state: Any, ours: AdamTrees, step: int) -> Any:
@@ -77,7 +76,7 @@ def _stored(name: str, moments: Any, like: Any) -> Any:
 
     def one(old: Any, x: np.ndarray) -> Any:
         if is_codes(old):
-            return rounding.encode(name, old.codec, x.astype(np.float32, copy=False), None, np)
+            return codec_of(old).encode(name, x.astype(np.float32, copy=False), None, np)
         return x.astype(old.dtype, copy=False)
 
     like = boxes.codes_inside(like)

@@ -11,7 +11,8 @@ import numpy as np
 import optax
 
 from jdistadam.core import trees
-from jdistadam.core.main_params import MainParams
+from jdistadam.core.codecs import NOTHING
+from jdistadam.core.main_params import main_codec_of
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.frozen import with_frozen, without_frozen
@@ -180,7 +181,7 @@ def _split(exact: Any, like: Params, state: MainParamsState) -> tuple[Any, Any]:
     kept = treedef.flatten_up_to(state.main_params)
     for x, y, old in zip(jax.tree.leaves(exact), jax.tree.leaves(like), kept, strict=True):
         is_kept = isinstance(old, np.ndarray)  # else there is a MaskedNode in its place
-        kind = MainParams.of(old) if is_kept else MainParams.NONE
+        kind = main_codec_of(old) if is_kept else NOTHING
         param, main = kind.split(x, y.dtype, np)
         pairs.append((param, main if is_kept else old))
     params, mains = zip(*pairs, strict=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jdistadam.core.main_params import join
+from jdistadam.core.codecs import join_halves
 from jdistadam.errors import HyperparameterError, ShapeError, TreeError
 from jdistadam.interop.named_state import Group, NamedLeaf
 from jdistadam.interop.their_arrays import as_numpy, mapping, number, sequence
@@ -203,7 +203,7 @@ def joined(name: str, param: Any, remainder: np.ndarray) -> np.ndarray:
             expected=remainder.shape,
             action="Check that names are in the order in which the optimizer got its parameters.",
         )
-    flat = join(param.reshape(-1), remainder.reshape(-1).view(np.uint16), np)
+    flat = join_halves(param.reshape(-1), remainder.reshape(-1).view(np.uint16), np)
     return np.asarray(flat).reshape(param.shape)
 
 

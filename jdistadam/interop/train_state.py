@@ -76,7 +76,7 @@ def to_train_state(
     names = list(name_map.their_name_by_path(theirs.leaves, rename, like).values())
     hyperparameters.compare(theirs, numbers, like, names, differences)
     ours = to_trees(theirs, like, rename, transpose, [x is None for x in numbers])
-    check_kept(ours.params, like, keeps_main=tx.config.policy.main_params.is_kept)
+    check_kept(ours.params, like, keeps_main=tx.config.policy.main_params.is_stored)
     dtypes = jax.tree.map(lambda x: x.dtype, like)
     new = TrainState.create(ours.params, tx, param_dtypes=dtypes)
     _, opt_state, _ = to_optax_state(new, tx)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import varying
+from jdistadam.core.codecs import FLOAT32, Codec
 from jdistadam.core.hyperparameters import FLAGS
-from jdistadam.core.main_params import MainParams
 from jdistadam.kernels import coefficients, native, reference
 
 _MODES = {"step": 0, "step_and_cast": 1, "update": 2, "step_split": 3}  # enum Mode of cuda/adam.h
@@ -91,7 +91,7 @@ class Results(NamedTuple):
 
 
 def with_main_params(
-    kind: MainParams,
+    kind: Codec,
     spec: Spec,
     operands: Operands,
     main: Sequence[Any],
@@ -109,9 +109,9 @@ def with_main_params(
       param_dtype: Dtype of the params.
       is_flat: Whether ``main`` is flat.
     """
-    if kind is MainParams.NONE:
+    if not kind.is_stored:
         return spec, operands
-    is_split = kind is MainParams.REMAINDER16
+    is_split = kind.is_remainder
     operands = operands._replace(out=main) if is_split else operands._replace(params=main)
     flat = spec.flat | {"out" if is_split else "params"} if is_flat else spec.flat
     mode = "step_split" if is_split else "step_and_cast"
@@ -119,9 +119,9 @@ def with_main_params(
     return dataclasses.replace(spec, mode=mode, out_dtype=out_dtype, flat=flat), operands
 
 
-def new_params(kind: MainParams, results: Results) -> tuple[Sequence[Any], Sequence[Any]]:
+def new_params(kind: Codec, results: Results) -> tuple[Sequence[Any], Sequence[Any]]:
     """Returns new params, or updates, and what is kept of main parameters."""
-    if kind is MainParams.FLOAT32:
+    if kind == FLOAT32:
         return results.out, results.params
     return results.params or results.out, results.out
 

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core.codecs import BLOCK, BlockCodes, Codec
-from jdistadam.kernels import rounding
+from jdistadam.core.codecs import BLOCK, BlockCodes, Codec, codec_of
 
 
 def encoded(name: str, codec: Codec, x: jax.Array) -> BlockCodes:
@@ -40,7 +39,8 @@ def decoded(name: str, codes: jax.Array, scales: jax.Array) -> jax.Array:
     is_traced = isinstance(codes, jax.core.Tracer)
     sharding: Any = jax.typeof(codes).sharding if is_traced else codes.sharding
     if is_traced and not any(sharding.spec):  # on one device, or where XLA decides
-        leaf: jax.Array = rounding.decode(name, BlockCodes(codes, scales), jnp)
+        moment = BlockCodes(codes, scales)
+        leaf: jax.Array = codec_of(moment).decode(name, moment, jnp)
         return leaf
     mesh, spec, scale_spec = _pieces(codes.shape, sharding)
     in_pieces = _in_rows(scales, codes.shape[: len(scale_spec[:-1])])
@@ -51,7 +51,7 @@ def decoded(name: str, codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 def num_scales(shape: tuple[int, ...]) -> int:
     """Returns the number of scales of a leaf."""
-    return rounding.num_blocks(math.prod(shape))
+    return -(-math.prod(shape) // BLOCK)
 
 
 def _pieces(shape: tuple[int, ...], sharding: Any) -> tuple[Any, P, P]:
@@ -94,7 +94,7 @@ def _in_one_row(scales: jax.Array) -> jax.Array:
 @functools.lru_cache(maxsize=1024)
 def _encoder(name: str, codec: Codec, mesh: Any, spec: P, scale_spec: P) -> Any:
     def local(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        codes, scales = rounding.encode(name, codec, x, None, jnp)
+        codes, scales = codec.encode(name, x, None, jnp)
         if scale_spec:
             scales = scales.reshape(*x.shape[: len(scale_spec) - 1], -1)
         return codes, scales
@@ -105,7 +105,8 @@ def _encoder(name: str, codec: Codec, mesh: Any, spec: P, scale_spec: P) -> Any:
 @functools.lru_cache(maxsize=1024)
 def _decoder(name: str, mesh: Any, spec: P, scale_spec: P) -> Any:
     def local(codes: jax.Array, scales: jax.Array) -> jax.Array:
-        leaf: jax.Array = rounding.decode(name, BlockCodes(codes, scales.reshape(-1)), jnp)
+        moment = BlockCodes(codes, scales.reshape(-1))
+        leaf: jax.Array = codec_of(moment).decode(name, moment, jnp)
         return leaf
 
     return _on_devices(local, mesh, (spec, scale_spec), spec)

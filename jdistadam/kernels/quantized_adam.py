@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core.codecs import BLOCK, BlockCodes, is_codes
+from jdistadam.core.codecs import BLOCK, BlockCodes, codec_of, float_codec, is_codes
 from jdistadam.kernels import adam as kernel
-from jdistadam.kernels import coefficients, native, reference, rounding
+from jdistadam.kernels import coefficients, native, random_bits, reference
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
-from jdistadam.kernels.rounding import Cuts
+from jdistadam.kernels.random_bits import Cuts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,26 +198,26 @@ def adam_reference(
 
 def _bits(
     spec: QuantizedSpec, rounded: Rounding, places: Places, i: int, shape: tuple[int, ...], xp: Any
-) -> rounding.RandomBits:
+) -> random_bits.RandomBits:
     """The random bits of a leaf."""
     if not spec.is_random:
-        return rounding.RandomBits(None, None, None)
+        return random_bits.RandomBits(None, None, None)
     size = math.prod(shape)
     number, table = spec.ids[i], spec.tables[i] if spec.tables else -1
     if table >= 0:
-        blocks = places.blocks[table : table + rounding.num_blocks(size)]
-        number, index = rounding.indices_of_blocks(size, blocks, xp)
+        blocks = places.blocks[table : table + -(-size // BLOCK)]
+        number, index = random_bits.indices_of_blocks(size, blocks, xp)
     else:
         cuts = Cuts(*spec.cuts[i]) if spec.cuts else Cuts.into_runs(size)
-        index = rounding.indices(size, cuts, places.parts[i], xp)
-    return rounding.random_bits(rounded.key, rounded.count, number, index, shape, xp)
+        index = random_bits.indices(size, cuts, places.parts[i], xp)
+    return random_bits.random_bits(rounded.key, rounded.count, number, index, shape, xp)
 
 
 def _of_scales(spec: Spec) -> Spec:
     """What says where the scales of leaves are in flat ones."""
     return dataclasses.replace(
         spec,
-        sizes=tuple(rounding.num_blocks(size) for size in spec.sizes),
+        sizes=tuple(-(-size // BLOCK) for size in spec.sizes),
         offsets=tuple(offset // BLOCK for offset in spec.offsets),
     )
 
@@ -248,7 +248,7 @@ def _leaf(
     spec: QuantizedSpec,
     scalars: Scalars,
     row: Any,
-    bits: rounding.RandomBits,
+    bits: random_bits.RandomBits,
     grad: Any,
     param: Any,
     mu: Any,
@@ -269,8 +269,8 @@ def _leaf(
         found_inf=scalars.found_inf,
         grad=grad,
         param=wide,
-        mu=_widened("mu", mu, xp),
-        nu=_widened("nu", nu, xp),
+        mu=codec_of(mu).decode("mu", mu, xp),
+        nu=codec_of(nu).decode("nu", nu, xp),
         remainder=remainder,
         flags=spec.adam.flags,
         out_dtype=spec.adam.out_dtype,
@@ -282,28 +282,14 @@ def _leaf(
 
     new_param = new.params
     if wide is not param:
-        made = rounding.round_at_random(new_param, param.dtype, bits.param, xp)
+        made = float_codec(param.dtype).encode("param", new_param, bits.param, xp)
         new_param = keep_if_skipped(param, made)
 
     def stored(name: str, old: Any, made: Any, random: Any) -> Any:
         with np.errstate(all="ignore"):
-            rounded_to = _rounded(name, old, made, random, xp)
+            rounded_to = codec_of(old).encode(name, made, random, xp)
         return jax.tree.map(keep_if_skipped, old, rounded_to)
 
     new_mu = stored("mu", mu, new.mu, bits.mu)
     new_nu = stored("nu", nu, new.nu, bits.nu)
     return reference.AdamResult(new_param, new_mu, new_nu, new.out)
-
-
-def _widened(name: str, moment: Any, xp: Any) -> Any:
-    if is_codes(moment):
-        return rounding.decode(name, moment, xp)
-    return moment.astype(xp.float32)
-
-
-def _rounded(name: str, old: Any, made: Any, random: Any, xp: Any) -> Any:
-    if is_codes(old):
-        return rounding.encode(name, old.codec, made, random, xp)
-    if random is None:
-        return reference.store(made, old.dtype, xp)
-    return rounding.round_at_random(made, old.dtype, random, xp)

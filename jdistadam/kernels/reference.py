@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jdistadam.core.codecs import join_halves, split_halves
 from jdistadam.core.dtypes import store
-from jdistadam.core.main_params import join, split
 
 
 class AdamResult(NamedTuple):
@@ -137,12 +137,12 @@ def adam_leaf(
     f32 = xp.float32
     with np.errstate(all="ignore"):
         is_split = mode == "step_split"
-        p = join(param, remainder, xp) if is_split else param.astype(f32)
+        p = join_halves(param, remainder, xp) if is_split else param.astype(f32)
         g = grad.astype(f32) * inv_scale
         m, v = mu.astype(f32), nu.astype(f32)
         u, m, v = adam_update(c, g=g, p=p, m=m, v=v, flags=flags, every_term=every_term, xp=xp)
         if is_split:
-            new_param, out = split(p - u, param.dtype, xp)
+            new_param, out = split_halves(p - u, param.dtype, xp)
             out_if_skipped = remainder
         elif mode == "update":
             new_param, out, out_if_skipped = param, store(-u, out_dtype, xp), xp.zeros_like(p)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, check_flag
-from jdistadam.core.main_params import MainParams
 from jdistadam.core.types import Params
 from jdistadam.distributed.communication import Communication, keeps_shards_alone
 from jdistadam.distributed.config import DistributedConfig
@@ -184,7 +183,7 @@ def _buffers(
     itemsize = jnp.dtype(bucket.dtype).itemsize
     comm = bucket.dtype if policy.param_comm_dtype is None else policy.param_comm_dtype
     yield "new shards", bucket.shard_size * itemsize
-    if not bucket.has_main or policy.main_params is MainParams.REMAINDER16:
+    if not bucket.has_main or policy.main_params.is_remainder:
         yield "new shards", bucket.shard_size * itemsize  # cut out of the params
     if comm != bucket.dtype:
         yield "gathered parameters", whole * jnp.dtype(comm).itemsize

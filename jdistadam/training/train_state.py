@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
-from jdistadam.core.main_params import MainParams
 from jdistadam.core.precision import float_dtype
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed.checks import check_alive, check_layout_of
@@ -214,7 +213,7 @@ def _rounded(tx: DistributedTransformation, params: Params, trained: Params) -> 
     kind, layout = tx.config.policy.main_params, tx.layout(trained)
 
     def rounded(x: Any, like: Any, is_frozen: bool) -> Any:
-        is_split = kind is MainParams.REMAINDER16 and x.dtype == jnp.float32 and x.size
+        is_split = kind.is_remainder and x.dtype == jnp.float32 and x.size
         if is_split and like.dtype == jnp.bfloat16 and not is_frozen:
             return kind.split(x, like.dtype, jnp)[0]  # the half that fits a remainder
         return x.astype(like.dtype)

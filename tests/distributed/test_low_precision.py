@@ -14,8 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam.core.codecs import BLOCK8, BLOCK16, BlockCodes, is_codes
-from jdistadam.kernels import rounding
+from jdistadam.core.codecs import BLOCK8, BLOCK16, BlockCodes, codec_of, is_codes
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.dtypes import dtypes
 from support.h200 import compile_step
@@ -150,7 +149,8 @@ def as_floats(name, moments):
     def one(x):
         if not is_codes(x):
             return np.asarray(x, np.float32)
-        return rounding.decode(name, BlockCodes(*map(np.asarray, x)), np)
+        moment = BlockCodes(*map(np.asarray, x))
+        return codec_of(moment).decode(name, moment, np)
 
     return jax.tree.map(one, moments, is_leaf=is_codes)
 
@@ -414,7 +414,7 @@ def test_a_checkpoint_between_kinds_of_moments(tmp_path, kind):
     for name in ("mu", "nu"):
         for path, x in getattr(want, name).items():
             if x.size >= 4096:
-                x = rounding.decode(name, rounding.encode(name, form, x, None, np), np)
+                x = form.decode(name, form.encode(name, x, None, np), np)
             assert_same_bits(getattr(got, name)[path], x, f"{name} {path}")
 
 
@@ -478,7 +478,7 @@ def test_a_checkpoint_between_formats(tmp_path):
     for name in ("mu", "nu"):
         for path, x in getattr(want, name).items():
             if x.size >= 4096:
-                x = rounding.decode(name, rounding.encode(name, BLOCK8, x, None, np), np)
+                x = BLOCK8.decode(name, BLOCK8.encode(name, x, None, np), np)
             assert_same_bits(getattr(got, name)[path], x, f"{name} {path}")
 
 

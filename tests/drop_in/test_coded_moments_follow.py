@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import jdistadam as jda
-from jdistadam.core.codecs import BLOCK8, BLOCK16, growth, largest_decay, rounding_error
-from jdistadam.kernels.rounding import Code
+from jdistadam.core.codecs import BLOCK8, BLOCK16, growth
 from support.samples import often
 
 LONG, SHORT, STOP = 10_000, 1_500, 30
@@ -66,7 +65,7 @@ class Seen(NamedTuple):
 
 def errors_of(formats):
     """h of the first and of the second moment."""
-    return [0.0 if form is None else rounding_error(form.mantissa) for form in formats]
+    return [0.0 if form is None else form.rounding_error for form in formats]
 
 
 @functools.cache
@@ -75,7 +74,7 @@ def trained(platform, steps, b1, b2, mu=None, nu=None, rounding="nearest"):
     moments = dict(mu_dtype=names[0], nu_dtype=names[1], rounding=rounding)
     tx = jda.fused_adamw(1.0, b1, b2, eps=1e-30, weight_decay=0.0, **moments)
     h_mu, h_nu = errors_of((mu, nu))
-    floor = 0.0 if nu is None else 2.0 ** (1 - Code.of("nu", nu).highest_exponent)
+    floor = 0.0 if nu is None else 2.0 ** (1 - nu.code("nu").highest_exponent)
     zeros = jnp.zeros(SHAPE)
 
     def step(carry, t):
@@ -172,7 +171,7 @@ def test_at_random_they_follow_in_the_mean(platform, steps, b1, b2, mu, nu):
 @pytest.mark.parametrize("form", [BLOCK8, BLOCK16], ids=name_of)
 def test_the_largest_rate_at_most_doubles_the_memory_of_a_mean(form):
     """It is 1 / (1 - b), and 1 / (1 - b (1 + h)) as rounded; not for the next number of decimals."""
-    b, h = largest_decay(form.mantissa), rounding_error(form.mantissa)
+    b, h = form.largest_decay, form.rounding_error
     assert 1 - b * (1 + h) >= (1 - b) / 2
     b += 0.00099
     assert 1 - b * (1 + h) < (1 - b) / 2

@@ -12,8 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from jdistadam.core.codecs import BLOCK_CODECS, BlockCodes
-from jdistadam.kernels import rounding
-from jdistadam.kernels.rounding import Code
 from support.bits import assert_trees_same_bits
 from support.samples import often
 
@@ -297,7 +295,7 @@ def relative_errors(form, mu_octaves, nu_octaves):
     hyper = dict(learning_rate=1.0, b1=0.85, b2=0.88, eps=0.0, weight_decay=0.0)
     plain = jda.fused_adamw(**hyper)
     coded = jda.fused_adamw(**hyper, mu_dtype=form.name, nu_dtype=form.name)
-    encoded = [rounding.encode(*x, None, np) for x in (("mu", form, mu), ("nu", form, nu))]
+    encoded = [form.encode(*x, None, np) for x in (("mu", mu), ("nu", nu))]
     params, found = {"w": jnp.zeros(n)}, []
     for tx, (m, v) in ((plain, (mu, nu)), (coded, encoded)):
         state = tx.init(params)
@@ -323,7 +321,7 @@ def test_the_error_of_an_update_from_coded_moments(form):
     mean = np.sqrt(np.sum((error * weight) ** 2) / np.sum(weight**2))
     assert mean == pytest.approx(0.450 * half, rel=0.03)
     # Over all octaves of codes but two, 2^29 of nu in 8 bits and 2^61 in 16.
-    spans = [Code.of(name, form).highest_exponent - 2 for name in ("mu", "nu")]
+    spans = [form.code(name).highest_exponent - 2 for name in ("mu", "nu")]
     error, _ = relative_errors(form, *spans)
     assert np.abs(error).max() < (1 + half) / np.sqrt(1 - half) - 1 + 2**-20  # of float32
 

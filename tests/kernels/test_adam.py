@@ -100,7 +100,7 @@ def split_operands(rng, sizes, dtypes, **kwargs):
     """Operands of mode "step_split": parameters as a bfloat16 and a remainder."""
     grad, mu, nu = dtypes
     operands = random_operands(rng, sizes, (grad, F32, mu, nu), **kwargs)
-    high, low = zip(*(reference.split(x, BF16, np) for x in operands.params), strict=True)
+    high, low = zip(*(reference.split_halves(x, BF16, np) for x in operands.params), strict=True)
     return operands._replace(params=high, out=low)
 
 
@@ -127,10 +127,10 @@ def test_split_is_lossless_over_all_remainders(platform):
     bits = np.asarray([h ^ sign for h in highs for sign in (0, 0x8000)], np.uint32)
     bits = (bits[:, None] << 16 | np.arange(65_536, dtype=np.uint32)).reshape(-1)
     x = bits.view(F32)
-    high, low = reference.split(x, BF16, np)
+    high, low = reference.split_halves(x, BF16, np)
     number = ~np.isnan(x)
-    assert_same_bits(reference.join(high, low, np)[number], x[number])
-    assert np.isnan(reference.join(high, low, np)[~number]).all()
+    assert_same_bits(reference.join_halves(high, low, np)[number], x[number])
+    assert np.isnan(reference.join_halves(high, low, np)[~number]).all()
     assert np.isnan(high.astype(F32)[~number]).all()
     # nearest, ties away: half a spacing of bfloat16 above the truncated one rounds up
     away = ((bits.astype(np.uint64) + 0x8000) >> 16).astype(np.uint16).view(BF16)
@@ -154,7 +154,7 @@ def test_split_parameters_are_the_float32_run(platform, moments):
     """20 steps: the two halves always hold the bits of float32 parameters stepped alike."""
     rng = np.random.default_rng(8)
     operands = random_operands(rng, (4099, 5), (BF16, F32, *moments))
-    high, low = zip(*(reference.split(x, BF16, np) for x in operands.params), strict=True)
+    high, low = zip(*(reference.split_halves(x, BF16, np) for x in operands.params), strict=True)
     halves = operands._replace(params=high, out=low)
     for count in range(1, 21):
         grads = random_operands(rng, (4099, 5), (BF16,) * 4).grads
@@ -162,7 +162,7 @@ def test_split_parameters_are_the_float32_run(platform, moments):
         full = adam(Spec("step", (0, 1)), rows, operands._replace(grads=grads))
         split = adam(Spec("step_split", (0, 1)), rows, halves._replace(grads=grads))
         for i, want in enumerate(full.params):
-            got = reference.join(np.asarray(split.params[i]), np.asarray(split.out[i]), np)
+            got = reference.join_halves(np.asarray(split.params[i]), np.asarray(split.out[i]), np)
             assert_same_bits(got, want, f"params[{i}] after {count} steps")
         operands = operands._replace(**{k: getattr(full, k) for k in ("params", "mu", "nu")})
         halves = halves._replace(**{k: getattr(split, k) for k in ("params", "mu", "nu", "out")})
@@ -400,7 +400,9 @@ def test_fallback_is_close_to_the_kernel():
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-30)
         if mode == "step_split":  # neither half means anything by itself
             halves = (zip(z.params, z.out, strict=True) for z in (got, want))
-            joined = ([reference.join(*map(np.asarray, pair), np) for pair in z] for z in halves)
+            joined = (
+                [reference.join_halves(*map(np.asarray, pair), np) for pair in z] for z in halves
+            )
             for x, y in zip(*joined, strict=True):
                 np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-30)
 

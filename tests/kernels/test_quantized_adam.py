@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdistadam.core.codecs import BLOCK8, BLOCK16, BLOCK_CODECS, BlockCodes, Codec
-from jdistadam.kernels import reference, rounding, sharded_quantized_adam
+from jdistadam.core.codecs import BLOCK, BLOCK8, BLOCK16, BLOCK_CODECS, BlockCodes, Codec, codec_of
+from jdistadam.kernels import random_bits, reference, sharded_quantized_adam
 from jdistadam.kernels.adam import Operands, Spec
 from jdistadam.kernels.quantized_adam import Places, QuantizedSpec
-from jdistadam.kernels.rounding import Code, Cuts
+from jdistadam.kernels.random_bits import Cuts
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.operands import BF16, F16, F32, random_array, random_rows, scalars
 from support.quantized import adam_of_parts, by_reference, plain_array, rounded
@@ -45,7 +45,7 @@ def name_of(x):
 def moment(rng, n, dtype, name, values="plain"):
     x = ARRAYS[values](rng, n, F32, nonnegative=name == "nu")
     if isinstance(dtype, Codec):
-        return rounding.encode(name, dtype, x, None, np)
+        return dtype.encode(name, x, None, np)
     with np.errstate(all="ignore"):
         return x.astype(dtype)
 
@@ -58,7 +58,7 @@ def random_operands(seed, dtypes, mode, values="plain"):
     params = make(lambda n: array(rng, n, F32 if mode == "step_split" else param))
     out = ()
     if mode == "step_split":
-        params, out = zip(*(reference.split(x, BF16, np) for x in params), strict=True)
+        params, out = zip(*(reference.split_halves(x, BF16, np) for x in params), strict=True)
     return Operands(
         make(lambda n: array(rng, n, grad)),
         params,
@@ -139,7 +139,7 @@ def test_philox_is_that_of_its_authors():
         (0, [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]),
         (0xFFFFFFFF, [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662]),
     ):
-        got = rounding.philox(np.full(2, word, np.uint32), of(word), np)
+        got = random_bits.philox(np.full(2, word, np.uint32), of(word), np)
         assert [int(x[0]) for x in got] == want
 
 
@@ -148,8 +148,8 @@ def test_random_bits_of_parts_are_those_of_the_whole(xp):
     key = np.asarray([7, 11], np.uint32)
 
     def bits(size, part, shape, xp):
-        index = rounding.indices(size, Cuts.into_runs(size), (part, 0), xp)
-        return rounding.random_bits(key, 3, 5, index, shape, xp)
+        index = random_bits.indices(size, Cuts.into_runs(size), (part, 0), xp)
+        return random_bits.random_bits(key, 3, 5, index, shape, xp)
 
     whole = bits(1001 * 7, 0, (1001 * 7,), np)
     for part in (0, 1, 5, 6):
@@ -159,7 +159,7 @@ def test_random_bits_of_parts_are_those_of_the_whole(xp):
     # Where the index has more than 32 bits, and where a quarter of it, the counter, has.
     for size, low, high in ((5, 2**30 + 2**28, 0), (20, 2**30, 1)):
         far = bits(size, 2**30, (size,), xp)
-        words = rounding.philox(key, [np.full(1, x, np.uint32) for x in (low, high, 5, 3)], np)
+        words = random_bits.philox(key, [np.full(1, x, np.uint32) for x in (low, high, 5, 3)], np)
         assert [int(x[0]) for x in words] == np.asarray(far.nu)[:4].tolist()
 
 
@@ -171,7 +171,7 @@ each_name = pytest.mark.parametrize("name", ["mu", "nu"])
 @each_name
 def test_codes_are_what_they_encode(form, name):
     """Every code with every scale: decoded and encoded again it is the same, rounded in any way."""
-    rng, code = np.random.default_rng(0), Code.of(name, form)
+    rng, code = np.random.default_rng(0), form.code(name)
     every = rng.permutation(np.arange(1 << form.bits)).astype(form.dtype)
     rows = np.resize(every, (-(-every.size // 127), 127))  # the last ones once more
     top = np.full((len(rows), 1), code.magnitude, form.dtype)  # of the highest exponent, as it must
@@ -179,11 +179,11 @@ def test_codes_are_what_they_encode(form, name):
     assert np.unique(codes).size == every.size
     for exponent in (code.smallest_scale, code.smallest_scale + 1, -30, -1, 0, 1, 60, 126):
         moment = BlockCodes(codes, np.full(len(codes), 2.0**exponent, np.float32))
-        x = rounding.decode(name, moment, np)
+        x = codec_of(moment).decode(name, moment, np)
         assert np.isfinite(x).all()
         assert np.array_equal(x == 0, codes & code.magnitude == 0)
         for random in (None, rng.integers(0, 2**32, codes.shape, np.uint32)):
-            assert_trees_same_bits(rounding.encode(name, form, x, random, np), moment)
+            assert_trees_same_bits(form.encode(name, x, random, np), moment)
 
 
 @each_format
@@ -201,13 +201,13 @@ def test_what_codes_mean(form, name):
     want = sign * np.ldexp(np.float64(whole), np.maximum(exponent, 1) - highest - mantissa_bits)
     moment = BlockCodes(codes.astype(form.dtype), np.ones(codes.size // 128, np.float32))
     for xp in (np, jnp):
-        assert_same_bits(np.asarray(rounding.decode(name, moment, xp)), np.float32(want))
+        assert_same_bits(np.asarray(codec_of(moment).decode(name, moment, xp)), np.float32(want))
 
 
 def in_blocks(x):
     """The largest magnitude of each element's block."""
-    blocks = np.abs(x).reshape(-1, rounding.BLOCK).max(axis=1)
-    return np.repeat(blocks, rounding.BLOCK)
+    blocks = np.abs(x).reshape(-1, BLOCK).max(axis=1)
+    return np.repeat(blocks, BLOCK)
 
 
 @each_format
@@ -218,17 +218,15 @@ def test_the_error_of_a_code(form, name, is_random):
 
     Below it a first moment loses up to a unit, and does not become larger but at random.
     """
-    rng, code, is_nu = np.random.default_rng(1), Code.of(name, form), name == "nu"
+    rng, code, is_nu = np.random.default_rng(1), form.code(name), name == "nu"
     below = code.highest_exponent + form.mantissa  # the smallest code is 2^(1 - below)
     x = np.float32(rng.normal(size=1 << 14) * np.exp2(rng.uniform(-1.2 * below, 0, 1 << 14)))
     x = np.abs(x) if is_nu else x
     x[::5] = 0
     random = rng.integers(0, 2**32, x.size, np.uint32) if is_random else None
-    moment = rounding.encode(name, form, x, random, np)
-    assert_trees_same_bits(
-        jax.jit(lambda x: rounding.encode(name, form, x, random, jnp))(x), moment
-    )
-    y = rounding.decode(name, moment, np)
+    moment = form.encode(name, x, random, np)
+    assert_trees_same_bits(jax.jit(lambda x: form.encode(name, x, random, jnp))(x), moment)
+    y = codec_of(moment).decode(name, moment, np)
     unit = 1 if is_random else 0.5
     # A scale is at most twice the largest of a block; times 2^(1 - below) it is the distance of the
     # smallest codes, by which nu may be rounded up so that it is not zero.
@@ -262,7 +260,7 @@ def test_which_second_moments_stay_where_they_are(form, b2, staying):
     number = 1 << form.mantissa
     x = np.full((number, 128), 4, F32)  # which keeps the scale
     x[:, 5] = 1 + np.arange(number) / number
-    y = rounding.decode("nu", rounding.encode("nu", form, np.float32(b2) * x, None, np), np)
+    y = form.decode("nu", form.encode("nu", np.float32(b2) * x, None, np), np)
     stays = y[1:, 5] == x[1:, 5]
     assert stays.sum() == (number - 1 if staying == 1 else round(staying * number))
     assert (np.diff(stays.astype(int)) <= 0).all()  # those at the octave's beginning
@@ -278,12 +276,12 @@ def test_numbers_near_the_end_of_float32(form, name):
     x = np.float32(np.exp2(rng.uniform(113, 126, (2, 128))))  # codes of mu have 15 exponents or 31
     for value in (largest, np.nextafter(tie, np.float32(0))):
         x[0, 7] = value
-        y = rounding.decode(name, rounding.encode(name, form, x, None, np), np)
+        y = form.decode(name, form.encode(name, x, None, np), np)
         assert y[0, 7] == largest
         assert (np.abs(y - x) <= x / 2 ** (form.mantissa + 1)).all()
     for value in (tie, 2.0**127, np.finfo(np.float32).max, np.inf, np.nan):
         x[0, 7] = value
-        y = rounding.decode(name, rounding.encode(name, form, x, None, np), np)
+        y = form.decode(name, form.encode(name, x, None, np), np)
         assert np.isnan(y[0]).all() and np.isfinite(y[1]).all()
 
 
@@ -337,16 +335,14 @@ def neighbours(name, like, x):
     found = []
     for bits in (0, 0xFFFFFFFF):
         random = np.full(x.shape, bits, np.uint32)
-        if isinstance(like, BlockCodes):
-            y = rounding.decode(name, rounding.encode(name, like.codec, x, random, np), np)
-        else:
-            y = rounding.round_at_random(x, like.dtype, random, np)
+        codec = codec_of(like)
+        y = codec.decode(name, codec.encode(name, x, random, np), np)
         found.append(np.asarray(y, np.float64))
     return found
 
 
 def widened(name, x):
-    return rounding.decode(name, x, np) if isinstance(x, BlockCodes) else x
+    return codec_of(x).decode(name, x, np) if isinstance(x, BlockCodes) else x
 
 
 @each_format
@@ -455,7 +451,7 @@ def test_parts_draw_the_bits_of_the_whole(dims):
     """Of a leaf (6, 4, 1024), cut in two along one dimension and then along another."""
     shape = (6, 4, 1024)
     size = int(np.prod(shape))
-    whole = rounding.indices(size, Cuts.into_runs(size), (0, 0), np).low.reshape(shape)
+    whole = random_bits.indices(size, Cuts.into_runs(size), (0, 0), np).low.reshape(shape)
     first, second = dims if len(dims) == 2 else (dims[0], None)
     for parts in itertools.product(range(2), range(2 if second is not None else 1)):
         outer = np.split(whole, 2, first)[parts[0]]
@@ -468,10 +464,10 @@ def test_parts_draw_the_bits_of_the_whole(dims):
             piece = int(np.prod(part.shape[second:]))
             inner, numbers = (piece, 2 * piece), parts[::-1]
         for xp in (np, jnp):
-            got = rounding.indices(part.size, Cuts(*inner, *cut), numbers, xp)
+            got = random_bits.indices(part.size, Cuts(*inner, *cut), numbers, xp)
             assert np.array_equal(np.asarray(got.low).reshape(part.shape), part)
             assert not np.asarray(got.high).any()
-    far = rounding.indices(4, Cuts(2, 2**33, 2**34, 2**40), (3, 1), np)
+    far = random_bits.indices(4, Cuts(2, 2**33, 2**34, 2**40), (3, 1), np)
     want = [(i // 2) * 2**33 + 3 * 2 + i % 2 + 2**34 for i in range(4)]
     assert (np.uint64(far.low) | np.uint64(far.high) << np.uint64(32)).tolist() == want
 

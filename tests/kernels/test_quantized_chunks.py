@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from jdistadam.core.codecs import BLOCK8, BLOCK16, Codec
-from jdistadam.kernels import coefficients, reference, rounding
+from jdistadam.core.codecs import BLOCK8, BLOCK16, Codec, codec_of
+from jdistadam.kernels import coefficients, reference
 from jdistadam.kernels.adam import Operands, Spec
 from jdistadam.kernels.quantized_adam import Places, QuantizedSpec
-from jdistadam.kernels.rounding import Cuts
+from jdistadam.kernels.random_bits import Cuts
 from support.bits import assert_trees_same_bits
 from support.operands import BF16, F32, random_rows, scalars
 from support.quantized import adam_of_parts, by_reference, plain_array, rounded
@@ -53,7 +53,7 @@ def sizes_of(platform):
 def moment(rng, n, stored, name):
     x = plain_array(rng, n, F32, nonnegative=name == "nu")
     if isinstance(stored, Codec):
-        return rounding.encode(name, stored, x, None, np)
+        return stored.encode(name, x, None, np)
     return x.astype(stored)
 
 
@@ -71,7 +71,7 @@ def operands_of(rng, sizes, mode, grad, param, stored):
         x[9::7001] = 3e38  # near what float32 ends at, as are its halves
     out = ()
     if mode == "step_split":
-        params, out = zip(*(reference.split(x, BF16, np) for x in params), strict=True)
+        params, out = zip(*(reference.split_halves(x, BF16, np) for x in params), strict=True)
     grads = leaves(rng, lambda r, n: plain_array(r, n, grad), sizes)
     mu = leaves(rng, lambda r, n: moment(r, n, stored, "mu"), sizes)
     nu = leaves(rng, lambda r, n: moment(r, n, stored, "nu"), sizes)
@@ -96,7 +96,7 @@ def make_faint(rng, g, m, v):
         some = slice(128 * start, min(128 * (start + 4), len(g) // 128 * 128))
         if some.start < some.stop:
             x = np.exp2(rng.uniform(log - 3, log + 3, some.stop - some.start)).astype(F32)
-            faint = rounding.encode(name, moment.codec, x, None, np)
+            faint = codec_of(moment).encode(name, x, None, np)
             g[some] = 0
             moment.codes[some] = faint.codes
             moment.scales[start : start + len(faint.scales)] = faint.scales

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core.codecs import BLOCK
-from jdistadam.core.main_params import split
+from jdistadam.core.codecs import BLOCK, split_halves
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.reference_training import CODES, Elements, Training, param_of
 from support.virtual_devices import (
@@ -290,7 +289,7 @@ class Interpreter(Training):
                 if bucket.has_main:
                     x = elements.value
                     _write(
-                        flat, bucket.offset, split(x, elements.dtype, np)[1] if dtype != F32 else x
+                        flat, bucket.offset, split_halves(x, elements.dtype, np)[1] if dtype != F32 else x
                     )
             return [flat] if layout.main_size else []
         given = getattr(self.config, name)

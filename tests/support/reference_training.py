@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jdistadam.core.codecs import BLOCK_CODECS, is_codes
-from jdistadam.core.main_params import split
-from jdistadam.kernels import coefficients, rounding
-from jdistadam.kernels.reference import adam_update, pairwise_sum, store
+from jdistadam.core.codecs import BLOCK_CODECS, codec_of, split_halves
+from jdistadam.kernels import coefficients, random_bits
+from jdistadam.kernels.reference import adam_update, pairwise_sum
 
 F32 = np.float32
 CODES = {form.name: form for form in BLOCK_CODECS}
@@ -51,7 +50,7 @@ class Elements:
             if given not in CODES:
                 zeros = zeros.astype(jnp.dtype(given))
             elif is_coded:
-                zeros = rounding.encode(name, CODES[given], zeros, None, np)
+                zeros = CODES[given].encode(name, zeros, None, np)
             setattr(self, name, zeros)
         return self
 
@@ -63,14 +62,14 @@ class Elements:
         """Takes a step; ``grad``: of the mean, float32."""
         c = dict(zip(coefficients.NAMES, row_of(config, self.group, count), strict=True))
         m, v = (_widened(name, getattr(self, name)) for name in ("mu", "nu"))
-        bits = rounding.RandomBits(None, None, None)
+        bits = random_bits.RandomBits(None, None, None)
         if config.rounding == "stochastic":
-            index = rounding.Index(
+            index = random_bits.Index(
                 np.uint32(self.index).ravel(), np.zeros(self.index.size, np.uint32)
             )
             leaf = np.uint32(np.broadcast_to(self.leaf, self.index.shape)).ravel()
             key = [SEED & 0xFFFFFFFF, SEED >> 32]
-            bits = rounding.random_bits(key, count, leaf, index, self.value.shape, np)
+            bits = random_bits.random_bits(key, count, leaf, index, self.value.shape, np)
         with np.errstate(all="ignore"):
             p, flags = self.value.astype(F32), config.flags
             u, m, v = adam_update(c, g=grad, p=p, m=m, v=v, flags=flags, every_term=False, xp=np)
@@ -88,7 +87,7 @@ class Elements:
 def param_of(config, value, dtype, keeps_main):
     """The parameter of a dtype that stands for a value."""
     if keeps_main and config.main == "remainder16":
-        return split(value, dtype, np)[0]
+        return split_halves(value, dtype, np)[0]
     return value.astype(dtype)
 
 
@@ -241,16 +240,12 @@ class Reference(Training):
 
 
 def _widened(name, x):
-    return rounding.decode(name, x, np) if is_codes(x) else x.astype(F32)
+    return codec_of(x).decode(name, x, np)
 
 
 def _stored(name, old, x, random):
     """A float32 as it is kept: in codes, or in 16 or 32 bits."""
-    if is_codes(old):
-        return rounding.encode(name, old.codec, x, random, np)
-    if random is None or old.dtype == F32:
-        return store(x, old.dtype, np)
-    return rounding.round_at_random(x, old.dtype, random, np)
+    return codec_of(old).encode(name, x, random, np)
 
 
 def sum_of(config, place, value, x):

@@ -329,10 +329,10 @@ def test_remainders_round_ties_away_from_zero():
     from jdistadam.kernels import reference
 
     tie = np.asarray([0x3F808000, 0x3F818000], np.uint32).view(np.float32)
-    upper, lower = reference.split(tie, BF16, np)
+    upper, lower = reference.split_halves(tie, BF16, np)
     assert upper.view(np.uint16).tolist() == [16257, 16258]
     assert tie.astype(BF16).view(np.uint16).tolist() == [16256, 16258]
-    assert_same_bits(reference.join(upper, lower, np), tie)
+    assert_same_bits(reference.join_halves(upper, lower, np), tie)
     for text in (jda.fused_adamw.__doc__, jda.MixedPrecisionPolicy.__doc__):
         assert "ties away from zero" in " ".join(text.split())
     groups = dict(param_labels={"ice": "ice", "w": ""}, groups={"": {}, "ice": {"frozen": True}})
