@@ -104,11 +104,8 @@ class MainParams(enum.Enum):
         """Raises DtypeError where a parameter of this dtype cannot have one."""
         if self is MainParams.REMAINDER16 and dtype != jnp.bfloat16:
             raise DtypeError(
-                path,
-                "has no remainder",
-                got=dtype,
-                expected="bfloat16, the upper half of a float32",
-                action="Use main_params_dtype=jnp.float32.",
+                f"{path}: has no remainder: got {dtype}, "
+                "expected bfloat16, the upper half of a float32. Use main_params_dtype=jnp.float32."
             )
 
     def new(self, param: Any) -> Any:
