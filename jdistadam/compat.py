@@ -90,11 +90,9 @@ def _refuse_empty_constants(mapped: Any, arguments: list[Any]) -> None:
     for constant in jax.make_jaxpr(mapped)(arguments).consts:
         if not jnp.size(constant):
             raise ShapeError(
-                "loss_fn",
-                "closes over a zero-size array, on which jax 0.11 crashes",
-                got=jnp.shape(constant),
-                expected="at least one element",
-                action="Make the array inside of loss_fn, or pass it in the batch.",
+                "loss_fn: closes over a zero-size array, on which jax 0.11 crashes: "
+                f"got {jnp.shape(constant)}, expected at least one element. "
+                "Make the array inside of loss_fn, or pass it in the batch."
             )
 
 
@@ -105,11 +103,9 @@ def refuse_empty_leaves(mesh: Mesh, params: Any) -> None:
     for path, x in zip(trees.paths(params, "params"), jax.tree.leaves(params), strict=True):
         if not np.size(x):
             raise ShapeError(
-                path,
-                "zero-size arguments of jax.shard_map crash jax 0.11 on several CPU devices",
-                got=np.shape(x),
-                expected="at least one element",
-                action="Use train_step, or leave such arrays out of the params.",
+                f"{path}: zero-size arguments of jax.shard_map crash jax 0.11 on "
+                f"several CPU devices: got {np.shape(x)}, expected at least one element. "
+                "Use train_step, or leave such arrays out of the params."
             )
 
 

@@ -4,46 +4,31 @@ Every message has one form, so that it can be acted on without a debugger::
 
     {where}: {what is wrong}: got {got}, expected {expected}. {one action}
 
+where the first is the path of a leaf, or the name of an argument.
+
 Each class is also the built-in exception that such a mistake usually raises, so ``except
 ValueError`` keeps working.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 
 class JDistAdamError(Exception):
     """Base class of all exceptions raised by jdistadam.
 
-    Attributes:
-      where: The path of a leaf, or the name of an argument.
-      what: What is wrong with it.
-      got: What was given, as text.
-      expected: What should have been, as text.
-      action: What to do.
-
     Example:
-      >>> error = ShapeError("grads['w']", "shape differs from the parameter", got=(3,),
-      ...                    expected=(2, 3), action="Fix the loss.")
-      >>> str(error)
-      "grads['w']: shape differs from the parameter: got (3,), expected (2, 3). Fix the loss."
-      >>> error.where
-      "grads['w']"
+      >>> print(ShapeError("grads['w']: shape differs from the parameter: "
+      ...                  "got (3,), expected (2, 3). Fix the loss."))
+      grads['w']: shape differs from the parameter: got (3,), expected (2, 3). Fix the loss.
     """
 
-    def __init__(
-        self, where: str, what: str, *, got: object, expected: object, action: str
-    ) -> None:
-        self.where, self.what, self.action = where, what, action
-        self.got, self.expected = f"{got}", f"{expected}"  # as text, so that every error pickles
-        super().__init__(f"{where}: {what}: got {got}, expected {expected}. {action}")
-
-    def __reduce__(self) -> Any:
-        """Makes it anew from its parts: pickle knows of positional arguments alone."""
-        parts = {"got": self.got, "expected": self.expected, "action": self.action}
-        return functools.partial(type(self), self.where, self.what, **parts), (), self.__dict__
+    # TEMPORARY: both forms, until the last raise is rewritten. Remove this whole function then.
+    def __init__(self, message: str, what: str | None = None, **parts: object) -> None:
+        if what is not None:
+            message = "{}: {}: got {got}, expected {expected}. {action}".format(
+                message, what, **parts
+            )
+        super().__init__(message)
 
 
 class TreeError(JDistAdamError, ValueError):

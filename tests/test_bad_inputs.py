@@ -826,13 +826,8 @@ ALL_ERRORS = [
 @pytest.mark.parametrize("kind", ALL_ERRORS, ids=lambda kind: kind.__name__)
 def test_errors_survive_pickle_and_copy(kind):
     """As they must to cross from one process to another, e.g. out of a pool of workers."""
-    message = "grads['w']: wrong: got <object at 0x1>, expected (2, 3). Fix it."
-
-    class Unpicklable:
-        def __str__(self):
-            return "<object at 0x1>"
-
-    error = kind("grads['w']", "wrong", got=Unpicklable(), expected=(2, 3), action="Fix it.")
+    message = "grads['w']: wrong: got (3,), expected (2, 3). Fix it."
+    error = kind(message)
     error.add_note("in the first step")
     copies = [pickle.loads(pickle.dumps(error, i)) for i in range(2, pickle.HIGHEST_PROTOCOL + 1)]
     for same in [*copies, copy.copy(error), copy.deepcopy(error)]:

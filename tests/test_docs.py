@@ -10,6 +10,7 @@ import tomllib
 import pytest
 
 import jdistadam
+from support.literals import literals
 from support.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -18,16 +19,8 @@ DOCS = ROOT / "docs"
 @functools.cache
 def texts_of_code():
     """The string literals of the package, joined where a value is put into them by \\0."""
-    return list(literals())
-
-
-def literals():
-    for path in sorted((ROOT / "jdistadam").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                yield "".join(x.value if isinstance(x, ast.Constant) else "\0" for x in node.values)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
+    trees = (ast.parse(path.read_text()) for path in sorted((ROOT / "jdistadam").rglob("*.py")))
+    return [text for tree in trees for _, text in literals(tree)]
 
 
 def test_the_reference_has_every_public_name():

@@ -108,11 +108,10 @@ class Machine:
     def _network(self, devices: int) -> float:
         if self.network_bandwidth is None:
             raise HyperparameterError(
-                "network_bandwidth",
-                "not given, and some devices are in other nodes",
-                got=f"None for {devices} devices and devices_per_node {self.devices_per_node}",
-                expected="bytes per second that a device sends to other nodes",
-                action="Pass network_bandwidth, or ask for no more devices than a node has.",
+                "network_bandwidth: not given, and some devices are in other nodes: "
+                f"got None for {devices} devices and devices_per_node {self.devices_per_node}, "
+                "expected bytes per second that a device sends to other nodes. "
+                "Pass network_bandwidth, or ask for no more devices than a node has."
             )
         return self.network_bandwidth
 

@@ -199,11 +199,10 @@ def _check_work(tokens: Any, flops: Any, model_seconds: Any, accumulate_steps: A
             check_positive(name, value, unit)
     if (flops is None) == (model_seconds is None) or (flops is not None and tokens is None):
         raise HyperparameterError(
-            "flops",
-            "the time of the model follows from tokens and flops, or is given",
-            got=f"tokens={tokens}, flops={flops}, model_seconds={model_seconds}",
-            expected="tokens and flops, or model_seconds",
-            action="Pass model_seconds where it was measured, otherwise both others.",
+            "flops: the time of the model follows from tokens and flops, or is given: "
+            f"got tokens={tokens}, flops={flops}, model_seconds={model_seconds}, "
+            "expected tokens and flops, or model_seconds. "
+            "Pass model_seconds where it was measured, otherwise both others."
         )
 
 
@@ -216,11 +215,9 @@ def _mesh(num_devices: int, devices_per_replica: int | None) -> Mesh:
     shards = min(num_devices, devices_per_replica)
     if num_devices % shards:
         raise MeshError(
-            "devices_per_replica",
-            "does not divide the number of devices",
-            got=f"{devices_per_replica} for {num_devices} devices",
-            expected="a divisor of every larger number of devices",
-            action="Change devices_per_replica or devices.",
+            "devices_per_replica: does not divide the number of devices: "
+            f"got {devices_per_replica} for {num_devices} devices, expected a divisor of every "
+            "larger number of devices. Change devices_per_replica or devices."
         )
     return Mesh(numbers.reshape(-1, shards), ("replica", "data"))
 
@@ -231,11 +228,9 @@ def _config(tx: Any, num_devices: int, machine: Machine) -> DistributedConfig:
     config: DistributedConfig = tx.config
     if config.mesh.size != num_devices:
         raise MeshError(
-            "make_tx",
-            "made an optimizer for another mesh than it was given",
-            got=f"a mesh of {shown(dict(config.mesh.shape))}",
-            expected=f"the given one of {num_devices} devices",
-            action="Pass mesh=mesh on to the optimizer.",
+            "make_tx: made an optimizer for another mesh than it was given: "
+            f"got a mesh of {shown(dict(config.mesh.shape))}, "
+            f"expected the given one of {num_devices} devices. Pass mesh=mesh on to the optimizer."
         )
     in_a_node = num_devices <= machine.devices_per_node
     if config.communication.why_not_peer == NO_DEVICES and in_a_node:

@@ -164,11 +164,10 @@ class _DistributedChain:
         for i, tx in enumerate(self.before):
             if why := why_not_linear(tx, params):
                 raise PolicyError(
-                    f"chain, transformation {i}",
-                    f"it would see each device's gradients before they are summed, and {why}",
-                    got="a distributed optimizer behind it",
-                    expected="something linear in the gradients",
-                    action="For clipping pass max_grad_norm, for decay weight_decay or l2.",
+                    f"chain, transformation {i}: it would see each device's gradients before "
+                    f"they are summed, and {why}: got a distributed optimizer behind it, "
+                    "expected something linear in the gradients. "
+                    "For clipping pass max_grad_norm, for decay weight_decay or l2."
                 )
             if self.last.config.parallel.shards_params and reads_params(tx, params):
                 raise self._sees_shards(i, "parameters, and it reads their values")
@@ -188,11 +187,9 @@ class _DistributedChain:
     def _sees_shards(self, i: int, of_what: str) -> PolicyError:
         parallel = self.last.config.parallel
         return PolicyError(
-            f"chain, transformation {i}",
-            f"it would see a device's shard of {of_what}",
-            got=f"{parallel.strategy!r}",
-            expected="'optim' or 'optim_grads'",
-            action="Change the strategy, or leave this transformation out.",
+            f"chain, transformation {i}: it would see a device's shard of {of_what}: "
+            f"got {parallel.strategy!r}, expected 'optim' or 'optim_grads'. "
+            "Change the strategy, or leave this transformation out."
         )
 
     def _unsharded(self, schedule: Schedule, params: Params) -> Params:
@@ -220,12 +217,10 @@ class _DistributedChain:
         is_accumulated = isinstance(grads, AccumulatedGrads)
         if is_accumulated and self.before and self.last.config.parallel.shards_grads:
             raise PolicyError(
-                "chain",
-                "accumulated gradients are reduced and cut into shards already",
-                got="a transformation before the distributed optimizer",
-                expected="none, under 'optim_grads' and 'optim_grads_params'",
-                action="Use sharding_strategy='optim', or 'optim_grads_params' with "
-                "reshard_after_forward=False.",
+                "chain: accumulated gradients are reduced and cut into shards already: "
+                "got a transformation before the distributed optimizer, expected none, "
+                "under 'optim_grads' and 'optim_grads_params'. Use sharding_strategy='optim', "
+                "or 'optim_grads_params' with reshard_after_forward=False."
             )
         _check_state(self.before, state)
         given = grads.sums if is_accumulated else grads
@@ -257,21 +252,15 @@ def _check_transformations(transformations: Sequence[Any]) -> None:
     """Raises PolicyError unless all are transformations, a distributed one the last of them."""
     if not transformations:
         raise PolicyError(
-            "chain",
-            "empty",
-            got="no transformation",
-            expected="at least one",
-            action="Pass an optimizer.",
+            "chain: empty: got no transformation, expected at least one. Pass an optimizer."
         )
     for i, tx in enumerate(transformations):
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
             raise PolicyError(
-                f"chain, transformation {i}",
-                "not a gradient transformation",
-                got=getattr(tx, "__name__", type(tx).__name__),
-                expected="what optax.scale(0.5) or fused_adamw(1e-3) returns",
-                action="Call chain(first, second), without a list; of a schedule make one with "
-                "optax.scale_by_schedule.",
+                f"chain, transformation {i}: not a gradient transformation: "
+                f"got {getattr(tx, '__name__', type(tx).__name__)}, expected what optax.scale(0.5) "
+                "or fused_adamw(1e-3) returns. Call chain(first, second), without a list; "
+                "of a schedule make one with optax.scale_by_schedule."
             )
     for i, tx in enumerate(transformations[:-1]):
         if isinstance(tx, DistributedTransformation):
@@ -281,12 +270,10 @@ def _check_transformations(transformations: Sequence[Any]) -> None:
 def _check_state(before: Sequence[optax.GradientTransformation], state: Any) -> None:
     """Raises TreeError unless a state has one part for each transformation."""
     if not isinstance(state, tuple) or len(state) != len(before) + 1:
+        got = f"{len(state)} parts" if isinstance(state, tuple) else type(state).__name__
         raise TreeError(
-            "opt_state",
-            "not a state of this chain",
-            got=f"{len(state)} parts" if isinstance(state, tuple) else type(state).__name__,
-            expected=f"{len(before) + 1} parts",
-            action="Pass opt_state as init, update or step returned it.",
+            f"opt_state: not a state of this chain: got {got}, expected {len(before) + 1} parts. "
+            "Pass opt_state as init, update or step returned it."
         )
 
 
@@ -301,11 +288,8 @@ def _arrays(params: Params) -> Params:
 
 def _misplaced(i: int, why: str) -> PolicyError:
     return PolicyError(
-        f"chain, transformation {i}",
-        why,
-        got="others behind it",
-        expected="the last place",
-        action="Move it to the end.",
+        f"chain, transformation {i}: {why}: got others behind it, expected the last place. "
+        "Move it to the end."
     )
 
 

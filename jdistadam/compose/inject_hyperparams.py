@@ -147,11 +147,9 @@ def _first_values(given: Mapping[str, Any], static_names: Iterable[str]) -> dict
                 return float(value(value.init() if is_stateful else jnp.zeros((), jnp.int32)))
         except (TypeError, ValueError) as error:
             raise HyperparameterError(
-                name,
-                f"not a schedule: {error}",
-                got=repr(value),
-                expected="a function from the step count to a number",
-                action=f"If it is none, pass static_args={name!r} to inject_hyperparams.",
+                f"{name}: not a schedule: {error}: got {value!r}, "
+                "expected a function from the step count to a number. "
+                f"If it is none, pass static_args={name!r} to inject_hyperparams."
             ) from error
 
     return {name: first(name, value) for name, value in given.items()}
@@ -178,11 +176,8 @@ def _static_names(static_args: Any, signature: inspect.Signature) -> set[str]:
     names = {static_args} if isinstance(static_args, str) else set(names)
     if unknown := [name for name in names if name not in signature.parameters]:
         raise HyperparameterError(
-            "static_args",
-            "names no argument of the optimizer",
-            got=repr(unknown[0]),
-            expected=", ".join(signature.parameters),
-            action="Fix the name.",
+            f"static_args: names no argument of the optimizer: got {unknown[0]!r}, "
+            f"expected {', '.join(signature.parameters)}. Fix the name."
         )
     never = {
         name
@@ -199,20 +194,17 @@ def _checked(update: Callable[..., Any], names: frozenset[str]) -> Callable[...,
     def checked(grads: Grads, state: OptState, params: Params = None, **extra: Any) -> Any:
         if not hasattr(state, "hyperparams"):
             raise TreeError(
-                "opt_state",
-                "not a state of inject_hyperparams",
-                got=type(state).__name__,
-                expected="a state with hyperparams in it",
-                action="Make it with init(params) of this optimizer.",
+                "opt_state: not a state of inject_hyperparams: "
+                f"got {type(state).__name__}, expected a state with hyperparams in it. "
+                "Make it with init(params) of this optimizer."
             )
         if wrong := sorted(names ^ state.hyperparams.keys()):
+            what = "missing" if wrong[0] in names else "no hyperparameter of this optimizer"
             raise HyperparameterError(
-                f"opt_state.hyperparams[{wrong[0]!r}]",
-                "missing" if wrong[0] in names else "no hyperparameter of this optimizer",
-                got=", ".join(sorted(state.hyperparams)),
-                expected=", ".join(sorted(names)),
-                action="Set the numbers that the optimizer was made with; max_grad_norm is one "
-                "of them if it was given.",
+                f"opt_state.hyperparams[{wrong[0]!r}]: {what}: "
+                f"got {', '.join(sorted(state.hyperparams))}, expected {', '.join(sorted(names))}. "
+                "Set the numbers that the optimizer was made with; "
+                "max_grad_norm is one of them if it was given."
             )
         return update(grads, state, params, **extra)
 
@@ -221,9 +213,8 @@ def _checked(update: Callable[..., Any], names: frozenset[str]) -> Callable[...,
 
 def _cannot_inject(factory: Any) -> PolicyError:
     return PolicyError(
-        "inject_hyperparams",
-        "cannot be used with this optimizer",
-        got=getattr(factory, "__name__", type(factory).__name__),
-        expected="an optimizer of this package, such as fused_adamw, or what returns one",
-        action="For optax's own optimizers use optax.inject_hyperparams.",
+        "inject_hyperparams: cannot be used with this optimizer: "
+        f"got {getattr(factory, '__name__', type(factory).__name__)}, "
+        "expected an optimizer of this package, such as fused_adamw, or what returns one. "
+        "For optax's own optimizers use optax.inject_hyperparams."
     )

@@ -72,11 +72,9 @@ class Algorithm:
         kinds = [parse_main_params(x) for x in (self.main_params_dtype, given) if x is not UNSET]
         if len(set(kinds)) > 1:
             raise PolicyError(
-                "MixedPrecisionPolicy.main_params_dtype",
-                "contradicts the optimizer's main_params_dtype",
-                got=kinds[1].argument,
-                expected=str(kinds[0].argument),
-                action="Give it in one of the two places.",
+                "MixedPrecisionPolicy.main_params_dtype: "
+                f"contradicts the optimizer's main_params_dtype: got {kinds[1].argument}, "
+                f"expected {kinds[0].argument}. Give it in one of the two places."
             )
         return kinds[0] if kinds else FLOAT32
 

@@ -19,11 +19,7 @@ def check_flag(name: str, value: Any) -> None:
     """Raises HyperparameterError unless ``value`` is True or False: "no" would count as yes."""
     if not isinstance(value, bool | int | np.bool_) or value not in (0, 1):
         raise HyperparameterError(
-            name,
-            "not a bool",
-            got=shown(value),
-            expected="True or False",
-            action=f"Change {name}.",
+            f"{name}: not a bool: got {shown(value)}, expected True or False. Change {name}."
         )
 
 
@@ -41,26 +37,21 @@ def warn_caller(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
+def out_of_range(name: str, value: Any, expected: str) -> HyperparameterError:
+    """Returns the error of a number that cannot be used."""
+    return HyperparameterError(
+        f"{name}: out of range: got {shown(value)}, expected {expected}. Change {name}."
+    )
+
+
 def check_count(name: str, value: Any) -> None:
     """Raises HyperparameterError unless ``value`` is a whole number of at least 1."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-        raise HyperparameterError(
-            name,
-            "out of range",
-            got=repr(value),
-            expected="a whole number of at least 1",
-            action=f"Change {name}.",
-        )
+        raise out_of_range(name, value, "a whole number of at least 1")
 
 
 def check_positive(name: str, value: Any, unit: str) -> None:
     """Raises HyperparameterError unless ``value`` is a finite number above 0."""
     is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value <= 0:
-        raise HyperparameterError(
-            name,
-            "out of range",
-            got=shown(value),
-            expected=f"a finite number of {unit}, above 0",
-            action=f"Change {name}.",
-        )
+        raise out_of_range(name, value, f"a finite number of {unit}, above 0")

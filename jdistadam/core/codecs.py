@@ -307,11 +307,9 @@ def codec_of(moment: Any) -> Codec:
     if found is not None:
         return found
     raise DtypeError(
-        "codes",
-        "not codes of a moment",
-        got=codes.dtype,
-        expected=" or ".join(str(known.dtype) for known in BLOCK_CODECS),
-        action="Do not cast the state: its codes are no numbers.",
+        f"codes: not codes of a moment: got {codes.dtype}, "
+        f"expected {' or '.join(str(known.dtype) for known in BLOCK_CODECS)}. "
+        "Do not cast the state: its codes are no numbers."
     )
 
 

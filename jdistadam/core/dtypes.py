@@ -22,11 +22,9 @@ def float_dtype(
     dtype = _dtype(value)
     if dtype is None or dtype.name not in known:
         raise PolicyError(
-            name,
-            "not a dtype that can be used",
-            got=shown(value),
-            expected=", ".join(known + also),
-            action="Pass one of these, e.g. jnp.bfloat16." + _of_an_array(name, value),
+            f"{name}: not a dtype that can be used: "
+            f"got {shown(value)}, expected {', '.join(known + also)}. "
+            f"Pass one of these, e.g. jnp.bfloat16.{_of_an_array(name, value)}"
         )
     return dtype
 
@@ -37,11 +35,9 @@ def check_supported(name: str, value: Any, supported: tuple[str | None, ...]) ->
     got = dtype.name if dtype is not None else None if value is None else shown(value)
     if got not in supported:
         raise PolicyError(
-            name,
-            "not supported in this version",
-            got=got,
-            expected=" or ".join(map(str, supported)),
-            action=f"Leave {name.rsplit('.')[-1]} at its default." + _of_an_array(name, value),
+            f"{name}: not supported in this version: got {got}, "
+            f"expected {' or '.join(map(str, supported))}. "
+            f"Leave {name.rsplit('.')[-1]} at its default.{_of_an_array(name, value)}"
         )
 
 

@@ -7,6 +7,7 @@ than one. Every group has two rows: with weight decay, and without it for what t
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,11 +56,9 @@ class Groups:
         for path, label, out in zip(paths, labels, masked_out, strict=True):
             if label not in self.hypers:
                 raise TreeError(
-                    path,
-                    "its label belongs to no group",
-                    got=repr(label),
-                    expected=" or ".join(map(repr, self.hypers)),
-                    action=f"Add {label!r} to groups, if need be as {{}}, or fix param_labels.",
+                    f"{path}: its label belongs to no group: got {label!r}, "
+                    f"expected {' or '.join(map(repr, self.hypers))}. "
+                    f"Add {label!r} to groups, if need be as {{}}, or fix param_labels."
                 )
             rows.append(2 * used.index(label) + out if label in used else None)
         self._check_all_named(labels)
@@ -71,11 +70,9 @@ class Groups:
         if not labels or not unnamed:
             return
         raise TreeError(
-            f"groups[{unnamed[0]!r}]",
-            "no leaf has this label",
-            got=f"the labels {', '.join(map(repr, sorted(set(labels))))}",
-            expected=f"{unnamed[0]!r} among them",
-            action="Fix its spelling, or leave this group out.",
+            f"groups[{unnamed[0]!r}]: no leaf has this label: "
+            f"got the labels {', '.join(map(repr, sorted(set(labels))))}, "
+            f"expected {unnamed[0]!r} among them. Fix its spelling, or leave this group out."
         )
 
 
@@ -85,20 +82,15 @@ def make_groups(hyper: Hyperparameters, mask: Any, param_labels: Any, groups: An
         return Groups({"": hyper}, None, mask)
     if param_labels is None or not isinstance(groups, Mapping) or not groups:
         raise HyperparameterError(
-            "groups",
-            "labels and groups belong together",
-            got=f"param_labels={shown(param_labels)}, groups={shown(groups)}",
-            expected="both, groups as a dict of dicts by label",
-            action='Pass e.g. groups={"body": {}, "head": dict(lr_scale=0.1)}.',
+            f"groups: labels and groups belong together: got param_labels={shown(param_labels)}, "
+            f"groups={shown(groups)}, expected both, groups as a dict of dicts by label. "
+            'Pass e.g. groups={"body": {}, "head": dict(lr_scale=0.1)}.'
         )
     hypers = {k: _hyper_of(k, hyper, given) for k, given in groups.items()}
     if not any(hypers.values()):
         raise HyperparameterError(
-            "groups",
-            "all are frozen: nothing is left to train",
-            got=groups,
-            expected="a group that is not frozen",
-            action="Remove frozen=True from one of them.",
+            f"groups: all are frozen: nothing is left to train: got {groups}, "
+            "expected a group that is not frozen. Remove frozen=True from one of them."
         )
     return Groups(hypers, param_labels, mask)
 
@@ -107,14 +99,12 @@ def _hyper_of(label: str, hyper: Hyperparameters, given: Any) -> Hyperparameters
     """The hyperparameters of one group; None if it is frozen."""
     unknown = sorted(set(given) - set(_KEYS)) if isinstance(given, Mapping) else [repr(given)]
     if unknown:
+        action = "Remove it."
+        if unknown[0] in ("learning_rate", "lr"):
+            action = "Pass lr_scale, which multiplies learning_rate, in its place."
         raise HyperparameterError(
-            f"groups[{label!r}]",
-            f"unknown setting {unknown[0]}",
-            got=given,
-            expected=f"a dict with some of {', '.join(_KEYS)}",
-            action="Pass lr_scale, which multiplies learning_rate, in its place."
-            if unknown[0] in ("learning_rate", "lr")
-            else "Remove it.",
+            f"groups[{label!r}]: unknown setting {unknown[0]}: got {given}, "
+            f"expected a dict with some of {', '.join(_KEYS)}. {action}"
         )
     path = f"groups[{label!r}]"
     check_flag(f"{path}['frozen']", given.get("frozen", False))
@@ -126,12 +116,8 @@ def _hyper_of(label: str, hyper: Hyperparameters, given: Any) -> Hyperparameters
         new = dataclasses.replace(hyper, **changed)
         checked = Hyperparameters(scale)  # raises for what is no number
     except HyperparameterError as error:
-        where, action = (
-            text.replace("learning_rate", "lr_scale") for text in (error.where, error.action)
-        )
-        raise HyperparameterError(
-            f"{path}, {where}", error.what, got=error.got, expected=error.expected, action=action
-        ) from None
+        message = re.sub(r"^learning_rate(?=:)|learning_rate(?=\.$)", "lr_scale", str(error))
+        raise HyperparameterError(f"{path}, {message}") from None
     rate = hyper.learning_rate
     if "lr_scale" not in given:
         return new

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core.arguments import check_flag, shown, warn_caller
+from jdistadam.core.arguments import check_flag, out_of_range, warn_caller
 from jdistadam.errors import HyperparameterError
 
 FLAGS = ("nesterov", "cautious_weight_decay")
@@ -91,12 +91,9 @@ def _check(name: str, value: Any, is_valid: Callable[[float], bool], expected: s
     if isinstance(value, jax.Array | np.ndarray):
         if name == "b2" and value.dtype in (jnp.bfloat16, jnp.float16):
             raise HyperparameterError(
-                name,
-                "rounded to 16 bits, which turn 0.999 into 1",
-                got=value.dtype,
-                expected="float32, or a Python number",
-                action="optax.inject_hyperparams casts to the dtype of params: use "
-                "jda.inject_hyperparams.",
+                f"{name}: rounded to 16 bits, which turn 0.999 into 1: "
+                f"got {value.dtype}, expected float32, or a Python number. "
+                "optax.inject_hyperparams casts to the dtype of params: use jda.inject_hyperparams."
             )
         # Perhaps traced, and never waited for: only the shape can be looked at.
         real = not jnp.issubdtype(value.dtype, np.complexfloating)
@@ -106,9 +103,7 @@ def _check(name: str, value: Any, is_valid: Callable[[float], bool], expected: s
         number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         valid = number and is_valid(float(value))
     if not valid:
-        raise HyperparameterError(
-            name, "out of range", got=shown(value), expected=expected, action=f"Change {name}."
-        )
+        raise out_of_range(name, value, expected)
 
 
 def _check_schedule(name: str, schedule: Callable[[Any], Any]) -> None:
@@ -121,9 +116,6 @@ def _check_schedule(name: str, schedule: Callable[[Any], Any]) -> None:
         signature.bind(0)
     except TypeError as error:
         raise HyperparameterError(
-            name,
-            f"not a schedule of the step count: {error}",
-            got=f"a function of {signature}",
-            expected="a function of one number",
-            action=f"Change {name}.",
+            f"{name}: not a schedule of the step count: {error}: got a function of {signature}, "
+            f"expected a function of one number. Change {name}."
         ) from None

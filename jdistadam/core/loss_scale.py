@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core.arguments import check_count
+from jdistadam.core.arguments import check_count, out_of_range
 from jdistadam.errors import HyperparameterError
 
 
@@ -65,11 +65,9 @@ class DynamicLossScale:
         check_count("hysteresis", self.hysteresis)
         if self.min_scale > self.init_scale:
             raise HyperparameterError(
-                "min_scale",
-                "above init_scale, so the scale would grow where it should shrink",
-                got=f"min_scale={self.min_scale}, init_scale={self.init_scale}",
-                expected="min_scale <= init_scale",
-                action="Change one of them.",
+                "min_scale: above init_scale, so the scale would grow where it should shrink: "
+                f"got min_scale={self.min_scale}, init_scale={self.init_scale}, "
+                "expected min_scale <= init_scale. Change one of them."
             )
 
 
@@ -98,13 +96,7 @@ def check_loss_scale(value: Any) -> None:
 def _check(name: str, value: Any, above: float, below: float) -> None:
     is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     if not (is_number and above < _rounded(value) < below):
-        raise HyperparameterError(
-            name,
-            "out of range",
-            got=repr(value),
-            expected=f"a number between {above} and {below} in float32",
-            action=f"Change {name}.",
-        )
+        raise out_of_range(name, value, f"a number between {above} and {below} in float32")
 
 
 def _rounded(value: Any) -> float:

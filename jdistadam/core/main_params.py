@@ -74,9 +74,6 @@ def check_main_dtype(codec: Codec, path: str, dtype: Any) -> None:
     """Raises DtypeError where a parameter of this dtype cannot have such a main parameter."""
     if codec.is_remainder and dtype != jnp.bfloat16:
         raise DtypeError(
-            path,
-            "has no remainder",
-            got=dtype,
-            expected="bfloat16, the upper half of a float32",
-            action="Use main_params_dtype=jnp.float32.",
+            f"{path}: has no remainder: got {dtype}, "
+            "expected bfloat16, the upper half of a float32. Use main_params_dtype=jnp.float32."
         )

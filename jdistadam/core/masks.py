@@ -22,12 +22,10 @@ def decay_groups(mask: Any | Callable[[Any], Any] | None, params: Params) -> tup
         mask = mask(params)
         if isinstance(mask, bool | np.bool_) and num_leaves > 1:
             raise TreeError(
-                "mask",
-                "a function that returns one value: it is called with the tree, not with a path",
-                got=bool(mask),
-                expected=f"a tree of bools, for {num_leaves} leaves",
-                action="Write lambda params: jax.tree.map_with_path(lambda path, x: ..., params), "
-                "or pass the bool itself.",
+                "mask: a function that returns one value: "
+                f"it is called with the tree, not with a path: got {bool(mask)}, "
+                f"expected a tree of bools, for {num_leaves} leaves. Write lambda params: "
+                "jax.tree.map_with_path(lambda path, x: ..., params), or pass the bool itself."
             )
     keeps = for_each_leaf(
         mask, params, name="mask", kind=bool | np.bool_, what="bool", expected="True or False"
@@ -68,17 +66,14 @@ def for_each_leaf(
             given, params, is_prefix=True, is_leaf=is_leaf
         )
         raise TreeError(
-            f"{name}{where}",
-            "structure differs from params",
-            got=got,
-            expected=expected_node,
-            action=f"Give each leaf of params, or each subtree, {expected}.",
+            f"{name}{where}: structure differs from params: got {got}, expected {expected_node}. "
+            f"Give each leaf of params, or each subtree, {expected}."
         ) from None
     values = [leaf.value for leaf in jax.tree.leaves(full)]
     for path, value in zip(trees.paths(full, name), values, strict=True):
         if not isinstance(value, kind):
             raise DtypeError(
-                path, f"not a {what}", got=repr(value), expected=expected, action=f"Fix {name}."
+                f"{path}: not a {what}: got {value!r}, expected {expected}. Fix {name}."
             )
     return values
 

@@ -71,11 +71,9 @@ class Storage:
         if keep is None or not paths or any(map(keep, paths)):
             return
         raise TreeError(
-            "float32_moments",
-            f"selects no leaf of {SMALLEST_CODED} elements or more",
-            got=f"False for {paths[0]} and {len(paths) - 1} more",
-            expected="True for the leaves that keep float32 moments",
-            action="Look for a part of their paths, or leave float32_moments out.",
+            f"float32_moments: selects no leaf of {SMALLEST_CODED} elements or more: got False for "
+            f"{paths[0]} and {len(paths) - 1} more, expected True for the leaves that keep float32 "
+            "moments. Look for a part of their paths, or leave float32_moments out."
         )
 
     def check_rounded(self, dtypes: Sequence[Any]) -> None:
@@ -85,11 +83,10 @@ class Storage:
         if any(jnp.dtype(dtype).itemsize == 2 for dtype in dtypes):
             return
         raise PolicyError(
-            "rounding",
-            "has no effect",
-            got=f'"stochastic" for {" and ".join(sorted({jnp.dtype(x).name for x in dtypes}))}',
-            expected="moments of 8 or 16 bits, or parameters of 16 bits without main parameters",
-            action='Leave rounding at "nearest".',
+            "rounding: has no effect: "
+            f'got "stochastic" for {" and ".join(sorted({jnp.dtype(x).name for x in dtypes}))}, '
+            "expected moments of 8 or 16 bits, or parameters of 16 bits without main parameters. "
+            'Leave rounding at "nearest".'
         )
 
     def codec_of(self, moment: str) -> Codec:
@@ -130,11 +127,9 @@ def parse(
     """Checks arguments of an optimizer; raises PolicyError where they do not fit each other."""
     if rounding not in ROUNDINGS:
         raise PolicyError(
-            "rounding",
-            "unknown",
-            got=shown(rounding),
-            expected=" or ".join(map(repr, ROUNDINGS)),
-            action='Use "nearest" unless moments or parameters have 16 bits or less.',
+            f"rounding: unknown: got {shown(rounding)}, "
+            f"expected {' or '.join(map(repr, ROUNDINGS))}. "
+            'Use "nearest" unless moments or parameters have 16 bits or less.'
         )
     is_random = rounding == "stochastic"
     mu = None if mu_dtype is None else named_codec(mu_dtype) or float_codec(mu_dtype)
@@ -142,12 +137,11 @@ def parse(
     _check_seed("seed", seed, is_random)
     low = Storage(mu, nu, is_random, int(seed or 0), float32_moments)
     if float32_moments is not None and not (callable(float32_moments) and low.is_coding):
+        what = "has no effect" if callable(float32_moments) else "not a function of a path"
         raise PolicyError(
-            "float32_moments",
-            "has no effect" if callable(float32_moments) else "not a function of a path",
-            got=shown(float32_moments),
-            expected=f"a function of a path, beside mu_dtype or nu_dtype {NAMES}",
-            action="Leave it out; for optax.inject_hyperparams name it in static_args.",
+            f"float32_moments: {what}: got {shown(float32_moments)}, "
+            f"expected a function of a path, beside mu_dtype or nu_dtype {NAMES}. "
+            "Leave it out; for optax.inject_hyperparams name it in static_args."
         )
     coded = mu if mu is not None and mu.is_coded else None
     if is_random and coded is not None and not (nu.is_coded and nu.bits <= coded.bits):
@@ -164,19 +158,13 @@ def _check_seed(name: str, seed: Any, is_random: bool) -> None:
         return
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
         raise PolicyError(
-            name,
-            "not a seed",
-            got=shown(seed),
-            expected="an integer from 0 to 2**64 - 1",
-            action="Pass seed=0 or another number; for optax.inject_hyperparams in static_args.",
+            f"{name}: not a seed: got {shown(seed)}, expected an integer from 0 to 2**64 - 1. "
+            "Pass seed=0 or another number; for optax.inject_hyperparams in static_args."
         )
     if not is_random:
         raise PolicyError(
-            name,
-            "has no effect",
-            got=f'{seed} with rounding="nearest"',
-            expected='None, or rounding="stochastic"',
-            action="Leave it out.",
+            f'{name}: has no effect: got {seed} with rounding="nearest", '
+            'expected None, or rounding="stochastic". Leave it out.'
         )
 
 
@@ -189,12 +177,10 @@ def _raise_unlike(mu: Codec, nu_dtype: Any) -> None:
     """
     fitting = [f'"{x.name}"' for x in BLOCK_CODECS if x.bits <= mu.bits]
     raise PolicyError(
-        "mu_dtype",
-        "a first moment rounded at random to codes needs a second one no finer than they",
-        got=f'"{mu.name}" with nu_dtype={shown(nu_dtype)} and rounding="stochastic"',
-        expected=f"nu_dtype {' or '.join(fitting)}: else steps would have no bound where gradients "
-        "of a block differ much",
-        action=f'Set nu_dtype="{mu.name}", or leave mu_dtype at float32.',
+        "mu_dtype: a first moment rounded at random to codes needs a second one no finer than "
+        f'they: got "{mu.name}" with nu_dtype={shown(nu_dtype)} and rounding="stochastic", '
+        f"expected nu_dtype {' or '.join(fitting)}: else steps would have no bound where gradients "
+        f'of a block differ much. Set nu_dtype="{mu.name}", or leave mu_dtype at float32.'
     )
 
 
@@ -209,11 +195,10 @@ def _check_decays(low: Storage, b1: Any, b2: Any) -> None:
     if not low.is_coding or not is_known or squared * b1**2 < b2:
         return
     raise PolicyError(
-        "mu_dtype" if mu.is_coded else "nu_dtype",
-        "rounded to nearest, a first moment may outlast the second one at these rates",
-        got=f'rounding="nearest" with b1={shown(b1)} and b2={shown(b2)}',
-        expected=f'rounding="stochastic", or {squared:.4f} b1^2 < b2',
-        action='Set rounding="stochastic", or lower b1.',
+        f"{'mu_dtype' if mu.is_coded else 'nu_dtype'}: rounded to nearest, "
+        'a first moment may outlast the second one at these rates: got rounding="nearest" '
+        f'with b1={shown(b1)} and b2={shown(b2)}, expected rounding="stochastic", '
+        f'or {squared:.4f} b1^2 < b2. Set rounding="stochastic", or lower b1.'
     )
 
 
@@ -221,14 +206,13 @@ def _check_decay(name: str, which: str, codec: Codec, decay: str, b: Any) -> Non
     largest, is_known = codec.largest_decay, _is_number(b)
     if is_known and b <= largest:
         return
+    at = f"this {decay}" if is_known else f"every {decay}, and this one is not known now"
+    also = "" if is_known else ', or keep numbers: inject_hyperparams(static_args=("b1", "b2"))'
     raise PolicyError(
-        name,
-        f"a {which} moment in {codec.bits} bits, rounded to nearest, cannot follow at "
-        + (f"this {decay}" if is_known else f"every {decay}, and this one is not known now"),
-        got=f'"{codec.name}" with rounding="nearest" and {decay}={shown(b)}',
-        expected=f'rounding="stochastic", or a number {decay} <= {largest}',
-        action='Set rounding="stochastic"'
-        + ("." if is_known else ', or keep numbers: inject_hyperparams(static_args=("b1", "b2")).'),
+        f"{name}: a {which} moment in {codec.bits} bits, rounded to nearest, cannot follow "
+        f'at {at}: got "{codec.name}" with rounding="nearest" and {decay}={shown(b)}, '
+        f'expected rounding="stochastic", or a number {decay} <= {largest}. '
+        f'Set rounding="stochastic"{also}.'
     )
 
 
@@ -264,20 +248,16 @@ def _nu_codec(value: Any, b2: Any, *, is_random: bool) -> Codec:
     codec = float_codec(float_dtype("nu_dtype", given, also=MOMENT_NAMES))
     if codec == FLOAT16:
         raise PolicyError(
-            "nu_dtype",
-            "a second moment in float16 loses squares below 6e-8",
-            got=codec.name,
-            expected=", ".join(("float32", "bfloat16", *MOMENT_NAMES)),
-            action="Leave nu_dtype at float32.",
+            f"nu_dtype: a second moment in float16 loses squares below 6e-8: got {codec.name}, "
+            f"expected {', '.join(('float32', 'bfloat16', *MOMENT_NAMES))}. "
+            "Leave nu_dtype at float32."
         )
     if codec == BFLOAT16 and not is_random and _is_number(b2) and b2 > codec.largest_decay:
         raise PolicyError(
-            "nu_dtype",
-            "a second moment in bfloat16, rounded to nearest, cannot decay at this b2",
-            got=f"{codec.name} with b2={b2}",
-            expected=f'b2 <= {codec.largest_decay}, "block16" with b2 <= '
-            f"{BLOCK16.largest_decay}, or float32",
-            action='Leave nu_dtype at float32, or set rounding="stochastic".',
+            "nu_dtype: a second moment in bfloat16, rounded to nearest, cannot decay at this b2: "
+            f"got {codec.name} with b2={b2}, expected b2 <= {codec.largest_decay}, "
+            f'"block16" with b2 <= {BLOCK16.largest_decay}, or float32. '
+            'Leave nu_dtype at float32, or set rounding="stochastic".'
         )
     return codec
 

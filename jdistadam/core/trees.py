@@ -41,19 +41,14 @@ def check_same_structure(tree: Any, like: Any, *, name: str, like_name: str) -> 
             what = f"unexpected, {like_name} does not have it"
         instead = f", among them {unexpected[0]}" if missing and unexpected else ""
         raise TreeError(
-            f"{name}{(missing or unexpected)[0]}",
-            what,
-            got=f"{len(given_paths)} leaves{instead}",
-            expected=f"the {len(like_paths)} leaves of {like_name}",
-            action=f"Pass {name} with the tree structure of {like_name}.",
+            f"{name}{(missing or unexpected)[0]}: {what}: got {len(given_paths)} leaves{instead}, "
+            f"expected the {len(like_paths)} leaves of {like_name}. "
+            f"Pass {name} with the tree structure of {like_name}."
         )
     where, has, wanted = first_difference(tree, like)
     raise TreeError(
-        f"{name}{where}",
-        f"tree structure differs from {like_name}",
-        got=has,
-        expected=wanted,
-        action=f"Build {name} with the same containers as {like_name}.",
+        f"{name}{where}: tree structure differs from {like_name}: got {has}, expected {wanted}. "
+        f"Build {name} with the same containers as {like_name}."
     )
 
 
@@ -122,11 +117,8 @@ def check_same_shapes(tree: Any, like: Any, *, name: str, like_name: str) -> Non
     ):
         if np.shape(x) != np.shape(y):
             raise ShapeError(
-                path,
-                f"shape differs from {like_name}",
-                got=np.shape(x),
-                expected=np.shape(y),
-                action="Nothing is broadcast here: fix the shape where this tree is made.",
+                f"{path}: shape differs from {like_name}: got {np.shape(x)}, expected "
+                f"{np.shape(y)}. Nothing is broadcast here: fix the shape where this tree is made."
             )
 
 
@@ -138,25 +130,21 @@ def check_numbers(tree: Any, *, name: str) -> None:
     for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
         is_array = hasattr(x, "dtype") and not is_key(x)
         if not is_array and not isinstance(x, bool | int | float | complex):
+            what = "not an array of numbers" if is_key(x) else "not an array"
             raise DtypeError(
-                path,
-                "not an array of numbers" if is_key(x) else "not an array",
-                got=x.dtype if is_key(x) else repr(x),
-                expected="a jax or numpy array, or a number",
-                action="Leave it out of the tree, or put None in its place.",
+                f"{path}: {what}: got {x.dtype if is_key(x) else repr(x)}, expected a jax or numpy "
+                "array, or a number. Leave it out of the tree, or put None in its place."
             )
 
 
-def refuse_shapes(tree: Any, *, name: str, action: str = "") -> None:
+def refuse_shapes(
+    tree: Any, *, name: str, action: str = "Pass arrays; for shapes alone use jax.eval_shape."
+) -> None:
     """Raises TreeError where a leaf is a ``jax.ShapeDtypeStruct``."""
     for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
         if isinstance(x, jax.ShapeDtypeStruct):
             raise TreeError(
-                path,
-                "a shape, not an array",
-                got=x,
-                expected="a jax or numpy array",
-                action=action or "Pass arrays; for shapes alone use jax.eval_shape.",
+                f"{path}: a shape, not an array: got {x}, expected a jax or numpy array. {action}"
             )
 
 
@@ -166,11 +154,8 @@ def check_arrays(tree: Any, *, name: str) -> None:
     for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
         if not is_number(x):
             raise DtypeError(
-                path,
-                "not an array of numbers",
-                got=repr(x),
-                expected="a jax or numpy array, or a number",
-                action=f"Leave it out of {name}.",
+                f"{path}: not an array of numbers: got {x!r}, "
+                f"expected a jax or numpy array, or a number. Leave it out of {name}."
             )
 
 
@@ -196,12 +181,10 @@ def check_key(name: str, value: Any) -> None:
     legacy = jax.eval_shape(lambda: jax.random.PRNGKey(0))
     if is_array and (value.dtype, value.shape) == (legacy.dtype, legacy.shape):
         return
+    got = f"{value.dtype}, shape {value.shape}" if is_array else repr(value)
     raise DtypeError(
-        name,
-        "not a random key",
-        got=f"{value.dtype}, shape {value.shape}" if is_array else repr(value),
-        expected="one key, as jax.random.key(0) returns",
-        action=f"Pass {name}=jax.random.key(seed).",
+        f"{name}: not a random key: got {got}, expected one key, as jax.random.key(0) returns. "
+        f"Pass {name}=jax.random.key(seed)."
     )
 
 
@@ -213,24 +196,22 @@ def check_scalar(name: str, value: Any) -> None:
     real = (np.floating, np.integer, np.bool_)
     if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in real):
         raise DtypeError(
-            name,
-            "not a real number",
-            got=type(value).__name__ if dtype is None else dtype,
-            expected="a floating-point scalar",
-            action=f"Return or pass {name} as one number.",
+            f"{name}: not a real number: got {type(value).__name__ if dtype is None else dtype}, "
+            f"expected a floating-point scalar. Return or pass {name} as one number."
         )
     if np.shape(value) != ():
         raise ShapeError(
-            name,
-            "not a scalar",
-            got=np.shape(value),
-            expected=(),
-            action="Take the mean, or the sum, first.",
+            f"{name}: not a scalar: got {np.shape(value)}, expected (). "
+            "Take the mean, or the sum, first."
         )
 
 
 def check_dtypes(
-    tree: Any, *, name: str, allowed: Sequence[Any] = STORAGE_DTYPES, action: str = ""
+    tree: Any,
+    *,
+    name: str,
+    allowed: Sequence[Any] = STORAGE_DTYPES,
+    action: str = "Cast the leaf, or keep it elsewhere: optax.masked, model_state.",
 ) -> None:
     """Raises DtypeError unless every leaf has one of the allowed dtypes."""
     allowed = [jnp.dtype(dtype) for dtype in allowed]
@@ -243,11 +224,9 @@ def check_dtypes(
             or jnp.dtype(dtype) not in allowed
         ):
             raise DtypeError(
-                path,
-                "dtype cannot be used",
-                got=type(x).__name__ if dtype is None else dtype,
-                expected=" or ".join(map(str, allowed)),
-                action=action or "Cast the leaf, or keep it elsewhere: optax.masked, model_state.",
+                f"{path}: dtype cannot be used: "
+                f"got {type(x).__name__ if dtype is None else dtype}, "
+                f"expected {' or '.join(map(str, allowed))}. {action}"
             )
 
 
@@ -258,11 +237,9 @@ def check_memory(**named: Any) -> None:
         if any(kinds):
             place = next(i for i, kind in enumerate(kinds) if kind)
             raise MeshError(
-                paths(tree, name)[place],
-                "in the memory of the host, which is not supported",
-                got=f"memory kind {kinds[place]!r}",
-                expected="the memory of the devices",
-                action=f"Bring it there first: jax.device_put({name}, jax.memory.Space.Device).",
+                f"{paths(tree, name)[place]}: in the memory of the host, which is not supported: "
+                f"got memory kind {kinds[place]!r}, expected the memory of the devices. "
+                f"Bring it there first: jax.device_put({name}, jax.memory.Space.Device)."
             )
 
 

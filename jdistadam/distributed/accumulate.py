@@ -122,11 +122,9 @@ def _check_sum(acc: Any) -> None:
     """Raises TreeError unless ``acc`` is a sum of gradients."""
     if not isinstance(acc, AccumulatedGrads):
         raise TreeError(
-            "acc",
-            "not a sum of gradients",
-            got=type(acc).__name__,
-            expected="what init_grads or accumulate returned",
-            action="Begin with tx.init_grads(params); call tx.accumulate(acc, grads, weight).",
+            f"acc: not a sum of gradients: got {type(acc).__name__}, "
+            "expected what init_grads or accumulate returned. "
+            "Begin with tx.init_grads(params); call tx.accumulate(acc, grads, weight)."
         )
 
 

@@ -43,11 +43,9 @@ def check_cuts(leaf: Leaf, tensor_parts: Sequence[int]) -> None:
         elif not leaf.is_coded:
             advice += ", or round to nearest"
         raise PolicyError(
-            leaf.path,
-            "is not cut at the ends of blocks, as coded moments and random bits need it",
-            got=f"parts of shape {leaf.shape}, cut into {parts} along dimensions {dims}",
-            expected=f"one dimension, and pieces of a multiple of {BLOCK} elements",
-            action=f"{advice}.",
+            f"{leaf.path}: is not cut at the ends of blocks, as coded moments and random bits "
+            f"need it: got parts of shape {leaf.shape}, cut into {parts} along dimensions {dims}, "
+            f"expected one dimension, and pieces of a multiple of {BLOCK} elements. {advice}."
         )
 
 

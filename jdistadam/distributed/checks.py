@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jdistadam.core import trees, varying
-from jdistadam.core.arguments import check_flag
+from jdistadam.core.arguments import check_flag, out_of_range
 from jdistadam.core.codecs import BLOCK_CODECS
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.types import Grads, Params
@@ -43,11 +43,8 @@ def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any, average_
     """Raises PolicyError or HyperparameterError unless types and ranges are right."""
     if not isinstance(policy, MixedPrecisionPolicy):
         raise PolicyError(
-            "policy",
-            "not a policy",
-            got=repr(policy),
-            expected="jdistadam.MixedPrecisionPolicy",
-            action="Pass policy=jdistadam.MixedPrecisionPolicy(...).",
+            f"policy: not a policy: got {policy!r}, expected jdistadam.MixedPrecisionPolicy. "
+            "Pass policy=jdistadam.MixedPrecisionPolicy(...)."
         )
     check_flag("average_grads", average_grads)
     numbers = {"bucket_bytes": bucket_bytes}
@@ -57,20 +54,11 @@ def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any, average_
     for name, value in numbers.items():
         is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if not (is_number and 0 < value < math.inf):
-            raise HyperparameterError(
-                name,
-                "out of range",
-                got=repr(value),
-                expected="a finite Python number > 0",
-                action=f"Change {name}.",
-            )
+            raise out_of_range(name, value, "a finite Python number > 0")
     if np.shape(max_grad_norm) != ():
         raise HyperparameterError(
-            "max_grad_norm",
-            "not one number",
-            got=f"shape {np.shape(max_grad_norm)}",
-            expected="a scalar",
-            action="Change max_grad_norm.",
+            f"max_grad_norm: not one number: got shape {np.shape(max_grad_norm)}, "
+            "expected a scalar. Change max_grad_norm."
         )
 
 
@@ -78,11 +66,8 @@ def check_predicate(name: str, predicate: Any) -> None:
     """Raises HyperparameterError unless an argument is a predicate on paths, or None."""
     if predicate is not None and not callable(predicate):
         raise HyperparameterError(
-            name,
-            "not a predicate",
-            got=repr(predicate),
-            expected="a function of the path of a leaf that returns a bool",
-            action=f'Pass for example {name}=lambda path: "layers" in path.',
+            f"{name}: not a predicate: got {predicate!r}, expected a function of the path of a "
+            f'leaf that returns a bool. Pass for example {name}=lambda path: "layers" in path.'
         )
 
 
@@ -92,11 +77,9 @@ def check_inside(parallel: DataParallel, function: str, *, over_data_alone: bool
     axes += () if over_data_alone else parallel.tensor_axes
     if missing := varying.unbound(axes):
         raise MeshError(
-            function,
-            "called outside of jax.shard_map",
-            got=f"no manual axis {missing[0]!r}",
-            expected=f"axes {', '.join(map(repr, axes))}",
-            action="Use train_step or eval_step, or a jax.shard_map over the whole mesh.",
+            f"{function}: called outside of jax.shard_map: "
+            f"got no manual axis {missing[0]!r}, expected axes {', '.join(map(repr, axes))}. "
+            "Use train_step or eval_step, or a jax.shard_map over the whole mesh."
         )
 
 
@@ -129,11 +112,9 @@ def check_grads(
         missing = [axis for axis in axes if axis not in (varying.varying_axes(grad) or ())]
         if missing and np.size(grad):  # compat.shard_map makes zero-size ones anew
             raise MeshError(
-                path,
-                "already reduced over the mesh",
-                got=f"the same on all of axis {missing[0]!r}",
-                expected="this device's own gradient",
-                action="Differentiate with respect to local_params(params, tx).",
+                f"{path}: already reduced over the mesh: "
+                f"got the same on all of axis {missing[0]!r}, expected this device's own gradient. "
+                "Differentiate with respect to local_params(params, tx)."
             )
 
 
@@ -155,22 +136,20 @@ def check_held(schedule: Schedule, params: Params, *, may_be_whole: bool = False
     for leaf, x, like in leaves:
         is_cut = like.shape != leaf.shape
         if x.shape != like.shape and not (is_cut and may_be_whole and x.shape == leaf.shape):
-            raise MeshError(
-                leaf.path,
-                "not placed as sharding_strategy says" if is_cut else "not that of bind",
-                got=x.shape,
-                expected=f"{like.shape} on each device",
-                action="Use tx.param_specs(params) in the in_specs of shard_map."
+            what = "not placed as sharding_strategy says" if is_cut else "not that of bind"
+            action = (
+                "Use tx.param_specs(params) in the in_specs of shard_map."
                 if is_cut
-                else "Pass the params of which bind got arrays or shapes.",
+                else "Pass the params of which bind got arrays or shapes."
+            )
+            raise MeshError(
+                f"{leaf.path}: {what}: got {x.shape}, expected {like.shape} on each device. "
+                f"{action}"
             )
         if x.dtype != like.dtype:
             raise DtypeError(
-                leaf.path,
-                "not that of bind",
-                got=x.dtype,
-                expected=like.dtype,
-                action="Bind to params of this dtype, or cast them.",
+                f"{leaf.path}: not that of bind: got {x.dtype}, expected {like.dtype}. "
+                "Bind to params of this dtype, or cast them."
             )
 
 
@@ -188,22 +167,17 @@ def check_alive(state: Any, train_state: Any = None) -> None:
     """
     if isinstance(state.layout_digest, jax.ShapeDtypeStruct):
         raise TreeError(
-            "state",
-            "shapes, not arrays",
-            got="what TrainState.shapes or jax.eval_shape returned",
-            expected="a state with values",
-            action="Restore it: jda.restore(folder, shapes, tx); or make one with "
-            "TrainState.create(params, tx).",
+            "state: shapes, not arrays: got what TrainState.shapes or jax.eval_shape returned, "
+            "expected a state with values. Restore it: jda.restore(folder, shapes, tx); "
+            "or make one with TrainState.create(params, tx)."
         )
     looked_at = state.mu if train_state is None else train_state
     arrays = (x for x in jax.tree.leaves(looked_at) if isinstance(x, jax.Array))
     if any(x.is_deleted() for x in arrays if not isinstance(x, jax.core.Tracer)):
         raise MeshError(
-            "state",
-            "its arrays were donated to an earlier step, and are gone",
-            got="a state that was passed to a step before",
-            expected="the state that this step returned",
-            action="Write state, metrics = step(state, batch); copy a state that you keep.",
+            "state: its arrays were donated to an earlier step, and are gone: got a state "
+            "that was passed to a step before, expected the state that this step returned. "
+            "Write state, metrics = step(state, batch); copy a state that you keep."
         )
 
 
@@ -226,11 +200,9 @@ def check_placement(config: DistributedConfig, state: Any) -> None:
                 texts = [f"{texts[0]} with {device} at place {place}" for device in differing]
                 break
     raise MeshError(
-        "opt_state.mu",
-        "sharded over another mesh, or in another order",
-        got=texts[0],
-        expected=texts[1],
-        action="Convert it: to_optax_state with the old optimizer, from_optax_state with this.",
+        "opt_state.mu: sharded over another mesh, or in another order: "
+        f"got {texts[0]}, expected {texts[1]}. "
+        "Convert it: to_optax_state with the old optimizer, from_optax_state with this."
     )
 
 
@@ -239,19 +211,15 @@ def check_digest_type(got: Any) -> None:
     path = "opt_state.layout_digest"
     if got is None or not hasattr(got, "dtype"):
         raise LayoutError(
-            path,
-            "missing: nothing says where the elements of the flat arrays belong",
-            got=None if got is None else type(got).__name__,
-            expected=f"uint8, shape ({DIGEST_SIZE},)",
-            action="Keep this leaf with the state, or make a state with init(params).",
+            f"{path}: missing: nothing says where the elements of the flat arrays belong: "
+            f"got {None if got is None else type(got).__name__}, expected uint8, shape "
+            f"({DIGEST_SIZE},). Keep this leaf with the state, or make a state with init(params)."
         )
     if got.dtype != np.uint8 or np.shape(got) != (DIGEST_SIZE,):
         raise LayoutError(
-            path,
-            "not the digest of a layout any more: it was averaged, cast or cut",
-            got=f"{got.dtype}, shape {np.shape(got)}",
-            expected=f"uint8, shape ({DIGEST_SIZE},)",
-            action="Leave this leaf out of arithmetic on states: take it from one of them.",
+            f"{path}: not the digest of a layout any more: it was averaged, cast or cut: "
+            f"got {got.dtype}, shape {np.shape(got)}, expected uint8, shape ({DIGEST_SIZE},). "
+            "Leave this leaf out of arithmetic on states: take it from one of them."
         )
 
 
@@ -289,20 +257,16 @@ def check_layout_of(
         )
     if of_params:
         raise LayoutError(
-            path,
-            "do not fit the state",
-            got=words[0],
-            expected="the paths, shapes and dtypes of the params that the state was made for",
-            action="Cast them, or make a new state with TrainState.create.",
+            f"{path}: do not fit the state: got {words[0]}, "
+            "expected the paths, shapes and dtypes of the params that the state was made for. "
+            "Cast them, or make a new state with TrainState.create."
         )
     what = "the state of another layout"
+    if text is None:
+        what += ", or its digest was changed by arithmetic"
     raise LayoutError(
-        path,
-        what if text is not None else f"{what}, or its digest was changed by arithmetic",
-        got=words[0],
-        expected=words[1],
-        action="Convert it: to_optax_state with the optimizer that made it, from_optax_state with "
-        "this one.",
+        f"{path}: {what}: got {words[0]}, expected {words[1]}. Convert it: "
+        "to_optax_state with the optimizer that made it, from_optax_state with this one."
     )
 
 
@@ -321,11 +285,9 @@ def _check_flat_arrays(config: DistributedConfig, layout: Layout, state: Any) ->
         is_coded = isinstance(wanted, FlatCodes)
         if is_coded != isinstance(got, FlatCodes) or (is_coded and _kind(got) != _kind(wanted)):
             raise DtypeError(
-                f"opt_state.{name}",
-                "is not stored as the optimizer says",
-                got=_kind(got),
-                expected=_kind(wanted),
-                action="Make the state with init(params) of this optimizer, or convert it.",
+                f"opt_state.{name}: is not stored as the optimizer says: "
+                f"got {_kind(got)}, expected {_kind(wanted)}. "
+                "Make the state with init(params) of this optimizer, or convert it."
             )
         for field in wanted._fields if is_coded else ("",):
             pair = (getattr(x, field) if field else x for x in (got, wanted))
@@ -346,32 +308,25 @@ def _check_flat_array(name: str, got: Any, wanted: Any) -> None:
     have = None if got is None else getattr(got, "shape", type(got).__name__)
     if have != expected:
         raise ShapeError(
-            f"opt_state.{name}",
-            "not the state of these params on this mesh",
-            got=have,
-            expected=f"{expected} on each device",
-            action="Make the state with init(params) of this optimizer.",
+            f"opt_state.{name}: not the state of these params on this mesh: got {have}, expected "
+            f"{expected} on each device. Make the state with init(params) of this optimizer."
         )
     if got is not None and got.dtype != wanted.dtype:
         is_chosen = name in ("main_params", "mu", "nu")  # else no option of the policy says it
+        action = "Make the state with init(params) of this optimizer."
+        if is_chosen:
+            action = f"Cast it, or set {name}_dtype of the optimizer."
         raise DtypeError(
-            f"opt_state.{name}",
-            "dtype differs from the optimizer's",
-            got=got.dtype,
-            expected=wanted.dtype,
-            action=f"Cast it, or set {name}_dtype of the optimizer."
-            if is_chosen
-            else "Make the state with init(params) of this optimizer.",
+            f"opt_state.{name}: dtype differs from the optimizer's: got {got.dtype}, "
+            f"expected {wanted.dtype}. {action}"
         )
 
 
 def check_scaling(config: DistributedConfig, state: Any) -> None:
     """Raises TreeError where a state has a loss scale and the optimizer none, or the reverse."""
     if (state.scaling is None) != (config.loss_scale is None):
+        expected = "None" if config.loss_scale is None else "LossScaleState"
         raise TreeError(
-            "opt_state.scaling",
-            "does not fit loss_scale",
-            got=type(state.scaling).__name__,
-            expected="None" if config.loss_scale is None else "LossScaleState",
-            action="Make the state with init(params) of this optimizer.",
+            f"opt_state.scaling: does not fit loss_scale: got {type(state.scaling).__name__}, "
+            f"expected {expected}. Make the state with init(params) of this optimizer."
         )

@@ -79,11 +79,8 @@ def choose_communication(
     """
     if requested not in MEANS:
         raise PolicyError(
-            "communication",
-            "unknown",
-            got=repr(requested),
-            expected=" or ".join(map(repr, MEANS)),
-            action="Leave it out, or pass one of these.",
+            f"communication: unknown: got {requested!r}, expected {' or '.join(map(repr, MEANS))}. "
+            "Leave it out, or pass one of these."
         )
     if requested == "xla":
         return OVER_XLA
@@ -94,12 +91,10 @@ def choose_communication(
         return Communication("peer", "")
     if requested == "peer":
         raise PolicyError(
-            "communication",
-            "a step over peer memory is not supported here",
-            got=reasons[0],
-            expected='"optim" with unsharded parameters, float32 sums and main parameters, on 2, 4 '
-            "or 8 devices of one process",
-            action='Pass communication="auto", which goes over XLA here, or change the setting.',
+            "communication: a step over peer memory is not supported here: "
+            f'got {reasons[0]}, expected "optim" with unsharded parameters, '
+            "float32 sums and main parameters, on 2, 4 or 8 devices of one process. "
+            'Pass communication="auto", which goes over XLA here, or change the setting.'
         )
     return Communication("xla", reasons[0])
 

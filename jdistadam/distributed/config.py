@@ -246,11 +246,9 @@ def _check_same_specs(specs: list[P], of_local: list[P]) -> None:
     """Raises MeshError where a function says something else about what a device has of params."""
     if specs != of_local:
         raise MeshError(
-            "param_specs",
-            "a function that decides by the sizes of leaves: a device's part of them is smaller",
-            got=f"{of_local} for these",
-            expected=f"{specs}, as for whole ones",
-            action="Pass the tree that the function returns for the unsharded params.",
+            "param_specs: a function that decides by the sizes of leaves: "
+            f"a device's part of them is smaller: got {of_local} for these, expected {specs}, "
+            "as for whole ones. Pass the tree that the function returns for the unsharded params."
         )
 
 
@@ -266,11 +264,9 @@ def _check_any(name: str, predicate: Any, selected: list[bool], paths: list[str]
     """Raises TreeError where a predicate of paths selects no leaf."""
     if predicate is not None and paths and not any(selected):
         raise TreeError(
-            name,
-            "selects no leaf",
-            got=f"False for {paths[0]} and {len(paths) - 1} more",
-            expected="True for the layers that the model scans over or gathers",
-            action=f"Look for a part of their paths, or leave {name} out.",
+            f"{name}: selects no leaf: got False for {paths[0]} and {len(paths) - 1} more, "
+            "expected True for the layers that the model scans over or gathers. "
+            f"Look for a part of their paths, or leave {name} out."
         )
 
 
@@ -281,17 +277,13 @@ def _check_param_comm_dtype(policy: MixedPrecisionPolicy, leaves: Sequence[Leaf]
         has_main = policy.main_params == FLOAT32
         if _is_rounded_to_send(policy, leaf.dtype) and not has_main:
             raise PolicyError(
-                leaf.path,
-                "would be rounded to param_comm_dtype at every step",
-                got=f"{comm} for {leaf.dtype} and no float32 main parameters",
-                expected="main_params_dtype float32, or param_comm_dtype None",
-                action="Set main_params_dtype=jnp.float32.",
+                f"{leaf.path}: would be rounded to param_comm_dtype at every step: got {comm} for "
+                f"{leaf.dtype} and no float32 main parameters, expected main_params_dtype float32, "
+                "or param_comm_dtype None. Set main_params_dtype=jnp.float32."
             )
         if comm is not None and comm.itemsize > jnp.dtype(leaf.dtype).itemsize:
             raise PolicyError(
-                leaf.path,
-                "param_comm_dtype is wider than the parameter",
-                got=f"{comm} for {jnp.dtype(leaf.dtype)}",
-                expected=f"{jnp.dtype(leaf.dtype)} or a narrower dtype",
-                action="Leave param_comm_dtype at None.",
+                f"{leaf.path}: param_comm_dtype is wider than the parameter: got {comm} for "
+                f"{jnp.dtype(leaf.dtype)}, expected {jnp.dtype(leaf.dtype)} or a narrower dtype. "
+                "Leave param_comm_dtype at None."
             )

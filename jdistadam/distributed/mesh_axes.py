@@ -125,40 +125,32 @@ def make_data_parallel(
     """
     if not isinstance(mesh, Mesh):
         raise MeshError(
-            "mesh",
-            "not a mesh",
-            got=type(mesh).__name__,
-            expected="jax.sharding.Mesh",
-            action='Make one with jax.sharding.Mesh(jax.devices(), ("data",)).',
+            f"mesh: not a mesh: got {type(mesh).__name__}, expected jax.sharding.Mesh. "
+            'Make one with jax.sharding.Mesh(jax.devices(), ("data",)).'
         )
     shard_axes = _axes(mesh, "shard_axis", shard_axis)
     replica_axes = () if replica_axis is None else _axes(mesh, "replica_axis", replica_axis)
     if not shard_axes or set(shard_axes) & set(replica_axes):
         raise MeshError(
-            "shard_axis",
-            "names no axis, or one of replica_axis",
-            got=f"shard_axis={shard_axis!r}, replica_axis={replica_axis!r}",
-            expected="different axes, at least one for shard_axis",
-            action="Give each axis one purpose.",
+            "shard_axis: names no axis, or one of replica_axis: "
+            f"got shard_axis={shard_axis!r}, replica_axis={replica_axis!r}, "
+            "expected different axes, at least one for shard_axis. Give each axis one purpose."
         )
     _check_choice("sharding_strategy", strategy, SHARDING_STRATEGIES)
     _check_choice("outer_sharding_strategy", outer_strategy, OUTER_SHARDING_STRATEGIES)
     _check_reshard(reshard_after_forward, strategy)
     if outer_strategy == "optim" and (not replica_axes or strategy == "no_shard"):
         raise PolicyError(
-            "outer_sharding_strategy",
-            "'optim' shards the optimizer state over replica_axis too",
-            got=f"sharding_strategy={strategy!r}, replica_axis={replica_axis!r}",
-            expected="a replica_axis and a sharding_strategy other than 'no_shard'",
-            action="To shard over one axis alone, make it the shard_axis.",
+            "outer_sharding_strategy: 'optim' shards the optimizer state over replica_axis too: "
+            f"got sharding_strategy={strategy!r}, replica_axis={replica_axis!r}, "
+            "expected a replica_axis and a sharding_strategy other than 'no_shard'. "
+            "To shard over one axis alone, make it the shard_axis."
         )
     if strategy == "no_shard" and policy.param_comm_dtype is not None:
         raise PolicyError(
-            "param_comm_dtype",
-            "no parameters are communicated under this strategy",
-            got=f"{policy.param_comm_dtype} with sharding_strategy='no_shard'",
-            expected="None",
-            action="Leave it at None, or choose a strategy that shards.",
+            "param_comm_dtype: no parameters are communicated under this strategy: "
+            f"got {policy.param_comm_dtype} with sharding_strategy='no_shard', expected None. "
+            "Leave it at None, or choose a strategy that shards."
         )
     made = DataParallel(
         mesh, shard_axes, replica_axes, strategy, outer_strategy, reshard_after_forward
@@ -166,14 +158,11 @@ def make_data_parallel(
     idle = [axis for axis in made.tensor_axes if mesh.shape[axis] > 1]
     if idle and not has_param_specs:
         raise MeshError(
-            "mesh",
-            f"axis {idle[0]!r} has no purpose",
-            got=dict(mesh.shape),
-            expected="only axes that carry data, or over which params are sharded",
-            action="Name it in shard_axis or replica_axis if it carries data. If the model is "
-            "partitioned over it, say how params are sharded: param_specs={'w': "
-            f"PartitionSpec(None, {idle[0]!r}), ...}}, "
-            "with PartitionSpec() for those that are whole on each device.",
+            f"mesh: axis {idle[0]!r} has no purpose: got {dict(mesh.shape)}, "
+            "expected only axes that carry data, or over which params are sharded. "
+            "Name it in shard_axis or replica_axis if it carries data. If the model is partitioned "
+            "over it, say how params are sharded: param_specs={'w': PartitionSpec(None, "
+            f"{idle[0]!r}), ...}}, with PartitionSpec() for those that are whole on each device."
         )
     return made
 
@@ -183,11 +172,10 @@ def _check_reshard(value: Any, strategy: str) -> None:
     check_flag("reshard_after_forward", value)
     if not value and strategy != "optim_grads_params":
         raise PolicyError(
-            "reshard_after_forward",
-            "parameters are not sharded under this strategy",
-            got=f"False with sharding_strategy={strategy!r}",
-            expected="True, or sharding_strategy='optim_grads_params'",
-            action="Pass sharding_strategy='optim_grads_params', or leave it out.",
+            "reshard_after_forward: parameters are not sharded under this strategy: "
+            f"got False with sharding_strategy={strategy!r}, "
+            "expected True, or sharding_strategy='optim_grads_params'. "
+            "Pass sharding_strategy='optim_grads_params', or leave it out."
         )
 
 
@@ -197,20 +185,14 @@ def _axes(mesh: Mesh, name: str, value: Any) -> tuple[str, ...]:
     for axis in axes:
         if axis not in mesh.axis_names:  # a tuple: an axis may be something without a hash
             close = difflib.get_close_matches(str(axis), mesh.axis_names, 1, 0.0)
+            action = f"Pass {name}={close[0]!r}?" if close else "Name the mesh's axes."
             raise MeshError(
-                f"{name} {axis!r}",
-                "not an axis of the mesh",
-                got=f"axes {mesh.axis_names}",
-                expected="one of them, or a tuple of them",
-                action=f"Pass {name}={close[0]!r}?" if close else "Name the mesh's axes.",
+                f"{name} {axis!r}: not an axis of the mesh: got axes {mesh.axis_names}, "
+                f"expected one of them, or a tuple of them. {action}"
             )
     if len(set(axes)) != len(axes):
         raise MeshError(
-            name,
-            "names an axis twice",
-            got=repr(value),
-            expected="every axis once",
-            action="Remove one.",
+            f"{name}: names an axis twice: got {value!r}, expected every axis once. Remove one."
         )
     return tuple(axes)
 
@@ -242,9 +224,6 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         if close not in choices:  # the outer strategy shards the state alone
             close = choices[-1]
         raise PolicyError(
-            name,
-            "unknown",
-            got=repr(value),
-            expected=" or ".join(map(repr, choices)),
-            action=f"Pass {name}={close!r}?",
+            f"{name}: unknown: got {value!r}, expected {' or '.join(map(repr, choices))}. "
+            f"Pass {name}={close!r}?"
         )

@@ -178,12 +178,9 @@ def check_own_region(config: DistributedConfig, schedule: Schedule, params: Para
     for path, spec in zip(trees.paths(params, "params"), specs, strict=True):
         if cut_twice(config.parallel, spec):
             raise PolicyError(
-                path,
-                "one dimension is cut by tensor axes and into shards, in a region that is manual "
-                "over the data axes alone",
-                got=spec,
-                expected="dimensions that are cut once",
-                action="Use train_step, a shard_map over all axes, or 'optim_grads'.",
+                f"{path}: one dimension is cut by tensor axes and into shards, in a region that "
+                f"is manual over the data axes alone: got {spec}, expected dimensions that are cut "
+                "once. Use train_step, a shard_map over all axes, or 'optim_grads'."
             )
 
 

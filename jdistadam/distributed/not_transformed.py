@@ -22,23 +22,18 @@ def check_not_transformed(function: str, tree: Any) -> None:
 def _batched(leaves: Any, dims: Any, *, function: str) -> Any:
     sizes = {x.shape[dim] for x, dim in zip(leaves, dims, strict=True) if dim is not None}
     raise PolicyError(
-        function,
-        "a distributed optimizer cannot run under jax.vmap",
-        got=f"vmap over {', '.join(map(str, sizes))}",
-        expected="one model, on all devices of the mesh",
-        action="Step ensembles and sweeps with jax.vmap(fused_adamw(...).step).",
+        f"{function}: a distributed optimizer cannot run under jax.vmap: got vmap over "
+        f"{', '.join(map(str, sizes))}, expected one model, on all devices of the mesh. "
+        "Step ensembles and sweeps with jax.vmap(fused_adamw(...).step)."
     )
 
 
 def _jvp(leaves: Any, tangents: Any, *, function: str) -> Any:
     del tangents
     raise PolicyError(
-        function,
-        "a distributed optimizer cannot be differentiated",
-        got=f"a derivative by some of {len(leaves)} arrays",
-        expected="a use of its values alone",
-        action="Differentiate fused_adamw(...).step, or put jax.lax.stop_gradient around what this "
-        "one takes.",
+        f"{function}: a distributed optimizer cannot be differentiated: got a derivative by "
+        f"some of {len(leaves)} arrays, expected a use of its values alone. Differentiate "
+        "fused_adamw(...).step, or put jax.lax.stop_gradient around what this one takes."
     )
 
 

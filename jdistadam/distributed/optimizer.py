@@ -222,11 +222,8 @@ def _algorithm_of(tx: Any) -> Algorithm | None:
     else:
         what, action = "not an optimizer", "Pass what fused_adamw(...) returns."
     raise PolicyError(
-        "distributed",
-        what,
-        got=getattr(tx, "__name__", type(tx).__name__),
-        expected="what fused_adamw, fused_adam or inject_hyperparams of one of them returns",
-        action=action,
+        f"distributed: {what}: got {getattr(tx, '__name__', type(tx).__name__)}, expected what "
+        f"fused_adamw, fused_adam or inject_hyperparams of one of them returns. {action}"
     )
 
 

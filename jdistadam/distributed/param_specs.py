@@ -48,11 +48,9 @@ def _spec_of(given: P | NamedSharding | None) -> P:
     spec = P() if given is None else given.spec if isinstance(given, NamedSharding) else given
     if any(entry is P.UNCONSTRAINED for entry in spec):
         raise MeshError(
-            "param_specs",
-            "leaves open over which axes a parameter is sharded",
-            got=spec,
-            expected="the names of axes, or None, for each dimension",
-            action="Replace PartitionSpec.UNCONSTRAINED.",
+            "param_specs: leaves open over which axes a parameter is sharded: "
+            f"got {spec}, expected the names of axes, or None, for each dimension. "
+            "Replace PartitionSpec.UNCONSTRAINED."
         )
     return spec
 
@@ -140,11 +138,8 @@ def _cut(parallel: DataParallel, path: str, shape: tuple[int, ...], spec: P) -> 
     unknown = [axis for axis in axes_of(spec) if axis not in parallel.tensor_axes]
     if unknown:
         raise MeshError(
-            path,
-            f"param_specs names axis {unknown[0]!r}",
-            got=spec,
-            expected=f"axes that carry no data: {parallel.tensor_axes}",
-            action=_instead_of(parallel, unknown[0]),
+            f"{path}: param_specs names axis {unknown[0]!r}: got {spec}, expected axes that carry "
+            f"no data: {parallel.tensor_axes}. {_instead_of(parallel, unknown[0])}"
         )
     sizes = [1] * len(shape)
     for dim, entry in enumerate(spec):
@@ -153,11 +148,8 @@ def _cut(parallel: DataParallel, path: str, shape: tuple[int, ...], spec: P) -> 
     fits = len(spec) <= len(shape) and all(n % k == 0 for n, k in zip(shape, sizes, strict=True))
     if not fits:
         raise ShapeError(
-            path,
-            "does not divide as param_specs says",
-            got=f"shape {shape}, {spec}",
-            expected=f"dimensions that divide by {tuple(sizes)}",
-            action="Change param_specs for this leaf.",
+            f"{path}: does not divide as param_specs says: got shape {shape}, {spec}, "
+            f"expected dimensions that divide by {tuple(sizes)}. Change param_specs for this leaf."
         )
     return tuple(n // k for n, k in zip(shape, sizes, strict=True))
 

@@ -141,11 +141,8 @@ def refuse_sums(grads: Grads, what: str, action: str) -> None:
     for path, x in zip(trees.paths(plain(grads), "grads"), leaves_of(grads), strict=True):
         if is_shard(x):
             raise MeshError(
-                path,
-                f"summed over the devices already{what}",
-                got=f"a shard of shape {x.shape}",
-                expected="this device's own gradient of the whole parameter",
-                action=action,
+                f"{path}: summed over the devices already{what}: got a shard of shape {x.shape}, "
+                f"expected this device's own gradient of the whole parameter. {action}"
             )
 
 
@@ -161,11 +158,10 @@ def refuse_unmarked(schedule: Schedule | None, params: Params) -> None:
     leaves: list[Any] = jax.tree.leaves(params)
     if schedule is None and leaves:
         raise MeshError(
-            "gather_params",
-            "got no shard among these params",
-            got="plain arrays, and an optimizer that was not bound to params",
-            expected="what local_params(params, opt) returns, with opt = tx.bind(params)",
-            action="Mark them first; with opt in the place of tx pass parts without shards, too.",
+            "gather_params: got no shard among these params: "
+            "got plain arrays, and an optimizer that was not bound to params, "
+            "expected what local_params(params, opt) returns, with opt = tx.bind(params). "
+            "Mark them first; with opt in the place of tx pass parts without shards, too."
         )
     if schedule is None or jax.tree.structure(params) != schedule.treedef:
         return
@@ -173,9 +169,7 @@ def refuse_unmarked(schedule: Schedule | None, params: Params) -> None:
         leaf = schedule.layout.leaves[bucket.leaf] if bucket.is_sharded_param else None
         if leaf is not None and leaves[bucket.leaf].shape == bucket.inner_shape != leaf.shape:
             raise MeshError(
-                leaf.path,
-                "not marked as a shard",
-                got=f"an array of shape {bucket.inner_shape}",
-                expected="what local_params(params, opt) returns",
-                action="Call gather_params(local_params(params, opt), opt).",
+                f"{leaf.path}: not marked as a shard: got an array of shape {bucket.inner_shape}, "
+                "expected what local_params(params, opt) returns. "
+                "Call gather_params(local_params(params, opt), opt)."
             )

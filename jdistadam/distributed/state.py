@@ -70,13 +70,11 @@ def find_state(opt_state: OptState) -> DistributedState:
     found = [part for part in parts if is_distributed_state(part)]
     if len(found) != 1:
         raise TreeError(
-            "opt_state",
-            "not the state of a distributed optimizer",
-            got=f"{type(opt_state).__name__} with {len(found)} DistributedState in it",
-            expected="a DistributedState, or the state of a chain with one",
-            action="Call step(grads, opt_state, params) with what init, step or TrainState.create "
-            "returned; restore a checkpoint into TrainState.shapes(params, tx), which gives it "
-            "these types.",
+            "opt_state: not the state of a distributed optimizer: "
+            f"got {type(opt_state).__name__} with {len(found)} DistributedState in it, "
+            "expected a DistributedState, or the state of a chain with one. Call "
+            "step(grads, opt_state, params) with what init, step or TrainState.create returned; "
+            "restore a checkpoint into TrainState.shapes(params, tx), which gives it these types."
         )
     return found[0]
 
@@ -85,11 +83,8 @@ def check_own_state(state: Any) -> None:
     """Raises TreeError unless ``state`` is a DistributedState itself."""
     if not is_distributed_state(state):
         raise TreeError(
-            "opt_state",
-            "not the state of this optimizer",
-            got=type(state).__name__,
-            expected="DistributedState",
-            action="Call step(grads, opt_state, params) with what init or step returned.",
+            f"opt_state: not the state of this optimizer: got {type(state).__name__}, expected "
+            "DistributedState. Call step(grads, opt_state, params) with what init or step returned."
         )
 
 

@@ -140,11 +140,8 @@ def scaling_of(config: DistributedConfig, state: Any) -> LossScaleState | None:
         return None
     if state is None:
         raise TreeError(
-            "grad_norm",
-            "needs the state, whose loss scale the gradients were multiplied by",
-            got=None,
-            expected="tx.grad_norm(grads, opt_state)",
-            action="Pass the state.",
+            "grad_norm: needs the state, whose loss scale the gradients were multiplied by: "
+            "got None, expected tx.grad_norm(grads, opt_state). Pass the state."
         )
     check_scaling(config, find_state(state))
     return find_state(state).scaling

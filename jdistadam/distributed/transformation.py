@@ -145,11 +145,10 @@ class DistributedTransformation(FusedTransformation):
         trees.check_dtypes(params, name="params")
         if not self.is_as_made:
             raise PolicyError(
-                "bind",
-                "functions of this optimizer were replaced, which what it returns would not call",
-                got="the result of tx._replace",
-                expected="what distributed, chain or inject_hyperparams returned",
-                action="Bind first, and replace functions of the result; train_step calls its own.",
+                "bind: functions of this optimizer were replaced, "
+                "which what it returns would not call: got the result of tx._replace, "
+                "expected what distributed, chain or inject_hyperparams returned. "
+                "Bind first, and replace functions of the result; train_step calls its own."
             )
         schedule = self.config.schedule(self.config.tensor_local(params))
         return self.make(
@@ -176,11 +175,10 @@ class DistributedTransformation(FusedTransformation):
         trees.check_dtypes(params, name=name)
         if self.bound is None and config.parallel.shards_params:
             raise MeshError(
-                function,
-                "called inside of jax.shard_map with shards of params that are not known",
-                got="an optimizer that was not bound to params",
-                expected="opt = tx.bind(params), outside of the shard_map",
-                action="Call opt.init, opt.step, opt.accumulate, local_params(params, opt) in it.",
+                f"{function}: called inside of jax.shard_map with shards of params "
+                "that are not known: got an optimizer that was not bound to params, "
+                "expected opt = tx.bind(params), outside of the shard_map. "
+                "Call opt.init, opt.step, opt.accumulate, local_params(params, opt) in it."
             )
         on_a_device = model_axes.on_a_device(config, params)
         if self.bound is None:
@@ -352,10 +350,8 @@ def check_distributed(tx: Any) -> None:
     """Raises PolicyError unless ``tx`` is a distributed optimizer."""
     if not isinstance(tx, DistributedTransformation):
         raise PolicyError(
-            "tx",
-            "not a distributed optimizer",
-            got=type(tx).__name__,
-            expected="DistributedTransformation",
-            action="Make it with distributed(fused_adamw(...), mesh=mesh). In place of "
-            "optax.chain use jda.chain; of optax's wrappers accumulate_steps, loss_scale, groups.",
+            f"tx: not a distributed optimizer: got {type(tx).__name__}, "
+            "expected DistributedTransformation. "
+            "Make it with distributed(fused_adamw(...), mesh=mesh). In place of optax.chain use "
+            "jda.chain; of optax's wrappers accumulate_steps, loss_scale, groups."
         )

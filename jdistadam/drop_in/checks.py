@@ -45,11 +45,9 @@ def check_trees(
     ):
         if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
             raise DtypeError(
-                path,
-                "complex, and its parameter is not: the imaginary part would be lost",
-                got=grad.dtype,
-                expected=f"a real dtype, as that of the parameter, {param.dtype}",
-                action="Take jnp.real, or make the loss real.",
+                f"{path}: complex, and its parameter is not: the imaginary part would be lost: "
+                f"got {grad.dtype}, expected a real dtype, as that of the parameter, "
+                f"{param.dtype}. Take jnp.real, or make the loss real."
             )
     _check_dtypes(mu, beside, name=mu_name, action="Cast mu.")
     _check_dtypes(nu, beside, name=nu_name, action="Cast nu.")
@@ -86,10 +84,7 @@ def adam_state_of(state: OptState, name: str) -> optax.ScaleByAdamState:
     """Returns the first part of optax's state, or raises TreeError."""
     if not (isinstance(state, tuple) and state and isinstance(state[0], optax.ScaleByAdamState)):
         raise TreeError(
-            name,
-            "not a state of this optimizer",
-            got=type(state).__name__,
-            expected="the state that init(params) returned",
-            action="Pass opt_state as init, update or step returned it.",
+            f"{name}: not a state of this optimizer: got {type(state).__name__}, expected the "
+            "state that init(params) returned. Pass opt_state as init, update or step returned it."
         )
     return state[0]

@@ -76,11 +76,8 @@ def jit_step(tx: FusedTransformation, **jit_options: Any) -> JittedStep:
     """
     if not isinstance(tx, FusedTransformation) or hasattr(tx, "config"):
         raise PolicyError(
-            "jit_step",
-            "cannot be used with this optimizer",
-            got=type(tx).__name__,
-            expected="fused_adamw, fused_adam, or jda.chain(..., fused_adamw(...))",
-            action="For a distributed optimizer use train_step; in place of optax.chain use "
-            "jda.chain.",
+            f"jit_step: cannot be used with this optimizer: got {type(tx).__name__}, "
+            "expected fused_adamw, fused_adam, or jda.chain(..., fused_adamw(...)). "
+            "For a distributed optimizer use train_step; in place of optax.chain use jda.chain."
         )
     return JittedStep(tx, jit_options)

@@ -84,12 +84,10 @@ def with_key(storage: Storage, state: OptState) -> OptState:
 def split_key(storage: Storage, state: OptState) -> tuple[Any, OptState]:
     """Returns the key, or None, and the state without it."""
     if storage.is_random != isinstance(state, RoundingState):
+        expected = "RoundingState" if storage.is_random else "a state without RoundingState"
         raise TreeError(
-            "opt_state",
-            "does not fit rounding",
-            got=type(state).__name__,
-            expected="RoundingState" if storage.is_random else "a state without RoundingState",
-            action="Make it with init(params) of this optimizer.",
+            f"opt_state: does not fit rounding: got {type(state).__name__}, expected {expected}. "
+            "Make it with init(params) of this optimizer."
         )
     return (state.key, state.inner) if storage.is_random else (None, state)
 
@@ -103,11 +101,10 @@ def check_coded(storage: Storage, params: Params, moments: Any, *, name: str, co
         expected = codec if codec.is_coded and storage.is_coded(path, param) else None
         if is_codes(moment) != (expected is not None):
             raise DtypeError(
-                name + path,
-                "is not stored as this optimizer stores it",
-                got="codes" if is_codes(moment) else moment.dtype,
-                expected="an array" if expected is None else expected.name,
-                action="Make the state with init(params) of this optimizer.",
+                f"{name}{path}: is not stored as this optimizer stores it: "
+                f"got {'codes' if is_codes(moment) else moment.dtype}, "
+                f"expected {'an array' if expected is None else expected.name}. "
+                "Make the state with init(params) of this optimizer."
             )
         if expected is not None:
             _check_codes(name + path, param, moment, expected)
@@ -118,12 +115,9 @@ def _check_codes(path: str, param: Any, moment: BlockCodes, codec: Codec) -> Non
     got = [(x.shape, x.dtype.name) for x in moment]
     if got != [(param.shape, codec.dtype.name), (scales, "float32")]:
         raise DtypeError(
-            path,
-            "does not fit its parameter",
-            got=got,
-            expected=f"codes of shape {param.shape}, {codec.dtype}, and {scales[0]} scales, "
-            "float32",
-            action="Make the state with init(params) of this optimizer.",
+            f"{path}: does not fit its parameter: got {got}, "
+            f"expected codes of shape {param.shape}, {codec.dtype}, and {scales[0]} scales, "
+            "float32. Make the state with init(params) of this optimizer."
         )
 
 
@@ -158,11 +152,9 @@ def decoded(opt_state: OptState) -> OptState:
             return x
         if hasattr(x, "layout_digest"):
             raise TreeError(
-                "opt_state",
-                "the state of a distributed optimizer",
-                got=type(x).__name__,
-                expected="that of fused_adamw or fused_adam",
-                action="Call to_optax_state(state, tx), which decodes moments.",
+                "opt_state: the state of a distributed optimizer: "
+                f"got {type(x).__name__}, expected that of fused_adamw or fused_adam. "
+                "Call to_optax_state(state, tx), which decodes moments."
             )
         return x._replace(mu=_decoded("mu", x.mu), nu=_decoded("nu", x.nu))
 

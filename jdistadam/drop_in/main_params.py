@@ -49,11 +49,8 @@ def split_state(state: OptState, kind: Codec) -> tuple[Any, Any]:
     if kind.is_stored != isinstance(state, MainParamsState):
         expected = "MainParamsState" if kind.is_stored else "optax's own state"
         raise TreeError(
-            "opt_state",
-            "does not fit main_params_dtype",
-            got=type(state).__name__,
-            expected=expected,
-            action="Make it with init(params) of this optimizer.",
+            f"opt_state: does not fit main_params_dtype: got {type(state).__name__}, "
+            f"expected {expected}. Make it with init(params) of this optimizer."
         )
     return (state.main_params, state.inner) if kind.is_stored else (None, state)
 
@@ -76,11 +73,8 @@ def main_leaves(kind: Codec, main_params: Any, params: Params) -> list[Any]:
 def _differs(main_params: Any, params: Params) -> TreeError:
     where, expected, got = trees.first_difference(params, main_params, is_prefix=True)
     return TreeError(
-        f"opt_state.main_params{where}",
-        "tree structure differs from params",
-        got=got,
-        expected=expected,
-        action="Make the state with init(params) of this optimizer.",
+        f"opt_state.main_params{where}: tree structure differs from params: got {got}, "
+        f"expected {expected}. Make the state with init(params) of this optimizer."
     )
 
 
@@ -92,14 +86,15 @@ def _check_main(name: str, kind: Codec, main: Any, param: Any) -> None:
     if fits and got == (np.shape(param), kind.dtype):
         return
     if is_kept or not isinstance(main, optax.MaskedNode):
-        raise DtypeError(
-            name,
-            "does not fit its parameter",
-            got=got if hasattr(main, "dtype") else type(main).__name__,
-            expected=(np.shape(param), kind.dtype.name)
+        got_text = got if hasattr(main, "dtype") else type(main).__name__
+        expected = (
+            (np.shape(param), kind.dtype.name)
             if fits
-            else f"none beside {getattr(param, 'dtype', type(param).__name__)}",
-            action="Make the state with init(params) of this optimizer.",
+            else f"none beside {getattr(param, 'dtype', type(param).__name__)}"
+        )
+        raise DtypeError(
+            f"{name}: does not fit its parameter: got {got_text}, expected {expected}. "
+            "Make the state with init(params) of this optimizer."
         )
 
 

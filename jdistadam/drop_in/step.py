@@ -143,23 +143,19 @@ def _check_quantized(
         is_half = leaf.main is None and leaf.param.dtype in _HALVES
         if is_random and mode == "update" and is_half:
             raise PolicyError(
-                path,
-                "an update cannot round the parameter that it is added to",
-                got=f'{leaf.param.dtype} without main parameters, rounding="stochastic"',
-                expected="tx.step, which rounds parameters at random, or main parameters",
-                action="Call tx.step in place of tx.update and optax.apply_updates, or set "
-                "main_params_dtype.",
+                f"{path}: an update cannot round the parameter that it is added to: "
+                f'got {leaf.param.dtype} without main parameters, rounding="stochastic", '
+                "expected tx.step, which rounds parameters at random, or main parameters. Call "
+                "tx.step in place of tx.update and optax.apply_updates, or set main_params_dtype."
             )
         moments = [_dtype(leaf.mu), _dtype(leaf.nu)]
         is_rounded = is_random and (is_half or any(x in _HALVES for x in moments))
         is_quantized = is_rounded or any(isinstance(x, Codec) for x in moments)
         if is_quantized and _is_left_to_optax(TreeLeaf(*map(_dtype, leaf))):
             raise DtypeError(
-                path,
-                "a leaf with moments in codes or rounded at random is not left to optax",
-                got=f"gradients of {leaf.grad.dtype} for a parameter of {leaf.param.dtype}",
-                expected="float32, bfloat16 or float16",
-                action="Cast the gradients.",
+                f"{path}: a leaf with moments in codes or rounded at random is not left to optax: "
+                f"got gradients of {leaf.grad.dtype} for a parameter of {leaf.param.dtype}, "
+                "expected float32, bfloat16 or float16. Cast the gradients."
             )
 
 

@@ -95,11 +95,8 @@ def check_step_count(name: str, count: Any) -> None:
     if np.shape(count) != () or not jnp.issubdtype(dtype, np.integer):
         kind = DtypeError if np.shape(count) == () else ShapeError
         raise kind(
-            name,
-            "not a number of steps",
-            got=f"{dtype}, shape {np.shape(count)}",
-            expected="int32, shape ()",
-            action="Pass opt_state as init, update or step returned it.",
+            f"{name}: not a number of steps: got {dtype}, shape {np.shape(count)}, "
+            "expected int32, shape (). Pass opt_state as init, update or step returned it."
         )
 
 
@@ -107,13 +104,10 @@ def _scalar(name: str, value: Any) -> jax.Array:
     """A coefficient in float32; a schedule may have returned something else."""
     is_real = trees.is_number(value) and not jnp.iscomplexobj(value)
     if not is_real or np.shape(value) != ():
+        got = f"shape {np.shape(value)}" if is_real else repr(value)
         raise HyperparameterError(
-            name,
-            "not one number",
-            got=f"shape {np.shape(value)}" if is_real else repr(value),
-            expected="a scalar, also from a schedule",
-            action="Return a number; for several rates use param_labels and groups, or "
-            "optax.multi_transform.",
+            f"{name}: not one number: got {got}, expected a scalar, also from a schedule. Return a "
+            "number; for several rates use param_labels and groups, or optax.multi_transform."
         )
     return jnp.asarray(value).astype(jnp.float32)
 

@@ -105,11 +105,8 @@ def runtime_ffi_api_version() -> tuple[int, int]:
         text = header.read_text()
     except OSError as error:
         raise NativeError(
-            "jaxlib",
-            "its FFI version cannot be read",
-            got=error,
-            expected="the header that it ships",
-            action="Reinstall jaxlib.",
+            f"jaxlib: its FFI version cannot be read: got {error}, "
+            "expected the header that it ships. Reinstall jaxlib."
         ) from None
     major, minor = (
         int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", text)[1])  # type: ignore[index]
@@ -125,12 +122,9 @@ def check_ffi_api_version(built: tuple[int, int], runtime: tuple[int, int]) -> N
     """
     if built[0] != runtime[0] or built[1] > runtime[1]:
         raise NativeError(
-            "compiled module",
-            f"XLA FFI version does not fit jaxlib {jaxlib.__version__}",
-            got=f"{built[0]}.{built[1]}",
-            expected=f"at most {runtime[0]}.{runtime[1]}",
-            action="Reinstall with `pip install .` (which builds against old headers), or upgrade "
-            "jaxlib.",
+            f"compiled module: XLA FFI version does not fit jaxlib {jaxlib.__version__}: "
+            f"got {built[0]}.{built[1]}, expected at most {runtime[0]}.{runtime[1]}. "
+            "Reinstall with `pip install .` (which builds against old headers), or upgrade jaxlib."
         )
 
 

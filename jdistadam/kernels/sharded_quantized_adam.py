@@ -226,11 +226,9 @@ def _not_supported(
     "blocks",
 ) -> PolicyError:
     return PolicyError(
-        path,
-        f'a step with "block8" or "block16" moments or stochastic rounding is not supported {how}',
-        got=got,
-        expected=expected,
-        action="Use float32 or bfloat16 moments, rounded to nearest.",
+        f'{path}: a step with "block8" or "block16" moments or stochastic rounding is not '
+        f"supported {how}: got {got}, expected {expected}. "
+        "Use float32 or bfloat16 moments, rounded to nearest."
     )
 
 

@@ -101,10 +101,8 @@ def _check_differentiable(spec: Spec) -> None:
     """Raises PolicyError where parameters are halves of a number, which have no derivative."""
     if spec.mode == "step_split":
         raise PolicyError(
-            "main_params_dtype",
-            "a step cannot be differentiated",
-            got="remainder16, with which a parameter is two integers",
-            expected="float32 or None",
-            action="Set main_params_dtype=jnp.float32, or put jax.lax.stop_gradient around "
-            "gradients, state, params and hyperparameters.",
+            "main_params_dtype: a step cannot be differentiated: "
+            "got remainder16, with which a parameter is two integers, expected float32 or None. "
+            "Set main_params_dtype=jnp.float32, or put jax.lax.stop_gradient around gradients, "
+            "state, params and hyperparameters."
         )

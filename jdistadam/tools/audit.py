@@ -201,11 +201,8 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
 def _check_step(step: Any) -> None:
     if not isinstance(step, TrainStep):
         raise TreeError(
-            "step",
-            "not a training step of this package",
-            got=type(step).__name__,
-            expected="what train_step returned",
-            action="Call audit(train_step(loss_fn, tx), state, batch).",
+            f"step: not a training step of this package: got {type(step).__name__}, "
+            "expected what train_step returned. Call audit(train_step(loss_fn, tx), state, batch)."
         )
 
 

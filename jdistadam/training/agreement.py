@@ -104,13 +104,7 @@ def check_agreement(facts: Facts, processes: Sequence[int], *, limit: float | No
     if verdict is None:
         verdict = _missing([leader], 2 * store.limit)
     if verdict:
-        raise AgreementError(
-            verdict["where"],
-            verdict["what"],
-            got=verdict["got"],
-            expected=verdict["expected"],
-            action=verdict["action"],
-        )
+        raise AgreementError(verdict)
 
 
 class _Store:
@@ -134,8 +128,8 @@ class _Store:
         return json.loads(text)
 
 
-def _verdict(said: dict[int, Facts | None], limit: float) -> dict[str, str]:
-    """What to raise; empty where all agree."""
+def _verdict(said: dict[int, Facts | None], limit: float) -> str:
+    """The message of what to raise; empty where all agree."""
     missing = [process for process, facts in said.items() if facts is None]
     if missing:
         return _missing(missing, limit)
@@ -146,22 +140,18 @@ def _verdict(said: dict[int, Facts | None], limit: float) -> dict[str, str]:
         if differ:
             theirs = (said[differ[0]] or {})[name]
             return _difference(name, first, mine[name], differ, theirs)
-    return {}
+    return ""
 
 
-def _missing(processes: Sequence[int], limit: float) -> dict[str, str]:
-    return {
-        "where": _names(processes),
-        "what": f"did not come to its first step within {limit:.0f} s",
-        "got": "no word",
-        "expected": "the same step in every process",
-        "action": "Look into the log of that process; all have to call the same steps in turn.",
-    }
+def _missing(processes: Sequence[int], limit: float) -> str:
+    return (
+        f"{_names(processes)}: did not come to its first step within {limit:.0f} s: got no word, "
+        "expected the same step in every process. "
+        "Look into the log of that process; all have to call the same steps in turn."
+    )
 
 
-def _difference(
-    name: str, first: int, mine: str, differ: Sequence[int], theirs: str
-) -> dict[str, str]:
+def _difference(name: str, first: int, mine: str, differ: Sequence[int], theirs: str) -> str:
     if name == "layout":
         theirs, mine = differences(theirs, mine) or "", "an equal layout"
     action = "Start all processes with the same versions, code and arguments."
@@ -170,13 +160,10 @@ def _difference(
             "All else is the same: look for what loss_fn, or a schedule, takes from the process, "
             "such as its index, time, an unseeded random number or a file."
         )
-    return {
-        "where": name,
-        "what": f"differs between {_names(differ)} and process {first}",
-        "got": theirs,
-        "expected": mine,
-        "action": action,
-    }
+    return (
+        f"{name}: differs between {_names(differ)} and process {first}: got {theirs}, "
+        f"expected {mine}. {action}"
+    )
 
 
 def _names(processes: Sequence[int]) -> str:

@@ -52,11 +52,9 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
             raise _has_no_dimensions(path)
         if batch_spec is None and x.shape[0] % divides_by:
             raise ShapeError(
-                path,
-                "leading dimension does not divide by the number of devices",
-                got=x.shape,
-                expected=f"a multiple of {divides_by}",
-                action="Change the batch size, or drop the remainder.",
+                f"{path}: leading dimension does not divide by the number of devices: "
+                f"got {x.shape}, expected a multiple of {divides_by}. "
+                "Change the batch size, or drop the remainder."
             )
         if batch_spec is not None:
             _check_divides(path, x.shape, spec, tx)
@@ -72,19 +70,13 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
     for path, x in zip(paths, given, strict=True):
         if np.ndim(x) and np.ndim(given[0]) and np.shape(x)[0] != np.shape(given[0])[0]:
             raise ShapeError(
-                path,
-                f"leading dimension differs from that of {paths[0]}",
-                got=np.shape(x)[0],
-                expected=np.shape(given[0])[0],
-                action="Give every leaf one row for each example.",
+                f"{path}: leading dimension differs from that of {paths[0]}: got {np.shape(x)[0]}, "
+                f"expected {np.shape(given[0])[0]}. Give every leaf one row for each example."
             )
         if np.shape(x)[:1] == (0,):
             raise ShapeError(
-                path,
-                "holds no examples: the mean of their losses would be NaN",
-                got=np.shape(x),
-                expected="a leading dimension above 0",
-                action="Leave empty batches out.",
+                f"{path}: holds no examples: the mean of their losses would be NaN: "
+                f"got {np.shape(x)}, expected a leading dimension above 0. Leave empty batches out."
             )
     return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
@@ -103,13 +95,10 @@ def is_placed(batch: Any, sharding: NamedSharding) -> bool:
 
 def _has_no_dimensions(path: str) -> ShapeError:
     return ShapeError(
-        path,
-        "a leaf without dimensions cannot be cut into parts for the devices",
-        got="shape ()",
-        expected="one row for each example",
-        action="Pass a number of this step as np.full(batch_size, number), of which the loss reads "
-        "one, or by state.replace(model_state=...). What the loss closes over is compiled in, and "
-        "stays as it was.",
+        f"{path}: a leaf without dimensions cannot be cut into parts for the devices: got shape "
+        "(), expected one row for each example. Pass a number of this step as np.full(batch_size, "
+        "number), of which the loss reads one, or by state.replace(model_state=...). "
+        "What the loss closes over is compiled in, and stays as it was."
     )
 
 
@@ -119,11 +108,10 @@ def check_batch_spec(spec: Any, tx: DistributedTransformation) -> None:
     unknown = [axis for axis in axes if axis not in tx.config.mesh.axis_names]
     if not isinstance(spec, P) or unknown or len(set(axes)) < len(axes):
         raise MeshError(
-            "batch_spec",
-            "not a PartitionSpec over the axes of the mesh, each at most once",
-            got=repr(spec),
-            expected=f"one PartitionSpec for all leaves, over {tx.config.mesh.axis_names}",
-            action=f"Pass PartitionSpec{(*tx.config.parallel.batch_spec,)}, or leave it out.",
+            "batch_spec: not a PartitionSpec over the axes of the mesh, each at most once: "
+            f"got {spec!r}, "
+            f"expected one PartitionSpec for all leaves, over {tx.config.mesh.axis_names}. "
+            f"Pass PartitionSpec{(*tx.config.parallel.batch_spec,)}, or leave it out."
         )
 
 
@@ -135,11 +123,8 @@ def _check_divides(
     divides = jax.process_count() > 1 or all(n % k == 0 for n, k in zip(shape, sizes, strict=False))
     if len(sizes) > len(shape) or not divides:
         raise ShapeError(
-            path,
-            "cannot be cut as batch_spec says",
-            got=f"shape {shape} and {spec}",
-            expected=f"dimensions that divide by {tuple(sizes)}",
-            action="Change the batch, or batch_spec.",
+            f"{path}: cannot be cut as batch_spec says: got shape {shape} and {spec}, "
+            f"expected dimensions that divide by {tuple(sizes)}. Change the batch, or batch_spec."
         )
 
 
@@ -151,11 +136,9 @@ def _as_array(path: str, x: Any) -> Any:
     if array.dtype == object or not (
         jnp.issubdtype(array.dtype, np.number) or array.dtype == np.bool_
     ):
+        got = type(x).__name__ if array.dtype == object else array.dtype
         raise DtypeError(
-            path,
-            "not an array of numbers",
-            got=type(x).__name__ if array.dtype == object else array.dtype,
-            expected="a jax or numpy array",
-            action="Keep what the loss does not read out of the batch.",
+            f"{path}: not an array of numbers: got {got}, expected a jax or numpy array. "
+            "Keep what the loss does not read out of the batch."
         )
     return array

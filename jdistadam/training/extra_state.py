@@ -77,22 +77,17 @@ def check_extra_state(extra: Any, count: Any) -> None:
     """Raises unless ``extra`` is an ExtraState that belongs to a state of so many steps."""
     if not isinstance(extra, ExtraState):
         raise TreeError(
-            "extra_state",
-            "not an ExtraState",
-            got=type(extra).__name__,
-            expected="the third value that to_optax_state returned",
-            action="Pass it as it was; restore a checkpoint into what to_optax_state returns for "
-            "a new state, which gives it its types.",
+            f"extra_state: not an ExtraState: got {type(extra).__name__}, "
+            "expected the third value that to_optax_state returned. Pass it as it was; restore a "
+            "checkpoint into what to_optax_state returns for a new state, which gives it its types."
         )
     trees.check_arrays(extra, name="extra_state")
     _check_count("extra_state.step", extra.step)
     if int(extra.step) != int(count):
         raise TreeError(
-            "extra_state.step",
-            "differs from the count of opt_state: they are of different steps",
-            got=int(extra.step),
-            expected=int(count),
-            action="Pass the three values of one to_optax_state.",
+            "extra_state.step: differs from the count of opt_state: they are of different steps: "
+            f"got {int(extra.step)}, expected {int(count)}. "
+            "Pass the three values of one to_optax_state."
         )
     _check_scalar("extra_state.grad_norm", extra.grad_norm)
     if extra.scaling is not None:
@@ -107,21 +102,16 @@ def _check_scaling(path: str, scaling: Any) -> None:
         (scaling.growth_count is None) == (scaling.hysteresis_count is None)
     )
     if not has_both:
+        got = scaling if isinstance(scaling, LossScaleState) else type(scaling).__name__
         raise TreeError(
-            path,
-            "not the state of a loss scale",
-            got=scaling if isinstance(scaling, LossScaleState) else type(scaling).__name__,
-            expected="None, or LossScaleState with both counts or none",
-            action="Pass what to_optax_state returned.",
+            f"{path}: not the state of a loss scale: got {got}, expected None, "
+            "or LossScaleState with both counts or none. Pass what to_optax_state returned."
         )
     _check_scalar(f"{path}.loss_scale", scaling.loss_scale)
     if not 0 < float(scaling.loss_scale) < math.inf:
         raise HyperparameterError(
-            f"{path}.loss_scale",
-            "out of range",
-            got=float(scaling.loss_scale),
-            expected="a positive number",
-            action="Pass what to_optax_state returned.",
+            f"{path}.loss_scale: out of range: got {float(scaling.loss_scale)}, "
+            "expected a positive number. Pass what to_optax_state returned."
         )
     _check_count(f"{path}.skipped", scaling.skipped)
     if scaling.growth_count is not None:
@@ -142,9 +132,5 @@ def _check_scalar(path: str, value: Any) -> None:
 def _check_given(path: str, value: Any) -> None:
     if value is None:
         raise TreeError(
-            path,
-            "missing",
-            got=None,
-            expected="a number",
-            action="Pass what to_optax_state returned.",
+            f"{path}: missing: got None, expected a number. Pass what to_optax_state returned."
         )

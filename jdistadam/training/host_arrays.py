@@ -18,11 +18,9 @@ def fetch(x: Any) -> np.ndarray:
     """Returns a whole array, also one of which other processes hold parts: all must call this."""
     if isinstance(x, jax.core.Tracer):
         raise TreeError(
-            "state",
-            "this runs on the host, not inside of a program",
-            got="a traced array, as in jax.jit or jax.lax.scan",
-            expected="arrays with values",
-            action="Call it outside; in a program jda.full_params(state, tx) has the parameters.",
+            "state: this runs on the host, not inside of a program: "
+            "got a traced array, as in jax.jit or jax.lax.scan, expected arrays with values. "
+            "Call it outside; in a program jda.full_params(state, tx) has the parameters."
         )
     if isinstance(x, jax.Array) and not x.size:
         return np.zeros(x.shape, x.dtype)  # one that a program cut cannot be read

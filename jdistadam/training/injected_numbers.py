@@ -55,11 +55,8 @@ def _as_array(name: str, x: Any, replicated: NamedSharding) -> jax.Array:
     is_number = trees.is_number(x) and not isinstance(x, bool) and np.shape(x) == ()
     if not is_number or not _is_real(jnp.result_type(x)):
         raise HyperparameterError(
-            f"opt_state.hyperparams[{name!r}]",
-            "not one real number",
-            got=repr(x),
-            expected="a scalar",
-            action="Set a Python number or an array of shape ().",
+            f"opt_state.hyperparams[{name!r}]: not one real number: got {x!r}, expected a scalar. "
+            "Set a Python number or an array of shape ()."
         )
     keeps_dtype = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, np.floating)
     return jax.device_put(x if keeps_dtype else np.float32(x), replicated)

@@ -199,11 +199,9 @@ def _split(batch: Any, accumulate_steps: int) -> Any:
     def split(path: str, x: Any) -> Any:
         if not x.ndim or x.shape[0] % accumulate_steps:
             raise ShapeError(
-                path,
-                "a device's part does not divide into micro-batches",
-                got=x.shape,
-                expected=f"a leading dimension that is a multiple of {accumulate_steps}",
-                action="Change the batch size or accumulate_steps.",
+                f"{path}: a device's part does not divide into micro-batches: got {x.shape}, "
+                f"expected a leading dimension that is a multiple of {accumulate_steps}. "
+                "Change the batch size or accumulate_steps."
             )
         return x.reshape(accumulate_steps, x.shape[0] // accumulate_steps, *x.shape[1:])
 

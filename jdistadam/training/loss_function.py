@@ -47,11 +47,8 @@ class LossFunction:
         check_flag("weighted", self.weighted)
         if not callable(self.function):
             raise TreeError(
-                "loss_fn",
-                "not a function",
-                got=type(self.function).__name__,
-                expected="loss_fn(params, batch)",
-                action="Call train_step(loss_fn, tx) or eval_step(loss_fn, tx).",
+                f"loss_fn: not a function: got {type(self.function).__name__}, expected "
+                "loss_fn(params, batch). Call train_step(loss_fn, tx) or eval_step(loss_fn, tx)."
             )
 
     def __call__(self, params: Params, batch: Any, model_state: Any, rng: Any) -> LossOutput:
@@ -90,11 +87,8 @@ class LossFunction:
         loss = jnp.asarray(loss)
         if not jnp.issubdtype(loss.dtype, jnp.floating):
             raise DtypeError(
-                "loss_fn's loss",
-                "cannot be differentiated",
-                got=loss.dtype,
-                expected="a floating-point scalar",
-                action="Compute the loss in floating point.",
+                f"loss_fn's loss: cannot be differentiated: got {loss.dtype}, "
+                "expected a floating-point scalar. Compute the loss in floating point."
             )
         if self.weighted:
             trees.check_scalar("loss_fn's weight", weight)
@@ -104,12 +98,9 @@ class LossFunction:
     def _unexpected(self, got: str, names: list[str]) -> TreeError:
         expected = names[0] if len(names) == 1 else f"a tuple ({', '.join(names)})"
         return TreeError(
-            "loss_fn",
-            "returned something else than asked for",
-            got=got,
-            expected=expected,
-            action="A second value to report needs has_aux=True; a weight of this micro-batch "
-            "needs weighted=True; a model_state must be given to TrainState.create.",
+            f"loss_fn: returned something else than asked for: got {got}, expected {expected}. "
+            "A second value to report needs has_aux=True; a weight of this micro-batch needs "
+            "weighted=True; a model_state must be given to TrainState.create."
         )
 
     def _check_signature(self, params: Params, batch: Any, keywords: dict[str, Any]) -> None:
@@ -123,11 +114,9 @@ class LossFunction:
         except TypeError as error:
             called = ", ".join(["params", "batch", *(f"{name}={name}" for name in keywords)])
             raise TreeError(
-                "loss_fn",
-                f"cannot be called with what the state holds: {error}",
-                got=f"loss_fn{signature}",
-                expected=f"a function that can be called as loss_fn({called})",
-                action="Take these arguments, or change model_state and rng of the state.",
+                f"loss_fn: cannot be called with what the state holds: {error}: got "
+                f"loss_fn{signature}, expected a function that can be called as loss_fn({called}). "
+                "Take these arguments, or change model_state and rng of the state."
             ) from None
 
 
@@ -143,11 +132,10 @@ def _check_kinds(new: Any, old: Any) -> None:
     ):
         if _kind(x) > _kind(like) or (_kind(x) == _KEY) != (_kind(like) == _KEY):
             raise DtypeError(
-                path,
-                "would lose a part of its values",
-                got=jnp.result_type(x) if _kind(x) < _KEY else x.dtype,
-                expected=f"{like.dtype}, as the state has it",
-                action="Cast it in loss_fn, or begin with this dtype in TrainState.create.",
+                f"{path}: would lose a part of its values: "
+                f"got {jnp.result_type(x) if _kind(x) < _KEY else x.dtype}, "
+                f"expected {like.dtype}, as the state has it. "
+                "Cast it in loss_fn, or begin with this dtype in TrainState.create."
             )
 
 
@@ -166,11 +154,8 @@ def _arrays(aux: Any) -> Any:
     for path, x in zip(trees.paths(aux, "loss_fn's aux"), jax.tree.leaves(aux), strict=True):
         if not trees.is_number(x):
             raise DtypeError(
-                path,
-                "cannot leave a jitted program",
-                got=repr(x),
-                expected="an array or a number",
-                action="Return it from outside of loss_fn.",
+                f"{path}: cannot leave a jitted program: got {x!r}, expected an array or a number. "
+                "Return it from outside of loss_fn."
             )
     return aux
 
@@ -193,12 +178,10 @@ def refuse_summed_loss(
     summed = [axis for axis in _summed_over(jaxpr.jaxpr, 0) if axis in axes]
     if summed:
         raise PolicyError(
-            "loss_fn's loss",
-            "summed over the devices already: its gradient would count each of them again",
-            got=f"a psum over axis {summed[0]!r}",
-            expected="the loss of this device's part of the batch",
-            action="Return the local loss, of which the mean is taken already; for a mean by "
-            "numbers of tokens return (loss, weight) with weighted=True.",
+            "loss_fn's loss: summed over the devices already: its gradient would count each of "
+            f"them again: got a psum over axis {summed[0]!r}, expected the loss of this device's "
+            "part of the batch. Return the local loss, of which the mean is taken already; "
+            "for a mean by numbers of tokens return (loss, weight) with weighted=True."
         )
 
 

@@ -74,20 +74,16 @@ def nonfinite_paths(counts: Any, params: Params) -> dict[str, int]:
     array = counts if hasattr(counts, "dtype") else np.asarray(counts, object)
     if array.shape != (len(paths),):
         raise ShapeError(
-            "counts",
-            "not one number for each leaf of params",
-            got=array.shape or type(counts).__name__,
-            expected=(len(paths),),
-            action='Pass metrics["nonfinite"] of train_step(..., report_nonfinite=True).',
+            "counts: not one number for each leaf of params: "
+            f"got {array.shape or type(counts).__name__}, expected {(len(paths),)}. "
+            'Pass metrics["nonfinite"] of train_step(..., report_nonfinite=True).'
         )
     can_be_read = not isinstance(counts, jax.core.Tracer)
     if not can_be_read or not all(map(trees.is_number, np.asarray(array).tolist())):
+        got = type(counts).__name__ if array.dtype == object else array.dtype
         raise DtypeError(
-            "counts",
-            "not numbers that can be read",
-            got=type(counts).__name__ if array.dtype == object else array.dtype,
-            expected="an array of whole numbers, outside of jit",
-            action='Return metrics["nonfinite"] from the program, and look then.',
+            f"counts: not numbers that can be read: got {got}, expected an array of whole numbers, "
+            'outside of jit. Return metrics["nonfinite"] from the program, and look then.'
         )
     found = zip(paths, np.asarray(array).tolist(), strict=True)
     return {path: count for path, count in found if count}

@@ -37,21 +37,16 @@ def like_template(opt_state: OptState, template: Any) -> OptState:
         both = boxes.unboxed((opt_state, template))
         where, got, expected_node = trees.first_difference(*both)
         raise TreeError(
-            f"opt_state{where}",
-            "not the state of optax's optimizer with these hyperparameters",
-            got=got,
-            expected=expected_node,
-            action="Use the same schedules and mask on both sides.",
+            f"opt_state{where}: not the state of optax's optimizer with these hyperparameters: "
+            f"got {got}, expected {expected_node}. Use the same schedules and mask on both sides."
         )
     main = isinstance(opt_state, MainParamsState)
     also = ", and jda.main_params(params, opt_state) as main_params" if main else ""
     raise TreeError(
-        f"opt_state{others[0]}",
-        "has no place in the state of this optimizer",
-        got=f"{len(others)} arrays beside the state of Adam",
-        expected=f"opt_state{parts[0][0]} alone",
-        action=f"Pass opt_state{parts[0][0]}{also}. What a wrapper did is an argument here: "
-        "max_grad_norm, accumulate_steps, loss_scale.",
+        f"opt_state{others[0]}: has no place in the state of this optimizer: "
+        f"got {len(others)} arrays beside the state of Adam, "
+        f"expected opt_state{parts[0][0]} alone. Pass opt_state{parts[0][0]}{also}. "
+        "What a wrapper did is an argument here: max_grad_norm, accumulate_steps, loss_scale."
     )
 
 
@@ -67,11 +62,8 @@ def check_counts(adamw: Any) -> None:
             found = int(np.asarray(own))
             if found != count:
                 raise TreeError(
-                    f"opt_state[{i}]",
-                    "its schedule is at another step than Adam, where a distributed optimizer has "
-                    "one count",
-                    got=f"count {found}",
-                    expected=f"count {count}, as opt_state[0].count",
-                    action="Shift the schedule, as in lambda step: "
-                    f"schedule(step - {count - found}), and set this count to Adam's.",
+                    f"opt_state[{i}]: its schedule is at another step than Adam, "
+                    f"where a distributed optimizer has one count: got count {found}, "
+                    f"expected count {count}, as opt_state[0].count. Shift the schedule, as in "
+                    f"lambda step: schedule(step - {count - found}), and set this count to Adam's."
                 )

@@ -125,11 +125,8 @@ def main_params(params: Params, opt_state: OptState, tx: Any = None) -> Any:
     _refuse_state("params", params, "main_params(params, opt_state, tx)")
     if opt_state is None:
         raise TreeError(
-            "opt_state",
-            "missing: the main parameters are in it",
-            got=None,
-            expected="what init, update or step returned",
-            action="Call main_params(params, opt_state, tx).",
+            "opt_state: missing: the main parameters are in it: got None, "
+            "expected what init, update or step returned. Call main_params(params, opt_state, tx)."
         )
     trees.check_arrays(opt_state, name="opt_state")
     parts = jax.tree.leaves(opt_state, is_leaf=is_distributed_state)
@@ -137,11 +134,8 @@ def main_params(params: Params, opt_state: OptState, tx: Any = None) -> Any:
         return main_params_of(params, opt_state)
     if tx is None:
         raise TreeError(
-            "tx",
-            "needed to find the main parameters of a distributed state",
-            got=None,
-            expected="the distributed optimizer",
-            action="Call main_params(params, opt_state, tx).",
+            "tx: needed to find the main parameters of a distributed state: got None, "
+            "expected the distributed optimizer. Call main_params(params, opt_state, tx)."
         )
     check_layout(TrainState(params, opt_state), tx)
     layout = tx.layout(params)
@@ -240,11 +234,8 @@ def _refuse_state(name: str, params: Params, call: str) -> None:
     parts = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kinds))
     if found := [type(x).__name__ for x in parts if isinstance(x, kinds)]:
         raise TreeError(
-            name,
-            "a state, not parameters",
-            got=found[0],
-            expected="a tree of parameters",
-            action=f"Call {call}.",
+            f"{name}: a state, not parameters: got {found[0]}, expected a tree of parameters. "
+            f"Call {call}."
         )
 
 

@@ -183,13 +183,11 @@ def _naming_no_axis_left_to_xla(
         if not named or "unbound axis name" not in str(error):
             raise
         raise MeshError(
-            "loss_fn",
-            f"names axis {named[0]!r}, over which XLA partitions the model",
-            got=str(error),
-            expected="what is written for jax.jit, with jax.lax.with_sharding_constraint or, on "
-            "Explicit axes, jax.sharding.reshard and out_sharding",
-            action="Leave the collective out, or write it in a jax.shard_map(..., axis_names="
-            f"{{{named[0]!r}}}) in loss_fn.",
+            f"loss_fn: names axis {named[0]!r}, over which XLA partitions the model: "
+            f"got {error}, "
+            "expected what is written for jax.jit, with jax.lax.with_sharding_constraint or, "
+            "on Explicit axes, jax.sharding.reshard and out_sharding. Leave the collective out, "
+            f"or write it in a jax.shard_map(..., axis_names={{{named[0]!r}}}) in loss_fn."
         ) from error
 
 
@@ -199,20 +197,15 @@ def check_model_axes(config: DistributedConfig) -> None:
         return
     if len(set(config.mesh.axis_types)) > 1:
         raise MeshError(
-            "mesh",
-            "axes of different types, and a model that is partitioned over some",
-            got=config.mesh.axis_types,
-            expected="all Explicit, as jax.make_mesh makes them, or all Auto",
-            action="Pass axis_types=(jax.sharding.AxisType.Auto,) * "
-            f"{len(config.mesh.axis_types)} to jax.make_mesh.",
+            "mesh: axes of different types, and a model that is partitioned over some: "
+            f"got {config.mesh.axis_types}, expected all Explicit, as jax.make_mesh makes them, "
+            "or all Auto. Pass axis_types=(jax.sharding.AxisType.Auto,) * "
+            f"{len(config.mesh.axis_types)} to jax.make_mesh."
         )
     if AxisType.Manual in config.mesh.axis_types:
         raise MeshError(
-            "mesh",
-            "its axes are manual already",
-            got=config.mesh.axis_types,
-            expected="Explicit or Auto axes",
-            action="Call it outside of jax.shard_map.",
+            f"mesh: its axes are manual already: got {config.mesh.axis_types}, "
+            "expected Explicit or Auto axes. Call it outside of jax.shard_map."
         )
 
 
@@ -227,12 +220,10 @@ def _refuse_bfloat16_sums(jaxpr: Jaxpr, parallel: DataParallel) -> None:
         is_sum = eqn.primitive.name.startswith(_SUMS)
         if is_sum and any(v.aval.dtype == jnp.bfloat16 for v in eqn.invars):
             raise DtypeError(
-                "loss_fn",
-                f"{eqn.primitive.name} of bfloat16 over data axes, at which XLA's CPU backend ends "
-                f"the process while axes {parallel.tensor_axes} are left to it",
-                got="bfloat16 on CPU",
-                expected="float32, or a GPU",
-                action="Cast to float32 before the sum, and back.",
+                f"loss_fn: {eqn.primitive.name} of bfloat16 over data axes, at which XLA's CPU "
+                f"backend ends the process while axes {parallel.tensor_axes} are left to it: "
+                "got bfloat16 on CPU, expected float32, or a GPU. "
+                "Cast to float32 before the sum, and back."
             )
 
 

@@ -61,11 +61,9 @@ class SkipLimit:
         """Takes the metrics that ``train_step`` returned for one step."""
         if not set(_READ) <= set(metrics):
             raise TreeError(
-                "metrics",
-                "not those of train_step",
-                got=f"the entries {', '.join(metrics) or 'of nothing'}",
-                expected=f"{', '.join(_READ)} among them",
-                action="Pass the metrics that the step returned, as they are.",
+                "metrics: not those of train_step: got the entries "
+                f"{', '.join(metrics) or 'of nothing'}, expected {', '.join(_READ)} among them. "
+                "Pass the metrics that the step returned, as they are."
             )
         self._waiting.append({name: metrics[name] for name in _READ})
         if len(self._waiting) <= self.lag:
@@ -93,12 +91,10 @@ class SkipLimit:
         scale = f", the loss scale at {loss_scale:g}" if num_skipped else ""
         skips = "" if num_skipped else " With loss_scale=1.0 such steps are skipped."
         return NonfiniteError(
-            what,
-            "non-finite in too many steps in a row",
-            got=f"{self.in_a_row} steps, of which {num_skipped} were skipped{scale}",
-            expected=f"at most {self.most_in_a_row}",
-            action="Restore a checkpoint from before, and look for the cause with "
-            f"train_step(..., report_nonfinite=True) and nonfinite_paths.{skips}",
+            f"{what}: non-finite in too many steps in a row: "
+            f"got {self.in_a_row} steps, of which {num_skipped} were skipped{scale}, "
+            f"expected at most {self.most_in_a_row}. Restore a checkpoint from before, and look "
+            f"for the cause with train_step(..., report_nonfinite=True) and nonfinite_paths.{skips}"
         )
 
 

@@ -89,11 +89,9 @@ class TrainState:
             return reload_main_params(new, tx)
         if "params" in changes and not same_params(self.params, new.params):
             raise TreeError(
-                "params",
-                "the optimizer would go on with its own main parameters, and drop these",
-                got="new params and no tx",
-                expected="state.replace(params=..., tx=tx)",
-                action="Pass the optimizer, or call reload_main_params(state, tx).",
+                "params: the optimizer would go on with its own main parameters, and drop these: "
+                "got new params and no tx, expected state.replace(params=..., tx=tx). "
+                "Pass the optimizer, or call reload_main_params(state, tx)."
             )
         if "opt_state" not in changes:
             keep_memory(self, new)
@@ -298,11 +296,10 @@ def check_params_follow(state: TrainState, tx: DistributedTransformation) -> Non
     if paths := paths_that_differ(tx.config, layout, specs, state.params, state.opt_state):
         more = f" and {len(paths) - 1} more (of {len(paths)})" if len(paths) > 1 else ""
         raise LayoutError(
-            f"{paths[0]}{more}",
-            "differ from the main parameters, which the optimizer updates: they would be lost",
-            got="params that were put into the state",
-            expected="the main parameters of opt_state, rounded",
-            action="Call reload_main_params(state, tx) to train on from these params.",
+            f"{paths[0]}{more}: differ from the main parameters, which the optimizer updates: "
+            "they would be lost: got params that were put into the state, "
+            "expected the main parameters of opt_state, rounded. "
+            "Call reload_main_params(state, tx) to train on from these params."
         )
 
 
@@ -310,12 +307,9 @@ def check_train_state(state: Any) -> None:
     """Raises TreeError unless ``state`` is a TrainState of this package."""
     if not isinstance(state, TrainState):
         raise TreeError(
-            "state",
-            "not a train state",
-            got=f"{type(state).__module__}.{type(state).__qualname__}",
-            expected="jdistadam.TrainState",
-            action="Make it with TrainState.create(params, tx); restore a checkpoint into "
-            "TrainState.shapes(params, tx).",
+            f"state: not a train state: got {type(state).__module__}.{type(state).__qualname__}, "
+            "expected jdistadam.TrainState. Make it with TrainState.create(params, tx); "
+            "restore a checkpoint into TrainState.shapes(params, tx)."
         )
 
 

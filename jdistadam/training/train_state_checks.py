@@ -22,11 +22,9 @@ def check_created(params: Params, model_state: Any, rng: Any) -> None:
     others = names & _FLAX_COLLECTIONS
     if "params" in names and others:
         raise TreeError(
-            "params",
-            "all variables of a Flax model: the others would be trained as parameters",
-            got=", ".join(map(str, params)),
-            expected='variables["params"]',
-            action=f"Pass these, and {sorted(others)[0]!r} and the like as model_state.",
+            "params: all variables of a Flax model: the others would be trained as parameters: "
+            f'got {", ".join(map(str, params))}, expected variables["params"]. '
+            f"Pass these, and {sorted(others)[0]!r} and the like as model_state."
         )
     shapes = "Use TrainState.shapes(params, tx) for shapes."
     trees.refuse_shapes(params, name="params", action=shapes)
@@ -47,11 +45,9 @@ def check_structure(opt_state: OptState, tx: DistributedTransformation) -> None:
         names = [name for name, spec, part in pairs if not _has_structure(spec, part)]
         others = f" with another {', '.join(names)}"
     raise TreeError(
-        "opt_state",
-        "not the state of this optimizer",
-        got=type(opt_state).__name__ + others,
-        expected=f"{type(specs).__name__}, of the structure that init returns",
-        action="Make it with TrainState.create(params, tx) or from_optax_state.",
+        f"opt_state: not the state of this optimizer: got {type(opt_state).__name__}{others}, "
+        f"expected {type(specs).__name__}, of the structure that init returns. "
+        "Make it with TrainState.create(params, tx) or from_optax_state."
     )
 
 

@@ -272,9 +272,6 @@ def check_program(tx: Any, batch_spec: Any, options: Any) -> None:
     check_model_axes(tx.config)
     if options is not None and not isinstance(options, dict):
         raise HyperparameterError(
-            "compiler_options",
-            "not a dict",
-            got=repr(options),
-            expected="a dict of XLA's options by name",
-            action='Pass e.g. {"xla_gpu_enable_latency_hiding_scheduler": True}.',
+            f"compiler_options: not a dict: got {options!r}, expected a dict of XLA's options by "
+            'name. Pass e.g. {"xla_gpu_enable_latency_hiding_scheduler": True}.'
         )

@@ -133,7 +133,7 @@ def test_every_leaf_is_compared(saved, copied, monkeypatch):
         else:
             with pytest.raises(jda.CheckpointError, match="damaged in the files") as caught:
                 jda.restore(copied, shapes_of(tx), tx)
-        assert caught.value.where.endswith(f"state: {name}")
+        assert f"state: {name}: damaged in the files: " in str(caught.value)
         path.write_text(text)
 
 
@@ -165,7 +165,7 @@ def test_headers(saved, copied):
             path.write_text(change)
         with pytest.raises(jda.CheckpointError, match=message) as caught:
             jda.restore(copied, shapes_of(tx), tx)
-        assert str(path) in caught.value.where
+        assert str(path) in str(caught.value).split(": ")[0]
         path.write_text(text)
     assert outcome(copied, tx, exported(saved[2], tx)) == "same"
 
@@ -308,7 +308,7 @@ def test_without_orbax_and_with_an_old_one(saved, monkeypatch):
         for call in (lambda: jda.save(folder, state, tx), lambda: jda.restore_params(folder)):
             with pytest.raises(jda.CheckpointError, match=message) as caught:
                 call()
-            assert 'pip install "jdistadam[checkpoint]"' in caught.value.action
+            assert str(caught.value).endswith('. Run pip install "jdistadam[checkpoint]".')
 
     monkeypatch.setattr(ocp, "__version__", "0.12.0")
     check(rf"is too old: got 0.12.0, expected orbax-checkpoint >= {OLDEST_ORBAX}\.")

@@ -20,7 +20,7 @@ class Client:
         self.keys.append(key)
 
     def blocking_key_value_get(self, key, milliseconds):
-        return "{}"
+        return '""'
 
 
 @pytest.mark.parametrize("others_before", [0, 2])

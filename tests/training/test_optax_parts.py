@@ -46,7 +46,7 @@ def test_what_has_no_place_is_named(cpu_mesh, wrapped, where, part):
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     with pytest.raises(jda.TreeError) as caught:
         jda.from_optax_state(PARAMS, wrapped.init(params), made(cpu_mesh))
-    assert caught.value.where.startswith(f"opt_state.{where}")
+    assert str(caught.value).startswith(f"opt_state.{where}")
     assert f"Pass opt_state.{part}" in str(caught.value)
     assert ("jda.main_params(" in str(caught.value)) == (part == "inner")
 
