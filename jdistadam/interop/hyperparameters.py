@@ -15,7 +15,7 @@ from jdistadam.core.arguments import shown
 from jdistadam.core.groups import Groups
 from jdistadam.core.hyperparameters import FLAGS, Hyperparameters
 from jdistadam.errors import HyperparameterError
-from jdistadam.interop.named_state import Group, NamedState, our_arguments
+from jdistadam.interop.named_state import Group, NamedState, joined_groups, our_arguments
 
 _COMPARED = tuple(field.name for field in dataclasses.fields(Hyperparameters))
 _OURS_ALONE = ("eps_root", "bias_correction", *FLAGS)
@@ -138,19 +138,6 @@ def groups_of(
     numbers = dict(zip(order, ours, strict=True))
     found = {name: mine for name in names if (mine := numbers[name]) is not None}
     return joined_groups({name: _torch_settings(name, mine) for name, mine in found.items()})
-
-
-def joined_groups(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
-    """Returns groups of parameters with equal settings, in the order of their first ones."""
-    groups: list[Group] = []
-    for name, given in settings.items():
-        for i, group in enumerate(groups):
-            if group.settings == given:
-                groups[i] = Group((*group.names, name), given)
-                break
-        else:
-            groups.append(Group((name,), given))
-    return tuple(groups)
 
 
 def _torch_settings(name: str, mine: Numbers) -> dict[str, Any]:

@@ -94,6 +94,19 @@ def our_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+def joined_groups(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
+    """Returns groups of parameters with equal settings, in the order of their first ones."""
+    groups: list[Group] = []
+    for name, given in settings.items():
+        for i, group in enumerate(groups):
+            if group.settings == given:
+                groups[i] = Group((*group.names, name), given)
+                break
+        else:
+            groups.append(Group((name,), given))
+    return tuple(groups)
+
+
 def check_named_state(theirs: Any) -> None:
     """Raises TreeError unless ``theirs`` is a NamedState."""
     if not isinstance(theirs, NamedState):
