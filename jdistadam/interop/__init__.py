@@ -5,9 +5,9 @@ A reader such as ``from_torch`` returns a ``NamedState``: arrays by the other fr
 ``from_fused`` go back, and ``to_torch`` writes. No other framework needs to be installed.
 """
 
-from jdistadam.interop.fused import from_fused, to_fused
-from jdistadam.interop.name_map import flax_kernels
+from jdistadam.interop.convert import from_fused, from_train_state, to_fused, to_train_state
 from jdistadam.interop.named_state import Group, NamedLeaf, NamedState
+from jdistadam.interop.places import flax_kernels
 from jdistadam.interop.readers import (
     TorchState,
     from_apex_distributed,
@@ -17,7 +17,6 @@ from jdistadam.interop.readers import (
     to_torch,
 )
 from jdistadam.interop.safetensors import read_safetensors, write_safetensors
-from jdistadam.interop.train_state import from_train_state, to_train_state
 
 __all__ = [
     "Group",

@@ -237,12 +237,13 @@ def from_apex_distributed(
       >>> from_apex_distributed(state_dict, None, ["w"]).step
       7
     """
-    ranks: Any = state_dict
-    if isinstance(state_dict, Mapping):
-        state = mapping("state_dict['state']", state_dict.get("state", {}))
-        ranks = [state_dict] if "buckets" in state else None
-        if "gathered_states" in state_dict:
-            ranks = sequence(*first_of("state_dict", state_dict, "gathered_states"))
+    ranks: list[Any] | None = None
+    if not isinstance(state_dict, Mapping):
+        ranks = sequence("state_dict", state_dict)
+    elif "gathered_states" in state_dict:
+        ranks = sequence(*first_of("state_dict", state_dict, "gathered_states"))
+    elif "buckets" in mapping("state_dict['state']", state_dict.get("state", {})):
+        ranks = [state_dict]
     if ranks is not None:
         layouts = [
             parse(
@@ -251,7 +252,7 @@ def from_apex_distributed(
                 where=f"state_dict[{i}]",
                 beside=("step", "buckets"),
             )
-            for i, rank in enumerate(sequence("state_dict", ranks))
+            for i, rank in enumerate(ranks)
         ]
         layout = joined_shards(layouts, params, channels_last)
     elif state_dict.get("format", 2) == 2:
