@@ -29,12 +29,7 @@ _ENTRIES = {
 def joined_shards(
     layouts: Sequence[TorchLayout], params: Any, channels_last: Collection[str]
 ) -> TorchLayout:
-    """Returns the layout that one process would have, which held everything.
-
-    Args:
-      layouts: What each process saved.
-      params: The parameters of the model by name, which have their shapes.
-      channels_last: Names of parameters whose elements are in another order.
+    """Returns the layout of one process that has everything, from those of all processes.
 
     Raises:
       TreeError: A parameter is missing, or elements are in no shard, or in two that differ.

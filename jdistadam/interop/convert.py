@@ -38,7 +38,6 @@ from jdistadam.training.optax_state import from_optax_state, main_params, to_opt
 from jdistadam.training.train_state import TrainState
 
 _LIKE = "Pass our parameters, or their shapes."
-_AROUND = (MainParamsState, RoundingState)  # states around another one, which keep what is theirs
 
 
 def to_train_state(
@@ -153,8 +152,9 @@ def from_train_state(
     ours = places(names, main, rename, transpose)
     is_frozen = [x is None for x in numbers]
     leaves = to_leaves(AdamTrees(main, adam.mu, adam.nu), ours, names, is_frozen)
-    if groups is None:
-        groups = groups_of(None if _is_injected(opt_state) else numbers, ours, list(leaves))
+    if groups is None:  # hyperparameters in the state are used in place of those of tx
+        known = None if _parts(opt_state, optax.InjectStatefulHyperparamsState) else numbers
+        groups = groups_of(known, ours, list(leaves))
     return NamedState(int(adam.count), leaves, tuple(groups))
 
 
@@ -212,15 +212,13 @@ def to_fused(
     rows = _rows(opt_state, like)
     adam = to_trees(theirs.leaves, ours, like, [row is None for row in rows])
     adam = adam._replace(mu=without_frozen(rows, adam.mu), nu=without_frozen(rows, adam.nu))
-    kept = [x for x in jax.tree.leaves(opt_state, is_leaf=_keeps_main) if _keeps_main(x)]
-    if kept:
+    mains = None
+    if kept := _parts(opt_state, MainParamsState):
         params, mains = _split(adam.params, like, kept[0])
-        with_mains = lambda x: x._replace(main_params=mains) if _keeps_main(x) else x  # noqa: E731
-        opt_state = jax.tree.map(with_mains, opt_state, is_leaf=_keeps_main)
     else:
         _check_exact(adam.params, ours, like)
         params = jax.tree.map(lambda x, y: x.astype(y.dtype, copy=False), adam.params, like)
-    return params, _filled(opt_state, adam, theirs.step)
+    return params, _filled(opt_state, adam, theirs.step, mains)
 
 
 def from_fused(
@@ -288,8 +286,10 @@ def _rows(opt_state: OptState, like: Params) -> list[int | None]:
     return [None if isinstance(x, optax.MaskedNode) else 0 for x in moments]
 
 
-def _keeps_main(x: Any) -> bool:
-    return isinstance(x, MainParamsState)
+def _parts(tree: Any, kind: Any) -> list[Any]:
+    """The parts of a tree that are of this kind."""
+    is_one = lambda x: isinstance(x, kind)  # noqa: E731
+    return list(filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
 
 
 def _host(tree: Any) -> Any:
@@ -325,7 +325,7 @@ def _check_exact(exact: Any, ours: Sequence[Place], like: Any) -> None:
 
 def _adam_of(opt_state: Any) -> optax.ScaleByAdamState:
     """The state of the one Adam inside of what may be the state of a chain."""
-    found = [x for x in jax.tree.leaves(opt_state, is_leaf=_is_adam) if _is_adam(x)]
+    found = _parts(opt_state, optax.ScaleByAdamState)
     if len(found) != 1:
         raise TreeError(
             "opt_state",
@@ -337,18 +337,8 @@ def _adam_of(opt_state: Any) -> optax.ScaleByAdamState:
     return found[0]
 
 
-def _is_adam(x: Any) -> bool:
-    return isinstance(x, optax.ScaleByAdamState)
-
-
-def _is_injected(opt_state: Any) -> bool:
-    """Whether the hyperparameters are in the state, so that the optimizer's own are not used."""
-    is_one = lambda x: isinstance(x, optax.InjectStatefulHyperparamsState)  # noqa: E731
-    return any(map(is_one, jax.tree.leaves(opt_state, is_leaf=is_one)))
-
-
-def _filled(opt_state: Any, ours: AdamTrees, step: int) -> Any:
-    """A new state with the moments and the step count of another one."""
+def _filled(opt_state: Any, ours: AdamTrees, step: int, mains: Any = None) -> Any:
+    """A new state with the moments, the step count and the main parameters of another one."""
     mu = boxes.codes_inside(_adam_of(opt_state).mu)
     shapes = jax.tree.map(lambda x: np.broadcast_to(0, x.shape), mu, is_leaf=is_codes)
     trees.check_same_shapes(ours.mu, shapes, name="mu", like_name="opt_state.mu")
@@ -357,21 +347,22 @@ def _filled(opt_state: Any, ours: AdamTrees, step: int) -> Any:
     def filled(where: str, part: Any) -> Any:
         def one(path: Any, x: Any) -> Any:
             at = where + jax.tree_util.keystr(path)
-            if _is_adam(x):
+            fields = [getattr(key, "name", "") for key in path]
+            if isinstance(x, optax.ScaleByAdamState):
                 mu, nu = _stored("mu", ours.mu, x.mu), _stored("nu", ours.nu, x.nu)
                 return x._replace(count=count, mu=mu, nu=nu)
-            if isinstance(x, _AROUND):
-                return x._replace(inner=filled(f"{at}.inner", x.inner))
-            fields = [getattr(key, "name", "") for key in path]
+            if isinstance(x, MainParamsState):
+                return MainParamsState(mains, filled(f"{at}.inner", x.inner))
+            if isinstance(x, RoundingState):
+                return RoundingState(x.key, filled(f"{at}.inner", x.inner))
             if fields[-1:] == ["count"]:  # in every state of optax the number of steps
                 return count
             if "hyperparams" not in fields:  # which are the user's numbers
                 left.append(at)
             return x
 
-        return jax.tree_util.tree_map_with_path(
-            one, part, is_leaf=lambda x: _is_adam(x) or isinstance(x, _AROUND)
-        )
+        kinds = (optax.ScaleByAdamState, MainParamsState, RoundingState)
+        return jax.tree_util.tree_map_with_path(one, part, is_leaf=lambda x: isinstance(x, kinds))
 
     new = filled("opt_state", opt_state)
     if left:

@@ -50,16 +50,9 @@ def compare(
     ours: Sequence[Place],
     differences: str,
 ) -> None:
-    """Raises, or warns, where the other optimizer stepped with other hyperparameters than ours.
+    """Raises HyperparameterError, or warns, where the other optimizer had other ones than ours.
 
-    Args:
-      theirs: The state.
-      numbers: Hyperparameters of each leaf; None for frozen ones. None: not known.
-      ours: The leaves.
-      differences: "raise" or "warn".
-
-    Raises:
-      HyperparameterError: They differ, and that was not to warn.
+    ``numbers``: what ``numbers_of_leaves`` returned; None where they cannot be seen.
     """
     if differences not in ("raise", "warn"):
         raise HyperparameterError(
@@ -119,16 +112,9 @@ def _equal(mine: Any, theirs: Any, key: str) -> bool:
 def groups_of(
     numbers: Sequence[Numbers | None] | None, ours: Sequence[Place], names: Sequence[str]
 ) -> tuple[Group, ...]:
-    """Returns groups of parameters with equal hyperparameters, by torch's names.
+    """Returns groups of parameters with equal hyperparameters by torch's names, in this order.
 
-    Args:
-      numbers: Hyperparameters of each leaf, None for frozen ones, which are in no group. None: not
-        known, so that all are in one group without settings.
-      ours: The leaves.
-      names: Their names of them, in the order that their groups are to have.
-
-    Raises:
-      HyperparameterError: torch's Adam has no such hyperparameter.
+    Frozen leaves are in no group; where numbers are not known, all are in one without settings.
     """
     if numbers is None:
         return (Group(tuple(names), {}),)

@@ -68,15 +68,7 @@ def flax_kernels(path: str, ndim: int) -> tuple[int, ...] | None:
 
 
 def places(names: Iterable[str], like: Any, rename: Rename, transpose: Transpose) -> list[Place]:
-    """Returns the place of each of our leaves.
-
-    Args:
-      names: Their names.
-      like: Our tree, of arrays or shapes.
-      rename: A function or a dictionary from their names to our paths; None for what has no place
-        in ours. If it is None itself, ``a.b`` becomes ``a/b``.
-      transpose: A function of the path of a leaf and its number of dimensions, or a dictionary by
-        path, of axes. None: the order is the same.
+    """Returns the place of each of our leaves; rename and transpose as ``to_train_state`` says.
 
     Raises:
       TreeError: A name leads to none of our leaves, or two lead to one, or none leads to one; or
@@ -168,14 +160,9 @@ def _renamed(name: str, rename: Rename) -> str | None:
 def to_trees(
     leaves: Mapping[str, NamedLeaf], ours: Sequence[Place], like: Any, is_frozen: Sequence[bool]
 ) -> AdamTrees:
-    """Returns trees of what is theirs.
+    """Returns trees of what is theirs, of the structure of ``like``.
 
-    Args:
-      leaves: The arrays by their names.
-      ours: Our leaves.
-      like: Tree with the structure of our parameters.
-      is_frozen: For each leaf of ours, whether it is never trained: it may have no moments then,
-        and gets zeros.
+    Leaves that are never trained may have no moments, and get zeros.
 
     Raises:
       TreeError: A parameter or its moments are missing.

@@ -314,7 +314,22 @@ def to_torch(theirs: NamedState, **settings: Any) -> TorchState:
     for group in theirs.groups:
         given = {k: x for k, x in group.settings.items() if k not in ("step", "bias_correction")}
         new = _DEFAULTS | given | settings
-        _check_settings(new, group.settings.get("bias_correction", True))
+        if missing := [key for key in _NEEDED if key not in new]:
+            raise HyperparameterError(
+                missing[0],
+                "missing, and torch needs it",
+                got=new,
+                expected=", ".join(_NEEDED),
+                action="Pass them by keyword.",
+            )
+        if not group.settings.get("bias_correction", True):
+            raise HyperparameterError(
+                "bias_correction",
+                "torch always corrects the bias",
+                got=False,
+                expected=True,
+                action="Train on with ours.",
+            )
         groups.append(new | {"params": list(range(first, first + len(group.names)))})
         first += len(group.names)
     state = {}
@@ -325,15 +340,3 @@ def to_torch(theirs: NamedState, **settings: Any) -> TorchState:
             state[i] = {"step": step, "exp_avg": leaf.mu, "exp_avg_sq": leaf.nu}
     params = {k: leaf.param for k, leaf in theirs.leaves.items() if leaf.param is not None}
     return TorchState({"state": state, "param_groups": groups}, params, names)
-
-
-def _check_settings(settings: Mapping[str, Any], bias_correction: bool) -> None:
-    missing = [key for key in _NEEDED if key not in settings]
-    if missing or not bias_correction:
-        raise HyperparameterError(
-            missing[0] if missing else "bias_correction",
-            "missing, and torch needs it" if missing else "torch always corrects the bias",
-            got=dict(settings) if missing else False,
-            expected=", ".join(_NEEDED) if missing else True,
-            action="Pass them by keyword." if missing else "Train on with ours.",
-        )

@@ -78,7 +78,10 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
         ) from None
     tree: dict[str, Any] = {}
     for key, text in metadata.items():
-        _insert(tree, key, _decoded(text), where)
+        try:
+            _insert(tree, key, json.loads(text), where)
+        except json.JSONDecodeError:
+            _insert(tree, key, text, where)  # such as the "pt" that others write
     # get_tensor would copy. Tensors lie without gaps behind the header, whose length comes first.
     data = np.memmap(where, np.uint8, "r")
     begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
@@ -95,13 +98,6 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
         _insert(tree, name, np.asarray(data[begin:end]).view(_DTYPES[code]).reshape(shape), where)
         begin = end
     return tree
-
-
-def _decoded(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text  # such as the "pt" that others write
 
 
 def _insert(tree: dict[str, Any], path: str, value: Any, where: str) -> None:
@@ -145,7 +141,16 @@ def write_safetensors(path: str | os.PathLike[str], tree: Mapping[str, Any]) -> 
     metadata: dict[str, str] = {}
     for name, value in _entries("", tree):
         if not _is_array(value):
-            metadata[name] = _encoded(name, value)
+            try:
+                metadata[name] = json.dumps(value)
+            except TypeError as error:
+                raise TreeError(
+                    name,
+                    "cannot be written",
+                    got=error,
+                    expected="an array, a number, a string, or dictionaries and lists of them",
+                    action="Convert it, or leave it out.",
+                ) from None
             continue
         arrays[name] = np.asarray(value, order="C")  # the package writes bytes as they lie
         if arrays[name].dtype not in _DTYPES.values():
@@ -184,16 +189,3 @@ def _entries(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
             yield from _entries(f"{path}{key}/", value)
         else:
             yield f"{path}{key}", value
-
-
-def _encoded(name: str, value: Any) -> str:
-    try:
-        return json.dumps(value)
-    except TypeError as error:
-        raise TreeError(
-            name,
-            "cannot be written",
-            got=error,
-            expected="an array, a number, a string, or dictionaries and lists of them",
-            action="Convert it, or leave it out.",
-        ) from None

@@ -34,12 +34,7 @@ _AS_MADE = "Pass the state dictionary as the other framework made it."
 
 
 def as_numpy(where: str, x: Any) -> np.ndarray:
-    """Returns a numpy array of what may be a torch tensor; of bfloat16 through ml_dtypes.
-
-    Args:
-      where: How to call it in messages.
-      x: A numpy or jax array, a number, or a torch tensor on any device. A tensor in CPU memory
-        and the array share it.
+    """Returns a numpy array of an array, a number or a torch tensor, in the same memory if it can.
 
     Raises:
       TreeError: It is the shard of a distributed tensor.
@@ -147,11 +142,9 @@ class TorchLayout:
         return found
 
     def named_state(self, params: Any, steps: Mapping[str, Any] | None = None) -> NamedState:
-        """Returns the state.
+        """Returns the state, with the parameters of the model that are known, by name.
 
-        Args:
-          params: The parameters of the model by name, or None.
-          steps: Step counts by where they stand. None: those of groups and parameters.
+        ``steps``: step counts by where they stand, in place of those of groups and parameters.
         """
         known = {} if params is None else mapping("params", params)
         leaves = {k: _leaf(k, self.entries.get(k, {}), known.get(k)) for k in self.names}
@@ -161,13 +154,9 @@ class TorchLayout:
 def parse(
     state_dict: Any, names: Names, *, where: str, beside: Collection[str] = ()
 ) -> TorchLayout:
-    """Returns what a state dictionary holds, by name.
+    """Returns what a state dictionary holds by name, which messages call ``where``.
 
-    Args:
-      state_dict: The dictionary.
-      names: The name of each parameter, by its index; None where the dictionary has them.
-      where: How to call the dictionary in messages.
-      beside: Keys of ``state`` that are no parameter.
+    ``beside``: keys of ``state`` that are no parameter.
     """
     path, given = first_of(where, state_dict, "state")
     of_groups, groups = first_of(where, state_dict, "param_groups")
