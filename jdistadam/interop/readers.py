@@ -109,9 +109,9 @@ def from_nemo(
             expected=len(layout.groups),
             action="Pass the state dictionary as it was saved.",
         )
-    widths = {
-        k: as_numpy(f"params[{k!r}]", params[k]).itemsize for k in layout.entries if k in params
-    }
+    known = mapping("params", params)
+    trained = [name for name in layout.entries if name in known]
+    widths = {name: as_numpy(f"params[{name!r}]", known[name]).itemsize for name in trained}
     for i, (group, given) in enumerate(zip(layout.groups, by_group, strict=True)):
         narrow = [name for name in group.names if widths.get(name) == 2]
         found = sequence(f"{where}[{i}]", given)
@@ -166,7 +166,9 @@ def from_megatron_fsdp(
     state = _by_plain_name(*first_of(where, given, "state"))
     path, metas = first_of(where, given, "param_to_group_meta")
     metas = _by_plain_name(path, metas)
-    groups = [{**mapping(path, meta), "params": [name]} for name, meta in metas.items()]
+    groups = [
+        {**mapping(f"{path}[{name!r}]", meta), "params": [name]} for name, meta in metas.items()
+    ]
     layout = parse({"state": state, "param_groups": groups}, {x: x for x in metas}, where=where)
     joined = joined_groups({group.names[0]: group.settings for group in layout.groups})
     layout = dataclasses.replace(layout, groups=joined)

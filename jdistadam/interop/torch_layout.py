@@ -101,7 +101,7 @@ def first_of(where: str, x: Any, *keys: str) -> tuple[str, Any]:
         where,
         f"has no {' or '.join(map(repr, keys))}",
         got=f"keys {sorted(map(str, given))}",
-        expected="the state_dict() of an optimizer that this function reads",
+        expected=f"{keys[0]!r}, as the state_dict() of an optimizer of this format has it",
         action="Use from_nemo for 'fp32_from_fp16_params', from_apex_distributed for "
         "'gathered_states', from_megatron_fsdp for 'param_to_group_meta', from_torch for "
         "'param_groups' alone.",
@@ -283,14 +283,15 @@ def _one_step(steps: Mapping[str, Any]) -> int:
                 "has no step count, and neither has its group",
                 got=None,
                 expected="'step', without which the bias cannot be corrected",
-                action="Pass the state dictionary as its optimizer made it, to the reader of this.",
+                action="Pass the state dictionary as its optimizer made it: to from_torch if its "
+                "groups have 'step'.",
             )
         count = as_numpy(f"step of {where}", step)
         found.setdefault(float(count.item()) if count.size == 1 else count.shape, where)
     if len(found) > 1 or not all(isinstance(x, float) and x.is_integer() and x >= 0 for x in found):
         raise TreeError(
             "step",
-            "differs between parameters, and one count serves all of ours",
+            "not one whole number for all parameters, as one count serves all of ours",
             got=found,
             expected="one whole number of steps",
             action="Leave out parameters that were not trained from the start.",
