@@ -13,6 +13,8 @@ from jdistadam.interop.apex_shards import joined_shards
 from jdistadam.interop.named_state import NamedState, check_named_state, joined_groups
 from jdistadam.interop.torch_layout import Names, as_numpy, first_of, mapping, parse, sequence
 
+_UNPACK = "Unpack it with torch.load(io.BytesIO(x.numpy()), weights_only=False)."
+
 
 class TorchState(NamedTuple):
     """A state in the layout of torch, of numpy arrays.
@@ -193,9 +195,6 @@ def _by_plain_name(where: str, named: Any) -> dict[str, Any]:
             )
         plain[key] = value
     return plain
-
-
-_UNPACK = "Unpack it with torch.load(io.BytesIO(x.numpy()), weights_only=False)."
 
 
 def from_apex_distributed(

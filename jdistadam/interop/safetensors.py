@@ -82,7 +82,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
             _insert(tree, key, json.loads(text), where)
         except json.JSONDecodeError:
             _insert(tree, key, text, where)  # such as the "pt" that others write
-    # get_tensor would copy. Tensors lie without gaps behind the header, whose length comes first.
+    # get_tensor would copy. Tensors follow the header, whose length comes first, without gaps.
     data = np.memmap(where, np.uint8, "r")
     begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
     for name, (code, shape) in tensors.items():
@@ -152,7 +152,9 @@ def write_safetensors(path: str | os.PathLike[str], tree: Mapping[str, Any]) -> 
                     action="Convert it, or leave it out.",
                 ) from None
             continue
-        arrays[name] = np.asarray(value, order="C")  # the package writes bytes as they lie
+        arrays[name] = np.asarray(
+            value, order="C"
+        )  # the package takes bytes in their order in memory
         if arrays[name].dtype not in _DTYPES.values():
             raise DtypeError(
                 name,
