@@ -152,9 +152,7 @@ def write_safetensors(path: str | os.PathLike[str], tree: Mapping[str, Any]) -> 
                     action="Convert it, or leave it out.",
                 ) from None
             continue
-        arrays[name] = np.asarray(
-            value, order="C"
-        )  # the package takes bytes in their order in memory
+        arrays[name] = np.asarray(value, order="C")  # bytes are taken as memory has them
         if arrays[name].dtype not in _DTYPES.values():
             raise DtypeError(
                 name,
