@@ -5,15 +5,18 @@ A reader such as ``from_torch`` returns a ``NamedState``: arrays by the other fr
 ``from_fused`` go back, and ``to_torch`` writes. No other framework needs to be installed.
 """
 
-from jdistadam.interop.apex_distributed import from_apex_distributed
-from jdistadam.interop.fused import from_fused, to_fused
-from jdistadam.interop.megatron_fsdp import from_megatron_fsdp
-from jdistadam.interop.name_map import flax_kernels
+from jdistadam.interop.convert import from_fused, from_train_state, to_fused, to_train_state
 from jdistadam.interop.named_state import Group, NamedLeaf, NamedState
-from jdistadam.interop.nemo import from_nemo
+from jdistadam.interop.places import flax_kernels
+from jdistadam.interop.readers import (
+    TorchState,
+    from_apex_distributed,
+    from_megatron_fsdp,
+    from_nemo,
+    from_torch,
+    to_torch,
+)
 from jdistadam.interop.safetensors import read_safetensors, write_safetensors
-from jdistadam.interop.torch_adamw import TorchState, from_torch, to_torch
-from jdistadam.interop.train_state import from_train_state, to_train_state
 
 __all__ = [
     "Group",

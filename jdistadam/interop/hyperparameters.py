@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import jax
 import numpy as np
 
-from jdistadam.core import trees
 from jdistadam.core.arguments import shown
 from jdistadam.core.groups import Groups
 from jdistadam.core.hyperparameters import FLAGS, Hyperparameters
 from jdistadam.errors import HyperparameterError
-from jdistadam.interop.named_state import Group, NamedState, our_arguments
+from jdistadam.interop.named_state import Group, NamedState, joined_groups, our_arguments
+from jdistadam.interop.places import Place
 
-_COMPARED = tuple(field.name for field in dataclasses.fields(Hyperparameters))
 _OURS_ALONE = ("eps_root", "bias_correction", *FLAGS)
 _DEFAULTS = Hyperparameters(0.0)
 # A schedule is float32 arithmetic here and float64 there: some ten operations, of half an ulp each.
@@ -26,53 +25,40 @@ _SCHEDULE_TOLERANCE = 10 * 2.0**-24
 Numbers = dict[str, Any]
 
 
-def numbers_of(hyper: Hyperparameters, has_decay: bool, step: int) -> Numbers:
-    """Returns hyperparameters as numbers, those of the step after ``step``; None if not known."""
+def numbers_of_leaves(groups: Groups, like: Any, step: int) -> list[Numbers | None]:
+    """Returns the hyperparameters of each leaf in the step after ``step``; None for frozen ones.
 
-    def value(x: Any) -> Any:
+    They are Python numbers; None where one is not known, as in a program.
+    """
+
+    def number(x: Any) -> Any:
         x = x(step) if callable(x) else x
         if isinstance(x, jax.core.Tracer):
             return None
         return x if isinstance(x, bool) else float(x)
 
-    found = {name: value(getattr(hyper, name)) for name in _COMPARED}
-    return found if has_decay else found | {"weight_decay": 0.0}
-
-
-def numbers_of_leaves(groups: Groups, like: Any, step: int) -> list[Numbers | None]:
-    """Returns the hyperparameters of each leaf as numbers; None for frozen ones."""
-    rows = [numbers_of(hyper, decay, step) for hyper in groups.used for decay in (True, False)]
+    rows: list[Numbers] = []
+    for hyper in groups.used:
+        decayed = {field.name: number(getattr(hyper, field.name)) for field in fields(hyper)}
+        rows += [decayed, decayed | {"weight_decay": 0.0}]
     return [None if row is None else rows[row] for row in groups.row_of_leaves(like)]
 
 
 def compare(
     theirs: NamedState,
-    ours: Sequence[Numbers | None] | None,
-    like: Any,
-    names: Sequence[str],
+    numbers: Sequence[Numbers | None] | None,
+    ours: Sequence[Place],
     differences: str,
 ) -> None:
-    """Raises, or warns, where the other optimizer stepped with other hyperparameters than ours.
+    """Raises HyperparameterError, or warns, where the other optimizer had other ones than ours.
 
-    Args:
-      theirs: The state.
-      ours: Hyperparameters of each leaf; None for frozen ones. None: not known.
-      like: Our parameters.
-      names: Their names of the leaves.
-      differences: "raise" or "warn".
-
-    Raises:
-      HyperparameterError: They differ, and that was not to warn.
+    ``numbers``: what ``numbers_of_leaves`` returned; None where they cannot be seen.
     """
     if differences not in ("raise", "warn"):
         raise HyperparameterError(
-            "differences",
-            "unknown",
-            got=repr(differences),
-            expected='"raise" or "warn"',
-            action="Change it.",
+            f'differences: unknown: got {differences!r}, expected "raise" or "warn". Change it.'
         )
-    if ours is None:
+    if numbers is None:
         warnings.warn(
             "tx: its hyperparameters cannot be seen from outside, as of a chain, and were not "
             "compared with those of the other optimizer. Compare them with "
@@ -82,19 +68,16 @@ def compare(
         return
     settings = {name: group.settings for group in theirs.groups for name in group.names}
     seen: list[Any] = []  # each difference once, whatever the number of its leaves
-    for path, name, mine in zip(trees.paths(like, "params"), names, ours, strict=True):
-        for found in _differences(mine or {}, settings.get(name, {})):
+    for place, mine in zip(ours, numbers, strict=True):
+        for found in _differences(mine or {}, settings.get(place.name, {})):
             if found in seen:
                 continue
             seen.append(found)
             key, got, expected = found
             error = HyperparameterError(
-                f"tx, {key} for {path}",
-                f"differs from what the other optimizer has for {name!r}",
-                got=got,
-                expected=expected,
-                action="Make tx with the hyperparameters in NamedState.groups, or pass "
-                'differences="warn".',
+                f"tx, {key} for {place.where}: differs from what the other "
+                f"optimizer has for {place.name!r}: got {got}, expected {expected}. "
+                'Make tx with the hyperparameters in NamedState.groups, or pass differences="warn".'
             )
             if differences == "raise":
                 raise error
@@ -120,37 +103,16 @@ def _equal(mine: Any, theirs: Any, key: str) -> bool:
 
 
 def groups_of(
-    ours: Sequence[Numbers | None] | None, order: Sequence[str], names: Sequence[str]
+    numbers: Sequence[Numbers | None] | None, ours: Sequence[Place], names: Sequence[str]
 ) -> tuple[Group, ...]:
-    """Returns groups of parameters with equal hyperparameters, by torch's names.
+    """Returns groups of parameters with equal hyperparameters by torch's names, in this order.
 
-    Args:
-      ours: Hyperparameters of each leaf, None for frozen ones, which are in no group. None: not
-        known, so that all are in one group without settings.
-      order: Their names of the leaves.
-      names: The same, in the order that their groups are to have.
-
-    Raises:
-      HyperparameterError: torch's Adam has no such hyperparameter.
+    Frozen leaves are in no group; where numbers are not known, all are in one without settings.
     """
-    if ours is None:
+    if numbers is None:
         return (Group(tuple(names), {}),)
-    numbers = dict(zip(order, ours, strict=True))
-    found = {name: mine for name in names if (mine := numbers[name]) is not None}
-    return joined_groups({name: _torch_settings(name, mine) for name, mine in found.items()})
-
-
-def joined_groups(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
-    """Returns groups of parameters with equal settings, in the order of their first ones."""
-    groups: list[Group] = []
-    for name, given in settings.items():
-        for i, group in enumerate(groups):
-            if group.settings == given:
-                groups[i] = Group((*group.names, name), given)
-                break
-        else:
-            groups.append(Group((name,), given))
-    return tuple(groups)
+    of_name = {place.name: mine for place, mine in zip(ours, numbers, strict=True)}
+    return joined_groups({k: _torch_settings(k, mine) for k in names if (mine := of_name[k])})
 
 
 def _torch_settings(name: str, mine: Numbers) -> dict[str, Any]:
@@ -159,11 +121,9 @@ def _torch_settings(name: str, mine: Numbers) -> dict[str, Any]:
     for key in (*keys, "l2") if both_decay else keys:
         if mine[key]:
             raise HyperparameterError(
-                f"{key} for {name!r}",
-                "Adam of torch's layout has no such hyperparameter, or not beside weight_decay",
-                got=mine[key],
-                expected=0,
-                action="Pass groups with the settings that it is to go on with.",
+                f"{key} for {name!r}: Adam of torch's layout has no such hyperparameter, "
+                f"or not beside weight_decay: got {mine[key]}, expected 0. "
+                "Pass groups with the settings that it is to go on with."
             )
     return {
         "lr": mine["learning_rate"],

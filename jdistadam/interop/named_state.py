@@ -69,12 +69,10 @@ class NamedState:
         """
         found = [our_arguments(group.settings) for group in self.groups if group.names]
         if not found or any(other != found[0] for other in found):
+            what = "have different hyperparameters" if found else "there are none"
             raise HyperparameterError(
-                "groups",
-                "have different hyperparameters" if found else "there are none",
-                got=found,
-                expected="the same in all groups",
-                action="Pass them as mask, or as param_labels and groups: see NamedState.groups.",
+                f"groups: {what}: got {found}, expected the same in all groups. "
+                "Pass them as mask, or as param_labels and groups: see NamedState.groups."
             )
         return found[0]
 
@@ -94,13 +92,24 @@ def our_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+def joined_groups(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
+    """Returns groups of parameters with equal settings, in the order of their first ones."""
+    groups: list[Group] = []
+    for name, given in settings.items():
+        for i, group in enumerate(groups):
+            if group.settings == given:
+                groups[i] = Group((*group.names, name), given)
+                break
+        else:
+            groups.append(Group((name,), given))
+    return tuple(groups)
+
+
 def check_named_state(theirs: Any) -> None:
     """Raises TreeError unless ``theirs`` is a NamedState."""
     if not isinstance(theirs, NamedState):
         raise TreeError(
-            "theirs",
-            "not a NamedState",
-            got=type(theirs).__name__,
-            expected="what from_torch, from_train_state or another reader returned",
-            action="Read the other framework's dictionary with one of them first.",
+            f"theirs: not a NamedState: got {type(theirs).__name__}, "
+            "expected what from_torch, from_train_state or another reader returned. "
+            "Read the other framework's dictionary with one of them first."
         )

@@ -1,14 +1,15 @@
-"""Files of the safetensors format, read and written without the package of this name.
+"""Files of the safetensors format as nested dictionaries, by the package of this name.
 
-A file is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and
-place of each tensor, and ``__metadata__``, a dictionary of strings), and the tensors. It holds a
-flat dictionary; here names are paths with ``/`` between the keys of nested ones, and what has no
-array in it, such as ``param_groups``, is JSON in the metadata under its path.
+A file holds a flat dictionary of tensors, and one of strings, the metadata. Here names are paths
+with ``/`` between the keys of nested dictionaries, and what has no array in it, such as
+``param_groups``, is JSON in the metadata under its path.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,17 +18,31 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jdistadam.errors import DtypeError, TreeError
+from jdistadam.errors import CheckpointError, DtypeError, TreeError
 
-_DTYPES: dict[str, np.dtype[Any]] = {  # in the order in which the package writes tensors
-    "U64": np.dtype(np.uint64), "I64": np.dtype(np.int64), "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32), "U32": np.dtype(np.uint32), "I32": np.dtype(np.int32),
-    "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16),
-    "U16": np.dtype(np.uint16), "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8), "BOOL": np.dtype(np.bool_),
+_DTYPES = {
+    "BOOL": np.dtype(np.bool_), "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16), "F32": np.dtype(np.float32), "F64": np.dtype(np.float64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    **{f"I{8 * n}": np.dtype(f"i{n}") for n in (1, 2, 4, 8)},
+    **{f"U{8 * n}": np.dtype(f"u{n}") for n in (1, 2, 4, 8)},
 }  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_METADATA = "__metadata__"
+
+
+def _package() -> Any:
+    """Returns the module ``safetensors``; ``safetensors.numpy`` is imported, too."""
+    try:
+        package = importlib.import_module("safetensors")
+        importlib.import_module("safetensors.numpy")
+        if not hasattr(package.safe_open, "offset_keys"):
+            raise ImportError(f"{package.__version__} is too old")
+    except ImportError as error:
+        raise CheckpointError(
+            "safetensors: needed for files of the safetensors format, and cannot be imported: "
+            f"got {type(error).__name__}: {error}, expected safetensors >= 0.6.2. "
+            'Run pip install "jdistadam[interop]".'
+        ) from error
+    return package
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -41,67 +56,41 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
         and so is a key of the metadata, whose value is JSON, or else a string.
 
     Raises:
-      TreeError: It is no such file.
+      TreeError: It is no such file, or it is damaged.
       DtypeError: A tensor has a dtype that is not supported.
+      CheckpointError: The package safetensors is not installed.
     """
-    where = os.fspath(path)
-    header, start = _header(where)
-    data = np.memmap(where, np.uint8, "r") if os.path.getsize(where) else np.zeros(0, np.uint8)
-    tree: dict[str, Any] = {}
-    for key, text in header.pop(_METADATA, {}).items():
-        _insert(tree, key, _decoded(text), where)
-    for name, info in header.items():
-        _insert(tree, name, _tensor(f"{where}: {name}", info, data[start:]), where)
-    return tree
-
-
-def _header(path: str) -> tuple[dict[str, Any], int]:
-    """Returns the header of a file, and where the tensors begin."""
+    where, package = os.fspath(path), _package()
     try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if 8 + length > os.path.getsize(path):
-                raise ValueError(f"a header of {length} bytes")
-            return dict(json.loads(file.read(length))), 8 + length
-    except ValueError as error:
+        with package.safe_open(where, "np") as file:
+            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+            tensors = {name: (x.get_dtype(), x.get_shape()) for name, x in slices.items()}
+            metadata = file.metadata() or {}
+    except package.SafetensorError as error:
         raise TreeError(
-            path,
-            "not a file of the safetensors format",
-            got=error,
-            expected="the length of a header, and the header, in JSON",
-            action="Write it with write_safetensors, or with the package safetensors.",
+            f"{where}: not a file of the safetensors format, or damaged: got {error}, "
+            "expected a header in JSON, and the bytes of all tensors in it. "
+            "Write it anew, with write_safetensors or with the package safetensors."
         ) from None
-
-
-def _tensor(where: str, info: Mapping[str, Any], data: np.ndarray) -> np.ndarray:
-    dtype = _DTYPES.get(info["dtype"])
-    if dtype is None:
-        raise DtypeError(
-            where,
-            "dtype is not supported",
-            got=info["dtype"],
-            expected=", ".join(_DTYPES),
-            action="Convert it before it is written.",
-        )
-    begin, end = info["data_offsets"]
-    if not 0 <= begin <= end <= len(data) or end - begin != dtype.itemsize * np.prod(
-        info["shape"], dtype=np.int64
-    ):
-        raise TreeError(
-            where,
-            "is outside of the file, or has not the bytes of its shape",
-            got=f"bytes {begin} to {end} of {len(data)}",
-            expected=f"{dtype} of shape {info['shape']}",
-            action="Write the file anew: it is damaged.",
-        )
-    return np.asarray(data[begin:end]).view(dtype).reshape(info["shape"])
-
-
-def _decoded(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text  # such as the "pt" that others write
+    tree: dict[str, Any] = {}
+    for key, text in metadata.items():
+        try:
+            _insert(tree, key, json.loads(text), where)
+        except json.JSONDecodeError:
+            _insert(tree, key, text, where)  # such as the "pt" that others write
+    # get_tensor would copy. Tensors follow the header, whose length comes first, without gaps.
+    data = np.memmap(where, np.uint8, "r")
+    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    for name, (code, shape) in tensors.items():
+        if code not in _DTYPES:
+            raise DtypeError(
+                f"{where}: {name}: dtype is not supported: got {code}, "
+                f"expected {', '.join(_DTYPES)}. Convert it before it is written."
+            )
+        end = begin + _DTYPES[code].itemsize * math.prod(shape)
+        _insert(tree, name, np.asarray(data[begin:end]).view(_DTYPES[code]).reshape(shape), where)
+        begin = end
+    return tree
 
 
 def _insert(tree: dict[str, Any], path: str, value: Any, where: str) -> None:
@@ -112,11 +101,8 @@ def _insert(tree: dict[str, Any], path: str, value: Any, where: str) -> None:
             break
     if not isinstance(tree, dict) or last in tree:
         raise TreeError(
-            f"{where}: {path}",
-            "stands where another entry does",
-            got=path,
-            expected="paths of which none is the beginning of another",
-            action="Rename it.",
+            f"{where}: {path}: stands where another entry does: got {path}, "
+            "expected paths of which none is the beginning of another. Rename it."
         )
     tree[last] = value
 
@@ -131,6 +117,7 @@ def write_safetensors(path: str | os.PathLike[str], tree: Mapping[str, Any]) -> 
     Raises:
       TreeError: A key cannot be a part of a path, or a value is neither an array nor JSON.
       DtypeError: An array has a dtype that the format has not.
+      CheckpointError: The package safetensors is not installed.
 
     Example:
       >>> import tempfile
@@ -143,25 +130,22 @@ def write_safetensors(path: str | os.PathLike[str], tree: Mapping[str, Any]) -> 
     arrays: dict[str, np.ndarray] = {}
     metadata: dict[str, str] = {}
     for name, value in _entries("", tree):
-        if _is_array(value):
-            arrays[name] = _writable(name, value)
-        else:
-            metadata[name] = _encoded(name, value)
-    # In the package's own order: wide dtypes first, so that all are aligned.
-    order = list(_DTYPES.values())
-    names = sorted(arrays, key=lambda name: (order.index(arrays[name].dtype), name))
-    header: dict[str, Any] = {_METADATA: metadata} if metadata else {}
-    end = 0
-    for name in names:
-        begin, end = end, end + arrays[name].nbytes
-        info = {"dtype": _NAMES[arrays[name].dtype], "shape": list(arrays[name].shape)}
-        header[name] = info | {"data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            file.write(arrays[name].tobytes())
+        if not _is_array(value):
+            try:
+                metadata[name] = json.dumps(value)
+            except TypeError as error:
+                raise TreeError(
+                    f"{name}: cannot be written: got {error}, expected an array, a number, "
+                    "a string, or dictionaries and lists of them. Convert it, or leave it out."
+                ) from None
+            continue
+        arrays[name] = np.asarray(value, order="C")  # bytes are taken as memory has them
+        if arrays[name].dtype not in _DTYPES.values():
+            raise DtypeError(
+                f"{name}: dtype is not one of the safetensors format: got {arrays[name].dtype}, "
+                f"expected {', '.join(_DTYPES)}. Convert it."
+            )
+    _package().numpy.save_file(arrays, os.fspath(path), metadata or None)
 
 
 def _is_array(x: Any) -> bool:
@@ -176,43 +160,13 @@ def _has_array(x: Any) -> bool:
 
 def _entries(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
     """Yields arrays, and the largest parts without any, by their paths."""
-    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-    for key, value in items:
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
         if "/" in str(key) or not str(key):
             raise TreeError(
-                f"{path}{key!r}",
-                "cannot be a part of a path",
-                got=repr(key),
-                expected="a key without '/'",
-                action="Rename it.",
+                f"{path}{key!r}: cannot be a part of a path: got {key!r}, "
+                "expected a key without '/'. Rename it."
             )
         if not _is_array(value) and _has_array(value):
             yield from _entries(f"{path}{key}/", value)
         else:
             yield f"{path}{key}", value
-
-
-def _writable(name: str, x: Any) -> np.ndarray:
-    array = np.asarray(x)
-    if array.dtype not in _NAMES:
-        raise DtypeError(
-            name,
-            "dtype is not one of the safetensors format",
-            got=array.dtype,
-            expected=", ".join(_DTYPES),
-            action="Convert it.",
-        )
-    return array
-
-
-def _encoded(name: str, value: Any) -> str:
-    try:
-        return json.dumps(value)
-    except TypeError as error:
-        raise TreeError(
-            name,
-            "cannot be written",
-            got=error,
-            expected="an array, a number, a string, or dictionaries and lists of them",
-            action="Convert it, or leave it out.",
-        ) from None

@@ -1,27 +1,100 @@
-"""The layout of ``torch.optim.Optimizer.state_dict()``, which several optimizers share.
+"""The reader of every format: the layout of ``torch.optim.Optimizer.state_dict()``.
 
 ``param_groups`` is a list of dictionaries, each with the hyperparameters of a group and, under
 ``params``, the indices of its parameters, or their names; ``state`` has a dictionary for each. A
-step count is in the state of each parameter (torch) or in each group (Apex, Transformer Engine).
+step count is in the state of each parameter (torch), in each group (Apex, Transformer Engine) or
+beside the parameters (Apex's distributed optimizer). What other formats have elsewhere,
+``readers.py`` and ``apex_shards.py`` bring to these places first.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from jdistadam.core.codecs import join_halves
-from jdistadam.errors import HyperparameterError, ShapeError, TreeError
-from jdistadam.interop.named_state import Group, NamedLeaf
-from jdistadam.interop.their_arrays import as_numpy, mapping, number, sequence
+from jdistadam.errors import DtypeError, HyperparameterError, ShapeError, TreeError
+from jdistadam.interop.named_state import Group, NamedLeaf, NamedState
 
 Names = Sequence[str] | Mapping[Any, str] | None
 
 _NOT_SETTINGS = ("params", "param_names")
-_TENSORS = ("exp_avg", "exp_avg_sq", "param", "master_param")
+# What the state of a parameter holds: the main parameter is ``param`` in Apex and ``master_param``
+# in Transformer Engine, float32 or the int16 remainder of a bfloat16 parameter.
+_OURS = {"param": "param", "master_param": "param", "exp_avg": "mu", "exp_avg_sq": "nu"}
+_INSTEAD = {
+    "amsgrad": "it has a third moment, which Adam here has not",
+    "maximize": "minimise the negated loss",
+}
+_AS_MADE = "Pass the state dictionary as the other framework made it."
+
+
+def as_numpy(where: str, x: Any) -> np.ndarray:
+    """Returns a numpy array of an array, a number or a torch tensor, in the same memory if it can.
+
+    Raises:
+      TreeError: It is the shard of a distributed tensor.
+      DtypeError: It is no array of numbers.
+    """
+    if hasattr(x, "full_tensor"):
+        raise TreeError(
+            f"{where}: a distributed tensor, of which this process holds a shard: "
+            f"got {type(x).__name__}, expected the whole tensor. "
+            "Gather it first; of a distributed checkpoint make a file with "
+            "torch.distributed.checkpoint.format_utils.dcp_to_torch_save."
+        )
+    if hasattr(x, "detach"):
+        x = x.detach().cpu()
+        if str(x.dtype) == "torch.bfloat16":  # which torch gives numpy in no other way
+            return np.asarray(x.float().numpy().astype(ml_dtypes.bfloat16))
+        x = x.numpy()
+    array = np.asarray(x)
+    if array.dtype.kind not in "biuf" and array.dtype != ml_dtypes.bfloat16:
+        got = type(x).__name__ if array.dtype == object else array.dtype
+        raise DtypeError(
+            f"{where}: not an array of numbers: got {got}, "
+            f"expected a numpy array or a torch tensor. {_AS_MADE}"
+        )
+    return array
+
+
+def mapping(where: str, x: Any, action: str = _AS_MADE) -> Mapping[Any, Any]:
+    """Returns ``x``, or raises TreeError where it is no dictionary."""
+    if isinstance(x, Mapping):
+        return x
+    raise TreeError(f"{where}: not a dictionary: got {type(x).__name__}, expected a dict. {action}")
+
+
+def sequence(where: str, x: Any) -> list[Any]:
+    """Returns a list of what may have become a dictionary by position in a file."""
+    by_position = {str(key): value for key, value in x.items()} if isinstance(x, Mapping) else {}
+    if isinstance(x, Mapping) and all(str(i) in by_position for i in range(len(x))):
+        return [by_position[str(i)] for i in range(len(x))]
+    if isinstance(x, list | tuple):
+        return list(x)
+    got = sorted(by_position) if isinstance(x, Mapping) else type(x).__name__
+    raise TreeError(
+        f"{where}: not a list, nor a dictionary by position: got {got}, "
+        f"expected a list, or all positions from 0. {_AS_MADE}"
+    )
+
+
+def first_of(where: str, x: Any, *keys: str) -> tuple[str, Any]:
+    """Returns the first of some entries that a dictionary has, after its path."""
+    given = mapping(where, x)
+    for key in keys:
+        if key in given:
+            return f"{where}[{key!r}]", given[key]
+    raise TreeError(
+        f"{where}: has no {' or '.join(map(repr, keys))}: got keys {sorted(map(str, given))}, "
+        f"expected {keys[0]!r}, as the state_dict() of an optimizer of this format has it. "
+        "Use from_nemo for 'fp32_from_fp16_params', from_apex_distributed for 'gathered_states', "
+        "from_megatron_fsdp for 'param_to_group_meta', from_torch for 'param_groups' alone."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,54 +116,57 @@ class TorchLayout:
         """The names of all parameters, in the order of the groups."""
         return [name for group in self.groups for name in group.names]
 
+    @property
+    def steps(self) -> dict[str, Any]:
+        """The step counts of groups and parameters, None where one is missing."""
+        found = {}
+        for i, group in enumerate(self.groups):
+            of_group = group.settings.get("step")
+            if of_group is not None and group.names:
+                found[f"param_groups[{i}]"] = of_group
+            for name in filter(self.entries.__contains__, group.names):
+                of_param = self.entries[name].get("step")
+                if of_param is not None or of_group is None:
+                    found[repr(name)] = of_param
+        return found
+
+    def named_state(self, params: Any, steps: Mapping[str, Any] | None = None) -> NamedState:
+        """Returns the state, with the parameters of the model that are known, by name.
+
+        ``steps``: step counts by where they stand, in place of those of groups and parameters.
+        """
+        known = {} if params is None else mapping("params", params)
+        leaves = {k: _leaf(k, self.entries.get(k, {}), known.get(k)) for k in self.names}
+        return NamedState(_one_step(self.steps if steps is None else steps), leaves, self.groups)
+
 
 def parse(
     state_dict: Any, names: Names, *, where: str, beside: Collection[str] = ()
 ) -> TorchLayout:
-    """Returns what a state dictionary holds, by name.
+    """Returns what a state dictionary holds by name, which messages call ``where``.
 
-    Args:
-      state_dict: The dictionary.
-      names: The name of each parameter, by its index; None where the dictionary has them.
-      where: How to call the dictionary in messages.
-      beside: Keys of ``state`` that are no parameter.
+    ``beside``: keys of ``state`` that are no parameter.
     """
-    given = mapping(where, state_dict)
-    for key in ("state", "param_groups"):
-        if key not in given:
-            raise TreeError(
-                where,
-                f"has no {key!r}",
-                got=f"keys {sorted(map(str, given))}",
-                expected="the state_dict() of an optimizer, or another reader of jda.interop",
-                action="Use from_nemo for 'fp32_from_fp16_params', from_apex_distributed for "
-                "'gathered_states', from_megatron_fsdp for 'param_to_group_meta'.",
-            )
-    raw = [mapping(f"{where}['param_groups']", x) for x in sequence(where, given["param_groups"])]
-    keys = [
-        [str(key) for key in sequence(f"{where}['param_groups']", group.get("params"))]
-        for group in raw
-    ]
+    path, given = first_of(where, state_dict, "state")
+    of_groups, groups = first_of(where, state_dict, "param_groups")
+    raw = [mapping(of_groups, group) for group in sequence(of_groups, groups)]
+    keys = [[str(key) for key in sequence(of_groups, group.get("params"))] for group in raw]
     name_of = _name_of(raw, [key for found in keys for key in found], names, where)
-    groups = tuple(
-        Group(tuple(name_of[key] for key in found), settings_of(group, where))
-        for group, found in zip(raw, keys, strict=True)
-    )
-    state = mapping(f"{where}['state']", given["state"])
-    entries = {key: value for key, value in state.items() if key not in beside}
-    for key in entries:
-        if str(key) not in name_of:
-            raise TreeError(
-                f"{where}['state'][{key!r}]",
-                "belongs to no parameter of param_groups",
-                got=key,
-                expected=f"one of the {len(name_of)} in its groups",
-                action="Pass the state dictionary as the optimizer made it.",
-            )
+    state = mapping(path, given)
+    entries = {key: entry for key, entry in state.items() if key not in beside}
+    if strange := [key for key in entries if str(key) not in name_of]:
+        raise TreeError(
+            f"{path}[{strange[0]!r}]: belongs to no group: got {len(strange)} such parameters, "
+            f"expected one of the {len(name_of)} in the groups. "
+            "Pass the state of one optimizer, as it was saved."
+        )
     return TorchLayout(
-        groups,
-        {name_of[str(key)]: mapping(where, value) for key, value in entries.items()},
-        {key: value for key, value in state.items() if key not in entries},
+        tuple(
+            Group(tuple(name_of[key] for key in found), _settings(group, of_groups))
+            for group, found in zip(raw, keys, strict=True)
+        ),
+        {name_of[str(key)]: mapping(f"{path}[{key!r}]", x) for key, x in entries.items()},
+        {key: x for key, x in state.items() if key in beside},
     )
 
 
@@ -98,49 +174,36 @@ def _name_of(
     raw: Sequence[Mapping[str, Any]], keys: list[str], names: Names, where: str
 ) -> dict[str, str]:
     """The name of each key, from the argument or from the groups themselves."""
-    by_key: dict[str, str] = {}
     if names is None and not all(key.isdigit() for key in keys):
-        by_key = {key: key for key in keys}
+        names = dict(zip(keys, keys, strict=True))
     elif names is None and all("param_names" in group for group in raw):
-        by_key = dict(zip(keys, (n for group in raw for n in group["param_names"]), strict=True))
+        names = dict(zip(keys, (n for group in raw for n in group["param_names"]), strict=True))
     elif names is None:
         raise TreeError(
-            "names",
-            "missing: the dictionary has parameters by index alone",
-            got=None,
-            expected=f"{len(keys)} names in the order in which the optimizer got its parameters",
-            action="Pass the name of each parameter in optimizer.param_groups, in their order, "
-            "found by identity: {id(x): name for name, x in model.named_parameters()}.",
+            "names: missing: the dictionary has parameters by index alone: got None, "
+            f"expected {len(keys)} names in the order in which the optimizer got its parameters. "
+            "Pass the name of each parameter in optimizer.param_groups, in their order, "
+            "found by identity: {id(x): name for name, x in model.named_parameters()}."
         )
-    else:
-        items = names.items() if isinstance(names, Mapping) else enumerate(names)
-        by_key = {str(key): str(name) for key, name in items}
+    items = names.items() if isinstance(names, Mapping) else enumerate(names)
+    by_key = {str(key): str(name) for key, name in items}
     if sorted(by_key) != sorted(keys) or len(set(by_key.values())) != len(by_key):
         raise TreeError(
-            "names",
-            f"do not fit the parameters of {where}",
-            got=f"{len(by_key)} names, {len(set(by_key.values()))} different ones",
-            expected=f"one name for each of the {len(keys)} parameters",
-            action="Leave out parameters that the optimizer did not get.",
+            f"names: do not fit the parameters of {where}: got {len(by_key)} names, "
+            f"{len(set(by_key.values()))} different ones, expected one name for each of the "
+            f"{len(keys)} parameters. Leave out parameters that the optimizer did not get."
         )
     return by_key
 
 
-def settings_of(group: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the hyperparameters of a group, as Python numbers; raises where Adam has no such."""
+def _settings(group: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The hyperparameters of a group, as Python numbers."""
     settings = {key: _plain(where, x) for key, x in group.items() if key not in _NOT_SETTINGS}
-    for key, instead in (
-        ("amsgrad", "it has a third moment, which Adam here has not"),
-        ("maximize", "minimise the negated loss"),
-    ):
-        if settings.get(key):
-            raise HyperparameterError(
-                f"{where}['param_groups'][...][{key!r}]",
-                "is not supported",
-                got=settings[key],
-                expected=False,
-                action=f"Continue it elsewhere: {instead}.",
-            )
+    for key in filter(settings.get, _INSTEAD):
+        raise HyperparameterError(
+            f"{where}[...][{key!r}]: is not supported: got {settings[key]}, expected False. "
+            f"Continue it elsewhere: {_INSTEAD[key]}."
+        )
     return settings
 
 
@@ -152,113 +215,54 @@ def _plain(where: str, x: Any) -> Any:
     return as_numpy(where, x).item() if is_one else x
 
 
-def leaf_of(name: str, entry: Mapping[str, Any] | None, param: Any) -> NamedLeaf:
-    """Returns a parameter and its moments.
-
-    Args:
-      name: Its name.
-      entry: Its state, with the keys ``exp_avg`` and ``exp_avg_sq``; also the main parameter, as
-        ``param`` (Apex) or ``master_param`` (Transformer Engine). None: it has no state.
-      param: The parameter of the model, or None.
-    """
-    unknown = sorted(set(entry or ()) - {"step", *_TENSORS})
-    if unknown:
+def _leaf(name: str, entry: Mapping[str, Any], param: Any) -> NamedLeaf:
+    """A parameter, from its state or else from the model, and its moments."""
+    if unknown := sorted(set(entry) - {"step", *_OURS}):
         raise TreeError(
-            f"state of {name!r}",
-            f"unknown entry {unknown[0]!r}",
-            got=sorted(map(str, entry or ())),
-            expected="step, exp_avg, exp_avg_sq and perhaps param or master_param",
-            action="Use the reader of the optimizer that made it; other ones are not supported.",
+            f"state of {name!r}: unknown entry {unknown[0]!r}: got {sorted(map(str, entry))}, "
+            "expected step, exp_avg, exp_avg_sq and perhaps param or master_param. "
+            "Use the reader of the optimizer that made it; other ones are not supported."
         )
-    arrays = {k: as_numpy(f"{k} of {name!r}", x) for k, x in (entry or {}).items() if k in _TENSORS}
+    found = {our: as_numpy(f"{k} of {name!r}", entry[k]) for k, our in _OURS.items() if k in entry}
     param = None if param is None else as_numpy(f"parameter {name!r}", param)
-    main = arrays.get("master_param", arrays.get("param"))
-    if main is not None and main.dtype == np.int16:
-        main = joined(name, param, main)
-    leaf = NamedLeaf(
-        param if main is None else main, arrays.get("exp_avg"), arrays.get("exp_avg_sq")
-    )
-    check_shapes(name, leaf)
-    return leaf
-
-
-def joined(name: str, param: Any, remainder: np.ndarray) -> np.ndarray:
-    """Returns the float32 of a bfloat16 parameter and its remainder, an int16.
-
-    Apex and Transformer Engine split float32 as we do: see [Note: remainders].
-    """
-    if param is None or param.dtype.name != "bfloat16":
+    main = found.pop("param", param)
+    is_remainder = main is not None and main.dtype == np.int16
+    if is_remainder and (param is None or param.dtype != ml_dtypes.bfloat16):
         raise TreeError(
-            f"parameter {name!r}",
-            "needed in bfloat16, of which the state keeps the remainder",
-            got=None if param is None else param.dtype,
-            expected="the model's bfloat16 parameter",
-            action="Pass it in params.",
+            f"parameter {name!r}: needed in bfloat16, of which the state keeps the remainder: "
+            f"got {None if param is None else param.dtype}, "
+            "expected the model's bfloat16 parameter. Pass it in params."
         )
-    if param.shape != remainder.shape:
-        raise ShapeError(
-            f"parameter {name!r}",
-            "has another shape than its remainder",
-            got=param.shape,
-            expected=remainder.shape,
-            action="Check that names are in the order in which the optimizer got its parameters.",
-        )
-    flat = join_halves(param.reshape(-1), remainder.reshape(-1).view(np.uint16), np)
-    return np.asarray(flat).reshape(param.shape)
-
-
-def check_shapes(name: str, leaf: NamedLeaf) -> None:
-    """Raises ShapeError where the arrays of one parameter have different shapes."""
-    shapes = {key: x.shape for key, x in leaf._asdict().items() if x is not None}
+    arrays = {"param": main, **found} | ({"parameter": param} if is_remainder else {})
+    shapes = {key: x.shape for key, x in arrays.items() if x is not None}
     if len(set(shapes.values())) > 1:
         raise ShapeError(
-            f"state of {name!r}",
-            "parameter and moments differ in shape",
-            got=shapes,
-            expected="one shape",
-            action="Check that names are in the order in which the optimizer got its parameters.",
+            f"state of {name!r}: parameter and what is kept of it differ in shape: "
+            f"got {shapes}, expected one shape. "
+            "Check that names are in the order in which the optimizer got its parameters."
         )
+    if is_remainder:  # which Apex and Transformer Engine split off as we do: [Note: remainders]
+        flat = join_halves(param.reshape(-1), main.reshape(-1).view(np.uint16), np)
+        main = flat.reshape(param.shape)
+    return NamedLeaf(main, found.get("mu"), found.get("nu"))
 
 
-def one_step(steps: Iterable[tuple[str, Any]]) -> int:
-    """Returns the step count that all parameters or groups share; 0 if there are none."""
-    found = {where: number(f"step of {where}", step) for where, step in steps}
-    different = sorted(set(found.values()))
-    if len(different) > 1 or any(x != int(x) or x < 0 for x in different):
+def _one_step(steps: Mapping[str, Any]) -> int:
+    """The step count that all parameters or groups share; 0 if there are none."""
+    found: dict[Any, str] = {}  # each different one, and where it stands first
+    for where, step in steps.items():
+        if step is None:
+            raise TreeError(
+                f"state of {where}: has no step count, and neither has its group: got None, "
+                "expected 'step', without which the bias cannot be corrected. Pass the state "
+                "dictionary as its optimizer made it: to from_torch if its groups have 'step'."
+            )
+        count = as_numpy(f"step of {where}", step)
+        found.setdefault(float(count.item()) if count.size == 1 else count.shape, where)
+    if len(found) > 1 or not all(isinstance(x, float) and x.is_integer() and x >= 0 for x in found):
         raise TreeError(
-            "step",
-            "differs between parameters, and one count serves all of ours",
-            got={x: next(k for k, v in found.items() if v == x) for x in different},
-            expected="one whole number of steps",
-            action="Leave out parameters that were not trained from the start.",
+            "step: not one whole number for all parameters, as one count serves all of ours: "
+            f"got {found}, expected one whole number of steps. "
+            "Leave out parameters that were not trained from the start."
         )
-    return int(different[0]) if different else 0
-
-
-def steps_of(layout: TorchLayout) -> Iterable[tuple[str, Any]]:
-    """Yields the step count of each parameter that has a state, with the name that it goes by.
-
-    Raises:
-      TreeError: A parameter has moments, and no step count.
-    """
-    for i, group in enumerate(layout.groups):
-        of_group = group.settings.get("step")
-        if of_group is not None and group.names:
-            yield f"param_groups[{i}]", of_group
-        for name in group.names:
-            step = layout.entries.get(name, {}).get("step")
-            if step is not None:
-                yield repr(name), step
-            elif name in layout.entries and of_group is None:
-                raise TreeError(
-                    f"state of {name!r}",
-                    "has no step count, and neither has its group",
-                    got=sorted(map(str, layout.entries[name])),
-                    expected="'step', without which the bias cannot be corrected",
-                    action="Pass the state dictionary as the optimizer made it.",
-                )
-
-
-def param_of(params: Any, name: str) -> Any:
-    """Returns a parameter of the model by name, None where it was not given."""
-    return None if params is None else mapping("params", params).get(name)
+    return int(next(iter(found), 0))

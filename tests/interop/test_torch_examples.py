@@ -1,12 +1,7 @@
 """What docs/interop.md runs where torch is: it runs here as it stands, if torch is installed."""
 
-import functools
 import itertools
-import json
-import operator
 import re
-import sys
-import types
 
 import jax
 import numpy as np
@@ -14,7 +9,6 @@ import pytest
 
 import jdistadam as jda
 from jdistadam import interop
-from jdistadam.interop import safetensors
 from support.bits import assert_same_bits
 from support.paths import ROOT
 
@@ -26,41 +20,6 @@ GROUPS = {
     "two, the last first": [["c"], ["a", "b"]],
     "three, mixed": [["b"], ["c"], ["a"]],
 }
-
-
-def save_file(tensors, path, metadata):
-    """That of safetensors.torch, by ours."""
-    tree = {}
-    for key, text in metadata.items():
-        safetensors._insert(tree, key, json.loads(text), path)
-    for key, x in tensors.items():
-        safetensors._insert(tree, key, x.detach().numpy(), path)
-    interop.write_safetensors(path, tree)
-
-
-class SafeOpen:
-    """What the page uses of safetensors.safe_open, by ours."""
-
-    def __init__(self, path, framework):
-        self._header, self._tree = safetensors._header(path)[0], interop.read_safetensors(path)
-        self._metadata = self._header.pop("__metadata__")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def keys(self):
-        return list(self._header)
-
-    def get_tensor(self, key):
-        return torch.from_numpy(
-            functools.reduce(operator.getitem, key.split("/"), self._tree).copy()
-        )
-
-    def metadata(self):
-        return self._metadata
 
 
 class Tied(torch.nn.Module):
@@ -103,8 +62,6 @@ def moments(model, optimizer):
 def test_moments_keep_their_parameters_there_and_back(tmp_path, monkeypatch, groups):
     """Groups in another order than the model's, of parameters of one shape, and a tied weight."""
     monkeypatch.chdir(tmp_path)
-    for name, known in (("", {"safe_open": SafeOpen}), (".torch", {"save_file": save_file})):
-        monkeypatch.setitem(sys.modules, f"safetensors{name}", types.SimpleNamespace(**known))
     model, optimizer = trained(groups)
     exec(EXPORT, dict(model=model, optimizer=optimizer))
     file = interop.read_safetensors("state.safetensors")

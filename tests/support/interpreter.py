@@ -289,7 +289,9 @@ class Interpreter(Training):
                 if bucket.has_main:
                     x = elements.value
                     _write(
-                        flat, bucket.offset, split_halves(x, elements.dtype, np)[1] if dtype != F32 else x
+                        flat,
+                        bucket.offset,
+                        split_halves(x, elements.dtype, np)[1] if dtype != F32 else x,
                     )
             return [flat] if layout.main_size else []
         given = getattr(self.config, name)

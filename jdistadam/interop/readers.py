@@ -1,0 +1,324 @@
+"""Readers of other frameworks' states, each a small step to torch's layout, and its writer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jdistadam.errors import HyperparameterError, TreeError
+from jdistadam.interop.apex_shards import joined_shards
+from jdistadam.interop.named_state import NamedState, check_named_state, joined_groups
+from jdistadam.interop.torch_layout import Names, as_numpy, first_of, mapping, parse, sequence
+
+_UNPACK = "Unpack it with torch.load(io.BytesIO(x.numpy()), weights_only=False)."
+
+
+class TorchState(NamedTuple):
+    """A state in the layout of torch, of numpy arrays.
+
+    Attributes:
+      optimizer: What ``load_state_dict`` of ``torch.optim.AdamW`` takes, once its arrays are
+        tensors.
+      params: Parameters by name, float32 where the state had main parameters.
+      names: The names of the parameters, in the order of the indices in ``optimizer``.
+    """
+
+    optimizer: dict[str, Any]
+    params: dict[str, np.ndarray]
+    names: list[str]
+
+
+def from_torch(
+    state_dict: Mapping[str, Any], params: Mapping[str, Any] | None, names: Names = None
+) -> NamedState:
+    """Reads the state of ``torch.optim.AdamW`` or ``Adam``, or of an optimizer of its layout.
+
+    Those are ``apex.optimizers.FusedAdam``, ``transformer_engine.pytorch.optimizers.FusedAdam``,
+    and any of them under Megatron-FSDP's ``fully_shard_optimizer``. Apex keeps its own
+    ``master_weights`` out of the dictionary, and neither it nor older versions of torch
+    write whether weight decay is decoupled (``adam_w_mode``): it is taken to be.
+
+    Layouts: torch 2.15, ``torch/optim/adam.py``; NVIDIA/apex 6424da3b,
+    ``apex/optimizers/fused_adam.py``; NVIDIA/TransformerEngine 04912bf0,
+    ``transformer_engine/pytorch/optimizers/fused_adam.py``; NVIDIA/Megatron-LM d98e8a64,
+    ``megatron/core/distributed/fsdp/src/megatron_fsdp/fully_shard.py``.
+
+    Args:
+      state_dict: ``optimizer.state_dict()``, with tensors or numpy arrays.
+      params: ``model.state_dict()``, or another dictionary of parameters by name; it may hold more
+        than the optimizer got, such as buffers.
+      names: The names of the parameters in the order of ``optimizer.param_groups``, which need not
+        be that of the model, or a dictionary of them by index. None: the dictionary has them, as
+        that of an optimizer made with ``model.named_parameters()``, or of
+        ``get_optimizer_state_dict`` of torch's distributed checkpoints.
+
+    Raises:
+      TreeError, ShapeError, DtypeError: It is no such state, or the names do not fit it.
+      HyperparameterError: It uses ``amsgrad`` or ``maximize``.
+
+    Example:
+      >>> settings = dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, params=[0])
+      >>> moments = dict(step=3.0, exp_avg=np.ones((2, 4)), exp_avg_sq=np.ones((2, 4)))
+      >>> state_dict = {"state": {0: moments}, "param_groups": [settings]}
+      >>> theirs = from_torch(state_dict, {"fc.weight": np.ones((2, 4))}, ["fc.weight"])
+      >>> theirs.step, theirs.leaves["fc.weight"].mu.shape
+      (3, (2, 4))
+    """
+    return parse(state_dict, names, where="state_dict").named_state(params)
+
+
+def from_nemo(
+    state_dict: Mapping[str, Any], params: Mapping[str, Any], names: Names = None
+) -> NamedState:
+    """Reads the state of NeMo's ``MainParamsOptimizerWrapper`` around an Adam.
+
+    ``optimizer`` (before: ``optimizer_state_dict``) is the state of the wrapped optimizer, in
+    torch's layout; ``fp32_from_fp16_params`` (before: ``fp32_from_fp16``) holds, for each group,
+    the float32 values of those of its parameters that are in 16 bits. Which ones these are is seen
+    from ``params``; frozen ones, which have no state, are not among them.
+
+    Layout: NVIDIA/NeMo 8cfedd72, ``nemo/core/optim/optimizer_with_main_params.py``.
+
+    Args:
+      state_dict: ``optimizer.state_dict()``.
+      params: The model's parameters by name, in the dtypes in which it was trained.
+      names: As in ``from_torch``.
+
+    Raises:
+      TreeError, ShapeError, DtypeError: It is no such state, or params or names do not fit it.
+
+    Example:
+      >>> import numpy as np
+      >>> moments = dict(exp_avg=np.zeros(2), exp_avg_sq=np.zeros(2))
+      >>> adam = {"state": {0: moments}, "param_groups": [dict(step=5, params=[0])]}
+      >>> state_dict = {"optimizer": adam, "fp32_from_fp16_params": [[np.float32([1, 2])]]}
+      >>> theirs = from_nemo(state_dict, {"w": np.float16([1, 2])}, ["w"])
+      >>> theirs.step, theirs.leaves["w"].param.dtype
+      (5, dtype('float32'))
+    """
+    where, adam = first_of("state_dict", state_dict, "optimizer", "optimizer_state_dict")
+    layout = parse({"state": {}, **mapping(where, adam)}, names, where=where)
+    where, mains = first_of("state_dict", state_dict, "fp32_from_fp16_params", "fp32_from_fp16")
+    by_group = sequence(where, mains)
+    if len(by_group) != len(layout.groups):
+        raise TreeError(
+            f"{where}: has another number of groups than the optimizer: got {len(by_group)}, "
+            f"expected {len(layout.groups)}. Pass the state dictionary as it was saved."
+        )
+    known = mapping("params", params)
+    trained = [name for name in layout.entries if name in known]
+    widths = {name: as_numpy(f"params[{name!r}]", known[name]).itemsize for name in trained}
+    for i, (group, given) in enumerate(zip(layout.groups, by_group, strict=True)):
+        narrow = [name for name in group.names if widths.get(name) == 2]
+        found = sequence(f"{where}[{i}]", given)
+        if len(narrow) != len(found):
+            raise TreeError(
+                f"{where}[{i}]: there is not one main parameter for each parameter in 16 bits: "
+                f"got {len(found)}, expected {len(narrow)} for {narrow}. "
+                "Pass params in the dtypes in which the model was trained."
+            )
+        for name, main in zip(narrow, found, strict=True):
+            layout.entries[name] = {**layout.entries[name], "param": main}
+    return layout.named_state(params)
+
+
+def from_megatron_fsdp(
+    state_dict: Mapping[str, Any], params: Mapping[str, Any] | None = None
+) -> NamedState:
+    """Reads the optimizer's part of a checkpoint of Megatron-FSDP, ``--ckpt-format fsdp_dtensor``.
+
+    ``state`` has the moments of each parameter by name, ``param_to_group_meta`` its
+    hyperparameters. The tensors must be whole: bring a checkpoint into one file with
+    ``torch.distributed.checkpoint.format_utils.dcp_to_torch_save``. Names lose their leading
+    ``module.`` and ``model.``, which differ between model and optimizer. Checkpoints with several
+    optimizers in one, as of expert parallelism, are not supported; that of
+    ``fully_shard_optimizer`` has torch's layout, which ``from_torch`` reads.
+
+    Layout: NVIDIA/Megatron-LM d98e8a64, ``megatron/core/optimizer/distrib_optimizer.py``
+    (``sharded_param_state_fsdp_dtensor``) and ``megatron/training/checkpointing.py``.
+
+    Args:
+      state_dict: The checkpoint, with ``model`` and ``optimizer``, or what is under ``optimizer``.
+      params: Parameters by name, in the dtype of the main parameters. None: those under ``model``.
+
+    Raises:
+      TreeError, ShapeError, DtypeError: It is no such state.
+
+    Example:
+      >>> import numpy as np
+      >>> moments = dict(step=2, exp_avg=np.zeros(3), exp_avg_sq=np.zeros(3))
+      >>> meta = {"module.w": dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)}
+      >>> optimizer = {"state": {"module.w": moments}, "param_to_group_meta": meta}
+      >>> theirs = from_megatron_fsdp({"optimizer": optimizer, "model": {"w": np.ones(3)}})
+      >>> theirs.step, list(theirs.leaves)
+      (2, ['w'])
+    """
+    where, given = "state_dict", mapping("state_dict", state_dict)
+    if "optimizer" in given:
+        params = given.get("model") if params is None else params
+        where, given = first_of(where, given, "optimizer")
+    state = _by_plain_name(*first_of(where, given, "state"))
+    path, metas = first_of(where, given, "param_to_group_meta")
+    metas = _by_plain_name(path, metas)
+    groups = [
+        {**mapping(f"{path}[{name!r}]", meta), "params": [name]} for name, meta in metas.items()
+    ]
+    layout = parse({"state": state, "param_groups": groups}, {x: x for x in metas}, where=where)
+    joined = joined_groups({group.names[0]: group.settings for group in layout.groups})
+    layout = dataclasses.replace(layout, groups=joined)
+    return layout.named_state(None if params is None else _by_plain_name("params", params))
+
+
+def _by_plain_name(where: str, named: Any) -> dict[str, Any]:
+    """The same dictionary without the wrappers' prefixes of names."""
+    plain: dict[str, Any] = {}
+    for name, value in mapping(where, named).items():
+        parts = str(name).split(".")
+        while len(parts) > 1 and parts[0] in ("module", "model"):
+            parts = parts[1:]
+        key = ".".join(parts)
+        if key in plain:
+            raise TreeError(
+                f"{where}: two names are one without their prefixes: got {name!r} and another one "
+                f"for {key!r}, expected one parameter for each name. Pass the state of one model."
+            )
+        plain[key] = value
+    return plain
+
+
+def from_apex_distributed(
+    state_dict: Any,
+    params: Mapping[str, Any] | None,
+    names: Names = None,
+    *,
+    channels_last: Collection[str] = (),
+) -> NamedState:
+    """Reads the state of Apex's ``DistributedFusedAdam``, in format 1 or 2.
+
+    Format 2 holds unsharded arrays, made of scaled states and of remainders too. Format 1 holds the
+    buckets of each process: flat shards, and the fragments of parameters that are in them. Unpack
+    what it gathered where Apex is installed::
+
+        gathered = state_dict["gathered_states"]
+        ranks = [torch.load(io.BytesIO(x.numpy()), weights_only=False) for x in gathered]
+
+    and pass this list; the shards may be tensors. In a file, buckets and fragments are dictionaries
+    of the fields of the same names.
+
+    Layout: NVIDIA/apex 6424da3b, ``apex/contrib/optimizers/distributed_fused_adam.py``.
+
+    Args:
+      state_dict: ``optimizer.state_dict()`` (format 2), or a list of the state dictionaries of all
+        processes (format 1).
+      params: The model's parameters by name. Format 1 needs them for their shapes, and for their
+        values where it keeps 16-bit remainders or nothing of them.
+      names: As in ``from_torch``.
+      channels_last: Names of parameters in torch's memory format of this name. Format 1 has their
+        elements in the order of memory.
+
+    Raises:
+      TreeError, ShapeError, DtypeError: It is no such state, the names do not fit it, or shards are
+        missing.
+
+    Example:
+      >>> moments = dict(param=np.ones(4), exp_avg=np.zeros(4), exp_avg_sq=np.zeros(4))
+      >>> groups = [dict(lr=1e-3, params=[0])]
+      >>> state_dict = {"state": {"step": 7, 0: moments}, "param_groups": groups, "format": 2}
+      >>> from_apex_distributed(state_dict, None, ["w"]).step
+      7
+    """
+    ranks: list[Any] | None = None
+    if not isinstance(state_dict, Mapping):
+        ranks = sequence("state_dict", state_dict)
+    elif "gathered_states" in state_dict:
+        ranks = sequence(*first_of("state_dict", state_dict, "gathered_states"))
+    elif "buckets" in mapping("state_dict['state']", state_dict.get("state", {})):
+        ranks = [state_dict]
+    if ranks is not None:
+        layouts = [
+            parse(
+                mapping(f"state_dict[{i}]", rank, _UNPACK),
+                names,
+                where=f"state_dict[{i}]",
+                beside=("step", "buckets"),
+            )
+            for i, rank in enumerate(ranks)
+        ]
+        layout = joined_shards(layouts, params, channels_last)
+    elif state_dict.get("format", 2) == 2:
+        layouts = [layout := parse(state_dict, names, where="state_dict", beside=("step",))]
+    else:
+        raise TreeError(
+            f"state_dict['format']: unknown format: got {state_dict['format']}, expected 1, with "
+            "the buckets of every process, or 2. Save it anew with state_dict(state_dict_format=2)."
+        )
+    steps = {f"process {i}": found.beside.get("step") for i, found in enumerate(layouts)}
+    return layout.named_state(params, steps)
+
+
+_NEEDED = ("lr", "betas", "eps", "weight_decay")
+_DEFAULTS = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+
+
+def to_torch(theirs: NamedState, **settings: Any) -> TorchState:
+    """Writes a state in the layout of ``torch.optim.AdamW.state_dict()``.
+
+    Parameters are numbered group by group, and each group keeps its order.
+
+    Args:
+      theirs: The state, as ``from_train_state`` or ``from_fused`` returns it, or another reader.
+      **settings: Hyperparameters by torch's names, in place of those of every group.
+
+    Raises:
+      HyperparameterError: One is missing that torch needs.
+      TreeError: A group names a parameter that is not there.
+
+    Example:
+      >>> theirs = from_torch({"state": {}, "param_groups": [dict(params=[0])]}, None, ["w"])
+      >>> exported = to_torch(theirs, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+      >>> exported.optimizer["param_groups"][0]["params"], exported.names
+      ([0], ['w'])
+    """
+    check_named_state(theirs)
+    names = [name for group in theirs.groups for name in group.names]
+    if missing := [name for name in names if name not in theirs.leaves]:
+        raise TreeError(
+            f"groups, {missing[0]!r}: is in a group, and is no parameter of the state: "
+            f"got {len(missing)} such names, expected names of its leaves. "
+            "Pass groups of the parameters that are exported."
+        )
+    groups, first = [], 0
+    for group in theirs.groups:
+        given = {k: x for k, x in group.settings.items() if k not in ("step", "bias_correction")}
+        new = _DEFAULTS | given | settings
+        if missing := [key for key in _NEEDED if key not in new]:
+            raise HyperparameterError(
+                f"{missing[0]}: missing, and torch needs it: got {new}, "
+                f"expected {', '.join(_NEEDED)}. Pass them by keyword."
+            )
+        if not group.settings.get("bias_correction", True):
+            raise HyperparameterError(
+                "bias_correction: torch always corrects the bias: got False, expected True. "
+                "Train on with ours."
+            )
+        groups.append(new | {"params": list(range(first, first + len(group.names)))})
+        first += len(group.names)
+    state = {}
+    for i, name in enumerate(names):
+        leaf = theirs.leaves[name]
+        if leaf.mu is not None:
+            step = np.array(theirs.step, np.float32)  # as torch keeps it
+            state[i] = {"step": step, "exp_avg": leaf.mu, "exp_avg_sq": leaf.nu}
+    params = {k: leaf.param for k, leaf in theirs.leaves.items() if leaf.param is not None}
+    return TorchState({"state": state, "param_groups": groups}, params, names)
