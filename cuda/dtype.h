@@ -20,8 +20,7 @@
 
 namespace jdistadam {
 
-// kUint16: remainders alone. kBlock8, kBlock16: codes of moments alone (rounding.h), as uint8 and
-// uint16.
+// kUint16: remainders alone. From kBlock8 on: codes of moments alone (rounding.h).
 enum class Dtype : int32_t { kFloat32, kBfloat16, kFloat16, kUint16, kBlock8, kBlock16 };
 
 JDISTADAM_INLINE constexpr size_t ItemSize(Dtype dtype) {
@@ -29,9 +28,7 @@ JDISTADAM_INLINE constexpr size_t ItemSize(Dtype dtype) {
 }
 
 // Whether elements are codes, of which a block shares a scale.
-JDISTADAM_INLINE constexpr bool IsCoded(Dtype dtype) {
-  return dtype == Dtype::kBlock8 || dtype == Dtype::kBlock16;
-}
+JDISTADAM_INLINE constexpr bool IsCoded(Dtype dtype) { return dtype >= Dtype::kBlock8; }
 
 JDISTADAM_INLINE uint32_t BitsOf(float x) {
 #ifdef __CUDA_ARCH__
@@ -116,9 +113,7 @@ JDISTADAM_INLINE float LoadOne(const void* base, Dtype dtype, size_t i) {
       return FromBfloat16(static_cast<const uint16_t*>(base)[i]);
     case Dtype::kFloat16:
       return FromFloat16(static_cast<const uint16_t*>(base)[i]);
-    case Dtype::kUint16:  // half of a number
-    case Dtype::kBlock8:  // a number with the scale of its block alone
-    case Dtype::kBlock16:
+    default:  // half of a number, or one that needs the scale of its block
       break;
   }
   return 0.0f;
@@ -135,9 +130,7 @@ JDISTADAM_INLINE void StoreOne(void* base, Dtype dtype, size_t i, float x) {
     case Dtype::kFloat16:
       static_cast<uint16_t*>(base)[i] = ToFloat16(x);
       break;
-    case Dtype::kUint16:
-    case Dtype::kBlock8:
-    case Dtype::kBlock16:
+    default:
       break;
   }
 }

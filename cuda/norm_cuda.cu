@@ -102,12 +102,9 @@ cudaError_t NormCuda(const NormCall& call, cudaStream_t stream) {
       return Launch<Dtype::kBfloat16>(call, stream);
     case Dtype::kFloat16:
       return Launch<Dtype::kFloat16>(call, stream);
-    case Dtype::kUint16:
-    case Dtype::kBlock8:
-    case Dtype::kBlock16:
-      break;
+    default:
+      return cudaErrorInvalidValue;
   }
-  return cudaErrorInvalidValue;
 }
 
 }  // namespace jdistadam

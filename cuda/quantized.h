@@ -29,7 +29,7 @@ struct QuantizedLeaf : Leaf {
   uint32_t slot;  // of the call: where its parts are in `parts`
 };
 
-// AdamCall's Dtypes may be kBlock8 or kBlock16 for mu and nu. With `is_random`, mu and nu of 8 or
+// AdamCall's Dtypes may be those of codes for mu and nu. With `is_random`, mu and nu of 8 or
 // 16 bits are rounded at random, and so are parameters of 16 bits in Mode::kStep; `out` always to
 // nearest. A skipped step uses no random bits: they depend on the count, which then stays.
 struct QuantizedCall {

@@ -187,8 +187,8 @@ struct Tile {
 template <typename Types>
 __device__ __forceinline__ bool IsWideAligned(const QuantizedLeaf& leaf) {
   const auto is_aligned = [](const void* array, Dtype dtype) {
-    return dtype == Dtype::kBlock8 ? reinterpret_cast<uintptr_t>(array) % kWide == 0
-                                   : IsAligned<kWide>(array, dtype);
+    return ItemSize(dtype) == 1 ? reinterpret_cast<uintptr_t>(array) % kWide == 0
+                                : IsAligned<kWide>(array, dtype);
   };
   return is_aligned(leaf.grad, Types::grad) && is_aligned(leaf.param, Types::param) &&
          is_aligned(leaf.mu, Types::mu) && is_aligned(leaf.nu, Types::nu) &&
@@ -309,7 +309,7 @@ __device__ __forceinline__ Stepped StepWidened(const Types& t, const Tile& tile,
 }
 
 __device__ __forceinline__ void StoreWide(char* to, Dtype dtype, const Bits& words) {
-  if (dtype == Dtype::kBlock8) {
+  if (ItemSize(dtype) == 1) {
     *reinterpret_cast<uint2*>(to) = uint2{words[0], words[1]};
     return;
   }

@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "adam_math.h"
-#include "quantized.h"
 #include "pairwise.h"
+#include "quantized.h"
 
 namespace jdistadam {
 namespace {
@@ -18,23 +18,18 @@ struct Block {
   uint32_t words[kBlock] = {};  // random bits
 };
 
-template <typename C, typename Word>
-void LoadCodes(const Word* codes, float scale, size_t n, float* x) {
-  for (size_t i = 0; i < n; ++i) x[i] = Decode<C>(codes[i], scale);
-}
-
 template <Moment kMoment>
 void LoadMoment(const void* base, Dtype dtype, const float* scales, size_t begin, size_t n,
                 float* x) {
-  if (dtype == Dtype::kBlock8) {
-    const uint8_t* codes = static_cast<const uint8_t*>(base) + begin;
-    LoadCodes<Code<kMoment, Dtype::kBlock8>>(codes, scales[begin / kBlock], n, x);
-  } else if (dtype == Dtype::kBlock16) {
-    const uint16_t* codes = static_cast<const uint16_t*>(base) + begin;
-    LoadCodes<Code<kMoment, Dtype::kBlock16>>(codes, scales[begin / kBlock], n, x);
-  } else {
+  if (!IsCoded(dtype)) {
     for (size_t i = 0; i < n; ++i) x[i] = LoadOne(base, dtype, begin + i);
+    return;
   }
+  WithCode<kMoment>(dtype, [&](auto code) {
+    using C = decltype(code);
+    const auto* codes = static_cast<const typename C::Word*>(base) + begin;
+    for (size_t i = 0; i < n; ++i) x[i] = Decode<C>(codes[i], scales[begin / kBlock]);
+  });
 }
 
 template <bool kRandom>
@@ -54,8 +49,8 @@ uint32_t WordFor(uint32_t word) {
 }
 
 // Returns the scale.
-template <typename C, bool kRandom, typename Word>
-float StoreCodes(Word* codes, size_t n, const float* x, const uint32_t* words) {
+template <typename C, bool kRandom>
+float StoreCodes(typename C::Word* codes, size_t n, const float* x, const uint32_t* words) {
   uint32_t largest = 0;
   for (size_t i = 0; i < n; ++i) {
     const uint32_t word = WordFor<C::kMoment>(words[i]);
@@ -64,7 +59,7 @@ float StoreCodes(Word* codes, size_t n, const float* x, const uint32_t* words) {
   const float scale = ScaleOf<C>(largest);
   for (size_t i = 0; i < n; ++i) {
     const uint32_t word = WordFor<C::kMoment>(words[i]);
-    codes[i] = static_cast<Word>(Encode<C, kRandom>(x[i], scale, word));
+    codes[i] = static_cast<typename C::Word>(Encode<C, kRandom>(x[i], scale, word));
   }
   return scale;
 }
@@ -72,18 +67,16 @@ float StoreCodes(Word* codes, size_t n, const float* x, const uint32_t* words) {
 template <Moment kMoment, bool kRandom>
 void StoreMoment(void* base, Dtype dtype, float* scales, size_t begin, size_t n, const float* x,
                  const uint32_t* words) {
-  if (dtype == Dtype::kBlock8) {
-    using C = Code<kMoment, Dtype::kBlock8>;
-    uint8_t* codes = static_cast<uint8_t*>(base) + begin;
-    scales[begin / kBlock] = StoreCodes<C, kRandom>(codes, n, x, words);
-  } else if (dtype == Dtype::kBlock16) {
-    using C = Code<kMoment, Dtype::kBlock16>;
-    uint16_t* codes = static_cast<uint16_t*>(base) + begin;
-    scales[begin / kBlock] = StoreCodes<C, kRandom>(codes, n, x, words);
-  } else {
+  if (!IsCoded(dtype)) {
     for (size_t i = 0; i < n; ++i)
       StoreRounded<kRandom>(base, dtype, begin + i, x[i], WordFor<kMoment>(words[i]));
+    return;
   }
+  WithCode<kMoment>(dtype, [&](auto code) {
+    using C = decltype(code);
+    auto* codes = static_cast<typename C::Word*>(base) + begin;
+    scales[begin / kBlock] = StoreCodes<C, kRandom>(codes, n, x, words);
+  });
 }
 
 void LoadGrad(const AdamCall& call, const Leaf& leaf, size_t begin, size_t n, float* g) {

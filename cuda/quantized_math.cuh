@@ -137,18 +137,15 @@ __device__ __forceinline__ void WidenCodes(const Packed<kWide>& codes, Floats& x
 template <Moment kMoment>
 __device__ __forceinline__ float WidenStored(Dtype dtype, const Packed<kWide>& packed, float scale,
                                              Floats& x) {
-  if (dtype == Dtype::kBlock8) {
-    using C = Code<kMoment, Dtype::kBlock8>;
+  if (!IsCoded(dtype)) {
+    Widen(packed, dtype, x);
+    return 1.0f;
+  }
+  return WithCode<kMoment>(dtype, [&](auto code) {
+    using C = decltype(code);
     WidenCodes<C>(packed, x);
     return scale * CodeUp<C>();
-  }
-  if (dtype == Dtype::kBlock16) {
-    using C = Code<kMoment, Dtype::kBlock16>;
-    WidenCodes<C>(packed, x);
-    return scale * CodeUp<C>();
-  }
-  Widen(packed, dtype, x);
-  return 1.0f;
+  });
 }
 
 // ---- Two numbers of 16 bits in a word ----

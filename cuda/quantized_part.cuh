@@ -3,9 +3,9 @@
 #pragma once
 
 #include "adam_math.h"
-#include "quantized.h"
 #include "leaf_table.cuh"
 #include "pairwise.h"
+#include "quantized.h"
 #include "vector.cuh"
 
 namespace jdistadam {
@@ -52,7 +52,7 @@ struct Part {
 };
 
 __device__ __forceinline__ bool IsAlignedFor(const void* base, Dtype dtype) {
-  if (dtype != Dtype::kBlock8) return IsAligned<kVector>(base, dtype);
+  if (ItemSize(dtype) != 1) return IsAligned<kVector>(base, dtype);
   return reinterpret_cast<uintptr_t>(base) % 4 == 0;
 }
 
@@ -80,7 +80,7 @@ __device__ __forceinline__ Part PartOf(const Types& t, const Step& step, const Q
 // arrays are in flight together.
 __device__ __forceinline__ Packed<kVector> LoadPart(const void* base, Dtype dtype,
                                                     const Part& part) {
-  if (part.is_vector && dtype != Dtype::kBlock8) return LoadVector<kVector>(base, dtype, part.i);
+  if (part.is_vector && ItemSize(dtype) != 1) return LoadVector<kVector>(base, dtype, part.i);
   Packed<kVector> packed{};
   if (part.is_vector) {
     packed.words[0] = *reinterpret_cast<const uint32_t*>(static_cast<const char*>(base) + part.i);
@@ -92,7 +92,7 @@ __device__ __forceinline__ Packed<kVector> LoadPart(const void* base, Dtype dtyp
     const size_t i = part.i + k;
     if (dtype == Dtype::kFloat32) {
       packed.words[k] = static_cast<const uint32_t*>(base)[i];
-    } else if (dtype == Dtype::kBlock8) {
+    } else if (ItemSize(dtype) == 1) {
       packed.words[0] |= uint32_t{static_cast<const uint8_t*>(base)[i]} << 8 * k;
     } else {
       packed.words[k / 2] |= uint32_t{static_cast<const uint16_t*>(base)[i]} << 16 * (k % 2);
@@ -145,15 +145,15 @@ template <Moment kMoment>
 __device__ __forceinline__ void WidenMoment(const Packed<kVector>& packed, Dtype dtype, float scale,
                                             float (&x)[kVector]) {
   if (!IsCoded(dtype)) return Widen(packed, dtype, x);
+  WithCode<kMoment>(dtype, [&](auto code) {
+    using C = decltype(code);
+    constexpr int kPerWord = 32 / C::kBits;
 #pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    if (dtype == Dtype::kBlock8) {
-      x[k] = Decode<Code<kMoment, Dtype::kBlock8>>(packed.words[0] >> 8 * k & 0xffu, scale);
-    } else {
-      const uint32_t code = packed.words[k / 2] >> 16 * (k % 2) & 0xffffu;
-      x[k] = Decode<Code<kMoment, Dtype::kBlock16>>(code, scale);
+    for (int k = 0; k < kVector; ++k) {
+      const uint32_t word = packed.words[k / kPerWord] >> C::kBits * (k % kPerWord);
+      x[k] = Decode<C>(word & ((1u << C::kBits) - 1), scale);
     }
-  }
+  });
 }
 
 // The codes of a block, of which each thread has some, and their scale, which it stores. All
@@ -195,22 +195,20 @@ template <Moment kMoment, bool kRandom>
 __device__ __forceinline__ void StoreMoment(void* base, Dtype dtype, float* scales,
                                             const Part& part, const float (&x)[kVector],
                                             const uint32_t (&words)[kVector]) {
-  uint16_t codes[kVector];
-  if (dtype == Dtype::kBlock8) {
-    EncodePart<Code<kMoment, Dtype::kBlock8>, kRandom>(scales, part, x, words, codes);
-    StoreBytes(base, part, codes);
-  } else if (dtype == Dtype::kBlock16) {
-    EncodePart<Code<kMoment, Dtype::kBlock16>, kRandom>(scales, part, x, words, codes);
-    StoreWord16(base, part, codes);
-  } else {
-    StorePart<kRandom>(base, dtype, part, x, words);
-  }
+  if (!IsCoded(dtype)) return StorePart<kRandom>(base, dtype, part, x, words);
+  WithCode<kMoment>(dtype, [&](auto code) {
+    using C = decltype(code);
+    uint16_t codes[kVector];
+    EncodePart<C, kRandom>(scales, part, x, words, codes);
+    C::kBits == 8 ? StoreBytes(base, part, codes) : StoreWord16(base, part, codes);
+  });
 }
 
 // The sum of a gradient's contributions.
 template <typename Types>
-__device__ __forceinline__ void LoadGrad(const Types& t, const Step& step, const QuantizedLeaf& leaf,
-                                         const Part& part, float (&g)[kVector]) {
+__device__ __forceinline__ void LoadGrad(const Types& t, const Step& step,
+                                         const QuantizedLeaf& leaf, const Part& part,
+                                         float (&g)[kVector]) {
   using Sum = VectorSum<kVector>;
   Sum total;
   const size_t stride = step.grad_stride != 0 ? step.grad_stride : leaf.size;
@@ -248,7 +246,8 @@ __device__ __noinline__ Random4 Draw(const Step& step, const QuantizedLeaf& leaf
 }
 
 // What a skipped step writes: the unchanged parameter in `out`'s dtype, or an update of zero.
-__device__ __noinline__ void SkipPart(const Step& step, const QuantizedLeaf& leaf, const Part& part) {
+__device__ __noinline__ void SkipPart(const Step& step, const QuantizedLeaf& leaf,
+                                      const Part& part) {
   if (step.mode == Mode::kStep || step.mode == Mode::kStepSplit) return;
   for (int k = 0; k < part.n; ++k) {
     const size_t i = part.i + k;

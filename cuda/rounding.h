@@ -28,6 +28,8 @@
 // subnormal code is rounded toward zero for mu, and up for nu: both make steps smaller.
 #pragma once
 
+#include <type_traits>
+
 #include "dtype.h"
 
 namespace jdistadam {
@@ -96,6 +98,7 @@ enum class Moment { kMu, kNu };
 template <Moment kMoment_, Dtype kDtype>
 struct Code {
   static_assert(IsCoded(kDtype));
+  using Word = std::conditional_t<ItemSize(kDtype) == 1, uint8_t, uint16_t>;
   static constexpr Moment kMoment = kMoment_;
   static constexpr int kBits = static_cast<int>(8 * ItemSize(kDtype));
   static constexpr int kMantissa = kDtype == Dtype::kBlock8 ? 3 : 10;
@@ -104,6 +107,13 @@ struct Code {
   static constexpr uint32_t kMagnitude = (1u << (kBits - (kSign != 0))) - 1;
   static constexpr uint32_t kHighest = kMagnitude >> kMantissa;  // exponent
 };
+
+// Calls `f` with the Code of a dtype of codes.
+template <Moment kMoment, typename F>
+JDISTADAM_INLINE auto WithCode(Dtype dtype, F f) {
+  if (dtype == Dtype::kBlock8) return f(Code<kMoment, Dtype::kBlock8>{});
+  return f(Code<kMoment, Dtype::kBlock16>{});
+}
 
 // Magnitude of x, rounded to the bits of a mantissa. The largest one of a block gives its scale.
 template <typename C, bool kRandom>
