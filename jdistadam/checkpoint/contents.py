@@ -43,6 +43,7 @@ class Entry:
       keys: As in ``parts.Leaf``.
       is_count: Whether it is a step counter equal to that of Adam.
       sent: Of a parameter that was rounded to be sent, the name of the dtype; else None.
+      sum: Its checksum, once it is in a file.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Entry:
     keys: tuple[str, ...] | None = None
     is_count: bool = False
     sent: str | None = None
+    sum: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,10 @@ class Contents:
     count: int
     layout_text: str | None
     main_params: str | None
+
+    def filled(self) -> list[Group]:
+        """Returns the groups without those of arrays that have no elements, which orbax refuses."""
+        return [g for g in self.groups if all(math.prod(entry.shape) for entry in g.entries)]
 
 
 def contents_of(state: Any, tx: Any) -> Contents:

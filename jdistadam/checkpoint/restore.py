@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from jdistadam.checkpoint import header, parts, storage
-from jdistadam.checkpoint.array_files import compiled, orbax
-from jdistadam.checkpoint.checkpointer import check_step
+from jdistadam.checkpoint import folder as folders
+from jdistadam.checkpoint import parts, storage
 from jdistadam.checkpoint.restored import Restored
 from jdistadam.checkpoint.restored_flat import RestoredFlat
+from jdistadam.checkpoint.storage import compiled, orbax
 from jdistadam.checkpoint.wanted import Wanted
 from jdistadam.core import trees
 from jdistadam.distributed.state import is_distributed_state
@@ -34,7 +34,7 @@ def checkpoint_steps(folder: str | os.PathLike[str]) -> list[int]:
       >>> checkpoint_steps(tempfile.mkdtemp())
       []
     """
-    return storage.steps_in(storage.local_folder(folder))
+    return folders.steps_in(folders.local_folder(folder))
 
 
 @compiled
@@ -78,14 +78,14 @@ def restore(
     reader = _reader(folder, step)
     fields = parts.fields_of(template)
     adam = parts.adam_of(fields["opt_state"])
-    wanted = Wanted(reader.head, cast=cast, new=new, unused=unused)
+    wanted = Wanted(reader, cast=cast, new=new, unused=unused)
     if is_distributed_state(adam):
         check_distributed(tx)
         restored: Restored = RestoredFlat(reader, wanted, fields, tx)
     else:
         restored = Restored(reader, wanted, fields, None)
     restored.look()
-    extra = _extra_of(template, reader.head)
+    extra = _extra_of(template, reader)
     wanted.finish(ignored=[name for _, names in extra.values() for name in names])
     values = {name: _as_in(fields[name], x) for name, x in restored.read().items()}
     for field, (structure, names) in extra.items():
@@ -127,16 +127,16 @@ def restore_params(
     """
     trees.check_memory(like=like)
     reader = _reader(folder, step)
-    names = [name for name in reader.head.entries if name.startswith(("params[", "params."))]
+    names = [name for name in reader.entries if name.startswith(("params[", "params."))]
     if like is None:
-        like = _nested(reader.head, names)
-    wanted = Wanted(reader.head, cast=cast)
+        like = _nested(reader, names)
+    wanted = Wanted(reader, cast=cast)
     leaves = parts.named("params", like)
     sources = [_source_of(wanted, name, x) for name, x in leaves.items()]
     if rest := [name for name in names if name not in leaves]:
         raise wanted.unexpected(rest)
     requests = list(zip(sources, map(_sharding_of, leaves.values()), strict=True))
-    found = reader.read_many(requests)
+    found = reader.read(requests)
     new = [storage.cast(x, like.dtype) for x, like in zip(found, leaves.values(), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(like), new)
 
@@ -164,9 +164,9 @@ def _reader(folder: str | os.PathLike[str], step: int | None) -> storage.Reader:
     """Finds a checkpoint, and reads its header."""
     orbax()
     if step is not None:
-        check_step(step)
+        folders.check_step(step)
     found = checkpoint_steps(folder)
-    path = storage.local_folder(folder)
+    path = folders.local_folder(folder)
     if not found or (step is not None and step not in found):
         raise CheckpointError(
             str(path),
@@ -176,10 +176,10 @@ def _reader(folder: str | os.PathLike[str], step: int | None) -> storage.Reader:
             action="Check the path; it is that of the folder of all steps.",
         )
     arrays = path / str(found[-1] if step is None else step) / storage.ITEM
-    return storage.Reader(arrays, header.read(arrays / header.FILE))
+    return storage.Reader(arrays)
 
 
-def _nested(head: header.Header, names: list[str]) -> Any:
+def _nested(head: storage.Reader, names: list[str]) -> Any:
     """Shapes of params in dictionaries."""
     tree: dict[str, Any] = {}
     for name in names:
@@ -199,7 +199,7 @@ def _nested(head: header.Header, names: list[str]) -> Any:
     return tree
 
 
-def _extra_of(template: Any, head: header.Header) -> dict[str, tuple[Any, list[str]]]:
+def _extra_of(template: Any, head: storage.Reader) -> dict[str, tuple[Any, list[str]]]:
     """Of a TrainState without model_state or rng, those that were saved: structure and names."""
     found: dict[str, tuple[Any, list[str]]] = {}
     for field in ("model_state", "rng") if isinstance(template, TrainState) else ():

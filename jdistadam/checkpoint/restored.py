@@ -68,12 +68,12 @@ class Restored:
     def others(self, names: Sequence[str]) -> list[Any]:
         """Reads arrays that are in the state as they are saved, and random keys."""
         likes = [self._others[n].value if n in self._others else None for n in names]
-        found = self.reader.read_many(
+        found = self.reader.read(
             [(name, self.place(like)) for name, like in zip(names, likes, strict=True)]
         )
         new = []
         for name, like, x in zip(names, likes, found, strict=True):
-            key = self.reader.head.entries[name].key
+            key = self.reader.entries[name].key
             dtype = getattr(like, "dtype", x.dtype)
             new.append(jax.random.wrap_key_data(x, impl=key) if key else cast(x, dtype))
         return new
@@ -122,7 +122,7 @@ class Restored:
     def read_adam(self) -> tuple[list[Any], Any, Any]:
         """Reads them; returns the params, Adam's state and main parameters."""
         sources = {name: source for name, source in self._sources.items() if source}
-        found = self.reader.read_many(
+        found = self.reader.read(
             [(source, self.place(self.params[name])) for name, source in sources.items()]
         )
         exact = dict(zip(sources, found, strict=True))
@@ -154,7 +154,7 @@ class Restored:
                 self._moments[section][moment], self._moment_places(x), strict=False
             )
         ]
-        found = self.reader.read_many(requests)
+        found = self.reader.read(requests)
         values = dict(zip([name for name, _ in requests], found, strict=True))
         treedef: Any = jax.tree.structure(tree, is_leaf=is_codes)
         return treedef.unflatten(

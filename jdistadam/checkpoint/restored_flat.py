@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.checkpoint import array_files, flat_arrays, parts
+from jdistadam.checkpoint import flat_arrays, parts
 from jdistadam.checkpoint.restored import Restored
 from jdistadam.checkpoint.storage import Reader, cast
 from jdistadam.checkpoint.wanted import Wanted
@@ -90,16 +90,12 @@ class RestoredFlat(Restored):
             new_moment(config, layout, "nu"),
         )
         count = self.count()
-        batch: list[Bucket] = []
-        filled, limit = 0, array_files.batch_limit(map(self._bytes, layout.buckets))
+        requests = [one for bucket in layout.buckets for one in self._requests(bucket)]
+        found = self.reader.read(requests, max(map(self._bytes, layout.buckets), default=0))
         for bucket in layout.buckets:
-            nbytes = self._bytes(bucket)
-            if batch and filled + nbytes > limit:
-                self._read_buckets(batch, flats, int(count))
-                batch, filled = [], 0
-            batch.append(bucket)
-            filled += nbytes
-        self._read_buckets(batch, flats, int(count))
+            values = dict(zip(self._requests(bucket), found, strict=False))
+            self._fill_moments(bucket, flats, values)
+            self._fill_params(bucket, flats, values, int(count))
         self._read_frozen()
         return self._params, self._state(flats, count), None
 
@@ -107,22 +103,17 @@ class RestoredFlat(Restored):
         size = self._layout.whole_size(bucket) if bucket.is_packed else bucket.shard_size
         return size * 12
 
-    def _read_buckets(self, buckets: list[Bucket], flats: _Flats, count: int) -> None:
-        """Reads some buckets at once, and puts them where they belong."""
+    def _requests(self, bucket: Bucket) -> list[tuple[str, Sharding]]:
+        """What is read for a bucket, and where it goes."""
         requests: list[tuple[str, Sharding]] = []
-        for bucket in buckets:
-            for i, place in self._placed(bucket):
-                names = [self._sources[self._names[i]]]
-                requests += [(name, place) for name in names if name is not None]
-                for moment in self._moments_of(i):
-                    requests += zip(self._in_file[moment], (place, self._everywhere), strict=False)
-                if self._arrives_as_saved(i):
-                    requests.append((self._names[i], self._places[i]))
-        found = self.reader.read(requests)
-        values = dict(zip([(name, place) for name, place in requests], found, strict=True))
-        for bucket in buckets:
-            self._fill_moments(bucket, flats, values)
-            self._fill_params(bucket, flats, values, count)
+        for i, place in self._placed(bucket):
+            name = self._sources[self._names[i]]
+            requests += [(name, place)] if name is not None else []
+            for moment in self._moments_of(i):
+                requests += zip(self._in_file[moment], (place, self._everywhere), strict=False)
+            if self._arrives_as_saved(i):
+                requests.append((self._names[i], self._places[i]))
+        return requests
 
     def _fill_moments(self, bucket: Bucket, flats: _Flats, values: dict[Any, jax.Array]) -> None:
         for k, section in enumerate(parts.MOMENTS):
@@ -178,7 +169,7 @@ class RestoredFlat(Restored):
         """Reads the params that are in no bucket."""
         left = [i for i, x in enumerate(self._params) if x is None]
         saved = [i for i in left if self._saved[self._names[i]]]
-        found = self.reader.read_many([(self._names[i], self._places[i]) for i in saved])
+        found = self.reader.read([(self._names[i], self._places[i]) for i in saved])
         for i, x in zip(saved, found, strict=True):
             self._params[i] = cast(x, self._shapes[i].dtype)
         for i in set(left) - set(saved):
@@ -230,7 +221,7 @@ class RestoredFlat(Restored):
         Before the first step, and after ``reload_main_params``, it is not rounded: the file knows.
         """
         name, sent = self._names[i], self._sent[i]
-        entry = self.reader.head.entries.get(name)
+        entry = self.reader.entries.get(name)
         return (
             entry is not None
             and sent is not None

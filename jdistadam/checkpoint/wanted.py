@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jdistadam.checkpoint import parts
-from jdistadam.checkpoint.header import Header
+from jdistadam.checkpoint.storage import Reader
 from jdistadam.core import trees
 from jdistadam.errors import DtypeError, ShapeError, TreeError
 from jdistadam.kernels import coded_leaves
@@ -22,7 +22,7 @@ class Wanted:
 
     def __init__(
         self,
-        head: Header,
+        head: Reader,
         *,
         cast: bool = False,
         new: Callable[[str], bool] | None = None,
