@@ -181,6 +181,8 @@ def _array_handler() -> Any:
 
         async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
             """Writes the arrays in batches; if it waits, one is made while another is written."""
+            for info in infos:  # it has a lock of one event loop, and each batch has its own loop;
+                info.byte_limiter = None  # without it each batch is written as one transaction
             known = {entry.name: pair for entry, *pair in zip(values, infos, args, strict=True)}
             sums: dict[str, PartialSums] = {}
             running: list[Any] = []
