@@ -13,7 +13,6 @@ from jax.sharding import Sharding
 from jdistadam.checkpoint import folder as folders
 from jdistadam.checkpoint import parts, storage
 from jdistadam.checkpoint.restored import Restored
-from jdistadam.checkpoint.restored_flat import RestoredFlat
 from jdistadam.checkpoint.storage import compiled, orbax
 from jdistadam.checkpoint.wanted import Wanted
 from jdistadam.core import trees
@@ -77,13 +76,10 @@ def restore(
     trees.check_memory(template=template)
     reader = _reader(folder, step)
     fields = parts.fields_of(template)
-    adam = parts.adam_of(fields["opt_state"])
     wanted = Wanted(reader, cast=cast, new=new, unused=unused)
-    if is_distributed_state(adam):
+    if is_distributed_state(parts.adam_of(fields["opt_state"])):
         check_distributed(tx)
-        restored: Restored = RestoredFlat(reader, wanted, fields, tx)
-    else:
-        restored = Restored(reader, wanted, fields, None)
+    restored = Restored(reader, wanted, fields, tx)
     restored.look()
     extra = _extra_of(template, reader)
     wanted.finish(ignored=[name for _, names in extra.values() for name in names])

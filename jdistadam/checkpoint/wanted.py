@@ -30,7 +30,7 @@ class Wanted:
     ) -> None:
         """Takes the header and the arguments of ``restore``."""
         self.head = head
-        self._cast, self._new, self._unused = cast, new, unused
+        self.new, self._cast, self._unused = new, cast, unused
         self._used: set[str] = set()
 
     def array(self, name: str, like: Any) -> bool:
@@ -93,7 +93,7 @@ class Wanted:
 
     def may_be_new(self, name: str) -> bool:
         """Returns whether something need not be in the file."""
-        return self._new is not None and bool(self._new(parts.path_of(name)))
+        return self.new is not None and bool(self.new(parts.path_of(name)))
 
     def finish(self, ignored: Iterable[str] = ()) -> None:
         """Raises TreeError if the file has what was not asked for.
