@@ -119,7 +119,7 @@ class Checkpointer:
                 action="Save after the step, outside of the jitted function.",
             )
         contents = contents_of(state, self._tx)
-        number = contents.count if step is None else int(step)
+        number = contents.about["count"] if step is None else int(step)
         if number == self._last or (self.folder / str(number)).exists():
             raise CheckpointError(
                 str(self.folder / str(number)),

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import parts
 from jdistadam.checkpoint.flat_arrays import FlatArrays
+from jdistadam.checkpoint.header import Entry
 from jdistadam.core import trees
 from jdistadam.core.loss_scale import DynamicLossScale
 from jdistadam.core.main_params import MainParams
@@ -30,31 +31,6 @@ from jdistadam.errors import DtypeError, TreeError
 from jdistadam.kernels import coded_leaves
 from jdistadam.training.state_memory import is_known
 from jdistadam.training.train_state import TrainState, check_params_follow, placed
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One array of a checkpoint.
-
-    Attributes:
-      name: Its name; see parts.py.
-      shape: Its shape, without padding.
-      dtype: Its dtype.
-      key: Of random keys the implementation, else None; the array holds their words then.
-      keys: As in ``parts.Leaf``.
-      is_count: Whether it is a step counter equal to that of Adam.
-      sent: Of a parameter that was rounded to be sent, the name of the dtype; else None.
-      sum: Its checksum, once it is in a file.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: Any
-    key: str | None = None
-    keys: tuple[str, ...] | None = None
-    is_count: bool = False
-    sent: str | None = None
-    sum: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,15 +54,11 @@ class Contents:
 
     Attributes:
       groups: The arrays.
-      count: Steps taken.
-      layout_text: The text of the layout; None without a distributed optimizer.
-      main_params: The kind of main parameters, by its name.
+      about: What the header says of it: the count, the kind of main parameters, the layout.
     """
 
     groups: tuple[Group, ...]
-    count: int
-    layout_text: str | None
-    main_params: str | None
+    about: dict[str, Any]
 
     def filled(self) -> list[Group]:
         """Returns the groups without those of arrays that have no elements, which orbax refuses."""
@@ -134,7 +106,7 @@ def contents_of(state: Any, tx: Any) -> Contents:
             expected="fields other than main_params, mu, nu, count, grad_norm, key, scaling",
             action="Rename the field.",
         )
-    return Contents(tuple(groups), count, text, kind)
+    return Contents(tuple(groups), {"count": count, "main_params": kind, "layout_identity": text})
 
 
 def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:

@@ -67,8 +67,9 @@ class _Leaf:
         if self.source:
             yield self.source, self.at
         for section, (_, place) in self.moments.items():
-            is_named = isinstance(place, NamedSharding)
-            scales = NamedSharding(place.mesh, P()) if is_named else place
+            scales = place
+            if isinstance(place, NamedSharding):
+                scales = NamedSharding(place.mesh, P())
             yield from zip(self.found[section], (place, scales), strict=False)
         if self.arrives:
             yield self.name, self.place
@@ -138,12 +139,7 @@ class _Flat:
         params, self._config, self._adam = fields["params"], tx.config, adam
         self._arrays = FlatArrays(tx, params)
         self._place = NamedSharding(tx.config.mesh, tx.config.parallel.state_spec)
-        self._new = {}
-        for part in (*parts.MOMENTS, "main_params"):
-            like = getattr(adam, part)
-            is_shape = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(like))
-            zero = starts_anew or is_shape
-            self._new[part] = self._arrays.new(part) if zero else copy_to(like, self._place)
+        self._starts_anew = starts_anew
         specs = jax.tree.leaves(tx.param_specs(params), is_leaf=lambda x: isinstance(x, P))
         sent = sent_dtypes(tx.config.schedule(tx.config.tensor_local(params)))
         leaves = [
@@ -164,6 +160,17 @@ class _Flat:
                     leaf.moments[part] = jax.ShapeDtypeStruct(leaf.like.shape, dtype), place
             self.units.append((bucket, mine))
         self.units += [(None, [leaf]) for leaf in alone.values()]
+
+    @functools.cached_property
+    def _new(self) -> dict[str, Any]:
+        """The flat arrays: those of the template, if something of it may stay; else zeros."""
+        new = {}
+        for part in (*parts.MOMENTS, "main_params"):
+            like = getattr(self._adam, part)
+            is_shape = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(like))
+            is_zero = self._starts_anew or is_shape
+            new[part] = self._arrays.new(part) if is_zero else copy_to(like, self._place)
+        return new
 
     def main_of(self, name: str) -> Any:
         """Returns what the template has of main parameters."""

@@ -3,11 +3,7 @@
 orbax does what is hard about files: arrays of which each process writes its shards, a folder that
 gets its name when all is in it, writing in the background, and deleting old steps. Beside that this
 module makes the arrays a few at a time, so that they are never there all at once, and compares a
-checksum of each: orbax loads changed bits, casts and pads without a word. The header is one file::
-
-    {"sha256": "…", "header": {"format": "jdistadam checkpoint", "version": 1, "count": 100,
-     "main_params": "float32", "layout_identity": "{…}", "written_by": {"jax": "0.11.2", …},
-     "leaves": {"mu['w']": {"shape": [512, 64], "dtype": "float32", "sum": "0123456789abcdef"}}}}
+checksum of each: orbax loads changed bits, casts and pads without a word.
 """
 
 from __future__ import annotations
@@ -15,15 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hashlib
 import importlib
-import json
 import logging
 import math
 import re
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent import futures
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +27,7 @@ from jax.sharding import Sharding
 
 from jdistadam.checkpoint.checksum import PartialSums, totals
 from jdistadam.checkpoint.contents import Contents, Entry, Group
+from jdistadam.checkpoint.header import header_text, read_header
 from jdistadam.errors import CheckpointError
 
 OLDEST_ORBAX = "0.12.1"
@@ -43,9 +37,6 @@ ITEM = "state"
 """Name of the folder with the arrays, in that of a step."""
 
 FILE = "header.json"
-FORMAT = "jdistadam checkpoint"
-VERSION = 1
-"""Grows whenever files of the same form would mean something else."""
 
 BATCH_BYTES = 32 << 20
 """Arrays are made and written so many bytes of a device at once, or one alone if it is larger."""
@@ -70,11 +61,13 @@ def batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Itera
       [[2, 1], [9], [1]]
     """
     batch: list[T] = []
+    filled = 0
     for item in items:
-        if batch and sum(map(nbytes, batch)) + nbytes(item) > limit:
+        if batch and filled + nbytes(item) > limit:
             yield batch
-            batch = []
+            batch, filled = [], 0
         batch.append(item)
+        filled += nbytes(item)
     if batch:
         yield batch
 
@@ -88,11 +81,11 @@ def orbax() -> Any:
     try:
         ocp = importlib.import_module("orbax.checkpoint")
         got, what = ocp.__version__, "is too old"
+        found, oldest = (re.findall(r"\d+", version)[:3] for version in (got, OLDEST_ORBAX))
+        if [*map(int, found)] >= [*map(int, oldest)]:
+            return ocp
     except ImportError as error:
         got, what = f"{type(error).__name__}: {error}", "cannot be imported"
-    numbers = [[int(x) for x in re.findall(r"\d+", v)[:3]] for v in (got, OLDEST_ORBAX)]
-    if what == "is too old" and numbers[0] >= numbers[1]:
-        return ocp
     raise CheckpointError(
         "orbax-checkpoint",
         f"needed for checkpoints, and {what}",
@@ -177,17 +170,18 @@ def _array_handler() -> Any:
                 min_slice_bytes_for_replica_parallel=SMALL_BYTES,
             )
             self._waits = waits
-            self.contents: Any = None
+            self.contents: Any = None  # what is saved next
 
         async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
             """Writes the arrays in batches; if it waits, one is made while another is written."""
+            contents, self.contents = self.contents, None
             for info in infos:  # it has a lock of one event loop, and each batch has its own loop;
                 info.byte_limiter = None  # without it each batch is written as one transaction
             known = {entry.name: pair for entry, *pair in zip(values, infos, args, strict=True)}
             sums: dict[str, PartialSums] = {}
             running: list[Any] = []
             try:
-                for batch in batches(self.contents.filled(), lambda g: g.nbytes, BATCH_BYTES):
+                for batch in batches(contents.filled(), lambda g: g.nbytes, BATCH_BYTES):
                     arrays, names = _made(batch, sums)
                     pairs = [known[name] for name in names]
                     started = await super().serialize(arrays, *zip(*pairs, strict=True))
@@ -205,7 +199,10 @@ def _array_handler() -> Any:
                     with contextlib.suppress(Exception):
                         future.result()
                 raise
-            text = header_text(self.contents, sums)
+            entries = [entry for group in contents.groups for entry in group.entries]
+            absent = PartialSums(jnp.zeros(0))
+            found = totals([sums.get(entry.name, absent) for entry in entries])
+            text = header_text(contents.about, entries, found)
             if jax.process_index() == 0:
                 future = ocp.future.CommitFutureAwaitingContractedSignals
                 running.append(future(_write(infos[0], text), name="header"))
@@ -228,76 +225,6 @@ def _made(
 async def _write(info: Any, text: str) -> None:
     await info.await_path_creation()
     (info.parent_dir / FILE).write_text(text)
-
-
-def header_text(contents: Contents, sums: dict[str, PartialSums]) -> str:
-    """Returns the text of the header, for what is saved and its checksums."""
-    entries = [entry for group in contents.groups for entry in group.entries]
-    empty = PartialSums(jnp.zeros(0))
-    found = totals([sums.get(entry.name, empty) for entry in entries])
-    header = {
-        "format": FORMAT,
-        "version": VERSION,
-        "count": contents.count,
-        "main_params": contents.main_params,
-        "layout_identity": contents.layout_text,
-        "written_by": _versions(),
-        "leaves": {e.name: _leaf(e) | {"sum": s} for e, s in zip(entries, found, strict=True)},
-    }
-    return json.dumps({"sha256": _digest(header), "header": header}, indent=1) + "\n"
-
-
-def _leaf(entry: Entry) -> dict[str, Any]:
-    leaf = {"shape": list(entry.shape), "dtype": jnp.dtype(entry.dtype).name}
-    optional = {name: getattr(entry, name) for name in ("key", "keys", "is_count", "sent")}
-    return leaf | {name: value for name, value in optional.items() if value not in (None, False)}
-
-
-def _digest(header: dict[str, Any]) -> str:
-    canonical = json.dumps(header, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in ("jdistadam", "jax", "orbax-checkpoint", "optax"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # imported from a source tree
-            found[package] = "unknown"
-    return found
-
-
-def read_header(path: Path) -> dict[str, Entry]:
-    """Returns what a checkpoint has, by name.
-
-    Raises:
-      CheckpointError: The header is missing, damaged, or of another format or version.
-    """
-    expected, action = "a header", "Restore another step, or another folder."
-    try:
-        parsed = json.loads(path.read_text())
-        values, digest = parsed["header"], parsed["sha256"]
-        if values["format"] != FORMAT:
-            what, got = "the header of something else", values["format"]
-        elif _digest(values) != digest:
-            what, got, expected = "damaged: its own checksum differs", _digest(values), digest
-        elif values["version"] != VERSION:
-            what, expected = "a checkpoint of another version", f"version {VERSION}"
-            got = f"version {values['version']}, written by {values.get('written_by')}"
-            action = "Read it with the release that wrote it, and save it with to_optax_state."
-        else:
-            return {name: _entry(name, **leaf) for name, leaf in values["leaves"].items()}
-    except FileNotFoundError:
-        what, got = "missing: this is no checkpoint of jdistadam, or a part of one", "no file"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        what, got = "damaged, or of something else", f"{type(error).__name__}: {str(error)[:200]}"
-    raise CheckpointError(str(path), what, got=got, expected=expected, action=action)
-
-
-def _entry(name: str, *, shape: Any, dtype: str, keys: Any = None, **rest: Any) -> Entry:
-    keys = None if keys is None else tuple(keys)
-    return Entry(name, tuple(shape), jnp.dtype(dtype), keys=keys, **rest)
 
 
 class Reader:

@@ -39,12 +39,20 @@ class Wanted:
         Raises:
           TreeError, ShapeError, DtypeError: It is not there, or differs from the template.
         """
-        if not self._has_shape(name, _words(like).shape):
+        key, words = _saved_form(like)
+        if not self._has_shape(name, words.shape):
             return False
-        self._check_dtype(name, name, _words(like).dtype)
-        self._check_key(name, like)
-        self._used.add(name)
-        return True
+        self._check_dtype(name, name, words.dtype)
+        saved = self.head.entries[name].key
+        if saved == key:
+            return True
+        raise DtypeError(
+            f"{self.head.path}: {name}",
+            "random keys of another kind",
+            got=saved or "an array",
+            expected=key or "an array",
+            action="Make the template with keys of that kind.",
+        )
 
     def moment(self, name: str, like: Any) -> tuple[str, ...]:
         """Returns the names under which the file has a moment: one, or of codes and scales.
@@ -78,12 +86,10 @@ class Wanted:
           The name; None where the parameter stays as the template has it.
         """
         main = name.replace("params", "main_params", 1)
-        self._used.add(main)
+        source = main if self.has(main) else name
         if not self._has_shape(name, like.shape):
             return None
-        source = main if main in self.head.entries else name
         self._check_dtype(name, source, jnp.float32 if keeps_main else like.dtype)
-        self._used.add(name)
         return source
 
     def has(self, name: str) -> bool:
@@ -91,21 +97,13 @@ class Wanted:
         self._used.add(name)
         return name in self.head.entries
 
-    def may_be_new(self, name: str) -> bool:
-        """Returns whether something need not be in the file."""
-        return self.new is not None and bool(self.new(parts.path_of(name)))
-
     def finish(self, ignored: Iterable[str] = ()) -> None:
-        """Raises TreeError if the file has what was not asked for.
-
-        Args:
-          ignored: Names of what is used in another way.
-        """
+        """Raises TreeError if the file has what was neither asked for nor is among ``ignored``."""
+        self._used.update(ignored)
         rest = [
             name
             for name, entry in self.head.entries.items()
             if name not in self._used
-            and name not in set(ignored)
             and not (entry.is_count or name == "key" or name.startswith(_ALWAYS_OPTIONAL))
             and not (self._unused is not None and self._unused(parts.path_of(name)))
         ]
@@ -125,11 +123,11 @@ class Wanted:
 
     def _has_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the file has an array of this shape; raises unless it does or need not."""
+        self._used.add(name)
         entry = self.head.entries.get(name)
         if entry is not None and entry.shape == tuple(shape):
             return True
-        self._used.add(name)
-        if self.may_be_new(name):
+        if self.new is not None and self.new(parts.path_of(name)):
             return False
         error = TreeError if entry is None else ShapeError
         raise error(
@@ -153,18 +151,6 @@ class Wanted:
             action="Restore into that dtype or with main parameters, or pass cast=True.",
         )
 
-    def _check_key(self, name: str, like: Any) -> None:
-        """Raises DtypeError where a random key was saved and none is asked for, or the reverse."""
-        saved, asked = self.head.entries[name].key, _key_of(like)
-        if saved != asked:
-            raise DtypeError(
-                f"{self.head.path}: {name}",
-                "random keys of another kind",
-                got=saved or "an array",
-                expected=asked or "an array",
-                action="Make the template with keys of that kind.",
-            )
-
 
 def _holds(dtype: Any, other: Any) -> bool:
     """Whether every value of another float dtype is one of a dtype."""
@@ -172,22 +158,11 @@ def _holds(dtype: Any, other: Any) -> bool:
     return bool(floats and jnp.promote_types(dtype, other) == dtype)
 
 
-def _is_key(like: Any) -> bool:
-    return jnp.issubdtype(getattr(like, "dtype", None) or float, jax.dtypes.prng_key)
-
-
-def _key_of(like: Any) -> str | None:
-    if not _is_key(like):
-        return None
-    if trees.is_key(like):
-        return str(jax.random.key_impl(like))
-    return str(like.dtype._impl.name)
-
-
-def _words(like: Any) -> Any:
-    """Shape and dtype in which something is saved."""
-    if _is_key(like):
-        return jax.eval_shape(jax.random.key_data, like)
-    if hasattr(like, "dtype"):
-        return like
-    return jax.eval_shape(lambda: jnp.asarray(like))
+def _saved_form(like: Any) -> tuple[str | None, Any]:
+    """The implementation of random keys, or None, and shape and dtype in which these are saved."""
+    if not hasattr(like, "dtype"):
+        return None, jax.eval_shape(lambda: jnp.asarray(like))
+    if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return None, like
+    name = jax.random.key_impl(like) if trees.is_key(like) else like.dtype._impl.name
+    return str(name), jax.eval_shape(jax.random.key_data, like)
