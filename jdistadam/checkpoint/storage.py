@@ -264,7 +264,8 @@ class Reader:
             for (name, _), got in zip(batch, totals([*map(PartialSums, arrays)]), strict=True):
                 if got != self.entries[name].sum:
                     raise self._damaged(name, f"checksum {got}", self.entries[name].sum)
-            yield from arrays
+            while arrays:  # each is free as soon as it was used
+                yield arrays.pop(0)
 
     def nbytes(self, one: tuple[str, Sharding]) -> int:
         """Returns what a device holds of an array."""
