@@ -35,30 +35,21 @@ from jdistadam.training.train_state import TrainState, check_params_follow, plac
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Arrays that are made together.
-
-    Attributes:
-      entries: What they are.
-      make: Returns them, in this order.
-      nbytes: What they take on a device: beside the state, or as a part of it.
-    """
+    """Arrays that are made together: ``make`` returns those of ``entries``, in this order."""
 
     entries: tuple[Entry, ...]
     make: Callable[[], Sequence[jax.Array]]
-    nbytes: int = 0
+    nbytes: int = 0  # of a device, which they take beside the state or as a part of it
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """All that a checkpoint holds.
-
-    Attributes:
-      groups: The arrays.
-      about: What the header says of it: the count, the kind of main parameters, the layout.
-    """
+    """All that a checkpoint holds."""
 
     groups: tuple[Group, ...]
-    about: dict[str, Any]
+    about: dict[
+        str, Any
+    ]  # what the header says: the count, the kind of main parameters, the layout
 
     def filled(self) -> list[Group]:
         """Returns the groups without those of arrays that have no elements, which orbax refuses."""
@@ -110,10 +101,7 @@ def contents_of(state: Any, tx: Any) -> Contents:
 
 
 def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:
-    """Returns a state on its devices, of numpy arrays too.
-
-    Raises unless it is whole, of the layout of ``tx``, and its params are what it says.
-    """
+    """Returns a whole state of the layout of ``tx`` on its devices, of numpy arrays too."""
     check_distributed(tx)
     tx.check_state(state.opt_state, state.params)
     if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(state)):
@@ -142,18 +130,18 @@ def _of_flat(fields: dict[str, Any], state: Any, mesh: Mesh, tx: Any) -> Iterato
         is_dynamic = isinstance(tx.config.loss_scale, DynamicLossScale)
         if is_dynamic or name not in ("growth_count", "hysteresis_count"):
             yield _whole(f"scaling.{name}", x, mesh)
-    arrays = FlatArrays(tx, fields["params"])
+    arrays, leaves = FlatArrays(tx, fields["params"]), list(parts.leaves("", fields["params"]))
     for bucket in arrays.layout.buckets:
+        mine = {leaves[i].name: leaves[i].value for i in bucket.leaves}
         for section in (*parts.MOMENTS, "main_params"):
             if section in parts.MOMENTS or _has_main_of_its_own(tx.config, bucket):
-                flat = getattr(state, section)
-                yield _of_bucket(arrays, bucket, fields["params"], section, flat)
+                yield _of_bucket(arrays, bucket, mine, section, getattr(state, section))
 
 
-def _of_bucket(arrays: FlatArrays, bucket: Bucket, params: Any, section: str, flat: Any) -> Group:
+def _of_bucket(
+    arrays: FlatArrays, bucket: Bucket, params: dict[str, Any], section: str, flat: Any
+) -> Group:
     """What a bucket has of a moment, in codes where it is in codes, or its main parameters."""
-    leaves, paths = jax.tree.leaves(params), trees.paths(params, section)
-    mine = [leaves[i] for i in bucket.leaves]
     codec = flat.codec if is_flat_codes(flat) and bucket.is_coded else None
     is_float = section in parts.MOMENTS and not is_flat_codes(flat)
     dtype = flat.dtype if is_float else jnp.dtype(jnp.float32)
@@ -164,17 +152,17 @@ def _of_bucket(arrays: FlatArrays, bucket: Bucket, params: Any, section: str, fl
             return [x for leaf in found for x in coded_leaves.encoded(section, codec, leaf)]
         if section in parts.MOMENTS or flat.dtype == jnp.float32:
             return found
-        highs = [jax.device_put(x, low.sharding) for x, low in zip(mine, found, strict=True)]
-        return [_join(high, low) for high, low in zip(highs, found, strict=True)]
+        pairs = zip(params.values(), found, strict=True)
+        return [_join(jax.device_put(x, low.sharding), low) for x, low in pairs]
 
     entries: list[Entry] = []
-    for i, x in zip(bucket.leaves, mine, strict=True):
+    for path, x in params.items():
+        name = f"{section}{path}"
         if codec is None:
-            entries.append(Entry(paths[i], x.shape, dtype))
+            entries.append(Entry(name, x.shape, dtype))
         else:
-            entries.append(Entry(f"{paths[i]}.codes", x.shape, codec.dtype))
-            scales = (coded_leaves.num_scales(x.shape),)
-            entries.append(Entry(f"{paths[i]}.scales", scales, dtype))
+            entries.append(Entry(f"{name}.codes", x.shape, codec.dtype))
+            entries.append(Entry(f"{name}.scales", (coded_leaves.num_scales(x.shape),), dtype))
     size = arrays.layout.whole_size(bucket) if bucket.is_packed else bucket.shard_size
     return Group(tuple(entries), make, size * dtype.itemsize)
 

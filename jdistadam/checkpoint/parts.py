@@ -118,12 +118,8 @@ def other_leaves(fields: dict[str, Any]) -> Iterator[Leaf]:
 def rebuilt(name: str, tree: Any, others: dict[str, Any], adam: Any, main: Any) -> Any:
     """Returns a field like ``tree`` with other values.
 
-    Args:
-      name: Name of the field.
-      tree: The field of the template.
-      others: The values of ``other_leaves``, by name.
-      adam: What stands for the DistributedState or ScaleByAdamState.
-      main: What stands for the main parameters of a MainParamsState.
+    With ``others`` by the names of ``other_leaves``, ``adam`` in place of the DistributedState or
+    ScaleByAdamState, and ``main`` as the main parameters of a MainParamsState.
     """
 
     def value(leaf: Leaf) -> Any:

@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
 
 from jdistadam.checkpoint import folder as folders
 from jdistadam.checkpoint import parts, storage
-from jdistadam.checkpoint.restored import Restored
+from jdistadam.checkpoint.restored import Restored, place_of
 from jdistadam.checkpoint.storage import compiled, orbax
 from jdistadam.checkpoint.wanted import Wanted
 from jdistadam.core import trees
@@ -128,10 +127,16 @@ def restore_params(
         like = _nested(reader, names)
     wanted = Wanted(reader, cast=cast)
     leaves = parts.named("params", like)
-    sources = [_source_of(wanted, name, x) for name, x in leaves.items()]
+    requests = []
+    for name, x in leaves.items():
+        source = name
+        if x.dtype == jnp.float32:
+            source = wanted.exact(name, x, keeps_main=False) or name
+        else:
+            wanted.array(name, x)
+        requests.append((source, place_of(x)))
     if rest := [name for name in names if name not in leaves]:
         raise wanted.unexpected(rest)
-    requests = list(zip(sources, map(_sharding_of, leaves.values()), strict=True))
     found = reader.read(requests)
     new = [storage.cast(x, like.dtype) for x, like in zip(found, leaves.values(), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(like), new)
@@ -140,20 +145,6 @@ def restore_params(
 def _as_in(field: Any, value: Any) -> Any:
     """Gives a field the containers of the template, also boxes that the parts of a state had."""
     return jax.tree.unflatten(jax.tree.structure(field), jax.tree.leaves(value))
-
-
-def _source_of(wanted: Wanted, name: str, like: Any) -> str:
-    """Returns the name under which the file has a parameter: of its main parameter for float32."""
-    if like.dtype == jnp.float32:
-        return wanted.exact(name, like, keeps_main=False) or name
-    wanted.array(name, like)
-    return name
-
-
-def _sharding_of(x: Any) -> Sharding:
-    """Returns where an array of a template is placed: as it says, else on the first device."""
-    sharding = getattr(x, "sharding", None)
-    return sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _reader(folder: str | os.PathLike[str], step: int | None) -> storage.Reader:
@@ -171,8 +162,7 @@ def _reader(folder: str | os.PathLike[str], step: int | None) -> storage.Reader:
             expected="a folder that save or Checkpointer wrote",
             action="Check the path; it is that of the folder of all steps.",
         )
-    arrays = path / str(found[-1] if step is None else step) / storage.ITEM
-    return storage.Reader(arrays)
+    return storage.Reader(path / str(found[-1] if step is None else step) / storage.ITEM)
 
 
 def _nested(head: storage.Reader, names: list[str]) -> Any:

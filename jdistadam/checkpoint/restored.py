@@ -75,6 +75,16 @@ class _Leaf:
             yield self.name, self.place
 
 
+def place_of(like: Any, mesh: Any = None) -> Sharding:
+    """Returns where an array goes: as the template says, else everywhere on the mesh."""
+    sharding = getattr(like, "sharding", None)
+    if isinstance(sharding, Sharding) and not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return sharding
+    if mesh is not None:
+        return NamedSharding(mesh, P())
+    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+
 class _Tree:
     """Moments and main parameters in the state of one program; each leaf is a unit."""
 
@@ -216,7 +226,7 @@ class Restored:
         self._reader, self._wanted, self._fields = reader, wanted, fields
         adam = parts.adam_of(fields["opt_state"])
         is_flat = is_distributed_state(adam)
-        self._mesh = tx.config.mesh if is_flat else None
+        self._placed = functools.partial(place_of, mesh=tx.config.mesh if is_flat else None)
         self._count = None if is_flat else adam.count
         self._adam: Any = (
             _Flat(fields, adam, tx, starts_anew=wanted.new is None)
@@ -227,11 +237,7 @@ class Restored:
         self._is_saved: dict[str, bool] = {}
 
     def look(self) -> None:
-        """Compares all with the header; reads nothing.
-
-        Raises:
-          TreeError, ShapeError, DtypeError: Something is missing in the file, or differs.
-        """
+        """Compares all with the header; reads nothing."""
         wanted = self._wanted
         wanted.array("count", jax.ShapeDtypeStruct((), jnp.int32))
         for leaf in (leaf for _, leaves in self._adam.units for leaf in leaves):
@@ -283,15 +289,6 @@ class Restored:
             dtype = getattr(like, "dtype", x.dtype)
             new.append(jax.random.wrap_key_data(x, impl=key) if key else cast(x, dtype))
         return new
-
-    def _placed(self, like: Any) -> Sharding:
-        """Where an array is placed: as the template says, else everywhere on the mesh."""
-        sharding = getattr(like, "sharding", None)
-        if isinstance(sharding, Sharding) and not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-            return sharding
-        if self._mesh is not None:
-            return NamedSharding(self._mesh, P())
-        return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def _read_count(self, like: Any) -> jax.Array:
         return next(self._reader.read([("count", self._placed(like))]))

@@ -18,7 +18,10 @@ _ALWAYS_OPTIONAL = ("grad_norm", "scaling.")  # and "key": what another optimize
 
 
 class Wanted:
-    """Compares what a template asks for with what a checkpoint has, and notes what is used."""
+    """Compares what a template asks for with what a checkpoint has, and notes what is used.
+
+    Raises TreeError, ShapeError or DtypeError for what is not there, or differs from the template.
+    """
 
     def __init__(
         self,
@@ -34,11 +37,7 @@ class Wanted:
         self._used: set[str] = set()
 
     def array(self, name: str, like: Any) -> bool:
-        """Returns whether an array is in the file; if not, it may stay as the template has it.
-
-        Raises:
-          TreeError, ShapeError, DtypeError: It is not there, or differs from the template.
-        """
+        """Returns whether an array is in the file; if not, it may stay as the template has it."""
         key, words = _saved_form(like)
         if not self._has_shape(name, words.shape):
             return False
@@ -58,9 +57,6 @@ class Wanted:
         """Returns the names under which the file has a moment: one, or of codes and scales.
 
         None of them where the moment stays as the template has it. ``like``: as of floats.
-
-        Raises:
-          TreeError, ShapeError, DtypeError: It is not there, or differs from the template.
         """
         if 0 in like.shape:
             return ()  # not saved: a distributed state has none of it
@@ -77,13 +73,8 @@ class Wanted:
     def exact(self, name: str, like: Any, *, keeps_main: bool) -> str | None:
         """Returns the name under which the file has the exact value of a parameter.
 
-        Args:
-          name: Name of the parameter.
-          like: Its shape and dtype.
-          keeps_main: Whether the value is kept in float32 beside a parameter of 16 bits.
-
-        Returns:
-          The name; None where the parameter stays as the template has it.
+        None where the parameter stays as the template has it. ``keeps_main``: whether the value is
+        kept in float32 beside a parameter of 16 bits.
         """
         main = name.replace("params", "main_params", 1)
         source = main if self.has(main) else name
