@@ -34,8 +34,8 @@ class PartialSums:
         """Starts the computation."""
         mine = [shard for shard in x.addressable_shards if shard.replica_id == 0 and x.size]
         sharding: Any = x.sharding
-        if mine and isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
-            # By one program for all devices.
+        if x.size and isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
+            # By one program for all devices, which all processes start.
             sums = _program(sharding.mesh, sharding.spec, x.shape)(x, _starts(sharding, x.shape))
             of = {shard.device: shard.data for shard in sums.addressable_shards}
             self._arrays = [of[shard.device] for shard in mine]

@@ -281,7 +281,7 @@ class Reader:
             # Of several processes each would read others again.
             for one in filled if len(filled) > 1 and jax.process_count() == 1 else []:
                 self._load([one])  # says which it is
-            text, _, _ = f"{type(error).__name__}: {error}".partition("\n")
+            text, _, _ = f"{type(error).__name__}: {str(error).strip()}".partition("\n")
             raise self._damaged(filled[0][0], text[:200], "an array that can be read") from None
         arrays = []
         for name, place in wanted:
