@@ -313,14 +313,14 @@ class Restored:
                 for part, (like, place) in leaf.moments.items():
                     x = [next(found) for _ in leaf.found[part]]
                     new[part].append(_floats(part, x, like.dtype, place) if x else None)
-                if leaf.kind.is_kept:
-                    new["main_params"].append(None if exact is None else _stored(leaf.kind)(exact))
-                    if exact is None:
-                        _of_template(leaf.name, self._adam.main_of(leaf.name))
                 if leaf.arrives:
                     params[leaf.name] = next(found)
                 elif leaf.like is not None:
                     params[leaf.name] = _param(leaf, exact, leaf.sent if count else None)
+                if leaf.kind.is_kept:
+                    new["main_params"].append(None if exact is None else _stored(leaf.kind)(exact))
+                    if exact is None:
+                        _of_template(leaf.name, self._adam.main_of(leaf.name))
             for part, values in new.items():
                 if any(x is not None for x in values):
                     self._adam.put(part, unit, values)
