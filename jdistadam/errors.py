@@ -22,14 +22,6 @@ class JDistAdamError(Exception):
       grads['w']: shape differs from the parameter: got (3,), expected (2, 3). Fix the loss.
     """
 
-    # TEMPORARY: both forms, until the last raise is rewritten. Remove this whole function then.
-    def __init__(self, message: str, what: str | None = None, **parts: object) -> None:
-        if what is not None:
-            message = "{}: {}: got {got}, expected {expected}. {action}".format(
-                message, what, **parts
-            )
-        super().__init__(message)
-
 
 class TreeError(JDistAdamError, ValueError):
     """Two trees that must match differ in structure."""

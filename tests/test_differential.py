@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdistadam.checkpoint import restored_flat
+from jdistadam.checkpoint import restored
 from jdistadam.core import groups
 from jdistadam.distributed import accumulate
 from jdistadam.training import local_gradients
@@ -61,9 +61,9 @@ def mask_without_effect(monkeypatch):
 
 
 def rounded_main_params(monkeypatch):
-    stored = restored_flat._stored
+    stored = restored._stored
     monkeypatch.setattr(
-        restored_flat, "_stored", lambda kind: lambda x: stored(kind)(x.astype(jnp.bfloat16))
+        restored, "_stored", lambda kind: lambda x: stored(kind)(x.astype(jnp.bfloat16))
     )
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jdistadam.checkpoint import storage
-from jdistadam.checkpoint.array_files import compiled, orbax
+from jdistadam.checkpoint import folder as folders
 from jdistadam.checkpoint.contents import contents_of
-from jdistadam.checkpoint.lock import FolderLock
+from jdistadam.checkpoint.storage import Writer, compiled, orbax
+from jdistadam.core import trees
 from jdistadam.core.arguments import check_count
-from jdistadam.errors import CheckpointError, HyperparameterError, TreeError
+from jdistadam.errors import CheckpointError, TreeError
 
 
 class Checkpointer:
@@ -68,18 +69,24 @@ class Checkpointer:
             if value is not None:
                 check_count(name, value)
         if rollback_to is not None:
-            check_step(rollback_to, "rollback_to")
+            folders.check_step(rollback_to, "rollback_to")
         orbax()
-        self.folder = storage.local_folder(folder)
+        self.folder = folders.local_folder(folder)
         self.every, self._tx = every, tx
         self._last: int | None = None  # which may still be written, and have no folder
-        self._lock = _locked(self.folder, rollback_to)
-        try:
-            self._newest = max(storage.steps_in(self.folder), default=0)
-            self._manager = storage.manager(self.folder, keep=keep, in_background=in_background)
-        except BaseException:
-            self._release()
-            raise
+        with contextlib.ExitStack() as opened:
+            _on_first_process(self.folder, lambda: self._prepare(opened, rollback_to))
+            self._newest = max(folders.steps_in(self.folder), default=0)
+            self._writer = Writer(self.folder, keep=keep, in_background=in_background)
+            opened.callback(self._writer.manager.close)
+            self._close = opened.pop_all().close
+
+    def _prepare(self, opened: contextlib.ExitStack, rollback_to: int | None) -> None:
+        """Makes, locks and rolls back the folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        opened.enter_context(folders.locked(self.folder))
+        if rollback_to is not None:
+            folders.roll_back(self.folder, rollback_to)
 
     @compiled
     def save(self, state: Any, *, step: int | None = None) -> int:
@@ -101,23 +108,24 @@ class Checkpointer:
         """
         self.check()
         if step is not None:
-            check_step(step)
-        _check_concrete(state)
+            folders.check_step(step)
+        if trees.is_traced(state):
+            raise TreeError(
+                "state: traced, so that it holds no values to save: got a state inside of jax.jit, "
+                "lax.scan or the like, expected the arrays that a step returned. "
+                "Save after the step, outside of the jitted function."
+            )
         contents = contents_of(state, self._tx)
-        number = contents.count if step is None else int(step)
+        number = contents.about["count"] if step is None else int(step)
         if number == self._last or (self.folder / str(number)).exists():
             raise CheckpointError(
-                str(self.folder / str(number)),
-                "there is a checkpoint of this step already",
-                got=f"step {number}",
-                expected="another step",
-                action="Pass another step, or delete that checkpoint.",
+                f"{self.folder / str(number)!s}: there is a checkpoint of this step already: "
+                f"got step {number}, expected another step. "
+                "Pass another step, or delete that checkpoint."
             )
         self._check_is_newest(number)
-        try:
-            storage.save(self._manager, number, contents)
-        except Exception as error:
-            raise self._failed(error) from error
+        with self._writing():
+            self._writer.save(number, contents)
         self._last = number
         return number
 
@@ -148,40 +156,26 @@ class Checkpointer:
 
     def check(self) -> None:
         """Raises CheckpointError if a save in the background has failed; does not wait for it."""
-        if self._manager.is_saving_in_progress():
-            return
-        try:
-            storage.wait(self._manager)
-        except Exception as error:
-            raise self._failed(error) from error
+        if not self._writer.manager.is_saving_in_progress():
+            self.wait()
 
     def wait(self) -> None:
         """Waits until all is written; raises CheckpointError if that failed."""
-        try:
-            storage.wait(self._manager)
-        except Exception as error:
-            raise self._failed(error) from error
+        with self._writing():
+            self._writer.wait()
 
     def close(self) -> None:
         """Waits as ``wait`` does, and raises what it does; then others may save."""
         try:
             self.wait()
         finally:
-            try:
-                self._manager.close()
-            finally:
-                self._release()
+            self._close()
 
     def __enter__(self) -> Checkpointer:
         """Returns itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """Closes; after another error, without one about a save that failed."""
         try:
             self.close()
@@ -191,47 +185,53 @@ class Checkpointer:
 
     def _check_is_newest(self, step: int) -> None:
         """Raises CheckpointError where there are newer checkpoints, which restore would take."""
-        known = {*storage.steps_in(self.folder), *(() if self._last is None else (self._last,))}
+        known = {*folders.steps_in(self.folder), *(() if self._last is None else (self._last,))}
         if newer := sorted(x for x in known if x > step):
             raise CheckpointError(
-                str(self.folder),
-                "there are newer checkpoints, which restore would take in place of this one",
-                got=f"step {step}, and checkpoints of {newer}",
-                expected=f"a step above {newer[-1]}",
-                action="To go on from an older checkpoint, delete those that are newer: "
-                "Checkpointer(folder, tx, rollback_to=STEP) with the step that was restored. "
-                "To keep them, save into another folder.",
+                f"{self.folder!s}: there are newer checkpoints, which restore would take "
+                f"in place of this one: got step {step}, and checkpoints of {newer}, "
+                f"expected a step above {newer[-1]}. To go on from an older checkpoint, "
+                "delete those that are newer: Checkpointer(folder, tx, rollback_to=STEP) with the "
+                "step that was restored. To keep them, save into another folder."
             )
 
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raises CheckpointError in place of what orbax and the system do."""
+        try:
+            yield
+        except Exception as error:
+            self._last = None
+            folders.remove_unfinished(self.folder)  # of a full disk it may be what fills it
+            text = str(error).strip().partition("\n")[0]
+            if len(text) > 300:  # names of files, what the system says about them, and how it ends
+                code = re.search(r"os_error_code=\W*(\d+)", str(error))
+                text = f"{text[:100]} … {os.strerror(int(code[1])) if code else text[-200:]}"
+            raise CheckpointError(
+                f"{self.folder!s}: a checkpoint could not be written; "
+                f"the ones before it are whole: got {type(error).__name__}: {text}, expected a "
+                "folder that can be written. See to the folder and its disk, and save again."
+            ) from error
 
-    def _failed(self, error: Exception) -> CheckpointError:
-        self._last = None
-        storage.remove_unfinished(self.folder)  # of a full disk it may be what fills it
-        text = (str(error).strip().splitlines() or [""])[0]
-        if len(text) > 300:  # names of files, what the system says about them, and how they are cut
-            code = re.search(r"os_error_code=\W*(\d+)", str(error))
-            text = f"{text[:100]} … {os.strerror(int(code[1])) if code else text[-200:]}"
-        return CheckpointError(
-            str(self.folder),
-            "a checkpoint could not be written; the ones before it are whole",
-            got=f"{type(error).__name__}: {text}",
-            expected="a folder that can be written",
-            action="See to the folder and its disk, and save again.",
-        )
 
-
-def check_step(step: Any, name: str = "step") -> None:
-    """Raises HyperparameterError unless a step is a whole number that is not negative."""
-    if not isinstance(step, int | np.integer) or isinstance(step, bool) or step < 0:
-        raise HyperparameterError(
-            name,
-            "not the number of a checkpoint",
-            got=repr(step),
-            expected="a whole number, 0 or more",
-            action="Pass how many steps were taken, or leave it out.",
+def _on_first_process(folder: Path, function: Callable[[], None]) -> None:
+    """Calls a function on the first process; all raise if that fails."""
+    failure: Any = None
+    if jax.process_index() == 0:
+        try:
+            function()
+        except (OSError, CheckpointError) as error:
+            failure = error
+    has_failed = failure is not None
+    if jax.process_count() > 1:
+        has_failed = bool(multihost_utils.broadcast_one_to_all(np.asarray(has_failed)))
+    if isinstance(failure, CheckpointError):
+        raise failure
+    if has_failed:
+        raise CheckpointError(
+            f"{folder!s}: cannot be made or locked: got "
+            f"{failure or 'an error of the first process'}, expected a folder that can be written. "
+            "Choose another folder, or see the error of the first process."
         )
 
 
@@ -269,52 +269,3 @@ def save(
     """
     with Checkpointer(folder, tx, in_background=False) as checkpointer:
         return checkpointer.save(state, step=step)
-
-
-def _check_concrete(state: Any) -> None:
-    """Raises TreeError inside of a traced function, where a state holds no values."""
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
-        raise TreeError(
-            "state",
-            "traced, so that it holds no values to save",
-            got="a state inside of jax.jit, lax.scan or the like",
-            expected="the arrays that a step returned",
-            action="Save after the step, outside of the jitted function.",
-        )
-
-
-def _locked(folder: Path, rollback_to: int | None) -> FolderLock | None:
-    """Makes, locks and rolls back a folder, on the first process; all raise if that fails."""
-    lock, failure = None, None
-    if jax.process_index() == 0:
-        try:
-            lock = _locked_here(folder, rollback_to)
-        except (OSError, CheckpointError) as error:
-            failure = error
-    is_taken = failure is not None
-    if jax.process_count() > 1:
-        is_taken = bool(multihost_utils.broadcast_one_to_all(np.asarray(is_taken)))
-    if isinstance(failure, CheckpointError):
-        raise failure
-    if is_taken:
-        raise CheckpointError(
-            str(folder),
-            "cannot be made or locked",
-            got=failure or "an error of the first process",
-            expected="a folder that can be written",
-            action="Choose another folder, or see the error of the first process.",
-        )
-    return lock
-
-
-def _locked_here(folder: Path, rollback_to: int | None) -> FolderLock:
-    """The same on this process alone."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FolderLock(folder)
-    try:
-        if rollback_to is not None:
-            storage.roll_back(folder, rollback_to)
-    except BaseException:
-        lock.release()
-        raise
-    return lock

@@ -32,16 +32,19 @@ class PartialSums:
 
     def __init__(self, x: jax.Array) -> None:
         """Starts the computation."""
-        self._arrays: list[Any] = []
-        if not x.size:
-            return
-        mine = [shard for shard in x.addressable_shards if shard.replica_id == 0]
-        if isinstance(x.sharding, NamedSharding) and not x.sharding.is_fully_replicated:
-            devices = {shard.device for shard in mine}
-            sums = _sums_by_device(x)
-            self._arrays = [data for device, data in sums.items() if device in devices]
+        mine = [shard for shard in x.addressable_shards if shard.replica_id == 0 and x.size]
+        sharding: Any = x.sharding
+        if x.size and isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
+            # By one program for all devices, which all processes start.
+            sums = _program(sharding.mesh, sharding.spec, x.shape)(x, _starts(sharding, x.shape))
+            of = {shard.device: shard.data for shard in sums.addressable_shards}
+            self._arrays = [of[shard.device] for shard in mine]
         else:
-            self._arrays = [_sums_of_shard(x, shard) for shard in mine]
+            with jax.set_mesh(Mesh(np.empty((), object), ())):  # the user's has other devices
+                self._arrays = [
+                    _local_program(x.shape)(shard.data, _starts_of(shard.index, x.ndim)[None])
+                    for shard in mine
+                ]
 
     def value(self) -> np.ndarray:
         """Returns the two sums, shape (2,), uint64, modulo 2**32; waits for them."""
@@ -63,20 +66,6 @@ def totals(sums: Sequence[PartialSums]) -> list[str]:
         every = multihost_utils.process_allgather(values.astype(np.uint32))
         values = every.astype(np.uint64).sum(0) & np.uint64(0xFFFFFFFF)
     return [f"{int(first):08x}{int(second):08x}" for first, second in values]
-
-
-def _sums_by_device(x: jax.Array) -> dict[Any, Any]:
-    """The two sums of the shard of every device of this process, by one program for all."""
-    sharding: Any = x.sharding
-    mesh: Any = sharding.mesh
-    sums = _program(mesh, sharding.spec, x.shape)(x, _starts(sharding, x.shape))
-    return {shard.device: shard.data for shard in sums.addressable_shards}
-
-
-def _sums_of_shard(x: jax.Array, shard: Any) -> Any:
-    """The two sums of one shard, where it is alone or there is no mesh."""
-    with jax.set_mesh(Mesh(np.empty((), object), ())):  # not the user's, which has other devices
-        return _local_program(x.shape)(shard.data, _starts_of(shard.index, x.ndim)[None])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -154,11 +143,8 @@ def _bits(x: jax.Array) -> jax.Array:
         return words[..., 0] ^ _mix(words[..., 1] + jnp.uint32(1))
     if size not in (1, 2, 4):
         raise DtypeError(
-            "checksum",
-            "dtype cannot be summed up",
-            got=x.dtype,
-            expected="numbers of up to 64 bits",
-            action="Save it in another dtype.",
+            f"checksum: dtype cannot be summed up: got {x.dtype}, "
+            "expected numbers of up to 64 bits. Save it in another dtype."
         )
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[size]
     return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)

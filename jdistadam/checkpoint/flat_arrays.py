@@ -27,9 +27,10 @@ from jdistadam import compat
 from jdistadam.core import collectives
 from jdistadam.distributed import moment_codes, param_specs
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import FlatCodes
+from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout
 from jdistadam.distributed.packing import shard_of
+from jdistadam.distributed.transformation import DistributedTransformation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,101 +57,69 @@ class _Form:
         return -(-self.size // ALIGNMENT)
 
 
-def shardings_of(
-    config: DistributedConfig, layout: Layout, bucket: Bucket, specs: Sequence[P]
-) -> list[NamedSharding]:
-    """Returns how the arrays of a bucket's leaves are placed: as ``extract`` returns them.
+class FlatArrays:
+    """What a distributed state has in flat arrays, as arrays of the shapes of leaves."""
 
-    Args:
-      config: The configuration.
-      layout: The layout.
-      bucket: One of its buckets.
-      specs: PartitionSpec of every leaf over tensor axes alone.
-    """
-    form = _form(config, layout, bucket, specs)
-    return [NamedSharding(config.mesh, spec) for spec in form.specs]
+    def __init__(self, tx: DistributedTransformation, params: Any) -> None:
+        """Takes the optimizer and its params, or their shapes."""
+        self.config: DistributedConfig = tx.config
+        self.layout: Layout = tx.layout(params)
+        specs = self.config.tensor_specs(params)
+        self._specs: list[P] = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
 
+    def places(self, bucket: Bucket) -> list[NamedSharding]:
+        """Returns how the leaves of a bucket are placed by ``extract``, and for ``insert``."""
+        return [NamedSharding(self.config.mesh, spec) for spec in self._form(bucket).specs]
 
-def extract(
-    config: DistributedConfig, layout: Layout, bucket: Bucket, specs: Sequence[P], flat: jax.Array
-) -> list[jax.Array]:
-    """Returns the leaves of a bucket, from a flat array: in the order of ``bucket.leaves``."""
-    form = _form(config, layout, bucket, specs)
-    leaves: list[jax.Array] = _extractor(form)(flat, bucket.offset // ALIGNMENT)
-    # [Note: one collective at a time]
-    return jax.block_until_ready(leaves) if bucket.is_packed else leaves
+    def new(self, section: str) -> Any:
+        """Returns "mu", "nu" or "main_params", all zero; None where there are none."""
+        if section != "main_params":
+            return moment_codes.new_moment(self.config, self.layout, section)
+        size, dtype = self.layout.main_size, self.config.policy.main_params.dtype
+        return self._zeros(size, dtype) if size else None
 
+    def extract(self, bucket: Bucket, section: str, flat: Any) -> list[jax.Array]:
+        """Returns the leaves of a bucket, in the order of ``bucket.leaves``; of codes float32."""
+        offset = bucket.offset
+        if is_flat_codes(flat):
+            flat, offset = moment_codes.decoded_shards(self.config, bucket, section, flat), 0
+        leaves: list[jax.Array] = _extractor(self._form(bucket))(flat, offset // ALIGNMENT)
+        # [Note: one collective at a time]
+        return jax.block_until_ready(leaves) if bucket.is_packed else leaves
 
-def extract_decoded(
-    config: DistributedConfig,
-    layout: Layout,
-    bucket: Bucket,
-    specs: Sequence[P],
-    moment: FlatCodes,
-    name: str,
-) -> list[jax.Array]:
-    """As ``extract``, from the moment "mu" or "nu" in codes: float32."""
-    shards = moment_codes.decoded_shards(config, bucket, name, moment)
-    return extract(config, layout, dataclasses.replace(bucket, offset=0), specs, shards)
+    def insert(self, bucket: Bucket, section: str, flat: Any, leaves: Sequence[jax.Array]) -> Any:
+        """Puts leaves of a bucket, float32 for codes, into flat arrays, which are donated."""
+        put = _inserter(self._form(bucket))
+        if not is_flat_codes(flat):
+            return put(flat, bucket.offset // ALIGNMENT, list(leaves))
+        empty = self._zeros(-(-bucket.shard_size // ALIGNMENT) * ALIGNMENT, jnp.float32)
+        shards = put(empty, 0, list(leaves))
+        return moment_codes.with_shards(self.config, bucket, section, flat, shards)
 
+    def _zeros(self, size: int, dtype: Any) -> jax.Array:
+        """A flat array of zeros, of ``size`` elements on each device."""
+        parallel = self.config.parallel
+        total = size * parallel.num_shards * parallel.size(parallel.tensor_axes)
+        sharding = NamedSharding(self.config.mesh, parallel.state_spec)
+        flat: jax.Array = jax.jit(lambda: jnp.zeros((total,), dtype), out_shardings=sharding)()
+        return flat
 
-def insert_encoded(
-    config: DistributedConfig,
-    layout: Layout,
-    bucket: Bucket,
-    specs: Sequence[P],
-    moment: FlatCodes,
-    name: str,
-    leaves: Sequence[jax.Array],
-) -> FlatCodes:
-    """As ``insert``, of float32 leaves, into the moment "mu" or "nu" in codes."""
-    empty = zeros(config, -(-bucket.shard_size // ALIGNMENT) * ALIGNMENT, jnp.float32)
-    alone = dataclasses.replace(bucket, offset=0)
-    shards = insert(config, layout, alone, specs, empty, leaves)
-    new: FlatCodes = moment_codes.with_shards(config, bucket, name, moment, shards)
-    return new
-
-
-def insert(
-    config: DistributedConfig,
-    layout: Layout,
-    bucket: Bucket,
-    specs: Sequence[P],
-    flat: jax.Array,
-    leaves: Sequence[jax.Array],
-) -> jax.Array:
-    """Puts the leaves of a bucket into a flat array, which is donated; returns the new one."""
-    form = _form(config, layout, bucket, specs)
-    new: jax.Array = _inserter(form)(flat, bucket.offset // ALIGNMENT, list(leaves))
-    return new
-
-
-def zeros(config: DistributedConfig, size: int, dtype: Any) -> jax.Array:
-    """Returns a flat array of zeros, of ``size`` elements on each device."""
-    parallel = config.parallel
-    total = size * parallel.num_shards * parallel.size(parallel.tensor_axes)
-    sharding = NamedSharding(config.mesh, parallel.state_spec)
-    make = jax.jit(lambda: jnp.zeros((total,), dtype), out_shardings=sharding)
-    flat: jax.Array = make()
-    return flat
-
-
-def _form(config: DistributedConfig, layout: Layout, bucket: Bucket, specs: Sequence[P]) -> _Form:
-    parallel = config.parallel
-    mine = [specs[i] for i in bucket.leaves]
-    if not bucket.is_packed:
-        mine = [param_specs.with_axes(mine[0], bucket.cut_dim, parallel.state_axes)]
-    return _Form(
-        mesh=config.mesh,
-        state_axes=parallel.state_axes,
-        state_spec=parallel.state_spec,
-        is_packed=bucket.is_packed,
-        shard_shape=bucket.shard_shape,
-        padding=bucket.padding,
-        starts=tuple(bucket.starts(layout.leaves[i].size for i in bucket.leaves)),
-        shapes=tuple(layout.leaves[i].shape for i in bucket.leaves),
-        specs=tuple(mine),
-    )
+    def _form(self, bucket: Bucket) -> _Form:
+        parallel, layout = self.config.parallel, self.layout
+        mine = [self._specs[i] for i in bucket.leaves]
+        if not bucket.is_packed:
+            mine = [param_specs.with_axes(mine[0], bucket.cut_dim, parallel.state_axes)]
+        return _Form(
+            mesh=self.config.mesh,
+            state_axes=parallel.state_axes,
+            state_spec=parallel.state_spec,
+            is_packed=bucket.is_packed,
+            shard_shape=bucket.shard_shape,
+            padding=bucket.padding,
+            starts=tuple(bucket.starts(layout.leaves[i].size for i in bucket.leaves)),
+            shapes=tuple(layout.leaves[i].shape for i in bucket.leaves),
+            specs=tuple(mine),
+        )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jdistadam.core import boxes, trees
+from jdistadam.core import boxes
 from jdistadam.core.codecs import is_codes
 from jdistadam.distributed.state import DistributedState
 from jdistadam.drop_in.main_params import MainParamsState
@@ -39,13 +39,13 @@ class Leaf(NamedTuple):
       name: Its name in a checkpoint.
       value: The array, or its shape.
       keys: The keys that lead to it from the field, if all are names in dictionaries; else None.
-      is_schedule_count: Whether it is the step counter of a schedule beside Adam.
+      is_count: Whether it is a step counter beside that of Adam: of a schedule, or of Flax.
     """
 
     name: str
     value: Any
     keys: tuple[str, ...] | None
-    is_schedule_count: bool = False
+    is_count: bool = False
 
 
 def fields_of(state: Any) -> dict[str, Any]:
@@ -58,11 +58,9 @@ def fields_of(state: Any) -> dict[str, Any]:
     fields = {_name_of(path): child for path, child in children}
     if not {"params", "opt_state"} <= fields.keys():
         raise TreeError(
-            "state",
-            "has no params and opt_state",
-            got=f"{type(state).__name__} with {sorted(fields) or 'no fields'}",
-            expected="a TrainState, or a dictionary with these two",
-            action="Pass {'params': params, 'opt_state': opt_state}.",
+            f"state: has no params and opt_state: got {type(state).__name__} "
+            f"with {sorted(fields) or 'no fields'}, expected a TrainState, "
+            "or a dictionary with these two. Pass {'params': params, 'opt_state': opt_state}."
         )
     return fields
 
@@ -82,13 +80,10 @@ def adam_of(opt_state: Any) -> Any:
     found = [part for part in parts if isinstance(part, _ADAM)]
     if len(found) != 1:
         raise TreeError(
-            "opt_state",
-            "not the state of one Adam",
-            got=f"{type(opt_state).__name__} with {len(found)} of them",
-            expected="that of a distributed optimizer, of fused_adamw or of optax.adamw, or of a "
-            "chain with one",
-            action="Use one optimizer: a distributed one takes groups. What optax joins of "
-            "several, as in multi_transform, orbax saves by itself.",
+            f"opt_state: not the state of one Adam: got {type(opt_state).__name__} with "
+            f"{len(found)} of them, expected that of a distributed optimizer, of fused_adamw or "
+            "of optax.adamw, or of a chain with one. Use one optimizer: a distributed one takes "
+            "groups. What optax joins of several, as in multi_transform, orbax saves by itself."
         )
     adam = found[0]
     if isinstance(adam, DistributedState):
@@ -105,76 +100,47 @@ def kept_main_params(opt_state: Any) -> Any:
 
 def other_leaves(fields: dict[str, Any]) -> Iterator[Leaf]:
     """Yields what is neither a parameter nor of Adam: of chains, and of the other fields."""
-    for name, tree in fields.items():
-        if name == "params":
-            continue
-        tree = map_main_params(tree, lambda part: part.inner)
-        for path, x in boxes.leaves_with_path(tree, _is_part):
-            if _is_schedule(x):
-                yield Leaf(f"{name}{jax.tree_util.keystr(path)}", x.count, None, True)
-            elif not isinstance(x, _ADAM):
-                yield Leaf(f"{name}{jax.tree_util.keystr(path)}", x, _dict_keys(path))
-
-
-def map_main_params(tree: Any, function: Any) -> Any:
-    """Replaces the MainParamsState in the state of an optimizer."""
-    return jax.tree.map(
-        lambda part: function(part) if isinstance(part, MainParamsState) else part,
-        tree,
-        is_leaf=_is(MainParamsState),
-    )
+    rest = [(name, tree) for name, tree in fields.items() if name != "params"]
+    for leaf in (leaf for name, tree in rest for leaf in leaves(name, tree, _is_part)):
+        if isinstance(leaf.value, MainParamsState):
+            yield from other_leaves({leaf.name: leaf.value.inner})
+        elif _is_schedule(leaf.value):
+            yield Leaf(leaf.name, leaf.value.count, None, is_count=True)
+        elif not isinstance(leaf.value, _ADAM):
+            yield leaf._replace(is_count=leaf.name == "step")
 
 
 def rebuilt(name: str, tree: Any, others: dict[str, Any], adam: Any, main: Any) -> Any:
     """Returns a field like ``tree`` with other values.
 
-    Args:
-      name: Name of the field.
-      tree: The field of the template.
-      others: The values of ``other_leaves``, by name.
-      adam: What stands for the DistributedState or ScaleByAdamState.
-      main: What stands for the main parameters of a MainParamsState.
+    With ``others`` by the names of ``other_leaves``, ``adam`` in place of the DistributedState or
+    ScaleByAdamState, and ``main`` as the main parameters of a MainParamsState.
     """
 
-    def value(path: tuple[Any, ...], x: Any) -> Any:
-        if isinstance(x, _ADAM):
+    def value(leaf: Leaf) -> Any:
+        if isinstance(leaf.value, MainParamsState):
+            return MainParamsState(main, rebuilt(leaf.name, leaf.value.inner, others, adam, None))
+        if isinstance(leaf.value, _ADAM):
             return adam
-        found = others[f"{name}{jax.tree_util.keystr(path)}"]
-        return x._replace(count=found) if _is_schedule(x) else found
+        found = others[leaf.name]
+        return leaf.value._replace(count=found) if _is_schedule(leaf.value) else found
 
-    bare = map_main_params(tree, lambda part: part.inner)
-    treedef: Any = jax.tree.structure(bare, is_leaf=_is_part)
-    new = treedef.unflatten(value(*leaf) for leaf in boxes.leaves_with_path(bare, _is_part))
-    if kept_main_params(tree) is None:
-        return new
-    return _wrapped(tree, new, main)
+    treedef: Any = jax.tree.structure(tree, is_leaf=_is_part)
+    return treedef.unflatten(map(value, leaves(name, tree, _is_part)))
 
 
-def _wrapped(tree: Any, inner: Any, main: Any) -> Any:
-    """Puts a MainParamsState back where ``tree`` has one; ``inner`` is a tree without it."""
-    treedef: Any = jax.tree.structure(tree, is_leaf=_is(MainParamsState))
-    parts = jax.tree.leaves(tree, is_leaf=_is(MainParamsState))
-    return treedef.unflatten(
-        MainParamsState(main, new) if isinstance(part, MainParamsState) else new
-        for part, new in zip(parts, treedef.flatten_up_to(inner), strict=True)
-    )
+def leaves(section: str, tree: Any, is_leaf: Any = None) -> Iterator[Leaf]:
+    """Yields the leaves of a tree with their names."""
+    for path, x in boxes.leaves_with_path(tree, is_leaf):
+        names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
+        keys = tuple(name for name in names if isinstance(name, str))
+        name = f"{section}{jax.tree_util.keystr(path)}"
+        yield Leaf(name, x, keys if len(keys) == len(path) else None)
 
 
 def named(section: str, tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a tree like params by name."""
-    return dict(zip(trees.paths(tree, section), jax.tree.leaves(tree), strict=True))
-
-
-def moments(section: str, tree: Any) -> dict[str, Any]:
-    """Returns moments by name: arrays, or those in codes."""
-    leaves = boxes.leaves_with_path(tree, is_codes)
-    return {f"{section}{jax.tree_util.keystr(path)}": x for path, x in leaves}
-
-
-def with_keys(section: str, tree: Any) -> Iterator[tuple[str, Any, tuple[str, ...] | None]]:
-    """Yields the leaves of a tree with their names, and their keys as in ``Leaf``."""
-    for path, x in boxes.leaves_with_path(tree):
-        yield f"{section}{jax.tree_util.keystr(path)}", x, _dict_keys(path)
+    """Returns the leaves of a tree by name; those in codes are one."""
+    return {leaf.name: leaf.value for leaf in leaves(section, tree, is_codes)}
 
 
 def path_of(name: str) -> str:
@@ -197,15 +163,8 @@ def _is_schedule(x: Any) -> bool:
 
 
 def _is_part(x: Any) -> bool:
-    return isinstance(x, _ADAM) or _is_schedule(x)
+    return isinstance(x, (*_ADAM, MainParamsState)) or _is_schedule(x)
 
 
 def _is(kinds: Any) -> Any:
     return lambda x: isinstance(x, kinds)
-
-
-def _dict_keys(path: Any) -> tuple[str, ...] | None:
-    if not all(isinstance(part, jax.tree_util.DictKey) for part in path):
-        return None
-    keys = tuple(part.key for part in path)
-    return keys if all(isinstance(key, str) for key in keys) else None

@@ -8,13 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
 
-from jdistadam.checkpoint import header, parts, storage
-from jdistadam.checkpoint.array_files import compiled, orbax
-from jdistadam.checkpoint.checkpointer import check_step
-from jdistadam.checkpoint.restored import Restored
-from jdistadam.checkpoint.restored_flat import RestoredFlat
+from jdistadam.checkpoint import folder as folders
+from jdistadam.checkpoint import parts, storage
+from jdistadam.checkpoint.restored import Restored, place_of
+from jdistadam.checkpoint.storage import compiled, orbax
 from jdistadam.checkpoint.wanted import Wanted
 from jdistadam.core import trees
 from jdistadam.distributed.state import is_distributed_state
@@ -34,7 +32,7 @@ def checkpoint_steps(folder: str | os.PathLike[str]) -> list[int]:
       >>> checkpoint_steps(tempfile.mkdtemp())
       []
     """
-    return storage.steps_in(storage.local_folder(folder))
+    return folders.steps_in(folders.local_folder(folder))
 
 
 @compiled
@@ -77,15 +75,12 @@ def restore(
     trees.check_memory(template=template)
     reader = _reader(folder, step)
     fields = parts.fields_of(template)
-    adam = parts.adam_of(fields["opt_state"])
-    wanted = Wanted(reader.head, cast=cast, new=new, unused=unused)
-    if is_distributed_state(adam):
+    wanted = Wanted(reader, cast=cast, new=new, unused=unused)
+    if is_distributed_state(parts.adam_of(fields["opt_state"])):
         check_distributed(tx)
-        restored: Restored = RestoredFlat(reader, wanted, fields, tx)
-    else:
-        restored = Restored(reader, wanted, fields, None)
+    restored = Restored(reader, wanted, fields, tx)
     restored.look()
-    extra = _extra_of(template, reader.head)
+    extra = _extra_of(template, reader)
     wanted.finish(ignored=[name for _, names in extra.values() for name in names])
     values = {name: _as_in(fields[name], x) for name, x in restored.read().items()}
     for field, (structure, names) in extra.items():
@@ -127,16 +122,22 @@ def restore_params(
     """
     trees.check_memory(like=like)
     reader = _reader(folder, step)
-    names = [name for name in reader.head.entries if name.startswith(("params[", "params."))]
+    names = [name for name in reader.entries if name.startswith(("params[", "params."))]
     if like is None:
-        like = _nested(reader.head, names)
-    wanted = Wanted(reader.head, cast=cast)
+        like = _nested(reader, names)
+    wanted = Wanted(reader, cast=cast)
     leaves = parts.named("params", like)
-    sources = [_source_of(wanted, name, x) for name, x in leaves.items()]
+    requests = []
+    for name, x in leaves.items():
+        source = name
+        if x.dtype == jnp.float32:
+            source = wanted.exact(name, x, keeps_main=False) or name
+        else:
+            wanted.array(name, x)
+        requests.append((source, place_of(x)))
     if rest := [name for name in names if name not in leaves]:
         raise wanted.unexpected(rest)
-    requests = list(zip(sources, map(_sharding_of, leaves.values()), strict=True))
-    found = reader.read_many(requests)
+    found = reader.read(requests)
     new = [storage.cast(x, like.dtype) for x, like in zip(found, leaves.values(), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(like), new)
 
@@ -146,51 +147,33 @@ def _as_in(field: Any, value: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(field), jax.tree.leaves(value))
 
 
-def _source_of(wanted: Wanted, name: str, like: Any) -> str:
-    """Returns the name under which the file has a parameter: of its main parameter for float32."""
-    if like.dtype == jnp.float32:
-        return wanted.exact(name, like, keeps_main=False) or name
-    wanted.array(name, like)
-    return name
-
-
-def _sharding_of(x: Any) -> Sharding:
-    """Returns where an array of a template is placed: as it says, else on the first device."""
-    sharding = getattr(x, "sharding", None)
-    return sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-
 def _reader(folder: str | os.PathLike[str], step: int | None) -> storage.Reader:
     """Finds a checkpoint, and reads its header."""
     orbax()
     if step is not None:
-        check_step(step)
+        folders.check_step(step)
     found = checkpoint_steps(folder)
-    path = storage.local_folder(folder)
+    path = folders.local_folder(folder)
     if not found or (step is not None and step not in found):
+        what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        got = f"steps {found}" if found else "none"
         raise CheckpointError(
-            str(path),
-            "no checkpoint" if step is None else f"no checkpoint of step {step}",
-            got=f"steps {found}" if found else "none",
-            expected="a folder that save or Checkpointer wrote",
-            action="Check the path; it is that of the folder of all steps.",
+            f"{path!s}: {what}: got {got}, expected a folder that save or Checkpointer wrote. "
+            "Check the path; it is that of the folder of all steps."
         )
-    arrays = path / str(found[-1] if step is None else step) / storage.ITEM
-    return storage.Reader(arrays, header.read(arrays / header.FILE))
+    return storage.Reader(path / str(found[-1] if step is None else step) / storage.ITEM)
 
 
-def _nested(head: header.Header, names: list[str]) -> Any:
+def _nested(head: storage.Reader, names: list[str]) -> Any:
     """Shapes of params in dictionaries."""
     tree: dict[str, Any] = {}
     for name in names:
         entry = head.entries[name]
         if not entry.keys:
             raise TreeError(
-                f"{head.path}: {name}",
-                "not in dictionaries alone: its tree cannot be told from its path",
-                got="a list, a class or a single array",
-                expected="like=",
-                action="Pass restore_params(folder, like=shapes).",
+                f"{head.path}: {name}: not in dictionaries alone: "
+                "its tree cannot be told from its path: got a list, a class or a single array, "
+                "expected like=. Pass restore_params(folder, like=shapes)."
             )
         inner = tree
         for key in entry.keys[:-1]:
@@ -199,7 +182,7 @@ def _nested(head: header.Header, names: list[str]) -> Any:
     return tree
 
 
-def _extra_of(template: Any, head: header.Header) -> dict[str, tuple[Any, list[str]]]:
+def _extra_of(template: Any, head: storage.Reader) -> dict[str, tuple[Any, list[str]]]:
     """Of a TrainState without model_state or rng, those that were saved: structure and names."""
     found: dict[str, tuple[Any, list[str]]] = {}
     for field in ("model_state", "rng") if isinstance(template, TrainState) else ():

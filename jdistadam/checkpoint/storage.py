@@ -1,300 +1,359 @@
-"""The files of one checkpoint, which orbax writes and reads.
+"""The files of one checkpoint: arrays that orbax writes and reads, and a header with checksums.
 
 orbax does what is hard about files: arrays of which each process writes its shards, a folder that
 gets its name when all is in it, writing in the background, and deleting old steps. Beside that this
-module makes the arrays a few at a time, so that they are never there all at once, and computes and
-compares a checksum of each: orbax loads changed bits, casts and pads without a word.
+module makes the arrays a few at a time, so that they are never there all at once, and compares a
+checksum of each: orbax loads changed bits, casts and pads without a word.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
+import importlib
 import logging
 import math
-import os
-import shutil
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from jdistadam.checkpoint import array_files, header
-from jdistadam.checkpoint.array_files import FILE_BYTES, ArrayReader, Lazy, array_handler, orbax
 from jdistadam.checkpoint.checksum import PartialSums, totals
-from jdistadam.checkpoint.contents import Contents
+from jdistadam.checkpoint.contents import Contents, Entry, Group
+from jdistadam.checkpoint.header import header_text, read_header
 from jdistadam.errors import CheckpointError
+
+OLDEST_ORBAX = "0.12.1"
+"""The first release of orbax-checkpoint that asks our handler for arrays which are not made yet."""
 
 ITEM = "state"
 """Name of the folder with the arrays, in that of a step."""
 
-_UNFINISHED = ".orbax-checkpoint-tmp"  # how the names of folders end that orbax has not finished
+FILE = "header.json"
+
+BATCH_BYTES = 32 << 20
+"""Arrays are made and written so many bytes of a device at once, or one alone if it is larger."""
+
+FILE_BYTES = 64 << 20
+"""Size of the files. With orbax's 2 GiB nearly all goes into one, which one thread writes."""
+
+SMALL_BYTES = 1 << 16
+"""Of an array that all processes have, each writes a part, unless the part is smaller than this."""
+
+compiled = jax.disable_jit(False)
+"""Makes a function compile its programs, which say where results are, under jax_disable_jit too."""
+
+T = TypeVar("T")
 
 
-def local_folder(folder: str | os.PathLike[str]) -> Path:
-    """Returns a folder as an absolute path.
+def batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yields items in lists of at most so many bytes, or of one alone.
+
+    Example:
+      >>> list(batches([2, 1, 9, 1], lambda x: x, limit=3))
+      [[2, 1], [9], [1]]
+    """
+    batch: list[T] = []
+    filled = 0
+    for item in items:
+        if batch and filled + nbytes(item) > limit:
+            yield batch
+            batch, filled = [], 0
+        batch.append(item)
+        filled += nbytes(item)
+    if batch:
+        yield batch
+
+
+def orbax() -> Any:
+    """Returns the module ``orbax.checkpoint``, imported on use.
 
     Raises:
-      CheckpointError: It is no folder of a file system.
+      CheckpointError: It is not installed, or too old.
     """
-    text = os.fspath(folder)
-    if "://" in text:
-        raise CheckpointError(
-            text,
-            "not a folder of a file system",
-            got=text,
-            expected="a path",
-            action="Save into a file system, and copy the complete folders of steps.",
-        )
-    return Path(os.path.abspath(text))
+    try:
+        ocp = importlib.import_module("orbax.checkpoint")
+        got, what = ocp.__version__, "is too old"
+        found, oldest = (re.findall(r"\d+", version)[:3] for version in (got, OLDEST_ORBAX))
+        if [*map(int, found)] >= [*map(int, oldest)]:
+            return ocp
+    except ImportError as error:
+        got, what = f"{type(error).__name__}: {error}", "cannot be imported"
+    raise CheckpointError(
+        f"orbax-checkpoint: needed for checkpoints, and {what}: got {got}, "
+        f'expected orbax-checkpoint >= {OLDEST_ORBAX}. Run pip install "jdistadam[checkpoint]".'
+    )
 
 
-def steps_in(folder: Path) -> list[int]:
-    """Returns the steps of which a folder has complete checkpoints, in order."""
-    names = [x.name for x in folder.iterdir() if x.is_dir()] if folder.is_dir() else []
-    return sorted(int(name) for name in names if name.isdecimal())
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps orbax's warnings about its own future, and its reports of what we raise, off."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
-def roll_back(folder: Path, step: int) -> None:
-    """Deletes the checkpoints that are newer than that of a step, the newest one first.
-
-    Raises:
-      CheckpointError: There are newer ones, and none of this step; nothing is deleted.
-    """
-    found = steps_in(folder)
-    newer = [x for x in found if x > step]
-    if newer and step not in found:
-        raise CheckpointError(
-            str(folder),
-            f"no checkpoint of step {step} to roll back to; nothing was deleted",
-            got=f"steps {found}",
-            expected="one of these",
-            action="Pass the step of the checkpoint that was restored as rollback_to=.",
-        )
-    for x in reversed(newer):
-        # The name of an unfinished one: what is left of it, if this is interrupted, is deleted.
-        old = (folder / str(x)).rename(folder / f"{x}{_UNFINISHED}")
-        shutil.rmtree(old, ignore_errors=True)
-
-
-# orbax is imported on use, and its classes are needed to define these.
-
-
-@functools.cache
-def _handler() -> Any:
-    """The class that writes a state."""
-    ocp: Any = orbax()
-
-    class Handler(ocp.PyTreeCheckpointHandler):
-        """Writes the arrays of a state, and a header beside them."""
-
-        def __init__(self, waits: bool = True) -> None:
-            self._arrays = array_handler()(waits)
-            super().__init__(
-                use_zarr3=True,
-                use_compression=False,
-                type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-                    (Lazy, self._arrays)
-                ),
-            )
-            self._text = ""
-
-        async def async_save(self, directory: Any, args: Any) -> Any:
-            """Starts to write; returns when the state may change."""
-            futures = await super().async_save(directory, args=args)
-            contents: Contents = args.contents
-            sums = self._arrays.sums
-            names = [entry.name for group in contents.groups for entry in group.entries]
-            empty = PartialSums(jnp.zeros(0))
-            self._text = header.text_of(contents, totals([sums.get(n, empty) for n in names]))
-            return futures
-
-        def finalize(self, directory: Any) -> None:
-            """Writes the header, before the folder gets its name."""
-            super().finalize(directory)
-            if jax.process_index() == 0:
-                (directory / header.FILE).write_text(self._text)
-
-    return Handler
-
-
-def _save() -> Any:
-    """The class of the arguments of a save."""
-    ocp: Any = orbax()
-
-    class Save(ocp.args.PyTreeSave):
-        """The arguments of a save."""
-
-        def __init__(self, contents: Contents) -> None:
-            super().__init__(
-                {
-                    escaped(entry.name): Lazy(entry, group, i)
-                    for group in contents.groups
-                    for i, entry in enumerate(group.entries)
-                    if math.prod(entry.shape)
-                },
-                ocdbt_target_data_file_size=FILE_BYTES,
-            )
-            self.contents = contents
-
-    return Save
-
-
-@functools.cache
-def _classes() -> Any:
-    """The handler and the arguments of a save, which orbax knows to belong together."""
-    ocp: Any = orbax()
-    handler, save = _handler(), _save()
-    ocp.args.register_with_handler(handler, for_save=True)(save)
-    restore = type("Restore", (ocp.args.PyTreeRestore,), {})
-    ocp.args.register_with_handler(handler, for_restore=True)(restore)
-    return handler, save
-
-
-def manager(folder: Path, *, keep: int | None, in_background: bool) -> Any:
-    """Returns the CheckpointManager of a folder of steps; what a save left unfinished is deleted.
+class Writer:
+    """Writes the checkpoints of a folder with orbax's CheckpointManager.
 
     Args:
-      folder: The folder.
+      folder: The folder of steps; what a save left unfinished in it is deleted.
       keep: How many of the newest checkpoints to keep. None: all.
       in_background: Whether ``save`` returns when the state may change, before all is written.
     """
-    ocp = orbax()
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep,
-        enable_async_checkpointing=in_background,
-        cleanup_tmp_directories=True,
-    )
-    handler, _ = _classes()
-    with _quiet():
-        return ocp.CheckpointManager(
-            folder, options=options, item_handlers={ITEM: handler(not in_background)}
+
+    def __init__(self, folder: Path, *, keep: int | None, in_background: bool) -> None:
+        """Makes the manager."""
+        ocp = orbax()
+        self._handler = _array_handler()(waits=not in_background)
+        types = ocp.type_handlers.create_type_handler_registry((Entry, self._handler))
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            enable_async_checkpointing=in_background,
+            cleanup_tmp_directories=True,
         )
+        with quiet():
+            handler = ocp.PyTreeCheckpointHandler(
+                use_zarr3=True, use_compression=False, type_handler_registry=types
+            )
+            self.manager = ocp.CheckpointManager(
+                folder, options=options, item_handlers={ITEM: handler}
+            )
+
+    def save(self, step: int, contents: Contents) -> None:
+        """Saves a step."""
+        tree = {
+            _escaped(entry.name): entry for group in contents.filled() for entry in group.entries
+        }
+        self._handler.contents = contents
+        ocp = orbax()
+        args = ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=FILE_BYTES)
+        with quiet():
+            saved = self.manager.save(step, args=ocp.args.Composite(**{ITEM: args}), force=True)
+        if not saved:
+            raise OSError(f"orbax did not save step {step}")
+
+    def wait(self) -> None:
+        """Waits until all is written; raises what failed."""
+        with quiet():  # what failed is told by this alone; check_for_errors has lost it by then
+            self.manager.wait_until_finished()
+            self.manager.check_for_errors()
 
 
-def save(checkpoints: Any, step: int, contents: Contents) -> None:
-    """Saves a step with a CheckpointManager."""
-    _, save_args = _classes()
-    args = orbax().args.Composite(**{ITEM: save_args(contents)})
-    with _quiet():
-        is_saved = checkpoints.save(step, args=args, force=True)
-    if not is_saved:
-        raise OSError(f"orbax did not save step {step}")
+@functools.cache
+def _array_handler() -> Any:
+    """The class that makes arrays as orbax writes them: orbax is needed to define it."""
+    ocp: Any = orbax()
+
+    class ArrayHandler(ocp.type_handlers.ArrayHandler):
+        def __init__(self, *, waits: bool) -> None:
+            # One file for all shardings, and one for all metadata, do not go with batches. Of one
+            # process no device needs help to write what all have: slices of it would be copies.
+            super().__init__(
+                enable_write_sharding_file=False,
+                array_metadata_store=None,
+                use_replica_parallel=jax.process_count() > 1,
+                min_slice_bytes_for_replica_parallel=SMALL_BYTES,
+            )
+            self._waits = waits
+            self.contents: Any = None  # what is saved next
+
+        async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
+            """Writes the arrays in batches; if it waits, one is made while another is written."""
+            contents, self.contents = self.contents, None
+            for info in infos:  # it has a lock of one event loop, and each batch has its own loop;
+                info.byte_limiter = None  # without it each batch is written as one transaction
+            known = {entry.name: pair for entry, *pair in zip(values, infos, args, strict=True)}
+            sums: dict[str, PartialSums] = {}
+            running: list[Any] = []
+            try:
+                for batch in batches(contents.filled(), lambda g: g.nbytes, BATCH_BYTES):
+                    arrays, names = _made(batch, sums)
+                    pairs = [known[name] for name in names]
+                    started = await super().serialize(arrays, *zip(*pairs, strict=True))
+                    del arrays
+                    for name in names:  # whose sums hold the arrays until they are there
+                        sums[name].value()
+                    before, running = running, running + started  # with the copies on the host
+                    if self._waits:
+                        for future in before:
+                            future.result()
+                        running = started
+                    del before, started
+            except Exception:
+                for future in running:  # nothing is written when this has raised
+                    with contextlib.suppress(Exception):
+                        future.result()
+                raise
+            entries = [entry for group in contents.groups for entry in group.entries]
+            absent = PartialSums(jnp.zeros(0))
+            found = totals([sums.get(entry.name, absent) for entry in entries])
+            text = header_text(contents.about, entries, found)
+            if jax.process_index() == 0:
+                future = ocp.future.CommitFutureAwaitingContractedSignals
+                running.append(future(_write(infos[0], text), name="header"))
+            return running
+
+    return ArrayHandler
 
 
-def wait(checkpoints: Any) -> None:
-    """Waits until a CheckpointManager has written all; raises what failed."""
-    with _quiet():  # what failed is told by this alone; check_for_errors has lost it by then
-        checkpoints.wait_until_finished()
-        checkpoints.check_for_errors()
+@compiled  # here too: where the caller is in an event loop, orbax takes another thread
+def _made(
+    batch: Sequence[Group], sums: dict[str, PartialSums]
+) -> tuple[list[jax.Array], list[str]]:
+    """The arrays of a batch and their names; notes their checksums."""
+    arrays = [x for group in batch for x in group.make()]
+    names = [entry.name for group in batch for entry in group.entries]
+    sums.update((name, PartialSums(x)) for name, x in zip(names, arrays, strict=True))
+    return arrays, names
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Deletes what a save of this process left, unless others may be writing into it."""
-    if jax.process_count() == 1:
-        for path in folder.glob(f"*{_UNFINISHED}"):
-            shutil.rmtree(path, ignore_errors=True)
+async def _write(info: Any, text: str) -> None:
+    await info.await_path_creation()
+    (info.parent_dir / FILE).write_text(text)
 
 
 class Reader:
-    """Reads arrays of one checkpoint, a few at a time."""
+    """Reads arrays of one checkpoint, and compares their checksums.
 
-    def __init__(self, folder: Path, head: header.Header) -> None:
-        """Takes the folder of the arrays, and what its header says."""
-        self._folder, self.head = folder, head
-        self._arrays = ArrayReader(folder)
+    orbax's readers of a whole tree parse what they know of every array once per batch: of GPT-2 XL
+    that takes longer than to read the batch.
 
-    def read(self, wanted: Sequence[tuple[str, Sharding]]) -> list[jax.Array]:
-        """Returns arrays by name, placed as asked for, after comparing their checksums.
+    Attributes:
+      path: The file of the header.
+      entries: What there is to read, by name.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the header in the folder of the arrays."""
+        kinds = orbax().type_handlers
+        self.path = folder / FILE
+        self.entries = read_header(self.path)
+        self._folder = importlib.import_module("etils.epath").Path(folder)
+        self._handler = kinds.ArrayHandler(array_metadata_store=None)
+        self._context = kinds.get_ts_context(use_ocdbt=True)  # which keeps the index of all files
+
+    def read(self, wanted: Sequence[tuple[str, Sharding]], at_once: int = 0) -> Iterator[jax.Array]:
+        """Yields arrays by name, placed as asked for, of which some are read at once.
+
+        Args:
+          wanted: Names, and where the arrays go.
+          at_once: How many bytes of a device are read at once, at least: as many as what cannot be
+            apart.
 
         Raises:
           CheckpointError: One of them is damaged.
         """
-        entries = [self.head.entries[name] for name, _ in wanted]
-        filled = [(n, s) for (n, s), e in zip(wanted, entries, strict=True) if math.prod(e.shape)]
-        found = iter(self._load(filled))
-        arrays = [
-            next(found) if math.prod(e.shape) else _empty(e.shape, e.dtype, sharding)
-            for (_, sharding), e in zip(wanted, entries, strict=True)
-        ]
-        sums = totals([PartialSums(x) for x in arrays])
-        for entry, got in zip(entries, sums, strict=True):
-            if got != self.head.sums[entry.name]:
-                raise self._damaged(entry.name, f"checksum {got}", self.head.sums[entry.name])
-        return arrays
+        limit = max(BATCH_BYTES, at_once, *(self.nbytes(one) for one in wanted), 0)
+        for batch in batches(wanted, self.nbytes, limit):
+            arrays = self._load(batch)
+            for (name, _), got in zip(batch, totals([*map(PartialSums, arrays)]), strict=True):
+                if got != self.entries[name].sum:
+                    raise self._damaged(name, f"checksum {got}", self.entries[name].sum)
+            while arrays:  # each is free as soon as it was used
+                yield arrays.pop(0)
 
-    def read_many(self, wanted: Sequence[tuple[str, Sharding]]) -> list[jax.Array]:
-        """The same for many arrays, of which some are read at once."""
-        found: list[jax.Array] = []
-        batch: list[tuple[str, Sharding]] = []
-        filled, limit = 0, array_files.batch_limit(self._bytes(*one) for one in wanted)
-        for name, sharding in wanted:
-            nbytes = self._bytes(name, sharding)
-            if batch and filled + nbytes > limit:
-                found += self.read(batch)
-                batch, filled = [], 0
-            batch.append((name, sharding))
-            filled += nbytes
-        return found + self.read(batch)
-
-    def _bytes(self, name: str, sharding: Sharding) -> int:
-        """Of an array, what a device holds."""
-        entry = self.head.entries[name]
-        return math.prod(sharding.shard_shape(entry.shape)) * jnp.dtype(entry.dtype).itemsize
+    def nbytes(self, one: tuple[str, Sharding]) -> int:
+        """Returns what a device holds of an array."""
+        entry = self.entries[one[0]]
+        return math.prod(one[1].shard_shape(entry.shape)) * jnp.dtype(entry.dtype).itemsize
 
     def _load(self, wanted: Sequence[tuple[str, Sharding]]) -> list[jax.Array]:
-        if not wanted:
-            return []
+        filled = [one for one in wanted if math.prod(self.entries[one[0]].shape)]
         try:
-            return self._load_all(wanted)
-        except CheckpointError:
-            raise
+            with quiet():
+                found = iter(self.load(filled) if filled else [])
         except Exception as error:  # orbax's own are of many kinds, and thousands of lines long
-            text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-        # Of several processes each would read others again.
-        for one in wanted if len(wanted) > 1 and jax.process_count() == 1 else []:
-            self._load([one])  # says which it is
-        raise self._damaged(wanted[0][0], text, "an array that can be read")
-
-    def _load_all(self, wanted: Sequence[tuple[str, Sharding]]) -> list[jax.Array]:
-        entries = [(escaped(name), self.head.entries[name], place) for name, place in wanted]
-        with _quiet():
-            found = self._arrays.read(entries)
-        # On Explicit axes shardings come back spelled in another way: device_put copies nothing.
-        arrays = [jax.device_put(x, place) for x, (_, place) in zip(found, wanted, strict=True)]
-        for (name, _), x in zip(wanted, arrays, strict=True):
-            entry = self.head.entries[name]
+            # Of several processes each would read others again.
+            for one in filled if len(filled) > 1 and jax.process_count() == 1 else []:
+                self._load([one])  # says which it is
+            text, _, _ = f"{type(error).__name__}: {str(error).strip()}".partition("\n")
+            raise self._damaged(filled[0][0], text[:200], "an array that can be read") from None
+        arrays = []
+        for name, place in wanted:
+            entry = self.entries[name]
+            x = next(found) if math.prod(entry.shape) else empty(entry.shape, entry.dtype, place)
             if not isinstance(x, jax.Array) or (x.shape, x.dtype) != (entry.shape, entry.dtype):
                 raise self._damaged(name, f"{x!r:.100}", f"{entry.dtype}, shape {entry.shape}")
+            # On Explicit axes shardings come back spelled in another way; nothing is copied.
+            arrays.append(jax.device_put(x, place))
         return arrays
 
-    def _damaged(self, name: str, got: str, expected: str) -> CheckpointError:
+    def load(self, wanted: Sequence[tuple[str, Sharding]]) -> list[Any]:
+        """Returns arrays as orbax reads them."""
+        kinds = orbax().type_handlers
+        infos, args = [], []
+        for name, place in wanted:
+            info = kinds.ParamInfo(
+                name=_escaped(name),
+                parent_dir=self._folder,
+                skip_deserialize=False,
+                is_ocdbt_checkpoint=True,
+                use_zarr3=True,
+                ts_context=self._context,
+            )
+            entry = self.entries[name]
+            infos.append(info)
+            args.append(
+                kinds.ArrayRestoreArgs(sharding=place, global_shape=entry.shape, dtype=entry.dtype)
+            )
+
+        async def run() -> Any:
+            try:
+                return await self._handler.deserialize(infos, args)
+            except Exception:
+                # orbax raises at the first error. A read that is left half done would print a page
+                # when it is deleted, or when it finds its event loop closed.
+                left = asyncio.all_tasks() - {asyncio.current_task()}
+                await asyncio.gather(*left, return_exceptions=True)
+                raise
+
+        found: list[Any] = _result_of(run())
+        return found
+
+    def _damaged(self, name: str, got: str, expected: Any) -> CheckpointError:
         return CheckpointError(
-            f"{self._folder}: {name}",
-            "damaged in the files",
-            got=got,
-            expected=expected,
-            action="Restore another step.",
+            f"{self._folder}: {name}: damaged in the files: got {got}, expected {expected}. "
+            "Restore another step."
         )
 
 
-def escaped(name: str) -> str:
-    """Returns a name that orbax can use as a part of a path."""
-    return name.replace("%", "%25").replace("/", "%2F")
+def _result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a coroutine; also for a caller in an event loop, as a notebook's is."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    has_64_bits = bool(jnp.result_type(float) == jnp.float64)
+
+    def run() -> Any:
+        with jax.enable_x64(has_64_bits):  # which holds for one thread, if set as a context
+            return asyncio.run(coroutine)
+
+    # Not always in a thread: malloc keeps for each thread what it has freed.
+    with futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
 
 
 def cast(array: jax.Array, dtype: Any) -> jax.Array:
     """Returns an array in another dtype, placed as it is."""
     if array.dtype == dtype or array.size:
         return array.astype(dtype)
-    return _empty(array.shape, dtype, array.sharding)
+    return empty(array.shape, dtype, array.sharding)
 
 
-def _empty(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
+def empty(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
     """Returns an array without elements.
 
     Not a program's result: XLA gives each device one of the whole shape, also where JAX says that
@@ -304,13 +363,6 @@ def _empty(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(shape, sharding, lambda index: zeros[index])
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps orbax's warnings about its own future, and its reports of what we raise, off."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+def _escaped(name: str) -> str:
+    """A name that orbax can use as a part of a path."""
+    return name.replace("%", "%25").replace("/", "%2F")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jdistadam.checkpoint import parts
-from jdistadam.checkpoint.header import Header
+from jdistadam.checkpoint.storage import Reader
 from jdistadam.core import trees
 from jdistadam.errors import DtypeError, ShapeError, TreeError
 from jdistadam.kernels import coded_leaves
@@ -18,11 +18,14 @@ _ALWAYS_OPTIONAL = ("grad_norm", "scaling.")  # and "key": what another optimize
 
 
 class Wanted:
-    """Compares what a template asks for with what a checkpoint has, and notes what is used."""
+    """Compares what a template asks for with what a checkpoint has, and notes what is used.
+
+    Raises TreeError, ShapeError or DtypeError for what is not there, or differs from the template.
+    """
 
     def __init__(
         self,
-        head: Header,
+        head: Reader,
         *,
         cast: bool = False,
         new: Callable[[str], bool] | None = None,
@@ -30,29 +33,27 @@ class Wanted:
     ) -> None:
         """Takes the header and the arguments of ``restore``."""
         self.head = head
-        self._cast, self._new, self._unused = cast, new, unused
+        self.new, self._cast, self._unused = new, cast, unused
         self._used: set[str] = set()
 
     def array(self, name: str, like: Any) -> bool:
-        """Returns whether an array is in the file; if not, it may stay as the template has it.
-
-        Raises:
-          TreeError, ShapeError, DtypeError: It is not there, or differs from the template.
-        """
-        if not self._has_shape(name, _words(like).shape):
+        """Returns whether an array is in the file; if not, it may stay as the template has it."""
+        key, words = _saved_form(like)
+        if not self._has_shape(name, words.shape):
             return False
-        self._check_dtype(name, name, _words(like).dtype)
-        self._check_key(name, like)
-        self._used.add(name)
-        return True
+        self._check_dtype(name, name, words.dtype)
+        saved = self.head.entries[name].key
+        if saved == key:
+            return True
+        raise DtypeError(
+            f"{self.head.path}: {name}: random keys of another kind: got {saved or 'an array'}, "
+            f"expected {key or 'an array'}. Make the template with keys of that kind."
+        )
 
     def moment(self, name: str, like: Any) -> tuple[str, ...]:
         """Returns the names under which the file has a moment: one, or of codes and scales.
 
         None of them where the moment stays as the template has it. ``like``: as of floats.
-
-        Raises:
-          TreeError, ShapeError, DtypeError: It is not there, or differs from the template.
         """
         if 0 in like.shape:
             return ()  # not saved: a distributed state has none of it
@@ -69,21 +70,14 @@ class Wanted:
     def exact(self, name: str, like: Any, *, keeps_main: bool) -> str | None:
         """Returns the name under which the file has the exact value of a parameter.
 
-        Args:
-          name: Name of the parameter.
-          like: Its shape and dtype.
-          keeps_main: Whether the value is kept in float32 beside a parameter of 16 bits.
-
-        Returns:
-          The name; None where the parameter stays as the template has it.
+        None where the parameter stays as the template has it. ``keeps_main``: whether the value is
+        kept in float32 beside a parameter of 16 bits.
         """
         main = name.replace("params", "main_params", 1)
-        self._used.add(main)
+        source = main if self.has(main) else name
         if not self._has_shape(name, like.shape):
             return None
-        source = main if main in self.head.entries else name
         self._check_dtype(name, source, jnp.float32 if keeps_main else like.dtype)
-        self._used.add(name)
         return source
 
     def has(self, name: str) -> bool:
@@ -91,21 +85,13 @@ class Wanted:
         self._used.add(name)
         return name in self.head.entries
 
-    def may_be_new(self, name: str) -> bool:
-        """Returns whether something need not be in the file."""
-        return self._new is not None and bool(self._new(parts.path_of(name)))
-
     def finish(self, ignored: Iterable[str] = ()) -> None:
-        """Raises TreeError if the file has what was not asked for.
-
-        Args:
-          ignored: Names of what is used in another way.
-        """
+        """Raises TreeError if the file has what was neither asked for nor is among ``ignored``."""
+        self._used.update(ignored)
         rest = [
             name
             for name, entry in self.head.entries.items()
             if name not in self._used
-            and name not in set(ignored)
             and not (entry.is_count or name == "key" or name.startswith(_ALWAYS_OPTIONAL))
             and not (self._unused is not None and self._unused(parts.path_of(name)))
         ]
@@ -116,28 +102,25 @@ class Wanted:
         """Returns the error about arrays that the template has no place for."""
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return TreeError(
-            f"{self.head.path}: {names[0]}",
-            "in the file, and not in the template",
-            got=f"{names[0]}{more}",
-            expected="a template that has all that was saved",
-            action="Restore into such a state, or name what may be left with unused=.",
+            f"{self.head.path}: {names[0]}: in the file, and not in the template: "
+            f"got {names[0]}{more}, expected a template that has all that was saved. "
+            "Restore into such a state, or name what may be left with unused=."
         )
 
     def _has_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the file has an array of this shape; raises unless it does or need not."""
+        self._used.add(name)
         entry = self.head.entries.get(name)
         if entry is not None and entry.shape == tuple(shape):
             return True
-        self._used.add(name)
-        if self.may_be_new(name):
+        if self.new is not None and self.new(parts.path_of(name)):
             return False
         error = TreeError if entry is None else ShapeError
+        what = "missing in the file" if entry is None else "has another shape in the file"
+        got = f"{len(self.head.entries)} others" if entry is None else entry.shape
         raise error(
-            f"{self.head.path}: {name}",
-            "missing in the file" if entry is None else "has another shape in the file",
-            got=f"{len(self.head.entries)} others" if entry is None else entry.shape,
-            expected=f"shape {tuple(shape)}",
-            action="Restore into the state that was saved, or name what begins anew with new=.",
+            f"{self.head.path}: {name}: {what}: got {got}, expected shape {tuple(shape)}. "
+            "Restore into the state that was saved, or name what begins anew with new=."
         )
 
     def _check_dtype(self, name: str, source: str, dtype: Any) -> None:
@@ -146,24 +129,10 @@ class Wanted:
         if saved == dtype or self._cast or _holds(dtype, saved):
             return
         raise DtypeError(
-            f"{self.head.path}: {source}",
-            f"a cast for {name} of the template would lose bits",
-            got=saved,
-            expected=jnp.dtype(dtype),
-            action="Restore into that dtype or with main parameters, or pass cast=True.",
+            f"{self.head.path}: {source}: a cast for {name} of the template would lose bits: "
+            f"got {saved}, expected {jnp.dtype(dtype)}. "
+            "Restore into that dtype or with main parameters, or pass cast=True."
         )
-
-    def _check_key(self, name: str, like: Any) -> None:
-        """Raises DtypeError where a random key was saved and none is asked for, or the reverse."""
-        saved, asked = self.head.entries[name].key, _key_of(like)
-        if saved != asked:
-            raise DtypeError(
-                f"{self.head.path}: {name}",
-                "random keys of another kind",
-                got=saved or "an array",
-                expected=asked or "an array",
-                action="Make the template with keys of that kind.",
-            )
 
 
 def _holds(dtype: Any, other: Any) -> bool:
@@ -172,22 +141,11 @@ def _holds(dtype: Any, other: Any) -> bool:
     return bool(floats and jnp.promote_types(dtype, other) == dtype)
 
 
-def _is_key(like: Any) -> bool:
-    return jnp.issubdtype(getattr(like, "dtype", None) or float, jax.dtypes.prng_key)
-
-
-def _key_of(like: Any) -> str | None:
-    if not _is_key(like):
-        return None
-    if trees.is_key(like):
-        return str(jax.random.key_impl(like))
-    return str(like.dtype._impl.name)
-
-
-def _words(like: Any) -> Any:
-    """Shape and dtype in which something is saved."""
-    if _is_key(like):
-        return jax.eval_shape(jax.random.key_data, like)
-    if hasattr(like, "dtype"):
-        return like
-    return jax.eval_shape(lambda: jnp.asarray(like))
+def _saved_form(like: Any) -> tuple[str | None, Any]:
+    """The implementation of random keys, or None, and shape and dtype in which these are saved."""
+    if not hasattr(like, "dtype"):
+        return None, jax.eval_shape(lambda: jnp.asarray(like))
+    if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return None, like
+    name = jax.random.key_impl(like) if trees.is_key(like) else like.dtype._impl.name
+    return str(name), jax.eval_shape(jax.random.key_data, like)

@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import jdistadam as jda
-from jdistadam.checkpoint import header, lock
+from jdistadam.checkpoint import folder, storage
 from support.paths import TESTS, environment
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -60,7 +60,7 @@ def test_a_failure_in_the_background_is_raised_by_the_next_step(tmp_path, monkey
     with jda.Checkpointer(tmp_path, every=20_000) as checkpointer:
         checkpointer.save(state_of(1.0), step=5)
         checkpointer.wait()
-        monkeypatch.setattr(header, "FILE", "no such folder/header.json")
+        monkeypatch.setattr(storage, "FILE", "no such folder/header.json")
         checkpointer.save(state_of(2.0), step=10)
         with pytest.raises(jda.CheckpointError, match="could not be written; the ones before") as e:
             for step in range(11, 10_000):
@@ -76,7 +76,7 @@ def test_a_failure_in_the_background_is_raised_by_the_next_step(tmp_path, monkey
 
 
 def test_close_raises_what_failed_last(tmp_path, monkeypatch):
-    monkeypatch.setattr(header, "FILE", "no such folder/header.json")
+    monkeypatch.setattr(storage, "FILE", "no such folder/header.json")
     with pytest.raises(jda.CheckpointError, match="could not be written"):
         with jda.Checkpointer(tmp_path) as checkpointer:
             checkpointer.save(state_of(1.0))
@@ -186,11 +186,11 @@ def test_one_saves_at_a_time(tmp_path):
 
 def test_what_other_machines_say_counts_for_minutes(tmp_path):
     """Their lock may not be seen here; the one of this machine is free."""
-    path = tmp_path / lock.FILE
+    path = tmp_path / folder.LOCK
     path.write_text(json.dumps({"pid": 1, "host": "another machine"}))
     with pytest.raises(jda.CheckpointError, match=r"pid 1 on another machine .renewed 0 s ago"):
         jda.save(tmp_path, state_of(1.0))
-    os.utime(path, (time.time() - lock.STALE_AFTER - 1,) * 2)
+    os.utime(path, (time.time() - folder.STALE_AFTER - 1,) * 2)
     jda.save(tmp_path, state_of(1.0))
     path.write_text(json.dumps({"pid": 1, "host": socket.gethostname()}))
     jda.save(tmp_path, state_of(1.0), step=2)  # a process of this machine that ended

@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import jdistadam as jda
-from jdistadam.checkpoint.array_files import OLDEST_ORBAX, ArrayReader
+from jdistadam.checkpoint.storage import OLDEST_ORBAX, Reader
 from support.bits import assert_trees_same_bits
 from support.lookalike import make_params, make_tx
 from support.paths import ROOT
@@ -293,7 +293,7 @@ def test_empty_arrays_and_odd_names(tmp_path):
 
 def test_an_array_that_differs_from_the_header_is_told_once(saved, monkeypatch):
     folder, tx, _ = saved
-    monkeypatch.setattr(ArrayReader, "read", lambda self, wanted: [jnp.zeros(3) for _ in wanted])
+    monkeypatch.setattr(Reader, "load", lambda self, wanted: [jnp.zeros(3) for _ in wanted])
     with pytest.raises(jda.CheckpointError, match="damaged in the files: got Array") as caught:
         jda.restore(folder, shapes_of(tx), tx)
     assert "CheckpointError" not in str(caught.value)

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jdistadam as jda
-from jdistadam.checkpoint import lock
+from jdistadam.checkpoint import folder as folders
 from support import save_again_and_again
 from support.bits import assert_trees_same_bits
 from support.paths import TESTS, environment
@@ -91,7 +91,7 @@ def test_kill_9_leaves_the_old_checkpoint_or_the_new_one(tmp_path, server, kills
     assert len(jda.checkpoint_steps(tmp_path)) <= 3
 
 
-@pytest.mark.parametrize("strides", [(600, 20), pytest.param((2, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strides", [(600, 15), pytest.param((2, 2), marks=pytest.mark.slow)])
 def test_ended_at_a_python_step_of_a_save(tmp_path, server, strides):
     """os._exit there: the old checkpoint or the new one, and the next saver goes on."""
     for step in (0, 0, 300, 0):  # counted where a saver deletes an old one and what is unfinished
@@ -140,7 +140,7 @@ def test_no_space_left_on_the_disk(tmp_path, in_background, capfd):
             assert "No space left on device" in str(caught.value)
             assert jda.checkpoint_steps(folder) == [1]
             assert_trees_same_bits(jda.restore(folder, jax.eval_shape(lambda: small)), small)
-            assert {x.name for x in folder.iterdir()} == {"1", lock.FILE}  # there is space again
+            assert {x.name for x in folder.iterdir()} == {"1", folders.LOCK}  # there is space again
             checkpointer.save(small, step=3)
         assert jda.checkpoint_steps(folder) == [1, 3]
     finally:

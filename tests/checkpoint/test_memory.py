@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jdistadam as jda
-from jdistadam.checkpoint import array_files
+from jdistadam.checkpoint import storage
 
 pytestmark = [
     pytest.mark.slow,  # how arrays go in batches is in test_round_trips.py
@@ -83,7 +83,7 @@ def test_peak_beside_the_state(tmp_path, monkeypatch):
     on both devices, and a batch four times: as chunks, as what was read, as arrays, and as what is
     put into the state.
     """
-    monkeypatch.setattr(array_files, "BATCH_BYTES", 2 * MIB)  # of a device: as much as each leaf
+    monkeypatch.setattr(storage, "BATCH_BYTES", 2 * MIB)  # of a device: as much as each leaf
     leaves = 16
     tx, state, template = make_state(leaves)
     flat = sum(x.nbytes for x in jax.tree.leaves(state.opt_state))

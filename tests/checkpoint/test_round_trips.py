@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam.checkpoint import array_files
+from jdistadam.checkpoint import storage
 from support.bits import assert_trees_same_bits
 from support.lookalike import BATCH, BF16, make_params, make_tx
 from support.samples import often
@@ -190,7 +190,7 @@ def noted_batches(monkeypatch):
 
 def test_a_large_array_is_written_alone_and_makes_no_other_batch_larger(tmp_path, monkeypatch):
     """Two batches of a save overlap: both together would be twice the largest array."""
-    monkeypatch.setattr(array_files, "BATCH_BYTES", 4096)
+    monkeypatch.setattr(storage, "BATCH_BYTES", 4096)
     batches = noted_batches(monkeypatch)
     params = {f"{i}": jnp.full((4096 if i == 2 else 256,), i, jnp.float32) for i in range(7)}
     state = {"params": params, "opt_state": optax.adam(0.1).init(params)}
@@ -204,18 +204,18 @@ def test_a_large_array_is_written_alone_and_makes_no_other_batch_larger(tmp_path
 @often(lambda in_background: not in_background)  # in the background batches do not wait
 def test_arrays_in_many_batches(tmp_path, monkeypatch, in_background):
     """Each group of arrays is written, and each bucket read, by itself."""
-    monkeypatch.setattr(array_files, "BATCH_BYTES", 1)
+    monkeypatch.setattr(storage, "BATCH_BYTES", 1)
     tx = make_tx(2, bucket_bytes=16)
     params = {f"{name}{i}": x + i for i in range(2) for name, x in make_params().items()}
     params |= {f"s{i}": jnp.full(5, i, jnp.float32) for i in range(5)}
     state = jda.TrainState.create(params, tx, param_dtypes=BF16)
-    batches, reads, read = noted_batches(monkeypatch), [], array_files.ArrayReader.read
+    batches, reads, read = noted_batches(monkeypatch), [], storage.Reader.load
 
     def noted(self, wanted):
-        reads.append(sum(len(entry.shape) > 1 for _, entry, _ in wanted))
+        reads.append(sum(len(self.entries[name].shape) > 1 for name, _ in wanted))
         return read(self, wanted)
 
-    monkeypatch.setattr(array_files.ArrayReader, "read", noted)
+    monkeypatch.setattr(storage.Reader, "load", noted)
     with jda.Checkpointer(tmp_path, tx, in_background=in_background) as checkpointer:
         for step in range(2):
             checkpointer.save(state, step=step)

@@ -1,7 +1,7 @@
 """Names, shapes and hyperparameters of both sides: what does not fit raises, and says where."""
 
-import sys
 import re
+import sys
 import tomllib
 
 import jax
