@@ -161,8 +161,8 @@ def check_gathered_in_model(args):
         return
     if args.optimizer != "jdistadam" or args.strategy != "optim_grads_params":
         sys.exit(
-            f"--gathered-in-model with --optimizer {args.optimizer} and --strategy {args.strategy}: "
-            "parameters are unsharded already; add --strategy optim_grads_params"
+            f"--gathered-in-model with --optimizer {args.optimizer} and --strategy "
+            f"{args.strategy}: parameters are unsharded already; add --strategy optim_grads_params"
         )
     if args.scan:
         sys.exit(
