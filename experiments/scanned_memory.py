@@ -55,6 +55,7 @@ def at_any_time(layer, tx, after):
 
 SCANNED = Row(scans=True)
 KEEPING = Row(policy=EVERYTHING)
+WHOLE = Row("optim_grads")
 ROWS = {
     "scanned": {
         "unsharded parameters, all recomputed": Row("optim_grads", scans=True),
@@ -68,12 +69,13 @@ ROWS = {
         "unrolled, block by block": Row(),
         "unrolled, block by block, not after anything": Row(gather=at_any_time),
         "unrolled, block by block, nothing recomputed": KEEPING,
+        "unrolled, unsharded parameters": WHOLE,
         "unrolled, annotations": Row("annotations"),
         "unrolled, annotations, collectives not combined": Row("annotations", options=merging(1)),
         "scanned, annotations": Row("annotations", scans=True),
     },
     "model_axes": {
-        "unrolled, unsharded parameters": Row("optim_grads"),
+        "unrolled, unsharded parameters": WHOLE,
         "scanned, layer by layer": SCANNED,
         "unrolled, gathered first": Row(gather=None),
         "unrolled, block by block": Row(),
