@@ -1,6 +1,7 @@
 """Times whole training steps of a GPT on N GPUs: ours, annotations, and the floor without any.
 
     python experiments/bench_step.py --rows 'unrolled-8/*' --out runs/bench_step.json
+    python experiments/bench_step.py --rows layers --size gpt2-small    # all ways to gather layers
 
 A row is WORKLOAD/VARIANT+MODIFIERS; --list prints those that are known, and any other that can be
 parsed may be named. "unrolled-8x4": layers unrolled, 8 sequences per micro-batch and device, 4

@@ -1,70 +1,168 @@
-"""What a scanned GPT of 1.3e9 parameters needs and sends on eight H200s, compiled without any.
+"""What a GPT needs and sends per device on eight H200s, compiled without any.
 
     python experiments/scanned_memory.py --out experiments/results/scanned_memory/h200/default.json
-    python experiments/scanned_memory.py --unrolled --out runs/unrolled.json
+    python experiments/scanned_memory.py --rows unrolled --out runs/unrolled.json
+    python experiments/scanned_memory.py --rows unrolled --preset gpt2-xl --out runs/gpt2_xl.json
+    python experiments/scanned_memory.py --rows model_axes --out runs/model_axes.json
 
-The same model with unsharded parameters, and with layers gathered in the scan under several
-policies of rematerialisation, of which one keeps what it gathered: the audit must say so. Unrolled,
-with all activations recomputed: gathered first, block by block, and that without ``after``.
+"scanned": unsharded parameters, and layers gathered in the scan under several policies of
+rematerialisation, of which one keeps what it gathered: the audit must say so. "unrolled": gathered
+first, block by block, and by annotations, as a user of JAX writes FSDP: optax.adamw on float32
+parameters and moments, bfloat16 parameters, all of them sharded by NamedSharding, sequences over
+the same axis, also where the model says so of its activations. "model_axes": on 4 x 2 devices,
+heads and hidden units split over pairs.
 """
 
 import argparse
+import contextlib
+import dataclasses
 import functools
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from lm import gpt, report
 from plan_against_compiler import h200s
+from step_bench.rows import merging
+from step_bench.variants import AnnotatedUpdate
 
 import jdistadam as jda
+from jdistadam.tools import hlo
 
 EVERYTHING = jax.checkpoint_policies.everything_saveable
 NOTHING = jax.checkpoint_policies.nothing_saveable
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A program; ``gather`` is called with a layer, or is None: all before the forward pass."""
+
+    strategy: str = "optim_grads_params"
+    policy: Callable[..., bool] = NOTHING
+    scans: bool = False
+    gather: Any = jda.gather_params
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def at_any_time(layer, tx, after):
+    return jda.gather_params(layer, tx)
+
+
+SCANNED = Row(scans=True)
+KEEPING = Row(policy=EVERYTHING)
+WHOLE = Row("optim_grads")
 ROWS = {
-    "unsharded parameters, all recomputed": ("optim_grads", NOTHING),
-    "gathered twice, all recomputed": ("optim_grads_params", NOTHING),
-    "gathered twice, remat_policy": ("optim_grads_params", jda.remat_policy),
-    "gathered once, nothing recomputed": ("optim_grads_params", EVERYTHING),
-}
-UNROLLED = {  # how blocks are gathered; None: before the forward pass
-    "unrolled, gathered first": None,
-    "unrolled, block by block": jda.gather_params,
-    "unrolled, block by block, not after anything": lambda layer, tx, after: jda.gather_params(
-        layer, tx
-    ),
+    "scanned": {
+        "unsharded parameters, all recomputed": Row("optim_grads", scans=True),
+        "gathered twice, all recomputed": SCANNED,
+        "gathered twice, remat_policy": Row(policy=jda.remat_policy, scans=True),
+        "gathered once, nothing recomputed": Row(policy=EVERYTHING, scans=True),
+    },
+    "unrolled": {
+        "scanned, layer by layer": SCANNED,
+        "unrolled, gathered first": Row(gather=None),
+        "unrolled, block by block": Row(),
+        "unrolled, block by block, not after anything": Row(gather=at_any_time),
+        "unrolled, block by block, nothing recomputed": KEEPING,
+        "unrolled, unsharded parameters": WHOLE,
+        "unrolled, annotations": Row("annotations"),
+        "unrolled, annotations, collectives not combined": Row("annotations", options=merging(1)),
+        "scanned, annotations": Row("annotations", scans=True),
+    },
+    "model_axes": {
+        "unrolled, unsharded parameters": WHOLE,
+        "scanned, layer by layer": SCANNED,
+        "unrolled, gathered first": Row(gather=None),
+        "unrolled, block by block": Row(),
+        "unrolled, block by block, nothing recomputed": KEEPING,
+    },
 }
 
 
-def compile_step(config, strategy, policy, scans=True, gather=jda.gather_params):
-    """Audits one program."""
-    mesh = h200s((1, 8))
-    gathers = strategy == "optim_grads_params" and gather is not None
+def make_mesh(shape):
+    names = ("data", "model")[: len(shape)]
+    devices = h200s((1, 8)).devices.reshape(shape)
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def compile_row(config, mesh, row):
+    """Returns (compiled program, whether the audit passed or None, parameters)."""
+    has_model_axis = "model" in mesh.axis_names
+    model = gpt.GPT(config, jnp.bfloat16, scans=row.scans, remat_policy=row.policy)
+    tokens = jnp.zeros((1, config.length), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    parameters = sum(x.size for x in jax.tree.leaves(params))
+    model = model.clone(axis="model" if has_model_axis else None)
+    batch = jax.ShapeDtypeStruct(
+        (config.batch, config.length + 1), jnp.int32, sharding=NamedSharding(mesh, P("data"))
+    )
+    if row.strategy == "annotations":
+        return annotated(model, mesh, params, batch, row), None, parameters
+    gathers = row.strategy == "optim_grads_params" and row.gather is not None
     tx = jda.distributed(
         jda.fused_adamw(1e-4),
         mesh=mesh,
-        replica_axis="replica",
-        sharding_strategy=strategy,
+        sharding_strategy=row.strategy,
         policy=jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16"),
         max_grad_norm=1.0,
-        stacked=(lambda path: "layers" in path) if gathers and scans else None,
-        gathered_in_model=(lambda path: "block_" in path) if gathers and not scans else None,
+        stacked=(lambda path: "layers" in path) if gathers and row.scans else None,
+        gathered_in_model=(lambda path: "block_" in path) if gathers and not row.scans else None,
+        param_specs=gpt.partition_specs(params, "model") if has_model_axis else None,
     )
-    model = gpt.GPT(config, jnp.bfloat16, scans=scans, remat_policy=policy)
-    tokens = jnp.zeros((1, config.length), jnp.int32)
-    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
-    if gathers:
-        model = model.clone(gather=functools.partial(gather, tx=tx))
-    elif not scans:
-        model = model.clone(gather=lambda layer, after: layer)
-    batch = jax.ShapeDtypeStruct(
-        (config.batch, config.length + 1),
-        jnp.int32,
-        sharding=NamedSharding(mesh, tx.config.parallel.batch_spec),
-    )
+    gather = functools.partial(row.gather, tx=tx) if gathers else given
     state = jda.TrainState.shapes(params, tx, param_dtypes=jnp.bfloat16)
-    return jda.audit(jda.train_step(gpt.loss_fn(model), tx), state, batch), params
+    step = jda.train_step(gpt.loss_fn(model.clone(gather=gather)), tx)
+    # Constraints name axes of this mesh, of which the step makes the data's manual.
+    with jax.set_mesh(mesh) if has_model_axis else contextlib.nullcontext():
+        audit = jda.audit(step, state, batch)
+    print(audit)
+    return audit.program, audit.passed, parameters
+
+
+def given(layer, after=None):
+    """A layer that needs no gathering: it is recomputed as others are."""
+    return layer
+
+
+def annotated(model, mesh, params, batch, row):
+    """The program of FSDP by annotations."""
+    update = AnnotatedUpdate(params, mesh, is_fsdp=True, clips=True)
+    loss = gpt.loss_fn(model.clone(gather=given, batch_axis="data"))
+
+    def step(train_state, tokens):
+        params, main, state = train_state
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        return update(grads, main, state), value
+
+    jitted = jax.jit(step, donate_argnums=0, compiler_options=row.options)
+    with jax.set_mesh(mesh):
+        lowered = jitted.lower(update.shapes, batch)
+    return lowered.compile()
+
+
+def collectives(program, mesh):
+    """What a step sends: by operation and axis, instructions, asynchronous ones, and elements."""
+    found = {}
+    for c in hlo.collectives_in(program.as_text()):
+        axes = axes_of(c, mesh)
+        if axes:
+            row = found.setdefault((c.op, axes), dict(instructions=0, asynchronous=0, elements=0))
+            row["instructions"] += c.times
+            row["asynchronous"] += c.times * c.is_async
+            row["elements"] += c.times * sum(elements for _, elements in c.arrays)
+    return [{"op": op, "axes": axes} | row for (op, axes), row in sorted(found.items())]
+
+
+def axes_of(c, mesh):
+    """The axes along which the devices of its groups differ."""
+    places = [np.unravel_index(group, mesh.devices.shape) for group in c.groups]
+    differ = (any(np.ptp(place[i]) for place in places) for i in range(mesh.devices.ndim))
+    return " and ".join(name for name, d in zip(mesh.axis_names, differ, strict=True) if d)
 
 
 def main():
@@ -72,38 +170,29 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--preset", choices=gpt.PRESETS, default="gpt-1.3b")
-    parser.add_argument("--unrolled", action="store_true", help="without a scan, and one with")
+    parser.add_argument("--rows", choices=ROWS, default="scanned")
     parser.add_argument("--revision", help="revision of the code to record; default: git's")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/scanned_h200.json"))
     args = parser.parse_args()
     config, rows = gpt.PRESETS[args.preset], []
-    programs = {name: (*row, True) for name, row in ROWS.items()}
-    if args.unrolled:
-        scanned = "gathered twice, all recomputed"
-        programs = {"scanned, layer by layer": programs[scanned]}
-        for name, gather in UNROLLED.items():
-            programs[name] = ("optim_grads_params", NOTHING, False, gather)
-    for name, program in programs.items():
-        audit, params = compile_step(config, *program)
-        memory = audit.program.memory_analysis()
-        print(f"{name}\n{audit}\n")
-        gathers = [row for row in audit.rows if row.op == "all-gather"]
+    mesh = make_mesh((4, 2) if args.rows == "model_axes" else (8,))
+    for name, row in ROWS[args.rows].items():
+        print(name)
+        program, passed, parameters = compile_row(config, mesh, row)
+        memory = program.memory_analysis()
         rows.append(
             {
                 "name": name,
-                "strategy": program[0],
-                "passed": audit.passed,
-                "gathered_planned": sum(row.planned for row in gathers),
-                "gathered_found": sum(row.found for row in gathers),
-                "asynchronous": sum(row.asynchronous for row in audit.rows),
-                "sent": sum(row.found for row in audit.rows),
+                "strategy": row.strategy,
+                "passed": passed,
+                "collectives": collectives(program, mesh),
                 "arguments": memory.argument_size_in_bytes,
                 "temporary": memory.temp_size_in_bytes,
             }
         )
-    parameters = sum(x.size for x in jax.tree.leaves(params))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    report.write_run(args.out, args.revision, preset=args.preset, parameters=parameters, rows=rows)
+        print(rows[-1], "\n", flush=True)
+    found = dict(preset=args.preset, mesh=dict(mesh.shape), layers=config.layers)
+    report.write_run(args.out, args.revision, **found, parameters=parameters, rows=rows)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ devices. Without a GPU it runs on virtual CPU devices, in minutes; with GPUs it 
     python experiments/train_lm.py --optimizer optax                  # the same with optax.adamw
     python experiments/train_lm.py --optimizer optax_sharded          # its moments sharded by XLA
     python experiments/train_lm.py --model-axis 2                     # heads and MLP split by XLA
+    python experiments/train_lm.py --strategy optim_grads_params --gathered-in-model    # ZeRO-3
     python experiments/train_lm.py --processes 4                      # one process for each GPU
     srun python experiments/train_lm.py --distributed                 # on many hosts
     python experiments/train_lm.py --save-every 100 --resume          # goes on where it was ended
@@ -90,7 +91,7 @@ def setup_jdistadam(args, mesh, model, params, specs):
 
     Main parameters begin with the float32 values; the model computes with their rounded ones.
     """
-    gathers = args.scan and args.strategy == "optim_grads_params"
+    gathers_scanned = args.scan and args.strategy == "optim_grads_params"
     policy = jda.MixedPrecisionPolicy(
         main_grads_dtype=DTYPES[args.main_grads_dtype],
         grad_comm_dtype=DTYPES[args.grad_comm_dtype],
@@ -114,10 +115,11 @@ def setup_jdistadam(args, mesh, model, params, specs):
         sharding_strategy=args.strategy,
         policy=policy,
         max_grad_norm=args.max_grad_norm,
-        stacked=is_stacked if gathers else None,
+        stacked=is_stacked if gathers_scanned else None,
+        gathered_in_model=(lambda path: "block_" in path) if args.gathered_in_model else None,
         param_specs=specs if args.model_axis > 1 else None,
     )  # fmt: skip
-    if gathers:
+    if gathers_scanned or args.gathered_in_model:
         model = model.clone(gather=functools.partial(jda.gather_params, tx=tx))
     loss = gpt.loss_fn(model)
     low, vector = DTYPES[args.param_dtype], DTYPES[args.vector_dtype]

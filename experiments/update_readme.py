@@ -9,6 +9,7 @@ import pathlib
 import re
 import sys
 
+import layer_tables
 import low_precision
 import precision
 import speed_tables
@@ -191,56 +192,6 @@ def plan_memory_table() -> str:
     return markdown.table(columns, table)
 
 
-def scan_runs_table() -> str:
-    """One line for each way to hold the layers of a scanned model, trained on four GPUs."""
-    columns = (
-        "`sharding_strategy`",
-        "training loss at steps 10, 20, 30, 40",
-        "tokens/s",
-        "sent per device and step",
-        "params and state per device",
-        "peak memory per device",
-    )
-    table = []
-    for strategy in ("optim_grads", "optim_grads_params"):
-        curves, r = precision.read(RESULTS / "train_lm/h200_x4/scan" / strategy)
-        cells = (
-            f'`"{strategy}"`',
-            ", ".join(f"{loss:.4f}" for loss in curves["train_loss"].values()),
-            f"{r['tokens_per_second']:,.0f}",
-            f"{r['bytes_sent_per_device'] / 1e9:,.2f} GB",
-            f"{r['state_bytes_per_device'] / 1e9:,.2f} GB",
-            f"{r['peak_bytes_per_device'] / 1e9:,.1f} GB",
-        )
-        table.append(cells)
-    return markdown.table(columns, table)
-
-
-def scanned_table(record: str) -> str:
-    """One line for each way to hold and to recompute the layers of a model."""
-    results = json.loads((RESULTS / f"scanned_memory/h200/{record}.json").read_text())["results"]
-    columns = (
-        f"{results['parameters'] / 1e9:.2f}e9 parameters",
-        "`sharding_strategy`",
-        "params, state and batch",
-        "temporary",
-        "elements gathered a step",
-        "audit",
-    )
-    table = []
-    for row in results["rows"]:
-        cells = (
-            row["name"].replace("whole", "unsharded"),  # as the script calls it now
-            f'`"{row["strategy"]}"`',
-            f"{row['arguments'] / 1e9:,.2f} GB",
-            f"{row['temporary'] / 1e9:,.2f} GB",
-            f"{row['gathered_found'] / 1e9:,.2f}e9",
-            "as planned" if row["passed"] else "NOT as planned",
-        )
-        table.append(cells)
-    return markdown.table(columns, table)
-
-
 STEP_ROWS = {
     "floor": "forward and backward pass, no optimizer",
     "annotated_zero1": "optax.adamw, annotations, sums in bfloat16",
@@ -356,9 +307,11 @@ TABLES = {
     "gathered_once": speed_tables.gathered_once,
     "plan": plan_table,
     "plan_memory": plan_memory_table,
-    "scan_runs": scan_runs_table,
-    "scanned": lambda: scanned_table("default"),
-    "unrolled": lambda: scanned_table("unrolled"),
+    "scan_runs": layer_tables.scan_runs,
+    "scanned": lambda: layer_tables.memory("default"),
+    "unrolled": lambda: layer_tables.memory("unrolled"),
+    "gpt2_xl": lambda: layer_tables.memory("gpt2_xl"),
+    "layers": layer_tables.gathered_when,
 }
 
 

@@ -24,9 +24,16 @@ FAST_COMPILATION = (
 
 
 @pytest.mark.slow
-def test_command_checks_and_times_every_row(tmp_path):
+@pytest.mark.parametrize(
+    ("workload", "variants"),
+    [
+        ("scanned-2x2", ("annotated_fsdp", "optim_grads_params+clip")),
+        ("unrolled-8", [f"optim_grads_params+{x}" for x in ("block_by_block", "at_any_time")]),
+    ],
+)
+def test_command_checks_and_times_every_row(tmp_path, workload, variants):
     out = tmp_path / "bench_step.json"
-    chosen = [f"scanned-2x2/{name}" for name in ("annotated_fsdp", "optim_grads_params+clip")]
+    chosen = [f"{workload}/{name}" for name in variants]
     done = subprocess.run(
         [sys.executable, str(ROOT / "experiments" / "bench_step.py"), "--rows", ",".join(chosen),
          "--size", "tiny", "--rounds", "2", "--jobs", "1", "--out", str(out)],
@@ -39,7 +46,7 @@ def test_command_checks_and_times_every_row(tmp_path):
     run = json.loads(out.read_text())
     assert run["machine"]["devices"] and run["revision"] and "--size tiny" in run["command"]
     floor, *others = run["results"]["rows"]
-    assert floor["name"] == "scanned-2x2/floor" and floor["ratio_to_floor"] == 1
+    assert floor["name"] == f"{workload}/floor" and floor["ratio_to_floor"] == 1
     assert [row["name"] for row in others] == chosen
     for row in others:
         assert row["check"]["passed"] and 0 < row["check"]["distance"]
@@ -186,6 +193,7 @@ def test_phase_of_a_kernel(kernel, origin, phase):
     [
         ("unrolled-8/optim", 2, {"reduce-scatter": 4.0, "all-gather": 2.0, "update": 3.5, "norm": 0.25}),
         ("scanned-1x4/optim_grads_params", 2, {"reduce-scatter": 16.0, "all-gather": 16.0, "update": 3.5, "norm": 0.25}),
+        ("unrolled-1x4/optim_grads_params+block_by_block", 2, {"reduce-scatter": 16.0, "all-gather": 16.0, "update": 3.5, "norm": 0.25}),
         ("scanned-1x4/annotated_fsdp", 2, {"reduce-scatter": 16.0, "all-gather": 16.0, "update": 3.5}),
         ("unrolled-1x4/annotated_fsdp", 2, {"reduce-scatter": 16.0, "all-gather": 8.0, "update": 3.5}),
         ("unrolled-8/no_shard", 2, {"all-reduce": 8.0, "update": 7.0, "norm": 0.5}),
@@ -199,9 +207,10 @@ def test_prediction_counts_bytes(row, devices, expected):
     """1e9 parameters on 2 devices: 28e9 / 2 bytes updated, 2e9 / 2 sent each way, 2e9 / 2 normed."""
     rates = {"copy": 4e12, "reduce-scatter": 250e9, "all-gather": 500e9, "all-reduce": 250e9}
     rates["all-to-all"] = 125e9
+    name = "layers" if "scanned" in row else "block00"
     setting = types.SimpleNamespace(
         mesh=Mesh(np.arange(devices), ("data",)),
-        shapes={"layers": jax.ShapeDtypeStruct((10, 10_000, 10_000), np.float32)},
+        shapes={name: jax.ShapeDtypeStruct((10, 10_000, 10_000), np.float32)},
     )
     assert budget.predict(rows.parse(row), setting, rates) == expected
 
@@ -217,6 +226,9 @@ def test_rows_by_pattern_and_by_name():
     assert [row.name for row in groups["scanned-2"]][1:] == ["scanned-2/optim+clip+early"]
     for name in rows.KNOWN:
         assert rows.parse(name).name == name
+    layers = rows.select("layers")
+    assert [len(group) for group in layers.values()] == [6, 3]
+    assert [row.name for group in layers.values() for row in group[1:]] == rows.SETS["layers"]
 
 
 @pytest.mark.parametrize(
@@ -225,6 +237,8 @@ def test_rows_by_pattern_and_by_name():
         ("rolled-8/optim", "no workload 'rolled-8'"),
         ("unrolled-8/zero7", "no variant 'zero7'"),
         ("unrolled-8/annotated_fsdp+remainder16", "annotated_fsdp has no remainder16"),
+        ("unrolled-8/optim+block_by_block", "optim has no block_by_block"),
+        ("scanned-8/optim_grads_params+at_any_time", "optim_grads_params has no at_any_time"),
         ("step-gpt2xl/optim_grads_params", "no variant 'optim_grads_params'"),
         ("unrolled-8/nothing*", "no known row is like"),
     ],

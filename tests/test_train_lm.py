@@ -32,8 +32,10 @@ ALONE = [
     ("--main-params-dtype", "remainder16", "--nu-dtype", "block8", "--rounding", "stochastic"),
     ("--replicas", "2", "--strategy", "optim_grads", "--grad-reduce-dtype", "float32"),
     ("--scan", "--strategy", "optim_grads_params", "--width", "64"),
+    ("--gathered-in-model", "--strategy", "optim_grads_params", "--width", "64"),
 ]
-ALL = [option for options in ALONE if "--optimizer" not in options for option in options]
+EXCLUSIVE = {"--optimizer", "--gathered-in-model"}  # with --scan, which is among all
+ALL = [option for options in ALONE if not EXCLUSIVE & {*options} for option in options]
 
 
 @pytest.mark.slow  # as with all options at once: see test_train_lm_resume.py

@@ -18,7 +18,7 @@ class GPTConfig:
     layers: int
     width: int
     heads: int
-    length: int  # context, in bytes
+    length: int  # context, in tokens; a byte is one with the vocabulary of 256
     batch: int  # sequences per step, over all devices
     vocabulary: int = 256
 
@@ -27,18 +27,21 @@ PRESETS = {
     "tiny": GPTConfig(layers=3, width=128, heads=4, length=128, batch=32),
     "gpt2-small": GPTConfig(layers=12, width=768, heads=12, length=1024, batch=32),
     "gpt-1.3b": GPTConfig(layers=26, width=2048, heads=16, length=1024, batch=32),
+    "gpt2-xl": GPTConfig(48, 1600, 25, length=1024, batch=32, vocabulary=50257),
 }
 
 
 class Block(nn.Module):
     """Attention and a two-layer perceptron, each behind a layer norm and a residual.
 
-    With ``axis``, heads and hidden units are split over this axis of the mesh of jax.set_mesh.
+    With ``axis``, heads and hidden units are split over this axis of the mesh of jax.set_mesh; with
+    ``batch_axis``, sequences over that one, where XLA is to know no other place for them.
     """
 
     config: GPTConfig
     dtype: Any
     axis: str | None = None
+    batch_axis: str | None = None
 
     @nn.compact
     def __call__(self, x):
@@ -65,9 +68,11 @@ class Block(nn.Module):
 
     def place(self, x, *names):
         """Says to XLA over which axis the last dimensions of an activation are split."""
-        if self.axis is None:
+        if self.axis is None and self.batch_axis is None:
             return x
         batch = (P.UNCONSTRAINED,) * (x.ndim - len(names))  # stays as it is
+        if self.batch_axis is not None:
+            batch = (self.batch_axis, *(None for _ in batch[1:]))
         return jax.lax.with_sharding_constraint(x, P(*batch, *names))
 
 
@@ -104,6 +109,7 @@ class GPT(nn.Module):
     gather: Any = None  # None: the parameters are whole
     remat_policy: Any = None
     axis: str | None = None  # of the mesh, over which blocks are split
+    batch_axis: str | None = None  # and sequences, where that is for XLA to see to
 
     @nn.compact
     def __call__(self, tokens):
@@ -111,23 +117,29 @@ class GPT(nn.Module):
         normal = nn.initializers.normal(0.02)
         table = self.param("bytes", normal, (c.vocabulary, c.width)).astype(self.dtype)
         positions = self.param("positions", normal, (c.length, c.width)).astype(self.dtype)
-        # A product with one-hot rows, not a lookup: the gradient of a lookup adds thousands of
-        # rows into each of 256, one after the other.
-        x = jax.nn.one_hot(tokens, c.vocabulary, dtype=self.dtype) @ table
-        x = x + positions[: tokens.shape[1]]
+        if c.vocabulary > 256:
+            x = table[tokens]
+        else:  # the gradient of a lookup adds thousands of rows into each, one after the other
+            x = jax.nn.one_hot(tokens, c.vocabulary, dtype=self.dtype) @ table
+        x = self.block().place(x + positions[: tokens.shape[1]], None)
         if self.scans:
             x = self.scan(x)
         elif self.gather is not None and not self.is_initializing():
             x = self.gathered_blocks(x)
         else:
             for i in range(c.layers):
-                x = Block(c, self.dtype, self.axis, name=f"block_{i}")(x)
+                x = self.block(name=f"block_{i}")(x)
         x = nn.LayerNorm(dtype=self.dtype, name="norm")(x)
         return (x @ table.T).astype(jnp.promote_types(self.dtype, jnp.float32))
 
+    def block(self, name=None):
+        """A block: one of this module's parts with a name, else one that is given parameters."""
+        parent = {"name": name} if name else {"parent": None}
+        return Block(self.config, self.dtype, self.axis, self.batch_axis, **parent)
+
     def scan(self, x):
         """Applies all blocks, whose parameters are stacked."""
-        block = Block(self.config, self.dtype, self.axis, parent=None)
+        block = self.block()
 
         def init(key):
             keys = jax.random.split(key, self.config.layers)
@@ -144,7 +156,7 @@ class GPT(nn.Module):
 
     def gathered_blocks(self, x):
         """Applies one block after the other, each to what ``gather`` makes of its parameters."""
-        block = Block(self.config, self.dtype, self.axis, parent=None)
+        block = self.block()
 
         @functools.partial(jax.checkpoint, policy=self.remat_policy)
         def body(layer, x, before):

@@ -41,6 +41,11 @@ def _add_sharding(add):
         default="optim",
         help="what jdistadam shards over the devices of a replica",
     )
+    add(
+        "--gathered-in-model",
+        action="store_true",
+        help="gather the parameters of each block where the model uses it",
+    )
 
 
 def _add_dtypes(add):
@@ -134,6 +139,7 @@ def resolve(args):
     chosen = {key: getattr(args, key) for key in ("layers", "width", "batch") if getattr(args, key)}
     config = gpt.GPTConfig(**(vars(gpt.PRESETS[args.preset]) | chosen))
     check_model_axis(args, config)
+    check_gathered_in_model(args)
     return config
 
 
@@ -147,8 +153,19 @@ def check_model_axis(args, config):
         )
     if config.heads % size:
         sys.exit(f"--model-axis {size} does not divide {config.heads} heads: choose one that does")
-    if size > 1 and args.scan and args.strategy == "optim_grads_params":
+
+
+def check_gathered_in_model(args):
+    """Ends the run, in words, where there is nothing for the model to gather block by block."""
+    if not args.gathered_in_model:
+        return
+    if args.optimizer != "jdistadam" or args.strategy != "optim_grads_params":
         sys.exit(
-            "--model-axis with --scan and --strategy optim_grads_params: layers that XLA splits "
-            "cannot be gathered one by one; leave one of the three out"
+            f"--gathered-in-model with --optimizer {args.optimizer} and --strategy "
+            f"{args.strategy}: parameters are unsharded already; add --strategy optim_grads_params"
+        )
+    if args.scan:
+        sys.exit(
+            "--gathered-in-model with --scan: a scan gathers its layers without this option; "
+            "leave one of the two out"
         )

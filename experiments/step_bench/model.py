@@ -29,6 +29,8 @@ class Size:
 
 SIZES = {
     "gpt-1.3b": Size(layers=24, width=2048, heads=16, vocabulary=50304, length=1024),
+    "gpt2-small": Size(layers=12, width=768, heads=12, vocabulary=50304, length=1024),
+    "gpt2-large": Size(layers=36, width=1280, heads=20, vocabulary=50304, length=1024),
     "gpt-0.3b": Size(layers=24, width=1024, heads=16, vocabulary=50304, length=1024),
     "tiny": Size(layers=2, width=64, heads=4, vocabulary=256, length=32),
 }
@@ -73,6 +75,11 @@ def is_stacked(path):
     return "layers" in path
 
 
+def is_in_block(path):
+    """Whether a leaf is a parameter of a block of an unrolled model."""
+    return "block" in path
+
+
 def draw(tree, sharding, scale=0.02):
     """Random values for these shapes: normal, and ones for the scales of the norms."""
     keys = jax.random.split(jax.random.key(0), len(jax.tree.leaves(tree)))
@@ -103,20 +110,22 @@ def tokens(size, workload, devices):
     return np.random.default_rng(0).integers(0, size.vocabulary, shape, dtype=np.int32)
 
 
-def make_loss(size, workload, attention, gather=None, remat_policy=None):
+def make_loss(size, workload, attention, gather=None, remat_policy=None, place=lambda x: x):
     """Returns ``loss(params, tokens)``, the mean cross-entropy of the next token in nats.
 
     Args:
       size: Of the model.
       workload: Whether it scans, and whether it computes blocks again.
       attention: Implementation of ``jax.nn.dot_product_attention``.
-      gather: Makes unsharded parameters of a layer of those that the scan is given.
+      gather: Makes unsharded parameters of a layer of those that the scan is given, or of a block's
+        and of what must be known ``after``.
       remat_policy: What a block that is not computed again may keep; None: everything.
+      place: Says to XLA how an activation is sharded, where that is not given.
     """
     apply = functools.partial(_block, heads=size.heads, attention=attention)
 
-    def body(x, layer):
-        return apply(x, layer if gather is None else gather(layer)), None
+    def body(x, layer, **kwargs):
+        return place(apply(x, layer if gather is None else gather(layer, **kwargs))), None
 
     # A loop keeps the passes apart by itself; without the barriers XLA can move collectives.
     checkpoint = functools.partial(jax.checkpoint, prevent_cse=not workload.is_scanned)
@@ -127,12 +136,14 @@ def make_loss(size, workload, attention, gather=None, remat_policy=None):
 
     def loss(params, tokens):
         with jax.named_scope("model"):
-            x = params["embed"][tokens[:, :-1]] + params["positions"][None]
+            x = place(params["embed"][tokens[:, :-1]] + params["positions"][None])
             if workload.is_scanned:
                 x, _ = jax.lax.scan(body, x, params["layers"])
             else:
+                before = x
                 for i in range(size.layers):
-                    x, _ = body(x, params[f"block{i:02d}"])
+                    kwargs = {} if gather is None else {"after": before}
+                    (x, _), before = body(x, params[f"block{i:02d}"], **kwargs), x
             logits = (_norm(x, params["norm"]) @ params["embed"].T).astype(jnp.float32)
             chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
             return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)

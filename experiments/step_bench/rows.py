@@ -39,13 +39,16 @@ OPTIONS = {  # modifiers that are compiler options, over those that a variant ha
     # Fewer channels take fewer multiprocessors from the products beside them.
     **{f"channels_{n}": {"xla_gpu_nccl_collective_max_nchannels": n} for n in (2, 4, 8)},
     "single_gathers": {MERGING.format("all_gather"): 1},
+    "merge_nothing": merging(1),
     "merge_30m": merging(30 << 20),
     "merge_1g": merging(1 << 30),
 }
 # What ours is made with; annotations have float32 main parameters, and XLA's own sums. On GPUs that
 # reach each other "float32sum" goes over peer memory, unless with "over_xla". "gathered_once" is
-# reshard_after_forward=False.
-SETTINGS = {"clip", "float32sum", "remainder16", "over_xla", "gathered_once"}
+# reshard_after_forward=False. In an unrolled model "block_by_block" gathers each block where it is
+# used, after the activations that enter the block before, and "at_any_time" without that.
+BY_BLOCK = {"block_by_block", "at_any_time"}
+SETTINGS = {"clip", "float32sum", "remainder16", "over_xla", "gathered_once", *BY_BLOCK}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +94,9 @@ def parse(name):
     annotated, ours = {"clip", "default_options", *OPTIONS}, SETTINGS | OPTIONS.keys()
     allowed = {FLOOR: set(), **{x: annotated for x in ANNOTATED}, **{x: ours for x in STRATEGIES}}
     for strategy in STRATEGIES[:3]:
-        allowed[strategy] = ours - {"gathered_once"}
+        allowed[strategy] = ours - {"gathered_once", *BY_BLOCK}
+    if workload != tree and workload.is_scanned:
+        allowed["optim_grads_params"] = ours - BY_BLOCK
     if workload == tree:  # params are whole before and after
         allowed = {x: allowed[x] for x in ("annotated_zero1", *STRATEGIES[:3])}
     if variant not in allowed:
@@ -135,6 +140,19 @@ _STEP = (
     "optim+float32sum+over_xla",
     "optim+remainder16",
 )
+_BLOCKS = (
+    "optim_grads_params",
+    "optim_grads_params+block_by_block",
+    "optim_grads_params+at_any_time",
+    "annotated_fsdp",
+    "annotated_fsdp+merge_nothing",
+)
+SETS = {  # rows with a name of their own: all ways to gather the layers of a model
+    "layers": [
+        *_group("unrolled-8", *_BLOCKS),
+        *_group("scanned-8", "optim_grads_params", "annotated_fsdp"),
+    ]
+}
 KNOWN = [
     *_group("unrolled-8", *_LONG),
     *_group("scanned-8", *_LONG),
@@ -147,11 +165,13 @@ KNOWN = [
 def select(patterns):
     """Rows by group, each with its floor first, of patterns or of names.
 
-    A pattern chooses among the known rows; a name without a wildcard may be any that there can be.
+    A pattern chooses among the known rows; a name without a wildcard may be any that there can be,
+    or that of one of SETS.
     """
     names = []
     for pattern in patterns.split(","):
-        found = fnmatch.filter(KNOWN, pattern) or ([] if "*" in pattern else [pattern])
+        found = SETS.get(pattern) or fnmatch.filter(KNOWN, pattern)
+        found = found or ([] if "*" in pattern else [pattern])
         if not found:
             raise SystemExit(f"no known row is like {pattern!r}; see --list")
         names += found

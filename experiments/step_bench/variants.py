@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from step_bench import model as models
+from step_bench.rows import BY_BLOCK
 
 CHECKED_STEPS = 2
 MAX_NORM = 0.1  # below any gradient's, so that it clips
@@ -172,13 +173,19 @@ class Annotated:
     def __init__(self, setting, is_fsdp, clips, options):
         self.setting = setting
         self.update = AnnotatedUpdate(setting.shapes, setting.mesh, is_fsdp, clips)
+        # Else XLA shards activations as it does parameters, and sends those.
+        place = {"place": self._by_sequence} if is_fsdp else {}
+        self._loss = setting.loss(**place)
         self._jitted = jax.jit(self._step, donate_argnums=0, compiler_options=options or None)
         self.program = None
         self.start = self.update.start
 
+    def _by_sequence(self, x):
+        return jax.lax.with_sharding_constraint(x, self.setting.by_device)
+
     def _step(self, train_state, batch):
         params, main, state = train_state
-        value_and_grad = jax.value_and_grad(self.setting.loss())
+        value_and_grad = jax.value_and_grad(self._loss)
         micro = self.setting.workload.accumulate_steps
         if micro == 1:
             loss, grads = value_and_grad(params, batch[0])
@@ -234,6 +241,7 @@ def make_tx(mesh, strategy, modifiers, **kwargs):
         max_grad_norm=MAX_NORM if "clip" in modifiers else None,
         communication="xla" if "over_xla" in modifiers else "auto",
         reshard_after_forward="gathered_once" not in modifiers,
+        gathered_in_model=models.is_in_block if BY_BLOCK & modifiers else None,
         **kwargs,
     )  # fmt: skip
 
@@ -243,12 +251,14 @@ class Ours:
 
     def __init__(self, setting, strategy, modifiers, options):
         self.setting, self.place = setting, setting.place
-        gathers = setting.workload.is_scanned and strategy == "optim_grads_params"
-        stacked = models.is_stacked if setting.workload.is_scanned else None
+        is_scanned = setting.workload.is_scanned
+        stacked = models.is_stacked if is_scanned else None
         self.tx = make_tx(setting.mesh, strategy, modifiers, stacked=stacked)
         extra = {}
-        if gathers:
+        if BY_BLOCK & modifiers or (is_scanned and strategy == "optim_grads_params"):
             gather = functools.partial(jda.gather_params, tx=self.tx)
+            if "at_any_time" in modifiers:
+                gather = lambda layer, after: jda.gather_params(layer, self.tx)  # noqa: E731
             extra = dict(gather=gather, remat_policy=jda.remat_policy)
         self._step = jda.train_step(
             setting.loss(**extra),

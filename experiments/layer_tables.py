@@ -1,0 +1,141 @@
+"""Tables of models that gather their layers, for update_readme.py."""
+
+import json
+import pathlib
+
+import precision
+from lm import markdown
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def read(record):
+    """What scanned_memory.py found."""
+    return json.loads((RESULTS / f"scanned_memory/h200/{record}.json").read_text())["results"]
+
+
+def scan_runs() -> str:
+    """One line for each way to hold the layers of a scanned model, trained on four GPUs."""
+    columns = (
+        "`sharding_strategy`",
+        "training loss at steps 10, 20, 30, 40",
+        "tokens/s",
+        "sent per device and step",
+        "params and state per device",
+        "peak memory per device",
+    )
+    table = []
+    for strategy in ("optim_grads", "optim_grads_params"):
+        curves, r = precision.read(RESULTS / "train_lm/h200_x4/scan" / strategy)
+        cells = (
+            f'`"{strategy}"`',
+            ", ".join(f"{loss:.4f}" for loss in curves["train_loss"].values()),
+            f"{r['tokens_per_second']:,.0f}",
+            f"{r['bytes_sent_per_device'] / 1e9:,.2f} GB",
+            f"{r['state_bytes_per_device'] / 1e9:,.2f} GB",
+            f"{r['peak_bytes_per_device'] / 1e9:,.1f} GB",
+        )
+        table.append(cells)
+    return markdown.table(columns, table)
+
+
+def memory(record: str) -> str:
+    """One line for each way to hold, to gather and to recompute the layers of a model."""
+    results = read(record)
+    columns = (
+        f"{results['parameters'] / 1e9:.2f}e9 parameters",
+        "`sharding_strategy`",
+        "params, state and batch",
+        "temporary",
+        "elements gathered a step",
+        "gathers, reductions per layer",
+        "audit",
+    )
+    table = []
+    for row in results["rows"]:
+        is_ours = row["strategy"] != "annotations"
+        per_layer = (sent(row, op)["instructions"] / results["layers"] for op in OPS)
+        cells = (
+            row["name"],
+            f'`"{row["strategy"]}"`' if is_ours else "`optax.adamw`",
+            f"{row['arguments'] / 1e9:,.2f} GB",
+            f"{row['temporary'] / 1e9:,.2f} GB",
+            f"{sent(row, 'all-gather')['elements'] / 1e9:,.2f}e9",
+            ", ".join(f"{n:.1f}" for n in per_layer),
+            ("as planned" if row["passed"] else "NOT as planned") if is_ours else "-",
+        )
+        table.append(cells)
+    return markdown.table(columns, table)
+
+
+OPS = ("all-gather", "reduce-scatter")
+
+
+def sent(row, op, axes="data"):
+    """How often a step does this, and of how many elements."""
+    nothing = {"op": op, "instructions": 0, "elements": 0}
+    found = [c for c in row["collectives"] if c["op"] == op and c["axes"] == axes]
+    return found[0] if found else nothing
+
+
+LAYERS = {  # row: which model, what it gathers in the forward and in the backward pass, how much
+    "scanned, layer by layer": (
+        "scanned, `stacked`, with `jax.checkpoint`",
+        "layer by layer",
+        "layer by layer",
+        "two or three layers",
+    ),
+    "unrolled, block by block": (
+        "unrolled, `gathered_in_model`, with `jax.checkpoint` and `after`",
+        "block by block",
+        "block by block",
+        "one or two blocks",
+    ),
+    "unrolled, block by block, nothing recomputed": (
+        "unrolled, `gathered_in_model`, without `jax.checkpoint`",
+        "block by block",
+        "nothing: they are kept",
+        "all blocks, at the end of the forward pass",
+    ),
+    "unrolled, gathered first": (
+        "neither argument, with `jax.checkpoint`",
+        "all before it",
+        "nothing: they are kept",
+        "all parameters",
+    ),
+    "unrolled, unsharded parameters": (
+        '`"optim_grads"`, with `jax.checkpoint`',
+        "nothing",
+        "nothing; new parameters after the step",
+        "all parameters, always",
+    ),
+}
+
+
+def gathered_when() -> str:
+    """One line for each way to gather layers: when, and what it takes with and without an axis."""
+    records = [
+        {row["name"]: row for row in read(record)["rows"]} for record in ("unrolled", "model_axes")
+    ]
+    columns = (
+        "model",
+        "gathered in the forward pass",
+        "in the backward pass",
+        "unsharded at a time",
+        "temporary, 8 devices",
+        "temporary, 4 x 2",
+        "along the model axis of these",
+    )
+    table = []
+    for name, cells in LAYERS.items():
+        rows = [record[name] for record in records]
+        temporary = (f"{row['temporary'] / 1e9:,.2f} GB" for row in rows)
+        table.append((*cells, *temporary, along_model_axis(rows[-1])))
+    return markdown.table(columns, table)
+
+
+def along_model_axis(row):
+    found = [c for c in row["collectives"] if c["axes"] == "model"]
+    return ", ".join(
+        f"{c['instructions']} {c['op']}s, {c['elements'] / 1e9:.2f}e9 elements" for c in found
+    )
