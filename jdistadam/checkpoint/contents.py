@@ -53,7 +53,7 @@ class Contents:
     ]  # what the header says: the count, the kind of main parameters, the layout
 
     def filled(self) -> list[Group]:
-        """Returns the groups without those of arrays that have no elements, which orbax refuses."""
+        """Returns the groups without those of arrays that have no elements, which orbax does not take."""
         return [g for g in self.groups if all(math.prod(entry.shape) for entry in g.entries)]
 
 
