@@ -5,9 +5,9 @@
 #include <utility>
 
 #include "ffi_adam.h"
-#include "ffi_quantized.h"
 #include "ffi_norm.h"
 #include "ffi_peer_meeting.h"
+#include "ffi_quantized.h"
 #include "ffi_sum.h"
 
 namespace jdistadam {

@@ -3,9 +3,9 @@
 #include <set>
 
 #include "ffi_adam.h"
-#include "ffi_quantized.h"
 #include "ffi_norm.h"
 #include "ffi_peer_meeting.h"
+#include "ffi_quantized.h"
 #include "ffi_sum.h"
 #include "kernels_cuda.h"
 

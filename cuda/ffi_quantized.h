@@ -6,7 +6,7 @@
 //           uint8 or uint16. Behind the arrays come, for each moment that is, its scales f32: one
 //           array per leaf, or a flat one where the moment is flat.
 // results   as there; then the scales, aliased with their operands.
-// random    whether to round at random.
+// random    whether to round stochastically.
 // mu_offsets, nu_offsets   where leaves begin in a flat moment; empty: `offsets` say so.
 // ids       for each leaf the number of the whole leaf of which it is a part.
 // cuts      for each leaf the piece and the whole piece of its two cuts; empty: it is part
@@ -127,7 +127,7 @@ inline ffi::Error BuildQuantizedCall(const QuantizedAttributes& a,
   auto error = BuildLeaves(a.adam, coefficients, inv_scale, found_inf, args, rets,
                            /*moments_may_be_coded=*/true, rows, &taken, &call->adam);
   if (error.failure()) return error;
-  call->is_random = a.random;
+  call->is_stochastic = a.random;
   call->key = key.typed_data();
   call->count = count.typed_data();
   call->parts = parts.typed_data();

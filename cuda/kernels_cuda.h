@@ -4,9 +4,9 @@
 #include <cuda_runtime_api.h>
 
 #include "adam.h"
-#include "quantized.h"
 #include "norm.h"
 #include "peer.h"
+#include "quantized.h"
 #include "sum.h"
 
 namespace jdistadam {

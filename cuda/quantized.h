@@ -1,4 +1,4 @@
-// One Adam step whose moments are coded or that rounds at random (rounding.h): the
+// One Adam step whose moments are coded or that rounds stochastically (rounding.h): the
 // interface between the kernels and the FFI handlers.
 #pragma once
 
@@ -29,12 +29,12 @@ struct QuantizedLeaf : Leaf {
   uint32_t slot;  // of the call: where its parts are in `parts`
 };
 
-// AdamCall's Dtypes may be those of codes for mu and nu. With `is_random`, mu and nu of 8 or
-// 16 bits are rounded at random, and so are parameters of 16 bits in Mode::kStep; `out` always to
-// nearest. A skipped step uses no random bits: they depend on the count, which then stays.
+// AdamCall's Dtypes may be those of codes for mu and nu. With `is_stochastic`, mu and nu of 8 or
+// 16 bits are rounded stochastically, and so are parameters of 16 bits in Mode::kStep; `out` always
+// to nearest. A skipped step uses no random bits: they depend on the count, which then stays.
 struct QuantizedCall {
   AdamCall adam;  // without leaves
-  bool is_random;
+  bool is_stochastic;
   const uint32_t* key;   // [2], device memory in the CUDA kernel
   const int32_t* count;  // steps taken before this one
   const int32_t* parts;  // [leaves][2]: which parts of the cuts each leaf is; likewise

@@ -210,7 +210,7 @@ __device__ __forceinline__ Tile TileOf(const Step& step, const QuantizedLeaf& le
       fabsf(c.learning_rate) <= kLargestRate && fabsf(c.weight_decay) <= kLargestRate &&
       IsWideAligned<Types>(leaf) && leaf.size < kMaxChunked;
   tile.by = {1.0f / c.c1, 1.0f / c.c2};
-  if (!Types::IsRandom(step)) return tile;
+  if (!Types::IsStochastic(step)) return tile;
   tile.count = static_cast<uint32_t>(*step.count);
   tile.key0 = step.key[0];
   tile.key1 = step.key[1];
@@ -274,10 +274,10 @@ __device__ __forceinline__ void PackParams(const Types& t, const Floats& p, cons
   if (Types::kMode == Mode::kStepAndCast) RoundToHalves<false>(canonical, drawn, y->out);
 }
 
-template <typename Types, bool kRandom>
+template <typename Types, bool kStochastic>
 __device__ __forceinline__ Stepped StepWidened(const Types& t, const Tile& tile, Widened& x,
                                                const Bits& drawn) {
-  static_assert(kRandom || Types::kMode != Mode::kStep || Types::param == Dtype::kFloat32);
+  static_assert(kStochastic || Types::kMode != Mode::kStep || Types::param == Dtype::kFloat32);
   static_assert(!Types::kMayBeCautious);
   Stepped y;
   Coefficients c = tile.c;
@@ -300,10 +300,10 @@ __device__ __forceinline__ Stepped StepWidened(const Types& t, const Tile& tile,
   moments.is_ordinary = x.is_ordinary;
   if (IsCoded(t.mu)) {
     constexpr Dtype coded = IsCoded(Types::mu) ? Types::mu : Dtype::kBlock8;
-    Encode<coded, kRandom>(x.m, x.v, mu_random, nu_random, &moments);
+    Encode<coded, kStochastic>(x.m, x.v, mu_random, nu_random, &moments);
   } else {
-    PackMoment<Moment::kMu, kRandom>(t.mu, x.m, mu_random, moments.mu, &moments.is_ordinary);
-    PackMoment<Moment::kNu, kRandom>(t.nu, x.v, nu_random, moments.nu, &moments.is_ordinary);
+    PackMoment<Moment::kMu, kStochastic>(t.mu, x.m, mu_random, moments.mu, &moments.is_ordinary);
+    PackMoment<Moment::kNu, kStochastic>(t.nu, x.v, nu_random, moments.nu, &moments.is_ordinary);
   }
   return y;
 }
@@ -349,7 +349,7 @@ __device__ __forceinline__ void DrawWide(const Step& step, const QuantizedLeaf& 
 // in which something is out of the ordinary, and one that is not whole. `mine` is this thread's
 // first element, `stride` is from one chunk to the next, and `slot` is the thread's in its warp's
 // first stage.
-template <typename Types, bool kRandom, bool kIsRun>
+template <typename Types, bool kStochastic, bool kIsRun>
 __device__ __forceinline__ uint32_t StepChunks(const Types& t, const Step& step,
                                                const QuantizedLeaf& leaf, const Tile& tile,
                                                uint32_t mine, uint32_t stride, uint32_t slot) {
@@ -374,8 +374,8 @@ __device__ __forceinline__ uint32_t StepChunks(const Types& t, const Step& step,
     free_slot = slot;
     slot = slot == last_slot ? last_slot - ahead * size : slot + size;
     Bits drawn = {};
-    if (kRandom) DrawWide<kIsRun>(step, leaf, tile, i, group, drawn);
-    const Stepped stepped = StepWidened<Types, kRandom>(t, tile, widened, drawn);
+    if (kStochastic) DrawWide<kIsRun>(step, leaf, tile, i, group, drawn);
+    const Stepped stepped = StepWidened<Types, kStochastic>(t, tile, widened, drawn);
     if (__all_sync(kAllLanes, stepped.moments.is_ordinary)) {
       Store(t, arrays, i, stepped);
     } else {

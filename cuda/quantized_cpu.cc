@@ -1,4 +1,4 @@
-// The step with moments in codes or rounding at random, on the CPU: tiles handed to threads, block
+// The step with moments in codes or stochastic rounding, on the CPU: tiles handed to threads, block
 // by block. Simple loops of scalars; the formula is adam_math.h's.
 
 #include <algorithm>
@@ -32,12 +32,12 @@ void LoadMoment(const void* base, Dtype dtype, const float* scales, size_t begin
   });
 }
 
-template <bool kRandom>
+template <bool kStochastic>
 void StoreRounded(void* base, Dtype dtype, size_t i, float x, uint32_t word) {
   if (dtype == Dtype::kBfloat16) {
-    static_cast<uint16_t*>(base)[i] = RoundToBfloat16<kRandom>(x, word);
+    static_cast<uint16_t*>(base)[i] = RoundToBfloat16<kStochastic>(x, word);
   } else if (dtype == Dtype::kFloat16) {
-    static_cast<uint16_t*>(base)[i] = RoundToFloat16<kRandom>(x, word);
+    static_cast<uint16_t*>(base)[i] = RoundToFloat16<kStochastic>(x, word);
   } else {
     StoreOne(base, dtype, i, x);
   }
@@ -49,33 +49,33 @@ uint32_t WordFor(uint32_t word) {
 }
 
 // Returns the scale.
-template <typename C, bool kRandom>
+template <typename C, bool kStochastic>
 float StoreCodes(typename C::Word* codes, size_t n, const float* x, const uint32_t* words) {
   uint32_t largest = 0;
   for (size_t i = 0; i < n; ++i) {
     const uint32_t word = WordFor<C::kMoment>(words[i]);
-    largest = std::max(largest, RoundedMagnitude<C, kRandom>(x[i], word));
+    largest = std::max(largest, RoundedMagnitude<C, kStochastic>(x[i], word));
   }
   const float scale = ScaleOf<C>(largest);
   for (size_t i = 0; i < n; ++i) {
     const uint32_t word = WordFor<C::kMoment>(words[i]);
-    codes[i] = static_cast<typename C::Word>(Encode<C, kRandom>(x[i], scale, word));
+    codes[i] = static_cast<typename C::Word>(Encode<C, kStochastic>(x[i], scale, word));
   }
   return scale;
 }
 
-template <Moment kMoment, bool kRandom>
+template <Moment kMoment, bool kStochastic>
 void StoreMoment(void* base, Dtype dtype, float* scales, size_t begin, size_t n, const float* x,
                  const uint32_t* words) {
   if (!IsCoded(dtype)) {
     for (size_t i = 0; i < n; ++i)
-      StoreRounded<kRandom>(base, dtype, begin + i, x[i], WordFor<kMoment>(words[i]));
+      StoreRounded<kStochastic>(base, dtype, begin + i, x[i], WordFor<kMoment>(words[i]));
     return;
   }
   WithCode<kMoment>(dtype, [&](auto code) {
     using C = decltype(code);
     auto* codes = static_cast<typename C::Word*>(base) + begin;
-    scales[begin / kBlock] = StoreCodes<C, kRandom>(codes, n, x, words);
+    scales[begin / kBlock] = StoreCodes<C, kStochastic>(codes, n, x, words);
   });
 }
 
@@ -104,7 +104,7 @@ void LoadRandom(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t beg
   }
 }
 
-template <bool kRandom>
+template <bool kStochastic>
 void StepBlock(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t begin, size_t n) {
   const AdamCall& adam = call.adam;
   const Dtypes& t = adam.dtypes;
@@ -120,20 +120,20 @@ void StepBlock(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t begi
   LoadMoment<Moment::kNu>(leaf.nu, t.nu, leaf.nu_scales, begin, n, b.v);
   for (size_t i = 0; i < n; ++i)
     b.p[i] = split ? Join(high[i], low[i]) : LoadOne(leaf.param, t.param, begin + i);
-  if (kRandom) LoadRandom(call, leaf, begin, n, b.words);
+  if (kStochastic) LoadRandom(call, leaf, begin, n, b.words);
   for (size_t i = 0; i < n; ++i) {
     const float u = AdamUpdate(c, terms, b.g[i] * *adam.inv_scale, b.p[i], b.m[i], b.v[i]);
     b.p[i] = adam.mode == Mode::kUpdate ? -u : b.p[i] - u;
   }
-  StoreMoment<Moment::kMu, kRandom>(leaf.mu, t.mu, leaf.mu_scales, begin, n, b.m, b.words);
-  StoreMoment<Moment::kNu, kRandom>(leaf.nu, t.nu, leaf.nu_scales, begin, n, b.v, b.words);
+  StoreMoment<Moment::kMu, kStochastic>(leaf.mu, t.mu, leaf.mu_scales, begin, n, b.m, b.words);
+  StoreMoment<Moment::kNu, kStochastic>(leaf.nu, t.nu, leaf.nu_scales, begin, n, b.v, b.words);
   for (size_t i = 0; i < n; ++i) {
     if (split) {
       const Halves halves = Split(b.p[i]);
       high[i] = halves.high;
       low[i] = halves.low;
     } else if (adam.mode == Mode::kStep) {
-      StoreRounded<kRandom>(leaf.param, t.param, begin + i, b.p[i], WordForParam(b.words[i]));
+      StoreRounded<kStochastic>(leaf.param, t.param, begin + i, b.p[i], WordForParam(b.words[i]));
     } else {
       if (adam.mode == Mode::kStepAndCast) StoreOne(leaf.param, t.param, begin + i, b.p[i]);
       StoreOne(leaf.out, t.out, begin + i, b.p[i]);
@@ -161,7 +161,7 @@ void RunTile(const QuantizedCall& call, const Tile& tile) {
     const size_t n = std::min(kBlock, tile.end - i);
     if (*call.adam.found_inf) {
       SkipBlock(call.adam, *tile.leaf, i, n);
-    } else if (call.is_random) {
+    } else if (call.is_stochastic) {
       StepBlock<true>(call, *tile.leaf, i, n);
     } else {
       StepBlock<false>(call, *tile.leaf, i, n);

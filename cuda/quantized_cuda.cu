@@ -1,4 +1,4 @@
-// The step with moments in codes or rounding at random, on a CUDA device: one launch for many
+// The step with moments in codes or stochastic rounding, on a CUDA device: one launch for many
 // leaves.
 //
 // threads   A warp takes blocks of 128 elements, whose largest element is found by its threads
@@ -13,8 +13,8 @@
 
 #include <algorithm>
 
-#include "quantized_chunk.cuh"
 #include "kernels_cuda.h"
+#include "quantized_chunk.cuh"
 #include "variants.cuh"
 
 namespace jdistadam {
@@ -22,7 +22,8 @@ namespace {
 
 constexpr int kSmallQuantized = 30, kLargeQuantized = 250;
 static_assert(sizeof(LeafTable<QuantizedLeaf, kSmallQuantized>) + sizeof(Step) <= 4096);
-static_assert(sizeof(LeafTable<QuantizedLeaf, kLargeQuantized>) + sizeof(Step) <= kMaxParameterBytes);
+static_assert(sizeof(LeafTable<QuantizedLeaf, kLargeQuantized>) + sizeof(Step) <=
+              kMaxParameterBytes);
 
 // Steps the chunks of a warp in a tile whose bits are set, block by block.
 template <typename Types>
@@ -36,7 +37,7 @@ __device__ __forceinline__ void StepBlocks(const Types& t, const Step& step,
       if (part.i - threadIdx.x % 32 * kVector >= leaf.size) return;
       if (*step.found_inf) {
         SkipPart(step, leaf, part);
-      } else if (Types::IsRandom(step)) {
+      } else if (Types::IsStochastic(step)) {
         StepPart<Types, true>(t, step, leaf, part);
       } else {
         StepPart<Types, false>(t, step, leaf, part);
@@ -50,7 +51,7 @@ __device__ __forceinline__ void StepBlocks(const Types& t, const Step& step,
 template <typename Types, int kCapacity>
 __global__ void __launch_bounds__(kThreads, Types::kMinBlocks)
     QuantizedKernel(const __grid_constant__ LeafTable<QuantizedLeaf, kCapacity> table,
-                  const __grid_constant__ Step step) {
+                    const __grid_constant__ Step step) {
   const TileIndex index = FindTile(table, blockIdx.x);
   const QuantizedLeaf& leaf = table.leaves[index.leaf];
   const uint32_t tiles = table.end[index.leaf] - (blockIdx.x - index.tile);
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(kThreads, Types::kMinBlocks)
   if constexpr (Types::kHasChunks) {
     using S = Stage<Types>;
     __shared__ __align__(16) char stages[kWarps * kStages * S::kSize];
-    constexpr bool is_random = Types::IsRandom(step);
+    constexpr bool is_stochastic = Types::IsStochastic(step);
     const Tile tile = TileOf<Types>(step, leaf, first + lane * kWide);
     if (tile.is_ordinary && !*step.found_inf) {
       const uint32_t start = static_cast<uint32_t>(first) + lane * kWide;
@@ -71,9 +72,9 @@ __global__ void __launch_bounds__(kThreads, Types::kMinBlocks)
       const uint32_t slot = static_cast<uint32_t>(__cvta_generic_to_shared(stages)) +
                             warp * kStages * S::kSize + lane * kSlot;
       const uint32_t left =
-          !is_random || tile.is_run
-              ? StepChunks<Types, is_random, true>(t, step, leaf, tile, start, ahead, slot)
-              : StepChunks<Types, is_random, false>(t, step, leaf, tile, start, ahead, slot);
+          !is_stochastic || tile.is_run
+              ? StepChunks<Types, is_stochastic, true>(t, step, leaf, tile, start, ahead, slot)
+              : StepChunks<Types, is_stochastic, false>(t, step, leaf, tile, start, ahead, slot);
       return StepBlocks(t, step, leaf, mine, stride, left);
     }
   }
@@ -92,7 +93,7 @@ cudaError_t Launch(List<Types>, const QuantizedCall& call, cudaStream_t stream) 
   const AdamCall& adam = call.adam;
   const uint32_t rounds = RoundsOf(call);
   const Step step{adam.mode,          (adam.flags & kNesterov) != 0,
-                  call.is_random,     (adam.flags & kCautious) != 0,
+                  call.is_stochastic, (adam.flags & kCautious) != 0,
                   adam.dtypes,        rounds,
                   adam.contributions, adam.grad_stride,
                   adam.coefficients,  adam.inv_scale,
@@ -110,7 +111,7 @@ struct Any : AnyTypes<kMode> {
   using AnyTypes<kMode>::AnyTypes;
   static constexpr bool kHasChunks = false;
   static constexpr int kMinBlocks = 1;
-  __device__ static bool IsRandom(const Step& step) { return step.is_random; }
+  __device__ static bool IsStochastic(const Step& step) { return step.is_stochastic; }
   static bool Fits(const QuantizedCall& call) { return AnyTypes<kMode>::Fits(call.adam); }
 };
 
@@ -122,9 +123,9 @@ struct Fixed : FixedTypes<kMode, kGrad, kParam, kMu, kNu, kOut> {
   // At once: 128 registers for each thread. With five blocks some are spilled, which costs more
   // than a fifth block gains.
   static constexpr int kMinBlocks = 4;
-  __device__ static constexpr bool IsRandom(const Step&) { return kIsRandom; }
+  __device__ static constexpr bool IsStochastic(const Step&) { return kIsRandom; }
   static bool Fits(const QuantizedCall& call) {
-    return Base::Fits(call.adam) && call.is_random == kIsRandom;
+    return Base::Fits(call.adam) && call.is_stochastic == kIsRandom;
   }
 };
 

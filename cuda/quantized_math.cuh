@@ -67,12 +67,12 @@ __device__ __forceinline__ void PackUpperHalves(const Bits& x, uint32_t (&y)[n])
 }
 
 // Rounds to bfloat16, two in a word. None is NaN.
-template <bool kRandom>
+template <bool kStochastic>
 __device__ __forceinline__ void RoundToHalves(const Floats& x, const Bits& random, Bits& y) {
   uint32_t sums[kWide];
 #pragma unroll
   for (int k = 0; k < kWide; ++k)
-    sums[k] = BitsOf(x[k]) + Increment<kRandom>(BitsOf(x[k]), 16, random[k]);
+    sums[k] = BitsOf(x[k]) + Increment<kStochastic>(BitsOf(x[k]), 16, random[k]);
   PackUpperHalves(sums, y);
 }
 
@@ -178,12 +178,12 @@ struct Rounded {
   uint32_t bits[kWide];
   Pair signed_halves[kPairs], halves[kPairs];
 
-  template <bool kRandom>
+  template <bool kStochastic>
   __device__ __forceinline__ static Rounded Of(const Floats& x, const Bits& random) {
     Rounded y;
 #pragma unroll
     for (int k = 0; k < kWide; ++k)
-      y.bits[k] = BitsOf(x[k]) + Increment<kRandom>(BitsOf(x[k]), C::kDropped, random[k]);
+      y.bits[k] = BitsOf(x[k]) + Increment<kStochastic>(BitsOf(x[k]), C::kDropped, random[k]);
     PackUpperHalves(y.bits, y.signed_halves);
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
@@ -222,7 +222,7 @@ __device__ __forceinline__ void PackNormalCodes(const Rounded<C>& x, uint32_t ex
 }
 
 // Codes of all numbers, and whether these are zero or ordinary. The exponent is zero if all are.
-template <typename C, bool kRandom>
+template <typename C, bool kStochastic>
 __device__ __forceinline__ bool PackCodes(const Floats& x, const Bits& random, uint32_t exponent,
                                           Bits& y) {
   constexpr bool is_mu = C::kMoment == Moment::kMu;
@@ -235,7 +235,7 @@ __device__ __forceinline__ bool PackCodes(const Floats& x, const Bits& random, u
     const uint32_t magnitude = BitsOf(x[k]) & 0x7fffffffu;
     is_ordinary &= magnitude == 0 || magnitude >= (is_mu ? kSmallestMu : kSmallestNu);
     const uint32_t low = BitsOf(FloatOf(magnitude) * factor);
-    uint32_t code = (low + CodeIncrement<C, kRandom>(low, random[k])) >> C::kDropped;
+    uint32_t code = (low + CodeIncrement<C, kStochastic>(low, random[k])) >> C::kDropped;
     if (is_mu && exponent != 0) code |= BitsOf(x[k]) >> (32 - C::kBits) & C::kSign;
     if (!is_mu && code == 0 && magnitude != 0) code = 1;  // what is not zero does not become so
     y[k * C::kBits / 32] |= code << k * C::kBits % 32;
@@ -244,7 +244,7 @@ __device__ __forceinline__ bool PackCodes(const Floats& x, const Bits& random, u
 }
 
 // Codes, and whether their scale and all numbers are ordinary.
-template <typename C, bool kRandom>
+template <typename C, bool kStochastic>
 __device__ __forceinline__ bool Pack(const Rounded<C>& rounded, const Floats& x, const Bits& random,
                                      uint32_t exponent, Bits& y) {
   constexpr uint32_t kSmallest = C::kMoment == Moment::kMu ? kSmallestMu : kSmallestNu;
@@ -258,7 +258,7 @@ __device__ __forceinline__ bool Pack(const Rounded<C>& rounded, const Floats& x,
                        Both((kSmallest >> 16) + 0x10u));
   PackNormalCodes(rounded, exponent, y);
   if (__vminu2(SmallestPair(rounded.halves), low) == low) return is_scale;
-  return PackCodes<C, kRandom>(x, random, exponent, y) && is_scale;
+  return PackCodes<C, kStochastic>(x, random, exponent, y) && is_scale;
 }
 
 // A thread's moments as they are stored.
@@ -269,13 +269,13 @@ struct Stored {
 };
 
 // mu must not be NaN where nu is not: what is added to round it would hide that.
-template <Dtype kDtype, bool kRandom>
+template <Dtype kDtype, bool kStochastic>
 __device__ __forceinline__ void Encode(const Floats& m, const Floats& v, const Bits& mu_random,
                                        const Bits& nu_random, Stored* y) {
   using Mu = Code<Moment::kMu, kDtype>;
   using Nu = Code<Moment::kNu, kDtype>;
-  const auto mu = Rounded<Mu>::template Of<kRandom>(m, mu_random);
-  const auto nu = Rounded<Nu>::template Of<kRandom>(v, nu_random);
+  const auto mu = Rounded<Mu>::template Of<kStochastic>(m, mu_random);
+  const auto nu = Rounded<Nu>::template Of<kStochastic>(v, nu_random);
   const Pair of_mu = LargestPair(mu.halves), of_nu = LargestPair(nu.halves);
   const Pair mine = __vmaxu2(UpperHalves(of_nu, of_mu), __byte_perm(of_nu, of_mu, 0x5410));
   const Pair largest = LargestOfBlock(mine);  // that of mu is the upper half
@@ -284,12 +284,12 @@ __device__ __forceinline__ void Encode(const Floats& m, const Floats& v, const B
   y->nu_scale = FloatOf(nu_exponent);
   y->is_ordinary &= largest < kLargestMu;
   y->is_ordinary &= (largest & 0xffffu) < kLargestNu >> 16;
-  y->is_ordinary &= Pack<Mu, kRandom>(mu, m, mu_random, mu_exponent, y->mu);
-  y->is_ordinary &= Pack<Nu, kRandom>(nu, v, nu_random, nu_exponent, y->nu);
+  y->is_ordinary &= Pack<Mu, kStochastic>(mu, m, mu_random, mu_exponent, y->mu);
+  y->is_ordinary &= Pack<Nu, kStochastic>(nu, v, nu_random, nu_exponent, y->nu);
 }
 
 // A moment in 16 bits or 32 without codes.
-template <Moment kMoment, bool kRandom>
+template <Moment kMoment, bool kStochastic>
 __device__ __forceinline__ void PackMoment(Dtype dtype, const Floats& x, const Bits& random,
                                            Bits& y, bool* is_ordinary) {
   constexpr bool is_mu = kMoment == Moment::kMu;
@@ -303,7 +303,7 @@ __device__ __forceinline__ void PackMoment(Dtype dtype, const Floats& x, const B
   }
   *is_ordinary &= largest < (is_mu ? kLargestMu : kLargestNu);
   *is_ordinary &= smallest >= (is_mu ? kSmallestMu : kSmallestNu) - 1;
-  if (dtype != Dtype::kFloat32) RoundToHalves<kRandom>(x, random, y);
+  if (dtype != Dtype::kFloat32) RoundToHalves<kStochastic>(x, random, y);
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 // The arguments of a launch beside its leaves.
 struct Step {
   Mode mode;
-  bool nesterov, is_random, cautious;
+  bool nesterov, is_stochastic, cautious;
   Dtypes dtypes;
   uint32_t rounds;  // chunks of a tile, of each warp
   int32_t contributions;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void StoreWord16(void* base, const Part& part,
 }
 
 // Rounds x, which may hold NaN, and stores it.
-template <bool kRandom>
+template <bool kStochastic>
 __device__ __forceinline__ void StorePart(void* base, Dtype dtype, const Part& part,
                                           const float (&x)[kVector],
                                           const uint32_t (&words)[kVector]) {
@@ -135,8 +135,8 @@ __device__ __forceinline__ void StorePart(void* base, Dtype dtype, const Part& p
   uint16_t y[kVector];
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
-    y[k] = dtype == Dtype::kBfloat16 ? RoundToBfloat16<kRandom>(x[k], words[k])
-                                     : RoundToFloat16<kRandom>(x[k], words[k]);
+    y[k] = dtype == Dtype::kBfloat16 ? RoundToBfloat16<kStochastic>(x[k], words[k])
+                                     : RoundToFloat16<kStochastic>(x[k], words[k]);
   }
   StoreWord16(base, part, y);
 }
@@ -158,7 +158,7 @@ __device__ __forceinline__ void WidenMoment(const Packed<kVector>& packed, Dtype
 
 // The codes of a block, of which each thread has some, and their scale, which it stores. All
 // threads of a warp call this together.
-template <typename C, bool kRandom>
+template <typename C, bool kStochastic>
 __device__ __forceinline__ void EncodePart(float* scales, const Part& part,
                                            const float (&x)[kVector],
                                            const uint32_t (&words)[kVector],
@@ -166,14 +166,14 @@ __device__ __forceinline__ void EncodePart(float* scales, const Part& part,
   uint32_t largest = 0;
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
-    if (k < part.n) largest = max(largest, RoundedMagnitude<C, kRandom>(x[k], words[k]));
+    if (k < part.n) largest = max(largest, RoundedMagnitude<C, kStochastic>(x[k], words[k]));
   }
   largest = __reduce_max_sync(kAllLanes, largest);
   const float scale = ScaleOf<C>(largest);
   if (threadIdx.x % 32 == 0 && part.n > 0) scales[part.i / kBlockSize] = scale;
 #pragma unroll
   for (int k = 0; k < kVector; ++k)
-    codes[k] = static_cast<uint16_t>(Encode<C, kRandom>(x[k], scale, words[k]));
+    codes[k] = static_cast<uint16_t>(Encode<C, kStochastic>(x[k], scale, words[k]));
 }
 
 __device__ __forceinline__ void StoreBytes(void* base, const Part& part,
@@ -191,15 +191,15 @@ __device__ __forceinline__ void StoreBytes(void* base, const Part& part,
 }
 
 // All threads of a warp call this together.
-template <Moment kMoment, bool kRandom>
+template <Moment kMoment, bool kStochastic>
 __device__ __forceinline__ void StoreMoment(void* base, Dtype dtype, float* scales,
                                             const Part& part, const float (&x)[kVector],
                                             const uint32_t (&words)[kVector]) {
-  if (!IsCoded(dtype)) return StorePart<kRandom>(base, dtype, part, x, words);
+  if (!IsCoded(dtype)) return StorePart<kStochastic>(base, dtype, part, x, words);
   WithCode<kMoment>(dtype, [&](auto code) {
     using C = decltype(code);
     uint16_t codes[kVector];
-    EncodePart<C, kRandom>(scales, part, x, words, codes);
+    EncodePart<C, kStochastic>(scales, part, x, words, codes);
     C::kBits == 8 ? StoreBytes(base, part, codes) : StoreWord16(base, part, codes);
   });
 }
@@ -270,7 +270,7 @@ __device__ __forceinline__ Coefficients LoadCoefficients(const Step& step,
 }
 
 // All threads of a warp call this together. Not inlined: its registers are not those of a chunk.
-template <typename Types, bool kRandom>
+template <typename Types, bool kStochastic>
 __device__ __noinline__ void StepPart(const Types& t, const Step& step, const QuantizedLeaf& leaf,
                                       const Part& part) {
   constexpr Mode mode = Types::kMode;
@@ -288,7 +288,7 @@ __device__ __noinline__ void StepPart(const Types& t, const Step& step, const Qu
   const Coefficients c = LoadCoefficients(step, leaf);
   const float inv_scale = *step.inv_scale;
   Random4 drawn{};
-  if (kRandom && is_mine)
+  if (kStochastic && is_mine)
     drawn = Draw(step, leaf, part.i);  // else there may be no entry in a table
   const Words by_kind(drawn);
   if (split) {
@@ -304,8 +304,8 @@ __device__ __noinline__ void StepPart(const Types& t, const Step& step, const Qu
     const float u = AdamUpdate(c, terms, g[k] * inv_scale, p[k], m[k], v[k]);
     p[k] = mode == Mode::kUpdate ? -u : p[k] - u;
   }
-  StoreMoment<Moment::kMu, kRandom>(leaf.mu, t.mu, leaf.mu_scales, part, m, by_kind.mu);
-  StoreMoment<Moment::kNu, kRandom>(leaf.nu, t.nu, leaf.nu_scales, part, v, by_kind.nu);
+  StoreMoment<Moment::kMu, kStochastic>(leaf.mu, t.mu, leaf.mu_scales, part, m, by_kind.mu);
+  StoreMoment<Moment::kNu, kStochastic>(leaf.nu, t.nu, leaf.nu_scales, part, v, by_kind.nu);
   if (split) {
     uint16_t high[kVector], low[kVector];
 #pragma unroll
@@ -318,7 +318,7 @@ __device__ __noinline__ void StepPart(const Types& t, const Step& step, const Qu
     StoreWord16(leaf.out, part, low);
     return;
   }
-  if (mode == Mode::kStep) StorePart<kRandom>(leaf.param, t.param, part, p, by_kind.param);
+  if (mode == Mode::kStep) StorePart<kStochastic>(leaf.param, t.param, part, p, by_kind.param);
   if (mode == Mode::kStepAndCast) StorePart<false>(leaf.param, t.param, part, p, by_kind.param);
   if (mode != Mode::kStep) StorePart<false>(leaf.out, t.out, part, p, by_kind.param);
 }

@@ -1,8 +1,8 @@
-// Rounding to what has 16 or 8 bits, to nearest or at random. core/codecs.py and
-// kernels/random_bits.py do the same.
+// Rounding to what has 16 or 8 bits, to nearest or stochastically. core/codecs.py and
+// kernels/reference.py do the same.
 //
 // [Note: random bits]
-// Rounded at random, a number x between two neighbours a < b of a dtype becomes b with the
+// Rounded stochastically, a number x between two neighbours a < b of a dtype becomes b with the
 // probability (x - a) / (b - a), so that its mean is x. The random bits of an element come from
 // Philox 4x32 with 7 rounds: key is the seed; the counter is (index / 4 in 64 bits, leaf, count)
 // with the element's row-major index in the whole leaf; word index % 4 of the result is its own. So
@@ -24,8 +24,8 @@
 // [Note: subnormal codes]
 // To nearest, k units of a subnormal code would stay k where a step changes it by less than half a
 // unit: a mu without gradients would not decay, and a nu that began below its gradients' squares
-// would not grow, for as long as other elements hold up the scale of the block. So what would have a
-// subnormal code is rounded toward zero for mu, and up for nu: both make steps smaller.
+// would not grow, for as long as other elements hold up the scale of the block. So what would have
+// a subnormal code is rounded toward zero for mu, and up for nu: both make steps smaller.
 #pragma once
 
 #include <type_traits>
@@ -64,27 +64,27 @@ JDISTADAM_INLINE uint32_t WordForNu(uint32_t word) { return word; }
 JDISTADAM_INLINE uint32_t WordForParam(uint32_t word) { return word << 16; }
 JDISTADAM_INLINE uint32_t WordForMu(uint32_t word) { return word * 0x9E3779B9u; }
 
-// What to add to a magnitude before its lowest `dropped` bits are dropped: with kRandom as many
+// What to add to a magnitude before its lowest `dropped` bits are dropped: with kStochastic as many
 // random bits, else what rounds to nearest even.
-template <bool kRandom>
+template <bool kStochastic>
 JDISTADAM_INLINE uint32_t Increment(uint32_t bits, int dropped, uint32_t word) {
-  if (!kRandom) return (1u << (dropped - 1)) - 1u + ((bits >> dropped) & 1u);
+  if (!kStochastic) return (1u << (dropped - 1)) - 1u + ((bits >> dropped) & 1u);
   return word >> (32 - dropped);
 }
 
-template <bool kRandom>
+template <bool kStochastic>
 JDISTADAM_INLINE uint16_t RoundToBfloat16(float x, uint32_t word) {
   const uint32_t bits = BitsOf(CanonicalNan(x));
-  return static_cast<uint16_t>((bits + Increment<kRandom>(bits, 16, word)) >> 16);
+  return static_cast<uint16_t>((bits + Increment<kStochastic>(bits, 16, word)) >> 16);
 }
 
-template <bool kRandom>
+template <bool kStochastic>
 JDISTADAM_INLINE uint16_t RoundToFloat16(float x, uint32_t word) {
-  if (!kRandom) return ToFloat16(x);
+  if (!kStochastic) return ToFloat16(x);
   const uint32_t bits = BitsOf(CanonicalNan(x)), magnitude = bits & 0x7fffffffu;
   // Times 2^-112 a float32 has the exponent of a float16, also where that is subnormal.
   const uint32_t low = BitsOf(FloatOf(magnitude) * FloatOf(0x07800000u));
-  uint32_t h = (low + Increment<kRandom>(low, 13, word)) >> 13;
+  uint32_t h = (low + Increment<kStochastic>(low, 13, word)) >> 13;
   h = h > 0x7c00u || magnitude == 0x7f800000u ? 0x7c00u : h;
   h = magnitude > 0x7f800000u ? 0x7e00u : h;
   return static_cast<uint16_t>((bits >> 16 & 0x8000u) | h);
@@ -116,12 +116,13 @@ JDISTADAM_INLINE auto WithCode(Dtype dtype, F f) {
 }
 
 // Magnitude of x, rounded to the bits of a mantissa. The largest one of a block gives its scale.
-template <typename C, bool kRandom>
+template <typename C, bool kStochastic>
 JDISTADAM_INLINE uint32_t RoundedMagnitude(float x, uint32_t word) {
   constexpr uint32_t kKept = ~((1u << C::kDropped) - 1u);
   const uint32_t magnitude = BitsOf(x) & 0x7fffffffu;
   if (magnitude >= 0x7f000000u) return 0x7f000000u;
-  const uint32_t rounded = (magnitude + Increment<kRandom>(magnitude, C::kDropped, word)) & kKept;
+  const uint32_t rounded =
+      (magnitude + Increment<kStochastic>(magnitude, C::kDropped, word)) & kKept;
   return rounded == 0 && magnitude != 0 ? 1u : rounded;
 }
 
@@ -159,19 +160,20 @@ JDISTADAM_INLINE float Decode(uint32_t code, float scale) {
 
 // What to add to a number, as the bits of a float32 with the exponent of its code, before the code
 // is cut off: [Note: subnormal codes].
-template <typename C, bool kRandom>
+template <typename C, bool kStochastic>
 JDISTADAM_INLINE uint32_t CodeIncrement(uint32_t low, uint32_t word) {
-  if (!kRandom && low < 0x00800000u) return C::kMoment == Moment::kMu ? 0 : (1u << C::kDropped) - 1;
-  return Increment<kRandom>(low, C::kDropped, word);
+  if (!kStochastic && low < 0x00800000u)
+    return C::kMoment == Moment::kMu ? 0 : (1u << C::kDropped) - 1;
+  return Increment<kStochastic>(low, C::kDropped, word);
 }
 
-template <typename C, bool kRandom>
+template <typename C, bool kStochastic>
 JDISTADAM_INLINE uint32_t Encode(float x, float scale, uint32_t word) {
   if (!(scale > 0.0f)) return 0;                               // all are zero, or one is NaN
   const float inverse = FloatOf(0x7f000000u - BitsOf(scale));  // exact: a power of two
   const uint32_t magnitude = BitsOf(x) & 0x7fffffffu;
   const uint32_t low = BitsOf(FloatOf(magnitude) * inverse * CodeDown<C>());
-  const uint32_t code = (low + CodeIncrement<C, kRandom>(low, word)) >> C::kDropped;
+  const uint32_t code = (low + CodeIncrement<C, kStochastic>(low, word)) >> C::kDropped;
   if (C::kSign != 0) return code | (BitsOf(x) >> (32 - C::kBits) & C::kSign);
   return code == 0 && magnitude != 0 ? 1u : code;
 }

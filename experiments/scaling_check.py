@@ -98,7 +98,7 @@ def record(name, devices, row, measured_ms, **more):
         "kernels_ms": {k: 1e3 * x for k, x in time.kernels.items()},
         "collectives_ms": {k: 1e3 * x for k, x in time.collectives.items()},
         "exposed_ms": 1e3 * time.exposed,
-        "means": row.plan.communication.means,
+        "means": row.plan.communication.transport,
         "held_planned": row.plan.held_bytes,
         **more,
     }

@@ -34,11 +34,10 @@ from jdistadam.distributed.optimizer import (
 from jdistadam.distributed.shard import Shard
 from jdistadam.distributed.state import DistributedState, scale_loss
 from jdistadam.distributed.transformation import DistributedTransformation
-from jdistadam.drop_in.jit_step import jit_step
 from jdistadam.drop_in.low_precision import RoundingState, decoded
-from jdistadam.drop_in.main_params import MainParamsState
 from jdistadam.drop_in.optimizer import fused_adam, fused_adamw
-from jdistadam.drop_in.transformation import FusedTransformation
+from jdistadam.drop_in.state import MainParamsState
+from jdistadam.drop_in.transformation import FusedTransformation, jit_step
 from jdistadam.errors import (
     AgreementError,
     CheckpointError,
@@ -56,13 +55,11 @@ from jdistadam.errors import (
 from jdistadam.kernels.native import export_checks
 from jdistadam.tools.audit import Audit, audit
 from jdistadam.tools.plan import Plan, plan
-from jdistadam.training.batches import shard_batch
-from jdistadam.training.eval_step import EvalStep, eval_step
+from jdistadam.training.eval_step import EvalStep, eval_step, full_params
 from jdistadam.training.extra_state import ExtraState
-from jdistadam.training.full_params import full_params
-from jdistadam.training.nonfinite import count_nonfinite, nonfinite_paths
+from jdistadam.training.nonfinite import SkipLimit, count_nonfinite, nonfinite_paths
 from jdistadam.training.optax_state import from_optax_state, main_params, to_optax_state
-from jdistadam.training.skip_limit import SkipLimit
+from jdistadam.training.placement import shard_batch
 from jdistadam.training.train_state import TrainState, reload_main_params
 from jdistadam.training.train_step import TrainStep, train_step
 

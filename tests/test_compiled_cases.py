@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdistadam.distributed import accumulate, model_axes, step, transport
+from jdistadam.distributed import accumulate, communication, model_axes, step
 from jdistadam.kernels import multi_tensor
 from support import covering
 from support.fast_compilation import AS_FOR_USERS
@@ -48,14 +48,14 @@ def wrong_pairs(monkeypatch):
     def rolled(parts):
         return summed([jnp.roll(part, 1, axis=0) for part in parts])
 
-    monkeypatch.setattr(transport.multi_tensor, "sum_contributions", rolled)
+    monkeypatch.setattr(communication.multi_tensor, "sum_contributions", rolled)
 
 
 def wrong_dtype(monkeypatch):
     """What is received is rounded once more."""
-    sum_phase = transport._sum_phase
+    sum_phase = communication._sum_phase
     monkeypatch.setattr(
-        transport,
+        communication,
         "_sum_phase",
         lambda phase, x, dim: sum_phase(phase, x, dim).astype(jnp.bfloat16).astype(jnp.float32),
     )

@@ -183,7 +183,7 @@ def test_a_kernel_over_peer_memory_waits_for_the_slower_of_memory_and_links(clip
     (row,) = scaling(
         shapes((1024, 1024)), lambda mesh: tx, machine, model_seconds=9.0, devices=(4,)
     ).rows
-    assert row.plan.communication.means == "peer"
+    assert row.plan.communication.transport == "peer"
     sent = 1.5 * MIB  # of gradients ahead of the step; and the same of parameters within it
     contributions, state, written, sums = 2 * MIB, 6 * MIB, 2 * MIB, MIB
     if clips:
@@ -226,7 +226,7 @@ def test_over_peers_nothing_is_sent_ahead_of_a_step_alone(clips):
     slowest = [max(x / 1e9, y / 1e8) for x, y in zip(here, sent, strict=True)]
     np.testing.assert_allclose(row.time.step, 9.0 + sum(slowest), rtol=1e-12)
     assert set(row.time.collectives) == {"peer step"}
-    assert {c.means for c in row.plan.collectives} == {"peer"}
+    assert {c.transport for c in row.plan.collectives} == {"peer"}
     assert row.plan.bytes_sent == trained.plan.bytes_sent
     received = set(trained.plan.buffers) - set(row.plan.buffers)
     assert received == {"received contributions", "own contributions"}
@@ -239,10 +239,15 @@ def test_peer_memory_is_for_a_node_and_for_who_did_not_say_xla():
     found = scaling(
         tree, functools.partial(make, policy=SUMS), ROUND, model_seconds=1, devices=(1, 2, 4, 8)
     )
-    assert [row.plan.communication.means for row in found.rows] == ["xla", "peer", "peer", "xla"]
+    assert [row.plan.communication.transport for row in found.rows] == [
+        "xla",
+        "peer",
+        "peer",
+        "xla",
+    ]
     over_xla = functools.partial(make, policy=SUMS, communication="xla")
     found = scaling(tree, over_xla, ROUND, model_seconds=1, devices=(4,))
-    assert found.rows[0].plan.communication.means == "xla"
+    assert found.rows[0].plan.communication.transport == "xla"
 
 
 @pytest.mark.parametrize(
@@ -300,7 +305,7 @@ def test_what_holds_of_every_prediction(strategy, policy, per_replica):
         tx = make(numbers(*shape), policy, sharding_strategy=strategy)
         planned = jda.plan(tree, tx, accumulate_steps=2)
         assert row.plan.held == planned.held and row.plan.sums == planned.sums
-        if row.plan.communication.means == "xla":
+        if row.plan.communication.transport == "xla":
             assert row.plan.collectives == planned.collectives
     held = [row.plan.held_bytes for row in slow]
     assert held == sorted(held, reverse=True) or strategy == "no_shard"

@@ -94,12 +94,12 @@ def peer_kernel_bytes(config: DistributedConfig, schedule: Schedule) -> list[tup
     for entry in schedule.buckets:
         bucket = entry.bucket
         whole = schedule.layout.whole_size(bucket)
-        contributions += whole * config.policy.wire_dtype.itemsize
+        contributions += whole * config.policy.comm_dtype.itemsize
         state += state_bytes(config, bucket)
         written += whole * jnp.dtype(bucket.dtype).itemsize
         sums += bucket.shard_size * _FLOAT32
-        reduced += sum(c.bytes_sent for c in entry.reduce if c.means == "peer")
-        gathered += sum(c.bytes_sent for c in entry.gather if c.means == "peer")
+        reduced += sum(c.bytes_sent for c in entry.reduce if c.transport == "peer")
+        gathered += sum(c.bytes_sent for c in entry.gather if c.transport == "peer")
     if config.takes_norm_first:
         return [(contributions + sums, reduced), (sums + state + written, gathered)]
     return [(contributions + state + written, reduced + gathered)]

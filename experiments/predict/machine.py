@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from jdistadam.core.arguments import check_count, check_positive
-from jdistadam.core.varying import Axes
+from jdistadam.core.collectives import Axes
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.errors import HyperparameterError
 

@@ -184,7 +184,7 @@ def _cells(row: ScalingRow) -> tuple[str, ...]:
         "-" if rate is None else f"{rate:,.0f}",
         f"{row.plan.held_bytes / 1e9:.2f}",
         f"{row.step_bytes / 1e9:.2f}",
-        row.plan.communication.means,
+        row.plan.communication.transport,
     )
 
 

@@ -186,7 +186,9 @@ def _phases(
             gathers += entry.after_update
         early, late = _reductions(config, schedule, entry, accumulate_steps)
         reductions += {"forward": [], "backward": early, "nothing": late}[where]
-    return [c for c in gathers if c.means == "xla"], [c for c in reductions if c.means == "xla"]
+    return [c for c in gathers if c.transport == "xla"], [
+        c for c in reductions if c.transport == "xla"
+    ]
 
 
 def _reductions(

@@ -68,7 +68,7 @@ def predict(row, setting, rates):
     )
     phases = {}
     for c in schedule.collectives:
-        if c.means == "xla" and c.bytes_sent:
+        if c.transport == "xla" and c.bytes_sent:
             seconds = c.bytes_sent / rates.get(c.op, rates["all-gather"])
             phases[c.op] = phases.get(c.op, 0.0) + seconds
     if row.variant == "annotated_fsdp" and "all-gather" in phases:

@@ -16,12 +16,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import parts
-from jdistadam.checkpoint.flat_arrays import FlatArrays
-from jdistadam.checkpoint.header import Entry
+from jdistadam.checkpoint.folder import Entry
+from jdistadam.checkpoint.parts import FlatArrays
 from jdistadam.core import trees
 from jdistadam.core.codecs import NOTHING, codec_of
 from jdistadam.core.loss_scale import DynamicLossScale
-from jdistadam.core.main_params import main_codec_of
+from jdistadam.core.storage import main_codec_of
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.layout import Bucket
@@ -30,7 +30,7 @@ from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import DtypeError, TreeError
 from jdistadam.kernels import coded_leaves
-from jdistadam.training.state_memory import is_known
+from jdistadam.training.checks import is_known
 from jdistadam.training.train_state import TrainState, check_params_follow, placed
 
 
@@ -53,7 +53,7 @@ class Contents:
     ]  # what the header says: the count, the kind of main parameters, the layout
 
     def filled(self) -> list[Group]:
-        """Returns the groups without those of arrays that have no elements, which orbax does not take."""
+        """Returns the groups without those of empty arrays, which orbax does not take."""
         return [g for g in self.groups if all(math.prod(entry.shape) for entry in g.entries)]
 
 

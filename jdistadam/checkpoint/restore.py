@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 from jdistadam.checkpoint import folder as folders
 from jdistadam.checkpoint import parts, storage
+from jdistadam.checkpoint.request import Request
 from jdistadam.checkpoint.restored import Restored, place_of
 from jdistadam.checkpoint.storage import compiled, orbax
-from jdistadam.checkpoint.wanted import Wanted
 from jdistadam.core import trees
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import CheckpointError, TreeError
-from jdistadam.training.state_memory import remember_params
+from jdistadam.training.checks import remember_params
 from jdistadam.training.train_state import TrainState
 
 Predicate = Callable[[str], bool]
@@ -75,13 +75,13 @@ def restore(
     trees.check_memory(template=template)
     reader = _reader(folder, step)
     fields = parts.fields_of(template)
-    wanted = Wanted(reader, cast=cast, new=new, unused=unused)
+    request = Request(reader, cast=cast, new=new, unused=unused)
     if is_distributed_state(parts.adam_of(fields["opt_state"])):
         check_distributed(tx)
-    restored = Restored(reader, wanted, fields, tx)
+    restored = Restored(reader, request, fields, tx)
     restored.look()
     extra = _extra_of(template, reader)
-    wanted.finish(ignored=[name for _, names in extra.values() for name in names])
+    request.finish(ignored=[name for _, names in extra.values() for name in names])
     values = {name: _as_in(fields[name], x) for name, x in restored.read().items()}
     for field, (structure, names) in extra.items():
         values[field] = structure.unflatten(restored.others(names))
@@ -125,18 +125,18 @@ def restore_params(
     names = [name for name in reader.entries if name.startswith(("params[", "params."))]
     if like is None:
         like = _nested(reader, names)
-    wanted = Wanted(reader, cast=cast)
+    request = Request(reader, cast=cast)
     leaves = parts.named("params", like)
     requests = []
     for name, x in leaves.items():
         source = name
         if x.dtype == jnp.float32:
-            source = wanted.exact(name, x, keeps_main=False) or name
+            source = request.exact(name, x, keeps_main=False) or name
         else:
-            wanted.array(name, x)
+            request.array(name, x)
         requests.append((source, place_of(x)))
     if rest := [name for name in names if name not in leaves]:
-        raise wanted.unexpected(rest)
+        raise request.unexpected(rest)
     found = reader.read(requests)
     new = [storage.cast(x, like.dtype) for x, like in zip(found, leaves.values(), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(like), new)

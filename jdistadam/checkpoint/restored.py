@@ -14,13 +14,13 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import parts
-from jdistadam.checkpoint.flat_arrays import FlatArrays
+from jdistadam.checkpoint.parts import FlatArrays
+from jdistadam.checkpoint.request import Request
 from jdistadam.checkpoint.storage import Reader, cast
-from jdistadam.checkpoint.wanted import Wanted
 from jdistadam.core import collectives
 from jdistadam.core.codecs import NOTHING, BlockCodes, Codec, codec_of, is_codes
 from jdistadam.core.loss_scale import LossScaleState, continued_loss_scale
-from jdistadam.core.main_params import main_codec_of
+from jdistadam.core.storage import main_codec_of
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.main_params import sent_dtypes
 from jdistadam.distributed.state import is_distributed_state
@@ -204,13 +204,13 @@ class _Flat:
             LossScaleState(**jax.tree.map(np.asarray, scale)) if is_saved else None,
         )
         norm, key = optional("grad_norm"), config.algorithm.storage.key
-        if config.algorithm.storage.is_random and (saved := optional("key")) is not None:
+        if config.algorithm.storage.is_stochastic and (saved := optional("key")) is not None:
             key = saved
         scalars = {
             "grad_norm": np.float32(0) if norm is None else norm,
             "scaling": scaling,
             "layout_digest": config.layout_digest(self._arrays.layout),
-            "key": key if config.algorithm.storage.is_random else None,
+            "key": key if config.algorithm.storage.is_stochastic else None,
         }
         placed = jax.device_put(copy_to(scalars, everywhere), everywhere)
         # On Explicit axes shardings come back spelled in another way: device_put copies nothing.
@@ -221,15 +221,15 @@ class _Flat:
 class Restored:
     """The fields of a state like a template; first ``look``, then ``read``."""
 
-    def __init__(self, reader: Reader, wanted: Wanted, fields: dict[str, Any], tx: Any) -> None:
+    def __init__(self, reader: Reader, request: Request, fields: dict[str, Any], tx: Any) -> None:
         """Takes where to read, how to compare, the template, and the distributed optimizer."""
-        self._reader, self._wanted, self._fields = reader, wanted, fields
+        self._reader, self._wanted, self._fields = reader, request, fields
         adam = parts.adam_of(fields["opt_state"])
         is_flat = is_distributed_state(adam)
         self._placed = functools.partial(place_of, mesh=tx.config.mesh if is_flat else None)
         self._count = None if is_flat else adam.count
         self._adam: Any = (
-            _Flat(fields, adam, tx, starts_anew=wanted.new is None)
+            _Flat(fields, adam, tx, starts_anew=request.new is None)
             if is_flat
             else _Tree(fields, adam, self._placed)
         )
@@ -238,24 +238,24 @@ class Restored:
 
     def look(self) -> None:
         """Compares all with the header; reads nothing."""
-        wanted = self._wanted
-        wanted.array("count", jax.ShapeDtypeStruct((), jnp.int32))
+        request = self._wanted
+        request.array("count", jax.ShapeDtypeStruct((), jnp.int32))
         for leaf in (leaf for _, leaves in self._adam.units for leaf in leaves):
             if leaf.main_at is None:
-                leaf.source = leaf.name if wanted.array(leaf.name, leaf.like) else None
+                leaf.source = leaf.name if request.array(leaf.name, leaf.like) else None
             elif leaf.like is not None:
-                leaf.source = wanted.exact(leaf.name, leaf.like, keeps_main=leaf.kind.is_stored)
+                leaf.source = request.exact(leaf.name, leaf.like, keeps_main=leaf.kind.is_stored)
             for section, (like, _) in leaf.moments.items():
                 name = leaf.name.replace("params", section, 1)
-                leaf.found[section] = wanted.moment(name, like)
+                leaf.found[section] = request.moment(name, like)
             # Before the first step, and after reload_main_params, a parameter is not rounded as a
             # step rounds it to send it: the file knows.
             saved = self._reader.entries.get(leaf.name)
             if saved is not None and leaf.source and leaf.sent is not None:
                 leaf.arrives = (saved.dtype, saved.sent) == (leaf.like.dtype, leaf.sent.name)
         for name, leaf in self._others.items():
-            if not leaf.is_count or wanted.has(name):  # else the count of Adam
-                self._is_saved[name] = wanted.array(name, leaf.value)
+            if not leaf.is_count or request.has(name):  # else the count of Adam
+                self._is_saved[name] = request.array(name, leaf.value)
 
     def read(self) -> dict[str, Any]:
         """Reads all; returns the fields of the state."""

@@ -27,7 +27,7 @@ from jax.sharding import Sharding
 
 from jdistadam.checkpoint.checksum import PartialSums, totals
 from jdistadam.checkpoint.contents import Contents, Entry, Group
-from jdistadam.checkpoint.header import header_text, read_header
+from jdistadam.checkpoint.folder import header_text, read_header
 from jdistadam.errors import CheckpointError
 
 OLDEST_ORBAX = "0.12.1"
@@ -172,7 +172,9 @@ def _array_handler() -> Any:
         async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
             """Writes the arrays in batches; if it waits, one is made while another is written."""
             contents, self.contents = self.contents, None
-            for info in infos:  # it has a lock of one event loop, and each batch runs in a loop of its own;
+            for info in (
+                infos
+            ):  # it has a lock of one event loop, and each batch runs in a loop of its own;
                 info.byte_limiter = None  # without it each batch is written as one transaction
             known = {entry.name: pair for entry, *pair in zip(values, infos, args, strict=True)}
             sums: dict[str, PartialSums] = {}

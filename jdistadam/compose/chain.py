@@ -25,7 +25,7 @@ from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.shard import in_form_of, is_shard, leaves_of, plain
 from jdistadam.distributed.state import StepResult
 from jdistadam.distributed.transformation import DistributedTransformation
-from jdistadam.drop_in.main_params import MainParamsState
+from jdistadam.drop_in.state import MainParamsState
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import PolicyError, TreeError
 

@@ -10,8 +10,7 @@ import optax
 from jdistadam.core.codecs import FLOAT32, NOTHING, Codec
 from jdistadam.core.groups import Groups
 from jdistadam.core.hyperparameters import Hyperparameters
-from jdistadam.core.main_params import UNSET, parse_main_params
-from jdistadam.core.storage import Storage, parse
+from jdistadam.core.storage import UNSET, Storage, parse, parse_main_params
 from jdistadam.errors import PolicyError
 
 
@@ -84,9 +83,9 @@ class Algorithm:
         rows: dict[str, Any] = {
             "mu_dtype": storage.codec_of("mu").name,
             "nu_dtype": storage.nu.name,
-            "rounding": "stochastic" if storage.is_random else "nearest",
+            "rounding": "stochastic" if storage.is_stochastic else "nearest",
         }
-        if storage.is_random:
+        if storage.is_stochastic:
             rows["seed"] = storage.seed
         if storage.float32_moments is not None:
             rows["float32_moments"] = "by path"

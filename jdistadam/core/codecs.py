@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core.dtypes import store
+from jdistadam.core.arguments import store
 from jdistadam.errors import DtypeError
 
 BLOCK = 128

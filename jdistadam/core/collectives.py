@@ -16,7 +16,38 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jdistadam.core.varying import Axes, varying_axes
+Axes = tuple[str, ...]
+"""Names of mesh axes."""
+
+
+def to_varying(x: Any, axes: Axes) -> Any:
+    """Marks ``x`` as different on each device, for the types of ``shard_map(check_vma=True)``."""
+    varying = varying_axes(x)
+    if varying is None:
+        return x
+    missing = tuple(axis for axis in axes if axis not in varying)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_together(tree: Any) -> Any:
+    """Marks every leaf as varying over all axes over which any of them varies.
+
+    A foreign call takes the types of its results from one operand: it must know of all others.
+    """
+    axes = frozenset().union(*(varying_axes(x) or () for x in jax.tree.leaves(tree)))
+    return jax.tree.map(lambda x: to_varying(x, tuple(sorted(axes))), tree) if axes else tree
+
+
+def unbound(axes: Axes) -> Axes:
+    """Returns those axes that this code does not run inside a shard_map over."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in axes if axis not in manual)
+
+
+def varying_axes(x: Any) -> frozenset[str] | None:
+    """Returns the axes over which ``x`` may differ; None where the types do not track it."""
+    manual = getattr(jax.typeof(x), "manual_axis_type", None)
+    return None if manual is None else frozenset(manual.varying)
 
 
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:
@@ -41,24 +72,24 @@ def keep_cast(x: jax.Array, dtype: Any) -> jax.Array:
     return round_to(x, dtype)
 
 
-def reduce_scatter(x: jax.Array, axes: Axes, *, dim: int, wire_dtype: Any) -> jax.Array:
+def reduce_scatter(x: jax.Array, axes: Axes, *, dim: int, comm_dtype: Any) -> jax.Array:
     r"""Sums ``x`` over mesh axes and keeps this device's part.
 
     Device :math:`i` of :math:`N` returns :math:`\sum_r x_r[iS:(i+1)S]` along ``dim``. The
-    collective library adds, in ``wire_dtype`` and in an order that it chooses.
+    collective library adds, in ``comm_dtype`` and in an order that it chooses.
 
     Args:
       x: This device's contribution. ``x.shape[dim]`` must divide by N.
       axes: Mesh axes to sum over, the most significant one first.
       dim: Dimension to scatter.
-      wire_dtype: Each contribution is rounded to it once, sent and summed in it. Bytes sent per
+      comm_dtype: Each contribution is rounded to it once, sent and summed in it. Bytes sent per
         device: (N - 1) / N * x.size * itemsize.
 
     Returns:
-      The sum (not the mean), dtype ``wire_dtype``, ``x.shape`` with dimension ``dim`` cut to 1/N.
+      The sum (not the mean), dtype ``comm_dtype``, ``x.shape`` with dimension ``dim`` cut to 1/N.
     """
     with jax.named_scope("jdistadam/reduce_scatter"):
-        return lax.psum_scatter(round_to(x, wire_dtype), axes, scatter_dimension=dim, tiled=True)
+        return lax.psum_scatter(round_to(x, comm_dtype), axes, scatter_dimension=dim, tiled=True)
 
 
 def all_to_all(x: jax.Array, axis: str, *, dim: int) -> jax.Array:

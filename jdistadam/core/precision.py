@@ -7,9 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jdistadam.core.arguments import FLOATS, check_supported, float_dtype
 from jdistadam.core.codecs import FLOAT32, Codec
-from jdistadam.core.dtypes import FLOATS, check_supported, float_dtype
-from jdistadam.core.main_params import UNSET, parse_main_params
+from jdistadam.core.storage import UNSET, parse_main_params
 from jdistadam.errors import PolicyError
 
 _FLOAT8 = ("float8_e5m2", "float8_e4m3fn")
@@ -85,11 +85,11 @@ class MixedPrecisionPolicy:
                 object.__setattr__(self, name, dtype)
         for name, supported in _SUPPORTED.items():
             check_supported(f"MixedPrecisionPolicy.{name}", getattr(self, name), supported)
-        if jnp.promote_types(self.main_grads_dtype, self.wire_dtype) != self.main_grads_dtype:
+        if jnp.promote_types(self.main_grads_dtype, self.comm_dtype) != self.main_grads_dtype:
             raise PolicyError(
                 "MixedPrecisionPolicy.main_grads_dtype: gradients would lose bits in storage "
                 f"that are then communicated: got {self.main_grads_dtype} with grad_comm_dtype "
-                f"{self.wire_dtype}, expected a main_grads_dtype that holds all of "
+                f"{self.comm_dtype}, expected a main_grads_dtype that holds all of "
                 "grad_comm_dtype. Set main_grads_dtype=jnp.float32, or the same dtype for both."
             )
 
@@ -100,24 +100,24 @@ class MixedPrecisionPolicy:
         return FLOAT32 if is_unset else parse_main_params(self.main_params_dtype)
 
     @property
-    def wire_dtype(self) -> jnp.dtype:
+    def comm_dtype(self) -> jnp.dtype:
         """The communication dtype of gradients."""
         return self.main_grads_dtype if self.grad_comm_dtype is None else self.grad_comm_dtype
 
     @property
     def reduced_dtype(self) -> jnp.dtype:
         """The dtype of a sum over devices."""
-        return self.wire_dtype if self.grad_reduce_dtype is None else self.grad_reduce_dtype
+        return self.comm_dtype if self.grad_reduce_dtype is None else self.grad_reduce_dtype
 
     def __str__(self) -> str:
         """Returns the resolved policy as a table."""
         resolved = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        resolved["grad_comm_dtype"] = self.wire_dtype
+        resolved["grad_comm_dtype"] = self.comm_dtype
         if self.main_params_dtype is UNSET:
             resolved["main_params_dtype"] = "the optimizer's"
         notes = {
             "main_params_dtype": "none",
-            "grad_reduce_dtype": f"{self.wire_dtype}, by the collective library",
+            "grad_reduce_dtype": f"{self.comm_dtype}, by the collective library",
             "param_comm_dtype": "params' own",
         }
         lines = [

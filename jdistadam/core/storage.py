@@ -10,20 +10,90 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import trees
-from jdistadam.core.arguments import shown, warn_caller
+from jdistadam.core.arguments import check_supported, float_dtype, shown, warn_caller
 from jdistadam.core.codecs import (
     BFLOAT16,
     BLOCK16,
     BLOCK_CODECS,
     FLOAT16,
     FLOAT32,
+    NOTHING,
+    REMAINDER16,
     SMALLEST_CODED,
     Codec,
     float_codec,
     growth,
 )
-from jdistadam.core.dtypes import float_dtype
-from jdistadam.errors import PolicyError, TreeError
+from jdistadam.errors import DtypeError, PolicyError, TreeError
+
+# Main parameters: the float32 values that 16-bit parameters lose bits of in a step.
+#
+# A ``Codec`` says what an optimizer keeps of them beside the parameters: ``FLOAT32``, the value,
+# whose cast the parameter is; ``REMAINDER16``, the half of its bits that a bfloat16 parameter
+# lacks; or ``NOTHING``: the parameter itself is updated, and rounded to its dtype at every step.
+
+
+class _Unset:
+    """The default of ``main_params_dtype``, which differs from None."""
+
+    def __repr__(self) -> str:
+        return "unset"
+
+    def __reduce__(self) -> str:
+        return "UNSET"  # pickled by name, so that it stays the only one
+
+    def __deepcopy__(self, memo: Any) -> _Unset:
+        return self
+
+
+UNSET = _Unset()
+"""``main_params_dtype`` was left open: none on one device, float32 where state is sharded."""
+
+
+def parse_main_params(main_params_dtype: Any) -> Codec:
+    """Returns the codec that an argument ``main_params_dtype`` means, or raises PolicyError."""
+    given = main_params_dtype
+    if isinstance(given, str) and given == REMAINDER16.name:
+        return REMAINDER16
+    check_supported("main_params_dtype", given, (None, FLOAT32.name, REMAINDER16.name))
+    return NOTHING if given is None else FLOAT32
+
+
+def main_codec_of(main: Any) -> Codec:
+    """Returns the codec of an array of main parameters; ``NOTHING`` for None."""
+    if main is None:
+        return NOTHING
+    return REMAINDER16 if main.dtype == REMAINDER16.dtype else FLOAT32
+
+
+def has_main_param(codec: Codec, param: Any) -> bool:
+    """Whether a parameter has a main parameter where one program holds all of it.
+
+    It does if its dtype, of 16 bits, loses bits of what the optimizer computes.
+    """
+    return codec.is_stored and getattr(param, "dtype", None) in (jnp.bfloat16, jnp.float16)
+
+
+def new_main_param(codec: Codec, path: str, param: Any) -> Any:
+    """Returns what to store beside a parameter whose value is still exact.
+
+    Raises:
+      DtypeError: A parameter of this dtype has no remainder.
+    """
+    if not codec.is_remainder:
+        return jnp.asarray(param, jnp.float32)
+    check_main_dtype(codec, path, param.dtype)
+    return trees.placed_beside(param, jnp.zeros_like(param, codec.dtype))
+
+
+def check_main_dtype(codec: Codec, path: str, dtype: Any) -> None:
+    """Raises DtypeError where a parameter of this dtype cannot have such a main parameter."""
+    if codec.is_remainder and dtype != jnp.bfloat16:
+        raise DtypeError(
+            f"{path}: has no remainder: got {dtype}, "
+            "expected bfloat16, the upper half of a float32. Use main_params_dtype=jnp.float32."
+        )
+
 
 ROUNDINGS = ("nearest", "stochastic")
 MOMENT_NAMES = tuple(f'"{known.name}"' for known in BLOCK_CODECS)
@@ -39,7 +109,7 @@ class Storage:
     Attributes:
       mu: How first moments are stored. None: as float32, or in the dtype of what is updated.
       nu: How second moments are.
-      is_random: Whether to round at random.
+      is_stochastic: Whether to round stochastically.
       seed: The seed of that.
       float32_moments: Which leaves keep float32 moments, beside the small ones: a function of the
         path, as in "['block']['w']". None: none.
@@ -47,7 +117,7 @@ class Storage:
 
     mu: Codec | None = None
     nu: Codec = FLOAT32
-    is_random: bool = False
+    is_stochastic: bool = False
     seed: int = 0
     float32_moments: Callable[[str], bool] | None = None
 
@@ -77,8 +147,8 @@ class Storage:
         )
 
     def check_rounded(self, dtypes: Sequence[Any]) -> None:
-        """Raises PolicyError where none of the ``dtypes`` that are stored is rounded at random."""
-        if not self.is_random or self.is_coding or not dtypes:
+        """Raises PolicyError where no stored dtype of ``dtypes`` is rounded stochastically."""
+        if not self.is_stochastic or self.is_coding or not dtypes:
             return
         if any(jnp.dtype(dtype).itemsize == 2 for dtype in dtypes):
             return
@@ -106,7 +176,7 @@ class Storage:
     @property
     def is_any(self) -> bool:
         """Whether anything differs from floats that are rounded to nearest."""
-        return self.is_coding or self.is_random
+        return self.is_coding or self.is_stochastic
 
     @property
     def key(self) -> Any:
@@ -131,12 +201,12 @@ def parse(
             f"expected {' or '.join(map(repr, ROUNDINGS))}. "
             'Use "nearest" unless moments or parameters have 16 bits or less.'
         )
-    is_random = rounding == "stochastic"
+    is_stochastic = rounding == "stochastic"
     mu = None if mu_dtype is None else named_codec(mu_dtype) or float_codec(mu_dtype)
     nu = named_codec(nu_dtype) or FLOAT32
-    _check_seed("seed", seed, is_random)
-    low = Storage(mu, nu, is_random, int(seed or 0), float32_moments)
-    if float32_moments is not None and not (callable(float32_moments) and low.is_coding):
+    _check_seed("seed", seed, is_stochastic)
+    storage = Storage(mu, nu, is_stochastic, int(seed or 0), float32_moments)
+    if float32_moments is not None and not (callable(float32_moments) and storage.is_coding):
         what = "has no effect" if callable(float32_moments) else "not a function of a path"
         raise PolicyError(
             f"float32_moments: {what}: got {shown(float32_moments)}, "
@@ -144,16 +214,16 @@ def parse(
             "Leave it out; for optax.inject_hyperparams name it in static_args."
         )
     coded = mu if mu is not None and mu.is_coded else None
-    if is_random and coded is not None and not (nu.is_coded and nu.bits <= coded.bits):
+    if is_stochastic and coded is not None and not (nu.is_coded and nu.bits <= coded.bits):
         _raise_unlike(coded, nu_dtype)
-    if not is_random:
-        _check_decays(low, b1, b2)
+    if not is_stochastic:
+        _check_decays(storage, b1, b2)
         if coded is None:
-            _warn_of_decay(low.codec_of("mu"), b1)
-    return dataclasses.replace(low, nu=_nu_codec(nu_dtype, b2, is_random=is_random))
+            _warn_of_decay(storage.codec_of("mu"), b1)
+    return dataclasses.replace(storage, nu=_nu_codec(nu_dtype, b2, is_stochastic=is_stochastic))
 
 
-def _check_seed(name: str, seed: Any, is_random: bool) -> None:
+def _check_seed(name: str, seed: Any, is_stochastic: bool) -> None:
     if seed is None:
         return
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
@@ -161,7 +231,7 @@ def _check_seed(name: str, seed: Any, is_random: bool) -> None:
             f"{name}: not a seed: got {shown(seed)}, expected an integer from 0 to 2**64 - 1. "
             "Pass seed=0 or another number; for optax.inject_hyperparams in static_args."
         )
-    if not is_random:
+    if not is_stochastic:
         raise PolicyError(
             f'{name}: has no effect: got {seed} with rounding="nearest", '
             'expected None, or rounding="stochastic". Leave it out.'
@@ -171,28 +241,28 @@ def _check_seed(name: str, seed: Any, is_random: bool) -> None:
 def _raise_unlike(mu: Codec, nu_dtype: Any) -> None:
     """Raises where a second moment may be much smaller than what a first one is rounded up to.
 
-    A unit of mu's codes is 2^-17 or 2^-40 of its block's largest element. At random a smaller first
-    moment becomes one now and then. The root of a nu of the same format or a coarser one is at
-    least 2^-16.5 or 2^-36, which bounds the update. A finer nu would not: [Note: blocks].
+    A unit of mu's codes is 2^-17 or 2^-40 of its block's largest element. With stochastic
+    rounding a smaller first moment becomes one now and then. The root of a nu of the same format
+    or a coarser one is at least 2^-16.5 or 2^-36, which bounds the update. A finer nu would not: [Note: blocks].
     """
     fitting = [f'"{x.name}"' for x in BLOCK_CODECS if x.bits <= mu.bits]
     raise PolicyError(
-        "mu_dtype: a first moment rounded at random to codes needs a second one no finer than "
+        "mu_dtype: a first moment rounded stochastically to codes needs a second one no finer than "
         f'they: got "{mu.name}" with nu_dtype={shown(nu_dtype)} and rounding="stochastic", '
         f"expected nu_dtype {' or '.join(fitting)}: else steps would have no bound where gradients "
         f'of a block differ much. Set nu_dtype="{mu.name}", or leave mu_dtype at float32.'
     )
 
 
-def _check_decays(low: Storage, b1: Any, b2: Any) -> None:
+def _check_decays(storage: Storage, b1: Any, b2: Any) -> None:
     """Raises where moments in codes, rounded to nearest, would not follow their gradients."""
-    mu, nu = low.codec_of("mu"), low.nu
+    mu, nu = storage.codec_of("mu"), storage.nu
     if nu.is_coded:
         _check_decay("nu_dtype", "second", nu, "b2", b2)
     if mu.is_coded:
         _check_decay("mu_dtype", "first", mu, "b1", b1)
     squared, is_known = growth(mu, nu), _is_number(b1) and _is_number(b2)
-    if not low.is_coding or not is_known or squared * b1**2 < b2:
+    if not storage.is_coding or not is_known or squared * b1**2 < b2:
         return
     raise PolicyError(
         f"{'mu_dtype' if mu.is_coded else 'nu_dtype'}: rounded to nearest, "
@@ -236,7 +306,7 @@ def _warn_of_decay(mu: Codec, b1: Any) -> None:
     )
 
 
-def _nu_codec(value: Any, b2: Any, *, is_random: bool) -> Codec:
+def _nu_codec(value: Any, b2: Any, *, is_stochastic: bool) -> Codec:
     """Returns how the second moment is stored, or raises PolicyError where it cannot work.
 
     ``largest_decay`` says which b2 bfloat16 takes, rounded to nearest. float16 has no number
@@ -252,7 +322,7 @@ def _nu_codec(value: Any, b2: Any, *, is_random: bool) -> Codec:
             f"expected {', '.join(('float32', 'bfloat16', *MOMENT_NAMES))}. "
             "Leave nu_dtype at float32."
         )
-    if codec == BFLOAT16 and not is_random and _is_number(b2) and b2 > codec.largest_decay:
+    if codec == BFLOAT16 and not is_stochastic and _is_number(b2) and b2 > codec.largest_decay:
         raise PolicyError(
             "nu_dtype: a second moment in bfloat16, rounded to nearest, cannot decay at this b2: "
             f"got {codec.name} with b2={b2}, expected b2 <= {codec.largest_decay}, "

@@ -1,1 +1,30 @@
-"""``distributed``: sharded state and explicit collectives, inside ``jax.shard_map``."""
+"""The distributed optimizer: what one device of several does, inside ``jax.shard_map``. Start here.
+
+Every concept of this folder, and its file, in the order in which a step passes data through them:
+
+========================  ======================================================================
+``transformation.py``     ``tx`` as users call it. ``bind`` makes layout and schedule once for
+                          the shapes of params.
+``optimizer.py``          ``jda.distributed``: arguments, checked, become a config.
+``config.py``             ``DistributedConfig``: algorithm, mesh, policy and strategy, all static.
+``mesh_axes.py``          ``DataParallel``: which mesh axes shard and which replicate.
+``param_specs.py``        How leaves are cut over tensor axes.
+``layout.py``             ``Layout``, ``Bucket``: where every parameter is in the flat state.
+``schedule.py``           ``Schedule``: what is sent, when, in which dtype. The step runs it,
+                          ``plan`` prices it, ``audit`` compares it with the compiled program.
+``state.py``              ``DistributedState``: flat arrays, scalars, the digest of the layout.
+``model_axes.py``         Makes all mesh axes manual where some were left to XLA.
+``shard.py``              ``Shard``: a device's part of a parameter, as a type.
+``gather_params.py``      Shards to parameters before the loss; their gradients to summed shards.
+``step.py``               ``step_local``: the step, from gradients to new parameters.
+``checks.py``             Trees, shapes, dtypes and states that do not fit raise.
+``accumulate.py``         Gradients over micro-batches, then summed over devices.
+``packing.py``            Leaves into buckets and back.
+``communication.py``      The transport: XLA's collectives, or peer memory; runs the schedule.
+``update.py``             Global norm, clipping, then the kernel on the flat state.
+``main_params.py``        Main parameters: made, compared and rounded to the model's dtype.
+``flat_moments.py``       A moment of the flat state: floats, or codes beside floats.
+``blocks.py``             Quantized state and random bits: which blocks of a leaf a device has.
+``peer_step.py``          The same step over peer memory, in one kernel.
+========================  ======================================================================
+"""

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core import collectives, trees, varying
+from jdistadam.core import collectives, trees
 from jdistadam.core.types import Grads
-from jdistadam.distributed import packing, transport
+from jdistadam.distributed import communication, packing
 from jdistadam.distributed.checks import check_grads, check_inside
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.schedule import Schedule
@@ -65,7 +65,7 @@ def init_grads_local(config: DistributedConfig, schedule: Schedule) -> Accumulat
         sums = schedule.treedef.unflatten(jnp.zeros(leaf.shape, dtype) for leaf in layout.leaves)
     zeros = AccumulatedGrads(sums, jnp.zeros((), jnp.float32), likeness(schedule))
     axes = config.parallel.data_axes
-    return jax.tree.map(lambda x: varying.to_varying(x, axes), zeros)
+    return jax.tree.map(lambda x: collectives.to_varying(x, axes), zeros)
 
 
 def accumulate_local(
@@ -111,7 +111,7 @@ def accumulate_local(
         grads = summed_shards(config, schedule, leaves_of(grads), includes_outer=False)
 
     def add(total: jax.Array, grad: jax.Array) -> jax.Array:
-        grad = varying.to_varying(grad, tuple(varying.varying_axes(total) or ()))
+        grad = collectives.to_varying(grad, tuple(collectives.varying_axes(total) or ()))
         return (total.astype(jnp.float32) + grad.astype(jnp.float32)).astype(dtype)
 
     new_weight = acc.weight + jnp.asarray(1 if weight is None else weight, jnp.float32)
@@ -180,7 +180,7 @@ def local_grads(config: DistributedConfig, schedule: Schedule, grads: Grads) -> 
     sums, weight = _sums_and_weight(grads)
     _check_local(config, schedule, sums)
     buckets = [
-        collectives.keep_cast(array, config.policy.wire_dtype)
+        collectives.keep_cast(array, config.policy.comm_dtype)
         for array in _whole_buckets(config, schedule, jax.tree.leaves(sums))
     ]
     return LocalGrads(buckets, *_mean_scale(config, weight))
@@ -211,7 +211,7 @@ def _whole_buckets(
     for entry in schedule.buckets:
         bucket = entry.bucket
         if bucket.is_packed:
-            dtype = jnp.promote_types(bucket.dtype, config.policy.wire_dtype)
+            dtype = jnp.promote_types(bucket.dtype, config.policy.comm_dtype)
             yield packing.bucket_array(bucket, grads, dtype)
         else:
             yield grads[bucket.leaf]
@@ -246,7 +246,7 @@ def sum_over_devices(config: DistributedConfig, schedule: Schedule, grads: Grads
     else:  # summed over shard_axes, micro-batch by micro-batch
         pairs = zip(schedule.buckets, sums, strict=True)
         shards = [
-            transport.sum_gradients([entry.reduce_outer], shard, entry.bucket.cut_dim)
+            communication.sum_gradients([entry.reduce_outer], shard, entry.bucket.cut_dim)
             for entry, shard in pairs
         ]
     return SummedGrads(shards, *_mean_scale(config, weight))
@@ -267,5 +267,5 @@ def summed_shards(
         phases = [entry.reduce, entry.reduce_outer] if includes_outer else [entry.reduce]
         if is_shard(array):
             phases, array = phases[1:], array.value
-        shards.append(transport.sum_gradients(phases, array, bucket.cut_dim))
+        shards.append(communication.sum_gradients(phases, array, bucket.cut_dim))
     return shards

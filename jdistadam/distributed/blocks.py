@@ -20,8 +20,8 @@ from jdistadam.core import collectives
 from jdistadam.core.codecs import BLOCK
 from jdistadam.distributed.layout import Bucket, Layout, Leaf
 from jdistadam.errors import PolicyError
-from jdistadam.kernels.quantized_adam import Places
-from jdistadam.kernels.random_bits import Cuts
+from jdistadam.kernels.quantized_adam import LeafPositions
+from jdistadam.kernels.reference import LeafPartition
 
 
 def whole_size(leaf: Leaf, tensor_parts: Sequence[int]) -> int:
@@ -49,13 +49,15 @@ def check_cuts(leaf: Leaf, tensor_parts: Sequence[int]) -> None:
         )
 
 
-def cuts_of(layout: Layout, bucket: Bucket, tensor_parts: Sequence[int]) -> Cuts:
+def cuts_of(layout: Layout, bucket: Bucket, tensor_parts: Sequence[int]) -> LeafPartition:
     """How the leaf of a bucket was cut, first over tensor axes, then over the data axes."""
     if bucket.is_packed or not layout.leaves[bucket.leaf].has_blocks:
-        return Cuts.into_runs(bucket.shard_size)  # a table says so, or nothing depends on it
+        return LeafPartition.into_runs(
+            bucket.shard_size
+        )  # a table says so, or nothing depends on it
     piece = _piece(layout, bucket.shard_shape, bucket.cut_dim)
     leaf = layout.leaves[bucket.leaf]
-    return Cuts(piece, piece * layout.num_shards, *_tensor_cut(leaf, tensor_parts))
+    return LeafPartition(piece, piece * layout.num_shards, *_tensor_cut(leaf, tensor_parts))
 
 
 def _piece(layout: Layout, shard_shape: Sequence[int], dim: int) -> int:
@@ -81,14 +83,14 @@ def _tensor_part(leaf: Leaf, cutting_axes: Sequence[str]) -> Any:
     return collectives.axis_index(axes) if axes else jnp.int32(0)
 
 
-def places_of(
+def positions_of(
     layout: Layout,
     buckets: Sequence[Bucket],
     state_axes: tuple[str, ...],
     cutting_axes: Sequence[str],
     tensor_parts: Sequence[int],
-) -> tuple[Places, tuple[int, ...]]:
-    """Returns what the kernel is told of the places of buckets, and where their tables begin.
+) -> tuple[LeafPositions, tuple[int, ...]]:
+    """Returns what the kernel is told of the positions of buckets, and where their tables begin.
 
     Args:
       layout: The layout.
@@ -110,7 +112,7 @@ def places_of(
         else:
             begins.append(-1)
     blocks = jnp.concatenate(tables) if tables else jnp.zeros((1, 2), jnp.uint32)
-    return Places(jnp.stack(parts), blocks), tuple(begins)
+    return LeafPositions(jnp.stack(parts), blocks), tuple(begins)
 
 
 def _table(
@@ -136,7 +138,7 @@ def _table(
 
 def _blocks_of_leaves(layout: Layout, bucket: Bucket, index: Any) -> tuple[Any, Any]:
     """For each block: which leaf of the bucket, and which block of the leaf as a device has it."""
-    num_blocks = bucket.shard_size // BLOCK if bucket.unit > 1 else 0
+    num_blocks = bucket.shard_size // BLOCK if bucket.leaf_alignment > 1 else 0
     starts = np.asarray(bucket.starts(layout.leaves[i].size for i in bucket.leaves)[:-1]) // BLOCK
     place = index * num_blocks + jnp.arange(num_blocks, dtype=jnp.int32)
     found = jnp.searchsorted(jnp.asarray(starts, jnp.int32), place, side="right") - 1

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jdistadam.core import trees, varying
+from jdistadam.core import collectives, trees
 from jdistadam.core.arguments import check_flag, out_of_range
 from jdistadam.core.codecs import BLOCK_CODECS
 from jdistadam.core.precision import MixedPrecisionPolicy
@@ -18,16 +18,16 @@ from jdistadam.core.types import Grads, Params
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FlatCodes, types_of_moment
 from jdistadam.distributed.layout import Layout
-from jdistadam.distributed.layout_digest import (
+from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.schedule import Schedule
+from jdistadam.distributed.shard import is_shard, leaves_of, plain
+from jdistadam.distributed.state import (
     DIGEST_SIZE,
     differences,
     digest_of,
     known_text,
     sizes_of,
 )
-from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.schedule import Schedule
-from jdistadam.distributed.shard import is_shard, leaves_of, plain
 from jdistadam.errors import (
     DtypeError,
     HyperparameterError,
@@ -75,7 +75,7 @@ def check_inside(parallel: DataParallel, function: str, *, over_data_alone: bool
     """Raises MeshError unless called inside of a shard_map over all axes, or those of data."""
     axes = parallel.shard_axes + parallel.replica_axes
     axes += () if over_data_alone else parallel.tensor_axes
-    if missing := varying.unbound(axes):
+    if missing := collectives.unbound(axes):
         raise MeshError(
             f"{function}: called outside of jax.shard_map: "
             f"got no manual axis {missing[0]!r}, expected axes {', '.join(map(repr, axes))}. "
@@ -104,12 +104,12 @@ def check_grads(
     expected = schedule.treedef.unflatten(like)
     trees.check_same_shapes(grads, expected, name="grads", like_name=like_name)
     trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
-    known = varying.varying_axes(marker) or ()
+    known = collectives.varying_axes(marker) or ()
     axes = [axis for axis in config.parallel.data_axes if axis in known]
     if not axes:
         return  # shard_map runs with check_vma=False: types say nothing about reductions
     for path, grad in zip(trees.paths(grads, "grads"), given, strict=True):
-        missing = [axis for axis in axes if axis not in (varying.varying_axes(grad) or ())]
+        missing = [axis for axis in axes if axis not in (collectives.varying_axes(grad) or ())]
         if missing and np.size(grad):  # compat.shard_map makes zero-size ones anew
             raise MeshError(
                 f"{path}: already reduced over the mesh: "
@@ -273,12 +273,12 @@ def check_layout_of(
 def _check_flat_arrays(config: DistributedConfig, layout: Layout, state: Any) -> None:
     """Raises unless the flat arrays of a state have the layout's sizes and the policy's dtypes."""
     main, size = config.policy.main_params.dtype, layout.main_size
-    is_random = config.algorithm.storage.is_random
+    is_stochastic = config.algorithm.storage.is_stochastic
     expected = {
         "main_params": jax.ShapeDtypeStruct((size,), main) if size else None,
         "mu": types_of_moment(config.algorithm, layout, "mu"),
         "nu": types_of_moment(config.algorithm, layout, "nu"),
-        "key": jax.ShapeDtypeStruct((2,), jnp.uint32) if is_random else None,
+        "key": jax.ShapeDtypeStruct((2,), jnp.uint32) if is_stochastic else None,
     }
     for name, wanted in expected.items():
         got = getattr(state, name, "no such field")

@@ -21,12 +21,11 @@ from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.types import Params
 from jdistadam.distributed import param_specs
 from jdistadam.distributed.blocks import check_cuts, whole_size
-from jdistadam.distributed.bucketing import make_layout
 from jdistadam.distributed.communication import OVER_XLA, Communication
-from jdistadam.distributed.layout import Layout, Leaf
-from jdistadam.distributed.layout_digest import digest_of, text_of
+from jdistadam.distributed.layout import Layout, Leaf, make_layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule, make_schedule
+from jdistadam.distributed.state import digest_of, text_of
 from jdistadam.errors import MeshError, PolicyError, TreeError
 
 
@@ -164,9 +163,9 @@ class DistributedConfig:
         treedef: Any = jax.tree.structure(whole)
         key = treedef, shapes, accumulate_steps, in_train_step
         if key not in self._schedules:
-            layout, means = self.layout(whole), self.communication.means
+            layout, transport = self.layout(whole), self.communication.transport
             schedule = make_schedule(
-                layout, self.parallel, self.policy, accumulate_steps, means, in_train_step
+                layout, self.parallel, self.policy, accumulate_steps, transport, in_train_step
             )
             self._schedules[key] = dataclasses.replace(schedule, treedef=treedef)
         return self._schedules[key]
@@ -208,11 +207,11 @@ class DistributedConfig:
         return storage.is_coding and storage.codes_leaf(path, whole_size(leaf, self.tensor_parts))
 
     def _is_rounded(self, leaf: Leaf) -> bool:
-        """Whether floats of a leaf are rounded at random, or would be if it were not coded."""
+        """Whether floats of a leaf are rounded stochastically, or would be if it were not coded."""
         floats = [self.algorithm.storage.float_dtype(x) for x in ("mu", "nu")]
         if not self._keeps_main(leaf.dtype, is_held=False):
             floats.append(leaf.dtype)
-        return self.algorithm.storage.is_random and any(x.itemsize == 2 for x in floats)
+        return self.algorithm.storage.is_stochastic and any(x.itemsize == 2 for x in floats)
 
     def _check_low_precision(self, leaves: Sequence[Leaf]) -> None:
         """Raises where what was asked for has no effect on any leaf."""

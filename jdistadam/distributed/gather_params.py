@@ -33,14 +33,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdistadam.core import collectives, trees, varying
+from jdistadam.core import collectives, trees
 from jdistadam.core.types import Params
-from jdistadam.distributed import model_axes, transport
+from jdistadam.distributed import communication, model_axes
 from jdistadam.distributed.accumulate import weighted
 from jdistadam.distributed.checks import check_inside
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.schedule import Schedule, phases_of_shard
-from jdistadam.distributed.shard import Shard, as_held, is_shard, leaves_of, refuse_unmarked
+from jdistadam.distributed.shard import Shard, as_shards, is_shard, leaves_of, refuse_unmarked
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 
 
@@ -69,7 +69,7 @@ def local_params(params: Params, tx: DistributedTransformation) -> Any:
     check_inside(config.parallel, "local_params", over_data_alone=True)
     if config.parallel.shards_params and not any(map(is_shard, leaves_of(params))):
         params = _with_shards(config, tx.schedule("local_params", params), params)
-    return jax.tree.map(lambda x: varying.to_varying(x, axes), params)
+    return jax.tree.map(lambda x: collectives.to_varying(x, axes), params)
 
 
 def _with_shards(config: DistributedConfig, schedule: Schedule, params: Params) -> Any:
@@ -99,7 +99,7 @@ def stored_params(params: Any, tx: DistributedTransformation) -> Any:
     def stored(x: Any) -> Any:
         return x if is_shard(x) else collectives.to_invariant(x, axes)
 
-    return as_held(jax.tree.map(stored, params, is_leaf=is_shard))
+    return as_shards(jax.tree.map(stored, params, is_leaf=is_shard))
 
 
 def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None) -> Any:
@@ -288,10 +288,10 @@ def _gathered(config: DistributedConfig, shard: Shard) -> jax.Array:
     run = model_axes.on_each_shard(config, shard.spec)
 
     def whole(x: jax.Array) -> Any:
-        return transport.gather_parameters(gather_phase, x, dim, to="varying")
+        return communication.gather_parameters(gather_phase, x, dim, to="varying")
 
     def part_of_sum(x: jax.Array) -> Any:
-        return transport.sum_gradients([reduce_phase], x, dim)
+        return communication.sum_gradients([reduce_phase], x, dim)
 
     @jax.custom_vjp
     def gather(value: jax.Array, weight: Any) -> jax.Array:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import collectives, varying
+from jdistadam.core import collectives
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
@@ -32,7 +32,7 @@ def main_shard(config: DistributedConfig, layout: Layout, params: Sequence[Any])
     ]
     flat = packing.flat_of(layout, shards, jnp.float32, main=True)
     # Varying also for the type checker of shard_map, as shards are.
-    flat = varying.to_varying(flat, config.parallel.state_axes + config.parallel.tensor_axes)
+    flat = collectives.to_varying(flat, config.parallel.state_axes + config.parallel.tensor_axes)
     _, stored = config.policy.main_params.split(flat, jnp.bfloat16, jnp)
     return stored
 
@@ -61,7 +61,7 @@ def with_main_params(
     return map_state(lambda state: state._replace(main_params=flat), opt_state)
 
 
-def as_they_arrive(schedule: Schedule, params: Params, *, before_forward: bool = False) -> Any:
+def round_to_comm_dtype(schedule: Schedule, params: Params, *, before_forward: bool = False) -> Any:
     """Returns global params rounded as a step rounds those that it sends, to param_comm_dtype.
 
     Those that it sends after the update; or those that it gathers before the forward pass.

@@ -30,9 +30,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import collectives, trees, varying
+from jdistadam.core import collectives, trees
+from jdistadam.core.collectives import Axes
 from jdistadam.core.types import Grads, Params
-from jdistadam.core.varying import Axes
 from jdistadam.distributed import param_specs
 from jdistadam.distributed.accumulate import (
     AccumulatedGrads,
@@ -52,7 +52,9 @@ from jdistadam.errors import PolicyError
 
 def axes_left_to_xla(parallel: DataParallel) -> Axes:
     """The tensor axes, as far as the code that calls this is manual over the data axes alone."""
-    return () if varying.unbound(parallel.data_axes) else varying.unbound(parallel.tensor_axes)
+    return (
+        () if collectives.unbound(parallel.data_axes) else collectives.unbound(parallel.tensor_axes)
+    )
 
 
 def init(
@@ -164,7 +166,7 @@ def on_each_shard(config: DistributedConfig, spec: P) -> Callable[..., jax.Array
 
 def unsharded(config: DistributedConfig, schedule: Schedule, params: Params) -> Any:
     """Shapes that params have in this region where devices hold all of them; outside, params."""
-    if not config.parallel.shards_params or varying.unbound(config.parallel.shard_axes):
+    if not config.parallel.shards_params or collectives.unbound(config.parallel.shard_axes):
         return params
     specs = _specs_left_to_xla(config, params)
     return param_specs.global_shapes(config.parallel, schedule.whole(), specs)
@@ -225,7 +227,7 @@ def _manual(
         in_specs=([specs[i] for i in passed],),
         out_specs=left(out_specs),
         axis_names=axes,
-        check_vma=bool(varying.varying_axes(index)),
+        check_vma=bool(collectives.varying_axes(index)),
     )([leaves[i] for i in passed])
 
 

@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import varying
+from jdistadam.core import collectives
 from jdistadam.core.algorithm import Algorithm
-from jdistadam.core.dtypes import FLOATS, float_dtype
+from jdistadam.core.arguments import FLOATS, float_dtype
 from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState, check_loss_scale
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.storage import MOMENT_NAMES
@@ -237,7 +237,7 @@ class _Functions:
     def init(self, schedule: Schedule, params: Params) -> DistributedState:
         """Makes the state; outside of shard_map, too."""
         config, layout = self.config, schedule.layout
-        if not varying.unbound(config.parallel.shard_axes):
+        if not collectives.unbound(config.parallel.shard_axes):
             return model_axes.init(config, schedule, self.specs, params)
         specs = global_specs(config, layout, params)
         placed = jax.tree.map(
@@ -280,7 +280,7 @@ def _state_specs(config: DistributedConfig) -> DistributedState:
         grad_norm=everywhere,
         layout_digest=everywhere,
         scaling=None if config.loss_scale is None else scaling,
-        key=everywhere if storage.is_random else None,
+        key=everywhere if storage.is_stochastic else None,
     )
 
 

@@ -35,10 +35,15 @@ from jdistadam.distributed.accumulate import AccumulatedGrads, local_grads
 from jdistadam.distributed.communication import keeps_shards_alone, places
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket
-from jdistadam.distributed.norm import norm_of_squares
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import DistributedState
-from jdistadam.distributed.update import FlatState, Updated, skipped, step_scalars
+from jdistadam.distributed.update import (
+    FlatState,
+    UpdateResult,
+    norm_of_squares,
+    skipped,
+    step_scalars,
+)
 from jdistadam.kernels import native, peer
 
 sending_ahead: Any = jax.make_user_context(False)
@@ -52,7 +57,7 @@ def step_over_peer_memory(
     state: DistributedState,
     leaves: list[Any],
     is_other: jax.Array,
-) -> Updated:
+) -> UpdateResult:
     """Reduction, norm, update and new parameters, bitwise those of float32 sums over XLA.
 
     Args:
@@ -94,7 +99,7 @@ def step_over_peer_memory(
     for bucket, whole in zip(buckets, params, strict=True):
         new.update(packing.leaves_of_bucket(schedule.layout, bucket, whole))
     flat = FlatState(*flat_arrays)
-    return Updated(flat, new, norm, found_inf, is_skipped, local.is_empty)
+    return UpdateResult(flat, new, norm, found_inf, is_skipped, local.is_empty)
 
 
 def _send_ahead(

@@ -1,7 +1,7 @@
 """What one step sends: for each bucket its collectives, in the order in which they run.
 
 This is the one place that decides how gradients are summed and parameters gathered under each
-strategy and policy. A step runs these collectives (``transport.py``), ``plan`` prices them and
+strategy and policy. A step runs these collectives (``communication.py``), ``plan`` prices them and
 ``audit`` compares them with the compiled program. Made from shapes alone.
 
 A bucket passes through four phases, of which a strategy leaves out some::
@@ -28,8 +28,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdistadam.core.collectives import Axes
 from jdistadam.core.precision import MixedPrecisionPolicy
-from jdistadam.core.varying import Axes
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 
@@ -54,8 +54,8 @@ class Collective:
         are not sent ahead.
       when: "step": once; "micro-batch": for each of them; "layer": for each layer of a scan, in
         each micro-batch.
-      means: How bytes move between devices: "xla", by a collective of the compiler; "peer", read
-        from and written to the memory of the others by the kernels of communication.py.
+      transport: How bytes move between devices: "xla", by a collective of the compiler; "peer",
+        read from and written to the memory of the others by the kernels of communication.py.
     """
 
     op: str
@@ -67,7 +67,7 @@ class Collective:
     leaves: tuple[str, ...]
     is_optional: bool = False
     when: str = "step"
-    means: str = "xla"
+    transport: str = "xla"
 
     @property
     def result_elements(self) -> int:
@@ -150,7 +150,7 @@ def make_schedule(
     parallel: DataParallel,
     policy: MixedPrecisionPolicy,
     accumulate_steps: int = 1,
-    means: str = "xla",
+    transport: str = "xla",
     in_train_step: bool = True,
 ) -> Schedule:
     """Decides what every bucket of a layout sends.
@@ -160,12 +160,12 @@ def make_schedule(
       parallel: The axes and the strategy.
       policy: The dtypes.
       accumulate_steps: Number of micro-batches; counts in ``times`` alone.
-      means: "xla", or "peer".
+      transport: "xla", or "peer".
       in_train_step: Whether the gradients come from the backward pass of a ``train_step``.
 
     Example:
       >>> import jax
-      >>> from jdistadam.distributed.bucketing import make_layout
+      >>> from jdistadam.distributed.layout import make_layout
       >>> from jdistadam.distributed.layout import Leaf
       >>> mesh = jax.sharding.AbstractMesh((4,), ("data",))
       >>> layout = make_layout([Leaf("w", (512, 64), jnp.dtype("float32"), 0)], 4, 1 << 20)
@@ -180,8 +180,8 @@ def make_schedule(
         size = layer_sizes.get(bucket.num_layers, 0)
         layer_sizes[bucket.num_layers] = size + bucket.shard_size
     num_reductions = accumulate_steps if parallel.shards_grads else 1
-    sends_ahead = in_train_step and means == "peer" and accumulate_steps == 1
-    maker = _PhaseMaker(parallel, policy, num_reductions, means, sends_ahead)
+    sends_ahead = in_train_step and transport == "peer" and accumulate_steps == 1
+    maker = _PhaseMaker(parallel, policy, num_reductions, transport, sends_ahead)
     entries = []
     for bucket in layout.buckets:
         paths = tuple(layout.leaves[i].path for i in bucket.leaves)
@@ -216,10 +216,10 @@ def phases_of_shard(
       elements: Size of the whole parameter, or of one layer of it.
       dtype: The dtype of the parameter.
     """
-    maker = _PhaseMaker(parallel, policy, num_reductions=1, means="xla", sends_ahead=False)
+    maker = _PhaseMaker(parallel, policy, num_reductions=1, transport="xla", sends_ahead=False)
     axes = parallel.shard_axes
     gather = maker.all_gather((), elements, axes, dtype)
-    return gather, maker.reduce_scatter((), elements, axes, policy.wire_dtype)
+    return gather, maker.reduce_scatter((), elements, axes, policy.comm_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +229,7 @@ class _PhaseMaker:
     parallel: DataParallel
     policy: MixedPrecisionPolicy
     num_reductions: int  # how often a step reduces gradients over shard_axes
-    means: str
+    transport: str
     sends_ahead: bool  # what a backward pass makes before its end: [Note: sent ahead]
 
     def bucket_schedule(
@@ -242,7 +242,7 @@ class _PhaseMaker:
         """
         parallel, policy = self.parallel, self.policy
         shard_axes, replica_axes = parallel.shard_axes, parallel.replica_axes
-        sent, summed = policy.wire_dtype, policy.reduced_dtype
+        sent, summed = policy.comm_dtype, policy.reduced_dtype
         if parallel.strategy == "no_shard":
             in_float32 = policy.grad_reduce_dtype is not None
             axes = replica_axes + shard_axes if in_float32 else parallel.data_axes
@@ -255,7 +255,7 @@ class _PhaseMaker:
         if bucket.num_layers is not None:
             times = num_layers * self.num_reductions
             reduce, gather = (_repeated(phase, "layer", times) for phase in (reduce, gather))
-        elif stacked and self.means == "xla" and parallel.shards_grads:
+        elif stacked and self.transport == "xla" and parallel.shards_grads:
             # [Note: sums of layers]
             reduce = self.reduce_scatter(paths, whole_size // stacked, shard_axes, sent)
             reduce = _repeated(reduce, "layer", stacked * self.num_reductions)
@@ -265,7 +265,7 @@ class _PhaseMaker:
             # Others are known at the end of the backward pass alone: sums over micro-batches, and
             # what a scan over layers returns.
             ahead = self._one("collective-permute", paths, whole_size, shard_axes, sent)
-            reduce = (dataclasses.replace(ahead, means="xla", is_optional=True),)
+            reduce = (dataclasses.replace(ahead, transport="xla", is_optional=True),)
         reduce_outer: Phase = ()
         gather_outer: Phase = ()
         if parallel.outer_strategy == "optim":
@@ -317,7 +317,7 @@ class _PhaseMaker:
             devices=devices,
             times=1,
             leaves=paths,
-            means=self.means,
+            transport=self.transport,
         )
 
 

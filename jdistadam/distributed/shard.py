@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core import trees, varying
+from jdistadam.core import collectives, trees
 from jdistadam.core.types import Grads, Params
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.schedule import Schedule
@@ -111,7 +111,7 @@ def plain(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.value if is_shard(x) else x, tree, is_leaf=is_shard)
 
 
-def as_held(params: Any) -> Any:
+def as_shards(params: Any) -> Any:
     """Returns plain params in their own dtypes, as a device holds them between steps."""
 
     def held(x: Any) -> Any:
@@ -130,7 +130,7 @@ def in_form_of(like: Any, tree: Any) -> Any:
 
     def wrap(like: Any, x: Any) -> Any:
         if not is_shard(like):
-            return varying.to_varying(x, tuple(varying.varying_axes(like) or ()))
+            return collectives.to_varying(x, tuple(collectives.varying_axes(like) or ()))
         return dataclasses.replace(like, value=x.astype(like.value.dtype))
 
     return jax.tree.map(wrap, like, tree, is_leaf=is_shard)

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jdistadam.core import trees, varying
+from jdistadam.core import collectives, trees
 from jdistadam.core.loss_scale import LossScaleState, new_loss_scale, next_loss_scale
+from jdistadam.core.primitives import make_primitive
 from jdistadam.core.types import Grads, Params
+from jdistadam.distributed import communication, packing
 from jdistadam.distributed.accumulate import sum_over_devices
 from jdistadam.distributed.checks import check_inside, check_scaling, check_step
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import types_of_moment
-from jdistadam.distributed.gather import gather_new_params
 from jdistadam.distributed.layout import Layout
-from jdistadam.distributed.layout_digest import differs
 from jdistadam.distributed.main_params import main_shard
-from jdistadam.distributed.norm import norm_and_finite
-from jdistadam.distributed.not_transformed import check_not_transformed
+from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.peer_step import step_over_peer_memory
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import (
     DistributedState,
     StepResult,
     check_own_state,
+    differs,
     find_state,
 )
-from jdistadam.distributed.update import Updated, skipped, step_scalars, update_shards
-from jdistadam.errors import TreeError
+from jdistadam.distributed.update import (
+    UpdateResult,
+    norm_and_finite,
+    skipped,
+    step_scalars,
+    update_shards,
+)
+from jdistadam.errors import PolicyError, TreeError
 from jdistadam.kernels.coefficients import at_count
 
 
@@ -45,7 +52,7 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
 
     def zeros(name: str) -> Any:
         types = types_of_moment(config.algorithm, layout, name)
-        return jax.tree.map(lambda x: varying.to_varying(jnp.zeros_like(x), axes), types)
+        return jax.tree.map(lambda x: collectives.to_varying(jnp.zeros_like(x), axes), types)
 
     storage = config.algorithm.storage
     return DistributedState(
@@ -56,7 +63,7 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
         grad_norm=jnp.zeros((), jnp.float32),
         layout_digest=jnp.asarray(config.layout_digest(layout)),
         scaling=None if config.loss_scale is None else new_loss_scale(config.loss_scale),
-        key=storage.key if storage.is_random else None,
+        key=storage.key if storage.is_stochastic else None,
     )
 
 
@@ -102,7 +109,7 @@ def step_local(
         if config.policy.param_comm_dtype is not None:
             # The rounding to send them would change what a skipped step must leave alone.
             new = {i: trees.keep_if(is_skipped, leaves[i], leaf) for i, leaf in new.items()}
-        done = Updated(flat, new, norm, found_inf, is_skipped, summed.is_empty)
+        done = UpdateResult(flat, new, norm, found_inf, is_skipped, summed.is_empty)
     for i, leaf in done.leaves.items():
         leaves[i] = leaf  # frozen and zero-size ones stay as they are
     is_skipped = done.is_skipped
@@ -154,3 +161,53 @@ def grad_norm_local(
     check_inside(config.parallel, "grad_norm")
     summed = sum_over_devices(config, schedule, grads)
     return norm_and_finite(config, schedule.layout, summed, scaling)[0]
+
+
+def gather_new_params(
+    parallel: DataParallel, schedule: Schedule, shards: Sequence[jax.Array]
+) -> dict[int, jax.Array]:
+    """Returns the new parameters by the index of the leaf, of all leaves that are in a bucket."""
+    leaves: dict[int, jax.Array] = {}
+    for entry, shard in zip(schedule.buckets, shards, strict=True):
+        bucket = entry.bucket
+        new = communication.gather_parameters(entry.after_update, shard, bucket.cut_dim)
+        copies = tuple(axis for axis in parallel.tensor_axes if axis not in bucket.tensor_axes)
+        new = collectives.to_invariant(new, copies)
+        leaves.update(packing.leaves_of_bucket(schedule.layout, bucket, new))
+    return leaves
+
+
+def check_not_transformed(function: str, tree: Any) -> None:
+    """Raises PolicyError where ``jax.vmap`` or a derivative runs over an array of ``tree``.
+
+    Inside of a jit nothing tells such an array from another one, but the rule of a primitive is
+    called; nobody uses the results, so that the compiled program has nothing of it.
+    """
+    _passed_p.bind(*jax.tree.leaves(tree), function=function)
+
+
+def _batched(leaves: Any, dims: Any, *, function: str) -> Any:
+    sizes = {x.shape[dim] for x, dim in zip(leaves, dims, strict=True) if dim is not None}
+    raise PolicyError(
+        f"{function}: a distributed optimizer cannot run under jax.vmap: got vmap over "
+        f"{', '.join(map(str, sizes))}, expected one model, on all devices of the mesh. "
+        "Step ensembles and sweeps with jax.vmap(fused_adamw(...).step)."
+    )
+
+
+def _jvp(leaves: Any, tangents: Any, *, function: str) -> Any:
+    del tangents
+    raise PolicyError(
+        f"{function}: a distributed optimizer cannot be differentiated: got a derivative by "
+        f"some of {len(leaves)} arrays, expected a use of its values alone. Differentiate "
+        "fused_adamw(...).step, or put jax.lax.stop_gradient around what this one takes."
+    )
+
+
+_passed_p = make_primitive(
+    "jdistadam_passed",
+    lambda *leaves, function: list(leaves),
+    lambda *leaves, function: list(leaves),
+    batched=_batched,
+    jvp=_jvp,
+)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import trees, varying
+from jdistadam.core import collectives, trees
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.distributed import model_axes, shard
 from jdistadam.distributed.accumulate import AccumulatedGrads
@@ -85,8 +85,8 @@ class DistributedTransformation(FusedTransformation):
 
         def init(params: Params) -> Any:
             trees.check_dtypes(params, name="params")
-            if not varying.unbound(config.parallel.shard_axes):
-                params = shard.as_held(params)
+            if not collectives.unbound(config.parallel.shard_axes):
+                params = shard.as_shards(params)
                 return functions.init(self.schedule("init", params), params)
             trees.refuse_shapes(params, name="params")
             schedule = config.schedule(config.tensor_local(params))
@@ -98,10 +98,10 @@ class DistributedTransformation(FusedTransformation):
                 raise ValueError(optax._src.base.NO_PARAMS_MSG)
             compat.refuse_empty_leaves(config.mesh, params)
             find_state(state)
-            held = shard.as_held(params)
-            schedule = self.schedule("step", held)
-            model_axes.check_own_region(config, schedule, held)
-            result = functions.local_step(schedule, grads, state, held, **extra_args)
+            shards = shard.as_shards(params)
+            schedule = self.schedule("step", shards)
+            model_axes.check_own_region(config, schedule, shards)
+            result = functions.local_step(schedule, grads, state, shards, **extra_args)
             return shard.in_form_of(params, result.params), result.opt_state
 
         def update(
@@ -296,7 +296,7 @@ class DistributedTransformation(FusedTransformation):
           params: Tree of arrays: only their shapes and dtypes matter, and none of these to what
             ``bind`` returned.
         """
-        schedule = self.bound or self.schedule("init_grads", shard.as_held(params))
+        schedule = self.bound or self.schedule("init_grads", shard.as_shards(params))
         return model_axes.init_grads(self.config, schedule)
 
     def accumulate(

@@ -9,15 +9,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jdistadam.core import collectives
 from jdistadam.core.codecs import FLOAT32, NOTHING, Codec
+from jdistadam.core.loss_scale import LossScaleState
 from jdistadam.distributed import packing
+from jdistadam.distributed.accumulate import SummedGrads
+from jdistadam.distributed.blocks import cuts_of, positions_of
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import operand_of, with_result
+from jdistadam.distributed.flat_moments import offset_of, operand_of, with_result
 from jdistadam.distributed.layout import Bucket, Layout
-from jdistadam.distributed.low_precision import quantized_call
-from jdistadam.distributed.norm import clipped_scale
 from jdistadam.distributed.state import DistributedState
-from jdistadam.kernels import native, quantized_adam
+from jdistadam.kernels import multi_tensor, native, quantized_adam
 from jdistadam.kernels.adam import (
     Operands,
     Results,
@@ -28,6 +30,7 @@ from jdistadam.kernels.adam import (
     with_main_params,
 )
 from jdistadam.kernels.coefficients import coefficient_rows
+from jdistadam.kernels.quantized_adam import LeafPositions, QuantizedSpec, Rounding
 
 
 class FlatState(NamedTuple):
@@ -38,7 +41,7 @@ class FlatState(NamedTuple):
     nu: Any
 
 
-class Updated(NamedTuple):
+class UpdateResult(NamedTuple):
     """What a step has changed, whatever means it communicated by.
 
     Attributes:
@@ -190,3 +193,91 @@ def _after(
     (mu,), (nu,) = results.mu, results.nu
     mu, nu = with_result(flat.mu, first, mu), with_result(flat.nu, first, nu)
     return FlatState(main_params, mu, nu), shards
+
+
+def norm_and_finite(
+    config: DistributedConfig, layout: Layout, grads: SummedGrads, scaling: LossScaleState | None
+) -> tuple[jax.Array, jax.Array]:
+    """The global norm of the mean gradient, and whether any gradient is non-finite.
+
+    Every element counts once: devices that hold the same leaf beside tensor-parallel ones leave it
+    to the first of them.
+    """
+    parallel = config.parallel
+    unscale = None if scaling is None else 1 / scaling.loss_scale
+    by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
+    for bucket, shard in zip(layout.buckets, grads.shards, strict=True):
+        by_axes.setdefault(bucket.tensor_axes, []).append(shard)
+    squares, found = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
+    for axes, arrays in sorted(by_axes.items()):
+        partial_squares, found_here = multi_tensor.sum_of_squares(arrays, unscale)
+        copies = tuple(axis for axis in parallel.tensor_axes if axis not in axes)
+        if copies:
+            partial_squares = jnp.where(collectives.axis_index(copies) == 0, partial_squares, 0)
+        squares, found = squares + partial_squares, found | found_here
+    return norm_of_squares(config, squares, found, grads.mean_scale, scaling)
+
+
+def norm_of_squares(
+    config: DistributedConfig,
+    squares: jax.Array,
+    found: jax.Array,
+    mean_scale: jax.Array,
+    scaling: LossScaleState | None,
+) -> tuple[jax.Array, jax.Array]:
+    """What ``norm_and_finite`` returns, of what one device found in its shards."""
+    everyone = config.parallel.state_axes + config.parallel.tensor_axes
+    if scaling is None:
+        squares = collectives.all_reduce(squares, everyone)
+        return jnp.sqrt(squares) * mean_scale, jnp.zeros((), jnp.bool_)
+    both = jnp.stack([squares, found.astype(jnp.float32)])
+    squares, count = collectives.all_reduce(collectives.to_varying(both, everyone), everyone)
+    return jnp.sqrt(squares) * mean_scale, count > 0
+
+
+def clipped_scale(max_grad_norm: float | None, mean_scale: jax.Array, norm: Any) -> jax.Array:
+    """What every summed gradient is multiplied by: the mean, and the clip on top of it."""
+    if max_grad_norm is None:
+        return mean_scale
+    max_norm = jnp.float32(max_grad_norm)
+    # Written so that a norm that is not a number reaches every gradient, as in optax.
+    return jnp.where(norm <= max_norm, mean_scale, mean_scale * (max_norm / norm))
+
+
+def quantized_call(
+    config: DistributedConfig,
+    layout: Layout,
+    buckets: Sequence[Bucket],
+    spec: Spec,
+    scalars: Scalars,
+    state: DistributedState,
+    operands: Operands,
+) -> tuple[QuantizedSpec, Scalars, Rounding, LeafPositions, Operands]:
+    """Returns the arguments of ``quantized_adam.adam`` for buckets of equal dtypes.
+
+    Args:
+      config: The configuration.
+      layout: The layout.
+      buckets: The buckets.
+      spec: The call without rounding.
+      scalars: What the kernel is told besides arrays.
+      state: The state: its count and key say which random bits are drawn.
+      operands: The shards of gradients and params, and the flat arrays.
+    """
+    storage, parts = config.algorithm.storage, config.tensor_parts
+    places, tables = positions_of(
+        layout, buckets, config.parallel.state_axes, config.cutting_axes, parts
+    )
+    cuts = tuple(cuts_of(layout, bucket, parts) for bucket in buckets)
+    quantized = QuantizedSpec(
+        adam=spec,
+        is_stochastic=storage.is_stochastic,
+        ids=tuple(bucket.leaves[0] for bucket in buckets),
+        mu_offsets=tuple(offset_of(state.mu, bucket) for bucket in buckets),
+        nu_offsets=tuple(offset_of(state.nu, bucket) for bucket in buckets),
+        cuts=cuts,
+        tables=tables,
+    )
+    key = state.key if storage.is_stochastic else jnp.zeros((2,), jnp.uint32)
+    args = (scalars, Rounding(key, state.count), places, operands)
+    return quantized, *collectives.vary_together(args)

@@ -1,4 +1,4 @@
-"""Moments in blocks of codes and rounding at random: what the state then holds."""
+"""Moments in blocks of codes and stochastic rounding: what the state then holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core import boxes, trees
+from jdistadam.core import trees
 from jdistadam.core.codecs import BlockCodes, Codec, is_codes, moment_leaves
 from jdistadam.core.storage import Storage
 from jdistadam.core.types import OptState, Params
@@ -21,7 +21,7 @@ _HALVES = (jnp.bfloat16, jnp.float16)
 
 
 class RoundingState(NamedTuple):
-    """The state of an optimizer that rounds at random.
+    """The state of an optimizer that rounds stochastically.
 
     Attributes:
       key: Shape (2,), uint32: the seed. Together with the count it says which bits are drawn, so
@@ -44,7 +44,7 @@ def new_state(storage: Storage, params: Params, updated: Params, state: OptState
     stored = map(jax.tree.leaves, (params, updated, state[0].mu, state[0].nu))
     for path, param, *others in zip(paths, *stored, strict=True):
         is_coded = storage.is_coding and storage.is_coded(path, param)
-        is_rounded = storage.is_random and any(jnp.result_type(x) in _HALVES for x in others)
+        is_rounded = storage.is_stochastic and any(jnp.result_type(x) in _HALVES for x in others)
         if is_coded or (is_rounded and np.size(param)):
             sharded_quantized_adam.check_leaf(f"params{path}", param, is_coded=is_coded)
 
@@ -57,7 +57,7 @@ def new_state(storage: Storage, params: Params, updated: Params, state: OptState
                 paths, jax.tree.leaves(params), jax.tree.leaves(tree), strict=True
             )
         ]
-        return boxes.codes_outside(jax.tree.unflatten(jax.tree.structure(params), leaves))
+        return trees.codes_outside(jax.tree.unflatten(jax.tree.structure(params), leaves))
 
     mu, nu = coded(state[0].mu, storage.codec_of("mu")), coded(state[0].nu, storage.nu)
     adam = state[0]._replace(mu=mu, nu=nu)
@@ -76,20 +76,20 @@ def _zeros(param: Any, codec: Codec) -> BlockCodes:
 
 def with_key(storage: Storage, state: OptState) -> OptState:
     """Puts the key of the random bits around a state, if there is one."""
-    if not storage.is_random:
+    if not storage.is_stochastic:
         return state
     return RoundingState(storage.key, state)
 
 
 def split_key(storage: Storage, state: OptState) -> tuple[Any, OptState]:
     """Returns the key, or None, and the state without it."""
-    if storage.is_random != isinstance(state, RoundingState):
-        expected = "RoundingState" if storage.is_random else "a state without RoundingState"
+    if storage.is_stochastic != isinstance(state, RoundingState):
+        expected = "RoundingState" if storage.is_stochastic else "a state without RoundingState"
         raise TreeError(
             f"opt_state: does not fit rounding: got {type(state).__name__}, expected {expected}. "
             "Make it with init(params) of this optimizer."
         )
-    return (state.key, state.inner) if storage.is_random else (None, state)
+    return (state.key, state.inner) if storage.is_stochastic else (None, state)
 
 
 def check_coded(storage: Storage, params: Params, moments: Any, *, name: str, codec: Codec) -> None:
@@ -165,4 +165,4 @@ def _decoded(name: str, tree: Any) -> Any:
     def one(x: Any) -> Any:
         return coded_leaves.decoded(name, *x) if is_codes(x) else x
 
-    return jax.tree.map(one, boxes.codes_inside(tree), is_leaf=is_codes)
+    return jax.tree.map(one, trees.codes_inside(tree), is_leaf=is_codes)

@@ -12,17 +12,15 @@ import optax
 
 from jdistadam.core import trees
 from jdistadam.core.algorithm import Algorithm, make_algorithm
-from jdistadam.core.dtypes import float_dtype
+from jdistadam.core.arguments import float_dtype
 from jdistadam.core.groups import make_groups
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
-from jdistadam.core.main_params import UNSET
-from jdistadam.core.storage import MOMENT_NAMES, without_codes
+from jdistadam.core.storage import MOMENT_NAMES, UNSET, without_codes
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
-from jdistadam.drop_in.frozen import with_frozen, without_frozen
-from jdistadam.drop_in.new_state import new_state
+from jdistadam.drop_in.state import new_state
 from jdistadam.drop_in.step import tree_step
-from jdistadam.drop_in.transformation import FusedTransformation
+from jdistadam.drop_in.transformation import FusedTransformation, with_frozen, without_frozen
 
 
 def fused_adamw(
@@ -79,7 +77,8 @@ def fused_adamw(
       mu_dtype: Dtype in which :math:`m` is stored. None: the dtype of what is updated. "block8" and
         "block16": 8 and 16 bits, with one float32 scale for 128 elements (``BlockCodes``). Rounded
         to nearest these need b1 <= 0.894 and b1 <= 0.999, float16 and a larger b1 beside bfloat16
-        warn. At random "block8" needs the nu_dtype "block8", and "block16" one of the two.
+        warn. With stochastic rounding "block8" needs the nu_dtype "block8", and "block16" one of
+        the two.
       weight_decay: :math:`\lambda`, decoupled from the gradient, or a schedule of the step count.
       mask: Tree of bools with the structure of the params, or a function from params to it: where
         weight decay applies. None: everywhere.
@@ -106,9 +105,9 @@ def fused_adamw(
       cautious_weight_decay: Whether :math:`\lambda p` is left out wherever it has the opposite sign
         of the rest of the update. On GPUs it takes kernels that are not specialised for dtypes.
       rounding: "nearest", or "stochastic": moments of 16 and 8 bits, and by ``step`` parameters of
-        16 bits without main parameters, are rounded up or down at random, so that their mean is the
-        exact value. The random bits depend on the seed, the count, and the leaf's and the element's
-        number alone: a run can be repeated bit for bit, on CPU and GPU.
+        16 bits without main parameters, are rounded up or down with probabilities that make the
+        exact value their mean. The random bits depend on the seed, the count, and the leaf's and the
+        element's number alone: a run can be repeated bit for bit, on CPU and GPU.
       seed: The seed of "stochastic", from 0 to 2^64 - 1, which the state then holds
         (``RoundingState``). None: 0. Beside other optimizers, as in ``optax.multi_transform``,
         each needs a seed of its own.

@@ -11,23 +11,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdistadam.core import boxes, trees
+from jdistadam.core import trees
 from jdistadam.core.codecs import Codec, codec_of, is_codes, moment_leaves
 from jdistadam.core.hyperparameters import Hyperparameters
-from jdistadam.core.main_params import main_codec_of
-from jdistadam.core.storage import Storage
+from jdistadam.core.storage import Storage, main_codec_of
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
 from jdistadam.drop_in.checks import adam_state_of, check_trees
 from jdistadam.drop_in.low_precision import RoundingState, split_key
-from jdistadam.drop_in.main_params import (
+from jdistadam.drop_in.state import (
     MainParamsState,
     main_leaves,
     nan_if_changed,
     split_state,
 )
 from jdistadam.errors import DtypeError, PolicyError
-from jdistadam.kernels import sharded_quantized_adam, transformed_adam
+from jdistadam.kernels import sharded_adam, sharded_quantized_adam
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec, new_params, with_main_params
 from jdistadam.kernels.coefficients import coefficient_rows
 from jdistadam.kernels.quantized_adam import QuantizedSpec, Rounding
@@ -79,19 +78,19 @@ def tree_step(
       rows: Of coefficients, for each leaf: twice the number of its group, and one more where decay
         does not apply. None for a frozen leaf, which the trees lack.
       main_kind: What is kept of main parameters. If anything is, state is a MainParamsState.
-      storage: How moments are stored and rounded. At random: state is a RoundingState.
+      storage: How moments are stored and rounded. Stochastically: state is a RoundingState.
 
     Returns:
       (new params or updates, new state).
     """
     trees.check_memory(grads=grads, opt_state=state, params=params)
     hypers = [Hyperparameters(**dict(x), **y) for x, y in zip(known, operands, strict=True)]
-    name = "opt_state" + ".inner" * (main_kind.is_stored + storage.is_random)
+    name = "opt_state" + ".inner" * (main_kind.is_stored + storage.is_stochastic)
     key, state = split_key(storage, state)
     main_params, inner = split_state(state, main_kind)
     adam_state = adam_state_of(inner, name)
     if storage.is_coding:  # [Note: boxes]
-        mu, nu = map(boxes.codes_inside, (adam_state.mu, adam_state.nu))
+        mu, nu = map(trees.codes_inside, (adam_state.mu, adam_state.nu))
         adam_state = adam_state._replace(mu=mu, nu=nu)
     check_trees(grads, adam_state, params, state_name=name, storage=storage)
     if params is None:
@@ -103,7 +102,7 @@ def tree_step(
     grads = nan_if_changed(columns[0], columns[1], mains)
     leaves = [leaf._replace(grad=x) for leaf, x in zip(leaves, grads, strict=True)]
     if storage.is_any:
-        _check_quantized(trees.paths(params, "params"), leaves, storage.is_random, mode)
+        _check_quantized(trees.paths(params, "params"), leaves, storage.is_stochastic, mode)
     count = adam_state.count
     hypers = [_at_own_counts(hyper, inner[1:]) for hyper in hypers]
     rows_by_leaf = {i: row for i, row in enumerate(rows) if row is not None}
@@ -136,12 +135,12 @@ def _at(schedule: Callable[[Any], Any], own: jax.Array, count: Any) -> Any:
 
 
 def _check_quantized(
-    paths: Sequence[str], leaves: Sequence[TreeLeaf], is_random: bool, mode: str
+    paths: Sequence[str], leaves: Sequence[TreeLeaf], is_stochastic: bool, mode: str
 ) -> None:
-    """Raises where a leaf cannot be stepped with codes, or rounded at random."""
+    """Raises where a leaf cannot be stepped with codes, or rounded stochastically."""
     for path, leaf in zip(paths, leaves, strict=True):
         is_half = leaf.main is None and leaf.param.dtype in _HALVES
-        if is_random and mode == "update" and is_half:
+        if is_stochastic and mode == "update" and is_half:
             raise PolicyError(
                 f"{path}: an update cannot round the parameter that it is added to: "
                 f'got {leaf.param.dtype} without main parameters, rounding="stochastic", '
@@ -149,11 +148,11 @@ def _check_quantized(
                 "tx.step in place of tx.update and optax.apply_updates, or set main_params_dtype."
             )
         moments = [_dtype(leaf.mu), _dtype(leaf.nu)]
-        is_rounded = is_random and (is_half or any(x in _HALVES for x in moments))
+        is_rounded = is_stochastic and (is_half or any(x in _HALVES for x in moments))
         is_quantized = is_rounded or any(isinstance(x, Codec) for x in moments)
         if is_quantized and _is_left_to_optax(TreeLeaf(*map(_dtype, leaf))):
             raise DtypeError(
-                f"{path}: a leaf with moments in codes or rounded at random is not left to optax: "
+                f"{path}: quantized or stochastically rounded moments are not left to optax: "
                 f"got gradients of {leaf.grad.dtype} for a parameter of {leaf.param.dtype}, "
                 "expected float32, bfloat16 or float16. Cast the gradients."
             )
@@ -175,7 +174,7 @@ def _new_trees(
 
     moments = [tree([x.mu for x in new]), tree([x.nu for x in new])]
     new_adam = optax.ScaleByAdamState(
-        optax.safe_increment(count), *map(boxes.codes_outside, moments)
+        optax.safe_increment(count), *map(trees.codes_outside, moments)
     )
     new_state: Any = (new_adam, *(advance_schedules(part) for part in other_states))
     if main_kind.is_stored:
@@ -193,7 +192,7 @@ def step_leaves(
     count: jax.Array,
     key: Any = None,
 ) -> list[TreeLeaf]:
-    """One kernel call for each mix of dtypes: usually one. With a key it rounds at random.
+    """One kernel call for each mix of dtypes: usually one. With a key it rounds stochastically.
 
     ``rows_by_leaf``: of coefficients, two for each of ``hypers``, by the leaf's number in a tree
     with frozen leaves, on which random bits depend.
@@ -222,11 +221,11 @@ def step_leaves(
         else:
             spec = Spec(mode, call_rows, hypers[0].flags)
             run = functools.partial(_run, scalars)
-            if _is_quantized(dtypes, mode=mode, is_random=key is not None):
+            if _is_quantized(dtypes, mode=mode, is_stochastic=key is not None):
                 rounded = Rounding(jnp.zeros(2, jnp.uint32) if key is None else key, count)
                 leaf_ids = tuple(ids[i] for i in indices)
                 run = functools.partial(
-                    _run_quantized, scalars, rounded, is_random=key is not None, ids=leaf_ids
+                    _run_quantized, scalars, rounded, is_stochastic=key is not None, ids=leaf_ids
                 )
             results = _call(run, spec, call_leaves)
         for i, leaf in zip(indices, results, strict=True):
@@ -239,19 +238,19 @@ def _dtype(x: Any) -> Any:
     return x if x is None else codec_of(x) if is_codes(x) else jnp.dtype(x.dtype)
 
 
-def _is_quantized(dtypes: TreeLeaf, *, mode: str, is_random: bool) -> bool:
-    """Whether anything of these leaves is stored in codes, or rounded at random."""
+def _is_quantized(dtypes: TreeLeaf, *, mode: str, is_stochastic: bool) -> bool:
+    """Whether anything of these leaves is stored in codes, or rounded stochastically."""
     stored = [dtypes.mu, dtypes.nu]
     if mode == "step" and dtypes.main is None:
         stored.append(dtypes.param)
     is_coded = any(isinstance(x, Codec) for x in stored)
-    return is_coded or (is_random and any(x != jnp.float32 for x in stored))
+    return is_coded or (is_stochastic and any(x != jnp.float32 for x in stored))
 
 
 def _run(
     scalars: Scalars, spec: Spec, operands: Operands, out_like: Sequence[Any] | None = None
 ) -> Results:
-    return transformed_adam.adam(spec, scalars, operands, out_like)
+    return sharded_adam.adam(spec, scalars, operands, out_like)
 
 
 def _run_quantized(
@@ -261,10 +260,10 @@ def _run_quantized(
     operands: Operands,
     out_like: Sequence[Any] | None = None,
     *,
-    is_random: bool,
+    is_stochastic: bool,
     ids: tuple[int, ...],
 ) -> Results:
-    quantized = QuantizedSpec(spec, is_random, ids)
+    quantized = QuantizedSpec(spec, is_stochastic, ids)
     return sharded_quantized_adam.adam(quantized, scalars, rounded, operands, out_like or ())
 
 

@@ -6,8 +6,7 @@ A reader such as ``from_torch`` returns a ``NamedState``: arrays by the other fr
 """
 
 from jdistadam.interop.convert import from_fused, from_train_state, to_fused, to_train_state
-from jdistadam.interop.named_state import Group, NamedLeaf, NamedState
-from jdistadam.interop.places import flax_kernels
+from jdistadam.interop.named_state import Group, NamedLeaf, NamedState, flax_kernels
 from jdistadam.interop.readers import (
     TorchState,
     from_apex_distributed,

@@ -11,29 +11,30 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdistadam.core import boxes, trees
+from jdistadam.core import trees
 from jdistadam.core.codecs import NOTHING, codec_of, is_codes
-from jdistadam.core.main_params import main_codec_of
+from jdistadam.core.storage import main_codec_of
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
-from jdistadam.drop_in.frozen import with_frozen, without_frozen
 from jdistadam.drop_in.low_precision import RoundingState, decoded
-from jdistadam.drop_in.main_params import MainParamsState
-from jdistadam.drop_in.transformation import FusedTransformation
+from jdistadam.drop_in.state import MainParamsState
+from jdistadam.drop_in.transformation import FusedTransformation, with_frozen, without_frozen
 from jdistadam.errors import DtypeError, TreeError
 from jdistadam.interop.hyperparameters import Numbers, compare, groups_of, numbers_of_leaves
-from jdistadam.interop.named_state import Group, NamedState, check_named_state
-from jdistadam.interop.places import (
+from jdistadam.interop.named_state import (
     AdamTrees,
+    Group,
+    NamedState,
     Place,
     Rename,
     Transpose,
+    check_named_state,
     places,
     to_leaves,
     to_trees,
 )
-from jdistadam.training.host_arrays import fetch
 from jdistadam.training.optax_state import from_optax_state, main_params, to_optax_state
+from jdistadam.training.placement import fetch
 from jdistadam.training.train_state import TrainState
 
 _LIKE = "Pass our parameters, or their shapes."
@@ -332,7 +333,7 @@ def _adam_of(opt_state: Any) -> optax.ScaleByAdamState:
 
 def _filled(opt_state: Any, ours: AdamTrees, step: int, mains: Any = None) -> Any:
     """A new state with the moments, the step count and the main parameters of another one."""
-    mu = boxes.codes_inside(_adam_of(opt_state).mu)
+    mu = trees.codes_inside(_adam_of(opt_state).mu)
     shapes = jax.tree.map(lambda x: np.broadcast_to(0, x.shape), mu, is_leaf=is_codes)
     trees.check_same_shapes(ours.mu, shapes, name="mu", like_name="opt_state.mu")
     count, left = np.asarray(step, np.int32), []
@@ -375,5 +376,5 @@ def _stored(name: str, moments: Any, like: Any) -> Any:
             return codec_of(old).encode(name, x.astype(np.float32, copy=False), None, np)
         return x.astype(old.dtype, copy=False)
 
-    like = boxes.codes_inside(like)
-    return boxes.codes_outside(jax.tree.map(one, like, moments, is_leaf=is_codes))
+    like = trees.codes_inside(like)
+    return trees.codes_outside(jax.tree.map(one, like, moments, is_leaf=is_codes))

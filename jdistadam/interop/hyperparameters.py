@@ -14,8 +14,7 @@ from jdistadam.core.arguments import shown
 from jdistadam.core.groups import Groups
 from jdistadam.core.hyperparameters import FLAGS, Hyperparameters
 from jdistadam.errors import HyperparameterError
-from jdistadam.interop.named_state import Group, NamedState, joined_groups, our_arguments
-from jdistadam.interop.places import Place
+from jdistadam.interop.named_state import Group, NamedState, Place, joined_groups, our_arguments
 
 _OURS_ALONE = ("eps_root", "bias_correction", *FLAGS)
 _DEFAULTS = Hyperparameters(0.0)

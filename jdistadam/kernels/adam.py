@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core import varying
+from jdistadam.core import collectives
 from jdistadam.core.codecs import FLOAT32, Codec
 from jdistadam.core.hyperparameters import FLAGS
 from jdistadam.kernels import coefficients, native, reference
@@ -141,7 +141,7 @@ def adam(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
         return Results(
             operands.params if spec.mode != "update" else (), operands.mu, operands.nu, ()
         )
-    scalars, operands = varying.vary_together((scalars, operands))
+    scalars, operands = collectives.vary_together((scalars, operands))
     compiled = functools.partial(_adam_native, spec)
     fallback = functools.partial(adam_fallback, spec)
     return native.choose(compiled, fallback)(scalars, operands)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core import varying
+from jdistadam.core import collectives
 from jdistadam.kernels import native, reference
 
 _FLAT_INPUT, _FLAT_OUTPUT = 1, 2  # bits of the handler's attribute `flat`
@@ -43,7 +43,7 @@ def sum_of_squares(grads: Sequence[Any], inv_scale: Any = None) -> tuple[jax.Arr
       Two arrays of shape (), float32 and bool.
     """
     scale = jnp.ones((), jnp.float32) if inv_scale is None else inv_scale
-    scale, grads = varying.vary_together((scale, list(grads)))
+    scale, grads = collectives.vary_together((scale, list(grads)))
     by_dtype: dict[str, list[Any]] = {}
     for grad in grads:
         if grad.size:
@@ -122,7 +122,7 @@ def unpack(
 def _sum(spec: _SumSpec, inputs: Sequence[Any]) -> list[jax.Array]:
     if not spec.shapes:
         return []
-    inputs = varying.vary_together(list(inputs))
+    inputs = collectives.vary_together(list(inputs))
     results = [native.type_like(inputs[0], shape, spec.dtype) for shape in spec.shapes]
     attributes = {
         "contributions": np.int32(spec.contributions),

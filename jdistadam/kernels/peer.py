@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core import varying
+from jdistadam.core import collectives
 from jdistadam.kernels import native, reference
 from jdistadam.kernels.adam import Scalars, bits_of
 
@@ -82,7 +82,7 @@ def sum_over_peers(
       The sums, each of shape (size,), float32; the sum of their squares; whether one is non-finite.
     """
     operands = norm_scale, list(grads), list(received)
-    norm_scale, grads, received = varying.vary_together(operands)
+    norm_scale, grads, received = collectives.vary_together(operands)
     types = [native.type_like(grads[0], (size,), jnp.float32) for size in spec.sizes]
     call = jax.ffi.ffi_call("jdistadam_peer_sum", [*types, *spec._norm_types(grads[0])])
     *sums, squares, found_inf, _ = call(norm_scale, *grads, *received, **spec._where())
@@ -117,7 +117,7 @@ def step_over_peers(
       summed gradients, and whether one is non-finite.
     """
     operands = ((norm_scale, *scalars), list(grads), list(received), tuple(state))
-    numbers, grads, received, state = varying.vary_together(operands)
+    numbers, grads, received, state = collectives.vary_together(operands)
     state = native.unfused(state)
     norm_types = [] if summed else spec._norm_types(grads[0])
     first_state = len(numbers) + len(grads) + len(received)

@@ -1,4 +1,4 @@
-"""One Adam step with moments in codes, or rounding at random, on this device.
+"""One Adam step with moments in codes, or stochastic rounding, on this device.
 
 The operands of kernels/adam.py, and what rounding needs: [Note: random bits] and [Note: blocks] in
 cuda/rounding.h. Over several devices use sharded_quantized_adam.py.
@@ -18,9 +18,9 @@ import numpy as np
 
 from jdistadam.core.codecs import BLOCK, BlockCodes, codec_of, float_codec, is_codes
 from jdistadam.kernels import adam as kernel
-from jdistadam.kernels import coefficients, native, random_bits, reference
+from jdistadam.kernels import coefficients, native, reference
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
-from jdistadam.kernels.random_bits import Cuts
+from jdistadam.kernels.reference import LeafPartition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,22 +29,22 @@ class QuantizedSpec:
 
     Attributes:
       adam: As for the kernel without rounding.
-      is_random: Whether mu and nu of 8 or 16 bits are rounded at random, and in mode "step" the
-        parameters of 16 bits. If not, to nearest.
+      is_stochastic: Whether mu and nu of 8 or 16 bits are rounded stochastically, and in mode
+        "step" the parameters of 16 bits. If not, to nearest.
       ids: For each leaf its number in the tree of params.
       mu_offsets: Where each leaf begins in flat first moments. (): as ``adam.offsets``.
       nu_offsets: The same of second moments.
       cuts: For each leaf how it was cut. (): into parts of equal size, one behind the other.
       tables: For each leaf that is several in one, each filled up to whole blocks, where its rows
-        of ``Places.blocks`` begin; of others -1. (): none is.
+        of ``LeafPositions.blocks`` begin; of others -1. (): none is.
     """
 
     adam: Spec
-    is_random: bool
+    is_stochastic: bool
     ids: tuple[int, ...]
     mu_offsets: tuple[int, ...] = ()
     nu_offsets: tuple[int, ...] = ()
-    cuts: tuple[Cuts, ...] = ()
+    cuts: tuple[LeafPartition, ...] = ()
     tables: tuple[int, ...] = ()
 
     def flat(self, kind: str) -> Spec:
@@ -53,28 +53,32 @@ class QuantizedSpec:
         return dataclasses.replace(self.adam, offsets=offsets)
 
 
-class Places(NamedTuple):
+class LeafPositions(NamedTuple):
     """Where leaves are in whole leaves, as far as that differs between devices."""
 
     parts: Any  # shape (leaves, 2), int32: which part each is, and of which part
     blocks: Any  # shape (rows, 2), uint32: numbers of a block's leaf, and of the block in that
 
     @classmethod
-    def of_parts(cls, parts: Any) -> Places:
+    def of_parts(cls, parts: Any) -> LeafPositions:
         """Of leaves that were cut once at most; ``parts`` has shape (leaves,), int32."""
         parts = jnp.stack([jnp.asarray(parts, jnp.int32), jnp.zeros(len(parts), jnp.int32)], 1)
         return cls(parts, jnp.zeros((1, 2), jnp.uint32))
 
 
 class Rounding(NamedTuple):
-    """The device operands of rounding at random."""
+    """The device operands of stochastic rounding."""
 
     key: Any  # shape (2,), uint32: the seed
     count: Any  # shape (), int32: steps taken before this one
 
 
 def adam(
-    spec: QuantizedSpec, scalars: Scalars, rounded: Rounding, places: Places, operands: Operands
+    spec: QuantizedSpec,
+    scalars: Scalars,
+    rounded: Rounding,
+    positions: LeafPositions,
+    operands: Operands,
 ) -> Results:
     """Takes one Adam step on this device. params, mu and nu are updated in place where donated.
 
@@ -82,12 +86,12 @@ def adam(
       spec: The static side.
       scalars: As for the kernel without rounding, without members.
       rounded: What random bits depend on.
-      places: Where the leaves are in whole leaves.
+      positions: Where the leaves are in whole leaves.
       operands: The leaves; all of mu may be BlockCodes of one format, and all of nu, also flat.
     """
     compiled = functools.partial(_adam_native, spec)
     fallback = functools.partial(adam_reference, spec, xp=jnp)
-    return native.choose(compiled, fallback)(scalars, rounded, places, operands)
+    return native.choose(compiled, fallback)(scalars, rounded, positions, operands)
 
 
 def codes_of(moments: Sequence[Any]) -> tuple[Any, ...]:
@@ -106,7 +110,11 @@ def _coded(codes: Sequence[Any], scales: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _adam_native(
-    spec: QuantizedSpec, scalars: Scalars, rounded: Rounding, places: Places, operands: Operands
+    spec: QuantizedSpec,
+    scalars: Scalars,
+    rounded: Rounding,
+    positions: LeafPositions,
+    operands: Operands,
 ) -> Results:
     """The call: behind the operands of `jdistadam_adam` come the scales, and so with results."""
     mode = spec.adam.mode
@@ -129,7 +137,7 @@ def _adam_native(
     results = [x for arrays in types.values() for x in arrays]
     outputs = jax.ffi.ffi_call(
         "jdistadam_quantized", results, input_output_aliases=_aliases(given, types)
-    )(*scalars, *rounded, *places, *jax.tree.leaves(list(given.values())), **_attributes(spec))
+    )(*scalars, *rounded, *positions, *jax.tree.leaves(list(given.values())), **_attributes(spec))
     new = iter(outputs)
     found = {name: tuple(next(new) for _ in arrays) for name, arrays in types.items()}
     return Results(
@@ -147,7 +155,7 @@ def _aliases(given: dict[str, Any], made: dict[str, Any]) -> dict[int, int]:
         ends = np.cumsum([start, *map(len, kinds.values())]).tolist()
         return dict(zip(kinds, ends, strict=False))
 
-    num_scalars = len(Scalars._fields) + len(Rounding._fields) + len(Places._fields)
+    num_scalars = len(Scalars._fields) + len(Rounding._fields) + len(LeafPositions._fields)
     sources, targets = first(given, num_scalars), first(made, 0)
     return {
         sources[kind] + i: targets[kind] + i
@@ -158,7 +166,7 @@ def _aliases(given: dict[str, Any], made: dict[str, Any]) -> dict[int, int]:
 
 def _attributes(spec: QuantizedSpec) -> dict[str, Any]:
     return kernel._attributes(spec.adam) | {
-        "random": np.bool_(spec.is_random),
+        "random": np.bool_(spec.is_stochastic),
         "ids": np.asarray(spec.ids, np.int32),
         "mu_offsets": np.asarray(spec.mu_offsets, np.int64),
         "nu_offsets": np.asarray(spec.nu_offsets, np.int64),
@@ -171,7 +179,7 @@ def adam_reference(
     spec: QuantizedSpec,
     scalars: Scalars,
     rounded: Rounding,
-    places: Places,
+    positions: LeafPositions,
     operands: Operands,
     *,
     xp: Any,
@@ -181,7 +189,7 @@ def adam_reference(
     cut = (_split(spec, kind, arrays, shapes) for kind, arrays in operands._asdict().items())
     leaves = Operands(*cut)
     rows = [scalars.coefficients[group] for group in spec.adam.groups]
-    bits = [_bits(spec, rounded, places, i, shape, xp) for i, shape in enumerate(shapes)]
+    bits = [_bits(spec, rounded, positions, i, shape, xp) for i, shape in enumerate(shapes)]
     mains = leaves.out or (None,) * len(shapes)
     steps = [
         _leaf(spec, scalars, *leaf, xp=xp)
@@ -197,20 +205,25 @@ def adam_reference(
 
 
 def _bits(
-    spec: QuantizedSpec, rounded: Rounding, places: Places, i: int, shape: tuple[int, ...], xp: Any
-) -> random_bits.RandomBits:
+    spec: QuantizedSpec,
+    rounded: Rounding,
+    positions: LeafPositions,
+    i: int,
+    shape: tuple[int, ...],
+    xp: Any,
+) -> reference.RandomBits:
     """The random bits of a leaf."""
-    if not spec.is_random:
-        return random_bits.RandomBits(None, None, None)
+    if not spec.is_stochastic:
+        return reference.RandomBits(None, None, None)
     size = math.prod(shape)
     number, table = spec.ids[i], spec.tables[i] if spec.tables else -1
     if table >= 0:
-        blocks = places.blocks[table : table + -(-size // BLOCK)]
-        number, index = random_bits.indices_of_blocks(size, blocks, xp)
+        blocks = positions.blocks[table : table + -(-size // BLOCK)]
+        number, index = reference.indices_of_blocks(size, blocks, xp)
     else:
-        cuts = Cuts(*spec.cuts[i]) if spec.cuts else Cuts.into_runs(size)
-        index = random_bits.indices(size, cuts, places.parts[i], xp)
-    return random_bits.random_bits(rounded.key, rounded.count, number, index, shape, xp)
+        cuts = LeafPartition(*spec.cuts[i]) if spec.cuts else LeafPartition.into_runs(size)
+        index = reference.indices(size, cuts, positions.parts[i], xp)
+    return reference.random_bits(rounded.key, rounded.count, number, index, shape, xp)
 
 
 def _of_scales(spec: Spec) -> Spec:
@@ -248,7 +261,7 @@ def _leaf(
     spec: QuantizedSpec,
     scalars: Scalars,
     row: Any,
-    bits: random_bits.RandomBits,
+    bits: reference.RandomBits,
     grad: Any,
     param: Any,
     mu: Any,
@@ -260,8 +273,8 @@ def _leaf(
     """Steps a leaf in float32, and rounds what it has computed."""
     is_step = spec.adam.mode == "step"
     is_16_bits = param.dtype.itemsize == 2
-    # Rounded at random below: so in float32 here.
-    wide = param.astype(xp.float32) if is_step and spec.is_random and is_16_bits else param
+    # Rounded stochastically below: so in float32 here.
+    wide = param.astype(xp.float32) if is_step and spec.is_stochastic and is_16_bits else param
     new = reference.adam_leaf(
         mode=spec.adam.mode,
         c=dict(zip(coefficients.NAMES, row, strict=True)),

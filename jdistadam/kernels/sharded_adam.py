@@ -18,11 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.extend.mlir.dialects import sdy
+from jax.interpreters import ad
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import collectives
-from jdistadam.core.primitives import make_primitive
+from jdistadam.core.primitives import CalledPrimitive, make_primitive
+from jdistadam.errors import PolicyError
 from jdistadam.kernels import adam as kernel
 from jdistadam.kernels import native
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
@@ -32,7 +34,7 @@ DimAxes = list[tuple[str, ...]]
 """For each dimension of an array the mesh axes that cut it, the most significant one first."""
 
 
-def adam(spec: Spec, scalars: Scalars, operands: Operands, out_like: Arrays) -> Results:
+def _adam_on_shards(spec: Spec, scalars: Scalars, operands: Operands, out_like: Arrays) -> Results:
     """Like kernel.adam, for leaves sharded in any way.
 
     Gradients, params, second moments and remainders are brought to the sharding of the first
@@ -48,10 +50,10 @@ def adam(spec: Spec, scalars: Scalars, operands: Operands, out_like: Arrays) -> 
     Returns:
       The results of the kernel, for ``back_in_place``.
     """
-    draws = tuple(map(draw, operands.mu))
+    shardings = tuple(map(sharding_of, operands.mu))
     ranks = tuple(x.ndim for x in operands.mu)
     partitioned = _partitioned(spec, ranks, kernel.member_dims(scalars))
-    return native.unfused(partitioned((out_like, draws), scalars, operands.unfused()))
+    return native.unfused(partitioned((out_like, shardings), scalars, operands.unfused()))
 
 
 def beside_moments(operands: Operands) -> Operands:
@@ -59,36 +61,36 @@ def beside_moments(operands: Operands) -> Operands:
 
     The types of an Explicit mesh say how arrays are sharded, and a call gets them from operands.
     """
-    return Operands(*(typed_like(arrays, operands.mu) for arrays in operands))
+    return Operands(*(reshard_like(arrays, operands.mu) for arrays in operands))
 
 
 def back_in_place(results: Results, models: Operands) -> Results:
     """Brings results to the sharding of what they replace, as far as types know it."""
-    return Results(*map(typed_like, results, models[1:]))
+    return Results(*map(reshard_like, results, models[1:]))
 
 
-def typed_like(arrays: Arrays, models: Arrays) -> tuple[Any, ...]:
+def reshard_like(arrays: Arrays, models: Arrays) -> tuple[Any, ...]:
     """Brings arrays to the sharding of ``models``, as far as types know it."""
     shardings = [jax.typeof(model).sharding for model in models]
-    return tuple(typed_as(*pair) for pair in zip(arrays, shardings, strict=False))
+    return tuple(reshard_as(*pair) for pair in zip(arrays, shardings, strict=False))
 
 
-def typed_as(x: Any, sharding: Any) -> Any:
+def reshard_as(x: Any, sharding: Any) -> Any:
     """Brings an array to a sharding, as far as types know it."""
     is_placed = sharding.mesh.empty or jax.typeof(x).sharding.spec == sharding.spec
     return x if is_placed else jax.reshard(x, sharding)
 
 
-def draw(moment: Any) -> Any:
+def sharding_of(moment: Any) -> Any:
     """Returns a moment as an argument of which the sharding alone is read, that of gradients."""
-    (drawn,) = _draw_p.bind(moment)
-    return drawn
+    (kept,) = _sharding_of_p.bind(moment)
+    return kept
 
 
 # What Shardy sees of a moment in order to shard gradients likewise: shardings pass through it
 # forward only. Were it the moment itself, gradients would draw the carry of a loop to themselves.
-_draw_p = make_primitive(
-    "jdistadam_draw",
+_sharding_of_p = make_primitive(
+    "jdistadam_sharding_of",
     lambda x: [x],
     lambda x: [x],
     lowering=lambda ctx, x: [sdy.PropagationBarrierOp(x, sdy.PropagationDirection.FORWARD).result],
@@ -272,3 +274,95 @@ def _moved(mesh: Mesh, route: _Route, x: jax.Array) -> jax.Array:
             pieces = collectives.all_to_all(stacked, axis, dim=0)
             x = jnp.concatenate([pieces[i] for i in range(n)], source)
     return x
+
+
+# The step under ``jax.vmap`` and under differentiation.
+#
+# ``vmap`` over many members makes one kernel call of one kernel call: arrays get a dimension of
+# members in front, and so do the coefficients where they differ between members. The derivative is
+# that of the formula in jax.numpy; the values remain those of the kernel.
+
+
+def adam(
+    spec: Spec,
+    scalars: Scalars,
+    operands: Operands,
+    out_like: Sequence[Any] | None = None,
+) -> Results:
+    """Like kernel.adam, for leaves sharded in any way; it can be batched and differentiated.
+
+    Args:
+      spec: As for the kernel; nothing is flat, and there is one contribution.
+      scalars: The same on all devices. ``inv_scale`` and ``found_inf`` are the same for all members
+        too, and constants to a derivative.
+      operands: The leaves.
+      out_like: In mode "step_and_cast", arrays of the sharding that ``out`` is to have.
+
+    Returns:
+      The results of the kernel. New params, moments and remainders have the sharding of the old
+      ones, updates that of the params.
+    """
+    if not operands.grads:
+        return kernel.adam(spec, scalars, operands)
+    scalars, operands = collectives.vary_together((scalars, operands))
+    models = operands._replace(out=operands.out or out_like or operands.params)
+    args = (scalars, beside_moments(operands), models.out)
+    step, treedef = functools.partial(_adam_on_shards, spec), jax.tree.structure(args)
+    return back_in_place(_step(step, *args, spec=spec, treedef=treedef), models)
+
+
+def _batched(leaves: Any, dims: Any, *, call: Any, spec: Spec, treedef: Any) -> tuple[Any, Any]:
+    """One step for all members.
+
+    Leaves that are the same for all members are repeated, since one call has one size for each. The
+    coefficients are not, unless they have a dimension of other members already: a leaf has its
+    dimensions of members in the same order.
+    """
+    del call  # is for one member
+    (size,) = {x.shape[d] for x, d in zip(leaves, dims, strict=True) if d is not None}
+
+    def with_members(x: Any, dim: int | None) -> Any:
+        return jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+
+    rows, inv_scale, found_inf = leaves[:3]
+    assert dims[1] is None and dims[2] is None
+    if dims[0] is not None or kernel.member_dims(Scalars(rows, inv_scale, found_inf)):
+        rows = with_members(rows, dims[0])
+    arrays = [with_members(*pair) for pair in zip(leaves[3:], dims[3:], strict=True)]
+    leaves = (rows, inv_scale, found_inf, *arrays)
+    results = jax.tree.leaves(adam(spec, *jax.tree.unflatten(treedef, leaves)))
+    return results, [0] * len(results)
+
+
+def _jvp(leaves: Any, tangents: Any, *, spec: Spec, treedef: Any, **params: Any) -> tuple[Any, Any]:
+    """The kernel's results, and the derivative of the formula.
+
+    Operands whose tangent is zero are constants, so that nothing is computed from zeros.
+    """
+    _check_differentiable(spec)
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def formula(*values: Any) -> list[Any]:
+        changed = list(leaves)
+        for i, value in zip(moving, values, strict=True):
+            changed[i] = value
+        scalars, operands, _ = jax.tree.unflatten(treedef, changed)
+        return jax.tree.leaves(kernel.adam_fallback(spec, scalars, operands, every_term=True))
+
+    given, directions = ([x[i] for i in moving] for x in (leaves, tangents))
+    results = _step.primitive.bind(*leaves, spec=spec, treedef=treedef, **params)
+    return results, jax.jvp(formula, given, directions)[1]
+
+
+_step = CalledPrimitive("jdistadam_step", batched=_batched, jvp=_jvp)
+
+
+def _check_differentiable(spec: Spec) -> None:
+    """Raises PolicyError where parameters are halves of a number, which have no derivative."""
+    if spec.mode == "step_split":
+        raise PolicyError(
+            "main_params_dtype: a step cannot be differentiated: "
+            "got remainder16, with which a parameter is two integers, expected float32 or None. "
+            "Set main_params_dtype=jnp.float32, or put jax.lax.stop_gradient around gradients, "
+            "state, params and hyperparameters."
+        )

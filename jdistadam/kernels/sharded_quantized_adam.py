@@ -1,4 +1,4 @@
-"""The step with coded moments or rounding at random, under plain ``jax.jit`` on several devices.
+"""The step with coded moments or stochastic rounding, under plain ``jax.jit`` on several devices.
 
 A leaf may be cut along its first dimension, into parts of whole blocks; it is updated where its
 moments are. Other shardings, ``jax.vmap`` and derivatives raise.
@@ -18,13 +18,13 @@ from jax.experimental.custom_partitioning import SdyShardingRule, custom_partiti
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core import collectives, varying
+from jdistadam.core import collectives
 from jdistadam.core.codecs import BLOCK, BlockCodes, is_codes
 from jdistadam.core.primitives import CalledPrimitive
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import native, quantized_adam, sharded_adam
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
-from jdistadam.kernels.quantized_adam import Places, QuantizedSpec, Rounding, codes_of
+from jdistadam.kernels.quantized_adam import LeafPositions, QuantizedSpec, Rounding, codes_of
 
 
 def adam(
@@ -46,7 +46,7 @@ def adam(
     Raises:
       PolicyError: Under ``jax.vmap``, when differentiated, or where a leaf is sharded otherwise.
     """
-    scalars, rounded, operands = varying.vary_together((scalars, rounded, operands))
+    scalars, rounded, operands = collectives.vary_together((scalars, rounded, operands))
     out_like = tuple(operands.out or out_like or operands.params)
     placed = _beside_moments(operands)
     args = (scalars, rounded, placed, out_like)
@@ -70,10 +70,12 @@ def _sharded(
     operands: Operands,
     out_like: Sequence[Any],
 ) -> Results:
-    draws = tuple(map(sharded_adam.draw, codes_of(operands.mu)))
+    shardings = tuple(map(sharded_adam.sharding_of, codes_of(operands.mu)))
     step = _partitioned(spec, _Kinds.of(operands))
-    places = Places.of_parts(np.zeros(len(spec.ids), np.int32))  # where nothing is sharded
-    results: Results = step((out_like, draws, places), scalars, rounded, operands.unfused())
+    positions = LeafPositions.of_parts(
+        np.zeros(len(spec.ids), np.int32)
+    )  # where nothing is sharded
+    results: Results = step((out_like, shardings, positions), scalars, rounded, operands.unfused())
     return native.unfused(results)
 
 
@@ -88,10 +90,10 @@ def _beside_moments(operands: Operands) -> Operands:
     def beside(x: Any, code: Any) -> Any:
         sharding = jax.typeof(code).sharding
         if not is_codes(x):
-            return sharded_adam.typed_as(x, sharding)
+            return sharded_adam.reshard_as(x, sharding)
         first = sharding.update(spec=P(*sharding.spec[:1]))
         return BlockCodes(
-            sharded_adam.typed_as(x.codes, sharding), sharded_adam.typed_as(x.scales, first)
+            sharded_adam.reshard_as(x.codes, sharding), sharded_adam.reshard_as(x.scales, first)
         )
 
     return Operands(*(tuple(map(beside, kind, codes)) for kind in operands))
@@ -101,7 +103,7 @@ def _typed_like(made: Sequence[Any], models: Sequence[Any]) -> tuple[Any, ...]:
     """Brings arrays to the sharding of ``models``, as far as types know it."""
     pairs = list(zip(made, models, strict=False))
     flat = [jax.tree.leaves(x) for x in pairs]
-    moved = [sharded_adam.typed_like(x[: len(x) // 2], x[len(x) // 2 :]) for x in flat]
+    moved = [sharded_adam.reshard_like(x[: len(x) // 2], x[len(x) // 2 :]) for x in flat]
     return tuple(
         BlockCodes(*x) if is_codes(pair[0]) else x[0] for pair, x in zip(pairs, moved, strict=True)
     )
@@ -135,7 +137,7 @@ def _partitioned(spec: QuantizedSpec, kinds: _Kinds) -> Any:
         axes = [_first_axes(x) for x in codes]
         for x in codes:
             _check_parts(x, kinds)
-        places = [NamedSharding(mesh, P(names or None)) for names in axes]
+        positions = [NamedSharding(mesh, P(names or None)) for names in axes]
 
         def lower_fn(placed: Any, scalars: Scalars, rounded: Rounding, operands: Operands) -> Any:
             here = placed[-1]
@@ -143,16 +145,16 @@ def _partitioned(spec: QuantizedSpec, kinds: _Kinds) -> Any:
                 # On Explicit axes JAX would say how new arrays are sharded, which is too late here.
                 with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                     mine = [collectives.axis_index(x) if x else np.int32(0) for x in axes]
-                    here = Places.of_parts(jnp.stack(mine))
+                    here = LeafPositions.of_parts(jnp.stack(mine))
             return quantized_adam.adam(spec, scalars, rounded, here, operands)
 
         def of_leaves(kind: Any) -> Any:
-            pairs = zip(kind, places, strict=False)
+            pairs = zip(kind, positions, strict=False)
             return tuple(jax.tree.map(lambda _, place=place: place, x) for x, place in pairs)
 
         whole = NamedSharding(mesh, P())
         arg_shardings = (
-            (*jax.tree.map(lambda x: x.sharding, placed[:2]), Places(whole, whole)),
+            (*jax.tree.map(lambda x: x.sharding, placed[:2]), LeafPositions(whole, whole)),
             *jax.tree.map(lambda _: whole, (scalars, rounded)),
             Operands(*map(of_leaves, operands)),
         )
@@ -210,9 +212,9 @@ def _sharding_rule(spec: Spec, kinds: _Kinds) -> SdyShardingRule:
     remainders = out if spec.mode == "step_split" else ()
     new_params = () if spec.mode == "update" else params
     new_out = () if spec.mode == "step" else out
-    places: Any = (("l", "t"), ("b", "w"))
+    positions: Any = (("l", "t"), ("b", "w"))
     return SdyShardingRule(
-        operand_mappings=out + grads + places + scalars + grads + params + mu + nu + remainders,
+        operand_mappings=out + grads + positions + scalars + grads + params + mu + nu + remainders,
         result_mappings=new_params + mu + nu + new_out,
         need_replication_factors=("l", "t", "b", "w", "r", "c", "k"),
     )

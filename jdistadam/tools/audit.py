@@ -15,7 +15,7 @@ from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.state import find_state
 from jdistadam.errors import TreeError
 from jdistadam.tools import hlo
-from jdistadam.tools.traffic import planned_collectives
+from jdistadam.tools.plan import planned_collectives
 from jdistadam.training.train_state import TrainState, check_train_state
 from jdistadam.training.train_step import TrainStep
 
@@ -283,7 +283,7 @@ def _planned(step: TrainStep, state: Any) -> tuple[_Counter, _Counter]:
     accumulate_steps = step.options.accumulate_steps
     for c in planned_collectives(config, state.params, accumulate_steps=accumulate_steps):
         is_scalar = c.op == "all-reduce" and c.result_elements <= _MAX_SCALARS
-        if c.devices > 1 and not is_scalar and c.means == "xla":
+        if c.devices > 1 and not is_scalar and c.transport == "xla":
             # Devices send to one another, each for itself.
             together = 0 if c.op == "collective-permute" else c.devices
             key = c.op, c.dtype.name, together

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -14,10 +15,9 @@ from jdistadam.distributed.communication import Communication, keeps_shards_alon
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import bytes_of_moment
 from jdistadam.distributed.layout import Layout
-from jdistadam.distributed.layout_digest import DIGEST_SIZE
 from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
+from jdistadam.distributed.state import DIGEST_SIZE
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
-from jdistadam.tools.traffic import format_collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Plan:
         parts += [(name, "in a step", size) for name, size in self.buffers.items()]
         lines = [f"{'on each device':<24} {'when':<10} {'MB':>12}"]
         lines += [f"{name:<24} {when:<10} {size / 1e6:>12.2f}" for name, when, size in parts]
-        means = f"communication: {self.communication}"
-        return "\n".join([*lines, "", format_collectives(self.collectives), means])
+        transport = f"communication: {self.communication}"
+        return "\n".join([*lines, "", format_collectives(self.collectives), transport])
 
 
 def plan(
@@ -130,7 +130,7 @@ def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
     policy = config.policy
     held_sizes = {x.leaf: x.inner_size for x in layout.buckets if x.is_sharded_param}
     scalars = 2 + (0 if config.loss_scale is None else 4)  # of LossScaleState
-    scalars += 2 if config.algorithm.storage.is_random else 0  # the key
+    scalars += 2 if config.algorithm.storage.is_stochastic else 0  # the key
     return {
         "params": sum(
             held_sizes.get(i, leaf.size) * jnp.dtype(leaf.dtype).itemsize
@@ -157,11 +157,11 @@ def _buffers(
     # Stacked layers pass one after the other; the sum of gradients holds all of them.
     whole = layout.whole_size(bucket) // (bucket.num_layers or 1)
     inner = bucket.inner_size
-    sent, reduced = policy.wire_dtype.itemsize, policy.reduced_dtype.itemsize
+    sent, reduced = policy.comm_dtype.itemsize, policy.reduced_dtype.itemsize
     if bucket.is_packed:
-        widest = jnp.promote_types(bucket.dtype, policy.wire_dtype)
+        widest = jnp.promote_types(bucket.dtype, policy.comm_dtype)
         yield "packed gradients", whole * jnp.dtype(widest).itemsize
-    if bucket.is_packed or policy.wire_dtype != bucket.dtype:
+    if bucket.is_packed or policy.comm_dtype != bucket.dtype:
         yield "gradients as sent", whole * sent
     if config.communication.is_peer:  # which packs nothing else
         if entry.reduce[0].op == "collective-permute":
@@ -195,3 +195,41 @@ def _buffers(
         wide = config.differentiated_dtype(bucket.dtype)  # [Note: widened shards]
         if wide != bucket.dtype:
             yield "widened shards", inner * wide.itemsize
+
+
+def planned_collectives(
+    config: DistributedConfig, params: Params, *, accumulate_steps: int = 1
+) -> list[Collective]:
+    """Returns the collectives of one call of ``train_step`` that are larger than scalars.
+
+    Args:
+      config: ``tx.config``.
+      params: Tree of global params or their shapes.
+      accumulate_steps: As given to ``train_step``.
+    """
+    whole = config.tensor_local(params)
+    return list(config.schedule(whole, accumulate_steps=accumulate_steps).collectives)
+
+
+def format_collectives(planned: Sequence[Collective]) -> str:
+    """Returns a table, one line for each operation, dtype and set of axes.
+
+    The last column says by which means, where that is not "xla" for all.
+    """
+    rows: dict[Any, list[int]] = {}
+    for c in planned:
+        key = c.op, c.dtype.name, c.axes, c.devices, c.times, c.transport
+        row = rows.setdefault(key, [0, 0, 0])
+        for i, value in enumerate((1, c.elements, c.bytes_sent)):
+            row[i] += value
+    is_said = any(c.transport != "xla" for c in planned)
+    lines = [
+        f"{'collective':<15} {'dtype':<14} {'over':<16} {'devices':>7} {'times':>5} {'arrays':>6} "
+        f"{'elements':>13} {'MB sent':>10}{'  transport' if is_said else ''}"
+    ]
+    for (op, dtype, axes, devices, times, transport), (count, elements, sent) in rows.items():
+        lines.append(
+            f"{op:<15} {dtype:<14} {','.join(axes):<16} {devices:>7} {times:>5} {count:>6} "
+            f"{elements:>13} {sent / 1e6:>10.2f}{f'  {transport}' if is_said else ''}"
+        )
+    return "\n".join(lines)

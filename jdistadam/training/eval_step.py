@@ -13,19 +13,20 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
+from jdistadam.core.types import Params
 from jdistadam.distributed.accumulate import valid_weight
 from jdistadam.distributed.checks import check_alive
-from jdistadam.distributed.layout_digest import differs
-from jdistadam.distributed.state import find_state
+from jdistadam.distributed.main_params import round_to_comm_dtype
+from jdistadam.distributed.schedule import Schedule
+from jdistadam.distributed.state import differs, find_state
 from jdistadam.distributed.transformation import DistributedTransformation
-from jdistadam.training.agreement import agree
-from jdistadam.training.batches import is_placed, shard_batch
+from jdistadam.training.checks import agree
 from jdistadam.training.compiler_options import options_for
-from jdistadam.training.forward import Forward, mean_loss
+from jdistadam.training.local_gradients import Forward, mean_loss
 from jdistadam.training.loss_function import LossFunction
 from jdistadam.training.partitioned import over_devices, rows_spec
-from jdistadam.training.state_check import checked
-from jdistadam.training.train_state import TrainState, check_layout, check_train_state
+from jdistadam.training.placement import is_placed, shard_batch
+from jdistadam.training.train_state import TrainState, check_layout, check_train_state, checked
 from jdistadam.training.train_step import check_program
 
 
@@ -174,3 +175,50 @@ def eval_step(
     program = EvalProgram(tx, LossFunction(loss_fn, has_aux, weighted), spec)
     chosen = options_for(tx.config, accumulate_steps=1)
     return EvalStep(program, batch_spec, chosen | (compiler_options or {}))
+
+
+def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
+    """Returns the unsharded parameters that the next forward pass computes with, in their dtype.
+
+    Every device gets them, but for what ``param_specs`` shards over tensor axes. Of those that
+    devices hold as shards, the forward pass gathers copies rounded to ``policy.param_comm_dtype``,
+    if it is set, and these are returned. The exact values are those of ``main_params`` and
+    ``to_optax_state``, and what ``save`` writes.
+
+    Under "no_shard", "optim" and "optim_grads" these are the state's own arrays, which the next
+    step donates. What is kept for longer must be copied:
+    ``jax.tree.map(jnp.copy, full_params(state, tx))``. All processes call this.
+
+    Returns:
+      A tree like ``state.params``.
+
+    Raises:
+      LayoutError: The state is of another layout than that of ``tx``.
+
+    Example:
+      >>> import jax.numpy as jnp, jdistadam as jda
+      >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=jax.make_mesh((1,), ("data",)))
+      >>> state = jda.TrainState.create({"w": jnp.ones(3)}, tx)
+      >>> kept = jax.tree.map(jnp.copy, full_params(state, tx))
+      >>> state, _ = jda.train_step(lambda params, x: params["w"] @ x, tx)(state, jnp.ones(3))
+      >>> kept["w"].tolist()
+      [1.0, 1.0, 1.0]
+    """
+    check_layout(state, tx)
+    config = tx.config
+    if not config.parallel.shards_params:
+        return state.params
+    specs = config.tensor_specs(state.params)
+    placed = jax.tree.map(lambda spec: NamedSharding(config.mesh, spec), specs)
+    is_rounded = config.policy.param_comm_dtype is not None
+    whole = config.tensor_local(state.params)
+    schedule = tx.config.schedule(whole) if is_rounded else None
+    # One function for all calls, which are compiled once.
+    return jax.jit(_gathered, static_argnums=0, out_shardings=placed)(schedule, state.params)
+
+
+def _gathered(schedule: Schedule | None, params: Params) -> Any:
+    """Params as the forward pass gets them: rounded where a schedule is given."""
+    return (
+        params if schedule is None else round_to_comm_dtype(schedule, params, before_forward=True)
+    )

@@ -20,7 +20,7 @@ import jax
 from jax.extend import core
 
 from jdistadam.core.types import Params
-from jdistadam.distributed import transport
+from jdistadam.distributed import communication
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.schedule import BucketSchedule, Schedule
 from jdistadam.distributed.shard import Shard
@@ -52,7 +52,7 @@ def sums_of_layers(schedule: Schedule) -> dict[int, BucketSchedule]:
 
 
 def _sum_of_layer(entry: BucketSchedule) -> Sum:
-    return lambda x: transport.sum_gradients([entry.reduce], x, entry.bucket.cut_dim - 1)
+    return lambda x: communication.sum_gradients([entry.reduce], x, entry.bucket.cut_dim - 1)
 
 
 def differentiated(

@@ -17,26 +17,25 @@ from jdistadam.core.codecs import BLOCK
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import FlatCodes, is_flat_codes
+from jdistadam.distributed.flat_moments import FlatCodes, decoded_shards, is_flat_codes, with_shards
 from jdistadam.distributed.layout import Layout
-from jdistadam.distributed.main_params import as_they_arrive
-from jdistadam.distributed.moment_codes import decoded_shards, with_shards
+from jdistadam.distributed.main_params import round_to_comm_dtype
 from jdistadam.distributed.param_specs import axes_of
 from jdistadam.distributed.state import DistributedState, find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation
-from jdistadam.drop_in.main_params import MainParamsState, main_params_of
+from jdistadam.drop_in.state import MainParamsState, main_params_of
 from jdistadam.errors import TreeError
 from jdistadam.kernels.coefficients import check_step_count
+from jdistadam.training.checks import remember_params
 from jdistadam.training.extra_state import (
     ExtraState,
+    check_counts,
     check_extra_state,
     extra_state_of,
+    like_template,
     with_extra_state,
 )
-from jdistadam.training.host_arrays import copy_of, fetch
-from jdistadam.training.optax_parts import check_counts, like_template
-from jdistadam.training.placement import copy_to
-from jdistadam.training.state_memory import remember_params
+from jdistadam.training.placement import copy_of, copy_to, fetch
 from jdistadam.training.train_state import TrainState, check_layout
 
 
@@ -222,7 +221,7 @@ def _as_after(steps: int, tx: DistributedTransformation, params: Params) -> Para
         return params
     schedule = tx.config.schedule(tx.config.tensor_local(params))
     placed = jax.tree.map(lambda x: x.sharding, params)
-    return jax.jit(functools.partial(as_they_arrive, schedule), out_shardings=placed)(params)
+    return jax.jit(functools.partial(round_to_comm_dtype, schedule), out_shardings=placed)(params)
 
 
 _MOMENTS = (*trees.STORAGE_DTYPES, np.float64)  # what can be rounded to policy.mu_dtype

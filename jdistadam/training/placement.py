@@ -8,9 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import trees
+from jdistadam.core import collectives, trees
+from jdistadam.distributed.param_specs import axes_of
+from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
+from jdistadam.errors import DtypeError, MeshError, ShapeError, TreeError
 
 
 def copy_to(tree: Any, sharding: Any) -> Any:
@@ -129,3 +135,155 @@ def _memory_of(x: Any) -> int | None:
     words = jax.random.key_data(x) if trees.is_key(x) else x
     place: int = words.addressable_data(0).unsafe_buffer_pointer()
     return place
+
+
+def fetch(x: Any) -> np.ndarray:
+    """Returns a whole array, also one of which other processes hold parts: all must call this."""
+    if isinstance(x, jax.core.Tracer):
+        raise TreeError(
+            "state: this runs on the host, not inside of a program: "
+            "got a traced array, as in jax.jit or jax.lax.scan, expected arrays with values. "
+            "Call it outside; in a program jda.full_params(state, tx) has the parameters."
+        )
+    if isinstance(x, jax.Array) and not x.size:
+        return np.zeros(x.shape, x.dtype)  # one that a program cut cannot be read
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        assert isinstance(x.sharding, NamedSharding)
+        replicated = NamedSharding(x.sharding.mesh, P())
+        x = jax.jit(lambda x: x, out_shardings=replicated)(x)
+    return np.asarray(x)
+
+
+def copy_of(x: Any) -> Any:
+    """Returns a numpy array, which shares no memory; of random keys new ones, on no mesh."""
+    if trees.is_key(x):
+        words = jnp.array(fetch(jax.random.key_data(x)))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    return np.array(fetch(x))
+
+
+def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = None) -> Any:
+    """Places a batch on the mesh, its leading dimension split over the devices.
+
+    Arrays that are there already are returned as they are. With several processes, each passes the
+    part that its own devices get.
+
+    Args:
+      batch: Tree of arrays whose leading dimension divides by the number of devices.
+      tx: A distributed optimizer.
+      batch_spec: PartitionSpec of all leaves. None: the leading dimension over all axes that carry
+        data.
+
+    Raises:
+      ShapeError: A leaf has no leading dimension, or one that is 0, that does not divide, or that
+        differs from the other leaves'.
+      DtypeError: A leaf is not an array of numbers.
+      MeshError: ``batch_spec`` is no PartitionSpec, or names what is no axis of the mesh.
+    """
+    check_distributed(tx)
+    config = tx.config
+    spec = config.parallel.batch_spec if batch_spec is None else batch_spec
+    check_batch_spec(spec, tx)
+    sharding = NamedSharding(config.mesh, spec)
+    num_local = max(1, config.parallel.num_devices // jax.process_count())
+
+    def place(path: str, x: Any) -> Any:
+        is_traced = isinstance(x, jax.core.Tracer)
+        if isinstance(x, jax.Array) and not is_traced and x.sharding == sharding:
+            return x
+        x = _as_array(path, x)
+        divides_by = config.parallel.num_devices if is_traced else num_local
+        if x.ndim == 0 and len(spec):
+            raise _has_no_dimensions(path)
+        if batch_spec is None and x.shape[0] % divides_by:
+            raise ShapeError(
+                f"{path}: leading dimension does not divide by the number of devices: "
+                f"got {x.shape}, expected a multiple of {divides_by}. "
+                "Change the batch size, or drop the remainder."
+            )
+        if batch_spec is not None:
+            _check_divides(path, x.shape, spec, tx)
+        if is_traced:
+            return collectives.constrain(x, sharding)
+        if jax.process_count() > 1:
+            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+        return jax.device_put(compat.row_major(x), sharding)
+
+    given: list[Any] = jax.tree.leaves(batch)
+    paths = trees.paths(batch, "batch")
+    leaves = [place(path, x) for path, x in zip(paths, given, strict=True)]
+    for path, x in zip(paths, given, strict=True):
+        if np.ndim(x) and np.ndim(given[0]) and np.shape(x)[0] != np.shape(given[0])[0]:
+            raise ShapeError(
+                f"{path}: leading dimension differs from that of {paths[0]}: got {np.shape(x)[0]}, "
+                f"expected {np.shape(given[0])[0]}. Give every leaf one row for each example."
+            )
+        if np.shape(x)[:1] == (0,):
+            raise ShapeError(
+                f"{path}: holds no examples: the mean of their losses would be NaN: "
+                f"got {np.shape(x)}, expected a leading dimension above 0. Leave empty batches out."
+            )
+    return jax.tree.unflatten(jax.tree.structure(batch), leaves)
+
+
+def is_placed(batch: Any, sharding: NamedSharding) -> bool:
+    """Whether shard_batch would return a batch as it is."""
+    leaves = jax.tree.leaves(batch)
+    return all(
+        isinstance(x, jax.Array)
+        and not isinstance(x, jax.core.Tracer)
+        and x.sharding == sharding
+        and x.shape[:1] == leaves[0].shape[:1] != (0,)
+        for x in leaves
+    )
+
+
+def _has_no_dimensions(path: str) -> ShapeError:
+    return ShapeError(
+        f"{path}: a leaf without dimensions cannot be cut into parts for the devices: got shape "
+        "(), expected one row for each example. Pass a number of this step as np.full(batch_size, "
+        "number), of which the loss reads one, or by state.replace(model_state=...). "
+        "What the loss closes over is compiled in, and stays as it was."
+    )
+
+
+def check_batch_spec(spec: Any, tx: DistributedTransformation) -> None:
+    """Raises MeshError unless ``spec`` is a PartitionSpec over axes of the mesh, each once."""
+    axes = axes_of(spec) if isinstance(spec, P) else ()
+    unknown = [axis for axis in axes if axis not in tx.config.mesh.axis_names]
+    if not isinstance(spec, P) or unknown or len(set(axes)) < len(axes):
+        raise MeshError(
+            "batch_spec: not a PartitionSpec over the axes of the mesh, each at most once: "
+            f"got {spec!r}, "
+            f"expected one PartitionSpec for all leaves, over {tx.config.mesh.axis_names}. "
+            f"Pass PartitionSpec{(*tx.config.parallel.batch_spec,)}, or leave it out."
+        )
+
+
+def _check_divides(
+    path: str, shape: tuple[int, ...], spec: P, tx: DistributedTransformation
+) -> None:
+    """Raises ShapeError unless a leaf can be cut as ``spec`` says. Processes hold parts of it."""
+    sizes = [tx.config.parallel.size(axes_of(P(names))) for names in spec]
+    divides = jax.process_count() > 1 or all(n % k == 0 for n, k in zip(shape, sizes, strict=False))
+    if len(sizes) > len(shape) or not divides:
+        raise ShapeError(
+            f"{path}: cannot be cut as batch_spec says: got shape {shape} and {spec}, "
+            f"expected dimensions that divide by {tuple(sizes)}. Change the batch, or batch_spec."
+        )
+
+
+def _as_array(path: str, x: Any) -> Any:
+    """Raises DtypeError unless ``x`` is an array of numbers, or what makes one."""
+    if isinstance(x, jax.Array):
+        return x
+    array = np.asarray(x)
+    if array.dtype == object or not (
+        jnp.issubdtype(array.dtype, np.number) or array.dtype == np.bool_
+    ):
+        got = type(x).__name__ if array.dtype == object else array.dtype
+        raise DtypeError(
+            f"{path}: not an array of numbers: got {got}, expected a jax or numpy array. "
+            "Keep what the loss does not read out of the batch."
+        )
+    return array

@@ -14,15 +14,27 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import trees
 from jdistadam.core.precision import float_dtype
 from jdistadam.core.types import OptState, Params
-from jdistadam.distributed.checks import check_alive, check_layout_of
+from jdistadam.distributed.checks import (
+    check_alive,
+    check_layout_of,
+    check_placement,
+    check_scaling,
+)
 from jdistadam.distributed.main_params import paths_that_differ, with_main_params
-from jdistadam.distributed.state import find_state, is_distributed_state
+from jdistadam.distributed.state import DistributedState, find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import LayoutError, TreeError
-from jdistadam.training.agreement import agree
+from jdistadam.training.checks import (
+    agree,
+    check_created,
+    check_structure,
+    is_known,
+    keep_memory,
+    remember_params,
+    returned,
+    same_params,
+)
 from jdistadam.training.placement import brought, copy_to
-from jdistadam.training.state_memory import keep_memory, remember_params, returned, same_params
-from jdistadam.training.train_state_checks import check_created
 
 
 @jax.tree_util.register_dataclass
@@ -326,3 +338,25 @@ def check_layout(state: TrainState, tx: DistributedTransformation) -> None:
     text = tx.config.layout_text(tx.layout(state.params))
     check_alive(find_state(state.opt_state))
     check_layout_of(find_state(state.opt_state), text, digest=found.digest)
+
+
+def checked(
+    state: TrainState, optimizer_state: DistributedState, tx: DistributedTransformation
+) -> tuple[TrainState, bytes]:
+    """Returns a state with its arrays placed as an optimizer needs them; raises if it does not fit.
+
+    Args:
+      state: A train state.
+      optimizer_state: The one inside of it.
+      tx: The optimizer.
+
+    Returns:
+      The state, and the digest of its layout.
+    """
+    check_placement(tx.config, optimizer_state)
+    check_scaling(tx.config, optimizer_state)
+    check_structure(state.opt_state, tx)
+    check_layout(state, tx)
+    digest = tx.config.layout_digest(tx.layout(state.params)).tobytes()
+    is_placed = is_known(state, jax.tree.leaves(state.params))
+    return (replicated_extras if is_placed else placed)(state, tx), digest

@@ -17,27 +17,30 @@ from jdistadam.distributed.checks import check_alive
 from jdistadam.distributed.state import find_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import HyperparameterError
-from jdistadam.training.agreement import agree
-from jdistadam.training.batches import check_batch_spec, is_placed, shard_batch
-from jdistadam.training.compiler_options import is_on_gpu, options_for
-from jdistadam.training.flattened import Leaves, flattened
-from jdistadam.training.injected_numbers import with_numbers_as_arrays
-from jdistadam.training.loss_function import LossFunction
-from jdistadam.training.partitioned import check_model_axes
-from jdistadam.training.placement import apart, type_of
-from jdistadam.training.state_check import checked
-from jdistadam.training.state_memory import (
+from jdistadam.training.checks import (
+    agree,
     is_known,
     remember_params,
     remember_returned,
     returned,
     returned_arrays,
 )
-from jdistadam.training.step_program import StepOptions, StepProgram
+from jdistadam.training.compiler_options import is_on_gpu, options_for
+from jdistadam.training.loss_function import LossFunction
+from jdistadam.training.partitioned import check_model_axes
+from jdistadam.training.placement import apart, check_batch_spec, is_placed, shard_batch, type_of
+from jdistadam.training.step_program import (
+    Leaves,
+    StepOptions,
+    StepProgram,
+    flattened,
+    with_numbers_as_arrays,
+)
 from jdistadam.training.train_state import (
     TrainState,
     check_params_follow,
     check_train_state,
+    checked,
 )
 
 

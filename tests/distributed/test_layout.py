@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdistadam.distributed import layout, packing
-from jdistadam.distributed.bucketing import make_layout
+from jdistadam.distributed.layout import make_layout
 
 shapes = st.lists(
     st.one_of(

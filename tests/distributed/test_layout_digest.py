@@ -18,10 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from jdistadam.distributed import transformation
-from jdistadam.distributed.bucketing import make_layout
 from jdistadam.distributed.checks import check_layout_of
-from jdistadam.distributed.layout import Leaf
-from jdistadam.distributed.layout_digest import VERSION, differences, digest_of, text_of
+from jdistadam.distributed.layout import Leaf, make_layout
+from jdistadam.distributed.state import VERSION, differences, digest_of, text_of
 from support.bits import assert_same_bits
 from support.dtypes import dtypes
 from support.lookalike import (
@@ -134,9 +133,9 @@ def test_the_text_does_not_depend_on_the_process():
     """Python's hash of strings differs between processes; checkpoints move between them."""
     code = (
         "import jax.numpy as jnp\n"
-        "from jdistadam.distributed.bucketing import make_layout\n"
+        "from jdistadam.distributed.layout import make_layout\n"
         "from jdistadam.distributed.layout import Leaf\n"
-        "from jdistadam.distributed.layout_digest import digest_of, text_of\n"
+        "from jdistadam.distributed.state import digest_of, text_of\n"
         "leaves = [Leaf(f'params[{c!r}]', (300, 8), jnp.bfloat16, 0) for c in 'zaky']\n"
         "print(digest_of(text_of(make_layout(leaves, 4, 9000), (), 'float32')).tobytes().hex())"
     )

@@ -47,7 +47,7 @@ def trained(mesh, means, comm, dtype, steps=10, accumulate_steps=1, **kwargs):
     tx = jda.distributed_fused_adamw(
         **hyper, mesh=mesh, policy=policy, mask=decays, communication=means, **kwargs
     )
-    assert tx.config.communication.means == means
+    assert tx.config.communication.transport == means
     params = random_params()
     state = jda.TrainState.create(params, tx, param_dtypes=dtype)
     step = jda.train_step(loss_fn, tx, accumulate_steps=accumulate_steps)
@@ -123,7 +123,7 @@ def test_what_is_not_supported_goes_over_xla_or_raises(cpu_mesh, kwargs, why):
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
     kwargs = dict(learning_rate=1e-3, mesh=cpu_mesh(4), policy=policy) | kwargs
     tx = jda.distributed_fused_adamw(**kwargs)
-    assert tx.config.communication.means == "xla"
+    assert tx.config.communication.transport == "xla"
     assert tx.config.communication.why_not_peer == why
     with pytest.raises(jda.PolicyError, match=f"communication: .* not supported here: got {why}"):
         jda.distributed_fused_adamw(communication="peer", **kwargs)
@@ -152,10 +152,12 @@ def test_plan_and_audit_know_the_means(cpu_mesh):
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
     tx = jda.distributed_fused_adamw(1e-3, mesh=cpu_mesh(4), policy=policy, communication="peer")
     planned = jda.plan(random_params(), tx)
-    ahead = {(c.op, path) for c in planned.collectives if c.means != "peer" for path in c.leaves}
+    ahead = {
+        (c.op, path) for c in planned.collectives if c.transport != "peer" for path in c.leaves
+    }
     assert ahead == {("collective-permute", f"params['{name}']") for name in ("rows", "columns")}
     summed = jda.plan(random_params(), tx, accumulate_steps=2)
-    assert {c.means for c in summed.collectives} == {"peer"}
+    assert {c.transport for c in summed.collectives} == {"peer"}
     assert planned.bytes_sent > 0
     state = jda.TrainState.create(random_params(), tx)
     found = jda.audit(jda.train_step(loss_fn, tx), state, np.ones((8, 3), np.float32))
@@ -168,7 +170,7 @@ def test_plan_and_audit_know_the_means(cpu_mesh):
     tx = jda.distributed_fused_adamw(1e-3, mesh=cpu_mesh(4))
     over_xla = str(jda.plan(random_params(), tx))
     assert over_xla.endswith("\ncommunication: xla (grad_reduce_dtype None)")
-    assert "means" not in over_xla
+    assert "transport" not in over_xla
 
 
 def test_a_program_that_fell_back_fails_the_audit(cpu_mesh, monkeypatch):

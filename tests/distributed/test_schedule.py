@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jdistadam as jda
-from jdistadam.tools.traffic import format_collectives, planned_collectives
+from jdistadam.tools.plan import format_collectives, planned_collectives
 from support.h200 import collectives
 from support.planned import PLACEMENTS, POLICIES, STRATEGIES, as_sent, compile_row, sent
 from support.samples import often

@@ -1,4 +1,4 @@
-"""Coded moments and rounding at random in ``fused_adamw``: same bits on every path."""
+"""Coded moments and stochastic rounding in ``fused_adamw``: same bits on every path."""
 
 import functools
 
@@ -190,7 +190,7 @@ def test_other_shardings_raise(shape, spec, message, kind):
     )
 
 
-ROUNDED = {  # what is rounded at random, beside what
+ROUNDED = {  # what is rounded stochastically, beside what
     "params": (dict(), jnp.bfloat16),
     "mu": (dict(mu_dtype=jnp.bfloat16), jnp.float32),
     "nu": (dict(nu_dtype=jnp.bfloat16, main_params_dtype="remainder16"), jnp.bfloat16),
@@ -418,7 +418,7 @@ def test_random_rounding_that_rounds_nothing_raises():
 
 
 def test_gradients_of_64_bits_raise():
-    """They would be left to optax, which neither codes nor rounds at random."""
+    """They would be left to optax, which neither codes nor rounds stochastically."""
     with jax.enable_x64(True):
         params = make_params()
         grads = jax.tree.map(lambda x: x.astype(jnp.float64), params)

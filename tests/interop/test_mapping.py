@@ -339,8 +339,8 @@ def test_empty_and_scalar_arrays_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize(("mu", "nu"), [("block8", "block8"), ("block16", "block8")])
-@pytest.mark.parametrize("is_random", [False, True])
-def test_coded_moments_go_there_and_back(is_random, mu, nu):
+@pytest.mark.parametrize("is_stochastic", [False, True])
+def test_coded_moments_go_there_and_back(is_stochastic, mu, nu):
     """They leave as float32, exactly, and come back as the same codes; small ones are floats."""
     rng = np.random.default_rng(0)
     params = {
@@ -349,7 +349,7 @@ def test_coded_moments_go_there_and_back(is_random, mu, nu):
     }
     tx = jda.fused_adamw(
         1e-2, b1=0.8, b2=0.88, mu_dtype=mu, nu_dtype=nu,
-        rounding="stochastic" if is_random else "nearest",
+        rounding="stochastic" if is_stochastic else "nearest",
     )  # fmt: skip
     state = tx.init(params)
     for _ in range(3):

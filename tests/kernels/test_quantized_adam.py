@@ -1,4 +1,4 @@
-"""The step with coded moments and rounding at random equals its reference to the last bit."""
+"""The step with coded moments and stochastic rounding equals its reference to the last bit."""
 
 import dataclasses
 import functools
@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jdistadam.core.codecs import BLOCK, BLOCK8, BLOCK16, BLOCK_CODECS, BlockCodes, Codec, codec_of
-from jdistadam.kernels import random_bits, reference, sharded_quantized_adam
+from jdistadam.kernels import reference, sharded_quantized_adam
 from jdistadam.kernels.adam import Operands, Spec
-from jdistadam.kernels.quantized_adam import Places, QuantizedSpec
-from jdistadam.kernels.random_bits import Cuts
+from jdistadam.kernels.quantized_adam import LeafPositions, QuantizedSpec
+from jdistadam.kernels.reference import LeafPartition
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.operands import BF16, F16, F32, random_array, random_rows, scalars
 from support.quantized import adam_of_parts, by_reference, plain_array, rounded
@@ -68,15 +68,15 @@ def random_operands(seed, dtypes, mode, values="plain"):
     )
 
 
-def spec_of(mode, is_random, dtypes, flags=()):
+def spec_of(mode, is_stochastic, dtypes, flags=()):
     out_dtype = {"step_and_cast": BF16, "update": dtypes[0]}.get(mode)
     groups = tuple(i % 2 for i in range(len(SIZES)))
     ids = tuple(3 * i + 1 for i in range(len(SIZES)))
-    return QuantizedSpec(Spec(mode, groups, frozenset(flags), out_dtype), is_random, ids)
+    return QuantizedSpec(Spec(mode, groups, frozenset(flags), out_dtype), is_stochastic, ids)
 
 
 def of_parts(parts):
-    return jax.tree.map(np.asarray, Places.of_parts(np.asarray(parts)))
+    return jax.tree.map(np.asarray, LeafPositions.of_parts(np.asarray(parts)))
 
 
 PLACES, WHOLE = of_parts(PARTS), of_parts(0 * PARTS)
@@ -95,34 +95,34 @@ CASES = list(itertools.product([False, True], ["step", "step_and_cast", "step_sp
 
 
 @pytest.mark.parametrize("param", [F32, BF16, F16], ids=str)
-@pytest.mark.parametrize(("is_random", "mode", "mu", "nu"), CASES, ids=name_of)
-@often(  # all modes of each dtype of moments, rounded at random and not; all dtypes of parameters
-    lambda param, mode, mu, nu, is_random: (
-        (mu is nu and param == BF16 and (mode == "step" or is_random == (mu in (BLOCK8, F32))))
-        or (mu is nu and param != BF16 and mode == "step" and is_random)
+@pytest.mark.parametrize(("is_stochastic", "mode", "mu", "nu"), CASES, ids=name_of)
+@often(  # all modes of each dtype of moments, rounded stochastically and not; all dtypes of parameters
+    lambda param, mode, mu, nu, is_stochastic: (
+        (mu is nu and param == BF16 and (mode == "step" or is_stochastic == (mu in (BLOCK8, F32))))
+        or (mu is nu and param != BF16 and mode == "step" and is_stochastic)
         or ({mu, nu} == {BLOCK8, BLOCK16} and mode == "step_split" and param == BF16)
     )
 )
-def test_kernel_equals_the_reference_bitwise(platform, is_random, mode, mu, nu, param):
+def test_kernel_equals_the_reference_bitwise(platform, is_stochastic, mode, mu, nu, param):
     """Values over the whole exponent range, with infinities, NaN and subnormals in some blocks."""
     dtypes = (BF16, F32 if mode == "step_and_cast" else param, mu, nu)
     for values, grad in (("special", F32), ("plain", BF16), ("wide", F16)):
         dtypes = (grad, *dtypes[1:])
         operands = random_operands(5, dtypes, mode, values)
         flags = {F32: (), BF16: ("nesterov",), F16: ("nesterov", "cautious_weight_decay")}[grad]
-        spec = spec_of(mode, is_random, dtypes, flags)
+        spec = spec_of(mode, is_stochastic, dtypes, flags)
         assert_equals_reference(spec, scalars(random_rows(count=3)), rounded(), operands)
 
 
-@pytest.mark.parametrize("is_random", [False, True])
+@pytest.mark.parametrize("is_stochastic", [False, True])
 @pytest.mark.parametrize(("mu", "nu"), [(BLOCK8, BLOCK16), (BLOCK16, BLOCK8)], ids=name_of)
 def test_kernel_equals_the_reference_in_blocks_that_span_more_than_codes(
-    platform, is_random, mu, nu
+    platform, is_stochastic, mu, nu
 ):
     """What is below the smallest codes, which of nu does not become zero."""
     dtypes = (F32, F32, mu, nu)
     spec, operands = (
-        spec_of("step", is_random, dtypes),
+        spec_of("step", is_stochastic, dtypes),
         random_operands(4, dtypes, "step", "spread"),
     )
     operands = operands._replace(grads=tuple(1024 * x for x in operands.grads))  # scales grow
@@ -139,7 +139,7 @@ def test_philox_is_that_of_its_authors():
         (0, [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]),
         (0xFFFFFFFF, [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662]),
     ):
-        got = random_bits.philox(np.full(2, word, np.uint32), of(word), np)
+        got = reference.philox(np.full(2, word, np.uint32), of(word), np)
         assert [int(x[0]) for x in got] == want
 
 
@@ -148,8 +148,8 @@ def test_random_bits_of_parts_are_those_of_the_whole(xp):
     key = np.asarray([7, 11], np.uint32)
 
     def bits(size, part, shape, xp):
-        index = random_bits.indices(size, Cuts.into_runs(size), (part, 0), xp)
-        return random_bits.random_bits(key, 3, 5, index, shape, xp)
+        index = reference.indices(size, LeafPartition.into_runs(size), (part, 0), xp)
+        return reference.random_bits(key, 3, 5, index, shape, xp)
 
     whole = bits(1001 * 7, 0, (1001 * 7,), np)
     for part in (0, 1, 5, 6):
@@ -159,7 +159,7 @@ def test_random_bits_of_parts_are_those_of_the_whole(xp):
     # Where the index has more than 32 bits, and where a quarter of it, the counter, has.
     for size, low, high in ((5, 2**30 + 2**28, 0), (20, 2**30, 1)):
         far = bits(size, 2**30, (size,), xp)
-        words = random_bits.philox(key, [np.full(1, x, np.uint32) for x in (low, high, 5, 3)], np)
+        words = reference.philox(key, [np.full(1, x, np.uint32) for x in (low, high, 5, 3)], np)
         assert [int(x[0]) for x in words] == np.asarray(far.nu)[:4].tolist()
 
 
@@ -212,8 +212,8 @@ def in_blocks(x):
 
 @each_format
 @each_name
-@pytest.mark.parametrize("is_random", [False, True])
-def test_the_error_of_a_code(form, name, is_random):
+@pytest.mark.parametrize("is_stochastic", [False, True])
+def test_the_error_of_a_code(form, name, is_stochastic):
     """Half a unit of the mantissa, a whole one at random, down to the smallest exponent.
 
     Below it a first moment loses up to a unit, and does not become larger but at random.
@@ -223,17 +223,17 @@ def test_the_error_of_a_code(form, name, is_random):
     x = np.float32(rng.normal(size=1 << 14) * np.exp2(rng.uniform(-1.2 * below, 0, 1 << 14)))
     x = np.abs(x) if is_nu else x
     x[::5] = 0
-    random = rng.integers(0, 2**32, x.size, np.uint32) if is_random else None
+    random = rng.integers(0, 2**32, x.size, np.uint32) if is_stochastic else None
     moment = form.encode(name, x, random, np)
     assert_trees_same_bits(jax.jit(lambda x: form.encode(name, x, random, jnp))(x), moment)
     y = codec_of(moment).decode(name, moment, np)
-    unit = 1 if is_random else 0.5
+    unit = 1 if is_stochastic else 0.5
     # A scale is at most twice the largest of a block; times 2^(1 - below) it is the distance of the
     # smallest codes, by which nu may be rounded up so that it is not zero.
     step = 2 * in_blocks(x) * 2.0 ** (1 - below)
     subnormal = np.abs(x) < np.repeat(moment.scales, 128) * 2.0 ** (1 - code.highest_exponent)
     assert subnormal.any()
-    if not is_random:
+    if not is_stochastic:
         assert (y >= x if is_nu else np.abs(y) <= np.abs(x))[subnormal].all()
     assert (np.abs(y - x) <= np.maximum(unit * np.abs(x) / 2**form.mantissa, step)).all()
     assert np.array_equal(y == 0, x == 0) if is_nu else (y[x == 0] == 0).all()
@@ -393,12 +393,12 @@ def test_a_nonfinite_gradient_spoils_its_block_alone(platform, form):
 FLAT_SIZES, FLAT_OFFSETS = (1024, 768, 900, 4099), (128, 1280, 2176, 3200)
 OWN_OFFSETS = {"mu": (0, 1024, 1792, 2816), "nu": (256, 1536, 2304, 3328)}
 FLAT_CUTS = (
-    Cuts(1024, 4096, 4096, 4096),
-    Cuts(256, 1024, 512, 2048),
-    Cuts.into_runs(900),
-    Cuts(4099, 4099, 4099, 4099),
+    LeafPartition(1024, 4096, 4096, 4096),
+    LeafPartition(256, 1024, 512, 2048),
+    LeafPartition.into_runs(900),
+    LeafPartition(4099, 4099, 4099, 4099),
 )
-FLAT_PLACES = Places(
+FLAT_PLACES = LeafPositions(
     np.asarray([[3, 0], [2, 1], [0, 0], [0, 0]], np.int32),
     np.asarray(
         [[9, 9], *([5, 2**27 + k] for k in range(3)), *([8, k] for k in range(5))], np.uint32
@@ -451,7 +451,7 @@ def test_parts_draw_the_bits_of_the_whole(dims):
     """Of a leaf (6, 4, 1024), cut in two along one dimension and then along another."""
     shape = (6, 4, 1024)
     size = int(np.prod(shape))
-    whole = random_bits.indices(size, Cuts.into_runs(size), (0, 0), np).low.reshape(shape)
+    whole = reference.indices(size, LeafPartition.into_runs(size), (0, 0), np).low.reshape(shape)
     first, second = dims if len(dims) == 2 else (dims[0], None)
     for parts in itertools.product(range(2), range(2 if second is not None else 1)):
         outer = np.split(whole, 2, first)[parts[0]]
@@ -464,10 +464,10 @@ def test_parts_draw_the_bits_of_the_whole(dims):
             piece = int(np.prod(part.shape[second:]))
             inner, numbers = (piece, 2 * piece), parts[::-1]
         for xp in (np, jnp):
-            got = random_bits.indices(part.size, Cuts(*inner, *cut), numbers, xp)
+            got = reference.indices(part.size, LeafPartition(*inner, *cut), numbers, xp)
             assert np.array_equal(np.asarray(got.low).reshape(part.shape), part)
             assert not np.asarray(got.high).any()
-    far = random_bits.indices(4, Cuts(2, 2**33, 2**34, 2**40), (3, 1), np)
+    far = reference.indices(4, LeafPartition(2, 2**33, 2**34, 2**40), (3, 1), np)
     want = [(i // 2) * 2**33 + 3 * 2 + i % 2 + 2**34 for i in range(4)]
     assert (np.uint64(far.low) | np.uint64(far.high) << np.uint64(32)).tolist() == want
 

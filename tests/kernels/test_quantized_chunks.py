@@ -11,8 +11,8 @@ import pytest
 from jdistadam.core.codecs import BLOCK8, BLOCK16, Codec, codec_of
 from jdistadam.kernels import coefficients, reference
 from jdistadam.kernels.adam import Operands, Spec
-from jdistadam.kernels.quantized_adam import Places, QuantizedSpec
-from jdistadam.kernels.random_bits import Cuts
+from jdistadam.kernels.quantized_adam import LeafPositions, QuantizedSpec
+from jdistadam.kernels.reference import LeafPartition
 from support.bits import assert_trees_same_bits
 from support.operands import BF16, F32, random_rows, scalars
 from support.quantized import adam_of_parts, by_reference, plain_array, rounded
@@ -32,14 +32,14 @@ VARIANTS = {  # those of which the kernel knows all dtypes when it is compiled
 }
 # Gradients that were summed in float32.
 VARIANTS |= {
-    f"{name}, float32 grads": (mode, is_random, F32, *stored)
-    for name, (mode, is_random, grad, *stored) in VARIANTS.items()
+    f"{name}, float32 grads": (mode, is_stochastic, F32, *stored)
+    for name, (mode, is_stochastic, grad, *stored) in VARIANTS.items()
     if grad == BF16
 }
 # A whole leaf; one in pieces; several in one; a part far behind the others; one that ends early.
 CUTS = (
-    Cuts.into_runs(2**31), Cuts(384, 1536, 2**30, 2**31), Cuts.into_runs(2**31),
-    Cuts(2**31 - 2**10, 2**31, 2**40, 2**41), Cuts.into_runs(300),
+    LeafPartition.into_runs(2**31), LeafPartition(384, 1536, 2**30, 2**31), LeafPartition.into_runs(2**31),
+    LeafPartition(2**31 - 2**10, 2**31, 2**40, 2**41), LeafPartition.into_runs(300),
 )  # fmt: skip
 PARTS = np.asarray([[0, 0], [1, 1], [0, 0], [7, 1], [1, 0]], np.int32)
 
@@ -122,15 +122,15 @@ def chunk_rows(**others):
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("inv_scale", [1.0, 0.37])
 def test_chunks_equal_the_reference_bitwise(platform, name, inv_scale):
-    mode, is_random, grad, param, stored = VARIANTS[name]
+    mode, is_stochastic, grad, param, stored = VARIANTS[name]
     sizes = sizes_of(platform)
     operands = operands_of(np.random.default_rng(7), sizes, mode, grad, param, stored)
     flags = frozenset({"cautious_weight_decay"} if inv_scale == 1.0 else ())
     adam = Spec(mode, (0, 1, 0, 1, 1), flags, BF16 if mode == "step_and_cast" else None)
     tables = (-1, -1, 0, -1, -1)
-    spec = QuantizedSpec(adam, is_random, (0, 2, 4, 6, 8), cuts=CUTS, tables=tables)
+    spec = QuantizedSpec(adam, is_stochastic, (0, 2, 4, 6, 8), cuts=CUTS, tables=tables)
     blocks = np.asarray([[3 + k // 9, 2**27 + k] for k in range(77)], np.uint32)
-    args = spec, scalars(chunk_rows(), inv_scale), rounded(), Places(PARTS, blocks), operands
+    args = spec, scalars(chunk_rows(), inv_scale), rounded(), LeafPositions(PARTS, blocks), operands
     assert_trees_same_bits(adam_of_parts(*args)._asdict(), by_reference(*args)._asdict())
 
 
@@ -145,10 +145,10 @@ CHANGES = (
 @pytest.mark.parametrize("name", ["bf16", "remainder16"])
 def test_coefficients_that_chunks_take_or_leave(platform, name, change):
     """Late steps, whose c1 and c2 are one, an eps of zero, with which 0 / 0 is divided, and others."""
-    mode, is_random, grad, param, stored = VARIANTS[name]
+    mode, is_stochastic, grad, param, stored = VARIANTS[name]
     sizes = (70_001, 1024)
     operands = operands_of(np.random.default_rng(8), sizes, mode, grad, param, stored)
-    spec = QuantizedSpec(Spec(mode, (0, 1)), is_random, (0, 1))
-    places = jax.tree.map(np.asarray, Places.of_parts(np.zeros(2, np.int32)))
+    spec = QuantizedSpec(Spec(mode, (0, 1)), is_stochastic, (0, 1))
+    places = jax.tree.map(np.asarray, LeafPositions.of_parts(np.zeros(2, np.int32)))
     args = spec, scalars(chunk_rows(**change)), rounded(), places, operands
     assert_trees_same_bits(adam_of_parts(*args)._asdict(), by_reference(*args)._asdict())

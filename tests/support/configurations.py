@@ -226,13 +226,13 @@ def fitted(seed, config, places, names, is_changed=lambda: True):
     is_finer = config["mu"].startswith("block") and config["nu"] not in ("block8", config["mu"])
     fit(config, is_finer and config["rounding"] == "stochastic", nu=config["mu"])
     for place in meshes:
-        mesh, is_random = MESHES[place["mesh"]], config["rounding"] == "stochastic"
+        mesh, is_stochastic = MESHES[place["mesh"]], config["rounding"] == "stochastic"
         is_sent = config["param_comm"] is not None
         fit(place, is_sent and place["strategy"] == "no_shard", strategy="optim")
         shards = place["strategy"] != "no_shard"
         fit(place, "replica_axis" not in mesh or not shards, outer="no_shard")
         fit(place, place["strategy"] != "optim_grads_params", reshard=True)
-        fit(place, place["specs"] == "small" and is_random, specs="rows")
+        fit(place, place["specs"] == "small" and is_stochastic, specs="rows")
         if place["communication"] == "peer":
             fit(place, place["mesh"] not in ("2", "8"), mesh="2")
             fit(place, True, strategy="optim", reshard=True)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 import jdistadam as jda
 from jdistadam.tools import hlo
-from jdistadam.tools.traffic import planned_collectives
+from jdistadam.tools.plan import planned_collectives
 from support.dtypes import dtypes
 from support.h200 import WIDTH, collectives, loss_fn, params_of, placed
 

@@ -19,7 +19,7 @@ import numpy as np  # noqa: E402
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, index, shutdown_timeout_seconds=2)
 
 import jdistadam as jda  # noqa: E402
-from jdistadam.training import agreement  # noqa: E402
+from jdistadam.training import checks  # noqa: E402
 
 is_other = index == 1
 version = jda.__version__
@@ -52,7 +52,7 @@ def run(what):
 
 
 for what in whats:
-    agreement.LIMIT_SECONDS = 2 if what == "never comes" else 60
+    checks.LIMIT_SECONDS = 2 if what == "never comes" else 60
     try:
         print(f"{what} -> loss {run(what)}", flush=True)
     except jda.errors.AgreementError as error:

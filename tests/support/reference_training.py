@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from jdistadam.core.codecs import BLOCK_CODECS, codec_of, split_halves
-from jdistadam.kernels import coefficients, random_bits
+from jdistadam.kernels import coefficients, reference
 from jdistadam.kernels.reference import adam_update, pairwise_sum
 
 F32 = np.float32
@@ -62,14 +62,14 @@ class Elements:
         """Takes a step; ``grad``: of the mean, float32."""
         c = dict(zip(coefficients.NAMES, row_of(config, self.group, count), strict=True))
         m, v = (_widened(name, getattr(self, name)) for name in ("mu", "nu"))
-        bits = random_bits.RandomBits(None, None, None)
+        bits = reference.RandomBits(None, None, None)
         if config.rounding == "stochastic":
-            index = random_bits.Index(
+            index = reference.Index(
                 np.uint32(self.index).ravel(), np.zeros(self.index.size, np.uint32)
             )
             leaf = np.uint32(np.broadcast_to(self.leaf, self.index.shape)).ravel()
             key = [SEED & 0xFFFFFFFF, SEED >> 32]
-            bits = random_bits.random_bits(key, count, leaf, index, self.value.shape, np)
+            bits = reference.random_bits(key, count, leaf, index, self.value.shape, np)
         with np.errstate(all="ignore"):
             p, flags = self.value.astype(F32), config.flags
             u, m, v = adam_update(c, g=grad, p=p, m=m, v=v, flags=flags, every_term=False, xp=np)

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jdistadam import compat
-from jdistadam.training import agreement
+from jdistadam.training import checks
 
 
 class Client:
@@ -29,14 +29,14 @@ def test_agreements_of_others_do_not_move_the_keys(monkeypatch, others_before):
     client = Client()
     monkeypatch.setattr(compat, "coordination_client", lambda: client)
     counts = collections.defaultdict(itertools.count)
-    monkeypatch.setattr(agreement, "_NUMBERS", counts)
+    monkeypatch.setattr(checks, "_NUMBERS", counts)
     monkeypatch.setattr(jax, "process_index", lambda: 2)
-    agreement.check_agreement({}, (0, 2))
+    checks.check_agreement({}, (0, 2))
     (alone,) = client.keys
     counts.clear()
     for _ in range(others_before):
-        agreement.check_agreement({}, (0, 1))
-    agreement.check_agreement({}, (0, 2))
+        checks.check_agreement({}, (0, 1))
+    checks.check_agreement({}, (0, 2))
     assert client.keys[-1] == alone
-    agreement.check_agreement({}, (0, 2))
+    checks.check_agreement({}, (0, 2))
     assert client.keys[-1] != alone  # the next one of the same processes

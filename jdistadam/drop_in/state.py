@@ -1,4 +1,4 @@
-"""The state of an optimizer of one program that keeps main parameters, and how it is checked."""
+"""The state of an optimizer of one program, and how it is made and checked."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdistadam.core import boxes, collectives, trees
+from jdistadam.core import collectives, trees
+from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.codecs import FLOAT32, REMAINDER16, Codec, is_codes
-from jdistadam.core.main_params import has_main_param, main_codec_of, new_main_param
+from jdistadam.core.storage import has_main_param, main_codec_of, new_main_param
 from jdistadam.core.types import OptState, Params
+from jdistadam.drop_in import low_precision, optax_fallback
 from jdistadam.errors import DtypeError, TreeError
-from jdistadam.kernels.sharded_adam import typed_as
+from jdistadam.kernels.sharded_adam import reshard_as
 
 
 class MainParamsState(NamedTuple):
@@ -119,7 +121,7 @@ def nan_if_changed(
     for i in sorted(compared, key=lambda i: params[i].size)[:_COMPARED]:
         dtype, place = params[i].dtype, jax.typeof(grads[i]).sharding
         param, main = (  # the parameter too: [Note: casts that XLA deletes]
-            collectives.round_to(typed_as(x, place).astype(jnp.float32), dtype)
+            collectives.round_to(reshard_as(x, place).astype(jnp.float32), dtype)
             for x in (params[i], mains[i])
         )
         is_own = (param == main) | (jnp.isnan(param) & jnp.isnan(main))
@@ -136,7 +138,7 @@ def main_params_of(params: Params, opt_state: OptState) -> Any:
     found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_kept_here) if is_kept_here(x)]
     if not found:
         return params
-    exact, found = boxes.unboxed((params, found))  # nnx.Optimizer puts arrays into others
+    exact, found = trees.unboxed((params, found))  # nnx.Optimizer puts arrays into others
     for state in found:
         exact = _joined(exact, state)
     treedef: Any = jax.tree.structure(params)
@@ -167,3 +169,45 @@ def _is_moment(x: Any) -> bool:
 
 def _exact(param: Any, main: Any) -> Any:
     return main_codec_of(main).join(param, main, jnp)
+
+
+def new_state(algorithm: Algorithm, params: Params) -> OptState:
+    """The state before the first step; with main parameters, optax's state is that for them."""
+    storage, main_kind = algorithm.storage, algorithm.main_params
+
+    def optax_state(updated: Any) -> OptState:
+        state = algorithm.like_optax.init(updated)
+        state = _beside(params, _with_nu(state, storage.float_dtype("nu")))
+        if storage.is_stochastic:
+            stored = map(jnp.result_type, jax.tree.leaves((updated, state[0].mu, state[0].nu)))
+            storage.check_rounded([x for x in stored if jnp.issubdtype(x, jnp.floating)])
+        return low_precision.new_state(storage, params, updated, state)
+
+    if not main_kind.is_stored:
+        return low_precision.with_key(storage, optax_state(params))
+
+    def widened(x: Any) -> Any:
+        return jnp.asarray(x, jnp.float32) if has_main_param(main_kind, x) else x
+
+    inner = optax_state(jax.tree.map(widened, params))
+    return low_precision.with_key(
+        storage, MainParamsState(new_main_params(main_kind, params), inner)
+    )
+
+
+def _beside(params: Any, state: Any) -> Any:
+    """Places the moments of a state that is made inside a program where its params are."""
+    adam = state[0]._replace(
+        mu=jax.tree.map(trees.placed_beside, params, state[0].mu),
+        nu=jax.tree.map(trees.placed_beside, params, state[0].nu),
+    )
+    return (adam, *state[1:])
+
+
+def _with_nu(state: Any, nu_dtype: Any) -> Any:
+    """Gives optax's state a second moment in ``nu_dtype``, but for leaves that optax steps."""
+
+    def zeros(x: Any) -> Any:
+        return x if optax_fallback.takes(x.dtype) else jnp.zeros_like(x, dtype=nu_dtype)
+
+    return (state[0]._replace(nu=jax.tree.map(zeros, state[0].nu)), *state[1:])

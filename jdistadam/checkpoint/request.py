@@ -17,7 +17,7 @@ from jdistadam.kernels import coded_leaves
 _ALWAYS_OPTIONAL = ("grad_norm", "scaling.")  # and "key": what another optimizer does not have
 
 
-class Wanted:
+class Request:
     """Compares what a template asks for with what a checkpoint has, and notes what is used.
 
     Raises TreeError, ShapeError or DtypeError for what is not there, or differs from the template.
