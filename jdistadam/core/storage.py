@@ -243,7 +243,8 @@ def _raise_unlike(mu: Codec, nu_dtype: Any) -> None:
 
     A unit of mu's codes is 2^-17 or 2^-40 of its block's largest element. With stochastic
     rounding a smaller first moment becomes one now and then. The root of a nu of the same format
-    or a coarser one is at least 2^-16.5 or 2^-36, which bounds the update. A finer nu would not: [Note: blocks].
+    or a coarser one is at least 2^-16.5 or 2^-36, which bounds the update. A finer nu would not:
+    [Note: blocks].
     """
     fitting = [f'"{x.name}"' for x in BLOCK_CODECS if x.bits <= mu.bits]
     raise PolicyError(

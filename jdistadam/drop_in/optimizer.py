@@ -106,8 +106,9 @@ def fused_adamw(
         of the rest of the update. On GPUs it takes kernels that are not specialised for dtypes.
       rounding: "nearest", or "stochastic": moments of 16 and 8 bits, and by ``step`` parameters of
         16 bits without main parameters, are rounded up or down with probabilities that make the
-        exact value their mean. The random bits depend on the seed, the count, and the leaf's and the
-        element's number alone: a run can be repeated bit for bit, on CPU and GPU.
+        exact value their mean. The random bits depend on the seed, the count,
+        and the leaf's and the element's number alone: a run can be repeated bit for bit, on CPU
+        and GPU.
       seed: The seed of "stochastic", from 0 to 2^64 - 1, which the state then holds
         (``RoundingState``). None: 0. Beside other optimizers, as in ``optax.multi_transform``,
         each needs a seed of its own.
