@@ -12,6 +12,7 @@ devices. Without a GPU it runs on virtual CPU devices, in minutes; with GPUs it 
     python experiments/train_lm.py --processes 4                      # one process for each GPU
     srun python experiments/train_lm.py --distributed                 # on many hosts
     python experiments/train_lm.py --save-every 100 --resume          # goes on where it was ended
+    python experiments/train_lm.py --tensorboard runs/tensorboard     # loss, norm, rate and speed
 
 With --save-every, SIGTERM ends the run after the step that is running: it saves, and exits with 75
 (EX_TEMPFAIL of sysexits.h, "try again"), so that whoever started it can tell a run to go on with
@@ -145,9 +146,10 @@ def setup_optax(args, mesh, model, params, specs):
     (ZeRO-1 by annotations), where a dimension divides.
     """
     loss = gpt.loss_fn(model)
+    schedule = make_schedule(args)
     tx = optax.chain(
         optax.clip_by_global_norm(args.max_grad_norm),
-        optax.adamw(make_schedule(args), b2=args.b2, weight_decay=0.1, mask=matrices),
+        optax.adamw(schedule, b2=args.b2, weight_decay=0.1, mask=matrices),
     )
     everywhere = NamedSharding(mesh, P())
     of_params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
@@ -171,8 +173,9 @@ def setup_optax(args, mesh, model, params, specs):
     def update(state, tokens):
         params, opt_state = state["params"], state["opt_state"]
         value, grads = jax.value_and_grad(loss)(params, tokens)
+        rate = schedule(opt_state[1][0].count)
         updates, opt_state = tx.update(grads, opt_state, params)
-        metrics = {"loss": value, "grad_norm": optax.tree.norm(grads)}
+        metrics = {"loss": value, "grad_norm": optax.tree.norm(grads), "learning_rate": rate}
         return {"params": optax.apply_updates(params, updates), "opt_state": opt_state}, metrics
 
     @functools.partial(jax.jit, out_shardings=everywhere)
@@ -218,9 +221,12 @@ class Run:
         self.metrics_path = args.out / "metrics.jsonl"
         resumed = jda.checkpoint_steps(args.out / CHECKPOINTS) if can_resume(args) else [0]
         self.first = resumed[-1]  # the last step that was taken before
-        self.metrics = report.MetricsFile(
-            self.metrics_path if processes.is_first() else pathlib.Path(os.devnull), self.first
+        self.metrics = (
+            report.MetricsFile(self.metrics_path, self.first, args.tensorboard)
+            if processes.is_first()
+            else report.MetricsFile(pathlib.Path(os.devnull))
         )
+        self.last: dict[str, float] = {}  # of each metric
         self.validation_loss = float("nan")
         self.tokens_per_step = config.batch * config.length
         self.tokens_per_second = 0.0
@@ -243,6 +249,7 @@ class Run:
 
     def write(self, step, **values):
         self.metrics.write(step=step, tokens=step * self.tokens_per_step, **values)
+        self.last |= values
 
     def train(self, state, step_fn, loss_of):
         """Trains to the last step; returns the state."""
@@ -255,8 +262,11 @@ class Run:
         for _ in range(self.first):  # the batches that were trained on already
             corpus.batch(self.train_text, self.config.batch, self.config.length, rng)
         stop = processes.StopSignal() if args.checkpointer else None
-        hidden = {} if processes.is_first() else {"disable": True}
-        with tqdm(total=args.steps, initial=self.first, unit="step", desc=label, **hidden) as bar:
+        # A bar on a terminal; in the place of one, a line for each evaluation.
+        hidden = None if processes.is_first() else True
+        with tqdm(
+            total=args.steps, initial=self.first, unit="step", desc=label, disable=hidden
+        ) as bar:
             start = time.perf_counter()
             for i in range(self.first + 1, args.steps + 1):
                 tokens = corpus.batch(self.train_text, self.config.batch, self.config.length, rng)
@@ -271,6 +281,9 @@ class Run:
                     jax.block_until_ready(state)
                     seconds += time.perf_counter() - start
                     self.evaluate(i, state, loss_of)
+                    if bar.disable and processes.is_first():
+                        line = ", ".join(f"{k} {v}" for k, v in report.shown(self.last).items())
+                        print(f"step {i} of {args.steps}: {line}", flush=True)
                     start = time.perf_counter()
                 if args.checkpointer:
                     self.save(i, state, stop.is_set(i))
@@ -285,18 +298,18 @@ class Run:
         if stops or step == self.args.steps:
             checkpointer.close()
         if stops and step < self.args.steps:
+            self.metrics.close()
             print(f"saved step {step}; --resume goes on from there", flush=True)
             sys.exit(processes.TRY_AGAIN)
 
     def report(self, bar, step, metrics, elapsed):
         values = {f"train_{k}": float(v) for k, v in metrics.items() if v.shape == ()}  # waits
         self.tokens_per_second = (step - self.first - 1) * self.tokens_per_step / elapsed()
+        peak = report.peak_bytes(jax.local_devices()[0])
+        if peak is not None:
+            values["peak_bytes"] = peak
         self.write(step, tokens_per_second=self.tokens_per_second, **values)
-        bar.set_postfix(
-            loss=f"{values['train_loss']:.3f}",
-            val=f"{self.validation_loss:.3f}",
-            tokens_per_s=f"{self.tokens_per_second:,.0f}",
-        )
+        bar.set_postfix(report.shown(self.last))
 
 
 def main(argv=None):
@@ -323,6 +336,7 @@ def main(argv=None):
     )
     with jax.set_mesh(mesh):  # for the model's constraints
         state = run.train(state, step, loss_of)
+    run.metrics.close()
     if processes.is_first():
         write_report(run, state, params)
 

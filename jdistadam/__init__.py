@@ -13,7 +13,7 @@ from importlib.metadata import version as _version
 
 from jdistadam import interop
 from jdistadam.checkpoint.checkpointer import Checkpointer, save
-from jdistadam.checkpoint.restore import checkpoint_steps, restore, restore_params
+from jdistadam.checkpoint.restore import checkpoint_steps, restore, restore_extra, restore_params
 from jdistadam.compose.chain import chain
 from jdistadam.compose.inject_hyperparams import inject_hyperparams
 from jdistadam.core.codecs import BlockCodes
@@ -116,6 +116,7 @@ __all__ = [  # noqa: RUF022 - by task
     # Checkpoints.
     "save",
     "restore",
+    "restore_extra",
     "restore_params",
     "Checkpointer",
     "checkpoint_steps",

@@ -204,6 +204,7 @@ NOT_A_RATE = r"^learning_rate: out of range: got {}, expected {}\. Change learni
 NOT_A_DTYPE = r"^{}: not a dtype that can be used: got {}, expected float32, bfloat16, float16.*\. Pass one of these"
 NOT_A_BOOL = r"^{0}: not a bool: got {1}, expected True or False\. Change {0}\.$"
 NOT_A_STATE = r"^opt_state: not a state of this optimizer: got {}, expected the state that init\(params\) returned\. Pass opt_state as"
+NEEDS_A_LOSS = r"^chain, transformation 0: it needs more than gradients, state and params: got .*missing 1 required keyword-only argument: 'value', expected no such argument before a distributed optimizer\. For a learning rate that follows the loss, set hyperparams"
 CHAIN_STATE = r"^opt_state: not a state of this chain: got {}, expected 2 parts\. Pass opt_state as"
 NOT_A_TRANSFORMATION = r"^chain, transformation {}: not a gradient transformation: got {}, expected what optax\.scale\(0\.5\) or .*\. Call chain\(first, second\), without a list"
 
@@ -320,6 +321,10 @@ ERRORS = [
     ("a chain with a factory", lambda: jda.chain(optax.scale, fused()), jda.PolicyError, NOT_A_TRANSFORMATION.format(0, "scale")),
     ("a distributed optimizer before the end", lambda: jda.chain(tx(), optax.scale(1.0)), jda.PolicyError, r"^chain, transformation 0: a distributed optimizer must come last: got others behind it, expected the last place\. Move it"),
     ("clipping before a distributed optimizer", lambda: jda.chain(optax.clip_by_global_norm(1.0), tx()), jda.PolicyError, r"^chain, transformation 0: it would see each device's gradients .* not linear in the gradients: .*\. For clipping pass max_grad_norm"),
+    ("a plateau before a distributed optimizer", lambda: jda.chain(optax.contrib.reduce_on_plateau(), tx()), jda.PolicyError, NEEDS_A_LOSS),
+    ("such a one in another chain", lambda: jda.chain(optax.identity(), optax.chain(optax.contrib.reduce_on_plateau()), tx()), jda.PolicyError, NEEDS_A_LOSS.replace("0", "1")),
+    ("a plateau behind a distributed optimizer", lambda: jda.chain(tx(), optax.contrib.reduce_on_plateau()), jda.PolicyError, r"^chain, transformation 0: a distributed optimizer must come last: .* set hyperparams\['learning_rate'\] of inject_hyperparams"),
+    ("noise before a distributed optimizer", lambda: jda.chain(optax.add_noise(0.1, 0.5, 0), tx()), jda.PolicyError, r"^chain, transformation 0: it would see each device's gradients .* not linear in the gradients: .* docs/recipes\.md shows noise"),
     ("something behind main parameters", lambda: jda.chain(fused(main_params_dtype=jnp.float32), optax.scale(1.0)).init(cast(PARAMS, BF16)), jda.PolicyError, r"^chain, transformation 0: params must follow its main parameters exactly: got others behind it"),
     ("a state of the last part alone", lambda: jda.chain(optax.scale(1.0), fused()).step(GRADS, fused().init(PARAMS), PARAMS), jda.TreeError, CHAIN_STATE.format("3 parts")),
     ("a chain's step without its state", lambda: jda.chain(optax.scale(1.0), fused()).step(GRADS, PARAMS, PARAMS), jda.TreeError, CHAIN_STATE.format("dict")),

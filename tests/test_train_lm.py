@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from support.paths import ROOT
+from support.tensorboard import scalars
 
 sys.path.insert(0, str(ROOT / "experiments"))
-from lm import corpus
+from lm import corpus, report
 
 
 def train(tmp_path, *options):
@@ -46,7 +47,7 @@ def test_training_learns_and_leaves_its_report(tmp_path, options):
     validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
     assert losses[-1] < np.log(256) - 1 and validation[-1] < validation[0]
     assert (tmp_path / "loss.png").stat().st_size > 10_000
-    assert "bigram entropy" in done.stdout and "step/s" in done.stderr
+    assert "bigram entropy" in done.stdout and "step/s" not in done.stderr
     if "--optimizer" not in options:
         share = "0.50" if "--replicas" in options else "0.25"
         assert "Optimizer state per device" in done.stdout and share in done.stdout
@@ -84,6 +85,34 @@ def test_two_processes_train_as_one(tmp_path):
         ] == int(count)
         curves.append([row["train_loss"] for row in rows if "train_loss" in row])
     np.testing.assert_allclose(curves[1], curves[0], rtol=4 * 2.0**-24)
+
+
+def test_metrics_in_a_file_and_for_tensorboard(tmp_path, monkeypatch):
+    """A run that goes on keeps the rows up to its first step, and writes the others anew."""
+    pytest.importorskip("tensorboardX")
+    path, folder = tmp_path / "metrics.jsonl", tmp_path / "tensorboard"
+    rows = [{"step": i, "train_loss": 4.0 / i, "tokens": 8 * i} for i in (10, 20, 30)]
+    for first, some in ((0, rows), (10, [rows[1] | {"train_loss": 7.0}])):
+        file = report.MetricsFile(path, first, folder)
+        for row in some:
+            file.write(**row)
+        file.close()
+        monkeypatch.setattr("time.time", lambda: 4e9)  # the files are named by their second
+    kept = [rows[0], rows[1] | {"train_loss": 7.0}]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == kept
+    found = scalars(folder)
+    assert {step for _, step in found} == {10, 20, 30}  # of which TensorBoard drops the last
+    for row in kept:
+        step = row["step"]
+        assert found["train_loss", step] == np.float32(row["train_loss"])
+        assert found["tokens", step] == row["tokens"]
+
+
+def test_what_is_shown_of_metrics():
+    metrics = {"train_loss": 2.34567, "train_learning_rate": 3e-4, "peak_bytes": 3.2e9}
+    want = {"loss": "2.346", "lr": "3.00e-04", "peak": "3.2e+09 bytes"}
+    assert report.shown(metrics | {"tokens": 5, "train_skipped": 0.0}) == want
+    assert report.shown({"tokens_per_second": 12345.6}) == {"tokens_per_s": "12,346"}
 
 
 def test_text_is_deterministic_and_held_out(tmp_path):

@@ -97,7 +97,7 @@ def test_a_run_goes_on_with_the_same_bits(folders):
     assert max(train[-1], validation[-1]) < np.log(256) - 0.5, (train, validation)
     assert validation[1] < validation[0]  # where the run ended, and after it
     assert (whole / "loss.png").stat().st_size > 10_000
-    assert "bigram entropy" in done.stdout and "step/s" in done.stderr
+    assert "bigram entropy" in done.stdout and "step/s" not in done.stderr
     assert "Optimizer state per device" in done.stdout and "0.50" in done.stdout
 
 

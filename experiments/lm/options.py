@@ -123,6 +123,7 @@ def _add_run(add):
     add("--seed", type=int, default=0)
     add("--revision", help="revision of the code to record; default: git's")
     add("--out", type=pathlib.Path, default=pathlib.Path("runs/train_lm"))
+    add("--tensorboard", type=pathlib.Path, help="folder for files that TensorBoard shows")
     add("--save-every", type=int, help="steps between checkpoints, in OUT/checkpoints")
     add("--keep", type=int, default=2, help="how many checkpoints stay")
     add("--resume", action="store_true", help="go on from the newest checkpoint")

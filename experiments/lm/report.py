@@ -20,19 +20,53 @@ import matplotlib.pyplot as plt
 
 
 class MetricsFile:
-    """Appends one JSON object a line, behind those of an earlier run up to a step."""
+    """Appends one JSON object a line, behind those of an earlier run up to a step.
 
-    def __init__(self, path: pathlib.Path, last_step: int = 0) -> None:
+    ``tensorboard`` is a folder for TensorBoard's files, where they are wanted too.
+    """
+
+    def __init__(
+        self, path: pathlib.Path, last_step: int = 0, tensorboard: pathlib.Path | None = None
+    ) -> None:
+        self._writer: Any = None
         path.parent.mkdir(parents=True, exist_ok=True)
         old = path.read_text().splitlines() if last_step and path.is_file() else []
         self._file = path.open("w")
         for row in map(json.loads, old):
             if row["step"] <= last_step:
                 self.write(**row)
+        if tensorboard:
+            import tensorboardX  # only here: it takes a while
 
-    def write(self, **values: Any) -> None:
-        self._file.write(json.dumps(values) + "\n")
+            # What an earlier run wrote after its last checkpoint is no longer shown.
+            purge = {"purge_step": last_step + 1} if last_step else {}
+            self._writer = tensorboardX.SummaryWriter(str(tensorboard), **purge)
+
+    def write(self, *, step: int, **values: Any) -> None:
+        self._file.write(json.dumps({"step": step} | values) + "\n")
         self._file.flush()
+        if self._writer:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._writer:
+            self._writer.close()
+
+
+def shown(values: dict[str, Any]) -> dict[str, str]:
+    """What a progress bar or a line of a log shows of a row of metrics."""
+    forms = {
+        "loss": ("train_loss", "{:.3f}"),
+        "val": ("validation_loss", "{:.3f}"),
+        "lr": ("train_learning_rate", "{:.2e}"),
+        "grad_norm": ("train_grad_norm", "{:.3f}"),
+        "tokens_per_s": ("tokens_per_second", "{:,.0f}"),
+        "peak": ("peak_bytes", "{:.3g} bytes"),
+    }
+    return {to: form.format(values[name]) for to, (name, form) in forms.items() if name in values}
 
 
 def write_run(path: pathlib.Path, revision: str | None, **results: Any) -> None:
@@ -55,7 +89,7 @@ def _command() -> str:
     options = iter(sys.argv[1:])
     kept = []
     for option in options:
-        if option in ("--out", "--revision"):
+        if option in ("--out", "--revision", "--tensorboard"):
             next(options, None)
         else:
             kept.append(option)

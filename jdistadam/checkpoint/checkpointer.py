@@ -89,13 +89,16 @@ class Checkpointer:
             folders.roll_back(self.folder, rollback_to)
 
     @compiled
-    def save(self, state: Any, *, step: int | None = None) -> int:
+    def save(self, state: Any, *, step: int | None = None, extra: Any = None) -> int:
         """Saves a state; where it writes in the background, the state may change from then on.
 
         Args:
           state: A TrainState of this package or of Flax, or a dictionary with ``params`` and
             ``opt_state``.
           step: The number of the checkpoint. None: the count of the optimizer.
+          extra: A tree of your own, for ``restore_extra``: jax arrays, numpy arrays of any dtype
+            but object, and Python's bool, int, float, str, bytes and None, which are written into
+            the header and should be small. All but global jax arrays is the same in all processes.
 
         Returns:
           The number of the checkpoint.
@@ -104,7 +107,8 @@ class Checkpointer:
           CheckpointError: There is a checkpoint of this number, or a newer one; this save failed,
             or the one before it in the background.
           LayoutError, TreeError, DtypeError: The state cannot be saved, or not with this ``tx``; it
-            is traced.
+            is traced. ``extra`` has a leaf that cannot be saved.
+          AgreementError: ``extra`` differs between processes.
         """
         self.check()
         if step is not None:
@@ -115,7 +119,7 @@ class Checkpointer:
                 "lax.scan or the like, expected the arrays that a step returned. "
                 "Save after the step, outside of the jitted function."
             )
-        contents = contents_of(state, self._tx)
+        contents = contents_of(state, self._tx, extra)
         number = contents.about["count"] if step is None else int(step)
         if number == self._last or (self.folder / str(number)).exists():
             raise CheckpointError(
@@ -129,13 +133,14 @@ class Checkpointer:
         self._last = number
         return number
 
-    def after_step(self, step: int, state: Any) -> bool:
+    def after_step(self, step: int, state: Any, extra: Any = None) -> bool:
         """Saves if ``every`` divides the step; call it after each step, also between saves.
 
         Args:
           step: How many steps were taken, with this one: 1 after the first. It is ``state.step``
             where no step was skipped for its gradients, and the number of the checkpoint.
           state: What the step returned.
+          extra: As of ``save``.
 
         Returns:
           Whether it saved.
@@ -151,7 +156,7 @@ class Checkpointer:
             self._check_is_newest(step)
         if step % self.every:
             return False
-        self.save(state, step=step)
+        self.save(state, step=step, extra=extra)
         return True
 
     def check(self) -> None:
@@ -236,7 +241,12 @@ def _on_first_process(folder: Path, function: Callable[[], None]) -> None:
 
 
 def save(
-    folder: str | os.PathLike[str], state: Any, tx: Any = None, *, step: int | None = None
+    folder: str | os.PathLike[str],
+    state: Any,
+    tx: Any = None,
+    *,
+    step: int | None = None,
+    extra: Any = None,
 ) -> int:
     """Saves a state into ``folder/STEP`` and returns the step when all is written.
 
@@ -250,6 +260,7 @@ def save(
         ``opt_state``.
       tx: The distributed optimizer; None for a state of ``fused_adamw`` or of optax.
       step: The number of the checkpoint. None: the count of the optimizer.
+      extra: A tree of your own, for ``restore_extra``; see ``Checkpointer.save``.
 
     Raises:
       CheckpointError: There is a checkpoint of this step, or a newer one, another one saves into
@@ -268,4 +279,4 @@ def save(
       [1.0, 1.0, 1.0]
     """
     with Checkpointer(folder, tx, in_background=False) as checkpointer:
-        return checkpointer.save(state, step=step)
+        return checkpointer.save(state, step=step, extra=extra)

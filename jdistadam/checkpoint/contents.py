@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jdistadam.checkpoint import extra as extras
 from jdistadam.checkpoint import parts
 from jdistadam.checkpoint.folder import Entry
 from jdistadam.checkpoint.parts import FlatArrays
@@ -48,17 +49,15 @@ class Contents:
     """All that a checkpoint holds."""
 
     groups: tuple[Group, ...]
-    about: dict[
-        str, Any
-    ]  # what the header says: the count, the kind of main parameters, the layout
+    about: dict[str, Any]  # what the header says: the count, kind of main parameters, layout
 
     def filled(self) -> list[Group]:
         """Returns the groups without those of empty arrays, which orbax does not take."""
         return [g for g in self.groups if all(math.prod(entry.shape) for entry in g.entries)]
 
 
-def contents_of(state: Any, tx: Any) -> Contents:
-    """Returns what a checkpoint of a state holds; makes no array yet.
+def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
+    """Returns what a checkpoint of a state and of a tree beside it holds; makes no array yet.
 
     Raises:
       TreeError: This is no state of one Adam.
@@ -89,16 +88,18 @@ def contents_of(state: Any, tx: Any) -> Contents:
     for leaf in parts.other_leaves(fields):
         is_count = leaf.is_count and np.shape(leaf.value) == () and int(leaf.value) == count
         groups.append(_whole(leaf.name, leaf.value, mesh, keys=leaf.keys, is_count=is_count))
+    about = {"count": count, "main_params": main.argument, "layout_identity": text}
+    if extra is not None:
+        about["extra"], arrays = extras.taken_apart(extra)
+        groups += [_whole(name, x, mesh) for name, x in arrays.items()]
     names = collections.Counter(entry.name for group in groups for entry in group.entries)
     if twice := [name for name, times in names.items() if times > 1]:
         raise TreeError(
             f"{twice[0]}: two arrays of the state have this name in a checkpoint: "
             "got a field of that name, expected fields other than main_params, mu, nu, count, "
-            "grad_norm, key, scaling. Rename the field."
+            "grad_norm, key, scaling, and extra beside extra=. Rename the field."
         )
-    return Contents(
-        tuple(groups), {"count": count, "main_params": main.argument, "layout_identity": text}
-    )
+    return Contents(tuple(groups), about)
 
 
 def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:

@@ -150,6 +150,7 @@ def _check_free(path: Path, file: int) -> None:
 #
 #     {"sha256": "…", "header": {"format": "jdistadam checkpoint", "version": 1, "count": 100,
 #      "main_params": "float32", "layout_identity": "{…}", "written_by": {"jax": "0.11.2", …},
+#      "extra": {"extra['epoch']": {"keys": ["epoch"], "kind": "int", "value": 3}},
 #      "leaves": {"mu['w']": {"shape": [512, 64], "dtype": "float32", "sum": "0123456789abcdef"}}}}
 
 FORMAT = "jdistadam checkpoint"
@@ -215,8 +216,8 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def read_header(path: Path) -> dict[str, Entry]:
-    """Returns what a checkpoint has, by name.
+def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, Any]]:
+    """Returns the arrays of a checkpoint by name, and what it says of those of ``extra.py``.
 
     Raises:
       CheckpointError: The header is missing, damaged, or of another format or version.
@@ -234,7 +235,8 @@ def read_header(path: Path) -> dict[str, Entry]:
             got = f"version {values['version']}, written by {values.get('written_by')}"
             action = "Read it with the release that wrote it, and save it with to_optax_state."
         else:
-            return {name: _entry(name, **leaf) for name, leaf in values["leaves"].items()}
+            leaves = {name: _entry(name, **leaf) for name, leaf in values["leaves"].items()}
+            return leaves, values.get("extra", {})
     except FileNotFoundError:
         what, got = "missing: this is no checkpoint of jdistadam, or a part of one", "no file"
     except (OSError, ValueError, KeyError, TypeError) as error:

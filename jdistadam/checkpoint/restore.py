@@ -13,6 +13,7 @@ from jdistadam.checkpoint import folder as folders
 from jdistadam.checkpoint import parts, storage
 from jdistadam.checkpoint.request import Request
 from jdistadam.checkpoint.restored import Restored, place_of
+from jdistadam.checkpoint.restored_extra import restored_extra
 from jdistadam.checkpoint.storage import compiled, orbax
 from jdistadam.core import trees
 from jdistadam.distributed.state import is_distributed_state
@@ -80,10 +81,10 @@ def restore(
         check_distributed(tx)
     restored = Restored(reader, request, fields, tx)
     restored.look()
-    extra = _extra_of(template, reader)
-    request.finish(ignored=[name for _, names in extra.values() for name in names])
+    unasked = _unasked_of(template, reader)
+    request.finish(ignored=[*reader.extra, *(x for _, names in unasked.values() for x in names)])
     values = {name: _as_in(fields[name], x) for name, x in restored.read().items()}
-    for field, (structure, names) in extra.items():
+    for field, (structure, names) in unasked.items():
         values[field] = structure.unflatten(restored.others(names))
     treedef: Any = jax.tree.structure(template, is_leaf=lambda x: x is not template)
     state = treedef.unflatten(values[name] for name in fields)
@@ -142,6 +143,39 @@ def restore_params(
     return jax.tree.unflatten(jax.tree.structure(like), new)
 
 
+@compiled
+def restore_extra(
+    folder: str | os.PathLike[str], like: Any = None, *, step: int | None = None
+) -> Any:
+    """Returns the tree that was saved as ``extra`` beside the state of a checkpoint.
+
+    Each leaf comes back as what it was: jax arrays bit for bit, with their checksum compared, numpy
+    arrays in numpy, and Python's values.
+
+    Args:
+      folder: What ``save`` or ``Checkpointer`` wrote.
+      like: A tree like that which was saved, whose jax arrays, or ``jax.ShapeDtypeStruct`` in their
+        places, say by their shardings where the new ones go; its other values are ignored. None:
+        dictionaries, and jax arrays on the first device.
+      step: Which checkpoint. None: the newest.
+
+    Raises:
+      CheckpointError: There is no checkpoint, or it is damaged.
+      TreeError, ShapeError, DtypeError: ``like`` differs from what was saved; nothing was saved.
+
+    Example:
+      >>> import tempfile
+      >>> import jax.numpy as jnp, jdistadam as jda, numpy as np, optax
+      >>> folder, params = tempfile.mkdtemp(), {"w": jnp.ones(3)}
+      >>> state = {"params": params, "opt_state": optax.adamw(1e-3).init(params)}
+      >>> jda.save(folder, state, extra={"data": {"epoch": 2, "next": np.arange(3)}})
+      0
+      >>> jda.restore_extra(folder)
+      {'data': {'epoch': 2, 'next': array([0, 1, 2])}}
+    """
+    return restored_extra(_reader(folder, step), like)
+
+
 def _as_in(field: Any, value: Any) -> Any:
     """Gives a field the containers of the template, also boxes that the parts of a state had."""
     return jax.tree.unflatten(jax.tree.structure(field), jax.tree.leaves(value))
@@ -182,7 +216,7 @@ def _nested(head: storage.Reader, names: list[str]) -> Any:
     return tree
 
 
-def _extra_of(template: Any, head: storage.Reader) -> dict[str, tuple[Any, list[str]]]:
+def _unasked_of(template: Any, head: storage.Reader) -> dict[str, tuple[Any, list[str]]]:
     """Of a TrainState without model_state or rng, those that were saved: structure and names."""
     found: dict[str, tuple[Any, list[str]]] = {}
     for field in ("model_state", "rng") if isinstance(template, TrainState) else ():

@@ -172,9 +172,7 @@ def _array_handler() -> Any:
         async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
             """Writes the arrays in batches; if it waits, one is made while another is written."""
             contents, self.contents = self.contents, None
-            for info in (
-                infos
-            ):  # it has a lock of one event loop, and each batch runs in a loop of its own;
+            for info in infos:  # it has a lock of one event loop, and each batch has another one;
                 info.byte_limiter = None  # without it each batch is written as one transaction
             known = {entry.name: pair for entry, *pair in zip(values, infos, args, strict=True)}
             sums: dict[str, PartialSums] = {}
@@ -235,13 +233,14 @@ class Reader:
     Attributes:
       path: The file of the header.
       entries: What there is to read, by name.
+      extra: What the header says of the tree beside the state, by name.
     """
 
     def __init__(self, folder: Path) -> None:
         """Reads the header in the folder of the arrays."""
         kinds = orbax().type_handlers
         self.path = folder / FILE
-        self.entries = read_header(self.path)
+        self.entries, self.extra = read_header(self.path)
         self._folder = importlib.import_module("etils.epath").Path(folder)
         self._handler = kinds.ArrayHandler(array_metadata_store=None)
         self._context = kinds.get_ts_context(use_ocdbt=True)  # which keeps the index of all files

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -54,8 +55,8 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
 
     Raises:
       PolicyError: Something is no transformation; something before a distributed optimizer is not
-        linear, or would see shards; something stands behind a distributed optimizer, or behind one
-        that keeps main parameters (raised by ``init``).
+        linear, needs other arguments, or would see shards; something stands behind a distributed
+        optimizer, or behind one that keeps main parameters (raised by ``init``).
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda
@@ -162,12 +163,15 @@ class _DistributedChain:
     def check_before(self, params: Params) -> None:
         """Raises PolicyError where a transformation may not come before a sum over devices."""
         for i, tx in enumerate(self.before):
-            if why := why_not_linear(tx, params):
+            with _naming_arguments(i):
+                why = why_not_linear(tx, params)
+            if why:
                 raise PolicyError(
                     f"chain, transformation {i}: it would see each device's gradients before "
                     f"they are summed, and {why}: got a distributed optimizer behind it, "
                     "expected something linear in the gradients. "
-                    "For clipping pass max_grad_norm, for decay weight_decay or l2."
+                    "For clipping pass max_grad_norm, for decay weight_decay or l2; "
+                    "docs/recipes.md shows noise."
                 )
             if self.last.config.parallel.shards_params and reads_params(tx, params):
                 raise self._sees_shards(i, "parameters, and it reads their values")
@@ -289,8 +293,25 @@ def _arrays(params: Params) -> Params:
 def _misplaced(i: int, why: str) -> PolicyError:
     return PolicyError(
         f"chain, transformation {i}: {why}: got others behind it, expected the last place. "
-        "Move it to the end."
+        "Move it to the end; in place of what changes the learning rate there, "
+        "set hyperparams['learning_rate'] of inject_hyperparams."
     )
+
+
+@contextlib.contextmanager
+def _naming_arguments(i: int) -> Iterator[None]:
+    """Raises PolicyError where a transformation needs arguments beside those of every other."""
+    try:
+        yield
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        raise PolicyError(
+            f"chain, transformation {i}: it needs more than gradients, state and params: "
+            f"got {error}, expected no such argument before a distributed optimizer. "
+            "For a learning rate that follows the loss, set hyperparams['learning_rate'] "
+            "of inject_hyperparams between steps: docs/recipes.md."
+        ) from error
 
 
 def _is_main_state(part: Any) -> bool:

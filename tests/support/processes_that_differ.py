@@ -1,12 +1,12 @@
 """One of two processes that take steps together; in each case the second may do something else.
 
-Usage: processes_that_differ.py INDEX PORT WHAT [WHAT ...]
+Usage: processes_that_differ.py INDEX PORT FOLDER WHAT [WHAT ...]
 """
 
 import os
 import sys
 
-index, port, whats = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+index, port, folder, whats = int(sys.argv[1]), *sys.argv[2:4], sys.argv[4:]
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
 )
@@ -48,7 +48,27 @@ def run(what):
     step = jda.train_step(loss_fn, tx)
     for _ in range(2):
         state, metrics = step(state, np.ones((4, 64), np.float32))
+    if what in ("extra", "nothing"):
+        move_extra(state, tx, epoch=3 if differs == "extra" else 2)
     return float(metrics["loss"])
+
+
+def move_extra(state, tx, epoch):
+    """Beside a state: what all processes have, their own arrays of equal values, and a global one."""
+    everywhere = jax.jit(lambda x: x)(state.params["w"])
+    extra = {"epoch": epoch, "order": np.arange(3), "seen": jnp.int32(7), "w": everywhere}
+    jda.save(folder, state, tx, extra=extra)
+    got = jda.restore_extra(folder, extra)
+    assert got["w"].sharding == everywhere.sharding
+    local = [
+        {k: np.asarray(x.addressable_data(0)) if k == "w" else x for k, x in tree.items()}
+        for tree in (got, extra)
+    ]
+    assert jax.tree.all(jax.tree.map(np.array_equal, *local))
+    assert isinstance(got["order"], np.ndarray) and isinstance(got["seen"], jax.Array)
+    assert np.array_equal(jda.restore_params(folder)["w"], local[1]["w"])
+    without = jda.restore_extra(folder)
+    assert np.array_equal(without["w"], local[1]["w"]) and without["w"].is_fully_addressable
 
 
 for what in whats:

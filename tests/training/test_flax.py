@@ -1,0 +1,199 @@
+"""The classes of docs/flax.md take the fused step, and nnx's trees train as dictionaries do."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdistadam as jda
+from support.bits import assert_trees_same_bits
+from support.paths import ROOT
+from support.samples import often
+
+PAGE: dict = {}
+exec(re.search(r"```python\n(.*?)```", (ROOT / "docs/flax.md").read_text(), re.S)[1], PAGE)
+
+HYPER = dict(b1=0.87, eps=1e-7, weight_decay=0.13)
+BF16 = jnp.bfloat16
+STEPS = 10
+OPTIONS = {
+    "float32": (jnp.float32, {}),
+    "remainders": (BF16, dict(main_params_dtype="remainder16", mu_dtype=BF16)),
+}
+
+
+def make_tx(options):
+    def adamw(learning_rate):
+        return jda.fused_adamw(learning_rate, **HYPER | options)
+
+    return jda.chain(optax.clip_by_global_norm(0.7), jda.inject_hyperparams(adamw)(3e-2))
+
+
+def make_model(dtype, num_devices):
+    """A model, its kernels over all devices, and its parameters as dictionaries."""
+    mesh = jax.make_mesh(
+        (num_devices,), ("x",), (AxisType.Auto,), devices=jax.devices("cpu")[:num_devices]
+    )
+    model = nnx.Sequential(
+        *(nnx.Linear(n, 16, param_dtype=dtype, rngs=nnx.Rngs(n)) for n in (8, 16))
+    )
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    of_kernel, of_bias = (NamedSharding(mesh, spec) for spec in (P("x", None), P()))
+    params = jax.tree.map(
+        lambda x: jax.device_put(x, of_kernel if x.ndim == 2 else of_bias), params
+    )
+    nnx.update(model, params)
+    return model, jax.tree.map(jnp.copy, params)
+
+
+def gradients(params):
+    """Of each step, larger and smaller than the clip."""
+    rng = np.random.default_rng(3)
+    for i in range(STEPS):
+        yield jax.tree.map(
+            lambda x, i=i: jnp.asarray(rng.normal(size=x.shape) / 3**i, x.dtype), params
+        )
+
+
+def linen_steps(make_state, model, params, tx):
+    state = make_state.create(apply_fn=None, params=jax.tree.map(jnp.copy, params), tx=tx)
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads), donate_argnums=0)
+    for grads in gradients(params):
+        state = step(state, grads)
+    assert state.step == STEPS
+    return state.params, state.opt_state
+
+
+def nnx_steps(make_optimizer, model, params, tx):
+    nnx.update(model, jax.tree.map(jnp.copy, params))
+    optimizer = make_optimizer(model, tx, wrt=nnx.Param)
+    boxes = jax.tree.structure(nnx.state(model, nnx.Param))
+    step = nnx.jit(
+        lambda model, optimizer, grads: optimizer.update(model, grads), donate_argnums=(0, 1)
+    )
+    for grads in gradients(params):
+        step(model, optimizer, boxes.unflatten(jax.tree.leaves(grads)))
+    assert optimizer.step == STEPS
+    assert jax.tree.structure(nnx.state(model, nnx.Param)) == boxes
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param)), optimizer.opt_state
+
+
+FUSED = {
+    "linen": functools.partial(linen_steps, PAGE["FusedTrainState"]),
+    "nnx": functools.partial(nnx_steps, PAGE["FusedOptimizer"]),
+}
+UNFUSED = {
+    "linen": functools.partial(linen_steps, TrainState),
+    "nnx": functools.partial(nnx_steps, nnx.Optimizer),
+}
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("library", FUSED)
+@often(lambda num_devices, options: (num_devices == 8) == (options == "remainders"))
+def test_fused_classes_step_as_the_optimizer_does(library, options, num_devices):
+    dtype, others = OPTIONS[options]
+    tx = make_tx(others)
+    model, params = make_model(dtype, num_devices)
+    got = FUSED[library](model, params, tx)
+    wanted, opt_state = params, tx.init(params)
+    step = jda.jit_step(tx)
+    for grads in gradients(wanted):
+        wanted, opt_state = step(grads, opt_state, wanted)
+    assert_trees_same_bits(got[0], wanted)
+    assert_trees_same_bits(*map(jax.tree.leaves, (got[1], opt_state)))
+    for a, b in zip(*map(jax.tree.leaves, (got[0], wanted)), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+@pytest.mark.parametrize("library", FUSED)
+def test_fused_classes_step_as_those_of_flax(library):
+    tx = make_tx({})
+    given = make_model(jnp.float32, 1)
+    fused, unfused = (steps[library](*given, tx) for steps in (FUSED, UNFUSED))
+    assert_trees_same_bits(*map(jax.tree.leaves, (fused, unfused)))
+
+
+def pointers(tree):
+    return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if jnp.ndim(x) == 2]
+
+
+def test_a_fused_train_state_is_updated_in_place():
+    _, params = make_model(jnp.float32, 1)
+    tx = jda.fused_adamw(3e-2, **HYPER)
+    state = PAGE["FusedTrainState"].create(apply_fn=None, params=params, tx=tx)
+    grads, before = next(gradients(params)), pointers(state)
+    assert len(before) == 6
+    state = jax.jit(lambda s, g: s.apply_gradients(grads=g), donate_argnums=0)(state, grads)
+    assert pointers(state) == before
+
+
+def test_a_fused_optimizer_of_nnx_updates_in_place():
+    model, params = make_model(jnp.float32, 1)
+    optimizer = PAGE["FusedOptimizer"](model, jda.fused_adamw(3e-2, **HYPER), wrt=nnx.Param)
+    boxes = jax.tree.structure(nnx.state(model, nnx.Param))
+    grads = boxes.unflatten(jax.tree.leaves(next(gradients(params))))
+    before = [pointers(nnx.state(x)) for x in (model, optimizer)]
+    assert [len(x) for x in before] == [2, 4]
+    nnx.jit(lambda m, o, g: o.update(m, g), donate_argnums=(0, 1))(model, optimizer, grads)
+    assert [pointers(nnx.state(x)) for x in (model, optimizer)] == before
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(4, 32, rngs=rngs), nnx.Linear(32, 3, rngs=rngs)
+        self.norm, self.dropout = nnx.BatchNorm(32, rngs=rngs), nnx.Dropout(0.2)
+
+    def __call__(self, x, rngs):
+        return self.down(self.dropout(nnx.relu(self.norm(self.up(x))), rngs=rngs))
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_nnx_trains_over_a_mesh_as_dictionaries_do(strategy):
+    """Batch statistics, keys of dropout and micro-batches; other data on each device."""
+    mesh = jax.sharding.Mesh(jax.devices("cpu"), ("data",))
+    tx = jda.distributed(
+        jda.fused_adamw(3e-2, **HYPER), mesh=mesh, sharding_strategy=strategy, max_grad_norm=0.4
+    )
+    graph, *boxed = nnx.split(Net(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
+
+    def loss_fn(params, x, *, model_state, rng):
+        model = nnx.merge(graph, params, model_state, copy=True)
+        return jnp.mean(jnp.square(model(x, nnx.Rngs(rng)) - x[:, :1])), nnx.state(
+            model, nnx.BatchStat
+        )
+
+    def loss_of_dictionaries(params, x, *, model_state, rng):
+        model = Net(nnx.Rngs(0))
+        nnx.update(model, params, model_state)
+        loss = jnp.mean(jnp.square(model(x, nnx.Rngs(rng)) - x[:, :1]))
+        return loss, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
+    batches = np.random.default_rng(5).normal(size=(STEPS, 64, 4)).astype(np.float32)
+    results = []
+    for loss, (params, stats) in (
+        (loss_fn, boxed),
+        (loss_of_dictionaries, map(nnx.to_pure_dict, boxed)),
+    ):
+        state = jda.TrainState.create(params, tx, model_state=stats, rng=jax.random.key(2))
+        structure = jax.tree.structure((params, stats))
+        step = jda.train_step(loss, tx, accumulate_steps=2)
+        losses = []
+        for batch in batches:
+            state, metrics = step(state, batch)
+            losses.append(metrics["loss"])
+        assert jax.tree.structure((state.params, state.model_state)) == structure
+        state = (jda.full_params(state, tx), state.opt_state, state.model_state)
+        results.append(jax.tree.leaves((losses, state)))
+    assert_trees_same_bits(*results)
+    model = nnx.merge(graph, *boxed)
+    assert not np.array_equal(model.norm.mean[...], state[2]["norm"]["mean"])  # they moved
