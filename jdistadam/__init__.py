@@ -18,6 +18,7 @@ from jdistadam.compose.chain import chain
 from jdistadam.compose.inject_hyperparams import inject_hyperparams
 from jdistadam.core.codecs import BlockCodes
 from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState
+from jdistadam.core.norm_guard import NormGuard, NormGuardState
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.accumulate import AccumulatedGrads
 from jdistadam.distributed.gather_params import (
@@ -55,7 +56,7 @@ from jdistadam.errors import (
 from jdistadam.kernels.native import export_checks
 from jdistadam.tools.audit import Audit, audit
 from jdistadam.tools.plan import Plan, plan
-from jdistadam.training.eval_step import EvalStep, eval_step, full_params
+from jdistadam.training.eval_step import EvalStep, ema_params, eval_step, full_params
 from jdistadam.training.extra_state import ExtraState
 from jdistadam.training.nonfinite import SkipLimit, count_nonfinite, nonfinite_paths
 from jdistadam.training.optax_state import from_optax_state, main_params, to_optax_state
@@ -88,6 +89,8 @@ __all__ = [  # noqa: RUF022 - by task
     "MixedPrecisionPolicy",
     "DynamicLossScale",
     "LossScaleState",
+    "NormGuard",
+    "NormGuardState",
     # A whole training step.
     "train_step",
     "TrainStep",
@@ -96,6 +99,7 @@ __all__ = [  # noqa: RUF022 - by task
     "TrainState",
     "shard_batch",
     "full_params",
+    "ema_params",
     "reload_main_params",
     "count_nonfinite",
     "nonfinite_paths",

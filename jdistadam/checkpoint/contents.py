@@ -97,7 +97,7 @@ def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
         raise TreeError(
             f"{twice[0]}: two arrays of the state have this name in a checkpoint: "
             "got a field of that name, expected fields other than main_params, mu, nu, count, "
-            "grad_norm, key, scaling, and extra beside extra=. Rename the field."
+            "grad_norm, key, scaling, ema, guard, and extra beside extra=. Rename the field."
         )
     return Contents(tuple(groups), about)
 
@@ -132,11 +132,14 @@ def _of_flat(fields: dict[str, Any], state: Any, mesh: Mesh, tx: Any) -> Iterato
         is_dynamic = isinstance(tx.config.loss_scale, DynamicLossScale)
         if is_dynamic or name not in ("growth_count", "hysteresis_count"):
             yield _whole(f"scaling.{name}", x, mesh)
+    for name, x in state.guard._asdict().items() if state.guard is not None else ():
+        yield _whole(f"guard.{name}", x, mesh)
     arrays, leaves = FlatArrays(tx, fields["params"]), list(parts.leaves("", fields["params"]))
     for bucket in arrays.layout.buckets:
         mine = {leaves[i].name: leaves[i].value for i in bucket.leaves}
-        for section in (*parts.MOMENTS, "main_params"):
-            if section in parts.MOMENTS or _has_main_of_its_own(tx.config, bucket):
+        for section in (*parts.MOMENTS, "main_params", "ema"):
+            is_kept = section != "main_params" or _has_main_of_its_own(tx.config, bucket)
+            if is_kept and getattr(state, section) is not None:
                 yield _of_bucket(arrays, bucket, mine, section, getattr(state, section))
 
 
@@ -152,7 +155,7 @@ def _of_bucket(
         found = arrays.extract(bucket, section, flat)
         if codec is not None:
             return [x for leaf in found for x in coded_leaves.encoded(section, codec, leaf)]
-        if section in parts.MOMENTS or flat.dtype == jnp.float32:
+        if section != "main_params" or flat.dtype == jnp.float32:
             return found
         pairs = zip(params.values(), found, strict=True)
         return [_join(jax.device_put(x, low.sharding), low) for x, low in pairs]

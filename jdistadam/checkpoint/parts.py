@@ -6,6 +6,7 @@ dictionary. Its arrays have names of which a part says what they are and the res
     params['w']         a parameter, in the dtype of the model
     main_params['w']    its exact value, where params do not say it
     mu['w'], nu['w']    its moments; in codes mu['w'].codes and mu['w'].scales
+    ema['w']            the average of its exact values
     count               steps taken
     key                 the seed of random bits
     opt_state[0].x      what transforms of a chain keep; any other field: model_state['mean'], rng
@@ -234,7 +235,9 @@ class FlatArrays:
         return [NamedSharding(self.config.mesh, spec) for spec in self._form(bucket).specs]
 
     def new(self, section: str) -> Any:
-        """Returns "mu", "nu" or "main_params", all zero; None where there are none."""
+        """Returns "mu", "nu", "main_params" or "ema", all zero; None where there are none."""
+        if section == "ema":
+            return self._zeros(self.layout.flat_size, jnp.float32)
         if section != "main_params":
             return flat_moments.new_moment(self.config, self.layout, section)
         size, dtype = self.layout.main_size, self.config.policy.main_params.dtype

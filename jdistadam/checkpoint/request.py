@@ -14,7 +14,8 @@ from jdistadam.core import trees
 from jdistadam.errors import DtypeError, ShapeError, TreeError
 from jdistadam.kernels import coded_leaves
 
-_ALWAYS_OPTIONAL = ("grad_norm", "scaling.")  # and "key": what another optimizer does not have
+# And "key": what another optimizer does not have.
+_ALWAYS_OPTIONAL = ("grad_norm", "scaling.", "guard.")
 
 
 class Request:

@@ -64,8 +64,9 @@ def restore(
       cast: Whether arrays that were saved in another dtype are cast where that loses bits.
       new: ``new(path)``: whether a parameter, its moments or another array need not be in the file
         in the shape of the template. It stays as the template has it, which must have arrays then;
-        moments that the file lacks are zero. Paths as in errors: ``params['head']['kernel']``
-        stands for the moments too; ``opt_state[0].x``, ``model_state['mean']``.
+        moments that the file lacks are zero, and an average begins with the parameter. Paths as in
+        errors: ``params['head']['kernel']`` stands for the moments too; ``ema['w']``,
+        ``opt_state[0].x``, ``model_state['mean']``.
       unused: ``unused(path)``: whether what the file has need not be in the template.
 
     Raises:

@@ -20,6 +20,7 @@ from jdistadam.checkpoint.storage import Reader, cast
 from jdistadam.core import collectives
 from jdistadam.core.codecs import NOTHING, BlockCodes, Codec, codec_of, is_codes
 from jdistadam.core.loss_scale import LossScaleState, continued_loss_scale
+from jdistadam.core.norm_guard import NormGuardState, continued_norm_guard
 from jdistadam.core.storage import main_codec_of
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.main_params import sent_dtypes
@@ -38,7 +39,7 @@ class _Leaf:
       like: The parameter, or its shape; None where there are moments alone.
       place: Where the parameter goes.
       main_at: Where its exact value is read; None where it has no moments either.
-      moments: By "mu" and "nu": what they are as floats, and where they are read.
+      moments: By "mu", "nu" and "ema": what they are as floats, and where they are read.
       kind: Which main parameter is kept beside it.
       sent: The dtype to which a step rounds it; None where it does not.
       source: The name of its exact value; None where the template's stays.
@@ -87,6 +88,8 @@ def place_of(like: Any, mesh: Any = None) -> Sharding:
 
 class _Tree:
     """Moments and main parameters in the state of one program; each leaf is a unit."""
+
+    sections = (*parts.MOMENTS, "main_params")
 
     def __init__(self, fields: dict[str, Any], adam: Any, place: Any) -> None:
         self._adam, self._place = adam, place
@@ -150,6 +153,11 @@ class _Flat:
         self._arrays = FlatArrays(tx, params)
         self._place = NamedSharding(tx.config.mesh, tx.config.parallel.state_spec)
         self._starts_anew = starts_anew
+        has_average = tx.config.ema_decay is not None
+        self.sections = (*parts.MOMENTS, "main_params", *(("ema",) if has_average else ()))
+        storage = tx.config.algorithm.storage
+        dtypes = {part: storage.float_dtype(part) for part in parts.MOMENTS}
+        dtypes |= {"ema": jnp.dtype(jnp.float32)} if has_average else {}
         specs = jax.tree.leaves(tx.param_specs(params), is_leaf=lambda x: isinstance(x, P))
         sent = sent_dtypes(tx.config.schedule(tx.config.tensor_local(params)))
         leaves = [
@@ -165,8 +173,7 @@ class _Flat:
             for leaf, place in zip(mine, self._arrays.places(bucket), strict=True):
                 leaf.main_at = place
                 leaf.kind = tx.config.policy.main_params if bucket.has_main else NOTHING
-                for part in parts.MOMENTS:
-                    dtype = tx.config.algorithm.storage.float_dtype(part)
+                for part, dtype in dtypes.items():
                     leaf.moments[part] = jax.ShapeDtypeStruct(leaf.like.shape, dtype), place
             self.units.append((bucket, mine))
         self.units += [(None, [leaf]) for leaf in alone.values()]
@@ -175,7 +182,7 @@ class _Flat:
     def _new(self) -> dict[str, Any]:
         """The flat arrays: those of the template, if something of it may stay; else zeros."""
         new = {}
-        for part in (*parts.MOMENTS, "main_params"):
+        for part in self.sections:
             like = getattr(self._adam, part)
             is_shape = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(like))
             is_zero = self._starts_anew or is_shape
@@ -203,12 +210,15 @@ class _Flat:
             config.loss_scale,
             LossScaleState(**jax.tree.map(np.asarray, scale)) if is_saved else None,
         )
+        guard: Any = NormGuardState(*(optional(f"guard.{x}") for x in NormGuardState._fields))
+        guard = continued_norm_guard(config.norm_guard, None if guard.mean is None else guard)
         norm, key = optional("grad_norm"), config.algorithm.storage.key
         if config.algorithm.storage.is_stochastic and (saved := optional("key")) is not None:
             key = saved
         scalars = {
             "grad_norm": np.float32(0) if norm is None else norm,
             "scaling": scaling,
+            "guard": guard,
             "layout_digest": config.layout_digest(self._arrays.layout),
             "key": key if config.algorithm.storage.is_stochastic else None,
         }
@@ -247,7 +257,11 @@ class Restored:
                 leaf.source = request.exact(leaf.name, leaf.like, keeps_main=leaf.kind.is_stored)
             for section, (like, _) in leaf.moments.items():
                 name = leaf.name.replace("params", section, 1)
-                leaf.found[section] = request.moment(name, like)
+                if section == "ema" and leaf.source is None:
+                    request.has(name)  # and not read: it stays as the template has it, as they do
+                    leaf.found[section] = ()
+                else:
+                    leaf.found[section] = request.moment(name, like)
             # Before the first step, and after reload_main_params, a parameter is not rounded as a
             # step rounds it to send it: the file knows.
             saved = self._reader.entries.get(leaf.name)
@@ -307,11 +321,13 @@ class Restored:
         sizes = [sum(map(self._reader.nbytes, unit)) for unit in requests]
         found = self._reader.read([one for unit in requests for one in unit], max(sizes, default=0))
         for unit, leaves in self._adam.units:
-            new: dict[str, list[Any]] = {part: [] for part in (*parts.MOMENTS, "main_params")}
+            new: dict[str, list[Any]] = {part: [] for part in self._adam.sections}
             for leaf in leaves:
                 exact = next(found) if leaf.source else None
                 for part, (like, place) in leaf.moments.items():
                     x = [next(found) for _ in leaf.found[part]]
+                    if part == "ema" and not x and exact is not None:
+                        x = [exact]  # an average that the file lacks begins with the parameter
                     new[part].append(_floats(part, x, like.dtype, place) if x else None)
                 if leaf.arrives:
                     params[leaf.name] = next(found)

@@ -62,6 +62,13 @@ def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any, average_
         )
 
 
+def check_ema_decay(value: Any) -> None:
+    """Raises HyperparameterError unless ``ema_decay`` is None or a number between 0 and 1."""
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value < 1 and np.float32(1 - value) > 0):
+        raise out_of_range("ema_decay", value, "a Python number above 0 and below 1")
+
+
 def check_predicate(name: str, predicate: Any) -> None:
     """Raises HyperparameterError unless an argument is a predicate on paths, or None."""
     if predicate is not None and not callable(predicate):
@@ -156,8 +163,8 @@ def check_held(schedule: Schedule, params: Params, *, may_be_whole: bool = False
 def check_step(config: DistributedConfig, layout: Layout, state: Any) -> None:
     """Raises unless a state is what a device holds of it."""
     check_digest_type(state.layout_digest)
+    check_options(config, state)
     _check_flat_arrays(config, layout, state)
-    check_scaling(config, state)
 
 
 def check_alive(state: Any, train_state: Any = None) -> None:
@@ -273,12 +280,13 @@ def check_layout_of(
 def _check_flat_arrays(config: DistributedConfig, layout: Layout, state: Any) -> None:
     """Raises unless the flat arrays of a state have the layout's sizes and the policy's dtypes."""
     main, size = config.policy.main_params.dtype, layout.main_size
-    is_stochastic = config.algorithm.storage.is_stochastic
+    is_stochastic, has_ema = config.algorithm.storage.is_stochastic, config.ema_decay is not None
     expected = {
         "main_params": jax.ShapeDtypeStruct((size,), main) if size else None,
         "mu": types_of_moment(config.algorithm, layout, "mu"),
         "nu": types_of_moment(config.algorithm, layout, "nu"),
         "key": jax.ShapeDtypeStruct((2,), jnp.uint32) if is_stochastic else None,
+        "ema": jax.ShapeDtypeStruct((layout.flat_size,), jnp.float32) if has_ema else None,
     }
     for name, wanted in expected.items():
         got = getattr(state, name, "no such field")
@@ -322,11 +330,19 @@ def _check_flat_array(name: str, got: Any, wanted: Any) -> None:
         )
 
 
-def check_scaling(config: DistributedConfig, state: Any) -> None:
-    """Raises TreeError where a state has a loss scale and the optimizer none, or the reverse."""
-    if (state.scaling is None) != (config.loss_scale is None):
-        expected = "None" if config.loss_scale is None else "LossScaleState"
-        raise TreeError(
-            f"opt_state.scaling: does not fit loss_scale: got {type(state.scaling).__name__}, "
-            f"expected {expected}. Make the state with init(params) of this optimizer."
-        )
+_OF_OPTIONS = (
+    ("scaling", "loss_scale", "LossScaleState"),
+    ("ema", "ema_decay", "an array"),
+    ("guard", "norm_guard", "NormGuardState"),
+)
+
+
+def check_options(config: DistributedConfig, state: Any) -> None:
+    """Raises TreeError where a state has what an option adds and the optimizer not, or reversed."""
+    for name, option, kind in _OF_OPTIONS:
+        got, is_on = getattr(state, name), getattr(config, option) is not None
+        if (got is not None) != is_on:
+            raise TreeError(
+                f"opt_state.{name}: does not fit {option}: got {type(got).__name__}, expected "
+                f"{kind if is_on else None}. Make the state with init(params) of this optimizer."
+            )

@@ -17,6 +17,7 @@ from jdistadam.core import trees
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.loss_scale import DynamicLossScale
+from jdistadam.core.norm_guard import NormGuard
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.types import Params
 from jdistadam.distributed import param_specs
@@ -50,11 +51,14 @@ class DistributedConfig:
     stacked: Callable[[str], bool] | None = None
     gathered_in_model: Callable[[str], bool] | None = None
     communication: Communication = OVER_XLA
+    ema_decay: float | None = None
+    norm_guard: NormGuard | None = None
 
     @property
     def takes_norm_first(self) -> bool:
         """Whether something must be known of all gradients before the update."""
-        return self.max_grad_norm is not None or self.loss_scale is not None
+        options = (self.max_grad_norm, self.loss_scale, self.norm_guard)
+        return any(option is not None for option in options)
 
     @property
     def mesh(self) -> Mesh:

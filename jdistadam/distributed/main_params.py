@@ -40,7 +40,7 @@ def main_shard(config: DistributedConfig, layout: Layout, params: Sequence[Any])
 def with_main_params(
     config: DistributedConfig, layout: Layout, specs: Any, opt_state: OptState, main: Params
 ) -> Any:
-    """Returns the state with main parameters of the values of ``main``.
+    """Returns the state with main parameters of the values of ``main``; an average stays.
 
     Args:
       config: The configuration.

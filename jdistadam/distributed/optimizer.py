@@ -18,11 +18,12 @@ from jdistadam.core import collectives
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.arguments import FLOATS, float_dtype
 from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState, check_loss_scale
+from jdistadam.core.norm_guard import NormGuard, NormGuardState, check_norm_guard
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.storage import MOMENT_NAMES
 from jdistadam.core.types import Grads, Params
 from jdistadam.distributed import model_axes
-from jdistadam.distributed.checks import check_arguments, check_predicate
+from jdistadam.distributed.checks import check_arguments, check_ema_decay, check_predicate
 from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.flat_moments import FlatCodes
@@ -54,6 +55,8 @@ def distributed(
     communication: str = "auto",
     stacked: Callable[[str], bool] | None = None,
     gathered_in_model: Callable[[str], bool] | None = None,
+    ema_decay: float | None = None,
+    norm_guard: NormGuard | None = None,
 ) -> DistributedTransformation:
     r"""Shards the state of ``fused_adamw`` or ``fused_adam`` over a mesh, for data parallelism.
 
@@ -136,6 +139,12 @@ def distributed(
         ``eval_step`` hand these to ``loss_fn`` as shards, and it calls ``gather_params`` for one
         block of them at a time, best inside of ``jax.checkpoint``; under other strategies they are
         whole already. See docs/scanned_layers.md.
+      ema_decay: Keeps a moving average :math:`e` of the exact parameters :math:`p` (main
+        parameters where there are any): :math:`e_0 = p_0`, then in every applied step
+        :math:`e_t = d e_{t-1} + (1 - d) p_t` with :math:`d` = ``ema_decay``, between 0 and 1.
+        float32, sharded as the moments are; ``ema_params`` returns it. See docs/evaluation.md.
+      norm_guard: A ``NormGuard``: steps whose gradient norm is above its limits are skipped, as
+        non-finite ones are, and counted apart. They do not change the loss scale as those do.
 
     Returns:
       A ``DistributedTransformation``. Its ``step(grads, state, params)`` takes local gradients,
@@ -183,6 +192,8 @@ def distributed(
     check_loss_scale(loss_scale)
     check_predicate("stacked", stacked)
     check_predicate("gathered_in_model", gathered_in_model)
+    check_ema_decay(ema_decay)
+    check_norm_guard(norm_guard)
     config = DistributedConfig(
         algorithm=algorithm,
         parallel=parallel,
@@ -195,6 +206,8 @@ def distributed(
         stacked=stacked,
         gathered_in_model=gathered_in_model,
         communication=choose_communication(communication, parallel, policy, algorithm),
+        ema_decay=ema_decay,
+        norm_guard=norm_guard,
     )
     specs = _state_specs(config)
     return DistributedTransformation.make(_Functions(config, specs), config, specs)
@@ -271,6 +284,7 @@ def _state_specs(config: DistributedConfig) -> DistributedState:
     flat: Any = config.parallel.state_spec
     everywhere: Any = P()
     scaling = LossScaleState(*(everywhere for _ in LossScaleState._fields))
+    guard = NormGuardState(*(everywhere for _ in NormGuardState._fields))
     storage, coded = config.algorithm.storage, FlatCodes(flat, flat, flat)
     return DistributedState(
         count=everywhere,
@@ -281,6 +295,8 @@ def _state_specs(config: DistributedConfig) -> DistributedState:
         layout_digest=everywhere,
         scaling=None if config.loss_scale is None else scaling,
         key=everywhere if storage.is_stochastic else None,
+        ema=None if config.ema_decay is None else flat,
+        guard=None if config.norm_guard is None else guard,
     )
 
 

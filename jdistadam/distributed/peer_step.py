@@ -2,8 +2,9 @@
 
     gradients of all devices -> sum -> update -> parameters of all devices
 
-is one kernel where nothing must be known of the sum before the update: without ``max_grad_norm``
-and without ``loss_scale``. The norm is taken on the way. Else it is two, with the norm between.
+is one kernel where nothing must be known of the sum before the update: without ``max_grad_norm``,
+``loss_scale`` and ``norm_guard``. The norm is taken on the way. Else it is two, with the norm
+between.
 
 [Note: sent ahead] In ``train_step``, which knows that a backward pass makes the gradients one after
 the other, each is sent to the device that sums it as soon as it is known (schedule.py says which).
@@ -81,7 +82,7 @@ def step_over_peer_memory(
         received = []
         norm, found_inf = norm_of_squares(config, squares, found, local.mean_scale, scaling)
     norm, found_inf = jnp.where(is_other, jnp.nan, norm), found_inf & ~is_other
-    is_skipped = skipped(state, found_inf, local.is_empty, is_other)
+    is_skipped = skipped(config, state, norm, found_inf, local.is_empty, is_other)
     params, flat_arrays, of_sums = peer.step_over_peers(
         spec,
         step_scalars(config, state, local.mean_scale, norm, is_skipped, is_other),
@@ -99,7 +100,7 @@ def step_over_peer_memory(
     for bucket, whole in zip(buckets, params, strict=True):
         new.update(packing.leaves_of_bucket(schedule.layout, bucket, whole))
     flat = FlatState(*flat_arrays)
-    return UpdateResult(flat, new, norm, found_inf, is_skipped, local.is_empty)
+    return UpdateResult(flat, params, new, norm, found_inf, is_skipped, local.is_empty)
 
 
 def _send_ahead(

@@ -15,6 +15,7 @@ import numpy as np
 
 from jdistadam.core import trees
 from jdistadam.core.loss_scale import LossScaleState
+from jdistadam.core.norm_guard import NormGuardState
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed.layout import Bucket, Layout, Leaf
 from jdistadam.errors import TreeError
@@ -235,6 +236,9 @@ class DistributedState(NamedTuple):
       scaling: The loss scale and the number of skipped steps; None without loss_scale.
       key: Shape (2,), uint32, replicated: the seed of random bits, which never changes; None
         without stochastic rounding.
+      ema: Shape (num_shards * flat_size,), float32, sharded: the moving average of the exact
+        parameters, which ``ema_params`` returns; None without ema_decay.
+      guard: The running mean of the gradient norm, and what it skipped; None without norm_guard.
     """
 
     count: jax.Array  # type: ignore[assignment]
@@ -245,6 +249,8 @@ class DistributedState(NamedTuple):
     layout_digest: jax.Array
     scaling: LossScaleState | None = None
     key: jax.Array | None = None
+    ema: jax.Array | None = None
+    guard: NormGuardState | None = None
 
 
 class StepResult(NamedTuple):

@@ -11,12 +11,14 @@ import optax
 
 from jdistadam.core import collectives, trees
 from jdistadam.core.loss_scale import LossScaleState, new_loss_scale, next_loss_scale
+from jdistadam.core.norm_guard import NormGuardState, new_norm_guard, next_norm_guard
 from jdistadam.core.primitives import make_primitive
 from jdistadam.core.types import Grads, Params
 from jdistadam.distributed import communication, packing
 from jdistadam.distributed.accumulate import sum_over_devices
-from jdistadam.distributed.checks import check_inside, check_scaling, check_step
+from jdistadam.distributed.checks import check_inside, check_options, check_step
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.ema import new_ema, next_ema
 from jdistadam.distributed.flat_moments import types_of_moment
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import main_shard
@@ -44,8 +46,9 @@ from jdistadam.kernels.coefficients import at_count
 def init_local(config: DistributedConfig, layout: Layout, params: Params) -> DistributedState:
     """This device's part of the initial state; ``params`` are whole, or shards."""
     main = None
-    if layout.main_size:
+    if layout.main_size or config.ema_decay is not None:
         check_not_transformed("init", params)
+    if layout.main_size:
         main = main_shard(config, layout, jax.tree.leaves(params))
     # Varying over the axes also for the type checker of shard_map, as shards are.
     axes = config.parallel.state_axes + config.parallel.tensor_axes
@@ -64,6 +67,8 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
         layout_digest=jnp.asarray(config.layout_digest(layout)),
         scaling=None if config.loss_scale is None else new_loss_scale(config.loss_scale),
         key=storage.key if storage.is_stochastic else None,
+        guard=None if config.norm_guard is None else new_norm_guard(),
+        ema=new_ema(config, layout, jax.tree.leaves(params), main),
     )
 
 
@@ -100,7 +105,7 @@ def step_local(
         summed = sum_over_devices(config, schedule, grads)
         norm, found_inf = norm_and_finite(config, layout, summed, state.scaling)
         norm, found_inf = jnp.where(is_other, jnp.nan, norm), found_inf & ~is_other
-        is_skipped = skipped(state, found_inf, summed.is_empty, is_other)
+        is_skipped = skipped(config, state, norm, found_inf, summed.is_empty, is_other)
         scalars = step_scalars(config, state, summed.mean_scale, norm, is_skipped, is_other)
         flat, shards = update_shards(
             config, layout, scalars, grads=summed.shards, state=state, params=leaves
@@ -109,7 +114,7 @@ def step_local(
         if config.policy.param_comm_dtype is not None:
             # The rounding to send them would change what a skipped step must leave alone.
             new = {i: trees.keep_if(is_skipped, leaves[i], leaf) for i, leaf in new.items()}
-        done = UpdateResult(flat, new, norm, found_inf, is_skipped, summed.is_empty)
+        done = UpdateResult(flat, shards, new, norm, found_inf, is_skipped, summed.is_empty)
     for i, leaf in done.leaves.items():
         leaves[i] = leaf  # frozen and zero-size ones stay as they are
     is_skipped = done.is_skipped
@@ -122,6 +127,8 @@ def step_local(
         layout_digest=state.layout_digest,
         scaling=_next_scaling(config, state.scaling, done.found_inf, done.is_empty),
         key=state.key,
+        guard=_next_guard(config, state.guard, done, is_other),
+        ema=next_ema(config, layout, state.ema, done.shards, done.flat.main_params, is_skipped),
     )
     learning_rate = jnp.float32(at_count(config.algorithm.hyper.learning_rate, state.count))
     params = schedule.treedef.unflatten(leaves)
@@ -141,6 +148,19 @@ def _next_scaling(
     return trees.keep_if(is_empty, scaling, next_loss_scale(config.loss_scale, scaling, found_inf))
 
 
+def _next_guard(
+    config: DistributedConfig, guard: NormGuardState | None, done: UpdateResult, is_other: jax.Array
+) -> NormGuardState | None:
+    """The state of the guard after a step. What was skipped for another reason does not count."""
+    if config.norm_guard is None or guard is None:
+        return None
+    is_void = done.found_inf | is_other
+    if done.is_empty is not None:
+        is_void |= done.is_empty
+    assert done.is_skipped is not None
+    return next_norm_guard(config.norm_guard, guard, done.norm, done.is_skipped, ~is_void)
+
+
 def scaling_of(config: DistributedConfig, state: Any) -> LossScaleState | None:
     """The loss scale in a state, which may be that of a chain; None without ``loss_scale``."""
     if config.loss_scale is None:
@@ -150,7 +170,7 @@ def scaling_of(config: DistributedConfig, state: Any) -> LossScaleState | None:
             "grad_norm: needs the state, whose loss scale the gradients were multiplied by: "
             "got None, expected tx.grad_norm(grads, opt_state). Pass the state."
         )
-    check_scaling(config, find_state(state))
+    check_options(config, find_state(state))
     return find_state(state).scaling
 
 

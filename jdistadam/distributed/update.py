@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jdistadam.core import collectives
 from jdistadam.core.codecs import FLOAT32, NOTHING, Codec
 from jdistadam.core.loss_scale import LossScaleState
+from jdistadam.core.norm_guard import exceeds
 from jdistadam.distributed import packing
 from jdistadam.distributed.accumulate import SummedGrads
 from jdistadam.distributed.blocks import cuts_of, positions_of
@@ -46,6 +47,8 @@ class UpdateResult(NamedTuple):
 
     Attributes:
       flat: The new state.
+      shards: New parameters of each bucket, of which this device has the state; not read where
+        float32 ones are in ``flat``.
       leaves: New parameters by the index of the leaf.
       norm: The global norm of the mean gradient.
       found_inf: Whether a gradient is non-finite; only with a loss scale.
@@ -54,6 +57,7 @@ class UpdateResult(NamedTuple):
     """
 
     flat: FlatState
+    shards: Sequence[Any]
     leaves: dict[int, jax.Array]
     norm: jax.Array
     found_inf: jax.Array
@@ -62,16 +66,23 @@ class UpdateResult(NamedTuple):
 
 
 def skipped(
-    state: DistributedState, found_inf: jax.Array, is_empty: jax.Array | None, is_other: jax.Array
+    config: DistributedConfig,
+    state: DistributedState,
+    norm: jax.Array,
+    found_inf: jax.Array,
+    is_empty: jax.Array | None,
+    is_other: jax.Array,
 ) -> jax.Array | None:
     """Whether a step is skipped, which one with a state of another layout never is.
 
-    For a non-finite gradient, with a loss scale; or since the total weight is zero. None
-    where neither can be.
+    For a non-finite gradient, with a loss scale; for its norm, with a guard; or since the total
+    weight is zero. None where none of them can be.
     """
-    flags = [
-        x for x in (found_inf if state.scaling is not None else None, is_empty) if x is not None
-    ]
+    flags = [is_empty] if is_empty is not None else []
+    if state.scaling is not None:
+        flags.append(found_inf)
+    if config.norm_guard is not None and state.guard is not None:
+        flags.append(exceeds(config.norm_guard, state.guard, norm))
     return functools.reduce(jnp.logical_or, flags) & ~is_other if flags else None
 
 

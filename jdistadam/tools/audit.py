@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.distributed.checks import check_scaling
+from jdistadam.distributed.checks import check_options
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.state import find_state
 from jdistadam.errors import TreeError
@@ -178,7 +178,7 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
     """
     _check_step(step)
     check_train_state(state)
-    check_scaling(step.tx.config, find_state(state.opt_state))
+    check_options(step.tx.config, find_state(state.opt_state))
     planned, optional = _planned(step, state)
     program = step.lower(state, batch).compile()
     config, mesh = step.tx.config, step.tx.config.mesh

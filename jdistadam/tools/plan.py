@@ -28,7 +28,7 @@ class Plan:
 
     Attributes:
       held: Between steps, by name: params, main_params, mu, nu, scalars (count, norm, loss
-        scale, digest of the layout).
+        scale, digest of the layout), and ema with ``ema_decay``.
         Their sum is what a compiled ``train_step`` takes besides the batch, gives back besides the
         metrics, and updates in place.
       sums: Gradients accumulated over micro-batches, within a step; 0 for one micro-batch.
@@ -130,8 +130,9 @@ def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
     policy = config.policy
     held_sizes = {x.leaf: x.inner_size for x in layout.buckets if x.is_sharded_param}
     scalars = 2 + (0 if config.loss_scale is None else 4)  # of LossScaleState
+    scalars += 0 if config.norm_guard is None else 4  # of NormGuardState
     scalars += 2 if config.algorithm.storage.is_stochastic else 0  # the key
-    return {
+    held = {
         "params": sum(
             held_sizes.get(i, leaf.size) * jnp.dtype(leaf.dtype).itemsize
             for i, leaf in enumerate(layout.leaves)
@@ -141,6 +142,7 @@ def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
         "nu": bytes_of_moment(config.algorithm, layout, "nu"),
         "scalars": 4 * scalars + DIGEST_SIZE,
     }
+    return held if config.ema_decay is None else held | {"ema": 4 * layout.flat_size}
 
 
 def _sums(config: DistributedConfig, layout: Layout) -> int:

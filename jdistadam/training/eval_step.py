@@ -12,14 +12,17 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jdistadam import compat
 from jdistadam.core import trees
 from jdistadam.core.types import Params
 from jdistadam.distributed.accumulate import valid_weight
-from jdistadam.distributed.checks import check_alive
+from jdistadam.distributed.checks import check_alive, check_options
+from jdistadam.distributed.ema import averaged_leaves
 from jdistadam.distributed.main_params import round_to_comm_dtype
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import differs, find_state
 from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.errors import PolicyError
 from jdistadam.training.checks import agree
 from jdistadam.training.compiler_options import options_for
 from jdistadam.training.local_gradients import Forward, mean_loss
@@ -215,6 +218,60 @@ def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
     schedule = tx.config.schedule(whole) if is_rounded else None
     # One function for all calls, which are compiled once.
     return jax.jit(_gathered, static_argnums=0, out_shardings=placed)(schedule, state.params)
+
+
+def ema_params(state: TrainState, tx: DistributedTransformation) -> Any:
+    r"""Returns the moving average of the parameters, which ``ema_decay`` keeps.
+
+    .. math::
+
+      e_0 = p_0, \qquad e_t = d e_{t-1} + (1 - d) p_t
+
+    with :math:`d` = ``ema_decay`` and the exact parameters :math:`p_t` after step :math:`t`: main
+    parameters where there are any. Skipped steps do not count. The first parameters have the weight
+    :math:`d^t`, which is not divided out. Parameters that are frozen are their own average. All
+    processes call this, and it works inside of a program.
+
+    Args:
+      state: A train state made with ``tx``.
+      tx: The distributed optimizer.
+
+    Returns:
+      A tree like ``state.params`` in float32, placed as these are: of what devices hold as shards
+      it is sharded alike.
+
+    Raises:
+      PolicyError: ``tx`` has no ``ema_decay``.
+      TreeError: The state has no average.
+      LayoutError: The state is of another layout than that of ``tx``.
+
+    Example:
+      >>> import jax.numpy as jnp, jdistadam as jda
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx = jda.distributed(jda.fused_adamw(1e-1), mesh=mesh, ema_decay=0.75)
+      >>> state = jda.TrainState.create({"w": jnp.zeros(3)}, tx)
+      >>> state, _ = jda.train_step(lambda params, x: params["w"] @ x, tx)(state, jnp.ones(3))
+      >>> round(float(state.params["w"][0]), 4), round(float(ema_params(state, tx)["w"][0]), 4)
+      (-0.1, -0.025)
+    """
+    check_layout(state, tx)
+    config, average = tx.config, find_state(state.opt_state)
+    if config.ema_decay is None:
+        raise PolicyError(
+            "ema_params: this optimizer keeps no average: got ema_decay=None, expected a number. "
+            "Make it with distributed(..., ema_decay=0.999)."
+        )
+    check_options(config, average)
+    layout, specs = tx.layout(state.params), tx.param_specs(state.params)
+
+    def local(params: Params, ema: Any) -> Any:
+        leaves = averaged_leaves(config.parallel, layout, jax.tree.leaves(params), ema)
+        return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+    averaged = compat.shard_map(
+        local, mesh=config.mesh, in_specs=(specs, config.parallel.state_spec), out_specs=specs
+    )
+    return jax.jit(averaged)(state.params, average.ema)
 
 
 def _gathered(schedule: Schedule | None, params: Params) -> Any:

@@ -7,13 +7,16 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
 from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState, continued_loss_scale
+from jdistadam.core.norm_guard import NormGuardState, continued_norm_guard
 from jdistadam.core.types import OptState
+from jdistadam.distributed.ema import with_new_ema
 from jdistadam.distributed.state import find_state, map_state
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.state import MainParamsState
@@ -38,6 +41,8 @@ class ExtraState(NamedTuple):
         ``loss_scale``; of a constant one ``growth_count`` and ``hysteresis_count`` are None.
       model_state: As in ``TrainState``.
       rng: As in ``TrainState``: a key of ``jax.random.key``, or of the legacy kind.
+      ema: The average of the parameters, a tree like ``main_params``; None without ``ema_decay``.
+      guard: The mean of norms and what was skipped for them; None without ``norm_guard``.
     """
 
     step: Any
@@ -45,6 +50,8 @@ class ExtraState(NamedTuple):
     scaling: LossScaleState | None
     model_state: Any
     rng: Any
+    ema: Any = None
+    guard: NormGuardState | None = None
 
 
 def extra_state_of(state: TrainState, tx: DistributedTransformation) -> ExtraState:
@@ -55,6 +62,7 @@ def extra_state_of(state: TrainState, tx: DistributedTransformation) -> ExtraSta
         # A dynamic scale may have the counts of a constant one, which say nothing: both zero.
         scaling = scaling._replace(growth_count=None, hysteresis_count=None)
     extra = ExtraState(sharded.count, sharded.grad_norm, scaling, state.model_state, state.rng)
+    extra = extra._replace(guard=sharded.guard)
     copies: ExtraState = jax.tree.map(placement.copy_of, extra)
     return copies
 
@@ -64,14 +72,24 @@ def with_extra_state(
 ) -> TrainState:
     """Returns a state made with ``tx`` that also holds copies of what ``extra`` does."""
     scaling = continued_loss_scale(tx.config.loss_scale, extra.scaling)
-    scalars = np.float32(extra.grad_norm), scaling
+    guard = continued_norm_guard(tx.config.norm_guard, extra.guard)
+    scalars = np.float32(extra.grad_norm), scaling, guard
     replicated = NamedSharding(tx.config.mesh, P())
-    (grad_norm, scaling), model_state, rng = copy_to(
+    (grad_norm, scaling, guard), model_state, rng = copy_to(
         (scalars, extra.model_state, extra.rng), replicated
     )
     opt_state = map_state(
-        lambda part: part._replace(grad_norm=grad_norm, scaling=scaling), state.opt_state
+        lambda part: part._replace(grad_norm=grad_norm, scaling=scaling, guard=guard),
+        state.opt_state,
     )
+    if extra.ema is not None and tx.config.ema_decay is not None:
+        trees.check_same_shapes(
+            extra.ema, state.params, name="extra_state.ema", like_name="main_params"
+        )
+        trees.check_dtypes(extra.ema, name="extra_state.ema", allowed=[jnp.float32])
+        places, specs = tx.param_shardings(state.params), tx.param_specs(state.params)
+        ema, layout = copy_to(extra.ema, places), tx.layout(state.params)
+        opt_state = with_new_ema(tx.config, layout, specs, opt_state, ema)
     return dataclasses.replace(state, opt_state=opt_state, model_state=model_state, rng=rng)
 
 
@@ -94,6 +112,8 @@ def check_extra_state(extra: Any, count: Any) -> None:
     _check_scalar("extra_state.grad_norm", extra.grad_norm)
     if extra.scaling is not None:
         _check_scaling("extra_state.scaling", extra.scaling)
+    if extra.guard is not None:
+        _check_guard("extra_state.guard", extra.guard)
     if extra.rng is not None:
         trees.check_key("extra_state.rng", extra.rng)
 
@@ -119,6 +139,18 @@ def _check_scaling(path: str, scaling: Any) -> None:
     if scaling.growth_count is not None:
         _check_count(f"{path}.growth_count", scaling.growth_count)
         _check_count(f"{path}.hysteresis_count", scaling.hysteresis_count)
+
+
+def _check_guard(path: str, guard: Any) -> None:
+    """Raises unless a mean of norms can be continued."""
+    if not isinstance(guard, NormGuardState):
+        raise TreeError(
+            f"{path}: not the state of a guard: got {type(guard).__name__}, expected None "
+            "or NormGuardState. Pass what to_optax_state returned."
+        )
+    _check_scalar(f"{path}.mean", guard.mean)
+    for name in ("steps", "spikes", "nonfinite"):
+        _check_count(f"{path}.{name}", getattr(guard, name))
 
 
 def _check_count(path: str, value: Any) -> None:

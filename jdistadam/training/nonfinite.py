@@ -96,7 +96,8 @@ def nonfinite_paths(counts: Any, params: Params) -> dict[str, int]:
 class SkipLimit:
     r"""Raises when too many steps in a row were lost: skipped, or with a loss that is non-finite.
 
-    With a ``loss_scale`` steps with non-finite gradients are skipped. A dynamic loss scale that
+    With a ``loss_scale`` steps with non-finite gradients are skipped, with a ``norm_guard`` those
+    whose gradient norm is above its limits: both count. A dynamic loss scale that
     halves at every skip reaches 1 after some 15 skips in a row; a run that goes on skipping does
     not recover, and costs as much as one that learns. Without a ``loss_scale`` no step is skipped:
     non-finite gradients reach the parameters, and all later losses are NaN. Call it after each
@@ -138,6 +139,8 @@ class SkipLimit:
         self._skipped_of_these = 0
         self._waiting: collections.deque[Mapping[str, Any]] = collections.deque()
         self._skipped: int | None = None  # in all, so far
+        self._spikes: int | None = None  # of these those that a norm_guard skipped
+        self._spikes_of_these = 0
 
     def __call__(self, metrics: Mapping[str, Any]) -> None:
         """Takes the metrics that ``train_step`` returned for one step."""
@@ -147,7 +150,8 @@ class SkipLimit:
                 f"{', '.join(metrics) or 'of nothing'}, expected {', '.join(_READ)} among them. "
                 "Pass the metrics that the step returned, as they are."
             )
-        self._waiting.append({name: metrics[name] for name in _READ})
+        read = (*_READ, *({"skipped_spikes"} & set(metrics)))
+        self._waiting.append({name: metrics[name] for name in read})
         if len(self._waiting) <= self.lag:
             return
         oldest = self._waiting.popleft()
@@ -156,18 +160,30 @@ class SkipLimit:
         # A run that goes on from a checkpoint begins with a count above zero.
         first = skipped if is_finite else 0
         is_skip = skipped > (first if self._skipped is None else self._skipped)
-        self._skipped = skipped
+        spikes = int(oldest.get("skipped_spikes", 0))
+        is_spike = is_skip and spikes > (0 if self._spikes is None else self._spikes)
+        self._skipped, self._spikes = skipped, spikes
         if is_skip or not is_finite:
             self.in_a_row += 1
             self._skipped_of_these += is_skip
+            self._spikes_of_these += is_spike
         else:
-            self.in_a_row = self._skipped_of_these = 0
+            self.in_a_row = self._skipped_of_these = self._spikes_of_these = 0
         if self.in_a_row > self.most_in_a_row:
             raise self._error(float(oldest["loss_scale"]))
 
     def _error(self, loss_scale: float) -> NonfiniteError:
         """Says which it was, skipped steps or losses."""
         num_skipped = self._skipped_of_these
+        if self._spikes_of_these:
+            return NonfiniteError(
+                "gradient norm: above the limits of norm_guard in too many steps in a row: got "
+                f"{self.in_a_row} steps, of which {self._spikes_of_these} were skipped for it and "
+                f"{self.in_a_row - self._spikes_of_these} were non-finite, "
+                f"expected at most {self.most_in_a_row}. Look at metrics['grad_norm']: the mean "
+                "does not follow a lasting change of its level. Restore a checkpoint from before, "
+                "or pass a NormGuard with a larger max_ratio, or with max_norm alone."
+            )
         num_taken = self.in_a_row - num_skipped
         what = "gradients" if not num_taken else "gradients or loss" if num_skipped else "loss"
         scale = f", the loss scale at {loss_scale:g}" if num_skipped else ""

@@ -27,6 +27,7 @@ from jdistadam.drop_in.state import MainParamsState, main_params_of
 from jdistadam.errors import TreeError
 from jdistadam.kernels.coefficients import check_step_count
 from jdistadam.training.checks import remember_params
+from jdistadam.training.eval_step import ema_params
 from jdistadam.training.extra_state import (
     ExtraState,
     check_counts,
@@ -92,7 +93,10 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
         state.opt_state,
         is_leaf=is_distributed_state,
     )
-    return jax.tree.unflatten(treedef, main), opt_state, extra_state_of(state, tx)
+    extra = extra_state_of(state, tx)
+    if sharded.ema is not None:
+        extra = extra._replace(ema=jax.tree.map(fetch, ema_params(state, tx)))
+    return jax.tree.unflatten(treedef, main), opt_state, extra
 
 
 def main_params(params: Params, opt_state: OptState, tx: Any = None) -> Any:
@@ -169,7 +173,8 @@ def from_optax_state(
     ``rng``.
     A dynamic loss scale goes on from where it was, though not below the ``min_scale`` of ``tx``.
     Where it or ``tx`` is not dynamic, the scale is the one of ``tx``, its first one if that is
-    dynamic; the number of skipped steps stays. If ``tx`` has no ``loss_scale``, both are dropped.
+    dynamic; the number of skipped steps stays. If ``tx`` has no ``loss_scale``, both are dropped,
+    as is an average without ``ema_decay``; one that is missing begins with the parameters.
 
     Args:
       main_params: Tree of parameters, exact in float32.

@@ -16,7 +16,12 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import collectives, trees
 from jdistadam.core.collectives import Axes
 from jdistadam.distributed.peer_step import sending_ahead
-from jdistadam.distributed.state import StepResult, find_state, is_distributed_state
+from jdistadam.distributed.state import (
+    DistributedState,
+    StepResult,
+    find_state,
+    is_distributed_state,
+)
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import HyperparameterError
 from jdistadam.training.checks import is_known, remember_params
@@ -91,20 +96,30 @@ class StepProgram:
             "loss": loss,
             "grad_norm": new.grad_norm,
             "learning_rate": result.learning_rate,
-            "skipped": jnp.int32(0) if new.scaling is None else new.scaling.skipped,
+            "skipped": _skipped_so_far(new),
             "loss_scale": jnp.float32(1) if scaling is None else scaling.loss_scale,
         }
+        if new.guard is not None:
+            metrics["skipped_spikes"] = new.guard.spikes
         if self.options.report_nonfinite:
             metrics["nonfinite"] = sum_over_devices(local.not_finite, self.tx)
         return metrics | ({"aux": local.aux} if self.loss_function.has_aux else {})
 
     def _metrics_specs(self) -> dict[str, P]:
         names = ["loss", "grad_norm", "learning_rate", "skipped", "loss_scale"]
+        names += ["skipped_spikes"] if self.tx.config.norm_guard is not None else []
         names += ["nonfinite"] if self.options.report_nonfinite else []
         specs = dict.fromkeys(names, P())
         if self.loss_function.has_aux:
             specs["aux"] = rows_spec(self.tx.config, self.batch_spec)
         return specs
+
+
+def _skipped_so_far(state: DistributedState) -> jax.Array:
+    """How many steps were skipped, for whatever their gradients were."""
+    skipped = jnp.int32(0) if state.scaling is None else state.scaling.skipped
+    guard = state.guard
+    return skipped if guard is None else skipped + guard.spikes + guard.nonfinite
 
 
 def _mean_over_devices(model_state: Any, axes: Axes) -> Any:

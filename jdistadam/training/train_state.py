@@ -17,9 +17,10 @@ from jdistadam.core.types import OptState, Params
 from jdistadam.distributed.checks import (
     check_alive,
     check_layout_of,
+    check_options,
     check_placement,
-    check_scaling,
 )
+from jdistadam.distributed.ema import with_new_ema
 from jdistadam.distributed.main_params import paths_that_differ, with_main_params
 from jdistadam.distributed.state import DistributedState, find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
@@ -160,6 +161,8 @@ class TrainState:
         if param_dtypes is not None:
             layout, specs = tx.layout(rounded), tx.param_specs(rounded)
             opt_state = with_main_params(tx.config, layout, specs, opt_state, params)
+            main = find_state(opt_state).main_params
+            opt_state = with_new_ema(tx.config, layout, specs, opt_state, rounded, main)
         return remember_params(cls(rounded, opt_state, model_state, rng))
 
     @classmethod
@@ -354,7 +357,7 @@ def checked(
       The state, and the digest of its layout.
     """
     check_placement(tx.config, optimizer_state)
-    check_scaling(tx.config, optimizer_state)
+    check_options(tx.config, optimizer_state)
     check_structure(state.opt_state, tx)
     check_layout(state, tx)
     digest = tx.config.layout_digest(tx.layout(state.params)).tobytes()

@@ -190,9 +190,10 @@ def train_step(
     the backward pass, with a weight that is computed beforehand: of ``loss_fn`` what the weight
     depends on runs twice, which is little where that is the batch alone.
 
-    A step that is skipped, since with a ``loss_scale`` a gradient was non-finite, leaves params,
-    main params, mu, nu, count, ``model_state`` and the states of a chain bitwise as they were;
-    ``rng``, the loss scale, ``skipped`` and ``grad_norm`` advance.
+    A step that is skipped, since with a ``loss_scale`` a gradient was non-finite or with a
+    ``norm_guard`` the norm was above its limits, leaves params, main params, mu, nu, count,
+    ``model_state`` and the states of a chain bitwise as they were; ``rng``, the loss scale,
+    ``skipped`` and ``grad_norm`` advance.
 
     Args:
       loss_fn: ``loss_fn(params, batch)`` gets the part of the batch that belongs to one micro-batch
@@ -226,7 +227,8 @@ def train_step(
       ``step(state, batch) -> (state, metrics)``. The state is donated. Metrics are the scalars
       ``loss``, ``grad_norm`` (global norm of the mean gradient before clipping and without the
       loss scale), ``learning_rate`` (of this step, before ``lr_scale`` of groups), ``skipped``
-      (steps skipped so far) and ``loss_scale`` (of this step); with
+      (steps skipped so far) and ``loss_scale`` (of this step); with a ``norm_guard``
+      ``skipped_spikes`` (those of them whose norm was finite and above its limits); with
       report_nonfinite ``nonfinite``, for ``nonfinite_paths``; with has_aux ``aux``, every leaf with
       a leading dimension of devices x micro-batches, in the order of the rows of the batch.
 

@@ -1,0 +1,135 @@
+"""The moving average of the exact parameters, in the flat state beside the moments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdistadam import compat
+from jdistadam.core import collectives, trees
+from jdistadam.core.codecs import FLOAT32
+from jdistadam.core.types import OptState, Params
+from jdistadam.distributed import packing
+from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.state import map_state
+
+
+def new_ema(config: DistributedConfig, layout: Layout, params: Sequence[Any], main: Any) -> Any:
+    """This device's average of the values of params; None without ``ema_decay``.
+
+    Args:
+      config: The configuration.
+      layout: The layout.
+      params: Leaves of the params, as this device holds them.
+      main: This device's main parameters, with which they have more bits; None: without.
+    """
+    if config.ema_decay is None:
+        return None
+    parallel = config.parallel
+    shards = [
+        packing.state_shard(parallel, b, params, jnp.float32 if main is None else b.dtype)
+        for b in layout.buckets
+    ]
+    flat = jnp.array(_exact_values(config, layout, shards, main))  # main is another array
+    return collectives.to_varying(flat, parallel.state_axes + parallel.tensor_axes)
+
+
+def with_new_ema(
+    config: DistributedConfig,
+    layout: Layout,
+    specs: Any,
+    opt_state: OptState,
+    params: Params,
+    main: Any = None,
+) -> Any:
+    """Returns the state with the average of the values of global params; without one the same.
+
+    Args:
+      config: The configuration.
+      layout: The layout of the params.
+      specs: PartitionSpecs of the params.
+      opt_state: The state, or that of a chain.
+      params: Tree of global params, or of float32 arrays like them.
+      main: The main parameters of a state, with which params have more bits; None: without.
+    """
+    if config.ema_decay is None:
+        return opt_state
+    flat = config.parallel.state_spec
+    new = compat.shard_map(
+        lambda tree, main: new_ema(config, layout, jax.tree.leaves(tree), main),
+        mesh=config.mesh,
+        in_specs=(specs, flat),
+        out_specs=flat,
+    )
+    ema = jax.jit(new)(params, main)
+    return map_state(lambda state: state._replace(ema=ema), opt_state)
+
+
+def next_ema(
+    config: DistributedConfig,
+    layout: Layout,
+    old: Any,
+    shards: Sequence[Any],
+    main: Any,
+    is_skipped: jax.Array | None,
+) -> Any:
+    """This device's average after a step; None without ``ema_decay``.
+
+    Args:
+      config: The configuration.
+      layout: The layout.
+      old: The average before the step.
+      shards: For each bucket this device's new parameters; not read where float32 ones are in main.
+      main: This device's new main parameters, or None.
+      is_skipped: Whether everything stays as it was; None where that cannot happen.
+    """
+    if config.ema_decay is None:
+        return None
+    values = _exact_values(config, layout, shards, main)
+    # Not d * old + (1 - d) * new, whose weights in float32 do not add up to 1: what does not change
+    # would move.
+    new = old + jnp.float32(1 - config.ema_decay) * (values - old)
+    return trees.keep_if(is_skipped, old, new)
+
+
+def _exact_values(
+    config: DistributedConfig, layout: Layout, shards: Sequence[Any], main: Any
+) -> jax.Array:
+    """What the optimizer updates, in float32, where the flat moments have theirs."""
+    kind = config.policy.main_params
+    is_kept = main is not None
+    if is_kept and kind == FLOAT32 and layout.main_size == layout.flat_size:
+        values: jax.Array = main
+        return values
+    parts = []
+    for bucket, shard in zip(layout.buckets, shards, strict=True):
+        if is_kept and bucket.has_main:
+            end = bucket.offset + bucket.shard_size
+            shard = kind.join(shard, main[bucket.offset : end].reshape(bucket.shard_shape), jnp)
+        parts.append(shard.astype(jnp.float32))
+    return packing.flat_of(layout, parts, jnp.float32)
+
+
+def averaged_leaves(
+    parallel: DataParallel, layout: Layout, params: Sequence[Any], ema: jax.Array
+) -> list[jax.Array]:
+    """The average of every leaf in float32, as this device holds params; others are params.
+
+    Inside of ``jax.shard_map``.
+    """
+    leaves = [jnp.asarray(x).astype(jnp.float32) for x in params]
+    for bucket in layout.buckets:
+        shard = ema[bucket.offset : bucket.offset + bucket.shard_size].reshape(bucket.shard_shape)
+        held = bucket.inner_shape if bucket.is_sharded_param else ()
+        axes = packing.axes_left_to_cut(parallel, bucket, held)
+        whole = collectives.all_gather(shard, axes, dim=bucket.cut_dim)
+        copies = tuple(axis for axis in parallel.tensor_axes if axis not in bucket.tensor_axes)
+        whole = collectives.to_invariant(whole, copies)
+        for i, leaf in packing.leaves_of_bucket(layout, bucket, whole):
+            leaves[i] = leaf
+    return leaves

@@ -1,0 +1,253 @@
+"""The moving average of the exact parameters: ``ema_decay`` and ``ema_params``."""
+
+import copy
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jdistadam as jda
+from support import exact_steps
+from support.bits import assert_trees_same_bits
+from support.exact_steps import GROUPS, LABELS, PLACES, batches, everything, first_state, run
+from support.exact_sums import HYPER, linear_loss, random_params
+from support.model_axes import mesh_of
+from support.samples import often
+
+DECAY = 0.9
+BAD = {4: np.nan, 7: np.nan}  # skipped
+ROUND = 2.0**-24
+
+
+def make_tx(place, policy="float32", ema_decay=DECAY, **kwargs):
+    return exact_steps.make_tx(place, policy, ema_decay=ema_decay, **kwargs)
+
+
+def trained(tx, policy="float32", count=10, micro=1):
+    """The last state; and the exact parameters before, and after each step that was applied."""
+    first = first_state(tx, policy)
+    seen = [jda.main_params(first.params, first.opt_state, tx)]
+    steps = run(tx, first, batches(count, BAD), micro)
+    for state, metrics in steps:  # noqa: B007
+        if int(state.step) == len(seen):
+            seen.append(copy.deepcopy(jda.main_params(state.params, state.opt_state, tx)))
+    assert int(metrics["skipped"]) == 2 and len(seen) == count - 1
+    return state, seen
+
+
+def last(*args):
+    """The state after steps."""
+    (*_, (state, _)) = run(*args)
+    return state
+
+
+def assert_average(got, seen, decay=DECAY):
+    """Within the rounding of float32 of a recurrence in float64.
+
+    A step computes old + w (new - old): w, the difference, its product and the sum are rounded, so
+    that the error is at most (3 w |new - old| + |sum|) 2^-24. With M above all of these values it
+    is (6 w + 1) M 2^-24, of which later steps leave less.
+    """
+    weight, names = 1 - decay, seen[0].keys()
+    for name in names:
+        values = [np.asarray(x[name], np.float64) for x in seen]
+        want, most = values[0], np.max(np.abs(values), axis=0)
+        for x in values[1:]:
+            want = decay * want + weight * x
+        bound = (len(seen) - 1) * (6 * weight + 1) * most * ROUND
+        assert got[name].dtype == jnp.float32 and got[name].shape == seen[0][name].shape
+        assert np.all(np.abs(np.asarray(got[name], np.float64) - want) <= bound), name
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    tx = make_tx("one device")
+    return everything(trained(tx)[0], tx)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_against_float64_and_the_bits_of_one_device(place, on_one_device):
+    tx = make_tx(place)
+    state, seen = trained(tx)
+    average = jda.ema_params(state, tx)
+    assert_average(average, seen)
+    assert_trees_same_bits(everything(state, tx), on_one_device, place)
+    for name, x in state.params.items():
+        assert average[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
+    bytes_held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+    assert sum(jda.plan(state.params, tx).held.values()) == bytes_held
+
+
+@pytest.mark.parametrize("policy", ["remainder16", "none", "8 bits"])
+@often(lambda policy: policy == "8 bits")
+def test_of_16_bit_params(policy):
+    """Remainders, no main parameters, and moments in codes rounded stochastically; in micro-batches."""
+    # The gradients are bfloat16, whose sums on a device are rounded: as many devices round alike.
+    found = []
+    for place in ("flat-optim", "twice-optim_grads_params"):
+        tx = make_tx(place, policy)
+        state, seen = trained(tx, policy, micro=3)
+        assert_average(jda.ema_params(state, tx), seen)
+        found.append(everything(state, tx))
+    assert_trees_same_bits(*found, policy)
+
+
+def test_groups_a_chain_and_injected_numbers():
+    """What is frozen is its own average, of its dtype's values."""
+    chosen = dict(param_labels=LABELS, groups=GROUPS, adam=jda.inject_hyperparams(jda.fused_adamw))
+    tx = jda.chain(optax.scale(0.5), make_tx("hybrid-optim", "none", **chosen))
+    state, seen = trained(tx, "none")
+    average = jda.ema_params(state, tx)
+    assert_average(average, seen)
+    assert np.array_equal(average["small"], seen[0]["small"].astype(np.float32))
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_over_a_model_axis(strategy):
+    specs = {"w": P(None, "model"), "b": P("model"), "s": P()}
+    shapes = {"w": (64, 512), "b": (64,), "s": (40,)}
+    tx = jda.distributed(
+        jda.fused_adamw(**HYPER), mesh=mesh_of("4x2"), param_specs=specs, ema_decay=DECAY,
+        sharding_strategy=strategy, max_grad_norm=1.0,
+    )  # fmt: skip
+    params = {
+        k: np.cos(np.arange(np.prod(s), dtype=np.float32)).reshape(s) for k, s in shapes.items()
+    }
+    state, seen = jda.TrainState.create(params, tx), [params]
+    step = jda.train_step(
+        lambda p, x: jnp.mean(jnp.sin(x @ p["w"])) + jnp.sum(p["b"] ** 2) + jnp.mean(p["s"]), tx
+    )
+    for i in range(10):
+        x = np.random.default_rng(i).normal(size=(8, 64)).astype(np.float32)
+        state, _ = step(state, x)
+        seen.append(copy.deepcopy(jda.main_params(state.params, state.opt_state, tx)))
+    average = jda.ema_params(state, tx)
+    assert_average(average, seen)
+    # And through optax's form onto the same mesh.
+    again = jda.from_optax_state(*everything(state, tx)[:2], tx, everything(state, tx)[2])
+    assert_trees_same_bits(jda.ema_params(again, tx), average)
+
+
+def test_a_skipped_step_changes_no_bit():
+    tx = make_tx("flat-no_shard")
+    state = last(tx, first_state(tx), batches(1))
+    before = np.asarray(state.opt_state.ema)
+    ((state, metrics),) = run(tx, state, batches(1, {0: np.nan}))
+    assert int(metrics["skipped"]) == 1
+    assert_trees_same_bits(np.asarray(state.opt_state.ema), before)
+
+
+def test_what_does_not_change_does_not_move():
+    """The weights of old and new would not add up to 1 in float32."""
+    tx = jda.distributed(
+        jda.fused_adamw(0.0), mesh=exact_steps.make_mesh(**exact_steps.ONE), ema_decay=0.7
+    )
+    state = last(tx, jda.TrainState.create(random_params(), tx), batches(10))
+    assert_trees_same_bits(jda.ema_params(state, tx), random_params())
+
+
+def test_over_peer_memory():
+    found = []
+    for means in ("xla", "peer"):
+        tx = make_tx("flat-optim", communication=means, policy="sums")
+        found.append(everything(trained(tx)[0], tx))
+    assert_trees_same_bits(*found)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "policy"),
+    [
+        ("twice-optim_grads", "flat-optim_grads_params", "remainder16"),
+        ("one device", "tuple-optim_grads_params", "float32"),
+    ],
+)
+@often(lambda here: here != "one device")
+def test_saved_and_resumed_on_another_mesh(tmp_path, here, there, policy):
+    """Bit for bit what it was, and after more steps what never stopped has."""
+    old, new = make_tx(here, policy), make_tx(there, policy)
+    state, _ = trained(old, policy)
+    jda.save(tmp_path, state, old)
+    shapes = jda.TrainState.shapes(jax.eval_shape(lambda: state.params), new)
+    restored = jda.restore(tmp_path, shapes, new)
+    assert_trees_same_bits(everything(restored, new), everything(state, old))
+    more = [last(tx, x, batches(3, seed=9)) for tx, x in ((old, state), (new, restored))]
+    assert_trees_same_bits(everything(more[1], new), everything(more[0], old))
+
+
+def test_checkpoints_with_and_without_an_average(tmp_path):
+    """An older one says what to do; then the average begins with the parameters."""
+    plain, tx = (
+        make_tx("flat-optim", "remainder16", ema_decay=None),
+        make_tx("hybrid-optim", "remainder16"),
+    )
+    state = last(plain, first_state(plain, "remainder16"), batches(2))
+    jda.save(tmp_path / "plain", state, plain)
+    template = jda.TrainState.shapes(jax.eval_shape(lambda: state.params), tx)
+    with pytest.raises(jda.TreeError, match=r"ema\['columns'\]: missing .* begins anew with new="):
+        jda.restore(tmp_path / "plain", template, tx)
+    is_average = lambda path: path.startswith("ema")  # noqa: E731
+    new = jda.restore(tmp_path / "plain", template, tx, new=is_average)
+    main = jda.main_params(new.params, new.opt_state, tx)
+    assert_trees_same_bits(
+        jda.ema_params(new, tx), jax.tree.map(lambda x: x.astype("float32"), main)
+    )
+
+    new = last(tx, new, batches(2))
+    jda.save(tmp_path / "averaged", new, tx)
+    template = jda.TrainState.shapes(jax.eval_shape(lambda: state.params), plain)
+    with pytest.raises(jda.TreeError, match=r"ema\['\w+'\]: in the file, and not in .* unused="):
+        jda.restore(tmp_path / "averaged", template, plain)
+    assert (
+        jda.restore(tmp_path / "averaged", template, plain, unused=is_average).opt_state.ema is None
+    )
+    # A parameter that begins anew has the average of the template.
+    other = random_params() | {"small": jnp.full((5, 3), 2.5)}
+    template = jda.TrainState.create(other, tx, param_dtypes="bfloat16")
+    is_small = lambda path: path == "params['small']"  # noqa: E731
+    mixed = jda.ema_params(jda.restore(tmp_path / "averaged", template, tx, new=is_small), tx)
+    assert_trees_same_bits(mixed["small"], other["small"])
+    assert_trees_same_bits(mixed["rows"], jda.ema_params(new, tx)["rows"])
+
+
+def test_it_is_evaluated_and_stays_when_params_are_loaded():
+    tx = make_tx("tuple-optim_grads_params", "remainder16")
+    state, seen = trained(tx, "remainder16")
+    average = jda.ema_params(state, tx)
+    assert_average(average, seen)
+    (batch,) = batches(1)
+    params = jax.tree.map(lambda x, p: x.astype(p.dtype), average, state.params)
+    loss, _ = jda.eval_step(linear_loss, tx)(dataclasses.replace(state, params=params), batch)
+    whole = jax.tree.map(np.asarray, params)
+    assert np.allclose(float(loss) * 8, float(linear_loss(whole, batch)), rtol=1e-4)
+    loaded = state.replace(params=jax.tree.map(jnp.zeros_like, state.params), tx=tx)
+    assert_trees_same_bits(jda.ema_params(loaded, tx), average)
+    with pytest.raises(jda.ShapeError, match=r"^extra_state\.ema\['rows'\]: shape differs"):
+        main, adam, extra = everything(state, tx)
+        jda.from_optax_state(main, adam, tx, extra._replace(ema=extra.ema | {"rows": np.zeros(3)}))
+
+
+def test_of_fused_adamw_by_optax():
+    """The composition that docs/evaluation.md shows."""
+    tx, params = jda.fused_adamw(**HYPER), {"w": jnp.linspace(-1, 1, 300)}
+
+    @jax.jit
+    def step(params, state, average, grads):
+        params, state = tx.step(grads, state, params)
+        return params, state, optax.incremental_update(params, average, 1 - DECAY)
+
+    state, average, seen = tx.init(params), params, [params]
+    for i in range(10):
+        grads = {"w": jnp.sin(params["w"] * i)}
+        params, state, average = step(params, state, average, grads)
+        seen.append(params)
+    assert_average(average, seen)
+
+
+def test_without_it_nothing_is_added():
+    tx = make_tx("hybrid-optim", ema_decay=None)
+    assert first_state(tx).opt_state.ema is None and tx.state_specs().ema is None
+    assert "ema" not in jda.plan(random_params(), tx).held
