@@ -34,7 +34,7 @@ class NormGuard:
 
     That is their mean at first, then an exponential one with the rate 1 / ``window``. Skipped norms
     are not part of it: after a lasting change of the level of the norm all steps are skipped, until
-    ``SkipLimit`` raises. A norm that is not finite is skipped too, also without a ``loss_scale``.
+    ``SkipLimit`` raises. A non-finite norm is skipped too, also without a ``loss_scale``.
 
     Attributes:
       max_norm: The largest norm of an applied step; above 0. None: any.
@@ -90,8 +90,8 @@ class NormGuardState(NamedTuple):
       mean: float32: the running mean of the norms of applied steps.
       steps: int32: how many these are.
       spikes: int32: steps that were skipped since their norm was finite and above a limit.
-      nonfinite: int32: steps that were skipped since their norm was not finite; without those that
-        the loss scale counts, whose gradients were not.
+      nonfinite: int32: steps that were skipped since their norm was non-finite; without those that
+        the loss scale counts, whose gradients were.
     """
 
     mean: jax.Array
@@ -116,7 +116,7 @@ def new_norm_guard() -> NormGuardState:
 
 
 def exceeds(guard: NormGuard, state: NormGuardState, norm: jax.Array) -> jax.Array:
-    """Whether a step with this norm is skipped: it is above a limit, or not finite."""
+    """Whether a step with this norm is skipped: it is above a limit, or non-finite."""
     limit = jnp.float32(math.inf if guard.max_norm is None else guard.max_norm)
     if guard.max_ratio is not None:
         of_mean = jnp.float32(guard.max_ratio) * state.mean

@@ -107,6 +107,7 @@ def test_groups_a_chain_and_injected_numbers():
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@often(lambda strategy: strategy == "optim_grads_params")
 def test_over_a_model_axis(strategy):
     specs = {"w": P(None, "model"), "b": P("model"), "s": P()}
     shapes = {"w": (64, 512), "b": (64,), "s": (40,)}
@@ -165,7 +166,7 @@ def test_over_peer_memory():
         ("one device", "tuple-optim_grads_params", "float32"),
     ],
 )
-@often(lambda here: here != "one device")
+@pytest.mark.slow  # with a guard beside it always: in test_norm_guard.py
 def test_saved_and_resumed_on_another_mesh(tmp_path, here, there, policy):
     """Bit for bit what it was, and after more steps what never stopped has."""
     old, new = make_tx(here, policy), make_tx(there, policy)
@@ -211,6 +212,15 @@ def test_checkpoints_with_and_without_an_average(tmp_path):
     mixed = jda.ema_params(jda.restore(tmp_path / "averaged", template, tx, new=is_small), tx)
     assert_trees_same_bits(mixed["small"], other["small"])
     assert_trees_same_bits(mixed["rows"], jda.ema_params(new, tx)["rows"])
+
+
+def test_neither_it_nor_a_guard_becomes_a_number_of_the_state():
+    make = jda.inject_hyperparams(jda.distributed_fused_adamw)
+    mesh, guard = exact_steps.make_mesh(**exact_steps.ONE), jda.NormGuard(max_norm=1e9)
+    tx = make(1e-3, mesh=mesh, ema_decay=DECAY, norm_guard=guard)
+    state = last(tx, jda.TrainState.create(random_params(), tx), batches(1))
+    assert not {"ema_decay", "norm_guard"} & state.opt_state.hyperparams.keys()
+    assert int(state.opt_state.inner_state.guard.steps) == 1
 
 
 def test_it_is_evaluated_and_stays_when_params_are_loaded():
