@@ -23,7 +23,7 @@ only the first two have main parameters::
     main_params    | w (16384)  | b (2) --- |                    main_size = 16512
 
 Dashes are a gap: every shard begins at a multiple of ``ALIGNMENT`` elements. The global array of mu
-is the flat arrays of all devices, one behind the other. bucketing.py makes layouts.
+is the flat arrays of all devices, one behind the other.
 """
 
 from __future__ import annotations

@@ -203,6 +203,27 @@ def test_parameters_gathered_once_travel_as_planned_over_both_axes(h200s):
     assert gathers == {("float8_e4m3fn", 2), ("float8_e4m3fn", 4)}
 
 
+@pytest.mark.parametrize(
+    "n, dtype, main", [(8, "bfloat16", "remainder16"), (1, "float32", "float32")]
+)
+def test_averages_and_guards_send_and_copy_nothing(h200s, n, dtype, main):
+    """An average is one array of the state more, which is updated in place; a guard is 16 bytes."""
+    guard = jda.NormGuard(max_ratio=3.0)
+    (tx, params, plain), (_, _, both) = (
+        compile_step(
+            h200s(n), jnp.dtype(dtype), jnp.bfloat16, dict(main_params_dtype=main), **options
+        )
+        for options in ({}, dict(ema_decay=0.99, norm_guard=guard))
+    )
+    assert by_op(both.as_text()) == by_op(plain.as_text())
+    assert not re.search(r"\[[\d,]+\]\S* copy(?:-start)?\(", both.as_text())
+    before, after = plain.memory_analysis(), both.memory_analysis()
+    flat_bytes = 4 * tx.config.layout(params).flat_size
+    assert after.alias_size_in_bytes - before.alias_size_in_bytes == flat_bytes + 16
+    # What is temporary besides are scalars, each at an address that is a multiple of 256 bytes.
+    assert after.temp_size_in_bytes - before.temp_size_in_bytes < 16 * 256
+
+
 def test_temporary_memory_is_gradients_and_activations(bfloat16_step):
     """With communication in 16 bits nothing of the size of float32 gradients is ever held."""
     _, params, compiled = bfloat16_step
