@@ -1,4 +1,4 @@
-"""A folder of checkpoints: a folder for each step, and who may save into it.
+"""A folder of checkpoints: a folder and a header for each step, and who may save into it.
 
 One process, or the first of several, saves at a time. The file ``.jdistadam.lock`` names it. Its
 lock, of the operating system, ends with the process however that ends, so that on one machine a

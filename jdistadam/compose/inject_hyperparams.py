@@ -1,4 +1,4 @@
-"""``optax.inject_hyperparams``, keeping the fused step."""
+"""``optax.inject_hyperparams``, keeping the fused step, also of distributed optimizers."""
 
 from __future__ import annotations
 

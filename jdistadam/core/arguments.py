@@ -1,4 +1,4 @@
-"""Checks of arguments that are Python values, and how a value is shown in a message."""
+"""Checks of arguments: Python values and dtypes, and how a message shows a value."""
 
 from __future__ import annotations
 

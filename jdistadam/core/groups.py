@@ -1,4 +1,4 @@
-"""Groups of parameters: which leaf belongs to which, and the hyperparameters of each.
+"""Groups of parameters: labels, masks, and the hyperparameters of each group.
 
 The kernel takes one row of coefficients for each group, so that many groups cost no more launches
 than one. Every group has two rows: with weight decay, and without it for what the mask leaves out.

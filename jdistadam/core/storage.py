@@ -1,4 +1,4 @@
-"""How moments are stored and rounded: what was asked for."""
+"""How moments and main parameters are stored and rounded: what was asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flattening with paths, and checks that two trees belong together."""
+"""Flattening with paths, checks that two trees belong together, and Flax's boxes."""
 
 from __future__ import annotations
 

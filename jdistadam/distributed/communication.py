@@ -1,4 +1,4 @@
-"""By which means bytes move between devices: XLA's collectives, or peer memory.
+"""The transport: XLA's collectives, which run a schedule, or peer memory.
 
 Over peer memory a device reads the gradients of all others where they are, and writes new
 parameters into their arrays, in one kernel with the update: nothing is packed, sent or received.
@@ -41,13 +41,13 @@ from jdistadam.distributed.schedule import Phase
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import multi_tensor, native
 
-MEANS = ("auto", "xla", "peer")
+TRANSPORTS = ("auto", "xla", "peer")
 _NUM_DEVICES = (2, 4, 8)
 _ALLOCATORS = ("default", "bfc", "platform")  # of XLA, with memory that a peer can open
 
 
 class Communication(NamedTuple):
-    """The means that was chosen, and why not peer memory; "" where it is."""
+    """The transport that was chosen, and why not peer memory; "" where it is."""
 
     transport: str
     why_not_peer: str
@@ -58,7 +58,7 @@ class Communication(NamedTuple):
         return self.transport == "peer"
 
     def __str__(self) -> str:
-        """Returns the means, and why it is not peer memory."""
+        """Returns the transport, and why it is not peer memory."""
         return f"{self.transport} ({self.why_not_peer})" if self.why_not_peer else self.transport
 
 
@@ -70,7 +70,7 @@ NO_DEVICES = "devices that do not exist"
 def choose_communication(
     requested: Any, parallel: DataParallel, policy: MixedPrecisionPolicy, algorithm: Algorithm
 ) -> Communication:
-    """Decides by which means a step communicates.
+    """Chooses the transport of a step.
 
     Args:
       requested: "auto", "xla" or "peer".
@@ -81,9 +81,9 @@ def choose_communication(
     Raises:
       PolicyError: ``requested`` is none of these, or is "peer" where that is not supported.
     """
-    if requested not in MEANS:
+    if requested not in TRANSPORTS:
         raise PolicyError(
-            f"communication: unknown: got {requested!r}, expected {' or '.join(map(repr, MEANS))}. "
+            f"communication: unknown: got {requested!r}, expected {' or '.join(map(repr, TRANSPORTS))}. "
             "Leave it out, or pass one of these."
         )
     if requested == "xla":

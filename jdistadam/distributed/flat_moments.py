@@ -1,4 +1,4 @@
-"""A moment of the flat state: floats, or codes beside floats.
+"""A moment of the flat state: floats, or codes beside floats; decoded and encoded.
 
 The codes of all leaves that are coded are one flat array, and the moments of those that are not
 are another: ``Bucket.moment_offset`` says where in its array the shard of a bucket begins.

@@ -1,4 +1,4 @@
-"""Where every parameter is when the optimizer state is sharded. Static: made from shapes alone.
+"""Where every parameter is when the optimizer state is sharded: made from shapes alone.
 
 A *bucket* is what one collective sends. A large leaf with a dimension that divides by the
 number of shards is a bucket of its own and is scattered along that dimension, where it is:

@@ -122,7 +122,7 @@ def distributed(
         ``nnx.get_partition_spec`` give one. ``train_step`` leaves these axes to XLA. In a
         ``jax.shard_map`` of your own over all axes, gradients of leaves that are not sharded over
         such an axis must be the same along it.
-      communication: By which means a step moves bytes. "xla": its collectives. "peer": one kernel
+      communication: The transport of a step. "xla": XLA's collectives. "peer": one kernel
         that reads the other GPUs' gradients, updates, and writes into their parameters, for GPUs
         (or virtual CPU devices) of one process; raises where it is not supported, as in
         ``distributed/communication.py``. "auto": "peer" on GPUs where it is supported, with

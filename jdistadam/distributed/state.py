@@ -1,4 +1,4 @@
-"""The state of a distributed optimizer, and how to find it in the state of a chain."""
+"""The state of a distributed optimizer, the digest of its layout, and how a chain holds it."""
 
 from __future__ import annotations
 

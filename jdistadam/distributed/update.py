@@ -1,4 +1,4 @@
-"""The update of one device's flat state, and the shards of new parameters that come of it."""
+"""Updates one device's flat state: global norm, clipping, kernel calls, new parameter shards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FlatState(NamedTuple):
 
 
 class UpdateResult(NamedTuple):
-    """What a step has changed, whatever means it communicated by.
+    """What a step has changed, over either transport.
 
     Attributes:
       flat: The new state.

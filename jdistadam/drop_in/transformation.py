@@ -1,4 +1,4 @@
-"""What every optimizer here is: optax's pair of functions, and a fused step beside it."""
+"""What every optimizer here is: optax's pair of functions, and a fused step, also jitted."""
 
 from __future__ import annotations
 

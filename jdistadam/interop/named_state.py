@@ -1,4 +1,4 @@
-"""What stands between two frameworks: the arrays of Adam by the names of the other one."""
+"""Between two frameworks: the arrays of Adam by the other one's names, and where they are."""
 
 from __future__ import annotations
 

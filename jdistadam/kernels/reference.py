@@ -1,4 +1,4 @@
-"""The reference implementation: the Adam formula in Python, one operation at a time.
+"""The reference implementation in Python: the Adam formula, and random bits for rounding.
 
 With numpy it is what the compiled kernels must equal to the last bit. With jax.numpy the same
 lines are the fallback where no compiled kernel exists; there XLA may contract operations, so it is

@@ -1,4 +1,4 @@
-"""The kernel under plain ``jax.jit`` over several devices.
+"""The kernel under plain ``jax.jit`` over several devices, ``jax.vmap`` and differentiation.
 
 XLA gathers every operand of a custom call that it knows nothing about. Here it is told that the
 step is elementwise, and where to take it: each leaf is updated in the sharding of its first moment,

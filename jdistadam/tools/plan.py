@@ -1,4 +1,4 @@
-"""The bytes that a device holds and sends in a training step, from shapes alone."""
+"""What a device holds and sends in a training step, in bytes, from shapes alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Plan:
       buffers: What a step needs temporarily beside the model's own and the gradients, in the
         params' dtype, by use; an upper bound: XLA lets some of it share memory.
       collectives: What is sent.
-      communication: By which means, and why not over peer memory.
+      communication: The transport, and why not peer memory.
     """
 
     held: dict[str, int]
@@ -216,7 +216,7 @@ def planned_collectives(
 def format_collectives(planned: Sequence[Collective]) -> str:
     """Returns a table, one line for each operation, dtype and set of axes.
 
-    The last column says by which means, where that is not "xla" for all.
+    The last column is the transport, where that is not "xla" for all.
     """
     rows: dict[Any, list[int]] = {}
     for c in planned:

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Checks before a run: of a train state, its memory of how it was made, and of all processes."""
 
 from __future__ import annotations
 

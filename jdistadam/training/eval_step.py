@@ -1,4 +1,4 @@
-"""``eval_step``: the loss of a train state on a batch, and what the model says of its rows."""
+"""``eval_step``: the loss of a state on a batch; ``full_params``: its unsharded parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a train state holds beside parameters and the state of optax's optimizer."""
+"""What a train state holds beside optax's state, and how optax's Adam is found in a chain."""
 
 from __future__ import annotations
 

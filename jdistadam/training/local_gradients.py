@@ -1,4 +1,4 @@
-"""Local gradients of one device, over one or several micro-batches; inside ``jax.shard_map``."""
+"""The forward pass and local gradients of one device, over micro-batches; in ``jax.shard_map``."""
 
 from __future__ import annotations
 

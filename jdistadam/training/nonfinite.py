@@ -1,4 +1,4 @@
-"""Which parameters had a non-finite gradient, and on how many devices."""
+"""Non-finite gradients: which parameters had one, and ``SkipLimit``, which ends a run."""
 
 from __future__ import annotations
 

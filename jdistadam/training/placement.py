@@ -1,4 +1,4 @@
-"""Arrays brought to where they are to be."""
+"""Places arrays: batches and states on the mesh, arrays of a mesh on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program of a training step: what each device does, and what of it is shared."""
+"""The program of a training step: what each device does, and what its caller passes in."""
 
 from __future__ import annotations
 
