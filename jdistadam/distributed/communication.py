@@ -41,7 +41,7 @@ from jdistadam.distributed.schedule import Phase
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import multi_tensor, native
 
-_CHOICES = ("auto", "xla", "peer")
+_ASKED = ("auto", "xla", "peer")
 _NUM_DEVICES = (2, 4, 8)
 _ALLOCATORS = ("default", "bfc", "platform")  # of XLA, with memory that a peer can open
 
@@ -81,9 +81,9 @@ def choose_communication(
     Raises:
       PolicyError: ``requested`` is none of these, or is "peer" where that is not supported.
     """
-    if requested not in _CHOICES:
+    if requested not in _ASKED:
         raise PolicyError(
-            f"communication: unknown: got {requested!r}, expected {' or '.join(map(repr, _CHOICES))}. "
+            f"communication: unknown: got {requested!r}, expected {' or '.join(map(repr, _ASKED))}. "
             "Leave it out, or pass one of these."
         )
     if requested == "xla":
