@@ -41,7 +41,7 @@ from jdistadam.distributed.schedule import Phase
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import multi_tensor, native
 
-_ASKED = ("auto", "xla", "peer")
+_REQUESTS = ("auto", "xla", "peer")
 _NUM_DEVICES = (2, 4, 8)
 _ALLOCATORS = ("default", "bfc", "platform")  # of XLA, with memory that a peer can open
 
@@ -81,9 +81,10 @@ def choose_communication(
     Raises:
       PolicyError: ``requested`` is none of these, or is "peer" where that is not supported.
     """
-    if requested not in _ASKED:
+    if requested not in _REQUESTS:
+        expected = " or ".join(map(repr, _REQUESTS))
         raise PolicyError(
-            f"communication: unknown: got {requested!r}, expected {' or '.join(map(repr, _ASKED))}. "
+            f"communication: unknown: got {requested!r}, expected {expected}. "
             "Leave it out, or pass one of these."
         )
     if requested == "xla":
