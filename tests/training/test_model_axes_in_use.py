@@ -71,6 +71,7 @@ def test_a_region_of_the_users_own_steps_as_train_step_does(strategy, kind, chec
     """Manual over the data axes alone; init, accumulate, grad_norm and step."""
     tx = make_tx(kind=kind, sharding_strategy=strategy, max_grad_norm=1.0)
     want, metrics = trained(tx, accumulate_steps=2)
+    tx = tx.bind(params_of())
     shards = strategy == "optim_grads_params"
 
     def local(params, state, batch):
