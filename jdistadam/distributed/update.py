@@ -276,7 +276,7 @@ def quantized_call(
       operands: The shards of gradients and params, and the flat arrays.
     """
     storage, parts = config.algorithm.storage, config.tensor_parts
-    places, tables = positions_of(
+    positions, tables = positions_of(
         layout, buckets, config.parallel.state_axes, config.cutting_axes, parts
     )
     cuts = tuple(cuts_of(layout, bucket, parts) for bucket in buckets)
@@ -290,5 +290,5 @@ def quantized_call(
         tables=tables,
     )
     key = state.key if storage.is_stochastic else jnp.zeros((2,), jnp.uint32)
-    args = (scalars, Rounding(key, state.count), places, operands)
+    args = (scalars, Rounding(key, state.count), positions, operands)
     return quantized, *collectives.vary_together(args)

@@ -129,7 +129,7 @@ def test_what_is_not_supported_goes_over_xla_or_raises(cpu_mesh, kwargs, why):
         jda.distributed_fused_adamw(communication="peer", **kwargs)
 
 
-def test_three_devices_and_two_axes_and_unknown_means(cpu_mesh):
+def test_three_devices_and_two_axes_and_unknown_transport(cpu_mesh):
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
     make = lambda mesh, **kwargs: jda.distributed_fused_adamw(  # noqa: E731
         1e-3, mesh=mesh, policy=policy, **kwargs
@@ -147,7 +147,7 @@ def test_three_devices_and_two_axes_and_unknown_means(cpu_mesh):
     assert make(cpu_mesh(2)).config.communication.why_not_peer == "platform cpu"
 
 
-def test_plan_and_audit_know_the_means(cpu_mesh):
+def test_plan_and_audit_know_the_transport(cpu_mesh):
     """Large gradients are sent ahead one by one; no other collective is planned, or there."""
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
     tx = jda.distributed_fused_adamw(1e-3, mesh=cpu_mesh(4), policy=policy, communication="peer")
