@@ -119,7 +119,11 @@ template <Mode kMode, bool kIsRandom, Dtype kGrad, Dtype kParam, Dtype kMu, Dtyp
 struct Fixed : FixedTypes<kMode, kGrad, kParam, kMu, kNu, kOut> {
   using Base = FixedTypes<kMode, kGrad, kParam, kMu, kNu, kOut>;
   using Base::Base;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800  // has no asynchronous copies
+  static constexpr bool kHasChunks = false;
+#else
   static constexpr bool kHasChunks = true;
+#endif
   // At once: 128 registers for each thread. With five blocks some are spilled, which costs more
   // than a fifth block gains.
   static constexpr int kMinBlocks = 4;

@@ -156,6 +156,17 @@ __device__ __forceinline__ void WidenMoment(const Packed<kVector>& packed, Dtype
   });
 }
 
+// The largest number of the threads of a warp.
+__device__ __forceinline__ uint32_t LargestOfWarp(uint32_t x) {
+#if __CUDA_ARCH__ < 800
+#pragma unroll
+  for (int lane = 16; lane > 0; lane /= 2) x = max(x, __shfl_xor_sync(kAllLanes, x, lane));
+  return x;
+#else
+  return __reduce_max_sync(kAllLanes, x);
+#endif
+}
+
 // The codes of a block, of which each thread has some, and their scale, which it stores. All
 // threads of a warp call this together.
 template <typename C, bool kStochastic>
@@ -168,7 +179,7 @@ __device__ __forceinline__ void EncodePart(float* scales, const Part& part,
   for (int k = 0; k < kVector; ++k) {
     if (k < part.n) largest = max(largest, RoundedMagnitude<C, kStochastic>(x[k], words[k]));
   }
-  largest = __reduce_max_sync(kAllLanes, largest);
+  largest = LargestOfWarp(largest);
   const float scale = ScaleOf<C>(largest);
   if (threadIdx.x % 32 == 0 && part.n > 0) scales[part.i / kBlockSize] = scale;
 #pragma unroll

@@ -87,11 +87,18 @@ __device__ __forceinline__ void StoreVector(void* base, Dtype dtype, size_t i,
   uint32_t words[kVector / 2];
 #pragma unroll
   for (int k = 0; k < kVector; k += 2) {
+#if __CUDA_ARCH__ < 800  // has no conversions of two, and none to bfloat16
+    const auto round = [&](float y) {
+      return uint32_t{dtype == Dtype::kBfloat16 ? ToBfloat16(y) : ToFloat16(y)};
+    };
+    words[k / 2] = round(x[k]) | round(x[k + 1]) << 16;
+#else
     if (dtype == Dtype::kBfloat16) {
       asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[k / 2]) : "f"(x[k + 1]), "f"(x[k]));
     } else {
       asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[k / 2]) : "f"(x[k + 1]), "f"(x[k]));
     }
+#endif
   }
   StoreWords<kVector>(base, i, words);
 }
