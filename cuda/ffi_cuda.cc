@@ -13,8 +13,13 @@ namespace jdistadam {
 
 static ffi::Error LaunchError(cudaError_t status) {
   if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string("jdistadam: launch failed: ") +
-                              cudaGetErrorString(status));
+  const bool has_no_code =  // the last one where PTX is too new for the driver
+      status == cudaErrorNoKernelImageForDevice || status == cudaErrorUnsupportedPtxVersion;
+  return ffi::Error::Internal(
+      std::string("jdistadam: launch failed: ") + cudaGetErrorString(status) +
+      (has_no_code ? ". `jdistadam info` says for which GPUs this build has code; reinstall with "
+                     "CUDAARCHS=native."
+                   : ""));
 }
 
 // What the handlers call, which stand beside the reading of their operands.

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import types
 
 import jax
 import numpy as np
@@ -43,11 +44,43 @@ def test_info_says_why_a_backend_is_missing(monkeypatch, capsys):
     assert "[--] cuda  no compiler for cuda" in out and "fallback on" in out
 
 
+@pytest.mark.parametrize(
+    "held, capability, code",
+    [
+        ("sm_75 sm_80 sm_86 compute_86", "7.5", "sm_75"),
+        ("sm_75 sm_80 sm_86 compute_86", "8.6", "sm_86"),
+        ("sm_75 sm_80 sm_86 compute_86", "8.9", "sm_86"),
+        ("sm_75 sm_80 sm_86 compute_86", "8.0", "sm_80"),
+        ("sm_75 sm_80 sm_86 compute_86", "10.0", "compute_86"),
+        ("sm_90 sm_100 sm_120 compute_120", "11.0", None),
+        ("sm_90 sm_100 sm_120 compute_120", "12.1", "sm_120"),
+        ("sm_90", "8.0", None),
+        ("sm_90", "10.0", None),
+        ("compute_90", "9.0", "compute_90"),
+    ],
+)
+def test_code_that_a_gpu_runs(monkeypatch, capsys, held, capability, code):
+    """As CUDA's guide has it: machine code within a major number, PTX for all that is newer."""
+    assert native.code_that_runs(f"nvcc 13.0.88, {held}", capability) == code
+    gpu = types.SimpleNamespace(
+        platform="gpu", id=0, device_kind="GPU X", compute_capability=capability
+    )
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    monkeypatch.setattr(native, "status", lambda name: native.Status(True, f"nvcc 1.2, {held}"))
+    monkeypatch.setattr(native, "default_platform", lambda: "cuda")
+    text = diagnostics.format_info(diagnostics.info())
+    if code:
+        assert f"code      GPU X: {code}\n" in text and "runs      compiled cuda kernels\n" in text
+    else:
+        assert f"code      GPU X: no code for compute capability {capability}. Reinst" in text
+        assert "runs      no kernel on GPU X: see code\n" in text
+
+
 def test_info_never_raises(monkeypatch, capsys):
     def broken(*args):
         raise RuntimeError("driver\nhas gone")
 
-    for name in ("_devices", "_driver", "_backends", "_what_runs"):
+    for name in ("_devices", "_driver", "_backends", "_code", "_what_runs"):
         monkeypatch.setattr(diagnostics, name, broken)
     monkeypatch.setattr(diagnostics.importlib.metadata, "version", lambda name: "1")
     assert __main__.main(["info"]) == 0

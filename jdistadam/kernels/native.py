@@ -134,6 +134,28 @@ def reachable_peers() -> Callable[[int, int], bool]:
     return reaches
 
 
+def code_that_runs(build_info: str, capability: str) -> str | None:
+    """Returns the code of the CUDA module that a GPU of this compute capability runs, or None.
+
+    It runs machine code for its own major number and at most its minor one, the newest, else PTX
+    for at most its capability, which the driver compiles.
+
+    Example:
+      >>> code_that_runs("nvcc 13.0.88, sm_80 sm_90 compute_90", "8.9")
+      'sm_80'
+      >>> code_that_runs("nvcc 13.0.88, sm_80 sm_90 compute_90", "12.0")
+      'compute_90'
+    """
+    major, minor = (int(x) for x in capability.split("."))
+    found = []
+    for kind, number in re.findall(r"\b(sm|compute)_(\d+)\b", build_info):
+        its_major, its_minor = int(number[:-1]), int(number[-1])
+        is_machine_code = kind == "sm"
+        if (its_major, its_minor) <= (major, minor) and (its_major == major or not is_machine_code):
+            found.append((is_machine_code, int(number), f"{kind}_{number}"))
+    return max(found)[-1] if found else None
+
+
 def default_platform() -> str:
     """Returns the platform that JAX uses by default, in this module's words."""
     return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())

@@ -16,6 +16,7 @@ _PACKAGES = (
     "flax",
     "numpy",
     "ml_dtypes",
+    "jax-cuda12-plugin",
     "jax-cuda13-plugin",
 )
 
@@ -32,6 +33,7 @@ def info() -> dict[str, Any]:
         "devices": _try(_devices),
         "driver": _try(_driver),
         "backends": _try(_backends),
+        "code": _try(_code),
         "runs": _try(_what_runs),
         "peers": _try(_peers),
     }
@@ -72,11 +74,28 @@ def _backends() -> dict[str, dict[str, Any]]:
     return {name: {"available": s.available, "detail": s.detail} for name, s in found.items()}
 
 
+def _code() -> dict[str, str]:
+    """For each kind of GPU here the code of the CUDA module that it runs."""
+    import jax
+
+    from jdistadam.kernels import native
+
+    status = native.status("cuda")
+    gpus = [d for d in jax.devices() if d.platform == "gpu" and status.available]
+    return {
+        d.device_kind: native.code_that_runs(status.detail, d.compute_capability)
+        or f"no code for compute capability {d.compute_capability}. Reinstall with CUDAARCHS=native"
+        for d in gpus
+    }
+
+
 def _what_runs() -> str:
     from jdistadam.kernels import native
 
     default = native.default_platform()
     status = native.status(default)
+    if without := [kind for kind, code in _code().items() if code.startswith("no ")]:
+        return f"no kernel on {', '.join(without)}: see code"
     if status.available:
         return f"compiled {default} kernels"
     return f"jax.numpy fallback on {default}: {status.detail}"
@@ -126,6 +145,10 @@ def format_info(report: dict[str, Any]) -> str:
             lines.append(f"[{'OK' if status['available'] else '--'}] {name:<5} {status['detail']}")
     else:
         lines.append(f"backends  {report['backends']}")
+    if isinstance(report["code"], dict):
+        lines += [f"code      {kind}: {code}" for kind, code in report["code"].items()]
+    else:
+        lines.append(f"code      {report['code']}")
     lines.append(f"runs      {report['runs']}")
     lines += _format_peers(report["peers"])
     return "\n".join(lines)
