@@ -2,6 +2,9 @@
 
 import importlib.metadata
 
+import latex2mathml.converter
+from docutils import nodes
+
 project = "jdistadam"
 author = "the authors of jdistadam"
 release = importlib.metadata.version("jdistadam")
@@ -10,7 +13,6 @@ html_title = "jdistadam"
 extensions = [
     "myst_nb",  # pages in Markdown, and the notebook, which runs when it is built
     "sphinx.ext.autodoc",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
 ]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
@@ -37,3 +39,21 @@ html_theme_options = {
     "use_download_button": False,
 }
 html_copy_source = False
+
+# Formulas are MathML in the pages themselves: no script, and nothing from another server.
+html_math_renderer = "mathml"
+
+
+def _visit_inline(translator, node):
+    translator.body.append(latex2mathml.converter.convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def _visit_block(translator, node):
+    translator.body.append(latex2mathml.converter.convert(node.astext(), display="block"))
+    raise nodes.SkipNode
+
+
+def setup(app):
+    """Registers the renderer of formulas."""
+    app.add_html_math_renderer("mathml", (_visit_inline, None), (_visit_block, None))
