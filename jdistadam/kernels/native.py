@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import pathlib
 import re
 import warnings
@@ -85,7 +86,8 @@ def _explain(platform: str, error: ImportError) -> str:
     if not isinstance(error, ModuleNotFoundError):
         return str(error)
     package = pathlib.Path(__file__).parent.parent
-    if (package.parent / "pyproject.toml").exists():
+    is_installed = importlib.util.find_spec(_MODULES["cpu"]) is not None  # editable, too
+    if not is_installed and (package.parent / "pyproject.toml").exists():
         return (
             f"{_MODULES[platform]} is not built: jdistadam was imported from its source tree "
             f"{package}. Install it with `pip install .` and run from another folder."

@@ -74,6 +74,8 @@ def test_missing_module_says_how_to_get_it(monkeypatch):
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(native.importlib, "import_module", missing)
+    # Also where the package is in its source tree, as in an editable installation.
+    assert "without a CUDA compiler" in native.status.__wrapped__("cuda").detail
     for platform in native.PLATFORMS:
         status = native.status.__wrapped__(platform)
         assert not status.available
