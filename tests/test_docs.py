@@ -59,6 +59,17 @@ def test_the_source_distribution_leaves_records_out():
     assert "/experiments/results" in settings["tool"]["scikit-build"]["sdist"]["exclude"]
 
 
+def test_wheels_have_code_for_the_gpus_that_the_page_names():
+    """However they are built: by the command, or by the workflow."""
+    page, _, _ = (DOCS / "installation.md").read_text().partition("CUDAARCHS` names others")
+    rows = re.findall(r"^\| ([\d., ]+) \|.*\| machine code \| [^|]* \|$", page, re.M)
+    named = [x.split(",")[0].replace(".", "") for x in rows]
+    archs = ";".join([*(f"{x}-real" for x in named[:-1]), named[-1]])  # PTX of the newest, too
+    command = (ROOT / ".ci" / "wheels").read_text()
+    workflow = (ROOT / ".github" / "workflows" / "wheels.yml").read_text()
+    assert f"CUDAARCHS:-{archs}}}" in command and f'CUDAARCHS="{archs}"' in workflow, archs
+
+
 RESULTS = ROOT / "experiments" / "results"
 RECORDS = sorted(str(x.relative_to(RESULTS)) for x in RESULTS.glob("*/*/*"))
 
