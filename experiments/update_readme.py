@@ -305,6 +305,8 @@ TABLES = {
     "low_precision_speed": speed_tables.low_precision_speed,
     "resnet": speed_tables.resnet_speed,
     "gathered_once": speed_tables.gathered_once,
+    "sharded_steps": speed_tables.sharded_steps,
+    "everyday": speed_tables.everyday,
     "plan": plan_table,
     "plan_memory": plan_memory_table,
     "scan_runs": layer_tables.scan_runs,
