@@ -52,8 +52,7 @@ def to_train_state(
     """Makes the train state with which a distributed optimizer goes on from another framework.
 
     Moments and main parameters are copied exactly, but for moments that the policy of ``tx``
-    stores in a narrower dtype. ``tx`` begins with its own loss scale, and there is no model_state
-    and no rng: add them with ``TrainState.replace``.
+    stores in a narrower dtype. Loss scale, model_state and rng begin anew.
 
     Args:
       theirs: What ``from_torch`` or another reader returned.
@@ -74,21 +73,13 @@ def to_train_state(
       HyperparameterError: The other optimizer had other hyperparameters.
 
     Example:
-      >>> import jax.numpy as jnp, numpy as np, jdistadam as jda
-      >>> settings = dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, params=[0])
+      >>> import jdistadam as jda
       >>> ones = np.ones((2, 3), np.float32)
-      >>> state_dict = {
-      ...     "state": {0: dict(step=5, exp_avg=ones, exp_avg_sq=ones)},
-      ...     "param_groups": [settings],
-      ... }
-      >>> theirs = jda.interop.from_torch(state_dict, {"fc.weight": ones}, ["fc.weight"])
-      >>> mesh = jax.make_mesh((1,), ("data",))
-      >>> tx = jda.distributed(jda.fused_adamw(**theirs.arguments()), mesh=mesh)
+      >>> theirs = NamedState(5, {"fc.weight": jda.interop.NamedLeaf(ones, mu=ones, nu=ones)}, ())
+      >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=jax.make_mesh((1,), ("data",)))
       >>> like = {"fc": {"kernel": jax.ShapeDtypeStruct((3, 2), jnp.float32)}}
-      >>> state = jda.interop.to_train_state(
-      ...     theirs, tx, like, rename={"fc.weight": "fc/kernel"},
-      ...     transpose=jda.interop.flax_kernels,
-      ... )
+      >>> mapping = dict(rename={"fc.weight": "fc/kernel"}, transpose=jda.interop.flax_kernels)
+      >>> state = to_train_state(theirs, tx, like, **mapping)
       >>> int(state.step), state.params["fc"]["kernel"].shape
       (5, (3, 2))
     """
@@ -96,9 +87,9 @@ def to_train_state(
     check_named_state(theirs)
     trees.check_dtypes(like, name="like", action=_LIKE)
     numbers = numbers_of_leaves(tx.config.algorithm.groups, like, theirs.step)
-    ours = places(theirs.leaves, like, rename, transpose)
+    ours = places(theirs.leaves, like, [x is None for x in numbers], rename, transpose)
     compare(theirs, numbers, ours, differences)
-    adam = to_trees(theirs.leaves, ours, like, [x is None for x in numbers])
+    adam = to_trees(theirs.leaves, ours, like)
     if not tx.config.policy.main_params.is_stored:
         _check_exact(adam.params, ours, like)
     dtypes = jax.tree.map(lambda x: x.dtype, like)
@@ -120,8 +111,7 @@ def from_train_state(
 ) -> NamedState:
     """Returns what a train state holds of Adam by the names of another framework.
 
-    The inverse of ``to_train_state`` with the same rename and transpose. Loss scale, model_state
-    and rng are not a part of it.
+    The inverse of ``to_train_state`` with the same rename and transpose.
 
     Args:
       state: A train state made with ``tx``.
@@ -130,8 +120,9 @@ def from_train_state(
       rename: As in ``to_train_state``.
       transpose: As in ``to_train_state``.
       groups: The groups of the other optimizer, as ``NamedState.groups``. None: one for each set of
-        hyperparameters of ``tx``, with the learning rate of the next step; of
-        ``inject_hyperparams`` one without settings, which ``to_torch`` takes by keyword.
+        hyperparameters of ``tx``, with the learning rate of the next step; where they cannot be
+        seen, as of ``inject_hyperparams``, one without settings, which ``to_torch`` takes by
+        keyword.
 
     Raises:
       LayoutError: The state is of another layout than that of ``tx``.
@@ -139,19 +130,17 @@ def from_train_state(
       HyperparameterError: Adam of torch's layout has no such hyperparameter.
 
     Example:
-      >>> import jax.numpy as jnp, jdistadam as jda
+      >>> import jdistadam as jda
       >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=jax.make_mesh((1,), ("data",)))
-      >>> state = TrainState.create({"w": jnp.ones(3)}, tx)
-      >>> theirs = from_train_state(state, tx, ["w"])
+      >>> theirs = from_train_state(TrainState.create({"w": jnp.ones(3)}, tx), tx, ["w"])
       >>> jda.interop.to_torch(theirs).optimizer["state"][0]["exp_avg"].tolist()
       [0.0, 0.0, 0.0]
     """
     main, opt_state, _ = to_optax_state(state, tx)
     adam = _adam_of(opt_state)
     numbers = numbers_of_leaves(tx.config.algorithm.groups, state.params, int(adam.count))
-    ours = places(names, main, rename, transpose)
-    is_frozen = [x is None for x in numbers]
-    leaves = to_leaves(AdamTrees(main, adam.mu, adam.nu), ours, names, is_frozen)
+    ours = places(names, main, [x is None for x in numbers], rename, transpose)
+    leaves = to_leaves(AdamTrees(main, adam.mu, adam.nu), ours, names)
     if groups is None:  # hyperparameters in the state are used in place of those of tx
         known = None if _parts(opt_state, optax.InjectStatefulHyperparamsState) else numbers
         groups = groups_of(known, ours, list(leaves))
@@ -169,52 +158,36 @@ def to_fused(
 ) -> tuple[Params, OptState]:
     """Makes the parameters and the state with which ``fused_adamw`` goes on from another framework.
 
-    Args:
-      theirs: What ``from_torch`` or another reader returned.
-      tx: ``fused_adamw`` or ``fused_adam``, also with ``inject_hyperparams``, or a ``jda.chain``
-        with one, with the same hyperparameters. What they are is only seen of the optimizer itself;
-        otherwise a warning says what to compare.
-      like: Tree of arrays or shapes, with the structure, shapes and dtypes of our parameters.
-      rename: As in ``to_train_state``.
-      transpose: As in ``to_train_state``.
-      differences: As in ``to_train_state``.
+    ``tx`` is ``fused_adamw`` or ``fused_adam``. It may also be one with ``inject_hyperparams``, or
+    a ``jda.chain`` with one: their hyperparameters are not seen, and a warning says what to
+    compare. The other arguments, and what is raised, are as in ``to_train_state``.
 
     Returns:
       Parameters, in the dtypes of ``like``, and the state that ``tx.init`` makes for them with the
       moments and the step count of ``theirs``; both are numpy arrays, for ``jax.device_put`` to
       place. Moments have the dtypes in which ``tx`` stores them.
 
-    Raises:
-      TreeError, ShapeError, DtypeError: A leaf is missing, unexpected or of another shape, or would
-        lose bits.
-      HyperparameterError: The other optimizer had other hyperparameters.
-
     Example:
       >>> import jdistadam as jda
-      >>> settings = dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, params=[0])
       >>> ones = np.ones(3, np.float32)
-      >>> state_dict = {
-      ...     "state": {0: dict(step=5, exp_avg=ones, exp_avg_sq=ones)},
-      ...     "param_groups": [settings],
-      ... }
-      >>> theirs = jda.interop.from_torch(state_dict, {"w": ones}, ["w"])
-      >>> tx = jda.fused_adamw(**theirs.arguments())
-      >>> params, opt_state = jda.interop.to_fused(theirs, tx, {"w": jnp.zeros(3)})
+      >>> theirs = NamedState(5, {"w": jda.interop.NamedLeaf(ones, mu=ones, nu=ones)}, ())
+      >>> params, opt_state = to_fused(theirs, jda.fused_adamw(1e-3), {"w": jnp.zeros(3)})
       >>> int(opt_state[0].count), opt_state[0].mu["w"].tolist()
       (5, [1.0, 1.0, 1.0])
     """
     check_named_state(theirs)
     trees.check_dtypes(like, name="like", action=_LIKE)
     numbers = _numbers(tx, like, theirs.step)
-    ours = places(theirs.leaves, like, rename, transpose)
-    compare(theirs, numbers, ours, differences)
-    opt_state = _host(tx.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)))
+    opt_state = tx.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like))
+    opt_state = jax.tree.map(fetch, opt_state)
     rows = _rows(opt_state, like)
-    adam = to_trees(theirs.leaves, ours, like, [row is None for row in rows])
+    ours = places(theirs.leaves, like, [row is None for row in rows], rename, transpose)
+    compare(theirs, numbers, ours, differences)
+    adam = to_trees(theirs.leaves, ours, like)
     adam = adam._replace(mu=without_frozen(rows, adam.mu), nu=without_frozen(rows, adam.nu))
     mains = None
     if kept := _parts(opt_state, MainParamsState):
-        params, mains = _split(adam.params, like, kept[0])
+        params, mains = _split(adam.params, like, kept[0].main_params)
     else:
         _check_exact(adam.params, ours, like)
         params = jax.tree.map(lambda x, y: x.astype(y.dtype, copy=False), adam.params, like)
@@ -233,32 +206,20 @@ def from_fused(
 ) -> NamedState:
     """Returns what ``fused_adamw`` holds by the names of another framework: the inverse.
 
-    Args:
-      params: The parameters.
-      opt_state: The state that belongs to them.
-      tx: The optimizer.
-      names: The other framework's names, in the order in which its optimizer gets its parameters.
-      rename: As in ``to_train_state``.
-      transpose: As in ``to_train_state``.
-      groups: As in ``from_train_state``. Where the hyperparameters of ``tx`` cannot be seen, one
-        group without settings, which ``to_torch`` takes by keyword.
-
-    Raises:
-      TreeError, ShapeError: The names do not fit.
-      HyperparameterError: Adam of torch's layout has no such hyperparameter.
+    ``opt_state`` is the state of ``tx`` that belongs to ``params``. The other arguments, and what
+    is raised, are as in ``from_train_state``; the hyperparameters of a chain are not seen either.
 
     Example:
       >>> import jdistadam as jda
       >>> tx, params = jda.fused_adamw(1e-3, b2=0.99), {"w": jnp.ones(3)}
-      >>> theirs = from_fused(params, tx.init(params), tx, ["w"])
-      >>> theirs.groups[0].settings["betas"]
+      >>> from_fused(params, tx.init(params), tx, ["w"]).groups[0].settings["betas"]
       (0.9, 0.99)
     """
     adam, rows = _adam_of(decoded(opt_state)), _rows(opt_state, params)
     mu, nu = (with_frozen(rows, moment, params) for moment in (adam.mu, adam.nu))
-    exact = AdamTrees(*map(_host, (main_params(params, opt_state), mu, nu)))
-    ours = places(names, params, rename, transpose)
-    leaves = to_leaves(exact, ours, names, [row is None for row in rows])
+    exact = jax.tree.map(fetch, AdamTrees(main_params(params, opt_state), mu, nu))
+    ours = places(names, params, [row is None for row in rows], rename, transpose)
+    leaves = to_leaves(exact, ours, names)
     if groups is None:
         groups = groups_of(_numbers(tx, params, int(adam.count)), ours, list(leaves))
     return NamedState(int(adam.count), leaves, tuple(groups))
@@ -290,22 +251,16 @@ def _parts(tree: Any, kind: Any) -> list[Any]:
     return list(filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
 
 
-def _host(tree: Any) -> Any:
-    return jax.tree.map(fetch, tree)
-
-
-def _split(exact: Any, like: Params, state: MainParamsState) -> tuple[Any, Any]:
-    """Parameters and what is kept beside them, from exact ones."""
-    treedef: Any = jax.tree.structure(like)
-    pairs = []
-    kept = treedef.flatten_up_to(state.main_params)
-    for x, y, old in zip(jax.tree.leaves(exact), jax.tree.leaves(like), kept, strict=True):
-        is_kept = isinstance(old, np.ndarray)  # else there is a MaskedNode in its place
-        kind = main_codec_of(old) if is_kept else NOTHING
-        param, main = kind.split(x, y.dtype, np)
-        pairs.append((param, main if is_kept else old))
-    params, mains = zip(*pairs, strict=True)
-    return treedef.unflatten(list(params)), treedef.unflatten(list(mains))
+def _adam_of(opt_state: Any) -> optax.ScaleByAdamState:
+    """The state of the one Adam inside of what may be the state of a chain."""
+    found = _parts(opt_state, optax.ScaleByAdamState)
+    if len(found) != 1:
+        raise TreeError(
+            "opt_state: not the state of one Adam: "
+            f"got {type(opt_state).__name__} with {len(found)} of them, expected 1. "
+            "Use one optimizer, with param_labels and groups where leaves differ."
+        )
+    return found[0]
 
 
 def _check_exact(exact: Any, ours: Sequence[Place], like: Any) -> None:
@@ -319,16 +274,17 @@ def _check_exact(exact: Any, ours: Sequence[Place], like: Any) -> None:
             )
 
 
-def _adam_of(opt_state: Any) -> optax.ScaleByAdamState:
-    """The state of the one Adam inside of what may be the state of a chain."""
-    found = _parts(opt_state, optax.ScaleByAdamState)
-    if len(found) != 1:
-        raise TreeError(
-            "opt_state: not the state of one Adam: "
-            f"got {type(opt_state).__name__} with {len(found)} of them, expected 1. "
-            "Use one optimizer, with param_labels and groups where leaves differ."
-        )
-    return found[0]
+def _split(exact: Any, like: Params, kept: Any) -> tuple[Any, Any]:
+    """Parameters and main parameters, from exact ones; ``kept`` are those of a new state."""
+    treedef: Any = jax.tree.structure(like)
+    params, mains = [], []
+    leaves = zip(*map(jax.tree.leaves, (exact, like)), treedef.flatten_up_to(kept), strict=True)
+    for x, y, old in leaves:
+        is_kept = isinstance(old, np.ndarray)  # else there is a MaskedNode in its place
+        param, main = (main_codec_of(old) if is_kept else NOTHING).split(x, y.dtype, np)
+        params.append(param)
+        mains.append(main if is_kept else old)
+    return treedef.unflatten(params), treedef.unflatten(mains)
 
 
 def _filled(opt_state: Any, ours: AdamTrees, step: int, mains: Any = None) -> Any:
