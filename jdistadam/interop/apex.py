@@ -46,13 +46,9 @@ def from_apex_distributed(
 
     Format 2 holds unsharded arrays, made of scaled states and of remainders too. Format 1 holds the
     buckets of each process: flat shards, and the fragments of parameters that are in them. Unpack
-    what it gathered where Apex is installed::
-
-        gathered = state_dict["gathered_states"]
-        ranks = [torch.load(io.BytesIO(x.numpy()), weights_only=False) for x in gathered]
-
-    and pass this list; the shards may be tensors. In a file, buckets and fragments are dictionaries
-    of the fields of the same names.
+    each x in ``state_dict["gathered_states"]``, where Apex is installed, with
+    ``torch.load(io.BytesIO(x.numpy()), weights_only=False)`` and pass the list. In a file, buckets
+    and fragments are dictionaries of the fields of the same names.
 
     Layout: NVIDIA/apex 6424da3b, ``apex/contrib/optimizers/distributed_fused_adam.py``.
 
@@ -62,8 +58,7 @@ def from_apex_distributed(
       params: The model's parameters by name. Format 1 needs them for their shapes, and for their
         values where it keeps 16-bit remainders or nothing of them.
       names: As in ``from_torch``.
-      channels_last: Names of parameters in torch's memory format of this name. Format 1 has their
-        elements in the order of memory.
+      channels_last: Names of parameters in this memory format, in whose order format 1 has them.
 
     Raises:
       TreeError, ShapeError, DtypeError: It is no such state, the names do not fit it, or shards are

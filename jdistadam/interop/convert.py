@@ -18,7 +18,7 @@ from jdistadam.core.types import OptState, Params
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.drop_in.low_precision import RoundingState, decoded
 from jdistadam.drop_in.state import MainParamsState
-from jdistadam.drop_in.transformation import FusedTransformation, with_frozen, without_frozen
+from jdistadam.drop_in.transformation import FusedTransformation, without_frozen
 from jdistadam.errors import DtypeError, TreeError
 from jdistadam.interop.hyperparameters import Numbers, compare, groups_of, numbers_of_leaves
 from jdistadam.interop.named_state import (
@@ -58,18 +58,14 @@ def to_train_state(
       theirs: What ``from_torch`` or another reader returned.
       tx: A distributed optimizer, with the same hyperparameters.
       like: Tree of arrays or shapes, with the structure, shapes and dtypes of our parameters.
-      rename: A function or a dictionary from the other framework's names to the paths of our
-        leaves, such as ``Dense_0/kernel``; None for what has no place in ours. If it is None
-        itself, ``a.b`` becomes ``a/b``.
-      transpose: A function of such a path and the number of dimensions, or a dictionary by path, of
-        axes: our leaf is ``np.transpose(theirs, axes)``, and so are its moments. For Flax's layers
-        ``jda.interop.flax_kernels``. None: nothing is transposed.
-      differences: What to do where hyperparameters differ: "raise", or "warn" and go on with those
-        of ``tx``.
+      rename: A function or a dictionary from their names to the paths of our leaves, such as
+        ``Dense_0/kernel``, or to None for what has no place here. None: ``a.b`` becomes ``a/b``.
+      transpose: A function of such a path and the number of dimensions, such as ``flax_kernels``,
+        or a dictionary by path, of axes: our leaf is ``np.transpose(theirs, axes)``.
+      differences: Where hyperparameters differ, "raise", or "warn" and go on with those of ``tx``.
 
     Raises:
-      TreeError, ShapeError, DtypeError: A leaf is missing, unexpected or of another shape, or would
-        lose bits.
+      TreeError, ShapeError, DtypeError: A leaf is missing, unexpected, or would lose bits.
       HyperparameterError: The other optimizer had other hyperparameters.
 
     Example:
@@ -87,9 +83,9 @@ def to_train_state(
     check_named_state(theirs)
     trees.check_dtypes(like, name="like", action=_LIKE)
     numbers = numbers_of_leaves(tx.config.algorithm.groups, like, theirs.step)
-    ours = places(theirs.leaves, like, [x is None for x in numbers], rename, transpose)
+    ours = places(theirs.leaves, like, rename, transpose)
     compare(theirs, numbers, ours, differences)
-    adam = to_trees(theirs.leaves, ours, like)
+    adam = to_trees(theirs.leaves, ours, like, numbers)
     if not tx.config.policy.main_params.is_stored:
         _check_exact(adam.params, ours, like)
     dtypes = jax.tree.map(lambda x: x.dtype, like)
@@ -120,9 +116,8 @@ def from_train_state(
       rename: As in ``to_train_state``.
       transpose: As in ``to_train_state``.
       groups: The groups of the other optimizer, as ``NamedState.groups``. None: one for each set of
-        hyperparameters of ``tx``, with the learning rate of the next step; where they cannot be
-        seen, as of ``inject_hyperparams``, one without settings, which ``to_torch`` takes by
-        keyword.
+        hyperparameters of ``tx``, those of the next step; where they are not seen, as of
+        ``inject_hyperparams``, one without settings, which ``to_torch`` takes by keyword.
 
     Raises:
       LayoutError: The state is of another layout than that of ``tx``.
@@ -139,8 +134,9 @@ def from_train_state(
     main, opt_state, _ = to_optax_state(state, tx)
     adam = _adam_of(opt_state)
     numbers = numbers_of_leaves(tx.config.algorithm.groups, state.params, int(adam.count))
-    ours = places(names, main, [x is None for x in numbers], rename, transpose)
-    leaves = to_leaves(AdamTrees(main, adam.mu, adam.nu), ours, names)
+    ours = places(names, main, rename, transpose)
+    mu, nu = (without_frozen(numbers, moment) for moment in (adam.mu, adam.nu))
+    leaves = to_leaves(AdamTrees(main, mu, nu), ours, names)
     if groups is None:  # hyperparameters in the state are used in place of those of tx
         known = None if _parts(opt_state, optax.InjectStatefulHyperparamsState) else numbers
         groups = groups_of(known, ours, list(leaves))
@@ -163,9 +159,8 @@ def to_fused(
     compare. The other arguments, and what is raised, are as in ``to_train_state``.
 
     Returns:
-      Parameters, in the dtypes of ``like``, and the state that ``tx.init`` makes for them with the
-      moments and the step count of ``theirs``; both are numpy arrays, for ``jax.device_put`` to
-      place. Moments have the dtypes in which ``tx`` stores them.
+      Parameters, in the dtypes of ``like``, and the state that ``tx.init`` makes for them, with the
+      moments and the step count of ``theirs``: numpy arrays, for ``jax.device_put`` to place.
 
     Example:
       >>> import jdistadam as jda
@@ -178,12 +173,14 @@ def to_fused(
     check_named_state(theirs)
     trees.check_dtypes(like, name="like", action=_LIKE)
     numbers = _numbers(tx, like, theirs.step)
+    ours = places(theirs.leaves, like, rename, transpose)
+    compare(theirs, numbers, ours, differences)
     opt_state = tx.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like))
     opt_state = jax.tree.map(fetch, opt_state)
-    rows = _rows(opt_state, like)
-    ours = places(theirs.leaves, like, [row is None for row in rows], rename, transpose)
-    compare(theirs, numbers, ours, differences)
-    adam = to_trees(theirs.leaves, ours, like)
+    treedef: Any = jax.tree.structure(like)
+    moments = treedef.flatten_up_to(_adam_of(decoded(opt_state)).mu)
+    rows = [None if isinstance(x, optax.MaskedNode) else 0 for x in moments]
+    adam = to_trees(theirs.leaves, ours, like, rows)
     adam = adam._replace(mu=without_frozen(rows, adam.mu), nu=without_frozen(rows, adam.nu))
     mains = None
     if kept := _parts(opt_state, MainParamsState):
@@ -215,11 +212,10 @@ def from_fused(
       >>> from_fused(params, tx.init(params), tx, ["w"]).groups[0].settings["betas"]
       (0.9, 0.99)
     """
-    adam, rows = _adam_of(decoded(opt_state)), _rows(opt_state, params)
-    mu, nu = (with_frozen(rows, moment, params) for moment in (adam.mu, adam.nu))
-    exact = jax.tree.map(fetch, AdamTrees(main_params(params, opt_state), mu, nu))
-    ours = places(names, params, [row is None for row in rows], rename, transpose)
-    leaves = to_leaves(exact, ours, names)
+    adam = _adam_of(decoded(opt_state))
+    exact = AdamTrees(main_params(params, opt_state), adam.mu, adam.nu)
+    ours = places(names, params, rename, transpose)
+    leaves = to_leaves(jax.tree.map(fetch, exact), ours, names)
     if groups is None:
         groups = groups_of(_numbers(tx, params, int(adam.count)), ours, list(leaves))
     return NamedState(int(adam.count), leaves, tuple(groups))
@@ -236,13 +232,6 @@ def _numbers(tx: FusedTransformation, like: Params, step: int) -> list[Numbers |
     if tx.algorithm is None:
         return None
     return numbers_of_leaves(tx.algorithm.groups, like, step)
-
-
-def _rows(opt_state: OptState, like: Params) -> list[int | None]:
-    """For each leaf None if it has no moments, as ``without_frozen`` takes it."""
-    treedef: Any = jax.tree.structure(like)
-    moments = treedef.flatten_up_to(_adam_of(decoded(opt_state)).mu)
-    return [None if isinstance(x, optax.MaskedNode) else 0 for x in moments]
 
 
 def _parts(tree: Any, kind: Any) -> list[Any]:
@@ -289,10 +278,8 @@ def _split(exact: Any, like: Params, kept: Any) -> tuple[Any, Any]:
 
 def _filled(opt_state: Any, ours: AdamTrees, step: int, mains: Any = None) -> Any:
     """A new state with the moments, the step count and the main parameters of another one."""
-    mu = trees.codes_inside(_adam_of(opt_state).mu)
-    shapes = jax.tree.map(lambda x: np.broadcast_to(0, x.shape), mu, is_leaf=is_codes)
-    trees.check_same_shapes(ours.mu, shapes, name="mu", like_name="opt_state.mu")
     count, left = np.asarray(step, np.int32), []
+    kinds = (optax.ScaleByAdamState, MainParamsState, RoundingState)
 
     def filled(where: str, part: Any) -> Any:
         def one(path: Any, x: Any) -> Any:
@@ -301,17 +288,15 @@ def _filled(opt_state: Any, ours: AdamTrees, step: int, mains: Any = None) -> An
             if isinstance(x, optax.ScaleByAdamState):
                 mu, nu = _stored("mu", ours.mu, x.mu), _stored("nu", ours.nu, x.nu)
                 return x._replace(count=count, mu=mu, nu=nu)
-            if isinstance(x, MainParamsState):
-                return MainParamsState(mains, filled(f"{at}.inner", x.inner))
-            if isinstance(x, RoundingState):
-                return RoundingState(x.key, filled(f"{at}.inner", x.inner))
+            if isinstance(x, kinds):
+                kept = {"main_params": mains} if isinstance(x, MainParamsState) else {}
+                return x._replace(inner=filled(f"{at}.inner", x.inner), **kept)
             if fields[-1:] == ["count"]:  # in every state of optax the number of steps
                 return count
             if "hyperparams" not in fields:  # which are the user's numbers
                 left.append(at)
             return x
 
-        kinds = (optax.ScaleByAdamState, MainParamsState, RoundingState)
         return jax.tree_util.tree_map_with_path(one, part, is_leaf=lambda x: isinstance(x, kinds))
 
     new = filled("opt_state", opt_state)
@@ -332,5 +317,5 @@ def _stored(name: str, moments: Any, like: Any) -> Any:
             return codec_of(old).encode(name, x.astype(np.float32, copy=False), None, np)
         return x.astype(old.dtype, copy=False)
 
-    like = trees.codes_inside(like)
-    return trees.codes_outside(jax.tree.map(one, like, moments, is_leaf=is_codes))
+    made = jax.tree.map(one, trees.codes_inside(like), moments, is_leaf=is_codes)
+    return trees.codes_outside(made)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 
 from jdistadam.core import trees
 from jdistadam.errors import DtypeError, HyperparameterError, ShapeError, TreeError
@@ -17,8 +18,7 @@ class NamedLeaf(NamedTuple):
     """One parameter of the other framework, in its shape, and what Adam keeps of it.
 
     Attributes:
-      param: The parameter as exact as it is known: the main parameter where one was kept. None if
-        it was not given.
+      param: The main parameter where one was kept, else the parameter; None if it was not given.
       mu: The first moment; None where the other optimizer has none, as of frozen parameters.
       nu: The second moment, likewise.
     """
@@ -50,21 +50,15 @@ class NamedState:
     groups: tuple[Group, ...]
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the hyperparameters as arguments of ``fused_adamw``.
-
-        Where weight decay is a part of the gradient, those of ``fused_adam``: ``l2`` instead of
-        ``weight_decay``.
+        """Returns the arguments of ``fused_adamw``; of ``fused_adam`` where weight decay is L2.
 
         Raises:
           HyperparameterError: There are groups with different ones.
 
         Example:
-          >>> import jdistadam as jda
-          >>> settings = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-          >>> theirs = NamedState(0, {}, (Group(("w",), settings),))
-          >>> tx = jda.fused_adamw(**theirs.arguments())
-          >>> theirs.arguments()["b2"]
-          0.95
+          >>> group = Group(("w",), dict(lr=1e-3, betas=(0.9, 0.95)))
+          >>> NamedState(0, {}, (group,)).arguments()
+          {'learning_rate': 0.001, 'b1': 0.9, 'b2': 0.95}
         """
         found = [our_arguments(group.settings) for group in self.groups if group.names]
         if not found or any(other != found[0] for other in found):
@@ -118,18 +112,19 @@ class Place(NamedTuple):
       name: Their name of it.
       axes: The order of its dimensions: ours is ``np.transpose(theirs, axes)``.
       shape: Its shape.
-      is_frozen: Whether it is never trained, and has no moments.
     """
 
     where: str
     name: str
     axes: tuple[int, ...]
     shape: tuple[int, ...]
-    is_frozen: bool
 
 
 class AdamTrees(NamedTuple):
-    """Exact parameters, float32, and moments as they were kept: trees of numpy arrays."""
+    """Exact parameters, float32, and moments as they were kept: trees of numpy arrays.
+
+    In the place of a moment that a frozen parameter has not there may be an ``optax.MaskedNode``.
+    """
 
     params: Any
     mu: Any
@@ -155,15 +150,11 @@ def flax_kernels(path: str, ndim: int) -> tuple[int, ...] | None:
     return (*range(2, ndim), 1, 0)
 
 
-def places(
-    names: Iterable[str], like: Any, frozen: Sequence[bool], rename: Rename, transpose: Transpose
-) -> list[Place]:
+def places(names: Iterable[str], like: Any, rename: Rename, transpose: Transpose) -> list[Place]:
     """Returns the place of each of our leaves; rename and transpose as ``to_train_state`` says.
 
-    Raises:
-      TreeError: A name leads to none of our leaves, or two lead to one, or none leads to one; or
-        transpose has a path of no leaf.
-      ShapeError: The axes are no order of the dimensions.
+    Raises TreeError where names, or paths in ``transpose``, are not one for each leaf, and
+    ShapeError where axes are no order of the dimensions.
     """
     paths = [
         jax.tree_util.keystr(path, simple=True, separator="/")
@@ -178,7 +169,7 @@ def places(
         )
     axes_of = transpose if callable(transpose) else lambda path, _: (transpose or {}).get(path)
     made = []
-    for path, leaf, is_frozen in zip(paths, jax.tree.leaves(like), frozen, strict=True):
+    for path, leaf in zip(paths, jax.tree.leaves(like), strict=True):
         ndim = len(leaf.shape)
         axes = axes_of(path, ndim)
         axes = tuple(range(ndim) if axes is None else axes)
@@ -187,7 +178,7 @@ def places(
                 f"{where[path]}: cannot be transposed so: got axes {axes}, "
                 f"expected an order of its {ndim} dimensions. Fix transpose."
             )
-        made.append(Place(where[path], found[path], axes, tuple(leaf.shape), is_frozen))
+        made.append(Place(where[path], found[path], axes, tuple(leaf.shape)))
     return made
 
 
@@ -228,20 +219,19 @@ def _names_by_path(names: list[str], rename: Rename, where: Mapping[str, str]) -
     return found
 
 
-def to_trees(leaves: Mapping[str, NamedLeaf], ours: Sequence[Place], like: Any) -> AdamTrees:
+def to_trees(
+    leaves: Mapping[str, NamedLeaf], ours: Sequence[Place], like: Any, rows: Sequence[Any]
+) -> AdamTrees:
     """Returns what is theirs, copied into trees of the structure of ``like``.
 
-    Frozen leaves may have no moments, and get zeros.
-
-    Raises:
-      TreeError: A parameter or its moments are missing.
-      ShapeError: One has another shape than ours.
-      DtypeError: One has a dtype that float32 does not hold.
+    Leaves whose row is None are frozen: they may have no moments, and get zeros. Raises TreeError
+    for what is missing, ShapeError for another shape than ours, DtypeError for a dtype that float32
+    does not hold.
     """
     made = []
-    for place in ours:
+    for place, row in zip(ours, rows, strict=True):
         leaf = leaves[place.name]
-        _check_leaf(place, leaf)
+        _check_leaf(place, leaf, is_frozen=row is None)
         zeros = np.zeros(leaf.param.shape, np.float32)
         param, mu, nu = (_copy(zeros if x is None else x, place.axes) for x in leaf)
         made.append((param.astype(np.float32, copy=False), mu, nu))
@@ -249,14 +239,14 @@ def to_trees(leaves: Mapping[str, NamedLeaf], ours: Sequence[Place], like: Any) 
     return AdamTrees(*(treedef.unflatten([leaf[i] for leaf in made]) for i in range(3)))
 
 
-def _check_leaf(place: Place, leaf: NamedLeaf) -> None:
+def _check_leaf(place: Place, leaf: NamedLeaf, *, is_frozen: bool) -> None:
     if leaf.param is None:
         raise TreeError(
             f"{place.where}: missing: the state has moments of it alone: "
             f"got no parameter {place.name!r}, expected an array of shape {place.shape}. "
             f"Pass it in params, under the name {place.name!r}."
         )
-    if (leaf.mu is None or leaf.nu is None) and not place.is_frozen:
+    if (leaf.mu is None or leaf.nu is None) and not is_frozen:
         raise TreeError(
             f"{place.where}: has no moments in the other optimizer, which never stepped it: "
             f"got no state of {place.name!r}, expected exp_avg and exp_avg_sq. "
@@ -281,11 +271,12 @@ def _check_leaf(place: Place, leaf: NamedLeaf) -> None:
 
 def to_leaves(adam: AdamTrees, ours: Sequence[Place], names: Iterable[str]) -> dict[str, NamedLeaf]:
     """Returns named leaves of what is ours, in the order of ``names``: the inverse."""
-    made = {}
-    for place, param, *moments in zip(ours, *map(jax.tree.leaves, adam), strict=True):
+    made: dict[str, NamedLeaf] = {}
+    treedef: Any = jax.tree.structure(adam.params)
+    for place, *leaf in zip(ours, *map(treedef.flatten_up_to, adam), strict=True):
         back = tuple(np.argsort(place.axes))
-        kept = (None if place.is_frozen else _copy(x, back) for x in moments)
-        made[place.name] = NamedLeaf(_copy(param, back), *kept)
+        arrays = (None if isinstance(x, optax.MaskedNode) else _copy(x, back) for x in leaf)
+        made[place.name] = NamedLeaf(*arrays)
     return {name: made[name] for name in names if name in made}
 
 

@@ -31,8 +31,7 @@ def from_torch(
 
     Args:
       state_dict: ``optimizer.state_dict()``, with tensors or numpy arrays.
-      params: ``model.state_dict()``, or another dictionary of parameters by name; it may hold more
-        than the optimizer got, such as buffers.
+      params: Parameters by name, such as ``model.state_dict()``; buffers are left out.
       names: The names of the parameters in the order of ``optimizer.param_groups``, which need not
         be that of the model, or a dictionary of them by index. None: the dictionary has them, as
         that of an optimizer made with ``model.named_parameters()``, or of
@@ -57,10 +56,9 @@ def from_nemo(
 ) -> NamedState:
     """Reads the state of NeMo's ``MainParamsOptimizerWrapper`` around an Adam.
 
-    ``optimizer`` (before: ``optimizer_state_dict``) is the state of the wrapped optimizer, in
-    torch's layout; ``fp32_from_fp16_params`` (before: ``fp32_from_fp16``) holds, for each group,
-    the float32 values of those of its parameters that are in 16 bits. Which ones these are is seen
-    from ``params``; frozen ones, which have no state, are not among them.
+    ``optimizer`` (before: ``optimizer_state_dict``) is the state of the wrapped optimizer;
+    ``fp32_from_fp16_params`` (before: ``fp32_from_fp16``) holds, for each group, the float32 values
+    of its trained parameters that are in 16 bits. Which ones these are is seen from ``params``.
 
     Layout: NVIDIA/NeMo 8cfedd72, ``nemo/core/optim/optimizer_with_main_params.py``.
 
@@ -114,9 +112,8 @@ def from_megatron_fsdp(
     ``state`` has the moments of each parameter by name, ``param_to_group_meta`` its
     hyperparameters. The tensors must be whole: bring a checkpoint into one file with
     ``torch.distributed.checkpoint.format_utils.dcp_to_torch_save``. Names lose their leading
-    ``module.`` and ``model.``, which differ between model and optimizer. Checkpoints with several
-    optimizers in one, as of expert parallelism, are not supported; that of
-    ``fully_shard_optimizer`` has torch's layout, which ``from_torch`` reads.
+    ``module.`` and ``model.``, which differ between model and optimizer. Several optimizers in one
+    checkpoint, as of expert parallelism, are not supported.
 
     Layout: NVIDIA/Megatron-LM d98e8a64, ``megatron/core/optimizer/distrib_optimizer.py``
     (``sharded_param_state_fsdp_dtensor``) and ``megatron/training/checkpointing.py``.
@@ -167,8 +164,7 @@ class TorchState(NamedTuple):
     """A state in the layout of torch, of numpy arrays.
 
     Attributes:
-      optimizer: What ``load_state_dict`` of ``torch.optim.AdamW`` takes, once its arrays are
-        tensors.
+      optimizer: What ``load_state_dict`` of ``torch.optim.AdamW`` takes, with arrays as tensors.
       params: Parameters by name, float32 where the state had main parameters.
       names: The names of the parameters, in the order of the indices in ``optimizer``.
     """
@@ -179,8 +175,10 @@ class TorchState(NamedTuple):
 
 
 _NEEDED = ("lr", "betas", "eps", "weight_decay")
-_OF_ADAMW = dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False)
-_OF_ADAMW |= {"foreach": None, "fused": None, "decoupled_weight_decay": True}
+_OF_ADAMW: dict[str, Any] = {
+    "foreach": None, "fused": None, "capturable": False, "differentiable": False,
+    "amsgrad": False, "maximize": False, "decoupled_weight_decay": True,
+}  # fmt: skip
 
 
 def to_torch(theirs: NamedState, **settings: Any) -> TorchState:
@@ -189,7 +187,7 @@ def to_torch(theirs: NamedState, **settings: Any) -> TorchState:
     Parameters are numbered group by group, and each group keeps its order.
 
     Args:
-      theirs: The state, as ``from_train_state`` or ``from_fused`` returns it, or another reader.
+      theirs: What ``from_train_state``, ``from_fused`` or a reader returned.
       **settings: Hyperparameters by torch's names, in place of those of every group.
 
     Raises:
@@ -224,7 +222,7 @@ def to_torch(theirs: NamedState, **settings: Any) -> TorchState:
     return TorchState({"state": state, "param_groups": groups}, params, names)
 
 
-def _torch_settings(group: Group, instead: Mapping[str, Any]) -> dict[str, Any]:
+def _torch_settings(group: Group, instead: dict[str, Any]) -> dict[str, Any]:
     not_torchs = ("step", "bias_correction")
     new = _OF_ADAMW | {k: x for k, x in group.settings.items() if k not in not_torchs} | instead
     if missing := [key for key in _NEEDED if key not in new]:

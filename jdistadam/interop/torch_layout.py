@@ -202,9 +202,11 @@ def _leaf(name: str, entry: Mapping[str, Any], param: Any) -> NamedLeaf:
             "expected step, exp_avg, exp_avg_sq and perhaps param or master_param. "
             "Use the reader of the optimizer that made it; other ones are not supported."
         )
+    if param is not None:
+        param = as_numpy(f"parameter {name!r}", param)
     found = {our: as_numpy(f"{k} of {name!r}", entry[k]) for k, our in _OURS.items() if k in entry}
-    param = None if param is None else as_numpy(f"parameter {name!r}", param)
-    main = found.setdefault("param", param)
+    found = {"param": param} | found
+    main = found["param"]
     is_remainder = main is not None and main.dtype == np.int16
     if is_remainder:
         if param is None or param.dtype != ml_dtypes.bfloat16:
