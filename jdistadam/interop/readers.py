@@ -88,10 +88,9 @@ def from_nemo(
             f"expected {len(layout.groups)}. Pass the state dictionary as it was saved."
         )
     known = mapping("params", params)
-    trained = [name for name in layout.entries if name in known]
-    widths = {name: as_numpy(f"params[{name!r}]", known[name]).itemsize for name in trained}
+    trained = {k: as_numpy(f"params[{k!r}]", known[k]) for k in layout.entries if k in known}
     for i, (group, given) in enumerate(zip(layout.groups, by_group, strict=True)):
-        narrow = [name for name in group.names if widths.get(name) == 2]
+        narrow = [k for k in group.names if k in trained and trained[k].itemsize == 2]
         found = sequence(f"{where}[{i}]", given)
         if len(narrow) != len(found):
             raise TreeError(
@@ -211,7 +210,7 @@ def to_torch(theirs: NamedState, **settings: Any) -> TorchState:
     groups, first = [], 0
     for group in theirs.groups:
         last = first + len(group.names)
-        groups.append(_torch_settings(group, settings) | {"params": list(range(first, last))})
+        groups.append(_as_adamw(group, settings) | {"params": list(range(first, last))})
         first = last
     state = {
         i: {"step": np.array(theirs.step, np.float32), "exp_avg": leaf.mu, "exp_avg_sq": leaf.nu}
@@ -222,7 +221,7 @@ def to_torch(theirs: NamedState, **settings: Any) -> TorchState:
     return TorchState({"state": state, "param_groups": groups}, params, names)
 
 
-def _torch_settings(group: Group, instead: dict[str, Any]) -> dict[str, Any]:
+def _as_adamw(group: Group, instead: dict[str, Any]) -> dict[str, Any]:
     not_torchs = ("step", "bias_correction")
     new = _OF_ADAMW | {k: x for k, x in group.settings.items() if k not in not_torchs} | instead
     if missing := [key for key in _NEEDED if key not in new]:

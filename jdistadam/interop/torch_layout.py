@@ -153,8 +153,8 @@ def _name_of(
     raw: Sequence[Mapping[str, Any]], keys: list[str], names: Names, where: str
 ) -> dict[str, str]:
     """The name of each key, from the argument or from the groups themselves."""
-    if names is None and not all(key.isdigit() for key in keys):
-        names = dict(zip(keys, keys, strict=True))
+    if names is None and not all(map(str.isdigit, keys)):
+        names = {key: key for key in keys}
     elif names is None and all("param_names" in group for group in raw):
         names = dict(zip(keys, (n for group in raw for n in group["param_names"]), strict=True))
     elif names is None:
