@@ -191,24 +191,13 @@ class TrainState:
         dtypes = _dtypes_of(params, param_dtypes)
         params = jax.tree.map(lambda x, t: jax.ShapeDtypeStruct(x.shape, t), params, dtypes)
 
-        def place(spec: P, tree: Any) -> Any:
-            sharding = NamedSharding(tx.config.mesh, spec)
-            return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-            )
-
-        opt_state = jax.tree.map(
-            place,
-            tx.state_specs(),
-            jax.eval_shape(tx.init, params),
-            is_leaf=lambda x: isinstance(x, P),
-        )
-        params = jax.tree.map(
+        state = cls(params, jax.eval_shape(tx.init, params))
+        placed: TrainState = jax.tree.map(
             lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-            params,
-            tx.param_shardings(params),
+            state,
+            _places(state, tx),
         )
-        return cls(params, opt_state)
+        return placed
 
 
 def _dtypes_of(params: Params, dtypes: Any) -> Any:
@@ -278,12 +267,15 @@ def placed(state: TrainState, tx: DistributedTransformation) -> TrainState:
 
     What was restored without shardings, or made for another strategy of the same layout.
     """
-    specs = TrainState(P(), tx.state_specs(), P(), P())
-    wanted: list[Any] = [NamedSharding(tx.config.mesh, spec) for spec in _leaf_specs(specs, state)]
-    of_params = jax.tree.leaves(tx.param_shardings(state.params))
-    wanted[: len(of_params)] = of_params  # the first field
-    new: TrainState = brought(state, wanted)
+    new: TrainState = brought(state, jax.tree.leaves(_places(state, tx)))
     return new
+
+
+def _places(state: TrainState, tx: DistributedTransformation) -> TrainState:
+    """Where the arrays of a state belong."""
+    specs = jax.tree.broadcast(TrainState(P(), tx.state_specs(), P(), P()), state)
+    places = jax.tree.map(lambda spec: NamedSharding(tx.config.mesh, spec), specs)
+    return dataclasses.replace(places, params=tx.param_shardings(state.params))
 
 
 def replicated_extras(state: TrainState, tx: DistributedTransformation) -> TrainState:
@@ -292,14 +284,6 @@ def replicated_extras(state: TrainState, tx: DistributedTransformation) -> Train
     places = [NamedSharding(tx.config.mesh, P())] * len(jax.tree.leaves(extras))
     model_state, rng = brought(extras, places, exactly=False)
     return dataclasses.replace(state, model_state=model_state, rng=rng)
-
-
-def _leaf_specs(specs: TrainState, state: TrainState) -> list[P]:
-    """One PartitionSpec for each leaf of a state."""
-    return jax.tree.leaves(
-        jax.tree.broadcast(specs, state, is_leaf=lambda x: isinstance(x, P)),
-        is_leaf=lambda x: isinstance(x, P),
-    )
 
 
 def check_params_follow(state: TrainState, tx: DistributedTransformation) -> None:
