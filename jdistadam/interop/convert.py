@@ -105,19 +105,13 @@ def from_train_state(
     transpose: Transpose = None,
     groups: Sequence[Group] | None = None,
 ) -> NamedState:
-    """Returns what a train state holds of Adam by the names of another framework.
+    """Returns what a train state of ``tx`` holds of Adam by the names of another framework.
 
-    The inverse of ``to_train_state`` with the same rename and transpose.
-
-    Args:
-      state: A train state made with ``tx``.
-      tx: The distributed optimizer.
-      names: The other framework's names, in the order in which its optimizer gets its parameters.
-      rename: As in ``to_train_state``.
-      transpose: As in ``to_train_state``.
-      groups: The groups of the other optimizer, as ``NamedState.groups``. None: one for each set of
-        hyperparameters of ``tx``, those of the next step; where they are not seen, as of
-        ``inject_hyperparams``, one without settings, which ``to_torch`` takes by keyword.
+    The inverse of ``to_train_state`` with the same rename and transpose. ``names`` are in the order
+    in which the other optimizer gets its parameters, ``groups`` are its groups, as
+    ``NamedState.groups``. None: one for each set of hyperparameters of ``tx``, those of the next
+    step; where they are not seen, as of ``inject_hyperparams``, one without settings, which
+    ``to_torch`` takes by keyword.
 
     Raises:
       LayoutError: The state is of another layout than that of ``tx``.

@@ -58,14 +58,10 @@ def from_nemo(
 
     ``optimizer`` (before: ``optimizer_state_dict``) is the state of the wrapped optimizer;
     ``fp32_from_fp16_params`` (before: ``fp32_from_fp16``) holds, for each group, the float32 values
-    of its trained parameters that are in 16 bits. Which ones these are is seen from ``params``.
+    of its trained parameters that are in 16 bits. Which ones these are is seen from ``params``,
+    by name, in the dtypes in which the model was trained. ``names`` as in ``from_torch``.
 
     Layout: NVIDIA/NeMo 8cfedd72, ``nemo/core/optim/optimizer_with_main_params.py``.
-
-    Args:
-      state_dict: ``optimizer.state_dict()``.
-      params: The model's parameters by name, in the dtypes in which it was trained.
-      names: As in ``from_torch``.
 
     Raises:
       TreeError, ShapeError, DtypeError: It is no such state, or params or names do not fit it.
