@@ -145,10 +145,9 @@ class TrainState:
         """
         check_distributed(tx)
         check_created(params, model_state, rng)
-        dtypes = _dtypes_of(params, param_dtypes)
         replicated = NamedSharding(tx.config.mesh, P())
         # Placed as the ones that are trained: tx takes note of the dtypes that it sees.
-        trained = jax.tree.map(lambda x, t: jax.ShapeDtypeStruct(x.shape, t), params, dtypes)
+        trained = _trained(params, param_dtypes)
         agree(tx.config, trained)
         params = copy_to(params, tx.param_shardings(trained))
         model_state, rng = copy_to((model_state, rng), replicated)
@@ -188,9 +187,7 @@ class TrainState:
         """
         check_distributed(tx)
         trees.check_dtypes(params, name="params")
-        dtypes = _dtypes_of(params, param_dtypes)
-        params = jax.tree.map(lambda x, t: jax.ShapeDtypeStruct(x.shape, t), params, dtypes)
-
+        params = _trained(params, param_dtypes)
         state = cls(params, jax.eval_shape(tx.init, params))
         placed: TrainState = jax.tree.map(
             lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -200,14 +197,15 @@ class TrainState:
         return placed
 
 
-def _dtypes_of(params: Params, dtypes: Any) -> Any:
-    """Returns a tree of dtypes like params, from None, one dtype or such a tree."""
+def _trained(params: Params, dtypes: Any) -> Any:
+    """Returns the shapes of params, in the dtypes given by None, one dtype or a tree of them."""
     if dtypes is None:
-        return jax.tree.map(lambda x: x.dtype, params)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     if jax.tree_util.treedef_is_leaf(jax.tree.structure(dtypes)):
         dtypes = jax.tree.map(lambda _: dtypes, params)
     trees.check_same_structure(dtypes, params, name="param_dtypes", like_name="params")
-    return jax.tree.map(lambda dtype: float_dtype("param_dtypes", dtype), dtypes)
+    dtypes = jax.tree.map(lambda dtype: float_dtype("param_dtypes", dtype), dtypes)
+    return jax.tree.map(lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), params, dtypes)
 
 
 def _rounded(tx: DistributedTransformation, params: Params, trained: Params) -> Any:
