@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -137,8 +136,8 @@ def from_megatron_fsdp(
     groups = [{**mapping(f"{path}[{k!r}]", meta), "params": [k]} for k, meta in metas.items()]
     layout = parse({"state": state, "param_groups": groups}, {k: k for k in metas}, where)
     joined = joined_groups({group.names[0]: group.settings for group in layout.groups})
-    layout = dataclasses.replace(layout, groups=joined)
-    return layout.named_state(None if params is None else _by_plain_name("params", params))
+    params = None if params is None else _by_plain_name("params", params)
+    return layout._replace(groups=joined).named_state(params)
 
 
 def _by_plain_name(where: str, named: Any) -> dict[str, Any]:

@@ -8,9 +8,8 @@ What other formats have elsewhere, ``readers.py`` and ``apex.py`` bring to these
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -94,8 +93,7 @@ def first_of(where: str, x: Any, *keys: str) -> tuple[str, Any]:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class TorchLayout:
+class TorchLayout(NamedTuple):
     """Groups by name, and by name what ``state`` holds of each parameter that it has."""
 
     groups: tuple[Group, ...]
