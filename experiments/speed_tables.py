@@ -119,5 +119,5 @@ def gathered_once() -> str:
         sizes = [f"{row[name] / 1e6:.0f} MB" for name in ("arguments", "temporary", "peak")]
         beside = f"{row['beside']} of {row['gathers']}"
         table.append((row["workload"], row["strategy"], *sizes, beside))
-    columns = ("workload", "strategy", "arguments", "temporary", "peak", "gathers beside the model")
+    columns = ("workload", "strategy", "arguments", "temporary", "peak", "overlapped gathers")
     return markdown.table(columns, table)
