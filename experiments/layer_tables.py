@@ -56,7 +56,7 @@ def memory(record: str) -> str:
         is_ours = row["strategy"] != "annotations"
         per_layer = (sent(row, op)["instructions"] / results["layers"] for op in OPS)
         cells = (
-            row["name"],
+            row["name"].replace("recomputed", "rematerialized"),
             f'`"{row["strategy"]}"`' if is_ours else "`optax.adamw`",
             f"{row['arguments'] / 1e9:,.2f} GB",
             f"{row['temporary'] / 1e9:,.2f} GB",
@@ -94,13 +94,13 @@ LAYERS = {  # row: which model, what it gathers in the forward and in the backwa
     "unrolled, block by block, nothing recomputed": (
         "unrolled, `gathered_in_model`, without `jax.checkpoint`",
         "block by block",
-        "nothing: they are kept",
+        "nothing: parameters stay gathered",
         "all blocks, at the end of the forward pass",
     ),
     "unrolled, gathered first": (
         "neither argument, with `jax.checkpoint`",
         "all before it",
-        "nothing: they are kept",
+        "nothing: parameters stay gathered",
         "all parameters",
     ),
     "unrolled, unsharded parameters": (

@@ -60,6 +60,56 @@ def resnet_speed() -> str:
     return markdown.table(columns, rows)
 
 
+SHARDED = (  # rows of rivals.json, how they are called here
+    ("floor", "forward and backward pass, no optimizer"),
+    ("annotated_zero1", "annotations (ZeRO-1), largest dimension"),
+    ("annotated_zero1+first_dim", "annotations (ZeRO-1), first dimension"),
+    (
+        "annotated_zero1+first_dim+latency_hiding",
+        "annotations (ZeRO-1), first dimension, latency-hiding scheduler",
+    ),
+    ("annotated_fsdp", "annotations (FSDP), largest dimension"),
+    ("annotated_fsdp+first_dim", "annotations (FSDP), first dimension"),
+    ("optim", '"optim", sums in bfloat16, over XLA'),
+    ("optim+float32sum", '"optim", sums in float32, over peer memory'),
+    ("torch_floor", "torch: forward and backward pass, no optimizer"),
+    ("torch_fsdp2", "torch: FSDP2 with fused AdamW"),
+)
+
+
+def sharded_steps() -> str:
+    """One line for each way to shard a step on two H100s."""
+    found = {row["name"]: row for row in _results("bench_step/h100_x2/rivals")["rows"]}
+    table = [_step_cells(name, found[f"unrolled-8/{row}"]) for row, name in SHARDED]
+    return markdown.table(
+        ("whole step", "ms", "of a round", "ratio to the floor", "tokens/s"), table
+    )
+
+
+def everyday() -> str:
+    """One line for each option of everyday.json."""
+    names = (
+        ("optim", "neither"),
+        ("optim+ema", "`ema_decay`"),
+        ("optim+clip", "`max_grad_norm`"),
+        ("optim+clip+guard", "`max_grad_norm`, `norm_guard`"),
+        ("optim+clip+ema+guard", "`max_grad_norm`, `norm_guard`, `ema_decay`"),
+    )
+    found = {row["name"]: row for row in _results("bench_step/h100/everyday")["rows"]}
+    table = [_step_cells(name, found[f"unrolled-8/{row}"])[:3] for row, name in names]
+    return markdown.table(("with", "ms", "of a round"), table)
+
+
+def _step_cells(name, row) -> tuple[str, ...]:
+    return (
+        name,
+        f"{row['ms']:.2f}",
+        f"{row['ms_least']:.2f} to {row['ms_most']:.2f}",
+        f"{row['ratio_to_floor']:.3f}",
+        f"{row['tokens_per_second']:,.0f}",
+    )
+
+
 def gathered_once() -> str:
     """One line for each workload and strategy of gathered_once.py, without more options."""
     table = []
@@ -69,5 +119,5 @@ def gathered_once() -> str:
         sizes = [f"{row[name] / 1e6:.0f} MB" for name in ("arguments", "temporary", "peak")]
         beside = f"{row['beside']} of {row['gathers']}"
         table.append((row["workload"], row["strategy"], *sizes, beside))
-    columns = ("workload", "strategy", "arguments", "temporary", "peak", "gathers beside the model")
+    columns = ("workload", "strategy", "arguments", "temporary", "peak", "overlapped gathers")
     return markdown.table(columns, table)

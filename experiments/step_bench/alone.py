@@ -46,9 +46,11 @@ class Setting:
 class AnnotatedAlone:
     """Annotations: the mean over devices is one operation on an array that is sharded by them."""
 
-    def __init__(self, setting, clips, options):
+    def __init__(self, setting, modifiers, options):
         self.setting = setting
-        self.update = AnnotatedUpdate(setting.shapes, setting.mesh, False, clips)
+        self.update = AnnotatedUpdate(
+            setting.shapes, setting.mesh, False, "clip" in modifiers, "first_dim" in modifiers
+        )
         self._jitted = jax.jit(self._step, donate_argnums=0, compiler_options=options or None)
         self.program = None
         self.start = self.update.start
@@ -94,6 +96,6 @@ class OursAlone:
 def make(row, setting, on_gpu):
     """The variant of a row that steps alone."""
     if row.variant == "annotated_zero1":
-        return AnnotatedAlone(setting, "clip" in row.modifiers, row.options if on_gpu else {})
+        return AnnotatedAlone(setting, row.modifiers, row.options if on_gpu else {})
     options = TRAIN_STEP_OPTIONS | row.options if on_gpu else {}
     return OursAlone(setting, row.variant, row.modifiers, options)

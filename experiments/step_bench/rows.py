@@ -18,6 +18,7 @@ def merging(limit):
     return {MERGING.format(op): limit for op in ops}
 
 
+# Annotations cut the largest dimension of a leaf; "first_dim": the first that divides, as ours do.
 OPTIONS = {  # modifiers that are compiler options, over those that a variant has anyway
     "latency_hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
     "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
@@ -47,8 +48,10 @@ OPTIONS = {  # modifiers that are compiler options, over those that a variant ha
 # reach each other "float32sum" goes over peer memory, unless with "over_xla". "gathered_once" is
 # reshard_after_forward=False. In an unrolled model "block_by_block" gathers each block where it is
 # used, after the activations that enter the block before, and "at_any_time" without that.
+# "ema" averages the parameters, "guard" looks for spikes of the norm (and skips no step here).
 BY_BLOCK = {"block_by_block", "at_any_time"}
 SETTINGS = {"clip", "float32sum", "remainder16", "over_xla", "gathered_once", *BY_BLOCK}
+SETTINGS |= {"ema", "guard"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +94,8 @@ def parse(name):
         raise SystemExit(
             f"{name}: no workload {group!r}, such as unrolled-8, scanned-2x4, step-gpt2xl"
         )
-    annotated, ours = {"clip", "default_options", *OPTIONS}, SETTINGS | OPTIONS.keys()
+    annotated = {"clip", "default_options", "first_dim", *OPTIONS}
+    ours = SETTINGS | OPTIONS.keys()
     allowed = {FLOOR: set(), **{x: annotated for x in ANNOTATED}, **{x: ours for x in STRATEGIES}}
     for strategy in STRATEGIES[:3]:
         allowed[strategy] = ours - {"gathered_once", *BY_BLOCK}
@@ -151,7 +155,11 @@ SETS = {  # rows with a name of their own: all ways to gather the layers of a mo
     "layers": [
         *_group("unrolled-8", *_BLOCKS),
         *_group("scanned-8", "optim_grads_params", "annotated_fsdp"),
-    ]
+    ],
+    # What a training run needs every day, beside the same step without it.
+    "everyday": _group(
+        "unrolled-8", "optim", "optim+clip", "optim+clip+guard", "optim+ema", "optim+clip+ema+guard"
+    ),
 }
 KNOWN = [
     *_group("unrolled-8", *_LONG),

@@ -110,15 +110,15 @@ class Floor:
         return params, self.program(params, batch)[0]
 
 
-def shard_specs(shapes, num_shards):
-    """Of each leaf its largest dimension, beside that of layers, which divides."""
+def shard_specs(shapes, num_shards, is_first=False):
+    """Of each leaf its largest or its first dimension, beside that of layers, which divides."""
 
     def spec(path, x):
         first = int(models.is_stacked(jax.tree_util.keystr(path)))
         dims = [i for i in range(first, len(x.shape)) if x.shape[i] % num_shards == 0]
         if not dims:
             return P()
-        dim = max(dims, key=lambda i: x.shape[i])
+        dim = dims[0] if is_first else max(dims, key=lambda i: x.shape[i])
         return P(*[None] * dim, "data")
 
     return jax.tree_util.tree_map_with_path(spec, shapes)
@@ -127,10 +127,10 @@ def shard_specs(shapes, num_shards):
 class AnnotatedUpdate:
     """optax.adamw on float32 parameters and moments that are sharded by annotations."""
 
-    def __init__(self, shapes, mesh, is_fsdp, clips):
+    def __init__(self, shapes, mesh, is_fsdp, clips, cuts_first_dim=False):
         self.clip = optax.clip_by_global_norm(MAX_NORM) if clips else optax.identity()
         self.tx = optax.adamw(LEARNING_RATE, **HYPER)
-        specs = shard_specs(shapes, mesh.size)
+        specs = shard_specs(shapes, mesh.size, cuts_first_dim)
         self.sharded = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
         replicated = jax.tree.map(lambda _: NamedSharding(mesh, P()), self.sharded)
         self.of_params = self.sharded if is_fsdp else replicated
@@ -170,9 +170,11 @@ class AnnotatedUpdate:
 class Annotated:
     """One program for all devices, sharded by annotations: what a user of JAX writes."""
 
-    def __init__(self, setting, is_fsdp, clips, options):
+    def __init__(self, setting, is_fsdp, modifiers, options):
         self.setting = setting
-        self.update = AnnotatedUpdate(setting.shapes, setting.mesh, is_fsdp, clips)
+        self.update = AnnotatedUpdate(
+            setting.shapes, setting.mesh, is_fsdp, "clip" in modifiers, "first_dim" in modifiers
+        )
         # Else XLA shards activations as it does parameters, and sends those.
         place = {"place": self._by_sequence} if is_fsdp else {}
         self._loss = setting.loss(**place)
@@ -242,6 +244,8 @@ def make_tx(mesh, strategy, modifiers, **kwargs):
         communication="xla" if "over_xla" in modifiers else "auto",
         reshard_after_forward="gathered_once" not in modifiers,
         gathered_in_model=models.is_in_block if BY_BLOCK & modifiers else None,
+        ema_decay=0.999 if "ema" in modifiers else None,
+        norm_guard=jda.NormGuard(max_norm=1e9, max_ratio=1e9) if "guard" in modifiers else None,
         **kwargs,
     )  # fmt: skip
 
@@ -290,5 +294,5 @@ def make(row, setting, on_gpu):
         return Floor(setting, options)
     if row.variant.startswith("annotated"):
         is_fsdp = row.variant == "annotated_fsdp"
-        return Annotated(setting, is_fsdp, "clip" in row.modifiers, options)
+        return Annotated(setting, is_fsdp, row.modifiers, options)
     return Ours(setting, row.variant, row.modifiers, options)

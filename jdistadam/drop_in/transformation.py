@@ -82,7 +82,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         return self
 
 
-def without_frozen(rows: Sequence[int | None], tree: Any) -> Any:
+def without_frozen(rows: Sequence[Any], tree: Any) -> Any:
     """Returns a tree with ``optax.MaskedNode()`` in the place of each leaf that has no row."""
     if None not in rows:
         return tree

@@ -18,7 +18,7 @@ from jdistadam.core.types import OptState, Params
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.drop_in.low_precision import RoundingState, decoded
 from jdistadam.drop_in.state import MainParamsState
-from jdistadam.drop_in.transformation import FusedTransformation, with_frozen, without_frozen
+from jdistadam.drop_in.transformation import FusedTransformation, without_frozen
 from jdistadam.errors import DtypeError, TreeError
 from jdistadam.interop.hyperparameters import Numbers, compare, groups_of, numbers_of_leaves
 from jdistadam.interop.named_state import (
@@ -52,43 +52,30 @@ def to_train_state(
     """Makes the train state with which a distributed optimizer goes on from another framework.
 
     Moments and main parameters are copied exactly, but for moments that the policy of ``tx``
-    stores in a narrower dtype. ``tx`` begins with its own loss scale, and there is no model_state
-    and no rng: add them with ``TrainState.replace``.
+    stores in a narrower dtype. Loss scale, model_state and rng begin anew.
 
     Args:
       theirs: What ``from_torch`` or another reader returned.
       tx: A distributed optimizer, with the same hyperparameters.
       like: Tree of arrays or shapes, with the structure, shapes and dtypes of our parameters.
-      rename: A function or a dictionary from the other framework's names to the paths of our
-        leaves, such as ``Dense_0/kernel``; None for what has no place in ours. If it is None
-        itself, ``a.b`` becomes ``a/b``.
-      transpose: A function of such a path and the number of dimensions, or a dictionary by path, of
-        axes: our leaf is ``np.transpose(theirs, axes)``, and so are its moments. For Flax's layers
-        ``jda.interop.flax_kernels``. None: nothing is transposed.
-      differences: What to do where hyperparameters differ: "raise", or "warn" and go on with those
-        of ``tx``.
+      rename: A function or a dictionary from their names to the paths of our leaves, such as
+        ``Dense_0/kernel``, or to None for what has no place here. None: ``a.b`` becomes ``a/b``.
+      transpose: A function of such a path and the number of dimensions, such as ``flax_kernels``,
+        or a dictionary by path, of axes: our leaf is ``np.transpose(theirs, axes)``.
+      differences: Where hyperparameters differ, "raise", or "warn" and go on with those of ``tx``.
 
     Raises:
-      TreeError, ShapeError, DtypeError: A leaf is missing, unexpected or of another shape, or would
-        lose bits.
+      TreeError, ShapeError, DtypeError: A leaf is missing, unexpected, or would lose bits.
       HyperparameterError: The other optimizer had other hyperparameters.
 
     Example:
-      >>> import jax.numpy as jnp, numpy as np, jdistadam as jda
-      >>> settings = dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, params=[0])
+      >>> import jdistadam as jda
       >>> ones = np.ones((2, 3), np.float32)
-      >>> state_dict = {
-      ...     "state": {0: dict(step=5, exp_avg=ones, exp_avg_sq=ones)},
-      ...     "param_groups": [settings],
-      ... }
-      >>> theirs = jda.interop.from_torch(state_dict, {"fc.weight": ones}, ["fc.weight"])
-      >>> mesh = jax.make_mesh((1,), ("data",))
-      >>> tx = jda.distributed(jda.fused_adamw(**theirs.arguments()), mesh=mesh)
+      >>> theirs = NamedState(5, {"fc.weight": jda.interop.NamedLeaf(ones, mu=ones, nu=ones)}, ())
+      >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=jax.make_mesh((1,), ("data",)))
       >>> like = {"fc": {"kernel": jax.ShapeDtypeStruct((3, 2), jnp.float32)}}
-      >>> state = jda.interop.to_train_state(
-      ...     theirs, tx, like, rename={"fc.weight": "fc/kernel"},
-      ...     transpose=jda.interop.flax_kernels,
-      ... )
+      >>> mapping = dict(rename={"fc.weight": "fc/kernel"}, transpose=jda.interop.flax_kernels)
+      >>> state = to_train_state(theirs, tx, like, **mapping)
       >>> int(state.step), state.params["fc"]["kernel"].shape
       (5, (3, 2))
     """
@@ -98,7 +85,7 @@ def to_train_state(
     numbers = numbers_of_leaves(tx.config.algorithm.groups, like, theirs.step)
     ours = places(theirs.leaves, like, rename, transpose)
     compare(theirs, numbers, ours, differences)
-    adam = to_trees(theirs.leaves, ours, like, [x is None for x in numbers])
+    adam = to_trees(theirs.leaves, ours, like, numbers)
     if not tx.config.policy.main_params.is_stored:
         _check_exact(adam.params, ours, like)
     dtypes = jax.tree.map(lambda x: x.dtype, like)
@@ -118,20 +105,13 @@ def from_train_state(
     transpose: Transpose = None,
     groups: Sequence[Group] | None = None,
 ) -> NamedState:
-    """Returns what a train state holds of Adam by the names of another framework.
+    """Returns what a train state of ``tx`` holds of Adam by the names of another framework.
 
-    The inverse of ``to_train_state`` with the same rename and transpose. Loss scale, model_state
-    and rng are not a part of it.
-
-    Args:
-      state: A train state made with ``tx``.
-      tx: The distributed optimizer.
-      names: The other framework's names, in the order in which its optimizer gets its parameters.
-      rename: As in ``to_train_state``.
-      transpose: As in ``to_train_state``.
-      groups: The groups of the other optimizer, as ``NamedState.groups``. None: one for each set of
-        hyperparameters of ``tx``, with the learning rate of the next step; of
-        ``inject_hyperparams`` one without settings, which ``to_torch`` takes by keyword.
+    The inverse of ``to_train_state`` with the same rename and transpose. ``names`` are in the order
+    in which the other optimizer gets its parameters, ``groups`` are its groups, as
+    ``NamedState.groups``. None: one for each set of hyperparameters of ``tx``, those of the next
+    step; where they are not seen, as of ``inject_hyperparams``, one without settings, which
+    ``to_torch`` takes by keyword.
 
     Raises:
       LayoutError: The state is of another layout than that of ``tx``.
@@ -139,10 +119,9 @@ def from_train_state(
       HyperparameterError: Adam of torch's layout has no such hyperparameter.
 
     Example:
-      >>> import jax.numpy as jnp, jdistadam as jda
+      >>> import jdistadam as jda
       >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=jax.make_mesh((1,), ("data",)))
-      >>> state = TrainState.create({"w": jnp.ones(3)}, tx)
-      >>> theirs = from_train_state(state, tx, ["w"])
+      >>> theirs = from_train_state(TrainState.create({"w": jnp.ones(3)}, tx), tx, ["w"])
       >>> jda.interop.to_torch(theirs).optimizer["state"][0]["exp_avg"].tolist()
       [0.0, 0.0, 0.0]
     """
@@ -150,8 +129,8 @@ def from_train_state(
     adam = _adam_of(opt_state)
     numbers = numbers_of_leaves(tx.config.algorithm.groups, state.params, int(adam.count))
     ours = places(names, main, rename, transpose)
-    is_frozen = [x is None for x in numbers]
-    leaves = to_leaves(AdamTrees(main, adam.mu, adam.nu), ours, names, is_frozen)
+    mu, nu = (without_frozen(numbers, moment) for moment in (adam.mu, adam.nu))
+    leaves = to_leaves(AdamTrees(main, mu, nu), ours, names)
     if groups is None:  # hyperparameters in the state are used in place of those of tx
         known = None if _parts(opt_state, optax.InjectStatefulHyperparamsState) else numbers
         groups = groups_of(known, ours, list(leaves))
@@ -169,37 +148,19 @@ def to_fused(
 ) -> tuple[Params, OptState]:
     """Makes the parameters and the state with which ``fused_adamw`` goes on from another framework.
 
-    Args:
-      theirs: What ``from_torch`` or another reader returned.
-      tx: ``fused_adamw`` or ``fused_adam``, also with ``inject_hyperparams``, or a ``jda.chain``
-        with one, with the same hyperparameters. What they are is only seen of the optimizer itself;
-        otherwise a warning says what to compare.
-      like: Tree of arrays or shapes, with the structure, shapes and dtypes of our parameters.
-      rename: As in ``to_train_state``.
-      transpose: As in ``to_train_state``.
-      differences: As in ``to_train_state``.
+    ``tx`` is ``fused_adamw`` or ``fused_adam``. It may also be one with ``inject_hyperparams``, or
+    a ``jda.chain`` with one: their hyperparameters are not seen, and a warning says what to
+    compare. The other arguments, and what is raised, are as in ``to_train_state``.
 
     Returns:
-      Parameters, in the dtypes of ``like``, and the state that ``tx.init`` makes for them with the
-      moments and the step count of ``theirs``; both are numpy arrays, for ``jax.device_put`` to
-      place. Moments have the dtypes in which ``tx`` stores them.
-
-    Raises:
-      TreeError, ShapeError, DtypeError: A leaf is missing, unexpected or of another shape, or would
-        lose bits.
-      HyperparameterError: The other optimizer had other hyperparameters.
+      Parameters, in the dtypes of ``like``, and the state that ``tx.init`` makes for them, with the
+      moments and the step count of ``theirs``: numpy arrays, for ``jax.device_put`` to place.
 
     Example:
       >>> import jdistadam as jda
-      >>> settings = dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, params=[0])
       >>> ones = np.ones(3, np.float32)
-      >>> state_dict = {
-      ...     "state": {0: dict(step=5, exp_avg=ones, exp_avg_sq=ones)},
-      ...     "param_groups": [settings],
-      ... }
-      >>> theirs = jda.interop.from_torch(state_dict, {"w": ones}, ["w"])
-      >>> tx = jda.fused_adamw(**theirs.arguments())
-      >>> params, opt_state = jda.interop.to_fused(theirs, tx, {"w": jnp.zeros(3)})
+      >>> theirs = NamedState(5, {"w": jda.interop.NamedLeaf(ones, mu=ones, nu=ones)}, ())
+      >>> params, opt_state = to_fused(theirs, jda.fused_adamw(1e-3), {"w": jnp.zeros(3)})
       >>> int(opt_state[0].count), opt_state[0].mu["w"].tolist()
       (5, [1.0, 1.0, 1.0])
     """
@@ -208,13 +169,16 @@ def to_fused(
     numbers = _numbers(tx, like, theirs.step)
     ours = places(theirs.leaves, like, rename, transpose)
     compare(theirs, numbers, ours, differences)
-    opt_state = _host(tx.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)))
-    rows = _rows(opt_state, like)
-    adam = to_trees(theirs.leaves, ours, like, [row is None for row in rows])
+    opt_state = tx.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like))
+    opt_state = jax.tree.map(fetch, opt_state)
+    treedef: Any = jax.tree.structure(like)
+    moments = treedef.flatten_up_to(_adam_of(decoded(opt_state)).mu)
+    rows = [None if isinstance(x, optax.MaskedNode) else 0 for x in moments]
+    adam = to_trees(theirs.leaves, ours, like, rows)
     adam = adam._replace(mu=without_frozen(rows, adam.mu), nu=without_frozen(rows, adam.nu))
     mains = None
     if kept := _parts(opt_state, MainParamsState):
-        params, mains = _split(adam.params, like, kept[0])
+        params, mains = _split(adam.params, like, kept[0].main_params)
     else:
         _check_exact(adam.params, ours, like)
         params = jax.tree.map(lambda x, y: x.astype(y.dtype, copy=False), adam.params, like)
@@ -233,32 +197,19 @@ def from_fused(
 ) -> NamedState:
     """Returns what ``fused_adamw`` holds by the names of another framework: the inverse.
 
-    Args:
-      params: The parameters.
-      opt_state: The state that belongs to them.
-      tx: The optimizer.
-      names: The other framework's names, in the order in which its optimizer gets its parameters.
-      rename: As in ``to_train_state``.
-      transpose: As in ``to_train_state``.
-      groups: As in ``from_train_state``. Where the hyperparameters of ``tx`` cannot be seen, one
-        group without settings, which ``to_torch`` takes by keyword.
-
-    Raises:
-      TreeError, ShapeError: The names do not fit.
-      HyperparameterError: Adam of torch's layout has no such hyperparameter.
+    ``opt_state`` is the state of ``tx`` that belongs to ``params``. The other arguments, and what
+    is raised, are as in ``from_train_state``; the hyperparameters of a chain are not seen either.
 
     Example:
       >>> import jdistadam as jda
       >>> tx, params = jda.fused_adamw(1e-3, b2=0.99), {"w": jnp.ones(3)}
-      >>> theirs = from_fused(params, tx.init(params), tx, ["w"])
-      >>> theirs.groups[0].settings["betas"]
+      >>> from_fused(params, tx.init(params), tx, ["w"]).groups[0].settings["betas"]
       (0.9, 0.99)
     """
-    adam, rows = _adam_of(decoded(opt_state)), _rows(opt_state, params)
-    mu, nu = (with_frozen(rows, moment, params) for moment in (adam.mu, adam.nu))
-    exact = AdamTrees(*map(_host, (main_params(params, opt_state), mu, nu)))
+    adam = _adam_of(decoded(opt_state))
+    exact = AdamTrees(main_params(params, opt_state), adam.mu, adam.nu)
     ours = places(names, params, rename, transpose)
-    leaves = to_leaves(exact, ours, names, [row is None for row in rows])
+    leaves = to_leaves(jax.tree.map(fetch, exact), ours, names)
     if groups is None:
         groups = groups_of(_numbers(tx, params, int(adam.count)), ours, list(leaves))
     return NamedState(int(adam.count), leaves, tuple(groups))
@@ -277,46 +228,10 @@ def _numbers(tx: FusedTransformation, like: Params, step: int) -> list[Numbers |
     return numbers_of_leaves(tx.algorithm.groups, like, step)
 
 
-def _rows(opt_state: OptState, like: Params) -> list[int | None]:
-    """For each leaf None if it has no moments, as ``without_frozen`` takes it."""
-    treedef: Any = jax.tree.structure(like)
-    moments = treedef.flatten_up_to(_adam_of(decoded(opt_state)).mu)
-    return [None if isinstance(x, optax.MaskedNode) else 0 for x in moments]
-
-
 def _parts(tree: Any, kind: Any) -> list[Any]:
     """The parts of a tree that are of this kind."""
     is_one = lambda x: isinstance(x, kind)  # noqa: E731
     return list(filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
-
-
-def _host(tree: Any) -> Any:
-    return jax.tree.map(fetch, tree)
-
-
-def _split(exact: Any, like: Params, state: MainParamsState) -> tuple[Any, Any]:
-    """Parameters and what is kept beside them, from exact ones."""
-    treedef: Any = jax.tree.structure(like)
-    pairs = []
-    kept = treedef.flatten_up_to(state.main_params)
-    for x, y, old in zip(jax.tree.leaves(exact), jax.tree.leaves(like), kept, strict=True):
-        is_kept = isinstance(old, np.ndarray)  # else there is a MaskedNode in its place
-        kind = main_codec_of(old) if is_kept else NOTHING
-        param, main = kind.split(x, y.dtype, np)
-        pairs.append((param, main if is_kept else old))
-    params, mains = zip(*pairs, strict=True)
-    return treedef.unflatten(list(params)), treedef.unflatten(list(mains))
-
-
-def _check_exact(exact: Any, ours: Sequence[Place], like: Any) -> None:
-    """Raises DtypeError where float32 parameters lose bits in the dtypes of ``like``."""
-    for place, x, y in zip(ours, jax.tree.leaves(exact), jax.tree.leaves(like), strict=True):
-        if x.dtype != y.dtype and (x.astype(y.dtype).astype(x.dtype) != x).any():
-            raise DtypeError(
-                f"{place.where}: would be rounded, and the optimizer keeps no main parameters: "
-                f"got float32 parameters, expected what {y.dtype} holds exactly. "
-                "Use main_params_dtype=jnp.float32, or read the model's own parameters."
-            )
 
 
 def _adam_of(opt_state: Any) -> optax.ScaleByAdamState:
@@ -331,12 +246,34 @@ def _adam_of(opt_state: Any) -> optax.ScaleByAdamState:
     return found[0]
 
 
+def _check_exact(exact: Any, ours: Sequence[Place], like: Any) -> None:
+    """Raises DtypeError where float32 parameters lose bits in the dtypes of ``like``."""
+    for place, x, y in zip(ours, jax.tree.leaves(exact), jax.tree.leaves(like), strict=True):
+        if x.dtype != y.dtype and (x.astype(y.dtype).astype(x.dtype) != x).any():
+            raise DtypeError(
+                f"{place.where}: would be rounded, and the optimizer keeps no main parameters: "
+                f"got float32 parameters, expected what {y.dtype} holds exactly. "
+                "Use main_params_dtype=jnp.float32, or read the model's own parameters."
+            )
+
+
+def _split(exact: Any, like: Params, kept: Any) -> tuple[Any, Any]:
+    """Parameters and main parameters, from exact ones; ``kept`` are those of a new state."""
+    treedef: Any = jax.tree.structure(like)
+    params, mains = [], []
+    leaves = zip(*map(jax.tree.leaves, (exact, like)), treedef.flatten_up_to(kept), strict=True)
+    for x, y, old in leaves:
+        is_kept = isinstance(old, np.ndarray)  # else there is a MaskedNode in its place
+        param, main = (main_codec_of(old) if is_kept else NOTHING).split(x, y.dtype, np)
+        params.append(param)
+        mains.append(main if is_kept else old)
+    return treedef.unflatten(params), treedef.unflatten(mains)
+
+
 def _filled(opt_state: Any, ours: AdamTrees, step: int, mains: Any = None) -> Any:
     """A new state with the moments, the step count and the main parameters of another one."""
-    mu = trees.codes_inside(_adam_of(opt_state).mu)
-    shapes = jax.tree.map(lambda x: np.broadcast_to(0, x.shape), mu, is_leaf=is_codes)
-    trees.check_same_shapes(ours.mu, shapes, name="mu", like_name="opt_state.mu")
     count, left = np.asarray(step, np.int32), []
+    kinds = (optax.ScaleByAdamState, MainParamsState, RoundingState)
 
     def filled(where: str, part: Any) -> Any:
         def one(path: Any, x: Any) -> Any:
@@ -345,17 +282,15 @@ def _filled(opt_state: Any, ours: AdamTrees, step: int, mains: Any = None) -> An
             if isinstance(x, optax.ScaleByAdamState):
                 mu, nu = _stored("mu", ours.mu, x.mu), _stored("nu", ours.nu, x.nu)
                 return x._replace(count=count, mu=mu, nu=nu)
-            if isinstance(x, MainParamsState):
-                return MainParamsState(mains, filled(f"{at}.inner", x.inner))
-            if isinstance(x, RoundingState):
-                return RoundingState(x.key, filled(f"{at}.inner", x.inner))
+            if isinstance(x, kinds):
+                kept = {"main_params": mains} if isinstance(x, MainParamsState) else {}
+                return x._replace(inner=filled(f"{at}.inner", x.inner), **kept)
             if fields[-1:] == ["count"]:  # in every state of optax the number of steps
                 return count
             if "hyperparams" not in fields:  # which are the user's numbers
                 left.append(at)
             return x
 
-        kinds = (optax.ScaleByAdamState, MainParamsState, RoundingState)
         return jax.tree_util.tree_map_with_path(one, part, is_leaf=lambda x: isinstance(x, kinds))
 
     new = filled("opt_state", opt_state)
@@ -376,5 +311,5 @@ def _stored(name: str, moments: Any, like: Any) -> Any:
             return codec_of(old).encode(name, x.astype(np.float32, copy=False), None, np)
         return x.astype(old.dtype, copy=False)
 
-    like = trees.codes_inside(like)
-    return trees.codes_outside(jax.tree.map(one, like, moments, is_leaf=is_codes))
+    made = jax.tree.map(one, trees.codes_inside(like), moments, is_leaf=is_codes)
+    return trees.codes_outside(made)

@@ -16,8 +16,8 @@ from jdistadam.core.hyperparameters import FLAGS, Hyperparameters
 from jdistadam.errors import HyperparameterError
 from jdistadam.interop.named_state import Group, NamedState, Place, joined_groups, our_arguments
 
-_OURS_ALONE = ("eps_root", "bias_correction", *FLAGS)
-_DEFAULTS = Hyperparameters(0.0)
+# What other frameworks lack is there as it is here by default.
+_OURS_ALONE = {x: getattr(Hyperparameters(0.0), x) for x in ("eps_root", "bias_correction", *FLAGS)}
 # A schedule is float32 arithmetic here and float64 there: some ten operations, of half an ulp each.
 _SCHEDULE_TOLERANCE = 10 * 2.0**-24
 
@@ -27,7 +27,7 @@ Numbers = dict[str, Any]
 def numbers_of_leaves(groups: Groups, like: Any, step: int) -> list[Numbers | None]:
     """Returns the hyperparameters of each leaf in the step after ``step``; None for frozen ones.
 
-    They are Python numbers; None where one is not known, as in a program.
+    One that is not known, as in a program, is None.
     """
 
     def number(x: Any) -> Any:
@@ -49,9 +49,9 @@ def compare(
     ours: Sequence[Place],
     differences: str,
 ) -> None:
-    """Raises HyperparameterError, or warns, where the other optimizer had other ones than ours.
+    """Raises HyperparameterError, or warns, where the other optimizer had others than ours.
 
-    ``numbers``: what ``numbers_of_leaves`` returned; None where they cannot be seen.
+    ``numbers``: of each leaf; None where they cannot be seen.
     """
     if differences not in ("raise", "warn"):
         raise HyperparameterError(
@@ -66,39 +66,32 @@ def compare(
         )
         return
     settings = {name: group.settings for group in theirs.groups for name in group.names}
-    seen: list[Any] = []  # each difference once, whatever the number of its leaves
+    first: dict[Any, Place] = {}  # of each difference the first leaf that has it
     for place, mine in zip(ours, numbers, strict=True):
         for found in _differences(mine or {}, settings.get(place.name, {})):
-            if found in seen:
-                continue
-            seen.append(found)
-            key, got, expected = found
-            error = HyperparameterError(
-                f"tx, {key} for {place.where}: differs from what the other "
-                f"optimizer has for {place.name!r}: got {got}, expected {expected}. "
-                'Make tx with the hyperparameters in NamedState.groups, or pass differences="warn".'
-            )
-            if differences == "raise":
-                raise error
-            warnings.warn(str(error), stacklevel=3)
+            first.setdefault(found, place)
+    for (key, got, expected), place in first.items():
+        error = HyperparameterError(
+            f"tx, {key} for {place.where}: differs from what the other "
+            f"optimizer has for {place.name!r}: got {got}, expected {expected}. "
+            'Make tx with the hyperparameters in NamedState.groups, or pass differences="warn".'
+        )
+        if differences == "raise":
+            raise error
+        warnings.warn(str(error), stacklevel=3)
 
 
 def _differences(mine: Numbers, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields the hyperparameters that differ, with ours and theirs."""
-    # What no other framework has, as it is here by default.
-    theirs: dict[str, Any] = {name: getattr(_DEFAULTS, name) for name in _OURS_ALONE}
-    theirs |= our_arguments(settings)
+    theirs = _OURS_ALONE | our_arguments(settings)
     if "weight_decay" in settings:
         theirs = {"weight_decay": 0.0, "l2": 0.0} | theirs
     for key, value in mine.items():
-        if key in theirs and value is not None and not _equal(value, theirs[key], key):
-            yield key, value, theirs[key]
-
-
-def _equal(mine: Any, theirs: Any, key: str) -> bool:
-    a, b = np.float32(mine), np.float32(theirs)
-    tolerance = _SCHEDULE_TOLERANCE * abs(b) if key in ("learning_rate", "weight_decay") else 0
-    return bool(abs(a - b) <= tolerance)
+        if key in theirs and value is not None:
+            a, b = np.float32(value), np.float32(theirs[key])
+            is_scheduled = key in ("learning_rate", "weight_decay")
+            if not abs(a - b) <= (_SCHEDULE_TOLERANCE * abs(b) if is_scheduled else 0):
+                yield key, value, theirs[key]
 
 
 def groups_of(
@@ -115,9 +108,8 @@ def groups_of(
 
 
 def _torch_settings(name: str, mine: Numbers) -> dict[str, Any]:
-    both_decay = mine["weight_decay"] and mine["l2"]
-    keys = ("eps_root", *FLAGS)
-    for key in (*keys, "l2") if both_decay else keys:
+    lacking = ("eps_root", *FLAGS, *(["l2"] if mine["weight_decay"] else []))
+    for key in lacking:
         if mine[key]:
             raise HyperparameterError(
                 f"{key} for {name!r}: Adam of torch's layout has no such hyperparameter, "

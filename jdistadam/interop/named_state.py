@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 
 from jdistadam.core import trees
 from jdistadam.errors import DtypeError, HyperparameterError, ShapeError, TreeError
@@ -17,8 +18,7 @@ class NamedLeaf(NamedTuple):
     """One parameter of the other framework, in its shape, and what Adam keeps of it.
 
     Attributes:
-      param: The parameter as exact as it is known: the main parameter where one was kept. None if
-        it was not given.
+      param: The main parameter where one was kept, else the parameter; None if it was not given.
       mu: The first moment; None where the other optimizer has none, as of frozen parameters.
       nu: The second moment, likewise.
     """
@@ -29,12 +29,7 @@ class NamedLeaf(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A group of parameters with hyperparameters of its own.
-
-    Attributes:
-      names: The names of its parameters, in their order.
-      settings: The hyperparameters, by the other framework's names: ``lr``, ``betas`` and so on.
-    """
+    """Names of parameters, in order, and their hyperparameters by the other framework's names."""
 
     names: tuple[str, ...]
     settings: Mapping[str, Any]
@@ -55,21 +50,15 @@ class NamedState:
     groups: tuple[Group, ...]
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the hyperparameters as arguments of our optimizers.
-
-        Those of ``fused_adamw``; where weight decay is a part of
-        the gradient, ``l2`` instead of ``weight_decay``, as ``fused_adam`` takes it.
+        """Returns the arguments of ``fused_adamw``; of ``fused_adam`` where weight decay is L2.
 
         Raises:
           HyperparameterError: There are groups with different ones.
 
         Example:
-          >>> import jdistadam as jda
-          >>> settings = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-          >>> theirs = NamedState(0, {}, (Group(("w",), settings),))
-          >>> tx = jda.fused_adamw(**theirs.arguments())
-          >>> theirs.arguments()["b2"]
-          0.95
+          >>> group = Group(("w",), dict(lr=1e-3, betas=(0.9, 0.95)))
+          >>> NamedState(0, {}, (group,)).arguments()
+          {'learning_rate': 0.001, 'b1': 0.9, 'b2': 0.95}
         """
         found = [our_arguments(group.settings) for group in self.groups if group.names]
         if not found or any(other != found[0] for other in found):
@@ -83,30 +72,22 @@ class NamedState:
 
 def our_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the hyperparameters of one group by our names."""
-    arguments = {"learning_rate": settings["lr"]} if "lr" in settings else {}
-    if "betas" in settings:
-        arguments |= dict(zip(("b1", "b2"), settings["betas"], strict=True))
-    if "eps" in settings:
-        arguments["eps"] = settings["eps"]
-    if "weight_decay" in settings:
-        is_decoupled = settings.get("decoupled_weight_decay", True)
-        arguments["weight_decay" if is_decoupled else "l2"] = settings["weight_decay"]
-    if not settings.get("bias_correction", True):
-        arguments["bias_correction"] = False
-    return arguments
+    given = dict(settings)
+    if "betas" in given:
+        given |= zip(("b1", "b2"), given["betas"], strict=True)
+    decay = "weight_decay" if given.get("decoupled_weight_decay", True) else "l2"
+    names = {"lr": "learning_rate", "b1": "b1", "b2": "b2", "eps": "eps", "weight_decay": decay}
+    found = {ours: given[key] for key, ours in names.items() if key in given}
+    return found if given.get("bias_correction", True) else found | {"bias_correction": False}
 
 
 def joined_groups(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
     """Returns groups of parameters with equal settings, in the order of their first ones."""
-    groups: list[Group] = []
-    for name, given in settings.items():
-        for i, group in enumerate(groups):
-            if group.settings == given:
-                groups[i] = Group((*group.names, name), given)
-                break
-        else:
-            groups.append(Group((name,), given))
-    return tuple(groups)
+    different: list[Mapping[str, Any]] = []
+    for given in settings.values():
+        if given not in different:
+            different.append(given)
+    return tuple(Group(tuple(k for k, x in settings.items() if x == y), y) for y in different)
 
 
 def check_named_state(theirs: Any) -> None:
@@ -140,12 +121,9 @@ class Place(NamedTuple):
 
 
 class AdamTrees(NamedTuple):
-    """What Adam holds, as trees with the structure of our parameters, of numpy arrays.
+    """Exact parameters, float32, and moments as they were kept: trees of numpy arrays.
 
-    Attributes:
-      params: Exact parameters, float32.
-      mu: First moments, in the dtype in which they were kept.
-      nu: Second moments, likewise.
+    In the place of a moment that a frozen parameter has not there may be an ``optax.MaskedNode``.
     """
 
     params: Any
@@ -154,20 +132,18 @@ class AdamTrees(NamedTuple):
 
 
 def flax_kernels(path: str, ndim: int) -> tuple[int, ...] | None:
-    """Says how the weights of torch's layers become kernels of Flax.
+    """Returns the axes with which the weight of a layer of torch is a kernel of Flax.
 
     A linear weight (out, in) becomes (in, out); a convolution's (out, in, ...) becomes
-    (..., in, out): OIHW to HWIO. What is not called ``kernel``, such as an embedding, stays.
+    (..., in, out): OIHW to HWIO. None for leaves that are not called ``kernel``.
 
     Args:
       path: The path of our leaf.
       ndim: The number of its dimensions.
 
     Example:
-      >>> flax_kernels("Conv_0/kernel", 4), flax_kernels("Dense_0/kernel", 2)
-      ((2, 3, 1, 0), (1, 0))
-      >>> flax_kernels("layers/0/kernel", 2), flax_kernels("Embed_0/embedding", 2)
-      ((1, 0), None)
+      >>> flax_kernels("Conv_0/kernel", 4), flax_kernels("Embed_0/embedding", 2)
+      ((2, 3, 1, 0), None)
     """
     if path.rpartition("/")[2] != "kernel" or ndim < 2:
         return None
@@ -177,13 +153,13 @@ def flax_kernels(path: str, ndim: int) -> tuple[int, ...] | None:
 def places(names: Iterable[str], like: Any, rename: Rename, transpose: Transpose) -> list[Place]:
     """Returns the place of each of our leaves; rename and transpose as ``to_train_state`` says.
 
-    Raises:
-      TreeError: A name leads to none of our leaves, or two lead to one, or none leads to one; or
-        transpose has a path of no leaf.
-      ShapeError: The axes are no order of the dimensions.
+    Raises TreeError where names, or paths in ``transpose``, are not one for each leaf, and
+    ShapeError where axes are no order of the dimensions.
     """
-    flat = trees.leaves_with_path(like)
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in trees.leaves_with_path(like)
+    ]
     where = dict(zip(paths, trees.paths(like, "params"), strict=True))
     found = _names_by_path(list(names), rename, where)
     if isinstance(transpose, Mapping) and (extra := [x for x in transpose if x not in where]):
@@ -191,27 +167,34 @@ def places(names: Iterable[str], like: Any, rename: Rename, transpose: Transpose
             f"transpose[{extra[0]!r}]: belongs to no leaf: got {extra[0]}, "
             f"expected a path such as {next(iter(where), '')!r}. Fix or remove it."
         )
-    order = transpose if callable(transpose) else lambda path, _: (transpose or {}).get(path)
+    axes_of = transpose if callable(transpose) else lambda path, _: (transpose or {}).get(path)
     made = []
     for path, leaf in zip(paths, jax.tree.leaves(like), strict=True):
-        shape = tuple(leaf.shape)
-        axes = order(path, len(shape))
-        place = Place(
-            where[path], found[path], tuple(range(len(shape)) if axes is None else axes), shape
-        )
-        if sorted(place.axes) != list(range(len(shape))):
+        ndim = len(leaf.shape)
+        axes = axes_of(path, ndim)
+        axes = tuple(range(ndim) if axes is None else axes)
+        if sorted(axes) != list(range(ndim)):
             raise ShapeError(
-                f"{place.where}: cannot be transposed so: got axes {place.axes}, "
-                f"expected an order of its {len(shape)} dimensions. Fix transpose."
+                f"{where[path]}: cannot be transposed so: got axes {axes}, "
+                f"expected an order of its {ndim} dimensions. Fix transpose."
             )
-        made.append(place)
+        made.append(Place(where[path], found[path], axes, tuple(leaf.shape)))
     return made
 
 
 def _names_by_path(names: list[str], rename: Rename, where: Mapping[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in names:
-        path = _renamed(name, rename)
+        if isinstance(rename, Mapping) and name not in rename:
+            raise TreeError(
+                f"rename[{name!r}]: missing: the other optimizer has this parameter: "
+                f"got {len(rename)} names, expected a path of ours, or None to leave it out. "
+                "Add it."
+            )
+        if rename is None:
+            path: str | None = name.replace(".", "/")
+        else:
+            path = rename[name] if isinstance(rename, Mapping) else rename(name)
         if path is None:
             continue
         if path in found:
@@ -236,38 +219,27 @@ def _names_by_path(names: list[str], rename: Rename, where: Mapping[str, str]) -
     return found
 
 
-def _renamed(name: str, rename: Rename) -> str | None:
-    if rename is None:
-        return name.replace(".", "/")
-    if callable(rename):
-        return rename(name)
-    if name not in rename:
-        raise TreeError(
-            f"rename[{name!r}]: missing: the other optimizer has this parameter: "
-            f"got {len(rename)} names, expected a path of ours, or None to leave it out. Add it."
-        )
-    return rename[name]
-
-
 def to_trees(
-    leaves: Mapping[str, NamedLeaf], ours: Sequence[Place], like: Any, is_frozen: Sequence[bool]
+    leaves: Mapping[str, NamedLeaf], ours: Sequence[Place], like: Any, rows: Sequence[Any]
 ) -> AdamTrees:
-    """Returns trees of what is theirs, of the structure of ``like``.
+    """Returns what is theirs, copied into trees of the structure of ``like``.
 
-    Leaves that are never trained may have no moments, and get zeros.
-
-    Raises:
-      TreeError: A parameter or its moments are missing.
-      ShapeError: One has another shape than ours.
-      DtypeError: One has a dtype that float32 does not hold.
+    Leaves whose row is None are frozen: they may have no moments, and get zeros. Raises TreeError
+    for what is missing, ShapeError for another shape than ours, DtypeError for a dtype that float32
+    does not hold.
     """
+    made = []
+    for place, row in zip(ours, rows, strict=True):
+        leaf = leaves[place.name]
+        _check_leaf(place, leaf, is_frozen=row is None)
+        zeros = np.zeros(leaf.param.shape, np.float32)
+        param, mu, nu = (_copy(zeros if x is None else x, place.axes) for x in leaf)
+        made.append((param.astype(np.float32, copy=False), mu, nu))
     treedef: Any = jax.tree.structure(like)
-    made = [_ours(x, leaves[x.name], frozen) for x, frozen in zip(ours, is_frozen, strict=True)]
     return AdamTrees(*(treedef.unflatten([leaf[i] for leaf in made]) for i in range(3)))
 
 
-def _ours(place: Place, leaf: NamedLeaf, is_frozen: bool) -> NamedLeaf:
-    """Copies one leaf into our order of dimensions."""
+def _check_leaf(place: Place, leaf: NamedLeaf, *, is_frozen: bool) -> None:
     if leaf.param is None:
         raise TreeError(
             f"{place.where}: missing: the state has moments of it alone: "
@@ -280,16 +252,14 @@ def _ours(place: Place, leaf: NamedLeaf, is_frozen: bool) -> NamedLeaf:
             f"got no state of {place.name!r}, expected exp_avg and exp_avg_sq. "
             "Freeze it here too, with param_labels and groups."
         )
-    zeros = np.zeros(np.shape(leaf.param), np.float32)
-    given = [zeros if x is None else x for x in leaf]
-    for key, x in zip(("parameter", "exp_avg", "exp_avg_sq"), given, strict=True):
-        if x.dtype not in trees.STORAGE_DTYPES:
+    for key, x in zip(("parameter", "exp_avg", "exp_avg_sq"), leaf, strict=True):
+        if x is not None and x.dtype not in trees.STORAGE_DTYPES:
             raise DtypeError(
                 f"{place.where}: dtype cannot be used: got {x.dtype} for {key} of {place.name!r}, "
                 f"expected {' or '.join(map(str, trees.STORAGE_DTYPES))}. "
                 "Convert it before, if the rounding is meant."
             )
-    shape = given[0].shape
+    shape = leaf.param.shape
     if len(shape) != len(place.axes) or tuple(shape[i] for i in place.axes) != place.shape:
         raise ShapeError(
             f"{place.where}: shape differs from the other framework's: "
@@ -297,22 +267,18 @@ def _ours(place: Place, leaf: NamedLeaf, is_frozen: bool) -> NamedLeaf:
             f"expected {place.shape}. "
             "Fix transpose or rename; flax_kernels transposes what torch's layers have."
         )
-    param, mu, nu = (_copy(x, place.axes) for x in given)  # theirs may train on
-    return NamedLeaf(param.astype(np.float32, copy=False), mu, nu)
 
 
-def to_leaves(
-    trees_of_ours: AdamTrees, ours: Sequence[Place], names: Sequence[str], is_frozen: Sequence[bool]
-) -> dict[str, NamedLeaf]:
+def to_leaves(adam: AdamTrees, ours: Sequence[Place], names: Iterable[str]) -> dict[str, NamedLeaf]:
     """Returns named leaves of what is ours, in the order of ``names``: the inverse."""
-    made = {}
-    parts = zip(*map(jax.tree.leaves, trees_of_ours), strict=True)
-    for place, (param, *moments), frozen in zip(ours, parts, is_frozen, strict=True):
+    made: dict[str, NamedLeaf] = {}
+    treedef: Any = jax.tree.structure(adam.params)
+    for place, *leaf in zip(ours, *map(treedef.flatten_up_to, adam), strict=True):
         back = tuple(np.argsort(place.axes))
-        kept = (None if frozen else _copy(x, back) for x in moments)
-        made[place.name] = NamedLeaf(_copy(param, back), *kept)
+        arrays = (None if isinstance(x, optax.MaskedNode) else _copy(x, back) for x in leaf)
+        made[place.name] = NamedLeaf(*arrays)
     return {name: made[name] for name in names if name in made}
 
 
 def _copy(x: Any, axes: tuple[int, ...]) -> np.ndarray:
-    return np.array(np.asarray(x).transpose(axes), order="C")
+    return np.array(np.asarray(x).transpose(axes), order="C")  # theirs may train on

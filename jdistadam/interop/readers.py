@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jdistadam.errors import HyperparameterError, TreeError
-from jdistadam.interop.apex_shards import joined_shards
-from jdistadam.interop.named_state import NamedState, check_named_state, joined_groups
+from jdistadam.interop.named_state import Group, NamedState, check_named_state, joined_groups
 from jdistadam.interop.torch_layout import Names, as_numpy, first_of, mapping, parse, sequence
-
-_UNPACK = "Unpack it with torch.load(io.BytesIO(x.numpy()), weights_only=False)."
-
-
-class TorchState(NamedTuple):
-    """A state in the layout of torch, of numpy arrays.
-
-    Attributes:
-      optimizer: What ``load_state_dict`` of ``torch.optim.AdamW`` takes, once its arrays are
-        tensors.
-      params: Parameters by name, float32 where the state had main parameters.
-      names: The names of the parameters, in the order of the indices in ``optimizer``.
-    """
-
-    optimizer: dict[str, Any]
-    params: dict[str, np.ndarray]
-    names: list[str]
 
 
 def from_torch(
@@ -36,10 +18,10 @@ def from_torch(
 ) -> NamedState:
     """Reads the state of ``torch.optim.AdamW`` or ``Adam``, or of an optimizer of its layout.
 
-    Those are ``apex.optimizers.FusedAdam``, ``transformer_engine.pytorch.optimizers.FusedAdam``,
-    and any of them under Megatron-FSDP's ``fully_shard_optimizer``. Apex keeps its own
-    ``master_weights`` out of the dictionary, and neither it nor older versions of torch
-    write whether weight decay is decoupled (``adam_w_mode``): it is taken to be.
+    Those are ``FusedAdam`` of Apex and of Transformer Engine, and any of them under Megatron-FSDP's
+    ``fully_shard_optimizer``. Apex keeps its own ``master_weights`` out of the dictionary, and
+    neither it nor older versions of torch write whether weight decay is decoupled
+    (``adam_w_mode``): it is taken to be.
 
     Layouts: torch 2.15, ``torch/optim/adam.py``; NVIDIA/apex 6424da3b,
     ``apex/optimizers/fused_adam.py``; NVIDIA/TransformerEngine 04912bf0,
@@ -48,8 +30,7 @@ def from_torch(
 
     Args:
       state_dict: ``optimizer.state_dict()``, with tensors or numpy arrays.
-      params: ``model.state_dict()``, or another dictionary of parameters by name; it may hold more
-        than the optimizer got, such as buffers.
+      params: Parameters by name, such as ``model.state_dict()``; buffers are left out.
       names: The names of the parameters in the order of ``optimizer.param_groups``, which need not
         be that of the model, or a dictionary of them by index. None: the dictionary has them, as
         that of an optimizer made with ``model.named_parameters()``, or of
@@ -60,14 +41,13 @@ def from_torch(
       HyperparameterError: It uses ``amsgrad`` or ``maximize``.
 
     Example:
-      >>> settings = dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, params=[0])
       >>> moments = dict(step=3.0, exp_avg=np.ones((2, 4)), exp_avg_sq=np.ones((2, 4)))
-      >>> state_dict = {"state": {0: moments}, "param_groups": [settings]}
+      >>> state_dict = {"state": {0: moments}, "param_groups": [dict(lr=1e-3, params=[0])]}
       >>> theirs = from_torch(state_dict, {"fc.weight": np.ones((2, 4))}, ["fc.weight"])
-      >>> theirs.step, theirs.leaves["fc.weight"].mu.shape
-      (3, (2, 4))
+      >>> theirs.step, theirs.leaves["fc.weight"].mu.shape, theirs.arguments()
+      (3, (2, 4), {'learning_rate': 0.001})
     """
-    return parse(state_dict, names, where="state_dict").named_state(params)
+    return parse(state_dict, names).named_state(params)
 
 
 def from_nemo(
@@ -75,23 +55,17 @@ def from_nemo(
 ) -> NamedState:
     """Reads the state of NeMo's ``MainParamsOptimizerWrapper`` around an Adam.
 
-    ``optimizer`` (before: ``optimizer_state_dict``) is the state of the wrapped optimizer, in
-    torch's layout; ``fp32_from_fp16_params`` (before: ``fp32_from_fp16``) holds, for each group,
-    the float32 values of those of its parameters that are in 16 bits. Which ones these are is seen
-    from ``params``; frozen ones, which have no state, are not among them.
+    ``optimizer`` (before: ``optimizer_state_dict``) is the state of the wrapped optimizer;
+    ``fp32_from_fp16_params`` (before: ``fp32_from_fp16``) holds, for each group, the float32 values
+    of its trained parameters that are in 16 bits. Which ones these are is seen from ``params``,
+    by name, in the dtypes in which the model was trained. ``names`` as in ``from_torch``.
 
     Layout: NVIDIA/NeMo 8cfedd72, ``nemo/core/optim/optimizer_with_main_params.py``.
-
-    Args:
-      state_dict: ``optimizer.state_dict()``.
-      params: The model's parameters by name, in the dtypes in which it was trained.
-      names: As in ``from_torch``.
 
     Raises:
       TreeError, ShapeError, DtypeError: It is no such state, or params or names do not fit it.
 
     Example:
-      >>> import numpy as np
       >>> moments = dict(exp_avg=np.zeros(2), exp_avg_sq=np.zeros(2))
       >>> adam = {"state": {0: moments}, "param_groups": [dict(step=5, params=[0])]}
       >>> state_dict = {"optimizer": adam, "fp32_from_fp16_params": [[np.float32([1, 2])]]}
@@ -100,7 +74,7 @@ def from_nemo(
       (5, dtype('float32'))
     """
     where, adam = first_of("state_dict", state_dict, "optimizer", "optimizer_state_dict")
-    layout = parse({"state": {}, **mapping(where, adam)}, names, where=where)
+    layout = parse({"state": {}, **mapping(where, adam)}, names, where)
     where, mains = first_of("state_dict", state_dict, "fp32_from_fp16_params", "fp32_from_fp16")
     by_group = sequence(where, mains)
     if len(by_group) != len(layout.groups):
@@ -109,10 +83,9 @@ def from_nemo(
             f"expected {len(layout.groups)}. Pass the state dictionary as it was saved."
         )
     known = mapping("params", params)
-    trained = [name for name in layout.entries if name in known]
-    widths = {name: as_numpy(f"params[{name!r}]", known[name]).itemsize for name in trained}
+    trained = {k: as_numpy(f"params[{k!r}]", known[k]) for k in layout.entries if k in known}
     for i, (group, given) in enumerate(zip(layout.groups, by_group, strict=True)):
-        narrow = [name for name in group.names if widths.get(name) == 2]
+        narrow = [k for k in group.names if k in trained and trained[k].itemsize == 2]
         found = sequence(f"{where}[{i}]", given)
         if len(narrow) != len(found):
             raise TreeError(
@@ -133,9 +106,8 @@ def from_megatron_fsdp(
     ``state`` has the moments of each parameter by name, ``param_to_group_meta`` its
     hyperparameters. The tensors must be whole: bring a checkpoint into one file with
     ``torch.distributed.checkpoint.format_utils.dcp_to_torch_save``. Names lose their leading
-    ``module.`` and ``model.``, which differ between model and optimizer. Checkpoints with several
-    optimizers in one, as of expert parallelism, are not supported; that of
-    ``fully_shard_optimizer`` has torch's layout, which ``from_torch`` reads.
+    ``module.`` and ``model.``, which differ between model and optimizer. Several optimizers in one
+    checkpoint, as of expert parallelism, are not supported.
 
     Layout: NVIDIA/Megatron-LM d98e8a64, ``megatron/core/optimizer/distrib_optimizer.py``
     (``sharded_param_state_fsdp_dtensor``) and ``megatron/training/checkpointing.py``.
@@ -148,10 +120,8 @@ def from_megatron_fsdp(
       TreeError, ShapeError, DtypeError: It is no such state.
 
     Example:
-      >>> import numpy as np
-      >>> moments = dict(step=2, exp_avg=np.zeros(3), exp_avg_sq=np.zeros(3))
-      >>> meta = {"module.w": dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)}
-      >>> optimizer = {"state": {"module.w": moments}, "param_to_group_meta": meta}
+      >>> state = {"module.w": dict(step=2, exp_avg=np.zeros(3), exp_avg_sq=np.zeros(3))}
+      >>> optimizer = {"state": state, "param_to_group_meta": {"module.w": dict(lr=1e-3)}}
       >>> theirs = from_megatron_fsdp({"optimizer": optimizer, "model": {"w": np.ones(3)}})
       >>> theirs.step, list(theirs.leaves)
       (2, ['w'])
@@ -163,23 +133,18 @@ def from_megatron_fsdp(
     state = _by_plain_name(*first_of(where, given, "state"))
     path, metas = first_of(where, given, "param_to_group_meta")
     metas = _by_plain_name(path, metas)
-    groups = [
-        {**mapping(f"{path}[{name!r}]", meta), "params": [name]} for name, meta in metas.items()
-    ]
-    layout = parse({"state": state, "param_groups": groups}, {x: x for x in metas}, where=where)
+    groups = [{**mapping(f"{path}[{k!r}]", meta), "params": [k]} for k, meta in metas.items()]
+    layout = parse({"state": state, "param_groups": groups}, {k: k for k in metas}, where)
     joined = joined_groups({group.names[0]: group.settings for group in layout.groups})
-    layout = dataclasses.replace(layout, groups=joined)
-    return layout.named_state(None if params is None else _by_plain_name("params", params))
+    params = None if params is None else _by_plain_name("params", params)
+    return layout._replace(groups=joined).named_state(params)
 
 
 def _by_plain_name(where: str, named: Any) -> dict[str, Any]:
     """The same dictionary without the wrappers' prefixes of names."""
     plain: dict[str, Any] = {}
     for name, value in mapping(where, named).items():
-        parts = str(name).split(".")
-        while len(parts) > 1 and parts[0] in ("module", "model"):
-            parts = parts[1:]
-        key = ".".join(parts)
+        key = re.sub(r"^((module|model)\.)+", "", str(name))
         if key in plain:
             raise TreeError(
                 f"{where}: two names are one without their prefixes: got {name!r} and another one "
@@ -189,86 +154,25 @@ def _by_plain_name(where: str, named: Any) -> dict[str, Any]:
     return plain
 
 
-def from_apex_distributed(
-    state_dict: Any,
-    params: Mapping[str, Any] | None,
-    names: Names = None,
-    *,
-    channels_last: Collection[str] = (),
-) -> NamedState:
-    """Reads the state of Apex's ``DistributedFusedAdam``, in format 1 or 2.
+class TorchState(NamedTuple):
+    """A state in the layout of torch, of numpy arrays.
 
-    Format 2 holds unsharded arrays, made of scaled states and of remainders too. Format 1 holds the
-    buckets of each process: flat shards, and the fragments of parameters that are in them. Unpack
-    what it gathered where Apex is installed::
-
-        gathered = state_dict["gathered_states"]
-        ranks = [torch.load(io.BytesIO(x.numpy()), weights_only=False) for x in gathered]
-
-    and pass this list; the shards may be tensors. In a file, buckets and fragments are dictionaries
-    of the fields of the same names.
-
-    Layout: NVIDIA/apex 6424da3b, ``apex/contrib/optimizers/distributed_fused_adam.py``.
-
-    Args:
-      state_dict: ``optimizer.state_dict()`` (format 2), or a list of the state dictionaries of all
-        processes (format 1).
-      params: The model's parameters by name. Format 1 needs them for their shapes, and for their
-        values where it keeps 16-bit remainders or nothing of them.
-      names: As in ``from_torch``.
-      channels_last: Names of parameters in torch's memory format of this name. Format 1 has their
-        elements in the order of memory.
-
-    Raises:
-      TreeError, ShapeError, DtypeError: It is no such state, the names do not fit it, or shards are
-        missing.
-
-    Example:
-      >>> moments = dict(param=np.ones(4), exp_avg=np.zeros(4), exp_avg_sq=np.zeros(4))
-      >>> groups = [dict(lr=1e-3, params=[0])]
-      >>> state_dict = {"state": {"step": 7, 0: moments}, "param_groups": groups, "format": 2}
-      >>> from_apex_distributed(state_dict, None, ["w"]).step
-      7
+    Attributes:
+      optimizer: What ``load_state_dict`` of ``torch.optim.AdamW`` takes, with arrays as tensors.
+      params: Parameters by name, float32 where the state had main parameters.
+      names: The names of the parameters, in the order of the indices in ``optimizer``.
     """
-    ranks: list[Any] | None = None
-    if not isinstance(state_dict, Mapping):
-        ranks = sequence("state_dict", state_dict)
-    elif "gathered_states" in state_dict:
-        ranks = sequence(*first_of("state_dict", state_dict, "gathered_states"))
-    elif "buckets" in mapping("state_dict['state']", state_dict.get("state", {})):
-        ranks = [state_dict]
-    if ranks is not None:
-        layouts = [
-            parse(
-                mapping(f"state_dict[{i}]", rank, _UNPACK),
-                names,
-                where=f"state_dict[{i}]",
-                beside=("step", "buckets"),
-            )
-            for i, rank in enumerate(ranks)
-        ]
-        layout = joined_shards(layouts, params, channels_last)
-    elif state_dict.get("format", 2) == 2:
-        layouts = [layout := parse(state_dict, names, where="state_dict", beside=("step",))]
-    else:
-        raise TreeError(
-            f"state_dict['format']: unknown format: got {state_dict['format']}, expected 1, with "
-            "the buckets of every process, or 2. Save it anew with state_dict(state_dict_format=2)."
-        )
-    steps = {f"process {i}": found.beside.get("step") for i, found in enumerate(layouts)}
-    return layout.named_state(params, steps)
+
+    optimizer: dict[str, Any]
+    params: dict[str, np.ndarray]
+    names: list[str]
 
 
 _NEEDED = ("lr", "betas", "eps", "weight_decay")
-_DEFAULTS = {
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": True,
-}
+_OF_ADAMW: dict[str, Any] = {
+    "foreach": None, "fused": None, "capturable": False, "differentiable": False,
+    "amsgrad": False, "maximize": False, "decoupled_weight_decay": True,
+}  # fmt: skip
 
 
 def to_torch(theirs: NamedState, **settings: Any) -> TorchState:
@@ -277,7 +181,7 @@ def to_torch(theirs: NamedState, **settings: Any) -> TorchState:
     Parameters are numbered group by group, and each group keeps its order.
 
     Args:
-      theirs: The state, as ``from_train_state`` or ``from_fused`` returns it, or another reader.
+      theirs: What ``from_train_state``, ``from_fused`` or a reader returned.
       **settings: Hyperparameters by torch's names, in place of those of every group.
 
     Raises:
@@ -300,25 +204,29 @@ def to_torch(theirs: NamedState, **settings: Any) -> TorchState:
         )
     groups, first = [], 0
     for group in theirs.groups:
-        given = {k: x for k, x in group.settings.items() if k not in ("step", "bias_correction")}
-        new = _DEFAULTS | given | settings
-        if missing := [key for key in _NEEDED if key not in new]:
-            raise HyperparameterError(
-                f"{missing[0]}: missing, and torch needs it: got {new}, "
-                f"expected {', '.join(_NEEDED)}. Pass them by keyword."
-            )
-        if not group.settings.get("bias_correction", True):
-            raise HyperparameterError(
-                "bias_correction: torch always corrects the bias: got False, expected True. "
-                "Train on with ours."
-            )
-        groups.append(new | {"params": list(range(first, first + len(group.names)))})
-        first += len(group.names)
-    state = {}
-    for i, name in enumerate(names):
-        leaf = theirs.leaves[name]
-        if leaf.mu is not None:
-            step = np.array(theirs.step, np.float32)  # as torch keeps it
-            state[i] = {"step": step, "exp_avg": leaf.mu, "exp_avg_sq": leaf.nu}
+        last = first + len(group.names)
+        groups.append(_as_adamw(group, settings) | {"params": list(range(first, last))})
+        first = last
+    state = {
+        i: {"step": np.array(theirs.step, np.float32), "exp_avg": leaf.mu, "exp_avg_sq": leaf.nu}
+        for i, leaf in enumerate(theirs.leaves[name] for name in names)
+        if leaf.mu is not None
+    }
     params = {k: leaf.param for k, leaf in theirs.leaves.items() if leaf.param is not None}
     return TorchState({"state": state, "param_groups": groups}, params, names)
+
+
+def _as_adamw(group: Group, instead: dict[str, Any]) -> dict[str, Any]:
+    not_torchs = ("step", "bias_correction")
+    new = _OF_ADAMW | {k: x for k, x in group.settings.items() if k not in not_torchs} | instead
+    if missing := [key for key in _NEEDED if key not in new]:
+        raise HyperparameterError(
+            f"{missing[0]}: missing, and torch needs it: got {new}, "
+            f"expected {', '.join(_NEEDED)}. Pass them by keyword."
+        )
+    if not group.settings.get("bias_correction", True):
+        raise HyperparameterError(
+            "bias_correction: torch always corrects the bias: got False, expected True. "
+            "Train on with ours."
+        )
+    return new

@@ -52,8 +52,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
     strings, also those that were numbers, and so are positions of lists with arrays in them.
 
     Args:
-      path: The file. A name of a tensor such as ``state/0/exp_avg`` is a path in the dictionary,
-        and so is a key of the metadata, whose value is JSON, or else a string.
+      path: The file. Values of its metadata are JSON, or else strings.
 
     Raises:
       TreeError: It is no such file, or it is damaged.

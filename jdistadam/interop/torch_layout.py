@@ -2,16 +2,14 @@
 
 ``param_groups`` is a list of dictionaries, each with the hyperparameters of a group and, under
 ``params``, the indices of its parameters, or their names; ``state`` has a dictionary for each. A
-step count is in the state of each parameter (torch), in each group (Apex, Transformer Engine) or
-beside the parameters (Apex's distributed optimizer). What other formats have elsewhere,
-``readers.py`` and ``apex_shards.py`` bring to these places first.
+step count is in the state of each parameter (torch) or in each group (Apex, Transformer Engine).
+What other formats have elsewhere, ``readers.py`` and ``apex.py`` bring to these places first.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -36,9 +34,7 @@ _AS_MADE = "Pass the state dictionary as the other framework made it."
 def as_numpy(where: str, x: Any) -> np.ndarray:
     """Returns a numpy array of an array, a number or a torch tensor, in the same memory if it can.
 
-    Raises:
-      TreeError: It is the shard of a distributed tensor.
-      DtypeError: It is no array of numbers.
+    Raises TreeError for a shard of a distributed tensor, DtypeError for what is no number.
     """
     if hasattr(x, "full_tensor"):
         raise TreeError(
@@ -97,24 +93,11 @@ def first_of(where: str, x: Any, *keys: str) -> tuple[str, Any]:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class TorchLayout:
-    """Groups by name, and the state of each parameter that has one.
-
-    Attributes:
-      groups: The groups.
-      entries: What ``state`` holds, by name.
-      beside: What ``state`` holds under keys of no parameter.
-    """
+class TorchLayout(NamedTuple):
+    """Groups by name, and by name what ``state`` holds of each parameter that it has."""
 
     groups: tuple[Group, ...]
     entries: dict[str, Mapping[str, Any]]
-    beside: dict[str, Any]
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all parameters, in the order of the groups."""
-        return [name for group in self.groups for name in group.names]
 
     @property
     def steps(self) -> dict[str, Any]:
@@ -136,24 +119,19 @@ class TorchLayout:
         ``steps``: step counts by where they stand, in place of those of groups and parameters.
         """
         known = {} if params is None else mapping("params", params)
-        leaves = {k: _leaf(k, self.entries.get(k, {}), known.get(k)) for k in self.names}
+        names = (name for group in self.groups for name in group.names)
+        leaves = {k: _leaf(k, self.entries.get(k, {}), known.get(k)) for k in names}
         return NamedState(_one_step(self.steps if steps is None else steps), leaves, self.groups)
 
 
-def parse(
-    state_dict: Any, names: Names, *, where: str, beside: Collection[str] = ()
-) -> TorchLayout:
-    """Returns what a state dictionary holds by name, which messages call ``where``.
-
-    ``beside``: keys of ``state`` that are no parameter.
-    """
+def parse(state_dict: Any, names: Names, where: str = "state_dict") -> TorchLayout:
+    """Returns what a state dictionary, called ``where`` in messages, holds by name."""
     path, given = first_of(where, state_dict, "state")
     of_groups, groups = first_of(where, state_dict, "param_groups")
     raw = [mapping(of_groups, group) for group in sequence(of_groups, groups)]
     keys = [[str(key) for key in sequence(of_groups, group.get("params"))] for group in raw]
     name_of = _name_of(raw, [key for found in keys for key in found], names, where)
-    state = mapping(path, given)
-    entries = {key: entry for key, entry in state.items() if key not in beside}
+    entries = mapping(path, given)
     if strange := [key for key in entries if str(key) not in name_of]:
         raise TreeError(
             f"{path}[{strange[0]!r}]: belongs to no group: got {len(strange)} such parameters, "
@@ -166,7 +144,6 @@ def parse(
             for group, found in zip(raw, keys, strict=True)
         ),
         {name_of[str(key)]: mapping(f"{path}[{key!r}]", x) for key, x in entries.items()},
-        {key: x for key, x in state.items() if key in beside},
     )
 
 
@@ -174,8 +151,8 @@ def _name_of(
     raw: Sequence[Mapping[str, Any]], keys: list[str], names: Names, where: str
 ) -> dict[str, str]:
     """The name of each key, from the argument or from the groups themselves."""
-    if names is None and not all(key.isdigit() for key in keys):
-        names = dict(zip(keys, keys, strict=True))
+    if names is None and not all(map(str.isdigit, keys)):
+        names = {key: key for key in keys}
     elif names is None and all("param_names" in group for group in raw):
         names = dict(zip(keys, (n for group in raw for n in group["param_names"]), strict=True))
     elif names is None:
@@ -223,18 +200,21 @@ def _leaf(name: str, entry: Mapping[str, Any], param: Any) -> NamedLeaf:
             "expected step, exp_avg, exp_avg_sq and perhaps param or master_param. "
             "Use the reader of the optimizer that made it; other ones are not supported."
         )
+    if param is not None:
+        param = as_numpy(f"parameter {name!r}", param)
     found = {our: as_numpy(f"{k} of {name!r}", entry[k]) for k, our in _OURS.items() if k in entry}
-    param = None if param is None else as_numpy(f"parameter {name!r}", param)
-    main = found.pop("param", param)
+    found = {"param": param} | found
+    main = found["param"]
     is_remainder = main is not None and main.dtype == np.int16
-    if is_remainder and (param is None or param.dtype != ml_dtypes.bfloat16):
-        raise TreeError(
-            f"parameter {name!r}: needed in bfloat16, of which the state keeps the remainder: "
-            f"got {None if param is None else param.dtype}, "
-            "expected the model's bfloat16 parameter. Pass it in params."
-        )
-    arrays = {"param": main, **found} | ({"parameter": param} if is_remainder else {})
-    shapes = {key: x.shape for key, x in arrays.items() if x is not None}
+    if is_remainder:
+        if param is None or param.dtype != ml_dtypes.bfloat16:
+            raise TreeError(
+                f"parameter {name!r}: needed in bfloat16, of which the state keeps the remainder: "
+                f"got {None if param is None else param.dtype}, "
+                "expected the model's bfloat16 parameter. Pass it in params."
+            )
+        found["parameter"] = param
+    shapes = {key: x.shape for key, x in found.items() if x is not None}
     if len(set(shapes.values())) > 1:
         raise ShapeError(
             f"state of {name!r}: parameter and what is kept of it differ in shape: "

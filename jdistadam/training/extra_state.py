@@ -102,14 +102,14 @@ def check_extra_state(extra: Any, count: Any) -> None:
             "checkpoint into what to_optax_state returns for a new state, which gives it its types."
         )
     trees.check_arrays(extra, name="extra_state")
-    _check_count("extra_state.step", extra.step)
+    _check_number("extra_state.step", extra.step, check_step_count)
     if int(extra.step) != int(count):
         raise TreeError(
             "extra_state.step: differs from the count of opt_state: they are of different steps: "
             f"got {int(extra.step)}, expected {int(count)}. "
             "Pass the three values of one to_optax_state."
         )
-    _check_scalar("extra_state.grad_norm", extra.grad_norm)
+    _check_number("extra_state.grad_norm", extra.grad_norm)
     if extra.scaling is not None:
         _check_scaling("extra_state.scaling", extra.scaling)
     if extra.guard is not None:
@@ -129,16 +129,15 @@ def _check_scaling(path: str, scaling: Any) -> None:
             f"{path}: not the state of a loss scale: got {got}, expected None, "
             "or LossScaleState with both counts or none. Pass what to_optax_state returned."
         )
-    _check_scalar(f"{path}.loss_scale", scaling.loss_scale)
+    _check_number(f"{path}.loss_scale", scaling.loss_scale)
     if not 0 < float(scaling.loss_scale) < math.inf:
         raise HyperparameterError(
             f"{path}.loss_scale: out of range: got {float(scaling.loss_scale)}, "
             "expected a positive number. Pass what to_optax_state returned."
         )
-    _check_count(f"{path}.skipped", scaling.skipped)
-    if scaling.growth_count is not None:
-        _check_count(f"{path}.growth_count", scaling.growth_count)
-        _check_count(f"{path}.hysteresis_count", scaling.hysteresis_count)
+    has_counts = scaling.growth_count is not None
+    for name in ("skipped", *(("growth_count", "hysteresis_count") if has_counts else ())):
+        _check_number(f"{path}.{name}", getattr(scaling, name), check_step_count)
 
 
 def _check_guard(path: str, guard: Any) -> None:
@@ -148,26 +147,17 @@ def _check_guard(path: str, guard: Any) -> None:
             f"{path}: not the state of a guard: got {type(guard).__name__}, expected None "
             "or NormGuardState. Pass what to_optax_state returned."
         )
-    _check_scalar(f"{path}.mean", guard.mean)
+    _check_number(f"{path}.mean", guard.mean)
     for name in ("steps", "spikes", "nonfinite"):
-        _check_count(f"{path}.{name}", getattr(guard, name))
+        _check_number(f"{path}.{name}", getattr(guard, name), check_step_count)
 
 
-def _check_count(path: str, value: Any) -> None:
-    _check_given(path, value)
-    check_step_count(path, value)
-
-
-def _check_scalar(path: str, value: Any) -> None:
-    _check_given(path, value)
-    trees.check_scalar(path, value)
-
-
-def _check_given(path: str, value: Any) -> None:
+def _check_number(path: str, value: Any, check: Any = trees.check_scalar) -> None:
     if value is None:
         raise TreeError(
             f"{path}: missing: got None, expected a number. Pass what to_optax_state returned."
         )
+    check(path, value)
 
 
 def like_template(opt_state: OptState, template: Any) -> OptState:

@@ -25,9 +25,6 @@ from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.schedule import BucketSchedule, Schedule
 from jdistadam.distributed.shard import Shard
 
-Sum = Callable[[jax.Array], jax.Array]
-"""Sums the gradient of one layer over devices; returns this device's part."""
-
 
 def sums_in_loops(config: DistributedConfig) -> bool:
     """Whether gradients of stacked layers are summed in the loops that make them.
@@ -49,10 +46,6 @@ def sums_of_layers(schedule: Schedule) -> dict[int, BucketSchedule]:
         for entry in schedule.buckets
         if any(c.when == "layer" for c in entry.reduce)
     }
-
-
-def _sum_of_layer(entry: BucketSchedule) -> Sum:
-    return lambda x: communication.sum_gradients([entry.reduce], x, entry.bucket.cut_dim - 1)
 
 
 def differentiated(
@@ -115,7 +108,6 @@ def _scan(eqn: Any, values: list[Any], entries: Mapping[int, BucketSchedule]) ->
     What is scanned over and what is stacked have one dimension more outside than inside.
     """
     body, length = eqn.params["jaxpr"], eqn.params["length"]
-    sums = {k: _sum_of_layer(entry) for k, entry in entries.items()}
     run = core.jaxpr_as_fun(body)
     num_carried = sum(
         v.aval.ndim == inner.ndim for v, inner in zip(eqn.outvars, body.out_avals, strict=True)
@@ -126,7 +118,9 @@ def _scan(eqn: Any, values: list[Any], entries: Mapping[int, BucketSchedule]) ->
 
     def turn(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         results = run(*constants, *carry, *xs)
-        results = [sums[k](x) if k in sums else x for k, x in enumerate(results)]
+        for k, entry in entries.items():
+            dim = entry.bucket.cut_dim - 1
+            results[k] = communication.sum_gradients([entry.reduce], results[k], dim)
         return results[:num_carried], results[num_carried:]
 
     with jax.named_scope(str(eqn.source_info.name_stack)):

@@ -136,23 +136,9 @@ class _Gradient:
     loss_scale: Any
     report_nonfinite: bool
 
-    @property
-    def tx(self) -> DistributedTransformation:
-        """The optimizer, bound to the params."""
-        return self.forward.tx
-
-    @property
-    def params(self) -> Params:
-        """What the loss is differentiated by."""
-        return self.forward.params
-
-    @property
-    def is_weighted(self) -> bool:
-        """Whether the loss has a weight."""
-        return self.forward.loss_fn.weighted
-
     def __call__(self, i: Any, batch: Any, model_state: Any) -> _MicroBatch:
         """Differentiates micro-batch ``i``."""
+        params = self.forward.params
         output = self.forward.output(i, batch, model_state)
 
         def loss_and_output(params: Params) -> tuple[jax.Array, LossOutput]:
@@ -161,13 +147,13 @@ class _Gradient:
 
         differentiate = jax.value_and_grad(loss_and_output, has_aux=True)
         is_weighted_in_gather = False
-        if self.is_weighted and any(map(is_shard, leaves_of(self.params))):
-            weight = output(self.params).weight  # [Note: weights before the sum]
+        if self.forward.loss_fn.weighted and any(map(is_shard, leaves_of(params))):
+            weight = output(params).weight  # [Note: weights before the sum]
             with weighting_shards(weight) as shards:
-                (_, out), grads = differentiate(self.params)
+                (_, out), grads = differentiate(params)
             out, is_weighted_in_gather = out._replace(weight=weight), shards.is_used
         else:
-            (_, out), grads = differentiated(differentiate, self.params, self._sums_of_layers)
+            (_, out), grads = differentiated(differentiate, params, self._sums_of_layers)
         return _MicroBatch(
             out._replace(model_state=_like(model_state, out.model_state)),
             grads,
@@ -178,19 +164,19 @@ class _Gradient:
     @property
     def _sums_of_layers(self) -> dict[int, BucketSchedule]:
         """How gradients of layers are summed in the loop that makes them; where they can be."""
-        if not sums_in_loops(self.tx.config):
-            return {}
+        tx, is_weighted = self.forward.tx, self.forward.loss_fn.weighted
         # Weights are known after the backward pass. A report is of each device's own gradients, and
         # so is what a chain changes.
-        if self.is_weighted or self.report_nonfinite or self.tx.changes_grads:
+        needs_whole = is_weighted or self.report_nonfinite or tx.changes_grads
+        if needs_whole or not sums_in_loops(tx.config):
             return {}
-        assert self.tx.bound is not None
-        return sums_of_layers(self.tx.bound)
+        assert tx.bound is not None
+        return sums_of_layers(tx.bound)
 
     def add(self, acc: AccumulatedGrads, batch: _MicroBatch) -> AccumulatedGrads:
         """Adds the gradients of a micro-batch, by its weight."""
         return model_axes.accumulate(
-            self.tx.config,
+            self.forward.tx.config,
             acc,
             batch.grads,
             batch.out.weight,
@@ -202,7 +188,8 @@ def _of_one_batch(gradient: _Gradient, batch: Any, model_state: Any) -> LocalRes
     result = gradient(0, batch, model_state)
     out, grads = result.out, result.grads
     if out.weight is not None:
-        grads = gradient.add(gradient.tx.init_grads(gradient.params), result)
+        forward = gradient.forward
+        grads = gradient.add(forward.tx.init_grads(forward.params), result)
     return LocalResult(
         grads=grads,
         loss=out.weighted_loss,
@@ -216,7 +203,7 @@ def _of_one_batch(gradient: _Gradient, batch: Any, model_state: Any) -> LocalRes
 def _of_micro_batches(
     gradient: _Gradient, batches: Any, accumulate_steps: int, model_state: Any
 ) -> LocalResult:
-    tx, params = gradient.tx, gradient.params
+    tx, params = gradient.forward.tx, gradient.forward.params
 
     def body(carry: Any, i_and_batch: tuple[Any, Any]) -> tuple[Any, Any]:
         acc, loss, model_state, found = carry
@@ -234,7 +221,7 @@ def _of_micro_batches(
     (acc, loss, model_state, found), aux = jax.lax.scan(
         body, carry, (jnp.arange(accumulate_steps), batches)
     )
-    if not gradient.is_weighted:  # known while compiling, and the same on all devices
+    if not gradient.forward.loss_fn.weighted:  # known while compiling, and the same on all devices
         acc = dataclasses.replace(acc, weight=np.float32(accumulate_steps))
     return LocalResult(
         grads=acc,

@@ -20,7 +20,6 @@ from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FlatCodes, decoded_shards, is_flat_codes, with_shards
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import round_to_comm_dtype
-from jdistadam.distributed.param_specs import axes_of
 from jdistadam.distributed.state import DistributedState, find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.state import MainParamsState, main_params_of
@@ -87,7 +86,8 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
     )
     adam, *rest = _optax_template(tx, state.params)
     adam = adam._replace(count=count, mu=mu, nu=nu)
-    theirs = (adam, *(_with_count(part, count) for part in rest))
+    rest = jax.tree.map(lambda _: count, rest)  # the only leaves beside Adam's are step counts
+    theirs = (adam, *rest)
     opt_state = jax.tree.map(
         lambda part: theirs if is_distributed_state(part) else copy_of(part),
         state.opt_state,
@@ -262,9 +262,12 @@ def _shard(
 
     def flat(tree: Any, dtype: Any) -> jax.Array:
         leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
-        parts = range(config.parallel.size(config.parallel.tensor_axes))
+        parts = []
+        for part in range(config.parallel.size(config.parallel.tensor_axes)):
+            blocks = _blocks(config, params, part)
+            parts.append([x[where] for x, where in zip(leaves, blocks, strict=True)])
         shards = [
-            packing.flat_shard(layout, _tensor_part(config, params, leaves, part), i, dtype)
+            packing.flat_shard(layout, part, i, dtype)
             for i in range(config.num_shards)
             for part in parts
         ]
@@ -322,37 +325,15 @@ def _fetch_moment(
     return floats
 
 
-def _tensor_part(
-    config: DistributedConfig, params: Params, leaves: list[np.ndarray], part: int
-) -> list[np.ndarray]:
-    """Cuts global leaves down to what the devices of one tensor-parallel part hold."""
-    return [x[where] for x, where in zip(leaves, _blocks(config, params, part), strict=True)]
-
-
 def _blocks(config: DistributedConfig, params: Params, part: int) -> list[tuple[slice, ...]]:
     """Where the devices of one tensor-parallel part are in every global leaf."""
-    axes = config.parallel.tensor_axes
-    sizes = [config.mesh.shape[axis] for axis in axes]
-    place = dict(zip(axes, np.unravel_index(part, sizes), strict=True)) if axes else {}
-    blocks = []
-    specs = jax.tree.leaves(config.tensor_specs(params), is_leaf=lambda x: isinstance(x, P))
-    for x, spec in zip(jax.tree.leaves(params), specs, strict=True):
-        where = [slice(None)] * x.ndim
-        for dim, names in enumerate(spec):
-            mine = axes_of(P(names))
-            count = config.parallel.size(mine)
-            index = 0
-            for axis in mine:
-                index = index * config.mesh.shape[axis] + int(place[axis])
-            size = x.shape[dim] // count
-            where[dim] = slice(index * size, (index + 1) * size)
-        blocks.append(tuple(where))
-    return blocks
+    mesh, axes = config.mesh, config.parallel.tensor_axes
+    index = np.unravel_index(part, [mesh.shape[axis] for axis in axes]) if axes else ()
+    place = dict(zip(axes, index, strict=True))
+    device = mesh.devices[tuple(place.get(axis, 0) for axis in mesh.axis_names)]
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(config.tensor_specs(params)), strict=True)
+    return [NamedSharding(mesh, spec).devices_indices_map(x.shape)[device] for x, spec in pairs]
 
 
 def _optax_template(tx: DistributedTransformation, params: Params) -> Any:
     return jax.eval_shape(tx.config.algorithm.like_optax.init, params)
-
-
-def _with_count(part: Any, count: Any) -> Any:
-    return jax.tree.map(lambda _: count, part)  # the only leaves beside Adam's are step counts

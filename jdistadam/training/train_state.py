@@ -145,10 +145,9 @@ class TrainState:
         """
         check_distributed(tx)
         check_created(params, model_state, rng)
-        dtypes = _dtypes_of(params, param_dtypes)
         replicated = NamedSharding(tx.config.mesh, P())
         # Placed as the ones that are trained: tx takes note of the dtypes that it sees.
-        trained = jax.tree.map(lambda x, t: jax.ShapeDtypeStruct(x.shape, t), params, dtypes)
+        trained = _trained(params, param_dtypes)
         agree(tx.config, trained)
         params = copy_to(params, tx.param_shardings(trained))
         model_state, rng = copy_to((model_state, rng), replicated)
@@ -188,37 +187,25 @@ class TrainState:
         """
         check_distributed(tx)
         trees.check_dtypes(params, name="params")
-        dtypes = _dtypes_of(params, param_dtypes)
-        params = jax.tree.map(lambda x, t: jax.ShapeDtypeStruct(x.shape, t), params, dtypes)
-
-        def place(spec: P, tree: Any) -> Any:
-            sharding = NamedSharding(tx.config.mesh, spec)
-            return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-            )
-
-        opt_state = jax.tree.map(
-            place,
-            tx.state_specs(),
-            jax.eval_shape(tx.init, params),
-            is_leaf=lambda x: isinstance(x, P),
-        )
-        params = jax.tree.map(
+        params = _trained(params, param_dtypes)
+        state = cls(params, jax.eval_shape(tx.init, params))
+        placed: TrainState = jax.tree.map(
             lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-            params,
-            tx.param_shardings(params),
+            state,
+            _places(state, tx),
         )
-        return cls(params, opt_state)
+        return placed
 
 
-def _dtypes_of(params: Params, dtypes: Any) -> Any:
-    """Returns a tree of dtypes like params, from None, one dtype or such a tree."""
+def _trained(params: Params, dtypes: Any) -> Any:
+    """Returns the shapes of params, in the dtypes given by None, one dtype or a tree of them."""
     if dtypes is None:
-        return jax.tree.map(lambda x: x.dtype, params)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     if jax.tree_util.treedef_is_leaf(jax.tree.structure(dtypes)):
         dtypes = jax.tree.map(lambda _: dtypes, params)
     trees.check_same_structure(dtypes, params, name="param_dtypes", like_name="params")
-    return jax.tree.map(lambda dtype: float_dtype("param_dtypes", dtype), dtypes)
+    dtypes = jax.tree.map(lambda dtype: float_dtype("param_dtypes", dtype), dtypes)
+    return jax.tree.map(lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), params, dtypes)
 
 
 def _rounded(tx: DistributedTransformation, params: Params, trained: Params) -> Any:
@@ -278,12 +265,15 @@ def placed(state: TrainState, tx: DistributedTransformation) -> TrainState:
 
     What was restored without shardings, or made for another strategy of the same layout.
     """
-    specs = TrainState(P(), tx.state_specs(), P(), P())
-    wanted: list[Any] = [NamedSharding(tx.config.mesh, spec) for spec in _leaf_specs(specs, state)]
-    of_params = jax.tree.leaves(tx.param_shardings(state.params))
-    wanted[: len(of_params)] = of_params  # the first field
-    new: TrainState = brought(state, wanted)
+    new: TrainState = brought(state, jax.tree.leaves(_places(state, tx)))
     return new
+
+
+def _places(state: TrainState, tx: DistributedTransformation) -> TrainState:
+    """Where the arrays of a state belong."""
+    specs = jax.tree.broadcast(TrainState(P(), tx.state_specs(), P(), P()), state)
+    places = jax.tree.map(lambda spec: NamedSharding(tx.config.mesh, spec), specs)
+    return dataclasses.replace(places, params=tx.param_shardings(state.params))
 
 
 def replicated_extras(state: TrainState, tx: DistributedTransformation) -> TrainState:
@@ -292,14 +282,6 @@ def replicated_extras(state: TrainState, tx: DistributedTransformation) -> Train
     places = [NamedSharding(tx.config.mesh, P())] * len(jax.tree.leaves(extras))
     model_state, rng = brought(extras, places, exactly=False)
     return dataclasses.replace(state, model_state=model_state, rng=rng)
-
-
-def _leaf_specs(specs: TrainState, state: TrainState) -> list[P]:
-    """One PartitionSpec for each leaf of a state."""
-    return jax.tree.leaves(
-        jax.tree.broadcast(specs, state, is_leaf=lambda x: isinstance(x, P)),
-        is_leaf=lambda x: isinstance(x, P),
-    )
 
 
 def check_params_follow(state: TrainState, tx: DistributedTransformation) -> None:
