@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -31,7 +32,7 @@ def asked_of(sizes, fine):
     ends = np.cumsum([0, *map(squares.num_runs, sizes, fine)])
     total = ends[-1]
     others = [(1, total - 1), (0, total), (5, 5), (7, 3), (-4, 9), (total - 2, total + 10)]
-    segments = [*zip(ends[:-1], ends[1:], strict=True), *others, (total, total + 1)]
+    segments = [*itertools.pairwise(ends), *others, (total, total + 1)]
     return squares.Asked(fine, np.asarray(segments, np.int32))
 
 
