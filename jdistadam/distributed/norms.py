@@ -67,6 +67,12 @@ def names_of(norms: Norms | None, layout: Layout) -> list[str]:
     return ["param_norm", "update_norm", *of_groups]
 
 
+def sent_elements(config: DistributedConfig, layout: Layout) -> int:
+    """Returns the size of the one array that a step reduces for its norms; 0 for none."""
+    groups = {} if config.norms is None else groups_of(config.norms, layout)
+    return len(KINDS) * len(groups)
+
+
 def asked_of(layout: Layout, buckets: Sequence[Bucket], state_axes: tuple[str, ...]) -> Asked:
     """Returns what a kernel call for buckets is asked for: a sum for each of their leaves."""
     index = collectives.axis_index(state_axes)
