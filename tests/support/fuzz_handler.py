@@ -474,7 +474,7 @@ def check_quantized(call):
     sizes, coded = list(attributes["sizes"]), []
     for kind in range(5 if attributes["mode"] == 3 else 4):
         taken = [next(arrays) for _ in range(1 if flat >> kind & 1 else count)]
-        sizes = sizes or [math.prod(shape) for shape, _ in taken]
+        sizes = sizes or [math.prod(shape) for shape, _ in taken][:count]
         coded += [kind] * (kind in (2, 3) and bool(taken) and taken[0][1] in CODES)
     for kind in coded:
         if flat >> kind & 1:
