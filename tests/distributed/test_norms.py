@@ -134,6 +134,8 @@ def test_which_leaf_is_not_finite():
     ((_, metrics),) = run(tx, first_state(tx), [batch])
     bad = {k for k, x in metrics.items() if k.startswith("grad_norm/") and not np.isfinite(x)}
     assert bad == {"grad_norm/params['prime']"} and int(metrics["skipped"]) == 1
+    of_rows = norm([batch["rows"].sum(0) / 64])
+    np.testing.assert_allclose(metrics["grad_norm/params['rows']"], of_rows, rtol=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
