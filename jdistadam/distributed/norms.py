@@ -3,6 +3,12 @@
 The kernels take the squares (cuda/squares.h). Each bucket's shard is a leaf of theirs; of buckets
 in which several leaves are packed a device has what its place says, so that there the kernels leave
 the square of each element, of which those of a leaf are added.
+
+On meshes of the same layout the sums have the same bits, but for that over devices, whose order is
+the collective library's. On any other, and against exact sums, the error of a norm is at most half
+as many times 2^-24 as roundings follow each other for a square: 1 of its own, 7 of a run, 10 of
+lanes and n / 1024 within one, of n runs or single elements, those of leaves in pairs, and one for
+each device; then one for the root and two for the clip.
 """
 
 from __future__ import annotations
@@ -76,7 +82,7 @@ def sent_elements(config: DistributedConfig, layout: Layout) -> int:
 def asked_of(layout: Layout, buckets: Sequence[Bucket], state_axes: tuple[str, ...]) -> Asked:
     """Returns what a kernel call for buckets is asked for: a sum for each of their leaves."""
     index = collectives.axis_index(state_axes)
-    fine = tuple(_is_fine(bucket) for bucket in buckets)
+    fine = tuple(holds_several(bucket) for bucket in buckets)
     segments, first = [], 0
     for bucket, is_fine in zip(buckets, fine, strict=True):
         runs = num_runs(bucket.shard_size, is_fine)
@@ -93,8 +99,8 @@ def asked_of(layout: Layout, buckets: Sequence[Bucket], state_axes: tuple[str, .
     return Asked(fine, jnp.stack(segments))
 
 
-def _is_fine(bucket: Bucket) -> bool:
-    """Whether a shard holds something else than elements of one leaf."""
+def holds_several(bucket: Bucket) -> bool:
+    """Whether a shard may hold something else than elements of one leaf."""
     return bucket.is_packed and (len(bucket.leaves) > 1 or bucket.padding > 0)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jdistadam.core.codecs import BLOCK8, BLOCK16
 from jdistadam.kernels import adam as kernel
-from jdistadam.kernels import quantized_adam, reference, squares
+from jdistadam.kernels import native, quantized_adam, reference, squares
 from jdistadam.kernels.adam import Operands, Spec
 from jdistadam.kernels.quantized_adam import LeafPositions, QuantizedSpec
 from support.bits import assert_same_bits, assert_trees_same_bits
@@ -104,6 +104,18 @@ def test_sums_of_flat_arrays_that_are_not_aligned(platform, gap, found_inf):
     one = dataclasses.replace(spec, contributions=1)
     want = kernel.squares_reference(one, given, Operands([summed], *others), asked, xp=np)
     assert_same_bits(sums, want)
+
+
+@pytest.mark.parametrize("found_inf", [False, True], ids=["stepped", "skipped"])
+def test_the_fallback_is_close(monkeypatch, found_inf):
+    monkeypatch.setattr(native, "choose", lambda compiled, fallback: fallback)
+    operands = operands_of(np.random.default_rng(6), *CASES["remainder16"], array=plain_array)
+    spec = Spec("step_split", tuple(i % 2 for i in range(len(SIZES))), FLAGS)
+    given = scalars(random_rows(count=3), found_inf=found_inf)
+    asked = asked_of(SIZES, tuple(i % 3 == 1 for i in range(len(SIZES))))
+    _, sums = kernel.adam_with_squares(spec, given, operands, asked)
+    want = kernel.squares_reference(spec, given, operands, asked, xp=np)
+    np.testing.assert_allclose(sums, want, rtol=1e-5)
 
 
 QUANTIZED = {
