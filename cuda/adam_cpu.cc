@@ -168,29 +168,27 @@ JDISTADAM_VECTORIZED void StepBlock(const AdamCall& call, const Leaf& leaf, size
   if (call.mode != Mode::kStep) StoreBlock(leaf.out, t.out, begin, result, n);
 }
 
-// What the sums of squares of elements [begin, begin + n) are of. The formula is computed once
-// more, before StepBlock, so that this one has no variants for the sums.
+// Stores the squares of elements [begin, begin + n). The formula is computed once more, before
+// StepBlock, which so has no variants for them.
 JDISTADAM_VECTORIZED void MeasureBlock(const AdamCall& call, const Leaf& leaf, size_t begin,
                                        size_t n) {
-  alignas(64) float buffers[4][kBlock];
+  alignas(64) float buffers[4][kBlock], mu[kBlock], nu[kBlock], update[kBlock] = {};
   const Dtypes& t = call.dtypes;
-  const bool is_skipped = *call.found_inf;
   Coefficients c;
   std::memcpy(&c, call.coefficients + size_t(leaf.group) * kNumCoefficients, sizeof c);
-  const Terms terms = TermsOf(c, call.flags & kNesterov, call.flags & kCautious);
   const float inv_scale = *call.inv_scale;
-  const float* grads = LoadGrad(call, leaf, begin, buffers[0], n);
-  const float* params = LoadParam(call, leaf, begin, buffers[1], n);
-  const float* mu = LoadBlock(leaf.mu, t.mu, begin, buffers[2], n);
-  const float* nu = LoadBlock(leaf.nu, t.nu, begin, buffers[3], n);
-  Squares squares[kBlock];
-  for (size_t i = 0; i < n; ++i) {
-    const float g = grads[i] * inv_scale, p = params[i];
-    float m = mu[i], v = nu[i];
-    const float u = AdamUpdate(c, terms, g, p, m, v);
-    squares[i] = is_skipped ? SquaresOf(g, p, 0.0f) : SquaresOf(g, p - u, u);
+  const float* g = LoadGrad(call, leaf, begin, buffers[0], n);
+  const float* p = LoadParam(call, leaf, begin, buffers[1], n);
+  if (!*call.found_inf) {
+    std::copy_n(LoadBlock(leaf.mu, t.mu, begin, buffers[2], n), n, mu);
+    std::copy_n(LoadBlock(leaf.nu, t.nu, begin, buffers[3], n), n, nu);
+    constexpr std::make_integer_sequence<int, 1 << kNumTerms> kCases;
+    UpdateBlockByTerms<true>(kCases, c, call.flags, inv_scale, g, p, mu, nu, update, n);
   }
-  StoreRun(call.squares, call.squares.runs[&leaf - call.leaves.data()], begin, n, squares);
+  RunSquares squares;
+  for (size_t i = 0; i < n; ++i)  // update holds -u
+    squares.Set(i, SquaresOf(g[i] * inv_scale, p[i] + update[i], update[i]));
+  StoreRun(call.squares, call.squares.runs[size_t(&leaf - call.leaves.data())], begin, n, squares);
 }
 
 // What a skipped step writes: the unchanged parameter in `out`'s dtype, or an update of zero.

@@ -113,9 +113,10 @@ void LoadRandom(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t beg
 
 // Stores the sums of squares of a block, if they are asked for.
 void Measure(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t begin, size_t n,
-             const Squares* squares) {
+             const RunSquares& squares) {
   const SquaresCall& to = call.adam.squares;
-  if (to.partials != nullptr) StoreRun(to, to.runs[&leaf - call.leaves.data()], begin, n, squares);
+  if (to.partials != nullptr)
+    StoreRun(to, to.runs[size_t(&leaf - call.leaves.data())], begin, n, squares);
 }
 
 template <bool kStochastic>
@@ -126,7 +127,7 @@ void StepBlock(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t begi
   uint16_t* high = static_cast<uint16_t*>(leaf.param) + begin;
   uint16_t* low = static_cast<uint16_t*>(leaf.out) + begin;
   Block b;
-  Squares squares[kBlock];
+  RunSquares squares;
   Coefficients c;
   std::memcpy(&c, adam.coefficients + size_t(leaf.group) * kNumCoefficients, sizeof c);
   const Terms terms = TermsOf(c, adam.flags & kNesterov, adam.flags & kCautious);
@@ -137,7 +138,7 @@ void StepBlock(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t begi
   if (kStochastic) LoadRandom(call, leaf, begin, n, b.words);
   for (size_t i = 0; i < n; ++i) {
     const float u = AdamUpdate(c, terms, b.g[i] * *adam.inv_scale, b.p[i], b.m[i], b.v[i]);
-    squares[i] = SquaresOf(b.g[i] * *adam.inv_scale, b.p[i] - u, u);
+    squares.Set(i, SquaresOf(b.g[i] * *adam.inv_scale, b.p[i] - u, u));
     b.p[i] = adam.mode == Mode::kUpdate ? -u : b.p[i] - u;
   }
   Measure(call, leaf, begin, n, squares);
@@ -160,11 +161,11 @@ void StepBlock(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t begi
 void MeasureSkipped(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t begin, size_t n) {
   const AdamCall& adam = call.adam;
   float g[kBlock];
-  Squares squares[kBlock];
+  RunSquares squares;
   if (adam.squares.partials == nullptr) return;
   LoadGrad(adam, leaf, begin, n, g);
   for (size_t i = 0; i < n; ++i)
-    squares[i] = SquaresOf(g[i] * *adam.inv_scale, LoadParam(adam, leaf, begin + i), 0.0f);
+    squares.Set(i, SquaresOf(g[i] * *adam.inv_scale, LoadParam(adam, leaf, begin + i), 0.0f));
   Measure(call, leaf, begin, n, squares);
 }
 

@@ -36,6 +36,15 @@ JDISTADAM_INLINE Squares SquaresOf(float grad, float param, float update) {
   return {{grad * grad, param * param, update * update}};
 }
 
+// The squares of the elements of a run, or sums of those.
+struct RunSquares {
+  float x[kNumSquares][kRun];
+
+  void Set(size_t i, const Squares& squares) {
+    for (int q = 0; q < kNumSquares; ++q) x[q][i] = squares.x[q];
+  }
+};
+
 // The runs of a leaf among those of all.
 struct Runs {
   size_t first;
@@ -68,9 +77,10 @@ JDISTADAM_INLINE Segment SegmentAt(const int32_t* segments, size_t i, size_t num
   return {begin, end < num_runs ? end : num_runs};
 }
 
-// The squares of elements [begin, begin + n) of a leaf, n <= kRun and begin a multiple of it.
+// Stores the squares of elements [begin, begin + n) of a leaf, n <= kRun and begin a multiple of
+// it.
 void StoreRun(const SquaresCall& call, const Runs& runs, size_t begin, size_t n,
-              const Squares* squares);
+              const RunSquares& squares);
 // The second half: from the partials to the sums.
 void SumSegmentsCpu(const SquaresCall& call, const Threads& threads);
 

@@ -6,21 +6,33 @@
 #include "squares.h"
 
 namespace jdistadam {
+namespace {
+
+// Adds adjacent terms, then adjacent sums, of a power of two of terms.
+template <size_t kSize>
+float SumTree(const float* __restrict__ terms) {
+  if constexpr (kSize == 1) {
+    return terms[0];
+  } else {
+    float sums[kSize / 2];
+    for (size_t i = 0; i < kSize / 2; ++i) sums[i] = terms[2 * i] + terms[2 * i + 1];
+    return SumTree<kSize / 2>(sums);
+  }
+}
+
+}  // namespace
 
 void StoreRun(const SquaresCall& call, const Runs& runs, size_t begin, size_t n,
-              const Squares* squares) {
+              const RunSquares& squares) {
   for (int q = 0; q < kNumSquares; ++q) {
     float* partials = call.partials + q * call.num_runs + runs.first;
     if (runs.is_fine) {
-      for (size_t i = 0; i < n; ++i) partials[begin + i] = squares[i].x[q];
+      std::copy_n(squares.x[q], n, partials + begin);
       continue;
     }
-    float tree[kRun] = {};
-    for (size_t i = 0; i < n; ++i) tree[i] = squares[i].x[q];
-    for (size_t size = kRun / 2; size > 0; size /= 2) {
-      for (size_t i = 0; i < size; ++i) tree[i] = tree[2 * i] + tree[2 * i + 1];
-    }
-    partials[begin / kRun] = tree[0];
+    float terms[kRun] = {};
+    std::copy_n(squares.x[q], n, terms);
+    partials[begin / kRun] = SumTree<kRun>(n == kRun ? squares.x[q] : terms);
   }
 }
 
