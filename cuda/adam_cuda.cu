@@ -227,9 +227,9 @@ static_assert(sizeof(LeafTable<MeasuredLeaf, kSmallMeasured>) + sizeof(Measuring
 static_assert(sizeof(LeafTable<MeasuredLeaf, kLargeMeasured>) + sizeof(MeasuringStep) <=
               kMaxParameterBytes);
 
-// The same with sums of squares. A warp has a run.
+// The same with sums of squares. A warp has a run. Eight blocks at a time leave 64 registers.
 template <typename Types, int kCapacity>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 8)
     MeasuringKernel(const __grid_constant__ LeafTable<MeasuredLeaf, kCapacity> table,
                     const __grid_constant__ MeasuringStep step) {
   constexpr int n = Types::kVector;
@@ -333,8 +333,12 @@ using Common =
 // All other dtypes.
 using Others =
     List<Any<Mode::kStep>, Any<Mode::kStepAndCast>, Any<Mode::kUpdate>, Any<Mode::kStepSplit>>;
-// With sums of squares.
-using Measuring = List<Any<Mode::kStep>, Any<Mode::kStepAndCast>, Any<Mode::kStepSplit>>;
+// With sums of squares: the usual dtypes first, then all others.
+using Measuring =
+    List<Fixed<Mode::kStep, F, F, F, F, F>, Fixed<Mode::kStepAndCast, B, F, F, F, B>,
+         Fixed<Mode::kStepAndCast, F, F, F, F, B>, Fixed<Mode::kStepSplit, B, B, F, F, U>,
+         Fixed<Mode::kStepSplit, F, B, F, F, U>, Any<Mode::kStep>, Any<Mode::kStepAndCast>,
+         Any<Mode::kStepSplit>>;
 
 }  // namespace
 
