@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import extra as extras
 from jdistadam.checkpoint import parts
-from jdistadam.checkpoint.folder import Entry
+from jdistadam.checkpoint.header import Entry
 from jdistadam.checkpoint.parts import FlatArrays
+from jdistadam.checkpoint.storage import Contents, Group
 from jdistadam.core import trees
 from jdistadam.core.codecs import NOTHING, codec_of
 from jdistadam.core.loss_scale import DynamicLossScale
@@ -33,27 +33,6 @@ from jdistadam.errors import DtypeError, TreeError
 from jdistadam.kernels import coded_leaves
 from jdistadam.training.checks import is_known
 from jdistadam.training.train_state import TrainState, check_params_follow, placed
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Arrays that are made together: ``make`` returns those of ``entries``, in this order."""
-
-    entries: tuple[Entry, ...]
-    make: Callable[[], Sequence[jax.Array]]
-    nbytes: int = 0  # of a device, which they take beside the state or as a part of it
-
-
-@dataclasses.dataclass(frozen=True)
-class Contents:
-    """All that a checkpoint holds."""
-
-    groups: tuple[Group, ...]
-    about: dict[str, Any]  # what the header says: the count, kind of main parameters, layout
-
-    def filled(self) -> list[Group]:
-        """Returns the groups without those of empty arrays, which orbax does not take."""
-        return [g for g in self.groups if all(math.prod(entry.shape) for entry in g.entries)]
 
 
 def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.checkpoint import parts
 from jdistadam.checkpoint.parts import FlatArrays
 from jdistadam.checkpoint.request import Request
-from jdistadam.checkpoint.storage import Reader, cast
+from jdistadam.checkpoint.storage import Read, cast
 from jdistadam.core import collectives
 from jdistadam.core.codecs import NOTHING, BlockCodes, Codec, codec_of, is_codes
 from jdistadam.core.loss_scale import LossScaleState, continued_loss_scale
@@ -29,10 +29,13 @@ from jdistadam.errors import TreeError
 from jdistadam.kernels import coded_leaves
 from jdistadam.training.placement import copy_to
 
+Made = dict[str, jax.Array | None]
+"""Of one parameter: "params", and what is new in the sections of the state; None stays."""
+
 
 @dataclasses.dataclass
 class _Leaf:
-    """A parameter and its moments in the template, and the names under which the file has them.
+    """A parameter and its moments in the template.
 
     Attributes:
       name: Name of the parameter.
@@ -42,9 +45,6 @@ class _Leaf:
       moments: By "mu", "nu" and "ema": what they are as floats, and where they are read.
       kind: Which main parameter is kept beside it.
       sent: The dtype to which a step rounds it; None where it does not.
-      source: The name of its exact value; None where the template's stays.
-      arrives: Whether the parameter itself is read, too.
-      found: The names of the moments: of each one, or of codes and scales, or none.
     """
 
     name: str
@@ -54,47 +54,18 @@ class _Leaf:
     moments: dict[str, tuple[Any, Sharding]] = dataclasses.field(default_factory=dict)
     kind: Codec = NOTHING
     sent: Any = None
-    source: str | None = None
-    arrives: bool = False
-    found: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-
-    @property
-    def at(self) -> Sharding:
-        """Where its value is read."""
-        return self.main_at or self.place
-
-    def requests(self) -> Iterator[tuple[str, Sharding]]:
-        """Yields what is read for it, and where it goes; scales of codes go everywhere."""
-        if self.source:
-            yield self.source, self.at
-        for section, (_, place) in self.moments.items():
-            scales = place
-            if isinstance(place, NamedSharding):
-                scales = NamedSharding(place.mesh, P())
-            yield from zip(self.found[section], (place, scales), strict=False)
-        if self.arrives:
-            yield self.name, self.place
-
-
-def place_of(like: Any, mesh: Any = None) -> Sharding:
-    """Returns where an array goes: as the template says, else everywhere on the mesh."""
-    sharding = getattr(like, "sharding", None)
-    if isinstance(sharding, Sharding) and not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return sharding
-    if mesh is not None:
-        return NamedSharding(mesh, P())
-    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
 class _Tree:
     """Moments and main parameters in the state of one program; each leaf is a unit."""
 
-    sections = (*parts.MOMENTS, "main_params")
+    sections: tuple[str, ...] = (*parts.MOMENTS, "main_params")
+    optional: tuple[str, ...] = ()
 
     def __init__(self, fields: dict[str, Any], adam: Any, place: Any) -> None:
         self._adam, self._place = adam, place
-        self._kept = parts.kept_main_params(fields["opt_state"])
-        self._trees = {"mu": adam.mu, "nu": adam.nu, "main_params": self._kept}
+        main = parts.kept_main_params(fields["opt_state"])
+        self._trees = {"mu": adam.mu, "nu": adam.nu, "main_params": main}
         self._likes = {part: parts.named("params", tree) for part, tree in self._trees.items()}
         self._new: dict[str, dict[str, Any]] = {part: {} for part in self._trees}
         self.units: list[tuple[Any, list[_Leaf]]] = []
@@ -113,13 +84,13 @@ class _Tree:
         return self._likes["main_params"].get(name)
 
     def put(self, section: str, name: str, found: Sequence[Any]) -> None:
-        """Takes the moment or the main parameter of a leaf, if it is there."""
+        """Takes the moment or the main parameter of a leaf."""
         like, (x,) = self._likes[section][name], found
         if is_codes(like):
             x = BlockCodes(*coded_leaves.encoded(section, codec_of(like), x))
         self._new[section][name] = jax.device_put(x, jax.tree.map(self._place, like))
 
-    def finished(self, count: jax.Array, optional: Any) -> tuple[Any, Any]:
+    def finished(self, values: dict[str, Any]) -> tuple[Any, Any]:
         """Returns Adam's state and the main parameters; what was not put is the template's."""
 
         def kept(x: Any) -> Any:
@@ -135,7 +106,7 @@ class _Tree:
                 for name, like in self._likes[section].items()
             )
         main = trees.pop("main_params")
-        return self._adam._replace(count=count, **trees), main
+        return self._adam._replace(count=values["count"], **trees), main
 
 
 def _in_floats(like: Any, place: Any) -> tuple[Any, Sharding]:
@@ -150,23 +121,23 @@ class _Flat:
 
     def __init__(self, fields: dict[str, Any], adam: Any, tx: Any, *, starts_anew: bool) -> None:
         params, self._config, self._adam = fields["params"], tx.config, adam
-        self._arrays = FlatArrays(tx, params)
+        self._arrays, self._starts_anew = FlatArrays(tx, params), starts_anew
         self._place = NamedSharding(tx.config.mesh, tx.config.parallel.state_spec)
-        self._starts_anew = starts_anew
-        has_average = tx.config.ema_decay is not None
-        self.sections = (*parts.MOMENTS, "main_params", *(("ema",) if has_average else ()))
         storage = tx.config.algorithm.storage
         dtypes = {part: storage.float_dtype(part) for part in parts.MOMENTS}
-        dtypes |= {"ema": jnp.dtype(jnp.float32)} if has_average else {}
+        if tx.config.ema_decay is not None:
+            dtypes["ema"] = jnp.dtype(jnp.float32)
+        self.sections = (*dtypes, "main_params")
+        scalars: dict[str, Any] = {"scaling": LossScaleState, "guard": NormGuardState}
+        names = [f"{part}.{x}" for part, kind in scalars.items() for x in kind._fields]
+        self.optional = ("grad_norm", *names, *(("key",) if storage.is_stochastic else ()))
         specs = jax.tree.leaves(tx.param_specs(params), is_leaf=lambda x: isinstance(x, P))
         sent = sent_dtypes(tx.config.schedule(tx.config.tensor_local(params)))
-        leaves = [
-            _Leaf(name, like, NamedSharding(tx.config.mesh, spec), sent=dtype)
-            for (name, like), spec, dtype in zip(
-                parts.named("params", params).items(), specs, sent, strict=True
-            )
-        ]
-        alone = dict(enumerate(leaves))  # frozen, or without elements: no more than the parameter
+        likes = parts.named("params", params).items()
+        alone = {  # frozen, or without elements: no more than the parameter
+            i: _Leaf(name, like, NamedSharding(tx.config.mesh, spec), sent=dtype)
+            for i, ((name, like), spec, dtype) in enumerate(zip(likes, specs, sent, strict=True))
+        }
         self.units: list[tuple[Any, list[_Leaf]]] = []
         for bucket in self._arrays.layout.buckets:
             mine = [alone.pop(i) for i in bucket.leaves]
@@ -201,146 +172,147 @@ class _Flat:
             found = [y if x is None else x for x, y in zip(found, old, strict=True)]
         self._new[section] = self._arrays.insert(bucket, section, flat, found)
 
-    def finished(self, count: jax.Array, optional: Any) -> tuple[Any, Any]:
-        """Returns the state; ``optional`` reads what the file may lack."""
+    def finished(self, values: dict[str, Any]) -> tuple[Any, Any]:
+        """Returns the state; of ``values`` it takes what the file need not have."""
         config, everywhere = self._config, NamedSharding(self._config.mesh, P())
-        scale: Any = {name: optional(f"scaling.{name}") for name in LossScaleState._fields}
-        is_saved = any(x is not None for x in scale.values())
-        scaling: Any = continued_loss_scale(
-            config.loss_scale,
-            LossScaleState(**jax.tree.map(np.asarray, scale)) if is_saved else None,
-        )
-        guard: Any = NormGuardState(*(optional(f"guard.{x}") for x in NormGuardState._fields))
-        guard = continued_norm_guard(config.norm_guard, None if guard.mean is None else guard)
-        norm, key = optional("grad_norm"), config.algorithm.storage.key
-        if config.algorithm.storage.is_stochastic and (saved := optional("key")) is not None:
-            key = saved
+
+        def saved(part: str, kind: Any) -> Any:
+            found = [values.get(f"{part}.{x}") for x in kind._fields]
+            return None if all(x is None for x in found) else kind(*found)
+
+        scale: Any = jax.tree.map(np.asarray, saved("scaling", LossScaleState))
+        guard = saved("guard", NormGuardState)
+        key = config.algorithm.storage.key
         scalars = {
-            "grad_norm": np.float32(0) if norm is None else norm,
-            "scaling": scaling,
-            "guard": guard,
+            "grad_norm": values.get("grad_norm", np.float32(0)),
+            "scaling": continued_loss_scale(config.loss_scale, scale),
+            "guard": continued_norm_guard(config.norm_guard, guard),
             "layout_digest": config.layout_digest(self._arrays.layout),
-            "key": key if config.algorithm.storage.is_stochastic else None,
+            "key": values.get("key", key) if config.algorithm.storage.is_stochastic else None,
         }
         placed = jax.device_put(copy_to(scalars, everywhere), everywhere)
         # On Explicit axes shardings come back spelled in another way: device_put copies nothing.
         placed |= jax.device_put(self._new, self._place)
-        return self._adam._replace(count=count, **placed), None
+        return self._adam._replace(count=values["count"], **placed), None
 
 
 class Restored:
-    """The fields of a state like a template; first ``look``, then ``read``."""
+    """The fields of a state like a template, compared with the header; ``read`` makes them."""
 
-    def __init__(self, reader: Reader, request: Request, fields: dict[str, Any], tx: Any) -> None:
-        """Takes where to read, how to compare, the template, and the distributed optimizer."""
-        self._reader, self._wanted, self._fields = reader, request, fields
+    def __init__(self, request: Request, fields: dict[str, Any], tx: Any) -> None:
+        """Takes where to ask, the template, and the distributed optimizer."""
+        self._request, self._fields = request, fields
         adam = parts.adam_of(fields["opt_state"])
         is_flat = is_distributed_state(adam)
-        self._placed = functools.partial(place_of, mesh=tx.config.mesh if is_flat else None)
-        self._count = None if is_flat else adam.count
         self._adam: Any = (
             _Flat(fields, adam, tx, starts_anew=request.new is None)
             if is_flat
-            else _Tree(fields, adam, self._placed)
+            else _Tree(fields, adam, request.place)
         )
-        self._others = {leaf.name: leaf for leaf in parts.other_leaves(fields)}
-        self._is_saved: dict[str, bool] = {}
-
-    def look(self) -> None:
-        """Compares all with the header; reads nothing."""
-        request = self._wanted
+        self._params: dict[str, Any] = {}
         request.array("count", jax.ShapeDtypeStruct((), jnp.int32))
-        for leaf in (leaf for _, leaves in self._adam.units for leaf in leaves):
-            if leaf.main_at is None:
-                leaf.source = leaf.name if request.array(leaf.name, leaf.like) else None
-            elif leaf.like is not None:
-                leaf.source = request.exact(leaf.name, leaf.like, keeps_main=leaf.kind.is_stored)
-            for section, (like, _) in leaf.moments.items():
-                name = leaf.name.replace("params", section, 1)
-                if section == "ema" and leaf.source is None:
-                    request.has(name)  # and not read: it stays as the template has it, as they do
-                    leaf.found[section] = ()
-                else:
-                    leaf.found[section] = request.moment(name, like)
-            # Before the first step, and after reload_main_params, a parameter is not rounded as a
-            # step rounds it to send it: the file knows.
-            saved = self._reader.entries.get(leaf.name)
-            if saved is not None and leaf.source and leaf.sent is not None:
-                leaf.arrives = (saved.dtype, saved.sent) == (leaf.like.dtype, leaf.sent.name)
-        for name, leaf in self._others.items():
-            if not leaf.is_count or request.has(name):  # else the count of Adam
-                self._is_saved[name] = request.array(name, leaf.value)
+        request.take("count", None if is_flat else adam.count)
+        for unit, leaves in self._adam.units:
+            self._ask_unit(unit, leaves)
+        for leaf in parts.other_leaves(fields):
+            if leaf.is_count and not request.has(leaf.name):
+                request.take(leaf.name, leaf.value, source="count")
+            elif request.array(leaf.name, leaf.value):
+                request.take(leaf.name, leaf.value)
+            else:
+                request.values[leaf.name] = _of_template(leaf.name, leaf.value)
+        for name in filter(request.has, self._adam.optional):
+            request.take(name, None)
 
     def read(self) -> dict[str, Any]:
         """Reads all; returns the fields of the state."""
-        count = self._read_count(self._count)
-        params = self._read_units(int(count))
-        adam, main = self._adam.finished(count, self._optional)
-        saved = [name for name, is_saved in self._is_saved.items() if is_saved]
-        values = dict(zip(saved, self.others(saved), strict=True))
-        for name, leaf in self._others.items():
-            if name not in self._is_saved:
-                values[name] = self._read_count(leaf.value)
-            elif name not in values:
-                values[name] = _of_template(name, leaf.value)
-        treedef: Any = jax.tree.structure(self._fields["params"])
-        in_order = (params[name] for name in parts.named("params", self._fields["params"]))
-        return {
-            name: parts.rebuilt(name, tree, values, adam, main)
-            if name != "params"
-            else treedef.unflatten(in_order)
-            for name, tree in self._fields.items()
-        }
-
-    def others(self, names: Sequence[str]) -> list[Any]:
-        """Reads arrays that are in the state as they are saved, and random keys."""
-        likes = [self._others[n].value if n in self._others else None for n in names]
-        places = map(self._placed, likes)
-        new = []
-        found = self._reader.read(list(zip(names, places, strict=True)))
-        for name, like, x in zip(names, likes, found, strict=True):
-            key = self._reader.entries[name].key
-            dtype = getattr(like, "dtype", x.dtype)
-            new.append(jax.random.wrap_key_data(x, impl=key) if key else cast(x, dtype))
+        values = self._request.read()
+        adam, main = self._adam.finished(values)
+        new: dict[str, Any] = {}
+        for name, field in self._fields.items():
+            if name == "params":
+                leaves = [self._params[path] for path in parts.named(name, field)]
+            else:
+                leaves = jax.tree.leaves(parts.rebuilt(name, field, values, adam, main))
+            # Into the containers of the template, also boxes that the parts of a state had.
+            new[name] = jax.tree.unflatten(jax.tree.structure(field), leaves)
         return new
 
-    def _read_count(self, like: Any) -> jax.Array:
-        return next(self._reader.read([("count", self._placed(like))]))
+    def _ask_unit(self, unit: Any, leaves: list[_Leaf]) -> None:
+        """Asks for the leaves of a unit, which are read and put into the state together."""
+        asked = [self._ask(leaf) for leaf in leaves]
 
-    def _optional(self, name: str) -> jax.Array | None:
-        if not self._wanted.has(name):
+        def use(arrays: list[jax.Array]) -> None:
+            in_order = (arrays.pop(0) for _ in range(len(arrays)))
+            made = [make(in_order) for _, make in asked]
+            for leaf, new in zip(leaves, made, strict=True):
+                self._params[leaf.name] = new.pop("params", None)
+            for section in self._adam.sections:
+                found = [new[section] for new in made if section in new]
+                if any(x is not None for x in found):
+                    self._adam.put(section, unit, found)
+
+        self._request.reads.append(Read([one for wanted, _ in asked for one in wanted], use))
+
+    def _ask(
+        self, leaf: _Leaf
+    ) -> tuple[list[tuple[str, Sharding]], Callable[[Iterator[jax.Array]], Made]]:
+        """Compares a leaf with the header; returns what to read for it, and what uses that."""
+        source = self._source_of(leaf)
+        # Before the first step, and after reload_main_params, a parameter is not rounded as a step
+        # rounds it to send it: the file knows.
+        saved = self._request.entries.get(leaf.name)
+        arrives = saved is not None and source is not None and leaf.sent is not None
+        if saved is not None and arrives:
+            arrives = (saved.dtype, saved.sent) == (leaf.like.dtype, leaf.sent.name)
+        moments: dict[str, tuple[str, ...]] = {}
+        wanted = [(source, leaf.main_at or leaf.place)] if source else []
+        for section, (like, place) in leaf.moments.items():
+            name = leaf.name.replace("params", section, 1)
+            names: tuple[str, ...] = ()
+            if section == "ema" and source is None:
+                self._request.has(name)  # and not read: it stays as the template has it, as they do
+            else:
+                names = self._request.moment(name, like)
+            scales = place
+            if isinstance(place, NamedSharding):
+                scales = NamedSharding(place.mesh, P())
+            wanted += zip(names, (place, scales), strict=False)
+            moments[section] = names
+        wanted += [(leaf.name, leaf.place)] if arrives else []
+
+        def make(arrays: Iterator[jax.Array]) -> Made:
+            exact, made = next(arrays) if source else None, Made()
+            for section, (like, place) in leaf.moments.items():
+                found = [next(arrays) for _ in moments[section]]
+                if section == "ema" and not found and exact is not None:
+                    found = [exact]  # an average that the file lacks begins with the parameter
+                made[section] = _floats(section, found, like.dtype, place) if found else None
+            if leaf.kind.is_stored:
+                made["main_params"] = None if exact is None else _stored(leaf.kind)(exact)
+            if arrives:
+                made["params"] = next(arrays)
+            elif leaf.like is not None:
+                sent = leaf.sent if int(self._request.values["count"]) else None
+                made["params"] = _param(leaf, exact, sent)
+            return made
+
+        return wanted, make
+
+    def _source_of(self, leaf: _Leaf) -> str | None:
+        """The name under which the file has the exact value; None where the template's stays."""
+        request, name, like = self._request, leaf.name, leaf.like
+        if like is None:
             return None
-        return next(self._reader.read([(name, self._placed(None))]))
-
-    def _read_units(self, count: int) -> dict[str, Any]:
-        """Reads params, moments and main parameters, unit by unit; returns the params."""
-        params: dict[str, Any] = {}
-        requests = [
-            [one for leaf in leaves for one in leaf.requests()] for _, leaves in self._adam.units
-        ]
-        sizes = [sum(map(self._reader.nbytes, unit)) for unit in requests]
-        found = self._reader.read([one for unit in requests for one in unit], max(sizes, default=0))
-        for unit, leaves in self._adam.units:
-            new: dict[str, list[Any]] = {part: [] for part in self._adam.sections}
-            for leaf in leaves:
-                exact = next(found) if leaf.source else None
-                for part, (like, place) in leaf.moments.items():
-                    x = [next(found) for _ in leaf.found[part]]
-                    if part == "ema" and not x and exact is not None:
-                        x = [exact]  # an average that the file lacks begins with the parameter
-                    new[part].append(_floats(part, x, like.dtype, place) if x else None)
-                if leaf.arrives:
-                    params[leaf.name] = next(found)
-                elif leaf.like is not None:
-                    params[leaf.name] = _param(leaf, exact, leaf.sent if count else None)
-                if leaf.kind.is_stored:
-                    new["main_params"].append(None if exact is None else _stored(leaf.kind)(exact))
-                    if exact is None:
-                        _of_template(leaf.name, self._adam.main_of(leaf.name))
-            for part, values in new.items():
-                if any(x is not None for x in values):
-                    self._adam.put(part, unit, values)
-        return params
+        if leaf.main_at is None:
+            source = name if request.array(name, like) else None
+        else:
+            source = request.exact(name, like, keeps_main=leaf.kind.is_stored)
+        if source is None:
+            _of_template(name, like)
+        if source is None and leaf.kind.is_stored:
+            _of_template(name, self._adam.main_of(name))
+        return source
 
 
 def _of_template(name: str, x: Any) -> Any:
@@ -365,8 +337,8 @@ def _param(leaf: _Leaf, exact: Any, sent: Any) -> Any:
     """A parameter of its exact value, rounded and placed; that of the template without one."""
     dtype, place = leaf.like.dtype, leaf.place
     if exact is None:
-        param = copy_to(_of_template(leaf.name, leaf.like), place)
-    elif not exact.size or (exact.dtype, leaf.at, sent) == (dtype, place, None):
+        param = copy_to(leaf.like, place)
+    elif not exact.size or (exact.dtype, leaf.main_at or place, sent) == (dtype, place, None):
         param = cast(exact, dtype)
     else:
         param = jax.block_until_ready(_rounder(leaf.kind, dtype, sent, place)(exact))

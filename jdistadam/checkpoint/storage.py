@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import importlib
 import logging
@@ -18,7 +19,7 @@ import re
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jdistadam.checkpoint.checksum import PartialSums, totals
-from jdistadam.checkpoint.contents import Contents, Entry, Group
-from jdistadam.checkpoint.folder import header_text, read_header
+from jdistadam.checkpoint.header import Entry, header_text, read_header
 from jdistadam.errors import CheckpointError
 
 OLDEST_ORBAX = "0.12.1"
@@ -51,6 +51,27 @@ compiled = jax.disable_jit(False)
 """Makes a function compile its programs, which say where results are, under jax_disable_jit too."""
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Arrays that are made together: ``make`` returns those of ``entries``, in this order."""
+
+    entries: tuple[Entry, ...]
+    make: Callable[[], Sequence[jax.Array]]
+    nbytes: int = 0  # of a device, which they take beside the state or as a part of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """All that a checkpoint holds."""
+
+    groups: tuple[Group, ...]
+    about: dict[str, Any]  # what the header says: the count, kind of main parameters, layout
+
+    def filled(self) -> list[Group]:
+        """Returns the groups without those of empty arrays, which orbax does not take."""
+        return [g for g in self.groups if all(math.prod(entry.shape) for entry in g.entries)]
 
 
 def batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
@@ -224,6 +245,13 @@ async def _write(info: Any, text: str) -> None:
     (info.parent_dir / FILE).write_text(text)
 
 
+class Read(NamedTuple):
+    """Arrays of a checkpoint that are read together: names and places, and what takes them."""
+
+    wanted: Sequence[tuple[str, Sharding]]
+    use: Callable[[list[jax.Array]], Any]
+
+
 class Reader:
     """Reads arrays of one checkpoint, and compares their checksums.
 
@@ -245,30 +273,28 @@ class Reader:
         self._handler = kinds.ArrayHandler(array_metadata_store=None)
         self._context = kinds.get_ts_context(use_ocdbt=True)  # which keeps the index of all files
 
-    def read(self, wanted: Sequence[tuple[str, Sharding]], at_once: int = 0) -> Iterator[jax.Array]:
-        """Yields arrays by name, placed as asked for, of which some are read at once.
-
-        Args:
-          wanted: Names, and where the arrays go.
-          at_once: How many bytes of a device are read at once, at least: as many as what cannot be
-            apart.
+    def read(self, reads: Iterable[Read]) -> None:
+        """Reads arrays, as many at once as BATCH_BYTES hold, and hands them over.
 
         Raises:
           CheckpointError: One of them is damaged.
         """
-        limit = max(BATCH_BYTES, at_once, *(self.nbytes(one) for one in wanted), 0)
-        for batch in batches(wanted, self.nbytes, limit):
-            arrays = self._load(batch)
-            for (name, _), got in zip(batch, totals([*map(PartialSums, arrays)]), strict=True):
+        for batch in batches(reads, self._nbytes, BATCH_BYTES):
+            wanted = [one for read in batch for one in read.wanted]
+            arrays = self._load(wanted)
+            for (name, _), got in zip(wanted, totals([*map(PartialSums, arrays)]), strict=True):
                 if got != self.entries[name].sum:
                     raise self._damaged(name, f"checksum {got}", self.entries[name].sum)
-            while arrays:  # each is free as soon as it was used
-                yield arrays.pop(0)
+            for read in batch:  # each array is free as soon as it was used
+                read.use([arrays.pop(0) for _ in read.wanted])
 
-    def nbytes(self, one: tuple[str, Sharding]) -> int:
-        """Returns what a device holds of an array."""
-        entry = self.entries[one[0]]
-        return math.prod(one[1].shard_shape(entry.shape)) * jnp.dtype(entry.dtype).itemsize
+    def _nbytes(self, read: Read) -> int:
+        """Returns what a device holds of arrays that are read together."""
+        entries = [(self.entries[name], place) for name, place in read.wanted]
+        return sum(
+            math.prod(place.shard_shape(entry.shape)) * jnp.dtype(entry.dtype).itemsize
+            for entry, place in entries
+        )
 
     def _load(self, wanted: Sequence[tuple[str, Sharding]]) -> list[jax.Array]:
         filled = [one for one in wanted if math.prod(self.entries[one[0]].shape)]
