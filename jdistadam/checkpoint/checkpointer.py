@@ -15,7 +15,16 @@ from jax.experimental import multihost_utils
 
 from jdistadam.checkpoint import folder as folders
 from jdistadam.checkpoint.contents import contents_of
-from jdistadam.checkpoint.storage import Writer, compiled, orbax
+from jdistadam.checkpoint.header import Entry
+from jdistadam.checkpoint.storage import (
+    FILE_BYTES,
+    ITEM,
+    array_handler,
+    compiled,
+    escaped,
+    orbax,
+    quiet,
+)
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count
 from jdistadam.errors import CheckpointError, TreeError
@@ -77,8 +86,9 @@ class Checkpointer:
         with contextlib.ExitStack() as opened:
             _on_first_process(self.folder, lambda: self._prepare(opened, rollback_to))
             self._newest = max(folders.steps_in(self.folder), default=0)
-            self._writer = Writer(self.folder, keep=keep, in_background=in_background)
-            opened.callback(self._writer.manager.close)
+            with quiet():
+                self._open(keep, in_background)
+            opened.callback(self._manager.close)
             self._close = opened.pop_all().close
 
     def _prepare(self, opened: contextlib.ExitStack, rollback_to: int | None) -> None:
@@ -87,6 +97,23 @@ class Checkpointer:
         opened.enter_context(folders.locked(self.folder))
         if rollback_to is not None:
             folders.roll_back(self.folder, rollback_to)
+
+    def _open(self, keep: int | None, in_background: bool) -> None:
+        """Makes orbax's CheckpointManager, which deletes what a save left unfinished."""
+        ocp = orbax()
+        self._handler = array_handler()(waits=not in_background)
+        types = ocp.type_handlers.create_type_handler_registry((Entry, self._handler))
+        handler = ocp.PyTreeCheckpointHandler(
+            use_zarr3=True, use_compression=False, type_handler_registry=types
+        )
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            enable_async_checkpointing=in_background,
+            cleanup_tmp_directories=True,
+        )
+        self._manager = ocp.CheckpointManager(
+            self.folder, options=options, item_handlers={ITEM: handler}
+        )
 
     @compiled
     def save(self, state: Any, *, step: int | None = None, extra: Any = None) -> int:
@@ -128,8 +155,16 @@ class Checkpointer:
                 "Pass another step, or delete that checkpoint."
             )
         self._check_is_newest(number)
+        entries = [entry for group in contents.filled() for entry in group.entries]
+        args = orbax().args
+        tree = args.PyTreeSave(
+            {escaped(entry.name): entry for entry in entries},
+            ocdbt_target_data_file_size=FILE_BYTES,
+        )
         with self._writing():
-            self._writer.save(number, contents)
+            self._handler.contents = contents
+            if not self._manager.save(number, args=args.Composite(**{ITEM: tree}), force=True):
+                raise OSError(f"orbax did not save step {number}")
         self._last = number
         return number
 
@@ -161,13 +196,14 @@ class Checkpointer:
 
     def check(self) -> None:
         """Raises CheckpointError if a save in the background has failed; does not wait for it."""
-        if not self._writer.manager.is_saving_in_progress():
+        if not self._manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
         """Waits until all is written; raises CheckpointError if that failed."""
-        with self._writing():
-            self._writer.wait()
+        with self._writing():  # what failed is told by it; check_for_errors has lost it by then
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
 
     def close(self) -> None:
         """Waits as ``wait`` does, and raises what it does; then others may save."""
@@ -204,7 +240,8 @@ class Checkpointer:
     def _writing(self) -> Iterator[None]:
         """Raises CheckpointError in place of what orbax and the system do."""
         try:
-            yield
+            with quiet():
+                yield
         except Exception as error:
             self._last = None
             folders.remove_unfinished(self.folder)  # of a full disk it may be what fills it

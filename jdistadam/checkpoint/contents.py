@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import extra as extras
 from jdistadam.checkpoint import parts
+from jdistadam.checkpoint.adam import FlatAdam, Param
 from jdistadam.checkpoint.header import Entry
-from jdistadam.checkpoint.parts import FlatArrays
 from jdistadam.checkpoint.storage import Contents, Group
 from jdistadam.core import trees
 from jdistadam.core.codecs import NOTHING, codec_of
@@ -33,6 +33,8 @@ from jdistadam.errors import DtypeError, TreeError
 from jdistadam.kernels import coded_leaves
 from jdistadam.training.checks import is_known
 from jdistadam.training.train_state import TrainState, check_params_follow, placed
+
+_FLOAT32 = jnp.dtype(jnp.float32)
 
 
 def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
@@ -78,7 +80,7 @@ def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
             "got a field of that name, expected fields other than main_params, mu, nu, count, "
             "grad_norm, key, scaling, ema, guard, and extra beside extra=. Rename the field."
         )
-    return Contents(tuple(groups), about)
+    return Contents(groups, about)
 
 
 def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:
@@ -103,58 +105,58 @@ def _params(params: Any, mesh: Mesh, adam: Any, tx: Any) -> Iterator[Group]:
 
 def _of_flat(fields: dict[str, Any], state: Any, mesh: Mesh, tx: Any) -> Iterator[Group]:
     """The state of a distributed optimizer: moments and main parameters bucket by bucket."""
-    yield _whole("grad_norm", state.grad_norm, mesh)
-    if state.key is not None:
-        yield _whole("key", state.key, mesh)
-    for name, x in state.scaling._asdict().items() if state.scaling is not None else ():
-        # The counts of a constant scale say nothing; see extra_state.py.
-        is_dynamic = isinstance(tx.config.loss_scale, DynamicLossScale)
-        if is_dynamic or name not in ("growth_count", "hysteresis_count"):
-            yield _whole(f"scaling.{name}", x, mesh)
-    for name, x in state.guard._asdict().items() if state.guard is not None else ():
-        yield _whole(f"guard.{name}", x, mesh)
-    arrays, leaves = FlatArrays(tx, fields["params"]), list(parts.leaves("", fields["params"]))
-    for bucket in arrays.layout.buckets:
-        mine = {leaves[i].name: leaves[i].value for i in bucket.leaves}
-        for section in (*parts.MOMENTS, "main_params", "ema"):
+    is_dynamic = isinstance(tx.config.loss_scale, DynamicLossScale)
+    for section in ("grad_norm", "key", "scaling", "guard"):
+        for leaf in parts.leaves(section, getattr(state, section)):
+            # The counts of a constant scale say nothing; see extra_state.py.
+            if is_dynamic or leaf.name not in ("scaling.growth_count", "scaling.hysteresis_count"):
+                yield _whole(leaf.name, leaf.value, mesh)
+    adam = FlatAdam(fields["params"], state, tx)
+    for bucket, params in adam.units:
+        for section in adam.sections if bucket is not None else ():
             is_kept = section != "main_params" or _has_main_of_its_own(tx.config, bucket)
             if is_kept and getattr(state, section) is not None:
-                yield _of_bucket(arrays, bucket, mine, section, getattr(state, section))
+                yield _of_bucket(adam, bucket, params, section, getattr(state, section))
 
 
 def _of_bucket(
-    arrays: FlatArrays, bucket: Bucket, params: dict[str, Any], section: str, flat: Any
+    adam: FlatAdam, bucket: Bucket, params: list[Param], section: str, flat: Any
 ) -> Group:
     """What a bucket has of a moment, in codes where it is in codes, or its main parameters."""
     codec = codec_of(flat) if is_flat_codes(flat) and bucket.is_coded else None
-    is_float = section in parts.MOMENTS and not is_flat_codes(flat)
-    dtype = flat.dtype if is_float else jnp.dtype(jnp.float32)
 
     def make() -> list[Any]:
-        found = arrays.extract(bucket, section, flat)
+        found = adam.extract(bucket, section, flat)
         if codec is not None:
             return [x for leaf in found for x in coded_leaves.encoded(section, codec, leaf)]
-        if section != "main_params" or flat.dtype == jnp.float32:
-            return found
-        pairs = zip(params.values(), found, strict=True)
-        return [_join(jax.device_put(x, low.sharding), low) for x, low in pairs]
+        if section == "main_params":
+            return [_exact(param.like, x) for param, x in zip(params, found, strict=True)]
+        return found
 
     entries: list[Entry] = []
-    for path, x in params.items():
-        name = f"{section}{path}"
+    for param in params:
+        name, shape = param.name.replace("params", section, 1), param.like.shape
+        dtype = param.moments[section][0].dtype if section in param.moments else _FLOAT32
         if codec is None:
-            entries.append(Entry(name, x.shape, dtype))
+            entries.append(Entry(name, shape, dtype))
         else:
-            entries.append(Entry(f"{name}.codes", x.shape, codec.dtype))
-            entries.append(Entry(f"{name}.scales", (coded_leaves.num_scales(x.shape),), dtype))
-    size = arrays.layout.whole_size(bucket) if bucket.is_packed else bucket.shard_size
-    return Group(tuple(entries), make, size * dtype.itemsize)
+            entries.append(Entry(f"{name}.codes", shape, codec.dtype))
+            entries.append(Entry(f"{name}.scales", (coded_leaves.num_scales(shape),), dtype))
+    size = adam.layout.whole_size(bucket) if bucket.is_packed else bucket.shard_size
+    return Group(entries, make, size * dtype.itemsize)
 
 
 def _has_main_of_its_own(config: DistributedConfig, bucket: Bucket) -> bool:
     """Whether main parameters are kept, and the params do not say their values."""
     is_sent_whole = config.policy.param_comm_dtype in (None, bucket.dtype)
     return bucket.has_main and not (bucket.dtype == jnp.float32 and is_sent_whole)
+
+
+def _exact(param: Any, stored: Any) -> jax.Array:
+    """The value of a main parameter, of which a remainder is but a half."""
+    if stored.dtype == jnp.float32:
+        return stored
+    return _join(jax.device_put(param, getattr(stored, "sharding", None)), stored)
 
 
 @jax.jit
@@ -165,10 +167,9 @@ def _join(param: jax.Array, stored: jax.Array) -> jax.Array:
 
 def _of_optax(fields: dict[str, Any], adam: Any, mesh: Mesh, tx: Any) -> Iterator[Group]:
     """Moments and main parameters of the state of one program."""
-    for section in parts.MOMENTS:
-        for leaf in parts.leaves(section, getattr(adam, section)):
-            if leaf.value.size:
-                yield _whole(leaf.name, leaf.value, mesh)
+    for leaf in (x for part in parts.MOMENTS for x in parts.leaves(part, getattr(adam, part))):
+        if leaf.value.size:
+            yield _whole(leaf.name, leaf.value, mesh)
     params = parts.named("main_params", fields["params"])
     main = parts.named("main_params", parts.kept_main_params(fields["opt_state"]))
     if strange := [name for name in main if name not in params]:
@@ -179,11 +180,11 @@ def _of_optax(fields: dict[str, Any], adam: Any, mesh: Mesh, tx: Any) -> Iterato
             "Of nnx pass params and opt_state both as they are, or both by nnx.as_pure."
         )
     for name, x in main.items():
-        if x.dtype == jnp.float32 and x.size:
+        if x.size and x.dtype == jnp.float32:
             yield _whole(name, x, mesh)
         elif x.size:
-            make = functools.partial(lambda p, x: [_join(p, x)], params[name], x)
-            yield Group((Entry(name, x.shape, jnp.dtype(jnp.float32)),), make, 4 * x.size)
+            make = functools.partial(lambda *pair: [_exact(*pair)], params[name], x)
+            yield Group([Entry(name, x.shape, _FLOAT32)], make, 4 * x.size)
 
 
 def _whole(name: str, x: Any, mesh: Mesh, **kwargs: Any) -> Group:
@@ -192,12 +193,12 @@ def _whole(name: str, x: Any, mesh: Mesh, **kwargs: Any) -> Group:
         key = str(jax.random.key_impl(x))
         words = jax.eval_shape(jax.random.key_data, x)
         entry = Entry(name, words.shape, jnp.dtype(words.dtype), key, **kwargs)
-        return Group((entry,), lambda: [jax.random.key_data(x)])
+        return Group([entry], lambda: [jax.random.key_data(x)])
     if not isinstance(x, jax.Array):
         x = _placed(name, x, mesh)
     entry = Entry(name, tuple(x.shape), jnp.dtype(x.dtype), **kwargs)
     part = x.sharding.shard_shape(x.shape)
-    return Group((entry,), lambda: [x], math.prod(part) * entry.dtype.itemsize)
+    return Group([entry], lambda: [x], math.prod(part) * entry.dtype.itemsize)
 
 
 def _placed(name: str, x: Any, mesh: Mesh) -> jax.Array:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jdistadam.checkpoint import parts
-from jdistadam.checkpoint.request import Request
+from jdistadam.checkpoint.restored import Request
 from jdistadam.checkpoint.storage import Reader
 from jdistadam.core import trees
 from jdistadam.errors import DtypeError, ShapeError, TreeError

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jdistadam.checkpoint import folder as folders
 from jdistadam.checkpoint import parts, storage
 from jdistadam.checkpoint.extra import nested, restored_extra
-from jdistadam.checkpoint.request import Predicate, Request
-from jdistadam.checkpoint.restored import Restored
+from jdistadam.checkpoint.restored import Predicate, Request, Restored
 from jdistadam.checkpoint.storage import compiled, orbax
 from jdistadam.core import trees
 from jdistadam.distributed.state import is_distributed_state

@@ -2,198 +2,193 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import parts
-from jdistadam.checkpoint.parts import FlatArrays
-from jdistadam.checkpoint.request import Request
-from jdistadam.checkpoint.storage import Read, cast
-from jdistadam.core import collectives
-from jdistadam.core.codecs import NOTHING, BlockCodes, Codec, codec_of, is_codes
-from jdistadam.core.loss_scale import LossScaleState, continued_loss_scale
-from jdistadam.core.norm_guard import NormGuardState, continued_norm_guard
-from jdistadam.core.storage import main_codec_of
-from jdistadam.distributed.layout import Bucket
-from jdistadam.distributed.main_params import sent_dtypes
+from jdistadam.checkpoint.adam import FlatAdam, Param, TreeAdam
+from jdistadam.checkpoint.header import Entry
+from jdistadam.checkpoint.storage import Read, Reader, Wanted, cast
+from jdistadam.core import collectives, trees
+from jdistadam.core.codecs import Codec
 from jdistadam.distributed.state import is_distributed_state
-from jdistadam.errors import TreeError
+from jdistadam.errors import DtypeError, ShapeError, TreeError
 from jdistadam.kernels import coded_leaves
 from jdistadam.training.placement import copy_to
 
-Made = dict[str, jax.Array | None]
-"""Of one parameter: "params", and what is new in the sections of the state; None stays."""
+Predicate = Callable[[str], bool]
+
+# And "key": what another optimizer does not have.
+_ALWAYS_OPTIONAL = ("grad_norm", "scaling.", "guard.")
 
 
-@dataclasses.dataclass
-class _Leaf:
-    """A parameter and its moments in the template.
+class Request:
+    """Compares what a template asks for with what a checkpoint has, and notes what to read.
+
+    Raises TreeError, ShapeError or DtypeError for what is not there, or differs from the template.
 
     Attributes:
-      name: Name of the parameter.
-      like: The parameter, or its shape; None where there are moments alone.
-      place: Where the parameter goes.
-      main_at: Where its exact value is read; None where it has no moments either.
-      moments: By "mu", "nu" and "ema": what they are as floats, and where they are read.
-      kind: Which main parameter is kept beside it.
-      sent: The dtype to which a step rounds it; None where it does not.
+      reads: What ``read`` reads, in this order.
+      values: By name, what ``take`` asked for and ``read`` has read.
     """
 
-    name: str
-    like: Any
-    place: Sharding
-    main_at: Sharding | None = None
-    moments: dict[str, tuple[Any, Sharding]] = dataclasses.field(default_factory=dict)
-    kind: Codec = NOTHING
-    sent: Any = None
+    def __init__(
+        self,
+        reader: Reader,
+        *,
+        mesh: Any = None,
+        cast: bool = False,
+        new: Predicate | None = None,
+        unused: Predicate | None = None,
+    ) -> None:
+        """Takes the mesh on which arrays are that have no place, and arguments of ``restore``."""
+        self.entries, self.new, self._reader = reader.entries, new, reader
+        self._mesh, self._cast, self._unused = mesh, cast, unused
+        self._used: set[str] = set()
+        self.reads: list[Read] = []
+        self.values: dict[str, Any] = {}
 
+    def has(self, name: str) -> bool:
+        """Returns whether the file has something, which is used then."""
+        self._used.add(name)
+        return name in self.entries
 
-class _Tree:
-    """Moments and main parameters in the state of one program; each leaf is a unit."""
+    def array(self, name: str, like: Any) -> Entry | None:
+        """Returns what the file has of an array; None where it stays as the template has it."""
+        key, words = _saved_form(like)
+        entry = self._of_shape(name, words.shape)
+        if entry is not None:
+            self._check_dtype(name, entry, words.dtype)
+        if entry is None or entry.key == key:
+            return entry
+        raise DtypeError(
+            f"{self._reader.path}: {name}: random keys of another kind: got "
+            f"{entry.key or 'an array'}, expected {key or 'an array'}. "
+            "Make the template with keys of that kind."
+        )
 
-    sections: tuple[str, ...] = (*parts.MOMENTS, "main_params")
-    optional: tuple[str, ...] = ()
+    def moment(self, name: str, like: Any) -> list[Entry]:
+        """Returns what the file has of a moment like one of floats: these, or codes and scales.
 
-    def __init__(self, fields: dict[str, Any], adam: Any, place: Any) -> None:
-        self._adam, self._place = adam, place
-        main = parts.kept_main_params(fields["opt_state"])
-        self._trees = {"mu": adam.mu, "nu": adam.nu, "main_params": main}
-        self._likes = {part: parts.named("params", tree) for part, tree in self._trees.items()}
-        self._new: dict[str, dict[str, Any]] = {part: {} for part in self._trees}
-        self.units: list[tuple[Any, list[_Leaf]]] = []
-        params = parts.named("params", fields["params"])
-        for name in dict.fromkeys([*params, *self._likes["mu"], *self._likes["nu"]]):
-            moments = {
-                part: _in_floats(self._likes[part][name], place)
-                for part in parts.MOMENTS
-                if name in self._likes[part]
-            }
-            kind, at = main_codec_of(self.main_of(name)), place(params.get(name))
-            self.units.append((name, [_Leaf(name, params.get(name), at, at, moments, kind)]))
+        Nothing where it stays as the template has it.
+        """
+        if 0 in like.shape:
+            return []  # not saved: a distributed state has none of it
+        codes, scales = (self.entries.get(f"{name}.{part}") for part in ("codes", "scales"))
+        if codes is None or scales is None:
+            entry = self.array(name, like)
+            return [] if entry is None else [entry]
+        self._check_dtype(name, scales, like.dtype)  # that of the decoded moment
+        blocks = coded_leaves.num_scales(like.shape)
+        found = self._of_shape(codes.name, like.shape), self._of_shape(scales.name, (blocks,))
+        return [codes, scales] if all(found) else []
 
-    def main_of(self, name: str) -> Any:
-        """Returns what the template has of the main parameter of a parameter."""
-        return self._likes["main_params"].get(name)
+    def exact(self, name: str, like: Any, *, keeps_main: bool) -> Entry | None:
+        """Returns what the file has of the exact value of a parameter.
 
-    def put(self, section: str, name: str, found: Sequence[Any]) -> None:
-        """Takes the moment or the main parameter of a leaf."""
-        like, (x,) = self._likes[section][name], found
-        if is_codes(like):
-            x = BlockCodes(*coded_leaves.encoded(section, codec_of(like), x))
-        self._new[section][name] = jax.device_put(x, jax.tree.map(self._place, like))
+        None where the parameter stays as the template has it. ``keeps_main``: whether the value is
+        kept in float32 beside a parameter of 16 bits.
+        """
+        main = name.replace("params", "main_params", 1)
+        source = main if self.has(main) else name
+        if self._of_shape(name, like.shape) is None:
+            return None
+        entry = self.entries[source]
+        self._check_dtype(name, entry, jnp.float32 if keeps_main else like.dtype)
+        return entry
 
-    def finished(self, values: dict[str, Any]) -> tuple[Any, Any]:
-        """Returns Adam's state and the main parameters; what was not put is the template's."""
-
-        def kept(x: Any) -> Any:
-            is_shape = isinstance(x, jax.ShapeDtypeStruct)
-            return jnp.zeros(x.shape, x.dtype, device=self._place(x)) if is_shape else x
-
-        trees = {}
-        for section, tree in self._trees.items():
-            treedef: Any = jax.tree.structure(tree, is_leaf=is_codes)
-            new = self._new[section]
-            trees[section] = treedef.unflatten(
-                new[name] if name in new else jax.tree.map(kept, like)
-                for name, like in self._likes[section].items()
+    def finish(self, ignored: Iterable[str] = ()) -> None:
+        """Raises TreeError if the file has what was neither asked for nor is among ``ignored``."""
+        self._used.update(ignored)
+        rest = [
+            name
+            for name, entry in self.entries.items()
+            if name not in self._used
+            and not (entry.is_count or name == "key" or name.startswith(_ALWAYS_OPTIONAL))
+            and not (self._unused is not None and self._unused(parts.path_of(name)))
+        ]
+        if rest:
+            more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
+            raise TreeError(
+                f"{self._reader.path}: {rest[0]}: in the file, and not in the template: "
+                f"got {rest[0]}{more}, expected a template that has all that was saved. "
+                "Restore into such a state, or name what may be left with unused=."
             )
-        main = trees.pop("main_params")
-        return self._adam._replace(count=values["count"], **trees), main
+
+    def take(self, name: str, like: Any, entry: Entry | None = None) -> None:
+        """Notes to read an array into ``values``: placed like another one, in its dtype."""
+        found = entry or self.entries[name]
+        dtype = getattr(like, "dtype", found.dtype)
+
+        def use(arrays: list[jax.Array]) -> None:
+            if found.key is not None:
+                self.values[name] = jax.random.wrap_key_data(arrays[0], impl=found.key)
+            else:
+                self.values[name] = cast(arrays[0], dtype)
+
+        self.reads.append(Read([(found, self.place(like))], use))
+
+    def place(self, like: Any) -> Sharding:
+        """Returns where an array goes: as the template says, else everywhere on the mesh."""
+        sharding = getattr(like, "sharding", None)
+        if isinstance(sharding, Sharding) and not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+            return sharding
+        if self._mesh is not None:
+            return NamedSharding(self._mesh, P())
+        return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def read(self) -> dict[str, Any]:
+        """Reads all that was noted; returns ``values``."""
+        self._reader.read(self.reads)
+        return self.values
+
+    def _of_shape(self, name: str, shape: tuple[int, ...]) -> Entry | None:
+        """What the file has under a name; raises if that is of another shape, and need not be."""
+        self._used.add(name)
+        entry = self.entries.get(name)
+        if entry is not None and entry.shape == tuple(shape):
+            return entry
+        if self.new is not None and self.new(parts.path_of(name)):
+            return None
+        error = TreeError if entry is None else ShapeError
+        what = "missing in the file" if entry is None else "has another shape in the file"
+        got = f"{len(self.entries)} others" if entry is None else entry.shape
+        raise error(
+            f"{self._reader.path}: {name}: {what}: got {got}, expected shape {tuple(shape)}. "
+            "Restore into the state that was saved, or name what begins anew with new=."
+        )
+
+    def _check_dtype(self, name: str, entry: Entry, dtype: Any) -> None:
+        """Raises DtypeError where a cast to the template's dtype would lose bits."""
+        saved = entry.dtype
+        floats = all(jnp.issubdtype(x, jnp.floating) for x in (dtype, saved))
+        if saved == dtype or self._cast or (floats and jnp.promote_types(dtype, saved) == dtype):
+            return
+        raise DtypeError(
+            f"{self._reader.path}: {entry.name}: a cast for {name} of the template would lose "
+            f"bits: got {saved}, expected {jnp.dtype(dtype)}. "
+            "Restore into that dtype or with main parameters, or pass cast=True."
+        )
 
 
-def _in_floats(like: Any, place: Any) -> tuple[Any, Sharding]:
-    """Shape and dtype of a moment without codes, and where it is read."""
-    if is_codes(like):
-        return jax.ShapeDtypeStruct(like.shape, jnp.float32), place(like.codes)
-    return like, place(like)
+def _saved_form(like: Any) -> tuple[str | None, Any]:
+    """The implementation of random keys, or None, and shape and dtype in which these are saved."""
+    if not hasattr(like, "dtype"):
+        return None, jax.eval_shape(lambda: jnp.asarray(like))
+    if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return None, like
+    name = jax.random.key_impl(like) if trees.is_key(like) else like.dtype._impl.name
+    return str(name), jax.eval_shape(jax.random.key_data, like)
 
 
-class _Flat:
-    """Moments and main parameters in a distributed state; each bucket is a unit."""
-
-    def __init__(self, fields: dict[str, Any], adam: Any, tx: Any, *, starts_anew: bool) -> None:
-        params, self._config, self._adam = fields["params"], tx.config, adam
-        self._arrays, self._starts_anew = FlatArrays(tx, params), starts_anew
-        self._place = NamedSharding(tx.config.mesh, tx.config.parallel.state_spec)
-        storage = tx.config.algorithm.storage
-        dtypes = {part: storage.float_dtype(part) for part in parts.MOMENTS}
-        if tx.config.ema_decay is not None:
-            dtypes["ema"] = jnp.dtype(jnp.float32)
-        self.sections = (*dtypes, "main_params")
-        scalars: dict[str, Any] = {"scaling": LossScaleState, "guard": NormGuardState}
-        names = [f"{part}.{x}" for part, kind in scalars.items() for x in kind._fields]
-        self.optional = ("grad_norm", *names, *(("key",) if storage.is_stochastic else ()))
-        specs = jax.tree.leaves(tx.param_specs(params), is_leaf=lambda x: isinstance(x, P))
-        sent = sent_dtypes(tx.config.schedule(tx.config.tensor_local(params)))
-        likes = parts.named("params", params).items()
-        alone = {  # frozen, or without elements: no more than the parameter
-            i: _Leaf(name, like, NamedSharding(tx.config.mesh, spec), sent=dtype)
-            for i, ((name, like), spec, dtype) in enumerate(zip(likes, specs, sent, strict=True))
-        }
-        self.units: list[tuple[Any, list[_Leaf]]] = []
-        for bucket in self._arrays.layout.buckets:
-            mine = [alone.pop(i) for i in bucket.leaves]
-            for leaf, place in zip(mine, self._arrays.places(bucket), strict=True):
-                leaf.main_at = place
-                leaf.kind = tx.config.policy.main_params if bucket.has_main else NOTHING
-                for part, dtype in dtypes.items():
-                    leaf.moments[part] = jax.ShapeDtypeStruct(leaf.like.shape, dtype), place
-            self.units.append((bucket, mine))
-        self.units += [(None, [leaf]) for leaf in alone.values()]
-
-    @functools.cached_property
-    def _new(self) -> dict[str, Any]:
-        """The flat arrays: those of the template, if something of it may stay; else zeros."""
-        new = {}
-        for part in self.sections:
-            like = getattr(self._adam, part)
-            is_shape = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(like))
-            is_zero = self._starts_anew or is_shape
-            new[part] = self._arrays.new(part) if is_zero else copy_to(like, self._place)
-        return new
-
-    def main_of(self, name: str) -> Any:
-        """Returns what the template has of main parameters."""
-        return self._adam.main_params
-
-    def put(self, section: str, bucket: Bucket, found: Sequence[Any]) -> None:
-        """Takes what was found of a moment, or of the main parameters, of a bucket's leaves."""
-        flat = self._new[section]
-        if any(x is None for x in found):
-            old = self._arrays.extract(bucket, section, flat)
-            found = [y if x is None else x for x, y in zip(found, old, strict=True)]
-        self._new[section] = self._arrays.insert(bucket, section, flat, found)
-
-    def finished(self, values: dict[str, Any]) -> tuple[Any, Any]:
-        """Returns the state; of ``values`` it takes what the file need not have."""
-        config, everywhere = self._config, NamedSharding(self._config.mesh, P())
-
-        def saved(part: str, kind: Any) -> Any:
-            found = [values.get(f"{part}.{x}") for x in kind._fields]
-            return None if all(x is None for x in found) else kind(*found)
-
-        scale: Any = jax.tree.map(np.asarray, saved("scaling", LossScaleState))
-        guard = saved("guard", NormGuardState)
-        key = config.algorithm.storage.key
-        scalars = {
-            "grad_norm": values.get("grad_norm", np.float32(0)),
-            "scaling": continued_loss_scale(config.loss_scale, scale),
-            "guard": continued_norm_guard(config.norm_guard, guard),
-            "layout_digest": config.layout_digest(self._arrays.layout),
-            "key": values.get("key", key) if config.algorithm.storage.is_stochastic else None,
-        }
-        placed = jax.device_put(copy_to(scalars, everywhere), everywhere)
-        # On Explicit axes shardings come back spelled in another way: device_put copies nothing.
-        placed |= jax.device_put(self._new, self._place)
-        return self._adam._replace(count=values["count"], **placed), None
+Made = dict[str, jax.Array | None]
+"""Of one parameter: "params", and what is new in the sections of the state; None stays."""
 
 
 class Restored:
@@ -205,18 +200,18 @@ class Restored:
         adam = parts.adam_of(fields["opt_state"])
         is_flat = is_distributed_state(adam)
         self._adam: Any = (
-            _Flat(fields, adam, tx, starts_anew=request.new is None)
+            FlatAdam(fields["params"], adam, tx, starts_anew=request.new is None)
             if is_flat
-            else _Tree(fields, adam, request.place)
+            else TreeAdam(fields, adam, request.place)
         )
         self._params: dict[str, Any] = {}
         request.array("count", jax.ShapeDtypeStruct((), jnp.int32))
         request.take("count", None if is_flat else adam.count)
-        for unit, leaves in self._adam.units:
-            self._ask_unit(unit, leaves)
+        for unit, params in self._adam.units:
+            self._ask_unit(unit, params)
         for leaf in parts.other_leaves(fields):
             if leaf.is_count and not request.has(leaf.name):
-                request.take(leaf.name, leaf.value, source="count")
+                request.take(leaf.name, leaf.value, request.entries["count"])
             elif request.array(leaf.name, leaf.value):
                 request.take(leaf.name, leaf.value)
             else:
@@ -238,15 +233,15 @@ class Restored:
             new[name] = jax.tree.unflatten(jax.tree.structure(field), leaves)
         return new
 
-    def _ask_unit(self, unit: Any, leaves: list[_Leaf]) -> None:
-        """Asks for the leaves of a unit, which are read and put into the state together."""
-        asked = [self._ask(leaf) for leaf in leaves]
+    def _ask_unit(self, unit: Any, params: list[Param]) -> None:
+        """Asks for the parameters of a unit, which are read and put into the state together."""
+        asked = [self._ask(param) for param in params]
 
         def use(arrays: list[jax.Array]) -> None:
             in_order = (arrays.pop(0) for _ in range(len(arrays)))
             made = [make(in_order) for _, make in asked]
-            for leaf, new in zip(leaves, made, strict=True):
-                self._params[leaf.name] = new.pop("params", None)
+            for param, new in zip(params, made, strict=True):
+                self._params[param.name] = new.pop("params", None)
             for section in self._adam.sections:
                 found = [new[section] for new in made if section in new]
                 if any(x is not None for x in found):
@@ -254,65 +249,63 @@ class Restored:
 
         self._request.reads.append(Read([one for wanted, _ in asked for one in wanted], use))
 
-    def _ask(
-        self, leaf: _Leaf
-    ) -> tuple[list[tuple[str, Sharding]], Callable[[Iterator[jax.Array]], Made]]:
-        """Compares a leaf with the header; returns what to read for it, and what uses that."""
-        source = self._source_of(leaf)
+    def _ask(self, param: Param) -> tuple[list[Wanted], Callable[[Iterator[jax.Array]], Made]]:
+        """Compares a parameter with the header; returns what to read, and what uses that."""
+        exact_entry = self._exact_entry(param)
+        wanted = [(exact_entry, param.main_at or param.place)] if exact_entry else []
+        moments: dict[str, list[Entry]] = {}
+        for section, (like, place) in param.moments.items():
+            name = param.name.replace("params", section, 1)
+            if section == "ema" and exact_entry is None:
+                self._request.has(name)  # and not read: it stays as the template has it, as they do
+                moments[section] = []
+            else:
+                moments[section] = self._request.moment(name, like)
+            wanted += zip(moments[section], (place, _everywhere(place)), strict=False)
         # Before the first step, and after reload_main_params, a parameter is not rounded as a step
         # rounds it to send it: the file knows.
-        saved = self._request.entries.get(leaf.name)
-        arrives = saved is not None and source is not None and leaf.sent is not None
-        if saved is not None and arrives:
-            arrives = (saved.dtype, saved.sent) == (leaf.like.dtype, leaf.sent.name)
-        moments: dict[str, tuple[str, ...]] = {}
-        wanted = [(source, leaf.main_at or leaf.place)] if source else []
-        for section, (like, place) in leaf.moments.items():
-            name = leaf.name.replace("params", section, 1)
-            names: tuple[str, ...] = ()
-            if section == "ema" and source is None:
-                self._request.has(name)  # and not read: it stays as the template has it, as they do
-            else:
-                names = self._request.moment(name, like)
-            scales = place
-            if isinstance(place, NamedSharding):
-                scales = NamedSharding(place.mesh, P())
-            wanted += zip(names, (place, scales), strict=False)
-            moments[section] = names
-        wanted += [(leaf.name, leaf.place)] if arrives else []
+        saved, sent = self._request.entries.get(param.name), param.sent and param.sent.name
+        arrives = bool(saved and exact_entry and sent)
+        if saved and arrives:
+            arrives = (saved.dtype, saved.sent) == (param.like.dtype, sent)
+            wanted += [(saved, param.place)] if arrives else []
 
         def make(arrays: Iterator[jax.Array]) -> Made:
-            exact, made = next(arrays) if source else None, Made()
-            for section, (like, place) in leaf.moments.items():
+            exact, made = next(arrays) if exact_entry else None, Made()
+            for section, (like, place) in param.moments.items():
                 found = [next(arrays) for _ in moments[section]]
                 if section == "ema" and not found and exact is not None:
                     found = [exact]  # an average that the file lacks begins with the parameter
                 made[section] = _floats(section, found, like.dtype, place) if found else None
-            if leaf.kind.is_stored:
-                made["main_params"] = None if exact is None else _stored(leaf.kind)(exact)
+            if param.kind.is_stored:
+                made["main_params"] = None if exact is None else _stored(param.kind)(exact)
             if arrives:
                 made["params"] = next(arrays)
-            elif leaf.like is not None:
-                sent = leaf.sent if int(self._request.values["count"]) else None
-                made["params"] = _param(leaf, exact, sent)
+            elif param.like is not None:
+                is_sent = int(self._request.values["count"]) > 0
+                made["params"] = _rounded(param, exact, param.sent if is_sent else None)
             return made
 
         return wanted, make
 
-    def _source_of(self, leaf: _Leaf) -> str | None:
-        """The name under which the file has the exact value; None where the template's stays."""
-        request, name, like = self._request, leaf.name, leaf.like
+    def _exact_entry(self, param: Param) -> Entry | None:
+        """What the file has of a parameter's exact value; None where the template's stays."""
+        request, name, like = self._request, param.name, param.like
         if like is None:
             return None
-        if leaf.main_at is None:
-            source = name if request.array(name, like) else None
+        if param.main_at is None:
+            entry = request.array(name, like)
         else:
-            source = request.exact(name, like, keeps_main=leaf.kind.is_stored)
-        if source is None:
+            entry = request.exact(name, like, keeps_main=param.kind.is_stored)
+        if entry is None:
             _of_template(name, like)
-        if source is None and leaf.kind.is_stored:
-            _of_template(name, self._adam.main_of(name))
-        return source
+            _of_template(name, self._adam.main_of(name) if param.kind.is_stored else None)
+        return entry
+
+
+def _everywhere(place: Sharding) -> Sharding:
+    """Where the scales of codes are read."""
+    return NamedSharding(place.mesh, P()) if isinstance(place, NamedSharding) else place
 
 
 def _of_template(name: str, x: Any) -> Any:
@@ -333,16 +326,16 @@ def _floats(section: str, found: Sequence[jax.Array], dtype: Any, place: Shardin
     return jax.device_put(cast(x, dtype), place)
 
 
-def _param(leaf: _Leaf, exact: Any, sent: Any) -> Any:
+def _rounded(param: Param, exact: Any, sent: Any) -> Any:
     """A parameter of its exact value, rounded and placed; that of the template without one."""
-    dtype, place = leaf.like.dtype, leaf.place
+    dtype, place = param.like.dtype, param.place
     if exact is None:
-        param = copy_to(leaf.like, place)
-    elif not exact.size or (exact.dtype, leaf.main_at or place, sent) == (dtype, place, None):
-        param = cast(exact, dtype)
+        new = copy_to(param.like, place)
+    elif not exact.size or (exact.dtype, param.main_at or place, sent) == (dtype, place, None):
+        new = cast(exact, dtype)
     else:
-        param = jax.block_until_ready(_rounder(leaf.kind, dtype, sent, place)(exact))
-    return jax.device_put(param, place)  # the same, spelled so
+        new = jax.block_until_ready(_rounder(param.kind, dtype, sent, place)(exact))
+    return jax.device_put(new, place)  # the same, spelled so
 
 
 @functools.lru_cache(maxsize=4096)

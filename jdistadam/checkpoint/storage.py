@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import importlib
 import logging
@@ -19,7 +18,7 @@ import re
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,45 +49,54 @@ SMALL_BYTES = 1 << 16
 compiled = jax.disable_jit(False)
 """Makes a function compile its programs, which say where results are, under jax_disable_jit too."""
 
-T = TypeVar("T")
+Wanted = tuple[Entry, Sharding]
+"""An array to read, and where it goes."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Arrays that are made together: ``make`` returns those of ``entries``, in this order."""
 
-    entries: tuple[Entry, ...]
+    entries: Sequence[Entry]
     make: Callable[[], Sequence[jax.Array]]
     nbytes: int = 0  # of a device, which they take beside the state or as a part of it
 
 
-@dataclasses.dataclass(frozen=True)
-class Contents:
-    """All that a checkpoint holds."""
+class Contents(NamedTuple):
+    """All that a checkpoint holds, and what its header says: count, main parameters, layout."""
 
-    groups: tuple[Group, ...]
-    about: dict[str, Any]  # what the header says: the count, kind of main parameters, layout
+    groups: list[Group]
+    about: dict[str, Any]
 
     def filled(self) -> list[Group]:
         """Returns the groups without those of empty arrays, which orbax does not take."""
         return [g for g in self.groups if all(math.prod(entry.shape) for entry in g.entries)]
 
 
-def batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Yields items in lists of at most so many bytes, or of one alone.
+class Read(NamedTuple):
+    """Arrays that are read together, and what takes them."""
 
-    Example:
-      >>> list(batches([2, 1, 9, 1], lambda x: x, limit=3))
-      [[2, 1], [9], [1]]
-    """
-    batch: list[T] = []
+    wanted: Sequence[Wanted]
+    use: Callable[[list[jax.Array]], Any]
+
+    @property
+    def nbytes(self) -> int:
+        """What a device holds of them."""
+        return sum(
+            math.prod(place.shard_shape(entry.shape)) * entry.dtype.itemsize
+            for entry, place in self.wanted
+        )
+
+
+def batches(items: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yields groups or reads in lists of at most BATCH_BYTES, or of one alone."""
+    batch: list[Any] = []
     filled = 0
     for item in items:
-        if batch and filled + nbytes(item) > limit:
+        if batch and filled + item.nbytes > BATCH_BYTES:
             yield batch
             batch, filled = [], 0
         batch.append(item)
-        filled += nbytes(item)
+        filled += item.nbytes
     if batch:
         yield batch
 
@@ -125,55 +133,8 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-class Writer:
-    """Writes the checkpoints of a folder with orbax's CheckpointManager.
-
-    Args:
-      folder: The folder of steps; what a save left unfinished in it is deleted.
-      keep: How many of the newest checkpoints to keep. None: all.
-      in_background: Whether ``save`` returns when the state may change, before all is written.
-    """
-
-    def __init__(self, folder: Path, *, keep: int | None, in_background: bool) -> None:
-        """Makes the manager."""
-        ocp = orbax()
-        self._handler = _array_handler()(waits=not in_background)
-        types = ocp.type_handlers.create_type_handler_registry((Entry, self._handler))
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            enable_async_checkpointing=in_background,
-            cleanup_tmp_directories=True,
-        )
-        with quiet():
-            handler = ocp.PyTreeCheckpointHandler(
-                use_zarr3=True, use_compression=False, type_handler_registry=types
-            )
-            self.manager = ocp.CheckpointManager(
-                folder, options=options, item_handlers={ITEM: handler}
-            )
-
-    def save(self, step: int, contents: Contents) -> None:
-        """Saves a step."""
-        tree = {
-            _escaped(entry.name): entry for group in contents.filled() for entry in group.entries
-        }
-        self._handler.contents = contents
-        ocp = orbax()
-        args = ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=FILE_BYTES)
-        with quiet():
-            saved = self.manager.save(step, args=ocp.args.Composite(**{ITEM: args}), force=True)
-        if not saved:
-            raise OSError(f"orbax did not save step {step}")
-
-    def wait(self) -> None:
-        """Waits until all is written; raises what failed."""
-        with quiet():  # what failed is told by this alone; check_for_errors has lost it by then
-            self.manager.wait_until_finished()
-            self.manager.check_for_errors()
-
-
 @functools.cache
-def _array_handler() -> Any:
+def array_handler() -> Any:
     """The class that makes arrays as orbax writes them: orbax is needed to define it."""
     ocp: Any = orbax()
 
@@ -199,7 +160,7 @@ def _array_handler() -> Any:
             sums: dict[str, PartialSums] = {}
             running: list[Any] = []
             try:
-                for batch in batches(contents.filled(), lambda g: g.nbytes, BATCH_BYTES):
+                for batch in batches(contents.filled()):
                     arrays, names = _made(batch, sums)
                     pairs = [known[name] for name in names]
                     started = await super().serialize(arrays, *zip(*pairs, strict=True))
@@ -245,13 +206,6 @@ async def _write(info: Any, text: str) -> None:
     (info.parent_dir / FILE).write_text(text)
 
 
-class Read(NamedTuple):
-    """Arrays of a checkpoint that are read together: names and places, and what takes them."""
-
-    wanted: Sequence[tuple[str, Sharding]]
-    use: Callable[[list[jax.Array]], Any]
-
-
 class Reader:
     """Reads arrays of one checkpoint, and compares their checksums.
 
@@ -266,38 +220,25 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         """Reads the header in the folder of the arrays."""
-        kinds = orbax().type_handlers
+        self._kinds = orbax().type_handlers
         self.path = folder / FILE
         self.entries, self.extra = read_header(self.path)
         self._folder = importlib.import_module("etils.epath").Path(folder)
-        self._handler = kinds.ArrayHandler(array_metadata_store=None)
-        self._context = kinds.get_ts_context(use_ocdbt=True)  # which keeps the index of all files
+        self._context = self._kinds.get_ts_context(use_ocdbt=True)  # with the index of all files
 
     def read(self, reads: Iterable[Read]) -> None:
-        """Reads arrays, as many at once as BATCH_BYTES hold, and hands them over.
-
-        Raises:
-          CheckpointError: One of them is damaged.
-        """
-        for batch in batches(reads, self._nbytes, BATCH_BYTES):
+        """Reads arrays in batches, and hands them over; raises CheckpointError of a damaged one."""
+        for batch in batches(reads):
             wanted = [one for read in batch for one in read.wanted]
             arrays = self._load(wanted)
-            for (name, _), got in zip(wanted, totals([*map(PartialSums, arrays)]), strict=True):
-                if got != self.entries[name].sum:
-                    raise self._damaged(name, f"checksum {got}", self.entries[name].sum)
+            for (entry, _), got in zip(wanted, totals([*map(PartialSums, arrays)]), strict=True):
+                if got != entry.sum:
+                    raise self._damaged(entry, f"checksum {got}", entry.sum)
             for read in batch:  # each array is free as soon as it was used
                 read.use([arrays.pop(0) for _ in read.wanted])
 
-    def _nbytes(self, read: Read) -> int:
-        """Returns what a device holds of arrays that are read together."""
-        entries = [(self.entries[name], place) for name, place in read.wanted]
-        return sum(
-            math.prod(place.shard_shape(entry.shape)) * jnp.dtype(entry.dtype).itemsize
-            for entry, place in entries
-        )
-
-    def _load(self, wanted: Sequence[tuple[str, Sharding]]) -> list[jax.Array]:
-        filled = [one for one in wanted if math.prod(self.entries[one[0]].shape)]
+    def _load(self, wanted: Sequence[Wanted]) -> list[jax.Array]:
+        filled = [one for one in wanted if math.prod(one[0].shape)]
         try:
             with quiet():
                 found = iter(self.load(filled) if filled else [])
@@ -308,37 +249,31 @@ class Reader:
             text, _, _ = f"{type(error).__name__}: {str(error).strip()}".partition("\n")
             raise self._damaged(filled[0][0], text[:200], "an array that can be read") from None
         arrays = []
-        for name, place in wanted:
-            entry = self.entries[name]
-            x = next(found) if math.prod(entry.shape) else empty(entry.shape, entry.dtype, place)
-            if not isinstance(x, jax.Array) or (x.shape, x.dtype) != (entry.shape, entry.dtype):
-                raise self._damaged(name, f"{x!r:.100}", f"{entry.dtype}, shape {entry.shape}")
+        for entry, place in wanted:
+            shape, dtype = entry.shape, entry.dtype
+            x = next(found) if math.prod(shape) else empty(shape, dtype, place)
+            if not isinstance(x, jax.Array) or (x.shape, x.dtype) != (shape, dtype):
+                raise self._damaged(entry, f"{x!r:.100}", f"{dtype}, shape {shape}")
             # On Explicit axes shardings come back spelled in another way; nothing is copied.
             arrays.append(jax.device_put(x, place))
         return arrays
 
-    def load(self, wanted: Sequence[tuple[str, Sharding]]) -> list[Any]:
+    def load(self, wanted: Sequence[Wanted]) -> list[Any]:
         """Returns arrays as orbax reads them."""
-        kinds = orbax().type_handlers
-        infos, args = [], []
-        for name, place in wanted:
-            info = kinds.ParamInfo(
-                name=_escaped(name),
-                parent_dir=self._folder,
-                skip_deserialize=False,
-                is_ocdbt_checkpoint=True,
-                use_zarr3=True,
-                ts_context=self._context,
+        about: Any = dict(parent_dir=self._folder, skip_deserialize=False, use_zarr3=True)
+        about |= dict(is_ocdbt_checkpoint=True, ts_context=self._context)
+        infos = [self._kinds.ParamInfo(name=escaped(entry.name), **about) for entry, _ in wanted]
+        args = [
+            self._kinds.ArrayRestoreArgs(
+                sharding=place, global_shape=entry.shape, dtype=entry.dtype
             )
-            entry = self.entries[name]
-            infos.append(info)
-            args.append(
-                kinds.ArrayRestoreArgs(sharding=place, global_shape=entry.shape, dtype=entry.dtype)
-            )
+            for entry, place in wanted
+        ]
+        handler = self._kinds.ArrayHandler(array_metadata_store=None)
 
         async def run() -> Any:
             try:
-                return await self._handler.deserialize(infos, args)
+                return await handler.deserialize(infos, args)
             except Exception:
                 # orbax raises at the first error. A read that is left half done would print a page
                 # when it is deleted, or when it finds its event loop closed.
@@ -349,9 +284,9 @@ class Reader:
         found: list[Any] = _result_of(run())
         return found
 
-    def _damaged(self, name: str, got: str, expected: Any) -> CheckpointError:
+    def _damaged(self, entry: Entry, got: str, expected: Any) -> CheckpointError:
         return CheckpointError(
-            f"{self._folder}: {name}: damaged in the files: got {got}, expected {expected}. "
+            f"{self._folder}: {entry.name}: damaged in the files: got {got}, expected {expected}. "
             "Restore another step."
         )
 
@@ -390,6 +325,6 @@ def empty(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(shape, sharding, lambda index: zeros[index])
 
 
-def _escaped(name: str) -> str:
+def escaped(name: str) -> str:
     """A name that orbax can use as a part of a path."""
     return name.replace("%", "%25").replace("/", "%2F")

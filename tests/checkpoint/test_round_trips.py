@@ -212,7 +212,7 @@ def test_arrays_in_many_batches(tmp_path, monkeypatch, in_background):
     batches, reads, read = noted_batches(monkeypatch), [], storage.Reader.load
 
     def noted(self, wanted):
-        reads.append(sum(len(self.entries[name].shape) > 1 for name, _ in wanted))
+        reads.append(sum(len(entry.shape) > 1 for entry, _ in wanted))
         return read(self, wanted)
 
     monkeypatch.setattr(storage.Reader, "load", noted)

@@ -1,0 +1,312 @@
+"""Adam's moments and main parameters by parameter, in trees as well as in flat arrays.
+
+An array that is scattered where it is keeps its shards: nothing is sent. The leaves of a packed
+bucket are gathered, as one of them may be on several devices; a bucket is small.
+
+[Note: one collective at a time]
+Virtual CPU devices share a pool of threads. Of two programs with collectives that are started one
+after the other, and need nothing of each other, each can get a part of the threads and wait
+forever for the devices that have none. So whoever starts such a program waits for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from jdistadam import compat
+from jdistadam.checkpoint import parts
+from jdistadam.core import collectives
+from jdistadam.core.codecs import NOTHING, BlockCodes, Codec, codec_of, is_codes
+from jdistadam.core.loss_scale import LossScaleState, continued_loss_scale
+from jdistadam.core.norm_guard import NormGuardState, continued_norm_guard
+from jdistadam.core.storage import main_codec_of
+from jdistadam.distributed import flat_moments, param_specs
+from jdistadam.distributed.flat_moments import is_flat_codes
+from jdistadam.distributed.layout import ALIGNMENT, Bucket
+from jdistadam.distributed.main_params import sent_dtypes
+from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.packing import shard_of
+from jdistadam.kernels import coded_leaves
+from jdistadam.training.placement import copy_to
+
+
+@dataclasses.dataclass
+class Param:
+    """A parameter of a state and what the optimizer keeps for it."""
+
+    name: str
+    like: Any  # the parameter, or its shape; None where there are moments alone
+    place: Sharding
+    main_at: Sharding | None = None  # where its exact value is read; None: it has no moments either
+    moments: dict[str, tuple[Any, Sharding]] = dataclasses.field(default_factory=dict)
+    # By "mu", "nu" and "ema": what they are as floats, and where.
+    kind: Codec = NOTHING  # which main parameter is kept beside it
+    sent: Any = None  # the dtype to which a step rounds it; None where it does not
+
+
+class TreeAdam:
+    """Moments and main parameters in the state of one program; each parameter is a unit."""
+
+    sections: tuple[str, ...] = (*parts.MOMENTS, "main_params")
+    optional: tuple[str, ...] = ()
+
+    def __init__(self, fields: dict[str, Any], adam: Any, place: Callable[[Any], Sharding]) -> None:
+        """Takes a template, its ScaleByAdamState, and what says where an array goes."""
+        self._adam, self._place = adam, place
+        main = parts.kept_main_params(fields["opt_state"])
+        self._trees = {"mu": adam.mu, "nu": adam.nu, "main_params": main}
+        self._likes = {part: parts.named("params", tree) for part, tree in self._trees.items()}
+        self._new: dict[str, dict[str, Any]] = {part: {} for part in self._trees}
+        self.units: list[tuple[Any, list[Param]]] = []
+        params = parts.named("params", fields["params"])
+        for name in dict.fromkeys([*params, *self._likes["mu"], *self._likes["nu"]]):
+            at, kind = place(params.get(name)), main_codec_of(self.main_of(name))
+            param = Param(name, params.get(name), at, at, kind=kind)
+            for part in parts.MOMENTS:
+                like: Any = self._likes[part].get(name)
+                if is_codes(like):
+                    floats = jax.ShapeDtypeStruct(like.shape, jnp.float32)
+                    param.moments[part] = floats, place(like.codes)
+                elif like is not None:
+                    param.moments[part] = like, place(like)
+            self.units.append((name, [param]))
+
+    def main_of(self, name: str) -> Any:
+        """Returns what the template has of the main parameter of a parameter."""
+        return self._likes["main_params"].get(name)
+
+    def put(self, section: str, name: str, found: Sequence[Any]) -> None:
+        """Takes the moment or the main parameter of a parameter."""
+        like, (x,) = self._likes[section][name], found
+        if is_codes(like):
+            x = BlockCodes(*coded_leaves.encoded(section, codec_of(like), x))
+        self._new[section][name] = jax.device_put(x, jax.tree.map(self._place, like))
+
+    def finished(self, values: dict[str, Any]) -> tuple[Any, Any]:
+        """Returns Adam's state and the main parameters; what was not put is the template's."""
+
+        def kept(x: Any) -> Any:
+            is_shape = isinstance(x, jax.ShapeDtypeStruct)
+            return jnp.zeros(x.shape, x.dtype, device=self._place(x)) if is_shape else x
+
+        trees = {}
+        for section, tree in self._trees.items():
+            treedef: Any = jax.tree.structure(tree, is_leaf=is_codes)
+            old = {
+                name: jax.tree.map(kept, x)
+                for name, x in self._likes[section].items()
+                if name not in self._new[section]
+            }
+            new = old | self._new[section]
+            trees[section] = treedef.unflatten(new[name] for name in self._likes[section])
+        main = trees.pop("main_params")
+        return self._adam._replace(count=values["count"], **trees), main
+
+
+class FlatAdam:
+    """Moments and main parameters in a distributed state; each bucket is a unit.
+
+    Parameters that are frozen or without elements have no bucket, and are units with None.
+    """
+
+    def __init__(self, params: Any, adam: Any, tx: Any, *, starts_anew: bool = False) -> None:
+        """Takes a state, or its shapes, and whether all of it is put."""
+        config = tx.config
+        self._config, self._adam, self._starts_anew = config, adam, starts_anew
+        self.layout = tx.layout(params)
+        self._place = NamedSharding(config.mesh, config.parallel.state_spec)
+        storage = config.algorithm.storage
+        dtypes = {part: storage.float_dtype(part) for part in parts.MOMENTS}
+        if config.ema_decay is not None:
+            dtypes["ema"] = jnp.dtype(jnp.float32)
+        self.sections = (*dtypes, "main_params")
+        scalars: dict[str, Any] = {"scaling": LossScaleState, "guard": NormGuardState}
+        names = [f"{part}.{x}" for part, kind in scalars.items() for x in kind._fields]
+        self.optional = ("grad_norm", *names, *(("key",) if storage.is_stochastic else ()))
+        tensor_specs, specs = (
+            jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+            for specs in (config.tensor_specs(params), tx.param_specs(params))
+        )
+        self._tensor_specs: list[P] = tensor_specs
+        sent = sent_dtypes(config.schedule(config.tensor_local(params)))
+        likes = parts.named("params", params).items()
+        alone = {
+            i: Param(name, like, NamedSharding(config.mesh, spec), sent=dtype)
+            for i, ((name, like), spec, dtype) in enumerate(zip(likes, specs, sent, strict=True))
+        }
+        self.units: list[tuple[Any, list[Param]]] = []
+        for bucket in self.layout.buckets:
+            mine = [alone.pop(i) for i in bucket.leaves]
+            for param, spec in zip(mine, self._form(bucket).specs, strict=True):
+                param.main_at = place = NamedSharding(config.mesh, spec)
+                param.kind = config.policy.main_params if bucket.has_main else NOTHING
+                for part, dtype in dtypes.items():
+                    param.moments[part] = jax.ShapeDtypeStruct(param.like.shape, dtype), place
+            self.units.append((bucket, mine))
+        self.units += [(None, [param]) for param in alone.values()]
+
+    def extract(self, bucket: Bucket, section: str, flat: Any) -> list[jax.Array]:
+        """Returns the leaves of a bucket, in the order of ``bucket.leaves``; of codes float32."""
+        offset = bucket.offset
+        if is_flat_codes(flat):
+            flat, offset = flat_moments.decoded_shards(self._config, bucket, section, flat), 0
+        leaves: list[jax.Array] = _extractor(self._form(bucket))(flat, offset // ALIGNMENT)
+        # [Note: one collective at a time]
+        return jax.block_until_ready(leaves) if bucket.is_packed else leaves
+
+    @functools.cached_property
+    def _new(self) -> dict[str, Any]:
+        """The flat arrays: those of the template, if something of it may stay; else zeros."""
+        new = {}
+        for part in self.sections:
+            like = getattr(self._adam, part)
+            is_shape = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(like))
+            is_zero = self._starts_anew or is_shape
+            new[part] = self._empty(part) if is_zero else copy_to(like, self._place)
+        return new
+
+    def _empty(self, section: str) -> Any:
+        """A moment, the main parameters or the average, all zero; None where there are none."""
+        if section in parts.MOMENTS:
+            return flat_moments.new_moment(self._config, self.layout, section)
+        if section == "ema":
+            return self._zeros(self.layout.flat_size, jnp.float32)
+        size, dtype = self.layout.main_size, self._config.policy.main_params.dtype
+        return self._zeros(size, dtype) if size else None
+
+    def _zeros(self, size: int, dtype: Any) -> jax.Array:
+        """A flat array of zeros, of ``size`` elements on each device."""
+        parallel = self._config.parallel
+        total = size * parallel.num_shards * parallel.size(parallel.tensor_axes)
+        flat: jax.Array = jax.jit(lambda: jnp.zeros((total,), dtype), out_shardings=self._place)()
+        return flat
+
+    def main_of(self, name: str) -> Any:
+        """Returns what the template has of main parameters."""
+        return self._adam.main_params
+
+    def put(self, section: str, bucket: Bucket, found: Sequence[Any]) -> None:
+        """Takes what was found of a moment, or of the main parameters, of a bucket's leaves."""
+        flat, put = self._new[section], _inserter(self._form(bucket))
+        if any(x is None for x in found):
+            old = self.extract(bucket, section, flat)
+            found = [y if x is None else x for x, y in zip(found, old, strict=True)]
+        if is_flat_codes(flat):
+            empty = self._zeros(-(-bucket.shard_size // ALIGNMENT) * ALIGNMENT, jnp.float32)
+            shards = put(empty, 0, list(found))
+            new = flat_moments.with_shards(self._config, bucket, section, flat, shards)
+        else:
+            new = put(flat, bucket.offset // ALIGNMENT, list(found))
+        self._new[section] = new
+
+    def finished(self, values: dict[str, Any]) -> tuple[Any, Any]:
+        """Returns the state; of ``values`` it takes what the file need not have."""
+        config, everywhere = self._config, NamedSharding(self._config.mesh, P())
+
+        def saved(part: str, kind: Any) -> Any:
+            found = [values.get(f"{part}.{x}") for x in kind._fields]
+            return None if all(x is None for x in found) else kind(*found)
+
+        scale: Any = jax.tree.map(np.asarray, saved("scaling", LossScaleState))
+        guard = saved("guard", NormGuardState)
+        key = config.algorithm.storage.key
+        scalars = {
+            "grad_norm": values.get("grad_norm", np.float32(0)),
+            "scaling": continued_loss_scale(config.loss_scale, scale),
+            "guard": continued_norm_guard(config.norm_guard, guard),
+            "layout_digest": config.layout_digest(self.layout),
+            "key": values.get("key", key) if config.algorithm.storage.is_stochastic else None,
+        }
+        placed = jax.device_put(copy_to(scalars, everywhere), everywhere)
+        # On Explicit axes shardings come back spelled in another way: device_put copies nothing.
+        placed |= jax.device_put(self._new, self._place)
+        return self._adam._replace(count=values["count"], **placed), None
+
+    def _form(self, bucket: Bucket) -> _Form:
+        parallel, leaves = self._config.parallel, [self.layout.leaves[i] for i in bucket.leaves]
+        specs = [self._tensor_specs[i] for i in bucket.leaves]
+        if not bucket.is_packed:
+            specs = [param_specs.with_axes(specs[0], bucket.cut_dim, parallel.state_axes)]
+        return _Form(
+            parallel,
+            bucket.is_packed,
+            bucket.shard_shape,
+            bucket.padding,
+            starts=tuple(bucket.starts(leaf.size for leaf in leaves)),
+            shapes=tuple(leaf.shape for leaf in leaves),
+            specs=tuple(specs),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """All that the two programs of a bucket depend on; buckets of one form share them."""
+
+    parallel: DataParallel
+    is_packed: bool
+    shard_shape: tuple[int, ...]
+    padding: int
+    starts: tuple[int, ...]  # of leaves in a packed bucket, and where the last one ends
+    shapes: tuple[tuple[int, ...], ...]  # of the parts of leaves that a tensor-parallel part has
+    specs: tuple[P, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shard_shape)
+
+    @property
+    def num_rows(self) -> int:
+        """A shard in rows of ALIGNMENT: counted so, 32 bits hold every offset."""
+        return -(-self.size // ALIGNMENT)
+
+    def compiled(self, local: Any, in_specs: Any, out_specs: Any, **kwargs: Any) -> Any:
+        mesh = self.parallel.mesh
+        mapped = compat.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        return jax.jit(mapped, **kwargs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _extractor(form: _Form) -> Any:
+    def local(flat: jax.Array, row: jax.Array) -> list[jax.Array]:
+        rows = flat.reshape(-1, ALIGNMENT)
+        shard = lax.dynamic_slice_in_dim(rows, row, form.num_rows).reshape(-1)[: form.size]
+        if not form.is_packed:
+            return [shard.reshape(form.shard_shape)]
+        whole = collectives.all_gather(shard, form.parallel.state_axes, dim=0, to="varying")
+        return [
+            whole[start : start + math.prod(shape)].reshape(shape)
+            for start, shape in zip(form.starts, form.shapes, strict=False)
+        ]
+
+    return form.compiled(local, (form.parallel.state_spec, P()), list(form.specs))
+
+
+@functools.lru_cache(maxsize=4096)
+def _inserter(form: _Form) -> Any:
+    spec = form.parallel.state_spec
+
+    def local(flat: jax.Array, row: jax.Array, leaves: list[jax.Array]) -> jax.Array:
+        shard = leaves[0].reshape(-1)
+        if form.is_packed:
+            whole = jnp.zeros((form.starts[-1] + form.padding,), flat.dtype)
+            for start, x in zip(form.starts, leaves, strict=False):
+                whole = lax.dynamic_update_slice_in_dim(whole, x.reshape(-1), start, 0)
+            index = collectives.axis_index(form.parallel.state_axes)
+            shard = shard_of(whole, index, whole.size // form.size, 0)
+        gap = jnp.zeros((form.num_rows * ALIGNMENT - form.size,), flat.dtype)
+        rows = jnp.concatenate([shard, gap]).reshape(-1, ALIGNMENT)
+        lines = flat.reshape(-1, ALIGNMENT)
+        return lax.dynamic_update_slice_in_dim(lines, rows, row, 0).reshape(-1)
+
+    return form.compiled(local, (spec, P(), list(form.specs)), spec, donate_argnums=0)
