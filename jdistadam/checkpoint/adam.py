@@ -61,20 +61,19 @@ class TreeAdam:
     sections: tuple[str, ...] = (*parts.MOMENTS, "main_params")
     optional: tuple[str, ...] = ()
 
-    def __init__(self, fields: dict[str, Any], adam: Any, place: Callable[[Any], Sharding]) -> None:
-        """Takes a template, its ScaleByAdamState, and what says where an array goes."""
-        self._adam, self._place = adam, place
-        main = parts.kept_main_params(fields["opt_state"])
-        self._trees = {"mu": adam.mu, "nu": adam.nu, "main_params": main}
-        self._likes = {part: parts.named("params", tree) for part, tree in self._trees.items()}
-        self._new: dict[str, dict[str, Any]] = {part: {} for part in self._trees}
+    def __init__(self, leaves: Sequence[parts.Leaf], place: Callable[[Any], Sharding]) -> None:
+        """Takes the leaves of a template, and what says where an array goes."""
+        self._place = place
+        likes = {leaf.name: leaf.value for leaf in leaves if leaf.section}
+        self._likes = {x: like for x, like in likes.items() if x.startswith(self.sections)}
+        self._new: dict[str, Any] = {}
+        of_params = [leaf for leaf in leaves if leaf.section in ("params", *parts.MOMENTS)]
         self.units: list[tuple[Any, list[Param]]] = []
-        params = parts.named("params", fields["params"])
-        for name in dict.fromkeys([*params, *self._likes["mu"], *self._likes["nu"]]):
-            at, kind = place(params.get(name)), main_codec_of(self.main_of(name))
-            param = Param(name, params.get(name), at, at, kind=kind)
+        for name in dict.fromkeys(x.name.replace(x.section, "params", 1) for x in of_params):
+            at, kind = place(likes.get(name)), main_codec_of(self.main_of(name))
+            param = Param(name, likes.get(name), at, at, kind=kind)
             for part in parts.MOMENTS:
-                like: Any = self._likes[part].get(name)
+                like: Any = likes.get(name.replace("params", part, 1))
                 if is_codes(like):
                     floats = jax.ShapeDtypeStruct(like.shape, jnp.float32)
                     param.moments[part] = floats, place(like.codes)
@@ -84,34 +83,25 @@ class TreeAdam:
 
     def main_of(self, name: str) -> Any:
         """Returns what the template has of the main parameter of a parameter."""
-        return self._likes["main_params"].get(name)
+        return self._likes.get(name.replace("params", "main_params", 1))
 
     def put(self, section: str, name: str, found: Sequence[Any]) -> None:
         """Takes the moment or the main parameter of a parameter."""
-        like, (x,) = self._likes[section][name], found
+        name, (x,) = name.replace("params", section, 1), found
+        like = self._likes[name]
         if is_codes(like):
             x = BlockCodes(*coded_leaves.encoded(section, codec_of(like), x))
-        self._new[section][name] = jax.device_put(x, jax.tree.map(self._place, like))
+        self._new[name] = jax.device_put(x, jax.tree.map(self._place, like))
 
-    def finished(self, values: dict[str, Any]) -> tuple[Any, Any]:
-        """Returns Adam's state and the main parameters; what was not put is the template's."""
+    def finished(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Returns moments and main parameters by name; what was not put is the template's."""
 
         def kept(x: Any) -> Any:
             is_shape = isinstance(x, jax.ShapeDtypeStruct)
             return jnp.zeros(x.shape, x.dtype, device=self._place(x)) if is_shape else x
 
-        trees = {}
-        for section, tree in self._trees.items():
-            treedef: Any = jax.tree.structure(tree, is_leaf=is_codes)
-            old = {
-                name: jax.tree.map(kept, x)
-                for name, x in self._likes[section].items()
-                if name not in self._new[section]
-            }
-            new = old | self._new[section]
-            trees[section] = treedef.unflatten(new[name] for name in self._likes[section])
-        main = trees.pop("main_params")
-        return self._adam._replace(count=values["count"], **trees), main
+        old = {name: x for name, x in self._likes.items() if name not in self._new}
+        return jax.tree.map(kept, old) | self._new
 
 
 class FlatAdam:
@@ -210,8 +200,8 @@ class FlatAdam:
             new = put(flat, bucket.offset // ALIGNMENT, list(found))
         self._new[section] = new
 
-    def finished(self, values: dict[str, Any]) -> tuple[Any, Any]:
-        """Returns the state; of ``values`` it takes what the file need not have."""
+    def finished(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Returns the state, of name "", with those of ``values`` that the file need not have."""
         config, everywhere = self._config, NamedSharding(self._config.mesh, P())
 
         def saved(part: str, kind: Any) -> Any:
@@ -231,7 +221,7 @@ class FlatAdam:
         placed = jax.device_put(copy_to(scalars, everywhere), everywhere)
         # On Explicit axes shardings come back spelled in another way: device_put copies nothing.
         placed |= jax.device_put(self._new, self._place)
-        return self._adam._replace(count=values["count"], **placed), None
+        return {"": self._adam._replace(count=values["count"], **placed)}
 
     def _form(self, bucket: Bucket) -> _Form:
         parallel, leaves = self._config.parallel, [self.layout.leaves[i] for i in bucket.leaves]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -48,28 +47,37 @@ def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
     trees.check_memory(state=state)
     fields = parts.fields_of(state)
     adam = parts.adam_of(fields["opt_state"])
-    if is_distributed_state(adam):
+    is_flat = is_distributed_state(adam)
+    if is_flat:
         checked = _checked(state, TrainState(fields["params"], fields["opt_state"]), tx)
         fields |= {"params": checked.params, "opt_state": checked.opt_state}
-        adam = parts.adam_of(checked.opt_state)
-        mesh = tx.config.mesh
-        text = tx.config.layout_text(tx.layout(fields["params"]))
-        main = tx.config.policy.main_params
+    mesh = tx.config.mesh if is_flat else _mesh_of(fields["params"])
+    leaves = [leaf for field, tree in fields.items() for leaf in parts.leaves_of(field, tree)]
+    count = int(trees.unboxed(adam.count))
+    about: dict[str, Any] = {"count": count}
+    if is_flat:
+        about["main_params"] = tx.config.policy.main_params.argument
+        about["layout_identity"] = tx.config.layout_text(tx.layout(fields["params"]))
     else:
-        mesh, text = _mesh_of(fields["params"]), None
-        kept = parts.kept_main_params(fields["opt_state"])
-        found = {main_codec_of(x) for x in jax.tree.leaves(kept)}
-        main = max(found, key=lambda x: x.name, default=NOTHING)
-    count = int(adam.count)
-    groups = [
-        *_params(fields["params"], mesh, adam, tx),
-        _whole("count", adam.count, mesh),
-        *(_of_flat if text else _of_optax)(fields, adam, mesh, tx),
-    ]
-    for leaf in parts.other_leaves(fields):
-        is_count = leaf.is_count and np.shape(leaf.value) == () and int(leaf.value) == count
-        groups.append(_whole(leaf.name, leaf.value, mesh, keys=leaf.keys, is_count=is_count))
-    about = {"count": count, "main_params": main.argument, "layout_identity": text}
+        kinds = {main_codec_of(leaf.value) for leaf in leaves if leaf.section == "main_params"}
+        about["main_params"] = max(kinds, key=lambda x: x.name, default=NOTHING).argument
+        about["layout_identity"] = None
+    groups: list[Group] = []
+    sent = _sent(fields["params"], tx) if is_flat else {}
+    params = {leaf.name: leaf.value for leaf in leaves if leaf.section == "params"}
+    for leaf in leaves:
+        if is_distributed_state(leaf.value):
+            groups += _of_flat(fields["params"], leaf.value, mesh, tx)
+        elif leaf.section == "main_params":
+            groups += _of_main(leaf, params, mesh)
+        elif leaf.section in parts.MOMENTS:
+            both = parts.leaves(leaf.name, leaf.value)  # of codes
+            groups += [_whole(x.name, x.value, mesh) for x in both if x.value.size]
+        else:
+            is_count = leaf.is_count and np.shape(leaf.value) == () and int(leaf.value) == count
+            about_leaf: dict[str, Any] = {"keys": leaf.keys, "is_count": is_count}
+            about_leaf["sent"] = sent.get(leaf.name)
+            groups.append(_whole(leaf.name, leaf.value, mesh, **about_leaf))
     if extra is not None:
         about["extra"], arrays = extras.taken_apart(extra)
         groups += [_whole(name, x, mesh) for name, x in arrays.items()]
@@ -94,29 +102,27 @@ def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:
     return state
 
 
-def _params(params: Any, mesh: Mesh, adam: Any, tx: Any) -> Iterator[Group]:
-    leaves = list(parts.leaves("params", params))
-    sent: list[Any] = [None] * len(leaves)
-    if is_distributed_state(adam):
-        sent = sent_dtypes(tx.config.schedule(tx.config.tensor_local(params)))
-    for leaf, dtype in zip(leaves, sent, strict=True):
-        yield _whole(leaf.name, leaf.value, mesh, keys=leaf.keys, sent=dtype and dtype.name)
+def _sent(params: Any, tx: Any) -> dict[str, str]:
+    """By parameter, the name of the dtype to which a step rounds it to send it."""
+    sent = sent_dtypes(tx.config.schedule(tx.config.tensor_local(params)))
+    names = zip(parts.named("params", params), sent, strict=True)
+    return {name: dtype.name for name, dtype in names if dtype is not None}
 
 
-def _of_flat(fields: dict[str, Any], state: Any, mesh: Mesh, tx: Any) -> Iterator[Group]:
+def _of_flat(params: Any, state: Any, mesh: Mesh, tx: Any) -> Iterator[Group]:
     """The state of a distributed optimizer: moments and main parameters bucket by bucket."""
     is_dynamic = isinstance(tx.config.loss_scale, DynamicLossScale)
-    for section in ("grad_norm", "key", "scaling", "guard"):
+    for section in ("count", "grad_norm", "key", "scaling", "guard"):
         for leaf in parts.leaves(section, getattr(state, section)):
             # The counts of a constant scale say nothing; see extra_state.py.
             if is_dynamic or leaf.name not in ("scaling.growth_count", "scaling.hysteresis_count"):
                 yield _whole(leaf.name, leaf.value, mesh)
-    adam = FlatAdam(fields["params"], state, tx)
-    for bucket, params in adam.units:
+    adam = FlatAdam(params, state, tx)
+    for bucket, mine in adam.units:
         for section in adam.sections if bucket is not None else ():
             is_kept = section != "main_params" or _has_main_of_its_own(tx.config, bucket)
             if is_kept and getattr(state, section) is not None:
-                yield _of_bucket(adam, bucket, params, section, getattr(state, section))
+                yield _of_bucket(adam, bucket, mine, section, getattr(state, section))
 
 
 def _of_bucket(
@@ -165,26 +171,21 @@ def _join(param: jax.Array, stored: jax.Array) -> jax.Array:
     return joined
 
 
-def _of_optax(fields: dict[str, Any], adam: Any, mesh: Mesh, tx: Any) -> Iterator[Group]:
-    """Moments and main parameters of the state of one program."""
-    for leaf in (x for part in parts.MOMENTS for x in parts.leaves(part, getattr(adam, part))):
-        if leaf.value.size:
-            yield _whole(leaf.name, leaf.value, mesh)
-    params = parts.named("main_params", fields["params"])
-    main = parts.named("main_params", parts.kept_main_params(fields["opt_state"]))
-    if strange := [name for name in main if name not in params]:
+def _of_main(leaf: parts.Leaf, params: dict[str, Any], mesh: Mesh) -> Iterator[Group]:
+    """A main parameter in the state of one program."""
+    x, param = leaf.value, params.get(leaf.name.replace("main_params", "params", 1))
+    if param is None:
         raise TreeError(
-            f"opt_state: {strange[0]}: a main parameter without a parameter of that path, "
-            f"which no template could ask for: got {len(main)} of them, expected those of "
+            f"opt_state: {leaf.name}: a main parameter without a parameter of that path, "
+            f"which no template could ask for: got {leaf.name}, expected that of one of "
             f"{len(params)} parameters, as {next(iter(params), 'none')}. Leave out optax.flatten. "
             "Of nnx pass params and opt_state both as they are, or both by nnx.as_pure."
         )
-    for name, x in main.items():
-        if x.size and x.dtype == jnp.float32:
-            yield _whole(name, x, mesh)
-        elif x.size:
-            make = functools.partial(lambda *pair: [_exact(*pair)], params[name], x)
-            yield Group([Entry(name, x.shape, _FLOAT32)], make, 4 * x.size)
+    if x.size and x.dtype == jnp.float32:
+        yield _whole(leaf.name, x, mesh)
+    elif x.size:
+        entry = Entry(leaf.name, x.shape, _FLOAT32)
+        yield Group([entry], lambda: [_exact(param, x)], 4 * x.size)
 
 
 def _whole(name: str, x: Any, mesh: Mesh, **kwargs: Any) -> Group:

@@ -34,19 +34,13 @@ _ADAM = (DistributedState, optax.ScaleByAdamState)
 
 
 class Leaf(NamedTuple):
-    """An array of a state that has a name of its own.
-
-    Attributes:
-      name: Its name in a checkpoint.
-      value: The array, or its shape.
-      keys: The keys that lead to it from the field, if all are names in dictionaries; else None.
-      is_count: Whether it is a step counter beside that of Adam: of a schedule, or of Flax.
-    """
+    """An array of a state that has a name of its own."""
 
     name: str
-    value: Any
-    keys: tuple[str, ...] | None
-    is_count: bool = False
+    value: Any  # the array, or its shape; BlockCodes, or a DistributedState, whose name is ""
+    keys: tuple[str, ...] | None = None  # that lead to it, if all are names in dictionaries
+    section: str = ""  # "params", "main_params", "mu", "nu"; "" for all others
+    is_count: bool = False  # a step counter beside that of Adam: of a schedule, or of Flax
 
 
 def fields_of(state: Any) -> dict[str, Any]:
@@ -77,7 +71,7 @@ def adam_of(opt_state: Any) -> Any:
     Raises:
       TreeError: There is none, or more than one.
     """
-    parts = jax.tree.leaves(opt_state, is_leaf=_is(_ADAM))
+    parts = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, _ADAM))
     found = [part for part in parts if isinstance(part, _ADAM)]
     if len(found) != 1:
         raise TreeError(
@@ -86,62 +80,56 @@ def adam_of(opt_state: Any) -> Any:
             "of optax.adamw, or of a chain with one. Use one optimizer: a distributed one takes "
             "groups. What optax joins of several, as in multi_transform, orbax saves by itself."
         )
-    adam = found[0]
-    if isinstance(adam, DistributedState):
-        return adam
-    mu, nu = map(trees.codes_inside, (adam.mu, adam.nu))  # with the names of params
-    return adam._replace(count=trees.unboxed(adam.count), mu=mu, nu=nu)
+    return found[0]
 
 
-def kept_main_params(opt_state: Any) -> Any:
-    """Returns the main parameters in the state of an optimizer of one program, or None."""
-    parts = jax.tree.leaves(opt_state, is_leaf=_is(MainParamsState))
-    return next((part.main_params for part in parts if isinstance(part, MainParamsState)), None)
-
-
-def other_leaves(fields: dict[str, Any]) -> Iterator[Leaf]:
-    """Yields what is neither a parameter nor of Adam: of chains, and of the other fields."""
-    rest = [(name, tree) for name, tree in fields.items() if name != "params"]
-    for leaf in (leaf for name, tree in rest for leaf in leaves(name, tree, _is_part)):
-        if isinstance(leaf.value, MainParamsState):
-            yield from other_leaves({leaf.name: leaf.value.inner})
-        elif _is_schedule(leaf.value):
-            yield Leaf(leaf.name, leaf.value.count, None, is_count=True)
-        elif not isinstance(leaf.value, _ADAM):
+def leaves_of(field: str, tree: Any) -> Iterator[Leaf]:
+    """Yields what a field of a state consists of, in the order of its leaves."""
+    if field == "params":
+        yield from _section(field, tree)
+        return
+    for leaf in leaves(field, tree, _is_part):
+        part = leaf.value
+        if isinstance(part, MainParamsState):
+            yield from _section("main_params", part.main_params)
+            yield from leaves_of(leaf.name, part.inner)
+        elif isinstance(part, optax.ScaleByAdamState):
+            yield Leaf("count", trees.unboxed(part.count))
+            for moment in MOMENTS:
+                yield from _section(moment, trees.codes_inside(getattr(part, moment)))
+        elif isinstance(part, DistributedState):
+            yield Leaf("", part)
+        elif _is_schedule(part):
+            yield Leaf(leaf.name, part.count, is_count=True)
+        else:
             yield leaf._replace(is_count=leaf.name == "step")
 
 
-def rebuilt(name: str, tree: Any, others: dict[str, Any], adam: Any, main: Any) -> Any:
-    """Returns a field like ``tree`` with other values.
-
-    With ``others`` by the names of ``other_leaves``, ``adam`` in place of the DistributedState or
-    ScaleByAdamState, and ``main`` as the main parameters of a MainParamsState.
-    """
-
-    def value(leaf: Leaf) -> Any:
-        if isinstance(leaf.value, MainParamsState):
-            return MainParamsState(main, rebuilt(leaf.name, leaf.value.inner, others, adam, None))
-        if isinstance(leaf.value, _ADAM):
-            return adam
-        found = others[leaf.name]
-        return leaf.value._replace(count=found) if _is_schedule(leaf.value) else found
-
-    treedef: Any = jax.tree.structure(tree, is_leaf=_is_part)
-    return treedef.unflatten(map(value, leaves(name, tree, _is_part)))
+def _section(section: str, tree: Any) -> Iterator[Leaf]:
+    return (leaf._replace(section=section) for leaf in leaves(section, tree, is_codes))
 
 
-def leaves(section: str, tree: Any, is_leaf: Any = None) -> Iterator[Leaf]:
-    """Yields the leaves of a tree with their names."""
+def _is_schedule(x: Any) -> bool:
+    """Whether this is what optax keeps for a schedule, of the learning rate or weight decay."""
+    return getattr(x, "_fields", None) == ("count",)
+
+
+def _is_part(x: Any) -> bool:
+    return isinstance(x, (*_ADAM, MainParamsState)) or _is_schedule(x)
+
+
+def leaves(name: str, tree: Any, is_leaf: Any = None) -> Iterator[Leaf]:
+    """Yields the leaves of a tree of this name with their names."""
     for path, x in trees.leaves_with_path(tree, is_leaf):
         names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
         keys = tuple(name for name in names if isinstance(name, str))
-        name = f"{section}{jax.tree_util.keystr(path)}"
-        yield Leaf(name, x, keys if len(keys) == len(path) else None)
+        is_nested = len(keys) == len(path)
+        yield Leaf(name + jax.tree_util.keystr(path), x, keys if is_nested else None)
 
 
 def named(section: str, tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a tree by name; those in codes are one."""
-    return {leaf.name: leaf.value for leaf in leaves(section, tree, is_codes)}
+    """Returns the leaves of a tree by name."""
+    return {leaf.name: leaf.value for leaf in leaves(section, tree)}
 
 
 def path_of(name: str) -> str:
@@ -156,16 +144,3 @@ def path_of(name: str) -> str:
         if rest != name and (not rest or rest[0] in "[."):
             return f"params{rest}"
     return name
-
-
-def _is_schedule(x: Any) -> bool:
-    """Whether this is what optax keeps for a schedule, of the learning rate or weight decay."""
-    return getattr(x, "_fields", None) == ("count",)
-
-
-def _is_part(x: Any) -> bool:
-    return isinstance(x, (*_ADAM, MainParamsState)) or _is_schedule(x)
-
-
-def _is(kinds: Any) -> Any:
-    return lambda x: isinstance(x, kinds)

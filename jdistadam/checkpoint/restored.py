@@ -197,41 +197,46 @@ class Restored:
     def __init__(self, request: Request, fields: dict[str, Any], tx: Any) -> None:
         """Takes where to ask, the template, and the distributed optimizer."""
         self._request, self._fields = request, fields
-        adam = parts.adam_of(fields["opt_state"])
-        is_flat = is_distributed_state(adam)
+        self._leaves = {name: list(parts.leaves_of(name, x)) for name, x in fields.items()}
+        leaves = [leaf for of_field in self._leaves.values() for leaf in of_field]
+        flat = next((leaf.value for leaf in leaves if is_distributed_state(leaf.value)), None)
         self._adam: Any = (
-            FlatAdam(fields["params"], adam, tx, starts_anew=request.new is None)
-            if is_flat
-            else TreeAdam(fields, adam, request.place)
+            TreeAdam(leaves, request.place)
+            if flat is None
+            else FlatAdam(fields["params"], flat, tx, starts_anew=request.new is None)
         )
-        self._params: dict[str, Any] = {}
-        request.array("count", jax.ShapeDtypeStruct((), jnp.int32))
-        request.take("count", None if is_flat else adam.count)
-        for unit, params in self._adam.units:
+        if flat is not None:
+            request.array("count", jax.ShapeDtypeStruct((), jnp.int32))
+            request.take("count", None)
+        for leaf in leaves:
+            if not leaf.section and leaf.value is not flat:
+                self._ask_other(leaf)
+        for unit, params in self._adam.units:  # after the count, which they need
             self._ask_unit(unit, params)
-        for leaf in parts.other_leaves(fields):
-            if leaf.is_count and not request.has(leaf.name):
-                request.take(leaf.name, leaf.value, request.entries["count"])
-            elif request.array(leaf.name, leaf.value):
-                request.take(leaf.name, leaf.value)
-            else:
-                request.values[leaf.name] = _of_template(leaf.name, leaf.value)
         for name in filter(request.has, self._adam.optional):
             request.take(name, None)
+
+    def _ask_other(self, leaf: parts.Leaf) -> None:
+        """Asks for an array that is in the state as it is saved."""
+        request = self._request
+        if leaf.is_count and not request.has(leaf.name):
+            request.take(leaf.name, leaf.value, request.entries["count"])
+        elif request.array(leaf.name, leaf.value):
+            request.take(leaf.name, leaf.value)
+        else:
+            request.values[leaf.name] = _of_template(leaf.name, leaf.value)
 
     def read(self) -> dict[str, Any]:
         """Reads all; returns the fields of the state."""
         values = self._request.read()
-        adam, main = self._adam.finished(values)
-        new: dict[str, Any] = {}
-        for name, field in self._fields.items():
-            if name == "params":
-                leaves = [self._params[path] for path in parts.named(name, field)]
-            else:
-                leaves = jax.tree.leaves(parts.rebuilt(name, field, values, adam, main))
-            # Into the containers of the template, also boxes that the parts of a state had.
-            new[name] = jax.tree.unflatten(jax.tree.structure(field), leaves)
-        return new
+        values |= self._adam.finished(values)
+        return {
+            name: jax.tree.unflatten(
+                jax.tree.structure(field),
+                [x for leaf in self._leaves[name] for x in jax.tree.leaves(values[leaf.name])],
+            )
+            for name, field in self._fields.items()
+        }
 
     def _ask_unit(self, unit: Any, params: list[Param]) -> None:
         """Asks for the parameters of a unit, which are read and put into the state together."""
@@ -241,7 +246,7 @@ class Restored:
             in_order = (arrays.pop(0) for _ in range(len(arrays)))
             made = [make(in_order) for _, make in asked]
             for param, new in zip(params, made, strict=True):
-                self._params[param.name] = new.pop("params", None)
+                self._request.values[param.name] = new.pop("params", None)
             for section in self._adam.sections:
                 found = [new[section] for new in made if section in new]
                 if any(x is not None for x in found):
