@@ -49,8 +49,8 @@ class Param:
     like: Any  # the parameter, or its shape; None where there are moments alone
     place: Sharding
     main_at: Sharding | None = None  # where its exact value is read; None: it has no moments either
-    moments: dict[str, tuple[Any, Sharding]] = dataclasses.field(default_factory=dict)
     # By "mu", "nu" and "ema": what they are as floats, and where.
+    moments: dict[str, tuple[Any, Sharding]] = dataclasses.field(default_factory=dict)
     kind: Codec = NOTHING  # which main parameter is kept beside it
     sent: Any = None  # the dtype to which a step rounds it; None where it does not
 
@@ -104,6 +104,13 @@ class TreeAdam:
         return jax.tree.map(kept, old) | self._new
 
 
+_SCALARS: dict[str, Any] = {"scaling": LossScaleState, "guard": NormGuardState}
+
+
+def _specs(tree: Any) -> list[P]:
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, P))
+
+
 class FlatAdam:
     """Moments and main parameters in a distributed state; each bucket is a unit.
 
@@ -121,19 +128,15 @@ class FlatAdam:
         if config.ema_decay is not None:
             dtypes["ema"] = jnp.dtype(jnp.float32)
         self.sections = (*dtypes, "main_params")
-        scalars: dict[str, Any] = {"scaling": LossScaleState, "guard": NormGuardState}
-        names = [f"{part}.{x}" for part, kind in scalars.items() for x in kind._fields]
-        self.optional = ("grad_norm", *names, *(("key",) if storage.is_stochastic else ()))
-        tensor_specs, specs = (
-            jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
-            for specs in (config.tensor_specs(params), tx.param_specs(params))
-        )
-        self._tensor_specs: list[P] = tensor_specs
-        sent = sent_dtypes(config.schedule(config.tensor_local(params)))
+        scalars = [f"{part}.{x}" for part, kind in _SCALARS.items() for x in kind._fields]
+        self.optional = ("grad_norm", *scalars, *(("key",) if storage.is_stochastic else ()))
+        self._tensor_specs = _specs(config.tensor_specs(params))
         likes = parts.named("params", params).items()
+        sent = sent_dtypes(config.schedule(config.tensor_local(params)))
+        each = enumerate(zip(likes, _specs(tx.param_specs(params)), sent, strict=True))
         alone = {
             i: Param(name, like, NamedSharding(config.mesh, spec), sent=dtype)
-            for i, ((name, like), spec, dtype) in enumerate(zip(likes, specs, sent, strict=True))
+            for i, ((name, like), spec, dtype) in each
         }
         self.units: list[tuple[Any, list[Param]]] = []
         for bucket in self.layout.buckets:
@@ -203,20 +206,18 @@ class FlatAdam:
     def finished(self, values: dict[str, Any]) -> dict[str, Any]:
         """Returns the state, of name "", with those of ``values`` that the file need not have."""
         config, everywhere = self._config, NamedSharding(self._config.mesh, P())
-
-        def saved(part: str, kind: Any) -> Any:
+        saved: dict[str, Any] = {}
+        for part, kind in _SCALARS.items():
             found = [values.get(f"{part}.{x}") for x in kind._fields]
-            return None if all(x is None for x in found) else kind(*found)
-
-        scale: Any = jax.tree.map(np.asarray, saved("scaling", LossScaleState))
-        guard = saved("guard", NormGuardState)
-        key = config.algorithm.storage.key
+            is_saved = any(x is not None for x in found)
+            saved[part] = jax.tree.map(np.asarray, kind(*found)) if is_saved else None
+        storage = config.algorithm.storage
         scalars = {
             "grad_norm": values.get("grad_norm", np.float32(0)),
-            "scaling": continued_loss_scale(config.loss_scale, scale),
-            "guard": continued_norm_guard(config.norm_guard, guard),
+            "scaling": continued_loss_scale(config.loss_scale, saved["scaling"]),
+            "guard": continued_norm_guard(config.norm_guard, saved["guard"]),
             "layout_digest": config.layout_digest(self.layout),
-            "key": values.get("key", key) if config.algorithm.storage.is_stochastic else None,
+            "key": values.get("key", storage.key) if storage.is_stochastic else None,
         }
         placed = jax.device_put(copy_to(scalars, everywhere), everywhere)
         # On Explicit axes shardings come back spelled in another way: device_put copies nothing.

@@ -24,16 +24,14 @@ from jdistadam.training.checks import check_agreement
 NAME = "extra"
 _VALUES = (bool, int, float, str, bytes, type(None))
 
+# What the header says of each leaf by name: its kind, its keys, and a value or a numpy dtype.
 About = dict[str, dict[str, Any]]
-"""What the header says of each leaf by name: its kind, its keys, and a value or a numpy dtype."""
 
 
 def taken_apart(extra: Any) -> tuple[About, dict[str, Any]]:
     """Returns what the header says of a tree, and the arrays by name, numpy's as bytes.
 
-    Raises:
-      TreeError: A leaf is neither an array nor a value of Python, or is traced.
-      AgreementError: Processes have other values.
+    Raises TreeError for a leaf that cannot be saved, AgreementError where processes differ.
     """
     about: About = {}
     arrays: dict[str, Any] = {}
@@ -83,11 +81,7 @@ def _facts(about: About, arrays: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def restored_extra(reader: Reader, like: Any) -> Any:
-    """Returns the tree that a checkpoint has, in the structure of ``like`` or in dictionaries.
-
-    Raises:
-      TreeError, ShapeError, DtypeError: It has another tree than ``like``, or none.
-    """
+    """Returns the tree that a checkpoint has, in the structure of ``like`` or in dictionaries."""
     saved = reader.extra
     if like is None and not saved:
         raise _missing(reader, NAME, "any, as of save(..., extra=tree)")
@@ -118,11 +112,7 @@ def _value(about: dict[str, Any], found: Any) -> Any:
 
 
 def nested(reader: Reader, keys: dict[str, Any], what: str) -> Any:
-    """Returns the names in dictionaries, under their keys, or a single one without keys.
-
-    Raises:
-      TreeError: One has None as its keys.
-    """
+    """Returns the names in dictionaries, under their keys, or a single one without keys."""
     tree: dict[str, Any] = {}
     for name, path in keys.items():
         if path is None:
@@ -140,8 +130,7 @@ def nested(reader: Reader, keys: dict[str, Any], what: str) -> Any:
     return tree
 
 
-Form = tuple[str, str, tuple[int, ...]]
-"""Kind, dtype and shape."""
+Form = tuple[str, str, tuple[int, ...]]  # kind, dtype and shape
 
 
 def _check_like(reader: Reader, leaves: dict[str, Any]) -> None:

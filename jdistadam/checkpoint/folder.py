@@ -27,9 +27,7 @@ import numpy as np
 from jdistadam.errors import CheckpointError, HyperparameterError
 
 LOCK = ".jdistadam.lock"
-STALE_AFTER = 300.0
-"""Seconds after which a file that another machine wrote no longer counts."""
-
+STALE_AFTER = 300.0  # seconds, after which a file that another machine wrote no longer counts
 _RENEWED_EVERY = 60.0
 _UNFINISHED = ".orbax-checkpoint-tmp"  # how the names of folders end that orbax has not finished
 
@@ -44,11 +42,7 @@ def check_step(step: Any, name: str = "step") -> None:
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
-    """Returns a folder as an absolute path.
-
-    Raises:
-      CheckpointError: It is no folder of a file system.
-    """
+    """Returns an absolute path; raises CheckpointError unless it is one of a file system."""
     text = os.fspath(folder)
     if "://" in text:
         raise CheckpointError(
@@ -67,8 +61,7 @@ def steps_in(folder: Path) -> list[int]:
 def roll_back(folder: Path, step: int) -> None:
     """Deletes the checkpoints that are newer than that of a step, the newest one first.
 
-    Raises:
-      CheckpointError: There are newer ones, and none of this step; nothing is deleted.
+    Raises CheckpointError where there are newer ones and none of this step.
     """
     found = steps_in(folder)
     newer = [x for x in found if x > step]
@@ -93,12 +86,8 @@ def remove_unfinished(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps others from saving into a folder, until it ends or the process does.
-
-    Raises:
-      CheckpointError: Another one saves into the folder.
-    """
-    path = folder / LOCK
+    """Keeps others from saving into a folder, until it ends; raises CheckpointError if one does."""
+    path, done = folder / LOCK, threading.Event()
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, file)
@@ -106,7 +95,6 @@ def locked(folder: Path) -> Iterator[None]:
         stack.callback(os.truncate, file, 0)  # not removed: another process may have opened it
         os.truncate(file, 0)
         os.pwrite(file, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-        done = threading.Event()
         stack.callback(done.set)
         threading.Thread(target=_renew, args=(path, done), daemon=True).start()
         yield

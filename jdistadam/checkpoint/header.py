@@ -10,6 +10,7 @@ One JSON file::
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -24,33 +25,21 @@ import jax.numpy as jnp
 from jdistadam.errors import CheckpointError
 
 FORMAT = "jdistadam checkpoint"
-VERSION = 1
-"""Grows whenever files of the same form would mean something else."""
+VERSION = 1  # grows whenever files of the same form would mean something else
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One array of a checkpoint.
-
-    Attributes:
-      name: Its name; see parts.py.
-      shape: Its shape, without padding.
-      dtype: Its dtype.
-      key: Of random keys the implementation, else None; the array holds their words then.
-      keys: As in ``parts.Leaf``.
-      is_count: Whether it is a step counter equal to that of Adam.
-      sent: Of a parameter that was rounded to be sent, the name of the dtype; else None.
-      sum: Its checksum, once it is in a file.
-    """
+    """One array of a checkpoint, under its name in parts.py."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # without padding
     dtype: Any
-    key: str | None = None
-    keys: tuple[str, ...] | None = None
-    is_count: bool = False
-    sent: str | None = None
-    sum: str | None = None
+    key: str | None = None  # of random keys the implementation: the array holds their words
+    keys: tuple[str, ...] | None = None  # as in parts.Leaf
+    is_count: bool = False  # a step counter equal to that of Adam
+    sent: str | None = None  # of a parameter that was rounded to be sent, the name of the dtype
+    sum: str | None = None  # its checksum, once it is in a file
 
     @property
     def like(self) -> jax.ShapeDtypeStruct:
@@ -69,15 +58,20 @@ def header_text(about: dict[str, Any], entries: Sequence[Entry], sums: Sequence[
         "version": VERSION,
         **about,
         "written_by": _versions(),
-        "leaves": {e.name: _leaf(e) | {"sum": s} for e, s in zip(entries, sums, strict=True)},
+        "leaves": {e.name: _leaf(e, x) for e, x in zip(entries, sums, strict=True)},
     }
     return json.dumps({"sha256": _digest(header), "header": header}, indent=1) + "\n"
 
 
-def _leaf(entry: Entry) -> dict[str, Any]:
-    leaf = {"shape": list(entry.shape), "dtype": jnp.dtype(entry.dtype).name}
-    optional = {name: getattr(entry, name) for name in ("key", "keys", "is_count", "sent")}
-    return leaf | {name: value for name, value in optional.items() if value not in (None, False)}
+def _leaf(entry: Entry, checksum: str) -> dict[str, Any]:
+    said = vars(entry) | {"name": None, "dtype": entry.dtype.name, "sum": checksum}
+    return {key: value for key, value in said.items() if value not in (None, False)}
+
+
+def _entry(name: str, leaf: dict[str, Any]) -> Entry:
+    keys = None if leaf.get("keys") is None else tuple(leaf["keys"])
+    exact = {"shape": tuple(leaf["shape"]), "dtype": jnp.dtype(leaf["dtype"]), "keys": keys}
+    return Entry(name, **leaf | exact)
 
 
 def _digest(header: dict[str, Any]) -> str:
@@ -86,12 +80,10 @@ def _digest(header: dict[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    for package in ("jdistadam", "jax", "orbax-checkpoint", "optax"):
-        try:
+    found = dict.fromkeys(("jdistadam", "jax", "orbax-checkpoint", "optax"), "unknown")
+    for package in found:
+        with contextlib.suppress(metadata.PackageNotFoundError):  # imported from a source tree
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # imported from a source tree
-            found[package] = "unknown"
     return found
 
 
@@ -114,15 +106,9 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, Any]]:
             got = f"version {values['version']}, written by {values.get('written_by')}"
             action = "Read it with the release that wrote it, and save it with to_optax_state."
         else:
-            leaves = {name: _entry(name, **leaf) for name, leaf in values["leaves"].items()}
-            return leaves, values.get("extra", {})
+            return {k: _entry(k, x) for k, x in values["leaves"].items()}, values.get("extra", {})
     except FileNotFoundError:
         what, got = "missing: this is no checkpoint of jdistadam, or a part of one", "no file"
     except (OSError, ValueError, KeyError, TypeError) as error:
         what, got = "damaged, or of something else", f"{type(error).__name__}: {str(error)[:200]}"
     raise CheckpointError(f"{path!s}: {what}: got {got}, expected {expected}. {action}")
-
-
-def _entry(name: str, *, shape: Any, dtype: str, keys: Any = None, **rest: Any) -> Entry:
-    keys = None if keys is None else tuple(keys)
-    return Entry(name, tuple(shape), jnp.dtype(dtype), keys=keys, **rest)

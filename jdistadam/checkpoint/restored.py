@@ -15,7 +15,7 @@ from jdistadam.checkpoint import parts
 from jdistadam.checkpoint.adam import FlatAdam, Param, TreeAdam
 from jdistadam.checkpoint.header import Entry
 from jdistadam.checkpoint.storage import Read, Reader, Wanted, cast
-from jdistadam.core import collectives, trees
+from jdistadam.core import collectives
 from jdistadam.core.codecs import Codec
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.errors import DtypeError, ShapeError, TreeError
@@ -32,10 +32,7 @@ class Request:
     """Compares what a template asks for with what a checkpoint has, and notes what to read.
 
     Raises TreeError, ShapeError or DtypeError for what is not there, or differs from the template.
-
-    Attributes:
-      reads: What ``read`` reads, in this order.
-      values: By name, what ``take`` asked for and ``read`` has read.
+    ``reads`` is what ``read`` reads, in this order; what ``take`` asked for is in ``values`` then.
     """
 
     def __init__(
@@ -61,17 +58,20 @@ class Request:
 
     def array(self, name: str, like: Any) -> Entry | None:
         """Returns what the file has of an array; None where it stays as the template has it."""
-        key, words = _saved_form(like)
-        entry = self._of_shape(name, words.shape)
-        if entry is not None:
-            self._check_dtype(name, entry, words.dtype)
-        if entry is None or entry.key == key:
-            return entry
-        raise DtypeError(
-            f"{self._reader.path}: {name}: random keys of another kind: got "
-            f"{entry.key or 'an array'}, expected {key or 'an array'}. "
-            "Make the template with keys of that kind."
-        )
+        if not hasattr(like, "dtype"):
+            like = jax.eval_shape(lambda: jnp.asarray(like))
+        entry = self._of_shape(name, like.shape)
+        if entry is None:
+            return None
+        dtypes = entry.like.dtype, like.dtype
+        if not any(jnp.issubdtype(x, jax.dtypes.prng_key) for x in dtypes):
+            self._check_dtype(name, entry, like.dtype)
+        elif dtypes[0] != dtypes[1]:
+            raise DtypeError(
+                f"{self._reader.path}: {name}: random keys of another kind: got {dtypes[0]}, "
+                f"expected {dtypes[1]}. Make the template with keys of that kind."
+            )
+        return entry
 
     def moment(self, name: str, like: Any) -> list[Entry]:
         """Returns what the file has of a moment like one of floats: these, or codes and scales.
@@ -124,13 +124,12 @@ class Request:
     def take(self, name: str, like: Any, entry: Entry | None = None) -> None:
         """Notes to read an array into ``values``: placed like another one, in its dtype."""
         found = entry or self.entries[name]
-        dtype = getattr(like, "dtype", found.dtype)
 
         def use(arrays: list[jax.Array]) -> None:
             if found.key is not None:
                 self.values[name] = jax.random.wrap_key_data(arrays[0], impl=found.key)
             else:
-                self.values[name] = cast(arrays[0], dtype)
+                self.values[name] = cast(arrays[0], getattr(like, "dtype", found.dtype))
 
         self.reads.append(Read([(found, self.place(like))], use))
 
@@ -152,13 +151,13 @@ class Request:
         """What the file has under a name; raises if that is of another shape, and need not be."""
         self._used.add(name)
         entry = self.entries.get(name)
-        if entry is not None and entry.shape == tuple(shape):
+        if entry is not None and entry.like.shape == tuple(shape):
             return entry
         if self.new is not None and self.new(parts.path_of(name)):
             return None
         error = TreeError if entry is None else ShapeError
         what = "missing in the file" if entry is None else "has another shape in the file"
-        got = f"{len(self.entries)} others" if entry is None else entry.shape
+        got = f"{len(self.entries)} others" if entry is None else entry.like.shape
         raise error(
             f"{self._reader.path}: {name}: {what}: got {got}, expected shape {tuple(shape)}. "
             "Restore into the state that was saved, or name what begins anew with new=."
@@ -175,16 +174,6 @@ class Request:
             f"bits: got {saved}, expected {jnp.dtype(dtype)}. "
             "Restore into that dtype or with main parameters, or pass cast=True."
         )
-
-
-def _saved_form(like: Any) -> tuple[str | None, Any]:
-    """The implementation of random keys, or None, and shape and dtype in which these are saved."""
-    if not hasattr(like, "dtype"):
-        return None, jax.eval_shape(lambda: jnp.asarray(like))
-    if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return None, like
-    name = jax.random.key_impl(like) if trees.is_key(like) else like.dtype._impl.name
-    return str(name), jax.eval_shape(jax.random.key_data, like)
 
 
 Made = dict[str, jax.Array | None]

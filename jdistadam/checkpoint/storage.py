@@ -29,22 +29,16 @@ from jdistadam.checkpoint.checksum import PartialSums, totals
 from jdistadam.checkpoint.header import Entry, header_text, read_header
 from jdistadam.errors import CheckpointError
 
+# The first release of orbax-checkpoint that asks our handler for arrays which are not made yet.
 OLDEST_ORBAX = "0.12.1"
-"""The first release of orbax-checkpoint that asks our handler for arrays which are not made yet."""
-
-ITEM = "state"
-"""Name of the folder with the arrays, in that of a step."""
-
+ITEM = "state"  # the folder with the arrays, in that of a step
 FILE = "header.json"
-
+# Arrays are made and written so many bytes of a device at once, or one alone if it is larger.
 BATCH_BYTES = 32 << 20
-"""Arrays are made and written so many bytes of a device at once, or one alone if it is larger."""
-
+# Size of the files. With orbax's 2 GiB nearly all goes into one, which one thread writes.
 FILE_BYTES = 64 << 20
-"""Size of the files. With orbax's 2 GiB nearly all goes into one, which one thread writes."""
-
+# Of an array that all processes have, each writes a part, unless the part is smaller than this.
 SMALL_BYTES = 1 << 16
-"""Of an array that all processes have, each writes a part, unless the part is smaller than this."""
 
 compiled = jax.disable_jit(False)
 """Makes a function compile its programs, which say where results are, under jax_disable_jit too."""
@@ -161,12 +155,13 @@ def array_handler() -> Any:
             running: list[Any] = []
             try:
                 for batch in batches(contents.filled()):
-                    arrays, names = _made(batch, sums)
-                    pairs = [known[name] for name in names]
+                    arrays, new = _made(batch)
+                    pairs = [known[name] for name in new]
                     started = await super().serialize(arrays, *zip(*pairs, strict=True))
                     del arrays
-                    for name in names:  # whose sums hold the arrays until they are there
-                        sums[name].value()
+                    for of_array in new.values():  # which hold the arrays until they are there
+                        of_array.value()
+                    sums |= new
                     before, running = running, running + started  # with the copies on the host
                     if self._waits:
                         for future in before:
@@ -191,14 +186,11 @@ def array_handler() -> Any:
 
 
 @compiled  # here too: where the caller is in an event loop, orbax takes another thread
-def _made(
-    batch: Sequence[Group], sums: dict[str, PartialSums]
-) -> tuple[list[jax.Array], list[str]]:
-    """The arrays of a batch and their names; notes their checksums."""
+def _made(batch: list[Group]) -> tuple[list[jax.Array], dict[str, PartialSums]]:
+    """The arrays of a batch, and their checksums by name."""
     arrays = [x for group in batch for x in group.make()]
-    names = [entry.name for group in batch for entry in group.entries]
-    sums.update((name, PartialSums(x)) for name, x in zip(names, arrays, strict=True))
-    return arrays, names
+    names = (entry.name for group in batch for entry in group.entries)
+    return arrays, dict(zip(names, map(PartialSums, arrays), strict=True))
 
 
 async def _write(info: Any, text: str) -> None:
@@ -212,19 +204,16 @@ class Reader:
     orbax's readers of a whole tree parse what they know of every array once per batch: of GPT-2 XL
     that takes longer than to read the batch.
 
-    Attributes:
-      path: The file of the header.
-      entries: What there is to read, by name.
-      extra: What the header says of the tree beside the state, by name.
+    ``path`` is the header, ``entries`` is what there is to read, by name, and ``extra`` is what the
+    header says of the tree beside the state.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Reads the header in the folder of the arrays."""
-        self._kinds = orbax().type_handlers
         self.path = folder / FILE
         self.entries, self.extra = read_header(self.path)
         self._folder = importlib.import_module("etils.epath").Path(folder)
-        self._context = self._kinds.get_ts_context(use_ocdbt=True)  # with the index of all files
+        # With the index of all files.
+        self._context = orbax().type_handlers.get_ts_context(use_ocdbt=True)
 
     def read(self, reads: Iterable[Read]) -> None:
         """Reads arrays in batches, and hands them over; raises CheckpointError of a damaged one."""
@@ -260,16 +249,14 @@ class Reader:
 
     def load(self, wanted: Sequence[Wanted]) -> list[Any]:
         """Returns arrays as orbax reads them."""
+        kinds, infos, args = orbax().type_handlers, [], []
         about: Any = dict(parent_dir=self._folder, skip_deserialize=False, use_zarr3=True)
         about |= dict(is_ocdbt_checkpoint=True, ts_context=self._context)
-        infos = [self._kinds.ParamInfo(name=escaped(entry.name), **about) for entry, _ in wanted]
-        args = [
-            self._kinds.ArrayRestoreArgs(
-                sharding=place, global_shape=entry.shape, dtype=entry.dtype
-            )
-            for entry, place in wanted
-        ]
-        handler = self._kinds.ArrayHandler(array_metadata_store=None)
+        for entry, place in wanted:
+            infos.append(kinds.ParamInfo(name=escaped(entry.name), **about))
+            exact: Any = dict(global_shape=entry.shape, dtype=entry.dtype)
+            args.append(kinds.ArrayRestoreArgs(sharding=place, **exact))
+        handler = kinds.ArrayHandler(array_metadata_store=None)
 
         async def run() -> Any:
             try:
