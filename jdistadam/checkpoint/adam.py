@@ -117,10 +117,10 @@ class FlatAdam:
     Parameters that are frozen or without elements have no bucket, and are units with None.
     """
 
-    def __init__(self, params: Any, adam: Any, tx: Any, *, starts_anew: bool = False) -> None:
+    def __init__(self, params: Any, state: Any, tx: Any, *, starts_anew: bool = False) -> None:
         """Takes a state, or its shapes, and whether all of it is put."""
         config = tx.config
-        self._config, self._adam, self._starts_anew = config, adam, starts_anew
+        self.config, self.state, self._starts_anew = config, state, starts_anew
         self.layout = tx.layout(params)
         self._place = NamedSharding(config.mesh, config.parallel.state_spec)
         storage = config.algorithm.storage
@@ -153,7 +153,7 @@ class FlatAdam:
         """Returns the leaves of a bucket, in the order of ``bucket.leaves``; of codes float32."""
         offset = bucket.offset
         if is_flat_codes(flat):
-            flat, offset = flat_moments.decoded_shards(self._config, bucket, section, flat), 0
+            flat, offset = flat_moments.decoded_shards(self.config, bucket, section, flat), 0
         leaves: list[jax.Array] = _extractor(self._form(bucket))(flat, offset // ALIGNMENT)
         # [Note: one collective at a time]
         return jax.block_until_ready(leaves) if bucket.is_packed else leaves
@@ -163,7 +163,7 @@ class FlatAdam:
         """The flat arrays: those of the template, if something of it may stay; else zeros."""
         new = {}
         for part in self.sections:
-            like = getattr(self._adam, part)
+            like = getattr(self.state, part)
             is_shape = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(like))
             is_zero = self._starts_anew or is_shape
             new[part] = self._empty(part) if is_zero else copy_to(like, self._place)
@@ -172,22 +172,22 @@ class FlatAdam:
     def _empty(self, section: str) -> Any:
         """A moment, the main parameters or the average, all zero; None where there are none."""
         if section in parts.MOMENTS:
-            return flat_moments.new_moment(self._config, self.layout, section)
+            return flat_moments.new_moment(self.config, self.layout, section)
         if section == "ema":
             return self._zeros(self.layout.flat_size, jnp.float32)
-        size, dtype = self.layout.main_size, self._config.policy.main_params.dtype
+        size, dtype = self.layout.main_size, self.config.policy.main_params.dtype
         return self._zeros(size, dtype) if size else None
 
     def _zeros(self, size: int, dtype: Any) -> jax.Array:
         """A flat array of zeros, of ``size`` elements on each device."""
-        parallel = self._config.parallel
+        parallel = self.config.parallel
         total = size * parallel.num_shards * parallel.size(parallel.tensor_axes)
         flat: jax.Array = jax.jit(lambda: jnp.zeros((total,), dtype), out_shardings=self._place)()
         return flat
 
     def main_of(self, name: str) -> Any:
         """Returns what the template has of main parameters."""
-        return self._adam.main_params
+        return self.state.main_params
 
     def put(self, section: str, bucket: Bucket, found: Sequence[Any]) -> None:
         """Takes what was found of a moment, or of the main parameters, of a bucket's leaves."""
@@ -198,14 +198,14 @@ class FlatAdam:
         if is_flat_codes(flat):
             empty = self._zeros(-(-bucket.shard_size // ALIGNMENT) * ALIGNMENT, jnp.float32)
             shards = put(empty, 0, list(found))
-            new = flat_moments.with_shards(self._config, bucket, section, flat, shards)
+            new = flat_moments.with_shards(self.config, bucket, section, flat, shards)
         else:
             new = put(flat, bucket.offset // ALIGNMENT, list(found))
         self._new[section] = new
 
     def finished(self, values: dict[str, Any]) -> dict[str, Any]:
         """Returns the state, of name "", with those of ``values`` that the file need not have."""
-        config, everywhere = self._config, NamedSharding(self._config.mesh, P())
+        config, everywhere = self.config, NamedSharding(self.config.mesh, P())
         saved: dict[str, Any] = {}
         for part, kind in _SCALARS.items():
             found = [values.get(f"{part}.{x}") for x in kind._fields]
@@ -222,10 +222,10 @@ class FlatAdam:
         placed = jax.device_put(copy_to(scalars, everywhere), everywhere)
         # On Explicit axes shardings come back spelled in another way: device_put copies nothing.
         placed |= jax.device_put(self._new, self._place)
-        return {"": self._adam._replace(count=values["count"], **placed)}
+        return {"": self.state._replace(count=values["count"], **placed)}
 
     def _form(self, bucket: Bucket) -> _Form:
-        parallel, leaves = self._config.parallel, [self.layout.leaves[i] for i in bucket.leaves]
+        parallel, leaves = self.config.parallel, [self.layout.leaves[i] for i in bucket.leaves]
         specs = [self._tensor_specs[i] for i in bucket.leaves]
         if not bucket.is_packed:
             specs = [param_specs.with_axes(specs[0], bucket.cut_dim, parallel.state_axes)]

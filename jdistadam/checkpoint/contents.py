@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,6 @@ from jdistadam.core.storage import main_codec_of
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.layout import Bucket
-from jdistadam.distributed.main_params import sent_dtypes
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import DtypeError, TreeError
@@ -46,38 +45,22 @@ def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
     """
     trees.check_memory(state=state)
     fields = parts.fields_of(state)
-    adam = parts.adam_of(fields["opt_state"])
-    is_flat = is_distributed_state(adam)
-    if is_flat:
+    adam, flat = parts.adam_of(fields["opt_state"]), None
+    if is_distributed_state(adam):
         checked = _checked(state, TrainState(fields["params"], fields["opt_state"]), tx)
         fields |= {"params": checked.params, "opt_state": checked.opt_state}
-    mesh = tx.config.mesh if is_flat else _mesh_of(fields["params"])
+        flat = FlatAdam(checked.params, parts.adam_of(checked.opt_state), tx)
+    mesh = _mesh_of(fields["params"]) if flat is None else tx.config.mesh
     leaves = [leaf for field, tree in fields.items() for leaf in parts.leaves_of(field, tree)]
-    count = int(trees.unboxed(adam.count))
-    about: dict[str, Any] = {"count": count}
-    if is_flat:
+    about: dict[str, Any] = {"count": int(trees.unboxed(adam.count))}
+    if flat is not None:
         about["main_params"] = tx.config.policy.main_params.argument
-        about["layout_identity"] = tx.config.layout_text(tx.layout(fields["params"]))
+        about["layout_identity"] = tx.config.layout_text(flat.layout)
     else:
         kinds = {main_codec_of(leaf.value) for leaf in leaves if leaf.section == "main_params"}
         about["main_params"] = max(kinds, key=lambda x: x.name, default=NOTHING).argument
         about["layout_identity"] = None
-    groups: list[Group] = []
-    sent = _sent(fields["params"], tx) if is_flat else {}
-    params = {leaf.name: leaf.value for leaf in leaves if leaf.section == "params"}
-    for leaf in leaves:
-        if is_distributed_state(leaf.value):
-            groups += _of_flat(fields["params"], leaf.value, mesh, tx)
-        elif leaf.section == "main_params":
-            groups += _of_main(leaf, params, mesh)
-        elif leaf.section in parts.MOMENTS:
-            both = parts.leaves(leaf.name, leaf.value)  # of codes
-            groups += [_whole(x.name, x.value, mesh) for x in both if x.value.size]
-        else:
-            is_count = leaf.is_count and np.shape(leaf.value) == () and int(leaf.value) == count
-            about_leaf: dict[str, Any] = {"keys": leaf.keys, "is_count": is_count}
-            about_leaf["sent"] = sent.get(leaf.name)
-            groups.append(_whole(leaf.name, leaf.value, mesh, **about_leaf))
+    groups = list(_groups(leaves, flat, about["count"], mesh))
     if extra is not None:
         about["extra"], arrays = extras.taken_apart(extra)
         groups += [_whole(name, x, mesh) for name, x in arrays.items()]
@@ -102,37 +85,49 @@ def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:
     return state
 
 
-def _sent(params: Any, tx: Any) -> dict[str, str]:
-    """By parameter, the name of the dtype to which a step rounds it to send it."""
-    sent = sent_dtypes(tx.config.schedule(tx.config.tensor_local(params)))
-    names = zip(parts.named("params", params), sent, strict=True)
-    return {name: dtype.name for name, dtype in names if dtype is not None}
+def _groups(
+    leaves: Sequence[parts.Leaf], flat: FlatAdam | None, count: int, mesh: Mesh
+) -> Iterator[Group]:
+    """All arrays of a state; of a distributed optimizer's bucket by bucket."""
+    params = {leaf.name: leaf.value for leaf in leaves if leaf.section == "params"}
+    units = [] if flat is None else flat.units
+    sent = {param.name: param.sent.name for _, unit in units for param in unit if param.sent}
+    for leaf in leaves:
+        if flat is not None and leaf.value is flat.state:
+            yield from _of_flat(flat, mesh)
+        elif leaf.section == "main_params":
+            yield from _of_main(leaf, params, mesh)
+        elif leaf.section in parts.MOMENTS:
+            both = parts.leaves(leaf.name, leaf.value)  # of codes
+            yield from (_whole(x.name, x.value, mesh) for x in both if x.value.size)
+        else:
+            is_same = leaf.is_count and np.shape(leaf.value) == () and int(leaf.value) == count
+            more: Any = {"keys": leaf.keys, "is_count": is_same, "sent": sent.get(leaf.name)}
+            yield _whole(leaf.name, leaf.value, mesh, **more)
 
 
-def _of_flat(params: Any, state: Any, mesh: Mesh, tx: Any) -> Iterator[Group]:
-    """The state of a distributed optimizer: moments and main parameters bucket by bucket."""
-    is_dynamic = isinstance(tx.config.loss_scale, DynamicLossScale)
+def _of_flat(flat: FlatAdam, mesh: Mesh) -> Iterator[Group]:
+    state, config = flat.state, flat.config
+    is_dynamic = isinstance(config.loss_scale, DynamicLossScale)
     for section in ("count", "grad_norm", "key", "scaling", "guard"):
         for leaf in parts.leaves(section, getattr(state, section)):
             # The counts of a constant scale say nothing; see extra_state.py.
             if is_dynamic or leaf.name not in ("scaling.growth_count", "scaling.hysteresis_count"):
                 yield _whole(leaf.name, leaf.value, mesh)
-    adam = FlatAdam(params, state, tx)
-    for bucket, mine in adam.units:
-        for section in adam.sections if bucket is not None else ():
-            is_kept = section != "main_params" or _has_main_of_its_own(tx.config, bucket)
+    for bucket, params in flat.units:
+        for section in flat.sections if bucket is not None else ():
+            is_kept = section != "main_params" or _has_main_of_its_own(config, bucket)
             if is_kept and getattr(state, section) is not None:
-                yield _of_bucket(adam, bucket, mine, section, getattr(state, section))
+                yield _of_bucket(flat, bucket, params, section)
 
 
-def _of_bucket(
-    adam: FlatAdam, bucket: Bucket, params: list[Param], section: str, flat: Any
-) -> Group:
+def _of_bucket(flat: FlatAdam, bucket: Bucket, params: list[Param], section: str) -> Group:
     """What a bucket has of a moment, in codes where it is in codes, or its main parameters."""
-    codec = codec_of(flat) if is_flat_codes(flat) and bucket.is_coded else None
+    array = getattr(flat.state, section)
+    codec = codec_of(array) if is_flat_codes(array) and bucket.is_coded else None
 
     def make() -> list[Any]:
-        found = adam.extract(bucket, section, flat)
+        found = flat.extract(bucket, section, array)
         if codec is not None:
             return [x for leaf in found for x in coded_leaves.encoded(section, codec, leaf)]
         if section == "main_params":
@@ -148,7 +143,7 @@ def _of_bucket(
         else:
             entries.append(Entry(f"{name}.codes", shape, codec.dtype))
             entries.append(Entry(f"{name}.scales", (coded_leaves.num_scales(shape),), dtype))
-    size = adam.layout.whole_size(bucket) if bucket.is_packed else bucket.shard_size
+    size = flat.layout.whole_size(bucket) if bucket.is_packed else bucket.shard_size
     return Group(entries, make, size * dtype.itemsize)
 
 
