@@ -14,17 +14,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdistadam.checkpoint import folder as folders
+from jdistadam.checkpoint import storage
 from jdistadam.checkpoint.contents import contents_of
-from jdistadam.checkpoint.header import Entry
-from jdistadam.checkpoint.storage import (
-    FILE_BYTES,
-    ITEM,
-    array_handler,
-    compiled,
-    escaped,
-    orbax,
-    quiet,
-)
+from jdistadam.checkpoint.storage import compiled
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count
 from jdistadam.errors import CheckpointError, TreeError
@@ -79,41 +71,25 @@ class Checkpointer:
                 check_count(name, value)
         if rollback_to is not None:
             folders.check_step(rollback_to, "rollback_to")
-        orbax()
+        storage.orbax()
         self.folder = folders.local_folder(folder)
         self.every, self._tx = every, tx
         self._last: int | None = None  # which may still be written, and have no folder
+        self._handler = storage.array_handler()(waits=not in_background)
         with contextlib.ExitStack() as opened:
-            _on_first_process(self.folder, lambda: self._prepare(opened, rollback_to))
+
+            def prepare() -> None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                opened.enter_context(folders.locked(self.folder))
+                if rollback_to is not None:
+                    folders.roll_back(self.folder, rollback_to)
+
+            _on_first_process(self.folder, prepare)
             self._newest = max(folders.steps_in(self.folder), default=0)
-            with quiet():
-                self._open(keep, in_background)
+            with storage.quiet():
+                self._manager = storage.manager(self.folder, self._handler, keep, in_background)
             opened.callback(self._manager.close)
             self._close = opened.pop_all().close
-
-    def _prepare(self, opened: contextlib.ExitStack, rollback_to: int | None) -> None:
-        """Makes, locks and rolls back the folder."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        opened.enter_context(folders.locked(self.folder))
-        if rollback_to is not None:
-            folders.roll_back(self.folder, rollback_to)
-
-    def _open(self, keep: int | None, in_background: bool) -> None:
-        """Makes orbax's CheckpointManager, which deletes what a save left unfinished."""
-        ocp = orbax()
-        self._handler = array_handler()(waits=not in_background)
-        types = ocp.type_handlers.create_type_handler_registry((Entry, self._handler))
-        handler = ocp.PyTreeCheckpointHandler(
-            use_zarr3=True, use_compression=False, type_handler_registry=types
-        )
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            enable_async_checkpointing=in_background,
-            cleanup_tmp_directories=True,
-        )
-        self._manager = ocp.CheckpointManager(
-            self.folder, options=options, item_handlers={ITEM: handler}
-        )
 
     @compiled
     def save(self, state: Any, *, step: int | None = None, extra: Any = None) -> int:
@@ -155,15 +131,9 @@ class Checkpointer:
                 "Pass another step, or delete that checkpoint."
             )
         self._check_is_newest(number)
-        entries = [entry for group in contents.filled() for entry in group.entries]
-        args = orbax().args
-        tree = args.PyTreeSave(
-            {escaped(entry.name): entry for entry in entries},
-            ocdbt_target_data_file_size=FILE_BYTES,
-        )
         with self._writing():
             self._handler.contents = contents
-            if not self._manager.save(number, args=args.Composite(**{ITEM: tree}), force=True):
+            if not self._manager.save(number, args=storage.args_of(contents), force=True):
                 raise OSError(f"orbax did not save step {number}")
         self._last = number
         return number
@@ -240,7 +210,7 @@ class Checkpointer:
     def _writing(self) -> Iterator[None]:
         """Raises CheckpointError in place of what orbax and the system do."""
         try:
-            with quiet():
+            with storage.quiet():
                 yield
         except Exception as error:
             self._last = None
@@ -293,11 +263,10 @@ def save(
 
     Args:
       folder: The folder of all checkpoints of a training.
-      state: A TrainState of this package or of Flax, or a dictionary with ``params`` and
-        ``opt_state``.
+      state: As of ``Checkpointer.save``; so are ``step`` and ``extra``.
       tx: The distributed optimizer; None for a state of ``fused_adamw`` or of optax.
       step: The number of the checkpoint. None: the count of the optimizer.
-      extra: A tree of your own, for ``restore_extra``; see ``Checkpointer.save``.
+      extra: A tree of your own, for ``restore_extra``.
 
     Raises:
       CheckpointError: There is a checkpoint of this step, or a newer one, another one saves into

@@ -130,23 +130,20 @@ def nested(reader: Reader, keys: dict[str, Any], what: str) -> Any:
     return tree
 
 
-Form = tuple[str, str, tuple[int, ...]]  # kind, dtype and shape
-
-
 def _check_like(reader: Reader, leaves: dict[str, Any]) -> None:
     """Raises unless a checkpoint has exactly these leaves, as they are."""
     for name, like in leaves.items():
-        asked = _form_of(like, name)
+        is_jax = isinstance(like, jax.Array | jax.ShapeDtypeStruct)
+        asked = _text({"kind": "jax"} if is_jax else _described(name, like), like)
         if name not in reader.extra:
-            raise _missing(reader, name, _text(asked))
-        saved = _form(reader.extra[name])
-        if saved[0] == "jax":
-            saved = _form_of(reader.entries[name].like)
+            raise _missing(reader, name, asked)
+        entry = reader.entries.get(name)
+        saved = _text(reader.extra[name], entry and entry.like)
         if saved != asked:
-            error = ShapeError if saved[:2] == asked[:2] else DtypeError
+            error = ShapeError if saved.split(" of ")[0] == asked.split(" of ")[0] else DtypeError
             raise error(
-                f"{reader.path}: {name}: differs from like: got {_text(saved)} in the file, "
-                f"expected {_text(asked)}. Pass like as it was saved, or leave it out."
+                f"{reader.path}: {name}: differs from like: got {saved} in the file, "
+                f"expected {asked}. Pass like as it was saved, or leave it out."
             )
     if rest := [name for name in reader.extra if name not in leaves]:
         more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
@@ -164,17 +161,10 @@ def _missing(reader: Reader, name: str, expected: str) -> TreeError:
     )
 
 
-def _form_of(x: Any, name: str = "") -> Form:
-    """That of a leaf, which may be the shape of a jax array."""
-    if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
-        return "jax", str(x.dtype), tuple(x.shape)
-    return _form(_described(name, x))
-
-
-def _form(about: dict[str, Any]) -> Form:
-    return about["kind"], about.get("dtype", ""), tuple(about.get("shape", ()))
-
-
-def _text(form: Form) -> str:
-    kind, dtype, shape = form
-    return f"{kind} {dtype} of shape {shape}" if dtype else kind
+def _text(about: dict[str, Any], like: Any) -> str:
+    """Kind, dtype and shape of a leaf; ``like`` has those of a jax array."""
+    if about["kind"] == "jax":
+        return f"jax {like.dtype} of shape {tuple(like.shape)}"
+    if about["kind"] == "numpy":
+        return f"numpy {about['dtype']} of shape {tuple(about['shape'])}"
+    return str(about["kind"])

@@ -127,6 +127,26 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def manager(folder: Path, handler: Any, keep: int | None, in_background: bool) -> Any:
+    """Returns orbax's CheckpointManager of a folder; it deletes what a save left unfinished."""
+    ocp = orbax()
+    types = ocp.type_handlers.create_type_handler_registry((Entry, handler))
+    of_trees: Any = dict(use_zarr3=True, use_compression=False, type_handler_registry=types)
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep, enable_async_checkpointing=in_background, cleanup_tmp_directories=True
+    )
+    handlers = {ITEM: ocp.PyTreeCheckpointHandler(**of_trees)}
+    return ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
+
+
+def args_of(contents: Contents) -> Any:
+    """Returns the arguments with which the manager saves."""
+    entries = [entry for group in contents.filled() for entry in group.entries]
+    tree, args = {_escaped(entry.name): entry for entry in entries}, orbax().args
+    saved = args.PyTreeSave(tree, ocdbt_target_data_file_size=FILE_BYTES)
+    return args.Composite(**{ITEM: saved})
+
+
 @functools.cache
 def array_handler() -> Any:
     """The class that makes arrays as orbax writes them: orbax is needed to define it."""
@@ -253,7 +273,7 @@ class Reader:
         about: Any = dict(parent_dir=self._folder, skip_deserialize=False, use_zarr3=True)
         about |= dict(is_ocdbt_checkpoint=True, ts_context=self._context)
         for entry, place in wanted:
-            infos.append(kinds.ParamInfo(name=escaped(entry.name), **about))
+            infos.append(kinds.ParamInfo(name=_escaped(entry.name), **about))
             exact: Any = dict(global_shape=entry.shape, dtype=entry.dtype)
             args.append(kinds.ArrayRestoreArgs(sharding=place, **exact))
         handler = kinds.ArrayHandler(array_metadata_store=None)
@@ -312,6 +332,6 @@ def empty(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(shape, sharding, lambda index: zeros[index])
 
 
-def escaped(name: str) -> str:
+def _escaped(name: str) -> str:
     """A name that orbax can use as a part of a path."""
     return name.replace("%", "%25").replace("/", "%2F")
