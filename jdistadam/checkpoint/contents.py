@@ -19,7 +19,7 @@ from jdistadam.checkpoint.adam import FlatAdam, Param
 from jdistadam.checkpoint.header import Entry
 from jdistadam.checkpoint.storage import Contents, Group
 from jdistadam.core import trees
-from jdistadam.core.codecs import NOTHING, codec_of
+from jdistadam.core.codecs import NOTHING, Codec, codec_of
 from jdistadam.core.loss_scale import DynamicLossScale
 from jdistadam.core.storage import main_codec_of
 from jdistadam.distributed.config import DistributedConfig
@@ -52,14 +52,12 @@ def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
         flat = FlatAdam(checked.params, parts.adam_of(checked.opt_state), tx)
     mesh = _mesh_of(fields["params"]) if flat is None else tx.config.mesh
     leaves = [leaf for field, tree in fields.items() for leaf in parts.leaves_of(field, tree)]
-    about: dict[str, Any] = {"count": int(trees.unboxed(adam.count))}
-    if flat is not None:
-        about["main_params"] = tx.config.policy.main_params.argument
-        about["layout_identity"] = tx.config.layout_text(flat.layout)
-    else:
-        kinds = {main_codec_of(leaf.value) for leaf in leaves if leaf.section == "main_params"}
-        about["main_params"] = max(kinds, key=lambda x: x.name, default=NOTHING).argument
-        about["layout_identity"] = None
+    main = tx.config.policy.main_params if flat is not None else _kind_of_main(leaves)
+    about: dict[str, Any] = {
+        "count": int(trees.unboxed(adam.count)),
+        "main_params": main.argument,
+        "layout_identity": None if flat is None else tx.config.layout_text(flat.layout),
+    }
     groups = list(_groups(leaves, flat, about["count"], mesh))
     if extra is not None:
         about["extra"], arrays = extras.taken_apart(extra)
@@ -72,6 +70,12 @@ def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
             "grad_norm, key, scaling, ema, guard, and extra beside extra=. Rename the field."
         )
     return Contents(groups, about)
+
+
+def _kind_of_main(leaves: Sequence[parts.Leaf]) -> Codec:
+    """Which main parameters the state of one program has."""
+    kinds = {main_codec_of(leaf.value) for leaf in leaves if leaf.section == "main_params"}
+    return max(kinds, key=lambda x: x.name, default=NOTHING)
 
 
 def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:

@@ -44,11 +44,7 @@ class Leaf(NamedTuple):
 
 
 def fields_of(state: Any) -> dict[str, Any]:
-    """Returns the fields of a state by name.
-
-    Raises:
-      TreeError: It has no ``params`` and ``opt_state``.
-    """
+    """Returns the fields of a state by name; raises TreeError without params and opt_state."""
     children, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: x is not state)
     fields = {_name_of(path): child for path, child in children}
     if not {"params", "opt_state"} <= fields.keys():
@@ -66,10 +62,9 @@ def _name_of(path: Any) -> str:
 
 
 def adam_of(opt_state: Any) -> Any:
-    """Returns the DistributedState or ScaleByAdamState in the state of an optimizer.
+    """Returns the one DistributedState or ScaleByAdamState in the state of an optimizer.
 
-    Raises:
-      TreeError: There is none, or more than one.
+    Raises TreeError where there is none, or more than one.
     """
     parts = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, _ADAM))
     found = [part for part in parts if isinstance(part, _ADAM)]

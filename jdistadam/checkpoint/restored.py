@@ -176,8 +176,8 @@ class Request:
         )
 
 
+# Of one parameter: "params", and what is new in the sections of the state; None stays.
 Made = dict[str, jax.Array | None]
-"""Of one parameter: "params", and what is new in the sections of the state; None stays."""
 
 
 class Restored:
@@ -245,42 +245,51 @@ class Restored:
 
     def _ask(self, param: Param) -> tuple[list[Wanted], Callable[[Iterator[jax.Array]], Made]]:
         """Compares a parameter with the header; returns what to read, and what uses that."""
-        exact_entry = self._exact_entry(param)
-        wanted = [(exact_entry, param.main_at or param.place)] if exact_entry else []
-        moments: dict[str, list[Entry]] = {}
-        for section, (like, place) in param.moments.items():
-            name = param.name.replace("params", section, 1)
-            if section == "ema" and exact_entry is None:
-                self._request.has(name)  # and not read: it stays as the template has it, as they do
-                moments[section] = []
-            else:
-                moments[section] = self._request.moment(name, like)
+        exact = self._exact_entry(param)
+        moments = {x: self._moment_entries(param, x, exact is None) for x in param.moments}
+        wanted: list[Wanted] = [(exact, param.main_at or param.place)] if exact else []
+        for section, (_, place) in param.moments.items():
             wanted += zip(moments[section], (place, _everywhere(place)), strict=False)
         # Before the first step, and after reload_main_params, a parameter is not rounded as a step
         # rounds it to send it: the file knows.
         saved, sent = self._request.entries.get(param.name), param.sent and param.sent.name
-        arrives = bool(saved and exact_entry and sent)
-        if saved and arrives:
-            arrives = (saved.dtype, saved.sent) == (param.like.dtype, sent)
-            wanted += [(saved, param.place)] if arrives else []
+        arrives = False
+        if saved and exact and sent and (saved.dtype, saved.sent) == (param.like.dtype, sent):
+            arrives = True
+            wanted.append((saved, param.place))
+        return wanted, functools.partial(self._made, param, exact is not None, moments, arrives)
 
-        def make(arrays: Iterator[jax.Array]) -> Made:
-            exact, made = next(arrays) if exact_entry else None, Made()
-            for section, (like, place) in param.moments.items():
-                found = [next(arrays) for _ in moments[section]]
-                if section == "ema" and not found and exact is not None:
-                    found = [exact]  # an average that the file lacks begins with the parameter
-                made[section] = _floats(section, found, like.dtype, place) if found else None
-            if param.kind.is_stored:
-                made["main_params"] = None if exact is None else _stored(param.kind)(exact)
-            if arrives:
-                made["params"] = next(arrays)
-            elif param.like is not None:
-                is_sent = int(self._request.values["count"]) > 0
-                made["params"] = _rounded(param, exact, param.sent if is_sent else None)
-            return made
+    def _made(
+        self,
+        param: Param,
+        has_exact: bool,
+        moments: dict[str, list[Entry]],
+        arrives: bool,
+        arrays: Iterator[jax.Array],
+    ) -> Made:
+        """What becomes of the arrays that were read for a parameter."""
+        exact, made = next(arrays) if has_exact else None, Made()
+        for section, (like, place) in param.moments.items():
+            found = [next(arrays) for _ in moments[section]]
+            if section == "ema" and not found and exact is not None:
+                found = [exact]  # an average that the file lacks begins with the parameter
+            made[section] = _floats(section, found, like.dtype, place) if found else None
+        if param.kind.is_stored:
+            made["main_params"] = None if exact is None else _stored(param.kind)(exact)
+        if arrives:
+            made["params"] = next(arrays)
+        elif param.like is not None:
+            is_sent = int(self._request.values["count"]) > 0
+            made["params"] = _rounded(param, exact, param.sent if is_sent else None)
+        return made
 
-        return wanted, make
+    def _moment_entries(self, param: Param, section: str, stays: bool) -> list[Entry]:
+        """What the file has of a moment or an average, which stays where the parameter does."""
+        name = param.name.replace("params", section, 1)
+        if section == "ema" and stays:
+            self._request.has(name)  # and not read
+            return []
+        return self._request.moment(name, param.moments[section][0])
 
     def _exact_entry(self, param: Param) -> Entry | None:
         """What the file has of a parameter's exact value; None where the template's stays."""

@@ -226,6 +226,14 @@ def test_arrays_in_many_batches(tmp_path, monkeypatch, in_background):
     assert_same_state(got, tx, jda.to_optax_state(state, tx))
 
 
+def test_params_that_are_a_single_array(tmp_path):
+    params = jnp.arange(3.0) / 7
+    state = {"params": params, "opt_state": optax.adamw(0.1).init(params)}
+    jda.save(tmp_path, state)
+    assert_trees_same_bits(jda.restore_params(tmp_path), params)
+    assert_trees_same_bits(jda.restore(tmp_path, state), state)
+
+
 def test_in_an_event_loop(tmp_path):
     """As in a notebook."""
     tx = scaled(2)
