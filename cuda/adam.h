@@ -7,6 +7,7 @@
 
 #include "dtype.h"
 #include "parallel.h"
+#include "squares.h"
 
 namespace jdistadam {
 
@@ -47,6 +48,7 @@ struct AdamCall {
   const float* inv_scale;     // multiplies every gradient
   const bool* found_inf;
   std::vector<Leaf> leaves;
+  SquaresCall squares = {};  // never in Mode::kUpdate
 };
 
 void AdamCpu(const AdamCall& call, const Threads& threads);

@@ -25,6 +25,7 @@ constexpr size_t kTile = 1 << 15;  // elements that a thread takes at a time
 constexpr size_t kBlock =
     1 << 7;  // elements converted at a time. Small, so that the buffers do not
              // compete for the same lines of the L1 cache: 1.6x the speed of 1024
+static_assert(kBlock == kRun);
 
 void* At(void* base, Dtype dtype, size_t i) {
   return static_cast<char*>(base) + i * ItemSize(dtype);
@@ -167,6 +168,29 @@ JDISTADAM_VECTORIZED void StepBlock(const AdamCall& call, const Leaf& leaf, size
   if (call.mode != Mode::kStep) StoreBlock(leaf.out, t.out, begin, result, n);
 }
 
+// Stores the squares of elements [begin, begin + n). The formula is computed once more, before
+// StepBlock, which so has no variants for them.
+JDISTADAM_VECTORIZED void MeasureBlock(const AdamCall& call, const Leaf& leaf, size_t begin,
+                                       size_t n) {
+  alignas(64) float buffers[4][kBlock], mu[kBlock], nu[kBlock], update[kBlock] = {};
+  const Dtypes& t = call.dtypes;
+  Coefficients c;
+  std::memcpy(&c, call.coefficients + size_t(leaf.group) * kNumCoefficients, sizeof c);
+  const float inv_scale = *call.inv_scale;
+  const float* g = LoadGrad(call, leaf, begin, buffers[0], n);
+  const float* p = LoadParam(call, leaf, begin, buffers[1], n);
+  if (!*call.found_inf) {
+    std::copy_n(LoadBlock(leaf.mu, t.mu, begin, buffers[2], n), n, mu);
+    std::copy_n(LoadBlock(leaf.nu, t.nu, begin, buffers[3], n), n, nu);
+    constexpr std::make_integer_sequence<int, 1 << kNumTerms> kCases;
+    UpdateBlockByTerms<true>(kCases, c, call.flags, inv_scale, g, p, mu, nu, update, n);
+  }
+  RunSquares squares;
+  for (size_t i = 0; i < n; ++i)  // update holds -u
+    squares.Set(i, SquaresOf(g[i] * inv_scale, p[i] + update[i], update[i]));
+  StoreRun(call.squares, call.squares.runs[size_t(&leaf - call.leaves.data())], begin, n, squares);
+}
+
 // What a skipped step writes: the unchanged parameter in `out`'s dtype, or an update of zero.
 void SkipBlock(const AdamCall& call, const Leaf& leaf, size_t begin, size_t n) {
   if (call.mode == Mode::kStep || call.mode == Mode::kStepSplit) return;
@@ -187,6 +211,7 @@ struct Tile {
 void RunTile(const AdamCall& call, const Tile& tile) {
   for (size_t i = 0; i < tile.size; i += kBlock) {
     const size_t n = std::min(kBlock, tile.size - i);
+    if (call.squares.partials != nullptr) MeasureBlock(call, *tile.leaf, tile.begin + i, n);
     *call.found_inf ? SkipBlock(call, *tile.leaf, tile.begin + i, n)
                     : StepBlock(call, *tile.leaf, tile.begin + i, n);
   }
@@ -202,6 +227,7 @@ void AdamCpu(const AdamCall& call, const Threads& threads) {
     }
   }
   ParallelFor(tiles.size(), threads, [&](size_t i) { RunTile(call, tiles[i]); });
+  if (call.squares.partials != nullptr) SumSegmentsCpu(call.squares, threads);
 }
 
 }  // namespace jdistadam

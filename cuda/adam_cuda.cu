@@ -24,6 +24,7 @@
 #include "kernels_cuda.h"
 #include "leaf_table.cuh"
 #include "pairwise.h"
+#include "squares.cuh"
 #include "variants.cuh"
 #include "vector.cuh"
 
@@ -81,8 +82,11 @@ __device__ float LoadGradOne(const Step& step, const Leaf& leaf, size_t i) {
 
 // One element: the tail of a leaf, every element of a misaligned one, a vector that holds a NaN,
 // and all of a step that is skipped.
-template <bool kMayBeCautious>
-__device__ __noinline__ void StepOne(const Step& step, const Leaf& leaf, size_t i) {
+//
+// What takes sums of squares passes `squares` to be filled in, here and below; others pass nothing.
+template <bool kMayBeCautious, typename... Sums>
+__device__ __noinline__ void StepOne(const Step& step, const Leaf& leaf, size_t i,
+                                     Sums*... squares) {
   const Dtypes& t = step.dtypes;
   const bool split = step.mode == Mode::kStepSplit;
   uint16_t* high = static_cast<uint16_t*>(leaf.param) + i;
@@ -91,6 +95,7 @@ __device__ __noinline__ void StepOne(const Step& step, const Leaf& leaf, size_t 
   if (*step.found_inf) {  // the unchanged parameter in out's dtype, or an update of zero
     if (step.mode == Mode::kStepAndCast) StoreOne(leaf.out, t.out, i, p);
     if (step.mode == Mode::kUpdate) StoreOne(leaf.out, t.out, i, 0.0f);
+    ((*squares = SquaresOf(LoadGradOne(step, leaf, i) * *step.inv_scale, p, 0.0f)), ...);
     return;
   }
   const Coefficients c = reinterpret_cast<const Coefficients*>(step.coefficients)[leaf.group];
@@ -98,6 +103,7 @@ __device__ __noinline__ void StepOne(const Step& step, const Leaf& leaf, size_t 
   float m = LoadOne(leaf.mu, t.mu, i), v = LoadOne(leaf.nu, t.nu, i);
   const Terms terms = TermsOf(c, step.nesterov, kMayBeCautious && step.cautious);
   const float u = AdamUpdate(c, terms, g, p, m, v);
+  ((*squares = SquaresOf(g, p - u, u)), ...);
   const float result = step.mode == Mode::kUpdate ? -u : p - u;
   StoreOne(leaf.mu, t.mu, i, m);
   StoreOne(leaf.nu, t.nu, i, v);
@@ -111,6 +117,19 @@ __device__ __noinline__ void StepOne(const Step& step, const Leaf& leaf, size_t 
   if (step.mode != Mode::kStep) StoreOne(leaf.out, t.out, i, result);
 }
 
+// The first `count` elements of a thread, one by one, with their squares.
+template <typename Types>
+__device__ __forceinline__ void MeasureEach(const Step& step, const Leaf& leaf, size_t i, int count,
+                                            ThreadSquares<Types::kVector>* squares) {
+#pragma unroll  // no index of an array that is not known: it stays in registers
+  for (int k = 0; k < Types::kVector; ++k) {
+    if (k >= count) break;
+    Squares one;
+    StepOne<Types::kMayBeCautious>(step, leaf, i + k, &one);
+    squares->Set(k, one);
+  }
+}
+
 // Coefficients as three loads of 16 bytes.
 struct alignas(16) Row {
   Coefficients coefficients;
@@ -119,9 +138,9 @@ static_assert(sizeof(Row) == sizeof(Coefficients),
               "pad Coefficients, and NAMES of coefficients.py");
 
 // One vector at once. A NaN in mu or nu is one in the result, so that the result alone is tested.
-template <typename Types>
+template <typename Types, typename... Sums>
 __device__ __forceinline__ void StepVector(const Types& t, const Step& step, const Leaf& leaf,
-                                           size_t i) {
+                                           size_t i, Sums*... squares) {
   constexpr int n = Types::kVector;
   constexpr Mode mode = Types::kMode;
   const auto packed_p = LoadVector<n>(leaf.param, t.param, i);
@@ -144,11 +163,16 @@ __device__ __forceinline__ void StepVector(const Types& t, const Step& step, con
 #pragma unroll
   for (int k = 0; k < n; ++k) {
     const float u = AdamUpdate(c, terms, g[k] * inv_scale, p[k], m[k], v[k]);
+    (squares->Set(k, SquaresOf(g[k] * inv_scale, p[k] - u, u)), ...);
     p[k] = mode == Mode::kUpdate ? -u : p[k] - u;
     special |= p[k] != p[k];
   }
   if (special) {
-    for (int k = 0; k < n; ++k) StepOne<Types::kMayBeCautious>(step, leaf, i + k);
+    if constexpr (sizeof...(Sums) > 0) {
+      MeasureEach<Types>(step, leaf, i, n, squares...);
+    } else {
+      for (int k = 0; k < n; ++k) StepOne<Types::kMayBeCautious>(step, leaf, i + k);
+    }
     return;
   }
   StoreVector(leaf.mu, t.mu, i, m);
@@ -190,23 +214,77 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// A leaf with its sums of squares, and the arguments of a launch that takes them.
+struct MeasuredLeaf : Leaf {
+  Runs runs;
+};
+struct MeasuringStep : Step {
+  float* partials;
+  size_t num_runs;
+};
+constexpr int kSmallMeasured = 45, kLargeMeasured = 400;
+static_assert(sizeof(LeafTable<MeasuredLeaf, kSmallMeasured>) + sizeof(MeasuringStep) <= 4096);
+static_assert(sizeof(LeafTable<MeasuredLeaf, kLargeMeasured>) + sizeof(MeasuringStep) <=
+              kMaxParameterBytes);
+
+// The same with sums of squares. A warp has a run. Eight blocks at a time leave 64 registers.
+template <typename Types, int kCapacity>
+__global__ void __launch_bounds__(kThreads, 8)
+    MeasuringKernel(const __grid_constant__ LeafTable<MeasuredLeaf, kCapacity> table,
+                    const __grid_constant__ MeasuringStep step) {
+  constexpr int n = Types::kVector;
+  const TileIndex index = FindTile(table, blockIdx.x);
+  const MeasuredLeaf& leaf = table.leaves[index.leaf];
+  const size_t i = (size_t{index.tile} * kThreads + threadIdx.x) * n;
+  const size_t left = i < leaf.size ? leaf.size - i : 0;
+  const int mine = left < n ? static_cast<int>(left) : n;
+  const Types t(step);
+  ThreadSquares<n> squares;
+  if (mine == n && IsAligned(t, step, leaf)) {
+    StepVector(t, step, leaf, i, &squares);
+  } else {
+    MeasureEach<Types>(step, leaf, i, mine, &squares);
+  }
+  const Runs& runs = leaf.runs;
+  StoreRuns({step.partials + runs.first, step.num_runs, runs.is_fine}, i, mine, squares);
+}
+
+Step StepOf(const AdamCall& call) {
+  return {call.mode,
+          (call.flags & kNesterov) != 0,
+          (call.flags & kCautious) != 0,
+          call.dtypes,
+          call.contributions,
+          call.grad_stride,
+          call.coefficients,
+          call.inv_scale,
+          call.found_inf};
+}
+
 // Launches one variant for all leaves of a call, in as few launches as tables hold them.
 template <typename Types>
 cudaError_t Launch(List<Types>, const AdamCall& call, cudaStream_t stream) {
-  const Step step{call.mode,
-                  (call.flags & kNesterov) != 0,
-                  (call.flags & kCautious) != 0,
-                  call.dtypes,
-                  call.contributions,
-                  call.grad_stride,
-                  call.coefficients,
-                  call.inv_scale,
-                  call.found_inf};
+  const Step step = StepOf(call);
   return ForEachTable<Leaf>(call.leaves, size_t{kThreads} * Types::kVector,
                             [&](const auto& table, uint32_t tiles) {
                               AdamKernel<Types><<<tiles, kThreads, 0, stream>>>(table, step);
                               return cudaGetLastError();
                             });
+}
+
+template <typename Types>
+cudaError_t LaunchMeasuring(List<Types>, const AdamCall& call, cudaStream_t stream) {
+  const SquaresCall& squares = call.squares;
+  const MeasuringStep step{StepOf(call), squares.partials, squares.num_runs};
+  std::vector<MeasuredLeaf> leaves;
+  for (size_t i = 0; i < call.leaves.size(); ++i)
+    leaves.push_back({call.leaves[i], squares.runs[i]});
+  const cudaError_t error = ForEachTable<MeasuredLeaf, kSmallMeasured, kLargeMeasured>(
+      leaves, size_t{kThreads} * Types::kVector, [&](const auto& table, uint32_t tiles) {
+        MeasuringKernel<Types><<<tiles, kThreads, 0, stream>>>(table, step);
+        return cudaGetLastError();
+      });
+  return error != cudaSuccess ? error : SumSegmentsCuda(squares, stream);
 }
 
 template <Mode kMode>
@@ -255,12 +333,23 @@ using Common =
 // All other dtypes.
 using Others =
     List<Any<Mode::kStep>, Any<Mode::kStepAndCast>, Any<Mode::kUpdate>, Any<Mode::kStepSplit>>;
+// With sums of squares: the usual dtypes first, then all others.
+using Measuring =
+    List<Fixed<Mode::kStep, F, F, F, F, F>, Fixed<Mode::kStepAndCast, B, F, F, F, B>,
+         Fixed<Mode::kStepAndCast, F, F, F, F, B>, Fixed<Mode::kStepSplit, B, B, F, F, U>,
+         Fixed<Mode::kStepSplit, F, B, F, F, U>, Any<Mode::kStep>, Any<Mode::kStepAndCast>,
+         Any<Mode::kStepSplit>>;
 
 }  // namespace
 
 cudaError_t AdamCuda(const AdamCall& call, cudaStream_t stream) {
   if (reinterpret_cast<uintptr_t>(call.coefficients) % alignof(Row) != 0)
     return cudaErrorMisalignedAddress;
+  if (call.squares.partials != nullptr) {
+    return LaunchFirst(Measuring{}, call, [&](auto variant, const AdamCall& it) {
+      return LaunchMeasuring(variant, it, stream);
+    });
+  }
   return LaunchFirst(Joined<Common, Others>::Type{}, call,
                      [&](auto variant, const AdamCall& it) { return Launch(variant, it, stream); });
 }

@@ -8,6 +8,7 @@
 #include "ffi_norm.h"
 #include "ffi_peer_meeting.h"
 #include "ffi_quantized.h"
+#include "ffi_squares.h"
 #include "ffi_sum.h"
 
 namespace jdistadam {
@@ -87,6 +88,10 @@ using Pool = ffi::ThreadPool;
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cpu, AdamHandler<Pool>, AdamBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamQuantized_cpu, QuantizedHandler<Pool>,
                               QuantizedBinding().Ctx<Pool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdamSquares_cpu, AdamSquaresHandler<Pool>,
+                              AdamSquaresBinding().Ctx<Pool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamQuantizedSquares_cpu, QuantizedSquaresHandler<Pool>,
+                              QuantizedSquaresBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cpu, NormHandler<Pool>, NormBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cpu, SumHandler<Pool>, SumBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cpu, PeerSumHandler<Pool>,

@@ -6,6 +6,7 @@
 #include "ffi_norm.h"
 #include "ffi_peer_meeting.h"
 #include "ffi_quantized.h"
+#include "ffi_squares.h"
 #include "ffi_sum.h"
 #include "kernels_cuda.h"
 
@@ -168,6 +169,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cuda, AdamHandler<cudaStream_t>,
                               AdamBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamQuantized_cuda, QuantizedHandler<cudaStream_t>,
                               QuantizedBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdamSquares_cuda, AdamSquaresHandler<cudaStream_t>,
+                              AdamSquaresBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamQuantizedSquares_cuda, QuantizedSquaresHandler<cudaStream_t>,
+                              QuantizedSquaresBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cuda, NormHandler<cudaStream_t>,
                               NormBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cuda, SumHandler<cudaStream_t>,

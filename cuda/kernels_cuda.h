@@ -7,12 +7,15 @@
 #include "norm.h"
 #include "peer.h"
 #include "quantized.h"
+#include "squares.h"
 #include "sum.h"
 
 namespace jdistadam {
 
 cudaError_t AdamCuda(const AdamCall& call, cudaStream_t stream);
 cudaError_t QuantizedCuda(const QuantizedCall& call, cudaStream_t stream);
+// The second half of sums of squares, behind the kernel that made the partials.
+cudaError_t SumSegmentsCuda(const SquaresCall& call, cudaStream_t stream);
 cudaError_t NormCuda(const NormCall& call, cudaStream_t stream);
 // The second half of a norm: the sum over tiles.
 cudaError_t SumTilesCuda(const TileNorm* tiles, size_t num_tiles, float* sum_of_squares,

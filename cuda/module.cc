@@ -13,6 +13,8 @@ namespace nb = nanobind;
 extern "C" {
 XLA_FFI_Error* JDISTADAM_HANDLER(Adam)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Quantized)(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JDISTADAM_HANDLER(AdamSquares)(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JDISTADAM_HANDLER(QuantizedSquares)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Norm)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Sum)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(PeerSum)(XLA_FFI_CallFrame* call_frame);
@@ -33,6 +35,10 @@ NB_MODULE(JDISTADAM_MODULE, m) {
     handlers["jdistadam_adam"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Adam)));
     handlers["jdistadam_quantized"] =
         nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Quantized)));
+    handlers["jdistadam_adam_squares"] =
+        nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(AdamSquares)));
+    handlers["jdistadam_quantized_squares"] =
+        nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(QuantizedSquares)));
     handlers["jdistadam_norm"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Norm)));
     handlers["jdistadam_sum"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Sum)));
     handlers["jdistadam_peer_sum"] =

@@ -46,6 +46,14 @@ struct NormCall {
 
 inline size_t NumNormTiles(size_t size) { return (size + kNormTile - 1) / kNormTile; }
 
+// The sum of all lanes: they are halved until one is left.
+inline float HalveLanes(float (&lanes)[kNormLanes]) {
+  for (size_t half = kNormLanes / 2; half > 0; half /= 2) {
+    for (size_t l = 0; l < half; ++l) lanes[l] += lanes[l + half];
+  }
+  return lanes[0];
+}
+
 JDISTADAM_INLINE bool IsFinite(float x) { return (BitsOf(x) & 0x7f800000u) != 0x7f800000u; }
 
 void NormCpu(const NormCall& call, const Threads& threads);

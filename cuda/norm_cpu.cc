@@ -7,14 +7,6 @@
 namespace jdistadam {
 namespace {
 
-// Halves the lanes until one is left.
-float SumLanes(float (&lanes)[kNormLanes]) {
-  for (size_t half = kNormLanes / 2; half > 0; half /= 2) {
-    for (size_t l = 0; l < half; ++l) lanes[l] += lanes[l + half];
-  }
-  return lanes[0];
-}
-
 TileNorm SumTile(const NormCall& call, const NormLeaf& leaf, size_t begin) {
   float lanes[kNormLanes] = {}, row[kNormLanes];
   const float inv_scale = *call.inv_scale;
@@ -28,7 +20,7 @@ TileNorm SumTile(const NormCall& call, const NormLeaf& leaf, size_t begin) {
       lanes[l] += row[l] * row[l];
     }
   }
-  return {SumLanes(lanes), !finite};
+  return {HalveLanes(lanes), !finite};
 }
 
 }  // namespace
@@ -49,7 +41,7 @@ void NormCpu(const NormCall& call, const Threads& threads) {
     lanes[t % kNormLanes] += call.tiles[t].sum_of_squares;
     found_inf |= call.tiles[t].found_inf != 0;
   }
-  *call.sum_of_squares = CanonicalNan(SumLanes(lanes));
+  *call.sum_of_squares = CanonicalNan(HalveLanes(lanes));
   *call.found_inf = found_inf;
 }
 

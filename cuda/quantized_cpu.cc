@@ -17,6 +17,7 @@ struct Block {
   float g[kBlock], p[kBlock], m[kBlock], v[kBlock];
   uint32_t words[kBlock] = {};  // random bits
 };
+static_assert(kBlock == kRun);
 
 template <Moment kMoment>
 void LoadMoment(const void* base, Dtype dtype, const float* scales, size_t begin, size_t n,
@@ -91,6 +92,12 @@ void LoadGrad(const AdamCall& call, const Leaf& leaf, size_t begin, size_t n, fl
   }
 }
 
+float LoadParam(const AdamCall& call, const Leaf& leaf, size_t i) {
+  if (call.mode != Mode::kStepSplit) return LoadOne(leaf.param, call.dtypes.param, i);
+  return Join(static_cast<const uint16_t*>(leaf.param)[i],
+              static_cast<const uint16_t*>(leaf.out)[i]);
+}
+
 void LoadRandom(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t begin, size_t n,
                 uint32_t* words) {
   const uint32_t count = static_cast<uint32_t>(*call.count);
@@ -104,6 +111,14 @@ void LoadRandom(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t beg
   }
 }
 
+// Stores the sums of squares of a block, if they are asked for.
+void Measure(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t begin, size_t n,
+             const RunSquares& squares) {
+  const SquaresCall& to = call.adam.squares;
+  if (to.partials != nullptr)
+    StoreRun(to, to.runs[size_t(&leaf - call.leaves.data())], begin, n, squares);
+}
+
 template <bool kStochastic>
 void StepBlock(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t begin, size_t n) {
   const AdamCall& adam = call.adam;
@@ -112,19 +127,21 @@ void StepBlock(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t begi
   uint16_t* high = static_cast<uint16_t*>(leaf.param) + begin;
   uint16_t* low = static_cast<uint16_t*>(leaf.out) + begin;
   Block b;
+  RunSquares squares;
   Coefficients c;
   std::memcpy(&c, adam.coefficients + size_t(leaf.group) * kNumCoefficients, sizeof c);
   const Terms terms = TermsOf(c, adam.flags & kNesterov, adam.flags & kCautious);
   LoadGrad(adam, leaf, begin, n, b.g);
   LoadMoment<Moment::kMu>(leaf.mu, t.mu, leaf.mu_scales, begin, n, b.m);
   LoadMoment<Moment::kNu>(leaf.nu, t.nu, leaf.nu_scales, begin, n, b.v);
-  for (size_t i = 0; i < n; ++i)
-    b.p[i] = split ? Join(high[i], low[i]) : LoadOne(leaf.param, t.param, begin + i);
+  for (size_t i = 0; i < n; ++i) b.p[i] = LoadParam(adam, leaf, begin + i);
   if (kStochastic) LoadRandom(call, leaf, begin, n, b.words);
   for (size_t i = 0; i < n; ++i) {
     const float u = AdamUpdate(c, terms, b.g[i] * *adam.inv_scale, b.p[i], b.m[i], b.v[i]);
+    squares.Set(i, SquaresOf(b.g[i] * *adam.inv_scale, b.p[i] - u, u));
     b.p[i] = adam.mode == Mode::kUpdate ? -u : b.p[i] - u;
   }
+  Measure(call, leaf, begin, n, squares);
   StoreMoment<Moment::kMu, kStochastic>(leaf.mu, t.mu, leaf.mu_scales, begin, n, b.m, b.words);
   StoreMoment<Moment::kNu, kStochastic>(leaf.nu, t.nu, leaf.nu_scales, begin, n, b.v, b.words);
   for (size_t i = 0; i < n; ++i) {
@@ -139,6 +156,17 @@ void StepBlock(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t begi
       StoreOne(leaf.out, t.out, begin + i, b.p[i]);
     }
   }
+}
+
+void MeasureSkipped(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t begin, size_t n) {
+  const AdamCall& adam = call.adam;
+  float g[kBlock];
+  RunSquares squares;
+  if (adam.squares.partials == nullptr) return;
+  LoadGrad(adam, leaf, begin, n, g);
+  for (size_t i = 0; i < n; ++i)
+    squares.Set(i, SquaresOf(g[i] * *adam.inv_scale, LoadParam(adam, leaf, begin + i), 0.0f));
+  Measure(call, leaf, begin, n, squares);
 }
 
 // What a skipped step writes: the unchanged parameter in `out`'s dtype, or an update of zero.
@@ -160,6 +188,7 @@ void RunTile(const QuantizedCall& call, const Tile& tile) {
   for (size_t i = tile.begin; i < tile.end; i += kBlock) {
     const size_t n = std::min(kBlock, tile.end - i);
     if (*call.adam.found_inf) {
+      MeasureSkipped(call, *tile.leaf, i, n);
       SkipBlock(call.adam, *tile.leaf, i, n);
     } else if (call.is_stochastic) {
       StepBlock<true>(call, *tile.leaf, i, n);
@@ -178,6 +207,7 @@ void QuantizedCpu(const QuantizedCall& call, const Threads& threads) {
       tiles.push_back({&leaf, begin, std::min(begin + kTile, leaf.size)});
   }
   ParallelFor(tiles.size(), threads, [&](size_t i) { RunTile(call, tiles[i]); });
+  if (call.adam.squares.partials != nullptr) SumSegmentsCpu(call.adam.squares, threads);
 }
 
 }  // namespace jdistadam

@@ -26,21 +26,22 @@ static_assert(sizeof(LeafTable<QuantizedLeaf, kLargeQuantized>) + sizeof(Step) <
               kMaxParameterBytes);
 
 // Steps the chunks of a warp in a tile whose bits are set, block by block.
-template <typename Types>
+template <typename Types, typename... Sums>
 __device__ __forceinline__ void StepBlocks(const Types& t, const Step& step,
                                            const QuantizedLeaf& leaf, size_t mine, size_t stride,
-                                           uint32_t chunks) {
+                                           uint32_t chunks, const Sums&... runs) {
   for (; chunks != 0; mine += stride, chunks >>= 1) {
 #pragma unroll 1
     for (uint32_t block = 0; chunks % 2 != 0 && block < kChunk; block += kBlockSize) {
       const Part part = PartOf(t, step, leaf, mine + block);
       if (part.i - threadIdx.x % 32 * kVector >= leaf.size) return;
       if (*step.found_inf) {
+        (MeasureSkipped(t, step, leaf, part, runs), ...);
         SkipPart(step, leaf, part);
       } else if (Types::IsStochastic(step)) {
-        StepPart<Types, true>(t, step, leaf, part);
+        StepPart<Types, true>(t, step, leaf, part, runs...);
       } else {
-        StepPart<Types, false>(t, step, leaf, part);
+        StepPart<Types, false>(t, step, leaf, part, runs...);
       }
     }
   }
@@ -81,6 +82,35 @@ __global__ void __launch_bounds__(kThreads, Types::kMinBlocks)
   StepBlocks(t, step, leaf, mine, stride, 0xffffffffu);
 }
 
+// A leaf with its sums of squares, and the arguments of a launch that takes them.
+struct MeasuredLeaf : QuantizedLeaf {
+  Runs runs;
+};
+struct MeasuringStep : Step {
+  float* partials;
+  size_t num_runs;
+};
+constexpr int kSmallMeasured = 24, kLargeMeasured = 200;
+static_assert(sizeof(LeafTable<MeasuredLeaf, kSmallMeasured>) + sizeof(MeasuringStep) <= 4096);
+static_assert(sizeof(LeafTable<MeasuredLeaf, kLargeMeasured>) + sizeof(MeasuringStep) <=
+              kMaxParameterBytes);
+
+// The same with sums of squares, without chunks. A block of elements is a run.
+template <typename Types, int kCapacity>
+__global__ void __launch_bounds__(kThreads)
+    MeasuringKernel(const __grid_constant__ LeafTable<MeasuredLeaf, kCapacity> table,
+                    const __grid_constant__ MeasuringStep step) {
+  static_assert(kBlockSize == kRun);
+  const TileIndex index = FindTile(table, blockIdx.x);
+  const MeasuredLeaf& leaf = table.leaves[index.leaf];
+  const uint32_t tiles = table.end[index.leaf] - (blockIdx.x - index.tile);
+  constexpr uint32_t together = kWarps * kChunk;  // elements
+  const size_t mine =
+      size_t{index.tile} * together + threadIdx.x / 32 * kChunk + threadIdx.x % 32 * kVector;
+  const RunsOfLeaf runs{step.partials + leaf.runs.first, step.num_runs, leaf.runs.is_fine};
+  StepBlocks(Types(step), step, leaf, mine, size_t{tiles} * together, 0xffffffffu, runs);
+}
+
 // Chunks of a tile: as many as leave every multiprocessor some tiles.
 uint32_t RoundsOf(const QuantizedCall& call) {
   size_t size = 0;
@@ -88,22 +118,40 @@ uint32_t RoundsOf(const QuantizedCall& call) {
   return static_cast<uint32_t>(std::clamp<size_t>(size >> 21, 1, kMaxRounds));
 }
 
+Step StepOf(const QuantizedCall& call) {
+  const AdamCall& adam = call.adam;
+  return {adam.mode,          (adam.flags & kNesterov) != 0,
+          call.is_stochastic, (adam.flags & kCautious) != 0,
+          adam.dtypes,        RoundsOf(call),
+          adam.contributions, adam.grad_stride,
+          adam.coefficients,  adam.inv_scale,
+          adam.found_inf,     call.key,
+          call.count,         call.parts};
+}
+
 template <typename Types>
 cudaError_t Launch(List<Types>, const QuantizedCall& call, cudaStream_t stream) {
-  const AdamCall& adam = call.adam;
-  const uint32_t rounds = RoundsOf(call);
-  const Step step{adam.mode,          (adam.flags & kNesterov) != 0,
-                  call.is_stochastic, (adam.flags & kCautious) != 0,
-                  adam.dtypes,        rounds,
-                  adam.contributions, adam.grad_stride,
-                  adam.coefficients,  adam.inv_scale,
-                  adam.found_inf,     call.key,
-                  call.count,         call.parts};
+  const Step step = StepOf(call);
   return ForEachTable<QuantizedLeaf, kSmallQuantized, kLargeQuantized>(
-      call.leaves, size_t{rounds} * kWarps * kChunk, [&](const auto& table, uint32_t tiles) {
+      call.leaves, size_t{step.rounds} * kWarps * kChunk, [&](const auto& table, uint32_t tiles) {
         QuantizedKernel<Types><<<tiles, kThreads, 0, stream>>>(table, step);
         return cudaGetLastError();
       });
+}
+
+template <typename Types>
+cudaError_t LaunchMeasuring(List<Types>, const QuantizedCall& call, cudaStream_t stream) {
+  const SquaresCall& squares = call.adam.squares;
+  const MeasuringStep step{StepOf(call), squares.partials, squares.num_runs};
+  std::vector<MeasuredLeaf> leaves;
+  for (size_t i = 0; i < call.leaves.size(); ++i)
+    leaves.push_back({call.leaves[i], squares.runs[i]});
+  const cudaError_t error = ForEachTable<MeasuredLeaf, kSmallMeasured, kLargeMeasured>(
+      leaves, size_t{step.rounds} * kWarps * kChunk, [&](const auto& table, uint32_t tiles) {
+        MeasuringKernel<Types><<<tiles, kThreads, 0, stream>>>(table, step);
+        return cudaGetLastError();
+      });
+  return error != cudaSuccess ? error : SumSegmentsCuda(squares, stream);
 }
 
 template <Mode kMode>
@@ -150,12 +198,19 @@ using Variants = List<
     Fixed<Mode::kStepAndCast, false, B, F, E, E, B>,
     Fixed<Mode::kStepAndCast, false, F, F, E, E, B>, Any<Mode::kStep>, Any<Mode::kStepAndCast>,
     Any<Mode::kUpdate>, Any<Mode::kStepSplit>>;
+// With sums of squares.
+using Measuring = List<Any<Mode::kStep>, Any<Mode::kStepAndCast>, Any<Mode::kStepSplit>>;
 
 }  // namespace
 
 cudaError_t QuantizedCuda(const QuantizedCall& call, cudaStream_t stream) {
   if (reinterpret_cast<uintptr_t>(call.adam.coefficients) % alignof(Row) != 0)
     return cudaErrorMisalignedAddress;
+  if (call.adam.squares.partials != nullptr) {
+    return LaunchFirst(Measuring{}, call, [&](auto variant, const QuantizedCall& it) {
+      return LaunchMeasuring(variant, it, stream);
+    });
+  }
   return LaunchFirst(Variants{}, call, [&](auto variant, const QuantizedCall& it) {
     return Launch(variant, it, stream);
   });

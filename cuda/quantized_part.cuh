@@ -6,6 +6,7 @@
 #include "leaf_table.cuh"
 #include "pairwise.h"
 #include "quantized.h"
+#include "squares.cuh"
 #include "vector.cuh"
 
 namespace jdistadam {
@@ -268,6 +269,27 @@ __device__ __noinline__ void SkipPart(const Step& step, const QuantizedLeaf& lea
   }
 }
 
+// The sums of squares of a step that is skipped. All threads of a warp call this together.
+template <typename Types>
+__device__ __noinline__ void MeasureSkipped(const Types& t, const Step& step,
+                                            const QuantizedLeaf& leaf, const Part& part,
+                                            const RunsOfLeaf& runs) {
+  float g[kVector], p[kVector];
+  LoadGrad(t, step, leaf, part, g);
+  const auto packed_p = LoadPart(leaf.param, t.param, part);
+  if (Types::kMode == Mode::kStepSplit) {
+    JoinVectors(packed_p, LoadPart(leaf.out, Dtype::kUint16, part), p);
+  } else {
+    Widen(packed_p, t.param, p);
+  }
+  ThreadSquares<kVector> squares;
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    if (k < part.n) squares.Set(k, SquaresOf(g[k] * *step.inv_scale, p[k], 0.0f));
+  }
+  StoreRuns(runs, part.i, part.n, squares);
+}
+
 // Coefficients as three loads of 16 bytes.
 struct alignas(16) Row {
   Coefficients coefficients;
@@ -281,9 +303,10 @@ __device__ __forceinline__ Coefficients LoadCoefficients(const Step& step,
 }
 
 // All threads of a warp call this together. Not inlined: its registers are not those of a chunk.
-template <typename Types, bool kStochastic>
+// What takes sums of squares passes where they go; others pass nothing.
+template <typename Types, bool kStochastic, typename... Sums>
 __device__ __noinline__ void StepPart(const Types& t, const Step& step, const QuantizedLeaf& leaf,
-                                      const Part& part) {
+                                      const Part& part, const Sums&... runs) {
   constexpr Mode mode = Types::kMode;
   constexpr bool split = mode == Mode::kStepSplit;
   const size_t block = part.i / kBlockSize;
@@ -310,11 +333,14 @@ __device__ __noinline__ void StepPart(const Types& t, const Step& step, const Qu
   WidenMoment<Moment::kMu>(packed_m, t.mu, mu_scale, m);
   WidenMoment<Moment::kNu>(packed_v, t.nu, nu_scale, v);
   const Terms terms = TermsOf(c, step.nesterov, Types::kMayBeCautious && step.cautious);
+  ThreadSquares<kVector> squares;
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
     const float u = AdamUpdate(c, terms, g[k] * inv_scale, p[k], m[k], v[k]);
+    if (sizeof...(Sums) > 0 && k < part.n) squares.Set(k, SquaresOf(g[k] * inv_scale, p[k] - u, u));
     p[k] = mode == Mode::kUpdate ? -u : p[k] - u;
   }
+  (StoreRuns(runs, part.i, part.n, squares), ...);
   StoreMoment<Moment::kMu, kStochastic>(leaf.mu, t.mu, leaf.mu_scales, part, m, by_kind.mu);
   StoreMoment<Moment::kNu, kStochastic>(leaf.nu, t.nu, leaf.nu_scales, part, v, by_kind.nu);
   if (split) {

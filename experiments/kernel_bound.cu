@@ -3,7 +3,7 @@
 // each.
 //
 //   nvcc -std=c++17 -O3 -arch=native -fmad=false -ftz=false -prec-div=true -prec-sqrt=true -Icuda
-//       experiments/kernel_bound.cu cuda/adam_cuda.cu -o /tmp/kernel_bound
+//       experiments/kernel_bound.cu cuda/{adam,squares}_cuda.cu -o /tmp/kernel_bound
 //   /tmp/kernel_bound 30     # parameters: 2^30
 //   ncu --clock-control none --metrics dram__cycles_active.avg.pct_of_peak_sustained_elapsed,
 //       dram__bytes_read.sum,dram__bytes_write.sum /tmp/kernel_bound 27 1

@@ -381,6 +381,7 @@ ERRORS = [
     ("a guard with an infinite norm", lambda: jda.NormGuard(max_norm=1e39), jda.HyperparameterError, r"^max_norm: out of range: got 1e\+39, expected a number above 0, finite in float32"),
     ("a guard without warmup", lambda: jda.NormGuard(max_ratio=2.0, warmup_steps=0), jda.HyperparameterError, r"^warmup_steps: out of range: got 0, expected a whole number of at least 1"),
     ("a guard that is a number", lambda: make_tx(norm_guard=5.0), jda.HyperparameterError, r"^norm_guard: not a guard: got 5\.0, expected a NormGuard\. Pass for example norm_guard="),
+    ("norms of a word", lambda: make_tx(norms="layers"), jda.PolicyError, r"^norms: unknown: got 'layers', expected None, \"total\", \"leaves\" or a function from the path of a leaf to a name\. Pass"),
     ("a decay of True", lambda: make_tx(ema_decay=True), jda.HyperparameterError, r"^ema_decay: out of range: got True, expected"),
     ("stacked as a word", lambda: make_tx(stacked="layers", sharding_strategy="optim_grads_params"), jda.HyperparameterError, r"^stacked: not a predicate: got 'layers', expected a function of the path"),
     ("stacked that finds no leaf", lambda: make_tx(stacked=lambda path: False, sharding_strategy="optim_grads_params").init(PARAMS), jda.TreeError, r"^stacked: selects no leaf: got False for params\['b'\] and 1 more, expected True for the layers that the model scans over or gathers\. Look for"),

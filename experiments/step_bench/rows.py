@@ -48,10 +48,11 @@ OPTIONS = {  # modifiers that are compiler options, over those that a variant ha
 # reach each other "float32sum" goes over peer memory, unless with "over_xla". "gathered_once" is
 # reshard_after_forward=False. In an unrolled model "block_by_block" gathers each block where it is
 # used, after the activations that enter the block before, and "at_any_time" without that.
-# "ema" averages the parameters, "guard" looks for spikes of the norm (and skips no step here).
+# "ema" averages the parameters, "guard" looks for spikes of the norm (and skips no step here),
+# "norms" and "norms_of_leaves" return norms of parameters and updates.
 BY_BLOCK = {"block_by_block", "at_any_time"}
 SETTINGS = {"clip", "float32sum", "remainder16", "over_xla", "gathered_once", *BY_BLOCK}
-SETTINGS |= {"ema", "guard"}
+SETTINGS |= {"ema", "guard", "norms", "norms_of_leaves"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +159,17 @@ SETS = {  # rows with a name of their own: all ways to gather the layers of a mo
     ],
     # What a training run needs every day, beside the same step without it.
     "everyday": _group(
-        "unrolled-8", "optim", "optim+clip", "optim+clip+guard", "optim+ema", "optim+clip+ema+guard"
+        "unrolled-8",
+        "optim",
+        "optim+clip",
+        "optim+clip+guard",
+        "optim+ema",
+        "optim+clip+ema+guard",
+        "optim+norms",
+        "optim+norms_of_leaves",
+        "optim+clip+norms",
+        "optim+remainder16",
+        "optim+remainder16+norms",
     ),
 }
 KNOWN = [

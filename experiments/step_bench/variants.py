@@ -234,6 +234,12 @@ def policy_of(modifiers):
     )
 
 
+def norms_of(modifiers):
+    if "norms_of_leaves" in modifiers:
+        return "leaves"
+    return "total" if "norms" in modifiers else None
+
+
 def make_tx(mesh, strategy, modifiers, **kwargs):
     return jda.distributed(
         jda.fused_adamw(LEARNING_RATE, **HYPER),
@@ -245,6 +251,7 @@ def make_tx(mesh, strategy, modifiers, **kwargs):
         reshard_after_forward="gathered_once" not in modifiers,
         gathered_in_model=models.is_in_block if BY_BLOCK & modifiers else None,
         ema_decay=0.999 if "ema" in modifiers else None,
+        norms=norms_of(modifiers),
         norm_guard=jda.NormGuard(max_norm=1e9, max_ratio=1e9) if "guard" in modifiers else None,
         **kwargs,
     )  # fmt: skip

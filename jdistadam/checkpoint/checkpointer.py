@@ -14,8 +14,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdistadam.checkpoint import folder as folders
+from jdistadam.checkpoint import storage
 from jdistadam.checkpoint.contents import contents_of
-from jdistadam.checkpoint.storage import Writer, compiled, orbax
+from jdistadam.checkpoint.storage import compiled
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count
 from jdistadam.errors import CheckpointError, TreeError
@@ -70,23 +71,25 @@ class Checkpointer:
                 check_count(name, value)
         if rollback_to is not None:
             folders.check_step(rollback_to, "rollback_to")
-        orbax()
+        storage.orbax()
         self.folder = folders.local_folder(folder)
         self.every, self._tx = every, tx
         self._last: int | None = None  # which may still be written, and have no folder
+        self._handler = storage.array_handler()(waits=not in_background)
         with contextlib.ExitStack() as opened:
-            _on_first_process(self.folder, lambda: self._prepare(opened, rollback_to))
-            self._newest = max(folders.steps_in(self.folder), default=0)
-            self._writer = Writer(self.folder, keep=keep, in_background=in_background)
-            opened.callback(self._writer.manager.close)
-            self._close = opened.pop_all().close
 
-    def _prepare(self, opened: contextlib.ExitStack, rollback_to: int | None) -> None:
-        """Makes, locks and rolls back the folder."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        opened.enter_context(folders.locked(self.folder))
-        if rollback_to is not None:
-            folders.roll_back(self.folder, rollback_to)
+            def prepare() -> None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                opened.enter_context(folders.locked(self.folder))
+                if rollback_to is not None:
+                    folders.roll_back(self.folder, rollback_to)
+
+            _on_first_process(self.folder, prepare)
+            self._newest = max(folders.steps_in(self.folder), default=0)
+            with storage.quiet():
+                self._manager = storage.manager(self.folder, self._handler, keep, in_background)
+            opened.callback(self._manager.close)
+            self._close = opened.pop_all().close
 
     @compiled
     def save(self, state: Any, *, step: int | None = None, extra: Any = None) -> int:
@@ -129,7 +132,9 @@ class Checkpointer:
             )
         self._check_is_newest(number)
         with self._writing():
-            self._writer.save(number, contents)
+            self._handler.contents = contents
+            if not self._manager.save(number, args=storage.args_of(contents), force=True):
+                raise OSError(f"orbax did not save step {number}")
         self._last = number
         return number
 
@@ -161,13 +166,14 @@ class Checkpointer:
 
     def check(self) -> None:
         """Raises CheckpointError if a save in the background has failed; does not wait for it."""
-        if not self._writer.manager.is_saving_in_progress():
+        if not self._manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
         """Waits until all is written; raises CheckpointError if that failed."""
-        with self._writing():
-            self._writer.wait()
+        with self._writing():  # what failed is told by it; check_for_errors has lost it by then
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
 
     def close(self) -> None:
         """Waits as ``wait`` does, and raises what it does; then others may save."""
@@ -204,7 +210,8 @@ class Checkpointer:
     def _writing(self) -> Iterator[None]:
         """Raises CheckpointError in place of what orbax and the system do."""
         try:
-            yield
+            with storage.quiet():
+                yield
         except Exception as error:
             self._last = None
             folders.remove_unfinished(self.folder)  # of a full disk it may be what fills it
@@ -256,11 +263,10 @@ def save(
 
     Args:
       folder: The folder of all checkpoints of a training.
-      state: A TrainState of this package or of Flax, or a dictionary with ``params`` and
-        ``opt_state``.
+      state: As of ``Checkpointer.save``; so are ``step`` and ``extra``.
       tx: The distributed optimizer; None for a state of ``fused_adamw`` or of optax.
       step: The number of the checkpoint. None: the count of the optimizer.
-      extra: A tree of your own, for ``restore_extra``; see ``Checkpointer.save``.
+      extra: A tree of your own, for ``restore_extra``.
 
     Raises:
       CheckpointError: There is a checkpoint of this step, or a newer one, another one saves into

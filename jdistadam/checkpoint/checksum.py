@@ -31,19 +31,19 @@ class PartialSums:
     """The sums of those shards of an array that this process holds, still being computed."""
 
     def __init__(self, x: jax.Array) -> None:
-        """Starts the computation."""
         self.is_of_one_process = x.is_fully_addressable
         mine = [shard for shard in x.addressable_shards if shard.replica_id == 0 and x.size]
         sharding: Any = x.sharding
         if x.size and isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
             # By one program for all devices, which all processes start.
-            sums = _program(sharding.mesh, sharding.spec, x.shape)(x, _starts(sharding, x.shape))
+            program = _program(x.shape, sharding.mesh, sharding.spec)
+            sums = program(x, _starts(sharding, x.shape))
             of = {shard.device: shard.data for shard in sums.addressable_shards}
             self._arrays = [of[shard.device] for shard in mine]
         else:
             with jax.set_mesh(Mesh(np.empty((), object), ())):  # the user's has other devices
                 self._arrays = [
-                    _local_program(x.shape)(shard.data, _starts_of(shard.index, x.ndim)[None])
+                    _program(x.shape)(shard.data, _starts_of(shard.index, x.ndim)[None])
                     for shard in mine
                 ]
 
@@ -74,19 +74,11 @@ def totals(sums: Sequence[PartialSums]) -> list[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _local_program(shape: tuple[int, ...]) -> Any:
-    return jax.jit(functools.partial(_local_sums, shape=shape))
-
-
-@functools.lru_cache(maxsize=4096)
-def _program(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> Any:
-    everywhere = P(mesh.axis_names)
-    local = compat.shard_map(
-        functools.partial(_local_sums, shape=shape),
-        mesh=mesh,
-        in_specs=(spec, everywhere),
-        out_specs=everywhere,
-    )
+def _program(shape: tuple[int, ...], mesh: Any = None, spec: Any = None) -> Any:
+    local: Any = functools.partial(_local_sums, shape=shape)
+    if mesh is not None:
+        rows = P(mesh.axis_names)
+        local = compat.shard_map(local, mesh=mesh, in_specs=(spec, rows), out_specs=rows)
     return jax.jit(local)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,16 +15,16 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import extra as extras
 from jdistadam.checkpoint import parts
-from jdistadam.checkpoint.folder import Entry
-from jdistadam.checkpoint.parts import FlatArrays
+from jdistadam.checkpoint.adam import FlatAdam, Param
+from jdistadam.checkpoint.header import Entry
+from jdistadam.checkpoint.storage import Contents, Group
 from jdistadam.core import trees
-from jdistadam.core.codecs import NOTHING, codec_of
+from jdistadam.core.codecs import NOTHING, Codec, codec_of
 from jdistadam.core.loss_scale import DynamicLossScale
 from jdistadam.core.storage import main_codec_of
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.layout import Bucket
-from jdistadam.distributed.main_params import sent_dtypes
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import DtypeError, TreeError
@@ -34,26 +32,7 @@ from jdistadam.kernels import coded_leaves
 from jdistadam.training.checks import is_known
 from jdistadam.training.train_state import TrainState, check_params_follow, placed
 
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Arrays that are made together: ``make`` returns those of ``entries``, in this order."""
-
-    entries: tuple[Entry, ...]
-    make: Callable[[], Sequence[jax.Array]]
-    nbytes: int = 0  # of a device, which they take beside the state or as a part of it
-
-
-@dataclasses.dataclass(frozen=True)
-class Contents:
-    """All that a checkpoint holds."""
-
-    groups: tuple[Group, ...]
-    about: dict[str, Any]  # what the header says: the count, kind of main parameters, layout
-
-    def filled(self) -> list[Group]:
-        """Returns the groups without those of empty arrays, which orbax does not take."""
-        return [g for g in self.groups if all(math.prod(entry.shape) for entry in g.entries)]
+_FLOAT32 = jnp.dtype(jnp.float32)
 
 
 def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
@@ -66,29 +45,20 @@ def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
     """
     trees.check_memory(state=state)
     fields = parts.fields_of(state)
-    adam = parts.adam_of(fields["opt_state"])
+    adam, flat = parts.adam_of(fields["opt_state"]), None
     if is_distributed_state(adam):
         checked = _checked(state, TrainState(fields["params"], fields["opt_state"]), tx)
         fields |= {"params": checked.params, "opt_state": checked.opt_state}
-        adam = parts.adam_of(checked.opt_state)
-        mesh = tx.config.mesh
-        text = tx.config.layout_text(tx.layout(fields["params"]))
-        main = tx.config.policy.main_params
-    else:
-        mesh, text = _mesh_of(fields["params"]), None
-        kept = parts.kept_main_params(fields["opt_state"])
-        found = {main_codec_of(x) for x in jax.tree.leaves(kept)}
-        main = max(found, key=lambda x: x.name, default=NOTHING)
-    count = int(adam.count)
-    groups = [
-        *_params(fields["params"], mesh, adam, tx),
-        _whole("count", adam.count, mesh),
-        *(_of_flat if text else _of_optax)(fields, adam, mesh, tx),
-    ]
-    for leaf in parts.other_leaves(fields):
-        is_count = leaf.is_count and np.shape(leaf.value) == () and int(leaf.value) == count
-        groups.append(_whole(leaf.name, leaf.value, mesh, keys=leaf.keys, is_count=is_count))
-    about = {"count": count, "main_params": main.argument, "layout_identity": text}
+        flat = FlatAdam(checked.params, parts.adam_of(checked.opt_state), tx)
+    mesh = _mesh_of(fields["params"]) if flat is None else tx.config.mesh
+    leaves = [leaf for field, tree in fields.items() for leaf in parts.leaves_of(field, tree)]
+    main = tx.config.policy.main_params if flat is not None else _kind_of_main(leaves)
+    about: dict[str, Any] = {
+        "count": int(trees.unboxed(adam.count)),
+        "main_params": main.argument,
+        "layout_identity": None if flat is None else tx.config.layout_text(flat.layout),
+    }
+    groups = list(_groups(leaves, flat, about["count"], mesh))
     if extra is not None:
         about["extra"], arrays = extras.taken_apart(extra)
         groups += [_whole(name, x, mesh) for name, x in arrays.items()]
@@ -99,7 +69,13 @@ def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
             "got a field of that name, expected fields other than main_params, mu, nu, count, "
             "grad_norm, key, scaling, ema, guard, and extra beside extra=. Rename the field."
         )
-    return Contents(tuple(groups), about)
+    return Contents(groups, about)
+
+
+def _kind_of_main(leaves: Sequence[parts.Leaf]) -> Codec:
+    """Which main parameters the state of one program has."""
+    kinds = {main_codec_of(leaf.value) for leaf in leaves if leaf.section == "main_params"}
+    return max(kinds, key=lambda x: x.name, default=NOTHING)
 
 
 def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:
@@ -113,63 +89,66 @@ def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:
     return state
 
 
-def _params(params: Any, mesh: Mesh, adam: Any, tx: Any) -> Iterator[Group]:
-    leaves = list(parts.leaves("params", params))
-    sent: list[Any] = [None] * len(leaves)
-    if is_distributed_state(adam):
-        sent = sent_dtypes(tx.config.schedule(tx.config.tensor_local(params)))
-    for leaf, dtype in zip(leaves, sent, strict=True):
-        yield _whole(leaf.name, leaf.value, mesh, keys=leaf.keys, sent=dtype and dtype.name)
+def _groups(
+    leaves: Sequence[parts.Leaf], flat: FlatAdam | None, count: int, mesh: Mesh
+) -> Iterator[Group]:
+    """All arrays of a state; of a distributed optimizer's bucket by bucket."""
+    params = {leaf.name: leaf.value for leaf in leaves if leaf.section == "params"}
+    units = [] if flat is None else flat.units
+    sent = {param.name: param.sent.name for _, unit in units for param in unit if param.sent}
+    for leaf in leaves:
+        if flat is not None and leaf.value is flat.state:
+            yield from _of_flat(flat, mesh)
+        elif leaf.section == "main_params":
+            yield from _of_main(leaf, params, mesh)
+        elif leaf.section in parts.MOMENTS:
+            both = parts.leaves(leaf.name, leaf.value)  # of codes
+            yield from (_whole(x.name, x.value, mesh) for x in both if x.value.size)
+        else:
+            is_same = leaf.is_count and np.shape(leaf.value) == () and int(leaf.value) == count
+            more: Any = {"keys": leaf.keys, "is_count": is_same, "sent": sent.get(leaf.name)}
+            yield _whole(leaf.name, leaf.value, mesh, **more)
 
 
-def _of_flat(fields: dict[str, Any], state: Any, mesh: Mesh, tx: Any) -> Iterator[Group]:
-    """The state of a distributed optimizer: moments and main parameters bucket by bucket."""
-    yield _whole("grad_norm", state.grad_norm, mesh)
-    if state.key is not None:
-        yield _whole("key", state.key, mesh)
-    for name, x in state.scaling._asdict().items() if state.scaling is not None else ():
-        # The counts of a constant scale say nothing; see extra_state.py.
-        is_dynamic = isinstance(tx.config.loss_scale, DynamicLossScale)
-        if is_dynamic or name not in ("growth_count", "hysteresis_count"):
-            yield _whole(f"scaling.{name}", x, mesh)
-    for name, x in state.guard._asdict().items() if state.guard is not None else ():
-        yield _whole(f"guard.{name}", x, mesh)
-    arrays, leaves = FlatArrays(tx, fields["params"]), list(parts.leaves("", fields["params"]))
-    for bucket in arrays.layout.buckets:
-        mine = {leaves[i].name: leaves[i].value for i in bucket.leaves}
-        for section in (*parts.MOMENTS, "main_params", "ema"):
-            is_kept = section != "main_params" or _has_main_of_its_own(tx.config, bucket)
+def _of_flat(flat: FlatAdam, mesh: Mesh) -> Iterator[Group]:
+    state, config = flat.state, flat.config
+    is_dynamic = isinstance(config.loss_scale, DynamicLossScale)
+    for section in ("count", "grad_norm", "key", "scaling", "guard"):
+        for leaf in parts.leaves(section, getattr(state, section)):
+            # The counts of a constant scale say nothing; see extra_state.py.
+            if is_dynamic or leaf.name not in ("scaling.growth_count", "scaling.hysteresis_count"):
+                yield _whole(leaf.name, leaf.value, mesh)
+    for bucket, params in flat.units:
+        for section in flat.sections if bucket is not None else ():
+            is_kept = section != "main_params" or _has_main_of_its_own(config, bucket)
             if is_kept and getattr(state, section) is not None:
-                yield _of_bucket(arrays, bucket, mine, section, getattr(state, section))
+                yield _of_bucket(flat, bucket, params, section)
 
 
-def _of_bucket(
-    arrays: FlatArrays, bucket: Bucket, params: dict[str, Any], section: str, flat: Any
-) -> Group:
+def _of_bucket(flat: FlatAdam, bucket: Bucket, params: list[Param], section: str) -> Group:
     """What a bucket has of a moment, in codes where it is in codes, or its main parameters."""
-    codec = codec_of(flat) if is_flat_codes(flat) and bucket.is_coded else None
-    is_float = section in parts.MOMENTS and not is_flat_codes(flat)
-    dtype = flat.dtype if is_float else jnp.dtype(jnp.float32)
+    array = getattr(flat.state, section)
+    codec = codec_of(array) if is_flat_codes(array) and bucket.is_coded else None
 
     def make() -> list[Any]:
-        found = arrays.extract(bucket, section, flat)
+        found = flat.extract(bucket, section, array)
         if codec is not None:
             return [x for leaf in found for x in coded_leaves.encoded(section, codec, leaf)]
-        if section != "main_params" or flat.dtype == jnp.float32:
-            return found
-        pairs = zip(params.values(), found, strict=True)
-        return [_join(jax.device_put(x, low.sharding), low) for x, low in pairs]
+        if section == "main_params":
+            return [_exact(param.like, x) for param, x in zip(params, found, strict=True)]
+        return found
 
     entries: list[Entry] = []
-    for path, x in params.items():
-        name = f"{section}{path}"
+    for param in params:
+        name, shape = param.name.replace("params", section, 1), param.like.shape
+        dtype = param.moments[section][0].dtype if section in param.moments else _FLOAT32
         if codec is None:
-            entries.append(Entry(name, x.shape, dtype))
+            entries.append(Entry(name, shape, dtype))
         else:
-            entries.append(Entry(f"{name}.codes", x.shape, codec.dtype))
-            entries.append(Entry(f"{name}.scales", (coded_leaves.num_scales(x.shape),), dtype))
-    size = arrays.layout.whole_size(bucket) if bucket.is_packed else bucket.shard_size
-    return Group(tuple(entries), make, size * dtype.itemsize)
+            entries.append(Entry(f"{name}.codes", shape, codec.dtype))
+            entries.append(Entry(f"{name}.scales", (coded_leaves.num_scales(shape),), dtype))
+    size = flat.layout.whole_size(bucket) if bucket.is_packed else bucket.shard_size
+    return Group(entries, make, size * dtype.itemsize)
 
 
 def _has_main_of_its_own(config: DistributedConfig, bucket: Bucket) -> bool:
@@ -178,33 +157,34 @@ def _has_main_of_its_own(config: DistributedConfig, bucket: Bucket) -> bool:
     return bucket.has_main and not (bucket.dtype == jnp.float32 and is_sent_whole)
 
 
+def _exact(param: Any, stored: Any) -> jax.Array:
+    """The value of a main parameter, of which a remainder is but a half."""
+    if stored.dtype == jnp.float32:
+        return stored
+    return _join(jax.device_put(param, getattr(stored, "sharding", None)), stored)
+
+
 @jax.jit
 def _join(param: jax.Array, stored: jax.Array) -> jax.Array:
     joined: jax.Array = main_codec_of(stored).join(param, stored, jnp)
     return joined
 
 
-def _of_optax(fields: dict[str, Any], adam: Any, mesh: Mesh, tx: Any) -> Iterator[Group]:
-    """Moments and main parameters of the state of one program."""
-    for section in parts.MOMENTS:
-        for leaf in parts.leaves(section, getattr(adam, section)):
-            if leaf.value.size:
-                yield _whole(leaf.name, leaf.value, mesh)
-    params = parts.named("main_params", fields["params"])
-    main = parts.named("main_params", parts.kept_main_params(fields["opt_state"]))
-    if strange := [name for name in main if name not in params]:
+def _of_main(leaf: parts.Leaf, params: dict[str, Any], mesh: Mesh) -> Iterator[Group]:
+    """A main parameter in the state of one program."""
+    x, param = leaf.value, params.get(leaf.name.replace("main_params", "params", 1))
+    if param is None:
         raise TreeError(
-            f"opt_state: {strange[0]}: a main parameter without a parameter of that path, "
-            f"which no template could ask for: got {len(main)} of them, expected those of "
+            f"opt_state: {leaf.name}: a main parameter without a parameter of that path, "
+            f"which no template could ask for: got {leaf.name}, expected that of one of "
             f"{len(params)} parameters, as {next(iter(params), 'none')}. Leave out optax.flatten. "
             "Of nnx pass params and opt_state both as they are, or both by nnx.as_pure."
         )
-    for name, x in main.items():
-        if x.dtype == jnp.float32 and x.size:
-            yield _whole(name, x, mesh)
-        elif x.size:
-            make = functools.partial(lambda p, x: [_join(p, x)], params[name], x)
-            yield Group((Entry(name, x.shape, jnp.dtype(jnp.float32)),), make, 4 * x.size)
+    if x.size and x.dtype == jnp.float32:
+        yield _whole(leaf.name, x, mesh)
+    elif x.size:
+        entry = Entry(leaf.name, x.shape, _FLOAT32)
+        yield Group([entry], lambda: [_exact(param, x)], 4 * x.size)
 
 
 def _whole(name: str, x: Any, mesh: Mesh, **kwargs: Any) -> Group:
@@ -213,12 +193,12 @@ def _whole(name: str, x: Any, mesh: Mesh, **kwargs: Any) -> Group:
         key = str(jax.random.key_impl(x))
         words = jax.eval_shape(jax.random.key_data, x)
         entry = Entry(name, words.shape, jnp.dtype(words.dtype), key, **kwargs)
-        return Group((entry,), lambda: [jax.random.key_data(x)])
+        return Group([entry], lambda: [jax.random.key_data(x)])
     if not isinstance(x, jax.Array):
         x = _placed(name, x, mesh)
     entry = Entry(name, tuple(x.shape), jnp.dtype(x.dtype), **kwargs)
     part = x.sharding.shard_shape(x.shape)
-    return Group((entry,), lambda: [x], math.prod(part) * entry.dtype.itemsize)
+    return Group([entry], lambda: [x], math.prod(part) * entry.dtype.itemsize)
 
 
 def _placed(name: str, x: Any, mesh: Mesh) -> jax.Array:

@@ -15,28 +15,28 @@ import jax
 import numpy as np
 
 from jdistadam.checkpoint import parts
+from jdistadam.checkpoint.restored import Request
+from jdistadam.checkpoint.storage import Reader
 from jdistadam.core import trees
-from jdistadam.errors import TreeError
+from jdistadam.errors import DtypeError, ShapeError, TreeError
 from jdistadam.training.checks import check_agreement
 
 NAME = "extra"
 _VALUES = (bool, int, float, str, bytes, type(None))
 
+# What the header says of each leaf by name: its kind, its keys, and a value or a numpy dtype.
 About = dict[str, dict[str, Any]]
-"""What the header says of each leaf by name: its kind, its keys, and a value or a numpy dtype."""
 
 
 def taken_apart(extra: Any) -> tuple[About, dict[str, Any]]:
     """Returns what the header says of a tree, and the arrays by name, numpy's as bytes.
 
-    Raises:
-      TreeError: A leaf is neither an array nor a value of Python, or is traced.
-      AgreementError: Processes have other values.
+    Raises TreeError for a leaf that cannot be saved, AgreementError where processes differ.
     """
     about: About = {}
     arrays: dict[str, Any] = {}
-    for leaf in leaves(extra):
-        about[leaf.name] = {"keys": leaf.keys} | described(leaf.name, leaf.value)
+    for leaf in parts.leaves(NAME, extra, _is_none):
+        about[leaf.name] = {"keys": leaf.keys} | _described(leaf.name, leaf.value)
         if isinstance(leaf.value, np.ndarray | np.generic):
             arrays[leaf.name] = np.frombuffer(leaf.value.tobytes(), np.uint8)
         elif isinstance(leaf.value, jax.Array):
@@ -48,18 +48,12 @@ def taken_apart(extra: Any) -> tuple[About, dict[str, Any]]:
     return about, arrays
 
 
-def leaves(extra: Any) -> Iterator[parts.Leaf]:
-    """Yields the leaves with their names; None is one."""
-    return parts.leaves(NAME, extra, is_none)
+def _is_none(x: Any) -> bool:
+    return x is None  # a leaf here
 
 
-def is_none(x: Any) -> bool:
-    """For trees in which None is a leaf."""
-    return x is None
-
-
-def described(name: str, x: Any) -> dict[str, Any]:
-    """What the header says of a leaf; of a jax array and of its shape its kind alone."""
+def _described(name: str, x: Any) -> dict[str, Any]:
+    """What the header says of a leaf; of a jax array its kind alone."""
     if isinstance(x, np.ndarray | np.generic) and not x.dtype.hasobject and not x.dtype.names:
         dtype = x.dtype.name if x.dtype.kind == "V" else x.dtype.str  # bfloat16 has but a name
         return {"kind": "numpy", "dtype": dtype, "shape": list(x.shape)}
@@ -84,3 +78,93 @@ def _facts(about: About, arrays: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(x, np.ndarray):
             said["sha256"] = hashlib.sha256(x.tobytes()).hexdigest()
         yield name, str(said)
+
+
+def restored_extra(reader: Reader, like: Any) -> Any:
+    """Returns the tree that a checkpoint has, in the structure of ``like`` or in dictionaries."""
+    saved = reader.extra
+    if like is None and not saved:
+        raise _missing(reader, NAME, "any, as of save(..., extra=tree)")
+    leaves: dict[str, Any] = dict.fromkeys(saved)
+    if like is not None:
+        leaves = {leaf.name: leaf.value for leaf in parts.leaves(NAME, like, _is_none)}
+        _check_like(reader, leaves)
+    request = Request(reader)
+    for name in (name for name in leaves if "value" not in saved[name]):
+        request.take(name, leaves[name] if saved[name]["kind"] == "jax" else None)
+    found = request.read()
+    values = {name: _value(saved[name], found.get(name)) for name in leaves}
+    if like is not None:
+        treedef: Any = jax.tree.structure(like, is_leaf=_is_none)
+        return treedef.unflatten(values.values())
+    names = nested(reader, {name: about["keys"] for name, about in saved.items()}, NAME)
+    return jax.tree.map(values.get, names)
+
+
+def _value(about: dict[str, Any], found: Any) -> Any:
+    """A leaf of what was read: an array, or None where the header has the value."""
+    if about["kind"] == "numpy":
+        x = np.frombuffer(np.asarray(found).tobytes(), np.dtype(about["dtype"]))
+        return x.reshape(about["shape"]).copy()[()]
+    if about["kind"] == "bytes":
+        return base64.b64decode(about["value"])
+    return about.get("value", found)
+
+
+def nested(reader: Reader, keys: dict[str, Any], what: str) -> Any:
+    """Returns the names in dictionaries, under their keys, or a single one without keys."""
+    tree: dict[str, Any] = {}
+    for name, path in keys.items():
+        if path is None:
+            raise TreeError(
+                f"{reader.path}: {name}: not in dictionaries alone: its tree cannot be told from "
+                "its path: got a list or a class, expected like=. "
+                f"Pass restore_{what}(folder, like=tree)."
+            )
+        if not path:
+            return name
+        inner = tree
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = name
+    return tree
+
+
+def _check_like(reader: Reader, leaves: dict[str, Any]) -> None:
+    """Raises unless a checkpoint has exactly these leaves, as they are."""
+    for name, like in leaves.items():
+        is_jax = isinstance(like, jax.Array | jax.ShapeDtypeStruct)
+        asked = _text({"kind": "jax"} if is_jax else _described(name, like), like)
+        if name not in reader.extra:
+            raise _missing(reader, name, asked)
+        entry = reader.entries.get(name)
+        saved = _text(reader.extra[name], entry and entry.like)
+        if saved != asked:
+            error = ShapeError if saved.split(" of ")[0] == asked.split(" of ")[0] else DtypeError
+            raise error(
+                f"{reader.path}: {name}: differs from like: got {saved} in the file, "
+                f"expected {asked}. Pass like as it was saved, or leave it out."
+            )
+    if rest := [name for name in reader.extra if name not in leaves]:
+        more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
+        raise TreeError(
+            f"{reader.path}: {rest[0]}: in the file, and not in like: got {rest[0]}{more}, "
+            "expected a tree that has all that was saved. "
+            "Leave like out, and take what you need of the dictionaries."
+        )
+
+
+def _missing(reader: Reader, name: str, expected: str) -> TreeError:
+    return TreeError(
+        f"{reader.path}: {name}: not saved: got {', '.join(reader.extra)[:200] or 'no extra'}, "
+        f"expected {expected}. Leave like out, and begin anew with what is not there."
+    )
+
+
+def _text(about: dict[str, Any], like: Any) -> str:
+    """Kind, dtype and shape of a leaf; ``like`` has those of a jax array."""
+    if about["kind"] == "jax":
+        return f"jax {like.dtype} of shape {tuple(like.shape)}"
+    if about["kind"] == "numpy":
+        return f"numpy {about['dtype']} of shape {tuple(about['shape'])}"
+    return str(about["kind"])

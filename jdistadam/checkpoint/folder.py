@@ -10,30 +10,24 @@ it every minute.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
-import hashlib
 import json
 import os
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from importlib import metadata
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.errors import CheckpointError, HyperparameterError
 
 LOCK = ".jdistadam.lock"
-STALE_AFTER = 300.0
-"""Seconds after which a file that another machine wrote no longer counts."""
-
+STALE_AFTER = 300.0  # seconds, after which a file that another machine wrote no longer counts
 _RENEWED_EVERY = 60.0
 _UNFINISHED = ".orbax-checkpoint-tmp"  # how the names of folders end that orbax has not finished
 
@@ -48,11 +42,7 @@ def check_step(step: Any, name: str = "step") -> None:
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
-    """Returns a folder as an absolute path.
-
-    Raises:
-      CheckpointError: It is no folder of a file system.
-    """
+    """Returns an absolute path; raises CheckpointError unless it is one of a file system."""
     text = os.fspath(folder)
     if "://" in text:
         raise CheckpointError(
@@ -71,8 +61,7 @@ def steps_in(folder: Path) -> list[int]:
 def roll_back(folder: Path, step: int) -> None:
     """Deletes the checkpoints that are newer than that of a step, the newest one first.
 
-    Raises:
-      CheckpointError: There are newer ones, and none of this step; nothing is deleted.
+    Raises CheckpointError where there are newer ones and none of this step.
     """
     found = steps_in(folder)
     newer = [x for x in found if x > step]
@@ -97,12 +86,8 @@ def remove_unfinished(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps others from saving into a folder, until it ends or the process does.
-
-    Raises:
-      CheckpointError: Another one saves into the folder.
-    """
-    path = folder / LOCK
+    """Keeps others from saving into a folder, until it ends; raises CheckpointError if one does."""
+    path, done = folder / LOCK, threading.Event()
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, file)
@@ -110,7 +95,6 @@ def locked(folder: Path) -> Iterator[None]:
         stack.callback(os.truncate, file, 0)  # not removed: another process may have opened it
         os.truncate(file, 0)
         os.pwrite(file, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-        done = threading.Event()
         stack.callback(done.set)
         threading.Thread(target=_renew, args=(path, done), daemon=True).start()
         yield
@@ -142,108 +126,3 @@ def _check_free(path: Path, file: int) -> None:
         f"Close it, or choose another folder. The file counts for another {STALE_AFTER:.0f} s "
         "after a machine has failed; remove it if you know that one has."
     )
-
-
-# The header of a checkpoint: what it holds, in which form, with a checksum of each array.
-#
-# One JSON file::
-#
-#     {"sha256": "…", "header": {"format": "jdistadam checkpoint", "version": 1, "count": 100,
-#      "main_params": "float32", "layout_identity": "{…}", "written_by": {"jax": "0.11.2", …},
-#      "extra": {"extra['epoch']": {"keys": ["epoch"], "kind": "int", "value": 3}},
-#      "leaves": {"mu['w']": {"shape": [512, 64], "dtype": "float32", "sum": "0123456789abcdef"}}}}
-
-FORMAT = "jdistadam checkpoint"
-VERSION = 1
-"""Grows whenever files of the same form would mean something else."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One array of a checkpoint.
-
-    Attributes:
-      name: Its name; see parts.py.
-      shape: Its shape, without padding.
-      dtype: Its dtype.
-      key: Of random keys the implementation, else None; the array holds their words then.
-      keys: As in ``parts.Leaf``.
-      is_count: Whether it is a step counter equal to that of Adam.
-      sent: Of a parameter that was rounded to be sent, the name of the dtype; else None.
-      sum: Its checksum, once it is in a file.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: Any
-    key: str | None = None
-    keys: tuple[str, ...] | None = None
-    is_count: bool = False
-    sent: str | None = None
-    sum: str | None = None
-
-
-def header_text(about: dict[str, Any], entries: Sequence[Entry], sums: Sequence[str]) -> str:
-    """Returns the text of the header, for what is saved and its checksums."""
-    header = {
-        "format": FORMAT,
-        "version": VERSION,
-        **about,
-        "written_by": _versions(),
-        "leaves": {e.name: _leaf(e) | {"sum": s} for e, s in zip(entries, sums, strict=True)},
-    }
-    return json.dumps({"sha256": _digest(header), "header": header}, indent=1) + "\n"
-
-
-def _leaf(entry: Entry) -> dict[str, Any]:
-    leaf = {"shape": list(entry.shape), "dtype": jnp.dtype(entry.dtype).name}
-    optional = {name: getattr(entry, name) for name in ("key", "keys", "is_count", "sent")}
-    return leaf | {name: value for name, value in optional.items() if value not in (None, False)}
-
-
-def _digest(header: dict[str, Any]) -> str:
-    canonical = json.dumps(header, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in ("jdistadam", "jax", "orbax-checkpoint", "optax"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # imported from a source tree
-            found[package] = "unknown"
-    return found
-
-
-def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, Any]]:
-    """Returns the arrays of a checkpoint by name, and what it says of those of ``extra.py``.
-
-    Raises:
-      CheckpointError: The header is missing, damaged, or of another format or version.
-    """
-    expected, action = "a header", "Restore another step, or another folder."
-    try:
-        parsed = json.loads(path.read_text())
-        values, digest = parsed["header"], parsed["sha256"]
-        if values["format"] != FORMAT:
-            what, got = "the header of something else", values["format"]
-        elif _digest(values) != digest:
-            what, got, expected = "damaged: its own checksum differs", _digest(values), digest
-        elif values["version"] != VERSION:
-            what, expected = "a checkpoint of another version", f"version {VERSION}"
-            got = f"version {values['version']}, written by {values.get('written_by')}"
-            action = "Read it with the release that wrote it, and save it with to_optax_state."
-        else:
-            leaves = {name: _entry(name, **leaf) for name, leaf in values["leaves"].items()}
-            return leaves, values.get("extra", {})
-    except FileNotFoundError:
-        what, got = "missing: this is no checkpoint of jdistadam, or a part of one", "no file"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        what, got = "damaged, or of something else", f"{type(error).__name__}: {str(error)[:200]}"
-    raise CheckpointError(f"{path!s}: {what}: got {got}, expected {expected}. {action}")
-
-
-def _entry(name: str, *, shape: Any, dtype: str, keys: Any = None, **rest: Any) -> Entry:
-    keys = None if keys is None else tuple(keys)
-    return Entry(name, tuple(shape), jnp.dtype(dtype), keys=keys, **rest)

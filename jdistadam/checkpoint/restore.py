@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,18 +10,15 @@ import jax.numpy as jnp
 
 from jdistadam.checkpoint import folder as folders
 from jdistadam.checkpoint import parts, storage
-from jdistadam.checkpoint.request import Request
-from jdistadam.checkpoint.restored import Restored, place_of
-from jdistadam.checkpoint.restored_extra import restored_extra
+from jdistadam.checkpoint.extra import nested, restored_extra
+from jdistadam.checkpoint.restored import Predicate, Request, Restored
 from jdistadam.checkpoint.storage import compiled, orbax
 from jdistadam.core import trees
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
-from jdistadam.errors import CheckpointError, TreeError
+from jdistadam.errors import CheckpointError
 from jdistadam.training.checks import remember_params
 from jdistadam.training.train_state import TrainState
-
-Predicate = Callable[[str], bool]
 
 
 def checkpoint_steps(folder: str | os.PathLike[str]) -> list[int]:
@@ -77,16 +73,17 @@ def restore(
     trees.check_memory(template=template)
     reader = _reader(folder, step)
     fields = parts.fields_of(template)
-    request = Request(reader, cast=cast, new=new, unused=unused)
+    mesh = None
     if is_distributed_state(parts.adam_of(fields["opt_state"])):
         check_distributed(tx)
-    restored = Restored(reader, request, fields, tx)
-    restored.look()
-    unasked = _unasked_of(template, reader)
-    request.finish(ignored=[*reader.extra, *(x for _, names in unasked.values() for x in names)])
-    values = {name: _as_in(fields[name], x) for name, x in restored.read().items()}
-    for field, (structure, names) in unasked.items():
-        values[field] = structure.unflatten(restored.others(names))
+        mesh = tx.config.mesh
+    for field in ("model_state", "rng") if isinstance(template, TrainState) else ():
+        if fields[field] is None:
+            fields[field] = _saved_shapes(reader, field)
+    request = Request(reader, mesh=mesh, cast=cast, new=new, unused=unused)
+    restored = Restored(request, fields, tx)
+    request.finish(ignored=reader.extra)
+    values = restored.read()
     treedef: Any = jax.tree.structure(template, is_leaf=lambda x: x is not template)
     state = treedef.unflatten(values[name] for name in fields)
     is_whole = isinstance(state, TrainState) and new is None  # its params are what was saved
@@ -124,24 +121,20 @@ def restore_params(
     """
     trees.check_memory(like=like)
     reader = _reader(folder, step)
-    names = [name for name in reader.entries if name.startswith(("params[", "params."))]
+    names = _names_in(reader, "params")
     if like is None:
-        like = _nested(reader, names)
+        like = nested(reader, {name: reader.entries[name].keys for name in names}, "params")
+        like = jax.tree.map(lambda name: reader.entries[name].like, like)
     request = Request(reader, cast=cast)
     leaves = parts.named("params", like)
-    requests = []
     for name, x in leaves.items():
-        source = name
         if x.dtype == jnp.float32:
-            source = request.exact(name, x, keeps_main=False) or name
-        else:
-            request.array(name, x)
-        requests.append((source, place_of(x)))
-    if rest := [name for name in names if name not in leaves]:
-        raise request.unexpected(rest)
-    found = reader.read(requests)
-    new = [storage.cast(x, like.dtype) for x, like in zip(found, leaves.values(), strict=True)]
-    return jax.tree.unflatten(jax.tree.structure(like), new)
+            request.take(name, x, request.exact(name, x, keeps_main=False))
+        elif request.array(name, x):
+            request.take(name, x)
+    request.finish(ignored=reader.entries.keys() - names)
+    found = request.read()
+    return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in leaves])
 
 
 @compiled
@@ -177,11 +170,6 @@ def restore_extra(
     return restored_extra(_reader(folder, step), like)
 
 
-def _as_in(field: Any, value: Any) -> Any:
-    """Gives a field the containers of the template, also boxes that the parts of a state had."""
-    return jax.tree.unflatten(jax.tree.structure(field), jax.tree.leaves(value))
-
-
 def _reader(folder: str | os.PathLike[str], step: int | None) -> storage.Reader:
     """Finds a checkpoint, and reads its header."""
     orbax()
@@ -199,34 +187,14 @@ def _reader(folder: str | os.PathLike[str], step: int | None) -> storage.Reader:
     return storage.Reader(path / str(found[-1] if step is None else step) / storage.ITEM)
 
 
-def _nested(head: storage.Reader, names: list[str]) -> Any:
-    """Shapes of params in dictionaries."""
-    tree: dict[str, Any] = {}
-    for name in names:
-        entry = head.entries[name]
-        if not entry.keys:
-            raise TreeError(
-                f"{head.path}: {name}: not in dictionaries alone: "
-                "its tree cannot be told from its path: got a list, a class or a single array, "
-                "expected like=. Pass restore_params(folder, like=shapes)."
-            )
-        inner = tree
-        for key in entry.keys[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[entry.keys[-1]] = jax.ShapeDtypeStruct(entry.shape, entry.dtype)
-    return tree
+def _names_in(reader: storage.Reader, field: str) -> list[str]:
+    """The names of what a checkpoint has of a field of the state."""
+    return [x for x in reader.entries if x == field or x.startswith((f"{field}[", f"{field}."))]
 
 
-def _unasked_of(template: Any, head: storage.Reader) -> dict[str, tuple[Any, list[str]]]:
-    """Of a TrainState without model_state or rng, those that were saved: structure and names."""
-    found: dict[str, tuple[Any, list[str]]] = {}
-    for field in ("model_state", "rng") if isinstance(template, TrainState) else ():
-        if getattr(template, field) is not None:
-            continue
-        names = [name for name in head.entries if name == field or name.startswith(f"{field}[")]
-        if names == [field]:
-            found[field] = (jax.tree.structure(0), names)
-        elif names and all(head.entries[name].keys for name in names):
-            tree = _nested(head, names)
-            found[field] = (jax.tree.structure(tree), list(parts.named(field, tree)))
-    return found
+def _saved_shapes(reader: storage.Reader, field: str) -> Any:
+    """Shapes of what a checkpoint has of a field, in dictionaries; None if that cannot be told."""
+    keys = {name: reader.entries[name].keys for name in _names_in(reader, field)}
+    if not keys or None in keys.values():
+        return None
+    return jax.tree.map(lambda name: reader.entries[name].like, nested(reader, keys, "state"))

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,48 +26,71 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jdistadam.checkpoint.checksum import PartialSums, totals
-from jdistadam.checkpoint.contents import Contents, Entry, Group
-from jdistadam.checkpoint.folder import header_text, read_header
+from jdistadam.checkpoint.header import Entry, header_text, read_header
 from jdistadam.errors import CheckpointError
 
+# The first release of orbax-checkpoint that asks our handler for arrays which are not made yet.
 OLDEST_ORBAX = "0.12.1"
-"""The first release of orbax-checkpoint that asks our handler for arrays which are not made yet."""
-
-ITEM = "state"
-"""Name of the folder with the arrays, in that of a step."""
-
+ITEM = "state"  # the folder with the arrays, in that of a step
 FILE = "header.json"
-
+# Arrays are made and written so many bytes of a device at once, or one alone if it is larger.
 BATCH_BYTES = 32 << 20
-"""Arrays are made and written so many bytes of a device at once, or one alone if it is larger."""
-
+# Size of the files. With orbax's 2 GiB nearly all goes into one, which one thread writes.
 FILE_BYTES = 64 << 20
-"""Size of the files. With orbax's 2 GiB nearly all goes into one, which one thread writes."""
-
+# Of an array that all processes have, each writes a part, unless the part is smaller than this.
 SMALL_BYTES = 1 << 16
-"""Of an array that all processes have, each writes a part, unless the part is smaller than this."""
 
 compiled = jax.disable_jit(False)
 """Makes a function compile its programs, which say where results are, under jax_disable_jit too."""
 
-T = TypeVar("T")
+Wanted = tuple[Entry, Sharding]
+"""An array to read, and where it goes."""
 
 
-def batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Yields items in lists of at most so many bytes, or of one alone.
+class Group(NamedTuple):
+    """Arrays that are made together: ``make`` returns those of ``entries``, in this order."""
 
-    Example:
-      >>> list(batches([2, 1, 9, 1], lambda x: x, limit=3))
-      [[2, 1], [9], [1]]
-    """
-    batch: list[T] = []
+    entries: Sequence[Entry]
+    make: Callable[[], Sequence[jax.Array]]
+    nbytes: int = 0  # of a device, which they take beside the state or as a part of it
+
+
+class Contents(NamedTuple):
+    """All that a checkpoint holds, and what its header says: count, main parameters, layout."""
+
+    groups: list[Group]
+    about: dict[str, Any]
+
+    def filled(self) -> list[Group]:
+        """Returns the groups without those of empty arrays, which orbax does not take."""
+        return [g for g in self.groups if all(math.prod(entry.shape) for entry in g.entries)]
+
+
+class Read(NamedTuple):
+    """Arrays that are read together, and what takes them."""
+
+    wanted: Sequence[Wanted]
+    use: Callable[[list[jax.Array]], Any]
+
+    @property
+    def nbytes(self) -> int:
+        """What a device holds of them."""
+        return sum(
+            math.prod(place.shard_shape(entry.shape)) * entry.dtype.itemsize
+            for entry, place in self.wanted
+        )
+
+
+def batches(items: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yields groups or reads in lists of at most BATCH_BYTES, or of one alone."""
+    batch: list[Any] = []
     filled = 0
     for item in items:
-        if batch and filled + nbytes(item) > limit:
+        if batch and filled + item.nbytes > BATCH_BYTES:
             yield batch
             batch, filled = [], 0
         batch.append(item)
-        filled += nbytes(item)
+        filled += item.nbytes
     if batch:
         yield batch
 
@@ -104,55 +127,28 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-class Writer:
-    """Writes the checkpoints of a folder with orbax's CheckpointManager.
+def manager(folder: Path, handler: Any, keep: int | None, in_background: bool) -> Any:
+    """Returns orbax's CheckpointManager of a folder; it deletes what a save left unfinished."""
+    ocp = orbax()
+    types = ocp.type_handlers.create_type_handler_registry((Entry, handler))
+    of_trees: Any = dict(use_zarr3=True, use_compression=False, type_handler_registry=types)
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep, enable_async_checkpointing=in_background, cleanup_tmp_directories=True
+    )
+    handlers = {ITEM: ocp.PyTreeCheckpointHandler(**of_trees)}
+    return ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
 
-    Args:
-      folder: The folder of steps; what a save left unfinished in it is deleted.
-      keep: How many of the newest checkpoints to keep. None: all.
-      in_background: Whether ``save`` returns when the state may change, before all is written.
-    """
 
-    def __init__(self, folder: Path, *, keep: int | None, in_background: bool) -> None:
-        """Makes the manager."""
-        ocp = orbax()
-        self._handler = _array_handler()(waits=not in_background)
-        types = ocp.type_handlers.create_type_handler_registry((Entry, self._handler))
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            enable_async_checkpointing=in_background,
-            cleanup_tmp_directories=True,
-        )
-        with quiet():
-            handler = ocp.PyTreeCheckpointHandler(
-                use_zarr3=True, use_compression=False, type_handler_registry=types
-            )
-            self.manager = ocp.CheckpointManager(
-                folder, options=options, item_handlers={ITEM: handler}
-            )
-
-    def save(self, step: int, contents: Contents) -> None:
-        """Saves a step."""
-        tree = {
-            _escaped(entry.name): entry for group in contents.filled() for entry in group.entries
-        }
-        self._handler.contents = contents
-        ocp = orbax()
-        args = ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=FILE_BYTES)
-        with quiet():
-            saved = self.manager.save(step, args=ocp.args.Composite(**{ITEM: args}), force=True)
-        if not saved:
-            raise OSError(f"orbax did not save step {step}")
-
-    def wait(self) -> None:
-        """Waits until all is written; raises what failed."""
-        with quiet():  # what failed is told by this alone; check_for_errors has lost it by then
-            self.manager.wait_until_finished()
-            self.manager.check_for_errors()
+def args_of(contents: Contents) -> Any:
+    """Returns the arguments with which the manager saves."""
+    entries = [entry for group in contents.filled() for entry in group.entries]
+    tree, args = {_escaped(entry.name): entry for entry in entries}, orbax().args
+    saved = args.PyTreeSave(tree, ocdbt_target_data_file_size=FILE_BYTES)
+    return args.Composite(**{ITEM: saved})
 
 
 @functools.cache
-def _array_handler() -> Any:
+def array_handler() -> Any:
     """The class that makes arrays as orbax writes them: orbax is needed to define it."""
     ocp: Any = orbax()
 
@@ -178,13 +174,14 @@ def _array_handler() -> Any:
             sums: dict[str, PartialSums] = {}
             running: list[Any] = []
             try:
-                for batch in batches(contents.filled(), lambda g: g.nbytes, BATCH_BYTES):
-                    arrays, names = _made(batch, sums)
-                    pairs = [known[name] for name in names]
+                for batch in batches(contents.filled()):
+                    arrays, new = _made(batch)
+                    pairs = [known[name] for name in new]
                     started = await super().serialize(arrays, *zip(*pairs, strict=True))
                     del arrays
-                    for name in names:  # whose sums hold the arrays until they are there
-                        sums[name].value()
+                    for of_array in new.values():  # which hold the arrays until they are there
+                        of_array.value()
+                    sums |= new
                     before, running = running, running + started  # with the copies on the host
                     if self._waits:
                         for future in before:
@@ -209,14 +206,11 @@ def _array_handler() -> Any:
 
 
 @compiled  # here too: where the caller is in an event loop, orbax takes another thread
-def _made(
-    batch: Sequence[Group], sums: dict[str, PartialSums]
-) -> tuple[list[jax.Array], list[str]]:
-    """The arrays of a batch and their names; notes their checksums."""
+def _made(batch: list[Group]) -> tuple[list[jax.Array], dict[str, PartialSums]]:
+    """The arrays of a batch, and their checksums by name."""
     arrays = [x for group in batch for x in group.make()]
-    names = [entry.name for group in batch for entry in group.entries]
-    sums.update((name, PartialSums(x)) for name, x in zip(names, arrays, strict=True))
-    return arrays, names
+    names = (entry.name for group in batch for entry in group.entries)
+    return arrays, dict(zip(names, map(PartialSums, arrays), strict=True))
 
 
 async def _write(info: Any, text: str) -> None:
@@ -230,48 +224,30 @@ class Reader:
     orbax's readers of a whole tree parse what they know of every array once per batch: of GPT-2 XL
     that takes longer than to read the batch.
 
-    Attributes:
-      path: The file of the header.
-      entries: What there is to read, by name.
-      extra: What the header says of the tree beside the state, by name.
+    ``path`` is the header, ``entries`` is what there is to read, by name, and ``extra`` is what the
+    header says of the tree beside the state.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Reads the header in the folder of the arrays."""
-        kinds = orbax().type_handlers
         self.path = folder / FILE
         self.entries, self.extra = read_header(self.path)
         self._folder = importlib.import_module("etils.epath").Path(folder)
-        self._handler = kinds.ArrayHandler(array_metadata_store=None)
-        self._context = kinds.get_ts_context(use_ocdbt=True)  # which keeps the index of all files
+        # With the index of all files.
+        self._context = orbax().type_handlers.get_ts_context(use_ocdbt=True)
 
-    def read(self, wanted: Sequence[tuple[str, Sharding]], at_once: int = 0) -> Iterator[jax.Array]:
-        """Yields arrays by name, placed as asked for, of which some are read at once.
+    def read(self, reads: Iterable[Read]) -> None:
+        """Reads arrays in batches, and hands them over; raises CheckpointError of a damaged one."""
+        for batch in batches(reads):
+            wanted = [one for read in batch for one in read.wanted]
+            arrays = self._load(wanted)
+            for (entry, _), got in zip(wanted, totals([*map(PartialSums, arrays)]), strict=True):
+                if got != entry.sum:
+                    raise self._damaged(entry, f"checksum {got}", entry.sum)
+            for read in batch:  # each array is free as soon as it was used
+                read.use([arrays.pop(0) for _ in read.wanted])
 
-        Args:
-          wanted: Names, and where the arrays go.
-          at_once: How many bytes of a device are read at once, at least: as many as what cannot be
-            apart.
-
-        Raises:
-          CheckpointError: One of them is damaged.
-        """
-        limit = max(BATCH_BYTES, at_once, *(self.nbytes(one) for one in wanted), 0)
-        for batch in batches(wanted, self.nbytes, limit):
-            arrays = self._load(batch)
-            for (name, _), got in zip(batch, totals([*map(PartialSums, arrays)]), strict=True):
-                if got != self.entries[name].sum:
-                    raise self._damaged(name, f"checksum {got}", self.entries[name].sum)
-            while arrays:  # each is free as soon as it was used
-                yield arrays.pop(0)
-
-    def nbytes(self, one: tuple[str, Sharding]) -> int:
-        """Returns what a device holds of an array."""
-        entry = self.entries[one[0]]
-        return math.prod(one[1].shard_shape(entry.shape)) * jnp.dtype(entry.dtype).itemsize
-
-    def _load(self, wanted: Sequence[tuple[str, Sharding]]) -> list[jax.Array]:
-        filled = [one for one in wanted if math.prod(self.entries[one[0]].shape)]
+    def _load(self, wanted: Sequence[Wanted]) -> list[jax.Array]:
+        filled = [one for one in wanted if math.prod(one[0].shape)]
         try:
             with quiet():
                 found = iter(self.load(filled) if filled else [])
@@ -282,37 +258,29 @@ class Reader:
             text, _, _ = f"{type(error).__name__}: {str(error).strip()}".partition("\n")
             raise self._damaged(filled[0][0], text[:200], "an array that can be read") from None
         arrays = []
-        for name, place in wanted:
-            entry = self.entries[name]
-            x = next(found) if math.prod(entry.shape) else empty(entry.shape, entry.dtype, place)
-            if not isinstance(x, jax.Array) or (x.shape, x.dtype) != (entry.shape, entry.dtype):
-                raise self._damaged(name, f"{x!r:.100}", f"{entry.dtype}, shape {entry.shape}")
+        for entry, place in wanted:
+            shape, dtype = entry.shape, entry.dtype
+            x = next(found) if math.prod(shape) else empty(shape, dtype, place)
+            if not isinstance(x, jax.Array) or (x.shape, x.dtype) != (shape, dtype):
+                raise self._damaged(entry, f"{x!r:.100}", f"{dtype}, shape {shape}")
             # On Explicit axes shardings come back spelled in another way; nothing is copied.
             arrays.append(jax.device_put(x, place))
         return arrays
 
-    def load(self, wanted: Sequence[tuple[str, Sharding]]) -> list[Any]:
+    def load(self, wanted: Sequence[Wanted]) -> list[Any]:
         """Returns arrays as orbax reads them."""
-        kinds = orbax().type_handlers
-        infos, args = [], []
-        for name, place in wanted:
-            info = kinds.ParamInfo(
-                name=_escaped(name),
-                parent_dir=self._folder,
-                skip_deserialize=False,
-                is_ocdbt_checkpoint=True,
-                use_zarr3=True,
-                ts_context=self._context,
-            )
-            entry = self.entries[name]
-            infos.append(info)
-            args.append(
-                kinds.ArrayRestoreArgs(sharding=place, global_shape=entry.shape, dtype=entry.dtype)
-            )
+        kinds, infos, args = orbax().type_handlers, [], []
+        about: Any = dict(parent_dir=self._folder, skip_deserialize=False, use_zarr3=True)
+        about |= dict(is_ocdbt_checkpoint=True, ts_context=self._context)
+        for entry, place in wanted:
+            infos.append(kinds.ParamInfo(name=_escaped(entry.name), **about))
+            exact: Any = dict(global_shape=entry.shape, dtype=entry.dtype)
+            args.append(kinds.ArrayRestoreArgs(sharding=place, **exact))
+        handler = kinds.ArrayHandler(array_metadata_store=None)
 
         async def run() -> Any:
             try:
-                return await self._handler.deserialize(infos, args)
+                return await handler.deserialize(infos, args)
             except Exception:
                 # orbax raises at the first error. A read that is left half done would print a page
                 # when it is deleted, or when it finds its event loop closed.
@@ -323,9 +291,9 @@ class Reader:
         found: list[Any] = _result_of(run())
         return found
 
-    def _damaged(self, name: str, got: str, expected: Any) -> CheckpointError:
+    def _damaged(self, entry: Entry, got: str, expected: Any) -> CheckpointError:
         return CheckpointError(
-            f"{self._folder}: {name}: damaged in the files: got {got}, expected {expected}. "
+            f"{self._folder}: {entry.name}: damaged in the files: got {got}, expected {expected}. "
             "Restore another step."
         )
 

@@ -22,6 +22,7 @@ Every concept of this folder, and its file, in the order in which a step passes 
 ``packing.py``            Leaves into buckets and back.
 ``communication.py``      The transport: XLA's collectives, or peer memory; runs the schedule.
 ``update.py``             Global norm, clipping, then the kernel on the flat state.
+``norms.py``              Norms of leaves and groups, from sums that the kernels take.
 ``main_params.py``        Main parameters: made, compared and rounded to the model's dtype.
 ``ema.py``                The moving average of main parameters, where one is asked for.
 ``flat_moments.py``       A moment of the flat state: floats, or codes beside floats.

@@ -11,6 +11,7 @@ The sum is that of ``grad_reduce_dtype=float32`` over XLA, bit for bit.
     grad_reduce_dtype             float32
     main_params_dtype             float32
     param_comm_dtype              None
+    norms                         None
 
 Such steps must be started from one thread: devices wait for each other in every one, so two threads
 whose programs reach two GPUs in different orders would wait until the limit (kernels/peer.py).
@@ -68,7 +69,12 @@ NO_DEVICES = "devices that do not exist"
 
 
 def choose_communication(
-    requested: Any, parallel: DataParallel, policy: MixedPrecisionPolicy, algorithm: Algorithm
+    requested: Any,
+    parallel: DataParallel,
+    policy: MixedPrecisionPolicy,
+    algorithm: Algorithm,
+    *,
+    has_norms: bool = False,
 ) -> Communication:
     """Chooses the transport of a step.
 
@@ -77,6 +83,7 @@ def choose_communication(
       parallel: The axes and the strategy.
       policy: The dtypes of what is kept and sent.
       algorithm: Those of the moments.
+      has_norms: Whether norms are asked for.
 
     Raises:
       PolicyError: ``requested`` is none of these, or is "peer" where that is not supported.
@@ -89,7 +96,7 @@ def choose_communication(
         )
     if requested == "xla":
         return OVER_XLA
-    reasons = [*_obstacles(parallel, policy, algorithm)]
+    reasons = [*(["norms"] if has_norms else []), *_obstacles(parallel, policy, algorithm)]
     if not reasons:
         reasons += _obstacles_of_devices(parallel.mesh, is_asked_for=requested == "peer")
     if not reasons:
@@ -98,7 +105,7 @@ def choose_communication(
         raise PolicyError(
             "communication: a step over peer memory is not supported here: "
             f'got {reasons[0]}, expected "optim" with unsharded parameters, '
-            "float32 sums and main parameters, on 2, 4 or 8 devices of one process. "
+            "float32 sums and main parameters and no norms, on 2, 4 or 8 devices of one process. "
             'Pass communication="auto", which goes over XLA here, or change the setting.'
         )
     return Communication("xla", reasons[0])

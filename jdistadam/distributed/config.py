@@ -53,6 +53,7 @@ class DistributedConfig:
     communication: Communication = OVER_XLA
     ema_decay: float | None = None
     norm_guard: NormGuard | None = None
+    norms: str | Callable[[str], str | None] | None = None
 
     @property
     def takes_norm_first(self) -> bool:

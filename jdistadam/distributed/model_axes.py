@@ -92,7 +92,7 @@ def step(
         local,
         (config.numbers, grads, state, params),
         (P(), of_grads, specs, of_params),
-        StepResult(of_params, specs, everywhere, everywhere, everywhere),
+        StepResult(of_params, specs, everywhere, everywhere, everywhere, everywhere),
     )
     return new
 

@@ -28,6 +28,7 @@ from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.flat_moments import FlatCodes
 from jdistadam.distributed.mesh_axes import make_data_parallel
+from jdistadam.distributed.norms import check_norms
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import DistributedState, StepResult
 from jdistadam.distributed.step import init_local, step_local
@@ -57,6 +58,7 @@ def distributed(
     gathered_in_model: Callable[[str], bool] | None = None,
     ema_decay: float | None = None,
     norm_guard: NormGuard | None = None,
+    norms: str | Callable[[str], str | None] | None = None,
 ) -> DistributedTransformation:
     r"""Shards the state of ``fused_adamw`` or ``fused_adam`` over a mesh, for data parallelism.
 
@@ -145,6 +147,14 @@ def distributed(
         float32, sharded as the moments are; ``ema_params`` returns it. See docs/evaluation.md.
       norm_guard: A ``NormGuard``: steps whose gradient norm is above its limits are skipped, as
         non-finite ones are, and counted apart. They do not change the loss scale as those do.
+      norms: Which norms a step takes in its kernel, in float32, beside ``grad_norm``. "total":
+        ``param_norm`` of the new exact parameters :math:`p`, before they are rounded to be stored,
+        and ``update_norm`` of what was subtracted from the old ones. "leaves": those, and
+        ``grad_norm/<path>``, ``param_norm/<path>`` and ``update_norm/<path>`` of every leaf that is
+        not frozen. A function of the path, such as ``lambda path: path.split("'")[1]``: those of
+        groups of leaves, by the name that it returns; None for a leaf that counts in the total
+        alone. They are among the metrics of ``train_step``; in a custom training loop
+        ``step_with_norms`` returns them. See docs/recipes.md.
 
     Returns:
       A ``DistributedTransformation``. Its ``step(grads, state, params)`` takes local gradients,
@@ -194,6 +204,7 @@ def distributed(
     check_predicate("gathered_in_model", gathered_in_model)
     check_ema_decay(ema_decay)
     check_norm_guard(norm_guard)
+    check_norms(norms)
     config = DistributedConfig(
         algorithm=algorithm,
         parallel=parallel,
@@ -205,9 +216,12 @@ def distributed(
         given_param_specs=param_specs,
         stacked=stacked,
         gathered_in_model=gathered_in_model,
-        communication=choose_communication(communication, parallel, policy, algorithm),
+        communication=choose_communication(
+            communication, parallel, policy, algorithm, has_norms=norms is not None
+        ),
         ema_decay=ema_decay,
         norm_guard=norm_guard,
+        norms=norms,
     )
     specs = _state_specs(config)
     return DistributedTransformation.make(_Functions(config, specs), config, specs)

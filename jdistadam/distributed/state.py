@@ -264,6 +264,8 @@ class StepResult(NamedTuple):
       is_other_layout: Shape (), bool: whether the state is of another layout. New parameters,
         moments and norm are then NaN, and the digest of the state stays that of the other one.
       learning_rate: Shape (), float32: of this step, before ``lr_scale`` of groups.
+      norms: The norms by their names, shape (), float32; the same on all devices. None without
+        ``norms``.
     """
 
     params: Params
@@ -271,6 +273,7 @@ class StepResult(NamedTuple):
     is_skipped: jax.Array | None
     is_other_layout: jax.Array
     learning_rate: jax.Array
+    norms: dict[str, jax.Array] | None = None
 
 
 def find_state(opt_state: OptState) -> DistributedState:

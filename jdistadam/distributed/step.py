@@ -23,6 +23,7 @@ from jdistadam.distributed.flat_moments import types_of_moment
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import main_shard
 from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.norms import norms_of
 from jdistadam.distributed.peer_step import step_over_peer_memory
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import (
@@ -107,14 +108,15 @@ def step_local(
         norm, found_inf = jnp.where(is_other, jnp.nan, norm), found_inf & ~is_other
         is_skipped = skipped(config, state, norm, found_inf, summed.is_empty, is_other)
         scalars = step_scalars(config, state, summed.mean_scale, norm, is_skipped, is_other)
-        flat, shards = update_shards(
+        flat, shards, sums = update_shards(
             config, layout, scalars, grads=summed.shards, state=state, params=leaves
         )
         new = gather_new_params(config.parallel, schedule, shards)
         if config.policy.param_comm_dtype is not None:
             # The rounding to send them would change what a skipped step must leave alone.
             new = {i: trees.keep_if(is_skipped, leaves[i], leaf) for i, leaf in new.items()}
-        done = UpdateResult(flat, shards, new, norm, found_inf, is_skipped, summed.is_empty)
+        norms = norms_of(config, layout, sums, norm, is_skipped, is_other)
+        done = UpdateResult(flat, shards, new, norm, found_inf, is_skipped, summed.is_empty, norms)
     for i, leaf in done.leaves.items():
         leaves[i] = leaf  # frozen and zero-size ones stay as they are
     is_skipped = done.is_skipped
@@ -132,7 +134,7 @@ def step_local(
     )
     learning_rate = jnp.float32(at_count(config.algorithm.hyper.learning_rate, state.count))
     params = schedule.treedef.unflatten(leaves)
-    return StepResult(params, new_state, is_skipped, is_other, learning_rate)
+    return StepResult(params, new_state, is_skipped, is_other, learning_rate, done.norms)
 
 
 def _next_scaling(

@@ -94,15 +94,8 @@ class DistributedTransformation(FusedTransformation):
             return functions.init(schedule, params)
 
         def step(grads: Grads, state: Any, params: Params, **extra_args: Any) -> tuple[Any, Any]:
-            if params is None:
-                raise ValueError(optax._src.base.NO_PARAMS_MSG)
-            compat.refuse_empty_leaves(config.mesh, params)
-            find_state(state)
-            shards = shard.as_shards(params)
-            schedule = self.schedule("step", shards)
-            model_axes.check_own_region(config, schedule, shards)
-            result = functions.local_step(schedule, grads, state, shards, **extra_args)
-            return shard.in_form_of(params, result.params), result.opt_state
+            result = self._step(grads, state, params, **extra_args)
+            return result.params, result.opt_state
 
         def update(
             grads: Grads, state: Any, params: Params = None, **extra: Any
@@ -116,6 +109,43 @@ class DistributedTransformation(FusedTransformation):
         self.functions, self.config, self.specs = functions, config, specs
         self.changes_grads, self.bound = changes_grads, bound
         return self
+
+    def _step(self, grads: Grads, state: Any, params: Params, **extra_args: Any) -> StepResult:
+        if params is None:
+            raise ValueError(optax._src.base.NO_PARAMS_MSG)
+        compat.refuse_empty_leaves(self.config.mesh, params)
+        find_state(state)
+        shards = shard.as_shards(params)
+        schedule = self.schedule("step", shards)
+        model_axes.check_own_region(self.config, schedule, shards)
+        result = self.functions.local_step(schedule, grads, state, shards, **extra_args)
+        return result._replace(params=shard.in_form_of(params, result.params))
+
+    def step_with_norms(
+        self, grads: Grads, state: Any, params: Params, **extra_args: Any
+    ) -> tuple[Params, Any, dict[str, jax.Array]]:
+        """Takes a step in a ``jax.shard_map`` of your own, and returns its norms, too.
+
+        Args:
+          grads: Local gradients, or what ``accumulate`` returned.
+          state: The state.
+          params: The params.
+          **extra_args: Those of transformations in a chain.
+
+        Returns:
+          What ``step`` returns, and the norms that the optimizer's ``norms`` asks for, by their
+          names: shape (), float32, the same on all devices, so that their PartitionSpec is ``P()``.
+
+        Raises:
+          PolicyError: The optimizer was made without ``norms``.
+        """
+        if self.config.norms is None:
+            raise PolicyError(
+                "step_with_norms: the optimizer takes no norms: got norms=None, "
+                'expected "total", "leaves" or a function. Pass norms="total" to distributed.'
+            )
+        result = self._step(grads, state, params, **extra_args)
+        return result.params, result.opt_state, result.norms or {}
 
     def bind(self, params: Params) -> DistributedTransformation:
         """Returns this optimizer for these params alone: inside of ``jax.shard_map`` it knows them.

@@ -19,6 +19,7 @@ from jdistadam.distributed.blocks import cuts_of, positions_of
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import offset_of, operand_of, with_result
 from jdistadam.distributed.layout import Bucket, Layout
+from jdistadam.distributed.norms import asked_of
 from jdistadam.distributed.state import DistributedState
 from jdistadam.kernels import multi_tensor, native, quantized_adam
 from jdistadam.kernels.adam import (
@@ -27,6 +28,7 @@ from jdistadam.kernels.adam import (
     Scalars,
     Spec,
     adam,
+    adam_with_squares,
     new_params,
     with_main_params,
 )
@@ -54,6 +56,7 @@ class UpdateResult(NamedTuple):
       found_inf: Whether a gradient is non-finite; only with a loss scale.
       is_skipped: Whether everything stayed as it was; None where that cannot happen.
       is_empty: Whether the total weight is zero; None where it cannot be.
+      norms: The norms by their names; None where they are not asked for.
     """
 
     flat: FlatState
@@ -63,6 +66,7 @@ class UpdateResult(NamedTuple):
     found_inf: jax.Array
     is_skipped: jax.Array | None
     is_empty: jax.Array | None
+    norms: dict[str, jax.Array] | None = None
 
 
 def skipped(
@@ -100,6 +104,9 @@ def step_scalars(
     """
     rows = coefficient_rows(config.algorithm.groups.used, state.count)
     inv_scale = clipped_scale(config.max_grad_norm, mean_scale, norm)
+    if config.norms is not None and is_skipped is not None:
+        # So that norms of leaves are finite beside a norm that is not.
+        inv_scale = jnp.where(is_skipped, mean_scale, inv_scale)
     if state.scaling is not None:
         inv_scale = inv_scale * (1 / state.scaling.loss_scale)
     skip = jnp.zeros((), jnp.bool_) if is_skipped is None else is_skipped
@@ -114,8 +121,11 @@ def update_shards(
     grads: Sequence[jax.Array],
     state: DistributedState,
     params: Sequence[Any],
-) -> tuple[FlatState, list[jax.Array]]:
+) -> tuple[FlatState, list[jax.Array], list[tuple[Sequence[Bucket], jax.Array]]]:
     """Updates the flat state in place; returns it and each bucket's new parameter shard.
+
+    With ``norms`` it also returns the buckets of each kernel call, and the sums of squares of their
+    leaves.
 
     One kernel call for each parameter dtype, each in place on its part of the whole flat arrays:
     slicing them in XLA would copy the state. Parameters without a main copy are updated themselves.
@@ -137,18 +147,25 @@ def update_shards(
     ]
     flat = FlatState(state.main_params, state.mu, state.nu)
     shards: list[Any] = [None] * len(grads)
+    sums: list[tuple[Sequence[Bucket], jax.Array]] = []
     for indices in _kernel_calls(layout, grads):
         spec, operands = _call_of(config, layout, indices, grads=grads, flat=flat, params=old)
         buckets, operands = [layout.buckets[i] for i in indices], operands.unfused()
-        if config.algorithm.storage.is_any:
+        is_any = config.algorithm.storage.is_any
+        call: Any = (spec, scalars, operands)
+        if is_any:
             call = quantized_call(config, layout, buckets, spec, scalars, state, operands)
-            results = quantized_adam.adam(*call)
+        if config.norms is None:
+            results = quantized_adam.adam(*call) if is_any else adam(*call)
         else:
-            results = adam(spec, scalars, operands)
+            step: Any = quantized_adam.adam_with_squares if is_any else adam_with_squares
+            asked = asked_of(layout, buckets, config.parallel.state_axes)
+            results, of_leaves = step(*call, asked)
+            sums.append((buckets, of_leaves))
         flat, new = _after(_kind(config, buckets[0]), buckets[0], flat, native.unfused(results))
         for i, shard in zip(indices, new, strict=True):
             shards[i] = shard
-    return flat, shards
+    return flat, shards, sums
 
 
 def _kernel_calls(layout: Layout, grads: Sequence[jax.Array]) -> list[list[int]]:

@@ -18,7 +18,7 @@ import numpy as np
 from jdistadam.core import collectives
 from jdistadam.core.codecs import FLOAT32, Codec
 from jdistadam.core.hyperparameters import FLAGS
-from jdistadam.kernels import coefficients, native, reference
+from jdistadam.kernels import coefficients, native, reference, squares
 
 _MODES = {"step": 0, "step_and_cast": 1, "update": 2, "step_split": 3}  # enum Mode of cuda/adam.h
 _KINDS = ("grads", "params", "mu", "nu", "out")  # bits of the handler's attribute `flat`
@@ -142,24 +142,62 @@ def adam(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
             operands.params if spec.mode != "update" else (), operands.mu, operands.nu, ()
         )
     scalars, operands = collectives.vary_together((scalars, operands))
-    compiled = functools.partial(_adam_native, spec)
+
+    def compiled(scalars: Scalars, operands: Operands) -> Results:
+        return _adam_native(spec, scalars, operands)[0]
+
     fallback = functools.partial(adam_fallback, spec)
     return native.choose(compiled, fallback)(scalars, operands)
 
 
-def _adam_native(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
+def adam_with_squares(
+    spec: Spec, scalars: Scalars, operands: Operands, asked: squares.Asked
+) -> tuple[Results, jax.Array]:
+    """The same step, of one leaf or more, and the sums of squares that are asked for.
+
+    Returns:
+      The results of the step; and the sums of squares of the scaled gradients, new parameters and
+      updates of each segment, shape (n, 3), float32: cuda/squares.h. Modes are those of a step, and
+      there are no members.
+    """
+    fine = asked.fine
+    args = collectives.vary_together((scalars, operands, asked.segments))
+
+    def compiled(scalars: Scalars, operands: Operands, segments: Any) -> tuple[Results, Any]:
+        return _adam_native(spec, scalars, operands, squares.Asked(fine, segments))
+
+    def fallback(scalars: Scalars, operands: Operands, segments: Any) -> tuple[Results, Any]:
+        sums = squares_reference(spec, scalars, operands, squares.Asked(fine, segments), xp=jnp)
+        return adam_fallback(spec, scalars, operands), sums
+
+    return native.choose(compiled, fallback)(*args)
+
+
+def _adam_native(
+    spec: Spec, scalars: Scalars, operands: Operands, asked: squares.Asked | None = None
+) -> tuple[Results, Any]:
     results = _result_types(spec, operands)
     # operands: 3 scalars, grads, params, mu, nu, remainders; results: params, mu, nu, out
     first_param = len(Scalars._fields) + len(operands.grads)
     first_aliased = first_param if results.params else first_param + len(operands.params)
     num_aliased = len(results.params) + sum(map(len, operands[2:]))
-    call = jax.ffi.ffi_call(
+    call = squares.ffi_call(
         "jdistadam_adam",
         jax.tree.leaves(results),
-        input_output_aliases={first_aliased + i: i for i in range(num_aliased)},
+        {first_aliased + i: i for i in range(num_aliased)},
+        asked,
+        num_runs(spec, operands, asked),
     )
-    outputs = call(*scalars, *jax.tree.leaves(operands), **_attributes(spec))
-    return jax.tree.unflatten(jax.tree.structure(results), outputs)
+    outputs, sums = call(*scalars, *jax.tree.leaves(operands), **_attributes(spec))
+    return jax.tree.unflatten(jax.tree.structure(results), outputs), sums
+
+
+def num_runs(spec: Spec, operands: Operands, asked: squares.Asked | None) -> int:
+    """The number of runs of all leaves, where sums of squares are asked for."""
+    if asked is None:
+        return 0
+    sizes = spec.sizes or [x.size // spec.contributions for x in operands.grads]
+    return sum(map(squares.num_runs, sizes, asked.fine))
 
 
 def _attributes(spec: Spec) -> dict[str, Any]:
@@ -250,6 +288,28 @@ def adam_fallback(
     return Results(
         () if spec.mode == "update" else params, mu, nu, () if spec.mode == "step" else out
     )
+
+
+def squares_reference(
+    spec: Spec, scalars: Scalars, operands: Operands, asked: squares.Asked, *, xp: Any
+) -> Any:
+    """The sums of squares by the reference implementation, of one contribution."""
+    shapes = [(size,) for size in spec.sizes or (x.size for x in operands.grads)]
+    cut = Operands(*(split(spec, kind, x, shapes) for kind, x in operands._asdict().items()))
+    leaves = zip(spec.groups, *cut[:4], cut.out or (None,) * len(cut.grads), strict=True)
+    found = [
+        squares.of_leaf(
+            spec.mode,
+            dict(zip(coefficients.NAMES, scalars.coefficients[group], strict=True)),
+            scalars.inv_scale,
+            scalars.found_inf,
+            *(x if x is None else x.reshape(-1) for x in leaf),
+            flags=spec.flags,
+            xp=xp,
+        )
+        for group, *leaf in leaves
+    ]
+    return squares.sums(found, asked, xp)
 
 
 def split(spec: Spec, kind: str, arrays: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:

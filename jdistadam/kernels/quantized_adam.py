@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistadam.core import collectives
 from jdistadam.core.codecs import BLOCK, BlockCodes, codec_of, float_codec, is_codes
 from jdistadam.kernels import adam as kernel
-from jdistadam.kernels import coefficients, native, reference
+from jdistadam.kernels import coefficients, native, reference, squares
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
 from jdistadam.kernels.reference import LeafPartition
 
@@ -89,9 +90,36 @@ def adam(
       positions: Where the leaves are in whole leaves.
       operands: The leaves; all of mu may be BlockCodes of one format, and all of nu, also flat.
     """
-    compiled = functools.partial(_adam_native, spec)
+
+    def compiled(*args: Any) -> Results:
+        return _adam_native(spec, *args)[0]
+
     fallback = functools.partial(adam_reference, spec, xp=jnp)
     return native.choose(compiled, fallback)(scalars, rounded, positions, operands)
+
+
+def adam_with_squares(
+    spec: QuantizedSpec,
+    scalars: Scalars,
+    rounded: Rounding,
+    positions: LeafPositions,
+    operands: Operands,
+    asked: squares.Asked,
+) -> tuple[Results, jax.Array]:
+    """The same step and sums of squares, as ``kernels.adam.adam_with_squares`` returns them."""
+    fine = asked.fine
+
+    def compiled(segments: Any, *args: Any) -> tuple[Results, Any]:
+        return _adam_native(spec, *args, asked=squares.Asked(fine, segments))
+
+    def fallback(segments: Any, *args: Any) -> tuple[Results, Any]:
+        scalars, *_, operands = args
+        asked = squares.Asked(fine, segments)
+        sums = squares_reference(spec, scalars, operands, asked, xp=jnp)
+        return adam_reference(spec, *args, xp=jnp), sums
+
+    args = asked.segments, scalars, rounded, positions, operands
+    return native.choose(compiled, fallback)(*collectives.vary_together(args))
 
 
 def codes_of(moments: Sequence[Any]) -> tuple[Any, ...]:
@@ -115,7 +143,9 @@ def _adam_native(
     rounded: Rounding,
     positions: LeafPositions,
     operands: Operands,
-) -> Results:
+    *,
+    asked: squares.Asked | None = None,
+) -> tuple[Results, Any]:
     """The call: behind the operands of `jdistadam_adam` come the scales, and so with results."""
     mode = spec.adam.mode
     given = {
@@ -135,17 +165,19 @@ def _adam_native(
         dtype = jnp.dtype(spec.adam.out_dtype)
         types["out"] = [jax.typeof(x).update(dtype=dtype) for x in operands.grads]
     results = [x for arrays in types.values() for x in arrays]
-    outputs = jax.ffi.ffi_call(
-        "jdistadam_quantized", results, input_output_aliases=_aliases(given, types)
+    runs = kernel.num_runs(spec.adam, operands, asked)
+    outputs, sums = squares.ffi_call(
+        "jdistadam_quantized", results, _aliases(given, types), asked, runs
     )(*scalars, *rounded, *positions, *jax.tree.leaves(list(given.values())), **_attributes(spec))
     new = iter(outputs)
     found = {name: tuple(next(new) for _ in arrays) for name, arrays in types.items()}
-    return Results(
+    stepped = Results(
         found["params"],
         _coded(found["mu"], found["mu_scales"]),
         _coded(found["nu"], found["nu_scales"]),
         found["out"],
     )
+    return stepped, sums
 
 
 def _aliases(given: dict[str, Any], made: dict[str, Any]) -> dict[int, int]:
@@ -202,6 +234,19 @@ def adam_reference(
     )
     mode = spec.adam.mode
     return Results(() if mode == "update" else params, mu, nu, () if mode == "step" else out)
+
+
+def squares_reference(
+    spec: QuantizedSpec, scalars: Scalars, operands: Operands, asked: squares.Asked, *, xp: Any
+) -> Any:
+    """The sums of squares by the reference implementation."""
+    shapes = [x.shape for x in operands.grads]
+    cut = Operands(*(_split(spec, kind, x, shapes) for kind, x in operands._asdict().items()))
+    mu, nu = (
+        [codec_of(x).decode(kind, x, xp) for x in getattr(cut, kind)] for kind in ("mu", "nu")
+    )
+    plain = dataclasses.replace(spec.adam, flat=frozenset())
+    return kernel.squares_reference(plain, scalars, cut._replace(mu=mu, nu=nu), asked, xp=xp)
 
 
 def _bits(

@@ -12,6 +12,7 @@ import numpy as np
 
 from jdistadam.distributed.checks import check_options
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.norms import sent_elements
 from jdistadam.distributed.state import find_state
 from jdistadam.errors import TreeError
 from jdistadam.tools import hlo
@@ -289,6 +290,13 @@ def _planned(step: TrainStep, state: Any) -> tuple[_Counter, _Counter]:
             key = c.op, c.dtype.name, together
             planned[key] += c.result_elements * c.times
             optional[key] += c.result_elements * c.times * c.is_optional
+    parallel = config.parallel
+    layout = config.schedule(config.tensor_local(state.params)).layout
+    of_norms, state_axes = sent_elements(config, layout), parallel.state_axes
+    together = parallel.size(state_axes + parallel.tensor_axes)
+    is_of_model = config.has_model_axes and not state_axes
+    if of_norms > _MAX_SCALARS and together > 1 and not is_of_model:
+        planned["all-reduce", "float32", together] += of_norms
     devices = config.parallel.num_devices if config.has_model_axes else config.mesh.size
     leaves = len(jax.tree.leaves(state.params))
     if step.options.report_nonfinite and devices > 1 and leaves > _MAX_SCALARS:

@@ -15,9 +15,11 @@ from jdistadam.distributed.communication import Communication, keeps_shards_alon
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import bytes_of_moment
 from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.norms import holds_several
 from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
 from jdistadam.distributed.state import DIGEST_SIZE
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
+from jdistadam.kernels.squares import KINDS, num_runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +184,9 @@ def _buffers(
         yield "reduced gradients", whole * reduced
     if entry.reduce_outer:
         yield "reduced gradients", 2 * inner * reduced
+    if config.norms is not None:
+        runs = num_runs(bucket.shard_size, holds_several(bucket))
+        yield "squares of norms", 4 * len(KINDS) * runs
     itemsize = jnp.dtype(bucket.dtype).itemsize
     comm = bucket.dtype if policy.param_comm_dtype is None else policy.param_comm_dtype
     yield "new shards", bucket.shard_size * itemsize

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import collectives, trees
 from jdistadam.core.collectives import Axes
+from jdistadam.distributed.norms import names_of
 from jdistadam.distributed.peer_step import sending_ahead
 from jdistadam.distributed.state import (
     DistributedState,
@@ -64,7 +65,7 @@ class StepProgram:
             dataclasses.replace(self, tx=tx)._on_a_device,
             specs=specs,
             batch_spec=self.batch_spec,
-            result_specs=self._metrics_specs(),
+            result_specs=self._metrics_specs(tx),
         )(state, batch)
 
     def _on_a_device(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -101,13 +102,16 @@ class StepProgram:
         }
         if new.guard is not None:
             metrics["skipped_spikes"] = new.guard.spikes
+        metrics |= result.norms or {}
         if self.options.report_nonfinite:
             metrics["nonfinite"] = sum_over_devices(local.not_finite, self.tx)
         return metrics | ({"aux": local.aux} if self.loss_function.has_aux else {})
 
-    def _metrics_specs(self) -> dict[str, P]:
+    def _metrics_specs(self, tx: DistributedTransformation) -> dict[str, P]:
+        assert tx.bound is not None
         names = ["loss", "grad_norm", "learning_rate", "skipped", "loss_scale"]
         names += ["skipped_spikes"] if self.tx.config.norm_guard is not None else []
+        names += names_of(tx.config.norms, tx.bound.layout)
         names += ["nonfinite"] if self.options.report_nonfinite else []
         specs = dict.fromkeys(names, P())
         if self.loss_function.has_aux:

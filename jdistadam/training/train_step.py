@@ -228,7 +228,8 @@ def train_step(
       ``loss``, ``grad_norm`` (global norm of the mean gradient before clipping and without the
       loss scale), ``learning_rate`` (of this step, before ``lr_scale`` of groups), ``skipped``
       (steps skipped so far) and ``loss_scale`` (of this step); with a ``norm_guard``
-      ``skipped_spikes`` (those of them whose norm was finite and above its limits); with
+      ``skipped_spikes`` (those of them whose norm was finite and above its limits); with ``norms``
+      those that it asks for, of which ``grad_norm/<name>`` is defined as ``grad_norm``; with
       report_nonfinite ``nonfinite``, for ``nonfinite_paths``; with has_aux ``aux``, every leaf with
       a leading dimension of devices x micro-batches, in the order of the rows of the batch.
 

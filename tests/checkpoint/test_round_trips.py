@@ -212,7 +212,7 @@ def test_arrays_in_many_batches(tmp_path, monkeypatch, in_background):
     batches, reads, read = noted_batches(monkeypatch), [], storage.Reader.load
 
     def noted(self, wanted):
-        reads.append(sum(len(self.entries[name].shape) > 1 for name, _ in wanted))
+        reads.append(sum(len(entry.shape) > 1 for entry, _ in wanted))
         return read(self, wanted)
 
     monkeypatch.setattr(storage.Reader, "load", noted)
@@ -224,6 +224,14 @@ def test_arrays_in_many_batches(tmp_path, monkeypatch, in_background):
     got = jda.restore(tmp_path, state, tx)
     assert sum(reads) == 12 and max(reads) == 3  # main parameters, mu and nu of one large leaf
     assert_same_state(got, tx, jda.to_optax_state(state, tx))
+
+
+def test_params_that_are_a_single_array(tmp_path):
+    params = jnp.arange(3.0) / 7
+    state = {"params": params, "opt_state": optax.adamw(0.1).init(params)}
+    jda.save(tmp_path, state)
+    assert_trees_same_bits(jda.restore_params(tmp_path), params)
+    assert_trees_same_bits(jda.restore(tmp_path, state), state)
 
 
 def test_in_an_event_loop(tmp_path):

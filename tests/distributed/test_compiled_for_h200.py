@@ -3,6 +3,7 @@
 The CPU backend cannot tell: it widens 16-bit collectives to float32.
 """
 
+import collections
 import re
 
 import jax
@@ -222,6 +223,29 @@ def test_averages_and_guards_send_and_copy_nothing(h200s, n, dtype, main):
     assert after.alias_size_in_bytes - before.alias_size_in_bytes == flat_bytes + 16
     # What is temporary besides are scalars, each at an address that is a multiple of 256 bytes.
     assert after.temp_size_in_bytes - before.temp_size_in_bytes < 16 * 256
+
+
+def test_norms_add_one_reduction_and_read_nothing_twice(h200s):
+    """The step is one call still; of packed leaves alone it leaves more than a number for 128."""
+    policy = dict(main_params_dtype="remainder16")
+    (tx, params, plain), (_, _, measured) = (
+        compile_step(h200s(8), jnp.bfloat16, jnp.bfloat16, policy, norms=norms)
+        for norms in (None, "leaves")
+    )
+    layout, leaves, text = (
+        tx.config.layout(params),
+        len(jax.tree.leaves(params)),
+        measured.as_text(),
+    )
+    before, after = collections.Counter(by_op(plain.as_text())), collections.Counter(by_op(text))
+    assert after - before == {("all-reduce", "f32"): 3 * leaves} and not before - after
+    assert text.count('custom_call_target="jdistadam_adam_squares"') == 1
+    assert 'custom_call_target="jdistadam_adam"' not in text
+    sizes = [compiled.memory_analysis() for compiled in (plain, measured)]
+    assert sizes[1].alias_size_in_bytes == sizes[0].alias_size_in_bytes
+    packed = sum(b.shard_size for b in layout.buckets if b.is_packed)
+    most = 12 * (packed + layout.flat_size / 128) + 256 * 8 * leaves
+    assert sizes[1].temp_size_in_bytes - sizes[0].temp_size_in_bytes < most
 
 
 def test_temporary_memory_is_gradients_and_activations(bfloat16_step):

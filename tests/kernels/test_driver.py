@@ -15,8 +15,8 @@ HOST = ["-std=c++17", "-g", "-DJDISTADAM_NO_CLONES", "-pthread", f"-I{CUDA}"]
 STRICT = ["-ffp-contract=off", "-fno-fast-math"]
 EXACTLY = ["-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true"]
 KERNELS = {
-    "driver.cc": ("adam", "quantized", "norm", "sum"),
-    "meeting.cc": ("adam", "norm", "peer"),
+    "driver.cc": ("adam", "quantized", "squares", "norm", "sum"),
+    "meeting.cc": ("adam", "squares", "norm", "peer"),
 }
 FEW = ("--one-in", "31")  # of the many cases of Adam and of sums, which take most of the time
 """A prime, so that those chosen have every value of every loop."""
@@ -173,7 +173,7 @@ def peer_waits(tmp_path_factory):
     path = tmp_path_factory.mktemp("peers") / "peer_waits"
     host = [f"-Xcompiler={flag}" for flag in ("-pthread", "-DJDISTADAM_NO_CLONES", *STRICT)]
     kernels = [CUDA / f"{name}_cuda.cu" for name in ("peer", "norm")]
-    kernels += [CUDA / f"{name}_cpu.cc" for name in ("peer", "adam", "norm")]
+    kernels += [CUDA / f"{name}_cpu.cc" for name in ("peer", "adam", "squares", "norm")]
     include = [f"-I{CUDA}", f"-I{jax.ffi.include_dir()}"]
     done, output = run(
         [nvcc(), "-std=c++17", "-O2", "-lineinfo", "-arch=sm_90", *EXACTLY, *host, *include,

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jdistadam.core.codecs import BLOCK
-from jdistadam.kernels import coefficients, native, reference
+from jdistadam.kernels import coefficients, native, reference, squares
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint16, jnp.uint8, jnp.int32, jnp.bool_)
 CODES = (jnp.uint8, jnp.uint16)  # dtypes of moments that have scales
@@ -220,6 +220,36 @@ def quantized_calls(draw):
     return with_mistakes(draw, call | {"name": "quantized"})
 
 
+@st.composite
+def squares_calls(draw):
+    """One of the two with sums of squares, as kernels/squares.py makes it of what they make."""
+    step = draw(st.one_of(adam_calls(False), quantized_calls()))
+    call = step | {"name": f"{step['name']}_squares", "step": step}
+    attributes, none = step["attributes"], np.zeros(0, np.int64)
+    first = 3 if step["name"] == "adam" else 7
+    groups = attributes.get("groups")
+    count = np.size(groups) if groups is not None else 1
+    copies = attributes.get("contributions", 1)
+    sizes = np.ravel(attributes.get("sizes", none)).tolist()
+    if not sizes and isinstance(copies, np.int32) and copies > 0:
+        sizes = [math.prod(x[0]) // int(copies) for x in step["operands"][first : first + count]]
+    fine = [draw(st.integers(0, 1)) for _ in sizes]
+    is_sane = all(isinstance(n, int) and 0 <= n < 1000 for n in sizes)
+    runs = sum(map(squares.num_runs, sizes, fine)) if is_sane else 1
+    segments = draw(st.integers(0, 3))
+    own = [((segments, 2), jnp.int32), ((segments, 3), jnp.float32), ((3, runs), jnp.float32)]
+    if draw(st.sampled_from([False, False, False, True])):
+        own[draw(st.integers(0, 2))] = draw(
+            st.sampled_from([((segments, 2), jnp.float32), ((3, runs + 1), jnp.float32), ((2, 3), jnp.int32)])
+        )  # fmt: skip
+    call["operands"] = [own[0], *step["operands"]]
+    call["results"] = [*own[1:], *step["results"]]
+    call["aliases"] = {k + 1: v + 2 for k, v in step["aliases"].items()}
+    offsets = {"mu_offsets": none, "nu_offsets": none} if step["name"] == "adam" else {}
+    call["attributes"] = offsets | attributes | {"fine": np.asarray(fine, np.int32)}
+    return call
+
+
 def change_operand(draw, call):
     if not call["operands"]:
         return
@@ -334,6 +364,7 @@ def assert_in_bounds(call):
         "peer_sum": check_peer,
         "peer_step": check_peer,
     }
+    checks |= {"adam_squares": check_squares, "quantized_squares": check_squares}
     checks[call["name"]](call)
 
 
@@ -411,6 +442,21 @@ def check_adam(call):
             assert found == expected, call
 
 
+def check_squares(call):
+    """As a step without; the partials are those of its leaves, and each segment has a sum."""
+    assert_in_bounds(call["step"])
+    attributes, operands = call["attributes"], call["operands"]
+    first = 4 if call["name"] == "adam_squares" else 8
+    count, copies = len(attributes["groups"]), int(attributes["contributions"])
+    sizes = attributes["sizes"].tolist()
+    sizes = sizes or [math.prod(x[0]) // copies for x in operands[first : first + count]]
+    runs = sum(map(squares.num_runs, sizes, attributes["fine"].tolist()))
+    segments = operands[0][0][0]
+    assert operands[0] == ((segments, 2), jnp.int32), call
+    assert [shape for shape, _ in call["results"][:2]] == [(segments, 3), (3, runs)], call
+    assert attributes["mode"] != 2, call
+
+
 def check_quantized(call):
     """As a step without, and of each leaf all blocks have a scale."""
     attributes, operands = call["attributes"], call["operands"]
@@ -428,7 +474,7 @@ def check_quantized(call):
     sizes, coded = list(attributes["sizes"]), []
     for kind in range(5 if attributes["mode"] == 3 else 4):
         taken = [next(arrays) for _ in range(1 if flat >> kind & 1 else count)]
-        sizes = sizes or [math.prod(shape) for shape, _ in taken]
+        sizes = sizes or [math.prod(shape) for shape, _ in taken][:count]
         coded += [kind] * (kind in (2, 3) and bool(taken) and taken[0][1] in CODES)
     for kind in coded:
         if flat >> kind & 1:
@@ -457,7 +503,7 @@ def check_quantized(call):
 @given(
     st.one_of(
         adam_calls(False), adam_calls(True), sum_calls(), norm_calls(),
-        peer_calls(), quantized_calls(),
+        peer_calls(), quantized_calls(), squares_calls(),
     )
 )  # fmt: skip
 def call_handler(call):
@@ -480,5 +526,5 @@ def call_handler(call):
 if __name__ == "__main__":
     assert native.status("cpu").available, native.status("cpu").detail
     call_handler()
-    assert len(seen) == 14 and min(seen.values()) > int(sys.argv[2]), seen
+    assert len(seen) == 18 and min(seen.values()) > int(sys.argv[2]), seen
     print(seen)

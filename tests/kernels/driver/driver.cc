@@ -25,9 +25,9 @@
 
 #include "adam.h"
 #include "adam_math.h"
-#include "quantized.h"
 #include "driver_memory.h"
 #include "norm.h"
+#include "quantized.h"
 #include "sum.h"
 
 #ifdef JDISTADAM_DRIVER_CUDA
@@ -128,7 +128,50 @@ Contents RandomContents(const AdamCase& c) {
   return contents;
 }
 
-Contents RunAdam(const AdamCase& c, const Contents& before, bool on_device) {
+// The sums of squares that a call takes: of runs and of single elements by turns, all leaves, and
+// what is not there.
+class SumsOfSquares {
+ public:
+  SumsOfSquares(const std::vector<size_t>& sizes, size_t shift, bool on_device) {
+    std::vector<char> segments;
+    const auto add = [&](size_t begin, size_t end) {
+      for (const size_t x : {begin, end}) {
+        const std::vector<char> bytes = Bytes(int32_t(x));
+        segments.insert(segments.end(), bytes.begin(), bytes.end());
+      }
+      ++call_.num_segments;
+    };
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      call_.runs.push_back({call_.num_runs, i % 2 == 1});
+      const size_t end = call_.num_runs + NumRuns(sizes[i], i % 2 == 1);
+      add(call_.num_runs, end);
+      call_.num_runs = end;
+    }
+    add(0, call_.num_runs + 5);
+    add(size_t(-3), 2);
+    const size_t off = shift * sizeof(float);
+    segments_ = std::make_unique<Array>(segments, off, on_device);
+    partials_ = std::make_unique<Array>(std::vector<char>(call_.num_runs * sizeof(Squares)), off,
+                                        on_device);
+    sums_ = std::make_unique<Array>(std::vector<char>(call_.num_segments * sizeof(Squares)), off,
+                                    on_device);
+    call_.segments = reinterpret_cast<const int32_t*>(segments_->data());
+    call_.partials = reinterpret_cast<float*>(partials_->data());
+    call_.sums = reinterpret_cast<float*>(sums_->data());
+  }
+  const SquaresCall& call() const { return call_; }
+  // The partials may hold any NaN.
+  std::vector<char> Read() const {
+    (void)partials_->Read("partials");
+    return sums_->Read("sums of squares");
+  }
+
+ private:
+  SquaresCall call_;
+  std::unique_ptr<Array> segments_, partials_, sums_;
+};
+
+Contents RunAdam(const AdamCase& c, const Contents& before, bool on_device, bool measures) {
   Scalars scalars;
   scalars.found_inf = c.found_inf;
   const Array rows(Bytes(scalars.rows), 0, on_device);
@@ -155,6 +198,8 @@ Contents RunAdam(const AdamCase& c, const Contents& before, bool on_device) {
     call.leaves.push_back({at(0), at(1), at(2), at(3), c.mode == Mode::kStep ? nullptr : at(4),
                            c.sizes[i] + planted, int32_t(i % 2)});
   }
+  const SumsOfSquares squares(c.sizes, c.shift, on_device);
+  if (measures) call.squares = squares.call();
   if (on_device) {
 #ifdef JDISTADAM_DRIVER_CUDA
     Check(AdamCuda(call, nullptr));
@@ -171,6 +216,7 @@ Contents RunAdam(const AdamCase& c, const Contents& before, bool on_device) {
     if (c.mode == Mode::kUpdate && after[i + 1] != before[i + 1])
       Fail("adam: an update wrote a parameter");
   }
+  if (measures) after.push_back(squares.Read());
   return after;
 }
 
@@ -181,7 +227,8 @@ struct QuantizedCase {
 };
 
 // A step with 8 bits or at random; beside the arrays of AdamCase each leaf has two of scales.
-Contents RunQuantized(const QuantizedCase& c, const Contents& before, bool on_device) {
+Contents RunQuantized(const QuantizedCase& c, const Contents& before, bool on_device,
+                      bool measures) {
   Scalars scalars;
   scalars.found_inf = c.adam.found_inf;
   const Array rows(Bytes(scalars.rows), 0, on_device);
@@ -212,19 +259,19 @@ Contents RunQuantized(const QuantizedCase& c, const Contents& before, bool on_de
         std::make_unique<Array>(before[i], c.adam.shift * ItemSize(dtypes[i % 7]), on_device));
   }
   QuantizedCall call{{c.adam.mode,
-                    c.adam.flags,
-                    t,
-                    c.adam.contributions,
-                    0,
-                    reinterpret_cast<const float*>(rows.data()),
-                    reinterpret_cast<const float*>(inv_scale.data()),
-                    reinterpret_cast<const bool*>(found_inf.data()),
-                    {}},
-                   c.is_random,
-                   reinterpret_cast<const uint32_t*>(key.data()),
-                   reinterpret_cast<const int32_t*>(count.data()),
-                   reinterpret_cast<const int32_t*>(parts.data()),
-                   {}};
+                      c.adam.flags,
+                      t,
+                      c.adam.contributions,
+                      0,
+                      reinterpret_cast<const float*>(rows.data()),
+                      reinterpret_cast<const float*>(inv_scale.data()),
+                      reinterpret_cast<const bool*>(found_inf.data()),
+                      {}},
+                     c.is_random,
+                     reinterpret_cast<const uint32_t*>(key.data()),
+                     reinterpret_cast<const int32_t*>(count.data()),
+                     reinterpret_cast<const int32_t*>(parts.data()),
+                     {}};
   for (size_t i = 0; i < c.adam.sizes.size(); ++i) {
     const auto at = [&](size_t k) { return arrays[7 * i + k]->data(); };
     const Leaf leaf{at(0),
@@ -246,6 +293,8 @@ Contents RunQuantized(const QuantizedCase& c, const Contents& before, bool on_de
                            uint32_t(i),
                            uint32_t(i)});
   }
+  const SumsOfSquares squares(c.adam.sizes, c.adam.shift, on_device);
+  if (measures) call.adam.squares = squares.call();
   if (on_device) {
 #ifdef JDISTADAM_DRIVER_CUDA
     Check(QuantizedCuda(call, nullptr));
@@ -260,6 +309,7 @@ Contents RunQuantized(const QuantizedCase& c, const Contents& before, bool on_de
   for (size_t i = 0; i < before.size(); i += 7) {
     if (after[i] != before[i]) Fail("quantized: a gradient was written");
   }
+  if (measures) after.push_back(squares.Read());
   return after;
 }
 
@@ -343,7 +393,10 @@ void RunAllAdam() {
   const auto run = [](const AdamCase& c) {
     if (!IsNext()) return;
     const Contents before = RandomContents(c);
-    Compare("adam", [&](bool on_device) { return RunAdam(c, before, on_device); });
+    for (const bool measures : {false, true}) {
+      if (measures && c.mode == Mode::kUpdate) continue;
+      Compare("adam", [&](bool on_device) { return RunAdam(c, before, on_device, measures); });
+    }
   };
   for (const size_t shift : {0, 1, 3}) {
     for (const bool found_inf : {false, true}) {
@@ -378,7 +431,11 @@ void RunAllQuantized() {
       before.push_back(RandomContent(blocks, Dtype::kFloat32));
       before.push_back(RandomContent(blocks, Dtype::kFloat32));
     }
-    Compare("quantized", [&](bool on_device) { return RunQuantized(c, before, on_device); });
+    for (const bool measures : {false, true}) {
+      if (measures && c.adam.mode == Mode::kUpdate) continue;
+      Compare("quantized",
+              [&](bool on_device) { return RunQuantized(c, before, on_device, measures); });
+    }
   };
   const Dtypes moments[] = {{F, B, E, E, B}, {B, B, E, E, B}, {B, F, E, E, B}, {F, F, E, E, F},
                             {B, B, B, B, B}, {H, H, H, B, H}, {F, H, E, F, B}, {B, F, B, E, H},

@@ -1,0 +1,303 @@
+"""Adam's moments and main parameters by parameter, in trees as well as in flat arrays.
+
+An array that is scattered where it is keeps its shards: nothing is sent. The leaves of a packed
+bucket are gathered, as one of them may be on several devices; a bucket is small.
+
+[Note: one collective at a time]
+Virtual CPU devices share a pool of threads. Of two programs with collectives that are started one
+after the other, and need nothing of each other, each can get a part of the threads and wait
+forever for the devices that have none. So whoever starts such a program waits for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from jdistadam import compat
+from jdistadam.checkpoint import parts
+from jdistadam.core import collectives
+from jdistadam.core.codecs import NOTHING, BlockCodes, Codec, codec_of, is_codes
+from jdistadam.core.loss_scale import LossScaleState, continued_loss_scale
+from jdistadam.core.norm_guard import NormGuardState, continued_norm_guard
+from jdistadam.core.storage import main_codec_of
+from jdistadam.distributed import flat_moments, param_specs
+from jdistadam.distributed.flat_moments import is_flat_codes
+from jdistadam.distributed.layout import ALIGNMENT, Bucket
+from jdistadam.distributed.main_params import sent_dtypes
+from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.packing import shard_of
+from jdistadam.kernels import coded_leaves
+from jdistadam.training.placement import copy_to
+
+
+@dataclasses.dataclass
+class Param:
+    """A parameter of a state and what the optimizer keeps for it."""
+
+    name: str
+    like: Any  # the parameter, or its shape; None where there are moments alone
+    place: Sharding
+    main_at: Sharding | None = None  # where its exact value is read; None: it has no moments either
+    # By "mu", "nu" and "ema": what they are as floats, and where.
+    moments: dict[str, tuple[Any, Sharding]] = dataclasses.field(default_factory=dict)
+    kind: Codec = NOTHING  # which main parameter is kept beside it
+    sent: Any = None  # the dtype to which a step rounds it; None where it does not
+
+
+class TreeAdam:
+    """Moments and main parameters in the state of one program; each parameter is a unit."""
+
+    sections: tuple[str, ...] = (*parts.MOMENTS, "main_params")
+    optional: tuple[str, ...] = ()
+
+    def __init__(self, leaves: Sequence[parts.Leaf], place: Callable[[Any], Sharding]) -> None:
+        """Takes the leaves of a template, and what says where an array goes."""
+        self._place = place
+        likes = {leaf.name: leaf.value for leaf in leaves if leaf.section}
+        self._likes = {x: like for x, like in likes.items() if x.startswith(self.sections)}
+        self._new: dict[str, Any] = {}
+        of_params = [leaf for leaf in leaves if leaf.section in ("params", *parts.MOMENTS)]
+        self.units: list[tuple[Any, list[Param]]] = []
+        for name in dict.fromkeys(x.name.replace(x.section, "params", 1) for x in of_params):
+            at, kind = place(likes.get(name)), main_codec_of(self.main_of(name))
+            param = Param(name, likes.get(name), at, at, kind=kind)
+            for part in parts.MOMENTS:
+                like: Any = likes.get(name.replace("params", part, 1))
+                if is_codes(like):
+                    floats = jax.ShapeDtypeStruct(like.shape, jnp.float32)
+                    param.moments[part] = floats, place(like.codes)
+                elif like is not None:
+                    param.moments[part] = like, place(like)
+            self.units.append((name, [param]))
+
+    def main_of(self, name: str) -> Any:
+        """Returns what the template has of the main parameter of a parameter."""
+        return self._likes.get(name.replace("params", "main_params", 1))
+
+    def put(self, section: str, name: str, found: Sequence[Any]) -> None:
+        """Takes the moment or the main parameter of a parameter."""
+        name, (x,) = name.replace("params", section, 1), found
+        like = self._likes[name]
+        if is_codes(like):
+            x = BlockCodes(*coded_leaves.encoded(section, codec_of(like), x))
+        self._new[name] = jax.device_put(x, jax.tree.map(self._place, like))
+
+    def finished(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Returns moments and main parameters by name; what was not put is the template's."""
+
+        def kept(x: Any) -> Any:
+            is_shape = isinstance(x, jax.ShapeDtypeStruct)
+            return jnp.zeros(x.shape, x.dtype, device=self._place(x)) if is_shape else x
+
+        old = {name: x for name, x in self._likes.items() if name not in self._new}
+        return jax.tree.map(kept, old) | self._new
+
+
+_SCALARS: dict[str, Any] = {"scaling": LossScaleState, "guard": NormGuardState}
+
+
+def _specs(tree: Any) -> list[P]:
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, P))
+
+
+class FlatAdam:
+    """Moments and main parameters in a distributed state; each bucket is a unit.
+
+    Parameters that are frozen or without elements have no bucket, and are units with None.
+    """
+
+    def __init__(self, params: Any, state: Any, tx: Any, *, starts_anew: bool = False) -> None:
+        """Takes a state, or its shapes, and whether all of it is put."""
+        config = tx.config
+        self.config, self.state, self._starts_anew = config, state, starts_anew
+        self.layout = tx.layout(params)
+        self._place = NamedSharding(config.mesh, config.parallel.state_spec)
+        storage = config.algorithm.storage
+        dtypes = {part: storage.float_dtype(part) for part in parts.MOMENTS}
+        if config.ema_decay is not None:
+            dtypes["ema"] = jnp.dtype(jnp.float32)
+        self.sections = (*dtypes, "main_params")
+        scalars = [f"{part}.{x}" for part, kind in _SCALARS.items() for x in kind._fields]
+        self.optional = ("grad_norm", *scalars, *(("key",) if storage.is_stochastic else ()))
+        self._tensor_specs = _specs(config.tensor_specs(params))
+        likes = parts.named("params", params).items()
+        sent = sent_dtypes(config.schedule(config.tensor_local(params)))
+        each = enumerate(zip(likes, _specs(tx.param_specs(params)), sent, strict=True))
+        alone = {
+            i: Param(name, like, NamedSharding(config.mesh, spec), sent=dtype)
+            for i, ((name, like), spec, dtype) in each
+        }
+        self.units: list[tuple[Any, list[Param]]] = []
+        for bucket in self.layout.buckets:
+            mine = [alone.pop(i) for i in bucket.leaves]
+            for param, spec in zip(mine, self._form(bucket).specs, strict=True):
+                param.main_at = place = NamedSharding(config.mesh, spec)
+                param.kind = config.policy.main_params if bucket.has_main else NOTHING
+                for part, dtype in dtypes.items():
+                    param.moments[part] = jax.ShapeDtypeStruct(param.like.shape, dtype), place
+            self.units.append((bucket, mine))
+        self.units += [(None, [param]) for param in alone.values()]
+
+    def extract(self, bucket: Bucket, section: str, flat: Any) -> list[jax.Array]:
+        """Returns the leaves of a bucket, in the order of ``bucket.leaves``; of codes float32."""
+        offset = bucket.offset
+        if is_flat_codes(flat):
+            flat, offset = flat_moments.decoded_shards(self.config, bucket, section, flat), 0
+        leaves: list[jax.Array] = _extractor(self._form(bucket))(flat, offset // ALIGNMENT)
+        # [Note: one collective at a time]
+        return jax.block_until_ready(leaves) if bucket.is_packed else leaves
+
+    @functools.cached_property
+    def _new(self) -> dict[str, Any]:
+        """The flat arrays: those of the template, if something of it may stay; else zeros."""
+        new = {}
+        for part in self.sections:
+            like = getattr(self.state, part)
+            is_shape = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(like))
+            is_zero = self._starts_anew or is_shape
+            new[part] = self._empty(part) if is_zero else copy_to(like, self._place)
+        return new
+
+    def _empty(self, section: str) -> Any:
+        """A moment, the main parameters or the average, all zero; None where there are none."""
+        if section in parts.MOMENTS:
+            return flat_moments.new_moment(self.config, self.layout, section)
+        if section == "ema":
+            return self._zeros(self.layout.flat_size, jnp.float32)
+        size, dtype = self.layout.main_size, self.config.policy.main_params.dtype
+        return self._zeros(size, dtype) if size else None
+
+    def _zeros(self, size: int, dtype: Any) -> jax.Array:
+        """A flat array of zeros, of ``size`` elements on each device."""
+        parallel = self.config.parallel
+        total = size * parallel.num_shards * parallel.size(parallel.tensor_axes)
+        flat: jax.Array = jax.jit(lambda: jnp.zeros((total,), dtype), out_shardings=self._place)()
+        return flat
+
+    def main_of(self, name: str) -> Any:
+        """Returns what the template has of main parameters."""
+        return self.state.main_params
+
+    def put(self, section: str, bucket: Bucket, found: Sequence[Any]) -> None:
+        """Takes what was found of a moment, or of the main parameters, of a bucket's leaves."""
+        flat, put = self._new[section], _inserter(self._form(bucket))
+        if any(x is None for x in found):
+            old = self.extract(bucket, section, flat)
+            found = [y if x is None else x for x, y in zip(found, old, strict=True)]
+        if is_flat_codes(flat):
+            empty = self._zeros(-(-bucket.shard_size // ALIGNMENT) * ALIGNMENT, jnp.float32)
+            shards = put(empty, 0, list(found))
+            new = flat_moments.with_shards(self.config, bucket, section, flat, shards)
+        else:
+            new = put(flat, bucket.offset // ALIGNMENT, list(found))
+        self._new[section] = new
+
+    def finished(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Returns the state, of name "", with those of ``values`` that the file need not have."""
+        config, everywhere = self.config, NamedSharding(self.config.mesh, P())
+        saved: dict[str, Any] = {}
+        for part, kind in _SCALARS.items():
+            found = [values.get(f"{part}.{x}") for x in kind._fields]
+            is_saved = any(x is not None for x in found)
+            saved[part] = jax.tree.map(np.asarray, kind(*found)) if is_saved else None
+        storage = config.algorithm.storage
+        scalars = {
+            "grad_norm": values.get("grad_norm", np.float32(0)),
+            "scaling": continued_loss_scale(config.loss_scale, saved["scaling"]),
+            "guard": continued_norm_guard(config.norm_guard, saved["guard"]),
+            "layout_digest": config.layout_digest(self.layout),
+            "key": values.get("key", storage.key) if storage.is_stochastic else None,
+        }
+        placed = jax.device_put(copy_to(scalars, everywhere), everywhere)
+        # On Explicit axes shardings come back spelled in another way: device_put copies nothing.
+        placed |= jax.device_put(self._new, self._place)
+        return {"": self.state._replace(count=values["count"], **placed)}
+
+    def _form(self, bucket: Bucket) -> _Form:
+        parallel, leaves = self.config.parallel, [self.layout.leaves[i] for i in bucket.leaves]
+        specs = [self._tensor_specs[i] for i in bucket.leaves]
+        if not bucket.is_packed:
+            specs = [param_specs.with_axes(specs[0], bucket.cut_dim, parallel.state_axes)]
+        return _Form(
+            parallel,
+            bucket.is_packed,
+            bucket.shard_shape,
+            bucket.padding,
+            starts=tuple(bucket.starts(leaf.size for leaf in leaves)),
+            shapes=tuple(leaf.shape for leaf in leaves),
+            specs=tuple(specs),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """All that the two programs of a bucket depend on; buckets of one form share them."""
+
+    parallel: DataParallel
+    is_packed: bool
+    shard_shape: tuple[int, ...]
+    padding: int
+    starts: tuple[int, ...]  # of leaves in a packed bucket, and where the last one ends
+    shapes: tuple[tuple[int, ...], ...]  # of the parts of leaves that a tensor-parallel part has
+    specs: tuple[P, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shard_shape)
+
+    @property
+    def num_rows(self) -> int:
+        """A shard in rows of ALIGNMENT: counted so, 32 bits hold every offset."""
+        return -(-self.size // ALIGNMENT)
+
+    def compiled(self, local: Any, in_specs: Any, out_specs: Any, **kwargs: Any) -> Any:
+        mesh = self.parallel.mesh
+        mapped = compat.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        return jax.jit(mapped, **kwargs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _extractor(form: _Form) -> Any:
+    def local(flat: jax.Array, row: jax.Array) -> list[jax.Array]:
+        rows = flat.reshape(-1, ALIGNMENT)
+        shard = lax.dynamic_slice_in_dim(rows, row, form.num_rows).reshape(-1)[: form.size]
+        if not form.is_packed:
+            return [shard.reshape(form.shard_shape)]
+        whole = collectives.all_gather(shard, form.parallel.state_axes, dim=0, to="varying")
+        return [
+            whole[start : start + math.prod(shape)].reshape(shape)
+            for start, shape in zip(form.starts, form.shapes, strict=False)
+        ]
+
+    return form.compiled(local, (form.parallel.state_spec, P()), list(form.specs))
+
+
+@functools.lru_cache(maxsize=4096)
+def _inserter(form: _Form) -> Any:
+    spec = form.parallel.state_spec
+
+    def local(flat: jax.Array, row: jax.Array, leaves: list[jax.Array]) -> jax.Array:
+        shard = leaves[0].reshape(-1)
+        if form.is_packed:
+            whole = jnp.zeros((form.starts[-1] + form.padding,), flat.dtype)
+            for start, x in zip(form.starts, leaves, strict=False):
+                whole = lax.dynamic_update_slice_in_dim(whole, x.reshape(-1), start, 0)
+            index = collectives.axis_index(form.parallel.state_axes)
+            shard = shard_of(whole, index, whole.size // form.size, 0)
+        gap = jnp.zeros((form.num_rows * ALIGNMENT - form.size,), flat.dtype)
+        rows = jnp.concatenate([shard, gap]).reshape(-1, ALIGNMENT)
+        lines = flat.reshape(-1, ALIGNMENT)
+        return lax.dynamic_update_slice_in_dim(lines, rows, row, 0).reshape(-1)
+
+    return form.compiled(local, (spec, P(), list(form.specs)), spec, donate_argnums=0)

@@ -1,0 +1,173 @@
+"""Norms of gradients, parameters and updates: in total, of leaves or of groups of leaves.
+
+The kernels take the squares (cuda/squares.h). Each bucket's shard is a leaf of theirs; of buckets
+in which several leaves are packed a device has what its place says, so that there the kernels leave
+the square of each element, of which those of a leaf are added.
+
+On meshes of the same layout the sums have the same bits, but for that over devices, whose order is
+the collective library's. On any other, and against exact sums, the error of a norm is at most half
+as many times 2^-24 as roundings follow each other for a square: 1 of its own, 7 of a run, 10 of
+lanes and n / 1024 within one, of n runs or single elements, those of leaves in pairs, and one for
+each device; then one for the root and two for the clip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistadam.core import collectives
+from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.layout import Bucket, Layout
+from jdistadam.errors import PolicyError, TreeError
+from jdistadam.kernels.reference import pairwise_sum
+from jdistadam.kernels.squares import KINDS, Asked, num_runs
+
+Norms = str | Callable[[str], str | None]
+"""The argument ``norms`` of an optimizer: "total", "leaves", or a function of a leaf's path."""
+
+
+def check_norms(norms: Any) -> None:
+    """Raises PolicyError unless ``norms`` is None, "total", "leaves" or a function."""
+    if norms not in (None, "total", "leaves") and not callable(norms):
+        raise PolicyError(
+            f'norms: unknown: got {norms!r}, expected None, "total", "leaves" or a function from '
+            'the path of a leaf to a name. Pass for example norms="total".'
+        )
+
+
+def groups_of(norms: Norms, layout: Layout) -> dict[str | None, list[int]]:
+    """Returns the leaves of each group by its name; those of None count in the total alone.
+
+    Frozen leaves and those without elements are in none.
+    """
+    groups: dict[str | None, list[int]] = {}
+    leaves = sorted(i for bucket in layout.buckets for i in bucket.leaves)
+    for i in leaves:
+        path = layout.leaves[i].path
+        name = {"total": None, "leaves": path}[norms] if isinstance(norms, str) else norms(path)
+        if not (name is None or isinstance(name, str)):
+            raise PolicyError(
+                f"norms: returned no name: got {name!r} for {path}, expected a string, or None for "
+                "a leaf that counts in the total alone. Return the name of the leaf's group."
+            )
+        groups.setdefault(name, []).append(i)
+    if leaves and norms != "total" and list(groups) == [None]:
+        raise TreeError(
+            f"norms: names no leaf: got None for {layout.leaves[leaves[0]].path} and "
+            f'{len(leaves) - 1} more, expected a name of one. Pass "total" for the total alone.'
+        )
+    return groups
+
+
+def names_of(norms: Norms | None, layout: Layout) -> list[str]:
+    """Returns the names of a step's norms, in their order."""
+    if norms is None:
+        return []
+    groups = [name for name in groups_of(norms, layout) if name is not None]
+    of_groups = [f"{kind}_norm/{name}" for name in groups for kind in KINDS]
+    return ["param_norm", "update_norm", *of_groups]
+
+
+def sent_elements(config: DistributedConfig, layout: Layout) -> int:
+    """Returns the size of the one array that a step reduces for its norms; 0 for none."""
+    groups = {} if config.norms is None else groups_of(config.norms, layout)
+    return len(KINDS) * len(groups)
+
+
+def asked_of(layout: Layout, buckets: Sequence[Bucket], state_axes: tuple[str, ...]) -> Asked:
+    """Returns what a kernel call for buckets is asked for: a sum for each of their leaves."""
+    index = collectives.axis_index(state_axes)
+    fine = tuple(holds_several(bucket) for bucket in buckets)
+    segments, first = [], 0
+    for bucket, is_fine in zip(buckets, fine, strict=True):
+        runs = num_runs(bucket.shard_size, is_fine)
+        ends: list[tuple[Any, Any]] = [(0, runs)]
+        if is_fine:
+            sizes = [layout.leaves[i].size for i in bucket.leaves]
+            pairs = zip(bucket.starts(sizes), sizes, strict=False)
+            ends = [
+                (_here(start, runs, index), _here(start + size, runs, index))
+                for start, size in pairs
+            ]
+        segments += [jnp.stack([jnp.int32(first + x) for x in pair]) for pair in ends]
+        first += runs
+    return Asked(fine, jnp.stack(segments))
+
+
+def holds_several(bucket: Bucket) -> bool:
+    """Whether a shard may hold something else than elements of one leaf."""
+    return bucket.is_packed and (len(bucket.leaves) > 1 or bucket.padding > 0)
+
+
+def _here(place: int, shard_size: int, index: jax.Array) -> jax.Array:
+    """A place in a packed bucket as one in a device's shard; an end of it for one elsewhere."""
+    device, within = divmod(place, shard_size)
+    here = jnp.where(index == device, jnp.int32(within), jnp.int32(0))
+    return jnp.where(index < device, jnp.int32(shard_size), here)
+
+
+def norms_of(
+    config: DistributedConfig,
+    layout: Layout,
+    sums: Sequence[tuple[Sequence[Bucket], jax.Array]],
+    norm: jax.Array,
+    is_skipped: jax.Array | None,
+    is_other: jax.Array,
+) -> dict[str, jax.Array] | None:
+    """Returns the norms of a step by their names; None without ``norms``.
+
+    Args:
+      config: The configuration.
+      layout: The layout.
+      sums: For each kernel call its buckets, and the sums of squares of their leaves here.
+      norm: The global norm of the mean gradient.
+      is_skipped: Whether the step was skipped; None where that cannot happen.
+      is_other: Whether the state is of another layout: then they are NaN.
+    """
+    if config.norms is None:
+        return None
+    groups = groups_of(config.norms, layout)
+    if not groups:
+        return dict.fromkeys(names_of(config.norms, layout), jnp.zeros((), jnp.float32))
+    squares = _summed(config, list(groups.values()), sums)
+    everything = jnp.concatenate([pairwise_sum(squares, jnp)[None], squares])
+    norms = jnp.where(is_other, jnp.nan, jnp.sqrt(everything))
+    if config.max_grad_norm is not None:
+        # As the norm: before clipping, which a skipped step does without (step_scalars).
+        limit = jnp.float32(config.max_grad_norm)
+        is_whole = norm <= limit if is_skipped is None else (norm <= limit) | is_skipped
+        norms = norms.at[:, 0].multiply(jnp.where(is_whole, 1, norm / limit))
+    total, *of_groups = norms
+    named = [row for name, row in zip(groups, of_groups, strict=True) if name is not None]
+    found = [*total[1:], *(x for row in named for x in row)]
+    return dict(zip(names_of(config.norms, layout), found, strict=True))
+
+
+def _summed(
+    config: DistributedConfig,
+    groups: Sequence[Sequence[int]],
+    sums: Sequence[tuple[Sequence[Bucket], jax.Array]],
+) -> jax.Array:
+    """The squares of groups of leaves on all devices, shape (groups, 3)."""
+    parallel = config.parallel
+    rows = [
+        (i, bucket.tensor_axes) for buckets, _ in sums for bucket in buckets for i in bucket.leaves
+    ]
+    here = jnp.concatenate([x for _, x in sums])
+    # Every element counts once: devices that hold the same leaf leave it to the first of them.
+    by_axes = sorted({axes for _, axes in rows})
+    is_mine = [
+        collectives.axis_index(tuple(x for x in parallel.tensor_axes if x not in axes)) == 0
+        for axes in by_axes
+    ]
+    of_rows = jnp.stack(is_mine)[np.asarray([by_axes.index(axes) for _, axes in rows])]
+    here = jnp.where(of_rows[:, None], here, 0)
+    row_of = {leaf: row for row, (leaf, _) in enumerate(rows)}
+    each = [pairwise_sum(here[np.asarray([row_of[i] for i in x])], jnp) for x in groups]
+    everyone = parallel.state_axes + parallel.tensor_axes
+    return collectives.all_reduce(collectives.to_varying(jnp.stack(each), everyone), everyone)
