@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import collectives, trees
+from jdistadam.core import collectives, memory, trees
 from jdistadam.core.codecs import is_codes
 from jdistadam.distributed import flat_moments, param_specs
 from jdistadam.distributed.config import DistributedConfig
@@ -291,7 +291,8 @@ class FlatArrays:
 def _extractor(form: _Form) -> Any:
     def local(flat: jax.Array, row: jax.Array) -> list[jax.Array]:
         rows = flat.reshape(-1, ALIGNMENT)
-        shard = lax.dynamic_slice_in_dim(rows, row, form.num_rows).reshape(-1)[: form.size]
+        lines = memory.to_device(lax.dynamic_slice_in_dim(rows, row, form.num_rows))
+        shard = lines.reshape(-1)[: form.size]
         if not form.is_packed:
             return [shard.reshape(form.shard_shape)]
         whole = collectives.all_gather(shard, form.state_axes, dim=0, to="varying")

@@ -16,6 +16,7 @@ from jdistadam.checkpoint.restored import Restored, place_of
 from jdistadam.checkpoint.restored_extra import restored_extra
 from jdistadam.checkpoint.storage import compiled, orbax
 from jdistadam.core import trees
+from jdistadam.distributed import host_memory
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import CheckpointError, TreeError
@@ -74,7 +75,7 @@ def restore(
       TreeError, ShapeError, DtypeError: It is not one of such a state; the message names the file
         and the leaf.
     """
-    trees.check_memory(template=template)
+    host_memory.check_memory(getattr(tx, "config", None), template=template)
     reader = _reader(folder, step)
     fields = parts.fields_of(template)
     request = Request(reader, cast=cast, new=new, unused=unused)

@@ -224,7 +224,7 @@ class _Flat:
         }
         placed = jax.device_put(copy_to(scalars, everywhere), everywhere)
         # On Explicit axes shardings come back spelled in another way: device_put copies nothing.
-        placed |= jax.device_put(self._new, self._place)
+        placed |= jax.device_put(self._new, config.state_sharding)
         return self._adam._replace(count=count, **placed), None
 
 

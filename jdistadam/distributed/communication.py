@@ -68,7 +68,11 @@ NO_DEVICES = "devices that do not exist"
 
 
 def choose_communication(
-    requested: Any, parallel: DataParallel, policy: MixedPrecisionPolicy, algorithm: Algorithm
+    requested: Any,
+    parallel: DataParallel,
+    policy: MixedPrecisionPolicy,
+    algorithm: Algorithm,
+    state_memory: str = "device",
 ) -> Communication:
     """Chooses the transport of a step.
 
@@ -77,6 +81,7 @@ def choose_communication(
       parallel: The axes and the strategy.
       policy: The dtypes of what is kept and sent.
       algorithm: Those of the moments.
+      state_memory: Where the state is.
 
     Raises:
       PolicyError: ``requested`` is none of these, or is "peer" where that is not supported.
@@ -90,6 +95,8 @@ def choose_communication(
     if requested == "xla":
         return OVER_XLA
     reasons = [*_obstacles(parallel, policy, algorithm)]
+    if state_memory != "device":
+        reasons.insert(0, f'state_memory="{state_memory}"')
     if not reasons:
         reasons += _obstacles_of_devices(parallel.mesh, is_asked_for=requested == "peer")
     if not reasons:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jdistadam import compat
-from jdistadam.core import collectives, trees
+from jdistadam.core import collectives, memory, trees
 from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.types import OptState, Params
-from jdistadam.distributed import packing
+from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import DataParallel
@@ -66,7 +67,7 @@ def with_new_ema(
         in_specs=(specs, flat),
         out_specs=flat,
     )
-    ema = jax.jit(new)(params, main)
+    ema = host_memory.placed(config, jax.jit(new)(params, memory.from_host(main)))
     return map_state(lambda state: state._replace(ema=ema), opt_state)
 
 
@@ -90,11 +91,43 @@ def next_ema(
     """
     if config.ema_decay is None:
         return None
+    if config.is_on_host:
+        return _next_in_windows(config, layout, old, shards, main, is_skipped)
     values = _exact_values(config, layout, shards, main)
     # Not d * old + (1 - d) * new, whose weights in float32 do not add up to 1: what does not change
     # would move.
     new = old + jnp.float32(1 - config.ema_decay) * (values - old)
     return trees.keep_if(is_skipped, old, new)
+
+
+def _next_in_windows(
+    config: DistributedConfig,
+    layout: Layout,
+    old: Any,
+    shards: Sequence[Any],
+    main: Any,
+    is_skipped: jax.Array | None,
+) -> Any:
+    """``next_ema`` of arrays in the memory of the host: [Note: windows] in host_memory.py."""
+    for indices in host_memory.windows(layout, range(len(layout.buckets))):
+        buckets = [layout.buckets[i] for i in indices]
+        average = host_memory.cut(old, buckets)
+        has_main = buckets[0].has_main
+        new = next_ema(
+            dataclasses.replace(config, state_memory="device"),
+            dataclasses.replace(
+                layout,
+                buckets=tuple(host_memory.within(buckets)),
+                flat_size=average.size,
+                main_size=average.size if has_main else 0,
+            ),
+            average,
+            [shards[i] for i in indices],
+            host_memory.cut(main, buckets) if has_main else None,
+            is_skipped,
+        )
+        old = host_memory.put(old, new, buckets)
+    return old
 
 
 def _exact_values(

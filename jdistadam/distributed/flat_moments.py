@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
+from jdistadam.core import memory
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.codecs import BLOCK, FLOAT32, BlockCodes, codec_of
 from jdistadam.distributed.config import DistributedConfig
@@ -114,8 +115,8 @@ def decoded_shards(
       moment: The moment.
     """
     decode = _decoder(*_kind(config, bucket, name))
-    place = NamedSharding(config.mesh, config.parallel.state_spec)
-    moment = jax.device_put(moment, place)  # where it is numpy's
+    if not all(isinstance(x, jax.Array) for x in moment):  # but numpy's
+        moment = jax.device_put(moment, config.state_sharding)
     shards: jax.Array = decode(moment, bucket.moment_offset // BLOCK)
     return shards
 
@@ -145,7 +146,8 @@ def _kind(config: DistributedConfig, bucket: Bucket, name: str) -> tuple[Any, ..
 def _decoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) -> Any:
     def local(moment: FlatCodes, block: jax.Array) -> jax.Array:
         def cut(x: jax.Array, size: int) -> jax.Array:
-            return lax.dynamic_slice_in_dim(x.reshape(-1, size), block, num_blocks).reshape(-1)
+            lines = lax.dynamic_slice_in_dim(x.reshape(-1, size), block, num_blocks)
+            return memory.to_device(lines).reshape(-1)
 
         if not is_coded:
             return cut(moment.floats, BLOCK)

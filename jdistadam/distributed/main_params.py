@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import collectives
+from jdistadam.core import collectives, memory
 from jdistadam.core.types import OptState, Params
-from jdistadam.distributed import packing
+from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
@@ -57,7 +57,7 @@ def with_main_params(
         in_specs=(specs,),
         out_specs=config.parallel.state_spec,
     )
-    flat = jax.jit(shard)(main)
+    flat = host_memory.placed(config, jax.jit(shard)(main))
     return map_state(lambda state: state._replace(main_params=flat), opt_state)
 
 
@@ -118,7 +118,7 @@ def paths_that_differ(
         buckets,
         tuple(jax.tree.leaves(specs, is_leaf=is_spec)),
     )
-    differ = np.asarray(compare(leaves, main))
+    differ = np.asarray(compare(leaves, memory.from_host(main)))
     return [
         layout.leaves[i].path
         for bucket, found in zip(buckets, differ.tolist(), strict=True)

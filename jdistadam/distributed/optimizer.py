@@ -23,7 +23,12 @@ from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.storage import MOMENT_NAMES
 from jdistadam.core.types import Grads, Params
 from jdistadam.distributed import model_axes
-from jdistadam.distributed.checks import check_arguments, check_ema_decay, check_predicate
+from jdistadam.distributed.checks import (
+    check_arguments,
+    check_ema_decay,
+    check_predicate,
+    check_state_memory,
+)
 from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.flat_moments import FlatCodes
@@ -57,6 +62,7 @@ def distributed(
     gathered_in_model: Callable[[str], bool] | None = None,
     ema_decay: float | None = None,
     norm_guard: NormGuard | None = None,
+    state_memory: str = "device",
 ) -> DistributedTransformation:
     r"""Shards the state of ``fused_adamw`` or ``fused_adam`` over a mesh, for data parallelism.
 
@@ -145,6 +151,9 @@ def distributed(
         float32, sharded as the moments are; ``ema_params`` returns it. See docs/evaluation.md.
       norm_guard: A ``NormGuard``: steps whose gradient norm is above its limits are skipped, as
         non-finite ones are, and counted apart. They do not change the loss scale as those do.
+      state_memory: "pinned_host" keeps main parameters, moments and the average in the memory of
+        the host, sharded over devices as ever. A step brings them to the devices a part at a time,
+        over PCIe, and back; the bits are the same. See docs/host_memory.md.
 
     Returns:
       A ``DistributedTransformation``. Its ``step(grads, state, params)`` takes local gradients,
@@ -194,6 +203,7 @@ def distributed(
     check_predicate("gathered_in_model", gathered_in_model)
     check_ema_decay(ema_decay)
     check_norm_guard(norm_guard)
+    check_state_memory(state_memory)
     config = DistributedConfig(
         algorithm=algorithm,
         parallel=parallel,
@@ -205,9 +215,12 @@ def distributed(
         given_param_specs=param_specs,
         stacked=stacked,
         gathered_in_model=gathered_in_model,
-        communication=choose_communication(communication, parallel, policy, algorithm),
+        communication=choose_communication(
+            communication, parallel, policy, algorithm, state_memory
+        ),
         ema_decay=ema_decay,
         norm_guard=norm_guard,
+        state_memory=state_memory,
     )
     specs = _state_specs(config)
     return DistributedTransformation.make(_Functions(config, specs), config, specs)

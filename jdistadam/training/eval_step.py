@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import trees
+from jdistadam.core import memory, trees
 from jdistadam.core.types import Params
+from jdistadam.distributed import host_memory
 from jdistadam.distributed.accumulate import valid_weight
 from jdistadam.distributed.checks import check_alive, check_options
 from jdistadam.distributed.ema import averaged_leaves
@@ -98,7 +99,7 @@ class EvalStep:
             donated.
         """
         check_train_state(state)
-        trees.check_memory(state=state)
+        host_memory.check_memory(self.tx.config, state=state)
         if not is_placed(batch, self._batch_sharding):
             batch = shard_batch(batch, self.tx, self._given_spec)
         optimizer_state = find_state(state.opt_state)
@@ -271,7 +272,7 @@ def ema_params(state: TrainState, tx: DistributedTransformation) -> Any:
     averaged = compat.shard_map(
         local, mesh=config.mesh, in_specs=(specs, config.parallel.state_spec), out_specs=specs
     )
-    return jax.jit(averaged)(state.params, average.ema)
+    return jax.jit(averaged)(state.params, memory.from_host(average.ema))
 
 
 def _gathered(schedule: Schedule | None, params: Params) -> Any:

@@ -12,10 +12,10 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core import trees
+from jdistadam.core import memory, trees
 from jdistadam.core.codecs import BLOCK
 from jdistadam.core.types import OptState, Params
-from jdistadam.distributed import packing
+from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FlatCodes, decoded_shards, is_flat_codes, with_shards
 from jdistadam.distributed.layout import Layout
@@ -273,14 +273,15 @@ def _shard(
     def moment(name: str) -> Any:
         tree, like = getattr(adam, name), getattr(old, name)
         if not is_flat_codes(like):
-            return jax.device_put(flat(tree, like.dtype), place)
+            return jax.device_put(flat(tree, like.dtype), config.state_sharding)
         devices = config.num_shards * config.parallel.size(config.parallel.tensor_axes)
+        like = memory.from_host(like)
         floats = np.asarray(flat(tree, jnp.float32)).reshape(devices, layout.flat_size)
         for bucket in layout.buckets:
             end = bucket.offset + -(-bucket.shard_size // BLOCK) * BLOCK
             shards = jax.device_put(floats[:, bucket.offset : end].reshape(-1), place)
             like = with_shards(config, bucket, name, like, shards)
-        return like
+        return jax.tree.map(functools.partial(host_memory.placed, config), like)
 
     return old._replace(
         count=copy_to(adam.count, old.count.sharding),

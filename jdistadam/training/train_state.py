@@ -191,17 +191,16 @@ class TrainState:
         dtypes = _dtypes_of(params, param_dtypes)
         params = jax.tree.map(lambda x, t: jax.ShapeDtypeStruct(x.shape, t), params, dtypes)
 
-        def place(spec: P, tree: Any) -> Any:
-            sharding = NamedSharding(tx.config.mesh, spec)
+        def place(sharding: NamedSharding, tree: Any) -> Any:
             return jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
             )
 
         opt_state = jax.tree.map(
             place,
-            tx.state_specs(),
+            tx.state_shardings(),
             jax.eval_shape(tx.init, params),
-            is_leaf=lambda x: isinstance(x, P),
+            is_leaf=lambda x: isinstance(x, NamedSharding),
         )
         params = jax.tree.map(
             lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -278,8 +277,9 @@ def placed(state: TrainState, tx: DistributedTransformation) -> TrainState:
 
     What was restored without shardings, or made for another strategy of the same layout.
     """
-    specs = TrainState(P(), tx.state_specs(), P(), P())
-    wanted: list[Any] = [NamedSharding(tx.config.mesh, spec) for spec in _leaf_specs(specs, state)]
+    everywhere: Any = NamedSharding(tx.config.mesh, P())
+    places = TrainState(everywhere, tx.state_shardings(), everywhere, everywhere)
+    wanted: list[Any] = jax.tree.leaves(jax.tree.broadcast(places, state))
     of_params = jax.tree.leaves(tx.param_shardings(state.params))
     wanted[: len(of_params)] = of_params  # the first field
     new: TrainState = brought(state, wanted)
@@ -292,14 +292,6 @@ def replicated_extras(state: TrainState, tx: DistributedTransformation) -> Train
     places = [NamedSharding(tx.config.mesh, P())] * len(jax.tree.leaves(extras))
     model_state, rng = brought(extras, places, exactly=False)
     return dataclasses.replace(state, model_state=model_state, rng=rng)
-
-
-def _leaf_specs(specs: TrainState, state: TrainState) -> list[P]:
-    """One PartitionSpec for each leaf of a state."""
-    return jax.tree.leaves(
-        jax.tree.broadcast(specs, state, is_leaf=lambda x: isinstance(x, P)),
-        is_leaf=lambda x: isinstance(x, P),
-    )
 
 
 def check_params_follow(state: TrainState, tx: DistributedTransformation) -> None:
