@@ -120,6 +120,9 @@ def put_moment(moment: Any, part: Any, buckets: Sequence[Bucket]) -> Any:
 
 
 def _cut(operand: Any, start: int, size: int) -> Any:
+    if operand.shape == (size,):
+        return memory.to_device(operand)  # XLA takes a slice that is all of it for a bitcast
+
     def one(lines: jax.Array) -> jax.Array:
         part = lax.dynamic_slice_in_dim(lines, start // ALIGNMENT, size // ALIGNMENT)
         return memory.to_device(part).reshape(-1)
@@ -128,6 +131,9 @@ def _cut(operand: Any, start: int, size: int) -> Any:
 
 
 def _put(operand: Any, part: Any, start: int) -> Any:
+    if operand.shape == part.shape:
+        return memory.to_host(part)
+
     def one(lines: jax.Array, new: jax.Array) -> jax.Array:
         new = memory.to_host(new)
         return lax.dynamic_update_slice_in_dim(lines, new, start // ALIGNMENT, 0).reshape(-1)
