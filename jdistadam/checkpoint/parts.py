@@ -290,9 +290,7 @@ class FlatArrays:
 @functools.lru_cache(maxsize=4096)
 def _extractor(form: _Form) -> Any:
     def local(flat: jax.Array, row: jax.Array) -> list[jax.Array]:
-        rows = flat.reshape(-1, ALIGNMENT)
-        lines = memory.to_device(lax.dynamic_slice_in_dim(rows, row, form.num_rows))
-        shard = lines.reshape(-1)[: form.size]
+        shard = memory.cut_lines(flat, row, form.num_rows, ALIGNMENT)[: form.size]
         if not form.is_packed:
             return [shard.reshape(form.shard_shape)]
         whole = collectives.all_gather(shard, form.state_axes, dim=0, to="varying")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax import lax
 
 HOST = "pinned_host"
 MEMORIES = ("device", HOST)
@@ -40,6 +41,39 @@ def from_host(tree: Any) -> Any:
         return jax.device_put(x, beside(x.sharding)) if is_on_host(x) else x
 
     return jax.tree.map(one, tree)
+
+
+def cut_lines(x: Any, first: Any, num_lines: int, width: int) -> jax.Array:
+    """Returns some lines of a flat array on the device, where the array may be on the host.
+
+    In lines, since the index of an element may be above 2^31. A slice that is all of the array
+    would be a bitcast between memories to XLA, which it refuses.
+
+    Args:
+      x: The flat array.
+      first: The first line.
+      num_lines: How many.
+      width: Elements of a line.
+    """
+    if x.size == num_lines * width:
+        return to_device(x)
+    lines = lax.dynamic_slice_in_dim(x.reshape(-1, width), first, num_lines)
+    return to_device(lines).reshape(-1)
+
+
+def put_lines(x: Any, new: Any, first: Any, width: int) -> jax.Array:
+    """Returns a flat array of the host with lines of the device put into it, in place if donated.
+
+    Args:
+      x: The flat array.
+      new: What ``cut_lines`` returned, changed.
+      first: The first line.
+      width: Elements of a line.
+    """
+    if x.size == new.size:
+        return to_host(new)
+    lines, new = to_host(x).reshape(-1, width), to_host(new.reshape(-1, width))
+    return lax.dynamic_update_slice_in_dim(lines, new, first, 0).reshape(-1)
 
 
 def _to(x: Any, space: Any) -> Any:

@@ -146,8 +146,7 @@ def _kind(config: DistributedConfig, bucket: Bucket, name: str) -> tuple[Any, ..
 def _decoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) -> Any:
     def local(moment: FlatCodes, block: jax.Array) -> jax.Array:
         def cut(x: jax.Array, size: int) -> jax.Array:
-            lines = lax.dynamic_slice_in_dim(x.reshape(-1, size), block, num_blocks)
-            return memory.to_device(lines).reshape(-1)
+            return memory.cut_lines(x, block, num_blocks, size)
 
         if not is_coded:
             return cut(moment.floats, BLOCK)

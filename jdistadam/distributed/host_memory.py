@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -96,7 +95,8 @@ def within(buckets: Sequence[Bucket]) -> list[Bucket]:
 
 def cut(x: Any, buckets: Sequence[Bucket]) -> jax.Array:
     """Brings what some buckets have of a flat array of the host to the device, as float arrays."""
-    return _cut(x, buckets[0].offset, _size(buckets))
+    part: jax.Array = _cut(x, buckets[0].offset, _size(buckets))
+    return part
 
 
 def put(x: Any, part: Any, buckets: Sequence[Bucket]) -> jax.Array:
@@ -115,37 +115,27 @@ def cut_moment(moment: Any, buckets: Sequence[Bucket]) -> Any:
 def put_moment(moment: Any, part: Any, buckets: Sequence[Bucket]) -> Any:
     """``put`` of a moment."""
     first = buckets[0]
-    pair = (operand_of(x, first) for x in (moment, part))
-    return with_result(moment, first, _put(*pair, offset_of(moment, first)))
+    old, new = operand_of(moment, first), operand_of(part, first)
+    return with_result(moment, first, _put(old, new, offset_of(moment, first)))
 
 
 def _cut(operand: Any, start: int, size: int) -> Any:
-    if operand.shape == (size,):
-        return memory.to_device(operand)  # XLA takes a slice that is all of it for a bitcast
+    def one(x: Any, width: int) -> Any:
+        return memory.cut_lines(x, start // BLOCK, size // BLOCK, width)
 
-    def one(lines: jax.Array) -> jax.Array:
-        part = lax.dynamic_slice_in_dim(lines, start // ALIGNMENT, size // ALIGNMENT)
-        return memory.to_device(part).reshape(-1)
-
-    return jax.tree.map(one, _lines(memory.to_host(operand)))
+    return jax.tree.map(one, operand, _widths(operand))
 
 
 def _put(operand: Any, part: Any, start: int) -> Any:
-    if operand.shape == part.shape:
-        return memory.to_host(part)
+    def one(x: Any, new: Any, width: int) -> Any:
+        return memory.put_lines(x, new, start // BLOCK, width)
 
-    def one(lines: jax.Array, new: jax.Array) -> jax.Array:
-        new = memory.to_host(new)
-        return lax.dynamic_update_slice_in_dim(lines, new, start // ALIGNMENT, 0).reshape(-1)
-
-    return jax.tree.map(one, _lines(memory.to_host(operand)), _lines(part))
+    return jax.tree.map(one, operand, part, _widths(operand))
 
 
-def _lines(operand: Any) -> Any:
-    """Flat arrays with one line for each block: an index of elements may be above 2^31."""
-    if is_codes(operand):
-        return BlockCodes(operand.codes.reshape(-1, BLOCK), operand.scales)
-    return operand.reshape(-1, ALIGNMENT)
+def _widths(operand: Any) -> Any:
+    """How many elements a flat array has for each block."""
+    return BlockCodes(BLOCK, 1) if is_codes(operand) else BLOCK
 
 
 def _size(buckets: Sequence[Bucket]) -> int:
