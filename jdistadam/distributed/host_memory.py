@@ -80,6 +80,12 @@ def windows(layout: Layout, indices: Sequence[int]) -> list[list[int]]:
     return found
 
 
+def largest_window(layout: Layout) -> int:
+    """How many elements the largest window of a layout has at most."""
+    parts = windows(layout, range(len(layout.buckets)))
+    return max((_size([layout.buckets[i] for i in part]) for part in parts), default=0)
+
+
 def within(buckets: Sequence[Bucket]) -> list[Bucket]:
     """Returns buckets as they are in a window that begins with the first of them."""
     first = buckets[0]
