@@ -78,7 +78,7 @@ def test_steps_have_the_bits_of_a_state_on_the_device(case):
         found[memory] = state, metrics = run(tx, few(tx, policy))
         assert memories(state.opt_state) == {memory} and int(metrics["skipped"]) == 1
         layout = tx.layout(state.params)
-        assert len(host_memory.windows(layout, range(len(layout.buckets)))) > 2
+        assert len(host_memory.windows(layout, range(len(layout.buckets)))) >= 2
     assert_trees_same_bits(*found.values(), case)
 
 
