@@ -11,6 +11,7 @@ The sum is that of ``grad_reduce_dtype=float32`` over XLA, bit for bit.
     grad_reduce_dtype             float32
     main_params_dtype             float32
     param_comm_dtype              None
+    state_memory                  "device"
 
 Such steps must be started from one thread: devices wait for each other in every one, so two threads
 whose programs reach two GPUs in different orders would wait until the limit (kernels/peer.py).
@@ -105,7 +106,8 @@ def choose_communication(
         raise PolicyError(
             "communication: a step over peer memory is not supported here: "
             f'got {reasons[0]}, expected "optim" with unsharded parameters, '
-            "float32 sums and main parameters, on 2, 4 or 8 devices of one process. "
+            "float32 sums and main parameters, the state on the device, on 2, 4 or 8 devices of "
+            "one process. "
             'Pass communication="auto", which goes over XLA here, or change the setting.'
         )
     return Communication("xla", reasons[0])

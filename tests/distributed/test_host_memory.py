@@ -75,7 +75,9 @@ def test_steps_have_the_bits_of_a_state_on_the_device(case):
     found = {}
     for memory in BOTH:
         tx = make_tx(place, policy, **SMALL, **options, state_memory=memory, ema_decay=0.9)
-        found[memory] = state, metrics = run(tx, few(tx, policy))
+        first = few(tx, policy)
+        assert memories(first.opt_state) == {memory}
+        found[memory] = state, metrics = run(tx, first)
         assert memories(state.opt_state) == {memory} and int(metrics["skipped"]) == 1
         layout = tx.layout(state.params)
         assert len(host_memory.windows(layout, range(len(layout.buckets)))) >= 2
