@@ -19,7 +19,7 @@ from support.exact_steps import GROUPS, LABELS, batches, make_tx
 from support.exact_sums import HYPER, linear_loss, random_params
 from support.samples import often
 
-BOTH = ("device", "pinned_host")
+BOTH, GPU = ("device", "pinned_host"), "gpu"
 FACTORS = {3: np.nan, 6: 0.25}
 SMALL = dict(bucket_bytes=1 << 12)
 DYNAMIC = jda.DynamicLossScale(init_scale=8.0, growth_interval=2)
@@ -224,6 +224,28 @@ def test_a_plan_has_the_bytes_of_each_memory():
     assert list(planned.on_host) == ["main_params", "mu", "nu", "ema"]
     assert re.search(r"\nema +on the host +\d", str(planned)) and "windows" in str(planned)
     assert jda.plan(state.params, over(2, "8 bits", "device")).on_host == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["float32", "bfloat16", "8 bits"])
+def test_on_one_gpu(policy, tmp_path):
+    """Steps, checkpoints from each memory into the other, conversions and averages."""
+    mesh, found = jax.make_mesh((1,), ("data",), devices=jax.devices(GPU)[:1]), {}
+    for memory in BOTH:
+        tx = make_tx("one device", policy, mesh=mesh, state_memory=memory, ema_decay=0.9)
+        state, metrics = run(tx, few(tx, policy))
+        assert memories(state.opt_state) == {memory} and int(metrics["skipped"]) == 1
+        jda.save(tmp_path / memory, state, tx)
+        found[memory] = tx, state
+    (on_device, want), (tx, got) = found.values()
+    assert_trees_same_bits(got, want)
+    assert_trees_same_bits(jda.ema_params(got, tx), jda.ema_params(want, on_device))
+    for memory, source in zip(BOTH, BOTH[::-1], strict=True):
+        tx = found[memory][0]
+        restored = jda.restore(tmp_path / source, jda.TrainState.shapes(want.params, tx), tx)
+        assert memories(restored.opt_state) == {memory}
+        assert_trees_same_bits(restored, want)
+        assert_trees_same_bits(jda.reload_main_params(restored, tx).params, want.params)
 
 
 @pytest.mark.parametrize("policy", ["float32", "8 bits"])
