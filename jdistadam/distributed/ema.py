@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jdistadam import compat
-from jdistadam.core import collectives, memory, trees
+from jdistadam.core import collectives, trees
 from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed import host_memory, packing
@@ -61,13 +61,24 @@ def with_new_ema(
     if config.ema_decay is None:
         return opt_state
     flat = config.parallel.state_spec
+    if config.is_on_host:
+        type_ = jax.ShapeDtypeStruct((layout.flat_size,), jnp.float32)
+        filled = compat.shard_map(
+            lambda tree, *given: _new_in_windows(config, layout, jax.tree.leaves(tree), *given),
+            mesh=config.mesh,
+            in_specs=(specs, flat, flat),
+            out_specs=flat,
+        )
+        zeros = host_memory.zeros(config, type_)
+        ema = jax.jit(filled, donate_argnums=2)(params, main, zeros)
+        return map_state(lambda state: state._replace(ema=ema), opt_state)
     new = compat.shard_map(
         lambda tree, main: new_ema(config, layout, jax.tree.leaves(tree), main),
         mesh=config.mesh,
         in_specs=(specs, flat),
         out_specs=flat,
     )
-    ema = host_memory.placed(config, jax.jit(new)(params, memory.from_host(main)))
+    ema = jax.jit(new)(params, main)
     return map_state(lambda state: state._replace(ema=ema), opt_state)
 
 
@@ -109,25 +120,28 @@ def _next_in_windows(
     is_skipped: jax.Array | None,
 ) -> Any:
     """``next_ema`` of arrays in the memory of the host: [Note: windows] in host_memory.py."""
-    for indices in host_memory.windows(layout, range(len(layout.buckets))):
-        buckets = [layout.buckets[i] for i in indices]
-        average = host_memory.cut(old, buckets)
-        has_main = buckets[0].has_main
-        new = next_ema(
-            dataclasses.replace(config, state_memory="device"),
-            dataclasses.replace(
-                layout,
-                buckets=tuple(host_memory.within(buckets)),
-                flat_size=average.size,
-                main_size=average.size if has_main else 0,
-            ),
-            average,
-            [shards[i] for i in indices],
-            host_memory.cut(main, buckets) if has_main else None,
-            is_skipped,
-        )
-        old = host_memory.put(old, new, buckets)
+    here = dataclasses.replace(config, state_memory="device")
+    for part in host_memory.parts(layout):
+        average, kept = host_memory.cut(old, part.buckets), _main_of(part, main)
+        of_part = [shards[i] for i in part.indices]
+        new = next_ema(here, part.layout, average, of_part, kept, is_skipped)
+        old = host_memory.put(old, new, part.buckets)
     return old
+
+
+def _new_in_windows(
+    config: DistributedConfig, layout: Layout, params: Sequence[Any], main: Any, flat: Any
+) -> Any:
+    """``new_ema`` put into a flat array of the host."""
+    for part in host_memory.parts(layout):
+        new = new_ema(config, part.layout, params, _main_of(part, main))
+        flat = host_memory.put(flat, new, part.buckets)
+    return flat
+
+
+def _main_of(part: host_memory.Part, main: Any) -> Any:
+    is_there = main is not None and part.layout.main_size
+    return host_memory.cut(main, part.buckets) if is_there else None
 
 
 def _exact_values(

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -64,11 +65,6 @@ def check_memory(config: DistributedConfig | None, **named: Any) -> None:
     trees.check_memory(**named)
 
 
-def placed(config: DistributedConfig, x: Any) -> Any:
-    """Brings a flat array to where ``state_memory`` says, outside of a program."""
-    return jax.device_put(x, config.state_sharding) if config.is_on_host else x
-
-
 def windows(layout: Layout, indices: Sequence[int]) -> list[list[int]]:
     """Cuts buckets, in their order, into those of each window: all or none have main parameters."""
     found: list[list[int]] = []
@@ -82,8 +78,46 @@ def windows(layout: Layout, indices: Sequence[int]) -> list[list[int]]:
 
 def largest_window(layout: Layout) -> int:
     """How many elements the largest window of a layout has at most."""
-    parts = windows(layout, range(len(layout.buckets)))
-    return max((_size([layout.buckets[i] for i in part]) for part in parts), default=0)
+    return max((part.layout.flat_size for part in parts(layout)), default=0)
+
+
+class Part(NamedTuple):
+    """A window: its buckets by index and as they are in the layout, and a layout of it alone."""
+
+    indices: list[int]
+    buckets: list[Bucket]
+    layout: Layout
+
+
+def parts(layout: Layout) -> list[Part]:
+    """The windows of all buckets of a layout."""
+    found = []
+    for indices in windows(layout, range(len(layout.buckets))):
+        buckets = [layout.buckets[i] for i in indices]
+        alone = dataclasses.replace(
+            layout,
+            buckets=tuple(within(buckets)),
+            flat_size=_size(buckets),
+            main_size=_size(buckets) if buckets[0].has_main else 0,
+        )
+        found.append(Part(indices, buckets, alone))
+    return found
+
+
+def zeros(config: DistributedConfig, types: Any) -> Any:
+    """Returns new flat arrays of zeros on the host, of the types of one device's parts."""
+    parallel = config.parallel
+    devices = parallel.num_shards * parallel.size(parallel.tensor_axes)
+
+    def one(x: Any) -> jax.Array:
+        def shard(index: Any) -> np.ndarray:
+            del index
+            return np.zeros(x.shape, x.dtype)
+
+        shape = (devices * x.shape[0],)
+        return jax.make_array_from_callback(shape, config.state_sharding, shard)
+
+    return jax.tree.map(one, types)
 
 
 def within(buckets: Sequence[Bucket]) -> list[Bucket]:

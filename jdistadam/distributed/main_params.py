@@ -51,14 +51,34 @@ def with_main_params(
     """
     if not layout.main_size:
         return opt_state
+    if config.is_on_host:
+        flat = _new_on_host(config, layout, specs, main)
+        return map_state(lambda state: state._replace(main_params=flat), opt_state)
     shard = compat.shard_map(
         lambda tree: main_shard(config, layout, jax.tree.leaves(tree)),
         mesh=config.mesh,
         in_specs=(specs,),
         out_specs=config.parallel.state_spec,
     )
-    flat = host_memory.placed(config, jax.jit(shard)(main))
+    flat = jax.jit(shard)(main)
     return map_state(lambda state: state._replace(main_params=flat), opt_state)
+
+
+def _new_on_host(config: DistributedConfig, layout: Layout, specs: Any, main: Params) -> jax.Array:
+    """Main parameters of global arrays in the memory of the host, made there window by window."""
+
+    def local(tree: Params, flat: jax.Array) -> jax.Array:
+        for part in host_memory.parts(layout):
+            if part.layout.main_size:
+                new = main_shard(config, part.layout, jax.tree.leaves(tree))
+                flat = host_memory.put(flat, new, part.buckets)
+        return flat
+
+    spec = config.parallel.state_spec
+    filled = compat.shard_map(local, mesh=config.mesh, in_specs=(specs, spec), out_specs=spec)
+    types = jax.ShapeDtypeStruct((layout.main_size,), config.policy.main_params.dtype)
+    new: jax.Array = jax.jit(filled, donate_argnums=1)(main, host_memory.zeros(config, types))
+    return new
 
 
 def round_to_comm_dtype(schedule: Schedule, params: Params, *, before_forward: bool = False) -> Any:

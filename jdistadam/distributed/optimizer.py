@@ -22,7 +22,7 @@ from jdistadam.core.norm_guard import NormGuard, NormGuardState, check_norm_guar
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.storage import MOMENT_NAMES
 from jdistadam.core.types import Grads, Params
-from jdistadam.distributed import model_axes
+from jdistadam.distributed import host_memory, model_axes
 from jdistadam.distributed.checks import (
     check_arguments,
     check_ema_decay,
@@ -31,7 +31,9 @@ from jdistadam.distributed.checks import (
 )
 from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
-from jdistadam.distributed.flat_moments import FlatCodes
+from jdistadam.distributed.ema import with_new_ema
+from jdistadam.distributed.flat_moments import FlatCodes, types_of_moment
+from jdistadam.distributed.main_params import with_main_params
 from jdistadam.distributed.mesh_axes import make_data_parallel
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import DistributedState, StepResult
@@ -269,14 +271,33 @@ class _Functions:
         placed = jax.tree.map(
             lambda spec: NamedSharding(config.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
         )
-        local = compat.shard_map(
-            lambda p: init_local(config, layout, p),
+        params = jax.device_put(compat.row_major(params), placed)
+        is_on_host = config.is_on_host
+        no_arrays: Any = dict.fromkeys(host_memory.ARRAYS)
+
+        def local(params: Params) -> DistributedState:
+            new = init_local(config, layout, params)
+            return new._replace(**no_arrays) if is_on_host else new
+
+        make = compat.shard_map(
+            local,
             mesh=config.mesh,
             in_specs=(specs,),
-            out_specs=self.specs,
+            out_specs=self.specs._replace(**no_arrays) if is_on_host else self.specs,
         )
-        state: DistributedState = jax.jit(local)(jax.device_put(compat.row_major(params), placed))
-        return state
+        state: DistributedState = jax.jit(make)(params)
+        if not is_on_host:
+            return state
+        # Arrays that may be too large for the device are made on the host, and filled in windows.
+        moments = {
+            name: host_memory.zeros(config, types_of_moment(config.algorithm, layout, name))
+            for name in ("mu", "nu")
+        }
+        state = with_main_params(config, layout, specs, state._replace(**moments), params)
+        with_average: DistributedState = with_new_ema(
+            config, layout, specs, state, params, state.main_params
+        )
+        return with_average
 
     def local_step(
         self, schedule: Schedule, grads: Grads, state: Any, params: Params, **extra_args: Any

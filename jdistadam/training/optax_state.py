@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import memory, trees
 from jdistadam.core.codecs import BLOCK
 from jdistadam.core.types import OptState, Params
-from jdistadam.distributed import host_memory, packing
+from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FlatCodes, decoded_shards, is_flat_codes, with_shards
 from jdistadam.distributed.layout import Layout
@@ -281,7 +281,7 @@ def _shard(
             end = bucket.offset + -(-bucket.shard_size // BLOCK) * BLOCK
             shards = jax.device_put(floats[:, bucket.offset : end].reshape(-1), place)
             like = with_shards(config, bucket, name, like, shards)
-        return jax.tree.map(functools.partial(host_memory.placed, config), like)
+        return jax.device_put(like, config.state_sharding) if config.is_on_host else like
 
     return old._replace(
         count=copy_to(adam.count, old.count.sharding),
