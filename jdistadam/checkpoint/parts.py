@@ -237,11 +237,13 @@ class FlatArrays:
     def new(self, section: str) -> Any:
         """Returns "mu", "nu", "main_params" or "ema", all zero; None where there are none."""
         if section == "ema":
-            return self._zeros(self.layout.flat_size, jnp.float32)
+            size = self.layout.flat_size
+            return flat_moments.zeros(self.config, jax.ShapeDtypeStruct((size,), jnp.float32))
         if section != "main_params":
             return flat_moments.new_moment(self.config, self.layout, section)
         size, dtype = self.layout.main_size, self.config.policy.main_params.dtype
-        return self._zeros(size, dtype) if size else None
+        types = jax.ShapeDtypeStruct((size,), dtype) if size else None
+        return flat_moments.zeros(self.config, types)
 
     def extract(self, bucket: Bucket, section: str, flat: Any) -> list[jax.Array]:
         """Returns the leaves of a bucket, in the order of ``bucket.leaves``; of codes float32."""
@@ -322,9 +324,8 @@ def _inserter(form: _Form) -> Any:
         else:
             shard = leaves[0].reshape(-1)
         gap = jnp.zeros((form.num_rows * ALIGNMENT - form.size,), flat.dtype)
-        rows = jnp.concatenate([shard, gap]).reshape(-1, ALIGNMENT)
-        lines = flat.reshape(-1, ALIGNMENT)
-        return lax.dynamic_update_slice_in_dim(lines, rows, row, 0).reshape(-1)
+        rows = jnp.concatenate([shard, gap])
+        return memory.put_lines(flat, rows, row, ALIGNMENT)
 
     mapped = compat.shard_map(
         local,

@@ -151,7 +151,7 @@ class _Flat:
     def __init__(self, fields: dict[str, Any], adam: Any, tx: Any, *, starts_anew: bool) -> None:
         params, self._config, self._adam = fields["params"], tx.config, adam
         self._arrays = FlatArrays(tx, params)
-        self._place = NamedSharding(tx.config.mesh, tx.config.parallel.state_spec)
+        self._place = tx.config.state_sharding
         self._starts_anew = starts_anew
         has_average = tx.config.ema_decay is not None
         self.sections = (*parts.MOMENTS, "main_params", *(("ema",) if has_average else ()))
@@ -224,7 +224,7 @@ class _Flat:
         }
         placed = jax.device_put(copy_to(scalars, everywhere), everywhere)
         # On Explicit axes shardings come back spelled in another way: device_put copies nothing.
-        placed |= jax.device_put(self._new, config.state_sharding)
+        placed |= jax.device_put(self._new, self._place)
         return self._adam._replace(count=count, **placed), None
 
 

@@ -62,7 +62,7 @@ def cut_lines(x: Any, first: Any, num_lines: int, width: int) -> jax.Array:
 
 
 def put_lines(x: Any, new: Any, first: Any, width: int) -> jax.Array:
-    """Returns a flat array of the host with lines of the device put into it, in place if donated.
+    """Returns a flat array of either memory with lines put into it, in place if donated.
 
     Args:
       x: The flat array.
@@ -70,8 +70,8 @@ def put_lines(x: Any, new: Any, first: Any, width: int) -> jax.Array:
       first: The first line.
       width: Elements of a line.
     """
-    lines, new = to_host(x).reshape(-1, width), to_host(new.reshape(-1, width))
-    return lax.dynamic_update_slice_in_dim(lines, new, first, 0).reshape(-1)
+    new = _to(new.reshape(-1, width), jax.typeof(x).memory_space)
+    return lax.dynamic_update_slice_in_dim(x.reshape(-1, width), new, first, 0).reshape(-1)
 
 
 def _to(x: Any, space: Any) -> Any:

@@ -15,6 +15,7 @@ from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.flat_moments import zeros
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.state import map_state
@@ -69,8 +70,7 @@ def with_new_ema(
             in_specs=(specs, flat, flat),
             out_specs=flat,
         )
-        zeros = host_memory.zeros(config, type_)
-        ema = jax.jit(filled, donate_argnums=2)(params, main, zeros)
+        ema = jax.jit(filled, donate_argnums=2)(params, main, zeros(config, type_))
         return map_state(lambda state: state._replace(ema=ema), opt_state)
     new = compat.shard_map(
         lambda tree, main: new_ema(config, layout, jax.tree.leaves(tree), main),

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import Mesh, NamedSharding
+import numpy as np
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
@@ -91,14 +91,24 @@ def with_result(moment: Any, bucket: Bucket, new: Any) -> Any:
 
 def new_moment(config: DistributedConfig, layout: Layout, name: str) -> Any:
     """Returns the moment "mu" or "nu" of a state, all zero: flat arrays on all devices."""
-    parallel = config.parallel
+    return zeros(config, types_of_moment(config.algorithm, layout, name))
+
+
+def zeros(config: DistributedConfig, types: Any) -> Any:
+    """Returns flat arrays of zeros on all devices, of the types of what one device has of them."""
+    parallel, sharding = config.parallel, config.state_sharding
     devices = parallel.num_shards * parallel.size(parallel.tensor_axes)
-    types = types_of_moment(config.algorithm, layout, name)
 
     def make() -> Any:
         return jax.tree.map(lambda x: jnp.zeros(devices * x.shape[0], x.dtype), types)
 
-    return jax.jit(make, out_shardings=NamedSharding(config.mesh, parallel.state_spec))()
+    def made_on_host(x: Any) -> jax.Array:  # where the device need not have room for it
+        shape = (devices * x.shape[0],)
+        return jax.make_array_from_callback(shape, sharding, lambda _: np.zeros(x.shape, x.dtype))
+
+    if config.is_on_host:
+        return jax.tree.map(made_on_host, types)
+    return jax.jit(make, out_shardings=sharding)()
 
 
 def decoded_shards(
@@ -162,8 +172,7 @@ def _decoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) ->
 def _encoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) -> Any:
     def local(moment: FlatCodes, block: jax.Array, shard: jax.Array) -> FlatCodes:
         def put(x: jax.Array, new: jax.Array, size: int) -> jax.Array:
-            rows, new = x.reshape(-1, size), new.reshape(num_blocks, size)
-            return lax.dynamic_update_slice_in_dim(rows, new, block, 0).reshape(-1)
+            return memory.put_lines(x, new, block, size)
 
         if not is_coded:
             return moment._replace(floats=put(moment.floats, shard, BLOCK))

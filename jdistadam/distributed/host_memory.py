@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -104,22 +103,6 @@ def parts(layout: Layout) -> list[Part]:
     return found
 
 
-def zeros(config: DistributedConfig, types: Any) -> Any:
-    """Returns new flat arrays of zeros on the host, of the types of one device's parts."""
-    parallel = config.parallel
-    devices = parallel.num_shards * parallel.size(parallel.tensor_axes)
-
-    def one(x: Any) -> jax.Array:
-        def shard(index: Any) -> np.ndarray:
-            del index
-            return np.zeros(x.shape, x.dtype)
-
-        shape = (devices * x.shape[0],)
-        return jax.make_array_from_callback(shape, config.state_sharding, shard)
-
-    return jax.tree.map(one, types)
-
-
 def within(buckets: Sequence[Bucket]) -> list[Bucket]:
     """Returns buckets as they are in a window that begins with the first of them."""
     first = buckets[0]
@@ -168,7 +151,7 @@ def _cut(operand: Any, start: int, size: int) -> Any:
 
 def _put(operand: Any, part: Any, start: int) -> Any:
     def one(x: Any, new: Any, width: int) -> Any:
-        return memory.put_lines(x, new, start // BLOCK, width)
+        return memory.put_lines(memory.to_host(x), new, start // BLOCK, width)
 
     return jax.tree.map(one, operand, part, _widths(operand))
 

@@ -16,6 +16,7 @@ from jdistadam.core import collectives, memory
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.flat_moments import zeros
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule
@@ -77,7 +78,7 @@ def _new_on_host(config: DistributedConfig, layout: Layout, specs: Any, main: Pa
     spec = config.parallel.state_spec
     filled = compat.shard_map(local, mesh=config.mesh, in_specs=(specs, spec), out_specs=spec)
     types = jax.ShapeDtypeStruct((layout.main_size,), config.policy.main_params.dtype)
-    new: jax.Array = jax.jit(filled, donate_argnums=1)(main, host_memory.zeros(config, types))
+    new: jax.Array = jax.jit(filled, donate_argnums=1)(main, zeros(config, types))
     return new
 
 

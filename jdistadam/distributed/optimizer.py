@@ -32,7 +32,7 @@ from jdistadam.distributed.checks import (
 from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.ema import with_new_ema
-from jdistadam.distributed.flat_moments import FlatCodes, types_of_moment
+from jdistadam.distributed.flat_moments import FlatCodes, new_moment
 from jdistadam.distributed.main_params import with_main_params
 from jdistadam.distributed.mesh_axes import make_data_parallel
 from jdistadam.distributed.schedule import Schedule
@@ -289,10 +289,7 @@ class _Functions:
         if not is_on_host:
             return state
         # Arrays that may be too large for the device are made on the host, and filled in windows.
-        moments = {
-            name: host_memory.zeros(config, types_of_moment(config.algorithm, layout, name))
-            for name in ("mu", "nu")
-        }
+        moments = {name: new_moment(config, layout, name) for name in ("mu", "nu")}
         state = with_main_params(config, layout, specs, state._replace(**moments), params)
         with_average: DistributedState = with_new_ema(
             config, layout, specs, state, params, state.main_params

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core import memory, trees
+from jdistadam.core import trees
 from jdistadam.core.codecs import BLOCK
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed import packing
@@ -275,13 +275,12 @@ def _shard(
         if not is_flat_codes(like):
             return jax.device_put(flat(tree, like.dtype), config.state_sharding)
         devices = config.num_shards * config.parallel.size(config.parallel.tensor_axes)
-        like = memory.from_host(like)
         floats = np.asarray(flat(tree, jnp.float32)).reshape(devices, layout.flat_size)
         for bucket in layout.buckets:
             end = bucket.offset + -(-bucket.shard_size // BLOCK) * BLOCK
             shards = jax.device_put(floats[:, bucket.offset : end].reshape(-1), place)
             like = with_shards(config, bucket, name, like, shards)
-        return jax.device_put(like, config.state_sharding) if config.is_on_host else like
+        return like
 
     return old._replace(
         count=copy_to(adam.count, old.count.sharding),
