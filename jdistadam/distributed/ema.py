@@ -15,7 +15,7 @@ from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import zeros
+from jdistadam.distributed.flat_moments import shard_in, zeros
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.state import map_state
@@ -171,7 +171,7 @@ def averaged_leaves(
     """
     leaves = [jnp.asarray(x).astype(jnp.float32) for x in params]
     for bucket in layout.buckets:
-        shard = ema[bucket.offset : bucket.offset + bucket.shard_size].reshape(bucket.shard_shape)
+        shard = shard_in(ema, bucket)
         held = bucket.inner_shape if bucket.is_sharded_param else ()
         axes = packing.axes_left_to_cut(parallel, bucket, held)
         whole = collectives.all_gather(shard, axes, dim=bucket.cut_dim)

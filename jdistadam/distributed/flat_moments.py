@@ -20,7 +20,7 @@ from jdistadam.core import memory
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.codecs import BLOCK, FLOAT32, BlockCodes, codec_of
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.layout import Bucket, Layout
+from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout
 
 
 class FlatCodes(NamedTuple):
@@ -61,6 +61,13 @@ def bytes_of_moment(algorithm: Algorithm, layout: Layout, name: str) -> int:
     if not codec.is_coded:
         return codec.nbytes(layout.flat_size)
     return codec.nbytes(layout.coded_size) + FLOAT32.nbytes(layout.uncoded_size)
+
+
+def shard_in(flat: Any, bucket: Bucket) -> jax.Array:
+    """Returns the shard of a bucket in a flat array of floats, on the device."""
+    num_lines = -(-bucket.shard_size // ALIGNMENT)
+    lines = memory.cut_lines(flat, bucket.offset // ALIGNMENT, num_lines, ALIGNMENT)
+    return lines[: bucket.shard_size].reshape(bucket.shard_shape)
 
 
 def offset_of(moment: Any, bucket: Bucket) -> int:

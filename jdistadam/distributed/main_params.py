@@ -12,11 +12,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import collectives, memory
+from jdistadam.core import collectives
 from jdistadam.core.types import OptState, Params
-from jdistadam.distributed import host_memory, packing
+from jdistadam.distributed import flat_moments, host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import zeros
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule
@@ -78,7 +77,7 @@ def _new_on_host(config: DistributedConfig, layout: Layout, specs: Any, main: Pa
     spec = config.parallel.state_spec
     filled = compat.shard_map(local, mesh=config.mesh, in_specs=(specs, spec), out_specs=spec)
     types = jax.ShapeDtypeStruct((layout.main_size,), config.policy.main_params.dtype)
-    new: jax.Array = jax.jit(filled, donate_argnums=1)(main, zeros(config, types))
+    new: jax.Array = jax.jit(filled, donate_argnums=1)(main, flat_moments.zeros(config, types))
     return new
 
 
@@ -139,7 +138,7 @@ def paths_that_differ(
         buckets,
         tuple(jax.tree.leaves(specs, is_leaf=is_spec)),
     )
-    differ = np.asarray(compare(leaves, memory.from_host(main)))
+    differ = np.asarray(compare(leaves, main))
     return [
         layout.leaves[i].path
         for bucket, found in zip(buckets, differ.tolist(), strict=True)
@@ -168,7 +167,7 @@ def _differ_local(
     """For each bucket with main parameters, whether any device's shard of the params differs."""
     found = []
     for bucket in buckets:
-        kept = main[bucket.offset : bucket.offset + bucket.shard_size].reshape(bucket.shard_shape)
+        kept = flat_moments.shard_in(main, bucket)
         rounded = kept.astype(bucket.dtype)
         have = packing.state_shard(parallel, bucket, leaves, bucket.dtype)
         equal = (have == rounded) | (jnp.isnan(have) & jnp.isnan(rounded))

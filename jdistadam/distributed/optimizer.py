@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import collectives
+from jdistadam.core import collectives, trees
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.arguments import FLOATS, float_dtype
 from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState, check_loss_scale
@@ -272,7 +272,7 @@ class _Functions:
             lambda spec: NamedSharding(config.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
         )
         params = jax.device_put(compat.row_major(params), placed)
-        is_on_host = config.is_on_host
+        is_on_host = config.is_on_host and not trees.is_traced(params)
         no_arrays: Any = dict.fromkeys(host_memory.ARRAYS)
 
         def local(params: Params) -> DistributedState:

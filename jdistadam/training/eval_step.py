@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import memory, trees
+from jdistadam.core import trees
 from jdistadam.core.types import Params
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.accumulate import valid_weight
@@ -272,7 +272,7 @@ def ema_params(state: TrainState, tx: DistributedTransformation) -> Any:
     averaged = compat.shard_map(
         local, mesh=config.mesh, in_specs=(specs, config.parallel.state_spec), out_specs=specs
     )
-    return jax.jit(averaged)(state.params, memory.from_host(average.ema))
+    return jax.jit(averaged)(state.params, average.ema)
 
 
 def _gathered(schedule: Schedule | None, params: Params) -> Any:
