@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.checkpoint import parts
-from jdistadam.core import collectives
+from jdistadam.core import collectives, memory
 from jdistadam.core.codecs import NOTHING, BlockCodes, Codec, codec_of, is_codes
 from jdistadam.core.loss_scale import LossScaleState, continued_loss_scale
 from jdistadam.core.norm_guard import NormGuardState, continued_norm_guard
@@ -122,7 +122,7 @@ class FlatAdam:
         config = tx.config
         self.config, self.state, self._starts_anew = config, state, starts_anew
         self.layout = tx.layout(params)
-        self._place = NamedSharding(config.mesh, config.parallel.state_spec)
+        self._place = config.state_sharding
         storage = config.algorithm.storage
         dtypes = {part: storage.float_dtype(part) for part in parts.MOMENTS}
         if config.ema_decay is not None:
@@ -173,17 +173,20 @@ class FlatAdam:
         """A moment, the main parameters or the average, all zero; None where there are none."""
         if section in parts.MOMENTS:
             return flat_moments.new_moment(self.config, self.layout, section)
-        if section == "ema":
-            return self._zeros(self.layout.flat_size, jnp.float32)
         size, dtype = self.layout.main_size, self.config.policy.main_params.dtype
-        return self._zeros(size, dtype) if size else None
+        if section == "ema":
+            size, dtype = self.layout.flat_size, jnp.float32
+        of_device = jax.ShapeDtypeStruct((size,), dtype) if size else None
+        return flat_moments.zeros(self.config, of_device)
 
-    def _zeros(self, size: int, dtype: Any) -> jax.Array:
-        """A flat array of zeros, of ``size`` elements on each device."""
+    def _empty_shards(self, bucket: Bucket) -> jax.Array:
+        """Zeros for the shards of all devices, each filled up to whole blocks; on the devices."""
         parallel = self.config.parallel
-        total = size * parallel.num_shards * parallel.size(parallel.tensor_axes)
-        flat: jax.Array = jax.jit(lambda: jnp.zeros((total,), dtype), out_shardings=self._place)()
-        return flat
+        devices = parallel.num_shards * parallel.size(parallel.tensor_axes)
+        size = devices * -(-bucket.shard_size // ALIGNMENT) * ALIGNMENT
+        place = NamedSharding(parallel.mesh, parallel.state_spec)
+        zeros: jax.Array = jax.jit(lambda: jnp.zeros(size, jnp.float32), out_shardings=place)()
+        return zeros
 
     def main_of(self, name: str) -> Any:
         """Returns what the template has of main parameters."""
@@ -196,8 +199,7 @@ class FlatAdam:
             old = self.extract(bucket, section, flat)
             found = [y if x is None else x for x, y in zip(found, old, strict=True)]
         if is_flat_codes(flat):
-            empty = self._zeros(-(-bucket.shard_size // ALIGNMENT) * ALIGNMENT, jnp.float32)
-            shards = put(empty, 0, list(found))
+            shards = put(self._empty_shards(bucket), 0, list(found))
             new = flat_moments.with_shards(self.config, bucket, section, flat, shards)
         else:
             new = put(flat, bucket.offset // ALIGNMENT, list(found))
@@ -270,8 +272,7 @@ class _Form:
 @functools.lru_cache(maxsize=4096)
 def _extractor(form: _Form) -> Any:
     def local(flat: jax.Array, row: jax.Array) -> list[jax.Array]:
-        rows = flat.reshape(-1, ALIGNMENT)
-        shard = lax.dynamic_slice_in_dim(rows, row, form.num_rows).reshape(-1)[: form.size]
+        shard = memory.cut_lines(flat, row, form.num_rows, ALIGNMENT)[: form.size]
         if not form.is_packed:
             return [shard.reshape(form.shard_shape)]
         whole = collectives.all_gather(shard, form.parallel.state_axes, dim=0, to="varying")
@@ -296,8 +297,6 @@ def _inserter(form: _Form) -> Any:
             index = collectives.axis_index(form.parallel.state_axes)
             shard = shard_of(whole, index, whole.size // form.size, 0)
         gap = jnp.zeros((form.num_rows * ALIGNMENT - form.size,), flat.dtype)
-        rows = jnp.concatenate([shard, gap]).reshape(-1, ALIGNMENT)
-        lines = flat.reshape(-1, ALIGNMENT)
-        return lax.dynamic_update_slice_in_dim(lines, rows, row, 0).reshape(-1)
+        return memory.put_lines(flat, jnp.concatenate([shard, gap]), row, ALIGNMENT)
 
     return form.compiled(local, (spec, P(), list(form.specs)), spec, donate_argnums=0)

@@ -22,6 +22,7 @@ from jdistadam.core import trees
 from jdistadam.core.codecs import NOTHING, Codec, codec_of
 from jdistadam.core.loss_scale import DynamicLossScale
 from jdistadam.core.storage import main_codec_of
+from jdistadam.distributed import host_memory
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.layout import Bucket
@@ -43,7 +44,7 @@ def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
       LayoutError: It is of another layout than that of ``tx``, or its params are not the rounded
         main parameters.
     """
-    trees.check_memory(state=state)
+    host_memory.check_memory(getattr(tx, "config", None), state=state)
     fields = parts.fields_of(state)
     adam, flat = parts.adam_of(fields["opt_state"]), None
     if is_distributed_state(adam):

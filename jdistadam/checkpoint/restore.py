@@ -14,6 +14,7 @@ from jdistadam.checkpoint.extra import nested, restored_extra
 from jdistadam.checkpoint.restored import Predicate, Request, Restored
 from jdistadam.checkpoint.storage import compiled, orbax
 from jdistadam.core import trees
+from jdistadam.distributed import host_memory
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import CheckpointError
@@ -70,7 +71,7 @@ def restore(
       TreeError, ShapeError, DtypeError: It is not one of such a state; the message names the file
         and the leaf.
     """
-    trees.check_memory(template=template)
+    host_memory.check_memory(getattr(tx, "config", None), template=template)
     reader = _reader(folder, step)
     fields = parts.fields_of(template)
     mesh = None

@@ -26,6 +26,7 @@ Every concept of this folder, and its file, in the order in which a step passes 
 ``main_params.py``        Main parameters: made, compared and rounded to the model's dtype.
 ``ema.py``                The moving average of main parameters, where one is asked for.
 ``flat_moments.py``       A moment of the flat state: floats, or codes beside floats.
+``host_memory.py``        State in the memory of the host, brought to the device in windows.
 ``blocks.py``             Quantized state and random bits: which blocks of a leaf a device has.
 ``peer_step.py``          The same step over peer memory, in one kernel.
 ========================  ======================================================================

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jdistadam.core import collectives, trees
+from jdistadam.core import collectives, memory, trees
 from jdistadam.core.arguments import check_flag, out_of_range
 from jdistadam.core.codecs import BLOCK_CODECS
 from jdistadam.core.precision import MixedPrecisionPolicy
@@ -67,6 +67,15 @@ def check_ema_decay(value: Any) -> None:
     is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     if value is not None and not (is_number and 0 < value < 1 and np.float32(1 - value) > 0):
         raise out_of_range("ema_decay", value, "a Python number above 0 and below 1")
+
+
+def check_state_memory(value: Any) -> None:
+    """Raises PolicyError unless ``state_memory`` is the name of a memory."""
+    if value not in memory.MEMORIES:
+        raise PolicyError(
+            f"state_memory: unknown: got {value!r}, expected "
+            f"{' or '.join(map(repr, memory.MEMORIES))}. Leave it out, or pass one of these."
+        )
 
 
 def check_predicate(name: str, predicate: Any) -> None:
@@ -197,6 +206,7 @@ def check_placement(config: DistributedConfig, state: Any) -> None:
     got = getattr(jax.tree.leaves(state.mu)[0], "sharding", None)
     if not isinstance(got, NamedSharding) or got.is_fully_replicated:
         return  # no shards that could be mistaken
+    got = memory.beside(got)
     if got == expected or got.is_equivalent_to(expected, 1):
         return
     texts = [f"{x.spec} on {dict(x.mesh.shape)}" for x in (got, expected)]

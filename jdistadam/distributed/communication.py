@@ -12,6 +12,7 @@ The sum is that of ``grad_reduce_dtype=float32`` over XLA, bit for bit.
     main_params_dtype             float32
     param_comm_dtype              None
     norms                         None
+    state_memory                  "device"
 
 Such steps must be started from one thread: devices wait for each other in every one, so two threads
 whose programs reach two GPUs in different orders would wait until the limit (kernels/peer.py).
@@ -75,6 +76,7 @@ def choose_communication(
     algorithm: Algorithm,
     *,
     has_norms: bool = False,
+    state_memory: str = "device",
 ) -> Communication:
     """Chooses the transport of a step.
 
@@ -84,6 +86,7 @@ def choose_communication(
       policy: The dtypes of what is kept and sent.
       algorithm: Those of the moments.
       has_norms: Whether norms are asked for.
+      state_memory: Where the state is.
 
     Raises:
       PolicyError: ``requested`` is none of these, or is "peer" where that is not supported.
@@ -97,6 +100,8 @@ def choose_communication(
     if requested == "xla":
         return OVER_XLA
     reasons = [*(["norms"] if has_norms else []), *_obstacles(parallel, policy, algorithm)]
+    if state_memory != "device":
+        reasons.insert(0, f'state_memory="{state_memory}"')
     if not reasons:
         reasons += _obstacles_of_devices(parallel.mesh, is_asked_for=requested == "peer")
     if not reasons:
@@ -105,7 +110,8 @@ def choose_communication(
         raise PolicyError(
             "communication: a step over peer memory is not supported here: "
             f'got {reasons[0]}, expected "optim" with unsharded parameters, '
-            "float32 sums and main parameters and no norms, on 2, 4 or 8 devices of one process. "
+            "float32 sums and main parameters, the state on the device and no norms, on 2, 4 or 8 "
+            "devices of one process. "
             'Pass communication="auto", which goes over XLA here, or change the setting.'
         )
     return Communication("xla", reasons[0])

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
@@ -54,6 +54,18 @@ class DistributedConfig:
     ema_decay: float | None = None
     norm_guard: NormGuard | None = None
     norms: str | Callable[[str], str | None] | None = None
+    state_memory: str = "device"
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the flat state is in the memory of the host between steps."""
+        return self.state_memory != "device"
+
+    @property
+    def state_sharding(self) -> NamedSharding:
+        """Where the flat arrays of the state are."""
+        sharding = NamedSharding(self.mesh, self.parallel.state_spec)
+        return sharding.with_memory_kind(self.state_memory) if self.is_on_host else sharding
 
     @property
     def takes_norm_first(self) -> bool:

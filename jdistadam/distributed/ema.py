@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +13,9 @@ from jdistadam import compat
 from jdistadam.core import collectives, trees
 from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.types import OptState, Params
-from jdistadam.distributed import packing
+from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.flat_moments import shard_in, zeros
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.state import map_state
@@ -60,6 +62,16 @@ def with_new_ema(
     if config.ema_decay is None:
         return opt_state
     flat = config.parallel.state_spec
+    if config.is_on_host:
+        type_ = jax.ShapeDtypeStruct((layout.flat_size,), jnp.float32)
+        filled = compat.shard_map(
+            lambda tree, *given: _new_in_windows(config, layout, jax.tree.leaves(tree), *given),
+            mesh=config.mesh,
+            in_specs=(specs, flat, flat),
+            out_specs=flat,
+        )
+        ema = jax.jit(filled, donate_argnums=2)(params, main, zeros(config, type_))
+        return map_state(lambda state: state._replace(ema=ema), opt_state)
     new = compat.shard_map(
         lambda tree, main: new_ema(config, layout, jax.tree.leaves(tree), main),
         mesh=config.mesh,
@@ -90,11 +102,46 @@ def next_ema(
     """
     if config.ema_decay is None:
         return None
+    if config.is_on_host:
+        return _next_in_windows(config, layout, old, shards, main, is_skipped)
     values = _exact_values(config, layout, shards, main)
     # Not d * old + (1 - d) * new, whose weights in float32 do not add up to 1: what does not change
     # would move.
     new = old + jnp.float32(1 - config.ema_decay) * (values - old)
     return trees.keep_if(is_skipped, old, new)
+
+
+def _next_in_windows(
+    config: DistributedConfig,
+    layout: Layout,
+    old: Any,
+    shards: Sequence[Any],
+    main: Any,
+    is_skipped: jax.Array | None,
+) -> Any:
+    """``next_ema`` of arrays in the memory of the host: [Note: windows] in host_memory.py."""
+    here = dataclasses.replace(config, state_memory="device")
+    for part in host_memory.parts(layout):
+        average, kept = host_memory.cut(old, part.buckets), _main_of(part, main)
+        of_part = [shards[i] for i in part.indices]
+        new = next_ema(here, part.layout, average, of_part, kept, is_skipped)
+        old = host_memory.put(old, new, part.buckets)
+    return old
+
+
+def _new_in_windows(
+    config: DistributedConfig, layout: Layout, params: Sequence[Any], main: Any, flat: Any
+) -> Any:
+    """``new_ema`` put into a flat array of the host."""
+    for part in host_memory.parts(layout):
+        new = new_ema(config, part.layout, params, _main_of(part, main))
+        flat = host_memory.put(flat, new, part.buckets)
+    return flat
+
+
+def _main_of(part: host_memory.Part, main: Any) -> Any:
+    is_there = main is not None and part.layout.main_size
+    return host_memory.cut(main, part.buckets) if is_there else None
 
 
 def _exact_values(
@@ -124,7 +171,7 @@ def averaged_leaves(
     """
     leaves = [jnp.asarray(x).astype(jnp.float32) for x in params]
     for bucket in layout.buckets:
-        shard = ema[bucket.offset : bucket.offset + bucket.shard_size].reshape(bucket.shard_shape)
+        shard = shard_in(ema, bucket)
         held = bucket.inner_shape if bucket.is_sharded_param else ()
         axes = packing.axes_left_to_cut(parallel, bucket, held)
         whole = collectives.all_gather(shard, axes, dim=bucket.cut_dim)

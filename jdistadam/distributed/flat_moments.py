@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import Mesh, NamedSharding
+import numpy as np
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
+from jdistadam.core import memory
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.codecs import BLOCK, FLOAT32, BlockCodes, codec_of
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.layout import Bucket, Layout
+from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout
 
 
 class FlatCodes(NamedTuple):
@@ -62,6 +63,13 @@ def bytes_of_moment(algorithm: Algorithm, layout: Layout, name: str) -> int:
     return codec.nbytes(layout.coded_size) + FLOAT32.nbytes(layout.uncoded_size)
 
 
+def shard_in(flat: Any, bucket: Bucket) -> jax.Array:
+    """Returns the shard of a bucket in a flat array of floats, on the device."""
+    num_lines = -(-bucket.shard_size // ALIGNMENT)
+    lines = memory.cut_lines(flat, bucket.offset // ALIGNMENT, num_lines, ALIGNMENT)
+    return lines[: bucket.shard_size].reshape(bucket.shard_shape)
+
+
 def offset_of(moment: Any, bucket: Bucket) -> int:
     """Returns where the shard of a bucket begins in the array that holds its moment."""
     return bucket.moment_offset if is_flat_codes(moment) else bucket.offset
@@ -90,14 +98,24 @@ def with_result(moment: Any, bucket: Bucket, new: Any) -> Any:
 
 def new_moment(config: DistributedConfig, layout: Layout, name: str) -> Any:
     """Returns the moment "mu" or "nu" of a state, all zero: flat arrays on all devices."""
-    parallel = config.parallel
+    return zeros(config, types_of_moment(config.algorithm, layout, name))
+
+
+def zeros(config: DistributedConfig, types: Any) -> Any:
+    """Returns flat arrays of zeros on all devices, of the types of what one device has of them."""
+    parallel, sharding = config.parallel, config.state_sharding
     devices = parallel.num_shards * parallel.size(parallel.tensor_axes)
-    types = types_of_moment(config.algorithm, layout, name)
 
     def make() -> Any:
         return jax.tree.map(lambda x: jnp.zeros(devices * x.shape[0], x.dtype), types)
 
-    return jax.jit(make, out_shardings=NamedSharding(config.mesh, parallel.state_spec))()
+    def made_on_host(x: Any) -> jax.Array:  # where the device need not have room for it
+        shape = (devices * x.shape[0],)
+        return jax.make_array_from_callback(shape, sharding, lambda _: np.zeros(x.shape, x.dtype))
+
+    if config.is_on_host:
+        return jax.tree.map(made_on_host, types)
+    return jax.jit(make, out_shardings=sharding)()
 
 
 def decoded_shards(
@@ -114,8 +132,8 @@ def decoded_shards(
       moment: The moment.
     """
     decode = _decoder(*_kind(config, bucket, name))
-    place = NamedSharding(config.mesh, config.parallel.state_spec)
-    moment = jax.device_put(moment, place)  # where it is numpy's
+    if not all(isinstance(x, jax.Array) for x in moment):  # but numpy's
+        moment = jax.device_put(moment, config.state_sharding)
     shards: jax.Array = decode(moment, bucket.moment_offset // BLOCK)
     return shards
 
@@ -145,7 +163,7 @@ def _kind(config: DistributedConfig, bucket: Bucket, name: str) -> tuple[Any, ..
 def _decoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) -> Any:
     def local(moment: FlatCodes, block: jax.Array) -> jax.Array:
         def cut(x: jax.Array, size: int) -> jax.Array:
-            return lax.dynamic_slice_in_dim(x.reshape(-1, size), block, num_blocks).reshape(-1)
+            return memory.cut_lines(x, block, num_blocks, size)
 
         if not is_coded:
             return cut(moment.floats, BLOCK)
@@ -161,8 +179,7 @@ def _decoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) ->
 def _encoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) -> Any:
     def local(moment: FlatCodes, block: jax.Array, shard: jax.Array) -> FlatCodes:
         def put(x: jax.Array, new: jax.Array, size: int) -> jax.Array:
-            rows, new = x.reshape(-1, size), new.reshape(num_blocks, size)
-            return lax.dynamic_update_slice_in_dim(rows, new, block, 0).reshape(-1)
+            return memory.put_lines(x, new, block, size)
 
         if not is_coded:
             return moment._replace(floats=put(moment.floats, shard, BLOCK))

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam import compat
 from jdistadam.core import collectives
 from jdistadam.core.types import OptState, Params
-from jdistadam.distributed import packing
+from jdistadam.distributed import flat_moments, host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
@@ -51,6 +51,9 @@ def with_main_params(
     """
     if not layout.main_size:
         return opt_state
+    if config.is_on_host:
+        flat = _new_on_host(config, layout, specs, main)
+        return map_state(lambda state: state._replace(main_params=flat), opt_state)
     shard = compat.shard_map(
         lambda tree: main_shard(config, layout, jax.tree.leaves(tree)),
         mesh=config.mesh,
@@ -59,6 +62,23 @@ def with_main_params(
     )
     flat = jax.jit(shard)(main)
     return map_state(lambda state: state._replace(main_params=flat), opt_state)
+
+
+def _new_on_host(config: DistributedConfig, layout: Layout, specs: Any, main: Params) -> jax.Array:
+    """Main parameters of global arrays in the memory of the host, made there window by window."""
+
+    def local(tree: Params, flat: jax.Array) -> jax.Array:
+        for part in host_memory.parts(layout):
+            if part.layout.main_size:
+                new = main_shard(config, part.layout, jax.tree.leaves(tree))
+                flat = host_memory.put(flat, new, part.buckets)
+        return flat
+
+    spec = config.parallel.state_spec
+    filled = compat.shard_map(local, mesh=config.mesh, in_specs=(specs, spec), out_specs=spec)
+    types = jax.ShapeDtypeStruct((layout.main_size,), config.policy.main_params.dtype)
+    new: jax.Array = jax.jit(filled, donate_argnums=1)(main, flat_moments.zeros(config, types))
+    return new
 
 
 def round_to_comm_dtype(schedule: Schedule, params: Params, *, before_forward: bool = False) -> Any:
@@ -147,7 +167,7 @@ def _differ_local(
     """For each bucket with main parameters, whether any device's shard of the params differs."""
     found = []
     for bucket in buckets:
-        kept = main[bucket.offset : bucket.offset + bucket.shard_size].reshape(bucket.shard_shape)
+        kept = flat_moments.shard_in(main, bucket)
         rounded = kept.astype(bucket.dtype)
         have = packing.state_shard(parallel, bucket, leaves, bucket.dtype)
         equal = (have == rounded) | (jnp.isnan(have) & jnp.isnan(rounded))

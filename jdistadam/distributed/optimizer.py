@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import collectives
+from jdistadam.core import collectives, trees
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.arguments import FLOATS, float_dtype
 from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState, check_loss_scale
@@ -22,11 +22,18 @@ from jdistadam.core.norm_guard import NormGuard, NormGuardState, check_norm_guar
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.storage import MOMENT_NAMES
 from jdistadam.core.types import Grads, Params
-from jdistadam.distributed import model_axes
-from jdistadam.distributed.checks import check_arguments, check_ema_decay, check_predicate
+from jdistadam.distributed import host_memory, model_axes
+from jdistadam.distributed.checks import (
+    check_arguments,
+    check_ema_decay,
+    check_predicate,
+    check_state_memory,
+)
 from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
-from jdistadam.distributed.flat_moments import FlatCodes
+from jdistadam.distributed.ema import with_new_ema
+from jdistadam.distributed.flat_moments import FlatCodes, new_moment
+from jdistadam.distributed.main_params import with_main_params
 from jdistadam.distributed.mesh_axes import make_data_parallel
 from jdistadam.distributed.norms import check_norms
 from jdistadam.distributed.schedule import Schedule
@@ -59,6 +66,7 @@ def distributed(
     ema_decay: float | None = None,
     norm_guard: NormGuard | None = None,
     norms: str | Callable[[str], str | None] | None = None,
+    state_memory: str = "device",
 ) -> DistributedTransformation:
     r"""Shards the state of ``fused_adamw`` or ``fused_adam`` over a mesh, for data parallelism.
 
@@ -155,6 +163,9 @@ def distributed(
         groups of leaves, by the name that it returns; None for a leaf that counts in the total
         alone. They are among the metrics of ``train_step``; in a custom training loop
         ``step_with_norms`` returns them. See docs/recipes.md.
+      state_memory: "pinned_host" keeps main parameters, moments and the average in the memory of
+        the host, sharded over devices as ever. A step brings them to the devices a part at a time,
+        over PCIe, and back; the bits are the same. See docs/host_memory.md.
 
     Returns:
       A ``DistributedTransformation``. Its ``step(grads, state, params)`` takes local gradients,
@@ -205,6 +216,7 @@ def distributed(
     check_ema_decay(ema_decay)
     check_norm_guard(norm_guard)
     check_norms(norms)
+    check_state_memory(state_memory)
     config = DistributedConfig(
         algorithm=algorithm,
         parallel=parallel,
@@ -217,11 +229,17 @@ def distributed(
         stacked=stacked,
         gathered_in_model=gathered_in_model,
         communication=choose_communication(
-            communication, parallel, policy, algorithm, has_norms=norms is not None
+            communication,
+            parallel,
+            policy,
+            algorithm,
+            has_norms=norms is not None,
+            state_memory=state_memory,
         ),
         ema_decay=ema_decay,
         norm_guard=norm_guard,
         norms=norms,
+        state_memory=state_memory,
     )
     specs = _state_specs(config)
     return DistributedTransformation.make(_Functions(config, specs), config, specs)
@@ -270,14 +288,30 @@ class _Functions:
         placed = jax.tree.map(
             lambda spec: NamedSharding(config.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
         )
-        local = compat.shard_map(
-            lambda p: init_local(config, layout, p),
+        params = jax.device_put(compat.row_major(params), placed)
+        is_on_host = config.is_on_host and not trees.is_traced(params)
+        no_arrays: Any = dict.fromkeys(host_memory.ARRAYS)
+
+        def local(params: Params) -> DistributedState:
+            new = init_local(config, layout, params)
+            return new._replace(**no_arrays) if is_on_host else new
+
+        make = compat.shard_map(
+            local,
             mesh=config.mesh,
             in_specs=(specs,),
-            out_specs=self.specs,
+            out_specs=self.specs._replace(**no_arrays) if is_on_host else self.specs,
         )
-        state: DistributedState = jax.jit(local)(jax.device_put(compat.row_major(params), placed))
-        return state
+        state: DistributedState = jax.jit(make)(params)
+        if not is_on_host:
+            return state
+        # Arrays that may be too large for the device are made on the host, and filled in windows.
+        moments = {name: new_moment(config, layout, name) for name in ("mu", "nu")}
+        state = with_main_params(config, layout, specs, state._replace(**moments), params)
+        with_average: DistributedState = with_new_ema(
+            config, layout, specs, state, params, state.main_params
+        )
+        return with_average
 
     def local_step(
         self, schedule: Schedule, grads: Grads, state: Any, params: Params, **extra_args: Any

@@ -14,7 +14,7 @@ from jdistadam.core.loss_scale import LossScaleState, new_loss_scale, next_loss_
 from jdistadam.core.norm_guard import NormGuardState, new_norm_guard, next_norm_guard
 from jdistadam.core.primitives import make_primitive
 from jdistadam.core.types import Grads, Params
-from jdistadam.distributed import communication, packing
+from jdistadam.distributed import communication, host_memory, packing
 from jdistadam.distributed.accumulate import sum_over_devices
 from jdistadam.distributed.checks import check_inside, check_options, check_step
 from jdistadam.distributed.config import DistributedConfig
@@ -59,7 +59,7 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
         return jax.tree.map(lambda x: collectives.to_varying(jnp.zeros_like(x), axes), types)
 
     storage = config.algorithm.storage
-    return DistributedState(
+    new = DistributedState(
         count=jnp.zeros((), jnp.int32),
         main_params=main,
         mu=zeros("mu"),
@@ -71,6 +71,7 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
         guard=None if config.norm_guard is None else new_norm_guard(),
         ema=new_ema(config, layout, jax.tree.leaves(params), main),
     )
+    return host_memory.to_host(config, new)
 
 
 def step_local(
@@ -95,7 +96,7 @@ def step_local(
     check_inside(config.parallel, "step")
     check_own_state(state)
     check_not_transformed("step", (grads, state, params))
-    trees.check_memory(grads=grads, opt_state=state, params=params)
+    host_memory.check_memory(config, grads=grads, opt_state=state, params=params)
     layout = schedule.layout
     check_step(config, layout, state)
     leaves: list[Any] = jax.tree.leaves(params)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam import compat
 from jdistadam.core import collectives, trees
 from jdistadam.core.types import Grads, OptState, Params
-from jdistadam.distributed import model_axes, shard
+from jdistadam.distributed import host_memory, model_axes, shard
 from jdistadam.distributed.accumulate import AccumulatedGrads
 from jdistadam.distributed.checks import check_alive, check_held, check_layout_of
 from jdistadam.distributed.config import DistributedConfig, global_specs
@@ -256,6 +256,18 @@ class DistributedTransformation(FusedTransformation):
             self.param_specs(params),
             is_leaf=lambda x: isinstance(x, P),
         )
+
+    def state_shardings(self) -> Any:
+        """Returns the NamedSharding of every array of the state, with the memory that it is in.
+
+        Example:
+          >>> import jdistadam as jda
+          >>> mesh = jax.make_mesh((1,), ("data",))
+          >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=mesh, state_memory="pinned_host")
+          >>> tx.state_shardings().mu.memory_kind
+          'pinned_host'
+        """
+        return host_memory.state_shardings(self.config, self.state_specs())
 
     def data_specs(self, specs: Any) -> Any:
         """Returns what PartitionSpecs say about the axes that carry data alone.

@@ -13,7 +13,7 @@ from jdistadam.core import collectives
 from jdistadam.core.codecs import FLOAT32, NOTHING, Codec
 from jdistadam.core.loss_scale import LossScaleState
 from jdistadam.core.norm_guard import exceeds
-from jdistadam.distributed import packing
+from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.accumulate import SummedGrads
 from jdistadam.distributed.blocks import cuts_of, positions_of
 from jdistadam.distributed.config import DistributedConfig
@@ -148,46 +148,72 @@ def update_shards(
     flat = FlatState(state.main_params, state.mu, state.nu)
     shards: list[Any] = [None] * len(grads)
     sums: list[tuple[Sequence[Bucket], jax.Array]] = []
-    for indices in _kernel_calls(layout, grads):
-        spec, operands = _call_of(config, layout, indices, grads=grads, flat=flat, params=old)
-        buckets, operands = [layout.buckets[i] for i in indices], operands.unfused()
+    for indices in _kernel_calls(config, layout, grads):
+        buckets = [layout.buckets[i] for i in indices]
+        window, moved = _window(config, flat, buckets)
+        operands = Operands([grads[i] for i in indices], [old[i] for i in indices], (), ())
+        spec, operands = _call_of(config, moved, operands, window)
+        call: Any = (spec, scalars, operands.unfused())
         is_any = config.algorithm.storage.is_any
-        call: Any = (spec, scalars, operands)
         if is_any:
-            call = quantized_call(config, layout, buckets, spec, scalars, state, operands)
+            call = quantized_call(config, layout, moved, spec, scalars, state, call[2])
         if config.norms is None:
             results = quantized_adam.adam(*call) if is_any else adam(*call)
         else:
             step: Any = quantized_adam.adam_with_squares if is_any else adam_with_squares
-            asked = asked_of(layout, buckets, config.parallel.state_axes)
-            results, of_leaves = step(*call, asked)
+            results, of_leaves = step(*call, asked_of(layout, buckets, config.parallel.state_axes))
             sums.append((buckets, of_leaves))
-        flat, new = _after(_kind(config, buckets[0]), buckets[0], flat, native.unfused(results))
+        window, new = _after(_kind(config, buckets[0]), buckets[0], window, native.unfused(results))
+        flat = _with_window(config, flat, window, buckets)
         for i, shard in zip(indices, new, strict=True):
             shards[i] = shard
     return flat, shards, sums
 
 
-def _kernel_calls(layout: Layout, grads: Sequence[jax.Array]) -> list[list[int]]:
+def _window(
+    config: DistributedConfig, flat: FlatState, buckets: Sequence[Bucket]
+) -> tuple[FlatState, Sequence[Bucket]]:
+    """What some buckets have of the flat state, on the device, and where they are in it.
+
+    All of it, unless it is in the memory of the host: [Note: windows] in host_memory.py.
+    """
+    if not config.is_on_host:
+        return flat, buckets
+    main = host_memory.cut(flat.main_params, buckets) if buckets[0].has_main else None
+    moments = (host_memory.cut_moment(x, buckets) for x in (flat.mu, flat.nu))
+    return FlatState(main, *moments), host_memory.within(buckets)
+
+
+def _with_window(
+    config: DistributedConfig, flat: FlatState, window: FlatState, buckets: Sequence[Bucket]
+) -> FlatState:
+    """The flat state with what ``_window`` returned, updated, in its place."""
+    if not config.is_on_host:
+        return window
+    main = flat.main_params
+    if buckets[0].has_main:
+        main = host_memory.put(main, window.main_params, buckets)
+    pairs = ((flat.mu, window.mu), (flat.nu, window.nu))
+    return FlatState(main, *(host_memory.put_moment(*pair, buckets) for pair in pairs))
+
+
+def _kernel_calls(
+    config: DistributedConfig, layout: Layout, grads: Sequence[jax.Array]
+) -> list[list[int]]:
     """The buckets of each kernel call: those that have all in equal dtypes."""
     calls: dict[Any, list[int]] = {}
     for i, bucket in enumerate(layout.buckets):
         kind = (bucket.dtype, bucket.has_main, grads[i].dtype, bucket.is_coded)
         calls.setdefault(kind, []).append(i)
-    return list(calls.values())
+    if not config.is_on_host:
+        return list(calls.values())
+    return [window for call in calls.values() for window in host_memory.windows(layout, call)]
 
 
 def _call_of(
-    config: DistributedConfig,
-    layout: Layout,
-    indices: Sequence[int],
-    *,
-    grads: Sequence[jax.Array],
-    flat: FlatState,
-    params: Sequence[Any],
+    config: DistributedConfig, buckets: Sequence[Bucket], operands: Operands, flat: FlatState
 ) -> tuple[Spec, Operands]:
-    """One kernel call, for buckets of equal dtypes."""
-    buckets: list[Bucket] = [layout.buckets[i] for i in indices]
+    """One kernel call, for buckets of equal dtypes; ``operands`` are gradients and params."""
     first = buckets[0]
     spec = Spec(
         "step",
@@ -197,12 +223,7 @@ def _call_of(
         sizes=tuple(bucket.shard_size for bucket in buckets),
         offsets=tuple(bucket.offset for bucket in buckets),
     )
-    operands = Operands(
-        grads=tuple(grads[i] for i in indices),
-        params=[params[i] for i in indices],
-        mu=(operand_of(flat.mu, first),),
-        nu=(operand_of(flat.nu, first),),
-    )
+    operands = operands._replace(mu=(operand_of(flat.mu, first),), nu=(operand_of(flat.nu, first),))
     kind, main = _kind(config, first), (flat.main_params,)
     return with_main_params(kind, spec, operands, main, first.dtype, is_flat=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, check_flag
 from jdistadam.core.types import Params
+from jdistadam.distributed import host_memory
 from jdistadam.distributed.communication import Communication, keeps_shards_alone
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import bytes_of_moment
@@ -32,12 +34,14 @@ class Plan:
       held: Between steps, by name: params, main_params, mu, nu, scalars (count, norm, loss
         scale, digest of the layout), and ema with ``ema_decay``.
         Their sum is what a compiled ``train_step`` takes besides the batch, gives back besides the
-        metrics, and updates in place.
+        metrics, and updates in place. Without what is on the host.
       sums: Gradients accumulated over micro-batches, within a step; 0 for one micro-batch.
       buffers: What a step needs temporarily beside the model's own and the gradients, in the
         params' dtype, by use; an upper bound: XLA lets some of it share memory.
       collectives: What is sent.
       communication: The transport, and why not peer memory.
+      on_host: Between steps in the memory of the host, for this device, by name; with
+        ``state_memory="pinned_host"``.
     """
 
     held: dict[str, int]
@@ -45,6 +49,7 @@ class Plan:
     buffers: dict[str, int]
     collectives: tuple[Collective, ...]
     communication: Communication
+    on_host: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def held_bytes(self) -> int:
@@ -65,10 +70,11 @@ class Plan:
         """Returns the tables."""
         parts = [(name, "held", size) for name, size in self.held.items()]
         parts += [("total", "held", self.held_bytes)]
+        parts += [(name, "on the host", size) for name, size in self.on_host.items()]
         parts += [("accumulated gradients", "in a step", self.sums)]
         parts += [(name, "in a step", size) for name, size in self.buffers.items()]
-        lines = [f"{'on each device':<24} {'when':<10} {'MB':>12}"]
-        lines += [f"{name:<24} {when:<10} {size / 1e6:>12.2f}" for name, when, size in parts]
+        lines = [f"{'on each device':<24} {'when':<11} {'MB':>12}"]
+        lines += [f"{name:<24} {when:<11} {size / 1e6:>12.2f}" for name, when, size in parts]
         transport = f"communication: {self.communication}"
         return "\n".join([*lines, "", format_collectives(self.collectives), transport])
 
@@ -119,12 +125,19 @@ def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: 
     for entry in schedule.buckets:
         for name, size in _buffers(config, schedule.layout, entry):
             buffers[name] = buffers.get(name, 0) + size
+    held, on_host = _held(config, schedule.layout), {}
+    if config.is_on_host:
+        on_host = {name: held.pop(name) for name in host_memory.ARRAYS if name in held}
+        of_elements = sum(on_host.values()) / max(schedule.layout.flat_size, 1)
+        window = host_memory.largest_window(schedule.layout)
+        buffers["windows of the state"] = 2 * math.ceil(window * of_elements)
     return Plan(
-        held=_held(config, schedule.layout),
+        held=held,
         sums=_sums(config, schedule.layout) if accumulate_steps > 1 else 0,
         buffers=buffers,
         collectives=schedule.collectives,
         communication=config.communication,
+        on_host=on_host,
     )
 
 

@@ -70,6 +70,7 @@ def _facts(config: DistributedConfig, params: Any, lower: Callable[[], Any] | No
         "policy": repr(config.policy),
         "moments": str(config.algorithm),
         "communication": config.communication.transport,
+        "state_memory": config.state_memory,
         "layout": config.layout_text(config.layout(config.tensor_local(params))),
     }
     if lower is None:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam import compat
 from jdistadam.core import trees
 from jdistadam.core.types import Params
+from jdistadam.distributed import host_memory
 from jdistadam.distributed.accumulate import valid_weight
 from jdistadam.distributed.checks import check_alive, check_options
 from jdistadam.distributed.ema import averaged_leaves
@@ -98,7 +99,7 @@ class EvalStep:
             donated.
         """
         check_train_state(state)
-        trees.check_memory(state=state)
+        host_memory.check_memory(self.tx.config, state=state)
         if not is_placed(batch, self._batch_sharding):
             batch = shard_batch(batch, self.tx, self._given_spec)
         optimizer_state = find_state(state.opt_state)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import collectives, trees
+from jdistadam.core import collectives, memory, trees
 from jdistadam.distributed.param_specs import axes_of
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import DtypeError, MeshError, ShapeError, TreeError
@@ -32,8 +32,12 @@ def copy_to(tree: Any, sharding: Any) -> Any:
     kinds = [jax.random.key_impl(x) if trees.is_key(x) else None for x in leaves]
     words = [jax.random.key_data(x) if trees.is_key(x) else x for x in leaves]
 
-    placed = jax.device_put(compat.row_major(treedef.unflatten(words)), sharding)
-    return _copies(placed, tuple(kinds))
+    on_device = jax.tree.map(memory.beside, sharding)
+    placed = jax.device_put(compat.row_major(treedef.unflatten(words)), on_device)
+    copies = _copies(placed, tuple(kinds))
+    if not any(map(memory.is_on_host, jax.tree.leaves(sharding))):
+        return copies
+    return jax.device_put(copies, sharding)  # what a program copies is on the device
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -147,6 +151,7 @@ def fetch(x: Any) -> np.ndarray:
         )
     if isinstance(x, jax.Array) and not x.size:
         return np.zeros(x.shape, x.dtype)  # one that a program cut cannot be read
+    x = memory.from_host(x) if jax.process_count() > 1 else x
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         assert isinstance(x.sharding, NamedSharding)
         replicated = NamedSharding(x.sharding.mesh, P())

@@ -271,8 +271,9 @@ def placed(state: TrainState, tx: DistributedTransformation) -> TrainState:
 
 def _places(state: TrainState, tx: DistributedTransformation) -> TrainState:
     """Where the arrays of a state belong."""
-    specs = jax.tree.broadcast(TrainState(P(), tx.state_specs(), P(), P()), state)
-    places = jax.tree.map(lambda spec: NamedSharding(tx.config.mesh, spec), specs)
+    everywhere: Any = NamedSharding(tx.config.mesh, P())
+    each = TrainState(everywhere, tx.state_shardings(), everywhere, everywhere)
+    places: TrainState = jax.tree.broadcast(each, state)
     return dataclasses.replace(places, params=tx.param_shardings(state.params))
 
 

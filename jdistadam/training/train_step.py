@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, check_flag
+from jdistadam.distributed import host_memory
 from jdistadam.distributed.checks import check_alive
 from jdistadam.distributed.state import find_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
@@ -98,7 +99,7 @@ class TrainStep:
         has_known_params, known = is_known(state, leaves, treedef), returned(state)
         is_ours = has_known_params and known is not None and known.tx is self.tx
         if not is_ours:
-            trees.check_memory(state=state)
+            host_memory.check_memory(self.tx.config, state=state)
         if trees.is_traced(batch) or (not is_ours and trees.is_traced(state)):
             self._warn_of_lost_options()
             return self._step(state, batch)

@@ -110,6 +110,12 @@ class Place(_Place):
         return tuple(given.get("shard_axis", ("data",))), replicas
 
     @property
+    def memory(self):
+        """Where the state is: on the host with one of the bucket sizes, so that pairs with it do."""
+        is_there = self.bucket_bytes == 20_000 and self.communication != "peer"
+        return "pinned_host" if is_there else "device"
+
+    @property
     def has_model_axis(self):
         return "model" in MESHES[self.mesh]["names"]
 

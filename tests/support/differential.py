@@ -30,9 +30,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
+from jdistadam.distributed import host_memory
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.configurations import GROUPS, MESHES, SHAPES, SPECS, STEPS, draw, each_leaf
 from support.reference_training import SEED, Reference
+
+host_memory.WINDOW = 4096  # elements, of which these states have more
 
 
 def make_params(config):
@@ -135,6 +138,7 @@ def _placing(place, params):
         bucket_bytes=place.bucket_bytes,
         stacked=(lambda path: "layers" in path) if place.stacked else None,
         communication=place.communication,
+        state_memory=place.memory,
     )
 
 

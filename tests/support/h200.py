@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -86,3 +87,20 @@ def captured(folder, name):
     (dump,) = folder.glob(f"*.{name}.txt")
     lines = dump.read_text().splitlines()
     return [line.startswith("    ") for line in lines if "kCustomCall" in line]
+
+
+def compile_here(mesh, step, state, batch):
+    """The text and the memory of a step of CPU devices, compiled for H200s in their place.
+
+    Devices that exist only for the compiler have no kinds of memory in JAX: with a mesh of theirs
+    no argument can be in that of the host.
+    """
+    from jax._src import compiler
+    from jax._src.lib import xla_client
+
+    traced = step._jitted_as_called.trace(state, batch)
+    module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    devices = list(mesh.devices.flat)
+    options = compiler.get_compile_options(1, len(devices), np.arange(len(devices)).reshape(1, -1))
+    compiled = devices[0].client.compile(module, xla_client.DeviceList(tuple(devices)), options)
+    return compiled.hlo_modules()[0].to_string(), compiled.get_compiled_memory_stats()

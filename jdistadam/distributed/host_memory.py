@@ -1,0 +1,170 @@
+"""State in the memory of the host: where it is placed, and how a step brings it to the device.
+
+[Note: windows]
+Between steps the flat arrays are in pinned memory of the host. A step brings a window of them to
+the device, a few buckets at a time, updates it there, and puts it back where it was. Each window is
+cut out of what the one before has left, so that the device holds two of them at most, and XLA
+updates the arrays of the host in place. The kernel sees arrays that begin with the window: what it
+computes of an element does not depend on where that is in the flat state, so the bits are those of
+a state on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdistadam.core import memory, trees
+from jdistadam.core.codecs import BLOCK, BlockCodes, is_codes
+from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.flat_moments import offset_of, operand_of, with_result
+from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout
+from jdistadam.distributed.state import DistributedState, map_state
+
+WINDOW = 1 << 24
+"""How many elements of the state a window has at most, unless one bucket has more."""
+
+ARRAYS = ("main_params", "mu", "nu", "ema")
+"""The fields of a state that are flat arrays; all others are small, and on the device."""
+
+
+def map_arrays(function: Callable[[Any], Any], opt_state: Any) -> Any:
+    """Returns a state, or a tree with one in it, with a function applied to its flat arrays."""
+
+    def mapped(state: DistributedState) -> DistributedState:
+        new = {name: jax.tree.map(function, getattr(state, name)) for name in ARRAYS}
+        return state._replace(**new)
+
+    return map_state(mapped, opt_state)
+
+
+def state_shardings(config: DistributedConfig, specs: Any) -> Any:
+    """Returns the NamedSharding of every array of a state, of its PartitionSpecs."""
+    is_spec = lambda x: isinstance(x, P)  # noqa: E731
+    placed = jax.tree.map(lambda x: NamedSharding(config.mesh, x), specs, is_leaf=is_spec)
+    if not config.is_on_host:
+        return placed
+    return map_arrays(lambda _: config.state_sharding, placed)
+
+
+def to_host(config: DistributedConfig, opt_state: Any) -> Any:
+    """Returns a state whose flat arrays are where ``state_memory`` says; inside a program."""
+    return map_arrays(memory.to_host, opt_state) if config.is_on_host else opt_state
+
+
+def check_memory(config: DistributedConfig | None, **named: Any) -> None:
+    """Raises MeshError for an array on the host, unless it is there by ``state_memory``."""
+    if config is not None and config.is_on_host:
+        named = {name: map_arrays(lambda _: None, tree) for name, tree in named.items()}
+    trees.check_memory(**named)
+
+
+def windows(layout: Layout, indices: Sequence[int]) -> list[list[int]]:
+    """Cuts buckets, in their order, into those of each window: all or none have main parameters."""
+    found: list[list[int]] = []
+    for i in indices:
+        ends = [layout.buckets[k] for k in (found[-1][0] if found else i, i)]
+        if not found or _size(ends) > WINDOW or ends[0].has_main != ends[1].has_main:
+            found.append([])
+        found[-1].append(i)
+    return found
+
+
+def largest_window(layout: Layout) -> int:
+    """How many elements the largest window of a layout has at most."""
+    return max((part.layout.flat_size for part in parts(layout)), default=0)
+
+
+class Part(NamedTuple):
+    """A window: its buckets by index and as they are in the layout, and a layout of it alone."""
+
+    indices: list[int]
+    buckets: list[Bucket]
+    layout: Layout
+
+
+def parts(layout: Layout) -> list[Part]:
+    """The windows of all buckets of a layout."""
+    found = []
+    for indices in windows(layout, range(len(layout.buckets))):
+        buckets = [layout.buckets[i] for i in indices]
+        alone = dataclasses.replace(
+            layout,
+            buckets=tuple(within(buckets)),
+            flat_size=_size(buckets),
+            main_size=_size(buckets) if buckets[0].has_main else 0,
+        )
+        found.append(Part(indices, buckets, alone))
+    return found
+
+
+def within(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Returns buckets as they are in a window that begins with the first of them."""
+    first = buckets[0]
+    return [
+        dataclasses.replace(
+            bucket,
+            offset=bucket.offset - first.offset,
+            moment_offset=bucket.moment_offset - first.moment_offset,
+        )
+        for bucket in buckets
+    ]
+
+
+def cut(x: Any, buckets: Sequence[Bucket]) -> jax.Array:
+    """Brings what some buckets have of a flat array of the host to the device, as float arrays."""
+    part: jax.Array = _cut(x, buckets[0].offset, _size(buckets))
+    return part
+
+
+def put(x: Any, part: Any, buckets: Sequence[Bucket]) -> jax.Array:
+    """Returns a flat array of the host with what ``cut`` returned replaced."""
+    new: jax.Array = _put(x, part, buckets[0].offset)
+    return new
+
+
+def cut_moment(moment: Any, buckets: Sequence[Bucket]) -> Any:
+    """``cut`` of a moment, which may be in codes; what the buckets do not need is as it was."""
+    first, start = buckets[0], offset_of(moment, buckets[0])
+    size = offset_of(moment, buckets[-1]) + _aligned(buckets[-1].shard_size) - start
+    return with_result(moment, first, _cut(operand_of(moment, first), start, size))
+
+
+def put_moment(moment: Any, part: Any, buckets: Sequence[Bucket]) -> Any:
+    """``put`` of a moment."""
+    first = buckets[0]
+    old, new = operand_of(moment, first), operand_of(part, first)
+    return with_result(moment, first, _put(old, new, offset_of(moment, first)))
+
+
+def _cut(operand: Any, start: int, size: int) -> Any:
+    def one(x: Any, width: int) -> Any:
+        return memory.cut_lines(x, start // BLOCK, size // BLOCK, width)
+
+    return jax.tree.map(one, operand, _widths(operand))
+
+
+def _put(operand: Any, part: Any, start: int) -> Any:
+    def one(x: Any, new: Any, width: int) -> Any:
+        return memory.put_lines(memory.to_host(x), new, start // BLOCK, width)
+
+    return jax.tree.map(one, operand, part, _widths(operand))
+
+
+def _widths(operand: Any) -> Any:
+    """How many elements a flat array has for each block."""
+    return BlockCodes(BLOCK, 1) if is_codes(operand) else BLOCK
+
+
+def _size(buckets: Sequence[Bucket]) -> int:
+    """Elements of the flat state from the first of some buckets to the end of the last."""
+    return buckets[-1].offset + _aligned(buckets[-1].shard_size) - buckets[0].offset
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

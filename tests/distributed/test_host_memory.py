@@ -1,0 +1,282 @@
+"""A state in pinned memory of the host: the bits of one on the device, wherever states go."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdistadam as jda
+from jdistadam.distributed import host_memory
+from support import h200, model_axes, own_loop
+from support.bits import assert_trees_same_bits
+from support.exact_steps import GROUPS, LABELS, batches, make_tx
+from support.exact_sums import HYPER, linear_loss, random_params
+from support.samples import often
+
+BOTH, GPU = ("device", "pinned_host"), "gpu"
+FACTORS = {3: np.nan, 6: 0.25}
+SMALL = dict(bucket_bytes=1 << 12)
+DYNAMIC = jda.DynamicLossScale(init_scale=8.0, growth_interval=2)
+GUARD = jda.NormGuard(max_ratio=3.0, window=4, warmup_steps=2)
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch):
+    """States of a few thousand elements have several."""
+    monkeypatch.setattr(host_memory, "WINDOW", 2048)
+
+
+def of_few(tree):
+    return {name: tree[name] for name in ("rows", "columns", "small")}
+
+
+def few(tx, policy="float32"):
+    """A first state, of few parameters: conversions compile a program for each."""
+    dtype = "float32" if policy == "float32" else "bfloat16"
+    return jda.TrainState.create(of_few(random_params()), tx, param_dtypes=dtype)
+
+
+def memories(opt_state):
+    """The kinds of memory of flat arrays; all others are on the device."""
+    found = []
+    rest = host_memory.map_arrays(lambda x: found.append(x.sharding.memory_kind), opt_state)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(rest)} == {"device"}
+    return set(found)
+
+
+def run(tx, state, count=10, micro=3):
+    step = jda.train_step(linear_loss, tx, accumulate_steps=micro)
+    for batch in batches(count, FACTORS):
+        state, metrics = step(state, of_few(batch))
+    return state, metrics
+
+
+CASES = {
+    "one device": ("one device", "float32", {}),
+    "ZeRO-0": ("flat-no_shard", "bfloat16", dict(max_grad_norm=1.0)),
+    "ZeRO-1": ("hybrid-optim", "none", dict(param_labels=of_few(LABELS), groups=GROUPS)),
+    "ZeRO-2": ("twice-optim_grads", "remainder16", dict(norm_guard=GUARD)),
+    "ZeRO-3": ("tuple-optim_grads_params", "8 bits", dict(loss_scale=DYNAMIC)),
+    "gathered once": ("flat-optim_grads_params", "comm", dict(reshard_after_forward=False)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@often(lambda case: case in ("one device", "ZeRO-3"))
+def test_steps_have_the_bits_of_a_state_on_the_device(case):
+    """Ten of three micro-batches, one of them skipped, with a moving average."""
+    place, policy, options = CASES[case]
+    found = {}
+    for memory in BOTH:
+        tx = make_tx(place, policy, **SMALL, **options, state_memory=memory, ema_decay=0.9)
+        first = few(tx, policy)
+        assert memories(first.opt_state) == {memory}
+        found[memory] = state, metrics = run(tx, first)
+        assert memories(state.opt_state) == {memory} and int(metrics["skipped"]) == 1
+        layout = tx.layout(state.params)
+        assert len(host_memory.windows(layout, range(len(layout.buckets)))) >= 2
+    assert_trees_same_bits(*found.values(), case)
+
+
+def test_windows_are_all_of_the_state_once(monkeypatch):
+    tx = make_tx("flat-optim", "bfloat16", **SMALL)
+    params = dict(random_params(), b=jnp.zeros(40_000, jnp.bfloat16))
+    layout = tx.layout(params)
+    assert {x.has_main for x in layout.buckets} == {True}
+    some = [dataclasses.replace(x, has_main=i < 2) for i, x in enumerate(layout.buckets)]
+    layout = dataclasses.replace(layout, buckets=tuple(some))
+    found = host_memory.windows(layout, range(len(some)))
+    assert [i for window in found for i in window] == list(range(len(some)))
+    sizes = [sum(some[i].shard_size for i in window) for window in found]
+    assert all(len(x) == 1 or n <= host_memory.WINDOW for x, n in zip(found, sizes, strict=True))
+    assert host_memory.largest_window(layout) == max(-(-n // 128) * 128 for n in sizes)
+    monkeypatch.setattr(host_memory, "WINDOW", layout.flat_size)
+    assert host_memory.windows(layout, range(len(some))) == [[0, 1], [*range(2, len(some))]]
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "8 bits"])
+def trained(request):
+    """By memory: an optimizer over two shards, its step, and a state of two steps."""
+    found = {}
+    for memory in BOTH:
+        tx = over(2, request.param, memory)
+        state, step = few(tx, request.param), jda.train_step(linear_loss, tx)
+        for batch in batches(2):
+            state, _ = step(state, of_few(batch))
+        found[memory] = tx, step, state
+    return request.param, found
+
+
+def over(n, policy, memory):
+    mesh = jax.make_mesh((n,), ("data",), devices=jax.devices("cpu")[:n])
+    return make_tx("one device", policy, mesh=mesh, state_memory=memory, ema_decay=0.9)
+
+
+fewer = often(lambda trained: trained == "bfloat16")
+
+
+@fewer
+def test_checkpoints_go_from_each_memory_to_the_other(trained, tmp_path):
+    policy, found = trained
+    exact = {memory: jda.to_optax_state(state, tx) for memory, (tx, _, state) in found.items()}
+    assert_trees_same_bits(*exact.values())
+    for memory, (tx, _, state) in found.items():
+        jda.save(tmp_path / memory, state, tx)
+    moves = ("device", "pinned_host", 2), ("pinned_host", "device", 2), ("pinned_host",) * 2 + (4,)
+    for source, memory, n in moves:
+        tx = over(n, policy, memory)
+        template = jda.TrainState.shapes(found[source][2].params, tx)
+        got = jda.restore(tmp_path / source, template, tx)
+        assert memories(got.opt_state) == {memory}
+        assert_trees_same_bits(jda.to_optax_state(got, tx), exact[source])
+    tx, _, state = found["pinned_host"]
+    again = jda.restore(tmp_path / "device", state, tx)  # into arrays
+    assert memories(again.opt_state) == {"pinned_host"}
+    assert_trees_same_bits(again, state)
+
+
+@fewer
+def test_conversions_and_averages_of_each_memory_are_the_same(trained):
+    """And a state on the device is moved by a step."""
+    _, found = trained
+    (on_device, first, state), (tx, step, moved) = found.values()
+    main, opt_state, extra = jda.to_optax_state(state, on_device)
+    dtypes = jax.tree.map(lambda x: x.dtype, state.params)
+    made = jda.from_optax_state(main, opt_state, tx, extra, param_dtypes=dtypes)
+    reloaded = jda.reload_main_params(moved, tx)
+    for new in (made, reloaded):
+        assert memories(new.opt_state) == {"pinned_host"}
+    assert_trees_same_bits(made.opt_state.mu, state.opt_state.mu)
+    assert_trees_same_bits(made.opt_state.ema, state.opt_state.ema)
+    assert_trees_same_bits(reloaded, jda.reload_main_params(state, on_device))
+    assert_trees_same_bits(jda.ema_params(moved, tx), jda.ema_params(state, on_device))
+    given = of_few(next(iter(batches(1))))
+    pairs = ((state, on_device), (moved, tx))
+    assert_trees_same_bits(*(jda.eval_step(linear_loss, t)(s, given) for s, t in pairs))
+    want, got = (f(jax.tree.map(jnp.copy, state), given) for f in (first, step))
+    assert memories(got[0].opt_state) == {"pinned_host"}
+    assert_trees_same_bits(got, want)
+
+
+def test_in_programs_of_the_users_own():
+    """A scan of steps, and a step in a region of one's own; no out_shardings anywhere."""
+    found = {}
+    for memory in BOTH:
+        tx = over(2, "bfloat16", memory)
+        step = jda.train_step(linear_loss, tx)
+        given = jax.tree.map(lambda *x: np.stack(x), *map(of_few, batches(3)))
+        scanned = jax.jit(lambda s, b, step=step: jax.lax.scan(step, s, b), donate_argnums=0)
+        state, _ = scanned(few(tx, "bfloat16"), given)
+        mesh = tx.config.mesh
+        own = jda.distributed(jda.fused_adamw(**HYPER), mesh=mesh, state_memory=memory, **SMALL)
+        params, opt_state = own_loop.own_state(own, of_few(random_params()), True)
+        run_own = own_loop.make_own_step(own, linear_loss, True, micro_batches=2)
+        for batch in batches(3):
+            given = jda.shard_batch(of_few(batch), own)
+            params, opt_state, _ = run_own(params, opt_state, given)
+        assert memories(state.opt_state) == memories(opt_state) == {memory}
+        found[memory] = state, params, opt_state
+    assert_trees_same_bits(*found.values())
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@often(lambda kind: kind == "explicit")
+def test_over_a_model_axis_in_a_chain_with_injected_numbers(kind):
+    """A nested region, which is manual over the axis that is left to XLA."""
+    mesh, found = model_axes.mesh_of("2x4", kind), {}
+    specs = {"rows": P("model"), "columns": P(None, "model"), "prime": P()}
+    params = {name: random_params()[name] for name in specs}
+    for memory in BOTH:
+        adam = jda.inject_hyperparams(jda.fused_adamw)(**HYPER)
+        inner = jda.distributed(
+            adam, mesh=mesh, param_specs=specs, state_memory=memory, ema_decay=0.9, **SMALL
+        )
+        tx = jda.chain(optax.scale_by_schedule(lambda count: 0.5 + 0 * count), inner)
+        step = jda.train_step(squares, tx, accumulate_steps=2)
+        state = jda.TrainState.create(params, tx)
+        for i in range(3):
+            state, _ = step(state, np.linspace(1 + i, 2, 8, dtype=np.float32))
+        assert memories(state.opt_state[1][-1]) == {memory}
+        found[memory] = state
+    assert_trees_same_bits(*found.values())
+
+
+def squares(params, x):
+    return sum(jnp.sum(p * p) for p in jax.tree.leaves(params)) * jnp.mean(x)
+
+
+def test_a_plan_has_the_bytes_of_each_memory(monkeypatch):
+    tx = over(2, "8 bits", "pinned_host")
+    with monkeypatch.context() as patched:  # shapes make no array
+        patched.delattr(jax, "make_array_from_callback")
+        state = jda.TrainState.shapes(of_few(random_params(jnp.bfloat16)), tx)
+    planned = jda.plan(state.params, tx)
+    here = lambda tree: sum(  # noqa: E731
+        np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+    moved = host_memory.map_arrays(lambda _: None, state)
+    assert planned.held_bytes == here(moved)
+    assert sum(planned.on_host.values()) == here(state) - here(moved)
+    assert list(planned.on_host) == ["main_params", "mu", "nu", "ema"]
+    assert re.search(r"\nema +on the host +\d", str(planned)) and "windows" in str(planned)
+    assert jda.plan(state.params, over(2, "8 bits", "device")).on_host == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["float32", "bfloat16", "8 bits"])
+def test_on_one_gpu(policy, tmp_path):
+    """Steps, checkpoints from each memory into the other, conversions and averages."""
+    mesh, found = jax.make_mesh((1,), ("data",), devices=jax.devices(GPU)[:1]), {}
+    for memory in BOTH:
+        tx = make_tx("one device", policy, mesh=mesh, state_memory=memory, ema_decay=0.9)
+        state, metrics = run(tx, few(tx, policy))
+        assert memories(state.opt_state) == {memory} and int(metrics["skipped"]) == 1
+        jda.save(tmp_path / memory, state, tx)
+        found[memory] = tx, state
+    (on_device, want), (tx, got) = found.values()
+    assert_trees_same_bits(got, want)
+    assert_trees_same_bits(jda.ema_params(got, tx), jda.ema_params(want, on_device))
+    for memory, source in zip(BOTH, BOTH[::-1], strict=True):
+        tx = found[memory][0]
+        restored = jda.restore(tmp_path / source, jda.TrainState.shapes(want.params, tx), tx)
+        assert memories(restored.opt_state) == {memory}
+        assert_trees_same_bits(restored, want)
+        assert_trees_same_bits(jda.reload_main_params(restored, tx).params, want.params)
+
+
+@pytest.mark.parametrize("policy", ["float32", "8 bits"])
+def test_what_is_compiled_for_h200s(h200s, policy, monkeypatch):
+    """The state is updated in place on the host; the device holds two windows of it at most."""
+    monkeypatch.setattr(host_memory, "WINDOW", 1 << 18)
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
+    tx = make_tx(
+        "one device", policy, mesh=mesh, state_memory="pinned_host", ema_decay=0.9, loss_scale=None
+    )
+    params = h200.params_of(jnp.bfloat16)
+    state = jda.TrainState.shapes(params, tx)
+    batch = jax.ShapeDtypeStruct(
+        (64, h200.WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, P("data"))
+    )
+    text, memory = h200.compile_here(h200s(2), jda.train_step(h200.loss_fn, tx), state, batch)
+    planned = jda.plan(params, tx)
+    on_host = sum(planned.on_host.values())
+    assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == on_host
+    assert memory.host_output_size_in_bytes == on_host and memory.host_temp_size_in_bytes == 0
+    assert memory.temp_size_in_bytes <= planned.buffer_bytes + planned.held["params"]
+    entry = text[text.index("\nENTRY") :]
+    assert "_xla_compute_type" not in text  # nothing is computed on the host
+    flat_size = tx.layout(params).flat_size
+    assert not re.search(rf"\[{flat_size}\]\S* copy(-start)?\(", entry)
+    spaces = re.findall(rf"\[{flat_size}\]\{{0(:S\(5\))?\}} parameter\(", entry)
+    assert len(spaces) >= 2 and set(spaces) == {":S(5)"}
+    brought = len(re.findall(r"%dynamic-slice-start\S* = ", entry))
+    put_back = len(re.findall(r"%dynamic-update-slice-start\S* = ", entry))
+    layout = tx.layout(params)
+    windows = len(host_memory.windows(layout, range(len(layout.buckets))))
+    assert windows > 4 and put_back >= 3 * windows and brought >= 3 * windows
