@@ -1,4 +1,4 @@
-// The global norm on the CPU: one task a tile.
+// The global norm on the CPU: one task per tile.
 
 #include <algorithm>
 
@@ -7,7 +7,7 @@
 namespace jdistadam {
 namespace {
 
-// Halves the lanes until one is left.
+// Sums the lanes in halves until one is left.
 float SumLanes(float (&lanes)[kNormLanes]) {
   for (size_t half = kNormLanes / 2; half > 0; half /= 2) {
     for (size_t l = 0; l < half; ++l) lanes[l] += lanes[l + half];

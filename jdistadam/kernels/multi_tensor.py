@@ -25,7 +25,7 @@ class _SumSpec(NamedTuple):
     flat: int
     shapes: tuple[tuple[int, ...], ...]  # of the results
     sizes: tuple[int, ...]  # of the leaves
-    offsets: tuple[int, ...]  # where the leaves begin in a flat array
+    offsets: tuple[int, ...]  # of the leaves in a flat array
     contributions: int
     dtype: Any  # of the results
 

@@ -34,7 +34,7 @@ def adam(
     operands: Operands,
     out_like: Sequence[Any] = (),
 ) -> Results:
-    """Takes one Adam step. params, mu and nu are updated in place where donated.
+    """Takes one Adam step. params, mu and nu are updated in place if donated.
 
     Args:
       spec: The static side.
