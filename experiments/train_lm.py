@@ -11,7 +11,7 @@ devices. Without a GPU it runs on virtual CPU devices, in minutes; with GPUs it 
     python experiments/train_lm.py --strategy optim_grads_params --gathered-in-model    # ZeRO-3
     python experiments/train_lm.py --processes 4                      # one process for each GPU
     srun python experiments/train_lm.py --distributed                 # on many hosts
-    python experiments/train_lm.py --save-every 100 --resume          # goes on where it was ended
+    python experiments/train_lm.py --save-every 100 --resume          # resumes after an end
     python experiments/train_lm.py --tensorboard runs/tensorboard     # loss, norm, rate and speed
 
 With --save-every, SIGTERM ends the run after the current step: it saves, and exits with 75

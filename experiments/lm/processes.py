@@ -79,8 +79,8 @@ def launch(count: int, argv: list[str]) -> int:
                 except subprocess.TimeoutExpired:
                     continue
                 if codes[i] not in (0, TRY_AGAIN):
-                    # The others wait for it in a collective, where they cannot save either: JAX
-                    # notices after more than a minute, and does not end by SIGTERM before.
+                    # The others wait for it in a collective and cannot save either: JAX notices
+                    # after more than a minute, and does not end by SIGTERM before.
                     kill_at = min(kill_at, time.monotonic() + GRACE_SECONDS)
     return next((code for code in codes.values() if code), 0)
 

@@ -29,7 +29,7 @@ class MixedPrecisionPolicy:
         for float32. What the optimizer keeps, sharded, and updates. float32: main parameters
         wherever parameters differ from them in dtype or in sharding. "remainder16": with bfloat16
         parameters the low 16 bits. Both together are a float32, and the parameter is its nearest
-        bfloat16 with ties away from zero, where a cast rounds ties to even. Other parameters are
+        bfloat16 with ties away from zero (a cast rounds ties to even). Other parameters are
         updated themselves. None: nothing; parameters are updated themselves and rounded to their
         own dtype at every step.
       main_grads_dtype: Dtype in which gradients are stored and accumulated over micro-batches.

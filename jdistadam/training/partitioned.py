@@ -230,7 +230,7 @@ def _refuse_bfloat16_sums(jaxpr: Jaxpr, parallel: DataParallel) -> None:
 def _left_to_xla(jaxpr: Jaxpr, parallel: DataParallel, manual: frozenset[str]) -> Iterator[Any]:
     """Yields the equations of regions that are manual over some axes and leave others to XLA.
 
-    Only used on CPUs, where XLA would crash.
+    Used only for CPUs, because XLA crashes there.
     """
     if manual >= set(parallel.tensor_axes):
         return
