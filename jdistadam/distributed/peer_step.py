@@ -8,10 +8,10 @@ is two kernels, with the norm between them.
 
 [Note: sent ahead] ``train_step`` knows that a backward pass makes the gradients in sequence. There
 each gradient is sent as soon as it is known to the device that sums it (schedule.py says which).
-Thus (N - 1) / N of N devices' gradients overlap the backward pass, sent by the copy engines as
-``train_step`` asks XLA, and the kernel reads them from this device's own memory. It costs one copy
-of that part, because XLA sends whole arrays. A custom training loop may pass gradients that existed
-before the program started: the kernel reads these in place.
+Thus (N - 1) / N of N devices' gradients are sent during the backward pass, by the copy engines if
+``train_step`` asks XLA for them, and the kernel reads them from this device's own memory. It costs
+one copy of that part, because XLA sends whole arrays. A custom training loop may pass gradients
+that existed before the program started: the kernel reads these in place.
 
 Among four or eight devices each also copies its own shard, 1 / N of the gradients, so that the sent
 gradients are freed before the kernel: compiled for eight H200s, a GPT of 1.3e9 parameters takes 2.7

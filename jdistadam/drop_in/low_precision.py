@@ -70,7 +70,7 @@ def _zeros(param: Any, codec: Codec) -> BlockCodes:
     sharding = getattr(param, "sharding", None)
     if isinstance(param, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
         return BlockCodes(codes, scales)
-    first = P(*sharding.spec[:1])  # a cut of the first dimension also cuts the blocks
+    first = P(*sharding.spec[:1])  # a part along it has a part of the blocks
     return BlockCodes(codes, jax.device_put(scales, NamedSharding(sharding.mesh, first)))
 
 

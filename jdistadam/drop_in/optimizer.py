@@ -296,7 +296,7 @@ def fused_adam(
 
 
 def _everywhere(params: Params) -> Any:
-    """A mask that lets a state have no frozen leaves; the state does not depend on it."""
+    """A mask that selects all leaves, for making a state, which does not depend on it."""
     return jax.tree.map(lambda _: True, params)
 
 
