@@ -14,13 +14,13 @@ namespace jdistadam {
 // What a step does with the update u. The numbers are those of kernels/adam.py.
 enum class Mode : int32_t {
   kStep = 0,         // param <- param - u
-  kStepAndCast = 1,  // param <- param - u; out <- the new param, in a dtype of its own
+  kStepAndCast = 1,  // param <- param - u; out <- the new param, in its own dtype
   kUpdate = 2,       // out <- -u; param is only read (optax's `update`)
   kStepSplit = 3,    // param and out are the two halves of the parameter (dtype.h), both updated
 };
 
-// Where one leaf is in memory. All arrays hold `size` elements, need no alignment beyond their
-// dtype's, and are not shared with another leaf. param, mu and nu are updated in place.
+// The arrays of one leaf. They hold `size` elements, need no alignment beyond their dtype's, and
+// are not shared with another leaf. param, mu and nu are updated in place.
 struct Leaf {
   const void* grad;
   void* param;
@@ -35,14 +35,14 @@ struct Dtypes {
   Dtype grad, param, mu, nu, out;
 };
 
-// A whole call. When *found_inf is set, param, mu and nu keep every bit and `out` is what a step
-// of zero would write. The three pointers are device memory in the CUDA kernel: nothing here is
-// read on the host, so a step needs no synchronisation and can be captured in a CUDA graph.
+// A whole call. If *found_inf is set, param, mu and nu keep every bit and `out` is what a step of
+// zero would write. The three pointers are device memory in the CUDA kernel: the host reads nothing
+// here, so a step needs no synchronisation and can be captured in a CUDA graph.
 struct AdamCall {
   Mode mode;
   int32_t flags;  // of adam_math.h
   Dtypes dtypes;
-  int32_t contributions;      // gradients of each leaf, added pairwise (pairwise.h) before all else
+  int32_t contributions;      // gradients of each leaf, added pairwise (pairwise.h) first
   size_t grad_stride;         // elements from one contribution to the next; 0: the leaf's size
   const float* coefficients;  // (groups, kNumCoefficients)
   const float* inv_scale;     // multiplies every gradient

@@ -1,4 +1,4 @@
-// Adam on the CPU: tiles handed to threads, each tile converted and updated in cache-sized blocks.
+// Adam on the CPU: threads take tiles and convert and update each in cache-sized blocks.
 //
 // traffic   one read of grad, one read and write of param, mu and nu, one write of out.
 // threads, denormals   see parallel.h
@@ -10,7 +10,7 @@
 #include "adam_math.h"
 #include "pairwise.h"
 
-// The compiler makes one copy of the block loop for each instruction set and picks at load time.
+// The compiler makes one copy of the block loop per instruction set and selects one at load time.
 // Vector width changes no bits: lanes are independent and contraction is off.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(JDISTADAM_NO_CLONES)
 #define JDISTADAM_VECTORIZED __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -31,7 +31,7 @@ void* At(void* base, Dtype dtype, size_t i) {
   return static_cast<char*>(base) + i * ItemSize(dtype);
 }
 
-// Elements [begin, begin + n) of an array as float32: where they are, or widened into `buffer`.
+// Elements [begin, begin + n) of an array as float32: in place, or widened into `buffer`.
 JDISTADAM_INLINE float* LoadBlock(void* base, Dtype dtype, size_t begin, float* __restrict__ buffer,
                                   size_t n) {
   void* block = At(base, dtype, begin);
@@ -51,7 +51,7 @@ JDISTADAM_INLINE float* LoadBlock(void* base, Dtype dtype, size_t begin, float* 
   return buffer;
 }
 
-// Rounds x into elements [begin, begin + n); nothing is left to do where x is there already.
+// Rounds x into elements [begin, begin + n); a no-op if x is there already.
 JDISTADAM_INLINE void StoreBlock(void* base, Dtype dtype, size_t begin, const float* x, size_t n) {
   void* block = At(base, dtype, begin);
   uint16_t* __restrict__ halves = static_cast<uint16_t*>(block);
@@ -70,7 +70,7 @@ JDISTADAM_INLINE void StoreBlock(void* base, Dtype dtype, size_t begin, const fl
   }
 }
 
-// The gradients of elements [begin, begin + n): where they are, or their contributions added.
+// The gradients of elements [begin, begin + n): in place, or the sum of their contributions.
 JDISTADAM_INLINE const float* LoadGrad(const AdamCall& call, const Leaf& leaf, size_t begin,
                                        float* __restrict__ buffer, size_t n) {
   void* grad = const_cast<void*>(leaf.grad);
@@ -93,7 +93,7 @@ JDISTADAM_INLINE const float* LoadGrad(const AdamCall& call, const Leaf& leaf, s
   return buffer;
 }
 
-// The parameters of elements [begin, begin + n), from their two halves where there are two.
+// The parameters of elements [begin, begin + n), joined if they are stored as two halves.
 JDISTADAM_INLINE const float* LoadParam(const AdamCall& call, const Leaf& leaf, size_t begin,
                                         float* __restrict__ buffer, size_t n) {
   if (call.mode != Mode::kStepSplit)
@@ -130,7 +130,7 @@ JDISTADAM_INLINE void UpdateBlock(const Coefficients c, float inv_scale,
   }
 }
 
-// The terms are constants in each case, so that the loops are free of branches.
+// The terms are constants in each case, so the loops have no branches.
 template <bool kUpdateOnly, int... kCases>
 JDISTADAM_INLINE void UpdateBlockByTerms(std::integer_sequence<int, kCases...>,
                                          const Coefficients& c, int32_t flags, float inv_scale,
@@ -168,8 +168,8 @@ JDISTADAM_VECTORIZED void StepBlock(const AdamCall& call, const Leaf& leaf, size
   if (call.mode != Mode::kStep) StoreBlock(leaf.out, t.out, begin, result, n);
 }
 
-// Stores the squares of elements [begin, begin + n). The formula is computed once more, before
-// StepBlock, which so has no variants for them.
+// Stores the squares of elements [begin, begin + n). Computes the formula a second time, so that
+// StepBlock needs no variants.
 JDISTADAM_VECTORIZED void MeasureBlock(const AdamCall& call, const Leaf& leaf, size_t begin,
                                        size_t n) {
   alignas(64) float buffers[4][kBlock], mu[kBlock], nu[kBlock], update[kBlock] = {};
@@ -191,7 +191,7 @@ JDISTADAM_VECTORIZED void MeasureBlock(const AdamCall& call, const Leaf& leaf, s
   StoreRun(call.squares, call.squares.runs[size_t(&leaf - call.leaves.data())], begin, n, squares);
 }
 
-// What a skipped step writes: the unchanged parameter in `out`'s dtype, or an update of zero.
+// The output of a skipped step: the unchanged parameter in `out`'s dtype, or an update of zero.
 void SkipBlock(const AdamCall& call, const Leaf& leaf, size_t begin, size_t n) {
   if (call.mode == Mode::kStep || call.mode == Mode::kStepSplit) return;
   float buffer[kBlock] = {};

@@ -1,24 +1,24 @@
 // Adam on a CUDA device: one launch for many leaves (leaf_table.cuh).
 //
-// threads   One vector per thread, no loop, small blocks: what reaches the speed of a copy on an
+// threads   One vector per thread, no loop, small blocks: these reach the speed of a copy on an
 //           H200. Two vectors per thread are 7 % slower, blocks of 256 up to 5 % on 16-bit dtypes.
 // indices   size_t: leaves over 2^31 elements exist.
 // traffic   each array once, e.g. 28 bytes per parameter for float32 grad, param, mu and nu.
-// aliasing  a thread alone reads and writes its elements of param, mu and nu; grad and out overlap
-//           nothing (in Mode::kStepSplit out is as param).
+// aliasing  only one thread reads and writes an element of param, mu and nu; grad and out overlap
+//           nothing (in Mode::kStepSplit out is like param).
 //
-// Read it from AdamKernel: a thread finds its leaf and its elements, then takes StepVector, or
-// StepOne where a vector does not fit. Both do the same: load, widen to float32, AdamUpdate
+// Start reading at AdamKernel: a thread finds its leaf and its elements, then takes StepVector, or
+// StepOne if a vector does not fit. Both do the same: load, widen to float32, AdamUpdate
 // (adam_math.h), round, store.
 //
-// Its variants (variants.cuh) are listed at the end of this file: Common holds those that training
-// uses, where a thread takes 16 bytes of the widest array, and Others one Any for each mode, which
-// takes all that is not common.
+// Its variants (variants.cuh) are listed at the end of this file. Common has those that training
+// uses; there a thread takes 16 bytes of the widest array. Others has one Any per mode for all
+// other calls.
 //
 // To add a variant, add a Fixed to Common (ForMoments: for mu and nu in their usual dtypes;
-// ForContributions: for several gradients a parameter). It takes no time on the device where
-// another one runs, but one kernel more for each architecture, for each capacity of a leaf table,
-// in the compiled module. tests/kernels/test_adam.py compares both kinds with the reference.
+// ForContributions: for several gradients per parameter). It costs no time on the device for calls
+// of other variants, but adds one kernel to the compiled module per architecture and per capacity
+// of a leaf table. tests/kernels/test_adam.py compares both kinds with the reference.
 
 #include "adam_math.h"
 #include "kernels_cuda.h"
@@ -33,7 +33,7 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// The arguments of a launch beside its leaves.
+// The arguments of a launch other than its leaves.
 struct Step {
   Mode mode;
   bool nesterov, cautious;
@@ -52,7 +52,7 @@ __device__ __forceinline__ size_t GradStride(const Step& step, const Leaf& leaf)
   return step.grad_stride != 0 ? step.grad_stride : leaf.size;
 }
 
-// The sum of a gradient's contributions. Loads of a fixed number are all in flight together.
+// The sum of a gradient's contributions. All loads of a fixed number are in flight together.
 template <typename Types>
 __device__ __forceinline__ void LoadGrad(const Types& t, const Step& step, const Leaf& leaf,
                                          size_t i, float (&g)[Types::kVector]) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void LoadGrad(const Types& t, const Step& step, const
   total.CopyTo(g);
 }
 
-// The same of one element.
+// The same for one element.
 __device__ float LoadGradOne(const Step& step, const Leaf& leaf, size_t i) {
   const size_t stride = GradStride(step, leaf);
   float total;
@@ -80,10 +80,9 @@ __device__ float LoadGradOne(const Step& step, const Leaf& leaf, size_t i) {
   return total;
 }
 
-// One element: the tail of a leaf, every element of a misaligned one, a vector that holds a NaN,
-// and all of a step that is skipped.
-//
-// What takes sums of squares passes `squares` to be filled in, here and below; others pass nothing.
+// One element: the tail of a leaf, every element of a misaligned leaf, a vector with a NaN, and all
+// elements of a skipped step. Kernels with sums of squares pass `squares`, here and below; others
+// pass nothing.
 template <bool kMayBeCautious, typename... Sums>
 __device__ __noinline__ void StepOne(const Step& step, const Leaf& leaf, size_t i,
                                      Sums*... squares) {
@@ -137,7 +136,7 @@ struct alignas(16) Row {
 static_assert(sizeof(Row) == sizeof(Coefficients),
               "pad Coefficients, and NAMES of coefficients.py");
 
-// One vector at once. A NaN in mu or nu is one in the result, so that the result alone is tested.
+// A whole vector. A NaN in mu or nu is also in the result, so only the result is tested.
 template <typename Types, typename... Sums>
 __device__ __forceinline__ void StepVector(const Types& t, const Step& step, const Leaf& leaf,
                                            size_t i, Sums*... squares) {
@@ -195,7 +194,7 @@ __device__ __forceinline__ bool IsAligned(const Types& t, const Step& step, cons
          (t.contributions == 1 || GradStride(step, leaf) % n == 0);
 }
 
-// One tile of one leaf in each block, one vector of it in each thread.
+// Each block takes one tile of one leaf, each thread one vector of the tile.
 template <typename Types, int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     AdamKernel(const __grid_constant__ LeafTable<Leaf, kCapacity> table,
@@ -214,7 +213,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A leaf with its sums of squares, and the arguments of a launch that takes them.
+// A leaf and its runs (squares.h), and the arguments of a launch with sums of squares.
 struct MeasuredLeaf : Leaf {
   Runs runs;
 };
@@ -261,7 +260,7 @@ Step StepOf(const AdamCall& call) {
           call.found_inf};
 }
 
-// Launches one variant for all leaves of a call, in as few launches as tables hold them.
+// Launches one variant for all leaves of a call, in as few launches as the tables allow.
 template <typename Types>
 cudaError_t Launch(List<Types>, const AdamCall& call, cudaStream_t stream) {
   const Step step = StepOf(call);
@@ -306,21 +305,21 @@ struct Fixed : FixedTypes<kMode, kGrad, kParam, kMu, kNu, kOut, kContributions> 
 
 constexpr Dtype F = Dtype::kFloat32, B = Dtype::kBfloat16, H = Dtype::kFloat16, U = Dtype::kUint16;
 
-// The three variants in which grad, param and out are as given, and mu and nu are float32, or mu
-// bfloat16, or both bfloat16.
+// The three variants with any grad, param and out, and float32 mu and nu, bfloat16 mu, or both
+// bfloat16.
 template <Mode kMode, Dtype kGrad, Dtype kParam, Dtype kOut>
 using ForMoments =
     List<Fixed<kMode, kGrad, kParam, F, F, kOut>, Fixed<kMode, kGrad, kParam, B, F, kOut>,
          Fixed<kMode, kGrad, kParam, B, B, kOut>>;
 
-// The three variants that add 2, 4 or 8 gradients of each parameter, with float32 moments.
+// The three variants that add 2, 4 or 8 gradients per parameter, with float32 moments.
 template <Mode kMode, Dtype kGrad, Dtype kParam, Dtype kOut>
 using ForContributions =
     List<Fixed<kMode, kGrad, kParam, F, F, kOut, 2>, Fixed<kMode, kGrad, kParam, F, F, kOut, 4>,
          Fixed<kMode, kGrad, kParam, F, F, kOut, 8>>;
 
 // Dtypes are in the order grad, param, (mu, nu,) out: F float32, B bfloat16, H float16, U uint16
-// (remainders). Mode::kStep has no out; F stands in its place.
+// (remainders). Mode::kStep has no out; F takes its place.
 using Common =
     Joined<ForMoments<Mode::kStep, F, F, F>, ForMoments<Mode::kStep, B, F, F>,
            ForMoments<Mode::kStep, B, B, F>, List<Fixed<Mode::kStep, H, H, F, F, F>>,

@@ -6,15 +6,15 @@
 //   m_hat <- m / c1                                    c1 = 1 - b1^t
 //            b1 * (m / c1_next) + (1 - b1) * (g / c1)   with Nesterov, c1_next = 1 - b1^(t+1)
 //   u <- m_hat / (sqrt(v / c2 + eps_root) + eps)       c2 = 1 - b2^t
-//   u <- lr * (u + weight_decay * p)                   if cautious, u alone where u * p < 0
+//   u <- lr * (u + weight_decay * p)                   if cautious, only u where u * p < 0
 //   p <- p - u
 //
 // Everything is float32. The order of the operations and the single rounding of each are part of
 // the contract: reference.py repeats them one numpy operation at a time and tests compare bits. So
 // this file must be compiled without contraction into fused multiply-adds and without fast-math;
-// the flags stand in CMakeLists.txt.
+// CMakeLists.txt has the flags.
 //
-// The coefficients arrive as float32 from XLA. Computed here they would have other bits:
+// The coefficients arrive as float32 from XLA. Computed here they would have other bits: see
 // kernels/coefficients.py, [Note: coefficients in optax's own expressions].
 #pragma once
 
@@ -24,7 +24,7 @@
 
 namespace jdistadam {
 
-// One row of the `coefficients` operand. The order is that of coefficients.py.
+// One row of the `coefficients` operand, in the order of coefficients.py.
 struct Coefficients {
   float learning_rate;
   float b1, one_minus_b1;
@@ -39,8 +39,8 @@ constexpr int kNumCoefficients = sizeof(Coefficients) / sizeof(float);
 // Bits of the attribute `flags`, in the order of FLAGS in hyperparameters.py.
 constexpr int32_t kNesterov = 1, kCautious = 2, kAllFlags = 3;
 
-// Which of the optional terms exist. A decay of zero is no term: p is not looked at, so that an
-// infinite parameter does not turn 0 * p into a NaN.
+// Which of the optional terms exist. Without decay there is no term: p is not read, so an infinite
+// parameter does not turn 0 * p into a NaN.
 struct Terms {
   bool nesterov, weight_decay, l2, cautious;
 };
@@ -59,7 +59,7 @@ JDISTADAM_INLINE constexpr Terms TermsOfBits(int bits) {
   return {(bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0, (bits & 8) != 0};
 }
 
-// How AdamUpdate divides and takes roots. Others give the same bits where they may be used.
+// How AdamUpdate divides and takes roots. Other policies give the same bits where they are allowed.
 struct IeeeArithmetic {
   JDISTADAM_INLINE float ByC1(const Coefficients& c, float x) const { return x / c.c1; }
   JDISTADAM_INLINE float Divide(float x, float y) const { return x / y; }
@@ -68,8 +68,8 @@ struct IeeeArithmetic {
   }
 };
 
-// The update u of one element from its unscaled gradient g; m and v are advanced in place. p - u is
-// the new parameter.
+// The update u of one element from its unscaled gradient g; updates m and v in place. p - u is the
+// new parameter.
 template <typename Arithmetic = IeeeArithmetic>
 JDISTADAM_INLINE float AdamUpdate(const Coefficients& c, const Terms& terms, float g, float p,
                                   float& m, float& v, const Arithmetic& by = {}) {

@@ -1,11 +1,11 @@
 // Storage dtypes and their conversion to and from float32 registers.
 //
-// Every load widens exactly; every store rounds once, to nearest even. A NaN is stored as the one
+// Every load widens exactly; every store rounds once, to nearest even. A NaN is stored as the only
 // positive quiet NaN of its dtype: hardware disagrees on NaN payloads (x86 makes 0xffc00000, CUDA
-// 0x7fffffff), and without this rule "bit for bit" would end at the first NaN.
+// 0x7fffffff), and without this rule results would differ after the first NaN.
 //
-// The conversions are integer arithmetic without branches, the same code on host and device, so
-// the host compiler vectorises them and no two backends can round differently.
+// The conversions are integer arithmetic without branches, the same code on host and device. So the
+// host compiler vectorises them, and no two backends can round differently.
 #pragma once
 
 #include <cstddef>
@@ -20,14 +20,14 @@
 
 namespace jdistadam {
 
-// kUint16: remainders alone. From kBlock8 on: codes of moments alone (rounding.h).
+// kUint16: only remainders. kBlock8 and later: only codes of moments (rounding.h).
 enum class Dtype : int32_t { kFloat32, kBfloat16, kFloat16, kUint16, kBlock8, kBlock16 };
 
 JDISTADAM_INLINE constexpr size_t ItemSize(Dtype dtype) {
   return dtype == Dtype::kFloat32 ? 4 : dtype == Dtype::kBlock8 ? 1 : 2;
 }
 
-// Whether elements are codes, of which a block shares a scale.
+// Whether elements are codes, which share a scale per block.
 JDISTADAM_INLINE constexpr bool IsCoded(Dtype dtype) { return dtype >= Dtype::kBlock8; }
 
 JDISTADAM_INLINE uint32_t BitsOf(float x) {
@@ -64,7 +64,7 @@ JDISTADAM_INLINE float FromFloat16(uint16_t h) {
   const uint32_t magnitude = (uint32_t{h} & 0x7fffu) << 13;  // exponent and mantissa in place
   const float normal = FloatOf(magnitude + 0x38000000u);     // rebias 15 -> 127
   const float special = FloatOf(magnitude + 0x70000000u);    // exponent 31 -> 255: inf, NaN
-  // A subnormal half is a multiple of 2^-24: give it the implicit one of 2^-14, then subtract it.
+  // A subnormal half is a multiple of 2^-24: add an implicit one of 2^-14, then subtract it.
   const float subnormal = FloatOf(magnitude + 0x38800000u) - FloatOf(0x38800000u);
   const float x = magnitude >= 0x0f800000u   ? special
                   : magnitude >= 0x00800000u ? normal
@@ -85,10 +85,10 @@ JDISTADAM_INLINE uint16_t ToFloat16(float x) {
   return static_cast<uint16_t>(sign | h);
 }
 
-// A float32 in two halves: the bfloat16 nearest to it, ties away from zero, and its low 16 bits.
-// Nearest-even has no such inverse, since an even bfloat16 is the nearest of 65,537 floats. The two
-// roundings differ at ties alone. The carry of a NaN with a large payload would run into the sign:
-// such a NaN becomes the canonical one.
+// A float32 in two halves: its nearest bfloat16, ties away from zero, and its low 16 bits.
+// Nearest-even has no such inverse, because an even bfloat16 is the nearest of 65,537 floats. The
+// two roundings differ only at ties. The carry of a NaN with a large payload would overflow into
+// the sign: such a NaN becomes the canonical one.
 struct Halves {
   uint16_t high, low;
 };
@@ -98,7 +98,7 @@ JDISTADAM_INLINE Halves Split(float x) {
   return {static_cast<uint16_t>((bits + 0x8000u) >> 16), static_cast<uint16_t>(bits)};
 }
 
-// The exact inverse: a low half of 0x8000 or more was rounded up, as it is below zero as an int16.
+// The exact inverse: a low half of 0x8000 or more was rounded up, and is negative as an int16.
 JDISTADAM_INLINE float Join(uint16_t high, uint16_t low) {
   return FloatOf((uint32_t{high} << 16) +
                  static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(low))));
@@ -113,7 +113,7 @@ JDISTADAM_INLINE float LoadOne(const void* base, Dtype dtype, size_t i) {
       return FromBfloat16(static_cast<const uint16_t*>(base)[i]);
     case Dtype::kFloat16:
       return FromFloat16(static_cast<const uint16_t*>(base)[i]);
-    default:  // half of a number, or one that needs the scale of its block
+    default:  // half of a number, or a code that needs its block's scale
       break;
   }
   return 0.0f;

@@ -1,4 +1,4 @@
-// Turns the operands of the FFI call `jdistadam_adam` into an AdamCall, checking everything.
+// Reads and checks the operands of the FFI call `jdistadam_adam` as an AdamCall.
 //
 // operands  coefficients f32[..., groups, kNumCoefficients], inv_scale f32[], found_inf pred[],
 //           then grads, params, mu, nu and (in Mode::kStepSplit) out: each either one array per
@@ -6,19 +6,19 @@
 // results   params (not in Mode::kUpdate), mu, nu, aliased with their operands; then out (not in
 //           Mode::kStep; aliased in Mode::kStepSplit).
 // mode, flags   see adam.h and adam_math.h.
-// contributions    gradients to be added: each array of grads holds so many, one behind the other.
-// groups    one row of the coefficients for each leaf; its length is the number of leaves.
-// flat      bit k set: operand kind k (grads, params, mu, nu, out) is flat, leaf i of it being
+// contributions    gradients to be added: each array of grads holds as many in sequence.
+// groups    one row of the coefficients per leaf; its length is the number of leaves.
+// flat      bit k set: operand kind k (grads, params, mu, nu, out) is flat, and its leaf i is
 //           elements [offsets[i], offsets[i] + sizes[i]).
-// sizes, offsets   one entry a leaf when anything is flat, else empty. Offsets ascend, and no two
-//           leaves overlap.
+// sizes, offsets   one entry per leaf if anything is flat, otherwise empty. Offsets ascend, and no
+//           two leaves overlap.
 //
-// Coefficients of more than two dimensions have rows for several members, as many as the product of
-// the dimensions before the last two. Every array then holds that many leaves of equal size, one
-// behind the other, and the m-th of them uses row m * groups + group. Nothing is flat in such a
-// call, and there is one contribution.
+// Coefficients of more than two dimensions have rows for several members; their number is the
+// product of the dimensions before the last two. Every array then holds that many leaves of equal
+// size in sequence, and the m-th of them uses row m * groups + group. In such a call nothing is
+// flat, and there is one contribution.
 //
-// kernels/adam.py builds these calls, but nothing that Python passes may crash the process.
+// kernels/adam.py builds these calls, but no arguments from Python may crash the process.
 #pragma once
 
 #include <optional>
@@ -65,10 +65,10 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::AdamAttributes, StructMember<
 
 namespace jdistadam {
 
-// Whether an array may be anywhere in memory, or must be where an operand is.
+// Whether an array may be anywhere in memory, or must have the address of an operand.
 enum Place { kNew, kAliased };
 
-// Reads the operand kinds one after another into the leaves of an AdamCall.
+// Reads the operand kinds in sequence into the leaves of an AdamCall.
 class CallBuilder {
  public:
   CallBuilder(const AdamAttributes& attributes, bool moments_may_be_coded, AdamCall* call)
@@ -77,8 +77,8 @@ class CallBuilder {
   }
 
   // Takes the next arrays of `buffers` as operand kind `kind`. Leaves take their size from the
-  // first kind, later kinds must agree. kAliased: the arrays must be where the leaves' pointers
-  // already say.
+  // first kind; later kinds must agree. kAliased: the arrays must have the addresses that the
+  // leaves already have.
   template <typename Buffers, typename Pointer>
   ffi::Error Take(const char* name, int kind, const Buffers& buffers, size_t* next, Dtype* dtype,
                   Pointer Leaf::* pointer, size_t copies = 1, Place place = kNew) {
@@ -145,7 +145,7 @@ inline ffi::Error CheckAttributes(const AdamAttributes& a, int64_t num_groups) {
   return ffi::Error::Success();
 }
 
-// How many rows the coefficients have for each member, and how many members.
+// How many rows of coefficients each member has, and the number of members.
 struct Rows {
   int64_t groups;
   std::optional<int64_t> members;  // none: each array is one leaf
@@ -159,7 +159,7 @@ inline ffi::Error ReadRows(const CoefficientRows& coefficients, Rows* rows) {
   if (dims.size() == 2) return ffi::Error::Success();
   int64_t members = 1;
   for (size_t i = 0; i + 2 < dims.size(); ++i) {
-    // Leaf::group counts rows in 32 bits. Checked at each factor, so that no product overflows.
+    // Leaf::group counts rows in 32 bits. Checked at each factor, so no product overflows.
     if (dims[i] > INT32_MAX || (members *= dims[i]) > INT32_MAX)
       return Invalid("coefficients have rows for too many members");
   }
@@ -169,7 +169,7 @@ inline ffi::Error ReadRows(const CoefficientRows& coefficients, Rows* rows) {
   return ffi::Error::Success();
 }
 
-// Replaces every leaf by one for each of its members. Empty ones are left out.
+// Replaces every leaf by one leaf per member. Leaves out empty ones.
 inline ffi::Error CutIntoMembers(size_t members, int32_t groups, AdamCall* call) {
   constexpr size_t kMaxParts = size_t{1} << 24;  // a table of 1 GiB on the host
   const Dtypes& t = call->dtypes;
@@ -198,12 +198,12 @@ inline ffi::Error CutIntoMembers(size_t members, int32_t groups, AdamCall* call)
   return ffi::Error::Success();
 }
 
-// How many arrays were read.
+// The number of arrays read.
 struct Taken {
   size_t args = 0, rets = 0;
 };
 
-// All but the members, and without a look at how many arrays there are.
+// Everything but the members; does not check the total number of arrays.
 inline ffi::Error BuildLeaves(const AdamAttributes& attributes, const CoefficientRows& coefficients,
                               const FloatScalar& inv_scale, const BoolScalar& found_inf,
                               const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,

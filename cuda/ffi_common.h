@@ -1,7 +1,7 @@
-// What all FFI handlers share: reading a variable number of arrays, and errors for wrong ones.
+// Shared code of all FFI handlers: reading a variable number of arrays, and errors for wrong ones.
 //
-// A handler stands beside the reading of its operands and hands the call that it has read to the
-// backend's Run(context, call). The context is its last argument: a thread pool or a stream.
+// Handlers are defined next to the code that reads their operands. They pass the resulting call to
+// the backend's Run(context, call). The context is their last argument: a thread pool or a stream.
 #pragma once
 
 #include <cstdint>
@@ -58,23 +58,23 @@ inline std::optional<Dtype> FloatTypeOf(ffi::DataType type) {
 }
 constexpr const char* kFloats = "float32, bfloat16 or float16";
 
-// A kind of operands or results, such as the gradients: one array for each leaf, or a flat one.
+// A kind of operands or results, such as the gradients: one array per leaf, or a flat one.
 struct Kind {
   const char* name;
   bool is_flat = false;
-  size_t copies = 1;             // that each array holds, one behind the other
-  const char* dtypes = kFloats;  // in words: those that `dtype_of` takes
+  size_t copies = 1;             // in each array, in sequence
+  const char* dtypes = kFloats;  // in words: those that `dtype_of` accepts
 };
 
-// Reads the next arrays of `buffers` (RemainingArgs or RemainingRets) as the leaves of a kind, all
-// of one dtype, and checks everything:
+// Reads and checks the next arrays of `buffers` (RemainingArgs or RemainingRets) as the leaves of
+// one kind and dtype:
 //
-// dtype_of(type)  the Dtype of arrays of this type, or nullopt where they are wrong.
-// size_of(i)      elements of leaf i in a copy, or nullopt where its array says it; asked of all
+// dtype_of(type)  the Dtype of arrays of this type, or nullopt if they are wrong.
+// size_of(i)      elements of leaf i in a copy, or nullopt to take its array's size; called for all
 //                 leaves in a flat array.
-// start_of(i)     where leaf i begins in a flat array.
-// set(i, data, size, total)   takes leaf i, of an array with `total` elements in a copy. False: a
-//                 result that is not where its operand is.
+// start_of(i)     the start of leaf i in a flat array.
+// set(i, data, size, total)   takes leaf i of an array with `total` elements in a copy. False: a
+//                 result does not have the address of its operand.
 template <typename Buffers, typename DtypeFn, typename SizeFn, typename StartFn, typename SetFn>
 ffi::Error TakeLeaves(const Kind& kind, size_t count, const Buffers& buffers, size_t* next,
                       Dtype* dtype, const DtypeFn& dtype_of, const SizeFn& size_of,
@@ -109,7 +109,7 @@ ffi::Error TakeLeaves(const Kind& kind, size_t count, const Buffers& buffers, si
   return ffi::Error::Success();
 }
 
-// Whether leaves in flat arrays follow each other.
+// Whether leaves in flat arrays are in order.
 inline ffi::Error CheckOffsets(const ffi::Span<const int64_t>& sizes,
                                const ffi::Span<const int64_t>& offsets) {
   int64_t end = 0;

@@ -13,7 +13,7 @@
 
 namespace jdistadam {
 
-// What the handlers call, which stand beside the reading of their operands.
+// Called by the handlers, which are defined next to the code that reads their operands.
 
 static Threads ThreadsOf(ffi::ThreadPool& pool) {
   return {int(pool.num_threads()),
@@ -40,8 +40,8 @@ static ffi::Error Run(ffi::ThreadPool& pool, const SumCall& call) {
   return ffi::Error::Success();
 }
 
-// Runs work() in a thread of its own. XLA goes on there once it has ended, and flushes denormals:
-// by POSIX a thread inherits the floating-point environment.
+// Runs work() in its own thread. Afterwards XLA continues there, and flushes denormals: by POSIX a
+// thread inherits the floating-point environment.
 template <typename Work>
 static ffi::Error InThread(Work work) {
   try {
@@ -56,11 +56,11 @@ static void Complete(ffi::Promise promise, ffi::Error error) {
   error.success() ? promise.SetAvailable() : promise.SetError(std::move(error));
 }
 
-// Who waits for the others does so in a thread of its own, never in one of XLA's: that would be
-// missing where a collective beside the step needs it.
+// A device waits for the others in its own thread, never in one of XLA's: XLA would lack that
+// thread for a collective concurrent with the step.
 //
-// The second meeting: nobody reads or writes a peer's arrays after it. It has no limit: who has
-// passed the first comes, and until then my arrays must not be released.
+// The second meeting: nobody accesses a peer's arrays after it. It has no limit: whoever passed the
+// first one will come, and until then my arrays must not be released.
 static ffi::Future RunPeer(ffi::ThreadPool&, const PeerAttributes& a, ffi::Error error,
                            PeerCall call, int64_t run, int32_t ordinal) {
   using Meeting = PeerMeeting<char>;

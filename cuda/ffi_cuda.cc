@@ -23,7 +23,7 @@ static ffi::Error LaunchError(cudaError_t status) {
                    : ""));
 }
 
-// What the handlers call, which stand beside the reading of their operands.
+// Called by the handlers, which are defined next to the code that reads their operands.
 
 static ffi::Error Run(cudaStream_t stream, const AdamCall& call) {
   return LaunchError(AdamCuda(call, stream));
@@ -43,11 +43,11 @@ static ffi::Error Run(cudaStream_t stream, const SumCall& call) {
 
 namespace {
 
-// Two events of one device at one call site, made once and recorded in every call. "Ready": what
-// the stream did before is done, so that peers may read my gradients and write my parameters.
-// "Done": my kernel is. An event is recorded again only after the peers have put their waits for
-// it: for "ready" they do so before the second meeting, which I pass before my next call, and for
-// "done" before they come to the next call's first meeting, which I pass before I record it.
+// Two events of one device at one call site, created once and recorded in every call. "Ready": all
+// earlier work of the stream is done, so peers may read my gradients and write my parameters.
+// "Done": my kernel is done. An event is recorded again only after the peers have enqueued their
+// waits for it. For "ready" they do so before the second meeting, which I pass before my next call.
+// For "done" they do so before the next call's first meeting, which I pass before I record it.
 struct PeerEvents {
   cudaEvent_t ready = nullptr, done = nullptr;
   cudaError_t status = cudaSuccess;  // of the launch, in the second meeting
@@ -67,8 +67,8 @@ cudaError_t EventsOf(int64_t site, int32_t ordinal, PeerEvents* events) {
   return cudaSuccess;
 }
 
-// Lets the current device reach all others of a call, once. XLA's allocator does this for its own
-// memory; for plain memory it takes this call.
+// Lets the current device access all others of a call, once. XLA's allocator does this for its own
+// memory; plain memory needs this call.
 cudaError_t ReachPeers(const PeerAttributes& a, int32_t ordinal) {
   static std::mutex mutex;
   static auto* reached = new std::set<std::pair<int32_t, int64_t>>;
@@ -87,7 +87,7 @@ cudaError_t ReachPeers(const PeerAttributes& a, int32_t ordinal) {
   return cudaSuccess;
 }
 
-// Tests put delays behind waits, and leave them out: tests/kernels/driver/peer_waits.cu.
+// Tests add delays after waits, or omit the waits: tests/kernels/driver/peer_waits.cu.
 #ifndef JDISTADAM_WAIT_FOR_PEERS
 #define JDISTADAM_WAIT_FOR_PEERS WaitForPeers
 #endif
@@ -102,7 +102,7 @@ cudaError_t WaitForPeers(cudaStream_t stream, const PeerMeeting<PeerEvents>::Ent
   return cudaSuccess;
 }
 
-// What can fail on one device alone, before it meets the others.
+// The steps that can fail on one device alone, before it meets the others.
 cudaError_t Prepare(cudaStream_t stream, const PeerAttributes& a, int32_t ordinal,
                     PeerEvents* events) {
   if (auto error = cudaSetDevice(ordinal); error != cudaSuccess) return error;
@@ -111,8 +111,8 @@ cudaError_t Prepare(cudaStream_t stream, const PeerAttributes& a, int32_t ordina
   return cudaEventRecord(events->ready, stream);
 }
 
-// Behind all "ready" the kernel, then "done". Whatever fails, nothing of it runs on when peers are
-// told so: they release arrays that it writes.
+// The kernel after all "ready", then "done". After a failure, none of it may still run when peers
+// are told: they release arrays that it writes.
 cudaError_t Enqueue(cudaStream_t stream, const PeerCall& call, const PeerEvents& events,
                     const PeerMeeting<PeerEvents>::Entries& entries, int me) {
   cudaError_t error = JDISTADAM_WAIT_FOR_PEERS(stream, entries, me, &PeerEvents::ready);
@@ -126,8 +126,8 @@ cudaError_t Enqueue(cudaStream_t stream, const PeerCall& call, const PeerEvents&
 
 }  // namespace
 
-// My stream: "ready"; wait for all "ready"; the kernel; "done"; wait for all "done", after which
-// no peer reads my gradients or writes my parameters any more.
+// My stream: "ready"; wait for all "ready"; the kernel; "done"; wait for all "done". After that no
+// peer reads my gradients or writes my parameters.
 static ffi::Error RunPeer(cudaStream_t stream, const PeerAttributes& a, ffi::Error error,
                           const PeerCall& call, int64_t run, int32_t ordinal) {
   using Meeting = PeerMeeting<PeerEvents>;
@@ -140,7 +140,8 @@ static ffi::Error RunPeer(cudaStream_t stream, const PeerAttributes& a, ffi::Err
   error = meeting.Meet(0, EntryOf(call, events), meeting.limit(), &entries);
   if (error.failure()) return error;
   events.status = Enqueue(stream, call, events, entries, meeting.me());
-  // Who does not come now hangs inside of CUDA: memory cannot be waited for, the message says so.
+  // A device that does not come now hangs inside CUDA: memory cannot be waited for, as the
+  // message says.
   error = meeting.Meet(1, {{}, {}, events}, meeting.limit(), &after);
   if (error.failure()) return error;
   const cudaError_t waited =
@@ -177,7 +178,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cuda, NormHandler<cudaStream_t>,
                               NormBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cuda, SumHandler<cudaStream_t>,
                               SumBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
-// Not for CUDA graphs: these handlers wait for other devices' host threads in every call.
+// Not for CUDA graphs: in every call these handlers wait for other devices' host threads.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cuda, PeerSumHandler<cudaStream_t>,
                               PeerSumBinding().Ctx<Stream>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerStep_cuda, PeerStepHandler<cudaStream_t>,

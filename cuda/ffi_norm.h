@@ -1,4 +1,4 @@
-// Turns the operands of the FFI call `jdistadam_norm` into a NormCall, checking everything.
+// Reads and checks the operands of the FFI call `jdistadam_norm` as a NormCall.
 //
 // operands  inv_scale f32[], then the gradients, all of one dtype.
 // results   sum_of_squares f32[], found_inf pred[], scratch u32[number of tiles, 2].

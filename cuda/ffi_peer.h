@@ -1,23 +1,23 @@
-// Turns the operands of the FFI calls `jdistadam_peer_sum` and `jdistadam_peer_step` into a
-// PeerCall, checking everything, and hands it to the backend's RunPeer.
+// Reads and checks the operands of the FFI calls `jdistadam_peer_sum` and `jdistadam_peer_step` as
+// a PeerCall, and passes it to the backend's RunPeer.
 //
 // peer_sum
-//   operands  norm_scale f32[]; the gradients, one array per leaf; what was received.
+//   operands  norm_scale f32[]; the gradients, one array per leaf; the received arrays.
 //   results   the sums, f32, one array per leaf; sum_of_squares f32[], found_inf pred[], scratch
 //             u32[number of tiles, 2].
 // peer_step
 //   operands  norm_scale f32[], coefficients f32[groups, kNumCoefficients], inv_scale f32[],
 //             found_inf pred[]; the gradients (or the sums, with `summed`), one array per leaf;
-//             what was received; main, mu, nu, one flat array each.
+//             the received arrays; main, mu, nu, one flat array each.
 //   results   the whole new parameters, one array per leaf; main, mu, nu, aliased with their
 //             operands; without `summed` the three results of the norm, as above.
 // devices     local numbers of the devices that meet, in the order of the shards.
 // site        differs between the calls of a program.
 // limit_seconds   how long to wait for a device.
 // sizes, runs     of each leaf's shard (peer.h).
-// received        for each leaf 1 or 2 where this device has received its shard of the others'
-//             gradients: one array from each, the next lower place first. Else 0. With 2 its own
-//             gradient is this shard too, else the whole one.
+// received        for each leaf 1 or 2 if this device has received its shard of the others'
+//             gradients: one array from each, the next lower place first. Otherwise 0. With 2 its
+//             own gradient is only this shard too, otherwise the whole one.
 // groups, offsets, flags   as in ffi_adam.h.
 #pragma once
 
@@ -37,12 +37,12 @@ struct PeerAttributes {  // in the order of their decoding below
   int64_t site, limit_seconds;
   ffi::Span<const int64_t> sizes, runs;
   ffi::Span<const int32_t> received;
-  // A sum has no more.
+  // Only for a step.
   ffi::Span<const int64_t> offsets = {};
   ffi::Span<const int32_t> groups = {};
   int32_t flags = 0;
   bool summed = false;
-  bool is_step = false;  // which call it is
+  bool is_step = false;  // otherwise a sum
 
   PeerWork work() const {
     return !is_step ? PeerWork::kSum : summed ? PeerWork::kStepOnSums : PeerWork::kStep;
@@ -107,13 +107,13 @@ inline ffi::Error CheckPeerAttributes(const PeerAttributes& a) {
   return ffi::Error::Success();
 }
 
-// Reads arrays in order, of operands or of results.
+// Reads arrays of operands or of results in order.
 template <typename Buffers>
 class Reader {
  public:
   explicit Reader(const Buffers& buffers) : buffers_(buffers) {}
 
-  // The next array, of a float dtype and `elements` elements. The first of a kind sets `*dtype`,
+  // The next array, with a float dtype and `elements` elements. The first of a kind sets `*dtype`;
   // the others must agree.
   ffi::Error Float(const char* name, size_t elements, bool is_first, Dtype* dtype, void** data) {
     const auto buffer = GetBuffer(buffers_, next_++);
@@ -128,7 +128,7 @@ class Reader {
     return CheckSize(name, buffer->element_count(), elements);
   }
 
-  // The same of a given dtype.
+  // The same with a given dtype.
   ffi::Error Exactly(const char* name, ffi::DataType type, size_t elements, void** data) {
     const auto buffer = GetBuffer(buffers_, next_++);
     if (!buffer) return Invalid(std::string(name) + ": too few arrays");
@@ -166,7 +166,7 @@ inline ffi::Error ReadNorm(Reader<ffi::RemainingRets>* results, PeerCall* call) 
   return ffi::Error::Success();
 }
 
-// One flat array of the state: an operand, and the result that is aliased with it.
+// One flat array of the state: an operand and its aliased result.
 template <typename Set>
 ffi::Error ReadFlat(const char* name, const PeerAttributes& a, const ffi::RemainingArgs& args,
                     const ffi::RemainingRets& rets, size_t arg, size_t ret, Dtype* dtype,
@@ -190,7 +190,7 @@ ffi::Error ReadFlat(const char* name, const PeerAttributes& a, const ffi::Remain
 
 inline ffi::Error ReadState(const PeerAttributes& a, const ffi::RemainingArgs& args,
                             const ffi::RemainingRets& rets, size_t first, PeerCall* call) {
-  const size_t count = a.sizes.size();  // of the results before those of the state
+  const size_t count = a.sizes.size();  // of results before those of the state
   Dtype main = Dtype::kFloat32;
   JDISTADAM_RETURN_IF_ERROR(ReadFlat(
       "main", a, args, rets, first, count, &main,
@@ -252,7 +252,7 @@ inline ffi::Error BuildPeerCall(const PeerAttributes& a, const ffi::RemainingArg
     JDISTADAM_RETURN_IF_ERROR(ReadState(a, args, rets, num_grads, call));
     if (args.size() != num_grads + 3) return Invalid("too many operands");
     void* skipped;
-    for (int k = 0; k < 3; ++k) {  // which ReadState has looked at
+    for (int k = 0; k < 3; ++k) {  // checked by ReadState
       Dtype dtype;
       const auto buffer = GetBuffer(rets, count + k);
       JDISTADAM_RETURN_IF_ERROR(

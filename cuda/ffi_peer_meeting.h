@@ -1,4 +1,4 @@
-// Has the devices of the process meet around a PeerCall.
+// Makes the devices of the process meet around a PeerCall.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,13 @@
 
 namespace jdistadam {
 
-// Which of the devices that meet this one is; -1 if it is none of them.
+// The index of this device among those that meet; -1 if it is not one of them.
 inline int PlaceOf(const PeerAttributes& a, int32_t ordinal) {
   const auto found = std::find(a.devices.begin(), a.devices.end(), int64_t{ordinal});
   return found == a.devices.end() ? -1 : int(found - a.devices.begin());
 }
 
-// What a device brings to a meeting: where its arrays are, and what the backend needs besides.
+// What a device brings to a meeting: the addresses of its arrays, and data for the backend.
 template <typename Extra>
 struct PeerEntry {
   std::vector<const void*> grads;
@@ -25,7 +25,7 @@ struct PeerEntry {
   Extra extra;
 };
 
-// Who meets, when and where; one object for a call of one device.
+// Who meets, when and where; one object per call of one device.
 template <typename Extra>
 class PeerMeeting {
  public:
@@ -39,7 +39,7 @@ class PeerMeeting {
 
   int me() const { return who_.me; }
 
-  // Returns `error` of this device, and if it is one, tells the others.
+  // Returns `error` of this device; if it is one, tells the others.
   ffi::Error Tell(ffi::Error error) {
     if (error.success() && me() < 0) error = Invalid("this device is not one of those that meet");
     if (error.failure()) TheMeetings().Fail(who_, error.message());
@@ -61,7 +61,7 @@ class PeerMeeting {
                                 "lost: start this process again and restore a checkpoint.");
   }
 
-  // The arrays of all devices, leaf by leaf; in place of their gradients what they have sent.
+  // The arrays of all devices, leaf by leaf; sent gradients replace the devices' own arrays.
   static PeerArrays ArraysOf(const PeerCall& call, const Entries& entries, int me) {
     const int count = int(entries->size());
     PeerArrays arrays{count, me, {}, {}};
@@ -89,7 +89,7 @@ class PeerMeeting {
   const int64_t visit_;
 };
 
-// What this device's call has that others read or write.
+// The arrays of this device's call that others read or write.
 template <typename Extra>
 PeerEntry<Extra> EntryOf(const PeerCall& call, Extra extra) {
   PeerEntry<Extra> entry{{}, {}, extra};

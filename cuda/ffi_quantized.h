@@ -1,18 +1,17 @@
-// Turns the operands of the FFI call `jdistadam_quantized` into a QuantizedCall, checking
-// everything.
+// Reads and checks the operands of the FFI call `jdistadam_quantized` as a QuantizedCall.
 //
-// operands  as those of `jdistadam_adam` (ffi_adam.h), but between found_inf and the arrays key
-//           u32[2], count s32[], parts s32[leaves, 2] and blocks u32[n, 2]; mu and nu may be
-//           uint8 or uint16. Behind the arrays come, for each moment that is, its scales f32: one
-//           array per leaf, or a flat one where the moment is flat.
+// operands  as for `jdistadam_adam` (ffi_adam.h), but between found_inf and the arrays key u32[2],
+//           count s32[], parts s32[leaves, 2] and blocks u32[n, 2]; mu and nu may be uint8 or
+//           uint16. After the arrays come the scales f32 of each such moment: one array per leaf,
+//           or a flat one if the moment is flat.
 // results   as there; then the scales, aliased with their operands.
 // random    whether to round stochastically.
-// mu_offsets, nu_offsets   where leaves begin in a flat moment; empty: `offsets` say so.
-// ids       for each leaf the number of the whole leaf of which it is a part.
+// mu_offsets, nu_offsets   start of each leaf in a flat moment; empty: use `offsets`.
+// ids       for each leaf the number of the whole leaf to which it belongs.
 // cuts      for each leaf the piece and the whole piece of its two cuts; empty: it is part
-//           parts[i, 0] of parts of equal size, one behind the other.
-// tables    for each leaf the row of `blocks` where its table begins (quantized.h), or -1; may be
-//           empty: none has one.
+//           parts[i, 0] of contiguous parts of equal size.
+// tables    for each leaf the row of `blocks` at which its table begins (quantized.h), or -1; may
+//           be empty: none has one.
 //
 // A flat moment has the scales of leaf i at its offset / 128, which must divide.
 #pragma once
@@ -49,7 +48,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
 
 namespace jdistadam {
 
-// Takes the next arrays of scales; in `buffers` of results they must be where operands are.
+// Takes the next arrays of scales; in `buffers` of results they must have the operands' addresses.
 template <typename Buffers>
 ffi::Error TakeScales(const char* name, const AdamAttributes& a, int kind, const Buffers& buffers,
                       size_t* next, bool is_aliased, float* QuantizedLeaf::* pointer,
@@ -78,7 +77,7 @@ ffi::Error TakeScales(const char* name, const AdamAttributes& a, int kind, const
                     size_of, start_of, set);
 }
 
-// Says where a leaf is in the whole leaf.
+// Sets the position of a leaf in the whole leaf.
 inline ffi::Error TakeOrigin(const QuantizedAttributes& a, const Blocks& blocks, size_t i,
                              QuantizedLeaf* leaf) {
   const std::string name = "leaf " + std::to_string(i);
@@ -87,8 +86,7 @@ inline ffi::Error TakeOrigin(const QuantizedAttributes& a, const Blocks& blocks,
   leaf->slot = uint32_t(i);
   for (int k = 0; k < 2; ++k) {
     leaf->cuts[k] = {size, size};
-    if (k == 1 && a.cuts.size() == 0)
-      leaf->cuts[k] = {UINT64_MAX, UINT64_MAX};  // nothing is beyond
+    if (k == 1 && a.cuts.size() == 0) leaf->cuts[k] = {UINT64_MAX, UINT64_MAX};  // no further cut
     if (a.cuts.size() == 0) continue;
     const int64_t piece = a.cuts[4 * i + 2 * k], whole_piece = a.cuts[4 * i + 2 * k + 1];
     if (piece < 0 || whole_piece < piece || (piece == 0 && size > 0))

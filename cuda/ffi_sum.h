@@ -1,11 +1,11 @@
-// Turns the operands of the FFI call `jdistadam_sum` into a SumCall, checking everything.
+// Reads and checks the operands of the FFI call `jdistadam_sum` as a SumCall.
 //
 // operands  the inputs, all of one dtype: one array per leaf, or one flat array.
 // results   the outputs, likewise. Gaps of a flat output become zero.
-// contributions    each input holds so many, one behind the other.
+// contributions    each input holds this many in sequence.
 // flat             bit 0: the inputs are flat; bit 1: the outputs are.
-// sizes, offsets   one entry a leaf: elements, and where it begins in the flat arrays. Offsets
-//                  ascend, and no two leaves overlap.
+// sizes, offsets   one entry per leaf: elements, and start in the flat arrays. Offsets ascend, and
+//                  no two leaves overlap.
 #pragma once
 
 #include "ffi_common.h"
@@ -55,7 +55,7 @@ ffi::Error TakeSide(const Kind& kind, const SumAttributes& a, const Buffers& buf
   return ffi::Error::Success();
 }
 
-// Leaves of zeros for what no leaf covers.
+// Leaves of zeros for the gaps between leaves.
 inline void FillGaps(const SumAttributes& a, char* out, size_t total, SumCall* call) {
   size_t end = 0;
   const auto fill = [&](size_t begin) {
@@ -88,7 +88,7 @@ inline ffi::Error BuildSumCall(const SumAttributes& a, const ffi::RemainingArgs&
                    [&](size_t leaf, char* data, size_t) { call->leaves[leaf].out = data; });
   if (error.failure()) return error;
   if (flat_out) {
-    const auto buffer = GetBuffer(rets, 0);  // which TakeSide has checked
+    const auto buffer = GetBuffer(rets, 0);  // checked by TakeSide
     FillGaps(a, DataOf(*buffer), buffer->element_count(), call);
   }
   return ffi::Error::Success();

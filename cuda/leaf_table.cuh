@@ -1,4 +1,4 @@
-// One launch for many leaves: a table by value in the kernel's parameters, one tile a block.
+// One launch for many leaves: a table by value in the kernel's parameters, one tile per block.
 //
 // A table in device memory would need a copy, which is fragile in CUDA graphs. Every block works on
 // one tile of one leaf, found by binary search, so leaf sizes do not matter.
@@ -23,7 +23,7 @@ struct LeafTable {
   int count;
 };
 
-// The tile of block `tile`: index of its leaf, and of the tile within that.
+// The tile of block `tile`: index of its leaf, and of the tile in the leaf.
 struct TileIndex {
   int leaf;
   uint32_t tile;
@@ -72,7 +72,7 @@ cudaError_t ForEachTable(const Leaves& leaves, size_t tile_size, const Launch& l
     return error;
   };
   for (const Leaf& leaf : leaves) {
-    if (leaf.size == 0) continue;  // would own no tile
+    if (leaf.size == 0) continue;  // it has no tile
     const size_t mine = (leaf.size + tile_size - 1) / tile_size;
     if (mine > kMaxTiles) return cudaErrorInvalidValue;  // beyond the memory of any device
     if (table.count == kLarge || tiles + mine > kMaxTiles) {

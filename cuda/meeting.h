@@ -1,16 +1,16 @@
-// Devices of one process that wait for each other inside of a call.
+// Devices of one process that wait for each other inside a call.
 //
-// All devices of a program run the same calls, each from a host thread of its own. In a meeting
-// every one of them hands over an entry (pointers, events) and gets those of all others. Only host
-// threads wait here, never a device.
+// All devices of a program run the same calls, each from its own host thread. In a meeting every
+// device passes an entry (pointers, events) and receives those of all others. Only host threads
+// wait here, never a device.
 //
-// A meeting is known by the execution it belongs to (equal on all devices, different for each
-// execution), by its call site in the program, and by how often this execution has come there: a
-// loop comes to one site many times.
+// A meeting is identified by its execution (equal on all devices, different for each execution), by
+// its call site in the program, and by the number of the execution's visit to that site: a loop
+// visits one site many times.
 //
-// A device that cannot go on says so (Fail), and one that is waited for too long has failed: all
-// meetings of this execution at this site fail then, for those that wait and for those that come
-// later, until every device has heard of it.
+// A device that cannot continue says so (Fail), and one that takes too long has failed. Then all
+// meetings of this execution at this site fail, for waiting devices and for later ones, until every
+// device has been told.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,7 @@ class Meetings {
   using Entries = std::shared_ptr<const std::vector<Entry>>;
   static constexpr std::chrono::seconds kNoLimit = std::chrono::seconds::max();
 
-  // Which visit of its site this is in its execution. Executions may take turns on a device.
+  // The number of the visit to this site in the execution. Executions may take turns on a device.
   int64_t Visit(const Visitor& who) {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto& runs = visits_[{who.site, who.me}];
@@ -51,9 +51,9 @@ class Meetings {
     return 0;
   }
 
-  // Waits until all devices have come to the `stage`-th meeting of a visit, and returns what they
-  // brought, in their order. Null if one has failed, or has not come within `limit`; then for all,
-  // and `*why` says who.
+  // Waits until all devices have come to the `stage`-th meeting of a visit, and returns their
+  // entries in order. Null if one has failed, or has not come within `limit`; then it is null for
+  // all, and `*why` names the device.
   Entries Meet(const Visitor& who, int64_t visit, int stage, Entry entry,
                std::chrono::seconds limit, std::string* why) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -84,7 +84,7 @@ class Meetings {
     return nullptr;
   }
 
-  // For a device that cannot go on: nobody waits for it.
+  // For a device that cannot continue: nobody waits for it.
   void Fail(const Visitor& who, const std::string& why) {
     const std::lock_guard<std::mutex> lock(mutex_);
     RecordFailure({who.run, who.site}, Place(who.me) + " failed: " + why);
@@ -94,7 +94,7 @@ class Meetings {
  private:
   using Site = std::pair<int64_t, int64_t>;              // execution, site
   using Key = std::pair<Site, std::pair<int64_t, int>>;  // with visit, stage
-  static constexpr size_t kMaxRuns = 64;                 // more than any backend lets be in flight
+  static constexpr size_t kMaxRuns = 64;                 // more than any backend keeps in flight
 
   struct Meeting {
     explicit Meeting(int count)
@@ -132,7 +132,7 @@ class Meetings {
       it->second->changed.notify_all();
   }
 
-  // Forgets a failure, and with it where devices stood, when all have heard of it.
+  // Forgets a failure, and the visits of its devices, when all have been told.
   void HearOfFailure(const Visitor& who) {
     const Site site{who.run, who.site};
     std::vector<int>& heard = failures_[site].heard_by;
@@ -152,7 +152,7 @@ class Meetings {
     }
   }
 
-  std::mutex mutex_;  // of all that follows, and of what is in a Meeting
+  std::mutex mutex_;  // guards all below, and the contents of a Meeting
   std::map<Key, std::shared_ptr<Meeting>> open_;
   std::map<Site, Failure> failures_;
   std::map<std::pair<int64_t, int>, std::deque<std::pair<int64_t, int64_t>>> visits_;

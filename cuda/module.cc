@@ -25,10 +25,10 @@ bool JDISTADAM_HANDLER(CanReach)(int device, int peer);
 NB_MODULE(JDISTADAM_MODULE, m) {
   m.doc() =
       "Compiled kernels of jdistadam. Private: jdistadam.kernels.native loads and registers them.";
-  // The FFI version of the headers used here; a jaxlib accepts modules built with its own or older.
+  // The FFI version of these headers; a jaxlib accepts modules built with its own or older ones.
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("build_info") = JDISTADAM_BUILD_INFO;
-  // Whether a device can read and write the memory of another one of this process.
+  // Whether a device can read and write the memory of another device of this process.
   m.def("can_reach", &JDISTADAM_HANDLER(CanReach));
   m.def("handlers", [] {
     nb::dict handlers;

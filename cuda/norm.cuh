@@ -1,12 +1,12 @@
-// What kernels that take a norm share on a CUDA device; the order of the sums is that of norm.h.
+// Shared code of kernels that take a norm on a CUDA device; norm.h gives the order of the sums.
 #pragma once
 
 #include "norm.h"
 
 namespace jdistadam {
 
-// Halves the lanes that are `kPerThread` to a thread, until the first holds the sum of all; in
-// thread 0 only.
+// Sums the lanes in halves, `kPerThread` lanes per thread, until the first holds the total; valid
+// only in thread 0.
 template <int kPerThread>
 __device__ float SumLanes(float (&lanes)[kPerThread]) {
   __shared__ float shared[kNormLanes];

@@ -5,8 +5,8 @@
 //
 // The order of the sum is fixed, whatever the number of threads and the shape of a launch: a leaf
 // is cut into tiles of kNormTile elements; the sums of all tiles, in the order of the leaves, are
-// summed once more. Both are sums over lanes: lane l adds its terms l, l + kNormLanes, ... one
-// after the other, beginning with zero, then the lanes are halved: lane l adds lane l + half.
+// summed once more. Both are sums over lanes: lane l adds its terms l, l + kNormLanes, ... in
+// sequence, starting with zero; then the lanes are summed in halves: lane l adds lane l + half.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ struct NormLeaf {
   size_t first_tile;  // tiles of all leaves before this one
 };
 
-// What a tile adds up to.
+// The sum of a tile.
 struct TileNorm {
   float sum_of_squares;
   uint32_t found_inf;

@@ -1,4 +1,4 @@
-// The global norm on the CPU: one task a tile.
+// The global norm on the CPU: one task per tile.
 
 #include <algorithm>
 

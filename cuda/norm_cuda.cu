@@ -1,7 +1,7 @@
-// The global norm on a CUDA device: a block sums one tile, then one block sums the tiles.
+// The global norm on a CUDA device: each block sums one tile, then one block sums the tiles.
 //
-// traffic   one read of the gradients; 16 bytes a tile of kNormTile elements besides.
-// order     as norm.h says: no atomics, nothing depends on which block runs when.
+// traffic   one read of the gradients; and 16 bytes per tile of kNormTile elements.
+// order     as in norm.h: no atomics; the result does not depend on when a block runs.
 
 #include "kernels_cuda.h"
 #include "leaf_table.cuh"
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int row = 0; row < kRows; ++row) {
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      // not what is beyond the leaf: 0 * inf is NaN
+      // skip elements beyond the leaf: 0 * inf is NaN
       const bool inside = begin + row * kNormLanes + k < leaf.size;
       const float g = inside ? x[row][k] * inv_scale : 0.0f;
       finite &= IsFinite(g);

@@ -1,4 +1,4 @@
-// Sums in an order that depends on nothing but the number of terms.
+// Sums in an order that depends only on the number of terms.
 #pragma once
 
 #include "dtype.h"
@@ -14,7 +14,7 @@ JDISTADAM_INLINE constexpr int PairwiseLevels(int n) {
 
 // total <- term 0 + ... + term n - 1, n >= 1, as a tree: adjacent terms in pairs, then adjacent
 // sums, and so on; an odd one is carried to the next level. The terms are read in order:
-// term(k, &x) makes x the k-th, add(a, &b) is b <- a + b.
+// term(k, &x) sets x to the k-th; add(a, &b) is b <- a + b.
 template <int kMaxTerms, typename Value, typename Term, typename Add>
 JDISTADAM_INLINE void PairwiseSum(int n, const Term& term, const Add& add, Value* total) {
   Value sums[PairwiseLevels(kMaxTerms)];  // [l]: the last 2^l terms, for every bit l set in k
@@ -27,7 +27,7 @@ JDISTADAM_INLINE void PairwiseSum(int n, const Term& term, const Add& add, Value
     for (; (k >> level) & 1; ++level) add(sums[level], total);
     if (k + 1 < n) {
       sums[level] = *total;
-    } else {  // what is left, from the smallest up
+    } else {  // the rest, from the smallest up
       for (; k >> level; ++level) {
         if ((k >> level) & 1) add(sums[level], total);
       }

@@ -1,6 +1,6 @@
 // Tasks shared between the calling thread and a pool, on the CPU.
 //
-// threads   No result depends on their number: tasks share nothing.
+// threads   No result depends on their number: tasks share no data.
 // denormals XLA runs handlers with flush-to-zero on; CUDA and reference.py keep denormals. Each
 //           task therefore runs with flushing off, and the caller's setting is restored.
 #pragma once
@@ -20,7 +20,7 @@
 
 namespace jdistadam {
 
-// How many threads there are, and how to run a task soon, perhaps on another one.
+// The number of threads, and a way to run a task soon, perhaps on another thread.
 struct Threads {
   int count;
   std::function<void(std::function<void()>)> schedule;
@@ -49,10 +49,10 @@ class KeepDenormals {
 #endif
 };
 
-// Tasks are taken from a shared counter by the calling thread and by helpers. The caller never
-// waits for a helper that has not started (a full pool could then deadlock): it works until the
-// counter runs out and waits only for tasks that are being worked on. A helper that starts late
-// finds the counter exhausted and touches nothing but this shared object.
+// The calling thread and helpers take tasks from a shared counter. The caller never waits for a
+// helper that has not started (a full pool could then deadlock): it works until the counter runs
+// out, and then waits only for tasks in progress. A helper that starts late finds the counter
+// exhausted and touches only this shared object.
 class SharedTasks {
  public:
   SharedTasks(size_t size, std::function<void(size_t)> task)

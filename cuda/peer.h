@@ -2,16 +2,16 @@
 // kernels and the FFI handlers.
 //
 // Every device owns one shard of each leaf. It reads this shard of the gradients of all devices,
-// where they are or from arrays of its own where the others have sent it, adds them in float32,
-// updates its part of the state, and writes the new parameters into the arrays of all devices:
+// in place or from its own arrays if the others have sent it, adds them in float32, updates its
+// part of the state, and writes the new parameters into the arrays of all devices:
 //
 //   sum    <- grad of device 0 + ... + grad of device n - 1       pairwise (pairwise.h), float32
 //   main, mu, nu <- Adam of sum * inv_scale                       adam_math.h
 //   out of every device <- main, rounded
 //
 // A leaf of shape (rows, n * d, inner) is cut along its middle dimension: shard `me` is `rows` runs
-// of run = d * inner elements, each of them run `me` of n that are behind one another in the leaf.
-// Flat arrays of the state hold the runs without gaps.
+// of run = d * inner elements, each of them run `me` of n contiguous runs in the leaf. Flat arrays
+// of the state hold the runs without gaps.
 #pragma once
 
 #include <cstddef>
@@ -26,14 +26,14 @@ namespace jdistadam {
 
 constexpr int kMaxPeers = 8;
 
-// Which parts of a step a call does.
+// The parts of a step that a call performs.
 enum class PeerWork {
   kSum,         // sum <- gradients; and their norm
-  kStep,        // the whole step; and the norm of the gradients, for who wants to know it
-  kStepOnSums,  // the step on what kSum made, which a norm was taken of in between
+  kStep,        // the whole step; and the norm of the gradients, for callers that want it
+  kStepOnSums,  // the step on the result of kSum; the norm was taken in between
 };
 
-// One leaf as one device sees it. Null where a call does not use it.
+// One leaf as one device sees it. Null if a call does not use it.
 struct PeerLeaf {
   const void* grad;  // the gradient of this device
   float* sum;        // this device's shard of the sum, without gaps
@@ -43,13 +43,13 @@ struct PeerLeaf {
   void* out;    // the whole new parameter of this device
   size_t size;  // elements of a shard
   size_t run;
-  size_t first_tile;  // of the norm: those of all leaves before
+  size_t first_tile;  // of the norm: tiles of all leaves before
   int32_t group;      // row of the coefficients
   Dtype out_dtype;
-  // Whether this shard of the others' gradients is in arrays of this device, and which:
-  // ReceivedIndex says from whom.
+  // Whether this shard of the others' gradients is in arrays of this device, and in which:
+  // ReceivedIndex gives the sender.
   bool is_received;
-  bool is_shard;  // whether `grad` is this shard alone, too
+  bool is_shard;  // whether `grad` is only this shard, too
   const void* received[kMaxPeers - 1];
 };
 
@@ -57,7 +57,7 @@ struct PeerDtypes {
   Dtype grad, mu, nu;
 };
 
-// The pointers are device memory in the CUDA kernels. `tiles` and what follows it are of the norm,
+// The pointers are device memory in the CUDA kernels. `tiles` and later fields are for the norm,
 // which kStepOnSums does not take.
 struct PeerCall {
   PeerWork work;
@@ -74,7 +74,7 @@ struct PeerCall {
   bool* norm_found_inf;
 };
 
-// Where the arrays of all devices are: leaf by leaf, within a leaf device by device.
+// The addresses of the arrays of all devices: leaf by leaf, in a leaf device by device.
 struct PeerArrays {
   int count;  // of devices
   int me;
@@ -82,14 +82,14 @@ struct PeerArrays {
   std::vector<void*> outs;         // empty in kSum
 };
 
-// Where element i of a shard is in the whole leaf.
+// The position of element i of a shard in the whole leaf.
 JDISTADAM_INLINE size_t WholeIndex(size_t size, size_t run, int count, int me, size_t i) {
   if (run == size) return size_t(me) * size + i;
   const size_t row = size < (size_t{1} << 32) ? uint32_t(i) / uint32_t(run) : i / run;
   return row * run * size_t(count) + size_t(me) * run + (i - row * run);
 }
 
-// Which of the received arrays came from device `from`: those of the next lower place come first.
+// The index of device `from` among the received arrays: the next lower place comes first.
 JDISTADAM_INLINE int ReceivedIndex(int count, int me, int from) {
   return (me - from + count) % count - 1;
 }

@@ -1,4 +1,4 @@
-// A step over the memory of several devices, on the CPU: clear rather than fast.
+// A step over the memory of several devices on the CPU, written for clarity, not speed.
 
 #include <algorithm>
 

@@ -1,14 +1,14 @@
 // A step over the memory of several GPUs: one launch for many leaves (leaf_table.cuh).
 //
-// order     A block takes one tile of the norm (norm.h) and goes through it row by row, so that the
-//           norm of the sums is bitwise that of norm_cuda.cu; the sums are those of pairwise.h.
+// order     A block takes one tile of the norm (norm.h) and goes through it row by row, so the norm
+//           of the sums is bitwise that of norm_cuda.cu; the sums are those of pairwise.h.
 // traffic   kStep, per element of this device's shard: the gradient of every device (all but one
 //           through the links between GPUs, unless it was received before), main, mu and nu read
-//           and written, the new parameter written to every device. The norm costs no further read.
-// links     Loads from peers take a microsecond or two. Many small blocks keep enough of them on
-//           the way; within a thread the loads of all operands come before the first use.
+//           and written, the new parameter written to every device. The norm needs no further read.
+// links     Loads from peers take a microsecond or two. Many small blocks keep enough of them in
+//           flight; in a thread the loads of all operands come before the first use.
 //
-// Nothing here waits for another device: the handler has put this launch behind their events.
+// Nothing here waits for another device: the handler enqueues this launch after their events.
 
 #include <algorithm>
 
@@ -41,13 +41,13 @@ struct DeviceLeaf {
   bool is_received, is_shard;
 };
 
-// How many such leaves fit the parameters of a kernel. One capacity for all: a launch with a small
-// table is a few microseconds faster, but each kernel would be there twice.
+// How many such leaves fit the parameters of a kernel. There is one capacity: a launch with a small
+// table is a few microseconds faster, but would double the number of kernels.
 template <int kPeers>
 constexpr int kPeerTable =
     int((kMaxParameterBytes - 256) / (sizeof(DeviceLeaf<kPeers>) + sizeof(uint32_t)));
 
-// The arguments of a launch beside its leaves.
+// The arguments of a launch other than its leaves.
 struct Step {
   int me;
   bool nesterov, cautious;
@@ -95,14 +95,14 @@ struct Coordinates {
   size_t whole;  // in the leaf
 };
 
-// Where the gradient of device k is in its array.
+// The position of device k's gradient in its array.
 template <int kPeers>
 __device__ __forceinline__ size_t GradIndex(const DeviceLeaf<kPeers>& leaf, int me, int k,
                                             const Coordinates& at) {
   return (k == me ? leaf.is_shard : leaf.is_received) ? at.i : at.whole;
 }
 
-// The sum of one element over all devices, or what was summed before.
+// The sum of one element over all devices, or the earlier sum.
 template <int kPeers, PeerWork kWork, typename Types>
 __device__ float LoadSumOne(const Types& t, int me, const DeviceLeaf<kPeers>& leaf,
                             const Coordinates& at) {
@@ -117,7 +117,7 @@ __device__ float LoadSumOne(const Types& t, int me, const DeviceLeaf<kPeers>& le
   return CanonicalNan(total);
 }
 
-// One element: a tail, a misaligned leaf, a NaN, or a step that is skipped. `sum` is its gradient.
+// One element: a tail, a misaligned leaf, a NaN, or a skipped step. `sum` is its gradient.
 template <int kPeers, PeerWork kWork, typename Types>
 __device__ __noinline__ void StepOne(const Types& t, const Step& step,
                                      const DeviceLeaf<kPeers>& leaf, const Coordinates& at,
@@ -143,7 +143,7 @@ struct alignas(16) Row {
 static_assert(sizeof(Row) == sizeof(Coefficients),
               "pad Coefficients, and NAMES of coefficients.py");
 
-// One vector. Its gradients, summed, are returned in `sum`.
+// One vector. Returns its summed gradients in `sum`.
 template <int kPeers, PeerWork kWork, typename Types>
 __device__ __forceinline__ void StepVector(const Types& t, const Step& step,
                                            const DeviceLeaf<kPeers>& leaf, const Coordinates& at,
@@ -297,7 +297,7 @@ cudaError_t Launch(const PeerCall& call, const PeerArrays& arrays, cudaStream_t 
       });
 }
 
-// The first of `Types` that fits, or arguments of the launch.
+// The first of `Types` that fits; otherwise arguments of the launch.
 template <int kPeers, PeerWork kWork, typename... Types>
 cudaError_t LaunchTypes(const PeerCall& call, const PeerArrays& arrays, cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidValue;

@@ -1,5 +1,5 @@
-// One Adam step whose moments are coded or that rounds stochastically (rounding.h): the
-// interface between the kernels and the FFI handlers.
+// One Adam step with coded moments or stochastic rounding (rounding.h): the interface between the
+// kernels and the FFI handlers.
 #pragma once
 
 #include <vector>
@@ -9,45 +9,45 @@
 
 namespace jdistadam {
 
-// How an array is cut along one dimension: a part of it has pieces of `piece` elements, of which
-// one follows another after `whole_piece` elements of the uncut array.
+// How an array is cut along one dimension: a part of it has pieces of `piece` elements, one every
+// `whole_piece` elements of the uncut array.
 struct Cut {
   uint64_t piece, whole_piece;
 };
 
-// A leaf, or a part of it, and what it needs beside Leaf. Where a moment is coded a part consists
-// of whole blocks, and there is a scale for each, of which the last of a whole leaf may be
-// incomplete. Pieces are whole blocks, too, unless there is but one.
+// A leaf or a part of it, with the data that Leaf lacks. If a moment is coded, a part consists of
+// whole blocks with one scale each; only the last block of a whole leaf may be incomplete. Pieces
+// are whole blocks, too, unless there is only one.
 struct QuantizedLeaf : Leaf {
   float* mu_scales;
   float* nu_scales;
-  // Several leaves in one, each filled up to whole blocks: for each block the id of its leaf and
-  // its number there, in device memory in the CUDA kernel. Null: one leaf, of which the rest says.
+  // Several leaves in one, each padded to whole blocks: the leaf id of each block and its number
+  // in that leaf, in device memory in the CUDA kernel. Null: one leaf, given by the fields below.
   const uint32_t* table;
-  Cut cuts[2];    // of the whole leaf by the second, then by the first; which parts is in `parts`
+  Cut cuts[2];    // of the whole leaf by the second, then by the first; `parts` has the parts
   uint32_t id;    // of the whole leaf
-  uint32_t slot;  // of the call: where its parts are in `parts`
+  uint32_t slot;  // of the call: the index of its parts in `parts`
 };
 
-// AdamCall's Dtypes may be those of codes for mu and nu. With `is_stochastic`, mu and nu of 8 or
-// 16 bits are rounded stochastically, and so are parameters of 16 bits in Mode::kStep; `out` always
-// to nearest. A skipped step uses no random bits: they depend on the count, which then stays.
+// AdamCall's Dtypes may be codes for mu and nu. With `is_stochastic`, mu and nu of 8 or 16 bits are
+// rounded stochastically, and so are parameters of 16 bits in Mode::kStep; `out` always to nearest.
+// A skipped step uses no random bits: they depend on the count, which then does not change.
 struct QuantizedCall {
   AdamCall adam;  // without leaves
   bool is_stochastic;
   const uint32_t* key;   // [2], device memory in the CUDA kernel
   const int32_t* count;  // steps taken before this one
-  const int32_t* parts;  // [leaves][2]: which parts of the cuts each leaf is; likewise
+  const int32_t* parts;  // [leaves][2]: each leaf's parts of the cuts; likewise
   std::vector<QuantizedLeaf> leaves;
 };
 
-// Where an element of a leaf is: the number of the whole leaf, and its row-major index there.
+// The position of an element: the number of the whole leaf, and its row-major index there.
 struct Origin {
   uint32_t id;
   uint64_t index;
 };
 
-// Divides in 32 bits where that is enough, as a GPU has no division of 64.
+// Divides in 32 bits if that is enough, because a GPU has no 64-bit division.
 JDISTADAM_INLINE uint64_t BeforeCut(const Cut& cut, uint64_t part, uint64_t i) {
   const uint64_t start = part * cut.piece;
   if (i < cut.piece) return start + i;
@@ -60,7 +60,7 @@ JDISTADAM_INLINE uint64_t BeforeCut(const Cut& cut, uint64_t part, uint64_t i) {
   return row * cut.whole_piece + start + (i - row * cut.piece);
 }
 
-// Elements up to the end of a block of 128 follow each other in the whole leaf as well.
+// Elements up to the end of a block of 128 are contiguous in the whole leaf as well.
 JDISTADAM_INLINE Origin OriginOf(const int32_t* parts, const QuantizedLeaf& leaf, uint64_t i) {
   if (leaf.table != nullptr) {
     const uint32_t* entry = leaf.table + i / kBlockSize * 2;

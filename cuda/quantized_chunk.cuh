@@ -1,11 +1,11 @@
-// A warp's step of two blocks of 128 elements, eight of them in each thread: most of all that there
-// is to do. The kernel is bound by the instructions that it issues about as much as by memory, so
-// that what is the same for a whole tile is computed once, divisions and roots have no special
-// cases, and codes are rounded two in a word (quantized_math.cuh): numbers for which there would
-// have to be special cases are left to quantized_part.cuh. The results are the same bits.
+// A warp's step of two blocks of 128 elements, eight in each thread: most of the work. The kernel
+// is bound by instruction issue about as much as by memory. So values that are the same for a whole
+// tile are computed once, divisions and roots have no special cases, and codes are rounded two per
+// word (quantized_math.cuh). Numbers that need special cases are left to quantized_part.cuh. The
+// results are the same bits.
 //
-// Chunks come through shared memory: each thread has its own elements of the next chunks copied
-// there while it steps one, so that none waits for memory and none takes registers.
+// Chunks come through shared memory: each thread copies its own elements of the next chunks there
+// while it steps one, so no thread waits for memory and the copies take no registers.
 #pragma once
 
 #include "quantized_math.cuh"
@@ -13,17 +13,17 @@
 namespace jdistadam {
 namespace {
 
-// At once on their way or being stepped: with two, steps take 2 to 6 % longer.
+// Chunks in flight or being stepped: with two, steps take 2 to 6 % longer.
 constexpr int kStages = 3;
 
 // ---- Where arrays are ----
 
-// A leaf's arrays: as pointers in registers, with which an address is one instruction.
+// A leaf's arrays: as pointers in registers, so an address takes one instruction.
 struct Arrays {
   char *grad, *param, *mu, *nu, *out, *mu_scales, *nu_scales;
 };
 
-// The compiler would load it again for every use, as it is an argument of the kernel.
+// As an argument of the kernel the compiler would load it again for every use.
 __device__ __forceinline__ char* InRegister(const void* x) {
   asm("" : "+l"(x));
   __builtin_assume(__isGlobal(x));
@@ -50,12 +50,12 @@ __device__ __forceinline__ char* ScaleAt(char* scales, uint32_t i) {
   return scales + uint64_t{i / kBlockSize} * sizeof(float);
 }
 
-// A warp's stage has planes of 16 bytes for each thread: one or two for each array, one for mu and
-// nu together where both have 8 bits, and one for their scales.
+// A warp's stage has planes of 16 bytes per thread: one or two for each array, one for mu and nu
+// together if both have 8 bits, and one for their scales.
 constexpr uint32_t kSlot = 16, kPlane = 32 * kSlot;  // bytes
 template <typename Types>
 struct Stage {
-  // Of a thread, and of a warp.
+  // Offsets of a thread, and of a warp.
   JDISTADAM_INLINE static constexpr uint32_t BytesOf(Dtype dtype) {
     return kWide * ItemSize(dtype);
   }
@@ -75,8 +75,8 @@ struct Stage {
 
 // ---- To shared memory ----
 
-// With 32 bytes of a thread, two copies each read half of every sector: they go through the L1
-// cache, so that the second one finds its halves there.
+// With 32 bytes per thread, two copies each read half of every sector: they go through the L1
+// cache, so the second one finds its halves there.
 template <uint32_t kBytes>
 __device__ __forceinline__ void CopyAsync(uint32_t to, const char* from) {
   if constexpr (kBytes == 32) {
@@ -91,7 +91,7 @@ __device__ __forceinline__ void CopyAsync(uint32_t to, const char* from) {
   }
 }
 
-// Begins to copy the elements from i on to a stage, where `slot` is this thread's.
+// Starts to copy the elements from i on to a stage; `slot` is this thread's.
 template <typename Types>
 __device__ __forceinline__ void BeginCopy(const Arrays& from, uint32_t i, uint32_t slot) {
   using S = Stage<Types>;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void BeginCopy(const Arrays& from, uint32_t i, uint32
 }
 
 // Ends a group of copies, which may be empty; waits until all but the last kOthers groups have
-// arrived. Each thread waits for its own copies, and reads no others: there is no barrier.
+// arrived. Each thread waits for and reads only its own copies: there is no barrier.
 __device__ __forceinline__ void EndCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kOthers>
 __device__ __forceinline__ void AwaitCopies() {
@@ -117,7 +117,7 @@ __device__ __forceinline__ void AwaitCopies() {
 
 // ---- From shared memory ----
 
-// A thread's elements of each array, as they are in memory.
+// A thread's elements of each array as stored in memory.
 struct Loaded {
   Packed<kWide> grad, param, mu, nu, low;
   float mu_scale, nu_scale;
@@ -166,22 +166,22 @@ __device__ __forceinline__ Loaded LoadStage(uint32_t slot) {
 }
 
 constexpr int kChunkBlocks = 2, kChunk = kChunkBlocks * kBlockSize;
-constexpr size_t kMaxChunked = size_t{1} << 31;  // elements of a leaf, whose indices have 32 bits
+constexpr size_t kMaxChunked = size_t{1} << 31;  // elements of a leaf with 32-bit indices
 constexpr uint32_t kWarps = kThreads / 32, kMaxRounds = 32;  // chunks are bits
-constexpr float kLargestRate = 256.0f;  // with which no parameter becomes NaN, see AreModest
+constexpr float kLargestRate = 256.0f;  // largest with which no parameter becomes NaN: AreModest
 static_assert(kChunk == 32 * kWide);
 
 // ---- A tile ----
 
-// What is the same for all chunks of a tile.
+// Values that are the same for all chunks of a tile.
 struct Tile {
   Coefficients c;
   OrdinaryArithmetic by;
   float inv_scale;
-  bool is_ordinary;  // else no chunk is
-  bool is_run;       // the leaf's elements follow each other in the whole one, from a vector on
+  bool is_ordinary;  // otherwise no chunk is
+  bool is_run;       // the leaf's elements are contiguous in the whole leaf, from a vector on
   uint32_t id, count, key0, key1, group_high;
-  uint32_t group;  // of this thread's first element: its index / 4, of which group_high is more
+  uint32_t group;  // of this thread's first element: its index / 4; group_high has the upper bits
 };
 
 template <typename Types>
@@ -202,7 +202,7 @@ __device__ __forceinline__ Tile TileOf(const Step& step, const QuantizedLeaf& le
   const Coefficients& c = tile.c;
   tile.inv_scale = *step.inv_scale;
   const auto is_between = [](float x, float low, float high) { return x >= low && x <= high; };
-  // With a b1 that is finite, mu is NaN only where nu is, which Encode (quantized_math.cuh) needs.
+  // If b1 is finite, mu is NaN only if nu is, which Encode (quantized_math.cuh) needs.
   tile.is_ordinary =
       !step.nesterov && c.l2 == 0.0f && fabsf(c.b1) <= 1.0f && fabsf(c.one_minus_b1) <= 2.0f &&
       is_between(c.c1, kSmallestC, 1.0f) && is_between(c.c2, kSmallestC, 1.0f) &&
@@ -233,7 +233,7 @@ __device__ __forceinline__ Tile TileOf(const Step& step, const QuantizedLeaf& le
 // A thread's elements as numbers.
 struct Widened {
   Floats g, p, m, v;
-  float m_factor, v_factor;  // by which m and v are yet to be multiplied, powers of two
+  float m_factor, v_factor;  // pending factors of m and v, powers of two
   bool is_ordinary;
 };
 
@@ -254,7 +254,7 @@ __device__ __forceinline__ Widened WidenAll(const Types& t, const Loaded& x) {
   return y;
 }
 
-// A thread's results as they are stored.
+// A thread's results in their storage dtypes.
 struct Stepped {
   Bits param, out;
   Stored moments;
@@ -281,7 +281,7 @@ __device__ __forceinline__ Stepped StepWidened(const Types& t, const Tile& tile,
   static_assert(!Types::kMayBeCautious);
   Stepped y;
   Coefficients c = tile.c;
-  c.b1 *= x.m_factor;  // a power of two may as well be here: the same bits
+  c.b1 *= x.m_factor;  // a power of two gives the same bits here
   c.b2 *= x.v_factor;
   const Terms terms{false, c.weight_decay != 0.0f, false, false};
 #pragma unroll
@@ -345,10 +345,10 @@ __device__ __forceinline__ void DrawWide(const Step& step, const QuantizedLeaf& 
   }
 }
 
-// Steps the whole chunks of a tile that this warp takes, and returns which are left, as bits: those
-// in which something is out of the ordinary, and one that is not whole. `mine` is this thread's
-// first element, `stride` is from one chunk to the next, and `slot` is the thread's in its warp's
-// first stage.
+// Steps the whole chunks of a tile that this warp takes. Returns a bit for each chunk left over:
+// those with a number out of the ordinary, and an incomplete one. `mine` is this thread's first
+// element, `stride` is from one chunk to the next, and `slot` is the thread's in its warp's first
+// stage.
 template <typename Types, bool kStochastic, bool kIsRun>
 __device__ __forceinline__ uint32_t StepChunks(const Types& t, const Step& step,
                                                const QuantizedLeaf& leaf, const Tile& tile,
@@ -359,7 +359,7 @@ __device__ __forceinline__ uint32_t StepChunks(const Types& t, const Step& step,
   const uint32_t last_slot = slot + ahead * size;
   const Arrays arrays = ArraysOf<Types>(leaf);
   uint32_t left = 0, chunk = 1, group = tile.group;
-  uint32_t free_slot = last_slot;  // whose chunk has been stepped
+  uint32_t free_slot = last_slot;  // its chunk has been stepped
   const auto begin_copy = [&](uint32_t i, uint32_t to) {
     if (i < whole) BeginCopy<Types>(arrays, i, to);
     EndCopies();

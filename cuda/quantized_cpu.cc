@@ -1,5 +1,5 @@
-// The step with moments in codes or stochastic rounding, on the CPU: tiles handed to threads, block
-// by block. Simple loops of scalars; the formula is adam_math.h's.
+// The step with coded moments or stochastic rounding on the CPU: threads take tiles, block by
+// block. Simple loops of scalars; the formula is adam_math.h's.
 
 #include <algorithm>
 
@@ -169,7 +169,7 @@ void MeasureSkipped(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t
   Measure(call, leaf, begin, n, squares);
 }
 
-// What a skipped step writes: the unchanged parameter in `out`'s dtype, or an update of zero.
+// The output of a skipped step: the unchanged parameter in `out`'s dtype, or an update of zero.
 void SkipBlock(const AdamCall& call, const Leaf& leaf, size_t begin, size_t n) {
   if (call.mode == Mode::kStep || call.mode == Mode::kStepSplit) return;
   for (size_t i = begin; i < begin + n; ++i) {

@@ -1,15 +1,14 @@
-// The step with moments in codes or stochastic rounding, on a CUDA device: one launch for many
-// leaves.
+// The step with coded moments or stochastic rounding on a CUDA device: one launch for many leaves.
 //
-// threads   A warp takes blocks of 128 elements, whose largest element is found by its threads
-//           alone: two blocks at a time with quantized_chunk.cuh, or one with quantized_part.cuh.
-// tiles     Up to 32 chunks of two blocks in each warp: with one chunk a step of a billion
-//           parameters takes 1.4 times as long, as a tile has to be found first. The chunks of a
-//           tile are far from each other, those that are stepped at the same time are not: tiles
-//           in one piece take 1.15 times as long.
+// threads   A warp takes blocks of 128 elements, so only its threads search for the largest one:
+//           two blocks at a time with quantized_chunk.cuh, or one with quantized_part.cuh.
+// tiles     Up to 32 chunks of two blocks per warp: with one chunk a step of a billion parameters
+//           takes 1.4 times as long, because each tile must be found first. The chunks of a tile
+//           are far apart, but chunks that are stepped at the same time are close: contiguous tiles
+//           take 1.15 times as long.
 // traffic   Each array once: 10.1 bytes per parameter for bfloat16 gradients and parameters (two
 //           accesses) and 8-bit moments.
-// variants  variants.cuh; Fixed has the rounding as a constant too, and Any has no chunks.
+// variants  variants.cuh; in Fixed the rounding is a constant too, and Any has no chunks.
 
 #include <algorithm>
 
@@ -25,7 +24,7 @@ static_assert(sizeof(LeafTable<QuantizedLeaf, kSmallQuantized>) + sizeof(Step) <
 static_assert(sizeof(LeafTable<QuantizedLeaf, kLargeQuantized>) + sizeof(Step) <=
               kMaxParameterBytes);
 
-// Steps the chunks of a warp in a tile whose bits are set, block by block.
+// Steps the chunks of a warp in a tile with set bits, block by block.
 template <typename Types, typename... Sums>
 __device__ __forceinline__ void StepBlocks(const Types& t, const Step& step,
                                            const QuantizedLeaf& leaf, size_t mine, size_t stride,
@@ -47,8 +46,8 @@ __device__ __forceinline__ void StepBlocks(const Types& t, const Step& step,
   }
 }
 
-// One tile of one leaf in each block of threads, a chunk of it in each warp at a time. Tiles take
-// turns, chunk by chunk, so that what is in flight at any time is close together in memory.
+// Each block of threads takes one tile of one leaf, each warp a chunk of it at a time. Tiles take
+// turns, chunk by chunk, so memory accesses in flight are close together.
 template <typename Types, int kCapacity>
 __global__ void __launch_bounds__(kThreads, Types::kMinBlocks)
     QuantizedKernel(const __grid_constant__ LeafTable<QuantizedLeaf, kCapacity> table,
@@ -82,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, Types::kMinBlocks)
   StepBlocks(t, step, leaf, mine, stride, 0xffffffffu);
 }
 
-// A leaf with its sums of squares, and the arguments of a launch that takes them.
+// A leaf and its runs (squares.h), and the arguments of a launch with sums of squares.
 struct MeasuredLeaf : QuantizedLeaf {
   Runs runs;
 };
@@ -111,7 +110,7 @@ __global__ void __launch_bounds__(kThreads)
   StepBlocks(Types(step), step, leaf, mine, size_t{tiles} * together, 0xffffffffu, runs);
 }
 
-// Chunks of a tile: as many as leave every multiprocessor some tiles.
+// Chunks per tile: as many as leave every multiprocessor some tiles.
 uint32_t RoundsOf(const QuantizedCall& call) {
   size_t size = 0;
   for (const QuantizedLeaf& leaf : call.leaves) size += leaf.size;
@@ -172,8 +171,8 @@ struct Fixed : FixedTypes<kMode, kGrad, kParam, kMu, kNu, kOut> {
 #else
   static constexpr bool kHasChunks = true;
 #endif
-  // At once: 128 registers for each thread. With five blocks some are spilled, which costs more
-  // than a fifth block gains.
+  // Four blocks at once: 128 registers per thread. With five blocks some are spilled, which costs
+  // more than a fifth block gains.
   static constexpr int kMinBlocks = 4;
   __device__ static constexpr bool IsStochastic(const Step&) { return kIsRandom; }
   static bool Fits(const QuantizedCall& call) {

@@ -1,6 +1,6 @@
-// What a chunk (quantized_chunk.cuh) does with numbers that are ordinary: division, roots, rounding
-// and codes without special cases, to the same bits as with them. A thread has eight of them, and
-// half a warp has a block of 128, [Note: blocks] in rounding.h.
+// A chunk's (quantized_chunk.cuh) arithmetic for ordinary numbers: division, roots, rounding and
+// codes without special cases, with the same bits. A thread has eight numbers, and half a warp has
+// a block of 128: [Note: blocks] in rounding.h.
 #pragma once
 
 #include "quantized_part.cuh"
@@ -10,19 +10,19 @@ namespace {
 
 constexpr int kWide = 8;
 using Floats = float[kWide];
-using Bits = uint32_t[kWide];  // where a thread's numbers have 16 or 8 bits, the first ones
+using Bits = uint32_t[kWide];  // a thread's numbers; the first words for 16 or 8 bits
 
 // ---- Arithmetic ----
 
-// What follows holds for numbers in these ranges, as tests/kernels/driver/arithmetic.cu shows.
+// Valid for numbers in these ranges, as tests/kernels/driver/arithmetic.cu shows.
 constexpr uint32_t kSmallestMu = (127u - 100u) << 23, kLargestMu = (127u + 13u) << 23;
 constexpr uint32_t kSmallestNu = (127u - 92u) << 23, kLargestNu = (127u + 10u) << 23;
 constexpr float kSmallestC = 0x1p-30f, kSmallestEps = 0x1p-60f, kLargestEps = 0x1p10f;
 
 // IEEE division and square root. Quotients and roots get their last bit from a remainder, which is
-// exact as nothing underflows. Divided is by numbers that are the same for all elements with their
-// rounded reciprocal (Markstein, IA-64 and Elementary Functions, 2000), else as the compiler does
-// it. Subtrahends are such that a zero keeps its sign. eps_root is zero.
+// exact because nothing underflows. Divisors that are the same for all elements use their rounded
+// reciprocal (Markstein, IA-64 and Elementary Functions, 2000); for others it is the compiler's
+// method. The order of subtrahends keeps the sign of zero. eps_root is zero.
 struct OrdinaryArithmetic {
   float inverse_c1, inverse_c2;
 
@@ -42,7 +42,7 @@ struct OrdinaryArithmetic {
     return Correct(x, y, inverse, Correct(x, y, inverse, x * inverse));
   }
   __device__ __forceinline__ float Root(float x) const {
-    float inverse;  // of x, or of 2^-126 where x is zero
+    float inverse;  // of x, or of 2^-126 if x is zero
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x + 0x1p-126f));
     const float root = x * inverse;
     return fmaf(fmaf(-root, root, x), 0.5f * inverse, root);
@@ -59,14 +59,14 @@ __device__ __forceinline__ uint32_t UpperHalves(uint32_t low, uint32_t high) {
   return __byte_perm(low, high, 0x7632);
 }
 
-// Of pairs of words.
+// For pairs of words.
 template <int n>
 __device__ __forceinline__ void PackUpperHalves(const Bits& x, uint32_t (&y)[n]) {
 #pragma unroll
   for (int k = 0; k < kWide; k += 2) y[k / 2] = UpperHalves(x[k], x[k + 1]);
 }
 
-// Rounds to bfloat16, two in a word. None is NaN.
+// Rounds to bfloat16, two per word. None is NaN.
 template <bool kStochastic>
 __device__ __forceinline__ void RoundToHalves(const Floats& x, const Bits& random, Bits& y) {
   uint32_t sums[kWide];
@@ -76,8 +76,8 @@ __device__ __forceinline__ void RoundToHalves(const Floats& x, const Bits& rando
   PackUpperHalves(sums, y);
 }
 
-// The same of parameters, whose random bits are the lower halves of the words that were drawn: a
-// product with (1, 0) adds such a half with one instruction.
+// The same for parameters, whose random bits are the lower halves of the drawn words: a product
+// with (1, 0) adds such a half in one instruction.
 __device__ __forceinline__ void RoundParams(const Floats& x, const Bits& drawn, Bits& y) {
   uint32_t sums[kWide];
 #pragma unroll
@@ -92,11 +92,11 @@ __device__ __forceinline__ bool AreModest(const Packed<kWide>& params) {
 #pragma unroll
   for (int k = 0; k < kWide / 2; ++k)
     asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(params.words[k]), "r"(k2ToThe20));
-  asm("fma.rn.bf16x2 %0, %0, %1, %1;" : "+r"(sum) : "r"(0u));  // NaN where it is infinite or NaN
+  asm("fma.rn.bf16x2 %0, %0, %1, %1;" : "+r"(sum) : "r"(0u));  // NaN if it is infinite or NaN
   return (sum & 0x7fff7fffu) == 0;
 }
 
-// A float32 that was computed here: where NaN it is 0x7fffffff, which becomes the canonical one.
+// A float32 computed here: if it is NaN it is 0x7fffffff, which becomes the canonical one.
 __device__ __forceinline__ uint32_t CanonicalBits(float x) {
   return static_cast<uint32_t>(min(static_cast<int32_t>(BitsOf(x)), 0x7fc00000));
 }
@@ -113,7 +113,7 @@ __device__ __forceinline__ void SplitPairs(const Floats& x, Bits& high, Bits& lo
 
 // ---- From codes ----
 
-// Codes as numbers, which are yet to be multiplied by CodeUp and the scale.
+// Codes as numbers, still to be multiplied by CodeUp and the scale.
 template <typename C>
 __device__ __forceinline__ void WidenCodes(const Packed<kWide>& codes, Floats& x) {
   constexpr int kInWord = 32 / C::kBits;
@@ -133,7 +133,7 @@ __device__ __forceinline__ void WidenCodes(const Packed<kWide>& codes, Floats& x
   }
 }
 
-// Of a moment as it is stored; returns the factor.
+// For a moment in its storage dtype; returns the factor.
 template <Moment kMoment>
 __device__ __forceinline__ float WidenStored(Dtype dtype, const Packed<kWide>& packed, float scale,
                                              Floats& x) {
@@ -148,7 +148,7 @@ __device__ __forceinline__ float WidenStored(Dtype dtype, const Packed<kWide>& p
   });
 }
 
-// ---- Two numbers of 16 bits in a word ----
+// ---- Two 16-bit numbers per word ----
 
 using Pair = uint32_t;
 constexpr int kPairs = kWide / 2;
@@ -161,7 +161,7 @@ __device__ __forceinline__ Pair SmallestPair(const Pair (&x)[kPairs]) {
   return __vminu2(__vimin3_u16x2(x[0], x[1], x[2]), x[3]);
 }
 
-// The largest of a block, in either half of a word.
+// The largest of a block, in each half of a word.
 __device__ __forceinline__ Pair LargestOfBlock(Pair x) {
 #pragma unroll
   for (int lane = 1; lane < kBlockSize / kWide; lane *= 2)
@@ -171,8 +171,8 @@ __device__ __forceinline__ Pair LargestOfBlock(Pair x) {
 
 // ---- To codes ----
 
-// Numbers with what rounds them added, as bits: also the upper halves of these, in which all of a
-// code of 8 bits is, and the exponent.
+// Numbers plus their rounding addends, as bits; also their upper halves, which contain an 8-bit
+// code, and the exponent.
 template <typename C>
 struct Rounded {
   uint32_t bits[kWide];
@@ -193,8 +193,8 @@ struct Rounded {
   }
 };
 
-// Codes of which none is subnormal. Then a code is a rounded number's bits less those of the
-// block's exponent, so that half an instruction is enough for each.
+// Codes, none of them subnormal. A code is then the bits of a rounded number minus those of the
+// block's exponent, so half an instruction is enough for each.
 template <typename C>
 __device__ __forceinline__ void PackNormalCodes(const Rounded<C>& x, uint32_t exponent, Bits& y) {
   if (C::kBits == 8) {
@@ -210,7 +210,7 @@ __device__ __forceinline__ void PackNormalCodes(const Rounded<C>& x, uint32_t ex
     for (int k = 0; k < kPairs; k += 2) y[k / 2] = __byte_perm(codes[k], codes[k + 1], 0x7531);
     return;
   }
-  constexpr int kUnused = 32 - C::kBits - C::kDropped;  // bits beside a magnitude and a sign
+  constexpr int kUnused = 32 - C::kBits - C::kDropped;  // bits other than magnitude and sign
   const uint32_t shift = ((C::kHighest << 23) - exponent) << kUnused;
   uint32_t codes[kWide];
 #pragma unroll
@@ -226,7 +226,7 @@ template <typename C, bool kStochastic>
 __device__ __forceinline__ bool PackCodes(const Floats& x, const Bits& random, uint32_t exponent,
                                           Bits& y) {
   constexpr bool is_mu = C::kMoment == Moment::kMu;
-  const float factor = FloatOf(((127u + C::kHighest) << 23) - exponent);  // CodeDown over the scale
+  const float factor = FloatOf(((127u + C::kHighest) << 23) - exponent);  // CodeDown / scale
   bool is_ordinary = true;
 #pragma unroll
   for (int k = 0; k < kWide * C::kBits / 32; ++k) y[k] = 0;
@@ -237,7 +237,7 @@ __device__ __forceinline__ bool PackCodes(const Floats& x, const Bits& random, u
     const uint32_t low = BitsOf(FloatOf(magnitude) * factor);
     uint32_t code = (low + CodeIncrement<C, kStochastic>(low, random[k])) >> C::kDropped;
     if (is_mu && exponent != 0) code |= BitsOf(x[k]) >> (32 - C::kBits) & C::kSign;
-    if (!is_mu && code == 0 && magnitude != 0) code = 1;  // what is not zero does not become so
+    if (!is_mu && code == 0 && magnitude != 0) code = 1;  // nonzero stays nonzero
     y[k * C::kBits / 32] |= code << k * C::kBits % 32;
   }
   return is_ordinary;
@@ -250,8 +250,8 @@ __device__ __forceinline__ bool Pack(const Rounded<C>& rounded, const Floats& x,
   constexpr uint32_t kSmallest = C::kMoment == Moment::kMu ? kSmallestMu : kSmallestNu;
   constexpr uint32_t kLeast = SmallestScale<C>();  // the scale is not the exponent below
   const bool is_scale = kLeast <= kSmallest || exponent == 0 || exponent >= kLeast;
-  // Rounded numbers that are at least this were ordinary and have normal codes: an eighth more than
-  // the lowest of those, which is the most that rounding adds.
+  // Rounded numbers of at least this were ordinary and have normal codes: it is the lowest of these
+  // plus an eighth, the most that rounding adds.
   constexpr uint32_t kAbove = 0x90u;
   const Pair low =
       __viaddmax_u16x2(__byte_perm(exponent, 0, 0x3232), Both(kAbove - (C::kHighest << 7)),
@@ -261,14 +261,14 @@ __device__ __forceinline__ bool Pack(const Rounded<C>& rounded, const Floats& x,
   return PackCodes<C, kStochastic>(x, random, exponent, y) && is_scale;
 }
 
-// A thread's moments as they are stored.
+// A thread's moments in their storage dtypes.
 struct Stored {
   Bits mu, nu;
   float mu_scale, nu_scale;
   bool is_ordinary;
 };
 
-// mu must not be NaN where nu is not: what is added to round it would hide that.
+// mu must not be NaN unless nu is: the rounding addend would hide it.
 template <Dtype kDtype, bool kStochastic>
 __device__ __forceinline__ void Encode(const Floats& m, const Floats& v, const Bits& mu_random,
                                        const Bits& nu_random, Stored* y) {
@@ -278,7 +278,7 @@ __device__ __forceinline__ void Encode(const Floats& m, const Floats& v, const B
   const auto nu = Rounded<Nu>::template Of<kStochastic>(v, nu_random);
   const Pair of_mu = LargestPair(mu.halves), of_nu = LargestPair(nu.halves);
   const Pair mine = __vmaxu2(UpperHalves(of_nu, of_mu), __byte_perm(of_nu, of_mu, 0x5410));
-  const Pair largest = LargestOfBlock(mine);  // that of mu is the upper half
+  const Pair largest = LargestOfBlock(mine);  // the upper half is mu's
   const uint32_t mu_exponent = largest & 0x7f800000u, nu_exponent = largest << 16 & 0x7f800000u;
   y->mu_scale = FloatOf(mu_exponent);
   y->nu_scale = FloatOf(nu_exponent);
@@ -288,16 +288,16 @@ __device__ __forceinline__ void Encode(const Floats& m, const Floats& v, const B
   y->is_ordinary &= Pack<Nu, kStochastic>(nu, v, nu_random, nu_exponent, y->nu);
 }
 
-// A moment in 16 bits or 32 without codes.
+// A moment in 16 or 32 bits without codes.
 template <Moment kMoment, bool kStochastic>
 __device__ __forceinline__ void PackMoment(Dtype dtype, const Floats& x, const Bits& random,
                                            Bits& y, bool* is_ordinary) {
   constexpr bool is_mu = kMoment == Moment::kMu;
-  uint32_t largest = 0, smallest = 0xffffffffu;  // less one, so that zero is none
+  uint32_t largest = 0, smallest = 0xffffffffu;  // minus one, so zero does not count
 #pragma unroll
   for (int k = 0; k < kWide; ++k) {
     y[k] = BitsOf(x[k]);
-    const uint32_t magnitude = is_mu ? y[k] & 0x7fffffffu : y[k];  // of nu NaN alone has a sign
+    const uint32_t magnitude = is_mu ? y[k] & 0x7fffffffu : y[k];  // in nu only NaN has a sign
     largest = max(largest, magnitude);
     smallest = min(smallest, magnitude - 1);
   }

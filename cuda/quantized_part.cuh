@@ -1,5 +1,5 @@
-// A warp's step of a block of 128 elements, four in each thread: of all dtypes, also where a leaf
-// ends or is not aligned. quantized_chunk.cuh is faster, where it can be used.
+// A warp's step of a block of 128 elements, four in each thread: for all dtypes, also at the end of
+// a leaf and without alignment. quantized_chunk.cuh is faster where it applies.
 #pragma once
 
 #include "adam_math.h"
@@ -16,12 +16,12 @@ constexpr int kThreads = 128, kVector = 4;
 static_assert(kBlockSize == 32 * kVector);  // a warp
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// The arguments of a launch beside its leaves.
+// The arguments of a launch other than its leaves.
 struct Step {
   Mode mode;
   bool nesterov, is_stochastic, cautious;
   Dtypes dtypes;
-  uint32_t rounds;  // chunks of a tile, of each warp
+  uint32_t rounds;  // chunks of a tile per warp
   int32_t contributions;
   size_t grad_stride;
   const float* coefficients;
@@ -57,7 +57,7 @@ __device__ __forceinline__ bool IsAlignedFor(const void* base, Dtype dtype) {
   return reinterpret_cast<uintptr_t>(base) % 4 == 0;
 }
 
-// Whether every array of a leaf can be read and written as vectors, from multiples of four on.
+// Whether every array of a leaf can be accessed as vectors, from multiples of four on.
 template <typename Types>
 __device__ __forceinline__ bool IsAligned(const Types& t, const Step& step,
                                           const QuantizedLeaf& leaf) {
@@ -77,8 +77,8 @@ __device__ __forceinline__ Part PartOf(const Types& t, const Step& step, const Q
   return {i, n, is_vector};
 }
 
-// Elements as they are in memory. Loads are apart from what is done with them, so that those of all
-// arrays are in flight together.
+// Elements as stored in memory. Loads are separate from their use, so that the loads of all arrays
+// are in flight together.
 __device__ __forceinline__ Packed<kVector> LoadPart(const void* base, Dtype dtype,
                                                     const Part& part) {
   if (part.is_vector && ItemSize(dtype) != 1) return LoadVector<kVector>(base, dtype, part.i);
@@ -168,8 +168,8 @@ __device__ __forceinline__ uint32_t LargestOfWarp(uint32_t x) {
 #endif
 }
 
-// The codes of a block, of which each thread has some, and their scale, which it stores. All
-// threads of a warp call this together.
+// The codes of a block, some in each thread, and their scale, which it stores. All threads of a
+// warp call this together.
 template <typename C, bool kStochastic>
 __device__ __forceinline__ void EncodePart(float* scales, const Part& part,
                                            const float (&x)[kVector],
@@ -234,7 +234,7 @@ __device__ __forceinline__ void LoadGrad(const Types& t, const Step& step,
   total.CopyTo(g);
 }
 
-// Not inlined: divisions in 64 bits would take registers where there are none to divide.
+// Not inlined: 64-bit divisions would take registers, and none are left.
 __device__ __noinline__ Random4 Draw(const Step& step, const QuantizedLeaf& leaf, size_t i) {
   const Origin origin = OriginOf(step.parts, leaf, i);
   const uint64_t index = origin.index;
@@ -247,8 +247,7 @@ __device__ __noinline__ Random4 Draw(const Step& step, const QuantizedLeaf& leaf
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
     const Random4 drawn = draw(index + k);
-    const int of =
-        (index + k) % 4;  // no index of an array that is not known: it stays in registers
+    const int of = (index + k) % 4;  // no dynamic array index: it stays in registers
     words.words[k] = of == 0   ? drawn.words[0]
                      : of == 1 ? drawn.words[1]
                      : of == 2 ? drawn.words[2]
@@ -257,7 +256,7 @@ __device__ __noinline__ Random4 Draw(const Step& step, const QuantizedLeaf& leaf
   return words;
 }
 
-// What a skipped step writes: the unchanged parameter in `out`'s dtype, or an update of zero.
+// The output of a skipped step: the unchanged parameter in `out`'s dtype, or an update of zero.
 __device__ __noinline__ void SkipPart(const Step& step, const QuantizedLeaf& leaf,
                                       const Part& part) {
   if (step.mode == Mode::kStep || step.mode == Mode::kStepSplit) return;
@@ -302,15 +301,15 @@ __device__ __forceinline__ Coefficients LoadCoefficients(const Step& step,
   return reinterpret_cast<const Row*>(step.coefficients)[leaf.group].coefficients;
 }
 
-// All threads of a warp call this together. Not inlined: its registers are not those of a chunk.
-// What takes sums of squares passes where they go; others pass nothing.
+// All threads of a warp call this together. Not inlined: a chunk must not hold its
+// registers. Kernels with sums of squares pass their place; others pass nothing.
 template <typename Types, bool kStochastic, typename... Sums>
 __device__ __noinline__ void StepPart(const Types& t, const Step& step, const QuantizedLeaf& leaf,
                                       const Part& part, const Sums&... runs) {
   constexpr Mode mode = Types::kMode;
   constexpr bool split = mode == Mode::kStepSplit;
   const size_t block = part.i / kBlockSize;
-  const bool is_mine = part.n > 0;  // else there may be no block
+  const bool is_mine = part.n > 0;  // otherwise there may be no block
   const auto packed_p = LoadPart(leaf.param, t.param, part);
   const auto packed_m = LoadPart(leaf.mu, t.mu, part), packed_v = LoadPart(leaf.nu, t.nu, part);
   Packed<kVector> packed_low;
@@ -323,7 +322,7 @@ __device__ __noinline__ void StepPart(const Types& t, const Step& step, const Qu
   const float inv_scale = *step.inv_scale;
   Random4 drawn{};
   if (kStochastic && is_mine)
-    drawn = Draw(step, leaf, part.i);  // else there may be no entry in a table
+    drawn = Draw(step, leaf, part.i);  // otherwise a table may have no entry
   const Words by_kind(drawn);
   if (split) {
     JoinVectors(packed_p, packed_low, p);

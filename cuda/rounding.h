@@ -1,9 +1,9 @@
-// Rounding to what has 16 or 8 bits, to nearest or stochastically. core/codecs.py and
-// kernels/reference.py do the same.
+// Rounding to 16 or 8 bits, to nearest or stochastically. core/codecs.py and kernels/reference.py
+// do the same.
 //
 // [Note: random bits]
-// Rounded stochastically, a number x between two neighbours a < b of a dtype becomes b with the
-// probability (x - a) / (b - a), so that its mean is x. The random bits of an element come from
+// Stochastic rounding turns a number x between two neighbours a < b of a dtype into b with the
+// probability (x - a) / (b - a), so its mean is x. The random bits of an element come from
 // Philox 4x32 with 7 rounds: key is the seed; the counter is (index / 4 in 64 bits, leaf, count)
 // with the element's row-major index in the whole leaf; word index % 4 of the result is its own. So
 // they do not depend on how an array is cut or on which device computes it. As many bits as are
@@ -12,20 +12,21 @@
 //
 // [Note: blocks]
 // A moment in 8 or 16 bits: blocks of 128 elements in row-major order share a float32 scale, a
-// power of two. A code has a mantissa of 3 bits, or of 10. In front of it one of mu has a sign and
-// 4 or 5 bits of exponent, one of nu has 5 or 6 and no sign: nu is a mean of squares, whose
-// exponents span twice as many as those of mu. All codes are finite. The scale is chosen such that
-// the largest element, rounded to its 4 or 11 leading bits, has the highest exponent. So
-// encode(decode(x)) is x, and decoding is exact. What is not zero in nu never becomes zero: its
-// smallest number is 2^-33 of the scale, or 2^-72. mu may, below 2^-17 of the scale, or 2^-40. A
-// block with an infinite element, one that is NaN or one of 2^127 and more has the scale NaN, and
-// all of it is NaN from then on.
+// power of two. A code has a mantissa of 3 bits, or of 10. Before it, a code of mu has a sign and 4
+// or 5 bits of exponent; a code of nu has 5 or 6 and no sign, because nu is a mean of squares,
+// whose exponents span twice as many as those of mu. All codes are finite. The scale is chosen such
+// that the largest element, rounded to its 4 or 11 leading bits, has the highest exponent. So
+// encode(decode(x)) is x, and decoding is exact. A nonzero nu never becomes zero: its smallest
+// number is 2^-33 of the scale, or 2^-72. mu may, below 2^-17 of the scale, or 2^-40. A block with
+// an infinite or NaN element, or one of 2^127 and more, has the scale NaN, and all of it is NaN
+// from then on.
 //
 // [Note: subnormal codes]
-// To nearest, k units of a subnormal code would stay k where a step changes it by less than half a
-// unit: a mu without gradients would not decay, and a nu that began below its gradients' squares
-// would not grow, for as long as other elements hold up the scale of the block. So what would have
-// a subnormal code is rounded toward zero for mu, and up for nu: both make steps smaller.
+// With rounding to nearest, k units of a subnormal code would stay k if a step changes it by less
+// than half a unit: a mu without gradients would not decay, and a nu that began below its
+// gradients' squares would not grow, as long as other elements keep the scale of the block up. So
+// values with subnormal codes are rounded toward zero for mu, and up for nu: both make steps
+// smaller.
 #pragma once
 
 #include <type_traits>
@@ -59,13 +60,13 @@ JDISTADAM_INLINE Random4 Philox(uint32_t key0, uint32_t key1, uint64_t index, ui
   return {{x0, x1, x2, x3}};
 }
 
-// The word that rounds each, of the element's own.
+// The words that round each, from the element's own word.
 JDISTADAM_INLINE uint32_t WordForNu(uint32_t word) { return word; }
 JDISTADAM_INLINE uint32_t WordForParam(uint32_t word) { return word << 16; }
 JDISTADAM_INLINE uint32_t WordForMu(uint32_t word) { return word * 0x9E3779B9u; }
 
-// What to add to a magnitude before its lowest `dropped` bits are dropped: with kStochastic as many
-// random bits, else what rounds to nearest even.
+// The addend of a magnitude before its lowest `dropped` bits are dropped: with kStochastic as many
+// random bits, otherwise the addend of rounding to nearest even.
 template <bool kStochastic>
 JDISTADAM_INLINE uint32_t Increment(uint32_t bits, int dropped, uint32_t word) {
   if (!kStochastic) return (1u << (dropped - 1)) - 1u + ((bits >> dropped) & 1u);
@@ -82,7 +83,7 @@ template <bool kStochastic>
 JDISTADAM_INLINE uint16_t RoundToFloat16(float x, uint32_t word) {
   if (!kStochastic) return ToFloat16(x);
   const uint32_t bits = BitsOf(CanonicalNan(x)), magnitude = bits & 0x7fffffffu;
-  // Times 2^-112 a float32 has the exponent of a float16, also where that is subnormal.
+  // Times 2^-112 a float32 has the exponent of a float16, even a subnormal one.
   const uint32_t low = BitsOf(FloatOf(magnitude) * FloatOf(0x07800000u));
   uint32_t h = (low + Increment<kStochastic>(low, 13, word)) >> 13;
   h = h > 0x7c00u || magnitude == 0x7f800000u ? 0x7c00u : h;
@@ -94,7 +95,7 @@ JDISTADAM_INLINE uint16_t RoundToFloat16(float x, uint32_t word) {
 
 enum class Moment { kMu, kNu };
 
-// What a code can mean: from the highest bit on a sign, of mu alone, an exponent and a mantissa.
+// The bits of a code: from the highest one on a sign (only mu), an exponent and a mantissa.
 template <Moment kMoment_, Dtype kDtype>
 struct Code {
   static_assert(IsCoded(kDtype));
@@ -115,7 +116,7 @@ JDISTADAM_INLINE auto WithCode(Dtype dtype, F f) {
   return f(Code<kMoment, Dtype::kBlock16>{});
 }
 
-// Magnitude of x, rounded to the bits of a mantissa. The largest one of a block gives its scale.
+// Magnitude of x, rounded to the bits of a mantissa. The largest in a block gives its scale.
 template <typename C, bool kStochastic>
 JDISTADAM_INLINE uint32_t RoundedMagnitude(float x, uint32_t word) {
   constexpr uint32_t kKept = ~((1u << C::kDropped) - 1u);
@@ -126,16 +127,16 @@ JDISTADAM_INLINE uint32_t RoundedMagnitude(float x, uint32_t word) {
   return rounded == 0 && magnitude != 0 ? 1u : rounded;
 }
 
-// The bits of the smallest scale: times less, a code would mean a subnormal float32.
+// The bits of the smallest scale: with a smaller one, a code would mean a subnormal float32.
 template <typename C>
 JDISTADAM_INLINE constexpr uint32_t SmallestScale() {
   return (C::kHighest + C::kMantissa) << 23;
 }
 
-// The scale of a block, 2^-(highest exponent of a code) times which a code is.
+// The scale of a block: a code with the highest exponent means its mantissa times the scale.
 template <typename C>
 JDISTADAM_INLINE float ScaleOf(uint32_t largest) {
-  constexpr uint32_t kZero = C::kSign != 0 ? 0x00800000u : 1u;  // no code of mu is less
+  constexpr uint32_t kZero = C::kSign != 0 ? 0x00800000u : 1u;  // no smaller code of mu
   if (largest < kZero) return 0.0f;
   if (largest >= 0x7f000000u) return FloatOf(0x7fc00000u);
   const uint32_t exponent = largest & 0x7f800000u;
@@ -158,8 +159,8 @@ JDISTADAM_INLINE float Decode(uint32_t code, float scale) {
   return FloatOf(BitsOf(x) | (code & C::kSign) << (32 - C::kBits));
 }
 
-// What to add to a number, as the bits of a float32 with the exponent of its code, before the code
-// is cut off: [Note: subnormal codes].
+// The addend of a number before its code is cut off, as the bits of a float32 with the exponent of
+// its code: [Note: subnormal codes].
 template <typename C, bool kStochastic>
 JDISTADAM_INLINE uint32_t CodeIncrement(uint32_t low, uint32_t word) {
   if (!kStochastic && low < 0x00800000u)

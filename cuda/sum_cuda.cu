@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kThreads = 128, kVector = 4;
 
-// The arguments of a launch beside its leaves.
+// The arguments of a launch other than its leaves.
 struct Sum {
   Dtype in, out;
   int contributions;
@@ -24,7 +24,7 @@ struct Vector {
   float x[kVector];
 };
 
-// kContributions = 0: an argument.
+// kContributions = 0: an argument of the launch.
 template <int kContributions>
 __device__ __forceinline__ Vector SumVector(const Sum& sum, const SumLeaf& leaf, size_t stride,
                                             size_t i) {

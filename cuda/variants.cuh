@@ -1,18 +1,19 @@
 // Variants of a kernel, and which of them a call launches.
 //
-// A kernel is a template of `Types`: which mode it runs in, in which dtypes the five arrays are
-// stored, and how many gradients it adds. A variant of it is one such type:
+// A kernel is a template of `Types`: its mode, the storage dtypes of the five arrays, and the
+// number of gradients that it adds. A variant is one such type:
 //
 //   FixedTypes<mode, dtypes...>  All is constant: conversions have no branches, and weight decay is
 //                                not cautious. These kernels are at the limit of registers for
-//                                their occupancy, where a test for it costs every call up to 2 %.
-//   AnyTypes<mode>               The mode alone is constant; the others are arguments of the
-//                                launch. In adam_cuda.cu that costs 5 % with float32 state and
-//                                30 % with bfloat16 state.
+//                                their occupancy; a test for it would cost every call up to 2 %.
+//   AnyTypes<mode>               Only the mode is constant; the others are arguments of the launch.
+//                                In adam_cuda.cu that costs 5 % with float32 state and 30 % with
+//                                bfloat16 state.
 //
-// Kernels derive their variants from these two, and add what else is constant. Dtypes are known
-// only when a call runs, template arguments only when this is compiled: so the search for a variant
-// is a chain of comparisons that the compiler writes out from a list, one for each variant. It runs
+// Kernels derive their variants from these two, and add other constants. Dtypes are known only when
+// a call runs, template arguments only at compile time: so the search for a variant is a chain of
+// comparisons that the compiler generates from a list, one per variant. It runs on the host, once
+// per call.
 // on the host, once for a call.
 #pragma once
 
@@ -42,7 +43,7 @@ struct AnyTypes {
   static bool Fits(const AdamCall& call) { return call.mode == kMode; }
 };
 
-// Under the same names. Mode::kStep has no out.
+// With the same names. Mode::kStep has no out.
 template <Mode kMode_, Dtype kGrad, Dtype kParam, Dtype kMu, Dtype kNu, Dtype kOut,
           int kContributions = 1>
 struct FixedTypes {
@@ -61,7 +62,7 @@ struct FixedTypes {
   }
 };
 
-// A list of variants: a type without members, that only carries its arguments.
+// A list of variants: a type without members that only carries its arguments.
 template <typename... Variants>
 struct List {};
 
@@ -76,7 +77,7 @@ struct Joined<List<A...>> {
 };
 
 // launch(List<Variant>, call) with the first variant that fits: `||` ends the search there. An
-// error if none fits, which one AnyTypes for each mode excludes.
+// error if none fits, which an AnyTypes for each mode prevents.
 template <typename... Variants, typename Call, typename Launch>
 cudaError_t LaunchFirst(List<Variants...>, const Call& call, const Launch& launch) {
   cudaError_t error = cudaErrorInvalidValue;

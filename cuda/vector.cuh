@@ -1,15 +1,15 @@
 // Vectors of kVector elements: how a thread loads, widens, rounds and stores them.
 //
-// Loading and widening are apart so that the loads of all operands are in flight before the first
-// one is waited for. The conversions are the hardware's. They round as those of dtype.h do for
-// everything but NaN, whose payload is theirs: who stores a NaN uses StoreOne.
+// Loading and widening are separate, so the loads of all operands are in flight before the first
+// use. The conversions are the hardware's. They round like those of dtype.h except for NaN, whose
+// payload they choose: use StoreOne to store a NaN.
 #pragma once
 
 #include "dtype.h"
 
 namespace jdistadam {
 
-// kVector elements as they are in memory: 16 bytes of float32 or 8 of 16 bits for kVector = 4.
+// kVector elements as stored in memory: 16 bytes of float32 or 8 of 16 bits for kVector = 4.
 template <int kVector>
 struct Packed {
   uint32_t words[kVector];  // 16-bit dtypes use the first half
@@ -61,13 +61,13 @@ __device__ __forceinline__ void Widen(const Packed<kVector>& packed, Dtype dtype
   }
 }
 
-// Writes kVector elements of 16 bits, two in a word.
+// Writes kVector elements of 16 bits, two per word.
 template <int kVector>
 __device__ __forceinline__ void StoreWords(void* base, size_t i,
                                            const uint32_t (&words)[kVector / 2]) {
   uint16_t* at = static_cast<uint16_t*>(base) + i;
   if (kVector == 4) {
-    *reinterpret_cast<uint64_t*>(at) = uint64_t{words[1]} << 32 | words[0];  // not split in two
+    *reinterpret_cast<uint64_t*>(at) = uint64_t{words[1]} << 32 | words[0];  // one store
   } else {
     *reinterpret_cast<uint4*>(at) = {words[0], words[1], words[kVector / 2 - 2],
                                      words[kVector / 2 - 1]};
@@ -129,7 +129,7 @@ __device__ __forceinline__ void StoreHalves(void* high, void* low, size_t i,
   StoreWords<kVector>(low, i, lows);
 }
 
-// A term or a sum of PairwiseSum (pairwise.h), and how it adds them.
+// A term or a sum of PairwiseSum (pairwise.h), with its addition.
 template <int kVector>
 struct VectorSum {
   float x[kVector];

@@ -1,11 +1,11 @@
-"""How fast a state is saved and restored, beside a conversion by hand, and what memory it takes.
+"""Times saving and restoring a state against a conversion by hand, and measures memory.
 
     python experiments/bench_checkpoint.py --out runs/bench_checkpoint.json
 
 A state with float32 main parameters, mu and nu on virtual CPU devices. By hand means
-``to_optax_state`` and ``numpy.savez``, and back by ``numpy.load`` and ``from_optax_state``: all in
-one process, on one host. Each is done several times in the same process; the first compiles. What
-the folder takes and gives by itself is measured before.
+``to_optax_state`` and ``numpy.savez``, and back ``numpy.load`` and ``from_optax_state``: all in one
+process, on one host. Each runs several times in the same process; the first run compiles. The speed
+of the folder alone is measured before.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def parse_args():
 
 
 def make_shapes(layers, width):
-    """The leaves of a GPT-2 with a vocabulary of 13,312: packed biases and scattered matrices."""
+    """The leaves of a GPT-2 with a vocabulary of 13,312: packed biases, scattered matrices."""
     shapes = {"wte": (13312, width), "wpe": (1024, width), "ln_f": {"b": (width,), "g": (width,)}}
     for i in range(layers):
         shapes[f"h{i:02}"] = {
@@ -61,13 +61,13 @@ def make_shapes(layers, width):
 
 
 def resident_bytes(field):
-    """A field of this process's memory: VmRSS now, VmHWM the most since it was reset."""
+    """A field of this process's memory: VmRSS now, VmHWM the maximum since its reset."""
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
 class Measured:
-    """Runs a function several times; keeps seconds, and memory beyond what was there before."""
+    """Runs a function several times; records seconds, and memory above the initial amount."""
 
     def __init__(self):
         self.results = {}
@@ -77,7 +77,7 @@ class Measured:
         for i in range(repeats):
             del result
             gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)  # or memory freed before would hide what is taken now
+            ctypes.CDLL(None).malloc_trim(0)  # or memory freed earlier would hide new memory
             before = resident_bytes("VmRSS")
             pathlib.Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
             start = time.perf_counter()
@@ -145,7 +145,7 @@ def with_checkpoint(jda, folder, state, shapes, tx, args, measured):
 
     def out(i):
         jda.save(folder / f"{i}", state, tx)
-        if i:  # or the next one would be given new pages by the machine's host, which takes longer
+        if i:  # or the next one gets new pages from the machine's host, which takes longer
             shutil.rmtree(folder / f"{i}")
 
     measured("save", out, args.repeats)
@@ -195,7 +195,7 @@ def by_hand(jda, np, folder, state, tx, args, measured):
 
 
 def disk(args):
-    """What the folder takes and gives by itself: files by two threads, to the disk and back."""
+    """The speed of the folder alone: files by two threads, to the disk and back."""
     import numpy as np
 
     folder = pathlib.Path(tempfile.mkdtemp(dir=args.folder, prefix="bench_checkpoint_"))
@@ -236,7 +236,7 @@ def main():
         run_part(args)
         return
     results = {}
-    for part in ("disk", "by hand", "checkpoint"):  # each in a process of its own, for its memory
+    for part in ("disk", "by hand", "checkpoint"):  # each in its own process, for its memory
         command = [sys.executable, *sys.argv, "--part", part]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ)
         if done.returncode:

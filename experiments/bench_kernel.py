@@ -1,11 +1,11 @@
-"""Times one optimizer step on one GPU: every tree and way to step, against optax, torch and a copy.
+"""Times one optimizer step on one GPU: all trees and variants, against optax, torch and a copy.
 
     python experiments/bench_kernel.py --out runs/bench_kernel.json
 
-jdistadam/bench.py says what the figures mean; its short form is `python -m jdistadam bench`. Here
-the profiler gives the time of the device alone, calls of ours and of optax alternate for the host's
-time, torch.optim.AdamW(fused=True) is timed where torch is installed, called and as a CUDA graph,
-and clock and power of the GPU are noted: at its power limit it slows down.
+jdistadam/bench.py explains the figures; its short form is `python -m jdistadam bench`. Here the
+profiler gives the device time, and calls of ours and of optax alternate for the host's time.
+torch.optim.AdamW(fused=True) is timed if torch is installed, called and as a CUDA graph. Clock and
+power of the GPU are recorded: at its power limit it slows down.
 """
 
 import argparse
@@ -41,7 +41,7 @@ UNLOOPED = {("many1000x4k", "optax.adamw")}  # XLA does not compile the loop in 
 def device_seconds(program, args):
     """Time of all kernels of one run, from the profiler.
 
-    Copies are left out. One in the step itself would show in the wall time alone.
+    Copies are left out. A copy in the step itself would show only in the wall time.
     """
     args = jax.block_until_ready(program(*args))
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +102,7 @@ def torch_rows(tree, copy):
 
 
 def eight_bits(learning_rate, plain):
-    """Name, bytes per parameter and factory of other AdamWs with 8-bit moments that are there."""
+    """Name, bytes per parameter and factory of other installed AdamWs with 8-bit moments."""
     nbytes = 2 + 4 + 4 + 2 * 2 * 4 / 256
     try:
         from bitsandbytes.optim import AdamW8bit
@@ -122,7 +122,7 @@ def eight_bits(learning_rate, plain):
 
 
 def torch_seconds(step):
-    """Seconds of one of ten steps, the median of five times."""
+    """Seconds per step of ten steps; the median of five runs."""
     import torch
 
     step()

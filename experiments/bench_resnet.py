@@ -3,11 +3,11 @@
     python experiments/bench_resnet.py --out experiments/results/bench_resnet/h200/default.json
     python experiments/bench_resnet.py --preset tiny --batch 8 --rounds 2 --out /tmp/try.json  # CPU
 
-ResNet-50 in bfloat16 with float32 parameters and 128 random images of 224 x 224. Compared are
+ResNet-50 in bfloat16 with float32 parameters and 128 random images of 224 x 224. It compares
 ``optax.adamw`` and ``fused_adamw`` under ``jax.jit``, and ``train_step``, in one process, in turns:
-each round times some steps of every program, so that a drift of the clocks meets all alike. The
-median, the fastest and the slowest round are recorded. The record of 33c67cf has two programs more,
-whose parameters were laid out as the compiler prefers them.
+each round times some steps of every program, so a drift of the clocks affects all alike. The
+median, the fastest and the slowest round are recorded. The record of 33c67cf has two more programs,
+with parameters in the layouts that the compiler prefers.
 """
 
 import argparse

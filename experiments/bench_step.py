@@ -3,16 +3,17 @@
     python experiments/bench_step.py --rows 'unrolled-8/*' --out runs/bench_step.json
     python experiments/bench_step.py --rows layers --size gpt2-small    # all ways to gather layers
 
-A row is WORKLOAD/VARIANT+MODIFIERS; --list prints those that are known, and any other that can be
-parsed may be named. "unrolled-8x4": layers unrolled, 8 sequences per micro-batch and device, 4
-micro-batches; from 8 sequences on, blocks are computed again in the backward pass. "scanned-1": a
-scan over layers. "step-gpt2xl": the optimizer step alone on a tree of `jdistadam bench`.
+A row is WORKLOAD/VARIANT+MODIFIERS; --list prints the known ones, and any other name that can be
+parsed is allowed. "unrolled-8x4": unrolled layers, 8 sequences per micro-batch and device, 4
+micro-batches; from 8 sequences on, blocks are rematerialized in the backward pass. "scanned-1": a
+scan over layers. "step-gpt2xl": only the optimizer step, on a tree of `jdistadam bench`.
 
 Each workload has a floor: forward and backward pass with each device's own gradients. All rows of a
-workload begin with the same random weights and tokens, are compared with optax on the floor's
+workload start with the same random weights and tokens, are compared with optax on the floor's
 gradients (step_bench/check.py), and are then timed in turn, as many together as fit into memory.
-Medians of the rounds; ratios to the floor are of one round. A trace of the profiler gives phases
-(step_bench/trace.py), beside what bytes and bandwidths predict (step_bench/budget.py).
+Times are medians of the rounds; ratios to the floor are within one round. A profiler trace gives
+phases (step_bench/trace.py), compared with those predicted from bytes and bandwidths
+(step_bench/budget.py).
 """
 
 import argparse
@@ -59,7 +60,7 @@ def make_mesh(args):
     """(mesh, whether it is of GPUs, implementation of attention)."""
     if args.compile_only:
         devices = h200s((1, args.compile_only)).devices.reshape(-1)
-        return Mesh(devices, ("data",)), True, args.attention or "xla"  # cuDNN is not there
+        return Mesh(devices, ("data",)), True, args.attention or "xla"  # without cuDNN
     devices = np.asarray(jax.devices()[: args.devices or None])
     on_gpu = devices[0].platform == "gpu"
     mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
@@ -67,7 +68,7 @@ def make_mesh(args):
 
 
 def run_torch(args, groups):
-    """Rows of torch, of a process of its own, before JAX takes the memory of the GPUs."""
+    """Rows of torch, from their own process, before JAX takes the memory of the GPUs."""
     workloads = [group for group in groups if not group.startswith("step-")]
     script = pathlib.Path(__file__).parent / "step_bench" / "torch_fsdp2.py"
     command = [sys.executable, str(script), "--size", args.size or "gpt-1.3b"]
@@ -82,7 +83,7 @@ def run_torch(args, groups):
 
 
 class Run:
-    """What was found so far, written after every batch of rows: nothing is lost."""
+    """The results so far, written after every batch of rows: nothing is lost."""
 
     def __init__(self, args, mesh, size):
         self.args, self.mesh, self.begun = args, mesh, time.perf_counter()

@@ -2,14 +2,14 @@
 
     python experiments/bench_vmap.py --out runs/bench_vmap.json
 
-An ensemble of MLPs, each with a learning rate of its own. Compared are `jax.vmap` of the fused
-step, which is one kernel call for all members; a `jax.lax.map` and a Python loop in one program
-over the same step; and `jax.vmap` of `optax.adamw` with `optax.apply_updates`. Before anything is
-timed, the first three must agree to the last bit, and optax to a few roundings.
+An ensemble of MLPs, each with its own learning rate. It compares `jax.vmap` of the fused step,
+which is one kernel call for all members; a `jax.lax.map` and a Python loop in one program over the
+same step; and `jax.vmap` of `optax.adamw` with `optax.apply_updates`. Before any timing, the first
+three must agree to the last bit, and optax to a few roundings.
 
-Each program takes many steps in a loop, so that the time of the host does not count, and donates
-its arrays. A time is the median of several runs, divided by the steps; GB/s count the 28 bytes that
-a step has to move for each float32 parameter.
+Each program takes many steps in a loop, which excludes host time, and donates its arrays. A time is
+the median of several runs, divided by the steps; GB/s count the 28 bytes that a step must move per
+float32 parameter.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import jdistadam as jda
 
 HYPER = dict(b1=0.87, b2=0.9973, weight_decay=0.13)
 BYTES_A_PARAMETER = 28
-# Of numbers of order 1, after two steps whose updates are of the size of the learning rate.
+# For numbers of order 1, after two steps with updates of the size of the learning rate.
 OPTAX_TOLERANCE = 1e-5
 
 
@@ -72,7 +72,7 @@ VARIANTS = {
 
 
 def program(step, steps):
-    """Many steps in one program, with gradients that stay the same."""
+    """Many steps in one program, with constant gradients."""
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def run(params, state, rates, grads):
@@ -107,7 +107,7 @@ def check(members, width):
 
 
 def measure(step, members, width, *, steps, repeats):
-    """Seconds of a step of all members, of each repeat."""
+    """Seconds per step of all members, for each repeat."""
     run = program(step, steps)
     params, state, rates, grads = new_arrays(members, width)
     params, state = jax.block_until_ready(run(params, state, rates, grads))  # compiles

@@ -1,9 +1,9 @@
-"""Damages a checkpoint in many ways and counts what a restore makes of it.
+"""Damages a checkpoint in many ways and counts the outcomes of a restore.
 
     python experiments/checkpoint_faults.py --out runs/checkpoint_faults.json
 
-"error": CheckpointError that names the folder. "same": the very state that was saved, since what
-was damaged is not read. Anything else ends the script. The cases are those of tests/checkpoint.
+"error": CheckpointError that names the folder. "same": exactly the saved state, because the damaged
+part is not read. Anything else ends the script. The cases are those of tests/checkpoint.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Faults:
         return [np.asarray(x).tobytes() for x in leaves]
 
     def count(self, fault, path, damaged):
-        """Writes other bytes, or none, in place of a file; restores; and puts it back."""
+        """Replaces a file's bytes or removes it; restores; and puts it back."""
         data = path.read_bytes()
         path.unlink() if damaged is None else path.write_bytes(damaged)
         try:

@@ -4,10 +4,10 @@
     JAX_NUM_CPU_DEVICES=2 JAX_PLATFORMS=cpu python experiments/checkpoint_two_gpus.py \\
         --layers 2 --width 64 --out /tmp/x.json
 
-The state that was saved under "optim" goes on, as do the one restored on one device, with the batch
-of both in two micro-batches, and the one restored on two under "optim_grads_params": after some
-steps all three must have the same bits. Seconds of save and restore stand beside those that the
-folder needs for plain files, written and synchronised by several threads.
+Three states continue: the one saved under "optim"; the one restored on one device, with the batch
+of both in two micro-batches; and the one restored on two under "optim_grads_params". After some
+steps all three must have the same bits. Seconds of save and restore are compared with those of
+plain files in the same folder, written and synchronised by several threads.
 """
 
 import argparse
@@ -57,8 +57,8 @@ def make_tx(num_devices, strategy):
 def loss_fn(params, x):
     """Has gradients that differ by element, device and step, and are exact in every program.
 
-    They are small integers over 1024: whether a compiler rounds them to bfloat16 or keeps them, and
-    whether it adds those of two micro-batches in one fused operation, they have the same bits.
+    They are small integers over 1024: they have the same bits whether a compiler rounds them to
+    bfloat16 or keeps them, and whether it adds two micro-batches in one fused operation.
     """
 
     def term(p):
@@ -79,7 +79,7 @@ def train(state, tx, steps):
 def digest(state, tx):
     """A checksum of each leaf of params, main parameters and moments, by path.
 
-    Summed on the devices: words of 32 bits, each times an odd number that depends on its place.
+    Summed on the devices: 32-bit words, each times an odd number that depends on its place.
     """
     leaves = jax.tree_util.tree_leaves_with_path(jda.to_optax_state(state, tx)[:2])
     return {jax.tree_util.keystr(path): int(_digest(x)) for path, x in leaves}
@@ -101,7 +101,7 @@ def check(got, want, what):
 
 
 def timed(name, repeats, function):
-    """Returns the seconds of each call, the first of which compiles, and the last result."""
+    """Returns the seconds of each call, the first with compilation, and the last result."""
     seconds, result = [], None
     for i in range(repeats):
         del result
@@ -113,7 +113,7 @@ def timed(name, repeats, function):
 
 
 def plain_files(folder, nbytes, repeats):
-    """Seconds in which several threads write and synchronise up to 4 GiB, and read them."""
+    """Seconds in which several threads write and synchronise up to 4 GiB, and read it."""
     data, size = np.random.default_rng(0).bytes(64 << 20), 64 << 20
     paths = [folder / f"{i}" for i in range(-(-min(nbytes, 4 << 30) // size))]
 

@@ -6,9 +6,9 @@
 
 Every sharding strategy with every precision policy, mesh, number of micro-batches and feature, and
 the drop-in with every placement of params and moments. Programs are compared as XLA scheduled them,
-without names, numbers of channels and places in the source; where texts differ, the operations are
-counted and XLA's memory analysis is compared. Needs no GPU: JAX's CUDA plugin compiles for devices
-that are described in a file. Only public names are used, so that any two revisions can be compared.
+without names, channel numbers and source locations. If texts differ, it counts the operations and
+compares XLA's memory analysis. Needs no GPU: JAX's CUDA plugin compiles for devices described in a
+file. Only public names are used, so any two revisions can be compared.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def stacked_params(dtype):
 
 
 def bound(tx, params):
-    """The optimizer for these params alone; of revisions before ``bind`` as it is."""
+    """The optimizer for only these params; unchanged for revisions before ``bind``."""
     return tx.bind(params) if hasattr(tx, "bind") else tx
 
 
@@ -310,7 +310,7 @@ def drop_ins(mesh):
 
 
 def canonical(text):
-    """A program without names and places: computations and instructions are numbered as met."""
+    """A program without names and places: computations and instructions numbered in order."""
     numbers = {}
 
     def number(match):
@@ -354,7 +354,7 @@ def compile_all(args):
             continue
         try:
             text, entry = describe(lower().compile())
-        except Exception as error:  # of the argument checks: part of what is compared
+        except Exception as error:  # of the argument checks: part of the comparison
             text, entry = "", {"raises": f"{type(error).__name__}: {error}"}
         path.write_bytes(gzip.compress(json.dumps(entry | {"name": name, "text": text}).encode()))
 

@@ -5,8 +5,8 @@
     python experiments/compare_revisions.py --old OLD/installed --out runs/compare_revisions.json
 
 Each round is a process for each of the two packages, in changing order, on the same devices, random
-parameters and gradients. *host*: from the call of a step until it returns, the devices being idle.
-*wall*: a step of a row of them. *ratio*: new over old, pair by pair; a step on the host's CPU, or
+parameters and gradients. *host*: from the call of a step until it returns, with idle devices.
+*wall*: time per step of a series. *ratio*: new over old, pair by pair; a step on the host's CPU, or
 on a GPU at its power limit, varies by some percent between processes, which the extremes show.
 """
 
@@ -24,7 +24,7 @@ HOST_CALLS, ROWS, ROW_CALLS = 60, 5, 30
 
 
 def make_cases(tree, num_devices):
-    """Returns by name a function of nothing that takes one more step, and waits for nothing."""
+    """Returns functions by name that take one more step without arguments, and do not wait."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P

@@ -1,11 +1,11 @@
-"""What a step holds with whole and with sharded parameters, and which gathers products hide.
+"""The memory of a step with whole and with sharded parameters, and which gathers overlap products.
 
     python experiments/gathered_once.py --out experiments/results/gathered_once/h200/default.json
 
-A GPT in bfloat16 with float32 main parameters, compiled for eight H200s, of which none need be:
+A GPT in bfloat16 with float32 main parameters, compiled for eight H200s that need not exist:
 "optim", and "optim_grads_params" with reshard_after_forward=False, which gathers once. From 8
-sequences on blocks are computed again in the backward pass. A gather is counted as beside the model
-where other instructions run between its start and its end.
+sequences on blocks are rematerialized in the backward pass. A gather counts as overlapped if other
+instructions run between its start and its end.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 // What bounds the Adam kernel: an in-place copy, the kernel's own loads and stores without its
-// arithmetic ("streams"), and the kernel, one after the other on one leaf. Prints a line of JSON
+// arithmetic ("streams"), and the kernel, in sequence on one leaf. Prints one line of JSON for
 // each.
 //
 //   nvcc -std=c++17 -O3 -arch=native -fmad=false -ftz=false -prec-div=true -prec-sqrt=true -Icuda
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) Streams(Leaf a, const float* factor)
   if (kKind == kMain) StoreVector(a.out, B, i, p);
 }
 
-// The arrays of a leaf, one after the other in `memory`.
+// The arrays of a leaf, contiguous in `memory`.
 Leaf Allocate(char* memory, size_t size, Kind kind) {
   const auto take = [&](size_t itemsize) {
     char* begin = memory;

@@ -10,12 +10,12 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def read(record):
-    """What scanned_memory.py found."""
+    """The results of scanned_memory.py."""
     return json.loads((RESULTS / f"scanned_memory/h200/{record}.json").read_text())["results"]
 
 
 def scan_runs() -> str:
-    """One line for each way to hold the layers of a scanned model, trained on four GPUs."""
+    """One line for each way to store the layers of a scanned model, trained on four GPUs."""
     columns = (
         "`sharding_strategy`",
         "training loss at steps 10, 20, 30, 40",
@@ -40,7 +40,7 @@ def scan_runs() -> str:
 
 
 def memory(record: str) -> str:
-    """One line for each way to hold, to gather and to recompute the layers of a model."""
+    """One line for each way to store, gather and recompute the layers of a model."""
     results = read(record)
     columns = (
         f"{results['parameters'] / 1e9:.2f}e9 parameters",
@@ -72,13 +72,13 @@ OPS = ("all-gather", "reduce-scatter")
 
 
 def sent(row, op, axes="data"):
-    """How often a step does this, and of how many elements."""
+    """How often a step runs this collective, and its number of elements."""
     nothing = {"op": op, "instructions": 0, "elements": 0}
     found = [c for c in row["collectives"] if c["op"] == op and c["axes"] == axes]
     return found[0] if found else nothing
 
 
-LAYERS = {  # row: which model, what it gathers in the forward and in the backward pass, how much
+LAYERS = {  # row: model, its gathers in the forward and in the backward pass, their size
     "scanned, layer by layer": (
         "scanned, `stacked`, with `jax.checkpoint`",
         "layer by layer",
@@ -113,7 +113,7 @@ LAYERS = {  # row: which model, what it gathers in the forward and in the backwa
 
 
 def gathered_when() -> str:
-    """One line for each way to gather layers: when, and what it takes with and without an axis."""
+    """One line for each way to gather layers: when, and its cost with and without an axis."""
     records = [
         {row["name"]: row for row in read(record)["rows"]} for record in ("unrolled", "model_axes")
     ]

@@ -1,13 +1,13 @@
-"""What moments of 16 and 8 bits and stochastic rounding do to training, paired by seed.
+"""The effect of 16- and 8-bit moments and stochastic rounding on training, paired by seed.
 
     python experiments/low_precision.py --out runs/low_precision.json
 
-Each way trains the same model on the same batches from the same parameters, for each seed. Compared
-with float32 main parameters and moments: the validation loss, of which the mean difference and its
-95 % interval count, and the parameters' distance, relative to how far training moved them. The loss
-alone can hide second moments that are wrong. One way is planted that must fail, whose second moment
-has 8 bits of its square root, so that small ones become zero. A way that only starts from other
-last bits shows what two runs that mean the same differ by.
+Each variant trains the same model on the same batches from the same parameters, for each seed. It
+is compared with float32 main parameters and moments by two measures: the mean difference of the
+validation loss with its 95 % interval, and the distance of the parameters, relative to how far
+training moved them. The loss alone can hide wrong second moments. One planted variant must fail:
+its second moments have 8 bits of their square root, so small ones become zero. A variant that only
+starts from other last bits shows the difference between equivalent runs.
 """
 
 import argparse
@@ -39,7 +39,7 @@ WAYS = {
     PLANTED: MAIN,
 }
 LOSS_BOUND = 0.01
-"""Nats: the whole interval of the mean difference must be within."""
+"""Nats: the whole interval of the mean difference must be inside."""
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 """Student's t for 95 % and this many seeds."""
 
@@ -104,7 +104,7 @@ def norm_of_difference(x, y):
 
 
 def summary(runs):
-    """For each way: the mean difference of the loss, half its interval, the mean distance."""
+    """For each variant: mean difference of the loss, half its interval, mean distance."""
     found = {}
     for way in WAYS:
         seeds = [seed for seed in runs if way in runs[seed]]
@@ -123,7 +123,7 @@ def summary(runs):
 
 
 def table(run):
-    """One line for each way."""
+    """One line per variant."""
     results = run["results"]
     rows = [
         (

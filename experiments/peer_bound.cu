@@ -1,6 +1,6 @@
 // What bounds a step over peer memory: the links between two GPUs, both directions at once. Loads
 // of a kernel from the other's memory, its stores there, both together, and copies by the copy
-// engines. Prints a line of JSON each; bytes are those of one direction.
+// engines. Prints one line of JSON for each; bytes are those of one direction.
 //
 //   nvcc -std=c++17 -O3 -arch=native experiments/peer_bound.cu -o /tmp/peer_bound
 //   /tmp/peer_bound 1558000000    # bytes of a shard: bfloat16 gradients of GPT-2 XL, halved
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int k = 0; k < kUnroll; ++k) use(x[k], i + k * stride);
   }
   for (; i < count; i += stride) use(load(i), i);
-  if (kLoads && sum.x == 0x12345678u && sum.y == sum.z) *sink = sum;  // or no load would be kept
+  if (kLoads && sum.x == 0x12345678u && sum.y == sum.z) *sink = sum;  // or the loads are removed
 }
 
 struct Gpu {

@@ -1,8 +1,8 @@
-"""The plan of bytes beside XLA's own analysis, for every strategy and policy on eight H200s.
+"""The plan of bytes against XLA's own analysis, for every strategy and policy on eight H200s.
 
     python experiments/plan_against_compiler.py --out runs/plan.json
 
-Needs no GPU: JAX's CUDA plugin compiles for devices that are described in tests/support/h200.txtpb.
+Needs no GPU: JAX's CUDA plugin compiles for devices described in tests/support/h200.txtpb.
 """
 
 import argparse
@@ -31,7 +31,7 @@ POLICIES = {
     "bfloat16 gradients": dict(main_grads_dtype="bfloat16"),
     "remainder16": dict(main_params_dtype="remainder16", grad_comm_dtype="bfloat16"),
 }
-BATCH_BYTES = 4  # a number for each device
+BATCH_BYTES = 4  # a number per device
 MESHES = {"8": (1, 8), "2 x 4": (2, 4)}
 
 
@@ -55,14 +55,14 @@ def make_tx(mesh, strategy, policy):
 
 
 def compare(params, mesh, strategy, policy):
-    """Returns planned and compiled bytes: of a train_step, and of its step on given gradients."""
+    """Returns planned and compiled bytes of a train_step, and of its step on given gradients."""
     tx = make_tx(mesh, strategy, policy)
     state = jda.TrainState.shapes(params, tx)
     whole = whole_step(tx, state)
     step, *shapes = step_alone(tx, state)
     alone = step.lower(*shapes).compile().memory_analysis()
     planned = jda.plan(params, tx)
-    # No arguments of the program: grad_norm of the last step, and the layout's identity.
+    # Not arguments of the program: grad_norm of the last step, and the layout's identity.
     unread = 4
     return {
         "held_planned": planned.held_bytes,
@@ -75,7 +75,7 @@ def compare(params, mesh, strategy, policy):
 
 
 def spread(tx, shape, dtype):
-    """An array of which every device has one row."""
+    """An array with one row on every device."""
     sharding = NamedSharding(tx.config.mesh, tx.config.parallel.batch_spec)
     return jax.ShapeDtypeStruct((sharding.num_devices, *shape), dtype, sharding=sharding)
 
@@ -93,7 +93,7 @@ def whole_step(tx, state):
 def step_alone(tx, state, compiler_options=None):
     """A jitted step on given gradients, without a model: params, state, gradients -> the first two.
 
-    And the shapes of these three, for which it was made.
+    Also returns the shapes of these three, for which it was made.
     """
     tx = tx.bind(state.params)
     spec, specs = tx.config.parallel.batch_spec, (tx.param_specs(state.params), tx.state_specs())

@@ -1,9 +1,9 @@
-"""The plan of bytes beside what GPUs really held, for every strategy and policy.
+"""The plan of bytes against the memory use of GPUs, for every strategy and policy.
 
     python experiments/plan_against_memory.py --out runs/plan_memory.json
 
-Each row is a process of its own, since the allocator's peak cannot be set back: it makes state and
-gradients in place, so that nothing but the step can be the peak, and takes three steps.
+Each row is its own process, because the allocator's peak cannot be reset: it makes state and
+gradients in place, so that only the step can set the peak, and takes three steps.
 """
 
 import argparse
@@ -24,19 +24,19 @@ from tqdm import tqdm
 import jdistadam as jda
 from jdistadam.tools import bench
 
-# Several rows share the GPUs. Of a pool that exists beforehand the allocator hands out pieces of
-# the size asked for; one that grows gives more, and counts that.
+# Several rows share the GPUs. From a preallocated pool the allocator returns pieces of the
+# requested size; a growing pool returns larger ones, and counts them.
 POOL = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.06"}
 STEPS = 3
 
 
 def allocate(shape):
-    """Ones, made where they shall be."""
+    """Ones, made in their final place."""
     return jax.jit(lambda: jnp.ones(shape.shape, shape.dtype), out_shardings=shape.sharding)()
 
 
 def measure(tree, strategy, policy):
-    """One row: bytes on the first GPU before a step and at its peak, and what the plan says."""
+    """One row: bytes on the first GPU before a step and at its peak, and the planned ones."""
     mesh = jax.make_mesh((1, len(jax.devices())), ("replica", "data"))
     tx = make_tx(mesh, strategy, POLICIES[policy])
     params = {k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in bench.TREES[tree].items()}

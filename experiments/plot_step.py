@@ -1,4 +1,4 @@
-"""Draws README's plot from the record of bench_step.py: how long a step is beside its model.
+"""Draws README's plot from the record of bench_step.py: the time of a step against its model's.
 
 python experiments/plot_step.py   # writes results/bench_step/h200_x2/default_above_floor.png
 """

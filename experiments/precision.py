@@ -1,11 +1,11 @@
-"""What the dtypes of gradients do to training: the same run under four policies.
+"""The effect of gradient dtypes on training: the same run under four policies.
 
     python experiments/precision.py --out runs/precision -- --steps 800 --accumulate-steps 2
 
-What follows "--" goes to train_lm.py. Each policy is a run of its own, from the same seed. The
-first runs again under other placements, which add the same numbers in another order, to show how
-far apart two runs are that mean the same. Prints a table and writes a plot;
-experiments/update_readme.py reads the same files.
+Arguments after "--" go to train_lm.py. Each policy is its own run, from the same seed. The first
+runs again under other placements, which add the same numbers in another order, to show how far
+apart equivalent runs are. Prints a table and writes a plot; experiments/update_readme.py reads the
+same files.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def apart(out, folder):
 
 
 def table(out):
-    """One line for each policy and for each time that the first ran again."""
+    """One line for each policy and for each repetition of the first."""
     columns = (
         "gradients",
         "validation loss, nats per byte",
@@ -80,7 +80,7 @@ def table(out):
                 f"{r['bytes_sent_per_device'] / 1e6:,.1f} MB",
                 f"{peak / 1e9:,.2f} GB" if peak else "not counted",
             )
-        else:  # another placement: not to be compared
+        else:  # another placement: not compared
             cells += ("-",) * 3
         table.append(cells)
     return markdown.table(columns, table)
@@ -92,7 +92,7 @@ def again(out):
 
 def plot(out, image):
     """Validation losses minus those of the float32 communication, and gradient norms."""
-    import matplotlib  # here, since who wants the table alone needs none
+    import matplotlib  # here, because the table needs none
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

@@ -1,13 +1,13 @@
-"""What predict/scaling.py predicts beside what was measured on 1, 2 and 4 H200s.
+"""Compares predictions of predict/scaling.py with measurements on 1, 2 and 4 H200s.
 
     python experiments/scaling_check.py --out experiments/results/scaling_check/h200/default.json
 
-Needs no GPU: it reads the recorded runs, and fills in the tables of predict/README.md. Constants
-are taken from elsewhere than the rows they predict:
+Needs no GPU: it reads the recorded runs, and fills in the tables of predict/README.md. Constants do
+not come from the rows that they predict:
 
 - rows of bench_step: the model's time is that of the floor, bandwidths are those of a copy and of
-  an all-gather, all measured in the same run, and that of loads and stores over links of another
-  (peer_bound.cu); a step alone has no model;
+  an all-gather, all measured in the same run, and that of loads and stores over links in another
+  one (peer_bound.cu); a step alone has no model;
 - rows of train_lm: the rate of operations is that of one run of the same model, which is marked
   "fitted", and bandwidths are those of bench_step on two GPUs.
 """
@@ -44,7 +44,7 @@ STEPS = (
     "bench_step/h200_x2/alone",
     "bench_step/h200_x2/scanned_options",
 )
-# For each model the run of which the rate is taken, and those that it predicts.
+# For each model the run that gives the rate, and those that it predicts.
 SMALL = (
     "train_lm/h200/jdistadam",
     "train_lm/h200/report_nonfinite/without_1",
@@ -72,7 +72,7 @@ def read(name):
 
 
 def machine_of(run):
-    """Of a run of bench_step: bandwidths measured in it, and what kernels reach over the links."""
+    """A run of bench_step: its measured bandwidths, and those of kernels over the links."""
     rates = run["results"]["bytes_per_second"]
     over_links = {x["work"]: x for x in read("peer_bound/h200_x2/default.json")["results"]["rows"]}
     return Machine(
@@ -117,7 +117,7 @@ def step_shapes(row, size):
 
 
 def check_steps(name):
-    """The rows of ours in a run of bench_step."""
+    """Our rows in a run of bench_step."""
     run = read(f"{name}.json")
     found, n = run["results"], run["results"]["devices"]
     by_name = {row["name"]: row for row in found["rows"]}
@@ -146,12 +146,12 @@ def check_steps(name):
             above_model_measured_ms=measured["ms"] - floor,
             above_model_predicted_ms=1e3 * (predicted.time.step - predicted.time.model),
             phases=measured.get("phases"),
-            argument_bytes=measured["argument_bytes"],  # what is held, and a batch or gradients
+            argument_bytes=measured["argument_bytes"],  # state, and a batch or gradients
         )
 
 
 def check_trained(names):
-    """Runs of train_lm; of the first one the rate of operations is taken."""
+    """Runs of train_lm; the first one gives the rate of operations."""
     machine, flops = machine_of(read("bench_step/h200_x2/default.json")), None
     for name in names:
         run = read(f"{name}/run.json")
@@ -182,7 +182,7 @@ def config_of(args, found):
 
 
 def predict_trained(args, found, machine, seconds):
-    """One row; over XLA, since these runs are older than peer memory."""
+    """One row; over XLA, because these runs are older than peer memory."""
     config, devices = config_of(args, found), found["devices"]
     net = gpt.GPT(config, jnp.bfloat16, args.scan)
     example = jnp.zeros((1, config.length), jnp.int32)
@@ -224,7 +224,7 @@ def check_memory():
     run = read("plan_against_memory/h200_x4/default.json")["results"]
     tree = tree_shapes(run["tree"])
     for row in run["rows"]:
-        policy = row["policy"].replace("wire", "communication")  # as it was called
+        policy = row["policy"].replace("wire", "communication")  # its former name
         make = functools.partial(
             plan_against_compiler.make_tx,
             strategy=row["strategy"],
@@ -244,7 +244,7 @@ def check_memory():
 
 
 def extrapolate():
-    """The 1.3e9 model of bench_step to 1024 GPUs, with what two of them measured."""
+    """The 1.3e9 model of bench_step on up to 1024 GPUs, from measurements on two."""
     run = read("bench_step/h200_x2/default.json")
     results = {r["name"]: r for r in run["results"]["rows"]}
     tokens = 8 * model.SIZES["gpt-1.3b"].length
@@ -329,7 +329,7 @@ def memory_table(found):
 
 
 def extrapolated_table(found):
-    """One table for each strategy, without what is the same in all rows."""
+    """One table per strategy, without values that are the same in all rows."""
     parts = []
     for name, (titles, *lines) in found.items():
         kept = [i for i, title in enumerate(titles) if title not in ("tokens/s", "model")]
@@ -340,7 +340,7 @@ def extrapolated_table(found):
 
 
 def tables_of(results):
-    """What predict/README.md shows of the recorded results, by the names of its markers."""
+    """The parts of predict/README.md from the recorded results, by marker name."""
     makers = {
         "steps": steps_table,
         "trained": trained_table,

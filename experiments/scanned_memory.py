@@ -1,4 +1,4 @@
-"""What a GPT needs and sends per device on eight H200s, compiled without any.
+"""The memory and communication of a GPT per device on eight H200s, compiled without any.
 
     python experiments/scanned_memory.py --out experiments/results/scanned_memory/h200/default.json
     python experiments/scanned_memory.py --rows unrolled --out runs/unrolled.json
@@ -6,11 +6,11 @@
     python experiments/scanned_memory.py --rows model_axes --out runs/model_axes.json
 
 "scanned": unsharded parameters, and layers gathered in the scan under several policies of
-rematerialisation, of which one keeps what it gathered: the audit must say so. "unrolled": gathered
-first, block by block, and by annotations, as a user of JAX writes FSDP: optax.adamw on float32
-parameters and moments, bfloat16 parameters, all of them sharded by NamedSharding, sequences over
-the same axis, also where the model says so of its activations. "model_axes": on 4 x 2 devices,
-heads and hidden units split over pairs.
+rematerialization; one keeps gathered layers, and the audit must say so. "unrolled": gathered first,
+block by block, and by annotations, as a user of JAX writes FSDP: optax.adamw on float32 parameters
+and moments, bfloat16 parameters, all of them sharded by NamedSharding, sequences over the same
+axis, also with annotations of the model's activations. "model_axes": on 4 x 2 devices, heads and
+hidden units split over pairs.
 """
 
 import argparse
@@ -117,7 +117,7 @@ def compile_row(config, mesh, row):
     gather = functools.partial(row.gather, tx=tx) if gathers else given
     state = jda.TrainState.shapes(params, tx, param_dtypes=jnp.bfloat16)
     step = jda.train_step(gpt.loss_fn(model.clone(gather=gather)), tx)
-    # Constraints name axes of this mesh, of which the step makes the data's manual.
+    # Constraints name axes of this mesh; the step makes those of the data manual.
     with jax.set_mesh(mesh) if has_model_axis else contextlib.nullcontext():
         audit = jda.audit(step, state, batch)
     print(audit)
@@ -125,7 +125,7 @@ def compile_row(config, mesh, row):
 
 
 def given(layer, after=None):
-    """A layer that needs no gathering: it is recomputed as others are."""
+    """A layer that needs no gathering: it is recomputed like others."""
     return layer
 
 
@@ -146,7 +146,7 @@ def annotated(model, mesh, params, batch, row):
 
 
 def collectives(program, mesh):
-    """What a step sends: by operation and axis, instructions, asynchronous ones, and elements."""
+    """The collectives of a step by operation and axis: instructions, async ones, elements."""
     found = {}
     for c in hlo.collectives_in(program.as_text()):
         axes = axes_of(c, mesh)
@@ -159,7 +159,7 @@ def collectives(program, mesh):
 
 
 def axes_of(c, mesh):
-    """The axes along which the devices of its groups differ."""
+    """The axes along which the devices of a collective's groups differ."""
     places = [np.unravel_index(group, mesh.devices.shape) for group in c.groups]
     differ = (any(np.ptp(place[i]) for place in places) for i in range(mesh.devices.ndim))
     return " and ".join(name for name, d in zip(mesh.axis_names, differ, strict=True) if d)

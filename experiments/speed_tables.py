@@ -1,4 +1,4 @@
-"""Tables of records of low precision and of a ResNet."""
+"""Tables of the low-precision and ResNet records."""
 
 import json
 import pathlib
@@ -6,7 +6,7 @@ import pathlib
 from lm import markdown
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-LOW_PRECISION = (  # row, bytes moved per parameter, how it is called here
+LOW_PRECISION = (  # row, bytes moved per parameter, its name here
     ("float32", "28", "float32 parameters and state"),
     ("bf16, remainder16", "26", '"remainder16", float32 moments'),
     ("bf16, remainder16, 16-bit moments", "18.1", '"remainder16", "block16"'),
@@ -60,7 +60,7 @@ def resnet_speed() -> str:
     return markdown.table(columns, rows)
 
 
-SHARDED = (  # rows of rivals.json, how they are called here
+SHARDED = (  # rows of rivals.json, their names here
     ("floor", "forward and backward pass, no optimizer"),
     ("annotated_zero1", "annotations (ZeRO-1), largest dimension"),
     ("annotated_zero1+first_dim", "annotations (ZeRO-1), first dimension"),

@@ -11,14 +11,14 @@ devices. Without a GPU it runs on virtual CPU devices, in minutes; with GPUs it 
     python experiments/train_lm.py --strategy optim_grads_params --gathered-in-model    # ZeRO-3
     python experiments/train_lm.py --processes 4                      # one process for each GPU
     srun python experiments/train_lm.py --distributed                 # on many hosts
-    python experiments/train_lm.py --save-every 100 --resume          # goes on where it was ended
+    python experiments/train_lm.py --save-every 100 --resume          # resumes after an end
     python experiments/train_lm.py --tensorboard runs/tensorboard     # loss, norm, rate and speed
 
-With --save-every, SIGTERM ends the run after the step that is running: it saves, and exits with 75
-(EX_TEMPFAIL of sysexits.h, "try again"), so that whoever started it can tell a run to go on with
-from one that failed (1) or was ended without a checkpoint (143). --resume goes on from the newest
-checkpoint in the folder of --out, if there is one, also on other devices, with another --strategy
-or --param-dtype. On the same devices every loss has the bits that it would have had.
+With --save-every, SIGTERM ends the run after the current step: it saves, and exits with 75
+(EX_TEMPFAIL of sysexits.h, "try again"). So the caller can tell a run to resume from one that
+failed (1) or ended without a checkpoint (143). --resume continues from the newest checkpoint in the
+folder of --out, if there is one, also on other devices, with another --strategy or --param-dtype.
+On the same devices every loss has the bits of an uninterrupted run.
 """
 
 import functools
@@ -47,8 +47,8 @@ def parse_args(argv=None):
 
 
 def make_mesh(args):
-    """Axes "replica" and "model" are there only if asked for; the model's is the innermost."""
-    # Auto axes, so that optax and other jitted functions can be written without shardings.
+    """Axes "replica" and "model" exist only if requested; the model's is the innermost."""
+    # Auto axes, so optax and other jitted functions need no shardings.
     shape = {"replica": args.replicas} if args.replicas > 1 else {}
     shape["data"] = args.devices // args.replicas // args.model_axis
     shape |= {"model": args.model_axis} if args.model_axis > 1 else {}
@@ -58,7 +58,7 @@ def make_mesh(args):
 
 
 def make_model(args, config, mesh):
-    """Returns (model, params, specs): float32, and over which axis the model splits each leaf."""
+    """Returns (model, params, specs): float32, and the axis over which each leaf is split."""
     model = gpt.GPT(config, DTYPES[args.param_dtype], args.scan, remat_policy=jda.remat_policy)
     tokens = jnp.zeros((1, config.length), jnp.int32)
     params = jax.jit(model.init)(jax.random.key(args.seed), tokens)["params"]  # float32
@@ -79,7 +79,7 @@ def is_stacked(path):
 
 
 def matrices(params):
-    """Which leaves are no vectors, such as biases and norm scales, in one layer of the model."""
+    """Which leaves have more than one dimension, unlike biases and norm scales, in one layer."""
 
     def is_matrix(path, x):
         return len(x.shape) > (2 if is_stacked(jax.tree_util.keystr(path)) else 1)
@@ -90,7 +90,7 @@ def matrices(params):
 def setup_jdistadam(args, mesh, model, params, specs):
     """Returns (state, step, loss_of): sharded optimizer state, explicit collectives.
 
-    Main parameters begin with the float32 values; the model computes with their rounded ones.
+    Main parameters start with the float32 values; the model computes with their rounded ones.
     """
     gathers_scanned = args.scan and args.strategy == "optim_grads_params"
     policy = jda.MixedPrecisionPolicy(
@@ -142,8 +142,8 @@ def setup_jdistadam(args, mesh, model, params, specs):
 def setup_optax(args, mesh, model, params, specs):
     """The same with optax.adamw: XLA inserts the collectives.
 
-    The moments are placed as the parameters are; as "optax_sharded", over the data axis too
-    (ZeRO-1 by annotations), where a dimension divides.
+    The moments are placed like the parameters; for "optax_sharded" also over the data axis (ZeRO-1
+    by annotations), if a dimension divides.
     """
     loss = gpt.loss_fn(model)
     schedule = make_schedule(args)
@@ -182,12 +182,12 @@ def setup_optax(args, mesh, model, params, specs):
     def evaluate(state, tokens):
         return loss(state["params"], tokens)
 
-    args.bytes_sent = None  # as XLA decides
+    args.bytes_sent = None  # XLA decides
     return state, update, evaluate
 
 
 def sharded_over_data(mesh, x, spec):
-    """Adds the data axis to the largest dimension that is free and divides, if there is one."""
+    """Adds the data axis to the largest free dimension that divides, if there is one."""
     entries = [*spec, *[None] * (x.ndim - len(spec))]
     count = mesh.shape["data"]
     free = [i for i in range(x.ndim) if entries[i] is None and x.shape[i] % count == 0]
@@ -220,19 +220,19 @@ class Run:
         self.zlib_entropy = corpus.zlib_entropy(text)
         self.metrics_path = args.out / "metrics.jsonl"
         resumed = jda.checkpoint_steps(args.out / CHECKPOINTS) if can_resume(args) else [0]
-        self.first = resumed[-1]  # the last step that was taken before
+        self.first = resumed[-1]  # the last step taken before
         self.metrics = (
             report.MetricsFile(self.metrics_path, self.first, args.tensorboard)
             if processes.is_first()
             else report.MetricsFile(pathlib.Path(os.devnull))
         )
-        self.last: dict[str, float] = {}  # of each metric
+        self.last: dict[str, float] = {}  # the last value of each metric
         self.validation_loss = float("nan")
         self.tokens_per_step = config.batch * config.length
         self.tokens_per_second = 0.0
 
     def place(self, tokens):
-        """Puts on each device of this process its part of the batch, which all processes drew."""
+        """Puts on each device of this process its part of the batch, which all processes draw."""
         names = tuple(name for name in self.mesh.axis_names if name != "model")
         sharding = NamedSharding(self.mesh, P(names if len(names) > 1 else names[0]))
         return jax.make_array_from_callback(tokens.shape, sharding, lambda where: tokens[where])
@@ -259,10 +259,10 @@ class Run:
         seconds = 0.0  # of training, without compilation and evaluation
         kind = self.mesh.devices.flat[0].device_kind
         label = f"{args.devices} x {kind}"
-        for _ in range(self.first):  # the batches that were trained on already
+        for _ in range(self.first):  # skips batches of earlier training
             corpus.batch(self.train_text, self.config.batch, self.config.length, rng)
         stop = processes.StopSignal() if args.checkpointer else None
-        # A bar on a terminal; in the place of one, a line for each evaluation.
+        # A bar on a terminal; otherwise a line per evaluation.
         hidden = None if processes.is_first() else True
         with tqdm(
             total=args.steps, initial=self.first, unit="step", desc=label, disable=hidden
@@ -290,7 +290,7 @@ class Run:
         return state
 
     def save(self, step, state, stops):
-        """Saves every so many steps, after the last one, and where the run is to stop."""
+        """Saves every so many steps, after the last one, and when the run should stop."""
         checkpointer = self.args.checkpointer
         saved = checkpointer.after_step(step, state)
         if (stops or step == self.args.steps) and not saved:
@@ -323,7 +323,7 @@ def main(argv=None):
     config = options.resolve(args)
     mesh = make_mesh(args)
     model, params, specs = make_model(args, config, mesh)
-    # optax keeps no main parameters: its params stay float32, cast where the model computes
+    # optax has no main parameters: its params stay float32, and the model casts them.
     setup = setup_jdistadam if args.optimizer == "jdistadam" else setup_optax
     state, step, loss_of = setup(args, mesh, model, params, specs)
 

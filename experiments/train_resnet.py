@@ -3,8 +3,8 @@
     python experiments/train_resnet.py                       # handwritten digits: a minute on a CPU
     python experiments/train_resnet.py --preset resnet50 --batch 128 --steps 50    # on a GPU
 
-The digits are those of scikit-learn, 8 x 8; a fifth of them is kept for a test. The other presets
-train on random images of their size.
+The digits are scikit-learn's, 8 x 8; a fifth of them is for testing. The other presets train on
+random images of their size.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import jdistadam as jda
 
 
 def digits():
-    """Returns images and labels to train on, and others to test with; in random order."""
+    """Returns images and labels for training, and others for testing; in random order."""
     found = load_digits()
     order = np.random.default_rng(0).permutation(len(found.target))
     images = (found.images[order, :, :, None] / 16).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Writes the tables of README and of the pages in docs from the files under experiments/results.
+"""Writes the tables of README and of the pages in docs from the files in experiments/results.
 
 python experiments/update_readme.py           # rewrites README.md and docs/*.md
 python experiments/update_readme.py --check   # exit code 1 if one of them is out of date
@@ -57,7 +57,7 @@ def training_table() -> str:
 
 
 def kernel_table() -> str:
-    """One line for each tree of bench_kernel.py: every way to step, as a share of the copy."""
+    """One line for each tree of bench_kernel.py: every variant as a share of the copy."""
     columns = (
         "tree",
         "float32",
@@ -104,7 +104,7 @@ HOST_COLUMNS = (
 
 
 def _speed(row) -> str:
-    """Wall time and share of the copy, and the share of the device's time alone."""
+    """Wall time and share of the copy, and the share of device time alone."""
     if row is None:
         return "-"
     text = f"{row['wall_microseconds']:,.0f} us, {100 * row['wall_share_of_copy']:.1f} %"
@@ -141,12 +141,12 @@ def strategies_table() -> str:
 
 
 def _policy(row) -> str:
-    """The name of a policy; records of before it was renamed have another word in it."""
+    """The name of a policy; records from before its renaming contain another word."""
     return row["policy"].replace("wire", "communication")
 
 
 def plan_table() -> str:
-    """One line for each strategy and policy on eight devices: bytes planned and compiled."""
+    """One line for each strategy and policy on eight devices: planned and compiled bytes."""
     columns = (
         "`sharding_strategy`",
         "policy",
@@ -171,7 +171,7 @@ def plan_table() -> str:
 
 
 def plan_memory_table() -> str:
-    """One line for each strategy and policy on four GPUs: bytes planned and counted there."""
+    """One line for each strategy and policy on four GPUs: planned and counted bytes."""
     columns = (
         "`sharding_strategy`",
         "policy",
@@ -223,7 +223,7 @@ STEP_RECORDS = {
 
 
 def step_rows(workload: str) -> dict[str, dict]:
-    """Rows of the record of bench_step.py for a workload, by the way in which they step."""
+    """Rows of the record of bench_step.py for a workload, by variant."""
     record = STEP_RECORDS[workload]
     rows = json.loads((RESULTS / f"{record}.json").read_text())["results"]["rows"]
     names = (row["name"].split("/") for row in rows)
@@ -236,7 +236,7 @@ def step_table() -> str:
     columns = ("per GPU", "whole step", "ms", "of a round", "above the floor", "ratio", "tokens/s")
     table = []
     rows = [(w, name, row) for w in STEP_WORKLOADS for name, row in step_rows(w).items()]
-    # The earlier run sent no gradients ahead over peer memory, which today's steps do.
+    # The earlier run did not send gradients ahead over peer memory, unlike today's steps.
     rows = [row for row in rows if row[:2] != ("unrolled-1 over XLA", "optim+float32sum")]
     for workload, name, row in rows:
         cells = (
@@ -327,7 +327,7 @@ BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
 
 
 def render(text: str) -> str:
-    """Replaces what stands between each pair of markers."""
+    """Replaces the text between each pair of markers."""
     return BLOCK.sub(lambda m: m[1] + TABLES[m[2]]() + "\n" + m[3], text)
 
 

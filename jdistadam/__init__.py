@@ -2,7 +2,7 @@
 
 Fused: one compiled kernel updates every leaf in place, on CPU and CUDA with the same bits.
 Sharded: optimizer state is spread over a mesh, with explicit reduce-scatter and all-gather.
-Precise: what is stored and what is communicated each has its own dtype in the compiled program.
+Precise: storage and communication each have their own dtypes in the compiled program.
 
 Start with ``fused_adamw`` in place of ``optax.adamw``; for several devices, see ``distributed`` and
 ``train_step``.
@@ -104,7 +104,7 @@ __all__ = [  # noqa: RUF022 - by task
     "count_nonfinite",
     "nonfinite_paths",
     "SkipLimit",
-    # The pieces of it, inside of jax.shard_map.
+    # The pieces of it, inside jax.shard_map.
     "local_params",
     "gather_params",
     "Shard",
@@ -112,7 +112,7 @@ __all__ = [  # noqa: RUF022 - by task
     "remat_policy",
     "scale_loss",
     "AccumulatedGrads",
-    # Joined with optax's own transformations.
+    # Composition with optax's own transformations.
     "chain",
     "inject_hyperparams",
     # Programs of jax.export.
@@ -131,12 +131,12 @@ __all__ = [  # noqa: RUF022 - by task
     "ExtraState",
     # To and from torch, Apex, Megatron-FSDP and NeMo.
     "interop",
-    # What a step holds and sends, before and after it is compiled.
+    # What a step stores and sends, before and after compilation.
     "plan",
     "Plan",
     "audit",
     "Audit",
-    # What is raised.
+    # Exceptions.
     "JDistAdamError",
     "AgreementError",
     "CheckpointError",

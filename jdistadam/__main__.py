@@ -13,19 +13,19 @@ from typing import Any, NoReturn
 from jdistadam.errors import JDistAdamError
 from jdistadam.tools import command_line, diagnostics
 
-_BROKEN_PIPE = 141  # what a shell reports of a program that nobody reads from any more
+_BROKEN_PIPE = 141  # a shell's exit code for a program whose output is no longer read
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand and returns the exit code; 2 for arguments that cannot be used."""
+    """Runs a subcommand and returns the exit code; 2 for unusable arguments."""
     try:
         try:
             args = command_line.make_parser().parse_args(argv)
             return _run(args)
         finally:
-            print(end="", flush=True)  # here, where a broken pipe is caught
+            print(end="", flush=True)  # a broken pipe is caught here
     except BrokenPipeError:
-        # Python flushes once more at its end, which must not fail again.
+        # Python flushes once more at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     try:
         return _COMMANDS[args.command](args)
-    except JDistAdamError as error:  # what the arguments ask for cannot be
+    except JDistAdamError as error:  # the arguments ask for the impossible
         _refuse(args, f"{type(error).__name__}: {command_line.with_flags(args, str(error))}")
 
 
@@ -128,25 +128,25 @@ _COMMANDS = {"info": _info, "check": _check, "bench": _bench, "plan": _plan, "au
 
 
 def _refuse(args: argparse.Namespace, message: str) -> NoReturn:
-    """Ends the program with one line."""
+    """Exits with a one-line message."""
     parser: command_line.Parser = args.parser
     parser.error(message)
 
 
 def _devices(args: argparse.Namespace) -> list[Any]:
-    """Returns the devices of this process, or ends it where JAX cannot start its backend."""
+    """Returns the devices of this process, or exits if JAX cannot start its backend."""
     import jax
 
     try:
         return jax.devices()
-    except Exception as error:  # JAX raises whatever the backend does
+    except Exception as error:  # JAX passes on any exception of the backend
         _refuse(args, f"JAX finds no device: {type(error).__name__} {error}".rstrip())
 
 
 def _mesh_shape(
     args: argparse.Namespace, num_devices: int
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns shape and axes of the mesh: of one axis, unless there are replicas."""
+    """Returns shape and axes of the mesh: one axis, unless there are replicas."""
     if num_devices % args.replicas:
         _refuse(args, f"argument --replicas: {args.replicas} does not divide {num_devices} devices")
     if args.replicas == 1:
@@ -155,7 +155,7 @@ def _mesh_shape(
 
 
 def _optimizer(args: argparse.Namespace, mesh: Any) -> tuple[Any, Any]:
-    """Returns the optimizer that the arguments describe, and the shapes of the params."""
+    """Returns the optimizer described by the arguments, and the shapes of the params."""
     import jax
 
     from jdistadam.distributed.optimizer import distributed
@@ -179,7 +179,7 @@ def _optimizer(args: argparse.Namespace, mesh: Any) -> tuple[Any, Any]:
 
 
 def _heading(args: argparse.Namespace, num_devices: int) -> str:
-    """Returns what the arguments describe, in lines like those of a policy."""
+    """Returns the arguments as a description, in lines like those of a policy."""
     shape, axes = _mesh_shape(args, num_devices)
     division = f", as {shape[0]} replicas of {shape[1]}" if "replica" in axes else ""
     kept = "" if args.reshard_after_forward else ", not resharded"

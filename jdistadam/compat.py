@@ -1,8 +1,8 @@
-"""What works around a defect of a release of JAX, with the condition for its removal.
+"""Workarounds for defects of JAX releases, each with the condition for its removal.
 
-jaxlib 0.11 ends the process with a segmentation fault while it compiles a program for
-several CPU devices in which a zero-size array enters a manual region beside another array. jaxlib
-0.10 and 0.12 do not, and no report of it is known upstream. This crashes on two CPU devices::
+jaxlib 0.11 ends the process with a segmentation fault when it compiles a program for several CPU
+devices in which a zero-size array enters a manual region together with another array. jaxlib 0.10
+and 0.12 do not, and no report of it is known upstream. This crashes on two CPU devices::
 
     f = lambda x, y: (x, y + 1)
     f = jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
@@ -11,8 +11,8 @@ several CPU devices in which a zero-size array enters a manual region beside ano
 Remove ``refuse_empty_leaves`` and the special treatment in ``shard_map`` when jax 0.11 is no longer
 supported; ``tests/test_compat.py`` then says so.
 
-jax 0.10 brings an array with a ``Format`` of its own to several devices such that a program reads
-it rightly on the first one alone. Remove ``row_major`` when jax 0.10 is no longer supported.
+jax 0.10 moves an array with its own ``Format`` to several devices such that a program reads it
+correctly only on the first one. Remove ``row_major`` when jax 0.10 is no longer supported.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def shard_map(
     axis_names: Iterable[str] = (),
     check_vma: bool = False,
 ) -> Any:
-    """``jax.shard_map`` for arguments that may hold zero-size arrays; also inside of another one.
+    """``jax.shard_map`` for arguments that may have zero-size arrays, also inside another one.
 
-    jaxlib 0.11 crashes while compiling a program of several CPU devices that passes a zero-size
+    jaxlib 0.11 crashes when it compiles a program for several CPU devices that passes a zero-size
     array into a manual region. Such arrays hold nothing: they are made anew inside.
     """
     context = jax.sharding.get_abstract_mesh()
@@ -80,13 +80,13 @@ def shard_map(
 
 
 def crashes_on_empty_arrays(mesh: Mesh) -> bool:
-    """Whether XLA ends the process where a zero-size array enters a manual region of the mesh."""
+    """Whether XLA crashes when a zero-size array enters a manual region of the mesh."""
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     return on_cpu and mesh.size > 1 and jax.__version_info__[:2] == (0, 11)
 
 
 def _refuse_empty_constants(mapped: Any, arguments: list[Any]) -> None:
-    """Raises where a mapped function closes over a zero-size array, which enters it unseen."""
+    """Raises if a mapped function closes over a zero-size array, which enters it unseen."""
     for constant in jax.make_jaxpr(mapped)(arguments).consts:
         if not jnp.size(constant):
             raise ShapeError(
@@ -97,7 +97,7 @@ def _refuse_empty_constants(mapped: Any, arguments: list[Any]) -> None:
 
 
 def refuse_empty_leaves(mesh: Mesh, params: Any) -> None:
-    """Raises where XLA would end the process: see compat.shard_map, which train_step uses."""
+    """Raises if XLA would crash: see compat.shard_map, which train_step uses."""
     if not crashes_on_empty_arrays(mesh):
         return
     for path, x in zip(trees.paths(params, "params"), jax.tree.leaves(params), strict=True):
@@ -110,7 +110,7 @@ def refuse_empty_leaves(mesh: Mesh, params: Any) -> None:
 
 
 def row_major(tree: Any) -> Any:
-    """Returns a tree whose arrays may be brought to several devices: row-major ones in jax 0.10."""
+    """Returns a tree whose arrays can be moved to several devices: row-major ones in jax 0.10."""
     if jax.__version_info__[:2] > (0, 10):
         return tree
 
@@ -125,8 +125,8 @@ def row_major(tree: Any) -> Any:
 def coordination_client() -> Any:
     """The client of the coordination service of ``jax.distributed``; None in a single process.
 
-    JAX gives no public way to its key-value store, whose functions have been the same since jax
-    0.4. ``multihost_utils`` offers comparisons of arrays instead, by collectives.
+    JAX has no public API for its key-value store, whose functions have been the same since jax 0.4.
+    ``multihost_utils`` offers comparisons of arrays instead, by collectives.
     """
     from jax._src import distributed
 

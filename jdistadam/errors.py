@@ -1,10 +1,10 @@
-"""What jdistadam raises.
+"""The exceptions of jdistadam.
 
-Every message has one form, so that it can be acted on without a debugger::
+Every message has one form, so users can act on it without a debugger::
 
     {where}: {what is wrong}: got {got}, expected {expected}. {one action}
 
-where the first is the path of a leaf, or the name of an argument.
+``where`` is the path of a leaf or the name of an argument.
 
 Each class is also the built-in exception that such a mistake usually raises, so ``except
 ValueError`` keeps working.
@@ -28,11 +28,11 @@ class TreeError(JDistAdamError, ValueError):
 
 
 class ShapeError(JDistAdamError, ValueError):
-    """An array has the wrong shape, also where NumPy would broadcast it."""
+    """An array has the wrong shape, even if NumPy would broadcast it."""
 
 
 class DtypeError(JDistAdamError, TypeError):
-    """An array has a dtype that cannot be used where it stands."""
+    """An array has a dtype that is not supported in its place."""
 
 
 class HyperparameterError(JDistAdamError, ValueError):
@@ -44,15 +44,15 @@ class PolicyError(JDistAdamError, ValueError):
 
 
 class MeshError(JDistAdamError, ValueError):
-    """A mesh lacks an axis, or an array is not placed on the mesh as it must be."""
+    """A mesh lacks an axis, or an array is not placed on the mesh as required."""
 
 
 class LayoutError(JDistAdamError, ValueError):
-    """A sharded state belongs to another layout, or nothing says to which it belongs."""
+    """A sharded state belongs to another layout, or to an unknown one."""
 
 
 class AgreementError(JDistAdamError, RuntimeError):
-    """The processes of a run are not about to do the same."""
+    """The processes of a run would not do the same."""
 
 
 class CheckpointError(JDistAdamError, ValueError):
@@ -60,7 +60,7 @@ class CheckpointError(JDistAdamError, ValueError):
 
 
 class NonfiniteError(JDistAdamError, FloatingPointError):
-    """Gradients or losses stay non-finite: a run that goes on would learn nothing any more."""
+    """Gradients or losses stay non-finite: the run would no longer learn."""
 
 
 class NativeError(JDistAdamError, ImportError):

@@ -377,7 +377,7 @@ ERRORS = [
     ("a decay of 1", lambda: make_tx(ema_decay=1.0), jda.HyperparameterError, r"^ema_decay: out of range: got 1\.0, expected a Python number above 0 and below 1\. Change ema_decay"),
     ("an unknown memory", lambda: make_tx(state_memory="host"), jda.PolicyError, r"^state_memory: unknown: got 'host', expected 'device' or 'pinned_host'\. Leave it out"),
     ("a memory that is a list", lambda: make_tx(state_memory=["device"]), jda.PolicyError, r"^state_memory: unknown: got \['device'\], expected"),
-    ("peer memory with a state on the host", lambda: make_tx(state_memory="pinned_host", communication="peer"), jda.PolicyError, r'^communication: a step over peer memory is not supported here: got state_memory="pinned_host", expected "optim" .* on the device, on 2'),
+    ("peer memory with a state on the host", lambda: make_tx(state_memory="pinned_host", communication="peer"), jda.PolicyError, r'^communication: a step over peer memory is not supported here: got state_memory="pinned_host", expected "optim" .* on the device and no norms, on 2'),
     ("a guard without limits", lambda: jda.NormGuard(), jda.HyperparameterError, r"^NormGuard: it has no effect without a max_ratio: got NormGuard\(.*\), expected max_ratio, or max_norm alone\. Pass"),
     ("a window without a ratio", lambda: jda.NormGuard(max_norm=1.0, window=5), jda.HyperparameterError, r"^NormGuard: window and warmup_steps have no effect without a max_ratio: got"),
     ("a guard with a ratio of 1", lambda: jda.NormGuard(max_ratio=1), jda.HyperparameterError, r"^max_ratio: out of range: got 1, expected a number above 1, finite in float32\. Change"),

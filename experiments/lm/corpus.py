@@ -14,8 +14,8 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "__pycach
 def load(root: pathlib.Path | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Returns (train, validation) as uint8 arrays, files in sorted order.
 
-    Some installations hold copies of a file under several names. Where one of them is for
-    validation, no other one is for training.
+    Some installations have copies of a file under several names. If one of them is for validation,
+    no copy is for training.
 
     Args:
       root: A folder of source files. None: the standard library.
@@ -43,9 +43,9 @@ def batch(text: np.ndarray, size: int, length: int, rng: np.random.Generator) ->
 
 
 def bigram_entropy(text: np.ndarray) -> float:
-    """Returns the entropy of a byte given the one before it, in nats.
+    """Returns the entropy of a byte given the previous one, in nats.
 
-    What a model reaches that looks at the previous byte alone; a real one must end below it.
+    A model that sees only the previous byte reaches it; a real one must end below it.
     """
     counts = np.zeros((VOCABULARY_SIZE, VOCABULARY_SIZE))
     np.add.at(counts, (text[:-1], text[1:]), 1)
@@ -55,5 +55,5 @@ def bigram_entropy(text: np.ndarray) -> float:
 
 
 def zlib_entropy(text: np.ndarray) -> float:
-    """Returns what ``zlib -9`` needs for a byte of ``text``, in nats."""
+    """Returns the size of ``text`` compressed by ``zlib -9``, in nats per byte."""
     return len(zlib.compress(text.tobytes(), 9)) / len(text) * 8 * float(np.log(2))

@@ -35,7 +35,7 @@ class Block(nn.Module):
     """Attention and a two-layer perceptron, each behind a layer norm and a residual.
 
     With ``axis``, heads and hidden units are split over this axis of the mesh of jax.set_mesh; with
-    ``batch_axis``, sequences over that one, where XLA is to know no other place for them.
+    ``batch_axis``, sequences over that one, if XLA would not know where to place them.
     """
 
     config: GPTConfig
@@ -67,7 +67,7 @@ class Block(nn.Module):
         return self.place(x, None)
 
     def place(self, x, *names):
-        """Says to XLA over which axis the last dimensions of an activation are split."""
+        """Tells XLA over which axis the last dimensions of an activation are split."""
         if self.axis is None and self.batch_axis is None:
             return x
         batch = (P.UNCONSTRAINED,) * (x.ndim - len(names))  # stays as it is
@@ -77,7 +77,7 @@ class Block(nn.Module):
 
 
 def partition_specs(params, axis):
-    """Returns over which axis each parameter is split, as a ``Block`` with this axis needs it."""
+    """Returns over which axis each parameter is split for a ``Block`` with this axis."""
     split = {
         ("qkv", "kernel"): P(None, None, axis),  # (width, 3, heads, width / heads)
         ("qkv", "bias"): P(None, axis),
@@ -98,9 +98,9 @@ def partition_specs(params, axis):
 class GPT(nn.Module):
     """Maps tokens (batch, length) to logits (batch, length, vocabulary), float32 or wider.
 
-    With ``scans``, the parameters of all blocks are stacked under "layers", and a scan applies one
-    after the other to its part of what ``gather`` makes of them. Without, ``gather`` takes those of
-    one block, and what must be known ``after``.
+    With ``scans``, the parameters of all blocks are stacked under "layers", and a scan applies the
+    blocks in sequence, each to its part after ``gather``. Otherwise ``gather`` takes the parameters
+    of one block, and the values that must be known ``after``.
     """
 
     config: GPTConfig
@@ -109,7 +109,7 @@ class GPT(nn.Module):
     gather: Any = None  # None: the parameters are whole
     remat_policy: Any = None
     axis: str | None = None  # of the mesh, over which blocks are split
-    batch_axis: str | None = None  # and sequences, where that is for XLA to see to
+    batch_axis: str | None = None  # and sequences, if XLA has to place them
 
     @nn.compact
     def __call__(self, tokens):
@@ -119,7 +119,7 @@ class GPT(nn.Module):
         positions = self.param("positions", normal, (c.length, c.width)).astype(self.dtype)
         if c.vocabulary > 256:
             x = table[tokens]
-        else:  # the gradient of a lookup adds thousands of rows into each, one after the other
+        else:  # the gradient of a lookup adds thousands of rows into each in sequence
             x = jax.nn.one_hot(tokens, c.vocabulary, dtype=self.dtype) @ table
         x = self.block().place(x + positions[: tokens.shape[1]], None)
         if self.scans:
@@ -133,7 +133,7 @@ class GPT(nn.Module):
         return (x @ table.T).astype(jnp.promote_types(self.dtype, jnp.float32))
 
     def block(self, name=None):
-        """A block: one of this module's parts with a name, else one that is given parameters."""
+        """A block: one of this module's parts with a name, otherwise one with given parameters."""
         parent = {"name": name} if name else {"parent": None}
         return Block(self.config, self.dtype, self.axis, self.batch_axis, **parent)
 
@@ -145,8 +145,8 @@ class GPT(nn.Module):
             keys = jax.random.split(key, self.config.layers)
             return jax.vmap(lambda key: block.init(key, x[:1])["params"])(keys)
 
-        # A scan keeps the passes apart; the barriers that checkpoint adds would keep XLA from
-        # gathering the next layer beside this one.
+        # A scan keeps the passes apart; checkpoint's barriers would keep XLA from overlapping the
+        # gather of the next layer with this one.
         @functools.partial(jax.checkpoint, policy=self.remat_policy, prevent_cse=False)
         def body(x, layer):
             layer = layer if self.gather is None else self.gather(layer)
@@ -155,7 +155,7 @@ class GPT(nn.Module):
         return jax.lax.scan(body, x, self.layers(init))[0]
 
     def gathered_blocks(self, x):
-        """Applies one block after the other, each to what ``gather`` makes of its parameters."""
+        """Applies the blocks in sequence, each to its gathered parameters."""
         block = self.block()
 
         @functools.partial(jax.checkpoint, policy=self.remat_policy)
@@ -168,7 +168,7 @@ class GPT(nn.Module):
         return x
 
     def layers(self, init):
-        """Returns the stacked parameters; of shards, Flax's check of their shapes must not know."""
+        """Returns the stacked parameters; shards must bypass Flax's check of shapes."""
         if self.is_initializing():
             return self.param("layers", init)
         return self.get_variable("params", "layers")

@@ -12,7 +12,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def fill(text: str, tables: Mapping[str, Callable[[], str]], where: str) -> str:
-    """Replaces what stands between each pair of markers of a file."""
+    """Replaces the text between each pair of markers in a file."""
     for name, make in tables.items():
         pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
         text, count = re.subn(

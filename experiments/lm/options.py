@@ -1,4 +1,4 @@
-"""The options of train_lm.py, and what follows from them."""
+"""The options of train_lm.py, and values derived from them."""
 
 import argparse
 import pathlib
@@ -130,7 +130,7 @@ def _add_run(add):
 
 
 def resolve(args):
-    """Fills in what depends on the machine and on the preset; returns the model's config."""
+    """Sets defaults that depend on the machine and on the preset; returns the model's config."""
     on_gpu = jax.default_backend() == "gpu"
     args.preset = args.preset or ("gpt2-small" if on_gpu else "tiny")
     args.steps = args.steps or {"tiny": 400}.get(args.preset, 2000)
@@ -145,7 +145,7 @@ def resolve(args):
 
 
 def check_model_axis(args, config):
-    """Ends the run, in words, where a model axis does not go with the other options."""
+    """Ends the run with a message if a model axis contradicts the other options."""
     size = args.model_axis
     if size < 1 or args.devices % (size * args.replicas):
         sys.exit(
@@ -157,7 +157,7 @@ def check_model_axis(args, config):
 
 
 def check_gathered_in_model(args):
-    """Ends the run, in words, where there is nothing for the model to gather block by block."""
+    """Ends the run with a message if the model has nothing to gather block by block."""
     if not args.gathered_in_model:
         return
     if args.optimizer != "jdistadam" or args.strategy != "optim_grads_params":

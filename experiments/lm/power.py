@@ -1,4 +1,4 @@
-"""Clock and power of the GPUs, which decide how fast they are."""
+"""Clock and power of the GPUs, which determine their speed."""
 
 import subprocess
 import tempfile
@@ -16,7 +16,7 @@ def _query(*options):
 
 
 def snapshot():
-    """Clock in MHz, power in watts and whether power is capped, of every GPU; None without any."""
+    """Clock in MHz, power in watts and whether power is capped, for every GPU; None without any."""
     try:
         done = subprocess.run(_query(), capture_output=True, text=True, timeout=30)
     except FileNotFoundError:
@@ -25,7 +25,7 @@ def snapshot():
 
 
 class PowerLog:
-    """Clock and power of the first GPU while a block runs, twenty times a second."""
+    """Clock and power of the first GPU during a block, twenty times per second."""
 
     def __enter__(self):
         self._file = tempfile.TemporaryFile("w+")
@@ -37,7 +37,7 @@ class PowerLog:
         self._process.wait()
 
     def summary(self):
-        """Of the samples at half of the highest power or more; None where nothing was sampled."""
+        """A summary of samples above half the highest power; None if there are none."""
         self._file.seek(0)
         lines = [line.strip().split(", ") for line in self._file if line.count(",") == 2]
         known = [line for line in lines if "[N/A]" not in line]

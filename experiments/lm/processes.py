@@ -1,4 +1,4 @@
-"""One process of several: how they find each other, and a launcher for those of one machine."""
+"""One process of several: how they find each other, and a launcher for one machine."""
 
 import os
 import re
@@ -12,19 +12,19 @@ import jax
 from jax.experimental import multihost_utils
 
 TRY_AGAIN = 75
-"""Exit code of a run that was asked to end, and saved: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a run that saved after a request to end: EX_TEMPFAIL of sysexits.h."""
 
 
 GRACE_SECONDS = 10
-"""How long processes may go on after one of them has failed, to say why."""
+"""How long processes may continue after one of them has failed, to say why."""
 
 
 class StopSignal:
-    """Whether SIGTERM has asked this run to end; of several processes, all of them or none."""
+    """Whether SIGTERM has asked this run to end; equal on all processes."""
 
     def __init__(self) -> None:
         self._is_set = False
-        if jax.process_count() == 1:  # else jax.distributed.initialize listens
+        if jax.process_count() == 1:  # otherwise jax.distributed.initialize listens
             signal.signal(signal.SIGTERM, self._set)
 
     def is_set(self, step: int) -> bool:
@@ -42,8 +42,8 @@ def join(place: str, total_devices: int | None) -> None:
 
     Args:
       place: "INDEX/COUNT@ADDRESS" as ``launch`` gives it; "auto": JAX asks SLURM, Open MPI,
-        Kubernetes or whoever started it.
-      total_devices: CPU devices of all processes together, where there is no GPU.
+        Kubernetes or another launcher.
+      total_devices: CPU devices of all processes together, if there is no GPU.
     """
     if place == "auto":
         jax.distributed.initialize()
@@ -58,13 +58,13 @@ def join(place: str, total_devices: int | None) -> None:
 
 
 def launch(count: int, argv: list[str]) -> int:
-    """Runs so many of this command on this machine; returns the first exit code that is not 0."""
+    """Runs ``count`` copies of this command here; returns the first nonzero exit code."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, *argv, "--distributed"]
     running = [subprocess.Popen([*command, f"{i}/{count}@{address}"]) for i in range(count)]
-    # Asked to end, it asks them, and waits for what they save.
+    # When asked to end, it asks them, and waits while they save.
     signal.signal(signal.SIGTERM, lambda *_: [os.kill(x.pid, signal.SIGTERM) for x in running])
     codes: dict[int, int] = {}
     kill_at = float("inf")
@@ -79,8 +79,8 @@ def launch(count: int, argv: list[str]) -> int:
                 except subprocess.TimeoutExpired:
                     continue
                 if codes[i] not in (0, TRY_AGAIN):
-                    # The others wait for it in a collective, where they cannot save either: JAX
-                    # notices after more than a minute, and does not end by SIGTERM before.
+                    # The others wait for it in a collective and cannot save either: JAX notices
+                    # after more than a minute, and does not end by SIGTERM before.
                     kill_at = min(kill_at, time.monotonic() + GRACE_SECONDS)
     return next((code for code in codes.values() if code), 0)
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics as JSON lines, a plot of the loss, a table of bytes."""
+"""The output of a run: metrics as JSON lines, a plot of the loss, a table of bytes."""
 
 import json
 import pathlib
@@ -20,9 +20,9 @@ import matplotlib.pyplot as plt
 
 
 class MetricsFile:
-    """Appends one JSON object a line, behind those of an earlier run up to a step.
+    """Appends one JSON object per line to those of an earlier run, up to a step.
 
-    ``tensorboard`` is a folder for TensorBoard's files, where they are wanted too.
+    ``tensorboard`` is an optional folder for TensorBoard's files.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class MetricsFile:
             if row["step"] <= last_step:
                 self.write(**row)
         if tensorboard:
-            import tensorboardX  # only here: it takes a while
+            import tensorboardX  # only here: the import is slow
 
-            # What an earlier run wrote after its last checkpoint is no longer shown.
+            # Lines that an earlier run wrote after its last checkpoint are no longer shown.
             purge = {"purge_step": last_step + 1} if last_step else {}
             self._writer = tensorboardX.SummaryWriter(str(tensorboard), **purge)
 
@@ -57,7 +57,7 @@ class MetricsFile:
 
 
 def shown(values: dict[str, Any]) -> dict[str, str]:
-    """What a progress bar or a line of a log shows of a row of metrics."""
+    """The metrics that a progress bar or a log line shows."""
     forms = {
         "loss": ("train_loss", "{:.3f}"),
         "val": ("validation_loss", "{:.3f}"),
@@ -70,7 +70,7 @@ def shown(values: dict[str, Any]) -> dict[str, str]:
 
 
 def write_run(path: pathlib.Path, revision: str | None, **results: Any) -> None:
-    """Writes what was run, on what, and what came out."""
+    """Writes the command, the machine and the results of a run."""
     info = diagnostics.info()
     run = {
         "command": _command(),
@@ -85,7 +85,7 @@ def write_run(path: pathlib.Path, revision: str | None, **results: Any) -> None:
 
 
 def _command() -> str:
-    """The command line, without the options that say where to write and what to call it."""
+    """The command line without the options for the output and its name."""
     options = iter(sys.argv[1:])
     kept = []
     for option in options:
@@ -97,7 +97,7 @@ def _command() -> str:
 
 
 def _git_revision() -> str:
-    """The commit, marked if the code differs from it. Results do not count: a run rewrites them."""
+    """The commit, marked if the code differs. Results do not count: a run rewrites them."""
     git = ["git", "-C", str(pathlib.Path(__file__).parents[2])]
     try:
         commit = subprocess.run(
@@ -138,7 +138,7 @@ def validation_losses(folder: pathlib.Path) -> dict[int, float]:
 
 
 def plot_comparison(runs: dict[str, pathlib.Path], image: pathlib.Path, marks: Any) -> None:
-    """Draws the validation losses of several runs, and below them how far each is from the first.
+    """Draws validation losses of several runs, and below them their differences from the first.
 
     Args:
       runs: Folder of each run by its label.
@@ -185,13 +185,13 @@ def plot_bandwidth(result: pathlib.Path, image: pathlib.Path) -> None:
 
 
 def peak_bytes(device: jax.Device) -> int | None:
-    """Returns the most memory that was in use on a device, None where it is not counted."""
+    """Returns the peak memory in use on a device, None if it is not counted."""
     stats = device.memory_stats() or {}
     return stats.get("peak_bytes_in_use")
 
 
 def bytes_on_first_device(tree: Any) -> int:
-    """Returns the bytes of a tree that are on one device, from the arrays themselves."""
+    """Returns the bytes of a tree on one device, from the arrays themselves."""
     total = 0
     for x in jax.tree.leaves(tree):
         device = x.sharding.addressable_devices_indices_map(x.shape)
@@ -201,7 +201,7 @@ def bytes_on_first_device(tree: Any) -> int:
 
 
 def _whole_bytes(part: Any, num_params: int) -> int:
-    """Bytes of a part of the state for all parameters; of a moment in codes with its padding."""
+    """Bytes of a part of the state for all parameters; for a coded moment with its padding."""
     arrays = jax.tree.leaves(part)
     if len(arrays) == 1:
         return num_params * arrays[0].dtype.itemsize
@@ -209,7 +209,7 @@ def _whole_bytes(part: Any, num_params: int) -> int:
 
 
 def print_memory(opt_state: Any, params: Any, num_devices: int) -> dict[str, int]:
-    """Prints optimizer bytes per device: as they are here, and as every device would hold them.
+    """Prints optimizer bytes per device: as they are here, and unsharded.
 
     Returns the two totals.
     """

@@ -1,1 +1,1 @@
-"""How long a step of a distributed optimizer takes on so many devices, from bytes and speeds."""
+"""Predicts the time of a distributed optimizer's step from numbers of devices, bytes and speeds."""

@@ -1,4 +1,4 @@
-"""Bytes that the kernels of a step read and write in a device's memory, from its schedule."""
+"""Bytes that a step's kernels read and write in device memory, from its schedule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.schedule import Schedule
 
-_FLOAT32 = 4  # bytes of the sums that kernels keep
+_FLOAT32 = 4  # bytes of the kernels' sums
 
 
 def kernel_bytes(
@@ -17,22 +17,22 @@ def kernel_bytes(
 ) -> dict[str, int]:
     r"""Returns the bytes that each kernel of a step over XLA reads and writes on one device.
 
-    For each of the :math:`z` parameters of a device's shard, of which :math:`m` have main
-    parameters of :math:`s` bytes, with gradients of :math:`g` bytes after the sum over devices,
-    params of :math:`p` bytes and moments of :math:`\mu` and :math:`\nu` bytes::
+    A device's shard has :math:`z` parameters. :math:`m` of them have main parameters of :math:`s`
+    bytes. Gradients have :math:`g` bytes after the sum over devices, params :math:`p` bytes and
+    moments :math:`\mu` and :math:`\nu` bytes::
 
         accumulate   A (2 a + c) z'      sums over A > 1 micro-batches, of a bytes; contributions
                                          of c bytes; z': the shard of "optim_grads", else all
         sum          (n c + g) z         n received contributions, with grad_reduce_dtype
         norm         g z
         update       (g + 2 mu + 2 nu + p) z + 2 s m
-                                         and p more where the parameter itself is read
+                                         and p more if the parameter itself is read
 
     Casts, packing and copies are not counted.
 
     Args:
       config: ``tx.config``.
-      schedule: What ``config.schedule`` returned.
+      schedule: The result of ``config.schedule``.
       accumulate_steps: As given to ``train_step``.
 
     Example:
@@ -65,7 +65,7 @@ def kernel_bytes(
 def state_bytes(config: DistributedConfig, bucket: Bucket) -> int:
     """Bytes of a bucket's state that an update reads and writes.
 
-    The parameter itself is counted where it is read: without main parameters, or with remainders.
+    The parameter itself counts if it is read: without main parameters, or with remainders.
     """
     policy, storage = config.policy, config.algorithm.storage
     dtype = policy.main_params.dtype
@@ -86,9 +86,9 @@ def peer_kernel_bytes(config: DistributedConfig, schedule: Schedule) -> list[tup
     """Returns for each kernel of a step over peer memory its bytes in memory and over links.
 
     A kernel reads the contributions of all devices and the state, and writes the state and the
-    params of all devices. What was sent ahead of the step is read from the device's own memory, all
-    else goes over the links, in each direction as much. Where a norm is needed first, a first
-    kernel writes float32 sums and a second one reads them.
+    params of all devices. It reads gradients that were sent ahead from the device's own memory;
+    everything else goes over the links, equally in each direction. If a norm is needed first, a
+    first kernel writes float32 sums and a second one reads them.
     """
     contributions = state = written = sums = reduced = gathered = 0
     for entry in schedule.buckets:

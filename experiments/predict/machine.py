@@ -1,4 +1,4 @@
-"""How fast devices compute, move bytes and send them: numbers, and the time of a collective."""
+"""Speeds of devices for computing, moving and sending bytes, and the time of a collective."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.errors import HyperparameterError
 
 DIRECT = ("all-to-all", "collective-permute")
-"""Operations whose every part goes straight to the device that it is for; others run in a ring."""
+"""Operations that send every part directly to its destination; others run in a ring."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,16 +23,17 @@ class Machine:
 
     Attributes:
       memory_bandwidth: Reads plus writes of a device's memory.
-      link_bandwidth: What a device sends to others of its node in one direction, by collectives.
-      network_bandwidth: What a device sends to other nodes in one direction; None: there is one
-        node.
+      link_bandwidth: Bytes that collectives send from a device to others of its node, in one
+        direction.
+      network_bandwidth: Bytes that a device sends to other nodes in one direction; None: there is
+        one node.
       devices_per_node: How many devices a node has. Devices fill the nodes in the mesh's order.
-      latency: Start of a collective. This default and the next two are those by which NCCL
-        estimates rings with its protocol "Simple".
+      latency: Start of a collective. This default and the next two are NCCL's estimates for rings
+        with its protocol "Simple".
       link_hop: One hop between devices of a node.
       network_hop: One hop between nodes.
-      peer_bandwidth: What a kernel loads from and stores to others of its node in one direction;
-        None: as much as collectives.
+      peer_bandwidth: Bytes that a kernel loads from and stores to others of its node in one
+        direction; None: as much as collectives.
 
     Raises:
       HyperparameterError: A number is non-finite or not above 0 (hops and latency: below 0).
@@ -72,24 +73,24 @@ class Machine:
     def seconds(
         self, op: str, sent: float, *, devices: int, per_node: int, messages: int = 1
     ) -> float:
-        r"""Returns how long a collective takes, alone and without congestion.
+        r"""Returns the time of a collective alone and without congestion.
 
-        With :math:`S` bytes that a device sends, :math:`N` devices of which :math:`m` share a node,
-        :math:`K = N / m` nodes, a bandwidth :math:`b` of links and :math:`w` of the network::
+        A device sends :math:`S` bytes. There are :math:`N` devices, :math:`m` per node, on
+        :math:`K = N / m` nodes, with bandwidths :math:`b` of links and :math:`w` of the network::
 
             ring      S max(1 / b, 1 / (m w)) + M (t + r ((N - K) h + (K - 1) v))
             direct    max(S (m - 1) / (N - 1) / b, S (N - m) / (N - 1) / w) + M (t + h or v)
 
-        A ring crosses the network once per node, there by the network of all its m devices at once;
-        it passes twice, r = 2, in an all-reduce. Each of M messages starts in :math:`t` and takes
+        A ring crosses the network once per node, over the network of all its m devices at once; it
+        passes twice, r = 2, in an all-reduce. Each of M messages starts in :math:`t` and takes
         :math:`h` per hop in a node and :math:`v` per hop between nodes.
 
         Args:
           op: As in ``Collective.op``.
-          sent: Bytes that a device sends, of all messages.
+          sent: Bytes that a device sends in all messages.
           devices: How many take part.
           per_node: How many of them share a node.
-          messages: Into how many the bytes are divided.
+          messages: The number of messages.
         """
         if devices == 1:
             return 0.0
@@ -117,7 +118,7 @@ class Machine:
 
 
 def members_per_node(parallel: DataParallel, axes: Axes, devices_per_node: int) -> int:
-    """Returns how many devices of a collective over ``axes`` share a node: of the least filled one.
+    """Returns how many devices of a collective over ``axes`` share a node, at the least.
 
     Devices fill the nodes in the mesh's order, the last axis first.
 

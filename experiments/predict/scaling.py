@@ -28,12 +28,12 @@ POWERS_OF_TWO = tuple(1 << i for i in range(11))
 
 @dataclasses.dataclass(frozen=True)
 class ScalingRow:
-    """One number of devices.
+    """The prediction for one number of devices.
 
     Attributes:
-      devices: How many.
-      time: Of a step.
-      plan: What each device holds and sends.
+      devices: The number.
+      time: The time of a step.
+      plan: The plan of stored and sent bytes per device.
       tokens_per_second: Of all devices; None without ``tokens``.
     """
 
@@ -44,18 +44,18 @@ class ScalingRow:
 
     @property
     def efficiency(self) -> float:
-        """Share of the step that is the model's forward and backward pass."""
+        """The share of the step that is the model's forward and backward pass."""
         return self.time.model / self.time.step
 
     @property
     def step_bytes(self) -> int:
-        """Upper bound of what a step needs, without the model's activations and gradients."""
+        """Upper bound of a step's memory, without the model's activations and gradients."""
         return self.plan.held_bytes + self.plan.sums + self.plan.buffer_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """What ``scaling`` returns; prints as a table.
+    """The result of ``scaling``; prints as a table.
 
     Attributes:
       rows: One for each number of devices.
@@ -64,7 +64,7 @@ class Scaling:
     rows: tuple[ScalingRow, ...]
 
     def __str__(self) -> str:
-        """Returns the table: milliseconds and GB on each device."""
+        """Returns the table: milliseconds, and GB on each device."""
         lines = self.table()
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join(
@@ -75,9 +75,9 @@ class Scaling:
     def table(self) -> list[tuple[str, ...]]:
         """Returns the titles and the cells of each row as text.
 
-        Milliseconds: the step as expected, and between which bounds; the model; the optimizer's
-        kernels; all communication, and what of it is exposed. Then the model's share of the step,
-        tokens per second, GB between steps and at most in one, and the means of communication.
+        Milliseconds: the expected step and its bounds; the model; the optimizer's kernels; all
+        communication, and its exposed part. Then the model's share of the step, tokens per second,
+        GB between steps and at most during one, and the means of communication.
         """
         titles = (
             "devices", "step ms", "least", "most", "model", "kernels", "sending", "exposed",
@@ -104,12 +104,12 @@ def scaling(
 
     Every device takes the same number of tokens :math:`T`, whatever the number of devices. With
     :math:`P` parameters and a device's rate :math:`R`, its forward and backward pass take
-    :math:`6 P T / R` seconds, or :math:`8 P T / R` if the backward pass recomputes the forward
-    pass: attention beside its projections is not counted. The other phases:
+    :math:`6 P T / R` seconds, or :math:`8 P T / R` if the backward pass rematerializes the forward
+    pass: attention apart from its projections is not counted. The other phases:
     ``jdistadam.tools.step_time``, and for collectives ``Machine.seconds``.
 
-    Assumed: no congestion and no stragglers; devices fill nodes in order; collectives beside the
-    model slow neither each other nor the model; the batch and the host keep up; with
+    Assumed: no congestion and no stragglers; devices fill nodes in order; collectives that overlap
+    the model slow neither each other nor the model; the batch and the host keep up; with
     ``communication="auto"``, devices of a node reach each other's memory in one process.
 
     Args:
@@ -118,9 +118,9 @@ def scaling(
         with the axes "replica" and "data". Its devices are numbers: none need exist.
       machine: Speeds.
       tokens: T, of all micro-batches.
-      flops: R, operations a second that the model reaches, not those of the data sheet.
+      flops: R, operations per second that the model reaches, not those of the data sheet.
       model_seconds: Measured time of the forward and backward pass, instead of ``flops``.
-      recomputes: Whether the backward pass computes the forward pass again (``jax.checkpoint``).
+      recomputes: Whether the backward pass rematerializes the forward pass (``jax.checkpoint``).
       accumulate_steps: As given to ``train_step``.
       in_train_step: As in ``plan``.
       devices: Numbers of devices.
@@ -207,7 +207,7 @@ def _check_work(tokens: Any, flops: Any, model_seconds: Any, accumulate_steps: A
 
 
 def _mesh(num_devices: int, devices_per_replica: int | None) -> Mesh:
-    """A mesh of numbers, on which nothing can be placed."""
+    """A mesh of numbers, without devices."""
     numbers = np.arange(num_devices)
     if devices_per_replica is None:
         return Mesh(numbers, ("data",))
@@ -223,7 +223,7 @@ def _mesh(num_devices: int, devices_per_replica: int | None) -> Mesh:
 
 
 def _config(tx: Any, num_devices: int, machine: Machine) -> DistributedConfig:
-    """The optimizer's, over peer memory where nothing but devices that exist is missing."""
+    """The optimizer's, over peer memory if it lacks nothing but existing devices."""
     check_distributed(tx)
     config: DistributedConfig = tx.config
     if config.mesh.size != num_devices:

@@ -1,31 +1,31 @@
-"""How long a training step takes: bytes over bandwidths, and what of it other work hides.
+"""The time of a training step: bytes over bandwidths, and the part of it that other work hides.
 
-A step is made of a forward pass of F seconds, a backward pass of B seconds, kernels of the
-optimizer and collectives, in which the schedule says what is sent (``distributed/schedule.py``).
-Where a collective can run::
+A step consists of a forward pass of F seconds, a backward pass of B seconds, kernels of the
+optimizer and collectives as in the schedule (``distributed/schedule.py``). What a collective can
+overlap::
 
-    beside                   which
+    overlaps                 which
     -----------------------  --------------------------------------------------------------------
-    the forward pass         gathers of parameters that devices hold shards of, without
+    the forward pass         gathers of parameters that devices store as shards, without
                              micro-batches or of layers that are gathered one by one
     the backward pass        the second gather of scanned layers; reductions of gradients that the
-                             backward pass hands over before its end: of leaves that are neither
-                             packed nor stacked, without sums over micro-batches or with
-                             "optim_grads"; of layers that are gathered one by one
+                             backward pass makes before its end: of leaves that are neither packed
+                             nor stacked, without sums over micro-batches or with "optim_grads";
+                             of layers that are gathered one by one
     nothing                  all others: gathers of new parameters, reductions of sums over
                              micro-batches, of packed and of stacked leaves
 
-Of the C seconds of collectives beside a pass of W seconds, in E equal executions (micro-batches),
-these are exposed, that is, nothing else runs meanwhile::
+If collectives of C seconds overlap a pass of W seconds, in E equal executions (micro-batches), the
+exposed part, during which nothing else runs, is::
 
-    least      max(0, C - W)                 all that can be hidden is
-    expected   min(C, max(C - W, E u))       u: one message that has nothing beside it: the first
-                                             gather, before the first layer can begin, and the last
+    least      max(0, C - W)                 everything that can be hidden is
+    expected   min(C, max(C - W, E u))       u: one message without overlap: the first gather,
+                                             before the first layer can start, and the last
                                              reduction, after the last gradient
     most       C                             nothing is hidden
 
-Messages are what XLA merges: reduce-scatters and all-gathers up to MERGED_BYTES of results, as
-``train_step`` asks for, all-reduces up to 30 MiB. Results of a reduce-scatter are shards: on many
+XLA merges collectives into messages: reduce-scatters and all-gathers up to MERGED_BYTES of results,
+as ``train_step`` asks, all-reduces up to 30 MiB. Results of a reduce-scatter are shards: on many
 devices all of them are one message, and nothing of it is hidden.
 """
 
@@ -40,19 +40,19 @@ from jdistadam.training.compiler_options import MERGED_BYTES
 from predict.kernel_bytes import kernel_bytes, peer_kernel_bytes
 from predict.machine import DIRECT, Machine, members_per_node
 
-_MERGED_BY_XLA = 30 << 20  # XLA's own limit, of all-reduces
+_MERGED_BY_XLA = 30 << 20  # XLA's own limit for all-reduces
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """What ``predict_step`` returns, in seconds per step.
+    """The result of ``predict_step``, in seconds per step.
 
     Attributes:
       model: Forward and backward pass.
-      kernels: The optimizer's kernels by name, of which nothing is hidden.
-      collectives: All collectives by operation, as if nothing ran beside them.
-      exposed: What is expected of the collectives while nothing else runs.
-      exposed_least: The same if all is hidden that can be.
+      kernels: The optimizer's kernels by name, never hidden.
+      collectives: All collectives by operation, without overlap.
+      exposed: The expected time of collectives while nothing else runs.
+      exposed_least: The same if everything that can be hidden is.
       exposed_most: The same if nothing is.
     """
 
@@ -70,12 +70,12 @@ class StepTime:
 
     @property
     def least(self) -> float:
-        """The whole step, if all is hidden that can be."""
+        """The whole step if everything that can be hidden is."""
         return self.beside_communication + self.exposed_least
 
     @property
     def most(self) -> float:
-        """The whole step, if nothing is hidden."""
+        """The whole step if nothing is hidden."""
         return self.beside_communication + self.exposed_most
 
     @property
@@ -85,7 +85,7 @@ class StepTime:
 
     @property
     def communication(self) -> float:
-        """All collectives, as if nothing ran beside them."""
+        """All collectives, without overlap."""
         return sum(self.collectives.values())
 
 
@@ -101,17 +101,17 @@ def predict_step(
     r"""Predicts the time of one step.
 
     Each kernel takes its bytes (``kernel_bytes``) over the memory's bandwidth. A kernel over peer
-    memory takes as long as its bytes in memory or those over links, whichever are slower; what
-    links add to memory counts as exposed. Of ``model``, a third is the forward pass, or a quarter
-    if the backward pass ``recomputes`` it.
+    memory takes as long as its bytes in memory or those over links, whichever are slower; the
+    excess of links over memory counts as exposed. The forward pass is a third of ``model``, or a
+    quarter if the backward pass ``recomputes`` it.
 
     Args:
       config: ``tx.config``.
-      schedule: What ``config.schedule`` returned.
+      schedule: The result of ``config.schedule``.
       machine: Speeds.
       model: Seconds of the forward and backward passes of all micro-batches of a device.
       accumulate_steps: As given to ``train_step``.
-      recomputes: Whether the backward pass computes the forward pass again.
+      recomputes: Whether the backward pass rematerializes the forward pass.
 
     Example:
       >>> import jax, numpy as np
@@ -154,7 +154,7 @@ def predict_step(
 def _kernels(
     config: DistributedConfig, schedule: Schedule, machine: Machine, accumulate_steps: int
 ) -> tuple[dict[str, float], float]:
-    """Seconds of each kernel, and how much longer the links take than memory."""
+    """Seconds of each kernel, and the excess time of links over memory."""
     sizes = kernel_bytes(config, schedule, accumulate_steps=accumulate_steps)
     waiting = 0.0
     if config.communication.is_peer:
@@ -171,7 +171,7 @@ def _kernels(
 def _phases(
     config: DistributedConfig, schedule: Schedule, where: str, accumulate_steps: int
 ) -> tuple[list[Collective], list[Collective]]:
-    """Gathers and reductions over XLA that can run beside a pass, or beside nothing."""
+    """Gathers and reductions over XLA that can overlap a pass, or nothing."""
     gathers: list[Collective] = []
     reductions: list[Collective] = []
     for entry in schedule.buckets:
@@ -194,7 +194,7 @@ def _phases(
 def _reductions(
     config: DistributedConfig, schedule: Schedule, entry: BucketSchedule, accumulate_steps: int
 ) -> tuple[list[Collective], list[Collective]]:
-    """What of them can run beside the backward pass, and what cannot."""
+    """Splits reductions into overlappable and exposed."""
     bucket, both = entry.bucket, [*entry.reduce, *entry.reduce_outer]
     if any(c.when == "layer" for c in entry.reduce):
         return list(entry.reduce), list(entry.reduce_outer)
@@ -208,7 +208,7 @@ def _reductions(
 
 
 def _groups(collectives: Sequence[Collective]) -> list[list[Collective]]:
-    """Those that XLA may merge: alike but for their arrays."""
+    """Collectives that XLA may merge: equal except for their arrays."""
     groups: dict[tuple[object, ...], list[Collective]] = {}
     for c in collectives:
         if c.devices > 1:
@@ -222,7 +222,7 @@ def _time(
     group: Sequence[Collective],
     accumulate_steps: int,
 ) -> tuple[float, float]:
-    """Seconds of collectives that are alike, and of their largest message once per execution."""
+    """Seconds of equal collectives, and of their largest message once per execution."""
     first = group[0]
     per_node = members_per_node(config.parallel, first.axes, machine.devices_per_node)
     sizes = [float(c.bytes_sent) for c in group]
@@ -233,7 +233,7 @@ def _time(
         results = sum(c.result_elements for c in group) * first.dtype.itemsize
         messages = min(len(group), -(-results // limit))
         largest = max(max(sizes), sum(sizes) / messages)
-    # Of the layers of a scan, one in each micro-batch has nothing beside it.
+    # Of the layers of a scan, one per micro-batch overlaps nothing.
     alone = accumulate_steps if first.when == "layer" else first.times
 
     def seconds(sent: float, count: int) -> float:

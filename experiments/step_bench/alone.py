@@ -1,4 +1,4 @@
-"""The optimizer step without a model, on gradients that differ per device, called once a step."""
+"""The optimizer step without a model, on gradients that differ per device, called once per step."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jdistadam.tools import bench
 from step_bench import model as models
 from step_bench.variants import AnnotatedUpdate, make_tx
 
-# What train_step compiles with on GPUs; a step in a jax.shard_map of the user's has to ask for it.
+# train_step's compiler options on GPUs; a step in a user's jax.shard_map has to request them.
 TRAIN_STEP_OPTIONS = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 256 << 20,
     "xla_gpu_all_gather_combine_threshold_bytes": 256 << 20,
@@ -44,7 +44,7 @@ class Setting:
 
 
 class AnnotatedAlone:
-    """Annotations: the mean over devices is one operation on an array that is sharded by them."""
+    """Annotations: the mean over devices is one operation on an array sharded over them."""
 
     def __init__(self, setting, modifiers, options):
         self.setting = setting

@@ -1,4 +1,4 @@
-"""What a step must cost beside the model: bytes over bandwidths measured in the same run."""
+"""The cost of a step apart from the model: bytes over bandwidths measured in the same run."""
 
 import functools
 import statistics
@@ -28,7 +28,7 @@ def bandwidths(mesh, is_small):
 
 
 def _bandwidth(mesh, op, elements):
-    """Of one collective of bfloat16 elements, in each direction: all-reduce sends twice."""
+    """Bandwidth of one collective of bfloat16 elements per direction: all-reduce sends twice."""
     run = {
         "reduce-scatter": lambda x: jax.lax.psum_scatter(x, "data", tiled=True),
         "all-gather": lambda x: jax.lax.all_gather(x, "data", tiled=True),
@@ -54,12 +54,12 @@ def _bandwidth(mesh, op, elements):
 
 
 def predict(row, setting, rates):
-    """Milliseconds of each phase beside the model, were nothing else to run beside it.
+    """Milliseconds of each phase apart from the model, if nothing overlaps it.
 
     Args:
       row: The row.
-      setting: Its mesh and the shapes of its parameters, which a step holds in bfloat16.
-      rates: What ``bandwidths`` returned.
+      setting: Its mesh and the shapes of its parameters, which a step has in bfloat16.
+      rates: The result of ``bandwidths``.
     """
     config = make_row_tx(row, setting.mesh).config
     micro = 1 if row.is_alone else row.workload.accumulate_steps
@@ -72,7 +72,7 @@ def predict(row, setting, rates):
             seconds = c.bytes_sent / rates.get(c.op, rates["all-gather"])
             phases[c.op] = phases.get(c.op, 0.0) + seconds
     if row.variant == "annotated_fsdp" and "all-gather" in phases:
-        phases["all-gather"] *= micro * (2 if _gathers_again(row) else 1)  # ours: once a step
+        phases["all-gather"] *= micro * (2 if _gathers_again(row) else 1)  # ours: once per step
     if config.communication.is_peer:
         phases["peer step"] = sum(
             max(here / rates["copy"], sent / rates["all-gather"])
@@ -81,17 +81,17 @@ def predict(row, setting, rates):
     else:
         sizes = kernel_bytes(config, schedule)
         if row.variant not in STRATEGIES and "clip" not in row.modifiers:
-            del sizes["norm"]  # of which ours make a metric
+            del sizes["norm"]  # ours make a metric of it
         phases |= {name: size / rates["copy"] for name, size in sizes.items()}
     return {name: 1e3 * seconds for name, seconds in phases.items()}
 
 
-# What ours shards as annotations do: they reduce every micro-batch.
+# Our sharding that matches annotations: they reduce every micro-batch.
 _LIKE_OURS = {"annotated_zero1": "optim_grads", "annotated_fsdp": "optim_grads_params"}
 
 
 def make_row_tx(row, mesh):
-    """The optimizer of a row, or the one of ours that is most like its annotations."""
+    """The optimizer of a row, or ours that is most like its annotations."""
     is_ours = row.variant in STRATEGIES
     is_scanned = is_ours and not row.is_alone and row.workload.is_scanned
     strategy = _LIKE_OURS.get(row.variant, row.variant)

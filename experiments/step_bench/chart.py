@@ -9,7 +9,7 @@ from step_bench.trace import PHASES
 
 
 def draw(rows, image):
-    """Draws the exposed time of each phase of every row that has a trace; False if none has."""
+    """Draws the exposed time of each phase of every row with a trace; False if none has one."""
     traced = [row for row in rows if row.get("phases")]
     if not traced:
         return False
@@ -18,14 +18,14 @@ def draw(rows, image):
     height = 1.2 + 0.32 * len(traced)
     figure, axes = plt.subplots(figsize=(10, height), constrained_layout=True)
     left = [0.0] * len(traced)
-    places = range(len(traced))  # not names: a floor stands in every batch
+    places = range(len(traced))  # not names: a floor is in every batch
     for name in names:
         widths = [row["phases"].get(name, {}).get("exposed_ms", 0.0) for row in traced]
         axes.barh(places, widths, left=left, label=name, color=colors[name])
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_yticks(places, [row["name"] for row in traced])
     axes.invert_yaxis()
-    # The model takes most of every bar: begin where the shortest differ.
+    # The model takes most of every bar: the axis starts where the shortest bars differ.
     least = min(row["phases"].get("model", {}).get("exposed_ms", 0.0) for row in traced)
     label = "ms per step of the first GPU; the axis does not begin at 0"
     axes.set(xlabel=label, xlim=(0.8 * least, None))

@@ -1,16 +1,16 @@
-"""Whether a variant computes the step: beside optax.adamw on the floor's own gradients.
+"""Compares a variant's step with optax.adamw on the floor's own gradients.
 
-The reference takes the local gradients of the floor (forward and backward pass alone), averages
-them over the devices in float32, and gives them to optax.adamw on float32 parameters. What is
-compared is how far each leaf has moved after CHECKED_STEPS steps, without its decay, as a relative
-L2 distance; and the losses.
+The reference takes the local gradients of the floor (only forward and backward pass), averages them
+over the devices in float32, and passes them to optax.adamw on float32 parameters. Compared are each
+leaf's movement in CHECKED_STEPS steps, without its decay, as a relative L2 distance; and the
+losses.
 
-The bound. With eps far above the gradients an update is nearly linear in the gradient, so that the
+The bound. With eps far above the gradients an update is nearly linear in the gradient, so the
 distance is that of two gradients of one function, computed in bfloat16 by two programs. Between the
-parameters and a gradient stand about 20 tensors per layer that are rounded to bfloat16 (forward and
-backward), and N roundings in a sum over N devices. One rounding is uniform within half a unit in
-the last place, of at most 2^-7 relative: 2^-7 / sqrt(12) root mean square. Roundings that are
-independent add as squares, those of two programs too, and three standard deviations are allowed:
+parameters and a gradient there are about 20 tensors per layer that are rounded to bfloat16 (forward
+and backward), and N roundings in a sum over N devices. One rounding is uniform within half a unit
+in the last place, of at most 2^-7 relative: 2^-7 / sqrt(12) root mean square. Independent roundings
+add as squares, also those of two programs, and three standard deviations are allowed:
 
     3 * sqrt(2 * (20 * layers + N)) * 2^-7 / sqrt(12)
 
@@ -31,14 +31,14 @@ from step_bench.variants import (
     AnnotatedUpdate,
 )
 
-SAMPLED = 1 << 16  # elements of a leaf that are compared
+SAMPLED = 1 << 16  # compared elements of a leaf
 ROUNDING = 2**-7 / math.sqrt(12)
 
 
 def tolerance(layers, num_devices):
     """Largest relative distance between the updates of two programs, and of losses in nats.
 
-    Logits are of the size of 1 and are rounded as often; a loss is a mean over their errors.
+    Logits are of the size of 1 and are rounded as often; a loss is a mean of their errors.
     """
     return 3 * math.sqrt(2 * (20 * layers + num_devices)) * ROUNDING
 
@@ -61,11 +61,11 @@ def _strided(size, step):
 
 
 class Reference:
-    """Where the parameters must be after the checked steps, with clipping or without.
+    """The parameters after the checked steps, with clipping or without.
 
     Args:
-      setting: Of the group.
-      loss_and_grads: Of (bfloat16 params, batch), both with a leading dimension of devices.
+      setting: The group's.
+      loss_and_grads: Takes (bfloat16 params, batch); results have a leading dimension of devices.
       batch: Its second argument.
       clips: Whether gradients are clipped.
     """
@@ -91,7 +91,7 @@ class Reference:
         self.end = sample(state[1])
 
     def distances(self, end):
-        """Relative distance of every leaf's update, by path; ``end``: of ``sample``."""
+        """Relative distance of every leaf's update, by path; ``end``: a result of ``sample``."""
         found = {}
         decay = CHECKED_STEPS * CHECKED_LEARNING_RATE * HYPER["weight_decay"]
         for path, start in self.start.items():
@@ -102,7 +102,7 @@ class Reference:
 
 
 def compare(reference, end, losses, bound):
-    """A record of how far a variant is from the reference, and whether that is near enough."""
+    """A record of a variant's distance from the reference, and whether it is small enough."""
     distances = reference.distances(end)
     worst = max(distances, key=lambda path: np.nan_to_num(distances[path], nan=np.inf))
     pairs = [(a, b) for a, b in zip(losses, reference.losses, strict=True) if b is not None]

@@ -16,12 +16,12 @@ TURN_SECONDS, MOST_STEPS = 0.7, 200
 
 
 class Group:
-    """Rows that do the same work: a floor, and what is compared with it.
+    """Rows that do the same work: a floor, and the rows compared with it.
 
     Args:
-      rows: Those of ``rows.select``, the floor first.
-      size: Of the model.
-      mesh: Of devices, which need not exist for ``compile``.
+      rows: Rows of ``rows.select``, the floor first.
+      size: The model's.
+      mesh: Devices, which need not exist for ``compile``.
       on_gpu: Whether the programs are for GPUs.
       attention: Implementation of ``jax.nn.dot_product_attention``.
     """
@@ -47,11 +47,11 @@ class Group:
 
     @property
     def tokens(self):
-        """Tokens of a step; 0 without a model."""
+        """Tokens per step; 0 without a model."""
         return 0 if self.rows[0].is_alone else self.setting.rows * self.setting.size.length
 
     def compile(self, jobs):
-        """Compiles all rows, the first alone: XLA then knows the fastest matrix products of all."""
+        """Compiles all rows, the first one alone: it finds the fastest matrix products for all."""
         names = list(self.variants)
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             self._compile(names[0])
@@ -64,7 +64,7 @@ class Group:
 
     @contextlib.contextmanager
     def _dropping(self, name):
-        """Goes on without a row that fails: it says why, and the others keep their results."""
+        """Continues without a row that fails: it says why, and the others keep their results."""
         try:
             yield
         except Exception as error:  # of any library below
@@ -99,7 +99,7 @@ class Group:
         """Rows that fit into memory together, each batch with the floor; ``limit``: bytes."""
         held = {name: self.records[name]["argument_bytes"] for name in self.variants}
         most = max(self.records[name]["temporary_bytes"] for name in self.variants)
-        # The float32 values that a state is made of, and a copy of them.
+        # The float32 values from which a state is made, and a copy of them.
         fixed = most + 8 * next(iter(self.records.values()))["parameters"]
         first, *others = self.variants
         always, others = ([], [first, *others]) if self.rows[0].is_alone else ([first], others)
@@ -112,14 +112,14 @@ class Group:
         return batches
 
     def data(self):
-        """What every step takes: by name. Placed once per way to place it."""
+        """The inputs of steps by name, placed once per placement."""
         if self.rows[0].is_alone:
             return dict.fromkeys(self.variants, self.setting.grads())
         tokens = model.tokens(self.setting.size, self.setting.workload, self.mesh.size)
         return {name: variant.place(tokens) for name, variant in self.variants.items()}
 
     def references(self, data):
-        """Where parameters must be, by whether gradients are clipped, for the rows there are."""
+        """The correct parameters, by whether gradients are clipped, for the rows there are."""
         first = next(iter(self.variants))
         if self.rows[0].is_alone:
             loss_and_grads = lambda params, grads: (None, grads)  # noqa: E731
@@ -187,7 +187,7 @@ class Group:
         return state, (time.perf_counter() - start) / steps
 
     def _timed(self, times, floors):
-        """Ratios are of one round: they know nothing of what the GPU's clock did in others."""
+        """Ratios within one round: other rounds had other clocks of the GPU."""
         median = statistics.median(times)
         found = {"ms": median, "ms_least": min(times), "ms_most": max(times), "rounds_ms": times}
         if self.tokens:
@@ -217,7 +217,7 @@ class Group:
 
 
 def _collectives(text):
-    """Of a compiled program: how many of each, how many of them asynchronous; bytes of results."""
+    """A compiled program's collectives: numbers, how many are async, bytes of results."""
     found = {}
     for c in hlo.collectives_in(text):
         row = found.setdefault(c.op, {"instructions": 0, "asynchronous": 0, "bytes": 0})

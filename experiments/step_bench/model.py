@@ -1,8 +1,8 @@
-"""A decoder-only transformer in plain functions, and how much of it a step trains.
+"""A decoder-only transformer in plain functions, and the part of it that a step trains.
 
-No biases, root mean square norms, learned positions, tied embedding, attention kernels of two
-dimensions. Every weight is drawn at random: a GPU multiplies matrices whose rows are equal faster
-than those of a real model, by up to a tenth, since it uses less power.
+No biases, root mean square norms, learned positions, tied embedding, two-dimensional attention
+kernels. Every weight is random: a GPU multiplies matrices with equal rows faster than those of a
+real model, by up to a tenth, because it uses less power.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """How the model is written and how much data a step takes: "scanned-8x4", say."""
+    """How the model is written and how much data a step takes, such as "scanned-8x4"."""
 
     is_scanned: bool
     sequences: int  # of a micro-batch of one device
@@ -46,13 +46,13 @@ class Workload:
 
     @classmethod
     def parse(cls, name):
-        """Of its name, or None where it has another form."""
+        """A workload from its name, or None if it has another form."""
         found = re.fullmatch(r"(unrolled|scanned)-(\d+)(?:x(\d+))?", name)
         return found and cls(found[1] == "scanned", int(found[2]), int(found[3] or 1))
 
     @property
     def recomputes(self):
-        """Whether the backward pass computes each block again: where activations are large."""
+        """Whether the backward pass rematerializes each block: if activations are large."""
         return self.sequences >= 8
 
 
@@ -96,7 +96,7 @@ def _leaf(key, shape, is_scale, scale, sharding):
     return _drawing(shape, is_scale, scale, sharding)(key)
 
 
-@functools.cache  # one program a shape
+@functools.cache  # one program per shape
 def _drawing(shape, is_scale, scale, sharding):
     def make(key):
         return jnp.ones(shape) if is_scale else scale * jax.random.normal(key, shape)
@@ -114,20 +114,20 @@ def make_loss(size, workload, attention, gather=None, remat_policy=None, place=l
     """Returns ``loss(params, tokens)``, the mean cross-entropy of the next token in nats.
 
     Args:
-      size: Of the model.
-      workload: Whether it scans, and whether it computes blocks again.
+      size: The model's.
+      workload: Whether it scans, and whether it rematerializes blocks.
       attention: Implementation of ``jax.nn.dot_product_attention``.
-      gather: Makes unsharded parameters of a layer of those that the scan is given, or of a block's
-        and of what must be known ``after``.
-      remat_policy: What a block that is not computed again may keep; None: everything.
-      place: Says to XLA how an activation is sharded, where that is not given.
+      gather: Makes unsharded parameters of a layer from the scan's, or from a block's and from the
+        values that must be known ``after``.
+      remat_policy: What a block that is not rematerialized may keep; None: everything.
+      place: Tells XLA how an activation is sharded, if that is not known.
     """
     apply = functools.partial(_block, heads=size.heads, attention=attention)
 
     def body(x, layer, **kwargs):
         return place(apply(x, layer if gather is None else gather(layer, **kwargs))), None
 
-    # A loop keeps the passes apart by itself; without the barriers XLA can move collectives.
+    # A loop keeps the passes apart itself; without the barriers XLA can move collectives.
     checkpoint = functools.partial(jax.checkpoint, prevent_cse=not workload.is_scanned)
     if workload.recomputes:
         body = checkpoint(body)

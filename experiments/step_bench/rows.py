@@ -13,20 +13,20 @@ MERGING = "xla_gpu_{}_combine_threshold_bytes"
 
 
 def merging(limit):
-    """Options by which XLA merges collectives up to so many bytes."""
+    """Options with which XLA merges collectives up to this many bytes."""
     ops = ("reduce_scatter", "all_gather", "all_reduce")
     return {MERGING.format(op): limit for op in ops}
 
 
-# Annotations cut the largest dimension of a leaf; "first_dim": the first that divides, as ours do.
-OPTIONS = {  # modifiers that are compiler options, over those that a variant has anyway
+# Annotations cut a leaf's largest dimension; "first_dim": the first that divides, like ours.
+OPTIONS = {  # modifiers that are compiler options; they replace those of a variant
     "latency_hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
     "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
     "early": {
         "xla_gpu_experimental_collective_start_as_early_as_possible": True,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     },
-    # What train_step compiles with by itself where layers are gathered in a scan.
+    # train_step compiles with these if layers are gathered in a scan.
     "pipelined": {
         "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
         "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
@@ -37,17 +37,17 @@ OPTIONS = {  # modifiers that are compiler options, over those that a variant ha
         "xla_gpu_experimental_collective_start_as_early_as_possible": False,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 1,
     },
-    # Fewer channels take fewer multiprocessors from the products beside them.
+    # Fewer channels leave more multiprocessors to concurrent products.
     **{f"channels_{n}": {"xla_gpu_nccl_collective_max_nchannels": n} for n in (2, 4, 8)},
     "single_gathers": {MERGING.format("all_gather"): 1},
     "merge_nothing": merging(1),
     "merge_30m": merging(30 << 20),
     "merge_1g": merging(1 << 30),
 }
-# What ours is made with; annotations have float32 main parameters, and XLA's own sums. On GPUs that
-# reach each other "float32sum" goes over peer memory, unless with "over_xla". "gathered_once" is
+# Options of ours; annotations have float32 main parameters, and XLA's own sums. On GPUs that reach
+# each other "float32sum" uses peer memory, except with "over_xla". "gathered_once" is
 # reshard_after_forward=False. In an unrolled model "block_by_block" gathers each block where it is
-# used, after the activations that enter the block before, and "at_any_time" without that.
+# used, after the activations that enter the previous block, and "at_any_time" without that condition.
 # "ema" averages the parameters, "guard" looks for spikes of the norm (and skips no step here),
 # "norms" and "norms_of_leaves" return norms of parameters and updates.
 BY_BLOCK = {"block_by_block", "at_any_time"}
@@ -59,8 +59,8 @@ SETTINGS |= {"ema", "guard", "norms", "norms_of_leaves"}
 class Row:
     """One line of the table.
 
-    ``workload`` is a ``model.Workload``, or the name of a tree of ``jdistadam bench`` whose
-    optimizer step is taken alone.
+    ``workload`` is a ``model.Workload``, or the name of a tree of ``jdistadam bench`` for the
+    optimizer step alone.
     """
 
     name: str
@@ -75,9 +75,9 @@ class Row:
 
     @property
     def options(self):
-        """Compiler options of a GPU beside those of ``train_step``."""
+        """Compiler options for a GPU in addition to those of ``train_step``."""
         chosen = {}
-        # The best known of annotations; "default_options" leaves it out.
+        # The best known option for annotations; "default_options" leaves it out.
         if self.variant in ANNOTATED and "default_options" not in self.modifiers:
             chosen = merging(256 << 20)
         for modifier in sorted(self.modifiers & OPTIONS.keys()):
@@ -86,7 +86,7 @@ class Row:
 
 
 def parse(name):
-    """The row of a name; exits where there is none."""
+    """The row with this name; exits if there is none."""
     group, _, rest = name.partition("/")
     variant, *modifiers = rest.split("+")
     tree = group.removeprefix("step-")
@@ -152,12 +152,12 @@ _BLOCKS = (
     "annotated_fsdp",
     "annotated_fsdp+merge_nothing",
 )
-SETS = {  # rows with a name of their own: all ways to gather the layers of a model
+SETS = {  # named sets of rows: all ways to gather the layers of a model
     "layers": [
         *_group("unrolled-8", *_BLOCKS),
         *_group("scanned-8", "optim_grads_params", "annotated_fsdp"),
     ],
-    # What a training run needs every day, beside the same step without it.
+    # Everyday options of a training run, with the same step without them.
     "everyday": _group(
         "unrolled-8",
         "optim",
@@ -182,10 +182,9 @@ KNOWN = [
 
 
 def select(patterns):
-    """Rows by group, each with its floor first, of patterns or of names.
+    """Rows by group, each with its floor first, from patterns or names.
 
-    A pattern chooses among the known rows; a name without a wildcard may be any that there can be,
-    or that of one of SETS.
+    A pattern selects known rows; a name without a wildcard may be any possible row, or one of SETS.
     """
     names = []
     for pattern in patterns.split(","):

@@ -1,4 +1,4 @@
-"""What bench_step.py prints: rows, phases beside their prediction, the longest kernels."""
+"""The output of bench_step.py: rows, phases with their prediction, the longest kernels."""
 
 import json
 
@@ -52,7 +52,7 @@ def _rows(records):
 
 
 def _phases(records):
-    """Exposed and overlapped ms of every phase, and what was predicted of it."""
+    """Exposed and overlapped ms of every phase, and the predicted ones."""
     lines = ["ms per step of the first GPU: exposed + overlapped (predicted)"]
     for record in records:
         cells = []

@@ -1,8 +1,8 @@
 """Rows of torch: forward and backward pass, and FSDP2 with its fused AdamW, on the same GPT.
 
-Started by `bench_step.py --torch`, as a process of its own that starts one per GPU. Blocks are
-compiled by torch.compile, and computed again in the backward pass where the rows of JAX do that.
-The rows have a floor of torch's own, and are timed in turn with it.
+Started by `bench_step.py --torch` as its own process, which starts one per GPU. torch.compile
+compiles blocks, and they are rematerialized in the backward pass if those of the JAX rows are. The
+rows have torch's own floor, and are timed in turn with it.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def floor(size, workload, batch):
 
 
 def fsdp2(size, workload, batch, reshards):
-    """Float32 parameters sharded; bfloat16 ones gathered, kept or not for the backward pass."""
+    """Float32 parameters sharded; bfloat16 ones gathered, and kept or not for the backward pass."""
     model = make_model(size, workload, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for module in (*model.blocks, model):
@@ -121,7 +121,7 @@ def seconds(step, steps):
 
 
 def measure(size, name, rounds):
-    """Records of one workload: floor, FSDP2 that keeps what it gathered, and that re-gathers."""
+    """Records of one workload: the floor, FSDP2 with kept gathered parameters, and without."""
     workload = Workload.parse(name)
     shape = (workload.accumulate_steps, workload.sequences, size.length + 1)
     torch.manual_seed(dist.get_rank())

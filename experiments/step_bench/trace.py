@@ -1,8 +1,8 @@
 """Phases of a step on a GPU, from a trace of the profiler.
 
-Every moment of a step belongs to one phase. Where several run at once, the first of PHASES has it:
-the model before the optimizer's own work before collectives. So what a collective has is what is
-*exposed*, during which nothing else ran; the rest of its time is *overlapped*. The phases and
+Every moment of a step belongs to one phase. If several run at once, the first of PHASES has it: the
+model before the optimizer's own work before collectives. So the time of a collective is its
+*exposed* part, during which nothing else ran; the rest of its time is *overlapped*. The phases and
 "idle" add up to the step.
 """
 
@@ -29,7 +29,7 @@ _MODEL = re.compile(r"gemm|nvjet|cutlass|cudnn|sdpa|flash|fmha|xmma", re.I)
 
 
 def op_names(hlo):
-    """Where in the user's program each instruction of a compiled one comes from."""
+    """The origin in the user's program of each instruction of a compiled one."""
     pattern = r'^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name="([^"]*)"'
     return {_plain(name): origin for name, origin in re.findall(pattern, hlo, re.M)}
 
@@ -39,7 +39,7 @@ def _plain(name):
 
 
 def phase_of(kernel, instruction, origins):
-    """Which of PHASES a kernel or copy is, of its name and of the instruction that started it."""
+    """The phase of a kernel or copy, from its name and the instruction that started it."""
     if "nccl" in kernel.lower():
         found = [phase for word, phase in _NCCL.items() if word in kernel]
         return found[0] if found else "all-to-all"  # sends and receives
@@ -60,7 +60,7 @@ def phase_of(kernel, instruction, origins):
 
 
 def record(run):
-    """The profile of what a function does."""
+    """The profile of a function's run."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
@@ -69,7 +69,7 @@ def record(run):
 
 
 def events_of(profile, origins):
-    """(start, end, phase, name) in ms of what the first GPU did; empty where there is none."""
+    """(start, end, phase, name) in ms of the first GPU's activity; empty without a GPU."""
     found = []
     for plane in profile.planes:
         if plane.name != "/device:GPU:0":
@@ -115,7 +115,7 @@ def phases(events, steps):
 
 
 def longest(events, steps, count=15):
-    """The kernels that took most time outside of the model: (phase, name, times, ms) per step."""
+    """The kernels outside the model that took most time: (phase, name, times, ms) per step."""
     total = {}
     for start, end, phase, name in events:
         if phase != "model":

@@ -1,8 +1,8 @@
-"""What is compared, each as an object with four methods.
+"""The compared variants, each an object with four methods.
 
-``lower()`` compiles nothing yet and needs no device, ``start(params)`` makes its state of float32
+``lower()`` does not compile and needs no device, ``start(params)`` makes its state from float32
 parameters, ``step(state, batch)`` returns the next state and the loss, ``main_params(state)`` the
-float32 parameters. ``place(tokens)`` puts a batch where the step wants it.
+float32 parameters. ``place(tokens)`` places a batch as the step expects it.
 """
 
 import functools
@@ -18,9 +18,9 @@ from step_bench import model as models
 from step_bench.rows import BY_BLOCK
 
 CHECKED_STEPS = 2
-MAX_NORM = 0.1  # below any gradient's, so that it clips
-# With eps far above the gradients an update is nearly linear in them, which the check needs. After
-# it the model hardly moves: what is timed has random weights from the first round to the last.
+MAX_NORM = 0.1  # below any gradient's, so it clips
+# With eps far above the gradients an update is nearly linear in them, which the check needs. With
+# it the model hardly moves: all timed rounds have random weights.
 HYPER = dict(b1=0.87, b2=0.9973, eps=0.25, weight_decay=0.13)
 CHECKED_LEARNING_RATE = 0.02
 LEARNING_RATE = optax.piecewise_constant_schedule(CHECKED_LEARNING_RATE, {CHECKED_STEPS: 1e-5})
@@ -38,7 +38,7 @@ def placed(tree, shardings, dtype=None):
 
 
 class Setting:
-    """What the variants of a group have in common."""
+    """The common values of a group's variants."""
 
     def __init__(self, size, workload, mesh, attention):
         self.size, self.workload, self.mesh, self.attention = size, workload, mesh, attention
@@ -55,7 +55,7 @@ class Setting:
         return models.make_loss(self.size, self.workload, self.attention, **kwargs)
 
     def batch_shape(self):
-        """A batch in the order of ours: devices, micro-batches, sequences."""
+        """The shape of a batch in our order: devices, micro-batches, sequences."""
         shape = (self.rows, self.size.length + 1)
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.by_device)
 
@@ -67,7 +67,7 @@ class Setting:
 
 
 class Floor:
-    """Forward and backward pass with gradients of each device's own, and nothing else."""
+    """Forward and backward pass with each device's own gradients, and nothing else."""
 
     def __init__(self, setting, options):
         self.setting, self.place = setting, setting.place
@@ -111,7 +111,7 @@ class Floor:
 
 
 def shard_specs(shapes, num_shards, is_first=False):
-    """Of each leaf its largest or its first dimension, beside that of layers, which divides."""
+    """The largest or first dimension of each leaf that divides, apart from that of layers."""
 
     def spec(path, x):
         first = int(models.is_stacked(jax.tree_util.keystr(path)))
@@ -125,7 +125,7 @@ def shard_specs(shapes, num_shards, is_first=False):
 
 
 class AnnotatedUpdate:
-    """optax.adamw on float32 parameters and moments that are sharded by annotations."""
+    """optax.adamw on float32 parameters and moments, sharded by annotations."""
 
     def __init__(self, shapes, mesh, is_fsdp, clips, cuts_first_dim=False):
         self.clip = optax.clip_by_global_norm(MAX_NORM) if clips else optax.identity()
@@ -146,7 +146,7 @@ class AnnotatedUpdate:
         )
 
     def start(self, params):
-        """(bfloat16 params, float32 params, optax's state) of float32 params."""
+        """Makes (bfloat16 params, float32 params, optax's state) from float32 params."""
         main = jax.tree.map(jnp.copy, jax.device_put(params, self.sharded))
         state = jax.jit(self.tx.init, out_shardings=self.of_state)(main)
         return jax.device_put(bfloat16(params), self.of_params), main, state
@@ -168,14 +168,14 @@ class AnnotatedUpdate:
 
 
 class Annotated:
-    """One program for all devices, sharded by annotations: what a user of JAX writes."""
+    """One program for all devices, sharded by annotations, as a user of JAX writes it."""
 
     def __init__(self, setting, is_fsdp, modifiers, options):
         self.setting = setting
         self.update = AnnotatedUpdate(
             setting.shapes, setting.mesh, is_fsdp, "clip" in modifiers, "first_dim" in modifiers
         )
-        # Else XLA shards activations as it does parameters, and sends those.
+        # Otherwise XLA shards activations like parameters, and sends those.
         place = {"place": self._by_sequence} if is_fsdp else {}
         self._loss = setting.loss(**place)
         self._jitted = jax.jit(self._step, donate_argnums=0, compiler_options=options or None)
@@ -226,7 +226,7 @@ class Annotated:
 
 
 def policy_of(modifiers):
-    """Gradients are sent in bfloat16; main parameters are float32 unless told otherwise."""
+    """Gradients are sent in bfloat16; main parameters are float32 by default."""
     return jda.MixedPrecisionPolicy(
         grad_comm_dtype=jnp.bfloat16,
         grad_reduce_dtype=jnp.float32 if "float32sum" in modifiers else None,

@@ -29,7 +29,7 @@ PRESETS = {
 
 
 class Block(nn.Module):
-    """Two convolutions of 3 x 3, or one between two of 1 x 1, behind a residual."""
+    """Two 3 x 3 convolutions, or one between two of 1 x 1, with a residual."""
 
     width: int
     stride: int
@@ -78,7 +78,7 @@ class ResNet(nn.Module):
 
 
 def shapes_of(model):
-    """Returns shapes of the params and of the statistics."""
+    """Returns shapes of the params and of the batch statistics."""
     image = jax.ShapeDtypeStruct((1, *model.config.image), jnp.float32)
     found = jax.eval_shape(model.init, jax.random.key(0), image)
     return found["params"], found["batch_stats"]

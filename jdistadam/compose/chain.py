@@ -1,4 +1,4 @@
-"""``optax.chain``, keeping the fused step of what comes last."""
+"""``optax.chain`` with the fused step of the last transformation."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from jdistadam.errors import PolicyError, TreeError
 def chain(*transformations: optax.GradientTransformation) -> FusedTransformation:
     """``optax.chain`` with a ``step``: the same state, the same updates.
 
-    ``step`` is fused where the last transformation has a step of its own, as those of jdistadam
-    do; the ones before it change the gradients. Otherwise it is update and ``apply_updates``.
+    ``step`` is fused if the last transformation has its own step, as those of jdistadam do; the
+    ones before it change the gradients. Otherwise it is update and ``apply_updates``.
 
-    Before a distributed optimizer come unreduced gradients. What stands there must be linear in
-    them, so that the order of it and of the sum over devices is irrelevant: ``optax.scale``,
-    ``optax.masked``, schedules of scales, but no clipping and no normalisation. Where devices hold
-    shards of the parameters it must not read these: it sees zeros of their unsharded shapes. Where
-    ``gather_params`` has summed gradients into shards it must be elementwise, whatever the shapes
-    of gradients and the places in them. Where the optimizer
-    skips a step, their states stay as they were too. Selecting between the old and the new state
-    is one more read and write of it, in steps that can be skipped: nothing for counts, 12 bytes per
-    float32 element for a state as large as the parameters.
+    Transformations before a distributed optimizer get unreduced gradients. They must be linear in
+    them, so that the order of transformation and sum over devices is irrelevant: ``optax.scale``,
+    ``optax.masked``, schedules of scales, but no clipping and no normalisation. If devices hold
+    shards of the parameters, they must not read these: they see zeros of the unsharded shapes. If
+    ``gather_params`` has summed gradients into shards, they must be elementwise, and independent of
+    gradient shapes and positions. If the optimizer skips a step, their states stay unchanged too.
+    Selecting between the old and the new state reads and writes it once more in steps that can be
+    skipped: nothing for counts, 12 bytes per float32 element for a state as large as the
+    parameters.
 
     Args:
       *transformations: Gradient transformations, applied in this order.
@@ -56,7 +56,7 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
     Raises:
       PolicyError: Something is no transformation; something before a distributed optimizer is not
         linear, needs other arguments, or would see shards; something stands behind a distributed
-        optimizer, or behind one that keeps main parameters (raised by ``init``).
+        optimizer or behind one with main parameters (raised by ``init``).
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda
@@ -82,7 +82,7 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
     return FusedTransformation(chained.init, chained.update, chained.step)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)  # by identity, as functions are
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)  # by identity, like functions
 class _Chain:
     """The functions of a chain in one program."""
 
@@ -128,7 +128,7 @@ class _DistributedChain:
     last: DistributedTransformation
 
     def init(self, schedule: Schedule, params: Params) -> OptState:
-        """Makes the states of all."""
+        """Makes the states of all transformations."""
         self.check_before(self._unsharded(schedule, params))
         before = (tx.init(params) for tx in self.before)
         return (*before, self.last.functions.init(schedule, params))
@@ -141,18 +141,18 @@ class _DistributedChain:
         params: Params,
         **extra_args: Any,
     ) -> StepResult:
-        """Changes the gradients, and takes the optimizer's step."""
+        """Changes the gradients and takes the optimizer's step."""
         unsharded = self._unsharded(schedule, params)
         self.check_before(unsharded)
         self._check_shards_of(grads, unsharded)
         grads, states = self._update_before(grads, state, _arrays(unsharded), extra_args)
         result = self.last.functions.local_step(schedule, grads, state[-1], params, **extra_args)
-        # Where the optimizer skips a step, schedules before it do not advance either.
+        # If the optimizer skips a step, schedules before it do not advance either.
         states = trees.keep_if(result.is_skipped, state[:-1], states)
         return result._replace(opt_state=(*states, result.opt_state))
 
     def norm(self, schedule: Schedule, grads: Grads, state: OptState) -> jax.Array:
-        """The norm of the gradients that the optimizer gets."""
+        """The norm of the gradients that reach the optimizer."""
         grads, _ = self._update_before(grads, state, None, {})
         return self.last.functions.norm(schedule, grads, state[-1])
 
@@ -161,7 +161,7 @@ class _DistributedChain:
         return (*(jax.sharding.PartitionSpec() for _ in self.before), self.last.state_specs())
 
     def check_before(self, params: Params) -> None:
-        """Raises PolicyError where a transformation may not come before a sum over devices."""
+        """Raises PolicyError if a transformation may not come before a sum over devices."""
         for i, tx in enumerate(self.before):
             with _naming_arguments(i):
                 why = why_not_linear(tx, params)
@@ -177,7 +177,7 @@ class _DistributedChain:
                 raise self._sees_shards(i, "parameters, and it reads their values")
 
     def _check_shards_of(self, grads: Grads, unsharded: Params) -> None:
-        """Raises PolicyError where a transformation would mix the elements of one shard alone."""
+        """Raises PolicyError if a transformation would mix elements within one shard."""
         if isinstance(grads, AccumulatedGrads) or not any(map(is_shard, leaves_of(grads))):
             return
         like = lambda g, p: jax.ShapeDtypeStruct(jnp.shape(g), p.dtype)  # noqa: E731
@@ -202,9 +202,9 @@ class _DistributedChain:
     def check_before_params_are_known(self) -> None:
         """Raises what ``check_before`` does, if example params are enough to find it.
 
-        A transformation may hold functions that only work on the user's params, such as a mask or
-        a label for each of their names. They are user code: on example params they raise anything,
-        a ValueError of jax.tree, a KeyError, an AttributeError or an assertion. That says nothing
+        A transformation may hold functions that only work on the user's params, such as a mask or a
+        label for each of their names. On example params this user code may raise anything: a
+        ValueError of jax.tree, a KeyError, an AttributeError or an assertion. That says nothing
         about the transformation; ``init`` checks it with the real params.
         """
         try:
@@ -217,7 +217,7 @@ class _DistributedChain:
     def _update_before(
         self, grads: Grads, state: OptState, params: Params, extra_args: dict[str, Any]
     ) -> tuple[Grads, tuple[Any, ...]]:
-        """Updates gradients, or the sums of accumulated ones, by all but the optimizer."""
+        """Updates gradients, or sums of accumulated ones, with all but the optimizer."""
         is_accumulated = isinstance(grads, AccumulatedGrads)
         if is_accumulated and self.before and self.last.config.parallel.shards_grads:
             raise PolicyError(
@@ -243,7 +243,7 @@ def _update_in_turn(
     *,
     extra_args: dict[str, Any],
 ) -> tuple[Any, tuple[Any, ...]]:
-    """What ``optax.chain`` does: each transformation updates what the one before it returned."""
+    """Like ``optax.chain``: each transformation updates the previous one's results."""
     new_states = []
     for tx, state in zip(transformations, states, strict=True):
         tx = optax.with_extra_args_support(tx)
@@ -253,7 +253,7 @@ def _update_in_turn(
 
 
 def _check_transformations(transformations: Sequence[Any]) -> None:
-    """Raises PolicyError unless all are transformations, a distributed one the last of them."""
+    """Raises PolicyError unless all are transformations and a distributed one is last."""
     if not transformations:
         raise PolicyError(
             "chain: empty: got no transformation, expected at least one. Pass an optimizer."
@@ -272,7 +272,7 @@ def _check_transformations(transformations: Sequence[Any]) -> None:
 
 
 def _check_state(before: Sequence[optax.GradientTransformation], state: Any) -> None:
-    """Raises TreeError unless a state has one part for each transformation."""
+    """Raises TreeError unless a state has one part per transformation."""
     if not isinstance(state, tuple) or len(state) != len(before) + 1:
         got = f"{len(state)} parts" if isinstance(state, tuple) else type(state).__name__
         raise TreeError(
@@ -282,7 +282,7 @@ def _check_state(before: Sequence[optax.GradientTransformation], state: Any) -> 
 
 
 def _arrays(params: Params) -> Params:
-    """Params, or zeros in the place of shapes, whose values nothing reads."""
+    """Params, or zeros in place of shapes; nothing reads their values."""
 
     def array(x: Any) -> Any:
         return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
@@ -300,7 +300,7 @@ def _misplaced(i: int, why: str) -> PolicyError:
 
 @contextlib.contextmanager
 def _naming_arguments(i: int) -> Iterator[None]:
-    """Raises PolicyError where a transformation needs arguments beside those of every other."""
+    """Raises PolicyError if a transformation needs arguments that others do not take."""
     try:
         yield
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""``optax.inject_hyperparams``, keeping the fused step, also of distributed optimizers."""
+"""``optax.inject_hyperparams`` with the fused step, also for distributed optimizers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jdistadam.distributed.transformation import DistributedTransformation, Func
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import HyperparameterError, PolicyError, TreeError
 
-# Arguments of the optimizers that are numbers or functions, and no hyperparameters of Adam.
+# Arguments of the optimizers that are numbers or functions but no hyperparameters of Adam.
 _NEVER_INJECTED = frozenset(
     "mask bucket_bytes loss_scale mesh param_specs param_labels stacked gathered_in_model seed "
     "float32_moments ema_decay".split()
@@ -41,22 +41,22 @@ def inject_hyperparams(
 
     The numbers given to the optimizer become arrays in its state, under
     ``state.hyperparams["learning_rate"]`` and so on: they can be read, and set between steps
-    without a recompilation. Schedules are evaluated each step and stored there for reading.
+    without a recompilation. Schedules are evaluated each step; their values are stored there.
 
-    They are learning_rate, weight_decay, b1, b2, eps, eps_root and l2; groups go on to differ from
-    them as they say. ``distributed`` takes the result, and ``train_step`` takes Python numbers in
-    its state too::
+    They are learning_rate, weight_decay, b1, b2, eps, eps_root and l2; groups still differ from
+    them by their own values. ``distributed`` takes the result, and ``train_step`` also takes Python
+    numbers in its state::
 
         adamw = jda.inject_hyperparams(jda.fused_adamw)(1e-3)
         tx = jda.distributed(adamw, mesh=mesh)
         state = jda.TrainState.create(params, tx)
         state.opt_state.hyperparams["learning_rate"] = 5e-4
 
-    A function that returns a distributed optimizer is a factory as well: so max_grad_norm becomes a
-    number in the state, where it is given.
+    The factory may also return a distributed optimizer: then a given max_grad_norm becomes a number
+    in the state, too.
 
-    Checks that need a value, such as that b2 is below 1, are made of the first one, which is given
-    to the optimizer or is the schedule's value at step 0. What is set later is not checked.
+    Checks that need a value, such as that b2 is below 1, apply to the first one: the one given to
+    the optimizer, or the schedule's value at step 0. Later values are not checked.
 
     Args:
       factory: ``fused_adamw``, ``fused_adam``, or a function that returns what one of them does, or
@@ -64,16 +64,16 @@ def inject_hyperparams(
       static_args: Names of arguments that stay as they are, besides those that are no
         hyperparameters, such as mask, nesterov, bucket_bytes, loss_scale and the dtypes, and an l2
         that is not given.
-      hyperparam_dtype: Dtype of the numbers in the state. float32, whatever the params are: optax
-        takes the params' dtype, in which for bfloat16 a b2 of 0.999 would be 1.
+      hyperparam_dtype: Dtype of the numbers in the state: float32 for params of any dtype. optax
+        takes the params' dtype; in bfloat16 a b2 of 0.999 would be 1.
 
     Returns:
       A function with the arguments of ``factory``.
 
     Raises:
-      PolicyError: The factory returns nothing with a step.
-      HyperparameterError: A first value is out of range; when a step is traced, a name was put into
-        the state that is no hyperparameter, or one was removed.
+      PolicyError: The factory's result has no step.
+      HyperparameterError: A first value is out of range; or, when a step is traced, a name in the
+        state is no hyperparameter, or one was removed.
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda
@@ -96,7 +96,7 @@ def inject_hyperparams(
     def make(*args: Any, **kwargs: Any) -> FusedTransformation:
         given = dict(signature.bind(*args, **kwargs).arguments)
         for name in _ALWAYS_FLOAT & given.keys() - static_names:
-            if type(given[name]) is int:  # optax would keep it an integer, also when it is set
+            if type(given[name]) is int:  # optax would keep it an integer, even if a float is set
                 given[name] = float(given[name])
         absent = {"l2"} & signature.parameters.keys() - given.keys()
         static = static_names | absent
@@ -109,7 +109,7 @@ def inject_hyperparams(
         def inject(
             functions_of: Callable[[Any], Any], wrap: Callable[[Any], Any] = lambda tx: tx
         ) -> optax.GradientTransformationExtraArgs:
-            """Has optax inject into two functions of wrap(tx): for it, init and update."""
+            """Has optax inject into the init and update of wrap(tx)."""
 
             @functools.wraps(factory)
             def with_update(**kwargs: Any) -> optax.GradientTransformationExtraArgs:
@@ -124,7 +124,7 @@ def inject_hyperparams(
         updating = inject(lambda tx: (tx.init, tx.update))
         stepping = inject(lambda tx: (tx.init, tx.step))
         tx = FusedTransformation(stepping.init, updating.update, stepping.update)
-        if first.algorithm is not None:  # of a chain each part is distributed by itself
+        if first.algorithm is not None:  # each part of a chain is distributed by itself
             tx.distributed_by = lambda distributed: inject_distributed(
                 distributed(first), functools.partial(inject, wrap=distributed)
             )
@@ -139,7 +139,7 @@ _HYPERPARAM_DTYPES = ("float32", "float64", "bfloat16", "float16")
 def _first_values(given: Mapping[str, Any], static_names: Iterable[str]) -> dict[str, Any]:
     """The arguments with every schedule replaced by its value at step 0.
 
-    Numbers become arrays, which nothing can check: so an optimizer is made of them before.
+    Numbers become arrays, which cannot be checked: so an optimizer is made from numbers first.
     """
 
     def first(name: str, value: Any) -> Any:
@@ -162,7 +162,7 @@ def _first_values(given: Mapping[str, Any], static_names: Iterable[str]) -> dict
 def _hyperparam_names(
     signature: inspect.Signature, given: Mapping[str, Any], static_names: Iterable[str]
 ) -> frozenset[str]:
-    """The names that optax puts into the state: of numbers and schedules, also by default."""
+    """The names that optax puts into the state: numbers and schedules, including defaults."""
     bound = signature.bind(**given)
     bound.apply_defaults()
     return frozenset(
@@ -175,7 +175,7 @@ def _hyperparam_names(
 
 
 def _static_names(static_args: Any, signature: inspect.Signature) -> set[str]:
-    """The names in ``static_args``, checked, and of what is never an array."""
+    """The names in ``static_args``, checked, and those that are never arrays."""
     names = static_args if isinstance(static_args, Iterable) else (static_args,)
     names = {static_args} if isinstance(static_args, str) else set(names)
     if unknown := [name for name in names if name not in signature.parameters]:
@@ -192,7 +192,7 @@ def _static_names(static_args: Any, signature: inspect.Signature) -> set[str]:
 
 
 def _checked(update: Callable[..., Any], names: frozenset[str]) -> Callable[..., Any]:
-    """The same function, which says in words that a state is not of this optimizer."""
+    """The same function, with a clear error for the state of another optimizer."""
 
     @functools.wraps(update)
     def checked(grads: Grads, state: OptState, params: Params = None, **extra: Any) -> Any:
@@ -231,10 +231,10 @@ def inject_distributed(
     """Makes a distributed optimizer whose numbers are arrays in its state.
 
     Args:
-      first: The optimizer made with the first values: what does not depend on numbers is its own,
-        as mesh, layout and schedule of collectives.
-      inject: Takes what returns two functions of an optimizer, and returns a transformation whose
-        ``init`` and ``update`` call those of the optimizer with the numbers in the state.
+      first: The optimizer made with the first values. It provides whatever does not depend on
+        numbers, such as mesh, layout and schedule of collectives.
+      inject: Takes a function that returns two functions of an optimizer, and returns a
+        transformation whose ``init`` and ``update`` call these with the numbers in the state.
     """
     injected = _Injected(first, inject)
     return DistributedTransformation.make(
@@ -246,9 +246,9 @@ def inject_distributed(
     )
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)  # by identity, as functions are
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)  # by identity, like functions
 class _Injected:
-    """The functions of such an optimizer."""
+    """The functions of a distributed optimizer with injected hyperparameters."""
 
     first: DistributedTransformation
     inject: Callable[[Callable[[Any], Any]], optax.GradientTransformationExtraArgs]
@@ -271,13 +271,13 @@ class _Injected:
 
         injected = self._injected(step_of, schedule)
         result, new = injected.update(grads, state, params, **extra_args)
-        # A skipped step leaves schedules where they were; numbers that were set stay either way.
+        # Schedules do not advance in a skipped step; numbers that were set stay either way.
         beside = [x._replace(inner_state=None) for x in (state, new)]
         kept = trees.keep_if(result.is_skipped, *beside)
         return result._replace(opt_state=kept._replace(inner_state=result.opt_state))
 
     def norm(self, schedule: Schedule, grads: Grads, state: OptState) -> jax.Array:
-        """The norm, by the numbers in the state."""
+        """The norm, with the numbers in the state."""
         if state is None:
             return self.first.functions.norm(schedule, grads, None)
 
@@ -289,7 +289,7 @@ class _Injected:
     def _injected(
         self, function_of: Callable[[Functions], Any], schedule: Schedule
     ) -> optax.GradientTransformationExtraArgs:
-        """``inject``, into ``init`` and a function of the functions of an optimizer."""
+        """``inject`` for ``init`` and a function of an optimizer's functions."""
 
         def functions_of(tx: DistributedTransformation) -> Any:
             return functools.partial(tx.functions.init, schedule), function_of(tx.functions)

@@ -1,7 +1,7 @@
 """Whether a gradient transformation is linear in the gradients, found by tracing it.
 
-Without this, a chain that clips or normalizes would treat each device's own gradients before they
-are summed, and train another model without a word.
+Without this, a chain that clips or normalizes would change each device's own gradients before their
+sum, and silently train another model.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jdistadam.core.types import Grads, OptState, Params
 
-# Operations that are linear in all of their floating operands together.
+# Operations that are jointly linear in all of their floating operands.
 _LINEAR = frozenset(
     "add add_any sub neg convert_element_type reshape broadcast_in_dim transpose squeeze"
     " expand_dims slice dynamic_slice gather rev pad concatenate split select_n reduce_sum"
     " cumsum copy copy_p real imag complex conj reduce_precision optimization_barrier"
     " sharding_constraint".split()
 )
-# Operations that are linear in any one of their operands.
+# Operations that are linear in each single operand.
 _BILINEAR = frozenset("mul dot_general conv_general_dilated".split())
-# Those of them whose results depend, element by element, on their operands.
+# Those of them that work element by element.
 _ELEMENTWISE = frozenset(
     "add add_any sub neg convert_element_type select_n copy copy_p real imag complex conj"
     " reduce_precision optimization_barrier sharding_constraint mul div".split()
 )
-# Calls whose inner program has the operands and results of the call, in order.
+# Calls whose inner program has the same operands and results, in order.
 _CALLS = frozenset("pjit jit closed_call remat checkpoint".split())
 
 
@@ -43,14 +43,14 @@ class Kind(enum.Enum):
     FREE = enum.auto()  # not at all
     LINEAR = enum.auto()
     MIXED = enum.auto()  # linear, and an element may depend on other elements
-    OTHER = enum.auto()  # in another way, or in one that is not known here
+    OTHER = enum.auto()  # in another or an unknown way
 
 
 def why_not_linear(tx: optax.GradientTransformation, params: Params) -> str | None:
     r"""Returns why ``tx.update`` may not come before a sum over devices; None if it may.
 
-    It may where :math:`T(\sum_r g_r) = \sum_r T(g_r)` and its state is the same on all devices.
-    Nothing is computed: the traced function is followed, operation by operation.
+    It may if :math:`T(\sum_r g_r) = \sum_r T(g_r)` and its state is the same on all devices.
+    Nothing is computed: the operations of the traced function are followed.
 
     Args:
       tx: A gradient transformation.
@@ -71,13 +71,13 @@ def why_not_linear(tx: optax.GradientTransformation, params: Params) -> str | No
 
 
 def reads_params(tx: optax.GradientTransformation, params: Params) -> bool:
-    """Returns whether the values of params, not their shapes, reach what ``tx.update`` returns."""
+    """Returns whether values of params, beyond their shapes, reach the result of ``tx.update``."""
     updates, state = _kinds(tx, params, of_grads=Kind.FREE, of_params=Kind.OTHER)
     return Kind.OTHER in (*updates, *state)
 
 
 def is_elementwise(tx: optax.GradientTransformation, params: Params) -> bool:
-    """Returns whether elements of linear ``tx.update(grads)`` depend on those of grads one by one.
+    """Returns whether each element of a linear ``tx.update(grads)`` depends only on its own grad.
 
     Example:
       >>> params = {"w": jnp.ones((3, 2))}
@@ -89,19 +89,19 @@ def is_elementwise(tx: optax.GradientTransformation, params: Params) -> bool:
 
 
 def is_alike(tx: optax.GradientTransformation, params: Params, grads: Any) -> bool:
-    """Returns whether ``tx.update`` does to gradients of other shapes what it does to params'.
+    """Returns whether ``tx.update`` treats gradients of other shapes like those of params.
 
-    Not where it decides by shapes, by places in arrays, or cannot take these gradients at all.
+    False if it depends on shapes or on positions in arrays, or cannot take these gradients.
     """
     try:
         found = [_operations(_traced(tx, params, like)[0].jaxpr) for like in (grads, params)]
-    except (TypeError, ValueError):  # of shapes that do not fit
+    except (TypeError, ValueError):  # shapes do not fit
         return False
     return found[0] == found[1] and all(name != "iota" for name, *_ in found[0])
 
 
 def _operations(jaxpr: Any) -> list[tuple[Any, ...]]:
-    """Names and literals of what a program does, in order, and the shapes of its constants."""
+    """Names and literals of a program's operations in order, and the shapes of its constants."""
     found: list[tuple[Any, ...]] = [("constant", x.aval.shape) for x in jaxpr.constvars]
     for eqn in jaxpr.eqns:
         literals = [repr(x.val) for x in eqn.invars if isinstance(x, Literal)]
@@ -115,7 +115,7 @@ def _operations(jaxpr: Any) -> list[tuple[Any, ...]]:
 def _traced(
     tx: optax.GradientTransformation, params: Params, grads: Any
 ) -> tuple[ClosedJaxpr, Any, Any]:
-    """The program of ``tx.update`` for some gradients, and the shapes of updates and state."""
+    """The program of ``tx.update`` for given gradients, and the shapes of updates and state."""
     tx = optax.with_extra_args_support(tx)
     state = jax.eval_shape(tx.init, params)
 
@@ -129,7 +129,7 @@ def _traced(
 def _kinds(
     tx: optax.GradientTransformation, params: Params, *, of_grads: Kind, of_params: Kind
 ) -> tuple[list[Kind], list[Kind]]:
-    """The kinds of what ``tx.update`` returns, from those of gradients and params."""
+    """The kinds of the results of ``tx.update``, from those of gradients and params."""
     jaxpr, updates, state = _traced(tx, params, params)
     like = [(params, of_grads), (state, Kind.FREE), (params, of_params)]
     kinds = follow(jaxpr, [kind for tree, kind in like for _ in jax.tree.leaves(tree)])
@@ -175,7 +175,7 @@ def _kind_of_constant(value: Any) -> Kind:
 
 
 def _kind_of_result(eqn: Any, inputs: Sequence[Kind]) -> Kind:
-    """The kind of what one operation returns."""
+    """The kind of an operation's results."""
     is_float = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars]
     floats = {kind for kind, inexact in zip(inputs, is_float, strict=True) if inexact}
     name = eqn.primitive.name
@@ -198,6 +198,6 @@ def _kind_of_result(eqn: Any, inputs: Sequence[Kind]) -> Kind:
 
 
 def example_params() -> Params:
-    """A small tree on which most transformations can be traced before any params are known."""
+    """A small tree with which most transformations can be traced before params are known."""
     shapes = {"a": (2, 3), "b": (2,)}
     return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}

@@ -1,1 +1,1 @@
-"""Values: hyperparameters, precision, groups, trees, and the words in which devices talk."""
+"""Values (hyperparameters, precision, groups, trees) and all collectives."""

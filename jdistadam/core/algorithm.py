@@ -1,4 +1,4 @@
-"""What an optimizer computes and in which formats it stores it, wherever its state lives."""
+"""What an optimizer computes and how it stores its state, independent of placement."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Algorithm:
     """The arguments of ``fused_adamw`` or ``fused_adam``, checked.
 
     Attributes:
-      hyper: Hyperparameters, before what groups change.
-      groups: The hyperparameters of each group, and which leaf belongs to which.
-      like_optax: optax's optimizer, whose state this one has.
+      hyper: Hyperparameters before groups change them.
+      groups: The hyperparameters of each group and the group of each leaf.
+      like_optax: The optax optimizer that has the same state.
       storage: How moments are stored and rounded.
-      main_params_dtype: What is kept of main parameters, as given, or ``UNSET``.
-      reads_params: Whether an update cannot be computed without the params.
+      main_params_dtype: How main parameters are stored, as given, or ``UNSET``.
+      reads_params: Whether an update needs the params.
     """
 
     hyper: Hyperparameters
@@ -36,17 +36,17 @@ class Algorithm:
 
     @property
     def main_params(self) -> Codec:
-        """What is kept of main parameters; nothing where that was left open."""
+        """How main parameters are stored; ``NOTHING`` if unset."""
         is_open = self.main_params_dtype is UNSET
         return NOTHING if is_open else parse_main_params(self.main_params_dtype)
 
     @property
     def numbers(self) -> tuple[dict[str, Any], ...]:
-        """Hyperparameters that are arrays: first those of all leaves, then those of each group."""
+        """Hyperparameters that are arrays: first of all leaves, then of each group."""
         return tuple(hyper.known_and_operands()[1] for hyper in (self.hyper, *self.groups.used))
 
     def with_numbers(self, numbers: tuple[dict[str, Any], ...]) -> Algorithm:
-        """Returns this with other arrays in the place of ``numbers``."""
+        """Returns a copy with other arrays in place of ``numbers``."""
         if not any(numbers):
             return self
         replaced = iter(numbers)
@@ -60,13 +60,13 @@ class Algorithm:
         )
 
     def resolved_main_params(self, given: Any) -> Codec:
-        """Returns what is kept of them where state is sharded; float32 where nothing says.
+        """Returns how sharded state stores main parameters; float32 by default.
 
         Args:
           given: The main_params_dtype of the policy.
 
         Raises:
-          PolicyError: The two contradict each other.
+          PolicyError: The optimizer and the policy contradict each other.
         """
         kinds = [parse_main_params(x) for x in (self.main_params_dtype, given) if x is not UNSET]
         if len(set(kinds)) > 1:
@@ -78,7 +78,7 @@ class Algorithm:
         return kinds[0] if kinds else FLOAT32
 
     def __str__(self) -> str:
-        """Returns in which formats moments are stored, in lines like those of a policy."""
+        """Returns the formats of the moments, in lines like those of a policy."""
         storage = self.storage
         rows: dict[str, Any] = {
             "mu_dtype": storage.codec_of("mu").name,
@@ -105,7 +105,7 @@ def make_algorithm(
     main_params_dtype: Any,
     reads_params: bool,
 ) -> Algorithm:
-    """Checks that formats and the decay rates of every group fit each other.
+    """Checks that storage formats fit the decay rates of every group.
 
     Raises:
       PolicyError: They do not.

@@ -1,4 +1,4 @@
-"""Checks of arguments: Python values and dtypes, and how a message shows a value."""
+"""Checks of arguments, and values as text for messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 def float_dtype(
     name: str, value: Any, known: tuple[str, ...] = FLOATS, also: tuple[str, ...] = ()
 ) -> jnp.dtype:
-    """Returns a dtype that is one of ``known``; or raises PolicyError, which names ``also`` too."""
+    """Returns a dtype in ``known``, or raises PolicyError, which names ``also`` too."""
     dtype = _dtype(value)
     if dtype is None or dtype.name not in known:
         raise PolicyError(
@@ -32,7 +32,7 @@ def float_dtype(
 
 
 def check_supported(name: str, value: Any, supported: tuple[str | None, ...]) -> None:
-    """Raises PolicyError unless a dtype is one that works in this version."""
+    """Raises PolicyError unless this version supports a dtype."""
     dtype = None if value is None else _dtype(value)
     got = dtype.name if dtype is not None else None if value is None else shown(value)
     if got not in supported:
@@ -44,7 +44,7 @@ def check_supported(name: str, value: Any, supported: tuple[str | None, ...]) ->
 
 
 def _of_an_array(name: str, value: Any) -> str:
-    """What to do where ``optax.inject_hyperparams`` made an array of a dtype."""
+    """Advice for a dtype that ``optax.inject_hyperparams`` turned into an array."""
     if not isinstance(value, jax.Array):
         return ""
     return (
@@ -54,7 +54,7 @@ def _of_an_array(name: str, value: Any) -> str:
 
 
 def _dtype(value: Any) -> jnp.dtype | None:
-    """The dtype that ``value`` names; None for what is none, such as an array."""
+    """The dtype that ``value`` names; None if it names none, such as an array."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         return None
     try:
@@ -81,13 +81,13 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as text for a message: the first part of a long one, such as all params."""
+    """Returns a value as text for a message, shortened if it is long, such as all params."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def warn_caller(message: str) -> None:
-    """Warns at the line of the caller's own code that led into this package."""
+    """Warns at the line of the caller's code that called this package."""
     frame, level = sys._getframe(1), 2
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
         frame, level = frame.f_back, level + 1
@@ -95,14 +95,14 @@ def warn_caller(message: str) -> None:
 
 
 def out_of_range(name: str, value: Any, expected: str) -> HyperparameterError:
-    """Returns the error of a number that cannot be used."""
+    """Returns the error for a number out of range."""
     return HyperparameterError(
         f"{name}: out of range: got {shown(value)}, expected {expected}. Change {name}."
     )
 
 
 def check_count(name: str, value: Any) -> None:
-    """Raises HyperparameterError unless ``value`` is a whole number of at least 1."""
+    """Raises HyperparameterError unless ``value`` is an integer of at least 1."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
         raise out_of_range(name, value, "a whole number of at least 1")
 

@@ -1,9 +1,9 @@
-"""How arrays of numbers are stored: as floats, as halves of them, or in blocks of codes.
+"""How arrays of numbers are stored: as floats, as halves of floats, or in blocks of codes.
 
-A ``Codec`` is a value that knows its bytes, its bounds and how numbers become what is stored, and
-back. Its ``encode`` and ``decode`` are the reference of cuda/rounding.h, whose notes,
-[Note: blocks] and [Note: subnormal codes], say what is computed. With numpy all bits are those of
-the compiled kernels; with jax.numpy too, except numbers below 2^-126, which XLA flushes to zero.
+A ``Codec`` knows its size, its bounds, and how to encode and decode numbers. Its ``encode`` and
+``decode`` are the reference of cuda/rounding.h, whose notes [Note: blocks] and
+[Note: subnormal codes] define the result. numpy gives the bits of the compiled kernels. So does
+jax.numpy, except for numbers below 2^-126, which XLA flushes to zero.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ BLOCK = 128
 """Elements that share a scale."""
 
 SMALLEST_CODED = 4096
-"""Leaves with fewer elements keep float32 moments."""
+"""Leaves with fewer elements have float32 moments."""
 
 
 # [Note: moments that follow]
-# A step stores (1 + e) (b m + (1 - b) g) in place of b m + (1 - b) g. To nearest, with M bits of
-# mantissa, |e| <= h = 1 / (2^(M + 1) + 1), so that what is stored is between the means with the
+# A step stores (1 + e) (b m + (1 - b) g) instead of b m + (1 - b) g. With rounding to nearest and M
+# bits of mantissa, |e| <= h = 1 / (2^(M + 1) + 1). The stored value is between the means with the
 # decay rates b (1 - h) and b (1 + h).
-# Decay: where b (1 + h) reaches 1 a moment stays where it is. Up to b = 1 / (1 + 2 h) rounding at
+# Decay: if b (1 + h) reaches 1, a moment stays where it is. Up to b = 1 / (1 + 2 h) rounding at
 # most doubles the memory of the mean, as 1 - b (1 + h) is at least half of 1 - b.
-# Updates: by the inequality of Cauchy and Schwarz a step turns r = |mu| / sqrt(nu) into at most
+# Updates: by the Cauchy-Schwarz inequality a step turns r = |mu| / sqrt(nu) into at most
 # sqrt((1 - b1)^2 / (1 - b2) + b1^2 / b2 r^2). Rounding multiplies that by up to
-# q = (1 + h_mu) / sqrt(1 - h_nu). So where q^2 b1^2 < b2 an update, which is computed before it is
-# rounded, stays below sqrt((1 - b1)^2 / (1 - b2) / (1 - q^2 b1^2 / b2)). For float32 q is 1.
-# Subnormal codes change nothing: to these mu is rounded toward zero, and nu up.
+# q = (1 + h_mu) / sqrt(1 - h_nu). If q^2 b1^2 < b2, an update, which is computed before rounding,
+# stays below sqrt((1 - b1)^2 / (1 - b2) / (1 - q^2 b1^2 / b2)). For float32 q is 1.
+# Subnormal codes change nothing: they round mu toward zero and nu up.
 
 
 class CodeBits(NamedTuple):
-    """The bits of a code: a sign where there is one, then an exponent, then a mantissa."""
+    """The bits of a code: an optional sign, then an exponent, then a mantissa."""
 
     sign: int
-    """The bit of the sign; 0 where there is none."""
+    """The bit of the sign; 0 without a sign."""
     magnitude: int
     """All other bits."""
     dropped: int
-    """Bits of the mantissa of a float32 that a code does not have."""
+    """Mantissa bits of a float32 that a code drops."""
     highest_exponent: int
-    """The exponent field of the largest codes, all of which are finite."""
+    """The exponent field of the largest codes, which are all finite."""
     smallest_scale: int
-    """The exponent of the smallest scale: below it a code would mean a subnormal float32."""
+    """The exponent of the smallest scale; a smaller one would need subnormal float32s."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Codec:
     """How an array of numbers is stored.
 
     Attributes:
-      name: How ``mu_dtype``, ``nu_dtype`` and ``main_params_dtype`` call it.
-      dtype: The dtype of the array; of codes, that of these.
+      name: Its name in ``mu_dtype``, ``nu_dtype`` and ``main_params_dtype``.
+      dtype: The dtype of the stored array; for codes, of the codes.
       mantissa: Bits of a number's mantissa.
-      block: Elements that share a scale, a float32; 1: none do. Arrays are cut at multiples of it.
-      is_remainder: Whether the array is what a bfloat16 parameter lacks of a float32.
+      block: Elements that share a float32 scale; 1: no scales. Arrays are cut at multiples of it.
+      is_remainder: Whether the array is the remainder of a bfloat16 parameter.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Codec:
 
     @property
     def argument(self) -> str | None:
-        """How arguments and files name it: None where nothing is stored."""
+        """Its name in arguments and files: None if nothing is stored."""
         return self.name if self.is_stored else None
 
     @property
@@ -94,7 +94,7 @@ class Codec:
 
     @property
     def rounding_error(self) -> float:
-        """The largest distance of a number to its nearest stored one, relative to the number: h."""
+        """The largest relative distance of a number to the nearest stored one: h."""
         return 1 / (2 ** (self.mantissa + 1) + 1)
 
     @property
@@ -110,7 +110,7 @@ class Codec:
         return -(-size // self.block) if self.is_coded else 0
 
     def nbytes(self, size: int) -> int:
-        """Returns the bytes of ``size`` elements, scales included."""
+        """Returns the bytes of ``size`` elements including scales."""
         return size * self.dtype.itemsize + 4 * self.num_scales(size)
 
     def code(self, moment: str) -> CodeBits:
@@ -139,18 +139,18 @@ class Codec:
         with np.errstate(all="ignore"):
             x = xp.where(magnitude >> u32(self.mantissa) > 0, normal, subnormal)
             x = x * xp.repeat(stored.scales, self.block)[: codes.size]
-        # The zero of a scale that is zero has the sign of its code, as in the kernels.
+        # If a scale is zero, the zero has the sign of its code, as in the kernels.
         sign = (codes & u32(code.sign)) << u32(32 - self.bits)
         return (x.view(u32) | sign).view(xp.float32).reshape(stored.shape)
 
     def encode(self, moment: str, x: Any, random: Any, xp: Any) -> Any:
-        """Returns float32 values of a moment as they are stored: an array, or ``BlockCodes``.
+        """Returns a moment's float32 values as stored: an array, or ``BlockCodes``.
 
         Args:
           moment: "mu" or "nu".
           x: The values, of any shape; blocks are in row-major order.
-          random: A random word for each, uint32, for stochastic rounding. None: to nearest, ties to
-            even, and to subnormal codes toward zero for "mu", up for "nu".
+          random: A random uint32 for each value, for stochastic rounding. None: to nearest, ties to
+            even; subnormal codes round toward zero for "mu", up for "nu".
           xp: numpy, or jax.numpy.
         """
         if not self.is_coded:
@@ -178,7 +178,7 @@ class Codec:
         rounded = xp.where((rounded == 0) & (magnitude != 0), u32(1), rounded)
         rounded = xp.where(is_large, u32(0x7F000000), rounded)
         largest = xp.max(rounded, axis=1, keepdims=True)
-        is_zero = largest < (0x00800000 if code.sign else 1)  # no code of mu means less
+        is_zero = largest < (0x00800000 if code.sign else 1)  # codes of mu have no smaller values
         smallest = u32(127 + code.smallest_scale << 23)
         exponent = xp.maximum(largest & u32(0x7F800000), smallest)
         is_nan = largest >= 0x7F000000
@@ -201,11 +201,11 @@ class Codec:
         return BlockCodes(codes, scale_bits.reshape(-1).view(xp.float32))
 
     def join(self, param: Any, main: Any, xp: Any) -> Any:
-        """Returns the float32 value of a parameter; with ``NOTHING`` the parameter itself.
+        """Returns the float32 value of a parameter; for ``NOTHING`` the parameter itself.
 
         Args:
           param: The parameter.
-          main: What is stored beside it as its main parameter; None with ``NOTHING``.
+          main: What is stored with it as its main parameter; None for ``NOTHING``.
           xp: numpy, or jax.numpy.
         """
         if self.is_remainder:
@@ -213,7 +213,7 @@ class Codec:
         return main if self.is_stored else param
 
     def split(self, value: Any, param_dtype: Any, xp: Any) -> tuple[Any, Any]:
-        """Returns (parameter, what to store beside it) of a float32: the inverse of ``join``.
+        """Splits a float32 into (parameter, main parameter to store): the inverse of ``join``.
 
         Args:
           value: The float32 value.
@@ -226,28 +226,28 @@ class Codec:
 
 
 # [Note: remainders]
-# A float32 is kept in two halves of 16 bits: the parameter, which is the bfloat16 nearest to it,
-# and the low half of its bits. Rounding is to nearest with ties away from zero. A cast rounds ties
-# to even, which has no such inverse: an even bfloat16 is then the nearest of 65,537 float32s, more
-# than 16 bits can tell apart. A low half of 0x8000 or more says that the upper half was rounded up;
-# read as an int16 it is the negative number to add. cuda/dtype.h has the same two functions.
+# A float32 is kept in two halves of 16 bits: the parameter, which is the nearest bfloat16, and the
+# low half of its bits. Rounding is to nearest with ties away from zero. A cast rounds ties to even
+# and has no inverse in 16 bits: an even bfloat16 is then the nearest of 65,537 float32s. A low half
+# of 0x8000 or more means that the upper half was rounded up; as an int16 it is the negative number
+# to add. cuda/dtype.h has the same two functions.
 
 
 def split_halves(x: Any, bfloat16: Any, xp: Any) -> tuple[Any, Any]:
-    """A float32 as the bfloat16 nearest to it and its low 16 bits. See [Note: remainders]."""
+    """A float32 as its nearest bfloat16 and its low 16 bits: [Note: remainders]."""
     bits = store(x, xp.float32, xp).view(xp.uint32)
     high = ((bits + xp.uint32(0x8000)) >> 16).astype(xp.uint16).view(bfloat16)
     return high, bits.astype(xp.uint16)
 
 
 def join_halves(high: Any, low: Any, xp: Any) -> Any:
-    """The float32 whose halves are a bfloat16 and a uint16. See [Note: remainders]."""
+    """The float32 whose halves are a bfloat16 and a uint16: [Note: remainders]."""
     signed = low.view(xp.int16).astype(xp.int32).view(xp.uint32)
     return ((high.view(xp.uint16).astype(xp.uint32) << 16) + signed).view(xp.float32)
 
 
 def float_codec(dtype: Any) -> Codec:
-    """Returns the codec of floating-point numbers as they are."""
+    """Returns the codec that stores plain floats."""
     dtype = jnp.dtype(dtype)
     return Codec(dtype.name, dtype, jnp.finfo(dtype).nmant)
 
@@ -257,27 +257,27 @@ NOTHING = Codec("nothing", np.dtype(np.void), 0)
 BLOCK8 = Codec("block8", np.dtype(np.uint8), 3, BLOCK)
 BLOCK16 = Codec("block16", np.dtype(np.uint16), 10, BLOCK)
 REMAINDER16 = Codec("remainder16", np.dtype(np.uint16), 23, is_remainder=True)
-"""The low half of a float32, beside a bfloat16: [Note: remainders]."""
+"""The low half of a float32; the bfloat16 parameter is the other: [Note: remainders]."""
 
 BLOCK_CODECS = (BLOCK8, BLOCK16)
 
 
 def growth(mu: Codec, nu: Codec) -> float:
-    """Returns by what rounding to nearest multiplies the square of mu over the root of nu: q^2.
+    """Returns how much rounding to nearest increases mu^2 / nu at most: q^2.
 
-    At most, [Note: moments that follow]; of floats nothing.
+    See [Note: moments that follow]; 1 for plain floats.
     """
     of_mu, of_nu = (x.rounding_error if x.is_coded else 0.0 for x in (mu, nu))
     return (1 + of_mu) ** 2 / (1 - of_nu)
 
 
 class BlockCodes(NamedTuple):
-    """A moment in "block8" or "block16": it stands in the place of an array in a tree of moments.
+    """A moment in "block8" or "block16", in place of an array in a tree of moments.
 
     Attributes:
       codes: The parameter's shape; uint8 for "block8", uint16 for "block16".
-      scales: Shape (number of elements / 128, rounded up,), float32: one for each block of 128
-        elements in row-major order, a power of two.
+      scales: Shape (number of elements / 128, rounded up,), float32: a power of two for each block
+        of 128 elements in row-major order.
     """
 
     codes: Any
@@ -295,10 +295,10 @@ def is_codes(x: Any) -> bool:
 
 
 def codec_of(moment: Any) -> Codec:
-    """Returns how a moment is stored: an array of floats, or what has ``codes``.
+    """Returns how a moment is stored: an array of floats, or an object with ``codes``.
 
     Raises:
-      DtypeError: The dtype of its codes is that of no codec.
+      DtypeError: No codec has codes of this dtype.
     """
     codes = getattr(moment, "codes", None)
     if codes is None:
@@ -314,12 +314,12 @@ def codec_of(moment: Any) -> Codec:
 
 
 def moment_leaves(tree: Any) -> list[Any]:
-    """Returns the leaves of a tree of moments: arrays, and BlockCodes."""
+    """Returns the leaves of a tree of moments: arrays and BlockCodes."""
     return jax.tree.leaves(tree, is_leaf=is_codes)
 
 
 def round_at_random(x: Any, dtype: Any, random: Any, xp: Any) -> Any:
-    """Rounds float32 to bfloat16 or float16 with random words; float32 stays as it is."""
+    """Rounds float32 stochastically to bfloat16 or float16; float32 stays as it is."""
     u32 = xp.uint32
     x = xp.where(xp.isnan(x), xp.asarray(np.nan, xp.float32), x)
     bits = x.view(u32)
@@ -337,7 +337,7 @@ def round_at_random(x: Any, dtype: Any, random: Any, xp: Any) -> Any:
 
 
 def _scaled_down(bits: Any, exponent: int, xp: Any) -> Any:
-    """The bits of positive float32s times 2^-exponent, also where XLA flushes these to zero."""
+    """The bits of positive float32s times 2^-exponent, also if XLA flushes these to zero."""
     u32 = xp.uint32
     is_normal = bits >= u32((exponent + 1) << 23)
     dropped = xp.clip(u32(exponent + 1) - (bits >> u32(23)), u32(1), u32(25))

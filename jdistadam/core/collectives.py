@@ -1,9 +1,9 @@
-"""The only module that talks to other devices. Everything here runs inside ``jax.shard_map``.
+"""The only module that communicates between devices. It all runs inside ``jax.shard_map``.
 
 [Note: casts that XLA deletes]
-XLA may delete a cast to 16 bits and back, and does so where a collective over one device vanishes
-between the two: one device would then compute other numbers than two. It may also move a cast to
-float32 behind a collective that only copies, so that other bytes are sent than the policy says.
+XLA may delete a cast to 16 bits and back. It does if a collective over one device vanishes between
+the two, and then one device would compute other numbers than two. It may also move a cast to
+float32 behind a collective that only copies, which then sends other bytes than the policy says.
 ``round_to`` keeps the first kind, ``keep_cast`` both.
 """
 
@@ -21,7 +21,7 @@ Axes = tuple[str, ...]
 
 
 def to_varying(x: Any, axes: Axes) -> Any:
-    """Marks ``x`` as different on each device, for the types of ``shard_map(check_vma=True)``."""
+    """Marks ``x`` as varying over axes for the types of ``shard_map(check_vma=True)``."""
     varying = varying_axes(x)
     if varying is None:
         return x
@@ -30,40 +30,40 @@ def to_varying(x: Any, axes: Axes) -> Any:
 
 
 def vary_together(tree: Any) -> Any:
-    """Marks every leaf as varying over all axes over which any of them varies.
+    """Marks every leaf as varying over the union of the leaves' varying axes.
 
-    A foreign call takes the types of its results from one operand: it must know of all others.
+    The result types of a foreign call come from one operand, so it must have the axes of all.
     """
     axes = frozenset().union(*(varying_axes(x) or () for x in jax.tree.leaves(tree)))
     return jax.tree.map(lambda x: to_varying(x, tuple(sorted(axes))), tree) if axes else tree
 
 
 def unbound(axes: Axes) -> Axes:
-    """Returns those axes that this code does not run inside a shard_map over."""
+    """Returns the axes over which this code does not run inside a shard_map."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(axis for axis in axes if axis not in manual)
 
 
 def varying_axes(x: Any) -> frozenset[str] | None:
-    """Returns the axes over which ``x`` may differ; None where the types do not track it."""
+    """Returns the axes over which ``x`` may differ; None if types do not track it."""
     manual = getattr(jax.typeof(x), "manual_axis_type", None)
     return None if manual is None else frozenset(manual.varying)
 
 
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:
-    """Casts, and makes sure that the rounding happens: [Note: casts that XLA deletes]."""
+    """Casts, and guarantees the rounding: [Note: casts that XLA deletes]."""
     dtype = jnp.dtype(dtype)
     if x.dtype == dtype or dtype.itemsize >= x.dtype.itemsize:
         return x.astype(dtype)
     if dtype == jnp.bfloat16:
         return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(dtype)
-    # reduce_precision would make zeros of the subnormal numbers of narrower exponents (in float16
-    # of all below 6.1e-5), and knows no format without infinities, as float8_e4m3fn is.
+    # reduce_precision flushes subnormal numbers of narrower exponents to zero (in float16 all below
+    # 6.1e-5) and knows no format without infinities, such as float8_e4m3fn.
     return lax.optimization_barrier(x.astype(dtype))
 
 
 def keep_cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """Casts, and makes sure that a result that is sent is sent in ``dtype``.
+    """Casts, and guarantees that a collective sends ``dtype``.
 
     See [Note: casts that XLA deletes].
     """
@@ -73,7 +73,7 @@ def keep_cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def reduce_scatter(x: jax.Array, axes: Axes, *, dim: int, comm_dtype: Any) -> jax.Array:
-    r"""Sums ``x`` over mesh axes and keeps this device's part.
+    r"""Sums ``x`` over mesh axes and keeps this device's shard.
 
     Device :math:`i` of :math:`N` returns :math:`\sum_r x_r[iS:(i+1)S]` along ``dim``. The
     collective library adds, in ``comm_dtype`` and in an order that it chooses.
@@ -82,11 +82,11 @@ def reduce_scatter(x: jax.Array, axes: Axes, *, dim: int, comm_dtype: Any) -> ja
       x: This device's contribution. ``x.shape[dim]`` must divide by N.
       axes: Mesh axes to sum over, the most significant one first.
       dim: Dimension to scatter.
-      comm_dtype: Each contribution is rounded to it once, sent and summed in it. Bytes sent per
+      comm_dtype: Contributions are rounded to it once, then sent and summed in it. Bytes sent per
         device: (N - 1) / N * x.size * itemsize.
 
     Returns:
-      The sum (not the mean), dtype ``comm_dtype``, ``x.shape`` with dimension ``dim`` cut to 1/N.
+      The sum (not the mean), dtype ``comm_dtype``, shape of ``x`` with ``dim`` divided by N.
     """
     with jax.named_scope("jdistadam/reduce_scatter"):
         return lax.psum_scatter(round_to(x, comm_dtype), axes, scatter_dimension=dim, tiled=True)
@@ -98,28 +98,28 @@ def all_to_all(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
     Args:
       x: ``x.shape[dim]`` must be the number of devices along the axis.
       axis: The mesh axis.
-      dim: The dimension that is handed out.
+      dim: The dimension to distribute.
 
     Returns:
-      What the devices sent, stacked in a new first dimension; ``dim`` is gone.
+      The received slices, stacked in a new first dimension; ``dim`` is gone.
     """
     with jax.named_scope("jdistadam/all_to_all"):
         return lax.all_to_all(x, axis, split_axis=dim, concat_axis=0)
 
 
 def send_around(x: jax.Array, axes: Axes, *, distance: int, devices: int) -> jax.Array:
-    """Sends to the device that is ``distance`` places on; returns what came from as far before.
+    """Sends to the device ``distance`` places on; returns what arrived from as far before.
 
-    XLA may do so by the copy engines of GPUs, which take no multiprocessor from other work.
+    XLA can use the copy engines of GPUs, which leaves all multiprocessors to other work.
     """
     with jax.named_scope("jdistadam/send_around"):
         return lax.ppermute(x, axes, [(i, (i + distance) % devices) for i in range(devices)])
 
 
 def all_gather(shard: jax.Array, axes: Axes, *, dim: int, to: str = "invarying") -> jax.Array:
-    """Concatenates every device's shard along ``dim``; the same array on all devices.
+    """Concatenates every device's shard along ``dim``; the result is equal on all devices.
 
-    Its type says that they are the same unless ``to`` is "varying".
+    Its type says so unless ``to`` is "varying".
     """
     if not axes:
         return shard
@@ -128,17 +128,17 @@ def all_gather(shard: jax.Array, axes: Axes, *, dim: int, to: str = "invarying")
 
 
 def all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
-    """Sums over mesh axes; the same array on all devices."""
+    """Sums over mesh axes; the result is equal on all devices."""
     return lax.psum(x, axes) if axes else x
 
 
 def all_reduce_mean(x: jax.Array, axes: Axes) -> jax.Array:
-    """Averages over mesh axes; the same array on all devices."""
+    """Averages over mesh axes; the result is equal on all devices."""
     return lax.pmean(x, axes)
 
 
 def all_reduce_max(x: jax.Array, axes: Axes) -> jax.Array:
-    """Takes the largest over mesh axes; the same array on all devices."""
+    """Takes the maximum over mesh axes; the result is equal on all devices."""
     return lax.pmax(x, axes) if axes else x
 
 
@@ -148,7 +148,7 @@ def axis_index(axes: Axes) -> jax.Array:
 
 
 def constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Brings a traced array outside of shard_map to a sharding, on Explicit and on Auto axes."""
+    """Reshards a traced array outside of shard_map, on Explicit and on Auto axes."""
     explicit = jax.sharding.AxisType.Explicit
     if explicit in sharding.mesh.axis_types:
         return jax.sharding.reshard(x, sharding)
@@ -156,10 +156,10 @@ def constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def to_invariant(x: jax.Array, axes: Axes) -> jax.Array:
-    """Tells the types of ``shard_map(check_vma=True)`` that equal arrays are equal.
+    """Marks equal arrays as invariant for the types of ``shard_map(check_vma=True)``.
 
-    Only for what is computed from the same operands on all devices; a collective is spent on it
-    where types say otherwise, none where they say nothing.
+    Only for values that all devices compute from the same operands. It costs a collective if types
+    say otherwise, and nothing if types say nothing.
     """
     differs_over = varying_axes(x) or ()
     return all_reduce_max(x, tuple(axis for axis in axes if axis in differs_over))

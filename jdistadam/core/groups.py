@@ -1,7 +1,7 @@
 """Groups of parameters: labels, masks, and the hyperparameters of each group.
 
-The kernel takes one row of coefficients for each group, so that many groups cost no more launches
-than one. Every group has two rows: with weight decay, and without it for what the mask leaves out.
+The kernel takes one row of coefficients per group, so many groups need no more launches than one.
+Every group has two rows: with weight decay, and without it for masked leaves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jdistadam.errors import DtypeError, HyperparameterError, TreeError
 
 
 def decay_groups(mask: Any | Callable[[Any], Any] | None, params: Params) -> tuple[int, ...]:
-    """Returns, for each leaf, 0 if decay applies to it and 1 if it is masked out."""
+    """Returns for each leaf 0 if decay applies to it and 1 if it is masked out."""
     num_leaves = len(jax.tree.leaves(params))
     if mask is None or not num_leaves:
         return (0,) * num_leaves
@@ -56,11 +56,11 @@ def for_each_leaf(
       given: A tree of values that is a prefix of params, as in optax, or a function that returns
         one for params.
       params: The tree.
-      name: How to call ``given`` in messages.
-      kind: The type that every value must have.
-      what: How to call that type.
+      name: The name of ``given`` in messages.
+      kind: The type of every value.
+      what: The name of that type in messages.
       expected: What may be given.
-      is_leaf: What counts as a value of ``given`` although it is a container.
+      is_leaf: Which containers in ``given`` are values.
     """
     given = given(params) if callable(given) else given
 
@@ -87,7 +87,7 @@ def for_each_leaf(
 
 
 class _Value:
-    """Keeps jax.tree from looking into a value."""
+    """Hides a value from jax.tree."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -101,11 +101,11 @@ class Groups:
     """The groups of an optimizer.
 
     Attributes:
-      hypers: Hyperparameters by label; a single one, under "", where there are no labels. Frozen
-        groups have none.
+      hypers: Hyperparameters by label; a single one, under "", without labels. Frozen groups have
+        none.
       labels: Labels of the leaves: a tree that is a prefix of params, or a function of params that
         returns one.
-      mask: Where weight decay applies, likewise.
+      mask: Which leaves decay, likewise.
     """
 
     hypers: dict[str, Hyperparameters | None]
@@ -114,11 +114,11 @@ class Groups:
 
     @property
     def used(self) -> list[Hyperparameters]:
-        """The hyperparameters of the groups that are not frozen, in the order of their rows."""
+        """The hyperparameters of the groups that are not frozen, in row order."""
         return [hyper for hyper in self.hypers.values() if hyper is not None]
 
     def row_of_leaves(self, params: Params) -> tuple[int | None, ...]:
-        """Returns the row that each leaf uses, None if it is frozen."""
+        """Returns the row of each leaf, None if it is frozen."""
         masked_out = decay_groups(self.mask, params)
         if self.labels is None:
             return masked_out
@@ -140,7 +140,7 @@ class Groups:
         return tuple(rows)
 
     def _check_all_named(self, labels: Sequence[str]) -> None:
-        """Raises TreeError where a group is that of no leaf, most often by its spelling."""
+        """Raises TreeError if a group has no leaf, most often because of its spelling."""
         unnamed = [group for group in self.hypers if group not in labels]
         if not labels or not unnamed:
             return
@@ -152,7 +152,7 @@ class Groups:
 
 
 def make_groups(hyper: Hyperparameters, mask: Any, param_labels: Any, groups: Any) -> Groups:
-    """Checks the arguments of the same names of ``fused_adamw``."""
+    """Checks the arguments of ``fused_adamw`` with the same names."""
     if param_labels is None and groups is None:
         return Groups({"": hyper}, None, mask)
     if param_labels is None or not isinstance(groups, Mapping) or not groups:
@@ -171,7 +171,7 @@ def make_groups(hyper: Hyperparameters, mask: Any, param_labels: Any, groups: An
 
 
 def _hyper_of(label: str, hyper: Hyperparameters, given: Any) -> Hyperparameters | None:
-    """The hyperparameters of one group; None if it is frozen."""
+    """The hyperparameters of a group; None if it is frozen."""
     unknown = sorted(set(given) - set(_KEYS)) if isinstance(given, Mapping) else [repr(given)]
     if unknown:
         action = "Remove it."
@@ -189,7 +189,7 @@ def _hyper_of(label: str, hyper: Hyperparameters, given: Any) -> Hyperparameters
     scale = given.get("lr_scale", 1)
     try:
         new = dataclasses.replace(hyper, **changed)
-        checked = Hyperparameters(scale)  # raises for what is no number
+        checked = Hyperparameters(scale)  # raises unless it is a number
     except HyperparameterError as error:
         message = re.sub(r"^learning_rate(?=:)|learning_rate(?=\.$)", "lr_scale", str(error))
         raise HyperparameterError(f"{path}, {message}") from None
@@ -202,7 +202,7 @@ def _hyper_of(label: str, hyper: Hyperparameters, given: Any) -> Hyperparameters
 
 
 def _product(rate: Any, scale: Any) -> Any:
-    """The schedule of a product, of which either side may be a schedule."""
+    """The schedule of a product; either side may be a schedule."""
 
     def schedule(count: Any) -> Any:
         factors = [x(count) if callable(x) else x for x in (rate, scale)]

@@ -1,4 +1,4 @@
-"""The numbers of Adam: frozen values, checked once."""
+"""The hyperparameters of Adam: frozen values, checked once."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ ScalarOrSchedule = float | jax.Array | Callable[[Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
-    """The numbers of Adam, as given: Python numbers, arrays, tracers or schedules.
+    """The hyperparameters of Adam as given: Python numbers, arrays, tracers or schedules.
 
     Attributes:
-      learning_rate: Step size, or a schedule from the step count to it.
+      learning_rate: Step size, or a schedule that maps the step count to it.
       b1: Decay rate of the first moment, in [0, 1).
       b2: Decay rate of the second moment, in [0, 1).
       eps: Added to the square root of the second moment, >= 0.
       eps_root: Added to the second moment under the square root, >= 0.
-      weight_decay: Decoupled weight decay, >= 0, or a schedule from the step count to it.
+      weight_decay: Decoupled weight decay, >= 0, or a schedule that maps the step count to it.
       nesterov: Whether to use Nesterov momentum.
       l2: L2 regularisation, >= 0: ``l2 * params`` is added to the gradient.
       bias_correction: Whether to divide the moments by 1 - b^t.
-      cautious_weight_decay: Whether decay applies only where it has the sign of the update.
+      cautious_weight_decay: Whether decay applies only to elements whose update has its sign.
     """
 
     learning_rate: Any
@@ -51,7 +51,7 @@ class Hyperparameters:
     cautious_weight_decay: bool = False
 
     def __post_init__(self) -> None:
-        """Checks every number that is known before tracing."""
+        """Checks every number known before tracing."""
         if isinstance(self.learning_rate, int | float | np.number) and self.learning_rate < 0:
             warn_caller(
                 f"learning_rate: below zero, as optax allows: got {self.learning_rate!r}, expected "
@@ -67,13 +67,13 @@ class Hyperparameters:
 
     @property
     def flags(self) -> frozenset[str]:
-        """The names in ``FLAGS`` that are on."""
+        """The names in ``FLAGS`` that are set."""
         return frozenset(name for name in FLAGS if getattr(self, name))
 
     def known_and_operands(self) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:
-        """Returns what is known to the compiler, hashable, and what is an operand of the program.
+        """Returns hashable values that the compiler knows, and operands of the program.
 
-        ``Hyperparameters(**dict(known), **operands)`` is this again.
+        ``Hyperparameters(**dict(known), **operands)`` is equal to this.
         """
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         operands = {k: v for k, v in values.items() if isinstance(v, jax.Array | np.ndarray)}
@@ -81,7 +81,7 @@ class Hyperparameters:
 
 
 def _hashable(value: Any) -> Any:
-    """A schedule may be an object without a hash, e.g. of a plain dataclass."""
+    """The value, or a hashable stand-in: a schedule may be an object without a hash."""
     return value if getattr(value, "__hash__", None) else functools.partial(value)
 
 
@@ -95,7 +95,7 @@ def _check(name: str, value: Any, is_valid: Callable[[float], bool], expected: s
                 f"got {value.dtype}, expected float32, or a Python number. "
                 "optax.inject_hyperparams casts to the dtype of params: use jda.inject_hyperparams."
             )
-        # Perhaps traced, and never waited for: only the shape can be looked at.
+        # It may be traced, and reading it would block: only the shape is checked.
         real = not jnp.issubdtype(value.dtype, np.complexfloating)
         valid = value.shape == () and real
         expected = "a scalar" if real else "a real number"
@@ -107,10 +107,10 @@ def _check(name: str, value: Any, is_valid: Callable[[float], bool], expected: s
 
 
 def _check_schedule(name: str, schedule: Callable[[Any], Any]) -> None:
-    """Raises HyperparameterError where a schedule needs more than the step count."""
+    """Raises HyperparameterError if a schedule needs more than the step count."""
     try:
         signature = inspect.signature(schedule)
-    except (ValueError, TypeError):  # builtins have none
+    except (ValueError, TypeError):  # builtins have no signature
         return
     try:
         signature.bind(0)

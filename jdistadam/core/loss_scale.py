@@ -1,4 +1,4 @@
-"""Loss scaling: the scale as device state, and how it changes with what a step found."""
+"""Loss scaling: the scale as device state and its update after each step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from jdistadam.errors import HyperparameterError
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
-    r"""A loss scale that grows while gradients are finite and shrinks where they are not.
+    r"""A loss scale that grows while gradients are finite and shrinks otherwise.
 
-    After ``growth_interval`` finite steps in a row the scale is multiplied by ``growth_factor``.
-    A step with a non-finite gradient is skipped; from the ``hysteresis``-th such step
-    since the last growth on, the scale is multiplied by ``backoff_factor``.
+    After ``growth_interval`` consecutive finite steps the scale is multiplied by ``growth_factor``.
+    A step with a non-finite gradient is skipped. From the ``hysteresis``-th skipped step since the
+    last growth on, the scale is multiplied by ``backoff_factor``.
 
     Attributes:
       init_scale: The first scale.
       growth_factor: Greater than 1.
       backoff_factor: Between 0 and 1.
-      growth_interval: Finite steps in a row before the scale grows.
-      hysteresis: How many skipped steps it takes before the scale shrinks.
-      min_scale: The scale never falls below it.
+      growth_interval: Consecutive finite steps before the scale grows.
+      hysteresis: Skipped steps before the scale shrinks.
+      min_scale: The smallest scale.
 
     Powers of two change no bit of a gradient that stays in range.
 
@@ -75,10 +75,10 @@ class LossScaleState(NamedTuple):
     """The device state of a loss scale; all of shape ().
 
     Attributes:
-      loss_scale: float32: what the next loss is multiplied by.
+      loss_scale: float32: the factor of the next loss.
       growth_count: int32: finite steps since the scale last changed or a step was skipped.
-      hysteresis_count: int32: skipped steps that are left before the scale shrinks.
-      skipped: int32: how many steps were skipped so far.
+      hysteresis_count: int32: skipped steps left before the scale shrinks.
+      skipped: int32: skipped steps so far.
     """
 
     loss_scale: jax.Array
@@ -100,7 +100,7 @@ def _check(name: str, value: Any, above: float, below: float) -> None:
 
 
 def _rounded(value: Any) -> float:
-    """The value that a float32 has: infinite or zero where it does not fit."""
+    """The value as a float32: infinite or zero out of its range."""
     with np.errstate(over="ignore", under="ignore"):
         return float(np.float32(value))
 
@@ -118,7 +118,7 @@ def new_loss_scale(config: float | DynamicLossScale) -> LossScaleState:
 def next_loss_scale(
     config: float | DynamicLossScale, state: LossScaleState, found_inf: jax.Array
 ) -> LossScaleState:
-    """Returns the state after a step that found non-finite gradients, or found none."""
+    """Returns the state after a step, given whether its gradients were non-finite."""
     skipped = state.skipped + found_inf.astype(jnp.int32)
     if not isinstance(config, DynamicLossScale):
         return state._replace(skipped=skipped)
@@ -143,14 +143,14 @@ def next_loss_scale(
 def continued_loss_scale(
     config: float | DynamicLossScale | None, saved: LossScaleState | None
 ) -> Any:
-    """Returns the state with which an optimizer goes on from what another one saved, on the host.
+    """Returns the state with which a new optimizer continues from a saved one, on the host.
 
-    What training has found moves: a dynamic scale with its counts, and how many steps were skipped.
-    What was chosen is the new optimizer's: a constant scale, the first dynamic one, the limits.
+    Measurements move: a dynamic scale with its counts, and the number of skipped steps. Choices are
+    the new optimizer's: a constant scale, the first dynamic one, the limits.
 
     Args:
       config: The ``loss_scale`` of the new optimizer.
-      saved: The state of the old one, None if it had none; the counts of a constant scale are None.
+      saved: The old state, None without loss scaling; a constant scale has counts None.
     """
     if config is None:
         return None

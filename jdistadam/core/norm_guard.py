@@ -1,4 +1,4 @@
-"""A guard against spikes of the gradient norm: its limits, and the running mean as device state."""
+"""A guard against spikes of the gradient norm: limits, and a running mean as device state."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from jdistadam.errors import HyperparameterError
 class NormGuard:
     r"""Skips steps whose global gradient norm is above a limit, as ``norm_guard`` of an optimizer.
 
-    The norm :math:`n` is that of the mean gradient, unscaled and before clipping, which is also
-    ``metrics["grad_norm"]``. A step is skipped where
+    The norm :math:`n` is that of the mean gradient, unscaled and before clipping:
+    ``metrics["grad_norm"]``. A step is skipped if
 
     .. math::
 
       n > \text{max\_norm} \qquad\text{or}\qquad n > \text{max\_ratio} \cdot \mu_k
 
-    with the running mean :math:`\mu_k` of the norms of the :math:`k` applied steps so far, from
-    :math:`k` = ``warmup_steps`` on:
+    with the running mean :math:`\mu_k` of the norms of the :math:`k` applied steps so far, once
+    :math:`k` reaches ``warmup_steps``:
 
     .. math::
 
       \mu_k = \mu_{k-1} + \frac{n_k - \mu_{k-1}}{\min(k, \text{window})}
 
-    That is their mean at first, then an exponential one with the rate 1 / ``window``. Skipped norms
-    are not part of it: after a lasting change of the level of the norm all steps are skipped, until
-    ``SkipLimit`` raises. A non-finite norm is skipped too, also without a ``loss_scale``.
+    First it is the plain mean, then an exponential one with the rate 1 / ``window``. Skipped norms
+    do not enter it: if the norm rises for good, every step is skipped until ``SkipLimit`` raises. A
+    non-finite norm is skipped too, even without a ``loss_scale``.
 
     Attributes:
-      max_norm: The largest norm of an applied step; above 0. None: any.
-      max_ratio: The largest norm as a multiple of the running mean; above 1. None: any.
-      window: Over how many applied steps the mean is taken.
-      warmup_steps: Applied steps before ``max_ratio`` counts.
+      max_norm: The largest norm of an applied step; above 0. None: no limit.
+      max_ratio: The largest norm as a multiple of the running mean; above 1. None: no limit.
+      window: The number of applied steps in the mean.
+      warmup_steps: Applied steps before ``max_ratio`` takes effect.
 
     Raises:
       HyperparameterError: A number is out of range, or has no effect.
@@ -88,10 +88,10 @@ class NormGuardState(NamedTuple):
 
     Attributes:
       mean: float32: the running mean of the norms of applied steps.
-      steps: int32: how many these are.
-      spikes: int32: steps that were skipped since their norm was finite and above a limit.
-      nonfinite: int32: steps that were skipped since their norm was non-finite; without those that
-        the loss scale counts, whose gradients were.
+      steps: int32: the number of applied steps.
+      spikes: int32: steps skipped because their norm was finite and above a limit.
+      nonfinite: int32: steps skipped because only their norm was non-finite. Steps with non-finite
+        gradients are counted by the loss scale.
     """
 
     mean: jax.Array
@@ -116,7 +116,7 @@ def new_norm_guard() -> NormGuardState:
 
 
 def exceeds(guard: NormGuard, state: NormGuardState, norm: jax.Array) -> jax.Array:
-    """Whether a step with this norm is skipped: it is above a limit, or non-finite."""
+    """Whether a step with this norm is skipped: above a limit, or non-finite."""
     limit = jnp.float32(math.inf if guard.max_norm is None else guard.max_norm)
     if guard.max_ratio is not None:
         of_mean = jnp.float32(guard.max_ratio) * state.mean
@@ -137,8 +137,8 @@ def next_norm_guard(
       guard: The limits.
       state: The state before the step.
       norm: Its norm.
-      is_skipped: Whether it was skipped, for whatever reason.
-      is_counted: Whether nothing but the norm was a reason; False also where the step is void.
+      is_skipped: Whether it was skipped for any reason.
+      is_counted: Whether the norm was the only reason; False also if the step is void.
     """
     by_norm, is_finite = exceeds(guard, state, norm) & is_counted, jnp.isfinite(norm)
     is_applied = ~is_skipped & is_counted
@@ -153,9 +153,9 @@ def next_norm_guard(
 
 
 def continued_norm_guard(guard: NormGuard | None, saved: NormGuardState | None) -> Any:
-    """Returns the state with which an optimizer goes on from what another one saved, on the host.
+    """Returns the state with which a new optimizer continues from a saved one, on the host.
 
-    The mean and the counts move, and begin anew where there were none; limits are chosen.
+    The mean and the counts move, or start anew if there were none; limits are the new optimizer's.
     """
     if guard is None:
         return None

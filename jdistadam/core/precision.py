@@ -1,4 +1,4 @@
-"""The mixed-precision policy of several devices: what is kept, communicated and summed."""
+"""The mixed-precision policy: dtypes of storage, communication and sums over devices."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _SUPPORTED: dict[str, tuple[str | None, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """What is kept of parameters and gradients, communicated and summed, each in its own dtype.
+    """The dtypes in which parameters and gradients are stored, communicated and summed.
 
-    How moments are stored is said where they are computed: in ``fused_adamw``.
+    The dtypes of moments are arguments of ``fused_adamw``.
 
     Attributes:
-      main_params_dtype: The same as the optimizer's own argument; given in one of the two
-        places, or unset in both: float32. What the optimizer keeps, sharded, and updates: float32
-        main parameters wherever they differ from the parameters in dtype or in sharding;
-        "remainder16": beside bfloat16 parameters the low 16 bits, so that both together are a
-        float32, to which the parameter is the nearest bfloat16 with ties away from zero, where a
-        cast rounds ties to even (other parameters are updated themselves); None: nothing,
-        parameters are updated themselves and rounded to their own dtype at every step.
+      main_params_dtype: The optimizer's argument of the same name; give one of the two, or neither
+        for float32. What the optimizer keeps, sharded, and updates. float32: main parameters
+        wherever parameters differ from them in dtype or in sharding. "remainder16": with bfloat16
+        parameters the low 16 bits. Both together are a float32, and the parameter is its nearest
+        bfloat16 with ties away from zero (a cast rounds ties to even). Other parameters are
+        updated themselves. None: nothing; parameters are updated themselves and rounded to their
+        own dtype at every step.
       main_grads_dtype: Dtype in which gradients are stored and accumulated over micro-batches.
       grad_comm_dtype: The communication dtype of gradients: contributions are rounded to it once,
         then sent. float32, bfloat16 or float16. None: ``main_grads_dtype``. Bytes sent per device
         and reduction: (N - 1) / N * parameters * itemsize.
       grad_reduce_dtype: Dtype in which contributions are summed across devices. None: the
-        collective library sums, in the communication dtype; one of 16 bits then also rounds partial
-        sums. float32: contributions are sent in the communication dtype as an all-to-all and added
+        collective library sums in the communication dtype; with 16 bits it also rounds partial
+        sums. float32: an all-to-all sends contributions in the communication dtype. They are added
         in float32, adjacent pairs first, an odd one carried, axis by axis from the inner one:
-        always the same bits. Sums stay float32 on their way into the kernel, also where they are
-        sent on.
+        always the same bits. Sums stay float32 on their way into the kernel, even if they are sent
+        on.
       param_comm_dtype: The communication dtype of parameters: float32, bfloat16, float16,
-        float8_e5m2 or float8_e4m3fn, at most as wide as the parameters. None: that of the
+        float8_e5m2 or float8_e4m3fn, at most as wide as the parameters. None: the dtype of the
         parameters. float8 has no scale factors here: e4m3fn ends at 448, e5m2 keeps two bits of
         mantissa.
 
@@ -70,7 +70,7 @@ class MixedPrecisionPolicy:
     param_comm_dtype: Any = None
 
     def __post_init__(self) -> None:
-        """Normalises every field to a numpy dtype and checks that they fit each other."""
+        """Converts every field to a numpy dtype and checks the combination."""
         if self.main_params_dtype is not UNSET:
             main = parse_main_params(self.main_params_dtype)
             as_given = main.dtype if main == FLOAT32 else main.argument
@@ -95,7 +95,7 @@ class MixedPrecisionPolicy:
 
     @property
     def main_params(self) -> Codec:
-        """What is kept of the parameters' float32 values; float32 ones where that is unset."""
+        """How main parameters are stored; float32 if unset."""
         is_unset = self.main_params_dtype is UNSET
         return FLOAT32 if is_unset else parse_main_params(self.main_params_dtype)
 

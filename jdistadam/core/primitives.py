@@ -1,11 +1,11 @@
-"""Primitives of our own: what JAX has no rule for, or must not have one for.
+"""Our own JAX primitives: operations for which JAX has no rule, or must not have one.
 
 [Note: primitives of our own]
-``jax.custom_jvp`` and ``custom_vmap`` would do, were it not for second derivatives of a loop: where
-``lax.scan`` looks for what is the same in all iterations, it drops the rule of ``custom_jvp``, and
-JAX then tries to differentiate the foreign call. The rules of a primitive are never dropped. What
-it computes is a parameter of it, as a jaxpr: in those JAX looks for ``custom_partitioning``, which
-has to know the devices.
+``jax.custom_jvp`` and ``custom_vmap`` fail for second derivatives of a loop: when ``lax.scan``
+looks for values that are equal in all iterations, it drops the rule of ``custom_jvp``, and JAX then
+tries to differentiate the foreign call. JAX never drops the rules of a primitive. Its computation
+is a jaxpr parameter, because JAX searches those for ``custom_partitioning``, which has to know the
+devices.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def make_primitive(
     Args:
       name: Its name in jaxprs.
       run: Computes a list of results from operands and parameters.
-      types: Their types, from those of operands.
-      batched: Its rule under ``jax.vmap``, which else raises.
-      jvp: Its rule when it is differentiated; likewise.
-      lowering: How it is compiled; None: as ``run`` is.
+      types: Computes the result types from operand types.
+      batched: Its rule under ``jax.vmap``, which otherwise raises.
+      jvp: Its rule for differentiation, likewise.
+      lowering: How it is compiled; None: as ``run``.
     """
     made = Primitive(name)
     made.multiple_results = True
@@ -52,10 +52,10 @@ def make_primitive(
 
 
 class CalledPrimitive:
-    """A primitive that computes a function of trees, whose other rules are its own."""
+    """A primitive that computes a function of trees, with its own rules."""
 
     def __init__(self, name: str, *, batched: Rule, jvp: Rule) -> None:
-        """Takes the rules under ``jax.vmap`` and when differentiated, with parameter ``call``."""
+        """Takes the rules for ``jax.vmap`` and differentiation, with parameter ``call``."""
         self.primitive = make_primitive(
             name,
             lambda *leaves, call, **_: jaxpr_as_fun(call)(*leaves),

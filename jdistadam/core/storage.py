@@ -1,4 +1,4 @@
-"""How moments and main parameters are stored and rounded: what was asked for."""
+"""How moments and main parameters are stored and rounded, as requested."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from jdistadam.core.codecs import (
 )
 from jdistadam.errors import DtypeError, PolicyError, TreeError
 
-# Main parameters: the float32 values that 16-bit parameters lose bits of in a step.
+# Main parameters: the float32 values of 16-bit parameters that lose bits in a step.
 #
-# A ``Codec`` says what an optimizer keeps of them beside the parameters: ``FLOAT32``, the value,
+# A ``Codec`` says what an optimizer keeps in addition to the parameters: ``FLOAT32``, the value
 # whose cast the parameter is; ``REMAINDER16``, the half of its bits that a bfloat16 parameter
 # lacks; or ``NOTHING``: the parameter itself is updated, and rounded to its dtype at every step.
 
@@ -40,18 +40,18 @@ class _Unset:
         return "unset"
 
     def __reduce__(self) -> str:
-        return "UNSET"  # pickled by name, so that it stays the only one
+        return "UNSET"  # pickled by name, so it stays a singleton
 
     def __deepcopy__(self, memo: Any) -> _Unset:
         return self
 
 
 UNSET = _Unset()
-"""``main_params_dtype`` was left open: none on one device, float32 where state is sharded."""
+"""``main_params_dtype`` is unset: none on one device, float32 if state is sharded."""
 
 
 def parse_main_params(main_params_dtype: Any) -> Codec:
-    """Returns the codec that an argument ``main_params_dtype`` means, or raises PolicyError."""
+    """Returns the codec of an argument ``main_params_dtype``, or raises PolicyError."""
     given = main_params_dtype
     if isinstance(given, str) and given == REMAINDER16.name:
         return REMAINDER16
@@ -67,15 +67,15 @@ def main_codec_of(main: Any) -> Codec:
 
 
 def has_main_param(codec: Codec, param: Any) -> bool:
-    """Whether a parameter has a main parameter where one program holds all of it.
+    """Whether a parameter has a main parameter in a program that holds all of it.
 
-    It does if its dtype, of 16 bits, loses bits of what the optimizer computes.
+    It does if its dtype has 16 bits and loses bits of the result.
     """
     return codec.is_stored and getattr(param, "dtype", None) in (jnp.bfloat16, jnp.float16)
 
 
 def new_main_param(codec: Codec, path: str, param: Any) -> Any:
-    """Returns what to store beside a parameter whose value is still exact.
+    """Returns what to store with a parameter whose value is still exact.
 
     Raises:
       DtypeError: A parameter of this dtype has no remainder.
@@ -87,7 +87,7 @@ def new_main_param(codec: Codec, path: str, param: Any) -> Any:
 
 
 def check_main_dtype(codec: Codec, path: str, dtype: Any) -> None:
-    """Raises DtypeError where a parameter of this dtype cannot have such a main parameter."""
+    """Raises DtypeError if a parameter of this dtype cannot have such a main parameter."""
     if codec.is_remainder and dtype != jnp.bfloat16:
         raise DtypeError(
             f"{path}: has no remainder: got {dtype}, "
@@ -97,22 +97,22 @@ def check_main_dtype(codec: Codec, path: str, dtype: Any) -> None:
 
 ROUNDINGS = ("nearest", "stochastic")
 MOMENT_NAMES = tuple(f'"{known.name}"' for known in BLOCK_CODECS)
-"""What mu_dtype and nu_dtype may be beside dtypes."""
+"""What mu_dtype and nu_dtype may be, apart from dtypes."""
 
 NAMES = " or ".join(MOMENT_NAMES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """What an optimizer was asked for.
+    """The storage requested from an optimizer.
 
     Attributes:
-      mu: How first moments are stored. None: as float32, or in the dtype of what is updated.
-      nu: How second moments are.
+      mu: How first moments are stored. None: as float32, or in the dtype of the updated array.
+      nu: How second moments are stored.
       is_stochastic: Whether to round stochastically.
-      seed: The seed of that.
-      float32_moments: Which leaves keep float32 moments, beside the small ones: a function of the
-        path, as in "['block']['w']". None: none.
+      seed: The seed of stochastic rounding.
+      float32_moments: Which leaves have float32 moments, apart from small ones: a function of the
+        path, such as "['block']['w']". None: no others.
     """
 
     mu: Codec | None = None
@@ -122,20 +122,20 @@ class Storage:
     float32_moments: Callable[[str], bool] | None = None
 
     def is_coded(self, path: str, param: Any) -> bool:
-        """Whether a leaf has moments in codes, where any leaf does."""
+        """Whether a leaf has coded moments, if any leaf does."""
         is_float = getattr(param, "dtype", None) in trees.STORAGE_DTYPES
         return is_float and self.codes_leaf(path, np.size(param))
 
     def codes_leaf(self, path: str, size: int) -> bool:
-        """Whether a leaf of floats with so many elements has moments in codes."""
+        """Whether a leaf of floats with ``size`` elements has coded moments."""
         if size < SMALLEST_CODED:
             return False
         return self.float32_moments is None or not self.float32_moments(path)
 
     def check_paths(self, sizes: Mapping[str, int]) -> None:
-        """Raises TreeError where ``float32_moments`` selects no leaf that would be coded.
+        """Raises TreeError if ``float32_moments`` selects no leaf that would be coded.
 
-        ``sizes``: the number of elements of each leaf, by its path.
+        ``sizes``: the number of elements of each leaf by path.
         """
         keep, paths = self.float32_moments, [k for k, n in sizes.items() if n >= SMALLEST_CODED]
         if keep is None or not paths or any(map(keep, paths)):
@@ -147,7 +147,7 @@ class Storage:
         )
 
     def check_rounded(self, dtypes: Sequence[Any]) -> None:
-        """Raises PolicyError where no stored dtype of ``dtypes`` is rounded stochastically."""
+        """Raises PolicyError if stochastic rounding affects none of the stored ``dtypes``."""
         if not self.is_stochastic or self.is_coding or not dtypes:
             return
         if any(jnp.dtype(dtype).itemsize == 2 for dtype in dtypes):
@@ -160,11 +160,11 @@ class Storage:
         )
 
     def codec_of(self, moment: str) -> Codec:
-        """Returns how the moment "mu" or "nu" is stored, where anything decides it here."""
+        """Returns how the moment "mu" or "nu" is stored, if that is decided here."""
         return self.nu if moment == "nu" else self.mu or FLOAT32
 
     def float_dtype(self, moment: str) -> jnp.dtype:
-        """Returns the dtype of the moment "mu" or "nu" of leaves that are not coded."""
+        """Returns the dtype of the moment "mu" or "nu" of leaves without codes."""
         codec = self.codec_of(moment)
         return jnp.dtype(jnp.float32 if codec.is_coded else codec.dtype)
 
@@ -175,12 +175,12 @@ class Storage:
 
     @property
     def is_any(self) -> bool:
-        """Whether anything differs from floats that are rounded to nearest."""
+        """Whether storage differs from floats rounded to nearest."""
         return self.is_coding or self.is_stochastic
 
     @property
     def key(self) -> Any:
-        """The seed as it is in a state: shape (2,), uint32."""
+        """The seed as part of the state: shape (2,), uint32."""
         return jnp.asarray([self.seed & 0xFFFFFFFF, self.seed >> 32], jnp.uint32)
 
 
@@ -194,7 +194,7 @@ def parse(
     b1: Any,
     b2: Any,
 ) -> Storage:
-    """Checks arguments of an optimizer; raises PolicyError where they do not fit each other."""
+    """Checks storage arguments of an optimizer; raises PolicyError if they contradict."""
     if rounding not in ROUNDINGS:
         raise PolicyError(
             f"rounding: unknown: got {shown(rounding)}, "
@@ -239,11 +239,11 @@ def _check_seed(name: str, seed: Any, is_stochastic: bool) -> None:
 
 
 def _raise_unlike(mu: Codec, nu_dtype: Any) -> None:
-    """Raises where a second moment may be much smaller than what a first one is rounded up to.
+    """Raises if a second moment may be much smaller than the value to which mu is rounded up.
 
-    A unit of mu's codes is 2^-17 or 2^-40 of its block's largest element. With stochastic
-    rounding a smaller first moment becomes one now and then. The root of a nu of the same format
-    or a coarser one is at least 2^-16.5 or 2^-36, which bounds the update. A finer nu would not:
+    A unit of mu's codes is 2^-17 or 2^-40 of its block's largest element. Stochastic rounding
+    sometimes rounds a smaller first moment up to it. The root of a nu of the same format or a
+    coarser one is at least 2^-16.5 or 2^-36, which bounds the update. A finer nu has no such bound:
     [Note: blocks].
     """
     fitting = [f'"{x.name}"' for x in BLOCK_CODECS if x.bits <= mu.bits]
@@ -256,7 +256,7 @@ def _raise_unlike(mu: Codec, nu_dtype: Any) -> None:
 
 
 def _check_decays(storage: Storage, b1: Any, b2: Any) -> None:
-    """Raises where moments in codes, rounded to nearest, would not follow their gradients."""
+    """Raises if coded moments, rounded to nearest, would not follow their gradients."""
     mu, nu = storage.codec_of("mu"), storage.nu
     if nu.is_coded:
         _check_decay("nu_dtype", "second", nu, "b2", b2)
@@ -288,12 +288,12 @@ def _check_decay(name: str, which: str, codec: Codec, decay: str, b: Any) -> Non
 
 
 def _is_number(x: Any) -> bool:
-    """Whether ``x`` is known while compiling."""
+    """Whether ``x`` is known at compile time."""
     return isinstance(x, int | float | np.number)
 
 
 def _warn_of_decay(mu: Codec, b1: Any) -> None:
-    """Warns where a first moment in 16 bits, rounded to nearest, does not follow its gradients."""
+    """Warns if a 16-bit first moment, rounded to nearest, does not follow its gradients."""
     if mu.bits != 16:
         return
     is_float16, largest = mu == FLOAT16, mu.largest_decay
@@ -308,10 +308,10 @@ def _warn_of_decay(mu: Codec, b1: Any) -> None:
 
 
 def _nu_codec(value: Any, b2: Any, *, is_stochastic: bool) -> Codec:
-    """Returns how the second moment is stored, or raises PolicyError where it cannot work.
+    """Returns how the second moment is stored, or raises PolicyError if that cannot work.
 
-    ``largest_decay`` says which b2 bfloat16 takes, rounded to nearest. float16 has no number
-    between 0 and 6e-8, the square of 2.4e-4: smaller gradients would count as zero.
+    ``largest_decay`` gives the largest b2 of bfloat16 with rounding to nearest. float16 has no
+    number between 0 and 6e-8, the square of 2.4e-4: smaller gradients would count as zero.
     """
     if (codec := named_codec(value)) is not None:
         return codec
@@ -334,11 +334,11 @@ def _nu_codec(value: Any, b2: Any, *, is_stochastic: bool) -> Codec:
 
 
 def named_codec(dtype: Any) -> Codec | None:
-    """Returns the codec of moments in codes that a name stands for; None for other dtypes."""
-    is_name = isinstance(dtype, str)  # jnp.dtype cannot be compared with all strings
+    """Returns the codec with this name; None for other dtypes."""
+    is_name = isinstance(dtype, str)  # comparing a jnp.dtype with some strings raises
     return next((known for known in BLOCK_CODECS if is_name and known.name == dtype), None)
 
 
 def without_codes(dtype: Any) -> Any:
-    """Returns the dtype of moments that are not coded: float32 in place of a codec's name."""
+    """Returns the dtype of moments without codes: float32 in place of a codec's name."""
     return dtype if named_codec(dtype) is None else jnp.float32

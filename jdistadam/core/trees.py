@@ -1,4 +1,4 @@
-"""Flattening with paths, checks that two trees belong together, and Flax's boxes."""
+"""Flattening with paths, checks that two trees match, and Flax's boxes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ STORAGE_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp
 
 
 def paths(tree: Any, name: str) -> list[str]:
-    """Returns the path of every leaf, e.g. ``params['block']['w']``, also where it is in a box."""
+    """Returns the path of every leaf without boxes, e.g. ``params['block']['w']``."""
     return [name + jax.tree_util.keystr(path) for path, _ in leaves_with_path(tree)]
 
 
 def is_traced(tree: Any) -> bool:
-    """Whether a leaf is a value of a program that is being traced."""
+    """Whether a leaf is traced."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
@@ -57,13 +57,13 @@ def check_same_structure(tree: Any, like: Any, *, name: str, like_name: str) -> 
 def first_difference(
     tree: Any, like: Any, *, is_prefix: bool = False, is_leaf: Any = None
 ) -> tuple[str, str, str]:
-    """Returns the path of the first node that differs between two trees, and both nodes as text.
+    """Returns the path of the first node that differs between two trees, and both as text.
 
     Args:
       tree: A tree.
-      like: Another one, of another structure.
+      like: A tree of another structure.
       is_prefix: Whether a leaf of ``tree`` may stand for a subtree.
-      is_leaf: What counts as a leaf of ``tree`` although it is a container.
+      is_leaf: Which containers in ``tree`` are leaves.
 
     Example:
       >>> first_difference({"a": (1, [2])}, {"a": (1, (2,))})
@@ -88,18 +88,18 @@ _SHORT = 120  # characters
 
 
 def _node(x: Any) -> Any:
-    """The structure of a tree down to its children."""
+    """The structure of a tree's root and its children."""
     return jax.tree.structure(x, is_leaf=lambda child: child is not x)
 
 
 def _parts(x: Any) -> list[tuple[str, Any]]:
-    """The children of a node with what they add to its path; none of a leaf."""
+    """The children of a node with their path components; empty for a leaf."""
     flat, _ = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda child: child is not x)
     return [(jax.tree_util.keystr(path), child) for path, child in flat if path]
 
 
 def _short(text: str, other: str) -> tuple[str, str]:
-    """Two texts that differ, each at most so long, from shortly before where they differ."""
+    """Two texts cut to a limited length, from shortly before their first difference."""
     pairs = enumerate(zip(text, other, strict=False))
     common = next((i for i, (x, y) in pairs if x != y), min(len(text), len(other)))
     begin = common - _SHORT // 4 if common > _SHORT // 2 else 0
@@ -127,7 +127,7 @@ def check_same_shapes(tree: Any, like: Any, *, name: str, like_name: str) -> Non
 def check_numbers(tree: Any, *, name: str) -> None:
     """Raises DtypeError unless every leaf is an array or a Python number, as optax takes them.
 
-    An array of random keys is none, though optax makes a state for it.
+    Arrays of random keys raise, though optax makes a state for them.
     """
     for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
         is_array = hasattr(x, "dtype") and not is_key(x)
@@ -142,7 +142,7 @@ def check_numbers(tree: Any, *, name: str) -> None:
 def refuse_shapes(
     tree: Any, *, name: str, action: str = "Pass arrays; for shapes alone use jax.eval_shape."
 ) -> None:
-    """Raises TreeError where a leaf is a ``jax.ShapeDtypeStruct``."""
+    """Raises TreeError if a leaf is a ``jax.ShapeDtypeStruct``."""
     for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
         if isinstance(x, jax.ShapeDtypeStruct):
             raise TreeError(
@@ -151,7 +151,7 @@ def refuse_shapes(
 
 
 def check_arrays(tree: Any, *, name: str) -> None:
-    """Raises TreeError for a shape, DtypeError for what else is neither array nor number."""
+    """Raises TreeError for a shape, DtypeError for anything else but arrays and numbers."""
     refuse_shapes(tree, name=name)
     for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
         if not is_number(x):
@@ -171,12 +171,12 @@ def is_number(x: Any) -> bool:
 
 
 def is_key(x: Any) -> bool:
-    """Whether ``x`` is an array of random keys, not of the legacy kind."""
+    """Whether ``x`` is an array of new-style random keys."""
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def check_key(name: str, value: Any) -> None:
-    """Raises DtypeError unless ``value`` is one random key, new or of the legacy kind."""
+    """Raises DtypeError unless ``value`` is one random key, new-style or legacy."""
     if is_key(value) and value.shape == ():
         return
     is_array = isinstance(value, jax.Array | np.ndarray)
@@ -191,7 +191,7 @@ def check_key(name: str, value: Any) -> None:
 
 
 def check_scalar(name: str, value: Any) -> None:
-    """Raises ShapeError or DtypeError unless ``value`` is one real number, an array or not."""
+    """Raises ShapeError or DtypeError unless ``value`` is one real number or scalar array."""
     dtype = getattr(value, "dtype", None)
     if dtype is None and isinstance(value, bool | int | float):
         dtype = np.result_type(type(value))
@@ -233,7 +233,7 @@ def check_dtypes(
 
 
 def check_memory(**named: Any) -> None:
-    """Raises MeshError for an array in the memory of the host, which no program here reads."""
+    """Raises MeshError for an array in host memory, which programs here do not read."""
     for name, tree in named.items():
         kinds = [_host_memory(x) for x in jax.tree.leaves(tree)]
         if any(kinds):
@@ -246,8 +246,8 @@ def check_memory(**named: Any) -> None:
 
 
 def _host_memory(x: Any) -> str:
-    """The kind of memory of an array or a shape, if it is that of the host; otherwise ""."""
-    if isinstance(x, jax.core.Tracer):  # whose type says no more
+    """The memory kind of an array or a shape if it is the host's; otherwise ""."""
+    if isinstance(x, jax.core.Tracer):  # its type does not say
         return "host" if jax.typeof(x).memory_space == jax.memory.Space.Host else ""
     sharding: Any = getattr(x, "sharding", None)
     kind: str = getattr(sharding, "memory_kind", None) or ""
@@ -258,11 +258,11 @@ def _host_memory(x: Any) -> str:
 
 
 def placed_beside(param: Any, zeros: Any) -> Any:
-    """Gives zeros that are made inside a program the sharding of a parameter of the same shape.
+    """Gives zeros made inside a program the sharding of a parameter of the same shape.
 
-    Inside a program zeros are constants, and XLA would keep all of them on every device: nothing in
-    a step says that the moments are sharded as the params are. An elementwise operation on both
-    does.
+    Inside a program zeros are constants. XLA would keep all of them on every device, because
+    nothing in a step says that moments are sharded like params. An elementwise operation on both
+    says it.
     """
     if not isinstance(param, jax.core.Tracer):
         return zeros  # zeros_like has placed them
@@ -271,7 +271,7 @@ def placed_beside(param: Any, zeros: Any) -> Any:
 
 
 def keep_if(is_skipped: jax.Array | None, old: Any, new: Any) -> Any:
-    """Returns ``old`` after a skipped step, else ``new``: trees of arrays of equal shapes."""
+    """Returns ``old`` after a skipped step, otherwise ``new``: trees of equal shapes."""
     if is_skipped is None:
         return new
     return jax.tree.map(lambda a, b: jnp.where(is_skipped, a, b), old, new)
@@ -280,19 +280,18 @@ def keep_if(is_skipped: jax.Array | None, old: Any, new: Any) -> Any:
 # Flax's boxes around the arrays of a tree: ``nnx.Variable``, and ``nn.Partitioned`` of linen.
 #
 # [Note: boxes]
-# A box is a node of a tree with one child and a note about it, such as how it is to be sharded.
-# Trees like params have the boxes of params. A moment in codes is two arrays in the place of one:
-# in a state each of these has a box of its own, as nnx puts one array into a Variable and linen
-# reads one sharding from a box. While a step computes, the box is around both, as around the
-# parameter. Leaves have the same order either way, and the same names: those of a tree without
-# boxes.
+# A box is a node of a tree with one child and metadata, such as its sharding. Trees like params
+# have the boxes of params. A coded moment is two arrays in place of one: in a state each of them
+# has its own box, because nnx puts one array into a Variable and linen reads one sharding from a
+# box. During a step the box is around both, as around the parameter. Leaves have the same order and
+# the same names either way: those of a tree without boxes.
 
 _KINDS = (("flax.nnx", "Variable"), ("flax.core.meta", "AxisMetadata"))
 _SHARDINGS = ("out_sharding", "optimizer_sharding")  # of a Variable, if it has them
 
 
 def is_box(x: Any) -> bool:
-    """Whether ``x`` is a box. Flax is not imported: without it there are none."""
+    """Whether ``x`` is a box. If Flax is not imported, nothing is."""
     kinds = (getattr(sys.modules.get(module), name, None) for module, name in _KINDS)
     return isinstance(x, tuple(kind for kind in kinds if kind is not None))
 
@@ -312,7 +311,7 @@ def unboxed(tree: Any) -> Any:
 
 
 def leaves_with_path(tree: Any, is_leaf: Any = None) -> list[tuple[tuple[Any, ...], Any]]:
-    """Returns the leaves of a tree, each with the keys that lead to it in a tree without boxes."""
+    """Returns the leaves of a tree, each with its path in a tree without boxes."""
     stop = is_leaf or (lambda x: False)
     found: list[tuple[tuple[Any, ...], Any]] = []
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: stop(x) or is_box(x))
@@ -325,7 +324,7 @@ def leaves_with_path(tree: Any, is_leaf: Any = None) -> list[tuple[tuple[Any, ..
 
 
 def codes_outside(moments: Any) -> Any:
-    """Returns moments as a state has them: codes and scales each in a box."""
+    """Returns moments in the form of a state: codes and scales each in a box."""
 
     def outside(x: Any) -> Any:
         if not is_box(x):
@@ -339,7 +338,7 @@ def codes_outside(moments: Any) -> Any:
 
 
 def codes_inside(moments: Any) -> Any:
-    """Returns moments as a step has them: the inverse."""
+    """Returns moments in the form of a step: the inverse."""
 
     def inside(x: Any) -> Any:
         if not is_codes(x) or not is_box(x.codes):
@@ -351,7 +350,7 @@ def codes_inside(moments: Any) -> Any:
 
 
 def _of_scales(box: Any) -> Any:
-    """Gives the box of scales, which have one dimension, the sharding of the first one of codes."""
+    """Gives the box of the one-dimensional scales the sharding of the codes' first dimension."""
     if isinstance(names := getattr(box, "names", None), tuple):
         return box.replace(names=names[:1])
     if hasattr(box, "set_metadata"):

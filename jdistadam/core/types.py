@@ -1,14 +1,14 @@
-"""Names for the trees that optimizers take and return, as they stand in signatures."""
+"""Names of the trees that optimizers take and return, for signatures."""
 
 from __future__ import annotations
 
 from typing import Any, TypeAlias
 
 Params: TypeAlias = Any
-"""A tree of arrays: what the model computes with."""
+"""A tree of arrays: the parameters of the model."""
 
 Grads: TypeAlias = Any
 """A tree of arrays with the structure and the shapes of the params."""
 
 OptState: TypeAlias = Any
-"""What ``init`` of an optimizer returned, or a later ``update`` or ``step``."""
+"""The result of an optimizer's ``init``, ``update`` or ``step``."""

@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches, and what their sum is multiplied by; inside shard_map."""
+"""Gradients of several micro-batches, and the factor of their sum; inside shard_map."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class AccumulatedGrads:
     """Gradients of several micro-batches, as ``tx.accumulate`` returns them.
 
     Attributes:
-      sums: The weighted sum of gradients, in main_grads_dtype. Under "optim_grads" and
-        "optim_grads_params" a list, for each bucket of the layout this device's shard of the sum
+      sums: The weighted sum of gradients in main_grads_dtype. Under "optim_grads" and
+        "optim_grads_params" a list: for each bucket of the layout this device's shard of the sum
         over ``shard_axis``. Under "no_shard" and "optim", and with ``reshard_after_forward=False``,
-        a tree like params, of this device's own gradients.
-      weight: Shape (), float32: the sum of this device's weights. A numpy number where it is
-        known while compiling, the same on all devices and above zero.
+        a tree like params of this device's own gradients.
+      weight: Shape (), float32: the sum of this device's weights. A numpy number if it is known at
+        compile time, the same on all devices and above zero.
       like: Structure, shapes and dtypes of the params, on which the layout depends.
     """
 
@@ -49,13 +49,13 @@ class AccumulatedGrads:
 
 
 def likeness(schedule: Schedule) -> Any:
-    """Returns structure, shapes and dtypes of params: what ``AccumulatedGrads.like`` holds."""
+    """Returns structure, shapes and dtypes of params, as in ``AccumulatedGrads.like``."""
     leaves = schedule.layout.leaves
     return schedule.treedef, tuple((leaf.shape, jnp.dtype(leaf.dtype).name) for leaf in leaves)
 
 
 def init_grads_local(config: DistributedConfig, schedule: Schedule) -> AccumulatedGrads:
-    """A sum of no gradients."""
+    """The sum before the first micro-batch."""
     check_inside(config.parallel, "init_grads")
     layout, dtype = schedule.layout, config.policy.main_grads_dtype
     sums: Any
@@ -76,10 +76,10 @@ def accumulate_local(
     *,
     is_weighted_in_gather: bool = False,
 ) -> AccumulatedGrads:
-    """Adds one micro-batch's gradients, in main_grads_dtype.
+    """Adds one micro-batch's gradients in main_grads_dtype.
 
-    With ``is_weighted_in_gather``, shards of them were multiplied by the weight before
-    ``gather_params`` summed them.
+    With ``is_weighted_in_gather``, shards already have the weight from before ``gather_params``
+    summed them.
     """
     check_inside(config.parallel, "accumulate")
     _check_sum(acc)
@@ -129,22 +129,22 @@ def _check_sum(acc: Any) -> None:
 
 
 def weighted(x: jax.Array, weight: Any) -> jax.Array:
-    """``x * weight`` in float32, and zero where the weight is zero, whatever x holds.
+    """``x * weight`` in float32, and zero if the weight is zero, even for a non-finite x.
 
-    The mean over no tokens is NaN, and must not count. A weight that is NaN makes NaN of x.
+    The mean over no tokens is NaN, and must not count. A NaN weight makes the result NaN.
     """
     weight = valid_weight(weight)
     return jnp.where(weight == 0, jnp.zeros((), x.dtype), x * weight)
 
 
 def valid_weight(weight: Any) -> jax.Array:
-    """A weight in float32. A negative one becomes NaN: a program cannot raise, this shows."""
+    """A weight in float32. A negative one becomes NaN: a program cannot raise, but NaN is seen."""
     weight = jnp.asarray(weight, jnp.float32)
     return jnp.where(weight < 0, jnp.nan, weight)
 
 
 def mean_factor(config: DistributedConfig, weight: Any) -> tuple[jax.Array, jax.Array | None]:
-    """What a sum over devices is multiplied by: one over the sum of all weights, or zero.
+    """The factor of a sum over devices: one over the sum of all weights, or zero.
 
     Args:
       config: The configuration.
@@ -152,7 +152,7 @@ def mean_factor(config: DistributedConfig, weight: Any) -> tuple[jax.Array, jax.
         same on every device.
 
     Returns:
-      The factor, and whether the sum of weights is zero; None where that cannot be.
+      The factor, and whether the sum of weights is zero; None if that is impossible.
     """
     num_devices = config.parallel.num_devices
     if weight is None or isinstance(weight, np.generic):
@@ -162,11 +162,11 @@ def mean_factor(config: DistributedConfig, weight: Any) -> tuple[jax.Array, jax.
 
 
 class LocalGrads(NamedTuple):
-    """This device's gradients, checked, as a step over peer memory takes them.
+    """This device's checked gradients, for a step over peer memory.
 
     Attributes:
       buckets: The whole gradient of every bucket, in the communication dtype.
-      mean_scale: As in SummedGrads, and so is the next.
+      mean_scale: As in SummedGrads, like the next.
       is_empty: Whether the total weight is zero.
     """
 
@@ -176,7 +176,7 @@ class LocalGrads(NamedTuple):
 
 
 def local_grads(config: DistributedConfig, schedule: Schedule, grads: Grads) -> LocalGrads:
-    """Checks local gradients, or what ``accumulate`` returned; nothing is sent but weights."""
+    """Checks local gradients, or the result of ``accumulate``; sends only weights."""
     sums, weight = _sums_and_weight(grads)
     _check_local(config, schedule, sums)
     buckets = [
@@ -199,15 +199,15 @@ def _mean_scale(config: DistributedConfig, weight: Any) -> tuple[jax.Array, jax.
 
 
 def _check_local(config: DistributedConfig, schedule: Schedule, grads: Grads) -> None:
-    """Raises unless gradients are like the params and this device's own."""
-    marker = collectives.axis_index(config.parallel.data_axes)  # varies, where types say so
+    """Raises unless gradients are like the params and each device's own."""
+    marker = collectives.axis_index(config.parallel.data_axes)  # varies, if types say so
     check_grads(config, schedule, grads, marker=marker, like_name="params")
 
 
 def _whole_buckets(
     config: DistributedConfig, schedule: Schedule, grads: Sequence[Any]
 ) -> Iterator[Any]:
-    """The gradient of each bucket, in its own dtype; small leaves are packed."""
+    """The gradient of each bucket in its own dtype; small leaves are packed."""
     for entry in schedule.buckets:
         bucket = entry.bucket
         if bucket.is_packed:
@@ -221,9 +221,10 @@ class SummedGrads(NamedTuple):
     """The gradients of all devices, as a step uses them.
 
     Attributes:
-      shards: For every bucket this device's part of the sum.
-      mean_scale: What turns the sum into the mean, shape (), float32; 1 without average_grads.
-      is_empty: Whether the total weight is zero, shape (), bool; None where it cannot be.
+      shards: This device's part of the sum of every bucket.
+      mean_scale: The factor that turns the sum into the mean, shape (), float32; 1 without
+        average_grads.
+      is_empty: Whether the total weight is zero, shape (), bool; None if that is impossible.
     """
 
     shards: list[jax.Array]
@@ -232,7 +233,7 @@ class SummedGrads(NamedTuple):
 
 
 def sum_over_devices(config: DistributedConfig, schedule: Schedule, grads: Grads) -> SummedGrads:
-    """Sums local gradients, or what ``accumulate`` returned, over all devices.
+    """Sums local gradients, or the result of ``accumulate``, over all devices.
 
     Args:
       config: The configuration.
@@ -255,10 +256,10 @@ def sum_over_devices(config: DistributedConfig, schedule: Schedule, grads: Grads
 def summed_shards(
     config: DistributedConfig, schedule: Schedule, grads: Sequence[Any], *, includes_outer: bool
 ) -> list[jax.Array]:
-    """Returns for every bucket this device's part of the gradients' sum over ``shard_axes``.
+    """Returns this device's part of every bucket's gradient sum over ``shard_axes``.
 
-    With ``includes_outer`` also over ``replica_axes``. Of ``grads`` a ``Shard`` is summed over
-    ``shard_axes`` already.
+    With ``includes_outer`` also over ``replica_axes``. A ``Shard`` in ``grads`` is already summed
+    over ``shard_axes``.
     """
     shards = []
     arrays = _whole_buckets(config, schedule, grads)

@@ -1,9 +1,9 @@
-"""Which blocks of whole leaves a device has: what moments in codes and random bits go by.
+"""Which blocks of whole leaves a device has, for coded moments and random bits.
 
-Where either is asked for, a device's shard of a bucket consists of whole blocks of ``BLOCK``
-elements, each of one leaf, in row-major order of the whole leaf, however it is cut. A leaf that is
-scattered where it is is cut at up to two levels: over the data axes, and over tensor axes. Of a
-packed bucket a table says for each block to which leaf it belongs and which of its blocks it is.
+If either is used, a device's shard of a bucket consists of whole blocks of ``BLOCK`` elements, each
+of one leaf, in row-major order of the whole leaf, however it is cut. A leaf that is scattered in
+place is cut at up to two levels: over the data axes, and over tensor axes. For a packed bucket a
+table gives the leaf of each block and the block's number in that leaf.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def whole_size(leaf: Leaf, tensor_parts: Sequence[int]) -> int:
 
 
 def check_cuts(leaf: Leaf, tensor_parts: Sequence[int]) -> None:
-    """Raises PolicyError where a tensor axis cuts a leaf between the ends of its blocks."""
+    """Raises PolicyError if a tensor axis cuts a leaf inside its blocks."""
     dims = [dim for dim, axes in enumerate(leaf.cuts) if axes]
     if leaf.group is None or not (dims and leaf.size and leaf.has_blocks):
         return
@@ -54,22 +54,22 @@ def cuts_of(layout: Layout, bucket: Bucket, tensor_parts: Sequence[int]) -> Leaf
     if bucket.is_packed or not layout.leaves[bucket.leaf].has_blocks:
         return LeafPartition.into_runs(
             bucket.shard_size
-        )  # a table says so, or nothing depends on it
+        )  # a table has the cuts, or nothing depends on them
     piece = _piece(layout, bucket.shard_shape, bucket.cut_dim)
     leaf = layout.leaves[bucket.leaf]
     return LeafPartition(piece, piece * layout.num_shards, *_tensor_cut(leaf, tensor_parts))
 
 
 def _piece(layout: Layout, shard_shape: Sequence[int], dim: int) -> int:
-    """Elements that follow each other in the leaf, of a shard cut along a dimension.
+    """Contiguous elements of the leaf in a shard cut along a dimension.
 
-    The one shard of a leaf that is not cut is one piece, which need not be whole blocks.
+    The only shard of an uncut leaf is one piece, which need not be whole blocks.
     """
     return math.prod(shard_shape[dim if layout.num_shards > 1 else 0 :])
 
 
 def _tensor_cut(leaf: Leaf, tensor_parts: Sequence[int]) -> tuple[int, int]:
-    """Elements in one piece, and of the uncut leaf from one piece to the next."""
+    """Elements in one piece, and elements of the uncut leaf from one piece to the next."""
     for dim, axes in enumerate(leaf.cuts):
         if axes:
             piece = math.prod(leaf.shape[dim:])
@@ -78,7 +78,7 @@ def _tensor_cut(leaf: Leaf, tensor_parts: Sequence[int]) -> tuple[int, int]:
 
 
 def _tensor_part(leaf: Leaf, cutting_axes: Sequence[str]) -> Any:
-    """Which part of the leaf this device has over tensor axes."""
+    """The number of this device's part of the leaf over tensor axes."""
     axes = tuple(cutting_axes[k] for cut in leaf.cuts for k in cut)
     return collectives.axis_index(axes) if axes else jnp.int32(0)
 
@@ -90,7 +90,7 @@ def positions_of(
     cutting_axes: Sequence[str],
     tensor_parts: Sequence[int],
 ) -> tuple[LeafPositions, tuple[int, ...]]:
-    """Returns what the kernel is told of the positions of buckets, and where their tables begin.
+    """Returns the positions of buckets for the kernel, and the start of their tables.
 
     Args:
       layout: The layout.
@@ -122,10 +122,10 @@ def _table(
     cutting_axes: Sequence[str],
     tensor_parts: Sequence[int],
 ) -> jax.Array:
-    """For each block of this device's shard of a packed bucket: its leaf, and its number there."""
+    """The leaf of each block of this device's shard of a packed bucket, and its number there."""
     leaves = [layout.leaves[i] for i in bucket.leaves]
     which, block = _blocks_of_leaves(layout, bucket, index)
-    # Blocks of the parts that tensor axes leave become those of whole leaves.
+    # Blocks of the parts that tensor axes cut become blocks of whole leaves.
     cuts = np.asarray([_tensor_cut(leaf, tensor_parts) for leaf in leaves]) // BLOCK
     piece, whole_piece = np.maximum(cuts, 1).astype(np.int32).T
     is_cut = np.asarray([any(leaf.cuts) for leaf in leaves])
@@ -137,7 +137,7 @@ def _table(
 
 
 def _blocks_of_leaves(layout: Layout, bucket: Bucket, index: Any) -> tuple[Any, Any]:
-    """For each block: which leaf of the bucket, and which block of the leaf as a device has it."""
+    """For each block: its leaf in the bucket, and its number in the device's part of the leaf."""
     num_blocks = bucket.shard_size // BLOCK if bucket.leaf_alignment > 1 else 0
     starts = np.asarray(bucket.starts(layout.leaves[i].size for i in bucket.leaves)[:-1]) // BLOCK
     place = index * num_blocks + jnp.arange(num_blocks, dtype=jnp.int32)

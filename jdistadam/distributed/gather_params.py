@@ -1,27 +1,27 @@
-"""Parameters as a loss takes them: local to a device, and whole, with local or summed gradients.
+"""Parameters for a loss: local to a device, and gathered, with local or summed gradients.
 
-[Note: widened shards] JAX gives a gradient the dtype of what it belongs to. That of a bfloat16
-shard would round the float32 sum that ``gather_params`` makes of gradients. So shards are widened
-before they are differentiated, to a dtype that holds the sums too, and rounded to their own before
+[Note: widened shards] JAX gives a gradient the dtype of its parameter. The dtype of a bfloat16
+shard would round the float32 sum of gradients that ``gather_params`` makes. So shards are widened
+before they are differentiated, to a dtype that also holds the sums, and rounded to their own before
 they are sent; both are exact. It costs a copy of the shards while the loss is differentiated: in
-float32 4 / N bytes per parameter. A zero of that shape beside each shard would cost as much, and
+float32 4 / N bytes per parameter. A zero of that shape next to each shard would cost as much, and
 change the tree that the loss sees.
 
-[Note: weights before the sum] The gradients of scanned layers are summed over devices inside of the
-backward pass, so a device's weight must be applied there. But a backward pass can use only what its
-forward pass knew, and ``loss_fn`` returns the weight at the end. So ``train_step`` calls
-``loss_fn`` once more, before, for the weight alone: XLA keeps of this what the weight depends on.
-``gather_params``, which ``loss_fn`` calls, finds the weight in a context of JAX's own kind, a part
-of the keys of JAX's caches: nothing that was traced with another weight is used again.
+[Note: weights before the sum] The gradients of scanned layers are summed over devices inside the
+backward pass, so a device's weight must be applied there. But a backward pass can only use values
+from its forward pass, and ``loss_fn`` returns the weight at the end. So ``train_step`` first calls
+``loss_fn`` once more, only for the weight: XLA keeps the operations that the weight depends on.
+``gather_params``, which ``loss_fn`` calls, finds the weight in a JAX context that is part of the
+keys of JAX's caches: nothing traced with another weight is used again.
 
-[Note: one block at a time] In an unrolled model nothing but XLA's scheduler decides when a block's
-parameters are gathered and its gradients summed. It puts off gradients of parameters, which no
-other block waits for, and keeps all activations that these need: it may do so while memory lasts.
-With ``after``, a gather waits for activations, and the gradient of these, in the backward pass,
-for the sum of the block's gradients: a zero that depends on that sum is added to it. If ``after``
-is the input of the previous block, the gather and the sum of gradients each overlap with one other
-block. Compiled for eight H200s, a GPT with 1.3e9 parameters takes less temporary memory this way
-than in a scan.
+[Note: one block at a time] In an unrolled model only XLA's scheduler decides when a block's
+parameters are gathered and its gradients summed. It delays gradients of parameters, for which no
+other block waits, and keeps all activations that they need, as long as memory lasts. With
+``after``, a gather waits for activations, and in the backward pass their gradient waits for the sum
+of the block's gradients: a zero that depends on that sum is added to it. If ``after`` is the input
+of the previous block, the gather and the sum of gradients each overlap with one other block.
+Compiled for eight H200s, a GPT with 1.3e9 parameters takes less temporary memory this way than in a
+scan.
 """
 
 from __future__ import annotations
@@ -48,21 +48,22 @@ def local_params(params: Params, tx: DistributedTransformation) -> Any:
     """Marks params as this device's own; called before ``jax.grad``, inside ``jax.shard_map``.
 
     Inside ``jax.shard_map(check_vma=True)`` the gradient of a replicated array is summed over the
-    devices on the way; of the array that this returns, it stays local, as ``tx.step`` needs it.
+    devices on the way. The gradient of the result of this function stays local, as ``tx.step``
+    needs it.
 
     Under "optim_grads_params" it also puts each shard of a parameter into a ``Shard``, a pytree
-    node that ``gather_params`` makes a plain array of, and widens it to a dtype that holds the sums
-    of its gradients, float32 unless ``policy`` says that these have 16 bits: so a gradient is not
-    rounded between its sum and ``tx.step``. ``gather_params`` rounds the shards back before they
-    are sent. In float32 that copy takes 4 / N bytes per parameter. ``step`` takes params in either
-    form, and returns them in the form that it got.
+    node that ``gather_params`` turns into a plain array. It widens it to a dtype that holds the
+    sums of its gradients, float32 unless they have 16 bits by ``policy``: so a gradient is not
+    rounded between its sum and ``tx.step``. ``gather_params`` rounds the shards back before it
+    sends them. In float32 that copy takes 4 / N bytes per parameter. ``step`` takes params in
+    either form, and returns them in the same form.
 
     Args:
-      params: All params, as this device holds them.
-      tx: The optimizer; under "optim_grads_params" as ``bind`` returns it.
+      params: All params, as this device has them.
+      tx: The optimizer; under "optim_grads_params" the result of ``bind``.
 
     Raises:
-      MeshError: Called outside of shard_map, or not with the optimizer of ``bind``.
+      MeshError: Called outside shard_map, or without the optimizer of ``bind``.
     """
     check_distributed(tx)
     config, axes = tx.config, tx.config.parallel.data_axes
@@ -73,7 +74,7 @@ def local_params(params: Params, tx: DistributedTransformation) -> Any:
 
 
 def _with_shards(config: DistributedConfig, schedule: Schedule, params: Params) -> Any:
-    """Params with their shards marked, and widened: [Note: widened shards]."""
+    """Params with their shards marked and widened: [Note: widened shards]."""
     leaves: list[Any] = jax.tree.leaves(params)
     specs = jax.tree.leaves(config.tensor_specs(params))
     for entry in schedule.buckets:
@@ -85,13 +86,13 @@ def _with_shards(config: DistributedConfig, schedule: Schedule, params: Params) 
 
 
 def stored_params(params: Any, tx: DistributedTransformation) -> Any:
-    """Returns params as a device holds them between steps: the inverse of ``local_params``.
+    """Returns params as a device has them between steps: the inverse of ``local_params``.
 
     Each ``Shard`` becomes a plain array in the dtype of the parameter, as ``jax.shard_map`` takes
-    it with ``out_specs=tx.param_specs(params)``. A program that steps several times ends with it.
+    it with ``out_specs=tx.param_specs(params)``. A program of several steps ends with it.
 
     Args:
-      params: What ``local_params`` or a ``step`` with it returned.
+      params: The result of ``local_params``, or of a ``step`` with it.
       tx: The optimizer.
     """
     axes = tx.config.parallel.data_axes
@@ -105,16 +106,16 @@ def stored_params(params: Any, tx: DistributedTransformation) -> Any:
 def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None) -> Any:
     r"""Gathers sharded parameters over ``shard_axis``; inside ``jax.shard_map``.
 
-    For "optim_grads_params", whose shards ``local_params`` marks; else it returns what it is given,
-    so that a model need not know the strategy. Leaves that are not a ``Shard`` are returned
-    unchanged, and so are whole stacks of layers: these are gathered one layer at a time, as a scan
-    or an index takes it out. Shards are sent in ``policy.param_comm_dtype``. The gradient with
+    For "optim_grads_params", whose shards ``local_params`` marks. Otherwise it returns its
+    argument, so a model need not know the strategy. Leaves other than ``Shard`` are returned
+    unchanged, and so are whole stacks of layers: these are gathered one layer at a time, when a
+    scan or an index selects it. Shards are sent in ``policy.param_comm_dtype``. The gradient with
     respect to a shard is this device's part of
 
     .. math:: \sum_r g_r
 
-    summed over ``shard_axis`` as the policy says; ``step`` takes it as it is, and gradients with
-    respect to the whole leaf likewise. In a custom training loop, with ``opt = tx.bind(params)``::
+    summed over ``shard_axis`` as the policy says; ``step`` takes it, and gradients with respect to
+    the whole leaf, without changes. In a custom training loop, with ``opt = tx.bind(params)``::
 
         shards = jda.local_params(params, opt)
         grads = jax.grad(lambda p: loss(jda.gather_params(p, opt)))(shards)
@@ -129,8 +130,8 @@ def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None)
         for params in blocks:
             x, before = block(params, x, before), x
 
-    so that the next block is gathered beside this one's forward pass, and no earlier. In a model
-    that scans over stacked layers::
+    so that the gather of the next block overlaps this one's forward pass, and is no earlier. In a
+    model that scans over stacked layers::
 
         @functools.partial(jax.checkpoint, policy=jda.remat_policy, prevent_cse=False)
         def body(x, layer):
@@ -139,36 +140,35 @@ def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None)
         x, _ = jax.lax.scan(body, x, params["layers"])
 
     so that two or three layers' parameters are whole at a time: on GPUs ``train_step`` compiles
-    loops such that the next layer is gathered, and the last layer's gradients are reduced, while
-    this layer is computed. ``prevent_cse=False``, which is safe inside of a scan, lets XLA do this
-    in the backward pass too. ``train_step`` hands stacked leaves to ``loss_fn`` as ``local_params``
-    returns them; with ``weighted``, a layer's gradients are multiplied by the weight before they
-    are summed.
+    loops such that gathering the next layer and reducing the last layer's gradients overlap this
+    layer. ``prevent_cse=False``, which is safe inside a scan, lets XLA do this in the backward pass
+    too. ``train_step`` passes stacked leaves to ``loss_fn`` as ``local_params`` returns them; with
+    ``weighted``, a layer's gradients are multiplied by the weight before they are summed.
 
-    With ``reshard_after_forward=False`` it gathers all params, stacked ones too, and a layer of
-    those is returned as it is. In a custom training loop gather once per step, before they are
-    differentiated; micro-batches share what was gathered, and ``accumulate`` takes no others::
+    With ``reshard_after_forward=False`` it gathers all params, including stacks, and returns a
+    layer of these unchanged. In a custom training loop gather once per step, before
+    differentiation; micro-batches share the gathered params, and ``accumulate`` takes no others::
 
         whole = jda.gather_params(jda.local_params(params, opt), opt)
         grads = jax.grad(loss)(whole, batch)
         params, state = opt.step(grads, state, params)
 
     Args:
-      shards: What ``local_params`` returned, or any part of that tree; or one layer of it.
+      shards: The result of ``local_params``, or any part of that tree; or one layer of it.
       tx: The optimizer.
-      after: Activations that must be known before anything is sent, such as those that enter the
-        block before, whose gradient in turn waits for that of ``shards``: [Note: one block at a
+      after: Activations that must be known before anything is sent, such as the inputs of the
+        previous block, whose gradient in turn waits for that of ``shards``: [Note: one block at a
         time]. None: XLA decides, and may keep many blocks of an unrolled model in memory.
 
     Returns:
       The unsharded params, on every device, in their own dtypes.
 
     Raises:
-      MeshError: Called outside of shard_map, or with all params before ``local_params``.
+      MeshError: Called outside shard_map, or with all params before ``local_params``.
     """
     check_distributed(tx)
     check_inside(tx.config.parallel, "gather_params", over_data_alone=True)
-    is_in_loss = _weight_in_loss.value is not None  # of train_step, which marks all shards
+    is_in_loss = _weight_in_loss.value is not None  # in train_step, which marks all shards
     if tx.config.parallel.shards_params and not is_in_loss:
         refuse_unmarked(tx.bound, shards)
 
@@ -185,7 +185,7 @@ def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None)
 
 @jax.custom_vjp
 def _after(shards: Any, after: Any) -> Any:
-    """Shards, but not before ``after`` is known: [Note: one block at a time]."""
+    """Shards, available only after ``after``: [Note: one block at a time]."""
     return jax.lax.optimization_barrier((shards, after))[0]
 
 
@@ -202,7 +202,7 @@ _after.defvjp(_after_forward, _after_backward)
 
 
 def gathered_before_loss(shards: Any, tx: DistributedTransformation) -> Any:
-    """Gathers all params but those that the model gathers; ``tx`` is bound to them."""
+    """Gathers all params except those that the model gathers; ``tx`` is bound to them."""
     assert tx.bound is not None
     leaves, may_stay = leaves_of(shards), tx.config.parallel.gathers_layers
     for i, known in enumerate(tx.bound.layout.leaves):
@@ -213,11 +213,11 @@ def gathered_before_loss(shards: Any, tx: DistributedTransformation) -> Any:
 
 
 class LossWeight:
-    """The weight of one micro-batch, while its loss is traced: [Note: weights before the sum].
+    """The weight of one micro-batch while its loss is traced: [Note: weights before the sum].
 
     Attributes:
       weight: Shape (), float32; None: 1.
-      is_used: Whether a shard was gathered, so that its gradient will be weighted.
+      is_used: Whether a shard was gathered, so its gradient will be weighted.
     """
 
     def __init__(self, weight: Any) -> None:
@@ -231,15 +231,15 @@ _weight_in_loss = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def weighting_shards(weight: Any) -> Iterator[LossWeight]:
-    """Has ``gather_params`` multiply the gradients of shards by a weight before it sums them."""
+    """Makes ``gather_params`` multiply gradients of shards by a weight before it sums them."""
     current = LossWeight(weight)
     with _weight_in_loss(current):
         yield current
-    current.weight = None  # JAX's caches keep their keys: not the traced program too
+    current.weight = None  # JAX's caches keep their keys, and must not keep the traced program
 
 
 def in_loss() -> Any:
-    """Returns the context of a loss of ``train_step``, whose params are marked where shards are."""
+    """Returns the context of a loss in ``train_step``, which marks all shards in its params."""
     return _weight_in_loss(_weight_in_loss.value or _UNWEIGHTED)
 
 
@@ -252,11 +252,11 @@ def _weight_of_loss() -> Any:
 
 
 def remat_policy(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Says what ``jax.checkpoint`` saves; what ``gather_params`` returned is re-gathered.
+    """Says what ``jax.checkpoint`` saves; results of ``gather_params`` are gathered again.
 
-    Saved is what costs time to compute: products, reductions, exponentials, custom calls. What
-    only moves or converts is done again, so that no gathered parameter stays in memory from the
-    forward to the backward pass::
+    It saves results that take time to compute: products, reductions, exponentials, custom calls.
+    Operations that only move or convert are rematerialized, so no gathered parameter stays in
+    memory from the forward to the backward pass::
 
         body = jax.checkpoint(body, policy=jda.remat_policy, prevent_cse=False)  # in a scan
 
@@ -269,8 +269,8 @@ def remat_policy(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in _GATHERED_AGAIN
 
 
-# The collective itself, and what may be between it and the first use: saved, these would keep a
-# whole parameter alive.
+# The collective itself, and operations that may be between it and the first use: if saved, they
+# would keep a whole parameter alive.
 _GATHERED_AGAIN = frozenset(
     "all_gather all_gather_invariant pvary pcast reduce_precision optimization_barrier name "
     "convert_element_type bitcast_convert_type reshape squeeze expand_dims transpose "
@@ -296,7 +296,7 @@ def _gathered(config: DistributedConfig, shard: Shard) -> jax.Array:
     @jax.custom_vjp
     def gather(value: jax.Array, weight: Any) -> jax.Array:
         own = value.astype(shard.dtype)  # exact: [Note: widened shards]
-        # Typed as varying: otherwise types would have every use of it summed over the devices.
+        # Typed as varying: otherwise types would sum the gradient of every use over the devices.
         return run(whole, own)
 
     def forward(value: jax.Array, weight: Any) -> tuple[jax.Array, Any]:

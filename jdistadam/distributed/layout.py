@@ -1,17 +1,17 @@
-"""Where every parameter is when the optimizer state is sharded: made from shapes alone.
+"""The position of every parameter in sharded optimizer state, computed from shapes alone.
 
 A *bucket* is what one collective sends. A large leaf with a dimension that divides by the
-number of shards is a bucket of its own and is scattered along that dimension, where it is:
+number of shards is its own bucket and is scattered along that dimension, in place:
 nothing is packed or unpacked. All other leaves are flattened and packed, with leaves of the same
 dtype and group, into buckets of up to ``bucket_bytes``, padded at the end.
 
-The shards of all buckets that one device owns are stored one behind the other in a few *flat*
-arrays, one for each kind of state, at the offsets written here. Where one device holds everything
-nothing is packed. Parameters that have a main copy come first, so that the flat array of main
-parameters is shorter than the others and shares their offsets.
+The shards of all buckets of one device are stored in sequence in a few *flat* arrays, one for each
+kind of state, at the offsets given here. If one device holds everything, nothing is packed.
+Parameters that have a main copy come first, so the flat array of main parameters is shorter than
+the others and has the same offsets.
 
-Two devices, and the params w (256, 128) and b (3,) in bfloat16, s (128, 128) in float32, of which
-only the first two have main parameters::
+Two devices, and the params w (256, 128) and b (3,) in bfloat16, s (128, 128) in float32; only the
+first two have main parameters::
 
                    device 0                                 device 1
     bucket 0: w    w[0:128]                                 w[128:256]
@@ -23,7 +23,7 @@ only the first two have main parameters::
     main_params    | w (16384)  | b (2) --- |                    main_size = 16512
 
 Dashes are a gap: every shard begins at a multiple of ``ALIGNMENT`` elements. The global array of mu
-is the flat arrays of all devices, one behind the other.
+is the sequence of the flat arrays of all devices.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ALIGNMENT = 128
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A parameter as the layout sees it."""
+    """The properties of a parameter on which the layout depends."""
 
     path: str
     shape: tuple[int, ...]
@@ -53,9 +53,9 @@ class Leaf:
     group: int | None  # row of the coefficients; None: frozen
     tensor_axes: tuple[str, ...] = ()  # mesh axes, besides those of data, over which it is sharded
     is_stacked: bool = False  # its first dimension is scanned, and never scattered
-    in_model: bool = False  # the model gathers it, where it is sharded
+    in_model: bool = False  # the model gathers it if it is sharded
     cuts: tuple[tuple[int, ...], ...] = ()  # for each dimension, which tensor axes cut it
-    is_coded: bool = False  # whether its moments are coded, where any are
+    is_coded: bool = False  # whether its moments are coded, if any are
     is_rounded: bool = False  # whether its floats are, or uncoded would be, rounded stochastically
 
     @property
@@ -71,28 +71,27 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """What one collective sends.
+    """The leaves that one collective sends.
 
     Attributes:
       leaves: Indices of its leaves.
-      dim: Dimension along which its one leaf is scattered; None: its leaves are packed.
+      dim: Dimension along which its only leaf is scattered; None: its leaves are packed.
       dtype: Dtype of its parameters.
       group: Row of the coefficients.
       shard_shape: Shape of one device's shard, ``(shard_size,)`` if packed.
       padding: Elements at the end of a packed bucket that belong to no leaf.
-      offset: Where the shard begins in a device's flat arrays, in elements.
-      has_main: Whether its main parameters, or their remainders, are kept.
+      offset: Start of the shard in a device's flat arrays, in elements.
+      has_main: Whether its main parameters or remainders are stored.
       tensor_axes: Mesh axes, besides those of data, over which its leaves are sharded.
-      num_layers: First dimension of a stacked leaf of which devices hold shards, and which is sent
-        layer by layer; otherwise None.
+      num_layers: First dimension of a stacked leaf if devices hold shards of it and send it layer
+        by layer; otherwise None.
       inner_shape: Shape of one device's part after the sum over shard_axes: that of the shard,
         unless the state is sharded over replica_axes too.
-      is_sharded_param: Whether devices hold such a part of its one parameter, rather than all.
-      leaf_alignment: If packed, its leaves begin at multiples of this many elements; those
-        between are zero.
-      is_coded: Whether its moments are coded, where any are.
-      moment_offset: Where its shard begins among the codes, or among the moments that are not
-        coded beside them.
+      is_sharded_param: Whether devices hold such a part of its only parameter, instead of all.
+      leaf_alignment: If packed, its leaves begin at multiples of this many elements; elements
+        between them are zero.
+      is_coded: Whether its moments are coded, if any are.
+      moment_offset: Start of its shard in the codes, or in the moments without codes.
     """
 
     leaves: tuple[int, ...]
@@ -123,11 +122,11 @@ class Bucket:
 
     @property
     def is_packed(self) -> bool:
-        """Whether its leaves are flattened and packed, rather than one leaf as it is."""
+        """Whether its leaves are flattened and packed, instead of one leaf in place."""
         return self.dim is None
 
     def starts(self, sizes: Iterable[int]) -> list[int]:
-        """Where leaves of these sizes begin, if packed, and where the last one ends."""
+        """The start of leaves of these sizes, if packed, and the end of the last one."""
         return list(itertools.accumulate(map(self._in_units, sizes), initial=0))
 
     def _in_units(self, size: int) -> int:
@@ -135,19 +134,19 @@ class Bucket:
 
     @property
     def cut_dim(self) -> int:
-        """The dimension along which its array is cut into shards: a packed one has but one."""
+        """The dimension along which its array is cut into shards; a packed array has only one."""
         return 0 if self.dim is None else self.dim
 
     @property
     def leaf(self) -> int:
-        """Index of its one leaf, of a bucket that is not packed."""
+        """Index of its only leaf, if it is not packed."""
         (leaf,) = self.leaves
         return leaf
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """All buckets, and the sizes of a device's flat arrays.
+    """All buckets and the sizes of a device's flat arrays.
 
     Attributes:
       num_shards: Number of devices that share the state.
@@ -156,7 +155,7 @@ class Layout:
       flat_size: Elements of a device's mu and nu. Leaves without elements are in no bucket.
       main_size: Elements of a device's main parameters.
       coded_size: Elements of a moment in codes.
-      uncoded_size: Elements of the moments that are not coded beside it. Neither is ever zero, as
+      uncoded_size: Elements of the same moment without codes. Neither is ever zero, because
         shard_map takes no empty arrays.
     """
 
@@ -169,15 +168,15 @@ class Layout:
     uncoded_size: int = ALIGNMENT
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Returns shape and dtype of every leaf, as unsharded params have them."""
+        """Returns shape and dtype of every leaf of unsharded params."""
         return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
 
     def whole_size(self, bucket: Bucket) -> int:
-        """Returns the number of elements of a bucket on all devices, padding included."""
+        """Returns the number of elements of a bucket on all devices, including padding."""
         return bucket.shard_size * self.num_shards
 
     def __str__(self) -> str:
-        """Returns a table with one line a bucket."""
+        """Returns a table with one line per bucket."""
         lines = [f"{'bucket':>6}  {'dtype':<9} {'dim':>4} {'shard':>12} {'pad %':>6}  leaves"]
         for i, b in enumerate(self.buckets):
             names = ", ".join(self.leaves[k].path for k in b.leaves[:3])
@@ -190,7 +189,7 @@ class Layout:
         return "\n".join(lines)
 
 
-_MIN_SCATTERED_SIZE = 1 << 14  # elements; below, one collective a leaf costs more than packing
+_MIN_SCATTERED_SIZE = 1 << 14  # elements; below, one collective per leaf costs more than packing
 
 
 def make_layout(
@@ -205,22 +204,22 @@ def make_layout(
     gathers_layers: bool = False,
     in_blocks: bool = False,
 ) -> Layout:
-    """Assigns every leaf to a bucket and every bucket to its place.
+    """Assigns every leaf to a bucket and every bucket to its position.
 
     Args:
       leaves: The parameters. Frozen ones and those without elements are in no bucket.
       num_shards: Number of devices that share the state.
-      bucket_bytes: Upper limit of a packed bucket, in bytes of its parameters. A leaf above it is
-        a bucket of its own.
-      packs: Whether small leaves are packed, as they should be where anything is sent. None: if
-        there are several shards.
-      keeps_main: ``keeps_main(dtype, is_held)``: whether main parameters are kept, of leaves of
-        which devices hold shards if ``shards_params``.
+      bucket_bytes: Upper limit of a packed bucket, in bytes of its parameters. A larger leaf is its
+        own bucket.
+      packs: Whether small leaves are packed, which helps if anything is sent. None: if there are
+        several shards.
+      keeps_main: ``keeps_main(dtype, is_held)``: whether main parameters are stored for leaves of
+        a dtype; ``is_held``: whether devices hold shards of them, if ``shards_params``.
       num_inner_shards: Number of parts into which the sum over shard_axes cuts. None: num_shards.
-      shards_params: Whether devices hold only shards of the parameters that are scattered.
-      gathers_layers: Whether they gather these of stacked leaves layer by layer.
-      in_blocks: Whether leaves are cut only at multiples of ``BLOCK`` of their elements, so that
-        blocks of moments in codes, and random bits, are those of whole leaves.
+      shards_params: Whether devices hold only shards of scattered parameters.
+      gathers_layers: Whether devices gather those of stacked leaves layer by layer.
+      in_blocks: Whether leaves are cut only at multiples of ``BLOCK`` elements, so that blocks of
+        coded moments, and random bits, are those of whole leaves.
 
     Example:
       >>> leaves = [Leaf("w", (512, 64), "float32", 0), Leaf("b", (3,), "float32", 0)]
@@ -232,7 +231,7 @@ def make_layout(
     packs = num_shards > 1 if packs is None else packs
     leaf_alignment = BLOCK if in_blocks else 1
     members = _members(leaves, num_shards, bucket_bytes, packs, leaf_alignment)
-    # Those with main parameters first: the flat array of main parameters is the shorter one.
+    # Those with main parameters first, because the flat array of main parameters is shorter.
     has_main = [keeps_main(leaves[m.leaves[0]].dtype, not m.is_packed) for m in members]
     buckets: list[Bucket] = []
     offset = main_size = 0
@@ -261,7 +260,7 @@ def make_layout(
 
 
 class _Members(NamedTuple):
-    """The leaves of a bucket, and along which dimension its one leaf is cut; None: packed."""
+    """The leaves of a bucket, and the dimension along which its only leaf is cut; None: packed."""
 
     leaves: list[int]
     dim: int | None = None
@@ -297,7 +296,7 @@ def _members(
 def _bucket(
     leaves: Sequence[Leaf], members: _Members, num_shards: int, leaf_alignment: int
 ) -> Bucket:
-    """A bucket, without what depends on the others."""
+    """A bucket, without the fields that depend on the others."""
     first = leaves[members.leaves[0]]
     total = sum(-(-leaves[i].size // leaf_alignment) * leaf_alignment for i in members.leaves)
     is_packed = members.is_packed
@@ -335,7 +334,7 @@ def _aligned(size: int) -> int:
 def _scatter_dim(leaf: Leaf, num_shards: int, leaf_alignment: int) -> int | None:
     """The first dimension that divides; None if there is none.
 
-    Its shards are then pieces of a multiple of ``leaf_alignment`` elements each.
+    Each shard then has pieces of a multiple of ``leaf_alignment`` elements.
     """
     for dim in range(1 if leaf.is_stacked else 0, len(leaf.shape)):
         piece = math.prod(leaf.shape[dim:])
@@ -346,7 +345,7 @@ def _scatter_dim(leaf: Leaf, num_shards: int, leaf_alignment: int) -> int | None
 
 
 def _pack(leaves: Sequence[Leaf], members: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    """Splits leaves into runs of one kind, none above bucket_bytes unless alone."""
+    """Splits leaves into runs of one kind, none above bucket_bytes except for a single leaf."""
     by_kind: dict[Any, list[list[int]]] = {}
     filled: dict[Any, int] = {}
     for i in members:

@@ -1,4 +1,4 @@
-"""Which axes of a mesh carry data, and what a sharding strategy spreads over them. Static."""
+"""Which axes of a mesh carry data, and what a sharding strategy shards over them; all static."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OUTER_SHARDING_STRATEGIES = ("no_shard", "optim")
 
 @dataclasses.dataclass(frozen=True)
 class DataParallel:
-    """The mesh axes by what they are for, and the strategy.
+    """The mesh axes by purpose, and the strategy.
 
     Attributes:
       mesh: The mesh.
@@ -30,8 +30,8 @@ class DataParallel:
         "optim_grads": also accumulated gradients (ZeRO-2). "optim_grads_params": also the
         parameters (ZeRO-3).
       outer_strategy: "no_shard", or "optim": optimizer state is sharded over replica_axes too.
-      reshard_after_forward: Whether stacked parameters are gathered layer by layer, and gradients
-        reduced in every micro-batch, under "optim_grads_params"; if not, all of them once a step.
+      reshard_after_forward: Whether, under "optim_grads_params", stacked parameters are gathered
+        layer by layer, and gradients reduced in every micro-batch; otherwise all once per step.
     """
 
     mesh: Mesh
@@ -81,12 +81,12 @@ class DataParallel:
 
     @property
     def gathers_layers(self) -> bool:
-        """Whether those of stacked layers are gathered layer by layer."""
+        """Whether parameters of stacked layers are gathered layer by layer."""
         return self.shards_params and self.reshard_after_forward
 
     @property
     def shards_grads(self) -> bool:
-        """Whether every micro-batch is reduced at once, and only shards are accumulated."""
+        """Whether every micro-batch is reduced immediately, and only shards are accumulated."""
         return self.strategy == "optim_grads" or self.gathers_layers
 
     @property
@@ -117,7 +117,7 @@ def make_data_parallel(
     policy: MixedPrecisionPolicy,
     has_param_specs: bool,
 ) -> DataParallel:
-    """Checks the arguments of the same names of ``distributed``.
+    """Checks the arguments of ``distributed`` with the same names.
 
     Raises:
       MeshError: The mesh lacks an axis, or has one with no purpose.
@@ -168,7 +168,7 @@ def make_data_parallel(
 
 
 def _check_reshard(value: Any, strategy: str) -> None:
-    """Raises PolicyError where there are no sharded parameters to keep gathered."""
+    """Raises PolicyError if there are no sharded parameters to keep gathered."""
     check_flag("reshard_after_forward", value)
     if not value and strategy != "optim_grads_params":
         raise PolicyError(
@@ -183,7 +183,7 @@ def _axes(mesh: Mesh, name: str, value: Any) -> tuple[str, ...]:
     axes: Any = (value,) if isinstance(value, str) else value
     axes = tuple(axes) if isinstance(axes, list | tuple) else (axes,)
     for axis in axes:
-        if axis not in mesh.axis_names:  # a tuple: an axis may be something without a hash
+        if axis not in mesh.axis_names:  # a tuple: an axis may have no hash
             close = difflib.get_close_matches(str(axis), mesh.axis_names, 1, 0.0)
             action = f"Pass {name}={close[0]!r}?" if close else "Name the mesh's axes."
             raise MeshError(
@@ -197,7 +197,7 @@ def _axes(mesh: Mesh, name: str, value: Any) -> tuple[str, ...]:
     return tuple(axes)
 
 
-# What others call the same, in lower case, without separators and without "zero" and "stage".
+# Other libraries' names, in lower case, without separators and without "zero" and "stage".
 _MEANT = {
     **{choice.replace("_", ""): choice for choice in SHARDING_STRATEGIES},
     **dict(zip("0123", SHARDING_STRATEGIES, strict=True)),
@@ -221,7 +221,7 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         meant = _MEANT.get(text.replace("zero", "").replace("stage", ""))
         nearest = difflib.get_close_matches(str(value), choices, 1, 0.0)[0]
         close = meant or nearest
-        if close not in choices:  # the outer strategy shards the state alone
+        if close not in choices:  # the outer strategy shards only the state
             close = choices[-1]
         raise PolicyError(
             f"{name}: unknown: got {value!r}, expected {' or '.join(map(repr, choices))}. "

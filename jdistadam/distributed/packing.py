@@ -1,4 +1,4 @@
-"""Between leaves and buckets: packing, unpacking and cutting shards, inside one program."""
+"""Conversion between leaves and buckets inside a program: packing, unpacking, cutting shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jdistadam.kernels import multi_tensor
 
 
 def bucket_array(bucket: Bucket, leaves: Sequence[Any], dtype: Any) -> jax.Array:
-    """Returns a bucket's content: its leaf, or shard of one, as it is, or its leaves packed."""
+    """Returns a bucket's content: its leaf or a shard of it in place, or its leaves packed."""
     if not bucket.is_packed:
         return leaves[bucket.leaf].astype(dtype)
     members = [jnp.asarray(leaves[i]) for i in bucket.leaves]
@@ -37,7 +37,7 @@ def shard_of(whole: Any, index: Any, num_shards: int, dim: int) -> jax.Array:
 def state_shard(
     parallel: DataParallel, bucket: Bucket, params: Sequence[Any], dtype: Any
 ) -> jax.Array:
-    """Returns the part of a bucket's parameters of which this device has the state."""
+    """Returns the part of a bucket's parameters that matches this device's state."""
     array = bucket_array(bucket, params, dtype)
     axes = axes_left_to_cut(parallel, bucket, array.shape)
     if not axes:
@@ -49,9 +49,9 @@ def state_shard(
 def axes_left_to_cut(
     parallel: DataParallel, bucket: Bucket, shape: tuple[int, ...]
 ) -> tuple[str, ...]:
-    """Returns the axes over which a bucket's array of this shape is still to cut into shards.
+    """Returns the axes over which a bucket's array of this shape must still be cut into shards.
 
-    All over which the state is sharded, but for those over which it is cut already.
+    These are the axes over which the state is sharded, without those that already cut the array.
     """
     axes = parallel.state_axes
     if bucket.is_sharded_param and shape == bucket.inner_shape:
@@ -62,7 +62,7 @@ def axes_left_to_cut(
 def flat_shard(
     layout: Layout, leaves: Sequence[Any], index: Any, dtype: Any, *, main: bool = False
 ) -> jax.Array:
-    """Returns what device ``index`` keeps of ``leaves``: shape ``(flat_size,)``, gaps zero.
+    """Returns device ``index``'s part of ``leaves``: shape ``(flat_size,)``, gaps zero.
 
     With ``main``, only of those that have main parameters: shape ``(main_size,)``.
     """
@@ -74,7 +74,7 @@ def flat_shard(
 
 
 def flat_of(layout: Layout, shards: Sequence[Any], dtype: Any, *, main: bool = False) -> jax.Array:
-    """Puts one device's shards of all buckets into a flat array, as ``flat_shard`` returns it."""
+    """Puts one device's shards of all buckets into a flat array, like ``flat_shard``."""
     parts, end = [jnp.zeros((0,), dtype)], 0
     for bucket, shard in zip(layout.buckets, shards, strict=True):
         if main and not bucket.has_main:
@@ -97,12 +97,12 @@ def leaves_of_bucket(layout: Layout, bucket: Bucket, whole: Any) -> list[tuple[i
 
 
 def leaves_of_flat(layout: Layout, flat: Any) -> list[np.ndarray]:
-    """Puts the leaves back together from all devices' flat arrays: the inverse of flat_shard.
+    """Joins the leaves from all devices' flat arrays: the inverse of flat_shard.
 
     Args:
       layout: The layout.
-      flat: Shape ``(num_shards * flat_size,)``. If shorter, leaves that are not in it are zero,
-        and so are those that are in no bucket.
+      flat: Shape ``(num_shards * flat_size,)``. If it is shorter, missing leaves are zero, and so
+        are leaves in no bucket.
     """
     by_device = np.asarray(flat).reshape(layout.num_shards, -1)
     leaves = [np.zeros(leaf.shape, by_device.dtype) for leaf in layout.leaves]
@@ -119,7 +119,7 @@ def leaves_of_flat(layout: Layout, flat: Any) -> list[np.ndarray]:
 
 
 def _leaves_on_host(layout: Layout, bucket: Bucket, whole: np.ndarray) -> list[tuple[int, Any]]:
-    """``leaves_of_bucket`` of a numpy array."""
+    """``leaves_of_bucket`` for a numpy array."""
     if bucket.is_packed:
         sizes = [layout.leaves[i].size for i in bucket.leaves]
         starts = bucket.starts(sizes)

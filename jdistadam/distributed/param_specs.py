@@ -1,4 +1,4 @@
-"""PartitionSpecs of parameters: over tensor axes as the user says, over data axes as we do."""
+"""PartitionSpecs of parameters: over tensor axes from the user, over data axes from us."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from jdistadam.errors import MeshError, ShapeError
 
 
 def tensor_specs(given: Any, params: Params) -> list[P]:
-    """Returns the PartitionSpec of each leaf over tensor axes alone.
+    """Returns the PartitionSpec of each leaf over tensor axes only.
 
     Args:
-      given: The argument ``param_specs`` of the optimizer: of PartitionSpecs, of NamedShardings, or
-        None where a leaf is not sharded, as Flax returns them.
+      given: The argument ``param_specs`` of the optimizer: PartitionSpecs, NamedShardings, or None
+        for a leaf that is not sharded, as Flax returns them.
       params: Tree of params or of their shapes.
     """
     if given is None:
@@ -44,7 +44,7 @@ _SPECS = (P, NamedSharding, type(None))
 
 
 def _spec_of(given: P | NamedSharding | None) -> P:
-    """One leaf's PartitionSpec, from what stands for it."""
+    """One leaf's PartitionSpec from its given form."""
     spec = P() if given is None else given.spec if isinstance(given, NamedSharding) else given
     if any(entry is P.UNCONSTRAINED for entry in spec):
         raise MeshError(
@@ -56,7 +56,7 @@ def _spec_of(given: P | NamedSharding | None) -> P:
 
 
 def over_axes(spec: P, axes: Iterable[str]) -> P:
-    """Returns what a PartitionSpec says about some axes alone."""
+    """Returns the part of a PartitionSpec that concerns these axes."""
     kept = [tuple(name for name in names_of(entry) if name in axes) for entry in spec]
     while kept and not kept[-1]:
         kept.pop()
@@ -64,7 +64,7 @@ def over_axes(spec: P, axes: Iterable[str]) -> P:
 
 
 def shapes_on_a_device(parallel: DataParallel, params: Params, specs: Iterable[P]) -> Any:
-    """Returns the shapes that global params have on one device, as far as tensor axes cut them."""
+    """Returns the shapes of global params on one device, cut only by tensor axes."""
     specs = list(specs)
     if not any(map(axes_of, specs)):
         return params
@@ -77,7 +77,7 @@ def shapes_on_a_device(parallel: DataParallel, params: Params, specs: Iterable[P
 
 
 def global_shapes(parallel: DataParallel, local: Params, specs: Iterable[P]) -> Any:
-    """Returns the shapes of which a device has these: the inverse of ``shapes_on_a_device``."""
+    """Returns global shapes from a device's: the inverse of ``shapes_on_a_device``."""
     specs = list(specs)
     if not any(map(axes_of, specs)):
         return local
@@ -94,7 +94,7 @@ def global_shapes(parallel: DataParallel, local: Params, specs: Iterable[P]) -> 
 
 
 def with_data_axes(layout: Layout, parallel: DataParallel, specs: list[P]) -> list[P]:
-    """Returns the specs with data axes added where devices hold shards of the parameters."""
+    """Returns the specs, with data axes added if devices hold shards of the parameters."""
     specs = list(specs)
     for bucket in layout.buckets:
         if bucket.is_sharded_param:
@@ -103,7 +103,7 @@ def with_data_axes(layout: Layout, parallel: DataParallel, specs: list[P]) -> li
 
 
 def with_axes(spec: P, dim: int, axes: tuple[str, ...]) -> P:
-    """Adds axes to one dimension: inside of what tensor axes leave to a device."""
+    """Adds axes to one dimension, inside a device's part over tensor axes."""
     if not axes:
         return spec
     entries = list(spec) + [None] * (dim + 1 - len(spec))
@@ -113,7 +113,7 @@ def with_axes(spec: P, dim: int, axes: tuple[str, ...]) -> P:
 
 
 def cuts_of(spec: P, cutting_axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """For each dimension, the indices of those of ``cutting_axes`` that cut it."""
+    """For each dimension, the indices of the ``cutting_axes`` that cut it."""
     cuts = [
         tuple(cutting_axes.index(axis) for axis in names_of(entry) if axis in cutting_axes)
         for entry in spec
@@ -124,12 +124,12 @@ def cuts_of(spec: P, cutting_axes: tuple[str, ...]) -> tuple[tuple[int, ...], ..
 
 
 def axes_of(spec: P) -> tuple[str, ...]:
-    """Returns the mesh axes that a PartitionSpec names."""
+    """Returns the mesh axes in a PartitionSpec."""
     return tuple(axis for entry in spec for axis in names_of(entry))
 
 
 def names_of(entry: Any) -> tuple[str, ...]:
-    """Returns the mesh axes that one entry of a PartitionSpec names."""
+    """Returns the mesh axes in one entry of a PartitionSpec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
@@ -155,7 +155,7 @@ def _cut(parallel: DataParallel, path: str, shape: tuple[int, ...], spec: P) -> 
 
 
 def _instead_of(parallel: DataParallel, axis: str) -> str:
-    """What to do where a spec names an axis that carries data, or none of the mesh."""
+    """Advice for a spec with an axis that carries data, or is not in the mesh."""
     if axis in parallel.data_axes:
         return (
             "Leave sharding over data axes to sharding_strategy. Experts that differ along an axis "

@@ -1,22 +1,22 @@
-"""A step whose bytes move over peer memory; inside ``jax.shard_map``.
+"""A step whose transport is peer memory; inside ``jax.shard_map``.
 
     gradients of all devices -> sum -> update -> parameters of all devices
 
-is one kernel where nothing must be known of the sum before the update: without ``max_grad_norm``,
-``loss_scale`` and ``norm_guard``. The norm is taken on the way. Else it is two, with the norm
-between.
+is one kernel if the update does not depend on a property of the whole sum: without
+``max_grad_norm``, ``loss_scale`` and ``norm_guard``. It computes the norm on the way. Otherwise it
+is two kernels, with the norm between them.
 
-[Note: sent ahead] In ``train_step``, which knows that a backward pass makes the gradients one after
-the other, each is sent to the device that sums it as soon as it is known (schedule.py says which).
-Of N devices' gradients (N - 1) / N so are sent beside the backward pass, by the copy engines where
+[Note: sent ahead] ``train_step`` knows that a backward pass makes the gradients in sequence. There
+each gradient is sent as soon as it is known to the device that sums it (schedule.py says which).
+Thus (N - 1) / N of N devices' gradients are sent during the backward pass, by the copy engines if
 ``train_step`` asks XLA for them, and the kernel reads them from this device's own memory. It costs
-one copy of that part, since XLA sends whole arrays. A custom training loop may hand over gradients
-that were there before the program began: those are read by the kernel where they are.
+one copy of that part, because XLA sends whole arrays. A custom training loop may pass gradients
+that existed before the program started: the kernel reads these in place.
 
-Among four or eight devices each copies its own shard, too, 1 / N of the gradients, so that those it
-has sent are freed before the kernel: compiled for eight H200s, a GPT of 1.3e9 parameters takes 2.7
-rather than 4.9 GB of temporary memory. Two devices would copy half to free half. At the rate of the
-copies above that takes 0.9 ms of the 1.2 ms that sending ahead saves there: they keep the whole.
+Among four or eight devices each also copies its own shard, 1 / N of the gradients, so that the sent
+gradients are freed before the kernel: compiled for eight H200s, a GPT of 1.3e9 parameters takes 2.7
+instead of 4.9 GB of temporary memory. Two devices would copy half to free half. At the rate of the
+copies above that takes 0.9 ms of the 1.2 ms that sending ahead saves there, so they keep the whole.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from jdistadam.distributed.update import (
 from jdistadam.kernels import native, peer
 
 sending_ahead: Any = jax.make_user_context(False)
-"""Whether gradients come one by one from a backward pass of this program: [Note: sent ahead]."""
+"""Whether gradients come in sequence from a backward pass of this program: [Note: sent ahead]."""
 
 
 def step_over_peer_memory(
@@ -59,15 +59,15 @@ def step_over_peer_memory(
     leaves: list[Any],
     is_other: jax.Array,
 ) -> UpdateResult:
-    """Reduction, norm, update and new parameters, bitwise those of float32 sums over XLA.
+    """Reduction, norm, update and new parameters, bitwise equal to float32 sums over XLA.
 
     Args:
       config: The configuration.
       schedule: The schedule of the params.
-      grads: Local gradients, or what ``accumulate`` returned.
+      grads: Local gradients, or the result of ``accumulate``.
       state: The state.
       leaves: The leaves of the params.
-      is_other: Whether the state is of another layout.
+      is_other: Whether the state has another layout.
     """
     local = local_grads(config, schedule, grads)
     scaling, buckets = state.scaling, schedule.layout.buckets
@@ -109,11 +109,11 @@ def _send_ahead(
     buckets: Sequence[Bucket],
     grads: Sequence[jax.Array],
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Sends to the other devices their shards of gradients.
+    """Sends the other devices their shards of gradients.
 
     Returns:
-      What of its own gradients this device needs still; and its shard of those of all others, those
-      of the next lower place first.
+      The part of its own gradients that this device still needs, and its shards of all others'
+      gradients, starting with the next lower place.
     """
     axes, n = config.parallel.data_axes, config.parallel.num_devices
     me, own, received = collectives.axis_index(axes), list(grads), list[jax.Array]()
@@ -126,7 +126,7 @@ def _send_ahead(
             for distance in range(0 if spec.takes_shards else 1, n)
         ]
         if spec.takes_shards:
-            # All at once, so that the gradient can be freed before any of them is sent.
+            # All at once, so the gradient can be freed before any of them is sent.
             own[i], *parts = lax.optimization_barrier(parts)
         for distance, part in enumerate(parts, start=1):
             received.append(collectives.send_around(part, axes, distance=distance, devices=n))
@@ -150,7 +150,7 @@ def _spec(
 
 
 def _type_of_params(bucket: Bucket, schedule: Schedule, leaves: list[Any]) -> Any:
-    """The type of a bucket's new parameters: it says what that of the old ones says."""
+    """The type of a bucket's new parameters: like that of the old ones."""
     if not bucket.is_packed:
         return jax.typeof(leaves[bucket.leaf])
     size = schedule.layout.whole_size(bucket)

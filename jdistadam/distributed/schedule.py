@@ -1,21 +1,21 @@
-"""What one step sends: for each bucket its collectives, in the order in which they run.
+"""The collectives of each bucket in a step, in the order in which they run.
 
-This is the one place that decides how gradients are summed and parameters gathered under each
-strategy and policy. A step runs these collectives (``communication.py``), ``plan`` prices them and
-``audit`` compares them with the compiled program. Made from shapes alone.
+Only this module decides how gradients are summed and parameters gathered under each strategy and
+policy. A step runs these collectives (``communication.py``), ``plan`` prices them and ``audit``
+compares them with the compiled program. They are made from shapes alone.
 
-A bucket passes through four phases, of which a strategy leaves out some::
+A bucket passes through four phases; a strategy leaves out some of them::
 
-    reduce         gradients, over shard_axes: every micro-batch where gradients are sharded
+    reduce         gradients, over shard_axes: every micro-batch if gradients are sharded
                    ("no_shard": over all data axes at once)
-    reduce_outer   that sum, over replica_axes: once a step
-    gather_outer   new parameters, over replica_axes, where the state is sharded over them too
-    gather         parameters, over shard_axes: after the update, or before the forward pass where
+    reduce_outer   that sum, over replica_axes: once per step
+    gather_outer   new parameters, over replica_axes, if the state is sharded over them too
+    gather         parameters, over shard_axes: after the update, or before the forward pass if
                    devices hold shards of them ("optim_grads_params")
 
 [Note: sums in float32] With ``grad_reduce_dtype`` a reduce-scatter is an all-to-all along one axis
-after the other, the last one first, each followed by a sum of adjacent pairs in float32. What was
-summed once is sent on in float32. An all-reduce is the same, followed by an all-gather of the sums.
+at a time, the last one first, each followed by a sum of adjacent pairs in float32. Such a sum is
+sent on in float32. An all-reduce is the same, followed by an all-gather of the sums.
 
 Scalars (norm, loss, weights) are not listed.
 """
@@ -33,7 +33,7 @@ from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 
-_SMALL = 0.01  # of a layer's parameters: biases and norm scales are smaller, matrices larger
+_SMALL = 0.01  # share of a layer's parameters: biases and norm scales are smaller, matrices larger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,18 +44,17 @@ class Collective:
       op: "reduce-scatter", "all-gather", "all-reduce", "all-to-all" or "collective-permute": the
         parts of an all-to-all, one by one.
       dtype: The dtype that is sent.
-      elements: Size of the whole array: what every device adds to, exchanges, or holds at the end.
+      elements: Size of the whole array that every device adds to, exchanges, or holds at the end.
       axes: The mesh axes it runs over.
       devices: Number of devices along them.
       times: How often it runs in one step.
       leaves: Paths of the parameters.
-      is_optional: Whether it may be left out: the backward pass of a scanned layer needs again
-        what it multiplied with, but not every bias; and accumulated gradients
-        are not sent ahead.
-      when: "step": once; "micro-batch": for each of them; "layer": for each layer of a scan, in
-        each micro-batch.
+      is_optional: Whether it may be left out: the backward pass of a scanned layer needs its
+        factors again, but not every bias; and accumulated gradients are not sent ahead.
+      when: "step": once; "micro-batch": in each; "layer": for each layer of a scan, in each
+        micro-batch.
       transport: How bytes move between devices: "xla", by a collective of the compiler; "peer",
-        read from and written to the memory of the others by the kernels of communication.py.
+        by the kernels of communication.py, which read and write the memory of the others.
     """
 
     op: str
@@ -71,21 +70,21 @@ class Collective:
 
     @property
     def result_elements(self) -> int:
-        """Size of the array that a device gets."""
-        if self.op == "collective-permute":  # what it has itself is not sent
+        """Size of the array that a device receives."""
+        if self.op == "collective-permute":  # its own part is not sent
             return self.elements // self.devices * (self.devices - 1)
         return self.elements // (self.devices if self.op == "reduce-scatter" else 1)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that a device sends in one step, in a ring or, for all-to-all, directly."""
+        """Bytes that a device sends in one step: in a ring, or directly for an all-to-all."""
         passes = 2 if self.op == "all-reduce" else 1
         size = self.elements * self.dtype.itemsize * self.times * passes
         return size * (self.devices - 1) // self.devices
 
 
 Phase = tuple[Collective, ...]
-"""Collectives that run one after the other."""
+"""Collectives that run in sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +94,11 @@ class BucketSchedule:
     Attributes:
       bucket: The bucket.
       reduce: Sums gradients over shard_axes.
-      reduce_outer: Sums over replica_axes what ``reduce`` left.
+      reduce_outer: Sums the results of ``reduce`` over replica_axes.
       gather_outer: Gathers new parameters over replica_axes.
       gather: Gathers parameters over shard_axes.
-      gather_again: The same in the backward pass of layers that the model gathers, which keeps none
-        of them.
+      gather_again: The same in the backward pass of layers that the model gathers and does not
+        keep.
     """
 
     bucket: Bucket
@@ -111,22 +110,22 @@ class BucketSchedule:
 
     @property
     def after_update(self) -> Phase:
-        """The gathers that a step does with new parameters, until they are as devices hold them."""
+        """The gathers that turn new parameters into what devices hold between steps."""
         return self.gather_outer + (() if self.bucket.is_sharded_param else self.gather)
 
     @property
     def collectives(self) -> Phase:
-        """All of them."""
+        """All phases."""
         reductions = self.reduce + self.reduce_outer
         return reductions + self.gather_outer + self.gather + self.gather_again
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A layout, and the collectives of each of its buckets.
+    """A layout and the collectives of each bucket.
 
     Attributes:
-      layout: Where everything belongs.
+      layout: The positions of all leaves and buckets.
       buckets: One entry for each bucket of the layout, in its order.
       treedef: The structure of the params.
     """
@@ -136,7 +135,7 @@ class Schedule:
     treedef: Any = None
 
     def whole(self) -> Any:
-        """Returns the tree of shapes that unsharded params have on a device."""
+        """Returns the tree of shapes of unsharded params on a device."""
         return jax.tree.unflatten(self.treedef, self.layout.shapes())
 
     @property
@@ -159,7 +158,7 @@ def make_schedule(
       layout: The layout.
       parallel: The axes and the strategy.
       policy: The dtypes.
-      accumulate_steps: Number of micro-batches; counts in ``times`` alone.
+      accumulate_steps: Number of micro-batches; affects only ``times``.
       transport: "xla", or "peer".
       in_train_step: Whether the gradients come from the backward pass of a ``train_step``.
 
@@ -191,7 +190,7 @@ def make_schedule(
         whole_size = layout.whole_size(bucket)
         entry = maker.bucket_schedule(bucket, paths, whole_size, is_early, stacked)
         if leaf.in_model and not stacked and bucket.is_sharded_param and parallel.gathers_layers:
-            # In the backward pass again, if the model uses jax.checkpoint.
+            # In the backward pass again if the model uses jax.checkpoint.
             gather = _repeated(entry.gather, "micro-batch", num_reductions)
             again = tuple(dataclasses.replace(c, is_optional=True) for c in gather)
             entry = dataclasses.replace(entry, gather=gather, gather_again=again)
@@ -206,9 +205,9 @@ def make_schedule(
 def phases_of_shard(
     parallel: DataParallel, policy: MixedPrecisionPolicy, elements: int, dtype: Any
 ) -> tuple[Phase, Phase]:
-    """Returns how a parameter that devices hold as shards is gathered, and its gradients summed.
+    """Returns how a sharded parameter is gathered, and its gradients summed.
 
-    As the phases "gather" and "reduce" of its bucket, of which a part of a model knows nothing.
+    These are the phases "gather" and "reduce" of its bucket, which a part of a model cannot see.
 
     Args:
       parallel: The axes and the strategy.
@@ -224,21 +223,21 @@ def phases_of_shard(
 
 @dataclasses.dataclass(frozen=True)
 class _PhaseMaker:
-    """Makes the phases of buckets; holds what is the same for all of them."""
+    """Makes the phases of buckets; stores what all of them share."""
 
     parallel: DataParallel
     policy: MixedPrecisionPolicy
     num_reductions: int  # how often a step reduces gradients over shard_axes
     transport: str
-    sends_ahead: bool  # what a backward pass makes before its end: [Note: sent ahead]
+    sends_ahead: bool  # gradients made before the end of a backward pass: [Note: sent ahead]
 
     def bucket_schedule(
         self, bucket: Bucket, paths: tuple[str, ...], whole_size: int, is_early: bool, stacked: int
     ) -> BucketSchedule:
-        """The phases of one bucket, by the strategy.
+        """The phases of one bucket under the strategy.
 
-        ``is_early``: whether its gradient is one that the backward pass makes before its end.
-        ``stacked``: the number of layers of a stacked leaf; else 0.
+        ``is_early``: whether the backward pass makes its gradient before it ends.
+        ``stacked``: the number of layers of a stacked leaf; otherwise 0.
         """
         parallel, policy = self.parallel, self.policy
         shard_axes, replica_axes = parallel.shard_axes, parallel.replica_axes
@@ -262,8 +261,8 @@ class _PhaseMaker:
         elif parallel.shards_grads:
             reduce = _repeated(reduce, "micro-batch", self.num_reductions)
         elif self.sends_ahead and is_early:
-            # Others are known at the end of the backward pass alone: sums over micro-batches, and
-            # what a scan over layers returns.
+            # Others are known only at the end of the backward pass: sums over micro-batches, and
+            # results of a scan over layers.
             ahead = self._one("collective-permute", paths, whole_size, shard_axes, sent)
             reduce = (dataclasses.replace(ahead, transport="xla", is_optional=True),)
         reduce_outer: Phase = ()
@@ -278,7 +277,7 @@ class _PhaseMaker:
     def reduce_scatter(
         self, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any
     ) -> Phase:
-        """Sums an array, of which each device keeps a part."""
+        """Sums an array; each device keeps a part."""
         if self.policy.grad_reduce_dtype is None:
             return (self._one("reduce-scatter", paths, elements, axes, dtype),)
         exchanges = []
@@ -295,7 +294,7 @@ class _PhaseMaker:
         return (self._one("all-gather", paths, elements, axes, dtype if sent is None else sent),)
 
     def _all_reduce(self, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any) -> Phase:
-        """Sums an array, of which each device gets all."""
+        """Sums an array; each device gets all of it."""
         if self.policy.grad_reduce_dtype is None:
             return (self._one("all-reduce", paths, elements, axes, dtype),)
         elements += -elements % self.parallel.size(axes)

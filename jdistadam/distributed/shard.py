@@ -1,9 +1,9 @@
 """A shard of a parameter, inside a program.
 
-Outside of programs, params are plain global arrays. Inside of ``jax.shard_map``, ``local_params``
-puts each shard into a ``Shard``, ``gather_params`` makes a plain array of it, and the gradient with
-respect to a ``Shard`` is one, too: JAX gives gradients the tree structure of what they belong to.
-So a type says what is cut and which gradients are summed, and nothing is concluded from shapes.
+Outside programs, params are plain global arrays. Inside ``jax.shard_map``, ``local_params`` puts
+each shard into a ``Shard``, ``gather_params`` turns it into a plain array, and the gradient with
+respect to a ``Shard`` is one, too: JAX gives gradients the tree structure of their parameters. So
+types say which arrays are cut and which gradients are summed, and nothing is inferred from shapes.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _UNCUT = P()
 class Shard:
     """This device's part of a parameter, or of the sum of its gradients over ``shard_axis``.
 
-    A pytree node around an array: ``jax.tree.map`` and norms over leaves see this device's part of
-    the values, and the part's shape. Its static part has neither name nor shape, so that equal
-    layers have equal tree structures; dimensions are counted from the end, so that it holds in a
-    stack of layers, in one of them and under ``jax.vmap``.
+    A pytree node around an array: ``jax.tree.map`` and norms over leaves see the values and the
+    shape of this device's part. Its static part has neither name nor shape, so equal layers have
+    equal tree structures. Dimensions are counted from the end, so they hold in a stack of layers,
+    in one layer and under ``jax.vmap``.
 
     Attributes:
-      value: The array. Of a parameter in the dtype of its gradients, which ``step`` and
-        ``gather_params`` round to ``dtype``: [Note: widened shards].
+      value: The array. For a parameter it has the dtype of the gradients; ``step`` and
+        ``gather_params`` round it to ``dtype``: [Note: widened shards].
       dim: The dimension that is cut, from the end: -1 is the last one.
-      ndim: The number of dimensions of what is gathered at once. A stack of layers has more.
+      ndim: The number of dimensions of one gathered array. A stack of layers has more.
       dtype: The dtype of the parameter.
       spec: How tensor axes cut those dimensions.
     """
@@ -56,7 +56,7 @@ class Shard:
 
     @classmethod
     def of_bucket(cls, bucket: Bucket, value: jax.Array, spec: P = _UNCUT) -> Shard:
-        """Marks this device's part of a bucket's one leaf, of which tensor axes cut ``spec``."""
+        """Marks this device's part of a bucket's only leaf, which tensor axes cut by ``spec``."""
         ndim = value.ndim - (bucket.num_layers is not None)
         entries = (list(spec) + [None] * (value.ndim - len(spec)))[value.ndim - ndim :]
         return cls(value, bucket.cut_dim - value.ndim, ndim, jnp.dtype(bucket.dtype), P(*entries))
@@ -69,7 +69,7 @@ class Shard:
 
     @property
     def is_stack(self) -> bool:
-        """Whether it is a stack of layers, which are gathered one by one."""
+        """Whether it is a stack of layers that are gathered separately."""
         return len(self.shape) > self.ndim
 
     def __jax_array__(self, *_: Any) -> NoReturn:
@@ -102,17 +102,17 @@ def is_shard(x: Any) -> bool:
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """Returns the leaves of a tree, of which a ``Shard`` is one."""
+    """Returns the leaves of a tree, with each ``Shard`` as one leaf."""
     return jax.tree.leaves(tree, is_leaf=is_shard)
 
 
 def plain(tree: Any) -> Any:
-    """Returns a tree with the arrays in place of their shards."""
+    """Returns a tree with the arrays of its shards."""
     return jax.tree.map(lambda x: x.value if is_shard(x) else x, tree, is_leaf=is_shard)
 
 
 def as_shards(params: Any) -> Any:
-    """Returns plain params in their own dtypes, as a device holds them between steps."""
+    """Returns plain params in their own dtypes, as a device has them between steps."""
 
     def held(x: Any) -> Any:
         return x.value.astype(x.dtype) if is_shard(x) else x
@@ -121,9 +121,9 @@ def as_shards(params: Any) -> Any:
 
 
 def in_form_of(like: Any, tree: Any) -> Any:
-    """Returns a tree of plain arrays with ``Shard`` where ``like`` has one.
+    """Returns a tree of plain arrays, with ``Shard`` wherever ``like`` has one.
 
-    Then other leaves, too, are as ``local_params`` returns them, for shard_map's type checker.
+    Other leaves then have the types that ``local_params`` gives them, for shard_map's checks.
     """
     if not any(map(is_shard, leaves_of(like))):
         return tree
@@ -137,7 +137,7 @@ def in_form_of(like: Any, tree: Any) -> Any:
 
 
 def refuse_sums(grads: Grads, what: str, action: str) -> None:
-    """Raises MeshError where a gradient is a ``Shard``: the sum over devices already."""
+    """Raises MeshError if a gradient is a ``Shard``, which is already the sum over devices."""
     for path, x in zip(trees.paths(plain(grads), "grads"), leaves_of(grads), strict=True):
         if is_shard(x):
             raise MeshError(
@@ -147,10 +147,10 @@ def refuse_sums(grads: Grads, what: str, action: str) -> None:
 
 
 def refuse_unmarked(schedule: Schedule | None, params: Params) -> None:
-    """Raises MeshError where shards are plain arrays, or may be, as far as params are known.
+    """Raises MeshError if shards are, or may be, plain arrays, as far as params are known.
 
     Args:
-      schedule: Of the params that the optimizer is bound to.
+      schedule: The schedule of the params to which the optimizer is bound.
       params: All of them, or a part.
     """
     if any(map(is_shard, leaves_of(params))):

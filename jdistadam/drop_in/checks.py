@@ -1,4 +1,4 @@
-"""What a step looks at before it begins: trees, shapes and dtypes."""
+"""Checks before a step: trees, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_trees(
     state_name: str,
     storage: Storage,
 ) -> None:
-    """Raises unless gradients and moments have the structure and shapes of params, and dtypes."""
+    """Raises unless gradients and moments match the params in structure, shape and dtype."""
     mu_name, nu_name = (f"{state_name}[0].{part}" for part in ("mu", "nu"))
     if params is not None:
         trees.check_dtypes(params, name="params", allowed=(*_FLOATS, *optax_fallback.INTEGERS))
@@ -37,7 +37,7 @@ def check_trees(
         trees.check_same_shapes(tree, like, name=name, like_name="params")
     check_coded(storage, like, adam_state.mu, name=mu_name, codec=storage.codec_of("mu"))
     check_coded(storage, like, adam_state.nu, name=nu_name, codec=storage.nu)
-    # optax keeps nu in the dtype of the params: without these it says which are integers
+    # optax's nu has the params' dtypes: without params, nu shows which are integers
     beside = nu if params is None else params
     _check_dtypes(grads, beside, name="grads", action="Cast the gradients.")
     for path, grad, param in zip(
@@ -59,7 +59,7 @@ def check_trees(
 
 
 def _as_arrays(moments: Any) -> Any:
-    """Moments with what they mean, a float32 array, in the place of those in codes."""
+    """Moments with float32 arrays in place of codes."""
 
     def meant(x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, jnp.float32) if is_codes(x) else x
@@ -68,10 +68,10 @@ def _as_arrays(moments: Any) -> Any:
 
 
 def _check_dtypes(tree: Any, beside: Any, *, name: str, action: str) -> None:
-    """Raises DtypeError for a dtype that no step takes, and for integers beside a float."""
+    """Raises DtypeError for unsupported dtypes, and for integers that pair with a float."""
 
     def of(integers: bool) -> Any:
-        """The leaves beside integers, or the others."""
+        """The leaves that pair with integers, or the others."""
         is_one = optax_fallback.is_integer
         return jax.tree.map(lambda x, y: x if is_one(y) == integers else None, tree, beside)
 

@@ -1,4 +1,4 @@
-"""Moments in blocks of codes and stochastic rounding: what the state then holds."""
+"""State with moments in blocks of codes or stochastic rounding."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class RoundingState(NamedTuple):
     """The state of an optimizer that rounds stochastically.
 
     Attributes:
-      key: Shape (2,), uint32: the seed. Together with the count it says which bits are drawn, so
-        that it never changes.
-      inner: The state without it.
+      key: Shape (2,), uint32: the seed. With the count it determines the random bits, so it never
+        changes.
+      inner: The state without the key.
     """
 
     key: Any
@@ -34,9 +34,9 @@ class RoundingState(NamedTuple):
 
 
 def new_state(storage: Storage, params: Params, updated: Params, state: OptState) -> OptState:
-    """Codes the moments of optax's state, all zero, where they are to be.
+    """Encodes the zero moments of optax's new state as ``storage`` requires.
 
-    ``updated``: the params, or what is stepped in their place.
+    ``updated``: the params, or the arrays that are stepped in their place.
     """
     paths = trees.paths(params, "")
     storage.check_paths(dict(zip(paths, map(np.size, jax.tree.leaves(params)), strict=True)))
@@ -70,19 +70,19 @@ def _zeros(param: Any, codec: Codec) -> BlockCodes:
     sharding = getattr(param, "sharding", None)
     if isinstance(param, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
         return BlockCodes(codes, scales)
-    first = P(*sharding.spec[:1])  # the blocks of a part along the first dimension are a part
+    first = P(*sharding.spec[:1])  # a part along it has a part of the blocks
     return BlockCodes(codes, jax.device_put(scales, NamedSharding(sharding.mesh, first)))
 
 
 def with_key(storage: Storage, state: OptState) -> OptState:
-    """Puts the key of the random bits around a state, if there is one."""
+    """Wraps a state with the key of the random bits, if there is one."""
     if not storage.is_stochastic:
         return state
     return RoundingState(storage.key, state)
 
 
 def split_key(storage: Storage, state: OptState) -> tuple[Any, OptState]:
-    """Returns the key, or None, and the state without it."""
+    """Returns the key or None, and the state without it."""
     if storage.is_stochastic != isinstance(state, RoundingState):
         expected = "RoundingState" if storage.is_stochastic else "a state without RoundingState"
         raise TreeError(
@@ -93,7 +93,7 @@ def split_key(storage: Storage, state: OptState) -> tuple[Any, OptState]:
 
 
 def check_coded(storage: Storage, params: Params, moments: Any, *, name: str, codec: Codec) -> None:
-    """Raises DtypeError unless those moments are coded that this optimizer codes, by its codec."""
+    """Raises DtypeError unless this optimizer's coded leaves, and only these, use its codec."""
     paths = trees.paths(params, "")
     for path, param, moment in zip(
         paths, jax.tree.leaves(params), moment_leaves(moments), strict=True
@@ -124,10 +124,10 @@ def _check_codes(path: str, param: Any, moment: BlockCodes, codec: Codec) -> Non
 def decoded(opt_state: OptState) -> OptState:
     """Returns a state with all coded moments as float32, and without the key of random bits.
 
-    What ``optax.adamw`` would hold in the place of the state of ``fused_adamw``; exact.
+    It is the state that ``optax.adamw`` would have instead of ``fused_adamw``'s; exact.
 
     Args:
-      opt_state: The state of ``fused_adamw`` or ``fused_adam``, or a tree with one.
+      opt_state: The state of ``fused_adamw`` or ``fused_adam``, or a tree that contains one.
 
     Raises:
       TreeError: It is the state of a distributed optimizer: ``to_optax_state`` decodes that.

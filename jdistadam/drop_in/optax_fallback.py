@@ -1,4 +1,4 @@
-"""Leaves that the kernel does not know: complex, float64, integers: optax's own arithmetic."""
+"""Leaves that the kernel does not support (complex, float64, integers), in optax's arithmetic."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.kernels.coefficients import at_count
 
 DTYPES = tuple(jnp.dtype(name) for name in ("float64", "complex64", "complex128"))
-"""Dtypes that are left to optax wherever they are."""
+"""Dtypes that are left to optax wherever they occur."""
 
 INTEGERS = tuple(jnp.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
-"""Dtypes of parameters that are left to optax, with the gradients and moments of these."""
+"""Parameter dtypes that are left to optax with their gradients and moments."""
 
 
 def is_integer(x: Any) -> bool:
@@ -42,7 +42,7 @@ class OptaxLeaf(NamedTuple):
 def step(
     mode: str, hyper: Hyperparameters, count: jax.Array, leaves: Sequence[OptaxLeaf]
 ) -> list[tuple[Any, Any, Any]]:
-    """Returns (new parameter or update, mu, nu) of every leaf, as optax computes them."""
+    """Returns optax's (new parameter or update, mu, nu) of every leaf."""
     grads, params, mu, nu, decays = (list(column) for column in zip(*leaves, strict=True))
     rate = hyper.learning_rate
     tx = optax.chain(
@@ -54,15 +54,15 @@ def step(
     empty = optax.EmptyState()
     count_of_adam = count
     if not hyper.bias_correction:
-        # optax has no such switch; after so many steps 1 - b^t is 1, for b up to 1 - 1e-7
+        # optax has no such switch; after this many steps 1 - b^t is 1, for b up to 1 - 1e-7
         count_of_adam = jnp.asarray(jnp.iinfo(jnp.int32).max - 1, jnp.int32)
     masked = optax.MaskedState(empty)
     of_rate = optax.ScaleByScheduleState(count) if callable(rate) else empty
     state = (masked, optax.ScaleByAdamState(count_of_adam, mu, nu), masked, of_rate)
     updates, (_, adam, _, _) = tx.update(grads, state, params)
     out = updates if mode == "update" else _apply(params, updates)
-    # scale_by_adam was not told mu_dtype: the state says it. The mu of integers are integers in a
-    # new state alone: optax adds fractions to them, and so do the steps that follow.
+    # scale_by_adam was not given mu_dtype: the state has it. Only in a new state is the mu of
+    # integers an integer: optax adds fractions to it, and so do the following steps.
     new_mu = [
         new.astype(new.dtype if is_integer(old) else old.dtype)
         for new, old in zip(adam.mu, mu, strict=True)
@@ -73,7 +73,7 @@ def step(
 def _with_decay(
     weight_decay: Any, decays: Sequence[bool], is_cautious: bool
 ) -> optax.GradientTransformation:
-    """``optax.add_decayed_weights``; if cautious, not where update and parameter point apart."""
+    """``optax.add_decayed_weights``; if cautious, only for updates with the parameter's sign."""
     if not is_cautious:
         return optax.add_decayed_weights(weight_decay, decays)
 
@@ -86,11 +86,11 @@ def _with_decay(
 
 
 def _apply(params: Sequence[Any], updates: Sequence[Any]) -> Any:
-    """``optax.apply_updates``, which truncates p + u where p is an integer.
+    """``optax.apply_updates``, which truncates p + u if p is an integer.
 
-    The compiler would compute p - rate * x with one rounding instead of two. Where p + u is near a
-    whole number the truncated result would be another integer than that of ``update`` followed by
-    ``apply_updates``; so it must not see the two together. (XLA of jax 0.10 does on CPU.)
+    The compiler would compute p - rate * x with one rounding instead of two. If p + u is near an
+    integer, the truncated result would differ from that of ``update`` followed by
+    ``apply_updates``. So the compiler must not see both together. (XLA of jax 0.10 does on CPU.)
     """
     separate = [
         jax.lax.optimization_barrier(u) if is_integer(p) else u

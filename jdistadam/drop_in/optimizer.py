@@ -1,4 +1,4 @@
-"""The drop-ins: optax's Adam and AdamW with the fused kernel, for one program and any sharding."""
+"""The drop-ins: optax's Adam and AdamW with the fused kernel in one program, with any sharding."""
 
 from __future__ import annotations
 
@@ -55,18 +55,17 @@ def fused_adamw(
       p &\leftarrow p - \alpha \left( \frac{m / c_1}{\sqrt{v / c_2 + \bar\varepsilon} + \varepsilon}
          + \lambda p \right)
 
-    Shardings are kept. Each leaf is updated in the sharding of its moments, which are never sent;
-    new params and moments have the sharding of the old ones, and updates that of the params,
-    whatever the sharding of the gradients. In a plain ``jax.jit`` optax lets the sharding of its
-    results depend on all operands: with params replicated and moments sharded, its new params are
-    sharded, here they are gathered.
+    Shardings are kept. Each leaf is updated in the sharding of its moments, which are never sent.
+    New params and moments have the sharding of the old ones, and updates that of the params,
+    independent of the gradients' sharding. In a plain ``jax.jit`` the sharding of optax's results
+    depends on all operands: with replicated params and sharded moments its new params are sharded;
+    here they are gathered.
 
-    ``jax.vmap`` steps ensembles, and sweeps over hyperparameters that are arrays, in one kernel
-    call for all members, each bitwise identical to a separate call. A step can be differentiated,
-    to any order and in both modes, by gradients, state, params and hyperparameters: the derivative
-    is that of the formula in jax.numpy, the values remain the kernel's. As in optax it needs
-    ``eps_root`` above zero where a second moment may be zero; and main parameters of "remainder16"
-    have no derivative.
+    ``jax.vmap`` steps ensembles, and sweeps over array hyperparameters, in one kernel call for all
+    members, each bitwise identical to a separate call. A step can be differentiated, to any order
+    and in both modes, by gradients, state, params and hyperparameters: the derivative is that of
+    the formula in jax.numpy, the values remain the kernel's. As in optax, it needs ``eps_root``
+    above zero if a second moment may be zero. Main parameters of "remainder16" have no derivative.
 
     Args:
       learning_rate: :math:`\alpha`, or a schedule of the step count.
@@ -74,64 +73,63 @@ def fused_adamw(
       b2: :math:`b_2`, decay rate of the second moment, in [0, 1).
       eps: :math:`\varepsilon`, added outside the square root.
       eps_root: :math:`\bar\varepsilon`, added inside the square root.
-      mu_dtype: Dtype in which :math:`m` is stored. None: the dtype of what is updated. "block8" and
-        "block16": 8 and 16 bits, with one float32 scale for 128 elements (``BlockCodes``). Rounded
-        to nearest these need b1 <= 0.894 and b1 <= 0.999, float16 and a larger b1 beside bfloat16
-        warn. With stochastic rounding "block8" needs the nu_dtype "block8", and "block16" one of
-        the two.
+      mu_dtype: Dtype in which :math:`m` is stored. None: the dtype of the updated array. "block8"
+        and "block16": 8 and 16 bits, with one float32 scale per 128 elements (``BlockCodes``).
+        Rounded to nearest these need b1 <= 0.894 and b1 <= 0.999. float16, and bfloat16 with a
+        larger b1, warn. With stochastic rounding "block8" needs the nu_dtype "block8", and
+        "block16" one of the two.
       weight_decay: :math:`\lambda`, decoupled from the gradient, or a schedule of the step count.
-      mask: Tree of bools with the structure of the params, or a function from params to it: where
-        weight decay applies. None: everywhere.
+      mask: Tree of bools with the structure of the params, or a function from params to it: which
+        leaves decay. None: all.
       nesterov: Whether to use Nesterov momentum, as optax does.
       nu_dtype: Dtype in which :math:`v` is stored: float32, which is also the default, or bfloat16
-        for b2 up to 0.992. optax stores it in the parameter's dtype, where a bfloat16 :math:`v`
+        for b2 up to 0.992. optax stores it in the parameter's dtype, but a bfloat16 :math:`v`
         cannot decay for a larger b2. "block8" and "block16": as for :math:`m`, and none rounds to
         zero; for b2 above 0.894, and above 0.999, with rounding="stochastic".
       main_params_dtype: Unset: none on one device, float32 under ``distributed``. float32: 16-bit
-        parameters get a float32 copy, kept in ``MainParamsState``; it is what the optimizer
-        updates, and the parameters are its rounded values. Updates of such leaves are float32 and
-        ``optax.apply_updates`` lands exactly on the rounded value, unless a parameter shrinks by
-        2^16 or more in one step; wrappers that want updates of the gradients' dtype, such as
-        ``optax.apply_if_finite``, need float32 gradients then. Wrappers may skip steps or leaves,
-        but not change updates or parameters, which the main parameters would not follow:
+        parameters get a float32 copy in ``MainParamsState``. The optimizer updates the copy, and
+        the parameters are its rounded values. Updates of such leaves are float32 and
+        ``optax.apply_updates`` gives exactly the rounded value, unless a parameter shrinks by 2^16
+        or more in one step. Wrappers that expect updates of the gradients' dtype, such as
+        ``optax.apply_if_finite``, then need float32 gradients. Wrappers may skip steps or leaves,
+        but must not change updates or parameters, because the main parameters would not follow:
         ``optax.lookahead``, ``optax.ema`` and ``reduce_on_plateau`` behind the optimizer,
-        ``schedule_free`` and ``mechanize`` need main_params_dtype=None. ``jda.chain`` raises where
+        ``schedule_free`` and ``mechanize`` need main_params_dtype=None. ``jda.chain`` raises if
         anything stands behind; optax's cannot. To change parameters from outside, make a new state.
         "remainder16": the same for bfloat16 parameters with 16 bits more instead of 32: a parameter
         is the bfloat16 nearest to the float32 main parameter (ties away from zero),
-        ``MainParamsState`` keeps the main parameter's low 16 bits, and the two together are its
-        exact value, as ``main_params`` gives it. None: parameters are updated as they are.
+        ``MainParamsState`` has the main parameter's low 16 bits, and both together are its exact
+        value, which ``main_params`` returns. None: parameters are updated as they are.
       bias_correction: Whether to divide by :math:`c_1` and :math:`c_2`. If not, both are 1.
-      cautious_weight_decay: Whether :math:`\lambda p` is left out wherever it has the opposite sign
-        of the rest of the update. On GPUs it takes kernels that are not specialised for dtypes.
+      cautious_weight_decay: Whether to leave out :math:`\lambda p` where its sign is opposite to
+        the rest of the update. On GPUs it takes kernels that are not specialised for dtypes.
       rounding: "nearest", or "stochastic": moments of 16 and 8 bits, and by ``step`` parameters of
         16 bits without main parameters, are rounded up or down with probabilities that make the
-        exact value their mean. The random bits depend on the seed, the count,
-        and the leaf's and the element's number alone: a run can be repeated bit for bit, on CPU
-        and GPU.
-      seed: The seed of "stochastic", from 0 to 2^64 - 1, which the state then holds
-        (``RoundingState``). None: 0. Beside other optimizers, as in ``optax.multi_transform``,
-        each needs a seed of its own.
-      float32_moments: A function of a leaf's path, such as "['block']['w']": where it is true,
-        moments stay float32 instead of codes. Where it is true for no leaf ``init`` raises
+        exact value their mean. The random bits depend only on the seed, the count, and the numbers
+        of the leaf and the element: a run can be repeated bit for bit, on CPU and GPU.
+      seed: The seed of "stochastic", from 0 to 2^64 - 1, which becomes part of the state
+        (``RoundingState``). None: 0. With other optimizers in ``optax.multi_transform``, each needs
+        its own seed.
+      float32_moments: A function of a leaf's path, such as "['block']['w']": leaves for which it is
+        true have float32 moments instead of codes. If it is true for none, ``init`` raises
         TreeError. None: only leaves of less than 4096 elements have float32 moments.
       param_labels: A tree of labels, a prefix of params or a function of them.
-      groups: For every label a dict of what differs from the arguments above: ``lr_scale``
-        (multiplies the learning rate), ``weight_decay``, ``b1``, ``b2``, or ``frozen=True``: no
-        state, nothing communicated, params as they are, ``optax.MaskedNode`` in their place in
-        optax's state. It costs no further kernel launch.
+      groups: For every label a dict of changes to the arguments above: ``lr_scale`` (multiplies the
+        learning rate), ``weight_decay``, ``b1``, ``b2``, or ``frozen=True``: no state, no
+        communication, unchanged params, ``optax.MaskedNode`` in their place in optax's state.
+        Groups cost no further kernel launch.
 
     Returns:
       A ``FusedTransformation``: ``init``, ``update`` as in optax, and ``step``. Parameters,
       gradients and :math:`m` may be float32, bfloat16 or float16; updates have the gradients'
       dtype. Leaves with float64 or complex numbers are left to optax's own arithmetic, and so are
       integers: their updates are fractions, their new values and :math:`v` are truncated, and
-      their :math:`m`, without ``mu_dtype`` at first in integers, becomes floating-point.
+      their :math:`m`, at first integers without ``mu_dtype``, becomes floating-point.
 
     Raises:
       HyperparameterError: A number is out of range.
       PolicyError: A dtype cannot be used.
-      TreeError, ShapeError, DtypeError: On use, where gradients, state and params do not fit.
+      TreeError, ShapeError, DtypeError: On use, if gradients, state and params do not match.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -142,7 +140,7 @@ def fused_adamw(
       >>> round(float(params["w"][0, 0]), 6)
       0.989999
 
-      Three learning rates at once, and the derivative of a step by one of them:
+      Three learning rates at once, and the derivative of a step with respect to one of them:
 
       >>> def stepped(learning_rate, params, grads):
       ...     tx = fused_adamw(learning_rate, weight_decay=0.0)
@@ -216,16 +214,16 @@ def fused_adam(
 ) -> FusedTransformation:
     r"""Adam in one fused kernel: a drop-in for ``optax.adam`` with optax's state.
 
-    The formula of ``fused_adamw`` with :math:`\lambda = 0`, its gradient being
+    The formula of ``fused_adamw`` with :math:`\lambda = 0` and the gradient
 
     .. math::
 
       g \leftarrow g + \ell p
 
-    with :math:`\ell` = ``l2``, which is L2 regularisation as in the original paper.
+    with :math:`\ell` = ``l2``: L2 regularisation as in the original paper.
 
     Args:
-      learning_rate: As in ``fused_adamw``, and so are the next four.
+      learning_rate: As in ``fused_adamw``, like the next four.
       b1: Decay rate of the first moment.
       b2: Decay rate of the second moment.
       eps: Added outside the square root.
@@ -234,21 +232,21 @@ def fused_adam(
       nesterov: Whether to use Nesterov momentum.
       l2: :math:`\ell`, >= 0.
       nu_dtype: Dtype in which the second moment is stored, as in ``fused_adamw``.
-      main_params_dtype: As in ``fused_adamw``, and so are the next four.
+      main_params_dtype: As in ``fused_adamw``, like the next four.
       bias_correction: Whether to divide by :math:`c_1` and :math:`c_2`.
       rounding: "nearest" or "stochastic".
       seed: The seed of "stochastic".
-      float32_moments: Which leaves keep float32 moments beside coded ones.
+      float32_moments: Which leaves have float32 moments instead of codes.
       param_labels: Labels of the params, as in ``fused_adamw``.
-      groups: What differs between labels; ``weight_decay`` in a group is decoupled.
+      groups: Changes for each label; ``weight_decay`` in a group is decoupled.
 
     Returns:
-      A ``FusedTransformation``. ``update`` needs params only where l2 or main parameters do.
+      A ``FusedTransformation``. ``update`` needs params only for l2 or main parameters.
 
     Raises:
       HyperparameterError: A number is out of range.
       PolicyError: A dtype cannot be used.
-      TreeError, ShapeError, DtypeError: On use, where gradients, state and params do not fit.
+      TreeError, ShapeError, DtypeError: On use, if gradients, state and params do not match.
 
     Example:
       >>> import jax.numpy as jnp
@@ -298,12 +296,12 @@ def fused_adam(
 
 
 def _everywhere(params: Params) -> Any:
-    """A mask for a state alone, which does not depend on it: frozen leaves are not there."""
+    """A mask that selects all leaves, for making a state, which does not depend on it."""
     return jax.tree.map(lambda _: True, params)
 
 
 def _no_update(param: Any, grad: Any) -> Any:
-    """Zeros placed as the parameter is, in the gradient's dtype as every update."""
+    """Zeros with the parameter's placement and, like all updates, the gradient's dtype."""
     dtype = getattr(grad, "dtype", jnp.result_type(grad))
     return jnp.zeros_like(param, dtype=None if dtype == jax.dtypes.float0 else dtype)
 
@@ -319,7 +317,7 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
     def init(params: Params) -> OptState:
         trees.check_numbers(params, name="params")
         trees.check_memory(params=params)
-        # Labels and a mask that do not fit should not wait for the first step.
+        # Labels and a mask that do not match should raise before the first step.
         stepped = without_frozen(groups.row_of_leaves(params), params)
         return new_state(algorithm, stepped)
 
@@ -336,7 +334,7 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
             params = None if params is None else without_frozen(rows, params)
         try:
             new, state = tree_step(grads, state, params, operands, mode=mode, rows=rows, **static)
-        except TypeError:  # of jit, which names a leaf that is no array by its place in a call
+        except TypeError:  # jit names a leaf that is no array by its place in a call
             for name, tree in (("grads", grads), ("opt_state", state), ("params", params)):
                 trees.check_numbers(tree, name=name)
             raise
@@ -345,7 +343,7 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
     def update(
         grads: Grads, state: OptState, params: Params = None, **extra_args: Any
     ) -> tuple[Any, OptState]:
-        del extra_args  # as optax's own, which take none
+        del extra_args  # like optax's own optimizers, which take none
         return run("update", grads, state, params)
 
     def step(
@@ -360,7 +358,7 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
 
 
 def _mu_dtype(value: Any) -> Any:
-    is_array = isinstance(value, jax.Array | np.ndarray)  # of which == is no bool
+    is_array = isinstance(value, jax.Array | np.ndarray)  # their == is no bool
     if value is None or (not is_array and value in optax_fallback.DTYPES):
         return value
     return float_dtype("mu_dtype", value, also=MOMENT_NAMES)

@@ -1,4 +1,4 @@
-"""The state of an optimizer of one program, and how it is made and checked."""
+"""The state of an optimizer in one program: making and checking it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class MainParamsState(NamedTuple):
     """The state of an optimizer that keeps main parameters.
 
     Attributes:
-      main_params: The params in float32: what the optimizer updates; or, with remainder16, the
-        low 16 bits of them, uint16. ``optax.MaskedNode()`` in place of each leaf that is not in 16
-        bits, for which the params themselves are updated.
+      main_params: The params in float32, which the optimizer updates; for remainder16, their low
+        16 bits, uint16. ``optax.MaskedNode()`` in place of each leaf that does not have 16 bits:
+        there the params themselves are updated.
       inner: The state that optax would have for float32 params.
     """
 
@@ -35,7 +35,7 @@ class MainParamsState(NamedTuple):
 
 
 def new_main_params(kind: Codec, params: Params) -> Any:
-    """Returns the main parameters of a new state: the values of the params."""
+    """Returns the main parameters of a new state, equal to the params."""
 
     def new(path: str, param: Any) -> Any:
         if not has_main_param(kind, param):
@@ -47,7 +47,7 @@ def new_main_params(kind: Codec, params: Params) -> Any:
 
 
 def split_state(state: OptState, kind: Codec) -> tuple[Any, Any]:
-    """Returns main parameters, or None, and optax's own state."""
+    """Returns the main parameters or None, and optax's own state."""
     if kind.is_stored != isinstance(state, MainParamsState):
         expected = "MainParamsState" if kind.is_stored else "optax's own state"
         raise TreeError(
@@ -58,7 +58,7 @@ def split_state(state: OptState, kind: Codec) -> tuple[Any, Any]:
 
 
 def main_leaves(kind: Codec, main_params: Any, params: Params) -> list[Any]:
-    """Returns the main parameter of each leaf of params, or None where it has none."""
+    """Returns the main parameter of each leaf of params, or None if it has none."""
     treedef: Any = jax.tree.structure(params)
     if not kind.is_stored:
         return [None] * treedef.num_leaves
@@ -81,10 +81,10 @@ def _differs(main_params: Any, params: Params) -> TreeError:
 
 
 def _check_main(name: str, kind: Codec, main: Any, param: Any) -> None:
-    """Raises DtypeError unless a main parameter fits its parameter."""
+    """Raises DtypeError unless a main parameter matches its parameter."""
     got = (np.shape(main), getattr(main, "dtype", None))
     is_kept = has_main_param(kind, param)
-    fits = is_kept or kind != REMAINDER16  # which is half of a number without it
+    fits = is_kept or kind != REMAINDER16  # without it the parameter is half of a number
     if fits and got == (np.shape(param), kind.dtype):
         return
     if is_kept or not isinstance(main, optax.MaskedNode):
@@ -101,16 +101,16 @@ def _check_main(name: str, kind: Codec, main: Any, param: Any) -> None:
 
 
 _COMPARED = 4
-"""How many leaves ``nan_if_changed`` compares: the smallest, so that it costs no bandwidth."""
+"""How many leaves ``nan_if_changed`` compares: the smallest, to cost no bandwidth."""
 
 
 def nan_if_changed(
     grads: Sequence[Any], params: Sequence[Any], mains: Sequence[Any]
 ) -> Sequence[Any]:
-    """Returns gradients, NaN where a param is not its float32 main parameter, rounded.
+    """Returns the gradients, but NaN where a param is not its rounded float32 main parameter.
 
-    They differ where something behind ``update`` has changed updates, such as ``optax.scale``:
-    the main parameters did not follow. A remainder fits every parameter.
+    They differ if something behind ``update``, such as ``optax.scale``, changed the updates, and
+    the main parameters did not follow. A remainder matches every parameter.
     """
     compared = [
         i
@@ -132,7 +132,7 @@ def nan_if_changed(
 def main_params_of(params: Params, opt_state: OptState) -> Any:
     """Returns the exact parameters that ``fused_adamw`` updates; see ``main_params``.
 
-    Under ``optax.masked`` or ``optax.partition`` a state has main parameters of some leaves only.
+    Under ``optax.masked`` or ``optax.partition`` a state has main parameters of only some leaves.
     """
     is_kept_here = lambda x: isinstance(x, MainParamsState)  # noqa: E731
     found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_kept_here) if is_kept_here(x)]
@@ -146,10 +146,10 @@ def main_params_of(params: Params, opt_state: OptState) -> Any:
 
 
 def _joined(params: Params, state: MainParamsState) -> Params:
-    """Puts the main parameters of one state in the place of its params."""
+    """Replaces params by the main parameters of one state."""
     kinds = {main_codec_of(x) for x in jax.tree.leaves(state.main_params)}
     kind = REMAINDER16 if REMAINDER16 in kinds else FLOAT32
-    # Every leaf that it steps has a moment; a MaskedNode may stand for many that it does not.
+    # Every leaf that it steps has a moment; a MaskedNode may stand for many other leaves.
     moments = jax.tree.leaves(state.inner[0].mu, is_leaf=_is_moment)
     treedef: Any = jax.tree.structure(state.inner[0].mu, is_leaf=_is_moment)
     try:
@@ -172,7 +172,7 @@ def _exact(param: Any, main: Any) -> Any:
 
 
 def new_state(algorithm: Algorithm, params: Params) -> OptState:
-    """The state before the first step; with main parameters, optax's state is that for them."""
+    """The state before the first step; optax's part is for the main parameters if there are any."""
     storage, main_kind = algorithm.storage, algorithm.main_params
 
     def optax_state(updated: Any) -> OptState:
@@ -196,7 +196,7 @@ def new_state(algorithm: Algorithm, params: Params) -> OptState:
 
 
 def _beside(params: Any, state: Any) -> Any:
-    """Places the moments of a state that is made inside a program where its params are."""
+    """Places the moments of a state made inside a program like its params."""
     adam = state[0]._replace(
         mu=jax.tree.map(trees.placed_beside, params, state[0].mu),
         nu=jax.tree.map(trees.placed_beside, params, state[0].nu),
@@ -205,7 +205,7 @@ def _beside(params: Any, state: Any) -> Any:
 
 
 def _with_nu(state: Any, nu_dtype: Any) -> Any:
-    """Gives optax's state a second moment in ``nu_dtype``, but for leaves that optax steps."""
+    """Gives optax's state a second moment in ``nu_dtype``, except for leaves that optax steps."""
 
     def zeros(x: Any) -> Any:
         return x if optax_fallback.takes(x.dtype) else jnp.zeros_like(x, dtype=nu_dtype)

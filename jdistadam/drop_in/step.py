@@ -1,4 +1,4 @@
-"""One Adam step over a tree: checks it, then makes one kernel call for each mix of dtypes."""
+"""One Adam step over a tree: checks it, then makes one kernel call per mix of dtypes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from jdistadam.kernels.coefficients import coefficient_rows
 from jdistadam.kernels.quantized_adam import QuantizedSpec, Rounding
 
 _LEAVES_A_CALL = 256
-"""XLA's time to compile a foreign call grows faster than its operands: a step of 1000 leaves takes
-half as long in calls of 256, and runs as fast."""
+"""The time in which XLA compiles a foreign call grows faster than its number of operands: a step of
+1000 leaves takes half as long in calls of 256, and runs as fast."""
 
 _HALVES = (jnp.bfloat16, jnp.float16)
 
@@ -43,13 +43,13 @@ class TreeLeaf(NamedTuple):
 
     grad: Any
     param: Any
-    main: Any  # what Codec stores beside the parameter, or None
+    main: Any  # what Codec stores with the parameter, or None
     mu: Any
     nu: Any
 
 
-# Always inside jit, also for eager calls: [Note: coefficients in optax's own expressions]. One
-# function for all optimizers: inject_hyperparams makes a new one at each eager call.
+# Always inside jit, even for eager calls: [Note: coefficients in optax's own expressions]. One
+# function for all optimizers: inject_hyperparams makes a new one for each eager call.
 @functools.partial(
     jax.jit,
     static_argnames=("mode", "known", "rows", "main_kind", "storage"),
@@ -70,14 +70,14 @@ def tree_step(
 
     Args:
       grads: Gradients; the structure and shapes of params.
-      state: What ``init`` of the optimizer returned, or an earlier step.
-      params: Parameters. None where nothing in the formula reads them.
-      operands: For each group the hyperparameters that are arrays.
+      state: The result of the optimizer's ``init`` or of an earlier step.
+      params: Parameters. None if nothing in the formula reads them.
+      operands: The array hyperparameters of each group.
       mode: "step": returns new params. "update": returns optax's updates.
-      known: The other ones, as items.
-      rows: Of coefficients, for each leaf: twice the number of its group, and one more where decay
-        does not apply. None for a frozen leaf, which the trees lack.
-      main_kind: What is kept of main parameters. If anything is, state is a MainParamsState.
+      known: The other hyperparameters, as items.
+      rows: The coefficient row of each leaf: twice the number of its group, plus one if decay does
+        not apply. None for a frozen leaf, which the trees lack.
+      main_kind: How main parameters are stored. If they are, state is a MainParamsState.
       storage: How moments are stored and rounded. Stochastically: state is a RoundingState.
 
     Returns:
@@ -94,7 +94,7 @@ def tree_step(
         adam_state = adam_state._replace(mu=mu, nu=nu)
     check_trees(grads, adam_state, params, state_name=name, storage=storage)
     if params is None:
-        params = grads  # the kernel wants an operand, and does not look at it
+        params = grads  # the kernel needs an operand, but does not read it
     mains = main_leaves(main_kind, main_params, params)
     columns = [*map(jax.tree.leaves, (grads, params))]
     columns += [*map(moment_leaves, (adam_state.mu, adam_state.nu))]
@@ -112,10 +112,10 @@ def tree_step(
 
 
 def _at_own_counts(hyper: Hyperparameters, states: Sequence[Any]) -> Hyperparameters:
-    """Has each schedule look at its own count, which optax's state has beside the one of Adam.
+    """Evaluates each schedule at its own count, which optax's state has in addition to Adam's.
 
-    They differ where a schedule was restarted and the moments were kept. A schedule of a group
-    alone has no count in that state, and looks at the one of Adam.
+    They differ if a schedule was restarted and the moments were kept. The schedule of a single
+    group has no count in that state, and uses Adam's.
     """
     own = {"learning_rate": states[-1]}
     if len(states) > 1:  # optax.adam has no state of decay
@@ -129,7 +129,7 @@ def _at_own_counts(hyper: Hyperparameters, states: Sequence[Any]) -> Hyperparame
 
 
 def _at(schedule: Callable[[Any], Any], own: jax.Array, count: Any) -> Any:
-    """The value of a schedule at its own count, whatever the other one is."""
+    """The value of a schedule at its own count, whatever the other count is."""
     del count
     return schedule(own)
 
@@ -137,7 +137,7 @@ def _at(schedule: Callable[[Any], Any], own: jax.Array, count: Any) -> Any:
 def _check_quantized(
     paths: Sequence[str], leaves: Sequence[TreeLeaf], is_stochastic: bool, mode: str
 ) -> None:
-    """Raises where a leaf cannot be stepped with codes, or rounded stochastically."""
+    """Raises if a leaf cannot be stepped with codes or stochastic rounding."""
     for path, leaf in zip(paths, leaves, strict=True):
         is_half = leaf.main is None and leaf.param.dtype in _HALVES
         if is_stochastic and mode == "update" and is_half:
@@ -166,7 +166,7 @@ def _new_trees(
     other_states: Sequence[Any],
     main_kind: Codec,
 ) -> tuple[Any, OptState]:
-    """Puts new leaves into trees like ``like``: returns new params or updates, and the state."""
+    """Puts new leaves into trees like ``like``; returns new params or updates, and the state."""
     treedef: Any = jax.tree.structure(like)
 
     def tree(values: Sequence[Any]) -> Any:
@@ -192,10 +192,10 @@ def step_leaves(
     count: jax.Array,
     key: Any = None,
 ) -> list[TreeLeaf]:
-    """One kernel call for each mix of dtypes: usually one. With a key it rounds stochastically.
+    """One kernel call per mix of dtypes, usually one; with a key it rounds stochastically.
 
-    ``rows_by_leaf``: of coefficients, two for each of ``hypers``, by the leaf's number in a tree
-    with frozen leaves, on which random bits depend.
+    ``rows_by_leaf``: the coefficient rows, two for each of ``hypers``, by the leaf's number in a
+    tree with frozen leaves. Random bits depend on that number.
 
     Returns:
       The new leaves. In mode "update", ``param`` is the update.
@@ -209,7 +209,7 @@ def step_leaves(
             calls.setdefault((dtypes, rows[i] // 2), []).append(i)
         elif leaf.grad.size:
             calls.setdefault((dtypes, None), []).append(i)
-        else:  # keeps all it has
+        else:  # the leaf stays as it is
             new[i] = leaf if mode == "step" else leaf._replace(param=_no_update(leaf))
     scalars = Scalars.plain(coefficient_rows(hypers, count))
     for (dtypes, group), indices in _chunks(calls):
@@ -234,12 +234,12 @@ def step_leaves(
 
 
 def _dtype(x: Any) -> Any:
-    """The dtype or format of an array, which tells apart what needs its own call; None for None."""
+    """The dtype or format of an array, by which calls are separated; None for None."""
     return x if x is None else codec_of(x) if is_codes(x) else jnp.dtype(x.dtype)
 
 
 def _is_quantized(dtypes: TreeLeaf, *, mode: str, is_stochastic: bool) -> bool:
-    """Whether anything of these leaves is stored in codes, or rounded stochastically."""
+    """Whether any array of these leaves is stored in codes or rounded stochastically."""
     stored = [dtypes.mu, dtypes.nu]
     if mode == "step" and dtypes.main is None:
         stored.append(dtypes.param)
@@ -268,16 +268,16 @@ def _run_quantized(
 
 
 def _is_left_to_optax(dtypes: TreeLeaf) -> bool:
-    """Whether optax steps leaves of these dtypes, or else the kernel.
+    """Whether optax instead of the kernel steps leaves of these dtypes.
 
-    A remainder, uint16, is none of these integers: it is kept for bfloat16 parameters.
+    A uint16 remainder does not count as such an integer: it belongs to a bfloat16 parameter.
     """
     stored = (dtypes.grad, dtypes.param, dtypes.mu, dtypes.nu)
     return any(optax_fallback.takes(x) for x in stored if not isinstance(x, Codec))
 
 
 def _chunks(calls: dict[Any, list[int]]) -> Iterator[tuple[Any, list[int]]]:
-    """Cuts calls of many leaves into several."""
+    """Splits calls of many leaves into several."""
     for dtypes, indices in calls.items():
         for start in range(0, len(indices), _LEAVES_A_CALL):
             yield dtypes, indices[start : start + _LEAVES_A_CALL]
@@ -288,7 +288,7 @@ def _no_update(leaf: TreeLeaf) -> Any:
 
 
 def _call(run: Callable[..., Results], spec: Spec, leaves: Sequence[TreeLeaf]) -> list[TreeLeaf]:
-    """Steps leaves of equal dtypes in one kernel call, as ``spec`` says for leaves without main."""
+    """Steps leaves of equal dtypes in one kernel call; ``spec`` assumes no main parameters."""
     grads, params, mains, mu, nu = zip(*leaves, strict=True)
     operands = Operands(grads=grads, params=params, mu=mu, nu=nu)
     kind, mode = main_codec_of(mains[0]), spec.mode
@@ -311,7 +311,7 @@ def _call_optax(
     hyper: Hyperparameters,
     count: jax.Array,
 ) -> list[TreeLeaf]:
-    """Steps leaves that the kernel does not know, with main parameters or without."""
+    """Steps leaves that the kernel does not support, with main parameters or without."""
     kind = main_codec_of(leaves[0].main)
     optax_leaves = [
         optax_fallback.OptaxLeaf(
@@ -335,7 +335,7 @@ def _call_optax(
 
 
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
-    """In float32, so that old + difference lands exactly on new."""
+    """The float32 difference: old + difference is exactly new."""
     return new.astype(jnp.float32) - old.astype(jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""What every optimizer here is: optax's pair of functions, and a fused step, also jitted."""
+"""The type of every optimizer here: optax's pair of functions, and a fused step, also jitted."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class StepFn(Protocol):
 class FusedTransformation(optax.GradientTransformationExtraArgs):
     """An ``optax.GradientTransformationExtraArgs`` (init, update) that also has ``step``.
 
-    ``step(grads, opt_state, params)`` returns the new parameters straight from the kernel. It
+    ``step(grads, opt_state, params)`` returns the new parameters directly from the kernel. It
     moves 28 bytes per float32 parameter, ``update`` followed by ``optax.apply_updates`` 40.
 
-    To have it work in place, donate params and state, and take them in the order in which they
-    are returned, since ``jax.jit`` pairs donated buffers with results of equal shape in order::
+    For updates in place, donate params and state, and take them in the order of the results,
+    because ``jax.jit`` pairs donated buffers with results of equal shape in order::
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def train_step(params, opt_state, batch):
@@ -37,20 +37,20 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
             return tx.step(grads, opt_state, params)
 
     ``tx._replace(init=..., update=..., step=...)`` returns a transformation with other functions.
-    What is not given stays as it is: with another ``update`` alone, ``step`` still does what it did
-    before. Give both where both should change.
+    Functions that are not given stay: after a change of only ``update``, ``step`` still does what
+    it did before. Give both to change both.
     """
 
     step: StepFn
     _made_of: tuple[Any, ...]
     algorithm: Algorithm | None = None
-    """What the optimizer computes; None where other functions stand around it or in its place."""
+    """The algorithm of the optimizer; None if other functions wrap or replace it."""
     distributed_by: Callable[[Callable[[Any], Any]], Any] | None = None
-    """Distributes this one, where ``inject_hyperparams`` made it, by a function that can do so for
-    an optimizer with hyperparameters."""
+    """Distributes an optimizer that ``inject_hyperparams`` made, given a function that distributes
+    one with hyperparameters."""
 
     def __new__(cls, init: Any, update: Any, step: StepFn) -> FusedTransformation:
-        """Makes the pair that optax unpacks, with ``step`` as an attribute of it."""
+        """Makes the pair that optax unpacks, with ``step`` as an attribute."""
         self = super().__new__(cls, init, update)
         self.step, self._made_of = step, (init, update, step)
         return self
@@ -61,29 +61,29 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         return (*self, self.step) == self._made_of
 
     def _replace(self, **changes: Any) -> FusedTransformation:
-        """As of every named tuple, for ``step`` and other attributes as well."""
+        """As in every named tuple, also for ``step`` and other attributes."""
         attributes = {name: changes.pop(name, value) for name, value in vars(self).items()}
         new = super()._replace(**changes)
         vars(new).update(attributes)
         return new
 
-    __replace__ = _replace  # of copy.replace
+    __replace__ = _replace  # for copy.replace
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        """What pickle makes it from; it pickles where its functions do."""
+        """The arguments for pickle; pickling works if it does for the functions."""
         return (*self, self.step)
 
     def __copy__(self) -> FusedTransformation:
-        """Returns itself: there is nothing in it that changes."""
+        """Returns itself: it is immutable."""
         return self
 
     def __deepcopy__(self, memo: Any) -> FusedTransformation:
-        """Returns itself: there is nothing in it that changes."""
+        """Returns itself: it is immutable."""
         return self
 
 
 def without_frozen(rows: Sequence[Any], tree: Any) -> Any:
-    """Returns a tree with ``optax.MaskedNode()`` in the place of each leaf that has no row."""
+    """Returns a tree with ``optax.MaskedNode()`` in place of each leaf without a row."""
     if None not in rows:
         return tree
     treedef: Any = jax.tree.structure(tree)
@@ -92,7 +92,7 @@ def without_frozen(rows: Sequence[Any], tree: Any) -> Any:
 
 
 def with_frozen(rows: Sequence[int | None], stepped: Any, whole: Any) -> Any:
-    """Returns ``stepped`` with the leaves of ``whole`` where ``without_frozen`` took them out."""
+    """Returns ``stepped`` with the leaves that ``without_frozen`` removed from ``whole``."""
     if None not in rows:
         return stepped
     treedef: Any = jax.tree.structure(whole)
@@ -102,12 +102,12 @@ def with_frozen(rows: Sequence[int | None], stepped: Any, whole: Any) -> Any:
 
 
 # XLA makes a CUDA graph of five operations or more, and a step alone has three: the count, the
-# coefficients and the kernel. As a graph, a call no longer prepares all its arrays.
+# coefficients and the kernel. As a graph, a call does not prepare all its arrays again.
 _GRAPHS_OF_ANY_SIZE = {"xla_gpu_graph_min_graph_size": 1}
 
 
 class JittedStep:
-    """What ``jit_step`` returns: call it as ``tx.step``."""
+    """The result of ``jit_step``: call it as ``tx.step``."""
 
     def __init__(self, tx: FusedTransformation, jit_options: dict[str, Any]) -> None:
         def in_order_of_results(
@@ -135,14 +135,14 @@ class JittedStep:
 
 
 def jit_step(tx: FusedTransformation, **jit_options: Any) -> JittedStep:
-    """Jits ``tx.step`` alone so that params and state are updated in place.
+    """Jits ``tx.step`` alone, with params and state updated in place.
 
     ``jax.jit`` pairs donated arrays with results of equal shape and dtype in order. The step takes
-    ``(grads, opt_state, params)`` and returns ``(params, opt_state)``: jitted as it is, with
-    ``donate_argnums=(1, 2)``, new parameters are written over old moments, and every array is
-    copied first. Here the arrays are handed over in the order of the results, and none is.
+    ``(grads, opt_state, params)`` and returns ``(params, opt_state)``: jitted directly, with
+    ``donate_argnums=(1, 2)``, it writes new parameters over old moments, after a copy of every
+    array. Here arrays are passed in the order of the results, and none is copied.
 
-    Within a larger jitted function it is enough to take ``(params, opt_state, ...)`` in this order.
+    In a larger jitted function it is enough to take ``(params, opt_state, ...)`` in this order.
 
     Args:
       tx: ``fused_adamw``, ``fused_adam`` or a ``chain`` that ends with one of them.
@@ -153,7 +153,7 @@ def jit_step(tx: FusedTransformation, **jit_options: Any) -> JittedStep:
       method ``lower``.
 
     Raises:
-      PolicyError: ``tx`` has no ``step``, or steps inside of ``jax.shard_map`` alone.
+      PolicyError: ``tx`` has no ``step``, or steps only inside ``jax.shard_map``.
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda

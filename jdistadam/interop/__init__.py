@@ -1,8 +1,8 @@
-"""Optimizer states of other frameworks: read, continued, and written in torch's layout.
+"""Optimizer states of other frameworks: import, continued training, export in torch's layout.
 
 A reader such as ``from_torch`` returns a ``NamedState``: arrays by the other framework's names.
-``to_train_state`` and ``to_fused`` make a state of ours of it; ``from_train_state`` and
-``from_fused`` go back, and ``to_torch`` writes. No other framework needs to be installed.
+``to_train_state`` and ``to_fused`` convert it to our states; ``from_train_state`` and
+``from_fused`` convert back, and ``to_torch`` writes. No other framework needs to be installed.
 """
 
 from jdistadam.interop.apex import from_apex_distributed

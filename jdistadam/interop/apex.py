@@ -1,9 +1,8 @@
-"""The states of Apex's DistributedFusedAdam: whole, or the shards of every process put together.
+"""The states of Apex's DistributedFusedAdam: whole, or the shards of all processes.
 
-A parameter is flattened and cut into fragments, each of which is in one bucket; a bucket is cut
-into one shard for each process. A process saves its shards and, for each fragment that reaches
-into one, ``shard_range``, its place in the shard, and ``shard_param_range``, its place in the
-flattened parameter.
+A parameter is flattened and cut into fragments, each in one bucket; a bucket is cut into one shard
+per process. A process saves its shards and, for each fragment in one of them, ``shard_range``, its
+place in the shard, and ``shard_param_range``, its place in the flattened parameter.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from jdistadam.interop.torch_layout import (
 )
 
 _UNPACK = "Unpack it with torch.load(io.BytesIO(x.numpy()), weights_only=False)."
-# What the shards of a bucket become in the state of a parameter.
+# Names of the shards of a bucket in the state of a parameter.
 _ENTRIES = {
     "params_shard": "param",
     "param_remainders_shard": "param",
@@ -44,25 +43,25 @@ def from_apex_distributed(
 ) -> NamedState:
     """Reads the state of Apex's ``DistributedFusedAdam``, in format 1 or 2.
 
-    Format 2 holds unsharded arrays, made of scaled states and of remainders too. Format 1 holds the
-    buckets of each process: flat shards, and the fragments of parameters that are in them. Unpack
-    each x in ``state_dict["gathered_states"]``, where Apex is installed, with
+    Format 2 has unsharded arrays, also of scaled states and of remainders. Format 1 has the buckets
+    of each process: flat shards, and the fragments of parameters in them. Where Apex is installed,
+    unpack each x in ``state_dict["gathered_states"]`` with
     ``torch.load(io.BytesIO(x.numpy()), weights_only=False)`` and pass the list. In a file, buckets
-    and fragments are dictionaries of the fields of the same names.
+    and fragments are dictionaries with the same field names.
 
     Layout: NVIDIA/apex 6424da3b, ``apex/contrib/optimizers/distributed_fused_adam.py``.
 
     Args:
       state_dict: ``optimizer.state_dict()`` (format 2), or a list of the state dictionaries of all
         processes (format 1).
-      params: The model's parameters by name. Format 1 needs them for their shapes, and for their
-        values where it keeps 16-bit remainders or nothing of them.
+      params: The model's parameters by name. Format 1 needs their shapes, and their values if it
+        has 16-bit remainders or no main parameters.
       names: As in ``from_torch``.
-      channels_last: Names of parameters in this memory format, in whose order format 1 has them.
+      channels_last: Names of parameters in this memory format; format 1 uses its order.
 
     Raises:
-      TreeError, ShapeError, DtypeError: It is no such state, the names do not fit it, or shards are
-        missing.
+      TreeError, ShapeError, DtypeError: It is no such state, the names do not match it, or shards
+        are missing.
 
     Example:
       >>> moments = dict(param=np.ones(4), exp_avg=np.zeros(4), exp_avg_sq=np.zeros(4))
@@ -93,7 +92,7 @@ def from_apex_distributed(
 
 
 def _parsed(where: str, given: Any, names: Names) -> tuple[TorchLayout, dict[str, Any]]:
-    """The state of parameters, and what ``state`` has beside them."""
+    """The states of parameters, and the other entries of ``state``."""
     path, state = first_of(where, mapping(where, given, _UNPACK), "state")
     state = dict(mapping(path, state))
     beside = {"step": state.pop("step", None), "buckets": state.pop("buckets", [])}
@@ -103,7 +102,7 @@ def _parsed(where: str, given: Any, names: Names) -> tuple[TorchLayout, dict[str
 def _joined(
     parsed: Sequence[tuple[TorchLayout, Any]], params: Any, channels_last: Collection[str]
 ) -> TorchLayout:
-    """Returns the layout of one process that has everything, from those of all processes."""
+    """Returns the layout of a single process with all shards, from those of all processes."""
     groups = [layout.groups for layout, _ in parsed]
     if not groups or any(found != groups[0] for found in groups):
         what = "the processes have different groups" if groups else "no process"
@@ -141,13 +140,13 @@ def _shape(params: Any, name: str) -> tuple[int, ...]:
 def _flat_arrays(
     parsed: Sequence[tuple[TorchLayout, Any]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """The flattened arrays of each parameter; none where the optimizer gave it no place."""
+    """The flattened arrays of each parameter; empty if the optimizer has no place for it."""
     sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
     found: dict[str, dict[str, np.ndarray]] = {name: {} for name in sizes}
-    filled: dict[tuple[str, str], np.ndarray] = {}  # which of their elements were put there
+    filled: dict[tuple[str, str], np.ndarray] = {}  # which of their elements are filled
     for layout, _ in parsed:
         for name, entry in layout.entries.items():
-            if "fragments" in entry and not sizes[name]:  # nothing of it is in any bucket
+            if "fragments" in entry and not sizes[name]:  # it is in no bucket
                 found[name] = {k: np.zeros(0, np.float32) for k in _ENTRIES if "exp" in k}
     for where, name, (start, stop), shards in _pieces(parsed):
         lengths = {kind: len(shard) for kind, shard in shards.items()}
@@ -182,7 +181,7 @@ def _flat_arrays(
 def _pieces(
     parsed: Sequence[tuple[TorchLayout, Any]],
 ) -> Iterator[tuple[str, str, tuple[int, int], dict[str, np.ndarray]]]:
-    """Yields path, name, place in the flattened parameter, and parts of shards of each fragment."""
+    """Yields path, name, place in the flattened parameter, and shard parts of each fragment."""
     for process, (layout, beside) in enumerate(parsed):
         root = f"state_dict[{process}]['state']['buckets']"
         for i, bucket in enumerate(sequence(root, beside["buckets"])):
@@ -199,5 +198,5 @@ def _pieces(
 
 
 def _field(x: Any, name: str, default: Any = None) -> Any:
-    """A field of an object, or an entry of the dictionary that it became."""
+    """A field of an object, or the entry of a dictionary made from it."""
     return x.get(name, default) if isinstance(x, Mapping) else getattr(x, name, default)

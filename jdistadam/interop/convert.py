@@ -1,4 +1,4 @@
-"""States of ours from states of other frameworks, and back."""
+"""Conversion of other frameworks' states to ours, and back."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def to_train_state(
     transpose: Transpose = None,
     differences: str = "raise",
 ) -> TrainState:
-    """Makes the train state with which a distributed optimizer goes on from another framework.
+    """Makes the train state with which a distributed optimizer continues from another framework.
 
-    Moments and main parameters are copied exactly, but for moments that the policy of ``tx``
-    stores in a narrower dtype. Loss scale, model_state and rng begin anew.
+    Moments and main parameters are copied exactly, except for moments that the policy of ``tx``
+    stores in a narrower dtype. Loss scale, model_state and rng start anew.
 
     Args:
-      theirs: What ``from_torch`` or another reader returned.
+      theirs: The result of ``from_torch`` or another reader.
       tx: A distributed optimizer, with the same hyperparameters.
       like: Tree of arrays or shapes, with the structure, shapes and dtypes of our parameters.
       rename: A function or a dictionary from their names to the paths of our leaves, such as
-        ``Dense_0/kernel``, or to None for what has no place here. None: ``a.b`` becomes ``a/b``.
+        ``Dense_0/kernel``, or to None to skip a parameter. None: ``a.b`` becomes ``a/b``.
       transpose: A function of such a path and the number of dimensions, such as ``flax_kernels``,
-        or a dictionary by path, of axes: our leaf is ``np.transpose(theirs, axes)``.
-      differences: Where hyperparameters differ, "raise", or "warn" and go on with those of ``tx``.
+        or a dictionary of axes by path: our leaf is ``np.transpose(theirs, axes)``.
+      differences: If hyperparameters differ, "raise", or "warn" and use those of ``tx``.
 
     Raises:
       TreeError, ShapeError, DtypeError: A leaf is missing, unexpected, or would lose bits.
@@ -91,7 +91,7 @@ def to_train_state(
     dtypes = jax.tree.map(lambda x: x.dtype, like)
     new = TrainState.create(adam.params, tx, param_dtypes=dtypes)
     _, opt_state, _ = to_optax_state(new, tx)
-    del new  # before another one is made
+    del new  # before the next state is made
     opt_state = _filled(opt_state, adam, theirs.step)
     return from_optax_state(adam.params, opt_state, tx, param_dtypes=dtypes)
 
@@ -105,18 +105,18 @@ def from_train_state(
     transpose: Transpose = None,
     groups: Sequence[Group] | None = None,
 ) -> NamedState:
-    """Returns what a train state of ``tx`` holds of Adam by the names of another framework.
+    """Returns the Adam state in a train state of ``tx``, by the names of another framework.
 
     The inverse of ``to_train_state`` with the same rename and transpose. ``names`` are in the order
-    in which the other optimizer gets its parameters, ``groups`` are its groups, as
-    ``NamedState.groups``. None: one for each set of hyperparameters of ``tx``, those of the next
-    step; where they are not seen, as of ``inject_hyperparams``, one without settings, which
+    in which the other optimizer gets its parameters, ``groups`` are its groups, as in
+    ``NamedState.groups``. None: one for each set of hyperparameters of ``tx``, with the values of
+    the next step; if these are hidden, as by ``inject_hyperparams``, one without settings, which
     ``to_torch`` takes by keyword.
 
     Raises:
-      LayoutError: The state is of another layout than that of ``tx``.
-      TreeError, ShapeError: The names do not fit.
-      HyperparameterError: Adam of torch's layout has no such hyperparameter.
+      LayoutError: The layout of the state is not that of ``tx``.
+      TreeError, ShapeError: The names do not match.
+      HyperparameterError: Adam in torch's layout has no such hyperparameter.
 
     Example:
       >>> import jdistadam as jda
@@ -131,7 +131,7 @@ def from_train_state(
     ours = places(names, main, rename, transpose)
     mu, nu = (without_frozen(numbers, moment) for moment in (adam.mu, adam.nu))
     leaves = to_leaves(AdamTrees(main, mu, nu), ours, names)
-    if groups is None:  # hyperparameters in the state are used in place of those of tx
+    if groups is None:  # hyperparameters in the state replace those of tx
         known = None if _parts(opt_state, optax.InjectStatefulHyperparamsState) else numbers
         groups = groups_of(known, ours, list(leaves))
     return NamedState(int(adam.count), leaves, tuple(groups))
@@ -146,11 +146,11 @@ def to_fused(
     transpose: Transpose = None,
     differences: str = "raise",
 ) -> tuple[Params, OptState]:
-    """Makes the parameters and the state with which ``fused_adamw`` goes on from another framework.
+    """Makes the parameters and state with which ``fused_adamw`` continues from another framework.
 
-    ``tx`` is ``fused_adamw`` or ``fused_adam``. It may also be one with ``inject_hyperparams``, or
-    a ``jda.chain`` with one: their hyperparameters are not seen, and a warning says what to
-    compare. The other arguments, and what is raised, are as in ``to_train_state``.
+    ``tx`` is ``fused_adamw`` or ``fused_adam``, or one with ``inject_hyperparams``, or a
+    ``jda.chain`` with one. The hyperparameters of the last two are hidden, and a warning says what
+    to compare. The other arguments and exceptions are as in ``to_train_state``.
 
     Returns:
       Parameters, in the dtypes of ``like``, and the state that ``tx.init`` makes for them, with the
@@ -195,10 +195,10 @@ def from_fused(
     transpose: Transpose = None,
     groups: Sequence[Group] | None = None,
 ) -> NamedState:
-    """Returns what ``fused_adamw`` holds by the names of another framework: the inverse.
+    """Returns the state of ``fused_adamw`` by the names of another framework: the inverse.
 
-    ``opt_state`` is the state of ``tx`` that belongs to ``params``. The other arguments, and what
-    is raised, are as in ``from_train_state``; the hyperparameters of a chain are not seen either.
+    ``opt_state`` is the state of ``tx`` for ``params``. The other arguments and exceptions are as
+    in ``from_train_state``; the hyperparameters of a chain are hidden too.
 
     Example:
       >>> import jdistadam as jda
@@ -216,7 +216,7 @@ def from_fused(
 
 
 def _numbers(tx: FusedTransformation, like: Params, step: int) -> list[Numbers | None] | None:
-    """The hyperparameters of each leaf; None where they cannot be seen."""
+    """The hyperparameters of each leaf; None if they are hidden."""
     if not isinstance(tx, FusedTransformation) or isinstance(tx, DistributedTransformation):
         raise TreeError(
             f"tx: not a fused optimizer: got {type(tx).__name__}, "
@@ -229,13 +229,13 @@ def _numbers(tx: FusedTransformation, like: Params, step: int) -> list[Numbers |
 
 
 def _parts(tree: Any, kind: Any) -> list[Any]:
-    """The parts of a tree that are of this kind."""
+    """The parts of a tree of this kind."""
     is_one = lambda x: isinstance(x, kind)  # noqa: E731
     return list(filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
 
 
 def _adam_of(opt_state: Any) -> optax.ScaleByAdamState:
-    """The state of the one Adam inside of what may be the state of a chain."""
+    """The state of the only Adam in a state that may be a chain's."""
     found = _parts(opt_state, optax.ScaleByAdamState)
     if len(found) != 1:
         raise TreeError(
@@ -247,7 +247,7 @@ def _adam_of(opt_state: Any) -> optax.ScaleByAdamState:
 
 
 def _check_exact(exact: Any, ours: Sequence[Place], like: Any) -> None:
-    """Raises DtypeError where float32 parameters lose bits in the dtypes of ``like``."""
+    """Raises DtypeError if float32 parameters lose bits in the dtypes of ``like``."""
     for place, x, y in zip(ours, jax.tree.leaves(exact), jax.tree.leaves(like), strict=True):
         if x.dtype != y.dtype and (x.astype(y.dtype).astype(x.dtype) != x).any():
             raise DtypeError(
@@ -258,12 +258,12 @@ def _check_exact(exact: Any, ours: Sequence[Place], like: Any) -> None:
 
 
 def _split(exact: Any, like: Params, kept: Any) -> tuple[Any, Any]:
-    """Parameters and main parameters, from exact ones; ``kept`` are those of a new state."""
+    """Parameters and main parameters from exact ones; ``kept`` are those of a new state."""
     treedef: Any = jax.tree.structure(like)
     params, mains = [], []
     leaves = zip(*map(jax.tree.leaves, (exact, like)), treedef.flatten_up_to(kept), strict=True)
     for x, y, old in leaves:
-        is_kept = isinstance(old, np.ndarray)  # else there is a MaskedNode in its place
+        is_kept = isinstance(old, np.ndarray)  # otherwise a MaskedNode is in its place
         param, main = (main_codec_of(old) if is_kept else NOTHING).split(x, y.dtype, np)
         params.append(param)
         mains.append(main if is_kept else old)
@@ -271,7 +271,7 @@ def _split(exact: Any, like: Params, kept: Any) -> tuple[Any, Any]:
 
 
 def _filled(opt_state: Any, ours: AdamTrees, step: int, mains: Any = None) -> Any:
-    """A new state with the moments, the step count and the main parameters of another one."""
+    """A new state with the moments, step count and main parameters of another one."""
     count, left = np.asarray(step, np.int32), []
     kinds = (optax.ScaleByAdamState, MainParamsState, RoundingState)
 
@@ -285,9 +285,9 @@ def _filled(opt_state: Any, ours: AdamTrees, step: int, mains: Any = None) -> An
             if isinstance(x, kinds):
                 kept = {"main_params": mains} if isinstance(x, MainParamsState) else {}
                 return x._replace(inner=filled(f"{at}.inner", x.inner), **kept)
-            if fields[-1:] == ["count"]:  # in every state of optax the number of steps
+            if fields[-1:] == ["count"]:  # the number of steps in every optax state
                 return count
-            if "hyperparams" not in fields:  # which are the user's numbers
+            if "hyperparams" not in fields:  # these are the user's numbers
                 left.append(at)
             return x
 
@@ -304,7 +304,7 @@ def _filled(opt_state: Any, ours: AdamTrees, step: int, mains: Any = None) -> An
 
 
 def _stored(name: str, moments: Any, like: Any) -> Any:
-    """Moments as a state stores them: in its dtypes, or in codes, rounded to nearest."""
+    """Moments as a state stores them: in its dtypes, or in codes rounded to nearest."""
 
     def one(old: Any, x: np.ndarray) -> Any:
         if is_codes(old):

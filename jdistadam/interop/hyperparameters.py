@@ -16,9 +16,9 @@ from jdistadam.core.hyperparameters import FLAGS, Hyperparameters
 from jdistadam.errors import HyperparameterError
 from jdistadam.interop.named_state import Group, NamedState, Place, joined_groups, our_arguments
 
-# What other frameworks lack is there as it is here by default.
+# Arguments that other frameworks lack; they behave like our defaults.
 _OURS_ALONE = {x: getattr(Hyperparameters(0.0), x) for x in ("eps_root", "bias_correction", *FLAGS)}
-# A schedule is float32 arithmetic here and float64 there: some ten operations, of half an ulp each.
+# A schedule uses float32 arithmetic here and float64 there: some ten operations of half an ulp.
 _SCHEDULE_TOLERANCE = 10 * 2.0**-24
 
 Numbers = dict[str, Any]
@@ -27,7 +27,7 @@ Numbers = dict[str, Any]
 def numbers_of_leaves(groups: Groups, like: Any, step: int) -> list[Numbers | None]:
     """Returns the hyperparameters of each leaf in the step after ``step``; None for frozen ones.
 
-    One that is not known, as in a program, is None.
+    A hyperparameter is None if it is unknown, as in a program.
     """
 
     def number(x: Any) -> Any:
@@ -49,9 +49,9 @@ def compare(
     ours: Sequence[Place],
     differences: str,
 ) -> None:
-    """Raises HyperparameterError, or warns, where the other optimizer had others than ours.
+    """Raises HyperparameterError, or warns, if the other optimizer's hyperparameters differ.
 
-    ``numbers``: of each leaf; None where they cannot be seen.
+    ``numbers``: the hyperparameters of each leaf; None if they are hidden.
     """
     if differences not in ("raise", "warn"):
         raise HyperparameterError(
@@ -66,7 +66,7 @@ def compare(
         )
         return
     settings = {name: group.settings for group in theirs.groups for name in group.names}
-    first: dict[Any, Place] = {}  # of each difference the first leaf that has it
+    first: dict[Any, Place] = {}  # the first leaf with each difference
     for place, mine in zip(ours, numbers, strict=True):
         for found in _differences(mine or {}, settings.get(place.name, {})):
             first.setdefault(found, place)
@@ -82,7 +82,7 @@ def compare(
 
 
 def _differences(mine: Numbers, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the hyperparameters that differ, with ours and theirs."""
+    """Yields the hyperparameters that differ, with our and their values."""
     theirs = _OURS_ALONE | our_arguments(settings)
     if "weight_decay" in settings:
         theirs = {"weight_decay": 0.0, "l2": 0.0} | theirs
@@ -99,7 +99,7 @@ def groups_of(
 ) -> tuple[Group, ...]:
     """Returns groups of parameters with equal hyperparameters by torch's names, in this order.
 
-    Frozen leaves are in no group; where numbers are not known, all are in one without settings.
+    Frozen leaves are in no group; if numbers are unknown, all are in one without settings.
     """
     if numbers is None:
         return (Group(tuple(names), {}),)

@@ -1,4 +1,4 @@
-"""Between two frameworks: the arrays of Adam by the other one's names, and where they are."""
+"""The exchange format: arrays of Adam by another framework's names, and their places in ours."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jdistadam.errors import DtypeError, HyperparameterError, ShapeError, TreeEr
 
 
 class NamedLeaf(NamedTuple):
-    """One parameter of the other framework, in its shape, and what Adam keeps of it.
+    """One parameter of the other framework, in its shape, with its Adam state.
 
     Attributes:
-      param: The main parameter where one was kept, else the parameter; None if it was not given.
-      mu: The first moment; None where the other optimizer has none, as of frozen parameters.
+      param: The main parameter if there is one, otherwise the parameter; None if not given.
+      mu: The first moment; None if the other optimizer has none, as for frozen parameters.
       nu: The second moment, likewise.
     """
 
@@ -29,7 +29,7 @@ class NamedLeaf(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Names of parameters, in order, and their hyperparameters by the other framework's names."""
+    """Names of parameters in order, and their hyperparameters by the other framework's names."""
 
     names: tuple[str, ...]
     settings: Mapping[str, Any]
@@ -41,8 +41,8 @@ class NamedState:
 
     Attributes:
       step: The number of steps taken.
-      leaves: The parameters and their moments, by the other framework's names.
-      groups: Its groups of parameters, in their order.
+      leaves: The parameters and their moments by the other framework's names.
+      groups: Its groups of parameters in its order.
     """
 
     step: int
@@ -50,10 +50,10 @@ class NamedState:
     groups: tuple[Group, ...]
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments of ``fused_adamw``; of ``fused_adam`` where weight decay is L2.
+        """Returns the arguments of ``fused_adamw``, or of ``fused_adam`` if weight decay is L2.
 
         Raises:
-          HyperparameterError: There are groups with different ones.
+          HyperparameterError: Groups differ in hyperparameters.
 
         Example:
           >>> group = Group(("w",), dict(lr=1e-3, betas=(0.9, 0.95)))
@@ -82,7 +82,7 @@ def our_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def joined_groups(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
-    """Returns groups of parameters with equal settings, in the order of their first ones."""
+    """Returns groups of parameters with equal settings, ordered by their first parameters."""
     different: list[Mapping[str, Any]] = []
     for given in settings.values():
         if given not in different:
@@ -105,11 +105,11 @@ Transpose = Callable[[str, int], Sequence[int] | None] | Mapping[str, Sequence[i
 
 
 class Place(NamedTuple):
-    """One leaf of ours, and what it is of theirs.
+    """One of our leaves and its counterpart in the other framework.
 
     Attributes:
       where: Its path in messages, such as ``params['Dense_0']['kernel']``.
-      name: Their name of it.
+      name: Its name in the other framework.
       axes: The order of its dimensions: ours is ``np.transpose(theirs, axes)``.
       shape: Its shape.
     """
@@ -121,9 +121,9 @@ class Place(NamedTuple):
 
 
 class AdamTrees(NamedTuple):
-    """Exact parameters, float32, and moments as they were kept: trees of numpy arrays.
+    """Exact float32 parameters, and moments as stored: trees of numpy arrays.
 
-    In the place of a moment that a frozen parameter has not there may be an ``optax.MaskedNode``.
+    Missing moments of frozen parameters may be ``optax.MaskedNode``.
     """
 
     params: Any
@@ -132,10 +132,10 @@ class AdamTrees(NamedTuple):
 
 
 def flax_kernels(path: str, ndim: int) -> tuple[int, ...] | None:
-    """Returns the axes with which the weight of a layer of torch is a kernel of Flax.
+    """Returns the axes that turn the weight of a torch layer into a Flax kernel.
 
     A linear weight (out, in) becomes (in, out); a convolution's (out, in, ...) becomes
-    (..., in, out): OIHW to HWIO. None for leaves that are not called ``kernel``.
+    (..., in, out): OIHW to HWIO. None for leaves with other names than ``kernel``.
 
     Args:
       path: The path of our leaf.
@@ -151,10 +151,10 @@ def flax_kernels(path: str, ndim: int) -> tuple[int, ...] | None:
 
 
 def places(names: Iterable[str], like: Any, rename: Rename, transpose: Transpose) -> list[Place]:
-    """Returns the place of each of our leaves; rename and transpose as ``to_train_state`` says.
+    """Returns the place of each of our leaves; rename and transpose as in ``to_train_state``.
 
-    Raises TreeError where names, or paths in ``transpose``, are not one for each leaf, and
-    ShapeError where axes are no order of the dimensions.
+    Raises TreeError unless names, and paths in ``transpose``, match leaves one to one, and
+    ShapeError unless axes are an order of the dimensions.
     """
     paths = [
         jax.tree_util.keystr(path, simple=True, separator="/")
@@ -222,11 +222,11 @@ def _names_by_path(names: list[str], rename: Rename, where: Mapping[str, str]) -
 def to_trees(
     leaves: Mapping[str, NamedLeaf], ours: Sequence[Place], like: Any, rows: Sequence[Any]
 ) -> AdamTrees:
-    """Returns what is theirs, copied into trees of the structure of ``like``.
+    """Returns copies of their arrays in trees with the structure of ``like``.
 
     Leaves whose row is None are frozen: they may have no moments, and get zeros. Raises TreeError
-    for what is missing, ShapeError for another shape than ours, DtypeError for a dtype that float32
-    does not hold.
+    for missing arrays, ShapeError for another shape than ours, DtypeError for a dtype that float32
+    does not contain.
     """
     made = []
     for place, row in zip(ours, rows, strict=True):
@@ -270,7 +270,7 @@ def _check_leaf(place: Place, leaf: NamedLeaf, *, is_frozen: bool) -> None:
 
 
 def to_leaves(adam: AdamTrees, ours: Sequence[Place], names: Iterable[str]) -> dict[str, NamedLeaf]:
-    """Returns named leaves of what is ours, in the order of ``names``: the inverse."""
+    """Returns our arrays as named leaves in the order of ``names``: the inverse."""
     made: dict[str, NamedLeaf] = {}
     treedef: Any = jax.tree.structure(adam.params)
     for place, *leaf in zip(ours, *map(treedef.flatten_up_to, adam), strict=True):
@@ -281,4 +281,4 @@ def to_leaves(adam: AdamTrees, ours: Sequence[Place], names: Iterable[str]) -> d
 
 
 def _copy(x: Any, axes: tuple[int, ...]) -> np.ndarray:
-    return np.array(np.asarray(x).transpose(axes), order="C")  # theirs may train on
+    return np.array(np.asarray(x).transpose(axes), order="C")  # they may go on

@@ -16,12 +16,12 @@ from jdistadam.interop.torch_layout import Names, as_numpy, first_of, mapping, p
 def from_torch(
     state_dict: Mapping[str, Any], params: Mapping[str, Any] | None, names: Names = None
 ) -> NamedState:
-    """Reads the state of ``torch.optim.AdamW`` or ``Adam``, or of an optimizer of its layout.
+    """Reads the state of ``torch.optim.AdamW`` or ``Adam``, or of an optimizer with its layout.
 
     Those are ``FusedAdam`` of Apex and of Transformer Engine, and any of them under Megatron-FSDP's
-    ``fully_shard_optimizer``. Apex keeps its own ``master_weights`` out of the dictionary, and
-    neither it nor older versions of torch write whether weight decay is decoupled
-    (``adam_w_mode``): it is taken to be.
+    ``fully_shard_optimizer``. Apex keeps its own ``master_weights`` out of the dictionary. Neither
+    Apex nor older versions of torch write whether weight decay is decoupled (``adam_w_mode``):
+    decoupled is assumed.
 
     Layouts: torch 2.15, ``torch/optim/adam.py``; NVIDIA/apex 6424da3b,
     ``apex/optimizers/fused_adam.py``; NVIDIA/TransformerEngine 04912bf0,
@@ -31,13 +31,13 @@ def from_torch(
     Args:
       state_dict: ``optimizer.state_dict()``, with tensors or numpy arrays.
       params: Parameters by name, such as ``model.state_dict()``; buffers are left out.
-      names: The names of the parameters in the order of ``optimizer.param_groups``, which need not
-        be that of the model, or a dictionary of them by index. None: the dictionary has them, as
-        that of an optimizer made with ``model.named_parameters()``, or of
+      names: The names of the parameters in the order of ``optimizer.param_groups``, which may
+        differ from the model's, or a dictionary of them by index. None: the dictionary has names,
+        as from an optimizer made with ``model.named_parameters()``, or from
         ``get_optimizer_state_dict`` of torch's distributed checkpoints.
 
     Raises:
-      TreeError, ShapeError, DtypeError: It is no such state, or the names do not fit it.
+      TreeError, ShapeError, DtypeError: It is no such state, or the names do not match it.
       HyperparameterError: It uses ``amsgrad`` or ``maximize``.
 
     Example:
@@ -56,14 +56,14 @@ def from_nemo(
     """Reads the state of NeMo's ``MainParamsOptimizerWrapper`` around an Adam.
 
     ``optimizer`` (before: ``optimizer_state_dict``) is the state of the wrapped optimizer;
-    ``fp32_from_fp16_params`` (before: ``fp32_from_fp16``) holds, for each group, the float32 values
-    of its trained parameters that are in 16 bits. Which ones these are is seen from ``params``,
-    by name, in the dtypes in which the model was trained. ``names`` as in ``from_torch``.
+    ``fp32_from_fp16_params`` (before: ``fp32_from_fp16``) has, for each group, the float32 values
+    of its trained 16-bit parameters. ``params`` says which ones these are: by name, in the dtypes
+    of training. ``names`` as in ``from_torch``.
 
     Layout: NVIDIA/NeMo 8cfedd72, ``nemo/core/optim/optimizer_with_main_params.py``.
 
     Raises:
-      TreeError, ShapeError, DtypeError: It is no such state, or params or names do not fit it.
+      TreeError, ShapeError, DtypeError: It is no such state, or params or names do not match it.
 
     Example:
       >>> moments = dict(exp_avg=np.zeros(2), exp_avg_sq=np.zeros(2))
@@ -104,17 +104,17 @@ def from_megatron_fsdp(
     """Reads the optimizer's part of a checkpoint of Megatron-FSDP, ``--ckpt-format fsdp_dtensor``.
 
     ``state`` has the moments of each parameter by name, ``param_to_group_meta`` its
-    hyperparameters. The tensors must be whole: bring a checkpoint into one file with
+    hyperparameters. The tensors must be whole: merge a checkpoint into one file with
     ``torch.distributed.checkpoint.format_utils.dcp_to_torch_save``. Names lose their leading
-    ``module.`` and ``model.``, which differ between model and optimizer. Several optimizers in one
-    checkpoint, as of expert parallelism, are not supported.
+    ``module.`` and ``model.``, which differ between model and optimizer. Checkpoints with several
+    optimizers, as from expert parallelism, are not supported.
 
     Layout: NVIDIA/Megatron-LM d98e8a64, ``megatron/core/optimizer/distrib_optimizer.py``
     (``sharded_param_state_fsdp_dtensor``) and ``megatron/training/checkpointing.py``.
 
     Args:
-      state_dict: The checkpoint, with ``model`` and ``optimizer``, or what is under ``optimizer``.
-      params: Parameters by name, in the dtype of the main parameters. None: those under ``model``.
+      state_dict: The checkpoint with ``model`` and ``optimizer``, or its part ``optimizer``.
+      params: Parameters by name, in the dtype of the main parameters. None: those in ``model``.
 
     Raises:
       TreeError, ShapeError, DtypeError: It is no such state.
@@ -155,12 +155,12 @@ def _by_plain_name(where: str, named: Any) -> dict[str, Any]:
 
 
 class TorchState(NamedTuple):
-    """A state in the layout of torch, of numpy arrays.
+    """A state in torch's layout, with numpy arrays.
 
     Attributes:
-      optimizer: What ``load_state_dict`` of ``torch.optim.AdamW`` takes, with arrays as tensors.
-      params: Parameters by name, float32 where the state had main parameters.
-      names: The names of the parameters, in the order of the indices in ``optimizer``.
+      optimizer: The argument of ``torch.optim.AdamW.load_state_dict``, with arrays as tensors.
+      params: Parameters by name, float32 if the state had main parameters.
+      names: The names of the parameters in the order of the indices in ``optimizer``.
     """
 
     optimizer: dict[str, Any]
@@ -181,12 +181,12 @@ def to_torch(theirs: NamedState, **settings: Any) -> TorchState:
     Parameters are numbered group by group, and each group keeps its order.
 
     Args:
-      theirs: What ``from_train_state``, ``from_fused`` or a reader returned.
-      **settings: Hyperparameters by torch's names, in place of those of every group.
+      theirs: The result of ``from_train_state``, ``from_fused`` or a reader.
+      **settings: Hyperparameters by torch's names; they replace those of every group.
 
     Raises:
-      HyperparameterError: One is missing that torch needs.
-      TreeError: A group names a parameter that is not there.
+      HyperparameterError: A hyperparameter that torch needs is missing.
+      TreeError: A group names an unknown parameter.
 
     Example:
       >>> theirs = from_torch({"state": {}, "param_groups": [dict(params=[0])]}, None, ["w"])

@@ -1,8 +1,8 @@
-"""Files of the safetensors format as nested dictionaries, by the package of this name.
+"""Files in the safetensors format as nested dictionaries, by the package of this name.
 
-A file holds a flat dictionary of tensors, and one of strings, the metadata. Here names are paths
-with ``/`` between the keys of nested dictionaries, and what has no array in it, such as
-``param_groups``, is JSON in the metadata under its path.
+A file has a flat dictionary of tensors, and one of strings, the metadata. Here names are paths with
+``/`` between the keys of nested dictionaries. Parts without arrays, such as ``param_groups``, are
+JSON in the metadata under their paths.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DTYPES = {
 
 
 def _package() -> Any:
-    """Returns the module ``safetensors``; ``safetensors.numpy`` is imported, too."""
+    """Returns the module ``safetensors``; imports ``safetensors.numpy``, too."""
     try:
         package = importlib.import_module("safetensors")
         importlib.import_module("safetensors.numpy")
@@ -46,16 +46,16 @@ def _package() -> Any:
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the nested dictionary in a file of the safetensors format.
+    """Returns the nested dictionary in a file in the safetensors format.
 
-    Arrays are mapped to the file, read-only: their bytes are read where they are used. Keys are
-    strings, also those that were numbers, and so are positions of lists with arrays in them.
+    Arrays are mapped to the file, read-only: bytes are read on use. Keys are strings, even if they
+    were numbers, and so are positions in lists that contain arrays.
 
     Args:
-      path: The file. Values of its metadata are JSON, or else strings.
+      path: The file. Values of its metadata are JSON, or otherwise strings.
 
     Raises:
-      TreeError: It is no such file, or it is damaged.
+      TreeError: The file is not in this format, or is damaged.
       DtypeError: A tensor has a dtype that is not supported.
       CheckpointError: The package safetensors is not installed.
     """
@@ -76,8 +76,8 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
         try:
             _insert(tree, key, json.loads(text), where)
         except json.JSONDecodeError:
-            _insert(tree, key, text, where)  # such as the "pt" that others write
-    # get_tensor would copy. Tensors follow the header, whose length comes first, without gaps.
+            _insert(tree, key, text, where)  # such as the "pt" that other writers add
+    # get_tensor would copy. Tensors follow the header without gaps; its length comes first.
     data = np.memmap(where, np.uint8, "r")
     begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
     for name, (code, shape) in tensors.items():
@@ -111,11 +111,11 @@ def write_safetensors(path: str | os.PathLike[str], tree: Mapping[str, Any]) -> 
 
     Args:
       path: The file; it is replaced.
-      tree: What ``read_safetensors`` will return. Keys must not contain ``/``.
+      tree: The later result of ``read_safetensors``. Keys must not contain ``/``.
 
     Raises:
       TreeError: A key cannot be a part of a path, or a value is neither an array nor JSON.
-      DtypeError: An array has a dtype that the format has not.
+      DtypeError: The format lacks the dtype of an array.
       CheckpointError: The package safetensors is not installed.
 
     Example:
@@ -138,7 +138,7 @@ def write_safetensors(path: str | os.PathLike[str], tree: Mapping[str, Any]) -> 
                     "a string, or dictionaries and lists of them. Convert it, or leave it out."
                 ) from None
             continue
-        arrays[name] = np.asarray(value, order="C")  # bytes are taken as memory has them
+        arrays[name] = np.asarray(value, order="C")  # bytes are written in memory order
         if arrays[name].dtype not in _DTYPES.values():
             raise DtypeError(
                 f"{name}: dtype is not one of the safetensors format: got {arrays[name].dtype}, "
@@ -158,7 +158,7 @@ def _has_array(x: Any) -> bool:
 
 
 def _entries(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields arrays, and the largest parts without any, by their paths."""
+    """Yields arrays, and the largest parts without arrays, by path."""
     for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
         if "/" in str(key) or not str(key):
             raise TreeError(

@@ -1,9 +1,9 @@
 """The reader of every format: the layout of ``torch.optim.Optimizer.state_dict()``.
 
 ``param_groups`` is a list of dictionaries, each with the hyperparameters of a group and, under
-``params``, the indices of its parameters, or their names; ``state`` has a dictionary for each. A
-step count is in the state of each parameter (torch) or in each group (Apex, Transformer Engine).
-What other formats have elsewhere, ``readers.py`` and ``apex.py`` bring to these places first.
+``params``, the indices or names of its parameters; ``state`` has a dictionary per parameter. A step
+count is in the state of each parameter (torch) or in each group (Apex, Transformer Engine).
+``readers.py`` and ``apex.py`` first convert other formats to this one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jdistadam.interop.named_state import Group, NamedLeaf, NamedState
 Names = Sequence[str] | Mapping[Any, str] | None
 
 _NOT_SETTINGS = ("params", "param_names")
-# What the state of a parameter holds: the main parameter is ``param`` in Apex and ``master_param``
-# in Transformer Engine, float32 or the int16 remainder of a bfloat16 parameter.
+# Keys in the state of a parameter: the main parameter is ``param`` in Apex and ``master_param`` in
+# Transformer Engine, float32 or the int16 remainder of a bfloat16 parameter.
 _OURS = {"param": "param", "master_param": "param", "exp_avg": "mu", "exp_avg_sq": "nu"}
 _INSTEAD = {
     "amsgrad": "it has a third moment, which Adam here has not",
@@ -32,9 +32,9 @@ _AS_MADE = "Pass the state dictionary as the other framework made it."
 
 
 def as_numpy(where: str, x: Any) -> np.ndarray:
-    """Returns a numpy array of an array, a number or a torch tensor, in the same memory if it can.
+    """Returns an array, number or torch tensor as a numpy array, without a copy if possible.
 
-    Raises TreeError for a shard of a distributed tensor, DtypeError for what is no number.
+    Raises TreeError for a shard of a distributed tensor, DtypeError for values without numbers.
     """
     if hasattr(x, "full_tensor"):
         raise TreeError(
@@ -45,7 +45,7 @@ def as_numpy(where: str, x: Any) -> np.ndarray:
         )
     if hasattr(x, "detach"):
         x = x.detach().cpu()
-        if str(x.dtype) == "torch.bfloat16":  # which torch gives numpy in no other way
+        if str(x.dtype) == "torch.bfloat16":  # torch cannot pass it to numpy otherwise
             return np.asarray(x.float().numpy().astype(ml_dtypes.bfloat16))
         x = x.numpy()
     array = np.asarray(x)
@@ -59,14 +59,14 @@ def as_numpy(where: str, x: Any) -> np.ndarray:
 
 
 def mapping(where: str, x: Any, action: str = _AS_MADE) -> Mapping[Any, Any]:
-    """Returns ``x``, or raises TreeError where it is no dictionary."""
+    """Returns ``x``, or raises TreeError if it is no dictionary."""
     if isinstance(x, Mapping):
         return x
     raise TreeError(f"{where}: not a dictionary: got {type(x).__name__}, expected a dict. {action}")
 
 
 def sequence(where: str, x: Any) -> list[Any]:
-    """Returns a list of what may have become a dictionary by position in a file."""
+    """Returns a list, from a list or from a dictionary by position as in files."""
     by_position = {str(key): value for key, value in x.items()} if isinstance(x, Mapping) else {}
     if isinstance(x, Mapping) and all(str(i) in by_position for i in range(len(x))):
         return [by_position[str(i)] for i in range(len(x))]
@@ -80,7 +80,7 @@ def sequence(where: str, x: Any) -> list[Any]:
 
 
 def first_of(where: str, x: Any, *keys: str) -> tuple[str, Any]:
-    """Returns the first of some entries that a dictionary has, after its path."""
+    """Returns the first of these entries in a dictionary, after its path."""
     given = mapping(where, x)
     for key in keys:
         if key in given:
@@ -94,14 +94,14 @@ def first_of(where: str, x: Any, *keys: str) -> tuple[str, Any]:
 
 
 class TorchLayout(NamedTuple):
-    """Groups by name, and by name what ``state`` holds of each parameter that it has."""
+    """Groups by name, and the entry of ``state`` for each parameter with one, by name."""
 
     groups: tuple[Group, ...]
     entries: dict[str, Mapping[str, Any]]
 
     @property
     def steps(self) -> dict[str, Any]:
-        """The step counts of groups and parameters, None where one is missing."""
+        """The step counts of groups and parameters; None if one is missing."""
         found = {}
         for i, group in enumerate(self.groups):
             of_group = group.settings.get("step")
@@ -114,9 +114,9 @@ class TorchLayout(NamedTuple):
         return found
 
     def named_state(self, params: Any, steps: Mapping[str, Any] | None = None) -> NamedState:
-        """Returns the state, with the parameters of the model that are known, by name.
+        """Returns the state, with the known parameters of the model, by name.
 
-        ``steps``: step counts by where they stand, in place of those of groups and parameters.
+        ``steps``: step counts by position, in place of those of groups and parameters.
         """
         known = {} if params is None else mapping("params", params)
         names = (name for group in self.groups for name in group.names)
@@ -125,7 +125,7 @@ class TorchLayout(NamedTuple):
 
 
 def parse(state_dict: Any, names: Names, where: str = "state_dict") -> TorchLayout:
-    """Returns what a state dictionary, called ``where`` in messages, holds by name."""
+    """Returns the contents of a state dictionary, called ``where`` in messages, by name."""
     path, given = first_of(where, state_dict, "state")
     of_groups, groups = first_of(where, state_dict, "param_groups")
     raw = [mapping(of_groups, group) for group in sequence(of_groups, groups)]
@@ -150,7 +150,7 @@ def parse(state_dict: Any, names: Names, where: str = "state_dict") -> TorchLayo
 def _name_of(
     raw: Sequence[Mapping[str, Any]], keys: list[str], names: Names, where: str
 ) -> dict[str, str]:
-    """The name of each key, from the argument or from the groups themselves."""
+    """The name of each key, from the argument or from the groups."""
     if names is None and not all(map(str.isdigit, keys)):
         names = {key: key for key in keys}
     elif names is None and all("param_names" in group for group in raw):
@@ -193,7 +193,7 @@ def _plain(where: str, x: Any) -> Any:
 
 
 def _leaf(name: str, entry: Mapping[str, Any], param: Any) -> NamedLeaf:
-    """A parameter, from its state or else from the model, and its moments."""
+    """A parameter, from its state or otherwise from the model, and its moments."""
     if unknown := sorted(set(entry) - {"step", *_OURS}):
         raise TreeError(
             f"state of {name!r}: unknown entry {unknown[0]!r}: got {sorted(map(str, entry))}, "
@@ -221,15 +221,15 @@ def _leaf(name: str, entry: Mapping[str, Any], param: Any) -> NamedLeaf:
             f"got {shapes}, expected one shape. "
             "Check that names are in the order in which the optimizer got its parameters."
         )
-    if is_remainder:  # which Apex and Transformer Engine split off as we do: [Note: remainders]
+    if is_remainder:  # Apex and Transformer Engine split it off as we do: [Note: remainders]
         flat = join_halves(param.reshape(-1), main.reshape(-1).view(np.uint16), np)
         main = flat.reshape(param.shape)
     return NamedLeaf(main, found.get("mu"), found.get("nu"))
 
 
 def _one_step(steps: Mapping[str, Any]) -> int:
-    """The step count that all parameters or groups share; 0 if there are none."""
-    found: dict[Any, str] = {}  # each different one, and where it stands first
+    """The step count shared by all parameters or groups; 0 if there are none."""
+    found: dict[Any, str] = {}  # each distinct count, and its first place
     for where, step in steps.items():
         if step is None:
             raise TreeError(

@@ -1,1 +1,1 @@
-"""Every custom call, and the reference implementation that each must equal bit for bit."""
+"""All custom calls, and the reference implementation that each equals bit for bit."""

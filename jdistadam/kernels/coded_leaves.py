@@ -1,8 +1,8 @@
-"""Moments in codes as arrays of the shapes of leaves: codes beside the scales of their blocks.
+"""Coded moments as arrays with the shapes of leaves: codes, and the scales of their blocks.
 
-A leaf that is cut into pieces of whole blocks is coded and decoded where it is; its scales, a
-32nd of a float32 moment, are gathered on all devices, as their order is that of the whole leaf. A
-leaf that is cut elsewhere is gathered first.
+A leaf cut into pieces of whole blocks is encoded and decoded in place. Its scales, a 32nd of the
+size of a float32 moment, are gathered on all devices, because their order is that of the whole
+leaf. A leaf cut elsewhere is gathered first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jdistadam.core.codecs import BLOCK, BlockCodes, Codec, codec_of
 
 
 def encoded(name: str, codec: Codec, x: jax.Array) -> BlockCodes:
-    """Codes a float32 leaf of the moment "mu" or "nu", rounded to nearest."""
+    """Encodes a float32 leaf of the moment "mu" or "nu", rounded to nearest."""
     mesh, spec, scale_spec = _pieces(x.shape, x.sharding)
     x = _placed(x, mesh, spec)
     codes, scales = jax.block_until_ready(_encoder(name, codec, mesh, spec, scale_spec)(x))
@@ -32,13 +32,13 @@ def decoded(name: str, codes: jax.Array, scales: jax.Array) -> jax.Array:
 
     Args:
       name: "mu" or "nu".
-      codes: The codes. While tracing, their blocks are whole on each device as far as types say.
-      scales: Those of all blocks: like the codes, or on all devices.
+      codes: The codes. While tracing, each device has whole blocks as far as types say.
+      scales: The scales of all blocks: sharded like the codes, or on all devices.
     """
     codes, scales = jnp.asarray(codes), jnp.asarray(scales)
     is_traced = isinstance(codes, jax.core.Tracer)
     sharding: Any = jax.typeof(codes).sharding if is_traced else codes.sharding
-    if is_traced and not any(sharding.spec):  # on one device, or where XLA decides
+    if is_traced and not any(sharding.spec):  # on one device, or XLA decides
         moment = BlockCodes(codes, scales)
         leaf: jax.Array = codec_of(moment).decode(name, moment, jnp)
         return leaf
@@ -55,10 +55,10 @@ def num_scales(shape: tuple[int, ...]) -> int:
 
 
 def _pieces(shape: tuple[int, ...], sharding: Any) -> tuple[Any, P, P]:
-    """How codes and scales are sharded where each piece is whole blocks, else unsharded.
+    """The shardings of codes and scales if each piece is whole blocks, otherwise unsharded.
 
-    Scales have the dimensions of the leaf up to the last one that is cut, of which they have one
-    for each block. The mesh is None on one device.
+    Scales have the dimensions of the leaf up to the last cut one, which counts blocks instead of
+    elements. The mesh is None on one device.
     """
     if not isinstance(sharding, NamedSharding):
         return None, P(), P()
@@ -70,7 +70,7 @@ def _pieces(shape: tuple[int, ...], sharding: Any) -> tuple[Any, P, P]:
 
 
 def _placed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
-    """Brings an array to a sharding; blocks, since collectives of two programs may not meet."""
+    """Reshards an array and waits for it: collectives of two programs must not overlap."""
     if mesh is None:
         return x
     if isinstance(x, jax.core.Tracer):

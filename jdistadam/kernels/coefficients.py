@@ -1,12 +1,11 @@
-"""The float32 numbers that the kernel needs, computed on the device with optax's expressions.
+"""The kernel's float32 coefficients, computed on the device with optax's expressions.
 
 [Note: coefficients in optax's own expressions]
-Updates equal optax's only if every coefficient does, bit for bit. So the expressions are optax's,
-to the letter: ``1 - b2`` of a Python float is rounded once, from double precision, and ``b2**t`` is
-the compiler's power function. Computed from a float32 ``b2``, as the kernel would have to, ``1 -
-b2`` is 111 units in the last place off for 0.999. They must run inside ``jax.jit``, for eager calls
-of an optimizer as well, since the compiler contracts them: one operation at a time they would have
-other bits.
+Updates equal optax's only if every coefficient does, bit for bit. So the expressions are literally
+optax's: ``1 - b2`` of a Python float is rounded once, from double precision, and ``b2**t`` is the
+compiler's power function. Computed in the kernel from a float32 ``b2``, ``1 - b2`` is 111 units in
+the last place off for 0.999. They must run inside ``jax.jit``, even for eager calls of an
+optimizer, because the compiler contracts them: one operation at a time gives other bits.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def coefficient_row(hyper: Hyperparameters, count: jax.Array, *, decay: bool = T
     r"""Returns the coefficients of the step after ``count`` steps.
 
     With :math:`t` = ``count`` + 1: ``c1`` is :math:`1 - b_1^t`, ``c1_next`` :math:`1 - b_1^{t+1}`,
-    ``c2`` :math:`1 - b_2^t`; without bias correction each is 1, and the division by it exact.
+    ``c2`` :math:`1 - b_2^t`. Without bias correction each is 1, and dividing by it is exact.
     Schedules are evaluated at ``count``, before the increment.
 
     Call it inside ``jax.jit``: [Note: coefficients in optax's own expressions].
@@ -57,7 +56,7 @@ def coefficient_row(hyper: Hyperparameters, count: jax.Array, *, decay: bool = T
     Args:
       hyper: The hyperparameters. Arrays and tracers are allowed.
       count: Number of steps taken so far, shape (), int32.
-      decay: Whether decay applies. If not, ``weight_decay`` and ``l2`` are zero.
+      decay: Whether decay applies. Otherwise ``weight_decay`` and ``l2`` are zero.
 
     Returns:
       Shape ``(len(NAMES),)``, float32.
@@ -90,7 +89,7 @@ def coefficient_row(hyper: Hyperparameters, count: jax.Array, *, decay: bool = T
 
 
 def check_step_count(name: str, count: Any) -> None:
-    """Raises ShapeError or DtypeError unless the count of a state is one whole number."""
+    """Raises ShapeError or DtypeError unless a state's count is one integer."""
     dtype = jnp.result_type(count)
     if np.shape(count) != () or not jnp.issubdtype(dtype, np.integer):
         kind = DtypeError if np.shape(count) == () else ShapeError
@@ -101,7 +100,7 @@ def check_step_count(name: str, count: Any) -> None:
 
 
 def _scalar(name: str, value: Any) -> jax.Array:
-    """A coefficient in float32; a schedule may have returned something else."""
+    """A coefficient as a float32 scalar; a schedule may have returned something else."""
     is_real = trees.is_number(value) and not jnp.iscomplexobj(value)
     if not is_real or np.shape(value) != ():
         got = f"shape {np.shape(value)}" if is_real else repr(value)
@@ -113,7 +112,7 @@ def _scalar(name: str, value: Any) -> jax.Array:
 
 
 def coefficient_rows(hypers: Sequence[Hyperparameters], count: jax.Array) -> jax.Array:
-    """Returns two rows for each group of leaves, with decay and without it.
+    """Returns two rows per group of leaves, with decay and without it.
 
     Shape ``(2 * len(hypers), len(NAMES))``, float32.
     """

@@ -1,6 +1,6 @@
-"""The other kernels: global norm, pairwise sums, packing, unpacking and keeping of many leaves.
+"""The other kernels: global norm, pairwise sums, packing, unpacking and keeping many leaves.
 
-All arrays are what one device holds, as in adam.py.
+All arrays are one device's, as in adam.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _SumSpec(NamedTuple):
     flat: int
     shapes: tuple[tuple[int, ...], ...]  # of the results
     sizes: tuple[int, ...]  # of the leaves
-    offsets: tuple[int, ...]  # where the leaves begin in a flat array
+    offsets: tuple[int, ...]  # of the leaves in a flat array
     contributions: int
     dtype: Any  # of the results
 
@@ -33,7 +33,7 @@ class _SumSpec(NamedTuple):
 def sum_of_squares(grads: Sequence[Any], inv_scale: Any = None) -> tuple[jax.Array, jax.Array]:
     r"""Returns :math:`\sum (s g)^2` over all leaves, and whether any :math:`s g` is non-finite.
 
-    One read of the gradients. The order of the sum is fixed by the leaves' sizes and dtypes alone.
+    Reads the gradients once. Sizes and dtypes of the leaves fix the order of the sum.
 
     Args:
       grads: float32, bfloat16 or float16 arrays of any shapes.
@@ -90,7 +90,7 @@ def sum_contributions(stacked: Sequence[Any], dtype: Any = jnp.float32) -> list[
 
 
 def pack(leaves: Sequence[Any], offsets: Sequence[int], size: int, dtype: Any) -> jax.Array:
-    """Returns a flat array with the leaves at their ascending offsets, and zeros elsewhere."""
+    """Returns a flat array with the leaves at ascending offsets and zeros elsewhere."""
     if not leaves:
         return jnp.zeros((size,), dtype)
     spec = _SumSpec(
@@ -107,7 +107,7 @@ def pack(leaves: Sequence[Any], offsets: Sequence[int], size: int, dtype: Any) -
 def unpack(
     flat: Any, shapes: Sequence[tuple[int, ...]], offsets: Sequence[int], dtype: Any
 ) -> list[jax.Array]:
-    """Returns the leaves that begin at ascending offsets of a flat array."""
+    """Returns the leaves at ascending offsets of a flat array."""
     spec = _SumSpec(
         flat=_FLAT_INPUT,
         shapes=tuple(shapes),

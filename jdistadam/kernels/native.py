@@ -1,11 +1,11 @@
-"""Loads the compiled modules, registers their FFI handlers once, and says why not otherwise.
+"""Loads the compiled modules and registers their FFI handlers once, or says why it cannot.
 
 Nothing here runs at import: ``status(platform)`` loads the module of a platform on its first call.
 
 [Note: types of results]
-A foreign call gets the types of its results from its caller. They are made from ``jax.typeof`` of
-an operand, which carries the mesh and the axes along which it varies: a plain
-``jax.ShapeDtypeStruct`` would claim that a result is equal on all devices.
+The caller gives a foreign call the types of its results. They come from ``jax.typeof`` of an
+operand, which has the mesh and the varying axes: a plain ``jax.ShapeDtypeStruct`` would claim that
+a result is equal on all devices.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Arrays = TypeVar("Arrays")  # a tree
 
 
 class Status(NamedTuple):
-    """Whether the compiled kernels of a platform can be used, and why not."""
+    """Whether the compiled kernels of a platform are usable, and why not."""
 
     available: bool
     detail: str  # build information, or the reason
@@ -55,17 +55,17 @@ def status(platform: str) -> Status:
 
 
 def export_checks() -> tuple[export.DisabledSafetyCheck, ...]:
-    """Returns what ``jax.export.export`` needs as ``disabled_checks`` for a step of ours.
+    """Returns ``disabled_checks`` of ``jax.export.export`` for our steps.
 
-    It registers the kernels, too: call it before an exported program runs in another process.
-    Where it was not called, jax says "Cannot serialize code with custom calls" of an export, and
-    "No FFI handler registered for jdistadam" of a program that runs.
+    It also registers the kernels: call it before another process runs an exported program.
+    Without it, jax says "Cannot serialize code with custom calls" for an export, and
+    "No FFI handler registered for jdistadam" for a program that runs.
 
-    A step of ``fused_adamw`` over several devices cannot be exported, since XLA would have to call
-    Python to partition it; one of a distributed optimizer can.
+    A step of ``fused_adamw`` over several devices cannot be exported, because XLA would have to
+    call Python to partition it. A step of a distributed optimizer can.
 
     Returns:
-      A check to disable for each kernel of the platforms whose compiled modules are here.
+      A check to disable for each kernel of the platforms with compiled modules.
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda
@@ -101,7 +101,7 @@ def _explain(platform: str, error: ImportError) -> str:
 
 
 def runtime_ffi_api_version() -> tuple[int, int]:
-    """Returns the XLA FFI version of the running jaxlib, read from the headers it ships."""
+    """Returns the XLA FFI version of the running jaxlib, read from its headers."""
     header = pathlib.Path(jaxlib.__file__).parent / "include/xla/ffi/api/c_api.h"
     try:
         text = header.read_text()
@@ -120,7 +120,7 @@ def runtime_ffi_api_version() -> tuple[int, int]:
 def check_ffi_api_version(built: tuple[int, int], runtime: tuple[int, int]) -> None:
     """Raises NativeError if a module's FFI headers are newer than the running jaxlib.
 
-    Registering such a module would make JAX's backend itself fail to start.
+    If such a module were registered, JAX's backend would fail to start.
     """
     if built[0] != runtime[0] or built[1] > runtime[1]:
         raise NativeError(
@@ -131,7 +131,7 @@ def check_ffi_api_version(built: tuple[int, int], runtime: tuple[int, int]) -> N
 
 
 def reachable_peers() -> Callable[[int, int], bool]:
-    """Returns a function of two local GPU numbers: whether one can use the other's memory."""
+    """Returns a function of two local GPU numbers: whether one can access the other's memory."""
     reaches: Callable[[int, int], bool] = importlib.import_module(_MODULES["cuda"]).can_reach
     return reaches
 
@@ -159,13 +159,13 @@ def code_that_runs(build_info: str, capability: str) -> str | None:
 
 
 def default_platform() -> str:
-    """Returns the platform that JAX uses by default, in this module's words."""
+    """Returns the platform that JAX uses by default: "cpu" or "cuda", as in this module."""
     return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
 
 
 @functools.cache
 def warn_if_unavailable(platform: str) -> None:
-    """Warns, once for each platform, that the jax.numpy fallback will run there."""
+    """Warns, once per platform, that the jax.numpy fallback will run there."""
     if not (found := status(platform)).available:
         warnings.warn(
             f"jdistadam runs its jax.numpy fallback on {platform}: {found.detail} The fallback is "
@@ -175,7 +175,7 @@ def warn_if_unavailable(platform: str) -> None:
 
 
 def _has_cpus_alone() -> bool:
-    """Whether JAX has no device of another kind, which need not be its default."""
+    """Whether CPUs are JAX's only devices, by default or otherwise."""
     try:
         return default_platform() == "cpu" and not jax.devices("gpu")
     except RuntimeError:  # there is no such backend
@@ -183,10 +183,10 @@ def _has_cpus_alone() -> bool:
 
 
 def choose(compiled: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``compiled`` on the platforms that have the compiled module, else ``fallback``."""
+    """Returns ``compiled`` on platforms with the compiled module, otherwise ``fallback``."""
     available = [platform for platform in PLATFORMS if status(platform).available]
     if len(available) == len(PLATFORMS) or (available == ["cpu"] and _has_cpus_alone()):
-        return compiled  # the fallback would be traced in vain
+        return compiled  # tracing the fallback would be wasted
     warn_if_unavailable(default_platform())
     branches = {platform: compiled for platform in available}
     return functools.partial(_by_platform, fallback, branches)
@@ -199,8 +199,8 @@ def _by_platform(fallback: Callable[..., Any], branches: Any, *operands: Any) ->
 def unfused(arrays: Arrays) -> Arrays:
     """Keeps XLA for GPUs from fusing slices with a call that takes or returns these arrays.
 
-    A call in place would otherwise read from a slice of a loop's input, or write to one of its
-    output, and an operand would not be where its result is.
+    A call in place would otherwise read from a slice of a loop's input or write to a slice of its
+    output, and an operand and its result would have different addresses.
     """
     return lax.optimization_barrier(arrays)
 

@@ -1,6 +1,6 @@
-"""A step over the memory of several devices of one process: the two FFI calls.
+"""The two FFI calls of a step over the memory of several devices in one process.
 
-Inside of ``jax.shard_map``. The devices wait for each other in every call (cuda/meeting.h).
+They run inside ``jax.shard_map``. The devices wait for each other in every call (cuda/meeting.h).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from jdistadam.kernels import native, reference
 from jdistadam.kernels.adam import Scalars, bits_of
 
 LIMIT_SECONDS = 300
-"""How long a device waits for the others of a step before it gives up."""
+"""How long a device waits for the others in a step before it gives up."""
 
-_SITES = itertools.count(1)  # a number for each call that is traced
+_SITES = itertools.count(1)  # a number per traced call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +31,12 @@ class PeerSpec:
     Attributes:
       devices: Local numbers of the devices that meet, in the order of the shards.
       sizes: Elements of a shard.
-      runs: Elements of it that are behind each other in the whole leaf.
-      offsets: Where the shard begins in the flat arrays of state.
-      groups: The row of the coefficients that it uses.
+      runs: Elements of the shard that are contiguous in the whole leaf.
+      offsets: Position of the shard in the flat arrays of state.
+      groups: Its row of coefficients.
       flags: As in ``Spec``.
       received: Whether the others have sent their gradients of this device's shard.
-      takes_shards: Whether of such leaves only this shard of the own gradient is given, too.
+      takes_shards: Whether the call takes only this shard of the own gradients of such leaves, too.
     """
 
     devices: tuple[int, ...]
@@ -73,10 +73,10 @@ def sum_over_peers(
 
     Args:
       spec: The leaves.
-      norm_scale: What the sums are multiplied by before their norm is taken, shape (), float32.
-      grads: The gradients of this device, of one dtype: whole, or its shard (``takes_shards``).
-      received: For each leaf that ``spec.received`` names, this device's shard of the gradients of
-        the others, beginning with that of the next lower place; in the order of the leaves.
+      norm_scale: The factor of the sums in their norm, shape (), float32.
+      grads: This device's gradients, of one dtype: whole, or its shard (``takes_shards``).
+      received: For each leaf in ``spec.received``, this device's shard of the others' gradients,
+        starting with the next lower place; in the order of the leaves.
 
     Returns:
       The sums, each of shape (size,), float32; the sum of their squares; whether one is non-finite.
@@ -100,13 +100,13 @@ def step_over_peers(
     param_types: Sequence[Any],
     summed: bool,
 ) -> tuple[list[jax.Array], tuple[Any, ...], tuple[jax.Array, jax.Array] | None]:
-    """Takes an Adam step on this device's shards, and writes new parameters to all devices.
+    """Takes an Adam step on this device's shards and writes new parameters to all devices.
 
     Args:
       spec: The leaves.
       scalars: How to step.
-      grads: As in ``sum_over_peers``; with ``summed`` what that returned.
-      received: As in ``sum_over_peers``; empty with ``summed``.
+      grads: As in ``sum_over_peers``; if ``summed``, its result.
+      received: As in ``sum_over_peers``; empty if ``summed``.
       state: Main parameters, mu and nu: this device's flat arrays, updated in place.
       norm_scale: As in ``sum_over_peers``.
       param_types: The types of the whole new parameters.

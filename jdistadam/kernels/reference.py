@@ -1,8 +1,8 @@
 """The reference implementation in Python: the Adam formula, and random bits for rounding.
 
-With numpy it is what the compiled kernels must equal to the last bit. With jax.numpy the same
-lines are the fallback where no compiled kernel exists; there XLA may contract operations, so it is
-close but not bitwise.
+With numpy the compiled kernels equal it to the last bit. With jax.numpy the same lines are the
+fallback if there is no compiled kernel. XLA may contract operations there, so the result is close
+but not bitwise equal.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from jdistadam.core.codecs import BLOCK, join_halves, split_halves
 
 # The random bits of stochastic rounding: the reference of [Note: random bits] in cuda/rounding.h.
 #
-# The bits of an element depend on the seed, the step, and its place in the whole leaf. With numpy
-# and with jax.numpy they are those of the compiled kernels.
+# The bits of an element depend on the seed, the step, and its place in the whole leaf. numpy and
+# jax.numpy give those of the compiled kernels.
 
 _ROUNDS = 7
 
 
 class RandomBits(NamedTuple):
-    """Random words, uint32 of the leaf's shape; as many upper bits are used as are dropped."""
+    """Random words, uint32 of the leaf's shape; rounding uses as many upper bits as it drops."""
 
     param: Any
     mu: Any
@@ -32,11 +32,10 @@ class RandomBits(NamedTuple):
 
 
 class LeafPartition(NamedTuple):
-    """How a leaf was cut into parts along one dimension, and a part of it along another one.
+    """How a leaf was cut into parts along one dimension, and a part along another one.
 
-    A part has pieces of ``piece`` elements, of which one follows another after ``whole_piece``
-    elements of the uncut array. First what cut last: ``piece`` and ``whole_piece`` of that array's
-    part, then of the whole leaf's.
+    A part has pieces of ``piece`` elements, one every ``whole_piece`` elements of the uncut array.
+    The last cut comes first: ``piece`` and ``whole_piece`` of its array, then of the whole leaf.
     """
 
     piece: int
@@ -46,24 +45,24 @@ class LeafPartition(NamedTuple):
 
     @classmethod
     def into_runs(cls, size: int) -> LeafPartition:
-        """Parts of equal size, one behind the other."""
+        """Contiguous parts of equal size."""
         return cls(size, size, 2**63 - 1, 2**63 - 1)
 
 
 class Index(NamedTuple):
-    """Row-major indices in whole leaves: 64 bits, which JAX may not have, as two uint32."""
+    """Row-major indices in whole leaves: 64 bits as two uint32, as JAX may lack uint64."""
 
     low: Any
     high: Any
 
 
 def indices(size: int, cuts: LeafPartition, parts: Any, xp: Any) -> Index:
-    """Returns the indices in the whole leaf of the elements of a part.
+    """Returns the whole-leaf indices of a part's elements.
 
     Args:
       size: Elements of the part, below 2^32.
-      cuts: How it was cut.
-      parts: Which part it is, and of which part.
+      cuts: How the leaf was cut.
+      parts: The number of the part for each cut.
       xp: numpy, or jax.numpy.
     """
     with np.errstate(over="ignore"):
@@ -98,11 +97,11 @@ def _times(x: Any, n: int, xp: Any) -> Index:
 
 
 def indices_of_blocks(size: int, table: Any, xp: Any) -> tuple[Any, Index]:
-    """Returns the numbers of leaves and the indices, of elements of several leaves in blocks.
+    """Returns leaf numbers and indices of the elements of several leaves in blocks.
 
     Args:
       size: Number of elements.
-      table: Shape (blocks, 2), uint32: of each block the number of its leaf, and its own there.
+      table: Shape (blocks, 2), uint32: for each block its leaf number and its number in that leaf.
       xp: numpy, or jax.numpy.
     """
     place = xp.arange(size, dtype=xp.uint32)
@@ -120,8 +119,8 @@ def random_bits(
     Args:
       key: Shape (2,), uint32: the seed.
       count: Steps taken before this one.
-      leaf: Number of the leaf in its tree, or those of all elements.
-      index: Their indices in whole leaves.
+      leaf: Number of the leaf in its tree, or an array with the leaf number of every element.
+      index: Indices in whole leaves.
       shape: Shape of the result.
       xp: numpy, or jax.numpy.
     """
@@ -161,7 +160,7 @@ def philox(key: Any, counter: Any, xp: Any) -> tuple[Any, ...]:
 
 
 def _multiply(constant: int, x: Any, u32: Any) -> tuple[Any, Any]:
-    """The upper and the lower half of a product of 64 bits, which JAX may not have."""
+    """The upper and lower halves of a 64-bit product; JAX may lack uint64."""
     c_high, c_low = u32(constant >> 16), u32(constant & 0xFFFF)
     x_high, x_low = x >> u32(16), x & u32(0xFFFF)
     low, middle = x_low * c_low, x_high * c_low
@@ -170,7 +169,7 @@ def _multiply(constant: int, x: Any, u32: Any) -> tuple[Any, Any]:
 
 
 class AdamResult(NamedTuple):
-    """What one step writes for one leaf."""
+    """The results of one step of one leaf."""
 
     params: Any
     mu: Any
@@ -191,8 +190,8 @@ def adam_update(
 ) -> Any:
     """Returns (update, m, v) in float32: cuda/adam_math.h, operation by operation.
 
-    A term whose coefficient is zero is left out, so that an infinite parameter does not become a
-    NaN. With ``every_term`` none is: the derivative by a coefficient that is zero is not zero.
+    A term whose coefficient is zero is left out, so an infinite parameter does not become a NaN.
+    ``every_term`` keeps them all: the derivative by a zero coefficient is not zero.
     """
 
     def with_term(name: str, x: Any, where: Any = True) -> Any:
@@ -213,7 +212,7 @@ def adam_update(
 
 
 def pairwise_sum(terms: Any, xp: Any) -> Any:
-    """Adds along the first dimension: adjacent terms, then adjacent sums, an odd one carried."""
+    """Adds along the first dimension: adjacent terms, then adjacent sums; odd ones are carried."""
     while len(terms) > 1:
         with np.errstate(all="ignore"):
             pairs = terms[0 : len(terms) - 1 : 2] + terms[1::2]
@@ -223,11 +222,11 @@ def pairwise_sum(terms: Any, xp: Any) -> Any:
 
 NORM_LANES = 1024
 NORM_TILE = 8 * NORM_LANES
-"""The lanes of cuda/norm.h, and the elements of a tile."""
+"""The lanes of cuda/norm.h and the elements of a tile."""
 
 
 def sum_of_squares(grads: Any, inv_scale: Any) -> tuple[Any, Any]:
-    """The global norm's square, and whether a gradient is non-finite; numpy, as cuda/norm.h."""
+    """The square of the global norm, and whether a gradient is non-finite: cuda/norm.h in numpy."""
     with np.errstate(all="ignore"):
         scaled = [np.ravel(g).astype(np.float32) * inv_scale for g in grads]
         tiles = [
@@ -240,7 +239,7 @@ def sum_of_squares(grads: Any, inv_scale: Any) -> tuple[Any, Any]:
 
 
 def _sum_lanes(terms: Any) -> Any:
-    """Each lane adds its terms one after the other; then the lanes are halved."""
+    """Each lane adds its terms in sequence; then the lanes are summed in halves."""
     rows = np.zeros((-(-terms.size // NORM_LANES), NORM_LANES), np.float32)
     rows.ravel()[: terms.size] = terms
     lanes = np.zeros(NORM_LANES, np.float32)
@@ -275,11 +274,11 @@ def adam_leaf(
       inv_scale: Multiplies the gradient, float32.
       found_inf: Whether to skip the step.
       grad: Gradient, float32, bfloat16 or float16.
-      param: Parameter, of the gradient's shape, likewise.
+      param: Parameter; shape of the gradient, same choice of dtypes.
       mu: First moment, likewise.
       nu: Second moment, likewise.
       remainder: The other half of the parameter, uint16, in mode "step_split".
-      flags: The flags of the formula that are on.
+      flags: The enabled flags of the formula.
       out_dtype: Dtype of ``out``.
       every_term: As in ``adam_update``.
       xp: numpy, or jax.numpy.

@@ -1,9 +1,9 @@
 """The kernel under plain ``jax.jit`` over several devices, ``jax.vmap`` and differentiation.
 
-XLA gathers every operand of a custom call that it knows nothing about. Here it is told that the
-step is elementwise, and where to take it: each leaf is updated in the sharding of its first moment,
-so that moments are never sent. Results have the sharding of the arrays that they replace, whatever
-that of the gradients. Inside ``jax.shard_map``, or on one device, this is the kernel itself.
+XLA gathers every operand of a custom call that it does not know. Here it learns that the step is
+elementwise, and where to take it: each leaf is updated in the sharding of its first moment, so
+moments are never sent. Results have the sharding of the arrays that they replace, independent of
+the gradients' sharding. Inside ``jax.shard_map`` or on one device this is the kernel itself.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
 
 Arrays = Sequence[Any]
 DimAxes = list[tuple[str, ...]]
-"""For each dimension of an array the mesh axes that cut it, the most significant one first."""
+"""The mesh axes that cut each dimension of an array, the most significant one first."""
 
 
 def _adam_on_shards(spec: Spec, scalars: Scalars, operands: Operands, out_like: Arrays) -> Results:
-    """Like kernel.adam, for leaves sharded in any way.
+    """Like kernel.adam, for leaves with any sharding.
 
-    Gradients, params, second moments and remainders are brought to the sharding of the first
-    moments. ``spec.flat`` must be empty: a flat array has no dimension that belongs to a leaf.
+    Gradients, params, second moments and remainders are resharded like the first moments.
+    ``spec.flat`` must be empty: a flat array has no dimension that belongs to a leaf.
     Dimensions of members may be sharded too: each device takes the rows of its own members.
 
     Args:
       spec: As for the kernel.
       scalars: The same on all devices.
       operands: The leaves, as ``beside_moments`` returns them.
-      out_like: Arrays of the sharding that ``out`` is to have.
+      out_like: Arrays with the sharding that ``out`` takes.
 
     Returns:
-      The results of the kernel, for ``back_in_place``.
+      The kernel's results, for ``back_in_place``.
     """
     shardings = tuple(map(sharding_of, operands.mu))
     ranks = tuple(x.ndim for x in operands.mu)
@@ -57,38 +57,38 @@ def _adam_on_shards(spec: Spec, scalars: Scalars, operands: Operands, out_like: 
 
 
 def beside_moments(operands: Operands) -> Operands:
-    """Brings every leaf to the sharding of its first moment, as far as types know it.
+    """Reshards every leaf like its first moment, as far as types know it.
 
-    The types of an Explicit mesh say how arrays are sharded, and a call gets them from operands.
+    The types of an Explicit mesh include shardings, and a call gets them from its operands.
     """
     return Operands(*(reshard_like(arrays, operands.mu) for arrays in operands))
 
 
 def back_in_place(results: Results, models: Operands) -> Results:
-    """Brings results to the sharding of what they replace, as far as types know it."""
+    """Reshards results like the arrays that they replace, as far as types know it."""
     return Results(*map(reshard_like, results, models[1:]))
 
 
 def reshard_like(arrays: Arrays, models: Arrays) -> tuple[Any, ...]:
-    """Brings arrays to the sharding of ``models``, as far as types know it."""
+    """Reshards arrays like ``models``, as far as types know it."""
     shardings = [jax.typeof(model).sharding for model in models]
     return tuple(reshard_as(*pair) for pair in zip(arrays, shardings, strict=False))
 
 
 def reshard_as(x: Any, sharding: Any) -> Any:
-    """Brings an array to a sharding, as far as types know it."""
+    """Reshards an array, as far as types know it."""
     is_placed = sharding.mesh.empty or jax.typeof(x).sharding.spec == sharding.spec
     return x if is_placed else jax.reshard(x, sharding)
 
 
 def sharding_of(moment: Any) -> Any:
-    """Returns a moment as an argument of which the sharding alone is read, that of gradients."""
+    """Passes a moment only for its sharding, which the gradients take."""
     (kept,) = _sharding_of_p.bind(moment)
     return kept
 
 
-# What Shardy sees of a moment in order to shard gradients likewise: shardings pass through it
-# forward only. Were it the moment itself, gradients would draw the carry of a loop to themselves.
+# The moment's sharding as Shardy sees it, for the gradients to take: shardings pass through it
+# forward only. The moment itself would draw a loop's carry of gradients to its own sharding.
 _sharding_of_p = make_primitive(
     "jdistadam_sharding_of",
     lambda x: [x],
@@ -99,7 +99,7 @@ _sharding_of_p = make_primitive(
 
 @functools.lru_cache(maxsize=256)
 def _partitioned(spec: Spec, ranks: tuple[int, ...], member_dims: int) -> Any:
-    """The kernel with one more argument, of which only the shardings are read."""
+    """The kernel with one more argument that passes only shardings."""
 
     @custom_partitioning
     def adam_step(placed: Any, scalars: Scalars, operands: Operands) -> Results:
@@ -133,10 +133,10 @@ def _partitioned(spec: Spec, ranks: tuple[int, ...], member_dims: int) -> Any:
 
 
 def _with_equal_members(mesh: Mesh, mu: Arrays, member_dims: int) -> tuple[list[Sharding], P]:
-    """The shardings of the moments, and that of the members, which is the same for all of them.
+    """The shardings of the moments, and the one sharding of all their members.
 
-    A device needs the coefficients of those members that it holds. Where leaves disagree about
-    that, every device takes all members.
+    A device needs the coefficients of its own members. If leaves disagree about those, every device
+    takes all members.
     """
     shardings = [x.sharding for x in mu]
     if not member_dims:
@@ -149,9 +149,9 @@ def _with_equal_members(mesh: Mesh, mu: Arrays, member_dims: int) -> tuple[list[
 
 
 def _sharding_rule(spec: Spec, ranks: tuple[int, ...], member_dims: int) -> SdyShardingRule:
-    """Each kind of array shares factors with the results that replace it, and with no other.
+    """Each kind of array shares factors only with the results that replace it.
 
-    So do the members of the coefficients: they are brought to those of the moments afterwards.
+    So do the members of the coefficients, which are resharded like those of the moments afterwards.
     """
 
     def leaves(kind: str) -> Any:
@@ -160,7 +160,7 @@ def _sharding_rule(spec: Spec, ranks: tuple[int, ...], member_dims: int) -> SdyS
     members = tuple(f"b{d}" for d in range(member_dims))
     scalars: Any = ((*members, "r", "c"), (), ())
     grads, params, mu, nu = map(leaves, ("g", "p", "m", "n"))
-    # Updates are added to params; every other `out` has arrays of its own that give its sharding.
+    # Updates are added to params; every other `out` has its own arrays that give its sharding.
     out = params if spec.mode == "update" else leaves("o")
     remainders = out if spec.mode == "step_split" else ()
     new_params = () if spec.mode == "update" else params
@@ -173,23 +173,23 @@ def _sharding_rule(spec: Spec, ranks: tuple[int, ...], member_dims: int) -> SdyS
 
 
 class _Step(NamedTuple):
-    """A change of an array's sharding by one mesh axis."""
+    """A change of an array's sharding along one mesh axis."""
 
     op: str  # "slice", "all_to_all" or "all_gather"
     axis: str
     source: int  # the dimension that the axis cuts before; -1: none
-    target: int  # the dimension that it cuts afterwards; -1: none
+    target: int  # the dimension that the axis cuts afterwards; -1: none
 
 
 class _Route(NamedTuple):
-    """How an array is moved between the place that Shardy gave it and that of its moments."""
+    """How an array moves between Shardy's sharding and the sharding of its moments."""
 
     sharding: Sharding  # what XLA is told
-    steps: tuple[_Step, ...]  # what the devices then do themselves
+    steps: tuple[_Step, ...]  # the steps that the devices then take themselves
 
 
 def _routes(kind: Arrays, moment_shardings: Sequence[Sharding], *, inward: bool) -> list[_Route]:
-    """The routes of all arrays of a kind, to their moments or back. There may be no arrays."""
+    """The routes of all arrays of a kind, if any, to their moments or back."""
     pairs = zip(kind, moment_shardings, strict=False)
     return [_route(x, sharding, inward=inward) for x, sharding in pairs]
 
@@ -201,11 +201,11 @@ def _route(x: Any, moment_sharding: Sharding, *, inward: bool) -> _Route:
 
 
 def _steps(shape: tuple[int, ...], source: Sharding, target: Sharding) -> tuple[_Step, ...]:
-    """How to bring an array from one sharding to another; () if XLA does it as well.
+    """Steps that bring an array from one sharding to another; () if XLA does it as well.
 
-    XLA slices, gathers and permutes as one would. But where an axis goes over to another dimension
-    it may gather the whole array, as it does in jaxlib 0.11 between the shardings of Shardy and
-    those that a partition rule returns.
+    XLA slices, gathers and permutes well. But if an axis moves to another dimension it may gather
+    the whole array, as jaxlib 0.11 does between the shardings of Shardy and those that a partition
+    rule returns.
     """
     if not (isinstance(source, NamedSharding) and isinstance(target, NamedSharding)):
         return ()
@@ -227,7 +227,7 @@ def _steps(shape: tuple[int, ...], source: Sharding, target: Sharding) -> tuple[
 
 
 def dim_axes(sharding: NamedSharding, rank: int) -> DimAxes:
-    """Returns for each dimension the axes of more than one device that cut it."""
+    """Returns the axes of more than one device that cut each dimension."""
     entries = (*sharding.spec, *(None,) * (rank - len(sharding.spec)))
     names = [(x,) if isinstance(x, str) else tuple(x or ()) for x in entries]
     return [tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1) for axes in names]
@@ -239,9 +239,9 @@ def _divides(shape: tuple[int, ...], dim_axes: DimAxes, sizes: Any) -> bool:
 
 
 def _next_step(now: DimAxes, goal: DimAxes) -> _Step:
-    """The cheapest: first what makes shards smaller, last what makes them larger.
+    """The cheapest next step: steps that shrink shards come first, steps that grow them last.
 
-    Of each dimension one list of axes begins with the other.
+    In each dimension one list of axes is a prefix of the other.
     """
     missing = [y[len(x) : len(x) + 1] for x, y in zip(now, goal, strict=True)]
     for d, axes in enumerate(missing):
@@ -255,12 +255,12 @@ def _next_step(now: DimAxes, goal: DimAxes) -> _Step:
 
 
 def _along(mesh: Mesh, routes: Sequence[_Route], kind: Arrays) -> tuple[jax.Array, ...]:
-    """Takes the steps of the routes of all arrays of a kind."""
+    """Takes the route steps of all arrays of a kind."""
     return tuple(_moved(mesh, *pair) for pair in zip(routes, kind, strict=True))
 
 
 def _moved(mesh: Mesh, route: _Route, x: jax.Array) -> jax.Array:
-    """Takes the steps of a route, on what one device holds."""
+    """Takes the steps of a route on one device's shard."""
     for op, axis, source, target in route.steps:
         n = mesh.shape[axis]
         if op == "slice":
@@ -278,9 +278,9 @@ def _moved(mesh: Mesh, route: _Route, x: jax.Array) -> jax.Array:
 
 # The step under ``jax.vmap`` and under differentiation.
 #
-# ``vmap`` over many members makes one kernel call of one kernel call: arrays get a dimension of
-# members in front, and so do the coefficients where they differ between members. The derivative is
-# that of the formula in jax.numpy; the values remain those of the kernel.
+# ``vmap`` over many members makes one kernel call of one kernel call: arrays get a leading
+# dimension of members, and so do coefficients that differ between members. The derivative is that
+# of the formula in jax.numpy; the values remain the kernel's.
 
 
 def adam(
@@ -289,18 +289,18 @@ def adam(
     operands: Operands,
     out_like: Sequence[Any] | None = None,
 ) -> Results:
-    """Like kernel.adam, for leaves sharded in any way; it can be batched and differentiated.
+    """Like kernel.adam, for leaves with any sharding; supports batching and differentiation.
 
     Args:
       spec: As for the kernel; nothing is flat, and there is one contribution.
       scalars: The same on all devices. ``inv_scale`` and ``found_inf`` are the same for all members
-        too, and constants to a derivative.
+        too, and constants in a derivative.
       operands: The leaves.
-      out_like: In mode "step_and_cast", arrays of the sharding that ``out`` is to have.
+      out_like: In mode "step_and_cast", arrays with the sharding that ``out`` takes.
 
     Returns:
-      The results of the kernel. New params, moments and remainders have the sharding of the old
-      ones, updates that of the params.
+      The kernel's results. New params, moments and remainders have the sharding of the old ones,
+      updates that of the params.
     """
     if not operands.grads:
         return kernel.adam(spec, scalars, operands)
@@ -314,11 +314,11 @@ def adam(
 def _batched(leaves: Any, dims: Any, *, call: Any, spec: Spec, treedef: Any) -> tuple[Any, Any]:
     """One step for all members.
 
-    Leaves that are the same for all members are repeated, since one call has one size for each. The
-    coefficients are not, unless they have a dimension of other members already: a leaf has its
-    dimensions of members in the same order.
+    Leaves shared by all members are repeated, because one call has one size per leaf. Coefficients
+    are repeated only if they already have a dimension of other members: a leaf has its dimensions
+    of members in the same order.
     """
-    del call  # is for one member
+    del call  # it is for one member
     (size,) = {x.shape[d] for x, d in zip(leaves, dims, strict=True) if d is not None}
 
     def with_members(x: Any, dim: int | None) -> Any:
@@ -335,9 +335,9 @@ def _batched(leaves: Any, dims: Any, *, call: Any, spec: Spec, treedef: Any) -> 
 
 
 def _jvp(leaves: Any, tangents: Any, *, spec: Spec, treedef: Any, **params: Any) -> tuple[Any, Any]:
-    """The kernel's results, and the derivative of the formula.
+    """The kernel's results and the derivative of the formula.
 
-    Operands whose tangent is zero are constants, so that nothing is computed from zeros.
+    Operands with a zero tangent are constants, so nothing is computed from zeros.
     """
     _check_differentiable(spec)
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
@@ -358,7 +358,7 @@ _step = CalledPrimitive("jdistadam_step", batched=_batched, jvp=_jvp)
 
 
 def _check_differentiable(spec: Spec) -> None:
-    """Raises PolicyError where parameters are halves of a number, which have no derivative."""
+    """Raises PolicyError if parameters are halves of a number, which have no derivative."""
     if spec.mode == "step_split":
         raise PolicyError(
             "main_params_dtype: a step cannot be differentiated: "

@@ -1,7 +1,7 @@
-"""The step with coded moments or stochastic rounding, under plain ``jax.jit`` on several devices.
+"""The step with coded moments or stochastic rounding under plain ``jax.jit`` on several devices.
 
-A leaf may be cut along its first dimension, into parts of whole blocks; it is updated where its
-moments are. Other shardings, ``jax.vmap`` and derivatives raise.
+A leaf may be cut along its first dimension into parts of whole blocks. The device with the moments
+updates it. Other shardings, ``jax.vmap`` and derivatives raise.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def adam(
     operands: Operands,
     out_like: Sequence[Any] = (),
 ) -> Results:
-    """Takes one Adam step. params, mu and nu are updated in place where donated.
+    """Takes one Adam step. params, mu and nu are updated in place if donated.
 
     Args:
       spec: The static side.
       scalars: As for the kernel without rounding, without members.
       rounded: What random bits depend on.
-      operands: The leaves; all of mu may be BlockCodes, and all of nu.
-      out_like: Arrays that are donated, whose memory ``out`` may take; they are not read.
+      operands: The leaves; mu is all BlockCodes or none, and so is nu.
+      out_like: Donated arrays whose memory ``out`` may take; they are not read.
 
     Raises:
-      PolicyError: Under ``jax.vmap``, when differentiated, or where a leaf is sharded otherwise.
+      PolicyError: Under ``jax.vmap``, in differentiation, or if a leaf is sharded otherwise.
     """
     scalars, rounded, operands = collectives.vary_together((scalars, rounded, operands))
     out_like = tuple(operands.out or out_like or operands.params)
@@ -57,7 +57,7 @@ def adam(
 
 
 def check_leaf(path: str, param: Any, *, is_coded: bool) -> None:
-    """Raises PolicyError where an array is sharded as no such step takes it; coded or rounded."""
+    """Raises PolicyError if no coded or rounded step supports an array's sharding."""
     if isinstance(param, jax.Array) and not isinstance(param, jax.core.Tracer):
         if not isinstance(param.sharding, SingleDeviceSharding):
             _check_parts(param, _Kinds((param.ndim,), is_coded, is_coded), path)
@@ -72,15 +72,13 @@ def _sharded(
 ) -> Results:
     shardings = tuple(map(sharded_adam.sharding_of, codes_of(operands.mu)))
     step = _partitioned(spec, _Kinds.of(operands))
-    positions = LeafPositions.of_parts(
-        np.zeros(len(spec.ids), np.int32)
-    )  # where nothing is sharded
+    positions = LeafPositions.of_parts(np.zeros(len(spec.ids), np.int32))  # if nothing is sharded
     results: Results = step((out_like, shardings, positions), scalars, rounded, operands.unfused())
     return native.unfused(results)
 
 
 def _beside_moments(operands: Operands) -> Operands:
-    """Brings all of each leaf to the sharding of its first moment, as far as types know it."""
+    """Reshards every array of a leaf like its first moment, as far as types know it."""
     codes = codes_of(operands.mu)
     kinds = _Kinds.of(operands)
     for typed in map(jax.typeof, codes):
@@ -100,7 +98,7 @@ def _beside_moments(operands: Operands) -> Operands:
 
 
 def _typed_like(made: Sequence[Any], models: Sequence[Any]) -> tuple[Any, ...]:
-    """Brings arrays to the sharding of ``models``, as far as types know it."""
+    """Reshards arrays like ``models``, as far as types know it."""
     pairs = list(zip(made, models, strict=False))
     flat = [jax.tree.leaves(x) for x in pairs]
     moved = [sharded_adam.reshard_like(x[: len(x) // 2], x[len(x) // 2 :]) for x in flat]
@@ -110,7 +108,7 @@ def _typed_like(made: Sequence[Any], models: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class _Kinds(NamedTuple):
-    """What the rule of a sharding depends on: the ranks of leaves, and which moments are coded."""
+    """What a sharding rule depends on: ranks of leaves, and which moments are coded."""
 
     ranks: tuple[int, ...]
     mu_is_coded: bool
@@ -118,14 +116,14 @@ class _Kinds(NamedTuple):
 
     @classmethod
     def of(cls, operands: Operands) -> _Kinds:
-        """Those of a call."""
+        """The kinds of a call's operands."""
         ranks = tuple(x.ndim for x in operands.grads)
         return cls(ranks, is_codes(operands.mu[0]), is_codes(operands.nu[0]))
 
 
 @functools.lru_cache(maxsize=256)
 def _partitioned(spec: QuantizedSpec, kinds: _Kinds) -> Any:
-    """The kernel with one more argument, of which only the shardings are read."""
+    """The kernel with one more argument that passes only shardings."""
 
     @custom_partitioning
     def step(placed: Any, scalars: Scalars, rounded: Rounding, operands: Operands) -> Results:
@@ -142,7 +140,7 @@ def _partitioned(spec: QuantizedSpec, kinds: _Kinds) -> Any:
         def lower_fn(placed: Any, scalars: Scalars, rounded: Rounding, operands: Operands) -> Any:
             here = placed[-1]
             if any(axes):
-                # On Explicit axes JAX would say how new arrays are sharded, which is too late here.
+                # On Explicit axes JAX would ask how new arrays are sharded, too late here.
                 with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                     mine = [collectives.axis_index(x) if x else np.int32(0) for x in axes]
                     here = LeafPositions.of_parts(jnp.stack(mine))
@@ -196,7 +194,7 @@ def _check_parts(x: Any, kinds: _Kinds, path: str = "fused_adamw") -> None:
 
 
 def _sharding_rule(spec: Spec, kinds: _Kinds) -> SdyShardingRule:
-    """As that of sharded_adam.py: arrays share factors with the results that replace them alone."""
+    """As in sharded_adam.py: arrays share factors only with the results that replace them."""
 
     def leaves(kind: str, coded: bool = False) -> Any:
         mapping: list[tuple[str, ...]] = []

@@ -1,1 +1,1 @@
-"""What looks at a step from outside: plan, audit, bench, diagnostics."""
+"""Tools that inspect a step from outside: plan, audit, bench, diagnostics."""

@@ -1,10 +1,10 @@
-"""How fast one optimizer step runs on one device, against a copy and against optax.
+"""The time of one optimizer step on one device, compared with a copy and with optax.
 
-Every figure is per step. *Wall* is the slope of the time of a jitted program against the number of
-steps in its loop, so that the start of a call does not count: two programs run in turn, and of the
-differences of each pair the median counts. *Host* is how long one jitted call of one step keeps the
-caller, *compile* how long tracing and XLA took for it. The floor is the bytes that a step must move
-over the bandwidth of an in-place copy, measured in the same run.
+Every figure is per step. *Wall* is the slope of a jitted program's time over the number of steps in
+its loop, which excludes the start of a call: two programs run in turn, and the median counts of the
+differences of each pair. *Host* is how long one jitted call of one step blocks the caller,
+*compile* how long it took to trace and compile. The floor is the number of bytes that a step must
+move, divided by the bandwidth of an in-place copy in the same run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HYPER: Any = dict(learning_rate=1e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay
 
 
 def gpt2(width: int, layers: int) -> Shapes:
-    """The leaves of GPT-2, attention kernels two-dimensional."""
+    """The leaves of GPT-2 with two-dimensional attention kernels."""
     shapes: Shapes = {"wte": (50304, width), "wpe": (1024, width)}
     for i in range(layers):
         dense = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width)}
@@ -41,7 +41,7 @@ def gpt2(width: int, layers: int) -> Shapes:
 
 
 def resnet50() -> Shapes:
-    """The leaves of ResNet-50, convolution kernels four-dimensional."""
+    """The leaves of ResNet-50 with four-dimensional convolution kernels."""
     shapes: Shapes = {}
 
     def conv(size: int, inputs: int, outputs: int) -> None:
@@ -87,7 +87,7 @@ TREES: dict[str, Shapes] = {
 
 
 class Variant(NamedTuple):
-    """A way to step, and the bytes that it must move for each parameter."""
+    """A way to step, and the bytes per parameter that it must move."""
 
     make: Callable[[], tuple[Any, Any]]  # -> (init, step(grads, state, params))
     param_dtype: Any
@@ -111,8 +111,8 @@ def _optax() -> tuple[Any, Any]:
 
 
 def _flat() -> tuple[Any, Any]:
-    """The distributed optimizer on a mesh of this one device: moments in two flat arrays."""
-    (device,) = jnp.zeros(()).devices()  # where JAX puts what is not placed
+    """The distributed optimizer on a mesh of one device: moments in two flat arrays."""
+    (device,) = jnp.zeros(()).devices()  # JAX's default device
     mesh = jax.make_mesh((1,), ("data",), devices=[device])
     tx = distributed(fused_adamw(**HYPER), mesh=mesh, max_grad_norm=1.0)
     spec = jax.sharding.PartitionSpec()
@@ -174,9 +174,9 @@ Program = Callable[..., Any]
 
 
 def slope(make: Callable[[int], Program], loops: Loops, args: Any) -> tuple[float, Any]:
-    """Seconds a step of ``args = make(steps)(*args)``, and the last args.
+    """Seconds per step of ``args = make(steps)(*args)``, and the last args.
 
-    Both programs run on the same arrays, since where they are changes the time.
+    Both programs run on the same arrays, because their addresses change the time.
     """
     programs = [make(steps) for steps in loops]
     for program in programs:
@@ -193,9 +193,9 @@ def slope(make: Callable[[int], Program], loops: Loops, args: Any) -> tuple[floa
 
 
 def loops_for(seconds: float) -> Loops:
-    """Numbers of steps of the two programs, such that their difference takes a fifth of a second.
+    """Numbers of steps of the two programs whose difference takes a fifth of a second.
 
-    The start of a call takes milliseconds for many leaves, and not always as many.
+    The start of a call takes milliseconds for many leaves, with some variation.
     """
     steps = min(max(3, round(0.2 / seconds)), 20_000)
     return steps // 3, steps // 3 + steps
@@ -227,9 +227,9 @@ def _normal(key: Any, shape: tuple[int, ...], scale: float, dtype: Any) -> jax.A
 
 
 def looped(step: Any, steps: int) -> Any:
-    """A jitted program of so many steps: (params, state, grads) -> the same."""
+    """A jitted program of ``steps`` steps: (params, state, grads) -> the same."""
 
-    # all is donated: gradients that were copied would be elsewhere in every other program
+    # all is donated: copies of gradients would have another address in every other program
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def run(params: Params, state: Any, grads: Grads) -> Any:
         def body(_: Any, carry: Any) -> Any:
@@ -247,7 +247,7 @@ def one_step(step: Any) -> Any:
 
 
 class Measured(NamedTuple):
-    """One row of results; the last fields are filled in by who can measure them."""
+    """One row of results; the last fields are filled by callers that can measure them."""
 
     tree: str
     leaves: int
@@ -262,7 +262,7 @@ class Measured(NamedTuple):
 
 
 def fresh_arrays(tree: str, variant: str, grads: Grads = None) -> Any:
-    """Params, state and gradients: these, or new ones."""
+    """Params, state and gradients: the given ones, or new ones."""
     shapes, settings = TREES[tree], VARIANTS[variant]
     params = make_tree(shapes, 0.1, settings.param_dtype)
     state = jax.jit(settings.make()[0])(params)
@@ -282,10 +282,10 @@ def measure(
     Args:
       tree: One of ``TREES``.
       variant: One of ``VARIANTS``.
-      copy: What ``copy_bandwidth`` returned.
+      copy: The result of ``copy_bandwidth``.
       loops: Numbers of steps of the two programs; None: ``loops_for`` the floor.
-      device_seconds: ``device_seconds(program, args)`` runs the compiled program of fewer steps
-        and returns the time of the device alone.
+      device_seconds: ``device_seconds(program, args)`` runs the compiled program with fewer steps
+        and returns the device time alone.
     """
     shapes, settings = TREES[tree], VARIANTS[variant]
     parameters = sum(int(np.prod(shape)) for shape in shapes.values())
@@ -317,21 +317,21 @@ def measure(
 def measure_hosts(tree: str, variants: Sequence[str], repeats: int = 20) -> dict[str, Any]:
     """Times calls of one step of several variants.
 
-    Where both are named, "float32" is checked against "optax.adamw" first. A call is timed until
-    it returns, the device being idle when it begins. The variants are called in turn, and then in
-    the reverse order: what ran before fills the caches of the host.
+    If both are named, "float32" is checked against "optax.adamw" first. A call is timed until it
+    returns, starting with an idle device. The variants are called in turn and then in reverse
+    order, because each fills the host's caches for the next.
 
     Args:
       tree: One of ``TREES``.
-      variants: Of ``VARIANTS``; their gradients are those of the first.
-      repeats: How often each is called.
+      variants: Some of ``VARIANTS``; their gradients are those of the first.
+      repeats: Number of calls of each.
 
     Returns:
       For each variant the fields ``host_microseconds``, a median, and ``compile_seconds``.
 
     Raises:
-      AssertionError: A step of "float32" and one of "optax.adamw" part by more than a few units in
-        the last place.
+      AssertionError: Steps of "float32" and "optax.adamw" differ by more than a few units in the
+        last place.
     """
     grads = make_tree(TREES[tree], 0.01, VARIANTS[variants[0]].grad_dtype)
     arrays = {variant: fresh_arrays(tree, variant, grads) for variant in variants}
@@ -363,7 +363,7 @@ def _check_equal(tree: str, ours: Any, theirs: Any) -> None:
 
 @jax.jit
 def _is_close(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Equal to a few units in the last place, and no NaN: a maximum can lose one on a CPU."""
+    """Equal to a few units in the last place and no NaN, which a maximum can lose on a CPU."""
     return jnp.all(jnp.abs(a - b) <= 1e-7 + 1e-6 * jnp.abs(b))
 
 

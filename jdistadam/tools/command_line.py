@@ -1,4 +1,4 @@
-"""The arguments of the command ``jdistadam``: read, checked and explained."""
+"""The arguments of the command ``jdistadam``: parsing, checks and help."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from jdistadam.distributed.mesh_axes import (
 )
 from jdistadam.tools import bench
 
-_LARGEST = 1 << 20  # of a count: more than any machine has, and still planned at once
+_LARGEST = 1 << 20  # largest count: more than any machine has, and still planned at once
 _FLOATS = ("float32", "bfloat16", "float16")
 _FLOAT8 = ("float8_e5m2", "float8_e4m3fn")
 _BLOCKS = tuple(known.name for known in BLOCK_CODECS)
 
-# Fields of MixedPrecisionPolicy: what may be given, and what it is the dtype of.
+# Fields of MixedPrecisionPolicy: allowed values, and what each is the dtype of.
 _POLICY: dict[str, tuple[tuple[str, ...], str]] = {
     "main_params_dtype": (
         ("float32", "remainder16", "none"),
@@ -47,7 +47,7 @@ _MOMENTS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with the arguments, and shows defaults in its help."""
+    """Reports wrong arguments in one line, and shows defaults in its help."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
@@ -58,19 +58,19 @@ class Parser(argparse.ArgumentParser):
 
 
 class Tree(NamedTuple):
-    """Parameters by path, and where they come from: a name, or a file."""
+    """Parameters by path, and their source: a name or a file."""
 
     name: str
     shapes: Mapping[str, tuple[int, ...]]
 
     def __str__(self) -> str:
-        """Returns the name and the sizes."""
+        """Returns the name and sizes."""
         leaves = f"{len(self.shapes)} {'leaf' if len(self.shapes) == 1 else 'leaves'}"
         return f"{self.name}, {leaves}, {sum(map(math.prod, self.shapes.values())):,} parameters"
 
 
 def make_parser() -> Parser:
-    """Returns the parser; what it returns has the name of the ``command`` and its ``parser``."""
+    """Returns the parser; its results have the name of the ``command`` and its ``parser``."""
     parser = Parser(prog="jdistadam", description="Fused and sharded Adam for JAX.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {jdistadam.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -118,16 +118,16 @@ def policy(args: argparse.Namespace) -> MixedPrecisionPolicy:
 
 
 def stacked(args: argparse.Namespace) -> Callable[[str], bool] | None:
-    """Returns which leaves are scanned layers, by a part of their paths; None for none."""
+    """Returns a predicate for paths of scanned layers, by a part of the path; None for none."""
     part: str | None = getattr(args, "stacked", None)
     return None if part is None else lambda path: part in path
 
 
 def with_flags(args: argparse.Namespace, message: str) -> str:
-    """Returns a message about arguments of Python in those of the command."""
+    """Returns a message about Python arguments in terms of the command's."""
     flags = {name: f"--{name.replace('_', '-')}" for name in vars(args)}
     flags |= {"replica_axis": "--replicas", "model_seconds": "--model-ms"}
-    # Names that are words too are replaced where what stands around them shows that they are names.
+    # Names that are also words are replaced only if their context shows that they are names.
     names, value = "|".join(flags), r"=(?:jnp\.)?(['\"]?)([\w.]+)\2"
     pattern = rf"(?<![-\w])(?:MixedPrecisionPolicy\.)?({names})(?!\w)(?:{value})?"
 
@@ -162,7 +162,7 @@ def _add_bench_arguments(parser: Parser) -> None:
 
 
 def _add_optimizer_arguments(parser: Parser) -> None:
-    """Names as in ``fused_adamw``, ``distributed`` and ``MixedPrecisionPolicy``."""
+    """Adds arguments named as in ``fused_adamw``, ``distributed`` and ``MixedPrecisionPolicy``."""
     add = parser.add_argument
     names = ", ".join(bench.TREES)
     add("--tree", type=_tree, default="gpt2s", help=f"{names}, or a JSON file {{path: shape}}")
@@ -232,7 +232,7 @@ def _count(text: str) -> int:
 
 
 def _tree(text: str) -> Tree:
-    """Returns a tree of the bench, or what a JSON file says."""
+    """Returns a tree of the bench, or one from a JSON file."""
     if text in bench.TREES:
         return Tree(text, bench.TREES[text])
     try:
@@ -255,7 +255,7 @@ def _tree(text: str) -> Tree:
 
 
 def _flat_path(path: str, tree: Any) -> str:
-    """The path of the first leaf of a nested tree, in JSON."""
+    """The path of the first leaf of a nested JSON tree."""
     while isinstance(tree, dict) and tree:
         key, tree = next(iter(tree.items()))
         path = f"{path}/{key}"

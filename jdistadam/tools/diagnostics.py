@@ -1,4 +1,4 @@
-"""What is installed, what will run and why, and whether it computes the right bits."""
+"""What is installed, which kernels run and why, and whether they compute the right bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKAGES = (
 def info() -> dict[str, Any]:
     """Returns versions, devices and backends as JSON-ready values. Never raises.
 
-    What cannot be found out becomes a value that says why.
+    If a value cannot be found, its place has the reason.
     """
     return {
         "python": sys.version.split()[0],
@@ -49,7 +49,7 @@ def _version(package: str) -> str:
 def _try(probe: Callable[[], Any]) -> Any:
     try:
         return probe()
-    except Exception as error:  # a report must come out of a broken installation too
+    except Exception as error:  # a broken installation needs a report too
         return (
             f"unknown: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         )
@@ -102,7 +102,7 @@ def _what_runs() -> str:
 
 
 def _peers() -> dict[str, Any]:
-    """Which GPU of this process reaches whose memory, and why peer memory cannot be used."""
+    """Which GPUs of this process reach each other's memory, or why peer memory is unavailable."""
     import jax
 
     from jdistadam.distributed.communication import local_number, why_gpus_are_apart
@@ -119,7 +119,7 @@ def _peers() -> dict[str, Any]:
 
 
 def _format_peers(peers: Any) -> list[str]:
-    """The matrix of peers: a row for each GPU, x where it reaches the memory of the column's."""
+    """The matrix of peers: a row per GPU, x if it reaches the memory of the column's GPU."""
     if not isinstance(peers, dict):
         return [f"peers     {peers}"]
     numbers = [int(a) for a in peers["reached"]]
@@ -155,7 +155,7 @@ def format_info(report: dict[str, Any]) -> str:
 
 
 class Check(NamedTuple):
-    """The outcome of one check: passed True, failed False, not possible here None."""
+    """The result of one check: True passed, False failed, None not possible here."""
 
     name: str
     passed: bool | None
@@ -163,14 +163,14 @@ class Check(NamedTuple):
 
 
 def check() -> list[Check]:
-    """Takes a real step on every backend present and compares its bits with the reference's."""
+    """Takes a real step on every backend and compares its bits with the reference."""
     from jdistadam.kernels import native
 
     checks = []
     for name in native.PLATFORMS:
         status = native.status(name)
         if not status.available:
-            # Without the CPU kernels an installation is broken; CUDA kernels are optional.
+            # An installation without the CPU kernels is broken; CUDA kernels are optional.
             checks.append(Check(name, False if name == "cpu" else None, status.detail))
             continue
         try:

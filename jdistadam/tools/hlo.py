@@ -1,4 +1,4 @@
-"""Reads the collectives of a compiled program off its optimized HLO."""
+"""Reads the collectives of a compiled program from its optimized HLO."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# XLA's names of dtypes, as they stand in HLO, and JAX's.
+# XLA's names of dtypes in HLO, and JAX's.
 DTYPES = {
     "bf16": "bfloat16",
     "f16": "float16",
@@ -32,12 +32,12 @@ class CompiledCollective(NamedTuple):
 
     Attributes:
       op: "reduce-scatter", "all-gather", "all-reduce", "all-to-all" or "collective-permute".
-      arrays: XLA's name of the dtype, and the number of elements, of each result.
+      arrays: XLA's dtype name and the number of elements of each result.
       devices: How many devices take part in it together.
       times: How often it runs, as far as XLA knows the lengths of loops.
-      is_async: Whether other work can run while it does.
-      groups: The devices that take part in it together, by their places in the mesh; of a
-        collective-permute each sender and receiver. Empty where XLA writes them in a way not known.
+      is_async: Whether it can overlap other work.
+      groups: The devices that take part in it together, by position in the mesh; for a
+        collective-permute each sender and receiver. Empty if XLA writes them in an unknown form.
     """
 
     op: str
@@ -57,8 +57,8 @@ def collectives_in(text: str) -> Iterator[CompiledCollective]:
             continue
         result, op, start = found.groups()
         if start and (op != "all-reduce" or result.startswith("((")):
-            # (operands, results), each perhaps a tuple; older all-reduces name results alone.
-            # Permutes may have contexts beside them.
+            # (operands, results), each may be a tuple; older all-reduces name only results.
+            # Permutes may also have contexts.
             result = _second_half(result.replace(", u32[]", ""))
         arrays = tuple(
             (dtype, math.prod(int(n) for n in dims.split(",") if n))
@@ -70,7 +70,7 @@ def collectives_in(text: str) -> Iterator[CompiledCollective]:
 
 
 def custom_calls_in(text: str) -> collections.Counter[str]:
-    """Returns how often each custom call of a program runs, by its target."""
+    """Returns how often each custom call of a program runs, by target."""
     times = _times_of_computations(text)
     found: collections.Counter[str] = collections.Counter()
     for name, line in instructions(text):
@@ -80,7 +80,7 @@ def custom_calls_in(text: str) -> collections.Counter[str]:
 
 
 def instructions(text: str) -> Iterator[tuple[str, str]]:
-    """Yields (name of the computation, line), in the order in which they run."""
+    """Yields (name of the computation, line) in execution order."""
     name = ""
     for line in text.splitlines():
         if line.endswith("{") and (found := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(", line)):
@@ -89,7 +89,7 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _times_of_computations(text: str) -> dict[str, int]:
-    """How often each computation runs: bodies of loops as often as XLA knows, others once."""
+    """How often each computation runs: loop bodies as often as XLA knows, others once."""
     callers: dict[str, list[tuple[str, int]]] = {}
     for name, line in instructions(text):
         if found := re.search(r" while\(.*\bbody=%?([\w.\-]+)", line):
@@ -110,7 +110,7 @@ def _second_half(result: str) -> str:
 
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:
-    """The groups of a collective, in whichever way XLA writes them; none if in another one.
+    """The groups of a collective in any known form of XLA; empty for an unknown form.
 
     Example:
       >>> _groups("replica_groups={{0,2},{1,3}}")
@@ -139,7 +139,7 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _iota(text: str) -> np.ndarray:
-    """The numbers of "[4,2]T(1,0)": of an array of this shape, transposed."""
+    """The numbers of "[4,2]T(1,0)": the iota of this shape, transposed."""
     shape, *order = re.findall(r"[\d,]+", text)
     numbers = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
     return (numbers.transpose(_numbers(order[0])) if order else numbers).reshape(-1)

@@ -1,4 +1,4 @@
-"""Checks before a run: of a train state, its memory of how it was made, and of all processes."""
+"""Checks before a run: a train state, its record of its origin, and agreement of processes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from jdistadam.distributed.state import differences
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import AgreementError, TreeError
 
-# Whether all processes of a run are about to do the same: looked at once, before they begin.
+# Whether all processes of a run are about to do the same, checked once before they begin.
 #
-# Processes whose programs differ wait for each other in collectives for ever, or add what does
-# not belong together. So before the first step each tells what it is about to run to the first of
-# them, over the key-value store of ``jax.distributed``, which needs no collective; that one
-# compares, and all raise the same error. A process that has ended, or never came, is named after
-# a limit.
+# Processes with different programs wait for each other in collectives forever, or add values that
+# do not belong together. So before the first step each process sends a summary of its program to
+# the first one, over the key-value store of ``jax.distributed``, which needs no collective. The
+# first one compares, and all raise the same error. After a time limit it names a process that has
+# ended or never came.
 
 LIMIT_SECONDS = 300
-"""How long processes wait for the slowest to come to its first step."""
+"""How long processes wait for the slowest one to reach its first step."""
 
-# How many agreements each set of processes has made: its processes make them in the same order.
+# How many agreements each set of processes has made; its processes make them in the same order.
 _NUMBERS: collections.defaultdict[tuple[int, ...], itertools.count[int]] = collections.defaultdict(
     itertools.count
 )
@@ -44,15 +44,15 @@ Facts = dict[str, str]
 
 
 def agree(config: DistributedConfig, params: Any, lower: Callable[[], Any] | None = None) -> None:
-    """Compares what the processes of a mesh hold and are about to run; nothing where it is one.
+    """Compares the params and programs of a mesh's processes; a no-op for one process.
 
     Args:
-      config: Of the optimizer.
+      config: The optimizer's.
       params: Global params, or their shapes.
-      lower: Lowers the program. What it raises becomes a fact, for the others to know.
+      lower: Lowers the program. An exception becomes a fact for the other processes.
 
     Raises:
-      AgreementError: They differ, or some process does not come.
+      AgreementError: Processes differ, or one does not come.
     """
     processes = sorted({device.process_index for device in config.mesh.devices.flat})
     if len(processes) > 1:
@@ -60,7 +60,7 @@ def agree(config: DistributedConfig, params: Any, lower: Callable[[], Any] | Non
 
 
 def _facts(config: DistributedConfig, params: Any, lower: Callable[[], Any] | None) -> Facts:
-    """What must be the same in all processes, as texts by name; the program last."""
+    """What must be equal in all processes, as texts by name; the program last."""
     mesh, parallel = config.mesh, config.parallel
     facts = {
         "versions": f"jdistadam {jdistadam.__version__}, jax {jax.__version__}, "
@@ -77,27 +77,27 @@ def _facts(config: DistributedConfig, params: Any, lower: Callable[[], Any] | No
         return facts
     try:
         text = lower().as_text()
-    except Exception as error:  # of the loss, perhaps: the caller meets it again
+    except Exception as error:  # the loss may raise; the caller will see it again
         return facts | {"program": f"{type(error).__name__}: {error}"}
     return facts | {"program": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def check_agreement(facts: Facts, processes: Sequence[int], *, limit: float | None = None) -> None:
-    """Returns when all processes have said the same; call it in each of them.
+    """Returns when all processes have sent the same facts; call it in each of them.
 
     Args:
-      facts: What this process says.
-      processes: Who takes part.
+      facts: The facts of this process.
+      processes: The participating processes.
       limit: Seconds to wait for the others; None: ``LIMIT_SECONDS``.
 
     Raises:
-      AgreementError: Some process says something else, or does not come.
+      AgreementError: A process sends other facts, or does not come.
     """
     client = compat.coordination_client()
     if client is None:
         return
     name = f"{'-'.join(map(str, processes))}/{next(_NUMBERS[tuple(processes)])}"
-    # The key may not grow with the number of processes.
+    # The key must not grow with the number of processes.
     prefix = f"jdistadam/agreement/{hashlib.sha256(name.encode()).hexdigest()}"
     store = _Store(client, prefix, limit or LIMIT_SECONDS)
     leader = processes[0]
@@ -107,7 +107,7 @@ def check_agreement(facts: Facts, processes: Sequence[int], *, limit: float | No
         verdict = _verdict(said, store.limit)
         store.put("verdict", verdict)
     else:
-        # The first process waits for the others for as long, so allow it to say who is missing.
+        # The first process waits as long for the others, so give it time to name missing ones.
         verdict = store.take("verdict", limit=2 * store.limit)
     if verdict is None:
         verdict = _missing([leader], 2 * store.limit)
@@ -116,7 +116,7 @@ def check_agreement(facts: Facts, processes: Sequence[int], *, limit: float | No
 
 
 class _Store:
-    """Texts by name in the key-value store, of one agreement."""
+    """Texts by name in the key-value store, for one agreement."""
 
     def __init__(self, client: Any, prefix: str, limit: float) -> None:
         self._client, self._prefix, self.limit = client, prefix, limit
@@ -137,13 +137,13 @@ class _Store:
 
 
 def _verdict(said: dict[int, Facts | None], limit: float) -> str:
-    """The message of what to raise; empty where all agree."""
+    """The error message; empty if all agree."""
     missing = [process for process, facts in said.items() if facts is None]
     if missing:
         return _missing(missing, limit)
     first, *others = said
     mine: Facts = said[first] or {}
-    for name in mine:  # the program comes last: of what it is made says more
+    for name in mine:  # the program comes last: its inputs explain more
         differ = [process for process in others if (said[process] or {})[name] != mine[name]]
         if differ:
             theirs = (said[differ[0]] or {})[name]
@@ -184,7 +184,7 @@ _FLAX_COLLECTIONS = {"batch_stats", "cache", "intermediates", "perturbations"}
 
 
 def check_created(params: Params, model_state: Any, rng: Any) -> None:
-    """Raises TreeError or DtypeError unless these are params, other arrays and a key of a model."""
+    """Raises TreeError or DtypeError unless these are a model's params, other arrays and key."""
     names = set(params) if isinstance(params, Mapping) else set()
     others = names & _FLAX_COLLECTIONS
     if "params" in names and others:
@@ -202,7 +202,7 @@ def check_created(params: Params, model_state: Any, rng: Any) -> None:
 
 
 def check_structure(opt_state: OptState, tx: DistributedTransformation) -> None:
-    """Raises TreeError unless a state has the parts of the optimizer: those of its chain, say."""
+    """Raises TreeError unless a state has the parts of its optimizer, such as those of a chain."""
     specs = tx.state_specs()
     if _has_structure(specs, opt_state):
         return
@@ -227,21 +227,21 @@ def _has_structure(specs: Any, tree: Any) -> bool:
     return True
 
 
-# What a train state remembers, outside of its fields, of how it was made.
+# What a train state remembers, outside its fields, of its origin.
 #
-# A state remembers the very arrays that it was made with and that are the rounded main
-# parameters. So a step sees at no cost that nothing was put in their place; a state made in
-# another way, by a tree map or a checkpoint, remembers nothing, and is compared once. One that a
-# step returned also remembers its layout and its other arrays, none of which is there twice.
+# A state remembers the very arrays with which it was made and that are the rounded main parameters.
+# So a step sees at no cost that they were not replaced. A state made otherwise, by a tree map or a
+# checkpoint, remembers nothing, and is compared once. A state that a step returned also remembers
+# its layout and its other arrays; no array is there twice.
 
 _KNOWN, _RETURNED = "_params_made_with", "_returned"
 
 
 class Returned(NamedTuple):
-    """What a state remembers that a step returned.
+    """What a state that a step returned remembers.
 
     Attributes:
-      others: Its arrays beside the params.
+      others: Its arrays apart from the params.
       tx: The optimizer of the step.
       digest: The digest of its layout.
     """
@@ -252,11 +252,11 @@ class Returned(NamedTuple):
 
 
 def remember_params(state: Any, leaves: Sequence[Any] | None = None) -> Any:
-    """Notes that the params of a state are its rounded main parameters; returns the state.
+    """Records that the params of a state are its rounded main parameters; returns the state.
 
     Args:
       state: The state.
-      leaves: Those of its params, if they are known.
+      leaves: The leaves of its params, if known.
     """
     leaves = jax.tree.leaves(state.params) if leaves is None else leaves
     object.__setattr__(state, _KNOWN, (tuple(leaves), jax.tree.structure(state.params)))
@@ -264,13 +264,13 @@ def remember_params(state: Any, leaves: Sequence[Any] | None = None) -> Any:
 
 
 def remember_returned(state: Any, tx: DistributedTransformation, digest: bytes) -> Any:
-    """Notes that a step returned all arrays of a state beside its params; returns the state."""
+    """Records that a step returned all arrays of a state but its params; returns the state."""
     object.__setattr__(state, _RETURNED, Returned(tuple(_others(state)), tx, digest))
     return state
 
 
 def returned(state: Any) -> Returned | None:
-    """What a state remembers that a step returned; None of another one."""
+    """What a state that a step returned remembers; None for other states."""
     found: Returned | None = state.__dict__.get(_RETURNED)
     return found if found is not None and same_arrays(_others(state), found.others) else None
 
@@ -280,21 +280,21 @@ def _others(state: Any) -> list[Any]:
 
 
 def same_arrays(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two sequences have the very same arrays."""
+    """Whether two sequences contain the very same arrays."""
     return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
 
 
 def same_params(params: Any, others: Any) -> bool:
-    """Whether two trees have the very same arrays under the same paths."""
+    """Whether two trees contain the very same arrays under the same paths."""
     mine: Any = jax.tree.structure(params)
     theirs: Any = jax.tree.structure(others)
     return bool(mine == theirs) and same_arrays(jax.tree.leaves(params), jax.tree.leaves(others))
 
 
 def is_known(state: Any, leaves: Sequence[Any], treedef: Any = None) -> bool:
-    """Whether the params, which flatten to these, are the arrays that the state was made with.
+    """Whether the params, with these leaves, are the arrays with which the state was made.
 
-    Under the same paths: under others they belong to another layout.
+    Paths must match too: under others they belong to another layout.
     """
     arrays, structure = state.__dict__.get(_KNOWN, (None, None))
     treedef = jax.tree.structure(state.params) if treedef is None else treedef
@@ -302,13 +302,13 @@ def is_known(state: Any, leaves: Sequence[Any], treedef: Any = None) -> bool:
 
 
 def returned_arrays(state: Any) -> tuple[Any, ...]:
-    """Returns the arrays of the state that a step returned, of which this one was made, if any."""
+    """Returns the arrays of the step result from which this state was made, if any."""
     found: Returned | None = state.__dict__.get(_RETURNED)
     return () if found is None else (*state.__dict__.get(_KNOWN, ((), None))[0], *found.others)
 
 
 def keep_memory(state: Any, new: Any) -> None:
-    """Has a state with the same params and optimizer state remember what another one does."""
+    """Copies the memory of a state to another one with the same params and optimizer state."""
     if _KNOWN in state.__dict__:
         object.__setattr__(new, _KNOWN, state.__dict__[_KNOWN])
         object.__setattr__(new, _RETURNED, state.__dict__.get(_RETURNED))

@@ -1,4 +1,4 @@
-"""What a train state holds beside optax's state, and how optax's Adam is found in a chain."""
+"""What a train state holds in addition to optax's state, and optax's Adam inside a chain."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from jdistadam.training.train_state import TrainState
 
 
 class ExtraState(NamedTuple):
-    """What a train state holds beside ``main_params`` and the state of ``optax.adamw``.
+    """What a train state holds in addition to ``main_params`` and the state of ``optax.adamw``.
 
-    ``to_optax_state`` returns it and ``from_optax_state`` takes it. A tree of numpy arrays, but for
-    random keys; it depends neither on the mesh nor on the number of processes, nor on the strategy,
-    and can be saved by pickle or orbax.
+    ``to_optax_state`` returns it and ``from_optax_state`` takes it. It is a tree of numpy arrays,
+    except for random keys. It is independent of mesh, number of processes and strategy, and can be
+    saved by pickle or orbax.
 
     Attributes:
-      step: Shape (), int32: steps taken, skipped ones not counted; the count of the optimizer.
+      step: Shape (), int32: steps taken, without skipped ones; the count of the optimizer.
       grad_norm: Shape (), float32: global norm of the last mean gradient, before clipping.
       scaling: The loss scale, its counters and the number of skipped steps. None without
-        ``loss_scale``; of a constant one ``growth_count`` and ``hysteresis_count`` are None.
+        ``loss_scale``; a constant one has ``growth_count`` and ``hysteresis_count`` None.
       model_state: As in ``TrainState``.
-      rng: As in ``TrainState``: a key of ``jax.random.key``, or of the legacy kind.
+      rng: As in ``TrainState``: a key of ``jax.random.key``, or a legacy one.
       ema: The average of the parameters, a tree like ``main_params``; None without ``ema_decay``.
-      guard: The mean of norms and what was skipped for them; None without ``norm_guard``.
+      guard: The mean of norms and the counts of steps that it skipped; None without ``norm_guard``.
     """
 
     step: Any
@@ -55,11 +55,11 @@ class ExtraState(NamedTuple):
 
 
 def extra_state_of(state: TrainState, tx: DistributedTransformation) -> ExtraState:
-    """Returns what a train state made with ``tx`` holds besides; on the host."""
+    """Returns the additional state of a train state made with ``tx``; on the host."""
     sharded = find_state(state.opt_state)
     scaling: Any = sharded.scaling
     if scaling is not None and not isinstance(tx.config.loss_scale, DynamicLossScale):
-        # A dynamic scale may have the counts of a constant one, which say nothing: both zero.
+        # A constant scale's counts mean nothing; a dynamic scale may have the same: both zero.
         scaling = scaling._replace(growth_count=None, hysteresis_count=None)
     extra = ExtraState(sharded.count, sharded.grad_norm, scaling, state.model_state, state.rng)
     extra = extra._replace(guard=sharded.guard)
@@ -70,7 +70,7 @@ def extra_state_of(state: TrainState, tx: DistributedTransformation) -> ExtraSta
 def with_extra_state(
     state: TrainState, tx: DistributedTransformation, extra: ExtraState
 ) -> TrainState:
-    """Returns a state made with ``tx`` that also holds copies of what ``extra`` does."""
+    """Returns a copy of a state made with ``tx``, with copies of the contents of ``extra``."""
     scaling = continued_loss_scale(tx.config.loss_scale, extra.scaling)
     guard = continued_norm_guard(tx.config.norm_guard, extra.guard)
     scalars = np.float32(extra.grad_norm), scaling, guard
@@ -94,7 +94,7 @@ def with_extra_state(
 
 
 def check_extra_state(extra: Any, count: Any) -> None:
-    """Raises unless ``extra`` is an ExtraState that belongs to a state of so many steps."""
+    """Raises unless ``extra`` is an ExtraState that matches a state with this step count."""
     if not isinstance(extra, ExtraState):
         raise TreeError(
             f"extra_state: not an ExtraState: got {type(extra).__name__}, "
@@ -119,7 +119,7 @@ def check_extra_state(extra: Any, count: Any) -> None:
 
 
 def _check_scaling(path: str, scaling: Any) -> None:
-    """Raises unless a loss scale can be continued."""
+    """Raises unless training can continue from a loss scale."""
     has_both = isinstance(scaling, LossScaleState) and (
         (scaling.growth_count is None) == (scaling.hysteresis_count is None)
     )
@@ -141,7 +141,7 @@ def _check_scaling(path: str, scaling: Any) -> None:
 
 
 def _check_guard(path: str, guard: Any) -> None:
-    """Raises unless a mean of norms can be continued."""
+    """Raises unless training can continue from a mean of norms."""
     if not isinstance(guard, NormGuardState):
         raise TreeError(
             f"{path}: not the state of a guard: got {type(guard).__name__}, expected None "
@@ -161,13 +161,13 @@ def _check_number(path: str, value: Any, check: Any = trees.check_scalar) -> Non
 
 
 def like_template(opt_state: OptState, template: Any) -> OptState:
-    """Returns the part of a state that has the structure of a template: all of it, or one.
+    """Returns the part of a state with the structure of a template: the whole, or one part.
 
-    Of ``optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))`` it is what the last one
-    keeps. nnx.Optimizer has boxes in other places: the result has those of the template.
+    For ``optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))`` it is the state of the
+    last one. nnx.Optimizer has boxes in other places: the result has those of the template.
 
     Raises:
-      TreeError: There is no such part, or more than one; or the state has arrays beside it.
+      TreeError: There is no such part, or more than one; or the state has arrays outside it.
     """
     wanted: Any = jax.tree.structure(trees.unboxed(template))
 
@@ -198,14 +198,14 @@ def like_template(opt_state: OptState, template: Any) -> OptState:
 
 
 def check_counts(adamw: Any) -> None:
-    """Raises TreeError where a schedule is at another step than Adam: here is one count for both.
+    """Raises TreeError if a schedule's step count differs from Adam's: here both have one count.
 
     Args:
-      adamw: The state of ``optax.adamw`` or ``optax.adam``: that of Adam, then those of schedules.
+      adamw: The state of ``optax.adamw`` or ``optax.adam``: Adam's, then those of schedules.
     """
     count = int(adamw[0].count)
     for i, part in enumerate(adamw[1:], start=1):
-        for own in jax.tree.leaves(part):  # the only leaves beside Adam's are step counts
+        for own in jax.tree.leaves(part):  # all leaves but Adam's are step counts
             found = int(np.asarray(own))
             if found != count:
                 raise TreeError(

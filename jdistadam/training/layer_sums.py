@@ -1,12 +1,12 @@
-"""Gradients of stacked layers, summed over devices inside of the loop that makes them.
+"""Sums the gradients of stacked layers over devices inside the loop that makes them.
 
 [Note: sums of layers] The backward pass of a scan over layers is a scan, and the gradients of all
-layers are there when it ends: a sum over devices of the whole stack has nothing to run beside. So
-the gradient of the loss is traced first, and the scan whose stacked result is such a gradient is
-run with the sum as the last thing in each turn, which then returns this device's part. Each element
-is summed as in the sum of the stack. XLA runs most sums beside what the turn has still to compute.
-(A custom derivative of a layer's parameters cannot do this: it must return a whole gradient.)
-This is what lets "optim_grads" hold less than "optim" where layers are scanned: never the unsharded
+layers arrive when it ends: a sum of the whole stack over devices has nothing to overlap. So the
+gradient of the loss is traced first. The scan whose stacked result is such a gradient then runs
+with the sum at the end of each iteration, and returns this device's part. Each element is summed
+as in the sum of the stack. XLA overlaps most sums with the rest of the iteration. (A custom
+derivative of a layer's parameters cannot do this: it must return a whole gradient.) Therefore
+"optim_grads" takes less memory than "optim" if layers are scanned: it never holds the unsharded
 gradients of all layers.
 """
 
@@ -30,17 +30,17 @@ def sums_in_loops(config: DistributedConfig) -> bool:
     """Whether gradients of stacked layers are summed in the loops that make them.
 
     Not under "optim": there a step of 1.31e9 parameters on two H200s took 1.142 times its forward
-    and backward pass instead of 1.102. "optim_grads" saves the memory of whole gradients so.
+    and backward pass instead of 1.102. "optim_grads" saves the memory of whole gradients this way.
     """
     parallel = config.parallel
     is_over_xla = parallel.num_devices > 1 and not config.communication.is_peer
-    if config.stacked is None or not is_over_xla or parallel.gathers_layers:  # which sums them
+    if config.stacked is None or not is_over_xla or parallel.gathers_layers:  # gathers sum them
         return False
     return parallel.shards_grads
 
 
 def sums_of_layers(schedule: Schedule) -> dict[int, BucketSchedule]:
-    """Returns the schedules of leaves that a step sums layer by layer, by the index of the leaf."""
+    """Returns the schedules of leaves that a step sums layer by layer, by leaf index."""
     return {
         entry.bucket.leaf: entry
         for entry in schedule.buckets
@@ -53,15 +53,15 @@ def differentiated(
     params: Params,
     sums: Mapping[int, BucketSchedule],
 ) -> tuple[Any, Params]:
-    """Returns ``differentiate(params)``, and sums layers where a scan stacks their gradients.
+    """Returns ``differentiate(params)``, but sums layers if a scan stacks their gradients.
 
     Args:
       differentiate: Returns something and gradients of the params.
       params: The params.
-      sums: By the index of the leaf its schedule, where layers are summed.
+      sums: The schedules of leaves whose layers are summed, by leaf index.
 
     Returns:
-      The same, with a ``Shard`` for each gradient that a scan returned, since it is summed.
+      The same, with a summed ``Shard`` for each such gradient that a scan returned.
     """
     if not sums:
         return differentiate(params)
@@ -73,7 +73,7 @@ def differentiated(
 
 
 def _evaluate(traced: Any, args: list[Any], sums: Mapping[int, BucketSchedule]) -> list[Any]:
-    """Evaluates a jaxpr, some of whose results are summed in the loops that make them."""
+    """Evaluates a jaxpr, and sums some of its results in the loops that make them."""
     jaxpr = traced.jaxpr
     used = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
     uses = collections.Counter(v for v in used if not isinstance(v, core.Literal))
@@ -94,7 +94,7 @@ def _evaluate(traced: Any, args: list[Any], sums: Mapping[int, BucketSchedule]) 
 
 
 def _evaluate_one(jaxpr: Any, eqn: Any, values: list[Any]) -> list[Any]:
-    """Evaluates one equation as JAX does, with its context and its name."""
+    """Evaluates one equation like JAX, with its context and its name."""
     arguments = {
         v: x for v, x in zip(eqn.invars, values, strict=True) if not isinstance(v, core.Literal)
     }
@@ -103,9 +103,9 @@ def _evaluate_one(jaxpr: Any, eqn: Any, values: list[Any]) -> list[Any]:
 
 
 def _scan(eqn: Any, values: list[Any], entries: Mapping[int, BucketSchedule]) -> list[Any]:
-    """Runs a scan which sums what it stacks, by the number of the result.
+    """Runs a scan that sums its stacked results with these numbers.
 
-    What is scanned over and what is stacked have one dimension more outside than inside.
+    Scanned inputs and stacked results have one more dimension outside than inside.
     """
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     run = core.jaxpr_as_fun(body)

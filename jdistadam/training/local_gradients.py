@@ -1,4 +1,4 @@
-"""The forward pass and local gradients of one device, over micro-batches; in ``jax.shard_map``."""
+"""One device's forward pass and local gradients over micro-batches; inside ``jax.shard_map``."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from jdistadam.training.train_state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """The loss of this device's micro-batches, at the params of a state.
+    """The loss of this device's micro-batches at the params of a state.
 
     Attributes:
       loss_fn: The loss.
       tx: The optimizer, bound to the params.
-      params: What the loss gets, and is differentiated by: unsharded, but what the model
-        gathers is of type ``Shard``.
+      params: The arguments of the loss, by which it is differentiated: unsharded, except that
+        params that the model gathers have the type ``Shard``.
       rng: The key of this device; None if the state has none.
       next_rng: The key of the next state.
     """
@@ -59,15 +59,15 @@ class Forward:
             next_rng, rng = jax.random.split(state.rng)
             rng = jax.random.fold_in(rng, collectives.axis_index(parallel.data_axes))
         params = state.params
-        if parallel.shards_params:  # those that the model gathers stay shards
+        if parallel.shards_params:  # params that the model gathers stay shards
             params = gathered_before_loss(local_params(params, tx), tx)
         return cls(loss_fn, tx, params, rng, next_rng)
 
     def output(self, i: Any, batch: Any, model_state: Any) -> Callable[[Params], LossOutput]:
-        """What the loss returns for micro-batch ``i``, as a function of the params.
+        """Returns the loss function's output for micro-batch ``i``, as a function of the params.
 
         Raises:
-          PolicyError: The loss was summed over the devices already.
+          PolicyError: The loss is already summed over the devices.
         """
 
         def output(params: Params) -> LossOutput:
@@ -82,13 +82,13 @@ class Forward:
 
 
 def mean_loss(config: DistributedConfig, loss: jax.Array, weight: Any) -> jax.Array:
-    """The mean over all devices of what each found, by the weights that ``mean_factor`` takes."""
+    """The mean of all devices' losses, by the weights that ``mean_factor`` takes."""
     total = collectives.all_reduce(loss, config.parallel.data_axes)
     return total * mean_factor(config, weight)[0]
 
 
 class LocalResult(NamedTuple):
-    """What one device found in its part of the batch."""
+    """The results of one device for its part of the batch."""
 
     grads: Grads  # a tree like params, or AccumulatedGrads
     loss: jax.Array  # shape (), float32: the weighted sum over micro-batches
@@ -107,10 +107,10 @@ def local_gradients(
     loss_scale: Any = None,
     report_nonfinite: bool = False,
 ) -> LocalResult:
-    """Differentiates the loss of this device's part of the batch, micro-batch by micro-batch.
+    """Differentiates the loss of this device's part of the batch, one micro-batch at a time.
 
-    With a ``loss_scale``, the gradients are those of the loss times the scale. The model state
-    passes from one micro-batch to the next.
+    With a ``loss_scale``, gradients are those of the loss times the scale. The model state passes
+    from one micro-batch to the next.
     """
     gradient = _Gradient(forward, loss_scale, report_nonfinite)
     if accumulate_steps == 1:
@@ -120,17 +120,17 @@ def local_gradients(
 
 
 class _MicroBatch(NamedTuple):
-    """What differentiating one micro-batch gave."""
+    """The results of differentiating one micro-batch."""
 
     out: LossOutput
     grads: Grads
     not_finite: Any  # shape (leaves,), bool; None unless asked for
-    is_weighted_in_gather: bool  # whether gradients of stacked layers are weighted already
+    is_weighted_in_gather: bool  # whether gradients of stacked layers already have the weight
 
 
 @dataclasses.dataclass(frozen=True)
 class _Gradient:
-    """The gradient of a loss at some params, as a function of the batch."""
+    """The gradient of a loss at fixed params, as a function of the batch."""
 
     forward: Forward
     loss_scale: Any
@@ -163,10 +163,10 @@ class _Gradient:
 
     @property
     def _sums_of_layers(self) -> dict[int, BucketSchedule]:
-        """How gradients of layers are summed in the loop that makes them; where they can be."""
+        """How gradients of layers are summed in the loop that makes them, if possible."""
         tx, is_weighted = self.forward.tx, self.forward.loss_fn.weighted
-        # Weights are known after the backward pass. A report is of each device's own gradients, and
-        # so is what a chain changes.
+        # Weights are known after the backward pass. Reports and chains need each device's own
+        # gradients.
         needs_whole = is_weighted or self.report_nonfinite or tx.changes_grads
         if needs_whole or not sums_in_loops(tx.config):
             return {}
@@ -174,7 +174,7 @@ class _Gradient:
         return sums_of_layers(tx.bound)
 
     def add(self, acc: AccumulatedGrads, batch: _MicroBatch) -> AccumulatedGrads:
-        """Adds the gradients of a micro-batch, by its weight."""
+        """Adds the gradients of a micro-batch with its weight."""
         return model_axes.accumulate(
             self.forward.tx.config,
             acc,
@@ -221,7 +221,7 @@ def _of_micro_batches(
     (acc, loss, model_state, found), aux = jax.lax.scan(
         body, carry, (jnp.arange(accumulate_steps), batches)
     )
-    if not gradient.forward.loss_fn.weighted:  # known while compiling, and the same on all devices
+    if not gradient.forward.loss_fn.weighted:  # known at compile time, and the same on all devices
         acc = dataclasses.replace(acc, weight=np.float32(accumulate_steps))
     return LocalResult(
         grads=acc,
@@ -244,7 +244,7 @@ def _like(old: Any, new: Any) -> Any:
 
 
 def _split(batch: Any, accumulate_steps: int) -> Any:
-    """Cuts the leading dimension into micro-batches."""
+    """Splits the leading dimension into micro-batches."""
 
     def split(path: str, x: Any) -> Any:
         if not x.ndim or x.shape[0] % accumulate_steps:

@@ -1,4 +1,4 @@
-"""A user's loss function: how it is called, what it may return, and what that means."""
+"""A user's loss function: how it is called, and the meaning of its results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jdistadam.errors import DtypeError, PolicyError, TreeError
 
 
 class LossOutput(NamedTuple):
-    """What a loss function returned, by name."""
+    """The named results of a loss function."""
 
     loss: jax.Array  # shape (), float32
     weight: Any  # shape (), float32; None: 1
@@ -29,20 +29,20 @@ class LossOutput(NamedTuple):
 
     @property
     def weighted_loss(self) -> jax.Array:
-        """What is summed over micro-batches and devices."""
+        """The term of the sum over micro-batches and devices."""
         return self.loss if self.weight is None else weighted(self.loss, self.weight)
 
 
 @dataclasses.dataclass(frozen=True)
 class LossFunction:
-    """A user's loss function, and how to read what it returns."""
+    """A user's loss function, and how to read its results."""
 
     function: Callable[..., Any]
     has_aux: bool
     weighted: bool
 
     def __post_init__(self) -> None:
-        """Checks the types of what ``train_step`` or ``eval_step`` was given."""
+        """Checks the types of the arguments of ``train_step`` or ``eval_step``."""
         check_flag("has_aux", self.has_aux)
         check_flag("weighted", self.weighted)
         if not callable(self.function):
@@ -52,7 +52,7 @@ class LossFunction:
             )
 
     def __call__(self, params: Params, batch: Any, model_state: Any, rng: Any) -> LossOutput:
-        """Calls it with the keywords that are set."""
+        """Calls it with the enabled keywords."""
         given = {"model_state": model_state, "rng": rng}
         keywords = {name: value for name, value in given.items() if value is not None}
         self._check_signature(params, batch, keywords)
@@ -104,10 +104,10 @@ class LossFunction:
         )
 
     def _check_signature(self, params: Params, batch: Any, keywords: dict[str, Any]) -> None:
-        """Raises TreeError where the function cannot be called so."""
+        """Raises TreeError if the function does not take these arguments."""
         try:
             signature = inspect.signature(self.function)
-        except (ValueError, TypeError):  # builtins have none
+        except (ValueError, TypeError):  # builtins have no signature
             return
         try:
             signature.bind(params, batch, **keywords)
@@ -121,9 +121,9 @@ class LossFunction:
 
 
 def _check_kinds(new: Any, old: Any) -> None:
-    """Raises DtypeError where the dtype that a model state keeps would drop a part of the values.
+    """Raises DtypeError if the model state's dtype would drop a part of the new values.
 
-    A float is rounded to the width that it had; a fraction or an imaginary part would be lost.
+    A float is rounded to its old width; a fraction or an imaginary part would be lost.
     """
     name = "loss_fn's model_state"
     trees.check_arrays(new, name=name)
@@ -144,13 +144,13 @@ _KEY = len(_KINDS) - 1
 
 
 def _kind(x: Any) -> int:
-    """The place of a dtype among kinds of numbers, of which each holds those before it."""
+    """The rank of a dtype's kind of numbers; each kind contains those before it."""
     dtype = getattr(x, "dtype", None) or np.result_type(type(x))
     return next(i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind))
 
 
 def _arrays(aux: Any) -> Any:
-    """Raises DtypeError where what is to be reported is no array."""
+    """Raises DtypeError if a value to report is no array."""
     for path, x in zip(trees.paths(aux, "loss_fn's aux"), jax.tree.leaves(aux), strict=True):
         if not trees.is_number(x):
             raise DtypeError(
@@ -163,14 +163,14 @@ def _arrays(aux: Any) -> Any:
 def refuse_summed_loss(
     loss_fn: Callable[[Any], Any], params: Params, axes: tuple[str, ...]
 ) -> None:
-    """Raises PolicyError where a loss is the plain sum over devices, as ``psum`` returns it.
+    """Raises PolicyError if a loss is a plain sum over devices, as from ``psum``.
 
-    The loss of a step is the mean over devices already. A ``pmean``, or a sum that is divided by a
-    sum, leaves it and its gradient as they should be; a plain sum makes both too large by the
-    number of devices. The function is traced once more to find this.
+    The loss of a step is already averaged over devices. A ``pmean``, or a sum divided by a sum,
+    does not change it or its gradient. A plain sum makes both too large by the number of devices.
+    The function is traced once more for this check.
 
     Args:
-      loss_fn: A function of params whose result is a tree with the loss as first leaf.
+      loss_fn: A function of params that returns a tree with the loss as first leaf.
       params: The params.
       axes: The mesh axes that carry data.
     """
@@ -189,7 +189,7 @@ _PASSED_ON = frozenset("convert_element_type reshape squeeze broadcast_in_dim co
 
 
 def _summed_over(jaxpr: Any, result: int) -> tuple[str, ...]:
-    """The axes of the psum whose result a result of a program is; none if it is something else."""
+    """The axes of the psum that gives a program's result; empty if another operation gives it."""
     var = jaxpr.outvars[result]
     made_by = {} if isinstance(var, Literal) else {v: e for e in jaxpr.eqns for v in e.outvars}
     while not isinstance(var, Literal) and var in made_by:

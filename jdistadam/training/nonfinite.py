@@ -1,4 +1,4 @@
-"""Non-finite gradients: which parameters had one, and ``SkipLimit``, which ends a run."""
+"""Non-finite gradients: the parameters that had one, and ``SkipLimit``, which ends a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jdistadam.errors import DtypeError, NonfiniteError, ShapeError, TreeError
 
 
 def leaves_not_finite(grads: Grads) -> jax.Array:
-    """Whether each leaf holds a non-finite value; shape (leaves,), bool."""
+    """Whether each leaf has a non-finite value; shape (leaves,), bool."""
     found = [~jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(grads)]
     return jnp.stack(found) if found else jnp.zeros((0,), jnp.bool_)
 
@@ -28,11 +28,11 @@ def leaves_not_finite(grads: Grads) -> jax.Array:
 def count_nonfinite(grads: Grads, tx: DistributedTransformation) -> jax.Array:
     """Counts, for each leaf, the devices whose own gradient is non-finite; inside shard_map.
 
-    One more read of the gradients, and one all-reduce of four bytes per leaf. ``train_step`` does
-    it with ``report_nonfinite=True``.
+    Costs one more read of the gradients and one all-reduce of four bytes per leaf. ``train_step``
+    calls it with ``report_nonfinite=True``.
 
     Args:
-      grads: Tree of local gradients, before they are reduced.
+      grads: Tree of local gradients, before the reduction.
       tx: A distributed optimizer.
 
     Returns:
@@ -45,9 +45,9 @@ def count_nonfinite(grads: Grads, tx: DistributedTransformation) -> jax.Array:
 
 
 def sum_over_devices(found: jax.Array, tx: DistributedTransformation) -> jax.Array:
-    """Counts devices; those that hold parts of the same tensor-parallel leaf count each.
+    """Counts devices; each device with a part of the same tensor-parallel leaf counts.
 
-    Unless the model is partitioned by XLA: then their parts are one gradient, and count once.
+    If XLA partitions the model, their parts are one gradient and count once.
     """
     parallel = tx.config.parallel
     everyone = parallel.data_axes + parallel.tensor_axes
@@ -58,17 +58,17 @@ def sum_over_devices(found: jax.Array, tx: DistributedTransformation) -> jax.Arr
 
 
 def nonfinite_paths(counts: Any, params: Params) -> dict[str, int]:
-    """Names the parameters whose gradient was non-finite somewhere.
+    """Names the parameters with a non-finite gradient on any device.
 
     Args:
-      counts: What ``count_nonfinite`` returned, or ``metrics["nonfinite"]``.
+      counts: The result of ``count_nonfinite``, or ``metrics["nonfinite"]``.
       params: The params, or a tree of their shapes.
 
     Returns:
-      The number of devices by path, of those that had any.
+      The number of devices by path, for parameters with any.
 
     Raises:
-      ShapeError, DtypeError: ``counts`` is something else, or cannot be read inside of jit.
+      ShapeError, DtypeError: ``counts`` is something else, or is traced.
 
     Example:
       >>> nonfinite_paths(np.array([0, 2]), {"b": jnp.ones(3), "w": jnp.ones((2, 3))})
@@ -94,33 +94,32 @@ def nonfinite_paths(counts: Any, params: Params) -> dict[str, int]:
 
 
 class SkipLimit:
-    r"""Raises when too many steps in a row were lost: skipped, or with a loss that is non-finite.
+    r"""Raises after too many lost steps in a row: skipped, or with a non-finite loss.
 
-    With a ``loss_scale`` steps with non-finite gradients are skipped, with a ``norm_guard`` those
-    whose gradient norm is above its limits: both count. A dynamic loss scale that
-    halves at every skip reaches 1 after some 15 skips in a row; a run that goes on skipping does
-    not recover, and costs as much as one that learns. Without a ``loss_scale`` no step is skipped:
-    non-finite gradients reach the parameters, and all later losses are NaN. Call it after each
-    step::
+    A ``loss_scale`` skips steps with non-finite gradients, a ``norm_guard`` those whose gradient
+    norm is above its limits: both count. A dynamic loss scale that halves at every skip reaches 1
+    after some 15 skips in a row; a run that keeps skipping does not recover, and costs as much as
+    one that learns. Without a ``loss_scale`` no step is skipped: non-finite gradients reach the
+    parameters, and all later losses are NaN. Call it after each step::
 
         limit = jda.SkipLimit(50)
         for batch in batches:
             state, metrics = step(state, batch)
             limit(metrics)
 
-    The metrics of a step are read when ``lag`` more steps were started, so that the host goes on
-    feeding the device. With :math:`n` = ``most_in_a_row``, and call :math:`i` the last one before
-    all steps are lost, call :math:`i + n + 1 + \mathrm{lag}` raises.
+    It reads a step's metrics after ``lag`` more steps were started, so the host keeps feeding the
+    device. With :math:`n` = ``most_in_a_row``, and call :math:`i` the last one before all steps are
+    lost, call :math:`i + n + 1 + \mathrm{lag}` raises.
 
     Args:
       most_in_a_row: How many steps in a row may be lost.
-      lag: After how many further calls the metrics of a step are read. Where the device is further
-        behind than that, the call waits for it.
+      lag: How many further calls pass before the metrics of a step are read. If the device is
+        further behind, the call waits for it.
 
     Raises:
-      HyperparameterError: An argument is not a positive whole number.
-      TreeError: On use, where metrics are not those of ``train_step``.
-      NonfiniteError: On use, when more steps in a row were lost.
+      HyperparameterError: An argument is not a positive integer.
+      TreeError: On use, if metrics are not those of ``train_step``.
+      NonfiniteError: On use, if more steps in a row were lost.
 
     Example:
       >>> limit = SkipLimit(2, lag=1)
@@ -135,11 +134,11 @@ class SkipLimit:
         check_count("lag", lag)
         self.most_in_a_row, self.lag = most_in_a_row, lag
         self.in_a_row = 0
-        """Steps lost in a row, up to the last one whose metrics were read."""
+        """Consecutive lost steps, up to the last step whose metrics were read."""
         self._skipped_of_these = 0
         self._waiting: collections.deque[Mapping[str, Any]] = collections.deque()
         self._skipped: int | None = None  # in all, so far
-        self._spikes: int | None = None  # of these those that a norm_guard skipped
+        self._spikes: int | None = None  # those skipped by a norm_guard
         self._spikes_of_these = 0
 
     def __call__(self, metrics: Mapping[str, Any]) -> None:
@@ -157,7 +156,7 @@ class SkipLimit:
         oldest = self._waiting.popleft()
         skipped = int(oldest["skipped"])
         is_finite = math.isfinite(float(oldest["loss"]))
-        # A run that goes on from a checkpoint begins with a count above zero.
+        # A run that continues from a checkpoint starts with a count above zero.
         first = skipped if is_finite else 0
         is_skip = skipped > (first if self._skipped is None else self._skipped)
         spikes = int(oldest.get("skipped_spikes", 0))
@@ -173,7 +172,7 @@ class SkipLimit:
             raise self._error(float(oldest["loss_scale"]))
 
     def _error(self, loss_scale: float) -> NonfiniteError:
-        """Says which it was, skipped steps or losses."""
+        """Says which it was: skipped steps or losses."""
         num_skipped = self._skipped_of_these
         if self._spikes_of_these:
             return NonfiniteError(

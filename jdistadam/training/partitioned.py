@@ -1,7 +1,7 @@
 """The region in which each device works on its part of a state and of a batch.
 
-It is manual over all axes of the mesh; where XLA partitions the model, over the data axes alone.
-See [Note: model axes].
+It is manual over all axes of the mesh; if XLA partitions the model, only over the data axes. See
+[Note: model axes].
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def over_devices(
     Args:
       tx: The optimizer.
       on_a_device: What each device does with its part of a state and of a batch; it returns a
-        state, and whatever else.
-      specs: PartitionSpecs of the state, over all axes.
-      batch_spec: PartitionSpec of the batch, over all axes.
-      result_specs: PartitionSpecs of what is returned beside the state, over data axes.
+        state, and anything else.
+      specs: PartitionSpecs of the state over all axes.
+      batch_spec: PartitionSpec of the batch over all axes.
+      result_specs: PartitionSpecs of the results other than the state, over data axes.
     """
     if tx.config.has_model_axes:
         return _over_data_axes(tx, on_a_device, specs, batch_spec, result_specs)
@@ -61,7 +61,7 @@ def over_devices(
 
 
 def rows_spec(config: DistributedConfig, batch_spec: P) -> P:
-    """PartitionSpec of what each device has rows of, in the order of the batch's rows."""
+    """PartitionSpec of arrays with rows from each device, in the order of the batch's rows."""
     axes = config.parallel.data_axes
     rows = over_axes(batch_spec, axes) if config.has_model_axes else batch_spec
     first = names_of(rows[0]) if len(rows) else ()
@@ -76,7 +76,7 @@ def _over_data_axes(
     batch_spec: P,
     result_specs: Any,
 ) -> _Region:
-    """Maps the program of a device over the data axes, and leaves all others to XLA."""
+    """Maps the program of a device over the data axes and leaves all others to XLA."""
     config = tx.config
     mesh, axes = config.mesh, config.parallel.data_axes
 
@@ -107,10 +107,10 @@ def _over_data_axes(
 
 
 class _StackedShards:
-    """Shards of params whose tensor axes cut the same dimension, stacked while in the region.
+    """Shards of params whose tensor axes cut the same dimension, stacked inside the region.
 
-    There the blocks over data axes would be the larger ones; in the params those over tensor axes
-    are. A new first dimension for the data axes keeps the two apart, and moves nothing.
+    There the larger blocks would be those over data axes; in the params they are those over tensor
+    axes. A new first dimension for the data axes keeps the two apart, and moves no data.
     """
 
     def __init__(self, parallel: DataParallel, specs: Any, tensor_specs: Any) -> None:
@@ -122,15 +122,15 @@ class _StackedShards:
         self.specs = treedef.unflatten(self._stacked.get(i, s) for i, s in enumerate(leaves))
 
     def each(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A function of params that maps these shards, and leaves the others as they are."""
+        """A function of params that maps these shards and leaves the others unchanged."""
         return lambda params: self._replaced(params, [function(x) for x in self._chosen(params)])
 
     def enter(self, mesh: Any) -> Callable[[Any], Any]:
-        """A function that stacks them, outside of the region."""
+        """A function that stacks them, outside the region."""
         return self._moved(mesh, self._whole, self._stacked, lambda x: x[None])
 
     def leave(self, mesh: Any) -> Callable[[Any], Any]:
-        """A function that undoes it."""
+        """The inverse of ``enter``."""
         return self._moved(mesh, self._stacked, self._whole, lambda x: x[0])
 
     def _moved(
@@ -163,7 +163,7 @@ def _with_params(state: TrainState, function: Callable[[Any], Any]) -> TrainStat
 
 
 def _placed(state: TrainState, specs: TrainState, config: DistributedConfig) -> TrainState:
-    """Says to XLA where a state is sharded over the axes that were left to it."""
+    """Tells XLA how a state is sharded over the axes left to it."""
 
     def place(spec: P, x: jax.Array) -> jax.Array:
         return collectives.constrain(x, NamedSharding(config.mesh, spec)) if x.size else x
@@ -175,10 +175,10 @@ def _placed(state: TrainState, specs: TrainState, config: DistributedConfig) -> 
 def _naming_no_axis_left_to_xla(
     config: DistributedConfig, on_a_device: _Region, state: TrainState, batch: Any
 ) -> tuple[TrainState, Any]:
-    """Calls the program of a device; raises MeshError where a loss names what is no manual axis."""
+    """Calls a device's program; raises MeshError if a loss names an axis that is not manual."""
     try:
         return on_a_device(state, batch)
-    except NameError as error:  # as JAX raises it
+    except NameError as error:  # JAX raises it
         named = [axis for axis in config.parallel.tensor_axes if str(error).endswith(f" {axis}")]
         if not named or "unbound axis name" not in str(error):
             raise
@@ -192,7 +192,7 @@ def _naming_no_axis_left_to_xla(
 
 
 def check_model_axes(config: DistributedConfig) -> None:
-    """Raises MeshError or PolicyError where a step cannot leave axes to XLA."""
+    """Raises MeshError or PolicyError if a step cannot leave axes to XLA."""
     if not config.has_model_axes:
         return
     if len(set(config.mesh.axis_types)) > 1:
@@ -209,13 +209,13 @@ def check_model_axes(config: DistributedConfig) -> None:
         )
 
 
-# Sums whose computation XLA's CPU backend cannot widen in a region that leaves axes to it: jaxlib
-# 0.10 to 0.12. XLA's own sums over those axes do not end the process, nor do nested regions.
+# XLA's CPU backend (jaxlib 0.10 to 0.12) cannot widen the computation of these sums in a region
+# that leaves axes to it. XLA's own sums over those axes do not crash, nor do nested regions.
 _SUMS = ("psum", "pmax", "pmin", "reduce_scatter")
 
 
 def _refuse_bfloat16_sums(jaxpr: Jaxpr, parallel: DataParallel) -> None:
-    """Raises DtypeError where XLA's CPU backend would end the process."""
+    """Raises DtypeError if XLA's CPU backend would crash."""
     for eqn in _left_to_xla(jaxpr, parallel, frozenset()):
         is_sum = eqn.primitive.name.startswith(_SUMS)
         if is_sum and any(v.aval.dtype == jnp.bfloat16 for v in eqn.invars):
@@ -230,7 +230,7 @@ def _refuse_bfloat16_sums(jaxpr: Jaxpr, parallel: DataParallel) -> None:
 def _left_to_xla(jaxpr: Jaxpr, parallel: DataParallel, manual: frozenset[str]) -> Iterator[Any]:
     """Yields the equations of regions that are manual over some axes and leave others to XLA.
 
-    Looked at on CPUs alone, where XLA would end the process.
+    Used only for CPUs, because XLA crashes there.
     """
     if manual >= set(parallel.tensor_axes):
         return

@@ -1,1 +1,1 @@
-"""What several tests share: models, operands, meshes, comparisons, and programs that they start."""
+"""Shared test code: models, operands, meshes, comparisons, and programs that tests start."""

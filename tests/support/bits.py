@@ -1,4 +1,4 @@
-"""Comparison bit for bit, of arrays and of trees."""
+"""Bitwise comparison of arrays and of trees."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Random configurations of an optimizer, which cross its features: what differential.py runs."""
+"""Random optimizer configurations that combine features, for differential.py."""
 
 import dataclasses
 import math
@@ -26,11 +26,11 @@ MESHES = {
     "replicas, model": dict(shape=(2, 2, 2), names=("replica", "data", "model"), replica_axis="replica"),
 }  # fmt: skip
 SHAPES = {
-    "block": (64, 64),  # coded, and packed
+    "block": (64, 64),  # coded and packed
     "empty": (0, 4),
     "layers": {"bias": (4, 24), "scale": (4, 1100), "w": (4, 64, 256)},  # scale: no whole blocks
     "matrix": (72, 256),  # sharded under "optim_grads_params"
-    "odd": (4099,),  # coded, its last block not full
+    "odd": (4099,),  # coded, with an incomplete last block
     "row": (40,),
     "scalar": (),
 }  # fmt: skip
@@ -42,9 +42,9 @@ SPECS = {  # by path; others are whole
 }  # fmt: skip
 GROUPS = {"body": {}, "head": dict(lr_scale=0.25, weight_decay=0.5, b1=0.5), "ice": dict(frozen=True)}  # fmt: skip
 LABELS = {"block": "head", "odd": "ice", "row": "head"}  # others: "body"
-LARGE = 9500  # masks and labels by size: half a leaf is on the other side of it
+LARGE = 9500  # masks and labels by size: half a leaf is smaller
 SCALES = {"none": None, "constant": 4.0, "dynamic": jda.DynamicLossScale(init_scale=8.0, growth_interval=2)}  # fmt: skip
-STEPS = (3, 2)  # in the first place, and in the second
+STEPS = (3, 2)  # in the first and in the second place
 
 PLACE = {
     "mesh": tuple(MESHES),
@@ -88,11 +88,11 @@ _Choices = dataclasses.make_dataclass("_Choices", CONFIG, frozen=True)
 
 
 class Place(_Place):
-    """Where a state is: a mesh, and arguments that change no bit."""
+    """The placement of a state: a mesh, and arguments that change no bit."""
 
     @property
     def devices(self):
-        """With different data."""
+        """The number of devices with different data."""
         return math.prod(self.data_axes.values())
 
     @property
@@ -104,7 +104,7 @@ class Place(_Place):
 
     @property
     def summed_axes(self):
-        """Over which gradients are summed, outermost first: of shards, and of replicas."""
+        """The axes over which gradients are summed, outermost first: of shards, and of replicas."""
         given = MESHES[self.mesh]
         replicas = (given["replica_axis"],) if "replica_axis" in given else ()
         return tuple(given.get("shard_axis", ("data",))), replicas
@@ -127,7 +127,7 @@ class Place(_Place):
 
 @dataclasses.dataclass(frozen=True)
 class Config(_Choices):
-    """A configuration: a value for each name in CONFIG, and where it runs; None is drop-in."""
+    """A configuration: a value for each name in CONFIG, and its places; None is drop-in."""
 
     seed: int
     names: tuple[str, ...]
@@ -135,8 +135,8 @@ class Config(_Choices):
 
     @property
     def hyper(self):
-        """Hyperparameters that are no defaults; such that moments rounded to nearest follow."""
-        # The schedule is exact, so that no compiler rounds it otherwise than another one.
+        """Non-default hyperparameters with which moments rounded to nearest follow gradients."""
+        # The schedule is exact, so all compilers round it equally.
         rate = optax.linear_schedule(2**-8, 2**-10, 4) if self.schedule else 3e-3
         is_low = self.rounding == "nearest" and {self.mu, self.nu} != {"float32"}
         b1, b2 = (0.81, 0.88) if is_low else (0.87, 0.93 if self.seed % 2 else 0.9973)
@@ -148,7 +148,7 @@ class Config(_Choices):
 
     @property
     def flags(self):
-        """The flags of the formula that are on."""
+        """The enabled flags of the formula."""
         return frozenset(name for name in FLAGS if self.hyper.get(name, False))
 
     def dtype_of(self, path):
@@ -181,14 +181,14 @@ class Config(_Choices):
 
 
 def each_leaf(function, tree):
-    """A tree of what a function says of each leaf's path and shape."""
+    """A tree of a function's results for each leaf's path and shape."""
     return jax.tree_util.tree_map_with_path(lambda p, x: function(jax.tree_util.keystr(p), x.shape), tree)  # fmt: skip
 
 
 def draw(seed):
-    """Returns the configuration of a seed: every choice at random, most of them such that they fit.
+    """Returns the configuration of a seed: random choices, most of which are compatible.
 
-    One in twenty choices that do not fit is left as it is, so that the package has to say so.
+    One in twenty incompatible choices is kept, and the package has to reject it.
     """
     rng = np.random.default_rng(seed)
     odds = lambda p: rng.random() < p  # noqa: E731
@@ -206,9 +206,9 @@ USUAL = dict(
 
 
 def fitted(seed, config, places, names, is_changed=lambda: True):
-    """Returns a configuration of these choices, with those changed that do not fit the others.
+    """Returns a configuration of these choices, with incompatible ones changed.
 
-    ``is_changed`` is asked for each that does not fit.
+    ``is_changed`` is asked for each incompatible choice.
     """
 
     def fit(choices, condition, **changed):

@@ -1,4 +1,4 @@
-"""A small convolutional net, its kernels laid out as GPUs want them."""
+"""A small convolutional net with kernels in the layout that GPUs prefer."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def numbers(shapes, seed, dtype=jnp.float32):
 
 
 def in_order(tree, orders):
-    """The arrays of a tree, laid out as ``orders`` says of the leaves with these names."""
+    """The arrays of a tree, in the layouts that ``orders`` has for the leaves with these names."""
 
     def put(path, x):
         order = next((orders[k.key] for k in path if getattr(k, "key", None) in orders), None)

@@ -1,6 +1,6 @@
-"""A covering array of configurations: every pair of values that fit each other is in one of them.
+"""A covering array of configurations: each compatible pair of values is in one of them.
 
-The rows are in covering.json. After a change of the tables make them again, in about a minute:
+The rows are in covering.json. After a change of the tables regenerate them, in about a minute:
 
     PYTHONPATH=tests python -m support.covering
 """
@@ -36,15 +36,15 @@ TABLE = (
 
 
 def configuration(row, seed=0):
-    """The configuration of a row: a value for each name, those changed that do not fit."""
+    """The configuration of a row: a value for each name, with incompatible ones changed."""
     config, place = ({name: row[name] for name in table} for table in (CONFIG, PLACE))
     if place["strategy"] == "optim_grads_params" and config["chain"] == "params":
-        config["chain"] = "none"  # it would see shards of them
+        config["chain"] = "none"  # it would see shards of params
     return fitted(seed, config, [place, {}], LEAVES[row["leaves"]])
 
 
 def fitting(row):
-    """A row with those values changed that do not fit."""
+    """A row with incompatible values changed."""
     config = configuration(row)
     (place,) = config.places
     given = {
@@ -70,13 +70,13 @@ def random_row(rng):
 
 
 def possible(number=2000):
-    """The pairs that some of many random rows have."""
+    """The pairs in many random rows."""
     rng = np.random.default_rng(0)
     return set().union(*(pairs(random_row(rng)) for _ in range(number)))
 
 
 def improved(row, missing, rng):
-    """A row with more pairs that are missing: value by value, the best one."""
+    """A row with more of the missing pairs: the best value for each name in turn."""
     best = len(pairs(row) & missing)
     for name in rng.permutation(list(TABLE)):
         for value in TABLE[name]:
@@ -88,7 +88,7 @@ def improved(row, missing, rng):
 
 
 def with_pair(pair, rng):
-    """A random row with a pair of values, if it stays there."""
+    """A random row with a pair of values, if the pair stays there."""
     row = {name: values[rng.integers(len(values))] for name, values in TABLE.items()}
     for name, value in (text.split("=") for text in pair):
         row[name] = next(x for x in TABLE[name] if str(x) == value)
@@ -96,13 +96,13 @@ def with_pair(pair, rng):
 
 
 def covering(seed, tries=30):
-    """Rows that together have every pair that is possible: greedily, and improved locally."""
+    """Rows that together contain every possible pair: greedy, with local improvement."""
     rng, missing, rows = np.random.default_rng(seed), possible(), []
     while missing:
         wanted = sorted(missing)
         starts = [with_pair(wanted[rng.integers(len(wanted))], rng) for _ in range(tries)]
         row, count = max((improved(x, missing, rng) for x in starts), key=lambda x: x[1])
-        if count:  # else what was changed to fit has nothing that is missing
+        if count:  # otherwise the changed row has no missing pair
             rows.append(row)
             missing -= pairs(row)
     return rows

@@ -1,12 +1,12 @@
-"""Random configurations of a distributed optimizer, each stepped beside the reference, bit for bit.
+"""Random configurations of a distributed optimizer, compared with the reference bit for bit.
 
-A configuration crosses features: where it runs first and where it is moved to (mesh, model axis,
-strategy, stacked leaves, ... or ``fused_adamw`` on one device), and how steps are computed (groups,
-mask, chain, dtypes, codes, rounding, micro-batches, loss scale, clipping). ``draw`` makes one of a
-seed, and ``run`` raises AssertionError where a bit differs. The reference, in
-reference_training.py, holds unsharded arrays and knows nothing of meshes.
+A configuration combines features: its first placement and the one to which it moves (mesh, model
+axis, strategy, stacked leaves, ... or ``fused_adamw`` on one device), and how steps are computed
+(groups, mask, chain, dtypes, codes, rounding, micro-batches, loss scale, clipping). ``draw`` makes
+one from a seed, and ``run`` raises AssertionError if a bit differs. The reference, in
+reference_training.py, has unsharded arrays and no meshes.
 
-A range of seeds, which goes on where its log ends:
+Run a range of seeds, which resumes after the last one in its log:
 
     PYTHONPATH=tests python -m support.differential --seeds 0:300 --log differential.jsonl
 """
@@ -51,8 +51,8 @@ def _is_shape(x):
 def make_batch(config, place, step, like):
     """Gradients (devices, micro-batches, ...) of a step; in a skipped one, one is infinite.
 
-    "exact": sums of them are exact in every order, in bfloat16 too, and so are those of squares.
-    "any": of which none is subnormal in float16 behind a chain, where that would round it.
+    "exact": their sums are exact in every order, also in bfloat16, and so are those of squares.
+    "any": none is subnormal in float16 behind a chain, if that would round it.
     """
     rng = np.random.default_rng([config.seed, step])
     devices, micro = (1, 1) if place is None else (place.devices, config.micro)
@@ -71,7 +71,7 @@ def make_batch(config, place, step, like):
 
 
 def make_tx(config, place):
-    """The optimizer of a place."""
+    """The optimizer for a place."""
     params = make_params(config)
     decays, labels = (each_leaf(f, params) for f in (config.decays, config.label))
     given = dict(config.hyper)
@@ -106,7 +106,7 @@ def _low_precision(config):
 
 
 def _of_mesh(config):
-    """What only a distributed optimizer takes, and changes bits."""
+    """Arguments of only distributed optimizers that change bits."""
     policy = jda.MixedPrecisionPolicy(
         main_grads_dtype=config.main_grads,
         grad_comm_dtype=config.grad_comm,
@@ -143,7 +143,7 @@ def _placing(place, params):
 
 
 def _before(chain):
-    """The transformation before the optimizer: linear in the gradients, by powers of two."""
+    """The transformation before the optimizer: linear in the gradients, with powers of two."""
 
     def by_signs(grads, state, params):
         def one(g, p):
@@ -162,7 +162,7 @@ def _before(chain):
 
 
 def make_loss(place, tx):
-    """A loss whose gradient is the batch, and which reports the params that it got."""
+    """A loss whose gradient is the batch, and which reports its params."""
 
     def total(params, x):
         products = jax.tree.map(lambda p, x: jnp.sum(p.astype(jnp.float32) * x), params, x)
@@ -187,7 +187,7 @@ def make_loss(place, tx):
 class NotSupported(Exception):
     """A PolicyError before the first step in a place; any other error is a fault.
 
-    Every tree, mesh and number is as it should be: only settings may not fit each other.
+    Trees, meshes and numbers are all valid: only settings may be incompatible.
     """
 
 
@@ -227,7 +227,7 @@ class OnMesh:
         self.state, metrics = self.train_step(self.state, rows)
         metrics = jax.device_get(metrics)
         seen = metrics.pop("aux")
-        if self.is_rounded(reference):  # a row for each device and micro-batch
+        if self.is_rounded(reference):  # a row per device and micro-batch
             repeat = lambda p, x: np.broadcast_to(p, x.shape)  # noqa: E731
             want = jax.tree.map(repeat, reference.params(), seen)
             assert_trees_same_bits(seen, want, "what the loss got")
@@ -236,7 +236,7 @@ class OnMesh:
                 assert_same_bits(metrics[name], np.asarray(want, metrics[name].dtype), name)
 
     def is_rounded(self, reference):
-        """Before the first step it depends on the strategy whether params are as they are sent."""
+        """Before the first step the strategy determines whether params are rounded for sending."""
         return reference.count > 0 or self.config.param_comm is None
 
     def move(self, folder, before):
@@ -305,17 +305,17 @@ def compare(main, opt_state, reference):
 
 
 def _as_float32(want, got):
-    """Of a frozen leaf on one device, which has no moments, zeros: what it must be on others."""
+    """Zeros for a frozen leaf without moments on one device: its moments on other meshes."""
     is_frozen = isinstance(got, optax.MaskedNode)
     return np.zeros_like(want) if is_frozen else np.asarray(got, np.float32)
 
 
 def run(config):
-    """Steps a configuration beside the reference.
+    """Steps a configuration and the reference, and compares them.
 
     Raises:
-      NotSupported: It is none that the package supports.
-      AssertionError: Something differs, or any other error was raised; it names the configuration.
+      NotSupported: The package does not support the configuration.
+      AssertionError: Something differs, or another error was raised; it names the configuration.
     """
     try:
         params = make_params(config)
@@ -326,7 +326,7 @@ def run(config):
                 for place in config.places
             ]
             trained[0].create(params)
-        if config.places[0] is None:  # its main parameters begin with the values of params
+        if config.places[0] is None:  # its main parameters start with the values of params
             params = jax.tree.map(np.float32, trained[0].state["params"])
         _steps(config, trained, Reference(config, params))
     except NotSupported:
@@ -352,7 +352,7 @@ def _steps(config, trained, reference):
 
 
 def outcome(seed):
-    """Runs a seed: "passed", "not supported" or "failed", and the message."""
+    """Runs a seed; returns "passed", "not supported" or "failed", and the message."""
     try:
         run(draw(seed))
     except NotSupported as error:
@@ -365,7 +365,7 @@ def outcome(seed):
 
 
 def main():
-    """Goes on after the last seed in the log; one that ended the process counts as failed."""
+    """Resumes after the last seed in the log; one that crashed the process counts as failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", default="0:300", help="first:end")
     parser.add_argument("--log", type=pathlib.Path, required=True)

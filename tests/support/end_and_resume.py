@@ -1,4 +1,4 @@
-"""Runs train_lm three times in one process: whole, until SIGTERM after step 5, and from there on.
+"""Runs train_lm three times in one process: whole, until SIGTERM after step 5, and resumed.
 
 Usage: end_and_resume.py OUT OPTION...; exits with 0 if the second run ended with 75.
 """
@@ -20,7 +20,7 @@ from lm import corpus, processes, report
 OUT, OPTIONS = pathlib.Path(sys.argv[1]), sys.argv[2:]
 
 
-# What takes long and is of no interest here.
+# These take long and do not matter here.
 corpus.load = functools.cache(corpus.load)
 corpus.bigram_entropy = corpus.zlib_entropy = lambda text: 1.0
 
@@ -28,7 +28,7 @@ corpus.bigram_entropy = corpus.zlib_entropy = lambda text: 1.0
 class StopAfterFive(processes.StopSignal):
     def is_set(self, step):
         if step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)  # which Python handles before the next line
+            os.kill(os.getpid(), signal.SIGTERM)  # Python handles it before the next line
         return super().is_set(step)
 
 

@@ -1,4 +1,4 @@
-"""Training steps whose gradients are exact sums, so that every mesh and strategy takes the same."""
+"""Training steps with exact gradient sums, so every mesh and strategy has the same results."""
 
 import jax
 import numpy as np
@@ -10,14 +10,14 @@ from support.skipped_step import POLICIES as OTHERS
 
 POLICIES = OTHERS | {"sums": dict(grad_reduce_dtype="float32")}
 ONE = dict(shape=(1,), names=("data",))
-# One device, and each strategy on a mesh of another kind.
+# One device, and each strategy on another kind of mesh.
 PLACES = {"one device": (ONE, {}), **{name: PLACEMENTS[name] for name in FIRST}}
 LABELS = {"rows": "own", "columns": "", "prime": "", "small": "ice", "scalar": "own", "empty": ""}
 GROUPS = {"": {}, "own": dict(lr_scale=0.5), "ice": dict(frozen=True)}
 
 
 def make_tx(place, policy="float32", adam=jda.fused_adamw, **kwargs):
-    """Gradients are summed, so that they do not depend on the number of devices."""
+    """Gradients are summed, so they do not depend on the number of devices."""
     mesh, of_place = (PLACEMENTS | PLACES)[place]
     moments = ("mu_dtype", "nu_dtype", "rounding", "param_labels", "groups")
     of_adam = {k: kwargs.pop(k) for k in moments if k in kwargs}
@@ -43,14 +43,14 @@ def first_state(tx, policy="float32"):
 
 
 def batches(count=10, factors=(), seed=1):
-    """Whole numbers, times a power of two or NaN in the steps that ``factors`` names."""
+    """Integers, times a power of two or NaN in the steps that ``factors`` names."""
     rng, factors = np.random.default_rng(seed), dict(factors)
     for i in range(count):
         yield {k: x * np.float32(factors.get(i, 1)) for k, x in exact_batch(rng).items()}
 
 
 def run(tx, state, given, micro=1):
-    """Takes a step with each batch; yields the state and the metrics after each, on the host."""
+    """Takes a step with each batch; yields state and metrics after each, on the host."""
     step = jda.train_step(linear_loss, tx, accumulate_steps=micro)
     for batch in given:
         state, metrics = step(state, batch)
@@ -58,6 +58,6 @@ def run(tx, state, given, micro=1):
 
 
 def everything(state, tx):
-    """All that a state holds, on the host, whatever the mesh; but the norm, a sum in any order."""
+    """The whole state on the host, independent of the mesh, without the norm (any order of sum)."""
     *rest, extra = jda.to_optax_state(state, tx)
     return *rest, extra._replace(grad_norm=np.float32(0))

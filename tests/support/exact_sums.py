@@ -1,4 +1,4 @@
-"""A model whose gradients are sums of small integers: exact in every order, so that bits can agree."""
+"""A model whose gradients are sums of small integers: exact in every order, so bits can agree."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def random_params(dtype=jnp.float32, seed=0):
 
 
 def exact_batch(rng):
-    """One gradient for each example, small integers: every sum over examples is exact in float32."""
+    """One gradient per example, small integers: every sum over examples is exact in float32."""
     return {
         name: rng.integers(-64, 65, (EXAMPLES, *shape)).astype(np.float32)
         for name, shape in SHAPES.items()
@@ -46,7 +46,7 @@ def exact_batch(rng):
 
 
 def without_empty(tree):
-    """For tests with a jax.shard_map of their own: jaxlib 0.11 crashes on zero-size arguments."""
+    """For tests with their own jax.shard_map: jaxlib 0.11 crashes on zero-size arguments."""
     return {name: x for name, x in tree.items() if name != "empty"}
 
 

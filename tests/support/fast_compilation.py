@@ -1,6 +1,6 @@
-"""How XLA compiles programs for the CPUs of tests: quickly, as each runs a few times.
+"""How XLA compiles programs for CPUs in tests: quickly, because each runs only a few times.
 
-Not where XLA_FLAGS names an optimization level, as .ci/long does.
+No effect if XLA_FLAGS has an optimization level, as in .ci/long.
 """
 
 import importlib.metadata
@@ -12,15 +12,15 @@ _OPTIONS = {  # by name: in tests, and for users
     "xla_llvm_disable_expensive_passes": (True, False),
 }
 if _VERSION < (0, 11):
-    # Halves the time; later ones have no such option. Some programs with several all-to-alls in a
-    # loop end the process so, every time ("rendezvous ... id < num_threads"): those are compiled as
-    # for users.
+    # Halves the time; later versions have no such option. With it some programs with several
+    # all-to-alls in a loop always crash the process ("rendezvous ... id < num_threads"): those are
+    # compiled as for users.
     _OPTIONS["xla_cpu_use_fusion_emitters"] = (False, True)
 
 AS_FOR_USERS = {name: value for name, (_, value) in _OPTIONS.items()}
-"""Options for a program that is to be compiled as users have it."""
+"""Options for a program that is compiled as for users."""
 
 
 def flags():
-    """What to add to XLA_FLAGS."""
+    """Additions to XLA_FLAGS."""
     return " ".join(f"--{name}={value}".lower() for name, (value, _) in _OPTIONS.items())

@@ -1,7 +1,7 @@
-"""Calls the raw FFI handlers with whatever hypothesis makes up; run by test_handler_fuzz.py.
+"""Calls the raw FFI handlers with hypothesis's inputs; run by test_handler_fuzz.py.
 
-Every call must end in a Python exception that names its cause, or succeed. Anything else ends this
-process, which is what the parent looks at. Of each handler more than LEAST calls must end either way.
+Every call must raise a Python exception that names its cause, or succeed. Anything else ends this
+process, which the parent checks. Each handler must have more than LEAST calls of either outcome.
 
 Usage: fuzz_handler.py CALLS LEAST
 """
@@ -33,7 +33,7 @@ integers = st.one_of(
 
 
 def with_mistakes(draw, call):
-    """Up to three things wrong."""
+    """Up to three mistakes in a call."""
     for _ in range(draw(st.sampled_from([1, 1, 0, 0, 2, 3]))):
         draw(st.sampled_from(MUTATIONS))(draw, call)
     return call
@@ -111,7 +111,7 @@ def peer_calls(draw):
 
 
 def peer_aliases(count):
-    """Those of the state, by operand."""
+    """The aliases of the state, by operand."""
     return {4 + count + i: count + i for i in range(3)}
 
 
@@ -159,7 +159,7 @@ def adam_calls(draw, with_members):
     call = dict(operands=operands, results=results, aliases=aliases, attributes=attributes)
     call["name"] = "adam"
     if with_members and draw(st.sampled_from([False, False, True])):
-        change_rows(draw, call)  # alone, as no other mistake has to hide it
+        change_rows(draw, call)  # alone, because another mistake would hide it
         return call
     return with_mistakes(draw, call)
 
@@ -170,7 +170,7 @@ def starts_of(sizes):
 
 @st.composite
 def quantized_calls(draw):
-    """A step with coded moments or at random, as kernels/quantized_adam.py makes it."""
+    """A coded or stochastically rounded step, as kernels/quantized_adam.py makes it."""
     count = draw(st.sampled_from([2, 1, 3, 0]))
     sizes = draw(st.lists(st.sampled_from([130, 1, 0, 300]), min_size=count, max_size=count))
     blocks = [-(-n // BLOCK) for n in sizes]
@@ -259,7 +259,7 @@ def change_operand(draw, call):
 
 
 def change_rows(draw, call):
-    """Coefficients for other members than the leaves have."""
+    """Coefficients for a number of members other than that of the leaves."""
     if call["name"] == "adam" and call["operands"]:
         members = draw(st.sampled_from([(7,), (2,), (3, 1), (), (0,)]))
         call["operands"][0] = (
@@ -357,7 +357,7 @@ def kind_of(call):
 
 
 def assert_in_bounds(call):
-    """What was accepted reads and writes inside of its arrays only."""
+    """Accepted calls read and write only inside their arrays."""
     checks = {"adam": check_adam, "sum": check_sum, "norm": check_norm}
     checks |= {
         "quantized": check_quantized,
@@ -393,7 +393,7 @@ def check_peer(call):
     rows = call["operands"][1][0][0]
     assert all(0 <= group < rows for group in attributes["groups"]), call
     wanted = peer_aliases(len(sizes))
-    needed = {i: wanted[i] for i in wanted if elements[i - 4]}  # of an empty one nothing is written
+    needed = {i: wanted[i] for i in wanted if elements[i - 4]}  # an empty one is not written
     assert needed.items() <= call["aliases"].items() <= wanted.items(), call
 
 
@@ -458,7 +458,7 @@ def check_squares(call):
 
 
 def check_quantized(call):
-    """As a step without, and of each leaf all blocks have a scale."""
+    """As for a step without codes, and all blocks of each leaf have a scale."""
     attributes, operands = call["attributes"], call["operands"]
     check_adam(call | {"operands": operands[:3] + operands[7:]})
     assert [x[0] for x in operands[3:5]] == [(2,), ()], call
@@ -514,7 +514,7 @@ def call_handler(call):
             f"jdistadam_{call['name']}", results, input_output_aliases=call["aliases"]
         )
         jax.block_until_ready(jax.jit(lambda *x: function(*x, **call["attributes"]))(*operands))
-        if any(np.prod(shape) for shape, _ in call["results"]):  # else XLA drops the call
+        if any(np.prod(shape) for shape, _ in call["results"]):  # otherwise XLA drops the call
             assert_in_bounds(call)
             seen[kind_of(call), "succeeded"] += 1
     except jax.errors.JaxRuntimeError as error:

@@ -1,4 +1,4 @@
-"""Steps of a distributed optimizer on gradients that are given, different on each device."""
+"""Steps of a distributed optimizer on given gradients, different on each device."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ SHAPES = without_empty(SHAPES_AND_EMPTY)
 
 
 def make_tx(mesh, policy=None, **kwargs):
-    """``policy``: one, or a dict of dtypes with those of moments; None: sums in float32."""
+    """``policy``: a policy, or a dict of dtypes including moments; None: sums in float32."""
     policy = dict(grad_reduce_dtype=jnp.float32) if policy is None else policy
     given = dtypes(**policy) if isinstance(policy, dict) else dict(policy=policy)
     return jda.distributed_fused_adamw(

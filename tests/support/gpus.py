@@ -17,7 +17,7 @@ def count_gpus():
 
 
 def why_skipped(markers):
-    """Why a test with these markers cannot run here; "" if it can. Others do not look for GPUs."""
+    """Why a test with these markers cannot run here; "" if it can. Other markers need no count."""
     for needed, what in (NEEDED[marker] for marker in markers if marker in NEEDED):
         if count_gpus() < needed:
             return f"needs {what}; jax sees {count_gpus() or 'none'}"

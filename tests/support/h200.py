@@ -1,4 +1,4 @@
-"""A small model, compiled for H200s on a machine without any, and what its HLO says."""
+"""A small model, compiled for H200s on a machine without any, and the contents of its HLO."""
 
 import re
 
@@ -52,7 +52,7 @@ def compile_step(mesh, param_dtype, comm, policy=None, *, accumulate_steps=1, ro
 
 
 def collectives(text, *, with_devices=False):
-    """Yields (op, [(dtype, elements) of each result]) of every collective, or with its devices."""
+    """Yields (op, [(dtype, elements) of each result]) of every collective, optionally devices."""
     for c in hlo.collectives_in(text):
         yield (c.op, c.arrays, c.devices) if with_devices else (c.op, c.arrays)
 
@@ -66,7 +66,7 @@ def by_op(text):
 
 
 def products_beside(text):
-    """Of collectives in bodies of loops: (op, matrix products between their start and done)."""
+    """For collectives in loop bodies: (op, matrix products between start and done)."""
     bodies = set(re.findall(r" while\(.*\bbody=%?([\w.\-]+)", text))
     found, running = [], {}
     for computation, line in hlo.instructions(text):
@@ -83,7 +83,7 @@ def products_beside(text):
 
 
 def captured(folder, name):
-    """For every foreign call, whether it stands indented, below a kCommandBuffer."""
+    """Whether each foreign call is indented, below a kCommandBuffer."""
     (dump,) = folder.glob(f"*.{name}.txt")
     lines = dump.read_text().splitlines()
     return [line.startswith("    ") for line in lines if "kCustomCall" in line]

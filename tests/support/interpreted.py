@@ -1,4 +1,4 @@
-"""Schedules interpreted beside the reference, and beside the compiled program of a training step."""
+"""Interpreted schedules, compared with the reference and with compiled training steps."""
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ def configurations(draw):
 
 
 def schedule_of(config):
-    """What a training step sends.
+    """The schedule of a training step.
 
     Raises:
       NotSupported: The package does not support this.
@@ -50,7 +50,7 @@ def interpreter_of(config, schedule=None):
 
 
 def interpret(config, schedule=None):
-    """Steps a schedule beside the reference. Raises AssertionError where a bit differs."""
+    """Compares steps of a schedule with the reference; raises AssertionError if a bit differs."""
     (place,), params = config.places, make_params(config)
     interpreter, reference = interpreter_of(config, schedule), Reference(config, params)
     for i in range(STEPS):
@@ -62,10 +62,10 @@ def interpret(config, schedule=None):
 
 
 def compile_and_interpret(config, **kwargs):
-    """Steps a compiled program beside interpreter and reference, of which all have the same bits.
+    """Steps a compiled program, the interpreter and the reference; all must have the same bits.
 
-    Every device has the parameters and the flat state that the interpreter says, metrics are those
-    of the reference, and the loss gets its params. ``kwargs``: for ``train_step``.
+    Every device has the interpreter's parameters and flat state, metrics are those of the
+    reference, and the loss gets its params. ``kwargs``: for ``train_step``.
     """
     (place,), params = config.places, make_params(config)
     dtypes = each_leaf(lambda path, _: config.dtype_of(path), params)

@@ -1,10 +1,10 @@
-"""A step of N devices in numpy, as the schedule of collectives says: the specification of a step.
+"""A step of N devices in numpy, by the schedule of collectives: the specification of a step.
 
-Of ``jdistadam.distributed`` it knows the data types of a schedule alone: for each bucket its leaves,
-how it is cut, where its shards are in the flat arrays, and its collectives. It runs these for all
-devices at once (virtual_devices.py), and keeps what each device holds: flat state and parameters.
-Steps of elements, rounding and codes are those of the reference (reference_training.py), which
-holds whole arrays; ``assert_equal`` compares the two.
+It uses only the data types of a schedule in ``jdistadam.distributed``: for each bucket its leaves,
+its cut, the positions of its shards in the flat arrays, and its collectives. It runs these for all
+devices at once (virtual_devices.py), and stores what each device has: flat state and parameters.
+Steps of elements, rounding and codes are those of the reference (reference_training.py), which has
+whole arrays; ``assert_equal`` compares the two.
 """
 
 import math
@@ -28,9 +28,9 @@ F32 = np.float32
 
 
 class Interpreter(Training):
-    """Training as a schedule says, with unsharded ``params`` in float32 to begin with.
+    """Training by a schedule, starting with unsharded float32 ``params``.
 
-    ``sizes``: of the axes of the mesh, by name, in its order; ``data_axes``: those that carry data.
+    ``sizes``: sizes of the mesh axes by name, in mesh order; ``data_axes``: axes that carry data.
     """
 
     def __init__(self, config, sizes, data_axes, schedule, params):
@@ -40,7 +40,7 @@ class Interpreter(Training):
         self.schedule, self.leaves = schedule, schedule.layout.leaves
         self.wholes, self.treedef = jax.tree.flatten(params)
         self.starts = np.cumsum([0, *(x.size for x in self.wholes)])
-        self.numbers = []  # for each bucket, which of all elements each one is; -1: none
+        self.numbers = []  # for each bucket, the global number of each element; -1: none
         self.buckets = [self._elements(entry) for entry in schedule.buckets]
         have_main = {i for x in schedule.layout.buckets if x.has_main for i in x.leaves}
         self.held = {
@@ -54,7 +54,7 @@ class Interpreter(Training):
                 self.held[i] = place_phase(self.devices, entry.reduce, self.held[i], dim)
 
     def _check_places(self):
-        """Shards are one behind the other."""
+        """Shards are contiguous."""
         ends = dict(offset=0, coded=0, uncoded=0)
         for entry in self.schedule.buckets:
             bucket, kind = entry.bucket, "coded" if entry.bucket.is_coded else "uncoded"
@@ -77,7 +77,7 @@ class Interpreter(Training):
         return x
 
     def _packed(self, bucket, leaves, padding=0):
-        """The array of a bucket: its one leaf, or its leaves one behind the other."""
+        """The array of a bucket: its only leaf, or its leaves in sequence."""
         if not bucket.is_packed:
             return leaves[bucket.leaf]
         starts = bucket.starts(self.leaves[i].size for i in bucket.leaves)
@@ -95,7 +95,7 @@ class Interpreter(Training):
         return (ends[-1] + bucket.padding,)
 
     def _unpacked(self, bucket, whole):
-        """The inverse of ``_packed``: leaves by their index."""
+        """The inverse of ``_packed``: leaves by index."""
         if not bucket.is_packed:
             return {bucket.leaf: whole}
         starts = bucket.starts(self.leaves[i].size for i in bucket.leaves)
@@ -107,12 +107,12 @@ class Interpreter(Training):
         }
 
     def _rows(self, x):
-        """What each device has, as one dimension."""
+        """Each device's elements, as one dimension."""
         shape = self.devices.shape
         return x.reshape(*shape, x.size // math.prod(shape))
 
     def _flat(self, bucket, shard, padding=0):
-        """A shard as it is in a flat array: up to where the next one may begin."""
+        """A shard as in a flat array, padded to the start of the next one."""
         assert shard.shape[len(self.devices.shape) :] == bucket.shard_shape, bucket
         flat = np.full((*self.devices.shape, _aligned(bucket.shard_size)), padding, shard.dtype)
         flat[..., : bucket.shard_size] = self._rows(shard)
@@ -123,7 +123,7 @@ class Interpreter(Training):
         return flat[..., : bucket.shard_size].reshape(*self.devices.shape, *bucket.shard_shape)
 
     def _elements(self, entry):
-        """State of a bucket, on all devices."""
+        """A bucket's state on all devices."""
         bucket, numbers = entry.bucket, {}
         for i in bucket.leaves:
             number = np.arange(self.starts[i], self.starts[i + 1]).reshape(self.wholes[i].shape)
@@ -175,7 +175,7 @@ class Interpreter(Training):
         )
 
     def _of_devices(self, i, x):
-        """Gradients of a leaf for each micro-batch: those of each device's data, as it is cut."""
+        """Gradients of a leaf for each micro-batch, from each device's data, cut like the leaf."""
         sizes, axes = self.devices.sizes, self.data_axes
         x = np.moveaxis(x, 1, 0)
         x = x.reshape(
@@ -185,7 +185,7 @@ class Interpreter(Training):
         return [self._cut_each(i, micro) for micro in x]
 
     def _contributions(self, micro):
-        """How many are in a sum: devices over which collectives sum, times micro-batches."""
+        """The number of terms in a sum: devices that collectives sum over, times micro-batches."""
         found = set()
         for entry in self.schedule.buckets:
             summing = [c for c in entry.reduce + entry.reduce_outer if c.op != "all-gather"]
@@ -194,13 +194,13 @@ class Interpreter(Training):
         return devices * micro
 
     def _summed(self, entry, grads, micro):
-        """The sum of a bucket's gradients, as each device has its part of it."""
+        """The sum of a bucket's gradients: each device's part."""
         bucket, reduce = entry.bucket, entry.reduce
         parts = [
             self._packed(bucket, {i: grads[i][k] for i in bucket.leaves}) for k in range(micro)
         ]
         dim, devices = bucket.cut_dim, self.devices
-        if reduce and reduce[0].when != "step":  # of each micro-batch, and of each layer
+        if reduce and reduce[0].when != "step":  # for each micro-batch and layer
             layers = self.leaves[bucket.leaf].shape[0] if reduce[0].when == "layer" else 1
             times, rest = divmod(reduce[0].times, layers)
             assert not rest, reduce
@@ -217,7 +217,7 @@ class Interpreter(Training):
         return total
 
     def _gather(self, entry, elements):
-        """Parameters, as far as devices hold them."""
+        """Parameters as devices have them."""
         bucket = entry.bucket
         new = self._shard(bucket, elements.rounded(self.config))
         new = gather_phase(self.devices, entry.after_update, new, bucket.cut_dim)
@@ -227,10 +227,10 @@ class Interpreter(Training):
         )
         self.held |= self._unpacked(bucket, new)
 
-    # What devices have.
+    # Results on devices.
 
     def seen(self):
-        """The leaves that the model computes with, whole."""
+        """The whole leaves with which the model computes."""
         seen = dict(self.held)
         for entry in self.schedule.buckets:
             bucket = entry.bucket
@@ -244,11 +244,11 @@ class Interpreter(Training):
         return jax.tree.unflatten(self.treedef, wholes)
 
     def whole(self, name):
-        """Leaves of main parameters or a moment, in float32."""
+        """Whole leaves of main parameters or a moment, in float32."""
         return self._assembled([elements.floats(name) for elements in self.buckets], name)
 
     def _assembled(self, arrays, name=""):
-        """Leaves, of what devices have of each bucket: of none of them something else."""
+        """Leaves from the arrays of buckets on devices, all of which must agree."""
         where, given = [], []
         for i, x in enumerate(self.wholes):
             if all(i not in entry.bucket.leaves for entry in self.schedule.buckets):
@@ -266,13 +266,13 @@ class Interpreter(Training):
         return [part.reshape(x.shape) for part, x in zip(parts, self.wholes, strict=True)]
 
     def assert_equal(self, reference):
-        """All that devices have is what the reference has, bit for bit."""
+        """Compares everything on devices with the reference, bit for bit."""
         for name in ("main_params", "mu", "nu"):
             want = jax.tree.leaves(reference.floats(name))
             for leaf, a, b in zip(self.leaves, self.whole(name), want, strict=True):
                 assert_same_bits(a, b, name + leaf.path)
         if self.count or self.config.param_comm is None:
-            # Before the first step it depends on the strategy whether params are as they are sent.
+            # Before the first step the strategy determines whether params are rounded for sending.
             assert_trees_same_bits(self.seen(), reference.params(), "params")
         assert self.count == reference.count
         for number, elements in zip(self.numbers, self.buckets, strict=True):
@@ -280,7 +280,7 @@ class Interpreter(Training):
                 assert not elements.floats(name)[number < 0].any(), "gaps and padding are zero"
 
     def flat(self, name):
-        """The flat arrays of main parameters or a moment, of all devices."""
+        """The flat arrays of main parameters or a moment on all devices."""
         layout = self.schedule.layout
         if name == "main_params":
             dtype = np.uint16 if self.config.main == "remainder16" else F32
@@ -319,7 +319,7 @@ class Interpreter(Training):
 
 
 def _write(flat, start, x):
-    """Puts shards behind the others, without what is behind the last of them."""
+    """Appends shards, without the padding of the last one."""
     end = min(start + x.shape[-1], flat.shape[-1])
     flat[..., start:end] = x[..., : end - start]
 
@@ -329,7 +329,7 @@ def _aligned(size):
 
 
 def _put_together(where, x, size):
-    """One array, of elements and their places: all are there, and copies are equal."""
+    """One array from elements and their places: all are there, and copies are equal."""
     flat, is_there = np.empty(size, x.dtype), np.zeros(size, bool)
     flat[where], is_there[where] = x, True
     assert is_there.all(), f"{size - is_there.sum()} of {size} elements are on no device"

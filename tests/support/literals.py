@@ -4,7 +4,7 @@ import ast
 
 
 def literals(tree):
-    """Yields each literal with its text: adjacent ones as one, \\0 where a value is put into it."""
+    """Yields each literal and its text: adjacent ones joined, \\0 for an inserted value."""
     nodes = list(ast.walk(tree))
     parts = {id(x) for node in nodes if isinstance(node, ast.JoinedStr) for x in node.values}
     for node in nodes:

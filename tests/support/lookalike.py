@@ -1,4 +1,4 @@
-"""Two trees of other leaves whose flat arrays are as large, and an optimizer for them."""
+"""Two trees with different leaves and flat arrays of equal size, and an optimizer for them."""
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +9,11 @@ from support.dtypes import dtypes
 from support.exact_sums import HYPER
 
 BF16 = jnp.bfloat16
-WIDE, TALL = (256, 128), (128, 256)  # as large as each other, under any number of shards
+WIDE, TALL = (256, 128), (128, 256)  # of equal size, for any number of shards
 
 
 def make_tx(n=8, mesh=None, policy=None, **kwargs):
-    """``policy``: one, or a dict of dtypes with those of moments."""
+    """``policy``: a policy, or a dict of dtypes including moments."""
     given = dtypes(**policy) if isinstance(policy, dict) else dict(policy=policy)
     mesh = mesh or jax.make_mesh((n,), ("data",), devices=jax.devices("cpu")[:n])
     return jda.distributed_fused_adamw(**(dict(mesh=mesh) | given | HYPER | kwargs))
@@ -28,7 +28,7 @@ def make_params(dtype=jnp.float32, a=WIDE, b=TALL):
 
 
 def other_params(dtype=jnp.float32):
-    """Other leaves with other values, whose flat arrays are as large."""
+    """Other leaves with other values; their flat arrays have the same size."""
     return jax.tree.map(lambda x: -x, make_params(dtype, a=TALL, b=WIDE))
 
 

@@ -1,4 +1,4 @@
-"""Meshes with an axis over which a model is partitioned, beside those that carry data."""
+"""Meshes with an axis over which a model is partitioned, in addition to data axes."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Restores what test_extra_state.py saved on eight devices, on two; writes what it exports then.
+"""Restores on two devices what test_extra_state.py saved on eight; writes what it then exports.
 
 Usage: move_in_another_process.py FOLDER typed|raw
 """
@@ -19,7 +19,7 @@ from support.lookalike import BF16, make_params, make_tx
 
 
 def target(tx, kind):
-    """What is exported of a new state: orbax restores into its types."""
+    """The export of a new state: orbax restores into its types."""
     model_state = {
         "mean": jnp.zeros(3, BF16),
         "steps": jnp.int32(0),

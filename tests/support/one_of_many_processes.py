@@ -33,15 +33,15 @@ def loss_fn(params, batch, model_state, rng):
     noise = 1 + jax.random.normal(rng, ()) / 8
     terms = jax.tree.map(lambda p, x: jax.numpy.vdot(p.astype("float32"), x.mean(0)), params, batch)
     loss = noise * sum(jax.tree.leaves(terms))
-    # Whole numbers, whose mean over the devices has no rounding that may depend on its order.
+    # Integers, whose mean over the devices is exact in any order.
     last = jax.numpy.round(batch["rows"].sum() + jax.numpy.zeros(3))
     return loss, model_state | {"last": last, "steps": model_state["steps"] + 1}
 
 
 def evaluate(tx, state, batch):
-    """What each device finds in its params and in its part, and the rows that it saw.
+    """Each device's results from its params and its part, and its rows.
 
-    Of whole numbers: XLA for GPUs compiles another order of the loss's sum for another process.
+    With integers: XLA for GPUs compiles another order of the loss's sum in another process.
     """
 
     def loss_and_aux(params, batch, **kwargs):

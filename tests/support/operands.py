@@ -29,7 +29,7 @@ SPECIALS = (
 def random_array(rng, size, dtype, *, nonnegative=False, specials=True):
     """Values over the whole exponent range of float32, with zeros, denormals, inf and NaN."""
     x = rng.normal(size=size) * 10.0 ** rng.uniform(-42, 38, size)
-    plain = rng.random(size) < 0.7  # most values where the arithmetic is interesting
+    plain = rng.random(size) < 0.7  # most values are in the usual range
     x = np.where(plain, rng.normal(size=size), x)
     if specials and size:
         where = rng.random(size) < 0.1
@@ -39,7 +39,7 @@ def random_array(rng, size, dtype, *, nonnegative=False, specials=True):
 
 
 def random_rows(count=7, groups=2):
-    """Coefficient rows with nothing at its default; the last group has no decay."""
+    """Coefficient rows without defaults; the last group has no decay."""
     b1, b2 = 0.87, 0.9973
     row = dict(
         learning_rate=3e-3, b1=b1, one_minus_b1=1 - b1, b2=b2, one_minus_b2=1 - b2, eps=1e-7, eps_root=1e-10,

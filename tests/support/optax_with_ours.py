@@ -15,9 +15,9 @@ calls = dict.fromkeys(OURS, 0)
 
 
 def replacement(name):
-    """Ours, under optax's name and with optax's arguments, counting its calls."""
+    """Our optimizer with optax's name and arguments; counts its calls."""
     theirs = getattr(optax, name)
-    inside = []  # ours asks optax's own for the layout of the state
+    inside = []  # ours calls optax's own for the layout of the state
 
     def make(*args, **kwargs):
         if inside:
@@ -47,10 +47,10 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keeps the tests that make Adam or AdamW, or that have one of them as a parameter."""
+    """Keeps the tests that make Adam or AdamW, or have one of them as a parameter."""
     makes = re.compile(r"\b(alias|optax)\.(adam|adamw)\b")
     parameter = re.compile(r"\b(adam|adamw)\b")
-    named = re.compile(r"_(adam|adamw)$")  # of absl's named_parameters
+    named = re.compile(r"_(adam|adamw)$")  # from absl's named_parameters
     kept, others = [], []
     for item in items:
         parameters = getattr(item.function, "__x_params_repr__", "")
@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def one_of_each(items):
-    """The first case of one test, the last of the next: both optimizers are among them."""
+    """The first case of one test, the last of the next: both optimizers are included."""
     tests = {}
     for item in items:
         tests.setdefault(re.sub(r"\d+$", "", item.nodeid), []).append(item)
@@ -75,7 +75,7 @@ def one_of_each(items):
 
 @pytest.fixture(autouse=True)
 def version_that_compares_as_text(request, monkeypatch):
-    """Keeps optax's sharding tests from being skipped: they compare versions of JAX as text."""
+    """Keeps optax's sharding tests from being skipped: they compare JAX versions as text."""
     if "sharding_test" in request.node.nodeid:
         monkeypatch.setattr(jax, "__version__", "9")
 

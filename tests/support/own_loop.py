@@ -1,4 +1,4 @@
-"""Training steps as users write them, inside of a jax.shard_map of their own."""
+"""Training steps as users write them, inside their own jax.shard_map."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import jdistadam as jda
 
 
 def make_own_step(tx, loss, check_vma, micro_batches=1):
-    """A step as users write it: state, params and batch in, the same out; and the norm before."""
+    """A user's step: takes state, params and batch, returns the same; and the norm before."""
 
     def local_step(params, state, batch):
         local = jda.local_params(params, tx)
@@ -35,7 +35,7 @@ def make_own_step(tx, loss, check_vma, micro_batches=1):
 
 
 def jit_over_mesh(local_step, tx, check_vma):
-    """(params, state, batch) -> (params, state), each device with its part of the batch."""
+    """(params, state, batch) -> (params, state); each device takes its part of the batch."""
     specs = (P(), tx.state_specs())
     own = jax.shard_map(
         local_step,
@@ -48,7 +48,7 @@ def jit_over_mesh(local_step, tx, check_vma):
 
 
 def own_state(tx, params, check_vma):
-    """Params copied onto the mesh, the state made inside the shard_map."""
+    """Params copied to the mesh, and the state made inside the shard_map."""
     params = jax.jit(
         lambda tree: jax.tree.map(jnp.copy, tree),
         out_shardings=jax.NamedSharding(tx.config.mesh, P()),

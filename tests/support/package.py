@@ -1,4 +1,4 @@
-"""Which package the tests import: that of the source tree has no compiled module in most places."""
+"""Which package tests import: the source tree usually has no compiled module."""
 
 import importlib.util
 import os
@@ -11,7 +11,7 @@ from support.paths import ROOT
 
 
 def has_kernels():
-    """Whether ``import jdistadam`` would find a package with its compiled module; imports neither."""
+    """Whether ``import jdistadam`` would find a package with its compiled module; imports none."""
     package = importlib.util.find_spec("jdistadam")
     folders = package and package.submodule_search_locations
     return bool(folders) and any(x.find_spec("jdistadam._cpu", folders) for x in sys.meta_path)
@@ -22,7 +22,7 @@ def without_root(folders):
 
 
 def choose_package():
-    """Has this process, and those that it starts, import a package that has its compiled module.
+    """Makes this process and its children import a package that has its compiled module.
 
     ``python -m pytest`` puts the source tree before an installed package, ``pytest`` leaves it out.
     """

@@ -1,4 +1,4 @@
-"""Where the repository is, and its tests: for reading its files and starting its programs."""
+"""The folders of the repository and its tests, for reading files and starting programs."""
 
 import os
 import pathlib
@@ -8,7 +8,7 @@ ROOT = TESTS.parent
 
 
 def environment(**variables):
-    """That of this process, in which a program that is started finds ``support``."""
+    """This process's environment, with ``support`` on the path for child processes."""
     inherited = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(TESTS), *([inherited] if inherited else [])])
     return os.environ | {"PYTHONPATH": path} | variables

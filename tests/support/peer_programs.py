@@ -10,7 +10,7 @@ import sys
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
-faulthandler.dump_traceback_later(100, exit=True)  # where it hangs
+faulthandler.dump_traceback_later(100, exit=True)  # if it hangs
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -62,9 +62,9 @@ def same_by_both(run):
 
 
 def python_loop(means):
-    """300 steps; every third has a gradient that is NaN.
+    """300 steps; every third has a NaN gradient.
 
-    Each is waited for: on CPU two programs in flight may hang, over XLA's collectives as well.
+    Waits for each step: on CPU two programs in flight may hang, also over XLA's collectives.
     """
     tx, state = make(means, max_grad_norm=1.0, loss_scale=jda.DynamicLossScale(8.0))
     step = jda.train_step(loss_fn, tx)
@@ -96,7 +96,7 @@ def donation(means):
 
 
 def two_steps(means):
-    """Two optimizers by turns: each has programs, and sites of calls, of its own."""
+    """Two optimizers in turns: each has its own programs and call sites."""
     (one, state), (two, other) = make(means), make(means, b1=0.5, max_grad_norm=0.3)
     steps = jda.train_step(loss_fn, one), jda.train_step(loss_fn, two)
     for x in batches(20 if MANY else 6):
@@ -106,7 +106,7 @@ def two_steps(means):
 
 
 def beside_a_sum(means):
-    """Sums over the devices that wait for nothing of the step, nor the step for them."""
+    """Sums over the devices that are independent of the step."""
     tx, state = make(means)
     step = jda.train_step(loss_fn, tx)
     add = jax.shard_map(
@@ -125,7 +125,7 @@ def beside_a_sum(means):
 
 
 def nan(means):
-    """NaN and infinity of one device, without a loss scale: they reach params as over XLA."""
+    """NaN and infinity on one device, without a loss scale: they reach params as over XLA."""
     tx, state = make(means)
     step = jda.train_step(loss_fn, tx)
     for i, x in enumerate(batches(4)):

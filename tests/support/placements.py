@@ -1,4 +1,4 @@
-"""Every strategy on every mesh: the ways to lay eight devices out."""
+"""Every strategy on every mesh of eight devices."""
 
 import jax
 import numpy as np
@@ -6,7 +6,7 @@ import numpy as np
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 FLAT = dict(shape=(8,), names=("data",))
 SQUARE = dict(shape=(2, 4), names=("replica", "data"))
-# Every way to lay eight devices out: a mesh, and the arguments that say what its axes are for.
+# Every mesh of eight devices, with the arguments that name its axes.
 PLACEMENTS = {
     **{f"flat-{s}": (FLAT, dict(sharding_strategy=s)) for s in STRATEGIES},
     **{

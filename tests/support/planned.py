@@ -1,4 +1,4 @@
-"""Rows of strategies and policies, compiled; what their programs send and what was planned."""
+"""Compiled rows of strategies and policies: what their programs send, and the plan."""
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def compile_row(
 
 
 def sent(text):
-    """Elements that devices get, by operation, dtype and number of devices."""
+    """Elements that devices receive, by operation, dtype and number of devices."""
     arrays = {}
     for op, results, devices in collectives(text, with_devices=True):
         for dtype, elements in results:
@@ -84,7 +84,7 @@ def sent(text):
 
 
 def as_sent(planned, *scalars):
-    """The same of a plan, and of float32 scalars that are summed over so many devices."""
+    """The same for a plan, with float32 scalars that are summed over this many devices."""
     arrays = {}
     for c in planned:
         key = c.op, c.dtype.name, c.devices

@@ -1,4 +1,4 @@
-"""One of two processes that take steps together; in each case the second may do something else.
+"""One of two processes that take steps together; in each case the second may deviate.
 
 Usage: processes_that_differ.py INDEX PORT FOLDER WHAT [WHAT ...]
 """
@@ -15,7 +15,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-# Who is left alone waits at exit for the other: not for as long as by default.
+# A process left alone waits at exit for the other one, but not for the default time.
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, index, shutdown_timeout_seconds=2)
 
 import jdistadam as jda  # noqa: E402
@@ -26,7 +26,7 @@ version = jda.__version__
 
 
 def run(what):
-    """The loss after two steps; of what differs, only the second process does it."""
+    """The loss after two steps; only the second process deviates."""
     differs = what if is_other else "nothing"
     wide = 512 if differs == "layout" else 256
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16" if differs == "policy" else None)
@@ -54,7 +54,7 @@ def run(what):
 
 
 def move_extra(state, tx, epoch):
-    """Beside a state: what all processes have, their own arrays of equal values, and a global one."""
+    """In addition to a state: common values, own arrays of equal values, and a global array."""
     everywhere = jax.jit(lambda x: x)(state.params["w"])
     extra = {"epoch": epoch, "order": np.arange(3), "seen": jnp.int32(7), "w": everywhere}
     jda.save(folder, state, tx, extra=extra)

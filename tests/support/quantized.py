@@ -1,4 +1,4 @@
-"""Operands of the step with rounding to 8 bits or at random, and the reference of it."""
+"""Operands and reference of the step with 8-bit or stochastic rounding."""
 
 import functools
 
@@ -13,7 +13,7 @@ by_reference = functools.partial(kernel.adam_reference, xp=np)
 
 
 def plain_array(rng, size, dtype, nonnegative=False):
-    """Values as in training: over some 2^20, every seventh zero."""
+    """Values as in training: over a range of about 2^20, every seventh zero."""
     x = rng.normal(size=size) * np.exp2(rng.normal(size=size) * 3 - 9) * (rng.random(size) < 6 / 7)
     with np.errstate(all="ignore"):
         return np.float32(np.abs(x) if nonnegative else x).astype(dtype)

@@ -1,7 +1,7 @@
-"""Ten steps of each strategy, policy and kind of moments, whose bits revision 073d8f6 recorded.
+"""Ten steps of each strategy, policy and kind of moments; revision 073d8f6 recorded their bits.
 
-The record says of each case the digest of what training left, as optax would hold it, and has a
-checkpoint of some. To record a case that is new, with the revision in which its bits are right:
+The record has the digest of each case's result in optax's form, and checkpoints of some cases. To
+record a new case, with a revision that has the right bits:
 
     PYTHONPATH=tests python -m support.recorded "its name"
 """
@@ -28,7 +28,7 @@ FOLDER = pathlib.Path(__file__).parent / "recorded"
 DIGESTS = FOLDER / "digests.json"
 BF16 = ml_dtypes.bfloat16
 SHAPES = {"columns": (6, 128), "odd": (515,), "rows": (16, 40), "scalar": ()}
-# Powers of these moments' decays are exact, so that no machine's `pow` rounds them otherwise.
+# Powers of these moments' decays are exact, so every machine's `pow` gives the same.
 HYPER = dict(b1=0.5, b2=0.75, eps=1e-6, weight_decay=0.13)
 RATE = optax.linear_schedule(2**-6, 2**-8, 8)
 STEPS = 10
@@ -41,7 +41,7 @@ GROUPS = {"body": {}, "head": dict(lr_scale=0.25, weight_decay=0.5), "ice": dict
 DECAYED = {"columns": True, "odd": True, "rows": False, "scalar": True}
 SCALE = jda.DynamicLossScale(init_scale=8.0, growth_interval=2)
 SKIPPED = 4
-"""This step has a NaN where gradients are checked."""
+"""This step has a NaN if gradients are checked."""
 
 
 def distributed(dtype=np.float32, mesh=FLAT, micro=1, **kwargs):
@@ -104,7 +104,7 @@ SAVED = (
     "groups",
     "skips",
 )
-# Checkpoints of arguments that are no more, by the case that has the same bits.
+# Checkpoints of removed arguments, by the case that has the same bits.
 GONE = {"formats": "optim_grads_params", "params_at_rest": "optim_grads"}
 
 
@@ -114,7 +114,7 @@ def params_of(dtype):
 
 
 def batch_of(step, case, devices):
-    """Other gradients for each device and micro-batch; each sum of them and of squares is exact."""
+    """Different gradients per device and micro-batch; their sums and sums of squares are exact."""
     rng = np.random.default_rng(step)
     batch = {
         k: rng.integers(-16, 17, (devices * case.get("micro", 1), *shape)).astype(np.float32) / 64
@@ -126,13 +126,13 @@ def batch_of(step, case, devices):
 
 
 def loss_fn(params, batch):
-    """Its gradient is the batch, of which a device has one row at a time."""
+    """Its gradient is the batch; a device has one row at a time."""
     terms = jax.tree.map(lambda p, x: jnp.sum(p.astype(jnp.float32) * x[0]), params, batch)
     return sum(jax.tree.leaves(terms))
 
 
 def optimizer(name):
-    """The optimizer of a case."""
+    """The optimizer for a case."""
     case = CASES[name]
     kwargs = dict(learning_rate=RATE, **HYPER) | case["kwargs"]
     if case["mesh"] is None:
@@ -143,7 +143,7 @@ def optimizer(name):
 
 
 def trained(name):
-    """What ten steps leave: (state, its optimizer); of a drop-in optimizer (params, its state)."""
+    """The result of ten steps: (state, its optimizer); for a drop-in (params, its state)."""
     case, tx = CASES[name], optimizer(name)
     params = params_of(case["dtype"])
     if case["mesh"] is None:
@@ -177,7 +177,7 @@ def trained_drop_in(case, tx, params):
 
 
 def digest(*trees):
-    """Over the paths, dtypes, shapes and bits of all leaves."""
+    """A digest of the paths, dtypes, shapes and bits of all leaves."""
     found = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_flatten_with_path(trees)[0]:
         x = np.asarray(leaf)
@@ -187,19 +187,19 @@ def digest(*trees):
 
 
 def digest_of(state, tx):
-    """That of a distributed optimizer's state: parameters, main parameters and moments."""
+    """The digest of a distributed optimizer's parameters, main parameters and moments."""
     main, opt_state, _ = jda.to_optax_state(state, tx)
     return digest(jda.full_params(state, tx), main, opt_state)
 
 
 def found_digest(name):
-    """That of a case, trained now."""
+    """The digest of a case, trained now."""
     result = trained(name)
     return digest(*result) if CASES[name]["mesh"] is None else digest_of(*result)
 
 
 def checkpoints():
-    """The files of checkpoints, and the case whose bits each has."""
+    """The files of checkpoints, and the case with the same bits."""
     return {checkpoint(name): name for name in SAVED} | {checkpoint(x): y for x, y in GONE.items()}
 
 
@@ -209,7 +209,7 @@ def checkpoint(name):
 
 
 def record(name):
-    """Trains a case, and writes what is to stay."""
+    """Trains a case and writes its record."""
     digests = json.loads(DIGESTS.read_text()) if DIGESTS.exists() else {}
     digests[name] = found_digest(name)
     DIGESTS.write_text(json.dumps(digests, indent=1, sort_keys=True) + "\n")

@@ -1,4 +1,4 @@
-"""The sum of gradients over devices, without the step behind it."""
+"""The sum of gradients over devices, without the following step."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jdistadam.distributed import accumulate, packing
 
 
 def reduced(tx, params, local_grads):
-    """The flat sums over devices of gradients (devices, ...), and the dtypes of this one's shards."""
+    """The flat sums over devices of gradients (devices, ...), and dtypes of a device's shards."""
     dtypes = []
     schedule = tx.config.schedule(params)
 

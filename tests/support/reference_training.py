@@ -1,7 +1,7 @@
-"""Training on unsharded arrays in numpy: what differential.py compares every configuration with.
+"""Training on unsharded arrays in numpy, with which differential.py compares configurations.
 
-Of the package it uses the reference of one leaf's step and of rounding, and the coefficients; all
-that is about devices is written here once more, as the documentation says it.
+From the package it uses the reference of one leaf's step and of rounding, and the coefficients;
+everything about devices is written here once more, as documented.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ SEED = 2**40 + 77
 class Elements:
     """Parameters and moments of elements that share hyperparameters, in any order.
 
-    ``value`` is what is updated: float32 where parameters of ``dtype`` are not all there is.
-    ``leaf`` and ``index``: to which leaf each element belongs, and where it is there.
+    ``value`` is updated: float32 if there is more than parameters of ``dtype``.
+    ``leaf`` and ``index``: each element's leaf, and its place there.
     """
 
     dtype: np.dtype
@@ -43,7 +43,7 @@ class Elements:
         return self.group[0] != "ice"
 
     def start(self, config, is_coded):
-        """Casts the parameters, and makes moments that are zero."""
+        """Casts the parameters, and makes zero moments."""
         self.value = self.value if self.keeps_main else self.value.astype(self.dtype)
         for name, given in (("mu", config.mu), ("nu", config.nu)):
             zeros = np.zeros(self.value.shape, F32)
@@ -59,7 +59,7 @@ class Elements:
         return param_of(config, self.value, self.dtype, self.keeps_main)
 
     def update(self, config, count, grad):
-        """Takes a step; ``grad``: of the mean, float32."""
+        """Takes a step; ``grad``: float32 gradient of the mean."""
         c = dict(zip(coefficients.NAMES, row_of(config, self.group, count), strict=True))
         m, v = (_widened(name, getattr(self, name)) for name in ("mu", "nu"))
         bits = reference.RandomBits(None, None, None)
@@ -78,14 +78,14 @@ class Elements:
             self.nu = _stored("nu", self.nu, v, bits.nu)
 
     def floats(self, name):
-        """Main parameters or a moment, in float32: as optax would hold them."""
+        """Main parameters or a moment in float32, as optax would have them."""
         if name == "main_params":
             return self.value.astype(F32)
         return _widened(name, getattr(self, name))
 
 
 def param_of(config, value, dtype, keeps_main):
-    """The parameter of a dtype that stands for a value."""
+    """The parameter of this dtype that represents a value."""
     if keeps_main and config.main == "remainder16":
         return split_halves(value, dtype, np)[0]
     return value.astype(dtype)
@@ -95,7 +95,7 @@ _PROGRAMS, _ROWS = {}, {}  # configurations share them: compiling takes longer t
 
 
 def row_of(config, group, count):
-    """The coefficients of a step, as a program computes them."""
+    """The coefficients of a step as computed in a program."""
     label, decays = group
     hyper = config.hyper_of(label)
     b1_b2 = hyper.b1, hyper.b2
@@ -108,7 +108,7 @@ def row_of(config, group, count):
 
 
 def learning_rate_of(config, count):
-    """The learning rate of a step, of no group."""
+    """The learning rate of a step, before groups scale it."""
     rate, key = config.hyper["learning_rate"], ("learning rate", config.schedule, count)
     if key not in _ROWS:
         _ROWS[key] = F32(jax.jit(rate)(jnp.int32(count)) if callable(rate) else rate)
@@ -116,7 +116,7 @@ def learning_rate_of(config, count):
 
 
 class Training:
-    """The count, the loss scale, and all else of a step that is a number."""
+    """The count, the loss scale, and the other scalars of a step."""
 
     def __init__(self, config):
         self.config = config
@@ -124,14 +124,14 @@ class Training:
         self.forget_scale()
 
     def forget_scale(self):
-        """Begins with a new loss scale, as after a move from an optimizer without one."""
+        """Starts with a new loss scale, as after a move from an optimizer without one."""
         given = self.config.scale
         self.is_scaled = given is not None
         self.skipped, self.finite_steps = 0, 0
         self.scale = F32(1 if given is None else getattr(given, "init_scale", given))
 
     def contributions(self, path, dtype, value, x):
-        """Gradients of a leaf in its dtype, behind the transformation of a chain."""
+        """A leaf's gradients in its dtype, after the transformation of a chain."""
         factor = {
             "none": F32(1),
             "scale": F32(0.5),
@@ -143,9 +143,9 @@ class Training:
         return (x * scale).astype(dtype).astype(F32) * factor
 
     def take_step(self, contributions, sums, update):
-        """Takes a step, or skips it; returns its metrics.
+        """Takes a step or skips it; returns its metrics.
 
-        ``contributions``: how many are in the sums. ``sums``: of each trained leaf.
+        ``contributions``: the number of terms in the sums. ``sums``: those of trained leaves.
         ``update(inv_scale)`` updates parameters and moments.
         """
         scale = self.scale if self.is_scaled else F32(1)
@@ -163,7 +163,7 @@ class Training:
         return dict(loss_scale=scale, grad_norm=norm, learning_rate=rate, skipped=self.skipped)
 
     def _inv_scale(self, contributions, squares):
-        """What sums are multiplied by, without the loss scale; and the norm of the mean."""
+        """The factor of sums without the loss scale; and the norm of the mean."""
         clip = self.config.clip
         mean_scale = F32(1 / contributions if self.config.average else 1)
         norm = np.sqrt(squares) * mean_scale
@@ -205,7 +205,7 @@ class Reference(Training):
         return jax.tree.unflatten(self.treedef, map(function, self.leaves))
 
     def params(self):
-        """As the model sees them: after a step, rounded to the dtype in which they are sent."""
+        """The params that the model uses: after a step, rounded to the dtype of communication."""
 
         def param(leaf):
             x, comm = leaf.rounded(self.config), self.config.param_comm
@@ -215,7 +215,7 @@ class Reference(Training):
         return self._tree(param)
 
     def floats(self, name):
-        """Main parameters or a moment, in float32: as optax would hold them."""
+        """Main parameters or a moment in float32, as optax would have them."""
         return self._tree(lambda leaf: leaf.floats(name))
 
     def step(self, place, batch):
@@ -244,15 +244,15 @@ def _widened(name, x):
 
 
 def _stored(name, old, x, random):
-    """A float32 as it is kept: in codes, or in 16 or 32 bits."""
+    """A float32 as stored: in codes, or in 16 or 32 bits."""
     return codec_of(old).encode(name, x, random, np)
 
 
 def sum_of(config, place, value, x):
-    """The sum over devices and micro-batches: of which dtype, where, and in which order.
+    """The sum over devices and micro-batches: its dtype, places and order.
 
-    Contributions are rounded once, to the dtype in which they are sent. Sums over devices are of
-    adjacent pairs, in float32, over the last axis first; over micro-batches one after the other.
+    Contributions are rounded once, to the communication dtype. Sums over devices add adjacent
+    pairs in float32, over the last axis first; sums over micro-batches are sequential.
     """
     if place is None:
         return x[0, 0]

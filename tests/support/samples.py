@@ -1,12 +1,12 @@
-"""Which cases of a matrix run in ``pytest`` alone; the rest are slow."""
+"""Which cases of a matrix ``pytest`` runs by default; the rest are slow."""
 
 import pytest
 
 
 def often(when):
-    """Of the cases of a test, those run always of whose parameters ``when`` is true, by their names.
+    """Selects the cases of a test that always run: those for which ``when`` is true, by names.
 
-    The rest are marked slow, which tests/conftest.py does. Every value of every parameter should be
-    in some case that runs always, or something else should stand for it.
+    tests/conftest.py marks the rest slow. Every value of every parameter should be in a case that
+    always runs, or be covered otherwise.
     """
     return pytest.mark.often(when=when)

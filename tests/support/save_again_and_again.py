@@ -1,15 +1,15 @@
-"""Saves state after state until it is killed, or its disk is full; goes on from the newest one.
+"""Saves one state after another until it is killed, or its disk is full; resumes from the newest.
 
 Usage: save_again_and_again.py FOLDER [full]
        save_again_and_again.py serve
 
-"serve" starts a process of its own for each line that it reads, from one that has imported all and
+"serve" starts a process for each line that it reads, from one that has imported everything and
 started no backend, which takes a fraction of a second: "FOLDER" saves until it is killed, "FOLDER
 N" saves once and ends with os._exit at the Nth step. A step is a line of jdistadam/checkpoint/ or a
 function of orbax that had not run before in this process. It prints the process's number first and
 "ended CODE" last.
 
-Every array of the state of step n is n + 1/2, so that a mix of two checkpoints is seen.
+Every array in the state of step n is n + 1/2, so that a mix of two checkpoints is detected.
 """
 
 import os
@@ -53,7 +53,7 @@ def save_until_killed(folder, is_full=False):
 
 
 class ExitAt:
-    """Ends the process at the Nth step of a save, in whichever thread; else counts the steps."""
+    """Ends the process at the Nth step of a save, in any thread; otherwise counts the steps."""
 
     def __init__(self, number):
         self.number, self.seen = number, set()
@@ -89,7 +89,7 @@ def save_once(folder, number):
 
 
 def serve():
-    cache = tempfile.TemporaryDirectory()  # or half the time would go into compiling
+    cache = tempfile.TemporaryDirectory()  # otherwise compiling takes half the time
     jax.config.update("jax_compilation_cache_dir", cache.name)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

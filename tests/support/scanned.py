@@ -1,4 +1,4 @@
-"""A model of stacked layers, gathered one at a time inside of a scan."""
+"""A model of stacked layers, gathered one at a time inside a scan."""
 
 import functools
 
@@ -35,7 +35,7 @@ def make_params(dtype=jnp.float32):
 
 
 def scanned_products(gather):
-    """A loss whose gradient is the mean of the batch's rows, computed layer by layer in a scan."""
+    """A loss whose gradient is the mean of the batch's rows, computed by layer in a scan."""
 
     def products(params, x):
         return sum(jax.tree.leaves(jax.tree.map(lambda p, x: jnp.vdot(p, x.mean(0)), params, x)))
@@ -55,7 +55,7 @@ def scanned_products(gather):
 
 
 def loss_of(gather, policy=None, checkpoint=jax.checkpoint):
-    """A residual network; ``gather`` gets one layer's parameters inside of the scan."""
+    """A residual network; ``gather`` gets one layer's parameters inside the scan."""
 
     def loss(params, x):
         @functools.partial(checkpoint, policy=policy)

@@ -1,4 +1,4 @@
-"""A step that is skipped, on any mesh, and all that it must leave as it was."""
+"""A skipped step on any mesh, and everything that it must not change."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ POLICIES = {
 
 
 def trained(tx, dtype="float32"):
-    """A state after one ordinary step, so that nothing in it is zero; and a step function."""
+    """A state after one ordinary step, so nothing in it is zero; and a step function."""
     state = jda.TrainState.create(random_params(), tx, param_dtypes=dtype)
 
     def loss_fn(params, batch):
@@ -67,7 +67,7 @@ def assert_skipped_step_changes_no_bit(mesh, strategy, policy, bad):
         assert_same_bits(after.params[name], before.params[name], name)
         shards = state.params[name].addressable_shards
         where = {}
-        for s in shards:  # all devices that hold the same part hold the same bits
+        for s in shards:  # devices with the same part have the same bits
             first = where.setdefault(str(s.index), np.asarray(s.data))
             assert_same_bits(np.asarray(s.data), first, name)
     for name in ("main_params", "mu", "nu"):

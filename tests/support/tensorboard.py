@@ -1,10 +1,10 @@
-"""What TensorBoard's files hold, without TensorBoard."""
+"""The contents of TensorBoard's files, without TensorBoard."""
 
 import struct
 
 
 def scalars(folder):
-    """(name, step) -> value, of all event files in a folder, in the order of their names."""
+    """(name, step) -> value in all event files of a folder, in the order of their names."""
     from tensorboardX.proto.event_pb2 import Event
 
     found = {}

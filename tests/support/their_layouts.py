@@ -1,7 +1,7 @@
-"""The layouts of states that cannot be made without GPUs, written out by hand.
+"""Handwritten layouts of states that need GPUs to be made.
 
-Each function writes the same Adam in one layout, as jdistadam/interop says that it is. These are no
-files that Apex, NeMo or Megatron-LM wrote.
+Each function writes the same Adam in one layout, as documented in jdistadam/interop. No Apex, NeMo
+or Megatron-LM wrote these files.
 """
 
 import types
@@ -61,7 +61,7 @@ def megatron_fsdp(state):
 
 
 def rounded(x):
-    """The bfloat16 nearest to a float32, ties away from zero, and the rest of its bits."""
+    """The nearest bfloat16 of a float32, ties away from zero, and the rest of its bits."""
     bits = np.asarray(x, np.float32).view(np.uint32)
     high = ((bits + np.uint32(0x8000)) >> 16).astype(np.uint16)
     return high.view(ml_dtypes.bfloat16), bits.astype(np.uint16).view(np.int16)
@@ -71,11 +71,11 @@ def apex_v1(state, processes=3, shard_size=5, alignment=4, keeps="params", as_di
     """The states of all processes: parameters cut into buckets, and these into shards.
 
     Args:
-      state: What ``adam`` returns.
+      state: The result of ``adam``.
       processes: Their number.
       shard_size: Elements of a shard.
       alignment: Fragments begin at multiples of it.
-      keeps: "params", "remainders" or "nothing" beside the moments.
+      keeps: "params", "remainders" or "nothing" in addition to the moments.
       as_dicts: Whether buckets and fragments are dictionaries, as in a file.
     """
     make = dict if as_dicts else types.SimpleNamespace

@@ -1,4 +1,4 @@
-"""A small tree of leaves of every kind, and hyperparameters that are not the defaults."""
+"""A small tree with leaves of every kind, and non-default hyperparameters."""
 
 import jax.numpy as jnp
 import numpy as np

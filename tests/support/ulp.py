@@ -1,9 +1,9 @@
-"""Operand-scaled comparison with optax.
+"""Comparison with optax in units of the operands.
 
-The unit in the last place of a *result* says nothing where operands cancel, so each error is
-divided by the ulp of the largest operand. The gates are those that plain float32 arithmetic in any
-order of contraction stays below when both sides use the same coefficients: mu 4, nu 2, and twice
-the bound B derived below for updates and parameters.
+The unit in the last place of a *result* is meaningless if operands cancel, so each error is divided
+by the ulp of the largest operand. Plain float32 arithmetic stays below the limits in any order of
+contraction if both sides use the same coefficients: mu 4, nu 2, and twice the bound B derived below
+for updates and parameters.
 """
 
 import numpy as np
@@ -12,20 +12,20 @@ MU_ULP, NU_ULP, UPDATE_RATIO, PARAM_RATIO = 4, 2, 2, 2
 
 
 def ulp(x):
-    """Spacing of float32 at |x|; at least that of the smallest normal number."""
+    """Spacing of float32 at |x|, at least that of the smallest normal number."""
     return np.spacing(np.maximum(np.abs(x), np.finfo(np.float32).tiny).astype(np.float32)).astype(
         np.float64
     )
 
 
 def assert_step_close(got, want, old, grad, hyper, count):
-    """Compares one step of two implementations that began in the same state.
+    """Compares one step of two implementations from the same state.
 
     Args:
       got: dict with params, mu, nu, float32 arrays.
       want: The same from the other implementation.
       old: The same before the step.
-      grad: The gradient that both used.
+      grad: The gradient for both.
       hyper: dict with learning_rate, b1, b2, eps, eps_root, weight_decay, and perhaps nesterov.
       count: Steps taken before this one.
     """
@@ -44,9 +44,9 @@ def assert_step_close(got, want, old, grad, hyper, count):
     error = (np.abs(got["nu"] - want["nu"]) / ulp(want["nu"]))[normal]
     assert error.max(initial=0) <= NU_ULP, f"nu differs by {error.max()} ulp"
 
-    # B: what the roundings of the update can add up to, from the operands' sizes. m_hat is m / c1,
-    # or with Nesterov the sum of two terms; an error of m reaches it divided like m itself, and
-    # each term adds its own roundings.
+    # B: the maximum sum of the update's roundings, from the operands' sizes. m_hat is m / c1, or
+    # with Nesterov the sum of two terms; an error of m reaches it divided like m itself, and each
+    # term adds its own roundings.
     den = np.sqrt(want["nu"] / c2 + hyper["eps_root"]) + hyper["eps"]
     if hyper.get("nesterov"):
         c1_next = 1 - b1 ** (t + 1)

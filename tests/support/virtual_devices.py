@@ -1,6 +1,6 @@
 """The collectives of a schedule in numpy, on the arrays of all devices of a mesh at once.
 
-An array of all devices has the dimensions of the mesh first, then those of what a device has.
+An array of all devices has the dimensions of the mesh first, then those of a device's array.
 """
 
 import functools
@@ -14,7 +14,7 @@ F32 = np.float32
 
 
 class VirtualDevices:
-    """A mesh of devices that exist as numbers alone; ``sizes``: of its axes, by name, in order."""
+    """A mesh of devices that are only numbers; ``sizes``: of its axes by name, in order."""
 
     def __init__(self, sizes):
         self.sizes = dict(sizes)
@@ -37,11 +37,11 @@ class VirtualDevices:
         return np.moveaxis(x, range(len(axes)), places)
 
     def local_size(self, x):
-        """Elements of what one device has."""
+        """Elements of one device's array."""
         return math.prod(x.shape[len(self.shape) :])
 
     def check(self, c, elements):
-        """A collective says how many elements there are, and how many devices."""
+        """Checks a collective's number of elements and of devices."""
         devices = math.prod(self.sizes[axis] for axis in c.axes)
         assert (c.elements, c.devices) == (elements, devices), f"{c}: {elements} on {devices}"
 
@@ -50,10 +50,10 @@ class VirtualDevices:
         return self.scatter(x, axes, dim, lambda rows: rows)
 
     def scatter(self, x, axes, dim, combine, outer=1):
-        """Device i keeps part i, along ``dim``, of what ``combine`` makes of all contributions.
+        """Device i keeps part i along ``dim`` of the combination of all contributions.
 
-        ``combine`` takes and returns rows, one of each device; the rows it returns are one for all,
-        or one for each. ``outer``: how many parts remain for other devices, each to be cut likewise.
+        ``combine`` takes and returns rows, one per device; it returns one row for all, or one for
+        each. ``outer``: how many parts remain for other devices, each to be cut likewise.
         """
         rows = self._by_axes(x, axes)
         n, dim = len(rows), rows.ndim - x.ndim + len(self.shape) + dim
@@ -65,13 +65,13 @@ class VirtualDevices:
         return self._by_mesh(rows.reshape(n, *before[1:], length // n, *after), axes)
 
     def concatenated(self, x, axes, dim):
-        """What all devices along ``axes`` have, along ``dim``, on each of them."""
+        """The arrays of all devices along ``axes``, concatenated along ``dim``, on each of them."""
         rows = self._by_axes(x, axes)
         whole = np.concatenate(list(rows), rows.ndim - 1 - x.ndim + len(self.shape) + dim)
         return self._by_mesh(np.stack([whole] * len(rows)), axes)
 
     def everywhere(self, x, axes, combine):
-        """What ``combine`` makes of all contributions along ``axes``, on each of them."""
+        """The combination of all contributions along ``axes``, on each of them."""
         rows = self._by_axes(x, axes)
         return self._by_mesh(np.concatenate([combine(rows)] * len(rows)), axes)
 
@@ -82,7 +82,7 @@ def first(rows):
 
 
 def pairwise(rows):
-    """Combines contributions as a sum in float32 of adjacent pairs, in the order of the devices."""
+    """Combines contributions as a float32 sum of adjacent pairs in device order."""
     return pairwise_sum(rows, np)[None]
 
 
@@ -93,7 +93,7 @@ def rounded(x, dtype):
 
 
 def in_dtype(dtype):
-    """Combines contributions as a sum in a dtype, one after the other: any order, if it is exact."""
+    """Combines contributions as a sequential sum in a dtype: any order, if it is exact."""
 
     def combine(rows):
         total = rows[0]
@@ -105,22 +105,22 @@ def in_dtype(dtype):
 
 
 def sum_phase(devices, phase, x, dim):
-    """Runs collectives that sum: each device gets its part of the sum along ``dim``, or all of it."""
+    """Runs collectives that sum: each device gets its part of the sum along ``dim``, or all."""
     return _each_layer(devices, phase, x, dim, functools.partial(_sum, places_alone=False))
 
 
 def place_phase(devices, phase, x, dim):
-    """Each device's part, as of a sum, of an array that is the same on all: nothing is added."""
+    """Each device's part, as of a sum, of an array that is equal on all: nothing is added."""
     return _each_layer(devices, phase, x, dim, functools.partial(_sum, places_alone=True))
 
 
 def gather_phase(devices, phase, x, dim):
-    """Runs all-gathers along ``dim``; what is sent is rounded, also where it stays."""
+    """Runs all-gathers along ``dim``; everything is rounded as if sent, even the own part."""
     return _each_layer(devices, phase, x, dim, _gather)
 
 
 def _each_layer(devices, phase, x, dim, run):
-    """Of a stacked array each layer by itself, where the phase says so."""
+    """Treats each layer of a stacked array separately, if the phase says so."""
     if not phase or phase[0].when != "layer":
         return run(devices, phase, x, dim)
     layers = np.moveaxis(x, len(devices.shape), 0)
@@ -130,7 +130,7 @@ def _each_layer(devices, phase, x, dim, run):
 def _sum(devices, phase, x, dim, places_alone):
     if (
         len(phase) > 1 and phase[-1].op == "all-gather"
-    ):  # of an array that is cut as if it were flat
+    ):  # for an array that is cut as if it were flat
         size, shape = devices.local_size(x), x.shape
         flat = x.reshape(*devices.shape, size)
         padding = phase[0].elements - size
@@ -151,7 +151,7 @@ def _sum(devices, phase, x, dim, places_alone):
 
 
 def _combination(c):
-    """How a collective sums: the kernels pairwise in float32, the collective library in its dtype."""
+    """How a collective sums: kernels pairwise in float32, the collective library in its dtype."""
     by_library, by_kernels = ("all-reduce", "reduce-scatter"), ("all-to-all", "collective-permute")
     assert c.op in by_library + by_kernels, f"{c} sums nothing"
     return in_dtype(c.dtype) if c.op in by_library else pairwise
