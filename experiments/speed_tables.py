@@ -110,6 +110,46 @@ def _step_cells(name, row) -> tuple[str, ...]:
     )
 
 
+HEADLINE = (  # record, workload, and the rows of each with what README calls them
+    (
+        "bench_step/h100_x2/rivals",
+        "8 sequences",
+        {
+            "unrolled-8/floor": "no optimizer",
+            "unrolled-8/annotated_zero1+first_dim+latency_hiding": "optax, annotations (ZeRO-1)",
+            "unrolled-8/torch_fsdp2": "torch FSDP2",
+            "unrolled-8/optim": "ours (ZeRO-1), XLA, sums in bfloat16",
+            "unrolled-8/optim+float32sum": "ours (ZeRO-1), peer memory, sums in float32",
+        },
+    ),
+    (
+        "bench_step/h100_x2/1_sequence",
+        "1 sequence",
+        {
+            "unrolled-1/annotated_zero1+first_dim+latency_hiding": "optax, annotations (ZeRO-1)",
+            "unrolled-1/optim": "ours (ZeRO-1), XLA, sums in bfloat16",
+            "unrolled-1/optim+float32sum": "ours (ZeRO-1), peer memory, sums in float32",
+        },
+    ),
+)
+
+
+def headline() -> str:
+    """What README shows of whole training steps on two GPUs."""
+    table = []
+    for record, workload, names in HEADLINE:
+        found = {row["name"]: row for row in _results(record)["rows"]}
+        for row, name in ((found[key], name) for key, name in names.items()):
+            memory = row.get("argument_bytes", 0) + row.get("temporary_bytes", 0)
+            spread = f"{row['ms_least']:.1f} to {row['ms_most']:.1f}"
+            tokens, held = f"{row['tokens_per_second']:,.0f}", f"{memory / 1e9:.1f} GB"
+            table.append(
+                (workload, name, f"{row['ms']:.1f}", spread, tokens, held if memory else "-")
+            )
+    columns = ("per GPU", "whole step", "ms", "of a round", "tokens/s", "memory per GPU")
+    return markdown.table(columns, table)
+
+
 def gathered_once() -> str:
     """One line for each workload and strategy of gathered_once.py, without more options."""
     table = []

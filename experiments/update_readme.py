@@ -262,44 +262,12 @@ def step_alone_table() -> str:
     return markdown.table(columns, table)
 
 
-def facts() -> str:
-    """Three lines for README: a whole step over peer memory, over XLA, and the kernel."""
-    above = {
-        w: {name: f"{row['above_floor_ms']:.1f} ms" for name, row in step_rows(w).items()}
-        for w in ("unrolled-8", "scanned-8")
-    }
-    one = {name: row["tokens_per_second"] for name, row in step_rows("unrolled-1").items()}
-    annotated = max(rate for name, rate in one.items() if name.startswith("annotated"))
-    gain = 100 * (one["optim+float32sum"] / annotated - 1)
-    record = json.loads((RESULTS / "bench_kernel/h200/default.json").read_text())["results"]
-    kernel = {r["variant"]: r for r in record["rows"] if r["tree"] == "gpt2s"}
-    ours, optax = kernel["float32"], kernel["optax.adamw"]
-    unrolled, scanned = above["unrolled-8"], above["scanned-8"]
-    parameters = step_rows("unrolled-8")["optim"]["parameters"] / 1e9
-    return "\n".join(
-        (
-            f"- A GPT with {parameters:.2f}e9 parameters and one sequence of 1024 tokens per GPU "
-            f"trains {gain:.0f} % more tokens per second on two H200s than with the best sharding "
-            f"annotations of `optax.adamw`, with gradients summed in float32 over peer memory.",
-            f"- With eight sequences per GPU a step takes {unrolled['optim+float32sum']} longer "
-            f"than its forward and backward pass, against {unrolled['annotated_zero1']} with "
-            f"annotations; over XLA's collectives {unrolled['optim']}. With a scan over layers, "
-            f"whose parameters are sharded too, {scanned['optim_grads_params']} against "
-            f"{scanned['annotated_zero1']} with unsharded parameters and annotations.",
-            "- On one H200 the kernel updates GPT-2 small at "
-            f"{100 * ours['wall_share_of_copy']:.0f} % of the speed of a copy, in "
-            f"{ours['wall_microseconds']:,.0f} us; XLA's program for `optax.adamw` takes "
-            f"{optax['wall_microseconds']:,.0f} us.",
-        )
-    )
-
-
 def low_precision_table(record):
     return low_precision.table(json.loads((RESULTS / f"low_precision/{record}.json").read_text()))
 
 
 TABLES = {
-    "facts": facts,
+    "headline": speed_tables.headline,
     "step": step_table,
     "step_alone": step_alone_table,
     "training": training_table,
