@@ -79,11 +79,50 @@ SHARDED = (  # rows of rivals.json, their names here
 
 def sharded_steps() -> str:
     """One line for each way to shard a step on two H100s."""
-    found = {row["name"]: row for row in _results("bench_step/h100_x2/rivals")["rows"]}
-    table = [_step_cells(name, found[f"unrolled-8/{row}"]) for row, name in SHARDED]
-    return markdown.table(
-        ("whole step", "ms", "of a round", "ratio to the floor", "tokens/s"), table
+    records = (("8 sequences", "rivals", "unrolled-8"), ("1 sequence", "1_sequence", "unrolled-1"))
+    table = []
+    for workload, record, group in records:
+        found = {row["name"]: row for row in _results(f"bench_step/h100_x2/{record}")["rows"]}
+        named = [(name, found.get(f"{group}/{row}")) for row, name in SHARDED]
+        table += [(workload, *_step_cells(name, row)) for name, row in named if row]
+    columns = ("per GPU", "whole step", "ms", "of a round", "ratio to the floor", "tokens/s")
+    return markdown.table(columns, table)
+
+
+def norms() -> str:
+    """One line for each option of norms.json."""
+    names = (
+        ("optim", "without"),
+        ("optim+norms", '`norms="total"`'),
+        ("optim+norms_of_leaves", '`norms="leaves"`, 75 leaves'),
+        ("optim+clip", "`max_grad_norm`, without"),
+        ("optim+clip+norms", '`max_grad_norm`, `norms="total"`'),
+        ("optim+remainder16", '`"remainder16"`, without'),
+        ("optim+remainder16+norms", '`"remainder16"`, `norms="total"`'),
     )
+    found = {row["name"]: row for row in _results("bench_step/h100/norms")["rows"]}
+    table = [_step_cells(name, found[f"unrolled-8/{row}"])[:3] for row, name in names]
+    return markdown.table(("with", "ms", "of a round"), table)
+
+
+def host_memory() -> str:
+    """One line for each storage, size and memory of bench_host_memory.json."""
+    table = []
+    for row in _results("bench_host_memory/h100/default")["rows"]:
+        if row["variant"].split()[-1].isdigit():
+            nbytes = (f"{row[x] / 1e9:.1f} GB" for x in ("state_bytes", "held_bytes", "peak_bytes"))
+            names = (row["storage"].replace("+", ", "), row["memory"])
+            table.append((f"{row['parameters'] / 1e9:.2f}e9", *names, f"{row['ms']:.1f}", *nbytes))
+    columns = (
+        "parameters",
+        "storage",
+        "`state_memory`",
+        "ms",
+        "state",
+        "held on the device",
+        "peak",
+    )
+    return markdown.table(columns, table)
 
 
 def everyday() -> str:

@@ -281,6 +281,8 @@ TABLES = {
     "gathered_once": speed_tables.gathered_once,
     "sharded_steps": speed_tables.sharded_steps,
     "everyday": speed_tables.everyday,
+    "norms": speed_tables.norms,
+    "host_memory": speed_tables.host_memory,
     "plan": plan_table,
     "plan_memory": plan_memory_table,
     "scan_runs": layer_tables.scan_runs,

@@ -155,9 +155,10 @@ def test_accumulation_is_in_main_grads_dtype(strategy):
             jda.shard_batch(grads, tx), state.opt_state, state.params
         )
         sums[dtype] = float(np.asarray(opt_state.mu)[0]) / (1 - 0.87)
+        bound = tx.bind(params)
         acc = jax.eval_shape(
             jax.shard_map(
-                lambda p, tx=tx: tx.init_grads(p).sums, mesh=tx.config.mesh,
+                lambda p, tx=bound: tx.init_grads(p).sums, mesh=tx.config.mesh,
                 in_specs=(tx.param_specs(params),), out_specs=P("data"), check_vma=False,
             ),
             state.params,

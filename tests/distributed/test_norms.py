@@ -115,8 +115,7 @@ def test_of_groups_clipped_and_guarded(policy, place):
                 * (np.arange(len(x)) < 1).reshape(-1, *[1] * (x.ndim - 1))
             )
     groups = {"matrices": ["rows", "columns"], "others": ["prime"], None: ["scalar"]}
-    dtype = "float32" if policy == "comm" else "bfloat16"
-    assert {x.dtype.name for x in first_state(tx, policy).params.values()} == {dtype}
+    assert {x.dtype.name for x in first_state(tx, policy).params.values()} == {"bfloat16"}
     state, metrics = assert_steps(tx, policy, groups, given, micro=3)
     assert [int(x["skipped"]) for x in metrics][2:7] == [0, 1, 1, 1, 2]
     spike = metrics[3]

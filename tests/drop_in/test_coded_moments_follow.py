@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jdistadam as jda
-from jdistadam.core.codecs import BLOCK8, BLOCK16, growth
+from jdistadam.core.codecs import BLOCK8, BLOCK16, FLOAT32, growth
 from support.samples import often
 
 LONG, SHORT, STOP = 10_000, 1_500, 30
@@ -103,7 +103,7 @@ def trained(platform, steps, b1, b2, mu=None, nu=None, rounding="nearest"):
 
 def largest_update(steps, b1, b2, mu, nu):
     """The bound of the note, with the bias corrections of each step."""
-    t, ratio = np.arange(1, steps + 1), growth(mu, nu) * b1**2 / b2
+    t, ratio = np.arange(1, steps + 1), growth(mu or FLOAT32, nu or FLOAT32) * b1**2 / b2
     squared = (1 - b1) ** 2 / (1 - b2) * (1 - ratio**t) / (1 - ratio)
     return np.max(np.sqrt(squared * (1 - b2**t)) / (1 - b1**t))
 

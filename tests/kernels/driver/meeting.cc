@@ -157,11 +157,10 @@ void TestSteps() {
       const auto all = meetings.Meet(who, visit, 0, &d, seconds(60), &why);
       if (!all) return Expect(false, why);
       PeerCall call{PeerWork::kStep,
-                    false,
+                    0,
                     {Dtype::kFloat32, Dtype::kFloat32, Dtype::kFloat32},
                     reinterpret_cast<const float*>(&row),
                     &scale,
-                    &skip,
                     &skip,
                     {},
                     &scale,
