@@ -156,7 +156,6 @@ HEADLINE = (  # record, workload, and the rows of each with what README calls th
         {
             "unrolled-8/floor": "no optimizer",
             "unrolled-8/annotated_zero1+first_dim+latency_hiding": "optax, annotations (ZeRO-1)",
-            "unrolled-8/torch_fsdp2": "torch FSDP2",
             "unrolled-8/optim": "ours (ZeRO-1), XLA, sums in bfloat16",
             "unrolled-8/optim+float32sum": "ours (ZeRO-1), peer memory, sums in float32",
         },
