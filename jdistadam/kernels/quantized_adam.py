@@ -57,7 +57,7 @@ class QuantizedSpec:
 class LeafPositions(NamedTuple):
     """The positions of local leaves in whole leaves, if they differ between devices."""
 
-    parts: Any  # shape (leaves, 2), int32: index of its part, and of that part's part
+    parts: Any  # shape (leaves, 2), int32: its part, and the part from which that was cut
     blocks: Any  # shape (rows, 2), uint32: a block's leaf, and its index there
 
     @classmethod
