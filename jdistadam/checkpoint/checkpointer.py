@@ -36,7 +36,7 @@ class Checkpointer:
       every: ``after_step`` saves if ``every`` divides the step. None: never.
       keep: How many of the newest checkpoints to keep. None: all.
       rollback_to: The step of an older checkpoint from which training continues differently: all
-        newer ones are deleted at once. Leave it out when the run is restarted, or it would delete
+        newer ones are deleted immediately. Leave it out to restart the run, or it would delete
         the run's own checkpoints. None: nothing is deleted, and saving an older step raises.
       in_background: Whether to write while training continues. While ``save`` runs, a device holds
         one bucket besides the state; the host holds this process's part of the state until it is

@@ -1,7 +1,7 @@
 """The parts of the training states that are saved and restored, and their names.
 
 A state is a tree with ``params`` and ``opt_state``: a TrainState of this package or of Flax, or a
-dictionary. The first part of an array's name says what it is, the rest where it is::
+dictionary. An array's name begins with its kind and ends with its path::
 
     params['w']         a parameter, in the dtype of the model
     main_params['w']    its exact value, unless params have it

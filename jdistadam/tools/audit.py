@@ -1,4 +1,4 @@
-"""Checks that a compiled training step sends exactly what the plan says."""
+"""Checks that a compiled training step runs exactly the planned collectives."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Audit:
 
     @property
     def passed(self) -> bool:
-        """Whether the program sends exactly what is planned, in the planned dtypes.
+        """Whether the program sends exactly the planned elements, in the planned dtypes.
 
         A plan over peer memory requires its custom calls in the program, one over XLA forbids them.
         """

@@ -90,7 +90,7 @@ class EvalStep:
         """Returns ``(loss, aux)``. Donates nothing and leaves the state unchanged.
 
         Inside a program a state cannot be inspected: for one of another layout the loss is NaN.
-        Several processes first compare, once, what they are about to run.
+        Several processes first compare, once, the programs that they are about to run.
 
         Raises:
           AgreementError: The processes do not all run the same program.

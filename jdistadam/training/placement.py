@@ -42,7 +42,7 @@ def copy_to(tree: Any, sharding: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _copies(tree: Any, kinds: tuple[Any, ...]) -> Any:
-    """Copies of arrays; random keys if ``kinds`` has their type."""
+    """Copies of arrays; words become random keys if ``kinds`` has their implementation."""
 
     def one(x: Any, kind: Any) -> Any:
         copied = jax.lax.convert_element_type(jnp.copy(x), x.dtype)

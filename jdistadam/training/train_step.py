@@ -84,7 +84,7 @@ class TrainStep:
         the state. Inside a program nothing can be checked: there a state of another layout makes
         loss, norm and the new state NaN, which keeps the digest of the other layout.
 
-        Several processes first compare, once, what they are about to run.
+        Several processes first compare, once, the programs that they are about to run.
 
         Raises:
           AgreementError: The processes do not all run the same program.
@@ -124,7 +124,7 @@ class TrainStep:
         return remember_returned(remember_params(new, leaves), self.tx, digest), metrics
 
     def _agree_once(self, state: TrainState, batch: Any) -> None:
-        """Before the first step of several processes, compares what they will run."""
+        """Before the first step of several processes, compares their programs."""
         if not self._has_agreed:
             lower = functools.partial(self.lower, state, batch)
             agree(self.tx.config, state.params, lower)
@@ -230,7 +230,7 @@ def train_step(
       loss scale), ``learning_rate`` (of this step, before ``lr_scale`` of groups), ``skipped``
       (steps skipped so far) and ``loss_scale`` (of this step); with a ``norm_guard``
       ``skipped_spikes`` (skipped steps whose norm was finite and exceeded its limits); with
-      ``norms`` the requested ones, where ``grad_norm/<name>`` is defined like ``grad_norm``; with
+      ``norms`` the requested ones (``grad_norm/<name>`` is defined like ``grad_norm``); with
       report_nonfinite ``nonfinite``, for ``nonfinite_paths``; with has_aux ``aux``, every leaf with
       a leading dimension of devices x micro-batches, in the order of the rows of the batch.
 
