@@ -24,8 +24,8 @@ struct ThreadSquares {
   }
 };
 
-// Stores one run: the values of a warp's threads, each of which has `n` <= 4 elements of a leaf,
-// the first at i. All threads of the warp call it together.
+// Stores one run: the values of a warp's threads. Each thread has `n` <= 4 elements of a leaf, the
+// first at i. All threads of the warp call it together.
 __device__ __forceinline__ void StoreRuns(const RunsOfLeaf& to, size_t i, int n,
                                           const ThreadSquares<4>& squares) {
   static_assert(kRun == 32 * 4);

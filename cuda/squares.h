@@ -60,8 +60,7 @@ JDISTADAM_INLINE size_t NumRuns(size_t size, bool is_fine) {
 struct SquaresCall {
   float* partials = nullptr;  // (kNumSquares, num_runs), scratch; null: no sums are requested
   size_t num_runs = 0;
-  const int32_t* segments =
-      nullptr;  // (num_segments, 2): the first run, and one past the last
+  const int32_t* segments = nullptr;  // (num_segments, 2): the first run, and one past the last
   size_t num_segments = 0;
   float* sums = nullptr;   // (num_segments, kNumSquares)
   std::vector<Runs> runs;  // one for each leaf

@@ -118,7 +118,7 @@ def paths_that_differ(
 
     Each device compares the shard that matches its main parameters; nothing is gathered. Leaves
     that share a bucket are named together. Remainders are not compared: there the parameters are
-    the high half of the main parameters themselves.
+    one half of the main parameters themselves.
 
     Args:
       config: The configuration.

@@ -115,7 +115,7 @@ def distributed(
         micro-batch. False: a step gathers all parameters once, overlapping the forward pass, sums
         whole gradients over its micro-batches, and reduces them once; devices still hold shards
         between steps. States can be exchanged between the two. See docs/reshard_after_forward.md.
-      policy: The dtypes of what is stored and sent. None: float32 throughout.
+      policy: The dtypes in which values are stored and sent. None: float32 throughout.
       max_grad_norm: Clips the mean gradient to this global norm, as
         ``optax.clip_by_global_norm``. None: no clipping.
       loss_scale: The factor of the loss before it is differentiated, a number or a

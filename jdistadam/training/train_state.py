@@ -215,7 +215,7 @@ def _rounded(tx: DistributedTransformation, params: Params, trained: Params) -> 
     def rounded(x: Any, like: Any, is_frozen: bool) -> Any:
         is_split = kind.is_remainder and x.dtype == jnp.float32 and x.size
         if is_split and like.dtype == jnp.bfloat16 and not is_frozen:
-            return kind.split(x, like.dtype, jnp)[0]  # the high half, which matches the remainder
+            return kind.split(x, like.dtype, jnp)[0]  # the half that matches the remainder
         return x.astype(like.dtype)
 
     treedef: Any = jax.tree.structure(params)
