@@ -36,11 +36,11 @@ class Checkpointer:
       every: ``after_step`` saves if ``every`` divides the step. None: never.
       keep: How many of the newest checkpoints to keep. None: all.
       rollback_to: The step of an older checkpoint from which training continues differently: all
-        newer ones are deleted immediately. Leave it out to restart the run, or it would delete
+        newer ones are deleted immediately. Leave it out when restarting the run: it would delete
         the run's own checkpoints. None: nothing is deleted, and saving an older step raises.
-      in_background: Whether to write while training continues. While ``save`` runs, a device holds
-        one bucket besides the state; the host holds this process's part of the state until it is
-        written. Otherwise the host holds one bucket.
+      in_background: Whether to write while training continues. If so, a device holds one bucket
+        besides the state while ``save`` runs, and the host holds this process's part of the state
+        until it is written. Otherwise the host holds one bucket.
 
     Raises:
       CheckpointError: Another process saves into the folder, it cannot be written, the checkpoint
@@ -144,7 +144,7 @@ class Checkpointer:
 
         Args:
           step: The number of steps including this one: 1 after the first. It equals ``state.step``
-            unless steps were skipped, and is the number of the checkpoint.
+            unless gradients caused a skipped step, and is the number of the checkpoint.
           state: The state that the step returned.
           extra: As in ``save``.
 

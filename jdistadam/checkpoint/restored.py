@@ -80,7 +80,7 @@ class Request:
         Empty if it stays as in the template.
         """
         if 0 in like.shape:
-            return []  # not saved: it is empty in a distributed state
+            return []  # not saved: a distributed state lacks it
         codes, scales = (self.entries.get(f"{name}.{part}") for part in ("codes", "scales"))
         if codes is None or scales is None:
             entry = self.array(name, like)

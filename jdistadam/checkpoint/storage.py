@@ -179,10 +179,13 @@ def array_handler() -> Any:
                     pairs = [known[name] for name in new]
                     started = await super().serialize(arrays, *zip(*pairs, strict=True))
                     del arrays
-                    for of_array in new.values():  # they hold the arrays until these are written
+                    for of_array in new.values():  # they hold the arrays until then
                         of_array.value()
                     sums |= new
-                    before, running = running, running + started  # the copies on the host exist
+                    before, running = (
+                        running,
+                        running + started,
+                    )  # these hold the copies on the host
                     if self._waits:
                         for future in before:
                             future.result()

@@ -174,7 +174,7 @@ def _is_here(device: Any) -> bool:
 
 
 def why_gpus_are_apart(devices: Sequence[Any]) -> str:
-    """Returns why these GPUs of one process cannot access each other's memory; "" if they can."""
+    """Returns why these GPUs of this process cannot reach each other's memory; "" if they can."""
     allocator = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
     if allocator not in _ALLOCATORS:
         return f"XLA_PYTHON_CLIENT_ALLOCATOR={allocator}, whose memory peers do not reach"

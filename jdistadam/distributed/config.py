@@ -174,7 +174,7 @@ class DistributedConfig:
     ) -> Schedule:
         """Returns the collectives of a step in order, with the layout; for unsharded params.
 
-        It depends on their tree structure, shapes and dtypes, and is cached for them.
+        It depends on their tree structure, shapes and dtypes, and is cached for these.
         """
         shapes = tuple((tuple(x.shape), jnp.dtype(x.dtype)) for x in jax.tree.leaves(whole))
         treedef: Any = jax.tree.structure(whole)
