@@ -182,10 +182,7 @@ def array_handler() -> Any:
                     for of_array in new.values():  # they hold the arrays until then
                         of_array.value()
                     sums |= new
-                    before, running = (
-                        running,
-                        running + started,
-                    )  # these hold the copies on the host
+                    before, running = running, running + started  # they hold host copies
                     if self._waits:
                         for future in before:
                             future.result()

@@ -8,7 +8,7 @@ function of this file enters one, unless it is inside one already.
 
 Without it, a reduce-scatter over the data axes makes XLA gather the model axes first, and XLA's CPU
 backend ends the process at a bfloat16 sum. The alternative, to pass stacked local gradients to a
-second region after the first, compiles to the same collectives and copies: compared for eight H200s
+second region next to it, compiles to the same collectives and copies: compared for eight H200s
 as 4 x 2, for each sharding strategy, with one and with four micro-batches. The nested region was
 chosen because it also works within a loop over micro-batches and in a user's own region.
 
