@@ -1,5 +1,5 @@
 // Turns the operands of the FFI calls `jdistadam_adam_squares` and `jdistadam_quantized_squares`
-// into calls that take sums of squares (squares.h), checking everything.
+// into calls that take sums of squares (squares.h), and checks all of them.
 //
 // operands  segments s32[n, 2], then those of `jdistadam_adam` or `jdistadam_quantized`.
 // results   sums f32[n, 3], partials f32[3, number of runs] (scratch), then those of the other
@@ -15,7 +15,7 @@ namespace jdistadam {
 using Segments = ffi::Buffer<ffi::S32, 2>;
 using SumsResult = ffi::Result<ffi::Buffer<ffi::F32, 2>>;
 
-struct AdamSquaresAttributes {  // in the order of their decoding below
+struct AdamSquaresAttributes {  // in the order in which they are decoded below
   AdamAttributes adam;
   ffi::Span<const int32_t> fine;
 };

@@ -1,4 +1,4 @@
-// What kernels that take sums of squares share on a CUDA device; the order is that of squares.h.
+// Shared by the CUDA kernels that take sums of squares; the order is that of squares.h.
 #pragma once
 
 #include "squares.h"
@@ -6,14 +6,14 @@
 namespace jdistadam {
 namespace {
 
-// Where a leaf's sums go.
+// The destination of a leaf's sums.
 struct RunsOfLeaf {
-  float* partials;  // of its first run
-  size_t num_runs;  // of all leaves: from one of the three to the next
+  float* partials;  // first run of the leaf
+  size_t num_runs;  // runs of all leaves: the stride between the three sums
   bool is_fine;
 };
 
-// The squares of a thread's elements; zero where it has none.
+// The squares of a thread's elements; zero for missing elements.
 template <int kVector>
 struct ThreadSquares {
   float x[kNumSquares][kVector] = {};
@@ -24,8 +24,8 @@ struct ThreadSquares {
   }
 };
 
-// Stores what the threads of a warp have, of which each has `n` <= 4 elements of a leaf from i on:
-// one run. All threads of the warp call this together.
+// Stores one run: the values of a warp's threads. Each thread has `n` <= 4 elements of a leaf, the
+// first at i. All threads of the warp call it together.
 __device__ __forceinline__ void StoreRuns(const RunsOfLeaf& to, size_t i, int n,
                                           const ThreadSquares<4>& squares) {
   static_assert(kRun == 32 * 4);

@@ -1,4 +1,4 @@
-// Sums of squares on the CPU: one task a sum.
+// Sums of squares on the CPU: one task for each sum.
 
 #include <algorithm>
 
@@ -8,7 +8,7 @@
 namespace jdistadam {
 namespace {
 
-// Adds adjacent terms, then adjacent sums, of a power of two of terms.
+// Adds adjacent terms, then adjacent sums; the number of terms is a power of two.
 template <size_t kSize>
 float SumTree(const float* __restrict__ terms) {
   if constexpr (kSize == 1) {

@@ -1,4 +1,4 @@
-// The second half of sums of squares on a CUDA device: a block adds the runs of one segment.
+// The second half of sums of squares on a CUDA device: one block sums the runs of one segment.
 
 #include "kernels_cuda.h"
 #include "norm.cuh"

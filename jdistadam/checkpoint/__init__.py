@@ -1,1 +1,1 @@
-"""Checkpoints: states of training as files, and back, on any mesh."""
+"""Checkpoints: saves training states to files and restores them on any mesh."""

@@ -1,12 +1,12 @@
-"""Adam's moments and main parameters by parameter, in trees as well as in flat arrays.
+"""Adam's moments and main parameters by parameter, in trees and in flat arrays.
 
-An array that is scattered where it is keeps its shards: nothing is sent. The leaves of a packed
-bucket are gathered, as one of them may be on several devices; a bucket is small.
+Scattered arrays keep their shards: nothing is sent. The leaves of a packed bucket are gathered,
+because one leaf may be on several devices; such a bucket is small.
 
 [Note: one collective at a time]
-Virtual CPU devices share a pool of threads. Of two programs with collectives that are started one
-after the other, and need nothing of each other, each can get a part of the threads and wait
-forever for the devices that have none. So whoever starts such a program waits for it.
+Virtual CPU devices share a pool of threads. If two independent programs with collectives start one
+after the other, each can get some of the threads and wait forever for the devices that have none.
+So every caller that starts such a program waits for it.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from jdistadam.training.placement import copy_to
 
 @dataclasses.dataclass
 class Param:
-    """A parameter of a state and what the optimizer keeps for it."""
+    """A parameter of a state and its optimizer state."""
 
     name: str
-    like: Any  # the parameter, or its shape; None where there are moments alone
+    like: Any  # the parameter, or its shape; None if there are only moments
     place: Sharding
     main_at: Sharding | None = None  # where its exact value is read; None: it has no moments either
-    # By "mu", "nu" and "ema": what they are as floats, and where.
+    # By "mu", "nu" and "ema": their types as floats, and their shardings.
     moments: dict[str, tuple[Any, Sharding]] = dataclasses.field(default_factory=dict)
-    kind: Codec = NOTHING  # which main parameter is kept beside it
-    sent: Any = None  # the dtype to which a step rounds it; None where it does not
+    kind: Codec = NOTHING  # which main parameter is kept for it
+    sent: Any = None  # the dtype to which a step rounds it; None: it does not
 
 
 class TreeAdam:
@@ -62,7 +62,7 @@ class TreeAdam:
     optional: tuple[str, ...] = ()
 
     def __init__(self, leaves: Sequence[parts.Leaf], place: Callable[[Any], Sharding]) -> None:
-        """Takes the leaves of a template, and what says where an array goes."""
+        """Takes the leaves of a template, and a function that returns an array's sharding."""
         self._place = place
         likes = {leaf.name: leaf.value for leaf in leaves if leaf.section}
         self._likes = {x: like for x, like in likes.items() if x.startswith(self.sections)}
@@ -82,11 +82,11 @@ class TreeAdam:
             self.units.append((name, [param]))
 
     def main_of(self, name: str) -> Any:
-        """Returns what the template has of the main parameter of a parameter."""
+        """Returns the template's main parameter of a parameter."""
         return self._likes.get(name.replace("params", "main_params", 1))
 
     def put(self, section: str, name: str, found: Sequence[Any]) -> None:
-        """Takes the moment or the main parameter of a parameter."""
+        """Stores the moment or the main parameter of a parameter."""
         name, (x,) = name.replace("params", section, 1), found
         like = self._likes[name]
         if is_codes(like):
@@ -94,7 +94,7 @@ class TreeAdam:
         self._new[name] = jax.device_put(x, jax.tree.map(self._place, like))
 
     def finished(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Returns moments and main parameters by name; what was not put is the template's."""
+        """Returns moments and main parameters by name; the template's if none was put."""
 
         def kept(x: Any) -> Any:
             is_shape = isinstance(x, jax.ShapeDtypeStruct)
@@ -114,11 +114,11 @@ def _specs(tree: Any) -> list[P]:
 class FlatAdam:
     """Moments and main parameters in a distributed state; each bucket is a unit.
 
-    Parameters that are frozen or without elements have no bucket, and are units with None.
+    Frozen and empty parameters have no bucket: they are units with None.
     """
 
     def __init__(self, params: Any, state: Any, tx: Any, *, starts_anew: bool = False) -> None:
-        """Takes a state, or its shapes, and whether all of it is put."""
+        """Takes a state, or its shapes, and whether all of it will be put."""
         config = tx.config
         self.config, self.state, self._starts_anew = config, state, starts_anew
         self.layout = tx.layout(params)
@@ -150,7 +150,7 @@ class FlatAdam:
         self.units += [(None, [param]) for param in alone.values()]
 
     def extract(self, bucket: Bucket, section: str, flat: Any) -> list[jax.Array]:
-        """Returns the leaves of a bucket, in the order of ``bucket.leaves``; of codes float32."""
+        """Returns the leaves of a bucket, in the order of ``bucket.leaves``; float32 for codes."""
         offset = bucket.offset
         if is_flat_codes(flat):
             flat, offset = flat_moments.decoded_shards(self.config, bucket, section, flat), 0
@@ -160,7 +160,7 @@ class FlatAdam:
 
     @functools.cached_property
     def _new(self) -> dict[str, Any]:
-        """The flat arrays: those of the template, if something of it may stay; else zeros."""
+        """The flat arrays: the template's if some of it may stay, else zeros."""
         new = {}
         for part in self.sections:
             like = getattr(self.state, part)
@@ -170,7 +170,7 @@ class FlatAdam:
         return new
 
     def _empty(self, section: str) -> Any:
-        """A moment, the main parameters or the average, all zero; None where there are none."""
+        """A moment, the main parameters or the average, all zero; None if there are none."""
         if section in parts.MOMENTS:
             return flat_moments.new_moment(self.config, self.layout, section)
         size, dtype = self.layout.main_size, self.config.policy.main_params.dtype
@@ -180,7 +180,7 @@ class FlatAdam:
         return flat_moments.zeros(self.config, of_device)
 
     def _empty_shards(self, bucket: Bucket) -> jax.Array:
-        """Zeros for the shards of all devices, each filled up to whole blocks; on the devices."""
+        """Zeros for the shards of all devices, each padded to whole blocks; on the devices."""
         parallel = self.config.parallel
         devices = parallel.num_shards * parallel.size(parallel.tensor_axes)
         size = devices * -(-bucket.shard_size // ALIGNMENT) * ALIGNMENT
@@ -189,11 +189,11 @@ class FlatAdam:
         return zeros
 
     def main_of(self, name: str) -> Any:
-        """Returns what the template has of main parameters."""
+        """Returns the template's main parameters."""
         return self.state.main_params
 
     def put(self, section: str, bucket: Bucket, found: Sequence[Any]) -> None:
-        """Takes what was found of a moment, or of the main parameters, of a bucket's leaves."""
+        """Stores a moment, or the main parameters, of a bucket's leaves."""
         flat, put = self._new[section], _inserter(self._form(bucket))
         if any(x is None for x in found):
             old = self.extract(bucket, section, flat)
@@ -206,7 +206,7 @@ class FlatAdam:
         self._new[section] = new
 
     def finished(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Returns the state, of name "", with those of ``values`` that the file need not have."""
+        """Returns the state under the name "", with ``values`` that the file may lack."""
         config, everywhere = self.config, NamedSharding(self.config.mesh, P())
         saved: dict[str, Any] = {}
         for part, kind in _SCALARS.items():
@@ -222,7 +222,7 @@ class FlatAdam:
             "key": values.get("key", storage.key) if storage.is_stochastic else None,
         }
         placed = jax.device_put(copy_to(scalars, everywhere), everywhere)
-        # On Explicit axes shardings come back spelled in another way: device_put copies nothing.
+        # On Explicit axes shardings come back in another spelling: device_put copies nothing.
         placed |= jax.device_put(self._new, self._place)
         return {"": self.state._replace(count=values["count"], **placed)}
 
@@ -244,14 +244,14 @@ class FlatAdam:
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """All that the two programs of a bucket depend on; buckets of one form share them."""
+    """Everything that determines the two programs of a bucket; buckets of one form share them."""
 
     parallel: DataParallel
     is_packed: bool
     shard_shape: tuple[int, ...]
     padding: int
-    starts: tuple[int, ...]  # of leaves in a packed bucket, and where the last one ends
-    shapes: tuple[tuple[int, ...], ...]  # of the parts of leaves that a tensor-parallel part has
+    starts: tuple[int, ...]  # of leaves in a packed bucket, and the end of the last one
+    shapes: tuple[tuple[int, ...], ...]  # of the leaves of one tensor-parallel part
     specs: tuple[P, ...]
 
     @property
@@ -260,7 +260,7 @@ class _Form:
 
     @property
     def num_rows(self) -> int:
-        """A shard in rows of ALIGNMENT: counted so, 32 bits hold every offset."""
+        """A shard in rows of ALIGNMENT: in rows, every offset fits into 32 bits."""
         return -(-self.size // ALIGNMENT)
 
     def compiled(self, local: Any, in_specs: Any, out_specs: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Saving: once, or every so many steps with the newest checkpoints kept."""
+"""Saves one checkpoint, or one every N steps with the newest kept."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from jdistadam.errors import CheckpointError, TreeError
 
 
 class Checkpointer:
-    """Saves states of a training into a folder, one after the other.
+    """Saves the states of a training run into a folder, one after the other.
 
-    Use it in a ``with`` block, or call ``close``: it waits for what is being written, and lets
-    others save into the folder. Each checkpoint is a folder named by its step, which gets this name
-    when it is complete; what an earlier process left unfinished is deleted. A new one must be the
-    newest: ``restore`` takes this one, and ``keep`` counts from it.
+    Use it in a ``with`` block, or call ``close``, which waits for pending writes and lets others
+    save into the folder. Each checkpoint is a folder named by its step; it gets this name when it
+    is complete. Unfinished checkpoints of an earlier process are deleted. A new checkpoint must be
+    the newest: ``restore`` reads the newest, and ``keep`` counts from it.
 
     Args:
-      folder: The folder, on a file system that renames atomically. It is made if it is missing.
+      folder: The folder, on a file system that renames atomically. It is created if missing.
       tx: The distributed optimizer; None for states of ``fused_adamw`` and of optax.
-      every: ``after_step`` saves where the step divides by it. None: never.
-      keep: How many of the newest checkpoints stay. None: all.
-      rollback_to: The step of an older checkpoint, from which training goes on in another way: all
-        newer ones are deleted, at once. Leave it out when the run is started again, which would
-        delete its own. None: none is deleted, and saving before the newest raises.
-      in_background: Whether to write while training goes on. A device then holds one bucket beside
-        the state while ``save`` runs, and the host this process's part of the state until it is
-        written; otherwise the host holds one bucket.
+      every: ``after_step`` saves if ``every`` divides the step. None: never.
+      keep: How many of the newest checkpoints to keep. None: all.
+      rollback_to: The step of an older checkpoint from which training continues differently: all
+        newer ones are deleted immediately. Leave it out when restarting the run: it would delete
+        the run's own checkpoints. None: nothing is deleted, and saving an older step raises.
+      in_background: Whether to write while training continues. If so, a device holds one bucket
+        besides the state while ``save`` runs, and the host holds this process's part of the state
+        until it is written. Otherwise the host holds one bucket.
 
     Raises:
-      CheckpointError: Another one saves into the folder, it cannot be written, there is no
-        checkpoint ``rollback_to``, or orbax-checkpoint is not installed.
+      CheckpointError: Another process saves into the folder, it cannot be written, the checkpoint
+        ``rollback_to`` does not exist, or orbax-checkpoint is not installed.
 
     Example:
       >>> import tempfile
@@ -74,7 +74,7 @@ class Checkpointer:
         storage.orbax()
         self.folder = folders.local_folder(folder)
         self.every, self._tx = every, tx
-        self._last: int | None = None  # which may still be written, and have no folder
+        self._last: int | None = None  # may still be being written, and have no folder yet
         self._handler = storage.array_handler()(waits=not in_background)
         with contextlib.ExitStack() as opened:
 
@@ -93,22 +93,23 @@ class Checkpointer:
 
     @compiled
     def save(self, state: Any, *, step: int | None = None, extra: Any = None) -> int:
-        """Saves a state; where it writes in the background, the state may change from then on.
+        """Saves a state; with background writes, the state may change once this returns.
 
         Args:
           state: A TrainState of this package or of Flax, or a dictionary with ``params`` and
             ``opt_state``.
           step: The number of the checkpoint. None: the count of the optimizer.
           extra: A tree of your own, for ``restore_extra``: jax arrays, numpy arrays of any dtype
-            but object, and Python's bool, int, float, str, bytes and None, which are written into
-            the header and should be small. All but global jax arrays is the same in all processes.
+            but object, and Python's bool, int, float, str, bytes and None. Python values are
+            written into the header and should be small. Everything but global jax arrays must be
+            the same in all processes.
 
         Returns:
           The number of the checkpoint.
 
         Raises:
-          CheckpointError: There is a checkpoint of this number, or a newer one; this save failed,
-            or the one before it in the background.
+          CheckpointError: A checkpoint of this number, or a newer one, exists; this save failed,
+            or the previous one in the background.
           LayoutError, TreeError, DtypeError: The state cannot be saved, or not with this ``tx``; it
             is traced. ``extra`` has a leaf that cannot be saved.
           AgreementError: ``extra`` differs between processes.
@@ -139,25 +140,25 @@ class Checkpointer:
         return number
 
     def after_step(self, step: int, state: Any, extra: Any = None) -> bool:
-        """Saves if ``every`` divides the step; call it after each step, also between saves.
+        """Saves if ``every`` divides the step; call it after every step.
 
         Args:
-          step: How many steps were taken, with this one: 1 after the first. It is ``state.step``
-            where no step was skipped for its gradients, and the number of the checkpoint.
-          state: What the step returned.
-          extra: As of ``save``.
+          step: The number of steps including this one: 1 after the first. It equals ``state.step``
+            unless gradients caused a skipped step, and is the number of the checkpoint.
+          state: The state that the step returned.
+          extra: As in ``save``.
 
         Returns:
           Whether it saved.
 
         Raises:
-          CheckpointError: A save failed, also one that ran in the background; or there are newer
-            checkpoints, also where this step is not saved.
+          CheckpointError: A save failed, also one in the background; or newer checkpoints exist,
+            even if this step is not saved.
         """
         self.check()
         if self.every is None:
             return False
-        if step < self._newest:  # now, rather than after many steps that cannot be saved
+        if step < self._newest:  # now, instead of after many steps that cannot be saved
             self._check_is_newest(step)
         if step % self.every:
             return False
@@ -165,18 +166,18 @@ class Checkpointer:
         return True
 
     def check(self) -> None:
-        """Raises CheckpointError if a save in the background has failed; does not wait for it."""
+        """Raises CheckpointError if a background save has failed; does not wait for it."""
         if not self._manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
-        """Waits until all is written; raises CheckpointError if that failed."""
-        with self._writing():  # what failed is told by it; check_for_errors has lost it by then
+        """Waits until everything is written; raises CheckpointError if that failed."""
+        with self._writing():  # its error says what failed; check_for_errors no longer has it
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
 
     def close(self) -> None:
-        """Waits as ``wait`` does, and raises what it does; then others may save."""
+        """Waits and raises as ``wait`` does; then others may save."""
         try:
             self.wait()
         finally:
@@ -187,7 +188,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """Closes; after another error, without one about a save that failed."""
+        """Closes; after another error, ignores one of a failed save."""
         try:
             self.close()
         except CheckpointError:
@@ -195,7 +196,7 @@ class Checkpointer:
                 raise
 
     def _check_is_newest(self, step: int) -> None:
-        """Raises CheckpointError where there are newer checkpoints, which restore would take."""
+        """Raises CheckpointError if there are newer checkpoints, which restore would read."""
         known = {*folders.steps_in(self.folder), *(() if self._last is None else (self._last,))}
         if newer := sorted(x for x in known if x > step):
             raise CheckpointError(
@@ -208,15 +209,15 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Raises CheckpointError in place of what orbax and the system do."""
+        """Turns errors of orbax and of the system into CheckpointError."""
         try:
             with storage.quiet():
                 yield
         except Exception as error:
             self._last = None
-            folders.remove_unfinished(self.folder)  # of a full disk it may be what fills it
+            folders.remove_unfinished(self.folder)  # they may be what fills the disk
             text = str(error).strip().partition("\n")[0]
-            if len(text) > 300:  # names of files, what the system says about them, and how it ends
+            if len(text) > 300:  # file names, the system's message, and its end
                 code = re.search(r"os_error_code=\W*(\d+)", str(error))
                 text = f"{text[:100]} … {os.strerror(int(code[1])) if code else text[-200:]}"
             raise CheckpointError(
@@ -227,7 +228,7 @@ class Checkpointer:
 
 
 def _on_first_process(folder: Path, function: Callable[[], None]) -> None:
-    """Calls a function on the first process; all raise if that fails."""
+    """Calls a function on the first process; all processes raise if it fails."""
     failure: Any = None
     if jax.process_index() == 0:
         try:
@@ -255,22 +256,22 @@ def save(
     step: int | None = None,
     extra: Any = None,
 ) -> int:
-    """Saves a state into ``folder/STEP`` and returns the step when all is written.
+    """Saves a state into ``folder/STEP`` and returns the step when all of it is written.
 
     The files do not depend on the mesh, the strategy or the number of processes: ``restore`` reads
-    them under any other. All processes call this. To save every so many steps, in the background,
-    use ``Checkpointer``.
+    them under any other. All processes call this. To save every N steps in the background, use
+    ``Checkpointer``.
 
     Args:
-      folder: The folder of all checkpoints of a training.
-      state: As of ``Checkpointer.save``; so are ``step`` and ``extra``.
+      folder: The folder of all checkpoints of a training run.
+      state: As in ``Checkpointer.save``.
       tx: The distributed optimizer; None for a state of ``fused_adamw`` or of optax.
       step: The number of the checkpoint. None: the count of the optimizer.
       extra: A tree of your own, for ``restore_extra``.
 
     Raises:
-      CheckpointError: There is a checkpoint of this step, or a newer one, another one saves into
-        the folder, or it cannot be written.
+      CheckpointError: A checkpoint of this step, or a newer one, exists, another process saves
+        into the folder, or it cannot be written.
       LayoutError, TreeError, DtypeError: The state cannot be saved, or not with this ``tx``.
 
     Example:

@@ -1,9 +1,9 @@
-r"""Checksums of arrays that do not depend on how they are placed on devices.
+r"""Checksums of arrays that do not depend on their placement on devices.
 
 The bits :math:`b_i` of each element are mixed with its position :math:`i` in the whole array, and
 the results are added modulo :math:`2^{32}`: :math:`\sum_i m(b_i \oplus m(i))`, where :math:`m` is
-the 32-bit finalizer of MurmurHash3. A second sum mixes once more. A sum has no order, so that every
-device adds up its own shard, and every process the sums of its devices.
+the 32-bit finalizer of MurmurHash3. A second sum mixes once more. The sum is independent of order,
+so each device sums its own shard, and each process adds the sums of its devices.
 
 As :math:`m` is invertible, a change of a single element always changes both sums; any other change
 goes unnoticed with a probability of :math:`2^{-64}`.
@@ -28,20 +28,20 @@ from jdistadam.errors import DtypeError
 
 
 class PartialSums:
-    """The sums of those shards of an array that this process holds, still being computed."""
+    """The sums of this process's shards of an array, computed asynchronously."""
 
     def __init__(self, x: jax.Array) -> None:
         self.is_of_one_process = x.is_fully_addressable
         mine = [shard for shard in x.addressable_shards if shard.replica_id == 0 and x.size]
         sharding: Any = x.sharding
         if x.size and isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
-            # By one program for all devices, which all processes start.
+            # One program for all devices, which all processes start.
             program = _program(x.shape, sharding.mesh, sharding.spec)
             sums = program(x, _starts(sharding, x.shape))
             of = {shard.device: shard.data for shard in sums.addressable_shards}
             self._arrays = [of[shard.device] for shard in mine]
         else:
-            with jax.set_mesh(Mesh(np.empty((), object), ())):  # the user's has other devices
+            with jax.set_mesh(Mesh(np.empty((), object), ())):  # the user's mesh has other devices
                 self._arrays = [
                     _program(x.shape)(shard.data, _starts_of(shard.index, x.ndim)[None])
                     for shard in mine
@@ -58,7 +58,7 @@ class PartialSums:
 def totals(sums: Sequence[PartialSums]) -> list[str]:
     """Returns the checksum of each array as 16 hexadecimal digits; all processes call this.
 
-    Of an array that each process has for itself, the sums of this one.
+    For an array that is local to each process, this process's sums.
 
     Example:
       >>> totals([PartialSums(jnp.arange(3.0)), PartialSums(jnp.arange(3.0)[::-1])])
@@ -84,7 +84,7 @@ def _program(shape: tuple[int, ...], mesh: Any = None, spec: Any = None) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _starts(sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
-    """Where the shard of each device begins: shape (devices, dimensions), one row on each."""
+    """The start of each device's shard: shape (devices, dimensions), one row on each device."""
     where = sharding.devices_indices_map(shape)
     mesh: Any = sharding.mesh
     rows = np.stack([_starts_of(where[device], len(shape)) for device in mesh.devices.flat])
@@ -94,7 +94,7 @@ def _starts(sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _starts_of(index: Any, ndim: int) -> np.ndarray:
-    """Where a block begins. Of a scalar, a row of one zero: no array here is without elements."""
+    """The start of a block. For a scalar, a row of one zero: no array here is empty."""
     starts = [part.start or 0 for part in index] if ndim else [0]
     return np.asarray(starts, np.int64).astype(np.uint32)
 
@@ -109,7 +109,7 @@ def _local_sums(x: jax.Array, starts: jax.Array, *, shape: tuple[int, ...]) -> j
         stride *= shape[dim]
     first = _mix(_bits(x) ^ _mix(position + jnp.uint32(0x9E3779B9)))
     second = _mix(first ^ jnp.uint32(0x85EBCA77))
-    # Both sums in one pass over the elements: on a CPU six times as fast as one after the other.
+    # Both sums in one pass over the elements: six times as fast as two passes on a CPU.
     zero = jnp.uint32(0)
     both = lax.reduce((first, second), (zero, zero), _add_both, tuple(range(x.ndim)))
     return jnp.stack(both)[None]
@@ -127,7 +127,7 @@ def _mix(h: jax.Array) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """The bits of each element in 32; of wider ones both halves, mixed."""
+    """The bits of each element in 32 bits; for wider dtypes both halves, mixed."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     if jnp.issubdtype(x.dtype, np.complexfloating):

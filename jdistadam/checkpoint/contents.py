@@ -1,4 +1,4 @@
-"""The arrays of a state as a checkpoint holds them, made from it a few at a time."""
+"""The arrays of a checkpoint, made from a state a few at a time."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 
 
 def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
-    """Returns what a checkpoint of a state and of a tree beside it holds; makes no array yet.
+    """Returns the contents of a checkpoint of a state and an extra tree; makes no array yet.
 
     Raises:
-      TreeError: This is no state of one Adam.
-      LayoutError: It is of another layout than that of ``tx``, or its params are not the rounded
-        main parameters.
+      TreeError: It is not a state with exactly one Adam.
+      LayoutError: Its layout differs from that of ``tx``, or its params are not the rounded main
+        parameters.
     """
     host_memory.check_memory(getattr(tx, "config", None), state=state)
     fields = parts.fields_of(state)
@@ -74,13 +74,13 @@ def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
 
 
 def _kind_of_main(leaves: Sequence[parts.Leaf]) -> Codec:
-    """Which main parameters the state of one program has."""
+    """The kind of main parameters in a state of one program."""
     kinds = {main_codec_of(leaf.value) for leaf in leaves if leaf.section == "main_params"}
     return max(kinds, key=lambda x: x.name, default=NOTHING)
 
 
 def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:
-    """Returns a whole state of the layout of ``tx`` on its devices, of numpy arrays too."""
+    """Returns a whole state in the layout of ``tx`` on its devices; accepts numpy arrays too."""
     check_distributed(tx)
     tx.check_state(state.opt_state, state.params)
     if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(state)):
@@ -93,7 +93,7 @@ def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:
 def _groups(
     leaves: Sequence[parts.Leaf], flat: FlatAdam | None, count: int, mesh: Mesh
 ) -> Iterator[Group]:
-    """All arrays of a state; of a distributed optimizer's bucket by bucket."""
+    """All arrays of a state; bucket by bucket for a distributed optimizer."""
     params = {leaf.name: leaf.value for leaf in leaves if leaf.section == "params"}
     units = [] if flat is None else flat.units
     sent = {param.name: param.sent.name for _, unit in units for param in unit if param.sent}
@@ -103,7 +103,7 @@ def _groups(
         elif leaf.section == "main_params":
             yield from _of_main(leaf, params, mesh)
         elif leaf.section in parts.MOMENTS:
-            both = parts.leaves(leaf.name, leaf.value)  # of codes
+            both = parts.leaves(leaf.name, leaf.value)  # codes and scales
             yield from (_whole(x.name, x.value, mesh) for x in both if x.value.size)
         else:
             is_same = leaf.is_count and np.shape(leaf.value) == () and int(leaf.value) == count
@@ -116,7 +116,7 @@ def _of_flat(flat: FlatAdam, mesh: Mesh) -> Iterator[Group]:
     is_dynamic = isinstance(config.loss_scale, DynamicLossScale)
     for section in ("count", "grad_norm", "key", "scaling", "guard"):
         for leaf in parts.leaves(section, getattr(state, section)):
-            # The counts of a constant scale say nothing; see extra_state.py.
+            # The counts of a constant scale carry no information; see extra_state.py.
             if is_dynamic or leaf.name not in ("scaling.growth_count", "scaling.hysteresis_count"):
                 yield _whole(leaf.name, leaf.value, mesh)
     for bucket, params in flat.units:
@@ -127,7 +127,7 @@ def _of_flat(flat: FlatAdam, mesh: Mesh) -> Iterator[Group]:
 
 
 def _of_bucket(flat: FlatAdam, bucket: Bucket, params: list[Param], section: str) -> Group:
-    """What a bucket has of a moment, in codes where it is in codes, or its main parameters."""
+    """A bucket's part of a moment, in codes if it is coded, or its main parameters."""
     array = getattr(flat.state, section)
     codec = codec_of(array) if is_flat_codes(array) and bucket.is_coded else None
 
@@ -153,13 +153,13 @@ def _of_bucket(flat: FlatAdam, bucket: Bucket, params: list[Param], section: str
 
 
 def _has_main_of_its_own(config: DistributedConfig, bucket: Bucket) -> bool:
-    """Whether main parameters are kept, and the params do not say their values."""
+    """Whether main parameters are kept that cannot be derived from the params."""
     is_sent_whole = config.policy.param_comm_dtype in (None, bucket.dtype)
     return bucket.has_main and not (bucket.dtype == jnp.float32 and is_sent_whole)
 
 
 def _exact(param: Any, stored: Any) -> jax.Array:
-    """The value of a main parameter, of which a remainder is but a half."""
+    """The value of a main parameter; a remainder is only its low half."""
     if stored.dtype == jnp.float32:
         return stored
     return _join(jax.device_put(param, getattr(stored, "sharding", None)), stored)
@@ -172,7 +172,7 @@ def _join(param: jax.Array, stored: jax.Array) -> jax.Array:
 
 
 def _of_main(leaf: parts.Leaf, params: dict[str, Any], mesh: Mesh) -> Iterator[Group]:
-    """A main parameter in the state of one program."""
+    """A main parameter of a state of one program."""
     x, param = leaf.value, params.get(leaf.name.replace("main_params", "params", 1))
     if param is None:
         raise TreeError(
@@ -189,7 +189,7 @@ def _of_main(leaf: parts.Leaf, params: dict[str, Any], mesh: Mesh) -> Iterator[G
 
 
 def _whole(name: str, x: Any, mesh: Mesh, **kwargs: Any) -> Group:
-    """An array that a state has as it is; of random keys the words."""
+    """An array that is saved unchanged; random keys as their words."""
     if trees.is_key(x):
         key = str(jax.random.key_impl(x))
         words = jax.eval_shape(jax.random.key_data, x)
@@ -203,14 +203,14 @@ def _whole(name: str, x: Any, mesh: Mesh, **kwargs: Any) -> Group:
 
 
 def _placed(name: str, x: Any, mesh: Mesh) -> jax.Array:
-    """A number or numpy array on every device."""
+    """A number or numpy array, replicated on every device."""
     if isinstance(x, jax.ShapeDtypeStruct) or not trees.is_number(x):
         raise TreeError(
             f"{name}: not an array: got {x!r}, expected a jax or numpy array, or a number. "
             "Leave it out of the state."
         )
     dtype = getattr(x, "dtype", None)
-    # A copy: on a CPU, JAX may share the memory of numpy arrays, which change while they are saved.
+    # A copy: on a CPU, JAX may share memory with numpy arrays, which can change during the save.
     array = np.array(x, jax.eval_shape(lambda x: x, x).dtype)
     if dtype is not None and dtype != array.dtype:  # numpy's float64 equals None
         raise DtypeError(
@@ -222,7 +222,7 @@ def _placed(name: str, x: Any, mesh: Mesh) -> jax.Array:
 
 
 def _mesh_of(params: Any) -> Mesh:
-    """A mesh for what is not on devices yet, of all devices that the params are on."""
+    """A mesh for arrays that are not on devices yet: all devices of the params."""
     for x in jax.tree.leaves(params):
         sharding = getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):

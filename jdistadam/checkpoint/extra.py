@@ -1,7 +1,7 @@
-"""What is saved beside a state: a tree of the user's, such as the position of a data iterator.
+"""A tree of the user's that is saved with a state, such as the position of a data iterator.
 
-jax arrays are saved as those of a state are, numpy arrays as their bytes, of whichever dtype, and
-Python's values in the header. Each comes back as what it was.
+jax arrays are saved like those of a state, numpy arrays of any dtype as their bytes, and Python
+values in the header. Each is restored as the type that it was.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from jdistadam.training.checks import check_agreement
 NAME = "extra"
 _VALUES = (bool, int, float, str, bytes, type(None))
 
-# What the header says of each leaf by name: its kind, its keys, and a value or a numpy dtype.
+# The header's entry of each leaf by name: its kind, its keys, and a value or a numpy dtype.
 About = dict[str, dict[str, Any]]
 
 
 def taken_apart(extra: Any) -> tuple[About, dict[str, Any]]:
-    """Returns what the header says of a tree, and the arrays by name, numpy's as bytes.
+    """Returns the header's entry of a tree, and the arrays by name, numpy's as bytes.
 
-    Raises TreeError for a leaf that cannot be saved, AgreementError where processes differ.
+    Raises TreeError for a leaf that cannot be saved, AgreementError if processes differ.
     """
     about: About = {}
     arrays: dict[str, Any] = {}
@@ -49,13 +49,13 @@ def taken_apart(extra: Any) -> tuple[About, dict[str, Any]]:
 
 
 def _is_none(x: Any) -> bool:
-    return x is None  # a leaf here
+    return x is None  # a leaf, not an empty subtree
 
 
 def _described(name: str, x: Any) -> dict[str, Any]:
-    """What the header says of a leaf; of a jax array its kind alone."""
+    """The header's entry of a leaf; only the kind for a jax array."""
     if isinstance(x, np.ndarray | np.generic) and not x.dtype.hasobject and not x.dtype.names:
-        dtype = x.dtype.name if x.dtype.kind == "V" else x.dtype.str  # bfloat16 has but a name
+        dtype = x.dtype.name if x.dtype.kind == "V" else x.dtype.str  # bfloat16 has only a name
         return {"kind": "numpy", "dtype": dtype, "shape": list(x.shape)}
     if isinstance(x, jax.Array) and not trees.is_traced(x):
         return {"kind": "jax"}
@@ -70,7 +70,7 @@ def _described(name: str, x: Any) -> dict[str, Any]:
 
 
 def _facts(about: About, arrays: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What all processes must say of a tree; of arrays of all processes, nothing."""
+    """What all processes must agree on; skips global arrays."""
     yield NAME, ", ".join(about)
     for name, leaf in about.items():
         x = arrays.get(name)
@@ -81,7 +81,7 @@ def _facts(about: About, arrays: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def restored_extra(reader: Reader, like: Any) -> Any:
-    """Returns the tree that a checkpoint has, in the structure of ``like`` or in dictionaries."""
+    """Returns the saved tree, in the structure of ``like`` or in dictionaries."""
     saved = reader.extra
     if like is None and not saved:
         raise _missing(reader, NAME, "any, as of save(..., extra=tree)")
@@ -102,7 +102,7 @@ def restored_extra(reader: Reader, like: Any) -> Any:
 
 
 def _value(about: dict[str, Any], found: Any) -> Any:
-    """A leaf of what was read: an array, or None where the header has the value."""
+    """A restored leaf: an array, or the header's value."""
     if about["kind"] == "numpy":
         x = np.frombuffer(np.asarray(found).tobytes(), np.dtype(about["dtype"]))
         return x.reshape(about["shape"]).copy()[()]
@@ -112,7 +112,7 @@ def _value(about: dict[str, Any], found: Any) -> Any:
 
 
 def nested(reader: Reader, keys: dict[str, Any], what: str) -> Any:
-    """Returns the names in dictionaries, under their keys, or a single one without keys."""
+    """Returns leaves in nested dictionaries by their keys, or a single leaf without keys."""
     tree: dict[str, Any] = {}
     for name, path in keys.items():
         if path is None:
@@ -131,7 +131,7 @@ def nested(reader: Reader, keys: dict[str, Any], what: str) -> Any:
 
 
 def _check_like(reader: Reader, leaves: dict[str, Any]) -> None:
-    """Raises unless a checkpoint has exactly these leaves, as they are."""
+    """Raises unless a checkpoint has exactly these leaves, of the same kinds and shapes."""
     for name, like in leaves.items():
         is_jax = isinstance(like, jax.Array | jax.ShapeDtypeStruct)
         asked = _text({"kind": "jax"} if is_jax else _described(name, like), like)
@@ -162,7 +162,7 @@ def _missing(reader: Reader, name: str, expected: str) -> TreeError:
 
 
 def _text(about: dict[str, Any], like: Any) -> str:
-    """Kind, dtype and shape of a leaf; ``like`` has those of a jax array."""
+    """Kind, dtype and shape of a leaf; for a jax array those of ``like``."""
     if about["kind"] == "jax":
         return f"jax {like.dtype} of shape {tuple(like.shape)}"
     if about["kind"] == "numpy":

@@ -1,10 +1,10 @@
-"""A folder of checkpoints: a folder and a header for each step, and who may save into it.
+"""A folder of checkpoints: a folder and a header for each step, and a lock for the saver.
 
-One process, or the first of several, saves at a time. The file ``.jdistadam.lock`` names it. Its
-lock, of the operating system, ends with the process however that ends, so that on one machine a
-file that was left behind is no obstacle. Other machines may not see the lock, on some network file
-systems: a file that names another machine counts until it is five minutes old, and who saves renews
-it every minute.
+One process, or the first of several, saves at a time. The file ``.jdistadam.lock`` names it. The
+operating system's lock on this file ends with the process, however it ends; so a file left behind
+does not block others on the same machine. Other machines may not see the lock on some network file
+systems: there a file that names another machine counts until it is five minutes old, and the saving
+process renews it every minute.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import numpy as np
 from jdistadam.errors import CheckpointError, HyperparameterError
 
 LOCK = ".jdistadam.lock"
-STALE_AFTER = 300.0  # seconds, after which a file that another machine wrote no longer counts
+STALE_AFTER = 300.0  # seconds until a file of another machine no longer counts
 _RENEWED_EVERY = 60.0
-_UNFINISHED = ".orbax-checkpoint-tmp"  # how the names of folders end that orbax has not finished
+_UNFINISHED = ".orbax-checkpoint-tmp"  # suffix of folders that orbax has not finished
 
 
 def check_step(step: Any, name: str = "step") -> None:
-    """Raises HyperparameterError unless a step is a whole number that is not negative."""
+    """Raises HyperparameterError unless a step is a nonnegative integer."""
     if not isinstance(step, int | np.integer) or isinstance(step, bool) or step < 0:
         raise HyperparameterError(
             f"{name}: not the number of a checkpoint: got {step!r}, "
@@ -42,7 +42,7 @@ def check_step(step: Any, name: str = "step") -> None:
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
-    """Returns an absolute path; raises CheckpointError unless it is one of a file system."""
+    """Returns an absolute path; raises CheckpointError unless it is on a file system."""
     text = os.fspath(folder)
     if "://" in text:
         raise CheckpointError(
@@ -53,15 +53,15 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Returns the steps of which a folder has complete checkpoints, in order."""
+    """Returns the steps of a folder's complete checkpoints, in order."""
     names = [x.name for x in folder.iterdir() if x.is_dir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def roll_back(folder: Path, step: int) -> None:
-    """Deletes the checkpoints that are newer than that of a step, the newest one first.
+    """Deletes the checkpoints that are newer than a step, newest first.
 
-    Raises CheckpointError where there are newer ones and none of this step.
+    Raises CheckpointError if there are newer ones and none of this step.
     """
     found = steps_in(folder)
     newer = [x for x in found if x > step]
@@ -72,13 +72,13 @@ def roll_back(folder: Path, step: int) -> None:
             "Pass the step of the checkpoint that was restored as rollback_to=."
         )
     for x in reversed(newer):
-        # The name of an unfinished one: what is left of it, if this is interrupted, is deleted.
+        # Named as unfinished: if this is interrupted, the rest is deleted later.
         old = (folder / str(x)).rename(folder / f"{x}{_UNFINISHED}")
         shutil.rmtree(old, ignore_errors=True)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Deletes what a save of this process left, unless others may be writing into it."""
+    """Deletes unfinished saves of this process, unless others may be writing into the folder."""
     if jax.process_count() == 1:
         for path in folder.glob(f"*{_UNFINISHED}"):
             shutil.rmtree(path, ignore_errors=True)
@@ -86,7 +86,7 @@ def remove_unfinished(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps others from saving into a folder, until it ends; raises CheckpointError if one does."""
+    """Locks a folder against other savers; raises CheckpointError if another one holds the lock."""
     path, done = folder / LOCK, threading.Event()
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     with contextlib.ExitStack() as stack:
@@ -107,7 +107,7 @@ def _renew(path: Path, done: threading.Event) -> None:
 
 
 def _check_free(path: Path, file: int) -> None:
-    """Locks the file; raises where that fails, or another machine saves, whose lock is not seen."""
+    """Locks the file; raises if that fails, or if another machine saves, whose lock is unseen."""
     holder: Any = {}
     with contextlib.suppress(OSError, ValueError):
         holder = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""The header of a checkpoint: what it holds, in which form, with a checksum of each array.
+"""The header of a checkpoint: its contents, their form, and a checksum of each array.
 
 One JSON file::
 
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jdistadam.errors import CheckpointError
 
 FORMAT = "jdistadam checkpoint"
-VERSION = 1  # grows whenever files of the same form would mean something else
+VERSION = 1  # increases when files of the same form would mean something else
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Entry:
     name: str
     shape: tuple[int, ...]  # without padding
     dtype: Any
-    key: str | None = None  # of random keys the implementation: the array holds their words
+    key: str | None = None  # of random keys, the implementation: the array holds their words
     keys: tuple[str, ...] | None = None  # as in parts.Leaf
-    is_count: bool = False  # a step counter equal to that of Adam
-    sent: str | None = None  # of a parameter that was rounded to be sent, the name of the dtype
+    is_count: bool = False  # a step counter equal to Adam's
+    sent: str | None = None  # dtype to which a parameter was rounded to be sent
     sum: str | None = None  # its checksum, once it is in a file
 
     @property
     def like(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of what was saved: of random keys, not those of their words."""
+        """Shape and dtype of the saved array; for random keys those of the keys."""
         words = jax.ShapeDtypeStruct(self.shape, self.dtype)
         if self.key is None:
             return words
@@ -52,7 +52,7 @@ class Entry:
 
 
 def header_text(about: dict[str, Any], entries: Sequence[Entry], sums: Sequence[str]) -> str:
-    """Returns the text of the header, for what is saved and its checksums."""
+    """Returns the text of the header, for the saved arrays and their checksums."""
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -88,7 +88,7 @@ def _versions() -> dict[str, str]:
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, Any]]:
-    """Returns the arrays of a checkpoint by name, and what it says of those of ``extra.py``.
+    """Returns the arrays of a checkpoint by name, and its entries of ``extra.py``.
 
     Raises:
       CheckpointError: The header is missing, damaged, or of another format or version.

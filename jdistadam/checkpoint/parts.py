@@ -1,18 +1,18 @@
-"""What the states of training that are saved and restored consist of, and what it is called.
+"""The parts of the training states that are saved and restored, and their names.
 
 A state is a tree with ``params`` and ``opt_state``: a TrainState of this package or of Flax, or a
-dictionary. Its arrays have names of which a part says what they are and the rest where::
+dictionary. An array's name begins with its kind and ends with its path::
 
     params['w']         a parameter, in the dtype of the model
-    main_params['w']    its exact value, where params do not say it
+    main_params['w']    its exact value, unless params have it
     mu['w'], nu['w']    its moments; in codes mu['w'].codes and mu['w'].scales
     ema['w']            the average of its exact values
     count               steps taken
     key                 the seed of random bits
-    opt_state[0].x      what transforms of a chain keep; any other field: model_state['mean'], rng
+    opt_state[0].x      state of transforms in a chain; other fields: model_state['mean'], rng
 
-The state of a distributed optimizer and the one of ``optax.adamw`` have the same names, so that
-one is restored from the other.
+The states of a distributed optimizer and of ``optax.adamw`` have the same names, so one can be
+restored from the other.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _ADAM = (DistributedState, optax.ScaleByAdamState)
 
 
 class Leaf(NamedTuple):
-    """An array of a state that has a name of its own."""
+    """A named array of a state."""
 
     name: str
-    value: Any  # the array, or its shape; BlockCodes, or a DistributedState, whose name is ""
-    keys: tuple[str, ...] | None = None  # that lead to it, if all are names in dictionaries
+    value: Any  # the array, or its shape; BlockCodes, or a DistributedState, named ""
+    keys: tuple[str, ...] | None = None  # the path to it, if it consists of dictionary keys alone
     section: str = ""  # "params", "main_params", "mu", "nu"; "" for all others
-    is_count: bool = False  # a step counter beside that of Adam: of a schedule, or of Flax
+    is_count: bool = False  # a step counter besides Adam's: a schedule's, or Flax's
 
 
 def fields_of(state: Any) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def _name_of(path: Any) -> str:
 def adam_of(opt_state: Any) -> Any:
     """Returns the one DistributedState or ScaleByAdamState in the state of an optimizer.
 
-    Raises TreeError where there is none, or more than one.
+    Raises TreeError if there is none, or more than one.
     """
     parts = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, _ADAM))
     found = [part for part in parts if isinstance(part, _ADAM)]
@@ -79,7 +79,7 @@ def adam_of(opt_state: Any) -> Any:
 
 
 def leaves_of(field: str, tree: Any) -> Iterator[Leaf]:
-    """Yields what a field of a state consists of, in the order of its leaves."""
+    """Yields the parts of a field of a state, in the order of its leaves."""
     if field == "params":
         yield from _section(field, tree)
         return
@@ -105,7 +105,7 @@ def _section(section: str, tree: Any) -> Iterator[Leaf]:
 
 
 def _is_schedule(x: Any) -> bool:
-    """Whether this is what optax keeps for a schedule, of the learning rate or weight decay."""
+    """Whether this is optax's state of a schedule, of the learning rate or weight decay."""
     return getattr(x, "_fields", None) == ("count",)
 
 
@@ -114,7 +114,7 @@ def _is_part(x: Any) -> bool:
 
 
 def leaves(name: str, tree: Any, is_leaf: Any = None) -> Iterator[Leaf]:
-    """Yields the leaves of a tree of this name with their names."""
+    """Yields the leaves of a tree with their names."""
     for path, x in trees.leaves_with_path(tree, is_leaf):
         names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
         keys = tuple(name for name in names if isinstance(name, str))
@@ -128,7 +128,7 @@ def named(section: str, tree: Any) -> dict[str, Any]:
 
 
 def path_of(name: str) -> str:
-    """Returns the path of a parameter, from the name of what belongs to it; else the name itself.
+    """Returns the path of a parameter from the name of one of its arrays; else the name itself.
 
     Example:
       >>> path_of("main_params['w']"), path_of("opt_state[0].mu['w']")

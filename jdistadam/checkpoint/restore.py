@@ -1,4 +1,4 @@
-"""Restoring: what a template asks for, found in a checkpoint and compared, before it is read."""
+"""Restoring: finds a template's arrays in a checkpoint and compares them before reading."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jdistadam.training.train_state import TrainState
 
 
 def checkpoint_steps(folder: str | os.PathLike[str]) -> list[int]:
-    """Returns the steps of which a folder has checkpoints, in order; of those that are complete.
+    """Returns the steps of a folder's complete checkpoints, in order.
 
     Example:
       >>> import tempfile
@@ -46,29 +46,29 @@ def restore(
 ) -> Any:
     """Returns the state of a checkpoint, for any number of devices, mesh and strategy.
 
-    Main parameters and moments come back bit for bit, and where the kind of main parameters is the
-    same, training goes on as if it had not stopped; on another number of devices sums may be added
-    in another order, and the loss gets other random keys. All is compared with the checksums that
-    were computed on the devices that saved. All processes call this.
+    Main parameters and moments are restored bit for bit. With the same kind of main parameters,
+    training continues as if it had not stopped; on another number of devices sums may be added in
+    another order, and the loss gets other random keys. All arrays are compared with the checksums
+    that the saving devices computed. All processes call this.
 
     Args:
-      folder: What ``save`` or ``Checkpointer`` wrote.
+      folder: The folder that ``save`` or ``Checkpointer`` wrote.
       template: A state of shapes, ``TrainState.shapes(params, tx)``, or of arrays; a TrainState of
-        Flax, or a dictionary with ``params`` and ``opt_state``, of optax's Adam. Where its
-        ``model_state`` or ``rng`` are None, they are as they were saved.
+        Flax, or a dictionary with ``params`` and ``opt_state``, of optax's Adam. A ``model_state``
+        or ``rng`` of None is restored as it was saved.
       tx: The distributed optimizer. None for a state of ``fused_adamw`` or of optax.
-      step: Which checkpoint. None: the newest.
-      cast: Whether arrays that were saved in another dtype are cast where that loses bits.
-      new: ``new(path)``: whether a parameter, its moments or another array need not be in the file
-        in the shape of the template. It stays as the template has it, which must have arrays then;
-        moments that the file lacks are zero, and an average begins with the parameter. Paths as in
-        errors: ``params['head']['kernel']`` stands for the moments too; ``ema['w']``,
+      step: The number of the checkpoint. None: the newest.
+      cast: Whether to cast arrays of another dtype even if that loses bits.
+      new: ``new(path)``: whether the file may lack a parameter, its moments or another array, or
+        have it in another shape. Such an array stays as in the template, which must have arrays
+        then; missing moments are zero, and a missing average begins with the parameter. Paths are
+        those of errors: ``params['head']['kernel']`` stands for the moments too; ``ema['w']``,
         ``opt_state[0].x``, ``model_state['mean']``.
-      unused: ``unused(path)``: whether what the file has need not be in the template.
+      unused: ``unused(path)``: whether the template may lack an array of the file.
 
     Raises:
       CheckpointError: There is no checkpoint, or it is damaged.
-      TreeError, ShapeError, DtypeError: It is not one of such a state; the message names the file
+      TreeError, ShapeError, DtypeError: It does not match the template; the message names the file
         and the leaf.
     """
     host_memory.check_memory(getattr(tx, "config", None), template=template)
@@ -87,7 +87,7 @@ def restore(
     values = restored.read()
     treedef: Any = jax.tree.structure(template, is_leaf=lambda x: x is not template)
     state = treedef.unflatten(values[name] for name in fields)
-    is_whole = isinstance(state, TrainState) and new is None  # its params are what was saved
+    is_whole = isinstance(state, TrainState) and new is None  # its params are those that were saved
     return remember_params(state) if is_whole else state
 
 
@@ -95,20 +95,20 @@ def restore(
 def restore_params(
     folder: str | os.PathLike[str], like: Any = None, *, step: int | None = None, cast: bool = False
 ) -> Any:
-    """Returns the parameters of a checkpoint alone, without an optimizer: for inference.
+    """Returns only the parameters of a checkpoint, without an optimizer: for inference.
 
     Args:
-      folder: What ``save`` or ``Checkpointer`` wrote.
-      like: Tree of arrays or of ``jax.ShapeDtypeStruct``, whose shardings say where parameters are
-        to be placed; without one on the first device. Where its dtype is float32 and the optimizer
-        kept main parameters, these are read: the exact values, of which the params are rounded
-        copies. None: dictionaries of the params, in the dtypes in which they were saved.
-      step: Which checkpoint. None: the newest.
-      cast: Whether they are cast to the dtypes of ``like`` where that loses bits.
+      folder: The folder that ``save`` or ``Checkpointer`` wrote.
+      like: Tree of arrays or of ``jax.ShapeDtypeStruct``, whose shardings place the parameters;
+        without a sharding they go to the first device. If its dtype is float32 and the optimizer
+        kept main parameters, these are read: the exact values, which the params round. None:
+        dictionaries of the params, in their saved dtypes.
+      step: The number of the checkpoint. None: the newest.
+      cast: Whether to cast to the dtypes of ``like`` even if that loses bits.
 
     Raises:
       CheckpointError: There is no checkpoint, or it is damaged.
-      TreeError, ShapeError, DtypeError: It has other parameters.
+      TreeError, ShapeError, DtypeError: Its parameters differ from ``like``.
 
     Example:
       >>> import tempfile
@@ -142,17 +142,17 @@ def restore_params(
 def restore_extra(
     folder: str | os.PathLike[str], like: Any = None, *, step: int | None = None
 ) -> Any:
-    """Returns the tree that was saved as ``extra`` beside the state of a checkpoint.
+    """Returns the tree that was saved as ``extra`` with the state of a checkpoint.
 
-    Each leaf comes back as what it was: jax arrays bit for bit, with their checksum compared, numpy
-    arrays in numpy, and Python's values.
+    Each leaf keeps its type: jax arrays are restored bit for bit and compared with their checksum,
+    numpy arrays in numpy, and Python values as such.
 
     Args:
-      folder: What ``save`` or ``Checkpointer`` wrote.
-      like: A tree like that which was saved, whose jax arrays, or ``jax.ShapeDtypeStruct`` in their
-        places, say by their shardings where the new ones go; its other values are ignored. None:
-        dictionaries, and jax arrays on the first device.
-      step: Which checkpoint. None: the newest.
+      folder: The folder that ``save`` or ``Checkpointer`` wrote.
+      like: A tree of the saved structure. The shardings of its jax arrays, or of
+        ``jax.ShapeDtypeStruct`` in their places, place the new ones; its other values are ignored.
+        None: dictionaries, and jax arrays on the first device.
+      step: The number of the checkpoint. None: the newest.
 
     Raises:
       CheckpointError: There is no checkpoint, or it is damaged.
@@ -172,7 +172,7 @@ def restore_extra(
 
 
 def _reader(folder: str | os.PathLike[str], step: int | None) -> storage.Reader:
-    """Finds a checkpoint, and reads its header."""
+    """Finds a checkpoint and reads its header."""
     orbax()
     if step is not None:
         folders.check_step(step)
@@ -189,12 +189,12 @@ def _reader(folder: str | os.PathLike[str], step: int | None) -> storage.Reader:
 
 
 def _names_in(reader: storage.Reader, field: str) -> list[str]:
-    """The names of what a checkpoint has of a field of the state."""
+    """The names of a checkpoint's arrays in a field of the state."""
     return [x for x in reader.entries if x == field or x.startswith((f"{field}[", f"{field}."))]
 
 
 def _saved_shapes(reader: storage.Reader, field: str) -> Any:
-    """Shapes of what a checkpoint has of a field, in dictionaries; None if that cannot be told."""
+    """Shapes of a checkpoint's field, in dictionaries; None if the structure is unknown."""
     keys = {name: reader.entries[name].keys for name in _names_in(reader, field)}
     if not keys or None in keys.values():
         return None

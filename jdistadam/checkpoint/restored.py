@@ -1,4 +1,4 @@
-"""A state put together again: what a template asks for, compared with a checkpoint, then read."""
+"""Rebuilds a state: compares a template with a checkpoint, then reads its arrays."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from jdistadam.training.placement import copy_to
 
 Predicate = Callable[[str], bool]
 
-# And "key": what another optimizer does not have.
+# And "key", which other optimizers lack.
 _ALWAYS_OPTIONAL = ("grad_norm", "scaling.", "guard.")
 
 
 class Request:
-    """Compares what a template asks for with what a checkpoint has, and notes what to read.
+    """Compares a template with a checkpoint, and records what to read.
 
-    Raises TreeError, ShapeError or DtypeError for what is not there, or differs from the template.
-    ``reads`` is what ``read`` reads, in this order; what ``take`` asked for is in ``values`` then.
+    Raises TreeError, ShapeError or DtypeError for arrays that are missing or differ from the
+    template. ``reads`` is what ``read`` reads, in this order; the arrays of ``take`` are in
+    ``values`` afterwards.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Request:
         new: Predicate | None = None,
         unused: Predicate | None = None,
     ) -> None:
-        """Takes the mesh on which arrays are that have no place, and arguments of ``restore``."""
+        """Takes the mesh for arrays without a sharding, and the arguments of ``restore``."""
         self.entries, self.new, self._reader = reader.entries, new, reader
         self._mesh, self._cast, self._unused = mesh, cast, unused
         self._used: set[str] = set()
@@ -52,12 +53,12 @@ class Request:
         self.values: dict[str, Any] = {}
 
     def has(self, name: str) -> bool:
-        """Returns whether the file has something, which is used then."""
+        """Returns whether the file has an array, and marks it as used."""
         self._used.add(name)
         return name in self.entries
 
     def array(self, name: str, like: Any) -> Entry | None:
-        """Returns what the file has of an array; None where it stays as the template has it."""
+        """Returns the file's entry of an array; None if it stays as in the template."""
         if not hasattr(like, "dtype"):
             like = jax.eval_shape(lambda: jnp.asarray(like))
         entry = self._of_shape(name, like.shape)
@@ -74,26 +75,26 @@ class Request:
         return entry
 
     def moment(self, name: str, like: Any) -> list[Entry]:
-        """Returns what the file has of a moment like one of floats: these, or codes and scales.
+        """Returns the entries of a moment like one of floats: those of floats, or codes and scales.
 
-        Nothing where it stays as the template has it.
+        Empty if it stays as in the template.
         """
         if 0 in like.shape:
-            return []  # not saved: a distributed state has none of it
+            return []  # not saved: a distributed state lacks it
         codes, scales = (self.entries.get(f"{name}.{part}") for part in ("codes", "scales"))
         if codes is None or scales is None:
             entry = self.array(name, like)
             return [] if entry is None else [entry]
-        self._check_dtype(name, scales, like.dtype)  # that of the decoded moment
+        self._check_dtype(name, scales, like.dtype)  # the dtype of the decoded moment
         blocks = coded_leaves.num_scales(like.shape)
         found = self._of_shape(codes.name, like.shape), self._of_shape(scales.name, (blocks,))
         return [codes, scales] if all(found) else []
 
     def exact(self, name: str, like: Any, *, keeps_main: bool) -> Entry | None:
-        """Returns what the file has of the exact value of a parameter.
+        """Returns the file's entry of the exact value of a parameter.
 
-        None where the parameter stays as the template has it. ``keeps_main``: whether the value is
-        kept in float32 beside a parameter of 16 bits.
+        None if the parameter stays as in the template. ``keeps_main``: whether the value is kept in
+        float32 in addition to a 16-bit parameter.
         """
         main = name.replace("params", "main_params", 1)
         source = main if self.has(main) else name
@@ -104,7 +105,7 @@ class Request:
         return entry
 
     def finish(self, ignored: Iterable[str] = ()) -> None:
-        """Raises TreeError if the file has what was neither asked for nor is among ``ignored``."""
+        """Raises TreeError if the file has arrays that are neither used nor in ``ignored``."""
         self._used.update(ignored)
         rest = [
             name
@@ -122,7 +123,7 @@ class Request:
             )
 
     def take(self, name: str, like: Any, entry: Entry | None = None) -> None:
-        """Notes to read an array into ``values``: placed like another one, in its dtype."""
+        """Records that an array is read into ``values``: placed like another one, in its dtype."""
         found = entry or self.entries[name]
 
         def use(arrays: list[jax.Array]) -> None:
@@ -134,7 +135,7 @@ class Request:
         self.reads.append(Read([(found, self.place(like))], use))
 
     def place(self, like: Any) -> Sharding:
-        """Returns where an array goes: as the template says, else everywhere on the mesh."""
+        """Returns the sharding of an array: the template's, else replicated over the mesh."""
         sharding = getattr(like, "sharding", None)
         if isinstance(sharding, Sharding) and not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
             return sharding
@@ -143,12 +144,12 @@ class Request:
         return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def read(self) -> dict[str, Any]:
-        """Reads all that was noted; returns ``values``."""
+        """Reads everything recorded; returns ``values``."""
         self._reader.read(self.reads)
         return self.values
 
     def _of_shape(self, name: str, shape: tuple[int, ...]) -> Entry | None:
-        """What the file has under a name; raises if that is of another shape, and need not be."""
+        """The file's entry of a name; raises if its shape differs and must not."""
         self._used.add(name)
         entry = self.entries.get(name)
         if entry is not None and entry.like.shape == tuple(shape):
@@ -164,7 +165,7 @@ class Request:
         )
 
     def _check_dtype(self, name: str, entry: Entry, dtype: Any) -> None:
-        """Raises DtypeError where a cast to the template's dtype would lose bits."""
+        """Raises DtypeError if a cast to the template's dtype would lose bits."""
         saved = entry.dtype
         floats = all(jnp.issubdtype(x, jnp.floating) for x in (dtype, saved))
         if saved == dtype or self._cast or (floats and jnp.promote_types(dtype, saved) == dtype):
@@ -176,15 +177,15 @@ class Request:
         )
 
 
-# Of one parameter: "params", and what is new in the sections of the state; None stays.
+# For one parameter: "params", and the new sections of the state; None stays as it was.
 Made = dict[str, jax.Array | None]
 
 
 class Restored:
-    """The fields of a state like a template, compared with the header; ``read`` makes them."""
+    """The fields of a state like a template, compared with the header; ``read`` reads them."""
 
     def __init__(self, request: Request, fields: dict[str, Any], tx: Any) -> None:
-        """Takes where to ask, the template, and the distributed optimizer."""
+        """Takes the request, the template, and the distributed optimizer."""
         self._request, self._fields = request, fields
         self._leaves = {name: list(parts.leaves_of(name, x)) for name, x in fields.items()}
         leaves = [leaf for of_field in self._leaves.values() for leaf in of_field]
@@ -206,7 +207,7 @@ class Restored:
             request.take(name, None)
 
     def _ask_other(self, leaf: parts.Leaf) -> None:
-        """Asks for an array that is in the state as it is saved."""
+        """Requests an array that the state has as it is saved."""
         request = self._request
         if leaf.is_count and not request.has(leaf.name):
             request.take(leaf.name, leaf.value, request.entries["count"])
@@ -216,7 +217,7 @@ class Restored:
             request.values[leaf.name] = _of_template(leaf.name, leaf.value)
 
     def read(self) -> dict[str, Any]:
-        """Reads all; returns the fields of the state."""
+        """Reads everything; returns the fields of the state."""
         values = self._request.read()
         values |= self._adam.finished(values)
         return {
@@ -228,7 +229,7 @@ class Restored:
         }
 
     def _ask_unit(self, unit: Any, params: list[Param]) -> None:
-        """Asks for the parameters of a unit, which are read and put into the state together."""
+        """Requests the parameters of a unit, which are read and put into the state together."""
         asked = [self._ask(param) for param in params]
 
         def use(arrays: list[jax.Array]) -> None:
@@ -244,14 +245,14 @@ class Restored:
         self._request.reads.append(Read([one for wanted, _ in asked for one in wanted], use))
 
     def _ask(self, param: Param) -> tuple[list[Wanted], Callable[[Iterator[jax.Array]], Made]]:
-        """Compares a parameter with the header; returns what to read, and what uses that."""
+        """Compares a parameter with the header; returns what to read, and the function using it."""
         exact = self._exact_entry(param)
         moments = {x: self._moment_entries(param, x, exact is None) for x in param.moments}
         wanted: list[Wanted] = [(exact, param.main_at or param.place)] if exact else []
         for section, (_, place) in param.moments.items():
             wanted += zip(moments[section], (place, _everywhere(place)), strict=False)
         # Before the first step, and after reload_main_params, a parameter is not rounded as a step
-        # rounds it to send it: the file knows.
+        # rounds it to send it: the file records this.
         saved, sent = self._request.entries.get(param.name), param.sent and param.sent.name
         arrives = False
         if saved and exact and sent and (saved.dtype, saved.sent) == (param.like.dtype, sent):
@@ -267,12 +268,12 @@ class Restored:
         arrives: bool,
         arrays: Iterator[jax.Array],
     ) -> Made:
-        """What becomes of the arrays that were read for a parameter."""
+        """The new arrays of a parameter, from those that were read."""
         exact, made = next(arrays) if has_exact else None, Made()
         for section, (like, place) in param.moments.items():
             found = [next(arrays) for _ in moments[section]]
             if section == "ema" and not found and exact is not None:
-                found = [exact]  # an average that the file lacks begins with the parameter
+                found = [exact]  # a missing average begins with the parameter
             made[section] = _floats(section, found, like.dtype, place) if found else None
         if param.kind.is_stored:
             made["main_params"] = None if exact is None else _stored(param.kind)(exact)
@@ -284,15 +285,15 @@ class Restored:
         return made
 
     def _moment_entries(self, param: Param, section: str, stays: bool) -> list[Entry]:
-        """What the file has of a moment or an average, which stays where the parameter does."""
+        """The entries of a moment or an average, which stays if the parameter does."""
         name = param.name.replace("params", section, 1)
         if section == "ema" and stays:
-            self._request.has(name)  # and not read
+            self._request.has(name)  # marks it as used without reading it
             return []
         return self._request.moment(name, param.moments[section][0])
 
     def _exact_entry(self, param: Param) -> Entry | None:
-        """What the file has of a parameter's exact value; None where the template's stays."""
+        """The entry of a parameter's exact value; None if the template's stays."""
         request, name, like = self._request, param.name, param.like
         if like is None:
             return None
@@ -307,12 +308,12 @@ class Restored:
 
 
 def _everywhere(place: Sharding) -> Sharding:
-    """Where the scales of codes are read."""
+    """A replicated sharding, for the scales of codes."""
     return NamedSharding(place.mesh, P()) if isinstance(place, NamedSharding) else place
 
 
 def _of_template(name: str, x: Any) -> Any:
-    """Returns what stays as the template has it; raises TreeError if that is but a shape."""
+    """Returns an array of the template that stays; raises TreeError if it is only a shape."""
     if not isinstance(x, jax.ShapeDtypeStruct):
         return x
     raise TreeError(
@@ -322,7 +323,7 @@ def _of_template(name: str, x: Any) -> Any:
 
 
 def _floats(section: str, found: Sequence[jax.Array], dtype: Any, place: Sharding) -> jax.Array:
-    """A moment as it was read, or in codes and scales, as floats."""
+    """A moment as floats, read as floats or as codes and scales."""
     x = found[0]
     if len(found) > 1:
         x = jax.block_until_ready(coded_leaves.decoded(section, *found))
@@ -330,7 +331,7 @@ def _floats(section: str, found: Sequence[jax.Array], dtype: Any, place: Shardin
 
 
 def _rounded(param: Param, exact: Any, sent: Any) -> Any:
-    """A parameter of its exact value, rounded and placed; that of the template without one."""
+    """A parameter from its exact value, rounded and placed; the template's if there is none."""
     dtype, place = param.like.dtype, param.place
     if exact is None:
         new = copy_to(param.like, place)
@@ -338,18 +339,18 @@ def _rounded(param: Param, exact: Any, sent: Any) -> Any:
         new = cast(exact, dtype)
     else:
         new = jax.block_until_ready(_rounder(param.kind, dtype, sent, place)(exact))
-    return jax.device_put(new, place)  # the same, spelled so
+    return jax.device_put(new, place)  # equal, in the spelling of place
 
 
 @functools.lru_cache(maxsize=4096)
 def _rounder(kind: Codec, dtype: Any, sent: Any, place: Sharding) -> Any:
-    """A program that makes a parameter of its exact value: rounded, sent and placed.
+    """A program that makes a parameter from its exact value: rounded, sent and placed.
 
     [Note: one collective at a time]
     """
 
     def rounded(value: jax.Array) -> jax.Array:
-        if kind.is_remainder:  # a part of the value
+        if kind.is_remainder:  # the low half of the value
             param: jax.Array = kind.split(value.astype(jnp.float32), dtype, jnp)[0]
         else:
             param = collectives.round_to(value, dtype)
@@ -360,5 +361,5 @@ def _rounder(kind: Codec, dtype: Any, sent: Any, place: Sharding) -> Any:
 
 @functools.cache
 def _stored(kind: Codec) -> Any:
-    """A program that makes what is kept beside a parameter, of its exact value."""
+    """A program that makes the stored main parameter from the exact value."""
     return jax.jit(lambda value: kind.split(value.astype(jnp.float32), jnp.bfloat16, jnp)[1])

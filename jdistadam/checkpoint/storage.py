@@ -1,9 +1,9 @@
 """The files of one checkpoint: arrays that orbax writes and reads, and a header with checksums.
 
-orbax does what is hard about files: arrays of which each process writes its shards, a folder that
-gets its name when all is in it, writing in the background, and deleting old steps. Beside that this
-module makes the arrays a few at a time, so that they are never there all at once, and compares a
-checksum of each: orbax loads changed bits, casts and pads without a word.
+orbax does the hard parts: each process writes its shards, a folder gets its name when it is
+complete, writing runs in the background, and old steps are deleted. This module makes the arrays a
+few at a time, so that they never exist all at once, and compares a checksum of each: orbax loads
+changed bits, casts and pads without a warning.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from jdistadam.checkpoint.checksum import PartialSums, totals
 from jdistadam.checkpoint.header import Entry, header_text, read_header
 from jdistadam.errors import CheckpointError
 
-# The first release of orbax-checkpoint that asks our handler for arrays which are not made yet.
+# The first release of orbax-checkpoint that asks our handler for arrays that do not exist yet.
 OLDEST_ORBAX = "0.12.1"
-ITEM = "state"  # the folder with the arrays, in that of a step
+ITEM = "state"  # the folder with the arrays, within that of a step
 FILE = "header.json"
-# Arrays are made and written so many bytes of a device at once, or one alone if it is larger.
+# Bytes of a device that are made and written at once; a single array may be larger.
 BATCH_BYTES = 32 << 20
-# Size of the files. With orbax's 2 GiB nearly all goes into one, which one thread writes.
+# Size of the files. With orbax's 2 GiB nearly all data goes into one, which one thread writes.
 FILE_BYTES = 64 << 20
-# Of an array that all processes have, each writes a part, unless the part is smaller than this.
+# Each process writes a part of a replicated array, unless the part is smaller than this.
 SMALL_BYTES = 1 << 16
 
 compiled = jax.disable_jit(False)
-"""Makes a function compile its programs, which say where results are, under jax_disable_jit too."""
+"""Makes a function compile its programs, which place their results, under jax_disable_jit too."""
 
 Wanted = tuple[Entry, Sharding]
-"""An array to read, and where it goes."""
+"""An array to read, and its sharding."""
 
 
 class Group(NamedTuple):
@@ -52,29 +52,29 @@ class Group(NamedTuple):
 
     entries: Sequence[Entry]
     make: Callable[[], Sequence[jax.Array]]
-    nbytes: int = 0  # of a device, which they take beside the state or as a part of it
+    nbytes: int = 0  # of a device: besides the state, or as a part of it
 
 
 class Contents(NamedTuple):
-    """All that a checkpoint holds, and what its header says: count, main parameters, layout."""
+    """All contents of a checkpoint, and its header: count, main parameters, layout."""
 
     groups: list[Group]
     about: dict[str, Any]
 
     def filled(self) -> list[Group]:
-        """Returns the groups without those of empty arrays, which orbax does not take."""
+        """Returns the groups without empty arrays, which orbax rejects."""
         return [g for g in self.groups if all(math.prod(entry.shape) for entry in g.entries)]
 
 
 class Read(NamedTuple):
-    """Arrays that are read together, and what takes them."""
+    """Arrays that are read together, and the function that takes them."""
 
     wanted: Sequence[Wanted]
     use: Callable[[list[jax.Array]], Any]
 
     @property
     def nbytes(self) -> int:
-        """What a device holds of them."""
+        """The bytes of them that a device holds."""
         return sum(
             math.prod(place.shard_shape(entry.shape)) * entry.dtype.itemsize
             for entry, place in self.wanted
@@ -82,7 +82,7 @@ class Read(NamedTuple):
 
 
 def batches(items: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yields groups or reads in lists of at most BATCH_BYTES, or of one alone."""
+    """Yields groups or reads in lists of at most BATCH_BYTES, or of a single larger one."""
     batch: list[Any] = []
     filled = 0
     for item in items:
@@ -117,7 +117,7 @@ def orbax() -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps orbax's warnings about its own future, and its reports of what we raise, off."""
+    """Silences orbax's warnings about its own future, and its reports of our errors."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -128,7 +128,7 @@ def quiet() -> Iterator[None]:
 
 
 def manager(folder: Path, handler: Any, keep: int | None, in_background: bool) -> Any:
-    """Returns orbax's CheckpointManager of a folder; it deletes what a save left unfinished."""
+    """Returns orbax's CheckpointManager of a folder; it deletes unfinished saves."""
     ocp = orbax()
     types = ocp.type_handlers.create_type_handler_registry((Entry, handler))
     of_trees: Any = dict(use_zarr3=True, use_compression=False, type_handler_registry=types)
@@ -140,7 +140,7 @@ def manager(folder: Path, handler: Any, keep: int | None, in_background: bool) -
 
 
 def args_of(contents: Contents) -> Any:
-    """Returns the arguments with which the manager saves."""
+    """Returns the manager's arguments for saving."""
     entries = [entry for group in contents.filled() for entry in group.entries]
     tree, args = {_escaped(entry.name): entry for entry in entries}, orbax().args
     saved = args.PyTreeSave(tree, ocdbt_target_data_file_size=FILE_BYTES)
@@ -149,13 +149,13 @@ def args_of(contents: Contents) -> Any:
 
 @functools.cache
 def array_handler() -> Any:
-    """The class that makes arrays as orbax writes them: orbax is needed to define it."""
+    """The class that makes arrays as orbax writes them; defining it needs orbax."""
     ocp: Any = orbax()
 
     class ArrayHandler(ocp.type_handlers.ArrayHandler):
         def __init__(self, *, waits: bool) -> None:
-            # One file for all shardings, and one for all metadata, do not go with batches. Of one
-            # process no device needs help to write what all have: slices of it would be copies.
+            # A single file for all shardings or for all metadata does not work with batches. With
+            # one process, no device helps to write replicated arrays: slices would be copies.
             super().__init__(
                 enable_write_sharding_file=False,
                 array_metadata_store=None,
@@ -163,12 +163,12 @@ def array_handler() -> Any:
                 min_slice_bytes_for_replica_parallel=SMALL_BYTES,
             )
             self._waits = waits
-            self.contents: Any = None  # what is saved next
+            self.contents: Any = None  # saved next
 
         async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
-            """Writes the arrays in batches; if it waits, one is made while another is written."""
+            """Writes the arrays in batches; if it waits, it makes one while writing another."""
             contents, self.contents = self.contents, None
-            for info in infos:  # it has a lock of one event loop, and each batch has another one;
+            for info in infos:  # its lock belongs to one event loop, each batch has another;
                 info.byte_limiter = None  # without it each batch is written as one transaction
             known = {entry.name: pair for entry, *pair in zip(values, infos, args, strict=True)}
             sums: dict[str, PartialSums] = {}
@@ -179,17 +179,17 @@ def array_handler() -> Any:
                     pairs = [known[name] for name in new]
                     started = await super().serialize(arrays, *zip(*pairs, strict=True))
                     del arrays
-                    for of_array in new.values():  # which hold the arrays until they are there
+                    for of_array in new.values():  # they hold the arrays until then
                         of_array.value()
                     sums |= new
-                    before, running = running, running + started  # with the copies on the host
+                    before, running = running, running + started  # they hold host copies
                     if self._waits:
                         for future in before:
                             future.result()
                         running = started
                     del before, started
             except Exception:
-                for future in running:  # nothing is written when this has raised
+                for future in running:  # nothing is written if this has raised
                     with contextlib.suppress(Exception):
                         future.result()
                 raise
@@ -205,7 +205,7 @@ def array_handler() -> Any:
     return ArrayHandler
 
 
-@compiled  # here too: where the caller is in an event loop, orbax takes another thread
+@compiled  # here too: if the caller is in an event loop, orbax takes another thread
 def _made(batch: list[Group]) -> tuple[list[jax.Array], dict[str, PartialSums]]:
     """The arrays of a batch, and their checksums by name."""
     arrays = [x for group in batch for x in group.make()]
@@ -221,11 +221,11 @@ async def _write(info: Any, text: str) -> None:
 class Reader:
     """Reads arrays of one checkpoint, and compares their checksums.
 
-    orbax's readers of a whole tree parse what they know of every array once per batch: of GPT-2 XL
-    that takes longer than to read the batch.
+    orbax's readers of a whole tree parse their metadata of every array once per batch: for GPT-2 XL
+    that takes longer than reading the batch.
 
-    ``path`` is the header, ``entries`` is what there is to read, by name, and ``extra`` is what the
-    header says of the tree beside the state.
+    ``path`` is the header, ``entries`` are the readable arrays by name, and ``extra`` is the
+    header's entry of the extra tree.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -236,14 +236,14 @@ class Reader:
         self._context = orbax().type_handlers.get_ts_context(use_ocdbt=True)
 
     def read(self, reads: Iterable[Read]) -> None:
-        """Reads arrays in batches, and hands them over; raises CheckpointError of a damaged one."""
+        """Reads arrays in batches and passes them on; raises CheckpointError for a damaged one."""
         for batch in batches(reads):
             wanted = [one for read in batch for one in read.wanted]
             arrays = self._load(wanted)
             for (entry, _), got in zip(wanted, totals([*map(PartialSums, arrays)]), strict=True):
                 if got != entry.sum:
                     raise self._damaged(entry, f"checksum {got}", entry.sum)
-            for read in batch:  # each array is free as soon as it was used
+            for read in batch:  # each array is freed once it is used
                 read.use([arrays.pop(0) for _ in read.wanted])
 
     def _load(self, wanted: Sequence[Wanted]) -> list[jax.Array]:
@@ -251,10 +251,10 @@ class Reader:
         try:
             with quiet():
                 found = iter(self.load(filled) if filled else [])
-        except Exception as error:  # orbax's own are of many kinds, and thousands of lines long
-            # Of several processes each would read others again.
+        except Exception as error:  # orbax raises many kinds of errors, with thousands of lines
+            # With several processes, each would read different arrays again.
             for one in filled if len(filled) > 1 and jax.process_count() == 1 else []:
-                self._load([one])  # says which it is
+                self._load([one])  # its error names the array
             text, _, _ = f"{type(error).__name__}: {str(error).strip()}".partition("\n")
             raise self._damaged(filled[0][0], text[:200], "an array that can be read") from None
         arrays = []
@@ -263,7 +263,7 @@ class Reader:
             x = next(found) if math.prod(shape) else empty(shape, dtype, place)
             if not isinstance(x, jax.Array) or (x.shape, x.dtype) != (shape, dtype):
                 raise self._damaged(entry, f"{x!r:.100}", f"{dtype}, shape {shape}")
-            # On Explicit axes shardings come back spelled in another way; nothing is copied.
+            # On Explicit axes shardings come back in another spelling; nothing is copied.
             arrays.append(jax.device_put(x, place))
         return arrays
 
@@ -282,8 +282,8 @@ class Reader:
             try:
                 return await handler.deserialize(infos, args)
             except Exception:
-                # orbax raises at the first error. A read that is left half done would print a page
-                # when it is deleted, or when it finds its event loop closed.
+                # orbax raises at the first error. An unfinished read would print a page when it is
+                # deleted, or when its event loop is closed.
                 left = asyncio.all_tasks() - {asyncio.current_task()}
                 await asyncio.gather(*left, return_exceptions=True)
                 raise
@@ -299,7 +299,7 @@ class Reader:
 
 
 def _result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine; also for a caller in an event loop, as a notebook's is."""
+    """Runs a coroutine; also if the caller is in an event loop, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -307,16 +307,16 @@ def _result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
     has_64_bits = bool(jnp.result_type(float) == jnp.float64)
 
     def run() -> Any:
-        with jax.enable_x64(has_64_bits):  # which holds for one thread, if set as a context
+        with jax.enable_x64(has_64_bits):  # as a context it holds for one thread
             return asyncio.run(coroutine)
 
-    # Not always in a thread: malloc keeps for each thread what it has freed.
+    # Only in a thread if needed: malloc keeps freed memory for each thread.
     with futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(run).result()
 
 
 def cast(array: jax.Array, dtype: Any) -> jax.Array:
-    """Returns an array in another dtype, placed as it is."""
+    """Returns an array in another dtype, with the same placement."""
     if array.dtype == dtype or array.size:
         return array.astype(dtype)
     return empty(array.shape, dtype, array.sharding)
@@ -325,13 +325,13 @@ def cast(array: jax.Array, dtype: Any) -> jax.Array:
 def empty(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
     """Returns an array without elements.
 
-    Not a program's result: XLA gives each device one of the whole shape, also where JAX says that
-    it has a part of it, and whoever reads such an array finds that the shapes differ.
+    It is not a program's result: XLA gives each device an array of the whole shape, even if JAX
+    says that it has a part, and readers of such an array find that the shapes differ.
     """
     zeros = np.zeros(shape, dtype)
     return jax.make_array_from_callback(shape, sharding, lambda index: zeros[index])
 
 
 def _escaped(name: str) -> str:
-    """A name that orbax can use as a part of a path."""
+    """A name that orbax can use in a path."""
     return name.replace("%", "%25").replace("/", "%2F")

@@ -1,4 +1,4 @@
-"""The memory that arrays are in: of their device, or pinned memory of the host beside it."""
+"""The memory of arrays: that of their device, or pinned memory of its host."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from jax import lax
 
 HOST = "pinned_host"
 MEMORIES = ("device", HOST)
-"""What ``state_memory`` may be: JAX's own names of kinds of memory."""
+"""The values of ``state_memory``: JAX's names of memory kinds."""
 
 
 def to_host(tree: Any) -> Any:
-    """Brings arrays to the host in a program, unless their types say that they are there."""
+    """Moves arrays to the host in a program, unless their types say that they are there."""
     return jax.tree.map(lambda x: _to(x, jax.memory.Space.Host), tree)
 
 
 def to_device(tree: Any) -> Any:
-    """Brings arrays to the device in a program, unless their types say that they are there."""
+    """Moves arrays to the device in a program, unless their types say that they are there."""
     return jax.tree.map(lambda x: _to(x, jax.memory.Space.Device), tree)
 
 
 def is_on_host(x: Any) -> bool:
-    """Whether an array, a shape or a sharding is in pinned memory of the host; not of a tracer."""
+    """Whether an array, a shape or a sharding is in pinned host memory; False for a tracer."""
     return getattr(getattr(x, "sharding", x), "memory_kind", None) == HOST
 
 
 def beside(sharding: Any) -> Any:
-    """Returns a sharding in the memory of the devices."""
+    """Returns a sharding in device memory."""
     return sharding.with_memory_kind(MEMORIES[0]) if is_on_host(sharding) else sharding
 
 
 def from_host(tree: Any) -> Any:
-    """Brings arrays of the host to their devices; others are as they are."""
+    """Moves arrays on the host to their devices; returns others unchanged."""
 
     def one(x: Any) -> Any:
         if isinstance(x, jax.core.Tracer):
@@ -44,16 +44,16 @@ def from_host(tree: Any) -> Any:
 
 
 def cut_lines(x: Any, first: Any, num_lines: int, width: int) -> jax.Array:
-    """Returns some lines of a flat array on the device, where the array may be on the host.
+    """Returns some lines of a flat array on the device; the array may be on the host.
 
-    In lines, since the index of an element may be above 2^31. A slice that is all of the array
-    would be a bitcast between memories to XLA, which it refuses.
+    Lines, because the index of an element may exceed 2^31. A slice of the whole array would be a
+    bitcast between memories to XLA, which rejects it.
 
     Args:
       x: The flat array.
       first: The first line.
-      num_lines: How many.
-      width: Elements of a line.
+      num_lines: The number of lines.
+      width: Elements per line.
     """
     if x.size == num_lines * width:
         return to_device(x)
@@ -62,13 +62,13 @@ def cut_lines(x: Any, first: Any, num_lines: int, width: int) -> jax.Array:
 
 
 def put_lines(x: Any, new: Any, first: Any, width: int) -> jax.Array:
-    """Returns a flat array of either memory with lines put into it, in place if donated.
+    """Returns a flat array in either memory with some lines replaced, in place if donated.
 
     Args:
       x: The flat array.
-      new: What ``cut_lines`` returned, changed.
+      new: The updated lines, as ``cut_lines`` returns them.
       first: The first line.
-      width: Elements of a line.
+      width: Elements per line.
     """
     new = _to(new.reshape(-1, width), jax.typeof(x).memory_space)
     return lax.dynamic_update_slice_in_dim(x.reshape(-1, width), new, first, 0).reshape(-1)

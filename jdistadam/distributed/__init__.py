@@ -1,4 +1,4 @@
-"""The distributed optimizer: what one device of several does, inside ``jax.shard_map``. Start here.
+"""The distributed optimizer: the work of one device, inside ``jax.shard_map``. Start here.
 
 Every concept of this folder, and its file, in the order in which a step passes data through them:
 
@@ -13,20 +13,20 @@ Every concept of this folder, and its file, in the order in which a step passes 
 ``schedule.py``           ``Schedule``: what is sent, when, in which dtype. The step runs it,
                           ``plan`` prices it, ``audit`` compares it with the compiled program.
 ``state.py``              ``DistributedState``: flat arrays, scalars, the digest of the layout.
-``model_axes.py``         Makes all mesh axes manual where some were left to XLA.
+``model_axes.py``         Makes all mesh axes manual if some were left to XLA.
 ``shard.py``              ``Shard``: a device's part of a parameter, as a type.
-``gather_params.py``      Shards to parameters before the loss; their gradients to summed shards.
+``gather_params.py``      Gathers shards before the loss; reduces gradients to summed shards.
 ``step.py``               ``step_local``: the step, from gradients to new parameters.
-``checks.py``             Trees, shapes, dtypes and states that do not fit raise.
+``checks.py``             Errors for trees, shapes, dtypes and states that do not fit.
 ``accumulate.py``         Gradients over micro-batches, then summed over devices.
 ``packing.py``            Leaves into buckets and back.
 ``communication.py``      The transport: XLA's collectives, or peer memory; runs the schedule.
 ``update.py``             Global norm, clipping, then the kernel on the flat state.
 ``norms.py``              Norms of leaves and groups, from sums that the kernels take.
 ``main_params.py``        Main parameters: made, compared and rounded to the model's dtype.
-``ema.py``                The moving average of main parameters, where one is asked for.
-``flat_moments.py``       A moment of the flat state: floats, or codes beside floats.
-``host_memory.py``        State in the memory of the host, brought to the device in windows.
+``ema.py``                The optional moving average of main parameters.
+``flat_moments.py``       A moment of the flat state: floats, or codes and floats.
+``host_memory.py``        State in host memory, moved to the device in windows.
 ``blocks.py``             Quantized state and random bits: which blocks of a leaf a device has.
 ``peer_step.py``          The same step over peer memory, in one kernel.
 ========================  ======================================================================

@@ -1,4 +1,4 @@
-"""What ``distributed`` and its step raise for, and how they say so."""
+"""Argument and state checks of ``distributed`` and its step, and their messages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any, average_
         )
     check_flag("average_grads", average_grads)
     numbers = {"bucket_bytes": bucket_bytes}
-    # An array is a number that inject_hyperparams put into the state, where nothing can look at it.
+    # An array is a number that inject_hyperparams put into the state: its value is unknown here.
     if max_grad_norm is not None and not isinstance(max_grad_norm, jax.Array):
         numbers["max_grad_norm"] = max_grad_norm
     for name, value in numbers.items():
@@ -70,7 +70,7 @@ def check_ema_decay(value: Any) -> None:
 
 
 def check_state_memory(value: Any) -> None:
-    """Raises PolicyError unless ``state_memory`` is the name of a memory."""
+    """Raises PolicyError unless ``state_memory`` names a memory."""
     if value not in memory.MEMORIES:
         raise PolicyError(
             f"state_memory: unknown: got {value!r}, expected "
@@ -79,7 +79,7 @@ def check_state_memory(value: Any) -> None:
 
 
 def check_predicate(name: str, predicate: Any) -> None:
-    """Raises HyperparameterError unless an argument is a predicate on paths, or None."""
+    """Raises HyperparameterError unless an argument is a predicate on paths or None."""
     if predicate is not None and not callable(predicate):
         raise HyperparameterError(
             f"{name}: not a predicate: got {predicate!r}, expected a function of the path of a "
@@ -88,7 +88,7 @@ def check_predicate(name: str, predicate: Any) -> None:
 
 
 def check_inside(parallel: DataParallel, function: str, *, over_data_alone: bool = False) -> None:
-    """Raises MeshError unless called inside of a shard_map over all axes, or those of data."""
+    """Raises MeshError unless called inside a shard_map over all axes, or over the data axes."""
     axes = parallel.shard_axes + parallel.replica_axes
     axes += () if over_data_alone else parallel.tensor_axes
     if missing := collectives.unbound(axes):
@@ -102,14 +102,14 @@ def check_inside(parallel: DataParallel, function: str, *, over_data_alone: bool
 def check_grads(
     config: DistributedConfig, schedule: Schedule, grads: Grads, *, marker: Any, like_name: str
 ) -> None:
-    """Raises unless gradients fit the params, and are this device's own or, of a ``Shard``, sums.
+    """Raises unless gradients fit the params, and are local or, for a ``Shard``, summed.
 
     Args:
       config: The configuration.
       schedule: The schedule of the params.
       grads: The gradients.
-      marker: Something that differs between devices, as far as types say so.
-      like_name: How to call the params in messages.
+      marker: A value that varies between devices, if types record that.
+      like_name: The name of the params in messages.
     """
     layout, nodes, grads = schedule.layout, leaves_of(grads), plain(grads)
     trees.check_same_structure(grads, schedule.whole(), name="grads", like_name=like_name)
@@ -135,12 +135,12 @@ def check_grads(
 
 
 def check_held(schedule: Schedule, params: Params, *, may_be_whole: bool = False) -> None:
-    """Raises unless params are those of a schedule, as a device holds them.
+    """Raises unless params match a schedule in the form that a device holds.
 
     Args:
       schedule: The schedule of the params.
       params: Tree of arrays or shapes.
-      may_be_whole: Whether a device may also hold all of those of which it could hold shards.
+      may_be_whole: Whether a device may also hold all of them unsharded.
     """
     whole = schedule.whole()
     trees.check_same_structure(params, whole, name="params", like_name="the params of bind")
@@ -170,16 +170,16 @@ def check_held(schedule: Schedule, params: Params, *, may_be_whole: bool = False
 
 
 def check_step(config: DistributedConfig, layout: Layout, state: Any) -> None:
-    """Raises unless a state is what a device holds of it."""
+    """Raises unless a state has the form that a device holds."""
     check_digest_type(state.layout_digest)
     check_options(config, state)
     _check_flat_arrays(config, layout, state)
 
 
 def check_alive(state: Any, train_state: Any = None) -> None:
-    """Raises MeshError for a DistributedState that was donated, TreeError for shapes.
+    """Raises MeshError for a donated DistributedState, TreeError for shapes.
 
-    With a ``train_state``, the one around it, for anything else in that, too.
+    If given, also checks the other arrays of the ``train_state`` around it.
     """
     if isinstance(state.layout_digest, jax.ShapeDtypeStruct):
         raise TreeError(
@@ -198,14 +198,14 @@ def check_alive(state: Any, train_state: Any = None) -> None:
 
 
 def check_placement(config: DistributedConfig, state: Any) -> None:
-    """Raises MeshError where a state is sharded over other devices, or in another order, than ours.
+    """Raises MeshError if a state is sharded over other devices, or in another order.
 
-    JAX would move the pieces without a word, and each device would go on with those of another.
+    JAX would move the shards without an error, and each device would use those of another.
     """
     expected = NamedSharding(config.mesh, config.parallel.state_spec)
     got = getattr(jax.tree.leaves(state.mu)[0], "sharding", None)
     if not isinstance(got, NamedSharding) or got.is_fully_replicated:
-        return  # no shards that could be mistaken
+        return  # no shards to confuse
     got = memory.beside(got)
     if got == expected or got.is_equivalent_to(expected, 1):
         return
@@ -224,7 +224,7 @@ def check_placement(config: DistributedConfig, state: Any) -> None:
 
 
 def check_digest_type(got: Any) -> None:
-    """Raises LayoutError unless the digest of a layout has its type and its length."""
+    """Raises LayoutError unless the digest of a layout has the right dtype and length."""
     path = "opt_state.layout_digest"
     if got is None or not hasattr(got, "dtype"):
         raise LayoutError(
@@ -247,13 +247,13 @@ def check_layout_of(
     *,
     digest: bytes | None = None,
 ) -> None:
-    """Raises LayoutError where a state is of another layout; reads its digest on the host.
+    """Raises LayoutError if a state has another layout; reads its digest on the host.
 
     Args:
-      state: The DistributedState; of a traced one only types are checked.
-      expected: The text of the layout that it must have.
-      path: What to name in the error: the state, or the params that do not fit it.
-      digest: The bytes of its digest, if they are known: the array is not read then.
+      state: The DistributedState; for a traced one only types are checked.
+      expected: The text of the expected layout.
+      path: The name in errors: the state, or the params that do not fit it.
+      digest: The bytes of its digest, if known: then the array is not read.
     """
     check_digest_type(state.layout_digest)
     if isinstance(state.layout_digest, jax.core.Tracer):
@@ -313,7 +313,7 @@ def _check_flat_arrays(config: DistributedConfig, layout: Layout, state: Any) ->
 
 
 def _kind(x: Any) -> Any:
-    """How a flat array, or what stands in its place, is stored, for comparisons and messages."""
+    """How a flat array, or its substitute, is stored, for comparisons and messages."""
     if isinstance(x, FlatCodes):
         known = {codec.dtype: codec.name for codec in BLOCK_CODECS}
         dtype: Any = getattr(x.codes, "dtype", None)
@@ -330,7 +330,7 @@ def _check_flat_array(name: str, got: Any, wanted: Any) -> None:
             f"{expected} on each device. Make the state with init(params) of this optimizer."
         )
     if got is not None and got.dtype != wanted.dtype:
-        is_chosen = name in ("main_params", "mu", "nu")  # else no option of the policy says it
+        is_chosen = name in ("main_params", "mu", "nu")  # no option of the policy sets others
         action = "Make the state with init(params) of this optimizer."
         if is_chosen:
             action = f"Cast it, or set {name}_dtype of the optimizer."
@@ -348,7 +348,7 @@ _OF_OPTIONS = (
 
 
 def check_options(config: DistributedConfig, state: Any) -> None:
-    """Raises TreeError where a state has what an option adds and the optimizer not, or reversed."""
+    """Raises TreeError if the fields of a state do not match the optimizer's options."""
     for name, option, kind in _OF_OPTIONS:
         got, is_on = getattr(state, name), getattr(config, option) is not None
         if (got is not None) != is_on:

@@ -1,8 +1,8 @@
 """The transport: XLA's collectives, which run a schedule, or peer memory.
 
-Over peer memory a device reads the gradients of all others where they are, and writes new
-parameters into their arrays, in one kernel with the update: nothing is packed, sent or received.
-The sum is that of ``grad_reduce_dtype=float32`` over XLA, bit for bit.
+Over peer memory a device reads the gradients of all others in place and writes new parameters into
+their arrays, in the kernel of the update: nothing is packed, sent or received. The sum equals that
+of ``grad_reduce_dtype=float32`` over XLA, bit for bit.
 
     what                          over peer memory
     ----------------------------  -------------------------------------------------------
@@ -14,11 +14,12 @@ The sum is that of ``grad_reduce_dtype=float32`` over XLA, bit for bit.
     norms                         None
     state_memory                  "device"
 
-Such steps must be started from one thread: devices wait for each other in every one, so two threads
-whose programs reach two GPUs in different orders would wait until the limit (kernels/peer.py).
+Such steps must be started from one thread: devices wait for each other in every step, so two
+threads whose programs reach two GPUs in different orders would wait until the timeout
+(kernels/peer.py).
 
-All else goes over XLA. "auto" decides by this table, and on GPUs alone, never by a timing; "peer"
-raises where the table says no.
+All other steps use XLA. "auto" decides by this table, and only on GPUs, never by a timing; "peer"
+raises if a row of the table does not hold.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ from jdistadam.kernels import multi_tensor, native
 
 _REQUESTS = ("auto", "xla", "peer")
 _NUM_DEVICES = (2, 4, 8)
-_ALLOCATORS = ("default", "bfc", "platform")  # of XLA, with memory that a peer can open
+_ALLOCATORS = ("default", "bfc", "platform")  # of XLA, whose memory a peer can open
 
 
 class Communication(NamedTuple):
-    """The transport that was chosen, and why not peer memory; "" where it is."""
+    """The chosen transport, and why it is not peer memory; "" if it is."""
 
     transport: str
     why_not_peer: str
@@ -66,7 +67,7 @@ class Communication(NamedTuple):
 
 OVER_XLA = Communication("xla", 'communication="xla"')
 NO_DEVICES = "devices that do not exist"
-"""Why not peer memory, where the settings allow it and a mesh of numbers stands for devices."""
+"""Why not peer memory, if settings allow it but mesh devices are only numbers."""
 
 
 def choose_communication(
@@ -83,13 +84,13 @@ def choose_communication(
     Args:
       requested: "auto", "xla" or "peer".
       parallel: The axes and the strategy.
-      policy: The dtypes of what is kept and sent.
-      algorithm: Those of the moments.
-      has_norms: Whether norms are asked for.
-      state_memory: Where the state is.
+      policy: The dtypes that are stored and sent.
+      algorithm: Its storage has the dtypes of the moments.
+      has_norms: Whether norms are requested.
+      state_memory: The memory of the state.
 
     Raises:
-      PolicyError: ``requested`` is none of these, or is "peer" where that is not supported.
+      PolicyError: ``requested`` is none of these, or is "peer" but not supported.
     """
     if requested not in _REQUESTS:
         expected = " or ".join(map(repr, _REQUESTS))
@@ -118,14 +119,14 @@ def choose_communication(
 
 
 def keeps_shards_alone(parallel: DataParallel) -> bool:
-    """Whether a device keeps only its own shard of what it has sent ahead: [Note: sent ahead]."""
+    """Whether a device keeps only its own shard of gradients sent ahead: [Note: sent ahead]."""
     return parallel.num_devices > 2
 
 
 def _obstacles(
     parallel: DataParallel, policy: MixedPrecisionPolicy, algorithm: Algorithm
 ) -> Iterator[str]:
-    """What of the module's table does not hold."""
+    """The rows of the module's table that do not hold."""
     if parallel.strategy != "optim":
         yield f"sharding_strategy {parallel.strategy!r}"
     if len(parallel.mesh.axis_names) > 1:
@@ -141,7 +142,7 @@ def _obstacles(
     if policy.param_comm_dtype is not None:
         yield f"param_comm_dtype {policy.param_comm_dtype}"
     devices = list(parallel.mesh.devices.flat)
-    if not hasattr(devices[0], "platform"):  # numbers, as the command `plan` has them
+    if not hasattr(devices[0], "platform"):  # numbers, from the command `plan`
         yield NO_DEVICES
         return
     if len({device.process_index for device in devices}) > 1:
@@ -152,20 +153,20 @@ def _obstacles(
 
 
 def _obstacles_of_devices(mesh: Any, *, is_asked_for: bool) -> Iterator[str]:
-    """Why peer memory is not used on these devices; fewer reasons if it is asked for."""
+    """Why peer memory is not used on these devices; fewer reasons if it is requested."""
     devices = list(mesh.devices.flat)
     if devices[0].platform not in ("gpu", "cuda"):
-        if not is_asked_for:  # CPU devices share memory, by which nothing is won
+        if not is_asked_for:  # CPU devices share memory anyway: no gain
             yield f"platform {devices[0].platform}"
     elif not all(map(_is_here, devices)):
-        if not is_asked_for:  # programs can be compiled for GPUs that are elsewhere
+        if not is_asked_for:  # programs can be compiled for GPUs of another machine
             yield "devices that this process does not have"
     elif why := why_gpus_are_apart(devices):
         yield why
 
 
 def _is_here(device: Any) -> bool:
-    """Whether this process has a device."""
+    """Whether a device belongs to this process."""
     try:
         return device in jax.local_devices(backend=device.platform)
     except RuntimeError:  # JAX has no such platform here
@@ -173,7 +174,7 @@ def _is_here(device: Any) -> bool:
 
 
 def why_gpus_are_apart(devices: Sequence[Any]) -> str:
-    """Says why these GPUs of this process do not use each other's memory; "" if they do."""
+    """Returns why these GPUs of this process cannot reach each other's memory; "" if they can."""
     allocator = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
     if allocator not in _ALLOCATORS:
         return f"XLA_PYTHON_CLIENT_ALLOCATOR={allocator}, whose memory peers do not reach"
@@ -187,12 +188,12 @@ def why_gpus_are_apart(devices: Sequence[Any]) -> str:
 
 @functools.cache
 def places(mesh: Any) -> tuple[int, ...]:
-    """The local numbers of the devices of a mesh, in its order, as handlers know them."""
+    """The local numbers of a mesh's devices, in its order, as handlers use them."""
     return tuple(int(local_number(device)) for device in mesh.devices.flat)
 
 
 def local_number(device: Any) -> int:
-    """The number of a device within its process; of one that does not exist, its id."""
+    """The number of a device within its process; for a nonexistent device, its id."""
     ordinal = getattr(device, "local_hardware_id", None)
     return device.id if ordinal is None or ordinal < 0 else ordinal
 
@@ -201,9 +202,9 @@ def sum_gradients(phases: Sequence[Phase], x: jax.Array, dim: int) -> jax.Array:
     """Sums a bucket's gradient over devices, phase by phase.
 
     Args:
-      phases: Those of "reduce" and "reduce_outer" that are still to come.
-      x: This device's contribution, or its part of what was summed.
-      dim: The dimension along which the sum is cut, where each device keeps a part.
+      phases: The remaining "reduce" and "reduce_outer" phases.
+      x: This device's contribution, or its part of a partial sum.
+      dim: The dimension along which the sum is cut, if each device keeps a part.
 
     Returns:
       The sum, or this device's part of it.
@@ -221,14 +222,14 @@ def _sum_phase(phase: Phase, x: jax.Array, dim: int) -> jax.Array:
         return collectives.reduce_scatter(x, first.axes, dim=dim, comm_dtype=first.dtype)
     if last.op != "all-gather":
         return _exchange_and_sum(phase, x, dim)
-    # The same sums on all devices: each adds a part of the array, and they gather the parts.
+    # The same sums on all devices: each sums a part of the array, then they gather the parts.
     flat = jnp.pad(x.reshape(-1), (0, -x.size % last.devices))
     part = _exchange_and_sum(phase[:-1], flat, 0)
     return collectives.all_gather(part, last.axes, dim=0)[: x.size].reshape(x.shape)
 
 
 def _exchange_and_sum(exchanges: Phase, x: jax.Array, dim: int) -> jax.Array:
-    """Keeps this device's part of the sum, added pairwise in float32 along one axis after another.
+    """Returns this device's part of the sum, added pairwise in float32 along one axis at a time.
 
     Contributions are rounded once to the dtype of the first exchange; partial sums stay float32.
     """
@@ -243,16 +244,15 @@ def _exchange_and_sum(exchanges: Phase, x: jax.Array, dim: int) -> jax.Array:
 
 
 def gather_parameters(phase: Phase, shard: jax.Array, dim: int, to: str = "invarying") -> jax.Array:
-    """Concatenates parameter shards along ``dim``, as a phase says.
+    """Concatenates parameter shards along ``dim``, as a phase specifies.
 
-    They are sent in ``param_comm_dtype``; what arrives, and the device's own, is rounded to it.
+    They are sent in ``param_comm_dtype``; received shards and the device's own are rounded to it.
 
     Args:
-      phase: All-gathers. From the least significant axis on: each makes what the next one's
-        devices hold whole.
+      phase: All-gathers, least significant axis first: each completes the input of the next.
       shard: This device's shard.
       dim: The dimension along which it was cut.
-      to: "varying" where the type of the result shall say that it may differ between devices.
+      to: "varying" if the result's type must say that it may differ between devices.
     """
     whole = shard
     for gather in phase:

@@ -34,10 +34,10 @@ from jdistadam.errors import MeshError, PolicyError, TreeError
 class DistributedConfig:
     """The arguments of a distributed optimizer.
 
-    Params come in three forms. *Global* arrays are what the caller holds outside of shard_map.
-    Inside of it, a device has its part of what is sharded over tensor axes; such *whole* params are
-    what the model computes with and what layouts are made from. Under "optim_grads_params" a device
-    holds of the large ones only a ``Shard``. The state holds shards of all in *flat* arrays.
+    Params come in three forms. *Global* arrays are those of the caller, outside of shard_map.
+    Inside, a device has its part of arrays sharded over tensor axes; the model computes with these
+    *whole* params, and layouts are made from them. Under "optim_grads_params" a device holds only a
+    ``Shard`` of the large ones. The state holds shards of all params in *flat* arrays.
     """
 
     algorithm: Algorithm
@@ -58,18 +58,18 @@ class DistributedConfig:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the flat state is in the memory of the host between steps."""
+        """Whether the flat state is in host memory between steps."""
         return self.state_memory != "device"
 
     @property
     def state_sharding(self) -> NamedSharding:
-        """Where the flat arrays of the state are."""
+        """The sharding of the flat arrays of the state."""
         sharding = NamedSharding(self.mesh, self.parallel.state_spec)
         return sharding.with_memory_kind(self.state_memory) if self.is_on_host else sharding
 
     @property
     def takes_norm_first(self) -> bool:
-        """Whether something must be known of all gradients before the update."""
+        """Whether the update needs a value computed from all gradients first."""
         options = (self.max_grad_norm, self.loss_scale, self.norm_guard)
         return any(option is not None for option in options)
 
@@ -103,7 +103,7 @@ class DistributedConfig:
         return self.algorithm.numbers, clip if isinstance(clip, jax.Array) else None
 
     def with_numbers(self, numbers: Any) -> DistributedConfig:
-        """Returns this with others in their place."""
+        """Returns a copy with other arrays in place of ``numbers``."""
         of_algorithm, clip = numbers
         return dataclasses.replace(
             self,
@@ -120,15 +120,15 @@ class DistributedConfig:
         return local
 
     def tensor_specs(self, params: Params) -> Any:
-        """Returns the PartitionSpec of every leaf over tensor axes alone."""
+        """Returns the PartitionSpec of every leaf over tensor axes only."""
         specs = param_specs.tensor_specs(self.given_param_specs, params)
         return jax.tree.unflatten(jax.tree.structure(params), specs)
 
     def layout(self, whole: Params) -> Layout:
-        """Returns where every element of the state belongs, for a tree of unsharded params."""
+        """Returns the position of every element of the state, for a tree of unsharded params."""
         specs = param_specs.tensor_specs(self.given_param_specs, whole)
         paths = trees.paths(whole, "params")
-        # Functions of params decide by the sizes that one device alone would have.
+        # Functions of params decide by the sizes on a single device.
         seen = param_specs.global_shapes(self.parallel, whole, specs)
         rows = self.algorithm.groups.row_of_leaves(seen)
         leaves = [
@@ -172,9 +172,9 @@ class DistributedConfig:
     def schedule(
         self, whole: Params, *, accumulate_steps: int = 1, in_train_step: bool = True
     ) -> Schedule:
-        """Returns what one step sends, in which order, with the layout; for unsharded params.
+        """Returns the collectives of a step in order, with the layout; for unsharded params.
 
-        It depends on their tree structure, shapes and dtypes, and is made once for these.
+        It depends on their tree structure, shapes and dtypes, and is cached for these.
         """
         shapes = tuple((tuple(x.shape), jnp.dtype(x.dtype)) for x in jax.tree.leaves(whole))
         treedef: Any = jax.tree.structure(whole)
@@ -192,7 +192,7 @@ class DistributedConfig:
         return {}
 
     def layout_text(self, layout: Layout) -> str:
-        """Returns the text of a layout, of which states carry the digest."""
+        """Returns the text of a layout; states carry its digest."""
         main = self.policy.main_params
         return text_of(layout, self.tensor_parts, main.argument or "")
 
@@ -203,7 +203,7 @@ class DistributedConfig:
     def _keeps_main(self, dtype: Any, is_held: bool) -> bool:
         """Whether parameters of a dtype need main parameters.
 
-        Those of which devices hold shards (``is_held``) need none in the dtype of these.
+        Parameters held as shards (``is_held``) need none in the shards' dtype.
         """
         parallel, policy = self.parallel, self.policy
         is_held = is_held and parallel.shards_params
@@ -219,7 +219,7 @@ class DistributedConfig:
         return dtype != jnp.float32 or not is_placed_alike
 
     def _is_coded(self, leaf: Leaf) -> bool:
-        """Whether the moments of a leaf are coded, where any are: decided on the whole leaf."""
+        """Whether the moments of a leaf are coded, if any are; depends on the whole leaf."""
         storage, path = self.algorithm.storage, leaf.path.removeprefix("params")
         return storage.is_coding and storage.codes_leaf(path, whole_size(leaf, self.tensor_parts))
 
@@ -231,7 +231,7 @@ class DistributedConfig:
         return self.algorithm.storage.is_stochastic and any(x.itemsize == 2 for x in floats)
 
     def _check_low_precision(self, leaves: Sequence[Leaf]) -> None:
-        """Raises where what was asked for has no effect on any leaf."""
+        """Raises if an option has no effect on any leaf."""
         storage, algorithm = self.algorithm.storage, self.algorithm
         sizes = {x.path.removeprefix("params"): whole_size(x, self.tensor_parts) for x in leaves}
         storage.check_paths(sizes)
@@ -247,7 +247,7 @@ class DistributedConfig:
 
     @property
     def cutting_axes(self) -> tuple[str, ...]:
-        """Tensor axes of more than one device: one alone cuts nothing."""
+        """Tensor axes of more than one device: smaller ones cut nothing."""
         return tuple(axis for axis in self.parallel.tensor_axes if self.mesh.shape[axis] > 1)
 
 
@@ -259,7 +259,7 @@ def global_specs(config: DistributedConfig, layout: Layout, params: Params) -> A
 
 
 def _check_same_specs(specs: list[P], of_local: list[P]) -> None:
-    """Raises MeshError where a function says something else about what a device has of params."""
+    """Raises MeshError if a function gives other specs for a device's part of params."""
     if specs != of_local:
         raise MeshError(
             "param_specs: a function that decides by the sizes of leaves: "
@@ -277,7 +277,7 @@ def _selects(predicate: Callable[[str], bool] | None, path: str) -> bool:
 
 
 def _check_any(name: str, predicate: Any, selected: list[bool], paths: list[str]) -> None:
-    """Raises TreeError where a predicate of paths selects no leaf."""
+    """Raises TreeError if a predicate of paths selects no leaf."""
     if predicate is not None and paths and not any(selected):
         raise TreeError(
             f"{name}: selects no leaf: got False for {paths[0]} and {len(paths) - 1} more, "
@@ -287,7 +287,7 @@ def _check_any(name: str, predicate: Any, selected: list[bool], paths: list[str]
 
 
 def _check_param_comm_dtype(policy: MixedPrecisionPolicy, leaves: Sequence[Leaf]) -> None:
-    """Raises PolicyError where parameters would lose bits when they are sent, or gain none."""
+    """Raises PolicyError if sending would lose bits of parameters, or would widen them."""
     comm = policy.param_comm_dtype
     for leaf in leaves:
         has_main = policy.main_params == FLOAT32

@@ -1,4 +1,4 @@
-"""The moving average of the exact parameters, in the flat state beside the moments."""
+"""The moving average of the exact parameters, in the flat state next to the moments."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from jdistadam.distributed.state import map_state
 
 
 def new_ema(config: DistributedConfig, layout: Layout, params: Sequence[Any], main: Any) -> Any:
-    """This device's average of the values of params; None without ``ema_decay``.
+    """This device's average, initialized to the values of params; None without ``ema_decay``.
 
     Args:
       config: The configuration.
       layout: The layout.
       params: Leaves of the params, as this device holds them.
-      main: This device's main parameters, with which they have more bits; None: without.
+      main: This device's main parameters, the exact values of params; None: there are none.
     """
     if config.ema_decay is None:
         return None
@@ -49,7 +49,7 @@ def with_new_ema(
     params: Params,
     main: Any = None,
 ) -> Any:
-    """Returns the state with the average of the values of global params; without one the same.
+    """Returns the state with its average set to global params; unchanged if it has none.
 
     Args:
       config: The configuration.
@@ -57,7 +57,7 @@ def with_new_ema(
       specs: PartitionSpecs of the params.
       opt_state: The state, or that of a chain.
       params: Tree of global params, or of float32 arrays like them.
-      main: The main parameters of a state, with which params have more bits; None: without.
+      main: The main parameters of a state, the exact values of params; None: there are none.
     """
     if config.ema_decay is None:
         return opt_state
@@ -96,17 +96,17 @@ def next_ema(
       config: The configuration.
       layout: The layout.
       old: The average before the step.
-      shards: For each bucket this device's new parameters; not read where float32 ones are in main.
+      shards: This device's new parameters of each bucket; not read if main has them in float32.
       main: This device's new main parameters, or None.
-      is_skipped: Whether everything stays as it was; None where that cannot happen.
+      is_skipped: Whether the step is skipped; None if it cannot be.
     """
     if config.ema_decay is None:
         return None
     if config.is_on_host:
         return _next_in_windows(config, layout, old, shards, main, is_skipped)
     values = _exact_values(config, layout, shards, main)
-    # Not d * old + (1 - d) * new, whose weights in float32 do not add up to 1: what does not change
-    # would move.
+    # Not d * old + (1 - d) * new: in float32 its weights do not add up to 1, and the average of a
+    # constant would drift.
     new = old + jnp.float32(1 - config.ema_decay) * (values - old)
     return trees.keep_if(is_skipped, old, new)
 
@@ -119,7 +119,7 @@ def _next_in_windows(
     main: Any,
     is_skipped: jax.Array | None,
 ) -> Any:
-    """``next_ema`` of arrays in the memory of the host: [Note: windows] in host_memory.py."""
+    """``next_ema`` for arrays in host memory: [Note: windows] in host_memory.py."""
     here = dataclasses.replace(config, state_memory="device")
     for part in host_memory.parts(layout):
         average, kept = host_memory.cut(old, part.buckets), _main_of(part, main)
@@ -132,7 +132,7 @@ def _next_in_windows(
 def _new_in_windows(
     config: DistributedConfig, layout: Layout, params: Sequence[Any], main: Any, flat: Any
 ) -> Any:
-    """``new_ema`` put into a flat array of the host."""
+    """``new_ema`` written into a flat array on the host."""
     for part in host_memory.parts(layout):
         new = new_ema(config, part.layout, params, _main_of(part, main))
         flat = host_memory.put(flat, new, part.buckets)
@@ -147,7 +147,7 @@ def _main_of(part: host_memory.Part, main: Any) -> Any:
 def _exact_values(
     config: DistributedConfig, layout: Layout, shards: Sequence[Any], main: Any
 ) -> jax.Array:
-    """What the optimizer updates, in float32, where the flat moments have theirs."""
+    """The exact parameters in float32, at the positions of the flat moments."""
     kind = config.policy.main_params
     is_kept = main is not None
     if is_kept and kind == FLOAT32 and layout.main_size == layout.flat_size:
@@ -165,7 +165,7 @@ def _exact_values(
 def averaged_leaves(
     parallel: DataParallel, layout: Layout, params: Sequence[Any], ema: jax.Array
 ) -> list[jax.Array]:
-    """The average of every leaf in float32, as this device holds params; others are params.
+    """The average of every leaf in float32, in the form of this device's params; else params.
 
     Inside of ``jax.shard_map``.
     """

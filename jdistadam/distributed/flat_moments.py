@@ -1,7 +1,7 @@
-"""A moment of the flat state: floats, or codes beside floats; decoded and encoded.
+"""A moment of the flat state: floats, or codes and floats; decoded and encoded.
 
-The codes of all leaves that are coded are one flat array, and the moments of those that are not
-are another: ``Bucket.moment_offset`` says where in its array the shard of a bucket begins.
+The codes of all coded leaves are one flat array, and the moments of all other leaves are another:
+``Bucket.moment_offset`` is the start of a bucket's shard in its array.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout
 
 
 class FlatCodes(NamedTuple):
-    """A moment in "block8" or "block16", in the place of a flat array of floats.
+    """A moment in "block8" or "block16", in place of a flat array of floats.
 
     Attributes:
       codes: Shape (num_shards * coded_size,), uint8 or uint16, sharded.
       scales: Shape (num_shards * coded_size / 128,), float32, sharded: one for each block.
-      floats: Shape (num_shards * uncoded_size,), float32, sharded: the moments of small leaves,
-        and of those that ``float32_moments`` names.
+      floats: Shape (num_shards * uncoded_size,), float32, sharded: the moments of small leaves and
+        of those selected by ``float32_moments``.
     """
 
     codes: Any
@@ -44,7 +44,7 @@ def is_flat_codes(x: Any) -> bool:
 
 
 def types_of_moment(algorithm: Algorithm, layout: Layout, name: str) -> Any:
-    """Returns shapes and dtypes of what one device has of a moment, "mu" or "nu"."""
+    """Returns shapes and dtypes of one device's part of a moment, "mu" or "nu"."""
     shape, codec = jax.ShapeDtypeStruct, algorithm.storage.codec_of(name)
     if not codec.is_coded:
         return shape((layout.flat_size,), codec.dtype)
@@ -56,7 +56,7 @@ def types_of_moment(algorithm: Algorithm, layout: Layout, name: str) -> Any:
 
 
 def bytes_of_moment(algorithm: Algorithm, layout: Layout, name: str) -> int:
-    """Returns how many bytes one device has of a moment."""
+    """Returns the bytes of one device's part of a moment."""
     codec = algorithm.storage.codec_of(name)
     if not codec.is_coded:
         return codec.nbytes(layout.flat_size)
@@ -64,14 +64,14 @@ def bytes_of_moment(algorithm: Algorithm, layout: Layout, name: str) -> int:
 
 
 def shard_in(flat: Any, bucket: Bucket) -> jax.Array:
-    """Returns the shard of a bucket in a flat array of floats, on the device."""
+    """Returns a bucket's shard of a flat array of floats, on the device."""
     num_lines = -(-bucket.shard_size // ALIGNMENT)
     lines = memory.cut_lines(flat, bucket.offset // ALIGNMENT, num_lines, ALIGNMENT)
     return lines[: bucket.shard_size].reshape(bucket.shard_shape)
 
 
 def offset_of(moment: Any, bucket: Bucket) -> int:
-    """Returns where the shard of a bucket begins in the array that holds its moment."""
+    """Returns the start of a bucket's shard in the array that holds its moment."""
     return bucket.moment_offset if is_flat_codes(moment) else bucket.offset
 
 
@@ -83,7 +83,7 @@ def operand_of(moment: Any, bucket: Bucket) -> Any:
 
 
 def with_result(moment: Any, bucket: Bucket, new: Any) -> Any:
-    """Returns a moment with what ``operand_of`` returned replaced."""
+    """Returns a moment with the array of ``operand_of`` replaced."""
     if not is_flat_codes(moment):
         return new
     if bucket.is_coded:
@@ -91,9 +91,9 @@ def with_result(moment: Any, bucket: Bucket, new: Any) -> Any:
     return moment._replace(floats=new)
 
 
-# Moments in codes as floats, and back: one bucket's shards at a time, outside of shard_map.
+# Decodes and encodes moments: one bucket's shards at a time, outside of shard_map.
 #
-# Both are exact where the floats came of codes: encode(decode(x)) is x.
+# Both are exact for floats decoded from codes: encode(decode(x)) is x.
 
 
 def new_moment(config: DistributedConfig, layout: Layout, name: str) -> Any:
@@ -102,14 +102,14 @@ def new_moment(config: DistributedConfig, layout: Layout, name: str) -> Any:
 
 
 def zeros(config: DistributedConfig, types: Any) -> Any:
-    """Returns flat arrays of zeros on all devices, of the types of what one device has of them."""
+    """Returns flat arrays of zeros on all devices, from the types of one device's part."""
     parallel, sharding = config.parallel, config.state_sharding
     devices = parallel.num_shards * parallel.size(parallel.tensor_axes)
 
     def make() -> Any:
         return jax.tree.map(lambda x: jnp.zeros(devices * x.shape[0], x.dtype), types)
 
-    def made_on_host(x: Any) -> jax.Array:  # where the device need not have room for it
+    def made_on_host(x: Any) -> jax.Array:  # the device need not have room for it
         shape = (devices * x.shape[0],)
         return jax.make_array_from_callback(shape, sharding, lambda _: np.zeros(x.shape, x.dtype))
 
@@ -121,9 +121,9 @@ def zeros(config: DistributedConfig, types: Any) -> Any:
 def decoded_shards(
     config: DistributedConfig, bucket: Bucket, name: str, moment: FlatCodes
 ) -> jax.Array:
-    """Returns a bucket's shards of all devices as float32, one behind the other.
+    """Returns a bucket's shards of all devices as float32, in sequence.
 
-    Each is filled with zeros to whole blocks.
+    Each is padded with zeros to whole blocks.
 
     Args:
       config: The configuration.
@@ -132,7 +132,7 @@ def decoded_shards(
       moment: The moment.
     """
     decode = _decoder(*_kind(config, bucket, name))
-    if not all(isinstance(x, jax.Array) for x in moment):  # but numpy's
+    if not all(isinstance(x, jax.Array) for x in moment):  # numpy arrays
         moment = jax.device_put(moment, config.state_sharding)
     shards: jax.Array = decode(moment, bucket.moment_offset // BLOCK)
     return shards

@@ -1,12 +1,11 @@
-"""State in the memory of the host: where it is placed, and how a step brings it to the device.
+"""State in host memory: its placement, and how a step moves it to the device.
 
 [Note: windows]
-Between steps the flat arrays are in pinned memory of the host. A step brings a window of them to
-the device, a few buckets at a time, updates it there, and puts it back where it was. Each window is
-cut out of what the one before has left, so that the device holds two of them at most, and XLA
-updates the arrays of the host in place. The kernel sees arrays that begin with the window: what it
-computes of an element does not depend on where that is in the flat state, so the bits are those of
-a state on the device.
+Between steps the flat arrays are in pinned host memory. A step moves a window of them to the
+device, a few buckets at a time, updates it there, and writes it back. Each window is cut from the
+result of the previous one, so the device holds at most two, and XLA updates the host arrays in
+place. The kernel sees arrays that begin with the window: its result for an element does not depend
+on the element's position in the flat state, so the bits are those of a state on the device.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout
 from jdistadam.distributed.state import DistributedState, map_state
 
 WINDOW = 1 << 24
-"""How many elements of the state a window has at most, unless one bucket has more."""
+"""Maximum number of state elements in a window, unless one bucket has more."""
 
 ARRAYS = ("main_params", "mu", "nu", "ema")
-"""The fields of a state that are flat arrays; all others are small, and on the device."""
+"""The fields of a state that are flat arrays; all others are small and on the device."""
 
 
 def map_arrays(function: Callable[[Any], Any], opt_state: Any) -> Any:
-    """Returns a state, or a tree with one in it, with a function applied to its flat arrays."""
+    """Applies a function to the flat arrays of a state, or of a tree with one in it."""
 
     def mapped(state: DistributedState) -> DistributedState:
         new = {name: jax.tree.map(function, getattr(state, name)) for name in ARRAYS}
@@ -44,7 +43,7 @@ def map_arrays(function: Callable[[Any], Any], opt_state: Any) -> Any:
 
 
 def state_shardings(config: DistributedConfig, specs: Any) -> Any:
-    """Returns the NamedSharding of every array of a state, of its PartitionSpecs."""
+    """Returns the NamedSharding of every array of a state, from its PartitionSpecs."""
     is_spec = lambda x: isinstance(x, P)  # noqa: E731
     placed = jax.tree.map(lambda x: NamedSharding(config.mesh, x), specs, is_leaf=is_spec)
     if not config.is_on_host:
@@ -53,19 +52,19 @@ def state_shardings(config: DistributedConfig, specs: Any) -> Any:
 
 
 def to_host(config: DistributedConfig, opt_state: Any) -> Any:
-    """Returns a state whose flat arrays are where ``state_memory`` says; inside a program."""
+    """Moves the flat arrays of a state to ``state_memory``; inside a program."""
     return map_arrays(memory.to_host, opt_state) if config.is_on_host else opt_state
 
 
 def check_memory(config: DistributedConfig | None, **named: Any) -> None:
-    """Raises MeshError for an array on the host, unless it is there by ``state_memory``."""
+    """Raises MeshError for an array on the host, unless ``state_memory`` puts it there."""
     if config is not None and config.is_on_host:
         named = {name: map_arrays(lambda _: None, tree) for name, tree in named.items()}
     trees.check_memory(**named)
 
 
 def windows(layout: Layout, indices: Sequence[int]) -> list[list[int]]:
-    """Cuts buckets, in their order, into those of each window: all or none have main parameters."""
+    """Splits buckets, in order, into windows: in each, all or none have main parameters."""
     found: list[list[int]] = []
     for i in indices:
         ends = [layout.buckets[k] for k in (found[-1][0] if found else i, i)]
@@ -76,12 +75,12 @@ def windows(layout: Layout, indices: Sequence[int]) -> list[list[int]]:
 
 
 def largest_window(layout: Layout) -> int:
-    """How many elements the largest window of a layout has at most."""
+    """The size of a layout's largest window, in elements."""
     return max((part.layout.flat_size for part in parts(layout)), default=0)
 
 
 class Part(NamedTuple):
-    """A window: its buckets by index and as they are in the layout, and a layout of it alone."""
+    """A window: the indices of its buckets, the buckets in the layout, and a layout of its own."""
 
     indices: list[int]
     buckets: list[Bucket]
@@ -104,7 +103,7 @@ def parts(layout: Layout) -> list[Part]:
 
 
 def within(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Returns buckets as they are in a window that begins with the first of them."""
+    """Returns buckets with positions relative to a window that begins with the first."""
     first = buckets[0]
     return [
         dataclasses.replace(
@@ -117,26 +116,26 @@ def within(buckets: Sequence[Bucket]) -> list[Bucket]:
 
 
 def cut(x: Any, buckets: Sequence[Bucket]) -> jax.Array:
-    """Brings what some buckets have of a flat array of the host to the device, as float arrays."""
+    """Moves the buckets' part of a flat host array to the device, as float arrays."""
     part: jax.Array = _cut(x, buckets[0].offset, _size(buckets))
     return part
 
 
 def put(x: Any, part: Any, buckets: Sequence[Bucket]) -> jax.Array:
-    """Returns a flat array of the host with what ``cut`` returned replaced."""
+    """Returns a flat host array with the part of ``cut`` replaced."""
     new: jax.Array = _put(x, part, buckets[0].offset)
     return new
 
 
 def cut_moment(moment: Any, buckets: Sequence[Bucket]) -> Any:
-    """``cut`` of a moment, which may be in codes; what the buckets do not need is as it was."""
+    """``cut`` for a moment, which may be coded; leaves arrays of other buckets unchanged."""
     first, start = buckets[0], offset_of(moment, buckets[0])
     size = offset_of(moment, buckets[-1]) + _aligned(buckets[-1].shard_size) - start
     return with_result(moment, first, _cut(operand_of(moment, first), start, size))
 
 
 def put_moment(moment: Any, part: Any, buckets: Sequence[Bucket]) -> Any:
-    """``put`` of a moment."""
+    """``put`` for a moment."""
     first = buckets[0]
     old, new = operand_of(moment, first), operand_of(part, first)
     return with_result(moment, first, _put(old, new, offset_of(moment, first)))
@@ -157,12 +156,12 @@ def _put(operand: Any, part: Any, start: int) -> Any:
 
 
 def _widths(operand: Any) -> Any:
-    """How many elements a flat array has for each block."""
+    """Elements per block of a flat array."""
     return BlockCodes(BLOCK, 1) if is_codes(operand) else BLOCK
 
 
 def _size(buckets: Sequence[Bucket]) -> int:
-    """Elements of the flat state from the first of some buckets to the end of the last."""
+    """Elements of the flat state from the first bucket to the end of the last."""
     return buckets[-1].offset + _aligned(buckets[-1].shard_size) - buckets[0].offset
 
 

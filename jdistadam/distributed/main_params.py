@@ -1,4 +1,4 @@
-"""The main parameters in a distributed state: made from parameters, and compared with them."""
+"""The main parameters of a distributed state: made from parameters, and compared with them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main_shard(config: DistributedConfig, layout: Layout, params: Sequence[Any])
         for bucket in layout.buckets
     ]
     flat = packing.flat_of(layout, shards, jnp.float32, main=True)
-    # Varying also for the type checker of shard_map, as shards are.
+    # Varying, as shards are, for the type checker of shard_map.
     flat = collectives.to_varying(flat, config.parallel.state_axes + config.parallel.tensor_axes)
     _, stored = config.policy.main_params.split(flat, jnp.bfloat16, jnp)
     return stored
@@ -40,14 +40,14 @@ def main_shard(config: DistributedConfig, layout: Layout, params: Sequence[Any])
 def with_main_params(
     config: DistributedConfig, layout: Layout, specs: Any, opt_state: OptState, main: Params
 ) -> Any:
-    """Returns the state with main parameters of the values of ``main``; an average stays.
+    """Returns the state with main parameters set to ``main``; an average stays.
 
     Args:
       config: The configuration.
       layout: The layout of the params.
       specs: PartitionSpecs of the params.
       opt_state: The state, or that of a chain.
-      main: Tree of global arrays like params, in float32 or in a dtype that float32 holds.
+      main: Tree of global arrays like params, in float32 or a dtype that converts exactly to it.
     """
     if not layout.main_size:
         return opt_state
@@ -65,7 +65,7 @@ def with_main_params(
 
 
 def _new_on_host(config: DistributedConfig, layout: Layout, specs: Any, main: Params) -> jax.Array:
-    """Main parameters of global arrays in the memory of the host, made there window by window."""
+    """Main parameters of global arrays in host memory, made there window by window."""
 
     def local(tree: Params, flat: jax.Array) -> jax.Array:
         for part in host_memory.parts(layout):
@@ -82,9 +82,10 @@ def _new_on_host(config: DistributedConfig, layout: Layout, specs: Any, main: Pa
 
 
 def round_to_comm_dtype(schedule: Schedule, params: Params, *, before_forward: bool = False) -> Any:
-    """Returns global params rounded as a step rounds those that it sends, to param_comm_dtype.
+    """Returns global params rounded to param_comm_dtype, as a step rounds them to send them.
 
-    Those that it sends after the update; or those that it gathers before the forward pass.
+    Rounds those sent after the update; with ``before_forward``, those gathered before the forward
+    pass.
     """
     leaves: list[Any] = jax.tree.leaves(params)
     for entry in schedule.buckets:
@@ -98,9 +99,9 @@ def round_to_comm_dtype(schedule: Schedule, params: Params, *, before_forward: b
 
 
 def sent_dtypes(schedule: Schedule) -> list[Any]:
-    """Returns to which dtype a step rounds each new parameter that it sends.
+    """Returns the dtype to which a step rounds each new parameter before sending it.
 
-    None where it does not: devices hold such parameters as the main parameters say.
+    None if it does not round it: devices hold such parameters as the main parameters define them.
     """
     found: list[Any] = [None] * len(schedule.layout.leaves)
     for entry in schedule.buckets:
@@ -115,9 +116,9 @@ def paths_that_differ(
 ) -> list[str]:
     """Returns the paths of params that are not the rounded main parameters of the state.
 
-    Each device compares the shard of which it has the main parameters; nothing is gathered. Leaves
-    that share a bucket are named together. Remainders are not compared: with them the parameters
-    are a part of the main parameters themselves, and what they hold is what is updated.
+    Each device compares the shard that matches its main parameters; nothing is gathered. Leaves
+    that share a bucket are named together. Remainders are not compared: there the parameters are
+    one half of the main parameters themselves.
 
     Args:
       config: The configuration.
@@ -151,7 +152,7 @@ def paths_that_differ(
 def _comparison(
     parallel: DataParallel, sent: Any, buckets: tuple[Bucket, ...], specs: tuple[P, ...]
 ) -> Any:
-    """The program of ``paths_that_differ``, which is compiled once for a layout."""
+    """The program of ``paths_that_differ``, compiled once for a layout."""
     compare = compat.shard_map(
         functools.partial(_differ_local, parallel, sent, buckets),
         mesh=parallel.mesh,
@@ -171,7 +172,7 @@ def _differ_local(
         rounded = kept.astype(bucket.dtype)
         have = packing.state_shard(parallel, bucket, leaves, bucket.dtype)
         equal = (have == rounded) | (jnp.isnan(have) & jnp.isnan(rounded))
-        if sent is not None:  # as they arrived, not before the first step
+        if sent is not None:  # as received; not so before the first step
             arrived = collectives.round_to(rounded, sent)
             equal |= have == arrived.astype(bucket.dtype)
         found.append(~jnp.all(equal))

@@ -1,22 +1,22 @@
-"""Model axes: what a step does over mesh axes over which the model is left to XLA.
+"""Model axes: the step over mesh axes along which XLA partitions the model.
 
 [Note: model axes]
-Params may be sharded over mesh axes that carry no data, the tensor axes of ``param_specs``. Where
-a model is written for ``jax.jit``, it runs in a region that is manual over the data axes alone, and
-XLA partitions it over the others. What the optimizer does there runs in a region *nested* in it,
-manual over all axes: each function of this file enters one, unless it is inside of one already.
+Params may be sharded over mesh axes that carry no data, the tensor axes of ``param_specs``. A model
+written for ``jax.jit`` runs in a region that is manual over the data axes only, and XLA partitions
+it over the others. The optimizer runs in a region *nested* in it, manual over all axes: each
+function of this file enters one, unless it is inside one already.
 
-Without it a reduce-scatter over the data axes makes XLA gather the model axes first, and XLA's CPU
-backend ends the process at a bfloat16 sum. The other way, to hand stacked local gradients to a
-second region beside the first, compiles to the same collectives and copies: compared for eight
-H200s as 4 x 2, for each sharding strategy, with one and with four micro-batches. The nested region
-was chosen since it also stands within a loop over micro-batches and in a user's own region.
+Without it, a reduce-scatter over the data axes makes XLA gather the model axes first, and XLA's CPU
+backend ends the process at a bfloat16 sum. The alternative, to pass stacked local gradients to a
+second region next to it, compiles to the same collectives and copies: compared for eight H200s
+as 4 x 2, for each sharding strategy, with one and with four micro-batches. The nested region was
+chosen because it also works within a loop over micro-batches and in a user's own region.
 
-In a region over the data axes an array is the parts of all devices along the tensor axes, one
-behind the other along the dimensions that its PartitionSpec cuts: so too of shards of parameters,
-and of the flat arrays. Where the tensor axes and the shards cut the same dimension, this is another
-order than that of the whole parameter, whose blocks over tensor axes are the larger ones:
-``train_step`` enters and leaves its region with such shards stacked (``training/partitioned.py``).
+In a region over the data axes, an array consists of the parts of all devices along the tensor axes,
+concatenated along the dimensions that its PartitionSpec cuts. This holds for shards of parameters
+and for the flat arrays too. If tensor axes and shards cut the same dimension, the order differs
+from that of the whole parameter, whose blocks over tensor axes are the larger ones: ``train_step``
+enters and leaves its region with such shards stacked (``training/partitioned.py``).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from jdistadam.errors import PolicyError
 
 
 def axes_left_to_xla(parallel: DataParallel) -> Axes:
-    """The tensor axes, as far as the code that calls this is manual over the data axes alone."""
+    """The tensor axes, if the calling code is manual over the data axes only; else none."""
     return (
         () if collectives.unbound(parallel.data_axes) else collectives.unbound(parallel.tensor_axes)
     )
@@ -60,7 +60,7 @@ def axes_left_to_xla(parallel: DataParallel) -> Axes:
 def init(
     config: DistributedConfig, schedule: Schedule, specs: DistributedState, params: Params
 ) -> DistributedState:
-    """``init_local`` on params as they are in this region."""
+    """``init_local`` for params in the form of this region."""
 
     def local(params: Params) -> DistributedState:
         return init_local(config, schedule.layout, params)
@@ -155,9 +155,9 @@ def grad_norm(config: DistributedConfig, schedule: Schedule, grads: Grads, state
 
 
 def on_each_shard(config: DistributedConfig, spec: P) -> Callable[..., jax.Array]:
-    """Returns what calls a function of one array, manual over all axes of the mesh.
+    """Returns a function that applies another to one array, manual over all mesh axes.
 
-    The array and the result are cut over tensor axes as ``spec`` says.
+    ``spec`` cuts the array and the result over tensor axes.
     """
     if not axes_left_to_xla(config.parallel):
         return lambda function, x: function(x)
@@ -165,7 +165,7 @@ def on_each_shard(config: DistributedConfig, spec: P) -> Callable[..., jax.Array
 
 
 def unsharded(config: DistributedConfig, schedule: Schedule, params: Params) -> Any:
-    """Shapes that params have in this region where devices hold all of them; outside, params."""
+    """Shapes of unsharded params in this region; outside, params."""
     if not config.parallel.shards_params or collectives.unbound(config.parallel.shard_axes):
         return params
     specs = _specs_left_to_xla(config, params)
@@ -173,7 +173,7 @@ def unsharded(config: DistributedConfig, schedule: Schedule, params: Params) -> 
 
 
 def check_own_region(config: DistributedConfig, schedule: Schedule, params: Params) -> None:
-    """Raises PolicyError where shards of params in a user's own region are in another order."""
+    """Raises PolicyError if shards of params in a user's own region are in another order."""
     if not axes_left_to_xla(config.parallel) or not config.parallel.shards_params:
         return
     specs = jax.tree.leaves(global_specs(config, schedule.layout, params))
@@ -187,7 +187,7 @@ def check_own_region(config: DistributedConfig, schedule: Schedule, params: Para
 
 
 def cut_twice(parallel: DataParallel, spec: P) -> bool:
-    """Whether both tensor axes and data axes cut one dimension."""
+    """Whether tensor axes and data axes cut the same dimension."""
     names = [set(param_specs.names_of(entry)) for entry in spec]
     return any(n & set(parallel.tensor_axes) and n & set(parallel.data_axes) for n in names)
 
@@ -199,13 +199,13 @@ def _manual(
     in_specs: tuple[Any, ...],
     out_specs: Any,
 ) -> Any:
-    """Calls a function manual over all axes; specs are prefixes, and say where over any axes."""
+    """Calls a function manual over all axes; specs are prefixes, and may name any axes."""
     axes = axes_left_to_xla(config.parallel)
     left = lambda specs: jax.tree.map(lambda spec: param_specs.over_axes(spec, axes), specs)  # noqa: E731
     leaves: list[Any] = jax.tree.leaves(arguments)
     treedef: Any = jax.tree.structure(arguments)
     specs = jax.tree.leaves(jax.tree.broadcast(left(in_specs), arguments))
-    # A numpy number is known while compiling; it stays so.
+    # A numpy number is known at compile time; it stays so.
     passed = [i for i, x in enumerate(leaves) if not isinstance(x, np.generic)]
 
     def local(arrays: list[Any]) -> Any:
@@ -214,7 +214,7 @@ def _manual(
             inside[i] = x
         return function(*treedef.unflatten(inside))
 
-    index = collectives.axis_index(config.parallel.data_axes)  # varies, where types say so
+    index = collectives.axis_index(config.parallel.data_axes)  # varies, if types record that
     kinds = dict(zip(config.mesh.axis_names, config.mesh.axis_types, strict=True))
     if any(kinds[axis] is jax.sharding.AxisType.Explicit for axis in axes):
         leaves = [
@@ -232,7 +232,7 @@ def _manual(
 
 
 def on_a_device(config: DistributedConfig, params: Params) -> Any:
-    """Shapes on one device of params, or of their shards, as they are in this region."""
+    """Shapes on one device of params, or of their shards, in this region."""
     specs = _specs_left_to_xla(config, params)
     return param_specs.shapes_on_a_device(config.parallel, params, specs)
 
@@ -245,7 +245,7 @@ def _specs_left_to_xla(config: DistributedConfig, params: Params) -> list[P]:
 
 
 def _specs_of(config: DistributedConfig, grads: Grads, params: Params) -> Any:
-    """PartitionSpecs of gradients, or of what ``accumulate`` returned."""
+    """PartitionSpecs of gradients, or of the result of ``accumulate``."""
     if not isinstance(grads, AccumulatedGrads):
         _check_like(grads, params, "params")
         return config.tensor_specs(params)
@@ -256,18 +256,18 @@ def _specs_of(config: DistributedConfig, grads: Grads, params: Params) -> Any:
 
 
 def _check_like(grads: Grads, like: Any, like_name: str) -> None:
-    """Raises unless gradients are arrays in a tree like another."""
+    """Raises unless gradients are arrays in a tree like another one."""
     grads = plain(grads)
     trees.check_same_structure(grads, like, name="grads", like_name=like_name)
     trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
 
 
 def _specs_of_sums(config: DistributedConfig, layout: Layout, specs: Any) -> Any:
-    """PartitionSpecs of accumulated sums; those of packed buckets are one behind the other."""
+    """PartitionSpecs of accumulated sums; concatenated for packed buckets."""
     if not config.parallel.shards_grads:
         return specs
     of_leaves = jax.tree.leaves(specs)
     packed = P(config.parallel.tensor_axes)
-    # Stored leaves may have their dimensions in another order. The parts of devices are put one
-    # behind the other along one of them, and taken apart along the same.
+    # Stored leaves may have permuted dimensions. The parts of devices are concatenated along one
+    # of them, and split along the same one.
     return [packed if b.is_packed else of_leaves[b.leaf] for b in layout.buckets]

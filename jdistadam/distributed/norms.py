@@ -1,14 +1,14 @@
-"""Norms of gradients, parameters and updates: in total, of leaves or of groups of leaves.
+"""Norms of gradients, parameters and updates: total, by leaf or by group of leaves.
 
-The kernels take the squares (cuda/squares.h). Each bucket's shard is a leaf of theirs; of buckets
-in which several leaves are packed a device has what its place says, so that there the kernels leave
-the square of each element, of which those of a leaf are added.
+The kernels take the squares (cuda/squares.h). Each bucket's shard is a leaf of theirs. In a bucket
+that packs several leaves, a device's part depends on its position; there the kernels store the
+square of each element, and those of a leaf are added.
 
-On meshes of the same layout the sums have the same bits, but for that over devices, whose order is
-the collective library's. On any other, and against exact sums, the error of a norm is at most half
-as many times 2^-24 as roundings follow each other for a square: 1 of its own, 7 of a run, 10 of
-lanes and n / 1024 within one, of n runs or single elements, those of leaves in pairs, and one for
-each device; then one for the root and two for the clip.
+On meshes of the same layout the sums have the same bits, except for the sum over devices, whose
+order is the collective library's. On any other mesh, and against exact sums, the error of a norm is
+at most 2^-24 times half the number of successive roundings of a square: 1 of its own, 7 of a run,
+10 of lanes and n / 1024 within one, of n runs or single elements, those of leaves in pairs, and one
+for each device; then one for the root and two for the clip.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def check_norms(norms: Any) -> None:
 
 
 def groups_of(norms: Norms, layout: Layout) -> dict[str | None, list[int]]:
-    """Returns the leaves of each group by its name; those of None count in the total alone.
+    """Returns the leaves of each group by name; leaves under None count only in the total.
 
-    Frozen leaves and those without elements are in none.
+    Frozen and empty leaves are in no group.
     """
     groups: dict[str | None, list[int]] = {}
     leaves = sorted(i for bucket in layout.buckets for i in bucket.leaves)
@@ -65,7 +65,7 @@ def groups_of(norms: Norms, layout: Layout) -> dict[str | None, list[int]]:
 
 
 def names_of(norms: Norms | None, layout: Layout) -> list[str]:
-    """Returns the names of a step's norms, in their order."""
+    """Returns the names of a step's norms, in order."""
     if norms is None:
         return []
     groups = [name for name in groups_of(norms, layout) if name is not None]
@@ -74,13 +74,13 @@ def names_of(norms: Norms | None, layout: Layout) -> list[str]:
 
 
 def sent_elements(config: DistributedConfig, layout: Layout) -> int:
-    """Returns the size of the one array that a step reduces for its norms; 0 for none."""
+    """Returns the size of the single array that a step reduces for its norms; 0 for none."""
     groups = {} if config.norms is None else groups_of(config.norms, layout)
     return len(KINDS) * len(groups)
 
 
 def asked_of(layout: Layout, buckets: Sequence[Bucket], state_axes: tuple[str, ...]) -> Asked:
-    """Returns what a kernel call for buckets is asked for: a sum for each of their leaves."""
+    """Returns the request of a kernel call for buckets: a sum for each of their leaves."""
     index = collectives.axis_index(state_axes)
     fine = tuple(holds_several(bucket) for bucket in buckets)
     segments, first = [], 0
@@ -100,12 +100,12 @@ def asked_of(layout: Layout, buckets: Sequence[Bucket], state_axes: tuple[str, .
 
 
 def holds_several(bucket: Bucket) -> bool:
-    """Whether a shard may hold something else than elements of one leaf."""
+    """Whether a shard may hold anything but elements of one leaf."""
     return bucket.is_packed and (len(bucket.leaves) > 1 or bucket.padding > 0)
 
 
 def _here(place: int, shard_size: int, index: jax.Array) -> jax.Array:
-    """A place in a packed bucket as one in a device's shard; an end of it for one elsewhere."""
+    """Converts a position in a packed bucket to one in a device's shard, clipped to its ends."""
     device, within = divmod(place, shard_size)
     here = jnp.where(index == device, jnp.int32(within), jnp.int32(0))
     return jnp.where(index < device, jnp.int32(shard_size), here)
@@ -119,15 +119,15 @@ def norms_of(
     is_skipped: jax.Array | None,
     is_other: jax.Array,
 ) -> dict[str, jax.Array] | None:
-    """Returns the norms of a step by their names; None without ``norms``.
+    """Returns the norms of a step by name; None without ``norms``.
 
     Args:
       config: The configuration.
       layout: The layout.
-      sums: For each kernel call its buckets, and the sums of squares of their leaves here.
+      sums: For each kernel call its buckets, and the local sums of squares of their leaves.
       norm: The global norm of the mean gradient.
-      is_skipped: Whether the step was skipped; None where that cannot happen.
-      is_other: Whether the state is of another layout: then they are NaN.
+      is_skipped: Whether the step was skipped; None if it cannot be.
+      is_other: Whether the state has another layout: then the norms are NaN.
     """
     if config.norms is None:
         return None
@@ -138,7 +138,7 @@ def norms_of(
     everything = jnp.concatenate([pairwise_sum(squares, jnp)[None], squares])
     norms = jnp.where(is_other, jnp.nan, jnp.sqrt(everything))
     if config.max_grad_norm is not None:
-        # As the norm: before clipping, which a skipped step does without (step_scalars).
+        # Like grad_norm: before clipping, which a skipped step does not apply (step_scalars).
         limit = jnp.float32(config.max_grad_norm)
         is_whole = norm <= limit if is_skipped is None else (norm <= limit) | is_skipped
         norms = norms.at[:, 0].multiply(jnp.where(is_whole, 1, norm / limit))
@@ -159,7 +159,7 @@ def _summed(
         (i, bucket.tensor_axes) for buckets, _ in sums for bucket in buckets for i in bucket.leaves
     ]
     here = jnp.concatenate([x for _, x in sums])
-    # Every element counts once: devices that hold the same leaf leave it to the first of them.
+    # Every element counts once: of devices with the same leaf, only the first counts it.
     by_axes = sorted({axes for _, axes in rows})
     is_mine = [
         collectives.axis_index(tuple(x for x in parallel.tensor_axes if x not in axes)) == 0

@@ -1,4 +1,4 @@
-"""Where the state of an optimizer lives: sharded over a mesh, with what is communicated."""
+"""``distributed``: shards the state of an optimizer over a mesh and configures communication."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def distributed(
     ``policy.grad_comm_dtype``; the scalar :math:`s`, which also holds the inverse of the loss
     scale, is float32 and applied inside the kernel.
 
-    What a device holds and sends, for :math:`P` parameters and :math:`M` micro-batches:
+    Memory and traffic of a device, for :math:`P` parameters and :math:`M` micro-batches:
 
     ============================ ======= ================= ======= =======================
     sharding_strategy            state   accumulated grads params  sent, times (N - 1) / N
@@ -96,76 +96,77 @@ def distributed(
     ============================ ======= ================= ======= =======================
 
     Args:
-      tx: ``fused_adamw(...)`` or ``fused_adam(...)``, also by ``inject_hyperparams``. It says what
-        is computed and how moments are stored. Where it leaves main_params_dtype open, main
-        parameters are float32; where it leaves mu_dtype at None, the first moment is float32. A
-        function for its mask or param_labels sees the shapes of params before they are sharded.
+      tx: ``fused_adamw(...)`` or ``fused_adam(...)``, also in ``inject_hyperparams``. It defines
+        the formula and how moments are stored. If it leaves main_params_dtype open, main parameters
+        are float32; if its mu_dtype is None, the first moment is float32. A function for its mask
+        or param_labels sees the shapes of params before they are sharded.
       mesh: The mesh, e.g. ``jax.make_mesh((8,), ("data",))``.
-      shard_axis: The axis of the mesh, or a tuple of axes, the outermost first, over which state
-        is sharded and gradients are summed.
+      shard_axis: The mesh axis, or a tuple of axes, outermost first, over which state is sharded
+        and gradients are summed.
       replica_axis: Further axes that carry data, across which the shards are replicated (hybrid
-        sharding): gradients are summed over ``shard_axis`` first, the shards then over these.
+        sharding): gradients are summed over ``shard_axis`` first, then their shards over these.
       sharding_strategy: "no_shard"; "optim": main parameters and moments are sharded (ZeRO-1);
-        "optim_grads": every micro-batch's gradients are reduced at once, and shards of them are
+        "optim_grads": every micro-batch's gradients are reduced immediately, and their shards are
         accumulated (ZeRO-2); "optim_grads_params": leaves of 16384 elements or more with a
         dimension that divides are sharded too (ZeRO-3), see ``gather_params``.
       outer_sharding_strategy: "optim": state is sharded over ``replica_axis`` as well.
       reshard_after_forward: Under "optim_grads_params". True: layers of ``stacked`` leaves are
         gathered one by one, again in the backward pass, and gradients are reduced in every
-        micro-batch. False: a step gathers all parameters once, beside the forward pass, sums whole
-        gradients over its micro-batches, and reduces them once; between steps devices hold shards
-        all the same. States can be exchanged between the two. See docs/reshard_after_forward.md.
-      policy: The dtypes of what is stored and sent. None: float32 throughout.
+        micro-batch. False: a step gathers all parameters once, overlapping the forward pass, sums
+        whole gradients over its micro-batches, and reduces them once; devices still hold shards
+        between steps. States can be exchanged between the two. See docs/reshard_after_forward.md.
+      policy: The dtypes in which values are stored and sent. None: float32 throughout.
       max_grad_norm: Clips the mean gradient to this global norm, as
         ``optax.clip_by_global_norm``. None: no clipping.
-      loss_scale: What the loss was multiplied by before it was differentiated, a number or a
-        ``DynamicLossScale``; ``train_step`` does so, in a custom training loop use ``scale_loss``.
-        The order is unscale, norm, clip, step. A step with a non-finite gradient on any device
-        is skipped and counted, and changes no bit of params, moments and count. With 1.0 nothing
-        is scaled, but such steps are skipped. None: they are not.
+      loss_scale: The factor of the loss before it is differentiated, a number or a
+        ``DynamicLossScale``. ``train_step`` applies it; in a custom training loop use
+        ``scale_loss``. The order is unscale, norm, clip, step. A step with a non-finite gradient on
+        any device is skipped and counted, and changes no bit of params, moments and count. With 1.0
+        nothing is scaled, but such steps are skipped. None: they are not.
       average_grads: Whether to take the mean. If not, gradients are summed over devices and
         micro-batches, with their weights if they have any.
       bucket_bytes: Upper limit of a bucket of packed small leaves, in bytes.
       param_specs: For models that are partitioned over the mesh's other axes: a tree of
         PartitionSpecs over these, or of NamedShardings, with None for leaves that are not sharded;
         a prefix of params or a function of them. ``flax.linen.get_partition_spec`` and
-        ``nnx.get_partition_spec`` give one. ``train_step`` leaves these axes to XLA. In a
+        ``nnx.get_partition_spec`` return one. ``train_step`` leaves these axes to XLA. In a
         ``jax.shard_map`` of your own over all axes, gradients of leaves that are not sharded over
         such an axis must be the same along it.
-      communication: The transport of a step. "xla": XLA's collectives. "peer": one kernel
-        that reads the other GPUs' gradients, updates, and writes into their parameters, for GPUs
-        (or virtual CPU devices) of one process; raises where it is not supported, as in
-        ``distributed/communication.py``. "auto": "peer" on GPUs where it is supported, with
-        ``grad_reduce_dtype=jnp.float32`` among the conditions, else "xla". Both give the same bits.
+      communication: The transport of a step. "xla": XLA's collectives. "peer": one kernel that
+        reads the other GPUs' gradients, updates, and writes into their parameters, for GPUs (or
+        virtual CPU devices) of one process; raises if it is not supported, see
+        ``distributed/communication.py``. "auto": "peer" on GPUs if it is supported, which requires
+        ``grad_reduce_dtype=jnp.float32`` among others, else "xla". Both give the same bits.
       stacked: For models that scan over layers: a predicate on the path of a leaf, such as
-        ``lambda path: "layers" in path`` for ``params['layers']['w']``, that says whether its first
-        dimension is the layers. What is sharded of these leaves is sharded within a layer. The
-        model calls ``gather_params`` in its scan: under "optim_grads_params" ``train_step`` leaves
-        these leaves sharded, with ``reshard_after_forward``; else layers are whole already. Their
-        gradients are reduced layer by layer in the backward pass where strategies shard gradients.
+        ``lambda path: "layers" in path`` for ``params['layers']['w']``, that selects leaves whose
+        first dimension is the layers. Shards of these leaves are cut within a layer. The model
+        calls ``gather_params`` in its scan: under "optim_grads_params" with
+        ``reshard_after_forward``, ``train_step`` leaves these leaves sharded; otherwise layers are
+        already whole. If the strategy shards gradients, theirs are reduced layer by layer in the
+        backward pass.
       gathered_in_model: For models that do not scan: a predicate on the path of a leaf, such as
-        ``lambda path: "block" in path``, that says which parameters the model gathers itself, where
-        it uses them. Under "optim_grads_params", with ``reshard_after_forward``, ``train_step`` and
-        ``eval_step`` hand these to ``loss_fn`` as shards, and it calls ``gather_params`` for one
-        block of them at a time, best inside of ``jax.checkpoint``; under other strategies they are
-        whole already. See docs/scanned_layers.md.
+        ``lambda path: "block" in path``, that selects parameters that the model gathers itself
+        before it uses them. Under "optim_grads_params" with ``reshard_after_forward``,
+        ``train_step`` and ``eval_step`` pass these to ``loss_fn`` as shards, and it calls
+        ``gather_params`` for one block of them at a time, best inside of ``jax.checkpoint``; under
+        other strategies they are already whole. See docs/scanned_layers.md.
       ema_decay: Keeps a moving average :math:`e` of the exact parameters :math:`p` (main
-        parameters where there are any): :math:`e_0 = p_0`, then in every applied step
+        parameters, if any): :math:`e_0 = p_0`, then in every applied step
         :math:`e_t = d e_{t-1} + (1 - d) p_t` with :math:`d` = ``ema_decay``, between 0 and 1.
-        float32, sharded as the moments are; ``ema_params`` returns it. See docs/evaluation.md.
-      norm_guard: A ``NormGuard``: steps whose gradient norm is above its limits are skipped, as
-        non-finite ones are, and counted apart. They do not change the loss scale as those do.
-      norms: Which norms a step takes in its kernel, in float32, beside ``grad_norm``. "total":
-        ``param_norm`` of the new exact parameters :math:`p`, before they are rounded to be stored,
-        and ``update_norm`` of what was subtracted from the old ones. "leaves": those, and
+        float32, sharded like the moments; ``ema_params`` returns it. See docs/evaluation.md.
+      norm_guard: A ``NormGuard``: steps whose gradient norm exceeds its limits are skipped like
+        non-finite ones, and counted separately. Unlike those, they do not change the loss scale.
+      norms: The norms that a step takes in its kernel, in float32, in addition to ``grad_norm``.
+        "total": ``param_norm`` of the new exact parameters :math:`p`, before they are rounded to be
+        stored, and ``update_norm`` of the difference subtracted from the old ones. "leaves": also
         ``grad_norm/<path>``, ``param_norm/<path>`` and ``update_norm/<path>`` of every leaf that is
         not frozen. A function of the path, such as ``lambda path: path.split("'")[1]``: those of
-        groups of leaves, by the name that it returns; None for a leaf that counts in the total
-        alone. They are among the metrics of ``train_step``; in a custom training loop
+        groups of leaves, by the name that it returns; None for a leaf that counts only in the
+        total. They are among the metrics of ``train_step``; in a custom training loop
         ``step_with_norms`` returns them. See docs/recipes.md.
-      state_memory: "pinned_host" keeps main parameters, moments and the average in the memory of
-        the host, sharded over devices as ever. A step brings them to the devices a part at a time,
-        over PCIe, and back; the bits are the same. See docs/host_memory.md.
+      state_memory: "pinned_host" keeps main parameters, moments and the average in host memory,
+        sharded over devices as usual. A step moves them to the devices a part at a time, over PCIe,
+        and back; the bits are the same. See docs/host_memory.md.
 
     Returns:
       A ``DistributedTransformation``. Its ``step(grads, state, params)`` takes local gradients,
@@ -246,7 +247,7 @@ def distributed(
 
 
 def _algorithm_of(tx: Any) -> Algorithm | None:
-    """What an optimizer computes, which it has in its state where it is injected: then None.
+    """The algorithm of an optimizer; None if ``inject_hyperparams`` keeps it in the state.
 
     Raises:
       PolicyError: It cannot be distributed.
@@ -274,13 +275,13 @@ def _algorithm_of(tx: Any) -> Algorithm | None:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)  # by identity, as functions are
 class _Functions:
-    """The functions of a distributed optimizer alone."""
+    """The functions of a distributed optimizer without a chain."""
 
     config: DistributedConfig
     specs: DistributedState
 
     def init(self, schedule: Schedule, params: Params) -> DistributedState:
-        """Makes the state; outside of shard_map, too."""
+        """Makes the state; also works outside of shard_map."""
         config, layout = self.config, schedule.layout
         if not collectives.unbound(config.parallel.shard_axes):
             return model_axes.init(config, schedule, self.specs, params)
@@ -305,7 +306,7 @@ class _Functions:
         state: DistributedState = jax.jit(make)(params)
         if not is_on_host:
             return state
-        # Arrays that may be too large for the device are made on the host, and filled in windows.
+        # Arrays that may not fit on the device are made on the host and filled in windows.
         moments = {name: new_moment(config, layout, name) for name in ("mu", "nu")}
         state = with_main_params(config, layout, specs, state._replace(**moments), params)
         with_average: DistributedState = with_new_ema(

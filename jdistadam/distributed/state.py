@@ -1,4 +1,4 @@
-"""The state of a distributed optimizer, the digest of its layout, and how a chain holds it."""
+"""The state of a distributed optimizer, the digest of its layout, and its place in a chain."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from jdistadam.core.types import OptState, Params
 from jdistadam.distributed.layout import Bucket, Layout, Leaf
 from jdistadam.errors import TreeError
 
-# What decides where an element of the flat state is, and what it means, as one canonical text.
+# A canonical text of everything that decides the position and meaning of a flat state's elements.
 #
-# Flat arrays of two layouts can have the same size: without a name on them, a state that is
-# restored into another layout gives every leaf another leaf's moments. So a state carries a
-# digest of this text as an array of 16 bytes, which survives checkpoints, pickle and tree maps,
-# and whatever takes a state compares it with that of the layout that it expects. Our checkpoints
-# hold the text.
+# Flat arrays of two layouts can have the same size: without an identifier, a state that is restored
+# into another layout gives every leaf another leaf's moments. So a state carries a digest of this
+# text as an array of 16 bytes, which survives checkpoints, pickle and tree maps; every function
+# that takes a state compares it with the digest of the expected layout. Our checkpoints store the
+# text.
 #
-# The text is JSON, one line for each leaf and each bucket, written always in the same way: equal
+# The text is JSON, one line for each leaf and each bucket, always written the same way: equal
 # layouts have equal bytes in every process, on every platform and in every version of Python. It
-# holds no hyperparameter, no name of a strategy or of a mesh axis, and nothing of what merely
+# contains no hyperparameter, no name of a strategy or of a mesh axis, and nothing that merely
 # follows from the layout::
 #
 #     {"jdistadam_layout":1,"flat_size":384,"main_size":384,"num_shards":4,"tensor_parts":[]
@@ -43,11 +43,11 @@ from jdistadam.errors import TreeError
 #     }
 
 VERSION = 1
-"""Grows whenever the same text would mean another place, or another meaning, of an element."""
+"""Increases whenever the same text would mean another position or meaning of an element."""
 
 DIGEST_SIZE = 16  # bytes
 _MAX_SHOWN = 3  # differences in one message
-_TEXTS: dict[bytes, str] = {}  # of this process, by their digests: an error says where they differ
+_TEXTS: dict[bytes, str] = {}  # of this process, by digest: errors say how two layouts differ
 
 
 @functools.lru_cache(maxsize=16)
@@ -56,8 +56,8 @@ def text_of(layout: Layout, tensor_parts: tuple[int, ...], main_kind: str) -> st
 
     Args:
       layout: The layout of the parts of leaves that one device holds.
-      tensor_parts: Sizes of the mesh axes, besides those of data, over which leaves are cut.
-      main_kind: "float32" or "remainder16": what is kept of a bucket's main parameters, if any is.
+      tensor_parts: Sizes of the mesh axes, other than data axes, over which leaves are cut.
+      main_kind: "float32" or "remainder16": how a bucket's main parameters are kept, if any.
 
     Example:
       >>> from jdistadam.distributed.layout import make_layout
@@ -93,7 +93,7 @@ def digest_of(text: str) -> np.ndarray:
 def differs(got: jax.Array, expected: np.ndarray) -> jax.Array:
     """Whether two digests differ, shape (), bool, in a program.
 
-    Word by word, not by a reduction, for which XLA for GPUs would launch a kernel of its own.
+    Word by word, not as a reduction, for which XLA for GPUs would launch a separate kernel.
     """
     words = jax.lax.bitcast_convert_type(got.reshape(-1, 4), jnp.uint32)
     pairs = zip(words, expected.view(np.uint32), strict=True)
@@ -101,12 +101,12 @@ def differs(got: jax.Array, expected: np.ndarray) -> jax.Array:
 
 
 def known_text(digest: Any) -> str | None:
-    """Returns the text of a digest, if this process has made it."""
+    """Returns the text of a digest, if this process made it."""
     return _TEXTS.get(np.asarray(digest).tobytes())
 
 
 def _leaf(leaf: Leaf) -> dict[str, Any]:
-    """What identifies a leaf. Its path is that within the params."""
+    """The identity of a leaf. Its path is relative to the params."""
     entry: dict[str, Any] = {
         "path": leaf.path.removeprefix("params"),
         "shape": list(leaf.shape),
@@ -144,7 +144,7 @@ def _lines(entries: Sequence[Any]) -> str:
 
 
 def sizes_of(text: str) -> str:
-    """Says how large the flat arrays of a layout are.
+    """Describes the sizes of a layout's flat arrays.
 
     Example:
       >>> from jdistadam.distributed.layout import make_layout
@@ -158,7 +158,7 @@ def sizes_of(text: str) -> str:
 
 
 def differences(got: str, expected: str) -> str | None:
-    """Says where the texts of two layouts differ; None where they are equal.
+    """Describes how the texts of two layouts differ; None if they are equal.
 
     Example:
       >>> from jdistadam.distributed.layout import make_layout
@@ -195,7 +195,7 @@ def _differences(got: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 
 
 def _by_leaf(text: dict[str, Any]) -> dict[str, Any]:
-    """The bucket of each leaf, which it names by their paths."""
+    """The bucket of each leaf, with its leaves by path."""
     paths = [leaf["path"] for leaf in text["leaves"]]
     named = [
         bucket | {"leaves": [paths[i] for i in bucket["leaves"]]} for bucket in text["buckets"]
@@ -219,26 +219,26 @@ def _short(value: Any) -> str:
 
 
 class DistributedState(NamedTuple):
-    """The state of a distributed optimizer: a few flat arrays, whatever the number of leaves.
+    """The state of a distributed optimizer: a few flat arrays, for any number of leaves.
 
     Attributes:
-      count: Shape (), int32: steps taken, skipped ones not counted; replicated.
+      count: Shape (), int32: steps taken, excluding skipped ones; replicated.
       main_params: Shape (num_shards * main_size,), float32, sharded: the main parameters. uint16
-        with main_params_dtype "remainder16": their low halves. None where no parameter has one.
+        with main_params_dtype "remainder16": their low halves. None if no parameter has one.
       mu: Shape (num_shards * flat_size,), policy.mu_dtype, sharded; FlatCodes for "block8" and
         "block16".
       nu: The same shape, policy.nu_dtype, sharded; likewise.
-      grad_norm: Shape (), float32: global norm of the last mean gradient, before clipping. NaN
-        where the state was of another layout.
-      layout_digest: Shape (16,), uint8, replicated: a digest of the layout, which says to which
-        leaf each element of the flat arrays belongs. Every function that takes a state compares
-        it; keep it with the arrays.
+      grad_norm: Shape (), float32: global norm of the last mean gradient, before clipping. NaN if
+        the state was of another layout.
+      layout_digest: Shape (16,), uint8, replicated: a digest of the layout, which identifies the
+        leaf of each element of the flat arrays. Every function that takes a state compares it;
+        keep it with the arrays.
       scaling: The loss scale and the number of skipped steps; None without loss_scale.
-      key: Shape (2,), uint32, replicated: the seed of random bits, which never changes; None
-        without stochastic rounding.
+      key: Shape (2,), uint32, replicated: the constant seed of random bits; None without
+        stochastic rounding.
       ema: Shape (num_shards * flat_size,), float32, sharded: the moving average of the exact
         parameters, which ``ema_params`` returns; None without ema_decay.
-      guard: The running mean of the gradient norm, and what it skipped; None without norm_guard.
+      guard: The running mean of the gradient norm, and its skipped steps; None without norm_guard.
     """
 
     count: jax.Array  # type: ignore[assignment]
@@ -254,17 +254,17 @@ class DistributedState(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step on one device returns.
+    """The result of a step on one device.
 
     Attributes:
       params: The new parameters.
       opt_state: The new state.
-      is_skipped: Shape (), bool: whether everything stayed as it was; the same on all devices.
-        None where that cannot happen.
-      is_other_layout: Shape (), bool: whether the state is of another layout. New parameters,
-        moments and norm are then NaN, and the digest of the state stays that of the other one.
+      is_skipped: Shape (), bool: whether the step was skipped; the same on all devices. None if
+        that cannot happen.
+      is_other_layout: Shape (), bool: whether the state has another layout. New parameters,
+        moments and norm are then NaN, and the state keeps the digest of the other layout.
       learning_rate: Shape (), float32: of this step, before ``lr_scale`` of groups.
-      norms: The norms by their names, shape (), float32; the same on all devices. None without
+      norms: The norms by name, shape (), float32; the same on all devices. None without
         ``norms``.
     """
 
@@ -277,7 +277,7 @@ class StepResult(NamedTuple):
 
 
 def find_state(opt_state: OptState) -> DistributedState:
-    """Returns the DistributedState inside of what may be the state of a chain."""
+    """Returns the DistributedState in a state that may be a chain's."""
     parts = jax.tree.leaves(opt_state, is_leaf=is_distributed_state)
     found = [part for part in parts if is_distributed_state(part)]
     if len(found) != 1:
@@ -292,7 +292,7 @@ def find_state(opt_state: OptState) -> DistributedState:
 
 
 def check_own_state(state: Any) -> None:
-    """Raises TreeError unless ``state`` is a DistributedState itself."""
+    """Raises TreeError unless ``state`` is itself a DistributedState."""
     if not is_distributed_state(state):
         raise TreeError(
             f"opt_state: not the state of this optimizer: got {type(state).__name__}, expected "
@@ -301,7 +301,7 @@ def check_own_state(state: Any) -> None:
 
 
 def map_state(function: Callable[[DistributedState], Any], opt_state: OptState) -> Any:
-    """Replaces the DistributedState inside of what may be the state of a chain."""
+    """Replaces the DistributedState in a state that may be a chain's."""
     return jax.tree.map(
         lambda part: function(part) if is_distributed_state(part) else part,
         opt_state,
@@ -310,9 +310,9 @@ def map_state(function: Callable[[DistributedState], Any], opt_state: OptState) 
 
 
 def scale_loss(loss: jax.Array, opt_state: OptState) -> jax.Array:
-    """Returns the loss times the loss scale of the state, in float32: what to differentiate.
+    """Returns the loss times the loss scale of the state, in float32, for differentiation.
 
-    ``train_step`` does this by itself. In a custom training loop::
+    ``train_step`` does this itself. In a custom training loop::
 
         local = jda.local_params(params, tx)
         grads = jax.grad(lambda p: jda.scale_loss(loss(p, batch), opt_state))(local)
@@ -320,10 +320,10 @@ def scale_loss(loss: jax.Array, opt_state: OptState) -> jax.Array:
     Args:
       loss: The loss, shape ().
       opt_state: The state of a distributed optimizer, or of a ``chain`` with one. Without a
-        ``loss_scale`` the loss is returned as it is.
+        ``loss_scale`` the loss is returned unchanged.
 
     Raises:
-      TreeError: There is no state of a distributed optimizer in ``opt_state``.
+      TreeError: ``opt_state`` has no state of a distributed optimizer.
       ShapeError, DtypeError: The loss is not one real number.
     """
     scaling = find_state(opt_state).scaling

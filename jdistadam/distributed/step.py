@@ -1,4 +1,4 @@
-"""What every device does in a distributed step; runs inside ``jax.shard_map``."""
+"""The distributed step on one device; runs inside ``jax.shard_map``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
         check_not_transformed("init", params)
     if layout.main_size:
         main = main_shard(config, layout, jax.tree.leaves(params))
-    # Varying over the axes also for the type checker of shard_map, as shards are.
+    # Varying over the axes, as shards are, for the type checker of shard_map.
     axes = config.parallel.state_axes + config.parallel.tensor_axes
 
     def zeros(name: str) -> Any:
@@ -83,15 +83,15 @@ def step_local(
 ) -> StepResult:
     """One step on one device: reduction, norm, kernel, all-gather.
 
-    With a state of another layout the coefficients are NaN, and the step is never skipped: so are
-    parameters, moments and norm then, and the digest stays that of the other layout.
+    With a state of another layout the coefficients are NaN and the step is never skipped: so
+    parameters, moments and norm become NaN, and the digest stays that of the other layout.
 
     Args:
       config: The configuration.
       schedule: The schedule of the params.
-      grads: Local gradients, or what ``accumulate`` returned.
+      grads: Local gradients, or the result of ``accumulate``.
       state: The state.
-      params: The params as this device holds them.
+      params: The params in the form that this device holds.
     """
     check_inside(config.parallel, "step")
     check_own_state(state)
@@ -114,12 +114,12 @@ def step_local(
         )
         new = gather_new_params(config.parallel, schedule, shards)
         if config.policy.param_comm_dtype is not None:
-            # The rounding to send them would change what a skipped step must leave alone.
+            # Rounding for sending would change params that a skipped step must leave unchanged.
             new = {i: trees.keep_if(is_skipped, leaves[i], leaf) for i, leaf in new.items()}
         norms = norms_of(config, layout, sums, norm, is_skipped, is_other)
         done = UpdateResult(flat, shards, new, norm, found_inf, is_skipped, summed.is_empty, norms)
     for i, leaf in done.leaves.items():
-        leaves[i] = leaf  # frozen and zero-size ones stay as they are
+        leaves[i] = leaf  # frozen and empty leaves stay unchanged
     is_skipped = done.is_skipped
     new_state = DistributedState(
         count=trees.keep_if(is_skipped, state.count, optax.safe_increment(state.count)),
@@ -144,7 +144,7 @@ def _next_scaling(
     found_inf: jax.Array,
     is_empty: jax.Array | None,
 ) -> LossScaleState | None:
-    """The loss scale of the next step. A step without any weight says nothing about it."""
+    """The loss scale of the next step. A step of total weight zero does not change it."""
     if scaling is None:
         return None
     assert config.loss_scale is not None
@@ -154,7 +154,7 @@ def _next_scaling(
 def _next_guard(
     config: DistributedConfig, guard: NormGuardState | None, done: UpdateResult, is_other: jax.Array
 ) -> NormGuardState | None:
-    """The state of the guard after a step. What was skipped for another reason does not count."""
+    """The state of the guard after a step. Steps skipped for another reason do not count."""
     if config.norm_guard is None or guard is None:
         return None
     is_void = done.found_inf | is_other
@@ -165,7 +165,7 @@ def _next_guard(
 
 
 def scaling_of(config: DistributedConfig, state: Any) -> LossScaleState | None:
-    """The loss scale in a state, which may be that of a chain; None without ``loss_scale``."""
+    """The loss scale of a state, which may be a chain's; None without ``loss_scale``."""
     if config.loss_scale is None:
         return None
     if state is None:
@@ -189,7 +189,7 @@ def grad_norm_local(
 def gather_new_params(
     parallel: DataParallel, schedule: Schedule, shards: Sequence[jax.Array]
 ) -> dict[int, jax.Array]:
-    """Returns the new parameters by the index of the leaf, of all leaves that are in a bucket."""
+    """Returns the new parameters by leaf index, for all leaves in a bucket."""
     leaves: dict[int, jax.Array] = {}
     for entry, shard in zip(schedule.buckets, shards, strict=True):
         bucket = entry.bucket
@@ -201,10 +201,10 @@ def gather_new_params(
 
 
 def check_not_transformed(function: str, tree: Any) -> None:
-    """Raises PolicyError where ``jax.vmap`` or a derivative runs over an array of ``tree``.
+    """Raises PolicyError if ``jax.vmap`` or a derivative runs over an array of ``tree``.
 
-    Inside of a jit nothing tells such an array from another one, but the rule of a primitive is
-    called; nobody uses the results, so that the compiled program has nothing of it.
+    Inside a jit such an array looks like any other, but JAX calls the rule of a primitive. Its
+    results are unused, so the compiled program does not contain it.
     """
     _passed_p.bind(*jax.tree.leaves(tree), function=function)
 

@@ -1,4 +1,4 @@
-"""A distributed optimizer: its ``init``, ``update`` and ``step``, with what they were made from."""
+"""A distributed optimizer: its ``init``, ``update`` and ``step``, and its configuration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jdistadam.errors import MeshError, PolicyError
 
 
 class Functions(Protocol):
-    """What a distributed optimizer does inside of ``jax.shard_map``, for params of a schedule."""
+    """The functions of a distributed optimizer in ``jax.shard_map``, for params of a schedule."""
 
     def init(self, schedule: Schedule, params: Params) -> Any:
         """Makes the state."""
@@ -34,16 +34,16 @@ class Functions(Protocol):
     def local_step(
         self, schedule: Schedule, grads: Grads, state: Any, params: Params, **extra_args: Any
     ) -> StepResult:
-        """Takes a step with plain params, as a device holds them."""
+        """Takes a step with plain params, in the form that a device holds."""
 
     def norm(self, schedule: Schedule, grads: Grads, state: Any) -> jax.Array:
         """The global norm of the mean gradient."""
 
 
 class DistributedTransformation(FusedTransformation):
-    """``init``, ``update`` and ``step`` over a mesh, with what they were made from.
+    """``init``, ``update`` and ``step`` over a mesh, and their configuration.
 
-    ``train_step`` calls all of this for you. In a ``jax.shard_map`` of your own, over
+    ``train_step`` calls all of these for you. In a ``jax.shard_map`` of your own, over
     ``config.mesh``::
 
         def local_step(params, state, batch):  # batch: this device's part
@@ -53,14 +53,14 @@ class DistributedTransformation(FusedTransformation):
         specs = P(), tx.state_specs()
         step = jax.shard_map(local_step, mesh=mesh, in_specs=(*specs, P("data")), out_specs=specs)
 
-    ``init`` also runs outside of it. Under "optim_grads_params", where devices hold shards of the
-    params, a ``shard_map`` of your own needs the optimizer that ``bind`` returns.
+    ``init`` also runs outside of it. Under "optim_grads_params" devices hold shards of the params,
+    and a ``shard_map`` of your own needs the optimizer that ``bind`` returns.
 
-    optax's wrappers see one device's gradients, not reduced: ``optax.chain`` clips each device's
-    own, ``apply_if_finite`` has some devices wait for others that skip the step, ``masked`` hands
+    optax's wrappers see the unreduced gradients of one device: ``optax.chain`` clips each device's
+    own, with ``apply_if_finite`` some devices wait for others that skip the step, ``masked`` passes
     unreduced gradients on, and the main parameters do not follow changed updates. ``train_step``
-    and ``TrainState.create`` raise for a wrapped optimizer; in your own ``jax.shard_map`` nothing
-    but its ``check_vma`` can notice some of this. Use ``jda.chain``, ``accumulate`` or
+    and ``TrainState.create`` raise for a wrapped optimizer; in your own ``jax.shard_map`` only its
+    ``check_vma`` can detect some of this. Use ``jda.chain``, ``accumulate`` or
     ``accumulate_steps``, ``max_grad_norm``, ``loss_scale``, which skips non-finite steps,
     and ``groups`` with ``frozen``.
     """
@@ -69,7 +69,7 @@ class DistributedTransformation(FusedTransformation):
     specs: Any
     functions: Functions
     changes_grads: bool  # before it sums them: in a chain
-    bound: Schedule | None  # of the params that it was bound to
+    bound: Schedule | None  # of the params of bind; None: not bound
 
     @classmethod
     def make(
@@ -81,7 +81,7 @@ class DistributedTransformation(FusedTransformation):
         changes_grads: bool = False,
         bound: Schedule | None = None,
     ) -> DistributedTransformation:
-        """Makes ``init``, ``update`` and ``step``, and joins what they were made from."""
+        """Makes ``init``, ``update`` and ``step``, with their configuration."""
 
         def init(params: Params) -> Any:
             trees.check_dtypes(params, name="params")
@@ -101,7 +101,7 @@ class DistributedTransformation(FusedTransformation):
             grads: Grads, state: Any, params: Params = None, **extra: Any
         ) -> tuple[Any, Any]:
             new, state = step(grads, state, params, **extra)
-            # In float32, so that apply_updates lands exactly on a 16-bit parameter.
+            # In float32, so that apply_updates gives exactly the 16-bit parameter.
             f32 = jnp.float32
             return jax.tree.map(lambda n, p: n.astype(f32) - p.astype(f32), new, params), state
 
@@ -124,17 +124,17 @@ class DistributedTransformation(FusedTransformation):
     def step_with_norms(
         self, grads: Grads, state: Any, params: Params, **extra_args: Any
     ) -> tuple[Params, Any, dict[str, jax.Array]]:
-        """Takes a step in a ``jax.shard_map`` of your own, and returns its norms, too.
+        """Takes a step in a ``jax.shard_map`` of your own, and also returns its norms.
 
         Args:
-          grads: Local gradients, or what ``accumulate`` returned.
+          grads: Local gradients, or the result of ``accumulate``.
           state: The state.
           params: The params.
-          **extra_args: Those of transformations in a chain.
+          **extra_args: Those of the transformations in a chain.
 
         Returns:
-          What ``step`` returns, and the norms that the optimizer's ``norms`` asks for, by their
-          names: shape (), float32, the same on all devices, so that their PartitionSpec is ``P()``.
+          The result of ``step``, and the norms of the optimizer's ``norms`` by name: shape (),
+          float32, the same on all devices, so that their PartitionSpec is ``P()``.
 
         Raises:
           PolicyError: The optimizer was made without ``norms``.
@@ -148,10 +148,10 @@ class DistributedTransformation(FusedTransformation):
         return result.params, result.opt_state, result.norms or {}
 
     def bind(self, params: Params) -> DistributedTransformation:
-        """Returns this optimizer for these params alone: inside of ``jax.shard_map`` it knows them.
+        """Returns this optimizer bound to these params, which it then knows in ``jax.shard_map``.
 
-        There a device that holds only shards sees neither their unsharded shapes nor which leaves
-        are shards. So under "optim_grads_params" a ``jax.shard_map`` of your own needs it::
+        A device that holds only shards sees neither their unsharded shapes nor which leaves are
+        shards. So under "optim_grads_params" a ``jax.shard_map`` of your own needs it::
 
             opt = tx.bind(params)
 
@@ -160,10 +160,10 @@ class DistributedTransformation(FusedTransformation):
                 grads = jax.grad(lambda p: loss(jda.gather_params(p, opt), batch))(shards)
                 return opt.step(grads, state, params)
 
-        ``train_step`` and ``TrainState.create`` do it by themselves.
+        ``train_step`` and ``TrainState.create`` bind it themselves.
 
         Args:
-          params: Tree of arrays or ``jax.ShapeDtypeStruct`` as they are outside of shard_map.
+          params: Tree of arrays or ``jax.ShapeDtypeStruct``, in their form outside of shard_map.
 
         Example:
           >>> import jdistadam as jda
@@ -190,16 +190,16 @@ class DistributedTransformation(FusedTransformation):
         )
 
     def schedule(self, function: str, params: Params, name: str = "params") -> Schedule:
-        """Returns the schedule of plain params as a device holds them, inside of shard_map.
+        """Returns the schedule of plain params in the form that a device holds, in shard_map.
 
         Args:
-          function: What was called.
+          function: The called function, for messages.
           params: The params, or gradients like them.
-          name: Which of the two they are.
+          name: "params", or what else they are.
 
         Raises:
-          MeshError: Devices hold shards of them, and it is not bound to any.
-          TreeError, ShapeError, DtypeError: It is bound to others.
+          MeshError: Devices hold shards of them, and the optimizer is not bound.
+          TreeError, ShapeError, DtypeError: It is bound to other params.
         """
         config = self.config
         trees.check_dtypes(params, name=name)
@@ -217,7 +217,7 @@ class DistributedTransformation(FusedTransformation):
         return self.bound
 
     def _check_bound_to(self, params: Params, schedule: Schedule) -> None:
-        """Raises where it was bound to others than these global params of this schedule."""
+        """Raises if it is bound to other params than these global ones of this schedule."""
         if self.bound is not None and self.bound is not schedule:
             whole = self.config.tensor_local(params)
             trees.check_same_shapes(
@@ -236,11 +236,11 @@ class DistributedTransformation(FusedTransformation):
     def param_specs(self, params: Params) -> Any:
         """Returns the PartitionSpec of every parameter, for shard_map's in_specs and out_specs.
 
-        Under "optim_grads_params" large leaves are sharded over ``shard_axis``; besides, leaves are
-        sharded as the argument ``param_specs`` of the optimizer says.
+        Under "optim_grads_params" large leaves are sharded over ``shard_axis``; leaves are also
+        sharded as the optimizer's argument ``param_specs`` says.
 
         Args:
-          params: Tree of arrays or ``jax.ShapeDtypeStruct`` as they are outside of shard_map.
+          params: Tree of arrays or ``jax.ShapeDtypeStruct``, in their form outside of shard_map.
         """
         trees.check_dtypes(params, name="params")
         return global_specs(self.config, self.layout(params), params)
@@ -249,7 +249,7 @@ class DistributedTransformation(FusedTransformation):
         """Returns the NamedSharding of every parameter, for ``jax.device_put``.
 
         Args:
-          params: Tree of arrays or ``jax.ShapeDtypeStruct`` as they are outside of shard_map.
+          params: Tree of arrays or ``jax.ShapeDtypeStruct``, in their form outside of shard_map.
         """
         return jax.tree.map(
             lambda spec: NamedSharding(self.config.mesh, spec),
@@ -258,7 +258,7 @@ class DistributedTransformation(FusedTransformation):
         )
 
     def state_shardings(self) -> Any:
-        """Returns the NamedSharding of every array of the state, with the memory that it is in.
+        """Returns the NamedSharding of every array of the state, including its memory kind.
 
         Example:
           >>> import jdistadam as jda
@@ -270,10 +270,10 @@ class DistributedTransformation(FusedTransformation):
         return host_memory.state_shardings(self.config, self.state_specs())
 
     def data_specs(self, specs: Any) -> Any:
-        """Returns what PartitionSpecs say about the axes that carry data alone.
+        """Returns PartitionSpecs restricted to the axes that carry data.
 
         For a ``jax.shard_map`` that is manual over these and leaves the axes of ``param_specs`` to
-        XLA, where ``init``, ``update``, ``step``, ``accumulate`` and ``grad_norm`` work too::
+        XLA; ``init``, ``update``, ``step``, ``accumulate`` and ``grad_norm`` work in it too::
 
             specs = tx.data_specs((tx.param_specs(params), tx.state_specs()))
             step = jax.shard_map(local_step, mesh=mesh, axis_names={"data"},
@@ -293,10 +293,10 @@ class DistributedTransformation(FusedTransformation):
         return jax.tree.map(lambda spec: over_axes(spec, axes), specs)
 
     def layout(self, params: Params) -> Layout:
-        """Returns where each element of the state belongs; ``print`` shows it as a table.
+        """Returns the position of each element of the state; ``print`` shows it as a table.
 
         Args:
-          params: Tree of arrays or ``jax.ShapeDtypeStruct`` as they are outside of shard_map.
+          params: Tree of arrays or ``jax.ShapeDtypeStruct``, in their form outside of shard_map.
 
         Example:
           >>> import jdistadam as jda
@@ -309,22 +309,22 @@ class DistributedTransformation(FusedTransformation):
         return self.config.schedule(self.config.tensor_local(params)).layout
 
     def check_state(self, opt_state: OptState, params: Params) -> None:
-        """Raises where a state is of another layout than the one for these params; outside of jit.
+        """Raises if a state has another layout than the one for these params; outside of jit.
 
         The layout depends on the paths, shapes and dtypes of the params, on ``param_labels`` that
         freeze leaves, on the number of shards, ``bucket_bytes`` and the kind of main parameters.
-        ``train_step``, ``full_params``, ``to_optax_state`` and ``main_params`` check by themselves.
-        A ``step`` in your own ``jax.shard_map`` cannot raise: there a state of another layout makes
-        the new params, moments and ``grad_norm`` NaN, and the new state still has the digest of the
-        other layout. Call this once after a restore.
+        ``train_step``, ``full_params``, ``to_optax_state`` and ``main_params`` call this
+        themselves. A ``step`` in your own ``jax.shard_map`` cannot raise: a state of another layout
+        makes the new params, moments and ``grad_norm`` NaN, and the new state keeps the digest of
+        the other layout. Call this once after a restore.
 
         Args:
           opt_state: The state.
           params: Tree of global params, or of ``jax.ShapeDtypeStruct``.
 
         Raises:
-          LayoutError: The layouts differ; the message says where.
-          TreeError: This is not the state of a distributed optimizer.
+          LayoutError: The layouts differ; the message says how.
+          TreeError: ``opt_state`` is not the state of a distributed optimizer.
           MeshError: Its arrays were donated to a step.
         """
         state = find_state(opt_state)
@@ -332,11 +332,11 @@ class DistributedTransformation(FusedTransformation):
         check_layout_of(state, self.config.layout_text(self.layout(params)))
 
     def init_grads(self, params: Params) -> AccumulatedGrads:
-        """Returns accumulated gradients of no micro-batch, for ``accumulate``; inside shard_map.
+        """Returns the accumulated gradients of no micro-batches, for ``accumulate``; in shard_map.
 
         Args:
-          params: Tree of arrays: only their shapes and dtypes matter, and none of these to what
-            ``bind`` returned.
+          params: Tree of arrays: only their shapes and dtypes matter, and not even these to an
+            optimizer that ``bind`` returned.
         """
         schedule = self.bound or self.schedule("init_grads", shard.as_shards(params))
         return model_axes.init_grads(self.config, schedule)
@@ -347,24 +347,25 @@ class DistributedTransformation(FusedTransformation):
         r"""Adds one micro-batch's local gradients.
 
         Under "no_shard" and "optim", and with ``reshard_after_forward=False``, nothing is sent
-        until ``step``; else they are reduced over ``shard_axis`` here, and the shard is added.
+        until ``step``; otherwise gradients are reduced over ``shard_axis`` here, and the shard is
+        added.
 
         ``step`` takes the result in place of gradients and uses the mean over all micro-batches
         of all devices, :math:`\sum_i w_i g_i / \sum_i w_i`.
 
         Args:
-          acc: What ``init_grads`` or ``accumulate`` returned.
+          acc: The result of ``init_grads`` or ``accumulate``.
           grads: This device's gradients, not reduced.
           weight: :math:`w_i` >= 0, a scalar, e.g. a number of tokens. None: 1. Gradients of weight
-            zero do not count, whatever they hold. Sent in float16, keep it near 1: the weighted
-            sum is what is sent.
+            zero do not count, whatever their values. Keep it near 1 if gradients are sent in
+            float16: the weighted sum is sent.
 
         Returns:
           The new sums, in ``policy.main_grads_dtype``.
 
         Raises:
           TreeError, ShapeError, DtypeError: The gradients do not fit.
-          MeshError: They are reduced already.
+          MeshError: The gradients are already reduced.
         """
         return model_axes.accumulate(self.config, acc, grads, weight)
 
@@ -375,8 +376,8 @@ class DistributedTransformation(FusedTransformation):
         program. The norm that a step used is also in its new state, ``state.grad_norm``.
 
         Args:
-          grads: Local gradients, or what ``accumulate`` returned.
-          state: The state. Only the one of a ``chain`` has an influence on the norm.
+          grads: Local gradients, or the result of ``accumulate``.
+          state: The state. It affects the norm only in a ``chain``.
 
         Returns:
           Shape (), float32; the same on all devices.

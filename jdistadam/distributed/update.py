@@ -45,18 +45,18 @@ class FlatState(NamedTuple):
 
 
 class UpdateResult(NamedTuple):
-    """What a step has changed, over either transport.
+    """The results of an update, over either transport.
 
     Attributes:
       flat: The new state.
-      shards: New parameters of each bucket, of which this device has the state; not read where
-        float32 ones are in ``flat``.
-      leaves: New parameters by the index of the leaf.
+      shards: New parameters of each bucket, for this device's part of the state; not read if
+        ``flat`` has them in float32.
+      leaves: New parameters by leaf index.
       norm: The global norm of the mean gradient.
       found_inf: Whether a gradient is non-finite; only with a loss scale.
-      is_skipped: Whether everything stayed as it was; None where that cannot happen.
-      is_empty: Whether the total weight is zero; None where it cannot be.
-      norms: The norms by their names; None where they are not asked for.
+      is_skipped: Whether the step is skipped; None if it cannot be.
+      is_empty: Whether the total weight is zero; None if it cannot be.
+      norms: The norms by name; None if not requested.
     """
 
     flat: FlatState
@@ -77,10 +77,10 @@ def skipped(
     is_empty: jax.Array | None,
     is_other: jax.Array,
 ) -> jax.Array | None:
-    """Whether a step is skipped, which one with a state of another layout never is.
+    """Whether a step is skipped; a step with a state of another layout never is.
 
-    For a non-finite gradient, with a loss scale; for its norm, with a guard; or since the total
-    weight is zero. None where none of them can be.
+    Reasons: a non-finite gradient, with a loss scale; its norm, with a guard; a total weight of
+    zero. None if none of them is possible.
     """
     flags = [is_empty] if is_empty is not None else []
     if state.scaling is not None:
@@ -98,14 +98,14 @@ def step_scalars(
     is_skipped: jax.Array | None,
     is_other: jax.Array,
 ) -> Scalars:
-    """What the kernel is told besides arrays; the loss scale, the mean and the clip are one.
+    """The scalars of the kernel call; one factor combines loss scale, mean and clip.
 
-    For a state of another layout the coefficients are NaN, and so is all that comes of them.
+    For a state of another layout the coefficients are NaN, and so are all results.
     """
     rows = coefficient_rows(config.algorithm.groups.used, state.count)
     inv_scale = clipped_scale(config.max_grad_norm, mean_scale, norm)
     if config.norms is not None and is_skipped is not None:
-        # So that norms of leaves are finite beside a norm that is not.
+        # So that norms of leaves are finite even if the total norm is not.
         inv_scale = jnp.where(is_skipped, mean_scale, inv_scale)
     if state.scaling is not None:
         inv_scale = inv_scale * (1 / state.scaling.loss_scale)
@@ -128,18 +128,19 @@ def update_shards(
     leaves.
 
     One kernel call for each parameter dtype, each in place on its part of the whole flat arrays:
-    slicing them in XLA would copy the state. Parameters without a main copy are updated themselves.
+    slicing them in XLA would copy the state. Parameters without main parameters are updated
+    themselves.
 
     Args:
       config: The configuration.
       layout: The layout.
-      scalars: What the kernel is told besides arrays.
-      grads: For each bucket this device's part of the summed gradient.
+      scalars: The scalars of the kernel call.
+      grads: This device's part of the summed gradient of each bucket.
       state: The state.
-      params: Leaves of the params, as this device holds them.
+      params: Leaves of the params, in the form that this device holds.
     """
     casts = config.policy.main_params == FLOAT32
-    old = [  # where parameters are casts of main parameters, the old ones are not read
+    old = [  # old parameters are not read if they are casts of main parameters
         None
         if casts and bucket.has_main
         else packing.state_shard(config.parallel, bucket, params, bucket.dtype)
@@ -173,9 +174,9 @@ def update_shards(
 def _window(
     config: DistributedConfig, flat: FlatState, buckets: Sequence[Bucket]
 ) -> tuple[FlatState, Sequence[Bucket]]:
-    """What some buckets have of the flat state, on the device, and where they are in it.
+    """The buckets' part of the flat state, on the device, and their positions in it.
 
-    All of it, unless it is in the memory of the host: [Note: windows] in host_memory.py.
+    The whole state, unless it is in host memory: [Note: windows] in host_memory.py.
     """
     if not config.is_on_host:
         return flat, buckets
@@ -187,7 +188,7 @@ def _window(
 def _with_window(
     config: DistributedConfig, flat: FlatState, window: FlatState, buckets: Sequence[Bucket]
 ) -> FlatState:
-    """The flat state with what ``_window`` returned, updated, in its place."""
+    """The flat state with an updated window of ``_window`` put back."""
     if not config.is_on_host:
         return window
     main = flat.main_params
@@ -200,7 +201,7 @@ def _with_window(
 def _kernel_calls(
     config: DistributedConfig, layout: Layout, grads: Sequence[jax.Array]
 ) -> list[list[int]]:
-    """The buckets of each kernel call: those that have all in equal dtypes."""
+    """The buckets of each kernel call: those with equal dtypes."""
     calls: dict[Any, list[int]] = {}
     for i, bucket in enumerate(layout.buckets):
         kind = (bucket.dtype, bucket.has_main, grads[i].dtype, bucket.is_coded)
@@ -229,7 +230,7 @@ def _call_of(
 
 
 def _kind(config: DistributedConfig, bucket: Bucket) -> Codec:
-    """What is kept of main parameters of a bucket."""
+    """How main parameters of a bucket are kept."""
     return config.policy.main_params if bucket.has_main else NOTHING
 
 
@@ -249,8 +250,8 @@ def norm_and_finite(
 ) -> tuple[jax.Array, jax.Array]:
     """The global norm of the mean gradient, and whether any gradient is non-finite.
 
-    Every element counts once: devices that hold the same leaf beside tensor-parallel ones leave it
-    to the first of them.
+    Every element counts once: of tensor-parallel devices that hold the same leaf, only the first
+    counts it.
     """
     parallel = config.parallel
     unscale = None if scaling is None else 1 / scaling.loss_scale
@@ -274,7 +275,7 @@ def norm_of_squares(
     mean_scale: jax.Array,
     scaling: LossScaleState | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """What ``norm_and_finite`` returns, of what one device found in its shards."""
+    """The results of ``norm_and_finite``, from the squares of one device's shards."""
     everyone = config.parallel.state_axes + config.parallel.tensor_axes
     if scaling is None:
         squares = collectives.all_reduce(squares, everyone)
@@ -285,11 +286,11 @@ def norm_of_squares(
 
 
 def clipped_scale(max_grad_norm: float | None, mean_scale: jax.Array, norm: Any) -> jax.Array:
-    """What every summed gradient is multiplied by: the mean, and the clip on top of it."""
+    """The factor of every summed gradient: the mean, times the clip."""
     if max_grad_norm is None:
         return mean_scale
     max_norm = jnp.float32(max_grad_norm)
-    # Written so that a norm that is not a number reaches every gradient, as in optax.
+    # Written so that a NaN norm reaches every gradient, as in optax.
     return jnp.where(norm <= max_norm, mean_scale, mean_scale * (max_norm / norm))
 
 
@@ -309,8 +310,8 @@ def quantized_call(
       layout: The layout.
       buckets: The buckets.
       spec: The call without rounding.
-      scalars: What the kernel is told besides arrays.
-      state: The state: its count and key say which random bits are drawn.
+      scalars: The scalars of the kernel call.
+      state: The state: its count and key determine the random bits.
       operands: The shards of gradients and params, and the flat arrays.
     """
     storage, parts = config.algorithm.storage, config.tensor_parts

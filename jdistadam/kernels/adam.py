@@ -1,6 +1,6 @@
 """One Adam step over many leaves: checks operands, picks the backend, makes the FFI call.
 
-All arrays are what one device holds. Under plain ``jax.jit`` over several devices use
+All arrays are local to one device. Under plain ``jax.jit`` over several devices use
 sharded_adam.py, inside ``jax.shard_map`` use this directly.
 """
 
@@ -25,15 +25,15 @@ _KINDS = ("grads", "params", "mu", "nu", "out")  # bits of the handler's attribu
 
 
 class Scalars(NamedTuple):
-    """The device operands that say how to step. Changing them never recompiles."""
+    """The scalar operands of a step, on the device. Changing them never recompiles."""
 
     coefficients: Any  # shape (*members, groups, len(coefficients.NAMES)), float32
-    inv_scale: Any  # shape (), float32: what every gradient is multiplied by
+    inv_scale: Any  # shape (), float32: the factor of every gradient
     found_inf: Any  # shape (), bool: whether to change nothing
 
     @classmethod
     def plain(cls, rows: jax.Array) -> Scalars:
-        """Coefficients alone: gradients as they are, no skip."""
+        """Coefficients only: unscaled gradients, no skip."""
         return cls(rows, jnp.ones((), jnp.float32), jnp.zeros((), jnp.bool_))
 
 
@@ -44,17 +44,17 @@ class Spec:
     Attributes:
       mode: "step": new params. "step_and_cast": new params, and a copy of them in ``out_dtype``.
         "update": optax's updates in ``out_dtype``; params are only read.
-        "step_split": new params, of which the bfloat16 half is in params and the remainder in
-        out, both updated in place; [Note: remainders].
-      groups: For each leaf, the row of the coefficients that it uses.
-      flags: The flags of the formula that are on: names in ``hyperparameters.FLAGS``.
+        "step_split": new params, whose bfloat16 half is in params and whose remainder is in out,
+        both updated in place; [Note: remainders].
+      groups: For each leaf, its row of the coefficients.
+      flags: The enabled flags of the formula: names in ``hyperparameters.FLAGS``.
       out_dtype: Dtype of the extra output; None in modes "step" and "step_split".
-      flat: Operand kinds that are one flat array instead of one array per leaf. Of a new flat out,
-        what is between the leaves is undefined; the fallback cannot make one.
-      sizes: Elements of each leaf, given when anything is flat.
-      offsets: Where each leaf begins in the flat arrays, in elements.
-      contributions: How many gradients each array of grads holds, stacked in a first dimension (if
-        flat, behind each other). They are added pairwise in float32, then used as one.
+      flat: Operand kinds that are one flat array instead of one array per leaf. In a new flat out,
+        gaps between the leaves are undefined; the fallback cannot make one.
+      sizes: Elements of each leaf, given if any kind is flat.
+      offsets: The start of each leaf in the flat arrays, in elements.
+      contributions: The number of gradients in each array of grads, stacked in a first dimension
+        (concatenated if flat). They are added pairwise in float32, then used as one.
     """
 
     mode: str
@@ -68,7 +68,7 @@ class Spec:
 
 
 class Operands(NamedTuple):
-    """Leaves by kind: a sequence of arrays, or of one flat array."""
+    """Leaves by kind: a sequence of arrays, or of a single flat array."""
 
     grads: Sequence[Any]
     params: Sequence[Any]
@@ -77,7 +77,7 @@ class Operands(NamedTuple):
     out: Sequence[Any] = ()  # the remainders, uint16, in mode "step_split"
 
     def unfused(self) -> Operands:
-        """native.unfused for what is updated in place; gradients may be read from slices."""
+        """native.unfused for arrays updated in place; gradients may be read from slices."""
         return native.unfused(self._replace(grads=()))._replace(grads=self.grads)
 
 
@@ -99,13 +99,13 @@ def with_main_params(
     *,
     is_flat: bool = False,
 ) -> tuple[Spec, Operands]:
-    """Returns a call in mode "step" as it is where main parameters are kept.
+    """Returns a call in mode "step", changed to keep main parameters.
 
     Args:
-      kind: What is kept of them.
-      spec: The call without any.
-      operands: The operands without any.
-      main: What is kept, one array for each leaf or a flat one; not used under NONE.
+      kind: How they are kept.
+      spec: The call without main parameters.
+      operands: The operands without main parameters.
+      main: The stored arrays, one for each leaf or a flat one; not used under NONE.
       param_dtype: Dtype of the params.
       is_flat: Whether ``main`` is flat.
     """
@@ -120,22 +120,22 @@ def with_main_params(
 
 
 def new_params(kind: Codec, results: Results) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Returns new params, or updates, and what is kept of main parameters."""
+    """Returns new params, or updates, and the stored main parameters."""
     if kind == FLOAT32:
         return results.out, results.params
     return results.params or results.out, results.out
 
 
 def member_dims(scalars: Scalars) -> int:
-    """How many dimensions of members the coefficients have, and every leaf then has in front."""
+    """The number of leading member dimensions of the coefficients, and then of every leaf."""
     return scalars.coefficients.ndim - 2
 
 
 def adam(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
-    """Takes one Adam step on this device. params, mu and nu are updated in place where donated.
+    """Takes one Adam step on this device. Updates donated params, mu and nu in place.
 
-    Coefficients may have dimensions of members in front. Then every leaf has them too, and each
-    member is stepped with rows of its own; nothing may be flat.
+    Coefficients may have leading dimensions of members. Then every leaf has them too, and each
+    member uses its own rows; no kind may be flat.
     """
     if not operands.grads:
         return Results(
@@ -153,12 +153,12 @@ def adam(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
 def adam_with_squares(
     spec: Spec, scalars: Scalars, operands: Operands, asked: squares.Asked
 ) -> tuple[Results, jax.Array]:
-    """The same step, of one leaf or more, and the sums of squares that are asked for.
+    """The same step, of at least one leaf, and the requested sums of squares.
 
     Returns:
       The results of the step; and the sums of squares of the scaled gradients, new parameters and
-      updates of each segment, shape (n, 3), float32: cuda/squares.h. Modes are those of a step, and
-      there are no members.
+      updates of each segment, shape (n, 3), float32: cuda/squares.h. Modes are those of a step;
+      members are not supported.
     """
     fine = asked.fine
     args = collectives.vary_together((scalars, operands, asked.segments))
@@ -193,7 +193,7 @@ def _adam_native(
 
 
 def num_runs(spec: Spec, operands: Operands, asked: squares.Asked | None) -> int:
-    """The number of runs of all leaves, where sums of squares are asked for."""
+    """The number of runs of all leaves, if sums of squares are requested."""
     if asked is None:
         return 0
     sizes = spec.sizes or [x.size // spec.contributions for x in operands.grads]
@@ -201,7 +201,7 @@ def num_runs(spec: Spec, operands: Operands, asked: squares.Asked | None) -> int
 
 
 def _attributes(spec: Spec) -> dict[str, Any]:
-    """Every attribute with its exact numpy type: the handler takes no other."""
+    """Every attribute with its exact numpy type: the handler accepts no other."""
     return {
         "mode": np.int32(_MODES[spec.mode]),
         "flags": bits_of(spec.flags),
@@ -245,7 +245,7 @@ def _summed(spec: Spec, grads: Any) -> Any:
 def adam_fallback(
     spec: Spec, scalars: Scalars, operands: Operands, *, every_term: bool = False
 ) -> Results:
-    """The same step in jax.numpy. Close to the compiled kernels, not bitwise equal.
+    """The same step in jax.numpy. Close to the compiled kernels, but not bitwise equal.
 
     ``every_term`` is for derivatives: see reference.adam_update.
     """
@@ -293,7 +293,7 @@ def adam_fallback(
 def squares_reference(
     spec: Spec, scalars: Scalars, operands: Operands, asked: squares.Asked, *, xp: Any
 ) -> Any:
-    """The sums of squares by the reference implementation, of one contribution."""
+    """The sums of squares by the reference implementation, for one contribution."""
     shapes = [(size,) for size in spec.sizes or (x.size for x in operands.grads)]
     cut = Operands(*(split(spec, kind, x, shapes) for kind, x in operands._asdict().items()))
     leaves = zip(spec.groups, *cut[:4], cut.out or (None,) * len(cut.grads), strict=True)
@@ -313,7 +313,7 @@ def squares_reference(
 
 
 def split(spec: Spec, kind: str, arrays: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
-    """Cuts a flat array into leaves."""
+    """Splits a flat array into leaves."""
     if kind not in spec.flat or not arrays:
         return arrays
     (flat,) = arrays
@@ -327,7 +327,7 @@ def split(spec: Spec, kind: str, arrays: Sequence[Any], shapes: Sequence[Any]) -
 def join(
     spec: Spec, kind: str, arrays: Sequence[Any], leaves: Sequence[Any], xp: Any
 ) -> tuple[Any, ...]:
-    """Puts leaves back into their flat array."""
+    """Writes leaves back into their flat array."""
     if kind not in spec.flat or not arrays:
         return tuple(leaves)
     flat: Any = np.array(arrays[0]) if xp is np else arrays[0]

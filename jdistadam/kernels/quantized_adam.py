@@ -1,7 +1,7 @@
-"""One Adam step with moments in codes, or stochastic rounding, on this device.
+"""One Adam step with coded moments or stochastic rounding, on this device.
 
-The operands of kernels/adam.py, and what rounding needs: [Note: random bits] and [Note: blocks] in
-cuda/rounding.h. Over several devices use sharded_quantized_adam.py.
+The operands are those of kernels/adam.py, and those of rounding: [Note: random bits] and
+[Note: blocks] in cuda/rounding.h. Over several devices use sharded_quantized_adam.py.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class QuantizedSpec:
       is_stochastic: Whether mu and nu of 8 or 16 bits are rounded stochastically, and in mode
         "step" the parameters of 16 bits. If not, to nearest.
       ids: For each leaf its number in the tree of params.
-      mu_offsets: Where each leaf begins in flat first moments. (): as ``adam.offsets``.
-      nu_offsets: The same of second moments.
-      cuts: For each leaf how it was cut. (): into parts of equal size, one behind the other.
-      tables: For each leaf that is several in one, each filled up to whole blocks, where its rows
-        of ``LeafPositions.blocks`` begin; of others -1. (): none is.
+      mu_offsets: The start of each leaf in flat first moments. (): as ``adam.offsets``.
+      nu_offsets: The same for second moments.
+      cuts: For each leaf how it was cut. (): into consecutive parts of equal size.
+      tables: For each leaf that packs several, each padded to whole blocks, its first row of
+        ``LeafPositions.blocks``; -1 for other leaves. (): no leaf packs several.
     """
 
     adam: Spec
@@ -49,26 +49,26 @@ class QuantizedSpec:
     tables: tuple[int, ...] = ()
 
     def flat(self, kind: str) -> Spec:
-        """What says where the leaves are in flat arrays of a kind."""
+        """The positions of leaves in flat arrays of a kind."""
         offsets = {"mu": self.mu_offsets, "nu": self.nu_offsets}.get(kind) or self.adam.offsets
         return dataclasses.replace(self.adam, offsets=offsets)
 
 
 class LeafPositions(NamedTuple):
-    """Where leaves are in whole leaves, as far as that differs between devices."""
+    """The positions of local leaves in whole leaves, if they differ between devices."""
 
-    parts: Any  # shape (leaves, 2), int32: which part each is, and of which part
-    blocks: Any  # shape (rows, 2), uint32: numbers of a block's leaf, and of the block in that
+    parts: Any  # shape (leaves, 2), int32: its part, and the part from which that was cut
+    blocks: Any  # shape (rows, 2), uint32: a block's leaf, and its index there
 
     @classmethod
     def of_parts(cls, parts: Any) -> LeafPositions:
-        """Of leaves that were cut once at most; ``parts`` has shape (leaves,), int32."""
+        """For leaves that were cut at most once; ``parts`` has shape (leaves,), int32."""
         parts = jnp.stack([jnp.asarray(parts, jnp.int32), jnp.zeros(len(parts), jnp.int32)], 1)
         return cls(parts, jnp.zeros((1, 2), jnp.uint32))
 
 
 class Rounding(NamedTuple):
-    """The device operands of stochastic rounding."""
+    """The operands of stochastic rounding, on the device."""
 
     key: Any  # shape (2,), uint32: the seed
     count: Any  # shape (), int32: steps taken before this one
@@ -81,13 +81,13 @@ def adam(
     positions: LeafPositions,
     operands: Operands,
 ) -> Results:
-    """Takes one Adam step on this device. params, mu and nu are updated in place where donated.
+    """Takes one Adam step on this device. Updates donated params, mu and nu in place.
 
     Args:
       spec: The static side.
       scalars: As for the kernel without rounding, without members.
-      rounded: What random bits depend on.
-      positions: Where the leaves are in whole leaves.
+      rounded: The operands that determine random bits.
+      positions: The positions of the leaves in whole leaves.
       operands: The leaves; all of mu may be BlockCodes of one format, and all of nu, also flat.
     """
 
@@ -123,7 +123,7 @@ def adam_with_squares(
 
 
 def codes_of(moments: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns moments as arrays: those in blocks as their codes."""
+    """Returns moments as arrays: coded ones as their codes."""
     return tuple(x.codes if is_codes(x) else x for x in moments)
 
 
@@ -146,7 +146,7 @@ def _adam_native(
     *,
     asked: squares.Asked | None = None,
 ) -> tuple[Results, Any]:
-    """The call: behind the operands of `jdistadam_adam` come the scales, and so with results."""
+    """The call: scales follow the operands of `jdistadam_adam`, and likewise its results."""
     mode = spec.adam.mode
     given = {
         "grads": tuple(operands.grads),
@@ -181,7 +181,7 @@ def _adam_native(
 
 
 def _aliases(given: dict[str, Any], made: dict[str, Any]) -> dict[int, int]:
-    """Operand number to result number, for each kind that there is on both sides."""
+    """Operand number to result number, for each kind that is both operand and result."""
 
     def first(kinds: dict[str, Any], start: int) -> dict[str, int]:
         ends = np.cumsum([start, *map(len, kinds.values())]).tolist()
@@ -272,7 +272,7 @@ def _bits(
 
 
 def _of_scales(spec: Spec) -> Spec:
-    """What says where the scales of leaves are in flat ones."""
+    """The positions of the leaves' scales in flat arrays."""
     return dataclasses.replace(
         spec,
         sizes=tuple(-(-size // BLOCK) for size in spec.sizes),
@@ -281,7 +281,7 @@ def _of_scales(spec: Spec) -> Spec:
 
 
 def _split(spec: QuantizedSpec, kind: str, arrays: Sequence[Any], shapes: Any) -> Sequence[Any]:
-    """Cuts flat arrays into leaves."""
+    """Splits flat arrays into leaves."""
     flat = spec.flat(kind)
     if kind not in flat.flat or not arrays or not is_codes(arrays[0]):
         return kernel.split(flat, kind, arrays, shapes)
@@ -294,7 +294,7 @@ def _split(spec: QuantizedSpec, kind: str, arrays: Sequence[Any], shapes: Any) -
 def _join(
     spec: QuantizedSpec, kind: str, arrays: Sequence[Any], leaves: Sequence[Any], xp: Any
 ) -> tuple[Any, ...]:
-    """Puts leaves back into their flat arrays."""
+    """Writes leaves back into their flat arrays."""
     flat = spec.flat(kind)
     if kind not in flat.flat or not arrays or not is_codes(arrays[0]):
         return kernel.join(flat, kind, arrays, leaves, xp)
@@ -315,10 +315,10 @@ def _leaf(
     *,
     xp: Any,
 ) -> reference.AdamResult:
-    """Steps a leaf in float32, and rounds what it has computed."""
+    """Steps a leaf in float32, and rounds the results."""
     is_step = spec.adam.mode == "step"
     is_16_bits = param.dtype.itemsize == 2
-    # Rounded stochastically below: so in float32 here.
+    # Rounded stochastically below: so float32 here.
     wide = param.astype(xp.float32) if is_step and spec.is_stochastic and is_16_bits else param
     new = reference.adam_leaf(
         mode=spec.adam.mode,

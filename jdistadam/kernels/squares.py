@@ -1,4 +1,4 @@
-"""Sums of squares of gradients, parameters and updates, which a step takes on the way.
+"""Sums of squares of gradients, parameters and updates, taken during a step.
 
 Definitions and the order of the sums are those of cuda/squares.h.
 """
@@ -17,16 +17,16 @@ from jdistadam.core.codecs import join_halves
 from jdistadam.kernels import native, reference
 
 RUN = 128
-"""Elements of a run of a leaf that is not fine."""
+"""Elements per run of a leaf that is not fine."""
 KINDS = ("grad", "param", "update")
 
 
 class Asked(NamedTuple):
-    """Which sums of squares a call shall take.
+    """The sums of squares that a call takes.
 
     Attributes:
-      fine: For each leaf whether each of its elements is a run, rather than 128 of them.
-      segments: Shape (n, 2), int32: the first run of each sum, and the one behind the last.
+      fine: For each leaf whether each of its elements is a run, instead of 128 of them.
+      segments: Shape (n, 2), int32: the first run of each sum, and one past the last.
     """
 
     fine: tuple[bool, ...]
@@ -47,7 +47,7 @@ def ffi_call(
       target: The handler of steps without sums.
       results: Types of its results.
       aliases: Operand number to result number.
-      asked: Which sums; None: none.
+      asked: The requested sums; None: none.
       runs: Number of runs of all leaves.
     """
     if asked is None:

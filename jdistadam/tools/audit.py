@@ -1,4 +1,4 @@
-"""Whether a compiled training step sends what the plan says, and nothing else."""
+"""Checks that a compiled training step runs exactly the planned collectives."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from jdistadam.training.train_step import TrainStep
 _Counter = collections.Counter[tuple[str, str, int]]
 _MAX_SCALARS = 8  # elements of one all-reduce: losses, norms, weights, flags
 
-# What XLA's CPU backend neither computes nor sends, and what it does instead, whatever the
+# Dtypes that XLA's CPU backend neither computes with nor sends, and their substitutes, for every
 # operation. float16 stays as it is.
 _WIDENED_ON_CPU = {"bfloat16": "float32", "float8_e5m2": "float16", "float8_e4m3fn": "float16"}
 
 
 @dataclasses.dataclass(frozen=True)
 class AuditRow:
-    """All collectives of one operation and dtype over so many devices, of one step.
+    """All collectives of a step with one operation, dtype and number of devices.
 
     Attributes:
       op: "reduce-scatter", "all-gather", "all-reduce", "all-to-all" or "collective-permute".
       dtype: The dtype that is sent.
-      devices: How many devices take part in each.
+      devices: The number of devices that take part in each.
       planned: Elements of the results by the plan.
       optional: How many of these XLA may leave out: gathers of small leaves in the backward pass.
       found: Elements of the results in the compiled program.
-      asynchronous: How many of these stand in instructions during which other work can run.
-      widened: Whether it does not pass for one reason alone: XLA's CPU backend widened the dtype.
-        Nothing is found in the dtype of the plan, and as many elements more in the wider one.
-      of_model: Whether these run along tensor axes alone, where XLA partitions the model: the plan
-        says nothing about them.
+      asynchronous: How many of these are in instructions that other work can overlap.
+      widened: Whether it fails for one reason only: XLA's CPU backend widened the dtype. Nothing is
+        found in the dtype of the plan, and as many additional elements in the wider one.
+      of_model: Whether these run along tensor axes only, where XLA partitions the model: the plan
+        does not cover them.
     """
 
     op: str
@@ -58,12 +58,12 @@ class AuditRow:
 
     @property
     def passed(self) -> bool:
-        """Whether the program sends what is planned."""
+        """Whether the program sends the planned elements."""
         return self.of_model or self.planned - self.optional <= self.found <= self.planned
 
     @property
     def note(self) -> str:
-        """What is wrong, in a word; "" for what passed."""
+        """The failure in a word; "" if it passed."""
         if self.of_model:
             return "the model's"
         if self.passed:
@@ -74,7 +74,7 @@ class AuditRow:
 
 
 class PeerCall(NamedTuple):
-    """A custom call over peer memory, and how often a step should run it and does."""
+    """A custom call over peer memory, and how often it is planned and found in a step."""
 
     target: str
     planned: int
@@ -88,10 +88,10 @@ class PeerCall(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What ``audit`` found; prints as a table with a verdict.
+    """The result of ``audit``; prints as a table with a verdict.
 
     Attributes:
-      rows: What is sent, apart from scalars.
+      rows: All collectives except those of scalars.
       scalars: All-reduces with a few scalars: the loss, the norm, weights and flags.
       num_devices: Size of the mesh.
       program: The compiled program, as ``jax.jit(f).lower(...).compile()`` returns it.
@@ -106,23 +106,23 @@ class Audit:
 
     @property
     def passed(self) -> bool:
-        """Whether the program sends what is planned, in its dtypes, and nothing else.
+        """Whether the program sends exactly the planned elements, in the planned dtypes.
 
-        A plan over peer memory needs its custom calls in the program, one over XLA none.
+        A plan over peer memory requires its custom calls in the program, one over XLA forbids them.
         """
         return all(row.passed for row in self.rows) and all(c.passed for c in self.peer_calls)
 
     @property
     def only_widened(self) -> bool:
-        """Whether it would pass but for dtypes that XLA's CPU backend widened.
+        """Whether it fails only because XLA's CPU backend widened dtypes.
 
-        Whether those are sent as planned can then be found out for a GPU alone.
+        Only a program for GPUs then shows whether those are sent as planned.
         """
         calls = all(call.passed for call in self.peer_calls)
         return not self.passed and calls and all(row.passed or row.widened for row in self.rows)
 
     def __str__(self) -> str:
-        """Returns a table with one line a row, and the verdict."""
+        """Returns a table with one line per row, and the verdict."""
         if self.num_devices == 1 and not self.rows:
             return "one device: nothing is sent, so there is nothing to check"
         lines = [
@@ -156,18 +156,19 @@ class Audit:
 def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
     """Compiles a training step and compares its collectives with the plan.
 
-    Every operation, dtype, number of devices and of elements counts, those of loops as often as
-    they run. So a cast that XLA moved across a collective shows, and a gather that it added.
+    Compares the operation, dtype, number of devices and number of elements of each collective; one
+    in a loop counts once per iteration. This detects casts that XLA moved across a collective, and
+    gathers that it added.
 
     Args:
-      step: What ``train_step`` returned.
+      step: The result of ``train_step``.
       state: A train state, or a tree of ``jax.ShapeDtypeStruct`` with shardings.
       batch: A batch, or a tree of ``jax.ShapeDtypeStruct`` with shardings.
 
     Returns:
-      An ``Audit``: ``print`` it, or look at ``passed`` and ``rows``. XLA's CPU backend widens
-      bfloat16 and float8 itself: such a program does not pass, and where nothing else differs
-      ``only_widened`` is True.
+      An ``Audit``: ``print`` it, or read ``passed`` and ``rows``. XLA's CPU backend widens bfloat16
+      and float8: such a program does not pass, and if nothing else differs ``only_widened`` is
+      True.
 
     Example:
       >>> import jdistadam as jda
@@ -215,7 +216,7 @@ class _Elements(NamedTuple):
 
 
 def _found(text: str, config: DistributedConfig) -> tuple[_Elements, _Elements, int]:
-    """What a program sends, what of it along tensor axes alone, and all-reduces with scalars."""
+    """Elements that a program sends, those along tensor axes only, and all-reduces of scalars."""
     ours, models = (_Elements(collections.Counter(), collections.Counter()) for _ in range(2))
     scalars = 0
     for c in hlo.collectives_in(text):
@@ -225,7 +226,7 @@ def _found(text: str, config: DistributedConfig) -> tuple[_Elements, _Elements, 
             scalars += 1  # perhaps combined with gradients
             arrays = tuple(a for a in arrays if a[1] > _MAX_SCALARS)
         if c.devices == 1:
-            continue  # nothing is sent; XLA leaves most of these out, not all
+            continue  # nothing is sent; XLA leaves out most of these, not all
         found = models if config.has_model_axes and _is_of_model(c, config) else ours
         for dtype, elements in arrays:
             key = c.op, hlo.DTYPES.get(dtype, dtype), c.devices
@@ -235,7 +236,7 @@ def _found(text: str, config: DistributedConfig) -> tuple[_Elements, _Elements, 
 
 
 def _peer_calls(config: DistributedConfig, state: Any, text: str) -> tuple[PeerCall, ...]:
-    """The calls over peer memory; a program that went over XLA all the same lacks them."""
+    """The calls over peer memory; missing if the program used XLA instead."""
     found = hlo.custom_calls_in(text)
     schedule = config.schedule(config.tensor_local(state.params))
     is_peer = config.communication.is_peer and bool(schedule.buckets)
@@ -254,7 +255,7 @@ def _is_of_model(c: hlo.CompiledCollective, config: DistributedConfig) -> bool:
 
 
 def _mark_widened(rows: list[AuditRow]) -> list[AuditRow]:
-    """Marks rows of programs for CPU devices where the dtype is all that differs."""
+    """Marks rows of programs for CPU devices that differ only in dtype."""
     groups: dict[tuple[str, str, int], list[AuditRow]] = {}
     for row in rows:
         key = row.op, _WIDENED_ON_CPU.get(row.dtype, row.dtype), row.devices
@@ -267,7 +268,7 @@ def _mark_widened(rows: list[AuditRow]) -> list[AuditRow]:
 
 
 def _is_widening(group: list[AuditRow]) -> bool:
-    """Whether all of the plan is found in the wide dtype, and nothing beside it."""
+    """Whether everything planned is found in the wide dtype, and nothing else."""
     narrow = [row for row in group if row.dtype in _WIDENED_ON_CPU]
     planned = sum(row.planned for row in group)
     optional = sum(row.optional for row in group)
@@ -285,7 +286,7 @@ def _planned(step: TrainStep, state: Any) -> tuple[_Counter, _Counter]:
     for c in planned_collectives(config, state.params, accumulate_steps=accumulate_steps):
         is_scalar = c.op == "all-reduce" and c.result_elements <= _MAX_SCALARS
         if c.devices > 1 and not is_scalar and c.transport == "xla":
-            # Devices send to one another, each for itself.
+            # Devices send to one another, each on its own.
             together = 0 if c.op == "collective-permute" else c.devices
             key = c.op, c.dtype.name, together
             planned[key] += c.result_elements * c.times

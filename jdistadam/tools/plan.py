@@ -1,4 +1,4 @@
-"""What a device holds and sends in a training step, in bytes, from shapes alone."""
+"""Memory and traffic of a device in a training step, in bytes, from shapes alone."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from jdistadam.kernels.squares import KINDS, num_runs
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What ``plan`` returns; prints as two tables.
+    """The result of ``plan``; prints as two tables.
 
     All numbers are bytes on one device.
 
     Attributes:
       held: Between steps, by name: params, main_params, mu, nu, scalars (count, norm, loss
-        scale, digest of the layout), and ema with ``ema_decay``.
-        Their sum is what a compiled ``train_step`` takes besides the batch, gives back besides the
-        metrics, and updates in place. Without what is on the host.
+        scale, digest of the layout), and ema with ``ema_decay``. Their sum is what a compiled
+        ``train_step`` takes besides the batch, returns besides the metrics, and updates in place.
+        Excludes arrays on the host.
       sums: Gradients accumulated over micro-batches, within a step; 0 for one micro-batch.
-      buffers: What a step needs temporarily beside the model's own and the gradients, in the
-        params' dtype, by use; an upper bound: XLA lets some of it share memory.
-      collectives: What is sent.
-      communication: The transport, and why not peer memory.
-      on_host: Between steps in the memory of the host, for this device, by name; with
+      buffers: Temporary memory of a step besides the model's own and the gradients, in the params'
+        dtype, by use; an upper bound: XLA lets some of it share memory.
+      collectives: The collectives of a step.
+      communication: The transport, and why it is not peer memory.
+      on_host: Between steps in host memory, for this device, by name; with
         ``state_memory="pinned_host"``.
     """
 
@@ -86,19 +86,19 @@ def plan(
     accumulate_steps: int = 1,
     in_train_step: bool = True,
 ) -> Plan:
-    r"""Says what a training step needs on each device, before any array exists.
+    r"""Returns the memory and traffic of a training step per device, before any array exists.
 
     With :math:`P` parameters on :math:`N` devices, float32 state and bfloat16 params, "optim" holds
     :math:`2 P + 12 P / N` bytes, and small leaves are padded.
 
     Args:
-      params: Tree of global params, or of ``jax.ShapeDtypeStruct`` such as ``jax.eval_shape`` of
-        the model's initialisation returns.
-      tx: A distributed optimizer. Its mesh may be larger than what this machine has, if its
-        devices come from ``jax.experimental.topologies``.
-      accumulate_steps: As given to ``train_step``.
-      in_train_step: Whether it is a step of ``train_step``. In a custom training loop, and in
-        a step alone, no gradients are sent ahead over peer memory.
+      params: Tree of global params, or of ``jax.ShapeDtypeStruct``, such as ``jax.eval_shape`` of
+        the model's initialization.
+      tx: A distributed optimizer. Its mesh may be larger than this machine's if its devices come
+        from ``jax.experimental.topologies``.
+      accumulate_steps: As passed to ``train_step``.
+      in_train_step: Whether the step is one of ``train_step``. A custom training loop, or a step
+        alone, sends no gradients ahead over peer memory.
 
     Example:
       >>> import jax
@@ -169,7 +169,7 @@ def _sums(config: DistributedConfig, layout: Layout) -> int:
 def _buffers(
     config: DistributedConfig, layout: Layout, entry: BucketSchedule
 ) -> Iterator[tuple[str, int]]:
-    """What one bucket passes through, in this order."""
+    """The temporary arrays of one bucket, in this order."""
     policy, bucket = config.policy, entry.bucket
     # Stacked layers pass one after the other; the sum of gradients holds all of them.
     whole = layout.whole_size(bucket) // (bucket.num_layers or 1)
@@ -180,20 +180,20 @@ def _buffers(
         yield "packed gradients", whole * jnp.dtype(widest).itemsize
     if bucket.is_packed or policy.comm_dtype != bucket.dtype:
         yield "gradients as sent", whole * sent
-    if config.communication.is_peer:  # which packs nothing else
+    if config.communication.is_peer:  # packs nothing else
         if entry.reduce[0].op == "collective-permute":
             yield "received contributions", entry.reduce[0].result_elements * sent
             if keeps_shards_alone(config.parallel):
                 yield "own contributions", inner * sent
         if config.takes_norm_first:
-            yield "reduced gradients", inner * 4  # a norm is taken of them before the update
+            yield "reduced gradients", inner * 4  # their norm is needed before the update
         if bucket.is_packed:
             yield "gathered parameters", whole * jnp.dtype(bucket.dtype).itemsize
         return
     if entry.reduce[0].op == "all-to-all":
         yield "received contributions", entry.reduce[0].elements * sent
     yield "reduced gradients", inner * reduced
-    if entry.reduce[-1].op == "all-gather":  # of the parts of a sum in float32
+    if entry.reduce[-1].op == "all-gather":  # of the parts of a float32 sum
         yield "reduced gradients", whole * reduced
     if entry.reduce_outer:
         yield "reduced gradients", 2 * inner * reduced
@@ -220,12 +220,12 @@ def _buffers(
 def planned_collectives(
     config: DistributedConfig, params: Params, *, accumulate_steps: int = 1
 ) -> list[Collective]:
-    """Returns the collectives of one call of ``train_step`` that are larger than scalars.
+    """Returns the collectives of one call of ``train_step``, except those of scalars.
 
     Args:
       config: ``tx.config``.
       params: Tree of global params or their shapes.
-      accumulate_steps: As given to ``train_step``.
+      accumulate_steps: As passed to ``train_step``.
     """
     whole = config.tensor_local(params)
     return list(config.schedule(whole, accumulate_steps=accumulate_steps).collectives)
@@ -234,7 +234,7 @@ def planned_collectives(
 def format_collectives(planned: Sequence[Collective]) -> str:
     """Returns a table, one line for each operation, dtype and set of axes.
 
-    The last column is the transport, where that is not "xla" for all.
+    The last column is the transport, unless that is "xla" for all.
     """
     rows: dict[Any, list[int]] = {}
     for c in planned:

@@ -43,7 +43,7 @@ class EvalProgram:
     batch_spec: P
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
-        """Evaluates; ``opt_state`` is None where the layout of the state was compared before."""
+        """Evaluates; ``opt_state`` is None if the layout of the state was compared before."""
         rows = rows_spec(self.tx.config, self.batch_spec)
         tx = self.tx.bind(state.params)
         run = over_devices(
@@ -61,7 +61,7 @@ class EvalProgram:
         return loss, aux
 
     def _on_a_device(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-        """Returns the state as it is, which the program does not: XLA drops it."""
+        """Returns the state as well; the program does not: XLA would drop it."""
         forward = Forward.at(state, self.loss_function, self.tx)
         out = forward.output(0, batch, state.model_state)(forward.params)
         weight = None if out.weight is None else valid_weight(out.weight)
@@ -70,11 +70,11 @@ class EvalProgram:
 
 
 class EvalStep:
-    """What ``eval_step`` returns: call it with ``(state, batch)``, also inside of a program.
+    """The result of ``eval_step``: call it with ``(state, batch)``, also inside a program.
 
     Attributes:
       tx: The optimizer.
-      compiler_options: XLA's options by name with which a call is compiled, as of ``TrainStep``.
+      compiler_options: XLA's options by name for compiling a call, as in ``TrainStep``.
     """
 
     def __init__(
@@ -87,16 +87,15 @@ class EvalStep:
         self.tx, self.compiler_options = program.tx, compiler_options
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
-        """Returns ``(loss, aux)``. Nothing is donated, and nothing of the state changes.
+        """Returns ``(loss, aux)``. Donates nothing and leaves the state unchanged.
 
-        Inside of a program, where a state cannot be looked at, the loss of one of another layout is
-        NaN. Several processes first tell each other what they are about to run, once.
+        Inside a program a state cannot be inspected: for one of another layout the loss is NaN.
+        Several processes first compare, once, the programs that they are about to run.
 
         Raises:
           AgreementError: The processes do not all run the same program.
-          LayoutError: The state is of another layout.
-          MeshError: The state is sharded over another mesh, in the memory of the host, or was
-            donated.
+          LayoutError: The state has another layout.
+          MeshError: The state is sharded over another mesh, in host memory, or was donated.
         """
         check_train_state(state)
         host_memory.check_memory(self.tx.config, state=state)
@@ -128,38 +127,38 @@ def eval_step(
 ) -> EvalStep:
     """Makes a jitted evaluation from the loss of ``train_step`` and a distributed optimizer.
 
-    The forward pass is that of ``train_step`` with one micro-batch per device, whatever the
-    strategy: ``loss_fn`` gets the same params, stacked layers as shards to gather in a scan, and
-    the loss is computed by the same operations. (XLA compiles them without a backward pass beside
-    them: where it fuses a mean in another way then, its last bit may differ, as with ``jax.jit``.)
-    Nothing is donated, and the state stays as it is. Make it once, and call it with every batch.
+    The forward pass is that of ``train_step`` with one micro-batch per device, for every strategy:
+    ``loss_fn`` gets the same params, stacked layers as shards to gather in a scan, and the same
+    operations compute the loss. (XLA compiles them without a backward pass: if it then fuses a mean
+    differently, its last bit may differ, as with ``jax.jit``.) Nothing is donated, and the state
+    stays unchanged. Make it once, and call it with every batch.
 
-    The state says what else ``loss_fn`` gets, as in training: ``model_state``, of which the new
-    value that ``loss_fn`` returns is dropped, and ``rng``, the key that the next training step
-    would give, so that two calls return the same. With ``state.replace(rng=None)`` it gets no
-    ``rng``: a loss that then leaves dropout out needs no other argument to be evaluated.
+    The state determines the other arguments of ``loss_fn``, as in training: ``model_state``, whose
+    new value from ``loss_fn`` is dropped, and ``rng``, the key of the next training step, so that
+    two calls return the same. With ``state.replace(rng=None)`` it gets no ``rng``: a loss that then
+    leaves out dropout needs no other argument for evaluation.
 
     Args:
       loss_fn: As for ``train_step``.
       tx: The distributed optimizer.
-      has_aux: Whether ``loss_fn`` returns something to report beside the loss.
-      weighted: Whether ``loss_fn`` returns weights beside losses.
-      batch_spec: PartitionSpec of the batch. None: leading dimension over all axes of data.
-      compiler_options: XLA options for this program, over the ones chosen here.
+      has_aux: Whether ``loss_fn`` returns auxiliary outputs in addition to the loss.
+      weighted: Whether ``loss_fn`` returns a weight with the loss.
+      batch_spec: PartitionSpec of the batch. None: leading dimension over all data axes.
+      compiler_options: XLA options for this program; they override those chosen here.
 
     Returns:
       ``evaluate(state, batch) -> (loss, aux)``. The loss is the mean over all devices, shape (),
-      float32. ``aux`` is None without has_aux. Else what each device returned, one behind the other
+      float32. ``aux`` is None without has_aux. Otherwise the outputs of all devices, concatenated
       along the leading dimension, in the order of the rows of the batch: predictions with one row
-      for each example have one for each of the whole batch, sharded as the batch is. Scalars become
-      one number for each device, as in ``train_step``, to be averaged or added.
+      per example have one for each of the whole batch, sharded like the batch. Scalars become one
+      number per device, as in ``train_step``, to be averaged or added.
 
     Raises:
-      ShapeError, TreeError, DtypeError: On use, where the batch does not divide, or ``loss_fn``
+      ShapeError, TreeError, DtypeError: On use, if the batch does not divide, or ``loss_fn``
         returns something else.
-      PolicyError: On use, where the loss was summed over the devices already.
+      PolicyError: On use, if the loss was already summed over the devices.
       MeshError: As for ``train_step``.
-      LayoutError: On use, where the state is of another layout.
+      LayoutError: On use, if the state has another layout.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -182,22 +181,22 @@ def eval_step(
 
 
 def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
-    """Returns the unsharded parameters that the next forward pass computes with, in their dtype.
+    """Returns the unsharded parameters that the next forward pass uses, in their dtype.
 
-    Every device gets them, but for what ``param_specs`` shards over tensor axes. Of those that
-    devices hold as shards, the forward pass gathers copies rounded to ``policy.param_comm_dtype``,
-    if it is set, and these are returned. The exact values are those of ``main_params`` and
-    ``to_optax_state``, and what ``save`` writes.
+    Every device gets them, except for the dimensions that ``param_specs`` shards over tensor axes.
+    Of parameters that devices hold as shards, the forward pass gathers copies rounded to
+    ``policy.param_comm_dtype``, if it is set, and these are returned. The exact values are those of
+    ``main_params`` and ``to_optax_state``, and those that ``save`` writes.
 
     Under "no_shard", "optim" and "optim_grads" these are the state's own arrays, which the next
-    step donates. What is kept for longer must be copied:
+    step donates. Copy them to keep them longer:
     ``jax.tree.map(jnp.copy, full_params(state, tx))``. All processes call this.
 
     Returns:
       A tree like ``state.params``.
 
     Raises:
-      LayoutError: The state is of another layout than that of ``tx``.
+      LayoutError: The state has another layout than that of ``tx``.
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda
@@ -217,34 +216,34 @@ def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
     is_rounded = config.policy.param_comm_dtype is not None
     whole = config.tensor_local(state.params)
     schedule = tx.config.schedule(whole) if is_rounded else None
-    # One function for all calls, which are compiled once.
+    # One function for all calls, compiled once.
     return jax.jit(_gathered, static_argnums=0, out_shardings=placed)(schedule, state.params)
 
 
 def ema_params(state: TrainState, tx: DistributedTransformation) -> Any:
-    r"""Returns the moving average of the parameters, which ``ema_decay`` keeps.
+    r"""Returns the moving average of the parameters that ``ema_decay`` keeps.
 
     .. math::
 
       e_0 = p_0, \qquad e_t = d e_{t-1} + (1 - d) p_t
 
     with :math:`d` = ``ema_decay`` and the exact parameters :math:`p_t` after step :math:`t`: main
-    parameters where there are any. Skipped steps do not count. The first parameters have the weight
-    :math:`d^t`, which is not divided out. Parameters that are frozen are their own average. All
-    processes call this, and it works inside of a program.
+    parameters, if any. Skipped steps do not count. The first parameters have the weight
+    :math:`d^t`, which is not divided out. Frozen parameters are their own average. All processes
+    call this, and it works inside a program.
 
     Args:
       state: A train state made with ``tx``.
       tx: The distributed optimizer.
 
     Returns:
-      A tree like ``state.params`` in float32, placed as these are: of what devices hold as shards
-      it is sharded alike.
+      A tree like ``state.params`` in float32, with the same placement: sharded if devices hold
+      shards of the params.
 
     Raises:
       PolicyError: ``tx`` has no ``ema_decay``.
       TreeError: The state has no average.
-      LayoutError: The state is of another layout than that of ``tx``.
+      LayoutError: The state has another layout than that of ``tx``.
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda
@@ -276,7 +275,7 @@ def ema_params(state: TrainState, tx: DistributedTransformation) -> Any:
 
 
 def _gathered(schedule: Schedule | None, params: Params) -> Any:
-    """Params as the forward pass gets them: rounded where a schedule is given."""
+    """Params as the forward pass gets them: rounded if a schedule is given."""
     return (
         params if schedule is None else round_to_comm_dtype(schedule, params, before_forward=True)
     )

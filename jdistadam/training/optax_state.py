@@ -1,4 +1,4 @@
-"""State that does not depend on the mesh: optax's own pytree, and back."""
+"""Converts a state to optax's own pytree, independent of the mesh, and back."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ from jdistadam.training.train_state import TrainState, check_layout
 
 
 def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[Any, Any, ExtraState]:
-    """Returns ``(main_params, opt_state, extra_state)``: a train state that no mesh is needed for.
+    """Returns ``(main_params, opt_state, extra_state)``: a train state that needs no mesh.
 
-    The first two are what ``optax.adamw`` would hold, the third is all else. Values are exact
-    copies, whatever the number of devices and the buckets. Where several processes share the mesh,
-    all of them call this, and all get everything.
+    The first two are those of ``optax.adamw``, the third contains everything else. Values are exact
+    copies, for any number of devices and any buckets. If several processes share the mesh, all of
+    them call this, and all get everything.
 
     Args:
       state: A train state made with ``tx``.
       tx: The distributed optimizer.
 
     Raises:
-      LayoutError: The state is of another layout than that of ``tx``.
+      LayoutError: The state has another layout than that of ``tx``.
 
     Returns:
       The float32 main parameters, and exactly the pytree that ``optax.adamw(...).init`` (or
@@ -86,7 +86,7 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
     )
     adam, *rest = _optax_template(tx, state.params)
     adam = adam._replace(count=count, mu=mu, nu=nu)
-    rest = jax.tree.map(lambda _: count, rest)  # the only leaves beside Adam's are step counts
+    rest = jax.tree.map(lambda _: count, rest)  # all leaves but Adam's are step counts
     theirs = (adam, *rest)
     opt_state = jax.tree.map(
         lambda part: theirs if is_distributed_state(part) else copy_of(part),
@@ -103,17 +103,17 @@ def main_params(params: Params, opt_state: OptState, tx: Any = None) -> Any:
     """Returns the exact parameters that the optimizer updates.
 
     Args:
-      params: The params, as ``step`` or ``optax.apply_updates`` left them.
-      opt_state: The state that belongs to them: of ``fused_adamw``, ``fused_adam``, a distributed
-        optimizer, or a ``chain`` with one of them.
-      tx: The distributed optimizer, needed for its state.
+      params: The params, as ``step`` or ``optax.apply_updates`` returned them.
+      opt_state: Their state: of ``fused_adamw``, ``fused_adam``, a distributed optimizer, or a
+        ``chain`` with one of them.
+      tx: The distributed optimizer, required for its state.
 
     Returns:
-      A tree like params: float32 for 16-bit leaves where the state keeps main parameters, else the
+      A tree like params: float32 for 16-bit leaves with main parameters in the state, else the
       leaves themselves. numpy arrays for the state of a distributed optimizer, unsharded.
 
     Raises:
-      LayoutError: A distributed state is of another layout than that of ``tx``.
+      LayoutError: A distributed state has another layout than that of ``tx``.
       TreeError, DtypeError: ``params`` and ``opt_state`` do not belong together, or are swapped.
 
     Example:
@@ -149,7 +149,7 @@ def main_params(params: Params, opt_state: OptState, tx: Any = None) -> Any:
 def _main_leaves(
     config: DistributedConfig, layout: Layout, params: Params, state: DistributedState
 ) -> list[np.ndarray]:
-    """The leaves that the optimizer updates: main parameters, or the params where none are kept."""
+    """The leaves that the optimizer updates: main parameters, or the params if none are kept."""
     main = [fetch(x) for x in jax.tree.leaves(params)]
     if state.main_params is not None:
         kept = _global_leaves(config, layout, params, state.main_params)
@@ -168,29 +168,29 @@ def from_optax_state(
 ) -> TrainState:
     """Shards parameters and a state of ``optax.adamw`` over the mesh of ``tx``.
 
-    With the three values of ``to_optax_state``, training goes on as if the state had never moved;
-    on another number of devices the loss gets other random keys, as each folds its index into
-    ``rng``.
-    A dynamic loss scale goes on from where it was, though not below the ``min_scale`` of ``tx``.
-    Where it or ``tx`` is not dynamic, the scale is the one of ``tx``, its first one if that is
-    dynamic; the number of skipped steps stays. If ``tx`` has no ``loss_scale``, both are dropped,
-    as is an average without ``ema_decay``; one that is missing begins with the parameters.
+    With the three values of ``to_optax_state``, training continues as if the state had never moved;
+    on another number of devices the loss gets other random keys, because each device folds its
+    index into ``rng``.
+    A dynamic loss scale continues, but not below the ``min_scale`` of ``tx``. If it or that of
+    ``tx`` is not dynamic, the scale is that of ``tx``, or the initial one if that is dynamic; the
+    number of skipped steps stays. If ``tx`` has no ``loss_scale``, both are dropped, as is an
+    average without ``ema_decay``; a missing average begins with the parameters.
 
     Args:
       main_params: Tree of parameters, exact in float32.
-      opt_state: The state that ``optax.adamw`` or ``to_optax_state`` returned for it; also in the
-        state of an ``optax.chain`` that has nothing else to keep.
+      opt_state: The state that ``optax.adamw`` or ``to_optax_state`` returned for it; it may be in
+        the state of an ``optax.chain`` with no other state.
       tx: The distributed optimizer.
       extra_state: The third value of ``to_optax_state``. None: a new loss scale, no model_state and
         no rng.
       param_dtypes: Tree of dtypes, or one dtype, in which the model computes. None: as given.
 
     Returns:
-      A train state that continues from there.
+      A train state that continues from these values.
 
     Raises:
       TreeError, ShapeError, DtypeError: The state is not one of adamw for these parameters;
-        ``extra_state`` is something else, or of another step.
+        ``extra_state`` has another type, or is of another step.
       HyperparameterError: The loss scale of ``extra_state`` is not a positive number.
     """
     call = "from_optax_state(main_params, opt_state, tx, extra_state)"
@@ -221,7 +221,7 @@ def from_optax_state(
 
 
 def _as_after(steps: int, tx: DistributedTransformation, params: Params) -> Params:
-    """Params as so many steps leave them: from the first one on as they arrived."""
+    """Params as they are after a number of steps: as received, from the first one on."""
     if steps == 0 or tx.config.policy.param_comm_dtype is None:
         return params
     schedule = tx.config.schedule(tx.config.tensor_local(params))
@@ -229,11 +229,11 @@ def _as_after(steps: int, tx: DistributedTransformation, params: Params) -> Para
     return jax.jit(functools.partial(round_to_comm_dtype, schedule), out_shardings=placed)(params)
 
 
-_MOMENTS = (*trees.STORAGE_DTYPES, np.float64)  # what can be rounded to policy.mu_dtype
+_MOMENTS = (*trees.STORAGE_DTYPES, np.float64)  # dtypes that can be rounded to policy.mu_dtype
 
 
 def _refuse_state(name: str, params: Params, call: str) -> None:
-    """Raises TreeError where a state was passed as params: swapped, or a whole train state."""
+    """Raises TreeError if a state was passed as params: swapped, or a whole train state."""
     kinds = (TrainState, DistributedState, MainParamsState, optax.ScaleByAdamState, ExtraState)
     parts = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kinds))
     if found := [type(x).__name__ for x in parts if isinstance(x, kinds)]:
@@ -295,9 +295,9 @@ def _shard(
 def _global_leaves(
     config: DistributedConfig, layout: Layout, params: Params, flat: Any, name: str = ""
 ) -> list[np.ndarray]:
-    """Returns the leaves that are in the flat array of a state, put together from all devices.
+    """Returns the leaves of a state's flat array, put together from all devices.
 
-    ``name``: "mu" or "nu" of a moment, which may be in codes.
+    ``name``: "mu" or "nu" for a moment, which may be coded.
     """
     parts = config.parallel.size(config.parallel.tensor_axes)
     fetched = _fetch_moment(config, layout, flat, name) if is_flat_codes(flat) else fetch(flat)
@@ -316,7 +316,7 @@ def _global_leaves(
 def _fetch_moment(
     config: DistributedConfig, layout: Layout, moment: FlatCodes, name: str
 ) -> np.ndarray:
-    """A moment in codes as the flat array of floats that would be in its place."""
+    """A coded moment as the flat array of floats that it replaces."""
     devices = config.num_shards * config.parallel.size(config.parallel.tensor_axes)
     floats = np.zeros((devices, layout.flat_size), np.float32)
     for bucket in layout.buckets:
@@ -326,7 +326,7 @@ def _fetch_moment(
 
 
 def _blocks(config: DistributedConfig, params: Params, part: int) -> list[tuple[slice, ...]]:
-    """Where the devices of one tensor-parallel part are in every global leaf."""
+    """The devices' blocks of every global leaf, for one tensor-parallel part."""
     mesh, axes = config.mesh, config.parallel.tensor_axes
     index = np.unravel_index(part, [mesh.shape[axis] for axis in axes]) if axes else ()
     place = dict(zip(axes, index, strict=True))

@@ -20,12 +20,12 @@ from jdistadam.errors import DtypeError, MeshError, ShapeError, TreeError
 
 
 def copy_to(tree: Any, sharding: Any) -> Any:
-    """Returns copies placed as ``sharding`` says, which no one else holds, with definite types.
+    """Returns copies placed by ``sharding``, which share no memory and have definite types.
 
-    ``device_put`` may hand out the caller's own buffer as the replica of its device, also with
-    may_alias=False; the results of a jitted copy are never shared with its arguments. A Python
-    number would come back from a step as another type, and compile the step again. Of random keys
-    the words are placed: ``device_put`` cannot bring keys to devices of other processes.
+    ``device_put`` may return the caller's own buffer as the replica of its device, also with
+    may_alias=False; the results of a jitted copy are never shared with its arguments. A step would
+    return a Python number as another type, which would compile the step again. Random keys are
+    placed as their words: ``device_put`` cannot move keys to devices of other processes.
     """
     leaves = jax.tree.leaves(tree)
     treedef: Any = jax.tree.structure(tree)
@@ -37,12 +37,12 @@ def copy_to(tree: Any, sharding: Any) -> Any:
     copies = _copies(placed, tuple(kinds))
     if not any(map(memory.is_on_host, jax.tree.leaves(sharding))):
         return copies
-    return jax.device_put(copies, sharding)  # what a program copies is on the device
+    return jax.device_put(copies, sharding)  # copies made by a program are on the device
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _copies(tree: Any, kinds: tuple[Any, ...]) -> Any:
-    """Copies of arrays; random keys of those of which ``kinds`` has one."""
+    """Copies of arrays; words become random keys if ``kinds`` has their implementation."""
 
     def one(x: Any, kind: Any) -> Any:
         copied = jax.lax.convert_element_type(jnp.copy(x), x.dtype)
@@ -53,13 +53,13 @@ def _copies(tree: Any, kinds: tuple[Any, ...]) -> Any:
 
 
 def is_at(x: Any, place: Any, *, exactly: bool = True) -> bool:
-    """Whether an array is where it should be.
+    """Whether an array is placed as required.
 
     Args:
       x: The array.
       place: A sharding.
-      exactly: Whether its sharding is also spelled so: P(None) places an array as P() does, and on
-        one device P("data") too, which on Explicit axes is another type.
+      exactly: Whether the spelling must match too: P(None) places an array as P() does, and on one
+        device P("data") does too; on Explicit axes these are different types.
     """
     if not isinstance(x, jax.Array):
         return False
@@ -71,13 +71,13 @@ def is_at(x: Any, place: Any, *, exactly: bool = True) -> bool:
 
 
 def _dims(sharding: Any, ndim: int) -> tuple[Any, ...]:
-    """What cuts each dimension of an array."""
+    """The mesh axes that cut each dimension of an array."""
     spec = tuple(getattr(sharding, "spec", ("no mesh",)))
     return spec + (None,) * (ndim - len(spec))
 
 
 def brought(tree: Any, wanted: Sequence[Any], *, exactly: bool = True) -> Any:
-    """Returns a tree whose leaves are where they are wanted; those that were not are copies."""
+    """Returns a tree placed as ``wanted``; leaves that were elsewhere are copies."""
     leaves: Any = jax.tree.leaves(tree)
     pairs = enumerate(zip(leaves, wanted, strict=True))
     moved = [i for i, (x, place) in pairs if not is_at(x, place, exactly=exactly)]
@@ -89,19 +89,19 @@ def brought(tree: Any, wanted: Sequence[Any], *, exactly: bool = True) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-_SMALL = 1024  # elements, of a rate or a key that was set by hand
+_SMALL = 1024  # elements: of a learning rate or a key that was set by hand
 
 
 def apart(tree: Any, others: Iterable[Any] = (), returned: Iterable[Any] = ()) -> Any:
-    """Returns a tree of which no array has the memory of another one, or of one of ``others``.
+    """Returns a tree whose arrays share no memory with each other or with ``others``.
 
-    Those that have it are copied: JAX would donate it twice, or donate and read it, which ends the
-    process on several devices. Two arrays of one mesh share all of it or nothing: the first shard
-    says so.
+    Arrays that do are copied: JAX would donate them twice, or donate and read them, which ends the
+    process on several devices. Two arrays of one mesh share all of their memory or none: comparing
+    the first shard is enough.
 
-    To ask where an array is may wait for the program that makes it. So of the ``returned``, which a
-    program returned and are apart, only those are asked that have the shape and dtype of a large
-    leaf that is not among them; small ones that are not are no others' unless they are the same.
+    Asking for an array's address may wait for the program that makes it. The arrays ``returned`` by
+    a program share no memory. So only those with the shape and dtype of a large leaf that is not
+    among them are asked; small leaves that are not among them share memory only if identical.
     """
     leaves: Any = jax.tree.leaves(tree)
     known, ids = {id(x) for x in returned}, set[int]()
@@ -133,7 +133,7 @@ def type_of(x: Any) -> tuple[tuple[int, ...], Any]:
 
 
 def _memory_of(x: Any) -> int | None:
-    """Where the first shard of an array is that this process has; None if it has none."""
+    """The address of an array's first shard in this process; None if it has none."""
     if not isinstance(x, jax.Array) or not x.size or x.is_deleted():
         return None
     words = jax.random.key_data(x) if trees.is_key(x) else x
@@ -142,7 +142,7 @@ def _memory_of(x: Any) -> int | None:
 
 
 def fetch(x: Any) -> np.ndarray:
-    """Returns a whole array, also one of which other processes hold parts: all must call this."""
+    """Returns a whole array, even if other processes hold parts: all processes call this."""
     if isinstance(x, jax.core.Tracer):
         raise TreeError(
             "state: this runs on the host, not inside of a program: "
@@ -150,7 +150,7 @@ def fetch(x: Any) -> np.ndarray:
             "Call it outside; in a program jda.full_params(state, tx) has the parameters."
         )
     if isinstance(x, jax.Array) and not x.size:
-        return np.zeros(x.shape, x.dtype)  # one that a program cut cannot be read
+        return np.zeros(x.shape, x.dtype)  # an array that a program cut cannot be read
     x = memory.from_host(x) if jax.process_count() > 1 else x
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         assert isinstance(x.sharding, NamedSharding)
@@ -160,7 +160,7 @@ def fetch(x: Any) -> np.ndarray:
 
 
 def copy_of(x: Any) -> Any:
-    """Returns a numpy array, which shares no memory; of random keys new ones, on no mesh."""
+    """Returns a numpy array that shares no memory; for random keys new ones, on no mesh."""
     if trees.is_key(x):
         words = jnp.array(fetch(jax.random.key_data(x)))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
@@ -170,20 +170,19 @@ def copy_of(x: Any) -> Any:
 def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = None) -> Any:
     """Places a batch on the mesh, its leading dimension split over the devices.
 
-    Arrays that are there already are returned as they are. With several processes, each passes the
-    part that its own devices get.
+    Arrays that are already there are returned unchanged. With several processes, each passes the
+    part of its own devices.
 
     Args:
-      batch: Tree of arrays whose leading dimension divides by the number of devices.
+      batch: Tree of arrays; the number of devices divides their leading dimension.
       tx: A distributed optimizer.
-      batch_spec: PartitionSpec of all leaves. None: the leading dimension over all axes that carry
-        data.
+      batch_spec: PartitionSpec of all leaves. None: the leading dimension over all data axes.
 
     Raises:
       ShapeError: A leaf has no leading dimension, or one that is 0, that does not divide, or that
         differs from the other leaves'.
       DtypeError: A leaf is not an array of numbers.
-      MeshError: ``batch_spec`` is no PartitionSpec, or names what is no axis of the mesh.
+      MeshError: ``batch_spec`` is not a PartitionSpec, or names an axis that the mesh lacks.
     """
     check_distributed(tx)
     config = tx.config
@@ -232,7 +231,7 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
 
 
 def is_placed(batch: Any, sharding: NamedSharding) -> bool:
-    """Whether shard_batch would return a batch as it is."""
+    """Whether shard_batch would return a batch unchanged."""
     leaves = jax.tree.leaves(batch)
     return all(
         isinstance(x, jax.Array)
@@ -268,7 +267,7 @@ def check_batch_spec(spec: Any, tx: DistributedTransformation) -> None:
 def _check_divides(
     path: str, shape: tuple[int, ...], spec: P, tx: DistributedTransformation
 ) -> None:
-    """Raises ShapeError unless a leaf can be cut as ``spec`` says. Processes hold parts of it."""
+    """Raises ShapeError unless ``spec`` can cut a leaf. Processes hold parts of it."""
     sizes = [tx.config.parallel.size(axes_of(P(names))) for names in spec]
     divides = jax.process_count() > 1 or all(n % k == 0 for n, k in zip(shape, sizes, strict=False))
     if len(sizes) > len(shape) or not divides:
@@ -279,7 +278,7 @@ def _check_divides(
 
 
 def _as_array(path: str, x: Any) -> Any:
-    """Raises DtypeError unless ``x`` is an array of numbers, or what makes one."""
+    """Raises DtypeError unless ``x`` is an array of numbers, or converts to one."""
     if isinstance(x, jax.Array):
         return x
     array = np.asarray(x)

@@ -1,4 +1,4 @@
-"""The program of a training step: what each device does, and what its caller passes in."""
+"""The program of a training step: the work of each device, and the arguments of its caller."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from jdistadam.training.train_state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """What ``train_step`` was given that decides what a step takes and sends."""
+    """The arguments of ``train_step`` that determine what a step takes and sends."""
 
     accumulate_steps: int
     batch_spec: Any
@@ -89,7 +89,7 @@ class StepProgram:
         return new, self._metrics(local, result, scaling)
 
     def _metrics(self, local: LocalResult, result: StepResult, scaling: Any) -> dict[str, Any]:
-        """What a step reports; ``scaling`` is that of the state before it."""
+        """The metrics of a step; ``scaling`` is that of the state before it."""
         loss = mean_loss(self.tx.config, local.loss, local.weight)
         loss = jnp.where(result.is_other_layout, jnp.nan, loss)
         new = find_state(result.opt_state)
@@ -120,16 +120,16 @@ class StepProgram:
 
 
 def _skipped_so_far(state: DistributedState) -> jax.Array:
-    """How many steps were skipped, for whatever their gradients were."""
+    """The number of steps skipped because of their gradients."""
     skipped = jnp.int32(0) if state.scaling is None else state.scaling.skipped
     guard = state.guard
     return skipped if guard is None else skipped + guard.spikes + guard.nonfinite
 
 
 def _mean_over_devices(model_state: Any, axes: Axes) -> Any:
-    """Averages floats in float32; of whole numbers, such as counters, takes the largest.
+    """Averages floats in float32; takes the maximum of integers, such as counters.
 
-    So too of the words of random keys: they stay as they are where all devices hold the same.
+    Likewise for the words of random keys: they stay unchanged if all devices hold the same.
     """
 
     def mean(x: jax.Array) -> jax.Array:
@@ -147,13 +147,13 @@ def _mean_over_devices(model_state: Any, axes: Axes) -> Any:
 
 @jax.tree_util.register_pytree_node_class
 class Leaves:
-    """A tree that was flattened already: a call looks at its leaves, and need not do so twice."""
+    """A tree with cached leaves: a call looks at them repeatedly, and flattens it once."""
 
     def __init__(self, leaves: Sequence[Any], treedef: Any) -> None:
         self.leaves, self.treedef = leaves, treedef
 
     def tree_flatten(self) -> tuple[Sequence[Any], Any]:
-        """Returns the leaves, and what is static."""
+        """Returns the leaves, and the static part."""
         return self.leaves, self.treedef
 
     @classmethod
@@ -163,7 +163,7 @@ class Leaves:
 
 
 def flattened(step: Any) -> Any:
-    """A step of a train state whose params are flattened, on both sides."""
+    """A step of a train state whose params are flattened in arguments and results."""
 
     def flat_step(state: Any, batch: Any) -> tuple[Any, Any]:
         treedef = state.params.treedef
@@ -179,10 +179,10 @@ def with_numbers_as_arrays(state: TrainState, mesh: Mesh) -> TrainState:
     """Returns a state whose hyperparameters are replicated arrays: the same state if they are.
 
     A Python number, or an array on one device, is an argument of another type than the one that the
-    step returned, for which it would be compiled again.
+    step returned, and would compile the step again.
 
     Args:
-      state: A train state. The params in it are the same arrays, so that a step knows them.
+      state: A train state. Its params stay the same arrays, so that a step recognizes them.
       mesh: The mesh.
 
     Raises:

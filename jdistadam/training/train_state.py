@@ -1,4 +1,4 @@
-"""Parameters and optimizer state over a mesh: made, placed, and put together again."""
+"""Parameters and optimizer state over a mesh: made, placed, and changed."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from jdistadam.training.placement import brought, copy_to
 class TrainState:
     """Parameters and optimizer state, as ``train_step`` takes and returns them.
 
-    The optimizer updates the main parameters in ``opt_state``, of which ``params`` are rounded
-    copies. To give a state other parameters use ``replace(params=..., tx=tx)`` or
-    ``reload_main_params``; ``train_step`` raises where params were changed in another way.
+    The optimizer updates the main parameters in ``opt_state``; ``params`` are rounded copies of
+    them. To give a state other parameters use ``replace(params=..., tx=tx)`` or
+    ``reload_main_params``; ``train_step`` raises if params were changed in another way.
     """
 
     params: Params
@@ -57,7 +57,7 @@ class TrainState:
     def step(self) -> jax.Array:
         """The number of updates applied so far, without skipped steps.
 
-        Shape (), int32; also inside of ``jax.jit`` and of a ``chain``. Of ``TrainState.shapes`` a
+        Shape (), int32; also inside ``jax.jit`` and with a ``chain``. For ``TrainState.shapes`` a
         shape.
 
         Raises:
@@ -76,19 +76,19 @@ class TrainState:
         return jnp.asarray(count) if on_host else count
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the fields alone, for pickle and copy: not what the state remembers."""
+        """Returns only the fields, for pickle and copy: not the cached checks."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def replace(self, *, tx: DistributedTransformation | None = None, **changes: Any) -> TrainState:
         """Returns a state with some of its fields changed.
 
         Args:
-          tx: The distributed optimizer, needed for new ``params``: its main parameters become
-            theirs, as ``reload_main_params`` says.
+          tx: The distributed optimizer, required for new ``params``: main parameters take their
+            values, as ``reload_main_params`` describes.
           **changes: New values by name: ``params``, ``opt_state``, ``model_state``, ``rng``.
 
         Raises:
-          TreeError: There are new params, and no ``tx``.
+          TreeError: New params without ``tx``.
 
         Example:
           >>> import jdistadam as jda
@@ -120,22 +120,22 @@ class TrainState:
         model_state: Any = None,
         rng: Any = None,
     ) -> TrainState:
-        """Copies what it is given onto the mesh and makes the optimizer state.
+        """Copies its arguments onto the mesh and makes the optimizer state.
 
         The state owns its arrays: train_step donates them, and the caller's stay valid. Main
-        parameters are kept where they differ from the parameters in dtype or in sharding: always
-        on several devices, on one device for 16-bit parameters.
+        parameters are kept if they differ from the parameters in dtype or in sharding: always on
+        several devices, on one device for 16-bit parameters.
 
         Args:
           params: Tree of float32, bfloat16 or float16 arrays (jax or numpy).
           tx: A distributed optimizer.
           param_dtypes: Dtype in which the model computes, or a tree of them; the main parameters
-            begin as ``params`` are. So a model in bfloat16 begins with float32 values between those
-            that bfloat16 has; begun on them, it does not move at all until the first small updates
-            add up to half the distance to the next. None: the dtypes of ``params``.
+            begin as ``params``. So those of a bfloat16 model begin as float32 values between those
+            of bfloat16; if they began on them, the model would not move until the first small
+            updates add up to half the distance to the next one. None: the dtypes of ``params``.
           model_state: Tree of arrays that the loss reads and renews without a gradient, such as
-            batch statistics. After each step floats are averaged over the devices; of whole
-            numbers, such as counters, the largest is kept.
+            batch statistics. After each step floats are averaged over the devices; for integers,
+            such as counters, the maximum is kept.
           rng: ``jax.random.key`` for dropout and the like. None: the loss gets none.
 
         Raises:
@@ -146,13 +146,13 @@ class TrainState:
         check_distributed(tx)
         check_created(params, model_state, rng)
         replicated = NamedSharding(tx.config.mesh, P())
-        # Placed as the ones that are trained: tx takes note of the dtypes that it sees.
+        # Placed with the trained dtypes: tx records the dtypes that it sees.
         trained = _trained(params, param_dtypes)
         agree(tx.config, trained)
         params = copy_to(params, tx.param_shardings(trained))
         model_state, rng = copy_to((model_state, rng), replicated)
         rounded = _rounded(tx, params, trained)
-        opt_state = jax.tree.map(  # what a chain keeps besides may be the caller's too
+        opt_state = jax.tree.map(  # other state of a chain may be the caller's too
             lambda part: part if is_distributed_state(part) else copy_to(part, replicated),
             tx.init(rounded),
             is_leaf=is_distributed_state,
@@ -168,13 +168,13 @@ class TrainState:
     def shapes(
         cls, params: Params, tx: DistributedTransformation, *, param_dtypes: Any = None
     ) -> TrainState:
-        """Returns shapes, dtypes and shardings of what ``create`` makes, and makes no array.
+        """Returns shapes, dtypes and shardings of the result of ``create``; makes no array.
 
-        For ``audit`` and ``train_step(...).lower`` before there is a state, and as the target into
-        which a checkpoint is restored.
+        For ``audit`` and ``train_step(...).lower`` before there is a state, and as the template
+        for restoring a checkpoint.
 
         Args:
-          params: Tree of arrays or of shapes, as ``jax.eval_shape`` of a model's initialisation.
+          params: Tree of arrays or of shapes, as ``jax.eval_shape`` of a model's initialization.
           tx: A distributed optimizer; its devices need not exist.
           param_dtypes: As in ``create``.
 
@@ -215,7 +215,7 @@ def _rounded(tx: DistributedTransformation, params: Params, trained: Params) -> 
     def rounded(x: Any, like: Any, is_frozen: bool) -> Any:
         is_split = kind.is_remainder and x.dtype == jnp.float32 and x.size
         if is_split and like.dtype == jnp.bfloat16 and not is_frozen:
-            return kind.split(x, like.dtype, jnp)[0]  # the half that fits a remainder
+            return kind.split(x, like.dtype, jnp)[0]  # the half that matches the remainder
         return x.astype(like.dtype)
 
     treedef: Any = jax.tree.structure(params)
@@ -227,12 +227,12 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
     """Returns a state whose main parameters have the values of its params.
 
     For params that were restored, averaged or edited: the optimizer reads and updates the main
-    parameters, and would drop what is put into ``state.params`` alone. Moments, counts, loss scale
-    and all else stay: the same arrays, which the next step donates.
+    parameters, and would drop a change of ``state.params`` alone. Moments, counts, loss scale and
+    everything else stay: the same arrays, which the next step donates.
 
     Args:
       state: A train state with other params of the same paths, shapes and dtypes; jax or numpy
-        arrays, placed anyhow. They are copied, and placed as the optimizer needs them.
+        arrays with any placement. They are copied, and placed as the optimizer needs them.
       tx: The distributed optimizer.
 
     Raises:
@@ -261,16 +261,16 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
 
 
 def placed(state: TrainState, tx: DistributedTransformation) -> TrainState:
-    """Returns a state whose arrays are placed as the optimizer needs them; copies those that moved.
+    """Returns a state placed as the optimizer needs it; copies the arrays that moved.
 
-    What was restored without shardings, or made for another strategy of the same layout.
+    For states restored without shardings, or made for another strategy of the same layout.
     """
     new: TrainState = brought(state, jax.tree.leaves(_places(state, tx)))
     return new
 
 
 def _places(state: TrainState, tx: DistributedTransformation) -> TrainState:
-    """Where the arrays of a state belong."""
+    """The shardings of a state's arrays."""
     everywhere: Any = NamedSharding(tx.config.mesh, P())
     each = TrainState(everywhere, tx.state_shardings(), everywhere, everywhere)
     places: TrainState = jax.tree.broadcast(each, state)
@@ -278,7 +278,7 @@ def _places(state: TrainState, tx: DistributedTransformation) -> TrainState:
 
 
 def replicated_extras(state: TrainState, tx: DistributedTransformation) -> TrainState:
-    """Returns a state whose ``model_state`` and ``rng`` are on every device; the rest as it is."""
+    """Returns a state with ``model_state`` and ``rng`` on every device; the rest unchanged."""
     extras = (state.model_state, state.rng)
     places = [NamedSharding(tx.config.mesh, P())] * len(jax.tree.leaves(extras))
     model_state, rng = brought(extras, places, exactly=False)
@@ -286,9 +286,9 @@ def replicated_extras(state: TrainState, tx: DistributedTransformation) -> Train
 
 
 def check_params_follow(state: TrainState, tx: DistributedTransformation) -> None:
-    """Raises LayoutError where params are not the main parameters, rounded: a step would drop them.
+    """Raises LayoutError if params are not the rounded main parameters: a step would drop them.
 
-    A comparison of values, for states that are not known.
+    Compares values, for states of unknown origin.
     """
     layout, specs = tx.layout(state.params), tx.param_specs(state.params)
     if paths := paths_that_differ(tx.config, layout, specs, state.params, state.opt_state):
@@ -314,7 +314,7 @@ def check_train_state(state: Any) -> None:
 def check_layout(state: TrainState, tx: DistributedTransformation) -> None:
     """Raises unless ``state`` is a TrainState of the layout of ``tx``; on the host.
 
-    Where a step returned the state its digest is known: nobody waits for the arrays.
+    If a step returned the state, its digest is known, and this does not wait for the arrays.
     """
     check_distributed(tx)
     check_train_state(state)
@@ -333,7 +333,7 @@ def checked(
 
     Args:
       state: A train state.
-      optimizer_state: The one inside of it.
+      optimizer_state: The optimizer state in it.
       tx: The optimizer.
 
     Returns:

@@ -1,4 +1,4 @@
-"""``train_step``: a whole training step, jitted, with what is looked at before it runs."""
+"""``train_step``: a whole training step, jitted, and the checks before it runs."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ from jdistadam.training.train_state import (
 
 
 class TrainStep:
-    """What ``train_step`` returns: call it with ``(state, batch)``.
+    """The result of ``train_step``: call it with ``(state, batch)``.
 
-    It may also be called inside of a program, under ``jax.jit``, ``jax.lax.scan`` over batches,
-    ``jax.eval_shape`` or ``jax.make_jaxpr``. There it becomes a part of that program, for which JAX
-    takes compiler options only where the outermost function is jitted::
+    It may also be called inside a program, under ``jax.jit``, ``jax.lax.scan`` over batches,
+    ``jax.eval_shape`` or ``jax.make_jaxpr``. There it becomes a part of that program; JAX takes
+    compiler options only for the outermost jitted function::
 
         run = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches),
                       donate_argnums=0, compiler_options=step.compiler_options)
 
     Attributes:
       tx: The optimizer.
-      options: What else it was made with.
-      compiler_options: XLA's options by name with which a call is compiled, those that were given
-        over those chosen here; empty on CPU if none were given.
+      options: The other arguments of ``train_step``.
+      compiler_options: XLA's options by name for compiling a call; given ones override those chosen
+        here; empty on CPU if none were given.
     """
 
     def __init__(self, program: StepProgram, compiler_options: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ class TrainStep:
         )
         self._step, self._jitted = program, jit(flattened(program))
         self._jitted_as_called = jit(program)
-        self._types: set[Any] = set()  # of the arrays of states: of another one no batch is a part
+        self._types: set[Any] = set()  # of arrays of states: a batch of another type shares none
         self._batch_sharding = NamedSharding(program.tx.config.mesh, program.batch_spec)
         self._has_warned = self._has_agreed = False
         self.tx = program.tx
@@ -78,18 +78,18 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Takes one step. ``state`` is donated: use the returned one from here on.
 
-        A state that this step did not return is looked at first: whether it is of the layout of the
+        A state that this step did not return is checked first: whether it has the layout of the
         optimizer, and whether its params are the rounded main parameters. Arrays that it holds
-        twice are copied, since they cannot be donated twice; so is a batch that is an array of the
-        state. Inside a program, where nothing can be looked at, a state of another layout makes
-        loss, norm and the new state NaN, which still has the digest of the other layout.
+        twice are copied, because they cannot be donated twice; so is a batch that is an array of
+        the state. Inside a program nothing can be checked: there a state of another layout makes
+        loss, norm and the new state NaN, which keeps the digest of the other layout.
 
-        Several processes first tell each other what they are about to run, once.
+        Several processes first compare, once, the programs that they are about to run.
 
         Raises:
           AgreementError: The processes do not all run the same program.
-          LayoutError: The state is of another layout, or params were put into it.
-          MeshError: The state is sharded over another mesh, or in the memory of the host.
+          LayoutError: The state has another layout, or its params were changed.
+          MeshError: The state is sharded over another mesh, or in host memory.
         """
         check_train_state(state)
         if not is_placed(batch, self._batch_sharding):
@@ -124,14 +124,14 @@ class TrainStep:
         return remember_returned(remember_params(new, leaves), self.tx, digest), metrics
 
     def _agree_once(self, state: TrainState, batch: Any) -> None:
-        """Before the first step of several processes, has them compare what they will run."""
+        """Before the first step of several processes, compares their programs."""
         if not self._has_agreed:
             lower = functools.partial(self.lower, state, batch)
             agree(self.tx.config, state.params, lower)
             self._has_agreed = True
 
     def _warn_of_lost_options(self) -> None:
-        """Warns, once, that the options of a step do not reach the program that it is a part of."""
+        """Warns, once, that the options of a step do not reach the program that contains it."""
         on_gpu = is_on_gpu(self.tx.config) and self.tx.config.mesh.size > 1
         if on_gpu and self.compiler_options and not self._has_warned:
             self._has_warned = True
@@ -143,7 +143,7 @@ class TrainStep:
             )
 
     def _apart(self, batch: Any, state: TrainState) -> Any:
-        """Returns a batch of which nothing is donated with the state; copies what would be."""
+        """Returns a batch that shares no donated memory with the state; copies if needed."""
         types = set(map(type_of, jax.tree.leaves(batch)))
         if self._types.isdisjoint(types):
             return batch
@@ -176,72 +176,72 @@ def train_step(
 ) -> TrainStep:
     r"""Makes a jitted training step from a loss and a distributed optimizer.
 
-    The loss of a step is the mean over the micro-batches of all devices, and so is its gradient:
+    The loss of a step is the mean over the micro-batches of all devices; so is its gradient:
 
     .. math::
 
       L = \frac{\sum_i w_i \ell_i}{\sum_i w_i}
 
     with loss :math:`\ell_i` and weight :math:`w_i` of micro-batch :math:`i`. :math:`w_i = 1` unless
-    ``weighted``, as it should be where parts of the batch hold different numbers of valid tokens.
-    The weights are constants of the differentiation. A micro-batch of weight zero does not count,
-    whatever its loss and gradients hold; if all weights are zero the step changes nothing but
-    ``rng``, as a skipped one, and its loss is 0. A weight that is NaN or negative makes the loss
-    and the gradients NaN. Gradients of ``stacked`` leaves are weighted before they are summed in
-    the backward pass, with a weight that is computed beforehand: of ``loss_fn`` what the weight
-    depends on runs twice, which is little where that is the batch alone.
+    ``weighted``; use it if parts of the batch hold different numbers of valid tokens. The weights
+    are constants of the differentiation. A micro-batch of weight zero does not count, whatever its
+    loss and gradients hold; if all weights are zero the step changes only ``rng``, like a skipped
+    one, and its loss is 0. A weight that is NaN or negative makes the loss and the gradients NaN.
+    Gradients of ``stacked`` leaves are weighted before they are summed in the backward pass, with a
+    weight that is computed beforehand: the part of ``loss_fn`` on which the weight depends runs
+    twice, which costs little if that is only the batch.
 
-    A step that is skipped, since with a ``loss_scale`` a gradient was non-finite or with a
-    ``norm_guard`` the norm was above its limits, leaves params, main params, mu, nu, count,
-    ``model_state`` and the states of a chain bitwise as they were; ``rng``, the loss scale,
+    A step is skipped if, with a ``loss_scale``, a gradient was non-finite or, with a
+    ``norm_guard``, the norm exceeded its limits. It leaves params, main params, mu, nu, count,
+    ``model_state`` and the states of a chain bitwise unchanged; ``rng``, the loss scale,
     ``skipped`` and ``grad_norm`` advance.
 
     Args:
-      loss_fn: ``loss_fn(params, batch)`` gets the part of the batch that belongs to one micro-batch
-        of one device, and unsharded params; only ``stacked`` leaves under "optim_grads_params",
-        with ``reshard_after_forward``, as shards, in float32 where gradients are summed in it,
-        which ``gather_params`` gathers layer by layer. It returns the scalar ``loss`` of this part,
-        or with ``weighted`` the pair ``(loss, weight)``. It needs no collective: a ``pmean`` of the
-        loss changes nothing, a plain ``psum`` raises. If the state has a ``model_state``, it gets
-        it by this keyword and returns ``(loss, model_state)``; if the state has an ``rng``, it gets
-        by this keyword a key of its own. Where the optimizer has ``param_specs``, XLA partitions
-        the function over the axes that carry no data, so that it is written as for ``jax.jit``:
-        with ``jax.lax.with_sharding_constraint`` where that helps or, on Explicit axes, with the
-        shardings that its types need. With has_aux it returns one thing more at the end: ``(loss,
-        aux)`` or ``(loss, model_state, aux)``; in these, too, ``loss`` is the pair ``(loss,
-        weight)`` if ``weighted``.
+      loss_fn: ``loss_fn(params, batch)`` gets the part of the batch of one micro-batch of one
+        device, and unsharded params; only ``stacked`` leaves under "optim_grads_params" with
+        ``reshard_after_forward`` are shards, in float32 if gradients are summed in it, which
+        ``gather_params`` gathers layer by layer. It returns the scalar ``loss`` of this part, or
+        with ``weighted`` the pair ``(loss, weight)``. It needs no collective: a ``pmean`` of the
+        loss is a no-op, a plain ``psum`` raises. If the state has a ``model_state``, it gets it by
+        this keyword and returns ``(loss, model_state)``; if the state has an ``rng``, it gets a key
+        of its own by this keyword. If the optimizer has ``param_specs``, XLA partitions the
+        function over the axes that carry no data, so it is written as for ``jax.jit``: with
+        ``jax.lax.with_sharding_constraint`` if that helps or, on Explicit axes, with the shardings
+        that its types need. With has_aux it returns auxiliary outputs at the end: ``(loss, aux)``
+        or ``(loss, model_state, aux)``; in these, too, ``loss`` is the pair ``(loss, weight)`` if
+        ``weighted``.
       tx: A distributed optimizer.
       accumulate_steps: Number of micro-batches into which each device cuts its part of the batch.
         Under "no_shard" and "optim", and with ``reshard_after_forward=False``, gradients are summed
-        on the device in ``policy.main_grads_dtype`` and sent once; else every micro-batch's are
-        sent, and the shards summed.
-      has_aux: Whether ``loss_fn`` returns something to report beside the loss.
-      weighted: Whether ``loss_fn`` returns weights beside losses. Without it a pair raises, since
-        the second value is most often a metric, for which ``has_aux`` is meant.
+        on the device in ``policy.main_grads_dtype`` and sent once; otherwise those of every
+        micro-batch are sent, and the shards summed.
+      has_aux: Whether ``loss_fn`` returns auxiliary outputs in addition to the loss.
+      weighted: Whether ``loss_fn`` returns a weight with the loss. Without it a pair raises,
+        because the second value is most often a metric, which is what ``has_aux`` is for.
       batch_spec: PartitionSpec of the batch. None: leading dimension over ``shard_axis``. The
         leading dimension is devices x micro-batches x examples, in this order.
-      report_nonfinite: Whether to look in every gradient for non-finite values, which
-        reads all of them once more.
-      compiler_options: XLA options for this program, over the ones chosen here.
+      report_nonfinite: Whether to check every gradient for non-finite values, which reads all of
+        them once more.
+      compiler_options: XLA options for this program; they override those chosen here.
 
     Returns:
       ``step(state, batch) -> (state, metrics)``. The state is donated. Metrics are the scalars
       ``loss``, ``grad_norm`` (global norm of the mean gradient before clipping and without the
       loss scale), ``learning_rate`` (of this step, before ``lr_scale`` of groups), ``skipped``
       (steps skipped so far) and ``loss_scale`` (of this step); with a ``norm_guard``
-      ``skipped_spikes`` (those of them whose norm was finite and above its limits); with ``norms``
-      those that it asks for, of which ``grad_norm/<name>`` is defined as ``grad_norm``; with
+      ``skipped_spikes`` (skipped steps whose norm was finite and exceeded its limits); with
+      ``norms`` the requested ones (``grad_norm/<name>`` is defined like ``grad_norm``); with
       report_nonfinite ``nonfinite``, for ``nonfinite_paths``; with has_aux ``aux``, every leaf with
       a leading dimension of devices x micro-batches, in the order of the rows of the batch.
 
     Raises:
-      HyperparameterError: accumulate_steps is not a positive whole number.
-      ShapeError, TreeError, DtypeError: On use, where the batch does not divide, or ``loss_fn``
+      HyperparameterError: accumulate_steps is not a positive integer.
+      ShapeError, TreeError, DtypeError: On use, if the batch does not divide, or ``loss_fn``
         returns something else.
-      PolicyError: On use, where the loss was summed over the devices already.
+      PolicyError: On use, if the loss was already summed over the devices.
       MeshError: Some axes of the mesh are Explicit and some Auto, and the model is partitioned over
-        them; on use, where the loss names an axis that is left to XLA.
-      LayoutError: On use, where the state is of another layout, or params were put into it.
+        them; on use, if the loss names an axis that is left to XLA.
+      LayoutError: On use, if the state has another layout, or its params were changed.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -270,7 +270,7 @@ def check_program(tx: Any, batch_spec: Any, options: Any) -> None:
     """Raises unless a program of a step can be made with these arguments.
 
     Args:
-      tx: Must be a distributed optimizer, whose mesh a step can run on.
+      tx: Must be a distributed optimizer; its mesh must be able to run a step.
       batch_spec: A PartitionSpec over it, or None.
       options: XLA's options: a dict, or None.
     """
