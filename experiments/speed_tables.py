@@ -77,13 +77,19 @@ SHARDED = (  # rows of rivals.json, their names here
 )
 
 
+def group_rows(record, group) -> dict[str, dict]:
+    """Rows of a record of bench_step.py for a workload such as "unrolled-8", by variant."""
+    names = ((row, row["name"].split("/")) for row in _results(record)["rows"])
+    return {name: row for row, (of, name) in names if of == group}
+
+
 def sharded_steps() -> str:
     """One line for each way to shard a step on two H100s."""
     records = (("8 sequences", "rivals", "unrolled-8"), ("1 sequence", "1_sequence", "unrolled-1"))
     table = []
     for workload, record, group in records:
-        found = {row["name"]: row for row in _results(f"bench_step/h100_x2/{record}")["rows"]}
-        named = [(name, found.get(f"{group}/{row}")) for row, name in SHARDED]
+        found = group_rows(f"bench_step/h100_x2/{record}", group)
+        named = [(name, found.get(row)) for row, name in SHARDED]
         table += [(workload, *_step_cells(name, row)) for name, row in named if row]
     columns = ("per GPU", "whole step", "ms", "of a round", "ratio to the floor", "tokens/s")
     return markdown.table(columns, table)

@@ -1,0 +1,233 @@
+"""Draws the pictures of the pages: steps and their gain from records, bytes from plans, a diagram.
+
+python experiments/plot_pages.py               # writes into experiments/results/plots
+python experiments/plot_pages.py --out FOLDER  # into another folder
+"""
+
+import argparse
+import pathlib
+
+import jax
+import matplotlib
+
+matplotlib.use("Agg")
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+from speed_tables import RESULTS, group_rows
+from step_bench import model
+from step_bench.budget import bfloat16_shapes
+
+import jdistadam as jda
+
+GRAY, DARK, LIGHT, BLUE = "#c8c8c8", "#767676", "#8fbbe0", "#1f68a8"
+RECORDS = {  # sequences per GPU: record, group of rows
+    8: ("bench_step/h100_x2/rivals", "unrolled-8"),
+    1: ("bench_step/h100_x2/1_sequence", "unrolled-1"),
+}
+STEPS = {  # name in the picture: start of the names of its rows, color
+    "forward and backward pass\nalone": ("floor", GRAY),
+    "optax.adamw,\nZeRO-1 annotations": ("annotated_zero1", DARK),
+    "optax.adamw,\nFSDP annotations": ("annotated_fsdp", DARK),
+    "jdistadam over XLA": ("optim", LIGHT),
+    "jdistadam over\npeer memory": ("optim+float32sum", BLUE),
+}
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def fastest(sequences, start):
+    """The fastest of the recorded rows, without clipping, whose names begin like this."""
+    rows = group_rows(*RECORDS[sequences])
+    found = [
+        row
+        for name, row in rows.items()
+        if (name == start or start.startswith("annotated") and name.startswith(start))
+        and "+clip" not in name
+    ]
+    return min(found, key=lambda row: row["ms"])
+
+
+def gain(sequences, start):
+    """(Percent more tokens per second than the fastest annotations, by the medians; least, most)."""
+    base, ours = fastest(sequences, "annotated"), fastest(sequences, start)
+    pairs = (("ms", "ms"), ("ms_least", "ms_most"), ("ms_most", "ms_least"))
+    return tuple(100 * (base[a] / ours[b] - 1) for a, b in pairs)
+
+
+def _bare(axes):
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def whole_steps():
+    """Time of a whole step, from zero."""
+    figure, panels = plt.subplots(1, 2, figsize=(7, 2.9), sharey=True, layout="constrained")
+    for axes, sequences in zip(panels, RECORDS, strict=True):
+        rows = [fastest(sequences, start) for start, _ in STEPS.values()]
+        times = [row["ms"] for row in rows]
+        ranges = [[r["ms"] - r["ms_least"] for r in rows], [r["ms_most"] - r["ms"] for r in rows]]
+        colors = [color for _, color in STEPS.values()]
+        axes.barh(list(STEPS), times, xerr=ranges, color=colors, error_kw=dict(capsize=2, lw=1))
+        for place, row in enumerate(rows):
+            text = f"{row['ms']:.1f}"
+            axes.annotate(
+                text, (row["ms_most"], place), (4, 0), textcoords="offset points", va="center"
+            )
+        noun = "sequence" if sequences == 1 else "sequences"
+        axes.set(
+            title=f"{sequences} {noun} per GPU", xlabel="ms per step", xlim=(0, 1.2 * max(times))
+        )
+        _bare(axes)
+    axes.invert_yaxis()
+    return figure
+
+
+def gains():
+    """Tokens per second relative to the fastest annotations."""
+    figure, axes = plt.subplots(figsize=(7, 2.8), layout="constrained")
+    names = {"jdistadam over XLA": -0.2, "jdistadam over peer memory": 0.2}
+    for name, (start, color) in zip(names, list(STEPS.values())[-2:], strict=True):
+        values = [gain(sequences, start) for sequences in RECORDS]
+        for place, (middle, least, most) in enumerate(values):
+            at, ranges = place + names[name], [[middle - least], [most - middle]]
+            label = name if place == 0 else None
+            axes.bar(at, middle, 0.36, yerr=ranges, color=color, capsize=3, label=label)
+            end, shift = (most, 3) if middle > 0 else (least, -3)
+            side = "bottom" if middle > 0 else "top"
+            axes.annotate(
+                f"{middle:+.1f} %", (at, end), (0, shift), textcoords="offset points",
+                ha="center", va=side,
+            )  # fmt: skip
+    axes.axhline(0, color="black", lw=0.8)
+    axes.set_xticks(range(len(RECORDS)), [str(x) for x in RECORDS])
+    axes.set(xlabel="sequences per GPU", ylabel="tokens/s, % more than\nthe fastest annotations")
+    axes.margins(y=0.15)
+    axes.legend(frameon=False, loc="upper left")
+    _bare(axes)
+    return figure
+
+
+BLOCK8 = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic", seed=0)
+STORED = {  # name: policy, arguments of fused_adamw, line
+    "float32 main parameters and moments": ({}, {}, "-"),
+    '"remainder16" main parameters, "block8" moments': (
+        dict(main_params_dtype="remainder16"),
+        BLOCK8,
+        "--",
+    ),
+}
+STRATEGIES = {
+    "no_shard": DARK,
+    "optim": BLUE,
+    "optim_grads": "#d9822b",
+    "optim_grads_params": "#3a8f5c",
+}
+
+
+def planned_bytes(strategy, devices, policy, storage):
+    """Bytes per device between steps, and of the accumulated gradients, by ``jda.plan``."""
+    tx = jda.distributed(
+        jda.fused_adamw(1e-3, **storage),
+        mesh=jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices]),
+        sharding_strategy=strategy,
+        policy=jda.MixedPrecisionPolicy(grad_comm_dtype=jnp.bfloat16, **policy),
+    )
+    params = bfloat16_shapes(model.shapes(model.SIZES["gpt-1.3b"], is_scanned=False))
+    plan = jda.plan(params, tx, accumulate_steps=2)
+    return plan.held_bytes + plan.sums
+
+
+def strategy_bytes():
+    """Bytes per device against the number of devices."""
+    figure, axes = plt.subplots(figsize=(7, 3.9), layout="constrained")
+    for strategy, color in STRATEGIES.items():
+        for policy, storage, line in STORED.values():
+            values = [planned_bytes(strategy, n, policy, storage) / 1e9 for n in COUNTS]
+            axes.plot(COUNTS, values, line, color=color, marker="o", ms=3)
+            if line == "-":
+                axes.annotate(
+                    f'"{strategy}"', (COUNTS[-1], values[-1]), (8, 0), color=color,
+                    textcoords="offset points", va="center",
+                )  # fmt: skip
+    for name, (_, _, line) in STORED.items():
+        axes.plot([], [], line, color="black", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(COUNTS, [str(n) for n in COUNTS])
+    ticks = (0.25, 0.5, 1, 2, 4, 8, 16, 32)
+    axes.set_yticks(ticks, [f"{x:g}" for x in ticks])
+    axes.set(xlabel="devices", ylabel="GB per device,\nwith accumulated gradients")
+    axes.legend(frameon=False, loc="lower left")
+    _bare(axes)
+    return figure
+
+
+def _box(axes, left, right, low, text, color):
+    style = dict(facecolor=color, edgecolor="black", lw=0.8)
+    axes.add_patch(plt.Rectangle((left, low), right - left, 1.3, **style))
+    ink = "white" if color == BLUE else "black"
+    axes.text((left + right) / 2, low + 0.65, text, ha="center", va="center", color=ink, fontsize=9)
+
+
+def step_flow():
+    """Boxes in the order of a step, over XLA's collectives and over peer memory."""
+    figure, axes = plt.subplots(figsize=(7, 2.5), layout="constrained")
+    xla = {
+        "backward pass:\ngradients of the\ndevice's batch": GRAY,
+        "reduce-scatter:\nsum of the\ndevice's shard": LIGHT,
+        "kernel: update of\nthe shard's state\nand parameters": BLUE,
+        "all-gather:\nparameters to\nall devices": LIGHT,
+    }
+    places = [(2.5 * i, 2.5 * i + 2.1) for i in range(4)]
+    for (left, right), (text, color) in zip(places, xla.items(), strict=True):
+        _box(axes, left, right, 2.0, text, color)
+    _box(axes, *places[0], 0, next(iter(xla)), GRAY)
+    text = (
+        "one kernel: reads the device's shard of all devices' gradients and sums it,\n"
+        "updates the shard's state and parameters,\nwrites the parameters to all devices"
+    )
+    _box(axes, places[1][0], places[3][1], 0, text, BLUE)
+    arrows = [(a[1], b[0], 2.65) for a, b in zip(places, places[1:], strict=False)]
+    for start, end, height in [*arrows, (places[0][1], places[1][0], 0.65)]:
+        axes.annotate(
+            "", (end, height), (start, height), arrowprops=dict(arrowstyle="-|>", color="black")
+        )
+    axes.text(0, 3.4, "XLA's collectives", weight="bold")
+    axes.text(0, 1.4, "Peer memory", weight="bold")
+    axes.set(xlim=(-0.05, 9.65), ylim=(-0.1, 3.8))
+    axes.axis("off")
+    return figure
+
+
+PICTURES = {
+    "h100_x2/whole_steps": whole_steps,
+    "h100_x2/gains": gains,
+    "cpu/strategy_bytes": strategy_bytes,
+    "cpu/step_flow": step_flow,
+}
+
+
+def content(figure):
+    """The numbers of a picture's bars, boxes, lines and ranges, as text."""
+    shapes = [x for axes in figure.axes for x in axes.patches]
+    lines = [x for axes in figure.axes for x in axes.lines]
+    boxes = [[x.get_x(), x.get_y(), x.get_width(), x.get_height()] for x in shapes]
+    values = boxes + [[*x.get_xdata(), *x.get_ydata()] for x in lines]
+    return "; ".join(" ".join(f"{x:.6g}" for x in row) for row in values)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "plots", help="folder")
+    args = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", max(COUNTS))
+    for name, draw in PICTURES.items():
+        path = args.out / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure = draw()
+        figure.savefig(path, dpi=200, metadata={"Description": content(figure)})
+        plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
