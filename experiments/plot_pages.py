@@ -5,6 +5,7 @@ python experiments/plot_pages.py --out FOLDER  # into another folder
 """
 
 import argparse
+import itertools
 import pathlib
 
 import jax
@@ -35,19 +36,16 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def fastest(sequences, start):
-    """The fastest of the recorded rows, without clipping, whose names begin like this."""
+    """The fastest recorded row of this name, or of annotations whose name begins like this."""
     rows = group_rows(*RECORDS[sequences])
-    found = [
-        row
-        for name, row in rows.items()
-        if (name == start or start.startswith("annotated") and name.startswith(start))
-        and "+clip" not in name
-    ]
-    return min(found, key=lambda row: row["ms"])
+    if start.startswith("annotated"):
+        found = [x for name, x in rows.items() if name.startswith(start) and "+clip" not in name]
+        return min(found, key=lambda row: row["ms"])
+    return rows[start]
 
 
 def gain(sequences, start):
-    """(Percent more tokens per second than the fastest annotations, by the medians; least, most)."""
+    """Percent more tokens per second than the fastest annotations: by medians, least and most."""
     base, ours = fastest(sequences, "annotated"), fastest(sequences, start)
     pairs = (("ms", "ms"), ("ms_least", "ms_most"), ("ms_most", "ms_least"))
     return tuple(100 * (base[a] / ours[b] - 1) for a, b in pairs)
@@ -181,11 +179,11 @@ def step_flow():
         _box(axes, left, right, 2.0, text, color)
     _box(axes, *places[0], 0, next(iter(xla)), GRAY)
     text = (
-        "one kernel: reads the device's shard of all devices' gradients and sums it,\n"
+        "one kernel: sums its shard of the gradients of all devices,\n"
         "updates the shard's state and parameters,\nwrites the parameters to all devices"
     )
     _box(axes, places[1][0], places[3][1], 0, text, BLUE)
-    arrows = [(a[1], b[0], 2.65) for a, b in zip(places, places[1:], strict=False)]
+    arrows = [(a[1], b[0], 2.65) for a, b in itertools.pairwise(places)]
     for start, end, height in [*arrows, (places[0][1], places[1][0], 0.65)]:
         axes.annotate(
             "", (end, height), (start, height), arrowprops=dict(arrowstyle="-|>", color="black")
@@ -206,12 +204,13 @@ PICTURES = {
 
 
 def content(figure):
-    """The numbers of a picture's bars, boxes, lines and ranges, as text."""
+    """The bars, boxes, lines and texts of a picture, as one text."""
     shapes = [x for axes in figure.axes for x in axes.patches]
     lines = [x for axes in figure.axes for x in axes.lines]
     boxes = [[x.get_x(), x.get_y(), x.get_width(), x.get_height()] for x in shapes]
     values = boxes + [[*x.get_xdata(), *x.get_ydata()] for x in lines]
-    return "; ".join(" ".join(f"{x:.6g}" for x in row) for row in values)
+    texts = [x.get_text() for axes in figure.axes for x in axes.texts]
+    return "; ".join([*(" ".join(f"{x:.6g}" for x in row) for row in values), *texts])
 
 
 def main():

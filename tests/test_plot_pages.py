@@ -12,7 +12,7 @@ PAGES = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")
 
 
 def contents(folder):
-    """The numbers that each picture was drawn from, by the picture's name."""
+    """What each picture shows, as the script wrote it into the file, by the picture's name."""
     paths = {str(x.relative_to(folder)): x for x in folder.glob("*/*.png")}
     return {name: Image.open(path).text["Description"] for name, path in paths.items()}
 
