@@ -29,7 +29,12 @@ class NamedLeaf(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Names of parameters in order, and their hyperparameters by the other framework's names."""
+    """Parameters of the other framework with the same hyperparameters.
+
+    Attributes:
+      names: The names of the parameters, in order.
+      settings: The hyperparameters by the other framework's names.
+    """
 
     names: tuple[str, ...]
     settings: Mapping[str, Any]
@@ -140,6 +145,9 @@ def flax_kernels(path: str, ndim: int) -> tuple[int, ...] | None:
     Args:
       path: The path of our leaf.
       ndim: The number of its dimensions.
+
+    Returns:
+      Axes for ``np.transpose``, or None.
 
     Example:
       >>> flax_kernels("Conv_0/kernel", 4), flax_kernels("Embed_0/embedding", 2)
