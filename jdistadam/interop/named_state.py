@@ -57,6 +57,9 @@ class NamedState:
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of ``fused_adamw``, or of ``fused_adam`` if weight decay is L2.
 
+        Returns:
+          Keyword arguments by name.
+
         Raises:
           HyperparameterError: Groups differ in hyperparameters.
 
