@@ -11,7 +11,7 @@ release = importlib.metadata.version("jdistadam")
 html_title = "jdistadam"
 
 extensions = [
-    "myst_nb",  # pages in Markdown, and the notebook, which runs when it is built
+    "myst_nb",  # pages in Markdown, and notebooks, which run when they are built
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
 ]

@@ -269,6 +269,9 @@ def save(
       step: The number of the checkpoint. None: the count of the optimizer.
       extra: A tree of your own, for ``restore_extra``.
 
+    Returns:
+      The number of the checkpoint.
+
     Raises:
       CheckpointError: A checkpoint of this step, or a newer one, exists, another process saves
         into the folder, or it cannot be written.

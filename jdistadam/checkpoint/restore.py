@@ -25,6 +25,9 @@ from jdistadam.training.train_state import TrainState
 def checkpoint_steps(folder: str | os.PathLike[str]) -> list[int]:
     """Returns the steps of a folder's complete checkpoints, in order.
 
+    Returns:
+      Numbers of steps, ascending; empty if there is no checkpoint or no folder.
+
     Example:
       >>> import tempfile
       >>> checkpoint_steps(tempfile.mkdtemp())
@@ -66,6 +69,9 @@ def restore(
         ``opt_state[0].x``, ``model_state['mean']``.
       unused: ``unused(path)``: whether the template may lack an array of the file.
 
+    Returns:
+      A state like ``template``, with new arrays; parts that ``new`` names may be the template's.
+
     Raises:
       CheckpointError: There is no checkpoint, or it is damaged.
       TreeError, ShapeError, DtypeError: It does not match the template; the message names the file
@@ -105,6 +111,9 @@ def restore_params(
         dictionaries of the params, in their saved dtypes.
       step: The number of the checkpoint. None: the newest.
       cast: Whether to cast to the dtypes of ``like`` even if that loses bits.
+
+    Returns:
+      A tree like ``like``, or nested dictionaries.
 
     Raises:
       CheckpointError: There is no checkpoint, or it is damaged.
@@ -153,6 +162,9 @@ def restore_extra(
         ``jax.ShapeDtypeStruct`` in their places, place the new ones; its other values are ignored.
         None: dictionaries, and jax arrays on the first device.
       step: The number of the checkpoint. None: the newest.
+
+    Returns:
+      A tree like ``like``, or nested dictionaries.
 
     Raises:
       CheckpointError: There is no checkpoint, or it is damaged.

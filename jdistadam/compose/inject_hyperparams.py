@@ -19,8 +19,8 @@ from jdistadam.core import trees
 from jdistadam.core.arguments import float_dtype
 from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.distributed.schedule import Schedule
-from jdistadam.distributed.state import StepResult
-from jdistadam.distributed.transformation import DistributedTransformation, Functions
+from jdistadam.distributed.state import Functions, StepResult
+from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import HyperparameterError, PolicyError, TreeError
 

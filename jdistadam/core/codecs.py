@@ -278,6 +278,10 @@ class BlockCodes(NamedTuple):
       codes: The parameter's shape; uint8 for "block8", uint16 for "block16".
       scales: Shape (number of elements / 128, rounded up,), float32: a power of two for each block
         of 128 elements in row-major order.
+
+    References:
+      Scales of blocks: Dettmers et al., `8-bit Optimizers via Block-wise Quantization
+      <https://arxiv.org/abs/2110.02861>`_, 2021; the codes are small floats instead.
     """
 
     codes: Any

@@ -43,7 +43,11 @@ class AccumulatedGrads:
     like: Any
 
     def like_params(self) -> Any:
-        """Returns shapes and dtypes of the params."""
+        """Returns shapes and dtypes of the params.
+
+        Returns:
+          A tree of ``jax.ShapeDtypeStruct``.
+        """
         treedef, leaves = self.like
         return treedef.unflatten(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves)
 

@@ -62,6 +62,9 @@ def local_params(params: Params, tx: DistributedTransformation) -> Any:
       params: All params, as this device has them.
       tx: The optimizer; under "optim_grads_params" the result of ``bind``.
 
+    Returns:
+      A tree like ``params``, with a ``Shard`` in place of each shard.
+
     Raises:
       MeshError: Called outside shard_map, or without the optimizer of ``bind``.
     """
@@ -94,6 +97,9 @@ def stored_params(params: Any, tx: DistributedTransformation) -> Any:
     Args:
       params: The result of ``local_params``, or of a ``step`` with it.
       tx: The optimizer.
+
+    Returns:
+      A tree of plain arrays like the argument of ``local_params``.
     """
     axes = tx.config.parallel.data_axes
 
@@ -259,6 +265,9 @@ def remat_policy(primitive: Any, *_: Any, **__: Any) -> bool:
     memory from the forward to the backward pass::
 
         body = jax.checkpoint(body, policy=jda.remat_policy, prevent_cse=False)  # in a scan
+
+    Returns:
+      Whether to save the results of this operation.
 
     Example:
       >>> import jax, jax.numpy as jnp

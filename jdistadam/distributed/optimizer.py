@@ -368,6 +368,9 @@ def _as_one_call(
 
     For one version beside ``jda.distributed(jda.{make.__name__}(...), mesh=mesh)``, which it calls.
     It takes the arguments of both; of those of ``{make.__name__}`` the first ones by position.
+
+    Returns:
+      The distributed optimizer that ``distributed`` returns.
     """
     made.__signature__ = inspect.Signature(own + of_wrapper)  # type: ignore[attr-defined]
     return made

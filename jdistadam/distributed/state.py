@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ import numpy as np
 from jdistadam.core import trees
 from jdistadam.core.loss_scale import LossScaleState
 from jdistadam.core.norm_guard import NormGuardState
-from jdistadam.core.types import OptState, Params
+from jdistadam.core.types import Grads, OptState, Params
 from jdistadam.distributed.layout import Bucket, Layout, Leaf
+from jdistadam.distributed.schedule import Schedule
 from jdistadam.errors import TreeError
 
 # A canonical text of everything that decides the position and meaning of a flat state's elements.
@@ -276,6 +277,21 @@ class StepResult(NamedTuple):
     norms: dict[str, jax.Array] | None = None
 
 
+class Functions(Protocol):
+    """The functions of a distributed optimizer in ``jax.shard_map``, for params of a schedule."""
+
+    def init(self, schedule: Schedule, params: Params) -> Any:
+        """Makes the state."""
+
+    def local_step(
+        self, schedule: Schedule, grads: Grads, state: Any, params: Params, **extra_args: Any
+    ) -> StepResult:
+        """Takes a step with plain params, in the form that a device holds."""
+
+    def norm(self, schedule: Schedule, grads: Grads, state: Any) -> jax.Array:
+        """The global norm of the mean gradient."""
+
+
 def find_state(opt_state: OptState) -> DistributedState:
     """Returns the DistributedState in a state that may be a chain's."""
     parts = jax.tree.leaves(opt_state, is_leaf=is_distributed_state)
@@ -321,6 +337,9 @@ def scale_loss(loss: jax.Array, opt_state: OptState) -> jax.Array:
       loss: The loss, shape ().
       opt_state: The state of a distributed optimizer, or of a ``chain`` with one. Without a
         ``loss_scale`` the loss is returned unchanged.
+
+    Returns:
+      The scaled loss, shape (), float32; without a ``loss_scale``, the loss as it is.
 
     Raises:
       TreeError: ``opt_state`` has no state of a distributed optimizer.

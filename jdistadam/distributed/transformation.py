@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,24 +20,9 @@ from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.param_specs import over_axes
 from jdistadam.distributed.schedule import Schedule
-from jdistadam.distributed.state import StepResult, find_state
+from jdistadam.distributed.state import Functions, StepResult, find_state
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import MeshError, PolicyError
-
-
-class Functions(Protocol):
-    """The functions of a distributed optimizer in ``jax.shard_map``, for params of a schedule."""
-
-    def init(self, schedule: Schedule, params: Params) -> Any:
-        """Makes the state."""
-
-    def local_step(
-        self, schedule: Schedule, grads: Grads, state: Any, params: Params, **extra_args: Any
-    ) -> StepResult:
-        """Takes a step with plain params, in the form that a device holds."""
-
-    def norm(self, schedule: Schedule, grads: Grads, state: Any) -> jax.Array:
-        """The global norm of the mean gradient."""
 
 
 class DistributedTransformation(FusedTransformation):
@@ -165,6 +150,9 @@ class DistributedTransformation(FusedTransformation):
         Args:
           params: Tree of arrays or ``jax.ShapeDtypeStruct``, in their form outside of shard_map.
 
+        Returns:
+          An optimizer with the same arguments, for these params only.
+
         Example:
           >>> import jdistadam as jda
           >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=jax.make_mesh((1,), ("data",)))
@@ -181,13 +169,8 @@ class DistributedTransformation(FusedTransformation):
                 "Bind first, and replace functions of the result; train_step calls its own."
             )
         schedule = self.config.schedule(self.config.tensor_local(params))
-        return self.make(
-            self.functions,
-            self.config,
-            self.specs,
-            changes_grads=self.changes_grads,
-            bound=schedule,
-        )
+        values = self.functions, self.config, self.specs
+        return self.make(*values, changes_grads=self.changes_grads, bound=schedule)
 
     def schedule(self, function: str, params: Params, name: str = "params") -> Schedule:
         """Returns the schedule of plain params in the form that a device holds, in shard_map.
@@ -228,7 +211,8 @@ class DistributedTransformation(FusedTransformation):
     def state_specs(self, params: Params = None) -> Any:
         """Returns the PartitionSpecs of the state, for shard_map's in_specs and out_specs.
 
-        They are the same for all params.
+        Returns:
+          A state of PartitionSpecs, the same for all params.
         """
         del params
         return self.specs
@@ -236,11 +220,12 @@ class DistributedTransformation(FusedTransformation):
     def param_specs(self, params: Params) -> Any:
         """Returns the PartitionSpec of every parameter, for shard_map's in_specs and out_specs.
 
-        Under "optim_grads_params" large leaves are sharded over ``shard_axis``; leaves are also
-        sharded as the optimizer's argument ``param_specs`` says.
-
         Args:
           params: Tree of arrays or ``jax.ShapeDtypeStruct``, in their form outside of shard_map.
+
+        Returns:
+          A tree like ``params``. Under "optim_grads_params" large leaves are sharded over
+          ``shard_axis``; leaves are also sharded as the argument ``param_specs`` says.
         """
         trees.check_dtypes(params, name="params")
         return global_specs(self.config, self.layout(params), params)
@@ -250,6 +235,9 @@ class DistributedTransformation(FusedTransformation):
 
         Args:
           params: Tree of arrays or ``jax.ShapeDtypeStruct``, in their form outside of shard_map.
+
+        Returns:
+          A tree like ``params`` of NamedShardings.
         """
         return jax.tree.map(
             lambda spec: NamedSharding(self.config.mesh, spec),
@@ -259,6 +247,9 @@ class DistributedTransformation(FusedTransformation):
 
     def state_shardings(self) -> Any:
         """Returns the NamedSharding of every array of the state, including its memory kind.
+
+        Returns:
+          A state of NamedShardings.
 
         Example:
           >>> import jdistadam as jda
@@ -282,6 +273,9 @@ class DistributedTransformation(FusedTransformation):
         Args:
           specs: Tree of PartitionSpecs, such as ``param_specs(params)`` and ``state_specs()``.
 
+        Returns:
+          A tree like ``specs``, without the other axes.
+
         Example:
           >>> import jdistadam as jda
           >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
@@ -297,6 +291,9 @@ class DistributedTransformation(FusedTransformation):
 
         Args:
           params: Tree of arrays or ``jax.ShapeDtypeStruct``, in their form outside of shard_map.
+
+        Returns:
+          The layout: buckets, and the leaves in each.
 
         Example:
           >>> import jdistadam as jda
@@ -337,6 +334,9 @@ class DistributedTransformation(FusedTransformation):
         Args:
           params: Tree of arrays: only their shapes and dtypes matter, and not even these to an
             optimizer that ``bind`` returned.
+
+        Returns:
+          Sums of zeros, in ``policy.main_grads_dtype``.
         """
         schedule = self.bound or self.schedule("init_grads", shard.as_shards(params))
         return model_axes.init_grads(self.config, schedule)

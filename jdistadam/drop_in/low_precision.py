@@ -27,6 +27,10 @@ class RoundingState(NamedTuple):
       key: Shape (2,), uint32: the seed. With the count it determines the random bits, so it never
         changes.
       inner: The state without the key.
+
+    References:
+      Philox 4x32 with 7 rounds: Salmon et al., `Parallel Random Numbers: As Easy as 1, 2, 3
+      <https://doi.org/10.1145/2063384.2063405>`_, 2011.
     """
 
     key: Any
@@ -128,6 +132,9 @@ def decoded(opt_state: OptState) -> OptState:
 
     Args:
       opt_state: The state of ``fused_adamw`` or ``fused_adam``, or a tree that contains one.
+
+    Returns:
+      A tree like ``opt_state``, with float32 arrays in place of codes.
 
     Raises:
       TreeError: It is the state of a distributed optimizer: ``to_optax_state`` decodes that.

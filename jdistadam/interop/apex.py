@@ -59,6 +59,9 @@ def from_apex_distributed(
       names: As in ``from_torch``.
       channels_last: Names of parameters in this memory format; format 1 uses its order.
 
+    Returns:
+      The state by Apex's names, as numpy arrays.
+
     Raises:
       TreeError, ShapeError, DtypeError: It is no such state, the names do not match it, or shards
         are missing.

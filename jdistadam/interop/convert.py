@@ -64,6 +64,9 @@ def to_train_state(
         or a dictionary of axes by path: our leaf is ``np.transpose(theirs, axes)``.
       differences: If hyperparameters differ, "raise", or "warn" and use those of ``tx``.
 
+    Returns:
+      A train state on the mesh of ``tx``.
+
     Raises:
       TreeError, ShapeError, DtypeError: A leaf is missing, unexpected, or would lose bits.
       HyperparameterError: The other optimizer had other hyperparameters.
@@ -112,6 +115,9 @@ def from_train_state(
     ``NamedState.groups``. None: one for each set of hyperparameters of ``tx``, with the values of
     the next step; if these are hidden, as by ``inject_hyperparams``, one without settings, which
     ``to_torch`` takes by keyword.
+
+    Returns:
+      The state as numpy arrays by the names of the other framework.
 
     Raises:
       LayoutError: The layout of the state is not that of ``tx``.
@@ -199,6 +205,9 @@ def from_fused(
 
     ``opt_state`` is the state of ``tx`` for ``params``. The other arguments and exceptions are as
     in ``from_train_state``; the hyperparameters of a chain are hidden too.
+
+    Returns:
+      The state as numpy arrays by the names of the other framework.
 
     Example:
       >>> import jdistadam as jda

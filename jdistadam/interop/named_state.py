@@ -29,7 +29,12 @@ class NamedLeaf(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Names of parameters in order, and their hyperparameters by the other framework's names."""
+    """Parameters of the other framework with the same hyperparameters.
+
+    Attributes:
+      names: The names of the parameters, in order.
+      settings: The hyperparameters by the other framework's names.
+    """
 
     names: tuple[str, ...]
     settings: Mapping[str, Any]
@@ -51,6 +56,9 @@ class NamedState:
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of ``fused_adamw``, or of ``fused_adam`` if weight decay is L2.
+
+        Returns:
+          Keyword arguments by name.
 
         Raises:
           HyperparameterError: Groups differ in hyperparameters.
@@ -140,6 +148,9 @@ def flax_kernels(path: str, ndim: int) -> tuple[int, ...] | None:
     Args:
       path: The path of our leaf.
       ndim: The number of its dimensions.
+
+    Returns:
+      Axes for ``np.transpose``, or None.
 
     Example:
       >>> flax_kernels("Conv_0/kernel", 4), flax_kernels("Embed_0/embedding", 2)

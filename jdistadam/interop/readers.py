@@ -36,6 +36,9 @@ def from_torch(
         as from an optimizer made with ``model.named_parameters()``, or from
         ``get_optimizer_state_dict`` of torch's distributed checkpoints.
 
+    Returns:
+      The state by torch's names, as numpy arrays.
+
     Raises:
       TreeError, ShapeError, DtypeError: It is no such state, or the names do not match it.
       HyperparameterError: It uses ``amsgrad`` or ``maximize``.
@@ -61,6 +64,9 @@ def from_nemo(
     of training. ``names`` as in ``from_torch``.
 
     Layout: NVIDIA/NeMo 8cfedd72, ``nemo/core/optim/optimizer_with_main_params.py``.
+
+    Returns:
+      The state by NeMo's names, as numpy arrays.
 
     Raises:
       TreeError, ShapeError, DtypeError: It is no such state, or params or names do not match it.
@@ -115,6 +121,9 @@ def from_megatron_fsdp(
     Args:
       state_dict: The checkpoint with ``model`` and ``optimizer``, or its part ``optimizer``.
       params: Parameters by name, in the dtype of the main parameters. None: those in ``model``.
+
+    Returns:
+      The state by the names of Megatron-FSDP, as numpy arrays.
 
     Raises:
       TreeError, ShapeError, DtypeError: It is no such state.
@@ -183,6 +192,9 @@ def to_torch(theirs: NamedState, **settings: Any) -> TorchState:
     Args:
       theirs: The result of ``from_train_state``, ``from_fused`` or a reader.
       **settings: Hyperparameters by torch's names; they replace those of every group.
+
+    Returns:
+      A ``TorchState``: the argument of ``load_state_dict``, the parameters and their names.
 
     Raises:
       HyperparameterError: A hyperparameter that torch needs is missing.

@@ -54,6 +54,9 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
     Args:
       path: The file. Values of its metadata are JSON, or otherwise strings.
 
+    Returns:
+      The dictionary, with numpy arrays.
+
     Raises:
       TreeError: The file is not in this format, or is damaged.
       DtypeError: A tensor has a dtype that is not supported.

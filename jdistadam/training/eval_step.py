@@ -92,6 +92,9 @@ class EvalStep:
         Inside a program a state cannot be inspected: for one of another layout the loss is NaN.
         Several processes first compare, once, the programs that they are about to run.
 
+        Returns:
+          The loss, shape (), float32, and ``aux``, as ``eval_step`` says.
+
         Raises:
           AgreementError: The processes do not all run the same program.
           LayoutError: The state has another layout.

@@ -178,6 +178,9 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
       tx: A distributed optimizer.
       batch_spec: PartitionSpec of all leaves. None: the leading dimension over all data axes.
 
+    Returns:
+      A tree like ``batch`` of global jax arrays.
+
     Raises:
       ShapeError: A leaf has no leading dimension, or one that is 0, that does not divide, or that
         differs from the other leaves'.

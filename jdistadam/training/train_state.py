@@ -46,6 +46,12 @@ class TrainState:
     The optimizer updates the main parameters in ``opt_state``; ``params`` are rounded copies of
     them. To give a state other parameters use ``replace(params=..., tx=tx)`` or
     ``reload_main_params``; ``train_step`` raises if params were changed in another way.
+
+    Attributes:
+      params: The params of the model; shards of large ones under "optim_grads_params".
+      opt_state: The state of the distributed optimizer.
+      model_state: Arrays that the loss renews without a gradient; None if there are none.
+      rng: The key from which each step derives those of the loss; None if it needs none.
     """
 
     params: Params
@@ -86,6 +92,9 @@ class TrainState:
           tx: The distributed optimizer, required for new ``params``: main parameters take their
             values, as ``reload_main_params`` describes.
           **changes: New values by name: ``params``, ``opt_state``, ``model_state``, ``rng``.
+
+        Returns:
+          A new state, with the same arrays in the other fields.
 
         Raises:
           TreeError: New params without ``tx``.
@@ -138,6 +147,9 @@ class TrainState:
             such as counters, the maximum is kept.
           rng: ``jax.random.key`` for dropout and the like. None: the loss gets none.
 
+        Returns:
+          The state before the first step.
+
         Raises:
           DtypeError: A leaf has another dtype, or ``rng`` is not a key.
           TreeError: ``params`` are shapes, or all variables of a Flax model.
@@ -177,6 +189,9 @@ class TrainState:
           params: Tree of arrays or of shapes, as ``jax.eval_shape`` of a model's initialization.
           tx: A distributed optimizer; its devices need not exist.
           param_dtypes: As in ``create``.
+
+        Returns:
+          A state of ``jax.ShapeDtypeStruct``.
 
         Example:
           >>> import jdistadam as jda
@@ -234,6 +249,9 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
       state: A train state with other params of the same paths, shapes and dtypes; jax or numpy
         arrays with any placement. They are copied, and placed as the optimizer needs them.
       tx: The distributed optimizer.
+
+    Returns:
+      A state with new params and main parameters.
 
     Raises:
       LayoutError: The params have other paths, shapes or dtypes than those of the state.

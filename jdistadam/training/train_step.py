@@ -86,6 +86,9 @@ class TrainStep:
 
         Several processes first compare, once, the programs that they are about to run.
 
+        Returns:
+          The new state, and the metrics by name, as ``train_step`` lists them.
+
         Raises:
           AgreementError: The processes do not all run the same program.
           LayoutError: The state has another layout, or its params were changed.
@@ -155,6 +158,9 @@ class TrainStep:
         Args:
           state: A train state, or its shapes.
           batch: A batch, or its shapes.
+
+        Returns:
+          The lowered program, a ``jax.stages.Lowered``.
         """
         check_train_state(state)
         shapes = [isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)]
