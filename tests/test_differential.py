@@ -16,8 +16,9 @@ from support.samples import often
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
-SAMPLE = (4, 62, 74, 225, 265, 282)
-"""Moves: every value of the choices that they depend on is in one of these configurations."""
+SAMPLE = (4, 24, 62, 74, 225, 265, 282)
+"""Moves: every value of the choices that they depend on is in one of these configurations; and in 24
+layers that a scan stacks, summed over a mesh with a model axis under "optim_grads"."""
 
 
 @pytest.mark.parametrize("seed", range(300))
