@@ -31,13 +31,12 @@ def sums_in_loops(config: DistributedConfig) -> bool:
 
     Not under "optim": there a step of 1.31e9 parameters on two H200s took 1.142 times its forward
     and backward pass instead of 1.102. "optim_grads" saves the memory of whole gradients this way.
-    Not over model axes either: there the sums of a loop came out wrong.
     """
     parallel = config.parallel
     is_over_xla = parallel.num_devices > 1 and not config.communication.is_peer
     if config.stacked is None or not is_over_xla or parallel.gathers_layers:  # gathers sum them
         return False
-    return parallel.shards_grads and not parallel.tensor_axes
+    return parallel.sums_layers_in_loops
 
 
 def sums_of_layers(schedule: Schedule) -> dict[int, BucketSchedule]:
