@@ -95,6 +95,13 @@ def sharded_steps() -> str:
     return markdown.table(columns, table)
 
 
+def _of_options(record, names) -> str:
+    """One line for each named row of a record of one H100."""
+    found = {row["name"]: row for row in _results(f"bench_step/h100/{record}")["rows"]}
+    table = [_step_cells(name, found[f"unrolled-8/{row}"])[:3] for row, name in names]
+    return markdown.table(("with", "ms", "of a round"), table)
+
+
 def norms() -> str:
     """One line for each option of norms.json."""
     names = (
@@ -106,9 +113,7 @@ def norms() -> str:
         ("optim+remainder16", '`"remainder16"`, without'),
         ("optim+remainder16+norms", '`"remainder16"`, `norms="total"`'),
     )
-    found = {row["name"]: row for row in _results("bench_step/h100/norms")["rows"]}
-    table = [_step_cells(name, found[f"unrolled-8/{row}"])[:3] for row, name in names]
-    return markdown.table(("with", "ms", "of a round"), table)
+    return _of_options("norms", names)
 
 
 def host_memory() -> str:
@@ -140,9 +145,7 @@ def everyday() -> str:
         ("optim+clip+guard", "`max_grad_norm`, `norm_guard`"),
         ("optim+clip+ema+guard", "`max_grad_norm`, `norm_guard`, `ema_decay`"),
     )
-    found = {row["name"]: row for row in _results("bench_step/h100/everyday")["rows"]}
-    table = [_step_cells(name, found[f"unrolled-8/{row}"])[:3] for row, name in names]
-    return markdown.table(("with", "ms", "of a round"), table)
+    return _of_options("everyday", names)
 
 
 def _step_cells(name, row) -> tuple[str, ...]:
