@@ -134,7 +134,7 @@ struct alignas(16) Row {
   Coefficients coefficients;
 };
 static_assert(sizeof(Row) == sizeof(Coefficients),
-              "pad Coefficients, and NAMES of coefficients.py");
+              "pad Coefficients, and NAMES of hyperparameters.py");
 
 // A whole vector. A NaN in mu or nu is also in the result, so only the result is tested.
 template <typename Types, typename... Sums>

@@ -15,7 +15,7 @@
 // CMakeLists.txt has the flags.
 //
 // The coefficients arrive as float32 from XLA. Computed here they would have other bits: see
-// kernels/coefficients.py, [Note: coefficients in optax's own expressions].
+// core/hyperparameters.py, [Note: coefficients in optax's own expressions].
 #pragma once
 
 #include <cmath>
@@ -24,7 +24,7 @@
 
 namespace jdistadam {
 
-// One row of the `coefficients` operand, in the order of coefficients.py.
+// One row of the `coefficients` operand, in the order of hyperparameters.py.
 struct Coefficients {
   float learning_rate;
   float b1, one_minus_b1;

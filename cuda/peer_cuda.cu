@@ -141,7 +141,7 @@ struct alignas(16) Row {
   Coefficients coefficients;
 };
 static_assert(sizeof(Row) == sizeof(Coefficients),
-              "pad Coefficients, and NAMES of coefficients.py");
+              "pad Coefficients, and NAMES of hyperparameters.py");
 
 // One vector. Returns its summed gradients in `sum`.
 template <int kPeers, PeerWork kWork, typename Types>

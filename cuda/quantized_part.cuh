@@ -294,7 +294,7 @@ struct alignas(16) Row {
   Coefficients coefficients;
 };
 static_assert(sizeof(Row) == sizeof(Coefficients),
-              "pad Coefficients, and NAMES of coefficients.py");
+              "pad Coefficients, and NAMES of hyperparameters.py");
 
 __device__ __forceinline__ Coefficients LoadCoefficients(const Step& step,
                                                          const QuantizedLeaf& leaf) {

@@ -169,7 +169,7 @@ int main(int argc, char** argv) {
   if (argc < 2) return std::fprintf(stderr, "usage: kernel_bound LOG2_ELEMENTS [REPEATS]\n"), 2;
   const size_t size = size_t{1} << std::atoi(argv[1]);
   const int repeats = argc > 2 ? std::max(1, std::atoi(argv[2])) : 5;
-  // coefficients.py's order, then inv_scale = 1 and found_inf = false
+  // hyperparameters.py's order, then inv_scale = 1 and found_inf = false
   const float numbers[16] = {1e-3f, 0.87f, 0.13f, 0.9973f, 0.0027f, 1e-7f, 0.0f,
                              0.1f,  0.13f, 0.24f, 0.0027f, 0.0f,    1.0f,  0.0f};
   char* memory;

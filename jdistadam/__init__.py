@@ -17,8 +17,7 @@ from jdistadam.checkpoint.restore import checkpoint_steps, restore, restore_extr
 from jdistadam.compose.chain import chain
 from jdistadam.compose.inject_hyperparams import inject_hyperparams
 from jdistadam.core.codecs import BlockCodes
-from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState
-from jdistadam.core.norm_guard import NormGuard, NormGuardState
+from jdistadam.core.guards import DynamicLossScale, LossScaleState, NormGuard, NormGuardState
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.accumulate import AccumulatedGrads
 from jdistadam.distributed.gather_params import (

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jdistadam.checkpoint import restored
-from jdistadam.core import groups
+from jdistadam.core import algorithm
 from jdistadam.distributed import accumulate
 from jdistadam.training import local_gradients
 from support.configurations import CONFIG, PLACE, draw, features
@@ -57,8 +57,8 @@ def dropped_micro_batch(monkeypatch):
 
 
 def mask_without_effect(monkeypatch):
-    decay_groups = groups.decay_groups
-    monkeypatch.setattr(groups, "decay_groups", lambda mask, params: decay_groups(None, params))
+    decay_groups = algorithm.decay_groups
+    monkeypatch.setattr(algorithm, "decay_groups", lambda mask, params: decay_groups(None, params))
 
 
 def rounded_main_params(monkeypatch):

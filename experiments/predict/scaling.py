@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, check_flag, check_positive, shown
-from jdistadam.core.types import Params
+from jdistadam.core.trees import Params
 from jdistadam.distributed.communication import NO_DEVICES, Communication
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed

@@ -28,16 +28,21 @@ from jdistadam import compat
 from jdistadam.checkpoint import parts
 from jdistadam.core import collectives, memory
 from jdistadam.core.codecs import NOTHING, BlockCodes, Codec, codec_of, is_codes
-from jdistadam.core.loss_scale import LossScaleState, continued_loss_scale
-from jdistadam.core.norm_guard import NormGuardState, continued_norm_guard
+from jdistadam.core.guards import (
+    LossScaleState,
+    NormGuardState,
+    continued_loss_scale,
+    continued_norm_guard,
+)
 from jdistadam.core.storage import main_codec_of
-from jdistadam.distributed import flat_moments, param_specs
+from jdistadam.distributed import flat_moments
+from jdistadam.distributed import mesh_axes as param_specs
 from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.layout import ALIGNMENT, Bucket
 from jdistadam.distributed.main_params import sent_dtypes
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.packing import shard_of
-from jdistadam.kernels import coded_leaves
+from jdistadam.kernels import sharded_quantized_adam as coded_leaves
 from jdistadam.training.placement import copy_to
 
 

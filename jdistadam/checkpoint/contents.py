@@ -20,7 +20,7 @@ from jdistadam.checkpoint.header import Entry
 from jdistadam.checkpoint.storage import Contents, Group
 from jdistadam.core import trees
 from jdistadam.core.codecs import NOTHING, Codec, codec_of
-from jdistadam.core.loss_scale import DynamicLossScale
+from jdistadam.core.guards import DynamicLossScale
 from jdistadam.core.storage import main_codec_of
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.config import DistributedConfig
@@ -29,7 +29,7 @@ from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import DtypeError, TreeError
-from jdistadam.kernels import coded_leaves
+from jdistadam.kernels import sharded_quantized_adam as coded_leaves
 from jdistadam.training.checks import is_known
 from jdistadam.training.train_state import TrainState, check_params_follow, placed
 

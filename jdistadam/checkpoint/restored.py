@@ -19,7 +19,7 @@ from jdistadam.core import collectives
 from jdistadam.core.codecs import Codec
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.errors import DtypeError, ShapeError, TreeError
-from jdistadam.kernels import coded_leaves
+from jdistadam.kernels import sharded_quantized_adam as coded_leaves
 from jdistadam.training.placement import copy_to
 
 Predicate = Callable[[str], bool]

@@ -19,7 +19,7 @@ from jdistadam.compose.linearity import (
     why_not_linear,
 )
 from jdistadam.core import trees
-from jdistadam.core.types import Grads, OptState, Params
+from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.distributed import model_axes
 from jdistadam.distributed.accumulate import AccumulatedGrads
 from jdistadam.distributed.schedule import Schedule

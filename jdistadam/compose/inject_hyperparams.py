@@ -17,7 +17,7 @@ from optax.schedules import StatefulSchedule
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import float_dtype
-from jdistadam.core.types import Grads, OptState, Params
+from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import Functions, StepResult
 from jdistadam.distributed.transformation import DistributedTransformation

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, Literal
 
-from jdistadam.core.types import Grads, OptState, Params
+from jdistadam.core.trees import Grads, OptState, Params
 
 # Operations that are jointly linear in all of their floating operands.
 _LINEAR = frozenset(

@@ -1,17 +1,218 @@
-"""What an optimizer computes and how it stores its state, independent of placement."""
+"""What an optimizer computes and how it stores its state, independent of placement.
+
+Groups of parameters come first: labels, masks, and the hyperparameters of each group. The kernel
+takes one row of coefficients per group, so many groups need no more launches than one. Every group
+has two rows: with weight decay, and without it for masked leaves.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 import optax
 
+from jdistadam.core import trees
+from jdistadam.core.arguments import check_flag, shown
 from jdistadam.core.codecs import FLOAT32, NOTHING, Codec
-from jdistadam.core.groups import Groups
 from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.core.storage import UNSET, Storage, parse, parse_main_params
-from jdistadam.errors import PolicyError
+from jdistadam.core.trees import Params
+from jdistadam.errors import DtypeError, HyperparameterError, PolicyError, TreeError
+
+
+def decay_groups(mask: Any | Callable[[Any], Any] | None, params: Params) -> tuple[int, ...]:
+    """Returns for each leaf 0 if decay applies to it and 1 if it is masked out."""
+    num_leaves = len(jax.tree.leaves(params))
+    if mask is None or not num_leaves:
+        return (0,) * num_leaves
+    if callable(mask):
+        mask = mask(params)
+        if isinstance(mask, bool | np.bool_) and num_leaves > 1:
+            raise TreeError(
+                "mask: a function that returns one value: "
+                f"it is called with the tree, not with a path: got {bool(mask)}, "
+                f"expected a tree of bools, for {num_leaves} leaves. Write lambda params: "
+                "jax.tree.map_with_path(lambda path, x: ..., params), or pass the bool itself."
+            )
+    keeps = for_each_leaf(
+        mask, params, name="mask", kind=bool | np.bool_, what="bool", expected="True or False"
+    )
+    return tuple(0 if keep else 1 for keep in keeps)
+
+
+def for_each_leaf(
+    given: Any | Callable[[Any], Any],
+    params: Params,
+    name: str,
+    kind: Any,
+    what: str,
+    expected: str,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> list[Any]:
+    """Returns one value for each leaf of params.
+
+    Args:
+      given: A tree of values that is a prefix of params, as in optax, or a function that returns
+        one for params.
+      params: The tree.
+      name: The name of ``given`` in messages.
+      kind: The type of every value.
+      what: The name of that type in messages.
+      expected: What may be given.
+      is_leaf: Which containers in ``given`` are values.
+    """
+    given = given(params) if callable(given) else given
+
+    def spread(value: Any, subtree: Any) -> Any:
+        return jax.tree.map(lambda _: _Value(value), subtree)
+
+    try:
+        full = jax.tree.map(spread, given, params, is_leaf=is_leaf)
+    except (ValueError, TypeError):
+        where, got, expected_node = trees.first_difference(
+            given, params, is_prefix=True, is_leaf=is_leaf
+        )
+        raise TreeError(
+            f"{name}{where}: structure differs from params: got {got}, expected {expected_node}. "
+            f"Give each leaf of params, or each subtree, {expected}."
+        ) from None
+    values = [leaf.value for leaf in jax.tree.leaves(full)]
+    for path, value in zip(trees.paths(full, name), values, strict=True):
+        if not isinstance(value, kind):
+            raise DtypeError(
+                f"{path}: not a {what}: got {value!r}, expected {expected}. Fix {name}."
+            )
+    return values
+
+
+class _Value:
+    """Hides a value from jax.tree."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+_KEYS = ("lr_scale", "weight_decay", "b1", "b2", "frozen")
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """The groups of an optimizer.
+
+    Attributes:
+      hypers: Hyperparameters by label; a single one, under "", without labels. Frozen groups have
+        none.
+      labels: Labels of the leaves: a tree that is a prefix of params, or a function of params that
+        returns one.
+      mask: Which leaves decay, likewise.
+    """
+
+    hypers: dict[str, Hyperparameters | None]
+    labels: Any
+    mask: Any
+
+    @property
+    def used(self) -> list[Hyperparameters]:
+        """The hyperparameters of the groups that are not frozen, in row order."""
+        return [hyper for hyper in self.hypers.values() if hyper is not None]
+
+    def row_of_leaves(self, params: Params) -> tuple[int | None, ...]:
+        """Returns the row of each leaf, None if it is frozen."""
+        masked_out = decay_groups(self.mask, params)
+        if self.labels is None:
+            return masked_out
+        labels = for_each_leaf(
+            self.labels, params, name="param_labels", kind=str, what="str", expected="a label"
+        )
+        used = [label for label, hyper in self.hypers.items() if hyper is not None]
+        rows: list[int | None] = []
+        paths = trees.paths(params, "params")
+        for path, label, out in zip(paths, labels, masked_out, strict=True):
+            if label not in self.hypers:
+                raise TreeError(
+                    f"{path}: its label belongs to no group: got {label!r}, "
+                    f"expected {' or '.join(map(repr, self.hypers))}. "
+                    f"Add {label!r} to groups, if need be as {{}}, or fix param_labels."
+                )
+            rows.append(2 * used.index(label) + out if label in used else None)
+        self._check_all_named(labels)
+        return tuple(rows)
+
+    def _check_all_named(self, labels: Sequence[str]) -> None:
+        """Raises TreeError if a group has no leaf, most often because of its spelling."""
+        unnamed = [group for group in self.hypers if group not in labels]
+        if not labels or not unnamed:
+            return
+        raise TreeError(
+            f"groups[{unnamed[0]!r}]: no leaf has this label: "
+            f"got the labels {', '.join(map(repr, sorted(set(labels))))}, "
+            f"expected {unnamed[0]!r} among them. Fix its spelling, or leave this group out."
+        )
+
+
+def make_groups(hyper: Hyperparameters, mask: Any, param_labels: Any, groups: Any) -> Groups:
+    """Checks the arguments of ``fused_adamw`` with the same names."""
+    if param_labels is None and groups is None:
+        return Groups({"": hyper}, None, mask)
+    if param_labels is None or not isinstance(groups, Mapping) or not groups:
+        raise HyperparameterError(
+            f"groups: labels and groups belong together: got param_labels={shown(param_labels)}, "
+            f"groups={shown(groups)}, expected both, groups as a dict of dicts by label. "
+            'Pass e.g. groups={"body": {}, "head": dict(lr_scale=0.1)}.'
+        )
+    hypers = {k: _hyper_of(k, hyper, given) for k, given in groups.items()}
+    if not any(hypers.values()):
+        raise HyperparameterError(
+            f"groups: all are frozen: nothing is left to train: got {groups}, "
+            "expected a group that is not frozen. Remove frozen=True from one of them."
+        )
+    return Groups(hypers, param_labels, mask)
+
+
+def _hyper_of(label: str, hyper: Hyperparameters, given: Any) -> Hyperparameters | None:
+    """The hyperparameters of a group; None if it is frozen."""
+    unknown = sorted(set(given) - set(_KEYS)) if isinstance(given, Mapping) else [repr(given)]
+    if unknown:
+        action = "Remove it."
+        if unknown[0] in ("learning_rate", "lr"):
+            action = "Pass lr_scale, which multiplies learning_rate, in its place."
+        raise HyperparameterError(
+            f"groups[{label!r}]: unknown setting {unknown[0]}: got {given}, "
+            f"expected a dict with some of {', '.join(_KEYS)}. {action}"
+        )
+    path = f"groups[{label!r}]"
+    check_flag(f"{path}['frozen']", given.get("frozen", False))
+    if given.get("frozen", False):
+        return None
+    changed = {k: v for k, v in given.items() if k in ("weight_decay", "b1", "b2")}
+    scale = given.get("lr_scale", 1)
+    try:
+        new = dataclasses.replace(hyper, **changed)
+        checked = Hyperparameters(scale)  # raises unless it is a number
+    except HyperparameterError as error:
+        message = re.sub(r"^learning_rate(?=:)|learning_rate(?=\.$)", "lr_scale", str(error))
+        raise HyperparameterError(f"{path}, {message}") from None
+    rate = hyper.learning_rate
+    if "lr_scale" not in given:
+        return new
+    if callable(rate) or callable(scale):
+        return dataclasses.replace(new, learning_rate=_product(rate, checked.learning_rate))
+    return dataclasses.replace(new, learning_rate=rate * scale)
+
+
+def _product(rate: Any, scale: Any) -> Any:
+    """The schedule of a product; either side may be a schedule."""
+
+    def schedule(count: Any) -> Any:
+        factors = [x(count) if callable(x) else x for x in (rate, scale)]
+        return factors[0] * factors[1]
+
+    return schedule
 
 
 @dataclasses.dataclass(frozen=True)

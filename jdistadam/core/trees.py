@@ -1,10 +1,10 @@
-"""Flattening with paths, checks that two trees match, and Flax's boxes."""
+"""Trees: names for signatures, flattening with paths, checks that two match, and Flax's boxes."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,16 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.core.codecs import BlockCodes, is_codes
 from jdistadam.errors import DtypeError, MeshError, ShapeError, TreeError
+
+Params: TypeAlias = Any
+"""A tree of arrays: the parameters of the model."""
+
+Grads: TypeAlias = Any
+"""A tree of arrays with the structure and the shapes of the params."""
+
+OptState: TypeAlias = Any
+"""The result of an optimizer's ``init``, ``update`` or ``step``."""
+
 
 STORAGE_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 """Dtypes that the kernel reads and writes."""

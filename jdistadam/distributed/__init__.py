@@ -7,8 +7,8 @@ Every concept of this folder, and its file, in the order in which a step passes 
                           the shapes of params.
 ``optimizer.py``          ``jda.distributed``: arguments, checked, become a config.
 ``config.py``             ``DistributedConfig``: algorithm, mesh, policy and strategy, all static.
-``mesh_axes.py``          ``DataParallel``: which mesh axes shard and which replicate.
-``param_specs.py``        How leaves are cut over tensor axes.
+``mesh_axes.py``          ``DataParallel``: which mesh axes shard and which replicate. How leaves
+                          are cut over tensor axes.
 ``layout.py``             ``Layout``, ``Bucket``: where every parameter is in the flat state.
 ``schedule.py``           ``Schedule``: what is sent, when, in which dtype. The step runs it,
                           ``plan`` prices it, ``audit`` compares it with the compiled program.
@@ -16,18 +16,18 @@ Every concept of this folder, and its file, in the order in which a step passes 
 ``model_axes.py``         Makes all mesh axes manual if some were left to XLA.
 ``shard.py``              ``Shard``: a device's part of a parameter, as a type.
 ``gather_params.py``      Gathers shards before the loss; reduces gradients to summed shards.
-``step.py``               ``step_local``: the step, from gradients to new parameters.
+``step.py``               ``step_local``: the step, from gradients to new parameters. The same over
+                          peer memory, in one kernel.
 ``checks.py``             Errors for trees, shapes, dtypes and states that do not fit.
 ``accumulate.py``         Gradients over micro-batches, then summed over devices.
-``packing.py``            Leaves into buckets and back.
+``packing.py``            Leaves into buckets and back; which blocks of a leaf a device has, for
+                          quantized state and random bits.
 ``communication.py``      The transport: XLA's collectives, or peer memory; runs the schedule.
 ``update.py``             Global norm, clipping, then the kernel on the flat state.
 ``norms.py``              Norms of leaves and groups, from sums that the kernels take.
-``main_params.py``        Main parameters: made, compared and rounded to the model's dtype.
-``ema.py``                The optional moving average of main parameters.
+``main_params.py``        Main parameters: made, compared and rounded to the model's dtype. Their
+                          optional moving average.
 ``flat_moments.py``       A moment of the flat state: floats, or codes and floats.
 ``host_memory.py``        State in host memory, moved to the device in windows.
-``blocks.py``             Quantized state and random bits: which blocks of a leaf a device has.
-``peer_step.py``          The same step over peer memory, in one kernel.
 ========================  ======================================================================
 """

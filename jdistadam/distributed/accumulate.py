@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import collectives, trees
-from jdistadam.core.types import Grads
+from jdistadam.core.trees import Grads
 from jdistadam.distributed import communication, packing
 from jdistadam.distributed.checks import check_grads, check_inside
 from jdistadam.distributed.config import DistributedConfig

@@ -14,7 +14,7 @@ from jdistadam.core import collectives, memory, trees
 from jdistadam.core.arguments import check_flag, out_of_range
 from jdistadam.core.codecs import BLOCK_CODECS
 from jdistadam.core.precision import MixedPrecisionPolicy
-from jdistadam.core.types import Grads, Params
+from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FlatCodes, types_of_moment
 from jdistadam.distributed.layout import Layout

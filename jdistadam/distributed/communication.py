@@ -16,7 +16,7 @@ of ``grad_reduce_dtype=float32`` over XLA, bit for bit.
 
 Such steps must be started from one thread: devices wait for each other in every step, so two
 threads whose programs reach two GPUs in different orders would wait until the timeout
-(kernels/peer.py).
+(kernels/multi_tensor.py).
 
 All other steps use XLA. "auto" decides by this table, and only on GPUs, never by a timing; "peer"
 raises if a row of the table does not hold.

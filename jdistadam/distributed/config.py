@@ -16,15 +16,14 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import trees
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.codecs import FLOAT32
-from jdistadam.core.loss_scale import DynamicLossScale
-from jdistadam.core.norm_guard import NormGuard
+from jdistadam.core.guards import DynamicLossScale, NormGuard
 from jdistadam.core.precision import MixedPrecisionPolicy
-from jdistadam.core.types import Params
-from jdistadam.distributed import param_specs
-from jdistadam.distributed.blocks import check_cuts, whole_size
+from jdistadam.core.trees import Params
+from jdistadam.distributed import mesh_axes
 from jdistadam.distributed.communication import OVER_XLA, Communication
 from jdistadam.distributed.layout import Layout, Leaf, make_layout
 from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.packing import check_cuts, whole_size
 from jdistadam.distributed.schedule import Schedule, make_schedule
 from jdistadam.distributed.state import digest_of, text_of
 from jdistadam.errors import MeshError, PolicyError, TreeError
@@ -113,23 +112,23 @@ class DistributedConfig:
 
     def tensor_local(self, params: Params) -> Any:
         """Returns the shapes of the unsharded params on one device, for global params."""
-        specs = param_specs.tensor_specs(self.given_param_specs, params)
-        local = param_specs.shapes_on_a_device(self.parallel, params, specs)
+        specs = mesh_axes.tensor_specs(self.given_param_specs, params)
+        local = mesh_axes.shapes_on_a_device(self.parallel, params, specs)
         if callable(self.given_param_specs):
-            _check_same_specs(specs, param_specs.tensor_specs(self.given_param_specs, local))
+            _check_same_specs(specs, mesh_axes.tensor_specs(self.given_param_specs, local))
         return local
 
     def tensor_specs(self, params: Params) -> Any:
         """Returns the PartitionSpec of every leaf over tensor axes only."""
-        specs = param_specs.tensor_specs(self.given_param_specs, params)
+        specs = mesh_axes.tensor_specs(self.given_param_specs, params)
         return jax.tree.unflatten(jax.tree.structure(params), specs)
 
     def layout(self, whole: Params) -> Layout:
         """Returns the position of every element of the state, for a tree of unsharded params."""
-        specs = param_specs.tensor_specs(self.given_param_specs, whole)
+        specs = mesh_axes.tensor_specs(self.given_param_specs, whole)
         paths = trees.paths(whole, "params")
         # Functions of params decide by the sizes on a single device.
-        seen = param_specs.global_shapes(self.parallel, whole, specs)
+        seen = mesh_axes.global_shapes(self.parallel, whole, specs)
         rows = self.algorithm.groups.row_of_leaves(seen)
         leaves = [
             Leaf(
@@ -137,10 +136,10 @@ class DistributedConfig:
                 shape=tuple(x.shape),
                 dtype=jnp.dtype(x.dtype),
                 group=row,
-                tensor_axes=param_specs.axes_of(spec),
+                tensor_axes=mesh_axes.axes_of(spec),
                 is_stacked=_selects(self.stacked, path),
                 in_model=_selects(self.gathered_in_model, path),
-                cuts=param_specs.cuts_of(spec, self.cutting_axes),
+                cuts=mesh_axes.cuts_of(spec, self.cutting_axes),
             )
             for path, x, row, spec in zip(paths, jax.tree.leaves(whole), rows, specs, strict=True)
         ]
@@ -253,8 +252,8 @@ class DistributedConfig:
 
 def global_specs(config: DistributedConfig, layout: Layout, params: Params) -> Any:
     """Returns the PartitionSpec of every leaf of global params, over tensor and data axes."""
-    specs: list[P] = param_specs.tensor_specs(config.given_param_specs, params)
-    specs = param_specs.with_data_axes(layout, config.parallel, specs)
+    specs: list[P] = mesh_axes.tensor_specs(config.given_param_specs, params)
+    specs = mesh_axes.with_data_axes(layout, config.parallel, specs)
     return jax.tree.unflatten(jax.tree.structure(params), specs)
 
 

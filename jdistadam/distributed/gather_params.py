@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from jdistadam.core import collectives, trees
-from jdistadam.core.types import Params
+from jdistadam.core.trees import Params
 from jdistadam.distributed import communication, model_axes
 from jdistadam.distributed.accumulate import weighted
 from jdistadam.distributed.checks import check_inside

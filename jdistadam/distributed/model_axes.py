@@ -32,8 +32,8 @@ from jax.sharding import PartitionSpec as P
 from jdistadam import compat
 from jdistadam.core import collectives, trees
 from jdistadam.core.collectives import Axes
-from jdistadam.core.types import Grads, Params
-from jdistadam.distributed import param_specs
+from jdistadam.core.trees import Grads, Params
+from jdistadam.distributed import mesh_axes
 from jdistadam.distributed.accumulate import (
     AccumulatedGrads,
     accumulate_local,
@@ -169,7 +169,7 @@ def unsharded(config: DistributedConfig, schedule: Schedule, params: Params) -> 
     if not config.parallel.shards_params or collectives.unbound(config.parallel.shard_axes):
         return params
     specs = _specs_left_to_xla(config, params)
-    return param_specs.global_shapes(config.parallel, schedule.whole(), specs)
+    return mesh_axes.global_shapes(config.parallel, schedule.whole(), specs)
 
 
 def check_own_region(config: DistributedConfig, schedule: Schedule, params: Params) -> None:
@@ -188,7 +188,7 @@ def check_own_region(config: DistributedConfig, schedule: Schedule, params: Para
 
 def cut_twice(parallel: DataParallel, spec: P) -> bool:
     """Whether tensor axes and data axes cut the same dimension."""
-    names = [set(param_specs.names_of(entry)) for entry in spec]
+    names = [set(mesh_axes.names_of(entry)) for entry in spec]
     return any(n & set(parallel.tensor_axes) and n & set(parallel.data_axes) for n in names)
 
 
@@ -201,7 +201,7 @@ def _manual(
 ) -> Any:
     """Calls a function manual over all axes; specs are prefixes, and may name any axes."""
     axes = axes_left_to_xla(config.parallel)
-    left = lambda specs: jax.tree.map(lambda spec: param_specs.over_axes(spec, axes), specs)  # noqa: E731
+    left = lambda specs: jax.tree.map(lambda spec: mesh_axes.over_axes(spec, axes), specs)  # noqa: E731
     leaves: list[Any] = jax.tree.leaves(arguments)
     treedef: Any = jax.tree.structure(arguments)
     specs = jax.tree.leaves(jax.tree.broadcast(left(in_specs), arguments))
@@ -234,14 +234,14 @@ def _manual(
 def on_a_device(config: DistributedConfig, params: Params) -> Any:
     """Shapes on one device of params, or of their shards, in this region."""
     specs = _specs_left_to_xla(config, params)
-    return param_specs.shapes_on_a_device(config.parallel, params, specs)
+    return mesh_axes.shapes_on_a_device(config.parallel, params, specs)
 
 
 def _specs_left_to_xla(config: DistributedConfig, params: Params) -> list[P]:
     """The PartitionSpec of every leaf over the axes that this region leaves to XLA."""
     axes = axes_left_to_xla(config.parallel)
     specs = jax.tree.leaves(config.tensor_specs(params))
-    return [param_specs.over_axes(spec, axes) for spec in specs]
+    return [mesh_axes.over_axes(spec, axes) for spec in specs]
 
 
 def _specs_of(config: DistributedConfig, grads: Grads, params: Params) -> Any:

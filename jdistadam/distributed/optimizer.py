@@ -17,11 +17,17 @@ from jdistadam import compat
 from jdistadam.core import collectives, trees
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.arguments import FLOATS, float_dtype
-from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState, check_loss_scale
-from jdistadam.core.norm_guard import NormGuard, NormGuardState, check_norm_guard
+from jdistadam.core.guards import (
+    DynamicLossScale,
+    LossScaleState,
+    NormGuard,
+    NormGuardState,
+    check_loss_scale,
+    check_norm_guard,
+)
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.storage import MOMENT_NAMES
-from jdistadam.core.types import Grads, Params
+from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed import host_memory, model_axes
 from jdistadam.distributed.checks import (
     check_arguments,
@@ -31,9 +37,8 @@ from jdistadam.distributed.checks import (
 )
 from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
-from jdistadam.distributed.ema import with_new_ema
 from jdistadam.distributed.flat_moments import FlatCodes, new_moment
-from jdistadam.distributed.main_params import with_main_params
+from jdistadam.distributed.main_params import with_main_params, with_new_ema
 from jdistadam.distributed.mesh_axes import make_data_parallel
 from jdistadam.distributed.norms import check_norms
 from jdistadam.distributed.schedule import Schedule

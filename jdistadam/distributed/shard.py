@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import collectives, trees
-from jdistadam.core.types import Grads, Params
+from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.errors import MeshError

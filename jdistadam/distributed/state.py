@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import trees
-from jdistadam.core.loss_scale import LossScaleState
-from jdistadam.core.norm_guard import NormGuardState
-from jdistadam.core.types import Grads, OptState, Params
+from jdistadam.core.guards import LossScaleState, NormGuardState
+from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.distributed.layout import Bucket, Layout, Leaf
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.errors import TreeError

@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import collectives, trees
-from jdistadam.core.types import Grads, OptState, Params
+from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.distributed import host_memory, model_axes, shard
 from jdistadam.distributed.accumulate import AccumulatedGrads
 from jdistadam.distributed.checks import check_alive, check_held, check_layout_of
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.layout import Layout
-from jdistadam.distributed.param_specs import over_axes
+from jdistadam.distributed.mesh_axes import over_axes
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import Functions, StepResult, find_state
 from jdistadam.drop_in.transformation import FusedTransformation

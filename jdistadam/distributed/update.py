@@ -11,15 +11,15 @@ import jax.numpy as jnp
 
 from jdistadam.core import collectives
 from jdistadam.core.codecs import FLOAT32, NOTHING, Codec
-from jdistadam.core.loss_scale import LossScaleState
-from jdistadam.core.norm_guard import exceeds
+from jdistadam.core.guards import LossScaleState, exceeds
+from jdistadam.core.hyperparameters import coefficient_rows
 from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.accumulate import SummedGrads
-from jdistadam.distributed.blocks import cuts_of, positions_of
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import offset_of, operand_of, with_result
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.norms import asked_of
+from jdistadam.distributed.packing import cuts_of, positions_of
 from jdistadam.distributed.state import DistributedState
 from jdistadam.kernels import multi_tensor, native, quantized_adam
 from jdistadam.kernels.adam import (
@@ -32,7 +32,6 @@ from jdistadam.kernels.adam import (
     new_params,
     with_main_params,
 )
-from jdistadam.kernels.coefficients import coefficient_rows
 from jdistadam.kernels.quantized_adam import LeafPositions, QuantizedSpec, Rounding
 
 

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import trees
 from jdistadam.core.codecs import BlockCodes, Codec, is_codes, moment_leaves
 from jdistadam.core.storage import Storage
-from jdistadam.core.types import OptState, Params
+from jdistadam.core.trees import OptState, Params
 from jdistadam.errors import DtypeError, TreeError
-from jdistadam.kernels import coded_leaves, sharded_quantized_adam
+from jdistadam.kernels import sharded_quantized_adam
 
 _HALVES = (jnp.bfloat16, jnp.float16)
 
@@ -170,6 +170,6 @@ def decoded(opt_state: OptState) -> OptState:
 
 def _decoded(name: str, tree: Any) -> Any:
     def one(x: Any) -> Any:
-        return coded_leaves.decoded(name, *x) if is_codes(x) else x
+        return sharded_quantized_adam.decoded(name, *x) if is_codes(x) else x
 
     return jax.tree.map(one, trees.codes_inside(tree), is_leaf=is_codes)

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdistadam.core.hyperparameters import Hyperparameters
-from jdistadam.kernels.coefficients import at_count
+from jdistadam.core.hyperparameters import Hyperparameters, at_count
 
 DTYPES = tuple(jnp.dtype(name) for name in ("float64", "complex64", "complex128"))
 """Dtypes that are left to optax wherever they occur."""

@@ -11,12 +11,11 @@ import numpy as np
 import optax
 
 from jdistadam.core import trees
-from jdistadam.core.algorithm import Algorithm, make_algorithm
+from jdistadam.core.algorithm import Algorithm, make_algorithm, make_groups
 from jdistadam.core.arguments import float_dtype
-from jdistadam.core.groups import make_groups
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
 from jdistadam.core.storage import MOMENT_NAMES, UNSET, without_codes
-from jdistadam.core.types import Grads, OptState, Params
+from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
 from jdistadam.drop_in.state import new_state
 from jdistadam.drop_in.step import tree_step

@@ -13,14 +13,15 @@ import optax
 
 from jdistadam.core import trees
 from jdistadam.core.codecs import Codec, codec_of, is_codes, moment_leaves
-from jdistadam.core.hyperparameters import Hyperparameters
+from jdistadam.core.hyperparameters import Hyperparameters, coefficient_rows
 from jdistadam.core.storage import Storage, main_codec_of
-from jdistadam.core.types import Grads, OptState, Params
+from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
-from jdistadam.drop_in.checks import adam_state_of, check_trees
 from jdistadam.drop_in.low_precision import RoundingState, split_key
 from jdistadam.drop_in.state import (
     MainParamsState,
+    adam_state_of,
+    check_trees,
     main_leaves,
     nan_if_changed,
     split_state,
@@ -28,7 +29,6 @@ from jdistadam.drop_in.state import (
 from jdistadam.errors import DtypeError, PolicyError
 from jdistadam.kernels import sharded_adam, sharded_quantized_adam
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec, new_params, with_main_params
-from jdistadam.kernels.coefficients import coefficient_rows
 from jdistadam.kernels.quantized_adam import QuantizedSpec, Rounding
 
 _LEAVES_A_CALL = 256

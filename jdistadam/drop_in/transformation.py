@@ -9,7 +9,7 @@ import jax
 import optax
 
 from jdistadam.core.algorithm import Algorithm
-from jdistadam.core.types import Grads, OptState, Params
+from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.errors import PolicyError
 
 

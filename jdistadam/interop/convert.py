@@ -14,7 +14,7 @@ import optax
 from jdistadam.core import trees
 from jdistadam.core.codecs import NOTHING, codec_of, is_codes
 from jdistadam.core.storage import main_codec_of
-from jdistadam.core.types import OptState, Params
+from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.drop_in.low_precision import RoundingState, decoded
 from jdistadam.drop_in.state import MainParamsState

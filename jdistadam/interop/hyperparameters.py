@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdistadam.core.algorithm import Groups
 from jdistadam.core.arguments import shown
-from jdistadam.core.groups import Groups
 from jdistadam.core.hyperparameters import FLAGS, Hyperparameters
 from jdistadam.errors import HyperparameterError
 from jdistadam.interop.named_state import Group, NamedState, Place, joined_groups, our_arguments

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core import collectives
+from jdistadam.core import collectives, hyperparameters
 from jdistadam.core.codecs import FLOAT32, Codec
 from jdistadam.core.hyperparameters import FLAGS
-from jdistadam.kernels import coefficients, native, reference, squares
+from jdistadam.kernels import native, reference, squares
 
 _MODES = {"step": 0, "step_and_cast": 1, "update": 2, "step_split": 3}  # enum Mode of cuda/adam.h
 _KINDS = ("grads", "params", "mu", "nu", "out")  # bits of the handler's attribute `flat`
@@ -265,7 +265,7 @@ def adam_fallback(
     steps = [
         reference.adam_leaf(
             mode=spec.mode,
-            c=dict(zip(coefficients.NAMES, scalars.coefficients[group], strict=True)),
+            c=dict(zip(hyperparameters.NAMES, scalars.coefficients[group], strict=True)),
             inv_scale=scalars.inv_scale,
             found_inf=scalars.found_inf,
             grad=grad,
@@ -300,7 +300,7 @@ def squares_reference(
     found = [
         squares.of_leaf(
             spec.mode,
-            dict(zip(coefficients.NAMES, scalars.coefficients[group], strict=True)),
+            dict(zip(hyperparameters.NAMES, scalars.coefficients[group], strict=True)),
             scalars.inv_scale,
             scalars.found_inf,
             *(x if x is None else x.reshape(-1) for x in leaf),

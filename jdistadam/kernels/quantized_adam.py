@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core import collectives
+from jdistadam.core import collectives, hyperparameters
 from jdistadam.core.codecs import BLOCK, BlockCodes, codec_of, float_codec, is_codes
 from jdistadam.kernels import adam as kernel
-from jdistadam.kernels import coefficients, native, reference, squares
+from jdistadam.kernels import native, reference, squares
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
 from jdistadam.kernels.reference import LeafPartition
 
@@ -322,7 +322,7 @@ def _leaf(
     wide = param.astype(xp.float32) if is_step and spec.is_stochastic and is_16_bits else param
     new = reference.adam_leaf(
         mode=spec.adam.mode,
-        c=dict(zip(coefficients.NAMES, row, strict=True)),
+        c=dict(zip(hyperparameters.NAMES, row, strict=True)),
         inv_scale=scalars.inv_scale,
         found_inf=scalars.found_inf,
         grad=grad,

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import collectives
-from jdistadam.core.primitives import CalledPrimitive, make_primitive
+from jdistadam.core.collectives import CalledPrimitive, make_primitive
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import adam as kernel
 from jdistadam.kernels import native

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdistadam.core.types import Grads, Params
+from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed.optimizer import distributed
 from jdistadam.drop_in.optimizer import fused_adamw
 

@@ -206,8 +206,9 @@ def _count_wrong_bits(device: Any, mode: str, dtype: str) -> tuple[int, int]:
     import jax.numpy as jnp
     import numpy as np
 
+    from jdistadam.core import hyperparameters
     from jdistadam.kernels import adam as kernel
-    from jdistadam.kernels import coefficients, reference
+    from jdistadam.kernels import reference
 
     rng = np.random.default_rng(0)
     low = jnp.dtype(dtype)
@@ -228,7 +229,7 @@ def _count_wrong_bits(device: Any, mode: str, dtype: str) -> tuple[int, int]:
     for i, leaf in enumerate(zip(*operands[:4], strict=True)):
         want = reference.adam_leaf(
             mode,
-            dict(zip(coefficients.NAMES, row, strict=True)),
+            dict(zip(hyperparameters.NAMES, row, strict=True)),
             *scalars[1:],
             *leaf,
             out_dtype=spec.out_dtype,

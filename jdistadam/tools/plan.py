@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, check_flag
-from jdistadam.core.types import Params
+from jdistadam.core.trees import Params
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.communication import Communication, keeps_shards_alone
 from jdistadam.distributed.config import DistributedConfig

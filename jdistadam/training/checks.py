@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam
 from jdistadam import compat
 from jdistadam.core import trees
-from jdistadam.core.types import OptState, Params
+from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.state import differences
 from jdistadam.distributed.transformation import DistributedTransformation

@@ -14,24 +14,22 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import trees
-from jdistadam.core.types import Params
+from jdistadam.core.trees import Params
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.accumulate import valid_weight
 from jdistadam.distributed.checks import check_alive, check_options
-from jdistadam.distributed.ema import averaged_leaves
-from jdistadam.distributed.main_params import round_to_comm_dtype
+from jdistadam.distributed.main_params import averaged_leaves, round_to_comm_dtype
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import differs, find_state
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import PolicyError
 from jdistadam.training.checks import agree
-from jdistadam.training.compiler_options import options_for
 from jdistadam.training.local_gradients import Forward, mean_loss
 from jdistadam.training.loss_function import LossFunction
 from jdistadam.training.partitioned import over_devices, rows_spec
 from jdistadam.training.placement import is_placed, shard_batch
 from jdistadam.training.train_state import TrainState, check_layout, check_train_state, checked
-from jdistadam.training.train_step import check_program
+from jdistadam.training.train_step import check_program, options_for
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,15 +13,20 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
-from jdistadam.core.loss_scale import DynamicLossScale, LossScaleState, continued_loss_scale
-from jdistadam.core.norm_guard import NormGuardState, continued_norm_guard
-from jdistadam.core.types import OptState
-from jdistadam.distributed.ema import with_new_ema
+from jdistadam.core.guards import (
+    DynamicLossScale,
+    LossScaleState,
+    NormGuardState,
+    continued_loss_scale,
+    continued_norm_guard,
+)
+from jdistadam.core.hyperparameters import check_step_count
+from jdistadam.core.trees import OptState
+from jdistadam.distributed.main_params import with_new_ema
 from jdistadam.distributed.state import find_state, map_state
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.state import MainParamsState
 from jdistadam.errors import HyperparameterError, TreeError
-from jdistadam.kernels.coefficients import check_step_count
 from jdistadam.training import placement
 from jdistadam.training.placement import copy_to
 from jdistadam.training.train_state import TrainState

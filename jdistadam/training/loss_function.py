@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_flag
-from jdistadam.core.types import Params
+from jdistadam.core.trees import Params
 from jdistadam.distributed.accumulate import weighted
 from jdistadam.errors import DtypeError, PolicyError, TreeError
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jdistadam.core import collectives, trees
 from jdistadam.core.arguments import check_count
-from jdistadam.core.types import Grads, Params
+from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed.checks import check_inside
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import DtypeError, NonfiniteError, ShapeError, TreeError

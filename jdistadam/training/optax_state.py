@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
 from jdistadam.core.codecs import BLOCK
-from jdistadam.core.types import OptState, Params
+from jdistadam.core.hyperparameters import check_step_count
+from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FlatCodes, decoded_shards, is_flat_codes, with_shards
@@ -24,7 +25,6 @@ from jdistadam.distributed.state import DistributedState, find_state, is_distrib
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.state import MainParamsState, main_params_of
 from jdistadam.errors import TreeError
-from jdistadam.kernels.coefficients import check_step_count
 from jdistadam.training.checks import remember_params
 from jdistadam.training.eval_step import ema_params
 from jdistadam.training.extra_state import (

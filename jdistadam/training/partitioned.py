@@ -19,9 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jdistadam import compat
 from jdistadam.core import collectives
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.mesh_axes import DataParallel, names_of, over_axes
 from jdistadam.distributed.model_axes import cut_twice
-from jdistadam.distributed.param_specs import names_of, over_axes
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import DtypeError, MeshError
 from jdistadam.training.train_state import TrainState

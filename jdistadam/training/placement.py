@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import collectives, memory, trees
-from jdistadam.distributed.param_specs import axes_of
+from jdistadam.distributed.mesh_axes import axes_of
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import DtypeError, MeshError, ShapeError, TreeError
 

@@ -16,13 +16,13 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import collectives, trees
 from jdistadam.core.collectives import Axes
 from jdistadam.distributed.norms import names_of
-from jdistadam.distributed.peer_step import sending_ahead
 from jdistadam.distributed.state import (
     DistributedState,
     StepResult,
     find_state,
     is_distributed_state,
 )
+from jdistadam.distributed.step import sending_ahead
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import HyperparameterError
 from jdistadam.training.checks import is_known, remember_params

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jdistadam as jda
-from jdistadam.core.loss_scale import new_loss_scale, next_loss_scale
+from jdistadam.core.guards import new_loss_scale, next_loss_scale
 
 
 def test_the_dynamic_scale_grows_and_shrinks():

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam.kernels import coefficients, reference
+from jdistadam.core import hyperparameters
+from jdistadam.kernels import reference
 from support.bits import assert_same_bits, assert_same_trees
 from support.given_gradients import SHAPES, make_tx, own_step, random_grads, random_params, run
 from support.placements import FLAT, PLACEMENTS, STRATEGIES
@@ -69,8 +70,10 @@ def test_without_main_params_the_params_themselves_are_updated(placement, dtype)
     step = own_step(tx, state.params)
     grads = random_grads(np.random.default_rng(7))
     new, opt_state = step(jda.shard_batch(grads, tx), state.opt_state, state.params)
-    rows = jax.jit(lambda: coefficients.coefficient_row(tx.config.algorithm.hyper, jnp.int32(0)))()
-    named = dict(zip(coefficients.NAMES, np.asarray(rows), strict=True))
+    rows = jax.jit(
+        lambda: hyperparameters.coefficient_row(tx.config.algorithm.hyper, jnp.int32(0))
+    )()
+    named = dict(zip(hyperparameters.NAMES, np.asarray(rows), strict=True))
     full = jda.full_params(jda.TrainState(new, opt_state), tx)
     for name, x in params.items():
         total = reference.pairwise_sum(grads[name][:, 0], np)

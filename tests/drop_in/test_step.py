@@ -8,9 +8,10 @@ import pytest
 from jax.experimental.layout import Format, Layout
 
 import jdistadam as jda
+from jdistadam.core import hyperparameters
 from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.drop_in.step import tree_step
-from jdistadam.kernels import coefficients, reference
+from jdistadam.kernels import reference
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.samples import often
 from support.trees import ADAM, BF16, F32, HYPER, random_tree
@@ -69,10 +70,10 @@ def test_bfloat16_second_moment_is_the_reference_bit_for_bit(platform, param_dty
     params = random_tree(rng, param_dtype)
     state = tx.init(params)
     hyper = Hyperparameters(**kwargs)
-    row = jax.jit(lambda count: coefficients.coefficient_row(hyper, count))
+    row = jax.jit(lambda count: hyperparameters.coefficient_row(hyper, count))
     for count in range(10):
         grads = random_tree(rng, scale=10.0 ** rng.integers(-3, 3))
-        named = dict(zip(coefficients.NAMES, np.asarray(row(count)), strict=True))
+        named = dict(zip(hyperparameters.NAMES, np.asarray(row(count)), strict=True))
         want = {
             k: reference.adam_leaf("step", named, np.float32(1), False, *map(np.asarray, (grads[k], params[k], state[0].mu[k], state[0].nu[k])))
             for k in params
@@ -95,8 +96,8 @@ def test_without_bias_correction(platform, nesterov):
     hyper = Hyperparameters(**HYPER, nesterov=nesterov, bias_correction=False)
     for _ in range(3):
         grads = {"w": jnp.asarray(rng.normal(size=300), F32)}
-        row = jax.jit(lambda t: coefficients.coefficient_row(hyper, t))(state[0].count)
-        c = dict(zip(coefficients.NAMES, np.asarray(row), strict=True))
+        row = jax.jit(lambda t: hyperparameters.coefficient_row(hyper, t))(state[0].count)
+        c = dict(zip(hyperparameters.NAMES, np.asarray(row), strict=True))
         assert c["c1"] == c["c2"] == c["c1_next"] == 1
         leaf = (np.asarray(x["w"]) for x in (grads, params, state[0].mu, state[0].nu))
         want = reference.adam_leaf(

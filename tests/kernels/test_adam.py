@@ -141,7 +141,7 @@ def test_split_is_lossless_over_all_remainders(platform):
     assert_same_bits(high[number & ~tie], even[number & ~tie])
 
     rows = random_rows()
-    rows[:, list(kernel.coefficients.NAMES).index("learning_rate")] = 0.0
+    rows[:, list(kernel.hyperparameters.NAMES).index("learning_rate")] = 0.0
     zeros = np.zeros(x.shape, F32)
     operands = Operands((zeros,), (high,), (zeros,), (zeros,), (low,))
     got = adam(Spec("step_split", (1,)), scalars(rows), operands)
@@ -281,7 +281,7 @@ def test_all_16_bit_values_survive_load_and_store(platform, dtype):
     values = np.arange(65_536, dtype=np.uint16).view(dtype)
     rows = random_rows()
     for name, value in {"b1": 1.0, "one_minus_b1": 0.0}.items():
-        rows[:, list(kernel.coefficients.NAMES).index(name)] = value
+        rows[:, list(kernel.hyperparameters.NAMES).index(name)] = value
     zeros = np.zeros(values.shape, F32)
     got = adam(Spec("step", (1,)), scalars(rows), Operands((zeros,), (zeros,), (values,), (zeros,)))
     want = values.copy()
@@ -302,21 +302,21 @@ def test_stores_round_to_nearest_even(platform, dtype):
     )
     tries = np.concatenate([tries, -tries])
     rows = random_rows()
-    rows[:, list(kernel.coefficients.NAMES).index("learning_rate")] = 0.0
+    rows[:, list(kernel.hyperparameters.NAMES).index("learning_rate")] = 0.0
     zeros = np.zeros(tries.shape, F32)
     spec = Spec("step_and_cast", (1,), out_dtype=dtype)
     got = adam(spec, scalars(rows), Operands((zeros,), (tries,), (zeros,), (zeros,)))
     assert_same_bits(got.out[0], tries.astype(dtype))
 
 
-@pytest.mark.parametrize("name", kernel.coefficients.NAMES)
+@pytest.mark.parametrize("name", kernel.hyperparameters.NAMES)
 def test_every_coefficient_reaches_the_result(platform, name):
     """A coefficient that is ignored, or read from a wrong place, leaves the bits as they are."""
     operands = random_operands(np.random.default_rng(2), (1000,), (F32,) * 4, specials=False)
     spec = Spec("step", (0,), frozenset(FLAGS[-1]))
     rows = random_rows(count=2)
     base = adam(spec, scalars(rows), operands)
-    rows[0, list(kernel.coefficients.NAMES).index(name)] *= 1.01
+    rows[0, list(kernel.hyperparameters.NAMES).index(name)] *= 1.01
     changed = adam(spec, scalars(rows), operands)
     assert any(
         (np.asarray(a) != np.asarray(b)).any()

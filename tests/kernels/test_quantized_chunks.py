@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import pytest
 
+from jdistadam.core import hyperparameters
 from jdistadam.core.codecs import BLOCK8, BLOCK16, Codec, codec_of
-from jdistadam.kernels import coefficients, reference
+from jdistadam.kernels import reference
 from jdistadam.kernels.adam import Operands, Spec
 from jdistadam.kernels.quantized_adam import LeafPositions, QuantizedSpec
 from jdistadam.kernels.reference import LeafPartition
@@ -115,7 +116,7 @@ def chunk_rows(**others):
     """Coefficients of which chunks are stepped, but for the others."""
     rows = random_rows(count=40)
     for key, value in (dict(l2=0, eps_root=0) | others).items():
-        rows[:, coefficients.NAMES.index(key)] = value
+        rows[:, hyperparameters.NAMES.index(key)] = value
     return rows
 
 

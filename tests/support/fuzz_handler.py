@@ -16,12 +16,13 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jdistadam.core import hyperparameters
 from jdistadam.core.codecs import BLOCK
-from jdistadam.kernels import coefficients, native, reference, squares
+from jdistadam.kernels import native, reference, squares
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint16, jnp.uint8, jnp.int32, jnp.bool_)
 CODES = (jnp.uint8, jnp.uint16)  # dtypes of moments that have scales
-NUMBERS = len(coefficients.NAMES)
+NUMBERS = len(hyperparameters.NAMES)
 HUGE = 2**62
 
 storage = st.sampled_from(DTYPES[:3])
@@ -71,7 +72,7 @@ def norm_calls(draw):
 
 @st.composite
 def peer_calls(draw):
-    """A sum or a step over the memory of one device, as kernels/peer.py makes them."""
+    """A sum or a step over the memory of one device, as kernels/multi_tensor.py makes them."""
     kind = draw(st.sampled_from(["sum", "sum", "step", "step on sums"]))
     runs = draw(st.lists(st.sampled_from([3, 1, 0, 50]), max_size=3))
     sizes = [run * draw(st.integers(1, 3)) for run in runs]

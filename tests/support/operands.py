@@ -3,8 +3,9 @@
 import ml_dtypes
 import numpy as np
 
+from jdistadam.core import hyperparameters
 from jdistadam.kernels import adam as kernel
-from jdistadam.kernels import coefficients, native, reference
+from jdistadam.kernels import native, reference
 
 F32, BF16, F16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 DTYPES = (F32, BF16, F16)
@@ -45,16 +46,16 @@ def random_rows(count=7, groups=2):
         learning_rate=3e-3, b1=b1, one_minus_b1=1 - b1, b2=b2, one_minus_b2=1 - b2, eps=1e-7, eps_root=1e-10,
         weight_decay=0.13, c1=1 - b1**count, c1_next=1 - b1 ** (count + 1), c2=1 - b2**count, l2=0.021,
     )  # fmt: skip
-    rows = np.asarray([[row[name] for name in coefficients.NAMES]] * groups, np.float32)
+    rows = np.asarray([[row[name] for name in hyperparameters.NAMES]] * groups, np.float32)
     for name in ("weight_decay", "l2"):
-        rows[-1, coefficients.NAMES.index(name)] = 0.0
+        rows[-1, hyperparameters.NAMES.index(name)] = 0.0
     return rows
 
 
 def by_reference(spec, scalars, operands):
     """kernel.adam by the reference implementation: a list of AdamResult, one per leaf."""
     rows, inv_scale, found_inf = (np.asarray(x) for x in scalars)
-    named = [dict(zip(coefficients.NAMES, row, strict=True)) for row in rows]
+    named = [dict(zip(hyperparameters.NAMES, row, strict=True)) for row in rows]
     grads, *others, out = operands
     if spec.contributions > 1:
         grads = [reference.pairwise_sum(x.astype(np.float32), np) for x in grads]

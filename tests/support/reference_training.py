@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jdistadam.core import hyperparameters
 from jdistadam.core.codecs import BLOCK_CODECS, codec_of, split_halves
-from jdistadam.kernels import coefficients, reference
+from jdistadam.kernels import reference
 from jdistadam.kernels.reference import adam_update, pairwise_sum
 
 F32 = np.float32
@@ -60,7 +61,7 @@ class Elements:
 
     def update(self, config, count, grad):
         """Takes a step; ``grad``: float32 gradient of the mean."""
-        c = dict(zip(coefficients.NAMES, row_of(config, self.group, count), strict=True))
+        c = dict(zip(hyperparameters.NAMES, row_of(config, self.group, count), strict=True))
         m, v = (_widened(name, getattr(self, name)) for name in ("mu", "nu"))
         bits = reference.RandomBits(None, None, None)
         if config.rounding == "stochastic":
@@ -101,7 +102,7 @@ def row_of(config, group, count):
     b1_b2 = hyper.b1, hyper.b2
     key = (config.adam, config.schedule, *b1_b2, label, decays)
     if key not in _PROGRAMS:
-        _PROGRAMS[key] = jax.jit(lambda n: coefficients.coefficient_row(hyper, n, decay=decays))
+        _PROGRAMS[key] = jax.jit(lambda n: hyperparameters.coefficient_row(hyper, n, decay=decays))
     if (key, count) not in _ROWS:
         _ROWS[key, count] = np.asarray(_PROGRAMS[key](jnp.int32(count)))
     return _ROWS[key, count]

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jdistadam.training import compiler_options
+from jdistadam.training import train_step
 
 
 @pytest.mark.parametrize(
@@ -17,4 +17,4 @@ from jdistadam.training import compiler_options
 )
 def test_unknown_names_and_values_are_noticed(name, value, known):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
-    assert compiler_options._is_known(name, value, mesh) is known
+    assert train_step._is_known(name, value, mesh) is known

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jdistadam as jda
-from jdistadam.core.loss_scale import continued_loss_scale
+from jdistadam.core.guards import continued_loss_scale
 from support.bits import assert_trees_same_bits
 from support.lookalike import BF16, POLICIES, make_params, make_tx
 from support.paths import TESTS, environment
