@@ -1,13 +1,13 @@
-"""The reader of every format: the layout of ``torch.optim.Optimizer.state_dict()``.
+"""torch's layout of optimizer states, read and written; the other readers first convert to it.
 
 ``param_groups`` is a list of dictionaries, each with the hyperparameters of a group and, under
 ``params``, the indices or names of its parameters; ``state`` has a dictionary per parameter. A step
 count is in the state of each parameter (torch) or in each group (Apex, Transformer Engine).
-``readers.py`` and ``apex.py`` first convert other formats to this one.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from jdistadam.core.codecs import join_halves
 from jdistadam.errors import DtypeError, HyperparameterError, ShapeError, TreeError
-from jdistadam.interop.named_state import Group, NamedLeaf, NamedState
+from jdistadam.interop.named_state import Group, NamedLeaf, NamedState, check_named_state
 
 Names = Sequence[str] | Mapping[Any, str] | None
 
@@ -29,6 +29,127 @@ _INSTEAD = {
     "maximize": "minimise the negated loss",
 }
 _AS_MADE = "Pass the state dictionary as the other framework made it."
+
+
+def from_torch(
+    state_dict: Mapping[str, Any], params: Mapping[str, Any] | None, names: Names = None
+) -> NamedState:
+    """Reads the state of ``torch.optim.AdamW`` or ``Adam``, or of an optimizer with its layout.
+
+    Those are ``FusedAdam`` of Apex and of Transformer Engine, and any of them under Megatron-FSDP's
+    ``fully_shard_optimizer``. Apex keeps its own ``master_weights`` out of the dictionary. Neither
+    Apex nor older versions of torch write whether weight decay is decoupled (``adam_w_mode``):
+    decoupled is assumed.
+
+    Layouts: torch 2.15, ``torch/optim/adam.py``; NVIDIA/apex 6424da3b,
+    ``apex/optimizers/fused_adam.py``; NVIDIA/TransformerEngine 04912bf0,
+    ``transformer_engine/pytorch/optimizers/fused_adam.py``; NVIDIA/Megatron-LM d98e8a64,
+    ``megatron/core/distributed/fsdp/src/megatron_fsdp/fully_shard.py``.
+
+    Args:
+      state_dict: ``optimizer.state_dict()``, with tensors or numpy arrays.
+      params: Parameters by name, such as ``model.state_dict()``; buffers are left out.
+      names: The names of the parameters in the order of ``optimizer.param_groups``, which may
+        differ from the model's, or a dictionary of them by index. None: the dictionary has names,
+        as from an optimizer made with ``model.named_parameters()``, or from
+        ``get_optimizer_state_dict`` of torch's distributed checkpoints.
+
+    Returns:
+      The state by torch's names, as numpy arrays.
+
+    Raises:
+      TreeError, ShapeError, DtypeError: It is no such state, or the names do not match it.
+      HyperparameterError: It uses ``amsgrad`` or ``maximize``.
+
+    Example:
+      >>> moments = dict(step=3.0, exp_avg=np.ones((2, 4)), exp_avg_sq=np.ones((2, 4)))
+      >>> state_dict = {"state": {0: moments}, "param_groups": [dict(lr=1e-3, params=[0])]}
+      >>> theirs = from_torch(state_dict, {"fc.weight": np.ones((2, 4))}, ["fc.weight"])
+      >>> theirs.step, theirs.leaves["fc.weight"].mu.shape, theirs.arguments()
+      (3, (2, 4), {'learning_rate': 0.001})
+    """
+    return parse(state_dict, names).named_state(params)
+
+
+class TorchState(NamedTuple):
+    """A state in torch's layout, with numpy arrays.
+
+    Attributes:
+      optimizer: The argument of ``torch.optim.AdamW.load_state_dict``, with arrays as tensors.
+      params: Parameters by name, float32 if the state had main parameters.
+      names: The names of the parameters in the order of the indices in ``optimizer``.
+    """
+
+    optimizer: dict[str, Any]
+    params: dict[str, np.ndarray]
+    names: list[str]
+
+
+_NEEDED = ("lr", "betas", "eps", "weight_decay")
+_OF_ADAMW: dict[str, Any] = {
+    "foreach": None, "fused": None, "capturable": False, "differentiable": False,
+    "amsgrad": False, "maximize": False, "decoupled_weight_decay": True,
+}  # fmt: skip
+
+
+def to_torch(theirs: NamedState, **settings: Any) -> TorchState:
+    """Writes a state in the layout of ``torch.optim.AdamW.state_dict()``.
+
+    Parameters are numbered group by group, and each group keeps its order.
+
+    Args:
+      theirs: The result of ``from_train_state``, ``from_fused`` or a reader.
+      **settings: Hyperparameters by torch's names; they replace those of every group.
+
+    Returns:
+      A ``TorchState``: the argument of ``load_state_dict``, the parameters and their names.
+
+    Raises:
+      HyperparameterError: A hyperparameter that torch needs is missing.
+      TreeError: A group names an unknown parameter.
+
+    Example:
+      >>> theirs = from_torch({"state": {}, "param_groups": [dict(params=[0])]}, None, ["w"])
+      >>> exported = to_torch(theirs, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+      >>> exported.optimizer["param_groups"][0]["params"], exported.names
+      ([0], ['w'])
+    """
+    check_named_state(theirs)
+    names = [name for group in theirs.groups for name in group.names]
+    if missing := [name for name in names if name not in theirs.leaves]:
+        raise TreeError(
+            f"groups, {missing[0]!r}: is in a group, and is no parameter of the state: "
+            f"got {len(missing)} such names, expected names of its leaves. "
+            "Pass groups of the parameters that are exported."
+        )
+    indices = itertools.count()
+    groups = [
+        _as_adamw(group, settings) | {"params": [next(indices) for _ in group.names]}
+        for group in theirs.groups
+    ]
+    state = {
+        i: {"step": np.array(theirs.step, np.float32), "exp_avg": leaf.mu, "exp_avg_sq": leaf.nu}
+        for i, leaf in enumerate(theirs.leaves[name] for name in names)
+        if leaf.mu is not None
+    }
+    params = {k: leaf.param for k, leaf in theirs.leaves.items() if leaf.param is not None}
+    return TorchState({"state": state, "param_groups": groups}, params, names)
+
+
+def _as_adamw(group: Group, instead: dict[str, Any]) -> dict[str, Any]:
+    not_torchs = ("step", "bias_correction")
+    new = _OF_ADAMW | {k: x for k, x in group.settings.items() if k not in not_torchs} | instead
+    if missing := [key for key in _NEEDED if key not in new]:
+        raise HyperparameterError(
+            f"{missing[0]}: missing, and torch needs it: got {new}, "
+            f"expected {', '.join(_NEEDED)}. Pass them by keyword."
+        )
+    if not group.settings.get("bias_correction", True):
+        raise HyperparameterError(
+            "bias_correction: torch always corrects the bias: got False, expected True. "
+            "Train on with ours."
+        )
+    return new
 
 
 def as_numpy(where: str, x: Any) -> np.ndarray:
