@@ -1,8 +1,4 @@
-"""The exchange format: Adam by another framework's names, and the place of each name in our tree.
-
-Arrays and hyperparameters pass through here in both directions; ``convert.py`` uses it for both
-kinds of our states.
-"""
+"""The exchange format: Adam by another framework's names; arrays and hyperparameters, both ways."""
 
 from __future__ import annotations
 
@@ -244,7 +240,7 @@ def _check_leaf(place: Place, leaf: NamedLeaf, *, is_frozen: bool) -> None:
 
 
 def to_leaves(ours: Sequence[Place], names: Iterable[str], *adam: Any) -> dict[str, NamedLeaf]:
-    """The inverse of ``to_trees``; frozen leaves may have ``optax.MaskedNode`` as moments."""
+    """The inverse of ``to_trees``; moments of frozen leaves may be ``optax.MaskedNode``."""
     made: dict[str, NamedLeaf] = {}
     treedef: Any = jax.tree.structure(adam[0])
     for place, *leaf in zip(ours, *map(treedef.flatten_up_to, adam), strict=True):
@@ -268,15 +264,12 @@ _SCHEDULE_TOLERANCE = 10 * 2.0**-24
 
 
 def numbers_of_leaves(groups: Groups, like: Any, step: int) -> list[Numbers | None]:
-    """Returns the hyperparameters of each leaf in the step after ``step``; None for frozen ones.
-
-    A hyperparameter is None if it is unknown, as in a program.
-    """
+    """Returns the hyperparameters of each leaf in the step after ``step``; None for frozen ones."""
 
     def number(x: Any) -> Any:
         x = x(step) if callable(x) else x
         if isinstance(x, jax.core.Tracer):
-            return None
+            return None  # it is unknown in a program
         return x if isinstance(x, bool) else float(x)
 
     rows: list[Numbers] = []
@@ -322,9 +315,8 @@ def compare(
 
 def _differences(mine: Numbers, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields the hyperparameters that differ, with our and their values."""
-    theirs = _OURS_ALONE | _our_arguments(settings)
-    if "weight_decay" in settings:
-        theirs = {"weight_decay": 0.0, "l2": 0.0} | theirs
+    no_decay = {"weight_decay": 0.0, "l2": 0.0} if "weight_decay" in settings else {}
+    theirs = _OURS_ALONE | no_decay | _our_arguments(settings)
     for key, value in mine.items():
         if key in theirs and value is not None:
             a, b = np.float32(value), np.float32(theirs[key])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -156,9 +157,8 @@ def from_apex_distributed(
 ) -> NamedState:
     """Reads the state of Apex's ``DistributedFusedAdam``, in format 1 or 2.
 
-    Format 2 has unsharded arrays, also of scaled states and of remainders. Format 1 has the buckets
-    of each process: flat shards, and the fragments of parameters in them. Where Apex is installed,
-    unpack each x in ``state_dict["gathered_states"]`` with
+    Format 2 has whole arrays, format 1 the shards of each process. Where Apex is installed, unpack
+    each x in ``state_dict["gathered_states"]`` of format 1 with
     ``torch.load(io.BytesIO(x.numpy()), weights_only=False)`` and pass the list. In a file, buckets
     and fragments are dictionaries with the same field names.
 
@@ -200,9 +200,8 @@ def from_apex_distributed(
     else:
         layout, steps, _ = _separated([("state_dict", state_dict)], names)
         return layout.named_state(params, steps)
-    layout, steps, buckets = _separated(
-        [(f"state_dict[{i}]", rank) for i, rank in enumerate(ranks)], names
-    )
+    processes = [(f"state_dict[{i}]", rank) for i, rank in enumerate(ranks)]
+    layout, steps, buckets = _separated(processes, names)
     return _joined(layout, buckets, params, channels_last).named_state(params, steps)
 
 
@@ -233,7 +232,14 @@ def _joined(
     layout: TorchLayout, buckets: Mapping[str, Any], params: Any, channels_last: Collection[str]
 ) -> TorchLayout:
     """Replaces fragments by whole arrays."""
-    shapes = {name: _shape(params, name) for group in layout.groups for name in group.names}
+    known, shapes = {} if params is None else mapping("params", params), {}
+    for name in (name for group in layout.groups for name in group.names):
+        if known.get(name) is None:
+            raise TreeError(
+                f"params[{name!r}]: missing: format 1 does not say the shapes of parameters: "
+                "got None, expected the parameter of the model. Pass params=model.state_dict()."
+            )
+        shapes[name] = as_numpy(f"params[{name!r}]", known[name]).shape
     entries = _flat_arrays(layout, buckets, shapes)
     for name, shape in shapes.items():
         axes = (0, 2, 3, 1) if name in channels_last else tuple(range(len(shape)))
@@ -243,59 +249,45 @@ def _joined(
                 "Remove it from channels_last."
             )
         in_memory, back = [shape[i] for i in axes], np.argsort(axes)
-        entries[name] = {
-            _ENTRIES[kind]: x.reshape(in_memory).transpose(back)
-            for kind, x in entries[name].items()
-        }
+        flat = entries[name].items()
+        entries[name] = {_ENTRIES[k]: x.data.reshape(in_memory).transpose(back) for k, x in flat}
     return layout._replace(entries=entries)
-
-
-def _shape(params: Any, name: str) -> tuple[int, ...]:
-    param = None if params is None else mapping("params", params).get(name)
-    if param is None:
-        raise TreeError(
-            f"params[{name!r}]: missing: format 1 does not say the shapes of parameters: got None, "
-            "expected the parameter of the model. Pass params=model.state_dict()."
-        )
-    return as_numpy(f"params[{name!r}]", param).shape
 
 
 def _flat_arrays(
     layout: TorchLayout, buckets: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Any]:
     """The flattened arrays of each parameter; empty if the optimizer has no place for it."""
-    sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
-    found: dict[str, Any] = {name: {} for name in sizes}
+    found: dict[str, dict[str, Any]] = {name: {} for name in shapes}  # masked: in no shard yet
     for name, entry in layout.entries.items():
-        if "fragments" in entry and not sizes[name]:  # it is in no bucket
-            found[name] = {kind: np.zeros(0, np.float32) for kind in _ENTRIES if "exp" in kind}
-    filled: dict[tuple[str, str], np.ndarray] = {}  # which of their elements are filled
+        if "fragments" in entry and 0 in shapes[name]:  # it is in no bucket
+            found[name] = {k: np.ma.masked_all(0, np.float32) for k in _ENTRIES if "exp" in k}
     for where, name, (start, stop), shards in _pieces(layout.groups, buckets):
-        lengths = {kind: len(shard) for kind, shard in shards.items()}
-        fits = 0 <= start <= stop <= sizes[name]
-        if not fits or set(lengths.values()) != {stop - start}:
+        lengths, size = {kind: len(shard) for kind, shard in shards.items()}, prod(shapes[name])
+        if not 0 <= start <= stop <= size or set(lengths.values()) != {stop - start}:
             raise ShapeError(
                 f"{where}: a fragment does not fit its parameter or its shard: "
                 f"got elements {start} to {stop} from {lengths}, expected as many elements, within "
-                f"{sizes[name]}. Check names and params: the fragment may be of another parameter."
+                f"{size}. Check names and params: the fragment may be of another parameter."
             )
         for kind, shard in shards.items():
-            if (name, kind) not in filled:
-                found[name][kind] = np.zeros(sizes[name], shard.dtype)
-                filled[name, kind] = np.zeros(sizes[name], np.bool_)
-            into, known = (x[start:stop] for x in (found[name][kind], filled[name, kind]))
-            if into[known].tobytes() != shard[known].tobytes():
+            if kind not in found[name]:
+                found[name][kind] = np.ma.masked_all(size, shard.dtype)
+            into, is_new = (x[start:stop] for x in (found[name][kind].data, found[name][kind].mask))
+            if into[~is_new].tobytes() != shard[~is_new].tobytes():
                 raise TreeError(
                     f"{where}: differs from what another process has of the same elements: "
                     "got two values, expected equal replicas. "
                     "Pass the states of one optimizer, of one step."
                 )
-            into[:], known[:] = shard, True
-    for (name, kind), known in filled.items():
-        if not known.all():
+            into[:], is_new[:] = shard, False
+    for name, kind, x in (
+        (name, k, x) for name, arrays in found.items() for k, x in arrays.items()
+    ):
+        if x.mask.any():
             raise TreeError(
-                f"{kind} of {name!r}: some elements are in no shard: got {int(known.sum())} of "
-                f"{known.size} elements, expected all of them. Pass the states of all processes."
+                f"{kind} of {name!r}: some elements are in no shard: got {x.count()} of {x.size} "
+                "elements, expected all of them. Pass the states of all processes."
             )
     return found
 
