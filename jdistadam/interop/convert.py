@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jdistadam.core.codecs import codec_of, is_codes
 from jdistadam.core.storage import main_codec_of
 from jdistadam.core.types import OptState, Params
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
-from jdistadam.drop_in.low_precision import RoundingState, decoded
+from jdistadam.drop_in.low_precision import decoded
 from jdistadam.drop_in.state import MainParamsState
 from jdistadam.drop_in.transformation import FusedTransformation, without_frozen
 from jdistadam.errors import DtypeError, TreeError
@@ -84,7 +84,7 @@ def to_train_state(
     new = TrainState.create(params, tx, param_dtypes=dtypes)
     _, opt_state, _ = to_optax_state(new, tx)
     del new  # before the next state is made
-    opt_state = _filled(opt_state, theirs.step, mu, nu)
+    opt_state = _filled(opt_state, theirs.step, mu, nu, iter(()))
     return from_optax_state(params, opt_state, tx, param_dtypes=dtypes)
 
 
@@ -170,18 +170,15 @@ def to_fused(
     moments = treedef.flatten_up_to(trees.codes_inside(_adam_of(opt_state).mu))
     rows = [None if isinstance(x, optax.MaskedNode) else 0 for x in moments]
     exact, mu, nu = named_state.to_trees(theirs.leaves, ours, like, rows)
-    kept = _parts(opt_state, MainParamsState)
-    if not kept:
+    if not (kept := _parts(opt_state, MainParamsState)):
         _check_exact(exact, ours, like)
     olds = treedef.flatten_up_to(kept[0].main_params) if kept else [None] * len(rows)
-    params, mains = [], []
-    for x, y, old in zip(*map(jax.tree.leaves, (exact, like)), olds, strict=True):
-        codec = main_codec_of(None if isinstance(old, optax.MaskedNode) else old)
-        param, main = codec.split(x, y.dtype, np)
-        params.append(param)
-        mains.append(old if main is None else main)
-    opt_state = _filled(opt_state, theirs.step, mu, nu, treedef.unflatten(mains))
-    return treedef.unflatten(params), opt_state
+    codecs = [main_codec_of(x if hasattr(x, "dtype") else None) for x in olds]
+    leaves = zip(codecs, *map(jax.tree.leaves, (exact, like)), strict=True)
+    split = [codec.split(x, y.dtype, np) for codec, x, y in leaves]
+    mains = iter([main for _, main in split if main is not None])
+    params = treedef.unflatten([param for param, _ in split])
+    return params, _filled(opt_state, theirs.step, mu, nu, mains)
 
 
 def from_fused(
@@ -258,31 +255,25 @@ def _check_exact(exact: Any, ours: Sequence[Place], like: Any) -> None:
             )
 
 
-def _filled(opt_state: Any, step: int, mu: Any, nu: Any, main_params: Any = None) -> Any:
+def _filled(opt_state: Any, step: int, mu: Any, nu: Any, mains: Iterator[Any]) -> Any:
     """A new state with the step count, moments and main parameters of another one."""
     count, left = np.asarray(step, np.int32), []
-    kinds = (optax.ScaleByAdamState, MainParamsState, RoundingState)
+    is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)  # noqa: E731
 
-    def filled(where: str, part: Any) -> Any:
-        def one(path: Any, x: Any) -> Any:
-            at = where + jax.tree_util.keystr(path)
-            fields = [getattr(key, "name", "") for key in path]
-            if isinstance(x, optax.ScaleByAdamState):
-                return x._replace(
-                    count=count, mu=_stored("mu", mu, x.mu), nu=_stored("nu", nu, x.nu)
-                )
-            if isinstance(x, kinds):
-                kept = {"main_params": main_params} if isinstance(x, MainParamsState) else {}
-                return x._replace(inner=filled(f"{at}.inner", x.inner), **kept)
-            if fields[-1:] == ["count"]:  # the number of steps in every optax state
-                return count
-            if "hyperparams" not in fields:  # these are the user's numbers
-                left.append(at)
-            return x
+    def filled(path: Any, x: Any) -> Any:
+        fields = [getattr(key, "name", "") for key in path]
+        if is_adam(x):
+            new = {name: _stored(name, y, getattr(x, name)) for name, y in (("mu", mu), ("nu", nu))}
+            return x._replace(count=count, **new)
+        if fields[-1:] == ["count"]:  # the number of steps in every optax state
+            return count
+        if "main_params" in fields:
+            return next(mains, x)
+        if not {"hyperparams", "key"}.intersection(fields):  # the user's
+            left.append("opt_state" + jax.tree_util.keystr(path))
+        return x
 
-        return jax.tree_util.tree_map_with_path(one, part, is_leaf=lambda x: isinstance(x, kinds))
-
-    new = filled("opt_state", opt_state)
+    new = jax.tree_util.tree_map_with_path(filled, opt_state, is_leaf=is_adam)
     if left:
         warn_caller(
             f"{left[0]}: begins anew, since the other optimizer's state says nothing of it "

@@ -113,14 +113,10 @@ def flax_kernels(path: str, ndim: int) -> tuple[int, ...] | None:
     """Returns the axes that turn the weight of a torch layer into a Flax kernel.
 
     A linear weight (out, in) becomes (in, out); a convolution's (out, in, ...) becomes
-    (..., in, out): OIHW to HWIO. None for leaves with other names than ``kernel``.
-
-    Args:
-      path: The path of our leaf.
-      ndim: The number of its dimensions.
+    (..., in, out): OIHW to HWIO. ``path`` and ``ndim`` are those of our leaf.
 
     Returns:
-      Axes for ``np.transpose``, or None.
+      Axes for ``np.transpose``; None if the path does not end in ``kernel``.
 
     Example:
       >>> flax_kernels("Conv_0/kernel", 4), flax_kernels("Embed_0/embedding", 2)

@@ -141,11 +141,9 @@ def _by_plain_name(where: str, named: Any) -> dict[str, Any]:
 _UNPACK = "Unpack it with torch.load(io.BytesIO(x.numpy()), weights_only=False)."
 # Names of the shards of a bucket in the state of a parameter.
 _ENTRIES = {
-    "params_shard": "param",
-    "param_remainders_shard": "param",
-    "exp_avg_shard": "exp_avg",
-    "exp_avg_sq_shard": "exp_avg_sq",
-}
+    "params_shard": "param", "param_remainders_shard": "param",
+    "exp_avg_shard": "exp_avg", "exp_avg_sq_shard": "exp_avg_sq",
+}  # fmt: skip
 
 
 def from_apex_distributed(
