@@ -177,7 +177,7 @@ def new_state(algorithm: Algorithm, params: Params) -> OptState:
 
     def optax_state(updated: Any) -> OptState:
         state = algorithm.like_optax.init(updated)
-        state = _beside(params, _with_nu(state, storage.float_dtype("nu")))
+        state = _place_moments(params, _with_nu(state, storage.float_dtype("nu")))
         if storage.is_stochastic:
             stored = map(jnp.result_type, jax.tree.leaves((updated, state[0].mu, state[0].nu)))
             storage.check_rounded([x for x in stored if jnp.issubdtype(x, jnp.floating)])
@@ -195,11 +195,11 @@ def new_state(algorithm: Algorithm, params: Params) -> OptState:
     )
 
 
-def _beside(params: Any, state: Any) -> Any:
+def _place_moments(params: Any, state: Any) -> Any:
     """Places the moments of a state made inside a program like its params."""
     adam = state[0]._replace(
-        mu=jax.tree.map(trees.placed_beside, params, state[0].mu),
-        nu=jax.tree.map(trees.placed_beside, params, state[0].nu),
+        mu=jax.tree.map(trees.placed_like, params, state[0].mu),
+        nu=jax.tree.map(trees.placed_like, params, state[0].nu),
     )
     return (adam, *state[1:])
 
