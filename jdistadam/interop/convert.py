@@ -256,7 +256,7 @@ def _check_exact(exact: Any, ours: Sequence[Place], like: Any) -> None:
 
 
 def _filled(opt_state: Any, step: int, mu: Any, nu: Any, mains: Iterator[Any]) -> Any:
-    """A new state with the step count, moments and main parameters of another one."""
+    """A new state with another one's step count, moments and, in the order of leaves, ``mains``."""
     count, left = np.asarray(step, np.int32), []
     is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)  # noqa: E731
 
@@ -269,7 +269,7 @@ def _filled(opt_state: Any, step: int, mu: Any, nu: Any, mains: Iterator[Any]) -
             return count
         if "main_params" in fields:
             return next(mains, x)
-        if not {"hyperparams", "key"}.intersection(fields):  # the user's
+        if not {"hyperparams", "key"}.intersection(fields):  # the user's numbers and random key
             left.append("opt_state" + jax.tree_util.keystr(path))
         return x
 
