@@ -21,7 +21,7 @@ from jdistadam.drop_in.state import MainParamsState
 from jdistadam.drop_in.transformation import FusedTransformation, without_frozen
 from jdistadam.errors import DtypeError, TreeError
 from jdistadam.interop import named_state
-from jdistadam.interop.named_state import Group, NamedState, Numbers, Place, Rename, Transpose
+from jdistadam.interop.named_state import Group, NamedState, OfLeaves, Place, Rename, Transpose
 from jdistadam.training.optax_state import from_optax_state, main_params, to_optax_state
 from jdistadam.training.placement import fetch
 from jdistadam.training.train_state import TrainState
@@ -77,7 +77,7 @@ def to_train_state(
     numbers = named_state.numbers_of_leaves(tx.config.algorithm.groups, like, theirs.step)
     ours = named_state.places(theirs.leaves, like, rename, transpose)
     named_state.compare(theirs, numbers, ours, differences)
-    params, mu, nu = named_state.to_trees(theirs.leaves, ours, like, numbers)
+    params, mu, nu = named_state.to_trees(theirs, ours, like, numbers)
     if not tx.config.policy.main_params.is_stored:
         _check_exact(params, ours, like)
     dtypes = jax.tree.map(lambda x: x.dtype, like)
@@ -169,7 +169,7 @@ def to_fused(
     treedef: Any = jax.tree.structure(like)
     moments = treedef.flatten_up_to(trees.codes_inside(_adam_of(opt_state).mu))
     rows = [None if isinstance(x, optax.MaskedNode) else 0 for x in moments]
-    exact, mu, nu = named_state.to_trees(theirs.leaves, ours, like, rows)
+    exact, mu, nu = named_state.to_trees(theirs, ours, like, rows)
     if not (kept := _parts(opt_state, MainParamsState)):
         _check_exact(exact, ours, like)
     olds = treedef.flatten_up_to(kept[0].main_params) if kept else [None] * len(rows)
@@ -214,7 +214,7 @@ def from_fused(
     return NamedState(int(adam.count), leaves, tuple(groups))
 
 
-def _numbers(tx: FusedTransformation, like: Params, step: int) -> list[Numbers | None] | None:
+def _numbers(tx: FusedTransformation, like: Params, step: int) -> OfLeaves:
     """The hyperparameters of each leaf; None if they are hidden."""
     if not isinstance(tx, FusedTransformation) or isinstance(tx, DistributedTransformation):
         raise TreeError(
@@ -244,7 +244,7 @@ def _adam_of(opt_state: Any) -> optax.ScaleByAdamState:
     return found[0]
 
 
-def _check_exact(exact: Any, ours: Sequence[Place], like: Any) -> None:
+def _check_exact(exact: Any, ours: list[Place], like: Any) -> None:
     """Raises DtypeError if float32 parameters lose bits in the dtypes of ``like``."""
     for place, x, y in zip(ours, jax.tree.leaves(exact), jax.tree.leaves(like), strict=True):
         if x.dtype != y.dtype and (x.astype(y.dtype).astype(x.dtype) != x).any():

@@ -187,16 +187,14 @@ def _names_by_path(names: list[str], rename: Rename, where: Mapping[str, str]) -
     return found
 
 
-def to_trees(
-    leaves: Mapping[str, NamedLeaf], ours: Sequence[Place], like: Any, rows: Sequence[Any]
-) -> list[Any]:
+def to_trees(theirs: NamedState, ours: list[Place], like: Any, rows: Sequence[Any]) -> list[Any]:
     """Returns copies of the exact float32 parameters, mu and nu: trees like ``like``.
 
     Leaves whose row is None are frozen: they may have no moments, and get zeros.
     """
     made = []
     for place, row in zip(ours, rows, strict=True):
-        leaf = leaves[place.name]
+        leaf = theirs.leaves[place.name]
         _check_leaf(place, leaf, is_frozen=row is None)
         zeros = np.zeros(leaf.param.shape, np.float32)
         param, mu, nu = (_copy(zeros if x is None else x, place.axes) for x in leaf)
@@ -235,7 +233,7 @@ def _check_leaf(place: Place, leaf: NamedLeaf, *, is_frozen: bool) -> None:
         )
 
 
-def to_leaves(ours: Sequence[Place], names: Iterable[str], *adam: Any) -> dict[str, NamedLeaf]:
+def to_leaves(ours: list[Place], names: Iterable[str], *adam: Any) -> dict[str, NamedLeaf]:
     """The inverse of ``to_trees``; moments of frozen leaves may be ``optax.MaskedNode``."""
     made: dict[str, NamedLeaf] = {}
     treedef: Any = jax.tree.structure(adam[0])
@@ -253,6 +251,7 @@ def _copy(x: Any, axes: tuple[int, ...]) -> np.ndarray:
 # Hyperparameters: those of a leaf by our names, or those of a group by torch's.
 
 Numbers = dict[str, Any]
+OfLeaves = Sequence[Numbers | None] | None  # None for a frozen leaf; as a whole, if they are hidden
 # Arguments that other frameworks lack; they behave like our defaults.
 _OURS_ALONE = {x: getattr(Hyperparameters(0.0), x) for x in ("eps_root", "bias_correction", *FLAGS)}
 # A schedule uses float32 arithmetic here and float64 there: some ten operations of half an ulp.
@@ -275,13 +274,8 @@ def numbers_of_leaves(groups: Groups, like: Any, step: int) -> list[Numbers | No
     return [None if row is None else rows[row] for row in groups.row_of_leaves(like)]
 
 
-def compare(
-    theirs: NamedState,
-    numbers: Sequence[Numbers | None] | None,
-    ours: Sequence[Place],
-    differences: str,
-) -> None:
-    """Raises HyperparameterError, or warns, if hyperparameters differ; None if ours are hidden."""
+def compare(theirs: NamedState, numbers: OfLeaves, ours: list[Place], differences: str) -> None:
+    """Raises HyperparameterError, or warns, if hyperparameters differ."""
     if differences not in ("raise", "warn"):
         raise HyperparameterError(
             f'differences: unknown: got {differences!r}, expected "raise" or "warn". Change it.'
@@ -330,9 +324,7 @@ def joined_groups(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...
     return tuple(Group(tuple(k for k, x in settings.items() if x == y), y) for y in different)
 
 
-def groups_of(
-    numbers: Sequence[Numbers | None] | None, ours: Sequence[Place], names: Iterable[str]
-) -> tuple[Group, ...]:
+def groups_of(numbers: OfLeaves, ours: list[Place], names: Iterable[str]) -> tuple[Group, ...]:
     """Returns groups of equal hyperparameters; one without settings if these are hidden."""
     if numbers is None:
         return (Group(tuple(names), {}),)

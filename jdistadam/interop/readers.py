@@ -196,19 +196,17 @@ def from_apex_distributed(
             "the buckets of every process, or 2. Save it anew with state_dict(state_dict_format=2)."
         )
     else:
-        layout, steps, _ = _separated([("state_dict", state_dict)], names)
+        layout, steps, _ = _separated({"state_dict": state_dict}, names)
         return layout.named_state(params, steps)
-    processes = [(f"state_dict[{i}]", rank) for i, rank in enumerate(ranks)]
+    processes = {f"state_dict[{i}]": rank for i, rank in enumerate(ranks)}
     layout, steps, buckets = _separated(processes, names)
     return _joined(layout, buckets, params, channels_last).named_state(params, steps)
 
 
-def _separated(
-    processes: list[tuple[str, Any]], names: Names
-) -> tuple[TorchLayout, dict[str, Any], dict[str, Any]]:
-    """All processes in torch's layout, and what Apex adds to it: step counts, buckets by path."""
+def _separated(processes: Mapping[str, Any], names: Names) -> tuple[TorchLayout, Any, Any]:
+    """All processes in torch's layout, and what Apex adds: step counts and buckets, by place."""
     layouts, steps, buckets = [], {}, {}
-    for i, (where, given) in enumerate(processes):
+    for i, (where, given) in enumerate(processes.items()):
         path, state = first_of(where, mapping(where, given, _UNPACK), "state")
         state = dict(mapping(path, state))
         steps[f"process {i}"] = state.pop("step", None)
@@ -290,9 +288,7 @@ def _flat_arrays(
     return found
 
 
-def _pieces(
-    groups: tuple[Group, ...], buckets: Mapping[str, Any]
-) -> Iterator[tuple[str, str, tuple[int, int], dict[str, np.ndarray]]]:
+def _pieces(groups: tuple[Group, ...], buckets: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
     """Yields path, name, place in the flattened parameter, and shard parts of each fragment."""
     for root, given in buckets.items():
         for i, bucket in enumerate(sequence(root, given)):

@@ -240,9 +240,7 @@ def parse(state_dict: Any, names: Names, where: str = "state_dict") -> TorchLayo
     )
 
 
-def _name_of(
-    raw: Sequence[Mapping[str, Any]], keys: list[str], names: Names, where: str
-) -> dict[str, str]:
+def _name_of(raw: list[Any], keys: list[str], names: Names, where: str) -> dict[str, str]:
     """The name of each key, from the argument or from the groups."""
     if names is None and not all(map(str.isdigit, keys)):
         names = {key: key for key in keys}
