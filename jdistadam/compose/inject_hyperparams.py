@@ -272,8 +272,8 @@ class _Injected:
         injected = self._injected(step_of, schedule)
         result, new = injected.update(grads, state, params, **extra_args)
         # Schedules do not advance in a skipped step; numbers that were set stay either way.
-        beside = [x._replace(inner_state=None) for x in (state, new)]
-        kept = trees.keep_if(result.is_skipped, *beside)
+        numbers = [x._replace(inner_state=None) for x in (state, new)]
+        kept = trees.keep_if(result.is_skipped, *numbers)
         return result._replace(opt_state=kept._replace(inner_state=result.opt_state))
 
     def norm(self, schedule: Schedule, grads: Grads, state: OptState) -> jax.Array:

@@ -27,7 +27,7 @@ def is_on_host(x: Any) -> bool:
     return getattr(getattr(x, "sharding", x), "memory_kind", None) == HOST
 
 
-def beside(sharding: Any) -> Any:
+def device_sharding(sharding: Any) -> Any:
     """Returns a sharding in device memory."""
     return sharding.with_memory_kind(MEMORIES[0]) if is_on_host(sharding) else sharding
 
@@ -38,7 +38,7 @@ def from_host(tree: Any) -> Any:
     def one(x: Any) -> Any:
         if isinstance(x, jax.core.Tracer):
             return to_device(x)
-        return jax.device_put(x, beside(x.sharding)) if is_on_host(x) else x
+        return jax.device_put(x, device_sharding(x.sharding)) if is_on_host(x) else x
 
     return jax.tree.map(one, tree)
 

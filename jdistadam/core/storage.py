@@ -83,7 +83,7 @@ def new_main_param(codec: Codec, path: str, param: Any) -> Any:
     if not codec.is_remainder:
         return jnp.asarray(param, jnp.float32)
     check_main_dtype(codec, path, param.dtype)
-    return trees.placed_beside(param, jnp.zeros_like(param, codec.dtype))
+    return trees.placed_like(param, jnp.zeros_like(param, codec.dtype))
 
 
 def check_main_dtype(codec: Codec, path: str, dtype: Any) -> None:

@@ -267,7 +267,7 @@ def _host_memory(x: Any) -> str:
     return "" if kind == device.default_memory().kind else kind
 
 
-def placed_beside(param: Any, zeros: Any) -> Any:
+def placed_like(param: Any, zeros: Any) -> Any:
     """Gives zeros made inside a program the sharding of a parameter of the same shape.
 
     Inside a program zeros are constants. XLA would keep all of them on every device, because

@@ -206,7 +206,7 @@ def check_placement(config: DistributedConfig, state: Any) -> None:
     got = getattr(jax.tree.leaves(state.mu)[0], "sharding", None)
     if not isinstance(got, NamedSharding) or got.is_fully_replicated:
         return  # no shards to confuse
-    got = memory.beside(got)
+    got = memory.device_sharding(got)
     if got == expected or got.is_equivalent_to(expected, 1):
         return
     texts = [f"{x.spec} on {dict(x.mesh.shape)}" for x in (got, expected)]

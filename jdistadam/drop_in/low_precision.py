@@ -69,7 +69,7 @@ def new_state(storage: Storage, params: Params, updated: Params, state: OptState
 
 
 def _zeros(param: Any, codec: Codec) -> BlockCodes:
-    codes = trees.placed_beside(param, jnp.zeros_like(param, dtype=codec.dtype))
+    codes = trees.placed_like(param, jnp.zeros_like(param, dtype=codec.dtype))
     scales = jnp.zeros(codec.num_scales(param.size), jnp.float32)
     sharding = getattr(param, "sharding", None)
     if isinstance(param, jax.core.Tracer) or not isinstance(sharding, NamedSharding):

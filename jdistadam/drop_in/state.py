@@ -178,7 +178,7 @@ def new_state(algorithm: Algorithm, params: Params) -> OptState:
 
     def optax_state(updated: Any) -> OptState:
         state = algorithm.like_optax.init(updated)
-        state = _beside(params, _with_nu(state, storage.float_dtype("nu")))
+        state = _place_moments(params, _with_nu(state, storage.float_dtype("nu")))
         if storage.is_stochastic:
             stored = map(jnp.result_type, jax.tree.leaves((updated, state[0].mu, state[0].nu)))
             storage.check_rounded([x for x in stored if jnp.issubdtype(x, jnp.floating)])
@@ -196,11 +196,11 @@ def new_state(algorithm: Algorithm, params: Params) -> OptState:
     )
 
 
-def _beside(params: Any, state: Any) -> Any:
+def _place_moments(params: Any, state: Any) -> Any:
     """Places the moments of a state made inside a program like its params."""
     adam = state[0]._replace(
-        mu=jax.tree.map(trees.placed_beside, params, state[0].mu),
-        nu=jax.tree.map(trees.placed_beside, params, state[0].nu),
+        mu=jax.tree.map(trees.placed_like, params, state[0].mu),
+        nu=jax.tree.map(trees.placed_like, params, state[0].nu),
     )
     return (adam, *state[1:])
 
@@ -236,8 +236,8 @@ def check_trees(
     check_coded(storage, like, adam_state.mu, name=mu_name, codec=storage.codec_of("mu"))
     check_coded(storage, like, adam_state.nu, name=nu_name, codec=storage.nu)
     # optax's nu has the params' dtypes: without params, nu shows which are integers
-    beside = nu if params is None else params
-    _check_dtypes(grads, beside, name="grads", action="Cast the gradients.")
+    dtype_like = nu if params is None else params
+    _check_dtypes(grads, dtype_like, name="grads", action="Cast the gradients.")
     for path, grad, param in zip(
         trees.paths(grads, "grads"), jax.tree.leaves(grads), jax.tree.leaves(like), strict=True
     ):
@@ -247,8 +247,8 @@ def check_trees(
                 f"got {grad.dtype}, expected a real dtype, as that of the parameter, "
                 f"{param.dtype}. Take jnp.real, or make the loss real."
             )
-    _check_dtypes(mu, beside, name=mu_name, action="Cast mu.")
-    _check_dtypes(nu, beside, name=nu_name, action="Cast nu.")
+    _check_dtypes(mu, dtype_like, name=mu_name, action="Cast mu.")
+    _check_dtypes(nu, dtype_like, name=nu_name, action="Cast nu.")
     takes = optax_fallback.takes
     nu_of_kernel = jax.tree.map(lambda x: None if takes(x.dtype) else x, nu)
     nu_dtype = storage.float_dtype("nu")
@@ -265,13 +265,13 @@ def _as_arrays(moments: Any) -> Any:
     return jax.tree.map(meant, moments, is_leaf=is_codes)
 
 
-def _check_dtypes(tree: Any, beside: Any, *, name: str, action: str) -> None:
+def _check_dtypes(tree: Any, dtype_like: Any, *, name: str, action: str) -> None:
     """Raises DtypeError for unsupported dtypes, and for integers that pair with a float."""
 
     def of(integers: bool) -> Any:
         """The leaves that pair with integers, or the others."""
         is_one = optax_fallback.is_integer
-        return jax.tree.map(lambda x, y: x if is_one(y) == integers else None, tree, beside)
+        return jax.tree.map(lambda x, y: x if is_one(y) == integers else None, tree, dtype_like)
 
     trees.check_dtypes(of(False), name=name, allowed=_FLOATS, action=action)
     both = (*_FLOATS, *optax_fallback.INTEGERS)

@@ -1,21 +1,16 @@
 """Optimizer states of other frameworks: import, continued training, export in torch's layout.
 
-A reader such as ``from_torch`` returns a ``NamedState``: arrays by the other framework's names.
-``to_train_state`` and ``to_fused`` convert it to our states; ``from_train_state`` and
-``from_fused`` convert back, and ``to_torch`` writes. No other framework needs to be installed.
+A reader brings a dictionary into torch's layout (``readers``), and this into a ``NamedState``:
+arrays and hyperparameters by the other framework's names (``torch_layout``, ``named_state``).
+``convert`` makes our states of it, and it of ours; ``to_torch`` writes it. No other framework needs
+to be installed.
 """
 
-from jdistadam.interop.apex import from_apex_distributed
 from jdistadam.interop.convert import from_fused, from_train_state, to_fused, to_train_state
 from jdistadam.interop.named_state import Group, NamedLeaf, NamedState, flax_kernels
-from jdistadam.interop.readers import (
-    TorchState,
-    from_megatron_fsdp,
-    from_nemo,
-    from_torch,
-    to_torch,
-)
+from jdistadam.interop.readers import from_apex_distributed, from_megatron_fsdp, from_nemo
 from jdistadam.interop.safetensors import read_safetensors, write_safetensors
+from jdistadam.interop.torch_layout import TorchState, from_torch, to_torch
 
 __all__ = [
     "Group",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,27 +11,17 @@ import numpy as np
 import optax
 
 from jdistadam.core import trees
-from jdistadam.core.codecs import NOTHING, codec_of, is_codes
+from jdistadam.core.arguments import warn_caller
+from jdistadam.core.codecs import codec_of, is_codes
 from jdistadam.core.storage import main_codec_of
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
-from jdistadam.drop_in.low_precision import RoundingState, decoded
+from jdistadam.drop_in.low_precision import decoded
 from jdistadam.drop_in.state import MainParamsState
 from jdistadam.drop_in.transformation import FusedTransformation, without_frozen
 from jdistadam.errors import DtypeError, TreeError
-from jdistadam.interop.hyperparameters import Numbers, compare, groups_of, numbers_of_leaves
-from jdistadam.interop.named_state import (
-    AdamTrees,
-    Group,
-    NamedState,
-    Place,
-    Rename,
-    Transpose,
-    check_named_state,
-    places,
-    to_leaves,
-    to_trees,
-)
+from jdistadam.interop import named_state
+from jdistadam.interop.named_state import Group, NamedState, OfLeaves, Place, Rename, Transpose
 from jdistadam.training.optax_state import from_optax_state, main_params, to_optax_state
 from jdistadam.training.placement import fetch
 from jdistadam.training.train_state import TrainState
@@ -83,20 +72,20 @@ def to_train_state(
       (5, (3, 2))
     """
     check_distributed(tx)
-    check_named_state(theirs)
+    named_state.check_named_state(theirs)
     trees.check_dtypes(like, name="like", action=_LIKE)
-    numbers = numbers_of_leaves(tx.config.algorithm.groups, like, theirs.step)
-    ours = places(theirs.leaves, like, rename, transpose)
-    compare(theirs, numbers, ours, differences)
-    adam = to_trees(theirs.leaves, ours, like, numbers)
+    numbers = named_state.numbers_of_leaves(tx.config.algorithm.groups, like, theirs.step)
+    ours = named_state.places(theirs.leaves, like, rename, transpose)
+    named_state.compare(theirs, numbers, ours, differences)
+    params, mu, nu = named_state.to_trees(theirs, ours, like, numbers)
     if not tx.config.policy.main_params.is_stored:
-        _check_exact(adam.params, ours, like)
+        _check_exact(params, ours, like)
     dtypes = jax.tree.map(lambda x: x.dtype, like)
-    new = TrainState.create(adam.params, tx, param_dtypes=dtypes)
+    new = TrainState.create(params, tx, param_dtypes=dtypes)
     _, opt_state, _ = to_optax_state(new, tx)
     del new  # before the next state is made
-    opt_state = _filled(opt_state, adam, theirs.step)
-    return from_optax_state(adam.params, opt_state, tx, param_dtypes=dtypes)
+    opt_state = _filled(opt_state, theirs.step, mu, nu, iter(()))
+    return from_optax_state(params, opt_state, tx, param_dtypes=dtypes)
 
 
 def from_train_state(
@@ -133,13 +122,13 @@ def from_train_state(
     """
     main, opt_state, _ = to_optax_state(state, tx)
     adam = _adam_of(opt_state)
-    numbers = numbers_of_leaves(tx.config.algorithm.groups, state.params, int(adam.count))
-    ours = places(names, main, rename, transpose)
+    numbers = named_state.numbers_of_leaves(tx.config.algorithm.groups, main, int(adam.count))
     mu, nu = (without_frozen(numbers, moment) for moment in (adam.mu, adam.nu))
-    leaves = to_leaves(AdamTrees(main, mu, nu), ours, names)
+    ours = named_state.places(names, main, rename, transpose)
+    leaves = named_state.to_leaves(ours, names, main, mu, nu)
     if groups is None:  # hyperparameters in the state replace those of tx
         known = None if _parts(opt_state, optax.InjectStatefulHyperparamsState) else numbers
-        groups = groups_of(known, ours, list(leaves))
+        groups = named_state.groups_of(known, ours, leaves)
     return NamedState(int(adam.count), leaves, tuple(groups))
 
 
@@ -170,25 +159,26 @@ def to_fused(
       >>> int(opt_state[0].count), opt_state[0].mu["w"].tolist()
       (5, [1.0, 1.0, 1.0])
     """
-    check_named_state(theirs)
+    named_state.check_named_state(theirs)
     trees.check_dtypes(like, name="like", action=_LIKE)
     numbers = _numbers(tx, like, theirs.step)
-    ours = places(theirs.leaves, like, rename, transpose)
-    compare(theirs, numbers, ours, differences)
+    ours = named_state.places(theirs.leaves, like, rename, transpose)
+    named_state.compare(theirs, numbers, ours, differences)
     opt_state = tx.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like))
     opt_state = jax.tree.map(fetch, opt_state)
     treedef: Any = jax.tree.structure(like)
-    moments = treedef.flatten_up_to(_adam_of(decoded(opt_state)).mu)
+    moments = treedef.flatten_up_to(trees.codes_inside(_adam_of(opt_state).mu))
     rows = [None if isinstance(x, optax.MaskedNode) else 0 for x in moments]
-    adam = to_trees(theirs.leaves, ours, like, rows)
-    adam = adam._replace(mu=without_frozen(rows, adam.mu), nu=without_frozen(rows, adam.nu))
-    mains = None
-    if kept := _parts(opt_state, MainParamsState):
-        params, mains = _split(adam.params, like, kept[0].main_params)
-    else:
-        _check_exact(adam.params, ours, like)
-        params = jax.tree.map(lambda x, y: x.astype(y.dtype, copy=False), adam.params, like)
-    return params, _filled(opt_state, adam, theirs.step, mains)
+    exact, mu, nu = named_state.to_trees(theirs, ours, like, rows)
+    if not (kept := _parts(opt_state, MainParamsState)):
+        _check_exact(exact, ours, like)
+    olds = treedef.flatten_up_to(kept[0].main_params) if kept else [None] * len(rows)
+    codecs = [main_codec_of(x if hasattr(x, "dtype") else None) for x in olds]
+    leaves = zip(codecs, *map(jax.tree.leaves, (exact, like)), strict=True)
+    split = [codec.split(x, y.dtype, np) for codec, x, y in leaves]
+    mains = iter([main for _, main in split if main is not None])
+    params = treedef.unflatten([param for param, _ in split])
+    return params, _filled(opt_state, theirs.step, mu, nu, mains)
 
 
 def from_fused(
@@ -216,15 +206,15 @@ def from_fused(
       (0.9, 0.99)
     """
     adam = _adam_of(decoded(opt_state))
-    exact = AdamTrees(main_params(params, opt_state), adam.mu, adam.nu)
-    ours = places(names, params, rename, transpose)
-    leaves = to_leaves(jax.tree.map(fetch, exact), ours, names)
+    arrays = jax.tree.map(fetch, (main_params(params, opt_state), adam.mu, adam.nu))
+    ours = named_state.places(names, params, rename, transpose)
+    leaves = named_state.to_leaves(ours, names, *arrays)
     if groups is None:
-        groups = groups_of(_numbers(tx, params, int(adam.count)), ours, list(leaves))
+        groups = named_state.groups_of(_numbers(tx, params, int(adam.count)), ours, leaves)
     return NamedState(int(adam.count), leaves, tuple(groups))
 
 
-def _numbers(tx: FusedTransformation, like: Params, step: int) -> list[Numbers | None] | None:
+def _numbers(tx: FusedTransformation, like: Params, step: int) -> OfLeaves:
     """The hyperparameters of each leaf; None if they are hidden."""
     if not isinstance(tx, FusedTransformation) or isinstance(tx, DistributedTransformation):
         raise TreeError(
@@ -234,13 +224,12 @@ def _numbers(tx: FusedTransformation, like: Params, step: int) -> list[Numbers |
         )
     if tx.algorithm is None:
         return None
-    return numbers_of_leaves(tx.algorithm.groups, like, step)
+    return named_state.numbers_of_leaves(tx.algorithm.groups, like, step)
 
 
 def _parts(tree: Any, kind: Any) -> list[Any]:
-    """The parts of a tree of this kind."""
-    is_one = lambda x: isinstance(x, kind)  # noqa: E731
-    return list(filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
+    parts = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in parts if isinstance(x, kind)]
 
 
 def _adam_of(opt_state: Any) -> optax.ScaleByAdamState:
@@ -255,7 +244,7 @@ def _adam_of(opt_state: Any) -> optax.ScaleByAdamState:
     return found[0]
 
 
-def _check_exact(exact: Any, ours: Sequence[Place], like: Any) -> None:
+def _check_exact(exact: Any, ours: list[Place], like: Any) -> None:
     """Raises DtypeError if float32 parameters lose bits in the dtypes of ``like``."""
     for place, x, y in zip(ours, jax.tree.leaves(exact), jax.tree.leaves(like), strict=True):
         if x.dtype != y.dtype and (x.astype(y.dtype).astype(x.dtype) != x).any():
@@ -266,48 +255,29 @@ def _check_exact(exact: Any, ours: Sequence[Place], like: Any) -> None:
             )
 
 
-def _split(exact: Any, like: Params, kept: Any) -> tuple[Any, Any]:
-    """Parameters and main parameters from exact ones; ``kept`` are those of a new state."""
-    treedef: Any = jax.tree.structure(like)
-    params, mains = [], []
-    leaves = zip(*map(jax.tree.leaves, (exact, like)), treedef.flatten_up_to(kept), strict=True)
-    for x, y, old in leaves:
-        is_kept = isinstance(old, np.ndarray)  # otherwise a MaskedNode is in its place
-        param, main = (main_codec_of(old) if is_kept else NOTHING).split(x, y.dtype, np)
-        params.append(param)
-        mains.append(main if is_kept else old)
-    return treedef.unflatten(params), treedef.unflatten(mains)
-
-
-def _filled(opt_state: Any, ours: AdamTrees, step: int, mains: Any = None) -> Any:
-    """A new state with the moments, step count and main parameters of another one."""
+def _filled(opt_state: Any, step: int, mu: Any, nu: Any, mains: Iterator[Any]) -> Any:
+    """A new state with another one's step count, moments and, in the order of leaves, ``mains``."""
     count, left = np.asarray(step, np.int32), []
-    kinds = (optax.ScaleByAdamState, MainParamsState, RoundingState)
+    is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)  # noqa: E731
 
-    def filled(where: str, part: Any) -> Any:
-        def one(path: Any, x: Any) -> Any:
-            at = where + jax.tree_util.keystr(path)
-            fields = [getattr(key, "name", "") for key in path]
-            if isinstance(x, optax.ScaleByAdamState):
-                mu, nu = _stored("mu", ours.mu, x.mu), _stored("nu", ours.nu, x.nu)
-                return x._replace(count=count, mu=mu, nu=nu)
-            if isinstance(x, kinds):
-                kept = {"main_params": mains} if isinstance(x, MainParamsState) else {}
-                return x._replace(inner=filled(f"{at}.inner", x.inner), **kept)
-            if fields[-1:] == ["count"]:  # the number of steps in every optax state
-                return count
-            if "hyperparams" not in fields:  # these are the user's numbers
-                left.append(at)
-            return x
+    def filled(path: Any, x: Any) -> Any:
+        fields = [getattr(key, "name", "") for key in path]
+        if is_adam(x):
+            new = {name: _stored(name, y, getattr(x, name)) for name, y in (("mu", mu), ("nu", nu))}
+            return x._replace(count=count, **new)
+        if fields[-1:] == ["count"]:  # the number of steps in every optax state
+            return count
+        if "main_params" in fields:
+            return next(mains, x)
+        if not {"hyperparams", "key"}.intersection(fields):  # the user's numbers and random key
+            left.append("opt_state" + jax.tree_util.keystr(path))
+        return x
 
-        return jax.tree_util.tree_map_with_path(one, part, is_leaf=lambda x: isinstance(x, kinds))
-
-    new = filled("opt_state", opt_state)
+    new = jax.tree_util.tree_map_with_path(filled, opt_state, is_leaf=is_adam)
     if left:
-        warnings.warn(
+        warn_caller(
             f"{left[0]}: begins anew, since the other optimizer's state says nothing of it "
-            f"({len(left)} such arrays).",
-            stacklevel=3,
+            f"({len(left)} such arrays)."
         )
     return new
 
@@ -316,9 +286,13 @@ def _stored(name: str, moments: Any, like: Any) -> Any:
     """Moments as a state stores them: in its dtypes, or in codes rounded to nearest."""
 
     def one(old: Any, x: np.ndarray) -> Any:
+        if isinstance(old, optax.MaskedNode):
+            return old
         if is_codes(old):
             return codec_of(old).encode(name, x.astype(np.float32, copy=False), None, np)
         return x.astype(old.dtype, copy=False)
 
-    made = jax.tree.map(one, trees.codes_inside(like), moments, is_leaf=is_codes)
-    return trees.codes_outside(made)
+    is_leaf = lambda x: is_codes(x) or isinstance(x, optax.MaskedNode)  # noqa: E731
+    return trees.codes_outside(
+        jax.tree.map(one, trees.codes_inside(like), moments, is_leaf=is_leaf)
+    )

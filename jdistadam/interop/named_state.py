@@ -1,9 +1,9 @@
-"""The exchange format: arrays of Adam by another framework's names, and their places in ours."""
+"""The exchange format: Adam by another framework's names; arrays and hyperparameters, both ways."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,9 @@ import numpy as np
 import optax
 
 from jdistadam.core import trees
+from jdistadam.core.algorithm import Groups
+from jdistadam.core.arguments import shown, warn_caller
+from jdistadam.core.hyperparameters import FLAGS, Hyperparameters
 from jdistadam.errors import DtypeError, HyperparameterError, ShapeError, TreeError
 
 
@@ -68,7 +71,7 @@ class NamedState:
           >>> NamedState(0, {}, (group,)).arguments()
           {'learning_rate': 0.001, 'b1': 0.9, 'b2': 0.95}
         """
-        found = [our_arguments(group.settings) for group in self.groups if group.names]
+        found = [_our_arguments(group.settings) for group in self.groups if group.names]
         if not found or any(other != found[0] for other in found):
             what = "have different hyperparameters" if found else "there are none"
             raise HyperparameterError(
@@ -76,26 +79,6 @@ class NamedState:
                 "Pass them as mask, or as param_labels and groups: see NamedState.groups."
             )
         return found[0]
-
-
-def our_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the hyperparameters of one group by our names."""
-    given = dict(settings)
-    if "betas" in given:
-        given |= zip(("b1", "b2"), given["betas"], strict=True)
-    decay = "weight_decay" if given.get("decoupled_weight_decay", True) else "l2"
-    names = {"lr": "learning_rate", "b1": "b1", "b2": "b2", "eps": "eps", "weight_decay": decay}
-    found = {ours: given[key] for key, ours in names.items() if key in given}
-    return found if given.get("bias_correction", True) else found | {"bias_correction": False}
-
-
-def joined_groups(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
-    """Returns groups of parameters with equal settings, ordered by their first parameters."""
-    different: list[Mapping[str, Any]] = []
-    for given in settings.values():
-        if given not in different:
-            different.append(given)
-    return tuple(Group(tuple(k for k, x in settings.items() if x == y), y) for y in different)
 
 
 def check_named_state(theirs: Any) -> None:
@@ -108,18 +91,16 @@ def check_named_state(theirs: Any) -> None:
         )
 
 
+# Names and arrays.
+
 Rename = Callable[[str], str | None] | Mapping[str, str | None] | None
 Transpose = Callable[[str, int], Sequence[int] | None] | Mapping[str, Sequence[int]] | None
 
 
 class Place(NamedTuple):
-    """One of our leaves and its counterpart in the other framework.
+    """One of our leaves and its name in the other framework: ours is ``transpose(theirs, axes)``.
 
-    Attributes:
-      where: Its path in messages, such as ``params['Dense_0']['kernel']``.
-      name: Its name in the other framework.
-      axes: The order of its dimensions: ours is ``np.transpose(theirs, axes)``.
-      shape: Its shape.
+    ``where`` is its path in messages, such as ``params['Dense_0']['kernel']``.
     """
 
     where: str
@@ -128,51 +109,29 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
 
 
-class AdamTrees(NamedTuple):
-    """Exact float32 parameters, and moments as stored: trees of numpy arrays.
-
-    Missing moments of frozen parameters may be ``optax.MaskedNode``.
-    """
-
-    params: Any
-    mu: Any
-    nu: Any
-
-
 def flax_kernels(path: str, ndim: int) -> tuple[int, ...] | None:
     """Returns the axes that turn the weight of a torch layer into a Flax kernel.
 
     A linear weight (out, in) becomes (in, out); a convolution's (out, in, ...) becomes
-    (..., in, out): OIHW to HWIO. None for leaves with other names than ``kernel``.
-
-    Args:
-      path: The path of our leaf.
-      ndim: The number of its dimensions.
+    (..., in, out): OIHW to HWIO. ``path`` and ``ndim`` are those of our leaf.
 
     Returns:
-      Axes for ``np.transpose``, or None.
+      Axes for ``np.transpose``; None if the path does not end in ``kernel``.
 
     Example:
       >>> flax_kernels("Conv_0/kernel", 4), flax_kernels("Embed_0/embedding", 2)
       ((2, 3, 1, 0), None)
     """
-    if path.rpartition("/")[2] != "kernel" or ndim < 2:
-        return None
-    return (*range(2, ndim), 1, 0)
+    is_kernel = path.rpartition("/")[2] == "kernel" and ndim >= 2
+    return (*range(2, ndim), 1, 0) if is_kernel else None
 
 
 def places(names: Iterable[str], like: Any, rename: Rename, transpose: Transpose) -> list[Place]:
-    """Returns the place of each of our leaves; rename and transpose as in ``to_train_state``.
-
-    Raises TreeError unless names, and paths in ``transpose``, match leaves one to one, and
-    ShapeError unless axes are an order of the dimensions.
-    """
-    paths = [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, _ in trees.leaves_with_path(like)
-    ]
+    """Returns the place of each of our leaves; rename and transpose as in ``to_train_state``."""
+    flat = trees.leaves_with_path(like)
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
     where = dict(zip(paths, trees.paths(like, "params"), strict=True))
-    found = _names_by_path(list(names), rename, where)
+    name_of = _names_by_path(list(names), rename, where)
     if isinstance(transpose, Mapping) and (extra := [x for x in transpose if x not in where]):
         raise TreeError(
             f"transpose[{extra[0]!r}]: belongs to no leaf: got {extra[0]}, "
@@ -180,7 +139,7 @@ def places(names: Iterable[str], like: Any, rename: Rename, transpose: Transpose
         )
     axes_of = transpose if callable(transpose) else lambda path, _: (transpose or {}).get(path)
     made = []
-    for path, leaf in zip(paths, jax.tree.leaves(like), strict=True):
+    for path, (_, leaf) in zip(paths, flat, strict=True):
         ndim = len(leaf.shape)
         axes = axes_of(path, ndim)
         axes = tuple(range(ndim) if axes is None else axes)
@@ -189,7 +148,7 @@ def places(names: Iterable[str], like: Any, rename: Rename, transpose: Transpose
                 f"{where[path]}: cannot be transposed so: got axes {axes}, "
                 f"expected an order of its {ndim} dimensions. Fix transpose."
             )
-        made.append(Place(where[path], found[path], axes, tuple(leaf.shape)))
+        made.append(Place(where[path], name_of[path], axes, tuple(leaf.shape)))
     return made
 
 
@@ -198,9 +157,8 @@ def _names_by_path(names: list[str], rename: Rename, where: Mapping[str, str]) -
     for name in names:
         if isinstance(rename, Mapping) and name not in rename:
             raise TreeError(
-                f"rename[{name!r}]: missing: the other optimizer has this parameter: "
-                f"got {len(rename)} names, expected a path of ours, or None to leave it out. "
-                "Add it."
+                f"rename[{name!r}]: missing: the other optimizer has this parameter: got "
+                f"{len(rename)} names, expected a path of ours, or None to leave it out. Add it."
             )
         if rename is None:
             path: str | None = name.replace(".", "/")
@@ -208,17 +166,16 @@ def _names_by_path(names: list[str], rename: Rename, where: Mapping[str, str]) -
             path = rename[name] if isinstance(rename, Mapping) else rename(name)
         if path is None:
             continue
+        fix = f"Fix rename for {name!r}: a path of ours, or None to leave it out."
         if path in found:
             raise TreeError(
                 f"{where[path]}: two parameters lead here: "
-                f"got {name!r} and {found[path]!r}, expected one of theirs. "
-                f"Fix rename for {name!r}: a path of ours, or None to leave it out."
+                f"got {name!r} and {found[path]!r}, expected one of theirs. {fix}"
             )
         if path not in where:
             raise TreeError(
                 f"params: {path}: unexpected: params has no leaf: got {name!r}, "
-                f"expected a path such as {next(iter(where), '')!r}. "
-                f"Fix rename for {name!r}: a path of ours, or None to leave it out."
+                f"expected a path such as {next(iter(where), '')!r}. {fix}"
             )
         found[path] = name
     if missing := [path for path in where if path not in found]:
@@ -230,24 +187,20 @@ def _names_by_path(names: list[str], rename: Rename, where: Mapping[str, str]) -
     return found
 
 
-def to_trees(
-    leaves: Mapping[str, NamedLeaf], ours: Sequence[Place], like: Any, rows: Sequence[Any]
-) -> AdamTrees:
-    """Returns copies of their arrays in trees with the structure of ``like``.
+def to_trees(theirs: NamedState, ours: list[Place], like: Any, rows: Sequence[Any]) -> list[Any]:
+    """Returns copies of the exact float32 parameters, mu and nu: trees like ``like``.
 
-    Leaves whose row is None are frozen: they may have no moments, and get zeros. Raises TreeError
-    for missing arrays, ShapeError for another shape than ours, DtypeError for a dtype that float32
-    does not contain.
+    Leaves whose row is None are frozen: they may have no moments, and get zeros.
     """
     made = []
     for place, row in zip(ours, rows, strict=True):
-        leaf = leaves[place.name]
+        leaf = theirs.leaves[place.name]
         _check_leaf(place, leaf, is_frozen=row is None)
         zeros = np.zeros(leaf.param.shape, np.float32)
         param, mu, nu = (_copy(zeros if x is None else x, place.axes) for x in leaf)
         made.append((param.astype(np.float32, copy=False), mu, nu))
     treedef: Any = jax.tree.structure(like)
-    return AdamTrees(*(treedef.unflatten([leaf[i] for leaf in made]) for i in range(3)))
+    return [treedef.unflatten([leaf[i] for leaf in made]) for i in range(3)]
 
 
 def _check_leaf(place: Place, leaf: NamedLeaf, *, is_frozen: bool) -> None:
@@ -280,10 +233,10 @@ def _check_leaf(place: Place, leaf: NamedLeaf, *, is_frozen: bool) -> None:
         )
 
 
-def to_leaves(adam: AdamTrees, ours: Sequence[Place], names: Iterable[str]) -> dict[str, NamedLeaf]:
-    """Returns our arrays as named leaves in the order of ``names``: the inverse."""
+def to_leaves(ours: list[Place], names: Iterable[str], *adam: Any) -> dict[str, NamedLeaf]:
+    """The inverse of ``to_trees``; moments of frozen leaves may be ``optax.MaskedNode``."""
     made: dict[str, NamedLeaf] = {}
-    treedef: Any = jax.tree.structure(adam.params)
+    treedef: Any = jax.tree.structure(adam[0])
     for place, *leaf in zip(ours, *map(treedef.flatten_up_to, adam), strict=True):
         back = tuple(np.argsort(place.axes))
         arrays = (None if isinstance(x, optax.MaskedNode) else _copy(x, back) for x in leaf)
@@ -293,3 +246,116 @@ def to_leaves(adam: AdamTrees, ours: Sequence[Place], names: Iterable[str]) -> d
 
 def _copy(x: Any, axes: tuple[int, ...]) -> np.ndarray:
     return np.array(np.asarray(x).transpose(axes), order="C")  # they may go on
+
+
+# Hyperparameters: those of a leaf by our names, or those of a group by torch's.
+
+Numbers = dict[str, Any]
+OfLeaves = Sequence[Numbers | None] | None  # None for a frozen leaf; as a whole, if they are hidden
+# Arguments that other frameworks lack; they behave like our defaults.
+_OURS_ALONE = {x: getattr(Hyperparameters(0.0), x) for x in ("eps_root", "bias_correction", *FLAGS)}
+# A schedule uses float32 arithmetic here and float64 there: some ten operations of half an ulp.
+_SCHEDULE_TOLERANCE = 10 * 2.0**-24
+
+
+def numbers_of_leaves(groups: Groups, like: Any, step: int) -> list[Numbers | None]:
+    """Returns the hyperparameters of each leaf in the step after ``step``; None for frozen ones."""
+
+    def number(x: Any) -> Any:
+        x = x(step) if callable(x) else x
+        if isinstance(x, jax.core.Tracer):
+            return None  # it is unknown in a program
+        return x if isinstance(x, bool) else float(x)
+
+    rows: list[Numbers] = []
+    for hyper in groups.used:
+        decayed = {name: number(x) for name, x in vars(hyper).items()}
+        rows += [decayed, decayed | {"weight_decay": 0.0}]
+    return [None if row is None else rows[row] for row in groups.row_of_leaves(like)]
+
+
+def compare(theirs: NamedState, numbers: OfLeaves, ours: list[Place], differences: str) -> None:
+    """Raises HyperparameterError, or warns, if hyperparameters differ."""
+    if differences not in ("raise", "warn"):
+        raise HyperparameterError(
+            f'differences: unknown: got {differences!r}, expected "raise" or "warn". Change it.'
+        )
+    if numbers is None:
+        warn_caller(
+            "tx: its hyperparameters cannot be seen from outside, as of a chain, and were not "
+            "compared with those of the other optimizer. Compare them with "
+            f"{[shown(_our_arguments(group.settings)) for group in theirs.groups]}."
+        )
+        return
+    settings = {name: group.settings for group in theirs.groups for name in group.names}
+    told = set()
+    for place, mine in zip(ours, numbers, strict=True):
+        for key, got, expected in _differences(mine or {}, settings.get(place.name, {})):
+            error = HyperparameterError(
+                f"tx, {key} for {place.where}: differs from what the other "
+                f"optimizer has for {place.name!r}: got {got}, expected {expected}. "
+                'Make tx with the hyperparameters in NamedState.groups, or pass differences="warn".'
+            )
+            if differences == "raise":
+                raise error
+            if (key, got, expected) not in told:
+                warn_caller(str(error))
+            told.add((key, got, expected))
+
+
+def _differences(mine: Numbers, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the hyperparameters that differ, with our and their values."""
+    no_decay = {"weight_decay": 0.0, "l2": 0.0} if "weight_decay" in settings else {}
+    theirs = _OURS_ALONE | no_decay | _our_arguments(settings)
+    for key, value in mine.items():
+        if key in theirs and value is not None:
+            a, b = np.float32(value), np.float32(theirs[key])
+            is_scheduled = key in ("learning_rate", "weight_decay")
+            if not abs(a - b) <= (_SCHEDULE_TOLERANCE * abs(b) if is_scheduled else 0):
+                yield key, value, theirs[key]
+
+
+def joined_groups(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
+    """Returns groups of parameters with equal settings, ordered by their first parameters."""
+    different: list[Mapping[str, Any]] = []
+    for given in settings.values():
+        if given not in different:
+            different.append(given)
+    return tuple(Group(tuple(k for k, x in settings.items() if x == y), y) for y in different)
+
+
+def groups_of(numbers: OfLeaves, ours: list[Place], names: Iterable[str]) -> tuple[Group, ...]:
+    """Returns groups of equal hyperparameters; one without settings if these are hidden."""
+    if numbers is None:
+        return (Group(tuple(names), {}),)
+    of_name = {place.name: mine for place, mine in zip(ours, numbers, strict=True)}
+    return joined_groups({k: _torch_settings(k, mine) for k in names if (mine := of_name[k])})
+
+
+def _our_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    given = dict(settings)
+    if "betas" in given:
+        given |= zip(("b1", "b2"), given["betas"], strict=True)
+    decay = "weight_decay" if given.get("decoupled_weight_decay", True) else "l2"
+    names = {"lr": "learning_rate", "b1": "b1", "b2": "b2", "eps": "eps", "weight_decay": decay}
+    found = {ours: given[key] for key, ours in names.items() if key in given}
+    return found if given.get("bias_correction", True) else found | {"bias_correction": False}
+
+
+def _torch_settings(name: str, mine: Numbers) -> dict[str, Any]:
+    lacking = ("eps_root", *FLAGS, *(["l2"] if mine["weight_decay"] else []))
+    for key in lacking:
+        if mine[key]:
+            raise HyperparameterError(
+                f"{key} for {name!r}: Adam of torch's layout has no such hyperparameter, "
+                f"or not beside weight_decay: got {mine[key]}, expected 0. "
+                "Pass groups with the settings that it is to go on with."
+            )
+    return {
+        "lr": mine["learning_rate"],
+        "betas": (mine["b1"], mine["b2"]),
+        "eps": mine["eps"],
+        "weight_decay": mine["weight_decay"] or mine["l2"],
+        "decoupled_weight_decay": not mine["l2"],
+        "bias_correction": mine["bias_correction"],
+    }

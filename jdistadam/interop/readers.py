@@ -1,56 +1,31 @@
-"""Readers of other frameworks' states, each a small step to torch's layout, and its writer."""
+"""Readers of NeMo, Megatron-FSDP and Apex's DistributedFusedAdam: small steps to torch's layout.
+
+Format 1 of Apex has shards: a parameter is flattened and cut into fragments, each in one bucket; a
+bucket is cut into one shard per process. A process saves its shards and, for each fragment in one
+of them, ``shard_range``, its place in the shard, and ``shard_param_range``, its place in the
+flattened parameter.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from math import prod
+from typing import Any
 
 import numpy as np
 
-from jdistadam.errors import HyperparameterError, TreeError
-from jdistadam.interop.named_state import Group, NamedState, check_named_state, joined_groups
-from jdistadam.interop.torch_layout import Names, as_numpy, first_of, mapping, parse, sequence
-
-
-def from_torch(
-    state_dict: Mapping[str, Any], params: Mapping[str, Any] | None, names: Names = None
-) -> NamedState:
-    """Reads the state of ``torch.optim.AdamW`` or ``Adam``, or of an optimizer with its layout.
-
-    Those are ``FusedAdam`` of Apex and of Transformer Engine, and any of them under Megatron-FSDP's
-    ``fully_shard_optimizer``. Apex keeps its own ``master_weights`` out of the dictionary. Neither
-    Apex nor older versions of torch write whether weight decay is decoupled (``adam_w_mode``):
-    decoupled is assumed.
-
-    Layouts: torch 2.15, ``torch/optim/adam.py``; NVIDIA/apex 6424da3b,
-    ``apex/optimizers/fused_adam.py``; NVIDIA/TransformerEngine 04912bf0,
-    ``transformer_engine/pytorch/optimizers/fused_adam.py``; NVIDIA/Megatron-LM d98e8a64,
-    ``megatron/core/distributed/fsdp/src/megatron_fsdp/fully_shard.py``.
-
-    Args:
-      state_dict: ``optimizer.state_dict()``, with tensors or numpy arrays.
-      params: Parameters by name, such as ``model.state_dict()``; buffers are left out.
-      names: The names of the parameters in the order of ``optimizer.param_groups``, which may
-        differ from the model's, or a dictionary of them by index. None: the dictionary has names,
-        as from an optimizer made with ``model.named_parameters()``, or from
-        ``get_optimizer_state_dict`` of torch's distributed checkpoints.
-
-    Returns:
-      The state by torch's names, as numpy arrays.
-
-    Raises:
-      TreeError, ShapeError, DtypeError: It is no such state, or the names do not match it.
-      HyperparameterError: It uses ``amsgrad`` or ``maximize``.
-
-    Example:
-      >>> moments = dict(step=3.0, exp_avg=np.ones((2, 4)), exp_avg_sq=np.ones((2, 4)))
-      >>> state_dict = {"state": {0: moments}, "param_groups": [dict(lr=1e-3, params=[0])]}
-      >>> theirs = from_torch(state_dict, {"fc.weight": np.ones((2, 4))}, ["fc.weight"])
-      >>> theirs.step, theirs.leaves["fc.weight"].mu.shape, theirs.arguments()
-      (3, (2, 4), {'learning_rate': 0.001})
-    """
-    return parse(state_dict, names).named_state(params)
+from jdistadam.errors import ShapeError, TreeError
+from jdistadam.interop.named_state import Group, NamedState, joined_groups
+from jdistadam.interop.torch_layout import (
+    Names,
+    TorchLayout,
+    as_numpy,
+    first_of,
+    mapping,
+    parse,
+    sequence,
+)
 
 
 def from_nemo(
@@ -163,82 +138,172 @@ def _by_plain_name(where: str, named: Any) -> dict[str, Any]:
     return plain
 
 
-class TorchState(NamedTuple):
-    """A state in torch's layout, with numpy arrays.
-
-    Attributes:
-      optimizer: The argument of ``torch.optim.AdamW.load_state_dict``, with arrays as tensors.
-      params: Parameters by name, float32 if the state had main parameters.
-      names: The names of the parameters in the order of the indices in ``optimizer``.
-    """
-
-    optimizer: dict[str, Any]
-    params: dict[str, np.ndarray]
-    names: list[str]
-
-
-_NEEDED = ("lr", "betas", "eps", "weight_decay")
-_OF_ADAMW: dict[str, Any] = {
-    "foreach": None, "fused": None, "capturable": False, "differentiable": False,
-    "amsgrad": False, "maximize": False, "decoupled_weight_decay": True,
+_UNPACK = "Unpack it with torch.load(io.BytesIO(x.numpy()), weights_only=False)."
+# Names of the shards of a bucket in the state of a parameter.
+_ENTRIES = {
+    "params_shard": "param", "param_remainders_shard": "param",
+    "exp_avg_shard": "exp_avg", "exp_avg_sq_shard": "exp_avg_sq",
 }  # fmt: skip
 
 
-def to_torch(theirs: NamedState, **settings: Any) -> TorchState:
-    """Writes a state in the layout of ``torch.optim.AdamW.state_dict()``.
+def from_apex_distributed(
+    state_dict: Any,
+    params: Mapping[str, Any] | None,
+    names: Names = None,
+    *,
+    channels_last: Collection[str] = (),
+) -> NamedState:
+    """Reads the state of Apex's ``DistributedFusedAdam``, in format 1 or 2.
 
-    Parameters are numbered group by group, and each group keeps its order.
+    Format 2 has whole arrays, format 1 the shards of each process. Where Apex is installed, unpack
+    each x in ``state_dict["gathered_states"]`` of format 1 with
+    ``torch.load(io.BytesIO(x.numpy()), weights_only=False)`` and pass the list. In a file, buckets
+    and fragments are dictionaries with the same field names.
+
+    Layout: NVIDIA/apex 6424da3b, ``apex/contrib/optimizers/distributed_fused_adam.py``.
 
     Args:
-      theirs: The result of ``from_train_state``, ``from_fused`` or a reader.
-      **settings: Hyperparameters by torch's names; they replace those of every group.
+      state_dict: ``optimizer.state_dict()`` (format 2), or a list of the state dictionaries of all
+        processes (format 1).
+      params: The model's parameters by name. Format 1 needs their shapes, and their values if it
+        has 16-bit remainders or no main parameters.
+      names: As in ``from_torch``.
+      channels_last: Names of parameters in this memory format; format 1 uses its order.
 
     Returns:
-      A ``TorchState``: the argument of ``load_state_dict``, the parameters and their names.
+      The state by Apex's names, as numpy arrays.
 
     Raises:
-      HyperparameterError: A hyperparameter that torch needs is missing.
-      TreeError: A group names an unknown parameter.
+      TreeError, ShapeError, DtypeError: It is no such state, the names do not match it, or shards
+        are missing.
 
     Example:
-      >>> theirs = from_torch({"state": {}, "param_groups": [dict(params=[0])]}, None, ["w"])
-      >>> exported = to_torch(theirs, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
-      >>> exported.optimizer["param_groups"][0]["params"], exported.names
-      ([0], ['w'])
+      >>> moments = dict(param=np.ones(4), exp_avg=np.zeros(4), exp_avg_sq=np.zeros(4))
+      >>> groups = [dict(lr=1e-3, params=[0])]
+      >>> state_dict = {"state": {"step": 7, 0: moments}, "param_groups": groups, "format": 2}
+      >>> from_apex_distributed(state_dict, None, ["w"]).step
+      7
     """
-    check_named_state(theirs)
-    names = [name for group in theirs.groups for name in group.names]
-    if missing := [name for name in names if name not in theirs.leaves]:
+    if not isinstance(state_dict, Mapping):
+        ranks = sequence("state_dict", state_dict)
+    elif "gathered_states" in state_dict:
+        ranks = sequence("state_dict['gathered_states']", state_dict["gathered_states"])
+    elif "buckets" in mapping("state_dict['state']", state_dict.get("state", {})):
+        ranks = [state_dict]
+    elif state_dict.get("format", 2) != 2:
         raise TreeError(
-            f"groups, {missing[0]!r}: is in a group, and is no parameter of the state: "
-            f"got {len(missing)} such names, expected names of its leaves. "
-            "Pass groups of the parameters that are exported."
+            f"state_dict['format']: unknown format: got {state_dict['format']}, expected 1, with "
+            "the buckets of every process, or 2. Save it anew with state_dict(state_dict_format=2)."
         )
-    groups, first = [], 0
-    for group in theirs.groups:
-        last = first + len(group.names)
-        groups.append(_as_adamw(group, settings) | {"params": list(range(first, last))})
-        first = last
-    state = {
-        i: {"step": np.array(theirs.step, np.float32), "exp_avg": leaf.mu, "exp_avg_sq": leaf.nu}
-        for i, leaf in enumerate(theirs.leaves[name] for name in names)
-        if leaf.mu is not None
-    }
-    params = {k: leaf.param for k, leaf in theirs.leaves.items() if leaf.param is not None}
-    return TorchState({"state": state, "param_groups": groups}, params, names)
+    else:
+        layout, steps, _ = _separated({"state_dict": state_dict}, names)
+        return layout.named_state(params, steps)
+    processes = {f"state_dict[{i}]": rank for i, rank in enumerate(ranks)}
+    layout, steps, buckets = _separated(processes, names)
+    return _joined(layout, buckets, params, channels_last).named_state(params, steps)
 
 
-def _as_adamw(group: Group, instead: dict[str, Any]) -> dict[str, Any]:
-    not_torchs = ("step", "bias_correction")
-    new = _OF_ADAMW | {k: x for k, x in group.settings.items() if k not in not_torchs} | instead
-    if missing := [key for key in _NEEDED if key not in new]:
-        raise HyperparameterError(
-            f"{missing[0]}: missing, and torch needs it: got {new}, "
-            f"expected {', '.join(_NEEDED)}. Pass them by keyword."
+def _separated(processes: Mapping[str, Any], names: Names) -> tuple[TorchLayout, Any, Any]:
+    """All processes in torch's layout, and what Apex adds: step counts and buckets, by place."""
+    layouts, steps, buckets = [], {}, {}
+    for i, (where, given) in enumerate(processes.items()):
+        path, state = first_of(where, mapping(where, given, _UNPACK), "state")
+        state = dict(mapping(path, state))
+        steps[f"process {i}"] = state.pop("step", None)
+        buckets[f"{path}['buckets']"] = state.pop("buckets", [])
+        layouts.append(parse({**given, "state": state}, names, where))
+    groups = [layout.groups for layout in layouts]
+    if not groups or any(found != groups[0] for found in groups):
+        what = "the processes have different groups" if groups else "no process"
+        raise TreeError(
+            f"state_dict: {what}: got {groups}, "
+            "expected the states of all processes of one optimizer. "
+            "Pass all that state_dict(state_dict_format=1) gathered."
         )
-    if not group.settings.get("bias_correction", True):
-        raise HyperparameterError(
-            "bias_correction: torch always corrects the bias: got False, expected True. "
-            "Train on with ours."
-        )
-    return new
+    entries = {name: x for layout in layouts for name, x in layout.entries.items()}
+    return TorchLayout(groups[0], entries), steps, buckets
+
+
+def _joined(
+    layout: TorchLayout, buckets: Mapping[str, Any], params: Any, channels_last: Collection[str]
+) -> TorchLayout:
+    """Replaces fragments by whole arrays."""
+    known, shapes = {} if params is None else mapping("params", params), {}
+    for name in (name for group in layout.groups for name in group.names):
+        if known.get(name) is None:
+            raise TreeError(
+                f"params[{name!r}]: missing: format 1 does not say the shapes of parameters: "
+                "got None, expected the parameter of the model. Pass params=model.state_dict()."
+            )
+        shapes[name] = as_numpy(f"params[{name!r}]", known[name]).shape
+    entries = _flat_arrays(layout, buckets, shapes)
+    for name, shape in shapes.items():
+        axes = (0, 2, 3, 1) if name in channels_last else tuple(range(len(shape)))
+        if len(axes) != len(shape):
+            raise ShapeError(
+                f"params[{name!r}]: has no channels: got {shape}, expected 4 dimensions. "
+                "Remove it from channels_last."
+            )
+        in_memory, back = [shape[i] for i in axes], np.argsort(axes)
+        flat = entries[name].items()
+        entries[name] = {_ENTRIES[k]: x.data.reshape(in_memory).transpose(back) for k, x in flat}
+    return layout._replace(entries=entries)
+
+
+def _flat_arrays(
+    layout: TorchLayout, buckets: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Any]:
+    """The flattened arrays of each parameter; empty if the optimizer has no place for it."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in shapes}  # masked: in no shard yet
+    for name, entry in layout.entries.items():
+        if "fragments" in entry and 0 in shapes[name]:  # it is in no bucket
+            found[name] = {k: np.ma.masked_all(0, np.float32) for k in _ENTRIES if "exp" in k}
+    for where, name, (start, stop), shards in _pieces(layout.groups, buckets):
+        lengths, size = {kind: len(shard) for kind, shard in shards.items()}, prod(shapes[name])
+        if not 0 <= start <= stop <= size or set(lengths.values()) != {stop - start}:
+            raise ShapeError(
+                f"{where}: a fragment does not fit its parameter or its shard: "
+                f"got elements {start} to {stop} from {lengths}, expected as many elements, within "
+                f"{size}. Check names and params: the fragment may be of another parameter."
+            )
+        for kind, shard in shards.items():
+            if kind not in found[name]:
+                found[name][kind] = np.ma.masked_all(size, shard.dtype)
+            into, is_new = (x[start:stop] for x in (found[name][kind].data, found[name][kind].mask))
+            if into[~is_new].tobytes() != shard[~is_new].tobytes():
+                raise TreeError(
+                    f"{where}: differs from what another process has of the same elements: "
+                    "got two values, expected equal replicas. "
+                    "Pass the states of one optimizer, of one step."
+                )
+            into[:], is_new[:] = shard, False
+    for name, kind, x in (
+        (name, k, x) for name, arrays in found.items() for k, x in arrays.items()
+    ):
+        if x.mask.any():
+            raise TreeError(
+                f"{kind} of {name!r}: some elements are in no shard: got {x.count()} of {x.size} "
+                "elements, expected all of them. Pass the states of all processes."
+            )
+    return found
+
+
+def _pieces(groups: tuple[Group, ...], buckets: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Yields path, name, place in the flattened parameter, and shard parts of each fragment."""
+    for root, given in buckets.items():
+        for i, bucket in enumerate(sequence(root, given)):
+            where = f"{root}[{i}]"
+            fields = {kind: _field(bucket, kind) for kind in _ENTRIES}
+            shards = {k: as_numpy(f"{where}.{k}", x) for k, x in fields.items() if x is not None}
+            for fragment in sequence(f"{where}.fragments", _field(bucket, "fragments", [])):
+                if _field(fragment, "in_local_shard"):
+                    group = groups[_field(fragment, "param_group_id")]
+                    name = group.names[_field(fragment, "param_id")]
+                    low, high = _field(fragment, "shard_range")
+                    parts = {kind: shard[low:high] for kind, shard in shards.items()}
+                    yield f"{where}, {name!r}", name, _field(fragment, "shard_param_range"), parts
+
+
+def _field(x: Any, name: str, default: Any = None) -> Any:
+    """A field of an object, or the entry of a dictionary made from it."""
+    return x.get(name, default) if isinstance(x, Mapping) else getattr(x, name, default)

@@ -1,13 +1,13 @@
-"""The reader of every format: the layout of ``torch.optim.Optimizer.state_dict()``.
+"""torch's layout of optimizer states, read and written; the other readers first convert to it.
 
 ``param_groups`` is a list of dictionaries, each with the hyperparameters of a group and, under
 ``params``, the indices or names of its parameters; ``state`` has a dictionary per parameter. A step
 count is in the state of each parameter (torch) or in each group (Apex, Transformer Engine).
-``readers.py`` and ``apex.py`` first convert other formats to this one.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +16,10 @@ import numpy as np
 
 from jdistadam.core.codecs import join_halves
 from jdistadam.errors import DtypeError, HyperparameterError, ShapeError, TreeError
-from jdistadam.interop.named_state import Group, NamedLeaf, NamedState
+from jdistadam.interop.named_state import Group, NamedLeaf, NamedState, check_named_state
 
 Names = Sequence[str] | Mapping[Any, str] | None
 
-_NOT_SETTINGS = ("params", "param_names")
 # Keys in the state of a parameter: the main parameter is ``param`` in Apex and ``master_param`` in
 # Transformer Engine, float32 or the int16 remainder of a bfloat16 parameter.
 _OURS = {"param": "param", "master_param": "param", "exp_avg": "mu", "exp_avg_sq": "nu"}
@@ -31,11 +30,121 @@ _INSTEAD = {
 _AS_MADE = "Pass the state dictionary as the other framework made it."
 
 
-def as_numpy(where: str, x: Any) -> np.ndarray:
-    """Returns an array, number or torch tensor as a numpy array, without a copy if possible.
+def from_torch(
+    state_dict: Mapping[str, Any], params: Mapping[str, Any] | None, names: Names = None
+) -> NamedState:
+    """Reads the state of ``torch.optim.AdamW`` or ``Adam``, or of an optimizer with its layout.
 
-    Raises TreeError for a shard of a distributed tensor, DtypeError for values without numbers.
+    Those are ``FusedAdam`` of Apex, whose ``master_weights`` are not in the dictionary, and of
+    Transformer Engine, and any of them under Megatron-FSDP's ``fully_shard_optimizer``. Where it is
+    not written, as by Apex and older versions of torch, weight decay is taken as decoupled.
+
+    Layouts: torch 2.15, ``torch/optim/adam.py``; NVIDIA/apex 6424da3b,
+    ``apex/optimizers/fused_adam.py``; NVIDIA/TransformerEngine 04912bf0,
+    ``transformer_engine/pytorch/optimizers/fused_adam.py``; NVIDIA/Megatron-LM d98e8a64,
+    ``megatron/core/distributed/fsdp/src/megatron_fsdp/fully_shard.py``.
+
+    Args:
+      state_dict: ``optimizer.state_dict()``, with tensors or numpy arrays.
+      params: Parameters by name, such as ``model.state_dict()``; buffers are left out.
+      names: The names of the parameters in the order of ``optimizer.param_groups``, which may
+        differ from the model's, or a dictionary of them by index. None: they are in the dictionary,
+        as after ``AdamW(model.named_parameters())``, or from ``get_optimizer_state_dict``.
+
+    Returns:
+      The state by torch's names, as numpy arrays.
+
+    Raises:
+      TreeError, ShapeError, DtypeError: It is no such state, or the names do not match it.
+      HyperparameterError: It uses ``amsgrad`` or ``maximize``.
+
+    Example:
+      >>> moments = dict(step=3.0, exp_avg=np.ones((2, 4)), exp_avg_sq=np.ones((2, 4)))
+      >>> state_dict = {"state": {0: moments}, "param_groups": [dict(lr=1e-3, params=[0])]}
+      >>> theirs = from_torch(state_dict, {"fc.weight": np.ones((2, 4))}, ["fc.weight"])
+      >>> theirs.step, theirs.leaves["fc.weight"].mu.shape, theirs.arguments()
+      (3, (2, 4), {'learning_rate': 0.001})
     """
+    return parse(state_dict, names).named_state(params)
+
+
+class TorchState(NamedTuple):
+    """A state in torch's layout, with numpy arrays.
+
+    Attributes:
+      optimizer: The argument of ``torch.optim.AdamW.load_state_dict``, with arrays as tensors.
+      params: Parameters by name, float32 if the state had main parameters.
+      names: The names of the parameters in the order of the indices in ``optimizer``.
+    """
+
+    optimizer: dict[str, Any]
+    params: dict[str, np.ndarray]
+    names: list[str]
+
+
+_NEEDED = ("lr", "betas", "eps", "weight_decay")
+_OF_ADAMW: dict[str, Any] = {
+    "foreach": None, "fused": None, "capturable": False, "differentiable": False,
+    "amsgrad": False, "maximize": False, "decoupled_weight_decay": True,
+}  # fmt: skip
+
+
+def to_torch(theirs: NamedState, **settings: Any) -> TorchState:
+    """Writes a state in the layout of ``torch.optim.AdamW.state_dict()``.
+
+    Parameters are numbered group by group, and each group keeps its order.
+
+    Args:
+      theirs: The result of ``from_train_state``, ``from_fused`` or a reader.
+      **settings: Hyperparameters by torch's names; they replace those of every group.
+
+    Returns:
+      A ``TorchState``: the argument of ``load_state_dict``, the parameters and their names.
+
+    Raises:
+      HyperparameterError: A hyperparameter that torch needs is missing.
+      TreeError: A group names an unknown parameter.
+
+    Example:
+      >>> theirs = from_torch({"state": {}, "param_groups": [dict(params=[0])]}, None, ["w"])
+      >>> exported = to_torch(theirs, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+      >>> exported.optimizer["param_groups"][0]["params"], exported.names
+      ([0], ['w'])
+    """
+    check_named_state(theirs)
+    names = [name for group in theirs.groups for name in group.names]
+    if missing := [name for name in names if name not in theirs.leaves]:
+        raise TreeError(
+            f"groups, {missing[0]!r}: is in a group, and is no parameter of the state: "
+            f"got {len(missing)} such names, expected names of its leaves. "
+            "Pass groups of the parameters that are exported."
+        )
+    groups, indices = [], itertools.count()
+    for group in theirs.groups:
+        known = {k: x for k, x in group.settings.items() if k not in ("step", "bias_correction")}
+        new = _OF_ADAMW | known | settings
+        if missing := [key for key in _NEEDED if key not in new]:
+            raise HyperparameterError(
+                f"{missing[0]}: missing, and torch needs it: got {new}, "
+                f"expected {', '.join(_NEEDED)}. Pass them by keyword."
+            )
+        if not group.settings.get("bias_correction", True):
+            raise HyperparameterError(
+                "bias_correction: torch always corrects the bias: got False, expected True. "
+                "Train on with ours."
+            )
+        groups.append(new | {"params": [next(indices) for _ in group.names]})
+    state = {
+        i: {"step": np.array(theirs.step, np.float32), "exp_avg": leaf.mu, "exp_avg_sq": leaf.nu}
+        for i, leaf in enumerate(theirs.leaves[name] for name in names)
+        if leaf.mu is not None
+    }
+    params = {k: leaf.param for k, leaf in theirs.leaves.items() if leaf.param is not None}
+    return TorchState({"state": state, "param_groups": groups}, params, names)
+
+
+def as_numpy(where: str, x: Any) -> np.ndarray:
+    """Returns an array, number or torch tensor as a numpy array, without a copy if possible."""
     if hasattr(x, "full_tensor"):
         raise TreeError(
             f"{where}: a distributed tensor, of which this process holds a shard: "
@@ -67,12 +176,12 @@ def mapping(where: str, x: Any, action: str = _AS_MADE) -> Mapping[Any, Any]:
 
 def sequence(where: str, x: Any) -> list[Any]:
     """Returns a list, from a list or from a dictionary by position as in files."""
-    by_position = {str(key): value for key, value in x.items()} if isinstance(x, Mapping) else {}
-    if isinstance(x, Mapping) and all(str(i) in by_position for i in range(len(x))):
-        return [by_position[str(i)] for i in range(len(x))]
     if isinstance(x, list | tuple):
         return list(x)
-    got = sorted(by_position) if isinstance(x, Mapping) else type(x).__name__
+    by_position = {str(key): value for key, value in x.items()} if isinstance(x, Mapping) else None
+    if by_position is not None and by_position.keys() == set(map(str, range(len(by_position)))):
+        return [by_position[str(i)] for i in range(len(by_position))]
+    got = type(x).__name__ if by_position is None else sorted(by_position)
     raise TreeError(
         f"{where}: not a list, nor a dictionary by position: got {got}, "
         f"expected a list, or all positions from 0. {_AS_MADE}"
@@ -94,34 +203,18 @@ def first_of(where: str, x: Any, *keys: str) -> tuple[str, Any]:
 
 
 class TorchLayout(NamedTuple):
-    """Groups by name, and the entry of ``state`` for each parameter with one, by name."""
+    """Groups, and the entry of ``state`` for each parameter with one, by name."""
 
     groups: tuple[Group, ...]
     entries: dict[str, Mapping[str, Any]]
 
-    @property
-    def steps(self) -> dict[str, Any]:
-        """The step counts of groups and parameters; None if one is missing."""
-        found = {}
-        for i, group in enumerate(self.groups):
-            of_group = group.settings.get("step")
-            if of_group is not None and group.names:
-                found[f"param_groups[{i}]"] = of_group
-            for name in filter(self.entries.__contains__, group.names):
-                of_param = self.entries[name].get("step")
-                if of_param is not None or of_group is None:
-                    found[repr(name)] = of_param
-        return found
-
     def named_state(self, params: Any, steps: Mapping[str, Any] | None = None) -> NamedState:
-        """Returns the state, with the known parameters of the model, by name.
-
-        ``steps``: step counts by position, in place of those of groups and parameters.
-        """
+        """Returns the state; ``steps``: step counts by place, if not in groups and entries."""
         known = {} if params is None else mapping("params", params)
         names = (name for group in self.groups for name in group.names)
         leaves = {k: _leaf(k, self.entries.get(k, {}), known.get(k)) for k in names}
-        return NamedState(_one_step(self.steps if steps is None else steps), leaves, self.groups)
+        step = _one_step(_steps(*self) if steps is None else steps)
+        return NamedState(step, leaves, self.groups)
 
 
 def parse(state_dict: Any, names: Names, where: str = "state_dict") -> TorchLayout:
@@ -147,9 +240,7 @@ def parse(state_dict: Any, names: Names, where: str = "state_dict") -> TorchLayo
     )
 
 
-def _name_of(
-    raw: Sequence[Mapping[str, Any]], keys: list[str], names: Names, where: str
-) -> dict[str, str]:
+def _name_of(raw: list[Any], keys: list[str], names: Names, where: str) -> dict[str, str]:
     """The name of each key, from the argument or from the groups."""
     if names is None and not all(map(str.isdigit, keys)):
         names = {key: key for key in keys}
@@ -175,7 +266,9 @@ def _name_of(
 
 def _settings(group: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The hyperparameters of a group, as Python numbers."""
-    settings = {key: _plain(where, x) for key, x in group.items() if key not in _NOT_SETTINGS}
+    settings = {
+        key: _plain(where, x) for key, x in group.items() if key not in ("params", "param_names")
+    }
     for key in filter(settings.get, _INSTEAD):
         raise HyperparameterError(
             f"{where}[...][{key!r}]: is not supported: got {settings[key]}, expected False. "
@@ -225,6 +318,20 @@ def _leaf(name: str, entry: Mapping[str, Any], param: Any) -> NamedLeaf:
         flat = join_halves(param.reshape(-1), main.reshape(-1).view(np.uint16), np)
         main = flat.reshape(param.shape)
     return NamedLeaf(main, found.get("mu"), found.get("nu"))
+
+
+def _steps(groups: Sequence[Group], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The step counts of groups and parameters by place; None where both lack one."""
+    found = {}
+    for i, (names, settings) in enumerate(groups):
+        of_group = settings.get("step")
+        if of_group is not None and names:
+            found[f"param_groups[{i}]"] = of_group
+        for name in filter(entries.__contains__, names):
+            of_param = entries[name].get("step")
+            if of_param is not None or of_group is None:
+                found[repr(name)] = of_param
+    return found
 
 
 def _one_step(steps: Mapping[str, Any]) -> int:

@@ -44,7 +44,7 @@ def _adam_on_shards(spec: Spec, scalars: Scalars, operands: Operands, out_like: 
     Args:
       spec: As for the kernel.
       scalars: The same on all devices.
-      operands: The leaves, as ``beside_moments`` returns them.
+      operands: The leaves, as ``placed_like_moments`` returns them.
       out_like: Arrays with the sharding that ``out`` takes.
 
     Returns:
@@ -56,7 +56,7 @@ def _adam_on_shards(spec: Spec, scalars: Scalars, operands: Operands, out_like: 
     return native.unfused(partitioned((out_like, shardings), scalars, operands.unfused()))
 
 
-def beside_moments(operands: Operands) -> Operands:
+def placed_like_moments(operands: Operands) -> Operands:
     """Reshards every leaf like its first moment, as far as types know it.
 
     The types of an Explicit mesh include shardings, and a call gets them from its operands.
@@ -306,7 +306,7 @@ def adam(
         return kernel.adam(spec, scalars, operands)
     scalars, operands = collectives.vary_together((scalars, operands))
     models = operands._replace(out=operands.out or out_like or operands.params)
-    args = (scalars, beside_moments(operands), models.out)
+    args = (scalars, placed_like_moments(operands), models.out)
     step, treedef = functools.partial(_adam_on_shards, spec), jax.tree.structure(args)
     return back_in_place(_step(step, *args, spec=spec, treedef=treedef), models)
 

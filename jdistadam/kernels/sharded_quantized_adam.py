@@ -153,7 +153,7 @@ def adam(
     """
     scalars, rounded, operands = collectives.vary_together((scalars, rounded, operands))
     out_like = tuple(operands.out or out_like or operands.params)
-    placed = _beside_moments(operands)
+    placed = _placed_like_moments(operands)
     args = (scalars, rounded, placed, out_like)
     made: Results = _step(functools.partial(_sharded, spec), *args)
     models = Results(operands.params, operands.mu, operands.nu, out_like)
@@ -182,7 +182,7 @@ def _sharded(
     return native.unfused(results)
 
 
-def _beside_moments(operands: Operands) -> Operands:
+def _placed_like_moments(operands: Operands) -> Operands:
     """Reshards every array of a leaf like its first moment, as far as types know it."""
     codes = codes_of(operands.mu)
     kinds = _Kinds.of(operands)
@@ -190,7 +190,7 @@ def _beside_moments(operands: Operands) -> Operands:
         if not typed.sharding.mesh.empty:
             _check_parts(typed, kinds)
 
-    def beside(x: Any, code: Any) -> Any:
+    def resharded(x: Any, code: Any) -> Any:
         sharding = jax.typeof(code).sharding
         if not is_codes(x):
             return sharded_adam.reshard_as(x, sharding)
@@ -199,7 +199,7 @@ def _beside_moments(operands: Operands) -> Operands:
             sharded_adam.reshard_as(x.codes, sharding), sharded_adam.reshard_as(x.scales, first)
         )
 
-    return Operands(*(tuple(map(beside, kind, codes)) for kind in operands))
+    return Operands(*(tuple(map(resharded, kind, codes)) for kind in operands))
 
 
 def _typed_like(made: Sequence[Any], models: Sequence[Any]) -> tuple[Any, ...]:

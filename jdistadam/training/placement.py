@@ -32,7 +32,7 @@ def copy_to(tree: Any, sharding: Any) -> Any:
     kinds = [jax.random.key_impl(x) if trees.is_key(x) else None for x in leaves]
     words = [jax.random.key_data(x) if trees.is_key(x) else x for x in leaves]
 
-    on_device = jax.tree.map(memory.beside, sharding)
+    on_device = jax.tree.map(memory.device_sharding, sharding)
     placed = jax.device_put(compat.row_major(treedef.unflatten(words)), on_device)
     copies = _copies(placed, tuple(kinds))
     if not any(map(memory.is_on_host, jax.tree.leaves(sharding))):
