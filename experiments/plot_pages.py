@@ -1,4 +1,4 @@
-"""Draws the pictures of the pages: steps and their gain from records, bytes from plans, a diagram.
+"""Draws the pictures of the pages: from records, from plans and schedules, and a diagram.
 
 python experiments/plot_pages.py               # writes into experiments/results/plots
 python experiments/plot_pages.py --out FOLDER  # into another folder
@@ -14,6 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
+from lm.report import validation_losses
 from speed_tables import RESULTS, group_rows
 from step_bench import model
 from step_bench.budget import bfloat16_shapes
@@ -195,11 +196,170 @@ def step_flow():
     return figure
 
 
+NUM_BLOCKS, BLOCK_SHAPE, MICRO_BATCHES, DEVICES = 4, (1024, 1024), 2, 4
+BLOCK_BYTES = 2 * BLOCK_SHAPE[0] * BLOCK_SHAPE[1]  # in bfloat16; sent in one unit of time
+UNITS = {"forward": 1, "backward": 2, "update": 0.25}  # of a block; update: of its 1/DEVICES
+
+
+def step_bars(strategy):
+    """Bars of a step: of computations and of communication, each (kind, block, start, length).
+
+    The schedule says what is sent, how often, and whether in each micro-batch. What is sent starts
+    when its data are there and the links are free.
+    """
+    tx = jda.distributed(
+        jda.fused_adamw(1e-3),
+        mesh=jax.make_mesh((DEVICES,), ("data",), devices=jax.devices()[:DEVICES]),
+        sharding_strategy=strategy,
+        policy=jda.MixedPrecisionPolicy(grad_comm_dtype=jnp.bfloat16),
+    )
+    shape = jax.ShapeDtypeStruct(BLOCK_SHAPE, jnp.bfloat16)
+    blocks = tx.config.schedule([shape] * NUM_BLOCKS, accumulate_steps=MICRO_BATCHES).buckets
+    computed, sent = [], []
+
+    def add(bars, kind, block, start, length):
+        start = max([start, *(begin + size for *_, begin, size in bars[-1:])])
+        bars.append((kind, block, start, length))
+        return start + length
+
+    def send(kind, block, phase, start):
+        for c in phase:
+            start = add(sent, kind, block, start, c.bytes_sent / c.times / BLOCK_BYTES)
+        return start
+
+    now = 0
+    for i, entry in enumerate(blocks):
+        if entry.bucket.is_sharded_param:
+            now = send("gather", i, entry.gather, now)
+    for _ in range(MICRO_BATCHES):
+        done = now
+        for i in range(NUM_BLOCKS):
+            done = add(computed, "forward", i, done, UNITS["forward"])
+        for i in reversed(range(NUM_BLOCKS)):
+            done = add(computed, "backward", i, done, UNITS["backward"])
+            if any(c.when == "micro-batch" for c in blocks[i].reduce):
+                now = send("reduce", i, blocks[i].reduce, done)
+        now = max(now, done)  # a micro-batch ends with its sums
+    for i, entry in enumerate(blocks):
+        if all(c.when == "step" for c in entry.reduce):
+            now = send("reduce", i, entry.reduce, now)
+    share = sum(x.bucket.shard_size for x in blocks) * 2 * DEVICES / BLOCK_BYTES
+    now = add(computed, "update", None, now, share * UNITS["update"])
+    for i, entry in enumerate(blocks):
+        now = send("gather", i, entry.after_update, now)
+    return computed, sent
+
+
+KINDS = {  # kind: its name in the legend, color
+    "forward": ("forward pass of a block", GRAY),
+    "reduce": ("sum of its gradients", LIGHT),
+    "backward": ("backward pass", DARK),
+    "gather": ("gather of its parameters", "white"),
+    "update": ("update", BLUE),
+}
+
+
+def _bar(kind, place=(0, 0), length=1):
+    color = KINDS[kind][1]
+    return plt.Rectangle(place, length, 0.9, facecolor=color, edgecolor="black", lw=0.6)
+
+
+def step_timeline():
+    """Computation and communication of a step under each strategy."""
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for row, strategy in enumerate(STRATEGIES):
+        top = -3 * row
+        lanes = step_bars(strategy)
+        for low, bars in zip((top, top - 1), lanes, strict=True):
+            for kind, block, start, length in bars:
+                axes.add_patch(_bar(kind, (start, low), length))
+                ink = "white" if kind in ("backward", "update") else "black"
+                text, at = "" if block is None else str(block + 1), (start + length / 2, low + 0.43)
+                axes.annotate(text, at, ha="center", va="center", color=ink, fontsize=8)
+        sent = sum(bar[-1] for bar in lanes[1]) * 2 / NUM_BLOCKS
+        axes.text(0, top + 1.08, f'"{strategy}"', weight="bold")
+        axes.text(34, top + 1.08, f"sends {sent:g} bytes per parameter", ha="right")
+    for i in range(MICRO_BATCHES):
+        axes.text(12 * i + 6, -0.57, f"micro-batch {i + 1}", ha="center", va="center", color=DARK)
+    axes.legend(
+        [_bar(kind) for kind in KINDS], [name for name, _ in KINDS.values()], frameon=False,
+        loc="upper center", bbox_to_anchor=(0.5, 0), ncols=3,
+    )  # fmt: skip
+    axes.set(xlim=(-0.1, 34.1), ylim=(-10.2, 1.9))
+    axes.axis("off")
+    return figure
+
+
+def _apart(run, base):
+    """The validation losses of one run of train_lm.py minus those of another, by step."""
+    losses, others = (validation_losses(RESULTS / "train_lm" / x) for x in (run, base))
+    return {step: losses[step] - others[step] for step in losses}
+
+
+def _draw_differences(axes, lines, columns):
+    """Differences of pairs of runs by name, and a line at zero."""
+    for name, (*pair, color, line) in lines.items():
+        points = zip(*_apart(*pair).items(), strict=True)
+        axes.plot(*points, line, color=color, marker="o", ms=3, label=name)
+    axes.axhline(0, color="black", lw=0.8)
+    axes.set(xlabel="steps", xlim=(0, None))
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=columns)
+    _bare(axes)
+
+
+def optax_losses():
+    """jdistadam minus optax; a band as wide as the larger difference of two runs of one of them."""
+    figure, panels = plt.subplots(1, 2, figsize=(7, 3.7), sharey=True, layout="constrained")
+    runs = {  # title: name of the band, runs of each line
+        "peak learning rate 1.5e-4": ("one optimizer, one and four H200s", {
+            "one H200": "h200/{}", "four H200s": "h200_x4/{}"}),
+        "peak learning rate 3e-4": ("one optimizer, both seeds", {
+            "seed 0": "h200_x4/batch64_3e-4/{}_seed0", "seed 1": "h200_x4/batch64_3e-4/{}_seed1"}),
+    }  # fmt: skip
+    for axes, (title, (band, folders)) in zip(panels, runs.items(), strict=True):
+        spread = [
+            _apart(*(folder.format(name) for folder in folders.values()))
+            for name in ("jdistadam", "optax")
+        ]
+        widths = {step: max(abs(x[step]) for x in spread) for step in spread[0]}
+        low, size = [-x for x in widths.values()], [2 * x for x in widths.values()]
+        axes.bar(list(widths), size, min(widths), low, color="#e4e4e4", zorder=0, label=band)
+        pairs = {
+            name: (folder.format("jdistadam"), folder.format("optax"), color, "-")
+            for (name, folder), color in zip(folders.items(), (LIGHT, BLUE), strict=True)
+        }
+        _draw_differences(axes, pairs, columns=1)
+        axes.set(title=title, ylim=(-0.045, 0.045))
+    panels[0].set(ylabel="jdistadam minus optax,\nnats per byte")
+    return figure
+
+
+def strategy_losses():
+    """Each strategy and mesh minus "optim" over four devices."""
+    figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    runs = {
+        '"no_shard", 4 or 2 x 2': ("no_shard_1", DARK, "-"),
+        '"optim", 2 x 2': ("optim_2", BLUE, "--"),
+        '"optim_grads", 4': ("optim_grads_1", STRATEGIES["optim_grads"], "-"),
+        '"optim_grads", 2 x 2': ("optim_grads_2", STRATEGIES["optim_grads"], "--"),
+    }
+    folder = "h200_x4/strategies/"
+    pairs = {
+        name: (folder + run, folder + "optim_1", *style) for name, (run, *style) in runs.items()
+    }
+    _draw_differences(axes, pairs, columns=2)
+    axes.set(ylabel='minus "optim", 4,\nnats per byte')
+    return figure
+
+
 PICTURES = {
     "h100_x2/whole_steps": whole_steps,
     "h100_x2/gains": gains,
     "cpu/strategy_bytes": strategy_bytes,
     "cpu/step_flow": step_flow,
+    "cpu/step_timeline": step_timeline,
+    "h200_x4/optax_losses": optax_losses,
+    "h200_x4/strategy_losses": strategy_losses,
 }
 
 

@@ -137,36 +137,6 @@ def validation_losses(folder: pathlib.Path) -> dict[int, float]:
     return {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
 
 
-def plot_comparison(runs: dict[str, pathlib.Path], image: pathlib.Path, marks: Any) -> None:
-    """Draws validation losses of several runs, and below them their differences from the first.
-
-    Args:
-      runs: Folder of each run by its label.
-      image: File to write.
-      marks: Horizontal lines by label.
-    """
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(7, 5.6), sharex=True, height_ratios=(3, 1), constrained_layout=True
-    )
-    curves = {label: validation_losses(folder) for label, folder in runs.items()}
-    first = next(iter(curves.values()))
-    for label, losses in curves.items():
-        style = dict(marker="o", ms=3, lw=1)
-        top.plot(list(losses), list(losses.values()), **style, label=label)
-        bottom.plot(list(losses), [loss - first[step] for step, loss in losses.items()], **style)
-    for (name, value), style in zip(marks.items(), ("--", ":"), strict=False):
-        top.axhline(value, color="0.5", ls=style, lw=1, label=name)
-    for limit in (-0.02, 0.02):
-        bottom.axhline(limit, color="0.5", ls=":", lw=1)
-    top.set(ylabel="validation loss, nats per byte")
-    bottom.set(xlabel="steps", ylabel="minus the first")
-    top.grid(alpha=0.3)
-    bottom.grid(alpha=0.3)
-    top.legend()
-    figure.savefig(image, dpi=130)
-    plt.close(figure)
-
-
 def plot_bandwidth(result: pathlib.Path, image: pathlib.Path) -> None:
     """Draws the bandwidth of a step on one leaf against its size, and the copy as the roof."""
     results = json.loads(result.read_text())["results"]
