@@ -73,7 +73,7 @@ class Algorithm:
             raise PolicyError(
                 "MixedPrecisionPolicy.main_params_dtype: "
                 f"contradicts the optimizer's main_params_dtype: got {kinds[1].argument}, "
-                f"expected {kinds[0].argument}. Give it in one of the two places."
+                f"expected {kinds[0].argument}. Set it in only one of the two places."
             )
         return kinds[0] if kinds else FLOAT32
 

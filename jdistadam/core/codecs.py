@@ -313,7 +313,7 @@ def codec_of(moment: Any) -> Codec:
     raise DtypeError(
         f"codes: not codes of a moment: got {codes.dtype}, "
         f"expected {' or '.join(str(known.dtype) for known in BLOCK_CODECS)}. "
-        "Do not cast the state: its codes are no numbers."
+        "Do not cast the state: its codes are not numbers."
     )
 
 

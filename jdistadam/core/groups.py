@@ -133,7 +133,7 @@ class Groups:
                 raise TreeError(
                     f"{path}: its label belongs to no group: got {label!r}, "
                     f"expected {' or '.join(map(repr, self.hypers))}. "
-                    f"Add {label!r} to groups, if need be as {{}}, or fix param_labels."
+                    f"Add {label!r} to groups, for example with an empty dict, or fix param_labels."
                 )
             rows.append(2 * used.index(label) + out if label in used else None)
         self._check_all_named(labels)

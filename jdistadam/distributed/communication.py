@@ -113,7 +113,7 @@ def choose_communication(
             f'got {reasons[0]}, expected "optim" with unsharded parameters, '
             "float32 sums and main parameters, the state on the device and no norms, on 2, 4 or 8 "
             "devices of one process. "
-            'Pass communication="auto", which goes over XLA here, or change the setting.'
+            'Pass communication="auto", which uses collectives here, or change the setting.'
         )
     return Communication("xla", reasons[0])
 

@@ -53,13 +53,14 @@ def groups_of(norms: Norms, layout: Layout) -> dict[str | None, list[int]]:
         if not (name is None or isinstance(name, str)):
             raise PolicyError(
                 f"norms: returned no name: got {name!r} for {path}, expected a string, or None for "
-                "a leaf that counts in the total alone. Return the name of the leaf's group."
+                "a leaf that counts only in the totals. Return the name of the leaf's group."
             )
         groups.setdefault(name, []).append(i)
     if leaves and norms != "total" and list(groups) == [None]:
         raise TreeError(
             f"norms: names no leaf: got None for {layout.leaves[leaves[0]].path} and "
-            f'{len(leaves) - 1} more, expected a name of one. Pass "total" for the total alone.'
+            f"{len(leaves) - 1} more, expected a name for at least one. "
+            'Pass "total" for only the totals.'
         )
     return groups
 

@@ -148,7 +148,7 @@ def _cut(parallel: DataParallel, path: str, shape: tuple[int, ...], spec: P) -> 
     fits = len(spec) <= len(shape) and all(n % k == 0 for n, k in zip(shape, sizes, strict=True))
     if not fits:
         raise ShapeError(
-            f"{path}: does not divide as param_specs says: got shape {shape}, {spec}, "
+            f"{path}: cannot be split as param_specs says: got shape {shape}, {spec}, "
             f"expected dimensions that divide by {tuple(sizes)}. Change param_specs for this leaf."
         )
     return tuple(n // k for n, k in zip(shape, sizes, strict=True))

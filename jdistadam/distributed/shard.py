@@ -84,7 +84,8 @@ class Shard:
     def _misused(self) -> str:
         return (
             f"a shard of a parameter, {self.dtype}{list(self.shape)}, is used as if it were the "
-            "whole: gather it first, with jdistadam.gather_params(params, tx), or leave the "
+            "whole parameter: gather it first, with jdistadam.gather_params(params, tx), or "
+            "leave the "
             "shard_map with jdistadam.stored_params(params, tx)."
         )
 
@@ -141,7 +142,7 @@ def refuse_sums(grads: Grads, what: str, action: str) -> None:
     for path, x in zip(trees.paths(plain(grads), "grads"), leaves_of(grads), strict=True):
         if is_shard(x):
             raise MeshError(
-                f"{path}: summed over the devices already{what}: got a shard of shape {x.shape}, "
+                f"{path}: already summed over the devices{what}: got a shard of shape {x.shape}, "
                 f"expected this device's own gradient of the whole parameter. {action}"
             )
 
@@ -158,10 +159,11 @@ def refuse_unmarked(schedule: Schedule | None, params: Params) -> None:
     leaves: list[Any] = jax.tree.leaves(params)
     if schedule is None and leaves:
         raise MeshError(
-            "gather_params: got no shard among these params: "
+            "gather_params: no shard among these params: "
             "got plain arrays, and an optimizer that was not bound to params, "
             "expected what local_params(params, opt) returns, with opt = tx.bind(params). "
-            "Mark them first; with opt in the place of tx pass parts without shards, too."
+            "Call local_params first. If you pass opt in place of tx, parts without shards are "
+            "allowed too."
         )
     if schedule is None or jax.tree.structure(params) != schedule.treedef:
         return

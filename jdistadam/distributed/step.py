@@ -170,7 +170,7 @@ def scaling_of(config: DistributedConfig, state: Any) -> LossScaleState | None:
         return None
     if state is None:
         raise TreeError(
-            "grad_norm: needs the state, whose loss scale the gradients were multiplied by: "
+            "grad_norm: needs the state, because the gradients were multiplied by its loss scale: "
             "got None, expected tx.grad_norm(grads, opt_state). Pass the state."
         )
     check_options(config, find_state(state))
@@ -221,8 +221,9 @@ def _batched(leaves: Any, dims: Any, *, function: str) -> Any:
 def _jvp(leaves: Any, tangents: Any, *, function: str) -> Any:
     del tangents
     raise PolicyError(
-        f"{function}: a distributed optimizer cannot be differentiated: got a derivative by "
-        f"some of {len(leaves)} arrays, expected a use of its values alone. Differentiate "
+        f"{function}: a distributed optimizer cannot be differentiated: got a derivative with "
+        f"respect to some of {len(leaves)} arrays, expected only a use of its values. "
+        "Differentiate "
         "fused_adamw(...).step, or put jax.lax.stop_gradient around what this one takes."
     )
 

@@ -45,8 +45,8 @@ def check_trees(
     ):
         if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
             raise DtypeError(
-                f"{path}: complex, and its parameter is not: the imaginary part would be lost: "
-                f"got {grad.dtype}, expected a real dtype, as that of the parameter, "
+                f"{path}: complex, but its parameter is not, so the imaginary part would be lost: "
+                f"got {grad.dtype}, expected a real dtype, like that of the parameter, "
                 f"{param.dtype}. Take jnp.real, or make the loss real."
             )
     _check_dtypes(mu, beside, name=mu_name, action="Cast mu.")

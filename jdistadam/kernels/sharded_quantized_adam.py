@@ -171,7 +171,7 @@ def _first_axes(x: Any, path: str = "fused_adamw") -> tuple[str, ...]:
         if not any(others):
             return first
     raise _not_supported(
-        "on leaves that are sharded along another dimension than the first",
+        "on leaves that are sharded along a dimension other than the first",
         f"shape {x.shape}, sharded as {getattr(x.sharding, 'spec', x.sharding)}",
         path,
     )

@@ -139,9 +139,9 @@ class TrainStep:
         if on_gpu and self.compiler_options and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "train_step: traced into another program, whose compiler options count: without "
-                "those of the step its collectives are merged into few, and it may take a third "
-                "longer. Pass jax.jit(..., compiler_options=step.compiler_options).",
+                "train_step: traced into another program, whose compiler options apply: without "
+                "the options of the step, XLA merges its collectives into a few, and it may take "
+                "a third longer. Pass jax.jit(..., compiler_options=step.compiler_options).",
                 stacklevel=3,
             )
 

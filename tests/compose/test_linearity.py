@@ -83,7 +83,7 @@ def test_optax_wrappers_around_a_distributed_optimizer_raise(cpu_mesh, name):
     tx = make_tx(cpu_mesh(2))
     wrapped = WRAPPERS[name](tx)
     message = (
-        r"tx: not a distributed optimizer: .*optax\.chain use jda\.chain; of .*accumulate_steps"
+        r"tx: not a distributed optimizer: .*optax\.chain use jda\.chain; .*accumulate_steps"
     )
     for entry in (
         lambda: jda.TrainState.create(random_params(), wrapped),

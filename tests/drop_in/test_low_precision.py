@@ -177,7 +177,7 @@ def test_params_replicated_and_moments_sharded():
 @pytest.mark.parametrize(
     ("shape", "spec", "message"),
     [
-        ((64, 128), P(None, "data"), "on leaves that are sharded along another dimension than the first"),
+        ((64, 128), P(None, "data"), "on leaves that are sharded along a dimension other than the first"),
         ((68, 70), P("data"), "on leaves whose parts are not blocks of 128 elements"),
     ],
     ids=str,
@@ -205,7 +205,7 @@ def test_stochastic_rounding_of_leaves_cut_along_others_raises(stored, kind):
     mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices("cpu")[:4])
     tx = jda.fused_adamw(**HYPER, rounding="stochastic", **given)
     w = jax.device_put(jnp.ones((3, 8), dtype), NamedSharding(mesh, P(None, "data")))
-    assert_raises_in_init(tx, mesh, w, "along another dimension than the first")
+    assert_raises_in_init(tx, mesh, w, "along a dimension other than the first")
 
 
 def test_stochastic_rounding_looks_at_no_other_leaf():
