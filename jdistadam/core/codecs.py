@@ -2,8 +2,9 @@
 
 A ``Codec`` knows its size, its bounds, and how to encode and decode numbers. Its ``encode`` and
 ``decode`` are the reference of cuda/rounding.h, whose notes [Note: blocks] and
-[Note: subnormal codes] define the result. numpy gives the bits of the compiled kernels. So does
-jax.numpy, except for numbers below 2^-126, which XLA flushes to zero.
+[Note: subnormal codes] define the result. With numpy the results equal those of the compiled
+kernels bit for bit; with jax.numpy they do too, except for numbers below 2^-126, which XLA flushes
+to zero.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The only module that communicates between devices. It all runs inside ``jax.shard_map``.
 
 [Note: casts that XLA deletes]
-XLA may delete a cast to 16 bits and back. It does if a collective over one device vanishes between
-the two, and then one device would compute other numbers than two. It may also move a cast to
-float32 behind a collective that only copies, which then sends other bytes than the policy says.
-``round_to`` keeps the first kind, ``keep_cast`` both.
+XLA may delete a cast to 16 bits and back. On one device it removes the collective between the two
+casts and then the casts; a run on one device would then differ from a run on two. XLA may also move
+a cast to float32 behind a collective that only copies data; the collective then sends more bytes
+than the policy says. ``round_to`` prevents the first, ``keep_cast`` prevents both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Groups of parameters: labels, masks, and the hyperparameters of each group.
 
-The kernel takes one row of coefficients per group, so many groups need no more launches than one.
-Every group has two rows: with weight decay, and without it for masked leaves.
+The kernel reads one row of coefficients per group, so many groups need only one launch. Every group
+has two rows: one with weight decay, and one without it for masked leaves.
 """
 
 from __future__ import annotations

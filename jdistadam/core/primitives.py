@@ -3,9 +3,9 @@
 [Note: primitives of our own]
 ``jax.custom_jvp`` and ``custom_vmap`` fail for second derivatives of a loop: when ``lax.scan``
 looks for values that are equal in all iterations, it drops the rule of ``custom_jvp``, and JAX then
-tries to differentiate the foreign call. JAX never drops the rules of a primitive. Its computation
-is a jaxpr parameter, because JAX searches those for ``custom_partitioning``, which has to know the
-devices.
+tries to differentiate the foreign call. JAX never drops the rules of a primitive. The computation
+of a primitive is stored as a jaxpr in its parameters, because JAX searches these for
+``custom_partitioning``, which needs the devices.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A shard of a parameter, inside a program.
 
 Outside programs, params are plain global arrays. Inside ``jax.shard_map``, ``local_params`` puts
-each shard into a ``Shard``, ``gather_params`` turns it into a plain array, and the gradient with
-respect to a ``Shard`` is one, too: JAX gives gradients the tree structure of their parameters. So
-types say which arrays are cut and which gradients are summed, and nothing is inferred from shapes.
+each shard into a ``Shard``, and ``gather_params`` turns it into a plain array. The gradient with
+respect to a ``Shard`` is a ``Shard`` too, because JAX gives gradients the tree structure of their
+parameters. So types, not shapes, show which arrays are shards and which gradients are summed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The state of an optimizer in one program: making and checking it."""
+"""The state of a drop-in optimizer: making and checking it."""
 
 from __future__ import annotations
 

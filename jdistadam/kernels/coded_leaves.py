@@ -1,8 +1,8 @@
 """Coded moments as arrays with the shapes of leaves: codes, and the scales of their blocks.
 
-A leaf cut into pieces of whole blocks is encoded and decoded in place. Its scales, a 32nd of the
-size of a float32 moment, are gathered on all devices, because their order is that of the whole
-leaf. A leaf cut elsewhere is gathered first.
+If a leaf is sharded into pieces of whole blocks, it is encoded and decoded in place. Only its
+scales are gathered on all devices, because they are stored in the order of the whole leaf; they are
+small. Otherwise the leaf is gathered first.
 """
 
 from __future__ import annotations

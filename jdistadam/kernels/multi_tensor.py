@@ -1,6 +1,6 @@
 """The other kernels: global norm, pairwise sums, packing, unpacking and keeping many leaves.
 
-All arrays are one device's, as in adam.py.
+All arrays are local to one device, as in adam.py.
 """
 
 from __future__ import annotations

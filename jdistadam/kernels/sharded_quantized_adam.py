@@ -1,7 +1,7 @@
 """The step with coded moments or stochastic rounding under plain ``jax.jit`` on several devices.
 
-A leaf may be cut along its first dimension into parts of whole blocks. The device with the moments
-updates it. Other shardings, ``jax.vmap`` and derivatives raise.
+A leaf may be sharded along its first dimension, if the shards consist of whole blocks. Each shard
+is updated where its moments are. Other shardings, ``jax.vmap`` and derivatives raise.
 """
 
 from __future__ import annotations

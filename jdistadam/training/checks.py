@@ -1,4 +1,4 @@
-"""Checks before a run: a train state, its record of its origin, and agreement of processes."""
+"""Checks before a run: the train state, where it came from, and whether processes agree."""
 
 from __future__ import annotations
 

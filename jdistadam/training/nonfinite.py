@@ -1,4 +1,4 @@
-"""Non-finite gradients: the parameters that had one, and ``SkipLimit``, which ends a run."""
+"""Non-finite gradients: which parameters had them, and ``SkipLimit``, which ends a run."""
 
 from __future__ import annotations
 

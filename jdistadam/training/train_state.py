@@ -1,4 +1,4 @@
-"""Parameters and optimizer state over a mesh: made, placed, and changed."""
+"""``TrainState``: parameters and optimizer state on a mesh; how to make, place and change it."""
 
 from __future__ import annotations
 

@@ -365,7 +365,7 @@ BAD = [
     (dict(EIGHT, b1=0.87, b2=0.894), r"mu_dtype: .*may outlast .* 1.1912 b1\^2 < b2"),
     (
         dict(EIGHT, b1=np.ones(()), b2=0.894),
-        r'mu_dtype: .*this one is not known.*static_args=\("b1", "b2"\)',
+        r'mu_dtype: .*its value is not known.*static_args=\("b1", "b2"\)',
     ),
     (
         dict(mu_dtype="block16", rounding="stochastic"),
@@ -373,7 +373,7 @@ BAD = [
     ),
     (
         dict(EIGHT, nu_dtype="block16", rounding="stochastic"),
-        'expected nu_dtype "block8": else steps',
+        'expected nu_dtype "block8": otherwise steps',
     ),
     (dict(mu_dtype="block32"), 'mu_dtype: not a dtype.* float16, "block8", "block16"'),
     (dict(nu_dtype="Block8"), 'nu_dtype: not a dtype.* "block8", "block16"'),
@@ -384,7 +384,7 @@ BAD = [
     (dict(seed=5), 'seed: has no effect: got 5 with rounding="nearest"'),
     (
         dict(b2=np.ones(()), nu_dtype="block16"),
-        r'this one is not known.*static_args=\("b1", "b2"\)',
+        r'its value is not known.*static_args=\("b1", "b2"\)',
     ),
     (dict(float32_moments=lambda path: True), "float32_moments: has no effect"),
     (dict(mu_dtype="block8", float32_moments="w"), "float32_moments: not a function"),
