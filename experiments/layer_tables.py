@@ -46,9 +46,9 @@ def memory(record: str) -> str:
         f"{results['parameters'] / 1e9:.2f}e9 parameters",
         "`sharding_strategy`",
         "params, state and batch",
-        "temporary",
-        "elements gathered a step",
-        "gathers, reductions per layer",
+        "temporary memory",
+        "elements gathered per step",
+        "gathers and reductions per layer",
         "audit",
     )
     table = []
@@ -99,14 +99,14 @@ LAYERS = {  # row: model, its gathers in the forward and in the backward pass, t
     ),
     "unrolled, gathered first": (
         "neither argument, with `jax.checkpoint`",
-        "all before it",
+        "all before the forward pass",
         "nothing: parameters stay gathered",
         "all parameters",
     ),
     "unrolled, unsharded parameters": (
         '`"optim_grads"`, with `jax.checkpoint`',
         "nothing",
-        "nothing; new parameters after the step",
+        "nothing; new parameters at the end of the step",
         "all parameters, always",
     ),
 }
@@ -120,11 +120,11 @@ def gathered_when() -> str:
     columns = (
         "model",
         "gathered in the forward pass",
-        "in the backward pass",
-        "unsharded at a time",
-        "temporary, 8 devices",
-        "temporary, 4 x 2",
-        "along the model axis of these",
+        "gathered in the backward pass",
+        "unsharded at the same time",
+        "temporary memory, 8 devices",
+        "temporary memory, 4 x 2",
+        "sent along the model axis, 4 x 2",
     )
     table = []
     for name, cells in LAYERS.items():

@@ -140,7 +140,7 @@ def table(run):
         for way, r in results["summary"].items()
     ]
     return markdown.table(
-        ("state", "validation loss minus that of float32, nats", "distance of the parameters"), rows
+        ("state", "validation loss minus that with float32 state, nats", "relative distance"), rows
     )
 
 

@@ -56,8 +56,8 @@ def table(out):
     columns = (
         "gradients",
         "validation loss, nats per byte",
-        "minus the first, last / furthest",
-        "gradient norm, last",
+        "difference from the first row: at the end / largest",
+        "gradient norm at the end",
         "tokens/s",
         "sent per device and step",
         "peak memory per device",

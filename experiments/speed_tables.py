@@ -42,8 +42,8 @@ def low_precision_speed() -> str:
         )
         table.append(cells)
     columns = (
-        "step", "bytes per parameter", "ms", "share of a copy's speed", "of the kernels alone",
-        "times as fast as float32",
+        "step", "bytes per parameter", "ms", "speed, share of a copy's",
+        "the same, kernel time alone", "speed relative to float32",
     )  # fmt: skip
     return markdown.table(columns, table)
 
@@ -91,7 +91,14 @@ def sharded_steps() -> str:
         found = group_rows(f"bench_step/h100_x2/{record}", group)
         named = [(name, found.get(row)) for row, name in SHARDED]
         table += [(workload, *_step_cells(name, row)) for name, row in named if row]
-    columns = ("per GPU", "whole step", "ms", "of a round", "ratio to the floor", "tokens/s")
+    columns = (
+        "batch per GPU",
+        "training step",
+        "ms",
+        "fastest to slowest round",
+        "ratio to the floor",
+        "tokens/s",
+    )
     return markdown.table(columns, table)
 
 
@@ -99,18 +106,18 @@ def _of_options(record, names) -> str:
     """One line for each named row of a record of one H100."""
     found = {row["name"]: row for row in _results(f"bench_step/h100/{record}")["rows"]}
     table = [_step_cells(name, found[f"unrolled-8/{row}"])[:3] for row, name in names]
-    return markdown.table(("with", "ms", "of a round"), table)
+    return markdown.table(("options", "ms", "fastest to slowest round"), table)
 
 
 def norms() -> str:
     """One line for each option of norms.json."""
     names = (
-        ("optim", "without"),
+        ("optim", "no norms"),
         ("optim+norms", '`norms="total"`'),
         ("optim+norms_of_leaves", '`norms="leaves"`, 75 leaves'),
-        ("optim+clip", "`max_grad_norm`, without"),
+        ("optim+clip", "`max_grad_norm`, no norms"),
         ("optim+clip+norms", '`max_grad_norm`, `norms="total"`'),
-        ("optim+remainder16", '`"remainder16"`, without'),
+        ("optim+remainder16", '`"remainder16"`, no norms'),
         ("optim+remainder16+norms", '`"remainder16"`, `norms="total"`'),
     )
     return _of_options("norms", names)
@@ -130,8 +137,8 @@ def host_memory() -> str:
         "`state_memory`",
         "ms",
         "state",
-        "held on the device",
-        "peak",
+        "held on the device between steps",
+        "peak on the device",
     )
     return markdown.table(columns, table)
 
@@ -139,7 +146,7 @@ def host_memory() -> str:
 def everyday() -> str:
     """One line for each option of everyday.json."""
     names = (
-        ("optim", "neither"),
+        ("optim", "none of them"),
         ("optim+ema", "`ema_decay`"),
         ("optim+clip", "`max_grad_norm`"),
         ("optim+clip+guard", "`max_grad_norm`, `norm_guard`"),
@@ -165,8 +172,8 @@ HEADLINE = (  # record, workload, and the rows of each with what README calls th
         {
             "unrolled-8/floor": "no optimizer",
             "unrolled-8/annotated_zero1+first_dim+latency_hiding": "optax, annotations (ZeRO-1)",
-            "unrolled-8/optim": "ours (ZeRO-1), XLA, sums in bfloat16",
-            "unrolled-8/optim+float32sum": "ours (ZeRO-1), peer memory, sums in float32",
+            "unrolled-8/optim": "jdistadam (ZeRO-1), XLA, sums in bfloat16",
+            "unrolled-8/optim+float32sum": "jdistadam (ZeRO-1), peer memory, sums in float32",
         },
     ),
     (
@@ -174,8 +181,8 @@ HEADLINE = (  # record, workload, and the rows of each with what README calls th
         "1 sequence",
         {
             "unrolled-1/annotated_zero1+first_dim+latency_hiding": "optax, annotations (ZeRO-1)",
-            "unrolled-1/optim": "ours (ZeRO-1), XLA, sums in bfloat16",
-            "unrolled-1/optim+float32sum": "ours (ZeRO-1), peer memory, sums in float32",
+            "unrolled-1/optim": "jdistadam (ZeRO-1), XLA, sums in bfloat16",
+            "unrolled-1/optim+float32sum": "jdistadam (ZeRO-1), peer memory, sums in float32",
         },
     ),
 )
@@ -193,7 +200,14 @@ def headline() -> str:
             table.append(
                 (workload, name, f"{row['ms']:.1f}", spread, tokens, held if memory else "-")
             )
-    columns = ("per GPU", "whole step", "ms", "of a round", "tokens/s", "memory per GPU")
+    columns = (
+        "batch per GPU",
+        "training step",
+        "ms",
+        "fastest to slowest round",
+        "tokens/s",
+        "memory per GPU",
+    )
     return markdown.table(columns, table)
 
 
@@ -206,5 +220,12 @@ def gathered_once() -> str:
         sizes = [f"{row[name] / 1e6:.0f} MB" for name in ("arguments", "temporary", "peak")]
         beside = f"{row['beside']} of {row['gathers']}"
         table.append((row["workload"], row["strategy"], *sizes, beside))
-    columns = ("workload", "strategy", "arguments", "temporary", "peak", "overlapped gathers")
+    columns = (
+        "workload",
+        "strategy",
+        "arguments",
+        "temporary memory",
+        "peak memory",
+        "overlapped gathers",
+    )
     return markdown.table(columns, table)

@@ -65,10 +65,10 @@ def kernel_table() -> str:
         "bf16, remainder16",
         "flat state, clipped",
         "optax.adamw",
-        "torch fused, called",
-        "torch fused, graph",
-        "host, us: float32 / flat / optax",
-        "compile, s: float32 / optax",
+        "torch fused, eager",
+        "torch fused, CUDA graph",
+        "host time, us: float32 / flat state / optax",
+        "compile time, s: float32 / optax",
     )
     table = []
     for name in ("bench_kernel/h200/default", "bench_kernel/h200/llama1b"):
@@ -150,8 +150,8 @@ def plan_table() -> str:
     columns = (
         "`sharding_strategy`",
         "policy",
-        "held: plan / compiled",
-        "temporary: at most / compiled",
+        "held: plan / compiled program",
+        "temporary: bound / compiled program",
         "sent",
     )
     table = []
@@ -175,8 +175,8 @@ def plan_memory_table() -> str:
     columns = (
         "`sharding_strategy`",
         "policy",
-        "held: plan / counted",
-        "temporary: at most / counted",
+        "held: plan / allocator",
+        "temporary: bound / allocator",
     )
     table = []
     for row in json.loads((RESULTS / "plan_against_memory/h200_x4/default.json").read_text())[
@@ -233,7 +233,15 @@ def step_rows(workload: str) -> dict[str, dict]:
 
 def step_table() -> str:
     """One line for each way to take a whole training step, of bench_step.py."""
-    columns = ("per GPU", "whole step", "ms", "of a round", "above the floor", "ratio", "tokens/s")
+    columns = (
+        "batch per GPU",
+        "training step",
+        "ms",
+        "fastest to slowest round",
+        "ms above the floor",
+        "ratio to the floor",
+        "tokens/s",
+    )
     table = []
     rows = [(w, name, row) for w in STEP_WORKLOADS for name, row in step_rows(w).items()]
     # The earlier run did not send gradients ahead over peer memory, unlike today's steps.
@@ -254,7 +262,7 @@ def step_table() -> str:
 
 def step_alone_table() -> str:
     """One line for each way to take an optimizer step alone on two GPUs, of bench_step.py."""
-    columns = ("optimizer step alone", "ms", "of a round")
+    columns = ("optimizer step alone", "ms", "fastest to slowest round")
     table = []
     for name, row in step_rows("step-gpt2xl").items():
         spread = f"{row['ms_least']:.1f} to {row['ms_most']:.1f}"

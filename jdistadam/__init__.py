@@ -2,7 +2,7 @@
 
 Fused: one compiled kernel updates every leaf in place, on CPU and CUDA with the same bits.
 Sharded: optimizer state is spread over a mesh, with explicit reduce-scatter and all-gather.
-Precise: storage and communication each have their own dtypes in the compiled program.
+Precise: storage, communication and sums use the dtypes that you choose for each.
 
 Start with ``fused_adamw`` in place of ``optax.adamw``; for several devices, see ``distributed`` and
 ``train_step``.

@@ -9,10 +9,10 @@ and 0.12 do not, and no report of it is known upstream. This crashes on two CPU 
     jax.jit(f)(jnp.zeros((0, 3)), jnp.ones(3))
 
 Remove ``refuse_empty_leaves`` and the special treatment in ``shard_map`` when jax 0.11 is no longer
-supported; ``tests/test_compat.py`` then says so.
+supported; a test in ``tests/test_compat.py`` then fails and says so.
 
-jax 0.10 moves an array with its own ``Format`` to several devices such that a program reads it
-correctly only on the first one. Remove ``row_major`` when jax 0.10 is no longer supported.
+If jax 0.10 moves an array with its own ``Format`` to several devices, a program reads it correctly
+only on the first one. Remove ``row_major`` when jax 0.10 is no longer supported.
 """
 
 from __future__ import annotations

@@ -197,8 +197,8 @@ NOT_A_TRAIN_STATE = r"^state: not a train state: got {}, expected jdistadam\.Tra
 NO_DISTRIBUTED_STATE = r"^opt_state: not the state of a distributed optimizer: got {} with 0 DistributedState in it, expected a DistributedState, or .*\. Call step\(grads, opt_state, params\) with what init"
 DONATED = r"^state: its arrays were donated to an earlier step, and are gone: .* expected the state that this step returned\. Write state, metrics = step"
 A_STATE = r"^{}: a state, not parameters: got {}, expected a tree of parameters\. Call {}\("
-RETURNED = r"^loss_fn: returned something else than asked for: got {}, expected {}\. A second value .*has_aux=True.*weighted=True.*model_state must be given to TrainState\.create"
-CALLED = r"^loss_fn: cannot be called with what the state holds: {}: got loss_fn{}, expected a function that can be called as loss_fn\({}\)\. Take"
+RETURNED = r"^loss_fn: returned something other than expected: got {}, expected {}\. A second value .*has_aux=True.*weighted=True.*model_state must be given to TrainState\.create"
+CALLED = r"^loss_fn: cannot be called with what the state holds: {}: got loss_fn{}, expected a function that can be called as loss_fn\({}\)\. Accept"
 BATCH_SPEC = r"^batch_spec: not a PartitionSpec over the axes of the mesh, each at most once: got {}, expected one PartitionSpec for all leaves, over \('data',\)\. Pass PartitionSpec\('data',\), or"
 NOT_A_RATE = r"^learning_rate: out of range: got {}, expected {}\. Change learning_rate\.$"
 NOT_A_DTYPE = r"^{}: not a dtype that can be used: got {}, expected float32, bfloat16, float16.*\. Pass one of these"
@@ -277,7 +277,7 @@ ERRORS = [
     ("b1 of True", lambda: fused(b1=True), jda.HyperparameterError, r"^b1: out of range: got True, expected a number in"),
     ("b2 below 0", lambda: fused(b2=-0.1), jda.HyperparameterError, r"^b2: out of range: got -0\.1, expected a number in \[0, 1\)"),
     ("b2 of 1 on several devices", lambda: make_tx(b2=1.0), jda.HyperparameterError, r"^b2: out of range: got 1\.0, expected a number in \[0, 1\)"),
-    ("optax.inject_hyperparams of 16-bit params", lambda: optax.inject_hyperparams(jda.fused_adamw)(1e-2).init(cast(PARAMS, BF16)), jda.HyperparameterError, r"^b2: rounded to 16 bits, which turn 0\.999 into 1: got bfloat16, expected float32, or a Python number\. .*use jda\.inject_hyperparams"),
+    ("optax.inject_hyperparams of 16-bit params", lambda: optax.inject_hyperparams(jda.fused_adamw)(1e-2).init(cast(PARAMS, BF16)), jda.HyperparameterError, r"^b2: rounded to 16 bits, which turns 0\.999 into 1: got bfloat16, expected float32, or a Python number\. .*use jda\.inject_hyperparams"),
     ("b2 of 1", lambda: fused(b2=1.0), jda.HyperparameterError, r"^b2: out of range: got 1\.0, expected a number in \[0, 1\)"),
     ("both betas at once, as in torch", lambda: fused(1e-2, (0.9, 0.99)), jda.HyperparameterError, r"^b1: out of range: got \(0\.9, 0\.99\), expected a number in \[0, 1\)"),
     ("a schedule for b1", lambda: fused(b1=lambda count: 0.9), jda.HyperparameterError, r"^b1: out of range: got <function .*, expected a number in \[0, 1\)"),
@@ -324,7 +324,7 @@ ERRORS = [
     ("a plateau before a distributed optimizer", lambda: jda.chain(optax.contrib.reduce_on_plateau(), tx()), jda.PolicyError, NEEDS_A_LOSS),
     ("such a one in another chain", lambda: jda.chain(optax.identity(), optax.chain(optax.contrib.reduce_on_plateau()), tx()), jda.PolicyError, NEEDS_A_LOSS.replace("0", "1")),
     ("a plateau behind a distributed optimizer", lambda: jda.chain(tx(), optax.contrib.reduce_on_plateau()), jda.PolicyError, r"^chain, transformation 0: a distributed optimizer must come last: .* set hyperparams\['learning_rate'\] of inject_hyperparams"),
-    ("noise before a distributed optimizer", lambda: jda.chain(optax.add_noise(0.1, 0.5, 0), tx()), jda.PolicyError, r"^chain, transformation 0: it would see each device's gradients .* not linear in the gradients: .* docs/recipes\.md shows noise"),
+    ("noise before a distributed optimizer", lambda: jda.chain(optax.add_noise(0.1, 0.5, 0), tx()), jda.PolicyError, r"^chain, transformation 0: it would see each device's gradients .* not linear in the gradients: .* for noise see docs/recipes\.md"),
     ("something behind main parameters", lambda: jda.chain(fused(main_params_dtype=jnp.float32), optax.scale(1.0)).init(cast(PARAMS, BF16)), jda.PolicyError, r"^chain, transformation 0: params must follow its main parameters exactly: got others behind it"),
     ("a state of the last part alone", lambda: jda.chain(optax.scale(1.0), fused()).step(GRADS, fused().init(PARAMS), PARAMS), jda.TreeError, CHAIN_STATE.format("3 parts")),
     ("a chain's step without its state", lambda: jda.chain(optax.scale(1.0), fused()).step(GRADS, PARAMS, PARAMS), jda.TreeError, CHAIN_STATE.format("dict")),
@@ -370,7 +370,7 @@ ERRORS = [
     ("a gradient norm of 0", lambda: make_tx(max_grad_norm=0.0), jda.HyperparameterError, r"^max_grad_norm: out of range: got 0\.0, expected"),
     ("a gradient norm of True", lambda: make_tx(max_grad_norm=True), jda.HyperparameterError, r"^max_grad_norm: out of range: got True, expected"),
     ("a gradient norm in a string", lambda: make_tx(max_grad_norm="1"), jda.HyperparameterError, r"^max_grad_norm: out of range: got '1', expected a finite"),
-    ("a gradient norm for each leaf", lambda: make_tx(max_grad_norm=jnp.ones(2)), jda.HyperparameterError, r"^max_grad_norm: not one number: got shape \(2,\), expected a scalar"),
+    ("a gradient norm for each leaf", lambda: make_tx(max_grad_norm=jnp.ones(2)), jda.HyperparameterError, r"^max_grad_norm: not a single number: got shape \(2,\), expected a scalar"),
     ("buckets of nothing", lambda: make_tx(bucket_bytes=0), jda.HyperparameterError, r"^bucket_bytes: out of range: got 0, expected"),
     ("buckets in words", lambda: make_tx(bucket_bytes="32MB"), jda.HyperparameterError, r"^bucket_bytes: out of range: got '32MB', expected"),
     ("average_grads as a word", lambda: make_tx(average_grads="no"), jda.HyperparameterError, NOT_A_BOOL.format("average_grads", "'no'")),
@@ -387,7 +387,7 @@ ERRORS = [
     ("norms of a word", lambda: make_tx(norms="layers"), jda.PolicyError, r"^norms: unknown: got 'layers', expected None, \"total\", \"leaves\" or a function from the path of a leaf to a name\. Pass"),
     ("a decay of True", lambda: make_tx(ema_decay=True), jda.HyperparameterError, r"^ema_decay: out of range: got True, expected"),
     ("stacked as a word", lambda: make_tx(stacked="layers", sharding_strategy="optim_grads_params"), jda.HyperparameterError, r"^stacked: not a predicate: got 'layers', expected a function of the path"),
-    ("stacked that finds no leaf", lambda: make_tx(stacked=lambda path: False, sharding_strategy="optim_grads_params").init(PARAMS), jda.TreeError, r"^stacked: selects no leaf: got False for params\['b'\] and 1 more, expected True for the layers that the model scans over or gathers\. Look for"),
+    ("stacked that finds no leaf", lambda: make_tx(stacked=lambda path: False, sharding_strategy="optim_grads_params").init(PARAMS), jda.TreeError, r"^stacked: selects no leaf: got False for params\['b'\] and 1 more, expected True for the layers that the model scans over or gathers\. Test for"),
     # -- loss scales
     ("a loss scale of 0", lambda: make_tx(loss_scale=0.0), jda.HyperparameterError, r"^loss_scale: out of range: got 0\.0, expected a number between 0 and inf in float32\. Change loss_scale"),
     ("a loss scale that no float32 holds", lambda: make_tx(loss_scale=1e40), jda.HyperparameterError, r"^loss_scale: out of range: got 1e\+40, expected a number between 0 and inf in float32"),
@@ -408,8 +408,8 @@ ERRORS = [
     # -- policies
     ("a dict as policy", lambda: make_tx(policy={"grad_comm_dtype": "bf16"}), jda.PolicyError, r"^policy: not a policy: got \{'grad_comm_dtype': 'bf16'\}, expected jdistadam\.MixedPrecisionPolicy\. Pass policy="),
     ("the class of policies", lambda: make_tx(policy=jda.MixedPrecisionPolicy), jda.PolicyError, r"^policy: not a policy: got <class .*, expected jdistadam\.MixedPrecisionPolicy"),
-    ("gradients stored narrower than sent", lambda: policy(main_grads_dtype=BF16, grad_comm_dtype=jnp.float32), jda.PolicyError, r"^MixedPrecisionPolicy\.main_grads_dtype: gradients would lose bits .*: got bfloat16 with grad_comm_dtype float32, expected .*\. Set main_grads_dtype"),
-    ("gradients stored in float16 and sent in bfloat16", lambda: policy(main_grads_dtype=jnp.float16, grad_comm_dtype=BF16), jda.PolicyError, r"^MixedPrecisionPolicy\.main_grads_dtype: gradients would lose bits .*: got float16 with grad_comm_dtype bfloat16, expected"),
+    ("gradients stored narrower than sent", lambda: policy(main_grads_dtype=BF16, grad_comm_dtype=jnp.float32), jda.PolicyError, r"^MixedPrecisionPolicy\.main_grads_dtype: gradients would be stored in fewer bits .*: got bfloat16 with grad_comm_dtype float32, expected .*\. Set main_grads_dtype"),
+    ("gradients stored in float16 and sent in bfloat16", lambda: policy(main_grads_dtype=jnp.float16, grad_comm_dtype=BF16), jda.PolicyError, r"^MixedPrecisionPolicy\.main_grads_dtype: gradients would be stored in fewer bits .*: got float16 with grad_comm_dtype bfloat16, expected"),
     ("a policy's nu_dtype that cannot decay", lambda: make_tx(nu_dtype=BF16), jda.PolicyError, r"^nu_dtype: a second moment in bfloat16, rounded to nearest, cannot decay at this b2"),
     ("sums in float16", lambda: policy(grad_reduce_dtype=jnp.float16), jda.PolicyError, r"^MixedPrecisionPolicy\.grad_reduce_dtype: not supported in this version: got float16, expected None or float32"),
     ("gradients in float8", lambda: policy(grad_comm_dtype=jnp.float8_e5m2), jda.PolicyError, NOT_A_DTYPE.format(r"MixedPrecisionPolicy\.grad_comm_dtype", r"<class 'jax\.numpy\.float8_e5m2'>")),
@@ -440,8 +440,8 @@ ERRORS = [
     ("an axis as param_specs", lambda: make_tx(mesh=mesh24(), param_specs="model").init(PARAMS), jda.DtypeError, r"^param_specs\['b'\]: not a PartitionSpec: got 'model', expected a PartitionSpec over tensor axes"),
     ("param_specs over an unknown axis", lambda: make_tx(mesh=mesh24(), param_specs={"w": P("modl"), "b": P()}).init(PARAMS), jda.MeshError, r"^params\['w'\]: param_specs names axis 'modl': got P.*\('modl',\), expected axes that carry no data: \('model',\)"),
     ("param_specs over an axis of data", lambda: make_tx(mesh=mesh24(), param_specs={"w": P("data"), "b": P()}).init(PARAMS), jda.MeshError, r"^params\['w'\]: param_specs names axis 'data': .*\. Leave sharding over data axes to sharding_strategy"),
-    ("param_specs that do not divide", lambda: make_tx(mesh=mesh24(), param_specs={"w": P(None, "model"), "b": P()}).init(PARAMS), jda.ShapeError, r"^params\['w'\]: does not divide as param_specs says: got shape \(4, 3\), .*, expected dimensions that divide by \(1, 4\)"),
-    ("param_specs of a number", lambda: make_tx(mesh=mesh24(), param_specs={"w": P(), "b": P(), "s": P("model")}).init(PARAMS | {"s": np.float32(1)}), jda.ShapeError, r"^params\['s'\]: does not divide as param_specs says: got shape \(\)"),
+    ("param_specs that do not divide", lambda: make_tx(mesh=mesh24(), param_specs={"w": P(None, "model"), "b": P()}).init(PARAMS), jda.ShapeError, r"^params\['w'\]: cannot be split as param_specs says: got shape \(4, 3\), .*, expected dimensions that divide by \(1, 4\)"),
+    ("param_specs of a number", lambda: make_tx(mesh=mesh24(), param_specs={"w": P(), "b": P(), "s": P("model")}).init(PARAMS | {"s": np.float32(1)}), jda.ShapeError, r"^params\['s'\]: cannot be split as param_specs says: got shape \(\)"),
     ("param_specs of another tree", lambda: make_tx(mesh=mesh24(), param_specs={"w": P("model")}).init(PARAMS), jda.TreeError, r"^param_specs: structure differs from params: got PyTreeDef\(\{'w': \*\}\)"),
     # -- TrainState
     ("create(tx, params)", lambda: jda.TrainState.create(tx(), PARAMS), jda.PolicyError, NOT_DISTRIBUTED.format("dict")),
@@ -452,7 +452,7 @@ ERRORS = [
     ("a state with a Python number", lambda: create({"w": 1.0}), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got float, expected float32"),
     ("a state with a string", lambda: create({"w": "x"}), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got str, expected float32"),
     ("a state with an activation function", lambda: create({"w": PARAMS["w"], "act": jnp.sin}), jda.DtypeError, r"^params\['act'\]: dtype cannot be used: got .*, expected float32"),
-    ("all variables of a Flax model", lambda: create({"params": PARAMS, "batch_stats": {"m": np.zeros(3)}}), jda.TreeError, r"^params: all variables of a Flax model: .*: got params, batch_stats, expected variables\[\"params\"\]\. Pass these, and 'batch_stats'"),
+    ("all variables of a Flax model", lambda: create({"params": PARAMS, "batch_stats": {"m": np.zeros(3)}}), jda.TreeError, r"^params: all variables of a Flax model: .*: got params, batch_stats, expected variables\[\"params\"\]\. Pass these as params, and the rest, such as 'batch_stats'"),
     ("a state of shapes", lambda: create(jax.eval_shape(lambda: PARAMS)), jda.TreeError, r"^params\['b'\]: a shape, not an array: got ShapeDtypeStruct\(.*\), expected a jax or numpy array\."),
     ("init of shapes", lambda: tx().init(jax.eval_shape(lambda: PARAMS)), jda.TreeError, r"^params\['b'\]: a shape, not an array: got ShapeDtypeStruct\(.*\. Pass arrays; for shapes alone use jax\.eval_shape"),
     ("init of a string", lambda: tx().init({"w": "x"}), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got str"),
@@ -466,7 +466,7 @@ ERRORS = [
     ("floats as rng", lambda: create(rng=np.zeros(2, np.float32)), jda.DtypeError, r"^rng: not a random key: got float32"),
     ("several keys as rng", lambda: create(rng=jax.random.split(jax.random.key(0), 3)), jda.DtypeError, r"^rng: not a random key: got .*, expected one key"),
     ("a key of the wrong length", lambda: create(rng=np.zeros(5, np.uint32)), jda.DtypeError, r"^rng: not a random key: got .*, expected one key"),
-    ("replace(params=...) without tx", lambda: state().replace(params=GRADS), jda.TreeError, r"^params: the optimizer would go on with its own main parameters, and drop these: got new params and no tx, expected state\.replace\(params=\.\.\., tx=tx\)"),
+    ("replace(params=...) without tx", lambda: state().replace(params=GRADS), jda.TreeError, r"^params: the optimizer would continue from its own main parameters, and these would be lost: got new params and no tx, expected state\.replace\(params=\.\.\., tx=tx\)"),
     ("replace with another optimizer", lambda: state().replace(params=GRADS, tx=fused()), jda.PolicyError, NOT_DISTRIBUTED.format("FusedTransformation")),
     ("shapes(tx, params)", lambda: jda.TrainState.shapes(tx(), PARAMS), jda.PolicyError, NOT_DISTRIBUTED.format("dict")),
     ("shapes of integers", lambda: jda.TrainState.shapes({"w": jax.ShapeDtypeStruct((3,), jnp.int32)}, tx()), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got int32"),
@@ -529,7 +529,7 @@ ERRORS = [
     ("main_params(opt_state, params, tx)", lambda: jda.main_params(state().opt_state, state().params, tx()), jda.TreeError, A_STATE.format("params", "DistributedState", "main_params")),
     ("main_params(opt_state, params)", lambda: jda.main_params(fused().init(PARAMS), PARAMS), jda.TreeError, A_STATE.format("params", "ScaleByAdamState", "main_params")),
     ("main_params(state, tx)", lambda: jda.main_params(state(), tx()), jda.TreeError, A_STATE.format("params", "TrainState", "main_params")),
-    ("main_params without a state", lambda: jda.main_params(PARAMS, None), jda.TreeError, r"^opt_state: missing: the main parameters are in it: got None, expected what init, update or step returned"),
+    ("main_params without a state", lambda: jda.main_params(PARAMS, None), jda.TreeError, r"^opt_state: missing, but it contains the main parameters: got None, expected what init, update or step returned"),
     ("main_params(params, tx)", lambda: jda.main_params(PARAMS, fused()), jda.DtypeError, r"^opt_state\.init: not an array of numbers: got <function"),
     ("main_params of another tree", lambda: mains({"z": jnp.ones(3)}), jda.TreeError, r"^opt_state\.main_params: tree structure differs from params: got PyTreeDef\(\{'w': \*\}\), expected PyTreeDef\(\{'z': \*\}\)"),
     ("main_params of another shape", lambda: mains({"w": jnp.ones(5)}), jda.DtypeError, r"^opt_state\.main_params\['w'\]: does not fit its parameter: got \(\(3,\), dtype\('float32'\)\), expected \(\(5,\), 'float32'\)"),
@@ -568,11 +568,11 @@ ERRORS = [
     ("params put into a state", lambda: train(state=dataclasses.replace(create(), params=GRADS)), jda.LayoutError, r"^params\['b'\].*: differ from the main parameters, which the optimizer updates: they would be lost: .*\. Call reload_main_params"),
     ("lower(params, batch)", lambda: jda.train_step(loss_fn, tx()).lower(PARAMS, BATCH), jda.TreeError, NOT_A_TRAIN_STATE.format(r"builtins\.dict")),
     # -- batches
-    ("a batch that does not divide", lambda: train(batch=BATCH[:3]), jda.ShapeError, r"^batch: leading dimension does not divide by the number of devices: got \(3, 4\), expected a multiple of 2\. Change the batch size"),
+    ("a batch that does not divide", lambda: train(batch=BATCH[:3]), jda.ShapeError, r"^batch: leading dimension is not divisible by the number of devices: got \(3, 4\), expected a multiple of 2\. Change the batch size"),
     ("a batch that shard_batch cannot divide", lambda: jda.shard_batch({"x": BATCH[:3]}, tx()), jda.ShapeError, r"^batch\['x'\]: leading dimension .*got \(3, 4\), expected a multiple of 2"),
     ("a batch that does not divide into micro-batches", lambda: train(batch=np.ones((6, 4), np.float32), accumulate_steps=2), jda.ShapeError, r"^batch: a device's part does not divide into micro-batches: got \(3, 4\), expected a leading dimension that is a multiple of 2"),
-    ("a number in a batch", lambda: train(batch={"x": BATCH, "s": np.float32(1)}), jda.ShapeError, r"^batch\['s'\]: a leaf without dimensions cannot be cut .*: got shape \(\), expected one row for each example\. Pass a number of this step as np\.full\("),
-    ("a number beside a batch_spec", lambda: train(batch={"x": BATCH, "s": 1.0}, batch_spec=P("data")), jda.ShapeError, r"^batch\['s'\]: a leaf without dimensions cannot be cut"),
+    ("a number in a batch", lambda: train(batch={"x": BATCH, "s": np.float32(1)}), jda.ShapeError, r"^batch\['s'\]: a leaf without dimensions cannot be split .*: got shape \(\), expected one row for each example\. Pass a number of this step as np\.full\("),
+    ("a number beside a batch_spec", lambda: train(batch={"x": BATCH, "s": 1.0}, batch_spec=P("data")), jda.ShapeError, r"^batch\['s'\]: a leaf without dimensions cannot be split"),
     ("an empty batch", lambda: train(batch=BATCH[:0]), jda.ShapeError, r"^batch: holds no examples: .*: got \(0, 4\), expected a leading dimension above 0\. Leave empty"),
     ("an empty batch beside a batch_spec", lambda: train(batch=BATCH[:0], batch_spec=P("data")), jda.ShapeError, "^batch: holds no examples"),
     ("an empty batch in a program", lambda: jax.jit(jda.train_step(loss_fn, tx()))(state(), BATCH[:0]), jda.ShapeError, "^batch: holds no examples"),
@@ -589,8 +589,8 @@ ERRORS = [
     ("a tree as batch_spec", lambda: train(batch_spec={"x": P("data")}), jda.MeshError, BATCH_SPEC.format(r"\{'x': P.*\('data',\)\}")),
     ("a sharding as batch_spec", lambda: jda.shard_batch(BATCH, tx(), NamedSharding(mesh(), P("data"))), jda.MeshError, BATCH_SPEC.format(r"NamedSharding\(.*\)")),
     ("an axis twice in batch_spec", lambda: jda.shard_batch(BATCH, tx(), P("data", "data")), jda.MeshError, BATCH_SPEC.format(r"P.*\('data', 'data'\)")),
-    ("a batch_spec with too many dimensions", lambda: jda.shard_batch(BATCH, tx(), P("data", None, None)), jda.ShapeError, r"^batch: cannot be cut as batch_spec says: got shape \(4, 4\) and P.*, expected dimensions that divide by \(2, 1, 1\)"),
-    ("a batch that does not divide as batch_spec says", lambda: train(batch=BATCH[:3], batch_spec=P("data")), jda.ShapeError, r"^batch: cannot be cut as batch_spec says: got shape \(3, 4\) and P.*, expected dimensions that divide by \(2,\)"),
+    ("a batch_spec with too many dimensions", lambda: jda.shard_batch(BATCH, tx(), P("data", None, None)), jda.ShapeError, r"^batch: cannot be split as batch_spec says: got shape \(4, 4\) and P.*, expected dimensions that divide by \(2, 1, 1\)"),
+    ("a batch that does not divide as batch_spec says", lambda: train(batch=BATCH[:3], batch_spec=P("data")), jda.ShapeError, r"^batch: cannot be split as batch_spec says: got shape \(3, 4\) and P.*, expected dimensions that divide by \(2,\)"),
     ("a batch_spec of a number, with aux", lambda: jda.train_step(loss_fn, tx(), batch_spec=5, has_aux=True), jda.MeshError, BATCH_SPEC.format("5")),
     # -- what a loss returns, and how it is called
     ("a loss of None", lambda: train(lambda p, b: None), jda.DtypeError, r"^loss_fn's loss: not a real number: got NoneType, expected a floating-point scalar\. Return or pass loss_fn's loss as one number"),
@@ -613,7 +613,7 @@ ERRORS = [
     ("a weight of None", lambda: train(lambda p, b: (loss_fn(p, b), None), weighted=True), jda.DtypeError, r"^loss_fn's weight: not a real number: got NoneType"),
     ("weights of each example", lambda: train(lambda p, b: (loss_fn(p, b), jnp.ones(3)), weighted=True), jda.ShapeError, r"^loss_fn's weight: not a scalar: got \(3,\), expected \(\)"),
     ("a complex weight", lambda: train(lambda p, b: (loss_fn(p, b), 1j), weighted=True), jda.DtypeError, r"^loss_fn's weight: not a real number: got complex"),
-    ("a loss summed over the devices", lambda: train(lambda p, b: jax.lax.psum(loss_fn(p, b), "data")), jda.PolicyError, r"^loss_fn's loss: summed over the devices already: .*: got a psum over axis 'data', expected the loss of this device's part of the batch\. Return the local loss"),
+    ("a loss summed over the devices", lambda: train(lambda p, b: jax.lax.psum(loss_fn(p, b), "data")), jda.PolicyError, r"^loss_fn's loss: already summed over the devices, .*: got a psum over axis 'data', expected the loss of this device's part of the batch\. Return the local loss"),
     ("a loss function without arguments", lambda: train(lambda: 1.0), jda.TreeError, CALLED.format("too many positional arguments", r"\(\)", "params, batch")),
     ("a loss function of params alone", lambda: train(lambda p: 1.0), jda.TreeError, CALLED.format("too many positional arguments", r"\(p\)", "params, batch")),
     ("a loss function of three arguments", lambda: train(lambda p, x, y: 1.0), jda.TreeError, CALLED.format("missing a required argument: 'y'", r"\(p, x, y\)", "params, batch")),
@@ -625,8 +625,8 @@ ERRORS = [
     ("a model state that is lost", lambda: with_model_state(None), jda.TreeError, r"^loss_fn's model_state\['m'\]: missing, the state's model_state has it: got 0 leaves"),
     ("a model state under another key", lambda: with_model_state({"z": jnp.zeros(2)}), jda.TreeError, r"^loss_fn's model_state\['m'\]: missing, the state's model_state has it: got 1 leaves, among them \['z'\], expected the 1 leaves of the state's model_state"),
     ("a model state of another shape", lambda: with_model_state({"m": jnp.zeros(3)}), jda.ShapeError, r"^loss_fn's model_state\['m'\]: shape differs from the state's model_state: got \(3,\), expected \(2,\)"),
-    ("a model state of another kind", lambda: with_model_state({"m": jnp.zeros(2, jnp.complex64)}), jda.DtypeError, r"^loss_fn's model_state\['m'\]: would lose a part of its values: got complex64, expected float32, as the state has it\. Cast it"),
-    ("a counter that becomes a fraction", lambda: train_with(lambda p, b, model_state: (loss_fn(p, b), model_state + 0.5), model_state=np.int32(0)), jda.DtypeError, r"^loss_fn's model_state: would lose a part of its values: got float32, expected int32, as the state has it"),
+    ("a model state of another kind", lambda: with_model_state({"m": jnp.zeros(2, jnp.complex64)}), jda.DtypeError, r"^loss_fn's model_state\['m'\]: would lose a part of its values: got complex64, expected float32, as in the state\. Cast it"),
+    ("a counter that becomes a fraction", lambda: train_with(lambda p, b, model_state: (loss_fn(p, b), model_state + 0.5), model_state=np.int32(0)), jda.DtypeError, r"^loss_fn's model_state: would lose a part of its values: got float32, expected int32, as in the state"),
     ("a model state that becomes a string", lambda: train_with(lambda p, b, model_state: (loss_fn(p, b), "x"), model_state=np.float32(0)), jda.DtypeError, r"^loss_fn's model_state: not an array of numbers: got 'x'"),
     ("aux before the model state", lambda: train(lambda p, b, model_state: (loss_fn(p, b), 1.0, model_state), state=create(model_state={"m": np.zeros(2)}), has_aux=True), jda.TreeError, r"^loss_fn's model_state\['m'\]: missing"),
     # -- custom training loops
@@ -646,8 +646,8 @@ ERRORS = [
     ("init_grads of whole numbers", lambda: inside(lambda p, s: tx().init_grads({"n": jnp.ones(3, jnp.int32)})), jda.DtypeError, r"^params\['n'\]: dtype cannot be used: got int32"),
     ("bind to whole numbers", lambda: tx().bind({"n": jnp.ones(3, jnp.int32)}), jda.DtypeError, r"^params\['n'\]: dtype cannot be used: got int32"),
     ("a step with other params than those of bind", lambda: inside(lambda p, s: tx().bind({"w": PARAMS["w"]}).step(p, s, p)), jda.TreeError, r"^params\['b'\]: unexpected, the params of bind does not have it"),
-    ("a step with params of another shape than those of bind", lambda: inside(lambda p, s: tx().bind(PARAMS | {"w": jnp.ones((4, 5))}).step(p, s, p)), jda.MeshError, r"^params\['w'\]: not that of bind: got \(4, 3\), expected \(4, 5\) on each device"),
-    ("a step with params of another dtype than those of bind", lambda: inside(lambda p, s: tx().bind(jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)).step(p, s, p)), jda.DtypeError, r"^params\['b'\]: not that of bind: got float32, expected bfloat16"),
+    ("a step with params of another shape than those of bind", lambda: inside(lambda p, s: tx().bind(PARAMS | {"w": jnp.ones((4, 5))}).step(p, s, p)), jda.MeshError, r"^params\['w'\]: shape differs from bind's: got \(4, 3\), expected \(4, 5\) on each device"),
+    ("a step with params of another dtype than those of bind", lambda: inside(lambda p, s: tx().bind(jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)).step(p, s, p)), jda.DtypeError, r"^params\['b'\]: dtype differs from bind's: got float32, expected bfloat16"),
     ("bind of an optimizer whose functions were replaced", lambda: tx()._replace(init=lambda p: None).bind(PARAMS), jda.PolicyError, r"^bind: functions of this optimizer were replaced.*Bind first"),
     ("init of other params than those of bind", lambda: tx().bind(PARAMS).init({"w": PARAMS["w"]}), jda.TreeError, r"^params\['b'\]: missing, the params of bind has it"),
     ("accumulate outside of shard_map", lambda: tx().accumulate(None, GRADS), jda.MeshError, NOT_INSIDE.format("accumulate")),
@@ -659,7 +659,7 @@ ERRORS = [
     ("a weight in a string", lambda: inside(lambda p, s: tx().accumulate(tx().init_grads(p), p, "x")), jda.DtypeError, r"^weight: not a real number: got str"),
     ("a sum of other gradients in a step", lambda: inside(lambda p, s: tx().step(tx().init_grads({"z": p["w"]}), s, p)), jda.TreeError, r"^grads\['b'\]: missing, params has it: got 1 leaves, among them \['z'\]"),
     ("grad_norm outside of shard_map", lambda: tx().grad_norm(GRADS), jda.MeshError, NOT_INSIDE.format("grad_norm")),
-    ("grad_norm without the state, under a loss scale", lambda: inside(lambda p, s: tx(loss_scale=8.0).grad_norm(p), tx(loss_scale=8.0)), jda.TreeError, r"^grad_norm: needs the state, whose loss scale the gradients were multiplied by: got None, expected tx\.grad_norm\(grads, opt_state\)\. Pass the state"),
+    ("grad_norm without the state, under a loss scale", lambda: inside(lambda p, s: tx(loss_scale=8.0).grad_norm(p), tx(loss_scale=8.0)), jda.TreeError, r"^grad_norm: needs the state, because the gradients were multiplied by its loss scale: got None, expected tx\.grad_norm\(grads, opt_state\)\. Pass the state"),
     ("grad_norm with a state without a loss scale", lambda: inside(lambda p, s: tx(loss_scale=8.0).grad_norm(p, s), tx()), jda.TreeError, r"^opt_state\.scaling: does not fit loss_scale: got NoneType, expected LossScaleState"),
     ("grad_norm(grads, params)", lambda: inside(lambda p, s: tx(loss_scale=8.0).grad_norm(p, p)), jda.TreeError, NO_DISTRIBUTED_STATE.format("dict")),
     ("grad_norm(opt_state, grads)", lambda: inside(lambda p, s: tx().grad_norm(s, p)), jda.DtypeError, r"^grads\.count: dtype cannot be used: got int32"),
@@ -671,7 +671,7 @@ ERRORS = [
     ("local_params(tx, params)", lambda: jda.local_params(tx(), PARAMS), jda.PolicyError, NOT_DISTRIBUTED.format("dict")),
     ("gather_params outside of shard_map", lambda: jda.gather_params(PARAMS, tx()), jda.MeshError, NOT_INSIDE.format("gather_params")),
     ("gather_params(tx, params)", lambda: jda.gather_params(tx(), PARAMS), jda.PolicyError, NOT_DISTRIBUTED.format("dict")),
-    *((f"{name} of shards without bind", lambda call=call: inside(lambda p, s: call(make_tx(sharding_strategy="optim_grads_params"), p, s)), jda.MeshError, rf"^{name}: called inside of jax\.shard_map with shards of params that are not known: got an optimizer that was not bound .*, expected opt = tx\.bind\(params\)")
+    *((f"{name} of shards without bind", lambda call=call: inside(lambda p, s: call(make_tx(sharding_strategy="optim_grads_params"), p, s)), jda.MeshError, rf"^{name}: called inside of jax\.shard_map, where it cannot know which params are shards: got an optimizer that was not bound .*, expected opt = tx\.bind\(params\)")
       for name, call in {"local_params": lambda tx, p, s: jda.local_params(p, tx), "init": lambda tx, p, s: tx.init(p), "step": lambda tx, p, s: tx.step(p, s, p), "init_grads": lambda tx, p, s: tx.init_grads(p), "grad_norm": lambda tx, p, s: tx.grad_norm(p, s)}.items()),
     ("scale_loss without a distributed state", lambda: jda.scale_loss(jnp.float32(1), optax_state()), jda.TreeError, NO_DISTRIBUTED_STATE.format("tuple")),
     ("scale_loss(loss, tx)", lambda: jda.scale_loss(jnp.float32(1), tx()), jda.TreeError, NO_DISTRIBUTED_STATE.format("DistributedTransformation")),
@@ -699,7 +699,7 @@ ERRORS = [
     ("an audit of params", lambda: jda.audit(jda.train_step(loss_fn, tx()), PARAMS, BATCH), jda.TreeError, NOT_A_TRAIN_STATE.format(r"builtins\.dict")),
     ("audit(step, batch, state)", lambda: jda.audit(jda.train_step(loss_fn, tx()), BATCH, state()), jda.TreeError, NOT_A_TRAIN_STATE.format(r"numpy\.ndarray")),
     ("an audit of a state without a loss scale", lambda: jda.audit(jda.train_step(loss_fn, tx(loss_scale=8.0)), state(), BATCH), jda.TreeError, r"^opt_state\.scaling: does not fit loss_scale: got NoneType, expected LossScaleState"),
-    ("an audit with a batch that does not divide", lambda: jda.audit(jda.train_step(loss_fn, tx()), state(), BATCH[:3]), jda.ShapeError, r"^batch: leading dimension does not divide by the number of devices"),
+    ("an audit with a batch that does not divide", lambda: jda.audit(jda.train_step(loss_fn, tx()), state(), BATCH[:3]), jda.ShapeError, r"^batch: leading dimension is not divisible by the number of devices"),
 ]
 
 # Calls that do not fit a signature: Python's words name the function and the argument.

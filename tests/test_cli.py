@@ -174,7 +174,7 @@ def test_help_says_what_each_option_is_and_its_default(capsys, command):
     text = " ".join(options.split())
     assert text.count("(default: ") == len(names)
     if command == "bench":
-        assert f"--trees TREE [TREE ...] what to update: {', '.join(bench.TREES)} (def" in text
+        assert f"--trees TREE [TREE ...] trees to update: {', '.join(bench.TREES)} (def" in text
     if command == "plan":
         assert "{no_shard,optim,optim_grads,optim_grads_params}" in text
         assert "bfloat16, float16 (default: bfloat16) --replicas" in text

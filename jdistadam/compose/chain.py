@@ -168,10 +168,10 @@ class _DistributedChain:
             if why:
                 raise PolicyError(
                     f"chain, transformation {i}: it would see each device's gradients before "
-                    f"they are summed, and {why}: got a distributed optimizer behind it, "
-                    "expected something linear in the gradients. "
-                    "For clipping pass max_grad_norm, for decay weight_decay or l2; "
-                    "docs/recipes.md shows noise."
+                    f"they are summed, and {why}: got a distributed optimizer after it, expected "
+                    "a transformation that is linear in the gradients. "
+                    "For clipping pass max_grad_norm, for weight decay weight_decay or l2; for "
+                    "noise see docs/recipes.md."
                 )
             if self.last.config.parallel.shards_params and reads_params(tx, params):
                 raise self._sees_shards(i, "parameters, and it reads their values")
@@ -221,7 +221,7 @@ class _DistributedChain:
         is_accumulated = isinstance(grads, AccumulatedGrads)
         if is_accumulated and self.before and self.last.config.parallel.shards_grads:
             raise PolicyError(
-                "chain: accumulated gradients are reduced and cut into shards already: "
+                "chain: accumulated gradients are already reduced and sharded: "
                 "got a transformation before the distributed optimizer, expected none, "
                 "under 'optim_grads' and 'optim_grads_params'. Use sharding_strategy='optim', "
                 "or 'optim_grads_params' with reshard_after_forward=False."
@@ -264,7 +264,7 @@ def _check_transformations(transformations: Sequence[Any]) -> None:
                 f"chain, transformation {i}: not a gradient transformation: "
                 f"got {getattr(tx, '__name__', type(tx).__name__)}, expected what optax.scale(0.5) "
                 "or fused_adamw(1e-3) returns. Call chain(first, second), without a list; "
-                "of a schedule make one with optax.scale_by_schedule."
+                "turn a schedule into one with optax.scale_by_schedule."
             )
     for i, tx in enumerate(transformations[:-1]):
         if isinstance(tx, DistributedTransformation):

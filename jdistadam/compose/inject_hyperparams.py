@@ -153,7 +153,7 @@ def _first_values(given: Mapping[str, Any], static_names: Iterable[str]) -> dict
             raise HyperparameterError(
                 f"{name}: not a schedule: {error}: got {value!r}, "
                 "expected a function from the step count to a number. "
-                f"If it is none, pass static_args={name!r} to inject_hyperparams."
+                f"If it is not a schedule, pass static_args={name!r} to inject_hyperparams."
             ) from error
 
     return {name: first(name, value) for name, value in given.items()}

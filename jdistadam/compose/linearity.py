@@ -1,7 +1,7 @@
 """Whether a gradient transformation is linear in the gradients, found by tracing it.
 
-Without this, a chain that clips or normalizes would change each device's own gradients before their
-sum, and silently train another model.
+Without this check, a chain that clips or normalizes would change each device's gradients before
+they are summed, and would silently train a different model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What an optimizer computes and how it stores its state, independent of placement.
 
 Groups of parameters come first: labels, masks, and the hyperparameters of each group. The kernel
-takes one row of coefficients per group, so many groups need no more launches than one. Every group
-has two rows: with weight decay, and without it for masked leaves.
+reads one row of coefficients per group, so many groups need only one launch. Every group has two
+rows: one with weight decay, and one without it for masked leaves.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Groups:
                 raise TreeError(
                     f"{path}: its label belongs to no group: got {label!r}, "
                     f"expected {' or '.join(map(repr, self.hypers))}. "
-                    f"Add {label!r} to groups, if need be as {{}}, or fix param_labels."
+                    f"Add {label!r} to groups, for example with an empty dict, or fix param_labels."
                 )
             rows.append(2 * used.index(label) + out if label in used else None)
         self._check_all_named(labels)
@@ -274,7 +274,7 @@ class Algorithm:
             raise PolicyError(
                 "MixedPrecisionPolicy.main_params_dtype: "
                 f"contradicts the optimizer's main_params_dtype: got {kinds[1].argument}, "
-                f"expected {kinds[0].argument}. Give it in one of the two places."
+                f"expected {kinds[0].argument}. Set it in only one of the two places."
             )
         return kinds[0] if kinds else FLOAT32
 

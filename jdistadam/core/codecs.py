@@ -2,8 +2,9 @@
 
 A ``Codec`` knows its size, its bounds, and how to encode and decode numbers. Its ``encode`` and
 ``decode`` are the reference of cuda/rounding.h, whose notes [Note: blocks] and
-[Note: subnormal codes] define the result. numpy gives the bits of the compiled kernels. So does
-jax.numpy, except for numbers below 2^-126, which XLA flushes to zero.
+[Note: subnormal codes] define the result. With numpy the results equal those of the compiled
+kernels bit for bit; with jax.numpy they do too, except for numbers below 2^-126, which XLA flushes
+to zero.
 """
 
 from __future__ import annotations
@@ -313,7 +314,7 @@ def codec_of(moment: Any) -> Codec:
     raise DtypeError(
         f"codes: not codes of a moment: got {codes.dtype}, "
         f"expected {' or '.join(str(known.dtype) for known in BLOCK_CODECS)}. "
-        "Do not cast the state: its codes are no numbers."
+        "Do not cast the state: its codes are not numbers."
     )
 
 

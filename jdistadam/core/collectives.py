@@ -1,19 +1,19 @@
 """The only module that communicates between devices. It all runs inside ``jax.shard_map``.
 
 [Note: casts that XLA deletes]
-XLA may delete a cast to 16 bits and back. It does if a collective over one device vanishes between
-the two, and then one device would compute other numbers than two. It may also move a cast to
-float32 behind a collective that only copies, which then sends other bytes than the policy says.
-``round_to`` keeps the first kind, ``keep_cast`` both.
+XLA may delete a cast to 16 bits and back. On one device it removes the collective between the two
+casts and then the casts; a run on one device would then differ from a run on two. XLA may also move
+a cast to float32 behind a collective that only copies data; the collective then sends more bytes
+than the policy says. ``round_to`` prevents the first, ``keep_cast`` prevents both.
 
 Our own JAX primitives: operations for which JAX has no rule, or must not have one.
 
 [Note: primitives of our own]
 ``jax.custom_jvp`` and ``custom_vmap`` fail for second derivatives of a loop: when ``lax.scan``
 looks for values that are equal in all iterations, it drops the rule of ``custom_jvp``, and JAX then
-tries to differentiate the foreign call. JAX never drops the rules of a primitive. Its computation
-is a jaxpr parameter, because JAX searches those for ``custom_partitioning``, which has to know the
-devices.
+tries to differentiate the foreign call. JAX never drops the rules of a primitive. The computation
+of a primitive is stored as a jaxpr in its parameters, because JAX searches these for
+``custom_partitioning``, which needs the devices.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _check(name: str, value: Any, is_valid: Callable[[float], bool], expected: s
     if isinstance(value, jax.Array | np.ndarray):
         if name == "b2" and value.dtype in (jnp.bfloat16, jnp.float16):
             raise HyperparameterError(
-                f"{name}: rounded to 16 bits, which turn 0.999 into 1: "
+                f"{name}: rounded to 16 bits, which turns 0.999 into 1: "
                 f"got {value.dtype}, expected float32, or a Python number. "
                 "optax.inject_hyperparams casts to the dtype of params: use jda.inject_hyperparams."
             )

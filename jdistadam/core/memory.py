@@ -1,4 +1,4 @@
-"""The memory of arrays: that of their device, or pinned memory of its host."""
+"""Where arrays are stored: in device memory, or in pinned host memory."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ class MixedPrecisionPolicy:
             check_supported(f"MixedPrecisionPolicy.{name}", getattr(self, name), supported)
         if jnp.promote_types(self.main_grads_dtype, self.comm_dtype) != self.main_grads_dtype:
             raise PolicyError(
-                "MixedPrecisionPolicy.main_grads_dtype: gradients would lose bits in storage "
-                f"that are then communicated: got {self.main_grads_dtype} with grad_comm_dtype "
+                "MixedPrecisionPolicy.main_grads_dtype: gradients would be stored in fewer bits "
+                f"than they are communicated in: got {self.main_grads_dtype} with grad_comm_dtype "
                 f"{self.comm_dtype}, expected a main_grads_dtype that holds all of "
                 "grad_comm_dtype. Set main_grads_dtype=jnp.float32, or the same dtype for both."
             )

@@ -143,7 +143,7 @@ class Storage:
         raise TreeError(
             f"float32_moments: selects no leaf of {SMALLEST_CODED} elements or more: got False for "
             f"{paths[0]} and {len(paths) - 1} more, expected True for the leaves that keep float32 "
-            "moments. Look for a part of their paths, or leave float32_moments out."
+            "moments. Test for a part of their paths, or leave float32_moments out."
         )
 
     def check_rounded(self, dtypes: Sequence[Any]) -> None:
@@ -210,7 +210,7 @@ def parse(
         what = "has no effect" if callable(float32_moments) else "not a function of a path"
         raise PolicyError(
             f"float32_moments: {what}: got {shown(float32_moments)}, "
-            f"expected a function of a path, beside mu_dtype or nu_dtype {NAMES}. "
+            f"expected a function of a path, together with mu_dtype or nu_dtype {NAMES}. "
             "Leave it out; for optax.inject_hyperparams name it in static_args."
         )
     coded = mu if mu is not None and mu.is_coded else None
@@ -248,9 +248,10 @@ def _raise_unlike(mu: Codec, nu_dtype: Any) -> None:
     """
     fitting = [f'"{x.name}"' for x in BLOCK_CODECS if x.bits <= mu.bits]
     raise PolicyError(
-        "mu_dtype: a first moment rounded stochastically to codes needs a second one no finer than "
-        f'they: got "{mu.name}" with nu_dtype={shown(nu_dtype)} and rounding="stochastic", '
-        f"expected nu_dtype {' or '.join(fitting)}: else steps would have no bound where gradients "
+        "mu_dtype: a stochastically rounded first moment in codes needs a second moment that is "
+        f'not in a finer format: got "{mu.name}" with nu_dtype={shown(nu_dtype)} and '
+        'rounding="stochastic", '
+        f"expected nu_dtype {' or '.join(fitting)}: otherwise steps are unbounded if the gradients "
         f'of a block differ much. Set nu_dtype="{mu.name}", or leave mu_dtype at float32.'
     )
 
@@ -277,11 +278,12 @@ def _check_decay(name: str, which: str, codec: Codec, decay: str, b: Any) -> Non
     largest, is_known = codec.largest_decay, _is_number(b)
     if is_known and b <= largest:
         return
-    at = f"this {decay}" if is_known else f"every {decay}, and this one is not known now"
+    at = f"this {decay}" if is_known else f"every {decay}, and its value is not known here"
     also = "" if is_known else ', or keep numbers: inject_hyperparams(static_args=("b1", "b2"))'
     raise PolicyError(
         f"{name}: a {which} moment in {codec.bits} bits, rounded to nearest, cannot follow "
-        f'at {at}: got "{codec.name}" with rounding="nearest" and {decay}={shown(b)}, '
+        f'the gradients at {at}: got "{codec.name}" with rounding="nearest" and '
+        f"{decay}={shown(b)}, "
         f'expected rounding="stochastic", or a number {decay} <= {largest}. '
         f'Set rounding="stochastic"{also}.'
     )

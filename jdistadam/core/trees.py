@@ -249,9 +249,9 @@ def check_memory(**named: Any) -> None:
         if any(kinds):
             place = next(i for i, kind in enumerate(kinds) if kind)
             raise MeshError(
-                f"{paths(tree, name)[place]}: in the memory of the host, which is not supported: "
-                f"got memory kind {kinds[place]!r}, expected the memory of the devices. "
-                f"Bring it there first: jax.device_put({name}, jax.memory.Space.Device)."
+                f"{paths(tree, name)[place]}: in host memory, which is not supported here: "
+                f"got memory kind {kinds[place]!r}, expected device memory. Move it there first: "
+                f"jax.device_put({name}, jax.memory.Space.Device)."
             )
 
 

@@ -1,6 +1,6 @@
-"""The distributed optimizer: the work of one device, inside ``jax.shard_map``. Start here.
+"""The distributed optimizer, as it runs on each device inside ``jax.shard_map``. Start here.
 
-Every concept of this folder, and its file, in the order in which a step passes data through them:
+The files of this folder and their concepts, in the order in which data pass through them in a step:
 
 ========================  ======================================================================
 ``transformation.py``     ``tx`` as users call it. ``bind`` makes layout and schedule once for
@@ -11,7 +11,7 @@ Every concept of this folder, and its file, in the order in which a step passes 
                           are cut over tensor axes.
 ``layout.py``             ``Layout``, ``Bucket``: where every parameter is in the flat state.
 ``schedule.py``           ``Schedule``: what is sent, when, in which dtype. The step runs it,
-                          ``plan`` prices it, ``audit`` compares it with the compiled program.
+                          ``plan`` counts it, ``audit`` compares it with the compiled program.
 ``state.py``              ``DistributedState``: flat arrays, scalars, the digest of the layout.
 ``model_axes.py``         Makes all mesh axes manual if some were left to XLA.
 ``shard.py``              ``Shard``: a device's part of a parameter, as a type.

@@ -91,9 +91,9 @@ def accumulate_local(
     if not config.parallel.shards_grads:
         refuse_sums(
             grads,
-            ", beside sums of this device's own gradients",
-            "With reshard_after_forward=False differentiate by what gather_params(local_params("
-            "params, opt), opt) returns.",
+            ", but acc sums this device's own gradients",
+            "With reshard_after_forward=False differentiate with respect to "
+            "gather_params(local_params(params, opt), opt).",
         )
     check_grads(config, schedule, grads, marker=acc.weight, like_name="accumulated grads")
     trees.check_scalar("weight", 1 if weight is None else weight)
@@ -104,7 +104,8 @@ def accumulate_local(
             refuse_sums(
                 grads,
                 ": this device's weight comes too late",
-                "Multiply the loss by the weight, over the sum of all, and give none.",
+                "Multiply the loss by the weight, divided by the sum of all weights, and pass no "
+                "weight.",
             )
         grads = jax.tree.map(
             lambda x: x if is_shard(x) else weighted(x.astype(jnp.float32), weight),

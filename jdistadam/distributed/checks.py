@@ -57,7 +57,7 @@ def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any, average_
             raise out_of_range(name, value, "a finite Python number > 0")
     if np.shape(max_grad_norm) != ():
         raise HyperparameterError(
-            f"max_grad_norm: not one number: got shape {np.shape(max_grad_norm)}, "
+            f"max_grad_norm: not a single number: got shape {np.shape(max_grad_norm)}, "
             "expected a scalar. Change max_grad_norm."
         )
 
@@ -129,7 +129,8 @@ def check_grads(
         if missing and np.size(grad):  # compat.shard_map makes zero-size ones anew
             raise MeshError(
                 f"{path}: already reduced over the mesh: "
-                f"got the same on all of axis {missing[0]!r}, expected this device's own gradient. "
+                f"got the same value on all devices of axis {missing[0]!r}, expected this "
+                "device's own gradient. "
                 "Differentiate with respect to local_params(params, tx)."
             )
 
@@ -152,7 +153,7 @@ def check_held(schedule: Schedule, params: Params, *, may_be_whole: bool = False
     for leaf, x, like in leaves:
         is_cut = like.shape != leaf.shape
         if x.shape != like.shape and not (is_cut and may_be_whole and x.shape == leaf.shape):
-            what = "not placed as sharding_strategy says" if is_cut else "not that of bind"
+            what = "not placed as sharding_strategy says" if is_cut else "shape differs from bind's"
             action = (
                 "Use tx.param_specs(params) in the in_specs of shard_map."
                 if is_cut
@@ -164,7 +165,7 @@ def check_held(schedule: Schedule, params: Params, *, may_be_whole: bool = False
             )
         if x.dtype != like.dtype:
             raise DtypeError(
-                f"{leaf.path}: not that of bind: got {x.dtype}, expected {like.dtype}. "
+                f"{leaf.path}: dtype differs from bind's: got {x.dtype}, expected {like.dtype}. "
                 "Bind to params of this dtype, or cast them."
             )
 
@@ -219,7 +220,7 @@ def check_placement(config: DistributedConfig, state: Any) -> None:
     raise MeshError(
         "opt_state.mu: sharded over another mesh, or in another order: "
         f"got {texts[0]}, expected {texts[1]}. "
-        "Convert it: to_optax_state with the old optimizer, from_optax_state with this."
+        "Convert it: to_optax_state with the old optimizer, then from_optax_state with this one."
     )
 
 
@@ -234,7 +235,7 @@ def check_digest_type(got: Any) -> None:
         )
     if got.dtype != np.uint8 or np.shape(got) != (DIGEST_SIZE,):
         raise LayoutError(
-            f"{path}: not the digest of a layout any more: it was averaged, cast or cut: "
+            f"{path}: no longer the digest of a layout: it was averaged, cast or sliced: "
             f"got {got.dtype}, shape {np.shape(got)}, expected uint8, shape ({DIGEST_SIZE},). "
             "Leave this leaf out of arithmetic on states: take it from one of them."
         )
@@ -303,7 +304,7 @@ def _check_flat_arrays(config: DistributedConfig, layout: Layout, state: Any) ->
         is_coded = isinstance(wanted, FlatCodes)
         if is_coded != isinstance(got, FlatCodes) or (is_coded and _kind(got) != _kind(wanted)):
             raise DtypeError(
-                f"opt_state.{name}: is not stored as the optimizer says: "
+                f"opt_state.{name}: is not stored as the optimizer expects: "
                 f"got {_kind(got)}, expected {_kind(wanted)}. "
                 "Make the state with init(params) of this optimizer, or convert it."
             )

@@ -1,8 +1,8 @@
 """The transport: XLA's collectives, which run a schedule, or peer memory.
 
-Over peer memory a device reads the gradients of all others in place and writes new parameters into
-their arrays, in the kernel of the update: nothing is packed, sent or received. The sum equals that
-of ``grad_reduce_dtype=float32`` over XLA, bit for bit.
+Over peer memory, the update kernel of a device reads the gradients of all other devices in place
+and writes new parameters into their arrays; there are no collectives. The sum of gradients is
+bitwise identical to that of ``grad_reduce_dtype=float32`` over XLA.
 
     what                          over peer memory
     ----------------------------  -------------------------------------------------------
@@ -18,8 +18,8 @@ Such steps must be started from one thread: devices wait for each other in every
 threads whose programs reach two GPUs in different orders would wait until the timeout
 (kernels/multi_tensor.py).
 
-All other steps use XLA. "auto" decides by this table, and only on GPUs, never by a timing; "peer"
-raises if a row of the table does not hold.
+All other steps use XLA. "auto" uses peer memory only on GPUs and only if all rows of this table
+hold; it measures nothing. "peer" raises if a row does not hold.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def choose_communication(
             f'got {reasons[0]}, expected "optim" with unsharded parameters, '
             "float32 sums and main parameters, the state on the device and no norms, on 2, 4 or 8 "
             "devices of one process. "
-            'Pass communication="auto", which goes over XLA here, or change the setting.'
+            'Pass communication="auto", which uses collectives here, or change the setting.'
         )
     return Communication("xla", reasons[0])
 

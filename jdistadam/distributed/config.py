@@ -261,9 +261,10 @@ def _check_same_specs(specs: list[P], of_local: list[P]) -> None:
     """Raises MeshError if a function gives other specs for a device's part of params."""
     if specs != of_local:
         raise MeshError(
-            "param_specs: a function that decides by the sizes of leaves: "
-            f"a device's part of them is smaller: got {of_local} for these, expected {specs}, "
-            "as for whole ones. Pass the tree that the function returns for the unsharded params."
+            "param_specs: a function whose result depends on the sizes of leaves, which are "
+            f"smaller on each device: got {of_local} for these, expected {specs}, "
+            "as for unsharded leaves. Pass the tree that the function returns for the unsharded "
+            "params."
         )
 
 
@@ -281,7 +282,7 @@ def _check_any(name: str, predicate: Any, selected: list[bool], paths: list[str]
         raise TreeError(
             f"{name}: selects no leaf: got False for {paths[0]} and {len(paths) - 1} more, "
             "expected True for the layers that the model scans over or gathers. "
-            f"Look for a part of their paths, or leave {name} out."
+            f"Test for a part of their paths, or leave {name} out."
         )
 
 

@@ -4,8 +4,8 @@
 Between steps the flat arrays are in pinned host memory. A step moves a window of them to the
 device, a few buckets at a time, updates it there, and writes it back. Each window is cut from the
 result of the previous one, so the device holds at most two, and XLA updates the host arrays in
-place. The kernel sees arrays that begin with the window: its result for an element does not depend
-on the element's position in the flat state, so the bits are those of a state on the device.
+place. The kernel gets arrays that begin with the window. Its result for an element does not depend
+on the element's position in the flat state, so the results equal those of a state on the device.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def make_data_parallel(
             "outer_sharding_strategy: 'optim' shards the optimizer state over replica_axis too: "
             f"got sharding_strategy={strategy!r}, replica_axis={replica_axis!r}, "
             "expected a replica_axis and a sharding_strategy other than 'no_shard'. "
-            "To shard over one axis alone, make it the shard_axis."
+            "To shard over only one axis, make it the shard_axis."
         )
     if strategy == "no_shard" and policy.param_comm_dtype is not None:
         raise PolicyError(
@@ -182,7 +182,7 @@ def make_data_parallel(
             "expected only axes that carry data, or over which params are sharded. "
             "Name it in shard_axis or replica_axis if it carries data. If the model is partitioned "
             "over it, say how params are sharded: param_specs={'w': PartitionSpec(None, "
-            f"{idle[0]!r}), ...}}, with PartitionSpec() for those that are whole on each device."
+            f"{idle[0]!r}), ...}}, with PartitionSpec() for those that are not sharded over it."
         )
     return made
 
@@ -379,7 +379,7 @@ def _cut(parallel: DataParallel, path: str, shape: tuple[int, ...], spec: P) -> 
     fits = len(spec) <= len(shape) and all(n % k == 0 for n, k in zip(shape, sizes, strict=True))
     if not fits:
         raise ShapeError(
-            f"{path}: does not divide as param_specs says: got shape {shape}, {spec}, "
+            f"{path}: cannot be split as param_specs says: got shape {shape}, {spec}, "
             f"expected dimensions that divide by {tuple(sizes)}. Change param_specs for this leaf."
         )
     return tuple(n // k for n, k in zip(shape, sizes, strict=True))

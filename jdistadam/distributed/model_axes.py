@@ -180,9 +180,9 @@ def check_own_region(config: DistributedConfig, schedule: Schedule, params: Para
     for path, spec in zip(trees.paths(params, "params"), specs, strict=True):
         if cut_twice(config.parallel, spec):
             raise PolicyError(
-                f"{path}: one dimension is cut by tensor axes and into shards, in a region that "
-                f"is manual over the data axes alone: got {spec}, expected dimensions that are cut "
-                "once. Use train_step, a shard_map over all axes, or 'optim_grads'."
+                f"{path}: one dimension is split over tensor axes and into shards, in a region "
+                f"that is manual only over the data axes: got {spec}, expected each dimension to "
+                "be split only once. Use train_step, a shard_map over all axes, or 'optim_grads'."
             )
 
 

@@ -1,14 +1,15 @@
 """Norms of gradients, parameters and updates: total, by leaf or by group of leaves.
 
-The kernels take the squares (cuda/squares.h). Each bucket's shard is a leaf of theirs. In a bucket
-that packs several leaves, a device's part depends on its position; there the kernels store the
-square of each element, and those of a leaf are added.
+The kernels sum the squares (cuda/squares.h); they treat each bucket's shard as one leaf. In a
+bucket that packs several leaves, each device has another part of the leaves. So there the kernels
+store the square of each element, and the squares of a leaf are added afterwards.
 
-On meshes of the same layout the sums have the same bits, except for the sum over devices, whose
-order is the collective library's. On any other mesh, and against exact sums, the error of a norm is
-at most 2^-24 times half the number of successive roundings of a square: 1 of its own, 7 of a run,
-10 of lanes and n / 1024 within one, of n runs or single elements, those of leaves in pairs, and one
-for each device; then one for the root and two for the clip.
+Meshes with the same layout give the same sums, except that the collective library determines the
+order of the sum over devices. On another mesh, and compared with an exact norm, the relative error
+is at most 2^-24 times half the number of roundings that a square passes through: 1 when it is
+computed, 7 in a run of elements, n / 1024 within a lane for n runs or single elements, 10 over the
+lanes, those of the pairwise sum over leaves, and one for each device; then one for the square root
+and two for the clip.
 """
 
 from __future__ import annotations
@@ -53,13 +54,14 @@ def groups_of(norms: Norms, layout: Layout) -> dict[str | None, list[int]]:
         if not (name is None or isinstance(name, str)):
             raise PolicyError(
                 f"norms: returned no name: got {name!r} for {path}, expected a string, or None for "
-                "a leaf that counts in the total alone. Return the name of the leaf's group."
+                "a leaf that counts only in the totals. Return the name of the leaf's group."
             )
         groups.setdefault(name, []).append(i)
     if leaves and norms != "total" and list(groups) == [None]:
         raise TreeError(
             f"norms: names no leaf: got None for {layout.leaves[leaves[0]].path} and "
-            f'{len(leaves) - 1} more, expected a name of one. Pass "total" for the total alone.'
+            f"{len(leaves) - 1} more, expected a name for at least one. "
+            'Pass "total" for only the totals.'
         )
     return groups
 

@@ -1,10 +1,11 @@
 """Which elements of leaves a device has: buckets packed and cut into shards, and their blocks.
 
-Conversion between leaves and buckets inside a program comes first. Then blocks, for coded moments
-and random bits: if either is used, a device's shard of a bucket consists of whole blocks of
-``BLOCK`` elements, each of one leaf, in row-major order of the whole leaf, however it is cut. A
-leaf that is scattered in place is cut at up to two levels: over the data axes, and over tensor
-axes. For a packed bucket a table gives the leaf of each block and the block's number in that leaf.
+The first part converts between leaves and buckets inside a program. The second part is about blocks,
+for coded moments and random bits: a device's shard of a bucket then consists of whole blocks of
+``BLOCK`` elements. Each block belongs to one leaf and is contiguous in the row-major order of the
+whole leaf, even if the leaf is sharded. A leaf that is scattered in place is split at up to two
+levels: over the data axes and over tensor axes. For a packed bucket, a table gives the leaf of each
+block and the block's number in that leaf.
 """
 
 from __future__ import annotations

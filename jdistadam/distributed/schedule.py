@@ -1,8 +1,8 @@
 """The collectives of each bucket in a step, in the order in which they run.
 
 Only this module decides how gradients are summed and parameters gathered under each strategy and
-policy. A step runs these collectives (``communication.py``), ``plan`` prices them and ``audit``
-compares them with the compiled program. They are made from shapes alone.
+policy. A step runs these collectives (``communication.py``), ``plan`` counts their bytes and
+``audit`` compares them with the compiled program. They are made from shapes alone.
 
 A bucket passes through four phases; a strategy leaves out some of them::
 
@@ -14,8 +14,9 @@ A bucket passes through four phases; a strategy leaves out some of them::
                    devices hold shards of them ("optim_grads_params")
 
 [Note: sums in float32] With ``grad_reduce_dtype`` a reduce-scatter is an all-to-all along one axis
-at a time, the last one first, each followed by a sum of adjacent pairs in float32. Such a sum is
-sent on in float32. An all-reduce is the same, followed by an all-gather of the sums.
+at a time, the last one first, each followed by a sum of adjacent pairs in float32. If such a sum is
+sent on to replicas, it is sent in float32. An all-reduce is this reduce-scatter, followed by an
+all-gather of the sums.
 
 Scalars (norm, loss, weights) are not listed.
 """

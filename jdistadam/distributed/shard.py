@@ -1,9 +1,9 @@
 """A shard of a parameter, inside a program.
 
 Outside programs, params are plain global arrays. Inside ``jax.shard_map``, ``local_params`` puts
-each shard into a ``Shard``, ``gather_params`` turns it into a plain array, and the gradient with
-respect to a ``Shard`` is one, too: JAX gives gradients the tree structure of their parameters. So
-types say which arrays are cut and which gradients are summed, and nothing is inferred from shapes.
+each shard into a ``Shard``, and ``gather_params`` turns it into a plain array. The gradient with
+respect to a ``Shard`` is a ``Shard`` too, because JAX gives gradients the tree structure of their
+parameters. So types, not shapes, show which arrays are shards and which gradients are summed.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class Shard:
     def _misused(self) -> str:
         return (
             f"a shard of a parameter, {self.dtype}{list(self.shape)}, is used as if it were the "
-            "whole: gather it first, with jdistadam.gather_params(params, tx), or leave the "
+            "whole parameter: gather it first, with jdistadam.gather_params(params, tx), or "
+            "leave the "
             "shard_map with jdistadam.stored_params(params, tx)."
         )
 
@@ -141,7 +142,7 @@ def refuse_sums(grads: Grads, what: str, action: str) -> None:
     for path, x in zip(trees.paths(plain(grads), "grads"), leaves_of(grads), strict=True):
         if is_shard(x):
             raise MeshError(
-                f"{path}: summed over the devices already{what}: got a shard of shape {x.shape}, "
+                f"{path}: already summed over the devices{what}: got a shard of shape {x.shape}, "
                 f"expected this device's own gradient of the whole parameter. {action}"
             )
 
@@ -158,10 +159,11 @@ def refuse_unmarked(schedule: Schedule | None, params: Params) -> None:
     leaves: list[Any] = jax.tree.leaves(params)
     if schedule is None and leaves:
         raise MeshError(
-            "gather_params: got no shard among these params: "
+            "gather_params: no shard among these params: "
             "got plain arrays, and an optimizer that was not bound to params, "
             "expected what local_params(params, opt) returns, with opt = tx.bind(params). "
-            "Mark them first; with opt in the place of tx pass parts without shards, too."
+            "Call local_params first. If you pass opt in place of tx, parts without shards are "
+            "allowed too."
         )
     if schedule is None or jax.tree.structure(params) != schedule.treedef:
         return

@@ -4,21 +4,22 @@ If the transport is peer memory,
 
     gradients of all devices -> sum -> update -> parameters of all devices
 
-is one kernel if the update does not depend on a property of the whole sum: without
-``max_grad_norm``, ``loss_scale`` and ``norm_guard``. It computes the norm on the way. Otherwise it
-is two kernels, with the norm between them.
+is one kernel, which also computes the norm, if the update does not depend on the norm. With
+``max_grad_norm``, ``loss_scale`` or ``norm_guard`` it does; then there are two kernels, with the
+norm between them.
 
-[Note: sent ahead] ``train_step`` knows that a backward pass makes the gradients in sequence. There
-each gradient is sent as soon as it is known to the device that sums it (schedule.py says which).
-Thus (N - 1) / N of N devices' gradients are sent during the backward pass, by the copy engines if
-``train_step`` asks XLA for them, and the kernel reads them from this device's own memory. It costs
-one copy of that part, because XLA sends whole arrays. A custom training loop may pass gradients
-that existed before the program started: the kernel reads these in place.
+[Note: sent ahead] In ``train_step`` a backward pass computes the gradients one after another. As
+soon as a gradient is computed, its shards are sent to the devices that sum them (schedule.py
+decides which gradients). So (N - 1) / N of the gradients are sent during the backward pass, by the
+copy engines if ``train_step`` asks XLA for them, and the kernel reads them from this device's own
+memory. This costs one copy of that part, because XLA sends whole arrays. In a custom training loop
+gradients may exist before the program starts, so the kernel reads them in place.
 
 Among four or eight devices each also copies its own shard, 1 / N of the gradients, so that the sent
 gradients are freed before the kernel: compiled for eight H200s, a GPT of 1.3e9 parameters takes 2.7
-instead of 4.9 GB of temporary memory. Two devices would copy half to free half. At the rate of the
-copies above that takes 0.9 ms of the 1.2 ms that sending ahead saves there, so they keep the whole.
+instead of 4.9 GB of temporary memory. Two devices would copy half of the gradients to free the
+other half. At the rate of the copies above that takes 0.9 ms of the 1.2 ms that sending ahead saves
+there, so two devices keep whole gradients.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ def scaling_of(config: DistributedConfig, state: Any) -> LossScaleState | None:
         return None
     if state is None:
         raise TreeError(
-            "grad_norm: needs the state, whose loss scale the gradients were multiplied by: "
+            "grad_norm: needs the state, because the gradients were multiplied by its loss scale: "
             "got None, expected tx.grad_norm(grads, opt_state). Pass the state."
         )
     check_options(config, find_state(state))
@@ -252,8 +253,9 @@ def _batched(leaves: Any, dims: Any, *, function: str) -> Any:
 def _jvp(leaves: Any, tangents: Any, *, function: str) -> Any:
     del tangents
     raise PolicyError(
-        f"{function}: a distributed optimizer cannot be differentiated: got a derivative by "
-        f"some of {len(leaves)} arrays, expected a use of its values alone. Differentiate "
+        f"{function}: a distributed optimizer cannot be differentiated: got a derivative with "
+        f"respect to some of {len(leaves)} arrays, expected only a use of its values. "
+        "Differentiate "
         "fused_adamw(...).step, or put jax.lax.stop_gradient around what this one takes."
     )
 

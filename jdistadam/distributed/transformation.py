@@ -126,7 +126,7 @@ class DistributedTransformation(FusedTransformation):
         """
         if self.config.norms is None:
             raise PolicyError(
-                "step_with_norms: the optimizer takes no norms: got norms=None, "
+                "step_with_norms: this optimizer computes no norms: got norms=None, "
                 'expected "total", "leaves" or a function. Pass norms="total" to distributed.'
             )
         result = self._step(grads, state, params, **extra_args)
@@ -163,10 +163,10 @@ class DistributedTransformation(FusedTransformation):
         trees.check_dtypes(params, name="params")
         if not self.is_as_made:
             raise PolicyError(
-                "bind: functions of this optimizer were replaced, "
-                "which what it returns would not call: got the result of tx._replace, "
+                "bind: functions of this optimizer were replaced, and the result of bind would "
+                "not call them: got the result of tx._replace, "
                 "expected what distributed, chain or inject_hyperparams returned. "
-                "Bind first, and replace functions of the result; train_step calls its own."
+                "Bind first, then replace functions of the result; train_step never calls these."
             )
         schedule = self.config.schedule(self.config.tensor_local(params))
         values = self.functions, self.config, self.specs
@@ -188,8 +188,8 @@ class DistributedTransformation(FusedTransformation):
         trees.check_dtypes(params, name=name)
         if self.bound is None and config.parallel.shards_params:
             raise MeshError(
-                f"{function}: called inside of jax.shard_map with shards of params "
-                "that are not known: got an optimizer that was not bound to params, "
+                f"{function}: called inside of jax.shard_map, where it cannot know which params "
+                "are shards: got an optimizer that was not bound to params, "
                 "expected opt = tx.bind(params), outside of the shard_map. "
                 "Call opt.init, opt.step, opt.accumulate, local_params(params, opt) in it."
             )
@@ -396,5 +396,5 @@ def check_distributed(tx: Any) -> None:
             f"tx: not a distributed optimizer: got {type(tx).__name__}, "
             "expected DistributedTransformation. "
             "Make it with distributed(fused_adamw(...), mesh=mesh). In place of optax.chain use "
-            "jda.chain; of optax's wrappers accumulate_steps, loss_scale, groups."
+            "jda.chain; in place of optax's wrappers use accumulate_steps, loss_scale or groups."
         )

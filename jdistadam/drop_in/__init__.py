@@ -1,1 +1,1 @@
-"""``fused_adamw``: one program, any sharding, in place of ``optax.adamw``."""
+"""``fused_adamw`` and ``fused_adam``, in place of optax's optimizers, with any sharding."""

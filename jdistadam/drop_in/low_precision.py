@@ -160,7 +160,7 @@ def decoded(opt_state: OptState) -> OptState:
         if hasattr(x, "layout_digest"):
             raise TreeError(
                 "opt_state: the state of a distributed optimizer: "
-                f"got {type(x).__name__}, expected that of fused_adamw or fused_adam. "
+                f"got {type(x).__name__}, expected a state of fused_adamw or fused_adam. "
                 "Call to_optax_state(state, tx), which decodes moments."
             )
         return x._replace(mu=_decoded("mu", x.mu), nu=_decoded("nu", x.nu))

@@ -1,4 +1,4 @@
-"""Leaves that the kernel does not support (complex, float64, integers), in optax's arithmetic."""
+"""Updates leaves that the kernel does not support (complex, float64, integers) as optax does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The drop-ins: optax's Adam and AdamW with the fused kernel in one program, with any sharding."""
+"""``fused_adam`` and ``fused_adamw``: optax's optimizers with the fused kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of an optimizer in one program: making and checking it, with the trees of a step."""
+"""The state of a drop-in optimizer: making and checking it, and the trees of a step."""
 
 from __future__ import annotations
 
@@ -243,8 +243,8 @@ def check_trees(
     ):
         if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
             raise DtypeError(
-                f"{path}: complex, and its parameter is not: the imaginary part would be lost: "
-                f"got {grad.dtype}, expected a real dtype, as that of the parameter, "
+                f"{path}: complex, but its parameter is not, so the imaginary part would be lost: "
+                f"got {grad.dtype}, expected a real dtype, like that of the parameter, "
                 f"{param.dtype}. Take jnp.real, or make the loss real."
             )
     _check_dtypes(mu, dtype_like, name=mu_name, action="Cast mu.")

@@ -144,7 +144,8 @@ def _check_quantized(
             raise PolicyError(
                 f"{path}: an update cannot round the parameter that it is added to: "
                 f'got {leaf.param.dtype} without main parameters, rounding="stochastic", '
-                "expected tx.step, which rounds parameters at random, or main parameters. Call "
+                "expected tx.step, which rounds parameters stochastically, or main parameters. "
+                "Call "
                 "tx.step in place of tx.update and optax.apply_updates, or set main_params_dtype."
             )
         moments = [_dtype(leaf.mu), _dtype(leaf.nu)]
@@ -152,7 +153,8 @@ def _check_quantized(
         is_quantized = is_rounded or any(isinstance(x, Codec) for x in moments)
         if is_quantized and _is_left_to_optax(TreeLeaf(*map(_dtype, leaf))):
             raise DtypeError(
-                f"{path}: quantized or stochastically rounded moments are not left to optax: "
+                f"{path}: quantized or stochastically rounded moments cannot be updated by "
+                "optax's formula: "
                 f"got gradients of {leaf.grad.dtype} for a parameter of {leaf.param.dtype}, "
                 "expected float32, bfloat16 or float16. Cast the gradients."
             )

@@ -1,4 +1,4 @@
-"""The type of every optimizer here: optax's pair of functions, and a fused step, also jitted."""
+"""The type of drop-in optimizers: optax's two functions, a fused ``step``, and ``jit_step``."""
 
 from __future__ import annotations
 

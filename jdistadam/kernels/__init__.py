@@ -1,1 +1,1 @@
-"""All custom calls, and the reference implementation that each equals bit for bit."""
+"""All custom calls, and the reference implementation, which gives the same bits."""

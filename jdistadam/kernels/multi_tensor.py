@@ -1,8 +1,8 @@
 """The other kernels: norm, pairwise sums, packing and unpacking; and steps over peer memory.
 
-All arrays are one device's, as in adam.py. Sums and steps over the memory of several devices in one
-process are two FFI calls inside ``jax.shard_map``. The devices wait for each other in every call
-(cuda/meeting.h).
+All arrays are local to one device, as in adam.py. Sums and steps over the memory of several devices
+in one process are two FFI calls inside ``jax.shard_map``. The devices wait for each other in every
+call (cuda/meeting.h).
 """
 
 from __future__ import annotations

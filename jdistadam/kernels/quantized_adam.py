@@ -1,6 +1,6 @@
 """One Adam step with coded moments or stochastic rounding, on this device.
 
-The operands are those of kernels/adam.py, and those of rounding: [Note: random bits] and
+It takes the operands of kernels/adam.py, and scales and random keys: see [Note: random bits] and
 [Note: blocks] in cuda/rounding.h. Over several devices use sharded_quantized_adam.py.
 """
 

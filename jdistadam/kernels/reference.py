@@ -1,6 +1,6 @@
 """The reference implementation in Python: the Adam formula, and random bits for rounding.
 
-With numpy the compiled kernels equal it to the last bit. With jax.numpy the same lines are the
+With numpy, it gives the same bits as the compiled kernels. With jax.numpy, the same code is the
 fallback if there is no compiled kernel. XLA may contract operations there, so the result is close
 but not bitwise equal.
 """

@@ -1,9 +1,9 @@
 """The kernel under plain ``jax.jit`` over several devices, ``jax.vmap`` and differentiation.
 
-XLA gathers every operand of a custom call that it does not know. Here it learns that the step is
-elementwise, and where to take it: each leaf is updated in the sharding of its first moment, so
-moments are never sent. Results have the sharding of the arrays that they replace, independent of
-the gradients' sharding. Inside ``jax.shard_map`` or on one device this is the kernel itself.
+By default, XLA gathers every operand of a custom call. This module tells XLA that the step is
+elementwise, and how to partition it: each leaf is updated in the sharding of its first moment, so
+moments are never sent. Results have the sharding of the arrays that they replace, whatever the
+sharding of the gradients. Inside ``jax.shard_map`` or on one device the kernel is called directly.
 """
 
 from __future__ import annotations

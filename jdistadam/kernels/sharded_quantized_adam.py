@@ -1,12 +1,12 @@
 """Coded moments and stochastic rounding under plain ``jax.jit`` on several devices.
 
-First coded moments as arrays with the shapes of leaves: codes, and the scales of their blocks. A
-leaf cut into pieces of whole blocks is encoded and decoded in place. Its scales, a 32nd of the size
-of a float32 moment, are gathered on all devices, because their order is that of the whole leaf. A
-leaf cut elsewhere is gathered first.
+Coded moments have the shapes of leaves: codes, and the scales of their blocks. If a leaf is sharded
+into pieces of whole blocks, it is encoded and decoded in place. Only its scales are gathered on all
+devices, because they are stored in the order of the whole leaf; they are small. Otherwise the leaf
+is gathered first.
 
-Then the step. A leaf may be cut along its first dimension into parts of whole blocks. The device
-with the moments updates it. Other shardings, ``jax.vmap`` and derivatives raise.
+In a step, a leaf may be sharded along its first dimension, if the shards consist of whole blocks.
+Each shard is updated where its moments are. Other shardings, ``jax.vmap`` and derivatives raise.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def _first_axes(x: Any, path: str = "fused_adamw") -> tuple[str, ...]:
         if not any(others):
             return first
     raise _not_supported(
-        "on leaves that are sharded along another dimension than the first",
+        "on leaves that are sharded along a dimension other than the first",
         f"shape {x.shape}, sharded as {getattr(x.sharding, 'spec', x.sharding)}",
         path,
     )

@@ -1,6 +1,6 @@
 """Sums of squares of gradients, parameters and updates, taken during a step.
 
-Definitions and the order of the sums are those of cuda/squares.h.
+cuda/squares.h defines the sums and their order.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The time of one optimizer step on one device, compared with a copy and with optax.
 
-Every figure is per step. *Wall* is the slope of a jitted program's time over the number of steps in
-its loop, which excludes the start of a call: two programs run in turn, and the median counts of the
-differences of each pair. *Host* is how long one jitted call of one step blocks the caller,
-*compile* how long it took to trace and compile. The floor is the number of bytes that a step must
-move, divided by the bandwidth of an in-place copy in the same run.
+All times are per step. *Wall* is measured with two jitted programs that run different numbers of
+steps in a loop: the median difference of their times, divided by the difference of the numbers. So
+the start of a call does not count. *Host* is how long one jitted call of one step blocks the
+caller, and *compile* is the time to trace and compile. The floor is the number of bytes that a step
+must move, divided by the bandwidth of an in-place copy in the same run.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _BLOCKS = tuple(known.name for known in BLOCK_CODECS)
 _POLICY: dict[str, tuple[tuple[str, ...], str]] = {
     "main_params_dtype": (
         ("float32", "remainder16", "none"),
-        "parameters that the optimizer updates; none: it has none but the model's",
+        "main parameters, which the optimizer updates; none: it updates the model's",
     ),
     "main_grads_dtype": (_FLOATS, "gradients in storage"),
     "grad_comm_dtype": (("none", *_FLOATS), "communicated gradients; none: main-grads-dtype"),
@@ -38,7 +38,10 @@ _POLICY: dict[str, tuple[tuple[str, ...], str]] = {
         ("none", "float32"),
         "sums over devices; none: grad-comm-dtype, summed by the collective library",
     ),
-    "param_comm_dtype": (("none", *_FLOATS, *_FLOAT8), "communicated parameters; none: their own"),
+    "param_comm_dtype": (
+        ("none", *_FLOATS, *_FLOAT8),
+        "communicated parameters; none: param-dtype",
+    ),
 }
 _MOMENTS = {
     "mu_dtype": ((*_FLOATS, *_BLOCKS), "first moments"),
@@ -80,32 +83,32 @@ def make_parser() -> Parser:
         added.set_defaults(parser=added)
         return added
 
-    info = command("info", "versions, devices, which backend runs and why not the others")
+    info = command("info", "print versions, devices, which kernels run, and why others do not")
     _add_json(info)
     command(
         "check",
-        "one real step on each backend, bit for bit against the reference",
+        "take a step on each backend and compare it bit for bit with the reference",
     )
-    bench = command("bench", "speed of one step on this device, against a copy and optax.adamw")
+    bench = command("bench", "time a step on this device against a copy and optax.adamw")
     _add_bench_arguments(bench)
-    plan = command("plan", "bytes that each device would hold and send, from shapes alone")
+    plan = command("plan", "compute from shapes the bytes that each device would hold and send")
     plan.add_argument(
-        "--devices", type=_count, metavar="N", default=8, help="how many; none need exist"
+        "--devices", type=_count, metavar="N", default=8, help="number; they need not exist"
     )
     _add_optimizer_arguments(plan)
     plan.add_argument(
         "--stacked",
         metavar="TEXT",
-        help="a part of the paths of leaves whose first dimension is scanned layers",
+        help="a text in the paths of the leaves whose first dimension is the layer of a scan",
     )
     plan.add_argument(
         "--communication",
         choices=("auto", "xla"),
         default="auto",
-        help="auto: over peer memory, where the other settings allow it",
+        help="auto: peer memory if the other settings allow it",
     )
     audit = command(
-        "audit", "compile a step for the devices here, and compare what it sends with the plan"
+        "audit", "compile a step for the present devices, and compare what it sends with the plan"
     )
     _add_optimizer_arguments(audit)
     return parser
@@ -155,9 +158,9 @@ def _add_bench_arguments(parser: Parser) -> None:
         default=["resnet50"],
         choices=bench.TREES,
         metavar="TREE",
-        help="what to update: %(choices)s",
+        help="trees to update: %(choices)s",
     )
-    parser.add_argument("--list", action="store_true", help="print the trees and end")
+    parser.add_argument("--list", action="store_true", help="print the trees and exit")
     _add_json(parser)
 
 
@@ -172,7 +175,7 @@ def _add_optimizer_arguments(parser: Parser) -> None:
         type=_count,
         metavar="N",
         default=1,
-        help="into how many the devices are divided; 1: no axis of replicas",
+        help="number of replicas into which the devices are divided; 1: no replica axis",
     )
     add(
         "--sharding-strategy",
@@ -190,26 +193,26 @@ def _add_optimizer_arguments(parser: Parser) -> None:
         "--no-reshard-after-forward",
         dest="reshard_after_forward",
         action="store_false",
-        help="gather sharded parameters, and reduce gradients, once a step",
+        help="gather parameters and reduce gradients only once per step",
     )
     add(
         "--accumulate-steps",
         type=_count,
         metavar="N",
         default=1,
-        help="how many micro-batches in a step",
+        help="number of micro-batches per step",
     )
     defaults = MixedPrecisionPolicy(main_params_dtype="float32")
     for name, (choices, use) in (_POLICY | _MOMENTS).items():
         _add_dtype(parser, name, choices, str(getattr(defaults, name, "float32")).lower(), use)
     for name, default, moment in (("--b1", 0.9, "first"), ("--b2", 0.999, "second")):
-        use = f"decay rate of the {moment} moment, with which not every dtype of it can decay"
+        use = f"decay rate of the {moment} moment; not every dtype supports every rate"
         add(name, type=float, default=default, help=use)
     parser.add_argument(
         "--rounding",
         choices=ROUNDINGS,
         default=ROUNDINGS[0],
-        help="how moments, and params of 16 bits without main parameters, are rounded",
+        help="rounding of moments, and of 16-bit params without main parameters",
     )
 
 

@@ -1,4 +1,4 @@
-"""Memory and traffic of a device in a training step, in bytes, from shapes alone."""
+"""The bytes that a device holds and sends in a training step, computed from shapes."""
 
 from __future__ import annotations
 

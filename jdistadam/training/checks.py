@@ -1,4 +1,4 @@
-"""Checks before a run: a train state, its record of its origin, and agreement of processes."""
+"""Checks before a run: the train state, where it came from, and whether processes agree."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def check_created(params: Params, model_state: Any, rng: Any) -> None:
         raise TreeError(
             "params: all variables of a Flax model: the others would be trained as parameters: "
             f'got {", ".join(map(str, params))}, expected variables["params"]. '
-            f"Pass these, and {sorted(others)[0]!r} and the like as model_state."
+            f"Pass these as params, and the rest, such as {sorted(others)[0]!r}, as model_state."
         )
     shapes = "Use TrainState.shapes(params, tx) for shapes."
     trees.refuse_shapes(params, name="params", action=shapes)

@@ -112,7 +112,7 @@ def check_extra_state(extra: Any, count: Any) -> None:
         raise TreeError(
             "extra_state.step: differs from the count of opt_state: they are of different steps: "
             f"got {int(extra.step)}, expected {int(count)}. "
-            "Pass the three values of one to_optax_state."
+            "Pass the three values that one call of to_optax_state returned."
         )
     _check_number("extra_state.grad_norm", extra.grad_norm)
     if extra.scaling is not None:
@@ -196,9 +196,9 @@ def like_template(opt_state: OptState, template: Any) -> OptState:
     also = ", and jda.main_params(params, opt_state) as main_params" if main else ""
     raise TreeError(
         f"opt_state{others[0]}: has no place in the state of this optimizer: "
-        f"got {len(others)} arrays beside the state of Adam, "
+        f"got {len(others)} arrays in addition to the state of Adam, "
         f"expected opt_state{parts[0][0]} alone. Pass opt_state{parts[0][0]}{also}. "
-        "What a wrapper did is an argument here: max_grad_norm, accumulate_steps, loss_scale."
+        "Instead of wrappers use max_grad_norm, accumulate_steps or loss_scale."
     )
 
 
@@ -214,8 +214,8 @@ def check_counts(adamw: Any) -> None:
             found = int(np.asarray(own))
             if found != count:
                 raise TreeError(
-                    f"opt_state[{i}]: its schedule is at another step than Adam, "
-                    f"where a distributed optimizer has one count: got count {found}, "
+                    f"opt_state[{i}]: its schedule is at another step than Adam, but a "
+                    f"distributed optimizer has only one count: got count {found}, "
                     f"expected count {count}, as opt_state[0].count. Shift the schedule, as in "
                     f"lambda step: schedule(step - {count - found}), and set this count to Adam's."
                 )

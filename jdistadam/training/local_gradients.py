@@ -1,4 +1,4 @@
-"""One device's forward pass and local gradients over micro-batches; inside ``jax.shard_map``.
+"""The forward pass and the gradients of one device over micro-batches; inside ``jax.shard_map``.
 
 Gradients of stacked layers may be summed over devices inside the loop that makes them.
 

@@ -98,7 +98,7 @@ class LossFunction:
     def _unexpected(self, got: str, names: list[str]) -> TreeError:
         expected = names[0] if len(names) == 1 else f"a tuple ({', '.join(names)})"
         return TreeError(
-            f"loss_fn: returned something else than asked for: got {got}, expected {expected}. "
+            f"loss_fn: returned something other than expected: got {got}, expected {expected}. "
             "A second value to report needs has_aux=True; a weight of this micro-batch needs "
             "weighted=True; a model_state must be given to TrainState.create."
         )
@@ -116,7 +116,7 @@ class LossFunction:
             raise TreeError(
                 f"loss_fn: cannot be called with what the state holds: {error}: got "
                 f"loss_fn{signature}, expected a function that can be called as loss_fn({called}). "
-                "Take these arguments, or change model_state and rng of the state."
+                "Accept these arguments, or change model_state and rng of the state."
             ) from None
 
 
@@ -134,7 +134,7 @@ def _check_kinds(new: Any, old: Any) -> None:
             raise DtypeError(
                 f"{path}: would lose a part of its values: "
                 f"got {jnp.result_type(x) if _kind(x) < _KEY else x.dtype}, "
-                f"expected {like.dtype}, as the state has it. "
+                f"expected {like.dtype}, as in the state. "
                 "Cast it in loss_fn, or begin with this dtype in TrainState.create."
             )
 
@@ -178,10 +178,10 @@ def refuse_summed_loss(
     summed = [axis for axis in _summed_over(jaxpr.jaxpr, 0) if axis in axes]
     if summed:
         raise PolicyError(
-            "loss_fn's loss: summed over the devices already: its gradient would count each of "
-            f"them again: got a psum over axis {summed[0]!r}, expected the loss of this device's "
-            "part of the batch. Return the local loss, of which the mean is taken already; "
-            "for a mean by numbers of tokens return (loss, weight) with weighted=True."
+            "loss_fn's loss: already summed over the devices, so its gradient would count each "
+            f"device again: got a psum over axis {summed[0]!r}, expected the loss of this device's "
+            "part of the batch. Return the local loss, which train_step averages over devices; "
+            "for a mean over tokens return (loss, weight) with weighted=True."
         )
 
 

@@ -1,4 +1,4 @@
-"""Non-finite gradients: the parameters that had one, and ``SkipLimit``, which ends a run."""
+"""Non-finite gradients: which parameters had them, and ``SkipLimit``, which ends a run."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def nonfinite_paths(counts: Any, params: Params) -> dict[str, int]:
         got = type(counts).__name__ if array.dtype == object else array.dtype
         raise DtypeError(
             f"counts: not numbers that can be read: got {got}, expected an array of whole numbers, "
-            'outside of jit. Return metrics["nonfinite"] from the program, and look then.'
+            'outside of jit. Return metrics["nonfinite"] from the program, and pass it then.'
         )
     found = zip(paths, np.asarray(array).tolist(), strict=True)
     return {path: count for path, count in found if count}
@@ -145,7 +145,7 @@ class SkipLimit:
         """Takes the metrics that ``train_step`` returned for one step."""
         if not set(_READ) <= set(metrics):
             raise TreeError(
-                "metrics: not those of train_step: got the entries "
+                "metrics: not the metrics of train_step: got the entries "
                 f"{', '.join(metrics) or 'of nothing'}, expected {', '.join(_READ)} among them. "
                 "Pass the metrics that the step returned, as they are."
             )

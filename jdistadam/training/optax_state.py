@@ -128,7 +128,7 @@ def main_params(params: Params, opt_state: OptState, tx: Any = None) -> Any:
     _refuse_state("params", params, "main_params(params, opt_state, tx)")
     if opt_state is None:
         raise TreeError(
-            "opt_state: missing: the main parameters are in it: got None, "
+            "opt_state: missing, but it contains the main parameters: got None, "
             "expected what init, update or step returned. Call main_params(params, opt_state, tx)."
         )
     trees.check_arrays(opt_state, name="opt_state")

@@ -196,7 +196,7 @@ def check_model_axes(config: DistributedConfig) -> None:
         return
     if len(set(config.mesh.axis_types)) > 1:
         raise MeshError(
-            "mesh: axes of different types, and a model that is partitioned over some: "
+            "mesh: axes of different types, but the model is partitioned over some of them: "
             f"got {config.mesh.axis_types}, expected all Explicit, as jax.make_mesh makes them, "
             "or all Auto. Pass axis_types=(jax.sharding.AxisType.Auto,) * "
             f"{len(config.mesh.axis_types)} to jax.make_mesh."
@@ -219,8 +219,8 @@ def _refuse_bfloat16_sums(jaxpr: Jaxpr, parallel: DataParallel) -> None:
         is_sum = eqn.primitive.name.startswith(_SUMS)
         if is_sum and any(v.aval.dtype == jnp.bfloat16 for v in eqn.invars):
             raise DtypeError(
-                f"loss_fn: {eqn.primitive.name} of bfloat16 over data axes, at which XLA's CPU "
-                f"backend ends the process while axes {parallel.tensor_axes} are left to it: "
+                f"loss_fn: {eqn.primitive.name} of bfloat16 over data axes, which crashes XLA's "
+                f"CPU backend while it partitions over the axes {parallel.tensor_axes}: "
                 "got bfloat16 on CPU, expected float32, or a GPU. "
                 "Cast to float32 before the sum, and back."
             )

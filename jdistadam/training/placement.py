@@ -204,7 +204,7 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
             raise _has_no_dimensions(path)
         if batch_spec is None and x.shape[0] % divides_by:
             raise ShapeError(
-                f"{path}: leading dimension does not divide by the number of devices: "
+                f"{path}: leading dimension is not divisible by the number of devices: "
                 f"got {x.shape}, expected a multiple of {divides_by}. "
                 "Change the batch size, or drop the remainder."
             )
@@ -247,7 +247,7 @@ def is_placed(batch: Any, sharding: NamedSharding) -> bool:
 
 def _has_no_dimensions(path: str) -> ShapeError:
     return ShapeError(
-        f"{path}: a leaf without dimensions cannot be cut into parts for the devices: got shape "
+        f"{path}: a leaf without dimensions cannot be split over the devices: got shape "
         "(), expected one row for each example. Pass a number of this step as np.full(batch_size, "
         "number), of which the loss reads one, or by state.replace(model_state=...). "
         "What the loss closes over is compiled in, and stays as it was."
@@ -275,7 +275,7 @@ def _check_divides(
     divides = jax.process_count() > 1 or all(n % k == 0 for n, k in zip(shape, sizes, strict=False))
     if len(sizes) > len(shape) or not divides:
         raise ShapeError(
-            f"{path}: cannot be cut as batch_spec says: got shape {shape} and {spec}, "
+            f"{path}: cannot be split as batch_spec says: got shape {shape} and {spec}, "
             f"expected dimensions that divide by {tuple(sizes)}. Change the batch, or batch_spec."
         )
 

@@ -1,4 +1,4 @@
-"""Parameters and optimizer state over a mesh: made, placed, and changed."""
+"""``TrainState``: parameters and optimizer state on a mesh; how to make, place and change it."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ class TrainState:
             return reload_main_params(new, tx)
         if "params" in changes and not same_params(self.params, new.params):
             raise TreeError(
-                "params: the optimizer would go on with its own main parameters, and drop these: "
+                "params: the optimizer would continue from its own main parameters, and these "
+                "would be lost: "
                 "got new params and no tx, expected state.replace(params=..., tx=tx). "
                 "Pass the optimizer, or call reload_main_params(state, tx)."
             )
@@ -314,7 +315,7 @@ def check_params_follow(state: TrainState, tx: DistributedTransformation) -> Non
             f"{paths[0]}{more}: differ from the main parameters, which the optimizer updates: "
             "they would be lost: got params that were put into the state, "
             "expected the main parameters of opt_state, rounded. "
-            "Call reload_main_params(state, tx) to train on from these params."
+            "Call reload_main_params(state, tx) to continue from these params."
         )
 
 

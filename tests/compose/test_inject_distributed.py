@@ -255,7 +255,7 @@ def test_what_is_wrong_is_loud(cpu_mesh):
         inject(1e-3, max_grad_norm=-1, mesh=mesh)
     with pytest.raises(jda.HyperparameterError, match=r"b1: not a schedule: .* static_args='b1'"):
         inject(1e-3, b1=lambda count: "many", mesh=mesh)
-    with pytest.raises(jda.HyperparameterError, match="max_grad_norm: not one number"):
+    with pytest.raises(jda.HyperparameterError, match="max_grad_norm: not a single number"):
         jda.distributed_fused_adamw(1e-3, max_grad_norm=jnp.ones(2), mesh=mesh)
     tx = inject(1e-3, mesh=mesh)
     loss = lambda params, x: jnp.sum(params["w"] * jnp.mean(x))  # noqa: E731

@@ -157,9 +157,9 @@ def spoilt(state, other):
     averaged = jax.tree.map(lambda x, y: (x + y) / 2, state, other)
     return {
         r"missing: .*got None": without(state, layout_digest=None),
-        r"averaged, cast or cut: got float32": averaged,
-        r"averaged, cast or cut: got bfloat16": without(state, layout_digest=digest.astype(BF16)),
-        r"averaged, cast or cut: got uint8, shape \(15,\)": without(state, layout_digest=digest[1:]),
+        r"averaged, cast or sliced: got float32": averaged,
+        r"averaged, cast or sliced: got bfloat16": without(state, layout_digest=digest.astype(BF16)),
+        r"averaged, cast or sliced: got uint8, shape \(15,\)": without(state, layout_digest=digest[1:]),
         r"another layout, or its digest was changed by arithmetic: got digest [0-9a-f]{32}, mu of \d+ elements, expected digest": without(state, layout_digest=digest // 2),
         r"leaf \['a'\]: shape \[128, 256\] instead of \[256, 128\]": dataclasses.replace(state, opt_state=other.opt_state),
     }  # fmt: skip
@@ -373,7 +373,7 @@ def test_inside_a_program_types_are_checked():
     state = jda.TrainState.create(make_params(), tx)
     step = jax.jit(jda.train_step(loss_fn, tx))
     averaged = jax.tree.map(lambda x: (x + x) / 2, state)
-    with pytest.raises(jda.LayoutError, match="averaged, cast or cut: got float32"):
+    with pytest.raises(jda.LayoutError, match="averaged, cast or sliced: got float32"):
         step(averaged, BATCH)
     with pytest.raises(jda.LayoutError, match="missing"):
         step(without(state, layout_digest=None), BATCH)

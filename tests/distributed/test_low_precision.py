@@ -508,12 +508,16 @@ def test_what_is_not_supported_raises():
     make = functools.partial(jda.distributed_fused_adamw, mesh=mesh)
     random = KINDS["8 bits at random"] | dict(grad_reduce_dtype=jnp.float32)
     for b2, given in ((0.9, CODED), (0.9995, CODED_16)):
-        with pytest.raises(jda.PolicyError, match=r"nu_dtype: .* cannot follow at this b2"):
+        with pytest.raises(
+            jda.PolicyError, match=r"nu_dtype: .* cannot follow the gradients at this b2"
+        ):
             make(1e-3, b2=b2, **given)
     make(1e-3, **CODED_16)
     for of_slow, moment in ((dict(b1=0.9, b2=0.89), "mu"), (dict(b2=0.99), "nu")):
         given = dict(param_labels=lambda p: {"w": "slow"}, groups={"slow": of_slow, "fast": {}})
-        with pytest.raises(jda.PolicyError, match=f"{moment}_dtype: .* cannot follow at this b"):
+        with pytest.raises(
+            jda.PolicyError, match=f"{moment}_dtype: .* cannot follow the gradients at this b"
+        ):
             make(1e-3, b1=0.8, b2=0.88, **CODED, **given)
     with pytest.raises(jda.PolicyError, match="over peer memory is not supported"):
         make(1e-3, **dtypes(**random), communication="peer")
@@ -557,7 +561,7 @@ def test_states_of_another_policy_raise():
         with pytest.raises(jda.JDistAdamError, match=r"(another |opt_state\.)(mu|key|layout)"):
             jda.train_step(loss, other)(state, batch)
     eight, sixteen = txs[1:3]
-    message = r"opt_state\.mu: is not stored as the optimizer says: got block8, expected block16"
+    message = r"opt_state\.mu: is not stored as the optimizer expects: got block8, expected block16"
     with pytest.raises(jda.DtypeError, match=message):
         jda.train_step(loss, sixteen)(jda.TrainState.create(params, eight), batch)
 

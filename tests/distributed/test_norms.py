@@ -209,5 +209,7 @@ def test_what_does_not_go():
     tx = make_tx("flat-optim", norms=lambda path: None)
     with pytest.raises(jda.TreeError, match=r"^norms: names no leaf: got None for params\["):
         jda.train_step(lambda p, x: 0.0, tx).lower(first_state(tx), jnp.ones(8))
-    with pytest.raises(jda.PolicyError, match=r"^step_with_norms: the optimizer takes no norms"):
+    with pytest.raises(
+        jda.PolicyError, match=r"^step_with_norms: this optimizer computes no norms"
+    ):
         make_tx("one device", norms=None).step_with_norms({}, None, {})

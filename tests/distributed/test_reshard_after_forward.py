@@ -179,7 +179,7 @@ def test_gradients_of_shards_are_no_whole_sums(weight):
         shard_grads, mesh=tx.config.mesh, in_specs=(specs,), out_specs=P(), check_vma=False
     )
     with pytest.raises(
-        jda.MeshError, match=r"grads\['columns'\]: summed .* differentiate by what gather_params"
+        jda.MeshError, match=r"grads\['columns'\]: already summed .* with respect to gather_params"
     ):
         jax.eval_shape(mapped, params)
 

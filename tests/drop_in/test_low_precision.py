@@ -177,7 +177,7 @@ def test_params_replicated_and_moments_sharded():
 @pytest.mark.parametrize(
     ("shape", "spec", "message"),
     [
-        ((64, 128), P(None, "data"), "on leaves that are sharded along another dimension than the first"),
+        ((64, 128), P(None, "data"), "on leaves that are sharded along a dimension other than the first"),
         ((68, 70), P("data"), "on leaves whose parts are not blocks of 128 elements"),
     ],
     ids=str,
@@ -205,7 +205,7 @@ def test_stochastic_rounding_of_leaves_cut_along_others_raises(stored, kind):
     mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices("cpu")[:4])
     tx = jda.fused_adamw(**HYPER, rounding="stochastic", **given)
     w = jax.device_put(jnp.ones((3, 8), dtype), NamedSharding(mesh, P(None, "data")))
-    assert_raises_in_init(tx, mesh, w, "along another dimension than the first")
+    assert_raises_in_init(tx, mesh, w, "along a dimension other than the first")
 
 
 def test_stochastic_rounding_looks_at_no_other_leaf():
@@ -365,7 +365,7 @@ BAD = [
     (dict(EIGHT, b1=0.87, b2=0.894), r"mu_dtype: .*may outlast .* 1.1912 b1\^2 < b2"),
     (
         dict(EIGHT, b1=np.ones(()), b2=0.894),
-        r'mu_dtype: .*this one is not known.*static_args=\("b1", "b2"\)',
+        r'mu_dtype: .*its value is not known.*static_args=\("b1", "b2"\)',
     ),
     (
         dict(mu_dtype="block16", rounding="stochastic"),
@@ -373,7 +373,7 @@ BAD = [
     ),
     (
         dict(EIGHT, nu_dtype="block16", rounding="stochastic"),
-        'expected nu_dtype "block8": else steps',
+        'expected nu_dtype "block8": otherwise steps',
     ),
     (dict(mu_dtype="block32"), 'mu_dtype: not a dtype.* float16, "block8", "block16"'),
     (dict(nu_dtype="Block8"), 'nu_dtype: not a dtype.* "block8", "block16"'),
@@ -384,7 +384,7 @@ BAD = [
     (dict(seed=5), 'seed: has no effect: got 5 with rounding="nearest"'),
     (
         dict(b2=np.ones(()), nu_dtype="block16"),
-        r'this one is not known.*static_args=\("b1", "b2"\)',
+        r'its value is not known.*static_args=\("b1", "b2"\)',
     ),
     (dict(float32_moments=lambda path: True), "float32_moments: has no effect"),
     (dict(mu_dtype="block8", float32_moments="w"), "float32_moments: not a function"),

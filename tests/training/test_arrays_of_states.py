@@ -143,7 +143,7 @@ def on_host(tree):
 
 
 def raises(name, kind="pinned_host"):
-    text = rf"{name}.*: in the memory of the host, .* got memory kind '{kind}', .*jax\.device_put\("
+    text = rf"{name}.*: in host memory, .* got memory kind '{kind}', .*jax\.device_put\("
     return pytest.raises(jda.MeshError, match=text)
 
 

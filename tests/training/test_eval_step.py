@@ -330,11 +330,11 @@ def test_only_a_forward_pass_is_compiled():
 def test_what_raises():
     tx, state = small()
     evaluate = jda.eval_step(mean_loss, tx)
-    with pytest.raises(jda.ShapeError, match=r"^batch: leading dimension does not divide"):
+    with pytest.raises(jda.ShapeError, match=r"^batch: leading dimension is not divisible"):
         evaluate(state, np.ones(7))
-    with pytest.raises(jda.PolicyError, match=r"^loss_fn's loss: summed over the devices already"):
+    with pytest.raises(jda.PolicyError, match=r"^loss_fn's loss: already summed over the devices"):
         jda.eval_step(lambda p, x: jax.lax.psum(mean_loss(p, x), "data"), tx)(state, np.ones(8))
-    with pytest.raises(jda.TreeError, match=r"^loss_fn: returned something else.*has_aux=True"):
+    with pytest.raises(jda.TreeError, match=r"^loss_fn: returned something other.*has_aux=True"):
         jda.eval_step(lambda p, x: (mean_loss(p, x), x), tx)(state, np.ones(8))
     with pytest.raises(jda.TreeError, match=r"^state: not a train state"):
         evaluate(state.params, np.ones(8))

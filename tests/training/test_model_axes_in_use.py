@@ -242,7 +242,7 @@ def test_a_dimension_that_is_cut_twice_raises_in_such_a_region():
         check_vma=False,
     )
     with pytest.raises(
-        jda.PolicyError, match=r"params\['w'\]: one dimension is cut by tensor axes"
+        jda.PolicyError, match=r"params\['w'\]: one dimension is split over tensor axes"
     ):
         jax.jit(step)(state.params, state.opt_state)
 
@@ -459,7 +459,7 @@ ERRORS = [
             make_tx(), lambda p, x: lax.pmean(loss_fn(p, x).astype(BF16), "data").astype(float)
         ),
         jda.DtypeError,
-        r"loss_fn: psum of bfloat16 over data axes, at which XLA's CPU backend ends the process",
+        r"loss_fn: psum of bfloat16 over data axes, which crashes XLA's CPU backend",
     ),
     (
         lambda: trained(
@@ -485,7 +485,7 @@ ERRORS = [
     (
         lambda: trained(make_tx(param_specs=by_size)),
         jda.MeshError,
-        r"param_specs: a function that decides by the sizes of leaves",
+        r"param_specs: a function whose result depends on the sizes of leaves",
     ),
     (
         lambda: trained(make_tx(param_specs={"w": P(P.UNCONSTRAINED, "model"), "b": None})),

@@ -250,7 +250,9 @@ def test_a_loss_that_was_summed_raises(steps):
     by_hand = lambda p, x: total(p, x) / jax.lax.psum(1, "data")  # noqa: E731
     x = np.tile(BATCH, steps)
     for loss in (total, wrapped):
-        with pytest.raises(jda.PolicyError, match=r"loss_fn's loss: summed over .*axis 'data'"):
+        with pytest.raises(
+            jda.PolicyError, match=r"loss_fn's loss: already summed over .*axis 'data'"
+        ):
             trace(make_tx(), loss, x, accumulate_steps=steps)
     _, want = run(make_tx(2), plain_loss, [x], accumulate_steps=steps)
     for loss in (mean, by_hand):
@@ -300,13 +302,13 @@ def test_batches_that_are_no_batch():
         ({"x": BATCH, "y": np.ones(16)}, jda.ShapeError, r"batch\['y'\]: leading dimension differs .*got 16, expected 8"),
         ({"x": BATCH, "y": "name"}, jda.DtypeError, r"batch\['y'\]: not an array of numbers: got <U4"),
         ({"x": BATCH, "y": object()}, jda.DtypeError, r"batch\['y'\]: not an array of numbers: got object"),
-        ({"x": BATCH, "y": 1.0}, jda.ShapeError, r"batch\['y'\]: a leaf without dimensions cannot be cut"),
+        ({"x": BATCH, "y": 1.0}, jda.ShapeError, r"batch\['y'\]: a leaf without dimensions cannot be split"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             run(tx, loss, [batch])
     step = jax.jit(jda.train_step(loss, tx))
     with pytest.raises(
-        jda.ShapeError, match=r"batch\['x'\]: leading dimension does not divide .*got \(7,\)"
+        jda.ShapeError, match=r"batch\['x'\]: leading dimension is not divisible .*got \(7,\)"
     ):
         step(jda.TrainState.create(make_params(), tx), {"x": BATCH[:7]})
 

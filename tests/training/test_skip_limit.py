@@ -109,6 +109,6 @@ def test_bad_arguments():
         with pytest.raises(jda.HyperparameterError):
             jda.SkipLimit(**kwargs)
     with pytest.raises(
-        jda.TreeError, match="metrics: not those of train_step: got the entries loss"
+        jda.TreeError, match="metrics: not the metrics of train_step: got the entries loss"
     ):
         jda.SkipLimit(3)({"loss": 1.0})

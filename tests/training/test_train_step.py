@@ -350,8 +350,8 @@ def test_what_a_loss_may_not_return(cpu_mesh):
     cases = (
         (lambda p, x: p["w"] * jnp.mean(x), {}, jda.ShapeError, r"loss_fn's loss: not a scalar: got \(3,\), expected \(\)"),
         (lambda p, x: (good(p, x), x), dict(weighted=True), jda.ShapeError, r"loss_fn's weight: not a scalar: got \(2,\)"),
-        (good, dict(has_aux=True), jda.TreeError, r"loss_fn: returned something else .*expected a tuple \(loss, aux\)"),
-        (lambda p, x: (good(p, x), 1, 2), {}, jda.TreeError, r"loss_fn: returned something else than asked for: got 3 values, expected loss\. .*has_aux=True.*weighted=True"),
+        (good, dict(has_aux=True), jda.TreeError, r"loss_fn: returned something other .*expected a tuple \(loss, aux\)"),
+        (lambda p, x: (good(p, x), 1, 2), {}, jda.TreeError, r"loss_fn: returned something other than expected: got 3 values, expected loss\. .*has_aux=True.*weighted=True"),
         (lambda p, x: jnp.sum(p["w"]).astype(jnp.int32), {}, jda.DtypeError, r"loss_fn's loss: cannot be differentiated: got int32, expected a floating"),
         (lambda p, x: jnp.sum(p["w"]) * (1 + 1j), {}, jda.DtypeError, r"loss_fn's loss: not a real number: got complex64"),
         (lambda p, x: [good(p, x)], {}, jda.DtypeError, r"loss_fn's loss: not a real number: got list"),
