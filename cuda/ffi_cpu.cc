@@ -1,10 +1,12 @@
 // The XLA FFI handlers of the CPU kernels.
+#include <cstring>
 #include <string>
 #include <system_error>
 #include <thread>
 #include <utility>
 
 #include "ffi_adam.h"
+#include "ffi_host_copy.h"
 #include "ffi_norm.h"
 #include "ffi_peer_meeting.h"
 #include "ffi_quantized.h"
@@ -37,6 +39,18 @@ static ffi::Error Run(ffi::ThreadPool& pool, const NormCall& call) {
 
 static ffi::Error Run(ffi::ThreadPool& pool, const SumCall& call) {
   SumCpu(call, ThreadsOf(pool));
+  return ffi::Error::Success();
+}
+
+static ffi::Error StartHostCopy(ffi::ThreadPool&, const HostCopy& copy, int32_t) {
+  for (const HostCopy::Part& part : copy.parts) {
+    copy.to_host ? std::memcpy(part.host, part.device, part.bytes)
+                 : std::memcpy(part.device, part.host, part.bytes);
+  }
+  return ffi::Error::Success();
+}
+
+static ffi::Error WaitForHostCopy(ffi::ThreadPool&, const HostCopiedAttributes&, int32_t) {
   return ffi::Error::Success();
 }
 
@@ -94,6 +108,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamQuantizedSquares_cpu, QuantizedSquaresHan
                               QuantizedSquaresBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cpu, NormHandler<Pool>, NormBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cpu, SumHandler<Pool>, SumBinding().Ctx<Pool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamHostCopy_cpu, HostCopyHandler<Pool>,
+                              HostCopyBinding().Ctx<Pool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamHostCopied_cpu, HostCopiedHandler<Pool>,
+                              HostCopiedBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cpu, PeerSumHandler<Pool>,
                               PeerSumBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerStep_cpu, PeerStepHandler<Pool>,

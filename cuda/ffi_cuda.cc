@@ -3,11 +3,13 @@
 #include <set>
 
 #include "ffi_adam.h"
+#include "ffi_host_copy.h"
 #include "ffi_norm.h"
 #include "ffi_peer_meeting.h"
 #include "ffi_quantized.h"
 #include "ffi_squares.h"
 #include "ffi_sum.h"
+#include "host_copy_cuda.h"
 #include "kernels_cuda.h"
 
 namespace jdistadam {
@@ -39,6 +41,15 @@ static ffi::Error Run(cudaStream_t stream, const NormCall& call) {
 
 static ffi::Error Run(cudaStream_t stream, const SumCall& call) {
   return LaunchError(SumCuda(call, stream));
+}
+
+static ffi::Error StartHostCopy(cudaStream_t stream, const HostCopy& copy, int32_t ordinal) {
+  return LaunchError(HostCopyStreams::Start(stream, copy, ordinal));
+}
+
+static ffi::Error WaitForHostCopy(cudaStream_t stream, const HostCopiedAttributes& a,
+                                  int32_t ordinal) {
+  return LaunchError(HostCopyStreams::Wait(stream, a.to_host, a.index, ordinal));
 }
 
 namespace {
@@ -178,6 +189,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cuda, NormHandler<cudaStream_t>,
                               NormBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cuda, SumHandler<cudaStream_t>,
                               SumBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
+// Not for CUDA graphs: copies run in streams of their own.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamHostCopy_cuda, HostCopyHandler<cudaStream_t>,
+                              HostCopyBinding().Ctx<Stream>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamHostCopied_cuda, HostCopiedHandler<cudaStream_t>,
+                              HostCopiedBinding().Ctx<Stream>());
 // Not for CUDA graphs: in every call these handlers wait for other devices' host threads.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cuda, PeerSumHandler<cudaStream_t>,
                               PeerSumBinding().Ctx<Stream>());

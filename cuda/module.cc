@@ -17,6 +17,8 @@ XLA_FFI_Error* JDISTADAM_HANDLER(AdamSquares)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(QuantizedSquares)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Norm)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Sum)(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JDISTADAM_HANDLER(HostCopy)(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JDISTADAM_HANDLER(HostCopied)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(PeerSum)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(PeerStep)(XLA_FFI_CallFrame* call_frame);
 bool JDISTADAM_HANDLER(CanReach)(int device, int peer);
@@ -41,6 +43,10 @@ NB_MODULE(JDISTADAM_MODULE, m) {
         nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(QuantizedSquares)));
     handlers["jdistadam_norm"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Norm)));
     handlers["jdistadam_sum"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Sum)));
+    handlers["jdistadam_host_copy"] =
+        nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(HostCopy)));
+    handlers["jdistadam_host_copied"] =
+        nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(HostCopied)));
     handlers["jdistadam_peer_sum"] =
         nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(PeerSum)));
     handlers["jdistadam_peer_step"] =

@@ -1,11 +1,14 @@
 """State in host memory: its placement, and how a step moves it to the device.
 
 [Note: windows]
-Between steps the flat arrays are in pinned host memory. A step moves a window of them to the
-device, a few buckets at a time, updates it there, and writes it back. Each window is cut from the
-result of the previous one, so the device holds at most two, and XLA updates the host arrays in
-place. The kernel gets arrays that begin with the window. Its result for an element does not depend
-on the element's position in the flat state, so the results equal those of a state on the device.
+Between steps the flat arrays are in pinned host memory. A step copies a window of them to the
+device, a few buckets at a time, updates it there, and copies it back. On GPUs both directions run
+at once, while the kernel updates a third window. The kernel gets arrays that begin with the window.
+Its result for an element does not depend on the element's position in the flat state, so the
+results equal those of a state on the device.
+
+Every call depends on the previous one, if necessary by an operand that it does not read. So XLA
+cannot reorder the calls, and never copies an array on the host to keep an older value of it.
 """
 
 from __future__ import annotations
@@ -21,12 +24,17 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import memory, trees
 from jdistadam.core.codecs import BLOCK, BlockCodes, is_codes
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import offset_of, operand_of, with_result
+from jdistadam.distributed.flat_moments import offset_of, operand_of
 from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout
 from jdistadam.distributed.state import DistributedState, map_state
+from jdistadam.kernels import host_copy
+from jdistadam.kernels.host_copy import Lines
 
-WINDOW = 1 << 24
+WINDOW = 1 << 22
 """Maximum number of state elements in a window, unless one bucket has more."""
+
+AHEAD = 2
+"""The number of windows that are copied to the device before the first is updated."""
 
 ARRAYS = ("main_params", "mu", "nu", "ema")
 """The fields of a state that are flat arrays; all others are small and on the device."""
@@ -116,48 +124,115 @@ def within(buckets: Sequence[Bucket]) -> list[Bucket]:
 
 
 def cut(x: Any, buckets: Sequence[Bucket]) -> jax.Array:
-    """Moves the buckets' part of a flat host array to the device, as float arrays."""
-    part: jax.Array = _cut(x, buckets[0].offset, _size(buckets))
-    return part
+    """Moves the buckets' part of a flat host array to the device."""
+    return memory.cut_lines(x, *main_lines(x, buckets))
 
 
 def put(x: Any, part: Any, buckets: Sequence[Bucket]) -> jax.Array:
     """Returns a flat host array with the part of ``cut`` replaced."""
-    new: jax.Array = _put(x, part, buckets[0].offset)
-    return new
+    first, _, width = main_lines(x, buckets)
+    return memory.put_lines(memory.to_host(x), part, first, width)
 
 
-def cut_moment(moment: Any, buckets: Sequence[Bucket]) -> Any:
-    """``cut`` for a moment, which may be coded; leaves arrays of other buckets unchanged."""
-    first, start = buckets[0], offset_of(moment, buckets[0])
-    size = offset_of(moment, buckets[-1]) + _aligned(buckets[-1].shard_size) - start
-    return with_result(moment, first, _cut(operand_of(moment, first), start, size))
+def lines_of(operand: Any, start: int, size: int) -> Any:
+    """A part of a flat array, or of codes and their scales, in elements: a tree of ``Lines``."""
+    widths = BlockCodes(BLOCK, 1) if is_codes(operand) else BLOCK
+    part = (start // BLOCK, size // BLOCK)
+    return jax.tree.map(lambda _, width: Lines(*part, width), operand, widths)
 
 
-def put_moment(moment: Any, part: Any, buckets: Sequence[Bucket]) -> Any:
-    """``put`` for a moment."""
-    first = buckets[0]
-    old, new = operand_of(moment, first), operand_of(part, first)
-    return with_result(moment, first, _put(old, new, offset_of(moment, first)))
+def main_lines(main: Any, buckets: Sequence[Bucket]) -> Any:
+    """The window of some buckets in main parameters, or in another array like them."""
+    return lines_of(main, buckets[0].offset, _size(buckets))
 
 
-def _cut(operand: Any, start: int, size: int) -> Any:
-    def one(x: Any, width: int) -> Any:
-        return memory.cut_lines(x, start // BLOCK, size // BLOCK, width)
-
-    return jax.tree.map(one, operand, _widths(operand))
-
-
-def _put(operand: Any, part: Any, start: int) -> Any:
-    def one(x: Any, new: Any, width: int) -> Any:
-        return memory.put_lines(memory.to_host(x), new, start // BLOCK, width)
-
-    return jax.tree.map(one, operand, part, _widths(operand))
+def moment_lines(moment: Any, buckets: Sequence[Bucket]) -> Any:
+    """The window of some buckets in the array that holds their moment."""
+    first, last = buckets[0], buckets[-1]
+    start = offset_of(moment, first)
+    end = offset_of(moment, last) + _aligned(last.shard_size)
+    return lines_of(operand_of(moment, first), start, end - start)
 
 
-def _widths(operand: Any) -> Any:
-    """Elements per block of a flat array."""
-    return BlockCodes(BLOCK, 1) if is_codes(operand) else BLOCK
+class Stream:
+    """Takes windows of arrays in host memory to the device, in order, and puts new values back.
+
+    ``take`` and ``put`` alternate, once per window; then ``whole`` returns the new arrays.
+
+    Args:
+      arrays: For each window a tree of the flat arrays that it is a part of. Arrays with the same
+        path in different trees are the same.
+      lines: For each window its ``Lines`` of each array.
+      after: Arrays on which the first copy depends.
+    """
+
+    def __init__(self, arrays: Sequence[Any], lines: Sequence[Any], after: Sequence[Any]) -> None:
+        self._trees = [jax.tree.structure(x) for x in arrays]
+        self._arrays: dict[str, Any] = {}
+        self._windows: list[dict[str, Lines]] = []
+        for tree, parts in zip(arrays, lines, strict=True):
+            named = _by_path(tree)
+            self._arrays |= named
+            leaves = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, Lines))
+            self._windows.append(dict(zip(named, leaves, strict=True)))
+        self._arrays = {name: memory.to_host(x) for name, x in self._arrays.items()}
+        self._after = list(after)
+        self._arriving: list[tuple[list[Any], Any]] = []
+        self._leaving: tuple[int, list[Any]] | None = None
+        self._put: set[str] = set()  # arrays that any window has put
+        self._num_taken = 0
+        for i in range(AHEAD):
+            self._start(i)
+
+    def take(self) -> Any:
+        """Returns the next window: a tree of arrays on the device."""
+        i, self._num_taken = self._num_taken, self._num_taken + 1
+        parts, _ = self._arriving.pop(0)
+        parts = host_copy.wait(parts, i, self._after, to_host=False)
+        return jax.tree.unflatten(self._trees[i], parts)
+
+    def put(self, window: Any) -> None:
+        """Puts new values of the window that was taken last, or of some of its arrays."""
+        i, new = self._num_taken - 1, _by_path(window)
+        after = [started for _, started in self._arriving]
+        for last, part in new.items():
+            lines = self._windows[i][last]
+            host = host_copy.to_host(self._arrays[last], lines, part, i, after)
+            self._arrays[last], after = host, [host]
+        self._put |= new.keys()
+        self._wait([last])
+        self._after = [self._arrays[last]]
+        self._leaving = (i, list(new.values()))
+        if self._num_taken == len(self._windows):
+            self._wait([*sorted(self._put - {last}), last])
+        self._start(i + AHEAD)
+
+    def whole(self, i: int) -> Any:
+        """Returns the tree of arrays of window i, with all new values."""
+        return jax.tree.unflatten(self._trees[i], [self._arrays[x] for x in self._windows[i]])
+
+    def _start(self, i: int) -> None:
+        """Starts to copy a window to the device."""
+        if i < len(self._windows):
+            hosts, lines = [self._arrays[x] for x in self._windows[i]], self._windows[i].values()
+            parts, started = host_copy.to_device(hosts, list(lines), i, self._after)
+            self._arriving.append((parts, started))
+            self._after = [started]
+
+    def _wait(self, names: Sequence[str]) -> None:
+        """Lets later users of arrays wait until the window that was put before is on the host."""
+        if self._leaving is not None:
+            i, parts = self._leaving
+            last = self._arrays[names[-1]]
+            for name in names:
+                after = [*parts, last] if len(names) > 1 else parts
+                (last,) = host_copy.wait([self._arrays[name]], i, after, to_host=True)
+                self._arrays[name] = last
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): x for path, x in leaves}
 
 
 def _size(buckets: Sequence[Bucket]) -> int:

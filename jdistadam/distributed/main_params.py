@@ -287,12 +287,19 @@ def _next_in_windows(
 ) -> Any:
     """``next_ema`` for arrays in host memory: [Note: windows] in host_memory.py."""
     here = dataclasses.replace(config, state_memory="device")
-    for part in host_memory.parts(layout):
-        average, kept = host_memory.cut(old, part.buckets), _main_of(part, main)
+    parts = host_memory.parts(layout)
+    arrays, lines = [], []
+    for part in parts:
+        has_main = main is not None and part.layout.main_size
+        arrays.append({"ema": old} | ({"main": main} if has_main else {}))
+        lines.append({k: host_memory.main_lines(x, part.buckets) for k, x in arrays[-1].items()})
+    stream = host_memory.Stream(arrays, lines, shards[:1])
+    for part in parts:
+        window = stream.take()
         of_part = [shards[i] for i in part.indices]
-        new = next_ema(here, part.layout, average, of_part, kept, is_skipped)
-        old = host_memory.put(old, new, part.buckets)
-    return old
+        new = next_ema(here, part.layout, window["ema"], of_part, window.get("main"), is_skipped)
+        stream.put({"ema": new})
+    return stream.whole(0)["ema"] if parts else old
 
 
 def _new_in_windows(

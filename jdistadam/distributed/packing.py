@@ -1,6 +1,6 @@
 """Which elements of leaves a device has: buckets packed and cut into shards, and their blocks.
 
-The first part converts between leaves and buckets inside a program. The second part is about blocks,
+The first part converts between leaves and buckets in a program. The second part is about blocks,
 for coded moments and random bits: a device's shard of a bucket then consists of whole blocks of
 ``BLOCK`` elements. Each block belongs to one leaf and is contiguous in the row-major order of the
 whole leaf, even if the leaf is sharded. A leaf that is scattered in place is split at up to two

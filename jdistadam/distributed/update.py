@@ -35,12 +35,25 @@ from jdistadam.kernels.adam import (
 from jdistadam.kernels.quantized_adam import LeafPositions, QuantizedSpec, Rounding
 
 
+MOMENTS = ("mu", "nu")
+
+
 class FlatState(NamedTuple):
     """This device's flat arrays."""
 
     main_params: Any
     mu: Any
     nu: Any
+
+    def operands(self, bucket: Bucket) -> dict[str, Any]:
+        """The arrays that a bucket is in, by field."""
+        found = {name: operand_of(getattr(self, name), bucket) for name in MOMENTS}
+        return found | ({"main_params": self.main_params} if bucket.has_main else {})
+
+    def replaced(self, bucket: Bucket, operands: dict[str, Any]) -> FlatState:
+        """This state with the arrays of ``operands`` replaced."""
+        new = {name: with_result(getattr(self, name), bucket, operands[name]) for name in MOMENTS}
+        return self._replace(main_params=operands.get("main_params", self.main_params), **new)
 
 
 class UpdateResult(NamedTuple):
@@ -146,11 +159,15 @@ def update_shards(
         for bucket in layout.buckets
     ]
     flat = FlatState(state.main_params, state.mu, state.nu)
+    calls = _kernel_calls(config, layout, grads)
+    stream = _stream(layout, calls, flat, grads) if config.is_on_host else None
     shards: list[Any] = [None] * len(grads)
     sums: list[tuple[Sequence[Bucket], jax.Array]] = []
-    for indices in _kernel_calls(config, layout, grads):
-        buckets = [layout.buckets[i] for i in indices]
-        window, moved = _window(config, flat, buckets)
+    for indices in calls:
+        buckets = moved = [layout.buckets[i] for i in indices]
+        window = flat
+        if stream is not None:
+            window, moved = flat.replaced(buckets[0], stream.take()), host_memory.within(buckets)
         operands = Operands([grads[i] for i in indices], [old[i] for i in indices], (), ())
         spec, operands = _call_of(config, moved, operands, window)
         call: Any = (spec, scalars, operands.unfused())
@@ -164,37 +181,31 @@ def update_shards(
             results, of_leaves = step(*call, asked_of(layout, buckets, config.parallel.state_axes))
             sums.append((buckets, of_leaves))
         window, new = _after(_kind(config, buckets[0]), buckets[0], window, native.unfused(results))
-        flat = _with_window(config, flat, window, buckets)
+        if stream is None:
+            flat = window
+        else:
+            stream.put(window.operands(buckets[0]))
         for i, shard in zip(indices, new, strict=True):
             shards[i] = shard
+    if stream is not None:
+        for i, indices in enumerate(calls):
+            flat = flat.replaced(layout.buckets[indices[0]], stream.whole(i))
     return flat, shards, sums
 
 
-def _window(
-    config: DistributedConfig, flat: FlatState, buckets: Sequence[Bucket]
-) -> tuple[FlatState, Sequence[Bucket]]:
-    """The buckets' part of the flat state, on the device, and their positions in it.
-
-    The whole state, unless it is in host memory: [Note: windows] in host_memory.py.
-    """
-    if not config.is_on_host:
-        return flat, buckets
-    main = host_memory.cut(flat.main_params, buckets) if buckets[0].has_main else None
-    moments = (host_memory.cut_moment(x, buckets) for x in (flat.mu, flat.nu))
-    return FlatState(main, *moments), host_memory.within(buckets)
-
-
-def _with_window(
-    config: DistributedConfig, flat: FlatState, window: FlatState, buckets: Sequence[Bucket]
-) -> FlatState:
-    """The flat state with an updated window of ``_window`` put back."""
-    if not config.is_on_host:
-        return window
-    main = flat.main_params
-    if buckets[0].has_main:
-        main = host_memory.put(main, window.main_params, buckets)
-    pairs = ((flat.mu, window.mu), (flat.nu, window.nu))
-    return FlatState(main, *(host_memory.put_moment(*pair, buckets) for pair in pairs))
+def _stream(
+    layout: Layout, calls: Sequence[Sequence[int]], flat: FlatState, grads: Sequence[Any]
+) -> host_memory.Stream:
+    """The windows of all kernel calls, for a state on the host: [Note: windows]."""
+    arrays, lines = [], []
+    for indices in calls:
+        buckets = [layout.buckets[i] for i in indices]
+        arrays.append(flat.operands(buckets[0]))
+        parts = {name: host_memory.moment_lines(getattr(flat, name), buckets) for name in MOMENTS}
+        if buckets[0].has_main:
+            parts["main_params"] = host_memory.main_lines(flat.main_params, buckets)
+        lines.append(parts)
+    return host_memory.Stream(arrays, lines, [grads[calls[0][0]]] if calls else [])
 
 
 def _kernel_calls(

@@ -133,7 +133,8 @@ def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: 
         on_host = {name: held.pop(name) for name in host_memory.ARRAYS if name in held}
         of_elements = sum(on_host.values()) / max(schedule.layout.flat_size, 1)
         window = host_memory.largest_window(schedule.layout)
-        buffers["windows of the state"] = 2 * math.ceil(window * of_elements)
+        count = host_memory.AHEAD + 1
+        buffers["windows of the state"] = count * math.ceil(window * of_elements)
     return Plan(
         held=held,
         sums=_sums(config, schedule.layout) if accumulate_steps > 1 else 0,
