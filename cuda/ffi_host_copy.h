@@ -16,9 +16,9 @@
 #pragma once
 
 #include <string>
-#include <vector>
 
 #include "ffi_common.h"
+#include "host_copy.h"
 
 namespace jdistadam {
 
@@ -44,17 +44,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::HostCopiedAttributes,
                                       StructMember<bool>("to_host"));
 
 namespace jdistadam {
-
-struct HostCopy {
-  int32_t index;
-  bool to_host;
-  struct Part {
-    char* host;
-    char* device;
-    size_t bytes;
-  };
-  std::vector<Part> parts;
-};
 
 inline ffi::Error CheckAliased(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) {
   for (size_t i = 0; i < rets.size(); ++i) {

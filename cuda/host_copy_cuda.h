@@ -7,7 +7,7 @@
 #include <mutex>
 #include <tuple>
 
-#include "ffi_host_copy.h"
+#include "host_copy.h"
 
 namespace jdistadam {
 

@@ -131,8 +131,8 @@ def main():
     for row in ROWS:
         found.append(in_process(row, args.width, args.steps))
         print(json.dumps(found[-1]), flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    report.write_run(args.out, args.revision, rows=found)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        report.write_run(args.out, args.revision, rows=found)
     sums = {}
     for row in found:
         sums.setdefault((row["storage"], row["leaves"]), set()).add(row.get("checksum"))

@@ -1,0 +1,191 @@
+"""Trains GPTs of billions of parameters on one GPU: how large may they be, and how fast are they?
+
+    python experiments/largest_model.py --out runs/largest_model.json
+    python experiments/largest_model.py --compile-only        # bytes by the compiler, for an H200
+
+A row is METHOD-LAYERS. The layers have a width of 4096, 201e6 parameters each, and are
+rematerialized. Weights and tokens are random. Each row runs in its own process.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from lm import report
+from plan_against_compiler import h200s
+from step_bench import model
+
+import jdistadam as jda
+
+CODES = dict(
+    main_params_dtype="remainder16", mu_dtype="block8", nu_dtype="block8", rounding="stochastic"
+)
+METHODS = {  # arguments of fused_adamw and of distributed; optax has none
+    "optax": None,
+    "main": (dict(main_params_dtype=jnp.float32), {}),
+    "main_host": (dict(main_params_dtype=jnp.float32), dict(state_memory="pinned_host")),
+    "codes": (CODES, {}),
+    "codes_host": (CODES, dict(state_memory="pinned_host")),
+}
+ROWS = "codes_host-40,codes-40,codes_host-80,optax-20,main-20"
+ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "110"}
+HYPER = dict(learning_rate=1e-4, weight_decay=0.1)
+
+
+class Row:
+    """A method and a model on one device."""
+
+    def __init__(self, name, width, sequences, mesh, attention):
+        self.method, layers = name.split("-")
+        self.mesh = mesh
+        self.size = model.Size(int(layers), width, max(1, width // 128), 50304, 1024)
+        workload = model.Workload(False, max(8, sequences))  # rematerializes
+        self.loss = model.make_loss(self.size, workload, attention)
+        self.shapes = model.shapes(self.size, False)
+        self.parameters = sum(x.size for x in jax.tree.leaves(self.shapes))
+        if METHODS[self.method] is None:
+            self.tx = optax.adamw(**HYPER)
+            self.step = jax.jit(self._optax_step, donate_argnums=0)
+        else:
+            algorithm, options = METHODS[self.method]
+            adamw = jda.fused_adamw(**HYPER, **algorithm)
+            self.tx = jda.distributed(adamw, mesh=mesh, communication="xla", **options)
+            self.step = jda.train_step(self.loss, self.tx)
+
+    def _optax_step(self, state, tokens):
+        def loss(params):
+            return self.loss(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), tokens)
+
+        value, grads = jax.value_and_grad(loss)(state[0])
+        updates, opt_state = self.tx.update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), opt_state), {"loss": value}
+
+    def param_shapes(self):
+        dtype = jnp.float32 if METHODS[self.method] is None else jnp.bfloat16
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), self.shapes)
+
+    def start(self):
+        """The state, from random parameters."""
+        shapes, keys = self.param_shapes(), iter(range(10**6))
+
+        def draw(x):
+            return _drawing(x.shape, x.dtype)(next(keys))
+
+        params = jax.tree.map(draw, shapes)
+        if METHODS[self.method] is None:
+            return params, jax.jit(self.tx.init)(params)
+        return jda.TrainState.create(params, self.tx)
+
+    def state_shapes(self):
+        shapes = self.param_shapes()
+        if METHODS[self.method] is None:
+            return shapes, jax.eval_shape(self.tx.init, shapes)
+        return jda.TrainState.shapes(shapes, self.tx)
+
+
+def _drawing(shape, dtype):
+    def draw(seed):
+        if len(shape) == 1:  # the scales of norms
+            return jnp.ones(shape, dtype)
+        return (0.02 * jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)).astype(dtype)
+
+    return jax.jit(draw)
+
+
+def measure(name, args):
+    """Takes steps and returns what a row records."""
+    row = Row(name, args.width, args.sequences, jax.make_mesh((1,), ("data",)), args.attention)
+    device, begun = jax.devices()[0], time.perf_counter()
+    state = jax.block_until_ready(row.start())
+    started, seconds, losses = time.perf_counter() - begun, [], []
+    rng = np.random.default_rng(0)
+    for _ in range(1 + args.steps):
+        tokens = rng.integers(0, 50304, (args.sequences, 1025), dtype=np.int32)
+        begun = time.perf_counter()
+        state, metrics = row.step(state, tokens)
+        losses.append(float(metrics["loss"]))
+        jax.block_until_ready(state)
+        seconds.append(time.perf_counter() - begun)
+    stats = device.memory_stats() or {}
+    held = jax.tree.leaves(state)
+    on_host = [x for x in held if x.sharding.memory_kind == "pinned_host"]
+    typical = statistics.median(seconds[1:])
+    return {
+        "name": name,
+        "parameters": row.parameters,
+        "seconds": typical,
+        "rounds": seconds[1:],
+        "tokens_per_second": args.sequences * 1024 / typical,
+        "losses": losses,
+        "peak_bytes": stats.get("peak_bytes_in_use"),
+        "limit_bytes": stats.get("bytes_limit"),
+        "host_bytes": sum(x.nbytes for x in on_host),
+        "start_seconds": started,
+        "first_step_seconds": seconds[0],
+    }
+
+
+def compiled(name, args):
+    """The bytes of a step by the compiler, for an H200 that need not be there."""
+    mesh = Mesh(h200s((1, 1)).devices.reshape(-1), ("data",))
+    row = Row(name, args.width, args.sequences, mesh, "xla")
+    tokens = jax.ShapeDtypeStruct((args.sequences, 1025), jnp.int32)
+    memory = row.step.lower(row.state_shapes(), tokens).compile().memory_analysis()
+    return {
+        "name": name,
+        "parameters": row.parameters,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "host_bytes": memory.host_argument_size_in_bytes,
+    }
+
+
+def in_process(name):
+    """A row of this command in a process of its own."""
+    command = [sys.executable, *sys.argv, "--row", name]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT | os.environ)
+    if done.returncode:
+        lines = [x for x in done.stderr.splitlines() if "Error" in x or "RESOURCE_EXHAUSTED" in x]
+        return {"name": name, "failed": (lines or done.stderr.splitlines())[-1][:500]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--rows", default=ROWS, help="names, by commas")
+    add("--width", type=int, default=4096)
+    add("--sequences", type=int, default=4, help="of 1024 tokens, in a step")
+    add("--steps", type=int, default=3, help="timed steps")
+    add("--attention", choices=("cudnn", "xla"), default="cudnn")
+    add("--compile-only", action="store_true", help="print bytes by the compiler")
+    add("--revision", help="revision of the code to record; default: git's")
+    add("--out", type=pathlib.Path, default=pathlib.Path("runs/largest_model.json"))
+    add("--row", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.row:
+        print(json.dumps((compiled if args.compile_only else measure)(args.row, args)))
+        return
+    found = []
+    for name in args.rows.split(","):
+        found.append(in_process(name))
+        print(json.dumps(found[-1]), flush=True)
+        if not args.compile_only:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            report.write_run(args.out, args.revision, sequences=args.sequences, rows=found)
+
+
+if __name__ == "__main__":
+    main()
