@@ -97,7 +97,8 @@ def restored_extra(reader: Reader, like: Any) -> Any:
     if like is not None:
         treedef: Any = jax.tree.structure(like, is_leaf=_is_none)
         return treedef.unflatten(values.values())
-    names = nested(reader, {name: about["keys"] for name, about in saved.items()}, NAME)
+    keys = {name: about["keys"] for name, about in saved.items()}
+    names = parts.nested(keys, reader.path, NAME)
     return jax.tree.map(values.get, names)
 
 
@@ -109,25 +110,6 @@ def _value(about: dict[str, Any], found: Any) -> Any:
     if about["kind"] == "bytes":
         return base64.b64decode(about["value"])
     return about.get("value", found)
-
-
-def nested(reader: Reader, keys: dict[str, Any], what: str) -> Any:
-    """Returns leaves in nested dictionaries by their keys, or a single leaf without keys."""
-    tree: dict[str, Any] = {}
-    for name, path in keys.items():
-        if path is None:
-            raise TreeError(
-                f"{reader.path}: {name}: not in dictionaries alone: its tree cannot be told from "
-                "its path: got a list or a class, expected like=. "
-                f"Pass restore_{what}(folder, like=tree)."
-            )
-        if not path:
-            return name
-        inner = tree
-        for key in path[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[path[-1]] = name
-    return tree
 
 
 def _check_like(reader: Reader, leaves: dict[str, Any]) -> None:

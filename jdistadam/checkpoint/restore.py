@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from jdistadam.checkpoint import folder as folders
 from jdistadam.checkpoint import parts, storage
-from jdistadam.checkpoint.extra import nested, restored_extra
-from jdistadam.checkpoint.restored import Predicate, Request, Restored
+from jdistadam.checkpoint.extra import restored_extra
+from jdistadam.checkpoint.restored import Predicate, Request, restored_fields
 from jdistadam.checkpoint.storage import compiled, orbax
 from jdistadam.core import trees
 from jdistadam.distributed import host_memory
@@ -87,10 +87,8 @@ def restore(
     for field in ("model_state", "rng") if isinstance(template, TrainState) else ():
         if fields[field] is None:
             fields[field] = _saved_shapes(reader, field)
-    request = Request(reader, mesh=mesh, cast=cast, new=new, unused=unused)
-    restored = Restored(request, fields, tx)
-    request.finish(ignored=reader.extra)
-    values = restored.read()
+    request = Request(reader, mesh, cast, new, unused)
+    values = restored_fields(request, fields, tx)
     treedef: Any = jax.tree.structure(template, is_leaf=lambda x: x is not template)
     state = treedef.unflatten(values[name] for name in fields)
     is_whole = isinstance(state, TrainState) and new is None  # its params are those that were saved
@@ -131,9 +129,10 @@ def restore_params(
     """
     trees.check_memory(like=like)
     reader = _reader(folder, step)
-    names = _names_in(reader, "params")
+    names = reader.names_in("params")
     if like is None:
-        like = nested(reader, {name: reader.entries[name].keys for name in names}, "params")
+        keys = {name: reader.entries[name].keys for name in names}
+        like = parts.nested(keys, reader.path, "params")
         like = jax.tree.map(lambda name: reader.entries[name].like, like)
     request = Request(reader, cast=cast)
     leaves = parts.named("params", like)
@@ -200,14 +199,10 @@ def _reader(folder: str | os.PathLike[str], step: int | None) -> storage.Reader:
     return storage.Reader(path / str(found[-1] if step is None else step) / storage.ITEM)
 
 
-def _names_in(reader: storage.Reader, field: str) -> list[str]:
-    """The names of a checkpoint's arrays in a field of the state."""
-    return [x for x in reader.entries if x == field or x.startswith((f"{field}[", f"{field}."))]
-
-
 def _saved_shapes(reader: storage.Reader, field: str) -> Any:
     """Shapes of a checkpoint's field, in dictionaries; None if the structure is unknown."""
-    keys = {name: reader.entries[name].keys for name in _names_in(reader, field)}
+    keys = {name: reader.entries[name].keys for name in reader.names_in(field)}
     if not keys or None in keys.values():
         return None
-    return jax.tree.map(lambda name: reader.entries[name].like, nested(reader, keys, "state"))
+    names = parts.nested(keys, reader.path, field)
+    return jax.tree.map(lambda name: reader.entries[name].like, names)

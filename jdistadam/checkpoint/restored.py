@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -13,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import parts
 from jdistadam.checkpoint.adam import FlatAdam, Param, TreeAdam
-from jdistadam.checkpoint.header import Entry
-from jdistadam.checkpoint.storage import Read, Reader, Wanted, cast
+from jdistadam.checkpoint.parts import Entry
+from jdistadam.checkpoint.storage import Read, Reader, Wanted, empty
 from jdistadam.core import collectives
 from jdistadam.core.codecs import Codec
 from jdistadam.distributed.state import is_distributed_state
@@ -28,6 +29,7 @@ Predicate = Callable[[str], bool]
 _ALWAYS_OPTIONAL = ("grad_norm", "scaling.", "guard.")
 
 
+@dataclasses.dataclass
 class Request:
     """Compares a template with a checkpoint, and records what to read.
 
@@ -36,26 +38,19 @@ class Request:
     ``values`` afterwards.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        *,
-        mesh: Any = None,
-        cast: bool = False,
-        new: Predicate | None = None,
-        unused: Predicate | None = None,
-    ) -> None:
-        """Takes the mesh for arrays without a sharding, and the arguments of ``restore``."""
-        self.entries, self.new, self._reader = reader.entries, new, reader
-        self._mesh, self._cast, self._unused = mesh, cast, unused
-        self._used: set[str] = set()
-        self.reads: list[Read] = []
-        self.values: dict[str, Any] = {}
+    reader: Reader
+    mesh: Any = None  # for arrays without a sharding
+    cast: bool = False  # this and the next two: arguments of ``restore``
+    new: Predicate | None = None
+    unused: Predicate | None = None
+    used: set[str] = dataclasses.field(default_factory=set)
+    reads: list[Read] = dataclasses.field(default_factory=list)
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def has(self, name: str) -> bool:
         """Returns whether the file has an array, and marks it as used."""
-        self._used.add(name)
-        return name in self.entries
+        self.used.add(name)
+        return name in self.reader.entries
 
     def array(self, name: str, like: Any) -> Entry | None:
         """Returns the file's entry of an array; None if it stays as in the template."""
@@ -69,19 +64,16 @@ class Request:
             self._check_dtype(name, entry, like.dtype)
         elif dtypes[0] != dtypes[1]:
             raise DtypeError(
-                f"{self._reader.path}: {name}: random keys of another kind: got {dtypes[0]}, "
+                f"{self.reader.path}: {name}: random keys of another kind: got {dtypes[0]}, "
                 f"expected {dtypes[1]}. Make the template with keys of that kind."
             )
         return entry
 
     def moment(self, name: str, like: Any) -> list[Entry]:
-        """Returns the entries of a moment like one of floats: those of floats, or codes and scales.
-
-        Empty if it stays as in the template.
-        """
+        """Returns the entries of a moment: of floats, or of codes and scales; [] if it stays."""
         if 0 in like.shape:
             return []  # not saved: a distributed state lacks it
-        codes, scales = (self.entries.get(f"{name}.{part}") for part in ("codes", "scales"))
+        codes, scales = (self.reader.entries.get(f"{name}.{x}") for x in ("codes", "scales"))
         if codes is None or scales is None:
             entry = self.array(name, like)
             return [] if entry is None else [entry]
@@ -100,37 +92,37 @@ class Request:
         source = main if self.has(main) else name
         if self._of_shape(name, like.shape) is None:
             return None
-        entry = self.entries[source]
+        entry = self.reader.entries[source]
         self._check_dtype(name, entry, jnp.float32 if keeps_main else like.dtype)
         return entry
 
     def finish(self, ignored: Iterable[str] = ()) -> None:
-        """Raises TreeError if the file has arrays that are neither used nor in ``ignored``."""
-        self._used.update(ignored)
+        """Raises TreeError if the file has arrays that are neither used, ignored nor extra."""
+        known = self.used | {*ignored} | {*self.reader.extra}
         rest = [
             name
-            for name, entry in self.entries.items()
-            if name not in self._used
+            for name, entry in self.reader.entries.items()
+            if name not in known
             and not (entry.is_count or name == "key" or name.startswith(_ALWAYS_OPTIONAL))
-            and not (self._unused is not None and self._unused(parts.path_of(name)))
+            and not (self.unused is not None and self.unused(parts.path_of(name)))
         ]
         if rest:
             more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
             raise TreeError(
-                f"{self._reader.path}: {rest[0]}: in the file, and not in the template: "
+                f"{self.reader.path}: {rest[0]}: in the file, and not in the template: "
                 f"got {rest[0]}{more}, expected a template that has all that was saved. "
                 "Restore into such a state, or name what may be left with unused=."
             )
 
     def take(self, name: str, like: Any, entry: Entry | None = None) -> None:
         """Records that an array is read into ``values``: placed like another one, in its dtype."""
-        found = entry or self.entries[name]
+        found = entry or self.reader.entries[name]
 
         def use(arrays: list[jax.Array]) -> None:
             if found.key is not None:
                 self.values[name] = jax.random.wrap_key_data(arrays[0], impl=found.key)
             else:
-                self.values[name] = cast(arrays[0], getattr(like, "dtype", found.dtype))
+                self.values[name] = _cast(arrays[0], getattr(like, "dtype", found.dtype))
 
         self.reads.append(Read([(found, self.place(like))], use))
 
@@ -139,28 +131,28 @@ class Request:
         sharding = getattr(like, "sharding", None)
         if isinstance(sharding, Sharding) and not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
             return sharding
-        if self._mesh is not None:
-            return NamedSharding(self._mesh, P())
+        if self.mesh is not None:
+            return NamedSharding(self.mesh, P())
         return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def read(self) -> dict[str, Any]:
         """Reads everything recorded; returns ``values``."""
-        self._reader.read(self.reads)
+        self.reader.read(self.reads)
         return self.values
 
     def _of_shape(self, name: str, shape: tuple[int, ...]) -> Entry | None:
         """The file's entry of a name; raises if its shape differs and must not."""
-        self._used.add(name)
-        entry = self.entries.get(name)
+        self.used.add(name)
+        entry = self.reader.entries.get(name)
         if entry is not None and entry.like.shape == tuple(shape):
             return entry
         if self.new is not None and self.new(parts.path_of(name)):
             return None
         error = TreeError if entry is None else ShapeError
         what = "missing in the file" if entry is None else "has another shape in the file"
-        got = f"{len(self.entries)} others" if entry is None else entry.like.shape
+        got = f"{len(self.reader.entries)} others" if entry is None else entry.like.shape
         raise error(
-            f"{self._reader.path}: {name}: {what}: got {got}, expected shape {tuple(shape)}. "
+            f"{self.reader.path}: {name}: {what}: got {got}, expected shape {tuple(shape)}. "
             "Restore into the state that was saved, or name what begins anew with new=."
         )
 
@@ -168,146 +160,124 @@ class Request:
         """Raises DtypeError if a cast to the template's dtype would lose bits."""
         saved = entry.dtype
         floats = all(jnp.issubdtype(x, jnp.floating) for x in (dtype, saved))
-        if saved == dtype or self._cast or (floats and jnp.promote_types(dtype, saved) == dtype):
+        if saved == dtype or self.cast or (floats and jnp.promote_types(dtype, saved) == dtype):
             return
         raise DtypeError(
-            f"{self._reader.path}: {entry.name}: a cast for {name} of the template would lose "
+            f"{self.reader.path}: {entry.name}: a cast for {name} of the template would lose "
             f"bits: got {saved}, expected {jnp.dtype(dtype)}. "
             "Restore into that dtype or with main parameters, or pass cast=True."
         )
+
+
+def restored_fields(request: Request, fields: dict[str, Any], tx: Any) -> dict[str, Any]:
+    """Returns the fields of a state like a template: all are compared, then read."""
+    leaves = {field: list(parts.leaves_of(field, x)) for field, x in fields.items()}
+    every = [leaf for of_field in leaves.values() for leaf in of_field]
+    flat = next((leaf.value for leaf in every if is_distributed_state(leaf.value)), None)
+    adam: Any
+    if flat is None:
+        adam = TreeAdam(every, request.place)
+    else:
+        adam = FlatAdam(fields["params"], flat, tx, starts_anew=request.new is None)
+        request.array("count", jax.ShapeDtypeStruct((), jnp.int32))
+        request.take("count", None)
+    for leaf in every:
+        if leaf.section or leaf.value is flat:
+            continue
+        if leaf.is_count and not request.has(leaf.name):
+            request.take(leaf.name, leaf.value, request.reader.entries["count"])
+        elif request.array(leaf.name, leaf.value):
+            request.take(leaf.name, leaf.value)
+        else:
+            request.values[leaf.name] = _of_template(leaf.name, leaf.value)
+    for unit, params in adam.units:  # after the count, which they need
+        _ask_unit(request, adam, unit, params)
+    for name in filter(request.has, adam.optional):
+        request.take(name, None)
+    request.finish()
+    values = request.read()
+    values |= adam.finished(values)
+    return {
+        field: jax.tree.unflatten(
+            jax.tree.structure(tree),
+            [x for leaf in leaves[field] for x in jax.tree.leaves(values[leaf.name])],
+        )
+        for field, tree in fields.items()
+    }
+
+
+def _ask_unit(request: Request, adam: Any, unit: Any, params: list[Param]) -> None:
+    """Requests the parameters of a unit, which are read and put into the state together."""
+    asked = [_ask(request, adam, param) for param in params]
+
+    def use(arrays: list[jax.Array]) -> None:
+        made = [make(arrays) for _, make in asked]
+        for param, new in zip(params, made, strict=True):
+            request.values[param.name] = new.pop("params", None)
+        for section in adam.sections:
+            found = [new[section] for new in made if section in new]
+            if any(x is not None for x in found):
+                adam.put(section, unit, found)
+
+    request.reads.append(Read([one for wanted, _ in asked for one in wanted], use))
 
 
 # For one parameter: "params", and the new sections of the state; None stays as it was.
 Made = dict[str, jax.Array | None]
 
 
-class Restored:
-    """The fields of a state like a template, compared with the header; ``read`` reads them."""
-
-    def __init__(self, request: Request, fields: dict[str, Any], tx: Any) -> None:
-        """Takes the request, the template, and the distributed optimizer."""
-        self._request, self._fields = request, fields
-        self._leaves = {name: list(parts.leaves_of(name, x)) for name, x in fields.items()}
-        leaves = [leaf for of_field in self._leaves.values() for leaf in of_field]
-        flat = next((leaf.value for leaf in leaves if is_distributed_state(leaf.value)), None)
-        self._adam: Any = (
-            TreeAdam(leaves, request.place)
-            if flat is None
-            else FlatAdam(fields["params"], flat, tx, starts_anew=request.new is None)
-        )
-        if flat is not None:
-            request.array("count", jax.ShapeDtypeStruct((), jnp.int32))
-            request.take("count", None)
-        for leaf in leaves:
-            if not leaf.section and leaf.value is not flat:
-                self._ask_other(leaf)
-        for unit, params in self._adam.units:  # after the count, which they need
-            self._ask_unit(unit, params)
-        for name in filter(request.has, self._adam.optional):
-            request.take(name, None)
-
-    def _ask_other(self, leaf: parts.Leaf) -> None:
-        """Requests an array that the state has as it is saved."""
-        request = self._request
-        if leaf.is_count and not request.has(leaf.name):
-            request.take(leaf.name, leaf.value, request.entries["count"])
-        elif request.array(leaf.name, leaf.value):
-            request.take(leaf.name, leaf.value)
+def _ask(
+    request: Request, adam: Any, param: Param
+) -> tuple[list[Wanted], Callable[[list[jax.Array]], Made]]:
+    """Compares a parameter with the header; returns what to read, and the function taking it."""
+    name, like, exact = param.name, param.like, None
+    if like is not None:
+        if param.exact_at is None:
+            exact = request.array(name, like)
         else:
-            request.values[leaf.name] = _of_template(leaf.name, leaf.value)
+            exact = request.exact(name, like, keeps_main=param.kind.is_stored)
+        if exact is None:
+            _of_template(name, like)
+            _of_template(name, adam.main_of(name) if param.kind.is_stored else None)
+    wanted: list[Wanted] = [(exact, param.exact_at or param.place)] if exact else []
+    moments: dict[str, list[Entry]] = {}
+    for section, moment in param.moments.items():
+        of_moment = name.replace("params", section, 1)
+        if section == "ema" and exact is None:  # it stays as the parameter does
+            request.has(of_moment)
+            moments[section] = []
+        else:
+            moments[section] = request.moment(of_moment, moment)
+        places = (moment.sharding, _everywhere(moment.sharding))  # of floats or codes; of scales
+        wanted += zip(moments[section], places, strict=False)
+    # Before the first step, and after reload_main_params, a parameter is not rounded as a step
+    # rounds it to send it: the file records this.
+    saved, sent = request.reader.entries.get(name), param.sent and param.sent.name
+    arrives = False
+    if saved and exact and sent and (saved.dtype, saved.sent) == (like.dtype, sent):
+        arrives = True
+        wanted.append((saved, param.place))
 
-    def read(self) -> dict[str, Any]:
-        """Reads everything; returns the fields of the state."""
-        values = self._request.read()
-        values |= self._adam.finished(values)
-        return {
-            name: jax.tree.unflatten(
-                jax.tree.structure(field),
-                [x for leaf in self._leaves[name] for x in jax.tree.leaves(values[leaf.name])],
-            )
-            for name, field in self._fields.items()
-        }
-
-    def _ask_unit(self, unit: Any, params: list[Param]) -> None:
-        """Requests the parameters of a unit, which are read and put into the state together."""
-        asked = [self._ask(param) for param in params]
-
-        def use(arrays: list[jax.Array]) -> None:
-            in_order = (arrays.pop(0) for _ in range(len(arrays)))
-            made = [make(in_order) for _, make in asked]
-            for param, new in zip(params, made, strict=True):
-                self._request.values[param.name] = new.pop("params", None)
-            for section in self._adam.sections:
-                found = [new[section] for new in made if section in new]
-                if any(x is not None for x in found):
-                    self._adam.put(section, unit, found)
-
-        self._request.reads.append(Read([one for wanted, _ in asked for one in wanted], use))
-
-    def _ask(self, param: Param) -> tuple[list[Wanted], Callable[[Iterator[jax.Array]], Made]]:
-        """Compares a parameter with the header; returns what to read, and the function using it."""
-        exact = self._exact_entry(param)
-        moments = {x: self._moment_entries(param, x, exact is None) for x in param.moments}
-        wanted: list[Wanted] = [(exact, param.main_at or param.place)] if exact else []
-        for section, (_, place) in param.moments.items():
-            wanted += zip(moments[section], (place, _everywhere(place)), strict=False)
-        # Before the first step, and after reload_main_params, a parameter is not rounded as a step
-        # rounds it to send it: the file records this.
-        saved, sent = self._request.entries.get(param.name), param.sent and param.sent.name
-        arrives = False
-        if saved and exact and sent and (saved.dtype, saved.sent) == (param.like.dtype, sent):
-            arrives = True
-            wanted.append((saved, param.place))
-        return wanted, functools.partial(self._made, param, exact is not None, moments, arrives)
-
-    def _made(
-        self,
-        param: Param,
-        has_exact: bool,
-        moments: dict[str, list[Entry]],
-        arrives: bool,
-        arrays: Iterator[jax.Array],
-    ) -> Made:
-        """The new arrays of a parameter, from those that were read."""
-        exact, made = next(arrays) if has_exact else None, Made()
-        for section, (like, place) in param.moments.items():
-            found = [next(arrays) for _ in moments[section]]
-            if section == "ema" and not found and exact is not None:
-                found = [exact]  # a missing average begins with the parameter
-            made[section] = _floats(section, found, like.dtype, place) if found else None
+    def make(arrays: list[jax.Array]) -> Made:
+        value, made = arrays.pop(0) if exact else None, Made()
+        for section, moment in param.moments.items():
+            found = [arrays.pop(0) for _ in moments[section]]
+            if section == "ema" and not found and value is not None:
+                found = [value]  # a missing average begins with the parameter
+            made[section] = _floats(section, found, moment) if found else None
         if param.kind.is_stored:
-            made["main_params"] = None if exact is None else _stored(param.kind)(exact)
+            made["main_params"] = None if value is None else _stored(param.kind)(value)
         if arrives:
-            made["params"] = next(arrays)
-        elif param.like is not None:
-            is_sent = int(self._request.values["count"]) > 0
-            made["params"] = _rounded(param, exact, param.sent if is_sent else None)
+            made["params"] = arrays.pop(0)
+        elif like is not None:
+            is_sent = int(request.values["count"]) > 0
+            made["params"] = _rounded(param, value, param.sent if is_sent else None)
         return made
 
-    def _moment_entries(self, param: Param, section: str, stays: bool) -> list[Entry]:
-        """The entries of a moment or an average, which stays if the parameter does."""
-        name = param.name.replace("params", section, 1)
-        if section == "ema" and stays:
-            self._request.has(name)  # marks it as used without reading it
-            return []
-        return self._request.moment(name, param.moments[section][0])
-
-    def _exact_entry(self, param: Param) -> Entry | None:
-        """The entry of a parameter's exact value; None if the template's stays."""
-        request, name, like = self._request, param.name, param.like
-        if like is None:
-            return None
-        if param.main_at is None:
-            entry = request.array(name, like)
-        else:
-            entry = request.exact(name, like, keeps_main=param.kind.is_stored)
-        if entry is None:
-            _of_template(name, like)
-            _of_template(name, self._adam.main_of(name) if param.kind.is_stored else None)
-        return entry
+    return wanted, make
 
 
-def _everywhere(place: Sharding) -> Sharding:
+def _everywhere(place: Any) -> Sharding:
     """A replicated sharding, for the scales of codes."""
     return NamedSharding(place.mesh, P()) if isinstance(place, NamedSharding) else place
 
@@ -322,12 +292,19 @@ def _of_template(name: str, x: Any) -> Any:
     )
 
 
-def _floats(section: str, found: Sequence[jax.Array], dtype: Any, place: Sharding) -> jax.Array:
+def _cast(array: jax.Array, dtype: Any) -> jax.Array:
+    """An array in another dtype, with the same placement."""
+    if array.dtype == dtype or array.size:
+        return array.astype(dtype)
+    return empty(array.shape, dtype, array.sharding)
+
+
+def _floats(section: str, found: list[jax.Array], like: Any) -> jax.Array:
     """A moment as floats, read as floats or as codes and scales."""
     x = found[0]
     if len(found) > 1:
         x = jax.block_until_ready(coded_leaves.decoded(section, *found))
-    return jax.device_put(cast(x, dtype), place)
+    return jax.device_put(_cast(x, like.dtype), like.sharding)
 
 
 def _rounded(param: Param, exact: Any, sent: Any) -> Any:
@@ -335,8 +312,8 @@ def _rounded(param: Param, exact: Any, sent: Any) -> Any:
     dtype, place = param.like.dtype, param.place
     if exact is None:
         new = copy_to(param.like, place)
-    elif not exact.size or (exact.dtype, param.main_at or place, sent) == (dtype, place, None):
-        new = cast(exact, dtype)
+    elif not exact.size or (exact.dtype, param.exact_at or place, sent) == (dtype, place, None):
+        new = _cast(exact, dtype)
     else:
         new = jax.block_until_ready(_rounder(param.kind, dtype, sent, place)(exact))
     return jax.device_put(new, place)  # equal, in the spelling of place
