@@ -208,28 +208,28 @@ def restored_fields(request: Request, fields: dict[str, Any], tx: Any) -> dict[s
 
 def _ask_unit(request: Request, adam: Any, unit: Any, params: list[Param]) -> None:
     """Requests the parameters of a unit, which are read and put into the state together."""
-    asked = [_ask(request, adam, param) for param in params]
+    asked = [_asked(request, adam, param) for param in params]
 
     def use(arrays: list[jax.Array]) -> None:
-        made = [make(arrays) for _, make in asked]
-        for param, new in zip(params, made, strict=True):
-            request.values[param.name] = new.pop("params", None)
+        made = []
+        for param, wanted in zip(params, asked, strict=True):
+            found = {x: [arrays.pop(0) for _ in entries] for x, entries in wanted.items()}
+            made.append(_made(param, found, int(request.values["count"])))
+            request.values[param.name] = made[-1].pop("params", None)
         for section in adam.sections:
-            found = [new[section] for new in made if section in new]
-            if any(x is not None for x in found):
-                adam.put(section, unit, found)
+            new = [of_param[section] for of_param in made if section in of_param]
+            if any(x is not None for x in new):
+                adam.put(section, unit, new)
 
-    request.reads.append(Read([one for wanted, _ in asked for one in wanted], use))
-
-
-# For one parameter: "params", and the new sections of the state; None stays as it was.
-Made = dict[str, jax.Array | None]
+    request.reads.append(Read([x for of in asked for some in of.values() for x in some], use))
 
 
-def _ask(
-    request: Request, adam: Any, param: Param
-) -> tuple[list[Wanted], Callable[[list[jax.Array]], Made]]:
-    """Compares a parameter with the header; returns what to read, and the function taking it."""
+def _asked(request: Request, adam: Any, param: Param) -> dict[str, list[Wanted]]:
+    """Compares a parameter with the header; returns what is read for it.
+
+    Its exact value, if it does not stay as in the template; "mu", "nu" and "ema", in floats or in
+    codes and scales; and "params", if the value that a step has sent is in the file.
+    """
     name, like, exact = param.name, param.like, None
     if like is not None:
         if param.exact_at is None:
@@ -239,47 +239,40 @@ def _ask(
         if exact is None:
             _of_template(name, like)
             _of_template(name, adam.main_of(name) if param.kind.is_stored else None)
-    wanted: list[Wanted] = [(exact, param.exact_at or param.place)] if exact else []
-    moments: dict[str, list[Entry]] = {}
+    asked: dict[str, list[Wanted]] = {}
+    asked["exact"] = [(exact, param.exact_at or param.place)] if exact else []
     for section, moment in param.moments.items():
-        of_moment = name.replace("params", section, 1)
-        if section == "ema" and exact is None:  # it stays as the parameter does
-            request.has(of_moment)
-            moments[section] = []
-        else:
-            moments[section] = request.moment(of_moment, moment)
-        places = (moment.sharding, _everywhere(moment.sharding))  # of floats or codes; of scales
-        wanted += zip(moments[section], places, strict=False)
+        of_moment, place = name.replace("params", section, 1), moment.sharding
+        everywhere = NamedSharding(place.mesh, P()) if isinstance(place, NamedSharding) else place
+        stays = section == "ema" and exact is None  # as the parameter does
+        if stays:
+            request.used.add(of_moment)
+        entries = [] if stays else request.moment(of_moment, moment)
+        asked[section] = list(zip(entries, (place, everywhere), strict=False))
     # Before the first step, and after reload_main_params, a parameter is not rounded as a step
     # rounds it to send it: the file records this.
     saved, sent = request.reader.entries.get(name), param.sent and param.sent.name
-    arrives = False
     if saved and exact and sent and (saved.dtype, saved.sent) == (like.dtype, sent):
-        arrives = True
-        wanted.append((saved, param.place))
-
-    def make(arrays: list[jax.Array]) -> Made:
-        value, made = arrays.pop(0) if exact else None, Made()
-        for section, moment in param.moments.items():
-            found = [arrays.pop(0) for _ in moments[section]]
-            if section == "ema" and not found and value is not None:
-                found = [value]  # a missing average begins with the parameter
-            made[section] = _floats(section, found, moment) if found else None
-        if param.kind.is_stored:
-            made["main_params"] = None if value is None else _stored(param.kind)(value)
-        if arrives:
-            made["params"] = arrays.pop(0)
-        elif like is not None:
-            is_sent = int(request.values["count"]) > 0
-            made["params"] = _rounded(param, value, param.sent if is_sent else None)
-        return made
-
-    return wanted, make
+        asked["params"] = [(saved, param.place)]
+    return asked
 
 
-def _everywhere(place: Any) -> Sharding:
-    """A replicated sharding, for the scales of codes."""
-    return NamedSharding(place.mesh, P()) if isinstance(place, NamedSharding) else place
+def _made(param: Param, found: dict[str, list[jax.Array]], count: int) -> dict[str, Any]:
+    """The new arrays of a parameter, by section, from those that were read; None: it stays."""
+    exact = found["exact"][0] if found["exact"] else None
+    made: dict[str, Any] = {}
+    for section, moment in param.moments.items():
+        arrays = found[section]
+        if section == "ema" and not arrays and exact is not None:
+            arrays = [exact]  # a missing average begins with the parameter
+        made[section] = _floats(section, arrays, moment) if arrays else None
+    if param.kind.is_stored:
+        made["main_params"] = None if exact is None else _stored(param.kind)(exact)
+    if "params" in found:
+        (made["params"],) = found["params"]
+    elif param.like is not None:
+        made["params"] = _rounded(param, exact, param.sent if count > 0 else None)
+    return made
 
 
 def _of_template(name: str, x: Any) -> Any:
