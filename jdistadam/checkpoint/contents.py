@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import collections
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +15,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.checkpoint import extra as extras
 from jdistadam.checkpoint import parts
 from jdistadam.checkpoint.adam import FlatAdam, Param
 from jdistadam.checkpoint.parts import Entry
@@ -29,9 +30,10 @@ from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import DtypeError, TreeError
 from jdistadam.kernels import coded_leaves
-from jdistadam.training.checks import is_known
+from jdistadam.training.checks import check_agreement, is_known
 from jdistadam.training.train_state import TrainState, check_params_follow, placed
 
+EXTRA = "extra"  # begins the names of an extra tree
 _FLOAT32 = jnp.dtype(jnp.float32)
 
 
@@ -59,8 +61,8 @@ def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
     }
     groups = list(_groups(leaves, flat, about["count"]))
     if extra is not None:
-        about["extra"], arrays = extras.taken_apart(extra)
-        groups += [_whole(name, x) for name, x in arrays.items()]
+        about["extra"], arrays = _of_extra(extra)
+        groups += arrays
     names = collections.Counter(entry.name for group in groups for entry in group.entries)
     if twice := [name for name, times in names.items() if times > 1]:
         raise TreeError(
@@ -212,3 +214,53 @@ def _placed(name: str, x: Any) -> jax.Array:
     devices = jax.devices() if jax.process_count() > 1 else jax.devices()[:1]
     everywhere = NamedSharding(Mesh(np.asarray(devices), "devices"), P())
     return jax.make_array_from_callback(array.shape, everywhere, lambda i: array[i])
+
+
+_VALUES = (bool, int, float, str, bytes, type(None))
+
+
+def _of_extra(extra: Any) -> tuple[dict[str, dict[str, Any]], Iterator[Group]]:
+    """The header's entries of an extra tree, by name, and its arrays: numpy's as their bytes.
+
+    Raises TreeError for a leaf that cannot be saved, AgreementError if processes differ.
+    """
+    leaves = list(parts.leaves(EXTRA, extra, is_none))
+    about = {x.name: {"keys": x.keys} | described(x.name, x.value) for x in leaves}
+    several = jax.process_count() > 1
+    arrays: dict[str, Any] = {}
+    facts = {EXTRA: ", ".join(about)}  # what all processes must agree on: all but global arrays
+    for name, x, *_ in leaves:
+        said = {key: value for key, value in about[name].items() if key != "keys"}
+        if isinstance(x, np.ndarray | np.generic):
+            arrays[name] = np.frombuffer(x.tobytes(), np.uint8)
+        elif isinstance(x, jax.Array):
+            is_local = several and x.is_fully_addressable and not trees.is_key(x)
+            arrays[name] = np.asarray(x) if is_local else x
+        if several and isinstance(arrays.get(name), np.ndarray):
+            said["sha256"] = hashlib.sha256(arrays[name].tobytes()).hexdigest()
+        facts[name] = str(said)
+    if several and about:
+        check_agreement(facts, range(jax.process_count()))
+    return about, (_whole(name, x) for name, x in arrays.items())
+
+
+def is_none(x: Any) -> bool:
+    """Whether ``x`` is None: a leaf of an extra tree, not an empty subtree."""
+    return x is None
+
+
+def described(name: str, x: Any) -> dict[str, Any]:
+    """Returns the header's entry of a leaf of an extra tree: its kind, and a value, or a dtype."""
+    if isinstance(x, np.ndarray | np.generic) and not x.dtype.hasobject and not x.dtype.names:
+        dtype = x.dtype.name if x.dtype.kind == "V" else x.dtype.str  # bfloat16 has only a name
+        return {"kind": "numpy", "dtype": dtype, "shape": list(x.shape)}
+    if isinstance(x, jax.Array) and not trees.is_traced(x):
+        return {"kind": "jax"}
+    if type(x) in _VALUES:
+        value = base64.b64encode(x).decode() if isinstance(x, bytes) else x
+        return {"kind": type(x).__name__, "value": value}
+    raise TreeError(
+        f"{name}: nothing that a checkpoint holds: got {type(x).__name__} {x!r:.60}, expected "
+        "a jax or numpy array of numbers or texts, bool, int, float, str, bytes or None. "
+        "Save what it is made of, such as its state as bytes; outside of jitted functions."
+    )

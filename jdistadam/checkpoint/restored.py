@@ -52,49 +52,29 @@ class Request:
         self.used.add(name)
         return name in self.reader.entries
 
-    def array(self, name: str, like: Any) -> Entry | None:
-        """Returns the file's entry of an array; None if it stays as in the template."""
+    def find(
+        self, name: str, like: Any, *, is_exact: bool = False, dtype: Any = None
+    ) -> list[Entry]:
+        """Returns the file's entries of an array; empty if it stays as in the template.
+
+        One entry, or the codes and scales of a moment. With ``is_exact`` the exact value of a
+        parameter: main parameters, if the file has them. ``dtype``: the dtype that must hold it;
+        None: that of ``like``.
+        """
         if not hasattr(like, "dtype"):
             like = jax.eval_shape(lambda: jnp.asarray(like))
-        entry = self._of_shape(name, like.shape)
-        if entry is None:
-            return None
-        dtypes = entry.like.dtype, like.dtype
-        if not any(jnp.issubdtype(x, jax.dtypes.prng_key) for x in dtypes):
-            self._check_dtype(name, entry, like.dtype)
-        elif dtypes[0] != dtypes[1]:
-            raise DtypeError(
-                f"{self.reader.path}: {name}: random keys of another kind: got {dtypes[0]}, "
-                f"expected {dtypes[1]}. Make the template with keys of that kind."
-            )
-        return entry
-
-    def moment(self, name: str, like: Any) -> list[Entry]:
-        """Returns the entries of a moment: of floats, or of codes and scales; [] if it stays."""
-        if 0 in like.shape:
-            return []  # not saved: a distributed state lacks it
-        codes, scales = (self.reader.entries.get(f"{name}.{x}") for x in ("codes", "scales"))
-        if codes is None or scales is None:
-            entry = self.array(name, like)
-            return [] if entry is None else [entry]
-        self._check_dtype(name, scales, like.dtype)  # the dtype of the decoded moment
-        blocks = coded_leaves.num_scales(like.shape)
-        found = self._of_shape(codes.name, like.shape), self._of_shape(scales.name, (blocks,))
-        return [codes, scales] if all(found) else []
-
-    def exact(self, name: str, like: Any, *, keeps_main: bool) -> Entry | None:
-        """Returns the file's entry of the exact value of a parameter.
-
-        None if the parameter stays as in the template. ``keeps_main``: whether the value is kept in
-        float32 in addition to a 16-bit parameter.
-        """
+        shapes = {name: like.shape}
+        if {f"{name}.codes", f"{name}.scales"} <= self.reader.entries.keys():
+            blocks = coded_leaves.num_scales(like.shape)
+            shapes = {f"{name}.codes": like.shape, f"{name}.scales": (blocks,)}
         main = name.replace("params", "main_params", 1)
-        source = main if self.has(main) else name
-        if self._of_shape(name, like.shape) is None:
-            return None
-        entry = self.reader.entries[source]
-        self._check_dtype(name, entry, jnp.float32 if keeps_main else like.dtype)
-        return entry
+        has_main = is_exact and self.has(main)
+        found = [self._of_shape(x, shape) for x, shape in shapes.items()]
+        if None in found:
+            return []
+        entries = [self.reader.entries[x] for x in ([main] if has_main else shapes)]
+        self._check_dtype(name, entries[-1], dtype or like.dtype)  # scales have that of the floats
+        return entries
 
     def finish(self, ignored: Iterable[str] = ()) -> None:
         """Raises TreeError if the file has arrays that are neither used, ignored nor extra."""
@@ -158,15 +138,21 @@ class Request:
 
     def _check_dtype(self, name: str, entry: Entry, dtype: Any) -> None:
         """Raises DtypeError if a cast to the template's dtype would lose bits."""
-        saved = entry.dtype
-        floats = all(jnp.issubdtype(x, jnp.floating) for x in (dtype, saved))
-        if saved == dtype or self.cast or (floats and jnp.promote_types(dtype, saved) == dtype):
+        saved = entry.like.dtype
+        if saved == dtype:
             return
-        raise DtypeError(
-            f"{self.reader.path}: {entry.name}: a cast for {name} of the template would lose "
-            f"bits: got {saved}, expected {jnp.dtype(dtype)}. "
-            "Restore into that dtype or with main parameters, or pass cast=True."
-        )
+        if any(jnp.issubdtype(x, jax.dtypes.prng_key) for x in (saved, dtype)):
+            raise DtypeError(
+                f"{self.reader.path}: {name}: random keys of another kind: got {saved}, "
+                f"expected {dtype}. Make the template with keys of that kind."
+            )
+        floats = all(jnp.issubdtype(x, jnp.floating) for x in (dtype, saved))
+        if not self.cast and not (floats and jnp.promote_types(dtype, saved) == dtype):
+            raise DtypeError(
+                f"{self.reader.path}: {entry.name}: a cast for {name} of the template would lose "
+                f"bits: got {saved}, expected {jnp.dtype(dtype)}. "
+                "Restore into that dtype or with main parameters, or pass cast=True."
+            )
 
 
 def restored_fields(request: Request, fields: dict[str, Any], tx: Any) -> dict[str, Any]:
@@ -179,14 +165,14 @@ def restored_fields(request: Request, fields: dict[str, Any], tx: Any) -> dict[s
         adam = TreeAdam(every, request.place)
     else:
         adam = FlatAdam(fields["params"], flat, tx, starts_anew=request.new is None)
-        request.array("count", jax.ShapeDtypeStruct((), jnp.int32))
+        request.find("count", jax.ShapeDtypeStruct((), jnp.int32))
         request.take("count", None)
     for leaf in every:
         if leaf.section or leaf.value is flat:
             continue
         if leaf.is_count and not request.has(leaf.name):
             request.take(leaf.name, leaf.value, request.reader.entries["count"])
-        elif request.array(leaf.name, leaf.value):
+        elif request.find(leaf.name, leaf.value):
             request.take(leaf.name, leaf.value)
         else:
             request.values[leaf.name] = _of_template(leaf.name, leaf.value)
@@ -230,24 +216,24 @@ def _asked(request: Request, adam: Any, param: Param) -> dict[str, list[Wanted]]
     Its exact value, if it does not stay as in the template; "mu", "nu" and "ema", in floats or in
     codes and scales; and "params", if the value that a step has sent is in the file.
     """
-    name, like, exact = param.name, param.like, None
+    name, like = param.name, param.like
+    exact: list[Entry] = []
     if like is not None:
-        if param.exact_at is None:
-            exact = request.array(name, like)
-        else:
-            exact = request.exact(name, like, keeps_main=param.kind.is_stored)
-        if exact is None:
+        kept = jnp.float32 if param.kind.is_stored else None  # whatever the dtype of the parameter
+        exact = request.find(name, like, is_exact=param.exact_at is not None, dtype=kept)
+        if not exact:
             _of_template(name, like)
             _of_template(name, adam.main_of(name) if param.kind.is_stored else None)
     asked: dict[str, list[Wanted]] = {}
-    asked["exact"] = [(exact, param.exact_at or param.place)] if exact else []
+    asked["exact"] = [(entry, param.exact_at or param.place) for entry in exact]
     for section, moment in param.moments.items():
         of_moment, place = name.replace("params", section, 1), moment.sharding
         everywhere = NamedSharding(place.mesh, P()) if isinstance(place, NamedSharding) else place
-        stays = section == "ema" and exact is None  # as the parameter does
-        if stays:
+        entries: list[Entry] = []
+        if section == "ema" and not exact:  # it stays as the parameter does
             request.used.add(of_moment)
-        entries = [] if stays else request.moment(of_moment, moment)
+        elif 0 not in moment.shape:  # a distributed state has no empty ones
+            entries = request.find(of_moment, moment)
         asked[section] = list(zip(entries, (place, everywhere), strict=False))
     # Before the first step, and after reload_main_params, a parameter is not rounded as a step
     # rounds it to send it: the file records this.
