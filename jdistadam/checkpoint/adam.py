@@ -59,40 +59,41 @@ class TreeAdam:
     """Moments and main parameters in the state of one program; each parameter is a unit."""
 
     sections: tuple[str, ...] = (*parts.MOMENTS, "main_params")
-    optional: tuple[str, ...] = ()
 
     def __init__(self, leaves: Sequence[parts.Leaf], place: Callable[[Any], Sharding]) -> None:
         """Takes the leaves of a template, and a function that returns an array's sharding."""
         self._place = place
         self._likes = {leaf.name: leaf.value for leaf in leaves if leaf.section}
         self._new: dict[str, Any] = {}
-        of_params = [leaf for leaf in leaves if leaf.section in ("params", *parts.MOMENTS)]
+        of_params = (x for x in leaves if x.section in ("params", *parts.MOMENTS))
         names = dict.fromkeys(x.name.replace(x.section, "params", 1) for x in of_params)
         self.units: list[tuple[Any, list[Param]]] = [(name, [self._param(name)]) for name in names]
 
     def _param(self, name: str) -> Param:
-        moments = {}
+        like, moments = self._likes.get(name), {}
         for section in parts.MOMENTS:
-            x: Any = self._likes.get(name.replace("params", section, 1))
+            x = self._like(section, name)
             if x is not None:
-                floats, array = (jnp.float32, x.codes) if is_codes(x) else (x.dtype, x)
-                at = self._place(array)
-                moments[section] = jax.ShapeDtypeStruct(x.shape, floats, sharding=at)
-        like = self._likes.get(name)
-        at = self._place(like)
-        return Param(name, like, at, at, moments, main_codec_of(self.main_of(name)))
+                dtype, array = (jnp.float32, x.codes) if is_codes(x) else (x.dtype, x)
+                place = self._place(array)
+                moments[section] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=place)
+        place = self._place(like)
+        return Param(name, like, place, place, moments, main_codec_of(self.main_of(name)))
+
+    def _like(self, section: str, name: str) -> Any:
+        return self._likes.get(name.replace("params", section, 1))
 
     def main_of(self, name: str) -> Any:
         """Returns the template's main parameter of a parameter."""
-        return self._likes.get(name.replace("params", "main_params", 1))
+        return self._like("main_params", name)
 
     def put(self, section: str, name: str, found: Sequence[Any]) -> None:
         """Stores the moment or the main parameter of a parameter."""
-        name, (x,) = name.replace("params", section, 1), found
-        like = self._likes[name]
+        like, (x,) = self._like(section, name), found
         if is_codes(like):
             x = BlockCodes(*coded_leaves.encoded(section, codec_of(like), x))
-        self._new[name] = jax.device_put(x, jax.tree.map(self._place, like))
+        new = jax.device_put(x, jax.tree.map(self._place, like))
+        self._new[name.replace("params", section, 1)] = new
 
     def finished(self, values: dict[str, Any]) -> dict[str, Any]:
         """Returns all arrays by name: the template's, or zeros, if none was put."""
@@ -103,9 +104,6 @@ class TreeAdam:
 
         names = {x for x in self._likes if x.startswith(self.sections)} - self._new.keys()
         return {name: jax.tree.map(kept, self._likes[name]) for name in names} | self._new
-
-
-_SCALARS: dict[str, Any] = {"scaling": LossScaleState, "guard": NormGuardState}
 
 
 def _specs(tree: Any) -> list[P]:
@@ -128,8 +126,6 @@ class FlatAdam:
         if config.ema_decay is not None:
             dtypes["ema"] = jnp.dtype(jnp.float32)
         self.sections = (*dtypes, "main_params")
-        scalars = [f"{part}.{x}" for part, kind in _SCALARS.items() for x in kind._fields]
-        self.optional = ("grad_norm", *scalars, *(("key",) if storage.is_stochastic else ()))
         self._tensor_specs = _specs(config.tensor_specs(params))
         placed = [NamedSharding(config.mesh, spec) for spec in _specs(tx.param_specs(params))]
         sent = sent_dtypes(config.schedule(config.tensor_local(params)))
@@ -192,15 +188,16 @@ class FlatAdam:
     def finished(self, values: dict[str, Any]) -> dict[str, Any]:
         """Returns the state under the name "", with ``values`` that the file may lack."""
         config, everywhere = self.config, NamedSharding(self.config.mesh, P())
-        saved: dict[str, Any] = {}
-        for part, kind in _SCALARS.items():
-            found = kind(*(values.get(f"{part}.{x}") for x in kind._fields))
-            saved[part] = jax.tree.map(np.asarray, found) if jax.tree.leaves(found) else None
         storage = config.algorithm.storage
+
+        def saved(part: str, kind: Any) -> Any:
+            found = kind(*(values.get(f"{part}.{x}") for x in kind._fields))
+            return jax.tree.map(np.asarray, found) if jax.tree.leaves(found) else None
+
         scalars = {
             "grad_norm": values.get("grad_norm", np.float32(0)),
-            "scaling": continued_loss_scale(config.loss_scale, saved["scaling"]),
-            "guard": continued_norm_guard(config.norm_guard, saved["guard"]),
+            "scaling": continued_loss_scale(config.loss_scale, saved("scaling", LossScaleState)),
+            "guard": continued_norm_guard(config.norm_guard, saved("guard", NormGuardState)),
             "layout_digest": config.layout_digest(self.layout),
             "key": values.get("key", storage.key) if storage.is_stochastic else None,
         }

@@ -225,7 +225,9 @@ class Checkpointer:
                 yield
         except Exception as error:
             self._last = None
-            _remove_unfinished(self.folder)  # they may be what fills the disk
+            if jax.process_count() == 1:  # or others may be writing
+                for path in self.folder.glob(f"*{_UNFINISHED}"):  # it may be what fills the disk
+                    shutil.rmtree(path, ignore_errors=True)
             text = str(error).strip().partition("\n")[0]
             if len(text) > 300:  # file names, the system's message, and its end
                 code = re.search(r"os_error_code=\W*(\d+)", str(error))
@@ -281,10 +283,11 @@ def save(
         return checkpointer.save(state, step=step, extra=extra)
 
 
-# The lock. The operating system's lock on ``.jdistadam.lock`` ends with the process, however it ends:
-# a file left behind does not block others on the same machine. Other machines may not see the lock
-# on some network file systems: there a file that names another machine counts until it is five
-# minutes old, and the saving process renews it every minute.
+# One process, or the first of several, saves at a time. The operating system's lock on the file
+# ``.jdistadam.lock`` ends with the process, however it ends: a file left behind does not block
+# others on the same machine. Other machines may not see the lock on some network file systems:
+# there a file that names another machine counts until it is five minutes old, and the saving
+# process renews it every minute.
 
 
 def check_step(step: Any, name: str = "step") -> None:
@@ -327,13 +330,6 @@ def _roll_back(folder: Path, step: int) -> None:
         # Named as unfinished: if this is interrupted, the rest is deleted later.
         old = (folder / str(x)).rename(folder / f"{x}{_UNFINISHED}")
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """Deletes unfinished saves of this process, unless others may be writing into the folder."""
-    if jax.process_count() == 1:
-        for path in folder.glob(f"*{_UNFINISHED}"):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from jdistadam.checkpoint.adam import FlatAdam, Param
 from jdistadam.checkpoint.parts import Entry
 from jdistadam.checkpoint.storage import Contents, Group
 from jdistadam.core import trees
-from jdistadam.core.codecs import NOTHING, Codec, codec_of
+from jdistadam.core.codecs import NOTHING, codec_of
 from jdistadam.core.loss_scale import DynamicLossScale
 from jdistadam.core.storage import main_codec_of
 from jdistadam.distributed import host_memory
@@ -40,10 +40,7 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
     """Returns the contents of a checkpoint of a state and an extra tree; makes no array yet.
 
-    Raises:
-      TreeError: It is not a state with exactly one Adam.
-      LayoutError: Its layout differs from that of ``tx``, or its params are not the rounded main
-        parameters.
+    Raises TreeError or LayoutError for a state that cannot be saved, or not with this ``tx``.
     """
     host_memory.check_memory(getattr(tx, "config", None), state=state)
     fields = parts.fields_of(state)
@@ -53,7 +50,10 @@ def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
         fields |= {"params": checked.params, "opt_state": checked.opt_state}
         flat = FlatAdam(checked.params, parts.adam_of(checked.opt_state), tx)
     leaves = [leaf for field, tree in fields.items() for leaf in parts.leaves_of(field, tree)]
-    main = tx.config.policy.main_params if flat is not None else _kind_of_main(leaves)
+    kinds = {main_codec_of(leaf.value) for leaf in leaves if leaf.section == "main_params"}
+    main = max(kinds, key=lambda x: x.name, default=NOTHING)  # a tree has them in one kind
+    if flat is not None:
+        main = tx.config.policy.main_params
     about: dict[str, Any] = {
         "count": int(trees.unboxed(adam.count)),
         "main_params": main.argument,
@@ -71,12 +71,6 @@ def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
             "grad_norm, key, scaling, ema, guard, and extra beside extra=. Rename the field."
         )
     return Contents(groups, about)
-
-
-def _kind_of_main(leaves: Sequence[parts.Leaf]) -> Codec:
-    """The kind of main parameters in a state of one program."""
-    kinds = {main_codec_of(leaf.value) for leaf in leaves if leaf.section == "main_params"}
-    return max(kinds, key=lambda x: x.name, default=NOTHING)
 
 
 def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:

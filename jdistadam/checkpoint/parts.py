@@ -82,10 +82,7 @@ def fields_of(state: Any) -> dict[str, Any]:
 
 
 def adam_of(opt_state: Any) -> Any:
-    """Returns the one DistributedState or ScaleByAdamState in the state of an optimizer.
-
-    Raises TreeError if there is none, or more than one.
-    """
+    """Returns the only DistributedState or ScaleByAdamState in a state; else raises TreeError."""
     parts = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, _ADAM))
     found = [part for part in parts if isinstance(part, _ADAM)]
     if len(found) != 1:

@@ -25,17 +25,17 @@ from jdistadam.training.placement import copy_to
 
 Predicate = Callable[[str], bool]
 
-# And "key", which other optimizers lack.
-_ALWAYS_OPTIONAL = ("grad_norm", "scaling.", "guard.")
+
+def _is_scalar(name: str) -> bool:
+    """Whether an array is what a distributed state has beside Adam's, and others lack."""
+    return name == "key" or name.startswith(("grad_norm", "scaling.", "guard."))
 
 
 @dataclasses.dataclass
 class Request:
-    """Compares a template with a checkpoint, and records what to read.
+    """Compares a template with a checkpoint, and records what to read, in order.
 
-    Raises TreeError, ShapeError or DtypeError for arrays that are missing or differ from the
-    template. ``reads`` is what ``read`` reads, in this order; the arrays of ``take`` are in
-    ``values`` afterwards.
+    Raises TreeError, ShapeError or DtypeError for arrays that are missing or differ.
     """
 
     reader: Reader
@@ -45,7 +45,7 @@ class Request:
     unused: Predicate | None = None
     used: set[str] = dataclasses.field(default_factory=set)
     reads: list[Read] = dataclasses.field(default_factory=list)
-    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)  # what was read, by name
 
     def has(self, name: str) -> bool:
         """Returns whether the file has an array, and marks it as used."""
@@ -83,7 +83,7 @@ class Request:
             name
             for name, entry in self.reader.entries.items()
             if name not in known
-            and not (entry.is_count or name == "key" or name.startswith(_ALWAYS_OPTIONAL))
+            and not (entry.is_count or _is_scalar(name))
             and not (self.unused is not None and self.unused(parts.path_of(name)))
         ]
         if rest:
@@ -178,8 +178,9 @@ def restored_fields(request: Request, fields: dict[str, Any], tx: Any) -> dict[s
             request.values[leaf.name] = _of_template(leaf.name, leaf.value)
     for unit, params in adam.units:  # after the count, which they need
         _ask_unit(request, adam, unit, params)
-    for name in filter(request.has, adam.optional):
-        request.take(name, None)
+    for name in request.reader.entries if flat is not None else ():
+        if _is_scalar(name) and name not in request.used:
+            request.take(name, None)
     request.finish()
     values = request.read()
     values |= adam.finished(values)
