@@ -64,9 +64,9 @@ class Request:
         if not hasattr(like, "dtype"):
             like = jax.eval_shape(lambda: jnp.asarray(like))
         shapes = {name: like.shape}
-        if {f"{name}.codes", f"{name}.scales"} <= self.reader.entries.keys():
-            blocks = coded_leaves.num_scales(like.shape)
-            shapes = {f"{name}.codes": like.shape, f"{name}.scales": (blocks,)}
+        codes, scales = f"{name}.codes", f"{name}.scales"
+        if name.startswith(parts.MOMENTS) and {codes, scales} <= self.reader.entries.keys():
+            shapes = {codes: like.shape, scales: (coded_leaves.num_scales(like.shape),)}
         main = name.replace("params", "main_params", 1)
         has_main = is_exact and self.has(main)
         found = [self._of_shape(x, shape) for x, shape in shapes.items()]
