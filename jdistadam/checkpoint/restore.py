@@ -178,11 +178,7 @@ def restore_extra(
       >>> jda.restore_extra(folder)
       {'data': {'epoch': 2, 'next': array([0, 1, 2])}}
     """
-    return _restored_extra(_reader(folder, step), like)
-
-
-def _restored_extra(reader: Reader, like: Any) -> Any:
-    """The saved extra tree, in the structure of ``like`` or in dictionaries."""
+    reader = _reader(folder, step)
     saved = reader.extra
     if like is None and not saved:
         raise _not_saved(reader, EXTRA, "any, as of save(..., extra=tree)")
