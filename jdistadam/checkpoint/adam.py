@@ -36,13 +36,12 @@ from jdistadam.core.guards import (
 )
 from jdistadam.core.storage import main_codec_of
 from jdistadam.distributed import flat_moments
-from jdistadam.distributed import mesh_axes as param_specs
 from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.layout import ALIGNMENT, Bucket
 from jdistadam.distributed.main_params import sent_dtypes
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.packing import shard_of
-from jdistadam.kernels import sharded_quantized_adam as coded_leaves
+from jdistadam.kernels import sharded_quantized_adam
 from jdistadam.training.placement import copy_to
 
 
@@ -53,9 +52,9 @@ class Param:
     name: str
     like: Any  # the parameter, or its shape; None if there are only moments
     place: Sharding
-    main_at: Sharding | None = None  # where its exact value is read; None: it has no moments either
-    # By "mu", "nu" and "ema": their types as floats, and their shardings.
-    moments: dict[str, tuple[Any, Sharding]] = dataclasses.field(default_factory=dict)
+    exact_at: Sharding | None = None  # where its exact value is read; None: it has no moments
+    # Shape, dtype as floats and sharding of "mu", "nu" and "ema".
+    moments: dict[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
     kind: Codec = NOTHING  # which main parameter is kept for it
     sent: Any = None  # the dtype to which a step rounds it; None: it does not
 
@@ -64,52 +63,51 @@ class TreeAdam:
     """Moments and main parameters in the state of one program; each parameter is a unit."""
 
     sections: tuple[str, ...] = (*parts.MOMENTS, "main_params")
-    optional: tuple[str, ...] = ()
 
     def __init__(self, leaves: Sequence[parts.Leaf], place: Callable[[Any], Sharding]) -> None:
         """Takes the leaves of a template, and a function that returns an array's sharding."""
         self._place = place
-        likes = {leaf.name: leaf.value for leaf in leaves if leaf.section}
-        self._likes = {x: like for x, like in likes.items() if x.startswith(self.sections)}
+        self._likes = {leaf.name: leaf.value for leaf in leaves if leaf.section}
         self._new: dict[str, Any] = {}
-        of_params = [leaf for leaf in leaves if leaf.section in ("params", *parts.MOMENTS)]
-        self.units: list[tuple[Any, list[Param]]] = []
-        for name in dict.fromkeys(x.name.replace(x.section, "params", 1) for x in of_params):
-            at, kind = place(likes.get(name)), main_codec_of(self.main_of(name))
-            param = Param(name, likes.get(name), at, at, kind=kind)
-            for part in parts.MOMENTS:
-                like: Any = likes.get(name.replace("params", part, 1))
-                if is_codes(like):
-                    floats = jax.ShapeDtypeStruct(like.shape, jnp.float32)
-                    param.moments[part] = floats, place(like.codes)
-                elif like is not None:
-                    param.moments[part] = like, place(like)
-            self.units.append((name, [param]))
+        of_params = (x for x in leaves if x.section in ("params", *parts.MOMENTS))
+        names = dict.fromkeys(x.name.replace(x.section, "params", 1) for x in of_params)
+        self.units: list[tuple[Any, list[Param]]] = [(name, [self._param(name)]) for name in names]
+
+    def _param(self, name: str) -> Param:
+        like, moments = self._likes.get(name), {}
+        for section in parts.MOMENTS:
+            x = self._like(section, name)
+            if x is not None:
+                dtype, array = (jnp.float32, x.codes) if is_codes(x) else (x.dtype, x)
+                place = self._place(array)
+                moments[section] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=place)
+        place = self._place(like)
+        return Param(name, like, place, place, moments, main_codec_of(self.main_of(name)))
+
+    def _like(self, section: str, name: str) -> Any:
+        return self._likes.get(name.replace("params", section, 1))
 
     def main_of(self, name: str) -> Any:
         """Returns the template's main parameter of a parameter."""
-        return self._likes.get(name.replace("params", "main_params", 1))
+        return self._like("main_params", name)
 
     def put(self, section: str, name: str, found: Sequence[Any]) -> None:
         """Stores the moment or the main parameter of a parameter."""
-        name, (x,) = name.replace("params", section, 1), found
-        like = self._likes[name]
+        like, (x,) = self._like(section, name), found
         if is_codes(like):
-            x = BlockCodes(*coded_leaves.encoded(section, codec_of(like), x))
-        self._new[name] = jax.device_put(x, jax.tree.map(self._place, like))
+            x = BlockCodes(*sharded_quantized_adam.encoded(section, codec_of(like), x))
+        new = jax.device_put(x, jax.tree.map(self._place, like))
+        self._new[name.replace("params", section, 1)] = new
 
     def finished(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Returns moments and main parameters by name; the template's if none was put."""
+        """Returns all arrays by name: the template's, or zeros, if none was put."""
 
         def kept(x: Any) -> Any:
             is_shape = isinstance(x, jax.ShapeDtypeStruct)
             return jnp.zeros(x.shape, x.dtype, device=self._place(x)) if is_shape else x
 
-        old = {name: x for name, x in self._likes.items() if name not in self._new}
-        return jax.tree.map(kept, old) | self._new
-
-
-_SCALARS: dict[str, Any] = {"scaling": LossScaleState, "guard": NormGuardState}
+        names = {x for x in self._likes if x.startswith(self.sections)} - self._new.keys()
+        return {name: jax.tree.map(kept, self._likes[name]) for name in names} | self._new
 
 
 def _specs(tree: Any) -> list[P]:
@@ -127,30 +125,28 @@ class FlatAdam:
         config = tx.config
         self.config, self.state, self._starts_anew = config, state, starts_anew
         self.layout = tx.layout(params)
-        self._place = config.state_sharding
         storage = config.algorithm.storage
         dtypes = {part: storage.float_dtype(part) for part in parts.MOMENTS}
         if config.ema_decay is not None:
             dtypes["ema"] = jnp.dtype(jnp.float32)
         self.sections = (*dtypes, "main_params")
-        scalars = [f"{part}.{x}" for part, kind in _SCALARS.items() for x in kind._fields]
-        self.optional = ("grad_norm", *scalars, *(("key",) if storage.is_stochastic else ()))
         self._tensor_specs = _specs(config.tensor_specs(params))
-        likes = parts.named("params", params).items()
+        placed = [NamedSharding(config.mesh, spec) for spec in _specs(tx.param_specs(params))]
         sent = sent_dtypes(config.schedule(config.tensor_local(params)))
-        each = enumerate(zip(likes, _specs(tx.param_specs(params)), sent, strict=True))
+        named = zip(parts.named("params", params).items(), placed, sent, strict=True)
         alone = {
-            i: Param(name, like, NamedSharding(config.mesh, spec), sent=dtype)
-            for i, ((name, like), spec, dtype) in each
+            i: Param(name, like, place, sent=dtype)
+            for i, ((name, like), place, dtype) in enumerate(named)
         }
         self.units: list[tuple[Any, list[Param]]] = []
         for bucket in self.layout.buckets:
             mine = [alone.pop(i) for i in bucket.leaves]
             for param, spec in zip(mine, self._form(bucket).specs, strict=True):
-                param.main_at = place = NamedSharding(config.mesh, spec)
+                param.exact_at = place = NamedSharding(config.mesh, spec)
                 param.kind = config.policy.main_params if bucket.has_main else NOTHING
                 for part, dtype in dtypes.items():
-                    param.moments[part] = jax.ShapeDtypeStruct(param.like.shape, dtype), place
+                    like = jax.ShapeDtypeStruct(param.like.shape, dtype, sharding=place)
+                    param.moments[part] = like
             self.units.append((bucket, mine))
         self.units += [(None, [param]) for param in alone.values()]
 
@@ -166,76 +162,59 @@ class FlatAdam:
     @functools.cached_property
     def _new(self) -> dict[str, Any]:
         """The flat arrays: the template's if some of it may stay, else zeros."""
-        new = {}
-        for part in self.sections:
-            like = getattr(self.state, part)
+        new, types = {}, flat_moments.types_of_arrays(self.config, self.layout)
+        for section in self.sections:
+            like = getattr(self.state, section)
             is_shape = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(like))
-            is_zero = self._starts_anew or is_shape
-            new[part] = self._empty(part) if is_zero else copy_to(like, self._place)
+            if self._starts_anew or is_shape:
+                new[section] = flat_moments.zeros(self.config, types[section])
+            else:
+                new[section] = copy_to(like, self.config.state_sharding)
         return new
-
-    def _empty(self, section: str) -> Any:
-        """A moment, the main parameters or the average, all zero; None if there are none."""
-        if section in parts.MOMENTS:
-            return flat_moments.new_moment(self.config, self.layout, section)
-        size, dtype = self.layout.main_size, self.config.policy.main_params.dtype
-        if section == "ema":
-            size, dtype = self.layout.flat_size, jnp.float32
-        of_device = jax.ShapeDtypeStruct((size,), dtype) if size else None
-        return flat_moments.zeros(self.config, of_device)
-
-    def _empty_shards(self, bucket: Bucket) -> jax.Array:
-        """Zeros for the shards of all devices, each padded to whole blocks; on the devices."""
-        parallel = self.config.parallel
-        devices = parallel.num_shards * parallel.size(parallel.tensor_axes)
-        size = devices * -(-bucket.shard_size // ALIGNMENT) * ALIGNMENT
-        place = NamedSharding(parallel.mesh, parallel.state_spec)
-        zeros: jax.Array = jax.jit(lambda: jnp.zeros(size, jnp.float32), out_shardings=place)()
-        return zeros
 
     def main_of(self, name: str) -> Any:
         """Returns the template's main parameters."""
         return self.state.main_params
 
     def put(self, section: str, bucket: Bucket, found: Sequence[Any]) -> None:
-        """Stores a moment, or the main parameters, of a bucket's leaves."""
-        flat, put = self._new[section], _inserter(self._form(bucket))
+        """Stores a moment, or the main parameters, of a bucket's leaves; None: it stays."""
+        flat, form = self._new[section], self._form(bucket)
         if any(x is None for x in found):
             old = self.extract(bucket, section, flat)
             found = [y if x is None else x for x, y in zip(found, old, strict=True)]
         if is_flat_codes(flat):
-            shards = put(self._empty_shards(bucket), 0, list(found))
+            shards = _inserter(form)(None, 0, list(found))
             new = flat_moments.with_shards(self.config, bucket, section, flat, shards)
         else:
-            new = put(flat, bucket.offset // ALIGNMENT, list(found))
+            new = _inserter(form)(flat, bucket.offset // ALIGNMENT, list(found))
         self._new[section] = new
 
     def finished(self, values: dict[str, Any]) -> dict[str, Any]:
         """Returns the state under the name "", with ``values`` that the file may lack."""
         config, everywhere = self.config, NamedSharding(self.config.mesh, P())
-        saved: dict[str, Any] = {}
-        for part, kind in _SCALARS.items():
-            found = [values.get(f"{part}.{x}") for x in kind._fields]
-            is_saved = any(x is not None for x in found)
-            saved[part] = jax.tree.map(np.asarray, kind(*found)) if is_saved else None
         storage = config.algorithm.storage
+
+        def saved(part: str, kind: Any) -> Any:
+            found = kind(*(values.get(f"{part}.{x}") for x in kind._fields))
+            return jax.tree.map(np.asarray, found) if jax.tree.leaves(found) else None
+
         scalars = {
             "grad_norm": values.get("grad_norm", np.float32(0)),
-            "scaling": continued_loss_scale(config.loss_scale, saved["scaling"]),
-            "guard": continued_norm_guard(config.norm_guard, saved["guard"]),
+            "scaling": continued_loss_scale(config.loss_scale, saved("scaling", LossScaleState)),
+            "guard": continued_norm_guard(config.norm_guard, saved("guard", NormGuardState)),
             "layout_digest": config.layout_digest(self.layout),
             "key": values.get("key", storage.key) if storage.is_stochastic else None,
         }
         placed = jax.device_put(copy_to(scalars, everywhere), everywhere)
         # On Explicit axes shardings come back in another spelling: device_put copies nothing.
-        placed |= jax.device_put(self._new, self._place)
+        placed |= jax.device_put(self._new, config.state_sharding)
         return {"": self.state._replace(count=values["count"], **placed)}
 
     def _form(self, bucket: Bucket) -> _Form:
         parallel, leaves = self.config.parallel, [self.layout.leaves[i] for i in bucket.leaves]
         specs = [self._tensor_specs[i] for i in bucket.leaves]
         if not bucket.is_packed:
-            specs = [param_specs.with_axes(specs[0], bucket.cut_dim, parallel.state_axes)]
+            specs = [mesh_axes.with_axes(specs[0], bucket.cut_dim, parallel.state_axes)]
         return _Form(
             parallel,
             bucket.is_packed,
@@ -276,6 +255,8 @@ class _Form:
 
 @functools.lru_cache(maxsize=4096)
 def _extractor(form: _Form) -> Any:
+    """A program that cuts the leaves of a bucket out of a flat array, from a row on."""
+
     def local(flat: jax.Array, row: jax.Array) -> list[jax.Array]:
         shard = memory.cut_lines(flat, row, form.num_rows, ALIGNMENT)[: form.size]
         if not form.is_packed:
@@ -291,17 +272,18 @@ def _extractor(form: _Form) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _inserter(form: _Form) -> Any:
+    """The inverse; without a flat array, it returns the shards in whole rows."""
     spec = form.parallel.state_spec
 
-    def local(flat: jax.Array, row: jax.Array, leaves: list[jax.Array]) -> jax.Array:
+    def local(flat: Any, row: jax.Array, leaves: list[jax.Array]) -> jax.Array:
         shard = leaves[0].reshape(-1)
         if form.is_packed:
-            whole = jnp.zeros((form.starts[-1] + form.padding,), flat.dtype)
+            whole = jnp.zeros((form.starts[-1] + form.padding,), shard.dtype)
             for start, x in zip(form.starts, leaves, strict=False):
                 whole = lax.dynamic_update_slice_in_dim(whole, x.reshape(-1), start, 0)
             index = collectives.axis_index(form.parallel.state_axes)
             shard = shard_of(whole, index, whole.size // form.size, 0)
-        gap = jnp.zeros((form.num_rows * ALIGNMENT - form.size,), flat.dtype)
-        return memory.put_lines(flat, jnp.concatenate([shard, gap]), row, ALIGNMENT)
+        rows = jnp.pad(shard, (0, form.num_rows * ALIGNMENT - form.size))
+        return rows if flat is None else memory.put_lines(flat, rows, row, ALIGNMENT)
 
     return form.compiled(local, (spec, P(), list(form.specs)), spec, donate_argnums=0)

@@ -1,10 +1,16 @@
-"""Saves one checkpoint, or one every N steps with the newest kept."""
+"""Saves one checkpoint, or one every N steps with the newest kept; locks their folder."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
 import os
 import re
+import shutil
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +19,17 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jdistadam.checkpoint import folder as folders
 from jdistadam.checkpoint import storage
 from jdistadam.checkpoint.contents import contents_of
 from jdistadam.checkpoint.storage import compiled
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count
-from jdistadam.errors import CheckpointError, TreeError
+from jdistadam.errors import CheckpointError, HyperparameterError, TreeError
+
+LOCK = ".jdistadam.lock"
+STALE_AFTER = 300.0  # seconds until a file of another machine no longer counts
+_RENEWED_EVERY = 60.0
+_UNFINISHED = ".orbax-checkpoint-tmp"  # suffix of folders that orbax has not finished
 
 
 class Checkpointer:
@@ -70,9 +80,9 @@ class Checkpointer:
             if value is not None:
                 check_count(name, value)
         if rollback_to is not None:
-            folders.check_step(rollback_to, "rollback_to")
+            check_step(rollback_to, "rollback_to")
         storage.orbax()
-        self.folder = folders.local_folder(folder)
+        self.folder = local_folder(folder)
         self.every, self._tx = every, tx
         self._last: int | None = None  # may still be being written, and have no folder yet
         self._handler = storage.array_handler()(waits=not in_background)
@@ -80,12 +90,12 @@ class Checkpointer:
 
             def prepare() -> None:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                opened.enter_context(folders.locked(self.folder))
+                opened.enter_context(_locked(self.folder))
                 if rollback_to is not None:
-                    folders.roll_back(self.folder, rollback_to)
+                    _roll_back(self.folder, rollback_to)
 
             _on_first_process(self.folder, prepare)
-            self._newest = max(folders.steps_in(self.folder), default=0)
+            self._newest = max(steps_in(self.folder), default=0)
             with storage.quiet():
                 self._manager = storage.manager(self.folder, self._handler, keep, in_background)
             opened.callback(self._manager.close)
@@ -116,7 +126,7 @@ class Checkpointer:
         """
         self.check()
         if step is not None:
-            folders.check_step(step)
+            check_step(step)
         if trees.is_traced(state):
             raise TreeError(
                 "state: traced, so that it holds no values to save: got a state inside of jax.jit, "
@@ -197,7 +207,7 @@ class Checkpointer:
 
     def _check_is_newest(self, step: int) -> None:
         """Raises CheckpointError if there are newer checkpoints, which restore would read."""
-        known = {*folders.steps_in(self.folder), *(() if self._last is None else (self._last,))}
+        known = {*steps_in(self.folder), *(() if self._last is None else (self._last,))}
         if newer := sorted(x for x in known if x > step):
             raise CheckpointError(
                 f"{self.folder!s}: there are newer checkpoints, which restore would take "
@@ -215,7 +225,9 @@ class Checkpointer:
                 yield
         except Exception as error:
             self._last = None
-            folders.remove_unfinished(self.folder)  # they may be what fills the disk
+            if jax.process_count() == 1:  # or others may be writing
+                for path in self.folder.glob(f"*{_UNFINISHED}"):  # it may be what fills the disk
+                    shutil.rmtree(path, ignore_errors=True)
             text = str(error).strip().partition("\n")[0]
             if len(text) > 300:  # file names, the system's message, and its end
                 code = re.search(r"os_error_code=\W*(\d+)", str(error))
@@ -225,27 +237,6 @@ class Checkpointer:
                 f"the ones before it are whole: got {type(error).__name__}: {text}, expected a "
                 "folder that can be written. See to the folder and its disk, and save again."
             ) from error
-
-
-def _on_first_process(folder: Path, function: Callable[[], None]) -> None:
-    """Calls a function on the first process; all processes raise if it fails."""
-    failure: Any = None
-    if jax.process_index() == 0:
-        try:
-            function()
-        except (OSError, CheckpointError) as error:
-            failure = error
-    has_failed = failure is not None
-    if jax.process_count() > 1:
-        has_failed = bool(multihost_utils.broadcast_one_to_all(np.asarray(has_failed)))
-    if isinstance(failure, CheckpointError):
-        raise failure
-    if has_failed:
-        raise CheckpointError(
-            f"{folder!s}: cannot be made or locked: got "
-            f"{failure or 'an error of the first process'}, expected a folder that can be written. "
-            "Choose another folder, or see the error of the first process."
-        )
 
 
 def save(
@@ -290,3 +281,118 @@ def save(
     """
     with Checkpointer(folder, tx, in_background=False) as checkpointer:
         return checkpointer.save(state, step=step, extra=extra)
+
+
+# One process, or the first of several, saves at a time. The operating system's lock on the file
+# ``.jdistadam.lock`` ends with the process, however it ends: a file left behind does not block
+# others on the same machine. Other machines may not see the lock on some network file systems:
+# there a file that names another machine counts until it is five minutes old, and the saving
+# process renews it every minute.
+
+
+def check_step(step: Any, name: str = "step") -> None:
+    """Raises HyperparameterError unless a step is a nonnegative integer."""
+    if not isinstance(step, int | np.integer) or isinstance(step, bool) or step < 0:
+        raise HyperparameterError(
+            f"{name}: not the number of a checkpoint: got {step!r}, "
+            "expected a whole number, 0 or more. Pass how many steps were taken, or leave it out."
+        )
+
+
+def local_folder(folder: str | os.PathLike[str]) -> Path:
+    """Returns an absolute path; raises CheckpointError unless it is on a file system."""
+    text = os.fspath(folder)
+    if "://" in text:
+        raise CheckpointError(
+            f"{text}: not a folder of a file system: got {text}, expected a path. "
+            "Save into a file system, and copy the complete folders of steps."
+        )
+    return Path(os.path.abspath(text))
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Returns the steps of a folder's complete checkpoints, in order."""
+    names = [x.name for x in folder.iterdir() if x.is_dir()] if folder.is_dir() else []
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _roll_back(folder: Path, step: int) -> None:
+    """Deletes the checkpoints newer than a step, newest first; raises if there is none of it."""
+    found = steps_in(folder)
+    newer = [x for x in found if x > step]
+    if newer and step not in found:
+        raise CheckpointError(
+            f"{folder!s}: no checkpoint of step {step} to roll back to; nothing was deleted: "
+            f"got steps {found}, expected one of these. "
+            "Pass the step of the checkpoint that was restored as rollback_to=."
+        )
+    for x in reversed(newer):
+        # Named as unfinished: if this is interrupted, the rest is deleted later.
+        old = (folder / str(x)).rename(folder / f"{x}{_UNFINISHED}")
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Locks a folder against other savers; raises CheckpointError if another one holds the lock."""
+    path, done = folder / LOCK, threading.Event()
+
+    def renew() -> None:
+        while not done.wait(_RENEWED_EVERY):
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
+    with open(path, "a+") as file:
+        _check_free(path, file.fileno())
+        file.truncate(0)
+        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+        file.flush()
+        threading.Thread(target=renew, daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
+            file.truncate(0)  # not removed: another process may have opened it
+
+
+def _check_free(path: Path, file: int) -> None:
+    """Locks the file; raises if that fails, or if another machine saves, whose lock is unseen."""
+    holder: Any = {}
+    with contextlib.suppress(OSError, ValueError):
+        holder = json.loads(path.read_text())
+    holder = holder if isinstance(holder, dict) else {}
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        age = time.time() - path.stat().st_mtime
+        if holder.get("host", socket.gethostname()) == socket.gethostname() or age >= STALE_AFTER:
+            return
+        detail = f"renewed {age:.0f} s ago"
+    except OSError as error:
+        detail = error.strerror or str(error)
+    raise CheckpointError(
+        f"{path!s}: another one saves into this folder: got pid {holder.get('pid', 'unknown')} "
+        f"on {holder.get('host', 'unknown')} ({detail}), expected one that saves at a time. "
+        f"Close it, or choose another folder. The file counts for another {STALE_AFTER:.0f} s "
+        "after a machine has failed; remove it if you know that one has."
+    )
+
+
+def _on_first_process(folder: Path, function: Callable[[], None]) -> None:
+    """Calls a function on the first process; all processes raise if it fails."""
+    failure: Any = None
+    if jax.process_index() == 0:
+        try:
+            function()
+        except (OSError, CheckpointError) as error:
+            failure = error
+    has_failed = failure is not None
+    if jax.process_count() > 1:
+        has_failed = bool(multihost_utils.broadcast_one_to_all(np.asarray(has_failed)))
+    if isinstance(failure, CheckpointError):
+        raise failure
+    if has_failed:
+        raise CheckpointError(
+            f"{folder!s}: cannot be made or locked: got "
+            f"{failure or 'an error of the first process'}, expected a folder that can be written. "
+            "Choose another folder, or see the error of the first process."
+        )

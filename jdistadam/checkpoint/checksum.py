@@ -26,32 +26,27 @@ from jax.sharding import PartitionSpec as P
 from jdistadam import compat
 from jdistadam.errors import DtypeError
 
+_NO_MESH = Mesh(np.empty((), object), ())
+
 
 class PartialSums:
     """The sums of this process's shards of an array, computed asynchronously."""
 
     def __init__(self, x: jax.Array) -> None:
         self.is_of_one_process = x.is_fully_addressable
+        self._sums: Any = np.zeros((0, 2), np.uint32)
         mine = [shard for shard in x.addressable_shards if shard.replica_id == 0 and x.size]
-        sharding: Any = x.sharding
-        if x.size and isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
-            # One program for all devices, which all processes start.
-            program = _program(x.shape, sharding.mesh, sharding.spec)
-            sums = program(x, _starts(sharding, x.shape))
-            of = {shard.device: shard.data for shard in sums.addressable_shards}
-            self._arrays = [of[shard.device] for shard in mine]
-        else:
-            with jax.set_mesh(Mesh(np.empty((), object), ())):  # the user's mesh has other devices
-                self._arrays = [
-                    _program(x.shape)(shard.data, _starts_of(shard.index, x.ndim)[None])
-                    for shard in mine
-                ]
+        if mine:  # one program for all of their devices, with the shards in one array
+            starts = tuple(tuple(part.start or 0 for part in shard.index) for shard in mine)
+            mesh = Mesh(np.asarray([shard.device for shard in mine]), "shards")
+            with jax.set_mesh(_NO_MESH):  # the user's mesh may have other devices
+                shards = _joined(mesh, [shard.data for shard in mine])
+                self._sums = _program(mesh, x.shape)(shards, _on_devices(mesh, starts))
 
     def value(self) -> np.ndarray:
         """Returns the two sums, shape (2,), uint64, modulo 2**32; waits for them."""
-        parts = [np.asarray(x).reshape(2).astype(np.uint64) for x in self._arrays]
-        total = sum(parts, np.zeros(2, np.uint64)) & np.uint64(0xFFFFFFFF)
-        self._arrays = [total]
+        self._sums = np.asarray(self._sums, np.uint64).sum(0, keepdims=True) & np.uint64(0xFFFFFFFF)
+        total: np.ndarray = self._sums[0]
         return total
 
 
@@ -73,30 +68,25 @@ def totals(sums: Sequence[PartialSums]) -> list[str]:
     return [f"{int(first):08x}{int(second):08x}" for first, second in values]
 
 
-@functools.lru_cache(maxsize=4096)
-def _program(shape: tuple[int, ...], mesh: Any = None, spec: Any = None) -> Any:
-    local: Any = functools.partial(_local_sums, shape=shape)
-    if mesh is not None:
-        rows = P(mesh.axis_names)
-        local = compat.shard_map(local, mesh=mesh, in_specs=(spec, rows), out_specs=rows)
-    return jax.jit(local)
+def _joined(mesh: Mesh, blocks: Sequence[jax.Array]) -> jax.Array:
+    """Blocks of one shape in a row, each on its device; those of a scalar have one dimension."""
+    blocks = [x if x.ndim else x.reshape(1) for x in blocks]
+    shape = (len(blocks) * blocks[0].shape[0], *blocks[0].shape[1:])
+    place = NamedSharding(mesh, P("shards"))
+    return jax.make_array_from_single_device_arrays(shape, place, blocks)
 
 
 @functools.lru_cache(maxsize=4096)
-def _starts(sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
-    """The start of each device's shard: shape (devices, dimensions), one row on each device."""
-    where = sharding.devices_indices_map(shape)
-    mesh: Any = sharding.mesh
-    rows = np.stack([_starts_of(where[device], len(shape)) for device in mesh.devices.flat])
-    return jax.make_array_from_callback(
-        rows.shape, NamedSharding(mesh, P(mesh.axis_names)), lambda i: rows[i]
-    )
+def _on_devices(mesh: Mesh, starts: tuple[tuple[int, ...], ...]) -> jax.Array:
+    """The start of each block: a row on each device. For a scalar, a row of one zero."""
+    rows = np.asarray([start or (0,) for start in starts], np.int64).astype(np.uint32)
+    return jax.device_put(rows, NamedSharding(mesh, P("shards")))
 
 
-def _starts_of(index: Any, ndim: int) -> np.ndarray:
-    """The start of a block. For a scalar, a row of one zero: no array here is empty."""
-    starts = [part.start or 0 for part in index] if ndim else [0]
-    return np.asarray(starts, np.int64).astype(np.uint32)
+@functools.lru_cache(maxsize=4096)
+def _program(mesh: Mesh, shape: tuple[int, ...]) -> Any:
+    local, spec = functools.partial(_local_sums, shape=shape), P("shards")
+    return jax.jit(compat.shard_map(local, mesh=mesh, in_specs=(spec, spec), out_specs=spec))
 
 
 def _local_sums(x: jax.Array, starts: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:

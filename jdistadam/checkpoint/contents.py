@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import collections
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,36 +15,32 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.checkpoint import extra as extras
 from jdistadam.checkpoint import parts
 from jdistadam.checkpoint.adam import FlatAdam, Param
-from jdistadam.checkpoint.header import Entry
+from jdistadam.checkpoint.parts import Entry
 from jdistadam.checkpoint.storage import Contents, Group
 from jdistadam.core import trees
-from jdistadam.core.codecs import NOTHING, Codec, codec_of
+from jdistadam.core.codecs import NOTHING, codec_of
 from jdistadam.core.guards import DynamicLossScale
 from jdistadam.core.storage import main_codec_of
 from jdistadam.distributed import host_memory
-from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import DtypeError, TreeError
-from jdistadam.kernels import sharded_quantized_adam as coded_leaves
-from jdistadam.training.checks import is_known
+from jdistadam.kernels import sharded_quantized_adam
+from jdistadam.training.checks import check_agreement, is_known
 from jdistadam.training.train_state import TrainState, check_params_follow, placed
 
+EXTRA = "extra"  # begins the names of an extra tree
 _FLOAT32 = jnp.dtype(jnp.float32)
 
 
 def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
     """Returns the contents of a checkpoint of a state and an extra tree; makes no array yet.
 
-    Raises:
-      TreeError: It is not a state with exactly one Adam.
-      LayoutError: Its layout differs from that of ``tx``, or its params are not the rounded main
-        parameters.
+    Raises TreeError or LayoutError for a state that cannot be saved, or not with this ``tx``.
     """
     host_memory.check_memory(getattr(tx, "config", None), state=state)
     fields = parts.fields_of(state)
@@ -51,18 +49,20 @@ def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
         checked = _checked(state, TrainState(fields["params"], fields["opt_state"]), tx)
         fields |= {"params": checked.params, "opt_state": checked.opt_state}
         flat = FlatAdam(checked.params, parts.adam_of(checked.opt_state), tx)
-    mesh = _mesh_of(fields["params"]) if flat is None else tx.config.mesh
     leaves = [leaf for field, tree in fields.items() for leaf in parts.leaves_of(field, tree)]
-    main = tx.config.policy.main_params if flat is not None else _kind_of_main(leaves)
+    kinds = {main_codec_of(leaf.value) for leaf in leaves if leaf.section == "main_params"}
+    main = max(kinds, key=lambda x: x.name, default=NOTHING)  # a tree has them in one kind
+    if flat is not None:
+        main = tx.config.policy.main_params
     about: dict[str, Any] = {
         "count": int(trees.unboxed(adam.count)),
         "main_params": main.argument,
         "layout_identity": None if flat is None else tx.config.layout_text(flat.layout),
     }
-    groups = list(_groups(leaves, flat, about["count"], mesh))
+    groups = list(_groups(leaves, flat, about["count"]))
     if extra is not None:
-        about["extra"], arrays = extras.taken_apart(extra)
-        groups += [_whole(name, x, mesh) for name, x in arrays.items()]
+        about["extra"], arrays = _of_extra(extra)
+        groups += arrays
     names = collections.Counter(entry.name for group in groups for entry in group.entries)
     if twice := [name for name, times in names.items() if times > 1]:
         raise TreeError(
@@ -71,12 +71,6 @@ def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
             "grad_norm, key, scaling, ema, guard, and extra beside extra=. Rename the field."
         )
     return Contents(groups, about)
-
-
-def _kind_of_main(leaves: Sequence[parts.Leaf]) -> Codec:
-    """The kind of main parameters in a state of one program."""
-    kinds = {main_codec_of(leaf.value) for leaf in leaves if leaf.section == "main_params"}
-    return max(kinds, key=lambda x: x.name, default=NOTHING)
 
 
 def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:
@@ -90,38 +84,39 @@ def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:
     return state
 
 
-def _groups(
-    leaves: Sequence[parts.Leaf], flat: FlatAdam | None, count: int, mesh: Mesh
-) -> Iterator[Group]:
+def _groups(leaves: Sequence[parts.Leaf], flat: FlatAdam | None, count: int) -> Iterator[Group]:
     """All arrays of a state; bucket by bucket for a distributed optimizer."""
     params = {leaf.name: leaf.value for leaf in leaves if leaf.section == "params"}
     units = [] if flat is None else flat.units
     sent = {param.name: param.sent.name for _, unit in units for param in unit if param.sent}
     for leaf in leaves:
         if flat is not None and leaf.value is flat.state:
-            yield from _of_flat(flat, mesh)
+            yield from _of_flat(flat)
         elif leaf.section == "main_params":
-            yield from _of_main(leaf, params, mesh)
+            yield from _of_main(leaf, params)
         elif leaf.section in parts.MOMENTS:
             both = parts.leaves(leaf.name, leaf.value)  # codes and scales
-            yield from (_whole(x.name, x.value, mesh) for x in both if x.value.size)
+            yield from (_whole(x.name, x.value) for x in both if x.value.size)
         else:
             is_same = leaf.is_count and np.shape(leaf.value) == () and int(leaf.value) == count
             more: Any = {"keys": leaf.keys, "is_count": is_same, "sent": sent.get(leaf.name)}
-            yield _whole(leaf.name, leaf.value, mesh, **more)
+            yield _whole(leaf.name, leaf.value, **more)
 
 
-def _of_flat(flat: FlatAdam, mesh: Mesh) -> Iterator[Group]:
+def _of_flat(flat: FlatAdam) -> Iterator[Group]:
     state, config = flat.state, flat.config
     is_dynamic = isinstance(config.loss_scale, DynamicLossScale)
     for section in ("count", "grad_norm", "key", "scaling", "guard"):
         for leaf in parts.leaves(section, getattr(state, section)):
             # The counts of a constant scale carry no information; see extra_state.py.
             if is_dynamic or leaf.name not in ("scaling.growth_count", "scaling.hysteresis_count"):
-                yield _whole(leaf.name, leaf.value, mesh)
+                yield _whole(leaf.name, leaf.value)
     for bucket, params in flat.units:
         for section in flat.sections if bucket is not None else ():
-            is_kept = section != "main_params" or _has_main_of_its_own(config, bucket)
+            # Main parameters that params have too, as float32 and sent whole, are not kept twice.
+            is_sent_whole = config.policy.param_comm_dtype in (None, bucket.dtype)
+            is_in_params = bucket.dtype == jnp.float32 and is_sent_whole
+            is_kept = section != "main_params" or (bucket.has_main and not is_in_params)
             if is_kept and getattr(state, section) is not None:
                 yield _of_bucket(flat, bucket, params, section)
 
@@ -134,7 +129,9 @@ def _of_bucket(flat: FlatAdam, bucket: Bucket, params: list[Param], section: str
     def make() -> list[Any]:
         found = flat.extract(bucket, section, array)
         if codec is not None:
-            return [x for leaf in found for x in coded_leaves.encoded(section, codec, leaf)]
+            return [
+                x for leaf in found for x in sharded_quantized_adam.encoded(section, codec, leaf)
+            ]
         if section == "main_params":
             return [_exact(param.like, x) for param, x in zip(params, found, strict=True)]
         return found
@@ -142,20 +139,16 @@ def _of_bucket(flat: FlatAdam, bucket: Bucket, params: list[Param], section: str
     entries: list[Entry] = []
     for param in params:
         name, shape = param.name.replace("params", section, 1), param.like.shape
-        dtype = param.moments[section][0].dtype if section in param.moments else _FLOAT32
+        dtype = param.moments[section].dtype if section in param.moments else _FLOAT32
         if codec is None:
             entries.append(Entry(name, shape, dtype))
         else:
             entries.append(Entry(f"{name}.codes", shape, codec.dtype))
-            entries.append(Entry(f"{name}.scales", (coded_leaves.num_scales(shape),), dtype))
+            entries.append(
+                Entry(f"{name}.scales", (sharded_quantized_adam.num_scales(shape),), dtype)
+            )
     size = flat.layout.whole_size(bucket) if bucket.is_packed else bucket.shard_size
     return Group(entries, make, size * dtype.itemsize)
-
-
-def _has_main_of_its_own(config: DistributedConfig, bucket: Bucket) -> bool:
-    """Whether main parameters are kept that cannot be derived from the params."""
-    is_sent_whole = config.policy.param_comm_dtype in (None, bucket.dtype)
-    return bucket.has_main and not (bucket.dtype == jnp.float32 and is_sent_whole)
 
 
 def _exact(param: Any, stored: Any) -> jax.Array:
@@ -171,7 +164,7 @@ def _join(param: jax.Array, stored: jax.Array) -> jax.Array:
     return joined
 
 
-def _of_main(leaf: parts.Leaf, params: dict[str, Any], mesh: Mesh) -> Iterator[Group]:
+def _of_main(leaf: parts.Leaf, params: dict[str, Any]) -> Iterator[Group]:
     """A main parameter of a state of one program."""
     x, param = leaf.value, params.get(leaf.name.replace("main_params", "params", 1))
     if param is None:
@@ -182,13 +175,12 @@ def _of_main(leaf: parts.Leaf, params: dict[str, Any], mesh: Mesh) -> Iterator[G
             "Of nnx pass params and opt_state both as they are, or both by nnx.as_pure."
         )
     if x.size and x.dtype == jnp.float32:
-        yield _whole(leaf.name, x, mesh)
+        yield _whole(leaf.name, x)
     elif x.size:
-        entry = Entry(leaf.name, x.shape, _FLOAT32)
-        yield Group([entry], lambda: [_exact(param, x)], 4 * x.size)
+        yield Group([Entry(leaf.name, x.shape, _FLOAT32)], lambda: [_exact(param, x)], 4 * x.size)
 
 
-def _whole(name: str, x: Any, mesh: Mesh, **kwargs: Any) -> Group:
+def _whole(name: str, x: Any, **kwargs: Any) -> Group:
     """An array that is saved unchanged; random keys as their words."""
     if trees.is_key(x):
         key = str(jax.random.key_impl(x))
@@ -196,14 +188,14 @@ def _whole(name: str, x: Any, mesh: Mesh, **kwargs: Any) -> Group:
         entry = Entry(name, words.shape, jnp.dtype(words.dtype), key, **kwargs)
         return Group([entry], lambda: [jax.random.key_data(x)])
     if not isinstance(x, jax.Array):
-        x = _placed(name, x, mesh)
+        x = _placed(name, x)
     entry = Entry(name, tuple(x.shape), jnp.dtype(x.dtype), **kwargs)
     part = x.sharding.shard_shape(x.shape)
     return Group([entry], lambda: [x], math.prod(part) * entry.dtype.itemsize)
 
 
-def _placed(name: str, x: Any, mesh: Mesh) -> jax.Array:
-    """A number or numpy array, replicated on every device."""
+def _placed(name: str, x: Any) -> jax.Array:
+    """A number or numpy array as an array that all processes have."""
     if isinstance(x, jax.ShapeDtypeStruct) or not trees.is_number(x):
         raise TreeError(
             f"{name}: not an array: got {x!r}, expected a jax or numpy array, or a number. "
@@ -217,15 +209,56 @@ def _placed(name: str, x: Any, mesh: Mesh) -> jax.Array:
             f"{name}: would lose bits: JAX has no such arrays without jax_enable_x64: got {dtype}, "
             f"expected {array.dtype}. Cast it."
         )
-    sharding = NamedSharding(mesh, P())
-    return jax.make_array_from_callback(array.shape, sharding, lambda i: array[i])
-
-
-def _mesh_of(params: Any) -> Mesh:
-    """A mesh for arrays that are not on devices yet: all devices of the params."""
-    for x in jax.tree.leaves(params):
-        sharding = getattr(x, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            return sharding.mesh
     devices = jax.devices() if jax.process_count() > 1 else jax.devices()[:1]
-    return Mesh(np.asarray(devices), ("devices",))
+    everywhere = NamedSharding(Mesh(np.asarray(devices), "devices"), P())
+    return jax.make_array_from_callback(array.shape, everywhere, lambda i: array[i])
+
+
+_VALUES = (bool, int, float, str, bytes, type(None))
+
+
+def _of_extra(extra: Any) -> tuple[dict[str, dict[str, Any]], Iterator[Group]]:
+    """The header's entries of an extra tree, by name, and its arrays: numpy's as their bytes.
+
+    Raises TreeError for a leaf that cannot be saved, AgreementError if processes differ.
+    """
+    leaves = list(parts.leaves(EXTRA, extra, is_none))
+    about = {x.name: {"keys": x.keys} | described(x.name, x.value) for x in leaves}
+    several = jax.process_count() > 1
+    arrays: dict[str, Any] = {}
+    facts = {EXTRA: ", ".join(about)}  # what all processes must agree on: all but global arrays
+    for name, x, *_ in leaves:
+        said = {key: value for key, value in about[name].items() if key != "keys"}
+        if isinstance(x, np.ndarray | np.generic):
+            arrays[name] = np.frombuffer(x.tobytes(), np.uint8)
+        elif isinstance(x, jax.Array):
+            is_local = several and x.is_fully_addressable and not trees.is_key(x)
+            arrays[name] = np.asarray(x) if is_local else x
+        if several and isinstance(arrays.get(name), np.ndarray):
+            said["sha256"] = hashlib.sha256(arrays[name].tobytes()).hexdigest()
+        facts[name] = str(said)
+    if several and about:
+        check_agreement(facts, range(jax.process_count()))
+    return about, (_whole(name, x) for name, x in arrays.items())
+
+
+def is_none(x: Any) -> bool:
+    """Whether ``x`` is None: a leaf of an extra tree, not an empty subtree."""
+    return x is None
+
+
+def described(name: str, x: Any) -> dict[str, Any]:
+    """Returns the header's entry of a leaf of an extra tree: its kind, and a value, or a dtype."""
+    if isinstance(x, np.ndarray | np.generic) and not x.dtype.hasobject and not x.dtype.names:
+        dtype = x.dtype.name if x.dtype.kind == "V" else x.dtype.str  # bfloat16 has only a name
+        return {"kind": "numpy", "dtype": dtype, "shape": list(x.shape)}
+    if isinstance(x, jax.Array) and not trees.is_traced(x):
+        return {"kind": "jax"}
+    if type(x) in _VALUES:
+        value = base64.b64encode(x).decode() if isinstance(x, bytes) else x
+        return {"kind": type(x).__name__, "value": value}
+    raise TreeError(
+        f"{name}: nothing that a checkpoint holds: got {type(x).__name__} {x!r:.60}, expected "
+        "a jax or numpy array of numbers or texts, bool, int, float, str, bytes or None. "
+        "Save what it is made of, such as its state as bytes; outside of jitted functions."
+    )

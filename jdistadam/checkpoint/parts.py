@@ -10,6 +10,7 @@ dictionary. An array's name begins with its kind and ends with its path::
     count               steps taken
     key                 the seed of random bits
     opt_state[0].x      state of transforms in a chain; other fields: model_state['mean'], rng
+    extra['epoch']      a leaf of the user's extra tree
 
 The states of a distributed optimizer and of ``optax.adamw`` have the same names, so one can be
 restored from the other.
@@ -17,6 +18,7 @@ restored from the other.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -43,10 +45,33 @@ class Leaf(NamedTuple):
     is_count: bool = False  # a step counter besides Adam's: a schedule's, or Flax's
 
 
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """An array in the files of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]  # without padding
+    dtype: Any
+    key: str | None = None  # of random keys, the implementation: the array holds their words
+    keys: tuple[str, ...] | None = None  # as in Leaf
+    is_count: bool = False  # a step counter equal to Adam's
+    sent: str | None = None  # dtype to which a parameter was rounded to be sent
+    sum: str | None = None  # its checksum, once it is in a file
+
+    @property
+    def like(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the saved array; for random keys those of the keys."""
+        words = jax.ShapeDtypeStruct(self.shape, self.dtype)
+        if self.key is None:
+            return words
+        key: Any = jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=self.key), words)
+        return jax.ShapeDtypeStruct(key.shape, key.dtype)
+
+
 def fields_of(state: Any) -> dict[str, Any]:
     """Returns the fields of a state by name; raises TreeError without params and opt_state."""
     children, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: x is not state)
-    fields = {_name_of(path): child for path, child in children}
+    fields = {jax.tree_util.keystr(path, simple=True): child for path, child in children}
     if not {"params", "opt_state"} <= fields.keys():
         raise TreeError(
             f"state: has no params and opt_state: got {type(state).__name__} "
@@ -56,16 +81,8 @@ def fields_of(state: Any) -> dict[str, Any]:
     return fields
 
 
-def _name_of(path: Any) -> str:
-    key = path[0] if path else None
-    return str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", ""))))
-
-
 def adam_of(opt_state: Any) -> Any:
-    """Returns the one DistributedState or ScaleByAdamState in the state of an optimizer.
-
-    Raises TreeError if there is none, or more than one.
-    """
+    """Returns the only DistributedState or ScaleByAdamState in a state; else raises TreeError."""
     parts = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, _ADAM))
     found = [part for part in parts if isinstance(part, _ADAM)]
     if len(found) != 1:
@@ -118,13 +135,31 @@ def leaves(name: str, tree: Any, is_leaf: Any = None) -> Iterator[Leaf]:
     for path, x in trees.leaves_with_path(tree, is_leaf):
         names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
         keys = tuple(name for name in names if isinstance(name, str))
-        is_nested = len(keys) == len(path)
-        yield Leaf(name + jax.tree_util.keystr(path), x, keys if is_nested else None)
+        yield Leaf(name + jax.tree_util.keystr(path), x, keys if len(keys) == len(path) else None)
 
 
 def named(section: str, tree: Any) -> dict[str, Any]:
     """Returns the leaves of a tree by name."""
     return {leaf.name: leaf.value for leaf in leaves(section, tree)}
+
+
+def nested(keys: dict[str, Any], where: Any, what: str) -> Any:
+    """Returns names in nested dictionaries by their keys, or a single name without keys."""
+    tree: dict[str, Any] = {}
+    for name, path in keys.items():
+        if path is None:
+            raise TreeError(
+                f"{where}: {name}: not in dictionaries alone: its tree cannot be told from "
+                "its path: got a list or a class, expected like=. "
+                f"Pass restore_{what}(folder, like=tree)."
+            )
+        if not path:
+            return name
+        inner = tree
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = name
+    return tree
 
 
 def path_of(name: str) -> str:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jdistadam.checkpoint import folder as folders
-from jdistadam.checkpoint import parts, storage
-from jdistadam.checkpoint.extra import nested, restored_extra
-from jdistadam.checkpoint.restored import Predicate, Request, Restored
-from jdistadam.checkpoint.storage import compiled, orbax
+from jdistadam.checkpoint import parts
+from jdistadam.checkpoint.checkpointer import check_step, local_folder, steps_in
+from jdistadam.checkpoint.contents import EXTRA, described, is_none
+from jdistadam.checkpoint.restored import Predicate, Request, restored_fields
+from jdistadam.checkpoint.storage import ITEM, Reader, compiled, orbax
 from jdistadam.core import trees
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
-from jdistadam.errors import CheckpointError
+from jdistadam.errors import CheckpointError, DtypeError, ShapeError, TreeError
 from jdistadam.training.checks import remember_params
 from jdistadam.training.train_state import TrainState
 
@@ -33,7 +35,7 @@ def checkpoint_steps(folder: str | os.PathLike[str]) -> list[int]:
       >>> checkpoint_steps(tempfile.mkdtemp())
       []
     """
-    return folders.steps_in(folders.local_folder(folder))
+    return steps_in(local_folder(folder))
 
 
 @compiled
@@ -85,12 +87,11 @@ def restore(
         check_distributed(tx)
         mesh = tx.config.mesh
     for field in ("model_state", "rng") if isinstance(template, TrainState) else ():
-        if fields[field] is None:
-            fields[field] = _saved_shapes(reader, field)
-    request = Request(reader, mesh=mesh, cast=cast, new=new, unused=unused)
-    restored = Restored(request, fields, tx)
-    request.finish(ignored=reader.extra)
-    values = restored.read()
+        keys = [reader.entries[name].keys for name in reader.names_in(field)]
+        if fields[field] is None and keys and None not in keys:
+            fields[field] = _likes(reader, field)
+    request = Request(reader, mesh, cast, new, unused)
+    values = restored_fields(request, fields, tx)
     treedef: Any = jax.tree.structure(template, is_leaf=lambda x: x is not template)
     state = treedef.unflatten(values[name] for name in fields)
     is_whole = isinstance(state, TrainState) and new is None  # its params are those that were saved
@@ -131,17 +132,14 @@ def restore_params(
     """
     trees.check_memory(like=like)
     reader = _reader(folder, step)
-    names = _names_in(reader, "params")
+    names = reader.names_in("params")
     if like is None:
-        like = nested(reader, {name: reader.entries[name].keys for name in names}, "params")
-        like = jax.tree.map(lambda name: reader.entries[name].like, like)
+        like = _likes(reader, "params")
     request = Request(reader, cast=cast)
     leaves = parts.named("params", like)
     for name, x in leaves.items():
-        if x.dtype == jnp.float32:
-            request.take(name, x, request.exact(name, x, keeps_main=False))
-        elif request.array(name, x):
-            request.take(name, x)
+        for entry in request.find(name, x, is_exact=x.dtype == jnp.float32):
+            request.take(name, x, entry)
     request.finish(ignored=reader.entries.keys() - names)
     found = request.read()
     return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in leaves])
@@ -180,16 +178,83 @@ def restore_extra(
       >>> jda.restore_extra(folder)
       {'data': {'epoch': 2, 'next': array([0, 1, 2])}}
     """
-    return restored_extra(_reader(folder, step), like)
+    reader = _reader(folder, step)
+    saved = reader.extra
+    if like is None and not saved:
+        raise _not_saved(reader, EXTRA, "any, as of save(..., extra=tree)")
+    leaves: dict[str, Any] = dict.fromkeys(saved)
+    if like is not None:
+        leaves = {leaf.name: leaf.value for leaf in parts.leaves(EXTRA, like, is_none)}
+        _check_like(reader, leaves)
+    request = Request(reader)
+    for name in (name for name in leaves if "value" not in saved[name]):
+        request.take(name, leaves[name] if saved[name]["kind"] == "jax" else None)
+    found = request.read()
+    values = {name: _value(saved[name], found.get(name)) for name in leaves}
+    if like is not None:
+        treedef: Any = jax.tree.structure(like, is_leaf=is_none)
+        return treedef.unflatten(values.values())
+    keys = {name: about["keys"] for name, about in saved.items()}
+    return jax.tree.map(values.get, parts.nested(keys, reader.path, EXTRA))
 
 
-def _reader(folder: str | os.PathLike[str], step: int | None) -> storage.Reader:
+def _value(about: dict[str, Any], found: Any) -> Any:
+    """A leaf: an array, or the header's value."""
+    if about["kind"] == "numpy":
+        x = np.frombuffer(np.asarray(found).tobytes(), np.dtype(about["dtype"]))
+        return x.reshape(about["shape"]).copy()[()]
+    if about["kind"] == "bytes":
+        return base64.b64decode(about["value"])
+    return about.get("value", found)
+
+
+def _check_like(reader: Reader, leaves: dict[str, Any]) -> None:
+    """Raises unless a checkpoint has exactly these leaves, of the same kinds and shapes."""
+    for name, like in leaves.items():
+        is_jax = isinstance(like, jax.Array | jax.ShapeDtypeStruct)
+        asked = _text({"kind": "jax"} if is_jax else described(name, like), like)
+        if name not in reader.extra:
+            raise _not_saved(reader, name, asked)
+        entry = reader.entries.get(name)
+        saved = _text(reader.extra[name], entry and entry.like)
+        if saved != asked:
+            error = ShapeError if saved.split(" of ")[0] == asked.split(" of ")[0] else DtypeError
+            raise error(
+                f"{reader.path}: {name}: differs from like: got {saved} in the file, "
+                f"expected {asked}. Pass like as it was saved, or leave it out."
+            )
+    if rest := [name for name in reader.extra if name not in leaves]:
+        more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
+        raise TreeError(
+            f"{reader.path}: {rest[0]}: in the file, and not in like: got {rest[0]}{more}, "
+            "expected a tree that has all that was saved. "
+            "Leave like out, and take what you need of the dictionaries."
+        )
+
+
+def _not_saved(reader: Reader, name: str, expected: str) -> TreeError:
+    return TreeError(
+        f"{reader.path}: {name}: not saved: got {', '.join(reader.extra)[:200] or 'no extra'}, "
+        f"expected {expected}. Leave like out, and begin anew with what is not there."
+    )
+
+
+def _text(about: dict[str, Any], like: Any) -> str:
+    """Kind, dtype and shape of a leaf; for a jax array those of ``like``."""
+    if about["kind"] == "jax":
+        return f"jax {like.dtype} of shape {tuple(like.shape)}"
+    if about["kind"] == "numpy":
+        return f"numpy {about['dtype']} of shape {tuple(about['shape'])}"
+    return str(about["kind"])
+
+
+def _reader(folder: str | os.PathLike[str], step: int | None) -> Reader:
     """Finds a checkpoint and reads its header."""
     orbax()
     if step is not None:
-        folders.check_step(step)
+        check_step(step)
     found = checkpoint_steps(folder)
-    path = folders.local_folder(folder)
+    path = local_folder(folder)
     if not found or (step is not None and step not in found):
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         got = f"steps {found}" if found else "none"
@@ -197,17 +262,11 @@ def _reader(folder: str | os.PathLike[str], step: int | None) -> storage.Reader:
             f"{path!s}: {what}: got {got}, expected a folder that save or Checkpointer wrote. "
             "Check the path; it is that of the folder of all steps."
         )
-    return storage.Reader(path / str(found[-1] if step is None else step) / storage.ITEM)
+    return Reader(path / str(found[-1] if step is None else step) / ITEM)
 
 
-def _names_in(reader: storage.Reader, field: str) -> list[str]:
-    """The names of a checkpoint's arrays in a field of the state."""
-    return [x for x in reader.entries if x == field or x.startswith((f"{field}[", f"{field}."))]
-
-
-def _saved_shapes(reader: storage.Reader, field: str) -> Any:
-    """Shapes of a checkpoint's field, in dictionaries; None if the structure is unknown."""
-    keys = {name: reader.entries[name].keys for name in _names_in(reader, field)}
-    if not keys or None in keys.values():
-        return None
-    return jax.tree.map(lambda name: reader.entries[name].like, nested(reader, keys, "state"))
+def _likes(reader: Reader, field: str) -> Any:
+    """Shapes of a checkpoint's field, in dictionaries."""
+    keys = {name: reader.entries[name].keys for name in reader.names_in(field)}
+    names = parts.nested(keys, reader.path, field)
+    return jax.tree.map(lambda name: reader.entries[name].like, names)

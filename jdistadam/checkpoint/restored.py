@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -13,124 +14,95 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import parts
 from jdistadam.checkpoint.adam import FlatAdam, Param, TreeAdam
-from jdistadam.checkpoint.header import Entry
-from jdistadam.checkpoint.storage import Read, Reader, Wanted, cast
+from jdistadam.checkpoint.parts import Entry
+from jdistadam.checkpoint.storage import Read, Reader, Wanted, empty
 from jdistadam.core import collectives
 from jdistadam.core.codecs import Codec
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.errors import DtypeError, ShapeError, TreeError
-from jdistadam.kernels import sharded_quantized_adam as coded_leaves
+from jdistadam.kernels import sharded_quantized_adam
 from jdistadam.training.placement import copy_to
 
 Predicate = Callable[[str], bool]
 
-# And "key", which other optimizers lack.
-_ALWAYS_OPTIONAL = ("grad_norm", "scaling.", "guard.")
+
+def _is_scalar(name: str) -> bool:
+    """Whether an array is what a distributed state has beside Adam's, and others lack."""
+    return name == "key" or name.startswith(("grad_norm", "scaling.", "guard."))
 
 
+@dataclasses.dataclass
 class Request:
-    """Compares a template with a checkpoint, and records what to read.
+    """Compares a template with a checkpoint, and records what to read, in order.
 
-    Raises TreeError, ShapeError or DtypeError for arrays that are missing or differ from the
-    template. ``reads`` is what ``read`` reads, in this order; the arrays of ``take`` are in
-    ``values`` afterwards.
+    Raises TreeError, ShapeError or DtypeError for arrays that are missing or differ.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        *,
-        mesh: Any = None,
-        cast: bool = False,
-        new: Predicate | None = None,
-        unused: Predicate | None = None,
-    ) -> None:
-        """Takes the mesh for arrays without a sharding, and the arguments of ``restore``."""
-        self.entries, self.new, self._reader = reader.entries, new, reader
-        self._mesh, self._cast, self._unused = mesh, cast, unused
-        self._used: set[str] = set()
-        self.reads: list[Read] = []
-        self.values: dict[str, Any] = {}
+    reader: Reader
+    mesh: Any = None  # for arrays without a sharding
+    cast: bool = False  # this and the next two: arguments of ``restore``
+    new: Predicate | None = None
+    unused: Predicate | None = None
+    used: set[str] = dataclasses.field(default_factory=set)
+    reads: list[Read] = dataclasses.field(default_factory=list)
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)  # what was read, by name
 
     def has(self, name: str) -> bool:
         """Returns whether the file has an array, and marks it as used."""
-        self._used.add(name)
-        return name in self.entries
+        self.used.add(name)
+        return name in self.reader.entries
 
-    def array(self, name: str, like: Any) -> Entry | None:
-        """Returns the file's entry of an array; None if it stays as in the template."""
+    def find(
+        self, name: str, like: Any, *, is_exact: bool = False, dtype: Any = None
+    ) -> list[Entry]:
+        """Returns the file's entries of an array; empty if it stays as in the template.
+
+        One entry, or the codes and scales of a moment. With ``is_exact`` the exact value of a
+        parameter: main parameters, if the file has them. ``dtype``: the dtype that must hold it;
+        None: that of ``like``.
+        """
         if not hasattr(like, "dtype"):
             like = jax.eval_shape(lambda: jnp.asarray(like))
-        entry = self._of_shape(name, like.shape)
-        if entry is None:
-            return None
-        dtypes = entry.like.dtype, like.dtype
-        if not any(jnp.issubdtype(x, jax.dtypes.prng_key) for x in dtypes):
-            self._check_dtype(name, entry, like.dtype)
-        elif dtypes[0] != dtypes[1]:
-            raise DtypeError(
-                f"{self._reader.path}: {name}: random keys of another kind: got {dtypes[0]}, "
-                f"expected {dtypes[1]}. Make the template with keys of that kind."
-            )
-        return entry
-
-    def moment(self, name: str, like: Any) -> list[Entry]:
-        """Returns the entries of a moment like one of floats: those of floats, or codes and scales.
-
-        Empty if it stays as in the template.
-        """
-        if 0 in like.shape:
-            return []  # not saved: a distributed state lacks it
-        codes, scales = (self.entries.get(f"{name}.{part}") for part in ("codes", "scales"))
-        if codes is None or scales is None:
-            entry = self.array(name, like)
-            return [] if entry is None else [entry]
-        self._check_dtype(name, scales, like.dtype)  # the dtype of the decoded moment
-        blocks = coded_leaves.num_scales(like.shape)
-        found = self._of_shape(codes.name, like.shape), self._of_shape(scales.name, (blocks,))
-        return [codes, scales] if all(found) else []
-
-    def exact(self, name: str, like: Any, *, keeps_main: bool) -> Entry | None:
-        """Returns the file's entry of the exact value of a parameter.
-
-        None if the parameter stays as in the template. ``keeps_main``: whether the value is kept in
-        float32 in addition to a 16-bit parameter.
-        """
+        shapes = {name: like.shape}
+        codes, scales = f"{name}.codes", f"{name}.scales"
+        if name.startswith(parts.MOMENTS) and {codes, scales} <= self.reader.entries.keys():
+            shapes = {codes: like.shape, scales: (sharded_quantized_adam.num_scales(like.shape),)}
         main = name.replace("params", "main_params", 1)
-        source = main if self.has(main) else name
-        if self._of_shape(name, like.shape) is None:
-            return None
-        entry = self.entries[source]
-        self._check_dtype(name, entry, jnp.float32 if keeps_main else like.dtype)
-        return entry
+        has_main = is_exact and self.has(main)
+        found = [self._of_shape(x, shape) for x, shape in shapes.items()]
+        if None in found:
+            return []
+        entries = [self.reader.entries[x] for x in ([main] if has_main else shapes)]
+        self._check_dtype(name, entries[-1], dtype or like.dtype)  # scales have that of the floats
+        return entries
 
     def finish(self, ignored: Iterable[str] = ()) -> None:
-        """Raises TreeError if the file has arrays that are neither used nor in ``ignored``."""
-        self._used.update(ignored)
+        """Raises TreeError if the file has arrays that are neither used, ignored nor extra."""
+        known = self.used | {*ignored} | {*self.reader.extra}
         rest = [
             name
-            for name, entry in self.entries.items()
-            if name not in self._used
-            and not (entry.is_count or name == "key" or name.startswith(_ALWAYS_OPTIONAL))
-            and not (self._unused is not None and self._unused(parts.path_of(name)))
+            for name, entry in self.reader.entries.items()
+            if name not in known
+            and not (entry.is_count or _is_scalar(name))
+            and not (self.unused is not None and self.unused(parts.path_of(name)))
         ]
         if rest:
             more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
             raise TreeError(
-                f"{self._reader.path}: {rest[0]}: in the file, and not in the template: "
+                f"{self.reader.path}: {rest[0]}: in the file, and not in the template: "
                 f"got {rest[0]}{more}, expected a template that has all that was saved. "
                 "Restore into such a state, or name what may be left with unused=."
             )
 
     def take(self, name: str, like: Any, entry: Entry | None = None) -> None:
         """Records that an array is read into ``values``: placed like another one, in its dtype."""
-        found = entry or self.entries[name]
+        found = entry or self.reader.entries[name]
 
         def use(arrays: list[jax.Array]) -> None:
             if found.key is not None:
                 self.values[name] = jax.random.wrap_key_data(arrays[0], impl=found.key)
             else:
-                self.values[name] = cast(arrays[0], getattr(like, "dtype", found.dtype))
+                self.values[name] = _cast(arrays[0], getattr(like, "dtype", found.dtype))
 
         self.reads.append(Read([(found, self.place(like))], use))
 
@@ -139,177 +111,155 @@ class Request:
         sharding = getattr(like, "sharding", None)
         if isinstance(sharding, Sharding) and not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
             return sharding
-        if self._mesh is not None:
-            return NamedSharding(self._mesh, P())
+        if self.mesh is not None:
+            return NamedSharding(self.mesh, P())
         return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def read(self) -> dict[str, Any]:
         """Reads everything recorded; returns ``values``."""
-        self._reader.read(self.reads)
+        self.reader.read(self.reads)
         return self.values
 
     def _of_shape(self, name: str, shape: tuple[int, ...]) -> Entry | None:
         """The file's entry of a name; raises if its shape differs and must not."""
-        self._used.add(name)
-        entry = self.entries.get(name)
+        self.used.add(name)
+        entry = self.reader.entries.get(name)
         if entry is not None and entry.like.shape == tuple(shape):
             return entry
         if self.new is not None and self.new(parts.path_of(name)):
             return None
         error = TreeError if entry is None else ShapeError
         what = "missing in the file" if entry is None else "has another shape in the file"
-        got = f"{len(self.entries)} others" if entry is None else entry.like.shape
+        got = f"{len(self.reader.entries)} others" if entry is None else entry.like.shape
         raise error(
-            f"{self._reader.path}: {name}: {what}: got {got}, expected shape {tuple(shape)}. "
+            f"{self.reader.path}: {name}: {what}: got {got}, expected shape {tuple(shape)}. "
             "Restore into the state that was saved, or name what begins anew with new=."
         )
 
     def _check_dtype(self, name: str, entry: Entry, dtype: Any) -> None:
         """Raises DtypeError if a cast to the template's dtype would lose bits."""
-        saved = entry.dtype
-        floats = all(jnp.issubdtype(x, jnp.floating) for x in (dtype, saved))
-        if saved == dtype or self._cast or (floats and jnp.promote_types(dtype, saved) == dtype):
+        saved = entry.like.dtype
+        if saved == dtype:
             return
-        raise DtypeError(
-            f"{self._reader.path}: {entry.name}: a cast for {name} of the template would lose "
-            f"bits: got {saved}, expected {jnp.dtype(dtype)}. "
-            "Restore into that dtype or with main parameters, or pass cast=True."
-        )
+        if any(jnp.issubdtype(x, jax.dtypes.prng_key) for x in (saved, dtype)):
+            raise DtypeError(
+                f"{self.reader.path}: {name}: random keys of another kind: got {saved}, "
+                f"expected {dtype}. Make the template with keys of that kind."
+            )
+        floats = all(jnp.issubdtype(x, jnp.floating) for x in (dtype, saved))
+        if not self.cast and not (floats and jnp.promote_types(dtype, saved) == dtype):
+            raise DtypeError(
+                f"{self.reader.path}: {entry.name}: a cast for {name} of the template would lose "
+                f"bits: got {saved}, expected {jnp.dtype(dtype)}. "
+                "Restore into that dtype or with main parameters, or pass cast=True."
+            )
 
 
-# For one parameter: "params", and the new sections of the state; None stays as it was.
-Made = dict[str, jax.Array | None]
-
-
-class Restored:
-    """The fields of a state like a template, compared with the header; ``read`` reads them."""
-
-    def __init__(self, request: Request, fields: dict[str, Any], tx: Any) -> None:
-        """Takes the request, the template, and the distributed optimizer."""
-        self._request, self._fields = request, fields
-        self._leaves = {name: list(parts.leaves_of(name, x)) for name, x in fields.items()}
-        leaves = [leaf for of_field in self._leaves.values() for leaf in of_field]
-        flat = next((leaf.value for leaf in leaves if is_distributed_state(leaf.value)), None)
-        self._adam: Any = (
-            TreeAdam(leaves, request.place)
-            if flat is None
-            else FlatAdam(fields["params"], flat, tx, starts_anew=request.new is None)
-        )
-        if flat is not None:
-            request.array("count", jax.ShapeDtypeStruct((), jnp.int32))
-            request.take("count", None)
-        for leaf in leaves:
-            if not leaf.section and leaf.value is not flat:
-                self._ask_other(leaf)
-        for unit, params in self._adam.units:  # after the count, which they need
-            self._ask_unit(unit, params)
-        for name in filter(request.has, self._adam.optional):
-            request.take(name, None)
-
-    def _ask_other(self, leaf: parts.Leaf) -> None:
-        """Requests an array that the state has as it is saved."""
-        request = self._request
+def restored_fields(request: Request, fields: dict[str, Any], tx: Any) -> dict[str, Any]:
+    """Returns the fields of a state like a template: all are compared, then read."""
+    leaves = {field: list(parts.leaves_of(field, x)) for field, x in fields.items()}
+    every = [leaf for of_field in leaves.values() for leaf in of_field]
+    flat = next((leaf.value for leaf in every if is_distributed_state(leaf.value)), None)
+    adam: Any
+    if flat is None:
+        adam = TreeAdam(every, request.place)
+    else:
+        adam = FlatAdam(fields["params"], flat, tx, starts_anew=request.new is None)
+        request.find("count", jax.ShapeDtypeStruct((), jnp.int32))
+        request.take("count", None)
+    for leaf in every:
+        if leaf.section or leaf.value is flat:
+            continue
         if leaf.is_count and not request.has(leaf.name):
-            request.take(leaf.name, leaf.value, request.entries["count"])
-        elif request.array(leaf.name, leaf.value):
+            request.take(leaf.name, leaf.value, request.reader.entries["count"])
+        elif request.find(leaf.name, leaf.value):
             request.take(leaf.name, leaf.value)
         else:
             request.values[leaf.name] = _of_template(leaf.name, leaf.value)
+    for unit, params in adam.units:  # after the count, which they need
+        _ask_unit(request, adam, unit, params)
+    for name in request.reader.entries if flat is not None else ():
+        if _is_scalar(name) and name not in request.used:
+            request.take(name, None)
+    request.finish()
+    values = request.read()
+    values |= adam.finished(values)
+    return {
+        field: jax.tree.unflatten(
+            jax.tree.structure(tree),
+            [x for leaf in leaves[field] for x in jax.tree.leaves(values[leaf.name])],
+        )
+        for field, tree in fields.items()
+    }
 
-    def read(self) -> dict[str, Any]:
-        """Reads everything; returns the fields of the state."""
-        values = self._request.read()
-        values |= self._adam.finished(values)
-        return {
-            name: jax.tree.unflatten(
-                jax.tree.structure(field),
-                [x for leaf in self._leaves[name] for x in jax.tree.leaves(values[leaf.name])],
-            )
-            for name, field in self._fields.items()
-        }
 
-    def _ask_unit(self, unit: Any, params: list[Param]) -> None:
-        """Requests the parameters of a unit, which are read and put into the state together."""
-        asked = [self._ask(param) for param in params]
+def _ask_unit(request: Request, adam: Any, unit: Any, params: list[Param]) -> None:
+    """Requests the parameters of a unit, which are read and put into the state together."""
+    asked = [_asked(request, adam, param) for param in params]
 
-        def use(arrays: list[jax.Array]) -> None:
-            in_order = (arrays.pop(0) for _ in range(len(arrays)))
-            made = [make(in_order) for _, make in asked]
-            for param, new in zip(params, made, strict=True):
-                self._request.values[param.name] = new.pop("params", None)
-            for section in self._adam.sections:
-                found = [new[section] for new in made if section in new]
-                if any(x is not None for x in found):
-                    self._adam.put(section, unit, found)
+    def use(arrays: list[jax.Array]) -> None:
+        made = []
+        for param, wanted in zip(params, asked, strict=True):
+            found = {x: [arrays.pop(0) for _ in entries] for x, entries in wanted.items()}
+            made.append(_made(param, found, int(request.values["count"])))
+            request.values[param.name] = made[-1].pop("params", None)
+        for section in adam.sections:
+            new = [of_param[section] for of_param in made if section in of_param]
+            if any(x is not None for x in new):
+                adam.put(section, unit, new)
 
-        self._request.reads.append(Read([one for wanted, _ in asked for one in wanted], use))
+    request.reads.append(Read([x for of in asked for some in of.values() for x in some], use))
 
-    def _ask(self, param: Param) -> tuple[list[Wanted], Callable[[Iterator[jax.Array]], Made]]:
-        """Compares a parameter with the header; returns what to read, and the function using it."""
-        exact = self._exact_entry(param)
-        moments = {x: self._moment_entries(param, x, exact is None) for x in param.moments}
-        wanted: list[Wanted] = [(exact, param.main_at or param.place)] if exact else []
-        for section, (_, place) in param.moments.items():
-            wanted += zip(moments[section], (place, _everywhere(place)), strict=False)
-        # Before the first step, and after reload_main_params, a parameter is not rounded as a step
-        # rounds it to send it: the file records this.
-        saved, sent = self._request.entries.get(param.name), param.sent and param.sent.name
-        arrives = False
-        if saved and exact and sent and (saved.dtype, saved.sent) == (param.like.dtype, sent):
-            arrives = True
-            wanted.append((saved, param.place))
-        return wanted, functools.partial(self._made, param, exact is not None, moments, arrives)
 
-    def _made(
-        self,
-        param: Param,
-        has_exact: bool,
-        moments: dict[str, list[Entry]],
-        arrives: bool,
-        arrays: Iterator[jax.Array],
-    ) -> Made:
-        """The new arrays of a parameter, from those that were read."""
-        exact, made = next(arrays) if has_exact else None, Made()
-        for section, (like, place) in param.moments.items():
-            found = [next(arrays) for _ in moments[section]]
-            if section == "ema" and not found and exact is not None:
-                found = [exact]  # a missing average begins with the parameter
-            made[section] = _floats(section, found, like.dtype, place) if found else None
-        if param.kind.is_stored:
-            made["main_params"] = None if exact is None else _stored(param.kind)(exact)
-        if arrives:
-            made["params"] = next(arrays)
-        elif param.like is not None:
-            is_sent = int(self._request.values["count"]) > 0
-            made["params"] = _rounded(param, exact, param.sent if is_sent else None)
-        return made
+def _asked(request: Request, adam: Any, param: Param) -> dict[str, list[Wanted]]:
+    """Compares a parameter with the header; returns what is read for it.
 
-    def _moment_entries(self, param: Param, section: str, stays: bool) -> list[Entry]:
-        """The entries of a moment or an average, which stays if the parameter does."""
-        name = param.name.replace("params", section, 1)
-        if section == "ema" and stays:
-            self._request.has(name)  # marks it as used without reading it
-            return []
-        return self._request.moment(name, param.moments[section][0])
-
-    def _exact_entry(self, param: Param) -> Entry | None:
-        """The entry of a parameter's exact value; None if the template's stays."""
-        request, name, like = self._request, param.name, param.like
-        if like is None:
-            return None
-        if param.main_at is None:
-            entry = request.array(name, like)
-        else:
-            entry = request.exact(name, like, keeps_main=param.kind.is_stored)
-        if entry is None:
+    Its exact value, if it does not stay as in the template; "mu", "nu" and "ema", in floats or in
+    codes and scales; and "params", if the value that a step has sent is in the file.
+    """
+    name, like = param.name, param.like
+    exact: list[Entry] = []
+    if like is not None:
+        kept = jnp.float32 if param.kind.is_stored else None  # whatever the dtype of the parameter
+        exact = request.find(name, like, is_exact=param.exact_at is not None, dtype=kept)
+        if not exact:
             _of_template(name, like)
-            _of_template(name, self._adam.main_of(name) if param.kind.is_stored else None)
-        return entry
+            _of_template(name, adam.main_of(name) if param.kind.is_stored else None)
+    asked: dict[str, list[Wanted]] = {}
+    asked["exact"] = [(entry, param.exact_at or param.place) for entry in exact]
+    for section, moment in param.moments.items():
+        of_moment, place = name.replace("params", section, 1), moment.sharding
+        everywhere = NamedSharding(place.mesh, P()) if isinstance(place, NamedSharding) else place
+        entries: list[Entry] = []
+        if section == "ema" and not exact:  # it stays as the parameter does
+            request.used.add(of_moment)
+        elif 0 not in moment.shape:  # a distributed state has no empty ones
+            entries = request.find(of_moment, moment)
+        asked[section] = list(zip(entries, (place, everywhere), strict=False))
+    # Before the first step, and after reload_main_params, a parameter is not rounded as a step
+    # rounds it to send it: the file records this.
+    saved, sent = request.reader.entries.get(name), param.sent and param.sent.name
+    if saved and exact and sent and (saved.dtype, saved.sent) == (like.dtype, sent):
+        asked["params"] = [(saved, param.place)]
+    return asked
 
 
-def _everywhere(place: Sharding) -> Sharding:
-    """A replicated sharding, for the scales of codes."""
-    return NamedSharding(place.mesh, P()) if isinstance(place, NamedSharding) else place
+def _made(param: Param, found: dict[str, list[jax.Array]], count: int) -> dict[str, Any]:
+    """The new arrays of a parameter, by section, from those that were read; None: it stays."""
+    exact = found["exact"][0] if found["exact"] else None
+    made: dict[str, Any] = {}
+    for section, moment in param.moments.items():
+        arrays = found[section]
+        if section == "ema" and not arrays and exact is not None:
+            arrays = [exact]  # a missing average begins with the parameter
+        made[section] = _floats(section, arrays, moment) if arrays else None
+    if param.kind.is_stored:
+        made["main_params"] = None if exact is None else _stored(param.kind)(exact)
+    if "params" in found:
+        (made["params"],) = found["params"]
+    elif param.like is not None:
+        made["params"] = _rounded(param, exact, param.sent if count > 0 else None)
+    return made
 
 
 def _of_template(name: str, x: Any) -> Any:
@@ -322,12 +272,19 @@ def _of_template(name: str, x: Any) -> Any:
     )
 
 
-def _floats(section: str, found: Sequence[jax.Array], dtype: Any, place: Sharding) -> jax.Array:
+def _cast(array: jax.Array, dtype: Any) -> jax.Array:
+    """An array in another dtype, with the same placement."""
+    if array.dtype == dtype or array.size:
+        return array.astype(dtype)
+    return empty(array.shape, dtype, array.sharding)
+
+
+def _floats(section: str, found: list[jax.Array], like: Any) -> jax.Array:
     """A moment as floats, read as floats or as codes and scales."""
     x = found[0]
     if len(found) > 1:
-        x = jax.block_until_ready(coded_leaves.decoded(section, *found))
-    return jax.device_put(cast(x, dtype), place)
+        x = jax.block_until_ready(sharded_quantized_adam.decoded(section, *found))
+    return jax.device_put(_cast(x, like.dtype), like.sharding)
 
 
 def _rounded(param: Param, exact: Any, sent: Any) -> Any:
@@ -335,8 +292,8 @@ def _rounded(param: Param, exact: Any, sent: Any) -> Any:
     dtype, place = param.like.dtype, param.place
     if exact is None:
         new = copy_to(param.like, place)
-    elif not exact.size or (exact.dtype, param.main_at or place, sent) == (dtype, place, None):
-        new = cast(exact, dtype)
+    elif not exact.size or (exact.dtype, param.exact_at or place, sent) == (dtype, place, None):
+        new = _cast(exact, dtype)
     else:
         new = jax.block_until_ready(_rounder(param.kind, dtype, sent, place)(exact))
     return jax.device_put(new, place)  # equal, in the spelling of place

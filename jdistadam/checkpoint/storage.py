@@ -4,6 +4,13 @@ orbax does the hard parts: each process writes its shards, a folder gets its nam
 complete, writing runs in the background, and old steps are deleted. This module makes the arrays a
 few at a time, so that they never exist all at once, and compares a checksum of each: orbax loads
 changed bits, casts and pads without a warning.
+
+The header is one JSON file::
+
+    {"sha256": "…", "header": {"format": "jdistadam checkpoint", "version": 1, "count": 100,
+     "main_params": "float32", "layout_identity": "{…}", "written_by": {"jax": "0.11.2", …},
+     "extra": {"extra['epoch']": {"keys": ["epoch"], "kind": "int", "value": 3}},
+     "leaves": {"mu['w']": {"shape": [512, 64], "dtype": "float32", "sum": "0123456789abcdef"}}}}
 """
 
 from __future__ import annotations
@@ -11,12 +18,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import importlib
+import json
 import logging
 import math
 import re
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent import futures
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +36,11 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jdistadam.checkpoint.checksum import PartialSums, totals
-from jdistadam.checkpoint.header import Entry, header_text, read_header
+from jdistadam.checkpoint.parts import Entry
 from jdistadam.errors import CheckpointError
 
+FORMAT = "jdistadam checkpoint"
+VERSION = 1  # increases when files of the same form would mean something else
 # The first release of orbax-checkpoint that asks our handler for arrays that do not exist yet.
 OLDEST_ORBAX = "0.12.1"
 ITEM = "state"  # the folder with the arrays, within that of a step
@@ -42,6 +54,7 @@ SMALL_BYTES = 1 << 16
 
 compiled = jax.disable_jit(False)
 """Makes a function compile its programs, which place their results, under jax_disable_jit too."""
+
 
 Wanted = tuple[Entry, Sharding]
 """An array to read, and its sharding."""
@@ -96,11 +109,7 @@ def batches(items: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def orbax() -> Any:
-    """Returns the module ``orbax.checkpoint``, imported on use.
-
-    Raises:
-      CheckpointError: It is not installed, or too old.
-    """
+    """Returns the module ``orbax.checkpoint``; raises CheckpointError without it, or if too old."""
     try:
         ocp = importlib.import_module("orbax.checkpoint")
         got, what = ocp.__version__, "is too old"
@@ -193,10 +202,7 @@ def array_handler() -> Any:
                     with contextlib.suppress(Exception):
                         future.result()
                 raise
-            entries = [entry for group in contents.groups for entry in group.entries]
-            absent = PartialSums(jnp.zeros(0))
-            found = totals([sums.get(entry.name, absent) for entry in entries])
-            text = header_text(contents.about, entries, found)
+            text = _header_text(contents, sums)
             if jax.process_index() == 0:
                 future = ocp.future.CommitFutureAwaitingContractedSignals
                 running.append(future(_write(infos[0], text), name="header"))
@@ -218,6 +224,62 @@ async def _write(info: Any, text: str) -> None:
     (info.parent_dir / FILE).write_text(text)
 
 
+def _header_text(contents: Contents, sums: dict[str, PartialSums]) -> str:
+    """The text of the header; all processes add up their sums of arrays for it."""
+    entries = [entry for group in contents.groups for entry in group.entries]
+    absent = PartialSums(jnp.zeros(0))
+    leaves = {}
+    for entry, found in zip(
+        entries, totals([sums.get(e.name, absent) for e in entries]), strict=True
+    ):
+        said = vars(entry) | {"name": None, "dtype": entry.dtype.name, "sum": found}
+        leaves[entry.name] = {key: x for key, x in said.items() if x not in (None, False)}
+    versions = dict.fromkeys(("jdistadam", "jax", "orbax-checkpoint", "optax"), "unknown")
+    for package in versions:
+        with contextlib.suppress(metadata.PackageNotFoundError):  # imported from a source tree
+            versions[package] = metadata.version(package)
+    header = {"format": FORMAT, "version": VERSION, **contents.about}
+    header |= {"written_by": versions, "leaves": leaves}
+    return json.dumps({"sha256": _digest(header), "header": header}, indent=1) + "\n"
+
+
+def _digest(header: dict[str, Any]) -> str:
+    canonical = json.dumps(header, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, Any]]:
+    """The arrays of a checkpoint by name, and the header's entry of the extra tree.
+
+    Raises CheckpointError if the header is missing, damaged, or of another format or version.
+    """
+    expected, action = "a header", "Restore another step, or another folder."
+    try:
+        parsed = json.loads(path.read_text())
+        values, digest = parsed["header"], parsed["sha256"]
+        if values["format"] != FORMAT:
+            what, got = "the header of something else", values["format"]
+        elif _digest(values) != digest:
+            what, got, expected = "damaged: its own checksum differs", _digest(values), digest
+        elif values["version"] != VERSION:
+            what, expected = "a checkpoint of another version", f"version {VERSION}"
+            got = f"version {values['version']}, written by {values.get('written_by')}"
+            action = "Read it with the release that wrote it, and save it with to_optax_state."
+        else:
+            return {k: _entry(k, x) for k, x in values["leaves"].items()}, values.get("extra", {})
+    except FileNotFoundError:
+        what, got = "missing: this is no checkpoint of jdistadam, or a part of one", "no file"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what, got = "damaged, or of something else", f"{type(error).__name__}: {str(error)[:200]}"
+    raise CheckpointError(f"{path!s}: {what}: got {got}, expected {expected}. {action}")
+
+
+def _entry(name: str, leaf: dict[str, Any]) -> Entry:
+    keys = None if leaf.get("keys") is None else tuple(leaf["keys"])
+    exact = {"shape": tuple(leaf["shape"]), "dtype": jnp.dtype(leaf["dtype"]), "keys": keys}
+    return Entry(name, **leaf | exact)
+
+
 class Reader:
     """Reads arrays of one checkpoint, and compares their checksums.
 
@@ -230,10 +292,14 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
-        self.entries, self.extra = read_header(self.path)
+        self.entries, self.extra = _read_header(self.path)
         self._folder = importlib.import_module("etils.epath").Path(folder)
         # With the index of all files.
         self._context = orbax().type_handlers.get_ts_context(use_ocdbt=True)
+
+    def names_in(self, field: str) -> list[str]:
+        """Returns the names of the arrays in a field of the state."""
+        return [x for x in self.entries if x == field or x.startswith((f"{field}[", f"{field}."))]
 
     def read(self, reads: Iterable[Read]) -> None:
         """Reads arrays in batches and passes them on; raises CheckpointError for a damaged one."""
@@ -313,13 +379,6 @@ def _result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
     # Only in a thread if needed: malloc keeps freed memory for each thread.
     with futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(run).result()
-
-
-def cast(array: jax.Array, dtype: Any) -> jax.Array:
-    """Returns an array in another dtype, with the same placement."""
-    if array.dtype == dtype or array.size:
-        return array.astype(dtype)
-    return empty(array.shape, dtype, array.sharding)
 
 
 def empty(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:

@@ -16,7 +16,7 @@ from jdistadam.core.codecs import BLOCK_CODECS
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import FlatCodes, types_of_moment
+from jdistadam.distributed.flat_moments import FlatCodes, types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule
@@ -290,15 +290,9 @@ def check_layout_of(
 
 def _check_flat_arrays(config: DistributedConfig, layout: Layout, state: Any) -> None:
     """Raises unless the flat arrays of a state have the layout's sizes and the policy's dtypes."""
-    main, size = config.policy.main_params.dtype, layout.main_size
-    is_stochastic, has_ema = config.algorithm.storage.is_stochastic, config.ema_decay is not None
-    expected = {
-        "main_params": jax.ShapeDtypeStruct((size,), main) if size else None,
-        "mu": types_of_moment(config.algorithm, layout, "mu"),
-        "nu": types_of_moment(config.algorithm, layout, "nu"),
-        "key": jax.ShapeDtypeStruct((2,), jnp.uint32) if is_stochastic else None,
-        "ema": jax.ShapeDtypeStruct((layout.flat_size,), jnp.float32) if has_ema else None,
-    }
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    expected = types_of_arrays(config, layout)
+    expected["key"] = key if config.algorithm.storage.is_stochastic else None
     for name, wanted in expected.items():
         got = getattr(state, name, "no such field")
         is_coded = isinstance(wanted, FlatCodes)

@@ -55,6 +55,19 @@ def types_of_moment(algorithm: Algorithm, layout: Layout, name: str) -> Any:
     )
 
 
+def types_of_arrays(config: DistributedConfig, layout: Layout) -> dict[str, Any]:
+    """Returns shapes and dtypes of one device's flat arrays by name; None: it has none."""
+    main, has_ema = config.policy.main_params.dtype, config.ema_decay is not None
+    return {
+        "main_params": jax.ShapeDtypeStruct((layout.main_size,), main)
+        if layout.main_size
+        else None,
+        "mu": types_of_moment(config.algorithm, layout, "mu"),
+        "nu": types_of_moment(config.algorithm, layout, "nu"),
+        "ema": jax.ShapeDtypeStruct((layout.flat_size,), jnp.float32) if has_ema else None,
+    }
+
+
 def bytes_of_moment(algorithm: Algorithm, layout: Layout, name: str) -> int:
     """Returns the bytes of one device's part of a moment."""
     codec = algorithm.storage.codec_of(name)

@@ -34,7 +34,6 @@ from jdistadam.kernels.adam import (
 )
 from jdistadam.kernels.quantized_adam import LeafPositions, QuantizedSpec, Rounding
 
-
 MOMENTS = ("mu", "nu")
 
 

@@ -6,7 +6,7 @@ cuda/ffi_host_copy.h. All arrays are one device's, as in adam.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,9 +54,9 @@ def to_device(
 
     def fallback(hosts: Sequence[Any], after: Sequence[Any]) -> tuple[list[Any], Any]:
         new = [memory.cut_lines(x, *part) for x, part in zip(hosts, parts, strict=True)]
-        return new, collectives.varying_like(jnp.zeros((1,), jnp.uint8), new[0])
+        return new, new[0][:1]
 
-    return _choose(compiled, fallback)(hosts, after)
+    return native.choose(compiled, fallback)(hosts, after)
 
 
 def to_host(host: Any, part: Lines, new: Any, index: int, after: Sequence[Any]) -> Any:
@@ -101,8 +101,7 @@ def wait(arrays: Sequence[Any], index: int, after: Sequence[Any], *, to_host: bo
         aliases = {i: i for i in range(len(arrays))}
         types = [jax.typeof(x) for x in arrays]
         call = jax.ffi.ffi_call("jdistadam_host_copied", types, input_output_aliases=aliases)
-        found: list[Any] = call(*arrays, *after, index=np.int32(index), to_host=np.bool_(to_host))
-        return found
+        return list(call(*arrays, *after, index=np.int32(index), to_host=np.bool_(to_host)))
 
     return native.choose(compiled, lambda arrays, after: list(arrays))(arrays, after)
 
@@ -118,7 +117,3 @@ def _attributes(
         "index": np.int32(index),
         "to_host": np.bool_(to_host),
     }
-
-
-def _choose(compiled: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
-    return native.choose(compiled, fallback)

@@ -16,7 +16,8 @@ import optax
 import pytest
 
 import jdistadam as jda
-from jdistadam.checkpoint import folder, storage
+from jdistadam.checkpoint import checkpointer as folder
+from jdistadam.checkpoint import storage
 from support.paths import TESTS, environment
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jdistadam as jda
-from jdistadam.checkpoint import folder as folders
+from jdistadam.checkpoint import checkpointer as folders
 from support import save_again_and_again
 from support.bits import assert_trees_same_bits
 from support.paths import TESTS, environment
