@@ -48,9 +48,10 @@ class Checkpointer:
       rollback_to: The step of an older checkpoint from which training continues differently: all
         newer ones are deleted immediately. Leave it out when restarting the run: it would delete
         the run's own checkpoints. None: nothing is deleted, and saving an older step raises.
-      in_background: Whether to write while training continues. If so, a device holds one bucket
-        besides the state while ``save`` runs, and the host holds this process's part of the state
-        until it is written. Otherwise the host holds one bucket.
+      in_background: Whether to write while training continues. If so, the host holds this
+        process's part of the state until it is written. Otherwise it holds two batches of at most
+        32 MiB for each of its devices. In both cases a device holds two batches besides the state
+        while ``save`` runs.
 
     Raises:
       CheckpointError: Another process saves into the folder, it cannot be written, the checkpoint

@@ -43,9 +43,8 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
     shards of the parameters, they must not read these: they see zeros of the unsharded shapes. If
     ``gather_params`` has summed gradients into shards, they must be elementwise, and independent of
     gradient shapes and positions. If the optimizer skips a step, their states stay unchanged too.
-    Selecting between the old and the new state reads and writes it once more in steps that can be
-    skipped: nothing for counts, 12 bytes per float32 element for a state as large as the
-    parameters.
+    For this, a step that can be skipped reads the old and the new state and writes one of them: 12
+    bytes per float32 element. This matters only for states as large as the parameters.
 
     Args:
       *transformations: Gradient transformations, applied in this order.

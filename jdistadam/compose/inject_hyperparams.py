@@ -61,9 +61,9 @@ def inject_hyperparams(
     Args:
       factory: ``fused_adamw``, ``fused_adam``, or a function that returns what one of them does, or
         ``distributed`` around it, or a ``chain``.
-      static_args: Names of arguments that stay as they are, besides those that are no
-        hyperparameters, such as mask, nesterov, bucket_bytes, loss_scale and the dtypes, and an l2
-        that is not given.
+      static_args: Names of further arguments that do not become numbers in the state. Arguments
+        that are not hyperparameters never do (mask, nesterov, bucket_bytes, loss_scale, dtypes),
+        nor does l2 if it is not given.
       hyperparam_dtype: Dtype of the numbers in the state: float32 for params of any dtype. optax
         takes the params' dtype; in bfloat16 a b2 of 0.999 would be 1.
 

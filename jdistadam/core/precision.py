@@ -25,13 +25,13 @@ class MixedPrecisionPolicy:
     The dtypes of moments are arguments of ``fused_adamw``.
 
     Attributes:
-      main_params_dtype: The optimizer's argument of the same name; give one of the two, or neither
-        for float32. What the optimizer keeps, sharded, and updates. float32: main parameters
-        wherever parameters differ from them in dtype or in sharding. "remainder16": with bfloat16
-        parameters the low 16 bits. Both together are a float32, and the parameter is its nearest
-        bfloat16 with ties away from zero (a cast rounds ties to even). Other parameters are
-        updated themselves. None: nothing; parameters are updated themselves and rounded to their
-        own dtype at every step.
+      main_params_dtype: How the optimizer stores the exact parameters, sharded; also an argument of
+        ``fused_adamw``, so give it to one of the two, or to neither for float32. float32: main
+        parameters, wherever the parameters have another dtype or another sharding. "remainder16":
+        for bfloat16 parameters, the low 16 bits of the main parameter. The parameter is the
+        bfloat16 nearest to it, with ties away from zero (a cast rounds ties to even), and both
+        together determine its value. Other parameters have no main parameters. None: there are no
+        main parameters; parameters are rounded to their own dtype at every step.
       main_grads_dtype: Dtype in which gradients are stored and accumulated over micro-batches.
       grad_comm_dtype: The communication dtype of gradients: contributions are rounded to it once,
         then sent. float32, bfloat16 or float16. None: ``main_grads_dtype``. Bytes sent per device

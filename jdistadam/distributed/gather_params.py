@@ -162,9 +162,10 @@ def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None)
     Args:
       shards: The result of ``local_params``, or any part of that tree; or one layer of it.
       tx: The optimizer.
-      after: Activations that must be known before anything is sent, such as the inputs of the
-        previous block, whose gradient in turn waits for that of ``shards``: [Note: one block at a
-        time]. None: XLA decides, and may keep many blocks of an unrolled model in memory.
+      after: Activations, such as the input of the previous block. The gather starts only when they
+        are computed. In the backward pass, their gradient waits until the gradients of ``shards``
+        are reduced: [Note: one block at a time]. None: XLA decides, and may keep many blocks of an
+        unrolled model in memory.
 
     Returns:
       The unsharded params, on every device, in their own dtypes.

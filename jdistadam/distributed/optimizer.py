@@ -85,8 +85,8 @@ def distributed(
       g = s \sum_r g_r, \qquad s = \frac1N \min\left(1, \frac{G}{\lVert \bar g \rVert}\right)
 
     with :math:`G` = ``max_grad_norm``, followed by the formula of ``tx``. The sum is in
-    ``policy.grad_comm_dtype``; the scalar :math:`s`, which also holds the inverse of the loss
-    scale, is float32 and applied inside the kernel.
+    ``policy.grad_reduce_dtype`` (None: in the dtype of communication); the scalar :math:`s`, which
+    also holds the inverse of the loss scale, is float32 and applied inside the kernel.
 
     Memory and traffic of a device, for :math:`P` parameters and :math:`M` micro-batches:
 
@@ -97,8 +97,10 @@ def distributed(
     "optim" (ZeRO-1)             P / N   P                 P       grads, params
     "optim_grads" (ZeRO-2)       P / N   P / N             P       grads M times, params
     "optim_grads_params" (FSDP)  P / N   P / N             P / N   grads M times, params
-    the same, resharding nothing P / N   P                 P / N   grads, params
+    the same, gathered once      P / N   P                 P / N   grads, params
     ============================ ======= ================= ======= =======================
+
+    "Gathered once" means ``reshard_after_forward=False``.
 
     Args:
       tx: ``fused_adamw(...)`` or ``fused_adam(...)``, also in ``inject_hyperparams``. It defines
@@ -120,7 +122,8 @@ def distributed(
         micro-batch. False: a step gathers all parameters once, overlapping the forward pass, sums
         whole gradients over its micro-batches, and reduces them once; devices still hold shards
         between steps. States can be exchanged between the two. See docs/reshard_after_forward.md.
-      policy: The dtypes in which values are stored and sent. None: float32 throughout.
+      policy: The dtypes in which values are stored and sent. None: float32 gradients and main
+        parameters; parameters are sent in their own dtype.
       max_grad_norm: Clips the mean gradient to this global norm, as
         ``optax.clip_by_global_norm``. None: no clipping.
       loss_scale: The factor of the loss before it is differentiated, a number or a
@@ -371,8 +374,9 @@ def _as_one_call(
     made.__name__ = made.__qualname__ = f"distributed_{make.__name__}"
     made.__doc__ = f"""{summary}
 
-    For one version beside ``jda.distributed(jda.{make.__name__}(...), mesh=mesh)``, which it calls.
-    It takes the arguments of both; of those of ``{make.__name__}`` the first ones by position.
+    Calls ``jda.distributed(jda.{make.__name__}(...), mesh=mesh)``, which replaces it: a later
+    version removes it. It takes the arguments of both functions; only those of
+    ``{make.__name__}`` can be positional.
 
     Returns:
       The distributed optimizer that ``distributed`` returns.

@@ -60,11 +60,12 @@ def fused_adamw(
     depends on all operands: with replicated params and sharded moments its new params are sharded;
     here they are gathered.
 
-    ``jax.vmap`` steps ensembles, and sweeps over array hyperparameters, in one kernel call for all
-    members, each bitwise identical to a separate call. A step can be differentiated, to any order
-    and in both modes, by gradients, state, params and hyperparameters: the derivative is that of
-    the formula in jax.numpy, the values remain the kernel's. As in optax, it needs ``eps_root``
-    above zero if a second moment may be zero. Main parameters of "remainder16" have no derivative.
+    ``jax.vmap`` of a step works, for ensembles and for sweeps over array hyperparameters: one
+    kernel call updates all members, and each result is bitwise identical to that of a separate
+    call. A step can be differentiated, to any order and in both modes, by gradients, state, params
+    and hyperparameters: the derivative is that of the formula in jax.numpy, the values remain the
+    kernel's. As in optax, it needs ``eps_root`` above zero if a second moment may be zero. Main
+    parameters of "remainder16" have no derivative.
 
     Args:
       learning_rate: :math:`\alpha`, or a schedule of the step count.
@@ -74,17 +75,17 @@ def fused_adamw(
       eps_root: :math:`\bar\varepsilon`, added inside the square root.
       mu_dtype: Dtype in which :math:`m` is stored. None: the dtype of the updated array. "block8"
         and "block16": 8 and 16 bits, with one float32 scale per 128 elements (``BlockCodes``).
-        Rounded to nearest these need b1 <= 0.894 and b1 <= 0.999. float16, and bfloat16 with a
-        larger b1, warn. With stochastic rounding "block8" needs the nu_dtype "block8", and
-        "block16" one of the two.
+        Rounded to nearest, "block8" needs b1 <= 0.894 and "block16" b1 <= 0.999; float16 warns, and
+        so does bfloat16 with b1 above 0.992. With stochastic rounding "block8" needs the nu_dtype
+        "block8", and "block16" one of the two.
       weight_decay: :math:`\lambda`, decoupled from the gradient, or a schedule of the step count.
       mask: Tree of bools with the structure of the params, or a function from params to it: which
         leaves decay. None: all.
       nesterov: Whether to use Nesterov momentum, as optax does.
       nu_dtype: Dtype in which :math:`v` is stored: float32, which is also the default, or bfloat16
         for b2 up to 0.992. optax stores it in the parameter's dtype, but a bfloat16 :math:`v`
-        cannot decay for a larger b2. "block8" and "block16": as for :math:`m`, and none rounds to
-        zero; for b2 above 0.894, and above 0.999, with rounding="stochastic".
+        cannot decay for a larger b2. "block8" and "block16": as for :math:`m`, with the same limits
+        for b2 if rounded to nearest; no nonzero value is rounded to zero.
       main_params_dtype: Unset: none on one device, float32 under ``distributed``. float32: 16-bit
         parameters get a float32 copy in ``MainParamsState``. The optimizer updates the copy, and
         the parameters are its rounded values. Updates of such leaves are float32 and
@@ -94,7 +95,8 @@ def fused_adamw(
         but must not change updates or parameters, because the main parameters would not follow:
         ``optax.lookahead``, ``optax.ema`` and ``reduce_on_plateau`` behind the optimizer,
         ``schedule_free`` and ``mechanize`` need main_params_dtype=None. ``jda.chain`` raises if
-        anything stands behind; optax's cannot. To change parameters from outside, make a new state.
+        another transformation follows; ``optax.chain`` cannot detect it. To change parameters from
+        outside, make a new state.
         "remainder16": the same for bfloat16 parameters with 16 bits more instead of 32: a parameter
         is the bfloat16 nearest to the float32 main parameter (ties away from zero),
         ``MainParamsState`` has the main parameter's low 16 bits, and both together are its exact
@@ -121,9 +123,9 @@ def fused_adamw(
     Returns:
       A ``FusedTransformation``: ``init``, ``update`` as in optax, and ``step``. Parameters,
       gradients and :math:`m` may be float32, bfloat16 or float16; updates have the gradients'
-      dtype. Leaves with float64 or complex numbers are left to optax's own arithmetic, and so are
-      integers: their updates are fractions, their new values and :math:`v` are truncated, and
-      their :math:`m`, at first integers without ``mu_dtype``, becomes floating-point.
+      dtype. For leaves of other dtypes (float64, complex numbers, integers) the result is that of
+      optax's own formula. With integers this means: updates are fractions, new values and :math:`v`
+      are truncated, and :math:`m` becomes floating-point in the first step.
 
     Raises:
       HyperparameterError: A number is out of range.

@@ -36,8 +36,9 @@ def from_torch(
     """Reads the state of ``torch.optim.AdamW`` or ``Adam``, or of an optimizer with its layout.
 
     Those are ``FusedAdam`` of Apex, whose ``master_weights`` are not in the dictionary, and of
-    Transformer Engine, and any of them under Megatron-FSDP's ``fully_shard_optimizer``. Where it is
-    not written, as by Apex and older versions of torch, weight decay is taken as decoupled.
+    Transformer Engine, and any of them under Megatron-FSDP's ``fully_shard_optimizer``. If a state
+    does not say whether weight decay is decoupled (Apex, older versions of torch), it is taken as
+    decoupled.
 
     Layouts: torch 2.15, ``torch/optim/adam.py``; NVIDIA/apex 6424da3b,
     ``apex/optimizers/fused_adam.py``; NVIDIA/TransformerEngine 04912bf0,

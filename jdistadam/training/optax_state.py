@@ -171,10 +171,11 @@ def from_optax_state(
     With the three values of ``to_optax_state``, training continues as if the state had never moved;
     on another number of devices the loss gets other random keys, because each device folds its
     index into ``rng``.
-    A dynamic loss scale continues, but not below the ``min_scale`` of ``tx``. If it or that of
-    ``tx`` is not dynamic, the scale is that of ``tx``, or the initial one if that is dynamic; the
-    number of skipped steps stays. If ``tx`` has no ``loss_scale``, both are dropped, as is an
-    average without ``ema_decay``; a missing average begins with the parameters.
+
+    If the loss scales of the state and of ``tx`` are both dynamic, the state's scale continues, but
+    not below the ``min_scale`` of ``tx``; otherwise the scale begins as ``tx`` says. The number of
+    skipped steps stays. If ``tx`` has no ``loss_scale``, scale and number are dropped; without
+    ``ema_decay``, so is an average. A missing average begins with the parameters.
 
     Args:
       main_params: Tree of parameters, exact in float32.

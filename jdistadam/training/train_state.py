@@ -139,9 +139,9 @@ class TrainState:
           params: Tree of float32, bfloat16 or float16 arrays (jax or numpy).
           tx: A distributed optimizer.
           param_dtypes: Dtype in which the model computes, or a tree of them; the main parameters
-            begin as ``params``. So those of a bfloat16 model begin as float32 values between those
-            of bfloat16; if they began on them, the model would not move until the first small
-            updates add up to half the distance to the next one. None: the dtypes of ``params``.
+            begin as ``params``, exactly. If they began rounded to bfloat16 instead, a bfloat16
+            model would not change until the first small updates add up to half the spacing of
+            bfloat16 numbers. None: the dtypes of ``params``.
           model_state: Tree of arrays that the loss reads and renews without a gradient, such as
             batch statistics. After each step floats are averaged over the devices; for integers,
             such as counters, the maximum is kept.

@@ -290,10 +290,10 @@ def train_step(
     ``skipped`` and ``grad_norm`` advance.
 
     Args:
-      loss_fn: ``loss_fn(params, batch)`` gets the part of the batch of one micro-batch of one
-        device, and unsharded params; only ``stacked`` leaves under "optim_grads_params" with
-        ``reshard_after_forward`` are shards, in float32 if gradients are summed in it, which
-        ``gather_params`` gathers layer by layer. It returns the scalar ``loss`` of this part, or
+      loss_fn: ``loss_fn(params, batch)`` gets one micro-batch of one device, and unsharded
+        params. Under "optim_grads_params" with ``reshard_after_forward``, it gets ``stacked`` and
+        ``gathered_in_model`` leaves as shards, which ``gather_params`` gathers; they are float32 if
+        gradients are summed in float32. It returns the scalar ``loss`` of this part, or
         with ``weighted`` the pair ``(loss, weight)``. It needs no collective: a ``pmean`` of the
         loss is a no-op, a plain ``psum`` raises. If the state has a ``model_state``, it gets it by
         this keyword and returns ``(loss, model_state)``; if the state has an ``rng``, it gets a key
@@ -311,7 +311,7 @@ def train_step(
       has_aux: Whether ``loss_fn`` returns auxiliary outputs in addition to the loss.
       weighted: Whether ``loss_fn`` returns a weight with the loss. Without it a pair raises,
         because the second value is most often a metric, which is what ``has_aux`` is for.
-      batch_spec: PartitionSpec of the batch. None: leading dimension over ``shard_axis``. The
+      batch_spec: PartitionSpec of the batch. None: leading dimension over all data axes. The
         leading dimension is devices x micro-batches x examples, in this order.
       report_nonfinite: Whether to check every gradient for non-finite values, which reads all of
         them once more.
