@@ -5,13 +5,11 @@
 // stream of its own. The caller must not touch the part on either side between the two calls, and
 // passes all arrays of the copy to the second one, so that they are not freed before.
 //
-// host_copy    operands: whole arrays on the host; to the host, the parts on the device; then
-// arrays
-//              that are not read: only the order of the program depends on them.
-//              results: to the device, the parts, and an array that nobody writes or reads, on
-//              which others can depend; to the host, the arrays on the host, aliased with the
-//              operands.
-// host_copied  operands: arrays of the copy, at least the parts; results: the first ones, aliased.
+// host_copy    operands: whole arrays on the host; to the host, then the parts on the device; then
+//              arrays that are not read: they only fix the order of the program.
+//              results to the device: the parts, and an array without content, on which other calls
+//              can depend. To the host: the arrays on the host, aliased with the operands.
+// host_copied  operands: arrays of the copy, at least the parts. Results: the first ones, aliased.
 // offsets      the start of each part in its array, in bytes.
 // to_host      the direction.
 // index        connects the two calls; each copy of a program has its own for its direction.

@@ -39,7 +39,7 @@ from jdistadam.distributed import flat_moments
 from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.layout import ALIGNMENT, Bucket
 from jdistadam.distributed.main_params import sent_dtypes
-from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.mesh_axes import DataParallel, with_axes
 from jdistadam.distributed.packing import shard_of
 from jdistadam.kernels import sharded_quantized_adam
 from jdistadam.training.placement import copy_to
@@ -214,7 +214,7 @@ class FlatAdam:
         parallel, leaves = self.config.parallel, [self.layout.leaves[i] for i in bucket.leaves]
         specs = [self._tensor_specs[i] for i in bucket.leaves]
         if not bucket.is_packed:
-            specs = [mesh_axes.with_axes(specs[0], bucket.cut_dim, parallel.state_axes)]
+            specs = [with_axes(specs[0], bucket.cut_dim, parallel.state_axes)]
         return _Form(
             parallel,
             bucket.is_packed,
