@@ -59,7 +59,10 @@ class Row:
         else:
             algorithm, options = METHODS[self.method]
             adamw = jda.fused_adamw(**HYPER, **algorithm)
-            self.tx = jda.distributed(adamw, mesh=mesh, communication="xla", **options)
+            policy = jda.MixedPrecisionPolicy(grad_comm_dtype=jnp.bfloat16)
+            self.tx = jda.distributed(
+                adamw, mesh=mesh, policy=policy, communication="xla", **options
+            )
             self.step = jda.train_step(self.loss, self.tx)
 
     def _optax_step(self, state, tokens):
