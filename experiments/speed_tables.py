@@ -60,13 +60,17 @@ def resnet_speed() -> str:
     return markdown.table(columns, rows)
 
 
-SHARDED = (  # rows of rivals.json, their names here
+SHARDED = (  # rows of records of two H100s, their names here
     ("floor", "forward and backward pass, no optimizer"),
     ("annotated_zero1", "annotations (ZeRO-1), largest dimension"),
     ("annotated_zero1+first_dim", "annotations (ZeRO-1), first dimension"),
     (
         "annotated_zero1+first_dim+latency_hiding",
         "annotations (ZeRO-1), first dimension, latency-hiding scheduler",
+    ),
+    (
+        "annotated_zero1+first_dim+latency_hiding+clip",
+        "annotations (ZeRO-1), first dimension, latency-hiding scheduler, clipped",
     ),
     ("annotated_fsdp", "annotations (FSDP), largest dimension"),
     ("annotated_fsdp+first_dim", "annotations (FSDP), first dimension"),
@@ -85,7 +89,12 @@ def group_rows(record, group) -> dict[str, dict]:
 
 def sharded_steps() -> str:
     """One line for each way to shard a step on two H100s."""
-    records = (("8 sequences", "rivals", "unrolled-8"), ("1 sequence", "1_sequence", "unrolled-1"))
+    records = (
+        ("8 sequences", "rivals", "unrolled-8"),
+        ("8 sequences, a second run", "profile", "unrolled-8"),
+        ("1 sequence", "1_sequence", "unrolled-1"),
+        ("8 sequences, `lax.scan` over layers", "scanned", "scanned-8"),
+    )
     table = []
     for workload, record, group in records:
         found = group_rows(f"bench_step/h100_x2/{record}", group)
@@ -100,6 +109,35 @@ def sharded_steps() -> str:
         "tokens/s",
     )
     return markdown.table(columns, table)
+
+
+PHASES = {  # columns, and the phases of a trace that each contains
+    "model": ("model",),
+    "reduce-scatter, copies to the peer": ("reduce-scatter", "peer copies"),
+    "norm": ("norm", "sum", "all-reduce"),
+    "update": ("update", "peer step"),
+    "all-gather": ("all-gather",),
+    "copies and others": ("copies", "other"),
+    "idle": ("idle",),
+}
+
+
+def phases() -> str:
+    """One line for each traced step on two H100s: ms in each phase, and their sum."""
+    found, table = group_rows("bench_step/h100_x2/profile", "unrolled-8"), []
+    for row, name in SHARDED:
+        if row in found:
+            of_row = found[row]["phases"]
+            cells, total = [name], sum(x["exposed_ms"] for x in of_row.values())
+            for members in PHASES.values():
+                parts = [of_row[x] for x in members if x in of_row]
+                exposed, overlapped = (
+                    sum(x[f"{kind}_ms"] for x in parts) for kind in ("exposed", "overlapped")
+                )
+                text = f"{exposed:.1f}" + (f" + {overlapped:.1f}" if overlapped > 0.05 else "")
+                cells.append(text if parts else "-")
+            table.append((*cells, f"{total:.1f}"))
+    return markdown.table(("training step", *PHASES, "sum without overlaps"), table)
 
 
 def _of_options(record, names) -> str:
@@ -127,18 +165,62 @@ def host_memory() -> str:
     """One line for each storage, size and memory of bench_host_memory.json."""
     table = []
     for row in _results("bench_host_memory/h100/default")["rows"]:
-        if row["variant"].split()[-1].isdigit():
-            nbytes = (f"{row[x] / 1e9:.1f} GB" for x in ("state_bytes", "held_bytes", "peak_bytes"))
-            names = (row["storage"].replace("+", ", "), row["memory"])
-            table.append((f"{row['parameters'] / 1e9:.2f}e9", *names, f"{row['ms']:.1f}", *nbytes))
+        nbytes = (f"{row[x] / 1e9:.1f} GB" for x in ("state_bytes", "held_bytes", "peak_bytes"))
+        state, held, peak = nbytes
+        memory = row["memory"] + (", a single window" if "window" in row else "")
+        speed = f"{row['state_bytes'] / row['ms'] / 1e6:.0f} GB/s"
+        table.append(
+            (
+                f"{row['parameters'] / 1e9:.2f}e9",
+                row["storage"].replace("+", ", "),
+                memory,
+                f"{row['ms']:.1f}",
+                state,
+                "-" if row["memory"] == "device" else speed,
+                held,
+                peak,
+            )
+        )
     columns = (
         "parameters",
         "storage",
         "`state_memory`",
         "ms",
         "state",
+        "state / time",
         "held on the device between steps",
         "peak on the device",
+    )
+    return markdown.table(columns, table)
+
+
+LARGEST = {"codes_host": "remainder16, block8, in host memory"}  # methods and their names
+
+
+def largest_model() -> str:
+    """One line for each row of largest_model.py."""
+    results, table = _results("largest_model/h100/default"), []
+    for row in results["rows"]:
+        cells = (
+            f"{row['parameters'] / 1e9:.2f}e9",
+            LARGEST[row["name"].partition("-")[0]],
+            f"{row['seconds']:.2f} ({min(row['rounds']):.2f} to {max(row['rounds']):.2f})",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['peak_bytes'] / 1e9:.1f} GB",
+            f"{row['host_bytes'] / 1e9:.1f} GB",
+            f"{row['start_seconds']:.0f}",
+            f"{row['first_step_seconds']:.0f}",
+        )
+        table.append(cells)
+    columns = (
+        "parameters",
+        "state",
+        f"s per step of {results['sequences']} x 1024 tokens (fastest to slowest)",
+        "tokens/s",
+        "peak on the device",
+        "on the host",
+        "s to make the state",
+        "s of the first step, with compilation",
     )
     return markdown.table(columns, table)
 
