@@ -68,9 +68,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@often(lambda case: case in ("one device", "ZeRO-3"))
-def test_steps_have_the_bits_of_a_state_on_the_device(case):
-    """Ten of three micro-batches, one of them skipped, with a moving average."""
+@pytest.mark.parametrize("window", [2048, 128])
+@often(lambda case, window: case in ("one device", "ZeRO-3"))
+def test_steps_have_the_bits_of_a_state_on_the_device(case, window, monkeypatch):
+    """Ten of three micro-batches, one of them skipped, with a moving average.
+
+    Small windows are parts of leaves.
+    """
+    monkeypatch.setattr(host_memory, "WINDOW", window)
     place, policy, options = CASES[case]
     found = {}
     for memory in BOTH:
@@ -80,7 +85,9 @@ def test_steps_have_the_bits_of_a_state_on_the_device(case):
         found[memory] = state, metrics = run(tx, first)
         assert memories(state.opt_state) == {memory} and int(metrics["skipped"]) == 1
         layout = tx.layout(state.params)
-        assert len(host_memory.windows(layout, range(len(layout.buckets)))) >= 2
+        windows = host_memory.windows(layout, range(len(layout.buckets)), splits=True)
+        assert len(windows) >= 2
+        assert window > 128 or any(piece.start for pieces in windows for piece in pieces)
     assert_trees_same_bits(*found.values(), case)
 
 
@@ -91,13 +98,30 @@ def test_windows_are_all_of_the_state_once(monkeypatch):
     assert {x.has_main for x in layout.buckets} == {True}
     some = [dataclasses.replace(x, has_main=i < 2) for i, x in enumerate(layout.buckets)]
     layout = dataclasses.replace(layout, buckets=tuple(some))
-    found = host_memory.windows(layout, range(len(some)))
-    assert [i for window in found for i in window] == list(range(len(some)))
-    sizes = [sum(some[i].shard_size for i in window) for window in found]
+    found = host_memory.windows(layout, range(len(some)), splits=False)
+    assert [x.bucket_index for window in found for x in window] == list(range(len(some)))
+    sizes = [sum(x.bucket.shard_size for x in window) for window in found]
     assert all(len(x) == 1 or n <= host_memory.WINDOW for x, n in zip(found, sizes, strict=True))
-    assert host_memory.largest_window(layout) == max(-(-n // 128) * 128 for n in sizes)
+    largest = host_memory.largest_window(layout, splits=False)
+    assert largest == max(-(-n // 128) * 128 for n in sizes) > host_memory.WINDOW
+    packed = max(-(-x.shard_size // 128) * 128 for x in some if x.is_packed)
+    assert host_memory.largest_window(layout, splits=True) == max(packed, host_memory.WINDOW)
+    for splits in (False, True):
+        pieces = [
+            x
+            for found in host_memory.windows(layout, range(len(some)), splits=splits)
+            for x in found
+        ]
+        for i, bucket in enumerate(some):
+            mine = [x for x in pieces if x.bucket_index == i]
+            assert sum(x.bucket.shard_size for x in mine) == bucket.shard_size
+            assert [x.bucket.offset - bucket.offset for x in mine] == [x.start or 0 for x in mine]
     monkeypatch.setattr(host_memory, "WINDOW", layout.flat_size)
-    assert host_memory.windows(layout, range(len(some))) == [[0, 1], [*range(2, len(some))]]
+    found = host_memory.windows(layout, range(len(some)), splits=True)
+    assert [[x.bucket_index for x in window] for window in found] == [
+        [0, 1],
+        [*range(2, len(some))],
+    ]
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "8 bits"])
@@ -286,7 +310,7 @@ def test_what_is_compiled_for_h200s(h200s, policy, monkeypatch):
         elif re.search('target="jdistadam_(adam|quantized)"', line):
             first["kernel", "", sum(key[0] == "kernel" for key in first)] = place
     layout = tx.layout(params)
-    windows = len(host_memory.windows(layout, range(len(layout.buckets))))
+    windows = len(host_memory.windows(layout, range(len(layout.buckets)), splits=True))
     assert windows > 4
     for i in range(windows):
         start, arrived = first["host_copy", "false", i], first["host_copied", "false", i]
