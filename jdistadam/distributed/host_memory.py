@@ -73,7 +73,9 @@ def check_memory(config: DistributedConfig | None, **named: Any) -> None:
 
 
 def windows(layout: Layout, indices: Sequence[int], *, splits: bool) -> list[list[Piece]]:
-    """Splits buckets, in order, into windows: in each, all or none have main parameters.
+    """Splits buckets, in order, into windows that do not overlap.
+
+    Either all buckets of a window have main parameters, or none.
 
     Args:
       layout: The layout.
@@ -83,11 +85,21 @@ def windows(layout: Layout, indices: Sequence[int], *, splits: bool) -> list[lis
     found: list[list[Piece]] = []
     for i in indices:
         for piece in _pieces(layout, i, splits):
-            ends = [found[-1][0].bucket if found else piece.bucket, piece.bucket]
-            if not found or _size(ends) > WINDOW or ends[0].has_main != ends[1].has_main:
+            if not (found and _may_join(found[-1], piece)):
                 found.append([])
             found[-1].append(piece)
     return found
+
+
+def _may_join(window: Sequence[Piece], piece: Piece) -> bool:
+    """Whether a window may have a piece after its last one.
+
+    Not with a gap between them: windows on their way at the same time must not overlap.
+    """
+    first, last = window[0].bucket, window[-1]
+    follows = piece.bucket_index <= last.bucket_index + 1
+    fits = _size([first, piece.bucket]) <= WINDOW
+    return follows and fits and first.has_main == piece.bucket.has_main
 
 
 def _pieces(layout: Layout, index: int, splits: bool) -> list[Piece]:

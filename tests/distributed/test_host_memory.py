@@ -110,6 +110,8 @@ def test_windows_are_all_of_the_state_once(monkeypatch):
             assert sum(x.bucket.shard_size for x in mine) == bucket.shard_size
             assert [x.bucket.offset - bucket.offset for x in mine] == [x.start or 0 for x in mine]
     monkeypatch.setattr(host_memory, "WINDOW", layout.flat_size)
+    apart = host_memory.windows(layout, [0, *range(2, len(some))], splits=True)
+    assert [x.bucket_index for x in apart[0]] == [0]  # without those of another kernel call
     found = host_memory.windows(layout, range(len(some)), splits=True)
     assert [[x.bucket_index for x in window] for window in found] == [
         [0, 1],
@@ -339,16 +341,13 @@ def test_what_is_compiled_for_h200s(h200s, policy, monkeypatch):
         ):
             name, index, to_host = found.groups()
             first.setdefault((name, to_host, int(index)), place)
-        elif re.search('target="jdistadam_(adam|quantized)"', line):
-            first["kernel", "", sum(key[0] == "kernel" for key in first)] = place
-    layout = tx.layout(params)
-    windows = len(host_memory.windows(layout, range(len(layout.buckets)), splits=True))
+    windows = 1 + max(index for _, _, index in first)
     assert windows > 4
     for i in range(windows):
         start, arrived = first["host_copy", "false", i], first["host_copied", "false", i]
         leave, left = first["host_copy", "true", i], first["host_copied", "true", i]
-        assert start < arrived < first["kernel", "", i] < leave < left
+        assert start < arrived < leave < left
         if i >= 2:
-            assert first["host_copy", "true", i - 2] < start < first["kernel", "", i - 1]
+            assert first["host_copy", "true", i - 2] < start < first["host_copied", "false", i - 1]
         if i >= 3:
             assert first["host_copied", "true", i - 3] < start
