@@ -24,7 +24,7 @@ from jdistadam.core.codecs import BLOCK
 from jdistadam.distributed.layout import Bucket, Layout, Leaf
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.errors import PolicyError
-from jdistadam.kernels import multi_tensor
+from jdistadam.kernels import multi_tensor, native
 from jdistadam.kernels.quantized_adam import LeafPositions
 from jdistadam.kernels.reference import LeafPartition
 
@@ -47,7 +47,8 @@ class Piece(NamedTuple):
         """The piece's part of an array like the bucket's shard; None stays None."""
         if self.start is None or shard is None:
             return shard
-        return lax.slice_in_dim(shard.reshape(-1), self.start, self.start + self.bucket.shard_size)
+        end = self.start + self.bucket.shard_size
+        return native.unfused(lax.slice_in_dim(shard.reshape(-1), self.start, end))
 
     def put(self, shard: Any, part: jax.Array, shape: Sequence[int]) -> jax.Array:
         """Returns an array of this shape, such as the bucket's shard, with ``part`` replaced.
