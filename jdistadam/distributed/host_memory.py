@@ -26,12 +26,13 @@ from jdistadam.core.codecs import BLOCK, BlockCodes, is_codes
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import offset_of, operand_of
 from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout
+from jdistadam.distributed.packing import Piece
 from jdistadam.distributed.state import DistributedState, map_state
 from jdistadam.kernels import host_copy
 from jdistadam.kernels.host_copy import Lines
 
 WINDOW = 1 << 22
-"""Maximum number of state elements in a window, unless one bucket has more."""
+"""Maximum number of state elements in a window, unless a packed bucket has more."""
 
 AHEAD = 2
 """The number of windows that are copied to the device before the first is updated."""
@@ -71,42 +72,83 @@ def check_memory(config: DistributedConfig | None, **named: Any) -> None:
     trees.check_memory(**named)
 
 
-def windows(layout: Layout, indices: Sequence[int]) -> list[list[int]]:
-    """Splits buckets, in order, into windows: in each, all or none have main parameters."""
-    found: list[list[int]] = []
+def windows(layout: Layout, indices: Sequence[int], *, splits: bool) -> list[list[Piece]]:
+    """Splits buckets, in order, into windows that do not overlap.
+
+    Either all buckets of a window have main parameters, or none.
+
+    Args:
+      layout: The layout.
+      indices: Indices of buckets.
+      splits: Whether to split a bucket of a single leaf that is larger than a window.
+    """
+    found: list[list[Piece]] = []
     for i in indices:
-        ends = [layout.buckets[k] for k in (found[-1][0] if found else i, i)]
-        if not found or _size(ends) > WINDOW or ends[0].has_main != ends[1].has_main:
-            found.append([])
-        found[-1].append(i)
+        for piece in _pieces(layout, i, splits):
+            if not (found and _may_join(found[-1], piece)):
+                found.append([])
+            found[-1].append(piece)
     return found
 
 
-def largest_window(layout: Layout) -> int:
+def _may_join(window: Sequence[Piece], piece: Piece) -> bool:
+    """Whether a window may have a piece after its last one.
+
+    Not with a gap between them: windows on their way at the same time must not overlap.
+    """
+    first, last = window[0].bucket, window[-1]
+    follows = piece.bucket_index <= last.bucket_index + 1
+    fits = _size([first, piece.bucket]) <= WINDOW
+    return follows and fits and first.has_main == piece.bucket.has_main
+
+
+def _pieces(layout: Layout, index: int, splits: bool) -> list[Piece]:
+    """A bucket, or its parts."""
+    bucket = layout.buckets[index]
+    if not splits or bucket.is_packed or bucket.shard_size <= WINDOW:
+        return [Piece(index, bucket)]
+    found = []
+    for start in range(0, bucket.shard_size, WINDOW):
+        part = dataclasses.replace(
+            bucket,
+            dim=None,
+            shard_shape=(min(WINDOW, bucket.shard_size - start),),
+            offset=bucket.offset + start,
+            moment_offset=bucket.moment_offset + start,
+        )
+        found.append(Piece(index, part, start))
+    return found
+
+
+def largest_window(layout: Layout, *, splits: bool) -> int:
     """The size of a layout's largest window, in elements."""
-    return max((part.layout.flat_size for part in parts(layout)), default=0)
+    return max((part.layout.flat_size for part in parts(layout, splits=splits)), default=0)
 
 
 class Part(NamedTuple):
-    """A window: the indices of its buckets, the buckets in the layout, and a layout of its own."""
+    """A window: its pieces, with positions in the flat arrays, and a layout of its own."""
 
-    indices: list[int]
-    buckets: list[Bucket]
+    pieces: list[Piece]
     layout: Layout
 
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets of the pieces."""
+        return [piece.bucket for piece in self.pieces]
 
-def parts(layout: Layout) -> list[Part]:
-    """The windows of all buckets of a layout."""
+
+def parts(layout: Layout, *, splits: bool) -> list[Part]:
+    """The windows of all buckets of a layout; see ``windows``."""
     found = []
-    for indices in windows(layout, range(len(layout.buckets))):
-        buckets = [layout.buckets[i] for i in indices]
+    for pieces in windows(layout, range(len(layout.buckets)), splits=splits):
+        buckets = [piece.bucket for piece in pieces]
         alone = dataclasses.replace(
             layout,
             buckets=tuple(within(buckets)),
             flat_size=_size(buckets),
             main_size=_size(buckets) if buckets[0].has_main else 0,
         )
-        found.append(Part(indices, buckets, alone))
+        found.append(Part(pieces, alone))
     return found
 
 

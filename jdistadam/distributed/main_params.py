@@ -75,7 +75,7 @@ def _new_on_host(config: DistributedConfig, layout: Layout, specs: Any, main: Pa
     """Main parameters of global arrays in host memory, made there window by window."""
 
     def local(tree: Params, flat: jax.Array) -> jax.Array:
-        for part in host_memory.parts(layout):
+        for part in host_memory.parts(layout, splits=False):
             if part.layout.main_size:
                 new = main_shard(config, part.layout, jax.tree.leaves(tree))
                 flat = host_memory.put(flat, new, part.buckets)
@@ -287,7 +287,7 @@ def _next_in_windows(
 ) -> Any:
     """``next_ema`` for arrays in host memory: [Note: windows] in host_memory.py."""
     here = dataclasses.replace(config, state_memory="device")
-    parts = host_memory.parts(layout)
+    parts = host_memory.parts(layout, splits=True)
     arrays, lines = [], []
     for part in parts:
         has_main = main is not None and part.layout.main_size
@@ -296,7 +296,7 @@ def _next_in_windows(
     stream = host_memory.Stream(arrays, lines, shards[:1])
     for part in parts:
         window = stream.take()
-        of_part = [shards[i] for i in part.indices]
+        of_part = [piece.of(shards[piece.bucket_index]) for piece in part.pieces]
         new = next_ema(here, part.layout, window["ema"], of_part, window.get("main"), is_skipped)
         stream.put({"ema": new})
     return stream.whole(0)["ema"] if parts else old
@@ -306,7 +306,7 @@ def _new_in_windows(
     config: DistributedConfig, layout: Layout, params: Sequence[Any], main: Any, flat: Any
 ) -> Any:
     """``new_ema`` written into a flat array on the host."""
-    for part in host_memory.parts(layout):
+    for part in host_memory.parts(layout, splits=False):
         new = new_ema(config, part.layout, params, _main_of(part, main))
         flat = host_memory.put(flat, new, part.buckets)
     return flat

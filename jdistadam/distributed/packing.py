@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,45 @@ from jdistadam.core.codecs import BLOCK
 from jdistadam.distributed.layout import Bucket, Layout, Leaf
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.errors import PolicyError
-from jdistadam.kernels import multi_tensor
+from jdistadam.kernels import multi_tensor, native
 from jdistadam.kernels.quantized_adam import LeafPositions
 from jdistadam.kernels.reference import LeafPartition
+
+
+class Piece(NamedTuple):
+    """A bucket, or a part of one device's shard of it: what a kernel call steps.
+
+    Attributes:
+      bucket_index: The index of the bucket in the layout.
+      bucket: The bucket. For a part of it: the same leaf and dtypes, the positions of the part, and
+        its elements as a packed array.
+      start: The first element of the part in the shard; None for the whole bucket.
+    """
+
+    bucket_index: int
+    bucket: Bucket
+    start: int | None = None
+
+    def of(self, shard: Any) -> Any:
+        """The piece's part of an array like the bucket's shard; None stays None."""
+        if self.start is None or shard is None:
+            return shard
+        end = self.start + self.bucket.shard_size
+        return native.unfused(lax.slice_in_dim(shard.reshape(-1), self.start, end))
+
+    def put(self, shard: Any, part: jax.Array, shape: Sequence[int]) -> jax.Array:
+        """Returns an array of this shape, such as the bucket's shard, with ``part`` replaced.
+
+        Args:
+          shard: The array, None for zeros.
+          part: As ``of`` returns it.
+          shape: The shape.
+        """
+        if self.start is None:
+            return part
+        flat = jnp.zeros(math.prod(shape), part.dtype) if shard is None else shard.reshape(-1)
+        flat, part = collectives.vary_together((flat, part))
+        return lax.dynamic_update_slice_in_dim(flat, part, self.start, 0).reshape(shape)
 
 
 def bucket_array(bucket: Bucket, leaves: Sequence[Any], dtype: Any) -> jax.Array:
@@ -203,27 +239,27 @@ def _tensor_part(leaf: Leaf, cutting_axes: Sequence[str]) -> Any:
 
 def positions_of(
     layout: Layout,
-    buckets: Sequence[Bucket],
+    pieces: Sequence[Piece],
     state_axes: tuple[str, ...],
     cutting_axes: Sequence[str],
     tensor_parts: Sequence[int],
 ) -> tuple[LeafPositions, tuple[int, ...]]:
-    """Returns the positions of buckets for the kernel, and the start of their tables.
+    """Returns the positions of pieces for the kernel, and the start of their tables.
 
     Args:
       layout: The layout.
-      buckets: Buckets of one kernel call.
+      pieces: The pieces of one kernel call.
       state_axes: The axes over which the state is sharded.
       cutting_axes: Tensor axes of more than one device.
       tensor_parts: Their sizes.
     """
     index = collectives.axis_index(state_axes) if state_axes else jnp.int32(0)
     parts, tables, begins, end = [], [], list[int](), 0
-    for bucket in buckets:
-        first = layout.leaves[bucket.leaves[0]]
+    for piece in pieces:
+        first = layout.leaves[piece.bucket.leaves[0]]
         parts.append(jnp.stack([index, _tensor_part(first, cutting_axes)]))
-        if bucket.is_packed:
-            table = _table(layout, bucket, index, cutting_axes, tensor_parts)
+        if piece.bucket.is_packed and (piece.start is None or first.has_blocks):
+            table = _table(layout, piece, index, cutting_axes, tensor_parts)
             tables.append(table)
             begins.append(end)
             end += table.shape[0]
@@ -235,23 +271,41 @@ def positions_of(
 
 def _table(
     layout: Layout,
-    bucket: Bucket,
+    piece: Piece,
     index: Any,
     cutting_axes: Sequence[str],
     tensor_parts: Sequence[int],
 ) -> jax.Array:
-    """The leaf of each block of this device's shard of a packed bucket, and its number there."""
+    """The leaf of each block of a piece, and the block's number there."""
+    bucket = piece.bucket
     leaves = [layout.leaves[i] for i in bucket.leaves]
-    which, block = _blocks_of_leaves(layout, bucket, index)
+    if piece.start is None:
+        which, block = _blocks_of_leaves(layout, bucket, index)
+    else:
+        block = _blocks_of_part(layout, piece, index)
+        which = jnp.zeros_like(block)
     # Blocks of the parts that tensor axes cut become blocks of whole leaves.
     cuts = np.asarray([_tensor_cut(leaf, tensor_parts) for leaf in leaves]) // BLOCK
-    piece, whole_piece = np.maximum(cuts, 1).astype(np.int32).T
+    width, whole_width = np.maximum(cuts, 1).astype(np.int32).T
     is_cut = np.asarray([any(leaf.cuts) for leaf in leaves])
     part = jnp.stack([_tensor_part(leaf, cutting_axes) for leaf in leaves])[which]
-    row, within = jnp.divmod(block, jnp.asarray(piece)[which])
-    moved = row * jnp.asarray(whole_piece)[which] + part * jnp.asarray(piece)[which] + within
+    row, within = jnp.divmod(block, jnp.asarray(width)[which])
+    moved = row * jnp.asarray(whole_width)[which] + part * jnp.asarray(width)[which] + within
     block = jnp.where(jnp.asarray(is_cut)[which], moved, block)
     return jnp.stack([jnp.asarray(bucket.leaves)[which], block], axis=1).astype(jnp.uint32)
+
+
+def _blocks_of_part(layout: Layout, piece: Piece, index: Any) -> jax.Array:
+    """For each block of a part of a shard: its number in the device's part of the leaf."""
+    assert piece.start is not None
+    bucket = layout.buckets[piece.bucket_index]
+    num_blocks = -(-piece.bucket.shard_size // BLOCK)
+    here = piece.start // BLOCK + jnp.arange(num_blocks, dtype=jnp.int32)
+    if layout.num_shards == 1:
+        return here
+    width = _piece(layout, bucket.shard_shape, bucket.cut_dim) // BLOCK
+    row, within = jnp.divmod(here, width)
+    return (row * layout.num_shards + index) * width + within
 
 
 def _blocks_of_leaves(layout: Layout, bucket: Bucket, index: Any) -> tuple[Any, Any]:

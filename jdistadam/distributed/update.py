@@ -19,7 +19,7 @@ from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import offset_of, operand_of, with_result
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.norms import asked_of
-from jdistadam.distributed.packing import cuts_of, positions_of
+from jdistadam.distributed.packing import Piece, cuts_of, positions_of
 from jdistadam.distributed.state import DistributedState
 from jdistadam.kernels import multi_tensor, native, quantized_adam
 from jdistadam.kernels.adam import (
@@ -159,20 +159,24 @@ def update_shards(
     ]
     flat = FlatState(state.main_params, state.mu, state.nu)
     calls = _kernel_calls(config, layout, grads)
-    stream = _stream(layout, calls, flat, grads) if config.is_on_host else None
+    stream = _stream(calls, flat, grads) if config.is_on_host else None
     shards: list[Any] = [None] * len(grads)
     sums: list[tuple[Sequence[Bucket], jax.Array]] = []
-    for indices in calls:
-        buckets = moved = [layout.buckets[i] for i in indices]
+    for pieces in calls:
+        buckets = moved = [piece.bucket for piece in pieces]
         window = flat
         if stream is not None:
             window, moved = flat.replaced(buckets[0], stream.take()), host_memory.within(buckets)
-        operands = Operands([grads[i] for i in indices], [old[i] for i in indices], (), ())
+        of_grads, of_params = (
+            [piece.of(arrays[piece.bucket_index]) for piece in pieces] for arrays in (grads, old)
+        )
+        operands = Operands(of_grads, of_params, (), ())
         spec, operands = _call_of(config, moved, operands, window)
         call: Any = (spec, scalars, operands.unfused())
         is_any = config.algorithm.storage.is_any
         if is_any:
-            call = quantized_call(config, layout, moved, spec, scalars, state, call[2])
+            pieces_moved = [x._replace(bucket=y) for x, y in zip(pieces, moved, strict=True)]
+            call = quantized_call(config, layout, pieces_moved, spec, scalars, state, call[2])
         if config.norms is None:
             results = quantized_adam.adam(*call) if is_any else adam(*call)
         else:
@@ -184,40 +188,43 @@ def update_shards(
             flat = window
         else:
             stream.put(window.operands(buckets[0]))
-        for i, shard in zip(indices, new, strict=True):
-            shards[i] = shard
+        for piece, part in zip(pieces, new, strict=True):
+            i = piece.bucket_index
+            shards[i] = piece.put(shards[i], part, layout.buckets[i].shard_shape)
     if stream is not None:
-        for i, indices in enumerate(calls):
-            flat = flat.replaced(layout.buckets[indices[0]], stream.whole(i))
+        for i, pieces in enumerate(calls):
+            flat = flat.replaced(pieces[0].bucket, stream.whole(i))
     return flat, shards, sums
 
 
 def _stream(
-    layout: Layout, calls: Sequence[Sequence[int]], flat: FlatState, grads: Sequence[Any]
+    calls: Sequence[Sequence[Piece]], flat: FlatState, grads: Sequence[Any]
 ) -> host_memory.Stream:
     """The windows of all kernel calls, for a state on the host: [Note: windows]."""
     arrays, lines = [], []
-    for indices in calls:
-        buckets = [layout.buckets[i] for i in indices]
+    for pieces in calls:
+        buckets = [piece.bucket for piece in pieces]
         arrays.append(flat.operands(buckets[0]))
         parts = {name: host_memory.moment_lines(getattr(flat, name), buckets) for name in MOMENTS}
         if buckets[0].has_main:
             parts["main_params"] = host_memory.main_lines(flat.main_params, buckets)
         lines.append(parts)
-    return host_memory.Stream(arrays, lines, [grads[calls[0][0]]] if calls else [])
+    return host_memory.Stream(arrays, lines, [grads[calls[0][0].bucket_index]] if calls else [])
 
 
 def _kernel_calls(
     config: DistributedConfig, layout: Layout, grads: Sequence[jax.Array]
-) -> list[list[int]]:
-    """The buckets of each kernel call: those with equal dtypes."""
+) -> list[list[Piece]]:
+    """What each kernel call steps: buckets with equal dtypes."""
     calls: dict[Any, list[int]] = {}
     for i, bucket in enumerate(layout.buckets):
         kind = (bucket.dtype, bucket.has_main, grads[i].dtype, bucket.is_coded)
         calls.setdefault(kind, []).append(i)
     if not config.is_on_host:
-        return list(calls.values())
-    return [window for call in calls.values() for window in host_memory.windows(layout, call)]
+        return [[Piece(i, layout.buckets[i]) for i in call] for call in calls.values()]
+    splits = config.norms is None  # whose sums are in an order of the whole shard
+    windows = [host_memory.windows(layout, call, splits=splits) for call in calls.values()]
+    return [window for found in windows for window in found]
 
 
 def _call_of(
@@ -306,26 +313,27 @@ def clipped_scale(max_grad_norm: float | None, mean_scale: jax.Array, norm: Any)
 def quantized_call(
     config: DistributedConfig,
     layout: Layout,
-    buckets: Sequence[Bucket],
+    pieces: Sequence[Piece],
     spec: Spec,
     scalars: Scalars,
     state: DistributedState,
     operands: Operands,
 ) -> tuple[QuantizedSpec, Scalars, Rounding, LeafPositions, Operands]:
-    """Returns the arguments of ``quantized_adam.adam`` for buckets of equal dtypes.
+    """Returns the arguments of ``quantized_adam.adam`` for pieces of equal dtypes.
 
     Args:
       config: The configuration.
       layout: The layout.
-      buckets: The buckets.
+      pieces: The pieces.
       spec: The call without rounding.
       scalars: The scalars of the kernel call.
       state: The state: its count and key determine the random bits.
       operands: The shards of gradients and params, and the flat arrays.
     """
+    buckets = [piece.bucket for piece in pieces]
     storage, parts = config.algorithm.storage, config.tensor_parts
     positions, tables = positions_of(
-        layout, buckets, config.parallel.state_axes, config.cutting_axes, parts
+        layout, pieces, config.parallel.state_axes, config.cutting_axes, parts
     )
     cuts = tuple(cuts_of(layout, bucket, parts) for bucket in buckets)
     quantized = QuantizedSpec(

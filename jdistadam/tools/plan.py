@@ -132,7 +132,7 @@ def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: 
     if config.is_on_host:
         on_host = {name: held.pop(name) for name in host_memory.ARRAYS if name in held}
         of_elements = sum(on_host.values()) / max(schedule.layout.flat_size, 1)
-        window = host_memory.largest_window(schedule.layout)
+        window = host_memory.largest_window(schedule.layout, splits=config.norms is None)
         count = host_memory.AHEAD + 1
         buffers["windows of the state"] = count * math.ceil(window * of_elements)
     return Plan(
