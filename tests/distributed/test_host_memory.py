@@ -329,7 +329,9 @@ def test_what_is_compiled_for_h200s(h200s, policy, monkeypatch):
     assert memory.temp_size_in_bytes <= planned.buffer_bytes + planned.held["params"]
     entry = text[text.index("\nENTRY") :]
     assert "_xla_compute_type" not in text  # nothing is computed on the host
-    assert "%dynamic_slice_fusion" not in entry  # its results would not have its operands' addresses
+    assert (
+        "%dynamic_slice_fusion" not in entry
+    )  # its results would not have its operands' addresses
     flat_size = tx.layout(params).flat_size
     assert not re.search(rf"\[{flat_size}\]\S* copy(-start)?\(", entry)
     spaces = re.findall(rf"\[{flat_size}\]\{{0(:S\(5\))?\}} parameter\(", entry)
