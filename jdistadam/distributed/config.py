@@ -61,6 +61,12 @@ class DistributedConfig:
         return self.state_memory != "device"
 
     @property
+    def needs_all_grads(self) -> bool:
+        """Whether every update depends on all gradients: for clipping or a skip."""
+        options = (self.max_grad_norm, self.loss_scale, self.norm_guard)
+        return any(x is not None for x in options)
+
+    @property
     def state_sharding(self) -> NamedSharding:
         """The sharding of the flat arrays of the state."""
         sharding = NamedSharding(self.mesh, self.parallel.state_spec)

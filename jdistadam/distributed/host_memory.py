@@ -7,6 +7,10 @@ at once, while the kernel updates a third window. The kernel gets arrays that be
 Its result for an element does not depend on the element's position in the flat state, so the
 results equal those of a state on the device.
 
+A training step updates windows in the order in which the backward pass makes their gradients
+(``update_order``). XLA then updates the first ones during that pass, unless they depend on all
+gradients.
+
 Every call depends on the previous one, if necessary by an operand that it does not read. So XLA
 cannot reorder the calls, and never copies an array on the host to keep an older value of it.
 """
@@ -36,6 +40,9 @@ WINDOW = 1 << 22
 
 AHEAD = 2
 """The number of windows that are copied to the device before the first is updated."""
+
+update_order: Any = jax.make_user_context(())
+"""Indices of leaves in the order in which their gradients are known; empty if it is unknown."""
 
 ARRAYS = ("main_params", "mu", "nu", "ema")
 """The fields of a state that are flat arrays; all others are small and on the device."""
@@ -89,6 +96,16 @@ def windows(layout: Layout, indices: Sequence[int], *, splits: bool) -> list[lis
                 found.append([])
             found[-1].append(piece)
     return found
+
+
+def ordered(windows: Sequence[list[Piece]]) -> list[list[Piece]]:
+    """Returns windows in the order in which all their gradients are known."""
+    place = {leaf: i for i, leaf in enumerate(update_order.value)}
+
+    def last(window: Sequence[Piece]) -> int:
+        return max(place.get(leaf, 0) for piece in window for leaf in piece.bucket.leaves)
+
+    return sorted(windows, key=last)
 
 
 def _may_join(window: Sequence[Piece], piece: Piece) -> bool:

@@ -224,7 +224,7 @@ def _kernel_calls(
         return [[Piece(i, layout.buckets[i]) for i in call] for call in calls.values()]
     splits = config.norms is None  # whose sums are in an order of the whole shard
     windows = [host_memory.windows(layout, call, splits=splits) for call in calls.values()]
-    return [window for found in windows for window in found]
+    return host_memory.ordered([window for found in windows for window in found])
 
 
 def _call_of(

@@ -1,32 +1,18 @@
-"""The forward pass and the gradients of one device over micro-batches; inside ``jax.shard_map``.
-
-Gradients of stacked layers may be summed over devices inside the loop that makes them.
-
-[Note: sums of layers] The backward pass of a scan over layers is a scan, and the gradients of all
-layers arrive when it ends: a sum of the whole stack over devices has nothing to overlap. So the
-gradient of the loss is traced first. The scan whose stacked result is such a gradient then runs
-with the sum at the end of each iteration, and returns this device's part. Each element is summed
-as in the sum of the stack. XLA overlaps most sums with the rest of the iteration. (A custom
-derivative of a layer's parameters cannot do this: it must return a whole gradient.) Therefore
-"optim_grads" takes less memory than "optim" if layers are scanned: it never holds the unsharded
-gradients of all layers.
-"""
+"""The forward pass and the gradients of one device over micro-batches; inside ``jax.shard_map``."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from jdistadam.core import collectives, trees
 from jdistadam.core.trees import Grads, Params
-from jdistadam.distributed import communication, model_axes
+from jdistadam.distributed import model_axes
 from jdistadam.distributed.accumulate import AccumulatedGrads, mean_factor
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.gather_params import (
@@ -35,125 +21,14 @@ from jdistadam.distributed.gather_params import (
     local_params,
     weighting_shards,
 )
-from jdistadam.distributed.schedule import BucketSchedule, Schedule
-from jdistadam.distributed.shard import Shard, is_shard, leaves_of
+from jdistadam.distributed.schedule import BucketSchedule
+from jdistadam.distributed.shard import is_shard, leaves_of
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import ShapeError
 from jdistadam.training.loss_function import LossFunction, LossOutput, refuse_summed_loss
 from jdistadam.training.nonfinite import leaves_not_finite
+from jdistadam.training.traced_gradients import differentiated, sums_in_loops, sums_of_layers
 from jdistadam.training.train_state import TrainState
-
-
-def sums_in_loops(config: DistributedConfig) -> bool:
-    """Whether gradients of stacked layers are summed in the loops that make them.
-
-    Not under "optim": there a step of 1.31e9 parameters on two H200s took 1.142 times its forward
-    and backward pass instead of 1.102. "optim_grads" saves the memory of whole gradients this way.
-    """
-    parallel = config.parallel
-    is_over_xla = parallel.num_devices > 1 and not config.communication.is_peer
-    if config.stacked is None or not is_over_xla or parallel.gathers_layers:  # gathers sum them
-        return False
-    return parallel.sums_layers_in_loops
-
-
-def sums_of_layers(schedule: Schedule) -> dict[int, BucketSchedule]:
-    """Returns the schedules of leaves that a step sums layer by layer, by leaf index."""
-    return {
-        entry.bucket.leaf: entry
-        for entry in schedule.buckets
-        if any(c.when == "layer" for c in entry.reduce)
-    }
-
-
-def differentiated(
-    differentiate: Callable[[Params], tuple[Any, Params]],
-    params: Params,
-    sums: Mapping[int, BucketSchedule],
-) -> tuple[Any, Params]:
-    """Returns ``differentiate(params)``, but sums layers if a scan stacks their gradients.
-
-    Args:
-      differentiate: Returns something and gradients of the params.
-      params: The params.
-      sums: The schedules of leaves whose layers are summed, by leaf index.
-
-    Returns:
-      The same, with a summed ``Shard`` for each such gradient that a scan returned.
-    """
-    if not sums:
-        return differentiate(params)
-    traced, shapes = jax.make_jaxpr(differentiate, return_shape=True)(params)
-    shapes, treedef = jax.tree.flatten(shapes)
-    first = len(shapes) - len(jax.tree.leaves(params))
-    wanted = {first + leaf: total for leaf, total in sums.items()}
-    return jax.tree.unflatten(treedef, _evaluate(traced, jax.tree.leaves(params), wanted))
-
-
-def _evaluate(traced: Any, args: list[Any], sums: Mapping[int, BucketSchedule]) -> list[Any]:
-    """Evaluates a jaxpr, and sums some of its results in the loops that make them."""
-    jaxpr = traced.jaxpr
-    used = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
-    uses = collections.Counter(v for v in used if not isinstance(v, core.Literal))
-    total = {v: sums[i] for i, v in enumerate(jaxpr.outvars) if i in sums and uses[v] == 1}
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*traced.consts, *args], strict=True))
-    for eqn in jaxpr.eqns:
-        values = [v.val if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
-        wanted = {k: total[v] for k, v in enumerate(eqn.outvars) if v in total}
-        name = eqn.primitive.name
-        if wanted and name == "scan":
-            results = _scan(eqn, values, wanted)
-        elif wanted and name in ("jit", "pjit"):
-            results = _evaluate(eqn.params["jaxpr"], values, wanted)
-        else:
-            results = _evaluate_one(jaxpr, eqn, values)
-        known.update(zip(eqn.outvars, results, strict=True))
-    return [v.val if isinstance(v, core.Literal) else known[v] for v in jaxpr.outvars]
-
-
-def _evaluate_one(jaxpr: Any, eqn: Any, values: list[Any]) -> list[Any]:
-    """Evaluates one equation like JAX, with its context and its name."""
-    arguments = {
-        v: x for v, x in zip(eqn.invars, values, strict=True) if not isinstance(v, core.Literal)
-    }
-    one = jaxpr.replace(constvars=[], invars=list(arguments), outvars=list(eqn.outvars), eqns=[eqn])
-    return jax.core.eval_jaxpr(one, [], *arguments.values())
-
-
-def _scan(eqn: Any, values: list[Any], entries: Mapping[int, BucketSchedule]) -> list[Any]:
-    """Runs a scan that sums its stacked results with these numbers.
-
-    Scanned inputs and stacked results have one more dimension outside than inside.
-    """
-    body, length = eqn.params["jaxpr"], eqn.params["length"]
-    run = core.jaxpr_as_fun(body)
-    num_carried = sum(
-        v.aval.ndim == inner.ndim for v, inner in zip(eqn.outvars, body.out_avals, strict=True)
-    )
-    num_fixed = sum(v.aval.ndim == x.ndim for v, x in zip(eqn.invars, body.in_avals, strict=True))
-    constants, carried = values[: num_fixed - num_carried], values[num_fixed - num_carried :]
-    carried, scanned = carried[:num_carried], carried[num_carried:]
-
-    def turn(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = run(*constants, *carry, *xs)
-        for k, entry in entries.items():
-            dim = entry.bucket.cut_dim - 1
-            results[k] = communication.sum_gradients([entry.reduce], results[k], dim)
-        return results[:num_carried], results[num_carried:]
-
-    with jax.named_scope(str(eqn.source_info.name_stack)):
-        carried, stacked = jax.lax.scan(
-            turn,
-            carried,
-            scanned,
-            length=length,
-            reverse=eqn.params["reverse"],
-            unroll=eqn.params["unroll"],
-        )
-    results = [*carried, *stacked]
-    for k, entry in entries.items():
-        results[k] = Shard.of_bucket(entry.bucket, results[k])
-    return results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +96,7 @@ class LocalResult(NamedTuple):
     model_state: Any
     aux: Any  # every leaf with a leading dimension of micro-batches
     not_finite: Any = None  # shape (leaves,), bool: in any micro-batch; None unless asked for
+    order: tuple[int, ...] = ()  # of the leaves, as their gradients are known; () if unknown
 
 
 def local_gradients(
@@ -237,8 +113,10 @@ def local_gradients(
     With a ``loss_scale``, gradients are those of the loss times the scale. The model state passes
     from one micro-batch to the next.
     """
-    gradient = _Gradient(forward, loss_scale, report_nonfinite)
-    if accumulate_steps == 1:
+    config, is_only = forward.tx.config, accumulate_steps == 1
+    with_order = is_only and config.is_on_host and not config.needs_all_grads
+    gradient = _Gradient(forward, loss_scale, report_nonfinite, with_order)
+    if is_only:
         return _of_one_batch(gradient, batch, model_state)
     batches = _split(batch, accumulate_steps)
     return _of_micro_batches(gradient, batches, accumulate_steps, model_state)
@@ -251,6 +129,7 @@ class _MicroBatch(NamedTuple):
     grads: Grads
     not_finite: Any  # shape (leaves,), bool; None unless asked for
     is_weighted_in_gather: bool  # whether gradients of stacked layers already have the weight
+    order: tuple[int, ...]  # of the leaves, as their gradients are known; () if unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +139,7 @@ class _Gradient:
     forward: Forward
     loss_scale: Any
     report_nonfinite: bool
+    with_order: bool
 
     def __call__(self, i: Any, batch: Any, model_state: Any) -> _MicroBatch:
         """Differentiates micro-batch ``i``."""
@@ -271,19 +151,22 @@ class _Gradient:
             return out.loss if self.loss_scale is None else out.loss * self.loss_scale, out
 
         differentiate = jax.value_and_grad(loss_and_output, has_aux=True)
-        is_weighted_in_gather = False
+        is_weighted_in_gather, order = False, tuple[int, ...]()
         if self.forward.loss_fn.weighted and any(map(is_shard, leaves_of(params))):
             weight = output(params).weight  # [Note: weights before the sum]
             with weighting_shards(weight) as shards:
                 (_, out), grads = differentiate(params)
             out, is_weighted_in_gather = out._replace(weight=weight), shards.is_used
         else:
-            (_, out), grads = differentiated(differentiate, params, self._sums_of_layers)
+            ((_, out), grads), order = differentiated(
+                differentiate, params, self._sums_of_layers, with_order=self.with_order
+            )
         return _MicroBatch(
             out._replace(model_state=_like(model_state, out.model_state)),
             grads,
             leaves_not_finite(grads) if self.report_nonfinite else None,
             is_weighted_in_gather,
+            order,
         )
 
     @property
@@ -322,6 +205,7 @@ def _of_one_batch(gradient: _Gradient, batch: Any, model_state: Any) -> LocalRes
         model_state=out.model_state,
         aux=jax.tree.map(lambda x: jnp.asarray(x)[None], out.aux),
         not_finite=result.not_finite,
+        order=result.order,
     )
 
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import collectives, trees
 from jdistadam.core.collectives import Axes
+from jdistadam.distributed import host_memory
 from jdistadam.distributed.norms import names_of
 from jdistadam.distributed.state import (
     DistributedState,
@@ -80,7 +81,8 @@ class StepProgram:
             loss_scale=None if scaling is None else scaling.loss_scale,
             report_nonfinite=self.options.report_nonfinite,
         )
-        with sending_ahead(self.options.accumulate_steps == 1):
+        is_only = self.options.accumulate_steps == 1
+        with sending_ahead(is_only), host_memory.update_order(local.order):
             assert tx.bound is not None
             result = tx.functions.local_step(tx.bound, local.grads, state.opt_state, state.params)
         model_state = _mean_over_devices(local.model_state, axes)

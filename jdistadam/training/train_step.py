@@ -38,7 +38,6 @@ from jdistadam.training.checks import (
     returned,
     returned_arrays,
 )
-from jdistadam.training.local_gradients import sums_in_loops
 from jdistadam.training.loss_function import LossFunction
 from jdistadam.training.partitioned import check_model_axes
 from jdistadam.training.placement import apart, check_batch_spec, is_placed, shard_batch, type_of
@@ -49,6 +48,7 @@ from jdistadam.training.step_program import (
     flattened,
     with_numbers_as_arrays,
 )
+from jdistadam.training.traced_gradients import sums_in_loops
 from jdistadam.training.train_state import (
     TrainState,
     check_params_follow,
@@ -69,6 +69,9 @@ _GATHERS_APART = {"xla_gpu_all_gather_combine_threshold_bytes": 1}
 # For a model that gathers block by block: merged, several blocks would be gathered at once, and
 # their gradients kept until the last of them is known.
 _BLOCKS_APART = dict.fromkeys(_MERGED, 1)
+# Windows of a state in host memory are updated during the backward pass, as soon as their gradients
+# are summed.
+_FEWER_MERGED = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 64 << 20}
 # Gradients that are sent ahead to peers (distributed/schedule.py) leave all multiprocessors to the
 # backward pass.
 _BY_COPY_ENGINES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
@@ -108,6 +111,8 @@ def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, A
         apart = _GATHERS_APART
     elif parallel.gathers_layers and config.gathered_in_model:
         apart = _BLOCKS_APART
+    elif config.is_on_host and accumulate_steps == 1 and not config.needs_all_grads:
+        apart = _FEWER_MERGED
     merged, mesh = _MERGED | apart, config.mesh
     return merged | {name: x for name, x in wanted.items() if _is_known(name, x, mesh)}
 

@@ -228,6 +228,38 @@ def test_over_a_model_axis_in_a_chain_with_injected_numbers(kind):
 
 CODED = dict(main_params_dtype="remainder16", mu_dtype="block8", nu_dtype="block8")
 CODED |= dict(rounding="stochastic", seed=3)
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_windows_follow_the_backward_pass(is_jitted, monkeypatch):
+    """The last layers come first; a leaf that the first and the last one use comes last."""
+    monkeypatch.setattr(host_memory, "WINDOW", 1024)
+    orders, ordered = [], host_memory.ordered
+
+    def noted(windows):
+        found = ordered(windows)
+        orders.append([x.bucket.leaves[0] for window in found for x in window])
+        return found
+
+    monkeypatch.setattr(host_memory, "ordered", noted)
+
+    def loss(params, x):
+        h = x @ params["a tied"]
+        for name in "bcd":
+            h = jnp.tanh(h @ params[name])
+        return jnp.mean(jnp.square(h @ params["a tied"].T))
+
+    params = {name: jnp.eye(32) for name in ("a tied", "b", "c", "d")}
+    mesh = jax.make_mesh((1,), ("data",))
+    for options in ({}, dict(max_grad_norm=1.0)):
+        tx = jda.distributed(
+            jda.fused_adamw(1e-3), mesh=mesh, state_memory="pinned_host", bucket_bytes=1, **options
+        )
+        step = jda.train_step(jax.jit(loss) if is_jitted else loss, tx)
+        step(jda.TrainState.create(params, tx), jnp.ones((4, 32)))
+    assert orders == [[3, 2, 1, 0], [0, 1, 2, 3]]
+
+
 SPLIT_CASES = {  # mesh axes, options of the algorithm and of the distribution
     "codes": ((("data", 2),), CODED, dict(sharding_strategy="optim_grads")),
     "codes, ZeRO-3": ((("data", 4),), CODED, dict(sharding_strategy="optim_grads_params")),
@@ -252,7 +284,7 @@ def test_windows_that_are_parts_of_leaves(case, monkeypatch):
         tx = jda.distributed(
             adam, mesh=mesh, state_memory=memory, ema_decay=0.9, bucket_bytes=1 << 10, **chosen
         )
-        step = jda.train_step(squares, tx, accumulate_steps=2)
+        step = jda.train_step(squares, tx, accumulate_steps=2 if case == "floats" else 1)
         state = jda.TrainState.create(params, tx)
         for i in range(4):
             state, _ = step(state, np.linspace(1 + i, -2, 8, dtype=np.float32))
@@ -321,7 +353,9 @@ def test_what_is_compiled_for_h200s(h200s, policy, monkeypatch):
     batch = jax.ShapeDtypeStruct(
         (64, h200.WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, P("data"))
     )
-    text, memory = h200.compile_here(h200s(2), jda.train_step(h200.loss_fn, tx), state, batch)
+    small = {"xla_gpu_reduce_scatter_combine_threshold_bytes": "1"}  # of a small model
+    step = jda.train_step(h200.loss_fn, tx)
+    text, memory = h200.compile_here(h200s(2), step, state, batch, small)
     planned = jda.plan(params, tx)
     on_host = sum(planned.on_host.values())
     assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == on_host
@@ -344,6 +378,10 @@ def test_what_is_compiled_for_h200s(h200s, policy, monkeypatch):
         ):
             name, index, to_host = found.groups()
             first.setdefault((name, to_host, int(index)), place)
+    # Most products of the backward pass come after the first window has arrived.
+    lines, arrived = entry.splitlines(), first["host_copied", "false", 0]
+    before, after = (sum("gemm" in x for x in part) for part in (lines[:arrived], lines[arrived:]))
+    assert after > before
     windows = 1 + max(index for _, _, index in first)
     assert windows > 4
     for i in range(windows):

@@ -89,7 +89,7 @@ def captured(folder, name):
     return [line.startswith("    ") for line in lines if "kCustomCall" in line]
 
 
-def compile_here(mesh, step, state, batch):
+def compile_here(mesh, step, state, batch, options=None):
     """The text and the memory of a step of CPU devices, compiled for H200s in their place.
 
     Devices that exist only for the compiler have no kinds of memory in JAX: with a mesh of theirs
@@ -101,6 +101,9 @@ def compile_here(mesh, step, state, batch):
     traced = step._jitted_as_called.trace(state, batch)
     module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
     devices = list(mesh.devices.flat)
-    options = compiler.get_compile_options(1, len(devices), np.arange(len(devices)).reshape(1, -1))
+    places = np.arange(len(devices)).reshape(1, -1)
+    options = compiler.get_compile_options(
+        1, len(devices), places, env_options_overrides=options or {}
+    )
     compiled = devices[0].client.compile(module, xla_client.DeviceList(tuple(devices)), options)
     return compiled.hlo_modules()[0].to_string(), compiled.get_compiled_memory_stats()
