@@ -20,14 +20,15 @@ The files of this folder and their concepts, in the order in which data pass thr
                           peer memory, in one kernel.
 ``checks.py``             Errors for trees, shapes, dtypes and states that do not fit.
 ``accumulate.py``         Gradients over micro-batches, then summed over devices.
-``packing.py``            Leaves into buckets and back; which blocks of a leaf a device has, for
-                          quantized state and random bits.
+``packing.py``            Leaves into buckets and back. ``Piece``: what a kernel call steps. Which
+                          blocks of a leaf a device has, for quantized state and random bits.
 ``communication.py``      The transport: XLA's collectives, or peer memory; runs the schedule.
 ``update.py``             Global norm, clipping, then the kernel on the flat state.
 ``norms.py``              Norms of leaves and groups, from sums that the kernels take.
 ``main_params.py``        Main parameters: made, compared and rounded to the model's dtype. Their
                           optional moving average.
 ``flat_moments.py``       A moment of the flat state: floats, or codes and floats.
-``host_memory.py``        State in host memory, moved to the device in windows.
+``host_memory.py``        State in host memory. ``Stream`` moves windows of it to the device and
+                          back, concurrently with the kernel.
 ========================  ======================================================================
 """
