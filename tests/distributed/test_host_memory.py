@@ -392,3 +392,20 @@ def test_what_is_compiled_for_h200s(h200s, policy, monkeypatch):
             assert first["host_copy", "true", i - 2] < start < first["host_copied", "false", i - 1]
         if i >= 3:
             assert first["host_copied", "true", i - 3] < start
+
+
+def test_a_loop_over_steps_compiled_for_h200s_keeps_the_state_in_place(h200s, monkeypatch):
+    monkeypatch.setattr(host_memory, "WINDOW", 1 << 18)
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
+    tx = make_tx("one device", "8 bits", mesh=mesh, state_memory="pinned_host", loss_scale=None)
+    params = h200.params_of(jnp.bfloat16)
+    batch = jax.ShapeDtypeStruct(
+        (3, 64, h200.WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "data"))
+    )
+    step = jda.train_step(h200.loss_fn, tx)
+    loop = jax.jit(lambda state, xs: jax.lax.scan(step, state, xs), donate_argnums=0)
+    state = jda.TrainState.shapes(params, tx)
+    _, memory = h200.compile_here(h200s(1), loop, state, batch)
+    on_host = sum(jda.plan(params, tx).on_host.values())
+    assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == on_host
+    assert memory.host_temp_size_in_bytes == 0

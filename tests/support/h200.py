@@ -98,7 +98,8 @@ def compile_here(mesh, step, state, batch, options=None):
     from jax._src import compiler
     from jax._src.lib import xla_client
 
-    traced = step._jitted_as_called.trace(state, batch)
+    jitted = getattr(step, "_jitted_as_called", step)  # of a train_step
+    traced = jitted.trace(state, batch)
     module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
     devices = list(mesh.devices.flat)
     places = np.arange(len(devices)).reshape(1, -1)
