@@ -49,10 +49,11 @@ OPTIONS = {  # modifiers that are compiler options; they replace those of a vari
 # reshard_after_forward=False. In an unrolled model "block_by_block" gathers each block where it is
 # used, after the activations that enter the previous block; "at_any_time" without that condition.
 # "ema" averages the parameters, "guard" looks for spikes of the norm (and skips no step here),
-# "norms" and "norms_of_leaves" return norms of parameters and updates.
+# "norms" and "norms_of_leaves" return norms of parameters and updates. "host" keeps the state in
+# host memory, "no_main" has no main parameters, "block8" 8-bit moments and stochastic rounding.
 BY_BLOCK = {"block_by_block", "at_any_time"}
 SETTINGS = {"clip", "float32sum", "remainder16", "over_xla", "gathered_once", *BY_BLOCK}
-SETTINGS |= {"ema", "guard", "norms", "norms_of_leaves"}
+SETTINGS |= {"ema", "guard", "norms", "norms_of_leaves", "host", "no_main", "block8"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,11 +153,21 @@ _BLOCKS = (
     "annotated_fsdp",
     "annotated_fsdp+merge_nothing",
 )
-SETS = {  # named sets of rows: all ways to gather the layers of a model
+SETS = {
+    # All ways to gather the layers of a model.
     "layers": [
         *_group("unrolled-8", *_BLOCKS),
         *_group("scanned-8", "optim_grads_params", "annotated_fsdp"),
     ],
+    # Storage of the state, in device and in host memory.
+    "host": _group(
+        "unrolled-8",
+        *(
+            f"optim{storage}{memory}"
+            for storage in ("", "+remainder16", "+remainder16+block8", "+no_main+block8")
+            for memory in ("", "+host")
+        ),
+    ),
     # Everyday options of a training run, with the same step without them.
     "everyday": _group(
         "unrolled-8",

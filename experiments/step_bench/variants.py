@@ -230,8 +230,21 @@ def policy_of(modifiers):
     return jda.MixedPrecisionPolicy(
         grad_comm_dtype=jnp.bfloat16,
         grad_reduce_dtype=jnp.float32 if "float32sum" in modifiers else None,
-        main_params_dtype="remainder16" if "remainder16" in modifiers else jnp.float32,
+        main_params_dtype=main_params_of(modifiers),
     )
+
+
+def main_params_of(modifiers):
+    if "no_main" in modifiers:
+        return None
+    return "remainder16" if "remainder16" in modifiers else jnp.float32
+
+
+def moments_of(modifiers):
+    """Arguments of the algorithm: 8-bit moments and stochastic rounding, or its defaults."""
+    if "block8" not in modifiers:
+        return {}
+    return dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic", seed=0)
 
 
 def norms_of(modifiers):
@@ -242,8 +255,9 @@ def norms_of(modifiers):
 
 def make_tx(mesh, strategy, modifiers, **kwargs):
     return jda.distributed(
-        jda.fused_adamw(LEARNING_RATE, **HYPER),
+        jda.fused_adamw(LEARNING_RATE, **HYPER, **moments_of(modifiers)),
         mesh=mesh,
+        state_memory="pinned_host" if "host" in modifiers else "device",
         sharding_strategy=strategy,
         policy=policy_of(modifiers),
         max_grad_norm=MAX_NORM if "clip" in modifiers else None,
