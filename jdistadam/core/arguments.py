@@ -107,8 +107,12 @@ def check_count(name: str, value: Any) -> None:
         raise out_of_range(name, value, "a whole number of at least 1")
 
 
+def is_real(value: Any) -> bool:
+    """Whether ``value`` is a real number that is known here: of Python or numpy, and no bool."""
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
 def check_positive(name: str, value: Any, unit: str) -> None:
     """Raises HyperparameterError unless ``value`` is a finite number above 0."""
-    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:
+    if not is_real(value) or not math.isfinite(value) or value <= 0:
         raise out_of_range(name, value, f"a finite number of {unit}, above 0")

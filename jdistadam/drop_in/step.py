@@ -17,7 +17,7 @@ from jdistadam.core.hyperparameters import Hyperparameters, coefficient_rows
 from jdistadam.core.storage import Storage, main_codec_of
 from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.drop_in import optax_fallback
-from jdistadam.drop_in.low_precision import RoundingState, split_key
+from jdistadam.drop_in.low_precision import HALVES, RoundingState, split_key
 from jdistadam.drop_in.state import (
     MainParamsState,
     adam_state_of,
@@ -34,8 +34,6 @@ from jdistadam.kernels.quantized_adam import QuantizedSpec, Rounding
 _LEAVES_A_CALL = 256
 """The time in which XLA compiles a foreign call grows faster than its number of operands: a step of
 1000 leaves takes half as long in calls of 256, and runs as fast."""
-
-_HALVES = (jnp.bfloat16, jnp.float16)
 
 
 class TreeLeaf(NamedTuple):
@@ -139,7 +137,7 @@ def _check_quantized(
 ) -> None:
     """Raises if a leaf cannot be stepped with codes or stochastic rounding."""
     for path, leaf in zip(paths, leaves, strict=True):
-        is_half = leaf.main is None and leaf.param.dtype in _HALVES
+        is_half = leaf.main is None and leaf.param.dtype in HALVES
         if is_stochastic and mode == "update" and is_half:
             raise PolicyError(
                 f"{path}: an update cannot round the parameter that it is added to: "
@@ -149,7 +147,7 @@ def _check_quantized(
                 "tx.step in place of tx.update and optax.apply_updates, or set main_params_dtype."
             )
         moments = [_dtype(leaf.mu), _dtype(leaf.nu)]
-        is_rounded = is_stochastic and (is_half or any(x in _HALVES for x in moments))
+        is_rounded = is_stochastic and (is_half or any(x in HALVES for x in moments))
         is_quantized = is_rounded or any(isinstance(x, Codec) for x in moments)
         if is_quantized and _is_left_to_optax(TreeLeaf(*map(_dtype, leaf))):
             raise DtypeError(

@@ -103,7 +103,7 @@ def _evaluate(traced: Any, args: list[Any], sums: Mapping[int, BucketSchedule]) 
         name = eqn.primitive.name
         if wanted and name == "scan":
             results = _scan(eqn, values, wanted)
-        elif wanted and name in ("jit", "pjit"):
+        elif wanted and name == "jit":
             results = _evaluate(eqn.params["jaxpr"], values, wanted)
         else:
             results = _evaluate_one(jaxpr, eqn, values)
