@@ -21,7 +21,7 @@ from jdistadam.distributed.norms import holds_several
 from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
 from jdistadam.distributed.state import DIGEST_SIZE
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
-from jdistadam.kernels.squares import KINDS, num_runs
+from jdistadam.kernels.reference import KINDS, num_runs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,8 +39,7 @@ from jdistadam.distributed.schedule import BucketSchedule, Schedule
 from jdistadam.distributed.shard import Shard, is_shard, leaves_of
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import ShapeError
-from jdistadam.training.loss_function import LossFunction, LossOutput, refuse_summed_loss
-from jdistadam.training.nonfinite import leaves_not_finite
+from jdistadam.training.loss import LossFunction, LossOutput, leaves_not_finite, refuse_summed_loss
 from jdistadam.training.train_state import TrainState
 
 

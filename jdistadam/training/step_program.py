@@ -27,8 +27,7 @@ from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import HyperparameterError
 from jdistadam.training.checks import is_known, remember_params
 from jdistadam.training.local_gradients import Forward, LocalResult, local_gradients, mean_loss
-from jdistadam.training.loss_function import LossFunction
-from jdistadam.training.nonfinite import sum_over_devices
+from jdistadam.training.loss import LossFunction, sum_over_devices
 from jdistadam.training.partitioned import over_devices, rows_spec
 from jdistadam.training.train_state import TrainState
 

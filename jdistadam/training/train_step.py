@@ -39,7 +39,7 @@ from jdistadam.training.checks import (
     returned_arrays,
 )
 from jdistadam.training.local_gradients import sums_in_loops
-from jdistadam.training.loss_function import LossFunction
+from jdistadam.training.loss import LossFunction
 from jdistadam.training.partitioned import check_model_axes
 from jdistadam.training.placement import apart, check_batch_spec, is_placed, shard_batch, type_of
 from jdistadam.training.step_program import (
