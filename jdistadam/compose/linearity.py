@@ -172,7 +172,6 @@ def _kind_of_constant(value: Any) -> Kind:
 
 
 def _kind_of_result(eqn: Any, inputs: Sequence[Kind]) -> Kind:
-    """The kind of an operation's results."""
     is_float = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars]
     floats = {kind for kind, inexact in zip(inputs, is_float, strict=True) if inexact}
     name = eqn.primitive.name

@@ -334,8 +334,3 @@ def named_codec(dtype: Any) -> Codec | None:
     """Returns the codec with this name; None for other dtypes."""
     is_name = isinstance(dtype, str)  # comparing a jnp.dtype with some strings raises
     return next((known for known in BLOCK_CODECS if is_name and known.name == dtype), None)
-
-
-def without_codes(dtype: Any) -> Any:
-    """Returns the dtype of moments without codes: float32 in place of a codec's name."""
-    return dtype if named_codec(dtype) is None else jnp.float32

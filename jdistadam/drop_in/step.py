@@ -28,7 +28,7 @@ from jdistadam.drop_in.state import (
 )
 from jdistadam.errors import DtypeError, PolicyError
 from jdistadam.kernels import sharded_adam, sharded_quantized_adam
-from jdistadam.kernels.adam import Operands, Results, Scalars, Spec, new_params, with_main_params
+from jdistadam.kernels.adam import Operands, Scalars, Spec, new_params, with_main_params
 from jdistadam.kernels.quantized_adam import QuantizedSpec, Rounding
 
 _LEAVES_A_CALL = 256
@@ -190,7 +190,7 @@ def step_leaves(
     mode: str,
     hypers: Sequence[Hyperparameters],
     count: jax.Array,
-    key: Any = None,
+    key: Any,
 ) -> list[TreeLeaf]:
     """One kernel call per mix of dtypes, usually one; with a key it rounds stochastically.
 
@@ -220,14 +220,12 @@ def step_leaves(
             results = _call_optax(call_leaves, decays, mode=mode, hyper=hyper, count=count)
         else:
             spec = Spec(mode, call_rows, hypers[0].flags)
-            run = functools.partial(_run, scalars)
+            quantized = None
             if _is_quantized(dtypes, mode=mode, is_stochastic=key is not None):
                 rounded = Rounding(jnp.zeros(2, jnp.uint32) if key is None else key, count)
                 leaf_ids = tuple(ids[i] for i in indices)
-                run = functools.partial(
-                    _run_quantized, scalars, rounded, is_stochastic=key is not None, ids=leaf_ids
-                )
-            results = _call(run, spec, call_leaves)
+                quantized = QuantizedSpec(spec, key is not None, leaf_ids), rounded
+            results = _call(spec, scalars, call_leaves, quantized)
         for i, leaf in zip(indices, results, strict=True):
             new[i] = leaf
     return new
@@ -245,26 +243,6 @@ def _is_quantized(dtypes: TreeLeaf, *, mode: str, is_stochastic: bool) -> bool:
         stored.append(dtypes.param)
     is_coded = any(isinstance(x, Codec) for x in stored)
     return is_coded or (is_stochastic and any(x != jnp.float32 for x in stored))
-
-
-def _run(
-    scalars: Scalars, spec: Spec, operands: Operands, out_like: Sequence[Any] | None = None
-) -> Results:
-    return sharded_adam.adam(spec, scalars, operands, out_like)
-
-
-def _run_quantized(
-    scalars: Scalars,
-    rounded: Rounding,
-    spec: Spec,
-    operands: Operands,
-    out_like: Sequence[Any] | None = None,
-    *,
-    is_stochastic: bool,
-    ids: tuple[int, ...],
-) -> Results:
-    quantized = QuantizedSpec(spec, is_stochastic, ids)
-    return sharded_quantized_adam.adam(quantized, scalars, rounded, operands, out_like or ())
 
 
 def _is_left_to_optax(dtypes: TreeLeaf) -> bool:
@@ -287,7 +265,12 @@ def _no_update(leaf: TreeLeaf) -> Any:
     return jnp.zeros_like(leaf.grad, dtype=jnp.float32 if leaf.main is not None else None)
 
 
-def _call(run: Callable[..., Results], spec: Spec, leaves: Sequence[TreeLeaf]) -> list[TreeLeaf]:
+def _call(
+    spec: Spec,
+    scalars: Scalars,
+    leaves: Sequence[TreeLeaf],
+    quantized: tuple[QuantizedSpec, Rounding] | None,
+) -> list[TreeLeaf]:
     """Steps leaves of equal dtypes in one kernel call; ``spec`` assumes no main parameters."""
     grads, params, mains, mu, nu = zip(*leaves, strict=True)
     operands = Operands(grads=grads, params=params, mu=mu, nu=nu)
@@ -295,7 +278,12 @@ def _call(run: Callable[..., Results], spec: Spec, leaves: Sequence[TreeLeaf]) -
     if mode == "update" and not kind.is_stored:
         spec = dataclasses.replace(spec, out_dtype=grads[0].dtype)
     spec, operands = with_main_params(kind, spec, operands, mains, params[0].dtype)
-    results = run(spec, operands, params)
+    if quantized is None:
+        results = sharded_adam.adam(spec, scalars, operands, params)
+    else:
+        static, rounded = quantized
+        static = dataclasses.replace(static, adam=spec)
+        results = sharded_quantized_adam.adam(static, scalars, rounded, operands, params)
     new, new_mains = new_params(kind, results)
     if kind.is_stored and mode == "update":
         new = [_difference(*pair) for pair in zip(new, params, strict=True)]

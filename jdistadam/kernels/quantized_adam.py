@@ -250,7 +250,6 @@ def _bits(
     shape: tuple[int, ...],
     xp: Any,
 ) -> reference.RandomBits:
-    """The random bits of a leaf."""
     if not spec.is_stochastic:
         return reference.RandomBits(None, None, None)
     size = math.prod(shape)

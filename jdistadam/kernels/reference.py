@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core.arguments import store
-from jdistadam.core.codecs import BLOCK, join_halves, split_halves
+from jdistadam.core.codecs import BLOCK, join_halves, split_halves, store
 
 # The random bits of stochastic rounding: the reference of [Note: random bits] in cuda/rounding.h.
 #

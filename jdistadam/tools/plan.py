@@ -221,20 +221,6 @@ def _buffers(
             yield "widened shards", inner * wide.itemsize
 
 
-def planned_collectives(
-    config: DistributedConfig, params: Params, *, accumulate_steps: int = 1
-) -> list[Collective]:
-    """Returns the collectives of one call of ``train_step``, except those of scalars.
-
-    Args:
-      config: ``tx.config``.
-      params: Tree of global params or their shapes.
-      accumulate_steps: As passed to ``train_step``.
-    """
-    whole = config.tensor_local(params)
-    return list(config.schedule(whole, accumulate_steps=accumulate_steps).collectives)
-
-
 def format_collectives(planned: Sequence[Collective]) -> str:
     """Returns a table, one line for each operation, dtype and set of axes.
 
