@@ -16,8 +16,7 @@ from jdistadam.core.arguments import float_dtype
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
 from jdistadam.core.storage import MOMENT_NAMES, UNSET, named_codec
 from jdistadam.core.trees import Grads, OptState, Params
-from jdistadam.drop_in import optax_fallback
-from jdistadam.drop_in.state import new_state
+from jdistadam.drop_in.state import OPTAX_DTYPES, new_state
 from jdistadam.drop_in.step import tree_step
 from jdistadam.drop_in.transformation import FusedTransformation, with_frozen, without_frozen
 
@@ -331,6 +330,6 @@ def _mu_dtype(given: Any) -> Any:
     """The dtype of optax's first moments."""
     value = given if named_codec(given) is None else jnp.float32
     is_array = isinstance(value, jax.Array | np.ndarray)  # their == is no bool
-    if value is None or (not is_array and value in optax_fallback.DTYPES):
+    if value is None or (not is_array and value in OPTAX_DTYPES):
         return value
     return float_dtype("mu_dtype", value, also=MOMENT_NAMES)

@@ -1,4 +1,7 @@
-"""One Adam step over a tree: checks it, then makes one kernel call per mix of dtypes."""
+"""One Adam step over a tree: checks it, then makes one kernel call per mix of dtypes.
+
+Leaves of dtypes that the kernel does not support are updated as optax does.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,18 @@ import optax
 
 from jdistadam.core import trees
 from jdistadam.core.codecs import Codec, codec_of, is_codes, moment_leaves
-from jdistadam.core.hyperparameters import Hyperparameters, coefficient_rows
+from jdistadam.core.hyperparameters import Hyperparameters, at_count, coefficient_rows
 from jdistadam.core.storage import Storage, main_codec_of
 from jdistadam.core.trees import Grads, OptState, Params
-from jdistadam.drop_in import optax_fallback
 from jdistadam.drop_in.low_precision import HALVES, RoundingState, split_key
 from jdistadam.drop_in.state import (
     MainParamsState,
     adam_state_of,
     check_trees,
+    is_integer,
     main_leaves,
     nan_if_changed,
+    optax_takes,
     split_state,
 )
 from jdistadam.errors import DtypeError, PolicyError
@@ -251,7 +255,7 @@ def _is_left_to_optax(dtypes: TreeLeaf) -> bool:
     A uint16 remainder does not count as such an integer: it belongs to a bfloat16 parameter.
     """
     stored = (dtypes.grad, dtypes.param, dtypes.mu, dtypes.nu)
-    return any(optax_fallback.takes(x) for x in stored if not isinstance(x, Codec))
+    return any(optax_takes(x) for x in stored if not isinstance(x, Codec))
 
 
 def _chunks(calls: dict[Any, list[int]]) -> Iterator[tuple[Any, list[int]]]:
@@ -301,17 +305,8 @@ def _call_optax(
 ) -> list[TreeLeaf]:
     """Steps leaves that the kernel does not support, with main parameters or without."""
     kind = main_codec_of(leaves[0].main)
-    optax_leaves = [
-        optax_fallback.OptaxLeaf(
-            grad=leaf.grad,
-            param=kind.join(leaf.param, leaf.main, jnp),
-            mu=leaf.mu,
-            nu=leaf.nu,
-            decays=decay,
-        )
-        for leaf, decay in zip(leaves, decays, strict=True)
-    ]
-    results = optax_fallback.step("step" if kind.is_stored else mode, hyper, count, optax_leaves)
+    exact = [leaf._replace(param=kind.join(leaf.param, leaf.main, jnp)) for leaf in leaves]
+    results = _optax_step("step" if kind.is_stored else mode, hyper, count, exact, decays)
     new_leaves = []
     for leaf, (new, mu, nu) in zip(leaves, results, strict=True):
         main = None
@@ -320,6 +315,70 @@ def _call_optax(
             new = new if mode == "step" else _difference(new, leaf.param)
         new_leaves.append(TreeLeaf(grad=leaf.grad, param=new, main=main, mu=mu, nu=nu))
     return new_leaves
+
+
+def _optax_step(
+    mode: str,
+    hyper: Hyperparameters,
+    count: jax.Array,
+    leaves: Sequence[TreeLeaf],
+    decays: Sequence[bool],
+) -> list[tuple[Any, Any, Any]]:
+    """Returns optax's (new parameter or update, mu, nu) of leaves without main parameters."""
+    grads, params, _, mu, nu = (list(column) for column in zip(*leaves, strict=True))
+    rate = hyper.learning_rate
+    tx = optax.chain(
+        optax.add_decayed_weights(hyper.l2, decays),
+        optax.scale_by_adam(hyper.b1, hyper.b2, hyper.eps, hyper.eps_root, nesterov=hyper.nesterov),
+        _with_decay(at_count(hyper.weight_decay, count), decays, hyper.cautious_weight_decay),
+        optax.scale_by_learning_rate(rate),
+    )
+    empty = optax.EmptyState()
+    count_of_adam = count
+    if not hyper.bias_correction:
+        # optax has no such switch; after this many steps 1 - b^t is 1, for b up to 1 - 1e-7
+        count_of_adam = jnp.asarray(jnp.iinfo(jnp.int32).max - 1, jnp.int32)
+    masked = optax.MaskedState(empty)
+    of_rate = optax.ScaleByScheduleState(count) if callable(rate) else empty
+    state = (masked, optax.ScaleByAdamState(count_of_adam, mu, nu), masked, of_rate)
+    updates, (_, adam, _, _) = tx.update(grads, state, params)
+    out = updates if mode == "update" else _apply(params, updates)
+    # scale_by_adam was not given mu_dtype: the state has it. Only in a new state is the mu of
+    # integers an integer: optax adds fractions to it, and so do the following steps.
+    new_mu = [
+        new.astype(new.dtype if is_integer(old) else old.dtype)
+        for new, old in zip(adam.mu, mu, strict=True)
+    ]
+    return list(zip(out, new_mu, adam.nu, strict=True))
+
+
+def _with_decay(
+    weight_decay: Any, decays: Sequence[bool], is_cautious: bool
+) -> optax.GradientTransformation:
+    """``optax.add_decayed_weights``; if cautious, only for updates with the parameter's sign."""
+    if not is_cautious:
+        return optax.add_decayed_weights(weight_decay, decays)
+
+    def add(u: Any, p: Any) -> Any:
+        points_apart = jnp.real(u * jnp.conj(p)) < 0
+        return jnp.where(points_apart, u, u + weight_decay * p)
+
+    decay = optax.stateless(lambda updates, params: jax.tree.map(add, updates, params))
+    return optax.masked(decay, decays)
+
+
+def _apply(params: Sequence[Any], updates: Sequence[Any]) -> Any:
+    """``optax.apply_updates``, which truncates p + u if p is an integer.
+
+    The compiler would compute p - rate * x with one rounding instead of two. If p + u is near an
+    integer, the truncated result would differ from that of ``update`` followed by
+    ``apply_updates``. So the compiler must not see both together. (XLA of jax 0.10 does on CPU.)
+    """
+    separate = [
+        jax.lax.optimization_barrier(u) if is_integer(p) else u
+        for p, u in zip(params, updates, strict=True)
+    ]
+    return optax.apply_updates(params, separate)
 
 
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
