@@ -170,7 +170,7 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
       True.
 
     Example:
-      >>> import jdistadam as jda
+      >>> import jax, jdistadam as jda
       >>> tx = jda.distributed(jda.fused_adamw(1e-2), mesh=jax.make_mesh((1,), ("data",)))
       >>> step = jda.train_step(lambda params, batch: jnp.sum(batch @ params["w"]), tx)
       >>> state = jda.TrainState.create({"w": jnp.ones(3)}, tx)
