@@ -78,13 +78,6 @@ def _zeros(param: Any, codec: Codec) -> BlockCodes:
     return BlockCodes(codes, jax.device_put(scales, NamedSharding(sharding.mesh, first)))
 
 
-def with_key(storage: Storage, state: OptState) -> OptState:
-    """Wraps a state with the key of the random bits, if there is one."""
-    if not storage.is_stochastic:
-        return state
-    return RoundingState(storage.key, state)
-
-
 def split_key(storage: Storage, state: OptState) -> tuple[Any, OptState]:
     """Returns the key or None, and the state without it."""
     if storage.is_stochastic != isinstance(state, RoundingState):

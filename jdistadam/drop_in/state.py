@@ -207,16 +207,13 @@ def new_state(algorithm: Algorithm, params: Params) -> OptState:
             storage.check_rounded([x for x in stored if jnp.issubdtype(x, jnp.floating)])
         return low_precision.new_state(storage, params, updated, state)
 
-    if not main_kind.is_stored:
-        return low_precision.with_key(storage, optax_state(params))
-
     def widened(x: Any) -> Any:
         return jnp.asarray(x, jnp.float32) if has_main_param(main_kind, x) else x
 
-    inner = optax_state(jax.tree.map(widened, params))
-    return low_precision.with_key(
-        storage, MainParamsState(new_main_params(main_kind, params), inner)
-    )
+    state = optax_state(jax.tree.map(widened, params))
+    if main_kind.is_stored:
+        state = MainParamsState(new_main_params(main_kind, params), state)
+    return low_precision.RoundingState(storage.key, state) if storage.is_stochastic else state
 
 
 def _place_moments(params: Any, state: Any) -> Any:
