@@ -57,7 +57,7 @@ from jdistadam.tools.audit import Audit, audit
 from jdistadam.tools.plan import Plan, plan
 from jdistadam.training.eval_step import EvalStep, ema_params, eval_step, full_params
 from jdistadam.training.extra_state import ExtraState
-from jdistadam.training.nonfinite import SkipLimit, count_nonfinite, nonfinite_paths
+from jdistadam.training.loss import SkipLimit, count_nonfinite, nonfinite_paths
 from jdistadam.training.optax_state import from_optax_state, main_params, to_optax_state
 from jdistadam.training.placement import shard_batch
 from jdistadam.training.train_state import TrainState, reload_main_params

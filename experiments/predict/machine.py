@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
 
 import numpy as np
 
-from jdistadam.core.arguments import check_count, check_positive
+from jdistadam.core.arguments import check_count, is_real, out_of_range
 from jdistadam.core.collectives import Axes
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.errors import HyperparameterError
 
 DIRECT = ("all-to-all", "collective-permute")
 """Operations that send every part directly to its destination; others run in a ring."""
+
+
+def check_positive(name: str, value: Any, unit: str) -> None:
+    """Raises HyperparameterError unless ``value`` is a finite number above 0."""
+    if not is_real(value) or not math.isfinite(value) or value <= 0:
+        raise out_of_range(name, value, f"a finite number of {unit}, above 0")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,14 +12,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdistadam.core import trees
-from jdistadam.core.arguments import check_count, check_flag, check_positive, shown
+from jdistadam.core.arguments import check_count, check_flag, shown
 from jdistadam.core.trees import Params
 from jdistadam.distributed.communication import NO_DEVICES, Communication
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import HyperparameterError, MeshError
 from jdistadam.tools.plan import Plan, plan_of
-from predict.machine import Machine
+from predict.machine import Machine, check_positive
 from predict.step_time import StepTime, predict_step
 
 POWERS_OF_TWO = tuple(1 << i for i in range(11))

@@ -26,7 +26,7 @@ from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.shard import in_form_of, is_shard, leaves_of, plain
 from jdistadam.distributed.state import StepResult
 from jdistadam.distributed.transformation import DistributedTransformation
-from jdistadam.drop_in.state import MainParamsState
+from jdistadam.drop_in.state import main_states
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import PolicyError, TreeError
 
@@ -91,7 +91,7 @@ class _Chain:
     def init(self, params: Params) -> OptState:
         states = tuple(tx.init(params) for tx in (*self.before, self.last))
         for i, state in enumerate(states[:-1]):
-            if any(map(_is_main_state, jax.tree.leaves(state, is_leaf=_is_main_state))):
+            if main_states(state):
                 raise _misplaced(i, "params must follow its main parameters exactly")
         return states
 
@@ -311,7 +311,3 @@ def _naming_arguments(i: int) -> Iterator[None]:
             "For a learning rate that follows the loss, set hyperparams['learning_rate'] "
             "of inject_hyperparams between steps: docs/recipes.md."
         ) from error
-
-
-def _is_main_state(part: Any) -> bool:
-    return isinstance(part, MainParamsState)

@@ -21,19 +21,17 @@ from jdistadam.core.trees import Grads, OptState, Params
 # Operations that are jointly linear in all of their floating operands.
 _LINEAR = frozenset(
     "add add_any sub neg convert_element_type reshape broadcast_in_dim transpose squeeze"
-    " expand_dims slice dynamic_slice gather rev pad concatenate split select_n reduce_sum"
-    " cumsum copy copy_p real imag complex conj reduce_precision optimization_barrier"
+    " slice dynamic_slice gather rev pad concatenate split select_n reduce_sum"
+    " cumsum copy real imag complex conj reduce_precision optimization_barrier"
     " sharding_constraint".split()
 )
 # Operations that are linear in each single operand.
 _BILINEAR = frozenset("mul dot_general conv_general_dilated".split())
 # Those of them that work element by element.
 _ELEMENTWISE = frozenset(
-    "add add_any sub neg convert_element_type select_n copy copy_p real imag complex conj"
+    "add add_any sub neg convert_element_type select_n copy real imag complex conj"
     " reduce_precision optimization_barrier sharding_constraint mul div".split()
 )
-# Calls whose inner program has the same operands and results, in order.
-_CALLS = frozenset("pjit jit closed_call remat checkpoint".split())
 
 
 class Kind(enum.Enum):
@@ -155,9 +153,8 @@ def follow(closed: ClosedJaxpr, arguments: Sequence[Kind]) -> list[Kind]:
 
     for eqn in jaxpr.eqns:
         inputs = [kind_of(var) for var in eqn.invars]
-        inner = eqn.params.get("jaxpr")
-        if eqn.primitive.name in _CALLS and isinstance(inner, ClosedJaxpr):
-            outputs = follow(inner, inputs)
+        if eqn.primitive.name == "jit":  # it has the operands and results of its inner program
+            outputs = follow(eqn.params["jaxpr"], inputs)
         else:
             linear = [Kind.LINEAR if kind is Kind.MIXED else kind for kind in inputs]
             kind = _kind_of_result(eqn, linear)
@@ -175,7 +172,6 @@ def _kind_of_constant(value: Any) -> Kind:
 
 
 def _kind_of_result(eqn: Any, inputs: Sequence[Kind]) -> Kind:
-    """The kind of an operation's results."""
     is_float = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars]
     floats = {kind for kind, inexact in zip(inputs, is_float, strict=True) if inexact}
     name = eqn.primitive.name

@@ -298,29 +298,19 @@ def make_algorithm(
     hyper: Hyperparameters,
     like_optax: optax.GradientTransformation,
     *,
-    mu_dtype: Any,
-    nu_dtype: Any,
-    rounding: Any,
-    seed: Any,
-    float32_moments: Any,
     main_params_dtype: Any,
     reads_params: bool,
+    **of_moments: Any,
 ) -> Algorithm:
     """Checks that storage formats fit the decay rates of every group.
+
+    ``of_moments``: the arguments of ``storage.parse`` apart from decay rates.
 
     Raises:
       PolicyError: They do not.
     """
     for used in groups.used:
-        storage = parse(
-            mu_dtype=mu_dtype,
-            nu_dtype=nu_dtype,
-            rounding=rounding,
-            seed=seed,
-            float32_moments=float32_moments,
-            b1=used.b1,
-            b2=used.b2,
-        )
+        storage = parse(**of_moments, b1=used.b1, b2=used.b2)
     if main_params_dtype is not UNSET:
         parse_main_params(main_params_dtype)
     return Algorithm(

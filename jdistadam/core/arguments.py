@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from typing import Any
@@ -63,11 +62,6 @@ def _dtype(value: Any) -> jnp.dtype | None:
         return None
 
 
-def store(x: Any, dtype: Any, xp: Any) -> Any:
-    """Rounds float32 once to ``dtype``, ties to even; every NaN becomes the positive quiet NaN."""
-    return xp.where(xp.isnan(x), xp.asarray(np.nan, xp.float32), x).astype(dtype)
-
-
 _PACKAGE = __name__.partition(".")[0]
 _MAX_SHOWN = 200  # characters of a value in a message
 
@@ -107,8 +101,6 @@ def check_count(name: str, value: Any) -> None:
         raise out_of_range(name, value, "a whole number of at least 1")
 
 
-def check_positive(name: str, value: Any, unit: str) -> None:
-    """Raises HyperparameterError unless ``value`` is a finite number above 0."""
-    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:
-        raise out_of_range(name, value, f"a finite number of {unit}, above 0")
+def is_real(value: Any) -> bool:
+    """Whether ``value`` is a real number that is known here: of Python or numpy, and no bool."""
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core.arguments import store
 from jdistadam.errors import DtypeError
 
 BLOCK = 128
@@ -224,6 +223,11 @@ class Codec:
         if self.is_remainder:
             return split_halves(value, param_dtype, xp)
         return value.astype(param_dtype), value if self.is_stored else None
+
+
+def store(x: Any, dtype: Any, xp: Any) -> Any:
+    """Rounds float32 once to ``dtype``, ties to even; every NaN becomes the positive quiet NaN."""
+    return xp.where(xp.isnan(x), xp.asarray(np.nan, xp.float32), x).astype(dtype)
 
 
 # [Note: remainders]

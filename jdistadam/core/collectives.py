@@ -35,8 +35,6 @@ Axes = tuple[str, ...]
 def to_varying(x: Any, axes: Axes) -> Any:
     """Marks ``x`` as varying over axes for the types of ``shard_map(check_vma=True)``."""
     varying = varying_axes(x)
-    if varying is None:
-        return x
     missing = tuple(axis for axis in axes if axis not in varying)
     return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -46,7 +44,7 @@ def vary_together(tree: Any) -> Any:
 
     The result types of a foreign call come from one operand, so it must have the axes of all.
     """
-    axes = frozenset().union(*(varying_axes(x) or () for x in jax.tree.leaves(tree)))
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
     return jax.tree.map(lambda x: to_varying(x, tuple(sorted(axes))), tree) if axes else tree
 
 
@@ -56,10 +54,9 @@ def unbound(axes: Axes) -> Axes:
     return tuple(axis for axis in axes if axis not in manual)
 
 
-def varying_axes(x: Any) -> frozenset[str] | None:
-    """Returns the axes over which ``x`` may differ; None if types do not track it."""
-    manual = getattr(jax.typeof(x), "manual_axis_type", None)
-    return None if manual is None else frozenset(manual.varying)
+def varying_axes(x: Any) -> frozenset[str]:
+    """Returns the axes over which ``x`` may differ; none where types do not track it."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:
@@ -173,7 +170,7 @@ def to_invariant(x: jax.Array, axes: Axes) -> jax.Array:
     Only for values that all devices compute from the same operands. It costs a collective if types
     say otherwise, and nothing if types say nothing.
     """
-    differs_over = varying_axes(x) or ()
+    differs_over = varying_axes(x)
     return all_reduce_max(x, tuple(axis for axis in axes if axis in differs_over))
 
 

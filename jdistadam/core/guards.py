@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core.arguments import check_count, out_of_range
+from jdistadam.core.arguments import check_count, is_real, out_of_range
 from jdistadam.errors import HyperparameterError
 
 
@@ -98,8 +98,7 @@ def check_loss_scale(value: Any) -> None:
 
 
 def _check(name: str, value: Any, above: float, below: float) -> None:
-    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if not (is_number and above < _rounded(value) < below):
+    if not (is_real(value) and above < _rounded(value) < below):
         raise out_of_range(name, value, f"a number between {above} and {below} in float32")
 
 
@@ -221,8 +220,7 @@ class NormGuard:
         """Checks every number."""
         for name, above in (("max_norm", 0), ("max_ratio", 1)):
             value = getattr(self, name)
-            is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-            if value is not None and not (is_number and above < _rounded(value) < math.inf):
+            if value is not None and not (is_real(value) and above < _rounded(value) < math.inf):
                 raise out_of_range(name, value, f"a number above {above}, finite in float32")
         check_count("window", self.window)
         check_count("warmup_steps", self.warmup_steps)

@@ -26,7 +26,7 @@ import numpy as np
 import optax
 
 from jdistadam.core import trees
-from jdistadam.core.arguments import check_flag, out_of_range, warn_caller
+from jdistadam.core.arguments import check_flag, is_real, out_of_range, warn_caller
 from jdistadam.errors import DtypeError, HyperparameterError, ShapeError
 
 FLAGS = ("nesterov", "cautious_weight_decay")
@@ -113,8 +113,7 @@ def _check(name: str, value: Any, is_valid: Callable[[float], bool], expected: s
         valid = value.shape == () and real
         expected = "a scalar" if real else "a real number"
     else:
-        number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        valid = number and is_valid(float(value))
+        valid = is_real(value) and is_valid(float(value))
     if not valid:
         raise out_of_range(name, value, expected)
 

@@ -12,10 +12,7 @@ from jdistadam.core.codecs import FLOAT32, Codec
 from jdistadam.core.storage import UNSET, parse_main_params
 from jdistadam.errors import PolicyError
 
-_FLOAT8 = ("float8_e5m2", "float8_e4m3fn")
-_SUPPORTED: dict[str, tuple[str | None, ...]] = {
-    "grad_reduce_dtype": (None, "float32"),
-}
+FLOAT8 = ("float8_e5m2", "float8_e4m3fn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +77,11 @@ class MixedPrecisionPolicy:
             if value is None and name.startswith("main_"):
                 value = jnp.float32
             if value is not None:
-                known = FLOATS + (_FLOAT8 if name == "param_comm_dtype" else ())
+                known = FLOATS + (FLOAT8 if name == "param_comm_dtype" else ())
                 dtype = float_dtype(f"MixedPrecisionPolicy.{name}", value, known)
                 object.__setattr__(self, name, dtype)
-        for name, supported in _SUPPORTED.items():
-            check_supported(f"MixedPrecisionPolicy.{name}", getattr(self, name), supported)
+        name = "MixedPrecisionPolicy.grad_reduce_dtype"
+        check_supported(name, self.grad_reduce_dtype, (None, "float32"))
         if jnp.promote_types(self.main_grads_dtype, self.comm_dtype) != self.main_grads_dtype:
             raise PolicyError(
                 "MixedPrecisionPolicy.main_grads_dtype: gradients would be stored in fewer bits "

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import trees
-from jdistadam.core.arguments import check_supported, float_dtype, shown, warn_caller
+from jdistadam.core.arguments import check_supported, float_dtype, is_real, shown, warn_caller
 from jdistadam.core.codecs import (
     BFLOAT16,
     BLOCK16,
@@ -204,7 +204,7 @@ def parse(
     is_stochastic = rounding == "stochastic"
     mu = None if mu_dtype is None else named_codec(mu_dtype) or float_codec(mu_dtype)
     nu = named_codec(nu_dtype) or FLOAT32
-    _check_seed("seed", seed, is_stochastic)
+    _check_seed(seed, is_stochastic)
     storage = Storage(mu, nu, is_stochastic, int(seed or 0), float32_moments)
     if float32_moments is not None and not (callable(float32_moments) and storage.is_coding):
         what = "has no effect" if callable(float32_moments) else "not a function of a path"
@@ -223,17 +223,17 @@ def parse(
     return dataclasses.replace(storage, nu=_nu_codec(nu_dtype, b2, is_stochastic=is_stochastic))
 
 
-def _check_seed(name: str, seed: Any, is_stochastic: bool) -> None:
+def _check_seed(seed: Any, is_stochastic: bool) -> None:
     if seed is None:
         return
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
         raise PolicyError(
-            f"{name}: not a seed: got {shown(seed)}, expected an integer from 0 to 2**64 - 1. "
+            f"seed: not a seed: got {shown(seed)}, expected an integer from 0 to 2**64 - 1. "
             "Pass seed=0 or another number; for optax.inject_hyperparams in static_args."
         )
     if not is_stochastic:
         raise PolicyError(
-            f'{name}: has no effect: got {seed} with rounding="nearest", '
+            f'seed: has no effect: got {seed} with rounding="nearest", '
             'expected None, or rounding="stochastic". Leave it out.'
         )
 
@@ -263,7 +263,7 @@ def _check_decays(storage: Storage, b1: Any, b2: Any) -> None:
         _check_decay("nu_dtype", "second", nu, "b2", b2)
     if mu.is_coded:
         _check_decay("mu_dtype", "first", mu, "b1", b1)
-    squared, is_known = growth(mu, nu), _is_number(b1) and _is_number(b2)
+    squared, is_known = growth(mu, nu), is_real(b1) and is_real(b2)
     if not storage.is_coding or not is_known or squared * b1**2 < b2:
         return
     raise PolicyError(
@@ -275,7 +275,7 @@ def _check_decays(storage: Storage, b1: Any, b2: Any) -> None:
 
 
 def _check_decay(name: str, which: str, codec: Codec, decay: str, b: Any) -> None:
-    largest, is_known = codec.largest_decay, _is_number(b)
+    largest, is_known = codec.largest_decay, is_real(b)
     if is_known and b <= largest:
         return
     at = f"this {decay}" if is_known else f"every {decay}, and its value is not known here"
@@ -289,17 +289,12 @@ def _check_decay(name: str, which: str, codec: Codec, decay: str, b: Any) -> Non
     )
 
 
-def _is_number(x: Any) -> bool:
-    """Whether ``x`` is known at compile time."""
-    return isinstance(x, int | float | np.number)
-
-
 def _warn_of_decay(mu: Codec, b1: Any) -> None:
     """Warns if a 16-bit first moment, rounded to nearest, does not follow its gradients."""
     if mu.bits != 16:
         return
     is_float16, largest = mu == FLOAT16, mu.largest_decay
-    if not is_float16 and not (_is_number(b1) and b1 > largest):
+    if not is_float16 and not (is_real(b1) and b1 > largest):
         return
     where = "below 6e-5" if is_float16 else f"with b1 above {largest}"
     warn_caller(
@@ -325,7 +320,7 @@ def _nu_codec(value: Any, b2: Any, *, is_stochastic: bool) -> Codec:
             f"expected {', '.join(('float32', 'bfloat16', *MOMENT_NAMES))}. "
             "Leave nu_dtype at float32."
         )
-    if codec == BFLOAT16 and not is_stochastic and _is_number(b2) and b2 > codec.largest_decay:
+    if codec == BFLOAT16 and not is_stochastic and is_real(b2) and b2 > codec.largest_decay:
         raise PolicyError(
             "nu_dtype: a second moment in bfloat16, rounded to nearest, cannot decay at this b2: "
             f"got {codec.name} with b2={b2}, expected b2 <= {codec.largest_decay}, "
@@ -339,8 +334,3 @@ def named_codec(dtype: Any) -> Codec | None:
     """Returns the codec with this name; None for other dtypes."""
     is_name = isinstance(dtype, str)  # comparing a jnp.dtype with some strings raises
     return next((known for known in BLOCK_CODECS if is_name and known.name == dtype), None)
-
-
-def without_codes(dtype: Any) -> Any:
-    """Returns the dtype of moments without codes: float32 in place of a codec's name."""
-    return dtype if named_codec(dtype) is None else jnp.float32

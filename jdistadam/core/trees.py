@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jdistadam.core.arguments import FLOATS
 from jdistadam.core.codecs import BlockCodes, is_codes
 from jdistadam.errors import DtypeError, MeshError, ShapeError, TreeError
 
@@ -24,7 +25,7 @@ OptState: TypeAlias = Any
 """The result of an optimizer's ``init``, ``update`` or ``step``."""
 
 
-STORAGE_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+STORAGE_DTYPES = tuple(map(jnp.dtype, FLOATS))
 """Dtypes that the kernel reads and writes."""
 
 

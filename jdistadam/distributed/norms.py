@@ -25,8 +25,7 @@ from jdistadam.core import collectives
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.errors import PolicyError, TreeError
-from jdistadam.kernels.reference import pairwise_sum
-from jdistadam.kernels.squares import KINDS, Asked, num_runs
+from jdistadam.kernels.reference import KINDS, Asked, num_runs, pairwise_sum
 
 Norms = str | Callable[[str], str | None]
 """The argument ``norms`` of an optimizer: "total", "leaves", or a function of a leaf's path."""

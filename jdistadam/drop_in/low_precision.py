@@ -17,7 +17,7 @@ from jdistadam.core.trees import OptState, Params
 from jdistadam.errors import DtypeError, TreeError
 from jdistadam.kernels import sharded_quantized_adam
 
-_HALVES = (jnp.bfloat16, jnp.float16)
+HALVES = (jnp.bfloat16, jnp.float16)
 
 
 class RoundingState(NamedTuple):
@@ -48,7 +48,7 @@ def new_state(storage: Storage, params: Params, updated: Params, state: OptState
     stored = map(jax.tree.leaves, (params, updated, state[0].mu, state[0].nu))
     for path, param, *others in zip(paths, *stored, strict=True):
         is_coded = storage.is_coding and storage.is_coded(path, param)
-        is_rounded = storage.is_stochastic and any(jnp.result_type(x) in _HALVES for x in others)
+        is_rounded = storage.is_stochastic and any(jnp.result_type(x) in HALVES for x in others)
         if is_coded or (is_rounded and np.size(param)):
             sharded_quantized_adam.check_leaf(f"params{path}", param, is_coded=is_coded)
 
@@ -76,13 +76,6 @@ def _zeros(param: Any, codec: Codec) -> BlockCodes:
         return BlockCodes(codes, scales)
     first = P(*sharding.spec[:1])  # a part along it has a part of the blocks
     return BlockCodes(codes, jax.device_put(scales, NamedSharding(sharding.mesh, first)))
-
-
-def with_key(storage: Storage, state: OptState) -> OptState:
-    """Wraps a state with the key of the random bits, if there is one."""
-    if not storage.is_stochastic:
-        return state
-    return RoundingState(storage.key, state)
 
 
 def split_key(storage: Storage, state: OptState) -> tuple[Any, OptState]:

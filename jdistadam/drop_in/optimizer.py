@@ -14,10 +14,9 @@ from jdistadam.core import trees
 from jdistadam.core.algorithm import Algorithm, make_algorithm, make_groups
 from jdistadam.core.arguments import float_dtype
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
-from jdistadam.core.storage import MOMENT_NAMES, UNSET, without_codes
+from jdistadam.core.storage import MOMENT_NAMES, UNSET, named_codec
 from jdistadam.core.trees import Grads, OptState, Params
-from jdistadam.drop_in import optax_fallback
-from jdistadam.drop_in.state import new_state
+from jdistadam.drop_in.state import OPTAX_DTYPES, new_state
 from jdistadam.drop_in.step import tree_step
 from jdistadam.drop_in.transformation import FusedTransformation, with_frozen, without_frozen
 
@@ -157,28 +156,13 @@ def fused_adamw(
       <https://arxiv.org/abs/1711.05101>`_, 2019. Chen et al., `Cautious Weight Decay
       <https://arxiv.org/abs/2510.12402>`_, 2025.
     """
+    both = dict(learning_rate=learning_rate, b1=b1, b2=b2, eps_root=eps_root, eps=eps)
+    both |= dict(weight_decay=weight_decay, nesterov=nesterov)
     hyper = Hyperparameters(
-        learning_rate=learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        eps_root=eps_root,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        bias_correction=bias_correction,
-        cautious_weight_decay=cautious_weight_decay,
+        **both, bias_correction=bias_correction, cautious_weight_decay=cautious_weight_decay
     )
-    like_optax = optax.adamw(
-        learning_rate=learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        eps_root=eps_root,
-        mu_dtype=_mu_dtype(without_codes(mu_dtype)),
-        weight_decay=weight_decay,
-        mask=None if mask is None else _everywhere,
-        nesterov=nesterov,
-    )
+    everywhere = None if mask is None else _everywhere
+    like_optax = optax.adamw(**both, mu_dtype=_mu_dtype(mu_dtype), mask=everywhere)
     algorithm = make_algorithm(
         make_groups(hyper, mask, param_labels, groups),
         hyper,
@@ -260,25 +244,9 @@ def fused_adam(
     References:
       Kingma and Ba, `Adam <https://arxiv.org/abs/1412.6980>`_, 2015.
     """
-    hyper = Hyperparameters(
-        learning_rate=learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        eps_root=eps_root,
-        nesterov=nesterov,
-        l2=l2,
-        bias_correction=bias_correction,
-    )
-    like_optax = optax.adam(
-        learning_rate=learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        eps_root=eps_root,
-        mu_dtype=_mu_dtype(without_codes(mu_dtype)),
-        nesterov=nesterov,
-    )
+    both = dict(learning_rate=learning_rate, b1=b1, b2=b2, eps_root=eps_root, eps=eps)
+    hyper = Hyperparameters(**both, nesterov=nesterov, l2=l2, bias_correction=bias_correction)
+    like_optax = optax.adam(**both, mu_dtype=_mu_dtype(mu_dtype), nesterov=nesterov)
     made = make_groups(hyper, None, param_labels, groups)
     decays = [l2, *(group.weight_decay for group in made.used)]
     algorithm = make_algorithm(
@@ -358,8 +326,10 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
     return tx
 
 
-def _mu_dtype(value: Any) -> Any:
+def _mu_dtype(given: Any) -> Any:
+    """The dtype of optax's first moments."""
+    value = given if named_codec(given) is None else jnp.float32
     is_array = isinstance(value, jax.Array | np.ndarray)  # their == is no bool
-    if value is None or (not is_array and value in optax_fallback.DTYPES):
+    if value is None or (not is_array and value in OPTAX_DTYPES):
         return value
     return float_dtype("mu_dtype", value, also=MOMENT_NAMES)

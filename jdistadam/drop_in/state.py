@@ -15,10 +15,28 @@ from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.codecs import FLOAT32, REMAINDER16, Codec, is_codes
 from jdistadam.core.storage import Storage, has_main_param, main_codec_of, new_main_param
 from jdistadam.core.trees import Grads, OptState, Params
-from jdistadam.drop_in import low_precision, optax_fallback
+from jdistadam.drop_in import low_precision
 from jdistadam.drop_in.low_precision import check_coded
 from jdistadam.errors import DtypeError, TreeError
 from jdistadam.kernels.sharded_adam import reshard_as
+
+OPTAX_DTYPES = tuple(jnp.dtype(name) for name in ("float64", "complex64", "complex128"))
+"""Dtypes that are left to optax wherever they occur."""
+
+INTEGERS = tuple(jnp.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
+"""Parameter dtypes that are left to optax with their gradients and moments."""
+
+_FLOATS = (*trees.STORAGE_DTYPES, *OPTAX_DTYPES)
+
+
+def is_integer(x: Any) -> bool:
+    """Whether an array has one of the dtypes in ``INTEGERS``."""
+    return x.dtype in INTEGERS
+
+
+def optax_takes(dtype: jnp.dtype) -> bool:
+    """Whether optax steps a leaf whose parameter, gradient or moments have this dtype."""
+    return dtype in OPTAX_DTYPES or dtype in INTEGERS
 
 
 class MainParamsState(NamedTuple):
@@ -130,14 +148,19 @@ def nan_if_changed(
     return new
 
 
+def main_states(opt_state: OptState) -> list[MainParamsState]:
+    """Returns the parts of a state that have main parameters."""
+    kind = MainParamsState
+    parts = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in parts if isinstance(x, kind)]
+
+
 def main_params_of(params: Params, opt_state: OptState) -> Any:
     """Returns the exact parameters that ``fused_adamw`` updates; see ``main_params``.
 
     Under ``optax.masked`` or ``optax.partition`` a state has main parameters of only some leaves.
     """
-    is_kept_here = lambda x: isinstance(x, MainParamsState)  # noqa: E731
-    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_kept_here) if is_kept_here(x)]
-    if not found:
+    if not (found := main_states(opt_state)):
         return params
     exact, found = trees.unboxed((params, found))  # nnx.Optimizer puts arrays into others
     for state in found:
@@ -184,16 +207,13 @@ def new_state(algorithm: Algorithm, params: Params) -> OptState:
             storage.check_rounded([x for x in stored if jnp.issubdtype(x, jnp.floating)])
         return low_precision.new_state(storage, params, updated, state)
 
-    if not main_kind.is_stored:
-        return low_precision.with_key(storage, optax_state(params))
-
     def widened(x: Any) -> Any:
         return jnp.asarray(x, jnp.float32) if has_main_param(main_kind, x) else x
 
-    inner = optax_state(jax.tree.map(widened, params))
-    return low_precision.with_key(
-        storage, MainParamsState(new_main_params(main_kind, params), inner)
-    )
+    state = optax_state(jax.tree.map(widened, params))
+    if main_kind.is_stored:
+        state = MainParamsState(new_main_params(main_kind, params), state)
+    return low_precision.RoundingState(storage.key, state) if storage.is_stochastic else state
 
 
 def _place_moments(params: Any, state: Any) -> Any:
@@ -209,12 +229,9 @@ def _with_nu(state: Any, nu_dtype: Any) -> Any:
     """Gives optax's state a second moment in ``nu_dtype``, except for leaves that optax steps."""
 
     def zeros(x: Any) -> Any:
-        return x if optax_fallback.takes(x.dtype) else jnp.zeros_like(x, dtype=nu_dtype)
+        return x if optax_takes(x.dtype) else jnp.zeros_like(x, dtype=nu_dtype)
 
     return (state[0]._replace(nu=jax.tree.map(zeros, state[0].nu)), *state[1:])
-
-
-_FLOATS = (*trees.STORAGE_DTYPES, *optax_fallback.DTYPES)
 
 
 def check_trees(
@@ -228,7 +245,7 @@ def check_trees(
     """Raises unless gradients and moments match the params in structure, shape and dtype."""
     mu_name, nu_name = (f"{state_name}[0].{part}" for part in ("mu", "nu"))
     if params is not None:
-        trees.check_dtypes(params, name="params", allowed=(*_FLOATS, *optax_fallback.INTEGERS))
+        trees.check_dtypes(params, name="params", allowed=(*_FLOATS, *INTEGERS))
     like = grads if params is None else params
     mu, nu = (_as_arrays(x) for x in (adam_state.mu, adam_state.nu))
     for name, tree in (("grads", grads), (mu_name, mu), (nu_name, nu)):
@@ -249,8 +266,7 @@ def check_trees(
             )
     _check_dtypes(mu, dtype_like, name=mu_name, action="Cast mu.")
     _check_dtypes(nu, dtype_like, name=nu_name, action="Cast nu.")
-    takes = optax_fallback.takes
-    nu_of_kernel = jax.tree.map(lambda x: None if takes(x.dtype) else x, nu)
+    nu_of_kernel = jax.tree.map(lambda x: None if optax_takes(x.dtype) else x, nu)
     nu_dtype = storage.float_dtype("nu")
     action = f"Cast nu to {nu_dtype}, or set nu_dtype."
     trees.check_dtypes(nu_of_kernel, name=nu_name, allowed=(nu_dtype,), action=action)
@@ -270,11 +286,10 @@ def _check_dtypes(tree: Any, dtype_like: Any, *, name: str, action: str) -> None
 
     def of(integers: bool) -> Any:
         """The leaves that pair with integers, or the others."""
-        is_one = optax_fallback.is_integer
-        return jax.tree.map(lambda x, y: x if is_one(y) == integers else None, tree, dtype_like)
+        return jax.tree.map(lambda x, y: x if is_integer(y) == integers else None, tree, dtype_like)
 
     trees.check_dtypes(of(False), name=name, allowed=_FLOATS, action=action)
-    both = (*_FLOATS, *optax_fallback.INTEGERS)
+    both = (*_FLOATS, *INTEGERS)
     trees.check_dtypes(of(True), name=name, allowed=both, action=action)
 
 

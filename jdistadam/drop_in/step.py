@@ -1,4 +1,7 @@
-"""One Adam step over a tree: checks it, then makes one kernel call per mix of dtypes."""
+"""One Adam step over a tree: checks it, then makes one kernel call per mix of dtypes.
+
+Leaves of dtypes that the kernel does not support are updated as optax does.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +16,28 @@ import optax
 
 from jdistadam.core import trees
 from jdistadam.core.codecs import Codec, codec_of, is_codes, moment_leaves
-from jdistadam.core.hyperparameters import Hyperparameters, coefficient_rows
+from jdistadam.core.hyperparameters import Hyperparameters, at_count, coefficient_rows
 from jdistadam.core.storage import Storage, main_codec_of
 from jdistadam.core.trees import Grads, OptState, Params
-from jdistadam.drop_in import optax_fallback
-from jdistadam.drop_in.low_precision import RoundingState, split_key
+from jdistadam.drop_in.low_precision import HALVES, RoundingState, split_key
 from jdistadam.drop_in.state import (
     MainParamsState,
     adam_state_of,
     check_trees,
+    is_integer,
     main_leaves,
     nan_if_changed,
+    optax_takes,
     split_state,
 )
 from jdistadam.errors import DtypeError, PolicyError
 from jdistadam.kernels import sharded_adam, sharded_quantized_adam
-from jdistadam.kernels.adam import Operands, Results, Scalars, Spec, new_params, with_main_params
+from jdistadam.kernels.adam import Operands, Scalars, Spec, new_params, with_main_params
 from jdistadam.kernels.quantized_adam import QuantizedSpec, Rounding
 
 _LEAVES_A_CALL = 256
 """The time in which XLA compiles a foreign call grows faster than its number of operands: a step of
 1000 leaves takes half as long in calls of 256, and runs as fast."""
-
-_HALVES = (jnp.bfloat16, jnp.float16)
 
 
 class TreeLeaf(NamedTuple):
@@ -139,7 +141,7 @@ def _check_quantized(
 ) -> None:
     """Raises if a leaf cannot be stepped with codes or stochastic rounding."""
     for path, leaf in zip(paths, leaves, strict=True):
-        is_half = leaf.main is None and leaf.param.dtype in _HALVES
+        is_half = leaf.main is None and leaf.param.dtype in HALVES
         if is_stochastic and mode == "update" and is_half:
             raise PolicyError(
                 f"{path}: an update cannot round the parameter that it is added to: "
@@ -149,7 +151,7 @@ def _check_quantized(
                 "tx.step in place of tx.update and optax.apply_updates, or set main_params_dtype."
             )
         moments = [_dtype(leaf.mu), _dtype(leaf.nu)]
-        is_rounded = is_stochastic and (is_half or any(x in _HALVES for x in moments))
+        is_rounded = is_stochastic and (is_half or any(x in HALVES for x in moments))
         is_quantized = is_rounded or any(isinstance(x, Codec) for x in moments)
         if is_quantized and _is_left_to_optax(TreeLeaf(*map(_dtype, leaf))):
             raise DtypeError(
@@ -192,7 +194,7 @@ def step_leaves(
     mode: str,
     hypers: Sequence[Hyperparameters],
     count: jax.Array,
-    key: Any = None,
+    key: Any,
 ) -> list[TreeLeaf]:
     """One kernel call per mix of dtypes, usually one; with a key it rounds stochastically.
 
@@ -222,14 +224,12 @@ def step_leaves(
             results = _call_optax(call_leaves, decays, mode=mode, hyper=hyper, count=count)
         else:
             spec = Spec(mode, call_rows, hypers[0].flags)
-            run = functools.partial(_run, scalars)
+            quantized = None
             if _is_quantized(dtypes, mode=mode, is_stochastic=key is not None):
                 rounded = Rounding(jnp.zeros(2, jnp.uint32) if key is None else key, count)
                 leaf_ids = tuple(ids[i] for i in indices)
-                run = functools.partial(
-                    _run_quantized, scalars, rounded, is_stochastic=key is not None, ids=leaf_ids
-                )
-            results = _call(run, spec, call_leaves)
+                quantized = QuantizedSpec(spec, key is not None, leaf_ids), rounded
+            results = _call(spec, scalars, call_leaves, quantized)
         for i, leaf in zip(indices, results, strict=True):
             new[i] = leaf
     return new
@@ -249,33 +249,13 @@ def _is_quantized(dtypes: TreeLeaf, *, mode: str, is_stochastic: bool) -> bool:
     return is_coded or (is_stochastic and any(x != jnp.float32 for x in stored))
 
 
-def _run(
-    scalars: Scalars, spec: Spec, operands: Operands, out_like: Sequence[Any] | None = None
-) -> Results:
-    return sharded_adam.adam(spec, scalars, operands, out_like)
-
-
-def _run_quantized(
-    scalars: Scalars,
-    rounded: Rounding,
-    spec: Spec,
-    operands: Operands,
-    out_like: Sequence[Any] | None = None,
-    *,
-    is_stochastic: bool,
-    ids: tuple[int, ...],
-) -> Results:
-    quantized = QuantizedSpec(spec, is_stochastic, ids)
-    return sharded_quantized_adam.adam(quantized, scalars, rounded, operands, out_like or ())
-
-
 def _is_left_to_optax(dtypes: TreeLeaf) -> bool:
     """Whether optax instead of the kernel steps leaves of these dtypes.
 
     A uint16 remainder does not count as such an integer: it belongs to a bfloat16 parameter.
     """
     stored = (dtypes.grad, dtypes.param, dtypes.mu, dtypes.nu)
-    return any(optax_fallback.takes(x) for x in stored if not isinstance(x, Codec))
+    return any(optax_takes(x) for x in stored if not isinstance(x, Codec))
 
 
 def _chunks(calls: dict[Any, list[int]]) -> Iterator[tuple[Any, list[int]]]:
@@ -289,7 +269,12 @@ def _no_update(leaf: TreeLeaf) -> Any:
     return jnp.zeros_like(leaf.grad, dtype=jnp.float32 if leaf.main is not None else None)
 
 
-def _call(run: Callable[..., Results], spec: Spec, leaves: Sequence[TreeLeaf]) -> list[TreeLeaf]:
+def _call(
+    spec: Spec,
+    scalars: Scalars,
+    leaves: Sequence[TreeLeaf],
+    quantized: tuple[QuantizedSpec, Rounding] | None,
+) -> list[TreeLeaf]:
     """Steps leaves of equal dtypes in one kernel call; ``spec`` assumes no main parameters."""
     grads, params, mains, mu, nu = zip(*leaves, strict=True)
     operands = Operands(grads=grads, params=params, mu=mu, nu=nu)
@@ -297,7 +282,12 @@ def _call(run: Callable[..., Results], spec: Spec, leaves: Sequence[TreeLeaf]) -
     if mode == "update" and not kind.is_stored:
         spec = dataclasses.replace(spec, out_dtype=grads[0].dtype)
     spec, operands = with_main_params(kind, spec, operands, mains, params[0].dtype)
-    results = run(spec, operands, params)
+    if quantized is None:
+        results = sharded_adam.adam(spec, scalars, operands, params)
+    else:
+        static, rounded = quantized
+        static = dataclasses.replace(static, adam=spec)
+        results = sharded_quantized_adam.adam(static, scalars, rounded, operands, params)
     new, new_mains = new_params(kind, results)
     if kind.is_stored and mode == "update":
         new = [_difference(*pair) for pair in zip(new, params, strict=True)]
@@ -315,17 +305,8 @@ def _call_optax(
 ) -> list[TreeLeaf]:
     """Steps leaves that the kernel does not support, with main parameters or without."""
     kind = main_codec_of(leaves[0].main)
-    optax_leaves = [
-        optax_fallback.OptaxLeaf(
-            grad=leaf.grad,
-            param=kind.join(leaf.param, leaf.main, jnp),
-            mu=leaf.mu,
-            nu=leaf.nu,
-            decays=decay,
-        )
-        for leaf, decay in zip(leaves, decays, strict=True)
-    ]
-    results = optax_fallback.step("step" if kind.is_stored else mode, hyper, count, optax_leaves)
+    exact = [leaf._replace(param=kind.join(leaf.param, leaf.main, jnp)) for leaf in leaves]
+    results = _optax_step("step" if kind.is_stored else mode, hyper, count, exact, decays)
     new_leaves = []
     for leaf, (new, mu, nu) in zip(leaves, results, strict=True):
         main = None
@@ -334,6 +315,70 @@ def _call_optax(
             new = new if mode == "step" else _difference(new, leaf.param)
         new_leaves.append(TreeLeaf(grad=leaf.grad, param=new, main=main, mu=mu, nu=nu))
     return new_leaves
+
+
+def _optax_step(
+    mode: str,
+    hyper: Hyperparameters,
+    count: jax.Array,
+    leaves: Sequence[TreeLeaf],
+    decays: Sequence[bool],
+) -> list[tuple[Any, Any, Any]]:
+    """Returns optax's (new parameter or update, mu, nu) of leaves without main parameters."""
+    grads, params, _, mu, nu = (list(column) for column in zip(*leaves, strict=True))
+    rate = hyper.learning_rate
+    tx = optax.chain(
+        optax.add_decayed_weights(hyper.l2, decays),
+        optax.scale_by_adam(hyper.b1, hyper.b2, hyper.eps, hyper.eps_root, nesterov=hyper.nesterov),
+        _with_decay(at_count(hyper.weight_decay, count), decays, hyper.cautious_weight_decay),
+        optax.scale_by_learning_rate(rate),
+    )
+    empty = optax.EmptyState()
+    count_of_adam = count
+    if not hyper.bias_correction:
+        # optax has no such switch; after this many steps 1 - b^t is 1, for b up to 1 - 1e-7
+        count_of_adam = jnp.asarray(jnp.iinfo(jnp.int32).max - 1, jnp.int32)
+    masked = optax.MaskedState(empty)
+    of_rate = optax.ScaleByScheduleState(count) if callable(rate) else empty
+    state = (masked, optax.ScaleByAdamState(count_of_adam, mu, nu), masked, of_rate)
+    updates, (_, adam, _, _) = tx.update(grads, state, params)
+    out = updates if mode == "update" else _apply(params, updates)
+    # scale_by_adam was not given mu_dtype: the state has it. Only in a new state is the mu of
+    # integers an integer: optax adds fractions to it, and so do the following steps.
+    new_mu = [
+        new.astype(new.dtype if is_integer(old) else old.dtype)
+        for new, old in zip(adam.mu, mu, strict=True)
+    ]
+    return list(zip(out, new_mu, adam.nu, strict=True))
+
+
+def _with_decay(
+    weight_decay: Any, decays: Sequence[bool], is_cautious: bool
+) -> optax.GradientTransformation:
+    """``optax.add_decayed_weights``; if cautious, only for updates with the parameter's sign."""
+    if not is_cautious:
+        return optax.add_decayed_weights(weight_decay, decays)
+
+    def add(u: Any, p: Any) -> Any:
+        points_apart = jnp.real(u * jnp.conj(p)) < 0
+        return jnp.where(points_apart, u, u + weight_decay * p)
+
+    decay = optax.stateless(lambda updates, params: jax.tree.map(add, updates, params))
+    return optax.masked(decay, decays)
+
+
+def _apply(params: Sequence[Any], updates: Sequence[Any]) -> Any:
+    """``optax.apply_updates``, which truncates p + u if p is an integer.
+
+    The compiler would compute p - rate * x with one rounding instead of two. If p + u is near an
+    integer, the truncated result would differ from that of ``update`` followed by
+    ``apply_updates``. So the compiler must not see both together. (XLA of jax 0.10 does on CPU.)
+    """
+    separate = [
+        jax.lax.optimization_barrier(u) if is_integer(p) else u
+        for p, u in zip(params, updates, strict=True)
+    ]
+    return optax.apply_updates(params, separate)
 
 
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:

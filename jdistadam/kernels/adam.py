@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +18,11 @@ import numpy as np
 from jdistadam.core import collectives, hyperparameters
 from jdistadam.core.codecs import FLOAT32, Codec
 from jdistadam.core.hyperparameters import FLAGS
-from jdistadam.kernels import native, reference, squares
+from jdistadam.kernels import native, reference
+from jdistadam.kernels.reference import KINDS, Asked, num_runs
 
 _MODES = {"step": 0, "step_and_cast": 1, "update": 2, "step_split": 3}  # enum Mode of cuda/adam.h
-_KINDS = ("grads", "params", "mu", "nu", "out")  # bits of the handler's attribute `flat`
+_OPERANDS = ("grads", "params", "mu", "nu", "out")  # bits of the handler's attribute `flat`
 
 
 class Scalars(NamedTuple):
@@ -141,63 +142,87 @@ def adam(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
         return Results(
             operands.params if spec.mode != "update" else (), operands.mu, operands.nu, ()
         )
-    scalars, operands = collectives.vary_together((scalars, operands))
-
-    def compiled(scalars: Scalars, operands: Operands) -> Results:
-        return _adam_native(spec, scalars, operands)[0]
-
-    fallback = functools.partial(adam_fallback, spec)
-    return native.choose(compiled, fallback)(scalars, operands)
+    return adam_with_squares(spec, scalars, operands, None)[0]
 
 
 def adam_with_squares(
-    spec: Spec, scalars: Scalars, operands: Operands, asked: squares.Asked
-) -> tuple[Results, jax.Array]:
-    """The same step, of at least one leaf, and the requested sums of squares.
+    spec: Spec, scalars: Scalars, operands: Operands, asked: Asked | None
+) -> tuple[Results, Any]:
+    """The same step, of at least one leaf, and the requested sums of squares; None for none.
 
     Returns:
       The results of the step; and the sums of squares of the scaled gradients, new parameters and
-      updates of each segment, shape (n, 3), float32: cuda/squares.h. Modes are those of a step;
-      members are not supported.
+      updates of each segment, shape (n, 3), float32: cuda/squares.h. For these, modes are those of
+      a step, and members are not supported.
     """
-    fine = asked.fine
-    args = collectives.vary_together((scalars, operands, asked.segments))
 
     def compiled(scalars: Scalars, operands: Operands, segments: Any) -> tuple[Results, Any]:
-        return _adam_native(spec, scalars, operands, squares.Asked(fine, segments))
+        return _adam_native(spec, scalars, operands, asked and asked._replace(segments=segments))
 
     def fallback(scalars: Scalars, operands: Operands, segments: Any) -> tuple[Results, Any]:
-        sums = squares_reference(spec, scalars, operands, squares.Asked(fine, segments), xp=jnp)
+        given = asked and asked._replace(segments=segments)
+        sums = given and squares_reference(spec, scalars, operands, given, xp=jnp)
         return adam_fallback(spec, scalars, operands), sums
 
-    return native.choose(compiled, fallback)(*args)
+    args = scalars, operands, asked and asked.segments
+    return native.choose(compiled, fallback)(*collectives.vary_together(args))
 
 
 def _adam_native(
-    spec: Spec, scalars: Scalars, operands: Operands, asked: squares.Asked | None = None
+    spec: Spec, scalars: Scalars, operands: Operands, asked: Asked | None
 ) -> tuple[Results, Any]:
     results = _result_types(spec, operands)
     # operands: 3 scalars, grads, params, mu, nu, remainders; results: params, mu, nu, out
     first_param = len(Scalars._fields) + len(operands.grads)
     first_aliased = first_param if results.params else first_param + len(operands.params)
     num_aliased = len(results.params) + sum(map(len, operands[2:]))
-    call = squares.ffi_call(
+    call = ffi_call(
         "jdistadam_adam",
+        spec,
+        operands.grads,
         jax.tree.leaves(results),
         {first_aliased + i: i for i in range(num_aliased)},
         asked,
-        num_runs(spec, operands, asked),
     )
     outputs, sums = call(*scalars, *jax.tree.leaves(operands), **_attributes(spec))
     return jax.tree.unflatten(jax.tree.structure(results), outputs), sums
 
 
-def num_runs(spec: Spec, operands: Operands, asked: squares.Asked | None) -> int:
-    """The number of runs of all leaves, if sums of squares are requested."""
+def ffi_call(
+    target: str,
+    spec: Spec,
+    grads: Sequence[Any],
+    results: Sequence[Any],
+    aliases: dict[int, int],
+    asked: Asked | None,
+) -> Callable[..., tuple[Sequence[jax.Array], Any]]:
+    """Returns a call of a step, which returns its results, and the sums of squares or None.
+
+    Args:
+      target: The handler of steps without sums.
+      spec: The static side.
+      grads: The gradients.
+      results: Types of its results.
+      aliases: Operand number to result number.
+      asked: The requested sums; None: none.
+    """
     if asked is None:
-        return 0
-    sizes = spec.sizes or [x.size // spec.contributions for x in operands.grads]
-    return sum(map(squares.num_runs, sizes, asked.fine))
+        call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
+        return lambda *args, **attributes: (call(*args, **attributes), None)
+    sizes = spec.sizes or [x.size // spec.contributions for x in grads]
+    runs = sum(map(num_runs, sizes, asked.fine))
+    shapes = (asked.segments.shape[0], len(KINDS)), (len(KINDS), runs)
+    sums = [native.type_like(asked.segments, shape, jnp.float32) for shape in shapes]
+    moved = {operand + 1: result + len(sums) for operand, result in aliases.items()}
+    call = jax.ffi.ffi_call(f"{target}_squares", [*sums, *results], input_output_aliases=moved)
+
+    def with_sums(*args: Any, **attributes: Any) -> tuple[Sequence[jax.Array], Any]:
+        none = np.zeros(0, np.int64)
+        attributes = {"mu_offsets": none, "nu_offsets": none} | attributes
+        out = call(asked.segments, *args, fine=np.asarray(asked.fine, np.int32), **attributes)
+        return out[len(sums) :], out[0]
+
+    return with_sums
 
 
 def _attributes(spec: Spec) -> dict[str, Any]:
@@ -207,7 +232,7 @@ def _attributes(spec: Spec) -> dict[str, Any]:
         "flags": bits_of(spec.flags),
         "contributions": np.int32(spec.contributions),
         "groups": np.asarray(spec.groups, np.int32),
-        "flat": np.int32(sum(1 << _KINDS.index(kind) for kind in spec.flat)),
+        "flat": np.int32(sum(1 << _OPERANDS.index(kind) for kind in spec.flat)),
         "sizes": np.asarray(spec.sizes, np.int64),
         "offsets": np.asarray(spec.offsets, np.int64),
     }
@@ -291,14 +316,14 @@ def adam_fallback(
 
 
 def squares_reference(
-    spec: Spec, scalars: Scalars, operands: Operands, asked: squares.Asked, *, xp: Any
+    spec: Spec, scalars: Scalars, operands: Operands, asked: Asked, *, xp: Any
 ) -> Any:
     """The sums of squares by the reference implementation, for one contribution."""
     shapes = [(size,) for size in spec.sizes or (x.size for x in operands.grads)]
     cut = Operands(*(split(spec, kind, x, shapes) for kind, x in operands._asdict().items()))
     leaves = zip(spec.groups, *cut[:4], cut.out or (None,) * len(cut.grads), strict=True)
     found = [
-        squares.of_leaf(
+        reference.squares_of_leaf(
             spec.mode,
             dict(zip(hyperparameters.NAMES, scalars.coefficients[group], strict=True)),
             scalars.inv_scale,
@@ -309,7 +334,7 @@ def squares_reference(
         )
         for group, *leaf in leaves
     ]
-    return squares.sums(found, asked, xp)
+    return reference.sums_of_runs(found, asked, xp)
 
 
 def split(spec: Spec, kind: str, arrays: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:

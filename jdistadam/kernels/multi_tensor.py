@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -60,10 +60,15 @@ def sum_of_squares(grads: Sequence[Any], inv_scale: Any = None) -> tuple[jax.Arr
     return total, found_inf
 
 
-def _norm_native(inv_scale: Any, grads: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
-    tiles = sum(-(-x.size // reference.NORM_TILE) for x in grads)
+def _norm_types(like: Any, sizes: Iterable[int]) -> list[Any]:
+    """The types of a sum of squares, of whether any is non-finite, and of scratch memory."""
+    tiles = sum(-(-size // reference.NORM_TILE) for size in sizes)
     shapes = (((), jnp.float32), ((), jnp.bool_), ((tiles, 2), jnp.uint32))
-    results = [native.type_like(grads[0], shape, dtype) for shape, dtype in shapes]
+    return [native.type_like(like, shape, dtype) for shape, dtype in shapes]
+
+
+def _norm_native(inv_scale: Any, grads: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+    results = _norm_types(grads[0], (x.size for x in grads))
     squares, found_inf, _ = jax.ffi.ffi_call("jdistadam_norm", results)(inv_scale, *grads)
     return squares, found_inf
 
@@ -75,21 +80,19 @@ def _norm_fallback(inv_scale: Any, grads: Sequence[Any]) -> tuple[jax.Array, jax
     return jnp.sum(squares), ~jnp.all(finite)
 
 
-def sum_contributions(stacked: Sequence[Any], dtype: Any = jnp.float32) -> list[jax.Array]:
-    """Adds arrays of shape (contributions, ...) pairwise in float32; rounds once, to ``dtype``."""
+def sum_contributions(stacked: Sequence[Any]) -> list[jax.Array]:
+    """Adds arrays of shape (contributions, ...) pairwise in float32."""
     if not stacked:
         return []
     contributions = stacked[0].shape[0]
-    shapes = tuple(x.shape[1:] for x in stacked)
     sizes = tuple(x.size // contributions for x in stacked)
-    offsets = tuple(np.cumsum((0, *sizes[:-1])).tolist())
     spec = _SumSpec(
         flat=0,
-        shapes=shapes,
+        shapes=tuple(x.shape[1:] for x in stacked),
         sizes=sizes,
-        offsets=offsets,
+        offsets=tuple(np.cumsum((0, *sizes[:-1])).tolist()),
         contributions=contributions,
-        dtype=dtype,
+        dtype=jnp.float32,
     )
     return _sum(spec, stacked)
 
@@ -200,11 +203,6 @@ class PeerSpec:
             "received": np.asarray(received, np.int32),
         }
 
-    def _norm_types(self, like: Any) -> list[Any]:
-        tiles = sum(-(-size // reference.NORM_TILE) for size in self.sizes)
-        shapes = (((), jnp.float32), ((), jnp.bool_), ((tiles, 2), jnp.uint32))
-        return [native.type_like(like, shape, dtype) for shape, dtype in shapes]
-
 
 def sum_over_peers(
     spec: PeerSpec, norm_scale: Any, grads: Sequence[Any], received: Sequence[Any] = ()
@@ -224,7 +222,7 @@ def sum_over_peers(
     operands = norm_scale, list(grads), list(received)
     norm_scale, grads, received = collectives.vary_together(operands)
     types = [native.type_like(grads[0], (size,), jnp.float32) for size in spec.sizes]
-    call = jax.ffi.ffi_call("jdistadam_peer_sum", [*types, *spec._norm_types(grads[0])])
+    call = jax.ffi.ffi_call("jdistadam_peer_sum", [*types, *_norm_types(grads[0], spec.sizes)])
     *sums, squares, found_inf, _ = call(norm_scale, *grads, *received, **spec._where())
     return sums, squares, found_inf
 
@@ -259,7 +257,7 @@ def step_over_peers(
     operands = ((norm_scale, *scalars), list(grads), list(received), tuple(state))
     numbers, grads, received, state = collectives.vary_together(operands)
     state = native.unfused(state)
-    norm_types = [] if summed else spec._norm_types(grads[0])
+    norm_types = [] if summed else _norm_types(grads[0], spec.sizes)
     first_state = len(numbers) + len(grads) + len(received)
     aliases = {first_state + i: len(grads) + i for i in range(len(state))}
     call = jax.ffi.ffi_call(

@@ -189,11 +189,7 @@ def choose(compiled: Callable[..., Any], fallback: Callable[..., Any]) -> Callab
         return compiled  # tracing the fallback would be wasted
     warn_if_unavailable(default_platform())
     branches = {platform: compiled for platform in available}
-    return functools.partial(_by_platform, fallback, branches)
-
-
-def _by_platform(fallback: Callable[..., Any], branches: Any, *operands: Any) -> Any:
-    return lax.platform_dependent(*operands, default=fallback, **branches)
+    return lambda *operands: lax.platform_dependent(*operands, default=fallback, **branches)
 
 
 def unfused(arrays: Arrays) -> Arrays:

@@ -7,7 +7,6 @@ It takes the operands of kernels/adam.py, and scales and random keys: see [Note:
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,9 +18,9 @@ import numpy as np
 from jdistadam.core import collectives, hyperparameters
 from jdistadam.core.codecs import BLOCK, BlockCodes, codec_of, float_codec, is_codes
 from jdistadam.kernels import adam as kernel
-from jdistadam.kernels import native, reference, squares
+from jdistadam.kernels import native, reference
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
-from jdistadam.kernels.reference import LeafPartition
+from jdistadam.kernels.reference import Asked, LeafPartition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +89,7 @@ def adam(
       positions: The positions of the leaves in whole leaves.
       operands: The leaves; all of mu may be BlockCodes of one format, and all of nu, also flat.
     """
-
-    def compiled(*args: Any) -> Results:
-        return _adam_native(spec, *args)[0]
-
-    fallback = functools.partial(adam_reference, spec, xp=jnp)
-    return native.choose(compiled, fallback)(scalars, rounded, positions, operands)
+    return adam_with_squares(spec, scalars, rounded, positions, operands, None)[0]
 
 
 def adam_with_squares(
@@ -104,21 +98,20 @@ def adam_with_squares(
     rounded: Rounding,
     positions: LeafPositions,
     operands: Operands,
-    asked: squares.Asked,
-) -> tuple[Results, jax.Array]:
+    asked: Asked | None,
+) -> tuple[Results, Any]:
     """The same step and sums of squares, as ``kernels.adam.adam_with_squares`` returns them."""
-    fine = asked.fine
 
     def compiled(segments: Any, *args: Any) -> tuple[Results, Any]:
-        return _adam_native(spec, *args, asked=squares.Asked(fine, segments))
+        return _adam_native(spec, *args, asked=asked and asked._replace(segments=segments))
 
     def fallback(segments: Any, *args: Any) -> tuple[Results, Any]:
         scalars, *_, operands = args
-        asked = squares.Asked(fine, segments)
-        sums = squares_reference(spec, scalars, operands, asked, xp=jnp)
+        given = asked and asked._replace(segments=segments)
+        sums = given and squares_reference(spec, scalars, operands, given, xp=jnp)
         return adam_reference(spec, *args, xp=jnp), sums
 
-    args = asked.segments, scalars, rounded, positions, operands
+    args = asked and asked.segments, scalars, rounded, positions, operands
     return native.choose(compiled, fallback)(*collectives.vary_together(args))
 
 
@@ -144,7 +137,7 @@ def _adam_native(
     positions: LeafPositions,
     operands: Operands,
     *,
-    asked: squares.Asked | None = None,
+    asked: Asked | None,
 ) -> tuple[Results, Any]:
     """The call: scales follow the operands of `jdistadam_adam`, and likewise its results."""
     mode = spec.adam.mode
@@ -165,9 +158,9 @@ def _adam_native(
         dtype = jnp.dtype(spec.adam.out_dtype)
         types["out"] = [jax.typeof(x).update(dtype=dtype) for x in operands.grads]
     results = [x for arrays in types.values() for x in arrays]
-    runs = kernel.num_runs(spec.adam, operands, asked)
-    outputs, sums = squares.ffi_call(
-        "jdistadam_quantized", results, _aliases(given, types), asked, runs
+    aliases = _aliases(given, types)
+    outputs, sums = kernel.ffi_call(
+        "jdistadam_quantized", spec.adam, operands.grads, results, aliases, asked
     )(*scalars, *rounded, *positions, *jax.tree.leaves(list(given.values())), **_attributes(spec))
     new = iter(outputs)
     found = {name: tuple(next(new) for _ in arrays) for name, arrays in types.items()}
@@ -237,7 +230,7 @@ def adam_reference(
 
 
 def squares_reference(
-    spec: QuantizedSpec, scalars: Scalars, operands: Operands, asked: squares.Asked, *, xp: Any
+    spec: QuantizedSpec, scalars: Scalars, operands: Operands, asked: Asked, *, xp: Any
 ) -> Any:
     """The sums of squares by the reference implementation."""
     shapes = [x.shape for x in operands.grads]
@@ -257,7 +250,6 @@ def _bits(
     shape: tuple[int, ...],
     xp: Any,
 ) -> reference.RandomBits:
-    """The random bits of a leaf."""
     if not spec.is_stochastic:
         return reference.RandomBits(None, None, None)
     size = math.prod(shape)

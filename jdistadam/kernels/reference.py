@@ -1,4 +1,4 @@
-"""The reference implementation in Python: the Adam formula, and random bits for rounding.
+"""The reference implementation in Python: the Adam formula, sums, and random bits for rounding.
 
 With numpy, it gives the same bits as the compiled kernels. With jax.numpy, the same code is the
 fallback if there is no compiled kernel. XLA may contract operations there, so the result is close
@@ -7,13 +7,14 @@ but not bitwise equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jdistadam.core.arguments import store
-from jdistadam.core.codecs import BLOCK, join_halves, split_halves
+from jdistadam.core.codecs import BLOCK, join_halves, split_halves, store
 
 # The random bits of stochastic rounding: the reference of [Note: random bits] in cuda/rounding.h.
 #
@@ -312,3 +313,81 @@ def adam_leaf(
             unless_skipped(store(v, nu.dtype, xp), nu),
             None if out is None else unless_skipped(out, out_if_skipped),
         )
+
+
+# Sums of squares of gradients, parameters and updates during a step: cuda/squares.h defines them.
+
+RUN = 128
+"""Elements per run of a leaf that is not fine."""
+KINDS = ("grad", "param", "update")
+
+
+class Asked(NamedTuple):
+    """The sums of squares that a call takes.
+
+    Attributes:
+      fine: For each leaf whether each of its elements is a run, instead of 128 of them.
+      segments: Shape (n, 2), int32: the first run of each sum, and one past the last.
+    """
+
+    fine: tuple[bool, ...]
+    segments: Any
+
+
+def num_runs(size: int, is_fine: bool) -> int:
+    """Returns the number of runs of a leaf."""
+    return size if is_fine else -(-size // RUN)
+
+
+def squares_of_leaf(
+    mode: str,
+    c: Mapping[str, Any],
+    inv_scale: Any,
+    found_inf: Any,
+    grad: Any,
+    param: Any,
+    mu: Any,
+    nu: Any,
+    remainder: Any,
+    *,
+    flags: frozenset[str],
+    xp: Any,
+) -> Any:
+    """The squares of a leaf, shape (3, size), float32; arguments are those of ``adam_leaf``."""
+    f32 = xp.float32
+    with np.errstate(all="ignore"):
+        p = join_halves(param, remainder, xp) if mode == "step_split" else param.astype(f32)
+        g = grad.astype(f32) * inv_scale
+        u, _, _ = adam_update(
+            c, g=g, p=p, m=mu.astype(f32), v=nu.astype(f32), flags=flags, every_term=False, xp=xp
+        )
+        u = xp.where(found_inf, f32(0), u)
+        new = xp.where(found_inf, p, p - u)
+        return xp.stack([xp.square(x).reshape(-1) for x in (g, new, u)])
+
+
+def sums_of_runs(squares: Sequence[Any], asked: Asked, xp: Any) -> Any:
+    """The sums of squares that a call takes, shape (n, 3), float32; with numpy the same bits."""
+    with np.errstate(all="ignore"):
+        runs = [
+            x if is_fine else _runs(x, xp) for x, is_fine in zip(squares, asked.fine, strict=True)
+        ]
+        partials = xp.concatenate(runs, axis=1)
+        if xp is np:
+            pairs = np.clip(asked.segments, 0, partials.shape[1])
+            found = [[_sum_lanes(x[a:b]) for x in partials] for a, b in pairs.tolist()]
+            return store(np.reshape(found, (-1, len(KINDS))), np.float32, np)
+    at = jnp.arange(partials.shape[1])
+
+    def one(segment: Any) -> jax.Array:
+        return jnp.sum(jnp.where((at >= segment[0]) & (at < segment[1]), partials, 0), axis=1)
+
+    return jax.lax.map(one, asked.segments)
+
+
+def _runs(x: Any, xp: Any) -> Any:
+    """The sums of runs, along the last dimension: adjacent terms, then adjacent sums."""
+    x = xp.pad(x, ((0, 0), (0, -x.shape[1] % RUN))).reshape(len(x), -1, RUN)
+    while x.shape[-1] > 1:
+        x = x[..., 0::2] + x[..., 1::2]
+    return x[..., 0]

@@ -44,11 +44,11 @@ def _adam_on_shards(spec: Spec, scalars: Scalars, operands: Operands, out_like: 
     Args:
       spec: As for the kernel.
       scalars: The same on all devices.
-      operands: The leaves, as ``placed_like_moments`` returns them.
+      operands: The leaves, resharded like their first moments as far as types know it.
       out_like: Arrays with the sharding that ``out`` takes.
 
     Returns:
-      The kernel's results, for ``back_in_place``.
+      The kernel's results, not yet resharded like the arrays that they replace.
     """
     shardings = tuple(map(sharding_of, operands.mu))
     ranks = tuple(x.ndim for x in operands.mu)
@@ -56,21 +56,8 @@ def _adam_on_shards(spec: Spec, scalars: Scalars, operands: Operands, out_like: 
     return native.unfused(partitioned((out_like, shardings), scalars, operands.unfused()))
 
 
-def placed_like_moments(operands: Operands) -> Operands:
-    """Reshards every leaf like its first moment, as far as types know it.
-
-    The types of an Explicit mesh include shardings, and a call gets them from its operands.
-    """
-    return Operands(*(reshard_like(arrays, operands.mu) for arrays in operands))
-
-
-def back_in_place(results: Results, models: Operands) -> Results:
-    """Reshards results like the arrays that they replace, as far as types know it."""
-    return Results(*map(reshard_like, results, models[1:]))
-
-
 def reshard_like(arrays: Arrays, models: Arrays) -> tuple[Any, ...]:
-    """Reshards arrays like ``models``, as far as types know it."""
+    """Reshards arrays like ``models``, as far as types know it: those of an Explicit mesh do."""
     shardings = [jax.typeof(model).sharding for model in models]
     return tuple(reshard_as(*pair) for pair in zip(arrays, shardings, strict=False))
 
@@ -127,7 +114,9 @@ def _partitioned(spec: Spec, ranks: tuple[int, ...], member_dims: int) -> Any:
         results = Results(*(tuple(x.sharding for x in kind) for kind in outward))
         return mesh, lower_fn, results, arg_shardings
 
-    rule = _sharding_rule(spec, ranks, member_dims)
+    # The members of the coefficients are resharded like those of the moments afterwards.
+    rows = (*(f"b{d}" for d in range(member_dims)), "r", "c")
+    rule = sharding_rule(spec.mode, ranks, (rows, (), ()), ("r", "c"))
     adam_step.def_partition(partition=partition, sharding_rule=rule)
     return adam_step
 
@@ -148,27 +137,36 @@ def _with_equal_members(mesh: Mesh, mu: Arrays, member_dims: int) -> tuple[list[
     return [NamedSharding(mesh, P(*whole, *x.spec[member_dims:])) for x in shardings], P()
 
 
-def _sharding_rule(spec: Spec, ranks: tuple[int, ...], member_dims: int) -> SdyShardingRule:
+def sharding_rule(
+    mode: str, ranks: Sequence[int], scalars: Any, replicated: Any, coded: Sequence[str] = ()
+) -> SdyShardingRule:
     """Each kind of array shares factors only with the results that replace it.
 
-    So do the members of the coefficients, which are resharded like those of the moments afterwards.
+    Args:
+      mode: The mode of the step.
+      ranks: Of the leaves.
+      scalars: The factors of the operands before the leaves.
+      replicated: Those of them that must be the same on all devices.
+      coded: The moments that have scales: "m" or "n".
     """
 
     def leaves(kind: str) -> Any:
-        return tuple(tuple(f"{kind}{i}d{d}" for d in range(rank)) for i, rank in enumerate(ranks))
+        mapping: list[tuple[str, ...]] = []
+        for i, rank in enumerate(ranks):
+            mapping.append(tuple(f"{kind}{i}d{d}" for d in range(rank)))
+            mapping += [(f"{kind}{i}s",)] if kind in coded else []
+        return tuple(mapping)
 
-    members = tuple(f"b{d}" for d in range(member_dims))
-    scalars: Any = ((*members, "r", "c"), (), ())
     grads, params, mu, nu = map(leaves, ("g", "p", "m", "n"))
     # Updates are added to params; every other `out` has its own arrays that give its sharding.
-    out = params if spec.mode == "update" else leaves("o")
-    remainders = out if spec.mode == "step_split" else ()
-    new_params = () if spec.mode == "update" else params
-    new_out = () if spec.mode == "step" else out
+    out = params if mode == "update" else leaves("o")
+    remainders = out if mode == "step_split" else ()
+    new_params = () if mode == "update" else params
+    new_out = () if mode == "step" else out
     return SdyShardingRule(
         operand_mappings=out + grads + scalars + grads + params + mu + nu + remainders,
         result_mappings=new_params + mu + nu + new_out,
-        need_replication_factors=("r", "c"),
+        need_replication_factors=replicated,
     )
 
 
@@ -306,9 +304,10 @@ def adam(
         return kernel.adam(spec, scalars, operands)
     scalars, operands = collectives.vary_together((scalars, operands))
     models = operands._replace(out=operands.out or out_like or operands.params)
-    args = (scalars, placed_like_moments(operands), models.out)
+    args = (scalars, Operands(*(reshard_like(x, operands.mu) for x in operands)), models.out)
     step, treedef = functools.partial(_adam_on_shards, spec), jax.tree.structure(args)
-    return back_in_place(_step(step, *args, spec=spec, treedef=treedef), models)
+    results = _step(step, *args, spec=spec, treedef=treedef)
+    return Results(*map(reshard_like, results, models[1:]))
 
 
 def _batched(leaves: Any, dims: Any, *, call: Any, spec: Spec, treedef: Any) -> tuple[Any, Any]:

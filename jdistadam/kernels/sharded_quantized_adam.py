@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,7 +28,7 @@ from jdistadam.core.codecs import BLOCK, BlockCodes, Codec, codec_of, is_codes
 from jdistadam.core.collectives import CalledPrimitive
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import native, quantized_adam, sharded_adam
-from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
+from jdistadam.kernels.adam import Operands, Results, Scalars
 from jdistadam.kernels.quantized_adam import LeafPositions, QuantizedSpec, Rounding, codes_of
 
 
@@ -263,7 +263,11 @@ def _partitioned(spec: QuantizedSpec, kinds: _Kinds) -> Any:
         )
         return mesh, lower_fn, Results(*map(of_leaves, result_shapes)), arg_shardings
 
-    step.def_partition(partition=partition, sharding_rule=_sharding_rule(spec.adam, kinds))
+    scalars: Any = (("l", "t"), ("b", "w"), ("r", "c"), (), (), ("k",), ())
+    coded = ["m"] * kinds.mu_is_coded + ["n"] * kinds.nu_is_coded
+    whole = tuple("ltbwrck")
+    rule = sharded_adam.sharding_rule(spec.adam.mode, kinds.ranks, scalars, whole, coded)
+    step.def_partition(partition=partition, sharding_rule=rule)
     return step
 
 
@@ -296,31 +300,6 @@ def _check_parts(x: Any, kinds: _Kinds, path: str = "fused_adamw") -> None:
             f"shape {x.shape} in {num_parts} parts along its first dimension",
             path,
         )
-
-
-def _sharding_rule(spec: Spec, kinds: _Kinds) -> SdyShardingRule:
-    """As in sharded_adam.py: arrays share factors only with the results that replace them."""
-
-    def leaves(kind: str, coded: bool = False) -> Any:
-        mapping: list[tuple[str, ...]] = []
-        for i, rank in enumerate(kinds.ranks):
-            mapping.append(tuple(f"{kind}{i}d{d}" for d in range(rank)))
-            mapping += [(f"{kind}{i}s",)] if coded else []
-        return tuple(mapping)
-
-    grads, params = leaves("g"), leaves("p")
-    mu, nu = leaves("m", kinds.mu_is_coded), leaves("n", kinds.nu_is_coded)
-    scalars: Any = (("r", "c"), (), (), ("k",), ())
-    out = params if spec.mode == "update" else leaves("o")
-    remainders = out if spec.mode == "step_split" else ()
-    new_params = () if spec.mode == "update" else params
-    new_out = () if spec.mode == "step" else out
-    positions: Any = (("l", "t"), ("b", "w"))
-    return SdyShardingRule(
-        operand_mappings=out + grads + positions + scalars + grads + params + mu + nu + remainders,
-        result_mappings=new_params + mu + nu + new_out,
-        need_replication_factors=("l", "t", "b", "w", "r", "c", "k"),
-    )
 
 
 def _not_supported(

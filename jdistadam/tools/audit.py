@@ -6,17 +6,16 @@ import collections
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.distributed.checks import check_options
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.norms import sent_elements
+from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import find_state
 from jdistadam.errors import TreeError
 from jdistadam.tools import hlo
-from jdistadam.tools.plan import planned_collectives
 from jdistadam.training.train_state import TrainState, check_train_state
 from jdistadam.training.train_step import TrainStep
 
@@ -171,7 +170,7 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
       True.
 
     Example:
-      >>> import jdistadam as jda
+      >>> import jax, jdistadam as jda
       >>> tx = jda.distributed(jda.fused_adamw(1e-2), mesh=jax.make_mesh((1,), ("data",)))
       >>> step = jda.train_step(lambda params, batch: jnp.sum(batch @ params["w"]), tx)
       >>> state = jda.TrainState.create({"w": jnp.ones(3)}, tx)
@@ -181,9 +180,11 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
     _check_step(step)
     check_train_state(state)
     check_options(step.tx.config, find_state(state.opt_state))
-    planned, optional = _planned(step, state)
-    program = step.lower(state, batch).compile()
     config, mesh = step.tx.config, step.tx.config.mesh
+    whole = config.tensor_local(state.params)
+    schedule = config.schedule(whole, accumulate_steps=step.options.accumulate_steps)
+    planned, optional = _planned(step, schedule)
+    program = step.lower(state, batch).compile()
     text = program.as_text()
     ours, models, scalars = _found(text, config)
     rows = [
@@ -196,7 +197,7 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
         AuditRow(*key, 0, 0, elements, models.asynchronous[key], of_model=True)
         for key, elements in sorted(models.elements.items())
     ]
-    calls = _peer_calls(config, state, text)
+    calls = _peer_calls(config, schedule, text)
     return Audit(tuple(rows), scalars, mesh.size, program, calls)
 
 
@@ -235,10 +236,9 @@ def _found(text: str, config: DistributedConfig) -> tuple[_Elements, _Elements, 
     return ours, models, scalars
 
 
-def _peer_calls(config: DistributedConfig, state: Any, text: str) -> tuple[PeerCall, ...]:
+def _peer_calls(config: DistributedConfig, schedule: Schedule, text: str) -> tuple[PeerCall, ...]:
     """The calls over peer memory; missing if the program used XLA instead."""
     found = hlo.custom_calls_in(text)
-    schedule = config.schedule(config.tensor_local(state.params))
     is_peer = config.communication.is_peer and bool(schedule.buckets)
     has_sum = is_peer and config.takes_norm_first
     planned = {"jdistadam_peer_sum": int(has_sum), "jdistadam_peer_step": int(is_peer)}
@@ -277,13 +277,12 @@ def _is_widening(group: list[AuditRow]) -> bool:
     return nothing_left and planned - optional <= found <= planned
 
 
-def _planned(step: TrainStep, state: Any) -> tuple[_Counter, _Counter]:
+def _planned(step: TrainStep, schedule: Schedule) -> tuple[_Counter, _Counter]:
     """Elements by operation, dtype and number of devices; and those that XLA may leave out."""
     config = step.tx.config
     planned: _Counter = collections.Counter()
     optional: _Counter = collections.Counter()
-    accumulate_steps = step.options.accumulate_steps
-    for c in planned_collectives(config, state.params, accumulate_steps=accumulate_steps):
+    for c in schedule.collectives:
         is_scalar = c.op == "all-reduce" and c.result_elements <= _MAX_SCALARS
         if c.devices > 1 and not is_scalar and c.transport == "xla":
             # Devices send to one another, each on its own.
@@ -291,15 +290,14 @@ def _planned(step: TrainStep, state: Any) -> tuple[_Counter, _Counter]:
             key = c.op, c.dtype.name, together
             planned[key] += c.result_elements * c.times
             optional[key] += c.result_elements * c.times * c.is_optional
-    parallel = config.parallel
-    layout = config.schedule(config.tensor_local(state.params)).layout
+    parallel, layout = config.parallel, schedule.layout
     of_norms, state_axes = sent_elements(config, layout), parallel.state_axes
     together = parallel.size(state_axes + parallel.tensor_axes)
     is_of_model = config.has_model_axes and not state_axes
     if of_norms > _MAX_SCALARS and together > 1 and not is_of_model:
         planned["all-reduce", "float32", together] += of_norms
     devices = config.parallel.num_devices if config.has_model_axes else config.mesh.size
-    leaves = len(jax.tree.leaves(state.params))
+    leaves = len(layout.leaves)
     if step.options.report_nonfinite and devices > 1 and leaves > _MAX_SCALARS:
         planned["all-reduce", "int32", devices] += leaves
     return planned, optional

@@ -95,9 +95,12 @@ class Variant(NamedTuple):
     bytes_per_parameter: float
 
 
-def _ours(**kwargs: Any) -> tuple[Any, Any]:
-    tx = fused_adamw(**HYPER, **kwargs)
-    return tx.init, tx.step
+def _ours(**kwargs: Any) -> Callable[[], tuple[Any, Any]]:
+    def make() -> tuple[Any, Any]:
+        tx = fused_adamw(**HYPER, **kwargs)
+        return tx.init, tx.step
+
+    return make
 
 
 def _optax() -> tuple[Any, Any]:
@@ -123,45 +126,27 @@ def _flat() -> tuple[Any, Any]:
     return tx.init, step
 
 
+_BF16: Any = jnp.bfloat16
 _8_BITS: Any = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic")
 _16_BITS: Any = dict(mu_dtype="block16", nu_dtype="block16", rounding="stochastic")
 _SCALES = 2 * 2 * 4 / 128  # bytes per parameter of the scales of both moments, read and written
 
 VARIANTS: dict[str, Variant] = {
-    "float32": Variant(_ours, jnp.float32, jnp.float32, 28),
-    "bf16 grads": Variant(_ours, jnp.float32, jnp.bfloat16, 26),
-    "bf16, float32 main": Variant(
-        functools.partial(_ours, main_params_dtype=jnp.float32), jnp.bfloat16, jnp.bfloat16, 28
-    ),
-    "bf16, remainder16": Variant(
-        functools.partial(_ours, main_params_dtype="remainder16"), jnp.bfloat16, jnp.bfloat16, 26
-    ),
+    "float32": Variant(_ours(), jnp.float32, jnp.float32, 28),
+    "bf16 grads": Variant(_ours(), jnp.float32, _BF16, 26),
+    "bf16, float32 main": Variant(_ours(main_params_dtype=jnp.float32), _BF16, _BF16, 28),
+    "bf16, remainder16": Variant(_ours(main_params_dtype="remainder16"), _BF16, _BF16, 26),
     "bf16, stochastic, bf16 moments": Variant(
-        functools.partial(
-            _ours, mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16, rounding="stochastic"
-        ),
-        jnp.bfloat16,
-        jnp.bfloat16,
-        14,
+        _ours(mu_dtype=_BF16, nu_dtype=_BF16, rounding="stochastic"), _BF16, _BF16, 14
     ),
     "bf16, remainder16, 8-bit moments": Variant(
-        functools.partial(_ours, main_params_dtype="remainder16", **_8_BITS),
-        jnp.bfloat16,
-        jnp.bfloat16,
-        14 + _SCALES,
+        _ours(main_params_dtype="remainder16", **_8_BITS), _BF16, _BF16, 14 + _SCALES
     ),
-    "bf16, stochastic, 8-bit moments": Variant(
-        functools.partial(_ours, **_8_BITS), jnp.bfloat16, jnp.bfloat16, 10 + _SCALES
-    ),
+    "bf16, stochastic, 8-bit moments": Variant(_ours(**_8_BITS), _BF16, _BF16, 10 + _SCALES),
     "bf16, remainder16, 16-bit moments": Variant(
-        functools.partial(_ours, main_params_dtype="remainder16", **_16_BITS),
-        jnp.bfloat16,
-        jnp.bfloat16,
-        18 + _SCALES,
+        _ours(main_params_dtype="remainder16", **_16_BITS), _BF16, _BF16, 18 + _SCALES
     ),
-    "bf16, stochastic, 16-bit moments": Variant(
-        functools.partial(_ours, **_16_BITS), jnp.bfloat16, jnp.bfloat16, 14 + _SCALES
-    ),
+    "bf16, stochastic, 16-bit moments": Variant(_ours(**_16_BITS), _BF16, _BF16, 14 + _SCALES),
     # one more read of the gradients, for the norm
     "float32, flat, clipped": Variant(_flat, jnp.float32, jnp.float32, 32),
     "optax.adamw": Variant(_optax, jnp.float32, jnp.float32, 28),

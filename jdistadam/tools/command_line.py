@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jdistadam
+from jdistadam.core.arguments import FLOATS
 from jdistadam.core.codecs import BLOCK_CODECS
-from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.core.precision import FLOAT8, MixedPrecisionPolicy
 from jdistadam.core.storage import ROUNDINGS
 from jdistadam.distributed.mesh_axes import (
     OUTER_SHARDING_STRATEGIES,
@@ -22,8 +23,6 @@ from jdistadam.distributed.mesh_axes import (
 from jdistadam.tools import bench
 
 _LARGEST = 1 << 20  # largest count: more than any machine has, and still planned at once
-_FLOATS = ("float32", "bfloat16", "float16")
-_FLOAT8 = ("float8_e5m2", "float8_e4m3fn")
 _BLOCKS = tuple(known.name for known in BLOCK_CODECS)
 
 # Fields of MixedPrecisionPolicy: allowed values, and what each is the dtype of.
@@ -32,19 +31,19 @@ _POLICY: dict[str, tuple[tuple[str, ...], str]] = {
         ("float32", "remainder16", "none"),
         "main parameters, which the optimizer updates; none: it updates the model's",
     ),
-    "main_grads_dtype": (_FLOATS, "gradients in storage"),
-    "grad_comm_dtype": (("none", *_FLOATS), "communicated gradients; none: main-grads-dtype"),
+    "main_grads_dtype": (FLOATS, "gradients in storage"),
+    "grad_comm_dtype": (("none", *FLOATS), "communicated gradients; none: main-grads-dtype"),
     "grad_reduce_dtype": (
         ("none", "float32"),
         "sums over devices; none: grad-comm-dtype, summed by the collective library",
     ),
     "param_comm_dtype": (
-        ("none", *_FLOATS, *_FLOAT8),
+        ("none", *FLOATS, *FLOAT8),
         "communicated parameters; none: param-dtype",
     ),
 }
 _MOMENTS = {
-    "mu_dtype": ((*_FLOATS, *_BLOCKS), "first moments"),
+    "mu_dtype": ((*FLOATS, *_BLOCKS), "first moments"),
     "nu_dtype": (("float32", "bfloat16", *_BLOCKS), "second moments"),
 }
 
@@ -129,7 +128,7 @@ def stacked(args: argparse.Namespace) -> Callable[[str], bool] | None:
 def with_flags(args: argparse.Namespace, message: str) -> str:
     """Returns a message about Python arguments in terms of the command's."""
     flags = {name: f"--{name.replace('_', '-')}" for name in vars(args)}
-    flags |= {"replica_axis": "--replicas", "model_seconds": "--model-ms"}
+    flags["replica_axis"] = "--replicas"
     # Names that are also words are replaced only if their context shows that they are names.
     names, value = "|".join(flags), r"=(?:jnp\.)?(['\"]?)([\w.]+)\2"
     pattern = rf"(?<![-\w])(?:MixedPrecisionPolicy\.)?({names})(?!\w)(?:{value})?"
@@ -169,7 +168,7 @@ def _add_optimizer_arguments(parser: Parser) -> None:
     add = parser.add_argument
     names = ", ".join(bench.TREES)
     add("--tree", type=_tree, default="gpt2s", help=f"{names}, or a JSON file {{path: shape}}")
-    _add_dtype(parser, "param_dtype", _FLOATS, "bfloat16", "parameters")
+    _add_dtype(parser, "param_dtype", FLOATS, "bfloat16", "parameters")
     add(
         "--replicas",
         type=_count,

@@ -21,7 +21,7 @@ from jdistadam.distributed.norms import holds_several
 from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
 from jdistadam.distributed.state import DIGEST_SIZE
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
-from jdistadam.kernels.squares import KINDS, num_runs
+from jdistadam.kernels.reference import KINDS, num_runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,20 +219,6 @@ def _buffers(
         wide = config.differentiated_dtype(bucket.dtype)  # [Note: widened shards]
         if wide != bucket.dtype:
             yield "widened shards", inner * wide.itemsize
-
-
-def planned_collectives(
-    config: DistributedConfig, params: Params, *, accumulate_steps: int = 1
-) -> list[Collective]:
-    """Returns the collectives of one call of ``train_step``, except those of scalars.
-
-    Args:
-      config: ``tx.config``.
-      params: Tree of global params or their shapes.
-      accumulate_steps: As passed to ``train_step``.
-    """
-    whole = config.tensor_local(params)
-    return list(config.schedule(whole, accumulate_steps=accumulate_steps).collectives)
 
 
 def format_collectives(planned: Sequence[Collective]) -> str:

@@ -82,13 +82,12 @@ def _facts(config: DistributedConfig, params: Any, lower: Callable[[], Any] | No
     return facts | {"program": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def check_agreement(facts: Facts, processes: Sequence[int], *, limit: float | None = None) -> None:
+def check_agreement(facts: Facts, processes: Sequence[int]) -> None:
     """Returns when all processes have sent the same facts; call it in each of them.
 
     Args:
       facts: The facts of this process.
       processes: The participating processes.
-      limit: Seconds to wait for the others; None: ``LIMIT_SECONDS``.
 
     Raises:
       AgreementError: A process sends other facts, or does not come.
@@ -99,18 +98,17 @@ def check_agreement(facts: Facts, processes: Sequence[int], *, limit: float | No
     name = f"{'-'.join(map(str, processes))}/{next(_NUMBERS[tuple(processes)])}"
     # The key must not grow with the number of processes.
     prefix = f"jdistadam/agreement/{hashlib.sha256(name.encode()).hexdigest()}"
-    store = _Store(client, prefix, limit or LIMIT_SECONDS)
+    store = _Store(client, prefix)
     leader = processes[0]
     store.put(str(jax.process_index()), facts)
     if jax.process_index() == leader:
-        said = {process: store.take(str(process)) for process in processes}
-        verdict = _verdict(said, store.limit)
+        verdict = _verdict({process: store.take(str(process)) for process in processes})
         store.put("verdict", verdict)
     else:
         # The first process waits as long for the others, so give it time to name missing ones.
-        verdict = store.take("verdict", limit=2 * store.limit)
+        verdict = store.take("verdict", 2 * LIMIT_SECONDS)
     if verdict is None:
-        verdict = _missing([leader], 2 * store.limit)
+        verdict = _missing([leader], 2 * LIMIT_SECONDS)
     if verdict:
         raise AgreementError(verdict)
 
@@ -118,15 +116,15 @@ def check_agreement(facts: Facts, processes: Sequence[int], *, limit: float | No
 class _Store:
     """Texts by name in the key-value store, for one agreement."""
 
-    def __init__(self, client: Any, prefix: str, limit: float) -> None:
-        self._client, self._prefix, self.limit = client, prefix, limit
+    def __init__(self, client: Any, prefix: str) -> None:
+        self._client, self._prefix = client, prefix
 
     def put(self, name: str, value: Any) -> None:
         self._client.key_value_set(f"{self._prefix}/{name}", json.dumps(value))
 
-    def take(self, name: str, limit: float | None = None) -> Any:
-        """Waits for a value; None if it does not come in time."""
-        milliseconds = round(1000 * (limit or self.limit))
+    def take(self, name: str, limit: int | None = None) -> Any:
+        """Waits for a value, at most ``limit`` or ``LIMIT_SECONDS``; None if it does not come."""
+        milliseconds = 1000 * (limit or LIMIT_SECONDS)
         try:
             text = self._client.blocking_key_value_get(f"{self._prefix}/{name}", milliseconds)
         except jax.errors.JaxRuntimeError as error:
@@ -136,11 +134,11 @@ class _Store:
         return json.loads(text)
 
 
-def _verdict(said: dict[int, Facts | None], limit: float) -> str:
+def _verdict(said: dict[int, Facts | None]) -> str:
     """The error message; empty if all agree."""
     missing = [process for process, facts in said.items() if facts is None]
     if missing:
-        return _missing(missing, limit)
+        return _missing(missing, LIMIT_SECONDS)
     first, *others = said
     mine: Facts = said[first] or {}
     for name in mine:  # the program comes last: its inputs explain more
@@ -151,9 +149,9 @@ def _verdict(said: dict[int, Facts | None], limit: float) -> str:
     return ""
 
 
-def _missing(processes: Sequence[int], limit: float) -> str:
+def _missing(processes: Sequence[int], limit: int) -> str:
     return (
-        f"{_names(processes)}: did not come to its first step within {limit:.0f} s: got no word, "
+        f"{_names(processes)}: did not come to its first step within {limit} s: got no word, "
         "expected the same step in every process. "
         "Look into the log of that process; all have to call the same steps in turn."
     )

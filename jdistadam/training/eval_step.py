@@ -25,7 +25,7 @@ from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import PolicyError
 from jdistadam.training.checks import agree
 from jdistadam.training.local_gradients import Forward, mean_loss
-from jdistadam.training.loss_function import LossFunction
+from jdistadam.training.loss import LossFunction
 from jdistadam.training.partitioned import over_devices, rows_spec
 from jdistadam.training.placement import is_placed, shard_batch
 from jdistadam.training.train_state import TrainState, check_layout, check_train_state, checked

@@ -66,8 +66,8 @@ def extra_state_of(state: TrainState, tx: DistributedTransformation) -> ExtraSta
     if scaling is not None and not isinstance(tx.config.loss_scale, DynamicLossScale):
         # A constant scale's counts mean nothing; a dynamic scale may have the same: both zero.
         scaling = scaling._replace(growth_count=None, hysteresis_count=None)
-    extra = ExtraState(sharded.count, sharded.grad_norm, scaling, state.model_state, state.rng)
-    extra = extra._replace(guard=sharded.guard)
+    own = (state.model_state, state.rng)
+    extra = ExtraState(sharded.count, sharded.grad_norm, scaling, *own, guard=sharded.guard)
     copies: ExtraState = jax.tree.map(placement.copy_of, extra)
     return copies
 

@@ -25,8 +25,7 @@ from jdistadam.distributed.schedule import BucketSchedule
 from jdistadam.distributed.shard import is_shard, leaves_of
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import ShapeError
-from jdistadam.training.loss_function import LossFunction, LossOutput, refuse_summed_loss
-from jdistadam.training.nonfinite import leaves_not_finite
+from jdistadam.training.loss import LossFunction, LossOutput, leaves_not_finite, refuse_summed_loss
 from jdistadam.training.traced_gradients import differentiated, sums_in_loops, sums_of_layers
 from jdistadam.training.train_state import TrainState
 

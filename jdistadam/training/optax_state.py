@@ -21,7 +21,12 @@ from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FlatCodes, decoded_shards, is_flat_codes, with_shards
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import round_to_comm_dtype
-from jdistadam.distributed.state import DistributedState, find_state, is_distributed_state
+from jdistadam.distributed.state import (
+    DistributedState,
+    find_state,
+    is_distributed_state,
+    map_state,
+)
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.state import MainParamsState, main_params_of
 from jdistadam.errors import TreeError
@@ -198,12 +203,7 @@ def from_optax_state(
     _refuse_state("main_params", main_params, call)
     state = TrainState.create(main_params, tx, param_dtypes=param_dtypes)
     adam_template = _optax_template(tx, main_params)
-    template = jax.tree.map(
-        lambda part: adam_template if is_distributed_state(part) else part,
-        state.opt_state,
-        is_leaf=is_distributed_state,
-    )
-    opt_state = like_template(opt_state, template)
+    opt_state = like_template(opt_state, map_state(lambda _: adam_template, state.opt_state))
     trees.check_arrays(opt_state, name="opt_state")
 
     def convert(ours: Any, theirs: Any) -> Any:

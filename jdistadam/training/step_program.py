@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,8 +27,7 @@ from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import HyperparameterError
 from jdistadam.training.checks import is_known, remember_params
 from jdistadam.training.local_gradients import Forward, LocalResult, local_gradients, mean_loss
-from jdistadam.training.loss_function import LossFunction
-from jdistadam.training.nonfinite import sum_over_devices
+from jdistadam.training.loss import LossFunction, sum_over_devices
 from jdistadam.training.partitioned import over_devices, rows_spec
 from jdistadam.training.train_state import TrainState
 
@@ -147,21 +145,13 @@ def _mean_over_devices(model_state: Any, axes: Axes) -> Any:
     return jax.tree.map(mean, model_state)
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Leaves:
     """A tree with cached leaves: a call looks at them repeatedly, and flattens it once."""
 
-    def __init__(self, leaves: Sequence[Any], treedef: Any) -> None:
-        self.leaves, self.treedef = leaves, treedef
-
-    def tree_flatten(self) -> tuple[Sequence[Any], Any]:
-        """Returns the leaves, and the static part."""
-        return self.leaves, self.treedef
-
-    @classmethod
-    def tree_unflatten(cls, treedef: Any, leaves: Sequence[Any]) -> Leaves:
-        """The inverse."""
-        return cls(leaves, treedef)
+    leaves: list[Any]
+    treedef: Any = dataclasses.field(metadata=dict(static=True))
 
 
 def flattened(step: Any) -> Any:

@@ -87,7 +87,7 @@ def _ranks(jaxpr: Any) -> list[tuple[int, ...]]:
     for i, eqn in enumerate(jaxpr.eqns):
         if wanted.isdisjoint(eqn.outvars):
             continue
-        is_jit = eqn.primitive.name in ("jit", "pjit")
+        is_jit = eqn.primitive.name == "jit"
         inner = _ranks(eqn.params["jaxpr"].jaxpr) if is_jit else [()] * len(eqn.outvars)
         found |= {v: (i, *rank) for v, rank in zip(eqn.outvars, inner, strict=True)}
     return [() if isinstance(v, core.Literal) else found.get(v, ()) for v in jaxpr.outvars]
@@ -106,7 +106,7 @@ def _evaluate(traced: Any, args: list[Any], sums: Mapping[int, BucketSchedule]) 
         name = eqn.primitive.name
         if wanted and name == "scan":
             results = _scan(eqn, values, wanted)
-        elif wanted and name in ("jit", "pjit"):
+        elif wanted and name == "jit":
             results = _evaluate(eqn.params["jaxpr"], values, wanted)
         else:
             results = _evaluate_one(jaxpr, eqn, values)

@@ -38,7 +38,7 @@ from jdistadam.training.checks import (
     returned,
     returned_arrays,
 )
-from jdistadam.training.loss_function import LossFunction
+from jdistadam.training.loss import LossFunction
 from jdistadam.training.partitioned import check_model_axes
 from jdistadam.training.placement import apart, check_batch_spec, is_placed, shard_batch, type_of
 from jdistadam.training.step_program import (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jdistadam as jda
-from jdistadam.tools.plan import format_collectives, planned_collectives
+from jdistadam.tools.plan import format_collectives
 from support.h200 import collectives
 from support.planned import PLACEMENTS, POLICIES, STRATEGIES, as_sent, compile_row, sent
 from support.samples import often
@@ -76,7 +76,7 @@ def test_the_plan_counts_bytes():
         sharding_strategy="optim_grads",
     )  # fmt: skip
     params = {"w": jnp.zeros((6, 4096), jnp.bfloat16), "b": jnp.zeros(7, jnp.bfloat16)}
-    planned = planned_collectives(tx.config, params, accumulate_steps=5)
+    planned = tx.config.schedule(params, accumulate_steps=5).collectives
     got = {(c.op, c.dtype.name, c.axes, c.times, c.leaves): c.bytes_sent for c in planned}
     w, b = ("params['w']",), ("params['b']",)
     assert got == {

@@ -10,7 +10,7 @@ import pytest
 
 from jdistadam.core.codecs import BLOCK8, BLOCK16
 from jdistadam.kernels import adam as kernel
-from jdistadam.kernels import native, quantized_adam, reference, squares
+from jdistadam.kernels import native, quantized_adam, reference
 from jdistadam.kernels.adam import Operands, Spec
 from jdistadam.kernels.quantized_adam import LeafPositions, QuantizedSpec
 from support.bits import assert_same_bits, assert_trees_same_bits
@@ -24,16 +24,16 @@ step = jax.jit(kernel.adam, static_argnums=0)
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def with_squares(spec, fine, segments, scalars, operands):
-    return kernel.adam_with_squares(spec, scalars, operands, squares.Asked(fine, segments))
+    return kernel.adam_with_squares(spec, scalars, operands, reference.Asked(fine, segments))
 
 
 def asked_of(sizes, fine):
     """A segment for each leaf; then some that overlap, are empty or reach beyond the runs."""
-    ends = np.cumsum([0, *map(squares.num_runs, sizes, fine)])
+    ends = np.cumsum([0, *map(reference.num_runs, sizes, fine)])
     total = ends[-1]
     others = [(1, total - 1), (0, total), (5, 5), (7, 3), (-4, 9), (total - 2, total + 10)]
     segments = [*itertools.pairwise(ends), *others, (total, total + 1)]
-    return squares.Asked(fine, np.asarray(segments, np.int32))
+    return reference.Asked(fine, np.asarray(segments, np.int32))
 
 
 def operands_of(rng, mode, grad, param, mu, array=random_array):
@@ -128,7 +128,7 @@ QUANTIZED = {
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def quantized_with_squares(spec, fine, segments, *args):
-    return quantized_adam.adam_with_squares(spec, *args, squares.Asked(fine, segments))
+    return quantized_adam.adam_with_squares(spec, *args, reference.Asked(fine, segments))
 
 
 @pytest.mark.parametrize("found_inf", [False, True], ids=["stepped", "skipped"])

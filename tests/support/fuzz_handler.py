@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from jdistadam.core import hyperparameters
 from jdistadam.core.codecs import BLOCK
-from jdistadam.kernels import native, reference, squares
+from jdistadam.kernels import native, reference
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint16, jnp.uint8, jnp.int32, jnp.bool_)
 CODES = (jnp.uint8, jnp.uint16)  # dtypes of moments that have scales
@@ -223,7 +223,7 @@ def quantized_calls(draw):
 
 @st.composite
 def squares_calls(draw):
-    """One of the two with sums of squares, as kernels/squares.py makes it of what they make."""
+    """One of the two with sums of squares, as kernels/adam.py makes it of what they make."""
     step = draw(st.one_of(adam_calls(False), quantized_calls()))
     call = step | {"name": f"{step['name']}_squares", "step": step}
     attributes, none = step["attributes"], np.zeros(0, np.int64)
@@ -236,7 +236,7 @@ def squares_calls(draw):
         sizes = [math.prod(x[0]) // int(copies) for x in step["operands"][first : first + count]]
     fine = [draw(st.integers(0, 1)) for _ in sizes]
     is_sane = all(isinstance(n, int) and 0 <= n < 1000 for n in sizes)
-    runs = sum(map(squares.num_runs, sizes, fine)) if is_sane else 1
+    runs = sum(map(reference.num_runs, sizes, fine)) if is_sane else 1
     segments = draw(st.integers(0, 3))
     own = [((segments, 2), jnp.int32), ((segments, 3), jnp.float32), ((3, runs), jnp.float32)]
     if draw(st.sampled_from([False, False, False, True])):
@@ -451,7 +451,7 @@ def check_squares(call):
     count, copies = len(attributes["groups"]), int(attributes["contributions"])
     sizes = attributes["sizes"].tolist()
     sizes = sizes or [math.prod(x[0]) // copies for x in operands[first : first + count]]
-    runs = sum(map(squares.num_runs, sizes, attributes["fine"].tolist()))
+    runs = sum(map(reference.num_runs, sizes, attributes["fine"].tolist()))
     segments = operands[0][0][0]
     assert operands[0] == ((segments, 2), jnp.int32), call
     assert [shape for shape, _ in call["results"][:2]] == [(segments, 3), (3, runs)], call

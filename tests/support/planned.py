@@ -5,7 +5,6 @@ import jax.numpy as jnp
 
 import jdistadam as jda
 from jdistadam.tools import hlo
-from jdistadam.tools.plan import planned_collectives
 from support.dtypes import dtypes
 from support.h200 import WIDTH, collectives, loss_fn, params_of, placed
 
@@ -69,8 +68,9 @@ def compile_row(
     batch = jax.ShapeDtypeStruct((64, WIDTH), dtype)
     batch = placed(mesh, batch, tx.config.parallel.batch_spec)
     step = jda.train_step(loss_fn, tx, accumulate_steps=accumulate_steps)
-    planned = planned_collectives(tx.config, params, accumulate_steps=accumulate_steps)
-    return planned, step.lower(state, batch).compile().as_text()
+    whole = tx.config.tensor_local(params)
+    schedule = tx.config.schedule(whole, accumulate_steps=accumulate_steps)
+    return schedule.collectives, step.lower(state, batch).compile().as_text()
 
 
 def sent(text):
