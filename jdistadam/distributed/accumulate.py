@@ -116,7 +116,7 @@ def accumulate_local(
         grads = summed_shards(config, schedule, leaves_of(grads), includes_outer=False)
 
     def add(total: jax.Array, grad: jax.Array) -> jax.Array:
-        grad = collectives.to_varying(grad, tuple(collectives.varying_axes(total) or ()))
+        grad = collectives.to_varying(grad, tuple(collectives.varying_axes(total)))
         return (total.astype(jnp.float32) + grad.astype(jnp.float32)).astype(dtype)
 
     new_weight = acc.weight + jnp.asarray(1 if weight is None else weight, jnp.float32)

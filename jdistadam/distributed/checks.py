@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jdistadam.core import collectives, memory, trees
-from jdistadam.core.arguments import check_flag, out_of_range
+from jdistadam.core.arguments import check_flag, is_real, out_of_range
 from jdistadam.core.codecs import BLOCK_CODECS
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.trees import Grads, Params
@@ -52,8 +52,7 @@ def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any, average_
     if max_grad_norm is not None and not isinstance(max_grad_norm, jax.Array):
         numbers["max_grad_norm"] = max_grad_norm
     for name, value in numbers.items():
-        is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if not (is_number and 0 < value < math.inf):
+        if not (is_real(value) and 0 < value < math.inf):
             raise out_of_range(name, value, "a finite Python number > 0")
     if np.shape(max_grad_norm) != ():
         raise HyperparameterError(
@@ -64,8 +63,7 @@ def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any, average_
 
 def check_ema_decay(value: Any) -> None:
     """Raises HyperparameterError unless ``ema_decay`` is None or a number between 0 and 1."""
-    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if value is not None and not (is_number and 0 < value < 1 and np.float32(1 - value) > 0):
+    if value is not None and not (is_real(value) and 0 < value < 1 and np.float32(1 - value) > 0):
         raise out_of_range("ema_decay", value, "a Python number above 0 and below 1")
 
 
@@ -120,12 +118,12 @@ def check_grads(
     expected = schedule.treedef.unflatten(like)
     trees.check_same_shapes(grads, expected, name="grads", like_name=like_name)
     trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
-    known = collectives.varying_axes(marker) or ()
+    known = collectives.varying_axes(marker)
     axes = [axis for axis in config.parallel.data_axes if axis in known]
     if not axes:
         return  # shard_map runs with check_vma=False: types say nothing about reductions
     for path, grad in zip(trees.paths(grads, "grads"), given, strict=True):
-        missing = [axis for axis in axes if axis not in (collectives.varying_axes(grad) or ())]
+        missing = [axis for axis in axes if axis not in collectives.varying_axes(grad)]
         if missing and np.size(grad):  # compat.shard_map makes zero-size ones anew
             raise MeshError(
                 f"{path}: already reduced over the mesh: "

@@ -131,7 +131,7 @@ def in_form_of(like: Any, tree: Any) -> Any:
 
     def wrap(like: Any, x: Any) -> Any:
         if not is_shard(like):
-            return collectives.to_varying(x, tuple(collectives.varying_axes(like) or ()))
+            return collectives.to_varying(x, tuple(collectives.varying_axes(like)))
         return dataclasses.replace(like, value=x.astype(like.value.dtype))
 
     return jax.tree.map(wrap, like, tree, is_leaf=is_shard)
