@@ -12,7 +12,8 @@
 // host_copied  operands: arrays of the copy, at least the parts. Results: the first ones, aliased.
 // offsets      the start of each part in its array, in bytes.
 // to_host      the direction.
-// index        connects the two calls; each copy of a program has its own for its direction.
+// index        connects the two calls, for each direction. If several copies share one, the second
+//              call waits for the last of them that started.
 #pragma once
 
 #include <string>

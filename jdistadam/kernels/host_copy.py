@@ -54,7 +54,7 @@ def to_device(
 
     def fallback(hosts: Sequence[Any], after: Sequence[Any]) -> tuple[list[Any], Any]:
         new = [memory.cut_lines(x, *part) for x, part in zip(hosts, parts, strict=True)]
-        return new, new[0][:1]
+        return new, new[0][:1].astype(jnp.uint8)
 
     return native.choose(compiled, fallback)(hosts, after)
 

@@ -3,6 +3,8 @@
 On CPUs and GPUs; on CPUs both memories are the same.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +19,20 @@ def on_host(x, platform):
     return jax.device_put(x, jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"))
 
 
-def test_parts_come_and_go(platform):
+CHOICES = {  # by native.choose: which module is there
+    "kernels": lambda compiled, fallback: compiled,
+    "no kernels": lambda compiled, fallback: fallback,
+    "only for CPUs": lambda compiled, fallback: functools.partial(
+        jax.lax.platform_dependent, default=fallback, cpu=compiled
+    ),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_parts_come_and_go(platform, choice, monkeypatch):
     """Parts of two arrays, of other dtypes and widths; what lies around them stays."""
+    assert all(native.status(x).available for x in {"cpu", {"gpu": "cuda"}.get(platform, "cpu")})
+    monkeypatch.setattr(native, "choose", CHOICES[choice])
     floats = np.arange(10 * 128, dtype=np.float32)
     codes = np.arange(10, dtype=np.uint8)
     hosts = [on_host(floats, platform), on_host(codes, platform)]
