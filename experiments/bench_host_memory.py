@@ -37,11 +37,11 @@ ROWS = [
     for storage in STORAGE
     for memory in ("device", "pinned_host")
 ]
-# Other sizes of windows, and other numbers of them on their way at once.
+# A single window, and fewer or more bytes of windows on the device.
 ROWS += [
     dict(storage="float32", memory="pinned_host", leaves=SMALL, window=1 << 40),
-    dict(storage="float32", memory="pinned_host", leaves=SMALL, ahead=1),
-    dict(storage="float32", memory="pinned_host", leaves=SMALL, ahead=3),
+    dict(storage="float32", memory="pinned_host", leaves=SMALL, buffer_bytes=1),
+    dict(storage="float32", memory="pinned_host", leaves=SMALL, buffer_bytes=2 << 30),
 ]
 
 
@@ -65,10 +65,12 @@ def checksum(arrays):
 def measure(row, width, steps):
     """Takes steps and returns what a row records."""
     host_memory.WINDOW = row.get("window", host_memory.WINDOW)
-    host_memory.AHEAD = row.get("ahead", host_memory.AHEAD)
     mesh = jax.make_mesh((1,), ("data",))
     algorithm = jda.fused_adamw(1e-3, weight_decay=0.1, **STORAGE[row["storage"]])
-    tx = jda.distributed(algorithm, mesh=mesh, state_memory=row["memory"], communication="xla")
+    options = {"state_buffer_bytes": row["buffer_bytes"]} if "buffer_bytes" in row else {}
+    tx = jda.distributed(
+        algorithm, mesh=mesh, state_memory=row["memory"], communication="xla", **options
+    )
     params, grads = draw(0, row["leaves"], width), draw(1000, row["leaves"], width)
     shardings = tx.param_shardings(params)
     params, grads = jax.device_put(params, shardings), jax.device_put(grads, shardings)

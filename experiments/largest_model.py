@@ -8,6 +8,7 @@ rematerialized. Weights and tokens are random. Each row runs in its own process.
 """
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -96,6 +97,7 @@ class Row:
         return jda.TrainState.shapes(shapes, self.tx)
 
 
+@functools.cache  # one program per shape
 def _drawing(shape, dtype):
     def draw(seed):
         if len(shape) == 1:  # the scales of norms

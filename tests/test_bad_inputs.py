@@ -373,6 +373,7 @@ ERRORS = [
     ("a gradient norm for each leaf", lambda: make_tx(max_grad_norm=jnp.ones(2)), jda.HyperparameterError, r"^max_grad_norm: not a single number: got shape \(2,\), expected a scalar"),
     ("buckets of nothing", lambda: make_tx(bucket_bytes=0), jda.HyperparameterError, r"^bucket_bytes: out of range: got 0, expected"),
     ("buckets in words", lambda: make_tx(bucket_bytes="32MB"), jda.HyperparameterError, r"^bucket_bytes: out of range: got '32MB', expected"),
+    ("no room for parts of the state", lambda: make_tx(state_memory="pinned_host", state_buffer_bytes=0), jda.HyperparameterError, r"^state_buffer_bytes: out of range: got 0, expected a finite"),
     ("average_grads as a word", lambda: make_tx(average_grads="no"), jda.HyperparameterError, NOT_A_BOOL.format("average_grads", "'no'")),
     ("a decay of 1", lambda: make_tx(ema_decay=1.0), jda.HyperparameterError, r"^ema_decay: out of range: got 1\.0, expected a Python number above 0 and below 1\. Change ema_decay"),
     ("an unknown memory", lambda: make_tx(state_memory="host"), jda.PolicyError, r"^state_memory: unknown: got 'host', expected 'device' or 'pinned_host'\. Leave it out"),

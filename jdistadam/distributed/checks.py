@@ -39,7 +39,13 @@ from jdistadam.errors import (
 )
 
 
-def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any, average_grads: Any) -> None:
+def check_arguments(
+    policy: Any,
+    max_grad_norm: Any,
+    bucket_bytes: Any,
+    average_grads: Any,
+    state_buffer_bytes: Any,
+) -> None:
     """Raises PolicyError or HyperparameterError unless types and ranges are right."""
     if not isinstance(policy, MixedPrecisionPolicy):
         raise PolicyError(
@@ -47,7 +53,7 @@ def check_arguments(policy: Any, max_grad_norm: Any, bucket_bytes: Any, average_
             "Pass policy=jdistadam.MixedPrecisionPolicy(...)."
         )
     check_flag("average_grads", average_grads)
-    numbers = {"bucket_bytes": bucket_bytes}
+    numbers = {"bucket_bytes": bucket_bytes, "state_buffer_bytes": state_buffer_bytes}
     # An array is a number that inject_hyperparams put into the state: its value is unknown here.
     if max_grad_norm is not None and not isinstance(max_grad_norm, jax.Array):
         numbers["max_grad_norm"] = max_grad_norm

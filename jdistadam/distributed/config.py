@@ -54,17 +54,12 @@ class DistributedConfig:
     norm_guard: NormGuard | None = None
     norms: str | Callable[[str], str | None] | None = None
     state_memory: str = "device"
+    state_buffer_bytes: float = 0
 
     @property
     def is_on_host(self) -> bool:
         """Whether the flat state is in host memory between steps."""
         return self.state_memory != "device"
-
-    @property
-    def needs_all_grads(self) -> bool:
-        """Whether every update depends on all gradients: for clipping or a skip."""
-        options = (self.max_grad_norm, self.loss_scale, self.norm_guard)
-        return any(x is not None for x in options)
 
     @property
     def state_sharding(self) -> NamedSharding:
@@ -74,7 +69,7 @@ class DistributedConfig:
 
     @property
     def takes_norm_first(self) -> bool:
-        """Whether the update needs a value computed from all gradients first."""
+        """Whether every update depends on all gradients: for clipping or a skip."""
         options = (self.max_grad_norm, self.loss_scale, self.norm_guard)
         return any(option is not None for option in options)
 

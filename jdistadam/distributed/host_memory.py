@@ -3,9 +3,11 @@
 [Note: windows]
 Between steps the flat arrays are in pinned host memory. A step copies a window of them to the
 device, a few buckets at a time, updates it there, and copies it back. On GPUs both directions run
-at once, while the kernel updates a third window. The kernel gets arrays that begin with the window.
-Its result for an element does not depend on the element's position in the flat state, so the
-results equal those of a state on the device.
+at once, while the kernel updates a third window. As many windows are on the device as
+``state_buffer_bytes`` allows: half of them arrive before they are needed, and half have time to
+leave, so that the backward pass waits for neither. The kernel gets arrays that begin with the
+window. Its result for an element does not depend on the element's position in the flat state, so
+the results equal those of a state on the device.
 
 A training step updates windows in the order in which the backward pass makes their gradients
 (``update_order``). XLA then updates the first ones during that pass, unless they depend on all
@@ -37,9 +39,6 @@ from jdistadam.kernels.host_copy import Lines
 
 WINDOW = 1 << 22
 """Maximum number of state elements in a window, unless a packed bucket has more."""
-
-AHEAD = 2
-"""The number of windows that are copied to the device before the first is updated."""
 
 update_order: Any = jax.make_user_context(())
 """Indices of leaves in the order in which their gradients are known; empty if it is unknown."""
@@ -137,11 +136,6 @@ def _pieces(layout: Layout, index: int, splits: bool) -> list[Piece]:
     return found
 
 
-def largest_window(layout: Layout, *, splits: bool) -> int:
-    """The size of a layout's largest window, in elements."""
-    return max((part.layout.flat_size for part in parts(layout, splits=splits)), default=0)
-
-
 class Part(NamedTuple):
     """A window: its pieces, with positions in the flat arrays, and a layout of its own."""
 
@@ -167,6 +161,11 @@ def parts(layout: Layout, *, splits: bool) -> list[Part]:
         )
         found.append(Part(pieces, alone))
     return found
+
+
+def num_windows(max_bytes: float, window_bytes: float) -> int:
+    """The number of windows that may be on a device at the same time: one each way, and a third."""
+    return max(3, int(max_bytes / max(window_bytes, 1)))
 
 
 def within(buckets: Sequence[Bucket]) -> list[Bucket]:
@@ -223,9 +222,12 @@ class Stream:
         path in different trees are the same.
       lines: For each window its ``Lines`` of each array.
       after: Arrays on which the first copy depends.
+      max_bytes: ``state_buffer_bytes``.
     """
 
-    def __init__(self, arrays: Sequence[Any], lines: Sequence[Any], after: Sequence[Any]) -> None:
+    def __init__(
+        self, arrays: Sequence[Any], lines: Sequence[Any], after: Sequence[Any], max_bytes: float
+    ) -> None:
         self._trees = [jax.tree.structure(x) for x in arrays]
         self._arrays: dict[str, Any] = {}
         self._windows: list[dict[str, Lines]] = []
@@ -237,10 +239,13 @@ class Stream:
         self._arrays = {name: memory.to_host(x) for name, x in self._arrays.items()}
         self._after = list(after)
         self._arriving: list[tuple[list[Any], Any]] = []
-        self._leaving: tuple[int, list[Any]] | None = None
+        self._leaving: list[tuple[int, list[Any]]] = []
         self._put: set[str] = set()  # arrays that any window has put
         self._num_taken = 0
-        for i in range(AHEAD):
+        count = num_windows(max_bytes, max(map(self._nbytes, self._windows), default=0))
+        self._num_behind = count // 2
+        self._num_ahead = count - self._num_behind
+        for i in range(self._num_ahead):
             self._start(i)
 
     def take(self) -> Any:
@@ -259,16 +264,23 @@ class Stream:
             host = host_copy.to_host(self._arrays[last], lines, part, i, after)
             self._arrays[last], after = host, [host]
         self._put |= new.keys()
-        self._wait([last])
+        self._leaving.append((i, list(new.values())))
+        is_last = self._num_taken == len(self._windows)
+        if is_last or len(self._leaving) > self._num_behind:
+            others = sorted(self._put - {last}) if is_last else []
+            self._wait([*others, last], len(self._leaving) if is_last else 1)
         self._after = [self._arrays[last]]
-        self._leaving = (i, list(new.values()))
-        if self._num_taken == len(self._windows):
-            self._wait([*sorted(self._put - {last}), last])
-        self._start(i + AHEAD)
+        self._start(i + self._num_ahead)
 
     def whole(self, i: int) -> Any:
         """Returns the tree of arrays of window i, with all new values."""
         return jax.tree.unflatten(self._trees[i], [self._arrays[x] for x in self._windows[i]])
+
+    def _nbytes(self, window: dict[str, Lines]) -> int:
+        return sum(
+            lines.num_lines * lines.width * self._arrays[name].dtype.itemsize
+            for name, lines in window.items()
+        )
 
     def _start(self, i: int) -> None:
         """Starts to copy a window to the device."""
@@ -278,15 +290,15 @@ class Stream:
             self._arriving.append((parts, started))
             self._after = [started]
 
-    def _wait(self, names: Sequence[str]) -> None:
-        """Lets later users of arrays wait until the window that was put before is on the host."""
-        if self._leaving is not None:
-            i, parts = self._leaving
-            last = self._arrays[names[-1]]
-            for name in names:
-                after = [*parts, last] if len(names) > 1 else parts
-                (last,) = host_copy.wait([self._arrays[name]], i, after, to_host=True)
-                self._arrays[name] = last
+    def _wait(self, names: Sequence[str], count: int) -> None:
+        """Lets later users of arrays wait until the next windows that leave are on the host."""
+        leaving, self._leaving = self._leaving[:count], self._leaving[count:]
+        i, parts = leaving[-1][0], [x for _, parts in leaving for x in parts]
+        last = self._arrays[names[-1]]
+        for name in names:
+            after = [*parts, last] if len(names) > 1 else parts
+            (last,) = host_copy.wait([self._arrays[name]], i, after, to_host=True)
+            self._arrays[name] = last
 
 
 def _by_path(tree: Any) -> dict[str, Any]:

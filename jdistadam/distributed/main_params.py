@@ -293,7 +293,7 @@ def _next_in_windows(
         has_main = main is not None and part.layout.main_size
         arrays.append({"ema": old} | ({"main": main} if has_main else {}))
         lines.append({k: host_memory.main_lines(x, part.buckets) for k, x in arrays[-1].items()})
-    stream = host_memory.Stream(arrays, lines, shards[:1])
+    stream = host_memory.Stream(arrays, lines, shards[:1], config.state_buffer_bytes)
     for part in parts:
         window = stream.take()
         of_part = [piece.of(shards[piece.bucket_index]) for piece in part.pieces]

@@ -72,6 +72,7 @@ def distributed(
     norm_guard: NormGuard | None = None,
     norms: str | Callable[[str], str | None] | None = None,
     state_memory: str = "device",
+    state_buffer_bytes: int = 512 << 20,
 ) -> DistributedTransformation:
     r"""Shards the state of ``fused_adamw`` or ``fused_adam`` over a mesh, for data parallelism.
 
@@ -175,6 +176,8 @@ def distributed(
       state_memory: "pinned_host" keeps main parameters, moments and the average in host memory,
         sharded over devices as usual. A step moves them to the devices a part at a time, over PCIe,
         and back; the bits are the same. See docs/host_memory.md.
+      state_buffer_bytes: Device memory for the parts of a state in host memory that are on their
+        way, in bytes. A step takes at least three parts. More hide more of the transfer.
 
     Returns:
       A ``DistributedTransformation``. Its ``step(grads, state, params)`` takes local gradients,
@@ -205,7 +208,7 @@ def distributed(
         return tx.distributed_by(functools.partial(distributed, **options))
     assert algorithm is not None
     policy = MixedPrecisionPolicy() if policy is None else policy
-    check_arguments(policy, max_grad_norm, bucket_bytes, average_grads)
+    check_arguments(policy, max_grad_norm, bucket_bytes, average_grads, state_buffer_bytes)
     float_dtype("mu_dtype", algorithm.storage.float_dtype("mu"), FLOATS, MOMENT_NAMES)
     main = algorithm.resolved_main_params(policy.main_params_dtype)
     policy = dataclasses.replace(policy, main_params_dtype=main.argument)
@@ -249,6 +252,7 @@ def distributed(
         norm_guard=norm_guard,
         norms=norms,
         state_memory=state_memory,
+        state_buffer_bytes=state_buffer_bytes,
     )
     specs = _state_specs(config)
     return DistributedTransformation.make(_Functions(config, specs), config, specs)

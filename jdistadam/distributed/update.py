@@ -159,7 +159,9 @@ def update_shards(
     ]
     flat = FlatState(state.main_params, state.mu, state.nu)
     calls = _kernel_calls(config, layout, grads)
-    stream = _stream(calls, flat, grads) if config.is_on_host else None
+    stream = None
+    if config.is_on_host:
+        stream = _stream(calls, flat, grads, config.state_buffer_bytes)
     shards: list[Any] = [None] * len(grads)
     sums: list[tuple[Sequence[Bucket], jax.Array]] = []
     for pieces in calls:
@@ -198,7 +200,7 @@ def update_shards(
 
 
 def _stream(
-    calls: Sequence[Sequence[Piece]], flat: FlatState, grads: Sequence[Any]
+    calls: Sequence[Sequence[Piece]], flat: FlatState, grads: Sequence[Any], max_bytes: float
 ) -> host_memory.Stream:
     """The windows of all kernel calls, for a state on the host: [Note: windows]."""
     arrays, lines = [], []
@@ -209,7 +211,8 @@ def _stream(
         if buckets[0].has_main:
             parts["main_params"] = host_memory.main_lines(flat.main_params, buckets)
         lines.append(parts)
-    return host_memory.Stream(arrays, lines, [grads[calls[0][0].bucket_index]] if calls else [])
+    first = [grads[calls[0][0].bucket_index]] if calls else []
+    return host_memory.Stream(arrays, lines, first, max_bytes)
 
 
 def _kernel_calls(

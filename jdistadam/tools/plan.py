@@ -132,9 +132,10 @@ def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: 
     if config.is_on_host:
         on_host = {name: held.pop(name) for name in host_memory.ARRAYS if name in held}
         of_elements = sum(on_host.values()) / max(schedule.layout.flat_size, 1)
-        window = host_memory.largest_window(schedule.layout, splits=config.norms is None)
-        count = host_memory.AHEAD + 1
-        buffers["windows of the state"] = count * math.ceil(window * of_elements)
+        parts = host_memory.parts(schedule.layout, splits=config.norms is None)
+        window = math.ceil(max((x.layout.flat_size for x in parts), default=0) * of_elements)
+        count = min(len(parts), host_memory.num_windows(config.state_buffer_bytes, window))
+        buffers["windows of the state"] = count * window
     return Plan(
         held=held,
         sums=_sums(config, schedule.layout) if accumulate_steps > 1 else 0,

@@ -95,10 +95,14 @@ def test_windows_are_all_of_the_state_once(monkeypatch):
     assert [x.bucket_index for window in found for x in window] == list(range(len(some)))
     sizes = [sum(x.bucket.shard_size for x in window) for window in found]
     assert all(len(x) == 1 or n <= host_memory.WINDOW for x, n in zip(found, sizes, strict=True))
-    largest = host_memory.largest_window(layout, splits=False)
+
+    def largest_window(splits):
+        return max(x.layout.flat_size for x in host_memory.parts(layout, splits=splits))
+
+    largest = largest_window(splits=False)
     assert largest == max(-(-n // 128) * 128 for n in sizes) > host_memory.WINDOW
     packed = max(-(-x.shard_size // 128) * 128 for x in some if x.is_packed)
-    assert host_memory.largest_window(layout, splits=True) == max(packed, host_memory.WINDOW)
+    assert largest_window(splits=True) == max(packed, host_memory.WINDOW)
     for splits in (False, True):
         pieces = [
             x
@@ -132,9 +136,10 @@ def trained(request):
     return request.param, found
 
 
-def over(n, policy, memory):
+def over(n, policy, memory, **options):
     mesh = jax.make_mesh((n,), ("data",), devices=jax.devices("cpu")[:n])
-    return make_tx("one device", policy, mesh=mesh, state_memory=memory, ema_decay=0.9)
+    options |= dict(state_memory=memory, ema_decay=0.9)
+    return make_tx("one device", policy, mesh=mesh, **options)
 
 
 fewer = often(lambda trained: trained == "bfloat16")
@@ -316,6 +321,13 @@ def test_a_plan_has_the_bytes_of_each_memory(monkeypatch):
     assert list(planned.on_host) == ["main_params", "mu", "nu", "ema"]
     assert re.search(r"\nema +on the host +\d", str(planned)) and "windows" in str(planned)
     assert jda.plan(state.params, over(2, "8 bits", "device")).on_host == {}
+    three, name = planned.buffers["windows of the state"], "windows of the state"
+    for times, windows in (
+        (2, 6),
+        (1000, len(host_memory.parts(tx.layout(state.params), splits=True))),
+    ):
+        larger = over(2, "8 bits", "pinned_host", state_buffer_bytes=times * three)
+        assert 3 * jda.plan(state.params, larger).buffers[name] == windows * three
 
 
 @pytest.mark.gpu
@@ -340,10 +352,11 @@ def test_on_one_gpu(policy, tmp_path):
         assert_trees_same_bits(jda.reload_main_params(restored, tx).params, want.params)
 
 
-@pytest.mark.parametrize("policy", ["float32", "8 bits"])
-def test_what_is_compiled_for_h200s(h200s, policy, monkeypatch):
+@pytest.mark.parametrize(("policy", "count"), [("float32", 3), ("8 bits", 3), ("8 bits", 6)])
+def test_what_is_compiled_for_h200s(h200s, policy, count, monkeypatch):
     """The state is updated in place on the host, window by window, with copies in both directions."""
     monkeypatch.setattr(host_memory, "WINDOW", 1 << 18)
+    monkeypatch.setattr(host_memory, "num_windows", lambda *_: count)
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
     tx = make_tx(
         "one device", policy, mesh=mesh, state_memory="pinned_host", ema_decay=0.9, loss_scale=None
@@ -370,7 +383,7 @@ def test_what_is_compiled_for_h200s(h200s, policy, monkeypatch):
     assert not re.search(rf"\[{flat_size}\]\S* copy(-start)?\(", entry)
     spaces = re.findall(rf"\[{flat_size}\]\{{0(:S\(5\))?\}} parameter\(", entry)
     assert len(spaces) >= 2 and set(spaces) == {":S(5)"}
-    # Copies of window i + 2 start before window i + 1 is updated, and after window i - 1 is on the host.
+    # Half of the windows on the device arrive, the others leave.
     first = {}
     for place, line in enumerate(entry.splitlines()):
         if found := re.search(
@@ -383,15 +396,24 @@ def test_what_is_compiled_for_h200s(h200s, policy, monkeypatch):
     before, after = (sum("gemm" in x for x in part) for part in (lines[:arrived], lines[arrived:]))
     assert after > before
     windows = 1 + max(index for _, _, index in first)
+
+    def left_by(i):  # windows leave in order
+        waits = [k for k in first if k[:2] == ("host_copied", "true") and k[2] >= i]
+        return min(first[k] for k in waits)
+
     assert windows > 4
     for i in range(windows):
         start, arrived = first["host_copy", "false", i], first["host_copied", "false", i]
-        leave, left = first["host_copy", "true", i], first["host_copied", "true", i]
+        leave, left = first["host_copy", "true", i], left_by(i)
         assert start < arrived < leave < left
-        if i >= 2:
-            assert first["host_copy", "true", i - 2] < start < first["host_copied", "false", i - 1]
-        if i >= 3:
-            assert first["host_copied", "true", i - 3] < start
+        ahead = count - count // 2
+        if i >= ahead:
+            assert first["host_copy", "true", i - ahead] < start
+            assert start < first["host_copied", "false", i - ahead + 1]
+        if i >= count:
+            assert left_by(i - count) < start
+        if 0 < i < windows - count:  # a window leaves while others are updated
+            assert first["host_copy", "true", i + count // 2 - 1] < left
 
 
 def test_a_loop_over_steps_compiled_for_h200s_keeps_the_state_in_place(h200s, monkeypatch):

@@ -139,6 +139,7 @@ def _placing(place, params):
         stacked=(lambda path: "layers" in path) if place.stacked else None,
         communication=place.communication,
         state_memory=place.memory,
+        state_buffer_bytes=1 << 16,
     )
 
 
