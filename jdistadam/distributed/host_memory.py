@@ -37,7 +37,7 @@ from jdistadam.distributed.state import DistributedState, map_state
 from jdistadam.kernels import host_copy
 from jdistadam.kernels.host_copy import Lines
 
-WINDOW = 1 << 22
+WINDOW = 1 << 24
 """Maximum number of state elements in a window, unless a packed bucket has more."""
 
 update_order: Any = jax.make_user_context(())
