@@ -82,11 +82,12 @@ class Row:
         """The state, from random parameters."""
         shapes, keys = self.param_shapes(), iter(range(10**6))
 
-        def draw(x):
-            return _drawing(x.shape, x.dtype)(next(keys))
+        def draw(x):  # to the host: the state has a copy, and a hole of this size would stay
+            return jax.device_get(_drawing(x.shape, x.dtype)(next(keys)))
 
         params = jax.tree.map(draw, shapes)
         if METHODS[self.method] is None:
+            params = jax.device_put(params, jax.devices()[0])
             return params, jax.jit(self.tx.init)(params)
         return jda.TrainState.create(params, self.tx)
 

@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 from lm.report import validation_losses
-from speed_tables import RESULTS, group_rows
+from speed_tables import RESULTS, group_rows, of_both_memories
 from step_bench import model
 from step_bench.budget import bfloat16_shapes
 
@@ -76,6 +76,25 @@ def whole_steps():
         )
         _bare(axes)
     axes.invert_yaxis()
+    return figure
+
+
+def host_steps():
+    """Time of a whole step with the state on one device and in host memory."""
+    figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
+    found = [x for x in of_both_memories() if x[0] == "1"]
+    for kind, (label, color) in enumerate((("on the device", DARK), ("in host memory", BLUE))):
+        rows, places = [x[2 + kind] for x in found], [i + 0.4 * kind for i in range(len(found))]
+        times = [row["ms"] for row in rows]
+        axes.barh(places, times, 0.38, color=color, label=f"state {label}")
+        for place, row in zip(places, rows, strict=True):
+            at = dict(textcoords="offset points", va="center")
+            axes.annotate(f"{row['ms']:.1f}", (row["ms"], place), (4, 0), **at)
+    axes.set_yticks([i + 0.2 for i in range(len(found))], [x[1] for x in found])
+    axes.set(xlabel="ms per training step", xlim=(0, 480))
+    axes.legend(frameon=False, loc="lower right")
+    axes.invert_yaxis()
+    _bare(axes)
     return figure
 
 
@@ -358,6 +377,7 @@ PICTURES = {
     "cpu/strategy_bytes": strategy_bytes,
     "cpu/step_flow": step_flow,
     "cpu/step_timeline": step_timeline,
+    "h100/host_steps": host_steps,
     "h200_x4/optax_losses": optax_losses,
     "h200_x4/strategy_losses": strategy_losses,
 }

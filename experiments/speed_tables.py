@@ -72,6 +72,8 @@ SHARDED = (  # rows of records of two H100s, their names here
         "annotated_zero1+first_dim+latency_hiding+clip",
         "annotations (ZeRO-1), first dimension, latency-hiding scheduler, clipped",
     ),
+    ("optim+clip", '"optim", sums in bfloat16, over XLA, clipped'),
+    ("optim+float32sum+clip", '"optim", sums in float32, over peer memory, clipped'),
     ("annotated_fsdp", "annotations (FSDP), largest dimension"),
     ("annotated_fsdp+first_dim", "annotations (FSDP), first dimension"),
     ("optim", '"optim", sums in bfloat16, over XLA'),
@@ -92,6 +94,7 @@ def sharded_steps() -> str:
     records = (
         ("8 sequences", "rivals", "unrolled-8"),
         ("8 sequences, a second run", "profile", "unrolled-8"),
+        ("8 sequences, a third run", "clip", "unrolled-8"),
         ("1 sequence", "1_sequence", "unrolled-1"),
         ("8 sequences, `lax.scan` over layers", "scanned", "scanned-8"),
     )
@@ -194,13 +197,56 @@ def host_memory() -> str:
     return markdown.table(columns, table)
 
 
-LARGEST = {"codes_host": "remainder16, block8, in host memory"}  # methods and their names
+STORAGES = {  # modifiers of rows of bench_step.py
+    "": "float32",
+    "+remainder16": "remainder16, float32 moments",
+    "+remainder16+block8": "remainder16, block8",
+    "+no_main+block8": "no main parameters, block8",
+}
+
+
+def of_both_memories() -> list:
+    """(GPUs, storage, row with the state on the device, row with it in host memory)."""
+    records = (("1", "h100/host_floats"), ("1", "h100/host_codes"), ("2", "h100_x2/clip"))
+    found = []
+    for devices, record in records:
+        rows = group_rows(f"bench_step/{record}", "unrolled-8")
+        for storage, name in STORAGES.items():
+            pair = [rows.get(f"optim{storage}{memory}") for memory in ("", "+host")]
+            if all(pair):
+                found.append((devices, name, *pair))
+    return found
+
+
+def host_steps() -> str:
+    """One line for each storage: a training step with the state on the device and on the host."""
+    table = []
+    for devices, name, here, there in of_both_memories():
+        cells = [
+            f"{row['ms']:.1f} ({row['ms_least']:.1f} to {row['ms_most']:.1f})"
+            for row in (here, there)
+        ]
+        more = there["ms"] - here["ms"]
+        share = f"{more:.1f} ms, {100 * more / here['ms']:.1f} %"
+        table.append((devices, name, *cells, share))
+    columns = ("GPUs", "storage", "state on the device, ms", "in host memory, ms", "difference")
+    return markdown.table(columns, table)
+
+
+LARGEST = {  # methods and their names
+    "optax": "`optax.adamw`, float32 parameters and moments",
+    "main": "bfloat16 parameters, float32 main parameters and moments",
+    "codes": "remainder16, block8",
+    "codes_host": "remainder16, block8, in host memory",
+}
 
 
 def largest_model() -> str:
     """One line for each row of largest_model.py."""
-    results, table = _results("largest_model/h100/default"), []
-    for row in results["rows"]:
+    records = [_results(f"largest_model/h100/{name}") for name in ("more", "default")]
+    results, table = records[0], []
+    rows = [row for record in records for row in record["rows"] if "failed" not in row]
+    for row in sorted(rows, key=lambda row: row["parameters"]):
         cells = (
             f"{row['parameters'] / 1e9:.2f}e9",
             LARGEST[row["name"].partition("-")[0]],
@@ -223,6 +269,19 @@ def largest_model() -> str:
         "s of the first step, with compilation",
     )
     return markdown.table(columns, table)
+
+
+def seeds() -> str:
+    """One line for each seed of the runs on two H100s, by the last validation loss."""
+    table = []
+    for seed in range(3):
+        runs = [
+            f"train_lm/h100_x2/600_steps_3e-4/{x}_seed{seed}"
+            for x in ("jdistadam", "optax_sharded")
+        ]
+        ours, theirs = (_results(f"{run}/run")["validation_loss"] for run in runs)
+        table.append((f"{seed}", f"{ours:.3f}", f"{theirs:.3f}", f"{ours - theirs:+.3f}"))
+    return markdown.table(("seed", "jdistadam", "`optax_sharded`", "difference"), table)
 
 
 def everyday() -> str:

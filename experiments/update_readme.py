@@ -292,6 +292,8 @@ TABLES = {
     "norms": speed_tables.norms,
     "phases": speed_tables.phases,
     "host_memory": speed_tables.host_memory,
+    "host_steps": speed_tables.host_steps,
+    "seeds": speed_tables.seeds,
     "largest_model": speed_tables.largest_model,
     "plan": plan_table,
     "plan_memory": plan_memory_table,
