@@ -13,7 +13,8 @@
 // offsets      the start of each part in its array, in bytes.
 // to_host      the direction.
 // index        connects the two calls, for each direction. If several copies share one, the second
-//              call waits for the last of them that started.
+//              call waits for the last of them that started. It also waits for all copies of the
+//              same direction that started earlier.
 #pragma once
 
 #include <string>

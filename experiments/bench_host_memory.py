@@ -40,8 +40,8 @@ ROWS = [
 # A single window, and fewer or more bytes of windows on the device.
 ROWS += [
     dict(storage="float32", memory="pinned_host", leaves=SMALL, window=1 << 40),
-    dict(storage="float32", memory="pinned_host", leaves=SMALL, buffer_bytes=1),
-    dict(storage="float32", memory="pinned_host", leaves=SMALL, buffer_bytes=2 << 30),
+    dict(storage="remainder16+block8", memory="pinned_host", leaves=SMALL, buffer_bytes=1),
+    dict(storage="remainder16+block8", memory="pinned_host", leaves=SMALL, buffer_bytes=2 << 30),
 ]
 
 

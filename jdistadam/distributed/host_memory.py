@@ -20,6 +20,7 @@ cannot reorder the calls, and never copies an array on the host to keep an older
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -148,10 +149,12 @@ class Part(NamedTuple):
         return [piece.bucket for piece in self.pieces]
 
 
-def parts(layout: Layout, *, splits: bool) -> list[Part]:
-    """The windows of all buckets of a layout; see ``windows``."""
-    found = []
-    for pieces in windows(layout, range(len(layout.buckets)), splits=splits):
+def parts(layout: Layout, *, splits: bool, kinds: Sequence[Any] | None = None) -> list[Part]:
+    """The windows of all buckets of a layout, those of each kind apart; see ``windows``."""
+    found, of_kind = [], dict[Any, list[int]]()
+    for i in range(len(layout.buckets)):
+        of_kind.setdefault(kinds and kinds[i], []).append(i)
+    for pieces in itertools.chain(*(windows(layout, x, splits=splits) for x in of_kind.values())):
         buckets = [piece.bucket for piece in pieces]
         alone = dataclasses.replace(
             layout,
@@ -166,6 +169,12 @@ def parts(layout: Layout, *, splits: bool) -> list[Part]:
 def num_windows(max_bytes: float, window_bytes: float) -> int:
     """The number of windows that may be on a device at the same time: one each way, and a third."""
     return max(3, int(max_bytes / max(window_bytes, 1)))
+
+
+def bytes_at_once(sizes: Sequence[int], max_bytes: float) -> int:
+    """The bytes of windows of these sizes that are on a device at the same time."""
+    largest = max(sizes, default=0)
+    return largest * min(len(sizes), num_windows(max_bytes, largest))
 
 
 def within(buckets: Sequence[Bucket]) -> list[Bucket]:
@@ -238,27 +247,26 @@ class Stream:
             self._windows.append(dict(zip(named, leaves, strict=True)))
         self._arrays = {name: memory.to_host(x) for name, x in self._arrays.items()}
         self._after = list(after)
-        self._arriving: list[tuple[list[Any], Any]] = []
+        self._arriving: list[list[Any]] = []
         self._leaving: list[tuple[int, list[Any]]] = []
         self._put: set[str] = set()  # arrays that any window has put
         self._num_taken = 0
         count = num_windows(max_bytes, max(map(self._nbytes, self._windows), default=0))
         self._num_behind = count // 2
         self._num_ahead = count - self._num_behind
-        for i in range(self._num_ahead):
+        for i in range(min(self._num_ahead, len(self._windows))):
             self._start(i)
 
     def take(self) -> Any:
         """Returns the next window: a tree of arrays on the device."""
         i, self._num_taken = self._num_taken, self._num_taken + 1
-        parts, _ = self._arriving.pop(0)
-        parts = host_copy.wait(parts, i, self._after, to_host=False)
+        parts = host_copy.wait(self._arriving.pop(0), i, self._after, to_host=False)
         return jax.tree.unflatten(self._trees[i], parts)
 
     def put(self, window: Any) -> None:
         """Puts new values of the window that was taken last, or of some of its arrays."""
         i, new = self._num_taken - 1, _by_path(window)
-        after = [started for _, started in self._arriving]
+        after: list[Any] = []
         for last, part in new.items():
             lines = self._windows[i][last]
             host = host_copy.to_host(self._arrays[last], lines, part, i, after)
@@ -287,18 +295,17 @@ class Stream:
         if i < len(self._windows):
             hosts, lines = [self._arrays[x] for x in self._windows[i]], self._windows[i].values()
             parts, started = host_copy.to_device(hosts, list(lines), i, self._after)
-            self._arriving.append((parts, started))
+            self._arriving.append(parts)
             self._after = [started]
 
     def _wait(self, names: Sequence[str], count: int) -> None:
         """Lets later users of arrays wait until the next windows that leave are on the host."""
         leaving, self._leaving = self._leaving[:count], self._leaving[count:]
-        i, parts = leaving[-1][0], [x for _, parts in leaving for x in parts]
-        last = self._arrays[names[-1]]
+        i, after = leaving[-1][0], [x for _, parts in leaving for x in parts]
+        after += [self._arrays[names[-1]]] if len(names) > 1 else []
         for name in names:
-            after = [*parts, last] if len(names) > 1 else parts
-            (last,) = host_copy.wait([self._arrays[name]], i, after, to_host=True)
-            self._arrays[name] = last
+            (host,) = host_copy.wait([self._arrays[name]], i, after, to_host=True)
+            self._arrays[name], after = host, [host]
 
 
 def _by_path(tree: Any) -> dict[str, Any]:

@@ -255,6 +255,7 @@ def next_ema(
     shards: Sequence[Any],
     main: Any,
     is_skipped: jax.Array | None,
+    after: Sequence[Any] = (),
 ) -> Any:
     """This device's average after a step; None without ``ema_decay``.
 
@@ -265,11 +266,12 @@ def next_ema(
       shards: This device's new parameters of each bucket; not read if main has them in float32.
       main: This device's new main parameters, or None.
       is_skipped: Whether the step is skipped; None if it cannot be.
+      after: Arrays on which copies of an average in host memory depend, in addition.
     """
     if config.ema_decay is None:
         return None
     if config.is_on_host:
-        return _next_in_windows(config, layout, old, shards, main, is_skipped)
+        return _next_in_windows(config, layout, old, shards, main, is_skipped, after)
     values = _exact_values(config, layout, shards, main)
     # Not d * old + (1 - d) * new: in float32 its weights do not add up to 1, and the average of a
     # constant would drift.
@@ -284,6 +286,7 @@ def _next_in_windows(
     shards: Sequence[Any],
     main: Any,
     is_skipped: jax.Array | None,
+    after: Sequence[Any],
 ) -> Any:
     """``next_ema`` for arrays in host memory: [Note: windows] in host_memory.py."""
     here = dataclasses.replace(config, state_memory="device")
@@ -293,7 +296,7 @@ def _next_in_windows(
         has_main = main is not None and part.layout.main_size
         arrays.append({"ema": old} | ({"main": main} if has_main else {}))
         lines.append({k: host_memory.main_lines(x, part.buckets) for k, x in arrays[-1].items()})
-    stream = host_memory.Stream(arrays, lines, shards[:1], config.state_buffer_bytes)
+    stream = host_memory.Stream(arrays, lines, [*shards[:1], *after], config.state_buffer_bytes)
     for part in parts:
         window = stream.take()
         of_part = [piece.of(shards[piece.bucket_index]) for piece in part.pieces]

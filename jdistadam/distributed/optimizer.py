@@ -173,11 +173,11 @@ def distributed(
         groups of leaves, by the name that it returns; None for a leaf that counts only in the
         total. They are among the metrics of ``train_step``; in a custom training loop
         ``step_with_norms`` returns them. See docs/recipes.md.
-      state_memory: "pinned_host" keeps main parameters, moments and the average in host memory,
-        sharded over devices as usual. A step moves them to the devices a part at a time, over PCIe,
-        and back; the bits are the same. See docs/host_memory.md.
-      state_buffer_bytes: Device memory for the parts of a state in host memory that are on their
-        way, in bytes. A step takes at least three parts. More hide more of the transfer.
+      state_memory: "device", or "pinned_host": main parameters, moments and the average stay in
+        host memory, sharded over devices as usual. A step copies them to the devices in windows,
+        and back. Results are bitwise identical, and steps slower. See docs/host_memory.md.
+      state_buffer_bytes: Device memory for windows of a state in host memory, in bytes. A step uses
+        at least three windows, even if they need more.
 
     Returns:
       A ``DistributedTransformation``. Its ``step(grads, state, params)`` takes local gradients,

@@ -163,7 +163,15 @@ def step_local(
         scaling=_next_scaling(config, state.scaling, done.found_inf, done.is_empty),
         key=state.key,
         guard=_next_guard(config, state.guard, done, is_other),
-        ema=next_ema(config, layout, state.ema, done.shards, done.flat.main_params, is_skipped),
+        ema=next_ema(
+            config,
+            layout,
+            state.ema,
+            done.shards,
+            done.flat.main_params,
+            is_skipped,
+            after=jax.tree.leaves(done.flat),  # windows of both are not on the device at once
+        ),
     )
     learning_rate = jnp.float32(at_count(config.algorithm.hyper.learning_rate, state.count))
     params = schedule.treedef.unflatten(leaves)

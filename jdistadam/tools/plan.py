@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, check_flag
+from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.trees import Params
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.communication import Communication, keeps_shards_alone
@@ -131,11 +131,7 @@ def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: 
     held, on_host = _held(config, schedule.layout), {}
     if config.is_on_host:
         on_host = {name: held.pop(name) for name in host_memory.ARRAYS if name in held}
-        of_elements = sum(on_host.values()) / max(schedule.layout.flat_size, 1)
-        parts = host_memory.parts(schedule.layout, splits=config.norms is None)
-        window = math.ceil(max((x.layout.flat_size for x in parts), default=0) * of_elements)
-        count = min(len(parts), host_memory.num_windows(config.state_buffer_bytes, window))
-        buffers["windows of the state"] = count * window
+        buffers["windows of the state"] = _windows(config, schedule.layout)
     return Plan(
         held=held,
         sums=_sums(config, schedule.layout) if accumulate_steps > 1 else 0,
@@ -144,6 +140,23 @@ def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: 
         communication=config.communication,
         on_host=on_host,
     )
+
+
+def _windows(config: DistributedConfig, layout: Layout) -> int:
+    """The bytes of windows of a state on the host that are on a device at the same time."""
+    main, storage = config.policy.main_params, config.algorithm.storage
+    kinds = [(x.dtype, x.has_main, x.is_coded) for x in layout.buckets]
+    of_step, of_average = list[int](), list[int]()
+    for part in host_memory.parts(layout, splits=config.norms is None, kinds=kinds):
+        codecs = [storage.codec_of(name) for name in ("mu", "nu")]
+        used = [x if part.buckets[0].is_coded or not x.is_coded else FLOAT32 for x in codecs]
+        moments = sum(x.nbytes(part.layout.flat_size) for x in used)
+        of_step.append(main.nbytes(part.layout.main_size) + moments)
+    if config.ema_decay is not None:
+        parts = host_memory.parts(layout, splits=True)
+        of_average = [main.nbytes(x.layout.main_size) + 4 * x.layout.flat_size for x in parts]
+    most = config.state_buffer_bytes
+    return max(host_memory.bytes_at_once(sizes, most) for sizes in (of_step, of_average))
 
 
 def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:

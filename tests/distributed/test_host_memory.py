@@ -1,6 +1,7 @@
 """A state in pinned memory of the host: the bits of one on the device, wherever states go."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from jdistadam.distributed import host_memory
+from jdistadam.kernels.host_copy import Lines
 from support import h200, model_axes, own_loop
 from support.bits import assert_trees_same_bits
 from support.exact_steps import GROUPS, LABELS, batches, make_tx
@@ -330,6 +332,36 @@ def test_a_plan_has_the_bytes_of_each_memory(monkeypatch):
         assert 3 * jda.plan(state.params, larger).buffers[name] == windows * three
 
 
+@pytest.mark.parametrize("buffer_bytes", [1, 20_000, 1 << 20])
+@pytest.mark.parametrize("case", ["float32", "bfloat16", "8 bits", "mixed"])
+def test_a_plan_has_the_bytes_of_windows(case, buffer_bytes, monkeypatch):
+    options, policy = dict(ema_decay=0.9, state_buffer_bytes=buffer_bytes), case
+    if case == "mixed":  # moments in codes and in float32
+        policy = "8 bits"
+        adam = functools.partial(jda.fused_adamw, float32_moments=lambda path: "rows" in path)
+        options |= dict(adam=adam)
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
+    tx = make_tx("one device", policy, mesh=mesh, state_memory="pinned_host", **options)
+    params = of_few(random_params("float32" if policy == "float32" else jnp.bfloat16))
+    found, made = [], host_memory.Stream.__init__
+
+    def noted(stream, arrays, lines, after, max_bytes):
+        made(stream, arrays, lines, after, max_bytes)
+        sizes = []
+        for window, parts in zip(arrays, lines, strict=True):
+            parts = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, Lines))
+            pairs = zip(jax.tree.leaves(window), parts, strict=True)
+            sizes.append(sum(x.dtype.itemsize * y.num_lines * y.width for x, y in pairs))
+        assert max_bytes == buffer_bytes
+        found.append(max(sizes) * min(len(sizes), max(3, buffer_bytes // max(sizes))))
+
+    monkeypatch.setattr(host_memory.Stream, "__init__", noted)
+    state = jda.TrainState.shapes(params, tx)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), of_few(next(batches(1))))
+    jax.eval_shape(jda.train_step(linear_loss, tx), state, batch)
+    assert jda.plan(params, tx).buffers["windows of the state"] == max(found)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["float32", "bfloat16", "8 bits"])
 def test_on_one_gpu(policy, tmp_path):
@@ -350,6 +382,31 @@ def test_on_one_gpu(policy, tmp_path):
         assert memories(restored.opt_state) == {memory}
         assert_trees_same_bits(restored, want)
         assert_trees_same_bits(jda.reload_main_params(restored, tx).params, want.params)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["codes", "floats"])
+def test_many_windows_on_one_gpu(case, monkeypatch):
+    """Six of them at a time, large enough for copies and kernels to overlap."""
+    monkeypatch.setattr(host_memory, "WINDOW", 1 << 20)
+    mesh, found = jax.make_mesh((1,), ("data",), devices=jax.devices(GPU)[:1]), {}
+    rng = np.random.default_rng(0)
+    params = {f"w{i}": rng.normal(size=(3 << 10, 1 << 10)) for i in range(4)}
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    adam = jda.fused_adamw(**HYPER, **(CODED if case == "codes" else {}))
+    for memory in BOTH:
+        tx = jda.distributed(
+            adam, mesh=mesh, state_memory=memory, state_buffer_bytes=1, ema_decay=0.9
+        )
+        three = jda.plan(params, tx).buffers.get("windows of the state", 1)
+        tx = jda.distributed(
+            adam, mesh=mesh, state_memory=memory, state_buffer_bytes=2 * three, ema_decay=0.9
+        )
+        step, state = jda.train_step(squares, tx), jda.TrainState.create(params, tx)
+        for i in range(10):
+            state, _ = step(state, np.linspace(1 + i, -2, 8, dtype=np.float32))
+        found[memory] = state
+    assert_trees_same_bits(*found.values())
 
 
 @pytest.mark.parametrize(("policy", "count"), [("float32", 3), ("8 bits", 3), ("8 bits", 6)])
@@ -412,8 +469,12 @@ def test_what_is_compiled_for_h200s(h200s, policy, count, monkeypatch):
             assert start < first["host_copied", "false", i - ahead + 1]
         if i >= count:
             assert left_by(i - count) < start
-        if 0 < i < windows - count:  # a window leaves while others are updated
-            assert first["host_copy", "true", i + count // 2 - 1] < left
+        if i + count // 2 < windows:  # a window leaves while others are updated
+            assert first["host_copy", "true", i + count // 2] < left
+    # Those of the average come after all others: both have no more than the planned bytes.
+    call = re.compile(r'target="jdistadam_host_copy".*index = 0.*to_host = false')
+    starts = [place for place, line in enumerate(entry.splitlines()) if call.search(line)]
+    assert len(starts) == 2 and left_by(windows - 1) < starts[1]
 
 
 def test_a_loop_over_steps_compiled_for_h200s_keeps_the_state_in_place(h200s, monkeypatch):
