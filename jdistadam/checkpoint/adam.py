@@ -56,6 +56,7 @@ class Param:
     # Shape, dtype as floats and sharding of "mu", "nu" and "ema".
     moments: dict[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
     kind: Codec = NOTHING  # which main parameter is kept for it
+    main: Any = None  # the template's array with its main parameter
     sent: Any = None  # the dtype to which a step rounds it; None: it does not
 
 
@@ -76,20 +77,15 @@ class TreeAdam:
     def _param(self, name: str) -> Param:
         like, moments = self._likes.get(name), {}
         for section in parts.MOMENTS:
-            x = self._like(section, name)
-            if x is not None:
+            if (x := self._like(section, name)) is not None:
                 dtype, array = (jnp.float32, x.codes) if is_codes(x) else (x.dtype, x)
                 place = self._place(array)
                 moments[section] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=place)
-        place = self._place(like)
-        return Param(name, like, place, place, moments, main_codec_of(self.main_of(name)))
+        place, main = self._place(like), self._like("main_params", name)
+        return Param(name, like, place, place, moments, main_codec_of(main), main)
 
     def _like(self, section: str, name: str) -> Any:
         return self._likes.get(name.replace("params", section, 1))
-
-    def main_of(self, name: str) -> Any:
-        """Returns the template's main parameter of a parameter."""
-        return self._like("main_params", name)
 
     def put(self, section: str, name: str, found: Sequence[Any]) -> None:
         """Stores the moment or the main parameter of a parameter."""
@@ -110,10 +106,6 @@ class TreeAdam:
         return {name: jax.tree.map(kept, self._likes[name]) for name in names} | self._new
 
 
-def _specs(tree: Any) -> list[P]:
-    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, P))
-
-
 class FlatAdam:
     """Moments and main parameters in a distributed state; each bucket is a unit.
 
@@ -125,25 +117,22 @@ class FlatAdam:
         config = tx.config
         self.config, self.state, self._starts_anew = config, state, starts_anew
         self.layout = tx.layout(params)
-        storage = config.algorithm.storage
-        dtypes = {part: storage.float_dtype(part) for part in parts.MOMENTS}
+        dtypes = {part: config.algorithm.storage.float_dtype(part) for part in parts.MOMENTS}
         if config.ema_decay is not None:
             dtypes["ema"] = jnp.dtype(jnp.float32)
         self.sections = (*dtypes, "main_params")
-        self._tensor_specs = _specs(config.tensor_specs(params))
-        placed = [NamedSharding(config.mesh, spec) for spec in _specs(tx.param_specs(params))]
+        self._tensor_specs = jax.tree.leaves(config.tensor_specs(params))
+        placed = jax.tree.leaves(tx.param_shardings(params))
         sent = sent_dtypes(config.schedule(config.tensor_local(params)))
-        named = zip(parts.named("params", params).items(), placed, sent, strict=True)
-        alone = {
-            i: Param(name, like, place, sent=dtype)
-            for i, ((name, like), place, dtype) in enumerate(named)
-        }
+        named = zip(parts.leaves("params", params), placed, sent, strict=True)
+        alone = {i: Param(x.name, x.value, at, sent=to) for i, (x, at, to) in enumerate(named)}
         self.units: list[tuple[Any, list[Param]]] = []
         for bucket in self.layout.buckets:
             mine = [alone.pop(i) for i in bucket.leaves]
             for param, spec in zip(mine, self._form(bucket).specs, strict=True):
                 param.exact_at = place = NamedSharding(config.mesh, spec)
-                param.kind = config.policy.main_params if bucket.has_main else NOTHING
+                if bucket.has_main:
+                    param.kind, param.main = config.policy.main_params, state.main_params
                 for part, dtype in dtypes.items():
                     like = jax.ShapeDtypeStruct(param.like.shape, dtype, sharding=place)
                     param.moments[part] = like
@@ -171,10 +160,6 @@ class FlatAdam:
             else:
                 new[section] = copy_to(like, self.config.state_sharding)
         return new
-
-    def main_of(self, name: str) -> Any:
-        """Returns the template's main parameters."""
-        return self.state.main_params
 
     def put(self, section: str, bucket: Bucket, found: Sequence[Any]) -> None:
         """Stores a moment, or the main parameters, of a bucket's leaves; None: it stays."""
@@ -212,17 +197,13 @@ class FlatAdam:
 
     def _form(self, bucket: Bucket) -> _Form:
         parallel, leaves = self.config.parallel, [self.layout.leaves[i] for i in bucket.leaves]
-        specs = [self._tensor_specs[i] for i in bucket.leaves]
+        starts = tuple(bucket.starts(leaf.size for leaf in leaves))
+        shapes = tuple(leaf.shape for leaf in leaves)
+        specs = tuple(self._tensor_specs[i] for i in bucket.leaves)
         if not bucket.is_packed:
-            specs = [with_axes(specs[0], bucket.cut_dim, parallel.state_axes)]
+            specs = (with_axes(specs[0], bucket.cut_dim, parallel.state_axes),)
         return _Form(
-            parallel,
-            bucket.is_packed,
-            bucket.shard_shape,
-            bucket.padding,
-            starts=tuple(bucket.starts(leaf.size for leaf in leaves)),
-            shapes=tuple(leaf.shape for leaf in leaves),
-            specs=tuple(specs),
+            parallel, bucket.is_packed, bucket.shard_shape, bucket.padding, starts, shapes, specs
         )
 
 

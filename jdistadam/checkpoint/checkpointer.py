@@ -21,7 +21,6 @@ from jax.experimental import multihost_utils
 
 from jdistadam.checkpoint import storage
 from jdistadam.checkpoint.contents import contents_of
-from jdistadam.checkpoint.storage import compiled
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count
 from jdistadam.errors import CheckpointError, HyperparameterError, TreeError
@@ -80,8 +79,7 @@ class Checkpointer:
         for name, value in (("every", every), ("keep", keep)):
             if value is not None:
                 check_count(name, value)
-        if rollback_to is not None:
-            check_step(rollback_to, "rollback_to")
+        check_step(rollback_to, "rollback_to")
         storage.orbax()
         self.folder = local_folder(folder)
         self.every, self._tx = every, tx
@@ -102,7 +100,7 @@ class Checkpointer:
             opened.callback(self._manager.close)
             self._close = opened.pop_all().close
 
-    @compiled
+    @storage.compiled
     def save(self, state: Any, *, step: int | None = None, extra: Any = None) -> int:
         """Saves a state; with background writes, the state may change once this returns.
 
@@ -126,8 +124,7 @@ class Checkpointer:
           AgreementError: ``extra`` differs between processes.
         """
         self.check()
-        if step is not None:
-            check_step(step)
+        check_step(step)
         if trees.is_traced(state):
             raise TreeError(
                 "state: traced, so that it holds no values to save: got a state inside of jax.jit, "
@@ -292,8 +289,8 @@ def save(
 
 
 def check_step(step: Any, name: str = "step") -> None:
-    """Raises HyperparameterError unless a step is a nonnegative integer."""
-    if not isinstance(step, int | np.integer) or isinstance(step, bool) or step < 0:
+    """Raises HyperparameterError unless a step is a nonnegative integer, or None."""
+    if isinstance(step, bool) or not isinstance(step, int | np.integer | None) or (step or 0) < 0:
         raise HyperparameterError(
             f"{name}: not the number of a checkpoint: got {step!r}, "
             "expected a whole number, 0 or more. Pass how many steps were taken, or leave it out."
@@ -386,9 +383,7 @@ def _on_first_process(folder: Path, function: Callable[[], None]) -> None:
             function()
         except (OSError, CheckpointError) as error:
             failure = error
-    has_failed = failure is not None
-    if jax.process_count() > 1:
-        has_failed = bool(multihost_utils.broadcast_one_to_all(np.asarray(has_failed)))
+    has_failed = bool(multihost_utils.broadcast_one_to_all(np.asarray(failure is not None)))
     if isinstance(failure, CheckpointError):
         raise failure
     if has_failed:

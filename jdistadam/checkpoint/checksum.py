@@ -46,8 +46,7 @@ class PartialSums:
     def value(self) -> np.ndarray:
         """Returns the two sums, shape (2,), uint64, modulo 2**32; waits for them."""
         self._sums = np.asarray(self._sums, np.uint64).sum(0, keepdims=True) & np.uint64(0xFFFFFFFF)
-        total: np.ndarray = self._sums[0]
-        return total
+        return self._sums[0]
 
 
 def totals(sums: Sequence[PartialSums]) -> list[str]:
@@ -100,13 +99,9 @@ def _local_sums(x: jax.Array, starts: jax.Array, *, shape: tuple[int, ...]) -> j
     first = _mix(_bits(x) ^ _mix(position + jnp.uint32(0x9E3779B9)))
     second = _mix(first ^ jnp.uint32(0x85EBCA77))
     # Both sums in one pass over the elements: six times as fast as two passes on a CPU.
-    zero = jnp.uint32(0)
-    both = lax.reduce((first, second), (zero, zero), _add_both, tuple(range(x.ndim)))
+    zero, add = jnp.uint32(0), lambda x, y: (x[0] + y[0], x[1] + y[1])
+    both = lax.reduce((first, second), (zero, zero), add, tuple(range(x.ndim)))
     return jnp.stack(both)[None]
-
-
-def _add_both(x: Any, y: Any) -> Any:
-    return x[0] + y[0], x[1] + y[1]
 
 
 def _mix(h: jax.Array) -> jax.Array:
@@ -118,12 +113,10 @@ def _mix(h: jax.Array) -> jax.Array:
 
 def _bits(x: jax.Array) -> jax.Array:
     """The bits of each element in 32 bits; for wider dtypes both halves, mixed."""
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
     if jnp.issubdtype(x.dtype, np.complexfloating):
         return _bits(x.real) ^ _mix(_bits(x.imag) + jnp.uint32(1))
     size = x.dtype.itemsize
-    if x.dtype.name in ("int4", "uint4", "int2", "uint2"):
+    if x.dtype.name in ("bool", "int4", "uint4", "int2", "uint2"):
         return x.astype(jnp.int32).view(jnp.uint32)
     if size == 8:
         words = lax.bitcast_convert_type(x, jnp.uint32)
@@ -133,5 +126,4 @@ def _bits(x: jax.Array) -> jax.Array:
             f"checksum: dtype cannot be summed up: got {x.dtype}, "
             "expected numbers of up to 64 bits. Save it in another dtype."
         )
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[size]
-    return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+    return lax.bitcast_convert_type(x, f"uint{8 * size}").astype(jnp.uint32)

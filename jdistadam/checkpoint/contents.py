@@ -29,7 +29,7 @@ from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import DtypeError, TreeError
-from jdistadam.kernels import sharded_quantized_adam
+from jdistadam.kernels.sharded_quantized_adam import encoded, num_scales
 from jdistadam.training.checks import check_agreement, is_known
 from jdistadam.training.train_state import TrainState, check_params_follow, placed
 
@@ -38,7 +38,7 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 
 
 def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
-    """Returns the contents of a checkpoint of a state and an extra tree; makes no array yet.
+    """Returns the contents of a checkpoint of a state and an extra tree; makes no large array yet.
 
     Raises TreeError or LayoutError for a state that cannot be saved, or not with this ``tx``.
     """
@@ -46,9 +46,15 @@ def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
     fields = parts.fields_of(state)
     adam, flat = parts.adam_of(fields["opt_state"]), None
     if is_distributed_state(adam):
-        checked = _checked(state, TrainState(fields["params"], fields["opt_state"]), tx)
-        fields |= {"params": checked.params, "opt_state": checked.opt_state}
-        flat = FlatAdam(checked.params, parts.adam_of(checked.opt_state), tx)
+        check_distributed(tx)
+        whole = TrainState(fields["params"], fields["opt_state"])
+        tx.check_state(whole.opt_state, whole.params)
+        if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(whole)):
+            whole = placed(whole, tx)  # a copy, of numpy arrays too
+        if not (isinstance(state, TrainState) and is_known(state, jax.tree.leaves(state.params))):
+            check_params_follow(whole, tx)
+        fields |= {"params": whole.params, "opt_state": whole.opt_state}
+        flat = FlatAdam(whole.params, parts.adam_of(whole.opt_state), tx)
     leaves = [leaf for field, tree in fields.items() for leaf in parts.leaves_of(field, tree)]
     kinds = {main_codec_of(leaf.value) for leaf in leaves if leaf.section == "main_params"}
     main = max(kinds, key=lambda x: x.name, default=NOTHING)  # a tree has them in one kind
@@ -73,34 +79,22 @@ def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
     return Contents(groups, about)
 
 
-def _checked(given: Any, state: TrainState, tx: Any) -> TrainState:
-    """Returns a whole state in the layout of ``tx`` on its devices; accepts numpy arrays too."""
-    check_distributed(tx)
-    tx.check_state(state.opt_state, state.params)
-    if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(state)):
-        state = placed(state, tx)  # a copy
-    if not (isinstance(given, TrainState) and is_known(given, jax.tree.leaves(given.params))):
-        check_params_follow(state, tx)
-    return state
-
-
 def _groups(leaves: Sequence[parts.Leaf], flat: FlatAdam | None, count: int) -> Iterator[Group]:
     """All arrays of a state; bucket by bucket for a distributed optimizer."""
     params = {leaf.name: leaf.value for leaf in leaves if leaf.section == "params"}
     units = [] if flat is None else flat.units
     sent = {param.name: param.sent.name for _, unit in units for param in unit if param.sent}
-    for leaf in leaves:
-        if flat is not None and leaf.value is flat.state:
+    for name, x, keys, section, is_count in leaves:
+        if flat is not None and x is flat.state:
             yield from _of_flat(flat)
-        elif leaf.section == "main_params":
-            yield from _of_main(leaf, params)
-        elif leaf.section in parts.MOMENTS:
-            both = parts.leaves(leaf.name, leaf.value)  # codes and scales
-            yield from (_whole(x.name, x.value) for x in both if x.value.size)
+        elif section == "main_params":
+            yield from _of_main(name, x, params)
+        elif section in parts.MOMENTS:
+            both = parts.leaves(name, x)  # codes and scales
+            yield from (_whole(y.name, y.value) for y in both if y.value.size)
         else:
-            is_same = leaf.is_count and np.shape(leaf.value) == () and int(leaf.value) == count
-            more: Any = {"keys": leaf.keys, "is_count": is_same, "sent": sent.get(leaf.name)}
-            yield _whole(leaf.name, leaf.value, **more)
+            is_same = is_count and np.shape(x) == () and int(x) == count
+            yield _whole(name, x, keys=keys, is_count=is_same, sent=sent.get(name))
 
 
 def _of_flat(flat: FlatAdam) -> Iterator[Group]:
@@ -129,9 +123,7 @@ def _of_bucket(flat: FlatAdam, bucket: Bucket, params: list[Param], section: str
     def make() -> list[Any]:
         found = flat.extract(bucket, section, array)
         if codec is not None:
-            return [
-                x for leaf in found for x in sharded_quantized_adam.encoded(section, codec, leaf)
-            ]
+            return [x for leaf in found for x in encoded(section, codec, leaf)]
         if section == "main_params":
             return [_exact(param.like, x) for param, x in zip(params, found, strict=True)]
         return found
@@ -144,9 +136,7 @@ def _of_bucket(flat: FlatAdam, bucket: Bucket, params: list[Param], section: str
             entries.append(Entry(name, shape, dtype))
         else:
             entries.append(Entry(f"{name}.codes", shape, codec.dtype))
-            entries.append(
-                Entry(f"{name}.scales", (sharded_quantized_adam.num_scales(shape),), dtype)
-            )
+            entries.append(Entry(f"{name}.scales", (num_scales(shape),), dtype))
     size = flat.layout.whole_size(bucket) if bucket.is_packed else bucket.shard_size
     return Group(entries, make, size * dtype.itemsize)
 
@@ -160,33 +150,29 @@ def _exact(param: Any, stored: Any) -> jax.Array:
 
 @jax.jit
 def _join(param: jax.Array, stored: jax.Array) -> jax.Array:
-    joined: jax.Array = main_codec_of(stored).join(param, stored, jnp)
-    return joined
+    return main_codec_of(stored).join(param, stored, jnp)
 
 
-def _of_main(leaf: parts.Leaf, params: dict[str, Any]) -> Iterator[Group]:
+def _of_main(name: str, x: Any, params: dict[str, Any]) -> Iterator[Group]:
     """A main parameter of a state of one program."""
-    x, param = leaf.value, params.get(leaf.name.replace("main_params", "params", 1))
+    param = params.get(name.replace("main_params", "params", 1))
     if param is None:
         raise TreeError(
-            f"opt_state: {leaf.name}: a main parameter without a parameter of that path, "
-            f"which no template could ask for: got {leaf.name}, expected that of one of "
+            f"opt_state: {name}: a main parameter without a parameter of that path, "
+            f"which no template could ask for: got {name}, expected that of one of "
             f"{len(params)} parameters, as {next(iter(params), 'none')}. Leave out optax.flatten. "
             "Of nnx pass params and opt_state both as they are, or both by nnx.as_pure."
         )
     if x.size and x.dtype == jnp.float32:
-        yield _whole(leaf.name, x)
+        yield _whole(name, x)
     elif x.size:
-        yield Group([Entry(leaf.name, x.shape, _FLOAT32)], lambda: [_exact(param, x)], 4 * x.size)
+        yield Group([Entry(name, x.shape, _FLOAT32)], lambda: [_exact(param, x)], 4 * x.size)
 
 
 def _whole(name: str, x: Any, **kwargs: Any) -> Group:
     """An array that is saved unchanged; random keys as their words."""
     if trees.is_key(x):
-        key = str(jax.random.key_impl(x))
-        words = jax.eval_shape(jax.random.key_data, x)
-        entry = Entry(name, words.shape, jnp.dtype(words.dtype), key, **kwargs)
-        return Group([entry], lambda: [jax.random.key_data(x)])
+        return _whole(name, jax.random.key_data(x), key=str(jax.random.key_impl(x)), **kwargs)
     if not isinstance(x, jax.Array):
         x = _placed(name, x)
     entry = Entry(name, tuple(x.shape), jnp.dtype(x.dtype), **kwargs)
@@ -214,15 +200,12 @@ def _placed(name: str, x: Any) -> jax.Array:
     return jax.make_array_from_callback(array.shape, everywhere, lambda i: array[i])
 
 
-_VALUES = (bool, int, float, str, bytes, type(None))
-
-
 def _of_extra(extra: Any) -> tuple[dict[str, dict[str, Any]], Iterator[Group]]:
     """The header's entries of an extra tree, by name, and its arrays: numpy's as their bytes.
 
     Raises TreeError for a leaf that cannot be saved, AgreementError if processes differ.
     """
-    leaves = list(parts.leaves(EXTRA, extra, is_none))
+    leaves = list(parts.leaves(EXTRA, extra, lambda x: x is None))  # None is a value too
     about = {x.name: {"keys": x.keys} | described(x.name, x.value) for x in leaves}
     several = jax.process_count() > 1
     arrays: dict[str, Any] = {}
@@ -242,11 +225,6 @@ def _of_extra(extra: Any) -> tuple[dict[str, dict[str, Any]], Iterator[Group]]:
     return about, (_whole(name, x) for name, x in arrays.items())
 
 
-def is_none(x: Any) -> bool:
-    """Whether ``x`` is None: a leaf of an extra tree, not an empty subtree."""
-    return x is None
-
-
 def described(name: str, x: Any) -> dict[str, Any]:
     """Returns the header's entry of a leaf of an extra tree: its kind, and a value, or a dtype."""
     if isinstance(x, np.ndarray | np.generic) and not x.dtype.hasobject and not x.dtype.names:
@@ -254,7 +232,7 @@ def described(name: str, x: Any) -> dict[str, Any]:
         return {"kind": "numpy", "dtype": dtype, "shape": list(x.shape)}
     if isinstance(x, jax.Array) and not trees.is_traced(x):
         return {"kind": "jax"}
-    if type(x) in _VALUES:
+    if type(x) in (bool, int, float, str, bytes, type(None)):
         value = base64.b64encode(x).decode() if isinstance(x, bytes) else x
         return {"kind": type(x).__name__, "value": value}
     raise TreeError(

@@ -83,8 +83,7 @@ def fields_of(state: Any) -> dict[str, Any]:
 
 def adam_of(opt_state: Any) -> Any:
     """Returns the only DistributedState or ScaleByAdamState in a state; else raises TreeError."""
-    parts = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, _ADAM))
-    found = [part for part in parts if isinstance(part, _ADAM)]
+    found = trees.parts_of(opt_state, _ADAM)
     if len(found) != 1:
         raise TreeError(
             f"opt_state: not the state of one Adam: got {type(opt_state).__name__} with "
@@ -100,7 +99,8 @@ def leaves_of(field: str, tree: Any) -> Iterator[Leaf]:
     if field == "params":
         yield from _section(field, tree)
         return
-    for leaf in leaves(field, tree, _is_part):
+    is_part = lambda x: isinstance(x, (*_ADAM, MainParamsState)) or _is_schedule(x)  # noqa: E731
+    for leaf in leaves(field, tree, is_part):
         part = leaf.value
         if isinstance(part, MainParamsState):
             yield from _section("main_params", part.main_params)
@@ -126,21 +126,12 @@ def _is_schedule(x: Any) -> bool:
     return getattr(x, "_fields", None) == ("count",)
 
 
-def _is_part(x: Any) -> bool:
-    return isinstance(x, (*_ADAM, MainParamsState)) or _is_schedule(x)
-
-
 def leaves(name: str, tree: Any, is_leaf: Any = None) -> Iterator[Leaf]:
     """Yields the leaves of a tree with their names."""
     for path, x in trees.leaves_with_path(tree, is_leaf):
         names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
         keys = tuple(name for name in names if isinstance(name, str))
         yield Leaf(name + jax.tree_util.keystr(path), x, keys if len(keys) == len(path) else None)
-
-
-def named(section: str, tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a tree by name."""
-    return {leaf.name: leaf.value for leaf in leaves(section, tree)}
 
 
 def nested(keys: dict[str, Any], where: Any, what: str) -> Any:

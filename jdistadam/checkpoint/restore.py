@@ -12,8 +12,8 @@ import numpy as np
 
 from jdistadam.checkpoint import parts
 from jdistadam.checkpoint.checkpointer import check_step, local_folder, steps_in
-from jdistadam.checkpoint.contents import EXTRA, described, is_none
-from jdistadam.checkpoint.restored import Predicate, Request, restored_fields
+from jdistadam.checkpoint.contents import EXTRA, described
+from jdistadam.checkpoint.restored import Predicate, Request, restored_leaves
 from jdistadam.checkpoint.storage import ITEM, Reader, compiled, orbax
 from jdistadam.core import trees
 from jdistadam.distributed import host_memory
@@ -82,18 +82,17 @@ def restore(
     host_memory.check_memory(getattr(tx, "config", None), template=template)
     reader = _reader(folder, step)
     fields = parts.fields_of(template)
-    mesh = None
+    request = Request(reader, None, cast, new, unused)
     if is_distributed_state(parts.adam_of(fields["opt_state"])):
         check_distributed(tx)
-        mesh = tx.config.mesh
+        request.mesh = tx.config.mesh
     for field in ("model_state", "rng") if isinstance(template, TrainState) else ():
         keys = [reader.entries[name].keys for name in reader.names_in(field)]
         if fields[field] is None and keys and None not in keys:
             fields[field] = _likes(reader, field)
-    request = Request(reader, mesh, cast, new, unused)
-    values = restored_fields(request, fields, tx)
     treedef: Any = jax.tree.structure(template, is_leaf=lambda x: x is not template)
-    state = treedef.unflatten(values[name] for name in fields)
+    whole: Any = jax.tree.structure(treedef.unflatten(fields.values()))
+    state = whole.unflatten(restored_leaves(request, fields, tx))
     is_whole = isinstance(state, TrainState) and new is None  # its params are those that were saved
     return remember_params(state) if is_whole else state
 
@@ -132,17 +131,16 @@ def restore_params(
     """
     trees.check_memory(like=like)
     reader = _reader(folder, step)
-    names = reader.names_in("params")
     if like is None:
         like = _likes(reader, "params")
     request = Request(reader, cast=cast)
-    leaves = parts.named("params", like)
+    leaves = {leaf.name: leaf.value for leaf in parts.leaves("params", like)}
     for name, x in leaves.items():
         for entry in request.find(name, x, is_exact=x.dtype == jnp.float32):
             request.take(name, x, entry)
-    request.finish(ignored=reader.entries.keys() - names)
-    found = request.read()
-    return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in leaves])
+    request.finish(ignored=reader.entries.keys() - reader.names_in("params"))
+    reader.read(request.reads)
+    return jax.tree.unflatten(jax.tree.structure(like), [request.values[name] for name in leaves])
 
 
 @compiled
@@ -182,20 +180,17 @@ def restore_extra(
     saved = reader.extra
     if like is None and not saved:
         raise _not_saved(reader, EXTRA, "any, as of save(..., extra=tree)")
-    leaves: dict[str, Any] = dict.fromkeys(saved)
+    keys = {name: about["keys"] for name, about in saved.items()}
+    tree = parts.nested(keys, reader.path, EXTRA) if like is None else like
+    leaves = {leaf.name: leaf.value for leaf in parts.leaves(EXTRA, tree, lambda x: x is None)}
     if like is not None:
-        leaves = {leaf.name: leaf.value for leaf in parts.leaves(EXTRA, like, is_none)}
         _check_like(reader, leaves)
     request = Request(reader)
     for name in (name for name in leaves if "value" not in saved[name]):
         request.take(name, leaves[name] if saved[name]["kind"] == "jax" else None)
-    found = request.read()
-    values = {name: _value(saved[name], found.get(name)) for name in leaves}
-    if like is not None:
-        treedef: Any = jax.tree.structure(like, is_leaf=is_none)
-        return treedef.unflatten(values.values())
-    keys = {name: about["keys"] for name, about in saved.items()}
-    return jax.tree.map(values.get, parts.nested(keys, reader.path, EXTRA))
+    reader.read(request.reads)
+    values = [_value(saved[name], request.values.get(name)) for name in leaves]
+    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=lambda x: x is None), values)
 
 
 def _value(about: dict[str, Any], found: Any) -> Any:
@@ -251,8 +246,7 @@ def _text(about: dict[str, Any], like: Any) -> str:
 def _reader(folder: str | os.PathLike[str], step: int | None) -> Reader:
     """Finds a checkpoint and reads its header."""
     orbax()
-    if step is not None:
-        check_step(step)
+    check_step(step)
     found = checkpoint_steps(folder)
     path = local_folder(folder)
     if not found or (step is not None and step not in found):

@@ -47,11 +47,6 @@ class Request:
     reads: list[Read] = dataclasses.field(default_factory=list)
     values: dict[str, Any] = dataclasses.field(default_factory=dict)  # what was read, by name
 
-    def has(self, name: str) -> bool:
-        """Returns whether the file has an array, and marks it as used."""
-        self.used.add(name)
-        return name in self.reader.entries
-
     def find(
         self, name: str, like: Any, *, is_exact: bool = False, dtype: Any = None
     ) -> list[Entry]:
@@ -68,7 +63,8 @@ class Request:
         if name.startswith(parts.MOMENTS) and {codes, scales} <= self.reader.entries.keys():
             shapes = {codes: like.shape, scales: (sharded_quantized_adam.num_scales(like.shape),)}
         main = name.replace("params", "main_params", 1)
-        has_main = is_exact and self.has(main)
+        if has_main := is_exact and main in self.reader.entries:
+            self.used.add(main)
         found = [self._of_shape(x, shape) for x, shape in shapes.items()]
         if None in found:
             return []
@@ -79,14 +75,13 @@ class Request:
     def finish(self, ignored: Iterable[str] = ()) -> None:
         """Raises TreeError if the file has arrays that are neither used, ignored nor extra."""
         known = self.used | {*ignored} | {*self.reader.extra}
-        rest = [
+        if rest := [
             name
             for name, entry in self.reader.entries.items()
             if name not in known
             and not (entry.is_count or _is_scalar(name))
             and not (self.unused is not None and self.unused(parts.path_of(name)))
-        ]
-        if rest:
+        ]:
             more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
             raise TreeError(
                 f"{self.reader.path}: {rest[0]}: in the file, and not in the template: "
@@ -114,11 +109,6 @@ class Request:
         if self.mesh is not None:
             return NamedSharding(self.mesh, P())
         return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-    def read(self) -> dict[str, Any]:
-        """Reads everything recorded; returns ``values``."""
-        self.reader.read(self.reads)
-        return self.values
 
     def _of_shape(self, name: str, shape: tuple[int, ...]) -> Entry | None:
         """The file's entry of a name; raises if its shape differs and must not."""
@@ -155,22 +145,18 @@ class Request:
             )
 
 
-def restored_fields(request: Request, fields: dict[str, Any], tx: Any) -> dict[str, Any]:
-    """Returns the fields of a state like a template: all are compared, then read."""
-    leaves = {field: list(parts.leaves_of(field, x)) for field, x in fields.items()}
-    every = [leaf for of_field in leaves.values() for leaf in of_field]
+def restored_leaves(request: Request, fields: dict[str, Any], tx: Any) -> list[Any]:
+    """Returns the leaves of a state like a template: all are compared, then read."""
+    every = [leaf for field, x in fields.items() for leaf in parts.leaves_of(field, x)]
     flat = next((leaf.value for leaf in every if is_distributed_state(leaf.value)), None)
-    adam: Any
     if flat is None:
-        adam = TreeAdam(every, request.place)
+        adam: Any = TreeAdam(every, request.place)
     else:
         adam = FlatAdam(fields["params"], flat, tx, starts_anew=request.new is None)
         request.find("count", jax.ShapeDtypeStruct((), jnp.int32))
         request.take("count", None)
-    for leaf in every:
-        if leaf.section or leaf.value is flat:
-            continue
-        if leaf.is_count and not request.has(leaf.name):
+    for leaf in (x for x in every if not x.section and x.value is not flat):
+        if leaf.is_count and leaf.name not in request.reader.entries:
             request.take(leaf.name, leaf.value, request.reader.entries["count"])
         elif request.find(leaf.name, leaf.value):
             request.take(leaf.name, leaf.value)
@@ -182,20 +168,14 @@ def restored_fields(request: Request, fields: dict[str, Any], tx: Any) -> dict[s
         if _is_scalar(name) and name not in request.used:
             request.take(name, None)
     request.finish()
-    values = request.read()
-    values |= adam.finished(values)
-    return {
-        field: jax.tree.unflatten(
-            jax.tree.structure(tree),
-            [x for leaf in leaves[field] for x in jax.tree.leaves(values[leaf.name])],
-        )
-        for field, tree in fields.items()
-    }
+    request.reader.read(request.reads)
+    values = request.values | adam.finished(request.values)
+    return [x for leaf in every for x in jax.tree.leaves(values[leaf.name])]
 
 
 def _ask_unit(request: Request, adam: Any, unit: Any, params: list[Param]) -> None:
     """Requests the parameters of a unit, which are read and put into the state together."""
-    asked = [_asked(request, adam, param) for param in params]
+    asked = [_asked(request, param) for param in params]
 
     def use(arrays: list[jax.Array]) -> None:
         made = []
@@ -211,7 +191,7 @@ def _ask_unit(request: Request, adam: Any, unit: Any, params: list[Param]) -> No
     request.reads.append(Read([x for of in asked for some in of.values() for x in some], use))
 
 
-def _asked(request: Request, adam: Any, param: Param) -> dict[str, list[Wanted]]:
+def _asked(request: Request, param: Param) -> dict[str, list[Wanted]]:
     """Compares a parameter with the header; returns what is read for it.
 
     Its exact value, if it does not stay as in the template; "mu", "nu" and "ema", in floats or in
@@ -224,9 +204,8 @@ def _asked(request: Request, adam: Any, param: Param) -> dict[str, list[Wanted]]
         exact = request.find(name, like, is_exact=param.exact_at is not None, dtype=kept)
         if not exact:
             _of_template(name, like)
-            _of_template(name, adam.main_of(name) if param.kind.is_stored else None)
-    asked: dict[str, list[Wanted]] = {}
-    asked["exact"] = [(entry, param.exact_at or param.place) for entry in exact]
+            _of_template(name, param.main)
+    asked: dict[str, list[Wanted]] = {"exact": [(x, param.exact_at or param.place) for x in exact]}
     for section, moment in param.moments.items():
         of_moment, place = name.replace("params", section, 1), moment.sharding
         everywhere = NamedSharding(place.mesh, P()) if isinstance(place, NamedSharding) else place
@@ -252,7 +231,11 @@ def _made(param: Param, found: dict[str, list[jax.Array]], count: int) -> dict[s
         arrays = found[section]
         if section == "ema" and not arrays and exact is not None:
             arrays = [exact]  # a missing average begins with the parameter
-        made[section] = _floats(section, arrays, moment) if arrays else None
+        if len(arrays) > 1:  # codes and scales
+            arrays = [jax.block_until_ready(sharded_quantized_adam.decoded(section, *arrays))]
+        made[section] = None
+        if arrays:
+            made[section] = jax.device_put(_cast(arrays[0], moment.dtype), moment.sharding)
     if param.kind.is_stored:
         made["main_params"] = None if exact is None else _stored(param.kind)(exact)
     if "params" in found:
@@ -277,14 +260,6 @@ def _cast(array: jax.Array, dtype: Any) -> jax.Array:
     if array.dtype == dtype or array.size:
         return array.astype(dtype)
     return empty(array.shape, dtype, array.sharding)
-
-
-def _floats(section: str, found: list[jax.Array], like: Any) -> jax.Array:
-    """A moment as floats, read as floats or as codes and scales."""
-    x = found[0]
-    if len(found) > 1:
-        x = jax.block_until_ready(sharded_quantized_adam.decoded(section, *found))
-    return jax.device_put(_cast(x, like.dtype), like.sharding)
 
 
 def _rounded(param: Param, exact: Any, sent: Any) -> Any:

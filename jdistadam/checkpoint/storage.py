@@ -55,9 +55,7 @@ SMALL_BYTES = 1 << 16
 compiled = jax.disable_jit(False)
 """Makes a function compile its programs, which place their results, under jax_disable_jit too."""
 
-
-Wanted = tuple[Entry, Sharding]
-"""An array to read, and its sharding."""
+Wanted = tuple[Entry, Sharding]  # an array to read
 
 
 class Group(NamedTuple):
@@ -150,10 +148,9 @@ def manager(folder: Path, handler: Any, keep: int | None, in_background: bool) -
 
 def args_of(contents: Contents) -> Any:
     """Returns the manager's arguments for saving."""
-    entries = [entry for group in contents.filled() for entry in group.entries]
-    tree, args = {_escaped(entry.name): entry for entry in entries}, orbax().args
-    saved = args.PyTreeSave(tree, ocdbt_target_data_file_size=FILE_BYTES)
-    return args.Composite(**{ITEM: saved})
+    tree = {_escaped(entry.name): entry for group in contents.filled() for entry in group.entries}
+    saved = orbax().args.PyTreeSave(tree, ocdbt_target_data_file_size=FILE_BYTES)
+    return orbax().args.Composite(**{ITEM: saved})
 
 
 @functools.cache
@@ -228,11 +225,10 @@ def _header_text(contents: Contents, sums: dict[str, PartialSums]) -> str:
     """The text of the header; all processes add up their sums of arrays for it."""
     entries = [entry for group in contents.groups for entry in group.entries]
     absent = PartialSums(jnp.zeros(0))
+    found = totals([sums.get(entry.name, absent) for entry in entries])
     leaves = {}
-    for entry, found in zip(
-        entries, totals([sums.get(e.name, absent) for e in entries]), strict=True
-    ):
-        said = vars(entry) | {"name": None, "dtype": entry.dtype.name, "sum": found}
+    for entry, total in zip(entries, found, strict=True):
+        said = vars(entry) | {"name": None, "dtype": entry.dtype.name, "sum": total}
         leaves[entry.name] = {key: x for key, x in said.items() if x not in (None, False)}
     versions = dict.fromkeys(("jdistadam", "jax", "orbax-checkpoint", "optax"), "unknown")
     for package in versions:
@@ -275,9 +271,8 @@ def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, Any]]:
 
 
 def _entry(name: str, leaf: dict[str, Any]) -> Entry:
-    keys = None if leaf.get("keys") is None else tuple(leaf["keys"])
-    exact = {"shape": tuple(leaf["shape"]), "dtype": jnp.dtype(leaf["dtype"]), "keys": keys}
-    return Entry(name, **leaf | exact)
+    tuples: Any = {key: tuple(leaf[key]) for key in ("shape", "keys") if key in leaf}
+    return Entry(name, **leaf | tuples | {"dtype": jnp.dtype(leaf["dtype"])})
 
 
 class Reader:
@@ -340,13 +335,12 @@ class Reader:
         about |= dict(is_ocdbt_checkpoint=True, ts_context=self._context)
         for entry, place in wanted:
             infos.append(kinds.ParamInfo(name=_escaped(entry.name), **about))
-            exact: Any = dict(global_shape=entry.shape, dtype=entry.dtype)
-            args.append(kinds.ArrayRestoreArgs(sharding=place, **exact))
-        handler = kinds.ArrayHandler(array_metadata_store=None)
+            shape, dtype = entry.shape, entry.dtype
+            args.append(kinds.ArrayRestoreArgs(sharding=place, global_shape=shape, dtype=dtype))
 
         async def run() -> Any:
             try:
-                return await handler.deserialize(infos, args)
+                return await kinds.ArrayHandler(array_metadata_store=None).deserialize(infos, args)
             except Exception:
                 # orbax raises at the first error. An unfinished read would print a page when it is
                 # deleted, or when its event loop is closed.
@@ -354,8 +348,7 @@ class Reader:
                 await asyncio.gather(*left, return_exceptions=True)
                 raise
 
-        found: list[Any] = _result_of(run())
-        return found
+        return _result_of(run())
 
     def _damaged(self, entry: Entry, got: str, expected: Any) -> CheckpointError:
         return CheckpointError(

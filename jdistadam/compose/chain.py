@@ -26,7 +26,7 @@ from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.shard import in_form_of, is_shard, leaves_of, plain
 from jdistadam.distributed.state import StepResult
 from jdistadam.distributed.transformation import DistributedTransformation
-from jdistadam.drop_in.state import main_states
+from jdistadam.drop_in.state import MainParamsState
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import PolicyError, TreeError
 
@@ -91,7 +91,7 @@ class _Chain:
     def init(self, params: Params) -> OptState:
         states = tuple(tx.init(params) for tx in (*self.before, self.last))
         for i, state in enumerate(states[:-1]):
-            if main_states(state):
+            if trees.parts_of(state, MainParamsState):
                 raise _misplaced(i, "params must follow its main parameters exactly")
         return states
 

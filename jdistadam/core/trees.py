@@ -34,6 +34,12 @@ def paths(tree: Any, name: str) -> list[str]:
     return [name + jax.tree_util.keystr(path) for path, _ in leaves_with_path(tree)]
 
 
+def parts_of(tree: Any, kind: Any) -> list[Any]:
+    """Returns the parts of a tree that have this type, or one of these."""
+    parts = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in parts if isinstance(x, kind)]
+
+
 def is_traced(tree: Any) -> bool:
     """Whether a leaf is traced."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))

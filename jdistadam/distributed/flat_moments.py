@@ -147,8 +147,7 @@ def decoded_shards(
     decode = _decoder(*_kind(config, bucket, name))
     if not all(isinstance(x, jax.Array) for x in moment):  # numpy arrays
         moment = jax.device_put(moment, config.state_sharding)
-    shards: jax.Array = decode(moment, bucket.moment_offset // BLOCK)
-    return shards
+    return decode(moment, bucket.moment_offset // BLOCK)
 
 
 def with_shards(
@@ -181,8 +180,7 @@ def _decoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) ->
         if not is_coded:
             return cut(moment.floats, BLOCK)
         codes = BlockCodes(cut(moment.codes, BLOCK), cut(moment.scales, 1))
-        decoded: jax.Array = codec_of(codes).decode(name, codes, jnp)
-        return decoded
+        return codec_of(codes).decode(name, codes, jnp)
 
     mapped = compat.shard_map(local, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
     return jax.jit(mapped)

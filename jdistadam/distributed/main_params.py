@@ -84,8 +84,7 @@ def _new_on_host(config: DistributedConfig, layout: Layout, specs: Any, main: Pa
     spec = config.parallel.state_spec
     filled = compat.shard_map(local, mesh=config.mesh, in_specs=(specs, spec), out_specs=spec)
     types = jax.ShapeDtypeStruct((layout.main_size,), config.policy.main_params.dtype)
-    new: jax.Array = jax.jit(filled, donate_argnums=1)(main, flat_moments.zeros(config, types))
-    return new
+    return jax.jit(filled, donate_argnums=1)(main, flat_moments.zeros(config, types))
 
 
 def round_to_comm_dtype(schedule: Schedule, params: Params, *, before_forward: bool = False) -> Any:
@@ -327,8 +326,7 @@ def _exact_values(
     kind = config.policy.main_params
     is_kept = main is not None
     if is_kept and kind == FLOAT32 and layout.main_size == layout.flat_size:
-        values: jax.Array = main
-        return values
+        return main
     parts = []
     for bucket, shard in zip(layout.buckets, shards, strict=True):
         if is_kept and bucket.has_main:

@@ -67,8 +67,7 @@ def init(
 
     if not axes_left_to_xla(config.parallel):
         return local(params)
-    new: DistributedState = _manual(config, local, (params,), (config.tensor_specs(params),), specs)
-    return new
+    return _manual(config, local, (params,), (config.tensor_specs(params),), specs)
 
 
 def step(
@@ -150,8 +149,7 @@ def grad_norm(config: DistributedConfig, schedule: Schedule, grads: Grads, state
     if not axes_left_to_xla(config.parallel):
         return local(grads, scaling)
     specs = (_specs_of(config, grads, schedule.whole()), P())
-    norm: jax.Array = _manual(config, local, (grads, scaling), specs, P())
-    return norm
+    return _manual(config, local, (grads, scaling), specs, P())
 
 
 def on_each_shard(config: DistributedConfig, spec: P) -> Callable[..., jax.Array]:

@@ -64,8 +64,7 @@ class Shard:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of this part."""
-        shape: tuple[int, ...] = self.value.shape
-        return shape
+        return self.value.shape
 
     @property
     def is_stack(self) -> bool:

@@ -293,8 +293,7 @@ class Functions(Protocol):
 
 def find_state(opt_state: OptState) -> DistributedState:
     """Returns the DistributedState in a state that may be a chain's."""
-    parts = jax.tree.leaves(opt_state, is_leaf=is_distributed_state)
-    found = [part for part in parts if is_distributed_state(part)]
+    found = trees.parts_of(opt_state, DistributedState)
     if len(found) != 1:
         raise TreeError(
             "opt_state: not the state of a distributed optimizer: "

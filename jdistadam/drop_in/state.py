@@ -148,19 +148,12 @@ def nan_if_changed(
     return new
 
 
-def main_states(opt_state: OptState) -> list[MainParamsState]:
-    """Returns the parts of a state that have main parameters."""
-    kind = MainParamsState
-    parts = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
-    return [x for x in parts if isinstance(x, kind)]
-
-
 def main_params_of(params: Params, opt_state: OptState) -> Any:
     """Returns the exact parameters that ``fused_adamw`` updates; see ``main_params``.
 
     Under ``optax.masked`` or ``optax.partition`` a state has main parameters of only some leaves.
     """
-    if not (found := main_states(opt_state)):
+    if not (found := trees.parts_of(opt_state, MainParamsState)):
         return params
     exact, found = trees.unboxed((params, found))  # nnx.Optimizer puts arrays into others
     for state in found:

@@ -81,9 +81,7 @@ def to_train_state(
     if not tx.config.policy.main_params.is_stored:
         _check_exact(params, ours, like)
     dtypes = jax.tree.map(lambda x: x.dtype, like)
-    new = TrainState.create(params, tx, param_dtypes=dtypes)
-    _, opt_state, _ = to_optax_state(new, tx)
-    del new  # before the next state is made
+    _, opt_state, _ = to_optax_state(TrainState.create(params, tx, param_dtypes=dtypes), tx)
     opt_state = _filled(opt_state, theirs.step, mu, nu, iter(()))
     return from_optax_state(params, opt_state, tx, param_dtypes=dtypes)
 
@@ -127,8 +125,8 @@ def from_train_state(
     ours = named_state.places(names, main, rename, transpose)
     leaves = named_state.to_leaves(ours, names, main, mu, nu)
     if groups is None:  # hyperparameters in the state replace those of tx
-        known = None if _parts(opt_state, optax.InjectStatefulHyperparamsState) else numbers
-        groups = named_state.groups_of(known, ours, leaves)
+        injected = trees.parts_of(opt_state, optax.InjectStatefulHyperparamsState)
+        groups = named_state.groups_of(None if injected else numbers, ours, leaves)
     return NamedState(int(adam.count), leaves, tuple(groups))
 
 
@@ -170,7 +168,7 @@ def to_fused(
     moments = treedef.flatten_up_to(trees.codes_inside(_adam_of(opt_state).mu))
     rows = [None if isinstance(x, optax.MaskedNode) else 0 for x in moments]
     exact, mu, nu = named_state.to_trees(theirs, ours, like, rows)
-    if not (kept := _parts(opt_state, MainParamsState)):
+    if not (kept := trees.parts_of(opt_state, MainParamsState)):
         _check_exact(exact, ours, like)
     olds = treedef.flatten_up_to(kept[0].main_params) if kept else [None] * len(rows)
     codecs = [main_codec_of(x if hasattr(x, "dtype") else None) for x in olds]
@@ -227,14 +225,9 @@ def _numbers(tx: FusedTransformation, like: Params, step: int) -> OfLeaves:
     return named_state.numbers_of_leaves(tx.algorithm.groups, like, step)
 
 
-def _parts(tree: Any, kind: Any) -> list[Any]:
-    parts = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-    return [x for x in parts if isinstance(x, kind)]
-
-
 def _adam_of(opt_state: Any) -> optax.ScaleByAdamState:
     """The state of the only Adam in a state that may be a chain's."""
-    found = _parts(opt_state, optax.ScaleByAdamState)
+    found = trees.parts_of(opt_state, optax.ScaleByAdamState)
     if len(found) != 1:
         raise TreeError(
             "opt_state: not the state of one Adam: "
@@ -263,8 +256,7 @@ def _filled(opt_state: Any, step: int, mu: Any, nu: Any, mains: Iterator[Any]) -
     def filled(path: Any, x: Any) -> Any:
         fields = [getattr(key, "name", "") for key in path]
         if is_adam(x):
-            new = {name: _stored(name, y, getattr(x, name)) for name, y in (("mu", mu), ("nu", nu))}
-            return x._replace(count=count, **new)
+            return x._replace(count=count, mu=_stored("mu", mu, x.mu), nu=_stored("nu", nu, x.nu))
         if fields[-1:] == ["count"]:  # the number of steps in every optax state
             return count
         if "main_params" in fields:
@@ -293,6 +285,5 @@ def _stored(name: str, moments: Any, like: Any) -> Any:
         return x.astype(old.dtype, copy=False)
 
     is_leaf = lambda x: is_codes(x) or isinstance(x, optax.MaskedNode)  # noqa: E731
-    return trees.codes_outside(
-        jax.tree.map(one, trees.codes_inside(like), moments, is_leaf=is_leaf)
-    )
+    stored = jax.tree.map(one, trees.codes_inside(like), moments, is_leaf=is_leaf)
+    return trees.codes_outside(stored)

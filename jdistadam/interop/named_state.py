@@ -154,16 +154,14 @@ def places(names: Iterable[str], like: Any, rename: Rename, transpose: Transpose
 
 def _names_by_path(names: list[str], rename: Rename, where: Mapping[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
+    ours: Any = {name: name.replace(".", "/") for name in names} if rename is None else rename
     for name in names:
         if isinstance(rename, Mapping) and name not in rename:
             raise TreeError(
                 f"rename[{name!r}]: missing: the other optimizer has this parameter: got "
                 f"{len(rename)} names, expected a path of ours, or None to leave it out. Add it."
             )
-        if rename is None:
-            path: str | None = name.replace(".", "/")
-        else:
-            path = rename[name] if isinstance(rename, Mapping) else rename(name)
+        path = ours[name] if isinstance(ours, Mapping) else ours(name)
         if path is None:
             continue
         fix = f"Fix rename for {name!r}: a path of ours, or None to leave it out."

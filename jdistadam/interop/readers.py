@@ -277,9 +277,8 @@ def _flat_arrays(
                     "Pass the states of one optimizer, of one step."
                 )
             into[:], is_new[:] = shard, False
-    for name, kind, x in (
-        (name, k, x) for name, arrays in found.items() for k, x in arrays.items()
-    ):
+    every = [(name, k, x) for name, arrays in found.items() for k, x in arrays.items()]
+    for name, kind, x in every:
         if x.mask.any():
             raise TreeError(
                 f"{kind} of {name!r}: some elements are in no shard: got {x.count()} of {x.size} "

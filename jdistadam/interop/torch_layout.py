@@ -232,13 +232,10 @@ def parse(state_dict: Any, names: Names, where: str = "state_dict") -> TorchLayo
             f"expected one of the {len(name_of)} in the groups. "
             "Pass the state of one optimizer, as it was saved."
         )
-    return TorchLayout(
-        tuple(
-            Group(tuple(name_of[key] for key in found), _settings(group, of_groups))
-            for group, found in zip(raw, keys, strict=True)
-        ),
-        {name_of[str(key)]: mapping(f"{path}[{key!r}]", x) for key, x in entries.items()},
-    )
+    pairs = zip(([name_of[key] for key in found] for found in keys), raw, strict=True)
+    made = tuple(Group(tuple(members), _settings(group, of_groups)) for members, group in pairs)
+    by_name = {name_of[str(key)]: mapping(f"{path}[{key!r}]", x) for key, x in entries.items()}
+    return TorchLayout(made, by_name)
 
 
 def _name_of(raw: list[Any], keys: list[str], names: Names, where: str) -> dict[str, str]:
@@ -267,9 +264,7 @@ def _name_of(raw: list[Any], keys: list[str], names: Names, where: str) -> dict[
 
 def _settings(group: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The hyperparameters of a group, as Python numbers."""
-    settings = {
-        key: _plain(where, x) for key, x in group.items() if key not in ("params", "param_names")
-    }
+    settings = {k: _plain(where, x) for k, x in group.items() if k not in ("params", "param_names")}
     for key in filter(settings.get, _INSTEAD):
         raise HyperparameterError(
             f"{where}[...][{key!r}]: is not supported: got {settings[key]}, expected False. "
@@ -299,8 +294,7 @@ def _leaf(name: str, entry: Mapping[str, Any], param: Any) -> NamedLeaf:
     found = {our: as_numpy(f"{k} of {name!r}", entry[k]) for k, our in _OURS.items() if k in entry}
     found = {"param": param} | found
     main = found["param"]
-    is_remainder = main is not None and main.dtype == np.int16
-    if is_remainder:
+    if main is not None and main.dtype == np.int16:
         if param is None or param.dtype != ml_dtypes.bfloat16:
             raise TreeError(
                 f"parameter {name!r}: needed in bfloat16, of which the state keeps the remainder: "
@@ -315,7 +309,7 @@ def _leaf(name: str, entry: Mapping[str, Any], param: Any) -> NamedLeaf:
             f"got {shapes}, expected one shape. "
             "Check that names are in the order in which the optimizer got its parameters."
         )
-    if is_remainder:  # Apex and Transformer Engine split it off as we do: [Note: remainders]
+    if "parameter" in found:  # Apex and Transformer Engine split as we do: [Note: remainders]
         flat = join_halves(param.reshape(-1), main.reshape(-1).view(np.uint16), np)
         main = flat.reshape(param.shape)
     return NamedLeaf(main, found.get("mu"), found.get("nu"))

@@ -132,8 +132,7 @@ def check_ffi_api_version(built: tuple[int, int], runtime: tuple[int, int]) -> N
 
 def reachable_peers() -> Callable[[int, int], bool]:
     """Returns a function of two local GPU numbers: whether one can access the other's memory."""
-    reaches: Callable[[int, int], bool] = importlib.import_module(_MODULES["cuda"]).can_reach
-    return reaches
+    return importlib.import_module(_MODULES["cuda"]).can_reach
 
 
 def code_that_runs(build_info: str, capability: str) -> str | None:

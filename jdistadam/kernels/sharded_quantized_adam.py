@@ -53,8 +53,7 @@ def decoded(name: str, codes: jax.Array, scales: jax.Array) -> jax.Array:
     sharding: Any = jax.typeof(codes).sharding if is_traced else codes.sharding
     if is_traced and not any(sharding.spec):  # on one device, or XLA decides
         moment = BlockCodes(codes, scales)
-        leaf: jax.Array = codec_of(moment).decode(name, moment, jnp)
-        return leaf
+        return codec_of(moment).decode(name, moment, jnp)
     mesh, spec, scale_spec = _pieces(codes.shape, sharding)
     in_pieces = _in_rows(scales, codes.shape[: len(scale_spec[:-1])])
     decode = _decoder(name, mesh, spec, scale_spec)
@@ -88,20 +87,17 @@ def _placed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
         return x
     if isinstance(x, jax.core.Tracer):
         return jax.reshard(x, NamedSharding(mesh, spec))
-    moved: jax.Array = jax.block_until_ready(jax.device_put(x, NamedSharding(mesh, spec)))
-    return moved
+    return jax.block_until_ready(jax.device_put(x, NamedSharding(mesh, spec)))
 
 
 def _in_rows(scales: jax.Array, rows: tuple[int, ...]) -> jax.Array:
     if not rows:
         return scales
-    in_rows: jax.Array = jax.jit(lambda x: x.reshape(*rows, -1))(scales)
-    return in_rows
+    return jax.jit(lambda x: x.reshape(*rows, -1))(scales)
 
 
 def _in_one_row(scales: jax.Array) -> jax.Array:
-    row: jax.Array = jax.jit(lambda x: x.reshape(-1))(scales)
-    return row
+    return jax.jit(lambda x: x.reshape(-1))(scales)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -119,8 +115,7 @@ def _encoder(name: str, codec: Codec, mesh: Any, spec: P, scale_spec: P) -> Any:
 def _decoder(name: str, mesh: Any, spec: P, scale_spec: P) -> Any:
     def local(codes: jax.Array, scales: jax.Array) -> jax.Array:
         moment = BlockCodes(codes, scales.reshape(-1))
-        leaf: jax.Array = codec_of(moment).decode(name, moment, jnp)
-        return leaf
+        return codec_of(moment).decode(name, moment, jnp)
 
     return _on_devices(local, mesh, (spec, scale_spec), spec)
 

@@ -68,8 +68,7 @@ def extra_state_of(state: TrainState, tx: DistributedTransformation) -> ExtraSta
         scaling = scaling._replace(growth_count=None, hysteresis_count=None)
     own = (state.model_state, state.rng)
     extra = ExtraState(sharded.count, sharded.grad_norm, scaling, *own, guard=sharded.guard)
-    copies: ExtraState = jax.tree.map(placement.copy_of, extra)
-    return copies
+    return jax.tree.map(placement.copy_of, extra)
 
 
 def with_extra_state(

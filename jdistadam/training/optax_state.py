@@ -137,8 +137,7 @@ def main_params(params: Params, opt_state: OptState, tx: Any = None) -> Any:
             "expected what init, update or step returned. Call main_params(params, opt_state, tx)."
         )
     trees.check_arrays(opt_state, name="opt_state")
-    parts = jax.tree.leaves(opt_state, is_leaf=is_distributed_state)
-    if not any(map(is_distributed_state, parts)):
+    if not trees.parts_of(opt_state, DistributedState):
         return main_params_of(params, opt_state)
     if tx is None:
         raise TreeError(
@@ -236,8 +235,7 @@ _MOMENTS = (*trees.STORAGE_DTYPES, np.float64)  # dtypes that can be rounded to 
 def _refuse_state(name: str, params: Params, call: str) -> None:
     """Raises TreeError if a state was passed as params: swapped, or a whole train state."""
     kinds = (TrainState, DistributedState, MainParamsState, optax.ScaleByAdamState, ExtraState)
-    parts = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kinds))
-    if found := [type(x).__name__ for x in parts if isinstance(x, kinds)]:
+    if found := [type(x).__name__ for x in trees.parts_of(params, kinds)]:
         raise TreeError(
             f"{name}: a state, not parameters: got {found[0]}, expected a tree of parameters. "
             f"Call {call}."

@@ -167,8 +167,7 @@ def _placed(state: TrainState, specs: TrainState, config: DistributedConfig) -> 
     def place(spec: P, x: jax.Array) -> jax.Array:
         return collectives.constrain(x, NamedSharding(config.mesh, spec)) if x.size else x
 
-    placed: TrainState = jax.tree.map(place, jax.tree.broadcast(specs, state), state)
-    return placed
+    return jax.tree.map(place, jax.tree.broadcast(specs, state), state)
 
 
 def _naming_no_axis_left_to_xla(

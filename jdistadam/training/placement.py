@@ -137,8 +137,7 @@ def _memory_of(x: Any) -> int | None:
     if not isinstance(x, jax.Array) or not x.size or x.is_deleted():
         return None
     words = jax.random.key_data(x) if trees.is_key(x) else x
-    place: int = words.addressable_data(0).unsafe_buffer_pointer()
-    return place
+    return words.addressable_data(0).unsafe_buffer_pointer()
 
 
 def fetch(x: Any) -> np.ndarray:

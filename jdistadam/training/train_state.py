@@ -283,8 +283,7 @@ def placed(state: TrainState, tx: DistributedTransformation) -> TrainState:
 
     For states restored without shardings, or made for another strategy of the same layout.
     """
-    new: TrainState = brought(state, jax.tree.leaves(_places(state, tx)))
-    return new
+    return brought(state, jax.tree.leaves(_places(state, tx)))
 
 
 def _places(state: TrainState, tx: DistributedTransformation) -> TrainState:
