@@ -180,8 +180,8 @@ def _optimizer(args: argparse.Namespace, mesh: Any) -> tuple[Any, Any]:
 
 def _heading(args: argparse.Namespace, num_devices: int) -> str:
     """Returns the arguments as a description, in lines like those of a policy."""
-    shape, axes = _mesh_shape(args, num_devices)
-    division = f", as {shape[0]} replicas of {shape[1]}" if "replica" in axes else ""
+    size = num_devices // args.replicas
+    division = f", as {args.replicas} replicas of {size}" if args.replicas > 1 else ""
     kept = "" if args.reshard_after_forward else ", not resharded"
     strategy = f"{args.sharding_strategy}, outer {args.outer_sharding_strategy}{kept}"
     lines = {

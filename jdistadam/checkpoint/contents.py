@@ -29,7 +29,7 @@ from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import DtypeError, TreeError
-from jdistadam.kernels.sharded_quantized_adam import encoded, num_scales
+from jdistadam.kernels.sharded_quantized_adam import encoded
 from jdistadam.training.checks import check_agreement, is_known
 from jdistadam.training.train_state import TrainState, check_params_follow, placed
 
@@ -136,7 +136,7 @@ def _of_bucket(flat: FlatAdam, bucket: Bucket, params: list[Param], section: str
             entries.append(Entry(name, shape, dtype))
         else:
             entries.append(Entry(f"{name}.codes", shape, codec.dtype))
-            entries.append(Entry(f"{name}.scales", (num_scales(shape),), dtype))
+            entries.append(Entry(f"{name}.scales", (codec.num_scales(math.prod(shape)),), dtype))
     size = flat.layout.whole_size(bucket) if bucket.is_packed else bucket.shard_size
     return Group(entries, make, size * dtype.itemsize)
 

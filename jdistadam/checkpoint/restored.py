@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,7 +18,7 @@ from jdistadam.checkpoint.adam import FlatAdam, Param, TreeAdam
 from jdistadam.checkpoint.parts import Entry
 from jdistadam.checkpoint.storage import Read, Reader, Wanted, empty
 from jdistadam.core import collectives
-from jdistadam.core.codecs import Codec
+from jdistadam.core.codecs import BLOCK, Codec
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.errors import DtypeError, ShapeError, TreeError
 from jdistadam.kernels import sharded_quantized_adam
@@ -61,7 +62,7 @@ class Request:
         shapes = {name: like.shape}
         codes, scales = f"{name}.codes", f"{name}.scales"
         if name.startswith(parts.MOMENTS) and {codes, scales} <= self.reader.entries.keys():
-            shapes = {codes: like.shape, scales: (sharded_quantized_adam.num_scales(like.shape),)}
+            shapes = {codes: like.shape, scales: (-(-math.prod(like.shape) // BLOCK),)}
         main = name.replace("params", "main_params", 1)
         if has_main := is_exact and main in self.reader.entries:
             self.used.add(main)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -99,8 +98,7 @@ class _Chain:
         self, grads: Grads, state: OptState, params: Params = None, **extra_args: Any
     ) -> tuple[Any, OptState]:
         _check_state(self.before, state)
-        everything = (*self.before, self.last)
-        return _update_in_turn(everything, grads, state, params, extra_args=extra_args)
+        return _update_in_turn((*self.before, self.last), grads, state, params, extra_args)
 
     def step(
         self, grads: Grads, state: OptState, params: Params, **extra_args: Any
@@ -112,9 +110,7 @@ class _Chain:
             updates, state = self.update(grads, state, params, **extra_args)
             return optax.apply_updates(params, updates), state
         _check_state(self.before, state)
-        grads, states = _update_in_turn(
-            self.before, grads, state[:-1], params, extra_args=extra_args
-        )
+        grads, states = _update_in_turn(self.before, grads, state[:-1], params, extra_args)
         params, last_state = self.last.step(grads, state[-1], params, **extra_args)
         return params, (*states, last_state)
 
@@ -133,12 +129,7 @@ class _DistributedChain:
         return (*before, self.last.functions.init(schedule, params))
 
     def local_step(
-        self,
-        schedule: Schedule,
-        grads: Grads,
-        state: OptState,
-        params: Params,
-        **extra_args: Any,
+        self, schedule: Schedule, grads: Grads, state: OptState, params: Params, **extra_args: Any
     ) -> StepResult:
         """Changes the gradients and takes the optimizer's step."""
         unsharded = self._unsharded(schedule, params)
@@ -162,9 +153,7 @@ class _DistributedChain:
     def check_before(self, params: Params) -> None:
         """Raises PolicyError if a transformation may not come before a sum over devices."""
         for i, tx in enumerate(self.before):
-            with _naming_arguments(i):
-                why = why_not_linear(tx, params)
-            if why:
+            if why := _why_not_linear(i, tx, params):
                 raise PolicyError(
                     f"chain, transformation {i}: it would see each device's gradients before "
                     f"they are summed, and {why}: got a distributed optimizer after it, expected "
@@ -227,9 +216,7 @@ class _DistributedChain:
             )
         _check_state(self.before, state)
         given = grads.sums if is_accumulated else grads
-        updated, states = _update_in_turn(
-            self.before, plain(given), state[:-1], params, extra_args=extra_args
-        )
+        updated, states = _update_in_turn(self.before, plain(given), state[:-1], params, extra_args)
         updated = in_form_of(given, updated)
         return dataclasses.replace(grads, sums=updated) if is_accumulated else updated, states
 
@@ -239,7 +226,6 @@ def _update_in_turn(
     grads: Grads,
     states: Sequence[OptState],
     params: Params,
-    *,
     extra_args: dict[str, Any],
 ) -> tuple[Any, tuple[Any, ...]]:
     """Like ``optax.chain``: each transformation updates the previous one's results."""
@@ -297,11 +283,10 @@ def _misplaced(i: int, why: str) -> PolicyError:
     )
 
 
-@contextlib.contextmanager
-def _naming_arguments(i: int) -> Iterator[None]:
-    """Raises PolicyError if a transformation needs arguments that others do not take."""
+def _why_not_linear(i: int, tx: optax.GradientTransformation, params: Params) -> str | None:
+    """As ``why_not_linear``; raises PolicyError if it needs arguments that others do not take."""
     try:
-        yield
+        return why_not_linear(tx, params)
     except TypeError as error:
         if "required keyword-only argument" not in str(error):
             raise

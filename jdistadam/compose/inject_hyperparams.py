@@ -98,8 +98,7 @@ def inject_hyperparams(
         for name in _ALWAYS_FLOAT & given.keys() - static_names:
             if type(given[name]) is int:  # optax would keep it an integer, even if a float is set
                 given[name] = float(given[name])
-        absent = {"l2"} & signature.parameters.keys() - given.keys()
-        static = static_names | absent
+        static = static_names | ({"l2"} & signature.parameters.keys() - given.keys())
         first = factory(**_first_values(given, static))
         if not isinstance(first, FusedTransformation):
             raise _cannot_inject(factory)
@@ -236,9 +235,8 @@ def inject_distributed(
       inject: Takes a function that returns two functions of an optimizer, and returns a
         transformation whose ``init`` and ``update`` call these with the numbers in the state.
     """
-    injected = _Injected(first, inject)
     return DistributedTransformation.make(
-        injected,
+        _Injected(first, inject),
         first.config,
         optax.InjectStatefulHyperparamsState(P(), P(), P(), first.state_specs()),
         changes_grads=first.changes_grads,

@@ -67,12 +67,13 @@ def for_each_leaf(
       is_leaf: Which containers in ``given`` are values.
     """
     given = given(params) if callable(given) else given
+    values: list[Any] = []
 
-    def spread(value: Any, subtree: Any) -> Any:
-        return jax.tree.map(lambda _: _Value(value), subtree)
+    def spread(value: Any, subtree: Any) -> None:
+        values.extend([value] * len(jax.tree.leaves(subtree)))
 
     try:
-        full = jax.tree.map(spread, given, params, is_leaf=is_leaf)
+        jax.tree.map(spread, given, params, is_leaf=is_leaf)
     except (ValueError, TypeError):
         where, got, expected_node = trees.first_difference(
             given, params, is_prefix=True, is_leaf=is_leaf
@@ -81,20 +82,12 @@ def for_each_leaf(
             f"{name}{where}: structure differs from params: got {got}, expected {expected_node}. "
             f"Give each leaf of params, or each subtree, {expected}."
         ) from None
-    values = [leaf.value for leaf in jax.tree.leaves(full)]
-    for path, value in zip(trees.paths(full, name), values, strict=True):
+    for path, value in zip(trees.paths(params, name), values, strict=True):
         if not isinstance(value, kind):
             raise DtypeError(
                 f"{path}: not a {what}: got {value!r}, expected {expected}. Fix {name}."
             )
     return values
-
-
-class _Value:
-    """Hides a value from jax.tree."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 _KEYS = ("lr_scale", "weight_decay", "b1", "b2", "frozen")
@@ -313,11 +306,4 @@ def make_algorithm(
         storage = parse(**of_moments, b1=used.b1, b2=used.b2)
     if main_params_dtype is not UNSET:
         parse_main_params(main_params_dtype)
-    return Algorithm(
-        hyper=hyper,
-        groups=groups,
-        like_optax=like_optax,
-        storage=storage,
-        main_params_dtype=main_params_dtype,
-        reads_params=reads_params,
-    )
+    return Algorithm(hyper, groups, like_optax, storage, main_params_dtype, reads_params)

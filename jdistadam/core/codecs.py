@@ -312,9 +312,9 @@ def codec_of(moment: Any) -> Codec:
     codes = getattr(moment, "codes", None)
     if codes is None:
         return float_codec(moment.dtype)
-    found = next((known for known in BLOCK_CODECS if known.dtype == codes.dtype), None)
-    if found is not None:
-        return found
+    for known in BLOCK_CODECS:
+        if known.dtype == codes.dtype:
+            return known
     raise DtypeError(
         f"codes: not codes of a moment: got {codes.dtype}, "
         f"expected {' or '.join(str(known.dtype) for known in BLOCK_CODECS)}. "

@@ -131,9 +131,8 @@ def _short(text: str, other: str) -> tuple[str, str]:
 def check_same_shapes(tree: Any, like: Any, *, name: str, like_name: str) -> None:
     """Raises TreeError or ShapeError unless every leaf has the shape of its counterpart."""
     check_same_structure(tree, like, name=name, like_name=like_name)
-    for path, x, y in zip(
-        paths(tree, name), jax.tree.leaves(tree), jax.tree.leaves(like), strict=True
-    ):
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(like), strict=True)
+    for path, (x, y) in zip(paths(tree, name), pairs, strict=True):
         if np.shape(x) != np.shape(y):
             raise ShapeError(
                 f"{path}: shape differs from {like_name}: got {np.shape(x)}, expected "

@@ -166,21 +166,24 @@ def mean_factor(config: DistributedConfig, weight: Any) -> tuple[jax.Array, jax.
     return jnp.where(total == 0, 0, 1 / total), total == 0
 
 
-class LocalGrads(NamedTuple):
-    """This device's checked gradients, for a step over peer memory.
+class StepGrads(NamedTuple):
+    """Checked gradients, as a step uses them.
 
     Attributes:
-      buckets: The whole gradient of every bucket, in the communication dtype.
-      mean_scale: As in SummedGrads, like the next.
-      is_empty: Whether the total weight is zero.
+      arrays: This device's part of the sum of every bucket over devices. For a step over peer
+        memory, which sums them itself: this device's whole gradient of every bucket, in the
+        communication dtype.
+      mean_scale: The factor that turns the sum into the mean, shape (), float32; 1 without
+        average_grads.
+      is_empty: Whether the total weight is zero, shape (), bool; None if that is impossible.
     """
 
-    buckets: list[jax.Array]
+    arrays: list[jax.Array]
     mean_scale: jax.Array
     is_empty: jax.Array | None
 
 
-def local_grads(config: DistributedConfig, schedule: Schedule, grads: Grads) -> LocalGrads:
+def local_grads(config: DistributedConfig, schedule: Schedule, grads: Grads) -> StepGrads:
     """Checks local gradients, or the result of ``accumulate``; sends only weights."""
     sums, weight = _sums_and_weight(grads)
     _check_local(config, schedule, sums)
@@ -188,7 +191,7 @@ def local_grads(config: DistributedConfig, schedule: Schedule, grads: Grads) -> 
         collectives.keep_cast(array, config.policy.comm_dtype)
         for array in _whole_buckets(config, schedule, jax.tree.leaves(sums))
     ]
-    return LocalGrads(buckets, *_mean_scale(config, weight))
+    return StepGrads(buckets, *_mean_scale(config, weight))
 
 
 def _sums_and_weight(grads: Grads) -> tuple[Any, Any]:
@@ -222,22 +225,7 @@ def _whole_buckets(
             yield grads[bucket.leaf]
 
 
-class SummedGrads(NamedTuple):
-    """The gradients of all devices, as a step uses them.
-
-    Attributes:
-      shards: This device's part of the sum of every bucket.
-      mean_scale: The factor that turns the sum into the mean, shape (), float32; 1 without
-        average_grads.
-      is_empty: Whether the total weight is zero, shape (), bool; None if that is impossible.
-    """
-
-    shards: list[jax.Array]
-    mean_scale: jax.Array
-    is_empty: jax.Array | None
-
-
-def sum_over_devices(config: DistributedConfig, schedule: Schedule, grads: Grads) -> SummedGrads:
+def sum_over_devices(config: DistributedConfig, schedule: Schedule, grads: Grads) -> StepGrads:
     """Sums local gradients, or the result of ``accumulate``, over all devices.
 
     Args:
@@ -255,7 +243,7 @@ def sum_over_devices(config: DistributedConfig, schedule: Schedule, grads: Grads
             communication.sum_gradients([entry.reduce_outer], shard, entry.bucket.cut_dim)
             for entry, shard in pairs
         ]
-    return SummedGrads(shards, *_mean_scale(config, weight))
+    return StepGrads(shards, *_mean_scale(config, weight))
 
 
 def summed_shards(
@@ -269,9 +257,8 @@ def summed_shards(
     shards = []
     arrays = _whole_buckets(config, schedule, grads)
     for entry, array in zip(schedule.buckets, arrays, strict=True):
-        bucket = entry.bucket
         phases = [entry.reduce, entry.reduce_outer] if includes_outer else [entry.reduce]
         if is_shard(array):
             phases, array = phases[1:], array.value
-        shards.append(communication.sum_gradients(phases, array, bucket.cut_dim))
+        shards.append(communication.sum_gradients(phases, array, entry.bucket.cut_dim))
     return shards

@@ -21,13 +21,7 @@ from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.shard import is_shard, leaves_of, plain
-from jdistadam.distributed.state import (
-    DIGEST_SIZE,
-    differences,
-    digest_of,
-    known_text,
-    sizes_of,
-)
+from jdistadam.distributed.state import DIGEST_SIZE, differences, digest_of, known_text, sizes_of
 from jdistadam.errors import (
     DtypeError,
     HyperparameterError,
@@ -40,11 +34,7 @@ from jdistadam.errors import (
 
 
 def check_arguments(
-    policy: Any,
-    max_grad_norm: Any,
-    bucket_bytes: Any,
-    average_grads: Any,
-    state_buffer_bytes: Any,
+    policy: Any, max_grad_norm: Any, bucket_bytes: Any, average_grads: Any, state_buffer_bytes: Any
 ) -> None:
     """Raises PolicyError or HyperparameterError unless types and ranges are right."""
     if not isinstance(policy, MixedPrecisionPolicy):
@@ -329,9 +319,8 @@ def _check_flat_array(name: str, got: Any, wanted: Any) -> None:
             f"{expected} on each device. Make the state with init(params) of this optimizer."
         )
     if got is not None and got.dtype != wanted.dtype:
-        is_chosen = name in ("main_params", "mu", "nu")  # no option of the policy sets others
         action = "Make the state with init(params) of this optimizer."
-        if is_chosen:
+        if name in ("main_params", "mu", "nu"):  # no option of the policy sets others
             action = f"Cast it, or set {name}_dtype of the optimizer."
         raise DtypeError(
             f"opt_state.{name}: dtype differs from the optimizer's: got {got.dtype}, "

@@ -78,11 +78,6 @@ class DistributedConfig:
         """The mesh."""
         return self.parallel.mesh
 
-    @property
-    def num_shards(self) -> int:
-        """Number of devices that share the optimizer state."""
-        return self.parallel.num_shards
-
     def differentiated_dtype(self, dtype: Any) -> jnp.dtype:
         """Returns the dtype in which shards of parameters are differentiated.
 
@@ -131,8 +126,9 @@ class DistributedConfig:
         # Functions of params decide by the sizes on a single device.
         seen = mesh_axes.global_shapes(self.parallel, whole, specs)
         rows = self.algorithm.groups.row_of_leaves(seen)
-        leaves = [
-            Leaf(
+        leaves = []
+        for path, x, row, spec in zip(paths, jax.tree.leaves(whole), rows, specs, strict=True):
+            leaf = Leaf(
                 path=path,
                 shape=tuple(x.shape),
                 dtype=jnp.dtype(x.dtype),
@@ -142,14 +138,8 @@ class DistributedConfig:
                 in_model=_selects(self.gathered_in_model, path),
                 cuts=mesh_axes.cuts_of(spec, self.cutting_axes),
             )
-            for path, x, row, spec in zip(paths, jax.tree.leaves(whole), rows, specs, strict=True)
-        ]
-        leaves = [
-            dataclasses.replace(
-                leaf, is_coded=self._is_coded(leaf), is_rounded=self._is_rounded(leaf)
-            )
-            for leaf in leaves
-        ]
+            is_coded, is_rounded = self._is_coded(leaf), self._is_rounded(leaf)
+            leaves.append(dataclasses.replace(leaf, is_coded=is_coded, is_rounded=is_rounded))
         _check_param_comm_dtype(self.policy, leaves)
         if self.algorithm.storage.is_any:
             self._check_low_precision(leaves)
@@ -159,7 +149,7 @@ class DistributedConfig:
         _check_any("gathered_in_model", self.gathered_in_model, [x.in_model for x in leaves], paths)
         return make_layout(
             leaves,
-            self.num_shards,
+            self.parallel.num_shards,
             self.bucket_bytes,
             packs=self.parallel.num_devices > 1,
             keeps_main=self._keeps_main,

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam import compat
 from jdistadam.core import memory
 from jdistadam.core.algorithm import Algorithm
-from jdistadam.core.codecs import BLOCK, FLOAT32, BlockCodes, codec_of
+from jdistadam.core.codecs import BLOCK, BlockCodes, codec_of
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout
 
@@ -57,23 +57,20 @@ def types_of_moment(algorithm: Algorithm, layout: Layout, name: str) -> Any:
 
 def types_of_arrays(config: DistributedConfig, layout: Layout) -> dict[str, Any]:
     """Returns shapes and dtypes of one device's flat arrays by name; None: it has none."""
-    main, has_ema = config.policy.main_params.dtype, config.ema_decay is not None
+    shape, main = jax.ShapeDtypeStruct, config.policy.main_params.dtype
+    has_ema = config.ema_decay is not None
     return {
-        "main_params": jax.ShapeDtypeStruct((layout.main_size,), main)
-        if layout.main_size
-        else None,
+        "main_params": shape((layout.main_size,), main) if layout.main_size else None,
         "mu": types_of_moment(config.algorithm, layout, "mu"),
         "nu": types_of_moment(config.algorithm, layout, "nu"),
-        "ema": jax.ShapeDtypeStruct((layout.flat_size,), jnp.float32) if has_ema else None,
+        "ema": shape((layout.flat_size,), jnp.float32) if has_ema else None,
     }
 
 
 def bytes_of_moment(algorithm: Algorithm, layout: Layout, name: str) -> int:
     """Returns the bytes of one device's part of a moment."""
-    codec = algorithm.storage.codec_of(name)
-    if not codec.is_coded:
-        return codec.nbytes(layout.flat_size)
-    return codec.nbytes(layout.coded_size) + FLOAT32.nbytes(layout.uncoded_size)
+    types = jax.tree.leaves(types_of_moment(algorithm, layout, name))
+    return sum(x.size * x.dtype.itemsize for x in types)
 
 
 def shard_in(flat: Any, bucket: Bucket) -> jax.Array:
@@ -107,11 +104,6 @@ def with_result(moment: Any, bucket: Bucket, new: Any) -> Any:
 # Decodes and encodes moments: one bucket's shards at a time, outside of shard_map.
 #
 # Both are exact for floats decoded from codes: encode(decode(x)) is x.
-
-
-def new_moment(config: DistributedConfig, layout: Layout, name: str) -> Any:
-    """Returns the moment "mu" or "nu" of a state, all zero: flat arrays on all devices."""
-    return zeros(config, types_of_moment(config.algorithm, layout, name))
 
 
 def zeros(config: DistributedConfig, types: Any) -> Any:

@@ -250,14 +250,6 @@ def in_loss() -> Any:
     return _weight_in_loss(_weight_in_loss.value or _UNWEIGHTED)
 
 
-def _weight_of_loss() -> Any:
-    current = _weight_in_loss.value
-    if current is None:
-        return None
-    current.is_used = True
-    return current.weight
-
-
 def remat_policy(primitive: Any, *_: Any, **__: Any) -> bool:
     """Says what ``jax.checkpoint`` saves; results of ``gather_params`` are gathered again.
 
@@ -292,7 +284,9 @@ def _gathered(config: DistributedConfig, shard: Shard) -> jax.Array:
     """Gathers one leaf, or one layer of a stacked one."""
     parallel = config.parallel
     dim = len(shard.shape) + shard.dim
-    weight = _weight_of_loss()
+    current, weight = _weight_in_loss.value, None
+    if current is not None:
+        current.is_used, weight = True, current.weight
     size = shard.value.size * parallel.size(parallel.shard_axes)
     gather_phase, reduce_phase = phases_of_shard(parallel, config.policy, size, shard.dtype)
     run = model_axes.on_each_shard(config, shard.spec)

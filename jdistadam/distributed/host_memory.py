@@ -26,13 +26,12 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import memory, trees
 from jdistadam.core.codecs import BLOCK, BlockCodes, is_codes
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import offset_of, operand_of
-from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout
+from jdistadam.distributed.layout import Bucket, Layout, aligned
 from jdistadam.distributed.packing import Piece
 from jdistadam.distributed.state import DistributedState, map_state
 from jdistadam.kernels import host_copy
@@ -60,11 +59,8 @@ def map_arrays(function: Callable[[Any], Any], opt_state: Any) -> Any:
 
 def state_shardings(config: DistributedConfig, specs: Any) -> Any:
     """Returns the NamedSharding of every array of a state, from its PartitionSpecs."""
-    is_spec = lambda x: isinstance(x, P)  # noqa: E731
-    placed = jax.tree.map(lambda x: NamedSharding(config.mesh, x), specs, is_leaf=is_spec)
-    if not config.is_on_host:
-        return placed
-    return map_arrays(lambda _: config.state_sharding, placed)
+    placed = jax.tree.map(lambda spec: NamedSharding(config.mesh, spec), specs)
+    return map_arrays(lambda _: config.state_sharding, placed) if config.is_on_host else placed
 
 
 def to_host(config: DistributedConfig, opt_state: Any) -> Any:
@@ -217,7 +213,7 @@ def moment_lines(moment: Any, buckets: Sequence[Bucket]) -> Any:
     """The window of some buckets in the array that holds their moment."""
     first, last = buckets[0], buckets[-1]
     start = offset_of(moment, first)
-    end = offset_of(moment, last) + _aligned(last.shard_size)
+    end = offset_of(moment, last) + aligned(last.shard_size)
     return lines_of(operand_of(moment, first), start, end - start)
 
 
@@ -315,8 +311,4 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 def _size(buckets: Sequence[Bucket]) -> int:
     """Elements of the flat state from the first bucket to the end of the last."""
-    return buckets[-1].offset + _aligned(buckets[-1].shard_size) - buckets[0].offset
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return buckets[-1].offset + aligned(buckets[-1].shard_size) - buckets[0].offset

@@ -237,21 +237,18 @@ def make_layout(
     offset = main_size = 0
     ends = {True: 0, False: 0}  # of moments, by whether they are coded
     for i in sorted(range(len(members)), key=lambda i: not has_main[i]):
-        bucket = _bucket(leaves, members[i], num_shards, leaf_alignment)
+        bucket = _bucket(leaves, members[i], num_shards, num_inner_shards, leaf_alignment)
         bucket = dataclasses.replace(
             bucket,
             offset=offset,
             moment_offset=ends[bucket.is_coded],
             has_main=has_main[i],
-            inner_shape=_scaled(
-                bucket.shard_shape, bucket.cut_dim, num_shards // (num_inner_shards or num_shards)
-            ),
             is_sharded_param=shards_params and not bucket.is_packed,
             num_layers=bucket.num_layers if gathers_layers else None,
         )
         buckets.append(bucket)
-        offset += _aligned(bucket.shard_size)
-        ends[bucket.is_coded] += _aligned(bucket.shard_size)
+        offset += aligned(bucket.shard_size)
+        ends[bucket.is_coded] += aligned(bucket.shard_size)
         main_size = offset if bucket.has_main else main_size
     coded_size, uncoded_size = (max(ends[is_coded], ALIGNMENT) for is_coded in (True, False))
     return Layout(
@@ -271,11 +268,7 @@ class _Members(NamedTuple):
 
 
 def _members(
-    leaves: Sequence[Leaf],
-    num_shards: int,
-    bucket_bytes: int,
-    packs: bool,
-    leaf_alignment: int,
+    leaves: Sequence[Leaf], num_shards: int, bucket_bytes: int, packs: bool, leaf_alignment: int
 ) -> list[_Members]:
     """The leaves of each bucket."""
     scattered: list[_Members] = []
@@ -294,14 +287,17 @@ def _members(
 
 
 def _bucket(
-    leaves: Sequence[Leaf], members: _Members, num_shards: int, leaf_alignment: int
+    leaves: Sequence[Leaf],
+    members: _Members,
+    num_shards: int,
+    num_inner_shards: int | None,
+    leaf_alignment: int,
 ) -> Bucket:
     """A bucket, without the fields that depend on the others."""
     first = leaves[members.leaves[0]]
     total = sum(-(-leaves[i].size // leaf_alignment) * leaf_alignment for i in members.leaves)
-    is_packed = members.is_packed
+    dim, is_packed = members.dim, members.is_packed
     padding = -total % (num_shards * leaf_alignment) if is_packed else 0
-    dim = members.dim
     whole_shape = (total + padding,) if is_packed else first.shape
     return Bucket(
         leaves=tuple(members.leaves),
@@ -314,6 +310,7 @@ def _bucket(
         has_main=False,
         tensor_axes=first.tensor_axes,
         num_layers=first.shape[0] if first.is_stacked and not is_packed else None,
+        inner_shape=_cut(whole_shape, dim or 0, num_inner_shards or num_shards),
         leaf_alignment=leaf_alignment if is_packed else 1,
         is_coded=first.is_coded,
     )
@@ -323,11 +320,8 @@ def _cut(shape: tuple[int, ...], dim: int, num_shards: int) -> tuple[int, ...]:
     return (*shape[:dim], shape[dim] // num_shards, *shape[dim + 1 :])
 
 
-def _scaled(shape: tuple[int, ...], dim: int, factor: int) -> tuple[int, ...]:
-    return (*shape[:dim], shape[dim] * factor, *shape[dim + 1 :])
-
-
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Returns a number of elements, rounded up to a multiple of ``ALIGNMENT``."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

@@ -22,7 +22,6 @@ from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import flat_moments, host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import shard_in, zeros
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule
@@ -60,14 +59,14 @@ def with_main_params(
         return opt_state
     if config.is_on_host:
         flat = _new_on_host(config, layout, specs, main)
-        return map_state(lambda state: state._replace(main_params=flat), opt_state)
-    shard = compat.shard_map(
-        lambda tree: main_shard(config, layout, jax.tree.leaves(tree)),
-        mesh=config.mesh,
-        in_specs=(specs,),
-        out_specs=config.parallel.state_spec,
-    )
-    flat = jax.jit(shard)(main)
+    else:
+        shard = compat.shard_map(
+            lambda tree: main_shard(config, layout, jax.tree.leaves(tree)),
+            mesh=config.mesh,
+            in_specs=(specs,),
+            out_specs=config.parallel.state_spec,
+        )
+        flat = jax.jit(shard)(main)
     return map_state(lambda state: state._replace(main_params=flat), opt_state)
 
 
@@ -83,7 +82,7 @@ def _new_on_host(config: DistributedConfig, layout: Layout, specs: Any, main: Pa
 
     spec = config.parallel.state_spec
     filled = compat.shard_map(local, mesh=config.mesh, in_specs=(specs, spec), out_specs=spec)
-    types = jax.ShapeDtypeStruct((layout.main_size,), config.policy.main_params.dtype)
+    types = flat_moments.types_of_arrays(config, layout)["main_params"]
     return jax.jit(filled, donate_argnums=1)(main, flat_moments.zeros(config, types))
 
 
@@ -95,8 +94,7 @@ def round_to_comm_dtype(schedule: Schedule, params: Params, *, before_forward: b
     """
     leaves: list[Any] = jax.tree.leaves(params)
     for entry in schedule.buckets:
-        is_held = entry.bucket.is_sharded_param
-        before = entry.gather if is_held else ()
+        before = entry.gather if entry.bucket.is_sharded_param else ()
         for gather in before if before_forward else entry.after_update:
             for i in entry.bucket.leaves:
                 sent = collectives.round_to(leaves[i], gather.dtype)
@@ -137,13 +135,9 @@ def paths_that_differ(
     if main is None or config.policy.main_params.is_remainder:
         return []
     leaves = jax.tree.leaves(params)
-    is_spec = lambda x: isinstance(x, P)  # noqa: E731
     buckets = tuple(bucket for bucket in layout.buckets if bucket.has_main)
     compare = _comparison(
-        config.parallel,
-        config.policy.param_comm_dtype,
-        buckets,
-        tuple(jax.tree.leaves(specs, is_leaf=is_spec)),
+        config.parallel, config.policy.param_comm_dtype, buckets, tuple(jax.tree.leaves(specs))
     )
     differ = np.asarray(compare(leaves, main))
     return [
@@ -228,22 +222,22 @@ def with_new_ema(
         return opt_state
     flat = config.parallel.state_spec
     if config.is_on_host:
-        type_ = jax.ShapeDtypeStruct((layout.flat_size,), jnp.float32)
+        types = flat_moments.types_of_arrays(config, layout)["ema"]
         filled = compat.shard_map(
             lambda tree, *given: _new_in_windows(config, layout, jax.tree.leaves(tree), *given),
             mesh=config.mesh,
             in_specs=(specs, flat, flat),
             out_specs=flat,
         )
-        ema = jax.jit(filled, donate_argnums=2)(params, main, zeros(config, type_))
-        return map_state(lambda state: state._replace(ema=ema), opt_state)
-    new = compat.shard_map(
-        lambda tree, main: new_ema(config, layout, jax.tree.leaves(tree), main),
-        mesh=config.mesh,
-        in_specs=(specs, flat),
-        out_specs=flat,
-    )
-    ema = jax.jit(new)(params, main)
+        ema = jax.jit(filled, donate_argnums=2)(params, main, flat_moments.zeros(config, types))
+    else:
+        new = compat.shard_map(
+            lambda tree, main: new_ema(config, layout, jax.tree.leaves(tree), main),
+            mesh=config.mesh,
+            in_specs=(specs, flat),
+            out_specs=flat,
+        )
+        ema = jax.jit(new)(params, main)
     return map_state(lambda state: state._replace(ema=ema), opt_state)
 
 
@@ -309,14 +303,11 @@ def _new_in_windows(
 ) -> Any:
     """``new_ema`` written into a flat array on the host."""
     for part in host_memory.parts(layout, splits=False):
-        new = new_ema(config, part.layout, params, _main_of(part, main))
+        has_main = main is not None and part.layout.main_size
+        of_part = host_memory.cut(main, part.buckets) if has_main else None
+        new = new_ema(config, part.layout, params, of_part)
         flat = host_memory.put(flat, new, part.buckets)
     return flat
-
-
-def _main_of(part: host_memory.Part, main: Any) -> Any:
-    is_there = main is not None and part.layout.main_size
-    return host_memory.cut(main, part.buckets) if is_there else None
 
 
 def _exact_values(
@@ -345,7 +336,7 @@ def averaged_leaves(
     """
     leaves = [jnp.asarray(x).astype(jnp.float32) for x in params]
     for bucket in layout.buckets:
-        shard = shard_in(ema, bucket)
+        shard = flat_moments.shard_in(ema, bucket)
         held = bucket.inner_shape if bucket.is_sharded_param else ()
         axes = packing.axes_left_to_cut(parallel, bucket, held)
         whole = collectives.all_gather(shard, axes, dim=bucket.cut_dim)

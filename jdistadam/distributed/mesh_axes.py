@@ -113,13 +113,12 @@ class DataParallel:
     def state_spec(self) -> P:
         """PartitionSpec of the flat arrays of state."""
         axes = self.state_axes + self.tensor_axes
-        return P(axes if len(axes) > 1 else axes[0]) if axes else P()
+        return P(axes) if axes else P()
 
     @property
     def batch_spec(self) -> P:
         """PartitionSpec of a batch: its leading dimension over all data axes."""
-        axes = self.data_axes
-        return P(axes if len(axes) > 1 else axes[0])
+        return P(self.data_axes)
 
     def size(self, axes: tuple[str, ...]) -> int:
         """Number of devices along several axes."""
@@ -238,9 +237,8 @@ _MEANT = {
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         text = "".join(filter(str.isalnum, str(value))).lower()
-        meant = _MEANT.get(text.replace("zero", "").replace("stage", ""))
-        nearest = difflib.get_close_matches(str(value), choices, 1, 0.0)[0]
-        close = meant or nearest
+        close = _MEANT.get(text.replace("zero", "").replace("stage", ""))
+        close = close or difflib.get_close_matches(str(value), choices, 1, 0.0)[0]
         if close not in choices:  # the outer strategy shards only the state
             close = choices[-1]
         raise PolicyError(
@@ -291,12 +289,11 @@ def over_axes(spec: P, axes: Iterable[str]) -> P:
     kept = [tuple(name for name in names_of(entry) if name in axes) for entry in spec]
     while kept and not kept[-1]:
         kept.pop()
-    return P(*(names if len(names) > 1 else names[0] if names else None for names in kept))
+    return P(*kept)
 
 
-def shapes_on_a_device(parallel: DataParallel, params: Params, specs: Iterable[P]) -> Any:
+def shapes_on_a_device(parallel: DataParallel, params: Params, specs: list[P]) -> Any:
     """Returns the shapes of global params on one device, cut only by tensor axes."""
-    specs = list(specs)
     if not any(map(axes_of, specs)):
         return params
     paths = trees.paths(params, "params")
@@ -307,9 +304,8 @@ def shapes_on_a_device(parallel: DataParallel, params: Params, specs: Iterable[P
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
-def global_shapes(parallel: DataParallel, local: Params, specs: Iterable[P]) -> Any:
+def global_shapes(parallel: DataParallel, local: Params, specs: list[P]) -> Any:
     """Returns global shapes from a device's: the inverse of ``shapes_on_a_device``."""
-    specs = list(specs)
     if not any(map(axes_of, specs)):
         return local
 
@@ -338,20 +334,14 @@ def with_axes(spec: P, dim: int, axes: tuple[str, ...]) -> P:
     if not axes:
         return spec
     entries = list(spec) + [None] * (dim + 1 - len(spec))
-    both = (*names_of(entries[dim]), *axes)
-    entries[dim] = both if len(both) > 1 else both[0]
+    entries[dim] = (*names_of(entries[dim]), *axes)
     return P(*entries)
 
 
 def cuts_of(spec: P, cutting_axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     """For each dimension, the indices of the ``cutting_axes`` that cut it."""
-    cuts = [
-        tuple(cutting_axes.index(axis) for axis in names_of(entry) if axis in cutting_axes)
-        for entry in spec
-    ]
-    while cuts and not cuts[-1]:  # P("model", None) cuts as P("model") does
-        cuts.pop()
-    return tuple(cuts)
+    kept = over_axes(spec, cutting_axes)  # P("model", None) cuts as P("model") does
+    return tuple(tuple(map(cutting_axes.index, names_of(entry))) for entry in kept)
 
 
 def axes_of(spec: P) -> tuple[str, ...]:

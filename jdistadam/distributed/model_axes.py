@@ -86,14 +86,13 @@ def step(
     check_own_state(state)
     of_grads, of_params = _specs_of(config, grads, params), config.tensor_specs(params)
     everywhere: Any = P()
-    new: StepResult = _manual(
+    return _manual(
         config,
         local,
         (config.numbers, grads, state, params),
         (P(), of_grads, specs, of_params),
         StepResult(of_params, specs, everywhere, everywhere, everywhere, everywhere),
     )
-    return new
 
 
 def init_grads(config: DistributedConfig, schedule: Schedule) -> AccumulatedGrads:

@@ -37,7 +37,7 @@ from jdistadam.distributed.checks import (
 )
 from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
-from jdistadam.distributed.flat_moments import FlatCodes, new_moment
+from jdistadam.distributed.flat_moments import FlatCodes, types_of_arrays, zeros
 from jdistadam.distributed.main_params import with_main_params, with_new_ema
 from jdistadam.distributed.mesh_axes import make_data_parallel
 from jdistadam.distributed.norms import check_norms
@@ -298,9 +298,7 @@ class _Functions:
         if not collectives.unbound(config.parallel.shard_axes):
             return model_axes.init(config, schedule, self.specs, params)
         specs = global_specs(config, layout, params)
-        placed = jax.tree.map(
-            lambda spec: NamedSharding(config.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
-        )
+        placed = jax.tree.map(lambda spec: NamedSharding(config.mesh, spec), specs)
         params = jax.device_put(compat.row_major(params), placed)
         is_on_host = config.is_on_host and not trees.is_traced(params)
         no_arrays: Any = dict.fromkeys(host_memory.ARRAYS)
@@ -319,12 +317,10 @@ class _Functions:
         if not is_on_host:
             return state
         # Arrays that may not fit on the device are made on the host and filled in windows.
-        moments = {name: new_moment(config, layout, name) for name in ("mu", "nu")}
+        types = types_of_arrays(config, layout)
+        moments = {name: zeros(config, types[name]) for name in ("mu", "nu")}
         state = with_main_params(config, layout, specs, state._replace(**moments), params)
-        with_average: DistributedState = with_new_ema(
-            config, layout, specs, state, params, state.main_params
-        )
-        return with_average
+        return with_new_ema(config, layout, specs, state, params, state.main_params)
 
     def local_step(
         self, schedule: Schedule, grads: Grads, state: Any, params: Params, **extra_args: Any

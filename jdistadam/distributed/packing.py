@@ -206,20 +206,19 @@ def check_cuts(leaf: Leaf, tensor_parts: Sequence[int]) -> None:
 def cuts_of(layout: Layout, bucket: Bucket, tensor_parts: Sequence[int]) -> LeafPartition:
     """How the leaf of a bucket was cut, first over tensor axes, then over the data axes."""
     if bucket.is_packed or not layout.leaves[bucket.leaf].has_blocks:
-        return LeafPartition.into_runs(
-            bucket.shard_size
-        )  # a table has the cuts, or nothing depends on them
-    piece = _piece(layout, bucket.shard_shape, bucket.cut_dim)
+        # A table has the cuts, or nothing depends on them.
+        return LeafPartition.into_runs(bucket.shard_size)
+    piece = _piece(layout, bucket)
     leaf = layout.leaves[bucket.leaf]
     return LeafPartition(piece, piece * layout.num_shards, *_tensor_cut(leaf, tensor_parts))
 
 
-def _piece(layout: Layout, shard_shape: Sequence[int], dim: int) -> int:
-    """Contiguous elements of the leaf in a shard cut along a dimension.
+def _piece(layout: Layout, bucket: Bucket) -> int:
+    """Contiguous elements of the leaf in a shard of its bucket.
 
     The only shard of an uncut leaf is one piece, which need not be whole blocks.
     """
-    return math.prod(shard_shape[dim if layout.num_shards > 1 else 0 :])
+    return math.prod(bucket.shard_shape[bucket.cut_dim if layout.num_shards > 1 else 0 :])
 
 
 def _tensor_cut(leaf: Leaf, tensor_parts: Sequence[int]) -> tuple[int, int]:
@@ -303,7 +302,7 @@ def _blocks_of_part(layout: Layout, piece: Piece, index: Any) -> jax.Array:
     here = piece.start // BLOCK + jnp.arange(num_blocks, dtype=jnp.int32)
     if layout.num_shards == 1:
         return here
-    width = _piece(layout, bucket.shard_shape, bucket.cut_dim) // BLOCK
+    width = _piece(layout, bucket) // BLOCK
     row, within = jnp.divmod(here, width)
     return (row * layout.num_shards + index) * width + within
 

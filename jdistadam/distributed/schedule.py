@@ -187,9 +187,7 @@ def make_schedule(
         paths = tuple(layout.leaves[i].path for i in bucket.leaves)
         leaf = layout.leaves[bucket.leaves[0]]
         stacked = leaf.shape[0] if leaf.is_stacked and not bucket.is_packed else 0
-        is_early = not bucket.is_packed and not stacked
-        whole_size = layout.whole_size(bucket)
-        entry = maker.bucket_schedule(bucket, paths, whole_size, is_early, stacked)
+        entry = maker.bucket_schedule(bucket, paths, layout.whole_size(bucket), stacked)
         if leaf.in_model and not stacked and bucket.is_sharded_param and parallel.gathers_layers:
             # In the backward pass again if the model uses jax.checkpoint.
             gather = _repeated(entry.gather, "micro-batch", num_reductions)
@@ -233,11 +231,10 @@ class _PhaseMaker:
     sends_ahead: bool  # gradients made before the end of a backward pass: [Note: sent ahead]
 
     def bucket_schedule(
-        self, bucket: Bucket, paths: tuple[str, ...], whole_size: int, is_early: bool, stacked: int
+        self, bucket: Bucket, paths: tuple[str, ...], whole_size: int, stacked: int
     ) -> BucketSchedule:
         """The phases of one bucket under the strategy.
 
-        ``is_early``: whether the backward pass makes its gradient before it ends.
         ``stacked``: the number of layers of a stacked leaf; otherwise 0.
         """
         parallel, policy = self.parallel, self.policy
@@ -261,7 +258,7 @@ class _PhaseMaker:
             reduce = _repeated(reduce, "layer", stacked * self.num_reductions)
         elif parallel.shards_grads:
             reduce = _repeated(reduce, "micro-batch", self.num_reductions)
-        elif self.sends_ahead and is_early:
+        elif self.sends_ahead and not (bucket.is_packed or stacked):
             # Others are known only at the end of the backward pass: sums over micro-batches, and
             # results of a scan over layers.
             ahead = self._one("collective-permute", paths, whole_size, shard_axes, sent)
@@ -308,17 +305,8 @@ class _PhaseMaker:
     def _one(
         self, op: str, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any
     ) -> Collective:
-        devices = self.parallel.size(axes)
-        return Collective(
-            op=op,
-            dtype=jnp.dtype(dtype),
-            elements=elements,
-            axes=axes,
-            devices=devices,
-            times=1,
-            leaves=paths,
-            transport=self.transport,
-        )
+        devices, dtype, transport = self.parallel.size(axes), jnp.dtype(dtype), self.transport
+        return Collective(op, dtype, elements, axes, devices, 1, paths, transport=transport)
 
 
 def _repeated(phase: Phase, when: str, times: int) -> Phase:

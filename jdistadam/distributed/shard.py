@@ -84,8 +84,7 @@ class Shard:
         return (
             f"a shard of a parameter, {self.dtype}{list(self.shape)}, is used as if it were the "
             "whole parameter: gather it first, with jdistadam.gather_params(params, tx), or "
-            "leave the "
-            "shard_map with jdistadam.stored_params(params, tx)."
+            "leave the shard_map with jdistadam.stored_params(params, tx)."
         )
 
 

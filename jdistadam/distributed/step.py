@@ -142,7 +142,7 @@ def step_local(
         is_skipped = skipped(config, state, norm, found_inf, summed.is_empty, is_other)
         scalars = step_scalars(config, state, summed.mean_scale, norm, is_skipped, is_other)
         flat, shards, sums = update_shards(
-            config, layout, scalars, grads=summed.shards, state=state, params=leaves
+            config, layout, scalars, grads=summed.arrays, state=state, params=leaves
         )
         new = gather_new_params(config.parallel, schedule, shards)
         if config.policy.param_comm_dtype is not None:
@@ -305,7 +305,7 @@ def step_over_peer_memory(
     is_early = sending_ahead.value and not isinstance(grads, AccumulatedGrads)
     is_sent = [is_early and x.reduce[0].op == "collective-permute" for x in schedule.buckets]
     flat, spec = FlatState(state.main_params, state.mu, state.nu), _spec(config, buckets, is_sent)
-    arrays, received = _send_ahead(config, spec, buckets, local.buckets)
+    arrays, received = _send_ahead(config, spec, buckets, local.arrays)
     norm, found_inf = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
     if config.takes_norm_first:
         arrays, squares, found = multi_tensor.sum_over_peers(spec, norm_scale, arrays, received)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import collectives, trees
@@ -74,8 +73,12 @@ class DistributedTransformation(FusedTransformation):
                 params = shard.as_shards(params)
                 return functions.init(self.schedule("init", params), params)
             trees.refuse_shapes(params, name="params")
-            schedule = config.schedule(config.tensor_local(params))
-            self._check_bound_to(params, schedule)
+            whole = config.tensor_local(params)
+            schedule, bound = config.schedule(whole), self.bound
+            if bound is not None and bound is not schedule:
+                like_name = "the params of bind"
+                trees.check_same_shapes(whole, bound.whole(), name="params", like_name=like_name)
+                check_held(bound, whole)
             return functions.init(schedule, params)
 
         def step(grads: Grads, state: Any, params: Params, **extra_args: Any) -> tuple[Any, Any]:
@@ -199,15 +202,6 @@ class DistributedTransformation(FusedTransformation):
         check_held(self.bound, on_a_device, may_be_whole=function == "init")
         return self.bound
 
-    def _check_bound_to(self, params: Params, schedule: Schedule) -> None:
-        """Raises if it is bound to other params than these global ones of this schedule."""
-        if self.bound is not None and self.bound is not schedule:
-            whole = self.config.tensor_local(params)
-            trees.check_same_shapes(
-                whole, self.bound.whole(), name="params", like_name="the params of bind"
-            )
-            check_held(self.bound, whole)
-
     def state_specs(self, params: Params = None) -> Any:
         """Returns the PartitionSpecs of the state, for shard_map's in_specs and out_specs.
 
@@ -239,11 +233,8 @@ class DistributedTransformation(FusedTransformation):
         Returns:
           A tree like ``params`` of NamedShardings.
         """
-        return jax.tree.map(
-            lambda spec: NamedSharding(self.config.mesh, spec),
-            self.param_specs(params),
-            is_leaf=lambda x: isinstance(x, P),
-        )
+        mesh = self.config.mesh
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.param_specs(params))
 
     def state_shardings(self) -> Any:
         """Returns the NamedSharding of every array of the state, including its memory kind.
@@ -278,6 +269,7 @@ class DistributedTransformation(FusedTransformation):
 
         Example:
           >>> import jdistadam as jda
+          >>> from jax.sharding import PartitionSpec as P
           >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
           >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=mesh, param_specs=P("model"))
           >>> tx.data_specs(tx.state_specs()).mu == P("data")

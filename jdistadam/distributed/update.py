@@ -14,7 +14,7 @@ from jdistadam.core.codecs import FLOAT32, NOTHING, Codec
 from jdistadam.core.guards import LossScaleState, exceeds
 from jdistadam.core.hyperparameters import coefficient_rows
 from jdistadam.distributed import host_memory, packing
-from jdistadam.distributed.accumulate import SummedGrads
+from jdistadam.distributed.accumulate import StepGrads
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import offset_of, operand_of, with_result
 from jdistadam.distributed.layout import Bucket, Layout
@@ -24,7 +24,6 @@ from jdistadam.distributed.state import DistributedState
 from jdistadam.kernels import multi_tensor, native, quantized_adam
 from jdistadam.kernels.adam import (
     Operands,
-    Results,
     Scalars,
     Spec,
     adam,
@@ -165,15 +164,16 @@ def update_shards(
     shards: list[Any] = [None] * len(grads)
     sums: list[tuple[Sequence[Bucket], jax.Array]] = []
     for pieces in calls:
-        buckets = moved = [piece.bucket for piece in pieces]
-        window = flat
-        if stream is not None:
-            window, moved = flat.replaced(buckets[0], stream.take()), host_memory.within(buckets)
+        buckets = [piece.bucket for piece in pieces]
+        if stream is None:
+            moved, of_state = buckets, flat.operands(buckets[0])
+        else:
+            moved, of_state = host_memory.within(buckets), stream.take()
         of_grads, of_params = (
             [piece.of(arrays[piece.bucket_index]) for piece in pieces] for arrays in (grads, old)
         )
         operands = Operands(of_grads, of_params, (), ())
-        spec, operands = _call_of(config, moved, operands, window)
+        spec, operands = _call_of(config, moved, operands, of_state)
         call: Any = (spec, scalars, operands.unfused())
         is_any = config.algorithm.storage.is_any
         if is_any:
@@ -185,11 +185,15 @@ def update_shards(
             step: Any = quantized_adam.adam_with_squares if is_any else adam_with_squares
             results, of_leaves = step(*call, asked_of(layout, buckets, config.parallel.state_axes))
             sums.append((buckets, of_leaves))
-        window, new = _after(_kind(config, buckets[0]), buckets[0], window, native.unfused(results))
+        results = native.unfused(results)
+        new, main = new_params(_kind(config, buckets[0]), results)
+        of_state = {"mu": results.mu[0], "nu": results.nu[0]}
+        if buckets[0].has_main:
+            of_state["main_params"] = main[0]
         if stream is None:
-            flat = window
+            flat = flat.replaced(buckets[0], of_state)
         else:
-            stream.put(window.operands(buckets[0]))
+            stream.put(of_state)
         for piece, part in zip(pieces, new, strict=True):
             i = piece.bucket_index
             shards[i] = piece.put(shards[i], part, layout.buckets[i].shard_shape)
@@ -231,7 +235,10 @@ def _kernel_calls(
 
 
 def _call_of(
-    config: DistributedConfig, buckets: Sequence[Bucket], operands: Operands, flat: FlatState
+    config: DistributedConfig,
+    buckets: Sequence[Bucket],
+    operands: Operands,
+    of_state: dict[str, Any],
 ) -> tuple[Spec, Operands]:
     """One kernel call, for buckets of equal dtypes; ``operands`` are gradients and params."""
     first = buckets[0]
@@ -243,8 +250,8 @@ def _call_of(
         sizes=tuple(bucket.shard_size for bucket in buckets),
         offsets=tuple(bucket.offset for bucket in buckets),
     )
-    operands = operands._replace(mu=(operand_of(flat.mu, first),), nu=(operand_of(flat.nu, first),))
-    kind, main = _kind(config, first), (flat.main_params,)
+    operands = operands._replace(mu=(of_state["mu"],), nu=(of_state["nu"],))
+    kind, main = _kind(config, first), (of_state.get("main_params"),)
     return with_main_params(kind, spec, operands, main, first.dtype, is_flat=True)
 
 
@@ -253,19 +260,8 @@ def _kind(config: DistributedConfig, bucket: Bucket) -> Codec:
     return config.policy.main_params if bucket.has_main else NOTHING
 
 
-def _after(
-    kind: Codec, first: Bucket, flat: FlatState, results: Results
-) -> tuple[FlatState, Sequence[jax.Array]]:
-    """The flat state after a call, and the new shards of its buckets."""
-    shards, main = new_params(kind, results)
-    main_params = main[0] if first.has_main else flat.main_params
-    (mu,), (nu,) = results.mu, results.nu
-    mu, nu = with_result(flat.mu, first, mu), with_result(flat.nu, first, nu)
-    return FlatState(main_params, mu, nu), shards
-
-
 def norm_and_finite(
-    config: DistributedConfig, layout: Layout, grads: SummedGrads, scaling: LossScaleState | None
+    config: DistributedConfig, layout: Layout, grads: StepGrads, scaling: LossScaleState | None
 ) -> tuple[jax.Array, jax.Array]:
     """The global norm of the mean gradient, and whether any gradient is non-finite.
 
@@ -275,7 +271,7 @@ def norm_and_finite(
     parallel = config.parallel
     unscale = None if scaling is None else 1 / scaling.loss_scale
     by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
-    for bucket, shard in zip(layout.buckets, grads.shards, strict=True):
+    for bucket, shard in zip(layout.buckets, grads.arrays, strict=True):
         by_axes.setdefault(bucket.tensor_axes, []).append(shard)
     squares, found = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
     for axes, arrays in sorted(by_axes.items()):
@@ -338,14 +334,13 @@ def quantized_call(
     positions, tables = positions_of(
         layout, pieces, config.parallel.state_axes, config.cutting_axes, parts
     )
-    cuts = tuple(cuts_of(layout, bucket, parts) for bucket in buckets)
     quantized = QuantizedSpec(
         adam=spec,
         is_stochastic=storage.is_stochastic,
         ids=tuple(bucket.leaves[0] for bucket in buckets),
         mu_offsets=tuple(offset_of(state.mu, bucket) for bucket in buckets),
         nu_offsets=tuple(offset_of(state.nu, bucket) for bucket in buckets),
-        cuts=cuts,
+        cuts=tuple(cuts_of(layout, bucket, parts) for bucket in buckets),
         tables=tables,
     )
     key = state.key if storage.is_stochastic else jnp.zeros((2,), jnp.uint32)

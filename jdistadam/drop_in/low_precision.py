@@ -64,8 +64,7 @@ def new_state(storage: Storage, params: Params, updated: Params, state: OptState
         return trees.codes_outside(jax.tree.unflatten(jax.tree.structure(params), leaves))
 
     mu, nu = coded(state[0].mu, storage.codec_of("mu")), coded(state[0].nu, storage.nu)
-    adam = state[0]._replace(mu=mu, nu=nu)
-    return (adam, *state[1:])
+    return (state[0]._replace(mu=mu, nu=nu), *state[1:])
 
 
 def _zeros(param: Any, codec: Codec) -> BlockCodes:

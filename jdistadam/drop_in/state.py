@@ -158,8 +158,7 @@ def main_params_of(params: Params, opt_state: OptState) -> Any:
     exact, found = trees.unboxed((params, found))  # nnx.Optimizer puts arrays into others
     for state in found:
         exact = _joined(exact, state)
-    treedef: Any = jax.tree.structure(params)
-    return treedef.unflatten(jax.tree.leaves(exact))
+    return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(exact))
 
 
 def _joined(params: Params, state: MainParamsState) -> Params:
@@ -194,7 +193,7 @@ def new_state(algorithm: Algorithm, params: Params) -> OptState:
 
     def optax_state(updated: Any) -> OptState:
         state = algorithm.like_optax.init(updated)
-        state = _place_moments(params, _with_nu(state, storage.float_dtype("nu")))
+        state = _with_nu(state, storage.float_dtype("nu"), params)
         if storage.is_stochastic:
             stored = map(jnp.result_type, jax.tree.leaves((updated, state[0].mu, state[0].nu)))
             storage.check_rounded([x for x in stored if jnp.issubdtype(x, jnp.floating)])
@@ -209,22 +208,18 @@ def new_state(algorithm: Algorithm, params: Params) -> OptState:
     return low_precision.RoundingState(storage.key, state) if storage.is_stochastic else state
 
 
-def _place_moments(params: Any, state: Any) -> Any:
-    """Places the moments of a state made inside a program like its params."""
-    adam = state[0]._replace(
-        mu=jax.tree.map(trees.placed_like, params, state[0].mu),
-        nu=jax.tree.map(trees.placed_like, params, state[0].nu),
-    )
-    return (adam, *state[1:])
+def _with_nu(state: Any, nu_dtype: Any, params: Params) -> Any:
+    """Gives optax's state a second moment in ``nu_dtype``, except for leaves that optax steps.
 
-
-def _with_nu(state: Any, nu_dtype: Any) -> Any:
-    """Gives optax's state a second moment in ``nu_dtype``, except for leaves that optax steps."""
+    Both moments are placed like params if they are made inside a program.
+    """
 
     def zeros(x: Any) -> Any:
         return x if optax_takes(x.dtype) else jnp.zeros_like(x, dtype=nu_dtype)
 
-    return (state[0]._replace(nu=jax.tree.map(zeros, state[0].nu)), *state[1:])
+    moments = state[0].mu, jax.tree.map(zeros, state[0].nu)
+    mu, nu = (jax.tree.map(trees.placed_like, params, x) for x in moments)
+    return (state[0]._replace(mu=mu, nu=nu), *state[1:])
 
 
 def check_trees(

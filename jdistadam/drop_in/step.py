@@ -52,10 +52,7 @@ class TreeLeaf(NamedTuple):
 
 # Always inside jit, even for eager calls: [Note: coefficients in optax's own expressions]. One
 # function for all optimizers: inject_hyperparams makes a new one for each eager call.
-@functools.partial(
-    jax.jit,
-    static_argnames=("mode", "known", "rows", "main_kind", "storage"),
-)
+@functools.partial(jax.jit, static_argnames=("mode", "known", "rows", "main_kind", "storage"))
 def tree_step(
     grads: Grads,
     state: OptState,
@@ -98,11 +95,11 @@ def tree_step(
     if params is None:
         params = grads  # the kernel needs an operand, but does not read it
     mains = main_leaves(main_kind, main_params, params)
-    columns = [*map(jax.tree.leaves, (grads, params))]
-    columns += [*map(moment_leaves, (adam_state.mu, adam_state.nu))]
-    leaves = [TreeLeaf(*x) for x in zip(*columns[:2], mains, *columns[2:], strict=True)]
-    grads = nan_if_changed(columns[0], columns[1], mains)
-    leaves = [leaf._replace(grad=x) for leaf, x in zip(leaves, grads, strict=True)]
+    param_leaves = jax.tree.leaves(params)
+    grad_leaves = nan_if_changed(jax.tree.leaves(grads), param_leaves, mains)
+    moments = map(moment_leaves, (adam_state.mu, adam_state.nu))
+    columns = zip(grad_leaves, param_leaves, mains, *moments, strict=True)
+    leaves = [TreeLeaf(*x) for x in columns]
     if storage.is_any:
         _check_quantized(trees.paths(params, "params"), leaves, storage.is_stochastic, mode)
     count = adam_state.count

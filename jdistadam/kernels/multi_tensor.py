@@ -27,12 +27,12 @@ _FLAT_INPUT, _FLAT_OUTPUT = 1, 2  # bits of the handler's attribute `flat`
 class _SumSpec(NamedTuple):
     """The static side of a call of the sum kernel."""
 
-    flat: int
     shapes: tuple[tuple[int, ...], ...]  # of the results
     sizes: tuple[int, ...]  # of the leaves
     offsets: tuple[int, ...]  # of the leaves in a flat array
-    contributions: int
     dtype: Any  # of the results
+    contributions: int = 1
+    flat: int = 0
 
 
 def sum_of_squares(grads: Sequence[Any], inv_scale: Any = None) -> tuple[jax.Array, jax.Array]:
@@ -86,29 +86,17 @@ def sum_contributions(stacked: Sequence[Any]) -> list[jax.Array]:
         return []
     contributions = stacked[0].shape[0]
     sizes = tuple(x.size // contributions for x in stacked)
-    spec = _SumSpec(
-        flat=0,
-        shapes=tuple(x.shape[1:] for x in stacked),
-        sizes=sizes,
-        offsets=tuple(np.cumsum((0, *sizes[:-1])).tolist()),
-        contributions=contributions,
-        dtype=jnp.float32,
-    )
-    return _sum(spec, stacked)
+    shapes = tuple(x.shape[1:] for x in stacked)
+    offsets = tuple(np.cumsum((0, *sizes[:-1])).tolist())
+    return _sum(_SumSpec(shapes, sizes, offsets, jnp.float32, contributions), stacked)
 
 
 def pack(leaves: Sequence[Any], offsets: Sequence[int], size: int, dtype: Any) -> jax.Array:
     """Returns a flat array with the leaves at ascending offsets and zeros elsewhere."""
     if not leaves:
         return jnp.zeros((size,), dtype)
-    spec = _SumSpec(
-        flat=_FLAT_OUTPUT,
-        shapes=((size,),),
-        sizes=tuple(x.size for x in leaves),
-        offsets=tuple(offsets),
-        contributions=1,
-        dtype=dtype,
-    )
+    sizes = tuple(x.size for x in leaves)
+    spec = _SumSpec(((size,),), sizes, tuple(offsets), dtype, flat=_FLAT_OUTPUT)
     return _sum(spec, leaves)[0]
 
 
@@ -116,14 +104,8 @@ def unpack(
     flat: Any, shapes: Sequence[tuple[int, ...]], offsets: Sequence[int], dtype: Any
 ) -> list[jax.Array]:
     """Returns the leaves at ascending offsets of a flat array."""
-    spec = _SumSpec(
-        flat=_FLAT_INPUT,
-        shapes=tuple(shapes),
-        sizes=tuple(int(np.prod(shape)) for shape in shapes),
-        offsets=tuple(offsets),
-        contributions=1,
-        dtype=dtype,
-    )
+    sizes = tuple(int(np.prod(shape)) for shape in shapes)
+    spec = _SumSpec(tuple(shapes), sizes, tuple(offsets), dtype, flat=_FLAT_INPUT)
     return _sum(spec, (flat,))
 
 

@@ -188,14 +188,12 @@ class _Route(NamedTuple):
 
 def _routes(kind: Arrays, moment_shardings: Sequence[Sharding], *, inward: bool) -> list[_Route]:
     """The routes of all arrays of a kind, if any, to their moments or back."""
-    pairs = zip(kind, moment_shardings, strict=False)
-    return [_route(x, sharding, inward=inward) for x, sharding in pairs]
-
-
-def _route(x: Any, moment_sharding: Sharding, *, inward: bool) -> _Route:
-    ends = (x.sharding, moment_sharding) if inward else (moment_sharding, x.sharding)
-    steps = _steps(x.shape, *ends)
-    return _Route(x.sharding if steps else moment_sharding, steps)
+    routes = []
+    for x, of_moment in zip(kind, moment_shardings, strict=False):
+        ends = (x.sharding, of_moment) if inward else (of_moment, x.sharding)
+        steps = _steps(x.shape, *ends)
+        routes.append(_Route(x.sharding if steps else of_moment, steps))
+    return routes
 
 
 def _steps(shape: tuple[int, ...], source: Sharding, target: Sharding) -> tuple[_Step, ...]:
@@ -338,7 +336,13 @@ def _jvp(leaves: Any, tangents: Any, *, spec: Spec, treedef: Any, **params: Any)
 
     Operands with a zero tangent are constants, so nothing is computed from zeros.
     """
-    _check_differentiable(spec)
+    if spec.mode == "step_split":  # parameters are halves of a number, which have no derivative
+        raise PolicyError(
+            "main_params_dtype: a step cannot be differentiated: "
+            "got remainder16, with which a parameter is two integers, expected float32 or None. "
+            "Set main_params_dtype=jnp.float32, or put jax.lax.stop_gradient around gradients, "
+            "state, params and hyperparameters."
+        )
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
     def formula(*values: Any) -> list[Any]:
@@ -354,14 +358,3 @@ def _jvp(leaves: Any, tangents: Any, *, spec: Spec, treedef: Any, **params: Any)
 
 
 _step = CalledPrimitive("jdistadam_step", batched=_batched, jvp=_jvp)
-
-
-def _check_differentiable(spec: Spec) -> None:
-    """Raises PolicyError if parameters are halves of a number, which have no derivative."""
-    if spec.mode == "step_split":
-        raise PolicyError(
-            "main_params_dtype: a step cannot be differentiated: "
-            "got remainder16, with which a parameter is two integers, expected float32 or None. "
-            "Set main_params_dtype=jnp.float32, or put jax.lax.stop_gradient around gradients, "
-            "state, params and hyperparameters."
-        )

@@ -37,7 +37,7 @@ def encoded(name: str, codec: Codec, x: jax.Array) -> BlockCodes:
     mesh, spec, scale_spec = _pieces(x.shape, x.sharding)
     x = _placed(x, mesh, spec)
     codes, scales = jax.block_until_ready(_encoder(name, codec, mesh, spec, scale_spec)(x))
-    return BlockCodes(codes, _in_one_row(_placed(scales, mesh, P())))
+    return BlockCodes(codes, jax.jit(lambda x: x.reshape(-1))(_placed(scales, mesh, P())))
 
 
 def decoded(name: str, codes: jax.Array, scales: jax.Array) -> jax.Array:
@@ -57,13 +57,7 @@ def decoded(name: str, codes: jax.Array, scales: jax.Array) -> jax.Array:
     mesh, spec, scale_spec = _pieces(codes.shape, sharding)
     in_pieces = _in_rows(scales, codes.shape[: len(scale_spec[:-1])])
     decode = _decoder(name, mesh, spec, scale_spec)
-    leaf = decode(_placed(codes, mesh, spec), _placed(in_pieces, mesh, scale_spec))
-    return leaf
-
-
-def num_scales(shape: tuple[int, ...]) -> int:
-    """Returns the number of scales of a leaf."""
-    return -(-math.prod(shape) // BLOCK)
+    return decode(_placed(codes, mesh, spec), _placed(in_pieces, mesh, scale_spec))
 
 
 def _pieces(shape: tuple[int, ...], sharding: Any) -> tuple[Any, P, P]:
@@ -94,10 +88,6 @@ def _in_rows(scales: jax.Array, rows: tuple[int, ...]) -> jax.Array:
     if not rows:
         return scales
     return jax.jit(lambda x: x.reshape(*rows, -1))(scales)
-
-
-def _in_one_row(scales: jax.Array) -> jax.Array:
-    return jax.jit(lambda x: x.reshape(-1))(scales)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -152,8 +142,7 @@ def adam(
     args = (scalars, rounded, placed, out_like)
     made: Results = _step(functools.partial(_sharded, spec), *args)
     models = Results(operands.params, operands.mu, operands.nu, out_like)
-    back = (_typed_like(*pair) for pair in zip(made, models, strict=True))
-    return Results(*back)
+    return Results(*map(_typed_like, made, models))
 
 
 def check_leaf(path: str, param: Any, *, is_coded: bool) -> None:
@@ -173,8 +162,8 @@ def _sharded(
     shardings = tuple(map(sharded_adam.sharding_of, codes_of(operands.mu)))
     step = _partitioned(spec, _Kinds.of(operands))
     positions = LeafPositions.of_parts(np.zeros(len(spec.ids), np.int32))  # if nothing is sharded
-    results: Results = step((out_like, shardings, positions), scalars, rounded, operands.unfused())
-    return native.unfused(results)
+    placed = (out_like, shardings, positions)
+    return native.unfused(step(placed, scalars, rounded, operands.unfused()))
 
 
 def _placed_like_moments(operands: Operands) -> Operands:
@@ -199,12 +188,11 @@ def _placed_like_moments(operands: Operands) -> Operands:
 
 def _typed_like(made: Sequence[Any], models: Sequence[Any]) -> tuple[Any, ...]:
     """Reshards arrays like ``models``, as far as types know it."""
-    pairs = list(zip(made, models, strict=False))
-    flat = [jax.tree.leaves(x) for x in pairs]
-    moved = [sharded_adam.reshard_like(x[: len(x) // 2], x[len(x) // 2 :]) for x in flat]
-    return tuple(
-        BlockCodes(*x) if is_codes(pair[0]) else x[0] for pair, x in zip(pairs, moved, strict=True)
-    )
+
+    def moved(x: Any, model: Any) -> Any:
+        return sharded_adam.reshard_as(x, jax.typeof(model).sharding)
+
+    return tuple(jax.tree.map(moved, *pair) for pair in zip(made, models, strict=False))
 
 
 class _Kinds(NamedTuple):

@@ -177,7 +177,11 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
       >>> audit(step, state, jnp.ones((1, 3))).passed
       True
     """
-    _check_step(step)
+    if not isinstance(step, TrainStep):
+        raise TreeError(
+            f"step: not a training step of this package: got {type(step).__name__}, "
+            "expected what train_step returned. Call audit(train_step(loss_fn, tx), state, batch)."
+        )
     check_train_state(state)
     check_options(step.tx.config, find_state(state.opt_state))
     config, mesh = step.tx.config, step.tx.config.mesh
@@ -199,14 +203,6 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
     ]
     calls = _peer_calls(config, schedule, text)
     return Audit(tuple(rows), scalars, mesh.size, program, calls)
-
-
-def _check_step(step: Any) -> None:
-    if not isinstance(step, TrainStep):
-        raise TreeError(
-            f"step: not a training step of this package: got {type(step).__name__}, "
-            "expected what train_step returned. Call audit(train_step(loss_fn, tx), state, batch)."
-        )
 
 
 class _Elements(NamedTuple):
@@ -269,11 +265,10 @@ def _mark_widened(rows: list[AuditRow]) -> list[AuditRow]:
 
 def _is_widening(group: list[AuditRow]) -> bool:
     """Whether everything planned is found in the wide dtype, and nothing else."""
-    narrow = [row for row in group if row.dtype in _WIDENED_ON_CPU]
     planned = sum(row.planned for row in group)
     optional = sum(row.optional for row in group)
     found = sum(row.found for row in group)
-    nothing_left = not any(row.found for row in narrow)
+    nothing_left = not any(row.found for row in group if row.dtype in _WIDENED_ON_CPU)
     return nothing_left and planned - optional <= found <= planned
 
 
@@ -296,7 +291,7 @@ def _planned(step: TrainStep, schedule: Schedule) -> tuple[_Counter, _Counter]:
     is_of_model = config.has_model_axes and not state_axes
     if of_norms > _MAX_SCALARS and together > 1 and not is_of_model:
         planned["all-reduce", "float32", together] += of_norms
-    devices = config.parallel.num_devices if config.has_model_axes else config.mesh.size
+    devices = parallel.num_devices if config.has_model_axes else config.mesh.size
     leaves = len(layout.leaves)
     if step.options.report_nonfinite and devices > 1 and leaves > _MAX_SCALARS:
         planned["all-reduce", "int32", devices] += leaves

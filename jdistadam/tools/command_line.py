@@ -16,10 +16,7 @@ from jdistadam.core.arguments import FLOATS
 from jdistadam.core.codecs import BLOCK_CODECS
 from jdistadam.core.precision import FLOAT8, MixedPrecisionPolicy
 from jdistadam.core.storage import ROUNDINGS
-from jdistadam.distributed.mesh_axes import (
-    OUTER_SHARDING_STRATEGIES,
-    SHARDING_STRATEGIES,
-)
+from jdistadam.distributed.mesh_axes import OUTER_SHARDING_STRATEGIES, SHARDING_STRATEGIES
 from jdistadam.tools import bench
 
 _LARGEST = 1 << 20  # largest count: more than any machine has, and still planned at once
@@ -84,10 +81,7 @@ def make_parser() -> Parser:
 
     info = command("info", "print versions, devices, which kernels run, and why others do not")
     _add_json(info)
-    command(
-        "check",
-        "take a step on each backend and compare it bit for bit with the reference",
-    )
+    command("check", "take a step on each backend and compare it bit for bit with the reference")
     bench = command("bench", "time a step on this device against a copy and optax.adamw")
     _add_bench_arguments(bench)
     plan = command("plan", "compute from shapes the bytes that each device would hold and send")

@@ -126,12 +126,11 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
         return _rows(_iota(found[2]).reshape(_numbers(found[1])))
     mesh = r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((\[.*?\].*?)\))? \{([^}]*)\}"
     if found := re.search(mesh, line):
-        sizes = re.findall(r"'(\w+)'=(\d+)", found[1])
-        grouped = re.findall(r"'(\w+)'", found[3])
-        names = [name for name, _ in sizes]
-        devices = _iota(found[2]) if found[2] else np.arange(math.prod(int(n) for _, n in sizes))
-        devices = devices.reshape([int(n) for _, n in sizes])
-        last = [names.index(name) for name in grouped]
+        axes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        names, sizes = list(axes), list(axes.values())
+        devices = _iota(found[2]) if found[2] else np.arange(math.prod(sizes))
+        devices = devices.reshape(sizes)
+        last = [names.index(name) for name in re.findall(r"'(\w+)'", found[3])]
         order = [i for i in range(len(names)) if i not in last] + last
         count = math.prod(devices.shape[i] for i in last)
         return _rows(devices.transpose(order).reshape(-1, count))

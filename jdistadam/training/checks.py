@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jaxlib
-from jax.sharding import PartitionSpec as P
 
 import jdistadam
 from jdistadam import compat
@@ -219,7 +218,7 @@ def check_structure(opt_state: OptState, tx: DistributedTransformation) -> None:
 def _has_structure(specs: Any, tree: Any) -> bool:
     """Whether ``specs`` are a prefix of a tree."""
     try:
-        jax.tree.broadcast(specs, tree, is_leaf=lambda x: isinstance(x, P))
+        jax.tree.broadcast(specs, tree)
     except ValueError:
         return False
     return True

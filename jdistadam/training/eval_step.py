@@ -42,14 +42,13 @@ class EvalProgram:
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
         """Evaluates; ``opt_state`` is None if the layout of the state was compared before."""
-        rows = rows_spec(self.tx.config, self.batch_spec)
         tx = self.tx.bind(state.params)
         run = over_devices(
             tx,
             dataclasses.replace(self, tx=tx)._on_a_device,
             specs=TrainState(tx.param_specs(state.params), P(), P(), P()),
             batch_spec=self.batch_spec,
-            result_specs=(P(), rows),
+            result_specs=(P(), rows_spec(self.tx.config, self.batch_spec)),
         )
         _, (loss, aux) = run(dataclasses.replace(state, opt_state=None), batch)
         if state.opt_state is not None:
@@ -113,8 +112,7 @@ class EvalStep:
             lower = functools.partial(self._jitted.lower, state, batch)
             agree(self.tx.config, state.params, lower)
             self._has_agreed = True
-        loss, aux = self._jitted(state, batch)
-        return loss, aux
+        return self._jitted(state, batch)
 
 
 def eval_step(

@@ -27,8 +27,7 @@ from jdistadam.distributed.state import find_state, map_state
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.state import MainParamsState
 from jdistadam.errors import HyperparameterError, TreeError
-from jdistadam.training import placement
-from jdistadam.training.placement import copy_to
+from jdistadam.training.placement import copy_of, copy_to
 from jdistadam.training.train_state import TrainState
 
 
@@ -68,7 +67,7 @@ def extra_state_of(state: TrainState, tx: DistributedTransformation) -> ExtraSta
         scaling = scaling._replace(growth_count=None, hysteresis_count=None)
     own = (state.model_state, state.rng)
     extra = ExtraState(sharded.count, sharded.grad_norm, scaling, *own, guard=sharded.guard)
-    return jax.tree.map(placement.copy_of, extra)
+    return jax.tree.map(copy_of, extra)
 
 
 def with_extra_state(

@@ -263,8 +263,5 @@ def _split(batch: Any, accumulate_steps: int) -> Any:
             )
         return x.reshape(accumulate_steps, x.shape[0] // accumulate_steps, *x.shape[1:])
 
-    leaves = [
-        split(path, x)
-        for path, x in zip(trees.paths(batch, "batch"), jax.tree.leaves(batch), strict=True)
-    ]
+    leaves = map(split, trees.paths(batch, "batch"), jax.tree.leaves(batch))
     return jax.tree.unflatten(jax.tree.structure(batch), leaves)

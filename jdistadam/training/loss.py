@@ -76,13 +76,7 @@ class LossFunction:
         value = dict(zip(names, out, strict=True))
         loss, weight = self._loss_and_weight(out[0], names)
         if model_state is not None:
-            trees.check_same_shapes(
-                value["model_state"],
-                model_state,
-                name="loss_fn's model_state",
-                like_name="the state's model_state",
-            )
-            _check_kinds(value["model_state"], model_state)
+            _check_model_state(value["model_state"], model_state)
         return LossOutput(loss, weight, value.get("model_state"), _arrays(value.get("aux")))
 
     def _loss_and_weight(self, value: Any, names: list[str]) -> tuple[jax.Array, Any]:
@@ -127,12 +121,13 @@ class LossFunction:
             ) from None
 
 
-def _check_kinds(new: Any, old: Any) -> None:
-    """Raises DtypeError if the model state's dtype would drop a part of the new values.
+def _check_model_state(new: Any, old: Any) -> None:
+    """Raises unless a new model state fits the old one and loses no part of its values there.
 
     A float is rounded to its old width; a fraction or an imaginary part would be lost.
     """
     name = "loss_fn's model_state"
+    trees.check_same_shapes(new, old, name=name, like_name="the state's model_state")
     trees.check_arrays(new, name=name)
     for path, x, like in zip(
         trees.paths(new, name), jax.tree.leaves(new), jax.tree.leaves(old), strict=True
@@ -335,7 +330,7 @@ class SkipLimit:
         self._skipped_of_these = 0
         self._waiting: collections.deque[Mapping[str, Any]] = collections.deque()
         self._skipped: int | None = None  # in all, so far
-        self._spikes: int | None = None  # those skipped by a norm_guard
+        self._spikes = 0  # those skipped by a norm_guard
         self._spikes_of_these = 0
 
     def __call__(self, metrics: Mapping[str, Any]) -> None:
@@ -346,18 +341,18 @@ class SkipLimit:
                 f"{', '.join(metrics) or 'of nothing'}, expected {', '.join(_READ)} among them. "
                 "Pass the metrics that the step returned, as they are."
             )
-        read = (*_READ, *({"skipped_spikes"} & set(metrics)))
-        self._waiting.append({name: metrics[name] for name in read})
+        read = (*_READ, "skipped_spikes")
+        self._waiting.append({name: metrics[name] for name in read if name in metrics})
         if len(self._waiting) <= self.lag:
             return
         oldest = self._waiting.popleft()
         skipped = int(oldest["skipped"])
         is_finite = math.isfinite(float(oldest["loss"]))
-        # A run that continues from a checkpoint starts with a count above zero.
-        first = skipped if is_finite else 0
-        is_skip = skipped > (first if self._skipped is None else self._skipped)
+        if self._skipped is None:  # a run from a checkpoint starts with a count above zero
+            self._skipped = skipped if is_finite else 0
+        is_skip = skipped > self._skipped
         spikes = int(oldest.get("skipped_spikes", 0))
-        is_spike = is_skip and spikes > (0 if self._spikes is None else self._spikes)
+        is_spike = is_skip and spikes > self._spikes
         self._skipped, self._spikes = skipped, spikes
         if is_skip or not is_finite:
             self.in_a_row += 1

@@ -90,9 +90,8 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
         for name in ("mu", "nu")
     )
     adam, *rest = _optax_template(tx, state.params)
-    adam = adam._replace(count=count, mu=mu, nu=nu)
-    rest = jax.tree.map(lambda _: count, rest)  # all leaves but Adam's are step counts
-    theirs = (adam, *rest)
+    counts = jax.tree.map(lambda _: count, rest)  # all leaves but Adam's are step counts
+    theirs = (adam._replace(count=count, mu=mu, nu=nu), *counts)
     opt_state = jax.tree.map(
         lambda part: theirs if is_distributed_state(part) else copy_of(part),
         state.opt_state,
@@ -267,7 +266,7 @@ def _shard(
             parts.append([x[where] for x, where in zip(leaves, blocks, strict=True)])
         shards = [
             packing.flat_shard(layout, part, i, dtype)
-            for i in range(config.num_shards)
+            for i in range(config.parallel.num_shards)
             for part in parts
         ]
         return jnp.concatenate(shards)
@@ -276,7 +275,7 @@ def _shard(
         tree, like = getattr(adam, name), getattr(old, name)
         if not is_flat_codes(like):
             return jax.device_put(flat(tree, like.dtype), config.state_sharding)
-        devices = config.num_shards * config.parallel.size(config.parallel.tensor_axes)
+        devices = config.parallel.num_shards * config.parallel.size(config.parallel.tensor_axes)
         floats = np.asarray(flat(tree, jnp.float32)).reshape(devices, layout.flat_size)
         for bucket in layout.buckets:
             end = bucket.offset + -(-bucket.shard_size // BLOCK) * BLOCK
@@ -285,9 +284,7 @@ def _shard(
         return like
 
     return old._replace(
-        count=copy_to(adam.count, old.count.sharding),
-        mu=moment("mu"),
-        nu=moment("nu"),
+        count=copy_to(adam.count, old.count.sharding), mu=moment("mu"), nu=moment("nu")
     )
 
 
@@ -300,13 +297,10 @@ def _global_leaves(
     """
     parts = config.parallel.size(config.parallel.tensor_axes)
     fetched = _fetch_moment(config, layout, flat, name) if is_flat_codes(flat) else fetch(flat)
-    by_part = fetched.reshape(config.num_shards, parts, -1)
-    leaves: list[Any] = [None] * len(layout.leaves)
+    by_part = fetched.reshape(config.parallel.num_shards, parts, -1)
+    leaves = [np.empty(x.shape, fetched.dtype) for x in jax.tree.leaves(params)]
     for part in range(parts):
         local = packing.leaves_of_flat(layout, np.ascontiguousarray(by_part[:, part]).reshape(-1))
-        if leaves[0] is None:
-            shapes = [x.shape for x in jax.tree.leaves(params)]
-            leaves = [np.empty(s, x.dtype) for s, x in zip(shapes, local, strict=True)]
         for whole, x, where in zip(leaves, local, _blocks(config, params, part), strict=True):
             whole[where] = x
     return leaves
@@ -316,7 +310,7 @@ def _fetch_moment(
     config: DistributedConfig, layout: Layout, moment: FlatCodes, name: str
 ) -> np.ndarray:
     """A coded moment as the flat array of floats that it replaces."""
-    devices = config.num_shards * config.parallel.size(config.parallel.tensor_axes)
+    devices = config.parallel.num_shards * config.parallel.size(config.parallel.tensor_axes)
     floats = np.zeros((devices, layout.flat_size), np.float32)
     for bucket in layout.buckets:
         shards = fetch(decoded_shards(config, bucket, name, moment)).reshape(devices, -1)

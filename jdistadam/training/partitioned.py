@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import collectives
+from jdistadam.core import collectives, trees
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.mesh_axes import DataParallel, names_of, over_axes
 from jdistadam.distributed.model_axes import cut_twice
@@ -50,13 +50,12 @@ def over_devices(
         return _over_data_axes(tx, on_a_device, specs, batch_spec, result_specs)
     # Without vma checks: gradients of replicated params stay local, and models may use
     # primitives (Pallas, scans from a zero carry) that the check does not accept.
-    region: _Region = compat.shard_map(
+    return compat.shard_map(
         on_a_device,
         mesh=tx.config.mesh,
         in_specs=(specs, batch_spec),
         out_specs=(specs, result_specs),
     )
-    return region
 
 
 def rows_spec(config: DistributedConfig, batch_spec: P) -> P:
@@ -235,9 +234,6 @@ def _left_to_xla(jaxpr: Jaxpr, parallel: DataParallel, manual: frozenset[str]) -
     for eqn in jaxpr.eqns:
         yield eqn
         inside = manual | frozenset(eqn.params.get("newly_manual_axes", ()))
-        for inner in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
-        ):
-            if isinstance(inner, ClosedJaxpr | Jaxpr):
-                inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-                yield from _left_to_xla(inner, parallel, inside)
+        for inner in trees.parts_of(list(eqn.params.values()), ClosedJaxpr | Jaxpr):
+            inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+            yield from _left_to_xla(inner, parallel, inside)

@@ -27,13 +27,12 @@ def copy_to(tree: Any, sharding: Any) -> Any:
     return a Python number as another type, which would compile the step again. Random keys are
     placed as their words: ``device_put`` cannot move keys to devices of other processes.
     """
-    leaves = jax.tree.leaves(tree)
-    treedef: Any = jax.tree.structure(tree)
+    leaves, treedef = jax.tree.flatten(tree)
     kinds = [jax.random.key_impl(x) if trees.is_key(x) else None for x in leaves]
     words = [jax.random.key_data(x) if trees.is_key(x) else x for x in leaves]
 
     on_device = jax.tree.map(memory.device_sharding, sharding)
-    placed = jax.device_put(compat.row_major(treedef.unflatten(words)), on_device)
+    placed = jax.device_put(compat.row_major(jax.tree.unflatten(treedef, words)), on_device)
     copies = _copies(placed, tuple(kinds))
     if not any(map(memory.is_on_host, jax.tree.leaves(sharding))):
         return copies
@@ -48,8 +47,7 @@ def _copies(tree: Any, kinds: tuple[Any, ...]) -> Any:
         copied = jax.lax.convert_element_type(jnp.copy(x), x.dtype)
         return copied if kind is None else jax.random.wrap_key_data(copied, impl=kind)
 
-    treedef: Any = jax.tree.structure(tree)
-    return treedef.unflatten(map(one, jax.tree.leaves(tree), kinds))
+    return jax.tree.unflatten(jax.tree.structure(tree), map(one, jax.tree.leaves(tree), kinds))
 
 
 def is_at(x: Any, place: Any, *, exactly: bool = True) -> bool:
@@ -200,7 +198,13 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
         x = _as_array(path, x)
         divides_by = config.parallel.num_devices if is_traced else num_local
         if x.ndim == 0 and len(spec):
-            raise _has_no_dimensions(path)
+            raise ShapeError(
+                f"{path}: a leaf without dimensions cannot be split over the devices: got shape "
+                "(), expected one row for each example. Pass a number of this step as "
+                "np.full(batch_size, number), of which the loss reads one, or by "
+                "state.replace(model_state=...). "
+                "What the loss closes over is compiled in, and stays as it was."
+            )
         if batch_spec is None and x.shape[0] % divides_by:
             raise ShapeError(
                 f"{path}: leading dimension is not divisible by the number of devices: "
@@ -244,15 +248,6 @@ def is_placed(batch: Any, sharding: NamedSharding) -> bool:
     )
 
 
-def _has_no_dimensions(path: str) -> ShapeError:
-    return ShapeError(
-        f"{path}: a leaf without dimensions cannot be split over the devices: got shape "
-        "(), expected one row for each example. Pass a number of this step as np.full(batch_size, "
-        "number), of which the loss reads one, or by state.replace(model_state=...). "
-        "What the loss closes over is compiled in, and stays as it was."
-    )
-
-
 def check_batch_spec(spec: Any, tx: DistributedTransformation) -> None:
     """Raises MeshError unless ``spec`` is a PartitionSpec over axes of the mesh, each once."""
     axes = axes_of(spec) if isinstance(spec, P) else ()
@@ -284,9 +279,7 @@ def _as_array(path: str, x: Any) -> Any:
     if isinstance(x, jax.Array):
         return x
     array = np.asarray(x)
-    if array.dtype == object or not (
-        jnp.issubdtype(array.dtype, np.number) or array.dtype == np.bool_
-    ):
+    if not trees.is_number(array):
         got = type(x).__name__ if array.dtype == object else array.dtype
         raise DtypeError(
             f"{path}: not an array of numbers: got {got}, expected a jax or numpy array. "

@@ -128,7 +128,7 @@ def _scan(eqn: Any, values: list[Any], entries: Mapping[int, BucketSchedule]) ->
 
     Scanned inputs and stacked results have one more dimension outside than inside.
     """
-    body, length = eqn.params["jaxpr"], eqn.params["length"]
+    body = eqn.params["jaxpr"]
     run = core.jaxpr_as_fun(body)
     num_carried = sum(
         v.aval.ndim == inner.ndim for v, inner in zip(eqn.outvars, body.out_avals, strict=True)
@@ -144,15 +144,9 @@ def _scan(eqn: Any, values: list[Any], entries: Mapping[int, BucketSchedule]) ->
             results[k] = communication.sum_gradients([entry.reduce], results[k], dim)
         return results[:num_carried], results[num_carried:]
 
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     with jax.named_scope(str(eqn.source_info.name_stack)):
-        carried, stacked = jax.lax.scan(
-            turn,
-            carried,
-            scanned,
-            length=length,
-            reverse=eqn.params["reverse"],
-            unroll=eqn.params["unroll"],
-        )
+        carried, stacked = jax.lax.scan(turn, carried, scanned, **options)
     results = [*carried, *stacked]
     for k, entry in entries.items():
         results[k] = Shard.of_bucket(entry.bucket, results[k])

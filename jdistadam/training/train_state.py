@@ -204,12 +204,11 @@ class TrainState:
         trees.check_dtypes(params, name="params")
         params = _trained(params, param_dtypes)
         state = cls(params, jax.eval_shape(tx.init, params))
-        placed: TrainState = jax.tree.map(
+        return jax.tree.map(
             lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
             state,
             _places(state, tx),
         )
-        return placed
 
 
 def _trained(params: Params, dtypes: Any) -> Any:

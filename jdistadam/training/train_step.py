@@ -119,8 +119,7 @@ def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, A
 
 def is_on_gpu(config: DistributedConfig) -> bool:
     """Whether the devices of the mesh are GPUs."""
-    platform: str = config.mesh.devices.flat[0].platform
-    return platform in ("gpu", "cuda")
+    return config.mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
 @functools.cache
@@ -199,7 +198,9 @@ class TrainStep:
             self._warn_of_lost_options()
             return self._step(state, batch)
         check_alive(optimizer_state, None if is_ours else state)
-        self._agree_once(state, batch)
+        if not self._has_agreed:
+            agree(self.tx.config, state.params, functools.partial(self.lower, state, batch))
+            self._has_agreed = True
         apart_already = returned_arrays(state)
         state = with_numbers_as_arrays(state, self.tx.config.mesh)
         if known is not None and is_ours:
@@ -217,13 +218,6 @@ class TrainStep:
         leaves = new.params.leaves
         new = dataclasses.replace(new, params=jax.tree.unflatten(treedef, leaves))
         return remember_returned(remember_params(new, leaves), self.tx, digest), metrics
-
-    def _agree_once(self, state: TrainState, batch: Any) -> None:
-        """Before the first step of several processes, compares their programs."""
-        if not self._has_agreed:
-            lower = functools.partial(self.lower, state, batch)
-            agree(self.tx.config, state.params, lower)
-            self._has_agreed = True
 
     def _warn_of_lost_options(self) -> None:
         """Warns, once, that the options of a step do not reach the program that contains it."""
@@ -255,8 +249,7 @@ class TrainStep:
           The lowered program, a ``jax.stages.Lowered``.
         """
         check_train_state(state)
-        shapes = [isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)]
-        if not any(shapes):
+        if not trees.parts_of(batch, jax.ShapeDtypeStruct):
             batch = shard_batch(batch, self.tx, self.options.batch_spec)
         return self._jitted_as_called.lower(state, batch)
 

@@ -142,7 +142,7 @@ def test_fallbacks_do_the_same():
         (multi_tensor._FLAT_OUTPUT, ((9,),), [np.ones(2, F32), np.ones(3, F32)], 1),
         (multi_tensor._FLAT_INPUT, ((2,), (3,)), [np.arange(9, dtype=F32)], 1),
     ):
-        spec = multi_tensor._SumSpec(flat, shapes, (2, 3), (1, 5), n, jnp.bfloat16)
+        spec = multi_tensor._SumSpec(shapes, (2, 3), (1, 5), jnp.bfloat16, n, flat)
         got, want = multi_tensor._sum(spec, arrays), multi_tensor._sum_fallback(spec, *arrays)
         for x, y in zip(got, want, strict=True):
             assert_same_bits(x, y)
