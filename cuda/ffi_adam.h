@@ -12,6 +12,7 @@
 //           elements [offsets[i], offsets[i] + sizes[i]).
 // sizes, offsets   one entry per leaf if anything is flat, otherwise empty. Offsets ascend, and no
 //           two leaves overlap.
+// mu_offsets, nu_offsets   start of each leaf in a flat moment; empty: use `offsets`.
 //
 // Coefficients of more than two dimensions have rows for several members; their number is the
 // product of the dimensions before the last two. Every array then holds that many leaves of equal
@@ -44,7 +45,7 @@ struct AdamAttributes {  // in the order of their decoding below
   ffi::Span<const int32_t> groups;
   int32_t flat;
   ffi::Span<const int64_t> sizes, offsets;
-  ffi::Span<const int64_t> mu_offsets = {}, nu_offsets = {};  // empty: offsets
+  ffi::Span<const int64_t> mu_offsets, nu_offsets;
 
   const ffi::Span<const int64_t>& OffsetsOf(int kind) const {
     if (kind == kMuKind && mu_offsets.size() > 0) return mu_offsets;
@@ -61,7 +62,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::AdamAttributes, StructMember<
                                       StructMember<Span<const int32_t>>("groups"),
                                       StructMember<int32_t>("flat"),
                                       StructMember<Span<const int64_t>>("sizes"),
-                                      StructMember<Span<const int64_t>>("offsets"));
+                                      StructMember<Span<const int64_t>>("offsets"),
+                                      StructMember<Span<const int64_t>>("mu_offsets"),
+                                      StructMember<Span<const int64_t>>("nu_offsets"));
 
 namespace jdistadam {
 

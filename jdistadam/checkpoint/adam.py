@@ -151,14 +151,14 @@ class FlatAdam:
     @functools.cached_property
     def _new(self) -> dict[str, Any]:
         """The flat arrays: the template's if some of it may stay, else zeros."""
-        new, types = {}, flat_moments.types_of_arrays(self.config, self.layout)
+        new = {}
         for section in self.sections:
             like = getattr(self.state, section)
             is_shape = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(like))
             if self._starts_anew or is_shape:
-                new[section] = flat_moments.zeros(self.config, types[section])
+                new[section] = flat_moments.zeros(self.config, self.layout, section)
             else:
-                new[section] = copy_to(like, self.config.state_sharding)
+                new[section] = copy_to(like, self.config.state_sharding(section))
         return new
 
     def put(self, section: str, bucket: Bucket, found: Sequence[Any]) -> None:
@@ -192,7 +192,8 @@ class FlatAdam:
         }
         placed = jax.device_put(copy_to(scalars, everywhere), everywhere)
         # On Explicit axes shardings come back in another spelling: device_put copies nothing.
-        placed |= jax.device_put(self._new, config.state_sharding)
+        for section, flat in self._new.items():
+            placed[section] = jax.device_put(flat, config.state_sharding(section))
         return {"": self.state._replace(count=values["count"], **placed)}
 
     def _form(self, bucket: Bucket) -> _Form:

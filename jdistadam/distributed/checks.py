@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jdistadam.core.codecs import BLOCK_CODECS
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import FlatCodes, types_of_arrays
+from jdistadam.distributed.flat_moments import FLAT_ARRAYS, FlatCodes, types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule
@@ -63,13 +64,40 @@ def check_ema_decay(value: Any) -> None:
         raise out_of_range("ema_decay", value, "a Python number above 0 and below 1")
 
 
-def check_state_memory(value: Any) -> None:
-    """Raises PolicyError unless ``state_memory`` names a memory."""
-    if value not in memory.MEMORIES:
+def arrays_on_host(value: Any, *, has_main: bool, has_ema: bool) -> frozenset[str]:
+    """The flat arrays that ``state_memory`` puts on the host.
+
+    Args:
+      value: The argument.
+      has_main: Whether the state may have main parameters.
+      has_ema: Whether it has an average.
+
+    Raises:
+      PolicyError: It names an array or a memory that does not exist.
+    """
+    names = [x for x, has in zip(FLAT_ARRAYS, (has_main, True, True, has_ema), strict=True) if has]
+    memories = " or ".join(map(repr, memory.MEMORIES))
+    given = value if isinstance(value, Mapping) else dict.fromkeys(names, value)
+    for name, place in given.items():
+        if name not in names:
+            raise PolicyError(
+                f"state_memory: an array that this state does not have: got {name!r}, expected "
+                f"{', '.join(map(repr, names))}. Leave it out of state_memory."
+            )
+        if place not in memory.MEMORIES:
+            what = f"state_memory[{name!r}]" if given is value else "state_memory"
+            raise PolicyError(
+                f"{what}: unknown: got {place!r}, expected {memories}. "
+                'Pass one of these, or a dict such as {"mu": "pinned_host", "nu": "pinned_host"}.'
+            )
+    on_host = frozenset(name for name in given if given[name] == memory.HOST)
+    if has_ema and "main_params" in on_host and "ema" not in on_host:
         raise PolicyError(
-            f"state_memory: unknown: got {value!r}, expected "
-            f"{' or '.join(map(repr, memory.MEMORIES))}. Leave it out, or pass one of these."
+            "state_memory: the average is made from main parameters, and cannot be on the device "
+            f'without them: got {value!r}, expected "ema" in host memory too. '
+            'Add "ema": "pinned_host", or leave main_params on the device.'
         )
+    return on_host
 
 
 def check_predicate(name: str, predicate: Any) -> None:

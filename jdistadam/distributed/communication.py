@@ -28,7 +28,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -77,7 +77,7 @@ def choose_communication(
     algorithm: Algorithm,
     *,
     has_norms: bool = False,
-    state_memory: str = "device",
+    on_host: Collection[str] = (),
 ) -> Communication:
     """Chooses the transport of a step.
 
@@ -87,7 +87,7 @@ def choose_communication(
       policy: The dtypes that are stored and sent.
       algorithm: Its storage has the dtypes of the moments.
       has_norms: Whether norms are requested.
-      state_memory: The memory of the state.
+      on_host: The flat arrays of the state in host memory.
 
     Raises:
       PolicyError: ``requested`` is none of these, or is "peer" but not supported.
@@ -101,8 +101,8 @@ def choose_communication(
     if requested == "xla":
         return OVER_XLA
     reasons = [*(["norms"] if has_norms else []), *_obstacles(parallel, policy, algorithm)]
-    if state_memory != "device":
-        reasons.insert(0, f'state_memory="{state_memory}"')
+    if on_host:
+        reasons.insert(0, f"{', '.join(sorted(on_host))} in host memory")
     if not reasons:
         reasons += _obstacles_of_devices(parallel.mesh, is_asked_for=requested == "peer")
     if not reasons:

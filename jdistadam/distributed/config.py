@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core import trees
+from jdistadam.core import memory, trees
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.guards import DynamicLossScale, NormGuard
@@ -36,7 +36,8 @@ class DistributedConfig:
     Params come in three forms. *Global* arrays are those of the caller, outside of shard_map.
     Inside, a device has its part of arrays sharded over tensor axes; the model computes with these
     *whole* params, and layouts are made from them. Under "optim_grads_params" a device holds only a
-    ``Shard`` of the large ones. The state holds shards of all params in *flat* arrays.
+    ``Shard`` of the large ones. The state holds shards of all params in *flat* arrays; those named
+    in ``on_host`` are in host memory between steps.
     """
 
     algorithm: Algorithm
@@ -53,19 +54,18 @@ class DistributedConfig:
     ema_decay: float | None = None
     norm_guard: NormGuard | None = None
     norms: str | Callable[[str], str | None] | None = None
-    state_memory: str = "device"
+    on_host: frozenset[str] = frozenset()
     state_buffer_bytes: float = 0
 
     @property
-    def is_on_host(self) -> bool:
-        """Whether the flat state is in host memory between steps."""
-        return self.state_memory != "device"
+    def steps_in_windows(self) -> bool:
+        """Whether a step updates the state window by window: [Note: windows]."""
+        return bool(self.on_host - {"ema"})
 
-    @property
-    def state_sharding(self) -> NamedSharding:
-        """The sharding of the flat arrays of the state."""
+    def state_sharding(self, name: str) -> NamedSharding:
+        """The sharding of a flat array of the state, one of ``FLAT_ARRAYS``."""
         sharding = NamedSharding(self.mesh, self.parallel.state_spec)
-        return sharding.with_memory_kind(self.state_memory) if self.is_on_host else sharding
+        return sharding.with_memory_kind(memory.HOST) if name in self.on_host else sharding
 
     @property
     def takes_norm_first(self) -> bool:

@@ -22,6 +22,9 @@ from jdistadam.core.codecs import BLOCK, BlockCodes, codec_of
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout
 
+FLAT_ARRAYS = ("main_params", "mu", "nu", "ema")
+"""The fields of a state that are flat arrays; all others are small."""
+
 
 class FlatCodes(NamedTuple):
     """A moment in "block8" or "block16", in place of a flat array of floats.
@@ -106,9 +109,10 @@ def with_result(moment: Any, bucket: Bucket, new: Any) -> Any:
 # Both are exact for floats decoded from codes: encode(decode(x)) is x.
 
 
-def zeros(config: DistributedConfig, types: Any) -> Any:
-    """Returns flat arrays of zeros on all devices, from the types of one device's part."""
-    parallel, sharding = config.parallel, config.state_sharding
+def zeros(config: DistributedConfig, layout: Layout, name: str) -> Any:
+    """Returns a flat array of a state on all devices, filled with zeros."""
+    parallel, sharding = config.parallel, config.state_sharding(name)
+    types = types_of_arrays(config, layout)[name]
     devices = parallel.num_shards * parallel.size(parallel.tensor_axes)
 
     def make() -> Any:
@@ -118,7 +122,7 @@ def zeros(config: DistributedConfig, types: Any) -> Any:
         shape = (devices * x.shape[0],)
         return jax.make_array_from_callback(shape, sharding, lambda _: np.zeros(x.shape, x.dtype))
 
-    if config.is_on_host:
+    if name in config.on_host:
         return jax.tree.map(made_on_host, types)
     return jax.jit(make, out_shardings=sharding)()
 
@@ -138,7 +142,7 @@ def decoded_shards(
     """
     decode = _decoder(*_kind(config, bucket, name))
     if not all(isinstance(x, jax.Array) for x in moment):  # numpy arrays
-        moment = jax.device_put(moment, config.state_sharding)
+        moment = jax.device_put(moment, config.state_sharding(name))
     return decode(moment, bucket.moment_offset // BLOCK)
 
 

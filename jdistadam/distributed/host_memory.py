@@ -1,9 +1,9 @@
 """State in host memory: its placement, and how a step moves it to the device.
 
 [Note: windows]
-Between steps the flat arrays are in pinned host memory. A step copies a window of them to the
-device, a few buckets at a time, updates it there, and copies it back. On GPUs both directions run
-at once, while the kernel updates a third window. As many windows are on the device as
+Between steps all flat arrays, or some, are in pinned host memory. A step copies a window of them to
+the device, a few buckets at a time, updates it there, and copies it back. On GPUs both directions
+run at once, while the kernel updates a third window. As many windows are on the device as
 ``state_buffer_bytes`` allows: half of them arrive before they are needed, and half have time to
 leave, so that the backward pass waits for neither. The kernel gets arrays that begin with the
 window. Its result for an element does not depend on the element's position in the flat state, so
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,35 +43,32 @@ WINDOW = 1 << 24
 update_order: Any = jax.make_user_context(())
 """Indices of leaves in the order in which their gradients are known; empty if it is unknown."""
 
-ARRAYS = ("main_params", "mu", "nu", "ema")
-"""The fields of a state that are flat arrays; all others are small and on the device."""
 
-
-def map_arrays(function: Callable[[Any], Any], opt_state: Any) -> Any:
-    """Applies a function to the flat arrays of a state, or of a tree with one in it."""
+def map_arrays(names: Collection[str], function: Callable[[Any], Any], opt_state: Any) -> Any:
+    """Applies a function to some flat arrays of a state, or of a tree with one in it."""
 
     def mapped(state: DistributedState) -> DistributedState:
-        new = {name: jax.tree.map(function, getattr(state, name)) for name in ARRAYS}
+        new = {name: jax.tree.map(function, getattr(state, name)) for name in names}
         return state._replace(**new)
 
-    return map_state(mapped, opt_state)
+    return map_state(mapped, opt_state) if names else opt_state
 
 
 def state_shardings(config: DistributedConfig, specs: Any) -> Any:
     """Returns the NamedSharding of every array of a state, from its PartitionSpecs."""
     placed = jax.tree.map(lambda spec: NamedSharding(config.mesh, spec), specs)
-    return map_arrays(lambda _: config.state_sharding, placed) if config.is_on_host else placed
+    return map_arrays(config.on_host, lambda x: x.with_memory_kind(memory.HOST), placed)
 
 
 def to_host(config: DistributedConfig, opt_state: Any) -> Any:
-    """Moves the flat arrays of a state to ``state_memory``; inside a program."""
-    return map_arrays(memory.to_host, opt_state) if config.is_on_host else opt_state
+    """Moves the arrays of a state to ``state_memory``; inside a program."""
+    return map_arrays(config.on_host, memory.to_host, opt_state)
 
 
 def check_memory(config: DistributedConfig | None, **named: Any) -> None:
     """Raises MeshError for an array on the host, unless ``state_memory`` puts it there."""
-    if config is not None and config.is_on_host:
-        named = {name: map_arrays(lambda _: None, tree) for name, tree in named.items()}
+    if config is not None:
+        named = {name: map_arrays(config.on_host, lambda _: None, x) for name, x in named.items()}
     trees.check_memory(**named)
 
 
@@ -188,33 +185,23 @@ def within(buckets: Sequence[Bucket]) -> list[Bucket]:
 
 def cut(x: Any, buckets: Sequence[Bucket]) -> jax.Array:
     """Moves the buckets' part of a flat host array to the device."""
-    return memory.cut_lines(x, *main_lines(x, buckets))
+    return memory.cut_lines(x, *lines(x, buckets))
 
 
 def put(x: Any, part: Any, buckets: Sequence[Bucket]) -> jax.Array:
     """Returns a flat host array with the part of ``cut`` replaced."""
-    first, _, width = main_lines(x, buckets)
+    first, _, width = lines(x, buckets)
     return memory.put_lines(memory.to_host(x), part, first, width)
 
 
-def lines_of(operand: Any, start: int, size: int) -> Any:
-    """A part of a flat array, or of codes and their scales, in elements: a tree of ``Lines``."""
-    widths = BlockCodes(BLOCK, 1) if is_codes(operand) else BLOCK
-    part = (start // BLOCK, size // BLOCK)
-    return jax.tree.map(lambda _, width: Lines(*part, width), operand, widths)
-
-
-def main_lines(main: Any, buckets: Sequence[Bucket]) -> Any:
-    """The window of some buckets in main parameters, or in another array like them."""
-    return lines_of(main, buckets[0].offset, _size(buckets))
-
-
-def moment_lines(moment: Any, buckets: Sequence[Bucket]) -> Any:
-    """The window of some buckets in the array that holds their moment."""
+def lines(flat: Any, buckets: Sequence[Bucket]) -> Any:
+    """The window of some buckets in a flat array of a state, in elements: a tree of ``Lines``."""
     first, last = buckets[0], buckets[-1]
-    start = offset_of(moment, first)
-    end = offset_of(moment, last) + aligned(last.shard_size)
-    return lines_of(operand_of(moment, first), start, end - start)
+    operand, start = operand_of(flat, first), offset_of(flat, first)
+    widths = BlockCodes(BLOCK, 1) if is_codes(operand) else BLOCK
+    size = offset_of(flat, last) + aligned(last.shard_size) - start
+    window = start // BLOCK, size // BLOCK
+    return jax.tree.map(lambda _, width: Lines(*window, width), operand, widths)
 
 
 class Stream:

@@ -57,7 +57,7 @@ def with_main_params(
     """
     if not layout.main_size:
         return opt_state
-    if config.is_on_host:
+    if "main_params" in config.on_host:
         flat = _new_on_host(config, layout, specs, main)
     else:
         shard = compat.shard_map(
@@ -82,8 +82,9 @@ def _new_on_host(config: DistributedConfig, layout: Layout, specs: Any, main: Pa
 
     spec = config.parallel.state_spec
     filled = compat.shard_map(local, mesh=config.mesh, in_specs=(specs, spec), out_specs=spec)
-    types = flat_moments.types_of_arrays(config, layout)["main_params"]
-    return jax.jit(filled, donate_argnums=1)(main, flat_moments.zeros(config, types))
+    return jax.jit(filled, donate_argnums=1)(
+        main, flat_moments.zeros(config, layout, "main_params")
+    )
 
 
 def round_to_comm_dtype(schedule: Schedule, params: Params, *, before_forward: bool = False) -> Any:
@@ -221,15 +222,15 @@ def with_new_ema(
     if config.ema_decay is None:
         return opt_state
     flat = config.parallel.state_spec
-    if config.is_on_host:
-        types = flat_moments.types_of_arrays(config, layout)["ema"]
+    if "ema" in config.on_host:
         filled = compat.shard_map(
             lambda tree, *given: _new_in_windows(config, layout, jax.tree.leaves(tree), *given),
             mesh=config.mesh,
             in_specs=(specs, flat, flat),
             out_specs=flat,
         )
-        ema = jax.jit(filled, donate_argnums=2)(params, main, flat_moments.zeros(config, types))
+        zeros = flat_moments.zeros(config, layout, "ema")
+        ema = jax.jit(filled, donate_argnums=2)(params, main, zeros)
     else:
         new = compat.shard_map(
             lambda tree, main: new_ema(config, layout, jax.tree.leaves(tree), main),
@@ -263,7 +264,7 @@ def next_ema(
     """
     if config.ema_decay is None:
         return None
-    if config.is_on_host:
+    if "ema" in config.on_host:
         return _next_in_windows(config, layout, old, shards, main, is_skipped, after)
     values = _exact_values(config, layout, shards, main)
     # Not d * old + (1 - d) * new: in float32 its weights do not add up to 1, and the average of a
@@ -281,19 +282,23 @@ def _next_in_windows(
     is_skipped: jax.Array | None,
     after: Sequence[Any],
 ) -> Any:
-    """``next_ema`` for arrays in host memory: [Note: windows] in host_memory.py."""
-    here = dataclasses.replace(config, state_memory="device")
+    """``next_ema`` for an average in host memory: [Note: windows] in host_memory.py."""
+    here = dataclasses.replace(config, on_host=frozenset())
     parts = host_memory.parts(layout, splits=True)
+    moves_main = "main_params" in config.on_host
     arrays, lines = [], []
     for part in parts:
         has_main = main is not None and part.layout.main_size
-        arrays.append({"ema": old} | ({"main": main} if has_main else {}))
-        lines.append({k: host_memory.main_lines(x, part.buckets) for k, x in arrays[-1].items()})
+        arrays.append({"ema": old} | ({"main": main} if has_main and moves_main else {}))
+        lines.append({k: host_memory.lines(x, part.buckets) for k, x in arrays[-1].items()})
     stream = host_memory.Stream(arrays, lines, [*shards[:1], *after], config.state_buffer_bytes)
     for part in parts:
         window = stream.take()
         of_part = [piece.of(shards[piece.bucket_index]) for piece in part.pieces]
-        new = next_ema(here, part.layout, window["ema"], of_part, window.get("main"), is_skipped)
+        of_main = window.get("main")
+        if main is not None and part.layout.main_size and not moves_main:
+            of_main = host_memory.cut(main, part.buckets)
+        new = next_ema(here, part.layout, window["ema"], of_part, of_main, is_skipped)
         stream.put({"ema": new})
     return stream.whole(0)["ema"] if parts else old
 

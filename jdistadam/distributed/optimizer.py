@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -28,16 +28,16 @@ from jdistadam.core.guards import (
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.storage import MOMENT_NAMES
 from jdistadam.core.trees import Grads, Params
-from jdistadam.distributed import host_memory, model_axes
+from jdistadam.distributed import model_axes
 from jdistadam.distributed.checks import (
+    arrays_on_host,
     check_arguments,
     check_ema_decay,
     check_predicate,
-    check_state_memory,
 )
 from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
-from jdistadam.distributed.flat_moments import FlatCodes, types_of_arrays, zeros
+from jdistadam.distributed.flat_moments import FLAT_ARRAYS, FlatCodes, zeros
 from jdistadam.distributed.main_params import with_main_params, with_new_ema
 from jdistadam.distributed.mesh_axes import make_data_parallel
 from jdistadam.distributed.norms import check_norms
@@ -71,7 +71,7 @@ def distributed(
     ema_decay: float | None = None,
     norm_guard: NormGuard | None = None,
     norms: str | Callable[[str], str | None] | None = None,
-    state_memory: str = "device",
+    state_memory: str | Mapping[str, str] = "device",
     state_buffer_bytes: int = 512 << 20,
 ) -> DistributedTransformation:
     r"""Shards the state of ``fused_adamw`` or ``fused_adam`` over a mesh, for data parallelism.
@@ -174,8 +174,10 @@ def distributed(
         total. They are among the metrics of ``train_step``; in a custom training loop
         ``step_with_norms`` returns them. See docs/recipes.md.
       state_memory: "device", or "pinned_host": main parameters, moments and the average stay in
-        host memory, sharded over devices as usual. A step copies them to the devices in windows,
-        and back. Results are bitwise identical, and steps slower. See docs/host_memory.md.
+        host memory, sharded over devices as usual. A dict of "main_params", "mu", "nu" and "ema"
+        puts only some of them there: ``{"mu": "pinned_host", "nu": "pinned_host"}``. A step copies
+        windows of them to the devices, and back. Results are bitwise identical, and steps slower.
+        See docs/host_memory.md.
       state_buffer_bytes: Device memory for windows of a state in host memory, in bytes. A step uses
         at least three windows, even if they need more.
 
@@ -228,7 +230,9 @@ def distributed(
     check_ema_decay(ema_decay)
     check_norm_guard(norm_guard)
     check_norms(norms)
-    check_state_memory(state_memory)
+    on_host = arrays_on_host(
+        state_memory, has_main=policy.main_params.is_stored, has_ema=ema_decay is not None
+    )
     config = DistributedConfig(
         algorithm=algorithm,
         parallel=parallel,
@@ -246,12 +250,12 @@ def distributed(
             policy,
             algorithm,
             has_norms=norms is not None,
-            state_memory=state_memory,
+            on_host=on_host,
         ),
         ema_decay=ema_decay,
         norm_guard=norm_guard,
         norms=norms,
-        state_memory=state_memory,
+        on_host=on_host,
         state_buffer_bytes=state_buffer_bytes,
     )
     specs = _state_specs(config)
@@ -300,8 +304,8 @@ class _Functions:
         specs = global_specs(config, layout, params)
         placed = jax.tree.map(lambda spec: NamedSharding(config.mesh, spec), specs)
         params = jax.device_put(compat.row_major(params), placed)
-        is_on_host = config.is_on_host and not trees.is_traced(params)
-        no_arrays: Any = dict.fromkeys(host_memory.ARRAYS)
+        is_on_host = bool(config.on_host) and not trees.is_traced(params)
+        no_arrays: Any = dict.fromkeys(FLAT_ARRAYS)
 
         def local(params: Params) -> DistributedState:
             new = init_local(config, layout, params)
@@ -317,8 +321,7 @@ class _Functions:
         if not is_on_host:
             return state
         # Arrays that may not fit on the device are made on the host and filled in windows.
-        types = types_of_arrays(config, layout)
-        moments = {name: zeros(config, types[name]) for name in ("mu", "nu")}
+        moments = {name: zeros(config, layout, name) for name in ("mu", "nu")}
         state = with_main_params(config, layout, specs, state._replace(**moments), params)
         return with_new_ema(config, layout, specs, state, params, state.main_params)
 

@@ -16,7 +16,7 @@ from jdistadam.core.hyperparameters import coefficient_rows
 from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.accumulate import StepGrads
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import offset_of, operand_of, with_result
+from jdistadam.distributed.flat_moments import operand_of, with_result
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.norms import asked_of
 from jdistadam.distributed.packing import Piece, cuts_of, positions_of
@@ -50,8 +50,11 @@ class FlatState(NamedTuple):
 
     def replaced(self, bucket: Bucket, operands: dict[str, Any]) -> FlatState:
         """This state with the arrays of ``operands`` replaced."""
-        new = {name: with_result(getattr(self, name), bucket, operands[name]) for name in MOMENTS}
-        return self._replace(main_params=operands.get("main_params", self.main_params), **new)
+        new = {
+            name: x if name == "main_params" else with_result(getattr(self, name), bucket, x)
+            for name, x in operands.items()
+        }
+        return self._replace(**new)
 
 
 class UpdateResult(NamedTuple):
@@ -158,27 +161,24 @@ def update_shards(
     ]
     flat = FlatState(state.main_params, state.mu, state.nu)
     calls = _kernel_calls(config, layout, grads)
-    stream = None
-    if config.is_on_host:
-        stream = _stream(calls, flat, grads, config.state_buffer_bytes)
+    streamed = [pieces for pieces in calls if _on_host(config, pieces[0].bucket)]
+    stream = _stream(config, streamed, flat, grads)
     shards: list[Any] = [None] * len(grads)
     sums: list[tuple[Sequence[Bucket], jax.Array]] = []
     for pieces in calls:
         buckets = [piece.bucket for piece in pieces]
-        if stream is None:
-            moved, of_state = buckets, flat.operands(buckets[0])
-        else:
-            moved, of_state = host_memory.within(buckets), stream.take()
+        on_host, of_state = _on_host(config, buckets[0]), flat.operands(buckets[0])
+        if on_host:
+            of_state |= stream.take()
         of_grads, of_params = (
             [piece.of(arrays[piece.bucket_index]) for piece in pieces] for arrays in (grads, old)
         )
         operands = Operands(of_grads, of_params, (), ())
-        spec, operands = _call_of(config, moved, operands, of_state)
+        spec, operands = _call_of(config, buckets, operands, of_state)
         call: Any = (spec, scalars, operands.unfused())
         is_any = config.algorithm.storage.is_any
         if is_any:
-            pieces_moved = [x._replace(bucket=y) for x, y in zip(pieces, moved, strict=True)]
-            call = quantized_call(config, layout, pieces_moved, spec, scalars, state, call[2])
+            call = quantized_call(config, layout, pieces, spec, scalars, state, call[2])
         if config.norms is None:
             results = quantized_adam.adam(*call) if is_any else adam(*call)
         else:
@@ -190,33 +190,38 @@ def update_shards(
         of_state = {"mu": results.mu[0], "nu": results.nu[0]}
         if buckets[0].has_main:
             of_state["main_params"] = main[0]
-        if stream is None:
-            flat = flat.replaced(buckets[0], of_state)
-        else:
-            stream.put(of_state)
+        if on_host:
+            stream.put({name: of_state.pop(name) for name in on_host})
+        flat = flat.replaced(buckets[0], of_state)
         for piece, part in zip(pieces, new, strict=True):
             i = piece.bucket_index
             shards[i] = piece.put(shards[i], part, layout.buckets[i].shard_shape)
-    if stream is not None:
-        for i, pieces in enumerate(calls):
-            flat = flat.replaced(pieces[0].bucket, stream.whole(i))
+    for i, pieces in enumerate(streamed):
+        flat = flat.replaced(pieces[0].bucket, stream.whole(i))
     return flat, shards, sums
 
 
+def _on_host(config: DistributedConfig, bucket: Bucket) -> list[str]:
+    """The arrays of ``FlatState`` that a bucket is in, and that are on the host."""
+    names = [*MOMENTS, "main_params"] if bucket.has_main else MOMENTS
+    return [name for name in names if name in config.on_host]
+
+
 def _stream(
-    calls: Sequence[Sequence[Piece]], flat: FlatState, grads: Sequence[Any], max_bytes: float
+    config: DistributedConfig,
+    calls: Sequence[Sequence[Piece]],
+    flat: FlatState,
+    grads: Sequence[Any],
 ) -> host_memory.Stream:
-    """The windows of all kernel calls, for a state on the host: [Note: windows]."""
+    """The windows of kernel calls that need arrays on the host: [Note: windows]."""
     arrays, lines = [], []
     for pieces in calls:
         buckets = [piece.bucket for piece in pieces]
-        arrays.append(flat.operands(buckets[0]))
-        parts = {name: host_memory.moment_lines(getattr(flat, name), buckets) for name in MOMENTS}
-        if buckets[0].has_main:
-            parts["main_params"] = host_memory.main_lines(flat.main_params, buckets)
-        lines.append(parts)
+        names, operands = _on_host(config, buckets[0]), flat.operands(buckets[0])
+        arrays.append({name: operands[name] for name in names})
+        lines.append({name: host_memory.lines(getattr(flat, name), buckets) for name in names})
     first = [grads[calls[0][0].bucket_index]] if calls else []
-    return host_memory.Stream(arrays, lines, first, max_bytes)
+    return host_memory.Stream(arrays, lines, first, config.state_buffer_bytes)
 
 
 def _kernel_calls(
@@ -227,11 +232,14 @@ def _kernel_calls(
     for i, bucket in enumerate(layout.buckets):
         kind = (bucket.dtype, bucket.has_main, grads[i].dtype, bucket.is_coded)
         calls.setdefault(kind, []).append(i)
-    if not config.is_on_host:
-        return [[Piece(i, layout.buckets[i]) for i in call] for call in calls.values()]
     splits = config.norms is None  # whose sums are in an order of the whole shard
-    windows = [host_memory.windows(layout, call, splits=splits) for call in calls.values()]
-    return host_memory.ordered([window for found in windows for window in found])
+    windows, whole = list[list[Piece]](), list[list[Piece]]()
+    for call in calls.values():
+        if _on_host(config, layout.buckets[call[0]]):
+            windows += host_memory.windows(layout, call, splits=splits)
+        else:
+            whole.append([Piece(i, layout.buckets[i]) for i in call])
+    return host_memory.ordered(windows) + whole
 
 
 def _call_of(
@@ -241,14 +249,22 @@ def _call_of(
     of_state: dict[str, Any],
 ) -> tuple[Spec, Operands]:
     """One kernel call, for buckets of equal dtypes; ``operands`` are gradients and params."""
-    first = buckets[0]
+    first, windows = buckets[0], host_memory.within(buckets)
+
+    def offsets(name: str) -> tuple[int, ...]:
+        coded = name != "main_params" and config.algorithm.storage.codec_of(name).is_coded
+        placed = windows if name in config.on_host else buckets
+        return tuple(x.moment_offset if coded else x.offset for x in placed)
+
     spec = Spec(
         "step",
         groups=tuple(bucket.group for bucket in buckets),
         flags=config.algorithm.hyper.flags,
-        flat=frozenset({"mu", "nu"}),
+        flat=frozenset(MOMENTS),
         sizes=tuple(bucket.shard_size for bucket in buckets),
-        offsets=tuple(bucket.offset for bucket in buckets),
+        offsets=offsets("main_params"),
+        mu_offsets=offsets("mu"),
+        nu_offsets=offsets("nu"),
     )
     operands = operands._replace(mu=(of_state["mu"],), nu=(of_state["nu"],))
     kind, main = _kind(config, first), (of_state.get("main_params"),)
@@ -338,8 +354,6 @@ def quantized_call(
         adam=spec,
         is_stochastic=storage.is_stochastic,
         ids=tuple(bucket.leaves[0] for bucket in buckets),
-        mu_offsets=tuple(offset_of(state.mu, bucket) for bucket in buckets),
-        nu_offsets=tuple(offset_of(state.nu, bucket) for bucket in buckets),
         cuts=tuple(cuts_of(layout, bucket, parts) for bucket in buckets),
         tables=tables,
     )

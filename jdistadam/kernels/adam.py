@@ -54,6 +54,8 @@ class Spec:
         gaps between the leaves are undefined; the fallback cannot make one.
       sizes: Elements of each leaf, given if any kind is flat.
       offsets: The start of each leaf in the flat arrays, in elements.
+      mu_offsets: The same in a flat first moment. (): as ``offsets``.
+      nu_offsets: The same in a flat second moment. (): as ``offsets``.
       contributions: The number of gradients in each array of grads, stacked in a first dimension
         (concatenated if flat). They are added pairwise in float32, then used as one.
     """
@@ -65,7 +67,13 @@ class Spec:
     flat: frozenset[str] = frozenset()
     sizes: tuple[int, ...] = ()
     offsets: tuple[int, ...] = ()
+    mu_offsets: tuple[int, ...] = ()
+    nu_offsets: tuple[int, ...] = ()
     contributions: int = 1
+
+    def offsets_of(self, kind: str) -> tuple[int, ...]:
+        """The start of each leaf in a flat array of a kind."""
+        return {"mu": self.mu_offsets, "nu": self.nu_offsets}.get(kind) or self.offsets
 
 
 class Operands(NamedTuple):
@@ -217,8 +225,6 @@ def ffi_call(
     call = jax.ffi.ffi_call(f"{target}_squares", [*sums, *results], input_output_aliases=moved)
 
     def with_sums(*args: Any, **attributes: Any) -> tuple[Sequence[jax.Array], Any]:
-        none = np.zeros(0, np.int64)
-        attributes = {"mu_offsets": none, "nu_offsets": none} | attributes
         out = call(asked.segments, *args, fine=np.asarray(asked.fine, np.int32), **attributes)
         return out[len(sums) :], out[0]
 
@@ -235,6 +241,8 @@ def _attributes(spec: Spec) -> dict[str, Any]:
         "flat": np.int32(sum(1 << _OPERANDS.index(kind) for kind in spec.flat)),
         "sizes": np.asarray(spec.sizes, np.int64),
         "offsets": np.asarray(spec.offsets, np.int64),
+        "mu_offsets": np.asarray(spec.mu_offsets, np.int64),
+        "nu_offsets": np.asarray(spec.nu_offsets, np.int64),
     }
 
 
@@ -342,8 +350,9 @@ def split(spec: Spec, kind: str, arrays: Sequence[Any], shapes: Sequence[Any]) -
     if kind not in spec.flat or not arrays:
         return arrays
     (flat,) = arrays
-    ends = np.add(spec.offsets, spec.sizes).tolist()
-    pieces = [flat[start:end] for start, end in zip(spec.offsets, ends, strict=True)]
+    starts = spec.offsets_of(kind)
+    ends = np.add(starts, spec.sizes).tolist()
+    pieces = [flat[start:end] for start, end in zip(starts, ends, strict=True)]
     return [
         x if "grads" in spec.flat else x.reshape(s) for x, s in zip(pieces, shapes, strict=False)
     ]
@@ -356,7 +365,7 @@ def join(
     if kind not in spec.flat or not arrays:
         return tuple(leaves)
     flat: Any = np.array(arrays[0]) if xp is np else arrays[0]
-    for offset, leaf in zip(spec.offsets, leaves, strict=True):
+    for offset, leaf in zip(spec.offsets_of(kind), leaves, strict=True):
         where = slice(offset, offset + leaf.size)
         if xp is np:
             flat[where] = leaf.reshape(-1)

@@ -32,8 +32,6 @@ class QuantizedSpec:
       is_stochastic: Whether mu and nu of 8 or 16 bits are rounded stochastically, and in mode
         "step" the parameters of 16 bits. If not, to nearest.
       ids: For each leaf its number in the tree of params.
-      mu_offsets: The start of each leaf in flat first moments. (): as ``adam.offsets``.
-      nu_offsets: The same for second moments.
       cuts: For each leaf how it was cut. (): into consecutive parts of equal size.
       tables: For each leaf that packs several, each padded to whole blocks, its first row of
         ``LeafPositions.blocks``; -1 for other leaves. (): no leaf packs several.
@@ -42,15 +40,8 @@ class QuantizedSpec:
     adam: Spec
     is_stochastic: bool
     ids: tuple[int, ...]
-    mu_offsets: tuple[int, ...] = ()
-    nu_offsets: tuple[int, ...] = ()
     cuts: tuple[LeafPartition, ...] = ()
     tables: tuple[int, ...] = ()
-
-    def flat(self, kind: str) -> Spec:
-        """The positions of leaves in flat arrays of a kind."""
-        offsets = {"mu": self.mu_offsets, "nu": self.nu_offsets}.get(kind) or self.adam.offsets
-        return dataclasses.replace(self.adam, offsets=offsets)
 
 
 class LeafPositions(NamedTuple):
@@ -193,8 +184,6 @@ def _attributes(spec: QuantizedSpec) -> dict[str, Any]:
     return kernel._attributes(spec.adam) | {
         "random": np.bool_(spec.is_stochastic),
         "ids": np.asarray(spec.ids, np.int32),
-        "mu_offsets": np.asarray(spec.mu_offsets, np.int64),
-        "nu_offsets": np.asarray(spec.nu_offsets, np.int64),
         "cuts": np.asarray(spec.cuts, np.int64).reshape(-1),
         "tables": np.asarray(spec.tables, np.int64),
     }
@@ -263,22 +252,24 @@ def _bits(
     return reference.random_bits(rounded.key, rounded.count, number, index, shape, xp)
 
 
-def _of_scales(spec: Spec) -> Spec:
-    """The positions of the leaves' scales in flat arrays."""
+def _of_scales(spec: Spec, kind: str) -> Spec:
+    """The positions of the leaves' scales in the flat arrays of a moment."""
     return dataclasses.replace(
         spec,
         sizes=tuple(-(-size // BLOCK) for size in spec.sizes),
-        offsets=tuple(offset // BLOCK for offset in spec.offsets),
+        offsets=tuple(offset // BLOCK for offset in spec.offsets_of(kind)),
+        mu_offsets=(),
+        nu_offsets=(),
     )
 
 
 def _split(spec: QuantizedSpec, kind: str, arrays: Sequence[Any], shapes: Any) -> Sequence[Any]:
     """Splits flat arrays into leaves."""
-    flat = spec.flat(kind)
+    flat = spec.adam
     if kind not in flat.flat or not arrays or not is_codes(arrays[0]):
         return kernel.split(flat, kind, arrays, shapes)
     codes = kernel.split(flat, kind, codes_of(arrays), shapes)
-    of_scales = _of_scales(flat)
+    of_scales = _of_scales(flat, kind)
     scales = kernel.split(of_scales, kind, _scales(arrays), [(n,) for n in of_scales.sizes])
     return _coded(codes, scales)
 
@@ -287,11 +278,12 @@ def _join(
     spec: QuantizedSpec, kind: str, arrays: Sequence[Any], leaves: Sequence[Any], xp: Any
 ) -> tuple[Any, ...]:
     """Writes leaves back into their flat arrays."""
-    flat = spec.flat(kind)
+    flat = spec.adam
     if kind not in flat.flat or not arrays or not is_codes(arrays[0]):
         return kernel.join(flat, kind, arrays, leaves, xp)
     codes = kernel.join(flat, kind, codes_of(arrays), codes_of(leaves), xp)
-    return _coded(codes, kernel.join(_of_scales(flat), kind, _scales(arrays), _scales(leaves), xp))
+    of_scales = _of_scales(flat, kind)
+    return _coded(codes, kernel.join(of_scales, kind, _scales(arrays), _scales(leaves), xp))
 
 
 def _leaf(

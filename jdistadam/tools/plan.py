@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, check_flag
-from jdistadam.core.codecs import FLOAT32
+from jdistadam.core.codecs import FLOAT32, NOTHING
 from jdistadam.core.trees import Params
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.communication import Communication, keeps_shards_alone
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import bytes_of_moment
+from jdistadam.distributed.flat_moments import FLAT_ARRAYS, bytes_of_moment
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.norms import holds_several
 from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
@@ -129,8 +129,8 @@ def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: 
         for name, size in _buffers(config, schedule.layout, entry):
             buffers[name] = buffers.get(name, 0) + size
     held, on_host = _held(config, schedule.layout), {}
-    if config.is_on_host:
-        on_host = {name: held.pop(name) for name in host_memory.ARRAYS if name in held}
+    if config.on_host:
+        on_host = {name: held.pop(name) for name in FLAT_ARRAYS if name in config.on_host}
         buffers["windows of the state"] = _windows(config, schedule.layout)
     return Plan(
         held=held,
@@ -145,14 +145,16 @@ def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: 
 def _windows(config: DistributedConfig, layout: Layout) -> int:
     """The bytes of windows of a state on the host that are on a device at the same time."""
     main, storage = config.policy.main_params, config.algorithm.storage
+    if "main_params" not in config.on_host:
+        main = NOTHING
     kinds = [(x.dtype, x.has_main, x.is_coded) for x in layout.buckets]
     of_step, of_average = list[int](), list[int]()
     for part in host_memory.parts(layout, splits=config.norms is None, kinds=kinds):
-        codecs = [storage.codec_of(name) for name in ("mu", "nu")]
+        codecs = [storage.codec_of(name) for name in ("mu", "nu") if name in config.on_host]
         used = [x if part.buckets[0].is_coded or not x.is_coded else FLOAT32 for x in codecs]
         moments = sum(x.nbytes(part.layout.flat_size) for x in used)
-        of_step.append(main.nbytes(part.layout.main_size) + moments)
-    if config.ema_decay is not None:
+        of_step += [size] if (size := main.nbytes(part.layout.main_size) + moments) else []
+    if "ema" in config.on_host:
         parts = host_memory.parts(layout, splits=True)
         of_average = [main.nbytes(x.layout.main_size) + 4 * x.layout.flat_size for x in parts]
     most = config.state_buffer_bytes

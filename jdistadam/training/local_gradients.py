@@ -113,7 +113,7 @@ def local_gradients(
     from one micro-batch to the next.
     """
     config, is_only = forward.tx.config, accumulate_steps == 1
-    with_order = is_only and config.is_on_host and not config.takes_norm_first
+    with_order = is_only and config.steps_in_windows and not config.takes_norm_first
     gradient = _Gradient(forward, loss_scale, report_nonfinite, with_order)
     if is_only:
         return _of_one_batch(gradient, batch, model_state)

@@ -274,7 +274,7 @@ def _shard(
     def moment(name: str) -> Any:
         tree, like = getattr(adam, name), getattr(old, name)
         if not is_flat_codes(like):
-            return jax.device_put(flat(tree, like.dtype), config.state_sharding)
+            return jax.device_put(flat(tree, like.dtype), config.state_sharding(name))
         devices = config.parallel.num_shards * config.parallel.size(config.parallel.tensor_axes)
         floats = np.asarray(flat(tree, jnp.float32)).reshape(devices, layout.flat_size)
         for bucket in layout.buckets:

@@ -192,22 +192,33 @@ def test_contributions_are_added_pairwise(platform, grad, contributions):
 
 
 def test_contributions_may_be_flat(platform):
-    """Each a whole flat array behind the other, in a bfloat16 step on split parameters."""
+    """Each a whole flat array behind the other, in a bfloat16 step on split parameters.
+
+    The moments have offsets of their own.
+    """
     rng = np.random.default_rng(9)
     sizes, offsets, total, n = (100, 3, 64), (4, 107, 128), 200, 3
     flats = split_operands(rng, (total,), (BF16, F32, F32))
     flats = flats._replace(grads=(random_array(rng, n * total, BF16),))
     kinds = frozenset(Operands._fields)
-    spec = Spec("step_split", (0, 1, 0), frozenset(), None, kinds, sizes, offsets, n)
+    own = dict(mu_offsets=(0, 101, 136), nu_offsets=(33, 133, 136))
+    spec = Spec(
+        "step_split", (0, 1, 0), frozenset(), None, kinds, sizes, offsets, **own, contributions=n
+    )
+    starts = {"mu": own["mu_offsets"], "nu": own["nu_offsets"]}
     got = adam(spec, scalars(random_rows()), flats)
     leaves = [
-        tuple(x[0].reshape(-1, total)[:, o : o + s] for o, s in zip(offsets, sizes, strict=True))
-        for x in flats
+        tuple(
+            x[0].reshape(-1, total)[:, o : o + s]
+            for o, s in zip(starts.get(name, offsets), sizes, strict=True)
+        )
+        for name, x in flats._asdict().items()
     ]
     leaves = Operands(leaves[0], *(tuple(x[0] for x in column) for column in leaves[1:]))
     want = by_reference(spec, scalars(random_rows()), leaves)
-    for i, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+    for i, size in enumerate(sizes):
         for name in ("params", "mu", "nu", "out"):
+            offset = starts.get(name, offsets)[i]
             piece = np.asarray(getattr(got, name)[0])[offset : offset + size]
             assert_same_bits(piece, getattr(want[i], name), f"{name}[{i}]")
 
@@ -418,6 +429,7 @@ def test_fallback_on_flat_arrays_leaves_gaps_alone():
         frozenset({"params", "mu", "nu"}),
         (4, 6),
         (1, 8),
+        nu_offsets=(3, 12),
     )
     operands = Operands(grads, (flat,), (flat,), (flat,))
     got = jax.jit(kernel.adam_fallback, static_argnums=0)(spec, scalars(random_rows()), operands)
@@ -426,6 +438,7 @@ def test_fallback_on_flat_arrays_leaves_gaps_alone():
         assert x.shape == y.shape and x.dtype == y.dtype
         np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), rtol=1e-2)
     assert np.asarray(got.mu[0])[[0, 5, 6, 7, 14]].tolist() == [1.0, 6.0, 7.0, 8.0, 15.0]
+    assert np.asarray(got.nu[0])[[0, 2, 7, 11, 18]].tolist() == [1.0, 3.0, 8.0, 12.0, 19.0]
 
 
 def raw_call(results, *operands, **attributes):
@@ -435,7 +448,7 @@ def raw_call(results, *operands, **attributes):
 
 GOOD_ATTRIBUTES = dict(
     mode=np.int32(0), flags=np.int32(0), contributions=np.int32(1), groups=np.zeros(1, np.int32), flat=np.int32(0),
-    sizes=np.zeros(0, np.int64), offsets=np.zeros(0, np.int64),
+    **dict.fromkeys(("sizes", "offsets", "mu_offsets", "nu_offsets"), np.zeros(0, np.int64)),
 )  # fmt: skip
 
 
@@ -459,6 +472,9 @@ GOOD_ATTRIBUTES = dict(
         (dict(flat=np.int32(2), sizes=np.asarray([8]), offsets=np.asarray([1])), "beyond the flat array"),
         (dict(flat=np.int32(2), sizes=np.asarray([8]), offsets=np.asarray([2**63 - 1])), "beyond the flat array"),
         (dict(flat=np.int32(2), sizes=np.asarray([-8]), offsets=np.asarray([0])), "negative"),
+        (dict(flat=np.int32(2), sizes=np.asarray([8]), offsets=np.asarray([0]), nu_offsets=np.asarray([-1])), "negative"),
+        (dict(flat=np.int32(4), sizes=np.asarray([8]), offsets=np.asarray([0]), mu_offsets=np.asarray([0, 8])), "one entry a leaf"),
+        (dict(mu_offsets=np.asarray([0])), "one entry a leaf"),
         (dict(flat=np.int32(32)), "flat must be"),
         (dict(flat=np.int32(-1)), "flat must be"),
         (dict(mode=np.float32(0)), "Wrong scalar data type|mode"),

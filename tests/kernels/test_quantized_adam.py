@@ -430,10 +430,10 @@ def test_flat_state_of_leaves_that_are_cut_or_packed(platform, mode, mu, nu):
     adam = Spec(
         mode, (0, 1, 0, 1), out_dtype=BF16 if mode == "step_and_cast" else None,
         flat=frozenset(flat), sizes=FLAT_SIZES, offsets=FLAT_OFFSETS,
+        mu_offsets=OWN_OFFSETS["mu"], nu_offsets=OWN_OFFSETS["nu"],
     )  # fmt: skip
     spec = QuantizedSpec(
-        adam, True, (0, 2, 4, 6), mu_offsets=OWN_OFFSETS["mu"], nu_offsets=OWN_OFFSETS["nu"],
-        cuts=FLAT_CUTS, tables=(-1, -1, 1, -1),
+        adam, True, (0, 2, 4, 6), cuts=FLAT_CUTS, tables=(-1, -1, 1, -1),
     )  # fmt: skip
     args = spec, scalars(random_rows(count=3)), rounded(), FLAT_PLACES, operands
     got = adam_of_parts(*args)
@@ -490,11 +490,14 @@ def test_wrong_places_raise(change, message):
     rng = np.random.default_rng(3)
     codes = BlockCodes(np.zeros(8192, np.uint8), np.zeros(64, F32))
     arrays = tuple(plain_array(rng, n, F32) for n in FLAT_SIZES)
-    spec = QuantizedSpec(
-        Spec("step", (0,) * 4, flat=frozenset({"mu", "nu"}), sizes=FLAT_SIZES, offsets=FLAT_OFFSETS),
-        True, (0, 1, 2, 3), OWN_OFFSETS["mu"], OWN_OFFSETS["nu"], FLAT_CUTS, (-1, -1, 1, -1),
+    adam = Spec(
+        "step", (0,) * 4, flat=frozenset({"mu", "nu"}), sizes=FLAT_SIZES, offsets=FLAT_OFFSETS,
+        mu_offsets=OWN_OFFSETS["mu"], nu_offsets=OWN_OFFSETS["nu"],
     )  # fmt: skip
-    spec = dataclasses.replace(spec, **change)
+    places = dict(cuts=FLAT_CUTS, tables=(-1, -1, 1, -1))
+    places |= {name: change[name] for name in places if name in change}
+    offsets = {name: value for name, value in change.items() if name not in places}
+    spec = QuantizedSpec(dataclasses.replace(adam, **offsets), True, (0, 1, 2, 3), **places)
     args = (
         scalars(random_rows()),
         rounded(),

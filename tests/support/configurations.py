@@ -112,8 +112,10 @@ class Place(_Place):
     @property
     def memory(self):
         """Where the state is: on the host with one of the bucket sizes, so that pairs with it do."""
-        is_there = self.bucket_bytes == 20_000 and self.communication != "peer"
-        return "pinned_host" if is_there else "device"
+        if self.bucket_bytes != 20_000 or self.communication == "peer":
+            return "device"
+        some = {"optim": ("mu", "nu"), "optim_grads": ("nu",)}.get(self.strategy)
+        return dict.fromkeys(some, "pinned_host") if some else "pinned_host"
 
     @property
     def has_model_axis(self):

@@ -156,6 +156,7 @@ def adam_calls(draw, with_members):
     attributes = dict(
         mode=np.int32(mode), flags=np.int32(draw(st.integers(0, 3))), contributions=np.int32(contributions), groups=np.asarray([i % 2 for i in range(count)], np.int32),
         flat=np.int32(flat), sizes=np.asarray(sizes if flat else [], np.int64), offsets=np.asarray(offsets if flat else [], np.int64),
+        **own_offsets(draw, offsets if flat else []),
     )  # fmt: skip
     call = dict(operands=operands, results=results, aliases=aliases, attributes=attributes)
     call["name"] = "adam"
@@ -163,6 +164,14 @@ def adam_calls(draw, with_members):
         change_rows(draw, call)  # alone, because another mistake would hide it
         return call
     return with_mistakes(draw, call)
+
+
+def own_offsets(draw, offsets):
+    """Offsets of the flat moments alone, or none."""
+    return {
+        name: np.asarray(draw(st.sampled_from([[], offsets])), np.int64)
+        for name in ("mu_offsets", "nu_offsets")
+    }
 
 
 def starts_of(sizes):
@@ -212,8 +221,7 @@ def quantized_calls(draw):
         sizes=np.asarray(sizes if is_flat else [], np.int64),
         offsets=np.asarray(offsets if is_flat else [], np.int64), random=np.bool_(draw(st.booleans())),
         ids=np.asarray(range(count), np.int32),
-        **{name: np.asarray(draw(st.sampled_from([[], offsets])) if is_flat else [], np.int64)
-           for name in ("mu_offsets", "nu_offsets")},
+        **own_offsets(draw, offsets if is_flat else []),
         cuts=np.asarray(draw(st.sampled_from([[], [BLOCK, 2 * BLOCK, 512, 512] * count])), np.int64),
         tables=np.asarray(draw(st.sampled_from([[], starts_of(blocks), [-1] * count])), np.int64),
     )  # fmt: skip
@@ -246,8 +254,7 @@ def squares_calls(draw):
     call["operands"] = [own[0], *step["operands"]]
     call["results"] = [*own[1:], *step["results"]]
     call["aliases"] = {k + 1: v + 2 for k, v in step["aliases"].items()}
-    offsets = {"mu_offsets": none, "nu_offsets": none} if step["name"] == "adam" else {}
-    call["attributes"] = offsets | attributes | {"fine": np.asarray(fine, np.int32)}
+    call["attributes"] = attributes | {"fine": np.asarray(fine, np.int32)}
     return call
 
 
@@ -306,7 +313,7 @@ def change_number(draw, call):
 
 
 LISTS = collections.defaultdict(
-    lambda: ["groups", "sizes", "offsets"],
+    lambda: ["groups", "sizes", "offsets", "mu_offsets", "nu_offsets"],
     quantized=["groups", "sizes", "offsets", "ids", "mu_offsets", "nu_offsets", "cuts", "tables"],
     peer_sum=["devices", "sizes", "runs", "received"],
     peer_step=["devices", "sizes", "runs", "received", "offsets", "groups"],
