@@ -50,10 +50,12 @@ OPTIONS = {  # modifiers that are compiler options; they replace those of a vari
 # used, after the activations that enter the previous block; "at_any_time" without that condition.
 # "ema" averages the parameters, "guard" looks for spikes of the norm (and skips no step here),
 # "norms" and "norms_of_leaves" return norms of parameters and updates. "host" keeps the state in
-# host memory, "no_main" has no main parameters, "block8" 8-bit moments and stochastic rounding.
+# host memory, "host_moments" only its moments, "host_ema" only the average; "no_main" has no main
+# parameters, "block8" 8-bit moments and stochastic rounding.
 BY_BLOCK = {"block_by_block", "at_any_time"}
 SETTINGS = {"clip", "float32sum", "remainder16", "over_xla", "gathered_once", *BY_BLOCK}
-SETTINGS |= {"ema", "guard", "norms", "norms_of_leaves", "host", "no_main", "block8"}
+SETTINGS |= {"ema", "guard", "norms", "norms_of_leaves", "no_main", "block8"}
+SETTINGS |= {"host", "host_moments", "host_ema"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +169,8 @@ SETS = {
             for storage in ("", "+remainder16", "+remainder16+block8", "+no_main+block8")
             for memory in ("", "+host")
         ),
+        "optim+remainder16+host_moments",
+        "optim+remainder16+block8+host_moments",
     ),
     # Everyday options of a training run, with the same step without them.
     "everyday": _group(

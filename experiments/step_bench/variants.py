@@ -247,6 +247,15 @@ def moments_of(modifiers):
     return dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic", seed=0)
 
 
+def memory_of(modifiers):
+    """The memory of the state, or of some of its arrays."""
+    if "host_moments" in modifiers:
+        return {"mu": "pinned_host", "nu": "pinned_host"}
+    if "host_ema" in modifiers:
+        return {"ema": "pinned_host"}
+    return "pinned_host" if "host" in modifiers else "device"
+
+
 def norms_of(modifiers):
     if "norms_of_leaves" in modifiers:
         return "leaves"
@@ -257,7 +266,7 @@ def make_tx(mesh, strategy, modifiers, **kwargs):
     return jda.distributed(
         jda.fused_adamw(LEARNING_RATE, **HYPER, **moments_of(modifiers)),
         mesh=mesh,
-        state_memory="pinned_host" if "host" in modifiers else "device",
+        state_memory=memory_of(modifiers),
         sharding_strategy=strategy,
         policy=policy_of(modifiers),
         max_grad_norm=MAX_NORM if "clip" in modifiers else None,
