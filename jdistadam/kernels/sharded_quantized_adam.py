@@ -37,7 +37,7 @@ def encoded(name: str, codec: Codec, x: jax.Array) -> BlockCodes:
     mesh, spec, scale_spec = _pieces(x.shape, x.sharding)
     x = _placed(x, mesh, spec)
     codes, scales = jax.block_until_ready(_encoder(name, codec, mesh, spec, scale_spec)(x))
-    return BlockCodes(codes, jax.jit(lambda x: x.reshape(-1))(_placed(scales, mesh, P())))
+    return BlockCodes(codes, _reshaped(_placed(scales, mesh, P()), (-1,)))
 
 
 def decoded(name: str, codes: jax.Array, scales: jax.Array) -> jax.Array:
@@ -55,7 +55,7 @@ def decoded(name: str, codes: jax.Array, scales: jax.Array) -> jax.Array:
         moment = BlockCodes(codes, scales)
         return codec_of(moment).decode(name, moment, jnp)
     mesh, spec, scale_spec = _pieces(codes.shape, sharding)
-    in_pieces = _in_rows(scales, codes.shape[: len(scale_spec[:-1])])
+    in_pieces = _reshaped(scales, (*codes.shape[: len(scale_spec[:-1])], -1))
     decode = _decoder(name, mesh, spec, scale_spec)
     return decode(_placed(codes, mesh, spec), _placed(in_pieces, mesh, scale_spec))
 
@@ -84,10 +84,9 @@ def _placed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
     return jax.block_until_ready(jax.device_put(x, NamedSharding(mesh, spec)))
 
 
-def _in_rows(scales: jax.Array, rows: tuple[int, ...]) -> jax.Array:
-    if not rows:
-        return scales
-    return jax.jit(lambda x: x.reshape(*rows, -1))(scales)
+@functools.partial(jax.jit, static_argnums=1)
+def _reshaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return x.reshape(shape)
 
 
 @functools.lru_cache(maxsize=1024)
