@@ -82,13 +82,13 @@ def wrong_divisor(monkeypatch):
 
 def old_parameters(monkeypatch):
     """A leaf keeps the parameters that it had."""
-    gather_new_params = step.gather_new_params
+    leaves_of_buckets = step.leaves_of_buckets
 
     def without_last(*args):
-        new = gather_new_params(*args)
+        new = leaves_of_buckets(*args)
         return {i: x for i, x in new.items() if i != max(new)}
 
-    monkeypatch.setattr(step, "gather_new_params", without_last)
+    monkeypatch.setattr(step, "leaves_of_buckets", without_last)
 
 
 def clipped_twice(monkeypatch):

@@ -35,8 +35,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
-from jdistadam.training.train_step import MERGED_BYTES
+from jdistadam.distributed.schedule import MERGED_BYTES, BucketSchedule, Collective, Schedule
 from predict.kernel_bytes import kernel_bytes, peer_kernel_bytes
 from predict.machine import DIRECT, Machine, members_per_node
 

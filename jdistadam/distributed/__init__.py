@@ -23,8 +23,8 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``packing.py``            Leaves into buckets and back. ``Piece``: what a kernel call steps. Which
                           blocks of a leaf a device has, for quantized state and random bits.
 ``communication.py``      The transport: XLA's collectives, or peer memory; runs the schedule.
-``update.py``             Global norm, clipping, then the kernel on the flat state.
-``norms.py``              Norms of leaves and groups, from sums that the kernels take.
+``update.py``             Clipping, the kernel on the flat state, gathers of new parameters.
+``norms.py``              The global norm; norms of leaves and groups, from sums of the kernels.
 ``main_params.py``        Main parameters: made, compared and rounded to the model's dtype. Their
                           optional moving average.
 ``flat_moments.py``       A moment of the flat state: floats, or codes and floats.

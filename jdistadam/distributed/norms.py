@@ -22,9 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import collectives
+from jdistadam.core.guards import LossScaleState
+from jdistadam.distributed.accumulate import StepGrads
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.errors import PolicyError, TreeError
+from jdistadam.kernels import multi_tensor
 from jdistadam.kernels.reference import KINDS, Asked, num_runs, pairwise_sum
 
 Norms = str | Callable[[str], str | None]
@@ -172,3 +175,43 @@ def _summed(
     each = [pairwise_sum(here[np.asarray([row_of[i] for i in x])], jnp) for x in groups]
     everyone = parallel.state_axes + parallel.tensor_axes
     return collectives.all_reduce(collectives.to_varying(jnp.stack(each), everyone), everyone)
+
+
+def norm_and_finite(
+    config: DistributedConfig, layout: Layout, grads: StepGrads, scaling: LossScaleState | None
+) -> tuple[jax.Array, jax.Array]:
+    """The global norm of the mean gradient, and whether any gradient is non-finite.
+
+    Every element counts once: of tensor-parallel devices that hold the same leaf, only the first
+    counts it.
+    """
+    parallel = config.parallel
+    unscale = None if scaling is None else 1 / scaling.loss_scale
+    by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
+    for bucket, shard in zip(layout.buckets, grads.arrays, strict=True):
+        by_axes.setdefault(bucket.tensor_axes, []).append(shard)
+    squares, found = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
+    for axes, arrays in sorted(by_axes.items()):
+        partial_squares, found_here = multi_tensor.sum_of_squares(arrays, unscale)
+        copies = tuple(axis for axis in parallel.tensor_axes if axis not in axes)
+        if copies:
+            partial_squares = jnp.where(collectives.axis_index(copies) == 0, partial_squares, 0)
+        squares, found = squares + partial_squares, found | found_here
+    return norm_of_squares(config, squares, found, grads.mean_scale, scaling)
+
+
+def norm_of_squares(
+    config: DistributedConfig,
+    squares: jax.Array,
+    found: jax.Array,
+    mean_scale: jax.Array,
+    scaling: LossScaleState | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The results of ``norm_and_finite``, from the squares of one device's shards."""
+    everyone = config.parallel.state_axes + config.parallel.tensor_axes
+    if scaling is None:
+        squares = collectives.all_reduce(squares, everyone)
+        return jnp.sqrt(squares) * mean_scale, jnp.zeros((), jnp.bool_)
+    both = jnp.stack([squares, found.astype(jnp.float32)])
+    squares, count = collectives.all_reduce(collectives.to_varying(both, everyone), everyone)
+    return jnp.sqrt(squares) * mean_scale, count > 0

@@ -87,6 +87,13 @@ class Collective:
 Phase = tuple[Collective, ...]
 """Collectives that run in sequence."""
 
+MERGED_BYTES = 256 << 20
+"""``train_step`` lets XLA merge collectives up to this many bytes of results.
+
+XLA's own limit of 30 MiB counts shards: it merges most models into one collective that starts when
+the last gradient is ready. This is large enough for bandwidth and leaves work to overlap.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class BucketSchedule:
@@ -113,6 +120,12 @@ class BucketSchedule:
     def after_update(self) -> Phase:
         """The gathers that turn new parameters into what devices hold between steps."""
         return self.gather_outer + (() if self.bucket.is_sharded_param else self.gather)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that the last gather of ``after_update`` returns; 0 if nothing is sent."""
+        sent = [x for x in self.after_update if x.devices > 1]
+        return sum(x.elements * x.dtype.itemsize for x in sent[-1:])
 
     @property
     def collectives(self) -> Phase:

@@ -45,7 +45,7 @@ from jdistadam.core.guards import (
 )
 from jdistadam.core.hyperparameters import at_count
 from jdistadam.core.trees import Grads, Params
-from jdistadam.distributed import communication, host_memory, packing
+from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.accumulate import AccumulatedGrads, local_grads, sum_over_devices
 from jdistadam.distributed.checks import check_inside, check_options, check_step
 from jdistadam.distributed.communication import keeps_shards_alone, places
@@ -53,8 +53,7 @@ from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import types_of_moment
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.main_params import main_shard, new_ema, next_ema
-from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.norms import norms_of
+from jdistadam.distributed.norms import norm_and_finite, norm_of_squares, norms_of
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import (
     DistributedState,
@@ -66,8 +65,6 @@ from jdistadam.distributed.state import (
 from jdistadam.distributed.update import (
     FlatState,
     UpdateResult,
-    norm_and_finite,
-    norm_of_squares,
     skipped,
     step_scalars,
     update_shards,
@@ -141,10 +138,10 @@ def step_local(
         norm, found_inf = jnp.where(is_other, jnp.nan, norm), found_inf & ~is_other
         is_skipped = skipped(config, state, norm, found_inf, summed.is_empty, is_other)
         scalars = step_scalars(config, state, summed.mean_scale, norm, is_skipped, is_other)
-        flat, shards, sums = update_shards(
-            config, layout, scalars, grads=summed.arrays, state=state, params=leaves
+        flat, shards, gathered, sums = update_shards(
+            config, schedule, scalars, grads=summed.arrays, state=state, params=leaves
         )
-        new = gather_new_params(config.parallel, schedule, shards)
+        new = leaves_of_buckets(layout, gathered)
         if config.policy.param_comm_dtype is not None:
             # Rounding for sending would change params that a skipped step must leave unchanged.
             new = {i: trees.keep_if(is_skipped, leaves[i], leaf) for i, leaf in new.items()}
@@ -226,17 +223,11 @@ def grad_norm_local(
     return norm_and_finite(config, schedule.layout, summed, scaling)[0]
 
 
-def gather_new_params(
-    parallel: DataParallel, schedule: Schedule, shards: Sequence[jax.Array]
-) -> dict[int, jax.Array]:
-    """Returns the new parameters by leaf index, for all leaves in a bucket."""
+def leaves_of_buckets(layout: Layout, arrays: Sequence[jax.Array]) -> dict[int, jax.Array]:
+    """Returns the content of all buckets by leaf index."""
     leaves: dict[int, jax.Array] = {}
-    for entry, shard in zip(schedule.buckets, shards, strict=True):
-        bucket = entry.bucket
-        new = communication.gather_parameters(entry.after_update, shard, bucket.cut_dim)
-        copies = tuple(axis for axis in parallel.tensor_axes if axis not in bucket.tensor_axes)
-        new = collectives.to_invariant(new, copies)
-        leaves.update(packing.leaves_of_bucket(schedule.layout, bucket, new))
+    for bucket, x in zip(layout.buckets, arrays, strict=True):
+        leaves.update(packing.leaves_of_bucket(layout, bucket, x))
     return leaves
 
 
@@ -326,9 +317,7 @@ def step_over_peer_memory(
     if of_sums is not None:
         norm, found_inf = norm_of_squares(config, *of_sums, local.mean_scale, scaling)
         norm = jnp.where(is_other, jnp.nan, norm)
-    new: dict[int, jax.Array] = {}
-    for bucket, whole in zip(buckets, params, strict=True):
-        new.update(packing.leaves_of_bucket(schedule.layout, bucket, whole))
+    new = leaves_of_buckets(schedule.layout, params)
     flat = FlatState(*flat_arrays)
     return UpdateResult(flat, params, new, norm, found_inf, is_skipped, local.is_empty)
 

@@ -1,4 +1,10 @@
-"""Updates one device's flat state: global norm, clipping, kernel calls, new parameter shards."""
+"""Updates one device's flat state: scalars, clipping, kernel calls, new parameters.
+
+[Note: gathers beside updates]
+A kernel call updates no more buckets than those whose new parameters XLA sends in one merged
+all-gather. The gather of one call then runs beside the next call. The call after that waits for it,
+by an optimization barrier: otherwise XLA starts all gathers when the last call has ended.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +17,19 @@ import jax.numpy as jnp
 
 from jdistadam.core import collectives
 from jdistadam.core.codecs import FLOAT32, NOTHING, Codec
-from jdistadam.core.guards import LossScaleState, exceeds
+from jdistadam.core.guards import exceeds
 from jdistadam.core.hyperparameters import coefficient_rows
 from jdistadam.distributed import host_memory, packing
-from jdistadam.distributed.accumulate import StepGrads
+from jdistadam.distributed.communication import gather_parameters
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import operand_of, with_result
 from jdistadam.distributed.layout import Bucket, Layout
+from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.norms import asked_of
 from jdistadam.distributed.packing import Piece, cuts_of, positions_of
+from jdistadam.distributed.schedule import MERGED_BYTES, BucketSchedule, Schedule
 from jdistadam.distributed.state import DistributedState
-from jdistadam.kernels import multi_tensor, native, quantized_adam
+from jdistadam.kernels import native, quantized_adam
 from jdistadam.kernels.adam import (
     Operands,
     Scalars,
@@ -126,32 +134,45 @@ def step_scalars(
     return Scalars(jnp.where(is_other, jnp.nan, rows), inv_scale, skip)
 
 
+class ShardUpdate(NamedTuple):
+    """The results of ``update_shards``.
+
+    Attributes:
+      flat: The new state.
+      shards: New parameters of each bucket, for this device's part of the state.
+      gathered: New parameters of each bucket in the form that devices hold between steps.
+      sums: With ``norms``, the buckets of each kernel call and sums of squares of their leaves.
+    """
+
+    flat: FlatState
+    shards: list[jax.Array]
+    gathered: list[jax.Array]
+    sums: list[tuple[Sequence[Bucket], jax.Array]]
+
+
 def update_shards(
     config: DistributedConfig,
-    layout: Layout,
+    schedule: Schedule,
     scalars: Scalars,
     *,
     grads: Sequence[jax.Array],
     state: DistributedState,
     params: Sequence[Any],
-) -> tuple[FlatState, list[jax.Array], list[tuple[Sequence[Bucket], jax.Array]]]:
-    """Updates the flat state in place; returns it and each bucket's new parameter shard.
+) -> ShardUpdate:
+    """Updates the flat state in place, and gathers new parameters.
 
-    With ``norms`` it also returns the buckets of each kernel call, and the sums of squares of their
-    leaves.
-
-    One kernel call for each parameter dtype, each in place on its part of the whole flat arrays:
-    slicing them in XLA would copy the state. Parameters without main parameters are updated
-    themselves.
+    Kernel calls are in place on their parts of the whole flat arrays: slicing them in XLA would
+    copy the state. Parameters without main parameters are updated themselves.
 
     Args:
       config: The configuration.
-      layout: The layout.
+      schedule: The schedule of the params.
       scalars: The scalars of the kernel call.
       grads: This device's part of the summed gradient of each bucket.
       state: The state.
       params: Leaves of the params, in the form that this device holds.
     """
+    layout = schedule.layout
     casts = config.policy.main_params == FLOAT32
     old = [  # old parameters are not read if they are casts of main parameters
         None
@@ -160,12 +181,15 @@ def update_shards(
         for bucket in layout.buckets
     ]
     flat = FlatState(state.main_params, state.mu, state.nu)
-    calls = _kernel_calls(config, layout, grads)
+    calls = _kernel_calls(config, schedule, grads)
     streamed = [pieces for pieces in calls if _on_host(config, pieces[0].bucket)]
     stream = _stream(config, streamed, flat, grads)
     shards: list[Any] = [None] * len(grads)
+    gathered: list[Any] = [None] * len(grads)
     sums: list[tuple[Sequence[Bucket], jax.Array]] = []
-    for pieces in calls:
+    for k, pieces in enumerate(calls):
+        if k >= 2 and not streamed:
+            flat = _after_gathers(schedule, flat, gathered, calls[k - 2])
         buckets = [piece.bucket for piece in pieces]
         on_host, of_state = _on_host(config, buckets[0]), flat.operands(buckets[0])
         if on_host:
@@ -196,9 +220,35 @@ def update_shards(
         for piece, part in zip(pieces, new, strict=True):
             i = piece.bucket_index
             shards[i] = piece.put(shards[i], part, layout.buckets[i].shard_shape)
+            if not streamed:
+                gathered[i] = _gathered(config.parallel, schedule.buckets[i], shards[i])
+    if streamed:
+        gathered = [
+            _gathered(config.parallel, *pair) for pair in zip(schedule.buckets, shards, strict=True)
+        ]
     for i, pieces in enumerate(streamed):
         flat = flat.replaced(pieces[0].bucket, stream.whole(i))
-    return flat, shards, sums
+    return ShardUpdate(flat, shards, gathered, sums)
+
+
+def _gathered(parallel: DataParallel, entry: BucketSchedule, shard: jax.Array) -> jax.Array:
+    """A bucket's new parameters in the form that devices hold between steps."""
+    bucket = entry.bucket
+    new = gather_parameters(entry.after_update, shard, bucket.cut_dim)
+    copies = tuple(axis for axis in parallel.tensor_axes if axis not in bucket.tensor_axes)
+    return collectives.to_invariant(new, copies)
+
+
+def _after_gathers(
+    schedule: Schedule, flat: FlatState, gathered: list[Any], pieces: Sequence[Piece]
+) -> FlatState:
+    """The state, when what another call updated is gathered: [Note: gathers beside updates]."""
+    sent = [i for i, *_ in pieces if schedule.buckets[i].gathered_bytes]
+    if sent:
+        flat, arrived = jax.lax.optimization_barrier((flat, [gathered[i] for i in sent]))
+        for i, new in zip(sent, arrived, strict=True):
+            gathered[i] = new
+    return flat
 
 
 def _on_host(config: DistributedConfig, bucket: Bucket) -> list[str]:
@@ -225,10 +275,10 @@ def _stream(
 
 
 def _kernel_calls(
-    config: DistributedConfig, layout: Layout, grads: Sequence[jax.Array]
+    config: DistributedConfig, schedule: Schedule, grads: Sequence[jax.Array]
 ) -> list[list[Piece]]:
     """What each kernel call steps: buckets with equal dtypes."""
-    calls: dict[Any, list[int]] = {}
+    layout, calls = schedule.layout, dict[Any, list[int]]()
     for i, bucket in enumerate(layout.buckets):
         kind = (bucket.dtype, bucket.has_main, grads[i].dtype, bucket.is_coded)
         calls.setdefault(kind, []).append(i)
@@ -238,8 +288,21 @@ def _kernel_calls(
         if _on_host(config, layout.buckets[call[0]]):
             windows += host_memory.windows(layout, call, splits=splits)
         else:
-            whole.append([Piece(i, layout.buckets[i]) for i in call])
+            groups = _merged(schedule, call)
+            whole += [[Piece(i, layout.buckets[i]) for i in group] for group in groups]
     return host_memory.ordered(windows) + whole
+
+
+def _merged(schedule: Schedule, indices: Sequence[int]) -> list[list[int]]:
+    """Splits buckets, in order, into groups whose gathers XLA merges into one."""
+    groups, nbytes = list[list[int]](), 0
+    for i in indices:
+        nbytes += schedule.buckets[i].gathered_bytes
+        if not groups or nbytes > MERGED_BYTES:
+            groups.append([])
+            nbytes = schedule.buckets[i].gathered_bytes
+        groups[-1].append(i)
+    return groups
 
 
 def _call_of(
@@ -274,46 +337,6 @@ def _call_of(
 def _kind(config: DistributedConfig, bucket: Bucket) -> Codec:
     """How main parameters of a bucket are kept."""
     return config.policy.main_params if bucket.has_main else NOTHING
-
-
-def norm_and_finite(
-    config: DistributedConfig, layout: Layout, grads: StepGrads, scaling: LossScaleState | None
-) -> tuple[jax.Array, jax.Array]:
-    """The global norm of the mean gradient, and whether any gradient is non-finite.
-
-    Every element counts once: of tensor-parallel devices that hold the same leaf, only the first
-    counts it.
-    """
-    parallel = config.parallel
-    unscale = None if scaling is None else 1 / scaling.loss_scale
-    by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
-    for bucket, shard in zip(layout.buckets, grads.arrays, strict=True):
-        by_axes.setdefault(bucket.tensor_axes, []).append(shard)
-    squares, found = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
-    for axes, arrays in sorted(by_axes.items()):
-        partial_squares, found_here = multi_tensor.sum_of_squares(arrays, unscale)
-        copies = tuple(axis for axis in parallel.tensor_axes if axis not in axes)
-        if copies:
-            partial_squares = jnp.where(collectives.axis_index(copies) == 0, partial_squares, 0)
-        squares, found = squares + partial_squares, found | found_here
-    return norm_of_squares(config, squares, found, grads.mean_scale, scaling)
-
-
-def norm_of_squares(
-    config: DistributedConfig,
-    squares: jax.Array,
-    found: jax.Array,
-    mean_scale: jax.Array,
-    scaling: LossScaleState | None,
-) -> tuple[jax.Array, jax.Array]:
-    """The results of ``norm_and_finite``, from the squares of one device's shards."""
-    everyone = config.parallel.state_axes + config.parallel.tensor_axes
-    if scaling is None:
-        squares = collectives.all_reduce(squares, everyone)
-        return jnp.sqrt(squares) * mean_scale, jnp.zeros((), jnp.bool_)
-    both = jnp.stack([squares, found.astype(jnp.float32)])
-    squares, count = collectives.all_reduce(collectives.to_varying(both, everyone), everyone)
-    return jnp.sqrt(squares) * mean_scale, count > 0
 
 
 def clipped_scale(max_grad_norm: float | None, mean_scale: jax.Array, norm: Any) -> jax.Array:

@@ -27,6 +27,7 @@ from jdistadam.core.arguments import check_count, check_flag
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.checks import check_alive
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.schedule import MERGED_BYTES
 from jdistadam.distributed.state import find_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import HyperparameterError
@@ -56,9 +57,6 @@ from jdistadam.training.train_state import (
     checked,
 )
 
-# XLA's own limit of 30 MiB counts shards: it merges most models into one collective that starts
-# when the last gradient is ready. This is large enough for bandwidth and leaves work to overlap.
-MERGED_BYTES = 256 << 20
 _MERGED = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": MERGED_BYTES,
     "xla_gpu_all_gather_combine_threshold_bytes": MERGED_BYTES,
