@@ -115,3 +115,11 @@ def h200s():
         return Mesh(np.asarray(topology.devices).reshape(shape), names, **kwargs)
 
     return make
+
+
+@pytest.fixture
+def several_kernel_calls(monkeypatch):
+    """Splits updates of small states, as those of large ones are split."""
+    from jdistadam.distributed import update
+
+    monkeypatch.setattr(update, "MERGED_BYTES", 1 << 14)

@@ -16,7 +16,10 @@ from support import covering
 from support.fast_compilation import AS_FOR_USERS
 from support.interpreted import compile_and_interpret
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.usefixtures("several_kernel_calls"),
+]
 ROWS = covering.rows()
 
 

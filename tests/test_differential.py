@@ -14,7 +14,10 @@ from support.configurations import CONFIG, PLACE, draw, features
 from support.differential import NotSupported, run
 from support.samples import often
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
+    pytest.mark.usefixtures("several_kernel_calls"),
+]
 
 SAMPLE = (4, 24, 62, 74, 225, 265, 282)
 """Moves: every value of the choices that they depend on is in one of these configurations; and in 24

@@ -24,6 +24,9 @@ exposed part, during which nothing else runs, is::
                                              reduction, after the last gradient
     most       C                             nothing is hidden
 
+The gathers of new parameters run beside the update of others (jdistadam/distributed/update.py).
+Both use the same memory, and little of their time is saved; the prediction saves nothing.
+
 XLA merges collectives into messages: reduce-scatters and all-gathers up to MERGED_BYTES of results,
 as ``train_step`` asks, all-reduces up to 30 MiB. Results of a reduce-scatter are shards: on many
 devices all of them are one message, and nothing of it is hidden.

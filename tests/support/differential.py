@@ -30,14 +30,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam.distributed import host_memory, update
+from jdistadam.distributed import host_memory
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.configurations import GROUPS, MESHES, SHAPES, SPECS, STEPS, draw, each_leaf
 from support.reference_training import SEED, Reference
 
-# Small enough for these states to have several windows and several kernel calls.
-host_memory.WINDOW = 4096
-update.MERGED_BYTES = 1 << 14
+host_memory.WINDOW = 4096  # elements, of which these states have more
 
 
 def make_params(config):
