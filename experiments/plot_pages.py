@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 from lm.report import validation_losses
-from speed_tables import RESULTS, group_rows, of_both_memories
+from speed_tables import RESULTS, group_rows, of_host_runs
 from step_bench import model
 from step_bench.budget import bfloat16_shapes
 
@@ -23,8 +23,8 @@ import jdistadam as jda
 
 GRAY, DARK, LIGHT, BLUE = "#c8c8c8", "#767676", "#8fbbe0", "#1f68a8"
 RECORDS = {  # sequences per GPU: record, group of rows
-    8: ("bench_step/h100_x2/rivals", "unrolled-8"),
-    1: ("bench_step/h100_x2/1_sequence", "unrolled-1"),
+    8: ("bench_step/h100_x2/default", "unrolled-8"),
+    1: ("bench_step/h100_x2/default", "unrolled-1"),
 }
 STEPS = {  # name in the picture: start of the names of its rows, color
     "forward and backward pass\nalone": ("floor", GRAY),
@@ -81,17 +81,19 @@ def whole_steps():
 
 def host_steps():
     """Time of a whole step with the state on one device and in host memory."""
-    figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
-    found = [x for x in of_both_memories() if x[0] == "1"]
-    for kind, (label, color) in enumerate((("on the device", DARK), ("in host memory", BLUE))):
-        rows, places = [x[2 + kind] for x in found], [i + 0.4 * kind for i in range(len(found))]
-        times = [row["ms"] for row in rows]
-        axes.barh(places, times, 0.38, color=color, label=f"state {label}")
-        for place, row in zip(places, rows, strict=True):
-            at = dict(textcoords="offset points", va="center")
+    figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    of_runs = {name: rows for run, name, rows in of_host_runs() if run != "2"}  # B replaces A
+    labels = ("state on the device", "state in host memory", "only moments in host memory")
+    for kind, (label, color) in enumerate(zip(labels, (DARK, BLUE, LIGHT), strict=True)):
+        pairs = [(i + 0.27 * kind, x[kind]) for i, x in enumerate(of_runs.values()) if x[kind]]
+        axes.barh(
+            *zip(*((i, x["ms"]) for i, x in pairs), strict=True), 0.25, color=color, label=label
+        )
+        for place, row in pairs:
+            at = dict(textcoords="offset points", va="center", fontsize="small")
             axes.annotate(f"{row['ms']:.1f}", (row["ms"], place), (4, 0), **at)
-    axes.set_yticks([i + 0.2 for i in range(len(found))], [x[1] for x in found])
-    axes.set(xlabel="ms per training step", xlim=(0, 480))
+    axes.set_yticks([i + 0.27 for i in range(len(of_runs))], list(of_runs))
+    axes.set(xlabel="ms per training step", xlim=(0, 490))
     axes.legend(frameon=False, loc="lower right")
     axes.invert_yaxis()
     _bare(axes)

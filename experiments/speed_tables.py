@@ -78,6 +78,16 @@ SHARDED = (  # rows of records of two H100s, their names here
     ("annotated_fsdp+first_dim", "annotations (FSDP), first dimension"),
     ("optim", '"optim", sums in bfloat16, over XLA'),
     ("optim+float32sum", '"optim", sums in float32, over peer memory'),
+    ("optim_grads", '"optim_grads", sums in bfloat16, over XLA'),
+    ("optim_grads_params", '"optim_grads_params", layers gathered one by one, over XLA'),
+    (
+        "optim_grads_params+float32sum",
+        '"optim_grads_params", layers gathered one by one, sums in float32, over XLA',
+    ),
+    (
+        "optim_grads_params+block_by_block",
+        '"optim_grads_params", blocks gathered one by one, over XLA',
+    ),
     ("torch_floor", "torch: forward and backward pass, no optimizer"),
     ("torch_fsdp2", "torch: FSDP2 with fused AdamW"),
 )
@@ -95,7 +105,10 @@ def sharded_steps() -> str:
         ("8 sequences", "rivals", "unrolled-8"),
         ("8 sequences, a second run", "profile", "unrolled-8"),
         ("8 sequences, a third run", "clip", "unrolled-8"),
+        ("8 sequences, a fourth run", "default", "unrolled-8"),
         ("1 sequence", "1_sequence", "unrolled-1"),
+        ("1 sequence, a second run", "default", "unrolled-1"),
+        ("4 micro-batches of 2 sequences", "4_micro_batches", "unrolled-2x4"),
         ("8 sequences, `lax.scan` over layers", "scanned", "scanned-8"),
     )
     table = []
@@ -205,45 +218,72 @@ STORAGES = {  # modifiers of rows of bench_step.py
 }
 
 
-def of_both_memories() -> list:
-    """(GPUs, storage, row with the state on the device, row with it in host memory)."""
-    records = (("1", "h100/host_floats"), ("1", "h100/host_codes"), ("2", "h100_x2/host_codes"))
-    found = []
-    for devices, record in records:
-        rows = group_rows(f"bench_step/{record}", "unrolled-8")
-        for storage, name in STORAGES.items():
-            pair = [rows.get(f"optim{storage}{memory}") for memory in ("", "+host")]
-            if all(pair):
-                found.append((devices, name, *pair))
-    return found
+HOST_RUNS = (  # GPUs and run, record
+    ("1, run A", "h100/host"),
+    ("1, run B", "h100/host_codes"),
+    ("2", "h100_x2/host_codes"),
+)
+MEMORIES = ("", "+host", "+host_moments")
+
+
+def in_memories(record, group, row) -> list:
+    """A row with the state on the device, in host memory, and with only moments there; or None."""
+    rows = group_rows(f"bench_step/{record}", group)
+    return [rows.get(f"{row}{memory}") for memory in MEMORIES]
+
+
+def of_host_runs() -> list:
+    """(GPUs and run, storage, rows of ``in_memories``)."""
+    found = [
+        (run, name, in_memories(record, "unrolled-8", f"optim{storage}"))
+        for run, record in HOST_RUNS
+        for storage, name in STORAGES.items()
+    ]
+    return [x for x in found if all(x[2][:2])]
+
+
+def _memory_cells(rows) -> list[str]:
+    here, cells = rows[0], []
+    for row in rows:
+        text = "-"
+        if row:
+            text = f"{row['ms']:.1f} ({row['ms_least']:.1f} to {row['ms_most']:.1f})"
+            if row is not here:
+                text += f": {100 * (row['ms'] / here['ms'] - 1):.1f} % longer"
+        cells.append(text)
+    return cells
+
+
+IN_MEMORIES = (
+    "state on the device, ms",
+    "in host memory, ms",
+    "only moments in host memory, ms",
+)
 
 
 def host_steps() -> str:
-    """One line for each storage: a training step with the state on the device and on the host."""
+    """One line for each run and storage, with the bytes of the compiled step."""
     table = []
-    for devices, name, here, there in of_both_memories():
-        cells = [
-            f"{row['ms']:.1f} ({row['ms_least']:.1f} to {row['ms_most']:.1f})"
-            for row in (here, there)
-        ]
-        more = there["ms"] - here["ms"]
-        longer = f"{more:.1f} ms, {100 * more / here['ms']:.0f} %"
-        if more < 0.1 * here["ms"]:
-            longer = f"{more:.1f} ms, {100 * more / here['ms']:.1f} %"
+    for run, name, rows in of_host_runs():
         held = [
-            f"{(x['argument_bytes'] + x['temporary_bytes']) / 1e9:.1f} GB" for x in (here, there)
+            f"{(x['argument_bytes'] + x['temporary_bytes']) / 1e9:.1f}" if x else "-" for x in rows
         ]
-        table.append((devices, name, *cells, longer, *held))
-    columns = (
-        "GPUs",
-        "storage",
-        "state on the device, ms",
-        "in host memory, ms",
-        "longer",
-        "bytes of a step on a device",
-        "the same, state in host memory",
-    )
+        table.append((run, name, *_memory_cells(rows), ", ".join(held)))
+    columns = ("GPUs", "storage", *IN_MEMORIES, "GB of a step on a device: the three in turn")
     return markdown.table(columns, table)
+
+
+def host_late() -> str:
+    """One line for each kind of step of host_late.json."""
+    kinds = (
+        ("clipped", "unrolled-8", "optim+remainder16+block8+clip"),
+        ("not clipped, scan over layers", "scanned-8", "optim+remainder16+block8"),
+    )
+    table = [
+        (name, *_memory_cells(in_memories("h100/host_late", group, row)))
+        for name, group, row in kinds
+    ]
+    return markdown.table(("training step", *IN_MEMORIES), table)
 
 
 LARGEST = {  # methods and their names
@@ -256,7 +296,7 @@ LARGEST = {  # methods and their names
 
 def largest_model() -> str:
     """One line for each row of largest_model.py."""
-    records = [_results(f"largest_model/h100/{name}") for name in ("more", "default")]
+    records = [_results(f"largest_model/h100/{name}") for name in ("more", "device", "default")]
     results, table = records[0], []
     rows = [row for record in records for row in record["rows"] if "failed" not in row]
     for row in sorted(rows, key=lambda row: row["parameters"]):
@@ -319,48 +359,48 @@ def _step_cells(name, row) -> tuple[str, ...]:
     )
 
 
-HEADLINE = (  # record, workload, and the rows of each with what README calls them
-    (
-        "bench_step/h100_x2/rivals",
-        "8 sequences",
-        {
-            "unrolled-8/floor": "no optimizer",
-            "unrolled-8/annotated_zero1+first_dim+latency_hiding": "optax, annotations (ZeRO-1)",
-            "unrolled-8/optim": "jdistadam (ZeRO-1), XLA, sums in bfloat16",
-            "unrolled-8/optim+float32sum": "jdistadam (ZeRO-1), peer memory, sums in float32",
-        },
-    ),
-    (
-        "bench_step/h100_x2/1_sequence",
-        "1 sequence",
-        {
-            "unrolled-1/annotated_zero1+first_dim+latency_hiding": "optax, annotations (ZeRO-1)",
-            "unrolled-1/optim": "jdistadam (ZeRO-1), XLA, sums in bfloat16",
-            "unrolled-1/optim+float32sum": "jdistadam (ZeRO-1), peer memory, sums in float32",
-        },
-    ),
+HEADLINE = (  # batch per GPU, record of two H100s, group of rows, whether clipped
+    ("8 sequences", "default", "unrolled-8", False),
+    ("8 sequences, clipped", "default", "unrolled-8", True),
+    ("8 sequences, `lax.scan` over layers", "scanned", "scanned-8", False),
+    ("4 micro-batches of 2 sequences", "4_micro_batches", "unrolled-2x4", False),
+    ("1 sequence", "default", "unrolled-1", False),
+    ("1 sequence, clipped", "default", "unrolled-1", True),
 )
+OVER_PEERS = "optim+float32sum"
+STRATEGY_NAMES = {
+    "annotated_zero1": "ZeRO-1",
+    "annotated_fsdp": "FSDP",
+    "optim": "ZeRO-1",
+    "optim_grads": "ZeRO-2",
+    "optim_grads_params": "ZeRO-3",
+}
 
 
 def headline() -> str:
-    """What README shows of whole training steps on two GPUs."""
+    """What README shows of whole training steps on two GPUs: the fastest row of each kind."""
     table = []
-    for record, workload, names in HEADLINE:
-        found = {row["name"]: row for row in _results(record)["rows"]}
-        for row, name in ((found[key], name) for key, name in names.items()):
-            memory = row.get("argument_bytes", 0) + row.get("temporary_bytes", 0)
-            spread = f"{row['ms_least']:.1f} to {row['ms_most']:.1f}"
-            tokens, held = f"{row['tokens_per_second']:,.0f}", f"{memory / 1e9:.1f} GB"
-            table.append(
-                (workload, name, f"{row['ms']:.1f}", spread, tokens, held if memory else "-")
-            )
+    for workload, record, group, clips in HEADLINE:
+        rows = group_rows(f"bench_step/h100_x2/{record}", group)
+        chosen = {x: row for x, row in rows.items() if ("+clip" in x) == clips and "torch" not in x}
+        rivals = {x: row for x, row in chosen.items() if x.startswith("annotated")}
+        over_xla = {x: row for x, row in chosen.items() if "optim" in x and "float32sum" not in x}
+        over_peers = {x: row for x, row in chosen.items() if x.startswith(OVER_PEERS)}
+        fastest = [min(x.items(), key=lambda y: y[1]["ms"]) for x in (rivals, over_xla, over_peers)]
+        base, cells = fastest[0][1], []
+        for name, row in fastest:
+            text = f"{row['ms']:.1f} ({row['ms_least']:.1f} to {row['ms_most']:.1f})"
+            text += f", {STRATEGY_NAMES[name.split('+')[0]]}"
+            if row is not base:
+                text += f": {100 * (base['ms'] / row['ms'] - 1):+.1f} %"
+            cells.append(text)
+        table.append((workload, f"{rows['floor']['ms']:.1f}", *cells))
     columns = (
         "batch per GPU",
-        "training step",
-        "ms",
-        "fastest to slowest round",
-        "tokens/s",
-        "memory per GPU",
+        "no optimizer, ms",
+        "optax, fastest annotations, ms",
+        "jdistadam over XLA, ms: tokens/s",
+        "jdistadam over peer memory, ms: tokens/s",
     )
     return markdown.table(columns, table)
 

@@ -293,6 +293,7 @@ TABLES = {
     "phases": speed_tables.phases,
     "host_memory": speed_tables.host_memory,
     "host_steps": speed_tables.host_steps,
+    "host_late": speed_tables.host_late,
     "seeds": speed_tables.seeds,
     "largest_model": speed_tables.largest_model,
     "plan": plan_table,
