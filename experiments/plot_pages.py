@@ -37,11 +37,14 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def fastest(sequences, start):
-    """The fastest recorded row of this name, or of annotations whose name begins like this."""
+    """The fastest recorded row of this name, or of annotations whose name begins like this.
+
+    None if there is none.
+    """
     rows = group_rows(*RECORDS[sequences])
     if start.startswith("annotated"):
         found = [x for name, x in rows.items() if name.startswith(start) and "+clip" not in name]
-        return min(found, key=lambda row: row["ms"])
+        return min(found, key=lambda row: row["ms"], default=None)
     return rows[start]
 
 
@@ -60,16 +63,17 @@ def whole_steps():
     """Time of a whole step, from zero."""
     figure, panels = plt.subplots(1, 2, figsize=(7, 2.9), sharey=True, layout="constrained")
     for axes, sequences in zip(panels, RECORDS, strict=True):
-        rows = [fastest(sequences, start) for start, _ in STEPS.values()]
-        times = [row["ms"] for row in rows]
-        ranges = [[r["ms"] - r["ms_least"] for r in rows], [r["ms_most"] - r["ms"] for r in rows]]
-        colors = [color for _, color in STEPS.values()]
-        axes.barh(list(STEPS), times, xerr=ranges, color=colors, error_kw=dict(capsize=2, lw=1))
-        for place, row in enumerate(rows):
-            text = f"{row['ms']:.1f}"
-            axes.annotate(
-                text, (row["ms_most"], place), (4, 0), textcoords="offset points", va="center"
-            )
+        found = {name: fastest(sequences, start) for name, (start, _) in STEPS.items()}
+        found = {name: row for name, row in found.items() if row}
+        times = [row["ms"] for row in found.values()]
+        ranges = [
+            [abs(x["ms"] - x[end]) for x in found.values()] for end in ("ms_least", "ms_most")
+        ]
+        colors = [STEPS[name][1] for name in found]
+        axes.barh(list(found), times, xerr=ranges, color=colors, error_kw=dict(capsize=2, lw=1))
+        for name, row in found.items():
+            at = dict(textcoords="offset points", va="center")
+            axes.annotate(f"{row['ms']:.1f}", (row["ms_most"], name), (4, 0), **at)
         noun = "sequence" if sequences == 1 else "sequences"
         axes.set(
             title=f"{sequences} {noun} per GPU", xlabel="ms per step", xlim=(0, 1.2 * max(times))
@@ -94,7 +98,7 @@ def host_steps():
             axes.annotate(f"{row['ms']:.1f}", (row["ms"], place), (4, 0), **at)
     axes.set_yticks([i + 0.27 for i in range(len(of_runs))], list(of_runs))
     axes.set(xlabel="ms per training step", xlim=(0, 490))
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="lower right", fontsize="small")
     axes.invert_yaxis()
     _bare(axes)
     return figure
