@@ -4,7 +4,9 @@
     python experiments/largest_model.py --compile-only        # bytes by the compiler, for an H200
 
 A row is METHOD-LAYERS. The layers have a width of 4096, 201e6 parameters each, and are
-rematerialized. Weights and tokens are random. Each row runs in its own process.
+rematerialized. Weights and tokens are random. Each row runs in its own process. "optax_host" moves
+the state of optax between the memories by ``jax.device_put`` in the step, as MaxText does with
+``optimizer_memory_host_offload``.
 """
 
 import argparse
@@ -33,6 +35,7 @@ CODES = dict(
 )
 METHODS = {  # arguments of fused_adamw and of distributed; optax has none
     "optax": None,
+    "optax_host": None,
     "main": (dict(main_params_dtype=jnp.float32), {}),
     "main_host": (dict(main_params_dtype=jnp.float32), dict(state_memory="pinned_host")),
     "codes": (CODES, {}),
@@ -71,8 +74,16 @@ class Row:
             return self.loss(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), tokens)
 
         value, grads = jax.value_and_grad(loss)(state[0])
-        updates, opt_state = self.tx.update(grads, state[1], state[0])
+        opt_state = self._moved(state[1], jax.memory.Space.Device)
+        updates, opt_state = self.tx.update(grads, opt_state, state[0])
+        opt_state = self._moved(opt_state, jax.memory.Space.Host)
         return (optax.apply_updates(state[0], updates), opt_state), {"loss": value}
+
+    def _moved(self, opt_state, space):
+        """The moments of optax in another memory, for "optax_host"."""
+        if self.method != "optax_host":
+            return opt_state
+        return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, opt_state)
 
     def param_shapes(self):
         dtype = jnp.float32 if METHODS[self.method] is None else jnp.bfloat16
@@ -88,7 +99,7 @@ class Row:
         params = jax.tree.map(draw, shapes)
         if METHODS[self.method] is None:
             params = jax.device_put(params, jax.devices()[0])
-            return params, jax.jit(self.tx.init)(params)
+            return params, self._moved(jax.jit(self.tx.init)(params), jax.memory.Space.Host)
         return jda.TrainState.create(params, self.tx)
 
     def state_shapes(self):

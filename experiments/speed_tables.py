@@ -288,6 +288,7 @@ def host_late() -> str:
 
 LARGEST = {  # methods and their names
     "optax": "`optax.adamw`, float32 parameters and moments",
+    "optax_host": "`optax.adamw`, float32, state moved by `jax.device_put`",
     "main": "bfloat16 parameters, float32 main parameters and moments",
     "codes": "remainder16, block8",
     "codes_host": "remainder16, block8, in host memory",
